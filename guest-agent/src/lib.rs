@@ -1,0 +1,1 @@
+//! Wire types that host and guest share.

@@ -1,0 +1,2 @@
+//! PID 1 of Linux guests.
+fn main(){}

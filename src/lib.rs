@@ -1,0 +1,1 @@
+//! Vellum, a lightweight virtual machine monitor for KVM, for people who work on guest memory.

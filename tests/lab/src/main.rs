@@ -1,0 +1,2 @@
+//! The lab.
+fn main(){}
