@@ -1,1 +1,4 @@
 //! Vellum, a lightweight virtual machine monitor for KVM, for people who work on guest memory.
+
+pub mod host;
+pub mod report;
