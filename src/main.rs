@@ -1,2 +1,2 @@
 //! PID 1 of Linux guests.
-fn main(){}
+fn main() {}

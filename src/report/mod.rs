@@ -246,7 +246,11 @@ mod tests {
 
     #[test]
     fn quantiles_are_bucket_bounds() {
-        let h = Histogram { name: "l".into(), unit: "ns".into(), buckets: vec![(10.0, 98), (20.0, 1), (90.0, 1)] };
+        let h = Histogram {
+            name: "l".into(),
+            unit: "ns".into(),
+            buckets: vec![(10.0, 98), (20.0, 1), (90.0, 1)],
+        };
         assert_eq!(h.quantile(0.5), Some(10.0));
         assert_eq!(h.quantile(0.99), Some(20.0));
         assert_eq!(h.quantile(1.0), Some(90.0));

@@ -1,2 +1,2 @@
 //! The lab.
-fn main(){}
+fn main() {}
