@@ -1,0 +1,40 @@
+//! Small reads of sysfs and procfs: one line into the caller's buffer, nothing allocated.
+//!
+//! A file that is missing or closed to this user is no error here: what it would have said is unknown.
+
+use std::fs::File;
+use std::io::Read;
+
+/// The first line of `path`, trimmed; `None` where it cannot be read or is not text.
+pub fn read<'b>(path: &str, buffer: &'b mut [u8]) -> Option<&'b str> {
+    let length = File::open(path).ok()?.read(buffer).ok()?;
+    str::from_utf8(&buffer[..length]).ok()?.lines().next().map(str::trim)
+}
+
+/// A module's boolean parameter: `Y`/`N`, or `1`/`0` where it is an int in some kernels (`kvm_amd.npt`).
+pub fn truth(text: &str) -> Option<bool> {
+    match text {
+        "Y" | "1" => Some(true),
+        "N" | "0" => Some(false),
+        _ => None,
+    }
+}
+
+/// The choice in force in a line such as `always [madvise] never`.
+pub fn chosen(line: &str) -> Option<&str> {
+    line.split_once('[')?.1.split_once(']').map(|(choice, _)| choice)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_the_forms_that_the_kernel_prints() {
+        assert_eq!(chosen("always [madvise] never"), Some("madvise"));
+        assert_eq!(chosen("always madvise"), None);
+        assert_eq!((truth("Y"), truth("0"), truth("auto")), (Some(true), Some(false), None));
+        assert_eq!(read("/proc/sys/kernel/ostype", &mut [0; 32]), Some("Linux"));
+        assert_eq!(read("/no/such/file", &mut [0; 32]), None);
+    }
+}

@@ -1,0 +1,5 @@
+//! Linux interfaces that no crate wraps: the one room for `unsafe` beyond guest memory.
+//!
+//! Each file wraps one family of calls in functions that cannot be misused. Policy does not live here.
+
+pub mod host;
