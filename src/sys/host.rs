@@ -41,6 +41,28 @@ pub fn allowed_cpus() -> io::Result<Vec<usize>> {
     Ok((0..words * 64).filter(set).collect())
 }
 
+/// True where this process acts as root.
+pub fn is_root() -> bool {
+    // SAFETY: geteuid takes nothing, touches no memory and cannot fail.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// The memory nodes that this thread's policy binds it to (numactl --membind); `None` where it binds to none.
+pub fn bound_nodes() -> Option<Vec<u32>> {
+    // 1024 nodes are the kernel's maximum (CONFIG_NODES_SHIFT up to 10).
+    let mut mask = [0u64; 16];
+    let mut mode: libc::c_int = 0;
+    // SAFETY: the kernel writes one int to `mode` and `maxnode - 1` bits to `mask` (mm/mempolicy.c,
+    // copy_nodes_to_user), which are all that it has.
+    let failed = unsafe {
+        libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, mask.as_mut_ptr(), 1024 + 1, 0usize, 0usize)
+    };
+    // The upper bits are mode flags. An error means a kernel without NUMA, or a container that forbids the question.
+    let binds = failed == 0 && mode & 0xff == libc::MPOL_BIND;
+    let set = |node: &u32| mask[*node as usize / 64] >> (node % 64) & 1 == 1;
+    binds.then(|| (0..1024).filter(set).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,0 +1,104 @@
+//! Limits that control groups put on huge pages, version 1 and 2 (`Documentation/admin-guide/cgroup-v2.rst`, "HugeTLB").
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// One limit that applies to this process.
+#[derive(Debug)]
+pub struct Limit {
+    /// The file that holds it.
+    pub file: PathBuf,
+    /// Bytes allowed.
+    pub limit: u64,
+    /// Bytes used.
+    pub used: u64,
+}
+
+/// Every limit on huge pages of `page_size` bytes, from this process's group up to the highest that it can see.
+/// `root` is `/`, or a picture of it.
+pub fn hugetlb_limits(root: &Path, page_size: u64) -> Vec<Limit> {
+    let Some((directory, version)) = own_group(root) else { return Vec::new() };
+    let size = size_name(page_size);
+    // `rsvd` limits what may be reserved (mmap then fails), the other what may be faulted in (which is a SIGBUS).
+    let pairs = match version {
+        Version::One => [
+            (format!("hugetlb.{size}.limit_in_bytes"), format!("hugetlb.{size}.usage_in_bytes")),
+            (format!("hugetlb.{size}.rsvd.limit_in_bytes"), format!("hugetlb.{size}.rsvd.usage_in_bytes")),
+        ],
+        Version::Two => [
+            (format!("hugetlb.{size}.max"), format!("hugetlb.{size}.current")),
+            (format!("hugetlb.{size}.rsvd.max"), format!("hugetlb.{size}.rsvd.current")),
+        ],
+    };
+    let mut limits = Vec::new();
+    for group in directory.own.ancestors().take_while(|group| group.starts_with(&directory.mount)) {
+        for (limit, used) in &pairs {
+            let file = group.join(limit);
+            // Version 2 says `max` where there is no limit: not a number, so not in the list.
+            if let (Some(limit), Some(used)) = (number(&file), number(&group.join(used))) {
+                limits.push(Limit { file, limit, used });
+            }
+        }
+    }
+    limits
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Version {
+    One,
+    Two,
+}
+
+struct Directory {
+    mount: PathBuf,
+    own: PathBuf,
+}
+
+/// The directory of this process's group in the hierarchy that has the hugetlb controller.
+fn own_group(root: &Path) -> Option<(Directory, Version)> {
+    let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
+    let mounts = fs::read_to_string(root.join("proc/self/mountinfo")).ok()?;
+    let entry = |version| {
+        groups.lines().find_map(|line| {
+            let mut fields = line.splitn(3, ':').skip(1);
+            let (controllers, path) = (fields.next()?, fields.next()?);
+            let wanted = match version {
+                Version::One => controllers.split(',').any(|name| name == "hugetlb"),
+                Version::Two => controllers.is_empty(),
+            };
+            wanted.then(|| path.to_owned())
+        })
+    };
+    let (path, version) = entry(Version::One)
+        .map(|path| (path, Version::One))
+        .or_else(|| Some((entry(Version::Two)?, Version::Two)))?;
+    // proc_pid_mountinfo(5): id parent major:minor root mount-point options … - type source super-options
+    let (mounted, at) = mounts.lines().find_map(|line| {
+        let (left, right) = line.split_once(" - ")?;
+        let mut right = right.split(' ');
+        let (kind, options) = (right.next()?, right.nth(1)?);
+        let wanted = match version {
+            Version::One => kind == "cgroup" && options.split(',').any(|name| name == "hugetlb"),
+            Version::Two => kind == "cgroup2",
+        };
+        let mut left = left.split(' ').skip(3);
+        wanted.then_some((left.next()?, left.next()?))
+    })?;
+    let mount = root.join(at.trim_start_matches('/'));
+    // A container may see only its own part of the hierarchy: then the mount's root is a prefix of the path.
+    let own = path.strip_prefix(mounted).unwrap_or(&path).trim_start_matches('/').to_owned();
+    Some((Directory { own: mount.join(own), mount }, version))
+}
+
+/// As `hugetlb_cgroup.c` spells sizes in file names.
+fn size_name(bytes: u64) -> String {
+    match bytes {
+        1_073_741_824.. => format!("{}GB", bytes >> 30),
+        1_048_576.. => format!("{}MB", bytes >> 20),
+        _ => format!("{}KB", bytes >> 10),
+    }
+}
+
+fn number(path: &Path) -> Option<u64> {
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
