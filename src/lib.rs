@@ -1,5 +1,7 @@
 //! Vellum, a lightweight virtual machine monitor for KVM, for people who work on guest memory.
 
+pub mod arch;
+pub mod devices;
 pub mod host;
 pub mod report;
 pub mod sys;

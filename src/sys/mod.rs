@@ -3,3 +3,4 @@
 //! Each file wraps one family of calls in functions that cannot be misused. Policy does not live here.
 
 pub mod host;
+pub mod terminal;

@@ -1,0 +1,244 @@
+//! The ACPI tables that describe a machine: RSDP, XSDT, FADT, MADT and a DSDT.
+//!
+//! The hardware-reduced profile (ACPI 6.5, 4.1): no PM timer, no SCI, no 8259, so that a kernel asks for nothing that a
+//! split interrupt controller lacks. Power-off goes through the sleep control register, reset through the i8042's
+//! command port. CPUs are named by the MADT alone, which is where Linux looks for them. All interrupts are edge
+//! triggered, since irqfd delivers them.
+
+use acpi_tables::{
+    Aml,
+    aml::{Device, EISAName, IO, Interrupt, Memory32Fixed, Name, Package, Path, ResourceTemplate, Scope},
+    fadt::{FADTBuilder, Flags},
+    gas::{AccessSize, AddressSpace, GAS},
+    rsdp::Rsdp,
+    sdt::Sdt,
+    xsdt::XSDT,
+};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
+
+use crate::devices::{acpi_pm, i8042, ioapic, pvpanic, rtc, serial};
+
+/// Where the RSDP is written: the start of the ROM area that old kernels search (ACPI 6.5, 5.2.5.1).
+pub const RSDP: u64 = 0xe_0000;
+/// Where the tables must end.
+const END: u64 = 0x10_0000;
+/// The local APICs' address after reset (Intel SDM vol. 3, 12.4.1).
+const LOCAL_APIC: u32 = 0xfee0_0000;
+const OEM_ID: [u8; 6] = *b"VELLUM";
+const OEM_TABLE_ID: [u8; 8] = *b"VELLUM  ";
+/// FADT `IAPC_BOOT_ARCH`: VGA is not there.
+const BOOT_NO_VGA: u16 = 1 << 2;
+/// MADT: processor enabled.
+const ENABLED: u32 = 1;
+
+/// A virtio-mmio device, as a kernel should find it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VirtioMmio {
+    /// The guest-physical address of its registers.
+    pub base: u32,
+    /// Their size in bytes.
+    pub size: u32,
+    /// Its interrupt, edge triggered.
+    pub gsi: u32,
+}
+
+/// Why the tables could not be written.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// More devices or vCPUs than the area before 1 MiB can describe.
+    #[error("ACPI tables of {0} bytes do not fit below 1 MiB; use fewer devices or --cpus")]
+    TooLarge(usize),
+    /// There is no RAM where the tables go.
+    #[error("ACPI tables cannot be written below 1 MiB; use more --memory")]
+    Memory(#[from] GuestMemoryError),
+}
+
+/// Writes the tables for vCPUs with the local APIC ids `apic_ids` and for `virtio`, and returns the RSDP's address.
+///
+/// # Errors
+/// Where they do not fit, or guest memory has no RAM below 1 MiB.
+pub fn write<M: GuestMemoryBackend>(
+    memory: &M,
+    apic_ids: impl IntoIterator<Item = u32>,
+    virtio: &[VirtioMmio],
+) -> Result<u64, Error> {
+    let mut tables = Vec::new();
+    let mut place = |table: &dyn Fn(&mut Vec<u8>)| {
+        // The RSDP's 36 bytes come first; each table on a 16-byte boundary.
+        let at = (RSDP + 36 + tables.len() as u64).next_multiple_of(16);
+        tables.resize((at - RSDP - 36) as usize, 0);
+        table(&mut tables);
+        at
+    };
+    let dsdt = dsdt(virtio);
+    let dsdt = place(&|sink| sink.extend_from_slice(dsdt.as_slice()));
+    let fadt = place(&|sink| fadt(dsdt).finalize().to_aml_bytes(sink));
+    let madt = madt(apic_ids);
+    let madt = place(&|sink| sink.extend_from_slice(madt.as_slice()));
+    let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE_ID, 1);
+    xsdt.add_entry(fadt);
+    xsdt.add_entry(madt);
+    let xsdt = place(&|sink| xsdt.to_aml_bytes(sink));
+
+    let mut all = Vec::new();
+    Rsdp::new(OEM_ID, xsdt).to_aml_bytes(&mut all);
+    all.append(&mut tables);
+    if all.len() as u64 > END - RSDP {
+        return Err(Error::TooLarge(all.len()));
+    }
+    memory.write_slice(&all, GuestAddress(RSDP))?;
+    Ok(RSDP)
+}
+
+fn fadt(dsdt: u64) -> FADTBuilder {
+    let port = |port: u16| GAS::new(AddressSpace::SystemIo, 8, 0, AccessSize::ByteAccess, port.into());
+    let mut fadt = FADTBuilder::new(OEM_ID, OEM_TABLE_ID, 1)
+        .dsdt_64(dsdt)
+        .flag(Flags::HwReducedAcpi)
+        .flag(Flags::ResetRegSup)
+        // Set: buttons are not fixed hardware, and there are none.
+        .flag(Flags::PwrButton)
+        .flag(Flags::SlpButton);
+    fadt.iapc_boot_arch = BOOT_NO_VGA.into();
+    fadt.reset_reg = port(i8042::COMMAND);
+    fadt.reset_value = i8042::RESET;
+    fadt.sleep_control_reg = port(acpi_pm::SLEEP_CONTROL);
+    fadt.sleep_status_reg = port(acpi_pm::SLEEP_STATUS);
+    fadt
+}
+
+fn madt(apic_ids: impl IntoIterator<Item = u32>) -> Sdt {
+    // Revision 5: ACPI 6.2 or later. The header is followed by the local APICs' address and flags (no 8259).
+    let mut madt = Sdt::new(*b"APIC", 44, 5, OEM_ID, OEM_TABLE_ID, 1);
+    madt.write_u32(36, LOCAL_APIC);
+    let mut structures = Vec::new();
+    for (uid, id) in (0u32..).zip(apic_ids) {
+        match u8::try_from(id) {
+            // Type 0, processor local APIC; its id 255 is the broadcast.
+            Ok(id) if id < u8::MAX => {
+                structures.extend_from_slice(&[0, 8, uid as u8, id]);
+                structures.extend_from_slice(&ENABLED.to_le_bytes());
+            }
+            // Type 9, processor local x2APIC.
+            _ => {
+                structures.extend_from_slice(&[9, 16, 0, 0]);
+                structures.extend_from_slice([id, ENABLED, uid].map(u32::to_le_bytes).as_flattened());
+            }
+        }
+    }
+    // Type 1, I/O APIC: id 0, interrupts from GSI 0. ISA interrupts are wired one to one, so there are no overrides.
+    structures.extend_from_slice(&[1, 12, 0, 0]);
+    structures.extend_from_slice([ioapic::BASE as u32, 0].map(u32::to_le_bytes).as_flattened());
+    // Type 4, local APIC NMI: LINT1 of all processors.
+    structures.extend_from_slice(&[4, 6, 0xff, 0, 0, 1]);
+    madt.append_slice(&structures);
+    madt
+}
+
+/// The DSDT: the legacy devices, the virtio devices, and what `\_S5` writes to the sleep control register.
+fn dsdt(virtio: &[VirtioMmio]) -> Sdt {
+    let mut aml = Vec::new();
+    let port = |base: u16, len: u8| IO::new(base, base, 1, len);
+    let interrupt = |gsi| Interrupt::new(true, true, false, false, gsi);
+
+    device(
+        &mut aml,
+        "COM1",
+        &EISAName::new("PNP0501"),
+        0,
+        vec![&port(serial::COM1, serial::PORTS as u8), &interrupt(serial::COM1_GSI)],
+    );
+    device(&mut aml, "RTC_", &EISAName::new("PNP0B00"), 0, vec![&port(rtc::INDEX, rtc::PORTS as u8)]);
+    device(&mut aml, "PEVT", &"QEMU0001", 0, vec![&port(pvpanic::PORT, 1)]);
+    for (uid, d) in (0u32..).zip(virtio) {
+        // The host bus enumerates what has no parent: an id of Linux's, see drivers/virtio/virtio_mmio.c.
+        let (memory, gsi) = (Memory32Fixed::new(true, d.base, d.size), interrupt(d.gsi));
+        device(&mut aml, &format!("V{uid:03X}"), &"LNRO0005", uid, vec![&memory, &gsi]);
+    }
+    let five = acpi_pm::S5;
+    Name::new("_S5_".into(), &Package::new(vec![&five, &0u8, &0u8, &0u8])).to_aml_bytes(&mut aml);
+
+    // Revision 2: 64-bit integers in AML.
+    let mut dsdt = Sdt::new(*b"DSDT", 36, 2, OEM_ID, OEM_TABLE_ID, 1);
+    dsdt.append_slice(&aml);
+    dsdt
+}
+
+fn device(aml: &mut Vec<u8>, name: &str, id: &dyn Aml, uid: u32, resources: Vec<&dyn Aml>) {
+    let resources = ResourceTemplate::new(resources);
+    let (hid, uid) = (Name::new("_HID".into(), id), Name::new("_UID".into(), &uid));
+    let resources = Name::new("_CRS".into(), &resources);
+    let device = Device::new(Path::new(name), vec![&hid, &uid, &resources]);
+    Scope::new("_SB_".into(), vec![&device]).to_aml_bytes(aml);
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::GuestMemoryMmap;
+
+    use super::*;
+
+    /// Reads the tables back as a kernel would: from the RSDP down, checking every checksum on the way.
+    fn walk(memory: &GuestMemoryMmap<()>) -> Vec<([u8; 4], Vec<u8>)> {
+        let bytes = |at: u64, len: usize| {
+            let mut bytes = vec![0; len];
+            memory.read_slice(&mut bytes, GuestAddress(at)).unwrap();
+            bytes
+        };
+        let sum = |bytes: &[u8]| bytes.iter().fold(0u8, |a, b| a.wrapping_add(*b));
+        let number = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().unwrap());
+        let table = |at: u64| {
+            let header = bytes(at, 36);
+            let len = u32::from_le_bytes(header[4..8].try_into().unwrap());
+            let table = bytes(at, len as usize);
+            assert_eq!(sum(&table), 0, "checksum of {:?}", &header[..4]);
+            (header[..4].try_into().unwrap(), table)
+        };
+        let rsdp = bytes(RSDP, 36);
+        assert_eq!((&rsdp[..8], sum(&rsdp[..20]), sum(&rsdp)), (&b"RSD PTR "[..], 0, 0));
+        let xsdt = table(number(&rsdp[24..32]));
+        let mut tables: Vec<_> = xsdt.1[36..].chunks(8).map(|entry| table(number(entry))).collect();
+        tables.push(table(number(&tables[0].1[140..148])));
+        tables
+    }
+
+    #[test]
+    fn a_kernel_finds_every_table_cpu_and_device() {
+        let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
+        let virtio = [
+            VirtioMmio { base: 0xd000_0000, size: 0x1000, gsi: 5 },
+            VirtioMmio { base: 0xd000_1000, size: 0x1000, gsi: 6 },
+        ];
+        write(&memory, [0, 1, 0x1ff], &virtio).unwrap();
+        let tables = walk(&memory);
+        let names: Vec<_> = tables.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names, [*b"FACP", *b"APIC", *b"DSDT"]);
+
+        let madt = &tables[1].1[44..];
+        assert_eq!(madt[..8], [0, 8, 0, 0, 1, 0, 0, 0]);
+        assert_eq!(madt[8..16], [0, 8, 1, 1, 1, 0, 0, 0]);
+        assert_eq!(madt[16..32], [9, 16, 0, 0, 0xff, 1, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0]);
+        assert_eq!(madt[32..36], [1, 12, 0, 0]);
+
+        let fadt = &tables[0].1;
+        assert_eq!(fadt.len(), 276);
+        assert_eq!(
+            u32::from_le_bytes(fadt[112..116].try_into().unwrap()),
+            1 << 20 | 1 << 10 | 1 << 5 | 1 << 4
+        );
+        assert_eq!((&fadt[116..128], fadt[128]), (&[1, 8, 0, 1, 0x64, 0, 0, 0, 0, 0, 0, 0][..], 0xfe));
+
+        let dsdt = &tables[2].1;
+        let count = |needle: &[u8]| dsdt.windows(needle.len()).filter(|w| *w == needle).count();
+        assert_eq!((count(b"LNRO0005"), count(b"QEMU0001"), count(b"V001"), count(b"_S5_")), (2, 1, 1, 1));
+        // The second device's memory and interrupt descriptors.
+        assert_eq!(count(&[0x86, 9, 0, 1, 0, 0x10, 0, 0xd0, 0, 0x10, 0, 0]), 1);
+        assert_eq!(count(&[0x89, 6, 0, 0b11, 1, 6, 0, 0, 0]), 1);
+    }
+
+    #[test]
+    fn tables_that_do_not_fit_are_refused() {
+        let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
+        assert!(matches!(write(&memory, 0..20_000, &[]), Err(Error::TooLarge(_))));
+    }
+}

@@ -1,0 +1,4 @@
+//! x86-64: how its kernels are booted, what they are told, and the state of its vCPUs.
+
+pub mod acpi;
+pub mod boot;

@@ -1,0 +1,329 @@
+//! The host's end of the serial port: where it leads, and the event loop's part in it.
+//!
+//! On a terminal every key goes to the guest, except after the escape key: Ctrl-a x ends the guest, Ctrl-a Ctrl-a (or
+//! Ctrl-a a) sends one Ctrl-a.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, IsTerminal, Read};
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use event_manager::{EventOps, Events, MutEventSubscriber};
+use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
+
+use super::serial::Serial;
+use crate::sys::terminal;
+
+/// Ctrl-a.
+const ESCAPE: u8 = 1;
+
+/// Where a serial port leads, as `--serial` names it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Target {
+    /// Standard input and output; a terminal in raw mode.
+    #[default]
+    Terminal,
+    /// A file, which is truncated.
+    File(PathBuf),
+    /// A new pseudo-terminal, whose path is printed.
+    Pty,
+    /// Nowhere.
+    Null,
+}
+
+impl std::str::FromStr for Target {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s.split_once('=') {
+            Some(("file", path)) if !path.is_empty() => Ok(Self::File(path.into())),
+            None if s == "terminal" => Ok(Self::Terminal),
+            None if s == "pty" => Ok(Self::Pty),
+            None if s == "null" => Ok(Self::Null),
+            _ => Err("use terminal, file=PATH, pty or null".into()),
+        }
+    }
+}
+
+/// A target that has been opened.
+pub struct Opened {
+    /// What the guest writes goes here.
+    pub output: Option<File>,
+    /// What the guest reads comes from here.
+    pub input: Option<File>,
+    /// The path of a new pseudo-terminal.
+    pub pty: Option<String>,
+    /// Kept open, so that the pseudo-terminal does not hang up.
+    slave: Option<File>,
+}
+
+impl Target {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// One line that names the flag, the value and what would work.
+    pub fn open(&self) -> Result<Opened, OpenError> {
+        let fail = |value: &Path, source| OpenError { value: value.to_owned(), source };
+        let mut opened = Opened { output: None, input: None, pty: None, slave: None };
+        match self {
+            Self::Null => {}
+            Self::Terminal => {
+                let duplicate = |fd: std::os::fd::BorrowedFd<'_>| fd.try_clone_to_owned().map(File::from);
+                let fail = |source| fail(Path::new("terminal"), source);
+                opened.output = Some(duplicate(io::stdout().as_fd()).map_err(fail)?);
+                opened.input = Some(duplicate(io::stdin().as_fd()).map_err(fail)?);
+            }
+            Self::File(path) => {
+                let file = OpenOptions::new().write(true).create(true).truncate(true).open(path);
+                opened.output = Some(file.map_err(|source| fail(path, source))?);
+            }
+            Self::Pty => {
+                let fail = |source| fail(Path::new("pty"), source);
+                let (master, slave, path) = terminal::open_pty().map_err(fail)?;
+                opened.input = Some(master.try_clone().map_err(fail)?);
+                (opened.output, opened.slave, opened.pty) = (Some(master), Some(slave), Some(path));
+            }
+        }
+        Ok(opened)
+    }
+}
+
+/// A serial target cannot be opened.
+#[derive(Debug, thiserror::Error)]
+#[error("--serial {}: cannot be opened; use terminal, pty, null, or file=PATH with a path that can be written", value.display())]
+pub struct OpenError {
+    value: PathBuf,
+    source: io::Error,
+}
+
+/// The event loop's part: carries keys to the guest as fast as it takes them, and output that had to wait.
+pub struct Console {
+    serial: Arc<Serial>,
+    input: Option<File>,
+    /// A second descriptor of the output, for the event loop to watch while output waits.
+    output: Option<File>,
+    _slave: Option<File>,
+    keys: Keys,
+    /// Signalled by Ctrl-a x.
+    quit: Arc<EventFd>,
+    /// Regular files and /dev/null cannot be watched; they never block either.
+    pollable: bool,
+    watching_input: bool,
+    watching_output: bool,
+}
+
+const INPUT: u32 = 0;
+const OUTPUT: u32 = 1;
+const WAKE: u32 = 2;
+
+impl Console {
+    /// The console of `serial`, which must write to a duplicate of `opened.output`. A terminal becomes raw;
+    /// [`terminal::restore`] undoes that.
+    pub fn new(serial: Arc<Serial>, opened: Opened, quit: Arc<EventFd>) -> io::Result<Self> {
+        let mut keys = Keys { escape: false, pending: false };
+        if let Some(input) = &opened.input
+            && opened.pty.is_none()
+            && input.is_terminal()
+            && terminal::in_foreground(input.as_fd())
+        {
+            terminal::set_raw(input.as_fd())?;
+            keys.escape = true;
+        }
+        let Opened { output, input, slave, .. } = opened;
+        Ok(Self {
+            serial,
+            input,
+            output,
+            _slave: slave,
+            keys,
+            quit,
+            pollable: true,
+            watching_input: false,
+            watching_output: false,
+        })
+    }
+
+    /// Reads no more than the guest takes; what it does not take yet stays where it is.
+    fn carry_input(&mut self, ops: &mut EventOps<'_>) {
+        while let Some(input) = &mut self.input {
+            let room = self.serial.room();
+            if room == 0 {
+                return self.watch_input(ops, false);
+            }
+            let mut bytes = [0; 64];
+            let n = room.min(bytes.len());
+            match input.read(&mut bytes[..n]) {
+                Ok(0) => return self.close_input(ops),
+                Ok(n) => {
+                    if self.keys.press(&mut bytes, n, |bytes| self.serial.receive(bytes)) {
+                        let _ = self.quit.write(1);
+                    }
+                    if self.pollable {
+                        return;
+                    }
+                }
+                Err(error)
+                    if matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) =>
+                {
+                    return;
+                }
+                Err(_) => return self.close_input(ops),
+            }
+        }
+    }
+
+    fn watch_input(&mut self, ops: &mut EventOps<'_>, watch: bool) {
+        let Some(input) = &self.input else { return };
+        if !self.pollable || watch == self.watching_input {
+            return;
+        }
+        let events = Events::with_data(input, INPUT, EventSet::IN);
+        match if watch { ops.add(events) } else { ops.remove(events) } {
+            Ok(()) => self.watching_input = watch,
+            Err(_) => self.pollable = false,
+        }
+    }
+
+    /// The input has ended: leave the loop before the descriptor is closed.
+    fn close_input(&mut self, ops: &mut EventOps<'_>) {
+        self.watch_input(ops, false);
+        self.input = None;
+    }
+
+    fn carry_output(&mut self, ops: &mut EventOps<'_>) {
+        let waiting = !self.serial.flush();
+        let Some(output) = &self.output else { return };
+        if waiting == self.watching_output {
+            return;
+        }
+        let events = Events::with_data(output, OUTPUT, EventSet::OUT);
+        if (if waiting { ops.add(events) } else { ops.remove(events) }).is_ok() {
+            self.watching_output = waiting;
+        }
+    }
+}
+
+impl MutEventSubscriber for Console {
+    fn init(&mut self, ops: &mut EventOps<'_>) {
+        // An eventfd can always be watched.
+        let _ = ops.add(Events::with_data(&**self.serial.wake(), WAKE, EventSet::IN));
+        self.watch_input(ops, true);
+        if !self.pollable {
+            self.carry_input(ops);
+        }
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps<'_>) {
+        match events.data() {
+            WAKE => {
+                let _ = self.serial.wake().read();
+                self.carry_output(ops);
+                if self.pollable {
+                    self.watch_input(ops, true);
+                } else {
+                    self.carry_input(ops);
+                }
+            }
+            OUTPUT => self.carry_output(ops),
+            _ if events.event_set().intersects(EventSet::IN) => self.carry_input(ops),
+            // A hang-up without anything left to read.
+            _ => self.close_input(ops),
+        }
+    }
+}
+
+/// The escape key's state.
+struct Keys {
+    /// Whether there is an escape key: on terminals only.
+    escape: bool,
+    /// Whether the key before was the escape key.
+    pending: bool,
+}
+
+impl Keys {
+    /// Hands on what of the first `n` of `bytes` is for the guest; whether it is to end.
+    fn press(&mut self, bytes: &mut [u8], n: usize, receive: impl FnOnce(&[u8])) -> bool {
+        let (mut kept, mut quit) = (0, false);
+        for i in 0..n {
+            let key = bytes[i];
+            let after_escape = std::mem::take(&mut self.pending);
+            match key {
+                ESCAPE if self.escape && !after_escape => {
+                    self.pending = true;
+                    continue;
+                }
+                b'x' if after_escape => quit = true,
+                b'a' if after_escape => bytes[kept] = ESCAPE,
+                _ => bytes[kept] = key,
+            }
+            kept += usize::from(!quit);
+        }
+        receive(&bytes[..kept]);
+        quit
+    }
+}
+
+impl Drop for Console {
+    fn drop(&mut self) {
+        if self.keys.escape {
+            terminal::restore();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn press(keys: &mut Keys, typed: &[u8]) -> (Vec<u8>, bool) {
+        let (mut bytes, mut got) = (typed.to_vec(), Vec::new());
+        let n = bytes.len();
+        let quit = keys.press(&mut bytes, n, |b| got.extend_from_slice(b));
+        (got, quit)
+    }
+
+    #[test]
+    fn the_escape_key_ends_the_guest_or_sends_itself() {
+        let mut keys = Keys { escape: true, pending: false };
+        assert_eq!(press(&mut keys, b"ls\x01"), (b"ls".to_vec(), false));
+        assert_eq!(press(&mut keys, b"x"), (vec![], true));
+        assert_eq!(press(&mut keys, b"\x01\x01\x01a\x01q"), (b"\x01\x01q".to_vec(), false));
+        let mut none = Keys { escape: false, pending: false };
+        assert_eq!(press(&mut none, b"\x01x"), (b"\x01x".to_vec(), false));
+    }
+
+    #[test]
+    fn targets_are_named_as_documented() {
+        assert_eq!("file=/tmp/a=b".parse(), Ok(Target::File("/tmp/a=b".into())));
+        assert_eq!(("pty".parse(), "null".parse()), (Ok(Target::Pty), Ok(Target::Null)));
+        for wrong in ["file", "file=", "tty", ""] {
+            assert!(wrong.parse::<Target>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn input_goes_on_when_the_guest_has_made_room() {
+        let (reader, mut writer) = io::pipe().unwrap();
+        let serial = Arc::new(Serial::new(None).unwrap());
+        let input = Some(File::from(std::os::fd::OwnedFd::from(reader)));
+        let opened = Opened { output: None, input, pty: None, slave: None };
+        let quit = Arc::new(EventFd::new(0).unwrap());
+        let console = Console::new(serial.clone(), opened, quit).unwrap();
+        let mut manager = event_manager::EventManager::<Box<dyn MutEventSubscriber>>::new().unwrap();
+        event_manager::SubscriberOps::add_subscriber(&mut manager, Box::new(console));
+        let sent: Vec<u8> = (0..200).collect();
+        io::Write::write_all(&mut writer, &sent).unwrap();
+        drop(writer);
+        let mut got = Vec::new();
+        while got.len() < sent.len() {
+            manager.run().unwrap();
+            // The guest reads all that there is: the last byte wakes the loop.
+            while serial.room() < 64 {
+                let mut data = [0];
+                super::super::bus::BusDevice::read(&*serial, 0, &mut data);
+                got.push(data[0]);
+            }
+        }
+        assert_eq!(got, sent);
+    }
+}

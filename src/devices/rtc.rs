@@ -1,0 +1,178 @@
+//! The real-time clock and its CMOS memory (MC146818), read only where the time is concerned: it is the host's, in UTC.
+//!
+//! No interrupt, hence no alarm: ACPI announces none.
+
+use std::sync::Mutex;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Ending, bus::BusDevice};
+
+/// The index port; the data port follows it.
+pub const INDEX: u16 = 0x70;
+/// How many ports the device has.
+pub const PORTS: u64 = 2;
+/// Register B: 24-hour clock, BCD.
+const B_24_HOUR: u8 = 1 << 1;
+/// Register D: the battery is good.
+const D_VALID: u8 = 1 << 7;
+/// Where a PC keeps the century.
+const CENTURY: usize = 0x32;
+const CELLS: usize = 128;
+
+/// The clock.
+#[derive(Default)]
+pub struct Rtc(Mutex<State>);
+
+/// What of it outlives a migration.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    index: u8,
+    /// The cells that are memory; those that are the time are not looked at. Always `CELLS` bytes.
+    cells: Vec<u8>,
+}
+
+/// A saved state that no clock can have had.
+#[derive(Debug, thiserror::Error)]
+#[error("the saved clock has {0} CMOS cells, not {CELLS}; the file is damaged or from another version")]
+pub struct RestoreError(usize);
+
+impl Default for State {
+    fn default() -> Self {
+        Self { index: 0, cells: vec![0; CELLS] }
+    }
+}
+
+impl Rtc {
+    /// What [`Rtc::restore`] needs.
+    pub fn save(&self) -> State {
+        self.state().clone()
+    }
+
+    /// Takes over what [`Rtc::save`] gave.
+    ///
+    /// # Errors
+    /// Where the state is not one that `save` can have given.
+    pub fn restore(&self, state: State) -> Result<(), RestoreError> {
+        if state.cells.len() != CELLS {
+            return Err(RestoreError(state.cells.len()));
+        }
+        *self.state() = State { index: state.index & 0x7f, ..state };
+        Ok(())
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.0.lock().expect("no one panics while holding the clock")
+    }
+}
+
+impl BusDevice for Rtc {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        let state = self.state();
+        data.fill(0xff);
+        if offset == 1 {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+            data[0] = time_cell(state.index, now).unwrap_or(state.cells[usize::from(state.index)]);
+        }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> Option<Ending> {
+        let mut state = self.state();
+        match offset {
+            // Bit 7 masks NMIs, of which there are none.
+            0 => state.index = data[0] & 0x7f,
+            _ => {
+                let index = usize::from(state.index);
+                state.cells[index] = data[0];
+            }
+        }
+        None
+    }
+}
+
+/// What cell `index` reads `unix` seconds after 1970, where it is the clock's and not memory.
+fn time_cell(index: u8, unix: u64) -> Option<u8> {
+    let bcd = |n: u64| (((n / 10 % 10) << 4) | (n % 10)) as u8;
+    let (days, seconds) = (unix / 86400, unix % 86400);
+    let (year, month, day) = civil(days);
+    Some(match usize::from(index) {
+        0x0 => bcd(seconds % 60),
+        0x2 => bcd(seconds / 60 % 60),
+        0x4 => bcd(seconds / 3600),
+        // 1 January 1970 was a Thursday; Sunday is 1.
+        0x6 => bcd((days + 4) % 7 + 1),
+        0x7 => bcd(day),
+        0x8 => bcd(month),
+        0x9 => bcd(year % 100),
+        // Never updating.
+        0xa => 0x26,
+        0xb => B_24_HOUR,
+        0xc => 0,
+        0xd => D_VALID,
+        CENTURY => bcd(year / 100),
+        _ => return None,
+    })
+}
+
+/// Year, month and day of a day after 1 January 1970 in the Gregorian calendar.
+fn civil(days: u64) -> (u64, u64, u64) {
+    // Years that start on 1 March end with the leap day; eras of 400 years are all alike. 719468 days lie between
+    // 1 March of year 0 and 1 January 1970.
+    let days = days + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let (day, month) = (day - (153 * month + 2) / 5 + 1, if month < 10 { month + 3 } else { month - 9 });
+    (era * 400 + year + u64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_calendar_is_gregorian() {
+        // Days as `date -u -d DATE +%s` gives them, divided by 86400.
+        for (days, date) in [
+            (0, (1970, 1, 1)),
+            (11_016, (2000, 2, 29)),
+            (11_017, (2000, 3, 1)),
+            (19_782, (2024, 2, 29)),
+            (47_540, (2100, 2, 28)),
+            (47_541, (2100, 3, 1)),
+            (20_818, (2026, 12, 31)),
+        ] {
+            assert_eq!(civil(days), date, "{days}");
+        }
+    }
+
+    #[test]
+    fn cells_are_bcd_in_24_hours() {
+        // 2000-02-29 23:59:58, a Tuesday.
+        let cell = |index| time_cell(index, 11_016 * 86400 + 86398).unwrap();
+        let cells = [0, 2, 4, 6, 7, 8, 9, 0x32].map(cell);
+        assert_eq!(cells, [0x58, 0x59, 0x23, 3, 0x29, 2, 0, 0x20]);
+    }
+
+    #[test]
+    fn memory_cells_survive_saving_and_time_cells_are_not_memory() {
+        let rtc = Rtc::default();
+        for (index, value) in [(0x40, 0x5a), (0xd, 0)] {
+            rtc.write(0, &[index]);
+            rtc.write(1, &[value]);
+        }
+        let copy = Rtc::default();
+        copy.restore(rtc.save()).unwrap();
+        let read = |index: u8| {
+            copy.write(0, &[index]);
+            let mut data = [0];
+            copy.read(1, &mut data);
+            data[0]
+        };
+        assert_eq!((read(0x40), read(0xd)), (0x5a, D_VALID));
+        assert!(copy.restore(State { index: 0, cells: vec![] }).is_err());
+    }
+}

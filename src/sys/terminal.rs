@@ -1,0 +1,138 @@
+//! Terminals: raw mode and its undoing (termios(3)), pseudo-terminals (pts(4)), and whether a write would block.
+
+use std::fs::File;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, RawFd};
+use std::sync::Mutex;
+
+/// The terminal that is raw, and how it was before. One process has one terminal, and a panic hook must find it.
+static RAW: Mutex<Option<(RawFd, libc::termios)>> = Mutex::new(None);
+
+/// Whether `fd` is a terminal whose foreground this process is in; the background may not change a terminal's mode.
+pub fn in_foreground(fd: BorrowedFd<'_>) -> bool {
+    // SAFETY: neither call takes memory.
+    unsafe { libc::tcgetpgrp(fd.as_raw_fd()) == libc::getpgrp() }
+}
+
+/// Gives every key to the guest: no echo, no line editing, no signals. Output stays processed, so that this process's
+/// own lines still look right. [`restore`] undoes it.
+pub fn set_raw(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let mut old = MaybeUninit::<libc::termios>::uninit();
+    // SAFETY: tcgetattr fills `old` where it succeeds.
+    let old = unsafe {
+        if libc::tcgetattr(fd.as_raw_fd(), old.as_mut_ptr()) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        old.assume_init()
+    };
+    let mut raw = old;
+    // SAFETY: `raw` is a valid termios.
+    unsafe { libc::cfmakeraw(&mut raw) };
+    raw.c_oflag = old.c_oflag;
+    set(fd.as_raw_fd(), &raw)?;
+    *RAW.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some((fd.as_raw_fd(), old));
+    Ok(())
+}
+
+/// Gives the terminal back as [`set_raw`] found it. Does nothing where it is not raw. Never blocks, so that a panic hook
+/// may call it.
+pub fn restore() {
+    if let Ok(mut raw) = RAW.try_lock()
+        && let Some((fd, old)) = raw.take()
+    {
+        // Nothing is left to be done for a terminal that has gone away.
+        let _ = set(fd, &old);
+    }
+}
+
+fn set(fd: RawFd, mode: &libc::termios) -> io::Result<()> {
+    // SAFETY: `mode` is a valid termios for the duration of the call.
+    match unsafe { libc::tcsetattr(fd, libc::TCSANOW, mode) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Whether a write of a byte to `fd` would not block. Files always take one.
+pub fn writable(fd: BorrowedFd<'_>) -> bool {
+    let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+    // SAFETY: `poll` is one valid pollfd, and no time to wait means that nothing blocks.
+    unsafe { libc::poll(&mut poll, 1, 0) == 1 }
+}
+
+/// A new pseudo-terminal: its master, its slave, and the slave's path. The slave is raw; while it is held open the
+/// master never reports a hang-up.
+pub fn open_pty() -> io::Result<(File, File, String)> {
+    let (mut master, mut slave) = (-1, -1);
+    // SAFETY: openpty fills the two descriptors; the other pointers may be null.
+    let failed = unsafe {
+        libc::openpty(&mut master, &mut slave, std::ptr::null_mut(), std::ptr::null(), std::ptr::null()) != 0
+    };
+    if failed {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: openpty has just opened both, and nobody else owns them.
+    let (master, slave) = unsafe { (File::from_raw_fd(master), File::from_raw_fd(slave)) };
+    let mut name = [0u8; 64];
+    let mut mode = MaybeUninit::<libc::termios>::uninit();
+    // SAFETY: all take valid descriptors; ptsname_r gets its buffer's length, and tcgetattr fills `mode` before it is used.
+    let failed = unsafe {
+        libc::fcntl(master.as_raw_fd(), libc::F_SETFD, libc::FD_CLOEXEC) != 0
+            || libc::fcntl(slave.as_raw_fd(), libc::F_SETFD, libc::FD_CLOEXEC) != 0
+            || libc::ptsname_r(master.as_raw_fd(), name.as_mut_ptr().cast(), name.len()) != 0
+            || libc::tcgetattr(slave.as_raw_fd(), mode.as_mut_ptr()) != 0
+    };
+    if failed {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: filled above.
+    let mut mode = unsafe { mode.assume_init() };
+    // SAFETY: `mode` is a valid termios.
+    unsafe { libc::cfmakeraw(&mut mode) };
+    set(slave.as_raw_fd(), &mode)?;
+    let end = name.iter().position(|b| *b == 0).unwrap_or(name.len());
+    Ok((master, slave, String::from_utf8_lossy(&name[..end]).into_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn a_pty_carries_bytes_unchanged_and_raw_mode_is_undone() {
+        let (mut master, mut slave, path) = open_pty().unwrap();
+        assert!(path.starts_with("/dev/pts/"), "{path}");
+        master.write_all(b"\r\x03").unwrap();
+        let mut bytes = [0; 2];
+        slave.read_exact(&mut bytes).unwrap();
+        assert_eq!(&bytes, b"\r\x03");
+        assert!(writable(master.as_fd()));
+
+        let lflag = || {
+            let mut mode = MaybeUninit::<libc::termios>::uninit();
+            // SAFETY: tcgetattr fills `mode`, which the assertion checks.
+            unsafe {
+                assert_eq!(libc::tcgetattr(slave.as_raw_fd(), mode.as_mut_ptr()), 0);
+                mode.assume_init().c_lflag
+            }
+        };
+        let mut cooked = {
+            let mut mode = MaybeUninit::<libc::termios>::uninit();
+            // SAFETY: as above.
+            unsafe {
+                assert_eq!(libc::tcgetattr(slave.as_raw_fd(), mode.as_mut_ptr()), 0);
+                mode.assume_init()
+            }
+        };
+        cooked.c_lflag |= libc::ECHO | libc::ICANON;
+        set(slave.as_raw_fd(), &cooked).unwrap();
+        set_raw(slave.as_fd()).unwrap();
+        assert_eq!(lflag() & (libc::ECHO | libc::ICANON), 0);
+        restore();
+        assert_eq!(lflag(), cooked.c_lflag);
+    }
+}
