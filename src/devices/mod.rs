@@ -1,7 +1,8 @@
 //! What a guest finds besides memory and CPUs.
 //!
 //! [`bus`] leads an access to a device. The PC's own devices are one short file each; those that a guest ends by
-//! ([`i8042`], [`acpi_pm`], [`pvpanic`], [`debug_exit`]) answer a write with an [`Ending`].
+//! ([`i8042`], [`acpi_pm`], [`pvpanic`], [`debug_exit`]) answer a write with an [`Ending`]. [`virtio`] holds the
+//! paravirtual devices and the transport that carries them.
 
 pub mod bus;
 
@@ -19,6 +20,7 @@ pub mod pvpanic;
 #[cfg(target_arch = "x86_64")]
 pub mod rtc;
 pub mod serial;
+pub mod virtio;
 
 /// How a guest asks for its own end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,5 +2,7 @@
 //!
 //! Each file wraps one family of calls in functions that cannot be misused. Policy does not live here.
 
+pub mod file;
 pub mod host;
+pub mod tap;
 pub mod terminal;

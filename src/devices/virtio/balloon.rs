@@ -1,0 +1,220 @@
+//! Balloon (virtio 1.2, section 5.5): pages that the guest lends back to the host.
+//!
+//! The host asks for a size, the driver names the pages, and they are dropped from the mapping; touched again they
+//! come back as zeros. With free page reporting the driver names pages that it does not use at the moment, unasked.
+//! Dropping a page changes what it holds, so it is marked in the memory's dirty bitmap like any other write.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use event_manager::EventOps;
+use serde::{Deserialize, Serialize};
+use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
+use vm_memory::{GuestAddress, GuestMemoryBackend};
+
+use super::mmio::Mmio;
+use super::queue::Served;
+use super::{Active, DeviceState, RestoreError, VirtioDevice, read_space};
+
+/// Feature bits and queues (section 5.5.3); virtio-bindings has no balloon.
+const F_STATS_VQ: u32 = 1;
+const F_DEFLATE_ON_OOM: u32 = 2;
+const F_REPORTING: u32 = 5;
+const INFLATE: u16 = 0;
+const DEFLATE: u16 = 1;
+const STATS: u16 = 2;
+/// The unit of every number, whatever the guest's page size (section 5.5.6).
+const PAGE: u64 = 4096;
+/// Page numbers of one request that are looked at. Linux sends 256; more would let one request, its buffers laid over
+/// each other, keep the event loop busy for minutes.
+const MAX_PAGES: usize = 1 << 12;
+/// Statistics of one request that are looked at; the specification knows 16.
+const MAX_STATS: usize = 32;
+
+/// The device.
+pub struct Balloon {
+    shared: Arc<Shared>,
+    active: Option<Active>,
+}
+
+/// What the control socket and the device share.
+#[derive(Default)]
+struct Shared {
+    target: AtomicU32,
+    actual: AtomicU32,
+    refresh: AtomicBool,
+    stats: Mutex<Vec<Stat>>,
+}
+
+/// The host's hand on a balloon.
+#[derive(Clone)]
+pub struct BalloonHandle {
+    shared: Arc<Shared>,
+}
+
+/// One figure that the driver reports (section 5.5.6.3): its tag and value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stat {
+    /// VIRTIO_BALLOON_S_*
+    pub tag: u16,
+    /// Bytes or counts, by tag.
+    pub value: u64,
+}
+
+/// What is saved of a balloon, in pages of 4 KiB.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    target: u32,
+    actual: u32,
+}
+
+impl Balloon {
+    /// An empty balloon and the handle that inflates it.
+    pub fn new() -> (Self, BalloonHandle) {
+        let shared = Arc::<Shared>::default();
+        (Balloon { shared: shared.clone(), active: None }, BalloonHandle { shared })
+    }
+
+    /// Drops the pages that the driver names as an array of little-endian page numbers.
+    fn inflate(active: &mut Active) {
+        let mem = active.mem.clone();
+        let Some(queue) = active.queue(INFLATE) else { return };
+        queue.serve(&mem, |chain| {
+            for _ in 0..MAX_PAGES {
+                let Some(pfn) = chain.readable.read_array() else { break };
+                let page = GuestAddress(u64::from(u32::from_le_bytes(pfn)) * PAGE);
+                for slice in mem.get_slices(page, PAGE as usize).flatten() {
+                    super::slices::discard(&slice);
+                }
+            }
+            Served::Done(0)
+        });
+    }
+
+    /// Drops the pages that the driver's buffers cover; it takes them back with their request.
+    fn report(active: &mut Active, index: u16) {
+        let mem = active.mem.clone();
+        let Some(queue) = active.queue(index) else { return };
+        queue.serve(&mem, |chain| {
+            chain.writable.for_each(usize::MAX, super::slices::discard);
+            Served::Done(0)
+        });
+    }
+
+    /// The driver leaves one request in the queue; giving it back asks for new figures.
+    fn stats(&mut self) {
+        let Some(active) = &mut self.active else { return };
+        let mem = active.mem.clone();
+        let Some(queue) = active.queue(STATS) else { return };
+        queue.serve(&mem, |chain| {
+            if self.shared.refresh.swap(false, Ordering::AcqRel) {
+                return Served::Done(0);
+            }
+            let mut stats = self.shared.stats.lock().expect("nobody panics with it");
+            stats.clear();
+            while let Some(raw) = chain.readable.read_array::<10>().filter(|_| stats.len() < MAX_STATS) {
+                let tag = u16::from_le_bytes([raw[0], raw[1]]);
+                let value = u64::from_le_bytes(raw[2..10].try_into().expect("8 bytes"));
+                stats.push(Stat { tag, value });
+            }
+            Served::Later
+        });
+    }
+}
+
+impl BalloonHandle {
+    /// Asks the driver to lend this many bytes, rounded down to pages; `device` is the balloon's transport.
+    pub fn set_target(&self, bytes: u64, device: &Mmio) {
+        let pages = u32::try_from(bytes / PAGE).unwrap_or(u32::MAX);
+        self.shared.target.store(pages, Ordering::Release);
+        device.interrupt().config();
+    }
+
+    /// Bytes that the driver has lent.
+    pub fn actual(&self) -> u64 {
+        u64::from(self.shared.actual.load(Ordering::Acquire)) * PAGE
+    }
+
+    /// The figures that the driver reported last.
+    pub fn stats(&self) -> Vec<Stat> {
+        self.shared.stats.lock().expect("nobody panics with it").clone()
+    }
+
+    /// Asks the driver for new figures; they are there when it has answered.
+    pub fn refresh_stats(&self, device: &Mmio) {
+        self.shared.refresh.store(true, Ordering::Release);
+        let _ = device.doorbells()[usize::from(STATS)].write(1);
+    }
+}
+
+impl VirtioDevice for Balloon {
+    fn kind(&self) -> u32 {
+        VIRTIO_ID_BALLOON
+    }
+
+    fn features(&self) -> u64 {
+        1 << F_STATS_VQ | 1 << F_DEFLATE_ON_OOM | 1 << F_REPORTING
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &[128, 128, 64, 64]
+    }
+
+    fn read_config(&self, offset: usize, data: &mut [u8]) {
+        let (target, actual) = (&self.shared.target, &self.shared.actual);
+        let mut space = [0; 16];
+        space[0..4].copy_from_slice(&target.load(Ordering::Acquire).to_le_bytes());
+        space[4..8].copy_from_slice(&actual.load(Ordering::Acquire).to_le_bytes());
+        read_space(&space, offset, data);
+    }
+
+    fn write_config(&mut self, offset: usize, data: &[u8]) {
+        if let (4, Ok(word)) = (offset, data.try_into()) {
+            self.shared.actual.store(u32::from_le_bytes(word), Ordering::Release);
+        }
+    }
+
+    fn activate(&mut self, active: Active) {
+        self.active = Some(active);
+    }
+
+    fn quiesce(&mut self) -> Option<Active> {
+        self.active.take()
+    }
+
+    fn reset(&mut self) {
+        self.shared.actual.store(0, Ordering::Release);
+    }
+
+    fn notified(&mut self, index: u16, _ops: &mut EventOps) {
+        let Some(active) = &mut self.active else { return };
+        let mem = active.mem.clone();
+        // Queues that are not negotiated are not counted (as Linux and QEMU do).
+        let stats = active.has(F_STATS_VQ);
+        match index {
+            INFLATE => Self::inflate(active),
+            DEFLATE => {
+                let Some(queue) = active.queue(DEFLATE) else { return };
+                queue.serve(&mem, |_| Served::Done(0));
+            }
+            STATS if stats => self.stats(),
+            _ => Self::report(active, index),
+        }
+    }
+
+    fn save(&self) -> DeviceState {
+        let (target, actual) = (&self.shared.target, &self.shared.actual);
+        DeviceState::Balloon(State {
+            target: target.load(Ordering::Acquire),
+            actual: actual.load(Ordering::Acquire),
+        })
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
+        let DeviceState::Balloon(state) = state else { return Err(RestoreError::kind("balloon", &state)) };
+        self.shared.target.store(state.target, Ordering::Release);
+        self.shared.actual.store(state.actual, Ordering::Release);
+        Ok(())
+    }
+}

@@ -1,0 +1,181 @@
+//! Console (virtio 1.2, section 5.3): one port, bytes in and bytes out.
+//!
+//! Both ends are file descriptors that somebody else opened. Input is armed for one event at a time: it may be a
+//! blocking terminal, which is read once when it says that it can be, and only while the guest has a buffer for it.
+
+use std::fs::File;
+use std::io;
+
+use event_manager::{EventOps, EventSet, Events};
+use serde::{Deserialize, Serialize};
+use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
+
+use super::queue::Served;
+use super::{Active, DeviceState, RestoreError, VirtioDevice};
+
+const RECEIVE: u16 = 0;
+const TRANSMIT: u16 = 1;
+/// Event data of the two file descriptors.
+const INPUT: u32 = 0;
+const OUTPUT: u32 = 1;
+/// The most that one request moves; what is left of it follows.
+const MAX_BYTES: usize = 1 << 16;
+
+/// The device.
+pub struct Console {
+    input: Option<Input>,
+    output: File,
+    /// The output is watched for room.
+    output_watched: bool,
+    /// What of the first request in the transmit queue is already out.
+    sent: usize,
+    active: Option<Active>,
+}
+
+struct Input {
+    file: File,
+    /// There is something to read. A regular file and /dev/null cannot be polled and are always so.
+    ready: bool,
+    polled: bool,
+}
+
+/// What is saved of a console.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    sent: usize,
+}
+
+impl Console {
+    /// A console between the guest and these files. The output should not block (a file does not; a pipe, a socket or
+    /// a terminal should have O_NONBLOCK), for it is written on the event loop.
+    pub fn new(input: Option<File>, output: File) -> Self {
+        let input = input.map(|file| Input { file, ready: false, polled: false });
+        Console { input, output, output_watched: false, sent: 0, active: None }
+    }
+
+    fn receive(&mut self, ops: &mut EventOps) {
+        let (Some(active), Some(input)) = (&mut self.active, &mut self.input) else { return };
+        let mem = active.mem.clone();
+        let Some(queue) = active.queue(RECEIVE) else { return };
+        let mut ended = false;
+        queue.serve(&mem, |chain| {
+            if !input.ready || ended {
+                return Served::Later;
+            }
+            if chain.writable.left() == 0 {
+                return Served::Done(0);
+            }
+            // Another read of a file that can be polled might block.
+            input.ready = !input.polled;
+            match chain.writable.readv(&input.file, MAX_BYTES) {
+                Ok(count @ 1..) => return Served::Done(count as u32),
+                Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
+                // The end, or a terminal whose other side has gone.
+                _ => ended = true,
+            }
+            Served::Later
+        });
+        if ended {
+            if input.polled {
+                let _ = ops.remove(Events::empty(&input.file));
+            }
+            self.input = None;
+        } else if input.polled && !input.ready {
+            let _ = ops.modify(Events::with_data(&input.file, INPUT, EventSet::IN | EventSet::ONE_SHOT));
+        }
+    }
+
+    fn transmit(&mut self, ops: &mut EventOps) {
+        let Some(active) = &mut self.active else { return };
+        let mem = active.mem.clone();
+        let Some(queue) = active.queue(TRANSMIT) else { return };
+        let (sent, output) = (&mut self.sent, &self.output);
+        let mut full = false;
+        queue.serve(&mem, |chain| {
+            chain.readable.skip(*sent);
+            while chain.readable.left() > 0 {
+                match chain.readable.writev(output, MAX_BYTES) {
+                    Ok(count @ 1..) => *sent += count,
+                    Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                        full = true;
+                        return Served::Later;
+                    }
+                    // Nobody reads any more: the guest's words go nowhere, as with a cable pulled out.
+                    _ => break,
+                }
+            }
+            *sent = 0;
+            Served::Done(0)
+        });
+        if full {
+            let events = Events::with_data(&self.output, OUTPUT, EventSet::OUT | EventSet::ONE_SHOT);
+            let watch = if self.output_watched { ops.modify(events) } else { ops.add(events) };
+            self.output_watched = watch.is_ok();
+        }
+    }
+}
+
+impl VirtioDevice for Console {
+    fn kind(&self) -> u32 {
+        VIRTIO_ID_CONSOLE
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &[64, 64]
+    }
+
+    fn read_config(&self, _offset: usize, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn activate(&mut self, active: Active) {
+        self.active = Some(active);
+    }
+
+    fn quiesce(&mut self) -> Option<Active> {
+        self.active.take()
+    }
+
+    fn reset(&mut self) {
+        self.sent = 0;
+    }
+
+    fn watch(&mut self, ops: &mut EventOps) {
+        if let Some(input) = &mut self.input {
+            let events = Events::with_data(&input.file, INPUT, EventSet::IN | EventSet::ONE_SHOT);
+            input.polled = ops.add(events).is_ok();
+            input.ready = !input.polled;
+        }
+    }
+
+    fn notified(&mut self, index: u16, ops: &mut EventOps) {
+        match index {
+            RECEIVE => self.receive(ops),
+            _ => self.transmit(ops),
+        }
+    }
+
+    fn ready(&mut self, events: Events, ops: &mut EventOps) {
+        match events.data() {
+            INPUT => {
+                if let Some(input) = &mut self.input {
+                    input.ready = true;
+                }
+                self.receive(ops);
+            }
+            _ => self.transmit(ops),
+        }
+    }
+
+    fn save(&self) -> DeviceState {
+        DeviceState::Console(State { sent: self.sent })
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
+        let DeviceState::Console(state) = state else { return Err(RestoreError::kind("console", &state)) };
+        self.sent = state.sent;
+        Ok(())
+    }
+}

@@ -1,0 +1,219 @@
+//! Network interface (virtio 1.2, section 5.1) on a tap device of the host.
+//!
+//! Packets move between tap and guest memory without a copy in between, each with the header that both sides share
+//! (IFF_VNET_HDR), so checksums and segmentation go through undone. One receive and one transmit queue.
+
+use std::io;
+use std::net::Ipv4Addr;
+
+use event_manager::{EventOps, EventSet, Events};
+use serde::{Deserialize, Serialize};
+use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
+use virtio_bindings::virtio_net::*;
+
+use super::queue::Served;
+use super::{Active, DeviceState, RestoreError, VirtioDevice, read_space};
+use crate::sys::tap::{self, Tap};
+
+const RECEIVE: u16 = 0;
+const TRANSMIT: u16 = 1;
+const QUEUE_SIZE: u16 = 256;
+/// struct virtio_net_hdr_v1.
+const HEADER: usize = 12;
+/// num_buffers in it, which the tap leaves alone.
+const NUM_BUFFERS: usize = 10;
+/// The longest packet with its headers: a full IP packet, Ethernet and a VLAN tag.
+const MAX_PACKET: usize = HEADER + 65535 + 18;
+
+/// The guest's feature bits, and what each lets the tap hand over unfinished.
+const OFFLOADS: [(u32, u32); 5] = [
+    (VIRTIO_NET_F_GUEST_CSUM, tap::CSUM),
+    (VIRTIO_NET_F_GUEST_TSO4, tap::TSO4),
+    (VIRTIO_NET_F_GUEST_TSO6, tap::TSO6),
+    (VIRTIO_NET_F_GUEST_ECN, tap::TSO_ECN),
+    (VIRTIO_NET_F_GUEST_UFO, tap::UFO),
+];
+
+/// A network interface as the command line describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NetConfig {
+    /// The tap device's name.
+    pub tap: String,
+    /// Make the tap, and bring it up; it goes away with the machine. Otherwise it must be there.
+    pub create: bool,
+    /// The host's address and prefix length on a tap that is made.
+    pub host: Option<(Ipv4Addr, u8)>,
+    /// The guest's hardware address; a random one by default.
+    pub mac: Option<[u8; 6]>,
+}
+
+/// Why there is no network.
+#[derive(Debug, thiserror::Error)]
+pub enum NetError {
+    /// The tap device.
+    #[error(transparent)]
+    Tap(#[from] tap::TapError),
+    /// No random hardware address.
+    #[error("/dev/urandom: {0}")]
+    Random(io::Error),
+}
+
+/// The device.
+pub struct Net {
+    tap: Tap,
+    mac: [u8; 6],
+    /// The tap may have packets: it is edge-triggered, and is read until it says that it has none.
+    readable: bool,
+    /// The tap's offloads follow the driver's features from the first event on.
+    configured: bool,
+    active: Option<Active>,
+}
+
+/// What is saved of a network interface.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    mac: [u8; 6],
+}
+
+impl Net {
+    /// Attaches to the tap device, or makes it.
+    pub fn open(config: &NetConfig) -> Result<Self, NetError> {
+        let tap = Tap::open(&config.tap, config.create)?;
+        tap.set_header_size(HEADER as i32)?;
+        if config.create {
+            tap.bring_up(config.host)?;
+        }
+        let mac = config.mac.map_or_else(random_mac, Ok).map_err(NetError::Random)?;
+        Ok(Net::on(tap, mac))
+    }
+
+    /// A device on a tap that is open: non-blocking, and every packet with a header of 12 bytes.
+    pub fn on(tap: Tap, mac: [u8; 6]) -> Self {
+        Net { tap, mac, readable: true, configured: false, active: None }
+    }
+
+    fn receive(&mut self) {
+        let Some(active) = &mut self.active else { return };
+        let mem = active.mem.clone();
+        let Some(queue) = active.queue(RECEIVE) else { return };
+        queue.serve(&mem, |chain| {
+            if !self.readable {
+                return Served::Later;
+            }
+            // A buffer that cannot hold a header comes back empty: the packet waits for a better one.
+            if chain.writable.left() < HEADER {
+                return Served::Done(0);
+            }
+            chain.writable.write_at(NUM_BUFFERS, &1u16.to_le_bytes());
+            match chain.writable.readv(&self.tap, MAX_PACKET) {
+                Ok(count) => Served::Done(count as u32),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => Served::Later,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    self.readable = false;
+                    Served::Later
+                }
+                // The interface is down or gone: nothing to read until it tells of something new.
+                Err(_) => {
+                    self.readable = false;
+                    Served::Later
+                }
+            }
+        });
+    }
+
+    fn transmit(&mut self) {
+        let Some(active) = &mut self.active else { return };
+        let mem = active.mem.clone();
+        let Some(queue) = active.queue(TRANSMIT) else { return };
+        queue.serve(&mem, |chain| {
+            // A packet that the tap does not take is lost, as on any wire.
+            if (HEADER..=MAX_PACKET).contains(&chain.readable.left()) {
+                let _ = chain.readable.writev(&self.tap, MAX_PACKET);
+            }
+            Served::Done(0)
+        });
+    }
+
+    /// Runs on the event loop, where the tap's ioctl is allowed.
+    fn configure(&mut self) {
+        let Some(active) = &self.active else { return };
+        if !std::mem::replace(&mut self.configured, true) {
+            let offloads =
+                OFFLOADS.iter().filter(|(feature, _)| active.has(*feature)).map(|(_, offload)| offload);
+            if let Err(error) = self.tap.set_offloads(offloads.fold(0, |all, one| all | one)) {
+                tracing::warn!("{error}");
+            }
+        }
+    }
+}
+
+fn random_mac() -> io::Result<[u8; 6]> {
+    use std::io::Read;
+    let mut mac = [0; 6];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut mac)?;
+    // Locally administered, unicast.
+    mac[0] = mac[0] & 0xfc | 0x02;
+    Ok(mac)
+}
+
+impl VirtioDevice for Net {
+    fn kind(&self) -> u32 {
+        VIRTIO_ID_NET
+    }
+
+    fn features(&self) -> u64 {
+        let host = [VIRTIO_NET_F_CSUM, VIRTIO_NET_F_HOST_TSO4, VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_HOST_ECN];
+        let bits = host.iter().chain(OFFLOADS.iter().map(|(feature, _)| feature));
+        bits.fold(1 << VIRTIO_NET_F_MAC | 1 << VIRTIO_NET_F_HOST_UFO, |all, bit| all | 1 << bit)
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &[QUEUE_SIZE, QUEUE_SIZE]
+    }
+
+    fn read_config(&self, offset: usize, data: &mut [u8]) {
+        read_space(&self.mac, offset, data);
+    }
+
+    fn activate(&mut self, active: Active) {
+        self.configured = false;
+        self.readable = true;
+        self.active = Some(active);
+    }
+
+    fn quiesce(&mut self) -> Option<Active> {
+        self.active.take()
+    }
+
+    fn watch(&mut self, ops: &mut EventOps) {
+        let events = Events::with_data(&self.tap, 0, EventSet::IN | EventSet::EDGE_TRIGGERED);
+        ops.add(events).expect("a tap can be polled");
+    }
+
+    fn notified(&mut self, index: u16, _ops: &mut EventOps) {
+        self.configure();
+        match index {
+            RECEIVE => self.receive(),
+            _ => self.transmit(),
+        }
+    }
+
+    fn ready(&mut self, _events: Events, _ops: &mut EventOps) {
+        self.readable = true;
+        self.configure();
+        self.receive();
+    }
+
+    fn save(&self) -> DeviceState {
+        DeviceState::Net(State { mac: self.mac })
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
+        let DeviceState::Net(state) = state else {
+            return Err(RestoreError::kind("network interface", &state));
+        };
+        self.mac = state.mac;
+        Ok(())
+    }
+}

@@ -1,0 +1,76 @@
+//! Entropy (virtio 1.2, section 5.4): the guest's buffers filled from /dev/urandom.
+
+use std::fs::File;
+use std::io;
+
+use event_manager::EventOps;
+use serde::{Deserialize, Serialize};
+use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
+
+use super::queue::Served;
+use super::{Active, DeviceState, RestoreError, VirtioDevice};
+
+/// A request gets at most this many bytes, so that a driver that asks for gigabytes does not hold up the event loop.
+const MAX_BYTES: usize = 1 << 16;
+
+/// The device.
+pub struct Rng {
+    source: File,
+    active: Option<Active>,
+}
+
+/// An entropy source has no past worth saving.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {}
+
+impl Rng {
+    /// Opens the host's source, once: later the sandbox would forbid it.
+    pub fn new() -> io::Result<Self> {
+        Ok(Rng { source: File::open("/dev/urandom")?, active: None })
+    }
+}
+
+impl VirtioDevice for Rng {
+    fn kind(&self) -> u32 {
+        VIRTIO_ID_RNG
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &[64]
+    }
+
+    fn read_config(&self, _offset: usize, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn activate(&mut self, active: Active) {
+        self.active = Some(active);
+    }
+
+    fn quiesce(&mut self) -> Option<Active> {
+        self.active.take()
+    }
+
+    fn notified(&mut self, index: u16, _ops: &mut EventOps) {
+        let Some(active) = &mut self.active else { return };
+        let mem = active.mem.clone();
+        let Some(queue) = active.queue(index) else { return };
+        queue.serve(&mem, |chain| {
+            // A failed read leaves the request empty, which is what the driver then sees.
+            let read = chain.writable.readv(&self.source, MAX_BYTES).unwrap_or(0);
+            Served::Done(read as u32)
+        });
+    }
+
+    fn save(&self) -> DeviceState {
+        DeviceState::Rng(State {})
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
+        match state {
+            DeviceState::Rng(State {}) => Ok(()),
+            other => Err(RestoreError::kind("entropy source", &other)),
+        }
+    }
+}

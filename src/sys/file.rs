@@ -1,0 +1,35 @@
+//! Locks of open file descriptions (fcntl(2), F_OFD_SETLK): they belong to the open file and not to the process, so
+//! they last exactly as long as the descriptor, and two opens in one process exclude each other too.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+
+/// Who may hold the lock at the same time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lock {
+    /// Any number of readers.
+    Shared,
+    /// One writer.
+    Exclusive,
+}
+
+/// Locks the whole file without waiting; false if somebody else's lock is in the way.
+pub fn lock(file: &File, lock: Lock) -> io::Result<bool> {
+    let kind = match lock {
+        Lock::Shared => libc::F_RDLCK,
+        Lock::Exclusive => libc::F_WRLCK,
+    };
+    // A length of 0 reaches to the end of the file, wherever that is.
+    let range =
+        libc::flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: 0, l_len: 0, l_pid: 0 };
+    // SAFETY: `range` is a valid struct flock for the duration of the call.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &range) } == 0 {
+        return Ok(true);
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EAGAIN | libc::EACCES) => Ok(false),
+        _ => Err(error),
+    }
+}

@@ -1,0 +1,173 @@
+//! Tap devices: Linux's Documentation/networking/tuntap.rst and linux/if_tun.h.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::net::Ipv4Addr;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref, ioctl_with_val};
+
+/// TUN_F_*: what the reader of the tap finishes by itself.
+pub const CSUM: u32 = 0x01;
+/// Segmentation of TCP over IPv4.
+pub const TSO4: u32 = 0x02;
+/// Segmentation of TCP over IPv6.
+pub const TSO6: u32 = 0x04;
+/// TCP segmentation with ECN.
+pub const TSO_ECN: u32 = 0x08;
+/// Fragmentation of UDP.
+pub const UFO: u32 = 0x10;
+
+/// Why a tap cannot be used; each says what would help.
+#[derive(Debug, thiserror::Error)]
+pub enum TapError {
+    /// There is no such interface.
+    #[error(
+        "tap `{name}` is not there: `ip tuntap add {name} mode tap && ip link set {name} up`, or add `create`"
+    )]
+    Missing {
+        /// The interface.
+        name: String,
+    },
+    /// No interface can have that name.
+    #[error("`{name}` is no interface name: it has 1 to 15 bytes without `/` and blanks")]
+    Name {
+        /// What was given.
+        name: String,
+    },
+    /// /dev/net/tun.
+    #[error(
+        "/dev/net/tun: {0}; `modprobe tun`, and in a container pass the device in (--device /dev/net/tun)"
+    )]
+    Device(io::Error),
+    /// The kernel refuses.
+    #[error("tap `{name}`: {what}: {source}{}", hint(source))]
+    Refused {
+        /// The interface.
+        name: String,
+        /// The ioctl.
+        what: &'static str,
+        /// What the kernel says.
+        source: io::Error,
+    },
+}
+
+fn hint(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EPERM) => {
+            "; it belongs to another user (`ip tuntap add … user NAME`), and making one needs CAP_NET_ADMIN"
+        }
+        Some(libc::EBUSY) => "; another program has it open",
+        Some(libc::EINVAL) => "; it is not a tap, or one with several queues",
+        _ => "",
+    }
+}
+
+/// An open tap device, non-blocking, every packet with a virtio-net header.
+pub struct Tap {
+    name: String,
+    file: File,
+}
+
+impl Tap {
+    /// Attaches to an interface that is there, or makes one that is not.
+    pub fn open(name: &str, create: bool) -> Result<Self, TapError> {
+        let sound = |byte: u8| byte.is_ascii_graphic() && byte != b'/';
+        if name.is_empty()
+            || name.len() >= libc::IFNAMSIZ
+            || !name.bytes().all(sound)
+            || name.starts_with('.')
+        {
+            return Err(TapError::Name { name: name.into() });
+        }
+        // TUNSETIFF would make an interface of that name, and a typing mistake would pass for a network.
+        if !create && !Path::new("/sys/class/net").join(name).exists() {
+            return Err(TapError::Missing { name: name.into() });
+        }
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC);
+        let tap = Tap { name: name.into(), file: options.open("/dev/net/tun").map_err(TapError::Device)? };
+        let mut request = tap.request();
+        request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR) as i16;
+        // SAFETY: TUNSETIFF reads and writes one struct ifreq.
+        tap.check("TUNSETIFF", unsafe { ioctl_with_mut_ref(&tap.file, libc::TUNSETIFF, &mut request) })?;
+        Ok(tap)
+    }
+
+    /// A tap that somebody else has opened and configured.
+    pub fn from_fd(name: &str, fd: OwnedFd) -> Self {
+        Tap { name: name.into(), file: fd.into() }
+    }
+
+    /// The length in bytes of the header before each packet.
+    pub fn set_header_size(&self, bytes: i32) -> Result<(), TapError> {
+        // SAFETY: TUNSETVNETHDRSZ reads one int.
+        self.check("TUNSETVNETHDRSZ", unsafe { ioctl_with_ref(&self.file, libc::TUNSETVNETHDRSZ, &bytes) })
+    }
+
+    /// What this side takes unfinished.
+    pub fn set_offloads(&self, offloads: u32) -> Result<(), TapError> {
+        // SAFETY: TUNSETOFFLOAD takes its argument by value.
+        self.check("TUNSETOFFLOAD", unsafe {
+            ioctl_with_val(&self.file, libc::TUNSETOFFLOAD, offloads.into())
+        })
+    }
+
+    /// Gives the interface an address, if there is one to give, and sets it up.
+    pub fn bring_up(&self, address: Option<(Ipv4Addr, u8)>) -> Result<(), TapError> {
+        // SAFETY: a plain system call; the descriptor is owned from here on.
+        let socket = unsafe {
+            let fd = libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0);
+            self.check("socket", fd)?;
+            OwnedFd::from_raw_fd(fd)
+        };
+        let mut request = self.request();
+        if let Some((address, prefix)) = address {
+            let mask = u32::MAX.checked_shl(32 - u32::from(prefix)).unwrap_or(0);
+            for (what, number, value) in [
+                ("SIOCSIFADDR", libc::SIOCSIFADDR, address),
+                ("SIOCSIFNETMASK", libc::SIOCSIFNETMASK, Ipv4Addr::from_bits(mask)),
+            ] {
+                request.ifr_ifru.ifru_addr = socket_address(value);
+                // SAFETY: both read one struct ifreq.
+                self.check(what, unsafe { ioctl_with_ref(&socket, number, &request) })?;
+            }
+        }
+        request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as i16;
+        // SAFETY: SIOCSIFFLAGS reads one struct ifreq.
+        self.check("SIOCSIFFLAGS", unsafe { ioctl_with_ref(&socket, libc::SIOCSIFFLAGS, &request) })
+    }
+
+    fn request(&self) -> libc::ifreq {
+        // SAFETY: all zeros is a valid struct ifreq.
+        let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+        for (to, from) in request.ifr_name.iter_mut().zip(self.name.bytes()) {
+            *to = from as libc::c_char;
+        }
+        request
+    }
+
+    fn check(&self, what: &'static str, result: i32) -> Result<(), TapError> {
+        match result {
+            0.. => Ok(()),
+            _ => Err(TapError::Refused { name: self.name.clone(), what, source: io::Error::last_os_error() }),
+        }
+    }
+}
+
+impl AsRawFd for Tap {
+    fn as_raw_fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+}
+
+/// A struct sockaddr_in, as the interface ioctls take it.
+fn socket_address(address: Ipv4Addr) -> libc::sockaddr {
+    let mut data = [0; 14];
+    for (to, from) in data[2..6].iter_mut().zip(address.octets()) {
+        *to = from as libc::c_char;
+    }
+    libc::sockaddr { sa_family: libc::AF_INET as u16, sa_data: data }
+}

@@ -1,0 +1,248 @@
+//! Disks.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use vellum::devices::virtio::blk::{Blk, BlkConfig, BlkError};
+use virtio_bindings::virtio_blk::*;
+
+use super::driver::*;
+
+pub const HEADER: u64 = BUFFERS;
+pub const STATUS: u64 = BUFFERS + 0x100;
+pub const DATA: u64 = BUFFERS + 0x1000;
+
+/// An image file that goes away with its test.
+pub struct Image(pub PathBuf);
+
+impl Image {
+    pub fn new(name: &str, contents: &[u8]) -> Self {
+        let path = std::env::temp_dir().join(format!("vellum-blk-{}-{name}", std::process::id()));
+        std::fs::File::create(&path).unwrap().write_all(contents).unwrap();
+        Image(path)
+    }
+
+    pub fn open(&self) -> Driver {
+        Driver::new(Blk::open(&BlkConfig::new(&self.0), || ()).unwrap())
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+pub fn header(driver: &Driver, kind: u32, sector: u64) {
+    let mut header = [0; 16];
+    header[0..4].copy_from_slice(&kind.to_le_bytes());
+    header[8..16].copy_from_slice(&sector.to_le_bytes());
+    driver.put(HEADER, &header);
+    driver.put(STATUS, &[0xff]);
+}
+
+/// One request with `data` between header and status; (status, written).
+fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Buf]) -> (u8, u32) {
+    header(driver, kind, sector);
+    let mut chain = vec![readable(HEADER, 16)];
+    chain.extend(data);
+    chain.push(writable(STATUS, 1));
+    let head = driver.submit(0, &chain);
+    let (used, written) = driver.wait_used(0);
+    assert_eq!(used, head);
+    (driver.fetch(STATUS, 1)[0], written)
+}
+
+fn sectors(count: usize) -> Vec<u8> {
+    (0..count * 512).map(|at| (at / 512 * 7 + at) as u8).collect()
+}
+
+fn segment(driver: &Driver, sector: u64, count: u32, flags: u32) {
+    let mut bytes = sector.to_le_bytes().to_vec();
+    bytes.extend(count.to_le_bytes());
+    bytes.extend(flags.to_le_bytes());
+    driver.put(DATA, &bytes);
+}
+
+#[test]
+fn what_is_written_is_read_back_and_is_in_the_image() {
+    let image = Image::new("readwrite", &[0; 64 * 512]);
+    let mut driver = image.open();
+    driver.start();
+    assert_eq!(driver.config(0, 8), 64u64.to_le_bytes());
+    let data = sectors(3);
+    driver.put(DATA, &data);
+    assert_eq!(request(&mut driver, VIRTIO_BLK_T_OUT, 5, &[readable(DATA, 3 * 512)]), (0, 1));
+    assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), (0, 1));
+    assert_eq!(std::fs::read(&image.0).unwrap()[5 * 512..8 * 512], data);
+
+    // Buffers cut anywhere, one of them across the seam of two memory regions.
+    let cut = [writable(DATA + 0x10000, 100), writable(SEAM - 700, 1000), writable(DATA + 0x20000, 436)];
+    assert_eq!(request(&mut driver, VIRTIO_BLK_T_IN, 5, &cut), (0, 1537));
+    let mut back = driver.fetch(DATA + 0x10000, 100);
+    back.extend(driver.fetch(SEAM - 700, 1000));
+    back.extend(driver.fetch(DATA + 0x20000, 436));
+    assert_eq!(back, data);
+}
+
+#[test]
+fn writes_by_the_device_are_in_the_memory_dirty_bitmap() {
+    use vm_memory::bitmap::Bitmap;
+    use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
+    let image = Image::new("dirty", &[1; 16 * 512]);
+    let mut driver = image.open();
+    driver.start();
+    let region = |driver: &Driver, at| {
+        driver.mem.find_region(GuestAddress(at)).unwrap().bitmap().dirty_at(at as usize)
+    };
+    assert!(!region(&driver, DATA + 0x3000));
+    assert_eq!(request(&mut driver, VIRTIO_BLK_T_IN, 0, &[writable(DATA + 0x3000, 512)]).0, 0);
+    assert!(region(&driver, DATA + 0x3000));
+    assert!(!region(&driver, DATA + 0x4000));
+}
+
+#[test]
+fn the_end_of_the_disk_and_half_sectors_are_io_errors() {
+    let image = Image::new("bounds", &[7; 8 * 512]);
+    let mut driver = image.open();
+    driver.start();
+    let ioerr = VIRTIO_BLK_S_IOERR as u8;
+    assert_eq!(request(&mut driver, VIRTIO_BLK_T_IN, 7, &[writable(DATA, 512)]), (0, 513));
+    for (sector, len) in [(7, 1024), (8, 512), (u64::MAX, 512), (u64::MAX / 512, 512), (0, 511), (0, 9 * 512)]
+    {
+        assert_eq!(
+            request(&mut driver, VIRTIO_BLK_T_IN, sector, &[writable(DATA, len)]),
+            (ioerr, 1),
+            "{sector} {len}"
+        );
+        assert_eq!(
+            request(&mut driver, VIRTIO_BLK_T_OUT, sector, &[readable(DATA, len)]),
+            (ioerr, 1),
+            "{sector} {len}"
+        );
+    }
+    assert_eq!(std::fs::read(&image.0).unwrap(), [7; 8 * 512]);
+}
+
+#[test]
+fn an_image_truncated_underfoot_is_an_io_error_not_a_loop() {
+    let image = Image::new("truncated", &[7; 8 * 512]);
+    let mut driver = image.open();
+    driver.start();
+    std::fs::OpenOptions::new().write(true).open(&image.0).unwrap().set_len(512).unwrap();
+    assert_eq!(request(&mut driver, VIRTIO_BLK_T_IN, 4, &[writable(DATA, 512)]).0, VIRTIO_BLK_S_IOERR as u8);
+}
+
+#[test]
+fn a_readonly_disk_says_so_and_stays_as_it_was() {
+    let image = Image::new("readonly", &[7; 8 * 512]);
+    let config = BlkConfig { readonly: true, ..BlkConfig::new(&image.0) };
+    let mut driver = Driver::new(Blk::open(&config, || ()).unwrap());
+    assert_ne!(driver.offered() & 1 << VIRTIO_BLK_F_RO, 0);
+    driver.start();
+    driver.put(DATA, &[1; 512]);
+    for kind in [VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES] {
+        assert_eq!(request(&mut driver, kind, 0, &[readable(DATA, 512)]).0, VIRTIO_BLK_S_IOERR as u8);
+    }
+    assert_eq!(request(&mut driver, VIRTIO_BLK_T_IN, 0, &[writable(DATA, 512)]).0, 0);
+    assert_eq!(driver.fetch(DATA, 512), [7; 512]);
+}
+
+#[test]
+fn zeroes_and_discards_reach_the_image_and_their_limits_hold() {
+    let image = Image::new("zeroes", &[7; 64 * 512]);
+    let mut driver = image.open();
+    driver.start();
+    for (kind, sector, flags) in
+        [(VIRTIO_BLK_T_WRITE_ZEROES, 8, 0), (VIRTIO_BLK_T_WRITE_ZEROES, 16, 1), (VIRTIO_BLK_T_DISCARD, 24, 0)]
+    {
+        segment(&driver, sector, 4, flags);
+        assert_eq!(request(&mut driver, kind, 0, &[readable(DATA, 16)]).0, 0);
+    }
+    let contents = std::fs::read(&image.0).unwrap();
+    for (sector, chunk) in contents.chunks(512).enumerate() {
+        let zero = [8..12, 16..20, 24..28].iter().any(|range| range.contains(&sector));
+        assert_eq!(chunk, [if zero { 0 } else { 7 }; 512], "sector {sector}");
+    }
+    for (sector, count, flags) in [(62, 4, 0), (u64::MAX, 1, 0), (0, u32::MAX, 0), (0, 1, 2)] {
+        segment(&driver, sector, count, flags);
+        assert_ne!(request(&mut driver, VIRTIO_BLK_T_WRITE_ZEROES, 0, &[readable(DATA, 16)]).0, 0);
+    }
+    segment(&driver, 0, 1, 1);
+    assert_eq!(
+        request(&mut driver, VIRTIO_BLK_T_DISCARD, 0, &[readable(DATA, 16)]).0,
+        VIRTIO_BLK_S_UNSUPP as u8,
+        "discard has no unmap flag"
+    );
+    assert_ne!(
+        request(&mut driver, VIRTIO_BLK_T_WRITE_ZEROES, 0, &[readable(DATA, 17 * 16)]).0,
+        0,
+        "17 segments"
+    );
+    assert_eq!(std::fs::read(&image.0).unwrap(), contents);
+}
+
+#[test]
+fn the_serial_number_and_unknown_requests_are_answered() {
+    let image = Image::new("serial", &[0; 512]);
+    let config = BlkConfig { serial: Some("vellum-0001".into()), ..BlkConfig::new(&image.0) };
+    let mut driver = Driver::new(Blk::open(&config, || ()).unwrap());
+    driver.start();
+    assert_eq!(request(&mut driver, VIRTIO_BLK_T_GET_ID, 0, &[writable(DATA, 20)]), (0, 21));
+    assert_eq!(driver.fetch(DATA, 20), b"vellum-0001\0\0\0\0\0\0\0\0\0");
+    assert_eq!(request(&mut driver, 77, 0, &[]).0, VIRTIO_BLK_S_UNSUPP as u8);
+}
+
+#[test]
+fn every_queue_of_a_multiqueue_disk_works() {
+    let image = Image::new("multiqueue", &sectors(16));
+    let config = BlkConfig { queues: 4, ..BlkConfig::new(&image.0) };
+    let mut driver = Driver::new(Blk::open(&config, || ()).unwrap());
+    driver.start();
+    assert_eq!(driver.config(34, 2), [4, 0]);
+    header(&driver, VIRTIO_BLK_T_IN, 0);
+    for queue in 0..4 {
+        let data = DATA + 0x1000 * queue as u64;
+        let chain = [readable(HEADER, 16), writable(data, 1024), writable(STATUS + queue as u64, 1)];
+        driver.submit(queue, &chain);
+    }
+    for queue in 0..4 {
+        assert_eq!(driver.wait_used(queue).1, 1025);
+        assert_eq!(driver.fetch(DATA + 0x1000 * queue as u64, 1024), sectors(2));
+    }
+}
+
+#[test]
+fn a_disk_that_cannot_be_is_refused_with_its_reason() {
+    let image = Image::new("odd", &[0; 700]);
+    assert!(matches!(Blk::open(&BlkConfig::new(&image.0), || ()), Err(BlkError::Size { size: 700, .. })));
+    let empty = Image::new("empty", &[]);
+    assert!(matches!(Blk::open(&BlkConfig::new(&empty.0), || ()), Err(BlkError::Size { size: 0, .. })));
+    assert!(matches!(Blk::open(&BlkConfig::new("/"), || ()), Err(BlkError::Kind { .. })));
+    assert!(matches!(Blk::open(&BlkConfig::new("/dev/null"), || ()), Err(BlkError::Kind { .. })));
+    assert!(matches!(Blk::open(&BlkConfig::new("/no/such/disk"), || ()), Err(BlkError::Open { .. })));
+    let good = Image::new("long", &[0; 512]);
+    let config = BlkConfig { serial: Some("x".repeat(21)), ..BlkConfig::new(&good.0) };
+    assert!(matches!(Blk::open(&config, || ()), Err(BlkError::Serial(_))));
+    for queues in [0, 17] {
+        let config = BlkConfig { queues, ..BlkConfig::new(&good.0) };
+        assert!(matches!(Blk::open(&config, || ()), Err(BlkError::Queues(_))));
+    }
+}
+
+#[test]
+fn a_disk_has_one_writer_or_many_readers() {
+    let image = Image::new("locked", &[0; 512]);
+    let writer = BlkConfig::new(&image.0);
+    let reader = BlkConfig { readonly: true, ..writer.clone() };
+    let first = Blk::open(&writer, || ()).unwrap();
+    for second in [&writer, &reader] {
+        let Err(error @ BlkError::Locked { .. }) = Blk::open(second, || ()) else { panic!("opened twice") };
+        assert!(error.to_string().contains("in use"), "{error}");
+    }
+    drop(first);
+    let readers = [Blk::open(&reader, || ()).unwrap(), Blk::open(&reader, || ()).unwrap()];
+    assert!(matches!(Blk::open(&writer, || ()), Err(BlkError::Locked { .. })));
+    drop(readers);
+    Blk::open(&writer, || ()).unwrap();
+}

@@ -1,0 +1,308 @@
+//! A driver in this process: it programs the transport's registers and writes rings, buffers and lies into memory
+//! that the device shares. Tests and fuzz targets use it.
+
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
+use vellum::devices::bus::BusDevice;
+use vellum::devices::virtio::mmio::Mmio;
+use vellum::devices::virtio::{Memory, VirtioDevice};
+use virtio_bindings::virtio_config::*;
+use virtio_bindings::virtio_mmio::*;
+use virtio_bindings::virtio_ring::*;
+use vm_memory::{Bytes, GuestAddress};
+
+/// Memory of the mock machine: two regions that touch at 1 MiB, and nothing from 2 MiB on.
+pub const MEMORY_END: u64 = 2 << 20;
+/// Where the two regions meet.
+pub const SEAM: u64 = 1 << 20;
+/// Where buffers may go: below it are the rings, 64 KiB a queue.
+pub const BUFFERS: u64 = 0x80000;
+/// Entries of every queue that [`Driver::start`] sets up, unless the device has fewer.
+pub const QUEUE_SIZE: u16 = 16;
+
+const READY: u32 = VIRTIO_CONFIG_S_ACKNOWLEDGE
+    | VIRTIO_CONFIG_S_DRIVER
+    | VIRTIO_CONFIG_S_FEATURES_OK
+    | VIRTIO_CONFIG_S_DRIVER_OK;
+
+/// A buffer of a request.
+#[derive(Clone, Copy, Debug)]
+pub struct Buf {
+    pub addr: u64,
+    pub len: u32,
+    pub writable: bool,
+}
+
+/// A buffer for the device to read.
+pub fn readable(addr: u64, len: u32) -> Buf {
+    Buf { addr, len, writable: false }
+}
+
+/// A buffer for the device to write.
+pub fn writable(addr: u64, len: u32) -> Buf {
+    Buf { addr, len, writable: true }
+}
+
+type EventLoop = EventManager<Arc<Mutex<dyn MutEventSubscriber + Send>>>;
+
+pub struct Driver {
+    pub mmio: Mmio,
+    pub mem: Arc<Memory>,
+    events: EventLoop,
+    queues: Vec<Ring>,
+}
+
+/// A driver's view of its queues.
+pub struct Rings(Vec<Ring>);
+
+#[derive(Clone, Debug)]
+struct Ring {
+    size: u16,
+    next_descriptor: u16,
+    available: u16,
+    seen_used: u16,
+}
+
+pub fn memory() -> Arc<Memory> {
+    let regions = [(GuestAddress(0), SEAM as usize), (GuestAddress(SEAM), (MEMORY_END - SEAM) as usize)];
+    Arc::new(Memory::from_ranges(&regions).expect("2 MiB of memory"))
+}
+
+impl Driver {
+    /// A driver of a device in its reset state.
+    pub fn new(device: impl VirtioDevice + 'static) -> Self {
+        Self::on(device, memory())
+    }
+
+    /// The same on memory that is there already.
+    pub fn on(device: impl VirtioDevice + 'static, mem: Arc<Memory>) -> Self {
+        let mmio = Mmio::new(Box::new(device), mem.clone()).expect("eventfds");
+        let mut events = EventLoop::new().expect("epoll");
+        events.add_subscriber(mmio.subscriber());
+        Driver { mmio, mem, events, queues: Vec::new() }
+    }
+
+    /// Ends the old process of a migration: its memory and its driver's rings are the new one's.
+    pub fn into_parts(self) -> (Arc<Memory>, Rings) {
+        (self.mem, Rings(self.queues))
+    }
+
+    /// The driver does not notice that its device has moved.
+    pub fn take_rings(&mut self, rings: Rings) {
+        self.queues = rings.0;
+    }
+
+    pub fn get(&self, register: u32) -> u32 {
+        let mut word = [0; 4];
+        self.mmio.read(register.into(), &mut word);
+        u32::from_le_bytes(word)
+    }
+
+    pub fn set(&self, register: u32, value: u32) {
+        self.mmio.write(register.into(), &value.to_le_bytes());
+    }
+
+    pub fn status(&self) -> u32 {
+        self.get(VIRTIO_MMIO_STATUS)
+    }
+
+    pub fn needs_reset(&self) -> bool {
+        self.status() & VIRTIO_CONFIG_S_NEEDS_RESET != 0
+    }
+
+    pub fn offered(&self) -> u64 {
+        self.set(VIRTIO_MMIO_DEVICE_FEATURES_SEL, 0);
+        let low = self.get(VIRTIO_MMIO_DEVICE_FEATURES);
+        self.set(VIRTIO_MMIO_DEVICE_FEATURES_SEL, 1);
+        u64::from(low) | u64::from(self.get(VIRTIO_MMIO_DEVICE_FEATURES)) << 32
+    }
+
+    /// Accepts everything offered, and is ready.
+    pub fn start(&mut self) {
+        self.start_with(self.offered());
+    }
+
+    pub fn start_with(&mut self, features: u64) {
+        self.negotiate(features);
+        self.make_queues();
+        self.set(VIRTIO_MMIO_STATUS, READY);
+        self.run();
+    }
+
+    pub fn negotiate(&self, features: u64) {
+        self.set(VIRTIO_MMIO_STATUS, 0);
+        self.set(VIRTIO_MMIO_STATUS, VIRTIO_CONFIG_S_ACKNOWLEDGE);
+        self.set(VIRTIO_MMIO_STATUS, VIRTIO_CONFIG_S_ACKNOWLEDGE | VIRTIO_CONFIG_S_DRIVER);
+        self.set(VIRTIO_MMIO_DRIVER_FEATURES_SEL, 0);
+        self.set(VIRTIO_MMIO_DRIVER_FEATURES, features as u32);
+        self.set(VIRTIO_MMIO_DRIVER_FEATURES_SEL, 1);
+        self.set(VIRTIO_MMIO_DRIVER_FEATURES, (features >> 32) as u32);
+        self.set(VIRTIO_MMIO_STATUS, READY & !VIRTIO_CONFIG_S_DRIVER_OK);
+    }
+
+    /// Programs every queue that the device has.
+    pub fn make_queues(&mut self) {
+        self.queues.clear();
+        for index in 0.. {
+            self.set(VIRTIO_MMIO_QUEUE_SEL, index);
+            let max = self.get(VIRTIO_MMIO_QUEUE_NUM_MAX) as u16;
+            if max == 0 {
+                break;
+            }
+            let size = max.min(QUEUE_SIZE);
+            let zeros = [0; 0x1000];
+            self.mem.write_slice(&zeros, GuestAddress(Self::descriptors(index as usize))).unwrap();
+            self.mem.write_slice(&zeros, GuestAddress(Self::available(index as usize))).unwrap();
+            self.mem.write_slice(&zeros, GuestAddress(Self::used(index as usize))).unwrap();
+            self.set(VIRTIO_MMIO_QUEUE_NUM, size.into());
+            self.set(VIRTIO_MMIO_QUEUE_DESC_LOW, Self::descriptors(index as usize) as u32);
+            self.set(VIRTIO_MMIO_QUEUE_AVAIL_LOW, Self::available(index as usize) as u32);
+            self.set(VIRTIO_MMIO_QUEUE_USED_LOW, Self::used(index as usize) as u32);
+            self.set(VIRTIO_MMIO_QUEUE_READY, 1);
+            self.queues.push(Ring { size, next_descriptor: 0, available: 0, seen_used: 0 });
+        }
+    }
+
+    pub fn descriptors(queue: usize) -> u64 {
+        0x1000 + 0x10000 * queue as u64
+    }
+
+    pub fn available(queue: usize) -> u64 {
+        Self::descriptors(queue) + 0x4000
+    }
+
+    pub fn used(queue: usize) -> u64 {
+        Self::descriptors(queue) + 0x8000
+    }
+
+    /// Writes one raw descriptor.
+    pub fn describe(&self, queue: usize, index: u16, addr: u64, len: u32, flags: u32, next: u16) {
+        self.describe_at(Self::descriptors(queue) + 16 * u64::from(index), addr, len, flags, next);
+    }
+
+    /// Writes one raw descriptor anywhere: indirect tables have no fixed place.
+    pub fn describe_at(&self, at: u64, addr: u64, len: u32, flags: u32, next: u16) {
+        let mut raw = [0; 16];
+        raw[0..8].copy_from_slice(&addr.to_le_bytes());
+        raw[8..12].copy_from_slice(&len.to_le_bytes());
+        raw[12..14].copy_from_slice(&(flags as u16).to_le_bytes());
+        raw[14..16].copy_from_slice(&next.to_le_bytes());
+        self.mem.write_slice(&raw, GuestAddress(at)).unwrap();
+    }
+
+    /// Writes the buffers as one chain and makes it available; its head is the result.
+    pub fn submit(&mut self, queue: usize, buffers: &[Buf]) -> u16 {
+        let ring = self.queues[queue].clone();
+        let head = ring.next_descriptor % ring.size;
+        for (at, buf) in buffers.iter().enumerate() {
+            let slot = (head + at as u16) % ring.size;
+            let next = if at + 1 < buffers.len() { VRING_DESC_F_NEXT } else { 0 };
+            let write = if buf.writable { VRING_DESC_F_WRITE } else { 0 };
+            self.describe(queue, slot, buf.addr, buf.len, next | write, (slot + 1) % ring.size);
+        }
+        self.queues[queue].next_descriptor = ring.next_descriptor.wrapping_add(buffers.len() as u16);
+        self.offer(queue, head);
+        head
+    }
+
+    /// Makes any head available, true or not, and rings.
+    pub fn offer(&mut self, queue: usize, head: u16) {
+        let ring = &mut self.queues[queue];
+        let slot = Self::available(queue) + 4 + 2 * u64::from(ring.available % ring.size);
+        self.mem.write_obj(head.to_le(), GuestAddress(slot)).unwrap();
+        ring.available = ring.available.wrapping_add(1);
+        let index = ring.available;
+        self.set_available_index(queue, index);
+    }
+
+    /// Writes the available index, true or not, and rings.
+    pub fn set_available_index(&self, queue: usize, index: u16) {
+        self.mem
+            .store(
+                index.to_le(),
+                GuestAddress(Self::available(queue) + 2),
+                std::sync::atomic::Ordering::Release,
+            )
+            .unwrap();
+        self.set(VIRTIO_MMIO_QUEUE_NOTIFY, queue as u32);
+    }
+
+    /// Runs the event loop until it has nothing more to do.
+    pub fn run(&mut self) {
+        // A device that rings its own doorbells for ever would hang here and not in a test's assertion.
+        for _ in 0..10_000 {
+            if self.events.run_with_timeout(0).expect("epoll") == 0 {
+                return;
+            }
+        }
+        panic!("the event loop does not come to rest");
+    }
+
+    /// The next used element, (head, written), if the device has given one back.
+    pub fn used_now(&mut self, queue: usize) -> Option<(u16, u32)> {
+        let ring = &mut self.queues[queue];
+        let index: u16 =
+            self.mem.load(GuestAddress(Self::used(queue) + 2), std::sync::atomic::Ordering::Acquire).unwrap();
+        if index == ring.seen_used {
+            return None;
+        }
+        let slot = Self::used(queue) + 4 + 8 * u64::from(ring.seen_used % ring.size);
+        ring.seen_used = ring.seen_used.wrapping_add(1);
+        // Asks for an interrupt for the very next one (used_event, where event indices are negotiated).
+        let event = Self::available(queue) + 4 + 2 * u64::from(ring.size);
+        let seen = ring.seen_used;
+        self.mem.write_obj(seen.to_le(), GuestAddress(event)).unwrap();
+        let head: u32 = self.mem.read_obj(GuestAddress(slot)).unwrap();
+        let len: u32 = self.mem.read_obj(GuestAddress(slot + 4)).unwrap();
+        Some((head as u16, len))
+    }
+
+    /// Waits for the device to give a request back: the event loop's devices run here, a worker runs by itself.
+    pub fn wait_used(&mut self, queue: usize) -> (u16, u32) {
+        self.wait(|driver| driver.used_now(queue))
+    }
+
+    /// Waits until the device has stopped itself.
+    pub fn wait_broken(&mut self) {
+        self.wait(|driver| driver.needs_reset().then_some(()));
+    }
+
+    /// Waits for something that an interrupt announces. The limit only ends a test that has already failed.
+    pub fn wait<T>(&mut self, mut done: impl FnMut(&mut Self) -> Option<T>) -> T {
+        let limit = Instant::now() + Duration::from_secs(30);
+        loop {
+            self.run();
+            if let Some(value) = done(self) {
+                return value;
+            }
+            assert!(Instant::now() < limit, "the device does not answer");
+            let mut fd = libc::pollfd {
+                fd: self.mmio.interrupt().event().as_raw_fd(),
+                events: libc::POLLIN,
+                revents: 0,
+            };
+            // SAFETY: one valid pollfd.
+            unsafe { libc::poll(&mut fd, 1, 1000) };
+            let _ = self.mmio.interrupt().event().read();
+        }
+    }
+
+    pub fn put(&self, addr: u64, bytes: &[u8]) {
+        self.mem.write_slice(bytes, GuestAddress(addr)).unwrap();
+    }
+
+    pub fn fetch(&self, addr: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.mem.read_slice(&mut bytes, GuestAddress(addr)).unwrap();
+        bytes
+    }
+
+    pub fn config(&self, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0xaa; len];
+        self.mmio.read(u64::from(VIRTIO_MMIO_CONFIG) + offset, &mut bytes);
+        bytes
+    }
+}

@@ -1,0 +1,8 @@
+//! The virtio devices against a driver in this process: no KVM, no guest.
+
+mod blk;
+mod driver;
+mod misuse;
+mod net;
+mod small;
+mod transport;

@@ -1,0 +1,204 @@
+//! Entropy, console and balloon.
+
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+
+use vellum::devices::bus::BusDevice;
+use vellum::devices::virtio::balloon::{Balloon, Stat};
+use vellum::devices::virtio::console::Console;
+use vellum::devices::virtio::rng::Rng;
+use virtio_bindings::virtio_mmio::*;
+
+use super::driver::*;
+
+#[test]
+fn entropy_fills_what_the_guest_offers_up_to_a_limit() {
+    let mut driver = Driver::new(Rng::new().unwrap());
+    driver.start();
+    driver.submit(0, &[writable(BUFFERS, 32), writable(BUFFERS + 0x100, 32)]);
+    assert_eq!(driver.wait_used(0).1, 64);
+    let (first, second) = (driver.fetch(BUFFERS, 32), driver.fetch(BUFFERS + 0x100, 32));
+    assert!(first != [0; 32] && second != [0; 32] && first != second);
+    driver.submit(0, &[writable(SEAM - 0x40000, 0x80000)]);
+    assert_eq!(driver.wait_used(0).1, 1 << 16, "the rest of a long request stays empty");
+    driver.submit(0, &[readable(BUFFERS, 32)]);
+    assert_eq!(driver.wait_used(0).1, 0, "nowhere to write");
+}
+
+/// A console on one end of a socket pair, and the other end.
+fn console() -> (Driver, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let output = theirs.try_clone().unwrap();
+    let file = |stream| std::fs::File::from(OwnedFd::from(stream));
+    (Driver::new(Console::new(Some(file(theirs)), file(output))), ours)
+}
+
+#[test]
+fn a_console_carries_bytes_both_ways() {
+    let (mut driver, mut host) = console();
+    driver.start();
+    driver.put(BUFFERS, b"hello, host");
+    driver.submit(1, &[readable(BUFFERS, 5), readable(BUFFERS + 5, 6)]);
+    assert_eq!(driver.wait_used(1).1, 0);
+    let mut heard = [0; 11];
+    host.read_exact(&mut heard).unwrap();
+    assert_eq!(&heard, b"hello, host");
+
+    // Words that come before the guest has a buffer wait for one, and the event loop rests meanwhile.
+    host.write_all(b"hello, guest").unwrap();
+    driver.run();
+    driver.submit(0, &[writable(BUFFERS, 7)]);
+    driver.submit(0, &[writable(BUFFERS + 0x100, 100)]);
+    assert_eq!(driver.wait_used(0).1, 7);
+    assert_eq!(driver.wait_used(0).1, 5);
+    assert_eq!(driver.fetch(BUFFERS, 7), b"hello, ");
+    assert_eq!(driver.fetch(BUFFERS + 0x100, 5), b"guest");
+}
+
+#[test]
+fn a_host_that_does_not_listen_stalls_the_guest_not_the_event_loop() {
+    let (mut driver, mut host) = console();
+    driver.start();
+    let line: Vec<u8> = (0..0x10000).map(|at| (at % 251) as u8).collect();
+    driver.put(BUFFERS, &line);
+    let mut offered = 0;
+    while offered < 16 {
+        driver.submit(1, &[readable(BUFFERS, line.len() as u32)]);
+        driver.run();
+        offered += 1;
+    }
+    let mut finished = 0;
+    while driver.used_now(1).is_some() {
+        finished += 1;
+    }
+    assert!(finished < offered, "a socket does not hold {offered} times 64 KiB");
+
+    // In the middle of a request the machine moves; not a byte is lost or sent twice.
+    driver.mmio.quiesce();
+    let state = driver.mmio.save();
+    driver.mmio.restore(state).unwrap();
+    driver.mmio.resume();
+    let mut heard = vec![0; line.len()];
+    for _ in 0..offered {
+        let mut got = 0;
+        while got < heard.len() {
+            got += host.read(&mut heard[got..]).unwrap();
+            driver.run();
+        }
+        assert!(heard == line);
+    }
+}
+
+#[test]
+fn a_console_without_a_host_neither_spins_nor_stops_the_guest() {
+    let (mut driver, host) = console();
+    driver.start();
+    drop(host);
+    driver.submit(0, &[writable(BUFFERS, 7)]);
+    driver.run();
+    assert_eq!(driver.used_now(0), None);
+    driver.submit(1, &[readable(BUFFERS, 5)]);
+    assert_eq!(driver.wait_used(1).1, 0);
+}
+
+#[test]
+fn a_regular_file_is_read_to_its_end() {
+    let path = std::env::temp_dir().join(format!("vellum-console-{}", std::process::id()));
+    std::fs::write(&path, b"from a file").unwrap();
+    let input = std::fs::File::open(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let mut driver = Driver::new(Console::new(Some(input), std::fs::File::create("/dev/null").unwrap()));
+    driver.start();
+    for _ in 0..3 {
+        driver.submit(0, &[writable(BUFFERS, 8)]);
+    }
+    assert_eq!(driver.wait_used(0).1, 8);
+    assert_eq!(driver.wait_used(0).1, 3);
+    assert_eq!(driver.used_now(0), None);
+}
+
+const PAGE: u64 = 4096;
+
+fn is_zero(driver: &Driver, page: u64) -> bool {
+    driver.fetch(page * PAGE, PAGE as usize).iter().all(|&byte| byte == 0)
+}
+
+#[test]
+fn a_balloon_drops_the_pages_it_is_given() {
+    let (balloon, handle) = Balloon::new();
+    let mut driver = Driver::new(balloon);
+    driver.start();
+    handle.set_target(3 * PAGE, &driver.mmio);
+    assert_ne!(driver.get(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0);
+    assert_eq!(driver.config(0, 4), 3u32.to_le_bytes());
+
+    let pages = [0x180u64, 0x182, 0x1ff];
+    for page in 0x180..0x200 {
+        driver.put(page * PAGE, &[9; PAGE as usize]);
+    }
+    // One of them twice, and two that are no memory: a driver may lie.
+    let lie = [0x180u32, 0x182, 0x1ff, 0x180, 0x200, u32::MAX];
+    driver.put(BUFFERS, &lie.iter().flat_map(|pfn| pfn.to_le_bytes()).collect::<Vec<_>>());
+    driver.submit(0, &[readable(BUFFERS, 24)]);
+    driver.wait_used(0);
+    for page in 0x180..0x200 {
+        assert_eq!(is_zero(&driver, page), pages.contains(&page), "page {page:#x}");
+    }
+
+    driver.mmio.write(0x104, &3u32.to_le_bytes());
+    assert_eq!(handle.actual(), 3 * PAGE);
+    driver.put(BUFFERS, &0x182u32.to_le_bytes());
+    driver.submit(1, &[readable(BUFFERS, 4)]);
+    driver.wait_used(1);
+}
+
+#[test]
+fn pages_that_a_balloon_drops_are_in_the_memory_dirty_bitmap() {
+    use vm_memory::bitmap::Bitmap;
+    use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
+    let mut driver = Driver::new(Balloon::new().0);
+    driver.start();
+    driver.put(BUFFERS, &0x182u32.to_le_bytes());
+    driver.submit(0, &[readable(BUFFERS, 4)]);
+    driver.wait_used(0);
+    let region = driver.mem.find_region(GuestAddress(SEAM)).unwrap();
+    let dirty: Vec<u64> = (SEAM / PAGE..MEMORY_END / PAGE)
+        .filter(|page| region.bitmap().dirty_at((page * PAGE - SEAM) as usize))
+        .collect();
+    assert_eq!(dirty, [0x182]);
+}
+
+#[test]
+fn free_pages_that_are_reported_are_dropped() {
+    let mut driver = Driver::new(Balloon::new().0);
+    driver.start();
+    driver.put(0x180 * PAGE, &[9; 4 * PAGE as usize]);
+    driver.submit(3, &[writable(0x180 * PAGE, PAGE as u32), writable(0x182 * PAGE, PAGE as u32)]);
+    driver.wait_used(3);
+    for (page, dropped) in [(0x180, true), (0x181, false), (0x182, true), (0x183, false)] {
+        assert_eq!(is_zero(&driver, page), dropped, "page {page:#x}");
+    }
+}
+
+#[test]
+fn balloon_statistics_come_when_asked_for() {
+    let (balloon, handle) = Balloon::new();
+    let mut driver = Driver::new(balloon);
+    driver.start();
+    let report = |driver: &mut Driver, free: u64| {
+        let mut raw = 4u16.to_le_bytes().to_vec();
+        raw.extend(free.to_le_bytes());
+        driver.put(BUFFERS, &raw);
+        driver.submit(2, &[readable(BUFFERS, 10)]);
+        driver.run();
+    };
+    report(&mut driver, 1000);
+    assert_eq!(handle.stats(), [Stat { tag: 4, value: 1000 }]);
+    assert_eq!(driver.used_now(2), None, "the device keeps the request until it wants news");
+    handle.refresh_stats(&driver.mmio);
+    driver.wait_used(2);
+    report(&mut driver, 2000);
+    assert_eq!(handle.stats(), [Stat { tag: 4, value: 2000 }]);
+}
