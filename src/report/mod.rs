@@ -3,13 +3,25 @@
 //! A [`Report`] says what was asked, what the host was, and what was measured; `terminal`, JSON (serde) and `html`
 //! print the same value, so a pasted result stands alone. What does *not* live here: how a figure is measured
 //! (`bench/`, `workload/`), and how the host is examined ([`crate::host`]).
+//!
+//! Start reading here for the type; [`json`] writes and reads it, [`units`] says how a number looks, [`terminal`] and
+//! [`html`] print it, and [`compare`] weighs two of them.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::host::Facts;
+
+pub mod compare;
+pub mod html;
+pub mod json;
+mod plot;
+mod stats;
+pub mod terminal;
+pub mod units;
 
 /// The version of the JSON form. Raised whenever a reader of the previous version would misread the new one.
 pub const SCHEMA: u32 = 1;
@@ -54,7 +66,7 @@ pub struct Report {
 
 /// One figure: a single value, or the spread of several samples.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, try_from = "AnyFigure")]
 pub enum Figure {
     /// Measured over several samples.
     Spread {
@@ -83,6 +95,38 @@ pub enum Figure {
         /// The value.
         value: f64,
     },
+}
+
+/// A figure as it may stand in a file: so that an error names the field that is wrong, which an untagged enum cannot.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AnyFigure {
+    name: String,
+    unit: String,
+    value: Option<f64>,
+    median: Option<f64>,
+    min: Option<f64>,
+    max: Option<f64>,
+    count: Option<u64>,
+    #[serde(default)]
+    samples: Vec<f64>,
+}
+
+impl TryFrom<AnyFigure> for Figure {
+    type Error = String;
+
+    fn try_from(any: AnyFigure) -> Result<Self, String> {
+        let AnyFigure { name, unit, value, median, min, max, count, samples } = any;
+        match (value, median, min, max, count) {
+            (Some(value), None, None, None, None) if samples.is_empty() => {
+                Ok(Self::Single { name, unit, value })
+            }
+            (None, Some(median), Some(min), Some(max), Some(count)) => {
+                Ok(Self::Spread { name, unit, median, min, max, count, samples })
+            }
+            _ => Err(format!("figure `{name}` has neither a value alone nor median, min, max and count")),
+        }
+    }
 }
 
 /// One of KVM's counters, summed over vCPUs where it is theirs.
@@ -158,16 +202,31 @@ impl Report {
         self.asked.insert(name.into(), value.into());
     }
 
-    /// Adds a figure measured once.
+    /// Adds a figure measured once. One that is not a number (nothing happened in no time) makes the result invalid:
+    /// JSON could not hold it, and a reader would miss it without knowing.
     pub fn figure(&mut self, name: impl Into<String>, unit: &str, value: f64) {
-        self.figures.push(Figure::Single { name: name.into(), unit: unit.into(), value });
+        let name = name.into();
+        if value.is_finite() {
+            self.figures.push(Figure::Single { name, unit: unit.into(), value });
+        } else {
+            self.invalid.push(format!("{name} could not be computed: there was nothing to measure it by"));
+        }
     }
 
-    /// Adds a figure with its spread; nothing is added where there is no sample.
+    /// Adds a figure with its spread; nothing is added where there is no sample. As for [`figure`](Self::figure), a
+    /// sample that is not a number makes the result invalid.
     pub fn spread(&mut self, name: impl Into<String>, unit: &str, samples: &[f64]) {
-        if let Some(figure) = Figure::from_samples(name, unit, samples) {
+        let name = name.into();
+        if samples.iter().any(|s| !s.is_finite()) {
+            self.invalid.push(format!("{name} could not be computed: there was nothing to measure it by"));
+        } else if let Some(figure) = Figure::from_samples(name, unit, samples) {
             self.figures.push(figure);
         }
+    }
+
+    /// Whether the host's time is one that may be compared with `other`'s: both real, or both emulated.
+    pub fn same_time(&self, other: &Self) -> bool {
+        self.host.emulated == other.host.emulated
     }
 }
 
@@ -205,6 +264,25 @@ impl Figure {
         }
     }
 
+    /// Its name without, and the index with which it belongs to others of its kind: `pages[vcpu0]` is
+    /// `("pages", Some("vcpu0"))`.
+    pub fn split_name(&self) -> (&str, Option<&str>) {
+        let name = self.name();
+        match name.strip_suffix(']').and_then(|n| n.split_once('[')) {
+            Some((base, index)) => (base, Some(index)),
+            None => (name, None),
+        }
+    }
+
+    /// The samples in the order of measurement; of a single value, or where they were not kept, the one that stands
+    /// for them.
+    pub fn samples(&self) -> Cow<'_, [f64]> {
+        match self {
+            Self::Spread { samples, .. } if !samples.is_empty() => Cow::Borrowed(samples),
+            Self::Spread { median: value, .. } | Self::Single { value, .. } => Cow::Owned(vec![*value]),
+        }
+    }
+
     /// The value, or the median of the samples.
     pub fn value(&self) -> f64 {
         match self {
@@ -231,9 +309,49 @@ impl Histogram {
     }
 }
 
+/// Text from a file as it may be shown: what could move the cursor, colour the terminal or turn the reading direction
+/// is escaped.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let bad = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{feff}')
+    };
+    if !text.contains(bad) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        if bad(c) { out.extend(c.escape_default()) } else { out.push(c) }
+    }
+    Cow::Owned(out)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_figure_that_is_no_number_makes_the_result_invalid() {
+        let mut report = Report::new("t", Facts::collect("off".into()));
+        report.figure("rate", "pages/s", f64::NAN);
+        report.spread("time", "s", &[1.0, f64::INFINITY]);
+        assert!(report.figures.is_empty());
+        assert_eq!(report.invalid.len(), 2);
+    }
+
+    #[test]
+    fn names_split_at_their_index() {
+        let figure = |name: &str| Figure::Single { name: name.into(), unit: "s".into(), value: 0.0 };
+        assert_eq!(figure("a[vcpu0]").split_name(), ("a", Some("vcpu0")));
+        assert_eq!(figure("a").split_name(), ("a", None));
+        assert_eq!(figure("]").split_name(), ("]", None));
+    }
+
+    #[test]
+    fn nothing_printable_moves_the_cursor() {
+        assert_eq!(printable("a\u{1b}[2J\u{202e}b"), "a\\u{1b}[2J\\u{202e}b");
+        assert!(matches!(printable("plain é"), Cow::Borrowed(_)));
+    }
 
     #[test]
     fn spread_keeps_order_and_finds_the_median() {

@@ -1,0 +1,22 @@
+//! The reader of result files: whatever is read can be shown in every way without a panic, and written and read again.
+
+use std::path::Path;
+
+use vellum::report::{compare, html, json, terminal};
+
+/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+pub fn report(data: &[u8]) {
+    let Ok(results) = json::parse(data, Path::new("fuzz")) else { return };
+    for result in &results {
+        let text = terminal::render(result);
+        assert!(!text.contains('\u{1b}'), "a result moves the cursor");
+    }
+    let page = html::render(&results);
+    assert!(!page.contains("<script"), "a result brings a script");
+    let side = compare::Side { name: "fuzz", results: &results };
+    let _ = compare::compare(side, side);
+    for result in &results {
+        let again = json::parse(&serde_json::to_vec(result).unwrap(), Path::new("again")).unwrap();
+        assert_eq!(again, std::slice::from_ref(result));
+    }
+}

@@ -1,0 +1,341 @@
+//! Result files: what is written is what the schema says, what is read is believed only where it can be, and whatever
+//! the bytes are, reading and showing them ends.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use vellum::host::Facts;
+use vellum::report::{Counter, Histogram, Mark, Report, Series, json, terminal};
+
+#[path = "fuzz/targets/report.rs"]
+mod fuzz;
+
+fn produced() -> Report {
+    let mut report = Report::new("bench example", Facts::collect("on".into()));
+    report.ask("bytes", 1u64 << 30);
+    report.ask("backing", "thp");
+    report.figure("enable_logging", "s", 0.000_231);
+    report.spread("dirty_memory", "s", &[0.5, 0.4, 0.45]);
+    report.notes.push("a note".into());
+    report.counters.push(Counter { name: "exits".into(), before: 1, after: u64::MAX });
+    report.series.push(Series {
+        name: "p".into(),
+        unit: "pages/s".into(),
+        points: vec![(0.0, 1.0), (0.5, 2.0)],
+    });
+    report.marks.push(Mark { name: "collection".into(), start: 0.1, end: 0.2 });
+    report.histograms.push(Histogram {
+        name: "l".into(),
+        unit: "ns".into(),
+        buckets: vec![(40.0, 9), (90.0, 1)],
+    });
+    report
+}
+
+fn example() -> Value {
+    serde_json::from_str(include_str!("data/dirty-log.json")).unwrap()
+}
+
+/// A file of this test's own that goes away with it.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        Self(std::env::temp_dir().join(format!("vellum-report-{}-{name}", std::process::id())))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// The part of JSON Schema (draft 2020-12) that the schema uses; a keyword beyond it fails the test rather than pass.
+fn violations(schema: &Value, root: &Value, value: &Value, at: &str, found: &mut Vec<String>) {
+    let is = |name: &str| match name {
+        "object" => value.is_object(),
+        "array" => value.is_array(),
+        "string" => value.is_string(),
+        "boolean" => value.is_boolean(),
+        "null" => value.is_null(),
+        "number" => value.is_number(),
+        "integer" => value.is_u64() || value.is_i64(),
+        other => panic!("unknown type {other}"),
+    };
+    for (keyword, rule) in schema.as_object().expect("a schema is an object") {
+        let mut fail = |why: String| found.push(format!("{at}: {why}"));
+        let number = || value.as_f64().zip(rule.as_f64());
+        match keyword.as_str() {
+            "$schema" | "title" | "description" | "$defs" => {}
+            "$ref" => {
+                let target =
+                    root.pointer(rule.as_str().unwrap().strip_prefix('#').unwrap()).expect("a $ref resolves");
+                violations(target, root, value, at, found);
+            }
+            "type" => match rule {
+                Value::String(name) if is(name) => {}
+                Value::Array(names) if names.iter().any(|n| is(n.as_str().unwrap())) => {}
+                _ => fail(format!("{value} is not {rule}")),
+            },
+            "const" if value != rule => fail(format!("{value} is not {rule}")),
+            "enum" if !rule.as_array().unwrap().contains(value) => fail(format!("{value} is none of {rule}")),
+            "const" | "enum" => {}
+            "minimum" if number().is_some_and(|(v, m)| v < m) => fail(format!("{value} < {rule}")),
+            "maximum" if number().is_some_and(|(v, m)| v > m) => fail(format!("{value} > {rule}")),
+            "minimum" | "maximum" => {}
+            "minItems" | "maxItems" => {
+                let (len, bound) = (value.as_array().map_or(0, Vec::len) as u64, rule.as_u64().unwrap());
+                if (keyword == "minItems" && len < bound) || (keyword == "maxItems" && len > bound) {
+                    fail(format!("{len} items"));
+                }
+            }
+            "required" => {
+                for name in rule.as_array().unwrap() {
+                    if value.get(name.as_str().unwrap()).is_none() {
+                        fail(format!("lacks {name}"));
+                    }
+                }
+            }
+            "properties" => {
+                for (name, inner) in value.as_object().into_iter().flatten() {
+                    if let Some(rule) = rule.get(name) {
+                        violations(rule, root, inner, &format!("{at}.{name}"), found);
+                    }
+                }
+            }
+            "additionalProperties" => {
+                assert_eq!(rule, &Value::Bool(false));
+                for name in value.as_object().into_iter().flatten().map(|(name, _)| name) {
+                    if schema["properties"].get(name).is_none() {
+                        fail(format!("has {name}"));
+                    }
+                }
+            }
+            "items" => {
+                for (i, item) in value.as_array().into_iter().flatten().enumerate() {
+                    violations(rule, root, item, &format!("{at}[{i}]"), found);
+                }
+            }
+            "oneOf" => {
+                let fits = |one: &&Value| {
+                    let mut inner = Vec::new();
+                    violations(one, root, value, at, &mut inner);
+                    inner.is_empty()
+                };
+                let fitting = rule.as_array().unwrap().iter().filter(fits).count();
+                if fitting != 1 {
+                    fail(format!("fits {fitting} of oneOf"));
+                }
+            }
+            other => panic!("the schema uses `{other}`, which this check does not know"),
+        }
+    }
+}
+
+fn check(value: &Value) -> Vec<String> {
+    let schema = serde_json::from_str(include_str!("../resources/report.schema.json")).unwrap();
+    let mut found = Vec::new();
+    violations(&schema, &schema, value, "", &mut found);
+    found
+}
+
+#[test]
+fn what_is_written_is_what_the_schema_says() {
+    assert_eq!(check(&serde_json::to_value(produced()).unwrap()), [""; 0]);
+    assert_eq!(check(&example()), [""; 0]);
+}
+
+#[test]
+fn schema_and_reader_agree_on_what_is_wrong() {
+    type Fault = (&'static str, fn(&mut Value));
+    let faults: &[Fault] = &[
+        ("lacks \"name\"", |v| drop(v.as_object_mut().unwrap().remove("name"))),
+        ("has extra", |v| v["extra"] = 1.into()),
+        (".schema", |v| v["schema"] = 2.into()),
+        (".host", |v| drop(v["host"].as_object_mut().unwrap().remove("paging"))),
+        (".host.paging", |v| v["host"]["paging"] = "magic".into()),
+        (".host.memory", |v| v["host"]["memory"] = (-1).into()),
+        (".figures[0]", |v| v["figures"][0]["median"] = 1.into()),
+        (".figures[0]", |v| v["figures"][0]["value"] = "fast".into()),
+        (".counters[0].after", |v| v["counters"][0]["after"] = 1.5.into()),
+        (".series[0].points[0]", |v| v["series"][0]["points"][0] = serde_json::json!([1])),
+        (".marks[0]", |v| drop(v["marks"][0].as_object_mut().unwrap().remove("end"))),
+        (".histograms[0].unit", |v| v["histograms"][0]["unit"] = Value::Null),
+    ];
+    for (place, plant) in faults {
+        let mut value = example();
+        plant(&mut value);
+        let found = check(&value);
+        assert!(found.iter().any(|f| f.contains(place)), "the schema misses {place}: {found:?}");
+        let read = json::parse(value.to_string().as_bytes(), Path::new("x.json"));
+        assert!(read.is_err(), "the reader misses {place}");
+    }
+}
+
+#[test]
+fn a_file_is_written_over_and_read_back() {
+    let file = Scratch::new("back.json");
+    for results in [vec![produced(), produced(), produced()], vec![produced()]] {
+        json::Writer::open(&file.0).unwrap().write(&results).unwrap();
+        assert_eq!(json::read(&file.0).unwrap(), results);
+    }
+    let text = std::fs::read_to_string(&file.0).unwrap();
+    assert!(
+        text.lines().any(|l| l.trim() == r#"{"name": "enable_logging", "unit": "s", "value": 0.000231},"#),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_run_that_never_starts_leaves_the_earlier_result_or_nothing() {
+    let file = Scratch::new("discard.json");
+    json::Writer::open(&file.0).unwrap().discard();
+    assert!(!file.0.exists());
+    json::Writer::open(&file.0).unwrap().write(&[produced()]).unwrap();
+    json::Writer::open(&file.0).unwrap().discard();
+    assert_eq!(json::read(&file.0).unwrap().len(), 1);
+    // Opened, then the run failed.
+    drop(json::Writer::open(&file.0).unwrap());
+    assert_eq!(json::read(&file.0).unwrap().len(), 1);
+}
+
+#[test]
+fn messages_name_the_file_the_fault_and_the_remedy() {
+    let other = example().to_string().replacen("\"schema\":1", "\"schema\":7", 1);
+    let deep = format!("{{\"schema\":1,\"asked\":{{\"x\":{}{}}}}}", "[".repeat(100_000), "]".repeat(100_000));
+    let twice = {
+        let mut value = example();
+        value["figures"][1]["name"] = value["figures"][0]["name"].clone();
+        value.to_string()
+    };
+    for (content, expected) in [
+        ("", "it is empty; the run that was to fill it did not end"),
+        ("  \n", "it is empty"),
+        ("vellum: no such workload", "no JSON object begins at byte 0"),
+        ("[1, \"0.1\"]", "no JSON object begins"),
+        ("{\"schema\": 1", "EOF while parsing"),
+        ("{}", "it has no `schema`"),
+        ("{\"schema\": \"1\"}", "its `schema` is not a number"),
+        ("{\"schema\": 1}", "missing field"),
+        (&other, "schema version 7, written by Vellum 0.1.0; this is Vellum"),
+        (&deep, "recursion limit"),
+        (&twice, "two figures are called `populate_memory`"),
+    ] {
+        let message = json::parse(content.as_bytes(), Path::new("r.json")).unwrap_err().to_string();
+        assert!(message.starts_with("r.json: ") && message.contains(expected), "{message}");
+        assert!(!message.contains('\n'), "{message}");
+    }
+    let error = |path: &str| json::read(Path::new(path)).unwrap_err().to_string();
+    assert!(error("/no/such/file.json").contains("No such file"));
+    assert!(error("/proc").contains("a directory where a result file is needed"));
+    assert!(error("/dev/zero").contains("larger than 64 MiB"));
+    let error = json::Writer::open(Path::new("/no/such/directory/r.json")).unwrap_err().to_string();
+    assert!(error.starts_with("/no/such/directory/r.json: cannot be written"), "{error}");
+}
+
+#[test]
+fn spreads_series_and_buckets_out_of_order_are_refused() {
+    type Fault = (&'static str, fn(&mut Value));
+    let faults: &[Fault] = &[
+        ("not between", |v| v["figures"][4]["median"] = 1e9.into()),
+        ("count is not", |v| v["figures"][4]["count"] = 3.into()),
+        ("not in order", |v| v["series"][0]["points"][0][0] = 1e9.into()),
+        ("ends before it starts", |v| v["marks"][0]["end"] = (-1).into()),
+        ("do not rise", |v| v["histograms"][0]["buckets"][1][0] = 0.into()),
+        ("more than 2^64", |v| {
+            v["histograms"][0]["buckets"] = serde_json::json!([[1, u64::MAX], [2, 1]]);
+        }),
+    ];
+    for (expected, plant) in faults {
+        let mut value = example();
+        plant(&mut value);
+        let message = json::parse(value.to_string().as_bytes(), Path::new("r.json")).unwrap_err().to_string();
+        assert!(message.contains(expected), "{expected}: {message}");
+    }
+}
+
+#[test]
+fn the_text_stands_alone() {
+    let mut report = json::read(Path::new("tests/data/dirty-log.json")).unwrap().remove(0);
+    report.invalid.push("no huge mapping was made: pages_2m stayed 0".into());
+    report.host.emulated = true;
+    let text = terminal::render(&report);
+    for part in [
+        "$ vellum bench dirty-log -v 2",
+        "backing=thp",
+        "seed=1",
+        "bed local",
+        "EMULATED (times count instructions and are not seconds)",
+        "Linux 6.12.0-test",
+        "kvm_pvm",
+        "INVALID  no huge mapping was made",
+        "bytes_per_vcpu=536870912 (512 MiB)",
+        "262,144",
+        "p99.9",
+        "mmu_recycled",
+    ] {
+        match part {
+            "mmu_recycled" => assert!(!text.contains(part), "a counter that did not move is noise"),
+            part => assert!(text.contains(part), "{part} is missing in:\n{text}"),
+        }
+    }
+    let widest = text.lines().map(|l| l.chars().count()).max().unwrap();
+    assert!(widest <= 130, "{widest} columns:\n{text}");
+}
+
+#[test]
+fn the_corpus_and_its_mutations_do_no_harm() {
+    let mut inputs = vec![include_bytes!("data/dirty-log.json").to_vec()];
+    for entry in std::fs::read_dir("tests/fuzz/corpus/report").unwrap() {
+        inputs.push(std::fs::read(entry.unwrap().path()).unwrap());
+    }
+    assert!(inputs.len() > 3, "the corpus is missing");
+    for input in &inputs {
+        fuzz::report(input);
+    }
+    // Changes that keep much of the structure, so that many get past the parser. The seed is printed on failure.
+    let seed = std::env::var("VELLUM_TEST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20_26u64);
+    println!("VELLUM_TEST_SEED={seed}");
+    let mut state = seed;
+    let mut random = |below: usize| {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 33) as usize % below
+    };
+    let tokens: [&[u8]; 12] = [
+        b"1e308",
+        b"-1e308",
+        b"0",
+        b"-1",
+        b"1e-320",
+        b"null",
+        b"\"\\u001b[2J\"",
+        b"[]",
+        b"{}",
+        b"18446744073709551615",
+        b"\"<script>\"",
+        b"true",
+    ];
+    for round in 0..400 {
+        let mut input = inputs[round % inputs.len()].clone();
+        for _ in 0..=random(3) {
+            let numbers: Vec<usize> =
+                (1..input.len()).filter(|i| input[i - 1] == b' ' && !b"{[\" ".contains(&input[*i])).collect();
+            match (random(4), numbers.is_empty(), input.is_empty()) {
+                (_, _, true) => {}
+                (0, ..) => {
+                    let i = random(input.len());
+                    input[i] = random(256) as u8;
+                }
+                (1, ..) => input.truncate(random(input.len())),
+                (_, false, _) => {
+                    let start = numbers[random(numbers.len())];
+                    let end = start + input[start..].iter().position(|b| b",]}\n".contains(b)).unwrap_or(0);
+                    input.splice(start..end, tokens[random(tokens.len())].iter().copied());
+                }
+                _ => {}
+            }
+        }
+        fuzz::report(&input);
+    }
+}
