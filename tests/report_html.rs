@@ -1,0 +1,137 @@
+//! The HTML page in a browser: nothing is cut off, a phone does not scroll sideways, and dark is dark.
+//!
+//! A probe script, which the page itself would forbid, is added to a copy of it and measures what headless Chromium
+//! laid out. The screenshots stay in the target's tmp directory, to be looked at.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use serde_json::Value;
+use vellum::report::{html, json};
+
+fn main() -> ExitCode {
+    let arguments = Arguments::from_args();
+    let browser = ["chromium", "chromium-browser", "google-chrome"].into_iter().find_map(on_path);
+    let views = [
+        ("desk_light", 1200, false),
+        ("desk_dark", 1200, true),
+        ("phone_light", 390, false),
+        ("phone_dark", 390, true),
+    ];
+    let trials = views.into_iter().map(|(name, width, dark)| match browser.clone() {
+        Some(browser) => Trial::test(name, move || look(&browser, name, width, dark)),
+        None => Trial::test(format!("{name} (no Chromium here: apt-get install chromium)"), || Ok(()))
+            .with_ignored_flag(true),
+    });
+    libtest_mimic::run(&arguments, trials.collect()).exit_code()
+}
+
+fn on_path(name: &str) -> Option<PathBuf> {
+    std::env::split_paths(&std::env::var_os("PATH")?).map(|dir| dir.join(name)).find(|file| file.is_file())
+}
+
+/// Leaves its findings as JSON in the outer page's title, which `--dump-dom` prints.
+const PROBE: &str = r#"<script>
+const css = (e, p) => getComputedStyle(e).getPropertyValue(p);
+const light = c => { const v = c.match(/[\d.]+/g).map(Number); return (v[0] * 299 + v[1] * 587 + v[2] * 114) / 255000; };
+const cut = [];
+for (const svg of document.querySelectorAll('svg')) {
+  const frame = svg.getBoundingClientRect();
+  for (const text of svg.querySelectorAll('text')) {
+    const r = text.getBoundingClientRect();
+    if (r.left < frame.left - 1 || r.right > frame.right + 1 || r.top < frame.top - 1 || r.bottom > frame.bottom + 1)
+      cut.push(text.textContent.trim());
+  }
+}
+const smallest = Math.min(...[...document.querySelectorAll('svg text')].filter(t => t.textContent.trim()).map(t => t.getBoundingClientRect().height));
+top.document.title = JSON.stringify({
+  width: innerWidth, scroll: document.documentElement.scrollWidth, pictures: document.querySelectorAll('svg').length, cut,
+  smallest, page: light(css(document.body, 'background-color')), ink: light(css(document.body, 'color')),
+  text: light(css(document.querySelector('svg text'), 'fill')),
+  line: css(document.querySelector('svg polyline[stroke-width="2"]'), 'stroke'),
+  legend: css(document.querySelector('.legend .c0'), 'background-color'),
+  invalid: [...document.querySelectorAll('.invalid')].map(e => e.getBoundingClientRect().height),
+});
+</script></body>"#;
+
+fn look(browser: &Path, name: &str, width: u32, dark: bool) -> Result<(), Failed> {
+    let mut results = json::read(Path::new("tests/data/dirty-log.json"))?;
+    results[0].invalid.push("planted: the page must show this".into());
+    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("report-html-{name}"));
+    std::fs::create_dir_all(&directory)?;
+    let page = html::render(&results);
+    let file = directory.join("page.html");
+    std::fs::write(&file, &page)?;
+    let policy = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">";
+    assert!(page.contains(policy), "the page does not forbid scripts");
+    // A window has a smallest width that is wider than a phone; a frame has none.
+    let framed = directory.join("framed.html");
+    let inner =
+        page.replace(policy, "").replace("</body>", PROBE).replace('&', "&amp;").replace('"', "&quot;");
+    std::fs::write(
+        &framed,
+        format!(
+            "<title></title><body style=\"margin:0\"><iframe srcdoc=\"{inner}\" style=\"border:0\" width={width} height=3000>"
+        ),
+    )?;
+
+    let picture = directory.join("page.png");
+    chromium(browser, &directory, width, dark, &[&format!("--screenshot={}", picture.display())], &framed)?;
+    assert_eq!(&std::fs::read(&picture)?[1..4], b"PNG");
+    let dom = chromium(browser, &directory, width, dark, &["--dump-dom"], &framed)?;
+    let title =
+        dom.split_once("<title>").and_then(|(_, rest)| rest.split_once("</title>")).ok_or("no title")?.0;
+    let found: Value =
+        serde_json::from_str(&title.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))?;
+
+    let number = |key: &str| found[key].as_f64().unwrap_or(f64::NAN);
+    assert_eq!(number("width"), f64::from(width), "{found}");
+    assert!(number("scroll") <= number("width"), "the page scrolls sideways: {found}");
+    assert!(number("pictures") >= 5.0, "pictures are missing: {found}");
+    assert_eq!(found["cut"], serde_json::json!([]), "labels are cut off");
+    assert!(number("smallest") >= 9.0, "labels are too small to read: {found}");
+    assert!(found["invalid"][0].as_f64() > Some(15.0), "INVALID is not to be seen: {found}");
+    assert!((number("page") - number("ink")).abs() > 0.6, "no contrast: {found}");
+    assert_eq!(number("page") < 0.5, dark, "the page is not as dark as asked: {found}");
+    assert!(
+        (number("text") - number("ink")).abs() < 0.05,
+        "the pictures' text is in another colour: {found}"
+    );
+    assert_eq!(found["line"], found["legend"], "the legend names another colour than the line has");
+    Ok(())
+}
+
+fn chromium(
+    browser: &Path,
+    directory: &Path,
+    width: u32,
+    dark: bool,
+    what: &[&str],
+    page: &Path,
+) -> Result<String, Failed> {
+    let profile = directory.join("profile");
+    let scheme = if dark { 0 } else { 1 };
+    let output = Command::new(browser)
+        .args([
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--hide-scrollbars",
+        ])
+        .args(["--disable-background-networking", "--disable-component-update", "--disable-sync"])
+        .arg(format!("--blink-settings=preferredColorScheme={scheme}"))
+        .arg(format!("--user-data-dir={}", profile.display()))
+        .arg(format!("--window-size={width},2600"))
+        .args(what)
+        .arg(format!("file://{}", page.display()))
+        .stdin(Stdio::null())
+        .output()?;
+    let _ = std::fs::remove_dir_all(&profile);
+    match output.status.success() {
+        true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
+        false => Err(format!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr)).into()),
+    }
+}
