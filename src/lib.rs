@@ -3,6 +3,9 @@
 pub mod arch;
 pub mod cli;
 pub mod devices;
+pub mod dirty;
 pub mod host;
 pub mod report;
 pub mod sys;
+pub mod vm;
+pub mod workload;

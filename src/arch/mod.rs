@@ -1,4 +1,9 @@
-//! What differs between architectures: one interface, a room each.
+//! What differs from one architecture to the next, behind one interface: the rest of Vellum names `arch::…` and never
+//! an architecture.
+//!
+//! Two rooms, `x86_64` and `aarch64`; exactly one is compiled.
 
 #[cfg(target_arch = "x86_64")]
 pub mod x86_64;
+#[cfg(target_arch = "x86_64")]
+pub use x86_64::*;

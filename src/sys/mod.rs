@@ -2,7 +2,10 @@
 //!
 //! Each file wraps one family of calls in functions that cannot be misused. Policy does not live here.
 
+pub mod affinity;
 pub mod file;
 pub mod host;
+pub mod kick;
+pub mod mmap;
 pub mod tap;
 pub mod terminal;

@@ -1,4 +1,6 @@
-//! x86-64: how its kernels are booted, what they are told, and the state of its vCPUs.
+//! x86-64: the physical layout, how its kernels are booted, what they are told, and the state of its vCPUs.
 
 pub mod acpi;
 pub mod boot;
+pub mod layout;
+pub mod workload;

@@ -1,0 +1,422 @@
+//! Workloads without an operating system on x86-64: the code, the page tables it runs on, and the registers it starts
+//! with.
+//!
+//! The code runs in long mode at CPL 3, so that a KVM without hardware virtualization (kvm_pvm) executes it natively
+//! too; it has no stack, no descriptor tables and no interrupts, and leaves the guest by a write to the doorbell page,
+//! which no memslot backs. A workload that needs privileged instructions asks for CPL 0.
+
+use std::mem::offset_of;
+
+use kvm_bindings::{CpuId, kvm_regs, kvm_segment};
+use kvm_ioctls::{Kvm, VcpuFd};
+
+use crate::sys::mmap::PAGE_SIZE;
+use crate::vm::{Error, ioctl};
+use crate::workload::control::{Control, SUB_BITS, doorbell, flags, order};
+use crate::workload::stamp::Stamp;
+
+// The `write` workload. A function of the System V ABI in everything but its return: rdi holds the control block, and
+// with flags::RETURN it returns to its caller after ringing the doorbell, so that a plain process can run it too.
+//
+//   rdi  control block            r8   page index relative to the hot set's end, sequential order
+//   rsi  stamp's sequence number  r9   accesses left in this pass
+//   rbx  xorshift state           r10  sequence number at the start of the pass
+//   rbp  deadline, TSC            r11  shuffle state
+//   rax rcx rdx r12 r13 r14 r15   scratch
+std::arch::global_asm!(
+    ".pushsection .rodata.vellum_workload_write, \"a\", @progbits",
+    ".balign 64",
+    ".globl vellum_workload_write",
+    ".globl vellum_workload_write_end",
+    "vellum_workload_write:",
+    "    push rbx; push rbp; push r12; push r13; push r14; push r15",
+    // A guest enters here: it has no stack.
+    "vellum_workload_write_guest:",
+    "    mov rbx, [rdi + {seed}]",
+    "    mov rsi, [rdi + {written}]",
+    "    mov r11, [rdi + {shuffle}]",
+    "    rdtsc",
+    "    shl rdx, 32",
+    "    or rax, rdx",
+    "    mov rbp, rax",
+    "    mov [rdi + {started}], rax",
+    // One pass.
+    "2:  mov r9, [rdi + {pages}]",
+    "    mov r10, rsi",
+    "    xor r8d, r8d",
+    "    mov rax, [rdi + {done}]",
+    "    mov [rdi + {pass_start}], rax",
+    // One access.
+    "3:  cmp qword ptr [rdi + {stop}], 0",
+    "    jne 80f",
+    "    mov r15, [rdi + {flags}]",
+    "    mov r14, [rdi + {hot_pages}]",
+    "    test r15d, {DRAW}",
+    "    jz 5f",
+    "    mov rax, rbx",
+    "    shl rax, 13",
+    "    xor rbx, rax",
+    "    mov rax, rbx",
+    "    shr rax, 7",
+    "    xor rbx, rax",
+    "    mov rax, rbx",
+    "    shl rax, 17",
+    "    xor rbx, rax",
+    // The hot set: decided by the low half, placed by a multiplicative hash of the whole.
+    "    mov ecx, ebx",
+    "    cmp rcx, [rdi + {hot_below}]",
+    "    jae 5f",
+    "    movabs rax, 0x9e3779b97f4a7c15",
+    "    mul rbx",
+    "    mul r14",
+    "    mov r13, rdx",
+    "    jmp 7f",
+    // The rest, in its order.
+    "5:  mov r12, [rdi + {pages}]",
+    "    sub r12, r14",
+    "    mov rax, [rdi + {order}]",
+    "    cmp eax, {RANDOM}",
+    "    je 51f",
+    "    ja 52f",
+    "    mov r13, r8",
+    "    inc r8",
+    "    cmp r8, r12",
+    "    jb 6f",
+    "    xor r8d, r8d",
+    "    jmp 6f",
+    "51: movabs rax, 0xd1342543de82ef95",
+    "    mul rbx",
+    "    mul r12",
+    "    mov r13, rdx",
+    "    jmp 6f",
+    "52: imul r11, [rdi + {shuffle_mul}]",
+    "    add r11, [rdi + {shuffle_add}]",
+    "    and r11, [rdi + {shuffle_mask}]",
+    "    cmp r11, r12",
+    "    jae 52b",
+    "    mov r13, r11",
+    "6:  add r13, r14",
+    // r13: the page. r12: its address.
+    "7:  mov r12, r13",
+    "    imul r12, [rdi + {stride}]",
+    "    add r12, [rdi + {region}]",
+    // Read or write: the high half decides.
+    "    mov rax, rbx",
+    "    shr rax, 32",
+    "    cmp rax, [rdi + {write_below}]",
+    "    jb 8f",
+    "    mov rax, [r12]",
+    "    jmp 70f",
+    // The page's first write in this pass, unless this vCPU's sequence number there is of this pass.
+    "8:  inc rsi",
+    "    mov r14, [rdi + {who}]",
+    "    cmp [r12 + {s_who}], r14",
+    "    jne 81f",
+    "    cmp [r12 + {s_seq}], r10",
+    "    ja 83f",
+    "81: inc qword ptr [rdi + {distinct}]",
+    "    mov rax, [rdi + {interval}]",
+    "    test rax, rax",
+    "    jz 83f",
+    // Paced: wait for the deadline; after a stall no more than `burst` is caught up.
+    "    add rbp, rax",
+    "82: rdtsc",
+    "    shl rdx, 32",
+    "    or rax, rdx",
+    "    mov rcx, rax",
+    "    sub rcx, [rdi + {burst}]",
+    "    cmp rbp, rcx",
+    "    cmovl rbp, rcx",
+    "    cmp rax, rbp",
+    "    jge 83f",
+    "    cmp qword ptr [rdi + {stop}], 0",
+    "    jne 83f",
+    "    pause",
+    "    jmp 82b",
+    "83: mov rcx, [rdi + {epoch}]",
+    "    add r13, [rdi + {first_page}]",
+    "    test r15d, {LATENCY}",
+    "    jnz 84f",
+    "    mov [r12 + {s_who}], r14",
+    "    mov [r12 + {s_epoch}], rcx",
+    "    mov [r12 + {s_page}], r13",
+    "    mov [r12 + {s_seq}], rsi",
+    "    jmp 69f",
+    "84: rdtsc",
+    "    shl rdx, 32",
+    "    or rax, rdx",
+    "    mov r15, rax",
+    "    mov [r12 + {s_who}], r14",
+    "    mov [r12 + {s_epoch}], rcx",
+    "    mov [r12 + {s_page}], r13",
+    "    mov [r12 + {s_seq}], rsi",
+    "    rdtsc",
+    "    shl rdx, 32",
+    "    or rax, rdx",
+    "    sub rax, r15",
+    "    cmp rax, [rdi + {slowest}]",
+    "    jbe 85f",
+    "    mov [rdi + {slowest}], rax",
+    // Bucket: below 16 itself, else ((log2 - 3) << 4) + (ticks >> (log2 - 4)) - 16.
+    "85: mov rdx, rax",
+    "    or rdx, {SUB}",
+    "    bsr rcx, rdx",
+    "    sub ecx, {SUB_BITS}",
+    "    shr rax, cl",
+    "    shl ecx, {SUB_BITS}",
+    "    add rax, rcx",
+    "    inc qword ptr [rdi + rax * 8 + {latency}]",
+    "69: mov [rdi + {written}], rsi",
+    "70: inc qword ptr [rdi + {done}]",
+    "    dec r9",
+    "    jnz 3b",
+    // The end of a pass.
+    "    rdtsc",
+    "    shl rdx, 32",
+    "    or rax, rdx",
+    "    mov rcx, [rdi + {pass}]",
+    "    mov rdx, rcx",
+    "    and edx, {PASS_MASK}",
+    "    mov [rdi + rdx * 8 + {pass_ends}], rax",
+    "    inc rcx",
+    "    mov [rdi + {pass}], rcx",
+    "    mov eax, {DONE}",
+    "    cmp rcx, [rdi + {passes}]",
+    "    je 90f",
+    "    test dword ptr [rdi + {flags}], {LOCKSTEP}",
+    "    jz 2b",
+    "    mov eax, {PASS}",
+    "    jmp 90f",
+    "80: mov eax, {STOPPED}",
+    // Ring, and start over with whatever the host has written meanwhile.
+    "90: mov [rdi + {seed}], rbx",
+    "    mov [rdi + {shuffle}], r11",
+    "    mov rcx, [rdi + {doorbell}]",
+    "    mov [rcx], eax",
+    "    test dword ptr [rdi + {flags}], {RETURN}",
+    "    jz vellum_workload_write_guest",
+    "    pop r15; pop r14; pop r13; pop r12; pop rbp; pop rbx",
+    "    ret",
+    "vellum_workload_write_end:",
+    ".popsection",
+    seed = const offset_of!(Control, seed),
+    written = const offset_of!(Control, written),
+    shuffle = const offset_of!(Control, shuffle),
+    started = const offset_of!(Control, started),
+    pages = const offset_of!(Control, pages),
+    done = const offset_of!(Control, done),
+    pass_start = const offset_of!(Control, pass_start),
+    stop = const offset_of!(Control, stop),
+    flags = const offset_of!(Control, flags),
+    hot_pages = const offset_of!(Control, hot_pages),
+    hot_below = const offset_of!(Control, hot_below),
+    order = const offset_of!(Control, order),
+    shuffle_mul = const offset_of!(Control, shuffle_mul),
+    shuffle_add = const offset_of!(Control, shuffle_add),
+    shuffle_mask = const offset_of!(Control, shuffle_mask),
+    stride = const offset_of!(Control, stride),
+    region = const offset_of!(Control, region),
+    first_page = const offset_of!(Control, first_page),
+    write_below = const offset_of!(Control, write_below),
+    who = const offset_of!(Control, who),
+    distinct = const offset_of!(Control, distinct),
+    interval = const offset_of!(Control, interval),
+    burst = const offset_of!(Control, burst),
+    epoch = const offset_of!(Control, epoch),
+    slowest = const offset_of!(Control, slowest),
+    latency = const offset_of!(Control, latency),
+    pass = const offset_of!(Control, pass),
+    pass_ends = const offset_of!(Control, pass_ends),
+    passes = const offset_of!(Control, passes),
+    doorbell = const offset_of!(Control, doorbell),
+    s_who = const offset_of!(Stamp, who),
+    s_epoch = const offset_of!(Stamp, epoch),
+    s_page = const offset_of!(Stamp, page),
+    s_seq = const offset_of!(Stamp, seq),
+    DRAW = const flags::DRAW,
+    LATENCY = const flags::LATENCY,
+    LOCKSTEP = const flags::LOCKSTEP,
+    RETURN = const flags::RETURN,
+    RANDOM = const order::RANDOM,
+    DONE = const doorbell::DONE,
+    PASS = const doorbell::PASS,
+    STOPPED = const doorbell::STOPPED,
+    SUB_BITS = const SUB_BITS,
+    SUB = const 1u64 << SUB_BITS,
+    PASS_MASK = const crate::workload::control::PASS_ENDS - 1,
+);
+
+unsafe extern "C" {
+    static vellum_workload_write: u8;
+    static vellum_workload_write_guest: u8;
+    static vellum_workload_write_end: u8;
+}
+
+/// Position-independent guest code.
+#[derive(Clone, Copy, Debug)]
+pub struct Code {
+    /// Its bytes, as a function that takes the control block and returns with [`flags::RETURN`].
+    pub bytes: &'static [u8],
+    /// Where a guest enters, from the start of `bytes`.
+    pub entry: u64,
+}
+
+/// The code of the `write` workload.
+pub fn write_code() -> Code {
+    let start = &raw const vellum_workload_write;
+    let end = &raw const vellum_workload_write_end;
+    let entry = &raw const vellum_workload_write_guest;
+    // SAFETY: the three symbols are labels of the one section above, in this order, in memory that is never written.
+    let (bytes, entry) = unsafe {
+        (std::slice::from_raw_parts(start, end.offset_from(start) as usize), entry.offset_from(start) as u64)
+    };
+    Code { bytes, entry }
+}
+
+/// The privilege that a workload's code runs with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Privilege {
+    /// CPL 3.
+    User,
+    /// CPL 0.
+    Kernel,
+}
+
+/// Where guest RAM starts in a workload's address space; RAM is contiguous there, whatever gaps its guest-physical
+/// addresses have.
+pub const RAM_VA: u64 = 1 << 39;
+
+/// The page size of the guest's own tables over RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GuestPage {
+    /// 4 KiB: a host that shadows guest tables then shadows 4 KiB pages whatever the backing.
+    Small,
+    /// 2 MiB.
+    Large,
+}
+
+const PRESENT: u64 = 1 << 0;
+const WRITABLE: u64 = 1 << 1;
+const USER: u64 = 1 << 2;
+// Set in advance: a processor, or KVM in its stead, that sets them while a pass is timed would be part of the figure.
+const ACCESSED: u64 = 1 << 5;
+const DIRTY: u64 = 1 << 6;
+const LARGE: u64 = 1 << 7;
+const TABLE: u64 = PRESENT | WRITABLE | USER | ACCESSED;
+const LEAF: u64 = TABLE | DIRTY;
+
+const ENTRIES: u64 = 512;
+const LARGE_SIZE: u64 = 2 << 20;
+
+/// How many pages [`build_tables`] needs for `ram` bytes.
+pub fn table_pages(ram: u64, page: GuestPage) -> u64 {
+    let directories = ram.div_ceil(1 << 30);
+    let small = if page == GuestPage::Small { ram.div_ceil(LARGE_SIZE) } else { 0 };
+    // The root; below it a PDPT and a directory for the slot and the doorbell; the rest for RAM.
+    1 + 2 + ram.div_ceil(1 << 39) + directories + small
+}
+
+/// Builds four-level page tables into `words` (zeroed), which the guest sees at `base`.
+///
+/// `low` is mapped one to one in large pages, and must lie in one GiB; `ram` gives `(guest-physical, bytes)` parts
+/// that appear one after the other from [`RAM_VA`]. Returns CR3.
+pub fn build_tables(
+    words: &mut dyn FnMut(u64, u64),
+    base: u64,
+    low: std::ops::Range<u64>,
+    ram: impl Iterator<Item = (u64, u64)> + Clone,
+    page: GuestPage,
+) -> u64 {
+    // Tables are handed out one after the other, so `put(table, index, entry)` writes one of their words.
+    let mut put = |table: u64, index: u64, entry: u64| words(table * ENTRIES + index, entry);
+    let at = |table: u64| base + table * PAGE_SIZE;
+    let (root, low_pdpt, low_directory) = (0, 1, 2);
+    let mut free = 3;
+    put(root, 0, at(low_pdpt) | TABLE);
+    put(low_pdpt, low.start >> 30, at(low_directory) | TABLE);
+    for gpa in low.step_by(LARGE_SIZE as usize) {
+        put(low_directory, (gpa >> 21) % ENTRIES, gpa | LEAF | LARGE);
+    }
+    let (mut pdpt, mut directory, mut table) = (0, 0, 0);
+    let mut va = RAM_VA;
+    for (gpa, len) in ram {
+        let mut done = 0;
+        while done < len {
+            if va.is_multiple_of(1 << 39) {
+                pdpt = free;
+                free += 1;
+                put(root, va >> 39, at(pdpt) | TABLE);
+            }
+            if va.is_multiple_of(1 << 30) {
+                directory = free;
+                free += 1;
+                put(pdpt, (va >> 30) % ENTRIES, at(directory) | TABLE);
+            }
+            let step = match page {
+                GuestPage::Large => {
+                    put(directory, (va >> 21) % ENTRIES, (gpa + done) | LEAF | LARGE);
+                    LARGE_SIZE
+                }
+                GuestPage::Small => {
+                    if va.is_multiple_of(LARGE_SIZE) {
+                        table = free;
+                        free += 1;
+                        put(directory, (va >> 21) % ENTRIES, at(table) | TABLE);
+                    }
+                    put(table, (va >> 12) % ENTRIES, (gpa + done) | LEAF);
+                    PAGE_SIZE
+                }
+            };
+            va += step;
+            done += step;
+        }
+    }
+    at(root)
+}
+
+/// The CPUID that KVM supports, for every vCPU of a workload alike.
+pub fn cpuid(kvm: &Kvm) -> Result<CpuId, Error> {
+    ioctl("KVM_GET_SUPPORTED_CPUID", kvm.get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES))
+}
+
+/// Where a vCPU starts.
+#[derive(Clone, Copy, Debug)]
+pub struct Entry {
+    /// Guest-virtual address of the first instruction.
+    pub code: u64,
+    /// The control block, handed over in RDI.
+    pub control: u64,
+    /// Page tables.
+    pub cr3: u64,
+    /// CPL.
+    pub privilege: Privilege,
+}
+
+/// Puts a fresh vCPU into long mode at `entry`.
+pub fn set_entry(fd: &VcpuFd, cpuid: &CpuId, entry: Entry) -> Result<(), Error> {
+    // First of all: KVM judges guest-physical addresses and long-mode segments by CPUID.
+    ioctl("KVM_SET_CPUID2", fd.set_cpuid2(cpuid))?;
+    let mut sregs = ioctl("KVM_GET_SREGS", fd.get_sregs())?;
+    let dpl = if entry.privilege == Privilege::User { 3 } else { 0 };
+    // SDM volume 3, 3.4.5: type 11 is code (execute, read, accessed), 3 data (read, write, accessed).
+    let segment = kvm_segment { limit: u32::MAX, present: 1, s: 1, g: 1, dpl, ..Default::default() };
+    let selector = |index: u16| (index << 3) | u16::from(dpl);
+    sregs.cs = kvm_segment { selector: selector(1), type_: 11, l: 1, ..segment };
+    let data = kvm_segment { selector: selector(2), type_: 3, db: 1, ..segment };
+    (sregs.ss, sregs.ds, sregs.es, sregs.fs, sregs.gs) = (data, data, data, data, data);
+    const PE_MP_ET_NE_WP_PG: u64 = 1 | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 31;
+    const PAE_OSFXSR_OSXMMEXCPT: u64 = 1 << 5 | 1 << 9 | 1 << 10;
+    const LME_LMA_NXE: u64 = 1 << 8 | 1 << 10 | 1 << 11;
+    sregs.cr0 = PE_MP_ET_NE_WP_PG;
+    sregs.cr3 = entry.cr3;
+    sregs.cr4 = PAE_OSFXSR_OSXMMEXCPT;
+    sregs.efer = LME_LMA_NXE;
+    ioctl("KVM_SET_SREGS", fd.set_sregs(&sregs))?;
+    let regs = kvm_regs { rip: entry.code, rdi: entry.control, rflags: 2, ..Default::default() };
+    ioctl("KVM_SET_REGS", fd.set_regs(&regs))
+}
+
+/// The guest's TSC ticks per second.
+pub fn tsc_hz(fd: &VcpuFd) -> Result<u64, Error> {
+    ioctl("KVM_GET_TSC_KHZ", fd.get_tsc_khz()).map(|khz| u64::from(khz) * 1000)
+}

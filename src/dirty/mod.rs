@@ -1,0 +1,3 @@
+//! Dirty tracking: who wrote which page since somebody last asked.
+
+pub mod bitmap;

@@ -1,0 +1,13 @@
+//! Binding threads to CPUs. Which CPUs there are: [`super::host::allowed_cpus`].
+
+use std::io;
+
+/// Binds the calling thread to one CPU.
+pub fn pin(cpu: usize) -> io::Result<()> {
+    let mut words = [0u64; 128];
+    *words.get_mut(cpu / 64).ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))? |= 1 << (cpu % 64);
+    // SAFETY: the mask is as long as the call is told, and only read.
+    let result =
+        unsafe { libc::syscall(libc::SYS_sched_setaffinity, 0, size_of_val(&words), words.as_ptr()) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}

@@ -1,0 +1,207 @@
+//! Memory mappings at an alignment of our choosing, and the advice given about them.
+//!
+//! What a mapping is used for is decided elsewhere (`vm/memory.rs`).
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicU64;
+
+/// The base page size of every host that Vellum runs on.
+pub const PAGE_SIZE: u64 = 4096;
+
+/// A mapping that lives until it is dropped.
+#[derive(Debug)]
+pub struct Mapping {
+    addr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping belongs to the process, not to a thread; every access to its content goes through raw pointers
+// or atomics whose users state their own reasons.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; `Mapping` itself offers no access to the content.
+unsafe impl Sync for Mapping {}
+
+/// What to map.
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'a> {
+    /// Anonymous and private; swap and overcommit are not asked.
+    Anonymous,
+    /// Anonymous and private from the pool of huge pages of `1 << log2` bytes, all of them reserved by the call.
+    Huge {
+        /// The base-2 logarithm of the page size.
+        log2: u32,
+    },
+    /// Anonymous and shared: a file on the kernel's own tmpfs that has no descriptor.
+    SharedAnonymous,
+    /// `MAP_SHARED` of a file from its start.
+    Shared(&'a File),
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+impl Mapping {
+    /// Maps `len` bytes, readable and writable, at a multiple of `align` (a power of two, at least a page).
+    pub fn new(len: u64, align: u64, source: Source<'_>) -> io::Result<Self> {
+        let too_big = || io::Error::from_raw_os_error(libc::ENOMEM);
+        let len = usize::try_from(len).map_err(|_| too_big())?;
+        let align = usize::try_from(align).map_err(|_| too_big())?;
+        let (flags, fd) = match source {
+            Source::Anonymous => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1),
+            Source::Huge { log2 } => {
+                let size = (log2 as libc::c_int) << libc::MAP_HUGE_SHIFT;
+                (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | size, -1)
+            }
+            Source::SharedAnonymous => (libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1),
+            Source::Shared(file) => (libc::MAP_SHARED | libc::MAP_NORESERVE, file.as_raw_fd()),
+        };
+        // The kernel aligns to a page only: reserve enough address space to contain an aligned range, map over that
+        // range, and give the rest back.
+        let span = len.checked_add(align).ok_or_else(too_big)?;
+        // SAFETY: a fresh reservation at an address of the kernel's choosing disturbs nothing.
+        let reserved = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                span,
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if reserved == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let start = (reserved as usize).next_multiple_of(align);
+        // SAFETY: [start, start + len) lies inside the reservation made above, which nobody else knows of.
+        let addr = unsafe {
+            libc::mmap(
+                start as *mut libc::c_void,
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                flags | libc::MAP_FIXED,
+                fd,
+                0,
+            )
+        };
+        if addr == libc::MAP_FAILED {
+            let error = io::Error::last_os_error();
+            // SAFETY: the whole reservation is ours and holds nothing.
+            unsafe { libc::munmap(reserved, span) };
+            return Err(error);
+        }
+        let (head, tail) = (start - reserved as usize, span - (start - reserved as usize) - len);
+        // SAFETY: head and tail are the parts of our reservation outside of the mapping.
+        unsafe {
+            if head > 0 {
+                libc::munmap(reserved, head);
+            }
+            if tail > 0 {
+                libc::munmap((start + len) as *mut libc::c_void, tail);
+            }
+        }
+        let addr = NonNull::new(addr.cast()).ok_or_else(too_big)?;
+        Ok(Self { addr, len })
+    }
+
+    /// Where it starts.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.addr.as_ptr()
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> u64 {
+        self.len as u64
+    }
+
+    /// Never true: the kernel maps no empty range.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Its content as words that anybody, the guest included, may change at any time.
+    pub fn words(&self) -> &[AtomicU64] {
+        // SAFETY: the mapping is page-aligned, readable and writable, lives as long as the borrow, and atomics allow
+        // every concurrent access that is itself atomic, as a guest's aligned accesses are.
+        unsafe { std::slice::from_raw_parts(self.as_ptr().cast(), self.len / 8) }
+    }
+
+    /// `madvise` over the whole mapping.
+    pub fn advise(&self, advice: libc::c_int) -> io::Result<()> {
+        self.advise_range(0, self.len as u64, advice)
+    }
+
+    /// `madvise` over `[offset, offset + len)`, which must lie inside.
+    pub fn advise_range(&self, offset: u64, len: u64, advice: libc::c_int) -> io::Result<()> {
+        let end = offset.checked_add(len).filter(|&end| end <= self.len as u64);
+        if end.is_none() {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        // SAFETY: the range lies inside our own mapping. Advice that drops content (MADV_DONTNEED, MADV_REMOVE)
+        // leaves zeroes behind, which any reader of guest memory must expect anyway.
+        check(unsafe { libc::madvise(self.as_ptr().add(offset as usize).cast(), len as usize, advice) })
+    }
+
+    /// Faults in `[offset, offset + len)` for writing, so that a shortage is an error here and not a signal later.
+    pub fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.advise_range(offset, len, libc::MADV_POPULATE_WRITE)
+    }
+
+    /// Locks it in memory; with `on_fault`, only what is touched.
+    pub fn lock(&self, on_fault: bool) -> io::Result<()> {
+        let flags = if on_fault { libc::MLOCK_ONFAULT } else { 0 };
+        // SAFETY: locking changes no content, and the range is ours.
+        check(unsafe { libc::mlock2(self.as_ptr().cast(), self.len, flags as libc::c_uint) })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours; whoever uses its content holds this value (see `dirty::bitmap::WriteLog`).
+        unsafe { libc::munmap(self.as_ptr().cast(), self.len) };
+    }
+}
+
+/// An anonymous file in memory, of `1 << huge_log2` byte pages where that is given, `len` bytes long.
+pub fn memfd(name: &std::ffi::CStr, len: u64, huge_log2: Option<u32>) -> io::Result<File> {
+    let huge = huge_log2.map_or(0, |log2| libc::MFD_HUGETLB | (log2 << libc::MAP_HUGE_SHIFT));
+    // SAFETY: the name is a C string; the call makes a new descriptor and touches nothing else.
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | huge) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is new and ours alone.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(len)?;
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+
+    #[test]
+    fn a_mapping_is_aligned_and_zero() {
+        let align = 2 << 20;
+        let map = Mapping::new(3 * PAGE_SIZE, align, Source::Anonymous).unwrap();
+        assert_eq!(map.as_ptr() as u64 % align, 0);
+        assert_eq!(map.words()[2 * 512].load(Ordering::Relaxed), 0);
+        assert!(map.advise_range(PAGE_SIZE, 3 * PAGE_SIZE, libc::MADV_NORMAL).is_err());
+        map.populate(0, map.len()).unwrap();
+    }
+
+    #[test]
+    fn shared_files_show_through() {
+        let file = memfd(c"vellum-test", PAGE_SIZE, None).unwrap();
+        let one = Mapping::new(PAGE_SIZE, PAGE_SIZE, Source::Shared(&file)).unwrap();
+        let two = Mapping::new(PAGE_SIZE, PAGE_SIZE, Source::Shared(&file)).unwrap();
+        one.words()[3].store(7, Ordering::Relaxed);
+        assert_eq!(two.words()[3].load(Ordering::Relaxed), 7);
+    }
+}

@@ -1,0 +1,53 @@
+//! How a run ends.
+
+/// Why Vellum exits, and with which status: the one list, printed by `vellum run --help`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// The guest powered off, or its workload is done.
+    PowerOff,
+    /// The VMM or the host failed.
+    Error,
+    /// The command line or a file is wrong.
+    Usage,
+    /// The guest asked for a reset.
+    Reset,
+    /// The guest reported a panic.
+    Panic,
+    /// A triple fault.
+    TripleFault,
+    /// `KVM_RUN` failed.
+    Kvm,
+    /// The command that the guest agent ran failed.
+    AgentCommand,
+    /// `--timeout` or `--duration` of a test ran out.
+    Timeout,
+    /// A signal ended the run.
+    Signal(i32),
+}
+
+impl Exit {
+    /// The process's exit status.
+    pub fn code(self) -> u8 {
+        match self {
+            Self::PowerOff => 0,
+            Self::Error => 1,
+            Self::Usage => 2,
+            Self::Reset => 10,
+            Self::Panic => 11,
+            Self::TripleFault => 12,
+            Self::Kvm => 13,
+            Self::AgentCommand => 14,
+            Self::Timeout => 124,
+            Self::Signal(signal) => 128 + (signal & 0x7f) as u8,
+        }
+    }
+}
+
+/// The list as `--help` prints it.
+pub const HELP: &str = "\
+Exit status:
+  0 power-off, or the workload is done    12 triple fault
+  1 VMM or host error                     13 KVM error
+  2 usage or bad input                    14 the agent's command failed
+  10 reset                                124 timeout
+  11 guest panic                          128+N ended by signal N";

@@ -1,0 +1,133 @@
+//! A machine: KVM's VM, its memory and its vCPUs.
+//!
+//! Start with [`Vm`]; [`memory`] maps what it is given, [`vcpu`] runs it, [`lifecycle`] says how it ends.
+
+pub mod lifecycle;
+pub mod memory;
+pub mod vcpu;
+
+use std::io;
+use std::sync::Arc;
+
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+
+use memory::{Memory, Slot};
+
+/// Why a machine cannot be had from KVM.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// No device node.
+    #[error(
+        "/dev/kvm is not there: enable virtualization in the firmware and load kvm_intel or kvm_amd (modprobe), or in \
+         a container pass --device /dev/kvm; without KVM, `cargo lab run svm -- vellum run` does the same on an \
+         emulated host; `vellum doctor` tells more"
+    )]
+    NoKvm,
+    /// Not permitted.
+    #[error(
+        "/dev/kvm: permission denied: join its group (sudo usermod -aG kvm $USER, then log in again), or \
+         sudo setfacl -m u:$USER:rw /dev/kvm"
+    )]
+    NotPermitted,
+    /// Something else in the way.
+    #[error("/dev/kvm: {0}; `vellum doctor` tells more")]
+    Open(#[source] io::Error),
+    /// A KVM of another age.
+    #[error("/dev/kvm speaks API version {0}; Vellum speaks 12")]
+    ApiVersion(i32),
+    /// An ioctl failed.
+    #[error("{call}: {source}")]
+    Ioctl {
+        /// Its name.
+        call: &'static str,
+        /// What KVM said.
+        source: kvm_ioctls::Error,
+    },
+    /// Guest memory.
+    #[error(transparent)]
+    Memory(#[from] memory::Error),
+    /// vCPU threads.
+    #[error(transparent)]
+    Vcpu(#[from] vcpu::Error),
+    /// More vCPUs than KVM has.
+    #[error("--cpus: {asked} is out of range: this KVM has from 1 to {most}")]
+    Cpus {
+        /// What was asked.
+        asked: usize,
+        /// `KVM_CAP_MAX_VCPUS`.
+        most: usize,
+    },
+}
+
+/// Names the ioctl that failed.
+pub fn ioctl<T>(call: &'static str, result: Result<T, kvm_ioctls::Error>) -> Result<T, Error> {
+    result.map_err(|source| Error::Ioctl { call, source })
+}
+
+/// Opens `/dev/kvm`.
+pub fn open() -> Result<Kvm, Error> {
+    let kvm = Kvm::new().map_err(|error| match error.errno() {
+        libc::ENOENT | libc::ENXIO | libc::ENODEV => Error::NoKvm,
+        libc::EACCES | libc::EPERM => Error::NotPermitted,
+        errno => Error::Open(io::Error::from_raw_os_error(errno)),
+    })?;
+    match kvm.get_api_version() {
+        12 => Ok(kvm),
+        other => Err(Error::ApiVersion(other)),
+    }
+}
+
+/// KVM's VM with its memslots.
+#[derive(Debug)]
+pub struct Vm {
+    /// KVM's descriptor.
+    pub fd: Arc<VmFd>,
+    /// RAM.
+    pub memory: Memory,
+}
+
+impl Vm {
+    /// Makes a VM over `memory`.
+    pub fn new(kvm: &Kvm, memory: Memory) -> Result<Self, Error> {
+        let fd = loop {
+            match kvm.create_vm() {
+                // A signal, for instance of a profiler, interrupts the creation of a VM on some kernels.
+                Err(error) if error.errno() == libc::EINTR => continue,
+                other => break ioctl("KVM_CREATE_VM", other)?,
+            }
+        };
+        let vm = Self { fd: Arc::new(fd), memory };
+        for slot in &vm.memory.slots {
+            vm.set_slot(slot, 0)?;
+        }
+        Ok(vm)
+    }
+
+    /// Adds, moves or changes the flags of a memslot, whose host memory must stay mapped as long as the VM.
+    pub fn set_slot(&self, slot: &Slot, flags: u32) -> Result<(), Error> {
+        self.set_region(kvm_userspace_memory_region {
+            slot: slot.id,
+            flags,
+            guest_phys_addr: slot.gpa,
+            memory_size: slot.len,
+            userspace_addr: slot.hva,
+        })
+    }
+
+    /// Deletes a memslot, and with it what its dirty log holds.
+    pub fn delete_slot(&self, id: u32) -> Result<(), Error> {
+        self.set_region(kvm_userspace_memory_region { slot: id, ..Default::default() })
+    }
+
+    fn set_region(&self, region: kvm_userspace_memory_region) -> Result<(), Error> {
+        // SAFETY: the caller keeps the host memory mapped as long as the VM; `Memory` and the workload's slot do, and
+        // guest memory is only ever accessed as such.
+        ioctl("KVM_SET_USER_MEMORY_REGION", unsafe { self.fd.set_user_memory_region(region) })
+    }
+
+    /// Makes vCPU `index`.
+    pub fn create_vcpu(&self, index: usize) -> Result<VcpuFd, Error> {
+        ioctl("KVM_CREATE_VCPU", self.fd.create_vcpu(index as u64))
+    }
+}

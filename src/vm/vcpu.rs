@@ -1,0 +1,431 @@
+//! vCPU threads.
+//!
+//! Each vCPU is a thread around `KVM_RUN` and a small state machine that others move by a command:
+//!
+//! ```text
+//!            Resume                    the guest ended, or Stop
+//!   Paused ----------> Running ------------------------------> Exited
+//!      ^                  |
+//!      +------------------+  Pause: kicked by a signal, acknowledged by the thread
+//! ```
+//!
+//! What an exit *means* is not decided here: the loop hands it to a closure (`workload/` rings doorbells, a machine with
+//! devices asks its bus) and obeys the [`Flow`] that comes back.
+
+use std::io;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kvm_ioctls::{VcpuExit, VcpuFd};
+
+use super::lifecycle::Exit;
+use crate::sys::affinity;
+use crate::sys::kick::{self, Kick};
+
+/// Where a vCPU is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Out of `KVM_RUN`, with nothing pending in KVM: its state can be read and changed.
+    Paused,
+    /// In its loop.
+    Running,
+    /// Its loop is over.
+    Exited,
+}
+
+/// What the loop does after an exit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flow {
+    /// Enter the guest again.
+    Continue,
+    /// Pause by itself, until somebody resumes it.
+    Pause,
+    /// The guest is over.
+    Stop(Exit),
+}
+
+/// What a vCPU waits for or obeys.
+const PAUSE: u8 = 0;
+const RUN: u8 = 1;
+const STOP: u8 = 2;
+
+/// How long a vCPU may take to acknowledge a command before that is reported: far beyond any scheduling delay.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Exits by reason, in the order of [`Exits::NAMES`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Exits([u64; Exits::NAMES.len()]);
+
+impl Exits {
+    /// The reasons as printed.
+    pub const NAMES: [&'static str; 14] = [
+        "io_out",
+        "io_in",
+        "mmio_write",
+        "mmio_read",
+        "hlt",
+        "shutdown",
+        "ioapic_eoi",
+        "rdmsr",
+        "wrmsr",
+        "hypercall",
+        "dirty_ring_full",
+        "interrupted",
+        "memory_fault",
+        "other",
+    ];
+
+    fn count(&mut self, exit: &VcpuExit<'_>) {
+        let index = match exit {
+            VcpuExit::IoOut(..) => 0,
+            VcpuExit::IoIn(..) => 1,
+            VcpuExit::MmioWrite(..) => 2,
+            VcpuExit::MmioRead(..) => 3,
+            VcpuExit::Hlt => 4,
+            VcpuExit::Shutdown => 5,
+            VcpuExit::IoapicEoi(_) => 6,
+            VcpuExit::X86Rdmsr(_) => 7,
+            VcpuExit::X86Wrmsr(_) => 8,
+            VcpuExit::Hypercall(_) => 9,
+            VcpuExit::Unsupported(kvm_bindings::KVM_EXIT_DIRTY_RING_FULL) => 10,
+            VcpuExit::Intr => 11,
+            VcpuExit::MemoryFault { .. } => 12,
+            _ => 13,
+        };
+        self.0[index] += 1;
+    }
+
+    /// The reasons that occurred, with their counts.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        Self::NAMES.into_iter().zip(self.0).filter(|&(_, n)| n > 0)
+    }
+
+    /// Adds another vCPU's.
+    pub fn add(&mut self, other: &Self) {
+        self.0.iter_mut().zip(other.0).for_each(|(mine, theirs)| *mine += theirs);
+    }
+}
+
+/// Why a vCPU thread could not be had or did not obey.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The host refuses another thread.
+    #[error("cannot start the thread of vCPU {0}: {1}; raise the limit on processes (ulimit -u)")]
+    Spawn(usize, #[source] io::Error),
+    /// The CPU asked for is not ours.
+    #[error("cannot pin vCPU {0} to CPU {1}: {2}")]
+    Pin(usize, usize, #[source] io::Error),
+    /// Its sandbox cannot be entered.
+    #[error("vCPU {0}: {1}")]
+    Sandbox(usize, #[source] io::Error),
+    /// It did not answer.
+    #[error("vCPU {0} did not acknowledge within {1:?}: is the host overloaded?")]
+    Unresponsive(usize, Duration),
+    /// It is gone.
+    #[error("vCPU {0} has exited")]
+    Gone(usize),
+}
+
+/// How a vCPU ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// Why.
+    pub exit: Exit,
+    /// What `KVM_RUN` said, where it failed.
+    pub error: Option<kvm_ioctls::Error>,
+}
+
+type Call = Box<dyn FnOnce(&mut VcpuFd) + Send>;
+
+struct Inner {
+    state: State,
+    call: Option<Call>,
+    exits: Exits,
+    ended: Option<Ended>,
+}
+
+struct Shared {
+    index: usize,
+    command: AtomicU8,
+    kick: Kick,
+    inner: Mutex<Inner>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        // A poisoned lock means that a vCPU thread panicked; its state is still what it last said.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A handle on one vCPU's thread. Dropping it stops the vCPU.
+pub struct Vcpu {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What a vCPU thread needs to start.
+pub struct Start<F> {
+    /// Its number, from 0.
+    pub index: usize,
+    /// KVM's descriptor, registers set.
+    pub fd: VcpuFd,
+    /// The CPU to stay on.
+    pub pin: Option<usize>,
+    /// The last act before the loop: entering the sandbox.
+    pub enter: Box<dyn FnOnce() -> io::Result<()> + Send>,
+    /// What exits mean.
+    pub on_exit: F,
+    /// Told once when the vCPU has exited, on its own thread.
+    pub on_end: Box<dyn FnOnce() + Send>,
+}
+
+impl Vcpu {
+    /// Starts the thread. It is `Paused`, sandboxed and ready when this returns.
+    pub fn start<F>(start: Start<F>) -> Result<Self, Error>
+    where
+        F: FnMut(VcpuExit<'_>) -> Flow + Send + 'static,
+    {
+        let Start { index, mut fd, pin, enter, mut on_exit, on_end } = start;
+        kick::install().map_err(|e| Error::Spawn(index, e))?;
+        let shared = Arc::new(Shared {
+            index,
+            command: AtomicU8::new(PAUSE),
+            kick: Kick::default(),
+            inner: Mutex::new(Inner {
+                state: State::Running,
+                call: None,
+                exits: Exits::default(),
+                ended: None,
+            }),
+            changed: Condvar::new(),
+        });
+        let (ready, started) = std::sync::mpsc::sync_channel(1);
+        let mine = shared.clone();
+        let body = move || {
+            let prepared = pin
+                .map_or(Ok(()), |cpu| affinity::pin(cpu).map_err(|e| Error::Pin(index, cpu, e)))
+                .and_then(|()| enter().map_err(|e| Error::Sandbox(index, e)));
+            let failed = prepared.is_err();
+            let _ = ready.send(prepared);
+            if failed {
+                return;
+            }
+            mine.kick.arm(fd.get_kvm_run());
+            let ended = run(&mine, &mut fd, &mut on_exit);
+            let mut inner = mine.lock();
+            mine.kick.disarm();
+            inner.state = State::Exited;
+            inner.ended = Some(ended);
+            drop(inner);
+            mine.changed.notify_all();
+            on_end();
+        };
+        let thread = std::thread::Builder::new()
+            .name(format!("vcpu{index}"))
+            // The loop is shallow; hundreds of vCPUs should not reserve gigabytes of address space.
+            .stack_size(256 << 10)
+            .spawn(body)
+            .map_err(|e| Error::Spawn(index, e))?;
+        // The sender is gone without a word only if the thread panicked.
+        started.recv().unwrap_or(Err(Error::Gone(index)))?;
+        Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// Its number.
+    pub fn index(&self) -> usize {
+        self.shared.index
+    }
+
+    /// Where it is now.
+    pub fn state(&self) -> State {
+        self.shared.lock().state
+    }
+
+    /// Lets it run.
+    pub fn resume(&self) {
+        self.command(RUN);
+    }
+
+    /// Asks it to pause; [`Vcpu::wait_paused`] tells when it has.
+    pub fn request_pause(&self) {
+        self.command(PAUSE);
+    }
+
+    /// Waits until it is out of the guest: paused, or gone.
+    pub fn wait_paused(&self) -> Result<(), Error> {
+        self.wait(|inner| inner.state != State::Running).map(drop)
+    }
+
+    /// Ends it; the guest's state is lost.
+    pub fn request_stop(&self) {
+        self.command(STOP);
+    }
+
+    /// How it ended, once it has. Taken once.
+    pub fn take_ended(&self) -> Option<Ended> {
+        self.shared.lock().ended.take()
+    }
+
+    /// Exits by reason; exact when it is not running.
+    pub fn exits(&self) -> Exits {
+        self.shared.lock().exits
+    }
+
+    /// Interrupts `KVM_RUN` once and lets it go on: what KVM keeps in the vCPU (PML entries) is written back.
+    pub fn kick(&self) {
+        let inner = self.shared.lock();
+        if inner.state == State::Running {
+            self.shared.kick.kick();
+        }
+    }
+
+    /// Runs `call` on the vCPU's own thread while it is paused, and returns what it returns.
+    pub fn with<R: Send + 'static>(
+        &self,
+        call: impl FnOnce(&mut VcpuFd) -> R + Send + 'static,
+    ) -> Result<R, Error> {
+        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+        let gone = || Error::Gone(self.shared.index);
+        {
+            let mut inner = self.wait(|inner| inner.state != State::Running && inner.call.is_none())?;
+            if inner.state == State::Exited {
+                return Err(gone());
+            }
+            inner.call = Some(Box::new(move |fd| {
+                let _ = sender.send(call(fd));
+            }));
+        }
+        self.shared.changed.notify_all();
+        receiver.recv().map_err(|_| gone())
+    }
+
+    fn command(&self, command: u8) {
+        let inner = self.shared.lock();
+        self.shared.command.store(command, Ordering::SeqCst);
+        // Under the lock, so that the thread cannot disarm meanwhile.
+        if inner.state == State::Running {
+            self.shared.kick.kick();
+        }
+        drop(inner);
+        self.shared.changed.notify_all();
+    }
+
+    fn wait(&self, until: impl Fn(&Inner) -> bool) -> Result<MutexGuard<'_, Inner>, Error> {
+        let deadline = Instant::now() + PATIENCE;
+        let mut inner = self.shared.lock();
+        while !until(&inner) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::Unresponsive(self.shared.index, PATIENCE));
+            }
+            inner = self.shared.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(inner)
+    }
+}
+
+impl Drop for Vcpu {
+    fn drop(&mut self) {
+        self.request_stop();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Pauses all of `vcpus`; returns when every one has acknowledged, with the time that took.
+pub fn pause_all(vcpus: &[Vcpu]) -> Result<Duration, Error> {
+    let start = Instant::now();
+    vcpus.iter().for_each(Vcpu::request_pause);
+    vcpus.iter().try_for_each(Vcpu::wait_paused)?;
+    Ok(start.elapsed())
+}
+
+/// Lets all of `vcpus` run.
+pub fn resume_all(vcpus: &[Vcpu]) {
+    vcpus.iter().for_each(Vcpu::resume);
+}
+
+fn run<F>(shared: &Shared, fd: &mut VcpuFd, on_exit: &mut F) -> Ended
+where
+    F: FnMut(VcpuExit<'_>) -> Flow,
+{
+    let mut exits = Exits::default();
+    let mut first = true;
+    let ended = |exit, error| Ended { exit, error };
+    loop {
+        match shared.command.load(Ordering::SeqCst) {
+            RUN => {}
+            PAUSE => {
+                // An MMIO or port access that the VMM has served is half done until KVM_RUN is called again; with
+                // immediate_exit that completes it and enters no guest (api.rst, KVM_RUN). Nothing has run at first.
+                if !first {
+                    fd.set_kvm_immediate_exit(1);
+                    let _ = fd.run();
+                }
+                if paused(shared, fd, &exits) == STOP {
+                    return ended(Exit::PowerOff, None);
+                }
+            }
+            _ => {
+                shared.lock().exits = exits;
+                return ended(Exit::PowerOff, None);
+            }
+        }
+        first = false;
+        let flow = match fd.run() {
+            Ok(exit) => {
+                exits.count(&exit);
+                on_exit(exit)
+            }
+            Err(error) if error.errno() == libc::EINTR || error.errno() == libc::EAGAIN => {
+                exits.0[11] += 1;
+                shared.kick.clear();
+                Flow::Continue
+            }
+            Err(error) => {
+                shared.lock().exits = exits;
+                return ended(Exit::Kvm, Some(error));
+            }
+        };
+        match flow {
+            Flow::Continue => {}
+            Flow::Pause => {
+                // A command that came meanwhile wins.
+                let _ = shared.command.compare_exchange(RUN, PAUSE, Ordering::SeqCst, Ordering::SeqCst);
+            }
+            Flow::Stop(exit) => {
+                shared.lock().exits = exits;
+                return ended(exit, None);
+            }
+        }
+    }
+}
+
+/// Says `Paused`, serves calls, and returns the command that ended the pause.
+fn paused(shared: &Shared, fd: &mut VcpuFd, exits: &Exits) -> u8 {
+    let mut inner = shared.lock();
+    inner.state = State::Paused;
+    inner.exits = *exits;
+    shared.changed.notify_all();
+    loop {
+        if let Some(call) = inner.call.take() {
+            drop(inner);
+            call(fd);
+            inner = shared.lock();
+            shared.changed.notify_all();
+            continue;
+        }
+        let command = shared.command.load(Ordering::SeqCst);
+        if command != PAUSE {
+            inner.state = State::Running;
+            shared.kick.clear();
+            return command;
+        }
+        inner = shared.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+    }
+}

@@ -1,0 +1,338 @@
+//! A machine that runs a workload: memory, vCPUs at the code's entry, and the bell that they ring.
+//!
+//! ```text
+//! the workload's own memslot, at layout::WORKLOAD_BASE
+//!   page 0        code
+//!   then          a control block for each vCPU
+//!   then          the guest's page tables
+//! ```
+//!
+//! [`Guest::build`] makes it, vCPUs paused; [`Guest::resume`] lets them go until each rings the doorbell, upon which it
+//! is paused again, ready for new parameters.
+
+use std::io;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use kvm_ioctls::{Kvm, VcpuExit};
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::control::Control;
+use super::stamp::Stamp;
+use super::{Region, WriteConfig};
+use crate::arch::layout;
+use crate::arch::workload::{self as machine, Code, Entry, GuestPage, Privilege};
+use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
+use crate::vm::lifecycle::Exit;
+use crate::vm::memory::{GuestMemory, Memory, Slot};
+use crate::vm::vcpu::{self, Flow, Vcpu};
+use crate::vm::{Error as VmError, Vm};
+
+/// How a workload's machine is built.
+pub struct GuestConfig {
+    /// How many vCPUs.
+    pub vcpus: usize,
+    /// The CPU of each, where they are pinned.
+    pub pins: Option<Vec<usize>>,
+    /// The page size of the guest's own tables.
+    pub page: GuestPage,
+    /// The code and the privilege that it runs with.
+    pub code: Code,
+    /// See [`Privilege`].
+    pub privilege: Privilege,
+    /// Each vCPU thread's last act before its loop, given its number: entering the sandbox.
+    pub enter: Arc<dyn Fn(usize) -> io::Result<()> + Send + Sync>,
+    /// Flags of RAM's memslots, for instance `KVM_MEM_LOG_DIRTY_PAGES`.
+    pub slot_flags: u32,
+}
+
+impl GuestConfig {
+    /// `vcpus` vCPUs that run the `write` workload, unpinned and unsandboxed.
+    pub fn new(vcpus: usize) -> Self {
+        Self {
+            vcpus,
+            pins: None,
+            page: GuestPage::Large,
+            code: machine::write_code(),
+            privilege: Privilege::User,
+            enter: Arc::new(|_| Ok(())),
+            slot_flags: 0,
+        }
+    }
+}
+
+/// Why a workload cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// KVM or memory.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// Fewer pages than vCPUs need.
+    #[error("--memory: {pages} pages are too few for {vcpus} vCPUs: each needs 2")]
+    TooFewPages {
+        /// Pages of the asked-for stride.
+        pages: u64,
+        /// vCPUs.
+        vcpus: usize,
+    },
+    /// The page tables do not fit.
+    #[error(
+        "the workload's page tables need {need} bytes, and there is room for {room}: use 2 MiB guest pages or less memory"
+    )]
+    TablesTooLarge {
+        /// Bytes needed.
+        need: u64,
+        /// Bytes there are.
+        room: u64,
+    },
+    /// The host has no memory for them.
+    #[error("cannot map the workload's own memory: {0}")]
+    Map(#[source] io::Error),
+    /// A vCPU ended where it should have rung.
+    #[error("vCPU {index} ended: {what}")]
+    Ended {
+        /// Which.
+        index: usize,
+        /// How.
+        what: String,
+    },
+}
+
+/// What vCPUs have rung since somebody last asked.
+#[derive(Default)]
+struct Rung {
+    /// The latest ring of each vCPU; 0 for none.
+    codes: Vec<u64>,
+    /// vCPUs whose thread is over.
+    ended: usize,
+}
+
+/// The bell: where vCPU threads leave word.
+pub struct Bell {
+    rung: Mutex<Rung>,
+    changed: Condvar,
+    /// Readable after every ring and every end, for event loops.
+    pub event: EventFd,
+}
+
+impl Bell {
+    fn lock(&self) -> MutexGuard<'_, Rung> {
+        self.rung.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note(&self, change: impl FnOnce(&mut Rung)) {
+        change(&mut self.lock());
+        self.changed.notify_all();
+        // Full only after 2^64 - 2 rings that nobody read.
+        let _ = self.event.write(1);
+    }
+}
+
+/// A workload's machine.
+pub struct Guest {
+    // Dropped first: vCPU threads use everything below.
+    /// Its vCPUs.
+    pub vcpus: Vec<Vcpu>,
+    /// KVM's VM and RAM.
+    pub vm: Vm,
+    /// The memslot that holds code, control blocks and tables.
+    pub slot: Slot,
+    /// Where its vCPUs leave word.
+    pub bell: Arc<Bell>,
+    /// The guest's TSC ticks per second.
+    pub tsc_hz: u64,
+    own: Arc<Mapping>,
+}
+
+impl Guest {
+    /// Builds the machine over `memory`; every vCPU is paused at the code's entry.
+    pub fn build(kvm: &Kvm, memory: Memory, config: GuestConfig) -> Result<Self, Error> {
+        let most = kvm.get_max_vcpus();
+        if config.vcpus == 0 || config.vcpus > most {
+            return Err(VmError::Cpus { asked: config.vcpus, most }.into());
+        }
+        let control_bytes = size_of::<Control>() as u64;
+        let tables = PAGE_SIZE + control_bytes * config.vcpus as u64;
+        let ram = memory.config.size;
+        let need = tables + machine::table_pages(ram, config.page) * PAGE_SIZE;
+        let room = layout::WORKLOAD_END - layout::WORKLOAD_BASE;
+        if need > room {
+            return Err(Error::TablesTooLarge { need, room });
+        }
+        let own = Mapping::new(need, 2 << 20, Source::Anonymous).map_err(Error::Map)?;
+        own.advise(libc::MADV_DONTDUMP).map_err(Error::Map)?;
+        let store =
+            |offset: u64, value: u64| own.words()[offset as usize / 8].store(value, Ordering::Relaxed);
+        for (index, bytes) in config.code.bytes.chunks(8).enumerate() {
+            let mut word = [0; 8];
+            word[..bytes.len()].copy_from_slice(bytes);
+            store(index as u64 * 8, u64::from_le_bytes(word));
+        }
+        let base = layout::WORKLOAD_BASE;
+        let low = base..layout::DOORBELL + PAGE_SIZE;
+        let cr3 = machine::build_tables(
+            &mut |word, entry| store(tables + word * 8, entry),
+            base + tables,
+            low,
+            layout::ram(ram),
+            config.page,
+        );
+        let own = Arc::new(own);
+        let vm = Vm::new(kvm, memory)?;
+        let slot = Slot {
+            id: vm.memory.slots.len() as u32,
+            gpa: base,
+            len: own.len(),
+            offset: 0,
+            hva: own.as_ptr() as u64,
+        };
+        vm.set_slot(&slot, 0)?;
+        if config.slot_flags != 0 {
+            vm.memory.slots.iter().try_for_each(|slot| vm.set_slot(slot, config.slot_flags))?;
+        }
+        let cpuid = machine::cpuid(kvm)?;
+        let rung = Rung { codes: vec![0; config.vcpus], ended: 0 };
+        let event = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(Error::Map)?;
+        let bell = Arc::new(Bell { rung: Mutex::new(rung), changed: Condvar::new(), event });
+        let mut guest = Self { vcpus: Vec::with_capacity(config.vcpus), vm, slot, bell, tsc_hz: 0, own };
+        for index in 0..config.vcpus {
+            let fd = guest.vm.create_vcpu(index)?;
+            let entry = Entry {
+                code: base + config.code.entry,
+                control: base + PAGE_SIZE + control_bytes * index as u64,
+                cr3,
+                privilege: config.privilege,
+            };
+            machine::set_entry(&fd, &cpuid, entry)?;
+            if index == 0 {
+                guest.tsc_hz = machine::tsc_hz(&fd)?;
+            }
+            let (bell, enter) = (guest.bell.clone(), config.enter.clone());
+            let start = vcpu::Start {
+                index,
+                fd,
+                pin: config.pins.as_ref().and_then(|pins| pins.get(index).copied()),
+                enter: Box::new(move || enter(index)),
+                on_exit: on_exit(index, guest.bell.clone(), guest.vm.memory.guest.clone()),
+                on_end: Box::new(move || bell.note(|rung| rung.ended += 1)),
+            };
+            guest.vcpus.push(Vcpu::start(start).map_err(VmError::from)?);
+        }
+        Ok(guest)
+    }
+
+    /// The control block of a vCPU.
+    pub fn control(&self, vcpu: usize) -> &Control {
+        let offset = PAGE_SIZE + size_of::<Control>() as u64 * vcpu as u64;
+        Control::at(&self.own, offset).expect("every vCPU of this guest has a block inside its mapping")
+    }
+
+    /// All control blocks, in the order of the vCPUs.
+    pub fn controls(&self) -> impl Iterator<Item = &Control> {
+        (0..self.vcpus.len()).map(|index| self.control(index))
+    }
+
+    /// Programs every vCPU with `config`; all must be paused. Returns their regions.
+    pub fn program(&self, config: &WriteConfig) -> Result<Vec<Region>, Error> {
+        let (vcpus, ram) = (self.vcpus.len(), self.vm.memory.config.size);
+        let pages = ram / config.stride;
+        let need = if config.shared { 2 } else { 2 * vcpus as u64 };
+        if pages < need {
+            return Err(Error::TooFewPages { pages, vcpus });
+        }
+        Ok((0..vcpus)
+            .map(|index| {
+                let region = config.region(index, vcpus, ram);
+                config.program(self.control(index), index, region, machine::RAM_VA, self.tsc_hz);
+                region
+            })
+            .collect())
+    }
+
+    /// Lets all vCPUs run; rings of before are forgotten.
+    pub fn resume(&self) {
+        self.bell.lock().codes.fill(0);
+        vcpu::resume_all(&self.vcpus);
+    }
+
+    /// Pauses all vCPUs, and tells how long that took.
+    pub fn pause(&self) -> Result<std::time::Duration, Error> {
+        vcpu::pause_all(&self.vcpus).map_err(|error| VmError::from(error).into())
+    }
+
+    /// Asks the guest to stop before its next access; each vCPU rings when it has.
+    pub fn request_stop(&self) {
+        self.controls().for_each(|control| control.stop.store(1, Ordering::Release));
+    }
+
+    /// True when every vCPU has rung since the last [`Guest::resume`]; an error when one has ended instead.
+    pub fn all_rung(&self) -> Result<bool, Error> {
+        let rung = self.bell.lock();
+        if rung.ended > 0 {
+            drop(rung);
+            return Err(self.ended());
+        }
+        Ok(rung.codes.iter().all(|&code| code != 0))
+    }
+
+    /// Waits until every vCPU has rung and is paused.
+    pub fn wait_all_rung(&self) -> Result<(), Error> {
+        let mut rung = self.bell.lock();
+        while rung.ended == 0 && rung.codes.contains(&0) {
+            rung = self.bell.changed.wait(rung).unwrap_or_else(PoisonError::into_inner);
+        }
+        let ended = rung.ended > 0;
+        drop(rung);
+        if ended {
+            return Err(self.ended());
+        }
+        self.vcpus.iter().try_for_each(Vcpu::wait_paused).map_err(|error| VmError::from(error).into())
+    }
+
+    /// The stamp on page `page` of `stride` bytes, counted from the start of RAM.
+    pub fn stamp(&self, page: u64, stride: u64) -> Stamp {
+        Stamp::read(self.vm.memory.mapping.words(), (page * stride / 8) as usize)
+    }
+
+    fn ended(&self) -> Error {
+        let ended = self.vcpus.iter().find_map(|vcpu| Some((vcpu.index(), vcpu.take_ended()?)));
+        let (index, what) = ended.map_or((0, "for a reason unknown".into()), |(index, ended)| {
+            let what = match (ended.exit, ended.error) {
+                (_, Some(error)) => format!("KVM_RUN: {error}"),
+                (Exit::TripleFault, None) => "triple fault".into(),
+                (exit, None) => format!("{exit:?}"),
+            };
+            (index, what)
+        });
+        Error::Ended { index, what }
+    }
+}
+
+/// What a workload's exits mean.
+fn on_exit(
+    index: usize,
+    bell: Arc<Bell>,
+    memory: GuestMemory,
+) -> impl FnMut(VcpuExit<'_>) -> Flow + Send + 'static {
+    move |exit| match exit {
+        VcpuExit::MmioWrite(layout::DOORBELL, data) => {
+            let code = data.iter().rev().fold(0, |code, &byte| (code << 8) | u64::from(byte));
+            bell.note(|rung| rung.codes[index] = code);
+            Flow::Pause
+        }
+        // An access that faulted while its memslot was being moved comes out as MMIO: finish it as KVM would have.
+        VcpuExit::MmioWrite(gpa, data) => match memory.write_slice(data, GuestAddress(gpa)) {
+            Ok(()) => Flow::Continue,
+            Err(_) => Flow::Stop(Exit::Error),
+        },
+        VcpuExit::MmioRead(gpa, data) => match memory.read_slice(data, GuestAddress(gpa)) {
+            Ok(()) => Flow::Continue,
+            Err(_) => Flow::Stop(Exit::Error),
+        },
+        VcpuExit::Intr => Flow::Continue,
+        VcpuExit::Unsupported(kvm_bindings::KVM_EXIT_DIRTY_RING_FULL) => Flow::Continue,
+        VcpuExit::Shutdown => Flow::Stop(Exit::TripleFault),
+        _ => Flow::Stop(Exit::Error),
+    }
+}

@@ -1,0 +1,142 @@
+//! What the guest must have written: the same policy as the assembly's, computed by the host.
+//!
+//! It follows a vCPU access by access from its parameters, so that after a run every stamp can be checked to the last
+//! bit, and a loop that computes the wrong thing fast cannot pass.
+
+use std::sync::atomic::Ordering;
+
+use super::control::{Control, flags, order};
+use super::stamp::Stamp;
+
+/// Odd constants that spread the generator's state over 64 bits before its high part picks a page: one for the hot
+/// set, one for the rest, so that the two choices are not the same number.
+const HOT_HASH: u64 = 0x9e37_79b9_7f4a_7c15;
+const PAGE_HASH: u64 = 0xd134_2543_de82_ef95;
+
+/// A vCPU's parameters and generator states at the start of a run.
+#[derive(Clone, Debug)]
+pub struct Model {
+    pages: u64,
+    first_page: u64,
+    order: u64,
+    draw: bool,
+    write_below: u64,
+    hot_pages: u64,
+    hot_below: u64,
+    mul: u64,
+    add: u64,
+    mask: u64,
+    state: u64,
+    shuffle: u64,
+    next: u64,
+    left: u64,
+    who: u64,
+    epoch: u64,
+    seq: u64,
+}
+
+impl Model {
+    /// Takes the parameters from a block that has been programmed and not yet run.
+    pub fn new(control: &Control) -> Self {
+        let get = |word: &std::sync::atomic::AtomicU64| word.load(Ordering::Relaxed);
+        Self {
+            pages: get(&control.pages),
+            first_page: get(&control.first_page),
+            order: get(&control.order),
+            draw: get(&control.flags) & flags::DRAW != 0,
+            write_below: get(&control.write_below),
+            hot_pages: get(&control.hot_pages),
+            hot_below: get(&control.hot_below),
+            mul: get(&control.shuffle_mul),
+            add: get(&control.shuffle_add),
+            mask: get(&control.shuffle_mask),
+            state: get(&control.seed),
+            shuffle: get(&control.shuffle),
+            next: 0,
+            left: get(&control.pages),
+            who: get(&control.who),
+            epoch: get(&control.epoch),
+            seq: get(&control.written),
+        }
+    }
+
+    /// One access: the stamp that it leaves, or `None` for a read.
+    pub fn step(&mut self) -> Option<Stamp> {
+        if self.left == 0 {
+            (self.left, self.next) = (self.pages, 0);
+        }
+        self.left -= 1;
+        if self.draw {
+            self.state ^= self.state << 13;
+            self.state ^= self.state >> 7;
+            self.state ^= self.state << 17;
+        }
+        let high = |a: u64, b: u64| ((u128::from(a) * u128::from(b)) >> 64) as u64;
+        let hot = self.draw && (self.state & 0xffff_ffff) < self.hot_below;
+        let page = if hot {
+            high(self.state.wrapping_mul(HOT_HASH), self.hot_pages)
+        } else {
+            let cold = self.pages - self.hot_pages;
+            self.hot_pages
+                + match self.order {
+                    order::RANDOM => high(self.state.wrapping_mul(PAGE_HASH), cold),
+                    order::SHUFFLED => loop {
+                        self.shuffle = self.shuffle.wrapping_mul(self.mul).wrapping_add(self.add) & self.mask;
+                        if self.shuffle < cold {
+                            break self.shuffle;
+                        }
+                    },
+                    _ => {
+                        let page = self.next;
+                        self.next = (self.next + 1) % cold;
+                        page
+                    }
+                }
+        };
+        if self.state >> 32 >= self.write_below {
+            return None;
+        }
+        self.seq += 1;
+        Some(Stamp { who: self.who, epoch: self.epoch, page: self.first_page + page, seq: self.seq })
+    }
+}
+
+/// The stamps that one run left wrong.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Verdict {
+    /// Pages whose stamp was compared.
+    pub checked: u64,
+    /// Pages that should hold a stamp of this run and hold another, or none.
+    pub wrong: u64,
+    /// The first few of them: page, what was found, what would have been right.
+    pub examples: Vec<(u64, Stamp, Vec<Stamp>)>,
+}
+
+/// Replays `accesses` of each model and compares what they leave with what `read` finds on each page.
+///
+/// Where vCPUs share pages, whichever wrote last is right.
+pub fn verify(models: Vec<(Model, u64)>, pages: u64, read: impl Fn(u64) -> Stamp) -> Verdict {
+    let mut verdict = Verdict::default();
+    let mut expected: Vec<Vec<Stamp>> = vec![Vec::new(); pages as usize];
+    for (mut model, accesses) in models {
+        let who = model.who;
+        for stamp in (0..accesses).filter_map(|_| model.step()) {
+            let of_page = &mut expected[stamp.page as usize];
+            match of_page.iter_mut().find(|stamp| stamp.who == who) {
+                Some(old) => *old = stamp,
+                None => of_page.push(stamp),
+            }
+        }
+    }
+    for (page, expected) in expected.into_iter().enumerate().filter(|(_, expected)| !expected.is_empty()) {
+        let found = read(page as u64);
+        verdict.checked += 1;
+        if !expected.contains(&found) {
+            verdict.wrong += 1;
+            if verdict.examples.len() < 4 {
+                verdict.examples.push((page as u64, found, expected));
+            }
+        }
+    }
+    verdict
+}

@@ -1,0 +1,146 @@
+//! The `write` workload on real KVM: what it must have written is computed by the model and compared page by page.
+
+mod bed;
+
+use std::sync::atomic::Ordering;
+
+use bed::{ensure, kvm, trial};
+use libtest_mimic::{Arguments, Failed, Trial};
+use vellum::vm::memory::{Backing, Memory, MemoryConfig};
+use vellum::workload::guest::GuestConfig;
+use vellum::workload::model::{self, Model};
+use vellum::workload::{Guest, Hot, Order, WriteConfig};
+
+fn main() {
+    let args = Arguments::from_args();
+    let mut trials: Vec<Trial> = Vec::new();
+    let mut case = |name: &str, ram: u64, vcpus: usize, config: WriteConfig| {
+        trials.push(trial(name, kvm(), move || run(MemoryConfig::new(ram), vcpus, &config)));
+    };
+    let base = WriteConfig::default();
+    let mib = 1 << 20;
+    case("sequential_writes_stamp_every_page", 32 * mib, 1, base.clone());
+    case("four_vcpus_have_a_region_each", 33 * mib, 4, base.clone());
+    case("four_vcpus_share_a_region", 8 * mib, 4, WriteConfig { shared: true, ..base.clone() });
+    case("random_order", 32 * mib, 1, WriteConfig { order: Order::Random, seed: 7, ..base.clone() });
+    case(
+        "shuffled_order_reaches_every_page",
+        33 * mib,
+        2,
+        WriteConfig { order: Order::Shuffled, ..base.clone() },
+    );
+    case("half_of_the_accesses_read", 16 * mib, 1, WriteConfig { write_percent: 50.0, ..base.clone() });
+    let hot = Some(Hot { percent: 10.0, share: 90.0 });
+    for order in [Order::Sequential, Order::Random, Order::Shuffled] {
+        let name = format!("hot_set_in_{}_order", order.name());
+        case(&name, 16 * mib, 1, WriteConfig { hot, order, ..base.clone() });
+    }
+    case("a_stride_of_two_mebibytes", 64 * mib, 1, WriteConfig { stride: 2 * mib, ..base.clone() });
+    case("no_latency", 16 * mib, 1, WriteConfig { latency: false, ..base.clone() });
+    trials.push(trial("writes_above_four_gibibytes", kvm(), || {
+        let config = WriteConfig { stride: 2 << 20, ..WriteConfig::default() };
+        run(MemoryConfig::new(6 << 30), 2, &config)
+    }));
+    trials.push(trial("many_memslots", kvm(), || {
+        run(MemoryConfig { slots: 100, ..MemoryConfig::new(64 << 20) }, 2, &WriteConfig::default())
+    }));
+    for backing in [Backing::Thp, Backing::Shmem, Backing::Memfd] {
+        trials.push(trial(&format!("backing_{backing}"), kvm(), move || {
+            run(MemoryConfig { backing, ..MemoryConfig::new(32 << 20) }, 1, &WriteConfig::default())
+        }));
+    }
+    let huge = bed::both(kvm(), bed::huge_pages(2 << 20, 16));
+    for backing in [Backing::Hugetlb(2 << 20), Backing::SharedHugetlb(2 << 20)] {
+        trials.push(trial(&format!("backing_{backing}"), huge.clone(), move || {
+            run(MemoryConfig { backing, ..MemoryConfig::new(32 << 20) }, 1, &WriteConfig::default())
+        }));
+    }
+    trials.push(trial("a_planted_fault_is_found", kvm(), planted));
+    trials.push(trial("two_hundred_pauses_while_it_runs", kvm(), pauses));
+    trials.push(trial("the_rate_is_kept", kvm(), rate));
+    libtest_mimic::run(&args, trials).exit();
+}
+
+fn build(memory: MemoryConfig, vcpus: usize) -> Result<Guest, Failed> {
+    let kvm = vellum::vm::open()?;
+    Ok(Guest::build(&kvm, Memory::map(memory)?, GuestConfig::new(vcpus))?)
+}
+
+fn check(guest: &Guest, models: Vec<Model>, stride: u64) -> model::Verdict {
+    let done = guest.controls().map(|control| control.done.load(Ordering::Relaxed));
+    let pages = guest.vm.memory.config.size / stride;
+    model::verify(models.into_iter().zip(done).collect(), pages, |page| guest.stamp(page, stride))
+}
+
+fn run(memory: MemoryConfig, vcpus: usize, config: &WriteConfig) -> Result<(), Failed> {
+    let guest = build(memory, vcpus)?;
+    let regions = guest.program(config)?;
+    let models: Vec<_> = guest.controls().map(Model::new).collect();
+    guest.resume();
+    guest.wait_all_rung()?;
+    for (control, region) in guest.controls().zip(&regions) {
+        let done = control.done.load(Ordering::Relaxed);
+        ensure(done == config.passes * region.pages, || format!("{done} accesses over {region:?}"))?;
+        let measured: u64 = control.latency_snapshot().iter().sum();
+        let writes = if config.latency { control.written.load(Ordering::Relaxed) } else { 0 };
+        ensure(measured == writes, || format!("{measured} latencies of {writes} writes"))?;
+    }
+    let verdict = check(&guest, models, config.stride);
+    ensure(verdict.wrong == 0 && verdict.checked > 0, || format!("{verdict:?}"))?;
+    let everywhere = config.hot.is_none() && config.write_percent == 100.0 && config.order != Order::Random;
+    let pages = memory.size / config.stride;
+    ensure(!everywhere || verdict.checked == pages, || format!("{} of {pages} pages", verdict.checked))
+}
+
+fn planted() -> Result<(), Failed> {
+    let guest = build(MemoryConfig::new(4 << 20), 1)?;
+    let config = WriteConfig::default();
+    guest.program(&config)?;
+    let models: Vec<_> = guest.controls().map(Model::new).collect();
+    guest.resume();
+    guest.wait_all_rung()?;
+    // Page 77 as it was a pass ago.
+    guest.vm.memory.mapping.words()[77 * 512 + 3].fetch_sub(1024, Ordering::Relaxed);
+    let verdict = check(&guest, models, config.stride);
+    ensure(verdict.wrong == 1 && verdict.examples[0].0 == 77, || format!("{verdict:?}"))
+}
+
+fn pauses() -> Result<(), Failed> {
+    let guest = build(MemoryConfig::new(32 << 20), 4)?;
+    let config = WriteConfig { passes: 0, shared: true, ..WriteConfig::default() };
+    guest.program(&config)?;
+    let models: Vec<_> = guest.controls().map(Model::new).collect();
+    guest.resume();
+    let progress = || guest.controls().map(|control| control.done.load(Ordering::Relaxed)).sum::<u64>();
+    for round in 0..200 {
+        guest.pause()?;
+        let stopped_at = progress();
+        // Nobody runs: however long this thread now takes, nothing changes.
+        std::thread::yield_now();
+        ensure(progress() == stopped_at, || format!("round {round}: progress while paused"))?;
+        guest.resume();
+        // The guest must really go on, or the next pause would prove nothing.
+        while progress() == stopped_at {
+            std::thread::yield_now();
+        }
+    }
+    guest.request_stop();
+    guest.wait_all_rung()?;
+    let verdict = check(&guest, models, config.stride);
+    ensure(verdict.wrong == 0, || format!("{verdict:?}"))
+}
+
+fn rate() -> Result<(), Failed> {
+    let guest = build(MemoryConfig::new(8 << 20), 1)?;
+    let rate = 20_000;
+    guest.program(&WriteConfig { rate: Some(rate), passes: 4, ..WriteConfig::default() })?;
+    guest.resume();
+    guest.wait_all_rung()?;
+    let control = guest.control(0);
+    let pages = control.distinct.load(Ordering::Relaxed);
+    let last = control.pass_ends[3].load(Ordering::Relaxed);
+    let ticks = last - control.started.load(Ordering::Relaxed);
+    // By the guest's own clock: never faster than asked for, whatever the host was doing meanwhile.
+    let least = (pages - 1) * (guest.tsc_hz / rate) - guest.tsc_hz / 100;
+    ensure(ticks >= least, || format!("{pages} pages in {ticks} ticks; at least {least} expected"))
+}
