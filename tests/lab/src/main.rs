@@ -1,2 +1,173 @@
-//! The lab.
-fn main() {}
+//! `cargo lab`: the command line. Arguments only; the work is in the library.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
+use lab::artifacts::{Kernel, Programs};
+use lab::bed::{self, HostKernel, Request};
+use lab::cache::Cache;
+use lab::wire::Frame;
+use lab::{Error, Result, debian, doctor};
+
+/// Vellum's laboratory: emulated hosts, kernels and their patches, and every test that this machine can run.
+#[derive(Parser)]
+#[command(name = "lab", bin_name = "cargo lab", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// Say which beds this machine has, and how to get the others
+    Doctor,
+    /// Run a command inside an emulated host; its exit code is passed on, and what it writes into its working directory
+    /// comes back
+    Run {
+        bed: EmulatedBed,
+        #[command(flatten)]
+        host: Host,
+        /// Where the files that come back go
+        #[arg(long, value_name = "DIR", default_value = ".")]
+        out: PathBuf,
+        /// The command: `vellum run …`, or any of busybox's
+        #[arg(last = true, required = true)]
+        command: Vec<String>,
+    },
+    /// Open a shell inside an emulated host
+    Shell {
+        bed: EmulatedBed,
+        #[command(flatten)]
+        host: Host,
+    },
+    /// Forget which versions Debian's packages had: the next use asks again
+    Update,
+}
+
+/// Hosts that an emulator gives.
+#[derive(Clone, Copy, ValueEnum)]
+enum EmulatedBed {
+    /// QEMU emulating AMD SVM
+    Svm,
+}
+
+/// How an emulated host is made.
+#[derive(Args)]
+struct Host {
+    /// The host's kernel: 6.1 or 6.12 of Debian's, or the file of a bzImage with KVM built in
+    #[arg(long, default_value = "6.1")]
+    kernel: String,
+    /// Nested paging: 1 uses it, 0 makes KVM shadow the guest's page tables
+    #[arg(long, value_name = "0|1", default_value = "1", value_parser = switch, action = ArgAction::Set)]
+    npt: bool,
+    /// Two CPUs at once, for races, instead of one whose clock counts instructions
+    #[arg(long)]
+    multi: bool,
+    /// The host's memory in MiB
+    #[arg(long, value_name = "MIB", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(128..=65536))]
+    memory: u32,
+    /// 2 MiB pages that the host reserves at boot
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    hugepages: u32,
+    /// A module parameter: kvm.eager_page_split=N
+    #[arg(long, value_name = "MODULE.NAME=VALUE")]
+    param: Vec<String>,
+    /// A file of this machine and where it is to be in the host
+    #[arg(long, value_name = "FILE:PATH", value_parser = shipped)]
+    file: Vec<(PathBuf, String)>,
+    /// Wall-clock seconds until the host is ended with exit code 124
+    #[arg(long, value_name = "SECONDS", default_value_t = 1200)]
+    time_limit: u64,
+}
+
+fn switch(text: &str) -> std::result::Result<bool, String> {
+    match text {
+        "0" => Ok(false),
+        "1" => Ok(true),
+        _ => Err("0 and 1 are known".into()),
+    }
+}
+
+fn shipped(text: &str) -> std::result::Result<(PathBuf, String), String> {
+    match text.split_once(':') {
+        Some((from, to)) if to.starts_with('/') => Ok((from.into(), to.to_owned())),
+        _ => Err("the form is FILE:PATH, where PATH is absolute: disk.img:/disk.img".into()),
+    }
+}
+
+impl Host {
+    fn request(self, cache: &Cache) -> Result<Request> {
+        let kernel = if Kernel::versions().any(|version| version == self.kernel) {
+            HostKernel::Debian(Kernel::debian(cache, &self.kernel)?)
+        } else {
+            let path = PathBuf::from(&self.kernel);
+            if !path.is_file() {
+                return Err(Error::Usage(format!(
+                    "--kernel {}: neither a file nor one of Debian's: 6.1, 6.12",
+                    self.kernel
+                )));
+            }
+            HostKernel::Image(path)
+        };
+        if let Some((file, _)) = self.file.iter().find(|(file, _)| !file.is_file()) {
+            return Err(Error::Usage(format!("--file {}: no such file", file.display())));
+        }
+        Ok(Request {
+            second_stage: self.npt,
+            races: self.multi,
+            memory_mib: self.memory,
+            hugepages: self.hugepages,
+            parameters: self.param,
+            files: self.file,
+            time_limit: Duration::from_secs(self.time_limit),
+            ..Request::new(kernel)
+        })
+    }
+}
+
+fn main() -> ExitCode {
+    match perform(Cli::parse().command) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("lab: {error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn perform(what: What) -> Result<u8> {
+    match what {
+        What::Doctor => Ok(doctor::print()),
+        What::Run { bed: EmulatedBed::Svm, host, out, command } => {
+            let cache = Cache::open()?;
+            let mut request = host.request(&cache)?;
+            request.commands.push(command);
+            let outcome = bed::run(&cache, &Programs::build()?, &request, pass_on)?;
+            outcome.write_files(&out)?;
+            Ok(u8::try_from(outcome.code()).unwrap_or(1))
+        }
+        What::Shell { bed: EmulatedBed::Svm, host } => {
+            let cache = Cache::open()?;
+            let request = host.request(&cache)?;
+            bed::shell(&cache, &Programs::build()?, &request).map(|()| 0)
+        }
+        What::Update => debian::forget(&Cache::open()?).map(|()| 0),
+    }
+}
+
+/// Prints what the host's command prints.
+fn pass_on(frame: &Frame) {
+    // A reader that went away is no reason to end the host: its exit code still counts.
+    let _ = match frame {
+        Frame::Stdout(bytes) => std::io::stdout().write_all(bytes).and_then(|()| std::io::stdout().flush()),
+        Frame::Stderr(bytes) => std::io::stderr().write_all(bytes),
+        Frame::Boot(boot) => {
+            boot.complaints.iter().for_each(|complaint| eprintln!("lab: in the host: {complaint}"));
+            Ok(())
+        }
+        _ => Ok(()),
+    };
+}

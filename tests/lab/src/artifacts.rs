@@ -1,0 +1,216 @@
+//! What is put into an emulated host: our own programs, built static, and Debian's kernels with their modules.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::cache::Cache;
+use crate::debian::{self, Archive};
+use crate::{Error, Result, tool};
+
+/// glibc links statically with this target's own toolchain: no other target has to be installed.
+pub const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// The workspace that this laboratory was built from.
+pub fn workspace() -> PathBuf {
+    let lab = std::env::var_os("CARGO_MANIFEST_DIR").map_or(env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
+    lab.join("../..").canonicalize().unwrap_or(lab)
+}
+
+/// A program that cargo built.
+#[derive(Clone, Debug)]
+pub struct Executable {
+    /// The target's name: `vellum`, or an integration test's.
+    pub name: String,
+    /// `bin`, `test`, ….
+    pub kind: String,
+    /// Where it is.
+    pub path: PathBuf,
+}
+
+/// Runs cargo with `arguments` for [`TARGET`], static, optimized; gives the executables.
+pub fn build_static(arguments: &[&str]) -> Result<Vec<Executable>> {
+    let mut flags = std::env::var("RUSTFLAGS").unwrap_or_default();
+    flags.push_str(" -C target-feature=+crt-static");
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command
+        .args(arguments)
+        .args(["--release", "--quiet", "--target", TARGET, "--message-format=json-render-diagnostics"])
+        .env("RUSTFLAGS", flags.trim())
+        .current_dir(workspace())
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit());
+    let out = command.output().map_err(Error::file("start", "cargo"))?;
+    if !out.status.success() {
+        return Err(Error::Failed {
+            line: tool::line(&command),
+            status: out.status.to_string(),
+            output: "cargo's own messages stand above".into(),
+        });
+    }
+    let messages = String::from_utf8_lossy(&out.stdout);
+    Ok(messages.lines().filter_map(|line| executable(&serde_json::from_str(line).ok()?)).collect())
+}
+
+fn executable(message: &Value) -> Option<Executable> {
+    Some(Executable {
+        path: message.get("executable")?.as_str()?.into(),
+        name: message["target"]["name"].as_str()?.to_owned(),
+        kind: message["target"]["kind"][0].as_str()?.to_owned(),
+    })
+}
+
+/// The programs that every emulated host has.
+#[derive(Clone, Debug)]
+pub struct Programs {
+    /// `vellum`.
+    pub vellum: PathBuf,
+    /// The host's first process.
+    pub init: PathBuf,
+    /// The laboratory itself, for running `metal`'s tests in there.
+    pub lab: PathBuf,
+}
+
+impl Programs {
+    /// Builds them.
+    pub fn build() -> Result<Self> {
+        let built = build_static(&["build", "--package", "vellum", "--package", "lab", "--bins"])?;
+        let path = |name: &str| {
+            let found = built.iter().find(|program| program.name == name).map(|program| program.path.clone());
+            found.ok_or_else(|| Error::Usage(format!("cargo built no program called {name}")))
+        };
+        Ok(Self { vellum: path("vellum")?, init: path("bed-init")?, lab: path("lab")? })
+    }
+}
+
+/// An unpacked kernel of Debian's.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// `linux-image-6.1.0-56-cloud-amd64 6.1.192-2`: what stands in reports.
+    pub package: String,
+    /// The bzImage.
+    pub image: PathBuf,
+    modules: PathBuf,
+}
+
+/// Debian's cloud kernels by version: the metapackage, where its suites are.
+const CLOUD: [(&str, &str); 2] =
+    [("6.1", "linux-image-cloud-amd64"), ("6.12", "linux-image-6.12-cloud-amd64")];
+const BOOKWORM: &[&str] = &["bookworm", "bookworm-security"];
+
+impl Kernel {
+    /// The versions there are.
+    pub fn versions() -> impl Iterator<Item = &'static str> {
+        CLOUD.iter().map(|(version, _)| *version)
+    }
+
+    /// Debian's cloud kernel of that version, fetched if need be.
+    pub fn debian(cache: &Cache, version: &str) -> Result<Self> {
+        let (_, meta) = CLOUD.iter().find(|(known, _)| *known == version).ok_or_else(|| {
+            Error::Usage(format!("Debian has no cloud kernel {version} here: 6.1 and 6.12 are known"))
+        })?;
+        let package = debian::recorded(cache, &format!("linux-{version}"), || {
+            Archive::open(cache, BOOKWORM)?.resolve_meta(meta, "linux-image-")
+        })?;
+        let name = format!("debian/{}_{}", package.name, package.version);
+        let tree = cache.entry(&name, |dir| {
+            cache.need_mib(400)?;
+            let archive = Archive::open(cache, BOOKWORM)?;
+            let deb = archive.download(&package, dir)?;
+            debian::unpack(&deb, dir)?;
+            fs::remove_file(&deb).map_err(Error::file("remove", &deb))
+        })?;
+        let only = |dir: &str, prefix: &str| {
+            let dir = tree.join(dir);
+            let entries = fs::read_dir(&dir).map_err(Error::file("read", &dir))?;
+            let mut paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
+            let found =
+                paths.find(|path| path.file_name().is_some_and(|f| f.to_string_lossy().starts_with(prefix)));
+            found.ok_or_else(|| {
+                Error::Package(format!(
+                    "{} holds no {prefix}…: remove {} and try again",
+                    dir.display(),
+                    tree.display()
+                ))
+            })
+        };
+        Ok(Self {
+            package: format!("{} {}", package.name, package.version),
+            image: only("boot", "vmlinuz-")?,
+            modules: only("lib/modules", "")?,
+        })
+    }
+
+    /// The modules called `names` and all that they need, in the order in which they load. A name that this kernel has
+    /// built in, or does not have, is passed over.
+    pub fn modules(&self, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
+        let mut files = BTreeMap::new();
+        index(&self.modules.join("kernel"), &mut files)?;
+        let mut loaded = Vec::new();
+        for name in names {
+            self.load(&files, name, &mut loaded)?;
+        }
+        Ok(loaded)
+    }
+
+    fn load(
+        &self,
+        files: &BTreeMap<String, PathBuf>,
+        name: &str,
+        loaded: &mut Vec<(String, Vec<u8>)>,
+    ) -> Result<()> {
+        let name = name.replace('-', "_");
+        let Some(path) = files.get(&name).filter(|_| !loaded.iter().any(|(done, _)| *done == name)) else {
+            return Ok(());
+        };
+        let image = if path.extension().is_some_and(|extension| extension == "xz") {
+            tool::output(Command::new("xz").arg("-dc").arg(path))?
+        } else {
+            fs::read(path).map_err(Error::file("read", path))?
+        };
+        for dependency in dependencies(&image) {
+            self.load(files, &dependency, loaded)?;
+        }
+        loaded.push((name, image));
+        Ok(())
+    }
+}
+
+/// Every module below `dir` by its name, with `-` as `_`.
+fn index(dir: &Path, files: &mut BTreeMap<String, PathBuf>) -> Result<()> {
+    for entry in fs::read_dir(dir).map_err(Error::file("read", dir))? {
+        let path = entry.map_err(Error::file("read", dir))?.path();
+        if path.is_dir() {
+            index(&path, files)?;
+        } else if let Some(name) = path.file_name().and_then(|name| name.to_str())
+            && let Some((name, "ko" | "ko.xz")) = name.split_once('.')
+        {
+            files.insert(name.replace('-', "_"), path);
+        }
+    }
+    Ok(())
+}
+
+/// What a module says it needs: `depends=` in its .modinfo section. Debian's modules.dep is made at installation only.
+fn dependencies(image: &[u8]) -> Vec<String> {
+    let mark = b"\0depends=";
+    let Some(at) = image.windows(mark.len()).position(|window| window == mark) else { return Vec::new() };
+    let value = image[at + mark.len()..].split(|&byte| byte == 0).next().unwrap_or_default();
+    let names = String::from_utf8_lossy(value).into_owned();
+    names.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_module_names_what_it_needs() {
+        let image = b"\x7fELF..license=GPL\0depends=kvm,irqbypass\0retpoline=Y\0";
+        assert_eq!(dependencies(image), ["kvm", "irqbypass"]);
+        assert!(dependencies(b"alias=x\0depends=\0").is_empty());
+    }
+}

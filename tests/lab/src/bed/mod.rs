@@ -1,0 +1,352 @@
+//! Emulated hosts: a [`Request`] goes in, the host boots, runs its commands, and an [`Outcome`] comes back.
+//!
+//! What differs between beds is one function each, the emulator's command line: [`svm`] (QEMU). Everything else is
+//! here: the initramfs, the results line, the time limit, and the serial log's tail when it goes wrong.
+
+pub mod svm;
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use crate::artifacts::{Kernel, Programs};
+use crate::cache::Cache;
+use crate::initramfs::Initramfs;
+use crate::tool::{self, Tail};
+use crate::wire::{Boot, Exit, Frame, JOB_PATH, Job};
+use crate::{Error, Result};
+
+/// The kernel of an emulated host.
+#[derive(Clone, Debug)]
+pub enum HostKernel {
+    /// One of Debian's, with KVM as modules.
+    Debian(Kernel),
+    /// A bzImage with KVM built in.
+    Image(PathBuf),
+}
+
+impl HostKernel {
+    /// Its bzImage.
+    pub fn image(&self) -> &Path {
+        match self {
+            HostKernel::Debian(kernel) => &kernel.image,
+            HostKernel::Image(path) => path,
+        }
+    }
+}
+
+/// What is asked of an emulated host.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Its kernel.
+    pub kernel: HostKernel,
+    /// KVM uses the second stage (NPT, EPT), or shadows the guest's tables.
+    pub second_stage: bool,
+    /// Two CPUs that run at once, for races; else one CPU whose clock counts instructions, for figures.
+    pub races: bool,
+    /// Its memory in MiB.
+    pub memory_mib: u32,
+    /// 2 MiB pages reserved at boot.
+    pub hugepages: u32,
+    /// Module parameters beyond the second stage's: `kvm.eager_page_split=N`.
+    pub parameters: Vec<String>,
+    /// Files from this machine, and where they are to be in the host.
+    pub files: Vec<(PathBuf, String)>,
+    /// Environment for the commands.
+    pub env: Vec<(String, String)>,
+    /// The commands.
+    pub commands: Vec<Vec<String>>,
+    /// The wall-clock limit, boot included.
+    pub time_limit: Duration,
+}
+
+impl Request {
+    /// A host with nothing to do yet.
+    pub fn new(kernel: HostKernel) -> Self {
+        Self {
+            kernel,
+            second_stage: true,
+            races: false,
+            memory_mib: 2048,
+            hugepages: 0,
+            parameters: Vec::new(),
+            files: Vec::new(),
+            env: Vec::new(),
+            commands: Vec::new(),
+            time_limit: Duration::from_secs(20 * 60),
+        }
+    }
+
+    /// Every module parameter, the second stage's first.
+    fn all_parameters(&self) -> Vec<String> {
+        let npt = format!("kvm_amd.npt={}", u8::from(self.second_stage));
+        std::iter::once(npt).chain(self.parameters.iter().cloned()).collect()
+    }
+
+    /// The kernel's command line.
+    fn command_line(&self) -> String {
+        // nokaslr and mitigations=off make two runs the same run.
+        let mut line = String::from("console=ttyS0,115200 panic=-1 quiet nokaslr mitigations=off");
+        for parameter in self.all_parameters() {
+            line.push(' ');
+            line.push_str(&parameter);
+        }
+        if self.hugepages > 0 {
+            line.push_str(&format!(" hugepagesz=2M hugepages={}", self.hugepages));
+        }
+        line
+    }
+}
+
+/// What one command did.
+#[derive(Clone, Debug, Default)]
+pub struct Ran {
+    /// What it printed.
+    pub stdout: Vec<u8>,
+    /// What it complained about.
+    pub stderr: Vec<u8>,
+    /// How it ended; `None` only while it runs.
+    pub exit: Option<Exit>,
+}
+
+/// What came back.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// The host, seen from inside.
+    pub boot: Boot,
+    /// The commands, in order.
+    pub ran: Vec<Ran>,
+    /// What they wrote into their working directory, by relative path.
+    pub files: BTreeMap<String, Vec<u8>>,
+}
+
+impl Outcome {
+    /// The first exit code that is not 0.
+    pub fn code(&self) -> i32 {
+        self.ran.iter().filter_map(|ran| Some(ran.exit.as_ref()?.code)).find(|&code| code != 0).unwrap_or(0)
+    }
+
+    /// Writes the files below `dir`. A name from the host is not trusted to stay there.
+    pub fn write_files(&self, dir: &Path) -> Result<()> {
+        for (name, content) in &self.files {
+            let plain = |part| matches!(part, std::path::Component::Normal(_));
+            if !Path::new(name).components().all(plain) {
+                return Err(Error::Usage(format!(
+                    "the host sent a file called {name:?}, which would leave {dir:?}"
+                )));
+            }
+            let path = dir.join(name);
+            if let Some(parent) = path.parent() {
+                fs::create_dir_all(parent).map_err(Error::file("create", parent))?;
+            }
+            fs::write(&path, content).map_err(Error::file("write", &path))?;
+        }
+        Ok(())
+    }
+}
+
+/// A directory for one run, removed with it.
+struct Scratch(PathBuf);
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Nothing depends on it: a leftover costs disk space only.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The emulator, ended with the run.
+struct Emulator(Child);
+
+impl Drop for Emulator {
+    fn drop(&mut self) {
+        // It may have ended by itself, and then there is nothing to do.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Boots the host on `svm`, runs the request's commands, and hands every frame to `watch` as it comes.
+pub fn run(
+    cache: &Cache,
+    programs: &Programs,
+    request: &Request,
+    mut watch: impl FnMut(&Frame),
+) -> Result<Outcome> {
+    let emulator = svm::emulator()?;
+    let scratch = scratch(cache)?;
+    let job = job(request, false);
+    let initrd = pack(&scratch.0, programs, request, &job)?;
+    let console = scratch.0.join("console.log");
+    let errors = scratch.0.join("emulator.log");
+    let mut command = svm::command(&emulator, request, &initrd, &svm::Console::File(&console));
+    let stderr = File::create(&errors).map_err(Error::file("create", &errors))?;
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr);
+    let deadline = Instant::now() + request.time_limit;
+    let mut child = Emulator(spawn(&mut command)?);
+    let line = child.0.stdout.take().expect("stdout is piped");
+
+    let fail = |what: String, timed_out: bool| {
+        let log = cache.path("svm-console.log");
+        // The log outlives the run only where somebody will want to read it.
+        let _ = fs::copy(&console, &log);
+        let mut tail = Tail::of_file(&console);
+        let said = Tail::of_file(&errors);
+        let complaints = said.lines().filter(|line| !line.contains("TCG doesn't support requested feature"));
+        complaints.for_each(|line| tail.push_str(&format!("\n{line}")));
+        Error::Bed { what, log, tail, timed_out }
+    };
+
+    let (to, from) = mpsc::channel();
+    let reader = std::thread::spawn(move || {
+        let mut line = BufReader::new(line);
+        loop {
+            let frame = Frame::read(&mut line);
+            let last = !matches!(frame, Ok(Some(_)));
+            if to.send(frame).is_err() || last {
+                return;
+            }
+        }
+    });
+    let mut boot = None;
+    let mut ran = vec![Ran::default()];
+    let mut files = BTreeMap::<String, Vec<u8>>::new();
+    loop {
+        let frame = match from.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(Ok(Some(frame))) => frame,
+            Ok(Ok(None)) => {
+                let when = if boot.is_some() { "during its commands" } else { "before it was up" };
+                return Err(fail(format!("the emulated host ended {when}"), false));
+            }
+            Ok(Err(error)) => return Err(fail(error.to_string(), false)),
+            Err(_) => {
+                let limit = request.time_limit.as_secs();
+                let what = format!("the emulated host did not finish within {limit} s (--time-limit)");
+                return Err(fail(what, true));
+            }
+        };
+        watch(&frame);
+        let current = ran.last_mut().expect("there is always one");
+        match frame {
+            Frame::Boot(facts) if !facts.kvm => {
+                let why = facts.complaints.join("; ");
+                return Err(fail(format!("the emulated host has no /dev/kvm ({why})"), false));
+            }
+            Frame::Boot(facts) => boot = Some(facts),
+            Frame::Stdout(bytes) => current.stdout.extend(bytes),
+            Frame::Stderr(bytes) => current.stderr.extend(bytes),
+            Frame::Exit(exit) => {
+                current.exit = Some(exit);
+                ran.push(Ran::default());
+            }
+            Frame::File(name, bytes) => files.entry(name).or_default().extend(bytes),
+            Frame::Done => break,
+        }
+    }
+    drop(child);
+    // It has nothing to wait for once the emulator is gone; a panic in it would have shown as an early end.
+    let _ = reader.join();
+    ran.pop();
+    let boot = boot.ok_or_else(|| fail("the emulated host said nothing of itself".into(), false))?;
+    Ok(Outcome { boot, ran, files })
+}
+
+/// Boots the host with a shell on this terminal.
+pub fn shell(cache: &Cache, programs: &Programs, request: &Request) -> Result<()> {
+    let emulator = svm::emulator()?;
+    let scratch = scratch(cache)?;
+    let initrd = pack(&scratch.0, programs, request, &job(request, true))?;
+    eprintln!("lab: Ctrl-A X ends the host at once; `exit` does it properly");
+    let mut command = svm::command(&emulator, request, &initrd, &svm::Console::Terminal);
+    let status = spawn(&mut command)?.wait().map_err(Error::file("wait for", &emulator))?;
+    if status.success() {
+        return Ok(());
+    }
+    Err(Error::Failed { line: tool::line(&command), status: status.to_string(), output: String::new() })
+}
+
+fn spawn(command: &mut Command) -> Result<Child> {
+    // SAFETY: prctl is async-signal-safe and takes no pointer here.
+    unsafe {
+        command.pre_exec(|| {
+            // An emulator without its laboratory would burn a CPU for ever.
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+            Ok(())
+        });
+    }
+    command.spawn().map_err(Error::file("start", command.get_program()))
+}
+
+fn scratch(cache: &Cache) -> Result<Scratch> {
+    static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    let runs = cache.dir("runs")?;
+    sweep(&runs);
+    let n = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    let dir = runs.join(format!("{}-{n}", std::process::id()));
+    fs::create_dir_all(&dir).map_err(Error::file("create", &dir))?;
+    Ok(Scratch(dir))
+}
+
+/// Removes what killed laboratories left: directories named after a process that is gone.
+fn sweep(runs: &Path) {
+    let Ok(entries) = fs::read_dir(runs) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let pid = name.split('-').next().unwrap_or_default();
+        if !Path::new("/proc").join(pid).exists() {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+fn job(request: &Request, shell: bool) -> Job {
+    Job {
+        bed: "svm".into(),
+        modules: Vec::new(),
+        parameters: request.all_parameters(),
+        commands: request.commands.clone(),
+        env: request.env.clone(),
+        shell,
+    }
+}
+
+/// Packs what the host sees. Our programs are in /bin, together with busybox's.
+fn pack(dir: &Path, programs: &Programs, request: &Request, job: &Job) -> Result<PathBuf> {
+    let mut image = Initramfs::new();
+    image.copy(&programs.init, "/init")?;
+    image.copy(&programs.vellum, "/bin/vellum")?;
+    let busybox = tool::need("busybox")?;
+    image.copy(&busybox, "/bin/busybox")?;
+    for name in tool::text(Command::new(&busybox).arg("--list"))?.lines().filter(|name| *name != "busybox") {
+        image.link(&format!("/bin/{name}"), "busybox");
+    }
+    image.file(
+        "/etc/passwd",
+        0o644,
+        b"root:x:0:0:root:/tmp:/bin/sh\nnobody:x:65534:65534:nobody:/tmp:/bin/sh\n",
+    );
+    image.file("/etc/group", 0o644, b"root:x:0:\nnogroup:x:65534:\n");
+    for (from, to) in &request.files {
+        image.copy(from, to)?;
+    }
+    let mut job = job.clone();
+    if let HostKernel::Debian(kernel) = &request.kernel {
+        for (name, module) in
+            kernel.modules(&["kvm_amd", "msr", "tun", "virtio_pci", "virtio_blk", "virtio_net"])?
+        {
+            let path = format!("/modules/{name}.ko");
+            image.file(&path, 0o644, &module);
+            job.modules.push(path);
+        }
+    }
+    image.file(JOB_PATH, 0o644, &serde_json::to_vec(&job).expect("a job is plain data"));
+    let path = dir.join("initrd");
+    let mut file = File::create(&path).map_err(Error::file("create", &path))?;
+    file.write_all(&image.finish()).map_err(Error::file("write", &path))?;
+    Ok(path)
+}

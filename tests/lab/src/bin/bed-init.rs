@@ -1,0 +1,265 @@
+//! The first process of an emulated host: mounts, loads KVM, runs the job, and says on the second serial port what
+//! came of it. It is static, so the host needs no C library; what it says and hears is defined in `lab::wire`.
+
+use std::ffi::CString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
+
+use lab::wire::{Boot, Exit, Frame, JOB_PATH, Job, OUT_DIR};
+
+fn main() {
+    // SAFETY: getpid has no preconditions.
+    if unsafe { libc::getpid() } != 1 {
+        eprintln!("bed-init is the first process of an emulated host: use `cargo lab run svm -- COMMAND`");
+        std::process::exit(2);
+    }
+    if let Err(error) = run() {
+        eprintln!("bed-init: {error}");
+    }
+    // SAFETY: sync and reboot take no pointers. The laboratory ends the emulator where this does not.
+    unsafe {
+        libc::sync();
+        libc::reboot(libc::RB_POWER_OFF);
+        libc::reboot(libc::RB_AUTOBOOT);
+    }
+    loop {
+        std::thread::park();
+    }
+}
+
+fn run() -> io::Result<()> {
+    let mut complaints = Vec::new();
+    for (kind, at) in [
+        ("proc", "/proc"),
+        ("sysfs", "/sys"),
+        ("devtmpfs", "/dev"),
+        ("devpts", "/dev/pts"),
+        ("tmpfs", "/dev/shm"),
+        ("tmpfs", "/tmp"),
+        ("tmpfs", "/run"),
+        ("tmpfs", OUT_DIR),
+        ("debugfs", "/sys/kernel/debug"),
+        ("tracefs", "/sys/kernel/tracing"),
+        ("hugetlbfs", "/dev/hugepages"),
+    ] {
+        if let Err(error) = mount(kind, at) {
+            // A kernel without one of them is still a host; the command that needs it will say so too.
+            complaints.push(format!("{at} ({kind}): {error}"));
+        }
+    }
+    let job: Job = serde_json::from_slice(&fs::read(JOB_PATH)?).map_err(io::Error::other)?;
+    for module in &job.modules {
+        if let Err(error) = load(module, &job.parameters) {
+            complaints.push(format!("{module}: {error}"));
+        }
+    }
+    let _ = fs::write("/proc/sys/kernel/hostname", &job.bed);
+    if let Err(error) = loopback_up() {
+        complaints.push(format!("lo: {error}"));
+    }
+    if job.shell {
+        complaints.iter().for_each(|complaint| eprintln!("bed-init: {complaint}"));
+        return shell(&job);
+    }
+    let port = Arc::new(Mutex::new(results_port()?));
+    let kernel = fs::read_to_string("/proc/sys/kernel/osrelease")?.trim().to_owned();
+    let boot = Boot { kernel, kvm: Path::new("/dev/kvm").exists(), complaints };
+    send(&port, &Frame::Boot(boot))?;
+    for command in &job.commands {
+        let exit = execute(&job, command, &port)?;
+        send(&port, &Frame::Exit(exit))?;
+    }
+    return_files(Path::new(OUT_DIR), "", &port)?;
+    send(&port, &Frame::Done)?;
+    // The line is slower than we are: whatever is queued in the driver would be lost with the power.
+    // SAFETY: the descriptor is open, and tcdrain takes nothing else.
+    unsafe { libc::tcdrain(port.lock().expect("no thread panics with the port").as_raw_fd()) };
+    Ok(())
+}
+
+fn mount(kind: &str, at: &str) -> io::Result<()> {
+    fs::create_dir_all(at)?;
+    let c = |text: &str| CString::new(text).expect("no NUL in our constants");
+    let (kind, at) = (c(kind), c(at));
+    // SAFETY: both strings are NUL-terminated and outlive the call; the data pointer may be null.
+    match unsafe { libc::mount(kind.as_ptr(), at.as_ptr(), kind.as_ptr(), 0, std::ptr::null()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Loads one module with those of `parameters` that are its own.
+fn load(path: &str, parameters: &[String]) -> io::Result<()> {
+    let stem = Path::new(path).file_stem().unwrap_or_default().to_string_lossy().replace('-', "_");
+    let own: Vec<&str> = parameters
+        .iter()
+        .filter_map(|parameter| parameter.split_once('.').filter(|(module, _)| *module == stem).map(|p| p.1))
+        .collect();
+    let image = fs::read(path)?;
+    let own = CString::new(own.join(" "))?;
+    // SAFETY: the image and the parameters are valid for the lengths given and outlive the call.
+    let result = unsafe {
+        libc::syscall(libc::SYS_init_module, image.as_ptr(), image.len() as libc::c_ulong, own.as_ptr())
+    };
+    match result {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The loopback interface starts down, and tests talk over it.
+fn loopback_up() -> io::Result<()> {
+    // SAFETY: socket takes no pointers.
+    let socket = unsafe { libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
+    if socket < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: ifreq is plain data, for which all zeroes is a value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (to, from) in request.ifr_name.iter_mut().zip(b"lo\0") {
+        *to = *from as libc::c_char;
+    }
+    request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
+    // SAFETY: SIOCSIFFLAGS reads an ifreq, and `request` is one.
+    let result = unsafe { libc::ioctl(socket, libc::SIOCSIFFLAGS, &request) };
+    let error = io::Error::last_os_error();
+    // SAFETY: the socket is ours and is not used again.
+    unsafe { libc::close(socket) };
+    if result == 0 { Ok(()) } else { Err(error) }
+}
+
+/// The second serial port, raw: no byte is changed on the way.
+fn results_port() -> io::Result<File> {
+    let port = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOCTTY).open("/dev/ttyS1")?;
+    // SAFETY: termios is plain data, for which all zeroes is a value.
+    let mut settings: libc::termios = unsafe { std::mem::zeroed() };
+    // SAFETY: the descriptor is open and `settings` is a writable termios for each of these calls.
+    let result = unsafe {
+        libc::tcgetattr(port.as_raw_fd(), &mut settings);
+        libc::cfmakeraw(&mut settings);
+        settings.c_cflag = settings.c_cflag & !libc::CBAUD | libc::B115200;
+        libc::tcsetattr(port.as_raw_fd(), libc::TCSANOW, &settings)
+    };
+    if result == 0 { Ok(port) } else { Err(io::Error::last_os_error()) }
+}
+
+fn send(port: &Mutex<File>, frame: &Frame) -> io::Result<()> {
+    frame.write(&mut *port.lock().expect("no thread panics with the port"))
+}
+
+fn prepare(job: &Job, command: &mut Command) {
+    command
+        .current_dir(OUT_DIR)
+        .env_clear()
+        .env("PATH", "/bin:/sbin:/usr/bin")
+        .env("HOME", "/tmp")
+        .env("TERM", "linux")
+        .env("XDG_RUNTIME_DIR", "/run")
+        .env("RUST_BACKTRACE", "1")
+        .env("VELLUM_BED", &job.bed)
+        .envs(job.env.iter().map(|(name, value)| (name, value)));
+}
+
+fn execute(job: &Job, line: &[String], port: &Arc<Mutex<File>>) -> io::Result<Exit> {
+    let (before, idle_before) = uptime()?;
+    let (program, arguments) = line.split_first().ok_or_else(|| io::Error::other("an empty command"))?;
+    let mut command = Command::new(program);
+    prepare(job, command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()));
+    let mut child = match command.spawn() {
+        Ok(child) => child,
+        Err(error) => {
+            send(port, &Frame::Stderr(format!("{program}: {error}\n").into_bytes()))?;
+            return Ok(Exit { code: 127, seconds: 0.0, idle: 0.0 });
+        }
+    };
+    let stdout = child.stdout.take().map(|from| forward(from, port, Frame::Stdout));
+    let stderr = child.stderr.take().map(|from| forward(from, port, Frame::Stderr));
+    let status = child.wait()?;
+    let (after, idle_after) = uptime()?;
+    for reader in [stdout, stderr].into_iter().flatten() {
+        reader.join().map_err(|_| io::Error::other("a reader panicked"))??;
+    }
+    let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
+    let seconds = after - before;
+    let idle =
+        if seconds > 0.0 { ((idle_after - idle_before) / seconds / cpus()).clamp(0.0, 1.0) } else { 0.0 };
+    Ok(Exit { code, seconds, idle })
+}
+
+fn forward(
+    mut from: impl Read + Send + 'static,
+    port: &Arc<Mutex<File>>,
+    frame: fn(Vec<u8>) -> Frame,
+) -> std::thread::JoinHandle<io::Result<()>> {
+    let port = Arc::clone(port);
+    std::thread::spawn(move || {
+        let mut buffer = [0; 4096];
+        loop {
+            match from.read(&mut buffer)? {
+                0 => return Ok(()),
+                n => send(&port, &frame(buffer[..n].to_vec()))?,
+            }
+        }
+    })
+}
+
+/// Seconds since boot, and idle seconds summed over CPUs (/proc/uptime), both to a hundredth.
+fn uptime() -> io::Result<(f64, f64)> {
+    let text = fs::read_to_string("/proc/uptime")?;
+    let mut numbers = text.split_whitespace().map(|number| number.parse::<f64>().unwrap_or(0.0));
+    Ok((numbers.next().unwrap_or(0.0), numbers.next().unwrap_or(0.0)))
+}
+
+fn cpus() -> f64 {
+    std::thread::available_parallelism().map_or(1.0, |n| n.get() as f64)
+}
+
+fn return_files(dir: &Path, prefix: &str, port: &Mutex<File>) -> io::Result<()> {
+    let mut entries = fs::read_dir(dir)?.collect::<io::Result<Vec<_>>>()?;
+    entries.sort_by_key(fs::DirEntry::file_name);
+    for entry in entries {
+        let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
+        let kind = entry.file_type()?;
+        if kind.is_dir() {
+            return_files(&entry.path(), &format!("{name}/"), port)?;
+        } else if kind.is_file() {
+            let mut file = File::open(entry.path())?;
+            let mut part = vec![0; 64 << 10];
+            // An empty file is one empty part.
+            loop {
+                let n = file.read(&mut part)?;
+                send(port, &Frame::File(name.clone(), part[..n].to_vec()))?;
+                if n == 0 {
+                    break;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A shell on the console, with job control.
+fn shell(job: &Job) -> io::Result<()> {
+    let console = OpenOptions::new().read(true).write(true).open("/dev/ttyS0")?;
+    let mut command = Command::new("/bin/sh");
+    prepare(job, command.arg("-l"));
+    command.stdin(console.try_clone()?).stdout(console.try_clone()?).stderr(console);
+    // SAFETY: setsid and ioctl are async-signal-safe, and nothing else happens between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            libc::setsid();
+            match libc::ioctl(0, libc::TIOCSCTTY, 0) {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        });
+    }
+    command.spawn()?.wait()?;
+    io::stdout().flush()
+}

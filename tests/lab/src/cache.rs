@@ -1,0 +1,164 @@
+//! What was fetched or built, outside the repository: `$XDG_CACHE_HOME/vellum`, else `~/.cache/vellum`.
+//!
+//! An entry appears whole or not at all: it is made in a scratch directory beside it and renamed. Whoever makes one
+//! holds its lock, so two laboratories on one machine do not make it twice, and what a killed one left is swept away
+//! by the next.
+
+use std::ffi::CString;
+use std::fs::{self, File};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use crate::{Error, Result};
+
+/// The cache's root.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    root: PathBuf,
+}
+
+/// A held lock; released when dropped or when the process ends, however it ends.
+#[derive(Debug)]
+pub struct Lock(#[allow(dead_code, reason = "held for its lifetime")] File);
+
+impl Cache {
+    /// The user's cache, created if need be.
+    pub fn open() -> Result<Self> {
+        let base = match (std::env::var_os("XDG_CACHE_HOME"), std::env::var_os("HOME")) {
+            (Some(dir), _) if !dir.is_empty() => PathBuf::from(dir),
+            (_, Some(home)) => PathBuf::from(home).join(".cache"),
+            _ => return Err(Error::Usage("neither XDG_CACHE_HOME nor HOME is set: set one".into())),
+        };
+        Self::at(base.join("vellum"))
+    }
+
+    /// A cache at `root`.
+    pub fn at(root: PathBuf) -> Result<Self> {
+        fs::create_dir_all(&root).map_err(Error::file("create", &root))?;
+        Ok(Self { root })
+    }
+
+    /// Where `name` is or would be.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.root.join(name)
+    }
+
+    /// A directory that lives on and is not an entry: it may be half done at any time, and says so itself.
+    pub fn dir(&self, name: &str) -> Result<PathBuf> {
+        let dir = self.path(name);
+        fs::create_dir_all(&dir).map_err(Error::file("create", &dir))?;
+        Ok(dir)
+    }
+
+    /// Waits for the lock called `name`.
+    pub fn lock(&self, name: &str) -> Result<Lock> {
+        let path = self.dir("locks")?.join(name.replace('/', ","));
+        let file = File::create(&path).map_err(Error::file("create", &path))?;
+        if file.try_lock().is_err() {
+            eprintln!("lab: another laboratory works on {name}; waiting for it");
+            file.lock().map_err(Error::file("lock", &path))?;
+        }
+        Ok(Lock(file))
+    }
+
+    /// The entry called `name`: as it is, or made by `make` in an empty directory.
+    pub fn entry(&self, name: &str, make: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+        let path = self.path(name);
+        if path.exists() {
+            return Ok(path);
+        }
+        let _lock = self.lock(name)?;
+        if path.exists() {
+            return Ok(path);
+        }
+        let scratch = self.dir("scratch")?.join(name.replace('/', ","));
+        match fs::remove_dir_all(&scratch) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(Error::file("remove", &scratch)(error));
+            }
+            _ => (),
+        }
+        fs::create_dir_all(&scratch).map_err(Error::file("create", &scratch))?;
+        let made = make(&scratch);
+        if let Err(error) = made {
+            // What is half made helps nobody; if it cannot be removed now, the next one will try again.
+            let _ = fs::remove_dir_all(&scratch);
+            return Err(error);
+        }
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent).map_err(Error::file("create", parent))?;
+        }
+        fs::rename(&scratch, &path).map_err(Error::file("move into place", &path))?;
+        Ok(path)
+    }
+
+    /// Refuses to begin what the disk cannot hold.
+    pub fn need_mib(&self, need_mib: u64) -> Result<()> {
+        let path = CString::new(self.root.as_os_str().as_bytes()).expect("paths hold no NUL");
+        // SAFETY: statvfs is plain data, for which all zeroes is a value.
+        let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
+        // SAFETY: `path` is NUL-terminated and `stat` is writable; both outlive the call.
+        if unsafe { libc::statvfs(path.as_ptr(), &mut stat) } != 0 {
+            return Err(Error::file("examine", &self.root)(std::io::Error::last_os_error()));
+        }
+        let free_mib = (stat.f_bavail * stat.f_frsize) >> 20;
+        if free_mib < need_mib {
+            return Err(Error::DiskFull { path: self.root.clone(), free_mib, need_mib });
+        }
+        Ok(())
+    }
+}
+
+/// A short name for content: FNV-1a, 64 bits. Collisions would need an adversary, and this is a cache of our own.
+pub fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
+    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    let mut eat = |byte: u8| hash = (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+    for part in parts {
+        part.iter().for_each(|&byte| eat(byte));
+        // The lengths are content too: ["ab", "c"] is not ["a", "bc"].
+        part.len().to_le_bytes().into_iter().for_each(&mut eat);
+    }
+    format!("{hash:016x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn temporary(name: &str) -> Cache {
+        let dir = std::env::temp_dir().join(format!("vellum-lab-{name}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&dir);
+        Cache::at(dir).unwrap()
+    }
+
+    #[test]
+    fn an_entry_is_made_once_and_whole() {
+        let cache = temporary("entry");
+        let failed = cache.entry("a/b", |dir| {
+            fs::write(dir.join("half"), "x").unwrap();
+            Err(Error::Usage("planted".into()))
+        });
+        assert!(failed.is_err() && !cache.path("a/b").exists());
+        let made = cache.entry("a/b", |dir| {
+            assert!(!dir.join("half").exists(), "left over from the failure");
+            fs::write(dir.join("whole"), "y").map_err(Error::file("write", dir))
+        });
+        assert!(made.unwrap().join("whole").exists());
+        cache.entry("a/b", |_| panic!("made twice")).unwrap();
+        fs::remove_dir_all(cache.path("")).unwrap();
+    }
+
+    #[test]
+    fn a_full_disk_is_named_before_the_work_begins() {
+        let cache = temporary("disk");
+        cache.need_mib(0).unwrap();
+        let error = cache.need_mib(u64::MAX).unwrap_err().to_string();
+        assert!(error.contains("MiB free") && error.contains("XDG_CACHE_HOME"), "{error}");
+        fs::remove_dir_all(cache.path("")).unwrap();
+    }
+
+    #[test]
+    fn digests_tell_boundaries_apart() {
+        assert_ne!(digest([&b"ab"[..], b"c"]), digest([&b"a"[..], b"bc"]));
+    }
+}

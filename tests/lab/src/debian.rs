@@ -1,0 +1,279 @@
+//! Debian's packages, fetched by name and unpacked into the cache; never installed.
+//!
+//! apt does the work, with a state directory of our own: another suite than this machine's can be read without a trace
+//! in its lists, and without root. The mirror is the one that this machine already uses. What a metapackage resolved to
+//! is recorded, so that a bed stays the same from day to day until `cargo lab update`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+
+use crate::cache::Cache;
+use crate::{Error, Result, tool};
+
+/// Lists older than this are fetched again before they are asked; where there is no network they serve all the same.
+const FRESH: Duration = Duration::from_secs(24 * 3600);
+
+/// A package at a version.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Package {
+    /// Its name.
+    pub name: String,
+    /// Its version, exactly.
+    pub version: String,
+}
+
+/// Some suites of Debian, seen through apt.
+pub struct Archive {
+    state: PathBuf,
+    suites: &'static [&'static str],
+}
+
+impl Archive {
+    /// `suites` are read together; the newest version among them wins.
+    pub fn open(cache: &Cache, suites: &'static [&'static str]) -> Result<Self> {
+        tool::need("apt-get")?;
+        let state = cache.dir(&format!("apt/{}", suites.join("+")))?;
+        let _lock = cache.lock("apt")?;
+        for part in ["lists/partial", "cache/archives/partial"] {
+            fs::create_dir_all(state.join(part)).map_err(Error::file("create", state.join(part)))?;
+        }
+        let this = Self { state, suites };
+        this.refresh()?;
+        Ok(this)
+    }
+
+    /// The version that `name` has now.
+    pub fn resolve(&self, name: &str) -> Result<Package> {
+        let fields = self.show(name)?;
+        let version = field(&fields, "Version").ok_or_else(|| {
+            Error::Package(format!("apt shows no version of {name} in {}", self.suites.join(", ")))
+        })?;
+        Ok(Package { name: name.to_owned(), version: version.to_owned() })
+    }
+
+    /// The package that the metapackage `name` stands for: its dependency that begins with `prefix`.
+    pub fn resolve_meta(&self, name: &str, prefix: &str) -> Result<Package> {
+        let fields = self.show(name)?;
+        let depends = field(&fields, "Depends").unwrap_or_default();
+        let target = depends
+            .split([',', '|'])
+            .filter_map(|dependency| dependency.split_whitespace().next())
+            .find(|dependency| dependency.starts_with(prefix))
+            .ok_or_else(|| Error::Package(format!("{name} depends on no {prefix}…: it says {depends:?}")))?;
+        self.resolve(target)
+    }
+
+    /// Fetches `package` into `dir`.
+    pub fn download(&self, package: &Package, dir: &Path) -> Result<PathBuf> {
+        let what = format!("{}={}", package.name, package.version);
+        eprintln!("lab: fetching {what}");
+        tool::output(self.apt("apt-get").args(["-q", "download", &what]).current_dir(dir)).map_err(|error| {
+            let offered = self.offered(&package.name);
+            Error::Package(format!(
+                "{what} cannot be fetched: {error}\nThe archive offers {offered}. Without a network try again later: what \
+                 is cached stays; where the version has moved, run `cargo lab update`"
+            ))
+        })?;
+        let entries = fs::read_dir(dir).map_err(Error::file("read", dir))?;
+        entries
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .find(|path| path.extension().is_some_and(|extension| extension == "deb"))
+            .ok_or_else(|| {
+                Error::Package(format!("apt-get download {what} left no .deb in {}", dir.display()))
+            })
+    }
+
+    /// Every version of `name` in these suites, for error messages.
+    pub fn offered(&self, name: &str) -> String {
+        let listing = tool::text(self.apt("apt-cache").args(["madison", name])).unwrap_or_default();
+        let versions: Vec<&str> =
+            listing.lines().filter_map(|l| l.split('|').nth(1)).map(str::trim).collect();
+        if versions.is_empty() { "no version of it".into() } else { versions.join(", ") }
+    }
+
+    fn show(&self, name: &str) -> Result<String> {
+        tool::text(self.apt("apt-cache").args(["show", "--no-all-versions", name])).map_err(|_| {
+            Error::Package(format!(
+                "{} of Debian has no package {name}: it may have been replaced by a newer one; see `cargo lab help`",
+                self.suites.join(", ")
+            ))
+        })
+    }
+
+    fn refresh(&self) -> Result<()> {
+        let stamp = self.state.join("updated");
+        let age = fs::metadata(&stamp).and_then(|meta| meta.modified()).ok().and_then(|at| {
+            // A clock that was set back makes the age unknown, which is old enough.
+            SystemTime::now().duration_since(at).ok()
+        });
+        if age.is_some_and(|age| age < FRESH) {
+            return Ok(());
+        }
+        let list = self.state.join("sources.list");
+        fs::write(&list, sources(&Mirror::discover()?, self.suites)).map_err(Error::file("write", &list))?;
+        eprintln!("lab: reading Debian's lists of {}", self.suites.join(", "));
+        // An apt that reached no server says so on its error stream and exits with 0, unless told otherwise.
+        let update = ["-q", "-o", "APT::Update::Error-Mode=any", "update"];
+        match tool::output(self.apt("apt-get").args(update)) {
+            Ok(_) => fs::write(&stamp, "").map_err(Error::file("write", &stamp)),
+            Err(error) if age.is_some() => {
+                eprintln!("lab: the lists of {} stay as they were: {error}", self.suites.join(", "));
+                Ok(())
+            }
+            Err(error) => Err(Error::Package(format!(
+                "Debian's lists cannot be fetched: {error}\nCheck the network and the mirror in /etc/apt, or name one with \
+                 VELLUM_DEBIAN_MIRROR; what is cached already can be used without"
+            ))),
+        }
+    }
+
+    fn apt(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        let state = self.state.display();
+        for option in [
+            format!("Dir::Etc::sourcelist={state}/sources.list"),
+            "Dir::Etc::sourceparts=/dev/null".into(),
+            format!("Dir::State::Lists={state}/lists"),
+            format!("Dir::Cache={state}/cache"),
+            // The cache may be where apt's own user cannot write.
+            format!("APT::Sandbox::User={}", std::env::var("USER").unwrap_or_else(|_| "root".into())),
+            "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false".into(),
+            "Acquire::Languages=none".into(),
+            // An old suite's Release file has expired by design.
+            "Acquire::Check-Valid-Until=false".into(),
+            "Acquire::Retries=2".into(),
+        ] {
+            command.args(["-o", &option]);
+        }
+        command.env("LC_ALL", "C.UTF-8");
+        command
+    }
+}
+
+/// Unpacks a package's files.
+pub fn unpack(deb: &Path, to: &Path) -> Result<()> {
+    tool::output(Command::new("dpkg-deb").arg("-x").args([deb, to])).map(drop)
+}
+
+/// What `name` was resolved to: as recorded, else by asking `resolve`.
+pub fn recorded(cache: &Cache, name: &str, resolve: impl FnOnce() -> Result<Package>) -> Result<Package> {
+    let record = cache.dir("resolved")?.join(format!("{name}.json"));
+    if let Some(package) = fs::read(&record).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()) {
+        return Ok(package);
+    }
+    let package = resolve()?;
+    let json = serde_json::to_vec(&package).expect("a package is plain data");
+    fs::write(&record, json).map_err(Error::file("write", &record))?;
+    Ok(package)
+}
+
+/// Forgets what was resolved and how fresh the lists are: the next use asks Debian again.
+pub fn forget(cache: &Cache) -> Result<()> {
+    for name in ["resolved", "apt"] {
+        let path = cache.path(name);
+        if path.exists() {
+            fs::remove_dir_all(&path).map_err(Error::file("remove", &path))?;
+        }
+    }
+    Ok(())
+}
+
+/// Where Debian's archives are.
+#[derive(Debug, PartialEq)]
+struct Mirror {
+    main: String,
+    security: String,
+}
+
+impl Mirror {
+    /// The mirror in this machine's own sources, or the one named by `VELLUM_DEBIAN_MIRROR`.
+    fn discover() -> Result<Self> {
+        if let Ok(main) = std::env::var("VELLUM_DEBIAN_MIRROR") {
+            return Ok(Self::beside(main.trim_end_matches('/')));
+        }
+        let release = fs::read_to_string("/etc/os-release").unwrap_or_default();
+        let value = |key: &str| {
+            let line = release.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+            line.map(|value| value.trim_matches('"').to_owned())
+        };
+        let uris = tool::text(Command::new("apt-get").args(["update", "--print-uris"])).unwrap_or_default();
+        match (value("ID").as_deref(), value("VERSION_CODENAME")) {
+            (Some("debian"), Some(codename)) => Self::among(&uris, &codename),
+            _ => None,
+        }
+        .ok_or_else(|| {
+            Error::Package(
+                "no Debian mirror in this machine's apt sources: name one with VELLUM_DEBIAN_MIRROR (its address ends in \
+                 /debian), and install debian-archive-keyring"
+                    .into(),
+            )
+        })
+    }
+
+    /// Picks from what `apt-get update --print-uris` says.
+    fn among(uris: &str, codename: &str) -> Option<Self> {
+        let base = |suite: &str| {
+            let end = format!("/dists/{suite}/InRelease'");
+            uris.lines().find_map(|line| {
+                let quoted = line.split_whitespace().next()?;
+                Some(quoted.strip_prefix('\'')?.strip_suffix(&end)?.to_owned())
+            })
+        };
+        let mut mirror = Self::beside(&base(codename)?);
+        if let Some(security) = base(&format!("{codename}-security")) {
+            mirror.security = security;
+        }
+        Some(mirror)
+    }
+
+    /// The security archive stands beside the main one, by convention.
+    fn beside(main: &str) -> Self {
+        Self { main: main.to_owned(), security: format!("{main}-security") }
+    }
+}
+
+fn sources(mirror: &Mirror, suites: &[&str]) -> String {
+    let keyring = "/usr/share/keyrings/debian-archive-keyring.gpg";
+    let line = |suite: &&str| {
+        let base = if suite.ends_with("-security") { &mirror.security } else { &mirror.main };
+        format!("deb [signed-by={keyring}] {base} {suite} main\n")
+    };
+    suites.iter().map(line).collect()
+}
+
+fn field<'a>(stanza: &'a str, name: &str) -> Option<&'a str> {
+    stanza.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mirror_is_the_one_this_machine_uses() {
+        let uris = "'http://m.example/deb/dists/trixie/InRelease' a 0 \n\
+                    'http://m.example/deb/dists/trixie-updates/InRelease' b 0 \n\
+                    'http://s.example/sec/dists/trixie-security/InRelease' c 0 \n\
+                    'http://m.example/deb/dists/trixie/main/binary-amd64/Packages.xz' d 0 \n";
+        let mirror = Mirror::among(uris, "trixie").unwrap();
+        assert_eq!(
+            mirror,
+            Mirror { main: "http://m.example/deb".into(), security: "http://s.example/sec".into() }
+        );
+        assert_eq!(Mirror::among(uris, "bookworm"), None);
+        let list = sources(&mirror, &["sid", "bookworm-security"]);
+        assert!(list.contains("] http://m.example/deb sid main\n"), "{list}");
+        assert!(list.contains("] http://s.example/sec bookworm-security main\n"), "{list}");
+    }
+
+    #[test]
+    fn fields_are_found_by_their_whole_name() {
+        let stanza = "Package: x\nInstalled-Version: 9\nVersion: 1.2-3\nDepends: a (= 1), b | c\n";
+        assert_eq!(field(stanza, "Version"), Some("1.2-3"));
+        assert_eq!(field(stanza, "Source"), None);
+    }
+}

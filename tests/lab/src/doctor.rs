@@ -1,0 +1,83 @@
+//! Which beds this machine has, and the one line that gets the others.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use crate::tool;
+
+/// A bed and what it takes.
+pub struct BedTools {
+    /// Its name.
+    pub bed: &'static str,
+    /// What it is for.
+    pub purpose: &'static str,
+    /// The programs it calls.
+    pub programs: &'static [&'static str],
+}
+
+/// What each piece of the laboratory calls.
+pub const BEDS: [BedTools; 2] = [
+    BedTools {
+        bed: "svm",
+        purpose: "emulated AMD host: Linux guests, NPT and shadow paging",
+        programs: &["qemu-system-x86_64", "busybox", "xz", "apt-get", "dpkg-deb"],
+    },
+    BedTools {
+        bed: "kernels",
+        purpose: "building host kernels for it, pristine and patched",
+        programs: &["make", "gcc", "flex", "bison", "bc", "perl", "patch", "tar", "xz"],
+    },
+];
+
+/// The packages that `programs` lack on this machine.
+pub fn missing<'a>(programs: &[&'a str]) -> BTreeSet<&'a str>
+where
+    'static: 'a,
+{
+    programs
+        .iter()
+        .filter(|program| tool::find(program).is_none())
+        .map(|program| tool::package_of(program))
+        .collect()
+}
+
+/// Whether this process may use /dev/kvm; the reason and the remedy where it may not.
+pub fn kvm() -> std::result::Result<(), String> {
+    let path = Path::new("/dev/kvm");
+    match std::fs::OpenOptions::new().read(true).write(true).open(path) {
+        Ok(_) => Ok(()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Err(
+            "this machine has no /dev/kvm: load KVM's module, or use an emulated host: cargo lab test svm"
+                .into(),
+        ),
+        Err(error) => Err(format!("/dev/kvm: {error}; `vellum doctor` says what to do")),
+    }
+}
+
+/// Prints a line a bed; the exit code is 1 where something is missing.
+pub fn print() -> u8 {
+    let mut wanted = BTreeSet::new();
+    match kvm() {
+        Ok(()) => println!("metal    yes  this machine's own KVM"),
+        Err(why) => println!("metal    no   {why}"),
+    }
+    for BedTools { bed, purpose, programs } in &BEDS {
+        let missing = missing(programs);
+        let verdict = if missing.is_empty() { "yes" } else { "no " };
+        println!("{bed:8} {verdict}  {purpose}");
+        wanted.extend(missing);
+    }
+    match install_line(&wanted) {
+        None => 0,
+        Some(line) => {
+            println!("\nTo get what is missing: {line}");
+            1
+        }
+    }
+}
+
+/// The one line that installs `packages`; `None` where there is nothing to install.
+pub fn install_line(packages: &BTreeSet<&str>) -> Option<String> {
+    let names: Vec<&str> = packages.iter().copied().collect();
+    (!names.is_empty()).then(|| format!("apt-get install --no-install-recommends {}", names.join(" ")))
+}

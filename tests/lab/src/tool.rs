@@ -1,0 +1,161 @@
+//! Running other programs: a missing one is named with the package that has it, a failing one with its last words.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::{Error, Result};
+
+/// Debian's package for each program the laboratory calls.
+const PACKAGES: [(&str, &str); 19] = [
+    ("qemu-system-x86_64", "qemu-system-x86"),
+    ("busybox", "busybox-static"),
+    ("xz", "xz-utils"),
+    ("tar", "tar"),
+    ("make", "build-essential"),
+    ("gcc", "build-essential"),
+    ("patch", "patch"),
+    ("perl", "perl"),
+    ("flex", "flex"),
+    ("bison", "bison"),
+    ("bc", "bc"),
+    ("apt-get", "apt"),
+    ("apt-cache", "apt"),
+    ("dpkg-deb", "dpkg"),
+    ("git", "git"),
+    ("bochs", "bochs"),
+    ("syslinux", "syslinux"),
+    ("mcopy", "mtools"),
+    ("mkfs.fat", "dosfstools"),
+];
+
+/// The package that has `program`.
+pub fn package_of(program: &str) -> &str {
+    PACKAGES.iter().find(|(name, _)| *name == program).map_or(program, |(_, package)| package)
+}
+
+/// Where `program` is on the PATH.
+pub fn find(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    // Debian keeps some of these in sbin, which a user's PATH may lack.
+    let system = ["/usr/sbin", "/sbin"].map(PathBuf::from);
+    std::env::split_paths(&path).chain(system).map(|dir| dir.join(program)).find(|file| file.is_file())
+}
+
+/// As [`find`], with an error that says how to get it.
+pub fn need(program: &str) -> Result<PathBuf> {
+    find(program).ok_or_else(|| missing(program))
+}
+
+fn missing(program: &str) -> Error {
+    Error::Missing { program: program.to_owned(), package: package_of(program).to_owned() }
+}
+
+/// The command as a person would type it.
+pub fn line(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
+}
+
+/// Runs to the end and gives what it printed; both streams are quoted if it fails.
+pub fn output(command: &mut Command) -> Result<Vec<u8>> {
+    let out = command.stdin(Stdio::null()).output().map_err(|error| cannot_start(command, error))?;
+    if out.status.success() {
+        return Ok(out.stdout);
+    }
+    let said = [out.stdout, out.stderr].concat();
+    Err(failed(command, out.status.to_string(), &String::from_utf8_lossy(&said)))
+}
+
+/// As [`output`], as text.
+pub fn text(command: &mut Command) -> Result<String> {
+    Ok(String::from_utf8_lossy(&output(command)?).into_owned())
+}
+
+/// Runs to the end and hands every line of either stream to `each`, as it comes.
+pub fn lines(command: &mut Command, mut each: impl FnMut(&str)) -> Result<()> {
+    let (reader, writer) = std::io::pipe().map_err(Error::file("create a pipe for", "a child process"))?;
+    let twin = writer.try_clone().map_err(Error::file("create a pipe for", "a child process"))?;
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(writer)
+        .stderr(twin)
+        .spawn()
+        .map_err(|error| cannot_start(command, error))?;
+    // The command still holds the writing ends; the reader would wait for them for ever.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut last = Tail::default();
+    for row in BufReader::new(reader).split(b'\n') {
+        let row = row.map_err(Error::file("read the output of", line(command)))?;
+        let row = String::from_utf8_lossy(&row);
+        each(&row);
+        last.push(&row);
+    }
+    let status = child.wait().map_err(Error::file("wait for", line(command)))?;
+    if status.success() { Ok(()) } else { Err(failed(command, status.to_string(), &last.text())) }
+}
+
+fn cannot_start(command: &Command, error: std::io::Error) -> Error {
+    let program = command.get_program().to_string_lossy().into_owned();
+    match error.kind() {
+        std::io::ErrorKind::NotFound => missing(&program),
+        _ => Error::File { doing: "start", path: program.into(), source: error },
+    }
+}
+
+fn failed(command: &Command, status: String, said: &str) -> Error {
+    let mut last = Tail::default();
+    said.lines().for_each(|row| last.push(row));
+    Error::Failed { line: line(command), status, output: last.text() }
+}
+
+/// The last lines of a log.
+#[derive(Default)]
+pub struct Tail(std::collections::VecDeque<String>);
+
+impl Tail {
+    /// A kernel's oops and what led to it.
+    const LINES: usize = 60;
+
+    /// Adds one, forgetting the oldest.
+    pub fn push(&mut self, line: &str) {
+        if self.0.len() == Self::LINES {
+            self.0.pop_front();
+        }
+        self.0.push_back(line.trim_end().to_owned());
+    }
+
+    /// What is left, one per line.
+    pub fn text(&self) -> String {
+        self.0.iter().map(String::as_str).collect::<Vec<_>>().join("\n")
+    }
+
+    /// The last lines of a file; empty where it cannot be read.
+    pub fn of_file(path: &Path) -> String {
+        let mut tail = Self::default();
+        let bytes = std::fs::read(path).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).lines().for_each(|line| tail.push(line));
+        tail.text()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_program_names_its_package() {
+        let error = need("qemu-system-x86_64-which-is-not-there").unwrap_err();
+        assert!(error.to_string().contains("apt-get install"), "{error}");
+        assert_eq!(package_of("mcopy"), "mtools");
+    }
+
+    #[test]
+    fn a_failing_program_is_quoted_with_its_last_lines() {
+        let error =
+            lines(Command::new("sh").args(["-c", "seq 100; echo why >&2; exit 3"]), |_| ()).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("why") && text.contains("100") && text.contains('3'), "{text}");
+        assert!(!text.contains("\n10\n"), "{text}");
+    }
+}
