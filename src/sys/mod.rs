@@ -6,6 +6,8 @@ pub mod affinity;
 pub mod file;
 pub mod host;
 pub mod kick;
+#[cfg(target_arch = "x86_64")]
+pub mod kvm_vcpu;
 pub mod mmap;
 pub mod tap;
 pub mod terminal;

@@ -2,5 +2,9 @@
 
 pub mod acpi;
 pub mod boot;
+pub mod cpuid;
+pub mod irqchip;
 pub mod layout;
+pub mod regs;
+pub mod state;
 pub mod workload;

@@ -1,0 +1,402 @@
+//! CPUID: what KVM can offer, less what `--cpuid` takes away, with the topology of the machine written in.
+//!
+//! Start with [`Cpuid::new`], once per machine, then [`Cpuid::for_vcpu`]. One package, one thread a core, the APIC id
+//! is the vCPU's number. Registers and bits are those of the Intel SDM vol. 2 (CPUID) and the AMD APM vol. 3,
+//! appendix E; KVM's own leaf is Documentation/virt/kvm/x86/cpuid.rst.
+
+use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
+
+/// `--cpuid`: features switched on and off, in the order given.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Choice(Vec<(bool, &'static Feature)>);
+
+/// A feature by the name under which `--cpuid` knows it.
+#[derive(Debug, PartialEq, Eq)]
+struct Feature {
+    name: &'static str,
+    leaf: u32,
+    subleaf: u32,
+    register: Register,
+    /// Bits that go together.
+    bits: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Register {
+    Eax,
+    Ebx,
+    Ecx,
+    Edx,
+}
+use Register::{Eax, Ebx, Ecx, Edx};
+
+/// Why a choice of features cannot be had.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// Neither + nor -.
+    #[error("--cpuid {0}: start each feature with + or -, as in +avx2,-pv-eoi")]
+    Sign(String),
+    /// Not in the list.
+    #[error("--cpuid {0}: there is no such feature; did you mean {1}?")]
+    Unknown(String, &'static str),
+    /// KVM does not have it.
+    #[error("--cpuid +{0}: this host's KVM does not offer it; leave it out")]
+    NotOffered(&'static str),
+    /// CPUID has no room for another leaf.
+    #[error("KVM supports more CPUID leaves than it takes")]
+    TooMany,
+}
+
+impl std::str::FromStr for Choice {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self, Error> {
+        let parse = |item: &str| {
+            let (on, name) = match item.split_at_checked(1) {
+                Some(("+", name)) => (true, name),
+                Some(("-", name)) => (false, name),
+                _ => return Err(Error::Sign(item.into())),
+            };
+            match FEATURES.iter().find(|f| f.name == name) {
+                Some(feature) => Ok((on, feature)),
+                None => Err(Error::Unknown(item.into(), nearest(name))),
+            }
+        };
+        s.split(',').map(parse).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+impl Choice {
+    /// Adds a later `--cpuid` to an earlier one.
+    pub fn append(&mut self, mut later: Self) {
+        self.0.append(&mut later.0);
+    }
+}
+
+fn nearest(name: &str) -> &'static str {
+    let close = |f: &&Feature| strsim::jaro_winkler(f.name, name);
+    FEATURES.iter().max_by(|a, b| close(a).total_cmp(&close(b))).expect("the list is not empty").name
+}
+
+/// The CPUID of a machine.
+#[derive(Clone, Debug)]
+pub struct Cpuid {
+    entries: Vec<kvm_cpuid_entry2>,
+    vcpus: u32,
+}
+
+/// Leaf 1: ECX TSC deadline and hypervisor; EDX more than one thread in the package.
+const TSC_DEADLINE: u32 = 1 << 24;
+const HYPERVISOR: u32 = 1 << 31;
+const HTT: u32 = 1 << 28;
+/// Leaf 0x8000_0001, ECX: all threads of the package are cores; leaf 0x8000_001e is there.
+const CMP_LEGACY: u32 = 1 << 1;
+const TOPOEXT: u32 = 1 << 22;
+/// KVM's feature leaf; its signature is in the leaf before.
+const KVM_FEATURES: u32 = 0x4000_0001;
+
+impl Cpuid {
+    /// What guests of a machine with `vcpus` vCPUs see: `supported` is what `KVM_GET_SUPPORTED_CPUID` says, and
+    /// `tsc_deadline` what `KVM_CAP_TSC_DEADLINE_TIMER` says, since KVM leaves that bit to whoever makes the local APIC.
+    ///
+    /// # Errors
+    /// Where `choice` switches on what KVM does not offer.
+    pub fn new(
+        supported: &[kvm_cpuid_entry2],
+        choice: &Choice,
+        vcpus: u32,
+        tsc_deadline: bool,
+    ) -> Result<Self, Error> {
+        let mut cpuid = Self { entries: supported.to_vec(), vcpus };
+        if let Some(leaf) = cpuid.leaf(1, 0) {
+            leaf.ecx = (leaf.ecx & !TSC_DEADLINE) | HYPERVISOR | if tsc_deadline { TSC_DEADLINE } else { 0 };
+        }
+        let offered = cpuid.clone();
+        for (on, feature) in &choice.0 {
+            let has = offered.register(feature).unwrap_or(0) & feature.bits;
+            match cpuid.register_mut(feature) {
+                Some(register) if !on => *register &= !feature.bits,
+                // As many of the bits as KVM has.
+                Some(register) if has != 0 => *register |= has,
+                _ if !on => {}
+                _ => return Err(Error::NotOffered(feature.name)),
+            }
+        }
+        cpuid.write_topology();
+        Ok(cpuid)
+    }
+
+    /// The table for vCPU `index`, whose APIC id is `index` too.
+    ///
+    /// # Errors
+    /// Where KVM's own limit on leaves is exceeded.
+    pub fn for_vcpu(&self, index: u32) -> Result<CpuId, Error> {
+        let mut entries = self.entries.clone();
+        for entry in &mut entries {
+            match entry.function {
+                1 => entry.ebx = (entry.ebx & 0x00ff_ffff) | index << 24,
+                0xb | 0x1f => entry.edx = index,
+                0x8000_001e => (entry.eax, entry.ebx) = (index, (entry.ebx & !0xffff) | (index & 0xff)),
+                _ => {}
+            }
+        }
+        CpuId::from_entries(&entries).map_err(|_| Error::TooMany)
+    }
+
+    fn write_topology(&mut self) {
+        let vcpus = self.vcpus;
+        // How many bits of the APIC id number the cores.
+        let bits = vcpus.next_power_of_two().trailing_zeros();
+        let largest_id = (1u32 << bits) - 1;
+        let amd = self.leaf(0, 0).is_some_and(|leaf| {
+            // "AuthenticAMD" or "HygonGenuine".
+            [0x6874_7541, 0x6f67_7948].contains(&leaf.ebx)
+        });
+        let max_leaf = self.leaf(0, 0).map_or(0, |leaf| leaf.eax);
+        let extended = self.leaf(0x8000_0001, 0).map_or(0, |leaf| leaf.ecx);
+
+        for entry in &mut self.entries {
+            match (entry.function, entry.index) {
+                (1, _) => {
+                    entry.ebx = (entry.ebx & !0x00ff_0000) | (largest_id + 1).min(255) << 16;
+                    entry.edx = (entry.edx & !HTT) | if vcpus > 1 { HTT } else { 0 };
+                }
+                // Caches: the first two levels belong to a core, the third to the package.
+                (4, _) if entry.eax & 0x1f != 0 => {
+                    let sharing = if entry.eax >> 5 & 7 < 3 { 0 } else { largest_id };
+                    entry.eax = (entry.eax & 0x3fff) | sharing.min(0xfff) << 14 | largest_id.min(0x3f) << 26;
+                }
+                (0x8000_001d, _) if entry.eax & 0x1f != 0 => {
+                    let sharing = if entry.eax >> 5 & 7 < 3 { 0 } else { vcpus - 1 };
+                    entry.eax = (entry.eax & 0x3fff) | sharing.min(0xfff) << 14;
+                }
+                (0x8000_0001, _) if amd => {
+                    entry.ecx = (entry.ecx & !CMP_LEGACY) | if vcpus > 1 { CMP_LEGACY } else { 0 };
+                }
+                // Cores less one, and how many bits of the APIC id number them.
+                (0x8000_0008, _) if amd => {
+                    entry.ecx = (entry.ecx & !0xf0ff) | (vcpus - 1).min(0xff) | bits.min(0xf) << 12;
+                }
+                // One thread a core, one node.
+                (0x8000_001e, _) => (entry.ebx, entry.ecx) = (0, 0),
+                _ => {}
+            }
+        }
+        if amd && extended & TOPOEXT == 0 {
+            self.entries.retain(|e| !matches!(e.function, 0x8000_001d | 0x8000_001e));
+        }
+        // Extended topology: threads of a core, cores of the package, and an invalid level that ends the list.
+        for function in [0xb, 0x1f].into_iter().filter(|function| *function <= max_leaf) {
+            self.entries.retain(|e| e.function != function);
+            for (index, eax, ebx, kind) in [(0, 0, 1, 1), (1, bits, vcpus, 2), (2, 0, 0, 0)] {
+                self.entries.push(kvm_cpuid_entry2 {
+                    function,
+                    index,
+                    flags: KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+                    eax,
+                    ebx,
+                    ecx: kind << 8 | index,
+                    ..Default::default()
+                });
+            }
+        }
+    }
+
+    fn leaf(&mut self, function: u32, index: u32) -> Option<&mut kvm_cpuid_entry2> {
+        self.entries.iter_mut().find(|e| e.function == function && e.index == index)
+    }
+
+    fn register_mut(&mut self, feature: &Feature) -> Option<&mut u32> {
+        let leaf = self.leaf(feature.leaf, feature.subleaf)?;
+        Some(match feature.register {
+            Eax => &mut leaf.eax,
+            Ebx => &mut leaf.ebx,
+            Ecx => &mut leaf.ecx,
+            Edx => &mut leaf.edx,
+        })
+    }
+
+    fn register(&self, feature: &Feature) -> Option<u32> {
+        self.clone().register_mut(feature).map(|r| *r)
+    }
+}
+
+const fn bit(name: &'static str, leaf: u32, subleaf: u32, register: Register, bit: u32) -> Feature {
+    Feature { name, leaf, subleaf, register, bits: 1 << bit }
+}
+const fn kvm(name: &'static str, bits: u32) -> Feature {
+    Feature { name, leaf: KVM_FEATURES, subleaf: 0, register: Eax, bits }
+}
+
+/// What `--cpuid` can name: KVM's paravirtual features first, then what is worth hiding from a guest. Names are
+/// Linux's (/proc/cpuinfo) with - for _.
+static FEATURES: &[Feature] = &[
+    kvm("pvclock", 1 | 1 << 3 | 1 << 24),
+    kvm("nop-io-delay", 1 << 1),
+    kvm("async-pf", 1 << 4 | 1 << 10 | 1 << 14),
+    kvm("steal-time", 1 << 5),
+    kvm("pv-eoi", 1 << 6),
+    kvm("pv-unhalt", 1 << 7),
+    kvm("pv-tlb-flush", 1 << 9),
+    kvm("pv-send-ipi", 1 << 11),
+    kvm("poll-control", 1 << 12),
+    kvm("pv-sched-yield", 1 << 13),
+    bit("pni", 1, 0, Ecx, 0),
+    bit("pclmulqdq", 1, 0, Ecx, 1),
+    bit("monitor", 1, 0, Ecx, 3),
+    bit("vmx", 1, 0, Ecx, 5),
+    bit("ssse3", 1, 0, Ecx, 9),
+    bit("fma", 1, 0, Ecx, 12),
+    bit("cx16", 1, 0, Ecx, 13),
+    bit("pcid", 1, 0, Ecx, 17),
+    bit("sse4-1", 1, 0, Ecx, 19),
+    bit("sse4-2", 1, 0, Ecx, 20),
+    bit("x2apic", 1, 0, Ecx, 21),
+    bit("movbe", 1, 0, Ecx, 22),
+    bit("popcnt", 1, 0, Ecx, 23),
+    bit("tsc-deadline-timer", 1, 0, Ecx, 24),
+    bit("aes", 1, 0, Ecx, 25),
+    bit("xsave", 1, 0, Ecx, 26),
+    bit("avx", 1, 0, Ecx, 28),
+    bit("f16c", 1, 0, Ecx, 29),
+    bit("rdrand", 1, 0, Ecx, 30),
+    bit("hypervisor", 1, 0, Ecx, 31),
+    bit("pse", 1, 0, Edx, 3),
+    bit("mce", 1, 0, Edx, 7),
+    bit("mtrr", 1, 0, Edx, 12),
+    bit("pge", 1, 0, Edx, 13),
+    bit("mca", 1, 0, Edx, 14),
+    bit("pat", 1, 0, Edx, 16),
+    bit("clflush", 1, 0, Edx, 19),
+    bit("fsgsbase", 7, 0, Ebx, 0),
+    bit("tsc-adjust", 7, 0, Ebx, 1),
+    bit("bmi1", 7, 0, Ebx, 3),
+    bit("hle", 7, 0, Ebx, 4),
+    bit("avx2", 7, 0, Ebx, 5),
+    bit("smep", 7, 0, Ebx, 7),
+    bit("bmi2", 7, 0, Ebx, 8),
+    bit("erms", 7, 0, Ebx, 9),
+    bit("invpcid", 7, 0, Ebx, 10),
+    bit("rtm", 7, 0, Ebx, 11),
+    bit("avx512f", 7, 0, Ebx, 16),
+    bit("rdseed", 7, 0, Ebx, 18),
+    bit("adx", 7, 0, Ebx, 19),
+    bit("smap", 7, 0, Ebx, 20),
+    bit("clflushopt", 7, 0, Ebx, 23),
+    bit("clwb", 7, 0, Ebx, 24),
+    bit("sha-ni", 7, 0, Ebx, 29),
+    bit("umip", 7, 0, Ecx, 2),
+    bit("pku", 7, 0, Ecx, 3),
+    bit("waitpkg", 7, 0, Ecx, 5),
+    bit("vaes", 7, 0, Ecx, 9),
+    bit("la57", 7, 0, Ecx, 16),
+    bit("rdpid", 7, 0, Ecx, 22),
+    bit("fsrm", 7, 0, Edx, 4),
+    bit("arch-capabilities", 7, 0, Edx, 29),
+    bit("arat", 6, 0, Eax, 2),
+    bit("xsaveopt", 0xd, 1, Eax, 0),
+    bit("xsavec", 0xd, 1, Eax, 1),
+    bit("xsaves", 0xd, 1, Eax, 3),
+    bit("lahf-lm", 0x8000_0001, 0, Ecx, 0),
+    bit("svm", 0x8000_0001, 0, Ecx, 2),
+    bit("abm", 0x8000_0001, 0, Ecx, 5),
+    bit("sse4a", 0x8000_0001, 0, Ecx, 6),
+    bit("3dnowprefetch", 0x8000_0001, 0, Ecx, 8),
+    bit("topoext", 0x8000_0001, 0, Ecx, 22),
+    bit("perfctr-core", 0x8000_0001, 0, Ecx, 23),
+    bit("syscall", 0x8000_0001, 0, Edx, 11),
+    bit("nx", 0x8000_0001, 0, Edx, 20),
+    bit("pdpe1gb", 0x8000_0001, 0, Edx, 26),
+    bit("rdtscp", 0x8000_0001, 0, Edx, 27),
+    bit("constant-tsc", 0x8000_0007, 0, Edx, 8),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(function: u32, index: u32, eax: u32, ebx: u32, ecx: u32, edx: u32) -> kvm_cpuid_entry2 {
+        kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
+    }
+
+    fn intel() -> Vec<kvm_cpuid_entry2> {
+        vec![
+            entry(0, 0, 0x1f, 0x756e_6547, 0x6c65_746e, 0x4965_6e69),
+            entry(1, 0, 0, 0, 1 << 21 | TSC_DEADLINE, 0),
+            entry(4, 0, 0x1c00_4121, 0, 0, 0),
+            entry(4, 3, 0x1c03_c163, 0, 0, 0),
+            entry(7, 0, 0, 1 << 5, 0, 0),
+            entry(KVM_FEATURES - 1, 0, KVM_FEATURES, 0x4b4d_564b, 0x564b_4d56, 0x4d),
+            entry(KVM_FEATURES, 0, 0x0100_02fb, 0, 0, 0),
+        ]
+    }
+
+    fn at(cpuid: &CpuId, function: u32, index: u32) -> kvm_cpuid_entry2 {
+        *cpuid.as_slice().iter().find(|e| e.function == function && e.index == index).unwrap()
+    }
+
+    #[test]
+    fn topology_counts_vcpus_and_names_each() {
+        let cpuid = Cpuid::new(&intel(), &Choice::default(), 3, true).unwrap().for_vcpu(2).unwrap();
+        let one = at(&cpuid, 1, 0);
+        assert_eq!((one.ebx, one.edx & HTT), (2 << 24 | 4 << 16, HTT));
+        let cores = at(&cpuid, 0xb, 1);
+        assert_eq!((cores.eax, cores.ebx, cores.ecx, cores.edx), (2, 3, 0x201, 2));
+        assert_eq!(at(&cpuid, 0x1f, 0).ecx, 0x100);
+        // The first-level cache is a core's own, the third is shared by all; four core numbers in the package.
+        assert_eq!(
+            (at(&cpuid, 4, 0).eax, at(&cpuid, 4, 3).eax),
+            (3 << 26 | 0x121, 3 << 26 | 3 << 14 | 0x163)
+        );
+        let alone = Cpuid::new(&intel(), &Choice::default(), 1, true).unwrap().for_vcpu(0).unwrap();
+        assert_eq!((at(&alone, 1, 0).edx & HTT, at(&alone, 0xb, 1).eax), (0, 0));
+    }
+
+    #[test]
+    fn amd_topology_uses_its_own_leaves() {
+        let amd = vec![
+            entry(0, 0, 0xd, 0x6874_7541, 0, 0),
+            entry(0x8000_0001, 0, 0, 0, TOPOEXT, 0),
+            entry(0x8000_0008, 0, 0x3030, 0, 0xffff, 0),
+            entry(0x8000_001e, 0, 9, 9, 9, 0),
+        ];
+        let cpuid = Cpuid::new(&amd, &Choice::default(), 8, true).unwrap().for_vcpu(5).unwrap();
+        assert_eq!(at(&cpuid, 0x8000_0001, 0).ecx, TOPOEXT | CMP_LEGACY);
+        assert_eq!(at(&cpuid, 0x8000_0008, 0).ecx, 0x0f00 | 3 << 12 | 7);
+        let this = at(&cpuid, 0x8000_001e, 0);
+        assert_eq!((this.eax, this.ebx, this.ecx), (5, 5, 0));
+        assert!(!cpuid.as_slice().iter().any(|e| e.function == 0x1f));
+    }
+
+    #[test]
+    fn the_deadline_timer_is_the_capability_not_what_kvm_lists() {
+        let ecx = |has| {
+            at(&Cpuid::new(&intel(), &Choice::default(), 1, has).unwrap().for_vcpu(0).unwrap(), 1, 0).ecx
+        };
+        assert_eq!((ecx(true) & TSC_DEADLINE, ecx(false) & TSC_DEADLINE), (TSC_DEADLINE, 0));
+        assert_eq!(ecx(false) & HYPERVISOR, HYPERVISOR);
+    }
+
+    #[test]
+    fn features_are_taken_away_and_given_back_but_not_invented() {
+        let with = |choice: &str| Cpuid::new(&intel(), &choice.parse().unwrap(), 1, true);
+        let kvm = |choice| at(&with(choice).unwrap().for_vcpu(0).unwrap(), KVM_FEATURES, 0).eax;
+        assert_eq!(kvm("-pv-eoi,-pvclock"), 0x2b2);
+        assert_eq!(kvm("-pv-eoi,+pv-eoi"), 0x0100_02fb);
+        // KVM has two of the three bits of async-pf here; those are given back, no more.
+        assert_eq!(kvm("-async-pf"), 0x0100_02eb);
+        assert_eq!(kvm("-async-pf,+async-pf"), 0x0100_02fb);
+        assert_eq!(with("+avx2").unwrap().for_vcpu(0).unwrap().as_slice().len(), 7 + 6);
+        assert_eq!(with("+avx512f").unwrap_err(), Error::NotOffered("avx512f"));
+        assert!(with("-svm").is_ok(), "what is not there can be left out");
+    }
+
+    #[test]
+    fn mistyped_names_are_told_the_nearest() {
+        let error = |s: &str| s.parse::<Choice>().unwrap_err().to_string();
+        assert!(error("-pv-eio").contains("did you mean pv-eoi?"));
+        assert!(error("-pvclok").contains("did you mean pvclock?"));
+        assert!(error("+avx2,steal-time").contains("start each feature with + or -"));
+        assert!(error("").contains("start each feature"));
+    }
+}

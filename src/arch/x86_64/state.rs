@@ -1,0 +1,223 @@
+//! A vCPU's state: what a new process needs to carry on, in the order in which KVM can take it.
+//!
+//! Saving and restoring must happen while every vCPU is out of `KVM_RUN`, after pending I/O has been completed.
+//! The order of restoring matters: CPUID has been set before (it decides which MSRs exist); SREGS brings the local
+//! APIC's base before its registers; the TSC comes before the deadline that is compared with it, and the deadline after
+//! the timer's mode; SET_REGS drops pending exceptions, so VCPU_EVENTS comes after it. Saving begins with MP_STATE,
+//! because asking for it may process a pending INIT or SIPI and so change the rest.
+
+use std::io;
+
+use kvm_bindings::{
+    KVM_CAP_XSAVE2, Msrs, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
+    kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
+};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use serde::{Deserialize, Serialize};
+
+use crate::sys::kvm_vcpu::{self, XSAVE_MAX};
+
+/// IA32_TIME_STAMP_COUNTER and IA32_TSC_DEADLINE.
+const MSR_TSC: u32 = 0x10;
+const MSR_TSC_DEADLINE: u32 = 0x6e0;
+/// More MSRs than KVM has.
+const MAX_MSRS: usize = 4096;
+
+/// What of a vCPU outlives a migration. Fields are KVM's structures, in the order of restoring.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    mp_state: kvm_mp_state,
+    tsc_khz: Option<u32>,
+    regs: kvm_regs,
+    sregs: kvm_sregs,
+    /// What SREGS2 has beyond SREGS: flags and the PDPTRs; none where the saving KVM was older than 5.14.
+    sregs2: Option<(u64, [u64; 4])>,
+    xcrs: kvm_xcrs,
+    xsave: Vec<u32>,
+    debugregs: kvm_debugregs,
+    lapic: Option<kvm_lapic_state>,
+    /// (index, value); the TSC first, its deadline last.
+    msrs: Vec<(u32, u64)>,
+    events: kvm_vcpu_events,
+}
+
+/// Why a vCPU's state cannot be saved or restored.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// An ioctl failed.
+    #[error("{call} of the vCPU's state: {source}")]
+    Ioctl {
+        /// Its name.
+        call: &'static str,
+        /// What KVM said.
+        source: io::Error,
+    },
+    /// KVM refuses an MSR's value.
+    #[error(
+        "MSR {index:#x} cannot be set to {value:#x}; is the destination's CPU or KVM older than the source's?"
+    )]
+    Msr {
+        /// Its number.
+        index: u32,
+        /// The saved value.
+        value: u64,
+    },
+    /// A state that no vCPU can have had.
+    #[error("the saved vCPU has {0}; the file is damaged or from another version")]
+    Implausible(&'static str),
+}
+
+fn call<T, E: Into<io::Error>>(call: &'static str, result: Result<T, E>) -> Result<T, Error> {
+    result.map_err(|source| Error::Ioctl { call, source: source.into() })
+}
+
+/// What of this host's KVM saving and restoring depends on; asked once per machine.
+#[derive(Clone, Debug)]
+pub struct Context {
+    /// The MSRs that KVM can save.
+    msrs: Vec<u32>,
+    /// Bytes of its XSAVE area, 0 for the old fixed size.
+    xsave: usize,
+    has_irqchip: bool,
+}
+
+impl Context {
+    /// Asks KVM. `has_irqchip`: whether vCPUs have local APICs in KVM.
+    ///
+    /// # Errors
+    /// Where the list of MSRs cannot be had.
+    pub fn new(kvm: &Kvm, vm: &VmFd, has_irqchip: bool) -> Result<Self, Error> {
+        let msrs = call("KVM_GET_MSR_INDEX_LIST", kvm.get_msr_index_list())?.as_slice().to_vec();
+        let xsave = usize::try_from(vm.check_extension_raw(KVM_CAP_XSAVE2.into())).unwrap_or(0);
+        Ok(Self { msrs, xsave, has_irqchip })
+    }
+}
+
+impl State {
+    /// Reads it from KVM.
+    ///
+    /// # Errors
+    /// Where an ioctl fails.
+    pub fn save(vcpu: &VcpuFd, context: &Context) -> Result<Self, Error> {
+        let mp_state = call("KVM_GET_MP_STATE", vcpu.get_mp_state())?;
+        Ok(Self {
+            mp_state,
+            tsc_khz: vcpu.get_tsc_khz().ok(),
+            regs: call("KVM_GET_REGS", vcpu.get_regs())?,
+            sregs: call("KVM_GET_SREGS", vcpu.get_sregs())?,
+            sregs2: kvm_vcpu::get_sregs2(vcpu).ok().map(|s| (s.flags, s.pdptrs)),
+            xcrs: call("KVM_GET_XCRS", vcpu.get_xcrs())?,
+            xsave: call("KVM_GET_XSAVE", kvm_vcpu::get_xsave(vcpu, context.xsave))?,
+            debugregs: call("KVM_GET_DEBUGREGS", vcpu.get_debug_regs())?,
+            lapic: match context.has_irqchip {
+                true => Some(call("KVM_GET_LAPIC", vcpu.get_lapic())?),
+                false => None,
+            },
+            msrs: get_msrs(vcpu, &context.msrs)?,
+            events: call("KVM_GET_VCPU_EVENTS", vcpu.get_vcpu_events())?,
+        })
+    }
+
+    /// Gives it to KVM. CPUID must have been set.
+    ///
+    /// # Errors
+    /// Where an ioctl fails, or the state is not one that `save` can have given.
+    pub fn restore(&self, vcpu: &VcpuFd, context: &Context) -> Result<(), Error> {
+        if self.xsave.len() > XSAVE_MAX / 4 {
+            return Err(Error::Implausible("a huge XSAVE area"));
+        }
+        if self.msrs.len() > MAX_MSRS {
+            return Err(Error::Implausible("thousands of MSRs"));
+        }
+        // Hosts whose TSC cannot be scaled refuse a frequency other than their own; then the guest's clock shows it.
+        if let Some(khz) = self.tsc_khz
+            && vcpu.get_tsc_khz().ok() != Some(khz)
+        {
+            call("KVM_SET_TSC_KHZ", vcpu.set_tsc_khz(khz))?;
+        }
+        call("KVM_SET_MP_STATE", vcpu.set_mp_state(self.mp_state))?;
+        call("KVM_SET_REGS", vcpu.set_regs(&self.regs))?;
+        match self.sregs2 {
+            Some(more) => call("KVM_SET_SREGS2", kvm_vcpu::set_sregs2(vcpu, &self.sregs2(more)))?,
+            None => call("KVM_SET_SREGS", vcpu.set_sregs(&self.sregs))?,
+        }
+        call("KVM_SET_XCRS", vcpu.set_xcrs(&self.xcrs))?;
+        call("KVM_SET_XSAVE", kvm_vcpu::set_xsave(vcpu, context.xsave, &self.xsave))?;
+        call("KVM_SET_DEBUGREGS", vcpu.set_debug_regs(&self.debugregs))?;
+        if let Some(lapic) = &self.lapic {
+            call("KVM_SET_LAPIC", vcpu.set_lapic(lapic))?;
+        }
+        set_msrs(vcpu, &self.msrs)?;
+        call("KVM_SET_VCPU_EVENTS", vcpu.set_vcpu_events(&self.events))
+    }
+
+    fn sregs2(&self, (flags, pdptrs): (u64, [u64; 4])) -> kvm_sregs2 {
+        let s = &self.sregs;
+        kvm_sregs2 {
+            cs: s.cs,
+            ds: s.ds,
+            es: s.es,
+            fs: s.fs,
+            gs: s.gs,
+            ss: s.ss,
+            tr: s.tr,
+            ldt: s.ldt,
+            gdt: s.gdt,
+            idt: s.idt,
+            cr0: s.cr0,
+            cr2: s.cr2,
+            cr3: s.cr3,
+            cr4: s.cr4,
+            cr8: s.cr8,
+            efer: s.efer,
+            apic_base: s.apic_base,
+            flags,
+            pdptrs,
+        }
+    }
+}
+
+/// Reads what of `indices` this vCPU has, in the order in which it can be set.
+fn get_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<(u32, u64)>, Error> {
+    let mut got = Vec::with_capacity(indices.len());
+    let mut rest = indices;
+    while !rest.is_empty() {
+        let entries: Vec<_> =
+            rest.iter().map(|index| kvm_msr_entry { index: *index, ..Default::default() }).collect();
+        let mut msrs = Msrs::from_entries(&entries).map_err(|_| Error::Implausible("too many MSRs"))?;
+        let n = call("KVM_GET_MSRS", vcpu.get_msrs(&mut msrs))?.min(rest.len());
+        got.extend(msrs.as_slice()[..n].iter().map(|e| (e.index, e.data)));
+        // KVM stops at the first that this vCPU does not have.
+        rest = rest.get(n + 1..).unwrap_or(&[]);
+    }
+    got.sort_by_key(|(index, _)| match *index {
+        MSR_TSC => 0,
+        MSR_TSC_DEADLINE => 2,
+        _ => 1,
+    });
+    Ok(got)
+}
+
+fn set_msrs(vcpu: &VcpuFd, all: &[(u32, u64)]) -> Result<(), Error> {
+    let mut rest = all;
+    while let Some(&(index, value)) = rest.first() {
+        let entries: Vec<_> =
+            rest.iter().map(|&(index, data)| kvm_msr_entry { index, data, ..Default::default() }).collect();
+        let msrs = Msrs::from_entries(&entries).map_err(|_| Error::Implausible("too many MSRs"))?;
+        let n = call("KVM_SET_MSRS", vcpu.set_msrs(&msrs))?.min(rest.len());
+        rest = &rest[n..];
+        // Some can be read but not set; that is no loss where the value is there already.
+        if let Some(&(index, value)) = rest.first() {
+            let entry = kvm_msr_entry { index, ..Default::default() };
+            let mut one = Msrs::from_entries(&[entry]).map_err(|_| Error::Implausible("too many MSRs"))?;
+            if vcpu.get_msrs(&mut one).ok() != Some(1) || one.as_slice()[0].data != value {
+                return Err(Error::Msr { index, value });
+            }
+            rest = &rest[1..];
+        } else if n == 0 {
+            return Err(Error::Msr { index, value });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,71 @@
+//! KVM's vCPU ioctls that kvm-ioctls lacks or leaves unsafe: SREGS2 (Linux 5.14) and XSAVE of any size (5.17).
+
+use std::io;
+
+use kvm_bindings::{KVMIO, kvm_sregs2};
+use kvm_ioctls::VcpuFd;
+use vmm_sys_util::ioctl::{ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ptr, ioctl_with_ref};
+use vmm_sys_util::{ioctl_ior_nr, ioctl_iow_nr};
+
+/// `struct kvm_xsave` without its flexible end.
+type Xsave = [u32; XSAVE_MIN / 4];
+/// The size that every KVM has.
+pub const XSAVE_MIN: usize = 4096;
+/// More than any host's XSAVE area: AMX's tiles make it about 11 KiB.
+pub const XSAVE_MAX: usize = 1 << 16;
+
+#[allow(missing_docs, reason = "the macros write public functions, which nobody outside sees")]
+mod request {
+    use super::*;
+    ioctl_ior_nr!(KVM_GET_XSAVE, KVMIO, 0xa4, Xsave);
+    ioctl_iow_nr!(KVM_SET_XSAVE, KVMIO, 0xa5, Xsave);
+    ioctl_ior_nr!(KVM_GET_SREGS2, KVMIO, 0xcc, kvm_sregs2);
+    ioctl_iow_nr!(KVM_SET_SREGS2, KVMIO, 0xcd, kvm_sregs2);
+    ioctl_ior_nr!(KVM_GET_XSAVE2, KVMIO, 0xcf, Xsave);
+}
+use request::*;
+
+fn done(result: i32) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// `KVM_GET_SREGS2`.
+pub fn get_sregs2(vcpu: &VcpuFd) -> io::Result<kvm_sregs2> {
+    let mut sregs = kvm_sregs2::default();
+    // SAFETY: the kernel fills one kvm_sregs2.
+    done(unsafe { ioctl_with_mut_ref(vcpu, KVM_GET_SREGS2(), &mut sregs) })?;
+    Ok(sregs)
+}
+
+/// `KVM_SET_SREGS2`.
+pub fn set_sregs2(vcpu: &VcpuFd, sregs: &kvm_sregs2) -> io::Result<()> {
+    // SAFETY: the kernel reads one kvm_sregs2.
+    done(unsafe { ioctl_with_ref(vcpu, KVM_SET_SREGS2(), sregs) })
+}
+
+/// The XSAVE area: `size` bytes, which must be what `KVM_CHECK_EXTENSION(KVM_CAP_XSAVE2)` says on the VM, or 0 where KVM
+/// does not have that capability.
+pub fn get_xsave(vcpu: &VcpuFd, size: usize) -> io::Result<Vec<u32>> {
+    let (request, size) =
+        if size > XSAVE_MIN { (KVM_GET_XSAVE2(), size) } else { (KVM_GET_XSAVE(), XSAVE_MIN) };
+    // XSAVE_MAX on top of the size asked for: KVM_GET_XSAVE2 writes as much as the guest's permitted features need, and
+    // takes no length to be checked against.
+    let mut area = vec![0u32; size.max(XSAVE_MAX).div_ceil(4)];
+    // SAFETY: the kernel writes what KVM_CAP_XSAVE2 says, or 4096 bytes; the buffer is larger than either.
+    done(unsafe { ioctl_with_mut_ptr(vcpu, request, area.as_mut_ptr()) })?;
+    area.truncate(size.div_ceil(4));
+    Ok(area)
+}
+
+/// `KVM_SET_XSAVE`: reads as many bytes as this KVM's XSAVE area has; a shorter `area` is padded with zeros, a longer one
+/// refused where what would be cut off is not zero.
+pub fn set_xsave(vcpu: &VcpuFd, size: usize, area: &[u32]) -> io::Result<()> {
+    let words = size.max(XSAVE_MIN).div_ceil(4);
+    if area.iter().skip(words).any(|word| *word != 0) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "more extended state than this host has"));
+    }
+    let mut padded = area.to_vec();
+    padded.resize(XSAVE_MAX.max(words * 4) / 4, 0);
+    // SAFETY: the kernel reads no more than KVM_CAP_XSAVE2 says; the buffer is larger.
+    done(unsafe { ioctl_with_ptr(vcpu, KVM_SET_XSAVE(), padded.as_ptr()) })
+}
