@@ -224,6 +224,17 @@ impl Report {
         }
     }
 
+    /// Adds KVM's counters as they were before and after, and one that only one of the two has as 0 in the other.
+    pub fn counters(&mut self, before: &BTreeMap<String, u64>, after: &BTreeMap<String, u64>) {
+        let names: std::collections::BTreeSet<_> = before.keys().chain(after.keys()).collect();
+        let value = |of: &BTreeMap<String, u64>, name| of.get(name).copied().unwrap_or(0);
+        self.counters.extend(names.into_iter().map(|name| Counter {
+            name: name.clone(),
+            before: value(before, name),
+            after: value(after, name),
+        }));
+    }
+
     /// Whether the host's time is one that may be compared with `other`'s: both real, or both emulated.
     pub fn same_time(&self, other: &Self) -> bool {
         self.host.emulated == other.host.emulated

@@ -7,6 +7,7 @@ pub mod file;
 pub mod host;
 pub mod kick;
 #[cfg(target_arch = "x86_64")]
+pub mod kvm;
 pub mod kvm_vcpu;
 pub mod mmap;
 pub mod tap;

@@ -2,6 +2,7 @@
 //!
 //! Start with [`Vm`]; [`memory`] maps what it is given, [`vcpu`] runs it, [`lifecycle`] says how it ends.
 
+pub mod counters;
 pub mod lifecycle;
 pub mod memory;
 pub mod vcpu;
