@@ -10,5 +10,6 @@ pub mod kick;
 pub mod kvm;
 pub mod kvm_vcpu;
 pub mod mmap;
+pub mod signal;
 pub mod tap;
 pub mod terminal;

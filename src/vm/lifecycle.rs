@@ -23,6 +23,8 @@ pub enum Exit {
     Timeout,
     /// A signal ended the run.
     Signal(i32),
+    /// The guest ended itself by the debug exit port with this status (multiboot guests only).
+    Guest(u8),
 }
 
 impl Exit {
@@ -39,6 +41,7 @@ impl Exit {
             Self::AgentCommand => 14,
             Self::Timeout => 124,
             Self::Signal(signal) => 128 + (signal & 0x7f) as u8,
+            Self::Guest(status) => status,
         }
     }
 }
@@ -50,4 +53,5 @@ Exit status:
   1 VMM or host error                     13 KVM error
   2 usage or bad input                    14 the agent's command failed
   10 reset                                124 timeout
-  11 guest panic                          128+N ended by signal N";
+  11 guest panic                          128+N ended by signal N
+A multiboot guest that ends by port 0xf4 chooses its status: (code << 1) | 1.";

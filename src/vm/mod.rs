@@ -4,6 +4,8 @@
 
 pub mod counters;
 pub mod lifecycle;
+#[cfg(target_arch = "x86_64")]
+pub mod machine;
 pub mod memory;
 pub mod vcpu;
 

@@ -77,8 +77,8 @@ impl Exits {
         "other",
     ];
 
-    fn count(&mut self, exit: &VcpuExit<'_>) {
-        let index = match exit {
+    fn index(exit: &VcpuExit<'_>) -> usize {
+        match exit {
             VcpuExit::IoOut(..) => 0,
             VcpuExit::IoIn(..) => 1,
             VcpuExit::MmioWrite(..) => 2,
@@ -93,8 +93,7 @@ impl Exits {
             VcpuExit::Intr => 11,
             VcpuExit::MemoryFault { .. } => 12,
             _ => 13,
-        };
-        self.0[index] += 1;
+        }
     }
 
     /// The reasons that occurred, with their counts.
@@ -135,6 +134,42 @@ pub struct Ended {
     pub exit: Exit,
     /// What `KVM_RUN` said, where it failed.
     pub error: Option<kvm_ioctls::Error>,
+    /// The registers and the last exits, a line each, where the guest or KVM failed.
+    pub trace: Option<String>,
+}
+
+/// The latest exits, for a failure's report: reason by its index in [`Exits::NAMES`], and address or number.
+#[derive(Default)]
+struct Recent {
+    ring: [(u8, u64); 16],
+    count: usize,
+}
+
+impl Recent {
+    fn note(&mut self, exit: &VcpuExit<'_>) -> usize {
+        let index = Exits::index(exit);
+        let number = match exit {
+            VcpuExit::IoOut(port, _) | VcpuExit::IoIn(port, _) => u64::from(*port),
+            VcpuExit::MmioWrite(address, _) | VcpuExit::MmioRead(address, _) => *address,
+            VcpuExit::IoapicEoi(vector) => u64::from(*vector),
+            VcpuExit::FailEntry(reason, _) => *reason,
+            VcpuExit::Unsupported(reason) => u64::from(*reason),
+            _ => 0,
+        };
+        self.ring[self.count % self.ring.len()] = (index as u8, number);
+        self.count += 1;
+        index
+    }
+
+    fn describe(&self, fd: &VcpuFd) -> String {
+        let kept = self.count.min(self.ring.len());
+        let mut text = format!("{}\nlast exits, newest last:", crate::arch::regs::describe(fd));
+        for i in self.count - kept..self.count {
+            let (index, number) = self.ring[i % self.ring.len()];
+            text.push_str(&format!(" {}@{number:#x}", Exits::NAMES[usize::from(index)]));
+        }
+        text
+    }
 }
 
 type Call = Box<dyn FnOnce(&mut VcpuFd) + Send>;
@@ -355,8 +390,12 @@ where
     F: FnMut(VcpuExit<'_>) -> Flow,
 {
     let mut exits = Exits::default();
+    let mut recent = Recent::default();
     let mut first = true;
-    let ended = |exit, error| Ended { exit, error };
+    let ended = |exit, error, fd: &VcpuFd, recent: &Recent| {
+        let failed = matches!(exit, Exit::Panic | Exit::TripleFault | Exit::Kvm);
+        Ended { exit, error, trace: failed.then(|| recent.describe(fd)) }
+    };
     loop {
         match shared.command.load(Ordering::SeqCst) {
             RUN => {}
@@ -368,18 +407,18 @@ where
                     let _ = fd.run();
                 }
                 if paused(shared, fd, &exits) == STOP {
-                    return ended(Exit::PowerOff, None);
+                    return ended(Exit::PowerOff, None, fd, &recent);
                 }
             }
             _ => {
                 shared.lock().exits = exits;
-                return ended(Exit::PowerOff, None);
+                return ended(Exit::PowerOff, None, fd, &recent);
             }
         }
         first = false;
         let flow = match fd.run() {
             Ok(exit) => {
-                exits.count(&exit);
+                exits.0[recent.note(&exit)] += 1;
                 on_exit(exit)
             }
             Err(error) if error.errno() == libc::EINTR || error.errno() == libc::EAGAIN => {
@@ -389,7 +428,7 @@ where
             }
             Err(error) => {
                 shared.lock().exits = exits;
-                return ended(Exit::Kvm, Some(error));
+                return ended(Exit::Kvm, Some(error), fd, &recent);
             }
         };
         match flow {
@@ -400,7 +439,7 @@ where
             }
             Flow::Stop(exit) => {
                 shared.lock().exits = exits;
-                return ended(exit, None);
+                return ended(exit, None, fd, &recent);
             }
         }
     }

@@ -89,6 +89,8 @@ pub struct Cpuid {
 const TSC_DEADLINE: u32 = 1 << 24;
 const HYPERVISOR: u32 = 1 << 31;
 const HTT: u32 = 1 << 28;
+/// Leaf 0x8000_0007, EDX.
+const INVARIANT_TSC: u32 = 1 << 8;
 /// Leaf 0x8000_0001, ECX: all threads of the package are cores; leaf 0x8000_001e is there.
 const CMP_LEGACY: u32 = 1 << 1;
 const TOPOEXT: u32 = 1 << 22;
@@ -112,6 +114,11 @@ impl Cpuid {
             leaf.ecx = (leaf.ecx & !TSC_DEADLINE) | HYPERVISOR | if tsc_deadline { TSC_DEADLINE } else { 0 };
         }
         let offered = cpuid.clone();
+        // A guest that trusts its TSC prefers it to kvm-clock, and neither survives a migration to a host with another
+        // frequency; so it takes +invtsc to have it.
+        if let Some(leaf) = cpuid.leaf(0x8000_0007, 0) {
+            leaf.edx &= !INVARIANT_TSC;
+        }
         for (on, feature) in &choice.0 {
             let has = offered.register(feature).unwrap_or(0) & feature.bits;
             match cpuid.register_mut(feature) {
@@ -308,7 +315,7 @@ static FEATURES: &[Feature] = &[
     bit("nx", 0x8000_0001, 0, Edx, 20),
     bit("pdpe1gb", 0x8000_0001, 0, Edx, 26),
     bit("rdtscp", 0x8000_0001, 0, Edx, 27),
-    bit("constant-tsc", 0x8000_0007, 0, Edx, 8),
+    bit("invtsc", 0x8000_0007, 0, Edx, 8),
 ];
 
 #[cfg(test)]
@@ -328,6 +335,7 @@ mod tests {
             entry(7, 0, 0, 1 << 5, 0, 0),
             entry(KVM_FEATURES - 1, 0, KVM_FEATURES, 0x4b4d_564b, 0x564b_4d56, 0x4d),
             entry(KVM_FEATURES, 0, 0x0100_02fb, 0, 0, 0),
+            entry(0x8000_0007, 0, 0, 0, 0, INVARIANT_TSC),
         ]
     }
 
@@ -383,10 +391,12 @@ mod tests {
         let kvm = |choice| at(&with(choice).unwrap().for_vcpu(0).unwrap(), KVM_FEATURES, 0).eax;
         assert_eq!(kvm("-pv-eoi,-pvclock"), 0x2b2);
         assert_eq!(kvm("-pv-eoi,+pv-eoi"), 0x0100_02fb);
+        let tsc = |choice| at(&with(choice).unwrap().for_vcpu(0).unwrap(), 0x8000_0007, 0).edx;
+        assert_eq!((tsc("-pv-eoi"), tsc("+invtsc")), (0, INVARIANT_TSC));
         // KVM has two of the three bits of async-pf here; those are given back, no more.
         assert_eq!(kvm("-async-pf"), 0x0100_02eb);
         assert_eq!(kvm("-async-pf,+async-pf"), 0x0100_02fb);
-        assert_eq!(with("+avx2").unwrap().for_vcpu(0).unwrap().as_slice().len(), 7 + 6);
+        assert_eq!(with("+avx2").unwrap().for_vcpu(0).unwrap().as_slice().len(), 8 + 6);
         assert_eq!(with("+avx512f").unwrap_err(), Error::NotOffered("avx512f"));
         assert!(with("-svm").is_ok(), "what is not there can be left out");
     }

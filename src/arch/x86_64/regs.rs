@@ -71,6 +71,54 @@ pub fn set_msrs(vcpu: &VcpuFd) -> Result<(), Error> {
     Ok(())
 }
 
+/// The registers as a failure's report shows them.
+pub fn describe(vcpu: &VcpuFd) -> String {
+    let (Ok(r), Ok(s)) = (vcpu.get_regs(), vcpu.get_sregs()) else {
+        return "registers: KVM does not give them".into();
+    };
+    let segment = |g: &kvm_segment| {
+        format!("{:04x} base {:x} limit {:x} dpl {} l {}", g.selector, g.base, g.limit, g.dpl, g.l)
+    };
+    format!(
+        "rip {:016x} rsp {:016x} rflags {:08x}\n\
+         rax {:016x} rbx {:016x} rcx {:016x} rdx {:016x}\n\
+         rsi {:016x} rdi {:016x} rbp {:016x} r8  {:016x}\n\
+         r9  {:016x} r10 {:016x} r11 {:016x} r12 {:016x}\n\
+         r13 {:016x} r14 {:016x} r15 {:016x}\n\
+         cr0 {:08x} cr2 {:016x} cr3 {:016x} cr4 {:08x} efer {:04x}\n\
+         cs {}\nss {}\ngdt {:x}+{:x} idt {:x}+{:x}",
+        r.rip,
+        r.rsp,
+        r.rflags,
+        r.rax,
+        r.rbx,
+        r.rcx,
+        r.rdx,
+        r.rsi,
+        r.rdi,
+        r.rbp,
+        r.r8,
+        r.r9,
+        r.r10,
+        r.r11,
+        r.r12,
+        r.r13,
+        r.r14,
+        r.r15,
+        s.cr0,
+        s.cr2,
+        s.cr3,
+        s.cr4,
+        s.efer,
+        segment(&s.cs),
+        segment(&s.ss),
+        s.gdt.base,
+        s.gdt.limit,
+        s.idt.base,
+        s.idt.limit
+    )
+}
+
 /// What `entry` means; `sregs` are the vCPU's after reset.
 fn registers(entry: &Entry, mut sregs: kvm_sregs) -> (kvm_regs, kvm_sregs) {
     let long = matches!(entry, Entry::Long { .. });

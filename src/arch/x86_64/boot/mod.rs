@@ -28,6 +28,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, ReadVolatile};
 
 pub use fuzz::fuzz_load;
 pub use memory_map::{Kind, MapEntry, memory_map};
+pub use multiboot::LOADER_MAGIC as MULTIBOOT_MAGIC;
 
 /// Where the GDT that every protocol's segments refer to is written.
 pub const GDT: u64 = 0x500;

@@ -11,7 +11,7 @@ use super::{
 const SEARCH: u64 = 8192;
 const HEADER_MAGIC: u32 = 0x1bad_b002;
 /// What EAX holds at the entry (3.2).
-const LOADER_MAGIC: u32 = 0x2bad_b002;
+pub const LOADER_MAGIC: u32 = 0x2bad_b002;
 /// Header flags (3.1.2): what a loader must understand, of which pages (always) and memory (always) are.
 const MUST_UNDERSTAND: u32 = 0xffff;
 const PAGE_ALIGN: u32 = 1;

@@ -1,0 +1,70 @@
+//! Signals as events (signalfd(2)): blocked everywhere, read by the event loop.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+
+/// The signals by which a user ends a program.
+pub const ENDING: [i32; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
+
+/// A descriptor that is readable when one of its signals has arrived.
+#[derive(Debug)]
+pub struct SignalFd(File);
+
+impl SignalFd {
+    /// Blocks `signals` in this thread and all that it will start, and returns where to read them. A signal that was
+    /// ignored (nohup) stays so.
+    pub fn new(signals: &[i32]) -> io::Result<Self> {
+        let mut set = MaybeUninit::<libc::sigset_t>::uninit();
+        // SAFETY: sigemptyset initialises `set` before anything else looks at it; the other calls take valid pointers.
+        let fd = unsafe {
+            libc::sigemptyset(set.as_mut_ptr());
+            for signal in signals {
+                let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+                libc::sigaction(*signal, std::ptr::null(), action.as_mut_ptr());
+                if action.assume_init().sa_sigaction != libc::SIG_IGN {
+                    libc::sigaddset(set.as_mut_ptr(), *signal);
+                }
+            }
+            let error = libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut());
+            if error != 0 {
+                return Err(io::Error::from_raw_os_error(error));
+            }
+            libc::signalfd(-1, set.as_ptr(), libc::SFD_CLOEXEC | libc::SFD_NONBLOCK)
+        };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: signalfd has just opened it, and nobody else owns it.
+        Ok(Self(unsafe { File::from_raw_fd(fd) }))
+    }
+
+    /// The next signal that has arrived.
+    pub fn read(&mut self) -> Option<i32> {
+        let mut info = [0; size_of::<libc::signalfd_siginfo>()];
+        // ssi_signo comes first.
+        self.0.read_exact(&mut info).ok()?;
+        Some(i32::from_ne_bytes([info[0], info[1], info[2], info[3]]))
+    }
+}
+
+impl AsRawFd for SignalFd {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_blocked_signal_is_read() {
+        let mut signals = SignalFd::new(&[libc::SIGUSR1]).unwrap();
+        assert_eq!(signals.read(), None);
+        // SAFETY: pthread_self cannot fail, and the signal is blocked in this thread.
+        unsafe { libc::pthread_kill(libc::pthread_self(), libc::SIGUSR1) };
+        assert_eq!(signals.read(), Some(libc::SIGUSR1));
+    }
+}

@@ -1,0 +1,423 @@
+//! A machine with devices: a kernel, a PC around it, and the loop that watches over both.
+//!
+//! [`Machine::build`] makes it with its vCPUs paused at the kernel's entry; [`Machine::run`] lets it go and returns how
+//! it ended. Which device lies where is decided here and nowhere else; what a device does is its own file's.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use event_manager::{EventManager, EventOps, Events, MutEventSubscriber, SubscriberOps};
+use kvm_bindings::{
+    KVM_CAP_TSC_DEADLINE_TIMER, KVM_MAX_CPUID_ENTRIES, KVM_SYSTEM_EVENT_CRASH, KVM_SYSTEM_EVENT_RESET,
+    KVM_SYSTEM_EVENT_SHUTDOWN,
+};
+use kvm_ioctls::{Kvm, VcpuExit};
+use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::lifecycle::Exit;
+use super::memory::{Memory, MemoryConfig};
+use super::vcpu::{self, Ended, Flow, Start, Vcpu};
+use super::{Vm, ioctl};
+use crate::arch::boot::{self, Entry, Protocol, Request};
+use crate::arch::cpuid::{Choice, Cpuid};
+use crate::arch::irqchip::{self, Irqchip, Mode};
+use crate::arch::{acpi, layout, regs};
+use crate::devices::bus::Bus;
+use crate::devices::console::{Console, Target};
+use crate::devices::rtc::{self, Rtc};
+use crate::devices::serial::{self, Serial};
+use crate::devices::{Ending, acpi_pm, debug_exit, i8042, ioapic, pvpanic};
+use crate::sys::signal::{ENDING, SignalFd};
+use crate::sys::{kick, terminal};
+
+/// What is asked for.
+#[derive(Clone)]
+pub struct Config {
+    /// The kernel image.
+    pub kernel: PathBuf,
+    /// The initial RAM disk, or a multiboot guest's module.
+    pub initrd: Option<PathBuf>,
+    /// The command line.
+    pub cmdline: String,
+    /// How the kernel is entered; `None` for the first way that it offers.
+    pub protocol: Option<Protocol>,
+    /// How many vCPUs.
+    pub cpus: usize,
+    /// The CPU of each, where they are pinned.
+    pub pins: Option<Vec<usize>>,
+    /// RAM.
+    pub memory: MemoryConfig,
+    /// The interrupt controller.
+    pub irqchip: Mode,
+    /// CPU features.
+    pub cpuid: Choice,
+    /// Where the serial port leads.
+    pub serial: Target,
+    /// Each vCPU thread's last act before its loop, given its number: entering the sandbox.
+    pub enter: Arc<dyn Fn(usize) -> io::Result<()> + Send + Sync>,
+}
+
+impl Config {
+    /// `kernel` on 1 vCPU and 512 MiB, its serial port on this process's terminal.
+    pub fn new(kernel: PathBuf) -> Self {
+        Self {
+            kernel,
+            initrd: None,
+            cmdline: String::new(),
+            protocol: None,
+            cpus: 1,
+            pins: None,
+            memory: MemoryConfig::new(512 << 20),
+            irqchip: Mode::default(),
+            cpuid: Choice::default(),
+            serial: Target::default(),
+            enter: Arc::new(|_| Ok(())),
+        }
+    }
+}
+
+/// Why a machine cannot be built or run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file cannot be opened.
+    #[error("{flag} {}: {error}; use a file that exists and that this user can read", path.display())]
+    Open {
+        /// The flag that named it.
+        flag: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What the host said.
+        error: io::Error,
+    },
+    /// The kernel, the initrd or the command line is wrong.
+    #[error("{flag} {value}: {error}")]
+    Boot {
+        /// The flag to blame.
+        flag: &'static str,
+        /// Its value.
+        value: String,
+        /// What is wrong and what would work.
+        error: boot::Error,
+    },
+    /// More vCPUs than APIC ids that a kernel without interrupt remapping reaches.
+    #[error("--cpus {0}: a Linux guest can have from 1 to {MOST_CPUS}")]
+    Cpus(usize),
+    /// KVM or memory.
+    #[error(transparent)]
+    Vm(#[from] super::Error),
+    /// Memory.
+    #[error(transparent)]
+    Memory(#[from] super::memory::Error),
+    /// vCPU threads.
+    #[error(transparent)]
+    Vcpu(#[from] vcpu::Error),
+    /// CPU features.
+    #[error(transparent)]
+    Cpuid(#[from] crate::arch::cpuid::Error),
+    /// The interrupt controller.
+    #[error(transparent)]
+    Irqchip(#[from] irqchip::Error),
+    /// The serial port's target.
+    #[error(transparent)]
+    Serial(#[from] crate::devices::console::OpenError),
+    /// The tables.
+    #[error(transparent)]
+    Acpi(#[from] acpi::Error),
+    /// The first registers.
+    #[error(transparent)]
+    Regs(#[from] regs::Error),
+    /// Two devices at one address.
+    #[error(transparent)]
+    Bus(#[from] crate::devices::bus::Overlap),
+    /// The host refuses a descriptor, or the terminal its mode.
+    #[error("{0}: {1}")]
+    Host(&'static str, #[source] io::Error),
+    /// The event loop.
+    #[error("the event loop: {0}")]
+    EventLoop(#[from] event_manager::Error),
+}
+
+impl Error {
+    /// Whether the user can mend it by another command line.
+    pub fn is_usage(&self) -> bool {
+        use super::Error as VmError;
+        matches!(
+            self,
+            Self::Open { .. }
+                | Self::Boot { .. }
+                | Self::Cpus(_)
+                | Self::Memory(_)
+                | Self::Cpuid(_)
+                | Self::Serial(_)
+                | Self::Vm(VmError::Memory(_) | VmError::Cpus { .. })
+        )
+    }
+}
+
+/// APIC ids below the broadcast id, all that an MSI without remapping can name.
+const MOST_CPUS: usize = 255;
+
+/// A built machine.
+pub struct Machine {
+    // Dropped first: vCPU threads use everything below.
+    /// Its vCPUs.
+    pub vcpus: Vec<Vcpu>,
+    /// KVM's VM and RAM.
+    pub vm: Vm,
+    /// Its interrupt controller.
+    pub irqchip: Arc<Irqchip>,
+    /// Its serial port.
+    pub serial: Arc<Serial>,
+    /// Its clock.
+    pub rtc: Arc<Rtc>,
+    /// The path of the pseudo-terminal that the serial port leads to.
+    pub pty: Option<String>,
+    /// Everything that the event loop serves. Subscribe more before [`Machine::run`].
+    pub events: EventManager<Arc<Mutex<dyn MutEventSubscriber + Send>>>,
+    happenings: Receiver<Happening>,
+}
+
+/// How a run ended.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Why, and with which status the process should exit.
+    pub exit: Exit,
+    /// What the failing vCPU said, where one failed.
+    pub ended: Option<(usize, Ended)>,
+    /// Bytes of serial output that nobody read.
+    pub lost_output: u64,
+}
+
+/// What ends a run from outside the vCPUs' own code.
+enum Happening {
+    VcpuEnded,
+    Quit,
+    Signal(i32),
+}
+
+/// The event loop's part in ending: vCPUs that are gone, Ctrl-a x, signals.
+struct Watch {
+    ended: Arc<EventFd>,
+    quit: Arc<EventFd>,
+    signals: SignalFd,
+    tell: Sender<Happening>,
+}
+
+const ENDED: u32 = 0;
+const QUIT: u32 = 1;
+const SIGNALS: u32 = 2;
+
+impl MutEventSubscriber for Watch {
+    fn init(&mut self, ops: &mut EventOps<'_>) {
+        // All three can be watched: they are eventfds and a signalfd.
+        let _ = ops.add(Events::with_data(&*self.ended, ENDED, EventSet::IN));
+        let _ = ops.add(Events::with_data(&*self.quit, QUIT, EventSet::IN));
+        let _ = ops.add(Events::with_data(&self.signals, SIGNALS, EventSet::IN));
+    }
+
+    fn process(&mut self, events: Events, _ops: &mut EventOps<'_>) {
+        let happening = match events.data() {
+            ENDED => self.ended.read().ok().map(|_| Happening::VcpuEnded),
+            QUIT => self.quit.read().ok().map(|_| Happening::Quit),
+            _ => self.signals.read().map(Happening::Signal),
+        };
+        // The receiver lives as long as the machine, which owns this loop.
+        happening.and_then(|happening| self.tell.send(happening).ok());
+    }
+}
+
+impl Machine {
+    /// Builds it. Files are opened and checked first, so that bad input costs nothing and leaves nothing behind.
+    ///
+    /// # Errors
+    /// [`Error`], of which [`Error::is_usage`] tells whose fault it is.
+    pub fn build(kvm: &Kvm, config: Config) -> Result<Self, Error> {
+        if config.cpus == 0 || config.cpus > MOST_CPUS {
+            return Err(Error::Cpus(config.cpus));
+        }
+        let mut kernel = open("--kernel", &config.kernel)?;
+        let mut initrd = config.initrd.as_ref().map(|path| open("--initrd", path)).transpose()?;
+        let opened = config.serial.open()?;
+
+        let vm = Vm::new(kvm, Memory::map(config.memory)?)?;
+        // Intel hosts need it for guests in real mode, and refuse to run without.
+        ioctl("KVM_SET_TSS_ADDR", vm.fd.set_tss_address(layout::KVM_TSS as usize))?;
+        let irqchip = Arc::new(Irqchip::new(&vm.fd, config.irqchip)?);
+        let memory = &vm.memory.guest;
+
+        let eventfd =
+            || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new).map_err(|e| Error::Host("eventfd", e));
+        let host = |call| move |error| Error::Host(call, error);
+        let output = opened.output.as_ref().map(File::try_clone).transpose().map_err(host("dup"))?;
+        let serial = Arc::new(Serial::new(output).map_err(host("eventfd"))?);
+        irqchip.connect(&vm.fd, serial.irq(), serial::COM1_GSI)?;
+        let rtc = Arc::new(Rtc::default());
+
+        let rsdp = acpi::write(memory, 0..config.cpus as u32, &[])?;
+        let name = config.kernel.file_name().unwrap_or_default().to_string_lossy();
+        let request =
+            Request { name: &name, cmdline: &config.cmdline, protocol: config.protocol, rsdp: Some(rsdp) };
+        let entry = boot::load(memory, &mut kernel, initrd.as_mut(), &request).map_err(|error| {
+            let flag = error.flag();
+            let value = match flag {
+                "--initrd" => config.initrd.as_deref().unwrap_or(Path::new("")).display().to_string(),
+                "--cmdline" => {
+                    format!("'{}…'", config.cmdline.chars().take(32).collect::<String>().escape_debug())
+                }
+                "--memory" => super::memory::short_size(config.memory.size),
+                _ => config.kernel.display().to_string(),
+            };
+            Error::Boot { flag, value, error }
+        })?;
+
+        let mut ports = Bus::default();
+        ports.add(serial::COM1.into(), serial::PORTS, serial.clone())?;
+        ports.add(rtc::INDEX.into(), rtc::PORTS, rtc.clone())?;
+        ports.add(i8042::COMMAND.into(), 1, Arc::new(i8042::I8042))?;
+        ports.add(pvpanic::PORT.into(), 1, Arc::new(pvpanic::PvPanic))?;
+        ports.add(acpi_pm::SLEEP_CONTROL.into(), acpi_pm::PORTS, Arc::new(acpi_pm::AcpiPm))?;
+        if is_multiboot(&entry) {
+            ports.add(debug_exit::PORT.into(), debug_exit::PORTS, Arc::new(debug_exit::DebugExit))?;
+        }
+        let mut mmio = Bus::default();
+        if let Irqchip::Split(ioapic) = &*irqchip {
+            mmio.add(ioapic::BASE, ioapic::SIZE, ioapic.clone())?;
+        }
+        let (ports, mmio) = (Arc::new(ports), Arc::new(mmio));
+
+        let (ended, quit) = (eventfd()?, eventfd()?);
+        let signals = SignalFd::new(&ENDING).map_err(host("signalfd"))?;
+        kick::install().map_err(host("sigaction"))?;
+        let vcpus = start_vcpus(kvm, &vm, &config, &entry, &irqchip, &ports, &mmio, &ended)?;
+
+        let (tell, happenings) = channel();
+        let pty = opened.pty.clone();
+        let console = Console::new(serial.clone(), opened, quit.clone()).map_err(host("the terminal"))?;
+        let mut events = EventManager::<Arc<Mutex<dyn MutEventSubscriber + Send>>>::new()?;
+        events.add_subscriber(Arc::new(Mutex::new(Watch { ended, quit, signals, tell })));
+        events.add_subscriber(Arc::new(Mutex::new(console)));
+        Ok(Self { vcpus, vm, irqchip, serial, rtc, pty, events, happenings })
+    }
+
+    /// Runs it until it ends, by itself or by the user, or until `timeout` has passed.
+    ///
+    /// # Errors
+    /// Where the event loop fails.
+    pub fn run(&mut self, timeout: Option<Duration>) -> Result<Outcome, Error> {
+        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        vcpu::resume_all(&self.vcpus);
+        let (exit, ended) = loop {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                break (Exit::Timeout, None);
+            }
+            // Rounded up, so that the last millisecond is not spent spinning; -1 waits for ever.
+            let wait = left.map_or(-1, |left| i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX));
+            self.events.run_with_timeout(wait)?;
+            match self.happenings.try_recv() {
+                Ok(Happening::VcpuEnded) => {
+                    let ended = self.vcpus.iter().find_map(|v| Some((v.index(), v.take_ended()?)));
+                    if let Some((index, ended)) = ended {
+                        break (ended.exit, Some((index, ended)));
+                    }
+                }
+                Ok(Happening::Quit) => break (Exit::PowerOff, None),
+                Ok(Happening::Signal(signal)) => break (Exit::Signal(signal), None),
+                Err(_) => {}
+            }
+        };
+        // Nothing of the guest runs any more; what it has said may still be on its way.
+        self.vcpus.clear();
+        self.serial.flush();
+        terminal::restore();
+        Ok(Outcome { exit, ended, lost_output: self.serial.lost() })
+    }
+}
+
+/// kvm-unit-tests end by a port that no other guest may stumble on.
+fn is_multiboot(entry: &Entry) -> bool {
+    matches!(entry, Entry::Protected { eax: boot::MULTIBOOT_MAGIC, .. })
+}
+
+fn open(flag: &'static str, path: &Path) -> Result<File, Error> {
+    File::open(path).map_err(|error| Error::Open { flag, path: path.to_owned(), error })
+}
+
+#[allow(clippy::too_many_arguments, reason = "the parts of a machine that is not one yet")]
+fn start_vcpus(
+    kvm: &Kvm,
+    vm: &Vm,
+    config: &Config,
+    entry: &Entry,
+    irqchip: &Arc<Irqchip>,
+    ports: &Arc<Bus>,
+    mmio: &Arc<Bus>,
+    ended: &Arc<EventFd>,
+) -> Result<Vec<Vcpu>, Error> {
+    let supported = ioctl("KVM_GET_SUPPORTED_CPUID", kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES))?;
+    let deadline_timer = vm.fd.check_extension_raw(KVM_CAP_TSC_DEADLINE_TIMER.into()) > 0;
+    let cpuid = Cpuid::new(supported.as_slice(), &config.cpuid, config.cpus as u32, deadline_timer)?;
+    let mut vcpus = Vec::with_capacity(config.cpus);
+    for index in 0..config.cpus {
+        let fd = vm.create_vcpu(index)?;
+        ioctl("KVM_SET_CPUID2", fd.set_cpuid2(&cpuid.for_vcpu(index as u32)?))?;
+        regs::set_msrs(&fd)?;
+        if index == 0 {
+            regs::set(&fd, entry, &vm.memory.guest)?;
+        }
+        let (irqchip, ports, mmio) = (irqchip.clone(), ports.clone(), mmio.clone());
+        let (enter, ended) = (config.enter.clone(), ended.clone());
+        vcpus.push(Vcpu::start(Start {
+            index,
+            fd,
+            pin: config.pins.as_ref().map(|pins| pins[index]),
+            enter: Box::new(move || enter(index)),
+            on_exit: move |exit: VcpuExit<'_>| on_exit(exit, &ports, &mmio, &irqchip),
+            // It can only fail by overflowing, and then it is signalled anyway.
+            on_end: Box::new(move || drop(ended.write(1))),
+        })?);
+    }
+    Ok(vcpus)
+}
+
+/// What an exit means.
+fn on_exit(exit: VcpuExit<'_>, ports: &Bus, mmio: &Bus, irqchip: &Irqchip) -> Flow {
+    let ending = match exit {
+        VcpuExit::IoIn(port, data) => {
+            ports.read(port.into(), data);
+            None
+        }
+        VcpuExit::IoOut(port, data) => ports.write(port.into(), data),
+        VcpuExit::MmioRead(address, data) => {
+            mmio.read(address, data);
+            None
+        }
+        VcpuExit::MmioWrite(address, data) => mmio.write(address, data),
+        VcpuExit::IoapicEoi(vector) => {
+            irqchip.eoi(vector);
+            None
+        }
+        VcpuExit::Shutdown => return Flow::Stop(Exit::TripleFault),
+        VcpuExit::SystemEvent(kind, _) => match kind {
+            KVM_SYSTEM_EVENT_SHUTDOWN => Some(Ending::PowerOff),
+            KVM_SYSTEM_EVENT_RESET => Some(Ending::Reset),
+            KVM_SYSTEM_EVENT_CRASH => Some(Ending::Panic),
+            _ => return Flow::Stop(Exit::Kvm),
+        },
+        // With a local APIC in KVM, a halted vCPU waits there; so this is a spurious wake-up.
+        VcpuExit::Intr | VcpuExit::Hlt | VcpuExit::IrqWindowOpen | VcpuExit::Debug(_) => None,
+        _ => return Flow::Stop(Exit::Kvm),
+    };
+    match ending {
+        None => Flow::Continue,
+        Some(Ending::PowerOff) => Flow::Stop(Exit::PowerOff),
+        Some(Ending::Reset) => Flow::Stop(Exit::Reset),
+        Some(Ending::Panic) => Flow::Stop(Exit::Panic),
+        Some(Ending::Code(status)) => Flow::Stop(Exit::Guest(status)),
+    }
+}
