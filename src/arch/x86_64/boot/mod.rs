@@ -15,7 +15,6 @@
 //! ```
 
 mod elf;
-mod fuzz;
 mod linux;
 mod memory_map;
 mod multiboot;
@@ -26,7 +25,6 @@ use std::ops::Range;
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, ReadVolatile};
 
-pub use fuzz::fuzz_load;
 pub use memory_map::{Kind, MapEntry, memory_map};
 pub use multiboot::LOADER_MAGIC as MULTIBOOT_MAGIC;
 

@@ -1,0 +1,104 @@
+//! Kernels of a few bytes on real KVM: every protocol to a byte on the serial port, and every way in which a guest ends.
+
+mod bed;
+mod images;
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use bed::{ensure, kvm, trial};
+use images::Code;
+use libtest_mimic::{Arguments, Failed, Trial};
+use vellum::arch::irqchip::Mode;
+use vellum::devices::console::Target;
+use vellum::vm::lifecycle::Exit;
+use vellum::vm::machine::{Config, Machine, Outcome};
+use vellum::vm::memory::MemoryConfig;
+
+fn main() {
+    let args = Arguments::from_args();
+    let mut trials: Vec<Trial> = Vec::new();
+    let mut case = |name: &str, image: Vec<u8>, irqchip, says: &'static str, exit: Exit| {
+        trials.push(trial(name, kvm(), move || {
+            let (outcome, said) = boot(&image, |config| config.irqchip = irqchip)?;
+            ensure(said == says, || format!("it said {said:?}, not {says:?}"))?;
+            ensure(outcome.exit == exit, || format!("it ended by {:?}, not {exit:?}", outcome.exit))?;
+            let failed = matches!(exit, Exit::Panic | Exit::TripleFault | Exit::Kvm);
+            let trace = outcome.ended.and_then(|(_, ended)| ended.trace);
+            ensure(trace.is_some() == failed, || format!("registers and last exits: {trace:?}"))
+        }));
+    };
+    let code = || Code::default().print("V");
+    for (name, irqchip) in [("split", Mode::Split), ("kernel", Mode::Kernel)] {
+        let done = code().power_off();
+        case(&format!("elf64_says_a_byte_{name}_irqchip"), done.elf64(), irqchip, "V", Exit::PowerOff);
+        case(&format!("pvh_says_a_byte_{name}_irqchip"), done.pvh(), irqchip, "V", Exit::PowerOff);
+        case(
+            &format!("multiboot_says_a_byte_{name}_irqchip"),
+            done.multiboot(),
+            irqchip,
+            "V",
+            Exit::PowerOff,
+        );
+    }
+    case("reset_by_the_keyboard_controller", code().out(0x64, 0xfe).elf64(), Mode::Split, "V", Exit::Reset);
+    case("panic_by_pvpanic", code().out(0x505, 1).elf64(), Mode::Split, "V", Exit::Panic);
+    // lidt [rip + 2]; ud2; an IDT without a single gate.
+    let fault = code().bytes(&[0x0f, 0x01, 0x1d, 2, 0, 0, 0, 0x0f, 0x0b]).bytes(&[0; 10]);
+    case("triple_fault", fault.elf64(), Mode::Split, "V", Exit::TripleFault);
+    let test_passes = code().out(0xf4, 0);
+    case("multiboot_ends_by_the_debug_port", test_passes.multiboot(), Mode::Split, "V", Exit::Guest(1));
+    // Only multiboot guests have that port; this one goes on.
+    case("others_have_no_debug_port", test_passes.power_off().elf64(), Mode::Split, "V", Exit::PowerOff);
+    trials.push(trial("a_timeout_ends_a_guest_that_spins", kvm(), || {
+        let mut machine = build(&code_that_spins().elf64(), |_| ())?.0;
+        let outcome = machine.run(Some(Duration::from_millis(50)))?;
+        ensure(outcome.exit == Exit::Timeout, || format!("{:?}", outcome.exit))
+    }));
+    trials.push(trial("two_vcpus_of_which_one_waits", kvm(), || {
+        let image = Code::default().print("2").power_off().elf64();
+        let (outcome, said) = boot(&image, |config| config.cpus = 2)?;
+        ensure((said.as_str(), outcome.exit) == ("2", Exit::PowerOff), || format!("{said:?} {outcome:?}"))
+    }));
+    trials.push(trial("the_command_line_reaches_a_pvh_guest", kvm(), echo_cmdline));
+    libtest_mimic::run(&args, trials).exit();
+}
+
+fn code_that_spins() -> Code {
+    Code::default().spin()
+}
+
+/// mov esi, [rbx + 24] (`hvm_start_info.cmdline_paddr`); then lodsb, out to the serial port, until a NUL.
+fn echo_cmdline() -> Result<(), Failed> {
+    let code = Code::default()
+        .bytes(&[0x8b, 0x73, 24, 0x66, 0xba, 0xf8, 0x03])
+        .bytes(&[0xac, 0x84, 0xc0, 0x74, 3, 0xee, 0xeb, 0xf8])
+        .power_off();
+    let (_, said) = boot(&code.pvh(), |config| config.cmdline = "hello, guest".into())?;
+    ensure(said == "hello, guest", || format!("it said {said:?}"))
+}
+
+fn build(image: &[u8], change: impl FnOnce(&mut Config)) -> Result<(Machine, PathBuf), Failed> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let name = format!("boot-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+    let base = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let (kernel, serial) = (base.with_extension("elf"), base.with_extension("serial"));
+    std::fs::write(&kernel, image)?;
+    let mut config = Config::new(kernel.clone());
+    config.memory = MemoryConfig::new(16 << 20);
+    config.serial = Target::File(serial.clone());
+    change(&mut config);
+    let machine = Machine::build(&vellum::vm::open()?, config)?;
+    std::fs::remove_file(kernel)?;
+    Ok((machine, serial))
+}
+
+/// Runs `image` to its end; what it has said.
+fn boot(image: &[u8], change: impl FnOnce(&mut Config)) -> Result<(Outcome, String), Failed> {
+    let (mut machine, serial) = build(image, change)?;
+    let outcome = machine.run(Some(Duration::from_secs(60)))?;
+    let said = std::fs::read_to_string(&serial)?;
+    std::fs::remove_file(serial)?;
+    Ok((outcome, said))
+}

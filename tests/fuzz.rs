@@ -1,0 +1,70 @@
+//! Every fuzz target on its corpus, and on random changes to it: what `cargo fuzz` looks for longer.
+//!
+//! A target is a plain function in `fuzz/targets`; `fuzz/` itself is the shell that `cargo fuzz` needs.
+
+#[cfg(target_arch = "x86_64")]
+#[path = "fuzz/targets/loaders.rs"]
+mod loaders;
+
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Targets whose corpus is the directory of that name.
+const TARGETS: &[(&str, fn(&[u8]))] = &[
+    #[cfg(target_arch = "x86_64")]
+    ("loaders", loaders::loaders),
+];
+
+fn corpus(name: &str) -> Vec<Vec<u8>> {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fuzz/corpus").join(name);
+    let entries = std::fs::read_dir(&directory).unwrap_or_else(|e| panic!("{}: {e}", directory.display()));
+    let files: Vec<_> = entries.map(|entry| std::fs::read(entry.unwrap().path()).unwrap()).collect();
+    assert!(!files.is_empty(), "{} is empty", directory.display());
+    files
+}
+
+#[test]
+fn every_target_survives_its_corpus() {
+    for (name, target) in TARGETS {
+        corpus(name).iter().for_each(|input| target(input));
+    }
+}
+
+#[test]
+fn every_target_survives_changes_to_its_corpus() {
+    let seed = std::env::var("VELLUM_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or_else(|| SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64));
+    println!("VELLUM_SEED={seed}");
+    // xorshift64: any state but zero.
+    let mut state = seed | 1;
+    let mut random = |below: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state % below as u64) as usize
+    };
+    for (name, target) in TARGETS {
+        for mut input in corpus(name) {
+            for _ in 0..300 {
+                match random(4) {
+                    0 => input.truncate(random(input.len() + 1).max(16)),
+                    1 => input.extend_from_within(..random(input.len() + 1).min(64)),
+                    // Extreme values find more than random ones.
+                    2 if !input.is_empty() => {
+                        let at = random(input.len());
+                        let end = input.len().min(at + [1, 2, 4, 8][random(4)]);
+                        input[at..end].fill([0, 0xff, 0x7f, 0x80][random(4)]);
+                    }
+                    _ if !input.is_empty() => {
+                        let at = random(input.len());
+                        input[at] ^= 1 << random(8);
+                    }
+                    _ => {}
+                }
+                target(&input);
+            }
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! The boot loaders: whatever file is given as a kernel or an initrd, loading ends in an entry or an error, and what is
+//! loaded lies in guest memory.
+
+use std::io::Cursor;
+
+use vellum::arch::boot::{Entry, Protocol, Request, load};
+use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+pub fn loaders(data: &[u8]) {
+    let ranges = [(GuestAddress(0), 8 << 20), (GuestAddress(1 << 32), 1 << 20)];
+    let memory = GuestMemoryMmap::<()>::from_ranges(&ranges).unwrap();
+    for protocol in [None, Some(Protocol::Linux64), Some(Protocol::Multiboot), Some(Protocol::Pvh)] {
+        let request = Request { name: "fuzz", cmdline: "console=ttyS0", protocol, rsdp: Some(0xe_0000) };
+        match load(&memory, &mut Cursor::new(data), Some(&mut Cursor::new(data)), &request) {
+            Ok(Entry::Long { rip, .. }) => assert!(memory.address_in_range(GuestAddress(rip)), "{rip:#x}"),
+            Ok(Entry::Protected { eip, .. }) => {
+                assert!(memory.address_in_range(GuestAddress(eip.into())), "{eip:#x}");
+            }
+            Err(error) => assert!(error.flag().starts_with("--") && !error.to_string().contains('\n')),
+        }
+    }
+}
