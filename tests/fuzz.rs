@@ -9,8 +9,10 @@ mod loaders;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+type Target = fn(&[u8]);
+
 /// Targets whose corpus is the directory of that name.
-const TARGETS: &[(&str, fn(&[u8]))] = &[
+const TARGETS: &[(&str, Target)] = &[
     #[cfg(target_arch = "x86_64")]
     ("loaders", loaders::loaders),
 ];

@@ -63,7 +63,7 @@ impl Header {
         kernel: &mut Input<'_, impl Source>,
     ) -> Result<(u32, u64), Error> {
         let [header, load, load_end, bss_end, entry] = self.addresses.map(u64::from);
-        let malformed = || Error::Malformed(format!("multiboot address fields {:#x?}", self.addresses));
+        let malformed = || Error::Malformed(format!("multiboot address fields {:08x?}", self.addresses));
         // The header lies header - load bytes behind the first byte to load.
         let offset = header.checked_sub(load).and_then(|d| self.at.checked_sub(d)).ok_or_else(malformed)?;
         let size = match load_end {
