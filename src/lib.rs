@@ -6,6 +6,7 @@ pub mod devices;
 pub mod dirty;
 pub mod host;
 pub mod report;
+pub mod sandbox;
 pub mod sys;
 pub mod vm;
 pub mod workload;

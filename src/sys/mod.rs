@@ -5,11 +5,13 @@
 pub mod affinity;
 pub mod file;
 pub mod host;
+pub mod identity;
 pub mod kick;
 #[cfg(target_arch = "x86_64")]
 pub mod kvm;
 pub mod kvm_vcpu;
 pub mod mmap;
+pub mod seccomp;
 pub mod signal;
 pub mod tap;
 pub mod terminal;

@@ -1,0 +1,184 @@
+//! The system calls that each kind of thread may make.
+//!
+//! Whatever the C library and the standard library call behind the code's back is here too, for glibc and musl. No list
+//! has a call that takes a path, makes a socket or runs a program. A call that is missing here shows itself under
+//! `--sandbox log` in the kernel's log, under `on` in the line that ends the process.
+
+use libc::*;
+
+use super::ThreadKind;
+use super::bpf::{Allow, Rule};
+use super::ioctls;
+
+/// What a thread of this kind may call.
+pub fn by(kind: ThreadKind) -> Vec<Rule> {
+    let mut rules = base();
+    // A thread gets its own filter on top of that of the thread that started it, so main may do all that a disk's or a
+    // migration's thread may.
+    let lists: &[&[c_long]] = match kind {
+        ThreadKind::Vcpu => &[],
+        ThreadKind::Disk => &[FILES],
+        ThreadKind::Migration => &[FILES, SOCKETS],
+        ThreadKind::Main => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE],
+    };
+    rules.extend(lists.iter().flat_map(|list| *list).map(|&call| any(call)));
+    rules.push(requests(kind));
+    if kind != ThreadKind::Vcpu {
+        rules.extend(stat_of_descriptors());
+    }
+    if kind == ThreadKind::Main {
+        rules.extend(new_threads());
+    }
+    rules
+}
+
+fn any(call: c_long) -> Rule {
+    Rule { number: call as u32, allow: Allow::Any }
+}
+
+fn one_of(call: c_long, argument: u8, values: &[u32]) -> Rule {
+    Rule { number: call as u32, allow: Allow::OneOf(argument, values.to_vec()) }
+}
+
+fn requests(kind: ThreadKind) -> Rule {
+    use ioctls::*;
+    let lists: &[&[u32]] = match kind {
+        ThreadKind::Vcpu => &[RUN, DEVICES, VCPU_STATE, VCPU_STATE_HERE],
+        ThreadKind::Disk => &[DEVICES],
+        ThreadKind::Migration => &[MEMORY, MACHINE, MACHINE_HERE],
+        ThreadKind::Main => {
+            &[DEVICES, VCPU_STATE, VCPU_STATE_HERE, MEMORY, MACHINE, MACHINE_HERE, DESCRIPTORS]
+        }
+    };
+    let mut values = lists.concat();
+    values.extend(TERMINAL_RESTORE);
+    one_of(SYS_ioctl, 1, &values)
+}
+
+/// What any thread needs to live, wait, allocate, speak and die.
+fn base() -> Vec<Rule> {
+    let mut rules: Vec<Rule> = BASE.iter().map(|&call| any(call)).collect();
+    // Memory that can be executed would be the way around all of this.
+    let no_exec = |call: c_long| Rule { number: call as u32, allow: Allow::Without(2, PROT_EXEC as u32) };
+    rules.extend([no_exec(SYS_mmap), no_exec(SYS_mprotect)]);
+    // abort(3) resets SIGABRT, and glibc takes the two real-time signals that are its own when the first thread starts.
+    // SIGSYS keeps its handler.
+    rules.push(one_of(SYS_rt_sigaction, 0, &[SIGABRT as u32, 32, 33]));
+    // Threads of this process only: vCPUs are kicked so, and abort raises so.
+    rules.push(one_of(SYS_tgkill, 0, &[std::process::id()]));
+    // Debug builds ask whether a descriptor is open before they close it.
+    let commands = [F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC];
+    rules.push(one_of(SYS_fcntl, 1, &commands.map(|command| command as u32)));
+    rules.push(one_of(SYS_prctl, 0, &[PR_SET_NAME as u32, PR_SET_VMA as u32]));
+    rules
+}
+
+const BASE: &[c_long] = &[
+    SYS_read,
+    SYS_write,
+    SYS_readv,
+    SYS_writev,
+    SYS_close,
+    SYS_futex,
+    SYS_munmap,
+    SYS_mremap,
+    SYS_madvise,
+    SYS_brk,
+    SYS_rt_sigreturn,
+    SYS_rt_sigprocmask,
+    SYS_sigaltstack,
+    SYS_restart_syscall,
+    SYS_exit,
+    SYS_exit_group,
+    SYS_clock_gettime,
+    SYS_clock_nanosleep,
+    SYS_nanosleep,
+    SYS_gettimeofday,
+    SYS_sched_yield,
+    SYS_sched_getaffinity,
+    SYS_getcpu,
+    SYS_getpid,
+    SYS_gettid,
+    // musl's raise and pthread_kill.
+    #[cfg(target_env = "musl")]
+    SYS_tkill,
+    SYS_getrandom,
+    SYS_ppoll,
+    #[cfg(target_arch = "x86_64")]
+    SYS_poll,
+    // The start of a thread, which has the filter of the thread that started it.
+    SYS_set_robust_list,
+    SYS_rseq,
+    SYS_membarrier,
+];
+
+/// Files that are open already.
+const FILES: &[c_long] = &[
+    SYS_pread64,
+    SYS_pwrite64,
+    SYS_preadv,
+    SYS_pwritev,
+    SYS_preadv2,
+    SYS_pwritev2,
+    SYS_lseek,
+    SYS_ftruncate,
+    SYS_fallocate,
+    SYS_fsync,
+    SYS_fdatasync,
+    SYS_sync_file_range,
+];
+
+/// Sockets that are connected already; descriptors come through them.
+const SOCKETS: &[c_long] = &[
+    SYS_recvfrom,
+    SYS_recvmsg,
+    SYS_sendto,
+    SYS_sendmsg,
+    SYS_shutdown,
+    SYS_getsockopt,
+    SYS_setsockopt,
+    SYS_getsockname,
+    SYS_getpeername,
+];
+
+/// The event loop.
+const EVENTS: &[c_long] = &[
+    SYS_accept4,
+    SYS_epoll_create1,
+    SYS_epoll_ctl,
+    SYS_epoll_pwait,
+    SYS_eventfd2,
+    SYS_timerfd_create,
+    SYS_timerfd_settime,
+    SYS_timerfd_gettime,
+    SYS_signalfd4,
+    SYS_pipe2,
+    SYS_dup,
+];
+
+/// Starting threads and putting them in their place.
+const MAIN: &[c_long] = &[SYS_seccomp, SYS_sched_setaffinity];
+
+#[cfg(target_arch = "x86_64")]
+const MAIN_HERE: &[c_long] = &[SYS_epoll_wait];
+#[cfg(target_arch = "aarch64")]
+const MAIN_HERE: &[c_long] = &[];
+
+/// Threads may be started, processes not. The flags of clone3 are in memory, where no filter can read them: it is said
+/// not to exist, and the C libraries fall back on clone.
+fn new_threads() -> [Rule; 2] {
+    [
+        Rule { number: SYS_clone3 as u32, allow: Allow::Fail(ENOSYS as u16) },
+        Rule { number: SYS_clone as u32, allow: Allow::With(0, CLONE_THREAD as u32) },
+    ]
+}
+
+/// The size and kind of a descriptor, by the forms of stat that glibc and musl call for it. A filter sees the flag, not
+/// whether the path is empty: what exists can be learned so, but nothing of what it holds.
+fn stat_of_descriptors() -> [Rule; 3] {
+    let of_descriptor = |call: c_long, argument| Rule {
+        number: call as u32,
+        allow: Allow::With(argument, AT_EMPTY_PATH as u32),
+    };
+    [any(SYS_fstat), of_descriptor(SYS_newfstatat, 3), of_descriptor(SYS_statx, 2)]
+}

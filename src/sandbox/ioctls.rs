@@ -1,0 +1,122 @@
+//! The ioctl requests that threads may make, under the names that the kernel's headers give them
+//! (include/uapi/linux/kvm.h). What builds a machine is not here: that is over before the sandbox is entered.
+
+use kvm_bindings::*;
+use vmm_sys_util::ioctl::{_IOC_NONE, _IOC_READ, _IOC_WRITE, ioctl_expr};
+
+const fn io(number: u32) -> u32 {
+    ioctl_expr(_IOC_NONE, KVMIO, number, 0) as u32
+}
+
+const fn ior<T>(number: u32) -> u32 {
+    ioctl_expr(_IOC_READ, KVMIO, number, size_of::<T>() as u32) as u32
+}
+
+const fn iow<T>(number: u32) -> u32 {
+    ioctl_expr(_IOC_WRITE, KVMIO, number, size_of::<T>() as u32) as u32
+}
+
+const fn iowr<T>(number: u32) -> u32 {
+    ioctl_expr(_IOC_READ | _IOC_WRITE, KVMIO, number, size_of::<T>() as u32) as u32
+}
+
+/// KVM_RUN, first because it is the one that counts.
+pub const RUN: &[u32] = &[io(0x80)];
+
+/// A vCPU's state, read and written by its own thread; restored by main.
+pub const VCPU_STATE: &[u32] = &[
+    ior::<kvm_regs>(0x81),        // KVM_GET_REGS
+    iow::<kvm_regs>(0x82),        // KVM_SET_REGS
+    ior::<kvm_mp_state>(0x98),    // KVM_GET_MP_STATE
+    iow::<kvm_mp_state>(0x99),    // KVM_SET_MP_STATE
+    ior::<kvm_vcpu_events>(0x9f), // KVM_GET_VCPU_EVENTS
+    iow::<kvm_vcpu_events>(0xa0), // KVM_SET_VCPU_EVENTS
+    iow::<kvm_one_reg>(0xab),     // KVM_GET_ONE_REG
+    iow::<kvm_one_reg>(0xac),     // KVM_SET_ONE_REG
+    io(0xce),                     // KVM_GET_STATS_FD
+];
+
+/// As above, what only this architecture has.
+#[cfg(target_arch = "x86_64")]
+pub const VCPU_STATE_HERE: &[u32] = &[
+    ior::<kvm_sregs>(0x83),        // KVM_GET_SREGS
+    iow::<kvm_sregs>(0x84),        // KVM_SET_SREGS
+    ior::<kvm_sregs2>(0xcc),       // KVM_GET_SREGS2
+    iow::<kvm_sregs2>(0xcd),       // KVM_SET_SREGS2
+    iowr::<kvm_translation>(0x85), // KVM_TRANSLATE
+    iowr::<kvm_msrs>(0x88),        // KVM_GET_MSRS
+    iow::<kvm_msrs>(0x89),         // KVM_SET_MSRS
+    ior::<kvm_fpu>(0x8c),          // KVM_GET_FPU
+    iow::<kvm_fpu>(0x8d),          // KVM_SET_FPU
+    ior::<kvm_lapic_state>(0x8e),  // KVM_GET_LAPIC
+    iow::<kvm_lapic_state>(0x8f),  // KVM_SET_LAPIC
+    iow::<kvm_cpuid2>(0x90),       // KVM_SET_CPUID2
+    iowr::<kvm_cpuid2>(0x91),      // KVM_GET_CPUID2
+    io(0x9a),                      // KVM_NMI
+    ior::<kvm_debugregs>(0xa1),    // KVM_GET_DEBUGREGS
+    iow::<kvm_debugregs>(0xa2),    // KVM_SET_DEBUGREGS
+    io(0xa2),                      // KVM_SET_TSC_KHZ
+    io(0xa3),                      // KVM_GET_TSC_KHZ
+    ior::<kvm_xsave>(0xa4),        // KVM_GET_XSAVE
+    iow::<kvm_xsave>(0xa5),        // KVM_SET_XSAVE
+    ior::<kvm_xsave>(0xcf),        // KVM_GET_XSAVE2
+    ior::<kvm_xcrs>(0xa6),         // KVM_GET_XCRS
+    iow::<kvm_xcrs>(0xa7),         // KVM_SET_XCRS
+    io(0xad),                      // KVM_KVMCLOCK_CTRL
+];
+
+/// As above, what only this architecture has.
+#[cfg(target_arch = "aarch64")]
+pub const VCPU_STATE_HERE: &[u32] = &[
+    iow::<kvm_vcpu_init>(0xae), // KVM_ARM_VCPU_INIT
+    iowr::<kvm_reg_list>(0xb0), // KVM_GET_REG_LIST
+];
+
+/// What devices do while a guest runs, on whichever thread they are.
+pub const DEVICES: &[u32] = &[
+    iow::<kvm_irq_level>(0x61), // KVM_IRQ_LINE
+    iow::<kvm_msi>(0xa5),       // KVM_SIGNAL_MSI
+];
+
+/// Dirty logs and memslots, which change while a guest runs.
+pub const MEMORY: &[u32] = &[
+    iow::<kvm_dirty_log>(0x42),                // KVM_GET_DIRTY_LOG
+    iowr::<kvm_clear_dirty_log>(0xc0),         // KVM_CLEAR_DIRTY_LOG
+    io(0xc7),                                  // KVM_RESET_DIRTY_RINGS
+    iow::<kvm_userspace_memory_region>(0x46),  // KVM_SET_USER_MEMORY_REGION
+    iow::<kvm_userspace_memory_region2>(0x49), // KVM_SET_USER_MEMORY_REGION2
+];
+
+/// A virtual machine's state and its wiring.
+pub const MACHINE: &[u32] = &[
+    io(0x03),                     // KVM_CHECK_EXTENSION
+    iow::<kvm_irqfd>(0x76),       // KVM_IRQFD
+    iow::<kvm_ioeventfd>(0x79),   // KVM_IOEVENTFD
+    iow::<kvm_irq_routing>(0x6a), // KVM_SET_GSI_ROUTING
+    iow::<kvm_clock_data>(0x7b),  // KVM_SET_CLOCK
+    ior::<kvm_clock_data>(0x7c),  // KVM_GET_CLOCK
+    iow::<kvm_device_attr>(0xe1), // KVM_SET_DEVICE_ATTR
+    iow::<kvm_device_attr>(0xe2), // KVM_GET_DEVICE_ATTR
+];
+
+/// As above, what only this architecture has.
+#[cfg(target_arch = "x86_64")]
+pub const MACHINE_HERE: &[u32] = &[
+    iowr::<kvm_irqchip>(0x62),   // KVM_GET_IRQCHIP
+    ior::<kvm_irqchip>(0x63),    // KVM_SET_IRQCHIP
+    ior::<kvm_pit_state2>(0x9f), // KVM_GET_PIT2
+    iow::<kvm_pit_state2>(0xa0), // KVM_SET_PIT2
+];
+
+/// As above, what only this architecture has.
+#[cfg(target_arch = "aarch64")]
+pub const MACHINE_HERE: &[u32] = &[];
+
+/// Restoring the terminal, which a dying process does from any thread: tcsetattr(3) reads before it writes, and newer
+/// C libraries use the second form.
+pub const TERMINAL_RESTORE: &[u32] =
+    &[libc::TCSETS as u32, libc::TCSETS2 as u32, libc::TCGETS as u32, libc::TCGETS2 as u32];
+
+/// The terminal and descriptors as the event loop uses them.
+pub const DESCRIPTORS: &[u32] =
+    &[libc::TIOCGWINSZ as u32, libc::TIOCGPGRP as u32, libc::FIONBIO as u32, libc::FIONREAD as u32];

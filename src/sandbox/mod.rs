@@ -1,0 +1,202 @@
+//! What a running VMM gives up, so that a guest that takes it over gains little.
+//!
+//! [`Sandbox`] is the way in. Before it starts any thread, main calls [`Sandbox::process`]: no new privileges, and a
+//! Landlock domain in which no path can be opened and no TCP port reached. Then each thread calls
+//! [`Sandbox::enter`] as its last act before its loop, and gets the seccomp filter of its kind; main comes last. From
+//! then on files and sockets come through the control socket, already open.
+//!
+//! What each kind may call is in [`allowed`], the ioctl requests in [`ioctls`]; [`bpf`] turns both into filters;
+//! [`violation`] says which thread called what, and ends the process.
+
+mod allowed;
+mod bpf;
+mod ioctls;
+mod names;
+pub mod user;
+mod violation;
+
+use std::fmt;
+use std::io;
+use std::str::FromStr;
+
+use landlock::{ABI, Access, AccessFs, AccessNet, LandlockStatus, Ruleset, RulesetAttr, Scope};
+
+use crate::sys::seccomp;
+
+pub use violation::EXIT_STATUS;
+
+/// Whether the sandbox is in force.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// A violation ends the process.
+    #[default]
+    On,
+    /// What would be a violation is written to the kernel's log and goes on. No Landlock, which cannot do that.
+    Log,
+    /// No sandbox.
+    Off,
+}
+
+impl FromStr for Mode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "on" => Ok(Self::On),
+            "log" => Ok(Self::Log),
+            "off" => Ok(Self::Off),
+            _ => Err("one of on, log and off is expected".into()),
+        }
+    }
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::On => "on",
+            Self::Log => "log",
+            Self::Off => "off",
+        })
+    }
+}
+
+/// The kinds of thread, by what they have to call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ThreadKind {
+    /// The event loop, the control socket, devices; it starts the threads that are needed later, so it may call
+    /// whatever these may, except to run a vCPU.
+    Main,
+    /// Runs a vCPU and answers its exits.
+    Vcpu,
+    /// Reads and writes a disk's file.
+    Disk,
+    /// Collects dirty pages, sends, receives and stores them.
+    Migration,
+}
+
+impl ThreadKind {
+    /// Every kind.
+    pub const ALL: [Self; 4] = [Self::Main, Self::Vcpu, Self::Disk, Self::Migration];
+}
+
+impl fmt::Display for ThreadKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Main => "main",
+            Self::Vcpu => "vcpu",
+            Self::Disk => "disk",
+            Self::Migration => "migration",
+        })
+    }
+}
+
+/// Why the sandbox could not be entered.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Refused by the kernel, which only a stricter sandbox around this process does.
+    #[error("the sandbox cannot be set up: {0} failed ({1}); --sandbox off runs without it")]
+    Setup(&'static str, #[source] io::Error),
+    /// No seccomp in this kernel.
+    #[error(
+        "{kind} thread {name}: this kernel installs no seccomp filter ({source}); --sandbox off runs without it"
+    )]
+    Filter {
+        /// The thread's kind.
+        kind: ThreadKind,
+        /// Its name.
+        name: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+/// The sandbox of this process. A copy goes to each thread.
+#[derive(Clone, Copy, Debug)]
+pub struct Sandbox {
+    mode: Mode,
+    /// The ABI of Landlock in force.
+    landlock: Option<i32>,
+}
+
+impl Sandbox {
+    /// A sandbox that is not in force yet.
+    pub fn new(mode: Mode) -> Self {
+        Self { mode, landlock: None }
+    }
+
+    /// Restricts the whole process. Called once, by main, when everything has been opened and before there are
+    /// threads: Landlock restricts the calling thread and those that it starts.
+    pub fn process(&mut self) -> Result<(), Error> {
+        if self.mode == Mode::Off {
+            return Ok(());
+        }
+        seccomp::no_new_privileges().map_err(|error| Error::Setup("prctl(PR_SET_NO_NEW_PRIVS)", error))?;
+        seccomp::on_trap(violation::report).map_err(|error| Error::Setup("sigaction(SIGSYS)", error))?;
+        if self.mode == Mode::On {
+            self.landlock = restrict_paths();
+        }
+        Ok(())
+    }
+
+    /// Restricts the calling thread to what its kind needs, for good. `name` is for the message about a violation.
+    pub fn enter(&self, kind: ThreadKind, name: &str) -> Result<(), Error> {
+        let otherwise = match self.mode {
+            Mode::On => libc::SECCOMP_RET_TRAP,
+            Mode::Log => libc::SECCOMP_RET_LOG,
+            Mode::Off => return Ok(()),
+        };
+        violation::introduce(kind, name);
+        seccomp::unblock_traps();
+        let filter = bpf::compile(allowed::by(kind), otherwise);
+        seccomp::install(&filter).map_err(|source| Error::Filter { kind, name: name.to_owned(), source })
+    }
+
+    /// What is in force, as results record it: `on (landlock abi 7)`, `on (no landlock)`, `log`, `off`.
+    pub fn status(&self) -> String {
+        match (self.mode, self.landlock) {
+            (Mode::On, Some(abi)) => format!("on (landlock abi {abi})"),
+            (Mode::On, None) => "on (no landlock)".into(),
+            (mode, _) => mode.to_string(),
+        }
+    }
+}
+
+/// Denies every access that the kernel's Landlock knows, with no exception; returns its ABI. Seccomp forbids the same
+/// calls, so that a kernel without Landlock loses the second lock and not the first.
+fn restrict_paths() -> Option<i32> {
+    let newest = ABI::V9;
+    let status = Ruleset::default()
+        .handle_access(AccessFs::from_all(newest))
+        .and_then(|rules| rules.handle_access(AccessNet::from_all(newest)))
+        .and_then(|rules| rules.scope(Scope::from_all(newest)))
+        .and_then(|rules| rules.create())
+        .and_then(|rules| rules.restrict_self())
+        .ok()?;
+    match status.landlock {
+        LandlockStatus::Available { effective_abi, .. } => Some(effective_abi as i32),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modes_are_what_they_print() {
+        for mode in [Mode::On, Mode::Log, Mode::Off] {
+            assert_eq!(mode.to_string().parse(), Ok(mode));
+        }
+        assert!("yes".parse::<Mode>().is_err());
+        assert_eq!(Sandbox::new(Mode::Log).status(), "log");
+    }
+
+    #[test]
+    fn every_kind_has_a_filter_that_the_kernel_would_take() {
+        for kind in ThreadKind::ALL {
+            let filter = bpf::compile(allowed::by(kind), libc::SECCOMP_RET_TRAP);
+            // BPF_MAXINSNS, include/uapi/linux/bpf_common.h.
+            assert!(filter.len() <= 4096, "{kind}: {}", filter.len());
+        }
+    }
+}

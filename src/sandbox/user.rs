@@ -1,0 +1,59 @@
+//! `--user UID:GID`: dropping root after everything has been opened.
+
+use std::io;
+use std::str::FromStr;
+
+use crate::sys::identity;
+
+/// Whom to become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct User {
+    /// The user's number.
+    pub uid: u32,
+    /// The group's number.
+    pub gid: u32,
+}
+
+impl FromStr for User {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let parse = |text: &str| text.parse::<u32>().ok().filter(|&id| id != u32::MAX);
+        let (uid, gid) = text.split_once(':').ok_or("UID:GID is expected, two numbers (id -u; id -g)")?;
+        match (parse(uid), parse(gid)) {
+            (Some(uid), Some(gid)) => Ok(Self { uid, gid }),
+            _ => Err("UID:GID is expected, two numbers (id -u; id -g)".into()),
+        }
+    }
+}
+
+/// Why the privileges could not be dropped.
+#[derive(Debug, thiserror::Error)]
+#[error("--user {}:{}: {source}; only root may become somebody else: leave --user out", user.uid, user.gid)]
+pub struct Error {
+    /// Whom to become.
+    pub user: User,
+    /// What the kernel said.
+    pub source: io::Error,
+}
+
+/// Becomes `user` for good. Called by main when everything has been opened and before there are threads.
+pub fn drop_privileges(user: User) -> Result<(), Error> {
+    if identity::effective() == (user.uid, user.gid) && user.uid != 0 {
+        return Ok(());
+    }
+    identity::become_user(user.uid, user.gid).map_err(|source| Error { user, source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn users_are_two_numbers() {
+        assert_eq!("1000:100".parse(), Ok(User { uid: 1000, gid: 100 }));
+        for text in ["1000", "root:root", "1:", "-1:0", "4294967295:1", "1:2:3"] {
+            assert!(text.parse::<User>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! seccomp(2): installing a filter, and hearing of its violations. What is allowed is decided in `sandbox/`.
+
+use std::io;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use libc::{c_int, c_void, siginfo_t, sock_filter, sock_fprog, ucontext_t};
+
+/// A system call that a filter trapped.
+#[derive(Clone, Copy, Debug)]
+pub struct Trapped {
+    /// Its number.
+    pub number: i32,
+    /// Its second argument, which for ioctl is the request.
+    pub second: u64,
+}
+
+/// What [`on_trap`] was told to call; never freed.
+static HANDLER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+/// `si_code` of a SIGSYS that a filter sent (include/uapi/asm-generic/siginfo.h).
+const SYS_SECCOMP: c_int = 1;
+
+/// Calls `handler` on the thread whose filter trapped. It runs in a signal handler: it may do only what
+/// signal-safety(7) allows, and what the thread's filter allows.
+pub fn on_trap(handler: fn(Trapped) -> !) -> io::Result<()> {
+    HANDLER.store(handler as *mut c_void, Ordering::SeqCst);
+    // SAFETY: an all-zero sigaction with an empty mask is valid; `trapped` has the signature that SA_SIGINFO promises.
+    // SA_ONSTACK, because the thread may have trapped deep in its stack; SA_NODEFER, because the kernel kills without a
+    // word what traps inside the handler, and that too should be heard.
+    let result = unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = trapped as *const () as usize;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NODEFER;
+        libc::sigaction(libc::SIGSYS, &action, std::ptr::null_mut())
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+extern "C" fn trapped(_: c_int, info: *const siginfo_t, context: *const c_void) {
+    // SAFETY: the kernel passes a valid siginfo and context. For a seccomp trap the siginfo's union starts at offset
+    // 16 on 64-bit machines with the address of the call, followed by its number.
+    let (code, number, second) = unsafe {
+        let number = info.cast::<u8>().add(24).cast::<i32>().read();
+        ((*info).si_code, number, second_argument(&*context.cast()))
+    };
+    let handler = HANDLER.load(Ordering::SeqCst);
+    if code != SYS_SECCOMP || handler.is_null() {
+        exit_now(128 + libc::SIGSYS);
+    }
+    // SAFETY: not null, so it is what `on_trap` stored.
+    let handler: fn(Trapped) -> ! = unsafe { std::mem::transmute(handler) };
+    handler(Trapped { number, second })
+}
+
+#[cfg(target_arch = "x86_64")]
+fn second_argument(context: &ucontext_t) -> u64 {
+    context.uc_mcontext.gregs[libc::REG_RSI as usize] as u64
+}
+
+#[cfg(target_arch = "aarch64")]
+fn second_argument(context: &ucontext_t) -> u64 {
+    context.uc_mcontext.regs[1]
+}
+
+/// Lets neither this thread nor its children gain privileges by exec (`PR_SET_NO_NEW_PRIVS`).
+pub fn no_new_privileges() -> io::Result<()> {
+    // SAFETY: prctl with this option takes numbers only.
+    match unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Puts `filter` on the calling thread, and on the threads that it starts from now on, for good.
+pub fn install(filter: &[sock_filter]) -> io::Result<()> {
+    let too_long = |_| io::Error::from(io::ErrorKind::InvalidInput);
+    let program =
+        sock_fprog { len: filter.len().try_into().map_err(too_long)?, filter: filter.as_ptr().cast_mut() };
+    // SAFETY: the kernel copies `program` and the instructions that it points to, and checks them before use.
+    let result =
+        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Lets SIGSYS through to this thread: where it is blocked, the kernel kills without a word.
+pub fn unblock_traps() {
+    // SAFETY: an empty set is initialised before use, and only this thread's mask changes.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        libc::sigaddset(&mut set, libc::SIGSYS);
+        libc::pthread_sigmask(libc::SIG_UNBLOCK, &set, std::ptr::null_mut());
+    }
+}
+
+/// Writes `bytes` to standard error as far as it takes them, without a lock: for signal handlers.
+pub fn write_stderr(bytes: &[u8]) {
+    // SAFETY: the buffer is valid for its length.
+    unsafe { libc::write(libc::STDERR_FILENO, bytes.as_ptr().cast(), bytes.len()) };
+}
+
+/// Ends the process at once, running nothing: for signal handlers.
+pub fn exit_now(status: c_int) -> ! {
+    // SAFETY: _exit does not return and runs no handlers.
+    unsafe { libc::_exit(status) }
+}

@@ -1,0 +1,244 @@
+//! The sandbox against real processes: each test starts this program again as a helper that enters the sandbox as one
+//! kind of thread and does one thing, and looks at how it ended and what it said.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Write};
+use std::net::UdpSocket;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, ExitCode, Output, Stdio};
+use std::sync::mpsc;
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use vellum::sandbox::user::{User, drop_privileges};
+use vellum::sandbox::{EXIT_STATUS, Mode, Sandbox, ThreadKind};
+use vellum::sys::{host, terminal};
+
+const HELPER: &str = "--sandbox-helper";
+
+/// What a helper does, and the system call that the sandbox should name, with whom it forbids it.
+const FORBIDDEN: [(&str, &str); 6] = [
+    ("open", "openat"),
+    ("socket", "socket"),
+    ("exec", "execve"),
+    ("executable-memory", "mmap"),
+    ("kill", "kill"),
+    ("type-into-terminal", "ioctl"),
+];
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().collect();
+    if let [_, flag, kind, action, mode] = &arguments[..]
+        && flag == HELPER
+    {
+        return help(kind, action, mode.parse().unwrap());
+    }
+    let mut trials = Vec::new();
+    for kind in ThreadKind::ALL {
+        for (action, call) in FORBIDDEN {
+            trials.push(Trial::test(format!("{kind}_is_killed_for_{action}"), move || {
+                killed(kind, action, call)
+            }));
+        }
+        trials.push(Trial::test(format!("{kind}_may_do_its_work"), move || unharmed(kind, "work", Mode::On)));
+        trials.push(Trial::test(format!("{kind}_may_abort"), move || aborts(kind)));
+        trials.push(Trial::test(format!("{kind}_is_not_killed_by_log"), move || {
+            unharmed(kind, "open", Mode::Log)
+        }));
+        trials
+            .push(Trial::test(format!("{kind}_is_free_when_off"), move || unharmed(kind, "open", Mode::Off)));
+    }
+    trials.push(Trial::test("only_vcpus_run", || {
+        killed(ThreadKind::Main, "run", "ioctl")?;
+        killed(ThreadKind::Disk, "run", "ioctl")?;
+        unharmed(ThreadKind::Vcpu, "run", Mode::On)
+    }));
+    trials.push(Trial::test("main_may_start_no_process", || killed(ThreadKind::Main, "fork", "clone")));
+    trials.push(Trial::test("landlock_denies_what_seccomp_has_not_forbidden_yet", landlock));
+    trials.push(Trial::test("a_raw_terminal_is_restored", restores_the_terminal));
+    let root = Trial::test("root_is_dropped_for_good", || unharmed(ThreadKind::Main, "drop-root", Mode::On));
+    trials.push(if host::is_root() {
+        root
+    } else {
+        Trial::test("root_is_dropped_for_good [needs root: run the tests with sudo]", || Ok(()))
+            .with_ignored_flag(true)
+    });
+    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}
+
+fn helper(kind: ThreadKind, action: &str, mode: Mode) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([HELPER, &kind.to_string(), action, &mode.to_string()]).stdin(Stdio::null());
+    command
+}
+
+fn said(output: &Output) -> String {
+    format!("{}, stderr: {}", output.status, String::from_utf8_lossy(&output.stderr))
+}
+
+fn killed(kind: ThreadKind, action: &str, call: &str) -> Result<(), Failed> {
+    let output = helper(kind, action, Mode::On).output()?;
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let start = format!("vellum: sandbox: {kind} thread test-{kind} called {call} (system call ");
+    if output.status.code() != Some(EXIT_STATUS) || stderr.lines().count() != 1 || !stderr.starts_with(&start)
+    {
+        return Err(said(&output).into());
+    }
+    Ok(())
+}
+
+fn unharmed(kind: ThreadKind, action: &str, mode: Mode) -> Result<(), Failed> {
+    let output = helper(kind, action, mode).output()?;
+    if output.status.success() && output.stderr.is_empty() { Ok(()) } else { Err(said(&output).into()) }
+}
+
+fn aborts(kind: ThreadKind) -> Result<(), Failed> {
+    let output = helper(kind, "abort", Mode::On).output()?;
+    if output.status.signal() == Some(libc::SIGABRT) { Ok(()) } else { Err(said(&output).into()) }
+}
+
+fn landlock() -> Result<(), Failed> {
+    let mut sandbox = Sandbox::new(Mode::On);
+    // In a thread of its own, which takes its domain with it when it ends.
+    let (status, opened) = std::thread::spawn(move || {
+        sandbox.process().unwrap();
+        (sandbox.status(), File::open("/proc/self/status").map(drop))
+    })
+    .join()
+    .unwrap();
+    match (status.as_str(), opened.map_err(|error| error.kind())) {
+        ("on (no landlock)", Ok(())) => Ok(()),
+        (status, Err(io::ErrorKind::PermissionDenied)) if status.starts_with("on (landlock abi ") => Ok(()),
+        other => Err(format!("{other:?}").into()),
+    }
+}
+
+fn restores_the_terminal() -> Result<(), Failed> {
+    let (master, slave, _) = terminal::open_pty()?;
+    // The pair starts raw; make it one that a person would sit at.
+    let stty = |arguments: &[&str]| {
+        let output = Command::new("stty").args(arguments).stdin(slave.try_clone()?).output()?;
+        Ok::<_, io::Error>(String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    stty(&["sane"])?;
+    let before = stty(&["-g"])?;
+    let output = helper(ThreadKind::Vcpu, "raw-then-open", Mode::On).stdin(slave.try_clone()?).output()?;
+    if output.status.code() != Some(EXIT_STATUS) || stty(&["-g"])? != before {
+        return Err(said(&output).into());
+    }
+    drop(master);
+    Ok(())
+}
+
+/// The helper: enters the sandbox the way a VMM does, and acts.
+fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
+    let kind = ThreadKind::ALL.into_iter().find(|known| known.to_string() == kind).unwrap();
+    if action == "raw-then-open" {
+        terminal::set_raw(io::stdin().as_fd()).unwrap();
+    }
+    if action == "drop-root" {
+        drop_privileges(User { uid: 65534, gid: 65533 }).unwrap();
+    }
+    let file = File::open(std::env::current_exe().unwrap()).unwrap();
+    let status = action == "drop-root";
+    let status = status.then(|| std::fs::read_to_string("/proc/self/status").unwrap());
+    let mut sandbox = Sandbox::new(mode);
+    // Mode log must let a file be opened, and Landlock can only deny; `process` knows.
+    sandbox.process().unwrap();
+    let name = format!("test-{kind}");
+    let work = {
+        let (action, name) = (action.to_owned(), name.clone());
+        move || {
+            sandbox.enter(kind, &name).unwrap();
+            act(kind, &action, &file, status);
+        }
+    };
+    match kind {
+        ThreadKind::Main => work(),
+        // vCPUs are there before main enters, …
+        ThreadKind::Vcpu => {
+            let (ready, entered) = mpsc::sync_channel(0);
+            let thread = std::thread::spawn(move || {
+                entered.recv().unwrap();
+                work();
+            });
+            sandbox.enter(ThreadKind::Main, "main").unwrap();
+            ready.send(()).unwrap();
+            thread.join().unwrap();
+        }
+        // … the others are started when they are needed, under main's filter.
+        ThreadKind::Disk | ThreadKind::Migration => {
+            sandbox.enter(ThreadKind::Main, "main").unwrap();
+            std::thread::Builder::new().name(name).spawn(work).unwrap().join().unwrap();
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+fn act(kind: ThreadKind, action: &str, file: &File, status: Option<String>) {
+    match action {
+        "open" | "raw-then-open" => drop(File::open("/etc/passwd").unwrap()),
+        "socket" => drop(UdpSocket::bind("127.0.0.1:0").unwrap()),
+        "abort" => std::process::abort(),
+        "work" => work(kind, file),
+        "drop-root" => {
+            let status = status.unwrap();
+            assert!(status.contains("Uid:\t65534\t65534\t65534\t65534\nGid:\t65533\t65533\t65533\t65533\n"));
+            assert!(
+                status.contains("CapEff:\t0000000000000000\n") && status.contains("Groups:\t \n"),
+                "{status}"
+            );
+        }
+        _ => raw(action),
+    }
+}
+
+/// What threads of each kind do all day; here to find a filter that is too narrow.
+fn work(kind: ThreadKind, file: &File) {
+    let mut stdout = io::stdout().lock();
+    writeln!(stdout, "{:?}", std::time::Instant::now()).unwrap();
+    // Beyond malloc's threshold for mmap, and then moved.
+    let mut bytes = vec![1u8; 4 << 20];
+    bytes.resize(16 << 20, 2);
+    assert_eq!(HashMap::from([(1, bytes.len())])[&1], 16 << 20);
+    std::thread::sleep(std::time::Duration::from_nanos(1));
+    std::thread::yield_now();
+    if kind != ThreadKind::Vcpu {
+        let mut magic = [0; 4];
+        file.read_exact_at(&mut magic, 0).unwrap();
+        assert_eq!(&magic, b"\x7fELF");
+        assert!(file.metadata().unwrap().len() > 0);
+    }
+    if kind == ThreadKind::Main {
+        assert_eq!(std::thread::spawn(|| 7).join().unwrap(), 7);
+    }
+}
+
+fn raw(action: &str) {
+    let path = c"/bin/true".as_ptr();
+    let none = [std::ptr::null()];
+    // SAFETY: the pointers are to valid strings and lists, mappings are new, and nothing here changes memory in use. A
+    // forked child only exits.
+    unsafe {
+        match action {
+            "exec" => drop(libc::execve(path, none.as_ptr(), none.as_ptr())),
+            "executable-memory" => {
+                let protection = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
+                let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+                libc::mmap(std::ptr::null_mut(), 4096, protection, flags, -1, 0);
+            }
+            "kill" => drop(libc::kill(libc::getpid(), 0)),
+            "type-into-terminal" => drop(libc::ioctl(0, libc::TIOCSTI as _, c"x".as_ptr())),
+            // KVM_RUN on nothing: EBADF where it is allowed.
+            "run" => drop(libc::ioctl(-1, 0xae80, 0)),
+            "fork" => {
+                if libc::fork() == 0 {
+                    libc::_exit(0);
+                }
+            }
+            _ => panic!("no such action: {action}"),
+        }
+    }
+}
