@@ -1,2 +1,5 @@
-//! PID 1 of Linux guests.
-fn main() {}
+//! The `vellum` program; everything it does is in the library.
+
+fn main() -> std::process::ExitCode {
+    vellum::cli::main()
+}

@@ -1,3 +1,146 @@
 //! The command line: one file a subcommand; arguments only, no work.
+//!
+//! [`main`] reads it and dispatches. Bad input ends in one line that names the flag, the value and what would work,
+//! and in exit status 2; whatever else fails, in the chain of its reasons and status 1.
 
+pub mod args;
+pub mod keyvalue;
 pub mod report;
+pub mod run;
+
+use std::error::Error as StdError;
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, Subcommand};
+
+use crate::vm::lifecycle::Exit;
+
+/// A lightweight VMM for KVM, for people who work on guest memory
+#[derive(Debug, Parser)]
+#[command(name = "vellum", version, max_term_width = 100, arg_required_else_help = true)]
+#[command(after_help = "Start with `vellum doctor`, then `vellum run`: it needs no kernel image.")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Run(Box<run::RunArgs>),
+    Report(report::ReportArgs),
+    /// Print a completion script, as in: vellum completions bash > ~/.local/share/bash-completion/completions/vellum
+    Completions {
+        /// For which shell
+        shell: clap_complete::Shell,
+    },
+}
+
+/// Why a command did not succeed.
+#[derive(Debug)]
+pub struct Failure {
+    /// The exit status.
+    pub exit: Exit,
+    /// The line to print.
+    pub message: String,
+}
+
+impl Failure {
+    /// Bad input.
+    pub fn usage(error: impl Into<Box<dyn StdError>>) -> Self {
+        Self { exit: Exit::Usage, message: chain(error.into().as_ref()) }
+    }
+
+    /// The VMM or the host failed.
+    pub fn host(error: impl Into<Box<dyn StdError>>) -> Self {
+        Self { exit: Exit::Error, message: chain(error.into().as_ref()) }
+    }
+}
+
+/// The whole chain of reasons in one line; a reason that the line above it already spells out is not repeated.
+fn chain(error: &dyn StdError) -> String {
+    let mut line = error.to_string();
+    let mut next = error.source();
+    while let Some(source) = next {
+        let text = source.to_string();
+        if !line.contains(&text) {
+            line = format!("{line}: {text}");
+        }
+        next = source.source();
+    }
+    line
+}
+
+/// The program.
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
+    let result = match cli.command {
+        Command::Run(args) => run::run(*args),
+        Command::Report(args) => report::run(&args).map(|()| Exit::PowerOff).map_err(Failure::usage),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "vellum", &mut std::io::stdout());
+            Ok(Exit::PowerOff)
+        }
+    };
+    let exit = result.unwrap_or_else(|failure| {
+        eprintln!("vellum: {}", failure.message);
+        failure.exit
+    });
+    ExitCode::from(exit.code())
+}
+
+/// Prints help as it is, and an error of the command line as one line.
+fn refuse(error: &clap::Error) -> ExitCode {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            let _ = error.print();
+            ExitCode::SUCCESS
+        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            let _ = error.print();
+            ExitCode::from(Exit::Usage.code())
+        }
+        _ => {
+            eprintln!("vellum: {}", one_line(&error.to_string()));
+            ExitCode::from(Exit::Usage.code())
+        }
+    }
+}
+
+/// Clap's paragraphs as one line, without the usage that `--help` shows better.
+fn one_line(text: &str) -> String {
+    let text = text.strip_prefix("error: ").unwrap_or(text);
+    let paragraphs = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let wanted =
+        paragraphs.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more info"));
+    wanted.map(|line| line.strip_prefix("tip: ").unwrap_or(line)).collect::<Vec<_>>().join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn errors_are_one_line() {
+        for line in [
+            &["vellum", "run", "--memory", "lots"][..],
+            &["vellum", "run", "--memory", "1g,baking=thp"],
+            &["vellum", "run", "--cpus", "0"],
+            &["vellum", "run", "--workload", "wirte"],
+            &["vellum", "rnu"],
+            &["vellum", "run", "--memroy", "1g"],
+        ] {
+            let error = Cli::try_parse_from(line).expect_err("must be refused");
+            let message = one_line(&error.to_string());
+            assert!(!message.contains('\n') && message.contains(line[line.len() - 1]), "{message}");
+        }
+    }
+}

@@ -7,6 +7,7 @@
 pub mod control;
 pub mod guest;
 pub mod model;
+pub mod run;
 pub mod stamp;
 
 pub use guest::Guest;

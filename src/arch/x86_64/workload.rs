@@ -27,6 +27,7 @@ std::arch::global_asm!(
     ".pushsection .rodata.vellum_workload_write, \"a\", @progbits",
     ".balign 64",
     ".globl vellum_workload_write",
+    ".globl vellum_workload_write_guest",
     ".globl vellum_workload_write_end",
     "vellum_workload_write:",
     "    push rbx; push rbp; push r12; push r13; push r14; push r15",

@@ -1,0 +1,182 @@
+//! Arguments that several subcommands have: memory, CPUs, workloads.
+
+use super::keyvalue::{self, KeyValues, list, number, one_of, size};
+use crate::arch::workload::GuestPage;
+use crate::host::hugepages;
+use crate::vm::memory::{Backing, MemoryConfig};
+use crate::workload::{Hot, Order, WriteConfig};
+
+/// `--memory SIZE[,backing=…][,prealloc=on|off][,lock=on|off][,slots=N]`.
+pub fn memory(text: &str) -> Result<MemoryConfig, String> {
+    let keys = &["size", "backing", "prealloc", "lock", "slots"];
+    let kv = KeyValues::parse(text, Some("size"), keys).map_err(|e| e.to_string())?;
+    let read = || -> Result<MemoryConfig, keyvalue::Error> {
+        let mut config = MemoryConfig::new(kv.required("size", |text| size(text, 1 << 20))?);
+        if let Some(backing) = kv.with("backing", backing)? {
+            config.backing = backing;
+        }
+        config.prealloc = kv.switch("prealloc")?.unwrap_or(false);
+        config.lock = kv.switch("lock")?.unwrap_or(false);
+        config.slots = kv.with("slots", |text| number(text, 1..=32_764))?.unwrap_or(1);
+        Ok(config)
+    };
+    read().map_err(|e| e.to_string())
+}
+
+/// A backing by Vellum's name or by the KVM selftests'.
+pub fn backing(text: &str) -> Result<Backing, String> {
+    const NAMES: [(&str, Backing); 9] = [
+        ("anonymous", Backing::Anonymous),
+        ("thp", Backing::Thp),
+        ("anonymous_thp", Backing::Thp),
+        ("hugetlb-2m", Backing::Hugetlb(2 << 20)),
+        ("hugetlb-1g", Backing::Hugetlb(1 << 30)),
+        ("shared-hugetlb-2m", Backing::SharedHugetlb(2 << 20)),
+        ("shared-hugetlb-1g", Backing::SharedHugetlb(1 << 30)),
+        ("shmem", Backing::Shmem),
+        ("memfd", Backing::Memfd),
+    ];
+    let default =
+        || hugepages::default_size().ok_or("this host has no huge pages: see `vellum doctor`".to_owned());
+    match text {
+        "anonymous_hugetlb" => return default().map(Backing::Hugetlb),
+        "shared_hugetlb" => return default().map(Backing::SharedHugetlb),
+        _ => {}
+    }
+    if let Some(page) = text.strip_prefix("anonymous_hugetlb_").or_else(|| text.strip_prefix("hugetlb-")) {
+        let page = size(page, 1)?;
+        let sizes = hugepages::sizes();
+        // Sizes that this host lacks are refused here, unless they are the two that are everybody's: for those the
+        // shortage is reported later, with the command that gets them.
+        if page == 2 << 20 || page == 1 << 30 || sizes.contains(&page) {
+            return Ok(Backing::Hugetlb(page));
+        }
+        let known: Vec<_> = sizes.into_iter().map(crate::vm::memory::short_size).collect();
+        return Err(format!("this host has no huge pages of that size, but of {}", known.join(", ")));
+    }
+    one_of("backing", text, &NAMES)
+}
+
+/// `--cpus N[,pin=LIST|off]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cpus {
+    /// How many vCPUs.
+    pub count: usize,
+    /// Where they run.
+    pub pin: Pin,
+}
+
+/// Where vCPUs run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Pin {
+    /// On a CPU each, if there is one each and one to spare.
+    Auto,
+    /// Wherever the host puts them.
+    Off,
+    /// On these, one for each.
+    To(Vec<usize>),
+}
+
+/// Reads [`Cpus`]; whether the host has as many is seen later.
+pub fn cpus(text: &str) -> Result<Cpus, String> {
+    let kv = KeyValues::parse(text, Some("count"), &["count", "pin"]).map_err(|e| e.to_string())?;
+    let read = || -> Result<Cpus, keyvalue::Error> {
+        let count = kv.required("count", |text| number(text, 1..=65_536))?;
+        let pin = kv.with("pin", |text| match text {
+            "off" | "none" => Ok(Pin::Off),
+            "on" | "auto" => Ok(Pin::Auto),
+            _ => list(text).and_then(|list| match list.len() {
+                len if len == count => Ok(Pin::To(list)),
+                len => Err(format!("{len} CPUs for {count} vCPUs: name one for each, as in pin=[0,2-3]")),
+            }),
+        })?;
+        Ok(Cpus { count, pin: pin.unwrap_or(Pin::Auto) })
+    };
+    read().map_err(|e| e.to_string())
+}
+
+impl Cpus {
+    /// The CPU of each vCPU, out of those that this process may use; `None` where they are not pinned.
+    pub fn pins(&self, allowed: &[usize]) -> Result<Option<Vec<usize>>, String> {
+        match &self.pin {
+            Pin::Off => Ok(None),
+            // One to spare, for the thread that watches.
+            Pin::Auto if self.count < allowed.len() => {
+                Ok(Some(allowed[allowed.len() - self.count..].to_vec()))
+            }
+            Pin::Auto => Ok(None),
+            Pin::To(list) => match list.iter().find(|cpu| !allowed.contains(cpu)) {
+                None => Ok(Some(list.clone())),
+                Some(cpu) => {
+                    let usable: Vec<_> = allowed.iter().map(usize::to_string).collect();
+                    Err(format!(
+                        "--cpus: pin={cpu}: not a CPU that this process may use; those are {}",
+                        usable.join(",")
+                    ))
+                }
+            },
+        }
+    }
+}
+
+/// A workload with its parameters.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Workload {
+    /// Its name.
+    pub name: &'static str,
+    /// What it does; passes and duration come from options of their own.
+    pub write: WriteConfig,
+    /// The page size of the guest's own tables.
+    pub page: GuestPage,
+}
+
+/// The keys of the `write` workload, for help texts.
+pub const WRITE_KEYS: &[&str] =
+    &["name", "order", "hot", "share", "write", "rate", "seed", "region", "stride", "page", "latency"];
+
+/// `--workload NAME[,key=value…]`.
+pub fn workload(text: &str) -> Result<Workload, String> {
+    let names = crate::workload::NAMES.map(|(name, _)| (name, name));
+    let typed = text.split(',').next().unwrap_or("");
+    let name = one_of("workload", typed.strip_prefix("name=").unwrap_or(typed), &names)?;
+    let kv = KeyValues::parse(text, Some("name"), WRITE_KEYS).map_err(|e| e.to_string())?;
+    let percent = |text: &str| number(text.strip_suffix('%').unwrap_or(text), 0.0..=100.0);
+    let read = || -> Result<Workload, keyvalue::Error> {
+        let pages = [("2m", GuestPage::Large), ("4k", GuestPage::Small)];
+        let page = kv.with("page", |text| one_of("page size", text, &pages))?.unwrap_or(GuestPage::Large);
+        let mut config = WriteConfig::default();
+        if let Some(order) = kv.with("order", |text| one_of("order", text, &Order::NAMES))? {
+            config.order = order;
+        }
+        let hot = kv.with("hot", |text| {
+            percent(text).and_then(|p| {
+                if p > 0.0 && p < 100.0 {
+                    Ok(p)
+                } else {
+                    Err("above 0 and below 100 percent of the pages".into())
+                }
+            })
+        })?;
+        let share = kv.with("share", percent)?;
+        config.hot = match (hot, share) {
+            (Some(percent), share) => Some(Hot { percent, share: share.unwrap_or(90.0) }),
+            (None, None) => None,
+            (None, Some(_)) => return Err(keyvalue::Error::Missing("hot".into())),
+        };
+        config.write_percent = kv.with("write", percent)?.unwrap_or(100.0);
+        config.rate = kv.with("rate", |text| number(text, 1..=1_000_000_000))?;
+        config.seed = kv.with("seed", |text| number(text, 0..=u64::MAX))?.unwrap_or(config.seed);
+        config.shared = kv
+            .with("region", |text| one_of("region", text, &[("each", false), ("shared", true)]))?
+            .unwrap_or(false);
+        config.stride = kv
+            .with("stride", |text| match size(text, 1)? {
+                stride if stride > 0 && stride.is_multiple_of(4096) && stride <= 1 << 30 => Ok(stride),
+                _ => Err("a multiple of 4096 up to 1g".to_owned()),
+            })?
+            .unwrap_or(config.stride);
+        config.latency = kv.switch("latency")?.unwrap_or(true);
+        Ok(Workload { name, write: config, page })
+    };
+    read().map_err(|e| e.to_string())
+}

@@ -1,0 +1,282 @@
+//! `VALUE,key=value,flag`: the form of every argument that has parts.
+//!
+//! The first key may be left out, a key without a value is `on`, and a value with commas goes into brackets:
+//! `pin=[0,2-3]`. An unknown key is answered with the nearest right one. What the keys mean is decided by the argument.
+
+use std::fmt::Display;
+use std::str::FromStr;
+
+/// What is wrong with an argument; clap puts the flag and the whole value in front.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// A key that this argument does not have.
+    #[error("unknown key '{key}': did you mean '{nearest}'? The keys are {known}")]
+    UnknownKey {
+        /// As typed.
+        key: String,
+        /// The most similar of the known ones.
+        nearest: String,
+        /// All of them.
+        known: String,
+    },
+    /// The same key twice.
+    #[error("'{0}' is given twice")]
+    Twice(String),
+    /// A key that must be there is not.
+    #[error("'{0}=' is missing")]
+    Missing(String),
+    /// A value that does not parse.
+    #[error("{key}={value}: {reason}")]
+    Value {
+        /// The key.
+        key: String,
+        /// As typed.
+        value: String,
+        /// What would have been right.
+        reason: String,
+    },
+    /// A bracket that is not closed, or closed before it was opened.
+    #[error("the brackets in '{0}' do not match")]
+    Brackets(String),
+    /// Nothing between two commas.
+    #[error("an empty part: remove the stray comma")]
+    Empty,
+}
+
+/// The parts of one argument. Each value is taken once, by its key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyValues {
+    parts: Vec<(String, String)>,
+}
+
+impl KeyValues {
+    /// Splits `text`. `first` is the key that a leading value without one belongs to; `known` lists all keys.
+    pub fn parse(text: &str, first: Option<&str>, known: &[&str]) -> Result<Self, Error> {
+        let mut parts: Vec<(String, String)> = Vec::new();
+        for (index, part) in split(text)?.into_iter().enumerate() {
+            if part.is_empty() {
+                return Err(Error::Empty);
+            }
+            let (key, value) = match (part.split_once('='), first) {
+                (Some((key, value)), _) => (key, value),
+                (None, Some(first)) if index == 0 => (first, part),
+                (None, _) => (part, "on"),
+            };
+            if !known.contains(&key) {
+                return Err(Error::UnknownKey {
+                    key: key.into(),
+                    nearest: nearest(key, known.iter().copied()).into(),
+                    known: known.join(", "),
+                });
+            }
+            if parts.iter().any(|(other, _)| other == key) {
+                return Err(Error::Twice(key.into()));
+            }
+            let value = value.strip_prefix('[').and_then(|value| value.strip_suffix(']')).unwrap_or(value);
+            parts.push((key.into(), value.into()));
+        }
+        Ok(Self { parts })
+    }
+
+    /// The value of `key` as typed.
+    pub fn text(&self, key: &str) -> Option<&str> {
+        self.parts.iter().find(|(other, _)| other == key).map(|(_, value)| value.as_str())
+    }
+
+    /// The value of `key`, read by `read`, whose error says what would have been right.
+    pub fn with<T, E: Display>(
+        &self,
+        key: &str,
+        read: impl FnOnce(&str) -> Result<T, E>,
+    ) -> Result<Option<T>, Error> {
+        let wrong = |value: &str, reason: E| Error::Value {
+            key: key.into(),
+            value: value.into(),
+            reason: reason.to_string(),
+        };
+        self.text(key).map(|value| read(value).map_err(|reason| wrong(value, reason))).transpose()
+    }
+
+    /// The value of `key`, or an error that it is missing.
+    pub fn required<T, E: Display>(
+        &self,
+        key: &str,
+        read: impl FnOnce(&str) -> Result<T, E>,
+    ) -> Result<T, Error> {
+        self.with(key, read)?.ok_or_else(|| Error::Missing(key.into()))
+    }
+
+    /// A switch: `on` or `off`.
+    pub fn switch(&self, key: &str) -> Result<Option<bool>, Error> {
+        self.with(key, |value| match value {
+            "on" | "true" | "yes" | "1" => Ok(true),
+            "off" | "false" | "no" | "0" => Ok(false),
+            _ => Err("on or off"),
+        })
+    }
+}
+
+/// Splits at commas outside of brackets.
+fn split(text: &str) -> Result<Vec<&str>, Error> {
+    let unmatched = || Error::Brackets(text.into());
+    let (mut parts, mut start, mut inside) = (Vec::new(), 0, false);
+    for (index, byte) in text.bytes().enumerate() {
+        match (byte, inside) {
+            (b',', false) => {
+                parts.push(&text[start..index]);
+                start = index + 1;
+            }
+            (b'[', false) => inside = true,
+            (b']', true) => inside = false,
+            (b'[', true) | (b']', false) => return Err(unmatched()),
+            _ => {}
+        }
+    }
+    if inside {
+        return Err(unmatched());
+    }
+    parts.push(&text[start..]);
+    Ok(parts)
+}
+
+/// The candidate most like `word`.
+pub fn nearest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> &'a str {
+    candidates
+        .max_by(|a, b| strsim::jaro_winkler(word, a).total_cmp(&strsim::jaro_winkler(word, b)))
+        .unwrap_or("")
+}
+
+/// One of `names`, or an error that lists them and names the nearest.
+pub fn one_of<T: Copy>(what: &str, text: &str, names: &[(&str, T)]) -> Result<T, String> {
+    names.iter().find(|(name, _)| *name == text).map(|&(_, value)| value).ok_or_else(|| {
+        let all = names.iter().map(|(name, _)| *name);
+        let known = all.clone().collect::<Vec<_>>().join(", ");
+        format!("unknown {what} '{text}': did you mean '{}'? There are {known}", nearest(text, all))
+    })
+}
+
+/// A size with a unit: `k`, `m`, `g`, `t`, of either case, with or without `b` or `ib`; a bare number is in `bare` bytes.
+pub fn size(text: &str, bare: u64) -> Result<u64, String> {
+    let wrong = || format!("'{text}' is no size: a number with k, m, g or t, as in 512m or 4g");
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let unit = match text[digits..].to_ascii_lowercase().as_str() {
+        "" => bare,
+        "b" => 1,
+        "k" | "kb" | "kib" => 1 << 10,
+        "m" | "mb" | "mib" => 1 << 20,
+        "g" | "gb" | "gib" => 1 << 30,
+        "t" | "tb" | "tib" => 1 << 40,
+        _ => return Err(wrong()),
+    };
+    if digits == 0 {
+        return Err(wrong());
+    }
+    text[..digits]
+        .parse::<u64>()
+        .ok()
+        .and_then(|number| number.checked_mul(unit))
+        .ok_or_else(|| format!("'{text}' is too large: the most is 16383t"))
+}
+
+/// A number between two bounds.
+pub fn number<T>(text: &str, range: std::ops::RangeInclusive<T>) -> Result<T, String>
+where
+    T: FromStr + PartialOrd + Display,
+{
+    text.parse()
+        .ok()
+        .filter(|number| range.contains(number))
+        .ok_or_else(|| format!("'{text}' is no number from {} to {}", range.start(), range.end()))
+}
+
+/// A time: `10s`, `5m`, `1h`, `250ms`; a bare number is in seconds.
+pub fn duration(text: &str) -> Result<std::time::Duration, String> {
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
+    let unit = match &text[digits..] {
+        "ms" => 0.001,
+        "" | "s" => 1.0,
+        "m" | "min" => 60.0,
+        "h" => 3600.0,
+        "d" => 86400.0,
+        _ => f64::NAN,
+    };
+    let seconds = text[..digits].parse::<f64>().unwrap_or(f64::NAN) * unit;
+    if seconds.is_finite() && seconds > 0.0 && seconds < 1e9 {
+        Ok(std::time::Duration::from_secs_f64(seconds))
+    } else {
+        Err(format!("'{text}' is no duration: a number above 0 with ms, s, m, h or d, as in 30s or 1h"))
+    }
+}
+
+/// A list of numbers and ranges: `0`, `0-3`, `0,2,5-7`; at most 65,536 of them.
+pub fn list(text: &str) -> Result<Vec<usize>, String> {
+    let wrong = |part: &str| format!("'{part}' is no number or range, as in 0-3 or [0,2,5-7]");
+    let mut numbers = Vec::new();
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let read = |text: &str| text.parse::<usize>().map_err(|_| wrong(part));
+        let (first, last) = (read(first)?, read(last)?);
+        if first > last || last - first >= 65_536 - numbers.len() {
+            return Err(wrong(part));
+        }
+        numbers.extend(first..=last);
+    }
+    Ok(numbers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEYS: &[&str] = &["size", "backing", "prealloc", "pin"];
+
+    #[test]
+    fn the_first_key_may_be_omitted_and_switches_are_bare() {
+        let kv = KeyValues::parse("4g,prealloc,pin=[0,2-3]", Some("size"), KEYS).unwrap();
+        assert_eq!(kv.text("size"), Some("4g"));
+        assert_eq!(kv.switch("prealloc"), Ok(Some(true)));
+        assert_eq!(kv.with("pin", list), Ok(Some(vec![0, 2, 3])));
+        assert_eq!(kv.switch("backing"), Ok(None));
+    }
+
+    #[test]
+    fn an_unknown_key_names_the_nearest() {
+        let error = KeyValues::parse("4g,baking=thp", Some("size"), KEYS).unwrap_err();
+        assert!(matches!(&error, Error::UnknownKey { nearest, .. } if nearest == "backing"), "{error}");
+    }
+
+    #[test]
+    fn malformed_arguments_are_refused() {
+        for text in ["", "4g,", "4g,,pin=0", "4g,size=2g", "pin=[0", "pin=0]", "pin=[[0]]"] {
+            assert!(KeyValues::parse(text, Some("size"), KEYS).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes() {
+        assert_eq!(size("256", 1 << 20), Ok(256 << 20));
+        assert_eq!(size("4G", 1), Ok(4 << 30));
+        assert_eq!(size("64kib", 1), Ok(64 << 10));
+        for text in ["", "g", "-1g", "1x", "1.5g", "99999999999999999999g", "17179869184g"] {
+            assert!(size(text, 1).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn durations_and_lists() {
+        assert_eq!(duration("250ms"), Ok(std::time::Duration::from_millis(250)));
+        assert!(["0", "", "s", "1e9s", "-3s", "nan"].iter().all(|text| duration(text).is_err()));
+        assert_eq!(list("0,2,5-7"), Ok(vec![0, 2, 5, 6, 7]));
+        assert!(["", "3-1", "a", "0-99999999"].iter().all(|text| list(text).is_err()));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_text_panics(text in ".{0,64}") {
+            let _ = KeyValues::parse(&text, Some("size"), KEYS);
+            let _ = size(&text, 1);
+            let _ = duration(&text);
+            let _ = list(&text);
+        }
+    }
+}

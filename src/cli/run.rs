@@ -1,0 +1,90 @@
+//! `vellum run`: a guest from the command line.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::{Failure, args, keyvalue};
+use crate::report::{json, terminal};
+use crate::sys::host::allowed_cpus;
+use crate::vm::lifecycle::{self, Exit};
+use crate::vm::memory::MemoryConfig;
+use crate::workload::run as workload;
+
+/// Run a guest: without a kernel, the built-in workload that writes to memory
+#[derive(Debug, Args)]
+#[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
+pub struct RunArgs {
+    /// Virtual CPUs: N[,pin=auto|off|LIST], as in 4,pin=[0,2-4]
+    #[arg(short, long, value_name = "N", value_parser = args::cpus, default_value = "1")]
+    cpus: args::Cpus,
+
+    /// Guest memory: SIZE[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock][,slots=N];
+    /// sizes take k, m, g, t, and a bare number is in MiB
+    #[arg(short, long, value_name = "SIZE", value_parser = args::memory, default_value = "256m")]
+    memory: MemoryConfig,
+
+    /// The built-in guest: write[,order=sequential|random|shuffled][,hot=PCT[,share=PCT]][,write=PCT][,rate=PAGES/S]
+    /// [,seed=N][,region=each|shared][,stride=SIZE][,page=2m|4k][,latency=on|off]
+    #[arg(short, long, value_name = "NAME", value_parser = args::workload, default_value = "write")]
+    workload: args::Workload,
+
+    /// How often the workload goes over its memory; 0 for no end
+    #[arg(
+        long,
+        value_name = "N",
+        default_value = "3",
+        default_value_if("duration", clap::builder::ArgPredicate::IsPresent, "0")
+    )]
+    passes: u64,
+
+    /// Stop the workload after a time, as in 30s or 5m
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
+    duration: Option<Duration>,
+
+    /// Write the result as JSON; `-` is standard output, which then carries nothing else
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  vellum run                                            3 passes over 256 MiB
+  vellum run -c 4 -m 4g,backing=hugetlb-2m,prealloc     4 vCPUs, 2 MiB pages
+  vellum run --workload write,hot=10,rate=50000 --duration 30s --json result.json";
+
+/// Does what was asked.
+pub fn run(args: RunArgs) -> Result<Exit, Failure> {
+    let allowed = allowed_cpus().map_err(Failure::host)?;
+    let pins = args.cpus.pins(&allowed).map_err(Failure::usage)?;
+    let mut write = args.workload.write;
+    write.passes = args.passes;
+    let config = workload::RunConfig {
+        vcpus: args.cpus.count,
+        pins,
+        memory: args.memory,
+        write,
+        page: args.workload.page,
+        duration: args.duration,
+    };
+    let writer = args.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;
+    let (report, exit) = match workload::run(&config) {
+        Ok(result) => result,
+        Err(error) => {
+            if let Some(writer) = writer {
+                writer.discard();
+            }
+            return Err(if error.is_usage() { Failure::usage(error) } else { Failure::host(error) });
+        }
+    };
+    if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
+        let text = terminal::render(&report);
+        json::allow_broken_pipe(std::io::Write::write_all(&mut std::io::stdout().lock(), text.as_bytes()))
+            .map_err(Failure::host)?;
+    }
+    if let Some(writer) = writer {
+        writer.write(std::slice::from_ref(&report)).map_err(Failure::host)?;
+    }
+    Ok(exit)
+}

@@ -1,0 +1,308 @@
+//! `vellum run` without a kernel: one workload from start to end, and the result that says what it did.
+
+use std::io::{self, IsTerminal};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
+use super::control::{Control, PASS_ENDS, bucket_bound};
+use super::guest::{self, Guest, GuestConfig};
+use super::model::{self, Model};
+use super::{Region, WriteConfig};
+use crate::arch::workload::GuestPage;
+use crate::host::Facts;
+use crate::report::{Histogram, Report};
+use crate::sys::signalfd::Signals;
+use crate::vm::lifecycle::Exit;
+use crate::vm::memory::{self, Memory, MemoryConfig, short_size};
+use crate::vm::{self, vcpu};
+
+/// What to run.
+#[derive(Clone, Debug)]
+pub struct RunConfig {
+    /// How many vCPUs.
+    pub vcpus: usize,
+    /// The CPU of each, where they are pinned.
+    pub pins: Option<Vec<usize>>,
+    /// RAM.
+    pub memory: MemoryConfig,
+    /// What the guest does.
+    pub write: WriteConfig,
+    /// The page size of the guest's own tables.
+    pub page: GuestPage,
+    /// When to stop.
+    pub duration: Option<Duration>,
+}
+
+/// Why a workload did not run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The machine.
+    #[error(transparent)]
+    Guest(#[from] guest::Error),
+    /// The host.
+    #[error("{0}: {1}")]
+    Host(&'static str, #[source] io::Error),
+}
+
+impl From<vm::Error> for Error {
+    fn from(error: vm::Error) -> Self {
+        Self::Guest(error.into())
+    }
+}
+
+impl From<memory::Error> for Error {
+    fn from(error: memory::Error) -> Self {
+        vm::Error::from(error).into()
+    }
+}
+
+impl Error {
+    /// Whether other arguments would have helped.
+    pub fn is_usage(&self) -> bool {
+        use memory::Error as Memory;
+        match self {
+            Self::Guest(guest::Error::TooFewPages { .. } | guest::Error::TablesTooLarge { .. }) => true,
+            Self::Guest(guest::Error::Vm(vm::Error::Cpus { .. })) => true,
+            Self::Guest(guest::Error::Vm(vm::Error::Memory(error))) => !matches!(error, Memory::Populate(_)),
+            _ => false,
+        }
+    }
+}
+
+/// Runs the workload to its end, to the end of its time, or until a signal; what was measured by then is the result.
+pub fn run(config: &RunConfig) -> Result<(Report, Exit), Error> {
+    let signals = Signals::new().map_err(|e| Error::Host("signalfd", e))?;
+    let facts = Facts::collect("off".into());
+    let kvm = vm::open()?;
+    let memory = Memory::map(config.memory)?;
+    if config.memory.prealloc {
+        let bar = bytes_bar("populating", config.memory.size);
+        memory.populate(|bytes| bar.inc(bytes))?;
+        bar.finish_and_clear();
+    }
+    let guest = Guest::build(
+        &kvm,
+        memory,
+        GuestConfig { pins: config.pins.clone(), page: config.page, ..GuestConfig::new(config.vcpus) },
+    )?;
+    let regions = guest.program(&config.write)?;
+    let models: Vec<_> = guest.controls().map(Model::new).collect();
+    guest.resume();
+    let interrupted = watch(config, &guest, &regions, &signals)?;
+    let mut report = describe(config, facts);
+    measure(&mut report, &guest);
+    let exit = match interrupted {
+        Some(signal) => {
+            report.notes.push(format!("ended by signal {signal}: these are the results so far"));
+            Exit::Signal(signal)
+        }
+        None => Exit::PowerOff,
+    };
+    let verdict = check(config, &guest, models);
+    report.figure("pages_checked", "pages", verdict.checked as f64);
+    report.figure("wrong_stamps", "pages", verdict.wrong as f64);
+    if verdict.wrong > 0 {
+        let (page, found, expected) = &verdict.examples[0];
+        report.invalid.push(format!(
+            "{} pages do not hold what the guest wrote; page {page} holds {found:?}, right would be {expected:?}",
+            verdict.wrong
+        ));
+        return Ok((report, Exit::Error));
+    }
+    Ok((report, exit))
+}
+
+/// Waits for the end, with progress; returns the signal that brought it about, if one did.
+fn watch(
+    config: &RunConfig,
+    guest: &Guest,
+    regions: &[Region],
+    signals: &Signals,
+) -> Result<Option<i32>, Error> {
+    let failed = |e| Error::Host("epoll", e);
+    let epoll = Epoll::new().map_err(failed)?;
+    for fd in [guest.bell.event.as_raw_fd(), signals.as_raw_fd()] {
+        epoll.ctl(ControlOperation::Add, fd, EpollEvent::new(EventSet::IN, fd as u64)).map_err(failed)?;
+    }
+    let accesses: u64 = regions.iter().map(|region| region.pages * config.write.passes).sum();
+    let bar = pages_bar(accesses, config.duration);
+    let start = Instant::now();
+    let mut interrupted = None;
+    let mut events = [EpollEvent::default(); 2];
+    while !guest.all_rung()? {
+        let left = config.duration.map(|duration| duration.saturating_sub(start.elapsed()));
+        if left == Some(Duration::ZERO) {
+            guest.request_stop();
+        }
+        // A terminal is redrawn ten times a second; without one, only events and the deadline matter.
+        let tick = (!bar.is_hidden() || left == Some(Duration::ZERO)).then_some(Duration::from_millis(100));
+        let wait = match (left.filter(|left| !left.is_zero()), tick) {
+            (Some(left), Some(tick)) => Some(left.min(tick)),
+            (left, tick) => left.or(tick),
+        };
+        // Rounded up, so that the deadline has passed when the wait is over.
+        let wait = wait.map_or(-1, |wait| wait.as_millis() as i32 + 1);
+        match epoll.wait(wait, &mut events) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            result => drop(result.map_err(failed)?),
+        }
+        let _ = guest.bell.event.read();
+        if let Some(signal) = signals.take() {
+            if interrupted.is_some() {
+                // Asked twice: do not wait for a guest that does not listen.
+                return Ok(Some(signal));
+            }
+            interrupted = Some(signal);
+            guest.request_stop();
+        }
+        let done: u64 = guest.controls().map(|control| control.done.load(Ordering::Relaxed)).sum();
+        bar.set_position(done);
+    }
+    bar.finish_and_clear();
+    guest.wait_all_rung()?;
+    Ok(interrupted)
+}
+
+/// A bar on a terminal; nothing in a pipe.
+fn bar(length: u64, template: &str) -> ProgressBar {
+    let target =
+        if io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::with_draw_target((length > 0).then_some(length), target).with_style(style)
+}
+
+fn pages_bar(accesses: u64, duration: Option<Duration>) -> ProgressBar {
+    let template = if accesses > 0 {
+        "{bar:30} {percent:>3} %  {human_pos} pages  {per_sec}  {eta} left"
+    } else if duration.is_some() {
+        "{elapsed_precise}  {human_pos} pages  {per_sec}"
+    } else {
+        "{elapsed_precise}  {human_pos} pages  {per_sec}  (Ctrl-C ends it)"
+    };
+    bar(accesses, template)
+}
+
+fn bytes_bar(what: &str, bytes: u64) -> ProgressBar {
+    bar(bytes, &format!("{what} {{bar:30}} {{binary_bytes}} of {{binary_total_bytes}}  {{eta}} left"))
+}
+
+/// A result that says what was asked.
+fn describe(config: &RunConfig, facts: Facts) -> Report {
+    let RunConfig { vcpus, pins, memory, write, page, duration } = config;
+    let mut report = Report::new("run write", facts);
+    report.ask("cpus", *vcpus);
+    report.ask("pin", pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
+    report.ask("memory", short_size(memory.size));
+    report.ask("backing", memory.backing.to_string());
+    report.ask("prealloc", memory.prealloc);
+    report.ask("lock", memory.lock);
+    report.ask("slots", memory.slots);
+    report.ask("order", write.order.name());
+    if let Some(hot) = write.hot {
+        report.ask("hot_percent", hot.percent);
+        report.ask("hot_share_percent", hot.share);
+    }
+    report.ask("write_percent", write.write_percent);
+    if let Some(rate) = write.rate {
+        report.ask("rate", rate);
+    }
+    report.ask("passes", write.passes);
+    if let Some(duration) = duration {
+        report.ask("duration_seconds", duration.as_secs_f64());
+    }
+    report.ask("seed", write.seed);
+    report.ask("region", if write.shared { "shared" } else { "each" });
+    report.ask("stride", write.stride);
+    report.ask("guest_page", if *page == GuestPage::Small { "4k" } else { "2m" });
+    report.ask("latency", write.latency);
+    report
+}
+
+/// When the last access of a vCPU ended, as far as it has recorded it, in TSC ticks since its first.
+fn pass_ticks(control: &Control) -> Vec<u64> {
+    let passes = control.pass.load(Ordering::Relaxed);
+    let first = passes.saturating_sub(PASS_ENDS as u64);
+    let mut last = if first == 0 { Some(control.started.load(Ordering::Relaxed)) } else { None };
+    let mut ticks = Vec::new();
+    for pass in first..passes {
+        let end = control.pass_ends[pass as usize % PASS_ENDS].load(Ordering::Relaxed);
+        ticks.extend(last.map(|last| end.saturating_sub(last)));
+        last = Some(end);
+    }
+    ticks
+}
+
+/// What the guest's own counters say.
+fn measure(report: &mut Report, guest: &Guest) {
+    let hz = guest.tsc_hz as f64;
+    let get = |word: &std::sync::atomic::AtomicU64| word.load(Ordering::Relaxed);
+    let mut rates = Vec::new();
+    for (index, control) in guest.controls().enumerate() {
+        let pages = get(&control.pages) as f64;
+        let per_pass: Vec<_> =
+            pass_ticks(control).iter().map(|&ticks| pages * hz / ticks.max(1) as f64).collect();
+        report.spread(format!("pages_per_second[vcpu{index}]"), "pages/s", &per_pass);
+        rates.extend(per_pass);
+        let passes = get(&control.pass);
+        if let Some(last) = passes.checked_sub(1) {
+            let ticks =
+                get(&control.pass_ends[last as usize % PASS_ENDS]).saturating_sub(get(&control.started));
+            // All passes but the distinct pages of one that was cut short.
+            let complete = get(&control.distinct) as f64
+                * (get(&control.pass_start) as f64 / get(&control.done).max(1) as f64);
+            report.figure(
+                format!("distinct_pages_per_second[vcpu{index}]"),
+                "pages/s",
+                complete * hz / ticks.max(1) as f64,
+            );
+        }
+    }
+    report.spread("pages_per_second_per_vcpu", "pages/s", &rates);
+    let sum = |of: fn(&Control) -> &std::sync::atomic::AtomicU64| -> f64 {
+        guest.controls().map(|control| get(of(control))).sum::<u64>() as f64
+    };
+    report.figure("accesses", "pages", sum(|control| &control.done));
+    report.figure("writes", "pages", sum(|control| &control.written));
+    let histogram = latency(guest);
+    if histogram.count() > 0 {
+        for (name, q) in [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)] {
+            report.figure(format!("write_latency[{name}]"), "ns", histogram.quantile(q).unwrap_or(0.0));
+        }
+        let slowest = guest.controls().map(|control| get(&control.slowest)).max().unwrap_or(0);
+        report.figure("write_latency[max]", "ns", slowest as f64 * 1e9 / hz);
+        report.histograms.push(histogram);
+    }
+    let mut exits = vcpu::Exits::default();
+    guest.vcpus.iter().for_each(|vcpu| exits.add(&vcpu.exits()));
+    for (name, count) in exits.iter() {
+        report.figure(format!("exits[{name}]"), "exits", count as f64);
+    }
+}
+
+/// The write latencies of all vCPUs in nanoseconds.
+fn latency(guest: &Guest) -> Histogram {
+    let mut sum = vec![0; super::control::BUCKETS];
+    for control in guest.controls() {
+        sum.iter_mut().zip(control.latency_snapshot()).for_each(|(sum, count)| *sum += count);
+    }
+    let nanoseconds = |index: usize| (bucket_bound(index) as f64 * 1e9 / guest.tsc_hz as f64).max(1.0);
+    let buckets = sum.into_iter().enumerate().filter(|&(_, count)| count > 0);
+    Histogram {
+        name: "write_latency".into(),
+        unit: "ns".into(),
+        buckets: buckets.map(|(index, count)| (nanoseconds(index), count)).collect(),
+    }
+}
+
+/// Compares every stamp with what the guest must have written.
+fn check(config: &RunConfig, guest: &Guest, models: Vec<Model>) -> model::Verdict {
+    let stride = config.write.stride;
+    let done = guest.controls().map(|control| control.done.load(Ordering::Relaxed));
+    model::verify(models.into_iter().zip(done).collect(), config.memory.size / stride, |page| {
+        guest.stamp(page, stride)
+    })
+}
