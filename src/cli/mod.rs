@@ -11,7 +11,7 @@ pub mod run;
 use std::error::Error as StdError;
 use std::process::ExitCode;
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::vm::lifecycle::Exit;
@@ -104,19 +104,33 @@ fn refuse(error: &clap::Error) -> ExitCode {
             ExitCode::from(Exit::Usage.code())
         }
         _ => {
-            eprintln!("vellum: {}", one_line(&error.to_string()));
+            eprintln!("vellum: {}", one_line(error));
             ExitCode::from(Exit::Usage.code())
         }
     }
 }
 
 /// Clap's paragraphs as one line, without the usage that `--help` shows better.
-fn one_line(text: &str) -> String {
-    let text = text.strip_prefix("error: ").unwrap_or(text);
+fn one_line(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(typed))) =
+        (error.kind(), error.get(ContextKind::InvalidSubcommand))
+    {
+        return unknown(typed);
+    }
     let paragraphs = text.lines().map(str::trim).filter(|line| !line.is_empty());
     let wanted =
         paragraphs.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more info"));
     wanted.map(|line| line.strip_prefix("tip: ").unwrap_or(line)).collect::<Vec<_>>().join("; ")
+}
+
+/// What to say of a subcommand that no level of the command line has.
+fn unknown(typed: &str) -> String {
+    let cli = Cli::command();
+    let known: Vec<&str> = cli.get_subcommands().map(clap::Command::get_name).collect();
+    let nearest = keyvalue::nearest(typed, known.iter().copied());
+    format!("unknown command '{typed}': did you mean '{nearest}'? There are {}", known.join(", "))
 }
 
 #[cfg(test)]
@@ -130,17 +144,17 @@ mod tests {
 
     #[test]
     fn errors_are_one_line() {
-        for line in [
-            &["vellum", "run", "--memory", "lots"][..],
-            &["vellum", "run", "--memory", "1g,baking=thp"],
-            &["vellum", "run", "--cpus", "0"],
-            &["vellum", "run", "--workload", "wirte"],
-            &["vellum", "rnu"],
-            &["vellum", "run", "--memroy", "1g"],
+        for (line, remedy) in [
+            (&["vellum", "run", "--memory", "lots"][..], "512m"),
+            (&["vellum", "run", "--memory", "1g,baking=thp"], "did you mean 'backing'"),
+            (&["vellum", "run", "--cpus", "0"], "from 1 to"),
+            (&["vellum", "run", "--workload", "wirte"], "did you mean 'write'"),
+            (&["vellum", "rnu"], "did you mean 'run'"),
+            (&["vellum", "run", "--memroy", "1g"], "--memory"),
         ] {
             let error = Cli::try_parse_from(line).expect_err("must be refused");
-            let message = one_line(&error.to_string());
-            assert!(!message.contains('\n') && message.contains(line[line.len() - 1]), "{message}");
+            let message = one_line(&error);
+            assert!(!message.contains('\n') && message.contains(remedy), "{message}");
         }
     }
 }

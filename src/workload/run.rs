@@ -16,6 +16,7 @@ use crate::arch::workload::GuestPage;
 use crate::host::Facts;
 use crate::report::{Histogram, Report};
 use crate::sys::signalfd::Signals;
+use crate::vm::counters::{Counters, Snapshot};
 use crate::vm::lifecycle::Exit;
 use crate::vm::memory::{self, Memory, MemoryConfig, short_size};
 use crate::vm::{self, vcpu};
@@ -91,10 +92,19 @@ pub fn run(config: &RunConfig) -> Result<(Report, Exit), Error> {
     )?;
     let regions = guest.program(&config.write)?;
     let models: Vec<_> = guest.controls().map(Model::new).collect();
+    let counters = Counters::open(&guest.vm.fd, &guest.vcpus);
+    let read = || counters.as_ref().ok().and_then(|counters| counters.read().ok()).unwrap_or_default();
+    let before = read();
     guest.resume();
     let interrupted = watch(config, &guest, &regions, &signals)?;
+    let after = read();
     let mut report = describe(config, facts);
     measure(&mut report, &guest);
+    report.counters(&before, &after);
+    if let Err(error) = &counters {
+        report.notes.push(error.to_string());
+    }
+    prove_huge(&mut report, config, &after);
     let exit = match interrupted {
         Some(signal) => {
             report.notes.push(format!("ended by signal {signal}: these are the results so far"));
@@ -280,6 +290,26 @@ fn measure(report: &mut Report, guest: &Guest) {
     guest.vcpus.iter().for_each(|vcpu| exits.add(&vcpu.exits()));
     for (name, count) in exits.iter() {
         report.figure(format!("exits[{name}]"), "exits", count as f64);
+    }
+}
+
+/// Says so where the backing promises huge mappings and KVM has none.
+fn prove_huge(report: &mut Report, config: &RunConfig, after: &Snapshot) {
+    let backing = config.memory.backing;
+    let promised = backing.best_mapping();
+    let (Some(large), Some(huge)) = (after.get("pages_2m"), after.get("pages_1g")) else {
+        return;
+    };
+    let mapped = |page: u64, count: u64| format!("{count} of {}", short_size(page));
+    report.figure("mapped_2m", "pages", *large as f64);
+    report.figure("mapped_1g", "pages", *huge as f64);
+    if promised >= 2 << 20 && *large == 0 && *huge == 0 {
+        let small = after.get("pages_4k").copied().unwrap_or(0);
+        let notable = format!("backing={backing}, but KVM mapped no huge page: only {}", mapped(4096, small));
+        report.invalid.push(notable);
+    } else if promised == 1 << 30 && *huge == 0 {
+        let notable = format!("backing={backing}, but KVM mapped it smaller: {}", mapped(2 << 20, *large));
+        report.notes.push(notable);
     }
 }
 
