@@ -13,6 +13,5 @@ pub mod kvm_vcpu;
 pub mod mmap;
 pub mod seccomp;
 pub mod signal;
-pub mod signalfd;
 pub mod tap;
 pub mod terminal;

@@ -15,7 +15,7 @@ use super::{Region, WriteConfig};
 use crate::arch::workload::GuestPage;
 use crate::host::Facts;
 use crate::report::{Histogram, Report};
-use crate::sys::signalfd::Signals;
+use crate::sys::signal::{ENDING, SignalFd};
 use crate::vm::counters::{Counters, Snapshot};
 use crate::vm::lifecycle::Exit;
 use crate::vm::memory::{self, Memory, MemoryConfig, short_size};
@@ -76,7 +76,7 @@ impl Error {
 
 /// Runs the workload to its end, to the end of its time, or until a signal; what was measured by then is the result.
 pub fn run(config: &RunConfig) -> Result<(Report, Exit), Error> {
-    let signals = Signals::new().map_err(|e| Error::Host("signalfd", e))?;
+    let mut signals = SignalFd::new(&ENDING).map_err(|e| Error::Host("signalfd", e))?;
     let facts = Facts::collect("off".into());
     let kvm = vm::open()?;
     let memory = Memory::map(config.memory)?;
@@ -96,7 +96,7 @@ pub fn run(config: &RunConfig) -> Result<(Report, Exit), Error> {
     let read = || counters.as_ref().ok().and_then(|counters| counters.read().ok()).unwrap_or_default();
     let before = read();
     guest.resume();
-    let interrupted = watch(config, &guest, &regions, &signals)?;
+    let interrupted = watch(config, &guest, &regions, &mut signals)?;
     let after = read();
     let mut report = describe(config, facts);
     measure(&mut report, &guest);
@@ -131,7 +131,7 @@ fn watch(
     config: &RunConfig,
     guest: &Guest,
     regions: &[Region],
-    signals: &Signals,
+    signals: &mut SignalFd,
 ) -> Result<Option<i32>, Error> {
     let failed = |e| Error::Host("epoll", e);
     let epoll = Epoll::new().map_err(failed)?;
@@ -161,7 +161,7 @@ fn watch(
             result => drop(result.map_err(failed)?),
         }
         let _ = guest.bell.event.read();
-        if let Some(signal) = signals.take() {
+        if let Some(signal) = signals.read() {
             if interrupted.is_some() {
                 // Asked twice: do not wait for a guest that does not listen.
                 return Ok(Some(signal));
