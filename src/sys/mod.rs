@@ -13,5 +13,6 @@ pub mod kvm_vcpu;
 pub mod mmap;
 pub mod seccomp;
 pub mod signal;
+pub mod socket;
 pub mod tap;
 pub mod terminal;

@@ -249,6 +249,7 @@ impl Driver {
         if index == ring.seen_used {
             return None;
         }
+        assert!(index.wrapping_sub(ring.seen_used) <= ring.size, "the used index goes back");
         let slot = Self::used(queue) + 4 + 8 * u64::from(ring.seen_used % ring.size);
         ring.seen_used = ring.seen_used.wrapping_add(1);
         // Asks for an interrupt for the very next one (used_event, where event indices are negotiated).

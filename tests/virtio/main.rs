@@ -6,3 +6,4 @@ mod misuse;
 mod net;
 mod small;
 mod transport;
+mod vsock;

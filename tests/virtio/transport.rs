@@ -78,6 +78,9 @@ fn a_ready_queue_does_not_move() {
     driver.set(VIRTIO_MMIO_QUEUE_READY, 0);
     driver.set(VIRTIO_MMIO_QUEUE_DESC_LOW, 0xdead_0000);
     assert_eq!(driver.get(VIRTIO_MMIO_QUEUE_READY), 1);
+    // The registers are read again when the machine resumes.
+    driver.mmio.quiesce();
+    driver.mmio.resume();
     header(&driver, VIRTIO_BLK_T_IN, 0);
     driver.submit(0, &[readable(HEADER, 16), writable(DATA, 512), writable(STATUS, 1)]);
     assert_eq!(driver.wait_used(0).1, 513);

@@ -17,6 +17,7 @@ pub mod net;
 pub mod queue;
 pub mod rng;
 pub mod slices;
+pub mod vsock;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -97,6 +98,8 @@ pub enum DeviceState {
     Console(console::State),
     /// A balloon.
     Balloon(balloon::State),
+    /// A socket device.
+    Vsock(vsock::State),
 }
 
 /// A saved state that does not fit the device it is given to.
@@ -132,6 +135,7 @@ impl DeviceState {
             DeviceState::Rng(_) => "entropy source",
             DeviceState::Console(_) => "console",
             DeviceState::Balloon(_) => "balloon",
+            DeviceState::Vsock(_) => "vsock",
         }
     }
 }

@@ -100,6 +100,15 @@ impl<'m> Slices<'m> {
         }
     }
 
+    /// Moves the next `count` bytes, or all that are left, to `front`.
+    pub fn split_front(&mut self, count: usize, front: &mut Slices<'m>) {
+        front.clear();
+        self.each(count, |slice, _| {
+            front.push(*slice);
+            slice.len()
+        });
+    }
+
     /// Takes the last byte away: block requests end in a status byte, however the driver cut its buffers.
     pub fn take_last_byte(&mut self) -> Option<Slice<'m>> {
         while self.items.len() > self.first {

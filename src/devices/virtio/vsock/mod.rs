@@ -1,0 +1,399 @@
+//! Sockets between host and guest (virtio 1.2, section 5.10), on unix sockets of the host.
+//!
+//! A host process connects to the device's socket, says `CONNECT PORT\n`, and hears `OK HOST_PORT\n` when a guest
+//! process listens there; when none does the socket closes. A guest process that connects to the host's port N reaches
+//! whoever listens on the unix socket `PATH_N`. Connections do not move with a machine: after a restore the guest is
+//! told that all are gone.
+//!
+//! Here is the device with its packets from and to the guest; a connection's own state is in [`connection`].
+
+mod connection;
+mod packet;
+
+use std::collections::{HashMap, VecDeque};
+use std::io::Read;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use event_manager::{EventOps, EventSet, Events};
+use serde::{Deserialize, Serialize};
+use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
+
+use super::queue::{Chain, Served};
+use super::slices::Slices;
+use super::{Active, DeviceState, RestoreError, VirtioDevice, read_space};
+use crate::sys::socket::{Listener, SocketError, connect};
+use connection::{Connection, Fate, Ports};
+use packet::{HEADER, HOST_CID, Header, STREAM, op};
+
+const RECEIVE: u16 = 0;
+const TRANSMIT: u16 = 1;
+const EVENT: u16 = 2;
+/// Event data of the listening socket, and of all streams: those are told apart by their descriptors.
+const LISTENER: u32 = 0;
+const STREAMS: u32 = 1;
+
+/// Connections at a time, those that have not said CONNECT yet included.
+const MAX_CONNECTIONS: usize = 256;
+/// RSTs that wait for a buffer; a guest that sends nonsense and takes no answer loses the rest of them.
+const MAX_RESETS: usize = 256;
+/// The longest greeting: `CONNECT 4294967295\n`.
+const MAX_GREETING: usize = 19;
+/// Host ports are given out from here on, out of the way of ports that mean something.
+const FIRST_HOST_PORT: u32 = 1 << 30;
+
+/// A guest's socket as the command line describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VsockConfig {
+    /// The unix socket.
+    pub path: PathBuf,
+    /// The guest's address, 3 or more.
+    pub cid: u32,
+}
+
+/// Why there is no vsock.
+#[derive(Debug, thiserror::Error)]
+pub enum VsockError {
+    /// The unix socket.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    /// An address that means something else.
+    #[error("a guest's vsock address (cid) is 3 to 4294967294, not {0}")]
+    Cid(u32),
+}
+
+/// The device.
+pub struct Vsock {
+    hub: Hub,
+    /// The guest must hear that all its connections are gone.
+    restored: bool,
+    active: Option<Active>,
+}
+
+/// All connections.
+struct Hub {
+    listener: Listener,
+    cid: u64,
+    connections: HashMap<Ports, Connection>,
+    by_fd: HashMap<RawFd, Ports>,
+    /// Those that have connected and not yet said where to.
+    newcomers: HashMap<RawFd, Newcomer>,
+    /// Connections that may have something for the guest, each at most once.
+    ready: VecDeque<Ports>,
+    resets: VecDeque<Header>,
+    /// Streams to take out of the event loop and close.
+    dead: Vec<UnixStream>,
+    next_port: u32,
+}
+
+struct Newcomer {
+    stream: UnixStream,
+    greeting: Vec<u8>,
+}
+
+/// What is saved of a vsock device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    cid: u64,
+}
+
+impl Vsock {
+    /// Binds the socket, which is unlinked again with the device.
+    pub fn open(config: &VsockConfig) -> Result<Self, VsockError> {
+        if config.cid <= HOST_CID as u32 || config.cid == u32::MAX {
+            return Err(VsockError::Cid(config.cid));
+        }
+        let hub = Hub {
+            listener: Listener::bind(&config.path)?,
+            cid: config.cid.into(),
+            connections: HashMap::new(),
+            by_fd: HashMap::new(),
+            newcomers: HashMap::new(),
+            ready: VecDeque::new(),
+            resets: VecDeque::new(),
+            dead: Vec::new(),
+            next_port: FIRST_HOST_PORT,
+        };
+        Ok(Vsock { hub, restored: false, active: None })
+    }
+
+    fn take_packets(&mut self, ops: &mut EventOps) {
+        let Some(active) = &mut self.active else { return };
+        let mem = active.mem.clone();
+        let Some(queue) = active.queue(TRANSMIT) else { return };
+        queue.serve(&mem, |chain| {
+            self.hub.packet(&mut chain.readable, ops);
+            Served::Done(0)
+        });
+    }
+
+    fn give_packets(&mut self) {
+        let Some(active) = &mut self.active else { return };
+        let mem = active.mem.clone();
+        if self.restored
+            && let Some(queue) = active.queue(EVENT)
+        {
+            queue.serve(&mem, |chain| {
+                if !std::mem::take(&mut self.restored) {
+                    return Served::Later;
+                }
+                // VIRTIO_VSOCK_EVENT_TRANSPORT_RESET
+                Served::Done(chain.writable.write(&0u32.to_le_bytes()) as u32)
+            });
+        }
+        let Some(queue) = active.queue(RECEIVE) else { return };
+        let mut head = Slices::default();
+        queue.serve(&mem, |chain| {
+            if chain.writable.left() < HEADER {
+                return Served::Done(0);
+            }
+            chain.writable.split_front(HEADER, &mut head);
+            let Some(header) = self.hub.next_packet(chain) else { return Served::Later };
+            head.write(&header.bytes());
+            Served::Done(connection::length(&header))
+        });
+    }
+}
+
+impl Hub {
+    /// A packet from the guest.
+    fn packet(&mut self, data: &mut Slices<'_>, ops: &mut EventOps) {
+        let Some(raw) = data.read_array() else { return };
+        let header = Header::parse(&raw);
+        let ports = Ports { host: header.dst_port, guest: header.src_port };
+        if header.src_cid != self.cid || header.dst_cid != HOST_CID || header.kind != STREAM {
+            return self.refuse(&header);
+        }
+        if let Some(connection) = self.connections.get_mut(&ports) {
+            let fate = connection.packet(&header, data);
+            self.settle(ports, fate);
+        } else if header.op == op::REQUEST {
+            self.reach_host(ports, &header, ops);
+        } else {
+            self.refuse(&header);
+        }
+    }
+
+    /// Answers with an RST, except to an RST.
+    fn refuse(&mut self, to: &Header) {
+        if to.op != op::RST && self.resets.len() < MAX_RESETS {
+            self.resets.push_back(Header {
+                src_cid: to.dst_cid,
+                dst_cid: to.src_cid,
+                src_port: to.dst_port,
+                dst_port: to.src_port,
+                kind: to.kind,
+                op: op::RST,
+                ..Header::default()
+            });
+        }
+    }
+
+    /// The guest asks for a host's port: whoever listens on the socket of that number.
+    fn reach_host(&mut self, ports: Ports, request: &Header, ops: &mut EventOps) {
+        let mut path = self.listener.path().as_os_str().to_owned();
+        path.push(format!("_{}", ports.host));
+        match connect(Path::new(&path)) {
+            Ok(stream) if self.has_room() && watch(&stream, ops) => {
+                self.insert(ports, Connection::from_guest(stream, ports, request));
+            }
+            _ => self.refuse(request),
+        }
+    }
+
+    fn has_room(&self) -> bool {
+        self.connections.len() + self.newcomers.len() < MAX_CONNECTIONS
+    }
+
+    fn accept(&mut self, ops: &mut EventOps) {
+        // A bounded turn: what is left keeps the socket readable.
+        for _ in 0..MAX_CONNECTIONS {
+            let Ok(stream) = self.listener.accept() else { return };
+            // One too many is closed at once.
+            if self.has_room() && watch(&stream, ops) {
+                let newcomer = Newcomer { stream, greeting: Vec::with_capacity(MAX_GREETING) };
+                self.newcomers.insert(newcomer.stream.as_raw_fd(), newcomer);
+            }
+        }
+    }
+
+    /// Reads a newcomer's greeting: byte by byte, since what follows it belongs to the guest.
+    fn greet(&mut self, fd: RawFd) {
+        let Some(mut newcomer) = self.newcomers.remove(&fd) else { return };
+        while newcomer.greeting.last() != Some(&b'\n') {
+            let mut byte = [0];
+            match newcomer.stream.read(&mut byte) {
+                Ok(1) if newcomer.greeting.len() < MAX_GREETING => newcomer.greeting.push(byte[0]),
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                    self.newcomers.insert(fd, newcomer);
+                    return;
+                }
+                _ => return self.dead.push(newcomer.stream),
+            }
+        }
+        match port(&newcomer.greeting) {
+            Some(guest) => {
+                let ports = Ports { host: self.free_port(guest), guest };
+                self.insert(ports, Connection::to_guest(newcomer.stream, ports));
+            }
+            None => self.dead.push(newcomer.stream),
+        }
+    }
+
+    fn free_port(&mut self, guest: u32) -> u32 {
+        loop {
+            let host = self.next_port;
+            self.next_port = host.checked_add(1).unwrap_or(FIRST_HOST_PORT);
+            if !self.connections.contains_key(&Ports { host, guest }) {
+                return host;
+            }
+        }
+    }
+
+    fn insert(&mut self, ports: Ports, connection: Connection) {
+        self.by_fd.insert(connection.stream.as_raw_fd(), ports);
+        self.connections.insert(ports, connection);
+        self.settle(ports, Fate::Lives);
+    }
+
+    /// After anything has happened to a connection: it is listed if there is news for the guest, or goes.
+    fn settle(&mut self, ports: Ports, fate: Fate) {
+        let Some(connection) = self.connections.get_mut(&ports) else { return };
+        if fate == Fate::Over {
+            let connection = self.connections.remove(&ports).expect("it was there");
+            self.by_fd.remove(&connection.stream.as_raw_fd());
+            self.dead.push(connection.stream);
+        } else if connection.has_news() && !std::mem::replace(&mut connection.listed, true) {
+            self.ready.push_back(ports);
+        }
+    }
+
+    fn next_packet(&mut self, chain: &mut Chain<'_>) -> Option<Header> {
+        if let Some(reset) = self.resets.pop_front() {
+            return Some(reset);
+        }
+        // Each in turn, and each once: one whose data does not fit into this buffer stays in the list.
+        for _ in 0..self.ready.len() {
+            let ports = self.ready.pop_front()?;
+            let Some(connection) = self.connections.get_mut(&ports) else { continue };
+            connection.listed = false;
+            let packet = connection.next_packet(chain);
+            self.settle(ports, packet.map_or(Fate::Lives, |(_, fate)| fate));
+            if let Some((header, _)) = packet {
+                return Some(Header { src_cid: HOST_CID, dst_cid: self.cid, kind: STREAM, ..header });
+            }
+        }
+        None
+    }
+
+    fn stream_ready(&mut self, events: &Events) {
+        if self.newcomers.contains_key(&events.fd()) {
+            return self.greet(events.fd());
+        }
+        let Some(&ports) = self.by_fd.get(&events.fd()) else { return };
+        if let Some(connection) = self.connections.get_mut(&ports) {
+            let fate = connection.host_ready(events.event_set().contains(EventSet::HANG_UP));
+            self.settle(ports, fate);
+        }
+    }
+
+    /// All connections are gone. Their descriptors are still in the event loop, which a reset on a vCPU thread cannot
+    /// reach: hanging up wakes it.
+    fn hang_up(&mut self) {
+        self.dead.extend(self.connections.drain().map(|(_, connection)| connection.stream));
+        self.by_fd.clear();
+        self.ready.clear();
+        self.resets.clear();
+        for stream in &self.dead {
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
+    }
+
+    fn bury(&mut self, ops: &mut EventOps) {
+        for stream in self.dead.drain(..) {
+            let _ = ops.remove(Events::empty(&stream));
+        }
+    }
+}
+
+fn watch(stream: &UnixStream, ops: &mut EventOps) -> bool {
+    let set = EventSet::IN | EventSet::OUT | EventSet::EDGE_TRIGGERED;
+    ops.add(Events::with_data(stream, STREAMS, set)).is_ok()
+}
+
+/// The port of `CONNECT PORT\n`.
+fn port(greeting: &[u8]) -> Option<u32> {
+    let digits = greeting.strip_prefix(b"CONNECT ")?.strip_suffix(b"\n")?;
+    let digits = digits.iter().all(u8::is_ascii_digit).then_some(digits)?;
+    std::str::from_utf8(digits).ok()?.parse().ok()
+}
+
+impl VirtioDevice for Vsock {
+    fn kind(&self) -> u32 {
+        VIRTIO_ID_VSOCK
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &[128, 128, 16]
+    }
+
+    fn read_config(&self, offset: usize, data: &mut [u8]) {
+        read_space(&self.hub.cid.to_le_bytes(), offset, data);
+    }
+
+    fn activate(&mut self, active: Active) {
+        self.active = Some(active);
+    }
+
+    fn quiesce(&mut self) -> Option<Active> {
+        self.active.take()
+    }
+
+    fn reset(&mut self) {
+        self.hub.hang_up();
+        self.restored = false;
+    }
+
+    fn watch(&mut self, ops: &mut EventOps) {
+        ops.add(Events::with_data(&self.hub.listener, LISTENER, EventSet::IN))
+            .expect("a socket can be polled");
+    }
+
+    fn notified(&mut self, index: u16, ops: &mut EventOps) {
+        if index == TRANSMIT {
+            self.take_packets(ops);
+        }
+        self.give_packets();
+        self.hub.bury(ops);
+    }
+
+    fn ready(&mut self, events: Events, ops: &mut EventOps) {
+        match events.data() {
+            LISTENER => self.hub.accept(ops),
+            _ => self.hub.stream_ready(&events),
+        }
+        self.give_packets();
+        self.hub.bury(ops);
+    }
+
+    fn save(&self) -> DeviceState {
+        DeviceState::Vsock(State { cid: self.hub.cid })
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
+        let DeviceState::Vsock(state) = state else { return Err(RestoreError::kind("vsock", &state)) };
+        if state.cid <= HOST_CID || state.cid >= u64::from(u32::MAX) {
+            return Err(RestoreError::Field {
+                field: "cid",
+                value: state.cid.to_string(),
+                reason: "no guest has",
+            });
+        }
+        self.hub.cid = state.cid;
+        self.restored = true;
+        Ok(())
+    }
+}
