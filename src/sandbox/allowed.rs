@@ -28,6 +28,7 @@ pub fn by(kind: ThreadKind) -> Vec<Rule> {
     }
     if kind == ThreadKind::Main {
         rules.extend(new_threads());
+        rules.extend(sockets_left_behind());
     }
     rules
 }
@@ -171,6 +172,17 @@ fn new_threads() -> [Rule; 2] {
         Rule { number: SYS_clone3 as u32, allow: Allow::Fail(ENOSYS as u16) },
         Rule { number: SYS_clone as u32, allow: Allow::With(0, CLONE_THREAD as u32) },
     ]
+}
+
+/// A unix socket's name goes with its listener, where there is no sandbox. Here it stays, and whoever wants the name
+/// next finds it stale.
+fn sockets_left_behind() -> Vec<Rule> {
+    let calls = [
+        SYS_unlinkat,
+        #[cfg(target_arch = "x86_64")]
+        SYS_unlink,
+    ];
+    calls.map(|call| Rule { number: call as u32, allow: Allow::Fail(EPERM as u16) }).into()
 }
 
 /// The size and kind of a descriptor, by the forms of stat that glibc and musl call for it. A filter sees the flag, not

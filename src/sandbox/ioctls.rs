@@ -118,5 +118,11 @@ pub const TERMINAL_RESTORE: &[u32] =
     &[libc::TCSETS as u32, libc::TCSETS2 as u32, libc::TCGETS as u32, libc::TCGETS2 as u32];
 
 /// The terminal and descriptors as the event loop uses them.
-pub const DESCRIPTORS: &[u32] =
-    &[libc::TIOCGWINSZ as u32, libc::TIOCGPGRP as u32, libc::FIONBIO as u32, libc::FIONREAD as u32];
+pub const DESCRIPTORS: &[u32] = &[
+    libc::TIOCGWINSZ as u32,
+    libc::TIOCGPGRP as u32,
+    libc::FIONBIO as u32,
+    libc::FIONREAD as u32,
+    // What the guest's network driver takes unfinished is known only when it runs.
+    libc::TUNSETOFFLOAD as u32,
+];

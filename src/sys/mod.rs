@@ -11,6 +11,7 @@ pub mod kick;
 pub mod kvm;
 pub mod kvm_vcpu;
 pub mod mmap;
+pub mod poll;
 pub mod seccomp;
 pub mod signal;
 pub mod socket;

@@ -9,15 +9,16 @@ use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
 use vellum::devices::bus::BusDevice;
 use vellum::devices::virtio::mmio::Mmio;
 use vellum::devices::virtio::{Memory, VirtioDevice};
+use vellum::vm::memory::MemoryConfig;
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::*;
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
-/// Memory of the mock machine: two regions that touch at 1 MiB, and nothing from 2 MiB on.
+/// Memory of the mock machine: nothing from 2 MiB on.
 pub const MEMORY_END: u64 = 2 << 20;
-/// Where the two regions meet.
-pub const SEAM: u64 = 1 << 20;
+/// The middle of it.
+pub const MIDDLE: u64 = 1 << 20;
 /// Where buffers may go: below it are the rings, 64 KiB a queue.
 pub const BUFFERS: u64 = 0x80000;
 /// Entries of every queue that [`Driver::start`] sets up, unless the device has fewer.
@@ -67,8 +68,9 @@ struct Ring {
 }
 
 pub fn memory() -> Arc<Memory> {
-    let regions = [(GuestAddress(0), SEAM as usize), (GuestAddress(SEAM), (MEMORY_END - SEAM) as usize)];
-    Arc::new(Memory::from_ranges(&regions).expect("2 MiB of memory"))
+    let memory = vellum::vm::memory::Memory::map(MemoryConfig::new(MEMORY_END)).expect("2 MiB of memory");
+    memory.guest.iter().for_each(|region| region.bitmap().enable(true));
+    Arc::new(memory.guest)
 }
 
 impl Driver {

@@ -41,9 +41,10 @@ fn packets_go_out_whole_however_they_are_cut() {
     driver.start();
     let sent = packet(1400);
     driver.put(BUFFERS, &sent);
-    driver.put(SEAM - 500, &sent);
+    driver.put(MIDDLE - 500, &sent);
     driver.submit(TRANSMIT, &[readable(BUFFERS, sent.len() as u32)]);
-    driver.submit(TRANSMIT, &[readable(BUFFERS, 5), readable(SEAM - 495, 1000), readable(SEAM + 505, 407)]);
+    driver
+        .submit(TRANSMIT, &[readable(BUFFERS, 5), readable(MIDDLE - 495, 1000), readable(MIDDLE + 505, 407)]);
     for _ in 0..2 {
         driver.wait_used(TRANSMIT);
         let mut heard = [0; 2000];

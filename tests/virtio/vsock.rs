@@ -167,22 +167,24 @@ fn a_port_where_nobody_listens_closes_the_host_process() {
 }
 
 #[test]
-fn a_guest_process_reaches_a_host_socket_or_hears_that_there_is_none() {
+fn a_guest_process_reaches_who_listens_or_hears_that_there_is_nobody() {
     let mut guest = Guest::new("guest");
     guest.send(REQUEST, 40000, 77, 0, &[]);
     assert_eq!(guest.receive().op, RST);
 
-    let path = format!("{}_77", guest.path.display());
-    let listener = UnixListener::bind(&path).unwrap();
+    let mut host = UnixStream::connect(&guest.path).unwrap();
+    host.write_all(b"LISTEN 77\n").unwrap();
+    guest.driver.run();
     guest.send(REQUEST, 40000, 77, 0, &[]);
     let response = guest.receive();
     assert_eq!((response.op, response.src_port, response.dst_port), (RESPONSE, 77, 40000));
-    let (mut host, _) = listener.accept().unwrap();
-    std::fs::remove_file(path).unwrap();
+    assert_eq!(read(&mut host, 9), b"OK 40000\n");
     guest.send(RW, 40000, 77, 0, b"to the host");
     assert_eq!(read(&mut host, 11), b"to the host");
     host.write_all(b"to the guest").unwrap();
     assert_eq!(guest.receive().data, b"to the guest");
+    guest.send(REQUEST, 40001, 77, 0, &[]);
+    assert_eq!(guest.receive().op, RST, "one connection for each that listens");
 }
 
 #[test]

@@ -17,7 +17,6 @@ use std::thread::JoinHandle;
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
@@ -25,6 +24,7 @@ use super::queue::Chain;
 use super::slices::Slices;
 use super::{Active, DeviceState, RestoreError, VirtioDevice, read_space};
 use crate::sys::file::{Lock, lock};
+use crate::sys::poll::Readable;
 
 /// The unit of a disk's capacity, whatever its block size.
 const SECTOR: u64 = 512;
@@ -305,14 +305,15 @@ impl Worker {
 
     /// Serves all queues until the stop event.
     fn serve(&mut self, active: &mut Active) -> io::Result<()> {
-        let epoll = Epoll::new()?;
-        let wakers = active.queues.iter().map(|queue| queue.event()).chain([&self.stop.wake]);
-        for event in wakers {
-            epoll.ctl(ControlOperation::Add, event.as_raw_fd(), EpollEvent::new(EventSet::IN, 0))?;
-        }
+        let mut bells = Readable::default();
+        active
+            .queues
+            .iter()
+            .map(|queue| queue.event())
+            .chain([&self.stop.wake])
+            .for_each(|e| bells.add(e.as_raw_fd()));
         let mem = active.mem.clone();
         let mut chain = Chain::default();
-        let mut events = [EpollEvent::default(); MAX_QUEUES as usize + 1];
         loop {
             let mut busy = false;
             for queue in &mut active.queues {
@@ -325,10 +326,7 @@ impl Worker {
             if busy || active.queues.iter_mut().fold(false, |news, queue| news | queue.listen(&mem)) {
                 continue;
             }
-            match epoll.wait(-1, &mut events) {
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                other => drop(other?),
-            }
+            bells.wait()?;
             for queue in &active.queues {
                 let _ = queue.event().read();
             }

@@ -324,7 +324,7 @@ impl Inner {
             queues,
         });
         // What the driver made available before the device ran, or while it was quiesced.
-        self.doorbells.iter().for_each(|bell| drop(bell.write(1)));
+        self.ring_all();
     }
 
     /// The queue that its registers describe, if the driver has made it ready.
@@ -368,9 +368,14 @@ impl Inner {
         }
     }
 
+    fn ring_all(&self) {
+        self.doorbells.iter().for_each(|bell| drop(bell.write(1)));
+    }
+
     fn reset(&mut self) {
         self.quiesce();
         self.device.reset();
+        self.ring_all();
         self.clear();
         self.irq.status.store(0, Ordering::Release);
         self.irq.broken.store(false, Ordering::Release);

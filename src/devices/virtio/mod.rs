@@ -27,10 +27,11 @@ use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use crate::dirty::bitmap::WriteLog;
 use queue::VirtQueue;
 
 /// The guest memory that devices read and write.
-pub type Memory = vm_memory::GuestMemoryMmap<vm_memory::bitmap::AtomicBitmap>;
+pub type Memory = vm_memory::GuestMemoryMmap<WriteLog>;
 
 /// What the transport asks of a device. The transport holds the device's mutex during every call.
 pub trait VirtioDevice: Send {
@@ -57,7 +58,8 @@ pub trait VirtioDevice: Send {
     /// Finishes what is in flight and gives the queues back. When it returns nothing touches guest memory any more.
     fn quiesce(&mut self) -> Option<Active>;
 
-    /// The driver has reset the device: forget everything that the next driver must not see.
+    /// The driver has reset the device: forget everything that the next driver must not see. This runs on a vCPU's
+    /// thread, whose sandbox allows few system calls; the queues' doorbells ring afterwards, for what needs more.
     fn reset(&mut self) {}
 
     /// Whether queue notifications are for the event loop; false for a device with a worker of its own.

@@ -99,6 +99,7 @@ impl Connection {
     pub fn from_guest(stream: UnixStream, ports: Ports, request: &Header) -> Self {
         let mut connection = Self::new(stream, ports, true, news::RESPONSE);
         connection.credit(request);
+        connection.greet(ports.guest);
         connection
     }
 
@@ -151,11 +152,7 @@ impl Connection {
             _ if self.news & news::RST != 0 => Fate::Lives,
             op::RESPONSE if !self.established => {
                 self.established = true;
-                let greeting = format!("OK {}\n", self.ports.host);
-                match self.stream.write(greeting.as_bytes()) {
-                    Ok(count) if count == greeting.len() => Fate::Lives,
-                    _ => self.abort(),
-                }
+                self.greet(self.ports.host)
             }
             op::RW if self.established && self.guest_ended & SHUTDOWN_SEND == 0 => self.take(header, data),
             op::SHUTDOWN => {
@@ -167,6 +164,15 @@ impl Connection {
                 Fate::Lives
             }
             op::CREDIT_UPDATE => Fate::Lives,
+            _ => self.abort(),
+        }
+    }
+
+    /// Tells the host's end that it is connected, and to which port of the other side's choice.
+    fn greet(&mut self, port: u32) -> Fate {
+        let greeting = format!("OK {port}\n");
+        match self.stream.write(greeting.as_bytes()) {
+            Ok(count) if count == greeting.len() => Fate::Lives,
             _ => self.abort(),
         }
     }

@@ -1,9 +1,10 @@
 //! Sockets between host and guest (virtio 1.2, section 5.10), on unix sockets of the host.
 //!
 //! A host process connects to the device's socket, says `CONNECT PORT\n`, and hears `OK HOST_PORT\n` when a guest
-//! process listens there; when none does the socket closes. A guest process that connects to the host's port N reaches
-//! whoever listens on the unix socket `PATH_N`. Connections do not move with a machine: after a restore the guest is
-//! told that all are gone.
+//! process listens there; when none does the socket closes. A host process that says `LISTEN PORT\n` instead hears
+//! `OK GUEST_PORT\n` as soon as a guest process has connected to the host's PORT: one connection for each that listens,
+//! for the running VMM opens no socket by itself. Connections do not move with a machine: after a restore the guest
+//! is told that all are gone.
 //!
 //! Here is the device with its packets from and to the guest; a connection's own state is in [`connection`].
 
@@ -14,7 +15,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io::Read;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use event_manager::{EventOps, EventSet, Events};
 use serde::{Deserialize, Serialize};
@@ -23,7 +24,7 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
 use super::queue::{Chain, Served};
 use super::slices::Slices;
 use super::{Active, DeviceState, RestoreError, VirtioDevice, read_space};
-use crate::sys::socket::{Listener, SocketError, connect};
+use crate::sys::socket::{Listener, SocketError};
 use connection::{Connection, Fate, Ports};
 use packet::{HEADER, HOST_CID, Header, STREAM, op};
 
@@ -79,6 +80,8 @@ struct Hub {
     by_fd: HashMap<RawFd, Ports>,
     /// Those that have connected and not yet said where to.
     newcomers: HashMap<RawFd, Newcomer>,
+    /// Those that wait for the guest to connect to a port, in the order in which they came.
+    listeners: Vec<(u32, UnixStream)>,
     /// Connections that may have something for the guest, each at most once.
     ready: VecDeque<Ports>,
     resets: VecDeque<Header>,
@@ -111,6 +114,7 @@ impl Vsock {
             connections: HashMap::new(),
             by_fd: HashMap::new(),
             newcomers: HashMap::new(),
+            listeners: Vec::new(),
             ready: VecDeque::new(),
             resets: VecDeque::new(),
             dead: Vec::new(),
@@ -119,12 +123,12 @@ impl Vsock {
         Ok(Vsock { hub, restored: false, active: None })
     }
 
-    fn take_packets(&mut self, ops: &mut EventOps) {
+    fn take_packets(&mut self) {
         let Some(active) = &mut self.active else { return };
         let mem = active.mem.clone();
         let Some(queue) = active.queue(TRANSMIT) else { return };
         queue.serve(&mem, |chain| {
-            self.hub.packet(&mut chain.readable, ops);
+            self.hub.packet(&mut chain.readable);
             Served::Done(0)
         });
     }
@@ -159,7 +163,7 @@ impl Vsock {
 
 impl Hub {
     /// A packet from the guest.
-    fn packet(&mut self, data: &mut Slices<'_>, ops: &mut EventOps) {
+    fn packet(&mut self, data: &mut Slices<'_>) {
         let Some(raw) = data.read_array() else { return };
         let header = Header::parse(&raw);
         let ports = Ports { host: header.dst_port, guest: header.src_port };
@@ -170,7 +174,7 @@ impl Hub {
             let fate = connection.packet(&header, data);
             self.settle(ports, fate);
         } else if header.op == op::REQUEST {
-            self.reach_host(ports, &header, ops);
+            self.reach_host(ports, &header);
         } else {
             self.refuse(&header);
         }
@@ -191,20 +195,19 @@ impl Hub {
         }
     }
 
-    /// The guest asks for a host's port: whoever listens on the socket of that number.
-    fn reach_host(&mut self, ports: Ports, request: &Header, ops: &mut EventOps) {
-        let mut path = self.listener.path().as_os_str().to_owned();
-        path.push(format!("_{}", ports.host));
-        match connect(Path::new(&path)) {
-            Ok(stream) if self.has_room() && watch(&stream, ops) => {
+    /// The guest asks for a host's port: the first who waits for it gets the connection.
+    fn reach_host(&mut self, ports: Ports, request: &Header) {
+        match self.listeners.iter().position(|&(port, _)| port == ports.host) {
+            Some(at) => {
+                let (_, stream) = self.listeners.remove(at);
                 self.insert(ports, Connection::from_guest(stream, ports, request));
             }
-            _ => self.refuse(request),
+            None => self.refuse(request),
         }
     }
 
     fn has_room(&self) -> bool {
-        self.connections.len() + self.newcomers.len() < MAX_CONNECTIONS
+        self.connections.len() + self.newcomers.len() + self.listeners.len() < MAX_CONNECTIONS
     }
 
     fn accept(&mut self, ops: &mut EventOps) {
@@ -234,11 +237,12 @@ impl Hub {
                 _ => return self.dead.push(newcomer.stream),
             }
         }
-        match port(&newcomer.greeting) {
-            Some(guest) => {
+        match greeting(&newcomer.greeting) {
+            Some(Greeting::Connect(guest)) => {
                 let ports = Ports { host: self.free_port(guest), guest };
                 self.insert(ports, Connection::to_guest(newcomer.stream, ports));
             }
+            Some(Greeting::Listen(port)) => self.listeners.push((port, newcomer.stream)),
             None => self.dead.push(newcomer.stream),
         }
     }
@@ -293,6 +297,14 @@ impl Hub {
         if self.newcomers.contains_key(&events.fd()) {
             return self.greet(events.fd());
         }
+        if let Some(at) = self.listeners.iter().position(|(_, stream)| stream.as_raw_fd() == events.fd()) {
+            // It has nothing to say yet: it can only go.
+            if events.event_set().contains(EventSet::HANG_UP) {
+                let (_, stream) = self.listeners.remove(at);
+                self.dead.push(stream);
+            }
+            return;
+        }
         let Some(&ports) = self.by_fd.get(&events.fd()) else { return };
         if let Some(connection) = self.connections.get_mut(&ports) {
             let fate = connection.host_ready(events.event_set().contains(EventSet::HANG_UP));
@@ -300,16 +312,12 @@ impl Hub {
         }
     }
 
-    /// All connections are gone. Their descriptors are still in the event loop, which a reset on a vCPU thread cannot
-    /// reach: hanging up wakes it.
-    fn hang_up(&mut self) {
+    /// All connections are gone; [`Hub::bury`] closes them, on the event loop.
+    fn forget(&mut self) {
         self.dead.extend(self.connections.drain().map(|(_, connection)| connection.stream));
         self.by_fd.clear();
         self.ready.clear();
         self.resets.clear();
-        for stream in &self.dead {
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-        }
     }
 
     fn bury(&mut self, ops: &mut EventOps) {
@@ -324,11 +332,20 @@ fn watch(stream: &UnixStream, ops: &mut EventOps) -> bool {
     ops.add(Events::with_data(stream, STREAMS, set)).is_ok()
 }
 
-/// The port of `CONNECT PORT\n`.
-fn port(greeting: &[u8]) -> Option<u32> {
-    let digits = greeting.strip_prefix(b"CONNECT ")?.strip_suffix(b"\n")?;
-    let digits = digits.iter().all(u8::is_ascii_digit).then_some(digits)?;
-    std::str::from_utf8(digits).ok()?.parse().ok()
+/// What a host process wants.
+enum Greeting {
+    Connect(u32),
+    Listen(u32),
+}
+
+fn greeting(line: &[u8]) -> Option<Greeting> {
+    let (word, digits) = std::str::from_utf8(line).ok()?.strip_suffix('\n')?.split_once(' ')?;
+    let port = digits.parse().ok().filter(|_| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
+    match word {
+        "CONNECT" => Some(Greeting::Connect(port)),
+        "LISTEN" => Some(Greeting::Listen(port)),
+        _ => None,
+    }
 }
 
 impl VirtioDevice for Vsock {
@@ -353,7 +370,7 @@ impl VirtioDevice for Vsock {
     }
 
     fn reset(&mut self) {
-        self.hub.hang_up();
+        self.hub.forget();
         self.restored = false;
     }
 
@@ -364,7 +381,7 @@ impl VirtioDevice for Vsock {
 
     fn notified(&mut self, index: u16, ops: &mut EventOps) {
         if index == TRANSMIT {
-            self.take_packets(ops);
+            self.take_packets();
         }
         self.give_packets();
         self.hub.bury(ops);
