@@ -7,6 +7,7 @@ pub mod args;
 pub mod keyvalue;
 pub mod report;
 pub mod run;
+pub mod test;
 
 use std::error::Error as StdError;
 use std::process::ExitCode;
@@ -29,6 +30,7 @@ struct Cli {
 enum Command {
     Run(Box<run::RunArgs>),
     Report(report::ReportArgs),
+    Test(test::TestArgs),
     /// Print a completion script, as in: vellum completions bash > ~/.local/share/bash-completion/completions/vellum
     Completions {
         /// For which shell
@@ -80,6 +82,7 @@ pub fn main() -> ExitCode {
     let result = match cli.command {
         Command::Run(args) => run::run(*args),
         Command::Report(args) => report::run(&args).map(|()| Exit::PowerOff).map_err(Failure::usage),
+        Command::Test(args) => test::run(args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "vellum", &mut std::io::stdout());
             Ok(Exit::PowerOff)

@@ -1,5 +1,6 @@
 //! `vellum run`: a guest from the command line.
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -56,6 +57,29 @@ Examples:
 
 /// Does what was asked.
 pub fn run(args: RunArgs) -> Result<Exit, Failure> {
+    let writer = args.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;
+    let outcome = match run_workload(args) {
+        Ok(outcome) => outcome,
+        Err(failure) => {
+            if let Some(writer) = writer {
+                writer.discard();
+            }
+            return Err(failure);
+        }
+    };
+    if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
+        let text = terminal::render(&outcome.report);
+        json::allow_broken_pipe(std::io::stdout().lock().write_all(text.as_bytes()))
+            .map_err(Failure::host)?;
+    }
+    if let Some(writer) = writer {
+        writer.write(std::slice::from_ref(&outcome.report)).map_err(Failure::host)?;
+    }
+    Ok(outcome.exit)
+}
+
+/// Runs the built-in guest.
+pub fn run_workload(args: RunArgs) -> Result<workload::Outcome, Failure> {
     let allowed = allowed_cpus().map_err(Failure::host)?;
     let pins = args.cpus.pins(&allowed).map_err(Failure::usage)?;
     let mut write = args.workload.write;
@@ -68,23 +92,6 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
         page: args.workload.page,
         duration: args.duration,
     };
-    let writer = args.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;
-    let (report, exit) = match workload::run(&config) {
-        Ok(result) => result,
-        Err(error) => {
-            if let Some(writer) = writer {
-                writer.discard();
-            }
-            return Err(if error.is_usage() { Failure::usage(error) } else { Failure::host(error) });
-        }
-    };
-    if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
-        let text = terminal::render(&report);
-        json::allow_broken_pipe(std::io::Write::write_all(&mut std::io::stdout().lock(), text.as_bytes()))
-            .map_err(Failure::host)?;
-    }
-    if let Some(writer) = writer {
-        writer.write(std::slice::from_ref(&report)).map_err(Failure::host)?;
-    }
-    Ok(exit)
+    workload::run(&config)
+        .map_err(|error| if error.is_usage() { Failure::usage(error) } else { Failure::host(error) })
 }

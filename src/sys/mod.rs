@@ -3,6 +3,7 @@
 //! Each file wraps one family of calls in functions that cannot be misused. Policy does not live here.
 
 pub mod affinity;
+pub mod clock;
 pub mod file;
 pub mod host;
 pub mod identity;

@@ -12,7 +12,8 @@
 
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use kvm_ioctls::{Kvm, VcpuExit};
 use vm_memory::{Bytes, GuestAddress};
@@ -23,6 +24,7 @@ use super::stamp::Stamp;
 use super::{Region, WriteConfig};
 use crate::arch::layout;
 use crate::arch::workload::{self as machine, Code, Entry, GuestPage, Privilege};
+use crate::sys::clock;
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
 use crate::vm::lifecycle::Exit;
 use crate::vm::memory::{GuestMemory, Memory, Slot};
@@ -112,6 +114,7 @@ struct Rung {
 pub struct Bell {
     rung: Mutex<Rung>,
     changed: Condvar,
+    first: OnceLock<Duration>,
     /// Readable after every ring and every end, for event loops.
     pub event: EventFd,
 }
@@ -119,6 +122,11 @@ pub struct Bell {
 impl Bell {
     fn lock(&self) -> MutexGuard<'_, Rung> {
         self.rung.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// When the first ring came, on CLOCK_MONOTONIC.
+    pub fn first(&self) -> Option<Duration> {
+        self.first.get().copied()
     }
 
     fn note(&self, change: impl FnOnce(&mut Rung)) {
@@ -194,7 +202,8 @@ impl Guest {
         let cpuid = machine::cpuid(kvm)?;
         let rung = Rung { codes: vec![0; config.vcpus], ended: 0 };
         let event = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(Error::Map)?;
-        let bell = Arc::new(Bell { rung: Mutex::new(rung), changed: Condvar::new(), event });
+        let bell =
+            Arc::new(Bell { rung: Mutex::new(rung), changed: Condvar::new(), first: OnceLock::new(), event });
         let mut guest = Self { vcpus: Vec::with_capacity(config.vcpus), vm, slot, bell, tsc_hz: 0, own };
         for index in 0..config.vcpus {
             let fd = guest.vm.create_vcpu(index)?;
@@ -257,7 +266,7 @@ impl Guest {
     }
 
     /// Pauses all vCPUs, and tells how long that took.
-    pub fn pause(&self) -> Result<std::time::Duration, Error> {
+    pub fn pause(&self) -> Result<Duration, Error> {
         vcpu::pause_all(&self.vcpus).map_err(|error| VmError::from(error).into())
     }
 
@@ -318,6 +327,7 @@ fn on_exit(
     move |exit| match exit {
         VcpuExit::MmioWrite(layout::DOORBELL, data) => {
             let code = data.iter().rev().fold(0, |code, &byte| (code << 8) | u64::from(byte));
+            bell.first.get_or_init(clock::monotonic);
             bell.note(|rung| rung.codes[index] = code);
             Flow::Pause
         }

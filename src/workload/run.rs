@@ -38,6 +38,16 @@ pub struct RunConfig {
     pub duration: Option<Duration>,
 }
 
+/// What came of it.
+pub struct Outcome {
+    /// The result.
+    pub report: Report,
+    /// How the run ended.
+    pub exit: Exit,
+    /// When the first doorbell rang, on CLOCK_MONOTONIC.
+    pub first_doorbell: Option<Duration>,
+}
+
 /// Why a workload did not run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -75,7 +85,7 @@ impl Error {
 }
 
 /// Runs the workload to its end, to the end of its time, or until a signal; what was measured by then is the result.
-pub fn run(config: &RunConfig) -> Result<(Report, Exit), Error> {
+pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
     let mut signals = SignalFd::new(&ENDING).map_err(|e| Error::Host("signalfd", e))?;
     let facts = Facts::collect("off".into());
     let kvm = vm::open()?;
@@ -98,6 +108,7 @@ pub fn run(config: &RunConfig) -> Result<(Report, Exit), Error> {
     guest.resume();
     let interrupted = watch(config, &guest, &regions, &mut signals)?;
     let after = read();
+    let first_doorbell = guest.bell.first();
     let mut report = describe(config, facts);
     measure(&mut report, &guest);
     report.counters(&before, &after);
@@ -121,9 +132,9 @@ pub fn run(config: &RunConfig) -> Result<(Report, Exit), Error> {
             "{} pages do not hold what the guest wrote; page {page} holds {found:?}, right would be {expected:?}",
             verdict.wrong
         ));
-        return Ok((report, Exit::Error));
+        return Ok(Outcome { report, exit: Exit::Error, first_doorbell });
     }
-    Ok((report, exit))
+    Ok(Outcome { report, exit, first_doorbell })
 }
 
 /// Waits for the end, with progress; returns the signal that brought it about, if one did.

@@ -1,0 +1,11 @@
+//! The clock that all processes of a host share.
+
+use std::time::Duration;
+
+/// CLOCK_MONOTONIC: the time since some point before the host's boot ended.
+pub fn monotonic() -> Duration {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the structure is ours; this clock exists on every Linux, so the call cannot fail.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
+    Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
+}
