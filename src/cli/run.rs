@@ -8,6 +8,8 @@ use clap::Args;
 
 use super::{Failure, args, keyvalue};
 use crate::report::{json, terminal};
+use crate::sandbox::Mode;
+use crate::sandbox::user::User;
 use crate::sys::host::allowed_cpus;
 use crate::vm::lifecycle::{self, Exit};
 use crate::vm::memory::MemoryConfig;
@@ -47,6 +49,14 @@ pub struct RunArgs {
     /// Write the result as JSON; `-` is standard output, which then carries nothing else
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+
+    /// Confine the running VMM (seccomp, Landlock): on, log (report to the kernel's log and go on), off
+    #[arg(long, value_name = "MODE", default_value = "on")]
+    sandbox: Mode,
+
+    /// Give up root for this user and group once everything is open, as two numbers
+    #[arg(long, value_name = "UID:GID")]
+    user: Option<User>,
 }
 
 const EXAMPLES: &str = "\
@@ -91,6 +101,8 @@ pub fn run_workload(args: RunArgs) -> Result<workload::Outcome, Failure> {
         write,
         page: args.workload.page,
         duration: args.duration,
+        sandbox: args.sandbox,
+        user: args.user,
     };
     workload::run(&config)
         .map_err(|error| if error.is_usage() { Failure::usage(error) } else { Failure::host(error) })

@@ -85,8 +85,8 @@ pub struct Control {
     pub interval: AtomicU64,
     /// TSC ticks that a late guest may catch up.
     pub burst: AtomicU64,
-    /// [`super::stamp::Stamp::who`].
-    pub who: AtomicU64,
+    /// [`super::stamp::writer`] of this vCPU.
+    pub writer: AtomicU64,
     /// Guest-virtual address of the doorbell.
     pub doorbell: AtomicU64,
     // Written by the host at any time.
@@ -98,7 +98,7 @@ pub struct Control {
     // Progress: written by the guest, on cache lines of its own.
     /// Accesses done.
     pub done: AtomicU64,
-    /// Writes done: the sequence number of the latest stamp.
+    /// Writes done: [`super::stamp::Stamp::seq`] of the latest stamp.
     pub written: AtomicU64,
     /// First writes of a page in its pass.
     pub distinct: AtomicU64,

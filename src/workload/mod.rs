@@ -176,7 +176,7 @@ impl WriteConfig {
         set(&control.interval, self.rate.map_or(0, |rate| (tsc_hz / rate.max(1)).max(1)));
         // Ten milliseconds: a scheduling delay is caught up, a pause of the whole machine is not.
         set(&control.burst, tsc_hz / 100);
-        set(&control.who, stamp::WHO + vcpu as u64);
+        set(&control.writer, stamp::writer(vcpu));
         set(&control.doorbell, crate::arch::layout::DOORBELL);
         set(&control.stop, 0);
     }

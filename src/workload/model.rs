@@ -6,7 +6,7 @@
 use std::sync::atomic::Ordering;
 
 use super::control::{Control, flags, order};
-use super::stamp::Stamp;
+use super::stamp::{SEQ_BITS, Stamp};
 
 /// Odd constants that spread the generator's state over 64 bits before its high part picks a page: one for the hot
 /// set, one for the rest, so that the two choices are not the same number.
@@ -30,7 +30,7 @@ pub struct Model {
     shuffle: u64,
     next: u64,
     left: u64,
-    who: u64,
+    writer: u64,
     epoch: u64,
     seq: u64,
 }
@@ -54,7 +54,7 @@ impl Model {
             shuffle: get(&control.shuffle),
             next: 0,
             left: get(&control.pages),
-            who: get(&control.who),
+            writer: get(&control.writer),
             epoch: get(&control.epoch),
             seq: get(&control.written),
         }
@@ -97,7 +97,7 @@ impl Model {
             return None;
         }
         self.seq += 1;
-        Some(Stamp { who: self.who, epoch: self.epoch, page: self.first_page + page, seq: self.seq })
+        Some(Stamp { writer: self.writer + self.seq, epoch: self.epoch, page: self.first_page + page })
     }
 }
 
@@ -119,10 +119,10 @@ pub fn verify(models: Vec<(Model, u64)>, pages: u64, read: impl Fn(u64) -> Stamp
     let mut verdict = Verdict::default();
     let mut expected: Vec<Vec<Stamp>> = vec![Vec::new(); pages as usize];
     for (mut model, accesses) in models {
-        let who = model.who;
+        let vcpu = model.writer >> SEQ_BITS;
         for stamp in (0..accesses).filter_map(|_| model.step()) {
             let of_page = &mut expected[stamp.page as usize];
-            match of_page.iter_mut().find(|stamp| stamp.who == who) {
+            match of_page.iter_mut().find(|stamp| stamp.writer >> SEQ_BITS == vcpu) {
                 Some(old) => *old = stamp,
                 None => of_page.push(stamp),
             }

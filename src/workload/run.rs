@@ -2,6 +2,7 @@
 
 use std::io::{self, IsTerminal};
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,8 @@ use super::{Region, WriteConfig};
 use crate::arch::workload::GuestPage;
 use crate::host::Facts;
 use crate::report::{Histogram, Report};
+use crate::sandbox::user::{self, User};
+use crate::sandbox::{self, Sandbox, ThreadKind};
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::vm::counters::{Counters, Snapshot};
 use crate::vm::lifecycle::Exit;
@@ -36,6 +39,10 @@ pub struct RunConfig {
     pub page: GuestPage,
     /// When to stop.
     pub duration: Option<Duration>,
+    /// Whether the running VMM is confined.
+    pub sandbox: sandbox::Mode,
+    /// Whose privileges are left when everything is open.
+    pub user: Option<User>,
 }
 
 /// What came of it.
@@ -54,6 +61,12 @@ pub enum Error {
     /// The machine.
     #[error(transparent)]
     Guest(#[from] guest::Error),
+    /// The sandbox.
+    #[error(transparent)]
+    Sandbox(#[from] sandbox::Error),
+    /// Privileges.
+    #[error(transparent)]
+    User(#[from] user::Error),
     /// The host.
     #[error("{0}: {1}")]
     Host(&'static str, #[source] io::Error),
@@ -87,7 +100,7 @@ impl Error {
 /// Runs the workload to its end, to the end of its time, or until a signal; what was measured by then is the result.
 pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
     let mut signals = SignalFd::new(&ENDING).map_err(|e| Error::Host("signalfd", e))?;
-    let facts = Facts::collect("off".into());
+    let mut facts = Facts::collect(String::new());
     let kvm = vm::open()?;
     let memory = Memory::map(config.memory)?;
     if config.memory.prealloc {
@@ -95,16 +108,30 @@ pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
         memory.populate(|bytes| bar.inc(bytes))?;
         bar.finish_and_clear();
     }
+    if let Some(user) = config.user {
+        user::drop_privileges(user)?;
+    }
+    let mut sandbox = Sandbox::new(config.sandbox);
+    sandbox.process()?;
+    facts.sandbox = sandbox.status();
+    let enter =
+        move |index| sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other);
     let guest = Guest::build(
         &kvm,
         memory,
-        GuestConfig { pins: config.pins.clone(), page: config.page, ..GuestConfig::new(config.vcpus) },
+        GuestConfig {
+            pins: config.pins.clone(),
+            page: config.page,
+            enter: Arc::new(enter),
+            ..GuestConfig::new(config.vcpus)
+        },
     )?;
     let regions = guest.program(&config.write)?;
     let models: Vec<_> = guest.controls().map(Model::new).collect();
     let counters = Counters::open(&guest.vm.fd, &guest.vcpus);
     let read = || counters.as_ref().ok().and_then(|counters| counters.read().ok()).unwrap_or_default();
     let before = read();
+    sandbox.enter(ThreadKind::Main, "main")?;
     guest.resume();
     let interrupted = watch(config, &guest, &regions, &mut signals)?;
     let after = read();
@@ -213,7 +240,7 @@ fn bytes_bar(what: &str, bytes: u64) -> ProgressBar {
 
 /// A result that says what was asked.
 fn describe(config: &RunConfig, facts: Facts) -> Report {
-    let RunConfig { vcpus, pins, memory, write, page, duration } = config;
+    let RunConfig { vcpus, pins, memory, write, page, duration, .. } = config;
     let mut report = Report::new("run write", facts);
     report.ask("cpus", *vcpus);
     report.ask("pin", pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
