@@ -62,7 +62,8 @@ fn main() -> ExitCode {
     trials.push(if host::is_root() {
         root
     } else {
-        Trial::test("root_is_dropped_for_good [needs root: run the tests with sudo]", || Ok(()))
+        let reason = "needs root: run the tests with sudo";
+        Trial::test(format!("root_is_dropped_for_good [{reason}]"), move || Err(reason.into()))
             .with_ignored_flag(true)
     });
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()

@@ -4,6 +4,7 @@
 //! and in exit status 2; whatever else fails, in the chain of its reasons and status 1.
 
 pub mod args;
+pub mod doctor;
 pub mod keyvalue;
 pub mod report;
 pub mod run;
@@ -28,6 +29,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Doctor(doctor::DoctorArgs),
     Run(Box<run::RunArgs>),
     Report(report::ReportArgs),
     Test(test::TestArgs),
@@ -80,6 +82,7 @@ pub fn main() -> ExitCode {
         Err(error) => return refuse(&error),
     };
     let result = match cli.command {
+        Command::Doctor(args) => doctor::run(&args),
         Command::Run(args) => run::run(*args),
         Command::Report(args) => report::run(&args).map(|()| Exit::PowerOff).map_err(Failure::usage),
         Command::Test(args) => test::run(args),

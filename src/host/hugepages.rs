@@ -8,8 +8,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::cgroup;
-use super::root_command;
+use super::{cgroup, root_command, sysfs};
 use crate::sys;
 
 /// Why huge pages will not suffice, and the command that changes it.
@@ -162,7 +161,7 @@ fn check_under(root: &Path, bound: Option<Vec<u32>>, page_size: u64, bytes: u64)
 fn allowed_nodes(root: &Path, nodes: &[u32], bound: Option<&[u32]>) -> Option<Vec<u32>> {
     let status = fs::read_to_string(root.join("proc/self/status")).unwrap_or_default();
     let cpuset = status.lines().find_map(|line| line.strip_prefix("Mems_allowed_list:"));
-    let cpuset = cpuset.and_then(parse_list);
+    let cpuset = cpuset.and_then(sysfs::list);
     let is_allowed = |node: &u32| {
         cpuset.as_ref().is_none_or(|list| list.contains(node)) && bound.is_none_or(|list| list.contains(node))
     };
@@ -183,7 +182,7 @@ fn sizes_under(root: &Path) -> Vec<u64> {
 /// The nodes that have memory; empty where the kernel knows no nodes.
 fn nodes_under(root: &Path) -> Vec<u32> {
     let list = fs::read_to_string(root.join("sys/devices/system/node/has_memory")).unwrap_or_default();
-    parse_list(&list).unwrap_or_default()
+    sysfs::list(&list).unwrap_or_default()
 }
 
 fn pool_directory(root: &Path, page_size: u64, node: Option<u32>) -> PathBuf {
@@ -206,16 +205,6 @@ fn pool_under(root: &Path, page_size: u64, node: Option<u32>) -> Option<Pool> {
         reserved: number("resv_hugepages").unwrap_or(0),
         on_demand: on_demand.saturating_sub(number("surplus_hugepages").unwrap_or(0)),
     })
-}
-
-/// Parses the kernel's lists, `0-2,5`; `None` where the text is none.
-fn parse_list(text: &str) -> Option<Vec<u32>> {
-    let range = |part: &str| {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        Some(first.parse::<u32>().ok()?..=last.parse().ok()?)
-    };
-    let ranges: Option<Vec<_>> = text.trim().split(',').map(range).collect();
-    Some(ranges?.into_iter().flatten().collect())
 }
 
 /// A size in bytes as people say it.
@@ -375,12 +364,5 @@ mod tests {
             shortage.to_string(),
             "this host has no huge pages of 1 GiB (it has 2 MiB); choose another backing"
         );
-    }
-
-    #[test]
-    fn lists_of_nodes_are_the_kernels() {
-        assert_eq!(parse_list("0-2,5\n"), Some(vec![0, 1, 2, 5]));
-        assert_eq!(parse_list(""), None);
-        assert_eq!(parse_list("1-x"), None);
     }
 }

@@ -1,12 +1,16 @@
 //! What this host offers.
 //!
-//! [`facts`] is the short answer that every result carries. `vellum doctor` asks the long questions.
+//! [`facts`] is the short answer that every result carries, [`doctor`] the long one that `vellum doctor` prints. The
+//! other files are what both ask.
 
 mod cgroup;
 mod cpu;
+pub mod doctor;
 pub mod facts;
 pub mod hugepages;
+pub mod kvm;
 mod sysfs;
+pub mod topology;
 
 use std::fmt::Display;
 use std::path::Path;

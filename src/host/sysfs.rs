@@ -25,6 +25,16 @@ pub fn chosen(line: &str) -> Option<&str> {
     line.split_once('[')?.1.split_once(']').map(|(choice, _)| choice)
 }
 
+/// Parses the kernel's lists, `0-2,5`; `None` where the text is none.
+pub fn list(text: &str) -> Option<Vec<u32>> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.parse::<u32>().ok()?..=last.parse().ok()?)
+    };
+    let ranges: Option<Vec<_>> = text.trim().split(',').map(range).collect();
+    Some(ranges?.into_iter().flatten().collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -34,6 +44,8 @@ mod tests {
         assert_eq!(chosen("always [madvise] never"), Some("madvise"));
         assert_eq!(chosen("always madvise"), None);
         assert_eq!((truth("Y"), truth("0"), truth("auto")), (Some(true), Some(false), None));
+        assert_eq!(list("0-2,5\n"), Some(vec![0, 1, 2, 5]));
+        assert_eq!((list(""), list("1-x")), (None, None));
         assert_eq!(read("/proc/sys/kernel/ostype", &mut [0; 32]), Some("Linux"));
         assert_eq!(read("/no/such/file", &mut [0; 32]), None);
     }

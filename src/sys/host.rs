@@ -1,8 +1,10 @@
 //! System calls that describe the host and this process's share of it.
 
 use std::ffi::CStr;
+use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 /// `uname -r`.
 pub fn kernel_release() -> String {
@@ -61,6 +63,38 @@ pub fn bound_nodes() -> Option<Vec<u32>> {
     let binds = failed == 0 && mode & 0xff == libc::MPOL_BIND;
     let set = |node: &u32| mask[*node as usize / 64] >> (node % 64) & 1 == 1;
     binds.then(|| (0..1024).filter(set).collect())
+}
+
+/// How many bytes this process may lock in memory; `None` for no limit.
+pub fn memlock_limit() -> Option<u64> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is writable and of the type that getrlimit(2) fills.
+    unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &mut limit) };
+    (limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
+}
+
+/// Whether this user may have a userfaultfd that sees the kernel's faults, by the system call.
+pub fn userfaultfd() -> io::Result<()> {
+    // SAFETY: the call takes flags only and makes a new descriptor.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) };
+    close_new(fd)
+}
+
+/// The same by `/dev/userfaultfd` (Linux 6.1), which asks for the node's permission instead of privileges.
+pub fn userfaultfd_by_device() -> io::Result<()> {
+    /// `_IO(0xAA, 0)`, include/uapi/linux/userfaultfd.h.
+    const USERFAULTFD_IOC_NEW: u32 = 0xaa00;
+    let device = File::options().read(true).write(true).open("/dev/userfaultfd")?;
+    // SAFETY: the request takes flags only and makes a new descriptor.
+    let fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW as _, libc::O_CLOEXEC) };
+    close_new(fd.into())
+}
+
+fn close_new(fd: libc::c_long) -> io::Result<()> {
+    let fd = RawFd::try_from(fd).ok().filter(|&fd| fd >= 0).ok_or_else(io::Error::last_os_error)?;
+    // SAFETY: the kernel has just made it, and nobody else owns it.
+    drop(unsafe { OwnedFd::from_raw_fd(fd) });
+    Ok(())
 }
 
 #[cfg(test)]

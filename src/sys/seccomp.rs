@@ -82,6 +82,25 @@ pub fn install(filter: &[sock_filter]) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Whether the kernel has filters with this action (a `SECCOMP_RET_*`).
+pub fn is_available(action: u32) -> io::Result<()> {
+    // SAFETY: the kernel reads one u32.
+    let result =
+        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, &raw const action) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The version of Landlock's interface that the kernel has.
+pub fn landlock_abi() -> io::Result<u32> {
+    /// include/uapi/linux/landlock.h
+    const LANDLOCK_CREATE_RULESET_VERSION: u32 = 1;
+    // SAFETY: with this flag the other arguments are null and zero, and the call only answers.
+    let abi = unsafe {
+        libc::syscall(libc::SYS_landlock_create_ruleset, 0usize, 0usize, LANDLOCK_CREATE_RULESET_VERSION)
+    };
+    u32::try_from(abi).map_err(|_| io::Error::last_os_error())
+}
+
 /// Lets SIGSYS through to this thread: where it is blocked, the kernel kills without a word.
 pub fn unblock_traps() {
     // SAFETY: an empty set is initialised before use, and only this thread's mask changes.

@@ -9,36 +9,20 @@ pub mod machine;
 pub mod memory;
 pub mod vcpu;
 
-use std::io;
 use std::sync::Arc;
 
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
+use crate::host;
 use memory::{Memory, Slot};
 
 /// Why a machine cannot be had from KVM.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No device node.
-    #[error(
-        "/dev/kvm is not there: enable virtualization in the firmware and load kvm_intel or kvm_amd (modprobe), or in \
-         a container pass --device /dev/kvm; without KVM, `cargo lab run svm -- vellum run` does the same on an \
-         emulated host; `vellum doctor` tells more"
-    )]
-    NoKvm,
-    /// Not permitted.
-    #[error(
-        "/dev/kvm: permission denied: join its group (sudo usermod -aG kvm $USER, then log in again), or \
-         sudo setfacl -m u:$USER:rw /dev/kvm"
-    )]
-    NotPermitted,
-    /// Something else in the way.
-    #[error("/dev/kvm: {0}; `vellum doctor` tells more")]
-    Open(#[source] io::Error),
-    /// A KVM of another age.
-    #[error("/dev/kvm speaks API version {0}; Vellum speaks 12")]
-    ApiVersion(i32),
+    /// KVM is not there, not permitted, busy.
+    #[error(transparent)]
+    Kvm(#[from] host::kvm::Unusable),
     /// An ioctl failed.
     #[error("{call}: {source}")]
     Ioctl {
@@ -70,15 +54,7 @@ pub fn ioctl<T>(call: &'static str, result: Result<T, kvm_ioctls::Error>) -> Res
 
 /// Opens `/dev/kvm`.
 pub fn open() -> Result<Kvm, Error> {
-    let kvm = Kvm::new().map_err(|error| match error.errno() {
-        libc::ENOENT | libc::ENXIO | libc::ENODEV => Error::NoKvm,
-        libc::EACCES | libc::EPERM => Error::NotPermitted,
-        errno => Error::Open(io::Error::from_raw_os_error(errno)),
-    })?;
-    match kvm.get_api_version() {
-        12 => Ok(kvm),
-        other => Err(Error::ApiVersion(other)),
-    }
+    Ok(host::kvm::open()?)
 }
 
 /// KVM's VM with its memslots.
@@ -93,13 +69,7 @@ pub struct Vm {
 impl Vm {
     /// Makes a VM over `memory`.
     pub fn new(kvm: &Kvm, memory: Memory) -> Result<Self, Error> {
-        let fd = loop {
-            match kvm.create_vm() {
-                // A signal, for instance of a profiler, interrupts the creation of a VM on some kernels.
-                Err(error) if error.errno() == libc::EINTR => continue,
-                other => break ioctl("KVM_CREATE_VM", other)?,
-            }
-        };
+        let fd = host::kvm::create_vm(kvm)?;
         let vm = Self { fd: Arc::new(fd), memory };
         for slot in &vm.memory.slots {
             vm.set_slot(slot, 0)?;

@@ -1,0 +1,276 @@
+//! What this host offers, as a list of checks: each with what was found, and the remedy where something lacks.
+//!
+//! The checks are here in the order in which they are printed; what they ask is in the files beside this one. A check
+//! fails where no guest runs, and warns where only something of Vellum does not.
+
+use std::fmt;
+use std::path::Path;
+
+use kvm_ioctls::Kvm;
+use serde::Serialize;
+
+use super::hugepages::{self, Size};
+use super::{Facts, Paging, cgroup, kvm, root_command, sysfs, topology};
+use crate::sys;
+
+/// How a check came out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verdict {
+    /// As it should be.
+    Ok,
+    /// Something is not available.
+    Warn,
+    /// No guest will run.
+    Fail,
+}
+
+/// One line.
+#[derive(Debug, Serialize)]
+pub struct Check {
+    /// What was looked at.
+    pub name: String,
+    /// How it came out.
+    pub verdict: Verdict,
+    /// What was found.
+    pub found: String,
+    /// What to do about it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remedy: Option<String>,
+}
+
+/// All of it.
+#[derive(Debug, Serialize)]
+pub struct Diagnosis {
+    /// Whether guests run here.
+    pub ok: bool,
+    /// What every result of this host says.
+    pub host: Facts,
+    /// The checks, in the order in which they should be read.
+    pub checks: Vec<Check>,
+}
+
+/// Looks at everything.
+pub fn examine() -> Diagnosis {
+    // No guest runs, so there is no sandbox.
+    let facts = Facts::collect("off".into());
+    let kvm = kvm::open();
+    let mut checks = vec![node(&kvm)];
+    checks.extend(kvm.as_ref().ok().map(capabilities));
+    checks.push(module(&facts));
+    checks.extend(hugepages::sizes().into_iter().map(huge_pages));
+    checks.extend([thp(&facts), userfaultfd(), locked_memory(), tun(), seccomp(), landlock()]);
+    checks.push(Check::ok("CPUs", format!("{}; {}", topology::cpus(), facts.cpu)));
+    checks.push(Check::ok("memory", topology::memory()));
+    let ok = checks.iter().all(|check| check.verdict != Verdict::Fail);
+    Diagnosis { ok, host: facts, checks }
+}
+
+impl Check {
+    fn ok(name: impl Into<String>, found: impl fmt::Display) -> Self {
+        Self { name: name.into(), verdict: Verdict::Ok, found: found.to_string(), remedy: None }
+    }
+
+    fn warn(name: impl Into<String>, found: impl fmt::Display, remedy: impl fmt::Display) -> Self {
+        Self { verdict: Verdict::Warn, remedy: Some(remedy.to_string()), ..Self::ok(name, found) }
+    }
+
+    fn fail(name: impl Into<String>, found: impl fmt::Display, remedy: impl fmt::Display) -> Self {
+        Self { verdict: Verdict::Fail, ..Self::warn(name, found, remedy) }
+    }
+}
+
+impl fmt::Display for Check {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let verdict = match self.verdict {
+            Verdict::Ok => "ok",
+            Verdict::Warn => "warn",
+            Verdict::Fail => "FAIL",
+        };
+        write!(f, "{verdict:<5} {:<20} {}", self.name, self.found)?;
+        self.remedy.as_ref().map_or(Ok(()), |remedy| write!(f, ": {remedy}"))
+    }
+}
+
+impl fmt::Display for Diagnosis {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.checks.iter().try_for_each(|check| writeln!(f, "{check}"))
+    }
+}
+
+fn node(kvm: &Result<Kvm, kvm::Unusable>) -> Check {
+    let name = "/dev/kvm";
+    let made = kvm.as_ref().map(|kvm| kvm::create_vm(kvm).map(drop));
+    match made {
+        Ok(Ok(())) => Check::ok(name, "API version 12, and a VM can be created"),
+        Ok(Err(unusable)) => without_path(name, &unusable),
+        Err(unusable) => without_path(name, unusable),
+    }
+}
+
+/// The line starts with the path already.
+fn without_path(name: &str, unusable: &kvm::Unusable) -> Check {
+    let problem = unusable.problem.to_string();
+    let found = problem.strip_prefix(name).unwrap_or(&problem).trim_start_matches([' ', ':']);
+    Check::fail(name, found, &unusable.remedy)
+}
+
+fn capabilities(kvm: &Kvm) -> Check {
+    let offer = kvm::offer(kvm);
+    let name = "KVM capabilities";
+    if offer.missing.is_empty() {
+        return Check::ok(name, offer);
+    }
+    let found = format!("{offer}; missing {}", offer.missing.join(", "));
+    let remedy = "a newer kernel, or another KVM module";
+    if offer.usable { Check::warn(name, found, remedy) } else { Check::fail(name, found, remedy) }
+}
+
+fn module(facts: &Facts) -> Check {
+    let name = "KVM module";
+    let Some(module) = &facts.module else {
+        return Check::fail(name, "none is loaded", "see /dev/kvm above");
+    };
+    let paging = match facts.paging {
+        Paging::Ept => "EPT",
+        Paging::Npt => "NPT",
+        Paging::Stage2 => "stage 2",
+        Paging::Shadow => "shadow paging",
+        Paging::Unknown => "paging unknown",
+    };
+    let flag = |value: Option<bool>| match value {
+        Some(true) => "Y",
+        Some(false) => "N",
+        None => "?",
+    };
+    let nx = facts.nx_huge_pages.as_deref().unwrap_or("?");
+    let (tdp, split) = (flag(facts.tdp_mmu), flag(facts.eager_page_split));
+    Check::ok(name, format!("{module}, {paging}; tdp_mmu={tdp} eager_page_split={split} nx_huge_pages={nx}"))
+}
+
+fn huge_pages(page_size: u64) -> Check {
+    let name = format!("{} pages", Size(page_size));
+    let pools: Vec<_> = hugepages::pools().into_iter().filter(|pool| pool.page_size == page_size).collect();
+    let Some(host) = pools.iter().find(|pool| pool.node.is_none()) else {
+        return Check::warn(name, "the kernel does not say", "mount sysfs on /sys");
+    };
+    let mut found = format!("{} of {} free", host.free.saturating_sub(host.reserved), host.total);
+    for pool in pools.iter().filter(|pool| pool.node.is_some()) {
+        found += &format!("; node {}: {} of {}", pool.node.unwrap_or(0), pool.free, pool.total);
+    }
+    if host.on_demand > 0 {
+        found += &format!("; {} more on demand", host.on_demand);
+    }
+    let limits = cgroup::hugetlb_limits(Path::new("/"), page_size);
+    if let Some(limit) = limits.iter().min_by_key(|limit| limit.limit.saturating_sub(limit.used)) {
+        let left = limit.limit.saturating_sub(limit.used) / page_size;
+        found += &format!("; the control group allows {left}");
+    }
+    // Enough for the default guest, or for the smallest that is of any use on pages of this size.
+    let wanted = (256u64 << 20).max(page_size);
+    match hugepages::check(page_size, wanted) {
+        Ok(()) => Check::ok(name, found),
+        Err(hugepages::Shortage::Pool { command, .. }) => {
+            Check::warn(name, found, format!("to have {} on them, {command}", Size(wanted)))
+        }
+        Err(shortage) => Check::warn(name, found, shortage),
+    }
+}
+
+fn thp(facts: &Facts) -> Check {
+    let name = "THP";
+    match facts.thp.as_deref() {
+        Some(mode @ ("always" | "madvise")) => Check::ok(name, mode),
+        Some(mode) => {
+            let file = Path::new("/sys/kernel/mm/transparent_hugepage/enabled");
+            Check::warn(name, mode, format!("for backing=thp, {}", root_command("madvise", file)))
+        }
+        None => Check::warn(
+            name,
+            "not in this kernel",
+            "boot one with CONFIG_TRANSPARENT_HUGEPAGE for backing=thp",
+        ),
+    }
+}
+
+/// KVM touches guest memory from the kernel, so a userfaultfd that sees user-mode faults only would not do.
+fn userfaultfd() -> Check {
+    let name = "userfaultfd";
+    let Err(error) = sys::host::userfaultfd() else {
+        return Check::ok(name, "faults of KVM are handled for this user");
+    };
+    if sys::host::userfaultfd_by_device().is_ok() {
+        return Check::ok(name, "faults of KVM are handled for this user, by /dev/userfaultfd");
+    }
+    let remedy = match error.raw_os_error() {
+        Some(libc::ENOSYS) => "boot a kernel with CONFIG_USERFAULTFD for postcopy migration",
+        // Docker's own filter forbids the call where this does not help.
+        Some(libc::EPERM) if kvm::in_container() => {
+            "on the host sudo sysctl vm.unprivileged_userfaultfd=1, and start the container with --security-opt \
+             seccomp=unconfined"
+        }
+        _ => {
+            "sudo sysctl vm.unprivileged_userfaultfd=1, or give this user /dev/userfaultfd or CAP_SYS_PTRACE"
+        }
+    };
+    Check::warn(name, format!("faults of KVM are not handled for this user ({error})"), remedy)
+}
+
+fn locked_memory() -> Check {
+    let name = "RLIMIT_MEMLOCK";
+    match sys::host::memlock_limit() {
+        None => Check::ok(name, "unlimited"),
+        Some(limit) if sys::host::is_root() => {
+            Check::ok(name, format!("{}, which does not bind root", Size(limit)))
+        }
+        Some(limit) => Check::warn(
+            name,
+            format!("{}: no more can be locked (lock=on)", Size(limit)),
+            "sudo prlimit --pid $$ --memlock=unlimited",
+        ),
+    }
+}
+
+fn tun() -> Check {
+    let name = "/dev/net/tun";
+    let opened = std::fs::File::options().read(true).write(true).open(name);
+    let Err(error) = opened else {
+        return Check::ok(name, "can be opened");
+    };
+    let remedy = match error.raw_os_error() {
+        _ if kvm::in_container() => "start the container with --device /dev/net/tun",
+        Some(libc::EACCES | libc::EPERM) => "sudo chmod 666 /dev/net/tun",
+        _ => "sudo modprobe tun",
+    };
+    Check::warn(name, format!("cannot be opened ({error}), so there is no network device"), remedy)
+}
+
+fn seccomp() -> Check {
+    let name = "seccomp";
+    match sys::seccomp::is_available(libc::SECCOMP_RET_TRAP) {
+        Ok(()) => Check::ok(name, "filters can be installed"),
+        Err(error) => Check::warn(
+            name,
+            format!("no filter can be installed ({error})"),
+            "boot a kernel with CONFIG_SECCOMP_FILTER, or run with --sandbox off",
+        ),
+    }
+}
+
+fn landlock() -> Check {
+    let name = "Landlock";
+    let error = match sys::seccomp::landlock_abi() {
+        Ok(abi) => return Check::ok(name, format!("ABI {abi}")),
+        Err(error) => error,
+    };
+    let remedy = match error.raw_os_error() {
+        Some(libc::EOPNOTSUPP) => {
+            let mut buffer = [0; 256];
+            let enabled = sysfs::read("/sys/kernel/security/lsm", &mut buffer).unwrap_or("capability");
+            format!("boot with lsm=landlock,{enabled}")
+        }
+        Some(libc::EPERM) => "a filter around this process forbids it".into(),
+        _ => "boot Linux 5.13 or later with CONFIG_SECURITY_LANDLOCK".into(),
+    };
+    Check::warn(name, format!("not there ({error}); the sandbox is seccomp alone"), remedy)
+}

@@ -1,0 +1,128 @@
+//! Hosts where KVM is missing or out of reach, made with a mount namespace: the commands say what to do, and end.
+
+use std::process::{Command, ExitCode, Output};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use vellum::sys::host;
+
+const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
+
+/// A /dev with nothing in it.
+const NO_NODE: &str = "mount -t tmpfs none /dev";
+/// A node with another driver behind it.
+const OTHER_NODE: &str =
+    "mount -t tmpfs none /dev && touch /dev/kvm && mount --bind /proc/self/comm /dev/kvm";
+/// A node for a group that the user is not in.
+const GROUP_NODE: &str =
+    "mount -t tmpfs none /dev && mknod /dev/kvm c 10 232 && chgrp 1 /dev/kvm && chmod 660 /dev/kvm";
+
+fn main() -> ExitCode {
+    let arguments = Arguments::from_args();
+    let namespace = within(NO_NODE, &["true"]);
+    let trials = vec![
+        trial("run_names_the_remedy_and_the_lab", &namespace, run_without_a_node),
+        trial("doctor_examines_the_rest_and_fails", &namespace, doctor_without_a_node),
+        trial("doctor_json_carries_verdict_and_remedy", &namespace, doctor_json_without_a_node),
+        trial("another_node_is_not_taken_for_kvm", &namespace, another_node),
+        trial("no_permission_names_the_group_to_join", &namespace.and_then(needs_root), no_permission),
+    ];
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+/// A trial, or one that says why it cannot be held here.
+fn trial(name: &str, possible: &Result<Output, String>, test: fn() -> Result<(), Failed>) -> Trial {
+    match possible {
+        Ok(_) => Trial::test(name, test),
+        Err(reason) => {
+            let failed = Failed::from(reason.as_str());
+            Trial::test(format!("{name} [{reason}]"), || Err(failed)).with_ignored_flag(true)
+        }
+    }
+}
+
+/// Runs a command in a mount namespace of its own, after `prepare` has changed its /dev.
+fn within(prepare: &str, command: &[&str]) -> Result<Output, String> {
+    let mut unshare = Command::new("unshare");
+    // An ordinary user becomes root of a user namespace, which suffices to mount.
+    unshare.args(if host::is_root() { &["--mount"][..] } else { &["--mount", "--map-root-user"][..] });
+    unshare.args(["sh", "-c", &format!("{prepare} && exec \"$@\""), "sh"]).args(command);
+    let output = unshare.output().map_err(|error| format!("needs unshare (util-linux): {error}"))?;
+    if command == ["true"] && !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        return Err(format!("needs a mount namespace: run as root, or allow user namespaces: {said}"));
+    }
+    Ok(output)
+}
+
+fn needs_root(output: Output) -> Result<Output, String> {
+    if !host::is_root() {
+        return Err("needs root to make a device node: run the tests with sudo".into());
+    }
+    let setpriv = Command::new("setpriv").arg("--version").output();
+    setpriv.map(|_| output).map_err(|error| format!("needs setpriv (util-linux): {error}"))
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Fails with everything that was said unless `holds`.
+fn expect(holds: bool, output: &Output) -> Result<(), Failed> {
+    if holds { Ok(()) } else { Err(format!("{output:#?}").into()) }
+}
+
+/// Every remedy for a missing node, of which the host's state decides the one.
+fn names_a_remedy(line: &str) -> bool {
+    ["mknod -m 666 /dev/kvm c ", "modprobe kvm_", "--device /dev/kvm", "at EL2"]
+        .iter()
+        .any(|way| line.contains(way))
+}
+
+fn run_without_a_node() -> Result<(), Failed> {
+    let output = within(NO_NODE, &[VELLUM, "run"])?;
+    let stderr = text(&output.stderr);
+    expect(
+        output.status.code() == Some(1) && output.stdout.is_empty() && stderr.lines().count() == 1,
+        &output,
+    )?;
+    let lab = if cfg!(target_arch = "x86_64") { "svm" } else { "arm64" };
+    let lab = format!("`cargo lab run {lab} -- vellum run`");
+    let start = "vellum: /dev/kvm does not exist: ";
+    expect(stderr.starts_with(start) && names_a_remedy(&stderr) && stderr.contains(&lab), &output)
+}
+
+fn doctor_without_a_node() -> Result<(), Failed> {
+    let output = within(NO_NODE, &[VELLUM, "doctor"])?;
+    let stdout = text(&output.stdout);
+    expect(output.status.code() == Some(1) && output.stderr.is_empty(), &output)?;
+    let first = stdout.lines().next().unwrap_or_default();
+    expect(first.starts_with("FAIL  /dev/kvm ") && names_a_remedy(first), &output)?;
+    let looked_at =
+        ["THP", "userfaultfd", "RLIMIT_MEMLOCK", "/dev/net/tun", "seccomp", "Landlock", "CPUs", "memory"];
+    expect(looked_at.iter().all(|name| stdout.lines().any(|line| line[6..].starts_with(name))), &output)
+}
+
+fn doctor_json_without_a_node() -> Result<(), Failed> {
+    let output = within(NO_NODE, &[VELLUM, "doctor", "--json"])?;
+    expect(output.status.code() == Some(1), &output)?;
+    let diagnosis: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    let node = &diagnosis["checks"][0];
+    expect(diagnosis["ok"] == false && node["name"] == "/dev/kvm" && node["verdict"] == "fail", &output)?;
+    expect(node["remedy"].as_str().is_some_and(names_a_remedy), &output)
+}
+
+fn another_node() -> Result<(), Failed> {
+    let output = within(OTHER_NODE, &[VELLUM, "run"])?;
+    let stderr = text(&output.stderr);
+    expect(output.status.code() == Some(1) && stderr.starts_with("vellum: /dev/kvm is not KVM: "), &output)
+}
+
+fn no_permission() -> Result<(), Failed> {
+    let user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", VELLUM];
+    let output = within(GROUP_NODE, &[&user[..], &["run"]].concat())?;
+    let stderr = text(&output.stderr);
+    let start = "vellum: /dev/kvm may not be opened by this user: sudo usermod -aG ";
+    expect(output.status.code() == Some(1) && stderr.starts_with(start), &output)?;
+    let output = within(GROUP_NODE, &[&user[..], &["doctor"]].concat())?;
+    expect(output.status.code() == Some(1) && text(&output.stdout).contains("sudo usermod -aG "), &output)
+}
