@@ -5,6 +5,8 @@
 
 pub mod args;
 pub mod doctor;
+#[cfg(target_arch = "x86_64")]
+pub mod kernel;
 pub mod keyvalue;
 pub mod report;
 pub mod run;
@@ -77,6 +79,12 @@ fn chain(error: &dyn StdError) -> String {
 
 /// The program.
 pub fn main() -> ExitCode {
+    let default = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        // A terminal in raw mode would outlive the process, and spoil the message.
+        crate::sys::terminal::restore();
+        default(panic);
+    }));
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),

@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{Failure, args, keyvalue};
+use super::{Failure, args, kernel, keyvalue};
 use crate::report::{json, terminal};
-use crate::sandbox::Mode;
 use crate::sandbox::user::User;
+use crate::sandbox::{Mode, Sandbox};
 use crate::sys::host::allowed_cpus;
 use crate::vm::lifecycle::{self, Exit};
+use crate::vm::machine::Config;
 use crate::vm::memory::MemoryConfig;
 use crate::workload::run as workload;
 
@@ -26,6 +27,7 @@ pub struct RunArgs {
     /// Guest memory: SIZE[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock][,slots=N];
     /// sizes take k, m, g, t, and a bare number is in MiB
     #[arg(short, long, value_name = "SIZE", value_parser = args::memory, default_value = "256m")]
+    #[arg(default_value_if("kernel", clap::builder::ArgPredicate::IsPresent, "512m"))]
     memory: MemoryConfig,
 
     /// The built-in guest: write[,order=sequential|random|shuffled][,hot=PCT[,share=PCT]][,write=PCT][,rate=PAGES/S]
@@ -57,16 +59,32 @@ pub struct RunArgs {
     /// Give up root for this user and group once everything is open, as two numbers
     #[arg(long, value_name = "UID:GID")]
     user: Option<User>,
+
+    #[command(flatten)]
+    kernel: kernel::KernelArgs,
 }
 
 const EXAMPLES: &str = "\
 Examples:
   vellum run                                            3 passes over 256 MiB
   vellum run -c 4 -m 4g,backing=hugetlb-2m,prealloc     4 vCPUs, 2 MiB pages
+  vellum run -k vmlinuz -i initrd.gz -c 2 -m 1g         a Linux guest, its console on this terminal
   vellum run --workload write,hot=10,rate=50000 --duration 30s --json result.json";
 
 /// Does what was asked.
 pub fn run(args: RunArgs) -> Result<Exit, Failure> {
+    if let Some(image) = args.kernel.kernel.clone() {
+        let pins = pins(&args.cpus)?;
+        let config = Config {
+            cpus: args.cpus.count,
+            pins,
+            memory: args.memory,
+            sandbox: Sandbox::new(args.sandbox),
+            user: args.user,
+            ..Config::new(image)
+        };
+        return kernel::run(args.kernel, config);
+    }
     let writer = args.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;
     let outcome = match run_workload(args) {
         Ok(outcome) => outcome,
@@ -90,8 +108,7 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
 
 /// Runs the built-in guest.
 pub fn run_workload(args: RunArgs) -> Result<workload::Outcome, Failure> {
-    let allowed = allowed_cpus().map_err(Failure::host)?;
-    let pins = args.cpus.pins(&allowed).map_err(Failure::usage)?;
+    let pins = pins(&args.cpus)?;
     let mut write = args.workload.write;
     write.passes = args.passes;
     let config = workload::RunConfig {
@@ -106,4 +123,9 @@ pub fn run_workload(args: RunArgs) -> Result<workload::Outcome, Failure> {
     };
     workload::run(&config)
         .map_err(|error| if error.is_usage() { Failure::usage(error) } else { Failure::host(error) })
+}
+
+fn pins(cpus: &args::Cpus) -> Result<Option<Vec<usize>>, Failure> {
+    let allowed = allowed_cpus().map_err(Failure::host)?;
+    cpus.pins(&allowed).map_err(Failure::usage)
 }

@@ -32,6 +32,8 @@ use crate::devices::console::{Console, Target};
 use crate::devices::rtc::{self, Rtc};
 use crate::devices::serial::{self, Serial};
 use crate::devices::{Ending, acpi_pm, debug_exit, i8042, ioapic, pvpanic};
+use crate::sandbox::user::{self, User};
+use crate::sandbox::{self, Sandbox, ThreadKind};
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::sys::{kick, terminal};
 
@@ -58,12 +60,14 @@ pub struct Config {
     pub cpuid: Choice,
     /// Where the serial port leads.
     pub serial: Target,
-    /// Each vCPU thread's last act before its loop, given its number: entering the sandbox.
-    pub enter: Arc<dyn Fn(usize) -> io::Result<()> + Send + Sync>,
+    /// What this process gives up before the guest runs.
+    pub sandbox: Sandbox,
+    /// For whom it gives up root.
+    pub user: Option<User>,
 }
 
 impl Config {
-    /// `kernel` on 1 vCPU and 512 MiB, its serial port on this process's terminal.
+    /// `kernel` on 1 vCPU and 512 MiB, its serial port on this process's terminal, without a sandbox.
     pub fn new(kernel: PathBuf) -> Self {
         Self {
             kernel,
@@ -76,7 +80,8 @@ impl Config {
             irqchip: Mode::default(),
             cpuid: Choice::default(),
             serial: Target::default(),
-            enter: Arc::new(|_| Ok(())),
+            sandbox: Sandbox::new(sandbox::Mode::Off),
+            user: None,
         }
     }
 }
@@ -137,6 +142,12 @@ pub enum Error {
     /// The host refuses a descriptor, or the terminal its mode.
     #[error("{0}: {1}")]
     Host(&'static str, #[source] io::Error),
+    /// The sandbox.
+    #[error(transparent)]
+    Sandbox(#[from] sandbox::Error),
+    /// Privileges.
+    #[error(transparent)]
+    User(#[from] user::Error),
     /// The event loop.
     #[error("the event loop: {0}")]
     EventLoop(#[from] event_manager::Error),
@@ -180,6 +191,7 @@ pub struct Machine {
     /// Everything that the event loop serves. Subscribe more before [`Machine::run`].
     pub events: EventManager<Arc<Mutex<dyn MutEventSubscriber + Send>>>,
     happenings: Receiver<Happening>,
+    sandbox: Sandbox,
 }
 
 /// How a run ended.
@@ -236,7 +248,7 @@ impl Machine {
     ///
     /// # Errors
     /// [`Error`], of which [`Error::is_usage`] tells whose fault it is.
-    pub fn build(kvm: &Kvm, config: Config) -> Result<Self, Error> {
+    pub fn build(kvm: &Kvm, mut config: Config) -> Result<Self, Error> {
         if config.cpus == 0 || config.cpus > MOST_CPUS {
             return Err(Error::Cpus(config.cpus));
         }
@@ -244,7 +256,11 @@ impl Machine {
         let mut initrd = config.initrd.as_ref().map(|path| open("--initrd", path)).transpose()?;
         let opened = config.serial.open()?;
 
-        let vm = Vm::new(kvm, Memory::map(config.memory)?)?;
+        let memory = Memory::map(config.memory)?;
+        if config.memory.prealloc {
+            memory.populate(|_| ())?;
+        }
+        let vm = Vm::new(kvm, memory)?;
         // Intel hosts need it for guests in real mode, and refuse to run without.
         ioctl("KVM_SET_TSS_ADDR", vm.fd.set_tss_address(layout::KVM_TSS as usize))?;
         let irqchip = Arc::new(Irqchip::new(&vm.fd, config.irqchip)?);
@@ -293,6 +309,11 @@ impl Machine {
         let (ended, quit) = (eventfd()?, eventfd()?);
         let signals = SignalFd::new(&ENDING).map_err(host("signalfd"))?;
         kick::install().map_err(host("sigaction"))?;
+        // Everything has been opened, and there is no other thread yet.
+        if let Some(user) = config.user {
+            user::drop_privileges(user)?;
+        }
+        config.sandbox.process()?;
         let vcpus = start_vcpus(kvm, &vm, &config, &entry, &irqchip, &ports, &mmio, &ended)?;
 
         let (tell, happenings) = channel();
@@ -301,7 +322,7 @@ impl Machine {
         let mut events = EventManager::<Arc<Mutex<dyn MutEventSubscriber + Send>>>::new()?;
         events.add_subscriber(Arc::new(Mutex::new(Watch { ended, quit, signals, tell })));
         events.add_subscriber(Arc::new(Mutex::new(console)));
-        Ok(Self { vcpus, vm, irqchip, serial, rtc, pty, events, happenings })
+        Ok(Self { vcpus, vm, irqchip, serial, rtc, pty, events, happenings, sandbox: config.sandbox })
     }
 
     /// Runs it until it ends, by itself or by the user, or until `timeout` has passed.
@@ -311,6 +332,7 @@ impl Machine {
     pub fn run(&mut self, timeout: Option<Duration>) -> Result<Outcome, Error> {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         vcpu::resume_all(&self.vcpus);
+        self.sandbox.enter(ThreadKind::Main, "main")?;
         let (exit, ended) = loop {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             if left == Some(Duration::ZERO) {
@@ -371,12 +393,14 @@ fn start_vcpus(
             regs::set(&fd, entry, &vm.memory.guest)?;
         }
         let (irqchip, ports, mmio) = (irqchip.clone(), ports.clone(), mmio.clone());
-        let (enter, ended) = (config.enter.clone(), ended.clone());
+        let (sandbox, ended) = (config.sandbox, ended.clone());
         vcpus.push(Vcpu::start(Start {
             index,
             fd,
             pin: config.pins.as_ref().map(|pins| pins[index]),
-            enter: Box::new(move || enter(index)),
+            enter: Box::new(move || {
+                sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
+            }),
             on_exit: move |exit: VcpuExit<'_>| on_exit(exit, &ports, &mmio, &irqchip),
             // It can only fail by overflowing, and then it is signalled anyway.
             on_end: Box::new(move || drop(ended.write(1))),

@@ -34,10 +34,10 @@ use Register::{Eax, Ebx, Ecx, Edx};
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// Neither + nor -.
-    #[error("--cpuid {0}: start each feature with + or -, as in +avx2,-pv-eoi")]
+    #[error("'{0}': start each feature with + or -, as in +avx2,-pv-eoi")]
     Sign(String),
     /// Not in the list.
-    #[error("--cpuid {0}: there is no such feature; did you mean {1}?")]
+    #[error("'{0}': there is no such feature; did you mean {1}?")]
     Unknown(String, &'static str),
     /// KVM does not have it.
     #[error("--cpuid +{0}: this host's KVM does not offer it; leave it out")]

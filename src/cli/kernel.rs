@@ -1,0 +1,140 @@
+//! `vellum run --kernel`: a guest with a kernel of its own. The short forms are kvmtool's, so that scripts written for
+//! `lkvm run` work.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use super::{Failure, keyvalue};
+use crate::arch::boot::Protocol;
+use crate::arch::cpuid::Choice;
+use crate::arch::irqchip::Mode;
+use crate::devices::console::Target;
+use crate::sys::terminal;
+use crate::vm;
+use crate::vm::lifecycle::Exit;
+use crate::vm::machine::{Config, Machine, Outcome};
+
+/// What a Linux guest is told unless `--nodefaults` says otherwise: its console, and to end rather than to hang.
+const DEFAULT_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1";
+
+/// A guest with a kernel.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "A guest with a kernel")]
+pub struct KernelArgs {
+    /// Boot this: a bzImage, an ELF vmlinux, a PVH or multiboot image
+    #[arg(short, long, value_name = "FILE")]
+    #[arg(conflicts_with_all = ["workload", "passes", "duration", "json"])]
+    pub kernel: Option<PathBuf>,
+
+    /// The initial RAM disk, or a multiboot image's module
+    #[arg(short, long, value_name = "FILE", requires = "kernel")]
+    initrd: Option<PathBuf>,
+
+    /// The kernel's command line, put after the defaults (console=ttyS0 reboot=k panic=-1)
+    #[arg(short = 'p', long = "cmdline", visible_alias = "params", value_name = "TEXT", requires = "kernel")]
+    #[arg(allow_hyphen_values = true)]
+    cmdline: Vec<String>,
+
+    /// Leave out what is there by default: the beginning of the command line
+    #[arg(long, requires = "kernel")]
+    nodefaults: bool,
+
+    /// How the kernel is entered, where it offers several ways
+    #[arg(long, value_name = "HOW", requires = "kernel")]
+    protocol: Option<Protocol>,
+
+    /// The interrupt controller: split between KVM and Vellum, or all in KVM with an 8259 and a PIT
+    #[arg(long, value_name = "WHERE", default_value = "split", requires = "kernel")]
+    irqchip: Mode,
+
+    /// CPU features, +NAME or -NAME, as in -pv-eoi,-steal-time; may be repeated
+    #[arg(long, value_name = "LIST", requires = "kernel", allow_hyphen_values = true)]
+    cpuid: Vec<Choice>,
+
+    /// Where the serial port leads: terminal (Ctrl-a x ends the guest), file=PATH, pty or null
+    #[arg(long, value_name = "WHERE", default_value = "terminal", requires = "kernel")]
+    serial: Target,
+
+    /// End the guest after a time, as in 30s, with status 124
+    #[arg(long, value_name = "TIME", requires = "kernel", value_parser = keyvalue::duration)]
+    timeout: Option<Duration>,
+
+    /// The network: mode=none
+    #[arg(long, value_name = "mode=none", requires = "kernel", value_parser = network)]
+    network: Option<()>,
+
+    /// How much Vellum itself says on standard error
+    #[arg(long, value_name = "LEVEL", default_value = "info", requires = "kernel")]
+    loglevel: LogLevel,
+}
+
+/// kvmtool's levels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+enum LogLevel {
+    Error,
+    Warning,
+    Info,
+    Debug,
+}
+
+fn network(text: &str) -> Result<(), String> {
+    let kv = keyvalue::KeyValues::parse(text, Some("mode"), &["mode"]).map_err(|e| e.to_string())?;
+    match kv.text("mode") {
+        Some("none") => Ok(()),
+        _ => Err("mode=none is known".into()),
+    }
+}
+
+/// Boots the kernel that `config` names, with what else `args` say, and waits for its end.
+pub fn run(args: KernelArgs, config: Config) -> Result<Exit, Failure> {
+    let KernelArgs { initrd, protocol, irqchip, serial, timeout, loglevel, .. } = args;
+    let mut cpuid = Choice::default();
+    args.cpuid.into_iter().for_each(|later| cpuid.append(later));
+    let defaults = (!args.nodefaults).then_some(DEFAULT_CMDLINE);
+    let parts: Vec<&str> = defaults.into_iter().chain(args.cmdline.iter().map(String::as_str)).collect();
+    let config = Config { initrd, cmdline: parts.join(" "), protocol, irqchip, cpuid, serial, ..config };
+    let failure = |error: vm::machine::Error| {
+        terminal::restore();
+        if error.is_usage() { Failure::usage(error) } else { Failure::host(error) }
+    };
+    let kvm = vm::open().map_err(Failure::host)?;
+    let mut machine = Machine::build(&kvm, config).map_err(failure)?;
+    if let Some(pty) = &machine.pty {
+        say(loglevel, LogLevel::Info, || format!("the serial port is {pty}"));
+    }
+    let outcome = machine.run(timeout).map_err(failure)?;
+    tell(&outcome, loglevel);
+    Ok(outcome.exit)
+}
+
+fn say(level: LogLevel, of: LogLevel, text: impl FnOnce() -> String) {
+    if of <= level {
+        eprintln!("vellum: {}", text());
+    }
+}
+
+/// Says how it ended, where that is not what everybody expects.
+fn tell(outcome: &Outcome, level: LogLevel) {
+    if let Some((index, ended)) = &outcome.ended {
+        let what = match ended.exit {
+            Exit::Panic => Some("the guest has panicked".to_owned()),
+            Exit::TripleFault => Some(format!("triple fault on vCPU {index}")),
+            Exit::Kvm => Some(match ended.error {
+                Some(error) => format!("KVM_RUN of vCPU {index}: {error}"),
+                None => format!("KVM cannot go on with vCPU {index}; the last exit tells why"),
+            }),
+            _ => None,
+        };
+        if let (Some(what), Some(trace)) = (what, &ended.trace) {
+            say(level, LogLevel::Error, || format!("{what}\n{trace}"));
+        }
+    }
+    if outcome.lost_output > 0 {
+        say(level, LogLevel::Warning, || {
+            format!("{} bytes of serial output were lost: nobody read them", outcome.lost_output)
+        });
+    }
+    say(level, LogLevel::Debug, || format!("ended by {:?}, status {}", outcome.exit, outcome.exit.code()));
+}

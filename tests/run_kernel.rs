@@ -1,0 +1,117 @@
+//! `vellum run --kernel` as a user types it: what comes out of the serial port, exit statuses, and bad input.
+
+mod bed;
+mod images;
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use bed::{ensure, kvm, trial};
+use images::Code;
+use libtest_mimic::{Arguments, Failed};
+
+fn main() {
+    let args = Arguments::from_args();
+    let mut trials = vec![
+        trial("a_byte_on_the_terminal_and_status_0", kvm(), || {
+            let run = vellum("byte", Code::default().print("V").power_off().elf64(), &["-m", "16"])?;
+            expect(&run, 0, "V", "")
+        }),
+        trial("kvmtools_flags_are_understood", kvm(), || {
+            let image = Code::default().print("V").power_off().multiboot();
+            let flags = ["--nodefaults", "--network", "mode=none", "--loglevel=warning", "--params", "a -b"];
+            expect(&vellum("flags", image, &flags)?, 0, "V", "")
+        }),
+        trial("a_reset_is_status_10", kvm(), || {
+            expect(&vellum("reset", Code::default().out(0x64, 0xfe).elf64(), &[])?, 10, "", "")
+        }),
+        trial("a_panic_is_status_11_with_registers", kvm(), || {
+            let image = Code::default().print("P").out(0x505, 1).elf64();
+            expect(&vellum("panic", image, &[])?, 11, "P", "io_out@0x505")
+        }),
+        trial("a_triple_fault_is_status_12_with_registers", kvm(), || {
+            // lidt of a zero limit, then an undefined instruction.
+            let image =
+                Code::default().bytes(&[0x0f, 0x01, 0x1d, 2, 0, 0, 0, 0x0f, 0x0b]).bytes(&[0; 10]).elf64();
+            expect(&vellum("fault", image, &[])?, 12, "", "rip 0000000000100007")
+        }),
+        trial("a_timeout_is_status_124", kvm(), || {
+            expect(&vellum("timeout", Code::default().spin().elf64(), &["--timeout", "100ms"])?, 124, "", "")
+        }),
+        trial("a_signal_is_status_128_and_its_number", kvm(), signal),
+    ];
+    for (name, flags, says) in [
+        ("a_missing_kernel", &["--kernel", "/nonexistent"][..], "--kernel /nonexistent: No such file"),
+        ("a_file_that_is_no_kernel", &["--kernel", "/etc/passwd"], "--kernel /etc/passwd: not a kernel"),
+        ("a_directory", &["--kernel", "/etc"], "--kernel /etc: "),
+        ("a_missing_initrd", &["--initrd", "/nonexistent"], "--initrd /nonexistent: No such file"),
+        ("an_initrd_larger_than_memory", &["--initrd", "LARGE", "-m", "8"], "use more --memory"),
+        ("a_protocol_that_is_not_there", &["--protocol", "pvh"], "it offers linux64"),
+        ("a_feature_that_is_mistyped", &["--cpuid", "-pv-eio"], "did you mean pv-eoi?"),
+        ("too_many_vcpus", &["--cpus", "256"], "--cpus 256: a Linux guest can have from 1 to 255"),
+        ("a_serial_file_that_cannot_be", &["--serial", "file=/nonexistent/x"], "--serial /nonexistent/x: "),
+    ] {
+        trials.push(trial(&format!("{name}_is_one_line_and_status_2"), kvm(), move || {
+            let large = path("large");
+            fs::write(&large, vec![0; 9 << 20])?;
+            let flags: Vec<_> =
+                flags.iter().map(|f| if *f == "LARGE" { large.to_str().unwrap() } else { f }).collect();
+            let run = vellum("bad", Code::default().power_off().elf64(), &flags)?;
+            fs::remove_file(large)?;
+            ensure(String::from_utf8_lossy(&run.stderr).lines().count() == 1, || format!("{run:?}"))?;
+            expect(&run, 2, "", says)
+        }));
+    }
+    trials.push(trial("a_command_line_that_is_too_long_is_status_2", kvm(), || {
+        let run = vellum("long", Code::default().power_off().elf64(), &["-p", &"x".repeat(3000)])?;
+        expect(&run, 2, "", "--cmdline 'console=")
+    }));
+    libtest_mimic::run(&args, trials).exit();
+}
+
+fn path(name: &str) -> PathBuf {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let name = format!("{name}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name)
+}
+
+/// Runs `image` as the kernel, unless `flags` name another.
+fn vellum(name: &str, image: Vec<u8>, flags: &[&str]) -> Result<Output, Failed> {
+    let kernel = path(name);
+    fs::write(&kernel, image)?;
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vellum"));
+    command.arg("run").stdin(Stdio::null());
+    if !flags.contains(&"--kernel") {
+        command.arg("--kernel").arg(&kernel);
+    }
+    let output = command.args(flags).output()?;
+    fs::remove_file(kernel)?;
+    Ok(output)
+}
+
+fn expect(run: &Output, status: i32, stdout: &str, stderr: &str) -> Result<(), Failed> {
+    let as_wanted = run.status.code() == Some(status)
+        && run.stdout == stdout.as_bytes()
+        && String::from_utf8_lossy(&run.stderr).contains(stderr)
+        && (!stderr.is_empty() || run.stderr.is_empty());
+    ensure(as_wanted, || format!("wanted status {status}, {stdout:?} and {stderr:?}, got {run:?}"))
+}
+
+/// Waits for the guest's byte, so that the signal comes while it runs.
+fn signal() -> Result<(), Failed> {
+    use std::io::Read;
+    let kernel = path("signal");
+    fs::write(&kernel, Code::default().print("V").spin().elf64())?;
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
+        .args(["run", "-k", kernel.to_str().unwrap()])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    child.stdout.as_mut().unwrap().read_exact(&mut [0])?;
+    Command::new("kill").args(["-TERM", &child.id().to_string()]).status()?;
+    let status = child.wait()?;
+    fs::remove_file(kernel)?;
+    ensure(status.code() == Some(128 + 15), || format!("{status:?}"))
+}
