@@ -1,6 +1,7 @@
 //! Vellum, a lightweight virtual machine monitor for KVM, for people who work on guest memory.
 
 pub mod arch;
+pub mod bench;
 pub mod cli;
 pub mod devices;
 pub mod dirty;

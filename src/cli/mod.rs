@@ -4,6 +4,7 @@
 //! and in exit status 2; whatever else fails, in the chain of its reasons and status 1.
 
 pub mod args;
+pub mod bench;
 pub mod doctor;
 #[cfg(target_arch = "x86_64")]
 pub mod kernel;
@@ -33,6 +34,7 @@ struct Cli {
 enum Command {
     Doctor(doctor::DoctorArgs),
     Run(Box<run::RunArgs>),
+    Bench(Box<bench::BenchArgs>),
     Report(report::ReportArgs),
     Test(test::TestArgs),
     /// Print a completion script, as in: vellum completions bash > ~/.local/share/bash-completion/completions/vellum
@@ -92,6 +94,7 @@ pub fn main() -> ExitCode {
     let result = match cli.command {
         Command::Doctor(args) => doctor::run(&args),
         Command::Run(args) => run::run(*args),
+        Command::Bench(args) => bench::run(*args),
         Command::Report(args) => report::run(&args).map(|()| Exit::PowerOff).map_err(Failure::usage),
         Command::Test(args) => test::run(args),
         Command::Completions { shell } => {

@@ -8,8 +8,8 @@ pub mod file;
 pub mod host;
 pub mod identity;
 pub mod kick;
-#[cfg(target_arch = "x86_64")]
 pub mod kvm;
+#[cfg(target_arch = "x86_64")]
 pub mod kvm_vcpu;
 pub mod mmap;
 pub mod poll;

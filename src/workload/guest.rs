@@ -11,7 +11,7 @@
 //! is paused again, ready for new parameters.
 
 use std::io;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -150,6 +150,8 @@ pub struct Guest {
     pub bell: Arc<Bell>,
     /// The guest's TSC ticks per second.
     pub tsc_hz: u64,
+    /// The CR3 that its vCPUs start with.
+    pub cr3: u64,
     own: Arc<Mapping>,
 }
 
@@ -204,7 +206,7 @@ impl Guest {
         let event = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(Error::Map)?;
         let bell =
             Arc::new(Bell { rung: Mutex::new(rung), changed: Condvar::new(), first: OnceLock::new(), event });
-        let mut guest = Self { vcpus: Vec::with_capacity(config.vcpus), vm, slot, bell, tsc_hz: 0, own };
+        let mut guest = Self { vcpus: Vec::with_capacity(config.vcpus), vm, slot, bell, tsc_hz: 0, cr3, own };
         for index in 0..config.vcpus {
             let fd = guest.vm.create_vcpu(index)?;
             let entry = Entry {
@@ -235,6 +237,19 @@ impl Guest {
     pub fn control(&self, vcpu: usize) -> &Control {
         let offset = PAGE_SIZE + size_of::<Control>() as u64 * vcpu as u64;
         Control::at(&self.own, offset).expect("every vCPU of this guest has a block inside its mapping")
+    }
+
+    /// A vCPU's control block as words, for code that lays it out otherwise.
+    pub fn block(&self, vcpu: usize) -> &[AtomicU64] {
+        let words = size_of::<Control>() / 8;
+        let first = PAGE_SIZE as usize / 8 + words * vcpu;
+        &self.own.words()[first..first + words]
+    }
+
+    /// The first entries of the root of the guest's page tables: its own slot, and RAM.
+    pub fn root_entries(&self) -> [u64; 2] {
+        let root = (self.cr3 - self.slot.gpa) as usize / 8;
+        [0, 1].map(|index| self.own.words()[root + index].load(Ordering::Relaxed))
     }
 
     /// All control blocks, in the order of the vCPUs.

@@ -9,6 +9,7 @@ pub mod guest;
 pub mod model;
 pub mod run;
 pub mod stamp;
+pub mod tables;
 
 pub use guest::Guest;
 

@@ -7,4 +7,5 @@ pub mod irqchip;
 pub mod layout;
 pub mod regs;
 pub mod state;
+pub mod tables;
 pub mod workload;

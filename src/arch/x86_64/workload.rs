@@ -311,8 +311,10 @@ const USER: u64 = 1 << 2;
 const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const LARGE: u64 = 1 << 7;
-const TABLE: u64 = PRESENT | WRITABLE | USER | ACCESSED;
-const LEAF: u64 = TABLE | DIRTY;
+/// An entry that leads to another table.
+pub(super) const TABLE: u64 = PRESENT | WRITABLE | USER | ACCESSED;
+/// An entry that maps a 4 KiB page.
+pub(super) const LEAF: u64 = TABLE | DIRTY;
 
 const ENTRIES: u64 = 512;
 const LARGE_SIZE: u64 = 2 << 20;

@@ -1,0 +1,117 @@
+//! Workloads on the guest's own page tables: many tables over the same frames, built, touched through, cleared and
+//! freed as `fork` and `exit` do it, and CR3 switched among them.
+//!
+//! They run at CPL 0 and tell something only where KVM shadows guest page tables. [`Tables`] is the layout of the
+//! control block; the code is `arch/*/tables.rs`; the timing is the guest's own, by TSC.
+
+use std::mem::offset_of;
+use std::sync::atomic::Ordering;
+
+use super::guest::{self, Guest};
+use crate::arch::workload::RAM_VA;
+use crate::sys::mmap::PAGE_SIZE;
+
+/// What the guest does when it is resumed, and rings when it has done it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Command {
+    /// Writes every table: four levels of its own, the last with an entry for each frame.
+    Build = 0,
+    /// Loads each table in turn and writes to each frame through it.
+    Touch = 1,
+    /// Loads each table in turn, clears its last level, and loads it again, as the end of a process flushes.
+    Clear = 2,
+    /// Zeroes every table's pages, as an allocator does that hands them out again.
+    Free = 3,
+    /// Loads one table after the other, so many times in all, and reads so many pages after each.
+    Switch = 4,
+    /// The same without the loads: what the loop itself costs.
+    Loop = 5,
+}
+
+/// The control block as the code reads it. All words; the host writes while the vCPU does not run.
+#[repr(C)]
+pub struct Tables {
+    /// [`Command`].
+    pub command: u64,
+    /// Guest-virtual address of the doorbell.
+    pub doorbell: u64,
+    /// Guest-virtual address of the first table; each takes [`TABLE_BYTES`].
+    pub tables_va: u64,
+    /// The same, guest-physical.
+    pub tables_gpa: u64,
+    /// How many tables; at least 1.
+    pub count: u64,
+    /// Frames that each maps; from 1 to 512.
+    pub pages: u64,
+    /// Guest-physical address of the first frame.
+    pub frames: u64,
+    /// Where every table maps the frames.
+    pub window: u64,
+    /// The entries of the root that all tables share: the code's own memory, and RAM.
+    pub shared: [u64; 2],
+    /// The CR3 outside of all these.
+    pub home: u64,
+    /// How many loads [`Command::Switch`] does.
+    pub switches: u64,
+    /// How many pages it reads after each; at most `pages`.
+    pub reads: u64,
+    /// Written by the guest: TSC ticks that the command took.
+    pub ticks: u64,
+}
+
+/// A root, a PDPT, a directory and a table.
+pub const TABLE_BYTES: u64 = 4 * PAGE_SIZE;
+
+/// What one last-level table maps at most.
+pub const MOST_PAGES: u64 = 512;
+
+/// Where the tables begin in RAM: behind the frames.
+const TABLES_GPA: u64 = MOST_PAGES * PAGE_SIZE;
+
+/// The third entry of the root: nothing else is there.
+const WINDOW: u64 = 2 << 39;
+
+/// How much RAM `count` tables need.
+pub fn ram(count: u64) -> u64 {
+    (TABLES_GPA + count * TABLE_BYTES).next_multiple_of(2 << 20)
+}
+
+/// How many shadow pages KVM needs for `count` tables so that it recycles none: each table's four, and what RAM and the
+/// code are mapped with, twice over.
+pub fn shadow_pages(count: u64) -> u64 {
+    4 * count + 2 * (ram(count) >> 21) + 512
+}
+
+/// Sets up vCPU 0 of `guest` for `count` tables over `pages` frames.
+pub fn program(guest: &Guest, count: u64, pages: u64) {
+    let block = guest.block(0);
+    let set = |offset: usize, value: u64| block[offset / 8].store(value, Ordering::Relaxed);
+    set(offset_of!(Tables, doorbell), crate::arch::layout::DOORBELL);
+    set(offset_of!(Tables, tables_va), RAM_VA + TABLES_GPA);
+    set(offset_of!(Tables, tables_gpa), TABLES_GPA);
+    set(offset_of!(Tables, count), count);
+    set(offset_of!(Tables, pages), pages);
+    set(offset_of!(Tables, frames), 0);
+    set(offset_of!(Tables, window), WINDOW);
+    for (index, entry) in guest.root_entries().into_iter().enumerate() {
+        set(offset_of!(Tables, shared) + index * 8, entry);
+    }
+    set(offset_of!(Tables, home), guest.cr3);
+}
+
+/// How often [`Command::Switch`] and [`Command::Loop`] go round, and how many pages they read each time.
+pub fn set_switches(guest: &Guest, switches: u64, reads: u64) {
+    let block = guest.block(0);
+    block[offset_of!(Tables, switches) / 8].store(switches, Ordering::Relaxed);
+    block[offset_of!(Tables, reads) / 8].store(reads, Ordering::Relaxed);
+}
+
+/// Has vCPU 0 do `command`, and returns the seconds that it took by the guest's TSC.
+pub fn perform(guest: &Guest, command: Command) -> Result<f64, guest::Error> {
+    let block = guest.block(0);
+    block[offset_of!(Tables, command) / 8].store(command as u64, Ordering::Relaxed);
+    guest.resume();
+    guest.wait_all_rung()?;
+    Ok(block[offset_of!(Tables, ticks) / 8].load(Ordering::Relaxed) as f64 / guest.tsc_hz as f64)
+}
