@@ -30,6 +30,9 @@ std::arch::global_asm!(
     ".globl vellum_workload_write",
     ".globl vellum_workload_write_guest",
     ".globl vellum_workload_write_end",
+    // Another codegen unit than this one may ask for the entry.
+    ".globl vellum_workload_write_guest",
+    ".hidden vellum_workload_write_guest",
     "vellum_workload_write:",
     "    push rbx; push rbp; push r12; push r13; push r14; push r15",
     // A guest enters here: it has no stack.
