@@ -29,6 +29,8 @@ pub struct Executable {
     pub kind: String,
     /// Where it is.
     pub path: PathBuf,
+    /// Its main source file.
+    pub source: PathBuf,
 }
 
 /// Runs cargo with `arguments` for [`TARGET`], static, optimized; gives the executables.
@@ -60,6 +62,7 @@ fn executable(message: &Value) -> Option<Executable> {
         path: message.get("executable")?.as_str()?.into(),
         name: message["target"]["name"].as_str()?.to_owned(),
         kind: message["target"]["kind"][0].as_str()?.to_owned(),
+        source: message["target"]["src_path"].as_str()?.into(),
     })
 }
 

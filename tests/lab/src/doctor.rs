@@ -25,7 +25,7 @@ pub const BEDS: [BedTools; 2] = [
     BedTools {
         bed: "kernels",
         purpose: "building host kernels for it, pristine and patched",
-        programs: &["make", "gcc", "flex", "bison", "bc", "perl", "patch", "tar", "xz"],
+        programs: crate::kernel::PROGRAMS,
     },
 ];
 

@@ -70,6 +70,9 @@ pub enum Error {
     /// A kernel series does not do what its directory promises.
     #[error("{0}")]
     Series(String),
+    /// A signal asked to stop, and everything was put back.
+    #[error("stopped by signal {0}")]
+    Interrupted(i32),
     /// A figure cannot be trusted.
     #[error("{0}")]
     Refused(String),
@@ -81,6 +84,7 @@ impl Error {
         match self {
             Error::Usage(_) => 2,
             Error::Bed { timed_out: true, .. } => 124,
+            Error::Interrupted(signal) => u8::try_from(128 + signal).unwrap_or(1),
             _ => 1,
         }
     }

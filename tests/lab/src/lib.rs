@@ -12,10 +12,13 @@
 pub mod artifacts;
 pub mod bed;
 pub mod cache;
+pub mod compare;
 pub mod debian;
 pub mod doctor;
 pub mod error;
 pub mod initramfs;
+pub mod kernel;
+pub mod test;
 pub mod tool;
 pub mod wire;
 

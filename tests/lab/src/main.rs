@@ -9,8 +9,10 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use lab::artifacts::{Kernel, Programs};
 use lab::bed::{self, HostKernel, Request};
 use lab::cache::Cache;
+use lab::kernel::series::Series;
+use lab::kernel::{Base, build, check, series};
 use lab::wire::Frame;
-use lab::{Error, Result, debian, doctor};
+use lab::{Error, Result, compare, debian, doctor, test};
 
 /// Vellum's laboratory: emulated hosts, kernels and their patches, and every test that this machine can run.
 #[derive(Parser)]
@@ -43,8 +45,51 @@ enum What {
         #[command(flatten)]
         host: Host,
     },
+    /// Run every test that this machine can run, and say in one list what was skipped, why, and what to do about it
+    Test {
+        /// One bed instead of all
+        bed: Option<test::Bed>,
+        /// Consent to install Debian's packages (as root) and to reserve huge pages while the tests run
+        #[arg(long)]
+        setup: bool,
+        /// With `metal`: a directory of test programs that were built elsewhere
+        #[arg(long, value_name = "DIR")]
+        prebuilt: Option<PathBuf>,
+    },
+    /// Host kernels: pristine, or with series from kernel-patches/
+    Kernel {
+        #[command(subcommand)]
+        command: KernelCommand,
+    },
+    /// List every series: its base, its patches, what it claims
+    List,
+    /// Measure a series: the pristine and the patched kernel in turn, A B A B
+    Compare {
+        /// The series, as `cargo lab list` calls it
+        series: String,
+        /// Where the table and the results are kept; by default in the cache, for `cargo lab list`
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
+    /// Hold a series to its promises: applies, checkpatch, warnings, boots, the oracle
+    Check { series: Vec<String> },
     /// Forget which versions Debian's packages had: the next use asks again
     Update,
+}
+
+#[derive(Subcommand)]
+enum KernelCommand {
+    /// Build an image and print where it is
+    Build {
+        /// 5.10, 6.12 or 7.2
+        base: String,
+        /// Series to apply, in the order of the base's `series` file; `all` for all of them
+        #[arg(long, value_name = "SERIES", num_args = 1..)]
+        with: Vec<String>,
+        /// A configuration on top: debug, lock-stat
+        #[arg(long)]
+        variant: Option<String>,
+    },
 }
 
 /// Hosts that an emulator gives.
@@ -153,6 +198,40 @@ fn perform(what: What) -> Result<u8> {
             let cache = Cache::open()?;
             let request = host.request(&cache)?;
             bed::shell(&cache, &Programs::build()?, &request).map(|()| 0)
+        }
+        What::Test { bed, setup, prebuilt } => test::run(&test::Options { bed, setup, prebuilt }),
+        What::Kernel { command: KernelCommand::Build { base, with, variant } } => {
+            let base = Base::named(&base)?;
+            let image =
+                build::build(&Cache::open()?, base, &series::of_base(base, &with)?, variant.as_deref())?;
+            println!("{}", image.bzimage().display());
+            Ok(0)
+        }
+        What::List => {
+            let cache = Cache::open()?;
+            for series in series::all()? {
+                let Series { base, name, patches, about } = &series;
+                let ratio = compare::last(&cache, &series).and_then(|last| {
+                    let row = last.rows.first()?;
+                    Some(format!("last measured here: {} x {:.3} ({})", row.figure, row.ratio()?, row.bed))
+                });
+                let ratio = ratio.unwrap_or_else(|| format!("not measured here: cargo lab compare {name}"));
+                println!("{}/{name}: {} patches; {}\n  {ratio}", base.name, patches.len(), about.claim);
+            }
+            Ok(0)
+        }
+        What::Compare { series, out } => {
+            let cache = Cache::open()?;
+            let series = series::named(&series)?;
+            let out = out.unwrap_or_else(|| compare::kept(&cache, &series));
+            compare::compare(&cache, &series, &out).map(|()| 0)
+        }
+        What::Check { series } => {
+            let cache = Cache::open()?;
+            for series in series::chosen(&series)? {
+                check::check(&cache, &series)?;
+            }
+            Ok(0)
         }
         What::Update => debian::forget(&Cache::open()?).map(|()| 0),
     }

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use crate::{Error, Result};
 
 /// Debian's package for each program the laboratory calls.
-const PACKAGES: [(&str, &str); 19] = [
+const PACKAGES: [(&str, &str); 21] = [
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
     ("xz", "xz-utils"),
@@ -23,6 +23,9 @@ const PACKAGES: [(&str, &str); 19] = [
     ("apt-cache", "apt"),
     ("dpkg-deb", "dpkg"),
     ("git", "git"),
+    ("gcc-12", "gcc-12"),
+    // A file that is no program: what needs it is compiled.
+    ("/usr/include/libelf.h", "libelf-dev"),
     ("bochs", "bochs"),
     ("syslinux", "syslinux"),
     ("mcopy", "mtools"),
@@ -34,7 +37,7 @@ pub fn package_of(program: &str) -> &str {
     PACKAGES.iter().find(|(name, _)| *name == program).map_or(program, |(_, package)| package)
 }
 
-/// Where `program` is on the PATH.
+/// Where `program` is on the PATH, or a file by its absolute path.
 pub fn find(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     // Debian keeps some of these in sbin, which a user's PATH may lack.
@@ -73,7 +76,12 @@ pub fn text(command: &mut Command) -> Result<String> {
 }
 
 /// Runs to the end and hands every line of either stream to `each`, as it comes.
-pub fn lines(command: &mut Command, mut each: impl FnMut(&str)) -> Result<()> {
+pub fn lines(command: &mut Command, each: impl FnMut(&str)) -> Result<()> {
+    lines_of(command, |_| (), each)
+}
+
+/// As [`lines`], telling `started` the process id first.
+pub fn lines_of(command: &mut Command, started: impl FnOnce(u32), mut each: impl FnMut(&str)) -> Result<()> {
     let (reader, writer) = std::io::pipe().map_err(Error::file("create a pipe for", "a child process"))?;
     let twin = writer.try_clone().map_err(Error::file("create a pipe for", "a child process"))?;
     let mut child = command
@@ -82,6 +90,7 @@ pub fn lines(command: &mut Command, mut each: impl FnMut(&str)) -> Result<()> {
         .stderr(twin)
         .spawn()
         .map_err(|error| cannot_start(command, error))?;
+    started(child.id());
     // The command still holds the writing ends; the reader would wait for them for ever.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut last = Tail::default();

@@ -1,0 +1,300 @@
+//! `cargo lab compare`: a series' benchmarks on the pristine and the patched kernel, in turn: A B A B.
+//!
+//! Two boots of each tell the difference between kernels from the difference between boots. Every command also yields
+//! a figure of the laboratory's own, the instructions that the whole host ran for it; a command that writes a result
+//! (`{json}`) adds its own figures. Time on an emulated host is instructions, so idle time would be counted too: a run
+//! whose host idled for more than 1 % of it is refused.
+
+use std::fs;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use vellum::report::{Report, html, json};
+
+use crate::artifacts::Programs;
+use crate::bed::{self, HostKernel, Outcome, Request};
+use crate::cache::Cache;
+use crate::kernel::build::{self, Image};
+use crate::kernel::series::{Bench, Series};
+use crate::{Error, Result};
+
+/// The share of a run that the host may idle.
+const IDLE_LIMIT: f64 = 0.01;
+
+/// `-icount shift=1`.
+const NANOSECONDS_PER_INSTRUCTION: f64 = 2.0;
+
+/// Boots of each kernel.
+const ROUNDS: usize = 2;
+
+/// One figure, before and after.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// The command.
+    pub bench: String,
+    /// The figure's name.
+    pub figure: String,
+    /// Its unit.
+    pub unit: String,
+    /// On the pristine kernel, a boot each.
+    pub before: Vec<f64>,
+    /// On the patched kernel.
+    pub after: Vec<f64>,
+    /// `svm npt=0`.
+    pub bed: String,
+    /// The largest idle share of the runs that it comes from.
+    pub idle: f64,
+}
+
+impl Row {
+    /// Means of the boots, after by before; `None` where there is nothing to divide by.
+    pub fn ratio(&self) -> Option<f64> {
+        let (before, after) = (mean(&self.before), mean(&self.after));
+        (before != 0.0).then(|| after / before)
+    }
+
+    /// The larger of the two kernels' differences between boots, by its mean.
+    pub fn spread(&self) -> f64 {
+        let of = |samples: &[f64]| {
+            let (min, max) = samples.iter().fold((f64::MAX, f64::MIN), |(a, b), &x| (a.min(x), b.max(x)));
+            let mean = mean(samples);
+            if mean == 0.0 { 0.0 } else { (max - min) / mean }
+        };
+        of(&self.before).max(of(&self.after))
+    }
+}
+
+fn mean(samples: &[f64]) -> f64 {
+    samples.iter().sum::<f64>() / samples.len() as f64
+}
+
+/// What was compared, as it is kept for `cargo lab list`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Comparison {
+    /// `5.10/pte-list-desc`.
+    pub series: String,
+    /// The kernels, as they call themselves.
+    pub before: String,
+    /// As above.
+    pub after: String,
+    /// The figures.
+    pub rows: Vec<Row>,
+}
+
+/// Where the last comparison of `series` is kept.
+pub fn kept(cache: &Cache, series: &Series) -> std::path::PathBuf {
+    cache.path(&format!("compare/{}-{}", series.base.name, series.name))
+}
+
+/// The last comparison of `series` on this machine, if there was one.
+pub fn last(cache: &Cache, series: &Series) -> Option<Comparison> {
+    serde_json::from_slice(&fs::read(kept(cache, series).join("comparison.json")).ok()?).ok()
+}
+
+/// Compares, prints the table, and keeps the table and every result (as JSON, and as a page) in `out`.
+pub fn compare(cache: &Cache, series: &Series, out: &Path) -> Result<()> {
+    if series.about.bench.is_empty() {
+        return Err(Error::Series(format!("{}: its series.toml names no [[bench]]", series.name)));
+    }
+    let pristine = build::build(cache, series.base, &[], None)?;
+    let patched = build::build(cache, series.base, std::slice::from_ref(series), None)?;
+    let programs = Programs::build()?;
+    let mut rows = Vec::new();
+    let mut results = Vec::new();
+    for group in groups(&series.about.bench) {
+        let mut boots: [Vec<Outcome>; 2] = [Vec::new(), Vec::new()];
+        for round in 0..ROUNDS {
+            for (side, image) in [&pristine, &patched].into_iter().enumerate() {
+                eprintln!(
+                    "lab: {} npt={}, boot {} of {ROUNDS}",
+                    image.label,
+                    u8::from(group[0].npt),
+                    round + 1
+                );
+                boots[side].push(measure(cache, &programs, image, &group)?);
+            }
+        }
+        for (index, bench) in group.iter().enumerate() {
+            rows.extend(rows_of(index, bench, &boots, &mut results)?);
+        }
+    }
+    let comparison = Comparison {
+        series: format!("{}/{}", series.base.name, series.name),
+        before: pristine.label,
+        after: patched.label,
+        rows,
+    };
+    print!("{}", table(&comparison));
+    fs::create_dir_all(out).map_err(Error::file("create", out))?;
+    let keep = |name: &str, content: String| {
+        let path = out.join(name);
+        fs::write(&path, content).map_err(Error::file("write", &path))
+    };
+    let text = |value: serde_json::Result<String>| value.expect("results are plain data");
+    keep("comparison.json", text(serde_json::to_string_pretty(&comparison)))?;
+    keep("results.json", text(serde_json::to_string(&results)))?;
+    if !results.is_empty() {
+        keep("results.html", html::render(&results))?;
+    }
+    println!("\nKept in {}", out.display());
+    Ok(())
+}
+
+/// Benchmarks that one boot can serve, together.
+fn groups(benches: &[Bench]) -> Vec<Vec<&Bench>> {
+    let mut groups: Vec<Vec<&Bench>> = Vec::new();
+    for bench in benches {
+        match groups.iter_mut().find(|group| group[0].same_host(bench)) {
+            Some(group) => group.push(bench),
+            None => groups.push(vec![bench]),
+        }
+    }
+    groups
+}
+
+fn measure(cache: &Cache, programs: &Programs, image: &Image, group: &[&Bench]) -> Result<Outcome> {
+    let mut request = Request::new(HostKernel::Image(image.bzimage()));
+    group[0].describe_host(&mut request);
+    let command = |(index, bench): (usize, &&Bench)| bench.command(&format!("{index}.json"));
+    request.commands = group.iter().enumerate().map(command).collect();
+    let outcome = bed::run(cache, programs, &request, |_| ())?;
+    for (bench, ran) in group.iter().zip(&outcome.ran) {
+        let Some(exit) = &ran.exit else { continue };
+        if exit.code != 0 {
+            let said = [ran.stdout.as_slice(), &ran.stderr].concat();
+            let said = String::from_utf8_lossy(&said).into_owned();
+            return Err(Error::Series(format!(
+                "{}: `{}` ended with {}:\n{said}",
+                image.label, bench.run, exit.code
+            )));
+        }
+        if exit.idle > IDLE_LIMIT {
+            return Err(Error::Refused(format!(
+                "{}: `{}` left its host idle for {:.1} % of the time, which counts as instructions here; more than {:.0} % is \
+                 no measurement",
+                image.label,
+                bench.run,
+                exit.idle * 100.0,
+                IDLE_LIMIT * 100.0
+            )));
+        }
+    }
+    Ok(outcome)
+}
+
+/// The figures of one command over all boots.
+fn rows_of(
+    index: usize,
+    bench: &Bench,
+    boots: &[Vec<Outcome>; 2],
+    results: &mut Vec<Report>,
+) -> Result<Vec<Row>> {
+    let bed = format!("svm npt={}", u8::from(bench.npt));
+    let mut rows: Vec<Row> = Vec::new();
+    for (side, outcomes) in boots.iter().enumerate() {
+        for outcome in outcomes {
+            let Some(exit) = outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()) else { continue };
+            let whole = exit.seconds * 1e9 / NANOSECONDS_PER_INSTRUCTION;
+            let mut figures = vec![("whole_run".to_owned(), "instructions".to_owned(), whole)];
+            if let Some(bytes) = outcome.files.get(&format!("{index}.json")) {
+                let reports = json::parse(bytes, Path::new(&bench.run))
+                    .map_err(|error| Error::Refused(error.to_string()))?;
+                for report in reports {
+                    if let Some(why) = report.invalid.first() {
+                        return Err(Error::Refused(format!(
+                            "`{}` calls its own result invalid: {why}",
+                            bench.run
+                        )));
+                    }
+                    let figure = |figure: &vellum::report::Figure| {
+                        (figure.name().to_owned(), figure.unit().to_owned(), figure.value())
+                    };
+                    figures.extend(report.figures.iter().map(figure));
+                    results.push(report);
+                }
+            }
+            for (figure, unit, value) in figures {
+                let known = rows.iter().position(|row| row.figure == figure);
+                let row = known.unwrap_or_else(|| {
+                    let (bench, bed) = (bench.run.clone(), bed.clone());
+                    rows.push(Row { bench, figure, unit, before: vec![], after: vec![], bed, idle: 0.0 });
+                    rows.len() - 1
+                });
+                let row = &mut rows[row];
+                row.idle = row.idle.max(exit.idle);
+                if side == 0 { &mut row.before } else { &mut row.after }.push(value);
+            }
+        }
+    }
+    // A figure that only one kernel has (a counter that the series adds) has no ratio.
+    rows.retain(|row| !row.before.is_empty() && !row.after.is_empty());
+    Ok(rows)
+}
+
+/// The table, a block a command.
+pub fn table(comparison: &Comparison) -> String {
+    let mut out = format!("{}: {} against {}\n", comparison.series, comparison.after, comparison.before);
+    let mut bench = None;
+    for row in &comparison.rows {
+        let heading = (&row.bench, &row.bed);
+        if bench != Some(heading) {
+            bench = Some(heading);
+            out += &format!("\n{} ({}, idle {:.2} %)\n", row.bench, row.bed, row.idle * 100.0);
+            out += &format!(
+                "  {:36} {:>16} {:>16} {:>8} {:>8}  unit\n",
+                "figure", "before", "after", "ratio", "spread"
+            );
+        }
+        let ratio = row.ratio().map_or("-".into(), |ratio| format!("{ratio:.4}"));
+        let (before, after) = (number(mean(&row.before)), number(mean(&row.after)));
+        let spread = format!("{:.2} %", row.spread() * 100.0);
+        out +=
+            &format!("  {:36} {before:>16} {after:>16} {ratio:>8} {spread:>8}  {}\n", row.figure, row.unit);
+    }
+    out += "\nAn emulated host: times are instructions, 2 ns each, without the cost of caches or TLBs.\n";
+    out
+}
+
+fn number(value: f64) -> String {
+    if value.abs() >= 1000.0 || value == value.trunc() {
+        format!("{value:.0}")
+    } else {
+        format!("{value:.4}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(before: &[f64], after: &[f64]) -> Row {
+        Row {
+            bench: "b".into(),
+            figure: "f".into(),
+            unit: "ns".into(),
+            before: before.to_vec(),
+            after: after.to_vec(),
+            bed: "svm npt=1".into(),
+            idle: 0.0,
+        }
+    }
+
+    #[test]
+    fn the_ratio_is_of_means_and_the_spread_of_boots() {
+        let row = row(&[100.0, 102.0], &[50.0, 50.0]);
+        assert!((row.ratio().unwrap() - 50.0 / 101.0).abs() < 1e-12);
+        assert!((row.spread() - 2.0 / 101.0).abs() < 1e-12);
+        assert_eq!(super::Row { before: vec![0.0], ..row }.ratio(), None);
+    }
+
+    #[test]
+    fn benchmarks_with_the_same_host_share_a_boot() {
+        let bench = |text: &str| toml::from_str::<Bench>(text).unwrap();
+        let benches = [bench("run='a'"), bench("run='b'\nnpt=false"), bench("run='c'")];
+        let groups: Vec<Vec<&str>> = groups(&benches)
+            .iter()
+            .map(|group| group.iter().map(|bench| bench.run.as_str()).collect())
+            .collect();
+        assert_eq!(groups, [vec!["a", "c"], vec!["b"]]);
+    }
+}

@@ -1,0 +1,176 @@
+//! Building an image: sources, configuration, make; kept under a key of everything that went in.
+
+use std::fs;
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::series::Series;
+use super::tree::Tree;
+use super::{Base, PROGRAMS};
+use crate::cache::{Cache, digest};
+use crate::{Error, Result, artifacts, doctor, tool};
+
+/// Two versions of gcc would be two experiments.
+const COMPILER: &str = "gcc-12";
+
+/// A built kernel.
+#[derive(Clone, Debug)]
+pub struct Image {
+    /// `5.10.223-1+pte-list-desc`: what stands in reports.
+    pub label: String,
+    /// Holds `bzImage`, `vmlinux`, `config` and `label`.
+    pub dir: PathBuf,
+}
+
+impl Image {
+    /// What boots.
+    pub fn bzimage(&self) -> PathBuf {
+        self.dir.join("bzImage")
+    }
+}
+
+/// A configuration: which fragments are merged, and the object directory that belongs to them.
+pub struct Config {
+    name: String,
+    fragments: Vec<PathBuf>,
+}
+
+impl Config {
+    /// That of `base`, with `variant` (`debug`, `lock-stat`) on top.
+    pub fn new(base: &Base, variant: Option<&str>) -> Result<Self> {
+        let dir = artifacts::workspace().join("resources/kernel");
+        let mut names = vec!["x86.config".to_owned(), format!("x86-{}.config", base.name)];
+        names.extend(variant.map(|variant| format!("{variant}.config")));
+        let fragments: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
+        if let (Some(variant), Some(last)) = (variant, fragments.last())
+            && !last.is_file()
+        {
+            return Err(Error::Usage(format!("--variant {variant}: there is no {}", last.display())));
+        }
+        let name = variant.map_or("x86".to_owned(), |variant| format!("x86-{variant}"));
+        Ok(Self { name, fragments })
+    }
+
+    fn text(&self) -> Result<Vec<u8>> {
+        let read = |path: &PathBuf| fs::read(path).map_err(Error::file("read", path));
+        Ok(self.fragments.iter().map(read).collect::<Result<Vec<_>>>()?.concat())
+    }
+}
+
+/// The image of `base` with `series`, built if need be.
+pub fn build(cache: &Cache, base: &Base, series: &[Series], variant: Option<&str>) -> Result<Image> {
+    let config = Config::new(base, variant)?;
+    let patches: Vec<PathBuf> = series.iter().flat_map(|series| series.patches.clone()).collect();
+    let names: Vec<&str> = series.iter().map(|series| series.name.as_str()).chain(variant).collect();
+    let tree = Tree::open(cache, base)?;
+    let label = std::iter::once(tree.package.version.as_str())
+        .chain(names.iter().copied())
+        .collect::<Vec<_>>()
+        .join("+");
+    let mut parts = vec![config.text()?, COMPILER.into()];
+    for patch in &patches {
+        parts.push(fs::read(patch).map_err(Error::file("read", patch))?);
+    }
+    let key = digest(parts.iter().map(Vec::as_slice));
+    let entry = format!(
+        "kernel/{}/image/{}-{key}",
+        tree.package.version,
+        if names.is_empty() { "pristine".into() } else { names.join("+") }
+    );
+    let dir = cache.entry(&entry, |out| {
+        require_tools()?;
+        // One tree, one set of patches at a time.
+        let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
+        cache.need_mib(2048)?;
+        tree.carry(&patches)?;
+        let objects = tree.home.join(format!("build-{}", config.name));
+        configure(&tree, &config, &objects)?;
+        make(&tree, &objects, &label)?;
+        keep(&objects, out, &label)
+    })?;
+    Ok(Image { label, dir })
+}
+
+/// Names every package that is missing, at once.
+pub fn require_tools() -> Result<()> {
+    match doctor::install_line(&doctor::missing(PROGRAMS)) {
+        None => Ok(()),
+        Some(line) => Err(Error::Package(format!("building kernels lacks Debian's packages: {line}"))),
+    }
+}
+
+/// Configures `objects` for `config`, unless it is so already.
+pub fn configure(tree: &Tree, config: &Config, objects: &Path) -> Result<()> {
+    let (stamp, wanted) = (objects.join(".fragments"), config.text()?);
+    if fs::read(&stamp).is_ok_and(|present| present == wanted) {
+        return Ok(());
+    }
+    fs::create_dir_all(objects).map_err(Error::file("create", objects))?;
+    tool::output(command(tree, objects).arg("tinyconfig"))?;
+    let dotconfig = objects.join(".config");
+    let mut merge = Command::new(tree.source.join("scripts/kconfig/merge_config.sh"));
+    merge.args(["-m", "-O"]).arg(objects).arg(&dotconfig).args(&config.fragments).current_dir(&tree.source);
+    tool::output(&mut merge)?;
+    tool::output(command(tree, objects).arg("olddefconfig"))?;
+    let got = fs::read_to_string(&dotconfig).map_err(Error::file("read", &dotconfig))?;
+    if !["CONFIG_KVM_AMD=y", "CONFIG_SERIAL_8250_CONSOLE=y"].iter().all(|symbol| got.contains(symbol)) {
+        return Err(Error::Package(format!(
+            "{} {} does not take the configuration in resources/kernel: {} lacks KVM or the console",
+            tree.package.name,
+            tree.package.version,
+            dotconfig.display()
+        )));
+    }
+    fs::write(&stamp, wanted).map_err(Error::file("write", &stamp))
+}
+
+/// `make` in the tree, with all that decides what it builds.
+pub fn command(tree: &Tree, objects: &Path) -> Command {
+    let mut command = Command::new("make");
+    command
+        .arg("-C")
+        .arg(&tree.source)
+        .arg(format!("O={}", objects.display()))
+        .args(["ARCH=x86", &format!("CC={COMPILER}"), &format!("HOSTCC={COMPILER}")])
+        // Before and after must differ by the code alone.
+        .env("KBUILD_BUILD_TIMESTAMP", "1970-01-01")
+        .env("KBUILD_BUILD_USER", "vellum")
+        .env("KBUILD_BUILD_HOST", "lab")
+        .env("KBUILD_BUILD_VERSION", "1")
+        .env("LC_ALL", "C");
+    command
+}
+
+fn make(tree: &Tree, objects: &Path, label: &str) -> Result<()> {
+    let jobs = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut make = command(tree, objects);
+    make.args([&format!("-j{jobs}"), "bzImage"]);
+    // make's own word on how much there is to do would cost a pass of its own; the names that go by say that it lives.
+    let progress =
+        if std::io::stderr().is_terminal() { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
+    progress.set_style(
+        ProgressStyle::with_template("{spinner} {prefix} {elapsed} {pos} steps: {msg}")
+            .expect("a fixed template"),
+    );
+    progress.set_prefix(label.to_owned());
+    progress.enable_steady_tick(Duration::from_millis(200));
+    eprintln!("lab: building {label} (cold: some 10 minutes of CPU time; after a change: seconds)");
+    let built = tool::lines(&mut make, |line| {
+        progress.inc(1);
+        progress.set_message(line.trim().to_owned());
+    });
+    progress.finish_and_clear();
+    built
+}
+
+fn keep(objects: &Path, out: &Path, label: &str) -> Result<()> {
+    for (from, to) in [("arch/x86/boot/bzImage", "bzImage"), ("vmlinux", "vmlinux"), (".config", "config")] {
+        let from = objects.join(from);
+        fs::copy(&from, out.join(to)).map_err(Error::file("copy", &from))?;
+    }
+    fs::write(out.join("label"), label).map_err(Error::file("write", out.join("label")))
+}

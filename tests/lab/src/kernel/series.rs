@@ -1,0 +1,192 @@
+//! `kernel-patches/`: a directory a base, in it a directory a series, and `series`, the order in which they stack.
+//!
+//! `series.toml` in a series says what it claims and how that is measured; its README documents the form.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::{BASES, Base};
+use crate::bed::Request;
+use crate::{Error, Result, artifacts};
+
+/// One series.
+#[derive(Debug)]
+pub struct Series {
+    /// What it is written against.
+    pub base: &'static Base,
+    /// Its directory's name.
+    pub name: String,
+    /// Its patches in order.
+    pub patches: Vec<PathBuf>,
+    /// What it says of itself.
+    pub about: About,
+}
+
+/// `series.toml`.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct About {
+    /// One line: what becomes better.
+    pub claim: String,
+    /// What shows it.
+    #[serde(default)]
+    pub bench: Vec<Bench>,
+    /// Commands that must exit with 0 on the patched kernel, beyond the boot and the oracle.
+    #[serde(default)]
+    pub test: Vec<Bench>,
+}
+
+/// A command inside an emulated host.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Bench {
+    /// The command, split at blanks. `{json}` in it is where it is to write its result.
+    pub run: String,
+    /// The host's second stage.
+    #[serde(default = "on")]
+    pub npt: bool,
+    /// Module parameters of the host's kernel.
+    #[serde(default)]
+    pub parameters: Vec<String>,
+    /// The host's memory in MiB.
+    #[serde(default = "two_gibibytes")]
+    pub memory: u32,
+    /// 2 MiB pages that the host reserves.
+    #[serde(default)]
+    pub hugepages: u32,
+}
+
+impl Bench {
+    /// Its words, with `{json}` as `result`.
+    pub fn command(&self, result: &str) -> Vec<String> {
+        self.run.split_whitespace().map(|word| word.replace("{json}", result)).collect()
+    }
+
+    /// Whether one boot can serve both.
+    pub fn same_host(&self, other: &Self) -> bool {
+        let host = |bench: &Self| (bench.npt, bench.parameters.clone(), bench.memory, bench.hugepages);
+        host(self) == host(other)
+    }
+
+    /// Makes `request`'s host the one that this needs.
+    pub fn describe_host(&self, request: &mut Request) {
+        request.second_stage = self.npt;
+        request.parameters = self.parameters.clone();
+        request.memory_mib = self.memory;
+        request.hugepages = self.hugepages;
+    }
+}
+
+fn on() -> bool {
+    true
+}
+
+fn two_gibibytes() -> u32 {
+    2048
+}
+
+/// Where the series are.
+pub fn directory() -> PathBuf {
+    artifacts::workspace().join("kernel-patches")
+}
+
+/// Every series of every base, in stacking order.
+pub fn all() -> Result<Vec<Series>> {
+    all_in(&directory())
+}
+
+fn all_in(root: &Path) -> Result<Vec<Series>> {
+    let mut found = Vec::new();
+    for base in &BASES {
+        let order = root.join(base.name).join("series");
+        if !order.exists() {
+            continue;
+        }
+        let text = fs::read_to_string(&order).map_err(Error::file("read", &order))?;
+        for line in text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')) {
+            found.push(read(root, base, line)?);
+        }
+    }
+    Ok(found)
+}
+
+/// The series called `name`, or `BASE/name` where several bases have one.
+pub fn named(name: &str) -> Result<Series> {
+    let mut all = all()?;
+    let is = |series: &Series| series.name == name || format!("{}/{}", series.base.name, series.name) == name;
+    match all.iter().filter(|series| is(series)).count() {
+        1 => Ok(all.swap_remove(all.iter().position(is).expect("one was counted"))),
+        0 => {
+            let known: Vec<String> =
+                all.iter().map(|series| format!("{}/{}", series.base.name, series.name)).collect();
+            let known = if known.is_empty() { "there is none yet".into() } else { known.join(", ") };
+            Err(Error::Usage(format!("no series {name}: {known} (kernel-patches/BASE/series lists them)")))
+        }
+        _ => Err(Error::Usage(format!("several bases have a series {name}: say BASE/{name}"))),
+    }
+}
+
+/// The series of `base` called `names`, in stacking order, whatever the order of the names; `all` is all of them.
+pub fn of_base(base: &Base, names: &[String]) -> Result<Vec<Series>> {
+    let mut of_base: Vec<Series> = all()?.into_iter().filter(|series| series.base == base).collect();
+    if names == ["all"] {
+        return Ok(of_base);
+    }
+    if let Some(unknown) = names.iter().find(|name| !of_base.iter().any(|series| series.name == **name)) {
+        let known: Vec<&str> = of_base.iter().map(|series| series.name.as_str()).collect();
+        return Err(Error::Usage(format!(
+            "{} has no series {unknown}; it has: {}",
+            base.name,
+            known.join(", ")
+        )));
+    }
+    of_base.retain(|series| names.contains(&series.name));
+    Ok(of_base)
+}
+
+/// The series called `names`, or all of them for none.
+pub fn chosen(names: &[String]) -> Result<Vec<Series>> {
+    if names.is_empty() { all() } else { names.iter().map(|name| named(name)).collect() }
+}
+
+fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
+    let dir = root.join(base.name).join(name);
+    let entries = fs::read_dir(&dir).map_err(Error::file("read", &dir))?;
+    let mut patches: Vec<PathBuf> = entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|extension| extension == "patch"))
+        .collect();
+    patches.sort();
+    if patches.is_empty() {
+        return Err(Error::Series(format!("{} holds no NNNN-title.patch", dir.display())));
+    }
+    let about = dir.join("series.toml");
+    let text = fs::read_to_string(&about).map_err(Error::file("read", &about))?;
+    let about =
+        toml::from_str(&text).map_err(|error| Error::Series(format!("{}: {error}", about.display())))?;
+    Ok(Series { base, name: name.to_owned(), patches, about })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_committed_can_be_read() {
+        for series in all().unwrap() {
+            assert!(!series.about.claim.is_empty(), "{}", series.name);
+        }
+    }
+
+    #[test]
+    fn a_series_says_what_it_claims_and_how_to_see_it() {
+        let about: About = toml::from_str(
+            "claim = 'fewer'\n[[bench]]\nnpt = false\nrun = 'vellum bench x --json {json}'\nparameters = ['kvm.a=1']\n",
+        )
+        .unwrap();
+        assert_eq!((about.bench.len(), about.bench[0].npt, about.bench[0].memory), (1, false, 2048));
+        assert!(toml::from_str::<About>("claim = ''\nbenhc = 1").is_err(), "a misspelt key must be refused");
+    }
+}

@@ -1,0 +1,278 @@
+//! A base's source tree, and the one set of patches that it carries at a time.
+//!
+//! The pristine content of every file that a patch ever changed here is kept beside the tree. Going from one set of
+//! patches to another compares what each of these files should hold with what it holds, and writes only what differs:
+//! make then sees new times on just those files. Whatever moment it is stopped at, doing it again completes it.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::Base;
+use crate::cache::Cache;
+use crate::debian::{self, Archive, Package};
+use crate::{Error, Result, tool};
+
+/// An unpacked source tree with room beside it.
+pub struct Tree {
+    /// What it was unpacked from.
+    pub package: Package,
+    /// The directory that holds all that belongs to this base at this version.
+    pub home: PathBuf,
+    /// The sources.
+    pub source: PathBuf,
+}
+
+/// Marks, among the pristine contents, a file that the base does not have.
+const ABSENT: &str = ".absent";
+
+impl Tree {
+    /// The tree of `base`, fetched and unpacked if need be.
+    pub fn open(cache: &Cache, base: &Base) -> Result<Self> {
+        let package = match base.frozen {
+            Some(version) => Package { name: base.package.into(), version: version.into() },
+            None => debian::recorded(cache, base.package, || {
+                Archive::open(cache, base.suites)?.resolve(base.package)
+            })?,
+        };
+        let key = format!("kernel/{}", package.version);
+        let source = cache.entry(&format!("{key}/source"), |dir| {
+            // The sources take 1.2 GiB and an object directory half of that.
+            cache.need_mib(4096)?;
+            let deb = Archive::open(cache, base.suites)?.download(&package, dir)?;
+            eprintln!("lab: unpacking {} {}", package.name, package.version);
+            let script = format!(
+                "set -o pipefail; dpkg-deb --fsys-tarfile '{}' | tar -xO ./usr/src/{}.tar.xz | tar -xJ --strip-components=1",
+                deb.display(),
+                package.name
+            );
+            tool::output(Command::new("bash").args(["-c", &script]).current_dir(dir))?;
+            fs::remove_file(&deb).map_err(Error::file("remove", &deb))
+        })?;
+        Ok(Self { home: cache.path(&key), package, source })
+    }
+
+    /// Makes the tree carry exactly `patches`, applied in this order to the pristine base.
+    pub fn carry(&self, patches: &[PathBuf]) -> Result<()> {
+        let touched = self.apply_in_scratch(patches)?;
+        let (pristine, scratch) = (self.home.join("pristine"), self.home.join("scratch"));
+        let mut known = BTreeSet::new();
+        files_below(&pristine, Path::new(""), &mut known)?;
+        for path in &touched {
+            if !known.contains(path) {
+                self.keep_pristine(path)?;
+                known.insert(path.clone());
+            }
+        }
+        for path in known {
+            let from = if touched.contains(&path) { &scratch } else { &pristine };
+            write_if_different(&from.join(&path), &self.source.join(&path))?;
+        }
+        remove(&scratch)
+    }
+
+    /// Applies `patches` to copies of what they touch, without fuzz; the paths of those.
+    fn apply_in_scratch(&self, patches: &[PathBuf]) -> Result<BTreeSet<PathBuf>> {
+        let scratch = self.home.join("scratch");
+        remove(&scratch)?;
+        fs::create_dir_all(&scratch).map_err(Error::file("create", &scratch))?;
+        let mut touched = BTreeSet::new();
+        for patch in patches {
+            let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
+            for path in paths_in(&text).map_err(|path| outside(patch, &path))? {
+                if touched.insert(path.clone()) {
+                    let kept = self.home.join("pristine").join(&path);
+                    let known = kept.exists() || absent(&kept).exists();
+                    let from = if known { kept } else { self.source.join(&path) };
+                    if from.exists() {
+                        copy(&from, &scratch.join(&path))?;
+                    }
+                }
+            }
+            apply(&scratch, patch)?;
+        }
+        Ok(touched)
+    }
+
+    fn keep_pristine(&self, path: &Path) -> Result<()> {
+        let (from, to) = (self.source.join(path), self.home.join("pristine").join(path));
+        if from.exists() {
+            return copy(&from, &to);
+        }
+        let marker = absent(&to);
+        create_parent(&marker)?;
+        fs::write(&marker, "").map_err(Error::file("write", &marker))
+    }
+}
+
+/// Applies one patch below `dir`; a hunk that does not apply is named.
+fn apply(dir: &Path, patch: &Path) -> Result<()> {
+    let mut command = Command::new("patch");
+    command.args(["-p1", "--fuzz=0", "--batch", "--no-backup-if-mismatch", "--reject-file=-", "-d"]);
+    let output = command.arg(dir).arg("-i").arg(patch).output();
+    let output = output.map_err(|_| Error::Missing { program: "patch".into(), package: "patch".into() })?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stdout);
+    let mut file = "";
+    let mut hunks = Vec::new();
+    for line in said.lines() {
+        if let Some(name) = line.strip_prefix("patching file ") {
+            file = name;
+        } else if line.contains("FAILED")
+            || line.contains("previously applied")
+            || line.contains("can't find file")
+        {
+            hunks.push(format!("  {file}: {line}"));
+        }
+    }
+    let hunks = if hunks.is_empty() { said.into_owned() } else { hunks.join("\n") };
+    Err(Error::Series(format!(
+        "{} does not apply without fuzz:\n{hunks}\nRebase the series on this version of the base",
+        patch.display()
+    )))
+}
+
+/// The files that a patch changes, by its `---` and `+++` lines; the offending one where it would leave the tree.
+fn paths_in(patch: &str) -> std::result::Result<BTreeSet<PathBuf>, String> {
+    let mut paths = BTreeSet::new();
+    for line in patch.lines() {
+        let Some(name) = line.strip_prefix("--- a/").or_else(|| line.strip_prefix("+++ b/")) else {
+            continue;
+        };
+        let name = name.split('\t').next().unwrap_or(name);
+        let path = PathBuf::from(name);
+        if !path.components().all(|part| matches!(part, std::path::Component::Normal(_))) {
+            return Err(name.to_owned());
+        }
+        paths.insert(path);
+    }
+    Ok(paths)
+}
+
+fn outside(patch: &Path, path: &str) -> Error {
+    Error::Series(format!("{} changes {path}, which is outside the tree", patch.display()))
+}
+
+fn absent(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(ABSENT);
+    name.into()
+}
+
+/// Every file below `root`, relative, with the mark of absence taken off.
+fn files_below(root: &Path, at: &Path, found: &mut BTreeSet<PathBuf>) -> Result<()> {
+    let dir = root.join(at);
+    let entries = match fs::read_dir(&dir) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        entries => entries.map_err(Error::file("read", &dir))?,
+    };
+    for entry in entries {
+        let entry = entry.map_err(Error::file("read", &dir))?;
+        let path = at.join(entry.file_name());
+        if entry.path().is_dir() {
+            files_below(root, &path, found)?;
+        } else {
+            let text = path.to_string_lossy();
+            found.insert(text.strip_suffix(ABSENT).map_or_else(|| path.clone(), PathBuf::from));
+        }
+    }
+    Ok(())
+}
+
+/// Makes `to` hold what `from` holds, or be absent where that is; leaves its time alone where it does so already.
+fn write_if_different(from: &Path, to: &Path) -> Result<()> {
+    let wanted = if from.exists() { Some(fs::read(from).map_err(Error::file("read", from))?) } else { None };
+    let present = fs::read(to).ok();
+    match wanted {
+        wanted if wanted == present => Ok(()),
+        Some(_) => copy(from, to),
+        None => fs::remove_file(to).map_err(Error::file("remove", to)),
+    }
+}
+
+/// Copies by way of a rename, so that a file is never half there. The time is now.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    create_parent(to)?;
+    let mut name = to.as_os_str().to_owned();
+    name.push(".new");
+    let new = PathBuf::from(name);
+    fs::copy(from, &new).map_err(Error::file("copy", from))?;
+    fs::rename(&new, to).map_err(Error::file("write", to))
+}
+
+fn create_parent(path: &Path) -> Result<()> {
+    let parent = path.parent().unwrap_or(path);
+    fs::create_dir_all(parent).map_err(Error::file("create", parent))
+}
+
+fn remove(dir: &Path) -> Result<()> {
+    match fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::file("remove", dir)(error)),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHANGE: &str = "--- a/dir/one.c\n+++ b/dir/one.c\n@@ -1,3 +1,3 @@\n a\n-b\n+B\n c\n";
+    const ADD: &str = "--- /dev/null\n+++ b/new.c\n@@ -0,0 +1 @@\n+new\n";
+
+    fn tree(name: &str) -> (Tree, impl Fn(&str, &str) -> PathBuf) {
+        let home = std::env::temp_dir().join(format!("vellum-tree-{name}-{}", std::process::id()));
+        remove(&home).unwrap();
+        let source = home.join("source");
+        fs::create_dir_all(source.join("dir")).unwrap();
+        fs::write(source.join("dir/one.c"), "a\nb\nc\n").unwrap();
+        fs::write(source.join("other.c"), "untouched\n").unwrap();
+        let patches = home.clone();
+        let patch = move |name: &str, text: &str| {
+            let path = patches.join(name);
+            fs::write(&path, text).unwrap();
+            path
+        };
+        (Tree { package: Package { name: "p".into(), version: "1".into() }, home, source }, patch)
+    }
+
+    #[test]
+    fn a_tree_goes_from_one_series_to_another_and_back() {
+        let (tree, patch) = tree("series");
+        let (change, add) = (patch("1.patch", CHANGE), patch("2.patch", ADD));
+        let read = |name: &str| fs::read_to_string(tree.source.join(name)).ok();
+        tree.carry(&[change.clone(), add]).unwrap();
+        assert_eq!((read("dir/one.c").unwrap(), read("new.c")), ("a\nB\nc\n".into(), Some("new\n".into())));
+        tree.carry(std::slice::from_ref(&change)).unwrap();
+        assert_eq!((read("dir/one.c").unwrap(), read("new.c")), ("a\nB\nc\n".into(), None));
+        let time = || fs::metadata(tree.source.join("dir/one.c")).unwrap().modified().unwrap();
+        let before = time();
+        tree.carry(&[change]).unwrap();
+        assert_eq!(time(), before, "an unchanged file was written again");
+        tree.carry(&[]).unwrap();
+        assert_eq!(read("dir/one.c").unwrap(), "a\nb\nc\n");
+        remove(&tree.home).unwrap();
+    }
+
+    #[test]
+    fn a_hunk_that_does_not_apply_is_named_and_changes_nothing() {
+        let (tree, patch) = tree("hunk");
+        let wrong = patch("1.patch", &CHANGE.replace("-b", "-x"));
+        let error = tree.carry(&[wrong]).unwrap_err().to_string();
+        assert!(error.contains("dir/one.c") && error.contains("Hunk #1 FAILED"), "{error}");
+        assert_eq!(fs::read_to_string(tree.source.join("dir/one.c")).unwrap(), "a\nb\nc\n");
+        let escape = patch("2.patch", "--- a/../x\n+++ b/../x\n@@ -1 +1 @@\n-a\n+b\n");
+        assert!(tree.carry(&[escape]).unwrap_err().to_string().contains("outside the tree"));
+        remove(&tree.home).unwrap();
+    }
+
+    #[test]
+    fn fuzz_is_refused() {
+        let (tree, patch) = tree("fuzz");
+        let text = "--- a/dir/one.c\n+++ b/dir/one.c\n@@ -1,3 +1,3 @@\n wrong context\n-b\n+B\n c\n";
+        assert!(tree.carry(&[patch("1.patch", text)]).is_err());
+        remove(&tree.home).unwrap();
+    }
+}

@@ -1,0 +1,207 @@
+//! `cargo lab test`: everything that this machine can prove, and one list of what it cannot.
+//!
+//! On this machine `cargo test` runs as it is. On an emulated host the same bed tests run from the same sources: those
+//! integration tests that share `tests/bed`, built static and shipped in, where `lab test metal` runs them as it would
+//! on any machine. A bed that is missing is an entry of the skip list, never a silent pass.
+
+mod setup;
+mod tally;
+
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use crate::artifacts::{self, Executable, Kernel, Programs};
+use crate::bed::{self, HostKernel, Request};
+use crate::cache::Cache;
+use crate::wire::Frame;
+use crate::{Error, Result, doctor, tool};
+use tally::Tally;
+
+/// Where the tests can run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Bed {
+    /// This machine: `cargo test`
+    Local,
+    /// This machine's KVM: the bed tests only, optimized
+    Metal,
+    /// The bed tests on an emulated AMD host, with nested paging and without
+    Svm,
+}
+
+/// What is asked of [`run`].
+pub struct Options {
+    /// One bed, or all.
+    pub bed: Option<Bed>,
+    /// The consent to install Debian's packages and to reserve huge pages for the duration.
+    pub setup: bool,
+    /// Test executables that were built elsewhere, for [`Bed::Metal`].
+    pub prebuilt: Option<PathBuf>,
+}
+
+/// Huge pages that `--setup` reserves: what the largest bed test asks for.
+const HUGEPAGES: u32 = 96;
+
+/// Runs the tests; the exit code is 0 where none failed.
+pub fn run(options: &Options) -> Result<u8> {
+    if options.prebuilt.is_some() && options.bed != Some(Bed::Metal) {
+        return Err(Error::Usage(
+            "--prebuilt names the tests for one bed: cargo lab test metal --prebuilt DIR".into(),
+        ));
+    }
+    let wants = |bed| options.bed.is_none_or(|asked| asked == bed);
+    let mut tally = Tally::default();
+    let on_host = wants(Bed::Local) || options.bed == Some(Bed::Metal);
+    if on_host {
+        let _signals = setup::Signals::catch();
+        let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
+        match options.bed {
+            Some(Bed::Metal) => metal(options.prebuilt.as_deref(), &mut tally)?,
+            // This runs metal's tests too, on the same KVM.
+            _ => local(&mut tally)?,
+        }
+    }
+    if wants(Bed::Svm) {
+        let needs = doctor::BEDS[0].programs;
+        if setup::packages(needs, options.setup, "svm", &mut tally)? {
+            svm(&mut tally)?;
+        }
+    }
+    // Inside an emulated host these lines are read by the laboratory outside, which prints the one list.
+    if options.prebuilt.is_none() {
+        tally.print();
+    }
+    Ok(u8::from(tally.failed() > 0))
+}
+
+/// `cargo test`, all of it.
+fn local(tally: &mut Tally) -> Result<()> {
+    eprintln!("lab: local: cargo test");
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(["test", "--workspace", "--no-fail-fast"]).current_dir(artifacts::workspace());
+    watched(&mut command, "local", tally)
+}
+
+/// The bed tests on this machine.
+fn metal(prebuilt: Option<&Path>, tally: &mut Tally) -> Result<()> {
+    let bed = std::env::var("VELLUM_BED").unwrap_or_else(|_| "metal".into());
+    if let Err(why) = doctor::kvm() {
+        tally.skip(&bed, "all of its tests", &why);
+        return Ok(());
+    }
+    let tests = match prebuilt {
+        Some(dir) => executables(dir)?,
+        None => bed_tests()?.into_iter().map(|test| test.path).collect(),
+    };
+    for test in tests {
+        eprintln!("lab: {bed}: {}", test.display());
+        let mut command = Command::new(&test);
+        // Their fixtures are relative to the package, as under `cargo test`.
+        if prebuilt.is_none() {
+            command.current_dir(artifacts::workspace());
+        }
+        watched(&mut command, &bed, tally)?;
+    }
+    Ok(())
+}
+
+/// The bed tests on emulated hosts: the same executables, run by the same laboratory, as if that host were metal.
+fn svm(tally: &mut Tally) -> Result<()> {
+    let cache = Cache::open()?;
+    let programs = Programs::build()?;
+    let tests = bed_tests()?;
+    let kernel = Kernel::debian(&cache, "6.1")?;
+    for npt in [true, false] {
+        let bed = format!("svm npt={}", u8::from(npt));
+        eprintln!("lab: {bed}: {} test programs on {}", tests.len(), kernel.package);
+        let mut request = Request::new(HostKernel::Debian(kernel.clone()));
+        request.second_stage = npt;
+        // Tests look for races; figures have their own commands.
+        request.races = true;
+        request.memory_mib = 4096;
+        request.hugepages = HUGEPAGES;
+        request.time_limit = Duration::from_secs(40 * 60);
+        request.files.push((programs.lab.clone(), "/bin/lab".into()));
+        // The tests know vellum by the path at which cargo built it.
+        request.files.push((programs.vellum.clone(), absolute(&programs.vellum)));
+        for test in &tests {
+            request.files.push((test.path.clone(), format!("/tests/{}", test.name)));
+        }
+        let line = ["lab", "test", "metal", "--prebuilt", "/tests"];
+        request.commands.push(line.map(str::to_owned).to_vec());
+        let mut rows = Rows::default();
+        let outcome = bed::run(&cache, &programs, &request, |frame| {
+            if let Frame::Stdout(bytes) | Frame::Stderr(bytes) = frame {
+                rows.push(bytes, |row| {
+                    println!("{row}");
+                    tally.line(&bed, row);
+                });
+            }
+        });
+        match outcome {
+            Ok(outcome) => tally.ended(&bed, "lab test metal", outcome.code() == 0),
+            // The host is itself under test: one that dies is a failure, and the other mode still has something to say.
+            Err(error) => {
+                eprintln!("lab: {bed}: {error}");
+                tally.fail(&bed, "the emulated host did not finish");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The integration tests that share `tests/bed`, built static.
+fn bed_tests() -> Result<Vec<Executable>> {
+    let built = artifacts::build_static(&["test", "--no-run", "--package", "vellum", "--tests"])?;
+    let shares = |test: &Executable| {
+        let source = fs::read_to_string(&test.source).unwrap_or_default();
+        source.lines().any(|line| line.trim_end() == "mod bed;")
+    };
+    Ok(built.into_iter().filter(|test| test.kind == "test" && shares(test)).collect())
+}
+
+fn executables(dir: &Path) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(dir).map_err(Error::file("read", dir))?;
+    let mut paths: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    paths.sort();
+    Ok(paths)
+}
+
+fn absolute(path: &Path) -> String {
+    let path: OsString = path.canonicalize().unwrap_or_else(|_| path.to_owned()).into();
+    path.to_string_lossy().into_owned()
+}
+
+/// Runs `command`, passes its lines on, and counts what they say.
+fn watched(command: &mut Command, bed: &str, tally: &mut Tally) -> Result<()> {
+    command.process_group(0);
+    let result = tool::lines_of(command, setup::child, |row| {
+        println!("{row}");
+        tally.line(bed, row);
+    });
+    setup::child(0);
+    setup::check_interrupted()?;
+    match result {
+        Ok(()) => tally.ended(bed, &tool::line(command), true),
+        Err(Error::Failed { line, .. }) => tally.ended(bed, &line, false),
+        Err(error) => return Err(error),
+    }
+    Ok(())
+}
+
+/// Bytes as they come, cut into lines.
+#[derive(Default)]
+struct Rows(Vec<u8>);
+
+impl Rows {
+    fn push(&mut self, bytes: &[u8], mut each: impl FnMut(&str)) {
+        self.0.extend_from_slice(bytes);
+        while let Some(end) = self.0.iter().position(|&byte| byte == b'\n') {
+            let row: Vec<u8> = self.0.drain(..=end).collect();
+            each(String::from_utf8_lossy(&row).trim_end());
+        }
+    }
+}

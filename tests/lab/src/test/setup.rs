@@ -1,0 +1,126 @@
+//! What `--setup` consents to: Debian's packages, and huge pages for as long as the tests run.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::Command;
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use super::tally::Tally;
+use crate::{Error, Result, doctor, tool};
+
+const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
+
+/// Sees to it that the packages behind `programs` are there. Without consent or without root `bed` is skipped, with the
+/// one line that would help.
+pub fn packages(programs: &[&'static str], consent: bool, bed: &str, tally: &mut Tally) -> Result<bool> {
+    let missing = doctor::missing(programs);
+    let Some(line) = doctor::install_line(&missing) else { return Ok(true) };
+    // SAFETY: geteuid has no preconditions.
+    let root = unsafe { libc::geteuid() } == 0;
+    if consent && root {
+        install(&missing)?;
+        return Ok(true);
+    }
+    let remedy = if consent { "as root: " } else { "cargo lab test --setup, or as root: " };
+    tally.skip(bed, "the whole bed", &format!("it lacks Debian's packages; {remedy}{line}"));
+    Ok(false)
+}
+
+fn install(packages: &BTreeSet<&str>) -> Result<()> {
+    eprintln!("lab: installing {}", packages.iter().copied().collect::<Vec<_>>().join(" "));
+    let apt = || {
+        let mut command = Command::new("apt-get");
+        command.env("DEBIAN_FRONTEND", "noninteractive").arg("-q");
+        command
+    };
+    tool::output(apt().arg("update"))?;
+    tool::output(apt().args(["install", "--yes", "--no-install-recommends"]).args(packages)).map(drop)
+}
+
+/// Huge pages that go back when this is dropped.
+pub struct HugePages {
+    before: u64,
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if let Err(error) = fs::write(NR_HUGEPAGES, self.before.to_string()) {
+            eprintln!("lab: {NR_HUGEPAGES} could not be set back to {}: {error}", self.before);
+        }
+    }
+}
+
+/// Raises the pool so that `wanted` pages of 2 MiB are free; `None` where it need not or cannot.
+pub fn huge_pages(wanted: u32, tally: &mut Tally) -> Option<HugePages> {
+    let read = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let free = read("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")?;
+    let short = u64::from(wanted).saturating_sub(free);
+    let before = read(NR_HUGEPAGES)?;
+    if short == 0 {
+        return None;
+    }
+    match fs::write(NR_HUGEPAGES, (before + short).to_string()) {
+        Ok(()) => Some(HugePages { before }),
+        Err(error) => {
+            let remedy = format!("as root: echo {} > {NR_HUGEPAGES} ({error})", before + short);
+            tally.skip("local", "the setup of huge pages", &remedy);
+            None
+        }
+    }
+}
+
+static CHILD: AtomicI32 = AtomicI32::new(0);
+static SIGNAL: AtomicI32 = AtomicI32::new(0);
+
+extern "C" fn note(signal: libc::c_int) {
+    SIGNAL.store(signal, Ordering::SeqCst);
+    let child = CHILD.load(Ordering::SeqCst);
+    if child > 0 {
+        // SAFETY: kill is async-signal-safe; the group is the one that our child leads.
+        unsafe { libc::kill(-child, signal) };
+    }
+}
+
+const CAUGHT: [libc::c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
+
+/// While this lives, Ctrl-C and friends end the running test program, and this one only when it has put things back.
+pub struct Signals(());
+
+impl Signals {
+    /// Starts catching.
+    pub fn catch() -> Self {
+        handle(note as *const () as libc::sighandler_t);
+        Self(())
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        handle(libc::SIG_DFL);
+    }
+}
+
+fn handle(how: libc::sighandler_t) {
+    for signal in CAUGHT {
+        // SAFETY: the handler is the default or `note`, which does only what is async-signal-safe.
+        unsafe { libc::signal(signal, how) };
+    }
+}
+
+/// A test program begins or, with 0, has ended: the one that signals are passed on to. It leads a group of its own.
+pub fn child(pid: u32) {
+    CHILD.store(pid.cast_signed(), Ordering::SeqCst);
+    let signal = SIGNAL.load(Ordering::SeqCst);
+    if pid != 0 && signal != 0 {
+        // It came before there was anyone to pass it on to.
+        note(signal);
+    }
+}
+
+/// An error if a signal asked to stop.
+pub fn check_interrupted() -> Result<()> {
+    match SIGNAL.load(Ordering::SeqCst) {
+        0 => Ok(()),
+        signal => Err(Error::Interrupted(signal)),
+    }
+}
