@@ -47,11 +47,15 @@ impl WriteLog {
         self.shared.enabled.store(on, Ordering::SeqCst);
     }
 
-    /// Ors the log into `into`, a word for 64 pages from the region's start, and clears it.
-    pub fn drain_into(&self, into: &mut [u64]) {
-        for (word, out) in self.shared.words.words().iter().zip(into) {
+    /// Hands every marked page, counted from the region's start, to `page`, and clears the log.
+    pub fn drain(&self, mut page: impl FnMut(u64)) {
+        for (index, word) in self.shared.words.words().iter().enumerate() {
             if word.load(Ordering::Relaxed) != 0 {
-                *out |= word.swap(0, Ordering::AcqRel);
+                let mut bits = word.swap(0, Ordering::AcqRel);
+                while bits != 0 {
+                    page(index as u64 * 64 + u64::from(bits.trailing_zeros()));
+                    bits &= bits - 1;
+                }
             }
         }
     }
@@ -103,11 +107,9 @@ mod tests {
         log.enable(true);
         log.slice_at(64 * 4096).mark_dirty(4095, 2);
         log.mark_dirty(0, 0);
-        let mut words = [0; 4];
-        log.drain_into(&mut words);
-        assert_eq!(words, [0, 0b11, 0, 0]);
-        let mut words = [0; 4];
-        log.drain_into(&mut words);
-        assert_eq!(words, [0; 4]);
+        let mut pages = Vec::new();
+        log.drain(|page| pages.push(page));
+        assert_eq!(pages, [64, 65]);
+        log.drain(|page| panic!("page {page} drained twice"));
     }
 }

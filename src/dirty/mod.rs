@@ -1,3 +1,328 @@
 //! Dirty tracking: who wrote which page since somebody last asked.
+//!
+//! A [`DirtyTracker`] stands in front of KVM's four ways to tell ([`Method`]): [`log`] for the bitmaps, [`ring`] for the
+//! dirty ring. Its results are bitmaps, a bit a page, one for each memslot ([`SlotLog`]), read as runs ([`scan`]).
+//! What the VMM itself writes ([`bitmap`]) is merged in. [`oracle`] judges any tracker by the stamps that a workload
+//! leaves.
+//!
+//! The rules of a collection, whoever the tracker:
+//!
+//! 1. [`DirtyTracker::get`], then [`DirtyTracker::clear`], and only then read a page's content: what is written before
+//!    the clear is covered by the bit in hand, what is written after it faults and is in the next collection.
+//! 2. Only what was read is cleared, so a write between the two calls to a page that was clean stays logged.
+//! 3. The last collection comes after the vCPUs are out of `KVM_RUN` (paused): until then a processor may hold entries
+//!    back (PML). While they run, [`Vcpu::flush`](crate::vm::vcpu::Vcpu::flush) before a collection bounds how long.
+//! 4. Deleting a memslot, or switching its log off, discards its bits: harvest first, vCPUs paused.
 
 pub mod bitmap;
+pub mod log;
+pub mod oracle;
+pub mod ring;
+pub mod scan;
+
+use std::io;
+
+use vm_memory::{GuestMemoryBackend as _, GuestMemoryRegion as _};
+
+use crate::sys::dirty as sys;
+use crate::sys::mmap::PAGE_SIZE;
+use crate::vm::memory::{GuestMemory, Slot};
+use crate::vm::vcpu::{self, Vcpu};
+use crate::vm::{self, Vm};
+
+/// How KVM is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// `KVM_GET_DIRTY_LOG` alone, which also clears and protects.
+    Bitmap,
+    /// `KVM_CLEAR_DIRTY_LOG` clears and protects, when and where we like.
+    ManualProtect,
+    /// The same, and all pages are dirty at first, so that switching the log on protects nothing.
+    InitiallySet,
+    /// A ring for each vCPU, chosen before there are vCPUs.
+    Ring,
+}
+
+impl Method {
+    /// The names as typed.
+    pub const NAMES: [(&str, Self); 4] = [
+        ("bitmap", Self::Bitmap),
+        ("manual-protect", Self::ManualProtect),
+        ("initially-set", Self::InitiallySet),
+        ("ring", Self::Ring),
+    ];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        Self::NAMES.iter().find(|(_, method)| *method == self).map_or("", |(name, _)| name)
+    }
+
+    /// Whether `KVM_CLEAR_DIRTY_LOG` clears, so that a part can be cleared and the rest kept.
+    pub fn is_manual(self) -> bool {
+        matches!(self, Self::ManualProtect | Self::InitiallySet)
+    }
+
+    /// Whether this host has it; the error says what would work.
+    pub fn check(self, vm: &kvm_ioctls::VmFd) -> Result<(), Error> {
+        let bits = sys::manual_protect_bits(vm);
+        let (there, lacks, instead) = match self {
+            Self::Bitmap => (true, "", ""),
+            Self::ManualProtect => (bits & 1 != 0, "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 (Linux 5.0)", "bitmap"),
+            Self::InitiallySet => {
+                (bits & 2 != 0, "KVM_DIRTY_LOG_INITIALLY_SET (Linux 5.7)", "manual-protect")
+            }
+            Self::Ring => {
+                (sys::ring_entries(vm).is_some(), "KVM_CAP_DIRTY_LOG_RING (Linux 5.11)", "manual-protect")
+            }
+        };
+        if there { Ok(()) } else { Err(Error::Absent { method: self, lacks, instead }) }
+    }
+}
+
+/// The size of a dirty ring in entries where none is asked for: the largest that KVM has ever allowed.
+pub const RING_ENTRIES: u32 = 65536;
+
+/// Checks a ring's size against what `vm` offers.
+pub fn check_ring(vm: &kvm_ioctls::VmFd, entries: u32) -> Result<(), Error> {
+    Method::Ring.check(vm)?;
+    let most = sys::ring_entries(vm).unwrap_or_default();
+    // KVM keeps 64 entries and the length of the processor's own buffer (512 with PML) in reserve
+    // (virt/kvm/dirty_ring.c, kvm_dirty_ring_get_rsvd_entries); a ring must hold more than that.
+    if !entries.is_power_of_two() || !(1024..=most).contains(&entries) {
+        return Err(Error::RingSize { entries, most });
+    }
+    Ok(())
+}
+
+/// Why pages cannot be tracked.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// This kernel is too old, or this KVM leaves it out.
+    #[error("--tracker: this host has no {}: its KVM lacks {lacks}; --tracker {instead} would work", method.name())]
+    Absent {
+        /// What was asked for.
+        method: Method,
+        /// What is missing, and since when Linux has it.
+        lacks: &'static str,
+        /// What would work.
+        instead: &'static str,
+    },
+    /// A ring that KVM does not give.
+    #[error(
+        "--tracker: ring,entries={entries} is out of range: a power of two from 1024 to {most} would work here"
+    )]
+    RingSize {
+        /// What was asked for.
+        entries: u32,
+        /// What this KVM offers.
+        most: u32,
+    },
+    /// The two lose data together.
+    #[error(
+        "--tracker: ring and initially-set exclude each other: with the ring KVM keeps no bitmap whose bits could be set at \
+         first, so every page written before its first harvest would be lost silently; choose one of them"
+    )]
+    RingWithInitiallySet,
+    /// The VM has a ring, and bitmaps are asked for, or the reverse.
+    #[error("a dirty ring must be chosen before a machine has vCPUs, and excludes the bitmaps")]
+    TooLate,
+    /// An ioctl failed.
+    #[error("{call} of memslot {slot}: {source}")]
+    Slot {
+        /// Its name.
+        call: &'static str,
+        /// Which slot.
+        slot: u32,
+        /// What KVM said.
+        source: io::Error,
+    },
+    /// An ioctl on the whole VM failed.
+    #[error("{call}: {source}")]
+    Ioctl {
+        /// Its name.
+        call: &'static str,
+        /// What KVM said.
+        source: io::Error,
+    },
+    /// KVM named a page that nobody tracks.
+    #[error(
+        "the dirty ring of vCPU {vcpu} names page {page} of memslot {slot}, which is not tracked or not so large"
+    )]
+    Entry {
+        /// Whose ring.
+        vcpu: usize,
+        /// The slot it names.
+        slot: u32,
+        /// The page in the slot.
+        page: u64,
+    },
+    /// Fewer entries came back to KVM than were taken.
+    #[error("KVM_RESET_DIRTY_RINGS gave back {reset} entries of {harvested} that were harvested")]
+    Reset {
+        /// What was taken.
+        harvested: u64,
+        /// What came back.
+        reset: u64,
+    },
+    /// Memslots.
+    #[error(transparent)]
+    Vm(#[from] vm::Error),
+}
+
+impl From<vcpu::Error> for Error {
+    fn from(error: vcpu::Error) -> Self {
+        Self::Vm(error.into())
+    }
+}
+
+/// What is known of one memslot.
+#[derive(Clone, Debug)]
+pub struct SlotLog {
+    /// Where it is.
+    pub slot: Slot,
+    /// The dirty pages of the latest collection, a bit a page from the slot's start.
+    pub words: Vec<u64>,
+}
+
+impl SlotLog {
+    fn new(slot: Slot) -> Self {
+        Self { slot, words: vec![0; scan::words_for(slot.len / PAGE_SIZE)] }
+    }
+
+    /// How many pages it has.
+    pub fn pages(&self) -> u64 {
+        self.slot.len / PAGE_SIZE
+    }
+
+    /// The dirty pages as runs from the slot's start.
+    pub fn runs(&self) -> scan::Runs<'_> {
+        scan::runs(&self.words, self.pages())
+    }
+}
+
+/// The tracked slots, and the VMM's own writes to them.
+#[derive(Debug)]
+pub struct Slots {
+    logs: Vec<SlotLog>,
+    memory: GuestMemory,
+}
+
+impl Slots {
+    fn new(vm: &Vm) -> Self {
+        Self { logs: Vec::new(), memory: vm.memory.guest.clone() }
+    }
+
+    fn track(&mut self, slot: Slot) {
+        match self.logs.iter_mut().find(|log| log.slot.id == slot.id) {
+            Some(log) if log.slot.len == slot.len => log.slot = slot,
+            Some(log) => *log = SlotLog::new(slot),
+            None => self.logs.push(SlotLog::new(slot)),
+        }
+    }
+
+    /// Adds what the VMM wrote since the last call. Called after KVM's bits are cleared, lest a bit be cleared in KVM
+    /// that was not read there.
+    ///
+    /// Slots are found by host address, so that writes are right wherever in the guest's space a slot has moved.
+    fn merge_own(&mut self) {
+        for region in self.memory.iter() {
+            let base = region.as_ptr() as u64;
+            let mut at = 0;
+            region.bitmap().drain(|page| {
+                let hva = base + page * PAGE_SIZE;
+                let holds = |log: &SlotLog| hva >= log.slot.hva && hva - log.slot.hva < log.slot.len;
+                // Writes come in runs: the slot is most often the one of before.
+                if !self.logs.get(at).is_some_and(holds) {
+                    at = self.logs.iter().position(holds).unwrap_or(usize::MAX);
+                }
+                if let Some(log) = self.logs.get_mut(at) {
+                    let page = (hva - log.slot.hva) / PAGE_SIZE;
+                    log.words[(page / 64) as usize] |= 1 << (page % 64);
+                }
+            });
+        }
+    }
+
+    fn log_own(&self, on: bool) {
+        self.memory.iter().for_each(|region| region.bitmap().enable(on));
+    }
+}
+
+/// Collects the pages that were written. See the module for the order in which to call it.
+pub trait DirtyTracker: Send {
+    /// How it asks KVM.
+    fn method(&self) -> Method;
+
+    /// What it tracks.
+    fn slots(&self) -> &Slots;
+
+    /// As above, to change.
+    fn slots_mut(&mut self) -> &mut Slots;
+
+    /// Reads what was written since the last collection into [`DirtyTracker::logs`].
+    fn get(&mut self) -> Result<(), Error>;
+
+    /// Clears and protects what [`DirtyTracker::get`] read, and merges the VMM's own writes. The collection is complete
+    /// and pages may be read when this returns.
+    fn clear(&mut self) -> Result<(), Error>;
+
+    /// Both: one collection.
+    fn collect(&mut self) -> Result<(), Error> {
+        self.get()?;
+        self.clear()
+    }
+
+    /// The latest collection, slot by slot.
+    fn logs(&self) -> &[SlotLog] {
+        &self.slots().logs
+    }
+
+    /// As above, for those who take bits out: between [`DirtyTracker::get`] and [`DirtyTracker::clear`] that leaves pages
+    /// dirty in KVM, where protection is manual.
+    fn logs_mut(&mut self) -> &mut [SlotLog] {
+        &mut self.slots_mut().logs
+    }
+
+    /// Tracks `slot` from now on, or from now on at another address; KVM must know it the same way.
+    fn track(&mut self, slot: Slot) {
+        self.slots_mut().track(slot);
+    }
+
+    /// Forgets a slot, which is about to be deleted or no longer logged.
+    fn forget(&mut self, id: u32) {
+        self.slots_mut().logs.retain(|log| log.slot.id != id);
+    }
+
+    /// Switches the log of all tracked slots, and of the VMM's own writes, on or off. Off discards what is not
+    /// collected.
+    fn enable(&mut self, vm: &Vm, on: bool) -> Result<(), Error> {
+        if on {
+            // First, so that no write falls between.
+            self.slots().log_own(true);
+        }
+        let flags = if on { kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
+        self.logs().iter().try_for_each(|log| vm.set_slot(&log.slot, flags))?;
+        if !on {
+            self.slots().log_own(false);
+        }
+        Ok(())
+    }
+}
+
+/// The tracker for `method` on a machine whose vCPUs are paused, tracking nothing yet. For the ring, the machine must
+/// have been built with one.
+///
+/// `chunk` is how many pages one `KVM_CLEAR_DIRTY_LOG` clears, a multiple of 64; `None` for whole slots.
+pub fn tracker(
+    method: Method,
+    vm: &Vm,
+    vcpus: &[Vcpu],
+    chunk: Option<u64>,
+) -> Result<Box<dyn DirtyTracker>, Error> {
+    match (method, vm.dirty_ring) {
+        (Method::InitiallySet, Some(_)) => Err(Error::RingWithInitiallySet),
+        (Method::Ring, Some(ring)) => Ok(Box::new(ring::RingTracker::new(vm, vcpus, ring)?)),
+        (Method::Ring, None) | (_, Some(_)) => Err(Error::TooLate),
+        _ => Ok(Box::new(log::LogTracker::new(method, vm, chunk)?)),
+    }
+}

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
-use crate::host;
+use crate::{dirty, host, sys};
 use memory::{Memory, Slot};
 
 /// Why a machine cannot be had from KVM.
@@ -37,6 +37,9 @@ pub enum Error {
     /// vCPU threads.
     #[error(transparent)]
     Vcpu(#[from] vcpu::Error),
+    /// Dirty rings.
+    #[error(transparent)]
+    Dirty(#[from] Box<dirty::Error>),
     /// More vCPUs than KVM has.
     #[error("--cpus: {asked} is out of range: this KVM has from 1 to {most}")]
     Cpus {
@@ -64,13 +67,40 @@ pub struct Vm {
     pub fd: Arc<VmFd>,
     /// RAM.
     pub memory: Memory,
+    /// The ring that each vCPU has, where the machine was made with one.
+    pub dirty_ring: Option<DirtyRing>,
+}
+
+/// The dirty rings of a machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DirtyRing {
+    /// Entries of each, a power of two.
+    pub entries: u32,
+    /// Whether KVM keeps a bitmap beside them, for what no vCPU writes.
+    pub backup_bitmap: bool,
 }
 
 impl Vm {
     /// Makes a VM over `memory`.
     pub fn new(kvm: &Kvm, memory: Memory) -> Result<Self, Error> {
+        Self::with_dirty_ring(kvm, memory, None)
+    }
+
+    /// Makes a VM over `memory` whose vCPUs have dirty rings of so many entries: KVM wants to know before it has
+    /// memslots (for the backup bitmap) and vCPUs (for the rings).
+    pub fn with_dirty_ring(kvm: &Kvm, memory: Memory, entries: Option<u32>) -> Result<Self, Error> {
         let fd = host::kvm::create_vm(kvm)?;
-        let vm = Self { fd: Arc::new(fd), memory };
+        let dirty_ring = match entries {
+            None => None,
+            Some(entries) => {
+                dirty::check_ring(&fd, entries).map_err(Box::new)?;
+                let backup_bitmap = sys::dirty::enable_ring(&fd, entries)
+                    .map_err(|source| dirty::Error::Ioctl { call: "KVM_CAP_DIRTY_LOG_RING", source })
+                    .map_err(Box::new)?;
+                Some(DirtyRing { entries, backup_bitmap })
+            }
+        };
+        let vm = Self { fd: Arc::new(fd), memory, dirty_ring };
         for slot in &vm.memory.slots {
             vm.set_slot(slot, 0)?;
         }

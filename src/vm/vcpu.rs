@@ -13,7 +13,7 @@
 //! devices asks its bus) and obeys the [`Flow`] that comes back.
 
 use std::io;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -179,11 +179,15 @@ struct Inner {
     call: Option<Call>,
     exits: Exits,
     ended: Option<Ended>,
+    /// The latest value of [`Shared::flushes`] that the thread saw while out of `KVM_RUN`.
+    flushed: u64,
 }
 
 struct Shared {
     index: usize,
     command: AtomicU8,
+    /// How often [`Vcpu::flush`] was called.
+    flushes: AtomicU64,
     kick: Kick,
     inner: Mutex<Inner>,
     changed: Condvar,
@@ -229,12 +233,14 @@ impl Vcpu {
         let shared = Arc::new(Shared {
             index,
             command: AtomicU8::new(PAUSE),
+            flushes: AtomicU64::new(0),
             kick: Kick::default(),
             inner: Mutex::new(Inner {
                 state: State::Running,
                 call: None,
                 exits: Exits::default(),
                 ended: None,
+                flushed: 0,
             }),
             changed: Condvar::new(),
         });
@@ -310,12 +316,21 @@ impl Vcpu {
         self.shared.lock().exits
     }
 
-    /// Interrupts `KVM_RUN` once and lets it go on: what KVM keeps in the vCPU (PML entries) is written back.
-    pub fn kick(&self) {
+    /// Takes it out of `KVM_RUN` once and lets it go on; returns when it has been out. Whatever KVM or the processor held
+    /// back in the vCPU (a full page of PML entries, a fault half served) is in the dirty log then.
+    pub fn flush(&self) -> Result<(), Error> {
+        let ticket = self.request_flush();
+        self.wait(|inner| inner.flushed >= ticket || inner.state != State::Running).map(drop)
+    }
+
+    fn request_flush(&self) -> u64 {
         let inner = self.shared.lock();
+        let ticket = self.shared.flushes.fetch_add(1, Ordering::SeqCst) + 1;
+        // Under the lock, so that the thread cannot disarm meanwhile.
         if inner.state == State::Running {
             self.shared.kick.kick();
         }
+        ticket
     }
 
     /// Runs `call` on the vCPU's own thread while it is paused, and returns what it returns.
@@ -380,6 +395,14 @@ pub fn pause_all(vcpus: &[Vcpu]) -> Result<Duration, Error> {
     Ok(start.elapsed())
 }
 
+/// [`Vcpu::flush`] for all of `vcpus` at once.
+pub fn flush_all(vcpus: &[Vcpu]) -> Result<(), Error> {
+    let tickets: Vec<u64> = vcpus.iter().map(Vcpu::request_flush).collect();
+    vcpus.iter().zip(tickets).try_for_each(|(vcpu, ticket)| {
+        vcpu.wait(|inner| inner.flushed >= ticket || inner.state != State::Running).map(drop)
+    })
+}
+
 /// Lets all of `vcpus` run.
 pub fn resume_all(vcpus: &[Vcpu]) {
     vcpus.iter().for_each(Vcpu::resume);
@@ -392,6 +415,7 @@ where
     let mut exits = Exits::default();
     let mut recent = Recent::default();
     let mut first = true;
+    let mut flushed = 0;
     let ended = |exit, error, fd: &VcpuFd, recent: &Recent| {
         let failed = matches!(exit, Exit::Panic | Exit::TripleFault | Exit::Kvm);
         Ended { exit, error, trace: failed.then(|| recent.describe(fd)) }
@@ -416,7 +440,14 @@ where
             }
         }
         first = false;
-        let flow = match fd.run() {
+        let result = fd.run();
+        let flushes = shared.flushes.load(Ordering::SeqCst);
+        if flushes != flushed {
+            flushed = flushes;
+            shared.lock().flushed = flushes;
+            shared.changed.notify_all();
+        }
+        let flow = match result {
             Ok(exit) => {
                 exits.0[recent.note(&exit)] += 1;
                 on_exit(exit)

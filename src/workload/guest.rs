@@ -13,7 +13,7 @@
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvm_ioctls::{Kvm, VcpuExit};
 use vm_memory::{Bytes, GuestAddress};
@@ -47,6 +47,8 @@ pub struct GuestConfig {
     pub enter: Arc<dyn Fn(usize) -> io::Result<()> + Send + Sync>,
     /// Flags of RAM's memslots, for instance `KVM_MEM_LOG_DIRTY_PAGES`.
     pub slot_flags: u32,
+    /// Entries of each vCPU's dirty ring, where there is to be one.
+    pub dirty_ring: Option<u32>,
 }
 
 impl GuestConfig {
@@ -60,6 +62,7 @@ impl GuestConfig {
             privilege: Privilege::User,
             enter: Arc::new(|_| Ok(())),
             slot_flags: 0,
+            dirty_ring: None,
         }
     }
 }
@@ -106,8 +109,21 @@ pub enum Error {
 struct Rung {
     /// The latest ring of each vCPU; 0 for none.
     codes: Vec<u64>,
+    /// vCPUs that wait until somebody harvests their dirty ring.
+    full: Vec<usize>,
     /// vCPUs whose thread is over.
     ended: usize,
+}
+
+/// What [`Guest::wait`] woke up for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Woke {
+    /// Every vCPU has rung and is paused.
+    Rung,
+    /// The dirty ring of at least one vCPU is full: harvest, then [`Guest::resume_full`].
+    RingFull,
+    /// Neither, for as long as was asked.
+    Timeout,
 }
 
 /// The bell: where vCPU threads leave word.
@@ -189,7 +205,7 @@ impl Guest {
             config.page,
         );
         let own = Arc::new(own);
-        let vm = Vm::new(kvm, memory)?;
+        let vm = Vm::with_dirty_ring(kvm, memory, config.dirty_ring)?;
         let slot = Slot {
             id: vm.memory.slots.len() as u32,
             gpa: base,
@@ -202,7 +218,7 @@ impl Guest {
             vm.memory.slots.iter().try_for_each(|slot| vm.set_slot(slot, config.slot_flags))?;
         }
         let cpuid = machine::cpuid(kvm)?;
-        let rung = Rung { codes: vec![0; config.vcpus], ended: 0 };
+        let rung = Rung { codes: vec![0; config.vcpus], full: Vec::new(), ended: 0 };
         let event = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(Error::Map)?;
         let bell =
             Arc::new(Bell { rung: Mutex::new(rung), changed: Condvar::new(), first: OnceLock::new(), event });
@@ -276,8 +292,49 @@ impl Guest {
 
     /// Lets all vCPUs run; rings of before are forgotten.
     pub fn resume(&self) {
-        self.bell.lock().codes.fill(0);
+        let mut rung = self.bell.lock();
+        rung.codes.fill(0);
+        // One whose ring is still full says so again.
+        rung.full.clear();
+        drop(rung);
         vcpu::resume_all(&self.vcpus);
+    }
+
+    /// Lets those vCPUs run that waited because their dirty ring was full.
+    pub fn resume_full(&self) -> Result<(), Error> {
+        let full = std::mem::take(&mut self.bell.lock().full);
+        for index in full {
+            // It left word just before it pauses.
+            self.vcpus[index].wait_paused().map_err(VmError::from)?;
+            self.vcpus[index].resume();
+        }
+        Ok(())
+    }
+
+    /// Waits until every vCPU has rung, or until the dirty ring of one is full, at most as long as `timeout`.
+    pub fn wait(&self, timeout: Duration) -> Result<Woke, Error> {
+        let deadline = Instant::now() + timeout;
+        let mut rung = self.bell.lock();
+        loop {
+            if rung.ended > 0 {
+                drop(rung);
+                return Err(self.ended());
+            }
+            if !rung.full.is_empty() {
+                return Ok(Woke::RingFull);
+            }
+            if !rung.codes.contains(&0) {
+                break;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(Woke::Timeout);
+            }
+            rung = self.bell.changed.wait_timeout(rung, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(rung);
+        self.vcpus.iter().try_for_each(Vcpu::wait_paused).map_err(VmError::from)?;
+        Ok(Woke::Rung)
     }
 
     /// Pauses all vCPUs, and tells how long that took.
@@ -356,7 +413,10 @@ fn on_exit(
             Err(_) => Flow::Stop(Exit::Error),
         },
         VcpuExit::Intr => Flow::Continue,
-        VcpuExit::Unsupported(kvm_bindings::KVM_EXIT_DIRTY_RING_FULL) => Flow::Continue,
+        VcpuExit::Unsupported(kvm_bindings::KVM_EXIT_DIRTY_RING_FULL) => {
+            bell.note(|rung| rung.full.push(index));
+            Flow::Pause
+        }
         VcpuExit::Shutdown => Flow::Stop(Exit::TripleFault),
         _ => Flow::Stop(Exit::Error),
     }

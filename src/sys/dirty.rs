@@ -1,0 +1,174 @@
+//! KVM's dirty log: the ioctls that kvm-ioctls lacks or makes allocate, and the dirty ring's shared memory.
+//!
+//! What to call when is the trackers' business (`dirty/`).
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use kvm_bindings::{
+    KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP,
+    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_PAGE_OFFSET, kvm_clear_dirty_log, kvm_dirty_gfn,
+    kvm_dirty_log, kvm_enable_cap,
+};
+use kvm_ioctls::{VcpuFd, VmFd};
+use vmm_sys_util::ioctl::{ioctl, ioctl_with_mut_ref, ioctl_with_ref};
+
+use super::mmap::PAGE_SIZE;
+use numbers::*;
+
+#[allow(
+    missing_docs,
+    reason = "the macros make functions that cannot be documented; include/uapi/linux/kvm.h does it"
+)]
+mod numbers {
+    use kvm_bindings::{KVMIO, kvm_clear_dirty_log, kvm_dirty_log};
+    use vmm_sys_util::{ioctl_io_nr, ioctl_iow_nr, ioctl_iowr_nr};
+
+    ioctl_iow_nr!(KVM_GET_DIRTY_LOG, KVMIO, 0x42, kvm_dirty_log);
+    ioctl_iowr_nr!(KVM_CLEAR_DIRTY_LOG, KVMIO, 0xc0, kvm_clear_dirty_log);
+    ioctl_io_nr!(KVM_RESET_DIRTY_RINGS, KVMIO, 0xc7);
+}
+
+fn result(value: libc::c_int) -> io::Result<u32> {
+    u32::try_from(value).map_err(|_| io::Error::last_os_error())
+}
+
+/// The bits `KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE` and `KVM_DIRTY_LOG_INITIALLY_SET` that this KVM knows; 0 for none.
+pub fn manual_protect_bits(vm: &VmFd) -> u32 {
+    vm.check_extension_raw(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.into()).max(0) as u32
+}
+
+/// Switches manual protection to `bits`; 0 for off.
+pub fn set_manual_protect(vm: &VmFd, bits: u32) -> io::Result<()> {
+    enable(vm, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, bits)
+}
+
+fn enable(vm: &VmFd, cap: u32, argument: u32) -> io::Result<()> {
+    let cap = kvm_enable_cap { cap, args: [argument.into(), 0, 0, 0], ..Default::default() };
+    vm.enable_cap(&cap).map_err(|error| io::Error::from_raw_os_error(error.errno()))
+}
+
+/// Copies the dirty bitmap of slot `id` into `words`, a bit a page; clears and protects at once unless protection is
+/// manual.
+///
+/// # Safety
+///
+/// KVM writes a word for each 64 pages of the slot: `words` must be as long as the slot is in KVM's eyes.
+pub unsafe fn get_log(vm: &VmFd, id: u32, words: &mut [u64]) -> io::Result<()> {
+    let mut log = kvm_dirty_log { slot: id, ..Default::default() };
+    log.__bindgen_anon_1.dirty_bitmap = words.as_mut_ptr().cast();
+    // SAFETY: the kernel writes to `words` only, which is long enough (the caller's promise).
+    result(unsafe { ioctl_with_ref(vm, KVM_GET_DIRTY_LOG(), &log) }).map(drop)
+}
+
+/// Clears and protects those of the `pages` pages from `first` on whose bits are set in `words`, bit 0 being `first`.
+///
+/// `first` is a multiple of 64; `pages` is too, or reaches the slot's end.
+pub fn clear_log(vm: &VmFd, id: u32, first: u64, pages: u32, words: &[u64]) -> io::Result<()> {
+    if words.len() < pages.div_ceil(64) as usize {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    let mut log = kvm_clear_dirty_log { slot: id, first_page: first, num_pages: pages, ..Default::default() };
+    log.__bindgen_anon_1.dirty_bitmap = words.as_ptr().cast_mut().cast();
+    // SAFETY: the kernel only reads the bitmap, a bit for each of `pages`, which `words` holds (checked above).
+    result(unsafe { ioctl_with_mut_ref(vm, KVM_CLEAR_DIRTY_LOG(), &mut log) }).map(drop)
+}
+
+/// Protects the pages of all harvested ring entries again and frees the entries; returns how many those were.
+pub fn reset_rings(vm: &VmFd) -> io::Result<u32> {
+    // SAFETY: the call has no argument.
+    result(unsafe { ioctl(vm, KVM_RESET_DIRTY_RINGS()) })
+}
+
+/// The largest dirty ring in entries that this KVM offers; `None` for none.
+pub fn ring_entries(vm: &VmFd) -> Option<u32> {
+    let offered =
+        |cap: u32| u32::try_from(vm.check_extension_raw(cap.into())).ok().filter(|&bytes| bytes > 0);
+    let bytes = offered(KVM_CAP_DIRTY_LOG_RING_ACQ_REL).or_else(|| offered(KVM_CAP_DIRTY_LOG_RING))?;
+    Some(bytes / size_of::<kvm_dirty_gfn>() as u32)
+}
+
+/// Gives each vCPU to come a dirty ring of `entries` (a power of two), before there are any vCPUs or memslots. Returns
+/// whether KVM keeps a bitmap too, for writes that no vCPU makes.
+pub fn enable_ring(vm: &VmFd, entries: u32) -> io::Result<bool> {
+    let bytes = entries.saturating_mul(size_of::<kvm_dirty_gfn>() as u32);
+    // The first of the two promises acquire and release where the architecture needs them; x86 has both alike.
+    enable(vm, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, bytes)
+        .or_else(|_| enable(vm, KVM_CAP_DIRTY_LOG_RING, bytes))?;
+    let bitmap = vm.check_extension_raw(KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP.into()) > 0;
+    if bitmap {
+        enable(vm, KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP, 0)?;
+    }
+    Ok(bitmap)
+}
+
+/// Flags of an entry (`include/uapi/linux/kvm.h`, whose macros bindgen cannot follow): written by KVM, and by us.
+const DIRTY: u32 = 1 << 0;
+const HARVESTED: u32 = 1 << 1;
+
+/// The dirty ring of one vCPU.
+#[derive(Debug)]
+pub struct Ring {
+    entries: NonNull<kvm_dirty_gfn>,
+    len: u32,
+    next: u32,
+}
+
+// SAFETY: the mapping belongs to the process; `&mut self` makes us the only reader.
+unsafe impl Send for Ring {}
+
+impl Ring {
+    /// Maps the ring of `vcpu`, of as many entries as [`enable_ring`] was given.
+    pub fn map(vcpu: &VcpuFd, len: u32) -> io::Result<Self> {
+        let bytes = len as usize * size_of::<kvm_dirty_gfn>();
+        // SAFETY: a new mapping at an address of the kernel's choosing disturbs nothing.
+        let address = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                vcpu.as_raw_fd(),
+                (u64::from(KVM_DIRTY_LOG_PAGE_OFFSET) * PAGE_SIZE) as libc::off_t,
+            )
+        };
+        match NonNull::new(address) {
+            Some(entries) if address != libc::MAP_FAILED => {
+                Ok(Self { entries: entries.cast(), len, next: 0 })
+            }
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Hands every dirty page `(slot, page in the slot)` to `page` and marks its entry as harvested; returns how many
+    /// entries those were. The address space is in bits 16 and up of the slot.
+    pub fn harvest(&mut self, mut page: impl FnMut(u32, u64)) -> u32 {
+        let mut count = 0;
+        // At most once round, so that a vCPU that is faster than we are cannot keep us here.
+        while count < self.len {
+            // SAFETY: the length is a power of two, so the masked index lies inside the mapping.
+            let entry = unsafe { self.entries.as_ptr().add((self.next & (self.len - 1)) as usize) };
+            // SAFETY: the flags are an aligned word inside the mapping that the kernel too accesses atomically.
+            let flags = unsafe { AtomicU32::from_ptr(&raw mut (*entry).flags) };
+            if flags.load(Ordering::Acquire) & (DIRTY | HARVESTED) != DIRTY {
+                break;
+            }
+            // SAFETY: KVM writes an entry before it sets DIRTY (the acquire above) and not again until it is reset.
+            let (slot, offset) = unsafe { ((*entry).slot, (*entry).offset) };
+            page(slot, offset);
+            flags.store(HARVESTED, Ordering::Release);
+            self.next = self.next.wrapping_add(1);
+            count += 1;
+        }
+        count
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and nobody else holds its address.
+        unsafe { libc::munmap(self.entries.as_ptr().cast(), self.len as usize * size_of::<kvm_dirty_gfn>()) };
+    }
+}
