@@ -9,6 +9,11 @@ use std::path::Path;
 
 use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref, ioctl_with_val};
 
+// The requests are ints in musl's headers and longs in glibc's.
+const TUNSETIFF: u64 = libc::TUNSETIFF as u32 as u64;
+const TUNSETVNETHDRSZ: u64 = libc::TUNSETVNETHDRSZ as u32 as u64;
+const TUNSETOFFLOAD: u64 = libc::TUNSETOFFLOAD as u32 as u64;
+
 /// TUN_F_*: what the reader of the tap finishes by itself.
 pub const CSUM: u32 = 0x01;
 /// Segmentation of TCP over IPv4.
@@ -92,7 +97,7 @@ impl Tap {
         let mut request = tap.request();
         request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR) as i16;
         // SAFETY: TUNSETIFF reads and writes one struct ifreq.
-        tap.check("TUNSETIFF", unsafe { ioctl_with_mut_ref(&tap.file, libc::TUNSETIFF, &mut request) })?;
+        tap.check("TUNSETIFF", unsafe { ioctl_with_mut_ref(&tap.file, TUNSETIFF, &mut request) })?;
         Ok(tap)
     }
 
@@ -104,15 +109,13 @@ impl Tap {
     /// The length in bytes of the header before each packet.
     pub fn set_header_size(&self, bytes: i32) -> Result<(), TapError> {
         // SAFETY: TUNSETVNETHDRSZ reads one int.
-        self.check("TUNSETVNETHDRSZ", unsafe { ioctl_with_ref(&self.file, libc::TUNSETVNETHDRSZ, &bytes) })
+        self.check("TUNSETVNETHDRSZ", unsafe { ioctl_with_ref(&self.file, TUNSETVNETHDRSZ, &bytes) })
     }
 
     /// What this side takes unfinished.
     pub fn set_offloads(&self, offloads: u32) -> Result<(), TapError> {
         // SAFETY: TUNSETOFFLOAD takes its argument by value.
-        self.check("TUNSETOFFLOAD", unsafe {
-            ioctl_with_val(&self.file, libc::TUNSETOFFLOAD, offloads.into())
-        })
+        self.check("TUNSETOFFLOAD", unsafe { ioctl_with_val(&self.file, TUNSETOFFLOAD, offloads.into()) })
     }
 
     /// Gives the interface an address, if there is one to give, and sets it up.
