@@ -11,10 +11,13 @@ use bed::{ensure, kvm, trial};
 use images::Code;
 use libtest_mimic::{Arguments, Failed, Trial};
 use vellum::arch::irqchip::Mode;
+use vellum::arch::state::{Context, State};
 use vellum::devices::console::Target;
 use vellum::vm::lifecycle::Exit;
 use vellum::vm::machine::{Config, Machine, Outcome};
 use vellum::vm::memory::MemoryConfig;
+use vellum::vm::vcpu;
+use vm_memory::{Bytes, GuestAddress};
 
 fn main() {
     let args = Arguments::from_args();
@@ -62,6 +65,10 @@ fn main() {
         ensure((said.as_str(), outcome.exit) == ("2", Exit::PowerOff), || format!("{said:?} {outcome:?}"))
     }));
     trials.push(trial("the_command_line_reaches_a_pvh_guest", kvm(), echo_cmdline));
+    for (name, irqchip) in [("split", Mode::Split), ("kernel", Mode::Kernel)] {
+        let name = format!("a_guest_goes_on_in_another_machine_{name}_irqchip");
+        trials.push(trial(&name, kvm(), move || moves(irqchip)));
+    }
     libtest_mimic::run(&args, trials).exit();
 }
 
@@ -101,4 +108,52 @@ fn boot(image: &[u8], change: impl FnOnce(&mut Config)) -> Result<(Outcome, Stri
     let said = std::fs::read_to_string(&serial)?;
     std::fs::remove_file(serial)?;
     Ok((outcome, said))
+}
+
+/// A guest that keeps one byte in a register and one in an MSR, and says both once the host has written to its memory:
+/// by then it runs in another machine.
+fn moves(irqchip: Mode) -> Result<(), Failed> {
+    const FLAG: u32 = 0x18_0000;
+    let code = Code::default()
+        // mov ecx, IA32_STAR; mov eax, '7'; xor edx, edx; wrmsr; mov ebx, '4'
+        .bytes(&[0xb9, 0x81, 0, 0, 0xc0, 0xb8, b'7', 0, 0, 0, 0x31, 0xd2, 0x0f, 0x30, 0xbb, b'4', 0, 0, 0])
+        .print("A")
+        // cmp byte [FLAG], 0; je back
+        .bytes(&[0x80, 0x3c, 0x25])
+        .bytes(&FLAG.to_le_bytes())
+        .bytes(&[0, 0x74, 0xf6])
+        // mov al, bl; mov dx, 0x3f8; out dx, al
+        .bytes(&[0x88, 0xd8, 0x66, 0xba, 0xf8, 0x03, 0xee])
+        // mov ecx, IA32_STAR; rdmsr; mov dx, 0x3f8; out dx, al
+        .bytes(&[0xb9, 0x81, 0, 0, 0xc0, 0x0f, 0x32, 0x66, 0xba, 0xf8, 0x03, 0xee])
+        .power_off();
+    let (source, said) = build(&code.elf64(), |config| config.irqchip = irqchip)?;
+    vcpu::resume_all(&source.vcpus);
+    while std::fs::read(&said)? != b"A" {
+        std::thread::yield_now();
+    }
+    vcpu::pause_all(&source.vcpus)?;
+    let kvm = vellum::vm::open()?;
+    let context = Context::new(&kvm, &source.vm.fd, true)?;
+    let saved = source.vcpus[0].with(move |fd| State::save(fd, &context))??;
+    let irqs = source.irqchip.save(&source.vm.fd)?;
+    let port = source.serial.save();
+    let mut ram = vec![0; 16 << 20];
+    source.vm.memory.guest.read_slice(&mut ram, GuestAddress(0))?;
+    drop(source);
+    std::fs::remove_file(said)?;
+
+    let (mut destination, said) = build(&Code::default().spin().elf64(), |config| config.irqchip = irqchip)?;
+    ram[FLAG as usize] = 1;
+    destination.vm.memory.guest.write_slice(&ram, GuestAddress(0))?;
+    // As a migration would send them.
+    let saved: State = serde_json::from_str(&serde_json::to_string(&saved)?)?;
+    destination.irqchip.restore(&destination.vm.fd, serde_json::from_str(&serde_json::to_string(&irqs)?)?)?;
+    destination.serial.restore(port)?;
+    let context = Context::new(&kvm, &destination.vm.fd, true)?;
+    destination.vcpus[0].with(move |fd| saved.restore(fd, &context))??;
+    let outcome = destination.run(Some(Duration::from_secs(60)))?;
+    let text = std::fs::read_to_string(&said)?;
+    std::fs::remove_file(said)?;
+    ensure((text.as_str(), outcome.exit) == ("47", Exit::PowerOff), || format!("{text:?} {outcome:?}"))
 }

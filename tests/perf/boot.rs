@@ -1,0 +1,116 @@
+//! `cargo bench --bench boot`: from exec to the first byte on the serial port of a guest of a few bytes with 128 MiB,
+//! Vellum against the floor, and what Vellum occupies beside the guest's memory while that guest runs.
+//!
+//! The programs are started in turn, so that whatever else the host does falls on all alike; the medians of each and
+//! their ratio are printed. The floor is `tests/perf/floor_serial.rs`.
+
+#[path = "../images/mod.rs"]
+mod images;
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Instant;
+
+use images::Code;
+
+const ROUNDS: usize = 20;
+
+/// Starts `program` and waits for its first byte; the milliseconds that took.
+fn start(program: &Path, args: &[&str]) -> (f64, Child) {
+    let start = Instant::now();
+    let mut child = Command::new(program)
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("cannot start");
+    let mut byte = [0];
+    child.stdout.as_mut().unwrap().read_exact(&mut byte).expect("no byte");
+    let took = start.elapsed().as_secs_f64() * 1e3;
+    assert_eq!(byte, *b"V");
+    (took, child)
+}
+
+fn median(samples: &[f64]) -> f64 {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    (sorted[sorted.len() / 2] + sorted[(sorted.len() - 1) / 2]) / 2.0
+}
+
+/// KiB of the process's proportional share of memory, without the mapping that is the guest's.
+fn overhead(pid: u32) -> u64 {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).expect("smaps");
+    let number = |line: &str| line.split_whitespace().nth(1).and_then(|n| n.parse::<u64>().ok());
+    let (mut total, mut size) = (0, 0);
+    for line in maps.lines() {
+        match line.split(':').next() {
+            Some("Size") => size = number(line).unwrap_or(0),
+            // The guest's memory is one mapping of 128 MiB, or what its slots make of it.
+            Some("Pss") if size < 100 << 10 => total += number(line).unwrap_or(0),
+            _ => {}
+        }
+    }
+    total
+}
+
+fn main() {
+    // `cargo test --benches` asks every benchmark whether it works.
+    if let Err(error) = vellum::vm::open() {
+        println!("skipped: {error}");
+        return;
+    }
+    let vellum = PathBuf::from(env!("CARGO_BIN_EXE_vellum"));
+    let floor = vellum.parent().map(|dir| dir.join("examples/floor_serial")).unwrap_or_default();
+    if !floor.exists() {
+        println!("skipped: {} is not built: cargo build --release --example floor_serial", floor.display());
+        return;
+    }
+    let image = |name: &str, code: Code| {
+        let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+        std::fs::write(&path, code.elf64()).expect("the image");
+        path
+    };
+    let done = image("boot-done", Code::default().print("V").power_off());
+    let spin = image("boot-spin", Code::default().print("V").spin());
+    let run = |image: &Path, sandbox: &'static str| {
+        let image = image.to_str().expect("a path in UTF-8").to_owned();
+        ["run", "-m", "128", "--sandbox", sandbox, "-k"]
+            .map(str::to_owned)
+            .into_iter()
+            .chain([image])
+            .collect()
+    };
+    let subjects: [(&str, &Path, Vec<String>); 3] = [
+        ("floor", &floor, Vec::new()),
+        ("vellum, sandbox on", &vellum, run(&done, "on")),
+        ("vellum, sandbox off", &vellum, run(&done, "off")),
+    ];
+    let mut samples = [const { Vec::new() }; 3];
+    for _ in 0..ROUNDS {
+        for ((_, program, args), samples) in subjects.iter().zip(&mut samples) {
+            let args: Vec<&str> = args.iter().map(String::as_str).collect();
+            let (took, mut child) = start(program, &args);
+            samples.push(took);
+            assert!(child.wait().expect("wait").success());
+        }
+    }
+    let least = |samples: &[f64]| samples.iter().copied().fold(f64::INFINITY, f64::min);
+    let floor = median(&samples[0]);
+    println!("exec to the first byte on the serial port, 128 MiB, medians of {ROUNDS}, started in turn:");
+    for ((name, ..), samples) in subjects.iter().zip(&samples) {
+        let median = median(samples);
+        println!(
+            "  {name:20} {median:7.3} ms  least {:7.3}  {:5.2} times the floor",
+            least(samples),
+            median / floor
+        );
+    }
+
+    let args: Vec<String> = run(&spin, "on");
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let (_, mut child) = start(&vellum, &args);
+    println!("proportional share of memory without the guest's: {} KiB", overhead(child.id()));
+    child.kill().expect("kill");
+    child.wait().expect("wait");
+}
