@@ -40,6 +40,13 @@ fn main() {
         trial("a_timeout_is_status_124", kvm(), || {
             expect(&vellum("timeout", Code::default().spin().elf64(), &["--timeout", "100ms"])?, 124, "", "")
         }),
+        trial("the_sandbox_lets_a_guest_program_its_io_apic", kvm(), || {
+            // mov eax, 0xfec00000; mov dword [rax], 0x18; mov dword [rax + 0x10], 0x31: pin 4 is no longer masked.
+            let program =
+                [0xb8, 0, 0, 0xc0, 0xfe, 0xc7, 0x00, 0x18, 0, 0, 0, 0xc7, 0x40, 0x10, 0x31, 0, 0, 0];
+            let image = Code::default().bytes(&program).print("I").power_off().elf64();
+            expect(&vellum("ioapic", image, &[])?, 0, "I", "")
+        }),
         trial("a_signal_is_status_128_and_its_number", kvm(), signal),
     ];
     for (name, flags, says) in [

@@ -76,6 +76,8 @@ pub const VCPU_STATE_HERE: &[u32] = &[
 pub const DEVICES: &[u32] = &[
     iow::<kvm_irq_level>(0x61), // KVM_IRQ_LINE
     iow::<kvm_msi>(0xa5),       // KVM_SIGNAL_MSI
+    // A guest that programs its I/O APIC changes them.
+    iow::<kvm_irq_routing>(0x6a), // KVM_SET_GSI_ROUTING
 ];
 
 /// Dirty logs and memslots, which change while a guest runs.
@@ -92,7 +94,6 @@ pub const MACHINE: &[u32] = &[
     io(0x03),                     // KVM_CHECK_EXTENSION
     iow::<kvm_irqfd>(0x76),       // KVM_IRQFD
     iow::<kvm_ioeventfd>(0x79),   // KVM_IOEVENTFD
-    iow::<kvm_irq_routing>(0x6a), // KVM_SET_GSI_ROUTING
     iow::<kvm_clock_data>(0x7b),  // KVM_SET_CLOCK
     ior::<kvm_clock_data>(0x7c),  // KVM_GET_CLOCK
     iow::<kvm_device_attr>(0xe1), // KVM_SET_DEVICE_ATTR
