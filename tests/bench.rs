@@ -4,23 +4,104 @@ mod bed;
 
 use bed::{ensure, kvm, trial};
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use libtest_mimic::{Arguments, Failed};
 use vellum::arch::tables::code;
 use vellum::arch::workload::Privilege;
+use vellum::bench::{Common, demand_paging};
+use vellum::report::json;
+use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source, memfd};
+use vellum::sys::uffd::{BATCH, Mode, Uffd};
 use vellum::vm::counters::Counters;
-use vellum::vm::memory::{Memory, MemoryConfig};
+use vellum::vm::memory::{Backing, Memory, MemoryConfig};
 use vellum::workload::guest::GuestConfig;
 use vellum::workload::tables::{self, Command, perform};
 use vellum::workload::{Guest, WriteConfig};
+use vmm_sys_util::eventfd::EventFd;
 
 fn main() {
     let args = Arguments::from_args();
     let trials = vec![
         trial("counters_tell_what_kvm_mapped", kvm(), counters),
+        trial("missing_pages_are_filled", uffd(Mode::Missing), || served(Mode::Missing)),
+        trial("minor_faults_are_mapped", uffd(Mode::Minor), || served(Mode::Minor)),
+        trial("demand_paging_missing", bed::both(kvm(), uffd(Mode::Missing)), || {
+            demand_paging(Mode::Missing, Backing::Anonymous)
+        }),
+        trial("demand_paging_minor", bed::both(kvm(), uffd(Mode::Minor)), || {
+            demand_paging(Mode::Minor, Backing::Memfd)
+        }),
         trial("tables_lead_to_the_same_frames_and_are_cleared", kvm(), tables),
     ];
     libtest_mimic::run(&args, trials).exit();
+}
+
+fn uffd(mode: Mode) -> bed::Need {
+    Uffd::new(mode).map(drop).map_err(|e| format!("needs userfaultfd ({e}): see `vellum doctor`"))
+}
+
+/// Reads a word of every page while another thread answers, three pages at a time.
+fn served(mode: Mode) -> Result<(), Failed> {
+    let pages = 40u64;
+    let uffd = Uffd::new(mode)?;
+    let file = memfd(c"vellum-test", pages * PAGE_SIZE, None)?;
+    let mapping = Mapping::new(pages * PAGE_SIZE, PAGE_SIZE, Source::Shared(&file))?;
+    let alias = Mapping::new(pages * PAGE_SIZE, PAGE_SIZE, Source::Shared(&file))?;
+    let expected = 0x0707_0707_0707_0707;
+    if mode == Mode::Minor {
+        alias.words().iter().for_each(|word| word.store(expected, Ordering::Relaxed));
+    }
+    uffd.register(&mapping, 0, mapping.len(), mode)?;
+    let quit = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
+    let source = [7u8; 3 * PAGE_SIZE as usize];
+    let answer = || -> std::io::Result<()> {
+        let mut addresses = [0; BATCH];
+        while uffd.wait(&quit)? {
+            let count = uffd.take(&mut addresses)?;
+            for address in &addresses[..count] {
+                let offset = (address - mapping.as_ptr() as u64) / PAGE_SIZE * PAGE_SIZE;
+                let len = (3 * PAGE_SIZE).min(mapping.len() - offset);
+                match mode {
+                    Mode::Missing => uffd.copy(&mapping, offset, &source[..len as usize], PAGE_SIZE)?,
+                    Mode::Minor => uffd.map(&mapping, offset, len, PAGE_SIZE)?,
+                }
+            }
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let answering = scope.spawn(answer);
+        // Backwards, so that batches run into pages that are there.
+        for page in (0..pages as usize).rev() {
+            let found = mapping.words()[page * 512 + 5].load(Ordering::Relaxed);
+            ensure(found == expected, || format!("page {page} holds {found:#x}"))?;
+        }
+        quit.write(1)?;
+        Ok(answering.join().expect("the answering thread does not panic")?)
+    })
+}
+
+/// Every page of two vCPUs arrives by a fault of its own, and holds what the guest wrote.
+fn demand_paging(mode: Mode, backing: Backing) -> Result<(), Failed> {
+    let report = demand_paging::run(&demand_paging::Config {
+        common: Common::default(),
+        mode,
+        single: false,
+        delay: Duration::ZERO,
+        readers: 1,
+        batch: 1,
+        bytes: 4 << 20,
+        backing,
+        vcpus: 2,
+        pins: None,
+        overlap: false,
+        repeat: 1,
+    })?;
+    ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
+    let faults = report.figures.iter().find(|f| f.name() == "faults_answered").map(|f| f.value());
+    ensure(faults == Some(2048.0), || format!("{faults:?} faults for 2048 pages"))?;
+    json::check(&report).map_err(Failed::from)
 }
 
 /// What the guest does to its tables, seen in its memory; functional wherever KVM runs code at CPL 0 at all.

@@ -3,10 +3,9 @@
 //! Where KVM shadows guest tables, each load leaves the guest or, with the CR3-target list, does not. The loop that
 //! does everything but the load is timed too and taken off. The exits are KVM's own count.
 
-use super::{Counted, Error, set_mmu_pages, shadow_premises};
+use super::{Common, Counted, Error, set_mmu_pages, shadow_premises};
 use crate::arch::tables as code;
 use crate::arch::workload::Privilege;
-use crate::host::Facts;
 use crate::report::Report;
 use crate::vm;
 use crate::vm::memory::{Memory, MemoryConfig};
@@ -17,6 +16,8 @@ use crate::workload::tables::{self, Command};
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct Config {
+    /// What all benchmarks have.
+    pub common: Common,
     /// Numbers of tables to switch among, a machine each.
     pub tables: Vec<u64>,
     /// Loads in a round.
@@ -33,7 +34,7 @@ pub struct Config {
 
 /// Measures.
 pub fn run(config: &Config) -> Result<Report, Error> {
-    let mut report = Report::new("bench context-switch", Facts::collect("off".into()));
+    let mut report = config.common.report("context-switch");
     report.ask("tables", config.tables.clone());
     report.ask("switches", config.switches);
     report.ask("reads", config.reads);
@@ -58,6 +59,7 @@ fn one(report: &mut Report, config: &Config, count: u64, budget: u64) -> Result<
             code: code::code(),
             privilege: Privilege::Kernel,
             pins: config.pin.map(|cpu| vec![cpu]),
+            enter: config.common.enter(),
             ..GuestConfig::new(1)
         },
     )?;

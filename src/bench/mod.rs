@@ -4,11 +4,19 @@
 //! premises without which a figure means nothing. The command line is `cli/bench/`.
 
 pub mod context_switch;
+pub mod demand_paging;
 pub mod rmap_fork;
 
-use crate::host::Paging;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::host::{Facts, Paging, topology};
 use crate::report::Report;
+use crate::sandbox::{Mode, Sandbox, ThreadKind};
 use crate::vm::counters::{Counters, Snapshot};
+use crate::vm::memory::{Backing, short_size};
+use crate::workload::control::Control;
 use crate::workload::guest::{self, Guest};
 use crate::{sys, vm, workload};
 
@@ -23,7 +31,7 @@ pub enum Error {
     Machine(#[from] workload::run::Error),
     /// The host.
     #[error("{0}: {1}")]
-    Host(&'static str, #[source] std::io::Error),
+    Host(&'static str, #[source] io::Error),
 }
 
 impl From<guest::Error> for Error {
@@ -59,6 +67,59 @@ impl Error {
             Self::Host(..) => false,
         }
     }
+}
+
+/// What all benchmarks have.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Common {
+    /// Whether vCPU threads are confined. Each is on its own, since the main thread goes on to build machines.
+    pub sandbox: Mode,
+}
+
+/// What a vCPU thread does last before its loop.
+type Enter = Arc<dyn Fn(usize) -> io::Result<()> + Send + Sync>;
+
+impl Common {
+    /// An empty result of `bench NAME` on this host.
+    fn report(self, name: &str) -> Report {
+        let mut report = Report::new(format!("bench {name}"), Facts::collect(self.sandbox.to_string()));
+        if self.sandbox != Mode::Off {
+            report.host.sandbox.push_str(" for vCPU threads");
+        }
+        report
+    }
+
+    fn enter(self) -> Enter {
+        Arc::new(move |index| {
+            let mut sandbox = Sandbox::new(self.sandbox);
+            sandbox.process().map_err(io::Error::other)?;
+            sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
+        })
+    }
+}
+
+/// Refuses what would exceed the host's memory, before anything is mapped. Huge pages have a check of their own.
+fn check_memory(bytes: u64, backing: Backing) -> Result<(), Error> {
+    let available = topology::memory().available;
+    let from_pool = matches!(backing, Backing::Hugetlb(_) | Backing::SharedHugetlb(_));
+    if !from_pool && available > 0 && bytes > available {
+        return Err(Error::Asked(format!(
+            "this needs {} of memory and {} is available: ask for fewer vCPUs (-v) or less for each (-b)",
+            short_size(bytes.next_multiple_of(1 << 20)),
+            short_size(available >> 20 << 20),
+        )));
+    }
+    Ok(())
+}
+
+/// The seconds that a vCPU's pass took, by the guest's TSC; `of` counts from the start of its current run.
+fn pass_seconds(control: &Control, hz: u64) -> f64 {
+    let pass =
+        control.pass.load(Ordering::Relaxed).saturating_sub(1) as usize % crate::workload::control::PASS_ENDS;
+    let ticks = control.pass_ends[pass]
+        .load(Ordering::Relaxed)
+        .saturating_sub(control.started.load(Ordering::Relaxed));
+    ticks as f64 / hz as f64
 }
 
 /// KVM's counters around a measurement; where there are none, a note says why.
@@ -134,6 +195,18 @@ fn shadow_premises(report: &mut Report, counted: &Counted, now: &Snapshot, mappe
         None => {
             fail(format!("{what}: without the counter mmu_recycled nothing shows that no page was recycled"))
         }
+    }
+}
+
+/// The premise of a huge backing: KVM maps huge pages. Only kernels that count mappings by size can tell.
+fn huge_premise(report: &mut Report, backing: Backing, now: &Snapshot) {
+    let count = |name: &str| now.get(name).copied();
+    let (Some(small), Some(large), Some(huge)) = (count("pages_4k"), count("pages_2m"), count("pages_1g"))
+    else {
+        return;
+    };
+    if backing.best_mapping() >= 2 << 20 && large + huge == 0 {
+        report.invalid.push(format!("-s {backing}, but KVM mapped no huge page, only {small} of 4 KiB"));
     }
 }
 

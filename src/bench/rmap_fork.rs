@@ -8,10 +8,9 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{Counted, Error, set_mmu_pages, shadow_premises};
+use super::{Common, Counted, Error, set_mmu_pages, shadow_premises};
 use crate::arch::tables as code;
 use crate::arch::workload::{GuestPage, Privilege};
-use crate::host::Facts;
 use crate::report::Report;
 use crate::vm;
 use crate::vm::memory::{Memory, MemoryConfig};
@@ -22,6 +21,8 @@ use crate::workload::tables::{self, Command};
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct Config {
+    /// What all benchmarks have.
+    pub common: Common,
     /// Numbers of tables, a machine each.
     pub tables: Vec<u64>,
     /// Frames that each table maps.
@@ -44,7 +45,7 @@ const PHASES: [(&str, Command); 4] = [
 
 /// Measures.
 pub fn run(config: &Config) -> Result<Report, Error> {
-    let mut report = Report::new("bench rmap-fork", Facts::collect("off".into()));
+    let mut report = config.common.report("rmap-fork");
     report.ask("tables", config.tables.clone());
     report.ask("pages", config.pages);
     report.ask("repeat", config.repeat);
@@ -72,6 +73,7 @@ fn one(report: &mut Report, config: &Config, count: u64, budget: u64) -> Result<
             privilege: Privilege::Kernel,
             page: GuestPage::Large,
             pins: config.pin.map(|cpu| vec![cpu]),
+            enter: config.common.enter(),
             ..GuestConfig::new(1)
         },
     )?;

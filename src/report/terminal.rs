@@ -249,7 +249,7 @@ fn plain_figures(out: &mut String, group: &Group) {
 /// How far apart the samples lie: (max - min) / median.
 pub(super) fn spread_of(figure: &Figure) -> String {
     match figure {
-        Figure::Spread { median, min, max, .. } if *median != 0.0 => {
+        Figure::Spread { median, min, max, count: 2.., .. } if *median != 0.0 => {
             format!("{:.1}%", 100.0 * (max - min) / median.abs())
         }
         _ => String::new(),

@@ -19,3 +19,4 @@ pub mod signal;
 pub mod socket;
 pub mod tap;
 pub mod terminal;
+pub mod uffd;

@@ -216,7 +216,7 @@ fn watch(
 }
 
 /// A bar on a terminal; nothing in a pipe.
-fn bar(length: u64, template: &str) -> ProgressBar {
+pub fn bar(length: u64, template: &str) -> ProgressBar {
     let target =
         if io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
@@ -352,18 +352,26 @@ fn prove_huge(report: &mut Report, config: &RunConfig, after: &Snapshot) {
 }
 
 /// The write latencies of all vCPUs in nanoseconds.
-fn latency(guest: &Guest) -> Histogram {
+pub fn latency(guest: &Guest) -> Histogram {
     let mut sum = vec![0; super::control::BUCKETS];
     for control in guest.controls() {
         sum.iter_mut().zip(control.latency_snapshot()).for_each(|(sum, count)| *sum += count);
     }
-    let nanoseconds = |index: usize| (bucket_bound(index) as f64 * 1e9 / guest.tsc_hz as f64).max(1.0);
-    let buckets = sum.into_iter().enumerate().filter(|&(_, count)| count > 0);
-    Histogram {
-        name: "write_latency".into(),
-        unit: "ns".into(),
-        buckets: buckets.map(|(index, count)| (nanoseconds(index), count)).collect(),
+    nanoseconds("write_latency", &sum, guest.tsc_hz)
+}
+
+/// Log-linear buckets of ticks (see [`bucket_bound`]) as a distribution in nanoseconds; buckets that fall into the same
+/// nanosecond become one.
+pub fn nanoseconds(name: &str, counts: &[u64], hz: u64) -> Histogram {
+    let mut buckets: Vec<(f64, u64)> = Vec::new();
+    for (index, &count) in counts.iter().enumerate().filter(|&(_, &count)| count > 0) {
+        let bound = (bucket_bound(index) as f64 * 1e9 / hz as f64).max(1.0);
+        match buckets.last_mut() {
+            Some(last) if last.0 == bound => last.1 += count,
+            _ => buckets.push((bound, count)),
+        }
     }
+    Histogram { name: name.into(), unit: "ns".into(), buckets }
 }
 
 /// Compares every stamp with what the guest must have written.

@@ -45,5 +45,15 @@ pub struct ContextSwitchArgs {
 
 pub(super) fn run(args: ContextSwitchArgs) -> Result<Exit, Failure> {
     let ContextSwitchArgs { tables, switches, reads, mmu_pages, repeat, cpu, output } = args;
-    output.deliver(|| context_switch::run(&Config { tables, switches, reads, mmu_pages, repeat, pin: cpu }))
+    output.deliver(|| {
+        context_switch::run(&Config {
+            common: output.common(),
+            tables,
+            switches,
+            reads,
+            mmu_pages,
+            repeat,
+            pin: cpu,
+        })
+    })
 }

@@ -1,6 +1,7 @@
 //! `vellum bench NAME`: one file a benchmark here too; arguments only.
 
 mod context_switch;
+mod demand_paging;
 mod rmap_fork;
 
 use std::io::Write;
@@ -9,8 +10,9 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::{Failure, keyvalue};
-use crate::bench::Error;
+use crate::bench::{Common, Error};
 use crate::report::{Report, json, terminal};
+use crate::sandbox::Mode;
 use crate::sys::host::allowed_cpus;
 use crate::vm::lifecycle::Exit;
 
@@ -25,6 +27,7 @@ pub struct BenchArgs {
 enum What {
     RmapFork(rmap_fork::RmapForkArgs),
     ContextSwitch(context_switch::ContextSwitchArgs),
+    DemandPaging(demand_paging::DemandPagingArgs),
 }
 
 /// Where the result goes.
@@ -33,6 +36,10 @@ struct Output {
     /// Write the result as JSON; `-` is standard output, which then carries nothing else
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+
+    /// Confine the vCPU threads: on, log or off
+    #[arg(long, value_name = "MODE", default_value = "on")]
+    sandbox: Mode,
 }
 
 /// Does what was asked.
@@ -40,10 +47,15 @@ pub fn run(args: BenchArgs) -> Result<Exit, Failure> {
     match args.what {
         What::RmapFork(args) => rmap_fork::run(args),
         What::ContextSwitch(args) => context_switch::run(args),
+        What::DemandPaging(args) => demand_paging::run(args),
     }
 }
 
 impl Output {
+    fn common(&self) -> Common {
+        Common { sandbox: self.sandbox }
+    }
+
     /// Opens what is to be written, measures, and delivers the result. An invalid one is delivered too, and fails.
     fn deliver(&self, measure: impl FnOnce() -> Result<Report, Error>) -> Result<Exit, Failure> {
         let writer = self.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;
@@ -79,4 +91,19 @@ fn cpu(text: &str) -> Result<usize, String> {
             Err(format!("not a CPU that this process may use; those are {}", usable.join(",")))
         }
     }
+}
+
+/// `-c LIST`: a CPU for each vCPU, and one more for the main thread if given.
+fn pins(list: Option<&str>, vcpus: usize) -> Result<Option<Vec<usize>>, Failure> {
+    let Some(text) = list else { return Ok(None) };
+    let wrong = |why: String| Failure::usage(format!("-c {text}: {why}"));
+    let cpus = keyvalue::list(text).map_err(wrong)?;
+    if cpus.len() != vcpus && cpus.len() != vcpus + 1 {
+        let wanted = format!("{vcpus}, or {} with the main thread", vcpus + 1);
+        return Err(wrong(format!("{} CPUs for {vcpus} vCPUs: name {wanted}", cpus.len())));
+    }
+    for number in &cpus {
+        cpu(&number.to_string()).map_err(|why| wrong(format!("{number}: {why}")))?;
+    }
+    Ok(Some(cpus))
 }

@@ -41,5 +41,7 @@ pub struct RmapForkArgs {
 
 pub(super) fn run(args: RmapForkArgs) -> Result<Exit, Failure> {
     let RmapForkArgs { tables, pages, mmu_pages, repeat, cpu, output } = args;
-    output.deliver(|| rmap_fork::run(&Config { tables, pages, mmu_pages, repeat, pin: cpu }))
+    output.deliver(|| {
+        rmap_fork::run(&Config { common: output.common(), tables, pages, mmu_pages, repeat, pin: cpu })
+    })
 }

@@ -1,0 +1,282 @@
+//! `demand-paging`: a guest touches memory that is not there, and userfaultfd handlers bring it.
+//!
+//! As the KVM selftest demand_paging_test: each vCPU goes over its region once, page by page; each region has a
+//! descriptor and handlers of its own, or all share one. Faults are *missing* (the handler copies a page in) or *minor*
+//! (the page is in the file, the handler maps it). The guest times each of its writes, so that the latency is what a
+//! guest sees: fault, handler and KVM's mapping of the page together.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::{Common, Counted, Error, check_memory, huge_premise, pass_seconds};
+use crate::report::{Histogram, Report};
+use crate::sys::affinity;
+use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
+use crate::sys::uffd::{BATCH, Mode, Uffd};
+use crate::vm;
+use crate::vm::memory::{Backing, Memory, MemoryConfig};
+use crate::workload::control::{BUCKETS, bucket_of};
+use crate::workload::guest::GuestConfig;
+use crate::workload::model::{self, Model};
+use crate::workload::{Guest, WriteConfig, run};
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// What all benchmarks have.
+    pub common: Common,
+    /// Missing pages or minor faults.
+    pub mode: Mode,
+    /// One descriptor for all memory instead of one for each vCPU's region.
+    pub single: bool,
+    /// What a handler waits before it answers a fault.
+    pub delay: Duration,
+    /// Handlers of each descriptor.
+    pub readers: usize,
+    /// Pages, of the backing's size, that a handler brings for each fault.
+    pub batch: u64,
+    /// Bytes of each vCPU's region.
+    pub bytes: u64,
+    /// What backs memory.
+    pub backing: Backing,
+    /// vCPUs.
+    pub vcpus: usize,
+    /// The CPU of each vCPU, and of the main thread if there is one more.
+    pub pins: Option<Vec<usize>>,
+    /// All vCPUs go over one and the same region.
+    pub overlap: bool,
+    /// Rounds, each with new memory.
+    pub repeat: u32,
+}
+
+/// Samples of all rounds.
+#[derive(Default)]
+struct Samples {
+    execution: Vec<f64>,
+    overall: Vec<f64>,
+    per_vcpu: Vec<Vec<f64>>,
+    faults: Vec<f64>,
+    guest: Option<Histogram>,
+    answers: Vec<u64>,
+}
+
+/// Measures.
+pub fn run(config: &Config) -> Result<Report, Error> {
+    let backing = match (config.mode, config.backing) {
+        // Minor faults are those of a file that this process can map twice.
+        (Mode::Minor, Backing::Shmem) => Backing::Memfd,
+        (Mode::Minor, other @ (Backing::Anonymous | Backing::Thp | Backing::Hugetlb(_))) => {
+            return Err(Error::Asked(format!(
+                "-u MINOR with -s {other}: minor faults are those of shared memory; -s shmem or -s shared_hugetlb would work"
+            )));
+        }
+        (_, other) => other,
+    };
+    let page = backing.page_size();
+    if config.bytes == 0 || !config.bytes.is_multiple_of(page) {
+        return Err(Error::Asked(format!(
+            "-b {}: no multiple of the {page}-byte pages of -s {backing}; the next that is one: {}",
+            config.bytes,
+            config.bytes.max(1).next_multiple_of(page)
+        )));
+    }
+    let size = config.bytes * if config.overlap { 1 } else { config.vcpus as u64 };
+    check_memory(size, backing)?;
+    let mut report = describe(config, backing);
+    let mut samples = Samples { answers: vec![0; BUCKETS], ..Samples::default() };
+    for round in 0..config.repeat {
+        one(config, MemoryConfig { backing, ..MemoryConfig::new(size) }, round, &mut report, &mut samples)?;
+    }
+    report.spread("execution_time", "s", &samples.execution);
+    report.spread("overall_rate", "pages/s", &samples.overall);
+    report.spread("faults_answered", "faults", &samples.faults);
+    for (index, rates) in samples.per_vcpu.iter().enumerate() {
+        report.spread(format!("rate[vcpu{index}]"), "pages/s", rates);
+    }
+    report.histograms.extend(samples.guest);
+    // Their unit is a nanosecond already.
+    report.histograms.push(run::nanoseconds("answer_time", &samples.answers, 1_000_000_000));
+    Ok(report)
+}
+
+fn describe(config: &Config, backing: Backing) -> Report {
+    let mut report = config.common.report("demand-paging");
+    report.ask("mode", if config.mode == Mode::Missing { "MISSING" } else { "MINOR" });
+    report.ask("userfaultfds", if config.single { 1 } else { config.vcpus });
+    report.ask("readers", config.readers);
+    report.ask("delay_us", config.delay.as_micros() as u64);
+    report.ask("batch", config.batch);
+    report.ask("bytes_per_vcpu", config.bytes);
+    report.ask("backing", backing.to_string());
+    report.ask("vcpus", config.vcpus);
+    report.ask("pin", config.pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
+    report.ask("overlap", config.overlap);
+    report.ask("repeat", config.repeat);
+    report
+}
+
+/// One descriptor and the part of memory whose faults arrive on it.
+struct Part {
+    uffd: Uffd,
+    offset: u64,
+    len: u64,
+}
+
+/// What its handlers did.
+struct Answers {
+    faults: AtomicU64,
+    times: Vec<AtomicU64>,
+}
+
+fn one(
+    config: &Config,
+    memory: MemoryConfig,
+    round: u32,
+    report: &mut Report,
+    samples: &mut Samples,
+) -> Result<(), Error> {
+    let kvm = vm::open()?;
+    let memory = Memory::map(memory)?;
+    let alias = match (&memory.file, config.mode) {
+        (Some(file), Mode::Minor) => {
+            let map =
+                Mapping::new(memory.config.size, memory.config.backing.page_size(), Source::Shared(file));
+            let alias = map.map_err(|e| Error::Host("mmap", e))?;
+            // The file has its pages before the guest asks for them.
+            alias.populate(0, alias.len()).map_err(|e| Error::Host("MADV_POPULATE_WRITE", e))?;
+            Some(alias)
+        }
+        _ => None,
+    };
+    let whole = config.single || config.overlap;
+    let parts = if whole { 1 } else { config.vcpus as u64 };
+    let len = memory.config.size / parts;
+    let parts = (0..parts).map(|index| part(config.mode, &memory.mapping, index * len, len));
+    let parts = parts.collect::<Result<Vec<_>, _>>()?;
+    let guest = Guest::build(
+        &kvm,
+        memory,
+        GuestConfig {
+            pins: config.pins.clone(),
+            enter: config.common.enter(),
+            ..GuestConfig::new(config.vcpus)
+        },
+    )?;
+    guest.program(&WriteConfig { passes: 1, shared: config.overlap, ..WriteConfig::default() })?;
+    let models: Vec<_> = guest.controls().map(Model::new).collect();
+    if let Some(&cpu) = config.pins.as_ref().and_then(|pins| pins.get(config.vcpus)) {
+        affinity::pin(cpu).map_err(|e| Error::Host("sched_setaffinity", e))?;
+    }
+    let counted = Counted::start(&guest, report);
+    let quit = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(|e| Error::Host("eventfd", e))?;
+    let page = guest.vm.memory.config.backing.page_size();
+    let source = vec![0u8; (page * config.batch) as usize];
+    let answers =
+        Answers { faults: AtomicU64::new(0), times: (0..BUCKETS).map(|_| AtomicU64::new(0)).collect() };
+    let mapping = guest.vm.memory.mapping.clone();
+    let elapsed = thread::scope(|scope| -> Result<f64, Error> {
+        for part in &parts {
+            for _ in 0..config.readers {
+                let (mapping, source, quit, answers) = (&mapping, &source, &quit, &answers);
+                scope.spawn(move || {
+                    // A handler that fails leaves vCPUs waiting for ever: nothing sensible is left to be done.
+                    if let Err(error) = serve(config, part, mapping, source, page, quit, answers) {
+                        eprintln!("vellum: userfaultfd handler: {error}");
+                        std::process::exit(1);
+                    }
+                });
+            }
+        }
+        let start = Instant::now();
+        guest.resume();
+        let rung = guest.wait_all_rung();
+        let elapsed = start.elapsed().as_secs_f64();
+        // The stamps are read while handlers still answer: a page that the guest never reached would be missed by all.
+        let done = guest.controls().map(|control| control.done.load(Ordering::Relaxed));
+        let pages = guest.vm.memory.config.size / PAGE_SIZE;
+        let verdict =
+            model::verify(models.into_iter().zip(done).collect(), pages, |page| guest.stamp(page, PAGE_SIZE));
+        if verdict.wrong > 0 || verdict.checked < pages {
+            report.invalid.push(format!(
+                "round {round}: {} pages wrong and {} right of {pages}: pages were lost on their way into the guest",
+                verdict.wrong, verdict.checked
+            ));
+        }
+        quit.write(1).map_err(|e| Error::Host("eventfd", e))?;
+        rung?;
+        Ok(elapsed)
+    })?;
+    drop(alias);
+    let each = config.bytes / PAGE_SIZE;
+    samples.execution.push(elapsed);
+    samples.overall.push((each * config.vcpus as u64) as f64 / elapsed);
+    samples.faults.push(answers.faults.load(Ordering::Relaxed) as f64);
+    samples.per_vcpu.resize(config.vcpus, Vec::new());
+    for (control, rates) in guest.controls().zip(&mut samples.per_vcpu) {
+        rates.push(each as f64 / pass_seconds(control, guest.tsc_hz));
+    }
+    samples.answers.iter_mut().zip(&answers.times).for_each(|(sum, n)| *sum += n.load(Ordering::Relaxed));
+    let least = guest.vm.memory.config.size / page / config.batch;
+    if answers.faults.load(Ordering::Relaxed) < least {
+        report.invalid.push(format!("round {round}: fewer faults than pages: memory was not missing"));
+    }
+    // One round stands for all: latencies of the last, as its counters.
+    samples.guest = Some(run::latency(&guest));
+    let now = counted.now();
+    if round + 1 == config.repeat {
+        // A missing page of THP memory is brought in as a small one.
+        if guest.vm.memory.config.backing != Backing::Thp {
+            huge_premise(report, guest.vm.memory.config.backing, &now);
+        }
+        counted.finish(report, now, None);
+    }
+    Ok(())
+}
+
+fn part(mode: Mode, mapping: &Mapping, offset: u64, len: u64) -> Result<Part, Error> {
+    let uffd = Uffd::new(mode).map_err(|e| match e.raw_os_error() {
+        Some(libc::EPERM) => Error::Asked(
+            "userfaultfd: not permitted for KVM's faults: sudo sysctl vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd, or CAP_SYS_PTRACE".into(),
+        ),
+        Some(libc::EINVAL) => Error::Asked("userfaultfd: this kernel lacks what was asked for: minor faults of shmem need Linux 5.14".into()),
+        _ => Error::Host("userfaultfd", e),
+    })?;
+    uffd.register(mapping, offset, len, mode).map_err(|e| Error::Host("UFFDIO_REGISTER", e))?;
+    Ok(Part { uffd, offset, len })
+}
+
+/// A handler: answers faults until it is told to quit.
+fn serve(
+    config: &Config,
+    part: &Part,
+    mapping: &Mapping,
+    source: &[u8],
+    page: u64,
+    quit: &EventFd,
+    answers: &Answers,
+) -> std::io::Result<()> {
+    let base = mapping.as_ptr() as u64;
+    let mut addresses = [0; BATCH];
+    while part.uffd.wait(quit)? {
+        let count = part.uffd.take(&mut addresses)?;
+        for address in &addresses[..count] {
+            let start = Instant::now();
+            if !config.delay.is_zero() {
+                thread::sleep(config.delay);
+            }
+            let offset = (address - base) / page * page;
+            let len = (page * config.batch).min(part.offset + part.len - offset);
+            match config.mode {
+                Mode::Missing => part.uffd.copy(mapping, offset, &source[..len as usize], page)?,
+                Mode::Minor => part.uffd.map(mapping, offset, len, page)?,
+            }
+            answers.faults.fetch_add(1, Ordering::Relaxed);
+            let took = start.elapsed().as_nanos() as u64;
+            answers.times[bucket_of(took)].fetch_add(1, Ordering::Relaxed);
+        }
+    }
+    Ok(())
+}

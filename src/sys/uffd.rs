@@ -1,0 +1,230 @@
+//! userfaultfd (ioctl_userfaultfd(2), include/uapi/linux/userfaultfd.h): page faults that this process answers itself.
+//!
+//! Only what guest memory needs: missing pages, and minor faults of shared memory. The faults are KVM's, on behalf of
+//! its guests, so a descriptor for user-mode faults alone would not do.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, FromRawFd};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::mmap::Mapping;
+
+/// Which faults are reported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// The page is not there: answered by [`Uffd::copy`].
+    Missing,
+    /// The page is in the file, but not mapped here: answered by [`Uffd::map`].
+    Minor,
+}
+
+/// A descriptor on which faults arrive.
+#[derive(Debug)]
+pub struct Uffd(File);
+
+#[repr(C)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct Range {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+struct Register {
+    range: Range,
+    mode: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct Copy {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    copied: i64,
+}
+
+#[repr(C)]
+struct Continue {
+    range: Range,
+    mode: u64,
+    mapped: i64,
+}
+
+/// `_IOWR(0xAA, number, T)`.
+const fn request<T>(number: u64) -> u64 {
+    3 << 30 | (size_of::<T>() as u64) << 16 | 0xaa << 8 | number
+}
+
+const UFFDIO_API: u64 = request::<Api>(0x3f);
+const UFFDIO_REGISTER: u64 = request::<Register>(0x00);
+const UFFDIO_COPY: u64 = request::<Copy>(0x03);
+const UFFDIO_CONTINUE: u64 = request::<Continue>(0x07);
+const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
+const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
+const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+const FEATURE_MINOR_HUGETLBFS: u64 = 1 << 9;
+const FEATURE_MINOR_SHMEM: u64 = 1 << 10;
+const EVENT_PAGEFAULT: u8 = 0x12;
+/// `struct uffd_msg`.
+const MESSAGE: usize = 32;
+/// Faults taken from the descriptor at once.
+pub const BATCH: usize = 16;
+
+fn call<T>(fd: &File, request: u64, argument: &mut T) -> io::Result<()> {
+    // SAFETY: every request above is made with the type that it is for, which lives through the call; the ranges in
+    // it were checked to lie inside a mapping of ours.
+    match unsafe { libc::ioctl(fd.as_raw_fd(), request as _, std::ptr::from_mut(argument)) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn inside(mapping: &Mapping, offset: u64, len: u64) -> io::Result<u64> {
+    match offset.checked_add(len) {
+        Some(end) if end <= mapping.len() && len > 0 => Ok(mapping.as_ptr() as u64 + offset),
+        _ => Err(io::Error::from_raw_os_error(libc::EINVAL)),
+    }
+}
+
+impl Uffd {
+    /// A new descriptor, by the system call or by `/dev/userfaultfd`, with what `mode` needs on any backing.
+    pub fn new(mode: Mode) -> io::Result<Self> {
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+        // SAFETY: the call takes flags only and makes a new descriptor.
+        let mut fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) } as libc::c_int;
+        if fd < 0 {
+            let refused = io::Error::last_os_error();
+            let device =
+                File::options().read(true).write(true).open("/dev/userfaultfd").map_err(|_| refused)?;
+            // SAFETY: the request takes flags only and makes a new descriptor.
+            fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW as _, flags) };
+            if fd < 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        // SAFETY: the descriptor is new and ours alone.
+        let file = unsafe { File::from_raw_fd(fd) };
+        let features = match mode {
+            Mode::Missing => FEATURE_MISSING_HUGETLBFS | FEATURE_MISSING_SHMEM,
+            Mode::Minor => FEATURE_MINOR_HUGETLBFS | FEATURE_MINOR_SHMEM,
+        };
+        call(&file, UFFDIO_API, &mut Api { api: 0xaa, features, ioctls: 0 })?;
+        Ok(Self(file))
+    }
+
+    /// Reports faults in `[offset, offset + len)` of `mapping` from now on. Whoever touches it without anybody who
+    /// answers waits for ever; dropping the descriptor lets them go.
+    pub fn register(&self, mapping: &Mapping, offset: u64, len: u64, mode: Mode) -> io::Result<()> {
+        let start = inside(mapping, offset, len)?;
+        let mode = if mode == Mode::Missing { 1 } else { 4 };
+        call(&self.0, UFFDIO_REGISTER, &mut Register { range: Range { start, len }, mode, ioctls: 0 })
+    }
+
+    /// Waits until there are faults, or `quit` is readable: then false.
+    pub fn wait(&self, quit: &EventFd) -> io::Result<bool> {
+        let poll = |fd: &dyn AsRawFd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let mut fds = [poll(&self.0), poll(quit)];
+        loop {
+            // SAFETY: two valid pollfds for the duration of the call.
+            match unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) } {
+                -1 => {
+                    let error = io::Error::last_os_error();
+                    if error.kind() != io::ErrorKind::Interrupted {
+                        return Err(error);
+                    }
+                }
+                _ => return Ok(fds[1].revents == 0),
+            }
+        }
+    }
+
+    /// Takes faults that are waiting, as host-virtual addresses; returns how many, which is 0 where another reader was
+    /// faster.
+    pub fn take(&self, addresses: &mut [u64; BATCH]) -> io::Result<usize> {
+        let mut buffer = [0u8; MESSAGE * BATCH];
+        let read = match (&self.0).read(&mut buffer) {
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
+            result => result?,
+        };
+        let mut count = 0;
+        for message in buffer[..read].chunks_exact(MESSAGE) {
+            if message[0] == EVENT_PAGEFAULT {
+                let mut word = [0; 8];
+                word.copy_from_slice(&message[16..24]);
+                addresses[count] = u64::from_ne_bytes(word);
+                count += 1;
+            }
+        }
+        Ok(count)
+    }
+
+    /// Fills `[offset, offset + source.len())` of `mapping` and lets those go on that wait for it. What somebody else
+    /// has filled meanwhile stays as it is.
+    pub fn copy(&self, mapping: &Mapping, offset: u64, source: &[u8], page: u64) -> io::Result<()> {
+        let len = source.len() as u64;
+        let start = inside(mapping, offset, len)?;
+        resolve(len, page, |done| {
+            let mut copy = Copy {
+                dst: start + done,
+                src: source.as_ptr() as u64 + done,
+                len: len - done,
+                mode: 0,
+                copied: 0,
+            };
+            let result = call(&self.0, UFFDIO_COPY, &mut copy);
+            (result, copy.copied)
+        })
+    }
+
+    /// Maps the pages of the file behind `[offset, offset + len)` of `mapping`, and lets those go on that wait.
+    pub fn map(&self, mapping: &Mapping, offset: u64, len: u64, page: u64) -> io::Result<()> {
+        let start = inside(mapping, offset, len)?;
+        resolve(len, page, |done| {
+            let mut map =
+                Continue { range: Range { start: start + done, len: len - done }, mode: 0, mapped: 0 };
+            let result = call(&self.0, UFFDIO_CONTINUE, &mut map);
+            (result, map.mapped)
+        })
+    }
+}
+
+/// Repeats a call that may stop half way: at a page that is there already (skipped), or because the address space was
+/// changing (again).
+fn resolve(len: u64, page: u64, mut once: impl FnMut(u64) -> (io::Result<()>, i64)) -> io::Result<()> {
+    let mut done = 0;
+    while done < len {
+        let (result, moved) = once(done);
+        done += u64::try_from(moved).unwrap_or(0);
+        match result {
+            Ok(()) => return Ok(()),
+            Err(e) if e.raw_os_error() == Some(libc::EEXIST) => done += page,
+            Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::mmap::{PAGE_SIZE, Source};
+
+    #[test]
+    fn ranges_outside_are_refused() {
+        let mapping = Mapping::new(PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap();
+        assert!(inside(&mapping, PAGE_SIZE, PAGE_SIZE).is_err());
+        assert!(inside(&mapping, u64::MAX, 2).is_err());
+        assert!(inside(&mapping, 0, 0).is_err());
+    }
+}
