@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 
 use bed::{ensure, kvm, trial};
 use libtest_mimic::{Arguments, Failed, Trial};
+use vellum::arch::workload::{Code, Privilege, write_code};
 use vellum::vm::counters::Counters;
 use vellum::vm::memory::{Backing, Memory, MemoryConfig};
 use vellum::workload::guest::GuestConfig;
@@ -59,6 +60,8 @@ fn main() {
     trials.push(trial("a_planted_fault_is_found", kvm(), planted));
     trials.push(trial("two_hundred_pauses_while_it_runs", kvm(), pauses));
     trials.push(trial("the_rate_is_kept", kvm(), rate));
+    trials.push(trial("the_code_runs_wherever_it_lies", kvm(), anywhere));
+    trials.push(trial("the_privileged_variant", kvm(), privileged));
     trials.push(trial("a_page_faults_once_and_never_again", kvm(), faults));
     libtest_mimic::run(&args, trials).exit();
 }
@@ -114,8 +117,9 @@ fn pauses() -> Result<(), Failed> {
     let models: Vec<_> = guest.controls().map(Model::new).collect();
     guest.resume();
     let progress = || guest.controls().map(|control| control.done.load(Ordering::Relaxed)).sum::<u64>();
+    let mut took = Vec::new();
     for round in 0..200 {
-        guest.pause()?;
+        took.push(guest.pause()?);
         let stopped_at = progress();
         // Nobody runs: however long this thread now takes, nothing changes.
         std::thread::yield_now();
@@ -126,6 +130,8 @@ fn pauses() -> Result<(), Failed> {
             std::thread::yield_now();
         }
     }
+    took.sort();
+    println!("200 pauses of 4 vCPUs: p50 {:?}, p99 {:?}, max {:?}", took[100], took[198], took[199]);
     guest.request_stop();
     guest.wait_all_rung()?;
     let verdict = check(&guest, models, config.stride);
@@ -163,4 +169,31 @@ fn faults() -> Result<(), Failed> {
     ensure((pages..pages + pages / 8).contains(&faults), || {
         format!("{faults} faults for {pages} pages, 3 passes")
     })
+}
+
+/// The same code at another address, with other bytes where it used to be, must do the same.
+fn anywhere() -> Result<(), Failed> {
+    let code = write_code();
+    let moved: Vec<u8> = std::iter::repeat_n(0xcc, 0x340).chain(code.bytes.iter().copied()).collect();
+    let moved = Code { bytes: moved.leak(), entry: code.entry + 0x340 };
+    for code in [code, moved] {
+        with(GuestConfig { code, ..GuestConfig::new(1) })?;
+    }
+    Ok(())
+}
+
+fn privileged() -> Result<(), Failed> {
+    with(GuestConfig { privilege: Privilege::Kernel, ..GuestConfig::new(1) })
+}
+
+fn with(guest: GuestConfig) -> Result<(), Failed> {
+    let kvm = vellum::vm::open()?;
+    let guest = Guest::build(&kvm, Memory::map(MemoryConfig::new(4 << 20))?, guest)?;
+    let config = WriteConfig { order: Order::Random, ..WriteConfig::default() };
+    guest.program(&config)?;
+    let models: Vec<_> = guest.controls().map(Model::new).collect();
+    guest.resume();
+    guest.wait_all_rung()?;
+    let verdict = check(&guest, models, config.stride);
+    ensure(verdict.wrong == 0 && verdict.checked > 0, || format!("{verdict:?}"))
 }

@@ -18,6 +18,7 @@ use crate::workload::run as workload;
 
 /// Run a guest: without a kernel, the built-in workload that writes to memory
 #[derive(Debug, Args)]
+#[command(allow_negative_numbers = true)]
 #[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
 pub struct RunArgs {
     /// Virtual CPUs: N[,pin=auto|off|LIST], as in 4,pin=[0,2-4]

@@ -1,0 +1,215 @@
+//! `vellum run` without a kernel, as a user types it: what it prints, how it ends, and what it refuses.
+
+mod bed;
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, Output, Stdio};
+
+use bed::{both, ensure, kvm, trial};
+use libtest_mimic::{Arguments, Failed, Trial};
+use vellum::report::{Report, json};
+
+const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
+
+fn main() {
+    let args = Arguments::from_args();
+    let mut trials = vec![
+        Trial::test("bad_input_is_one_line_and_status_2", bad_input),
+        trial("nothing_is_left_of_a_run_that_did_not_start", kvm(), nothing_left),
+        trial("a_run_says_what_it_did", kvm(), plain),
+        trial("json_is_all_that_standard_output_carries", kvm(), json_on_stdout),
+        trial("a_duration_ends_the_workload", kvm(), duration),
+        trial("ctrl_c_ends_cleanly_with_the_results_so_far", kvm(), ctrl_c),
+        trial("a_pipe_that_closes_early_is_no_error", kvm(), early_close),
+        trial("guest_memory_larger_than_the_host_s", kvm(), larger_than_host),
+        trial("four_kilobyte_guest_pages", kvm(), || succeed("--memory 16m --workload write,page=4k")),
+        trial("six_gibibytes_with_writes_above_four", kvm(), || {
+            succeed("--memory 6g --workload write,stride=1m")
+        }),
+        trial("preallocated_and_locked", kvm(), || succeed("--memory 16m,prealloc,lock")),
+        trial("a_user_other_than_root", both(kvm(), root()), || succeed("--memory 16m --user 65534:65534")),
+    ];
+    for backing in ["anonymous", "thp", "shmem", "memfd", "anonymous_thp"] {
+        trials.push(trial(&format!("backing_{backing}"), kvm(), move || {
+            succeed(&format!("--cpus 4 --memory 64m,backing={backing}"))
+        }));
+    }
+    for (backing, page, count) in
+        [("hugetlb-2m", 2 << 20, 32), ("shared-hugetlb-2m", 2 << 20, 32), ("hugetlb-1g", 1 << 30, 1)]
+    {
+        let need = both(kvm(), bed::huge_pages(page, count));
+        trials.push(trial(&format!("backing_{backing}_is_mapped_huge"), need, move || {
+            let size = (page * count) >> 20;
+            let result = report(&format!("--cpus 4 --memory {size}m,backing={backing} --passes 1"))?;
+            let huge = figure(&result, "mapped_2m")? + figure(&result, "mapped_1g")?;
+            ensure(huge > 0.0 && result.invalid.is_empty(), || {
+                format!("{huge} huge pages, {:?}", result.invalid)
+            })
+        }));
+    }
+    libtest_mimic::run(&args, trials).exit();
+}
+
+fn root() -> bed::Need {
+    if vellum::sys::host::is_root() { Ok(()) } else { Err("needs root: sudo -E cargo test".into()) }
+}
+
+fn vellum(arguments: &str) -> Command {
+    let mut command = Command::new(VELLUM);
+    command.arg("run").args(arguments.split_whitespace()).stdin(Stdio::null());
+    command
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn expect(output: &Output, status: i32) -> Result<(), Failed> {
+    let what = || format!("{}\n{}{}", output.status, text(&output.stdout), text(&output.stderr));
+    ensure(output.status.code() == Some(status), what)
+}
+
+fn report(arguments: &str) -> Result<Report, Failed> {
+    let output = vellum(arguments).args(["--json", "-"]).output()?;
+    expect(&output, 0)?;
+    let mut reports = json::parse(&output.stdout, "standard output".as_ref())?;
+    ensure(reports.len() == 1, || format!("{} results", reports.len()))?;
+    Ok(reports.remove(0))
+}
+
+fn figure(report: &Report, name: &str) -> Result<f64, Failed> {
+    let found = report.figures.iter().find(|figure| figure.name() == name);
+    found.map(|figure| figure.value()).ok_or_else(|| format!("no figure {name}").into())
+}
+
+fn succeed(arguments: &str) -> Result<(), Failed> {
+    let result = report(arguments)?;
+    ensure(figure(&result, "wrong_stamps")? == 0.0, || format!("{:?}", result.invalid))?;
+    ensure(figure(&result, "pages_checked")? > 0.0, || "nothing was checked".into())
+}
+
+fn bad_input() -> Result<(), Failed> {
+    for (arguments, remedy) in [
+        ("--cpus 0", "from 1 to"),
+        ("--cpus -1", ""),
+        ("--cpus many", "from 1 to"),
+        ("--cpus 2,pin=0", "name one for each"),
+        ("--cpus 1,pin=[4000]", "may use"),
+        ("--cpus 1,pin=[0", "brackets"),
+        ("--memory 0", "the least is"),
+        ("--memory 4k", "the least is"),
+        ("--memory 1048577b", "the next size up"),
+        ("--memory lots", "512m"),
+        ("--memory 99999999t", "the most is"),
+        ("--memory 1g,baking=thp", "did you mean 'backing'"),
+        ("--memory 1g,backing=tph", "did you mean"),
+        ("--memory 1g,prealloc=maybe", "on or off"),
+        ("--memory 1g,slots=0", "from 1 to"),
+        ("--memory 1g,slots=9,slots=8", "twice"),
+        ("--memory 9000t,backing=hugetlb-2m", ""),
+        ("--workload wirte", "did you mean 'write'"),
+        ("--workload write,hto=10", "did you mean 'hot'"),
+        ("--workload write,hot=100", "below 100"),
+        ("--workload write,share=10", "hot="),
+        ("--workload write,order=up", "sequential"),
+        ("--workload write,stride=100", "multiple of 4096"),
+        ("--workload write,rate=0", "from 1 to"),
+        ("--passes x", ""),
+        ("--duration 0", "30s"),
+        ("--duration soon", "30s"),
+        ("--json /nonexistent/result.json", "directory"),
+        ("--sandbox maybe", "on, log and off"),
+        ("--user root", "UID:GID"),
+        ("--memroy 1g", "--memory"),
+    ] {
+        let output = vellum(arguments).output()?;
+        let said = text(&output.stderr);
+        let flag = arguments.split(' ').next().unwrap_or("");
+        let good = output.status.code() == Some(2)
+            && said.lines().count() == 1
+            && (said.contains(flag) || said.contains("nonexistent"))
+            && said.contains(remedy)
+            && output.stdout.is_empty();
+        ensure(good, || format!("{arguments}: {}: {said}", output.status))?;
+    }
+    Ok(())
+}
+
+fn nothing_left() -> Result<(), Failed> {
+    let directory = std::env::temp_dir().join(format!("vellum-run-{}", std::process::id()));
+    std::fs::create_dir(&directory)?;
+    let file = directory.join("result.json");
+    let output = vellum("--memory 1048577b --json").arg(&file).output()?;
+    let left = std::fs::read_dir(&directory)?.count();
+    std::fs::remove_dir_all(&directory)?;
+    expect(&output, 2)?;
+    ensure(left == 0, || format!("{left} files left"))
+}
+
+fn plain() -> Result<(), Failed> {
+    let output = vellum("--memory 16m").output()?;
+    expect(&output, 0)?;
+    let said = text(&output.stdout);
+    for part in ["run write", "pages_per_second", "write_latency", "p99", "exits", "kvm", "sandbox on", "16m"]
+    {
+        ensure(said.contains(part), || format!("no {part} in:\n{said}"))?;
+    }
+    ensure(output.stderr.is_empty(), || format!("quiet in a pipe, but: {}", text(&output.stderr)))
+}
+
+fn json_on_stdout() -> Result<(), Failed> {
+    let result = report("--memory 16m --passes 2 --workload write,seed=9")?;
+    ensure(result.asked["seed"] == 9 && result.asked["passes"] == 2, || format!("{:?}", result.asked))?;
+    ensure(figure(&result, "accesses")? == 2.0 * 4096.0, || format!("{:?}", result.figures))?;
+    let rate = result.figures.iter().find(|figure| figure.name() == "pages_per_second_per_vcpu");
+    ensure(rate.is_some_and(|rate| rate.unit() == "pages/s"), || format!("{rate:?}"))
+}
+
+fn duration() -> Result<(), Failed> {
+    // Without an end of its own, only the duration can end it.
+    let result = report("--memory 16m --duration 200ms --cpus 2")?;
+    ensure(result.asked["passes"] == 0, || format!("{:?}", result.asked))?;
+    ensure(figure(&result, "wrong_stamps")? == 0.0, || format!("{:?}", result.invalid))
+}
+
+/// Waits until the guest runs: the third thread is the first vCPU's loop being watched.
+fn wait_until_it_runs(child: &Child) -> Result<(), Failed> {
+    let tasks = format!("/proc/{}/task", child.id());
+    loop {
+        let names: Vec<_> = std::fs::read_dir(&tasks)?
+            .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok())
+            .collect();
+        if names.iter().any(|name| name.starts_with("vcpu")) {
+            return Ok(());
+        }
+        std::thread::yield_now();
+    }
+}
+
+fn ctrl_c() -> Result<(), Failed> {
+    let mut child = vellum("--memory 16m --passes 0").stdout(Stdio::piped()).spawn()?;
+    wait_until_it_runs(&child)?;
+    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status()?;
+    ensure(kill.success(), || "cannot send SIGINT".into())?;
+    let mut said = String::new();
+    if let Some(stdout) = &mut child.stdout {
+        stdout.read_to_string(&mut said)?;
+    }
+    let status = child.wait()?;
+    ensure(status.code() == Some(130) && status.signal().is_none(), || format!("{status}"))?;
+    ensure(said.contains("signal 2") && said.contains("accesses"), || said)
+}
+
+fn early_close() -> Result<(), Failed> {
+    let mut child = vellum("--memory 16m").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let first = child.stdout.take().map(|out| BufReader::new(out).lines().next());
+    ensure(matches!(first, Some(Some(Ok(_)))), || format!("{first:?}"))?;
+    expect(&child.wait_with_output()?, 0)
+}
+
+fn larger_than_host() -> Result<(), Failed> {
+    let host = vellum::sys::host::total_memory();
+    let more = (host * 2).next_multiple_of(1 << 30) >> 30;
+    succeed(&format!("--memory {more}g --passes 1 --workload write,stride=1g"))
+}
