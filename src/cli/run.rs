@@ -21,18 +21,19 @@ use crate::workload::run as workload;
 #[command(allow_negative_numbers = true)]
 #[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
 pub struct RunArgs {
-    /// Virtual CPUs: N[,pin=auto|off|LIST], as in 4,pin=[0,2-4]
+    /// Virtual CPUs: `N[,pin=auto|off|LIST]`, as in `4,pin=[0,2-4]`
     #[arg(short, long, value_name = "N", value_parser = args::cpus, default_value = "1")]
     cpus: args::Cpus,
 
-    /// Guest memory: SIZE[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock][,slots=N];
+    /// Guest memory: `SIZE[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock][,slots=N]`;
     /// sizes take k, m, g, t, and a bare number is in MiB
     #[arg(short, long, value_name = "SIZE", value_parser = args::memory, default_value = "256m")]
     #[arg(default_value_if("kernel", clap::builder::ArgPredicate::IsPresent, "512m"))]
     memory: MemoryConfig,
 
-    /// The built-in guest: write[,order=sequential|random|shuffled][,hot=PCT[,share=PCT]][,write=PCT][,rate=PAGES/S]
-    /// [,seed=N][,region=each|shared][,stride=SIZE][,page=2m|4k][,latency=on|off]
+    /// The built-in guest:
+    /// `write[,order=sequential|random|shuffled][,hot=PCT[,share=PCT]][,write=PCT][,rate=PAGES/S]`
+    /// `[,seed=N][,region=each|shared][,stride=SIZE][,page=2m|4k][,latency=on|off]`
     #[arg(short, long, value_name = "NAME", value_parser = args::workload, default_value = "write")]
     workload: args::Workload,
 

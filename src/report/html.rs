@@ -1,7 +1,7 @@
 //! The HTML face: one page that needs nothing but itself, for the screen at the desk and the one in the pocket.
 //!
 //! No script, no font, no request: a content security policy in the page forbids them, so that a result from elsewhere
-//! can be opened without a thought. The pictures come from [`plot`](super::plot), their colours from `style.css`.
+//! can be opened without a thought. The pictures come from [`plot`], their colours from `style.css`.
 
 use std::fmt::Write as _;
 

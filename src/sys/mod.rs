@@ -4,6 +4,7 @@
 
 pub mod affinity;
 pub mod clock;
+pub mod code;
 pub mod dirty;
 pub mod file;
 pub mod host;

@@ -56,4 +56,40 @@ fn main() {
         let median = median(samples);
         println!("  {name:20} {median:7.3} ms  least {least:7.3}  {:5.2} times the floor", median / floor);
     }
+    match overhead(&vellum) {
+        Some(kib) => println!("PSS of a running guest with 128 MiB, its memory left out: {kib} KiB"),
+        None => println!("PSS: skipped, /proc/PID/smaps cannot be read"),
+    }
+}
+
+/// The proportional set size of a running Vellum in KiB, without the mappings of guest RAM.
+fn overhead(vellum: &Path) -> Option<u64> {
+    let mut child = Command::new(vellum)
+        .args(["run", "--memory", "128m", "--passes", "0"])
+        .stdout(Stdio::null())
+        .spawn()
+        .ok()?;
+    let tasks = format!("/proc/{}/task", child.id());
+    let running =
+        |path: PathBuf| std::fs::read_to_string(path.join("comm")).is_ok_and(|name| name.starts_with("vcpu"));
+    while child.try_wait().ok()?.is_none()
+        && !std::fs::read_dir(&tasks).ok()?.flatten().any(|task| running(task.path()))
+    {
+        std::thread::yield_now();
+    }
+    let maps = std::fs::read_to_string(format!("/proc/{}/smaps", child.id()));
+    let _ = child.kill();
+    let _ = child.wait();
+    let mut total = 0;
+    let mut size = 0;
+    for line in maps.ok()?.lines() {
+        let mut words = line.split_whitespace();
+        match (words.next()?, words.next().and_then(|word| word.parse::<u64>().ok())) {
+            ("Size:", Some(kib)) => size = kib,
+            // RAM is one mapping of exactly its size.
+            ("Pss:", Some(kib)) if size != 128 << 10 => total += kib,
+            _ => {}
+        }
+    }
+    Some(total)
 }

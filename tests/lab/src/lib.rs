@@ -2,7 +2,7 @@
 //!
 //! A *bed* is a host kernel with its KVM. `svm` and `vmx` are emulated hosts, booted by this crate from Debian's
 //! packages or from a kernel built here; `local` and `metal` are the machine it runs on. Start reading in [`bed`]:
-//! a [`bed::Job`] goes in, an [`bed::Outcome`] comes back. [`debian`] fetches packages without installing them,
+//! a [`wire::Job`] goes in, an [`bed::Outcome`] comes back. [`debian`] fetches packages without installing them,
 //! [`cache`] keeps what was fetched or built, [`initramfs`] packs what an emulated host sees, and [`wire`] is what it
 //! says to us. `src/bin/bed-init.rs` is that host's first process.
 //!
