@@ -7,9 +7,10 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use libtest_mimic::{Arguments, Failed};
+use vellum::arch;
 use vellum::arch::tables::code;
-use vellum::arch::workload::Privilege;
-use vellum::bench::{Common, demand_paging};
+use vellum::arch::workload::{GuestPage, Privilege};
+use vellum::bench::{Common, demand_paging, page_table};
 use vellum::report::json;
 use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source, memfd};
 use vellum::sys::uffd::{BATCH, Mode, Uffd};
@@ -17,6 +18,7 @@ use vellum::vm::counters::Counters;
 use vellum::vm::memory::{Backing, Memory, MemoryConfig};
 use vellum::workload::guest::GuestConfig;
 use vellum::workload::tables::{self, Command, perform};
+use vellum::workload::touch::{self, Plan};
 use vellum::workload::{Guest, WriteConfig};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -32,6 +34,8 @@ fn main() {
         trial("demand_paging_minor", bed::both(kvm(), uffd(Mode::Minor)), || {
             demand_paging(Mode::Minor, Backing::Memfd)
         }),
+        trial("blocks_are_touched_where_the_plan_says", kvm(), touch),
+        trial("page_table_stages", kvm(), page_table),
         trial("tables_lead_to_the_same_frames_and_are_cleared", kvm(), tables),
     ];
     libtest_mimic::run(&args, trials).exit();
@@ -101,6 +105,46 @@ fn demand_paging(mode: Mode, backing: Backing) -> Result<(), Failed> {
     ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
     let faults = report.figures.iter().find(|f| f.name() == "faults_answered").map(|f| f.value());
     ensure(faults == Some(2048.0), || format!("{faults:?} faults for 2048 pages"))?;
+    json::check(&report).map_err(Failed::from)
+}
+
+/// Each vCPU writes what its plan names, and nothing else.
+fn touch() -> Result<(), Failed> {
+    let kvm = vellum::vm::open()?;
+    let config = GuestConfig { code: arch::touch::code(), ..GuestConfig::new(2) };
+    let guest = Guest::build(&kvm, Memory::map(MemoryConfig::new(2 << 20))?, config)?;
+    let runs = Plan { first: true, offset: 8192, run: 3, ..Plan::every(4096, 1 << 20, true) };
+    Plan { block: 32 * 4096, blocks: 8, ..runs }.program(&guest, 0);
+    Plan { start: 1 << 20, first: true, run: 0, ..Plan::every(16 * 4096, 1 << 20, false) }.program(&guest, 1);
+    guest.resume();
+    guest.wait_all_rung()?;
+    let words = guest.vm.memory.mapping.words();
+    for page in 0..512usize {
+        let expected = match page {
+            0..256 if [0, 2, 3, 4].contains(&(page % 32)) => 8 - page as u64 / 32,
+            256.. if page % 16 == 0 => 16 - (page as u64 - 256) / 16,
+            _ => 0,
+        };
+        let found = words[page * 512].load(Ordering::Relaxed);
+        ensure(found == expected, || format!("page {page} holds {found}, not {expected}"))?;
+    }
+    ensure((0..2).all(|vcpu| touch::seconds(&guest, vcpu) > 0.0), || "no time passed".into())
+}
+
+/// Neighbours are mapped eight at a time, but the log makes each small page fault on its own.
+fn page_table() -> Result<(), Failed> {
+    let report = page_table::run(&page_table::Config {
+        common: Common::default(),
+        bytes: 8 << 20,
+        backing: Backing::Anonymous,
+        vcpus: 2,
+        pins: None,
+        page: GuestPage::Large,
+        repeat: 2,
+    })?;
+    ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
+    let grown = report.counters.iter().find(|c| c.name == "pf_fixed").map(|c| c.after - c.before);
+    ensure(grown >= Some(2048), || format!("{grown:?} faults for 2048 pages that are written while logged"))?;
     json::check(&report).map_err(Failed::from)
 }
 

@@ -91,6 +91,7 @@ fn one(report: &mut Report, config: &Config, count: u64, budget: u64) -> Result<
         }
     }
     shadow_premises(report, &counted, &now, count * pages.div_ceil(8), &format!("{count} tables"));
-    counted.finish(report, now, (config.tables.len() > 1).then_some(count));
+    let label = count.to_string();
+    counted.finish(report, now, (config.tables.len() > 1).then_some(label.as_str()));
     Ok(())
 }

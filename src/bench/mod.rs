@@ -5,6 +5,7 @@
 
 pub mod context_switch;
 pub mod demand_paging;
+pub mod page_table;
 pub mod rmap_fork;
 
 use std::io;
@@ -151,7 +152,7 @@ impl Counted {
     }
 
     /// Puts both readings into the result; of one machine of several, under its own label.
-    fn finish(self, report: &mut Report, now: Snapshot, label: Option<u64>) {
+    fn finish(self, report: &mut Report, now: Snapshot, label: Option<&str>) {
         let labelled = |snapshot: Snapshot| match label {
             None => snapshot,
             Some(label) => {

@@ -104,7 +104,8 @@ fn one(report: &mut Report, config: &Config, count: u64, budget: u64) -> Result<
     // A fault may map the seven neighbours too (PTE_PREFETCH_NUM, arch/x86/kvm/mmu/mmu.c).
     let mapped = u64::from(config.repeat) * count * config.pages.div_ceil(8);
     shadow_premises(report, &counted, &now, mapped, &format!("{count} tables"));
-    counted.finish(report, now, (config.tables.len() > 1).then_some(count));
+    let label = count.to_string();
+    counted.finish(report, now, (config.tables.len() > 1).then_some(label.as_str()));
     Ok(())
 }
 

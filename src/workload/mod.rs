@@ -10,6 +10,7 @@ pub mod model;
 pub mod run;
 pub mod stamp;
 pub mod tables;
+pub mod touch;
 
 pub use guest::Guest;
 

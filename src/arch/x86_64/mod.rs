@@ -8,4 +8,5 @@ pub mod layout;
 pub mod regs;
 pub mod state;
 pub mod tables;
+pub mod touch;
 pub mod workload;

@@ -2,6 +2,7 @@
 
 mod context_switch;
 mod demand_paging;
+mod page_table;
 mod rmap_fork;
 
 use std::io::Write;
@@ -10,6 +11,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::{Failure, keyvalue};
+use crate::arch::workload::GuestPage;
 use crate::bench::{Common, Error};
 use crate::report::{Report, json, terminal};
 use crate::sandbox::Mode;
@@ -28,6 +30,7 @@ enum What {
     RmapFork(rmap_fork::RmapForkArgs),
     ContextSwitch(context_switch::ContextSwitchArgs),
     DemandPaging(demand_paging::DemandPagingArgs),
+    PageTable(page_table::PageTableArgs),
 }
 
 /// Where the result goes.
@@ -48,6 +51,7 @@ pub fn run(args: BenchArgs) -> Result<Exit, Failure> {
         What::RmapFork(args) => rmap_fork::run(args),
         What::ContextSwitch(args) => context_switch::run(args),
         What::DemandPaging(args) => demand_paging::run(args),
+        What::PageTable(args) => page_table::run(args),
     }
 }
 
@@ -106,4 +110,9 @@ fn pins(list: Option<&str>, vcpus: usize) -> Result<Option<Vec<usize>>, Failure>
         cpu(&number.to_string()).map_err(|why| wrong(format!("{number}: {why}")))?;
     }
     Ok(Some(cpus))
+}
+
+/// `--mode SIZE`: the page size of the guest's own tables.
+fn guest_page(text: &str) -> Result<GuestPage, String> {
+    keyvalue::one_of("guest page size", text, &[("2m", GuestPage::Large), ("4k", GuestPage::Small)])
 }

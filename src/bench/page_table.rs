@@ -1,0 +1,187 @@
+//! `page-table`: what it costs KVM to make, to change and to rebuild the mappings of a region that all vCPUs share.
+//!
+//! The stages of the KVM selftest kvm_page_table_test, on memory that the host has already populated:
+//! *create* (one access to each page of the backing's size; even vCPUs write, odd ones read), *update* (with dirty
+//! logging on: small pages are written again; of each huge page the first 4 KiB are written, then its second half is
+//! read, so that a block becomes a table), and *adjust*, which was once called rebuild (logging off: every 4 KiB page is
+//! read, so that tables may become blocks again).
+
+use std::time::Instant;
+
+use super::{Common, Counted, Error, check_memory, huge_premise};
+use crate::arch::touch as code;
+use crate::arch::workload::GuestPage;
+use crate::host::hugepages;
+use crate::report::Report;
+use crate::sys::mmap::PAGE_SIZE;
+use crate::vm;
+use crate::vm::memory::{Backing, Memory, MemoryConfig, short_size};
+use crate::workload::Guest;
+use crate::workload::guest::GuestConfig;
+use crate::workload::touch::Plan;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// What all benchmarks have.
+    pub common: Common,
+    /// Bytes of the region, in all.
+    pub bytes: u64,
+    /// What backs memory.
+    pub backing: Backing,
+    /// vCPUs.
+    pub vcpus: usize,
+    /// The CPU of each vCPU.
+    pub pins: Option<Vec<usize>>,
+    /// The page size of the guest's own tables.
+    pub page: GuestPage,
+    /// Rounds, each in a machine of its own.
+    pub repeat: u32,
+}
+
+/// A row of the tables with which the arm64 stage-2 series was posted (v2, March 2021, Kunpeng 920): backing, bytes,
+/// vCPUs.
+const SEED: [(&str, Backing, u64, usize); 6] = [
+    ("anonymous-1g-80", Backing::Anonymous, 1 << 30, 80),
+    ("thp-20g-40", Backing::Thp, 20 << 30, 40),
+    ("thp-20g-20", Backing::Thp, 20 << 30, 20),
+    ("hugetlb-1g-1g-80", Backing::Hugetlb(1 << 30), 1 << 30, 80),
+    ("hugetlb-1g-20g-40", Backing::Hugetlb(1 << 30), 20 << 30, 40),
+    ("hugetlb-1g-20g-20", Backing::Hugetlb(1 << 30), 20 << 30, 20),
+];
+
+/// Measures.
+pub fn run(config: &Config) -> Result<Report, Error> {
+    let page = config.backing.best_mapping();
+    if config.bytes == 0 || !config.bytes.is_multiple_of(page) {
+        return Err(Error::Asked(format!(
+            "-b {}: no multiple of the {page}-byte pages of -s {}; the next that is one: {}",
+            config.bytes,
+            config.backing,
+            config.bytes.max(1).next_multiple_of(page)
+        )));
+    }
+    let mut report = config.common.report("page-table");
+    report.ask("bytes", config.bytes);
+    report.ask("backing", config.backing.to_string());
+    report.ask("vcpus", config.vcpus);
+    describe(&mut report, config);
+    measure(&mut report, config, None)?;
+    Ok(report)
+}
+
+/// Measures every row of the seed's tables, scaled to this host; `config` gives what they do not.
+pub fn run_seed(config: &Config) -> Result<Report, Error> {
+    let mut report = config.common.report("page-table");
+    report.ask("preset", "seed");
+    describe(&mut report, config);
+    // The largest row in a quarter of the available memory, by a power of two; two vCPUs a CPU where the seed had 80.
+    let available = crate::host::topology::memory().available;
+    let mut shrink = 1;
+    while (20 << 30) / shrink > available / 4 {
+        shrink *= 2;
+    }
+    let cpus = report.host.cpus as usize;
+    report.ask("memory_scale", format!("1/{shrink}"));
+    report.ask("vcpu_scale", format!("{}/80", 2 * cpus));
+    for (label, backing, bytes, vcpus) in SEED {
+        let page = backing.best_mapping();
+        let bytes = (bytes / shrink / page).max(1) * page;
+        let vcpus = (vcpus * 2 * cpus / 80).max(1);
+        if let Backing::Hugetlb(size) = backing
+            && let Err(shortage) = hugepages::check(size, bytes)
+        {
+            report.notes.push(format!("{label} was not measured: {shortage}"));
+            continue;
+        }
+        report.ask(&format!("row {label}"), format!("{backing}, {}, {vcpus} vCPUs", short_size(bytes)));
+        measure(&mut report, &Config { bytes, backing, vcpus, pins: None, ..config.clone() }, Some(label))?;
+    }
+    Ok(report)
+}
+
+fn describe(report: &mut Report, config: &Config) {
+    report.ask("pin", config.pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
+    report.ask("guest_page", if config.page == GuestPage::Small { "4k" } else { "2m" });
+    report.ask("repeat", config.repeat);
+}
+
+/// The stages in their order.
+const STAGES: [&str; 5] =
+    ["create_mappings", "enable_logging", "update_mappings", "disable_logging", "adjust_mappings"];
+
+fn measure(report: &mut Report, config: &Config, label: Option<&str>) -> Result<(), Error> {
+    check_memory(config.bytes, config.backing)?;
+    let mut times = vec![Vec::new(); STAGES.len()];
+    for round in 0..config.repeat {
+        let last = round + 1 == config.repeat;
+        let stages = one(report, config, label, last)?;
+        times.iter_mut().zip(stages).for_each(|(times, time)| times.push(time));
+    }
+    for (name, times) in STAGES.iter().zip(&times) {
+        let name = label.map_or((*name).to_owned(), |label| format!("{name}[{label}]"));
+        report.spread(name, "s", times);
+    }
+    Ok(())
+}
+
+fn one(
+    report: &mut Report,
+    config: &Config,
+    label: Option<&str>,
+    last: bool,
+) -> Result<[f64; STAGES.len()], Error> {
+    let kvm = vm::open()?;
+    let backing = config.backing;
+    let memory = Memory::map(MemoryConfig { backing, prealloc: true, ..MemoryConfig::new(config.bytes) })?;
+    memory.populate(|_| {})?;
+    let guest = Guest::build(
+        &kvm,
+        memory,
+        GuestConfig {
+            code: code::code(),
+            pins: config.pins.clone(),
+            page: config.page,
+            enter: config.common.enter(),
+            ..GuestConfig::new(config.vcpus)
+        },
+    )?;
+    let counted = Counted::start(&guest, report);
+    let page = backing.best_mapping();
+    let create = stage(&guest, |vcpu| Plan::every(page, config.bytes, vcpu % 2 == 0))?;
+    huge_premise(report, backing, &counted.now());
+    let enable = logging(&guest, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
+    let update = stage(&guest, |_| match page {
+        PAGE_SIZE => Plan::every(PAGE_SIZE, config.bytes, true),
+        _ => Plan {
+            first: true,
+            offset: page / 2,
+            run: page / 2 / PAGE_SIZE,
+            stride: PAGE_SIZE,
+            ..Plan::every(page, config.bytes, false)
+        },
+    })?;
+    let disable = logging(&guest, 0)?;
+    let adjust = stage(&guest, |_| Plan::every(PAGE_SIZE, config.bytes, false))?;
+    if last {
+        let now = counted.now();
+        counted.finish(report, now, label);
+    }
+    Ok([create, enable, update, disable, adjust])
+}
+
+/// Has every vCPU follow its plan, and returns how long that took until the last was done.
+fn stage(guest: &Guest, plan: impl Fn(usize) -> Plan) -> Result<f64, Error> {
+    (0..guest.vcpus.len()).for_each(|vcpu| plan(vcpu).program(guest, vcpu));
+    let start = Instant::now();
+    guest.resume();
+    guest.wait_all_rung()?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// Switches dirty logging of RAM's memslots, and returns how long that took.
+fn logging(guest: &Guest, flags: u32) -> Result<f64, Error> {
+    let start = Instant::now();
+    guest.vm.memory.slots.iter().try_for_each(|slot| guest.vm.set_slot(slot, flags))?;
+    Ok(start.elapsed().as_secs_f64())
+}

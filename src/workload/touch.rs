@@ -1,0 +1,94 @@
+//! A workload that touches memory in blocks: the first word of each block, then a run of pages inside it.
+//!
+//! What `kvm_page_table_test` and its like need and the `write` workload's even strides cannot do. [`Touch`] is the
+//! layout of the control block; the code is `arch/*/touch.rs`, at CPL 3.
+
+use std::mem::offset_of;
+use std::sync::atomic::Ordering;
+
+use super::guest::Guest;
+use crate::arch::workload::RAM_VA;
+
+/// The control block as the code reads it, all words.
+#[repr(C)]
+pub struct Touch {
+    /// Guest-virtual address of the doorbell.
+    pub doorbell: u64,
+    /// Guest-virtual address of the first block.
+    pub region: u64,
+    /// How many blocks; at least 1.
+    pub blocks: u64,
+    /// Bytes from one block to the next.
+    pub block: u64,
+    /// Whether the first word of each block is written.
+    pub first: u64,
+    /// Where in each block the run begins, in bytes.
+    pub offset: u64,
+    /// Pages in the run; may be 0.
+    pub run: u64,
+    /// Bytes from one page of the run to the next.
+    pub stride: u64,
+    /// Whether the run is written, or else read.
+    pub write: u64,
+    /// Written by the guest: TSC when it started and ended.
+    pub ticks: [u64; 2],
+}
+
+/// What one vCPU does when it is resumed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// Offset into RAM of the first block.
+    pub start: u64,
+    /// How many blocks; at least 1.
+    pub blocks: u64,
+    /// Bytes from one block to the next.
+    pub block: u64,
+    /// Whether the first word of each block is written, before the run.
+    pub first: bool,
+    /// Where in each block the run begins, in bytes.
+    pub offset: u64,
+    /// Pages in the run; may be 0.
+    pub run: u64,
+    /// Bytes from one page of the run to the next.
+    pub stride: u64,
+    /// Whether the run is written, or else read.
+    pub write: bool,
+}
+
+impl Plan {
+    /// Every `stride` bytes of `bytes` from the start of RAM: written or read.
+    pub fn every(stride: u64, bytes: u64, write: bool) -> Self {
+        Self {
+            start: 0,
+            blocks: bytes / stride,
+            block: stride,
+            first: false,
+            offset: 0,
+            run: 1,
+            stride,
+            write,
+        }
+    }
+
+    /// Sets up `vcpu`, which is paused.
+    pub fn program(&self, guest: &Guest, vcpu: usize) {
+        let block = guest.block(vcpu);
+        let set = |offset: usize, value: u64| block[offset / 8].store(value, Ordering::Relaxed);
+        set(offset_of!(Touch, doorbell), crate::arch::layout::DOORBELL);
+        set(offset_of!(Touch, region), RAM_VA + self.start);
+        set(offset_of!(Touch, blocks), self.blocks);
+        set(offset_of!(Touch, block), self.block);
+        set(offset_of!(Touch, first), self.first.into());
+        set(offset_of!(Touch, offset), self.offset);
+        set(offset_of!(Touch, run), self.run);
+        set(offset_of!(Touch, stride), self.stride);
+        set(offset_of!(Touch, write), self.write.into());
+    }
+}
+
+/// The seconds that `vcpu` took, by its TSC.
+pub fn seconds(guest: &Guest, vcpu: usize) -> f64 {
+    let ticks = &guest.block(vcpu)[offset_of!(Touch, ticks) / 8..];
+    let (start, end) = (ticks[0].load(Ordering::Relaxed), ticks[1].load(Ordering::Relaxed));
+    end.saturating_sub(start) as f64 / guest.tsc_hz as f64
+}
