@@ -62,15 +62,26 @@ pub enum Error {
 impl Counters {
     /// Opens the counters of `vm` and its `vcpus`, which must be paused.
     pub fn open(vm: &VmFd, vcpus: &[Vcpu]) -> Result<Self, Error> {
-        let mut files = match sys::kvm::stats_fd(vm) {
-            Ok(file) => vec![file],
-            Err(binary) => return Self::debugfs(Path::new("/sys/kernel/debug/kvm"), vm, binary),
-        };
-        for vcpu in vcpus {
-            files.push(vcpu.with(|fd| sys::kvm::stats_fd(fd))?.map_err(Error::Read)?);
+        Self::of_vm(vm)?.with_vcpus(vcpus)
+    }
+
+    /// Opens the counters of `vm`: all that takes a path.
+    pub fn of_vm(vm: &VmFd) -> Result<Self, Error> {
+        match sys::kvm::stats_fd(vm) {
+            Ok(file) => Ok(Self(Source::Binary(vec![Stats::new(file).map_err(Error::Read)?]))),
+            Err(binary) => Self::debugfs(Path::new("/sys/kernel/debug/kvm"), vm, binary),
         }
-        let stats = files.into_iter().map(Stats::new).collect::<io::Result<_>>().map_err(Error::Read)?;
-        Ok(Self(Source::Binary(stats)))
+    }
+
+    /// Adds those of its `vcpus`, which must be paused; debugfs has summed them already.
+    pub fn with_vcpus(mut self, vcpus: &[Vcpu]) -> Result<Self, Error> {
+        if let Source::Binary(stats) = &mut self.0 {
+            for vcpu in vcpus {
+                let file = vcpu.with(|fd| sys::kvm::stats_fd(fd))?.map_err(Error::Read)?;
+                stats.push(Stats::new(file).map_err(Error::Read)?);
+            }
+        }
+        Ok(self)
     }
 
     /// A directory a VM, named by its creator and descriptor; vCPUs are summed in it.

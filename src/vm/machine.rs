@@ -406,6 +406,7 @@ fn start_vcpus(
             on_end: Box::new(move || drop(ended.write(1))),
         })?);
     }
+    vcpus.iter().try_for_each(Vcpu::ready)?;
     Ok(vcpus)
 }
 

@@ -178,6 +178,8 @@ struct Inner {
     state: State,
     call: Option<Call>,
     exits: Exits,
+    /// Why the thread never entered its loop.
+    failed: Option<Error>,
     ended: Option<Ended>,
     /// The latest value of [`Shared::flushes`] that the thread saw while out of `KVM_RUN`.
     flushed: u64,
@@ -223,7 +225,8 @@ pub struct Start<F> {
 }
 
 impl Vcpu {
-    /// Starts the thread. It is `Paused`, sandboxed and ready when this returns.
+    /// Starts the thread, which makes itself ready meanwhile: pinned, sandboxed and `Paused`. [`Vcpu::ready`] tells when
+    /// it is, so that many threads can get ready at the same time.
     pub fn start<F>(start: Start<F>) -> Result<Self, Error>
     where
         F: FnMut(VcpuExit<'_>) -> Flow + Send + 'static,
@@ -239,20 +242,23 @@ impl Vcpu {
                 state: State::Running,
                 call: None,
                 exits: Exits::default(),
+                failed: None,
                 ended: None,
                 flushed: 0,
             }),
             changed: Condvar::new(),
         });
-        let (ready, started) = std::sync::mpsc::sync_channel(1);
         let mine = shared.clone();
         let body = move || {
             let prepared = pin
                 .map_or(Ok(()), |cpu| affinity::pin(cpu).map_err(|e| Error::Pin(index, cpu, e)))
                 .and_then(|()| enter().map_err(|e| Error::Sandbox(index, e)));
-            let failed = prepared.is_err();
-            let _ = ready.send(prepared);
-            if failed {
+            if let Err(error) = prepared {
+                let mut inner = mine.lock();
+                inner.state = State::Exited;
+                inner.failed = Some(error);
+                drop(inner);
+                mine.changed.notify_all();
                 return;
             }
             mine.kick.arm(fd.get_kvm_run());
@@ -271,9 +277,13 @@ impl Vcpu {
             .stack_size(256 << 10)
             .spawn(body)
             .map_err(|e| Error::Spawn(index, e))?;
-        // The sender is gone without a word only if the thread panicked.
-        started.recv().unwrap_or(Err(Error::Gone(index)))?;
         Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// Waits until the thread is ready, or says why it never will be. Called once, before anything else.
+    pub fn ready(&self) -> Result<(), Error> {
+        let mut inner = self.wait(|inner| inner.state != State::Running)?;
+        inner.failed.take().map_or(Ok(()), Err)
     }
 
     /// Its number.

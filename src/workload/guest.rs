@@ -174,6 +174,19 @@ pub struct Guest {
 impl Guest {
     /// Builds the machine over `memory`; every vCPU is paused at the code's entry.
     pub fn build(kvm: &Kvm, memory: Memory, config: GuestConfig) -> Result<Self, Error> {
+        let guest = Self::start(kvm, memory, config)?;
+        guest.ready()?;
+        Ok(guest)
+    }
+
+    /// Waits until every vCPU thread that [`Guest::start`] has started is ready.
+    pub fn ready(&self) -> Result<(), Error> {
+        self.vcpus.iter().try_for_each(Vcpu::ready).map_err(|error| VmError::from(error).into())
+    }
+
+    /// As [`Guest::build`], but does not wait: the caller has something to do while the vCPU threads get
+    /// [`ready`](Guest::ready).
+    pub fn start(kvm: &Kvm, memory: Memory, config: GuestConfig) -> Result<Self, Error> {
         let most = kvm.get_max_vcpus();
         if config.vcpus == 0 || config.vcpus > most {
             return Err(VmError::Cpus { asked: config.vcpus, most }.into());

@@ -116,7 +116,7 @@ pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
     facts.sandbox = sandbox.status();
     let enter =
         move |index| sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other);
-    let guest = Guest::build(
+    let guest = Guest::start(
         &kvm,
         memory,
         GuestConfig {
@@ -128,10 +128,12 @@ pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
     )?;
     let regions = guest.program(&config.write)?;
     let models: Vec<_> = guest.controls().map(Model::new).collect();
-    let counters = Counters::open(&guest.vm.fd, &guest.vcpus);
+    let counters = Counters::of_vm(&guest.vm.fd);
+    sandbox.enter(ThreadKind::Main, "main")?;
+    guest.ready()?;
+    let counters = counters.and_then(|counters| counters.with_vcpus(&guest.vcpus));
     let read = || counters.as_ref().ok().and_then(|counters| counters.read().ok()).unwrap_or_default();
     let before = read();
-    sandbox.enter(ThreadKind::Main, "main")?;
     guest.resume();
     let interrupted = watch(config, &guest, &regions, &mut signals)?;
     let after = read();
