@@ -134,7 +134,7 @@ fn one_line(error: &clap::Error) -> String {
     if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(typed))) =
         (error.kind(), error.get(ContextKind::InvalidSubcommand))
     {
-        return unknown(typed);
+        return unknown(typed, std::env::args().nth(1).as_deref());
     }
     let paragraphs = text.lines().map(str::trim).filter(|line| !line.is_empty());
     let wanted =
@@ -142,12 +142,15 @@ fn one_line(error: &clap::Error) -> String {
     wanted.map(|line| line.strip_prefix("tip: ").unwrap_or(line)).collect::<Vec<_>>().join("; ")
 }
 
-/// What to say of a subcommand that no level of the command line has.
-fn unknown(typed: &str) -> String {
+/// What to say of a subcommand that there is not, at the level where it was typed: after `first`, if that has any.
+fn unknown(typed: &str, first: Option<&str>) -> String {
     let cli = Cli::command();
-    let known: Vec<&str> = cli.get_subcommands().map(clap::Command::get_name).collect();
+    let outer = first.and_then(|first| cli.find_subcommand(first)).filter(|outer| outer.has_subcommands());
+    let level = outer.unwrap_or(&cli);
+    let known: Vec<&str> = level.get_subcommands().map(clap::Command::get_name).collect();
     let nearest = keyvalue::nearest(typed, known.iter().copied());
-    format!("unknown command '{typed}': did you mean '{nearest}'? There are {}", known.join(", "))
+    let after = outer.map_or(String::new(), |outer| format!(" of {}", outer.get_name()));
+    format!("unknown command '{typed}'{after}: did you mean '{nearest}'? There are {}", known.join(", "))
 }
 
 #[cfg(test)]
