@@ -4,6 +4,7 @@ mod bed;
 mod images;
 
 use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,6 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use bed::{ensure, kvm, trial};
 use images::Code;
 use libtest_mimic::{Arguments, Failed};
+use vellum::sys::terminal::open_pty;
 
 fn main() {
     let args = Arguments::from_args();
@@ -47,6 +49,13 @@ fn main() {
             let image = Code::default().bytes(&program).print("I").power_off().elf64();
             expect(&vellum("ioapic", image, &[])?, 0, "I", "")
         }),
+        trial(
+            "a_terminal_gives_every_key_to_the_guest_but_ctrl_a_x",
+            bed::both(kvm(), program("setsid")),
+            terminal,
+        ),
+        trial("a_pseudo_terminal_leads_to_the_serial_port", kvm(), pty),
+        trial("input_through_a_pipe_reaches_the_guest_in_order", kvm(), pipe),
         trial("a_signal_is_status_128_and_its_number", kvm(), signal),
     ];
     for (name, flags, says) in [
@@ -76,6 +85,96 @@ fn main() {
         expect(&run, 2, "", "--cmdline 'console=")
     }));
     libtest_mimic::run(&args, trials).exit();
+}
+
+/// A guest that says V, then sends back what it receives.
+fn echo() -> Vec<u8> {
+    Code::default()
+        .print("V")
+        // back: mov dx, 0x3fd; in al, dx; test al, 1; je back
+        .bytes(&[0x66, 0xba, 0xfd, 0x03, 0xec, 0xa8, 1, 0x74, 0xf7])
+        // mov dx, 0x3f8; in al, dx; out dx, al; jmp back
+        .bytes(&[0x66, 0xba, 0xf8, 0x03, 0xec, 0xee, 0xeb, 0xef])
+        .elf64()
+}
+
+fn program(name: &str) -> bed::Need {
+    let found =
+        std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).any(|d| d.join(name).exists());
+    if found { Ok(()) } else { Err(format!("needs the program {name}: apt install util-linux")) }
+}
+
+/// Reads from `file` until it has given `text`.
+fn wait_for(file: &mut impl Read, text: &str) -> Result<(), Failed> {
+    let mut got = vec![0; text.len()];
+    file.read_exact(&mut got)?;
+    ensure(got == text.as_bytes(), || format!("it said {:?}, not {text:?}", String::from_utf8_lossy(&got)))
+}
+
+/// Ctrl-c and the end-of-line go through, nothing is echoed but by the guest, and the terminal is as before afterwards.
+fn terminal() -> Result<(), Failed> {
+    let kernel = path("terminal");
+    fs::write(&kernel, echo())?;
+    let (mut master, slave, name) = open_pty()?;
+    let stty = |arguments: &[&str]| Command::new("stty").args(["-F", &name]).args(arguments).output();
+    stty(&["sane"])?;
+    let mut child = Command::new("setsid")
+        .args(["--ctty", "--wait", env!("CARGO_BIN_EXE_vellum"), "run", "-k", kernel.to_str().unwrap()])
+        .stdin(slave.try_clone()?)
+        .stdout(slave.try_clone()?)
+        .stderr(slave)
+        .spawn()?;
+    wait_for(&mut master, "V")?;
+    master.write_all(b"a\x03\r\x01\x01")?;
+    wait_for(&mut master, "a\x03\r\x01")?;
+    master.write_all(b"\x01x")?;
+    let status = child.wait()?;
+    fs::remove_file(kernel)?;
+    ensure(status.code() == Some(0), || format!("{status:?}"))?;
+    let mode = String::from_utf8(stty(&["-a"])?.stdout)?;
+    ensure(mode.contains(" echo ") && mode.contains(" icanon "), || format!("the terminal stays raw: {mode}"))
+}
+
+fn pty() -> Result<(), Failed> {
+    let kernel = path("pty");
+    fs::write(&kernel, echo())?;
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
+        .args(["run", "--serial", "pty", "-k", kernel.to_str().unwrap()])
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let mut line = String::new();
+    BufReader::new(child.stderr.take().unwrap()).read_line(&mut line)?;
+    let name = line.trim().strip_prefix("vellum: the serial port is ").ok_or(line.clone())?;
+    let mut port = fs::OpenOptions::new().read(true).write(true).open(name)?;
+    wait_for(&mut port, "V")?;
+    port.write_all(b"pty\r\x03")?;
+    wait_for(&mut port, "pty\r\x03")?;
+    child.kill()?;
+    child.wait()?;
+    fs::remove_file(kernel)?;
+    Ok(())
+}
+
+/// More than the port's FIFO holds, so that it must be carried in parts.
+fn pipe() -> Result<(), Failed> {
+    let kernel = path("pipe");
+    fs::write(&kernel, echo())?;
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
+        .args(["run", "-k", kernel.to_str().unwrap()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let text: String = (0..400).map(|i| char::from(b'!' + i as u8 % 90)).collect();
+    let mut output = child.stdout.take().unwrap();
+    wait_for(&mut output, "V")?;
+    // Closed at once: what is on its way must still arrive.
+    child.stdin.take().unwrap().write_all(text.as_bytes())?;
+    let arrived = wait_for(&mut output, &text);
+    child.kill()?;
+    child.wait()?;
+    fs::remove_file(kernel)?;
+    arrived
 }
 
 fn path(name: &str) -> PathBuf {
@@ -108,7 +207,6 @@ fn expect(run: &Output, status: i32, stdout: &str, stderr: &str) -> Result<(), F
 
 /// Waits for the guest's byte, so that the signal comes while it runs.
 fn signal() -> Result<(), Failed> {
-    use std::io::Read;
     let kernel = path("signal");
     fs::write(&kernel, Code::default().print("V").spin().elf64())?;
     let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
