@@ -56,6 +56,7 @@ fn main() {
         ),
         trial("a_pseudo_terminal_leads_to_the_serial_port", kvm(), pty),
         trial("input_through_a_pipe_reaches_the_guest_in_order", kvm(), pipe),
+        trial("a_slow_reader_gets_all_that_a_guest_has_said", kvm(), slow_reader),
         trial("a_signal_is_status_128_and_its_number", kvm(), signal),
     ];
     for (name, flags, says) in [
@@ -154,6 +155,39 @@ fn pty() -> Result<(), Failed> {
     child.wait()?;
     fs::remove_file(kernel)?;
     Ok(())
+}
+
+/// Nothing is read before the guest is over, which has said more than a pipe holds.
+fn slow_reader() -> Result<(), Failed> {
+    const BYTES: u32 = 80_000;
+    let kernel = path("slow");
+    // mov ecx, BYTES; mov dx, 0x3f8; mov al, 'x'; back: out dx, al; dec ecx; jnz back
+    let code = Code::default().bytes(&[0xb9]).bytes(&BYTES.to_le_bytes());
+    let code = code.bytes(&[0x66, 0xba, 0xf8, 0x03, 0xb0, b'x', 0xee, 0xff, 0xc9, 0x75, 0xfb]);
+    fs::write(&kernel, code.power_off().elf64())?;
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
+        .args(["run", "-k", kernel.to_str().unwrap()])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let tasks = format!("/proc/{}/task", child.id());
+    let threads = || -> Vec<String> {
+        let entries = fs::read_dir(&tasks).into_iter().flatten().flatten();
+        entries.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok()).collect()
+    };
+    // First until the vCPU is there, then until it is gone.
+    while !threads().iter().any(|name| name.trim() == "vcpu0") {
+        ensure(child.try_wait()?.is_none(), || "it has ended before anybody read".into())?;
+        std::thread::yield_now();
+    }
+    while threads().iter().any(|name| name.trim() == "vcpu0") {
+        std::thread::yield_now();
+    }
+    let mut said = Vec::new();
+    child.stdout.take().unwrap().read_to_end(&mut said)?;
+    let status = child.wait()?;
+    fs::remove_file(kernel)?;
+    ensure(status.success() && said.len() == BYTES as usize, || format!("{status:?}, {} bytes", said.len()))
 }
 
 /// More than the port's FIFO holds, so that it must be carried in parts.

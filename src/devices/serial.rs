@@ -172,9 +172,11 @@ impl Serial {
         self.lock().writer_mut().flush_backlog()
     }
 
-    /// How many bytes of output have been lost because nobody read them.
-    pub fn lost(&self) -> u64 {
-        self.lock().writer().lost
+    /// How many bytes of output nobody has read: lost, or still waiting.
+    pub fn unread(&self) -> u64 {
+        let uart = self.lock();
+        let output = uart.writer();
+        output.lost + output.backlog.len() as u64
     }
 
     /// What [`Serial::restore`] needs.
@@ -269,7 +271,7 @@ mod tests {
             let n = reader.read(&mut part).unwrap();
             got.extend(&part[..n]);
         }
-        let lost = serial.lost();
+        let lost = serial.unread();
         drop(serial);
         reader.read_to_end(&mut got).unwrap();
         assert!(got == sent, "{} bytes of {} arrived", got.len(), sent.len());
@@ -285,7 +287,7 @@ mod tests {
             serial.write(0, b"x");
         }
         assert!(serial.flush());
-        assert_eq!(serial.lost(), 1);
+        assert_eq!(serial.unread(), 1);
     }
 
     #[test]

@@ -338,9 +338,7 @@ impl Machine {
             if left == Some(Duration::ZERO) {
                 break (Exit::Timeout, None);
             }
-            // Rounded up, so that the last millisecond is not spent spinning; -1 waits for ever.
-            let wait = left.map_or(-1, |left| i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX));
-            self.events.run_with_timeout(wait)?;
+            self.events.run_with_timeout(milliseconds(left))?;
             match self.happenings.try_recv() {
                 Ok(Happening::VcpuEnded) => {
                     let ended = self.vcpus.iter().find_map(|v| Some((v.index(), v.take_ended()?)));
@@ -353,12 +351,27 @@ impl Machine {
                 Err(_) => {}
             }
         };
-        // Nothing of the guest runs any more; what it has said may still be on its way.
+        // Nothing of the guest runs any more. What it has said may still wait for a slow reader, which gets the time that
+        // the run has left, unless the user has had enough.
         self.vcpus.clear();
-        self.serial.flush();
+        while ended.is_some() && !self.serial.flush() {
+            let wait = match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
+                Some(Duration::ZERO) => break,
+                left => milliseconds(left),
+            };
+            self.events.run_with_timeout(wait)?;
+            if matches!(self.happenings.try_recv(), Ok(Happening::Signal(_) | Happening::Quit)) {
+                break;
+            }
+        }
         terminal::restore();
-        Ok(Outcome { exit, ended, lost_output: self.serial.lost() })
+        Ok(Outcome { exit, ended, lost_output: self.serial.unread() })
     }
+}
+
+/// For epoll: rounded up, so that the last millisecond is not spent spinning; -1 waits for ever.
+fn milliseconds(left: Option<Duration>) -> i32 {
+    left.map_or(-1, |left| i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX))
 }
 
 /// kvm-unit-tests end by a port that no other guest may stumble on.
