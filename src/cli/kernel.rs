@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
+use super::devices::DeviceArgs;
 use super::{Failure, keyvalue};
 use crate::arch::boot::Protocol;
 use crate::arch::cpuid::Choice;
@@ -61,9 +62,8 @@ pub struct KernelArgs {
     #[arg(long, value_name = "TIME", requires = "kernel", value_parser = keyvalue::duration)]
     timeout: Option<Duration>,
 
-    /// The network: mode=none
-    #[arg(long, value_name = "mode=none", requires = "kernel", value_parser = network)]
-    network: Option<()>,
+    #[command(flatten)]
+    devices: DeviceArgs,
 
     /// How much Vellum itself says on standard error
     #[arg(long, value_name = "LEVEL", default_value = "info", requires = "kernel")]
@@ -79,22 +79,15 @@ enum LogLevel {
     Debug,
 }
 
-fn network(text: &str) -> Result<(), String> {
-    let kv = keyvalue::KeyValues::parse(text, Some("mode"), &["mode"]).map_err(|e| e.to_string())?;
-    match kv.text("mode") {
-        Some("none") => Ok(()),
-        _ => Err("mode=none is known".into()),
-    }
-}
-
 /// Boots the kernel that `config` names, with what else `args` say, and waits for its end.
 pub fn run(args: KernelArgs, config: Config) -> Result<Exit, Failure> {
-    let KernelArgs { initrd, protocol, irqchip, serial, timeout, loglevel, .. } = args;
+    let KernelArgs { initrd, protocol, irqchip, serial, timeout, loglevel, devices, .. } = args;
     let mut cpuid = Choice::default();
     args.cpuid.into_iter().for_each(|later| cpuid.append(later));
     let defaults = (!args.nodefaults).then_some(DEFAULT_CMDLINE);
     let parts: Vec<&str> = defaults.into_iter().chain(args.cmdline.iter().map(String::as_str)).collect();
-    let config = Config { initrd, cmdline: parts.join(" "), protocol, irqchip, cpuid, serial, ..config };
+    let (cmdline, virtio) = (parts.join(" "), devices.config());
+    let config = Config { initrd, cmdline, protocol, irqchip, cpuid, serial, virtio, ..config };
     let failure = |error: vm::machine::Error| {
         terminal::restore();
         if error.is_usage() { Failure::usage(error) } else { Failure::host(error) }
@@ -103,6 +96,9 @@ pub fn run(args: KernelArgs, config: Config) -> Result<Exit, Failure> {
     let mut machine = Machine::build(&kvm, config).map_err(failure)?;
     if let Some(pty) = &machine.pty {
         say(loglevel, LogLevel::Info, || format!("the serial port is {pty}"));
+    }
+    if let Some(pty) = machine.virtio.console.as_ref().and_then(|console| console.pty.as_ref()) {
+        say(loglevel, LogLevel::Info, || format!("the virtio console is {pty}"));
     }
     let outcome = machine.run(timeout).map_err(failure)?;
     tell(&outcome, loglevel);

@@ -5,6 +5,8 @@
 
 pub mod args;
 pub mod bench;
+#[cfg(target_arch = "x86_64")]
+pub mod devices;
 pub mod doctor;
 #[cfg(target_arch = "x86_64")]
 pub mod kernel;

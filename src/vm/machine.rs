@@ -22,6 +22,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::lifecycle::Exit;
 use super::memory::{Memory, MemoryConfig};
 use super::vcpu::{self, Ended, Flow, Start, Vcpu};
+use super::virtio::{self, Virtio};
 use super::{Vm, ioctl};
 use crate::arch::boot::{self, Entry, Protocol, Request};
 use crate::arch::cpuid::{Choice, Cpuid};
@@ -60,6 +61,8 @@ pub struct Config {
     pub cpuid: Choice,
     /// Where the serial port leads.
     pub serial: Target,
+    /// Virtio devices.
+    pub virtio: virtio::Config,
     /// What this process gives up before the guest runs.
     pub sandbox: Sandbox,
     /// For whom it gives up root.
@@ -80,6 +83,7 @@ impl Config {
             irqchip: Mode::default(),
             cpuid: Choice::default(),
             serial: Target::default(),
+            virtio: virtio::Config::default(),
             sandbox: Sandbox::new(sandbox::Mode::Off),
             user: None,
         }
@@ -127,6 +131,9 @@ pub enum Error {
     /// The interrupt controller.
     #[error(transparent)]
     Irqchip(#[from] irqchip::Error),
+    /// A virtio device.
+    #[error(transparent)]
+    Virtio(#[from] virtio::Error),
     /// The serial port's target.
     #[error(transparent)]
     Serial(#[from] crate::devices::console::OpenError),
@@ -157,6 +164,9 @@ impl Error {
     /// Whether the user can mend it by another command line.
     pub fn is_usage(&self) -> bool {
         use super::Error as VmError;
+        if let Self::Virtio(error) = self {
+            return error.is_usage();
+        }
         matches!(
             self,
             Self::Open { .. }
@@ -186,6 +196,8 @@ pub struct Machine {
     pub serial: Arc<Serial>,
     /// Its clock.
     pub rtc: Arc<Rtc>,
+    /// Its virtio devices.
+    pub virtio: Virtio,
     /// The path of the pseudo-terminal that the serial port leads to.
     pub pty: Option<String>,
     /// Everything that the event loop serves. Subscribe more before [`Machine::run`].
@@ -255,6 +267,7 @@ impl Machine {
         let mut kernel = open("--kernel", &config.kernel)?;
         let mut initrd = config.initrd.as_ref().map(|path| open("--initrd", path)).transpose()?;
         let opened = config.serial.open()?;
+        let virtio = virtio::Opened::open(&config.virtio)?;
 
         let memory = Memory::map(config.memory)?;
         if config.memory.prealloc {
@@ -274,7 +287,7 @@ impl Machine {
         irqchip.connect(&vm.fd, serial.irq(), serial::COM1_GSI)?;
         let rtc = Arc::new(Rtc::default());
 
-        let rsdp = acpi::write(memory, 0..config.cpus as u32, &[])?;
+        let rsdp = acpi::write(memory, 0..config.cpus as u32, &virtio.places())?;
         let name = config.kernel.file_name().unwrap_or_default().to_string_lossy();
         let request =
             Request { name: &name, cmdline: &config.cmdline, protocol: config.protocol, rsdp: Some(rsdp) };
@@ -304,7 +317,6 @@ impl Machine {
         if let Irqchip::Split(ioapic) = &*irqchip {
             mmio.add(ioapic::BASE, ioapic::SIZE, ioapic.clone())?;
         }
-        let (ports, mmio) = (Arc::new(ports), Arc::new(mmio));
 
         let (ended, quit) = (eventfd()?, eventfd()?);
         let signals = SignalFd::new(&ENDING).map_err(host("signalfd"))?;
@@ -314,6 +326,10 @@ impl Machine {
             user::drop_privileges(user)?;
         }
         config.sandbox.process()?;
+        let memory = Arc::new(vm.memory.guest.clone());
+        let socket = config.virtio.vsock.as_ref().map(|vsock| vsock.path.clone());
+        let virtio = virtio.attach(&vm.fd, &irqchip, &mut mmio, &memory, config.sandbox, socket)?;
+        let (ports, mmio) = (Arc::new(ports), Arc::new(mmio));
         let vcpus = start_vcpus(kvm, &vm, &config, &entry, &irqchip, &ports, &mmio, &ended)?;
 
         let (tell, happenings) = channel();
@@ -322,7 +338,10 @@ impl Machine {
         let mut events = EventManager::<Arc<Mutex<dyn MutEventSubscriber + Send>>>::new()?;
         events.add_subscriber(Arc::new(Mutex::new(Watch { ended, quit, signals, tell })));
         events.add_subscriber(Arc::new(Mutex::new(console)));
-        Ok(Self { vcpus, vm, irqchip, serial, rtc, pty, events, happenings, sandbox: config.sandbox })
+        for (_, device) in &virtio.devices {
+            events.add_subscriber(device.subscriber());
+        }
+        Ok(Self { vcpus, vm, irqchip, serial, rtc, virtio, pty, events, happenings, sandbox: config.sandbox })
     }
 
     /// Runs it until it ends, by itself or by the user, or until `timeout` has passed.

@@ -8,6 +8,8 @@ pub mod lifecycle;
 pub mod machine;
 pub mod memory;
 pub mod vcpu;
+#[cfg(target_arch = "x86_64")]
+pub mod virtio;
 
 use std::sync::Arc;
 

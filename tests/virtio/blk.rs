@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use vellum::devices::virtio::blk::{Blk, BlkConfig, BlkError};
+use vellum::devices::virtio::blk::{Blk, BlkConfig, BlkError, Image as Opened};
 use virtio_bindings::virtio_blk::*;
 
 use super::driver::*;
@@ -23,8 +23,16 @@ impl Image {
     }
 
     pub fn open(&self) -> Driver {
-        Driver::new(Blk::open(&BlkConfig::new(&self.0), || ()).unwrap())
+        disk(&BlkConfig::new(&self.0))
     }
+}
+
+pub fn blk(config: &BlkConfig) -> Blk {
+    Blk::new(Opened::open(config).unwrap(), || Ok(())).unwrap()
+}
+
+fn disk(config: &BlkConfig) -> Driver {
+    Driver::new(blk(config))
 }
 
 impl Drop for Image {
@@ -137,7 +145,7 @@ fn an_image_truncated_underfoot_is_an_io_error_not_a_loop() {
 fn a_readonly_disk_says_so_and_stays_as_it_was() {
     let image = Image::new("readonly", &[7; 8 * 512]);
     let config = BlkConfig { readonly: true, ..BlkConfig::new(&image.0) };
-    let mut driver = Driver::new(Blk::open(&config, || ()).unwrap());
+    let mut driver = disk(&config);
     assert_ne!(driver.offered() & 1 << VIRTIO_BLK_F_RO, 0);
     driver.start();
     driver.put(DATA, &[1; 512]);
@@ -186,7 +194,7 @@ fn zeroes_and_discards_reach_the_image_and_their_limits_hold() {
 fn the_serial_number_and_unknown_requests_are_answered() {
     let image = Image::new("serial", &[0; 512]);
     let config = BlkConfig { serial: Some("vellum-0001".into()), ..BlkConfig::new(&image.0) };
-    let mut driver = Driver::new(Blk::open(&config, || ()).unwrap());
+    let mut driver = disk(&config);
     driver.start();
     assert_eq!(request(&mut driver, VIRTIO_BLK_T_GET_ID, 0, &[writable(DATA, 20)]), (0, 21));
     assert_eq!(driver.fetch(DATA, 20), b"vellum-0001\0\0\0\0\0\0\0\0\0");
@@ -197,7 +205,7 @@ fn the_serial_number_and_unknown_requests_are_answered() {
 fn every_queue_of_a_multiqueue_disk_works() {
     let image = Image::new("multiqueue", &sectors(16));
     let config = BlkConfig { queues: 4, ..BlkConfig::new(&image.0) };
-    let mut driver = Driver::new(Blk::open(&config, || ()).unwrap());
+    let mut driver = disk(&config);
     driver.start();
     assert_eq!(driver.config(34, 2), [4, 0]);
     header(&driver, VIRTIO_BLK_T_IN, 0);
@@ -215,18 +223,18 @@ fn every_queue_of_a_multiqueue_disk_works() {
 #[test]
 fn a_disk_that_cannot_be_is_refused_with_its_reason() {
     let image = Image::new("odd", &[0; 700]);
-    assert!(matches!(Blk::open(&BlkConfig::new(&image.0), || ()), Err(BlkError::Size { size: 700, .. })));
+    assert!(matches!(Opened::open(&BlkConfig::new(&image.0)), Err(BlkError::Size { size: 700, .. })));
     let empty = Image::new("empty", &[]);
-    assert!(matches!(Blk::open(&BlkConfig::new(&empty.0), || ()), Err(BlkError::Size { size: 0, .. })));
-    assert!(matches!(Blk::open(&BlkConfig::new("/"), || ()), Err(BlkError::Kind { .. })));
-    assert!(matches!(Blk::open(&BlkConfig::new("/dev/null"), || ()), Err(BlkError::Kind { .. })));
-    assert!(matches!(Blk::open(&BlkConfig::new("/no/such/disk"), || ()), Err(BlkError::Open { .. })));
+    assert!(matches!(Opened::open(&BlkConfig::new(&empty.0)), Err(BlkError::Size { size: 0, .. })));
+    assert!(matches!(Opened::open(&BlkConfig::new("/")), Err(BlkError::Kind { .. })));
+    assert!(matches!(Opened::open(&BlkConfig::new("/dev/null")), Err(BlkError::Kind { .. })));
+    assert!(matches!(Opened::open(&BlkConfig::new("/no/such/disk")), Err(BlkError::Open { .. })));
     let good = Image::new("long", &[0; 512]);
     let config = BlkConfig { serial: Some("x".repeat(21)), ..BlkConfig::new(&good.0) };
-    assert!(matches!(Blk::open(&config, || ()), Err(BlkError::Serial(_))));
+    assert!(matches!(Opened::open(&config), Err(BlkError::Serial(_))));
     for queues in [0, 17] {
         let config = BlkConfig { queues, ..BlkConfig::new(&good.0) };
-        assert!(matches!(Blk::open(&config, || ()), Err(BlkError::Queues(_))));
+        assert!(matches!(Opened::open(&config), Err(BlkError::Queues(_))));
     }
 }
 
@@ -235,14 +243,14 @@ fn a_disk_has_one_writer_or_many_readers() {
     let image = Image::new("locked", &[0; 512]);
     let writer = BlkConfig::new(&image.0);
     let reader = BlkConfig { readonly: true, ..writer.clone() };
-    let first = Blk::open(&writer, || ()).unwrap();
+    let first = Opened::open(&writer).unwrap();
     for second in [&writer, &reader] {
-        let Err(error @ BlkError::Locked { .. }) = Blk::open(second, || ()) else { panic!("opened twice") };
+        let Err(error @ BlkError::Locked { .. }) = Opened::open(second) else { panic!("opened twice") };
         assert!(error.to_string().contains("in use"), "{error}");
     }
     drop(first);
-    let readers = [Blk::open(&reader, || ()).unwrap(), Blk::open(&reader, || ()).unwrap()];
-    assert!(matches!(Blk::open(&writer, || ()), Err(BlkError::Locked { .. })));
+    let readers = [Opened::open(&reader).unwrap(), Opened::open(&reader).unwrap()];
+    assert!(matches!(Opened::open(&writer), Err(BlkError::Locked { .. })));
     drop(readers);
-    Blk::open(&writer, || ()).unwrap();
+    Opened::open(&writer).unwrap();
 }

@@ -2,12 +2,12 @@
 
 use vellum::devices::bus::BusDevice;
 use vellum::devices::virtio::RestoreError;
-use vellum::devices::virtio::blk::{Blk, BlkConfig};
+use vellum::devices::virtio::blk::BlkConfig;
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
 
-use super::blk::{DATA, HEADER, Image, STATUS, header};
+use super::blk::{DATA, HEADER, Image, STATUS, blk, header};
 use super::driver::*;
 
 #[test]
@@ -138,7 +138,7 @@ fn a_disk_moves_to_a_new_process_in_the_middle_of_its_rings() {
     let state = serde_json::to_string(&old.mmio.save()).unwrap();
     let (mem, rings) = old.into_parts();
 
-    let mut new = Driver::on(Blk::open(&BlkConfig::new(&image.0), || ()).unwrap(), mem);
+    let mut new = Driver::on(blk(&BlkConfig::new(&image.0)), mem);
     new.take_rings(rings);
     new.mmio.restore(serde_json::from_str(&state).unwrap()).unwrap();
     assert_ne!(new.get(VIRTIO_MMIO_INTERRUPT_STATUS), 0, "unacknowledged interrupts come again");

@@ -99,9 +99,6 @@ pub enum BlkError {
     /// No such number of queues.
     #[error("a disk has 1 to {MAX_QUEUES} queues, not {0}")]
     Queues(u16),
-    /// No worker.
-    #[error("cannot start a disk's worker thread: {0}")]
-    Worker(io::Error),
 }
 
 /// The device: what its vCPUs see, and the way to the worker.
@@ -125,25 +122,36 @@ pub struct State {
     readonly: bool,
 }
 
-impl Blk {
-    /// Opens and locks the image and starts the worker, which calls `enter` before anything else: the place for its
-    /// seccomp filter.
-    pub fn open(config: &BlkConfig, enter: impl FnOnce() + Send + 'static) -> Result<Self, BlkError> {
-        let path = &config.path;
+/// An image that is open, locked and sound, and not yet at work.
+pub struct Image {
+    disk: Disk,
+    queues: u16,
+}
+
+impl Image {
+    /// Opens, locks and measures it.
+    pub fn open(config: &BlkConfig) -> Result<Self, BlkError> {
         if config.queues == 0 || config.queues > MAX_QUEUES {
             return Err(BlkError::Queues(config.queues));
         }
         let mut id = [0; VIRTIO_BLK_ID_BYTES as usize];
-        let serial = config.serial.as_deref().unwrap_or("").as_bytes();
+        let serial = config.serial.as_deref().unwrap_or("");
         id.get_mut(..serial.len())
-            .ok_or_else(|| BlkError::Serial(config.serial.clone().unwrap_or_default()))?
-            .copy_from_slice(serial);
-        let (file, size) = open_image(path, config.readonly)?;
+            .ok_or_else(|| BlkError::Serial(serial.into()))?
+            .copy_from_slice(serial.as_bytes());
+        let (file, size) = open_image(&config.path, config.readonly)?;
         let disk = Disk { file, sectors: size / SECTOR, readonly: config.readonly, write_through: false, id };
-        Self::start(disk, config.queues, enter).map_err(BlkError::Worker)
+        Ok(Image { disk, queues: config.queues })
     }
+}
 
-    fn start(disk: Disk, queues: u16, enter: impl FnOnce() + Send + 'static) -> io::Result<Self> {
+impl Blk {
+    /// Starts the worker. Its first act is `enter`, where it gives up what it does not need; the device is there when
+    /// that has succeeded.
+    pub fn new(
+        Image { disk, queues }: Image,
+        enter: impl FnOnce() -> io::Result<()> + Send + 'static,
+    ) -> io::Result<Self> {
         let (sectors, readonly) = (disk.sectors, disk.readonly);
         let mut features = 1 << VIRTIO_BLK_F_SEG_MAX | 1 << VIRTIO_BLK_F_BLK_SIZE | 1 << VIRTIO_BLK_F_FLUSH;
         features |= if readonly {
@@ -157,11 +165,16 @@ impl Blk {
             Arc::new(Stop { now: AtomicBool::new(false), wake: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)? });
         let (orders, inbox) = channel();
         let (outbox, returns) = channel();
+        let (entered, ready) = channel();
         let worker_stop = stop.clone();
         let worker = std::thread::Builder::new().name("disk".into()).spawn(move || {
-            enter();
-            Worker { disk, stop: worker_stop }.work(inbox, outbox);
+            let result = enter();
+            let failed = result.is_err();
+            if entered.send(result).is_ok() && !failed {
+                Worker { disk, stop: worker_stop }.work(inbox, outbox);
+            }
         })?;
+        ready.recv().unwrap_or_else(|_| Err(io::Error::other("the disk's worker is gone")))?;
         Ok(Blk {
             config: config_space(sectors, queues),
             features,

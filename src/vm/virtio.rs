@@ -1,0 +1,205 @@
+//! A machine's virtio devices: what is asked for, where each lies, and how KVM and the event loop reach it.
+//!
+//! In two steps, because the sandbox lies between them: [`Opened::open`] opens files, taps and sockets, and
+//! [`Opened::attach`], with nothing left to open, starts the disks' workers and wires the doorbells (ioeventfd) and
+//! interrupts (irqfd). What a device does is its own file's, under `devices/virtio`.
+
+use std::fs::File;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kvm_ioctls::{IoEventAddress, VmFd};
+
+use crate::arch::acpi::VirtioMmio;
+use crate::arch::irqchip::{self, Irqchip};
+use crate::arch::layout;
+use crate::devices::bus::{Bus, Overlap};
+use crate::devices::console as host_console;
+use crate::devices::virtio::balloon::{Balloon, BalloonHandle};
+use crate::devices::virtio::blk::{Blk, BlkConfig, BlkError, Image};
+use crate::devices::virtio::console::Console;
+use crate::devices::virtio::mmio::{self, Mmio};
+use crate::devices::virtio::net::{Net, NetConfig, NetError};
+use crate::devices::virtio::rng::Rng;
+use crate::devices::virtio::vsock::{Vsock, VsockConfig, VsockError};
+use crate::devices::virtio::{Memory, VirtioDevice};
+use crate::sandbox::{Sandbox, ThreadKind};
+
+/// What is asked for.
+#[derive(Clone, Debug, Default)]
+pub struct Config {
+    /// Disks, in the order in which the guest finds them.
+    pub disks: Vec<BlkConfig>,
+    /// Network interfaces.
+    pub nets: Vec<NetConfig>,
+    /// The socket device.
+    pub vsock: Option<VsockConfig>,
+    /// A console beside the serial port.
+    pub console: Option<host_console::Target>,
+    /// An entropy source.
+    pub rng: bool,
+    /// A balloon.
+    pub balloon: bool,
+}
+
+/// Interrupts that no device of the PC has: the upper pins of the IOAPIC first.
+const GSIS: [u32; 13] = [16, 17, 18, 19, 20, 21, 22, 23, 5, 6, 7, 10, 11];
+
+/// Why a device cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A disk.
+    #[error("--disk: {0}")]
+    Disk(#[source] BlkError),
+    /// A network interface.
+    #[error("--net: {0}")]
+    Net(#[source] NetError),
+    /// The socket device.
+    #[error("--vsock: {0}")]
+    Vsock(#[source] VsockError),
+    /// The console.
+    #[error("--console: {0}")]
+    Console(#[source] host_console::OpenError),
+    /// The host's entropy.
+    #[error("--rng: /dev/urandom: {0}")]
+    Rng(#[source] io::Error),
+    /// Too many.
+    #[error("{0} virtio devices: a guest can have {most} at most", most = GSIS.len())]
+    TooMany(usize),
+    /// KVM.
+    #[error("{0}: {1}")]
+    Kvm(&'static str, #[source] kvm_ioctls::Error),
+    /// The interrupt controller.
+    #[error(transparent)]
+    Irqchip(#[from] irqchip::Error),
+    /// The address map.
+    #[error(transparent)]
+    Bus(#[from] Overlap),
+    /// The host refuses a descriptor or a thread.
+    #[error("a virtio device: {0}")]
+    Host(#[source] io::Error),
+}
+
+impl Error {
+    /// Whether the user can mend it by another command line.
+    pub fn is_usage(&self) -> bool {
+        matches!(
+            self,
+            Error::Disk(_) | Error::Net(_) | Error::Vsock(_) | Error::Console(_) | Error::TooMany(_)
+        )
+    }
+}
+
+/// Devices with all that they need of the host.
+pub struct Opened {
+    images: Vec<(String, Image)>,
+    others: Vec<(String, Box<dyn VirtioDevice>)>,
+    balloon: Option<BalloonHandle>,
+    console: Option<host_console::Opened>,
+}
+
+/// A machine's devices, wired.
+pub struct Virtio {
+    /// Each with its name: `disk0`, `net0`, `vsock`, …
+    pub devices: Vec<(String, Mmio)>,
+    /// The host's hand on the balloon, if there is one.
+    pub balloon: Option<(BalloonHandle, Mmio)>,
+    /// The socket to the guest's sockets, if there is one.
+    pub vsock: Option<PathBuf>,
+    /// Kept open with what it leads to.
+    pub console: Option<host_console::Opened>,
+}
+
+impl Opened {
+    /// Opens what `config` names. Nothing is left behind on failure.
+    pub fn open(config: &Config) -> Result<Self, Error> {
+        let mut images = Vec::new();
+        for (at, disk) in config.disks.iter().enumerate() {
+            images.push((format!("disk{at}"), Image::open(disk).map_err(Error::Disk)?));
+        }
+        let mut others: Vec<(String, Box<dyn VirtioDevice>)> = Vec::new();
+        for (at, net) in config.nets.iter().enumerate() {
+            others.push((format!("net{at}"), Box::new(Net::open(net).map_err(Error::Net)?)));
+        }
+        if let Some(vsock) = &config.vsock {
+            others.push(("vsock".into(), Box::new(Vsock::open(vsock).map_err(Error::Vsock)?)));
+        }
+        let mut console =
+            config.console.as_ref().map(|target| target.open()).transpose().map_err(Error::Console)?;
+        if let Some(opened) = &mut console {
+            let null = || File::options().write(true).open("/dev/null");
+            let output = opened.output.take().map_or_else(null, Ok).map_err(Error::Host)?;
+            others.push(("console".into(), Box::new(Console::new(opened.input.take(), output))));
+        }
+        if config.rng {
+            others.push(("rng".into(), Box::new(Rng::new().map_err(Error::Rng)?)));
+        }
+        let balloon = config.balloon.then(Balloon::new).map(|(device, handle)| {
+            others.push(("balloon".into(), Box::new(device)));
+            handle
+        });
+        let count = images.len() + others.len();
+        if count > GSIS.len() {
+            Err(Error::TooMany(count))
+        } else {
+            Ok(Opened { images, others, balloon, console })
+        }
+    }
+
+    /// Where the devices will be, for the ACPI tables.
+    pub fn places(&self) -> Vec<VirtioMmio> {
+        let place = |(at, gsi)| VirtioMmio { base: base(at) as u32, size: mmio::REGION_SIZE as u32, gsi };
+        GSIS.into_iter().enumerate().map(place).take(self.images.len() + self.others.len()).collect()
+    }
+
+    /// Puts the devices on `bus` and wires them to KVM. The sandbox, already in force for the process, is entered by the
+    /// disks' workers.
+    pub fn attach(
+        self,
+        vm: &VmFd,
+        irqchip: &Irqchip,
+        bus: &mut Bus,
+        memory: &Arc<Memory>,
+        sandbox: Sandbox,
+        vsock: Option<PathBuf>,
+    ) -> Result<Virtio, Error> {
+        let mut devices: Vec<(String, Box<dyn VirtioDevice>)> = Vec::new();
+        for (name, image) in self.images {
+            let thread = name.clone();
+            let enter = move || sandbox.enter(ThreadKind::Disk, &thread).map_err(io::Error::other);
+            devices.push((name, Box::new(Blk::new(image, enter).map_err(Error::Host)?)));
+        }
+        devices.extend(self.others);
+
+        let mut wired = Vec::new();
+        for (at, (name, device)) in devices.into_iter().enumerate() {
+            let mmio = Mmio::new(device, memory.clone()).map_err(Error::Host)?;
+            irqchip.connect(vm, mmio.interrupt().event(), GSIS[at])?;
+            let address = IoEventAddress::Mmio(base(at) + Mmio::doorbell_offset());
+            for (queue, doorbell) in (0u32..).zip(mmio.doorbells()) {
+                vm.register_ioevent(doorbell, &address, queue).map_err(|e| Error::Kvm("KVM_IOEVENTFD", e))?;
+            }
+            bus.add(base(at), mmio::REGION_SIZE, Arc::new(mmio.clone()))?;
+            wired.push((name, mmio));
+        }
+        let mmio = wired.iter().find(|(name, _)| name == "balloon").map(|(_, mmio)| mmio.clone());
+        Ok(Virtio { balloon: self.balloon.zip(mmio), devices: wired, vsock, console: self.console })
+    }
+}
+
+impl Virtio {
+    /// Stops all devices: afterwards none touches guest memory.
+    pub fn quiesce(&self) {
+        self.devices.iter().for_each(|(_, device)| device.quiesce());
+    }
+
+    /// Starts all devices where they stopped.
+    pub fn resume(&self) {
+        self.devices.iter().for_each(|(_, device)| device.resume());
+    }
+}
+
+fn base(at: usize) -> u64 {
+    layout::VIRTIO_BASE + at as u64 * mmio::REGION_SIZE
+}
