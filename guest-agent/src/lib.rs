@@ -1,1 +1,194 @@
-//! Wire types that host and guest share.
+//! What host and guest say to each other: one JSON object a line.
+//!
+//! The host connects to [`PORT`] of the guest's vsock, sends one [`Request`], and reads [`Event`]s until the guest closes
+//! the connection. On the serial port, where there is no vsock, the same lines follow each other.
+
+use serde::{Deserialize, Serialize};
+
+/// The vsock port on which the agent listens.
+pub const PORT: u32 = 1024;
+/// The longest request, in bytes: a line beyond it is refused.
+pub const MAX_REQUEST: usize = 64 << 10;
+
+/// What the host asks for. An unknown field is refused rather than ignored.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Request {
+    /// Run a command with its arguments; the answer ends with [`Event::Exit`].
+    Exec {
+        /// The program, found by PATH, and its arguments.
+        command: Vec<String>,
+    },
+    /// What the guest finds: CPUs, memory, clock source, kernel.
+    Facts,
+    /// Write to memory, and verify what was written before.
+    Memory(MemoryWork),
+    /// Write to a disk or a file, and verify it.
+    Disk(DiskWork),
+    /// Watch the clocks.
+    Clock {
+        /// For how long.
+        seconds: u64,
+    },
+    /// Switch the guest off.
+    PowerOff,
+}
+
+/// Pages of memory written at a rate, each with a stamp that the next write to it verifies.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MemoryWork {
+    /// How much memory.
+    pub mib: u64,
+    /// How much of it to write in a second; 0 for as fast as it goes.
+    #[serde(default)]
+    pub rate_mib: u64,
+    /// In which order.
+    #[serde(default)]
+    pub pattern: Pattern,
+    /// For how long.
+    pub seconds: u64,
+    /// Of the random order.
+    #[serde(default)]
+    pub seed: u64,
+}
+
+/// The order of writes to memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Pattern {
+    /// Page after page, over and over.
+    #[default]
+    Sequential,
+    /// Any page next.
+    Random,
+    /// Each page once; then all are verified until the time is over.
+    Once,
+}
+
+/// Blocks of a disk or a file written with stamps, flushed, and read back.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskWork {
+    /// The device or file.
+    pub path: String,
+    /// How much of it.
+    pub mib: u64,
+    /// How often.
+    #[serde(default = "one")]
+    pub passes: u64,
+}
+
+fn one() -> u64 {
+    1
+}
+
+/// What the guest tells.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+pub enum Event {
+    /// The agent is there (serial only: a vsock connection says as much).
+    Ready {
+        /// Modules that could not be loaded, with the reason.
+        failed_modules: Vec<String>,
+    },
+    /// A command has written this; what is not UTF-8 is replaced.
+    Output {
+        /// `stdout` or `stderr`.
+        stream: String,
+        /// What it wrote.
+        text: String,
+    },
+    /// A command has ended.
+    Exit {
+        /// Its code, or 128 and its signal.
+        code: i32,
+    },
+    /// The answer to [`Request::Facts`].
+    Facts {
+        /// CPUs online.
+        cpus: u64,
+        /// Total memory in KiB.
+        memory_kib: u64,
+        /// The clock source in use.
+        clocksource: String,
+        /// The kernel's release.
+        kernel: String,
+    },
+    /// A second of writing memory.
+    Memory {
+        /// Pages of 4 KiB written in it.
+        pages: u64,
+        /// The latency of a write and its verification, in nanoseconds.
+        p50_ns: u64,
+        /// As above.
+        p99_ns: u64,
+        /// As above.
+        max_ns: u64,
+        /// Pages that did not hold what was written to them, since the beginning.
+        wrong: u64,
+    },
+    /// A pass over a disk.
+    Disk {
+        /// Which pass, from 1.
+        pass: u64,
+        /// Bytes written and read back.
+        bytes: u64,
+        /// Nanoseconds of writing and flushing.
+        write_ns: u64,
+        /// Nanoseconds of reading.
+        read_ns: u64,
+        /// Blocks of 4 KiB that did not hold what was written to them.
+        wrong: u64,
+    },
+    /// The clocks, watched for a while.
+    Clock {
+        /// How often a clock went back.
+        backwards: u64,
+        /// The longest time between two looks, in nanoseconds; a pause shows here.
+        longest_gap_ns: u64,
+        /// By how much the wall clock left the monotonic one, in nanoseconds.
+        drift_ns: i64,
+    },
+    /// The request is done.
+    Done,
+    /// The request has failed, or is none.
+    Error {
+        /// What is wrong.
+        message: String,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_what_people_type() {
+        let parse = |text| serde_json::from_str::<Request>(text);
+        assert_eq!(
+            parse(r#"{"do":"exec","command":["ls"]}"#).unwrap(),
+            Request::Exec { command: vec!["ls".into()] }
+        );
+        assert_eq!(parse(r#"{"do":"power-off"}"#).unwrap(), Request::PowerOff);
+        let Request::Memory(work) =
+            parse(r#"{"do":"memory","mib":64,"pattern":"random","seconds":3}"#).unwrap()
+        else {
+            panic!("memory work")
+        };
+        assert_eq!((work.mib, work.rate_mib, work.pattern, work.seconds), (64, 0, Pattern::Random, 3));
+        for wrong in
+            [r#"{"do":"exec"}"#, r#"{"do":"memory","mib":1,"seconds":1,"hot":1}"#, r#"{"do":"format"}"#, "{"]
+        {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn events_survive_their_line() {
+        let event = Event::Output { stream: "stdout".into(), text: "two\nlines \u{fffd}".into() };
+        let line = serde_json::to_string(&event).unwrap();
+        assert!(!line.contains('\n'));
+        assert_eq!(serde_json::from_str::<Event>(&line).unwrap(), event);
+    }
+}

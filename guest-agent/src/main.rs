@@ -1,2 +1,68 @@
-//! PID 1 of Linux guests.
-fn main() {}
+//! PID 1 of Linux guests: mounts, loads the modules of its image, and does what the host says.
+//!
+//! Requests come by vsock, and by the console, where each line is one. What follows `--` on the kernel's command line is
+//! done first: `-- exec uname -a`, or one request in JSON, and the guest switches itself off afterwards.
+
+mod serve;
+mod sys;
+mod work;
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufReader};
+use std::sync::Arc;
+use std::thread;
+
+use guest_agent::{Event, PORT};
+use serve::Children;
+
+fn main() {
+    if let Err(error) = run() {
+        println!("agent: {error}");
+    }
+    println!("agent: {}", sys::power_off());
+}
+
+fn run() -> io::Result<()> {
+    for (kind, target) in
+        [("devtmpfs", "/dev"), ("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", "/tmp"), ("tmpfs", "/run")]
+    {
+        std::fs::create_dir_all(target)?;
+        // The kernel may have mounted /dev already.
+        sys::mount(kind, target)
+            .or_else(|e| if e.raw_os_error() == Some(libc::EBUSY) { Ok(()) } else { Err(e) })?;
+    }
+    let failed_modules = work::load_modules();
+    let children = Arc::<Children>::default();
+    let reaper = children.clone();
+    thread::spawn(move || reaper.reap());
+
+    let mut console = OpenOptions::new().write(true).open("/dev/console")?;
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let Some(request) = request(&arguments) {
+        serve::one(&mut request.as_bytes(), &mut console, &children)?;
+        return Ok(());
+    }
+    if let Ok(socket) = sys::listen_vsock(PORT) {
+        let children = children.clone();
+        thread::spawn(move || serve::vsock(socket, children));
+    }
+    serve::tell(&mut console, &Event::Ready { failed_modules })?;
+    let mut requests = BufReader::new(File::open("/dev/console")?);
+    while serve::one(&mut requests, &mut console, &children)? {}
+    // A console that has come to its end leaves the vsock.
+    loop {
+        thread::park();
+    }
+}
+
+/// The request that the command line holds, as a line.
+fn request(arguments: &[String]) -> Option<String> {
+    match arguments {
+        [] => None,
+        [word, command @ ..] if word == "exec" => {
+            let request = guest_agent::Request::Exec { command: command.to_vec() };
+            serde_json::to_string(&request).ok()
+        }
+        json => Some(json.join(" ")),
+    }
+}

@@ -1,0 +1,159 @@
+//! Requests: read a line, do what it says, tell what happens.
+
+use std::collections::HashMap;
+use std::io::{self, BufRead, Read, Write};
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread;
+
+use guest_agent::{Event, MAX_REQUEST, Request};
+
+use crate::{sys, work};
+
+/// Children and how they ended. PID 1 inherits every orphan, so one thread waits for all processes, and whoever started
+/// one asks here.
+#[derive(Default)]
+pub struct Children {
+    /// How many commands run, and the ends that nobody has asked for yet.
+    state: Mutex<(usize, HashMap<u32, i32>)>,
+    changed: Condvar,
+}
+
+impl Children {
+    fn lock(&self) -> MutexGuard<'_, (usize, HashMap<u32, i32>)> {
+        self.state.lock().expect("nobody panics with it")
+    }
+
+    /// Reaps for ever.
+    pub fn reap(&self) -> ! {
+        loop {
+            let running = self.changed.wait_while(self.lock(), |(running, _)| *running == 0);
+            drop(running.expect("nobody panics with it"));
+            if let Ok((pid, code)) = sys::wait_any() {
+                self.lock().1.insert(pid, code);
+                self.changed.notify_all();
+            }
+        }
+    }
+
+    /// Starts a command; its end is in the result of [`Children::wait`].
+    fn start(&self, command: &mut Command) -> io::Result<std::process::Child> {
+        let mut state = self.lock();
+        let child = command.spawn()?;
+        state.0 += 1;
+        self.changed.notify_all();
+        Ok(child)
+    }
+
+    fn wait(&self, pid: u32) -> i32 {
+        let state = self.changed.wait_while(self.lock(), |(_, ended)| !ended.contains_key(&pid));
+        let mut state = state.expect("nobody panics with it");
+        state.0 -= 1;
+        let code = state.1.remove(&pid).expect("waited for it");
+        if state.0 == 0 {
+            // What is left are orphans, for whom nobody asks.
+            state.1.clear();
+        }
+        code
+    }
+}
+
+/// Reads one request and answers it.
+pub fn one(
+    input: &mut impl BufRead,
+    output: &mut (impl Write + Send),
+    children: &Children,
+) -> io::Result<bool> {
+    let mut line = String::new();
+    if input.take(MAX_REQUEST as u64 + 1).read_line(&mut line)? == 0 {
+        return Ok(false);
+    }
+    let output = Mutex::new(output);
+    let tell = |event: Event| tell(&mut **output.lock().expect("nobody panics with it"), &event);
+    let result = if line.len() > MAX_REQUEST {
+        Err(io::Error::other(format!("a request has at most {MAX_REQUEST} bytes")))
+    } else {
+        serde_json::from_str(&line)
+            .map_err(io::Error::other)
+            .and_then(|request| perform(request, &tell, children))
+    };
+    match result {
+        Ok(()) => tell(Event::Done)?,
+        Err(error) => tell(Event::Error { message: error.to_string() })?,
+    }
+    Ok(true)
+}
+
+/// Writes one event.
+pub fn tell(output: &mut impl Write, event: &Event) -> io::Result<()> {
+    let mut line = serde_json::to_vec(event)?;
+    line.push(b'\n');
+    output.write_all(&line)?;
+    output.flush()
+}
+
+fn perform(
+    request: Request,
+    tell: &(impl Fn(Event) -> io::Result<()> + Sync),
+    children: &Children,
+) -> io::Result<()> {
+    match request {
+        Request::Exec { command } => exec(&command, tell, children),
+        Request::Facts => tell(work::facts()?),
+        Request::Memory(work) => work::memory(&work, &mut |event| tell(event)),
+        Request::Disk(work) => work::disk(&work, &mut |event| tell(event)),
+        Request::Clock { seconds } => work::clock(seconds, &mut |event| tell(event)),
+        Request::PowerOff => Err(sys::power_off()),
+    }
+}
+
+fn exec(
+    command: &[String],
+    tell: &(impl Fn(Event) -> io::Result<()> + Sync),
+    children: &Children,
+) -> io::Result<()> {
+    let (program, arguments) = command.split_first().ok_or_else(|| io::Error::other("an empty command"))?;
+    let mut command = Command::new(program);
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child =
+        children.start(&mut command).map_err(|error| io::Error::other(format!("{program}: {error}")))?;
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    thread::scope(|scope| {
+        scope.spawn(|| pass_on("stdout", stdout, tell));
+        scope.spawn(|| pass_on("stderr", stderr, tell));
+    });
+    tell(Event::Exit { code: children.wait(child.id()) })
+}
+
+/// Passes a command's output on until it ends; if nobody listens any more the command sees a closed pipe.
+fn pass_on(stream: &str, pipe: Option<impl Read>, tell: &impl Fn(Event) -> io::Result<()>) {
+    let Some(mut pipe) = pipe else { return };
+    let mut buffer = [0; 4096];
+    let mut kept = 0;
+    while let Ok(count @ 1..) = pipe.read(&mut buffer[kept..]) {
+        let filled = kept + count;
+        // A character that is cut in two waits for its other half.
+        let whole = match std::str::from_utf8(&buffer[..filled]) {
+            Err(error) if error.error_len().is_none() => error.valid_up_to(),
+            _ => filled,
+        };
+        let text = String::from_utf8_lossy(&buffer[..whole]).into_owned();
+        if tell(Event::Output { stream: stream.into(), text }).is_err() {
+            return;
+        }
+        buffer.copy_within(whole..filled, 0);
+        kept = filled - whole;
+    }
+}
+
+/// Serves whoever connects, each in a thread of its own.
+pub fn vsock(socket: std::os::fd::OwnedFd, children: Arc<Children>) {
+    while let Ok(connection) = sys::accept(&socket) {
+        let children = children.clone();
+        thread::spawn(move || {
+            let Ok(mut output) = connection.try_clone() else { return };
+            // A host that has gone away is no news to anybody.
+            let _ = one(&mut io::BufReader::new(connection), &mut output, &children);
+        });
+    }
+}
