@@ -16,6 +16,7 @@ pub mod compare;
 pub mod debian;
 pub mod doctor;
 pub mod error;
+pub mod guest;
 pub mod initramfs;
 pub mod kernel;
 pub mod test;

@@ -9,6 +9,7 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use lab::artifacts::{Kernel, Programs};
 use lab::bed::{self, HostKernel, Request};
 use lab::cache::Cache;
+use lab::guest::Guest;
 use lab::kernel::series::Series;
 use lab::kernel::{Base, build, check, series};
 use lab::wire::Frame;
@@ -73,6 +74,14 @@ enum What {
     },
     /// Hold a series to its promises: applies, checkpatch, warnings, boots, the oracle
     Check { series: Vec<String> },
+    /// Make a Linux guest for `vellum run`: Debian's kernel, and an initramfs with the guest agent
+    Guest {
+        /// Which kernel: 6.1 or 6.12
+        #[arg(long, default_value = "6.1")]
+        kernel: String,
+        /// Where it goes, as `vmlinuz` and `initrd`
+        dir: PathBuf,
+    },
     /// Forget which versions Debian's packages had: the next use asks again
     Update,
 }
@@ -186,6 +195,16 @@ fn main() -> ExitCode {
 fn perform(what: What) -> Result<u8> {
     match what {
         What::Doctor => Ok(doctor::print()),
+        What::Guest { kernel, dir } => {
+            let guest = Guest::make(&Cache::open()?, &kernel, &dir)?;
+            println!(
+                "{}: vellum run --kernel {} --initrd {}",
+                guest.package,
+                guest.kernel.display(),
+                guest.initrd.display()
+            );
+            Ok(0)
+        }
         What::Run { bed: EmulatedBed::Svm, host, out, command } => {
             let cache = Cache::open()?;
             let mut request = host.request(&cache)?;
