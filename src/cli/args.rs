@@ -2,6 +2,7 @@
 
 use super::keyvalue::{self, KeyValues, list, number, one_of, size};
 use crate::arch::workload::GuestPage;
+use crate::dirty::Method;
 use crate::host::hugepages;
 use crate::vm::memory::{Backing, MemoryConfig};
 use crate::workload::{Hot, Order, WriteConfig};
@@ -55,6 +56,37 @@ pub fn backing(text: &str) -> Result<Backing, String> {
         return Err(format!("this host has no huge pages of that size, but of {}", known.join(", ")));
     }
     one_of("backing", text, &NAMES)
+}
+
+/// `--tracker NAME[,entries=N]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tracker {
+    /// How the dirty log is collected.
+    pub method: Method,
+    /// Entries of a dirty ring, where they are given.
+    pub entries: Option<u32>,
+}
+
+/// Reads [`Tracker`]; whether the host has it is seen later.
+pub fn tracker(text: &str) -> Result<Tracker, String> {
+    let kv = KeyValues::parse(text, Some("name"), &["name", "entries", "initially-set"])
+        .map_err(|e| e.to_string())?;
+    let read = || -> Result<Tracker, keyvalue::Error> {
+        let method = kv.required("name", |text| one_of("tracker", text, &Method::NAMES))?;
+        let not_ring = "only the ring has entries: leave them out";
+        let entries = kv.with("entries", |text| match method {
+            Method::Ring => number(text, 1..=u32::MAX),
+            _ => Err(not_ring.to_owned()),
+        })?;
+        kv.with("initially-set", |_| -> Result<(), String> {
+            match method {
+                Method::Ring => Err(crate::dirty::Error::RingWithInitiallySet.to_string()),
+                _ => Err("it is a tracker of its own: --tracker initially-set".to_owned()),
+            }
+        })?;
+        Ok(Tracker { method, entries })
+    };
+    read().map_err(|e| e.to_string())
 }
 
 /// `--cpus N[,pin=LIST|off]`.

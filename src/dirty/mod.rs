@@ -3,7 +3,7 @@
 //! A [`DirtyTracker`] stands in front of KVM's four ways to tell ([`Method`]): [`log`] for the bitmaps, [`ring`] for the
 //! dirty ring. Its results are bitmaps, a bit a page, one for each memslot ([`SlotLog`]), read as runs ([`scan`]).
 //! What the VMM itself writes ([`bitmap`]) is merged in. [`oracle`] judges any tracker by the stamps that a workload
-//! leaves.
+//! leaves; [`soak`] is the test that asks it for seconds or hours.
 //!
 //! The rules of a collection, whoever the tracker:
 //!
@@ -19,6 +19,7 @@ pub mod log;
 pub mod oracle;
 pub mod ring;
 pub mod scan;
+pub mod soak;
 
 use std::io;
 
@@ -79,6 +80,15 @@ impl Method {
     }
 }
 
+impl Method {
+    /// All that this host has.
+    pub fn available() -> Result<Vec<Self>, vm::Error> {
+        let probe = crate::host::kvm::create_vm(&vm::open()?)?;
+        let has = |method: &Self| method.check(&probe).is_ok();
+        Ok(Self::NAMES.into_iter().map(|(_, method)| method).filter(has).collect())
+    }
+}
+
 /// The size of a dirty ring in entries where none is asked for: the largest that KVM has ever allowed.
 pub const RING_ENTRIES: u32 = 65536;
 
@@ -119,7 +129,7 @@ pub enum Error {
     },
     /// The two lose data together.
     #[error(
-        "--tracker: ring and initially-set exclude each other: with the ring KVM keeps no bitmap whose bits could be set at \
+        "ring and initially-set exclude each other: with the ring KVM keeps no bitmap whose bits could be set at \
          first, so every page written before its first harvest would be lost silently; choose one of them"
     )]
     RingWithInitiallySet,
@@ -172,6 +182,13 @@ pub enum Error {
 impl From<vcpu::Error> for Error {
     fn from(error: vcpu::Error) -> Self {
         Self::Vm(error.into())
+    }
+}
+
+impl Error {
+    /// Whether other arguments would have helped.
+    pub fn is_usage(&self) -> bool {
+        matches!(self, Self::Absent { .. } | Self::RingSize { .. } | Self::RingWithInitiallySet)
     }
 }
 
@@ -286,11 +303,6 @@ pub trait DirtyTracker: Send {
     /// Tracks `slot` from now on, or from now on at another address; KVM must know it the same way.
     fn track(&mut self, slot: Slot) {
         self.slots_mut().track(slot);
-    }
-
-    /// Forgets a slot, which is about to be deleted or no longer logged.
-    fn forget(&mut self, id: u32) {
-        self.slots_mut().logs.retain(|log| log.slot.id != id);
     }
 
     /// Switches the log of all tracked slots, and of the VMM's own writes, on or off. Off discards what is not

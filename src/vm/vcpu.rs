@@ -450,14 +450,14 @@ where
             }
         }
         first = false;
-        let result = fd.run();
+        // Here and not after KVM_RUN: a request whose kick was cleared with an earlier one is seen all the same.
         let flushes = shared.flushes.load(Ordering::SeqCst);
         if flushes != flushed {
             flushed = flushes;
             shared.lock().flushed = flushes;
             shared.changed.notify_all();
         }
-        let flow = match result {
+        let flow = match fd.run() {
             Ok(exit) => {
                 exits.0[recent.note(&exit)] += 1;
                 on_exit(exit)

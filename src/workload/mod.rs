@@ -109,7 +109,7 @@ fn threshold(percent: f64) -> u64 {
 }
 
 /// One step of splitmix64: a well-mixed number for every `n`, never the same twice.
-fn mix(n: u64) -> u64 {
+pub(crate) fn mix(n: u64) -> u64 {
     let z = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -91,6 +91,7 @@ impl Error {
         match self {
             Self::Guest(guest::Error::TooFewPages { .. } | guest::Error::TablesTooLarge { .. }) => true,
             Self::Guest(guest::Error::Vm(vm::Error::Cpus { .. })) => true,
+            Self::Guest(guest::Error::Vm(vm::Error::Dirty(error))) => error.is_usage(),
             Self::Guest(guest::Error::Vm(vm::Error::Memory(error))) => !matches!(error, Memory::Populate(_)),
             _ => false,
         }

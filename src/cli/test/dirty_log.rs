@@ -1,0 +1,213 @@
+//! `vellum test dirty-log`.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+use crate::cli::{Failure, args, keyvalue};
+use crate::dirty::Method;
+use crate::dirty::oracle::Mode;
+use crate::dirty::soak;
+use crate::host::{Facts, hugepages};
+use crate::report::{json, terminal};
+use crate::sys::signal::{ENDING, SignalFd};
+use crate::vm::lifecycle::{self, Exit};
+use crate::vm::memory::Backing;
+use crate::workload::run::bar;
+
+/// Write at random, collect the dirty log while memslots come, go and move, and check every page of every collection
+#[derive(Debug, Args)]
+#[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
+pub(super) struct DirtyLogArgs {
+    /// How the log is collected: bitmap, manual-protect, initially-set, ring[,entries=N]; may be given several times
+    /// [default: all that this host has]
+    #[arg(long, value_name = "NAME", value_parser = args::tracker)]
+    tracker: Vec<args::Tracker>,
+
+    /// What backs memory; may be given several times [default: all that this host has pages for]
+    #[arg(short = 's', long, value_name = "BACKING", value_parser = args::backing)]
+    backing: Vec<Backing>,
+
+    /// Memory that the guest writes to
+    #[arg(short = 'b', long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20), default_value = "128m")]
+    memory: u64,
+
+    /// Virtual CPUs that write
+    #[arg(short, long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 1..=1024usize), default_value = "2")]
+    cpus: usize,
+
+    /// Stop with each tracker when so many distinct (page, collection) events are checked, as in 500k or 10m
+    /// [default: 1m, or no end with --duration]
+    #[arg(long, value_name = "N", value_parser = events)]
+    events: Option<u64>,
+
+    /// Go on for so long, as in 30s or 1h, shared out among the trackers
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
+    duration: Option<Duration>,
+
+    /// The seed of all that is random [default: drawn, and printed]
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+
+    /// Collect only while the guest runs, or only with its vCPUs out of the guest: running or quiesced [default: both]
+    #[arg(long, value_name = "MODE", value_parser = mode)]
+    mode: Option<Mode>,
+
+    /// Take bits out of each tracker's collections after KVM has cleared them: lose=N. The test must then fail, and name
+    /// these pages
+    #[arg(long, value_name = "lose=N", value_parser = lose)]
+    inject: Option<u64>,
+
+    /// Test one memslot that starts at this guest-physical address, as in 0x40001000; host addresses are congruent
+    /// modulo 2 MiB
+    #[arg(long, value_name = "ADDRESS", value_parser = address)]
+    slot_base: Option<u64>,
+
+    /// Clear in chunks of so many pages, a multiple of 64, and in each collection only a part of the chunks
+    #[arg(long, value_name = "PAGES", value_parser = chunk)]
+    clear_chunk: Option<u64>,
+
+    /// Write the result as JSON; `-` is standard output, which then carries nothing else
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  vellum test dirty-log                                  a million events with each tracker
+  vellum test dirty-log --duration 1h -s thp             an hour, with transparent huge pages
+  vellum test dirty-log --inject lose=10                 does the test notice?
+  vellum test dirty-log --tracker initially-set -s thp --slot-base 0x40001000 --clear-chunk 64
+                                                         a huge page that a clear forgets (eager_page_split=N)";
+
+fn events(text: &str) -> Result<u64, String> {
+    let lower = text.to_ascii_lowercase();
+    let (digits, unit) = match lower.strip_suffix('k') {
+        Some(digits) => (digits, 1_000),
+        None => lower.strip_suffix('m').map_or((lower.as_str(), 1), |digits| (digits, 1_000_000)),
+    };
+    keyvalue::number(digits, 1..=1_000_000_000_000u64).map(|n| n * unit)
+}
+
+fn mode(text: &str) -> Result<Mode, String> {
+    keyvalue::one_of("mode", text, &[("running", Mode::Running), ("quiesced", Mode::Quiesced)])
+}
+
+fn lose(text: &str) -> Result<u64, String> {
+    let kv = keyvalue::KeyValues::parse(text, None, &["lose"]).map_err(|e| e.to_string())?;
+    kv.required("lose", |text| keyvalue::number(text, 1..=1_000_000u64)).map_err(|e| e.to_string())
+}
+
+fn address(text: &str) -> Result<u64, String> {
+    let hex = text.strip_prefix("0x").and_then(|digits| u64::from_str_radix(digits, 16).ok());
+    let address = hex.or_else(|| text.parse().ok());
+    address
+        .filter(|address| address.is_multiple_of(4096) && *address < soak::MOST)
+        .ok_or_else(|| format!("no multiple of 4096 below {:#x}, as in 0x40001000", soak::MOST))
+}
+
+fn chunk(text: &str) -> Result<u64, String> {
+    match keyvalue::number(text, 64..=1u64 << 31)? {
+        pages if pages % 64 == 0 => Ok(pages),
+        pages => Err(format!("KVM clears multiples of 64 pages: {} would work", pages.next_multiple_of(64))),
+    }
+}
+
+/// Does what was asked.
+pub(super) fn run(args: &DirtyLogArgs) -> Result<Exit, Failure> {
+    let config = config(args)?;
+    let writer = args.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;
+    let mut signals = SignalFd::new(&ENDING).map_err(Failure::host)?;
+    let mut interrupted = None;
+    let progress = bar(0, "{elapsed_precise}  {msg}");
+    let result = soak::run(&config, &mut |tally| {
+        progress.set_message(format!(
+            "{}: {} events, {} lost",
+            tally.method.name(),
+            crate::report::units::grouped(tally.events.into()),
+            tally.lost
+        ));
+        interrupted = interrupted.or(signals.read());
+        interrupted.is_none()
+    });
+    progress.finish_and_clear();
+    let tallies = match result {
+        Ok(tallies) => tallies,
+        Err(error) => {
+            if let Some(writer) = writer {
+                writer.discard();
+            }
+            return Err(if error.is_usage() { Failure::usage(error) } else { Failure::host(error) });
+        }
+    };
+    let report = soak::report(&config, &tallies, Facts::collect("off".into()));
+    if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
+        let text = terminal::render(&report);
+        json::allow_broken_pipe(std::io::stdout().lock().write_all(text.as_bytes()))
+            .map_err(Failure::host)?;
+    }
+    if let Some(writer) = writer {
+        writer.write(std::slice::from_ref(&report)).map_err(Failure::host)?;
+    }
+    if let Some(tally) = tallies.iter().find(|tally| !tally.is_clean()) {
+        let [injected, caught] = tally.injected;
+        let message = format!(
+            "{}: {} pages lost ({caught} of {injected} that were injected), {} bits unexplained, {} stamps misplaced; seed {}",
+            tally.method.name(),
+            tally.lost,
+            tally.unexplained,
+            tally.misplaced,
+            config.seed
+        );
+        return Err(Failure { exit: Exit::Error, message });
+    }
+    Ok(interrupted.map_or(Exit::PowerOff, Exit::Signal))
+}
+
+fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
+    let methods = match args.tracker.as_slice() {
+        [] => Method::available().map_err(Failure::host)?,
+        some => some.iter().map(|tracker| tracker.method).collect(),
+    };
+    let entries = args.tracker.iter().find_map(|tracker| tracker.entries);
+    let backings = match args.backing.as_slice() {
+        [] => backings(args.memory),
+        some => some.to_vec(),
+    };
+    if args.slot_base.unwrap_or(0) + args.memory > soak::MOST {
+        let most = (soak::MOST - args.slot_base.unwrap_or(0)) >> 20;
+        return Err(Failure::usage(format!("--memory: at most {most}m fits below the gap at 3g here")));
+    }
+    let seed = args.seed.unwrap_or_else(|| {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        now.map_or(1, |since| since.as_nanos() as u64 & 0xffff_ffff)
+    });
+    let events = args.events.unwrap_or(if args.duration.is_some() { u64::MAX } else { 1_000_000 });
+    Ok(soak::Config {
+        methods,
+        backings,
+        size: args.memory,
+        vcpus: args.cpus,
+        seed,
+        events,
+        duration: args.duration,
+        mode: args.mode,
+        ring_entries: entries.unwrap_or(crate::dirty::RING_ENTRIES),
+        slot_base: args.slot_base,
+        clear_chunk: args.clear_chunk,
+        lose: args.inject.unwrap_or(0),
+    })
+}
+
+/// Every backing that this host can give `size` bytes of.
+fn backings(size: u64) -> Vec<Backing> {
+    let mut backings = vec![Backing::Anonymous, Backing::Thp, Backing::Shmem, Backing::Memfd];
+    for page in hugepages::sizes() {
+        if hugepages::check(page, size.next_multiple_of(page)).is_ok() {
+            backings.extend([Backing::Hugetlb(page), Backing::SharedHugetlb(page)]);
+        }
+    }
+    backings
+}

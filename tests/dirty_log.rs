@@ -1,0 +1,189 @@
+//! Dirty logging on real KVM, judged by the oracle; and the oracle, by bits that are taken out on purpose.
+
+mod bed;
+
+use bed::{Need, both, ensure, kvm, trial};
+use libtest_mimic::{Arguments, Failed, Trial};
+use vellum::dirty::oracle::Mode;
+use vellum::dirty::soak::{self, Config, Tally};
+use vellum::dirty::{self, Method};
+use vellum::vm::memory::{Backing, Memory, MemoryConfig};
+use vellum::vm::{self, Vm};
+use vellum::workload::guest::GuestConfig;
+use vellum::workload::{Guest, WriteConfig};
+
+fn main() {
+    let args = Arguments::from_args();
+    let mut trials: Vec<Trial> = Vec::new();
+    let hugetlb = Backing::Hugetlb(2 << 20);
+    for (name, method) in Method::NAMES {
+        let need = both(kvm(), has(method));
+        for backing in [Backing::Anonymous, Backing::Thp, Backing::Shmem, hugetlb] {
+            let need = match backing {
+                Backing::Hugetlb(page) => both(need.clone(), bed::huge_pages(page, SIZE / page)),
+                _ => need.clone(),
+            };
+            trials.push(trial(&format!("{name}_loses_no_page_of_{backing}"), need, move || {
+                loses_none(method, backing)
+            }));
+        }
+        for (kind, mode) in [("running", Mode::Running), ("quiesced", Mode::Quiesced)] {
+            trials.push(trial(
+                &format!("{name}_injected_losses_are_caught_{kind}"),
+                need.clone(),
+                move || injected(method, mode),
+            ));
+        }
+    }
+    trials.push(trial("a_ring_that_overflows_loses_nothing", both(kvm(), has(Method::Ring)), small_ring));
+    trials.push(trial("a_part_of_the_chunks_is_cleared", both(kvm(), has(Method::ManualProtect)), parts));
+    trials.push(trial("what_the_vmm_writes_is_merged", kvm(), own_writes));
+    trials.push(trial(
+        "only_what_was_read_is_cleared",
+        both(kvm(), has(Method::ManualProtect)),
+        read_then_clear,
+    ));
+    trials.push(trial("a_ring_excludes_initially_set", both(kvm(), has(Method::Ring)), exclusive));
+    trials.push(trial("rings_of_impossible_sizes_are_refused", both(kvm(), has(Method::Ring)), sizes));
+    libtest_mimic::run(&args, trials).exit();
+}
+
+const SIZE: u64 = 32 << 20;
+
+fn has(method: Method) -> Need {
+    let Ok(available) = Method::available() else { return Ok(()) };
+    if available.contains(&method) {
+        Ok(())
+    } else {
+        Err(format!("needs a KVM with the {} tracker", method.name()))
+    }
+}
+
+fn config(method: Method, backing: Backing) -> Config {
+    // Another every time; printed with a failure.
+    let seed = u64::from(std::process::id()) ^ (method as u64) << 32;
+    Config {
+        methods: vec![method],
+        backings: vec![backing],
+        size: SIZE,
+        vcpus: 2,
+        seed,
+        events: 40_000,
+        duration: None,
+        mode: None,
+        ring_entries: dirty::RING_ENTRIES,
+        slot_base: None,
+        clear_chunk: None,
+        lose: 0,
+    }
+}
+
+fn held(config: &Config) -> Result<Tally, Failed> {
+    let mut tallies = soak::run(config, &mut |_| true)?;
+    Ok(tallies.remove(0))
+}
+
+fn loses_none(method: Method, backing: Backing) -> Result<(), Failed> {
+    let config = config(method, backing);
+    let tally = held(&config)?;
+    ensure(tally.is_clean(), || format!("seed {}: {:?}", config.seed, tally.names))?;
+    ensure(tally.events >= config.events, || format!("only {} events", tally.events))
+}
+
+fn injected(method: Method, mode: Mode) -> Result<(), Failed> {
+    let config = Config { lose: 8, mode: Some(mode), ..config(method, Backing::Anonymous) };
+    let tally = held(&config)?;
+    let [injected, caught] = tally.injected;
+    // Named exactly: as many as were injected, and none else.
+    let right = injected >= 8 && caught == injected && tally.lost == caught && tally.unexplained == 0;
+    ensure(right, || format!("seed {}: {injected} injected, {caught} caught: {:?}", config.seed, tally.names))
+}
+
+fn small_ring() -> Result<(), Failed> {
+    let config = Config { ring_entries: 1024, ..config(Method::Ring, Backing::Anonymous) };
+    let tally = held(&config)?;
+    ensure(tally.is_clean() && tally.events >= config.events, || format!("seed {}: {tally:?}", config.seed))
+}
+
+fn parts() -> Result<(), Failed> {
+    let slot_base = Some(0x0100_1000);
+    let config = Config { clear_chunk: Some(64), slot_base, ..config(Method::ManualProtect, Backing::Thp) };
+    let tally = held(&config)?;
+    ensure(tally.is_clean() && tally.events >= config.events, || format!("seed {}: {tally:?}", config.seed))
+}
+
+/// A machine of 4 MiB in three memslots, its log on, and its tracker.
+fn machine(method: Method) -> Result<(Guest, Box<dyn dirty::DirtyTracker>), Failed> {
+    let kvm = vm::open()?;
+    let memory = Memory::map(MemoryConfig { slots: 3, ..MemoryConfig::new(4 << 20) })?;
+    let guest = Guest::build(&kvm, memory, GuestConfig::new(1))?;
+    let mut tracker = dirty::tracker(method, &guest.vm, &guest.vcpus, None)?;
+    guest.vm.memory.slots.iter().for_each(|slot| tracker.track(*slot));
+    tracker.enable(&guest.vm, true)?;
+    Ok((guest, tracker))
+}
+
+/// All dirty pages, counted from the start of RAM.
+fn pages(tracker: &dyn dirty::DirtyTracker) -> Vec<u64> {
+    let of = |log: &dirty::SlotLog| {
+        let first = log.slot.offset / 4096;
+        log.runs().flatten().map(move |page| first + page).collect::<Vec<_>>()
+    };
+    tracker.logs().iter().flat_map(of).collect()
+}
+
+fn own_writes() -> Result<(), Failed> {
+    use vm_memory::{Bytes, GuestAddress};
+    let (guest, mut tracker) = machine(Method::Bitmap)?;
+    // The last byte of one memslot and the first of the next.
+    let seam = guest.vm.memory.slots[1].gpa;
+    guest.vm.memory.guest.write_slice(&[1, 2], GuestAddress(seam - 1))?;
+    tracker.collect()?;
+    let page = seam / 4096;
+    ensure(pages(&*tracker) == [page - 1, page], || format!("{:?}", pages(&*tracker)))?;
+    tracker.collect()?;
+    ensure(pages(&*tracker).is_empty(), || "told twice".into())
+}
+
+fn read_then_clear() -> Result<(), Failed> {
+    let (guest, mut tracker) = machine(Method::ManualProtect)?;
+    guest.program(&WriteConfig { passes: 1, ..WriteConfig::default() })?;
+    guest.resume();
+    guest.wait_all_rung()?;
+    tracker.get()?;
+    let all = pages(&*tracker).len();
+    // Half of the words are left in KVM.
+    for log in tracker.logs_mut() {
+        log.words.iter_mut().step_by(2).for_each(|word| *word = 0);
+    }
+    let taken = pages(&*tracker);
+    tracker.clear()?;
+    tracker.collect()?;
+    let left = pages(&*tracker);
+    ensure(all == 1024 && taken.len() + left.len() == all, || {
+        format!("{all}: {} and {}", taken.len(), left.len())
+    })?;
+    ensure(left.iter().all(|page| !taken.contains(page)), || "a page in both".into())
+}
+
+fn exclusive() -> Result<(), Failed> {
+    let kvm = vm::open()?;
+    let machine = Vm::with_dirty_ring(&kvm, Memory::map(MemoryConfig::new(4 << 20))?, Some(4096))?;
+    let refused =
+        dirty::tracker(Method::InitiallySet, &machine, &[], None).err().map(|error| error.to_string());
+    ensure(refused.as_ref().is_some_and(|why| why.contains("lost silently")), || format!("{refused:?}"))?;
+    let late = Vm::new(&kvm, Memory::map(MemoryConfig::new(4 << 20))?)?;
+    ensure(dirty::tracker(Method::Ring, &late, &[], None).is_err(), || {
+        "a ring for a machine without one".into()
+    })
+}
+
+fn sizes() -> Result<(), Failed> {
+    let kvm = vm::open()?;
+    for entries in [0, 1, 512, 3000, 1 << 30] {
+        let refused = Vm::with_dirty_ring(&kvm, Memory::map(MemoryConfig::new(4 << 20))?, Some(entries));
+        let why = refused.err().map(|error| error.to_string()).unwrap_or_default();
+        ensure(why.contains("would work here"), || format!("{entries}: {why}"))?;
+    }
+    Ok(())
+}
