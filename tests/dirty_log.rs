@@ -4,13 +4,14 @@ mod bed;
 
 use bed::{Need, both, ensure, kvm, trial};
 use libtest_mimic::{Arguments, Failed, Trial};
+use vellum::bench::{Common, dirty_log};
 use vellum::dirty::oracle::Mode;
 use vellum::dirty::soak::{self, Config, Tally};
 use vellum::dirty::{self, Method};
 use vellum::vm::memory::{Backing, Memory, MemoryConfig};
 use vellum::vm::{self, Vm};
 use vellum::workload::guest::GuestConfig;
-use vellum::workload::{Guest, WriteConfig};
+use vellum::workload::{Guest, Order, WriteConfig};
 
 fn main() {
     let args = Arguments::from_args();
@@ -45,6 +46,12 @@ fn main() {
     ));
     trials.push(trial("a_ring_excludes_initially_set", both(kvm(), has(Method::Ring)), exclusive));
     trials.push(trial("rings_of_impossible_sizes_are_refused", both(kvm(), has(Method::Ring)), sizes));
+    for (name, method) in Method::NAMES {
+        let need = both(kvm(), has(method));
+        trials.push(trial(&format!("bench_finds_every_page_with_{name}"), need, move || bench(method)));
+    }
+    trials.push(trial("bench_continuous_shows_progress_over_time", kvm(), bench_continuous));
+    trials.push(trial("bench_refuses_what_contradicts_itself", kvm(), bench_refuses));
     libtest_mimic::run(&args, trials).exit();
 }
 
@@ -184,6 +191,84 @@ fn sizes() -> Result<(), Failed> {
         let refused = Vm::with_dirty_ring(&kvm, Memory::map(MemoryConfig::new(4 << 20))?, Some(entries));
         let why = refused.err().map(|error| error.to_string()).unwrap_or_default();
         ensure(why.contains("would work here"), || format!("{entries}: {why}"))?;
+    }
+    Ok(())
+}
+
+/// 2 vCPUs, 4 MiB each, two passes.
+fn bench_config(method: Method) -> dirty_log::Config {
+    dirty_log::Config {
+        iterations: 2,
+        vcpus: 2,
+        bytes: 4 << 20,
+        backing: Backing::Anonymous,
+        write_percent: 100.0,
+        order: Order::Sequential,
+        hot: None,
+        overlap: false,
+        slots: 4,
+        pins: None,
+        method: Some(method),
+        // Less than the memory has pages, so that it fills up.
+        ring_entries: 1024,
+        chunk: Some(128),
+        run_while_disabling: true,
+        seed: 1,
+        phys_offset: Some(1 << 32),
+        page: None,
+        continuous: None,
+        latency: true,
+        repeat: 2,
+        common: Common::default(),
+    }
+}
+
+fn bench(method: Method) -> Result<(), Failed> {
+    let report = dirty_log::run(&bench_config(method))?;
+    ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
+    let figure = |name: &str| {
+        let found = report.figures.iter().find(|figure| figure.name() == name);
+        found.map(|figure| figure.samples().into_owned()).ok_or(format!("no {name}"))
+    };
+    for iteration in 0..2 {
+        let pages = figure(&format!("dirty_pages[{iteration}]"))?;
+        // A ring that is harvested while it fills may list a page twice; nothing may list one too few.
+        let right = |&pages: &f64| if method == Method::Ring { pages >= 2048.0 } else { pages == 2048.0 };
+        ensure(pages.len() == 2 && pages.iter().all(right), || format!("pass {iteration}: {pages:?}"))?;
+    }
+    for name in ["populate_memory", "enable_logging", "clear_dirty_log_average", "disable_logging"] {
+        ensure(figure(name)?.iter().all(|&seconds| seconds > 0.0), || format!("{name} took no time"))?;
+    }
+    ensure(report.histograms.len() == 4, || format!("{} phases with latencies", report.histograms.len()))
+}
+
+fn bench_continuous() -> Result<(), Failed> {
+    let continuous = Some(std::time::Duration::from_millis(200));
+    let config =
+        dirty_log::Config { continuous, repeat: 1, phys_offset: None, ..bench_config(Method::Bitmap) };
+    let report = match dirty_log::run(&config) {
+        Err(error) if vellum::sys::host::allowed_cpus()?.len() < 2 => {
+            return ensure(error.is_usage(), || error.to_string());
+        }
+        result => result?,
+    };
+    let collections = report.figures.iter().find(|figure| figure.name() == "collections");
+    ensure(collections.is_some_and(|figure| figure.value() >= 1.0), || "no collection".into())?;
+    ensure(!report.marks.is_empty() && report.series.len() == 2, || "no picture".into())?;
+    let moved = |series: &vellum::report::Series| series.points.iter().any(|point| point.1 > 0.0);
+    ensure(report.series.iter().all(moved), || "a vCPU made no progress".into())
+}
+
+fn bench_refuses() -> Result<(), Failed> {
+    let base = || bench_config(Method::Bitmap);
+    for (config, remedy) in [
+        (dirty_log::Config { bytes: 5000, ..base() }, "8192 would work"),
+        (dirty_log::Config { slots: 3, ..base() }, "-x 2 would work"),
+        (dirty_log::Config { phys_offset: Some(0x1000), ..base() }, "-p 0x100000000 would work"),
+        (dirty_log::Config { bytes: 1 << 45, vcpus: 1, phys_offset: None, ..base() }, "is available"),
+    ] {
+        let error = dirty_log::run(&config).err().ok_or(format!("accepted: {config:?}"))?;
+        ensure(error.is_usage() && error.to_string().contains(remedy), || error.to_string())?;
     }
     Ok(())
 }

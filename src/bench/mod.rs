@@ -5,6 +5,7 @@
 
 pub mod context_switch;
 pub mod demand_paging;
+pub mod dirty_log;
 pub mod page_table;
 pub mod rmap_fork;
 
@@ -19,7 +20,7 @@ use crate::vm::counters::{Counters, Snapshot};
 use crate::vm::memory::{Backing, short_size};
 use crate::workload::control::Control;
 use crate::workload::guest::{self, Guest};
-use crate::{sys, vm, workload};
+use crate::{dirty, sys, vm, workload};
 
 /// Why a benchmark did not run.
 #[derive(Debug, thiserror::Error)]
@@ -30,6 +31,9 @@ pub enum Error {
     /// The machine.
     #[error(transparent)]
     Machine(#[from] workload::run::Error),
+    /// The dirty log.
+    #[error(transparent)]
+    Dirty(#[from] dirty::Error),
     /// The host.
     #[error("{0}: {1}")]
     Host(&'static str, #[source] io::Error),
@@ -65,6 +69,7 @@ impl Error {
         match self {
             Self::Asked(_) => true,
             Self::Machine(error) => error.is_usage(),
+            Self::Dirty(error) => error.is_usage(),
             Self::Host(..) => false,
         }
     }

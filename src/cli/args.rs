@@ -89,6 +89,14 @@ pub fn tracker(text: &str) -> Result<Tracker, String> {
     read().map_err(|e| e.to_string())
 }
 
+/// Pages that one `KVM_CLEAR_DIRTY_LOG` covers.
+pub fn clear_chunk(text: &str) -> Result<u64, String> {
+    match number(text, 64..=1u64 << 31)? {
+        pages if pages % 64 == 0 => Ok(pages),
+        pages => Err(format!("KVM clears multiples of 64 pages: {} would work", pages.next_multiple_of(64))),
+    }
+}
+
 /// `--cpus N[,pin=LIST|off]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cpus {

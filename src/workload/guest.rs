@@ -214,7 +214,7 @@ impl Guest {
             &mut |word, entry| store(tables + word * 8, entry),
             base + tables,
             low,
-            layout::ram(ram),
+            parts(&memory.slots).into_iter(),
             config.page,
         );
         let own = Arc::new(own);
@@ -264,8 +264,12 @@ impl Guest {
 
     /// The control block of a vCPU.
     pub fn control(&self, vcpu: usize) -> &Control {
-        let offset = PAGE_SIZE + size_of::<Control>() as u64 * vcpu as u64;
-        Control::at(&self.own, offset).expect("every vCPU of this guest has a block inside its mapping")
+        Self::control_in(&self.own, vcpu).expect("every vCPU of this guest has a block inside its mapping")
+    }
+
+    /// The control block of a vCPU in its guest's [own memory](Guest::own_memory).
+    pub fn control_in(own: &Mapping, vcpu: usize) -> Option<&Control> {
+        Control::at(own, PAGE_SIZE + size_of::<Control>() as u64 * vcpu as u64)
     }
 
     /// A vCPU's control block as words, for code that lays it out otherwise.
@@ -279,6 +283,11 @@ impl Guest {
     pub fn root_entries(&self) -> [u64; 2] {
         let root = (self.cr3 - self.slot.gpa) as usize / 8;
         [0, 1].map(|index| self.own.words()[root + index].load(Ordering::Relaxed))
+    }
+
+    /// The memory that holds the control blocks, for a thread that watches progress while others work on the machine.
+    pub fn own_memory(&self) -> Arc<Mapping> {
+        self.own.clone()
     }
 
     /// All control blocks, in the order of the vCPUs.
@@ -401,6 +410,18 @@ impl Guest {
         });
         Error::Ended { index, what }
     }
+}
+
+/// RAM as `(guest-physical address, bytes)` in as few parts as its memslots, in order, allow.
+fn parts(slots: &[Slot]) -> Vec<(u64, u64)> {
+    let mut parts: Vec<(u64, u64)> = Vec::new();
+    for slot in slots {
+        match parts.last_mut() {
+            Some((gpa, len)) if *gpa + *len == slot.gpa => *len += slot.len,
+            _ => parts.push((slot.gpa, slot.len)),
+        }
+    }
+    parts
 }
 
 /// What a workload's exits mean.

@@ -2,6 +2,7 @@
 
 mod context_switch;
 mod demand_paging;
+mod dirty_log;
 mod page_table;
 mod rmap_fork;
 
@@ -27,6 +28,7 @@ pub struct BenchArgs {
 
 #[derive(Debug, Subcommand)]
 enum What {
+    DirtyLog(Box<dirty_log::DirtyLogArgs>),
     RmapFork(rmap_fork::RmapForkArgs),
     ContextSwitch(context_switch::ContextSwitchArgs),
     DemandPaging(demand_paging::DemandPagingArgs),
@@ -48,6 +50,7 @@ struct Output {
 /// Does what was asked.
 pub fn run(args: BenchArgs) -> Result<Exit, Failure> {
     match args.what {
+        What::DirtyLog(args) => dirty_log::run(*args),
         What::RmapFork(args) => rmap_fork::run(args),
         What::ContextSwitch(args) => context_switch::run(args),
         What::DemandPaging(args) => demand_paging::run(args),

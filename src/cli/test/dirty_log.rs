@@ -66,7 +66,7 @@ pub(super) struct DirtyLogArgs {
     slot_base: Option<u64>,
 
     /// Clear in chunks of so many pages, a multiple of 64, and in each collection only a part of the chunks
-    #[arg(long, value_name = "PAGES", value_parser = chunk)]
+    #[arg(long, value_name = "PAGES", value_parser = args::clear_chunk)]
     clear_chunk: Option<u64>,
 
     /// Write the result as JSON; `-` is standard output, which then carries nothing else
@@ -106,13 +106,6 @@ fn address(text: &str) -> Result<u64, String> {
     address
         .filter(|address| address.is_multiple_of(4096) && *address < soak::MOST)
         .ok_or_else(|| format!("no multiple of 4096 below {:#x}, as in 0x40001000", soak::MOST))
-}
-
-fn chunk(text: &str) -> Result<u64, String> {
-    match keyvalue::number(text, 64..=1u64 << 31)? {
-        pages if pages % 64 == 0 => Ok(pages),
-        pages => Err(format!("KVM clears multiples of 64 pages: {} would work", pages.next_multiple_of(64))),
-    }
 }
 
 /// Does what was asked.

@@ -1,0 +1,174 @@
+//! `vellum bench dirty-log`.
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use super::{Output, pins};
+use crate::arch::workload::GuestPage;
+use crate::bench::dirty_log::{self, Config};
+use crate::cli::{Failure, args, keyvalue};
+use crate::dirty::{Method, RING_ENTRIES};
+use crate::vm::lifecycle::Exit;
+use crate::vm::memory::Backing;
+use crate::workload::{Hot, Order};
+
+/// The cost of dirty logging to host and guest; options as in the kernel's dirty_log_perf_test, and more
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct DirtyLogArgs {
+    /// Passes over memory while it is logged
+    #[arg(short, long, value_name = "N", default_value_t = 2, value_parser = |text: &str| keyvalue::number(text, 1..=1_000_000u32))]
+    iterations: u32,
+
+    /// Virtual CPUs
+    #[arg(short, long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=65_536usize))]
+    vcpus: usize,
+
+    /// Memory of each vCPU, as in 512M or 1G
+    #[arg(short, long, value_name = "SIZE", default_value = "1g", value_parser = |text: &str| keyvalue::size(text, 1))]
+    bytes: u64,
+
+    /// What backs it: anonymous, anonymous_thp, anonymous_hugetlb[_2mb|_1gb], shmem, shared_hugetlb
+    #[arg(short = 's', long, value_name = "BACKING", default_value = "anonymous", value_parser = args::backing)]
+    backing: Backing,
+
+    /// Percent of the accesses that write; the others read
+    #[arg(short, long, value_name = "PCT", default_value_t = 100.0, value_parser = |text: &str| keyvalue::number(text, 0.0..=100.0))]
+    write_percent: f64,
+
+    /// Access pages in random order, with replacement
+    #[arg(short = 'a', long)]
+    random: bool,
+
+    /// All vCPUs work on all memory, instead of on a part each
+    #[arg(short, long)]
+    overlap: bool,
+
+    /// Cut memory into so many memslots
+    #[arg(short = 'x', long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=32_764u32))]
+    slots: u32,
+
+    /// Pin: a CPU for each vCPU and, if there is one more, for the thread that collects, as in 1,2,3,0
+    #[arg(short = 'c', long, value_name = "LIST")]
+    pin: Option<String>,
+
+    /// Do without manual protection: the same as --tracker bitmap
+    #[arg(short = 'g', long, conflicts_with = "tracker")]
+    no_manual_protect: bool,
+
+    /// Let vCPUs run while the log is switched off
+    #[arg(short = 'e', long)]
+    run_while_disabling: bool,
+
+    /// The seed of random orders
+    #[arg(short = 'r', long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+
+    /// Where memory starts in the guest's physical address space, as in 0x100000000
+    #[arg(short = 'p', long, value_name = "ADDRESS", value_parser = address)]
+    phys_offset: Option<u64>,
+
+    /// The page size of the guest's own tables [default: 4k, or 2m where the host shadows them]
+    #[arg(short, long, value_name = "SIZE", value_parser = |text: &str| keyvalue::one_of("page size", text, &[("4k", GuestPage::Small), ("2m", GuestPage::Large)]))]
+    mode: Option<GuestPage>,
+
+    /// How the log is collected: bitmap, manual-protect, initially-set, ring[,entries=N] [default: initially-set, or the
+    /// next best that this host has]
+    #[arg(long, value_name = "NAME", value_parser = args::tracker)]
+    tracker: Option<args::Tracker>,
+
+    /// Clear in chunks of so many pages, a multiple of 64, instead of whole memslots
+    #[arg(long, value_name = "PAGES", value_parser = args::clear_chunk)]
+    clear_chunk: Option<u64>,
+
+    /// A part of each vCPU's memory that takes a share of its accesses, as in 10%,share=90%
+    #[arg(long, value_name = "PCT[,share=PCT]", value_parser = hot)]
+    hot: Option<Hot>,
+
+    /// In lockstep with the guest, or as fast as possible while the guest runs through
+    #[arg(long, value_enum, default_value_t = Collect::Lockstep)]
+    collect: Collect,
+
+    /// How long to collect continuously
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = keyvalue::duration)]
+    duration: Duration,
+
+    /// Measure how long each of the guest's writes takes
+    #[arg(long, value_name = "on|off", default_value = "on", action = clap::ArgAction::Set,
+        value_parser = |text: &str| keyvalue::one_of("switch", text, &[("on", true), ("off", false)]))]
+    latency: bool,
+
+    /// Measure everything so often, each time on a new machine: figures then have a median and a spread
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=1000u32))]
+    repeat: u32,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  vellum bench dirty-log -i 5 -v 2 -b 512M -s anonymous_thp
+  vellum bench dirty-log -v 4 -b 1G -s anonymous_hugetlb --hot 10% --collect continuous
+  vellum bench dirty-log -i 5 -b 256M -g --repeat 5 --json with-g.json";
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Collect {
+    /// The guest goes over its memory, stops, and the log is collected: as dirty_log_perf_test does
+    Lockstep,
+    /// The guest never stops, and its progress is recorded over time
+    Continuous,
+}
+
+fn address(text: &str) -> Result<u64, String> {
+    let hex = text.strip_prefix("0x").and_then(|digits| u64::from_str_radix(digits, 16).ok());
+    hex.or_else(|| text.parse().ok()).ok_or_else(|| "no address, as in 0x100000000".into())
+}
+
+fn hot(text: &str) -> Result<Hot, String> {
+    let kv = keyvalue::KeyValues::parse(text, Some("percent"), &["percent", "share"])
+        .map_err(|e| e.to_string())?;
+    let percent = |text: &str| keyvalue::number(text.strip_suffix('%').unwrap_or(text), 0.0..=100.0);
+    let read = || -> Result<Hot, keyvalue::Error> {
+        let part = kv.required("percent", |text| match percent(text)? {
+            part if part > 0.0 && part < 100.0 => Ok(part),
+            _ => Err("above 0 and below 100 percent of the pages".to_owned()),
+        })?;
+        Ok(Hot { percent: part, share: kv.with("share", percent)?.unwrap_or(90.0) })
+    };
+    read().map_err(|e| e.to_string())
+}
+
+pub(super) fn run(args: DirtyLogArgs) -> Result<Exit, Failure> {
+    let pins = pins(args.pin.as_deref(), args.vcpus)?;
+    let method = match (args.tracker, args.no_manual_protect) {
+        (Some(tracker), _) => Some(tracker.method),
+        (None, true) => Some(Method::Bitmap),
+        (None, false) => None,
+    };
+    let config = Config {
+        iterations: args.iterations,
+        vcpus: args.vcpus,
+        bytes: args.bytes,
+        backing: args.backing,
+        write_percent: args.write_percent,
+        order: if args.random { Order::Random } else { Order::Sequential },
+        hot: args.hot,
+        overlap: args.overlap,
+        slots: args.slots,
+        pins,
+        method,
+        ring_entries: args.tracker.and_then(|tracker| tracker.entries).unwrap_or(RING_ENTRIES),
+        chunk: args.clear_chunk,
+        run_while_disabling: args.run_while_disabling,
+        seed: args.seed,
+        phys_offset: args.phys_offset,
+        page: args.mode,
+        continuous: (args.collect == Collect::Continuous).then_some(args.duration),
+        latency: args.latency,
+        repeat: args.repeat,
+        common: args.output.common(),
+    };
+    args.output.deliver(|| dirty_log::run(&config))
+}
