@@ -1,6 +1,7 @@
 //! What is put into an emulated host: our own programs, built static, and Debian's kernels with their modules.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -20,6 +21,11 @@ pub fn workspace() -> PathBuf {
     lab.join("../..").canonicalize().unwrap_or(lab)
 }
 
+/// The cargo that runs us.
+pub fn cargo() -> OsString {
+    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}
+
 /// A program that cargo built.
 #[derive(Clone, Debug)]
 pub struct Executable {
@@ -37,7 +43,7 @@ pub struct Executable {
 pub fn build_static(arguments: &[&str]) -> Result<Vec<Executable>> {
     let mut flags = std::env::var("RUSTFLAGS").unwrap_or_default();
     flags.push_str(" -C target-feature=+crt-static");
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut command = Command::new(cargo());
     command
         .args(arguments)
         .args(["--release", "--quiet", "--target", TARGET, "--message-format=json-render-diagnostics"])

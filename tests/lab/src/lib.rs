@@ -19,6 +19,7 @@ pub mod error;
 pub mod guest;
 pub mod initramfs;
 pub mod kernel;
+pub mod kvm_unit_tests;
 pub mod test;
 pub mod tool;
 pub mod wire;

@@ -13,7 +13,7 @@ use lab::guest::Guest;
 use lab::kernel::series::Series;
 use lab::kernel::{Base, build, check, series};
 use lab::wire::Frame;
-use lab::{Error, Result, compare, debian, doctor, test};
+use lab::{Error, Result, compare, debian, doctor, kvm_unit_tests, test};
 
 /// Vellum's laboratory: emulated hosts, kernels and their patches, and every test that this machine can run.
 #[derive(Parser)]
@@ -81,6 +81,15 @@ enum What {
         kernel: String,
         /// Where it goes, as `vmlinuz` and `initrd`
         dir: PathBuf,
+    },
+    /// Run kvm-unit-tests' x86 images, built elsewhere, under Vellum on an emulated host
+    KvmUnitTests {
+        /// The directory that holds unittests.cfg and the .flat images: x86 of a built kvm-unit-tests
+        dir: PathBuf,
+        /// Only tests whose names contain one of these
+        only: Vec<String>,
+        #[command(flatten)]
+        host: Host,
     },
     /// Forget which versions Debian's packages had: the next use asks again
     Update,
@@ -251,6 +260,11 @@ fn perform(what: What) -> Result<u8> {
                 check::check(&cache, &series)?;
             }
             Ok(0)
+        }
+        What::KvmUnitTests { dir, only, host } => {
+            let cache = Cache::open()?;
+            let host = kvm_unit_tests::host(host.request(&cache)?);
+            kvm_unit_tests::run(&cache, &host, &dir, &only)
         }
         What::Update => debian::forget(&Cache::open()?).map(|()| 0),
     }

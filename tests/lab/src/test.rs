@@ -4,6 +4,7 @@
 //! integration tests that share `tests/bed`, built static and shipped in, where `lab test metal` runs them as it would
 //! on any machine. A bed that is missing is an entry of the skip list, never a silent pass.
 
+mod kernels;
 mod setup;
 mod tally;
 
@@ -30,6 +31,8 @@ pub enum Bed {
     Metal,
     /// The bed tests on an emulated AMD host, with nested paging and without
     Svm,
+    /// Every series in kernel-patches/: applies, compiles, and boots under the oracle
+    Kernels,
 }
 
 /// What is asked of [`run`].
@@ -70,6 +73,12 @@ pub fn run(options: &Options) -> Result<u8> {
             svm(&mut tally)?;
         }
     }
+    if wants(Bed::Kernels) {
+        let needs = [doctor::BEDS[0].programs, doctor::BEDS[1].programs].concat();
+        if setup::packages(&needs, options.setup, "kernels", &mut tally)? {
+            kernels::run(&mut tally)?;
+        }
+    }
     // Inside an emulated host these lines are read by the laboratory outside, which prints the one list.
     if options.prebuilt.is_none() {
         tally.print();
@@ -80,7 +89,7 @@ pub fn run(options: &Options) -> Result<u8> {
 /// `cargo test`, all of it.
 fn local(tally: &mut Tally) -> Result<()> {
     eprintln!("lab: local: cargo test");
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut command = Command::new(artifacts::cargo());
     command.args(["test", "--workspace", "--no-fail-fast"]).current_dir(artifacts::workspace());
     watched(&mut command, "local", tally)
 }
@@ -113,6 +122,10 @@ fn svm(tally: &mut Tally) -> Result<()> {
     let cache = Cache::open()?;
     let programs = Programs::build()?;
     let tests = bed_tests()?;
+    // The laboratory's own promises come first: what follows relies on them.
+    let mut own = Command::new(artifacts::cargo());
+    own.args(["test", "--package", "lab", "--test", "svm"]).current_dir(artifacts::workspace());
+    watched(own.env("VELLUM_LAB_BOOTS", "1"), "svm", tally)?;
     let kernel = Kernel::debian(&cache, "6.1")?;
     for npt in [true, false] {
         let bed = format!("svm npt={}", u8::from(npt));

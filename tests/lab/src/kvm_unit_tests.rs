@@ -1,0 +1,368 @@
+//! `cargo lab kvm-unit-tests DIR`: a directory of x86 images that were built elsewhere, each run under `vellum run` on an
+//! emulated host as its `unittests.cfg` says.
+//!
+//! The configuration speaks QEMU's language; what has no meaning here (a device of QEMU's) skips the test with that
+//! reason. A host that dies under a test fails that test, and the rest go on in a fresh one.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::artifacts::Programs;
+use crate::bed::{self, Request};
+use crate::cache::Cache;
+use crate::wire::Frame;
+use crate::{Error, Result};
+
+/// One section of `unittests.cfg`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Test {
+    /// The section's name.
+    pub name: String,
+    keys: BTreeMap<String, String>,
+}
+
+/// How one ended.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Verdict {
+    /// Its own status said so.
+    Pass,
+    /// With what it said last.
+    Fail(String),
+    /// With the reason.
+    Skip(String),
+}
+
+/// The status with which a test that skipped itself ends: QEMU's form of 77.
+const SKIPPED: i32 = (77 << 1) | 1;
+/// And one that passed.
+const PASSED: i32 = 1;
+
+/// What every test may take, in the host's time, unless it says otherwise. An emulated host is slow.
+const SECONDS: u64 = 180;
+const SLOWNESS: u64 = 4;
+
+/// CPUs that `smp = $MAX_SMP` stands for.
+const MAX_SMP: u32 = 2;
+
+/// Runs those of the directory's tests whose names contain one of `only` (all, if that is empty) on `host`.
+pub fn run(cache: &Cache, host: &Request, dir: &Path, only: &[String]) -> Result<u8> {
+    let config = dir.join("unittests.cfg");
+    let config = if config.is_file() { config } else { dir.join("x86/unittests.cfg") };
+    let text = fs::read_to_string(&config).map_err(|error| {
+        Error::Usage(format!(
+            "{}: {error}; DIR is the x86 directory of a built kvm-unit-tests, which holds unittests.cfg and the .flat images",
+            config.display()
+        ))
+    })?;
+    let images = config.parent().unwrap_or(dir);
+    let chosen = |test: &Test| only.is_empty() || only.iter().any(|part| test.name.contains(part.as_str()));
+    let mut verdicts = Vec::new();
+    let mut waiting = Vec::new();
+    for test in parse(&text).into_iter().filter(chosen) {
+        match test.command(images) {
+            Ok((image, command)) => waiting.push((test.name, image, command)),
+            Err(why) => report(&mut verdicts, test.name, Verdict::Skip(why)),
+        }
+    }
+    let programs = Programs::build()?;
+    while !waiting.is_empty() {
+        let done = boot(cache, &programs, host, &waiting, &mut verdicts)?;
+        waiting.drain(..done);
+    }
+    let count = |is: fn(&Verdict) -> bool| verdicts.iter().filter(|(_, verdict)| is(verdict)).count();
+    let failed = count(|verdict| matches!(verdict, Verdict::Fail(_)));
+    let passed = count(|verdict| matches!(verdict, Verdict::Pass));
+    println!(
+        "\n{passed} passed, {failed} failed, {} skipped",
+        count(|verdict| matches!(verdict, Verdict::Skip(_)))
+    );
+    Ok(u8::from(failed > 0))
+}
+
+/// Runs as many of `waiting` as one host survives; how many that were.
+fn boot(
+    cache: &Cache,
+    programs: &Programs,
+    host: &Request,
+    waiting: &[(String, PathBuf, String)],
+    verdicts: &mut Vec<(String, Verdict)>,
+) -> Result<usize> {
+    let mut request = host.clone();
+    let mut images: Vec<&PathBuf> = waiting.iter().map(|(_, image, _)| image).collect();
+    images.sort();
+    images.dedup();
+    for image in images {
+        request.files.push((image.clone(), inside(image)));
+    }
+    let shell = |line: &String| vec!["sh".to_owned(), "-c".to_owned(), line.clone()];
+    request.commands = waiting.iter().map(|(_, _, line)| shell(line)).collect();
+    let mut done = 0;
+    let mut said = Vec::new();
+    let outcome = bed::run(cache, programs, &request, |frame| match frame {
+        Frame::Stdout(bytes) | Frame::Stderr(bytes) => said.extend_from_slice(bytes),
+        Frame::Exit(exit) => {
+            report(verdicts, waiting[done].0.clone(), verdict(exit.code, &String::from_utf8_lossy(&said)));
+            said.clear();
+            done += 1;
+        }
+        _ => (),
+    });
+    match outcome {
+        Ok(_) => Ok(done),
+        // A host that does not even come up would not come up again.
+        Err(error) if done == 0 && said.is_empty() => Err(error),
+        Err(error) => {
+            let why = error.to_string();
+            report(
+                verdicts,
+                waiting[done].0.clone(),
+                Verdict::Fail(why.lines().next().unwrap_or_default().into()),
+            );
+            Ok(done + 1)
+        }
+    }
+}
+
+fn report(verdicts: &mut Vec<(String, Verdict)>, name: String, verdict: Verdict) {
+    match &verdict {
+        Verdict::Pass => println!("PASS {name}"),
+        Verdict::Fail(why) => println!("FAIL {name} ({why})"),
+        Verdict::Skip(why) => println!("SKIP {name} ({why})"),
+    }
+    verdicts.push((name, verdict));
+}
+
+/// What a status and a console say. Vellum's own errors end with the status of a pass, but without a word of the
+/// guest's; every test speaks.
+fn verdict(status: i32, console: &str) -> Verdict {
+    let summary = console.lines().rev().find(|line| line.starts_with("SUMMARY"));
+    let failures: Vec<&str> = console.lines().filter(|line| line.starts_with("FAIL")).take(3).collect();
+    let guest_spoke = console.lines().any(|line| !line.is_empty() && !line.starts_with("vellum: "));
+    match status {
+        PASSED if guest_spoke => Verdict::Pass,
+        SKIPPED => {
+            let why = console.lines().find(|line| line.starts_with("SKIP")).or(summary);
+            Verdict::Skip(why.unwrap_or("it skipped itself").trim().to_owned())
+        }
+        124 => Verdict::Fail("time limit".into()),
+        status => {
+            let last =
+                console.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("nothing was said");
+            let words =
+                if failures.is_empty() { summary.unwrap_or(last).to_owned() } else { failures.join("; ") };
+            Verdict::Fail(format!("status {status}: {}", words.trim()))
+        }
+    }
+}
+
+/// The sections of a `unittests.cfg`.
+pub fn parse(text: &str) -> Vec<Test> {
+    let mut tests: Vec<Test> = Vec::new();
+    for line in text.lines().map(str::trim).filter(|line| !line.starts_with('#')) {
+        if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
+            tests.push(Test { name: name.to_owned(), keys: BTreeMap::new() });
+        } else if let (Some(test), Some((key, value))) = (tests.last_mut(), line.split_once('=')) {
+            test.keys.insert(key.trim().to_owned(), value.trim().to_owned());
+        }
+    }
+    tests
+}
+
+impl Test {
+    fn key(&self, name: &str) -> Option<&str> {
+        self.keys.get(name).map(String::as_str)
+    }
+
+    /// The image, and the shell line that runs it in the host; or why there is none.
+    fn command(&self, images: &Path) -> std::result::Result<(PathBuf, String), String> {
+        let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+        if let Some(arch) = self.key("arch").filter(|arch| *arch != "x86_64") {
+            return Err(format!("it is for {arch}"));
+        }
+        if self.key("accel") == Some("tcg") {
+            return Err("it is for QEMU's TCG".into());
+        }
+        if words(self.key("groups").unwrap_or_default()).contains(&"nodefault".to_owned()) {
+            return Err("its group is nodefault: its authors leave it out of ordinary runs".into());
+        }
+        let file = self.key("file").ok_or("it names no file")?;
+        let image = images.join(file);
+        if !image.is_file() {
+            return Err(format!("{} was not built", image.display()));
+        }
+        let cpus = match self.key("smp").unwrap_or("1") {
+            max if max.contains("MAX_SMP") => MAX_SMP,
+            number => number.parse().map_err(|_| format!("smp = {number}"))?,
+        };
+        let mut memory = "512m".to_owned();
+        let mut arguments = self.key("test_args").map(unquoted).unwrap_or_default();
+        let mut features = Vec::new();
+        let mut irqchip = "split";
+        let parameters = self.key("qemu_params").or(self.key("extra_params")).unwrap_or_default();
+        let mut parameters = shell_words(parameters).into_iter();
+        while let Some(flag) = parameters.next() {
+            let mut value = || parameters.next().unwrap_or_default();
+            match flag.as_str() {
+                "-append" => arguments = value(),
+                "-m" => memory = value(),
+                "-smp" => return Err("it gives a topology in QEMU's form".into()),
+                "-cpu" => features.extend(value().split(',').skip(1).map(str::to_owned)),
+                "-machine" | "-M" => match value().as_str() {
+                    // The split form has no PIT to leave out; tests that count its ticks say so themselves.
+                    "pit=off" | "kernel_irqchip=split" | "q35,kernel-irqchip=split" => (),
+                    "kernel_irqchip=on" => irqchip = "kernel",
+                    other => return Err(format!("it needs QEMU's -machine {other}")),
+                },
+                "-overcommit" => drop(value()),
+                "-enable-kvm" => (),
+                flag => return Err(format!("it needs QEMU's {flag} {}", value())),
+            }
+        }
+        if features.iter().any(|feature| feature.contains('=')) {
+            return Err(format!("it sets CPU properties in QEMU's form: {}", features.join(",")));
+        }
+        let mut line = String::new();
+        if let Some(check) = self.key("check") {
+            for condition in check.split_whitespace() {
+                let (path, wanted) = condition.split_once('=').ok_or_else(|| format!("check = {check}"))?;
+                line += &format!(
+                    "[ \"$(cat {path} 2>/dev/null)\" = {wanted} ] || {{ echo 'SKIP: {path} is not {wanted}'; exit {SKIPPED}; }}; "
+                );
+            }
+        }
+        let seconds = self
+            .key("timeout")
+            .and_then(|t| t.trim_end_matches('s').parse().ok())
+            .map_or(SECONDS, |t: u64| t * SLOWNESS);
+        line += &format!("printf 'NR_CPUS={cpus}\\nTEST_DEVICE=0\\n' > env; ");
+        line += &format!(
+            "exec vellum run --nodefaults --loglevel warning --kernel {} --initrd env --cpus {cpus} --memory {memory} \
+             --irqchip {irqchip} --timeout {seconds}s",
+            inside(&image)
+        );
+        // QEMU's qemu64 and max are not what Vellum's guest has: features that a test takes for granted it can ask for.
+        for feature in features.iter().filter(|feature| feature.starts_with(['+', '-'])) {
+            line += &format!(" --cpuid {feature}");
+        }
+        if !arguments.is_empty() {
+            line += &format!(" --params '{}'", arguments.replace('\'', "'\\''"));
+        }
+        Ok((image, line))
+    }
+}
+
+fn inside(image: &Path) -> String {
+    format!("/images/{}", image.file_name().unwrap_or_default().to_string_lossy())
+}
+
+fn unquoted(text: &str) -> String {
+    shell_words(text).join(" ")
+}
+
+/// Words as a shell cuts them, as far as the configuration goes: blanks, single and double quotes.
+fn shell_words(text: &str) -> Vec<String> {
+    let mut words = Vec::new();
+    let mut word: Option<String> = None;
+    let mut quote = None;
+    for c in text.chars() {
+        match (quote, c) {
+            (Some(q), c) if c == q => quote = None,
+            (None, '\'' | '"') => {
+                quote = Some(c);
+                word.get_or_insert_default();
+            }
+            (None, c) if c.is_whitespace() => words.extend(word.take()),
+            (_, c) => word.get_or_insert_default().push(c),
+        }
+    }
+    words.extend(word);
+    words
+}
+
+/// The host that the tests expect: two CPUs at once, room for their guests.
+pub fn host(request: Request) -> Request {
+    Request { races: true, memory_mib: 4096, time_limit: Duration::from_secs(3600), ..request }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CONFIG: &str = "
+# a comment
+[apic-split]
+file = apic.flat
+smp = 2
+qemu_params = -cpu qemu64,+x2apic,-pcid -machine kernel_irqchip=split
+arch = x86_64
+timeout = 30
+
+[old]
+file = apic.flat
+extra_params = -m 2g -append \"a 'b c'\"
+check = /sys/x=Y
+
+[pci]
+file = apic.flat
+qemu_params = -device pci-testdev
+[other]
+file = apic.flat
+arch = i386
+";
+
+    fn commands() -> Vec<std::result::Result<String, String>> {
+        let dir = std::env::temp_dir().join(format!(
+            "vellum-kut-{}-{:?}",
+            std::process::id(),
+            std::thread::current().id()
+        ));
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join("apic.flat"), "").unwrap();
+        let commands = parse(CONFIG).iter().map(|test| test.command(&dir).map(|(_, line)| line)).collect();
+        fs::remove_dir_all(&dir).unwrap();
+        commands
+    }
+
+    #[test]
+    fn a_section_becomes_a_command_with_its_own_parameters() {
+        let commands = commands();
+        let split = commands[0].as_ref().unwrap();
+        for part in [
+            "/images/apic.flat",
+            "--cpus 2",
+            "--cpuid +x2apic",
+            "--cpuid -pcid",
+            "--timeout 120s",
+            "--irqchip split",
+        ] {
+            assert!(split.contains(part), "{part} is not in {split}");
+        }
+        let old = commands[1].as_ref().unwrap();
+        for part in ["--memory 2g", r"--params 'a '\''b c'\'''", "[ \"$(cat /sys/x 2>/dev/null)\" = Y ]"] {
+            assert!(old.contains(part), "{part} is not in {old}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_run_says_why() {
+        let commands = commands();
+        assert!(commands[2].as_ref().unwrap_err().contains("pci-testdev"));
+        assert!(commands[3].as_ref().unwrap_err().contains("i386"));
+    }
+
+    #[test]
+    fn an_error_of_vellums_own_is_no_pass() {
+        assert_eq!(verdict(1, "PASS: x\nSUMMARY: 1 tests\n"), Verdict::Pass);
+        assert!(matches!(verdict(1, "vellum: no memory\n"), Verdict::Fail(_)));
+        assert!(matches!(verdict(1, ""), Verdict::Fail(_)));
+        assert_eq!(
+            verdict(3, "FAIL: a\nSUMMARY: 2 tests, 1 unexpected failures\n"),
+            Verdict::Fail("status 3: FAIL: a".into())
+        );
+        assert!(
+            matches!(verdict(SKIPPED, "SKIP: no feature\n"), Verdict::Skip(why) if why == "SKIP: no feature")
+        );
+    }
+}

@@ -1,0 +1,61 @@
+//! The bed of kernels: every series applies and compiles, and the combined kernel of the frozen base boots under the
+//! oracle. What it builds is cached; a cold cache means more work, not a skip.
+
+use super::tally::Tally;
+use crate::Result;
+use crate::cache::Cache;
+use crate::kernel::series::{self, Series};
+use crate::kernel::tree::Tree;
+use crate::kernel::{BASES, build, check};
+
+const BED: &str = "kernels";
+
+/// Checks every series in `kernel-patches/`.
+pub fn run(tally: &mut Tally) -> Result<()> {
+    let cache = Cache::open()?;
+    let all = series::all()?;
+    if all.is_empty() {
+        tally.skip(BED, "kernel-patches", "it holds no series yet");
+    }
+    for series in &all {
+        let name = format!("{}/{}", series.base.name, series.name);
+        record(tally, &format!("{name} applies and compiles"), applies_and_compiles(&cache, series));
+    }
+    // The other bases move, so their kernels are built when somebody asks for them.
+    for base in BASES.iter().filter(|base| base.frozen.is_some()) {
+        let stack = series::of_base(base, &["all".to_owned()])?;
+        if !stack.is_empty() {
+            record(
+                tally,
+                &format!("{} with all of its series boots", base.name),
+                stack_boots(&cache, &stack),
+            );
+        }
+    }
+    Ok(())
+}
+
+fn applies_and_compiles(cache: &Cache, series: &Series) -> Result<()> {
+    let tree = Tree::open(cache, series.base)?;
+    check::applies(cache, &tree, series)?;
+    check::warnings(cache, &tree, series)
+}
+
+fn stack_boots(cache: &Cache, stack: &[Series]) -> Result<()> {
+    let image = build::build(cache, stack[0].base, stack, None)?;
+    let tests: Vec<_> = stack.iter().flat_map(|series| series.about.test.clone()).collect();
+    check::boots(cache, &image, &tests)
+}
+
+fn record(tally: &mut Tally, what: &str, result: Result<()>) {
+    match result {
+        Ok(()) => {
+            println!("{BED}: {what}: ok");
+            tally.pass();
+        }
+        Err(error) => {
+            println!("{BED}: {what}: FAILED\n{error}");
+            tally.fail(BED, what);
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! The laboratory's promises about an emulated host: exit codes, output and files come back whole, and a host that
+//! hangs or dies is ended with its serial tail. These boot hosts, so plain `cargo test` leaves them out.
+
+use std::time::Duration;
+
+use lab::Error;
+use lab::artifacts::{Kernel, Programs};
+use lab::bed::{self, HostKernel, Outcome, Request};
+use lab::cache::Cache;
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
+fn main() {
+    let trial = |name, test: fn() -> Result<(), Failed>| {
+        Trial::ignorable_test(name, move || {
+            if std::env::var_os("VELLUM_LAB_BOOTS").is_none() {
+                return Ok(Completion::ignored_with("boots an emulated host: cargo lab test svm"));
+            }
+            test().map(|()| Completion::Completed)
+        })
+    };
+    let mut arguments = Arguments::from_args();
+    // An emulator takes a CPU for itself.
+    arguments.test_threads = Some(1);
+    let trials = vec![
+        trial("results_come_back_whole", results_come_back_whole),
+        trial("nested_paging_is_what_was_asked_for", nested_paging_is_what_was_asked_for),
+        trial("busy_and_idle_time_are_told_apart", busy_and_idle_time_are_told_apart),
+        trial("a_host_that_hangs_is_ended", a_host_that_hangs_is_ended),
+        trial("a_host_that_panics_leaves_its_tail", a_host_that_panics_leaves_its_tail),
+    ];
+    libtest_mimic::run(&arguments, trials).exit();
+}
+
+fn boot(change: impl FnOnce(&mut Request), script: &str) -> Result<Outcome, Error> {
+    let cache = Cache::open()?;
+    let mut request = Request::new(HostKernel::Debian(Kernel::debian(&cache, "6.1")?));
+    request.commands.push(["sh", "-c", script].map(str::to_owned).to_vec());
+    change(&mut request);
+    bed::run(&cache, &Programs::build()?, &request, |_| ())
+}
+
+fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result<(), Failed> {
+    if condition { Ok(()) } else { Err(message().into()) }
+}
+
+/// Bytes that a console would have changed, and a kernel that talks on the console meanwhile.
+fn results_come_back_whole() -> Result<(), Failed> {
+    let script = r"mkdir sub; i=0; while [ $i -lt 300 ]; do printf '\r\n\000\377\033[31m' >> sub/bytes; echo noise > /dev/kmsg; i=$((i+1)); done
+        cat sub/bytes; echo complaint >&2; : > empty; seq 40000 > long; exit 42";
+    let outcome = boot(|_| (), script)?;
+    let wanted = b"\r\n\0\xff\x1b[31m".repeat(300);
+    let ran = &outcome.ran[0];
+    ensure(ran.stdout == wanted, || format!("{} of {} bytes of output", ran.stdout.len(), wanted.len()))?;
+    ensure(ran.stderr == b"complaint\n", || format!("{:?}", String::from_utf8_lossy(&ran.stderr)))?;
+    ensure(outcome.code() == 42, || format!("exit code {}", outcome.code()))?;
+    let long: String = (1..=40000).map(|n| format!("{n}\n")).collect();
+    let files = [("empty", Vec::new()), ("long", long.into_bytes()), ("sub/bytes", wanted)];
+    for (name, content) in files {
+        let got = outcome.files.get(name);
+        ensure(got == Some(&content), || {
+            format!("{name}: {:?} of {} bytes", got.map(Vec::len), content.len())
+        })?;
+    }
+    Ok(())
+}
+
+fn nested_paging_is_what_was_asked_for() -> Result<(), Failed> {
+    for (npt, wanted) in [(true, "Y\nsvm\n"), (false, "N\nsvm\n")] {
+        let script = "cat /sys/module/kvm_amd/parameters/npt; echo $VELLUM_BED";
+        let outcome = boot(|request| request.second_stage = npt, script)?;
+        let said = String::from_utf8_lossy(&outcome.ran[0].stdout).into_owned();
+        ensure(said == wanted, || format!("npt={npt}: {said:?}"))?;
+    }
+    Ok(())
+}
+
+fn busy_and_idle_time_are_told_apart() -> Result<(), Failed> {
+    for (script, idle) in [("sleep 2", true), ("sha256sum /bin/busybox /bin/vellum", false)] {
+        let outcome = boot(|_| (), script)?;
+        let exit = outcome.ran[0].exit.clone().ok_or("no exit came back")?;
+        let right = if idle { exit.idle > 0.9 && exit.seconds > 1.9 } else { exit.idle < 0.05 };
+        ensure(right, || format!("`{script}`: {exit:?}"))?;
+    }
+    Ok(())
+}
+
+fn a_host_that_hangs_is_ended() -> Result<(), Failed> {
+    let limit = |request: &mut Request| request.time_limit = Duration::from_secs(45);
+    match boot(limit, "while :; do :; done") {
+        Err(error @ Error::Bed { timed_out: true, .. }) => {
+            ensure(error.exit_code() == 124, || error.to_string())
+        }
+        other => Err(format!("it was not ended by its limit: {other:?}").into()),
+    }
+}
+
+fn a_host_that_panics_leaves_its_tail() -> Result<(), Failed> {
+    match boot(|_| (), "echo c > /proc/sysrq-trigger") {
+        Err(Error::Bed { tail, timed_out: false, .. }) => {
+            ensure(tail.contains("sysrq triggered crash"), || format!("the tail says nothing of it: {tail}"))
+        }
+        other => Err(format!("the host lived: {other:?}").into()),
+    }
+}
