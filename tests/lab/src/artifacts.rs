@@ -39,14 +39,14 @@ pub struct Executable {
     pub source: PathBuf,
 }
 
-/// Runs cargo with `arguments` for [`TARGET`], static, optimized; gives the executables.
+/// Runs cargo with `arguments` for [`TARGET`], static, in the profile for beds; gives the executables.
 pub fn build_static(arguments: &[&str]) -> Result<Vec<Executable>> {
     let mut flags = std::env::var("RUSTFLAGS").unwrap_or_default();
     flags.push_str(" -C target-feature=+crt-static");
     let mut command = Command::new(cargo());
     command
         .args(arguments)
-        .args(["--release", "--quiet", "--target", TARGET, "--message-format=json-render-diagnostics"])
+        .args(["--profile", "bed", "--quiet", "--target", TARGET, "--message-format=json-render-diagnostics"])
         .env("RUSTFLAGS", flags.trim())
         .current_dir(workspace())
         .stdin(Stdio::null())

@@ -74,8 +74,9 @@ impl Archive {
         tool::output(self.apt("apt-get").args(["-q", "download", &what]).current_dir(dir)).map_err(|error| {
             let offered = self.offered(&package.name);
             Error::Package(format!(
-                "{what} cannot be fetched: {error}\nThe archive offers {offered}. Without a network try again later: what \
-                 is cached stays; where the version has moved, run `cargo lab update`"
+                "{what} cannot be fetched:\n{}\nThe archive offers {offered}. Without a network try again later: what \
+                 is cached stays; where the version has moved, run `cargo lab update`",
+                complaints(error)
             ))
         })?;
         let entries = fs::read_dir(dir).map_err(Error::file("read", dir))?;
@@ -85,6 +86,26 @@ impl Archive {
             .ok_or_else(|| {
                 Error::Package(format!("apt-get download {what} left no .deb in {}", dir.display()))
             })
+    }
+
+    /// Fetches the upstream tarball of a source package into `dir`.
+    pub fn download_source(&self, name: &str, dir: &Path) -> Result<PathBuf> {
+        eprintln!("lab: fetching the source of {name}");
+        let fetched = tool::output(
+            self.apt("apt-get").args(["-q", "source", "--download-only", name]).current_dir(dir),
+        );
+        let entries = fs::read_dir(dir).map_err(Error::file("read", dir))?;
+        let tarball = entries
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .find(|path| path.file_name().is_some_and(|file| file.to_string_lossy().contains(".orig.tar")));
+        // apt verifies each file by itself: one of the others that a mirror lacks is no loss here.
+        match (tarball, fetched) {
+            (Some(tarball), _) => Ok(tarball),
+            (None, Err(error)) => {
+                Err(Error::Package(format!("the source of {name} cannot be fetched: {error}")))
+            }
+            (None, Ok(_)) => Err(Error::Package(format!("the source of {name} has no upstream tarball"))),
+        }
     }
 
     /// Every version of `name` in these suites, for error messages.
@@ -125,8 +146,9 @@ impl Archive {
                 Ok(())
             }
             Err(error) => Err(Error::Package(format!(
-                "Debian's lists cannot be fetched: {error}\nCheck the network and the mirror in /etc/apt, or name one with \
-                 VELLUM_DEBIAN_MIRROR; what is cached already can be used without"
+                "Debian's lists cannot be fetched:\n{}\nCheck the network and the mirror in /etc/apt, or name one with \
+                 VELLUM_DEBIAN_MIRROR; what is cached already can be used without",
+                complaints(error)
             ))),
         }
     }
@@ -152,6 +174,13 @@ impl Archive {
         command.env("LC_ALL", "C.UTF-8");
         command
     }
+}
+
+/// What apt calls errors, without its whole command line.
+fn complaints(error: Error) -> String {
+    let Error::Failed { output, .. } = error else { return error.to_string() };
+    let errors: Vec<&str> = output.lines().filter(|line| line.starts_with("E:")).collect();
+    if errors.is_empty() { output } else { errors.join("\n") }
 }
 
 /// Unpacks a package's files.
@@ -240,7 +269,9 @@ fn sources(mirror: &Mirror, suites: &[&str]) -> String {
     let keyring = "/usr/share/keyrings/debian-archive-keyring.gpg";
     let line = |suite: &&str| {
         let base = if suite.ends_with("-security") { &mirror.security } else { &mirror.main };
-        format!("deb [signed-by={keyring}] {base} {suite} main\n")
+        format!(
+            "deb [signed-by={keyring}] {base} {suite} main\ndeb-src [signed-by={keyring}] {base} {suite} main\n"
+        )
     };
     suites.iter().map(line).collect()
 }

@@ -16,11 +16,16 @@ pub struct BedTools {
 }
 
 /// What each piece of the laboratory calls.
-pub const BEDS: [BedTools; 2] = [
+pub const BEDS: [BedTools; 3] = [
     BedTools {
         bed: "svm",
         purpose: "emulated AMD host: Linux guests, NPT and shadow paging",
         programs: &["qemu-system-x86_64", "busybox", "xz", "apt-get", "dpkg-deb"],
+    },
+    BedTools {
+        bed: "vmx",
+        purpose: "emulated Intel host: EPT, PML and shadow paging (Bochs, built from Debian's source)",
+        programs: crate::bed::vmx::PROGRAMS,
     },
     BedTools {
         bed: "kernels",
@@ -28,6 +33,11 @@ pub const BEDS: [BedTools; 2] = [
         programs: crate::kernel::PROGRAMS,
     },
 ];
+
+/// What `bed` calls.
+pub fn programs(bed: &str) -> &'static [&'static str] {
+    BEDS.iter().find(|tools| tools.bed == bed).map_or(&[], |tools| tools.programs)
+}
 
 /// The packages that `programs` lack on this machine.
 pub fn missing<'a>(programs: &[&'a str]) -> BTreeSet<&'a str>

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgAction, Args, Parser, Subcommand};
 use lab::artifacts::{Kernel, Programs};
-use lab::bed::{self, HostKernel, Request};
+use lab::bed::{self, Emulated, HostKernel, Request};
 use lab::cache::Cache;
 use lab::guest::Guest;
 use lab::kernel::series::Series;
@@ -30,7 +30,7 @@ enum What {
     /// Run a command inside an emulated host; its exit code is passed on, and what it writes into its working directory
     /// comes back
     Run {
-        bed: EmulatedBed,
+        bed: Emulated,
         #[command(flatten)]
         host: Host,
         /// Where the files that come back go
@@ -42,7 +42,7 @@ enum What {
     },
     /// Open a shell inside an emulated host
     Shell {
-        bed: EmulatedBed,
+        bed: Emulated,
         #[command(flatten)]
         host: Host,
     },
@@ -110,13 +110,6 @@ enum KernelCommand {
     },
 }
 
-/// Hosts that an emulator gives.
-#[derive(Clone, Copy, ValueEnum)]
-enum EmulatedBed {
-    /// QEMU emulating AMD SVM
-    Svm,
-}
-
 /// How an emulated host is made.
 #[derive(Args)]
 struct Host {
@@ -124,8 +117,11 @@ struct Host {
     #[arg(long, default_value = "6.1")]
     kernel: String,
     /// Nested paging: 1 uses it, 0 makes KVM shadow the guest's page tables
-    #[arg(long, value_name = "0|1", default_value = "1", value_parser = switch, action = ArgAction::Set)]
+    #[arg(long, visible_alias = "ept", value_name = "0|1", default_value = "1", value_parser = switch, action = ArgAction::Set)]
     npt: bool,
+    /// On vmx: a processor with page-modification logging
+    #[arg(long)]
+    pml: bool,
     /// Two CPUs at once, for races, instead of one whose clock counts instructions
     #[arg(long)]
     multi: bool,
@@ -162,7 +158,7 @@ fn shipped(text: &str) -> std::result::Result<(PathBuf, String), String> {
 }
 
 impl Host {
-    fn request(self, cache: &Cache) -> Result<Request> {
+    fn request(self, cache: &Cache, bed: Emulated) -> Result<Request> {
         let kernel = if Kernel::versions().any(|version| version == self.kernel) {
             HostKernel::Debian(Kernel::debian(cache, &self.kernel)?)
         } else {
@@ -178,7 +174,17 @@ impl Host {
         if let Some((file, _)) = self.file.iter().find(|(file, _)| !file.is_file()) {
             return Err(Error::Usage(format!("--file {}: no such file", file.display())));
         }
+        if bed == Emulated::Vmx && self.multi {
+            return Err(Error::Usage("--multi: Bochs emulates one CPU here; races are for svm".into()));
+        }
+        if bed == Emulated::Svm && self.pml {
+            return Err(Error::Usage(
+                "--pml: QEMU emulates AMD's processors, which have none; use vmx".into(),
+            ));
+        }
         Ok(Request {
+            bed,
+            pml: self.pml,
             second_stage: self.npt,
             races: self.multi,
             memory_mib: self.memory,
@@ -214,17 +220,17 @@ fn perform(what: What) -> Result<u8> {
             );
             Ok(0)
         }
-        What::Run { bed: EmulatedBed::Svm, host, out, command } => {
+        What::Run { bed, host, out, command } => {
             let cache = Cache::open()?;
-            let mut request = host.request(&cache)?;
+            let mut request = host.request(&cache, bed)?;
             request.commands.push(command);
             let outcome = bed::run(&cache, &Programs::build()?, &request, pass_on)?;
             outcome.write_files(&out)?;
             Ok(u8::try_from(outcome.code()).unwrap_or(1))
         }
-        What::Shell { bed: EmulatedBed::Svm, host } => {
+        What::Shell { bed, host } => {
             let cache = Cache::open()?;
-            let request = host.request(&cache)?;
+            let request = host.request(&cache, bed)?;
             bed::shell(&cache, &Programs::build()?, &request).map(|()| 0)
         }
         What::Test { bed, setup, prebuilt } => test::run(&test::Options { bed, setup, prebuilt }),
@@ -263,7 +269,7 @@ fn perform(what: What) -> Result<u8> {
         }
         What::KvmUnitTests { dir, only, host } => {
             let cache = Cache::open()?;
-            let host = kvm_unit_tests::host(host.request(&cache)?);
+            let host = kvm_unit_tests::host(host.request(&cache, Emulated::Svm)?);
             kvm_unit_tests::run(&cache, &host, &dir, &only)
         }
         What::Update => debian::forget(&Cache::open()?).map(|()| 0),

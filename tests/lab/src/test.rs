@@ -68,13 +68,13 @@ pub fn run(options: &Options) -> Result<u8> {
         }
     }
     if wants(Bed::Svm) {
-        let needs = doctor::BEDS[0].programs;
+        let needs = doctor::programs("svm");
         if setup::packages(needs, options.setup, "svm", &mut tally)? {
             svm(&mut tally)?;
         }
     }
     if wants(Bed::Kernels) {
-        let needs = [doctor::BEDS[0].programs, doctor::BEDS[1].programs].concat();
+        let needs = [doctor::programs("svm"), doctor::programs("kernels")].concat();
         if setup::packages(&needs, options.setup, "kernels", &mut tally)? {
             kernels::run(&mut tally)?;
         }

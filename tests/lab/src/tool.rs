@@ -14,6 +14,7 @@ const PACKAGES: [(&str, &str); 21] = [
     ("tar", "tar"),
     ("make", "build-essential"),
     ("gcc", "build-essential"),
+    ("g++", "build-essential"),
     ("patch", "patch"),
     ("perl", "perl"),
     ("flex", "flex"),
@@ -26,7 +27,6 @@ const PACKAGES: [(&str, &str); 21] = [
     ("gcc-12", "gcc-12"),
     // A file that is no program: what needs it is compiled.
     ("/usr/include/libelf.h", "libelf-dev"),
-    ("bochs", "bochs"),
     ("syslinux", "syslinux"),
     ("mcopy", "mtools"),
     ("mkfs.fat", "dosfstools"),

@@ -1,13 +1,14 @@
 //! Emulated hosts: a [`Request`] goes in, the host boots, runs its commands, and an [`Outcome`] comes back.
 //!
-//! What differs between beds is one function each, the emulator's command line: [`svm`] (QEMU). Everything else is
+//! What differs between beds is the emulator: [`svm`] is QEMU, [`vmx`] is Bochs. Everything else is
 //! here: the initramfs, the results line, the time limit, and the serial log's tail when it goes wrong.
 
 pub mod svm;
+pub mod vmx;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{BufReader, Write};
+use std::io::{BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -40,9 +41,40 @@ impl HostKernel {
     }
 }
 
+/// Hosts that an emulator gives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Emulated {
+    /// QEMU emulating AMD's SVM
+    Svm,
+    /// Bochs emulating Intel's VMX
+    Vmx,
+}
+
+impl Emulated {
+    /// The name that results carry.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Svm => "svm",
+            Self::Vmx => "vmx",
+        }
+    }
+
+    /// KVM's module, and its parameter for the second stage.
+    fn module(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Svm => ("kvm_amd", "npt"),
+            Self::Vmx => ("kvm_intel", "ept"),
+        }
+    }
+}
+
 /// What is asked of an emulated host.
 #[derive(Clone, Debug)]
 pub struct Request {
+    /// The processor that is emulated.
+    pub bed: Emulated,
+    /// On `vmx`, a processor with page-modification logging.
+    pub pml: bool,
     /// Its kernel.
     pub kernel: HostKernel,
     /// KVM uses the second stage (NPT, EPT), or shadows the guest's tables.
@@ -69,6 +101,8 @@ impl Request {
     /// A host with nothing to do yet.
     pub fn new(kernel: HostKernel) -> Self {
         Self {
+            bed: Emulated::Svm,
+            pml: false,
             kernel,
             second_stage: true,
             races: false,
@@ -84,8 +118,14 @@ impl Request {
 
     /// Every module parameter, the second stage's first.
     fn all_parameters(&self) -> Vec<String> {
-        let npt = format!("kvm_amd.npt={}", u8::from(self.second_stage));
-        std::iter::once(npt).chain(self.parameters.iter().cloned()).collect()
+        let (module, second_stage) = self.bed.module();
+        let mut all = vec![format!("{module}.{second_stage}={}", u8::from(self.second_stage))];
+        if self.bed == Emulated::Vmx {
+            // Bochs 3.0's skylake_x announces APIC virtualization that kvm-intel cannot use.
+            all.push("kvm_intel.enable_apicv=0".into());
+        }
+        all.extend(self.parameters.iter().cloned());
+        all
     }
 
     /// The kernel's command line.
@@ -171,28 +211,32 @@ impl Drop for Emulator {
     }
 }
 
-/// Boots the host on `svm`, runs the request's commands, and hands every frame to `watch` as it comes.
+/// Boots the host, runs the request's commands, and hands every frame to `watch` as it comes.
 pub fn run(
     cache: &Cache,
     programs: &Programs,
     request: &Request,
     mut watch: impl FnMut(&Frame),
 ) -> Result<Outcome> {
-    let emulator = svm::emulator()?;
     let scratch = scratch(cache)?;
     let job = job(request, false);
     let initrd = pack(&scratch.0, programs, request, &job)?;
     let console = scratch.0.join("console.log");
     let errors = scratch.0.join("emulator.log");
-    let mut command = svm::command(&emulator, request, &initrd, &svm::Console::File(&console));
+    let fifo = scratch.0.join("results");
+    let mut command = match request.bed {
+        Emulated::Svm => svm::command(&svm::emulator()?, request, &initrd, &svm::Console::File(&console)),
+        Emulated::Vmx => vmx::Bochs::get(cache)?.command(&scratch.0, request, &initrd, &console, &fifo)?,
+    };
     let stderr = File::create(&errors).map_err(Error::file("create", &errors))?;
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr);
     let deadline = Instant::now() + request.time_limit;
     let mut child = Emulator(spawn(&mut command)?);
-    let line = child.0.stdout.take().expect("stdout is piped");
+    let stdout = child.0.stdout.take().expect("stdout is piped");
+    let bed = request.bed;
 
     let fail = |what: String, timed_out: bool| {
-        let log = cache.path("svm-console.log");
+        let log = cache.path(&format!("{}-console.log", bed.name()));
         // The log outlives the run only where somebody will want to read it.
         let _ = fs::copy(&console, &log);
         let mut tail = Tail::of_file(&console);
@@ -204,6 +248,14 @@ pub fn run(
 
     let (to, from) = mpsc::channel();
     let reader = std::thread::spawn(move || {
+        let line: Box<dyn Read> = match bed {
+            Emulated::Svm => Box::new(stdout),
+            // Opening waits for Bochs to open the other end. Should it end before, so does the run, and this with it.
+            Emulated::Vmx => match File::open(&fifo) {
+                Ok(file) => Box::new(file),
+                Err(error) => return drop(to.send(Err(error))),
+            },
+        };
         let mut line = BufReader::new(line);
         loop {
             let frame = Frame::read(&mut line);
@@ -217,7 +269,15 @@ pub fn run(
     let mut ran = vec![Ran::default()];
     let mut files = BTreeMap::<String, Vec<u8>>::new();
     loop {
-        let frame = match from.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        let patience = deadline.saturating_duration_since(Instant::now()).min(Duration::from_secs(1));
+        let frame = match from.recv_timeout(patience) {
+            Err(_) if Instant::now() < deadline => match child.0.try_wait() {
+                // It ended without closing a line that it never opened.
+                Ok(Some(status)) if boot.is_none() && bed == Emulated::Vmx => {
+                    return Err(fail(format!("Bochs ended at once ({status})"), false));
+                }
+                _ => continue,
+            },
             Ok(Ok(Some(frame))) => frame,
             Ok(Ok(None)) => {
                 let when = if boot.is_some() { "during its commands" } else { "before it was up" };
@@ -258,6 +318,12 @@ pub fn run(
 
 /// Boots the host with a shell on this terminal.
 pub fn shell(cache: &Cache, programs: &Programs, request: &Request) -> Result<()> {
+    if request.bed != Emulated::Svm {
+        return Err(Error::Usage(format!(
+            "{} has no terminal: cargo lab shell svm, or run a command",
+            request.bed.name()
+        )));
+    }
     let emulator = svm::emulator()?;
     let scratch = scratch(cache)?;
     let initrd = pack(&scratch.0, programs, request, &job(request, true))?;
@@ -306,7 +372,7 @@ fn sweep(runs: &Path) {
 
 fn job(request: &Request, shell: bool) -> Job {
     Job {
-        bed: "svm".into(),
+        bed: request.bed.name().into(),
         modules: Vec::new(),
         parameters: request.all_parameters(),
         commands: request.commands.clone(),
@@ -336,9 +402,14 @@ fn pack(dir: &Path, programs: &Programs, request: &Request, job: &Job) -> Result
     }
     let mut job = job.clone();
     if let HostKernel::Debian(kernel) = &request.kernel {
-        for (name, module) in
-            kernel.modules(&["kvm_amd", "msr", "tun", "virtio_pci", "virtio_blk", "virtio_net"])?
-        {
+        for (name, module) in kernel.modules(&[
+            request.bed.module().0,
+            "msr",
+            "tun",
+            "virtio_pci",
+            "virtio_blk",
+            "virtio_net",
+        ])? {
             let path = format!("/modules/{name}.ko");
             image.file(&path, 0o644, &module);
             job.modules.push(path);

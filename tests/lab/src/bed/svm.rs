@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::Request;
-use crate::{Result, tool};
+use crate::{Error, Result, tool};
 
 /// Where the host's console goes.
 pub enum Console<'a> {
@@ -14,9 +14,29 @@ pub enum Console<'a> {
     Terminal,
 }
 
+/// The oldest QEMU that this bed was seen to work with.
+const QEMU: (u32, u32) = (7, 2);
+
 /// QEMU, or how to get it.
 pub fn emulator() -> Result<PathBuf> {
-    tool::need("qemu-system-x86_64")
+    let path = tool::need("qemu-system-x86_64")?;
+    let said = tool::text(Command::new(&path).arg("--version"))?;
+    match version(&said) {
+        Some(version) if version >= QEMU => Ok(path),
+        _ => Err(Error::Package(format!(
+            "{} is {:?}; this bed needs QEMU {}.{} or later: apt-get install qemu-system-x86",
+            path.display(),
+            said.lines().next().unwrap_or_default(),
+            QEMU.0,
+            QEMU.1
+        ))),
+    }
+}
+
+/// `QEMU emulator version 7.2.22 (…)`.
+fn version(said: &str) -> Option<(u32, u32)> {
+    let mut numbers = said.split("version ").nth(1)?.split(['.', ' ']);
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
 /// The whole command line.
@@ -48,4 +68,17 @@ pub fn command(emulator: &Path, request: &Request, initrd: &Path, console: &Cons
     }
     command.args(["-append", &request.command_line()]);
     command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_old_qemu_is_told_from_a_new_one() {
+        let said = |number| format!("QEMU emulator version {number} (Debian 1:7.2)\nCopyright");
+        assert!(version(&said("7.1.0")).unwrap() < QEMU);
+        assert!(version(&said("7.2.22")).unwrap() >= QEMU && version(&said("11.1.0")).unwrap() >= QEMU);
+        assert_eq!(version("no number"), None);
+    }
 }

@@ -1,0 +1,191 @@
+//! `vmx`: Bochs emulates an Intel processor with VMX, so kvm-intel runs in there, with EPT or without, with PML or not.
+//!
+//! Bochs comes from Debian's source package of a later suite, built here without its debugger, which makes it twice as
+//! fast; its BIOS and a boot loader are Debian's, unpacked and not installed. It loads no kernel by itself: the host
+//! boots from a disk, and its second serial port is written to a FIFO.
+
+use std::ffi::CString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{Seek, SeekFrom, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::Request;
+use crate::cache::Cache;
+use crate::debian::{self, Archive};
+use crate::{Error, Result, tool};
+
+/// What building Bochs and its disks calls.
+pub const PROGRAMS: &[&str] =
+    &["apt-get", "dpkg-deb", "tar", "xz", "make", "g++", "busybox", "syslinux", "mcopy", "mkfs.fat"];
+
+const SUITE: &[&str] = &["trixie"];
+/// Packages whose files are read where they are unpacked.
+const DATA: [&str; 3] = ["bochsbios", "vgabios", "syslinux-common"];
+const CONFIGURE: [&str; 15] = [
+    "--enable-cpu-level=6",
+    "--enable-x86-64",
+    "--enable-vmx=2",
+    "--enable-svm",
+    "--enable-avx",
+    "--enable-evex",
+    "--enable-pci",
+    "--enable-smp",
+    "--enable-all-optimizations",
+    "--with-nogui",
+    "--disable-debugger",
+    "--disable-plugins",
+    "--enable-large-ramfile",
+    "--enable-a20-pin",
+    "--disable-docbook",
+];
+
+/// Where the disk's only partition begins: 1 MiB, as everywhere.
+const PARTITION: u64 = 1 << 20;
+const SECTOR: u64 = 512;
+
+/// Bochs and what it boots with.
+#[derive(Clone, Debug)]
+pub struct Bochs {
+    program: PathBuf,
+    data: PathBuf,
+}
+
+impl Bochs {
+    /// Fetched and built if need be.
+    pub fn get(cache: &Cache) -> Result<Self> {
+        for program in PROGRAMS {
+            tool::need(program)?;
+        }
+        let package = debian::recorded(cache, "bochs", || Archive::open(cache, SUITE)?.resolve("bochs"))?;
+        let built = cache.entry(&format!("bochs/{}", package.version), |out| {
+            cache.need_mib(600)?;
+            let source = out.join("source");
+            fs::create_dir(&source).map_err(Error::file("create", &source))?;
+            let tarball = Archive::open(cache, SUITE)?.download_source("bochs", out)?;
+            tool::output(
+                Command::new("tar")
+                    .arg("-xf")
+                    .arg(&tarball)
+                    .args(["--strip-components=1", "-C"])
+                    .arg(&source),
+            )?;
+            eprintln!("lab: building Bochs {} (some 5 minutes of CPU time)", package.version);
+            tool::output(Command::new("./configure").args(CONFIGURE).current_dir(&source))?;
+            let jobs = std::thread::available_parallelism().map_or(1, usize::from);
+            tool::output(Command::new("make").arg(format!("-j{jobs}")).current_dir(&source))?;
+            fs::rename(source.join("bochs"), out.join("bochs")).map_err(Error::file("keep", "bochs"))?;
+            fs::remove_dir_all(&source).map_err(Error::file("remove", &source))
+        })?;
+        let data = cache.entry("bochs/data", |out| {
+            let archive = Archive::open(cache, SUITE)?;
+            for name in DATA {
+                let deb = archive.download(&archive.resolve(name)?, out)?;
+                debian::unpack(&deb, out)?;
+                fs::remove_file(&deb).map_err(Error::file("remove", &deb))?;
+            }
+            Ok(())
+        })?;
+        Ok(Self { program: built.join("bochs"), data })
+    }
+
+    /// The emulator's command line for `request`, with its disk and configuration made in `dir`; results go to `results`.
+    pub fn command(
+        &self,
+        dir: &Path,
+        request: &Request,
+        initrd: &Path,
+        console: &Path,
+        results: &Path,
+    ) -> Result<Command> {
+        let disk = dir.join("disk.img");
+        self.make_disk(&disk, request, initrd)?;
+        fifo(results)?;
+        let config = dir.join("bochsrc");
+        let text = self.config(request, &disk, console, results);
+        fs::write(&config, text).map_err(Error::file("write", &config))?;
+        let mut command = Command::new(&self.program);
+        command.arg("-q").arg("-f").arg(&config).arg("-log").arg("/dev/null").current_dir(dir);
+        Ok(command)
+    }
+
+    fn config(&self, request: &Request, disk: &Path, console: &Path, results: &Path) -> String {
+        // broadwell_ult has no PML, and a TSC that a kernel calibrates at once; skylake_x has PML.
+        let model = if request.pml { "skylake_x" } else { "broadwell_ult" };
+        let (data, disk) = (self.data.display(), disk.display());
+        let (console, results) = (console.display(), results.display());
+        let memory = request.memory_mib;
+        format!(
+            "display_library: nogui\n\
+             cpu: model={model}, count=1, ips=50000000, reset_on_triple_fault=0, ignore_bad_msrs=1\n\
+             memory: guest={memory}, host={memory}\n\
+             romimage: file={data}/usr/share/bochs/BIOS-bochs-latest\n\
+             vgaromimage: file={data}/usr/share/vgabios/vgabios.bin\n\
+             clock: sync=none, time0=946684800\n\
+             pci: enabled=1, chipset=i440fx\n\
+             ata0: enabled=1, ioaddr1=0x1f0, ioaddr2=0x3f0, irq=14\n\
+             ata0-master: type=disk, path={disk}, mode=volatile\n\
+             boot: disk\n\
+             com1: enabled=1, mode=file, dev={console}\n\
+             com2: enabled=1, mode=file, dev={results}\n\
+             panic: action=fatal\nerror: action=ignore\ninfo: action=ignore\ndebug: action=ignore\n"
+        )
+    }
+
+    /// A disk that boots `request`'s kernel: one FAT partition with syslinux.
+    fn make_disk(&self, disk: &Path, request: &Request, initrd: &Path) -> Result<()> {
+        let size = |path: &Path| fs::metadata(path).map(|meta| meta.len()).map_err(Error::file("read", path));
+        // FAT16 is what syslinux and every BIOS agree on; it wants 4,085 clusters at least.
+        let bytes = (size(request.kernel.image())? + size(initrd)? + (8 << 20))
+            .max(32 << 20)
+            .next_multiple_of(1 << 20);
+        let file = File::create(disk).map_err(Error::file("create", disk))?;
+        file.set_len(PARTITION + bytes).map_err(Error::file("size", disk))?;
+        let sectors = bytes / SECTOR;
+        let mut table = self.data.clone();
+        table.push("usr/lib/syslinux/mbr/mbr.bin");
+        let mut boot = fs::read(&table).map_err(Error::file("read", &table))?;
+        boot.resize(446, 0);
+        // One active partition of type 0x0e (FAT16 by LBA); the CHS fields say "too large for CHS".
+        boot.extend([0x80, 0xfe, 0xff, 0xff, 0x0e, 0xfe, 0xff, 0xff]);
+        boot.extend(((PARTITION / SECTOR) as u32).to_le_bytes());
+        boot.extend((sectors as u32).to_le_bytes());
+        boot.resize(510, 0);
+        boot.extend([0x55, 0xaa]);
+        let mut file = OpenOptions::new().write(true).open(disk).map_err(Error::file("open", disk))?;
+        file.seek(SeekFrom::Start(0))
+            .and_then(|_| file.write_all(&boot))
+            .map_err(Error::file("write", disk))?;
+        let offset = (PARTITION / SECTOR).to_string();
+        let mut mkfs = Command::new(tool::need("mkfs.fat")?);
+        mkfs.args(["-F", "16", "-h", &offset, "--offset", &offset]).arg(disk).arg((bytes / 1024).to_string());
+        tool::output(&mut mkfs)?;
+        tool::output(
+            Command::new("syslinux").args(["--install", "--offset", &PARTITION.to_string()]).arg(disk),
+        )?;
+        let config = disk.with_file_name("syslinux.cfg");
+        // A TSC whose rate is known by construction needs no calibration against timers that run on another clock.
+        let line = format!(
+            "DEFAULT linux\nLABEL linux\n  KERNEL vmlinuz\n  APPEND initrd=initrd {} tsc=reliable\n",
+            request.command_line()
+        );
+        fs::write(&config, line).map_err(Error::file("write", &config))?;
+        for (from, to) in [(request.kernel.image(), "vmlinuz"), (initrd, "initrd"), (&config, "syslinux.cfg")]
+        {
+            let mut copy = Command::new("mcopy");
+            copy.arg("-i").arg(format!("{}@@{PARTITION}", disk.display())).arg(from).arg(format!("::{to}"));
+            tool::output(&mut copy)?;
+        }
+        Ok(())
+    }
+}
+
+fn fifo(path: &Path) -> Result<()> {
+    let name = CString::new(path.as_os_str().as_bytes()).expect("paths hold no NUL");
+    // SAFETY: `name` is NUL-terminated and outlives the call.
+    match unsafe { libc::mkfifo(name.as_ptr(), 0o600) } {
+        0 => Ok(()),
+        _ => Err(Error::file("create", path)(std::io::Error::last_os_error())),
+    }
+}
