@@ -107,13 +107,14 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     Ok(())
 }
 
-/// The objects that a patch's C files become; a header that it changes is compiled wherever the patch's directories include it.
+/// What to compile for a patch: the objects of its C files, and all of KVM where KVM's own is changed: its generic half is
+/// built from there, and its headers are included from everywhere in it.
 fn targets_of(patch: &str) -> Vec<String> {
     let files = patch.lines().filter_map(|line| line.strip_prefix("+++ b/"));
     files
         .filter_map(|file| match Path::new(file).extension()?.to_str()? {
+            "c" | "h" if file.contains("kvm") => Some("arch/x86/kvm/".to_owned()),
             "c" => Some(format!("{}.o", file.strip_suffix(".c")?)),
-            "h" if file.contains("kvm") => Some("arch/x86/kvm/".to_owned()),
             _ => None,
         })
         .collect()
@@ -214,7 +215,7 @@ mod tests {
 
     #[test]
     fn targets_are_objects_and_kvm_for_its_headers() {
-        let patch = "+++ b/arch/x86/kvm/mmu/mmu.c\n+++ b/arch/x86/include/asm/kvm_host.h\n+++ b/Documentation/a.rst\n";
-        assert_eq!(targets_of(patch), ["arch/x86/kvm/mmu/mmu.o", "arch/x86/kvm/"]);
+        let patch = "+++ b/arch/x86/mm/tlb.c\n+++ b/virt/kvm/kvm_main.c\n+++ b/Documentation/a.rst\n";
+        assert_eq!(targets_of(patch), ["arch/x86/mm/tlb.o", "arch/x86/kvm/"]);
     }
 }
