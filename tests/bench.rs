@@ -10,9 +10,10 @@ use libtest_mimic::{Arguments, Failed};
 use vellum::arch;
 use vellum::arch::tables::code;
 use vellum::arch::workload::{GuestPage, Privilege};
-use vellum::bench::{Common, demand_paging, page_table};
+use vellum::bench::{Common, access_tracking, demand_paging, memslot, page_table};
 use vellum::report::json;
 use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source, memfd};
+use vellum::sys::page_idle::PageIdle;
 use vellum::sys::uffd::{BATCH, Mode, Uffd};
 use vellum::vm::counters::Counters;
 use vellum::vm::memory::{Backing, Memory, MemoryConfig};
@@ -36,6 +37,8 @@ fn main() {
         }),
         trial("blocks_are_touched_where_the_plan_says", kvm(), touch),
         trial("page_table_stages", kvm(), page_table),
+        trial("memslots_moved_under_a_guest_lose_nothing", kvm(), memslots),
+        trial("access_tracking_marks_and_unmarks", bed::both(kvm(), page_idle()), access_tracking),
         trial("tables_lead_to_the_same_frames_and_are_cleared", kvm(), tables),
     ];
     libtest_mimic::run(&args, trials).exit();
@@ -145,6 +148,50 @@ fn page_table() -> Result<(), Failed> {
     ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
     let grown = report.counters.iter().find(|c| c.name == "pf_fixed").map(|c| c.after - c.before);
     ensure(grown >= Some(2048), || format!("{grown:?} faults for 2048 pages that are written while logged"))?;
+    json::check(&report).map_err(Failed::from)
+}
+
+/// Every test of `memslot` once, in three slots.
+fn memslots() -> Result<(), Failed> {
+    let report = memslot::run(&memslot::Config {
+        common: Common::default(),
+        tests: memslot::Test::NAMES.iter().map(|(_, test)| *test).collect(),
+        slots: 3,
+        bytes: 12 << 20,
+        backing: Backing::Anonymous,
+        time: Duration::ZERO,
+        repeat: 2,
+        pin: None,
+    })?;
+    ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
+    let faults = report.counters.iter().find(|c| c.name == "pf_fixed[map]").map(|c| c.after - c.before);
+    ensure(faults >= Some(2 * 3072), || {
+        format!("{faults:?} faults for 2 times 3072 pages dropped and written")
+    })?;
+    json::check(&report).map_err(Failed::from)
+}
+
+fn page_idle() -> bed::Need {
+    PageIdle::open().map(drop).map_err(|e| {
+        format!(
+            "needs /sys/kernel/mm/page_idle/bitmap ({e}): root, and a kernel with CONFIG_IDLE_PAGE_TRACKING"
+        )
+    })
+}
+
+/// The premises that the benchmark checks itself: pages become idle when marked, and are not when touched.
+fn access_tracking() -> Result<(), Failed> {
+    let report = access_tracking::run(&access_tracking::Config {
+        common: Common::default(),
+        bytes: 8 << 20,
+        backing: Backing::Anonymous,
+        vcpus: 2,
+        pins: None,
+        overlap: false,
+        page: GuestPage::Large,
+        repeat: 1,
+    })?;
+    ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
     json::check(&report).map_err(Failed::from)
 }
 

@@ -3,9 +3,11 @@
 //! What a benchmark measures is said at the head of its file. Here is only what they share: how they fail, and the
 //! premises without which a figure means nothing. The command line is `cli/bench/`.
 
+pub mod access_tracking;
 pub mod context_switch;
 pub mod demand_paging;
 pub mod dirty_log;
+pub mod memslot;
 pub mod page_table;
 pub mod rmap_fork;
 

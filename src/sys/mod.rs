@@ -14,6 +14,7 @@ pub mod kvm;
 #[cfg(target_arch = "x86_64")]
 pub mod kvm_vcpu;
 pub mod mmap;
+pub mod page_idle;
 pub mod poll;
 pub mod seccomp;
 pub mod signal;

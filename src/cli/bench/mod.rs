@@ -1,8 +1,10 @@
 //! `vellum bench NAME`: one file a benchmark here too; arguments only.
 
+mod access_tracking;
 mod context_switch;
 mod demand_paging;
 mod dirty_log;
+mod memslot;
 mod page_table;
 mod rmap_fork;
 
@@ -33,6 +35,8 @@ enum What {
     ContextSwitch(context_switch::ContextSwitchArgs),
     DemandPaging(demand_paging::DemandPagingArgs),
     PageTable(page_table::PageTableArgs),
+    Memslot(memslot::MemslotArgs),
+    AccessTracking(access_tracking::AccessTrackingArgs),
 }
 
 /// Where the result goes.
@@ -55,6 +59,8 @@ pub fn run(args: BenchArgs) -> Result<Exit, Failure> {
         What::ContextSwitch(args) => context_switch::run(args),
         What::DemandPaging(args) => demand_paging::run(args),
         What::PageTable(args) => page_table::run(args),
+        What::Memslot(args) => memslot::run(args),
+        What::AccessTracking(args) => access_tracking::run(args),
     }
 }
 

@@ -1,0 +1,182 @@
+//! `access-tracking`: what a guest pays when the host clears the accessed bits of its memory to find idle pages.
+//!
+//! The stages of the KVM selftest access_tracking_perf_test: memory is populated by the guest, written and read again,
+//! marked idle (idle page tracking, a thread for each vCPU's region), written, marked again, and read. The marking goes
+//! through KVM's MMU notifier; the accesses that follow set the bits again, by hardware or by a fault each.
+
+use std::thread;
+use std::time::Instant;
+
+use super::{Common, Counted, Error, check_memory, huge_premise};
+use crate::arch::touch as code;
+use crate::arch::workload::GuestPage;
+use crate::report::Report;
+use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::page_idle::PageIdle;
+use crate::vm;
+use crate::vm::memory::{Backing, Memory, MemoryConfig};
+use crate::workload::Guest;
+use crate::workload::guest::GuestConfig;
+use crate::workload::touch::Plan;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// What all benchmarks have.
+    pub common: Common,
+    /// Bytes of each vCPU's region.
+    pub bytes: u64,
+    /// What backs memory.
+    pub backing: Backing,
+    /// vCPUs.
+    pub vcpus: usize,
+    /// The CPU of each vCPU.
+    pub pins: Option<Vec<usize>>,
+    /// All vCPUs go over one and the same region.
+    pub overlap: bool,
+    /// The page size of the guest's own tables.
+    pub page: GuestPage,
+    /// Rounds, each in a machine of its own.
+    pub repeat: u32,
+}
+
+/// The stages in their order.
+const STAGES: [&str; 7] = [
+    "populate",
+    "write_populated",
+    "read_populated",
+    "mark_idle",
+    "write_idle",
+    "mark_idle_again",
+    "read_idle",
+];
+
+/// Pages on their way to the LRU lists cannot be marked; more than this share of others is no such remainder.
+const MARKED: f64 = 0.9;
+
+/// Measures.
+pub fn run(config: &Config) -> Result<Report, Error> {
+    let page = config.backing.best_mapping();
+    if config.bytes == 0 || !config.bytes.is_multiple_of(page) {
+        return Err(Error::Asked(format!(
+            "-b {}: no multiple of the {page}-byte pages of -s {}; the next that is one: {}",
+            config.bytes,
+            config.backing,
+            config.bytes.max(1).next_multiple_of(page)
+        )));
+    }
+    if let Backing::Hugetlb(_) | Backing::SharedHugetlb(_) = config.backing {
+        return Err(Error::Asked(format!(
+            "-s {}: idle page tracking sees no pages of the huge page pool; anonymous, thp or shmem would work",
+            config.backing
+        )));
+    }
+    let idle = PageIdle::open().map_err(|e| {
+        Error::Asked(format!(
+            "idle page tracking: /sys/kernel/mm/page_idle/bitmap: {e}: it needs a kernel with CONFIG_IDLE_PAGE_TRACKING, and root"
+        ))
+    })?;
+    let bytes = config.bytes * if config.overlap { 1 } else { config.vcpus as u64 };
+    check_memory(bytes, config.backing)?;
+    let mut report = config.common.report("access-tracking");
+    report.ask("bytes_per_vcpu", config.bytes);
+    report.ask("backing", config.backing.to_string());
+    report.ask("vcpus", config.vcpus);
+    report.ask("pin", config.pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
+    report.ask("overlap", config.overlap);
+    report.ask("guest_page", if config.page == GuestPage::Small { "4k" } else { "2m" });
+    report.ask("repeat", config.repeat);
+    let mut times = vec![Vec::new(); STAGES.len()];
+    for round in 0..config.repeat {
+        let stages = one(&mut report, config, &idle, bytes, round + 1 == config.repeat)?;
+        times.iter_mut().zip(stages).for_each(|(times, time)| times.push(time));
+    }
+    for (name, times) in STAGES.iter().zip(&times) {
+        report.spread(*name, "s", times);
+    }
+    Ok(report)
+}
+
+fn one(
+    report: &mut Report,
+    config: &Config,
+    idle: &PageIdle,
+    bytes: u64,
+    last: bool,
+) -> Result<[f64; STAGES.len()], Error> {
+    let kvm = vm::open()?;
+    let memory = Memory::map(MemoryConfig { backing: config.backing, ..MemoryConfig::new(bytes) })?;
+    let guest = Guest::build(
+        &kvm,
+        memory,
+        GuestConfig {
+            code: code::code(),
+            pins: config.pins.clone(),
+            page: config.page,
+            enter: config.common.enter(),
+            ..GuestConfig::new(config.vcpus)
+        },
+    )?;
+    let counted = Counted::start(&guest, report);
+    let access = |write| -> Result<f64, Error> {
+        for vcpu in 0..config.vcpus {
+            let start = if config.overlap { 0 } else { config.bytes * vcpu as u64 };
+            Plan { start, ..Plan::every(PAGE_SIZE, config.bytes, write) }.program(&guest, vcpu);
+        }
+        let clock = Instant::now();
+        guest.resume();
+        guest.wait_all_rung()?;
+        Ok(clock.elapsed().as_secs_f64())
+    };
+    let mut remains = |what: &str, expected: bool| -> Result<(), Error> {
+        let failed = |e| Error::Host("page_idle", e);
+        let frames = idle.frames(&guest.vm.memory.mapping, 0, bytes).map_err(failed)?;
+        let share = idle.count(&frames).map_err(failed)? as f64 / frames.len().max(1) as f64;
+        let fine = if expected { share >= MARKED } else { share <= 1.0 - MARKED };
+        // A huge page has one bit for all of it, at its first frame.
+        if !fine && config.backing != Backing::Thp {
+            report.invalid.push(format!("{:.1}% of the pages are idle after {what}", share * 100.0));
+        }
+        Ok(())
+    };
+    let populate = access(true)?;
+    let write_populated = access(true)?;
+    let read_populated = access(false)?;
+    let mark = mark(config, idle, &guest)?;
+    remains("they were all marked", true)?;
+    // Looking has cleared accessed bits too, but nothing has been accessed since: the guest pays as after the marking.
+    let write_idle = access(true)?;
+    remains("they were all written", false)?;
+    let mark_again = self::mark(config, idle, &guest)?;
+    let read_idle = access(false)?;
+    let now = counted.now();
+    huge_premise(report, config.backing, &now);
+    if last {
+        counted.finish(report, now, None);
+    }
+    Ok([populate, write_populated, read_populated, mark, write_idle, mark_again, read_idle])
+}
+
+/// Marks each vCPU's region on a thread of its own.
+fn mark(config: &Config, idle: &PageIdle, guest: &Guest) -> Result<f64, Error> {
+    let regions = if config.overlap { 1 } else { config.vcpus as u64 };
+    let clock = Instant::now();
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..regions)
+            .map(|region| {
+                let mapping = &guest.vm.memory.mapping;
+                scope.spawn(move || idle.mark(&idle.frames(mapping, region * config.bytes, config.bytes)?))
+            })
+            .collect();
+        threads
+            .into_iter()
+            .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })
+    .map_err(|e| match e.raw_os_error() {
+        Some(libc::EPERM) => {
+            Error::Asked("/proc/self/pagemap shows no page frames: CAP_SYS_ADMIN is needed".into())
+        }
+        _ => Error::Host("page_idle", e),
+    })?;
+    Ok(clock.elapsed().as_secs_f64())
+}

@@ -1,0 +1,262 @@
+//! `memslot`: what it costs to map, unmap and move memory of a guest, as memory hotplug and devices do it.
+//!
+//! The tests of the KVM selftest memslot_perf_test, each in rounds for a time, on as many memslots as asked for: *map*
+//! (the guest writes to memory that the host has dropped), *unmap* (the host drops one half, which the guest has
+//! touched, while the guest writes to the other), *unmap_chunked* (the same in pieces of 2 MiB), *move_active* (a slot
+//! goes to and fro while the guest writes to it: what hits it while it is away leaves the guest as MMIO and is
+//! completed), *move_inactive* (while the guest writes to another slot), and *rw* (the guest writes and reads
+//! everything, and nothing moves).
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::{Common, Counted, Error, check_memory};
+use crate::arch::touch as code;
+use crate::report::Report;
+use crate::sys::mmap::PAGE_SIZE;
+use crate::vm;
+use crate::vm::memory::{Backing, Memory, MemoryConfig, Slot};
+use crate::workload::Guest;
+use crate::workload::guest::GuestConfig;
+use crate::workload::touch::{self, Plan};
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// What all benchmarks have.
+    pub common: Common,
+    /// Which tests.
+    pub tests: Vec<Test>,
+    /// Into how many memslots memory is cut.
+    pub slots: u32,
+    /// Bytes of memory.
+    pub bytes: u64,
+    /// What backs memory.
+    pub backing: Backing,
+    /// How long each test goes on.
+    pub time: Duration,
+    /// Rounds of each test.
+    pub repeat: u32,
+    /// The CPU of the vCPU.
+    pub pin: Option<usize>,
+}
+
+/// One test.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Test {
+    /// The guest writes to dropped memory.
+    Map,
+    /// The host drops half of it.
+    Unmap,
+    /// The same in pieces of 2 MiB.
+    UnmapChunked,
+    /// A slot is moved under the guest.
+    MoveActive,
+    /// A slot is moved beside the guest.
+    MoveInactive,
+    /// Nothing but the guest.
+    Rw,
+}
+
+impl Test {
+    /// The names as typed.
+    pub const NAMES: [(&str, Self); 6] = [
+        ("map", Self::Map),
+        ("unmap", Self::Unmap),
+        ("unmap_chunked", Self::UnmapChunked),
+        ("move_active", Self::MoveActive),
+        ("move_inactive", Self::MoveInactive),
+        ("rw", Self::Rw),
+    ];
+
+    fn name(self) -> &'static str {
+        Self::NAMES.iter().find(|(_, test)| *test == self).map_or("", |(name, _)| name)
+    }
+}
+
+/// Pieces of the chunked test.
+const CHUNK: u64 = 2 << 20;
+
+/// Measures.
+pub fn run(config: &Config) -> Result<Report, Error> {
+    let unit = 2 * CHUNK;
+    if config.bytes == 0 || !config.bytes.is_multiple_of(unit) {
+        return Err(Error::Asked(format!(
+            "-b {}: no multiple of {unit}, which halves of 2 MiB pieces need; the next that is one: {}",
+            config.bytes,
+            config.bytes.max(1).next_multiple_of(unit)
+        )));
+    }
+    if config.slots < 2 && config.tests.contains(&Test::MoveInactive) {
+        return Err(Error::Asked(
+            "-s 1: move_inactive needs a slot to move and another for the guest: 2 or more would work".into(),
+        ));
+    }
+    check_memory(config.bytes, config.backing)?;
+    let mut report = config.common.report("memslot");
+    report.ask("tests", config.tests.iter().map(|t| t.name()).collect::<Vec<_>>());
+    report.ask("slots", config.slots);
+    report.ask("bytes", config.bytes);
+    report.ask("backing", config.backing.to_string());
+    report.ask("time_seconds", config.time.as_secs_f64());
+    report.ask("repeat", config.repeat);
+    report.ask("pin", config.pin.map_or("off".into(), |cpu| serde_json::json!(cpu)));
+    for &test in &config.tests {
+        measure(&mut report, config, test)?;
+    }
+    Ok(report)
+}
+
+/// What one test measured, a sample a run.
+#[derive(Default)]
+struct Samples {
+    /// Seconds of the guest's part of a round, by its own clock.
+    guest: Vec<f64>,
+    /// Seconds of each of the host's calls.
+    call: Vec<f64>,
+    /// Rounds in a second.
+    rounds: Vec<f64>,
+}
+
+fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error> {
+    let kvm = vm::open()?;
+    let memory = Memory::map(MemoryConfig {
+        backing: config.backing,
+        slots: config.slots,
+        prealloc: true,
+        ..MemoryConfig::new(config.bytes)
+    })?;
+    memory.populate(|_| {})?;
+    let guest = Guest::build(
+        &kvm,
+        memory,
+        GuestConfig {
+            code: code::code(),
+            pins: config.pin.map(|cpu| vec![cpu]),
+            enter: config.common.enter(),
+            ..GuestConfig::new(1)
+        },
+    )?;
+    let counted = Counted::start(&guest, report);
+    let mut samples = Samples::default();
+    for _ in 0..config.repeat {
+        let (mut rounds, mut sum) = (0u64, Round::default());
+        let start = Instant::now();
+        // Once at least, however short the time.
+        while rounds == 0 || start.elapsed() < config.time {
+            let round = test.once(&guest, config.bytes)?;
+            sum.guest += round.guest;
+            sum.host += round.host;
+            sum.calls += round.calls;
+            rounds += 1;
+            if round.lost > 0 {
+                report.invalid.push(format!(
+                    "{}: {} pages do not hold what the guest wrote",
+                    test.name(),
+                    round.lost
+                ));
+            }
+        }
+        samples.rounds.push(rounds as f64 / start.elapsed().as_secs_f64());
+        samples.guest.push(sum.guest / rounds as f64);
+        if sum.calls > 0 {
+            samples.call.push(sum.host.as_secs_f64() / sum.calls as f64);
+        }
+    }
+    let name = test.name();
+    report.spread(format!("rounds_per_second[{name}]"), "rounds/s", &samples.rounds);
+    report.spread(format!("guest_time[{name}]"), "s", &samples.guest);
+    report.spread(format!("call_time[{name}]"), "s", &samples.call);
+    let now = counted.now();
+    counted.finish(report, now, (config.tests.len() > 1).then_some(name));
+    Ok(())
+}
+
+/// What one round took.
+#[derive(Default)]
+struct Round {
+    guest: f64,
+    host: Duration,
+    calls: u64,
+    lost: u64,
+}
+
+impl Test {
+    fn once(self, guest: &Guest, bytes: u64) -> Result<Round, Error> {
+        let half = bytes / 2;
+        let mut round = Round::default();
+        let all = |write| Plan::every(PAGE_SIZE, bytes, write);
+        match self {
+            Self::Map => {
+                drop_range(guest, 0, bytes)?;
+                round.guest = alone(guest, all(true))?;
+            }
+            Self::Unmap | Self::UnmapChunked => {
+                let chunk = if self == Self::Unmap { half } else { CHUNK };
+                alone(guest, Plan::every(PAGE_SIZE, half, true))?;
+                start(guest, Plan { start: half, ..Plan::every(PAGE_SIZE, half, true) });
+                let clock = Instant::now();
+                for offset in (0..half).step_by(chunk as usize) {
+                    drop_range(guest, offset, chunk)?;
+                    round.calls += 1;
+                }
+                round.host = clock.elapsed();
+                round.guest = finish(guest)?;
+            }
+            Self::MoveActive | Self::MoveInactive => {
+                let slots = &guest.vm.memory.slots;
+                let moved = slots[slots.len() - 1];
+                let touched = if self == Self::MoveActive { moved } else { slots[0] };
+                // Beyond all RAM, as far aligned as it was.
+                let away = Slot { gpa: moved.gpa + (bytes.next_power_of_two() << 1).max(8 << 30), ..moved };
+                start(guest, Plan { start: touched.offset, ..Plan::every(PAGE_SIZE, touched.len, true) });
+                let mut done = false;
+                while !done {
+                    let clock = Instant::now();
+                    guest.vm.set_slot(&away, 0)?;
+                    guest.vm.set_slot(&moved, 0)?;
+                    round.host += clock.elapsed();
+                    round.calls += 2;
+                    done = guest.all_rung()?;
+                }
+                round.guest = finish(guest)?;
+                round.lost = lost(guest, touched);
+            }
+            Self::Rw => round.guest = alone(guest, all(true))? + alone(guest, all(false))?,
+        }
+        Ok(round)
+    }
+}
+
+/// Pages of `slot` that do not hold what the guest wrote last: how many blocks were left.
+fn lost(guest: &Guest, slot: Slot) -> u64 {
+    let words = &guest.vm.memory.mapping.words()[(slot.offset / 8) as usize..];
+    let pages = slot.len / PAGE_SIZE;
+    (0..pages).filter(|page| words[*page as usize * 512].load(Ordering::Relaxed) != pages - page).count()
+        as u64
+}
+
+fn start(guest: &Guest, plan: Plan) {
+    plan.program(guest, 0);
+    guest.resume();
+}
+
+fn finish(guest: &Guest) -> Result<f64, Error> {
+    guest.wait_all_rung()?;
+    Ok(touch::seconds(guest, 0))
+}
+
+fn alone(guest: &Guest, plan: Plan) -> Result<f64, Error> {
+    start(guest, plan);
+    finish(guest)
+}
+
+/// Gives memory back to the host, which takes KVM's mappings with it.
+fn drop_range(guest: &Guest, offset: u64, len: u64) -> Result<(), Error> {
+    let memory = &guest.vm.memory;
+    let advice = match memory.config.backing {
+        Backing::Shmem | Backing::Memfd | Backing::SharedHugetlb(_) => libc::MADV_REMOVE,
+        _ => libc::MADV_DONTNEED,
+    };
+    memory.mapping.advise_range(offset, len, advice).map_err(|e| Error::Host("madvise", e))
+}

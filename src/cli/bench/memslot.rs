@@ -1,0 +1,67 @@
+//! `vellum bench memslot`.
+
+use std::time::Duration;
+
+use clap::Args;
+
+use super::{Output, cpu};
+use crate::bench::memslot::{self, Config, Test};
+use crate::cli::{Failure, args, keyvalue};
+use crate::vm::lifecycle::Exit;
+use crate::vm::memory::Backing;
+
+/// Map, unmap and move memory of a guest
+#[derive(Debug, Args)]
+pub struct MemslotArgs {
+    /// Tests, all unless given: map, unmap, unmap_chunked, move_active, move_inactive, rw
+    #[arg(value_name = "TEST", value_delimiter = ',', value_parser = test)]
+    tests: Vec<Test>,
+
+    /// Into how many memslots memory is cut
+    #[arg(short = 's', value_name = "N", default_value_t = 32,
+        value_parser = |text: &str| keyvalue::number(text, 1..=32_763u32))]
+    slots: u32,
+
+    /// Memory; sizes take k, m, g, t
+    #[arg(short = 'b', value_name = "SIZE", default_value = "512m", value_parser = |text: &str| keyvalue::size(text, 1))]
+    bytes: u64,
+
+    /// Backing, by Vellum's names or the KVM selftests'
+    #[arg(long, value_name = "BACKING", default_value = "anonymous", value_parser = args::backing)]
+    backing: Backing,
+
+    /// How long each test goes on in each run
+    #[arg(short = 'l', value_name = "TIME", default_value = "5s", value_parser = keyvalue::duration)]
+    time: Duration,
+
+    /// Runs of each test
+    #[arg(short = 'r', long = "repeat", value_name = "N", default_value_t = 1,
+        value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
+    repeat: u32,
+
+    /// Pin the vCPU to this CPU
+    #[arg(short = 'c', value_name = "CPU", value_parser = cpu)]
+    pin: Option<usize>,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+fn test(text: &str) -> Result<Test, String> {
+    keyvalue::one_of("test", text, &Test::NAMES)
+}
+
+pub(super) fn run(args: MemslotArgs) -> Result<Exit, Failure> {
+    let all = || Test::NAMES.iter().map(|(_, test)| *test).collect();
+    let config = Config {
+        common: args.output.common(),
+        tests: if args.tests.is_empty() { all() } else { args.tests },
+        slots: args.slots,
+        bytes: args.bytes,
+        backing: args.backing,
+        time: args.time,
+        repeat: args.repeat,
+        pin: args.pin,
+    };
+    args.output.deliver(|| memslot::run(&config))
+}
