@@ -24,6 +24,7 @@ use vellum::workload::{Guest, WriteConfig};
 use vmm_sys_util::eventfd::EventFd;
 
 fn main() {
+    vellum::sys::heap::keep_to_one();
     let args = Arguments::from_args();
     let trials = vec![
         trial("counters_tell_what_kvm_mapped", kvm(), counters),

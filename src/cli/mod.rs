@@ -83,6 +83,7 @@ fn chain(error: &dyn StdError) -> String {
 
 /// The program.
 pub fn main() -> ExitCode {
+    crate::sys::heap::keep_to_one();
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         // A terminal in raw mode would outlive the process, and spoil the message.
