@@ -101,6 +101,11 @@ static void mmu_free_pte_list_desc(struct pte_list_desc *desc);
 static struct pte_list_short *mmu_alloc_pte_list_short(struct kvm_vcpu *vcpu);
 static void mmu_free_pte_list_short(struct pte_list_short *list);
 
+struct kvm;
+struct kvm_mmu_memory_cache;
+#define kvm_mmu_memory_cache_alloc(cache) desc_alloc(sizeof(struct pte_list_desc))
+#define KVM_BUG_ON_DATA_CORRUPTION(c, kvm) ({ BUG_ON(c); 0; })
+
 #include EXTRACT
 
 static struct pte_list_desc *mmu_alloc_pte_list_desc(struct kvm_vcpu *vcpu)
@@ -136,7 +141,11 @@ __attribute__((noinline)) static int add(struct kvm_rmap_head *head, u64 *spte)
 
 __attribute__((noinline)) static void del(struct kvm_rmap_head *head, u64 *spte)
 {
+#ifdef TAKES_CACHE
+	pte_list_remove(NULL, spte, head);
+#else
 	__pte_list_remove(spte, head);
+#endif
 }
 
 #ifdef __SANITIZE_THREAD__
