@@ -28,6 +28,7 @@
 pub mod arch;
 pub mod bench;
 pub mod cli;
+pub mod control;
 pub mod devices;
 pub mod dirty;
 pub mod host;

@@ -6,6 +6,14 @@
 #[path = "fuzz/targets/loaders.rs"]
 mod loaders;
 
+#[path = "fuzz/targets/control.rs"]
+mod control;
+#[cfg(target_arch = "x86_64")]
+#[path = "fuzz/targets/keyvalue.rs"]
+mod keyvalue;
+#[path = "fuzz/targets/virtio.rs"]
+mod virtio;
+
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -15,6 +23,10 @@ type Target = fn(&[u8]);
 const TARGETS: &[(&str, Target)] = &[
     #[cfg(target_arch = "x86_64")]
     ("loaders", loaders::loaders),
+    ("control", control::control),
+    #[cfg(target_arch = "x86_64")]
+    ("keyvalue", keyvalue::keyvalue),
+    ("virtio", virtio::virtio),
 ];
 
 fn corpus(name: &str) -> Vec<Vec<u8>> {

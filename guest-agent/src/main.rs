@@ -55,14 +55,26 @@ fn run() -> io::Result<()> {
     }
 }
 
-/// The request that the command line holds, as a line.
+/// The request that the command line holds, as a line. The kernel passes on whatever it does not know itself, so what
+/// comes before the request is not for us.
 fn request(arguments: &[String]) -> Option<String> {
-    match arguments {
-        [] => None,
+    let start = arguments.iter().position(|word| word == "exec" || word.starts_with('{'))?;
+    match &arguments[start..] {
         [word, command @ ..] if word == "exec" => {
             let request = guest_agent::Request::Exec { command: command.to_vec() };
             serde_json::to_string(&request).ok()
         }
         json => Some(json.join(" ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_request_is_found_behind_words_for_nobody() {
+        let request = |line: &str| super::request(&line.split(' ').map(str::to_owned).collect::<Vec<_>>());
+        assert_eq!(request("noxsave exec ls /").unwrap(), r#"{"do":"exec","command":["ls","/"]}"#);
+        assert_eq!(request(r#"x {"do":"facts"}"#).unwrap(), r#"{"do":"facts"}"#);
+        assert_eq!(request("noxsave"), None);
     }
 }

@@ -5,6 +5,7 @@
 
 pub mod args;
 pub mod bench;
+pub mod control;
 #[cfg(target_arch = "x86_64")]
 pub mod devices;
 pub mod doctor;
@@ -37,6 +38,9 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     Run(Box<run::RunArgs>),
     Bench(Box<bench::BenchArgs>),
+    Ctl(control::CtlArgs),
+    List(control::ListArgs),
+    Exec(control::ExecArgs),
     Report(report::ReportArgs),
     Test(test::TestArgs),
     /// Print a completion script, as in: vellum completions bash > ~/.local/share/bash-completion/completions/vellum
@@ -98,6 +102,9 @@ pub fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Run(args) => run::run(*args),
         Command::Bench(args) => bench::run(*args),
+        Command::Ctl(args) => control::ctl(args),
+        Command::List(args) => control::list(&args),
+        Command::Exec(args) => control::exec(args),
         Command::Report(args) => report::run(&args).map(|()| Exit::PowerOff).map_err(Failure::usage),
         Command::Test(args) => test::run(args),
         Command::Completions { shell } => {

@@ -107,6 +107,18 @@ impl Drop for Listener {
     }
 }
 
+/// The user at the other end of a connection.
+pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = size_of_val(&peer) as libc::socklen_t;
+    // SAFETY: `peer` and `len` outlive the call, and `len` is the size of `peer`.
+    let result = unsafe {
+        let fd = stream.as_raw_fd();
+        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut peer).cast(), &mut len)
+    };
+    if result == 0 { Ok(peer.uid) } else { Err(io::Error::last_os_error()) }
+}
+
 /// A non-blocking connection to whoever listens at `path`; `WouldBlock` if its backlog is full.
 pub fn connect(path: &Path) -> io::Result<UnixStream> {
     let address = address(path).map_err(io::Error::other)?;

@@ -16,6 +16,7 @@ use kvm_bindings::{
     KVM_SYSTEM_EVENT_SHUTDOWN,
 };
 use kvm_ioctls::{Kvm, VcpuExit};
+use serde_json::json;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -28,6 +29,8 @@ use crate::arch::boot::{self, Entry, Protocol, Request};
 use crate::arch::cpuid::{Choice, Cpuid};
 use crate::arch::irqchip::{self, Irqchip, Mode};
 use crate::arch::{acpi, layout, regs};
+use crate::control::server::{Asked, Control, Listeners};
+use crate::control::{Do, Event, Status};
 use crate::devices::bus::Bus;
 use crate::devices::console::{Console, Target};
 use crate::devices::rtc::{self, Rtc};
@@ -36,6 +39,7 @@ use crate::devices::{Ending, acpi_pm, debug_exit, i8042, ioapic, pvpanic};
 use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox, ThreadKind};
 use crate::sys::signal::{ENDING, SignalFd};
+use crate::sys::socket::SocketError;
 use crate::sys::{kick, terminal};
 
 /// What is asked for.
@@ -63,6 +67,8 @@ pub struct Config {
     pub serial: Target,
     /// Virtio devices.
     pub virtio: virtio::Config,
+    /// Where the control socket is to be.
+    pub control: Option<PathBuf>,
     /// What this process gives up before the guest runs.
     pub sandbox: Sandbox,
     /// For whom it gives up root.
@@ -84,6 +90,7 @@ impl Config {
             cpuid: Choice::default(),
             serial: Target::default(),
             virtio: virtio::Config::default(),
+            control: None,
             sandbox: Sandbox::new(sandbox::Mode::Off),
             user: None,
         }
@@ -131,6 +138,9 @@ pub enum Error {
     /// The interrupt controller.
     #[error(transparent)]
     Irqchip(#[from] irqchip::Error),
+    /// The control socket.
+    #[error("--name: {0}")]
+    Control(#[source] SocketError),
     /// A virtio device.
     #[error(transparent)]
     Virtio(#[from] virtio::Error),
@@ -175,6 +185,7 @@ impl Error {
                 | Self::Memory(_)
                 | Self::Cpuid(_)
                 | Self::Serial(_)
+                | Self::Control(_)
                 | Self::Vm(VmError::Memory(_) | VmError::Cpus { .. })
         )
     }
@@ -203,6 +214,9 @@ pub struct Machine {
     /// Everything that the event loop serves. Subscribe more before [`Machine::run`].
     pub events: EventManager<Arc<Mutex<dyn MutEventSubscriber + Send>>>,
     happenings: Receiver<Happening>,
+    asked: Receiver<Asked>,
+    listeners: Listeners,
+    paused: bool,
     sandbox: Sandbox,
 }
 
@@ -268,6 +282,9 @@ impl Machine {
         let mut initrd = config.initrd.as_ref().map(|path| open("--initrd", path)).transpose()?;
         let opened = config.serial.open()?;
         let virtio = virtio::Opened::open(&config.virtio)?;
+        let (ask, asked) = channel();
+        let control = config.control.as_deref().map(|path| Control::bind(path, ask)).transpose();
+        let control = control.map_err(Error::Control)?;
 
         let memory = Memory::map(config.memory)?;
         if config.memory.prealloc {
@@ -338,10 +355,28 @@ impl Machine {
         let mut events = EventManager::<Arc<Mutex<dyn MutEventSubscriber + Send>>>::new()?;
         events.add_subscriber(Arc::new(Mutex::new(Watch { ended, quit, signals, tell })));
         events.add_subscriber(Arc::new(Mutex::new(console)));
+        let listeners = control.as_ref().map(Control::listeners).unwrap_or_default();
+        if let Some(control) = control {
+            events.add_subscriber(Arc::new(Mutex::new(control)));
+        }
         for (_, device) in &virtio.devices {
             events.add_subscriber(device.subscriber());
         }
-        Ok(Self { vcpus, vm, irqchip, serial, rtc, virtio, pty, events, happenings, sandbox: config.sandbox })
+        Ok(Self {
+            vcpus,
+            vm,
+            irqchip,
+            serial,
+            rtc,
+            virtio,
+            pty,
+            events,
+            happenings,
+            asked,
+            listeners,
+            paused: false,
+            sandbox: config.sandbox,
+        })
     }
 
     /// Runs it until it ends, by itself or by the user, or until `timeout` has passed.
@@ -358,6 +393,9 @@ impl Machine {
                 break (Exit::Timeout, None);
             }
             self.events.run_with_timeout(milliseconds(left))?;
+            if self.obey() {
+                break (Exit::PowerOff, None);
+            }
             match self.happenings.try_recv() {
                 Ok(Happening::VcpuEnded) => {
                     let ended = self.vcpus.iter().find_map(|v| Some((v.index(), v.take_ended()?)));
@@ -370,6 +408,7 @@ impl Machine {
                 Err(_) => {}
             }
         };
+        self.listeners.tell(&Event::Ended { status: exit.code() });
         // Nothing of the guest runs any more. What it has said may still wait for a slow reader, which gets the time that
         // the run has left, unless the user has had enough.
         self.vcpus.clear();
@@ -391,6 +430,70 @@ impl Machine {
 /// For epoll: rounded up, so that the last millisecond is not spent spinning; -1 waits for ever.
 fn milliseconds(left: Option<Duration>) -> i32 {
     left.map_or(-1, |left| i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX))
+}
+
+/// What the control socket asks for.
+impl Machine {
+    /// Does it; true if the machine is to end.
+    fn obey(&mut self) -> bool {
+        while let Ok(asked) = self.asked.try_recv() {
+            let result = match asked.what {
+                Do::Pause {} => self.pause().map_err(|error| error.to_string()),
+                Do::Resume {} => {
+                    self.resume();
+                    Ok(json!({}))
+                }
+                Do::Status {} => Ok(serde_json::to_value(self.status()).expect("plain data")),
+                Do::Balloon { bytes } => self.inflate(bytes),
+                Do::Stop {} => {
+                    asked.answer(Ok(json!({})));
+                    return true;
+                }
+                Do::Events {} => Ok(json!({})),
+            };
+            asked.answer(result);
+        }
+        false
+    }
+
+    /// Stops vCPUs, then devices: afterwards nothing touches guest memory. In vain if it is paused already.
+    pub fn pause(&mut self) -> Result<serde_json::Value, vcpu::Error> {
+        let start = Instant::now();
+        vcpu::pause_all(&self.vcpus)?;
+        self.virtio.quiesce();
+        let us = start.elapsed().as_micros() as u64;
+        if !std::mem::replace(&mut self.paused, true) {
+            self.listeners.tell(&Event::Paused { us });
+        }
+        Ok(json!({ "us": us }))
+    }
+
+    /// Lets devices, then vCPUs go on.
+    pub fn resume(&mut self) {
+        if std::mem::take(&mut self.paused) {
+            self.virtio.resume();
+            vcpu::resume_all(&self.vcpus);
+            self.listeners.tell(&Event::Resumed {});
+        }
+    }
+
+    fn status(&self) -> Status {
+        Status {
+            pid: std::process::id(),
+            state: if self.paused { "paused" } else { "running" }.into(),
+            vcpus: self.vcpus.len(),
+            memory: self.vm.memory.config.size,
+            balloon: self.virtio.balloon.as_ref().map(|(balloon, _)| balloon.actual()),
+            vsock: self.virtio.vsock.as_ref().map(|path| path.display().to_string()),
+        }
+    }
+
+    fn inflate(&self, bytes: u64) -> Result<serde_json::Value, String> {
+        let (balloon, device) =
+            self.virtio.balloon.as_ref().ok_or("this machine has no balloon: start it with --balloon")?;
+        balloon.set_target(bytes, device);
+        Ok(json!({}))
+    }
 }
 
 /// kvm-unit-tests end by a port that no other guest may stumble on.

@@ -1,0 +1,165 @@
+//! `vellum ctl`, `vellum list` and `vellum exec`: running machines.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+
+use clap::{Args, Subcommand};
+use guest_agent::{Event, PORT, Request};
+
+use super::{Failure, keyvalue};
+use crate::control::client::{Client, Error};
+use crate::control::{Do, Status, names};
+use crate::vm::lifecycle::Exit;
+use crate::vm::memory::short_size;
+
+/// Tell a running machine what to do
+#[derive(Debug, Args)]
+pub struct CtlArgs {
+    /// The machine: its name (--name), or the path of its control socket
+    machine: String,
+    #[command(subcommand)]
+    what: Ctl,
+}
+
+#[derive(Debug, Subcommand)]
+enum Ctl {
+    /// Stop its vCPUs and devices
+    Pause,
+    /// Let them go on
+    Resume,
+    /// Print what it is and does, as JSON
+    Status,
+    /// End it
+    Stop,
+    /// Ask the guest to lend memory, as in 512m
+    Balloon {
+        /// How much
+        #[arg(value_parser = |text: &str| keyvalue::size(text, 1 << 20))]
+        size: u64,
+    },
+    /// Print what happens to it, a JSON line each, until it ends
+    Events,
+}
+
+/// List the machines of this user that run
+#[derive(Debug, Args)]
+pub struct ListArgs {
+    /// As JSON, a line each
+    #[arg(long)]
+    json: bool,
+}
+
+/// Run a command in a guest, through its agent; ends with the command's exit status
+#[derive(Debug, Args)]
+pub struct ExecArgs {
+    /// The machine: its name (--name), or the path of its control socket
+    machine: String,
+    /// The command and its arguments
+    #[arg(last = true, required = true)]
+    command: Vec<String>,
+}
+
+fn connect(machine: &str) -> Result<Client, Failure> {
+    Client::connect(&names::find(machine).map_err(Failure::usage)?).map_err(failure)
+}
+
+/// A machine that is not there is the command line's fault.
+fn failure(error: Error) -> Failure {
+    if matches!(error, Error::Connect { .. }) { Failure::usage(error) } else { Failure::host(error) }
+}
+
+/// `vellum ctl`
+pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
+    let mut client = connect(&args.machine)?;
+    let what = match args.what {
+        Ctl::Pause => Do::Pause {},
+        Ctl::Resume => Do::Resume {},
+        Ctl::Status => Do::Status {},
+        Ctl::Stop => Do::Stop {},
+        Ctl::Balloon { size } => Do::Balloon { bytes: size },
+        Ctl::Events => Do::Events {},
+    };
+    let answer = client.ask(&what).map_err(failure)?;
+    if answer.as_object().is_some_and(|fields| !fields.is_empty()) {
+        println!("{answer}");
+    }
+    if what == (Do::Events {}) {
+        while let Ok(event) = client.line() {
+            println!("{event}");
+        }
+    }
+    Ok(Exit::PowerOff)
+}
+
+/// `vellum list`
+pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
+    let mut lines = Vec::new();
+    for (name, path) in names::all().map_err(Failure::host)? {
+        let status = Client::connect(&path).and_then(|mut client| client.ask(&Do::Status {}));
+        match status {
+            Ok(status) if args.json => {
+                let mut status = status;
+                status["name"] = name.into();
+                println!("{status}");
+            }
+            Ok(status) => {
+                let status: Status = serde_json::from_value(status).map_err(Failure::host)?;
+                lines.push([
+                    name,
+                    status.pid.to_string(),
+                    status.state,
+                    status.vcpus.to_string(),
+                    short_size(status.memory),
+                ]);
+            }
+            // A machine that was killed leaves its socket.
+            Err(Error::Connect { source, .. }) if source.kind() == std::io::ErrorKind::ConnectionRefused => {
+                let _ = std::fs::remove_file(&path);
+            }
+            Err(error) => eprintln!("vellum: {name}: {error}"),
+        }
+    }
+    if !args.json && !lines.is_empty() {
+        let head = ["NAME", "PID", "STATE", "VCPUS", "MEMORY"].map(str::to_owned);
+        for [name, pid, state, vcpus, memory] in std::iter::once(head).chain(lines) {
+            println!("{name:<20} {pid:>8} {state:<8} {vcpus:>5} {memory:>8}");
+        }
+    }
+    Ok(Exit::PowerOff)
+}
+
+/// `vellum exec`
+pub fn exec(args: ExecArgs) -> Result<Exit, Failure> {
+    let status = connect(&args.machine)?.ask(&Do::Status {}).map_err(failure)?;
+    let path = status["vsock"].as_str().map(str::to_owned);
+    let path = path.ok_or_else(|| Failure::usage("this machine has no vsock: start it with --vsock PATH"))?;
+    let silent = |error: std::io::Error| Failure::host(format!("{path}: {error}"));
+    let mut stream = UnixStream::connect(&path).map_err(silent)?;
+    stream.write_all(format!("CONNECT {PORT}\n").as_bytes()).map_err(silent)?;
+    let mut agent = BufReader::new(stream);
+    let mut line = String::new();
+    (&mut agent).take(64).read_line(&mut line).map_err(silent)?;
+    if !line.starts_with("OK ") {
+        return Err(Failure::host("the guest has no agent that listens: is it still booting?"));
+    }
+    let request = serde_json::to_string(&Request::Exec { command: args.command }).map_err(Failure::host)?;
+    agent.get_mut().write_all(format!("{request}\n").as_bytes()).map_err(silent)?;
+    loop {
+        line.clear();
+        if (&mut agent).take(1 << 20).read_line(&mut line).map_err(silent)? == 0 {
+            return Err(Failure::host("the guest has closed the connection before the command ended"));
+        }
+        match serde_json::from_str(&line)
+            .map_err(|_| Failure::host(format!("not an agent's line: {line}")))?
+        {
+            Event::Output { stream, text } if stream == "stderr" => eprint!("{text}"),
+            Event::Output { text, .. } => {
+                print!("{text}");
+                let _ = std::io::stdout().flush();
+            }
+            Event::Exit { code } => return Ok(Exit::Guest(code.clamp(0, 255) as u8)),
+            Event::Error { message } => return Err(Failure { exit: Exit::AgentCommand, message }),
+            _ => {}
+        }
+    }
+}

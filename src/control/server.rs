@@ -1,0 +1,161 @@
+//! The machine's side: clients on the event loop, requests into a channel.
+//!
+//! A client may be slow, silent or hostile: lines have an end, clients a number, and one that does not read what it is
+//! told loses its connection instead of holding up the machine.
+
+use std::collections::HashMap;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex};
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use serde_json::{Value, json};
+
+use super::{Do, Event, MAX_LINE, Request, parse};
+use crate::sys::identity;
+use crate::sys::socket::{Listener, SocketError, peer_uid};
+
+/// Clients at a time.
+const MAX_CLIENTS: usize = 32;
+const LISTENER: u32 = 0;
+const CLIENT: u32 = 1;
+
+/// A request on its way to the machine.
+pub struct Asked {
+    /// What to do.
+    pub what: Do,
+    id: u64,
+    reply: UnixStream,
+}
+
+impl Asked {
+    /// Answers: with what `ok` holds, or with an error in words.
+    pub fn answer(self, result: Result<Value, String>) {
+        let line = match result {
+            Ok(ok) => json!({"id": self.id, "ok": ok}),
+            Err(error) => json!({"id": self.id, "error": error}),
+        };
+        send(&self.reply, &line);
+    }
+}
+
+/// Those who listen for events. Clones share them.
+#[derive(Clone, Default)]
+pub struct Listeners(Arc<Mutex<Vec<UnixStream>>>);
+
+impl Listeners {
+    /// Tells them all.
+    pub fn tell(&self, event: &Event) {
+        let line = serde_json::to_value(event).expect("plain data");
+        self.0.lock().expect("nobody panics with it").retain(|stream| send(stream, &line));
+    }
+}
+
+/// The control socket.
+pub struct Control {
+    listener: Listener,
+    clients: HashMap<RawFd, Client>,
+    listeners: Listeners,
+    asked: Sender<Asked>,
+    /// Whose machine it is.
+    owner: u32,
+}
+
+struct Client {
+    stream: UnixStream,
+    input: Vec<u8>,
+}
+
+impl Control {
+    /// Binds the socket at `path`; requests go into `asked`, which is looked at after every turn of the event loop.
+    pub fn bind(path: &Path, asked: Sender<Asked>) -> Result<Self, SocketError> {
+        let listener = Listener::bind(path)?;
+        let (owner, _) = identity::effective();
+        Ok(Control { listener, clients: HashMap::new(), listeners: Listeners::default(), asked, owner })
+    }
+
+    /// Those who listen for events.
+    pub fn listeners(&self) -> Listeners {
+        self.listeners.clone()
+    }
+
+    fn accept(&mut self, ops: &mut EventOps<'_>) {
+        while let Ok(stream) = self.listener.accept() {
+            let allowed = peer_uid(&stream).is_ok_and(|uid| uid == self.owner || uid == 0);
+            if !allowed || self.clients.len() >= MAX_CLIENTS {
+                send(
+                    &stream,
+                    &json!({"id": 0, "error": if allowed { "too many clients" } else { "not your machine" }}),
+                );
+                continue;
+            }
+            if ops.add(Events::with_data(&stream, CLIENT, EventSet::IN)).is_ok() {
+                self.clients.insert(stream.as_raw_fd(), Client { stream, input: Vec::new() });
+            }
+        }
+    }
+
+    fn read(&mut self, fd: RawFd, ops: &mut EventOps<'_>) {
+        let Some(client) = self.clients.get_mut(&fd) else { return };
+        let mut buffer = [0; 4096];
+        let alive = match client.stream.read(&mut buffer) {
+            Ok(count @ 1..) => {
+                client.input.extend_from_slice(&buffer[..count]);
+                self.lines(fd)
+            }
+            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => true,
+            _ => false,
+        };
+        if !alive && let Some(client) = self.clients.remove(&fd) {
+            let _ = ops.remove(Events::empty(&client.stream));
+        }
+    }
+
+    /// Takes what lines there are; false if the client is not worth keeping.
+    fn lines(&mut self, fd: RawFd) -> bool {
+        let Some(client) = self.clients.get_mut(&fd) else { return false };
+        while let Some(end) = client.input.iter().position(|&byte| byte == b'\n') {
+            let line: Vec<u8> = client.input.drain(..=end).collect();
+            let Ok(reply) = client.stream.try_clone() else { return false };
+            let done = match parse(&line) {
+                Err((id, error)) => send(&reply, &json!({"id": id, "error": error})),
+                Ok(Request { id, what: Do::Events {} }) => {
+                    let heard = send(&reply, &json!({"id": id, "ok": {}}));
+                    self.listeners.0.lock().expect("nobody panics with it").push(reply);
+                    heard
+                }
+                Ok(Request { id, what }) => self.asked.send(Asked { what, id, reply }).is_ok(),
+            };
+            if !done {
+                return false;
+            }
+        }
+        client.input.len() < MAX_LINE
+    }
+}
+
+impl MutEventSubscriber for Control {
+    fn init(&mut self, ops: &mut EventOps<'_>) {
+        ops.add(Events::with_data(&self.listener, LISTENER, EventSet::IN)).expect("a socket can be polled");
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps<'_>) {
+        match events.data() {
+            LISTENER => self.accept(ops),
+            _ => self.read(events.fd(), ops),
+        }
+    }
+}
+
+/// Sends a line whole or hangs up: half a line would garble all that follow.
+fn send(mut stream: &UnixStream, line: &Value) -> bool {
+    let line = format!("{line}\n");
+    let sent = matches!(stream.write(line.as_bytes()), Ok(count) if count == line.len());
+    if !sent {
+        let _ = stream.shutdown(std::net::Shutdown::Both);
+    }
+    sent
+}
