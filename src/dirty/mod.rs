@@ -11,7 +11,7 @@
 //!    the clear is covered by the bit in hand, what is written after it faults and is in the next collection.
 //! 2. Only what was read is cleared, so a write between the two calls to a page that was clean stays logged.
 //! 3. The last collection comes after the vCPUs are out of `KVM_RUN` (paused): until then a processor may hold entries
-//!    back (PML). While they run, [`Vcpu::flush`](crate::vm::vcpu::Vcpu::flush) before a collection bounds how long.
+//!    back (PML). While they run, [`flush_all`](vcpu::flush_all) before a collection bounds how long.
 //! 4. Deleting a memslot, or switching its log off, discards its bits: harvest first, vCPUs paused.
 
 pub mod bitmap;

@@ -147,11 +147,6 @@ impl Oracle {
         Self { seen: vec![Seen::default(); pages as usize], collection: 1, vcpus }
     }
 
-    /// The epoch under way: what the guest stamps.
-    pub fn epoch(&self) -> u64 {
-        self.collection
-    }
-
     /// Looks at the `pages` of RAM just after their log was switched on, and expects nothing of before. With `all_set`
     /// the log began with all bits set.
     pub fn baseline(&mut self, words: &[AtomicU64], pages: Range<u64>, mode: Mode, all_set: bool) {

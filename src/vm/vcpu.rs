@@ -326,13 +326,6 @@ impl Vcpu {
         self.shared.lock().exits
     }
 
-    /// Takes it out of `KVM_RUN` once and lets it go on; returns when it has been out. Whatever KVM or the processor held
-    /// back in the vCPU (a full page of PML entries, a fault half served) is in the dirty log then.
-    pub fn flush(&self) -> Result<(), Error> {
-        let ticket = self.request_flush();
-        self.wait(|inner| inner.flushed >= ticket || inner.state != State::Running).map(drop)
-    }
-
     fn request_flush(&self) -> u64 {
         let inner = self.shared.lock();
         let ticket = self.shared.flushes.fetch_add(1, Ordering::SeqCst) + 1;
@@ -405,7 +398,8 @@ pub fn pause_all(vcpus: &[Vcpu]) -> Result<Duration, Error> {
     Ok(start.elapsed())
 }
 
-/// [`Vcpu::flush`] for all of `vcpus` at once.
+/// Takes all of `vcpus` out of `KVM_RUN` once and lets them go on; returns when each has been out. Whatever KVM or the
+/// processor held back in a vCPU (a page of PML entries, a fault half served) is in the dirty log then.
 pub fn flush_all(vcpus: &[Vcpu]) -> Result<(), Error> {
     let tickets: Vec<u64> = vcpus.iter().map(Vcpu::request_flush).collect();
     vcpus.iter().zip(tickets).try_for_each(|(vcpu, ticket)| {
