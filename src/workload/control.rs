@@ -106,6 +106,8 @@ pub struct Control {
     pub pass: AtomicU64,
     /// TSC when the first access of the current run began.
     pub started: AtomicU64,
+    /// TSC at the latest ring of the doorbell.
+    pub ended: AtomicU64,
     /// The longest write in TSC ticks; the host may set it to 0.
     pub slowest: AtomicU64,
     /// Accesses done at the start of the current pass.

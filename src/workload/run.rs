@@ -294,23 +294,17 @@ fn measure(report: &mut Report, guest: &Guest) {
     let mut rates = Vec::new();
     for (index, control) in guest.controls().enumerate() {
         let pages = get(&control.pages) as f64;
-        let per_pass: Vec<_> =
+        let seconds = get(&control.ended).saturating_sub(get(&control.started)).max(1) as f64 / hz;
+        let mut per_pass: Vec<_> =
             pass_ticks(control).iter().map(|&ticks| pages * hz / ticks.max(1) as f64).collect();
+        if per_pass.is_empty() {
+            // Stopped before the end of its first pass.
+            per_pass.push(get(&control.done) as f64 / seconds);
+        }
         report.spread(format!("pages_per_second[vcpu{index}]"), "pages/s", &per_pass);
         rates.extend(per_pass);
-        let passes = get(&control.pass);
-        if let Some(last) = passes.checked_sub(1) {
-            let ticks =
-                get(&control.pass_ends[last as usize % PASS_ENDS]).saturating_sub(get(&control.started));
-            // All passes but the distinct pages of one that was cut short.
-            let complete = get(&control.distinct) as f64
-                * (get(&control.pass_start) as f64 / get(&control.done).max(1) as f64);
-            report.figure(
-                format!("distinct_pages_per_second[vcpu{index}]"),
-                "pages/s",
-                complete * hz / ticks.max(1) as f64,
-            );
-        }
+        let distinct = get(&control.distinct) as f64 / seconds;
+        report.figure(format!("distinct_pages_per_second[vcpu{index}]"), "pages/s", distinct);
     }
     report.spread("pages_per_second_per_vcpu", "pages/s", &rates);
     let sum = |of: fn(&Control) -> &std::sync::atomic::AtomicU64| -> f64 {
