@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 
 use serde_json::Value;
 
-use super::units::{Scale, grouped, humanised};
+use super::units::{FAR, Scale, grouped, humanised};
 use super::{Counter, Figure, Histogram, Report, Series, printable};
 use crate::host::{Facts, Paging};
 
@@ -256,9 +256,14 @@ pub(super) fn spread_of(figure: &Figure) -> String {
     }
 }
 
-/// The scale that suits the largest of `figures`; sizes are shown exactly only where every one of them can be.
+/// The scale that suits the largest of `figures`, or the middle of them where they lie far apart, as latencies do; sizes
+/// are shown exactly only where every one of them can be.
 pub(super) fn common_scale(figures: &[&Figure]) -> Scale {
-    let largest = figures.iter().map(|f| f.value().abs()).fold(0.0, f64::max);
+    let sizes = || figures.iter().map(|f| f.value().abs()).filter(|size| *size > 0.0);
+    let (smallest, mut largest) = (sizes().fold(f64::INFINITY, f64::min), sizes().fold(0.0, f64::max));
+    if largest > smallest * FAR {
+        largest = (largest * smallest).sqrt();
+    }
     let unit = figures.first().map_or("", |f| f.unit());
     let scales = figures.iter().map(|f| Scale::of(unit, f.value()));
     match scales.min_by(|a, b| a.divisor.total_cmp(&b.divisor)) {

@@ -13,6 +13,9 @@ pub struct Scale {
     exact: bool,
 }
 
+/// Values further apart than this share a scale in which each has digits of its own.
+pub const FAR: f64 = 1e4;
+
 const DECIMAL: [(f64, &str); 4] = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")];
 const BINARY: [(f64, &str); 4] = [
     ((1u64 << 40) as f64, "TiB"),
@@ -83,7 +86,8 @@ impl Scale {
         }
         let sizes = || values.iter().map(|v| scaled(v).abs()).filter(|v| *v > 0.0);
         let smallest = sizes().fold(f64::INFINITY, f64::min);
-        if !smallest.is_finite() || smallest < 1e-4 || sizes().any(|v| v >= 1e9) {
+        let largest = sizes().fold(0.0, f64::max);
+        if !smallest.is_finite() || smallest < 1e-4 || largest >= 1e9 || largest > smallest * FAR {
             return values.iter().map(|v| self.number(*v)).collect();
         }
         let decimals = (3 - smallest.log10().floor() as i32).clamp(0, 6) as usize;
