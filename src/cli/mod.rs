@@ -20,7 +20,7 @@ use std::error::Error as StdError;
 use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::vm::lifecycle::Exit;
 
@@ -94,11 +94,11 @@ pub fn main() -> ExitCode {
         crate::sys::terminal::restore();
         default(panic);
     }));
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
+    let command = match quick().map_or_else(|| Cli::try_parse().map(|cli| cli.command), Ok) {
+        Ok(command) => command,
         Err(error) => return refuse(&error),
     };
-    let result = match cli.command {
+    let result = match command {
         Command::Doctor(args) => doctor::run(&args),
         Command::Run(args) => run::run(*args),
         Command::Bench(args) => bench::run(*args),
@@ -117,6 +117,19 @@ pub fn main() -> ExitCode {
         failure.exit
     });
     ExitCode::from(exit.code())
+}
+
+/// The command, where it is one that must start fast and is well-formed: only its own arguments are built then. Whatever
+/// is left, help and errors included, takes the long way, which knows all commands.
+fn quick() -> Option<Command> {
+    let name = std::env::args().nth(1)?;
+    let command = match name.as_str() {
+        "run" => run::RunArgs::augment_args(clap::Command::new("run")),
+        "test" => test::TestArgs::augment_args(clap::Command::new("test")),
+        _ => return None,
+    };
+    let matches = clap::Command::new("vellum").subcommand(command).try_get_matches();
+    Command::from_arg_matches(&matches.ok()?).ok()
 }
 
 /// Prints help as it is, and an error of the command line as one line.

@@ -28,11 +28,15 @@ enum Source {
     Debugfs(Vec<(String, File)>),
 }
 
-/// The binary statistics of a VM or a vCPU: its scalar counters, and where in the file each is.
+/// The binary statistics of a VM or a vCPU: its scalar counters, and which word of the data each is.
 #[derive(Debug)]
 struct Stats {
     file: File,
-    counters: Vec<(String, u64)>,
+    counters: Vec<(String, usize)>,
+    /// Where the data start in the file.
+    start: u64,
+    /// How many words of them there are up to the last of the counters.
+    words: usize,
 }
 
 /// Why there are no counters.
@@ -109,10 +113,9 @@ impl Counters {
         match &self.0 {
             Source::Binary(all) => {
                 for stats in all {
-                    for (name, offset) in &stats.counters {
-                        let mut word = [0; 8];
-                        stats.file.read_exact_at(&mut word, *offset).map_err(Error::Read)?;
-                        *snapshot.entry(name.clone()).or_default() += u64::from_ne_bytes(word);
+                    let data = stats.data().map_err(Error::Read)?;
+                    for (name, index) in &stats.counters {
+                        *snapshot.entry(name.clone()).or_default() += data[*index];
                     }
                 }
             }
@@ -133,35 +136,39 @@ impl Counters {
 }
 
 impl Stats {
-    /// Reads header and descriptors (`struct kvm_stats_header`, `struct kvm_stats_desc`); they never change.
+    /// Reads header and descriptors (`struct kvm_stats_header`, `struct kvm_stats_desc`); they never change. One read
+    /// each, and one for all data: this happens before every run.
     fn new(file: File) -> io::Result<Self> {
-        let words = |offset: u64| -> io::Result<[u32; 6]> {
-            let mut bytes = [0; 24];
-            file.read_exact_at(&mut bytes, offset)?;
-            let word = |i: usize| u32::from_ne_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
-            Ok([0, 4, 8, 12, 16, 20].map(word))
+        let u32_at = |bytes: &[u8], at: usize| {
+            u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
         };
-        let [_, name_size, count, _, descriptors, data] = words(0)?;
+        let mut header = [0; 24];
+        file.read_exact_at(&mut header, 0)?;
+        let [name_size, count, descriptors, data] = [4, 8, 16, 20].map(|at| u32_at(&header, at));
+        let each = 16 + name_size as usize;
+        let mut bytes = vec![0; each * count as usize];
+        file.read_exact_at(&mut bytes, descriptors.into())?;
         let mut counters = Vec::new();
-        for index in 0..u64::from(count) {
-            let at = u64::from(descriptors) + index * (16 + u64::from(name_size));
-            let mut bytes = [0; 16];
-            file.read_exact_at(&mut bytes, at)?;
-            let [flags, size, offset] = [
-                u32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
-                u32::from(u16::from_ne_bytes([bytes[6], bytes[7]])),
-                u32::from_ne_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]),
-            ];
+        for descriptor in bytes.chunks_exact(each) {
+            let [flags, offset] = [0, 8].map(|at| u32_at(descriptor, at));
+            let values = u16::from_ne_bytes([descriptor[6], descriptor[7]]);
             let histogram =
                 flags & kvm_bindings::KVM_STATS_TYPE_MASK >= kvm_bindings::KVM_STATS_TYPE_LINEAR_HIST;
-            if size != 1 || histogram {
+            if values != 1 || histogram {
                 continue;
             }
-            let mut name = vec![0; name_size as usize];
-            file.read_exact_at(&mut name, at + 16)?;
-            let name = name.split(|&b| b == 0).next().unwrap_or_default();
-            counters.push((String::from_utf8_lossy(name).into_owned(), u64::from(data) + u64::from(offset)));
+            let name = descriptor[16..].split(|&b| b == 0).next().unwrap_or_default();
+            counters.push((String::from_utf8_lossy(name).into_owned(), offset as usize / 8));
         }
-        Ok(Self { file, counters })
+        let words = counters.iter().map(|(_, index)| index + 1).max().unwrap_or(0);
+        Ok(Self { file, counters, start: data.into(), words })
+    }
+
+    /// All values now, in the order of the file.
+    fn data(&self) -> io::Result<Vec<u64>> {
+        let mut bytes = vec![0; self.words * 8];
+        self.file.read_exact_at(&mut bytes, self.start)?;
+        let word = |bytes: &[u8]| bytes.iter().rev().fold(0, |word, &byte| (word << 8) | u64::from(byte));
+        Ok(bytes.chunks_exact(8).map(word).collect())
     }
 }
