@@ -2,6 +2,7 @@
 
 mod bed;
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bed::{ensure, kvm, trial};
@@ -60,6 +61,7 @@ fn main() {
     trials.push(trial("a_planted_fault_is_found", kvm(), planted));
     trials.push(trial("two_hundred_pauses_while_it_runs", kvm(), pauses));
     trials.push(trial("the_rate_is_kept", kvm(), rate));
+    trials.push(trial("a_vcpu_that_cannot_start_is_an_error", kvm(), refused));
     trials.push(trial("the_code_runs_wherever_it_lies", kvm(), anywhere));
     trials.push(trial("the_privileged_variant", kvm(), privileged));
     trials.push(trial("a_page_faults_once_and_never_again", kvm(), faults));
@@ -196,4 +198,21 @@ fn with(guest: GuestConfig) -> Result<(), Failed> {
     guest.wait_all_rung()?;
     let verdict = check(&guest, models, config.stride);
     ensure(verdict.wrong == 0 && verdict.checked > 0, || format!("{verdict:?}"))
+}
+
+/// A thread that is refused its sandbox must be heard of, whether it is waited for or let run at once.
+fn refused() -> Result<(), Failed> {
+    let kvm = vellum::vm::open()?;
+    let config =
+        || GuestConfig { enter: Arc::new(|_| Err(std::io::Error::other("refused"))), ..GuestConfig::new(2) };
+    let waited = Guest::build(&kvm, Memory::map(MemoryConfig::new(4 << 20))?, config()).err();
+    let guest = Guest::start(&kvm, Memory::map(MemoryConfig::new(4 << 20))?, config())?;
+    guest.program(&WriteConfig::default())?;
+    guest.resume();
+    let at_once = guest.wait_all_rung().err();
+    for error in [waited, at_once] {
+        let said = error.map(|error| error.to_string()).unwrap_or_default();
+        ensure(said.contains("refused"), || format!("said: {said}"))?;
+    }
+    Ok(())
 }

@@ -10,7 +10,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use kvm_ioctls::VmFd;
+use kvm_ioctls::{VcpuFd, VmFd};
 
 use super::vcpu::{self, Vcpu};
 use crate::sys;
@@ -66,7 +66,12 @@ pub enum Error {
 impl Counters {
     /// Opens the counters of `vm` and its `vcpus`, which must be paused.
     pub fn open(vm: &VmFd, vcpus: &[Vcpu]) -> Result<Self, Error> {
-        Self::of_vm(vm)?.with_vcpus(vcpus)
+        let mut counters = Self::of_vm(vm)?;
+        for vcpu in vcpus {
+            let file = vcpu.with(|fd| sys::kvm::stats_fd(fd))?;
+            counters.add(file)?;
+        }
+        Ok(counters)
     }
 
     /// Opens the counters of `vm`: all that takes a path.
@@ -77,15 +82,16 @@ impl Counters {
         }
     }
 
-    /// Adds those of its `vcpus`, which must be paused; debugfs has summed them already.
-    pub fn with_vcpus(mut self, vcpus: &[Vcpu]) -> Result<Self, Error> {
+    /// Adds those of a vCPU; debugfs has summed them already.
+    pub fn add_vcpu(&mut self, vcpu: &VcpuFd) -> Result<(), Error> {
+        self.add(sys::kvm::stats_fd(vcpu))
+    }
+
+    fn add(&mut self, file: io::Result<File>) -> Result<(), Error> {
         if let Source::Binary(stats) = &mut self.0 {
-            for vcpu in vcpus {
-                let file = vcpu.with(|fd| sys::kvm::stats_fd(fd))?.map_err(Error::Read)?;
-                stats.push(Stats::new(file).map_err(Error::Read)?);
-            }
+            stats.push(file.and_then(Stats::new).map_err(Error::Read)?);
         }
-        Ok(self)
+        Ok(())
     }
 
     /// A directory a VM, named by its creator and descriptor; vCPUs are summed in it.

@@ -259,6 +259,7 @@ impl Vcpu {
                 inner.failed = Some(error);
                 drop(inner);
                 mine.changed.notify_all();
+                on_end();
                 return;
             }
             mine.kick.arm(fd.get_kvm_run());
@@ -280,7 +281,7 @@ impl Vcpu {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Waits until the thread is ready, or says why it never will be. Called once, before anything else.
+    /// Waits until the thread is ready, or says why it never will be; once.
     pub fn ready(&self) -> Result<(), Error> {
         let mut inner = self.wait(|inner| inner.state != State::Running)?;
         inner.failed.take().map_or(Ok(()), Err)
@@ -314,6 +315,11 @@ impl Vcpu {
     /// Ends it; the guest's state is lost.
     pub fn request_stop(&self) {
         self.command(STOP);
+    }
+
+    /// Why it never came to run, where that is so. Taken once.
+    pub fn take_failed(&self) -> Option<Error> {
+        self.shared.lock().failed.take()
     }
 
     /// How it ended, once it has. Taken once.

@@ -26,6 +26,7 @@ use crate::arch::layout;
 use crate::arch::workload::{self as machine, Code, Entry, GuestPage, Privilege};
 use crate::sys::clock;
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
+use crate::vm::counters::{self, Counters};
 use crate::vm::lifecycle::Exit;
 use crate::vm::memory::{GuestMemory, Memory, Slot};
 use crate::vm::vcpu::{self, Flow, Vcpu};
@@ -168,6 +169,8 @@ pub struct Guest {
     pub tsc_hz: u64,
     /// The CR3 that its vCPUs start with.
     pub cr3: u64,
+    /// KVM's counters of all of it, or why there are none.
+    pub counters: Result<Counters, counters::Error>,
     own: Arc<Mapping>,
 }
 
@@ -185,7 +188,7 @@ impl Guest {
     }
 
     /// As [`Guest::build`], but does not wait: the caller has something to do while the vCPU threads get
-    /// [`ready`](Guest::ready).
+    /// [`ready`](Guest::ready), or lets them run as soon as they are.
     pub fn start(kvm: &Kvm, memory: Memory, config: GuestConfig) -> Result<Self, Error> {
         let most = kvm.get_max_vcpus();
         if config.vcpus == 0 || config.vcpus > most {
@@ -235,7 +238,9 @@ impl Guest {
         let event = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(Error::Map)?;
         let bell =
             Arc::new(Bell { rung: Mutex::new(rung), changed: Condvar::new(), first: OnceLock::new(), event });
-        let mut guest = Self { vcpus: Vec::with_capacity(config.vcpus), vm, slot, bell, tsc_hz: 0, cr3, own };
+        let counters = Counters::of_vm(&vm.fd);
+        let vcpus = Vec::with_capacity(config.vcpus);
+        let mut guest = Self { vcpus, vm, slot, bell, tsc_hz: 0, cr3, counters, own };
         for index in 0..config.vcpus {
             let fd = guest.vm.create_vcpu(index)?;
             let entry = Entry {
@@ -247,6 +252,9 @@ impl Guest {
             machine::set_entry(&fd, &cpuid, entry)?;
             if index == 0 {
                 guest.tsc_hz = machine::tsc_hz(&fd)?;
+            }
+            if let Err(error) = guest.counters.as_mut().map_or(Ok(()), |counters| counters.add_vcpu(&fd)) {
+                guest.counters = Err(error);
             }
             let (bell, enter) = (guest.bell.clone(), config.enter.clone());
             let start = vcpu::Start {
@@ -399,6 +407,9 @@ impl Guest {
     }
 
     fn ended(&self) -> Error {
+        if let Some(failed) = self.vcpus.iter().find_map(Vcpu::take_failed) {
+            return VmError::from(failed).into();
+        }
         let ended = self.vcpus.iter().find_map(|vcpu| Some((vcpu.index(), vcpu.take_ended()?)));
         let (index, what) = ended.map_or((0, "for a reason unknown".into()), |(index, ended)| {
             let what = match (ended.exit, ended.error) {

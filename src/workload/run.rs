@@ -19,7 +19,7 @@ use crate::report::{Histogram, Report};
 use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox, ThreadKind};
 use crate::sys::signal::{ENDING, SignalFd};
-use crate::vm::counters::{Counters, Snapshot};
+use crate::vm::counters::Snapshot;
 use crate::vm::lifecycle::Exit;
 use crate::vm::memory::{self, Memory, MemoryConfig, short_size};
 use crate::vm::{self, vcpu};
@@ -129,11 +129,8 @@ pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
     )?;
     let regions = guest.program(&config.write)?;
     let models: Vec<_> = guest.controls().map(Model::new).collect();
-    let counters = Counters::of_vm(&guest.vm.fd);
     sandbox.enter(ThreadKind::Main, "main")?;
-    guest.ready()?;
-    let counters = counters.and_then(|counters| counters.with_vcpus(&guest.vcpus));
-    let read = || counters.as_ref().ok().and_then(|counters| counters.read().ok()).unwrap_or_default();
+    let read = || guest.counters.as_ref().ok().and_then(|counters| counters.read().ok()).unwrap_or_default();
     let before = read();
     guest.resume();
     let interrupted = watch(config, &guest, &regions, &mut signals)?;
@@ -142,7 +139,7 @@ pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
     let mut report = describe(config, facts);
     measure(&mut report, &guest);
     report.counters(&before, &after);
-    if let Err(error) = &counters {
+    if let Err(error) = &guest.counters {
         report.notes.push(error.to_string());
     }
     prove_huge(&mut report, config, &after);
