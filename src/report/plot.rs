@@ -262,8 +262,7 @@ fn distribution_plot(histograms: &[&Histogram]) -> Option<Plot> {
     if !low.is_finite() || low < 1e-100 || high > 1e100 {
         return None;
     }
-    let x =
-        Axis::new(10f64.powf((low * 0.8).log10().floor()), 10f64.powf((high * 1.01).log10().ceil()), true);
+    let x = Axis::new(10f64.powf(low.log10().floor()), 10f64.powf((high * 1.01).log10().ceil()), true);
     let shares: Vec<[f64; BINS]> = histograms
         .iter()
         .map(|histogram| {
@@ -280,7 +279,10 @@ fn distribution_plot(histograms: &[&Histogram]) -> Option<Plot> {
     let edge = |bin: usize| 10f64.powf(x.from.log10() + bin as f64 / BINS as f64 * (x.to / x.from).log10());
     let unit = &histograms[0].unit;
     let picture = svg(|area| {
-        let (label_x, label_y) = (|v: &f64| whole(&humanised(unit, *v)), |v: &f64| format!("{v}%"));
+        let (label_x, label_y) = (
+            |v: &f64| whole(&humanised(unit, *v)),
+            |v: &f64| if *v < 1e-3 { format!("{v:.0e}%") } else { format!("{v}%") },
+        );
         let mut chart = chart(area, x.clone(), y.clone(), &label_x, &label_y, true)?;
         for (i, bins) in shares.iter().enumerate() {
             let filled = bins.iter().enumerate().filter(|(_, share)| **share > 0.0);

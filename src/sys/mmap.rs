@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The base page size of every host that Vellum runs on.
 pub const PAGE_SIZE: u64 = 4096;
@@ -148,7 +148,19 @@ impl Mapping {
 
     /// Faults in `[offset, offset + len)` for writing, so that a shortage is an error here and not a signal later.
     pub fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
-        self.advise_range(offset, len, libc::MADV_POPULATE_WRITE)
+        match self.advise_range(offset, len, libc::MADV_POPULATE_WRITE) {
+            // Before Linux 5.14 there is no such advice: touch each page, changing nothing. The mapping of a pool's huge
+            // pages has reserved them, so that no signal comes of it.
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) && offset + len <= self.len as u64 => {
+                let page = PAGE_SIZE as usize / 8;
+                let words = &self.words()[offset as usize / 8..(offset + len) as usize / 8];
+                for word in words.iter().step_by(page) {
+                    word.fetch_or(0, Ordering::Relaxed);
+                }
+                Ok(())
+            }
+            result => result,
+        }
     }
 
     /// Locks it in memory; with `on_fault`, only what is touched.
@@ -182,8 +194,6 @@ pub fn memfd(name: &std::ffi::CStr, len: u64, huge_log2: Option<u32>) -> io::Res
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::Ordering;
-
     use super::*;
 
     #[test]
