@@ -89,6 +89,8 @@ pub struct Request {
     pub parameters: Vec<String>,
     /// Files from this machine, and where they are to be in the host.
     pub files: Vec<(PathBuf, String)>,
+    /// Directories that are to be in the host.
+    pub directories: Vec<String>,
     /// Environment for the commands.
     pub env: Vec<(String, String)>,
     /// The commands.
@@ -110,6 +112,7 @@ impl Request {
             hugepages: 0,
             parameters: Vec::new(),
             files: Vec::new(),
+            directories: Vec::new(),
             env: Vec::new(),
             commands: Vec::new(),
             time_limit: Duration::from_secs(20 * 60),
@@ -132,6 +135,10 @@ impl Request {
     fn command_line(&self) -> String {
         // nokaslr and mitigations=off make two runs the same run.
         let mut line = String::from("console=ttyS0,115200 panic=-1 quiet nokaslr mitigations=off");
+        if self.races {
+            // Real time on a busy machine: a check that wants timer ticks within a moment would panic.
+            line.push_str(" no_timer_check nowatchdog");
+        }
         for parameter in self.all_parameters() {
             line.push(' ');
             line.push_str(&parameter);
@@ -397,6 +404,9 @@ fn pack(dir: &Path, programs: &Programs, request: &Request, job: &Job) -> Result
         b"root:x:0:0:root:/tmp:/bin/sh\nnobody:x:65534:65534:nobody:/tmp:/bin/sh\n",
     );
     image.file("/etc/group", 0o644, b"root:x:0:\nnogroup:x:65534:\n");
+    for path in &request.directories {
+        image.directory(path);
+    }
     for (from, to) in &request.files {
         image.copy(from, to)?;
     }
