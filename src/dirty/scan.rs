@@ -20,13 +20,16 @@ pub fn is_clean(words: &[u64]) -> bool {
 
 /// The index of the first word that is not `same`, which is all zeroes or all ones.
 fn first_other(words: &[u64], same: u64) -> Option<usize> {
+    // Near ones first: where some hundredth of the pages is dirty, the next is a word or two away.
+    let near = words.len().min(LINE);
+    if let Some(at) = words[..near].iter().position(|word| *word != same) {
+        return Some(at);
+    }
     let differs = |line: &[u64]| line.iter().fold(0, |seen, word| seen | (word ^ same)) != 0;
-    // Several lines a test: the test costs more than a line.
-    let (coarse, fine) = (LINE * 8, LINE);
-    let mut at = 0;
-    for step in [coarse, fine, 1] {
+    let mut at = near;
+    // Several lines a test, because the test costs more than a line; what is left of such a step in finer ones.
+    for step in [LINE * 8, LINE, 1] {
         at += words[at..].chunks_exact(step).take_while(|part| !differs(part)).count() * step;
-        // What is left of a coarse step is searched in finer ones.
     }
     (at < words.len()).then_some(at)
 }
@@ -36,38 +39,44 @@ fn first_other(words: &[u64], same: u64) -> Option<usize> {
 pub struct Runs<'a> {
     words: &'a [u64],
     pages: u64,
-    next: u64,
+    /// The word under way, and its bits that no run has taken yet.
+    index: usize,
+    bits: u64,
 }
 
 /// The runs among the first `pages` bits of `words`.
 pub fn runs(words: &[u64], pages: u64) -> Runs<'_> {
-    Runs { words, pages: pages.min(words.len() as u64 * 64), next: 0 }
-}
-
-impl Runs<'_> {
-    /// The first page from `from` on whose bit differs from `same` (all zeroes or all ones).
-    fn seek(&self, from: u64, same: u64) -> Option<u64> {
-        let index = (from / 64) as usize;
-        let first = (self.words.get(index)? ^ same) >> (from % 64);
-        let page = if first != 0 {
-            from + u64::from(first.trailing_zeros())
-        } else {
-            let rest = index + 1;
-            let index = rest + first_other(&self.words[rest..], same)?;
-            index as u64 * 64 + u64::from((self.words[index] ^ same).trailing_zeros())
-        };
-        (page < self.pages).then_some(page)
-    }
+    let bits = words.first().copied().unwrap_or(0);
+    Runs { words, pages: pages.min(words.len() as u64 * 64), index: 0, bits }
 }
 
 impl Iterator for Runs<'_> {
     type Item = Range<u64>;
 
+    #[inline]
     fn next(&mut self) -> Option<Range<u64>> {
-        let start = self.seek(self.next, 0)?;
-        let end = self.seek(start, u64::MAX).unwrap_or(self.pages);
-        self.next = end;
-        Some(start..end)
+        if self.bits == 0 {
+            let rest = self.index + 1;
+            self.index = rest + first_other(self.words.get(rest..)?, 0)?;
+            self.bits = self.words[self.index];
+        }
+        let low = self.bits.trailing_zeros();
+        let start = self.index as u64 * 64 + u64::from(low);
+        let high = low + (!(self.bits >> low)).trailing_zeros();
+        let end = if high < 64 {
+            self.bits &= u64::MAX << high;
+            self.index as u64 * 64 + u64::from(high)
+        } else {
+            // The run goes on in the next word, and ends where one is not full.
+            let rest = self.index + 1;
+            self.index = first_other(&self.words[rest..], u64::MAX).map_or(self.words.len(), |at| rest + at);
+            let last = self.words.get(self.index).copied().unwrap_or(0);
+            let taken = (!last).trailing_zeros();
+            self.bits = last & (u64::MAX << taken);
+            self.index as u64 * 64 + u64::from(taken)
+        };
+        // Bits beyond the last page are none of ours.
+        (start < self.pages).then(|| start..end.min(self.pages))
     }
 }
 
