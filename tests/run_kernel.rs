@@ -81,6 +81,16 @@ fn main() {
             expect(&run, 2, "", says)
         }));
     }
+    trials.push(trial("a_bad_kernel_leaves_a_serial_file_alone", kvm(), || {
+        let file = path("kept");
+        fs::write(&file, "earlier output")?;
+        let target = format!("file={}", file.display());
+        let run = vellum("bad", b"not a kernel at all".to_vec(), &["--serial", &target])?;
+        let kept = fs::read_to_string(&file)?;
+        fs::remove_file(file)?;
+        ensure(kept == "earlier output", || format!("{kept:?}"))?;
+        expect(&run, 2, "", "not a kernel")
+    }));
     trials.push(trial("a_command_line_that_is_too_long_is_status_2", kvm(), || {
         let run = vellum("long", Code::default().power_off().elf64(), &["-p", &"x".repeat(3000)])?;
         expect(&run, 2, "", "--cmdline 'console=")

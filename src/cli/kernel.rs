@@ -70,7 +70,7 @@ pub struct KernelArgs {
     #[arg(long, value_name = "NAME", requires = "kernel")]
     name: Option<String>,
 
-    /// How much Vellum itself says on standard error
+    /// How much Vellum itself says on standard error; debug adds KVM's counters
     #[arg(long, value_name = "LEVEL", default_value = "info", requires = "kernel")]
     loglevel: LogLevel,
 }
@@ -93,7 +93,9 @@ pub fn run(args: KernelArgs, config: Config) -> Result<Exit, Failure> {
     let parts: Vec<&str> = defaults.into_iter().chain(args.cmdline.iter().map(String::as_str)).collect();
     let control = name.as_deref().map(names::socket).transpose().map_err(Failure::usage)?;
     let (cmdline, virtio) = (parts.join(" "), devices.config());
-    let config = Config { initrd, cmdline, protocol, irqchip, cpuid, serial, virtio, control, ..config };
+    let counters = loglevel == LogLevel::Debug;
+    let config =
+        Config { initrd, cmdline, protocol, irqchip, cpuid, serial, virtio, control, counters, ..config };
     let failure = |error: vm::machine::Error| {
         terminal::restore();
         if error.is_usage() { Failure::usage(error) } else { Failure::host(error) }
@@ -137,6 +139,9 @@ fn tell(outcome: &Outcome, level: LogLevel) {
         say(level, LogLevel::Warning, || {
             format!("{} bytes of serial output were lost: nobody read them", outcome.lost_output)
         });
+    }
+    for (name, value) in outcome.counters.iter().flatten().filter(|(_, value)| **value != 0) {
+        say(level, LogLevel::Debug, || format!("KVM's {name} {value}"));
     }
     say(level, LogLevel::Debug, || format!("ended by {:?}, status {}", outcome.exit, outcome.exit.code()));
 }

@@ -17,6 +17,7 @@ pub mod kvm_vcpu;
 pub mod mmap;
 pub mod page_idle;
 pub mod poll;
+pub mod program;
 pub mod seccomp;
 pub mod signal;
 pub mod socket;

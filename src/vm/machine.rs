@@ -20,6 +20,7 @@ use serde_json::json;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use super::counters::{Counters, Snapshot};
 use super::lifecycle::Exit;
 use super::memory::{Memory, MemoryConfig};
 use super::vcpu::{self, Ended, Flow, Start, Vcpu};
@@ -38,6 +39,7 @@ use crate::devices::serial::{self, Serial};
 use crate::devices::{Ending, acpi_pm, debug_exit, i8042, ioapic, pvpanic};
 use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox, ThreadKind};
+use crate::sys::program::release_start_up_code;
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::sys::socket::SocketError;
 use crate::sys::{kick, terminal};
@@ -69,6 +71,8 @@ pub struct Config {
     pub virtio: virtio::Config,
     /// Where the control socket is to be.
     pub control: Option<PathBuf>,
+    /// Whether the outcome is to hold KVM's counters.
+    pub counters: bool,
     /// What this process gives up before the guest runs.
     pub sandbox: Sandbox,
     /// For whom it gives up root.
@@ -91,6 +95,7 @@ impl Config {
             serial: Target::default(),
             virtio: virtio::Config::default(),
             control: None,
+            counters: false,
             sandbox: Sandbox::new(sandbox::Mode::Off),
             user: None,
         }
@@ -194,6 +199,9 @@ impl Error {
 /// APIC ids below the broadcast id, all that an MSI without remapping can name.
 const MOST_CPUS: usize = 255;
 
+/// How long nothing must have happened before start-up counts as over.
+const SETTLING: Duration = Duration::from_millis(50);
+
 /// A built machine.
 pub struct Machine {
     // Dropped first: vCPU threads use everything below.
@@ -217,6 +225,7 @@ pub struct Machine {
     asked: Receiver<Asked>,
     listeners: Listeners,
     paused: bool,
+    counters: bool,
     sandbox: Sandbox,
 }
 
@@ -229,6 +238,8 @@ pub struct Outcome {
     pub ended: Option<(usize, Ended)>,
     /// Bytes of serial output that nobody read.
     pub lost_output: u64,
+    /// KVM's counters at the end, where they were asked for and this KVM has them.
+    pub counters: Option<Snapshot>,
 }
 
 /// What ends a run from outside the vCPUs' own code.
@@ -280,7 +291,6 @@ impl Machine {
         }
         let mut kernel = open("--kernel", &config.kernel)?;
         let mut initrd = config.initrd.as_ref().map(|path| open("--initrd", path)).transpose()?;
-        let opened = config.serial.open()?;
         let virtio = virtio::Opened::open(&config.virtio)?;
         let (ask, asked) = channel();
         let control = config.control.as_deref().map(|path| Control::bind(path, ask)).transpose();
@@ -299,11 +309,6 @@ impl Machine {
         let eventfd =
             || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new).map_err(|e| Error::Host("eventfd", e));
         let host = |call| move |error| Error::Host(call, error);
-        let output = opened.output.as_ref().map(File::try_clone).transpose().map_err(host("dup"))?;
-        let serial = Arc::new(Serial::new(output).map_err(host("eventfd"))?);
-        irqchip.connect(&vm.fd, serial.irq(), serial::COM1_GSI)?;
-        let rtc = Arc::new(Rtc::default());
-
         let rsdp = acpi::write(memory, 0..config.cpus as u32, &virtio.places())?;
         let name = config.kernel.file_name().unwrap_or_default().to_string_lossy();
         let request =
@@ -320,6 +325,13 @@ impl Machine {
             };
             Error::Boot { flag, value, error }
         })?;
+
+        // Not before the kernel has been found good: a file is truncated when it is opened.
+        let opened = config.serial.open()?;
+        let output = opened.output.as_ref().map(File::try_clone).transpose().map_err(host("dup"))?;
+        let serial = Arc::new(Serial::new(output).map_err(host("eventfd"))?);
+        irqchip.connect(&vm.fd, serial.irq(), serial::COM1_GSI)?;
+        let rtc = Arc::new(Rtc::default());
 
         let mut ports = Bus::default();
         ports.add(serial::COM1.into(), serial::PORTS, serial.clone())?;
@@ -375,6 +387,7 @@ impl Machine {
             asked,
             listeners,
             paused: false,
+            counters: config.counters,
             sandbox: config.sandbox,
         })
     }
@@ -384,15 +397,26 @@ impl Machine {
     /// # Errors
     /// Where the event loop fails.
     pub fn run(&mut self, timeout: Option<Duration>) -> Result<Outcome, Error> {
+        let counters = self.counters.then(|| Counters::open(&self.vm.fd, &self.vcpus).ok()).flatten();
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         vcpu::resume_all(&self.vcpus);
         self.sandbox.enter(ThreadKind::Main, "main")?;
+        let mut settled = false;
         let (exit, ended) = loop {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             if left == Some(Duration::ZERO) {
                 break (Exit::Timeout, None);
             }
-            self.events.run_with_timeout(milliseconds(left))?;
+            if settled {
+                self.events.run_with_timeout(milliseconds(left))?;
+            } else {
+                // Out of the guest's way while it starts, for unmapping makes its vCPUs fault too.
+                let first = left.map_or(SETTLING, |left| left.min(SETTLING));
+                settled = self.events.run_with_timeout(milliseconds(Some(first)))? == 0;
+                if settled {
+                    release_start_up_code();
+                }
+            }
             if self.obey() {
                 break (Exit::PowerOff, None);
             }
@@ -409,6 +433,7 @@ impl Machine {
             }
         };
         self.listeners.tell(&Event::Ended { status: exit.code() });
+        let counters = counters.and_then(|counters| counters.read().ok());
         // Nothing of the guest runs any more. What it has said may still wait for a slow reader, which gets the time that
         // the run has left, unless the user has had enough.
         self.vcpus.clear();
@@ -423,7 +448,7 @@ impl Machine {
             }
         }
         terminal::restore();
-        Ok(Outcome { exit, ended, lost_output: self.serial.unread() })
+        Ok(Outcome { exit, ended, lost_output: self.serial.unread(), counters })
     }
 }
 
