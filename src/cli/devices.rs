@@ -15,7 +15,7 @@ use crate::vm::virtio::Config;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Devices")]
 pub struct DeviceArgs {
-    /// A disk, raw: PATH[,readonly][,serial=TEXT][,queues=N]; may be repeated
+    /// A disk, raw: `PATH[,readonly][,serial=TEXT][,queues=N]`; may be repeated
     #[arg(short, long, value_name = "PATH", value_parser = disk, requires = "kernel")]
     disk: Vec<BlkConfig>,
 
@@ -24,7 +24,7 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "tap=NAME", value_parser = net, requires = "kernel")]
     net: Vec<NetConfig>,
 
-    /// The network in kvmtool's words: mode=none, or mode=tap[,tapif=NAME][,guest_mac=ADDRESS][,host_ip=ADDRESS]
+    /// The network in kvmtool's words: `mode=none`, or `mode=tap[,tapif=NAME][,guest_mac=ADDRESS][,host_ip=ADDRESS]`
     #[arg(long, value_name = "mode=none|tap", value_parser = network, requires = "kernel")]
     network: Vec<Network>,
 

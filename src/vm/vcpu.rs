@@ -188,7 +188,7 @@ struct Inner {
 struct Shared {
     index: usize,
     command: AtomicU8,
-    /// How often [`Vcpu::flush`] was called.
+    /// How often [`Vcpu::request_flush`] was called.
     flushes: AtomicU64,
     kick: Kick,
     inner: Mutex<Inner>,
