@@ -1,5 +1,10 @@
 //! The program's own code, as the kernel maps it.
 
+use std::time::Duration;
+
+/// How long nothing must have happened before start-up counts as over.
+pub const SETTLING: Duration = Duration::from_millis(50);
+
 unsafe extern "C" {
     // The linker's: where the program's headers start and where its code ends.
     static __executable_start: u8;

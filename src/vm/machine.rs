@@ -39,7 +39,7 @@ use crate::devices::serial::{self, Serial};
 use crate::devices::{Ending, acpi_pm, debug_exit, i8042, ioapic, pvpanic};
 use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox, ThreadKind};
-use crate::sys::program::release_start_up_code;
+use crate::sys::program::{SETTLING, release_start_up_code};
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::sys::socket::SocketError;
 use crate::sys::{kick, terminal};
@@ -198,9 +198,6 @@ impl Error {
 
 /// APIC ids below the broadcast id, all that an MSI without remapping can name.
 const MOST_CPUS: usize = 255;
-
-/// How long nothing must have happened before start-up counts as over.
-const SETTLING: Duration = Duration::from_millis(50);
 
 /// A built machine.
 pub struct Machine {

@@ -18,6 +18,7 @@ use crate::host::Facts;
 use crate::report::{Histogram, Report};
 use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox, ThreadKind};
+use crate::sys::program::{SETTLING, release_start_up_code};
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::vm::counters::Snapshot;
 use crate::vm::lifecycle::Exit;
@@ -180,6 +181,7 @@ fn watch(
     let bar = pages_bar(accesses, config.duration);
     let start = Instant::now();
     let mut interrupted = None;
+    let mut settled = false;
     let mut events = [EpollEvent::default(); 2];
     while !guest.all_rung()? {
         let left = config.duration.map(|duration| duration.saturating_sub(start.elapsed()));
@@ -192,11 +194,18 @@ fn watch(
             (Some(left), Some(tick)) => Some(left.min(tick)),
             (left, tick) => left.or(tick),
         };
+        let wait = if settled { wait } else { Some(wait.map_or(SETTLING, |wait| wait.min(SETTLING))) };
         // Rounded up, so that the deadline has passed when the wait is over.
         let wait = wait.map_or(-1, |wait| wait.as_millis() as i32 + 1);
         match epoll.wait(wait, &mut events) {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            result => drop(result.map_err(failed)?),
+            result => {
+                if result.map_err(failed)? == 0 && !settled {
+                    // Out of the guest's way while it starts, for unmapping makes its vCPUs fault too.
+                    settled = true;
+                    release_start_up_code();
+                }
+            }
         }
         let _ = guest.bell.event.read();
         if let Some(signal) = signals.read() {

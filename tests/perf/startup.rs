@@ -77,6 +77,8 @@ fn overhead(vellum: &Path) -> Option<u64> {
     {
         std::thread::yield_now();
     }
+    // What only start-up needed is given back a moment later.
+    std::thread::sleep(std::time::Duration::from_millis(300));
     let maps = std::fs::read_to_string(format!("/proc/{}/smaps", child.id()));
     let _ = child.kill();
     let _ = child.wait();
