@@ -140,8 +140,9 @@ fn svm(tally: &mut Tally) -> Result<()> {
         // The tests know vellum by the path at which cargo built it.
         request.files.push((programs.vellum.clone(), absolute(&programs.vellum)));
         for test in &tests {
-            // CARGO_TARGET_TMPDIR, as cargo told the tests when it built them: target/TRIPLE/PROFILE/deps/TEST.
-            let target = test.path.ancestors().nth(4).unwrap_or(Path::new("/"));
+            // CARGO_TARGET_TMPDIR, as cargo told the tests when it built them: target/TRIPLE/tmp beside
+            // target/TRIPLE/PROFILE/deps/TEST.
+            let target = test.path.ancestors().nth(3).unwrap_or(Path::new("/"));
             request.directories.push(target.join("tmp").to_string_lossy().into_owned());
             request.files.push((test.path.clone(), format!("/tests/{}", test.name)));
         }
