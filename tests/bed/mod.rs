@@ -3,7 +3,7 @@
 //! Bed tests have `harness = false` and hand [`trial`]s to libtest-mimic, because libtest can skip only at compile time.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
-use libtest_mimic::{Failed, Trial};
+use libtest_mimic::{Completion, Failed, Trial};
 
 /// Why a test cannot run here, and what to do about it; `Ok` where it can.
 pub type Need = Result<(), String>;
@@ -29,6 +29,18 @@ pub fn trial(name: &str, need: Need, test: impl FnOnce() -> Result<(), Failed> +
     match need {
         Ok(()) => Trial::test(name, test),
         Err(reason) => Trial::test(format!("{name} ({reason})"), || Ok(())).with_ignored_flag(true),
+    }
+}
+
+/// A test that may find out only while it runs that it cannot say anything here.
+pub fn ignorable(
+    name: &str,
+    need: Need,
+    test: impl FnOnce() -> Result<Completion, Failed> + Send + 'static,
+) -> Trial {
+    match need {
+        Ok(()) => Trial::ignorable_test(name, test),
+        Err(_) => trial(name, need, || Ok(())),
     }
 }
 
