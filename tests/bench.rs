@@ -10,7 +10,7 @@ use libtest_mimic::{Arguments, Failed};
 use vellum::arch;
 use vellum::arch::tables::code;
 use vellum::arch::workload::{GuestPage, Privilege};
-use vellum::bench::{Common, access_tracking, demand_paging, memslot, page_table};
+use vellum::bench::{Common, Region, access_tracking, demand_paging, memslot, page_table};
 use vellum::report::json;
 use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source, memfd};
 use vellum::sys::page_idle::PageIdle;
@@ -99,12 +99,8 @@ fn demand_paging(mode: Mode, backing: Backing) -> Result<(), Failed> {
         delay: Duration::ZERO,
         readers: 1,
         batch: 1,
-        bytes: 4 << 20,
-        backing,
-        vcpus: 2,
-        pins: None,
+        region: Region { bytes: 4 << 20, backing, vcpus: 2 },
         overlap: false,
-        repeat: 1,
     })?;
     ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
     let faults = report.figures.iter().find(|f| f.name() == "faults_answered").map(|f| f.value());
@@ -138,13 +134,9 @@ fn touch() -> Result<(), Failed> {
 /// Neighbours are mapped eight at a time, but the log makes each small page fault on its own.
 fn page_table() -> Result<(), Failed> {
     let report = page_table::run(&page_table::Config {
-        common: Common::default(),
-        bytes: 8 << 20,
-        backing: Backing::Anonymous,
-        vcpus: 2,
-        pins: None,
+        common: Common { repeat: 2, ..Common::default() },
+        region: Region { bytes: 8 << 20, backing: Backing::Anonymous, vcpus: 2 },
         page: GuestPage::Large,
-        repeat: 2,
     })?;
     ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
     let grown = report.counters.iter().find(|c| c.name == "pf_fixed").map(|c| c.after - c.before);
@@ -155,14 +147,12 @@ fn page_table() -> Result<(), Failed> {
 /// Every test of `memslot` once, in three slots.
 fn memslots() -> Result<(), Failed> {
     let report = memslot::run(&memslot::Config {
-        common: Common::default(),
+        common: Common { repeat: 2, ..Common::default() },
         tests: memslot::Test::NAMES.iter().map(|(_, test)| *test).collect(),
         slots: 3,
         bytes: 12 << 20,
         backing: Backing::Anonymous,
         time: Duration::ZERO,
-        repeat: 2,
-        pin: None,
     })?;
     ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
     let faults = report.counters.iter().find(|c| c.name == "pf_fixed[map]").map(|c| c.after - c.before);
@@ -184,13 +174,9 @@ fn page_idle() -> bed::Need {
 fn access_tracking() -> Result<(), Failed> {
     let report = access_tracking::run(&access_tracking::Config {
         common: Common::default(),
-        bytes: 8 << 20,
-        backing: Backing::Anonymous,
-        vcpus: 2,
-        pins: None,
+        region: Region { bytes: 8 << 20, backing: Backing::Anonymous, vcpus: 2 },
         overlap: false,
         page: GuestPage::Large,
-        repeat: 1,
     })?;
     ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
     json::check(&report).map_err(Failed::from)

@@ -4,7 +4,7 @@ mod bed;
 
 use bed::{Need, both, ensure, kvm, trial};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
-use vellum::bench::{Common, dirty_log};
+use vellum::bench::{Common, Region, dirty_log};
 use vellum::dirty::oracle::Mode;
 use vellum::dirty::soak::{self, Config, Tally};
 use vellum::dirty::{self, Method};
@@ -217,15 +217,12 @@ fn sizes() -> Result<(), Failed> {
 fn bench_config(method: Method) -> dirty_log::Config {
     dirty_log::Config {
         iterations: 2,
-        vcpus: 2,
-        bytes: 4 << 20,
-        backing: Backing::Anonymous,
+        region: Region { bytes: 4 << 20, backing: Backing::Anonymous, vcpus: 2 },
         write_percent: 100.0,
         order: Order::Sequential,
         hot: None,
         overlap: false,
         slots: 4,
-        pins: None,
         method: Some(method),
         // Less than the memory has pages, so that it fills up.
         ring_entries: 1024,
@@ -236,8 +233,7 @@ fn bench_config(method: Method) -> dirty_log::Config {
         page: None,
         continuous: None,
         latency: true,
-        repeat: 2,
-        common: Common::default(),
+        common: Common { repeat: 2, ..Common::default() },
     }
 }
 
@@ -262,8 +258,12 @@ fn bench(method: Method) -> Result<(), Failed> {
 
 fn bench_continuous() -> Result<(), Failed> {
     let continuous = Some(std::time::Duration::from_millis(200));
-    let config =
-        dirty_log::Config { continuous, repeat: 1, phys_offset: None, ..bench_config(Method::Bitmap) };
+    let config = dirty_log::Config {
+        continuous,
+        common: Common::default(),
+        phys_offset: None,
+        ..bench_config(Method::Bitmap)
+    };
     let report = match dirty_log::run(&config) {
         Err(error) if vellum::sys::host::allowed_cpus()?.len() < 2 => {
             return ensure(error.is_usage(), || error.to_string());
@@ -280,10 +280,17 @@ fn bench_continuous() -> Result<(), Failed> {
 fn bench_refuses() -> Result<(), Failed> {
     let base = || bench_config(Method::Bitmap);
     for (config, remedy) in [
-        (dirty_log::Config { bytes: 5000, ..base() }, "8192 would work"),
+        (dirty_log::Config { region: Region { bytes: 5000, ..base().region }, ..base() }, "8192 would work"),
         (dirty_log::Config { slots: 3, ..base() }, "-x 2 would work"),
         (dirty_log::Config { phys_offset: Some(0x1000), ..base() }, "-p 0x100000000 would work"),
-        (dirty_log::Config { bytes: 1 << 45, vcpus: 1, phys_offset: None, ..base() }, "is available"),
+        (
+            dirty_log::Config {
+                region: Region { bytes: 1 << 45, vcpus: 1, ..base().region },
+                phys_offset: None,
+                ..base()
+            },
+            "is available",
+        ),
     ] {
         let error = dirty_log::run(&config).err().ok_or(format!("accepted: {config:?}"))?;
         ensure(error.is_usage() && error.to_string().contains(remedy), || error.to_string())?;

@@ -7,7 +7,7 @@
 use std::thread;
 use std::time::Instant;
 
-use super::{Common, Counted, Error, check_memory, huge_premise};
+use super::{Common, Counted, Error, Region, check_memory, huge_premise};
 use crate::arch::touch as code;
 use crate::arch::workload::GuestPage;
 use crate::report::Report;
@@ -24,20 +24,12 @@ use crate::workload::touch::Plan;
 pub struct Config {
     /// What all benchmarks have.
     pub common: Common,
-    /// Bytes of each vCPU's region.
-    pub bytes: u64,
-    /// What backs memory.
-    pub backing: Backing,
-    /// vCPUs.
-    pub vcpus: usize,
-    /// The CPU of each vCPU.
-    pub pins: Option<Vec<usize>>,
+    /// Memory of each vCPU.
+    pub region: Region,
     /// All vCPUs go over one and the same region.
     pub overlap: bool,
     /// The page size of the guest's own tables.
     pub page: GuestPage,
-    /// Rounds, each in a machine of its own.
-    pub repeat: u32,
 }
 
 /// The stages in their order.
@@ -56,19 +48,11 @@ const MARKED: f64 = 0.9;
 
 /// Measures.
 pub fn run(config: &Config) -> Result<Report, Error> {
-    let page = config.backing.best_mapping();
-    if config.bytes == 0 || !config.bytes.is_multiple_of(page) {
+    let Region { bytes, backing, vcpus } = config.region;
+    config.region.check(backing.best_mapping())?;
+    if let Backing::Hugetlb(_) | Backing::SharedHugetlb(_) = backing {
         return Err(Error::Asked(format!(
-            "-b {}: no multiple of the {page}-byte pages of -s {}; the next that is one: {}",
-            config.bytes,
-            config.backing,
-            config.bytes.max(1).next_multiple_of(page)
-        )));
-    }
-    if let Backing::Hugetlb(_) | Backing::SharedHugetlb(_) = config.backing {
-        return Err(Error::Asked(format!(
-            "-s {}: idle page tracking sees no pages of the huge page pool; anonymous, thp or shmem would work",
-            config.backing
+            "-s {backing}: idle page tracking sees no pages of the huge page pool; anonymous, thp or shmem would work"
         )));
     }
     let idle = PageIdle::open().map_err(|e| {
@@ -76,19 +60,17 @@ pub fn run(config: &Config) -> Result<Report, Error> {
             "idle page tracking: /sys/kernel/mm/page_idle/bitmap: {e}: it needs a kernel with CONFIG_IDLE_PAGE_TRACKING, and root"
         ))
     })?;
-    let bytes = config.bytes * if config.overlap { 1 } else { config.vcpus as u64 };
-    check_memory(bytes, config.backing)?;
+    check_memory(config.region.total(config.overlap), backing)?;
     let mut report = config.common.report("access-tracking");
-    report.ask("bytes_per_vcpu", config.bytes);
-    report.ask("backing", config.backing.to_string());
-    report.ask("vcpus", config.vcpus);
-    report.ask("pin", config.pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
+    report.ask("bytes_per_vcpu", bytes);
+    report.ask("backing", backing.to_string());
+    report.ask("vcpus", vcpus);
     report.ask("overlap", config.overlap);
     report.ask("guest_page", if config.page == GuestPage::Small { "4k" } else { "2m" });
-    report.ask("repeat", config.repeat);
+    config.common.ask(&mut report);
     let mut times = vec![Vec::new(); STAGES.len()];
-    for round in 0..config.repeat {
-        let stages = one(&mut report, config, &idle, bytes, round + 1 == config.repeat)?;
+    for round in 0..config.common.repeat {
+        let stages = one(&mut report, config, &idle, round + 1 == config.common.repeat)?;
         times.iter_mut().zip(stages).for_each(|(times, time)| times.push(time));
     }
     for (name, times) in STAGES.iter().zip(&times) {
@@ -101,27 +83,22 @@ fn one(
     report: &mut Report,
     config: &Config,
     idle: &PageIdle,
-    bytes: u64,
     last: bool,
 ) -> Result<[f64; STAGES.len()], Error> {
     let kvm = vm::open()?;
-    let memory = Memory::map(MemoryConfig { backing: config.backing, ..MemoryConfig::new(bytes) })?;
+    let Region { backing, vcpus, .. } = config.region;
+    let bytes = config.region.total(config.overlap);
+    let memory = Memory::map(MemoryConfig { backing, ..MemoryConfig::new(bytes) })?;
     let guest = Guest::build(
         &kvm,
         memory,
-        GuestConfig {
-            code: code::code(),
-            pins: config.pins.clone(),
-            page: config.page,
-            enter: config.common.enter(),
-            ..GuestConfig::new(config.vcpus)
-        },
+        GuestConfig { code: code::code(), page: config.page, ..config.common.guest(vcpus) },
     )?;
     let counted = Counted::start(&guest, report);
     let access = |write| -> Result<f64, Error> {
-        for vcpu in 0..config.vcpus {
-            let start = if config.overlap { 0 } else { config.bytes * vcpu as u64 };
-            Plan { start, ..Plan::every(PAGE_SIZE, config.bytes, write) }.program(&guest, vcpu);
+        for vcpu in 0..vcpus {
+            let start = if config.overlap { 0 } else { config.region.bytes * vcpu as u64 };
+            Plan { start, ..Plan::every(PAGE_SIZE, config.region.bytes, write) }.program(&guest, vcpu);
         }
         let clock = Instant::now();
         guest.resume();
@@ -134,7 +111,7 @@ fn one(
         let share = idle.count(&frames).map_err(failed)? as f64 / frames.len().max(1) as f64;
         let fine = if expected { share >= MARKED } else { share <= 1.0 - MARKED };
         // A huge page has one bit for all of it, at its first frame.
-        if !fine && config.backing != Backing::Thp {
+        if !fine && backing != Backing::Thp {
             report.invalid.push(format!("{:.1}% of the pages are idle after {what}", share * 100.0));
         }
         Ok(())
@@ -150,7 +127,7 @@ fn one(
     let mark_again = self::mark(config, idle, &guest)?;
     let read_idle = access(false)?;
     let now = counted.now();
-    huge_premise(report, config.backing, &now);
+    huge_premise(report, backing, &now);
     if last {
         counted.finish(report, now, None);
     }
@@ -159,13 +136,14 @@ fn one(
 
 /// Marks each vCPU's region on a thread of its own.
 fn mark(config: &Config, idle: &PageIdle, guest: &Guest) -> Result<f64, Error> {
-    let regions = if config.overlap { 1 } else { config.vcpus as u64 };
+    let Region { bytes, vcpus, .. } = config.region;
+    let regions = if config.overlap { 1 } else { vcpus as u64 };
     let clock = Instant::now();
     thread::scope(|scope| {
         let threads: Vec<_> = (0..regions)
             .map(|region| {
                 let mapping = &guest.vm.memory.mapping;
-                scope.spawn(move || idle.mark(&idle.frames(mapping, region * config.bytes, config.bytes)?))
+                scope.spawn(move || idle.mark(&idle.frames(mapping, region * bytes, bytes)?))
             })
             .collect();
         threads

@@ -11,15 +11,13 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{Common, Counted, Error, check_memory, huge_premise, pass_seconds};
+use super::{Common, Counted, Error, Region, check_memory, huge_premise, pass_seconds};
 use crate::report::{Histogram, Report};
-use crate::sys::affinity;
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
 use crate::sys::uffd::{BATCH, Mode, Uffd};
 use crate::vm;
 use crate::vm::memory::{Backing, Memory, MemoryConfig};
 use crate::workload::control::{BUCKETS, bucket_of};
-use crate::workload::guest::GuestConfig;
 use crate::workload::model::{self, Model};
 use crate::workload::{Guest, WriteConfig, run};
 
@@ -38,18 +36,10 @@ pub struct Config {
     pub readers: usize,
     /// Pages, of the backing's size, that a handler brings for each fault.
     pub batch: u64,
-    /// Bytes of each vCPU's region.
-    pub bytes: u64,
-    /// What backs memory.
-    pub backing: Backing,
-    /// vCPUs.
-    pub vcpus: usize,
-    /// The CPU of each vCPU, and of the main thread if there is one more.
-    pub pins: Option<Vec<usize>>,
+    /// Memory of each vCPU.
+    pub region: Region,
     /// All vCPUs go over one and the same region.
     pub overlap: bool,
-    /// Rounds, each with new memory.
-    pub repeat: u32,
 }
 
 /// Samples of all rounds.
@@ -65,7 +55,7 @@ struct Samples {
 
 /// Measures.
 pub fn run(config: &Config) -> Result<Report, Error> {
-    let backing = match (config.mode, config.backing) {
+    let backing = match (config.mode, config.region.backing) {
         // Minor faults are those of a file that this process can map twice.
         (Mode::Minor, Backing::Shmem) => Backing::Memfd,
         (Mode::Minor, other @ (Backing::Anonymous | Backing::Thp | Backing::Hugetlb(_))) => {
@@ -75,19 +65,12 @@ pub fn run(config: &Config) -> Result<Report, Error> {
         }
         (_, other) => other,
     };
-    let page = backing.page_size();
-    if config.bytes == 0 || !config.bytes.is_multiple_of(page) {
-        return Err(Error::Asked(format!(
-            "-b {}: no multiple of the {page}-byte pages of -s {backing}; the next that is one: {}",
-            config.bytes,
-            config.bytes.max(1).next_multiple_of(page)
-        )));
-    }
-    let size = config.bytes * if config.overlap { 1 } else { config.vcpus as u64 };
+    config.region.check(backing.page_size())?;
+    let size = config.region.total(config.overlap);
     check_memory(size, backing)?;
     let mut report = describe(config, backing);
     let mut samples = Samples { answers: vec![0; BUCKETS], ..Samples::default() };
-    for round in 0..config.repeat {
+    for round in 0..config.common.repeat {
         one(config, MemoryConfig { backing, ..MemoryConfig::new(size) }, round, &mut report, &mut samples)?;
     }
     report.spread("execution_time", "s", &samples.execution);
@@ -105,16 +88,15 @@ pub fn run(config: &Config) -> Result<Report, Error> {
 fn describe(config: &Config, backing: Backing) -> Report {
     let mut report = config.common.report("demand-paging");
     report.ask("mode", if config.mode == Mode::Missing { "MISSING" } else { "MINOR" });
-    report.ask("userfaultfds", if config.single { 1 } else { config.vcpus });
+    report.ask("userfaultfds", if config.single { 1 } else { config.region.vcpus });
     report.ask("readers", config.readers);
     report.ask("delay_us", config.delay.as_micros() as u64);
     report.ask("batch", config.batch);
-    report.ask("bytes_per_vcpu", config.bytes);
+    report.ask("bytes_per_vcpu", config.region.bytes);
     report.ask("backing", backing.to_string());
-    report.ask("vcpus", config.vcpus);
-    report.ask("pin", config.pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
+    report.ask("vcpus", config.region.vcpus);
     report.ask("overlap", config.overlap);
-    report.ask("repeat", config.repeat);
+    config.common.ask(&mut report);
     report
 }
 
@@ -151,25 +133,16 @@ fn one(
         }
         _ => None,
     };
+    let Region { bytes, vcpus, .. } = config.region;
     let whole = config.single || config.overlap;
-    let parts = if whole { 1 } else { config.vcpus as u64 };
+    let parts = if whole { 1 } else { vcpus as u64 };
     let len = memory.config.size / parts;
     let parts = (0..parts).map(|index| part(config.mode, &memory.mapping, index * len, len));
     let parts = parts.collect::<Result<Vec<_>, _>>()?;
-    let guest = Guest::build(
-        &kvm,
-        memory,
-        GuestConfig {
-            pins: config.pins.clone(),
-            enter: config.common.enter(),
-            ..GuestConfig::new(config.vcpus)
-        },
-    )?;
+    let guest = Guest::build(&kvm, memory, config.common.guest(vcpus))?;
     guest.program(&WriteConfig { passes: 1, shared: config.overlap, ..WriteConfig::default() })?;
     let models: Vec<_> = guest.controls().map(Model::new).collect();
-    if let Some(&cpu) = config.pins.as_ref().and_then(|pins| pins.get(config.vcpus)) {
-        affinity::pin(cpu).map_err(|e| Error::Host("sched_setaffinity", e))?;
-    }
+    config.common.pin_main(vcpus)?;
     let counted = Counted::start(&guest, report);
     let quit = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(|e| Error::Host("eventfd", e))?;
     let page = guest.vm.memory.config.backing.page_size();
@@ -210,11 +183,11 @@ fn one(
         Ok(elapsed)
     })?;
     drop(alias);
-    let each = config.bytes / PAGE_SIZE;
+    let each = bytes / PAGE_SIZE;
     samples.execution.push(elapsed);
-    samples.overall.push((each * config.vcpus as u64) as f64 / elapsed);
+    samples.overall.push((each * vcpus as u64) as f64 / elapsed);
     samples.faults.push(answers.faults.load(Ordering::Relaxed) as f64);
-    samples.per_vcpu.resize(config.vcpus, Vec::new());
+    samples.per_vcpu.resize(vcpus, Vec::new());
     for (control, rates) in guest.controls().zip(&mut samples.per_vcpu) {
         rates.push(each as f64 / pass_seconds(control, guest.tsc_hz));
     }
@@ -226,7 +199,7 @@ fn one(
     // One round stands for all: latencies of the last, as its counters.
     samples.guest = Some(run::latency(&guest));
     let now = counted.now();
-    if round + 1 == config.repeat {
+    if round + 1 == config.common.repeat {
         // A missing page of THP memory is brought in as a small one.
         if guest.vm.memory.config.backing != Backing::Thp {
             huge_premise(report, guest.vm.memory.config.backing, &now);

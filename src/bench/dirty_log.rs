@@ -9,15 +9,15 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{Common, Counted, Error, check_memory, huge_premise};
+use super::{Common, Counted, Error, Region, check_memory, huge_premise};
 use crate::arch::layout;
 use crate::arch::workload::GuestPage;
 use crate::dirty::{self, DirtyTracker, Method, SlotLog};
 use crate::report::{Figure, Histogram, Mark, Report, Series};
-use crate::sys::{affinity, host::allowed_cpus};
+use crate::sys::host::allowed_cpus;
 use crate::vm;
 use crate::vm::counters::Snapshot;
-use crate::vm::memory::{Backing, Memory, MemoryConfig, short_size};
+use crate::vm::memory::{Memory, MemoryConfig, short_size};
 use crate::workload::control::{BUCKETS, Control};
 use crate::workload::guest::{GuestConfig, Woke};
 use crate::workload::run::nanoseconds;
@@ -37,12 +37,8 @@ const SAMPLING: Duration = Duration::from_millis(20);
 pub struct Config {
     /// Passes over memory while the log is on (lockstep).
     pub iterations: u32,
-    /// How many vCPUs.
-    pub vcpus: usize,
-    /// Bytes for each of them.
-    pub bytes: u64,
-    /// What backs memory.
-    pub backing: Backing,
+    /// Memory of each vCPU.
+    pub region: Region,
     /// Percent of the accesses that write.
     pub write_percent: f64,
     /// The order of the accesses, populating apart.
@@ -53,8 +49,6 @@ pub struct Config {
     pub overlap: bool,
     /// Into how many memslots memory is cut.
     pub slots: u32,
-    /// The CPU of each vCPU, and of the thread that collects if there is one more.
-    pub pins: Option<Vec<usize>>,
     /// How the log is collected; `None` for the best that this host has, as the selftest does.
     pub method: Option<Method>,
     /// Entries of a dirty ring.
@@ -73,8 +67,6 @@ pub struct Config {
     pub continuous: Option<Duration>,
     /// Whether the time of each write is measured.
     pub latency: bool,
-    /// How often everything is measured.
-    pub repeat: u32,
     /// What all benchmarks have.
     pub common: Common,
 }
@@ -84,9 +76,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     let mut report = config.common.report("dirty-log");
     let kvm = vm::open()?;
     let total = check(config)?;
-    if let Some(&cpu) = config.pins.as_ref().and_then(|pins| pins.get(config.vcpus)) {
-        affinity::pin(cpu).map_err(|e| Error::Host("sched_setaffinity", e))?;
-    }
+    config.common.pin_main(config.region.vcpus)?;
     let probe = crate::host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
     let method = match config.method {
         Some(method) => method,
@@ -102,7 +92,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     let page = config.page.unwrap_or(if shadow { GuestPage::Large } else { GuestPage::Small });
     ask(&mut report, config, method, page);
     let mut samples: Vec<(String, &'static str, Vec<f64>)> = Vec::new();
-    for round in 0..config.repeat {
+    for round in 0..config.common.repeat {
         let mut run = Run::new(config, method, page, total, &kvm, &mut report)?;
         match config.continuous {
             None => run.lockstep()?,
@@ -127,7 +117,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
             values => report.spread(name, unit, values),
         }
     }
-    if config.repeat > 1 {
+    if config.common.repeat > 1 {
         let noise = |figure: &Figure| match figure {
             Figure::Spread { name, unit, median, min, max, .. }
                 if unit == "s" && name.ends_with("_average") =>
@@ -135,7 +125,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
                 let percent = (max - min) / median * 100.0;
                 Some(format!(
                     "{name}: a difference below {percent:.1} % is noise here ({} rounds)",
-                    config.repeat
+                    config.common.repeat
                 ))
             }
             _ => None,
@@ -148,8 +138,9 @@ pub fn run(config: &Config) -> Result<Report, Error> {
 /// Refuses what contradicts itself; returns the bytes of memory needed.
 fn check(config: &Config) -> Result<u64, Error> {
     let asked = |reason: String| Err(Error::Asked(reason));
-    let (bytes, page) = (config.bytes, config.backing.page_size());
-    let total = bytes.saturating_mul(config.vcpus as u64);
+    let Region { bytes, backing, vcpus } = config.region;
+    let page = backing.page_size();
+    let total = config.region.total(false);
     if !bytes.is_multiple_of(4096) || bytes < 8192 {
         return asked(format!(
             "-b {bytes}: no multiple of 4096 from 8192 on; {} would work",
@@ -161,25 +152,25 @@ fn check(config: &Config) -> Result<u64, Error> {
         return asked(format!(
             "-b {}: {} vCPUs need {} together, no multiple of the {} pages of -s {}; -b {each} would work",
             short_size(bytes),
-            config.vcpus,
+            vcpus,
             short_size(total),
             short_size(page),
-            config.backing
+            backing
         ));
     }
-    let pages = total / config.backing.best_mapping().max(4096);
+    let pages = total / backing.best_mapping().max(4096);
     if u64::from(config.slots) > pages || !pages.is_multiple_of(config.slots.into()) {
         let fits = (1..=u64::from(config.slots).min(pages)).rev().find(|slots| pages.is_multiple_of(*slots));
         return asked(format!(
             "-x {}: {} in pages of {} do not divide into so many memslots; -x {} would work",
             config.slots,
             short_size(total),
-            short_size(config.backing.best_mapping()),
+            short_size(backing.best_mapping()),
             fits.unwrap_or(1)
         ));
     }
     if let Some(offset) = config.phys_offset {
-        let align = config.backing.best_mapping().max(2 << 20);
+        let align = backing.best_mapping().max(2 << 20);
         let end = offset.saturating_add(total);
         if !offset.is_multiple_of(align)
             || (end > layout::GAP_START && offset < layout::GAP_END)
@@ -203,14 +194,14 @@ fn check(config: &Config) -> Result<u64, Error> {
         );
     }
     // Page tables, KVM's and ours, are some hundredths of it.
-    check_memory(total + total / 64, config.backing)?;
+    check_memory(total.saturating_add(total / 64), backing)?;
     Ok(total)
 }
 
 fn ask(report: &mut Report, config: &Config, method: Method, page: GuestPage) {
-    report.ask("vcpus", config.vcpus);
-    report.ask("bytes_per_vcpu", config.bytes);
-    report.ask("backing", config.backing.to_string());
+    report.ask("vcpus", config.region.vcpus);
+    report.ask("bytes_per_vcpu", config.region.bytes);
+    report.ask("backing", config.region.backing.to_string());
     report.ask("tracker", method.name());
     if method == Method::Ring {
         report.ask("ring_entries", config.ring_entries);
@@ -234,7 +225,6 @@ fn ask(report: &mut Report, config: &Config, method: Method, page: GuestPage) {
     report.ask("overlap", config.overlap);
     report.ask("slots", config.slots);
     report.ask("clear_chunk", config.chunk.map_or("slot".into(), |pages| serde_json::json!(pages)));
-    report.ask("pin", config.pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
     report.ask("run_while_disabling", config.run_while_disabling);
     report.ask("seed", config.seed);
     if let Some(offset) = config.phys_offset {
@@ -242,7 +232,7 @@ fn ask(report: &mut Report, config: &Config, method: Method, page: GuestPage) {
     }
     report.ask("guest_page", if page == GuestPage::Small { "4k" } else { "2m" });
     report.ask("latency", config.latency);
-    report.ask("repeat", config.repeat);
+    config.common.ask(report);
 }
 
 /// One round on a machine of its own.
@@ -274,19 +264,13 @@ impl<'a> Run<'a> {
         report: &'a mut Report,
     ) -> Result<Self, Error> {
         let memory =
-            MemoryConfig { backing: config.backing, slots: config.slots, ..MemoryConfig::new(total) };
+            MemoryConfig { backing: config.region.backing, slots: config.slots, ..MemoryConfig::new(total) };
         let mut memory = Memory::map(memory)?;
         if let Some(offset) = config.phys_offset {
             memory.slots.iter_mut().for_each(|slot| slot.gpa = offset + slot.offset);
         }
         let dirty_ring = (method == Method::Ring).then_some(config.ring_entries);
-        let guest = GuestConfig {
-            pins: config.pins.clone(),
-            page,
-            dirty_ring,
-            enter: config.common.enter(),
-            ..GuestConfig::new(config.vcpus)
-        };
+        let guest = GuestConfig { page, dirty_ring, ..config.common.guest(config.region.vcpus) };
         let guest = Guest::build(kvm, memory, guest)?;
         let counted = Counted::start(&guest, report);
         let mut tracker = dirty::tracker(method, &guest.vm, &guest.vcpus, config.chunk)?;
@@ -336,9 +320,9 @@ impl<'a> Run<'a> {
         self.mapped("populated", &now);
         // A round that failed its premise spoils them all.
         if self.report.invalid.is_empty() {
-            huge_premise(self.report, self.config.backing, &now);
+            huge_premise(self.report, self.config.region.backing, &now);
         }
-        let huge = self.config.backing.best_mapping();
+        let huge = self.config.region.backing.best_mapping();
         let mapped = now.get(if huge == 1 << 30 { "pages_1g" } else { "pages_2m" });
         let possible = self.guest.vm.memory.config.size / huge;
         if let Some(&mapped) = mapped.filter(|&&mapped| huge > 4096 && mapped > 0 && mapped < possible) {
@@ -485,7 +469,7 @@ impl<'a> Run<'a> {
         let (clock, stop) = (self.clock, AtomicBool::new(false));
         let around = duration / 4;
         let own = self.guest.own_memory();
-        let vcpus = self.config.vcpus;
+        let vcpus = self.config.region.vcpus;
         self.guest.resume();
         let (series, result) = std::thread::scope(|scope| {
             let (own, stop) = (&own, &stop);

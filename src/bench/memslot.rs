@@ -10,12 +10,12 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{Common, Counted, Error, check_memory};
+use super::{Common, Counted, Error, check_memory, populated};
 use crate::arch::touch as code;
 use crate::report::Report;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm;
-use crate::vm::memory::{Backing, Memory, MemoryConfig, Slot};
+use crate::vm::memory::{Backing, MemoryConfig, Slot};
 use crate::workload::Guest;
 use crate::workload::guest::GuestConfig;
 use crate::workload::touch::{self, Plan};
@@ -35,10 +35,6 @@ pub struct Config {
     pub backing: Backing,
     /// How long each test goes on.
     pub time: Duration,
-    /// Rounds of each test.
-    pub repeat: u32,
-    /// The CPU of the vCPU.
-    pub pin: Option<usize>,
 }
 
 /// One test.
@@ -99,8 +95,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     report.ask("bytes", config.bytes);
     report.ask("backing", config.backing.to_string());
     report.ask("time_seconds", config.time.as_secs_f64());
-    report.ask("repeat", config.repeat);
-    report.ask("pin", config.pin.map_or("off".into(), |cpu| serde_json::json!(cpu)));
+    config.common.ask(&mut report);
     for &test in &config.tests {
         measure(&mut report, config, test)?;
     }
@@ -120,26 +115,15 @@ struct Samples {
 
 fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error> {
     let kvm = vm::open()?;
-    let memory = Memory::map(MemoryConfig {
+    let memory = populated(MemoryConfig {
         backing: config.backing,
         slots: config.slots,
-        prealloc: true,
         ..MemoryConfig::new(config.bytes)
     })?;
-    memory.populate(|_| {})?;
-    let guest = Guest::build(
-        &kvm,
-        memory,
-        GuestConfig {
-            code: code::code(),
-            pins: config.pin.map(|cpu| vec![cpu]),
-            enter: config.common.enter(),
-            ..GuestConfig::new(1)
-        },
-    )?;
+    let guest = Guest::build(&kvm, memory, GuestConfig { code: code::code(), ..config.common.guest(1) })?;
     let counted = Counted::start(&guest, report);
     let mut samples = Samples::default();
-    for _ in 0..config.repeat {
+    for _ in 0..config.common.repeat {
         let (mut rounds, mut sum) = (0u64, Round::default());
         let start = Instant::now();
         // Once at least, however short the time.

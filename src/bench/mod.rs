@@ -10,19 +10,21 @@ pub mod dirty_log;
 pub mod memslot;
 pub mod page_table;
 pub mod rmap_fork;
+mod shadow;
 
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::host::{Facts, Paging, topology};
+use crate::host::{Facts, topology};
 use crate::report::Report;
 use crate::sandbox::{Mode, Sandbox, ThreadKind};
+use crate::sys::affinity;
 use crate::vm::counters::{Counters, Snapshot};
-use crate::vm::memory::{Backing, short_size};
+use crate::vm::memory::{Backing, Memory, MemoryConfig, short_size};
 use crate::workload::control::Control;
-use crate::workload::guest::{self, Guest};
-use crate::{dirty, sys, vm, workload};
+use crate::workload::guest::{self, Guest, GuestConfig};
+use crate::{dirty, vm, workload};
 
 /// Why a benchmark did not run.
 #[derive(Debug, thiserror::Error)]
@@ -78,18 +80,26 @@ impl Error {
 }
 
 /// What all benchmarks have.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Common {
     /// Whether vCPU threads are confined. Each is on its own, since the main thread goes on to build machines.
     pub sandbox: Mode,
+    /// The CPU of each vCPU; where there is one more, it is the main thread's.
+    pub pins: Option<Vec<usize>>,
+    /// Rounds: more than one give a median and a spread.
+    pub repeat: u32,
 }
 
-/// What a vCPU thread does last before its loop.
-type Enter = Arc<dyn Fn(usize) -> io::Result<()> + Send + Sync>;
+impl Default for Common {
+    /// One round, sandboxed, unpinned.
+    fn default() -> Self {
+        Self { sandbox: Mode::default(), pins: None, repeat: 1 }
+    }
+}
 
 impl Common {
     /// An empty result of `bench NAME` on this host.
-    fn report(self, name: &str) -> Report {
+    fn report(&self, name: &str) -> Report {
         let mut report = Report::new(format!("bench {name}"), Facts::collect(self.sandbox.to_string()));
         if self.sandbox != Mode::Off {
             report.host.sandbox.push_str(" for vCPU threads");
@@ -97,13 +107,71 @@ impl Common {
         report
     }
 
-    fn enter(self) -> Enter {
-        Arc::new(move |index| {
-            let mut sandbox = Sandbox::new(self.sandbox);
-            sandbox.process().map_err(io::Error::other)?;
-            sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
-        })
+    /// The part of what was asked for that every result says, last.
+    fn ask(&self, report: &mut Report) {
+        report.ask("pin", self.pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
+        report.ask("repeat", self.repeat);
     }
+
+    /// How a machine of `vcpus` is built, unless the benchmark says otherwise.
+    fn guest(&self, vcpus: usize) -> GuestConfig {
+        let mode = self.sandbox;
+        GuestConfig {
+            pins: self.pins.clone(),
+            enter: Arc::new(move |index| {
+                let mut sandbox = Sandbox::new(mode);
+                sandbox.process().map_err(io::Error::other)?;
+                sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
+            }),
+            ..GuestConfig::new(vcpus)
+        }
+    }
+
+    /// Pins this thread, where there is a CPU for it after those of `vcpus`.
+    fn pin_main(&self, vcpus: usize) -> Result<(), Error> {
+        match self.pins.as_ref().and_then(|pins| pins.get(vcpus)) {
+            Some(&cpu) => affinity::pin(cpu).map_err(|e| Error::Host("sched_setaffinity", e)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Memory, and how many vCPUs go over it.
+#[derive(Clone, Copy, Debug)]
+pub struct Region {
+    /// Bytes: of each vCPU's part, unless the benchmark says otherwise.
+    pub bytes: u64,
+    /// What backs them.
+    pub backing: Backing,
+    /// vCPUs.
+    pub vcpus: usize,
+}
+
+impl Region {
+    /// Refuses bytes that are no multiple of `page`.
+    fn check(&self, page: u64) -> Result<(), Error> {
+        if self.bytes > 0 && self.bytes.is_multiple_of(page) {
+            return Ok(());
+        }
+        Err(Error::Asked(format!(
+            "-b {}: no multiple of the {page}-byte pages of -s {}; the next that is one: {}",
+            self.bytes,
+            self.backing,
+            self.bytes.max(1).next_multiple_of(page)
+        )))
+    }
+
+    /// Bytes in all, where each vCPU has a part of its own, or all share one.
+    fn total(&self, shared: bool) -> u64 {
+        self.bytes.saturating_mul(if shared { 1 } else { self.vcpus as u64 })
+    }
+}
+
+/// Memory that the host has populated already, so that no first touch of its own is among the figures.
+fn populated(config: MemoryConfig) -> Result<Memory, Error> {
+    let memory = Memory::map(MemoryConfig { prealloc: true, ..config })?;
+    memory.populate(|_| {})?;
+    Ok(memory)
 }
 
 /// Refuses what would exceed the host's memory, before anything is mapped. Huge pages have a check of their own.
@@ -175,37 +243,6 @@ impl Counted {
     }
 }
 
-/// The premises of what measures shadow paging: guest tables are shadowed, the guest's code is not emulated in
-/// software (`mapped`: at least so many faults installed a mapping), and no shadow page was recycled meanwhile.
-fn shadow_premises(report: &mut Report, counted: &Counted, now: &Snapshot, mapped: u64, what: &str) {
-    let mut fail = |reason: String| {
-        if !report.invalid.contains(&reason) {
-            report.invalid.push(reason);
-        }
-    };
-    match report.host.paging {
-        Paging::Shadow => {}
-        Paging::Unknown => fail("whether this KVM shadows guest page tables is not known".into()),
-        other => fail(format!(
-            "this KVM maps guests by {other:?}, so their page tables are not shadowed: load kvm_intel with ept=0 or kvm_amd with npt=0"
-        )),
-    }
-    match counted.grown(now, "pf_fixed") {
-        Some(fixed) if fixed >= mapped => {}
-        Some(fixed) => fail(format!(
-            "{what}: {fixed} faults installed a mapping where at least {mapped} had to: this KVM emulates code at CPL 0 in software"
-        )),
-        None => fail(format!("{what}: without the counter pf_fixed nothing shows that mappings were made")),
-    }
-    match counted.grown(now, "mmu_recycled") {
-        Some(0) => {}
-        Some(n) => fail(format!("{what}: KVM recycled {n} shadow pages: raise --mmu-pages")),
-        None => {
-            fail(format!("{what}: without the counter mmu_recycled nothing shows that no page was recycled"))
-        }
-    }
-}
-
 /// The premise of a huge backing: KVM maps huge pages. Only kernels that count mappings by size can tell.
 fn huge_premise(report: &mut Report, backing: Backing, now: &Snapshot) {
     let count = |name: &str| now.get(name).copied();
@@ -216,9 +253,4 @@ fn huge_premise(report: &mut Report, backing: Backing, now: &Snapshot) {
     if backing.best_mapping() >= 2 << 20 && large + huge == 0 {
         report.invalid.push(format!("-s {backing}, but KVM mapped no huge page, only {small} of 4 KiB"));
     }
-}
-
-/// Gives the VM as many shadow pages as it needs.
-fn set_mmu_pages(guest: &Guest, pages: u64) -> Result<(), Error> {
-    sys::kvm::set_mmu_pages(&guest.vm.fd, pages).map_err(|e| Error::Host("KVM_SET_NR_MMU_PAGES", e))
 }

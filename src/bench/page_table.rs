@@ -8,14 +8,14 @@
 
 use std::time::Instant;
 
-use super::{Common, Counted, Error, check_memory, huge_premise};
+use super::{Common, Counted, Error, Region, check_memory, huge_premise, populated};
 use crate::arch::touch as code;
 use crate::arch::workload::GuestPage;
 use crate::host::hugepages;
 use crate::report::Report;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm;
-use crate::vm::memory::{Backing, Memory, MemoryConfig, short_size};
+use crate::vm::memory::{Backing, MemoryConfig, short_size};
 use crate::workload::Guest;
 use crate::workload::guest::GuestConfig;
 use crate::workload::touch::Plan;
@@ -25,18 +25,10 @@ use crate::workload::touch::Plan;
 pub struct Config {
     /// What all benchmarks have.
     pub common: Common,
-    /// Bytes of the region, in all.
-    pub bytes: u64,
-    /// What backs memory.
-    pub backing: Backing,
-    /// vCPUs.
-    pub vcpus: usize,
-    /// The CPU of each vCPU.
-    pub pins: Option<Vec<usize>>,
+    /// The memory that all vCPUs share.
+    pub region: Region,
     /// The page size of the guest's own tables.
     pub page: GuestPage,
-    /// Rounds, each in a machine of its own.
-    pub repeat: u32,
 }
 
 /// A row of the tables with which the arm64 stage-2 series was posted (v2, March 2021, Kunpeng 920): backing, bytes,
@@ -52,19 +44,12 @@ const SEED: [(&str, Backing, u64, usize); 6] = [
 
 /// Measures.
 pub fn run(config: &Config) -> Result<Report, Error> {
-    let page = config.backing.best_mapping();
-    if config.bytes == 0 || !config.bytes.is_multiple_of(page) {
-        return Err(Error::Asked(format!(
-            "-b {}: no multiple of the {page}-byte pages of -s {}; the next that is one: {}",
-            config.bytes,
-            config.backing,
-            config.bytes.max(1).next_multiple_of(page)
-        )));
-    }
+    let Region { bytes, backing, vcpus } = config.region;
+    config.region.check(backing.best_mapping())?;
     let mut report = config.common.report("page-table");
-    report.ask("bytes", config.bytes);
-    report.ask("backing", config.backing.to_string());
-    report.ask("vcpus", config.vcpus);
+    report.ask("bytes", bytes);
+    report.ask("backing", backing.to_string());
+    report.ask("vcpus", vcpus);
     describe(&mut report, config);
     measure(&mut report, config, None)?;
     Ok(report)
@@ -95,15 +80,15 @@ pub fn run_seed(config: &Config) -> Result<Report, Error> {
             continue;
         }
         report.ask(&format!("row {label}"), format!("{backing}, {}, {vcpus} vCPUs", short_size(bytes)));
-        measure(&mut report, &Config { bytes, backing, vcpus, pins: None, ..config.clone() }, Some(label))?;
+        let region = Region { bytes, backing, vcpus };
+        measure(&mut report, &Config { region, ..config.clone() }, Some(label))?;
     }
     Ok(report)
 }
 
 fn describe(report: &mut Report, config: &Config) {
-    report.ask("pin", config.pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
     report.ask("guest_page", if config.page == GuestPage::Small { "4k" } else { "2m" });
-    report.ask("repeat", config.repeat);
+    config.common.ask(report);
 }
 
 /// The stages in their order.
@@ -111,10 +96,10 @@ const STAGES: [&str; 5] =
     ["create_mappings", "enable_logging", "update_mappings", "disable_logging", "adjust_mappings"];
 
 fn measure(report: &mut Report, config: &Config, label: Option<&str>) -> Result<(), Error> {
-    check_memory(config.bytes, config.backing)?;
+    check_memory(config.region.bytes, config.region.backing)?;
     let mut times = vec![Vec::new(); STAGES.len()];
-    for round in 0..config.repeat {
-        let last = round + 1 == config.repeat;
+    for round in 0..config.common.repeat {
+        let last = round + 1 == config.common.repeat;
         let stages = one(report, config, label, last)?;
         times.iter_mut().zip(stages).for_each(|(times, time)| times.push(time));
     }
@@ -132,37 +117,30 @@ fn one(
     last: bool,
 ) -> Result<[f64; STAGES.len()], Error> {
     let kvm = vm::open()?;
-    let backing = config.backing;
-    let memory = Memory::map(MemoryConfig { backing, prealloc: true, ..MemoryConfig::new(config.bytes) })?;
-    memory.populate(|_| {})?;
+    let Region { bytes, backing, vcpus } = config.region;
+    let memory = populated(MemoryConfig { backing, ..MemoryConfig::new(bytes) })?;
     let guest = Guest::build(
         &kvm,
         memory,
-        GuestConfig {
-            code: code::code(),
-            pins: config.pins.clone(),
-            page: config.page,
-            enter: config.common.enter(),
-            ..GuestConfig::new(config.vcpus)
-        },
+        GuestConfig { code: code::code(), page: config.page, ..config.common.guest(vcpus) },
     )?;
     let counted = Counted::start(&guest, report);
     let page = backing.best_mapping();
-    let create = stage(&guest, |vcpu| Plan::every(page, config.bytes, vcpu % 2 == 0))?;
+    let create = stage(&guest, |vcpu| Plan::every(page, bytes, vcpu % 2 == 0))?;
     huge_premise(report, backing, &counted.now());
     let enable = logging(&guest, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
     let update = stage(&guest, |_| match page {
-        PAGE_SIZE => Plan::every(PAGE_SIZE, config.bytes, true),
+        PAGE_SIZE => Plan::every(PAGE_SIZE, bytes, true),
         _ => Plan {
             first: true,
             offset: page / 2,
             run: page / 2 / PAGE_SIZE,
             stride: PAGE_SIZE,
-            ..Plan::every(page, config.bytes, false)
+            ..Plan::every(page, bytes, false)
         },
     })?;
     let disable = logging(&guest, 0)?;
-    let adjust = stage(&guest, |_| Plan::every(PAGE_SIZE, config.bytes, false))?;
+    let adjust = stage(&guest, |_| Plan::every(PAGE_SIZE, bytes, false))?;
     if last {
         let now = counted.now();
         counted.finish(report, now, label);

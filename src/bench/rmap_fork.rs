@@ -8,14 +8,11 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{Common, Counted, Error, set_mmu_pages, shadow_premises};
-use crate::arch::tables as code;
-use crate::arch::workload::{GuestPage, Privilege};
+pub use super::shadow::Tables;
+use super::{Common, Counted, Error};
+use crate::arch::workload::GuestPage;
 use crate::report::Report;
-use crate::vm;
-use crate::vm::memory::{Memory, MemoryConfig};
 use crate::workload::Guest;
-use crate::workload::guest::GuestConfig;
 use crate::workload::tables::{self, Command};
 
 /// What to measure.
@@ -23,16 +20,10 @@ use crate::workload::tables::{self, Command};
 pub struct Config {
     /// What all benchmarks have.
     pub common: Common,
-    /// Numbers of tables, a machine each.
-    pub tables: Vec<u64>,
+    /// The tables.
+    pub tables: Tables,
     /// Frames that each table maps.
     pub pages: u64,
-    /// KVM's budget of shadow pages; `None` for enough.
-    pub mmu_pages: Option<u64>,
-    /// Rounds.
-    pub repeat: u32,
-    /// The CPU to stay on.
-    pub pin: Option<usize>,
 }
 
 /// The phases in their order.
@@ -46,42 +37,23 @@ const PHASES: [(&str, Command); 4] = [
 /// Measures.
 pub fn run(config: &Config) -> Result<Report, Error> {
     let mut report = config.common.report("rmap-fork");
-    report.ask("tables", config.tables.clone());
+    config.tables.ask(&mut report);
     report.ask("pages", config.pages);
-    report.ask("repeat", config.repeat);
-    report.ask("pin", config.pin.map_or("off".into(), |cpu| serde_json::json!(cpu)));
-    let budget = |count| config.mmu_pages.unwrap_or_else(|| tables::shadow_pages(count));
-    report.ask("mmu_pages", config.tables.iter().map(|&count| budget(count)).collect::<Vec<_>>());
     report.ask("drop_order", "oldest first");
-    for &count in &config.tables {
-        one(&mut report, config, count, budget(count))?;
+    config.common.ask(&mut report);
+    for &count in &config.tables.counts {
+        one(&mut report, config, count)?;
     }
     Ok(report)
 }
 
 /// One number of tables in a machine of its own.
-fn one(report: &mut Report, config: &Config, count: u64, budget: u64) -> Result<(), Error> {
-    let kvm = vm::open()?;
-    let memory = Memory::map(MemoryConfig { prealloc: true, ..MemoryConfig::new(tables::ram(count)) })?;
-    // So that no first touch of the host's own memory is among the figures.
-    memory.populate(|_| {})?;
-    let guest = Guest::build(
-        &kvm,
-        memory,
-        GuestConfig {
-            code: code::code(),
-            privilege: Privilege::Kernel,
-            page: GuestPage::Large,
-            pins: config.pin.map(|cpu| vec![cpu]),
-            enter: config.common.enter(),
-            ..GuestConfig::new(1)
-        },
-    )?;
-    set_mmu_pages(&guest, budget)?;
+fn one(report: &mut Report, config: &Config, count: u64) -> Result<(), Error> {
+    let guest = config.tables.guest(&config.common, count, GuestPage::Large)?;
     tables::program(&guest, count, config.pages);
     let counted = Counted::start(&guest, report);
     let mut times = vec![Vec::new(); PHASES.len()];
-    for round in 0..config.repeat {
+    for round in 0..config.common.repeat {
         for ((_, command), times) in PHASES.iter().zip(&mut times) {
             times.push(tables::perform(&guest, *command)?);
             if *command == Command::Touch {
@@ -102,10 +74,8 @@ fn one(report: &mut Report, config: &Config, count: u64, budget: u64) -> Result<
     report.spread(format!("touch_per_page[{count}]"), "ns", &each(1));
     report.spread(format!("clear_per_page[{count}]"), "ns", &each(2));
     // A fault may map the seven neighbours too (PTE_PREFETCH_NUM, arch/x86/kvm/mmu/mmu.c).
-    let mapped = u64::from(config.repeat) * count * config.pages.div_ceil(8);
-    shadow_premises(report, &counted, &now, mapped, &format!("{count} tables"));
-    let label = count.to_string();
-    counted.finish(report, now, (config.tables.len() > 1).then_some(label.as_str()));
+    let mapped = u64::from(config.common.repeat) * count * config.pages.div_ceil(8);
+    config.tables.finish(report, counted, now, count, mapped);
     Ok(())
 }
 

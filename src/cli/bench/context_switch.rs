@@ -2,15 +2,14 @@
 
 use clap::Args;
 
-use super::{Output, cpu};
-use crate::bench::context_switch::{self, Config};
+use super::{Output, ShadowArgs};
+use crate::bench::context_switch::{self, Config, Tables};
 use crate::cli::{Failure, keyvalue};
 use crate::vm::lifecycle::Exit;
 use crate::workload::tables::MOST_PAGES;
 
 /// CR3 loaded from among K page tables in turn: time and exits per switch
 #[derive(Debug, Args)]
-#[command(after_help = "Meaningful where KVM shadows guest page tables: kvm_amd npt=0, kvm_intel ept=0.")]
 pub struct ContextSwitchArgs {
     /// How many page tables; several numbers are measured one after the other
     #[arg(value_name = "K", value_delimiter = ',', default_value = "2,4,8",
@@ -27,33 +26,16 @@ pub struct ContextSwitchArgs {
         value_parser = |text: &str| keyvalue::number(text, 0..=MOST_PAGES))]
     reads: u64,
 
-    /// Shadow pages that KVM may use (KVM_SET_NR_MMU_PAGES); enough for all tables unless given
-    #[arg(long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 64..=u64::from(u32::MAX)))]
-    mmu_pages: Option<u64>,
-
-    /// Rounds
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
-    repeat: u32,
-
-    /// Stay on this CPU
-    #[arg(short, long, value_name = "CPU", value_parser = cpu)]
-    cpu: Option<usize>,
+    #[command(flatten)]
+    shadow: ShadowArgs,
 
     #[command(flatten)]
     output: Output,
 }
 
 pub(super) fn run(args: ContextSwitchArgs) -> Result<Exit, Failure> {
-    let ContextSwitchArgs { tables, switches, reads, mmu_pages, repeat, cpu, output } = args;
-    output.deliver(|| {
-        context_switch::run(&Config {
-            common: output.common(),
-            tables,
-            switches,
-            reads,
-            mmu_pages,
-            repeat,
-            pin: cpu,
-        })
-    })
+    let ContextSwitchArgs { tables, switches, reads, shadow, output } = args;
+    let tables = Tables { counts: tables, mmu_pages: shadow.mmu_pages };
+    output
+        .deliver(|| context_switch::run(&Config { common: shadow.common(&output), tables, switches, reads }))
 }

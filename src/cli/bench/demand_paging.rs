@@ -4,12 +4,11 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{Output, pins};
+use super::{Output, RegionArgs};
 use crate::bench::demand_paging::{self, Config};
-use crate::cli::{Failure, args, keyvalue};
+use crate::cli::{Failure, keyvalue};
 use crate::sys::uffd::Mode;
 use crate::vm::lifecycle::Exit;
-use crate::vm::memory::Backing;
 
 /// A guest touches memory that is not there, and userfaultfd handlers bring it
 #[derive(Debug, Args)]
@@ -35,30 +34,12 @@ pub struct DemandPagingArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=65_536u64))]
     batch: u64,
 
-    /// Memory of each vCPU; sizes take k, m, g, t
-    #[arg(short = 'b', value_name = "SIZE", default_value = "1g", value_parser = |text: &str| keyvalue::size(text, 1))]
-    bytes: u64,
-
-    /// Backing, by Vellum's names or the KVM selftests'
-    #[arg(short = 's', value_name = "BACKING", default_value = "anonymous", value_parser = args::backing)]
-    backing: Backing,
-
-    /// vCPUs
-    #[arg(short = 'v', value_name = "N", default_value_t = 1,
-        value_parser = |text: &str| keyvalue::number(text, 1..=65_536usize))]
-    vcpus: usize,
-
-    /// CPUs to pin to: one for each vCPU, and one more for the main thread if given
-    #[arg(short = 'c', value_name = "LIST")]
-    pin: Option<String>,
+    #[command(flatten)]
+    region: RegionArgs,
 
     /// All vCPUs go over one and the same region
-    #[arg(short = 'o')]
+    #[arg(short, long)]
     overlap: bool,
-
-    /// Rounds, each with new memory
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
-    repeat: u32,
 
     #[command(flatten)]
     output: Output,
@@ -73,20 +54,15 @@ fn mode(text: &str) -> Result<Mode, String> {
 }
 
 pub(super) fn run(args: DemandPagingArgs) -> Result<Exit, Failure> {
-    let pins = pins(args.pin.as_deref(), args.vcpus)?;
     let config = Config {
-        common: args.output.common(),
+        common: args.region.common(&args.output)?,
+        region: args.region.region(),
         mode: args.mode,
         single: args.single,
         delay: Duration::from_micros(args.delay),
         readers: args.readers,
         batch: args.batch,
-        bytes: args.bytes,
-        backing: args.backing,
-        vcpus: args.vcpus,
-        pins,
         overlap: args.overlap,
-        repeat: args.repeat,
     };
     args.output.deliver(|| demand_paging::run(&config))
 }

@@ -4,13 +4,12 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::{Output, pins};
+use super::{Output, RegionArgs};
 use crate::arch::workload::GuestPage;
 use crate::bench::dirty_log::{self, Config};
 use crate::cli::{Failure, args, keyvalue};
 use crate::dirty::{Method, RING_ENTRIES};
 use crate::vm::lifecycle::Exit;
-use crate::vm::memory::Backing;
 use crate::workload::{Hot, Order};
 
 /// The cost of dirty logging to host and guest; options as in the kernel's dirty_log_perf_test, and more
@@ -21,17 +20,8 @@ pub struct DirtyLogArgs {
     #[arg(short, long, value_name = "N", default_value_t = 2, value_parser = |text: &str| keyvalue::number(text, 1..=1_000_000u32))]
     iterations: u32,
 
-    /// Virtual CPUs
-    #[arg(short, long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=65_536usize))]
-    vcpus: usize,
-
-    /// Memory of each vCPU, as in 512M or 1G
-    #[arg(short, long, value_name = "SIZE", default_value = "1g", value_parser = |text: &str| keyvalue::size(text, 1))]
-    bytes: u64,
-
-    /// What backs it: anonymous, anonymous_thp, anonymous_hugetlb[_2mb|_1gb], shmem, shared_hugetlb
-    #[arg(short = 's', long, value_name = "BACKING", default_value = "anonymous", value_parser = args::backing)]
-    backing: Backing,
+    #[command(flatten)]
+    region: RegionArgs,
 
     /// Percent of the accesses that write; the others read
     #[arg(short, long, value_name = "PCT", default_value_t = 100.0, value_parser = |text: &str| keyvalue::number(text, 0.0..=100.0))]
@@ -48,10 +38,6 @@ pub struct DirtyLogArgs {
     /// Cut memory into so many memslots
     #[arg(short = 'x', long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=32_764u32))]
     slots: u32,
-
-    /// Pin: a CPU for each vCPU and, if there is one more, for the thread that collects, as in 1,2,3,0
-    #[arg(short = 'c', long, value_name = "LIST")]
-    pin: Option<String>,
 
     /// Do without manual protection: the same as --tracker bitmap
     #[arg(short = 'g', long, conflicts_with = "tracker")]
@@ -99,10 +85,6 @@ pub struct DirtyLogArgs {
         value_parser = |text: &str| keyvalue::one_of("switch", text, &[("on", true), ("off", false)]))]
     latency: bool,
 
-    /// Measure everything so often, each time on a new machine: figures then have a median and a spread
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=1000u32))]
-    repeat: u32,
-
     #[command(flatten)]
     output: Output,
 }
@@ -141,7 +123,6 @@ fn hot(text: &str) -> Result<Hot, String> {
 }
 
 pub(super) fn run(args: DirtyLogArgs) -> Result<Exit, Failure> {
-    let pins = pins(args.pin.as_deref(), args.vcpus)?;
     let method = match (args.tracker, args.no_manual_protect) {
         (Some(tracker), _) => Some(tracker.method),
         (None, true) => Some(Method::Bitmap),
@@ -149,15 +130,12 @@ pub(super) fn run(args: DirtyLogArgs) -> Result<Exit, Failure> {
     };
     let config = Config {
         iterations: args.iterations,
-        vcpus: args.vcpus,
-        bytes: args.bytes,
-        backing: args.backing,
+        region: args.region.region(),
         write_percent: args.write_percent,
         order: if args.random { Order::Random } else { Order::Sequential },
         hot: args.hot,
         overlap: args.overlap,
         slots: args.slots,
-        pins,
         method,
         ring_entries: args.tracker.and_then(|tracker| tracker.entries).unwrap_or(RING_ENTRIES),
         chunk: args.clear_chunk,
@@ -167,8 +145,7 @@ pub(super) fn run(args: DirtyLogArgs) -> Result<Exit, Failure> {
         page: args.mode,
         continuous: (args.collect == Collect::Continuous).then_some(args.duration),
         latency: args.latency,
-        repeat: args.repeat,
-        common: args.output.common(),
+        common: args.region.common(&args.output)?,
     };
     args.output.deliver(|| dirty_log::run(&config))
 }

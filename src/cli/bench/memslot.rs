@@ -5,6 +5,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::{Output, cpu};
+use crate::bench::Common;
 use crate::bench::memslot::{self, Config, Test};
 use crate::cli::{Failure, args, keyvalue};
 use crate::vm::lifecycle::Exit;
@@ -54,14 +55,16 @@ fn test(text: &str) -> Result<Test, String> {
 pub(super) fn run(args: MemslotArgs) -> Result<Exit, Failure> {
     let all = || Test::NAMES.iter().map(|(_, test)| *test).collect();
     let config = Config {
-        common: args.output.common(),
+        common: Common {
+            sandbox: args.output.sandbox,
+            pins: args.pin.map(|cpu| vec![cpu]),
+            repeat: args.repeat,
+        },
         tests: if args.tests.is_empty() { all() } else { args.tests },
         slots: args.slots,
         bytes: args.bytes,
         backing: args.backing,
         time: args.time,
-        repeat: args.repeat,
-        pin: args.pin,
     };
     args.output.deliver(|| memslot::run(&config))
 }

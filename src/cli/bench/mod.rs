@@ -13,13 +13,14 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{Failure, keyvalue};
+use super::{Failure, args, keyvalue};
 use crate::arch::workload::GuestPage;
-use crate::bench::{Common, Error};
+use crate::bench::{Common, Error, Region};
 use crate::report::{Report, json, terminal};
 use crate::sandbox::Mode;
 use crate::sys::host::allowed_cpus;
 use crate::vm::lifecycle::Exit;
+use crate::vm::memory::Backing;
 
 /// Measure the host's KVM with a built-in guest
 #[derive(Debug, Args)]
@@ -64,11 +65,66 @@ pub fn run(args: BenchArgs) -> Result<Exit, Failure> {
     }
 }
 
-impl Output {
-    fn common(&self) -> Common {
-        Common { sandbox: self.sandbox }
+/// vCPUs and the memory that they go over, with the short options of the KVM selftests.
+#[derive(Debug, Args)]
+struct RegionArgs {
+    /// Memory of each vCPU; sizes take k, m, g, t
+    #[arg(short, long, value_name = "SIZE", default_value = "1g", value_parser = |text: &str| keyvalue::size(text, 1))]
+    bytes: u64,
+
+    /// Backing: anonymous, thp, hugetlb-2m, shmem and so on, or as the KVM selftests call them (anonymous_thp)
+    #[arg(short = 's', long, value_name = "BACKING", default_value = "anonymous", value_parser = args::backing)]
+    backing: Backing,
+
+    /// vCPUs
+    #[arg(short, long, value_name = "N", default_value_t = 1,
+        value_parser = |text: &str| keyvalue::number(text, 1..=65_536usize))]
+    vcpus: usize,
+
+    /// CPUs to pin to, as in 1,2,3,0: one for each vCPU, and one more for the main thread if given
+    #[arg(short = 'c', long, value_name = "LIST")]
+    pin: Option<String>,
+
+    /// Rounds, each in a machine of its own: figures then have a median and a spread
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
+    repeat: u32,
+}
+
+impl RegionArgs {
+    fn region(&self) -> Region {
+        Region { bytes: self.bytes, backing: self.backing, vcpus: self.vcpus }
     }
 
+    fn common(&self, output: &Output) -> Result<Common, Failure> {
+        let pins = pins(self.pin.as_deref(), self.vcpus)?;
+        Ok(Common { sandbox: output.sandbox, pins, repeat: self.repeat })
+    }
+}
+
+/// What the benchmarks of shadow paging take besides their numbers of page tables.
+#[derive(Debug, Args)]
+#[command(after_help = "Meaningful where KVM shadows guest page tables: kvm_amd npt=0, kvm_intel ept=0.")]
+struct ShadowArgs {
+    /// Shadow pages that KVM may use (KVM_SET_NR_MMU_PAGES); enough for all tables unless given
+    #[arg(long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 64..=u64::from(u32::MAX)))]
+    mmu_pages: Option<u64>,
+
+    /// Rounds
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
+    repeat: u32,
+
+    /// Stay on this CPU
+    #[arg(short, long, value_name = "CPU", value_parser = cpu)]
+    cpu: Option<usize>,
+}
+
+impl ShadowArgs {
+    fn common(&self, output: &Output) -> Common {
+        Common { sandbox: output.sandbox, pins: self.cpu.map(|cpu| vec![cpu]), repeat: self.repeat }
+    }
+}
+
+impl Output {
     /// Opens what is to be written, measures, and delivers the result. An invalid one is delivered too, and fails.
     fn deliver(&self, measure: impl FnOnce() -> Result<Report, Error>) -> Result<Exit, Failure> {
         let writer = self.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;

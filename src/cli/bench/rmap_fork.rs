@@ -2,8 +2,8 @@
 
 use clap::Args;
 
-use super::{Output, cpu};
-use crate::bench::rmap_fork::{self, Config};
+use super::{Output, ShadowArgs};
+use crate::bench::rmap_fork::{self, Config, Tables};
 use crate::cli::{Failure, keyvalue};
 use crate::vm::lifecycle::Exit;
 use crate::workload::tables::MOST_PAGES;
@@ -23,25 +23,15 @@ pub struct RmapForkArgs {
         value_parser = |text: &str| keyvalue::number(text, 1..=MOST_PAGES))]
     pages: u64,
 
-    /// Shadow pages that KVM may use (KVM_SET_NR_MMU_PAGES); enough for all tables unless given
-    #[arg(long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 64..=u64::from(u32::MAX)))]
-    mmu_pages: Option<u64>,
-
-    /// Rounds
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
-    repeat: u32,
-
-    /// Stay on this CPU
-    #[arg(short, long, value_name = "CPU", value_parser = cpu)]
-    cpu: Option<usize>,
+    #[command(flatten)]
+    shadow: ShadowArgs,
 
     #[command(flatten)]
     output: Output,
 }
 
 pub(super) fn run(args: RmapForkArgs) -> Result<Exit, Failure> {
-    let RmapForkArgs { tables, pages, mmu_pages, repeat, cpu, output } = args;
-    output.deliver(|| {
-        rmap_fork::run(&Config { common: output.common(), tables, pages, mmu_pages, repeat, pin: cpu })
-    })
+    let RmapForkArgs { tables, pages, shadow, output } = args;
+    let tables = Tables { counts: tables, mmu_pages: shadow.mmu_pages };
+    output.deliver(|| rmap_fork::run(&Config { common: shadow.common(&output), tables, pages }))
 }
