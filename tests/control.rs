@@ -1,8 +1,10 @@
 //! The control socket: a server on its event loop, clients beside it. No KVM, no guest.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
@@ -13,8 +15,10 @@ use serde_json::{Value, json};
 use vellum::control::client::{Client, Error};
 use vellum::control::server::{Asked, Control};
 use vellum::control::{Do, Event, MAX_LINE};
+use vellum::sys::socket::{self, MOST_DESCRIPTORS, SocketError};
 
-/// A machine that answers `status` with its path, refuses `resume`, tells of `pause`, and ends at `stop`.
+/// A machine that answers `status` with its path, refuses `resume`, tells of `pause`, writes into what comes with `serial`,
+/// and ends at `stop`.
 fn machine(name: &str) -> (PathBuf, JoinHandle<()>) {
     let path = std::env::temp_dir().join(format!("vellum-control-{}-{name}", std::process::id()));
     let (ask, asked): (_, Receiver<Asked>) = channel();
@@ -31,6 +35,11 @@ fn machine(name: &str) -> (PathBuf, JoinHandle<()>) {
                     Do::Status {} => asked.answer(Ok(json!({"path": told}))),
                     Do::Pause {} => {
                         listeners.tell(&Event::Paused { us: 5 });
+                        asked.answer(Ok(json!({})));
+                    }
+                    Do::Serial {} => {
+                        let [file] = &asked.descriptors[..] else { panic!("{:?}", asked.descriptors) };
+                        File::from(file.try_clone().unwrap()).write_all(b"written by the machine").unwrap();
                         asked.answer(Ok(json!({})));
                     }
                     Do::Stop {} => return asked.answer(Ok(json!({}))),
@@ -93,4 +102,149 @@ fn nonsense_costs_its_sender_an_error_or_the_connection_and_nobody_else_anything
     // Their going is seen before the next one comes, or soon after.
     while Client::connect(&path).and_then(|mut client| client.ask(&Do::Stop {})).is_err() {}
     thread.join().unwrap();
+}
+
+/// Ends the machine and waits for that.
+fn stop(path: &std::path::Path, thread: JoinHandle<()>) {
+    Client::connect(path).unwrap().ask(&Do::Stop {}).unwrap();
+    thread.join().unwrap();
+}
+
+#[test]
+fn lines_that_are_hostile_are_answered_one_by_one() {
+    let (path, thread) = machine("hostile");
+    let stream = UnixStream::connect(&path).unwrap();
+    let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+    let deep = format!("{{\"id\":1,\"do\":{}", "[".repeat(MAX_LINE / 2));
+    let wide = format!("{{\"id\":2,\"do\":\"status\",\"x\":\"{}\"}}", "y".repeat(MAX_LINE / 2));
+    for (line, id) in [
+        (deep.as_bytes(), 0),
+        (wide.as_bytes(), 2),
+        (b"{\"id\":3,\"do\":\"\xff\xfe\"}", 0),
+        (b"\x00", 0),
+        (b"", 0),
+        (br#"{"id":18446744073709551616,"do":"status"}"#, 0),
+        (br#"{"id":4,"do":"balloon","bytes":-1}"#, 4),
+        (br#"{"id":5,"do":"balloon","bytes":1e400}"#, 0),
+        (br#"{"id":6,"do":{"status":{}}}"#, 6),
+        (br#"{"id":7,"id":8,"do":"resume"}"#, 8),
+    ] {
+        (&stream).write_all(&[line, b"\n"].concat()).unwrap();
+        let answer: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
+        let said = String::from_utf8_lossy(&line[..line.len().min(60)]);
+        assert!(answer["id"] == id && answer["error"].is_string(), "{said}: {answer}");
+    }
+    // A number is the client's own affair: twice the same is answered twice.
+    (&stream).write_all(b"{\"id\":9,\"do\":\"status\"}\n{\"id\":9,\"do\":\"resume\"}\n").unwrap();
+    let answers: Vec<Value> =
+        lines.by_ref().take(2).map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
+    assert!(answers[0]["id"] == 9 && answers[0]["ok"].is_object(), "{answers:?}");
+    assert!(answers[1]["id"] == 9 && answers[1]["error"].is_string(), "{answers:?}");
+    stop(&path, thread);
+}
+
+#[test]
+fn a_listener_that_does_not_read_is_left_behind() {
+    let (path, thread) = machine("slow");
+    let mut slow = Client::connect(&path).unwrap();
+    slow.ask(&Do::Events {}).unwrap();
+    let mut listener = Client::connect(&path).unwrap();
+    listener.ask(&Do::Events {}).unwrap();
+    // Asked again, it still hears everything once.
+    listener.ask(&Do::Events {}).unwrap();
+    let mut client = Client::connect(&path).unwrap();
+    // A unix socket holds some 200 KiB (net.core.wmem_max), and each event is accounted for with more than 500 bytes.
+    for _ in 0..2000 {
+        client.ask(&Do::Pause {}).unwrap();
+        assert_eq!(listener.line().unwrap(), json!({"event": "paused", "us": 5}));
+    }
+    let mut heard = 0;
+    while slow.line().is_ok() {
+        heard += 1;
+    }
+    assert!(heard < 2000, "it was hung up when it had not read for too long, after {heard} events");
+    stop(&path, thread);
+}
+
+#[test]
+fn descriptors_come_with_the_request_that_takes_them() {
+    let (path, thread) = machine("descriptors");
+    let place = path.with_extension("file");
+    let file = File::create(&place).unwrap();
+    let mut client = Client::connect(&path).unwrap();
+    client.ask_with(&Do::Serial {}, &[file.as_fd()]).unwrap();
+    assert_eq!(std::fs::read_to_string(&place).unwrap(), "written by the machine");
+
+    let Err(Error::Refused(error)) = client.ask(&Do::Serial {}) else { panic!("must be refused") };
+    assert!(error.contains("takes 1 descriptors"), "{error}");
+
+    // Too many for the request: it is done with the first, and the others are refused.
+    let stream = UnixStream::connect(&path).unwrap();
+    let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+    let mut answer = || serde_json::from_str::<Value>(&lines.next().unwrap().unwrap()).unwrap();
+    socket::send(&stream, b"{\"id\":1,\"do\":\"serial\"}\n", &[file.as_fd(); 3]).unwrap();
+    let (first, second) = (answer(), answer());
+    let mut both = [first, second];
+    both.sort_by_key(|answer| answer["id"].as_u64());
+    assert!(both[0]["error"].as_str().unwrap().starts_with("2 descriptors"), "{both:?}");
+    assert!(both[1]["id"] == 1 && both[1]["ok"].is_object(), "{both:?}");
+
+    // With a request that takes none.
+    socket::send(&stream, b"{\"id\":2,\"do\":\"status\"}\n", &[file.as_fd()]).unwrap();
+    let mut both = [answer(), answer()];
+    both.sort_by_key(|answer| answer["id"].as_u64());
+    assert!(both[0]["id"] == 0 && both[1]["id"] == 2 && both[1]["ok"].is_object(), "{both:?}");
+
+    // In the middle of a line that is whole only later.
+    socket::send(&stream, b"{\"id\":3,", &[file.as_fd()]).unwrap();
+    socket::send(&stream, b"\"do\":\"serial\"}\n", &[]).unwrap();
+    let third = answer();
+    assert!(third["id"] == 3 && third["ok"].is_object(), "{third}");
+
+    // A line that never ends, whose descriptors pile up.
+    for _ in 0..MOST_DESCRIPTORS {
+        let _ = socket::send(&stream, b" ", &[file.as_fd(); MOST_DESCRIPTORS]);
+    }
+    assert!(!matches!(lines.next(), Some(Ok(_))), "it must hang up");
+    drop(client);
+
+    // Nothing is kept of all this: the machine has its socket, its loop and the last client's connection.
+    let mut client = Client::connect(&path).unwrap();
+    client.ask(&Do::Status {}).unwrap();
+    let held = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let held = held.filter(|entry| std::fs::read_link(entry.path()).is_ok_and(|to| to == place)).count();
+    assert_eq!(held, 1, "only this test's own descriptor of the file is open");
+    std::fs::remove_file(place).unwrap();
+    stop(&path, thread);
+}
+
+#[test]
+fn more_descriptors_than_a_message_may_have_cost_the_connection() {
+    let (path, thread) = machine("many");
+    let stream = UnixStream::connect(&path).unwrap();
+    let file = File::open("/dev/null").unwrap();
+    socket::send(&stream, b"{\"id\":1,\"do\":\"serial\"}\n", &[file.as_fd(); MOST_DESCRIPTORS + 1]).unwrap();
+    let mut rest = Vec::new();
+    let _ = (&stream).read_to_end(&mut rest);
+    assert!(rest.is_empty(), "hung up without a word: {rest:?}");
+    stop(&path, thread);
+}
+
+#[test]
+fn a_socket_that_nobody_serves_is_replaced_and_a_live_one_refused() {
+    let path = std::env::temp_dir().join(format!("vellum-control-{}-stale", std::process::id()));
+    drop(UnixListener::bind(&path).unwrap());
+    assert!(path.exists(), "the standard library leaves the name");
+    let (ask, _asked) = channel();
+    let control = Control::bind(&path, ask).unwrap();
+    let (ask, _asked) = channel();
+    assert!(matches!(Control::bind(&path, ask), Err(SocketError::InUse(_))));
+    // What was only looked at is still there, and works.
+    assert!(UnixStream::connect(&path).is_ok());
+    drop(control);
+    assert!(!path.exists());
+    std::fs::write(&path, "").unwrap();
+    let (ask, _asked) = channel();
+    assert!(matches!(Control::bind(&path, ask), Err(SocketError::NotASocket(_))));
+    std::fs::remove_file(path).unwrap();
 }

@@ -99,13 +99,7 @@ fn main() {
 
 /// A guest that says V, then sends back what it receives.
 fn echo() -> Vec<u8> {
-    Code::default()
-        .print("V")
-        // back: mov dx, 0x3fd; in al, dx; test al, 1; je back
-        .bytes(&[0x66, 0xba, 0xfd, 0x03, 0xec, 0xa8, 1, 0x74, 0xf7])
-        // mov dx, 0x3f8; in al, dx; out dx, al; jmp back
-        .bytes(&[0x66, 0xba, 0xf8, 0x03, 0xec, 0xee, 0xeb, 0xef])
-        .elf64()
+    Code::default().print("V").echo().elf64()
 }
 
 /// The setsid of util-linux; busybox's knows no long options.

@@ -1,7 +1,11 @@
 //! `vellum ctl`, `vellum list` and `vellum exec`: running machines.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use clap::{Args, Subcommand};
 use guest_agent::{Event, PORT, Request};
@@ -9,6 +13,7 @@ use guest_agent::{Event, PORT, Request};
 use super::{Failure, keyvalue};
 use crate::control::client::{Client, Error};
 use crate::control::{Do, Status, names};
+use crate::sys::socket::Name;
 use crate::vm::lifecycle::Exit;
 use crate::vm::memory::short_size;
 
@@ -39,6 +44,41 @@ enum Ctl {
     },
     /// Print what happens to it, a JSON line each, until it ends
     Events,
+    /// Let its serial port's output go elsewhere: file=PATH, which is truncated, or null
+    Serial {
+        /// Where to
+        to: Elsewhere,
+    },
+}
+
+/// A place for output that this process can open for the machine.
+#[derive(Clone, Debug)]
+enum Elsewhere {
+    File(PathBuf),
+    Null,
+}
+
+impl FromStr for Elsewhere {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once('=') {
+            Some(("file", path)) if !path.is_empty() => Ok(Self::File(path.into())),
+            None if text == "null" => Ok(Self::Null),
+            _ => Err("use file=PATH or null".into()),
+        }
+    }
+}
+
+impl Elsewhere {
+    fn open(&self) -> Result<File, Failure> {
+        let path = match self {
+            Self::File(path) => path,
+            Self::Null => Path::new("/dev/null"),
+        };
+        let file = OpenOptions::new().write(true).create(true).truncate(true).open(path);
+        file.map_err(|error| Failure::usage(format!("serial file={}: {error}", path.display())))
+    }
 }
 
 /// List the machines of this user that run
@@ -71,6 +111,7 @@ fn failure(error: Error) -> Failure {
 /// `vellum ctl`
 pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
     let mut client = connect(&args.machine)?;
+    let mut descriptors = Vec::new();
     let what = match args.what {
         Ctl::Pause => Do::Pause {},
         Ctl::Resume => Do::Resume {},
@@ -78,8 +119,13 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
         Ctl::Stop => Do::Stop {},
         Ctl::Balloon { size } => Do::Balloon { bytes: size },
         Ctl::Events => Do::Events {},
+        Ctl::Serial { to } => {
+            descriptors.push(to.open()?);
+            Do::Serial {}
+        }
     };
-    let answer = client.ask(&what).map_err(failure)?;
+    let descriptors: Vec<_> = descriptors.iter().map(File::as_fd).collect();
+    let answer = client.ask_with(&what, &descriptors).map_err(failure)?;
     if answer.as_object().is_some_and(|fields| !fields.is_empty()) {
         println!("{answer}");
     }
@@ -112,10 +158,12 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
                     short_size(status.memory),
                 ]);
             }
-            // A machine that was killed leaves its socket.
-            Err(Error::Connect { source, .. }) if source.kind() == std::io::ErrorKind::ConnectionRefused => {
-                let _ = std::fs::remove_file(&path);
+            // A machine whose guard was killed with it leaves its socket.
+            Err(Error::Connect { source, .. }) if source.kind() == ErrorKind::ConnectionRefused => {
+                let _ = Name::new(&path).map(|name| name.remove_stale());
             }
+            // And one that ends takes it away.
+            Err(Error::Connect { source, .. }) if source.kind() == ErrorKind::NotFound => {}
             Err(error) => eprintln!("vellum: {name}: {error}"),
         }
     }

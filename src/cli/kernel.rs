@@ -11,7 +11,6 @@ use super::{Failure, keyvalue};
 use crate::arch::boot::Protocol;
 use crate::arch::cpuid::Choice;
 use crate::arch::irqchip::Mode;
-use crate::control::names;
 use crate::devices::console::Target;
 use crate::sys::terminal;
 use crate::vm;
@@ -66,10 +65,6 @@ pub struct KernelArgs {
     #[command(flatten)]
     devices: DeviceArgs,
 
-    /// A name by which `vellum ctl`, `list` and `exec` find this machine
-    #[arg(long, value_name = "NAME", requires = "kernel")]
-    name: Option<String>,
-
     /// How much Vellum itself says on standard error; debug adds KVM's counters
     #[arg(long, value_name = "LEVEL", default_value = "info", requires = "kernel")]
     loglevel: LogLevel,
@@ -86,16 +81,14 @@ enum LogLevel {
 
 /// Boots the kernel that `config` names, with what else `args` say, and waits for its end.
 pub fn run(args: KernelArgs, config: Config) -> Result<Exit, Failure> {
-    let KernelArgs { initrd, protocol, irqchip, serial, timeout, loglevel, devices, name, .. } = args;
+    let KernelArgs { initrd, protocol, irqchip, serial, timeout, loglevel, devices, .. } = args;
     let mut cpuid = Choice::default();
     args.cpuid.into_iter().for_each(|later| cpuid.append(later));
     let defaults = (!args.nodefaults).then_some(DEFAULT_CMDLINE);
     let parts: Vec<&str> = defaults.into_iter().chain(args.cmdline.iter().map(String::as_str)).collect();
-    let control = name.as_deref().map(names::socket).transpose().map_err(Failure::usage)?;
     let (cmdline, virtio) = (parts.join(" "), devices.config());
     let counters = loglevel == LogLevel::Debug;
-    let config =
-        Config { initrd, cmdline, protocol, irqchip, cpuid, serial, virtio, control, counters, ..config };
+    let config = Config { initrd, cmdline, protocol, irqchip, cpuid, serial, virtio, counters, ..config };
     let failure = |error: vm::machine::Error| {
         terminal::restore();
         if error.is_usage() { Failure::usage(error) } else { Failure::host(error) }

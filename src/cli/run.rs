@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::{Failure, args, kernel, keyvalue};
+use crate::control::names;
 use crate::report::{json, terminal};
 use crate::sandbox::user::User;
 use crate::sandbox::{Mode, Sandbox};
@@ -62,6 +63,10 @@ pub struct RunArgs {
     #[arg(long, value_name = "UID:GID")]
     user: Option<User>,
 
+    /// A name by which `vellum ctl`, `list` and `exec` find this machine
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+
     #[command(flatten)]
     kernel: kernel::KernelArgs,
 }
@@ -76,6 +81,7 @@ Examples:
 /// Does what was asked.
 pub fn run(args: RunArgs) -> Result<Exit, Failure> {
     if let Some(image) = args.kernel.kernel.clone() {
+        let control = socket(&args)?;
         let pins = pins(&args.cpus)?;
         let config = Config {
             cpus: args.cpus.count,
@@ -83,6 +89,7 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
             memory: args.memory,
             sandbox: Sandbox::new(args.sandbox),
             user: args.user,
+            control,
             ..Config::new(image)
         };
         return kernel::run(args.kernel, config);
@@ -110,7 +117,7 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
 
 /// Runs the built-in guest.
 pub fn run_workload(args: RunArgs) -> Result<workload::Outcome, Failure> {
-    let pins = pins(&args.cpus)?;
+    let (pins, control) = (pins(&args.cpus)?, socket(&args)?);
     let mut write = args.workload.write;
     write.passes = args.passes;
     let config = workload::RunConfig {
@@ -122,9 +129,14 @@ pub fn run_workload(args: RunArgs) -> Result<workload::Outcome, Failure> {
         duration: args.duration,
         sandbox: args.sandbox,
         user: args.user,
+        control,
     };
     workload::run(&config)
         .map_err(|error| if error.is_usage() { Failure::usage(error) } else { Failure::host(error) })
+}
+
+fn socket(args: &RunArgs) -> Result<Option<PathBuf>, Failure> {
+    args.name.as_deref().map(names::socket).transpose().map_err(Failure::usage)
 }
 
 fn pins(cpus: &args::Cpus) -> Result<Option<Vec<usize>>, Failure> {

@@ -1,12 +1,14 @@
 //! The client's side: one connection, one request after the other.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read};
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
 use super::Do;
+use crate::sys::socket;
 
 /// Why a machine does not do what it is told.
 #[derive(Debug, thiserror::Error)]
@@ -55,13 +57,16 @@ impl Client {
 
     /// Sends a request and waits for its answer.
     pub fn ask(&mut self, what: &Do) -> Result<Value, Error> {
+        self.ask_with(what, &[])
+    }
+
+    /// Sends a request with the descriptors that it takes, and waits for its answer.
+    pub fn ask_with(&mut self, what: &Do, descriptors: &[BorrowedFd<'_>]) -> Result<Value, Error> {
         self.last_id += 1;
         let mut request = serde_json::to_value(what).expect("plain data");
         request["id"] = self.last_id.into();
         let line = format!("{request}\n");
-        self.stream
-            .get_mut()
-            .write_all(line.as_bytes())
+        socket::send(self.stream.get_ref(), line.as_bytes(), descriptors)
             .map_err(|_| Error::Closed { path: self.path.clone() })?;
         loop {
             let mut answer = self.line()?;

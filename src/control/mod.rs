@@ -1,5 +1,8 @@
 //! The control socket of a running machine: JSON lines, `{"id","do",…}` answered by `{"id","ok"}` or `{"id","error"}`.
 //!
+//! A running machine opens no path. What a request needs of files and sockets the client opens, and sends the descriptors
+//! with the request's first byte (SCM_RIGHTS, unix(7)), as many as [`Do::descriptors`] says.
+//!
 //! Here are the words of both sides. [`server`] is the machine's side, on its event loop; [`client`] is what `vellum ctl`,
 //! `list` and `exec` use; [`names`] says where the socket of a named machine is. What a request does to the machine is
 //! decided where the machine runs (`vm/machine.rs`).
@@ -41,6 +44,24 @@ pub enum Do {
     },
     /// Send [`Event`]s on this connection from now on.
     Events {},
+    /// Let what the guest writes to its serial port go to the file, pipe, socket or terminal whose descriptor comes with
+    /// this. What has not been read yet goes there too.
+    Serial {},
+}
+
+impl Do {
+    /// How many descriptors come with it.
+    pub fn descriptors(&self) -> usize {
+        match self {
+            Self::Serial {} => 1,
+            Self::Pause {}
+            | Self::Resume {}
+            | Self::Status {}
+            | Self::Stop {}
+            | Self::Balloon { .. }
+            | Self::Events {} => 0,
+        }
+    }
 }
 
 /// A machine in a few words.
@@ -71,6 +92,13 @@ pub enum Event {
     },
     /// It goes on.
     Resumed {},
+    /// How far its workload has come; once a second, from guests without an OS.
+    Progress {
+        /// Pages accessed so far.
+        done: u64,
+        /// Pages to access, where there is an end.
+        of: Option<u64>,
+    },
     /// It has ended.
     Ended {
         /// The exit status of its process.

@@ -1,22 +1,22 @@
 //! The machine's side: clients on the event loop, requests into a channel.
 //!
-//! A client may be slow, silent or hostile: lines have an end, clients a number, and one that does not read what it is
-//! told loses its connection instead of holding up the machine.
+//! A client may be slow, silent or hostile: lines have an end, clients and their descriptors a number, and one that does not
+//! read what it is told loses its connection instead of holding up the machine.
 
 use std::collections::HashMap;
-use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, RawFd};
+use std::io::{self, Write};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use serde_json::{Value, json};
 
 use super::{Do, Event, MAX_LINE, Request, parse};
 use crate::sys::identity;
-use crate::sys::socket::{Listener, SocketError, peer_uid};
+use crate::sys::socket::{self, Listener, MOST_DESCRIPTORS, SocketError, peer_uid};
 
 /// Clients at a time.
 const MAX_CLIENTS: usize = 32;
@@ -27,6 +27,8 @@ const CLIENT: u32 = 1;
 pub struct Asked {
     /// What to do.
     pub what: Do,
+    /// As many as it takes; of what kind is still to be checked.
+    pub descriptors: Vec<OwnedFd>,
     id: u64,
     reply: UnixStream,
 }
@@ -42,15 +44,24 @@ impl Asked {
     }
 }
 
-/// Those who listen for events. Clones share them.
+/// Those who listen for events, by their clients' descriptors. Clones share them.
 #[derive(Clone, Default)]
-pub struct Listeners(Arc<Mutex<Vec<UnixStream>>>);
+pub struct Listeners(Arc<Mutex<HashMap<RawFd, UnixStream>>>);
 
 impl Listeners {
     /// Tells them all.
     pub fn tell(&self, event: &Event) {
         let line = serde_json::to_value(event).expect("plain data");
-        self.0.lock().expect("nobody panics with it").retain(|stream| send(stream, &line));
+        self.lock().retain(|_, stream| send(stream, &line));
+    }
+
+    /// Whether nobody listens.
+    pub fn is_empty(&self) -> bool {
+        self.lock().is_empty()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<RawFd, UnixStream>> {
+        self.0.lock().expect("nobody panics with it")
     }
 }
 
@@ -67,6 +78,8 @@ pub struct Control {
 struct Client {
     stream: UnixStream,
     input: Vec<u8>,
+    /// Those that have come and that no request has taken yet.
+    descriptors: Vec<OwnedFd>,
 }
 
 impl Control {
@@ -93,7 +106,10 @@ impl Control {
                 continue;
             }
             if ops.add(Events::with_data(&stream, CLIENT, EventSet::IN)).is_ok() {
-                self.clients.insert(stream.as_raw_fd(), Client { stream, input: Vec::new() });
+                self.clients.insert(
+                    stream.as_raw_fd(),
+                    Client { stream, input: Vec::new(), descriptors: Vec::new() },
+                );
             }
         }
     }
@@ -101,7 +117,7 @@ impl Control {
     fn read(&mut self, fd: RawFd, ops: &mut EventOps<'_>) {
         let Some(client) = self.clients.get_mut(&fd) else { return };
         let mut buffer = [0; 4096];
-        let alive = match client.stream.read(&mut buffer) {
+        let alive = match socket::receive(&client.stream, &mut buffer, &mut client.descriptors) {
             Ok(count @ 1..) => {
                 client.input.extend_from_slice(&buffer[..count]);
                 self.lines(fd)
@@ -110,6 +126,7 @@ impl Control {
             _ => false,
         };
         if !alive && let Some(client) = self.clients.remove(&fd) {
+            self.listeners.lock().remove(&fd);
             let _ = ops.remove(Events::empty(&client.stream));
         }
     }
@@ -122,18 +139,32 @@ impl Control {
             let Ok(reply) = client.stream.try_clone() else { return false };
             let done = match parse(&line) {
                 Err((id, error)) => send(&reply, &json!({"id": id, "error": error})),
+                Ok(Request { id, what }) if what.descriptors() > client.descriptors.len() => {
+                    let (takes, came) = (what.descriptors(), client.descriptors.len());
+                    let error = format!("it takes {takes} descriptors (SCM_RIGHTS), and {came} came with it");
+                    send(&reply, &json!({"id": id, "error": error}))
+                }
                 Ok(Request { id, what: Do::Events {} }) => {
                     let heard = send(&reply, &json!({"id": id, "ok": {}}));
-                    self.listeners.0.lock().expect("nobody panics with it").push(reply);
+                    self.listeners.lock().insert(fd, reply);
                     heard
                 }
-                Ok(Request { id, what }) => self.asked.send(Asked { what, id, reply }).is_ok(),
+                Ok(Request { id, what }) => {
+                    let descriptors = client.descriptors.drain(..what.descriptors()).collect();
+                    self.asked.send(Asked { what, descriptors, id, reply }).is_ok()
+                }
             };
             if !done {
                 return false;
             }
         }
-        client.input.len() < MAX_LINE
+        // A message's descriptors are there before its last byte, so those of a line that is not whole yet may stay.
+        if client.input.is_empty() && !client.descriptors.is_empty() {
+            let error = format!("{} descriptors came that no request takes", client.descriptors.len());
+            client.descriptors.clear();
+            return send(&client.stream, &json!({"id": 0, "error": error}));
+        }
+        client.input.len() < MAX_LINE && client.descriptors.len() <= MOST_DESCRIPTORS
     }
 }
 

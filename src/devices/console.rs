@@ -6,6 +6,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Read};
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -13,6 +14,7 @@ use event_manager::{EventOps, Events, MutEventSubscriber};
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
 use super::serial::Serial;
+use crate::sys::file::is_writable;
 use crate::sys::terminal;
 
 /// Ctrl-a.
@@ -88,6 +90,32 @@ impl Target {
     }
 }
 
+/// Why an open file is no target.
+#[derive(Debug, thiserror::Error)]
+pub enum Unfit {
+    /// It cannot be written to.
+    #[error("the descriptor was not opened for writing")]
+    ReadOnly,
+    /// It is something else.
+    #[error("the descriptor is no file, pipe, socket or terminal")]
+    Kind,
+    /// The host.
+    #[error("the descriptor: {0}")]
+    Host(#[from] io::Error),
+}
+
+/// Whether output can go to `file`, which somebody else has opened.
+pub fn check_output(file: &File) -> Result<(), Unfit> {
+    let kind = file.metadata()?.file_type();
+    if !kind.is_file() && !kind.is_fifo() && !kind.is_socket() && !kind.is_char_device() {
+        Err(Unfit::Kind)
+    } else if !is_writable(file)? {
+        Err(Unfit::ReadOnly)
+    } else {
+        Ok(())
+    }
+}
+
 /// A serial target cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("--serial {}: cannot be opened; use terminal, pty, null, or file=PATH with a path that can be written", value.display())]
@@ -102,6 +130,8 @@ pub struct Console {
     input: Option<File>,
     /// A second descriptor of the output, for the event loop to watch while output waits.
     output: Option<File>,
+    /// What is to become of `output` when the event loop no longer watches it.
+    next: Option<File>,
     _slave: Option<File>,
     keys: Keys,
     /// Signalled by Ctrl-a x.
@@ -134,6 +164,7 @@ impl Console {
             serial,
             input,
             output,
+            next: None,
             _slave: slave,
             keys,
             quit,
@@ -141,6 +172,15 @@ impl Console {
             watching_input: false,
             watching_output: false,
         })
+    }
+
+    /// Lets output go to `file` from now on, beginning with what waits; input comes from where it came.
+    pub fn lead_to(&mut self, file: File) -> io::Result<()> {
+        self.next = Some(file.try_clone()?);
+        self.serial.lead_to(file);
+        // It can only fail by overflowing, and then it is signalled anyway.
+        let _ = self.serial.wake().write(1);
+        Ok(())
     }
 
     /// Reads no more than the guest takes; what it does not take yet stays where it is.
@@ -192,6 +232,13 @@ impl Console {
 
     fn carry_output(&mut self, ops: &mut EventOps<'_>) {
         let waiting = !self.serial.flush();
+        if let Some(next) = self.next.take() {
+            if let Some(output) = self.output.take().filter(|_| self.watching_output) {
+                // It was added, so it can be removed.
+                let _ = ops.remove(Events::with_data(&output, OUTPUT, EventSet::OUT));
+            }
+            (self.output, self.watching_output) = (Some(next), false);
+        }
         let Some(output) = &self.output else { return };
         if waiting == self.watching_output {
             return;

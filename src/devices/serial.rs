@@ -167,6 +167,14 @@ impl Serial {
         let _ = self.lock().enqueue_raw_bytes(bytes);
     }
 
+    /// Lets output go to `file` from now on, beginning with what waits.
+    pub fn lead_to(&self, file: File) {
+        let mut uart = self.lock();
+        let output = uart.writer_mut();
+        output.file = Some(file);
+        output.flush_backlog();
+    }
+
     /// Writes what of the output waits, without blocking; whether none is left.
     pub fn flush(&self) -> bool {
         self.lock().writer_mut().flush_backlog()

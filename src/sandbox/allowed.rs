@@ -174,8 +174,8 @@ fn new_threads() -> [Rule; 2] {
     ]
 }
 
-/// A unix socket's name goes with its listener, where there is no sandbox. Here it stays, and whoever wants the name
-/// next finds it stale.
+/// A unix socket's name goes with its listener, where there is no sandbox. Here it stays until this process has ended and
+/// its guard (`sys/guard.rs`) removes it.
 fn sockets_left_behind() -> Vec<Rule> {
     let calls = [
         SYS_unlinkat,

@@ -1,4 +1,4 @@
-//! Locks of open file descriptions (fcntl(2), F_OFD_SETLK): they belong to the open file and not to the process, so
+//! What kind of open file a descriptor is; and locks of open file descriptions (fcntl(2), F_OFD_SETLK): they belong to the open file and not to the process, so
 //! they last exactly as long as the descriptor, and two opens in one process exclude each other too.
 
 use std::fs::File;
@@ -12,6 +12,16 @@ pub enum Lock {
     Shared,
     /// One writer.
     Exclusive,
+}
+
+/// Whether `file` was opened for writing.
+pub fn is_writable(file: &File) -> io::Result<bool> {
+    // SAFETY: takes numbers only.
+    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+    if flags < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(flags & libc::O_PATH == 0 && flags & libc::O_ACCMODE != libc::O_RDONLY)
 }
 
 /// Locks the whole file without waiting; false if somebody else's lock is in the way.

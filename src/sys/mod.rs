@@ -7,6 +7,7 @@ pub mod clock;
 pub mod code;
 pub mod dirty;
 pub mod file;
+pub mod guard;
 pub mod heap;
 pub mod host;
 pub mod identity;

@@ -1,7 +1,7 @@
-//! Unix sockets as a VMM needs them: private from the first moment, and never waited for.
+//! Unix sockets as a VMM needs them: private from the first moment, never waited for, and a way for open descriptors.
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -33,8 +33,10 @@ pub enum SocketError {
     },
 }
 
-/// sun_path with its terminating zero.
-const MAX_PATH: usize = 107;
+/// What a path may have, so that [`Name::remove_stale`] can add to it: sun_path has 108 bytes with its terminating zero.
+const MAX_PATH: usize = 107 - ASIDE;
+/// A point and a process's number in hexadecimal, of which Linux has 22 bits.
+const ASIDE: usize = 7;
 
 /// A listening, non-blocking socket of mode 0600 that takes its name with it when it goes.
 #[derive(Debug)]
@@ -47,24 +49,17 @@ impl Listener {
     /// Binds `path`. A socket that nobody listens on any more is replaced, a live one is refused.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let io_error = |source| SocketError::Io { path: path.into(), source };
-        let address = address(path)?;
+        let name = Name::new(path)?;
         if let Ok(metadata) = std::fs::symlink_metadata(path) {
             use std::os::unix::fs::FileTypeExt;
             if !metadata.file_type().is_socket() {
                 return Err(SocketError::NotASocket(path.into()));
             }
-            match connect(path) {
-                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
-                    std::fs::remove_file(path).map_err(io_error)?
-                }
-                // A full backlog is a sign of life too.
-                Ok(_) => return Err(SocketError::InUse(path.into())),
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    return Err(SocketError::InUse(path.into()));
-                }
-                Err(e) => return Err(io_error(e)),
+            if !name.remove_stale().map_err(io_error)? {
+                return Err(SocketError::InUse(path.into()));
             }
         }
+        let address = name.address;
         let socket = new_socket().map_err(io_error)?;
         let fd = socket.as_raw_fd();
         // The mode that fchmod sets on an unbound socket is the one that bind gives its file: there is no moment at
@@ -76,7 +71,10 @@ impl Listener {
                 && libc::listen(fd, 128) == 0
         };
         if !bound {
-            return Err(io_error(io::Error::last_os_error()));
+            return Err(match io::Error::last_os_error() {
+                e if e.kind() == io::ErrorKind::AddrInUse => SocketError::InUse(path.into()),
+                e => io_error(e),
+            });
         }
         Ok(Listener { socket: socket.into(), path: path.into() })
     }
@@ -102,7 +100,7 @@ impl AsRawFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // If it cannot be removed the next to bind it finds it stale.
+        // A sandbox forbids it and leaves it to the guard.
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -119,17 +117,146 @@ pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
     if result == 0 { Ok(peer.uid) } else { Err(io::Error::last_os_error()) }
 }
 
-/// A non-blocking connection to whoever listens at `path`; `WouldBlock` if its backlog is full.
-pub fn connect(path: &Path) -> io::Result<UnixStream> {
-    let address = address(path).map_err(io::Error::other)?;
+/// The name of a socket in the file system. Nothing here allocates but [`Name::new`], so that all the rest may be done after
+/// a fork.
+pub struct Name {
+    address: libc::sockaddr_un,
+    /// Where the socket is moved to before it is looked at for the last time.
+    aside: libc::sockaddr_un,
+}
+
+impl Name {
+    /// The name `path`, of whatever is there or is to be.
+    pub fn new(path: &Path) -> Result<Self, SocketError> {
+        let bytes = path.as_os_str().as_bytes();
+        if bytes.is_empty() || bytes.len() > MAX_PATH {
+            return Err(SocketError::TooLong { path: path.into(), len: bytes.len() });
+        }
+        let aside = format!(".{:x}", std::process::id());
+        Ok(Self { address: address(bytes), aside: address(&[bytes, aside.as_bytes()].concat()) })
+    }
+
+    /// Removes it if nobody listens there; false if somebody does.
+    ///
+    /// Between a look and an unlink somebody else could have put a socket of his own there. So the name is moved away
+    /// first, which only one can do, looked at again, and put back if it was not what it seemed.
+    pub fn remove_stale(&self) -> io::Result<bool> {
+        if is_live(&self.address)? {
+            return Ok(false);
+        }
+        let (path, aside) = (self.address.sun_path.as_ptr(), self.aside.sun_path.as_ptr());
+        // SAFETY: both are strings that end within their arrays, as `address` made them, here and below.
+        if unsafe { libc::rename(path, aside) } != 0 {
+            let error = io::Error::last_os_error();
+            return if error.kind() == io::ErrorKind::NotFound { Ok(true) } else { Err(error) };
+        }
+        let live = is_live(&self.aside);
+        // SAFETY: as above. The link fails if there is yet another socket by now.
+        unsafe {
+            if !matches!(live, Ok(false)) {
+                libc::link(aside, path);
+            }
+            libc::unlink(aside);
+        }
+        live.map(|live| !live)
+    }
+}
+
+/// Whether somebody listens at `address`; false too where nothing is.
+fn is_live(address: &libc::sockaddr_un) -> io::Result<bool> {
+    match connect_to(address) {
+        Ok(_) => Ok(true),
+        // A full backlog is a sign of life.
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(true),
+        Err(e) if matches!(e.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound) => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+fn connect_to(address: &libc::sockaddr_un) -> io::Result<OwnedFd> {
     let socket = new_socket()?;
     // SAFETY: the address outlives the call.
     match unsafe {
-        libc::connect(socket.as_raw_fd(), (&raw const address).cast(), size_of_val(&address) as u32)
+        libc::connect(socket.as_raw_fd(), (&raw const *address).cast(), size_of_val(address) as u32)
     } {
-        0 => Ok(socket.into()),
+        0 => Ok(socket),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// The most descriptors that one message may bring; even, because the kernel pads what it writes to 8 bytes.
+pub const MOST_DESCRIPTORS: usize = 4;
+
+/// Reads what has come, with the descriptors that came with it, all close-on-exec; 0 bytes at the end of the stream.
+///
+/// # Errors
+/// Besides the kernel's, `InvalidData` where a message brings more than [`MOST_DESCRIPTORS`]; those beyond are closed.
+pub fn receive(stream: &UnixStream, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    // A header of 16 bytes, then four for each.
+    let mut ancillary = [0u64; 2 + MOST_DESCRIPTORS / 2];
+    let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    // SAFETY: all zero is a valid msghdr without anything, whose pointers are set to what outlives the calls. The
+    // kernel fills `ancillary` with whole messages and sets the length of what it wrote, within which the macros of
+    // cmsg(3) stay; descriptors that arrive so are new, and nobody else's.
+    unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        message.msg_iov = &mut part;
+        message.msg_iovlen = 1;
+        message.msg_control = ancillary.as_mut_ptr().cast();
+        message.msg_controllen = size_of_val(&ancillary) as _;
+        let flags = libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT;
+        let count = libc::recvmsg(stream.as_raw_fd(), &mut message, flags);
+        if count < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let mut header = libc::CMSG_FIRSTHDR(&message);
+        while !header.is_null() {
+            if ((*header).cmsg_level, (*header).cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+                let data = libc::CMSG_DATA(header).cast::<RawFd>();
+                let bytes = (*header).cmsg_len as usize - libc::CMSG_LEN(0) as usize;
+                for index in 0..bytes / size_of::<RawFd>() {
+                    descriptors.push(OwnedFd::from_raw_fd(data.add(index).read_unaligned()));
+                }
+            }
+            header = libc::CMSG_NXTHDR(&message, header);
+        }
+        if message.msg_flags & libc::MSG_CTRUNC != 0 {
+            let error = format!("a message brings more than {MOST_DESCRIPTORS} descriptors");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, error));
+        }
+        Ok(count as usize)
+    }
+}
+
+/// Sends `bytes` whole, with descriptors that arrive with the first of them; blocks where the stream does.
+pub fn send(stream: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    if descriptors.is_empty() {
+        return io::Write::write_all(&mut &*stream, bytes);
+    }
+    // A header of 16 bytes, then four for each, padded to 8.
+    let mut ancillary = vec![0u64; 2 + descriptors.len().div_ceil(2)];
+    let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    // SAFETY: as in `receive`; the message with that many descriptors fits into `ancillary`, and the kernel only reads.
+    let sent = unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        message.msg_iov = &mut part;
+        message.msg_iovlen = 1;
+        message.msg_control = ancillary.as_mut_ptr().cast();
+        let bytes = size_of_val(descriptors) as u32;
+        message.msg_controllen = libc::CMSG_SPACE(bytes) as _;
+        let header = libc::CMSG_FIRSTHDR(&message);
+        (*header).cmsg_level = libc::SOL_SOCKET;
+        (*header).cmsg_type = libc::SCM_RIGHTS;
+        (*header).cmsg_len = libc::CMSG_LEN(bytes) as _;
+        let data = libc::CMSG_DATA(header).cast::<RawFd>();
+        for (index, descriptor) in descriptors.iter().enumerate() {
+            data.add(index).write_unaligned(descriptor.as_raw_fd());
+        }
+        libc::sendmsg(stream.as_raw_fd(), &message, libc::MSG_NOSIGNAL)
+    };
+    let sent = usize::try_from(sent).map_err(|_| io::Error::last_os_error())?;
+    // They went with the first byte.
+    io::Write::write_all(&mut &*stream, &bytes[sent..])
 }
 
 fn new_socket() -> io::Result<OwnedFd> {
@@ -144,14 +271,11 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-fn address(path: &Path) -> Result<libc::sockaddr_un, SocketError> {
-    let bytes = path.as_os_str().as_bytes();
-    if bytes.is_empty() || bytes.len() > MAX_PATH {
-        return Err(SocketError::TooLong { path: path.into(), len: bytes.len() });
-    }
-    let mut address = libc::sockaddr_un { sun_family: libc::AF_UNIX as u16, sun_path: [0; MAX_PATH + 1] };
-    for (to, from) in address.sun_path.iter_mut().zip(bytes) {
+/// `bytes`, which fit with a terminating zero, as an address.
+fn address(bytes: &[u8]) -> libc::sockaddr_un {
+    let mut address = libc::sockaddr_un { sun_family: libc::AF_UNIX as u16, sun_path: [0; 108] };
+    for (to, from) in address.sun_path[..107].iter_mut().zip(bytes) {
         *to = *from as libc::c_char;
     }
-    Ok(address)
+    address
 }

@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -33,7 +34,7 @@ use crate::arch::{acpi, layout, regs};
 use crate::control::server::{Asked, Control, Listeners};
 use crate::control::{Do, Event, Status};
 use crate::devices::bus::Bus;
-use crate::devices::console::{Console, Target};
+use crate::devices::console::{self, Console, Target};
 use crate::devices::rtc::{self, Rtc};
 use crate::devices::serial::{self, Serial};
 use crate::devices::{Ending, acpi_pm, debug_exit, i8042, ioapic, pvpanic};
@@ -41,8 +42,8 @@ use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox, ThreadKind};
 use crate::sys::program::{SETTLING, release_start_up_code};
 use crate::sys::signal::{ENDING, SignalFd};
-use crate::sys::socket::SocketError;
-use crate::sys::{kick, terminal};
+use crate::sys::socket::{Name, SocketError};
+use crate::sys::{guard, kick, terminal};
 
 /// What is asked for.
 #[derive(Clone)]
@@ -221,6 +222,7 @@ pub struct Machine {
     happenings: Receiver<Happening>,
     asked: Receiver<Asked>,
     listeners: Listeners,
+    console: Arc<Mutex<Console>>,
     paused: bool,
     counters: bool,
     sandbox: Sandbox,
@@ -292,6 +294,9 @@ impl Machine {
         let (ask, asked) = channel();
         let control = config.control.as_deref().map(|path| Control::bind(path, ask)).transpose();
         let control = control.map_err(Error::Control)?;
+        let vsock = config.virtio.vsock.as_ref().map(|vsock| &vsock.path);
+        let names = config.control.iter().chain(vsock).filter_map(|path| Name::new(path).ok());
+        guard::start(names.collect()).map_err(|error| Error::Host("the guard of its sockets", error))?;
 
         let memory = Memory::map(config.memory)?;
         if config.memory.prealloc {
@@ -361,9 +366,10 @@ impl Machine {
         let (tell, happenings) = channel();
         let pty = opened.pty.clone();
         let console = Console::new(serial.clone(), opened, quit.clone()).map_err(host("the terminal"))?;
+        let console = Arc::new(Mutex::new(console));
         let mut events = EventManager::<Arc<Mutex<dyn MutEventSubscriber + Send>>>::new()?;
         events.add_subscriber(Arc::new(Mutex::new(Watch { ended, quit, signals, tell })));
-        events.add_subscriber(Arc::new(Mutex::new(console)));
+        events.add_subscriber(console.clone());
         let listeners = control.as_ref().map(Control::listeners).unwrap_or_default();
         if let Some(control) = control {
             events.add_subscriber(Arc::new(Mutex::new(control)));
@@ -383,6 +389,7 @@ impl Machine {
             happenings,
             asked,
             listeners,
+            console,
             paused: false,
             counters: config.counters,
             sandbox: config.sandbox,
@@ -458,7 +465,7 @@ fn milliseconds(left: Option<Duration>) -> i32 {
 impl Machine {
     /// Does it; true if the machine is to end.
     fn obey(&mut self) -> bool {
-        while let Ok(asked) = self.asked.try_recv() {
+        while let Ok(mut asked) = self.asked.try_recv() {
             let result = match asked.what {
                 Do::Pause {} => self.pause().map_err(|error| error.to_string()),
                 Do::Resume {} => {
@@ -472,6 +479,7 @@ impl Machine {
                     return true;
                 }
                 Do::Events {} => Ok(json!({})),
+                Do::Serial {} => self.lead_serial_to(std::mem::take(&mut asked.descriptors)),
             };
             asked.answer(result);
         }
@@ -508,6 +516,14 @@ impl Machine {
             balloon: self.virtio.balloon.as_ref().map(|(balloon, _)| balloon.actual()),
             vsock: self.virtio.vsock.as_ref().map(|path| path.display().to_string()),
         }
+    }
+
+    fn lead_serial_to(&self, mut descriptors: Vec<OwnedFd>) -> Result<serde_json::Value, String> {
+        let file = File::from(descriptors.pop().ok_or("it takes a descriptor")?);
+        console::check_output(&file).map_err(|error| error.to_string())?;
+        let mut console = self.console.lock().expect("nobody panics with it");
+        console.lead_to(file).map_err(|error| error.to_string())?;
+        Ok(json!({}))
     }
 
     fn inflate(&self, bytes: u64) -> Result<serde_json::Value, String> {

@@ -330,6 +330,16 @@ impl Guest {
         vcpu::resume_all(&self.vcpus);
     }
 
+    /// Lets those vCPUs run on that have not rung: what [`Guest::pause`] has paused.
+    pub fn resume_unfinished(&self) {
+        let rung = self.bell.lock();
+        self.vcpus
+            .iter()
+            .zip(&rung.codes)
+            .filter(|(_, code)| **code == 0)
+            .for_each(|(vcpu, _)| vcpu.resume());
+    }
+
     /// Lets those vCPUs run that waited because their dirty ring was full.
     pub fn resume_full(&self) -> Result<(), Error> {
         let full = std::mem::take(&mut self.bell.lock().full);

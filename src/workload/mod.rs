@@ -11,6 +11,7 @@ pub mod run;
 pub mod stamp;
 pub mod tables;
 pub mod touch;
+pub mod watch;
 
 pub use guest::Guest;
 

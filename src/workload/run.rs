@@ -1,25 +1,27 @@
 //! `vellum run` without a kernel: one workload from start to end, and the result that says what it did.
 
-use std::io::{self, IsTerminal};
-use std::os::fd::AsRawFd;
+use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::sync::mpsc::channel;
+use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
-
+use super::WriteConfig;
 use super::control::{Control, PASS_ENDS, bucket_bound};
 use super::guest::{self, Guest, GuestConfig};
 use super::model::{self, Model};
-use super::{Region, WriteConfig};
+use super::watch::{CutShort, Watch, bytes_bar};
 use crate::arch::workload::GuestPage;
+use crate::control::Event;
+use crate::control::server::Control as ControlSocket;
 use crate::host::Facts;
 use crate::report::{Histogram, Report};
 use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox, ThreadKind};
-use crate::sys::program::{SETTLING, release_start_up_code};
+use crate::sys::guard;
 use crate::sys::signal::{ENDING, SignalFd};
+use crate::sys::socket::{Name, SocketError};
 use crate::vm::counters::Snapshot;
 use crate::vm::lifecycle::Exit;
 use crate::vm::memory::{self, Memory, MemoryConfig, short_size};
@@ -44,6 +46,8 @@ pub struct RunConfig {
     pub sandbox: sandbox::Mode,
     /// Whose privileges are left when everything is open.
     pub user: Option<User>,
+    /// Where the control socket is to be.
+    pub control: Option<PathBuf>,
 }
 
 /// What came of it.
@@ -68,6 +72,12 @@ pub enum Error {
     /// Privileges.
     #[error(transparent)]
     User(#[from] user::Error),
+    /// The control socket.
+    #[error("--name: {0}")]
+    Control(#[from] SocketError),
+    /// The event loop.
+    #[error("the event loop: {0}")]
+    EventLoop(#[from] event_manager::Error),
     /// The host.
     #[error("{0}: {1}")]
     Host(&'static str, #[source] io::Error),
@@ -90,6 +100,7 @@ impl Error {
     pub fn is_usage(&self) -> bool {
         use memory::Error as Memory;
         match self {
+            Self::Control(_) => true,
             Self::Guest(guest::Error::TooFewPages { .. } | guest::Error::TablesTooLarge { .. }) => true,
             Self::Guest(guest::Error::Vm(vm::Error::Cpus { .. })) => true,
             Self::Guest(guest::Error::Vm(vm::Error::Dirty(error))) => error.is_usage(),
@@ -101,7 +112,11 @@ impl Error {
 
 /// Runs the workload to its end, to the end of its time, or until a signal; what was measured by then is the result.
 pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
-    let mut signals = SignalFd::new(&ENDING).map_err(|e| Error::Host("signalfd", e))?;
+    let (ask, asked) = channel();
+    let control = config.control.as_deref().map(|path| ControlSocket::bind(path, ask)).transpose()?;
+    let names = config.control.iter().filter_map(|path| Name::new(path).ok());
+    guard::start(names.collect()).map_err(|e| Error::Host("the guard of the control socket", e))?;
+    let signals = SignalFd::new(&ENDING).map_err(|e| Error::Host("signalfd", e))?;
     let mut facts = Facts::collect(String::new());
     let kvm = vm::open()?;
     let memory = Memory::map(config.memory)?;
@@ -130,11 +145,12 @@ pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
     )?;
     let regions = guest.program(&config.write)?;
     let models: Vec<_> = guest.controls().map(Model::new).collect();
+    let mut watch = Watch::new(guest.bell.clone(), signals, control, asked)?;
     sandbox.enter(ThreadKind::Main, "main")?;
     let read = || guest.counters.as_ref().ok().and_then(|counters| counters.read().ok()).unwrap_or_default();
     let before = read();
     guest.resume();
-    let interrupted = watch(config, &guest, &regions, &mut signals)?;
+    let cut_short = watch.run(config, &guest, &regions)?;
     let after = read();
     let first_doorbell = guest.bell.first();
     let mut report = describe(config, facts);
@@ -144,10 +160,14 @@ pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
         report.notes.push(error.to_string());
     }
     prove_huge(&mut report, config, &after);
-    let exit = match interrupted {
-        Some(signal) => {
+    let mut exit = match cut_short {
+        Some(CutShort::Signal(signal)) => {
             report.notes.push(format!("ended by signal {signal}: these are the results so far"));
             Exit::Signal(signal)
+        }
+        Some(CutShort::Stop) => {
+            report.notes.push("ended by vellum ctl: these are the results so far".into());
+            Exit::PowerOff
         }
         None => Exit::PowerOff,
     };
@@ -160,91 +180,10 @@ pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
             "{} pages do not hold what the guest wrote; page {page} holds {found:?}, right would be {expected:?}",
             verdict.wrong
         ));
-        return Ok(Outcome { report, exit: Exit::Error, first_doorbell });
+        exit = Exit::Error;
     }
+    watch.listeners().tell(&Event::Ended { status: exit.code() });
     Ok(Outcome { report, exit, first_doorbell })
-}
-
-/// Waits for the end, with progress; returns the signal that brought it about, if one did.
-fn watch(
-    config: &RunConfig,
-    guest: &Guest,
-    regions: &[Region],
-    signals: &mut SignalFd,
-) -> Result<Option<i32>, Error> {
-    let failed = |e| Error::Host("epoll", e);
-    let epoll = Epoll::new().map_err(failed)?;
-    for fd in [guest.bell.event.as_raw_fd(), signals.as_raw_fd()] {
-        epoll.ctl(ControlOperation::Add, fd, EpollEvent::new(EventSet::IN, fd as u64)).map_err(failed)?;
-    }
-    let accesses: u64 = regions.iter().map(|region| region.pages * config.write.passes).sum();
-    let bar = pages_bar(accesses, config.duration);
-    let start = Instant::now();
-    let mut interrupted = None;
-    let mut settled = false;
-    let mut events = [EpollEvent::default(); 2];
-    while !guest.all_rung()? {
-        let left = config.duration.map(|duration| duration.saturating_sub(start.elapsed()));
-        if left == Some(Duration::ZERO) {
-            guest.request_stop();
-        }
-        // A terminal is redrawn ten times a second; without one, only events and the deadline matter.
-        let tick = (!bar.is_hidden() || left == Some(Duration::ZERO)).then_some(Duration::from_millis(100));
-        let wait = match (left.filter(|left| !left.is_zero()), tick) {
-            (Some(left), Some(tick)) => Some(left.min(tick)),
-            (left, tick) => left.or(tick),
-        };
-        let wait = if settled { wait } else { Some(wait.map_or(SETTLING, |wait| wait.min(SETTLING))) };
-        // Rounded up, so that the deadline has passed when the wait is over.
-        let wait = wait.map_or(-1, |wait| wait.as_millis() as i32 + 1);
-        match epoll.wait(wait, &mut events) {
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            result => {
-                if result.map_err(failed)? == 0 && !settled {
-                    // Out of the guest's way while it starts, for unmapping makes its vCPUs fault too.
-                    settled = true;
-                    release_start_up_code();
-                }
-            }
-        }
-        let _ = guest.bell.event.read();
-        if let Some(signal) = signals.read() {
-            if interrupted.is_some() {
-                // Asked twice: do not wait for a guest that does not listen.
-                return Ok(Some(signal));
-            }
-            interrupted = Some(signal);
-            guest.request_stop();
-        }
-        let done: u64 = guest.controls().map(|control| control.done.load(Ordering::Relaxed)).sum();
-        bar.set_position(done);
-    }
-    bar.finish_and_clear();
-    guest.wait_all_rung()?;
-    Ok(interrupted)
-}
-
-/// A bar on a terminal; nothing in a pipe.
-pub fn bar(length: u64, template: &str) -> ProgressBar {
-    let target =
-        if io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-    ProgressBar::with_draw_target((length > 0).then_some(length), target).with_style(style)
-}
-
-fn pages_bar(accesses: u64, duration: Option<Duration>) -> ProgressBar {
-    let template = if accesses > 0 {
-        "{bar:30} {percent:>3} %  {human_pos} pages  {per_sec}  {eta} left"
-    } else if duration.is_some() {
-        "{elapsed_precise}  {human_pos} pages  {per_sec}"
-    } else {
-        "{elapsed_precise}  {human_pos} pages  {per_sec}  (Ctrl-C ends it)"
-    };
-    bar(accesses, template)
-}
-
-fn bytes_bar(what: &str, bytes: u64) -> ProgressBar {
-    bar(bytes, &format!("{what} {{bar:30}} {{binary_bytes}} of {{binary_total_bytes}}  {{eta}} left"))
 }
 
 /// A result that says what was asked.

@@ -31,6 +31,14 @@ impl Code {
         self.bytes(&[0xeb, 0xfe])
     }
 
+    /// Sends back what it receives, for ever.
+    pub fn echo(self) -> Self {
+        // back: mov dx, 0x3fd; in al, dx; test al, 1; je back
+        self.bytes(&[0x66, 0xba, 0xfd, 0x03, 0xec, 0xa8, 1, 0x74, 0xf7])
+            // mov dx, 0x3f8; in al, dx; out dx, al; jmp back
+            .bytes(&[0x66, 0xba, 0xf8, 0x03, 0xec, 0xee, 0xeb, 0xef])
+    }
+
     /// Anything else.
     pub fn bytes(mut self, bytes: &[u8]) -> Self {
         self.0.extend(bytes);

@@ -15,7 +15,7 @@ use crate::report::{json, terminal};
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::vm::lifecycle::{self, Exit};
 use crate::vm::memory::Backing;
-use crate::workload::run::bar;
+use crate::workload::watch::bar;
 
 /// Write at random, collect the dirty log while memslots come, go and move, and check every page of every collection
 #[derive(Debug, Args)]

@@ -1,0 +1,370 @@
+//! Running machines as a user commands them: `vellum ctl` and `vellum list`, names, and what is left when a machine is gone.
+
+mod bed;
+mod images;
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use bed::{ensure, kvm, trial};
+use images::Code;
+use libtest_mimic::{Arguments, Failed, Trial};
+use serde_json::{Value, json};
+use vellum::control::client::{Client, Error};
+use vellum::control::{Do, Status};
+
+const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
+
+fn main() {
+    let args = Arguments::from_args();
+    let trials = vec![
+        Trial::test("machines_that_are_not_there_are_one_line_and_status_2", not_there),
+        trial("a_built_in_guest_obeys", kvm(), built_in),
+        trial("a_paused_built_in_guest_can_be_ended", kvm(), ended_while_paused),
+        trial("progress_is_told_to_who_listens", kvm(), progress),
+        trial("a_kernel_s_guest_obeys", kvm(), kernel),
+        trial("serial_output_goes_where_ctl_leads_it", kvm(), serial),
+        trial("descriptors_that_are_no_output_are_refused", kvm(), unfit),
+        trial("a_name_in_use_is_refused_and_a_stale_one_replaced", kvm(), names),
+        trial("a_name_goes_with_its_machine_however_that_ends", kvm(), endings),
+    ];
+    libtest_mimic::run(&args, trials).exit();
+}
+
+/// A directory in which a user's machines have their sockets.
+struct Home(PathBuf);
+
+impl Home {
+    fn new() -> Result<Self, Failed> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("vellum-ctl-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir(&path)?;
+        Ok(Self(path))
+    }
+
+    fn socket(&self, name: &str) -> PathBuf {
+        self.0.join(format!("vellum/{name}.sock"))
+    }
+
+    fn command(&self, arguments: &str) -> Command {
+        let mut command = Command::new(VELLUM);
+        command.args(arguments.split_whitespace()).env("XDG_RUNTIME_DIR", &self.0).stdin(Stdio::null());
+        command
+    }
+
+    fn vellum(&self, arguments: &str) -> Result<Output, Failed> {
+        Ok(self.command(arguments).output()?)
+    }
+
+    /// What `vellum ctl` prints, which must succeed.
+    fn ctl(&self, arguments: &str) -> Result<String, Failed> {
+        let output = self.vellum(&format!("ctl {arguments}"))?;
+        ensure(output.status.success() && output.stderr.is_empty(), || format!("{arguments}: {output:?}"))?;
+        Ok(String::from_utf8(output.stdout)?)
+    }
+
+    /// A built-in guest without an end of its own.
+    fn endless(&self, name: &str) -> Result<Machine, Failed> {
+        self.start(name, &mut self.command("run --memory 16m --passes 0"))
+    }
+
+    fn start(&self, name: &str, command: &mut Command) -> Result<Machine, Failed> {
+        command.args(["--name", name]).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut machine = Machine { child: command.spawn()?, guards: Vec::new() };
+        while !Client::connect(&self.socket(name)).is_ok_and(|mut client| client.ask(&Do::Status {}).is_ok())
+        {
+            if machine.child.try_wait()?.is_some() {
+                return Err(format!("it has ended: {:?}", machine.child.wait_with_output()?).into());
+            }
+            std::thread::yield_now();
+        }
+        machine.guards = children(machine.child.id())?;
+        Ok(machine)
+    }
+}
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A machine, with the processes that guard its sockets.
+struct Machine {
+    child: Child,
+    guards: Vec<u32>,
+}
+
+impl Machine {
+    /// Waits for its end and for the end of its guards, of which there must be one.
+    fn end(self) -> Result<Output, Failed> {
+        let output = self.child.wait_with_output()?;
+        ensure(self.guards.len() == 1, || format!("its guards are {:?}", self.guards))?;
+        for guard in self.guards {
+            while process(guard) == Some("vellum-guard".into()) {
+                std::thread::yield_now();
+            }
+        }
+        Ok(output)
+    }
+}
+
+/// The name of a process that is not over.
+fn process(pid: u32) -> Option<String> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = |key: &str| Some(status.lines().find_map(|line| line.strip_prefix(key))?.trim().to_owned());
+    (!line("State:")?.starts_with('Z')).then(|| line("Name:"))?
+}
+
+fn children(of: u32) -> Result<Vec<u32>, Failed> {
+    let mut children = Vec::new();
+    for entry in fs::read_dir("/proc")?.flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
+            continue;
+        };
+        let stat = fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        // pid (name) state parent …
+        let parent = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1));
+        if parent == Some(&of.to_string()) {
+            children.push(pid);
+        }
+    }
+    Ok(children)
+}
+
+fn not_there() -> Result<(), Failed> {
+    let home = Home::new()?;
+    for (arguments, says) in [
+        ("ctl nobody pause", "vellum list"),
+        ("ctl /nonexistent/x.sock pause", "/nonexistent/x.sock"),
+        ("ctl ../x pause", "../x: No such file"),
+        ("ctl .hidden pause", "no machine's name"),
+        ("ctl nobody puase", "pause"),
+        ("ctl nobody", "pause"),
+        ("ctl nobody balloon lots", "512m"),
+        ("ctl nobody serial tty", "file=PATH or null"),
+        ("ctl nobody serial", "<TO>"),
+        ("exec nobody -- true", "vellum list"),
+        ("exec nobody", "COMMAND"),
+        ("run --name a/b", "letters, digits"),
+        ("run --name .", "letters, digits"),
+    ] {
+        let output = home.vellum(arguments)?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        let one_line = said.lines().count() == 1 && output.stdout.is_empty();
+        let good = output.status.code() == Some(2) && one_line && said.contains(says);
+        ensure(good, || format!("{arguments}: {output:?}"))?;
+    }
+    let list = home.vellum("list")?;
+    ensure(list.status.success() && list.stdout.is_empty() && list.stderr.is_empty(), || format!("{list:?}"))
+}
+
+fn built_in() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let machine = home.endless("w")?;
+    let status: Status = serde_json::from_str(&home.ctl("w status")?)?;
+    ensure(status.pid == machine.child.id() && status.vcpus == 1 && status.memory == 16 << 20, || {
+        format!("{status:?}")
+    })?;
+    let list = String::from_utf8(home.vellum("list")?.stdout)?;
+    ensure(list.lines().count() == 2 && list.contains("running") && list.contains("16m"), || list)?;
+
+    home.ctl("w pause")?;
+    let status: Status = serde_json::from_str(&home.ctl("w status")?)?;
+    ensure(status.state == "paused", || format!("{status:?}"))?;
+    home.ctl("w resume")?;
+    for (arguments, says) in [
+        ("ctl w balloon 8m", "no balloon"),
+        ("ctl w serial null", "no serial port"),
+        ("exec w -- true", "--vsock"),
+    ] {
+        let output = home.vellum(arguments)?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure(!output.status.success() && said.contains(says), || format!("{arguments}: {said}"))?;
+    }
+    home.ctl("w stop")?;
+    let output = machine.end()?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    ensure(output.status.code() == Some(0) && said.contains("ended by vellum ctl"), || {
+        format!("{output:?}")
+    })?;
+    ensure(said.contains("wrong_stamps") && !home.socket("w").exists(), || said.into_owned())
+}
+
+fn ended_while_paused() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let machine = home.endless("w")?;
+    home.ctl("w pause")?;
+    home.ctl("w stop")?;
+    ensure(machine.end()?.status.success(), || "stop".into())?;
+    let machine = home.endless("w")?;
+    home.ctl("w pause")?;
+    Command::new("kill").args(["-INT", &machine.child.id().to_string()]).status()?;
+    let status = machine.end()?.status;
+    ensure(status.code() == Some(130), || format!("{status:?}"))
+}
+
+/// Pages go by while it runs, and none while it is paused.
+fn progress() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let machine = home.endless("w")?;
+    let mut listener = Client::connect(&home.socket("w"))?;
+    listener.ask(&Do::Events {})?;
+    let next = |listener: &mut Client, wanted: &str| -> Result<Value, Error> {
+        loop {
+            let event = listener.line()?;
+            if event["event"] == wanted {
+                return Ok(event);
+            }
+        }
+    };
+    let first = next(&mut listener, "progress")?["done"].as_u64();
+    ensure(first > Some(0), || "nothing was done".into())?;
+    home.ctl("w pause")?;
+    next(&mut listener, "paused")?;
+    let (one, two) = (next(&mut listener, "progress")?, next(&mut listener, "progress")?);
+    ensure(one == two, || format!("{one} and {two} while it was paused"))?;
+    home.ctl("w resume")?;
+    ensure(listener.line()? == json!({"event": "resumed"}), || "resumed".into())?;
+    while next(&mut listener, "progress")?["done"].as_u64() <= two["done"].as_u64() {}
+    home.ctl("w stop")?;
+    let ended = next(&mut listener, "ended")?;
+    ensure(ended == json!({"event": "ended", "status": 0}), || ended.to_string())?;
+    machine.end().map(drop)
+}
+
+/// A guest that says V, then sends back what it receives.
+fn echo(home: &Home, name: &str) -> Result<Machine, Failed> {
+    let image = home.0.join("echo");
+    fs::write(&image, Code::default().print("V").echo().elf64())?;
+    let mut command = home.command("run -m 16 -k");
+    home.start(name, command.arg(image).stdin(Stdio::piped()))
+}
+
+fn kernel() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let mut machine = echo(&home, "k")?;
+    let mut listener = Client::connect(&home.socket("k"))?;
+    listener.ask(&Do::Events {})?;
+    let (Some(input), Some(output)) = (&mut machine.child.stdin, &mut machine.child.stdout) else { panic!() };
+    let mut byte = [0];
+    output.read_exact(&mut byte)?;
+    home.ctl("k pause")?;
+    ensure(listener.line()?["event"] == "paused", || "no event".into())?;
+    input.write_all(b"x")?;
+    home.ctl("k resume")?;
+    output.read_exact(&mut byte)?;
+    ensure(byte == *b"x", || format!("{byte:?}"))?;
+    ensure(listener.line()?["event"] == "resumed", || "no event".into())?;
+    home.ctl("k stop")?;
+    ensure(listener.line()? == json!({"event": "ended", "status": 0}), || "no event".into())?;
+    let output = machine.end()?;
+    ensure(output.status.success() && !home.socket("k").exists(), || format!("{output:?}"))
+}
+
+fn serial() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let mut machine = echo(&home, "s")?;
+    let (Some(input), Some(output)) = (&mut machine.child.stdin, &mut machine.child.stdout) else { panic!() };
+    output.read_exact(&mut [0])?;
+    let log = home.0.join("log");
+    home.ctl(&format!("s serial file={}", log.display()))?;
+    input.write_all(b"to the file")?;
+    while fs::read_to_string(&log)? != "to the file" {
+        std::thread::yield_now();
+    }
+    // Into a pipe that this process has made.
+    let (mut reader, writer) = std::io::pipe()?;
+    Client::connect(&home.socket("s"))?.ask_with(&Do::Serial {}, &[writer.as_fd()])?;
+    drop(writer);
+    input.write_all(b"to the pipe")?;
+    let mut got = [0; 11];
+    reader.read_exact(&mut got)?;
+    ensure(&got == b"to the pipe", || format!("{got:?}"))?;
+    home.ctl("s serial null")?;
+    ensure(reader.read(&mut got)? == 0, || "the machine still holds the pipe".into())?;
+    home.ctl("s stop")?;
+    let output = machine.end()?;
+    ensure(output.status.success() && output.stdout.is_empty(), || format!("{output:?}"))
+}
+
+fn unfit() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let machine = echo(&home, "u")?;
+    let place = home.0.join("file");
+    fs::write(&place, "")?;
+    let (readable, _writable) = std::io::pipe()?;
+    let mut client = Client::connect(&home.socket("u"))?;
+    for (what, descriptor, says) in [
+        ("a file opened for reading", File::open(&place)?.into(), "not opened for writing"),
+        ("the reading end of a pipe", readable.into(), "not opened for writing"),
+        ("a directory", File::open(&home.0)?.into(), "no file"),
+    ] {
+        match client.ask_with(&Do::Serial {}, &[OwnedFd::as_fd(&descriptor)]) {
+            Err(Error::Refused(error)) if error.contains(says) => {}
+            other => return Err(format!("{what}: {other:?}").into()),
+        }
+    }
+    client.ask(&Do::Stop {})?;
+    machine.end().map(drop)
+}
+
+fn names() -> Result<(), Failed> {
+    let home = Home::new()?;
+    fs::create_dir(home.0.join("vellum"))?;
+    drop(UnixListener::bind(home.socket("n"))?);
+    // `list` takes away what nobody serves, and says nothing of it.
+    let list = home.vellum("list")?;
+    ensure(list.stdout.is_empty() && list.stderr.is_empty() && !home.socket("n").exists(), || {
+        format!("{list:?}")
+    })?;
+    drop(UnixListener::bind(home.socket("n"))?);
+    let machine = home.endless("n")?;
+    let image = home.0.join("spin");
+    fs::write(&image, Code::default().spin().elf64())?;
+    for second in ["run --memory 16m --name n".into(), format!("run --name n -k {}", image.display())] {
+        let output = home.vellum(&second)?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        let good = output.status.code() == Some(2) && said.lines().count() == 1;
+        ensure(good && said.contains("--name") && said.contains("in use"), || {
+            format!("{second}: {output:?}")
+        })?;
+    }
+    // The second has not taken the first one's name with it.
+    home.ctl("n stop")?;
+    ensure(machine.end()?.status.success() && !home.socket("n").exists(), || "the name is left".into())
+}
+
+fn endings() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let image = home.0.join("spin");
+    fs::write(&image, Code::default().spin().elf64())?;
+    let vsock = home.0.join("v.sock");
+    for guest in [
+        "--memory 16m --passes 0".into(),
+        format!("-m 16 --vsock {} -k {}", vsock.display(), image.display()),
+    ] {
+        for sandbox in ["on", "off"] {
+            for signal in ["INT", "KILL"] {
+                let mut command = home.command(&format!("run {guest} --sandbox {sandbox}"));
+                let machine = home.start("e", &mut command)?;
+                ensure(home.socket("e").exists(), || "no socket".into())?;
+                Command::new("kill")
+                    .args([&format!("-{signal}"), &machine.child.id().to_string()])
+                    .status()?;
+                machine.end()?;
+                let left = fs::read_dir(home.0.join("vellum"))?.count();
+                ensure(left == 0 && !vsock.exists(), || {
+                    format!("{guest}, {sandbox}, {signal}: {left} left")
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
