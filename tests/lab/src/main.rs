@@ -244,7 +244,7 @@ fn perform(what: What) -> Result<u8> {
         What::List => {
             let cache = Cache::open()?;
             for series in series::all()? {
-                let Series { base, name, patches, about } = &series;
+                let Series { base, name, patches, about, .. } = &series;
                 let ratio = compare::last(&cache, &series).and_then(|last| {
                     let row = last.rows.first()?;
                     Some(format!("last measured here: {} x {:.3} ({})", row.figure, row.ratio()?, row.bed))

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::series::Series;
+use super::series::{self, Series};
 use super::tree::Tree;
 use super::{Base, PROGRAMS};
 use crate::cache::{Cache, digest};
@@ -64,7 +64,7 @@ impl Config {
 /// The image of `base` with `series`, built if need be.
 pub fn build(cache: &Cache, base: &Base, series: &[Series], variant: Option<&str>) -> Result<Image> {
     let config = Config::new(base, variant)?;
-    let patches: Vec<PathBuf> = series.iter().flat_map(|series| series.patches.clone()).collect();
+    let patches = series::stacked(series);
     let names: Vec<&str> = series.iter().map(|series| series.name.as_str()).chain(variant).collect();
     let tree = Tree::open(cache, base)?;
     let label = std::iter::once(tree.package.version.as_str())

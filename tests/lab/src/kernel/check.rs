@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use super::build::{self, Config, Image};
@@ -32,8 +32,7 @@ pub fn applies(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
     tree.carry(&series.patches)?;
     let stack = stack_of(series)?;
-    let together: Vec<PathBuf> = stack.iter().flat_map(|series| series.patches.clone()).collect();
-    tree.carry(&together)?;
+    tree.carry(&series::stacked(&stack))?;
     tree.carry(&[])?;
     report(
         &series.name,

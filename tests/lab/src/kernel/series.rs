@@ -2,6 +2,7 @@
 //!
 //! `series.toml` in a series says what it claims and how that is measured; its README documents the form.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -20,6 +21,8 @@ pub struct Series {
     pub name: String,
     /// Its patches in order.
     pub patches: Vec<PathBuf>,
+    /// What follows them where another series, named here, is applied as well: the directories `with-NAME`.
+    pub with: BTreeMap<String, Vec<PathBuf>>,
     /// What it says of itself.
     pub about: About,
 }
@@ -146,6 +149,17 @@ pub fn of_base(base: &Base, names: &[String]) -> Result<Vec<Series>> {
     Ok(of_base)
 }
 
+/// The patches of `series` on top of each other: each series' own, then what it adds to those below it.
+pub fn stacked(series: &[Series]) -> Vec<PathBuf> {
+    let mut patches = Vec::new();
+    for (index, top) in series.iter().enumerate() {
+        patches.extend_from_slice(&top.patches);
+        let below = series[..index].iter().filter_map(|below| top.with.get(&below.name));
+        patches.extend(below.flatten().cloned());
+    }
+    patches
+}
+
 /// The series called `names`, or all of them for none.
 pub fn chosen(names: &[String]) -> Result<Vec<Series>> {
     if names.is_empty() { all() } else { names.iter().map(|name| named(name)).collect() }
@@ -153,7 +167,22 @@ pub fn chosen(names: &[String]) -> Result<Vec<Series>> {
 
 fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     let dir = root.join(base.name).join(name);
-    let entries = fs::read_dir(&dir).map_err(Error::file("read", &dir))?;
+    let patches = patches_in(&dir)?;
+    let mut with = BTreeMap::new();
+    for entry in fs::read_dir(&dir).map_err(Error::file("read", &dir))?.flatten() {
+        if let Some(other) = entry.file_name().to_str().and_then(|name| name.strip_prefix("with-")) {
+            with.insert(other.to_owned(), patches_in(&entry.path())?);
+        }
+    }
+    let about = dir.join("series.toml");
+    let text = fs::read_to_string(&about).map_err(Error::file("read", &about))?;
+    let about =
+        toml::from_str(&text).map_err(|error| Error::Series(format!("{}: {error}", about.display())))?;
+    Ok(Series { base, name: name.to_owned(), patches, with, about })
+}
+
+fn patches_in(dir: &Path) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(dir).map_err(Error::file("read", dir))?;
     let mut patches: Vec<PathBuf> = entries
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|path| path.extension().is_some_and(|extension| extension == "patch"))
@@ -162,11 +191,7 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     if patches.is_empty() {
         return Err(Error::Series(format!("{} holds no NNNN-title.patch", dir.display())));
     }
-    let about = dir.join("series.toml");
-    let text = fs::read_to_string(&about).map_err(Error::file("read", &about))?;
-    let about =
-        toml::from_str(&text).map_err(|error| Error::Series(format!("{}: {error}", about.display())))?;
-    Ok(Series { base, name: name.to_owned(), patches, about })
+    Ok(patches)
 }
 
 #[cfg(test)]
@@ -175,9 +200,39 @@ mod tests {
 
     #[test]
     fn what_is_committed_can_be_read() {
-        for series in all().unwrap() {
+        let all = all().unwrap();
+        for series in &all {
             assert!(!series.about.claim.is_empty(), "{}", series.name);
+            // A name that nobody has would never be applied, and nobody would notice.
+            let below = all.iter().take_while(|other| other.name != series.name);
+            let known: Vec<&str> =
+                below.filter(|other| other.base == series.base).map(|other| other.name.as_str()).collect();
+            for name in series.with.keys() {
+                assert!(
+                    known.contains(&name.as_str()),
+                    "{}: with-{name}, but below it are {known:?}",
+                    series.name
+                );
+            }
         }
+    }
+
+    #[test]
+    fn what_a_series_adds_to_another_is_applied_only_with_it() {
+        let series = |name: &str, with: &[&str]| Series {
+            base: &BASES[0],
+            name: name.into(),
+            patches: vec![format!("{name}/1").into()],
+            with: with
+                .iter()
+                .map(|other| ((*other).into(), vec![format!("{name}/{other}").into()]))
+                .collect(),
+            about: toml::from_str("claim = 'x'").unwrap(),
+        };
+        let stack = [series("a", &[]), series("b", &["a", "c"]), series("c", &["b"])];
+        let paths = |names: &[&str]| names.iter().map(PathBuf::from).collect::<Vec<_>>();
+        assert_eq!(stacked(&stack), paths(&["a/1", "b/1", "b/a", "c/1", "c/b"]));
+        assert_eq!(stacked(&stack[1..2]), paths(&["b/1"]));
     }
 
     #[test]
