@@ -27,6 +27,8 @@ struct Shared {
     /// Mapped rather than allocated: a log that is never used costs address space only.
     words: Mapping,
     enabled: AtomicBool,
+    /// Whether a word may have a bit: most collections find none, and need not look at the words.
+    marked: AtomicBool,
     _mapping: Arc<Mapping>,
 }
 
@@ -35,7 +37,12 @@ impl WriteLog {
     pub fn new(mapping: Arc<Mapping>, len: u64) -> io::Result<Self> {
         let bytes = len.div_ceil(PAGE_SIZE).div_ceil(64) * 8;
         let words = Mapping::new(bytes, PAGE_SIZE, Source::Anonymous)?;
-        let shared = Shared { words, enabled: AtomicBool::new(false), _mapping: mapping };
+        let shared = Shared {
+            words,
+            enabled: AtomicBool::new(false),
+            marked: AtomicBool::new(false),
+            _mapping: mapping,
+        };
         Ok(Self { shared: Arc::new(shared), base: 0 })
     }
 
@@ -49,6 +56,10 @@ impl WriteLog {
 
     /// Hands every marked page, counted from the region's start, to `page`, and clears the log.
     pub fn drain(&self, mut page: impl FnMut(u64)) {
+        // A mark made later sets this again; one made before is seen, bits and all.
+        if !self.shared.marked.swap(false, Ordering::AcqRel) {
+            return;
+        }
         for (index, word) in self.shared.words.words().iter().enumerate() {
             if word.load(Ordering::Relaxed) != 0 {
                 let mut bits = word.swap(0, Ordering::AcqRel);
@@ -72,6 +83,8 @@ impl Bitmap for WriteLog {
         for page in first..=last.min(self.shared.words.words().len() * 64 - 1) {
             self.shared.words.words()[page / 64].fetch_or(1 << (page % 64), Ordering::Release);
         }
+        // Always stored, never tested first: a test could read what a collection has just taken back.
+        self.shared.marked.store(true, Ordering::Release);
     }
 
     fn dirty_at(&self, offset: usize) -> bool {

@@ -1,12 +1,17 @@
 //! Reading bitmaps, a bit a page, at the speed of memory.
 //!
-//! A clean bitmap is read eight words at a time without a branch inside, which the compiler turns into vector
-//! instructions; dirty pages come out as runs, so that their user works on ranges and not on bits.
+//! A clean bitmap is read many words at a time without a branch inside, which the compiler turns into vector
+//! instructions. Of a block that is not clean a mask tells which words have bits, again without a branch: where dirty
+//! pages lie far apart, a test of each word would be mispredicted at every one of them. Dirty pages come out as runs, so
+//! that their user works on ranges and not on bits.
 
 use std::ops::Range;
 
 /// Words looked at at once: a cache line.
 const LINE: usize = 8;
+
+/// Words of a block: as many as a mask has bits.
+const BLOCK: usize = 64;
 
 /// Words that a bitmap of `pages` has.
 pub fn words_for(pages: u64) -> usize {
@@ -20,15 +25,10 @@ pub fn is_clean(words: &[u64]) -> bool {
 
 /// The index of the first word that is not `same`, which is all zeroes or all ones.
 fn first_other(words: &[u64], same: u64) -> Option<usize> {
-    // Near ones first: where some hundredth of the pages is dirty, the next is a word or two away.
-    let near = words.len().min(LINE);
-    if let Some(at) = words[..near].iter().position(|word| *word != same) {
-        return Some(at);
-    }
     let differs = |line: &[u64]| line.iter().fold(0, |seen, word| seen | (word ^ same)) != 0;
-    let mut at = near;
+    let mut at = 0;
     // Several lines a test, because the test costs more than a line; what is left of such a step in finer ones.
-    for step in [LINE * 8, LINE, 1] {
+    for step in [BLOCK, LINE, 1] {
         at += words[at..].chunks_exact(step).take_while(|part| !differs(part)).count() * step;
     }
     (at < words.len()).then_some(at)
@@ -42,12 +42,45 @@ pub struct Runs<'a> {
     /// The word under way, and its bits that no run has taken yet.
     index: usize,
     bits: u64,
+    /// Which words after that, in the block that it is in, have bits.
+    others: u64,
+}
+
+/// Which words of the block that begins at `first` have bits.
+fn occupied(words: &[u64], first: usize) -> u64 {
+    let mask = |words: &[u64]| {
+        words.iter().enumerate().fold(0, |mask, (index, word)| mask | u64::from(*word != 0) << index)
+    };
+    // Line by line, of a known length: two short chains of dependent instructions take half the time of a long one.
+    let lines = |block: &[u64; BLOCK]| {
+        let lines = block.chunks_exact(LINE).enumerate();
+        lines.fold(0, |all, (index, line)| all | mask(line) << (index * LINE))
+    };
+    match words[first..].first_chunk::<BLOCK>() {
+        Some(block) => lines(block),
+        None => mask(&words[first..]),
+    }
+}
+
+impl Runs<'_> {
+    /// Goes to the word at `index`, or beyond the last.
+    fn go_to(&mut self, index: usize) {
+        let block = index / BLOCK * BLOCK;
+        if block != self.index / BLOCK * BLOCK {
+            self.others = if index < self.words.len() { occupied(self.words, block) } else { 0 };
+        }
+        // Shifted twice: by 64 at once is not defined.
+        self.others &= u64::MAX << (index - block) << 1;
+        self.index = index;
+        self.bits = self.words.get(index).copied().unwrap_or(0);
+    }
 }
 
 /// The runs among the first `pages` bits of `words`.
 pub fn runs(words: &[u64], pages: u64) -> Runs<'_> {
     let bits = words.first().copied().unwrap_or(0);
-    Runs { words, pages: pages.min(words.len() as u64 * 64), index: 0, bits }
+    let others = occupied(words, 0) & (u64::MAX << 1);
+    Runs { words, pages: pages.min(words.len() as u64 * 64), index: 0, bits, others }
 }
 
 impl Iterator for Runs<'_> {
@@ -56,9 +89,14 @@ impl Iterator for Runs<'_> {
     #[inline]
     fn next(&mut self) -> Option<Range<u64>> {
         if self.bits == 0 {
-            let rest = self.index + 1;
-            self.index = rest + first_other(self.words.get(rest..)?, 0)?;
-            self.bits = self.words[self.index];
+            if self.others != 0 {
+                self.index = self.index / BLOCK * BLOCK + self.others.trailing_zeros() as usize;
+                self.others &= self.others - 1;
+                self.bits = self.words[self.index];
+            } else {
+                let rest = (self.index / BLOCK + 1) * BLOCK;
+                self.go_to(rest + first_other(self.words.get(rest..)?, 0)?);
+            }
         }
         let low = self.bits.trailing_zeros();
         let start = self.index as u64 * 64 + u64::from(low);
@@ -69,10 +107,9 @@ impl Iterator for Runs<'_> {
         } else {
             // The run goes on in the next word, and ends where one is not full.
             let rest = self.index + 1;
-            self.index = first_other(&self.words[rest..], u64::MAX).map_or(self.words.len(), |at| rest + at);
-            let last = self.words.get(self.index).copied().unwrap_or(0);
-            let taken = (!last).trailing_zeros();
-            self.bits = last & (u64::MAX << taken);
+            self.go_to(first_other(&self.words[rest..], u64::MAX).map_or(self.words.len(), |at| rest + at));
+            let taken = (!self.bits).trailing_zeros();
+            self.bits &= u64::MAX << taken;
             self.index as u64 * 64 + u64::from(taken)
         };
         // Bits beyond the last page are none of ours.

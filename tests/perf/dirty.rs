@@ -3,7 +3,7 @@
 //! A guest of 4 GiB dirties none, 1 % and all of its pages; a harvest is collect, scan and clear, through
 //! `DirtyTracker`, against the same ioctls made bare (one get and one clear of the whole memslot, over a buffer of their
 //! own). The two take turns, so that whatever else the host does falls on both alike. A clean bitmap of 512 KiB (16 GiB of
-//! guest) is scanned too.
+//! guest) is scanned too. `-- 0 1` measures only these percentages.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -16,7 +16,10 @@ use vellum::workload::guest::GuestConfig;
 use vellum::workload::{Guest, WriteConfig};
 
 const SIZE: u64 = 4 << 30;
-const ROUNDS: usize = 9;
+/// Few where a round takes seconds, many where it takes milliseconds.
+fn rounds(percent: u64) -> usize {
+    if percent > 10 { 5 } else { 41 }
+}
 
 fn median(samples: &mut [f64]) -> f64 {
     samples.sort_by(f64::total_cmp);
@@ -33,29 +36,39 @@ fn dirty(guest: &Guest, percent: u64) {
     guest.wait_all_rung().expect("the guest's pass");
 }
 
-/// Collects by the bare ioctls; seconds.
-fn bare(guest: &Guest, words: &mut [u64]) -> f64 {
+/// Collects by the bare ioctls: seconds of get and of clear.
+fn bare(guest: &Guest, words: &mut [u64]) -> [f64; 2] {
     let slots = &guest.vm.memory.slots;
-    let start = Instant::now();
+    let mut parts = [0.0; 2];
     let mut rest = words;
     for slot in slots {
         let pages = slot.len / 4096;
         let (own, others) = rest.split_at_mut(scan::words_for(pages));
+        let start = Instant::now();
         // SAFETY: as many words as the memslot has pages, by 64.
         unsafe { sys::get_log(&guest.vm.fd, slot.id, own) }.expect("KVM_GET_DIRTY_LOG");
+        parts[0] += start.elapsed().as_secs_f64();
+        let start = Instant::now();
         sys::clear_log(&guest.vm.fd, slot.id, 0, pages as u32, own).expect("KVM_CLEAR_DIRTY_LOG");
+        parts[1] += start.elapsed().as_secs_f64();
         rest = others;
     }
-    start.elapsed().as_secs_f64()
+    parts
 }
 
-/// Collects as migration would: seconds of it all, of which get and clear, and the pages found.
-fn harvest(tracker: &mut dyn DirtyTracker) -> (f64, f64, u64) {
-    let start = Instant::now();
-    tracker.collect().expect("collect");
-    let collected = start.elapsed().as_secs_f64();
+/// Collects as migration would: seconds of get, clear and the scan for runs, and the pages found.
+fn harvest(tracker: &mut dyn DirtyTracker) -> ([f64; 3], u64) {
+    let mut last = Instant::now();
+    let mut lap = || {
+        let now = Instant::now();
+        (now - std::mem::replace(&mut last, now)).as_secs_f64()
+    };
+    tracker.get().expect("get");
+    let get = lap();
+    tracker.clear().expect("clear");
+    let clear = lap();
     let pages = tracker.logs().iter().flat_map(SlotLog::runs).map(|run| run.end - run.start).sum();
-    (start.elapsed().as_secs_f64(), collected, pages)
+    ([get, clear, lap()], pages)
 }
 
 fn main() {
@@ -81,27 +94,36 @@ fn main() {
     guest.vm.memory.slots.iter().for_each(|slot| tracker.track(*slot));
     tracker.enable(&guest.vm, true).expect("log");
     let mut words = vec![0; (SIZE / 4096 / 64) as usize];
-    println!(
-        "harvest of {} GiB with manual protection, medians of {ROUNDS}, in turn with the bare ioctls:",
-        SIZE >> 30
-    );
-    for percent in [0, 1, 100] {
-        let mut samples = [const { Vec::new() }; 3];
+    println!("harvest of {} GiB with manual protection, in turn with the bare ioctls, medians:", SIZE >> 30);
+    let asked: Vec<u64> = std::env::args().filter_map(|arg| arg.parse().ok()).collect();
+    for percent in if asked.is_empty() { vec![0, 1, 100] } else { asked } {
+        // Get and clear bare, the same through the tracker, and the scan for runs.
+        let mut samples = [const { Vec::new() }; 5];
+        let mut ratios = Vec::new();
         let mut found = 0;
-        for _ in 0..ROUNDS {
-            dirty(&guest, percent);
-            samples[0].push(bare(&guest, &mut words));
-            dirty(&guest, percent);
-            let (all, collected, pages) = harvest(&mut *tracker);
-            samples[1].push(all);
-            samples[2].push(all - collected);
-            found = pages;
+        let rounds = rounds(percent);
+        for round in 0..rounds {
+            let (mut ioctls, mut vellum) = ([0.0; 2], [0.0; 3]);
+            // Each goes first every other time: what follows finds the host's caches as the other has left them.
+            for turn in 0..2 {
+                dirty(&guest, percent);
+                if (round + turn) % 2 == 0 {
+                    ioctls = bare(&guest, &mut words);
+                } else {
+                    (vellum, found) = harvest(&mut *tracker);
+                }
+            }
+            ratios.push(vellum.iter().sum::<f64>() / ioctls.iter().sum::<f64>());
+            samples.iter_mut().zip(ioctls.iter().chain(&vellum)).for_each(|(all, one)| all.push(*one));
         }
-        let [bare, all, scan] = samples.map(|mut samples| median(&mut samples) * 1e6);
+        let [get, clear, own_get, own_clear, scan] = samples.map(|mut samples| median(&mut samples) * 1e6);
+        ratios.sort_by(f64::total_cmp);
         println!(
-            "  {percent:3} % dirty ({found:7} pages): ioctls {bare:10.1} us, Vellum {all:10.1} us ({:+5.1} %), of which the \
-             scan for runs {scan:6.1} us",
-            (all / bare - 1.0) * 100.0
+            "  {percent:3} % dirty ({found:7} pages): bare get {get:.1} + clear {clear:.1} us; Vellum get {own_get:.1} + clear \
+             {own_clear:.1} + scan for runs {scan:.1} us; together {:+.1} % (quartiles {:+.1} to {:+.1} %)",
+            (ratios[rounds / 2] - 1.0) * 100.0,
+            (ratios[rounds / 4] - 1.0) * 100.0,
+            (ratios[rounds * 3 / 4] - 1.0) * 100.0,
         );
     }
 }
