@@ -20,6 +20,8 @@ pub mod pvpanic;
 #[cfg(target_arch = "x86_64")]
 pub mod rtc;
 pub mod serial;
+#[cfg(target_arch = "x86_64")]
+pub mod test_device;
 pub mod virtio;
 
 /// How a guest asks for its own end.

@@ -27,6 +27,23 @@ pub fn install() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Where KVM says of what size each access of a string instruction is (`rep insb`), whose data kvm-ioctls gives in one piece.
+pub struct PortSize(*const u8);
+
+impl PortSize {
+    /// Of the vCPU whose `run` this is; its descriptor must outlive this.
+    pub fn new(run: &mut kvm_run) -> Self {
+        // SAFETY: no more than an address within the mapping is taken.
+        Self(unsafe { &raw const run.__bindgen_anon_1.io.size })
+    }
+
+    /// Bytes of one access, after `KVM_EXIT_IO`; something else after another exit.
+    pub fn get(&self) -> usize {
+        // SAFETY: a byte of the mapping that the kernel shares with us, written only while `KVM_RUN` runs on this thread.
+        unsafe { self.0.read_volatile() }.into()
+    }
+}
+
 /// A vCPU thread as somebody else sees it: enough to interrupt it.
 #[derive(Debug, Default)]
 pub struct Kick {

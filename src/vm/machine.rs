@@ -37,7 +37,7 @@ use crate::devices::bus::Bus;
 use crate::devices::console::{self, Console, Target};
 use crate::devices::rtc::{self, Rtc};
 use crate::devices::serial::{self, Serial};
-use crate::devices::{Ending, acpi_pm, debug_exit, i8042, ioapic, pvpanic};
+use crate::devices::{Ending, acpi_pm, debug_exit, i8042, ioapic, pvpanic, test_device};
 use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox, ThreadKind};
 use crate::sys::program::{SETTLING, release_start_up_code};
@@ -341,10 +341,18 @@ impl Machine {
         ports.add(i8042::COMMAND.into(), 1, Arc::new(i8042::I8042))?;
         ports.add(pvpanic::PORT.into(), 1, Arc::new(pvpanic::PvPanic))?;
         ports.add(acpi_pm::SLEEP_CONTROL.into(), acpi_pm::PORTS, Arc::new(acpi_pm::AcpiPm))?;
+        let mut mmio = Bus::default();
         if is_multiboot(&entry) {
             ports.add(debug_exit::PORT.into(), debug_exit::PORTS, Arc::new(debug_exit::DebugExit))?;
+            let scratch = |bytes| Arc::new(test_device::Scratch::new(bytes));
+            let (count, bytes) = (test_device::SCRATCH_PORTS, test_device::SCRATCH_BYTES);
+            ports.add(test_device::SCRATCH.into(), count, scratch(count))?;
+            mmio.add(test_device::SCRATCH_MEMORY, bytes, scratch(bytes))?;
+            let (irqchip, vm) = (irqchip.clone(), vm.fd.clone());
+            let lines =
+                test_device::Lines(Box::new(move |gsi, asserted| irqchip.set_line(&vm, gsi, asserted)));
+            ports.add(test_device::LINES.into(), test_device::LINE_PORTS, Arc::new(lines))?;
         }
-        let mut mmio = Bus::default();
         if let Irqchip::Split(ioapic) = &*irqchip {
             mmio.add(ioapic::BASE, ioapic::SIZE, ioapic.clone())?;
         }
@@ -534,7 +542,7 @@ impl Machine {
     }
 }
 
-/// kvm-unit-tests end by a port that no other guest may stumble on.
+/// kvm-unit-tests need devices that no other guest may stumble on.
 fn is_multiboot(entry: &Entry) -> bool {
     matches!(entry, Entry::Protected { eax: boot::MULTIBOOT_MAGIC, .. })
 }

@@ -22,7 +22,7 @@ use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use super::lifecycle::Exit;
 use crate::sys::affinity;
-use crate::sys::kick::{self, Kick};
+use crate::sys::kick::{self, Kick, PortSize};
 
 /// Where a vCPU is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -263,6 +263,8 @@ impl Vcpu {
                 return;
             }
             mine.kick.arm(fd.get_kvm_run());
+            let size = PortSize::new(fd.get_kvm_run());
+            let mut on_exit = |exit: VcpuExit<'_>| one_by_one(exit, size.get(), &mut on_exit);
             let ended = run(&mine, &mut fd, &mut on_exit);
             let mut inner = mine.lock();
             mine.kick.disarm();
@@ -484,6 +486,28 @@ where
             }
         }
     }
+}
+
+/// Cuts what a string instruction did with a port into accesses of `size` bytes.
+fn one_by_one(exit: VcpuExit<'_>, size: usize, on_exit: &mut impl FnMut(VcpuExit<'_>) -> Flow) -> Flow {
+    let mut flow = Flow::Continue;
+    match exit {
+        VcpuExit::IoIn(port, data) if data.len() > size && size > 0 => {
+            for part in data.chunks_exact_mut(size) {
+                flow = on_exit(VcpuExit::IoIn(port, part));
+            }
+        }
+        VcpuExit::IoOut(port, data) if data.len() > size && size > 0 => {
+            for part in data.chunks_exact(size) {
+                flow = on_exit(VcpuExit::IoOut(port, part));
+                if flow != Flow::Continue {
+                    break;
+                }
+            }
+        }
+        exit => return on_exit(exit),
+    }
+    flow
 }
 
 /// Says `Paused`, serves calls, and returns the command that ended the pause.

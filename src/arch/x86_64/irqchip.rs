@@ -94,6 +94,16 @@ impl Irqchip {
         vm.register_irqfd(event, gsi).map_err(|e| Error::Ioctl("KVM_IRQFD", e))
     }
 
+    /// Drives the line of interrupt `gsi`, one that no event is [connected](Irqchip::connect) to.
+    pub fn set_line(&self, vm: &VmFd, gsi: u32, asserted: bool) {
+        match self {
+            Self::Split(ioapic) if (gsi as usize) < PINS => ioapic.set_line(gsi as usize, asserted),
+            Self::Split(_) => {}
+            // It fails for a line that there is not.
+            Self::Kernel => drop(vm.set_irq_line(gsi, asserted)),
+        }
+    }
+
     /// A guest has ended a level-triggered interrupt: `KVM_EXIT_IOAPIC_EOI`.
     pub fn eoi(&self, vector: u8) {
         if let Self::Split(ioapic) = self {

@@ -121,6 +121,7 @@ fn enter<M: GuestMemoryBackend>(
     initrd: Option<Input<'_, impl Source>>,
     request: &Request<'_>,
 ) -> Result<Entry, Error> {
+    placement.claim("the boot page table", PAGE_TABLES, size_of::<PageTables>() as u64)?;
     let mut params = boot_params { hdr: header, ..boot_params::default() };
     params.hdr.type_of_loader = LOADER_UNDEFINED;
     params.hdr.cmd_line_ptr = placement.write_cmdline(request.cmdline, cmdline_max)? as u32;
@@ -139,9 +140,12 @@ fn enter<M: GuestMemoryBackend>(
     Ok(Entry::Long { rip, rsi: INFO })
 }
 
+/// PML4, PDPT and four page directories.
+type PageTables = [u64; 6 * 512];
+
 /// Identity mapping of the first 4 GiB by 2 MiB pages: all that may hold kernel, zero page, command line and initrd.
 fn write_page_tables<M: GuestMemoryBackend>(placement: &Placement<'_, M>) -> Result<(), Error> {
-    let mut tables = [0u64; 6 * 512];
+    let mut tables: PageTables = [0; _];
     tables[0] = (PAGE_TABLES + 0x1000) | PTE_PRESENT_RW;
     for (i, entry) in tables[512..][..4].iter_mut().enumerate() {
         *entry = (PAGE_TABLES + 0x2000 + i as u64 * 0x1000) | PTE_PRESENT_RW;

@@ -8,11 +8,14 @@
 //! Images are hostile: every offset, size and address in them is checked here before it is used.
 //!
 //! ```text
-//! 0x00500  GDT                      0x07000  zero page, or PVH start_info, or multiboot info
-//! 0x08000  the protocol's lists     0x09000  identity page tables (PML4, PDPT, 4 PDs)
-//! 0x20000  command line (64 KiB)    0x30000  free for an image that wants to be low
+//! 0x00500  GDT                      0x06000  the protocol's lists
+//! 0x07000  zero page, or PVH start_info, or multiboot info
+//! 0x09000  identity page tables (PML4, PDPT, 4 PDs), for a 64-bit entry only
+//! 0x20000  command line (64 KiB)
 //! 0x9fc00  EBDA, VGA hole, ROM area: reserved; ACPI tables from 0xe0000
 //! ```
+//!
+//! What lies between is free for an image that wants to be low.
 
 mod elf;
 mod linux;
@@ -33,7 +36,7 @@ pub const GDT: u64 = 0x500;
 /// The page that the protocol's main structure fills: `boot_params`, `hvm_start_info` or the multiboot information.
 pub const INFO: u64 = 0x7000;
 /// Lists that the main structure points to: memory map, modules.
-const LISTS: u64 = 0x8000;
+const LISTS: u64 = 0x6000;
 /// Page tables for a 64-bit entry: PML4, PDPT and four page directories.
 pub const PAGE_TABLES: u64 = 0x9000;
 /// The command line.
@@ -41,7 +44,7 @@ const CMDLINE: u64 = 0x2_0000;
 /// The most that any protocol may use for it, with its NUL.
 const CMDLINE_AREA: usize = 0x1_0000;
 /// The first byte that an image may occupy.
-const LOWEST: u64 = 0x3_0000;
+const LOWEST: u64 = INFO + PAGE;
 /// The extended BIOS data area: from here to 1 MiB nothing is RAM (the PC's map, which Linux also assumes).
 const EBDA: u64 = 0x9_fc00;
 /// The end of the ROM area.
@@ -306,7 +309,12 @@ impl<'a, M: GuestMemoryBackend> Placement<'a, M> {
         if low_end < 2 << 20 {
             return Err(Error::TooLittleMemory);
         }
-        let taken = vec![(0..LOWEST, "boot information"), (EBDA..HIGH, "the ROM area")];
+        let cmdline = CMDLINE..CMDLINE + CMDLINE_AREA as u64;
+        let taken = vec![
+            (0..LOWEST, "boot information"),
+            (cmdline, "the command line"),
+            (EBDA..HIGH, "the ROM area"),
+        ];
         Ok(Self { memory, taken, low_end })
     }
 

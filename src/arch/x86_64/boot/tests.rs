@@ -213,6 +213,24 @@ fn hostile_elf_headers_are_refused_before_anything_is_copied() {
 }
 
 #[test]
+fn a_multiboot_image_may_lie_where_only_a_64_bit_entry_needs_room() {
+    let mut image = multiboot_flat();
+    for at in [12, 16, 28] {
+        let address = u32::from_le_bytes(image[at..at + 4].try_into().unwrap()) - ORIGIN as u32 + 0x8000;
+        image[at..at + 4].copy_from_slice(&address.to_le_bytes());
+    }
+    let entry = boot(&memory(16 << 20), &image, None).unwrap();
+    assert!(matches!(entry, Entry::Protected { eip, .. } if eip >> 12 == 8), "{entry:?}");
+    assert!(
+        refused(elf64(&CODE, false), |file| {
+            put(24, 0x9000)(file);
+            put(64 + 24, 0x9000)(file);
+        })
+        .contains("overlaps the kernel")
+    );
+}
+
+#[test]
 fn hostile_bzimages_and_multiboot_headers_are_refused() {
     let bz = || bzimage(0x1000);
     let header = |at: usize| 0x1f1 + at;
