@@ -1,9 +1,12 @@
-//! Hosts where KVM is missing or out of reach, made with a mount namespace: the commands say what to do, and end.
+//! Hosts where KVM is missing or out of reach, made with namespaces and a filter for one ioctl: the commands say what to do,
+//! and end.
 
+use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode, Output};
 
+use libc::{BPF_ABS, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET, BPF_W, sock_filter};
 use libtest_mimic::{Arguments, Failed, Trial};
-use vellum::sys::host;
+use vellum::sys::{host, seccomp};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
@@ -16,14 +19,30 @@ const OTHER_NODE: &str =
 const GROUP_NODE: &str =
     "mount -t tmpfs none /dev && mknod /dev/kvm c 10 232 && chgrp 1 /dev/kvm && chmod 660 /dev/kvm";
 
+/// This program again, as a helper: KVM_CREATE_VM fails with EBUSY in the command that follows.
+const BUSY: &str = "--where-kvm-is-busy";
+
 fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().collect();
+    if let [_, flag, command, arguments @ ..] = &words[..]
+        && flag == BUSY
+    {
+        make_kvm_busy();
+        let error = Command::new(command).args(arguments).exec();
+        panic!("{command}: {error}");
+    }
     let arguments = Arguments::from_args();
     let namespace = within(NO_NODE, &["true"]);
+    let container = in_container(NO_NODE, &["true"]);
+    let kvm = vellum::vm::open().map_err(|error| format!("needs KVM: {error}"));
+    let kvm = kvm.and_then(|_| Command::new("true").output().map_err(|error| error.to_string()));
     let trials = vec![
         trial("run_names_the_remedy_and_the_lab", &namespace, run_without_a_node),
         trial("doctor_examines_the_rest_and_fails", &namespace, doctor_without_a_node),
         trial("doctor_json_carries_verdict_and_remedy", &namespace, doctor_json_without_a_node),
         trial("another_node_is_not_taken_for_kvm", &namespace, another_node),
+        trial("a_container_is_to_get_the_node", &container, container_without_a_node),
+        trial("kvm_that_another_hypervisor_holds_names_whose_guests_to_end", &kvm, busy),
         trial("no_permission_names_the_group_to_join", &namespace.and_then(needs_root), no_permission),
     ];
     libtest_mimic::run(&arguments, trials).exit_code()
@@ -52,6 +71,33 @@ fn within(prepare: &str, command: &[&str]) -> Result<Output, String> {
         return Err(format!("needs a mount namespace: run as root, or allow user namespaces: {said}"));
     }
     Ok(output)
+}
+
+/// As [`within`], and in a PID namespace of its own, by which a container is known.
+fn in_container(prepare: &str, command: &[&str]) -> Result<Output, String> {
+    within(prepare, &[&["unshare", "--pid", "--fork", "--mount-proc"], command].concat()).and_then(|output| {
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let refused = said.contains("unshare: ") || command == ["true"] && !output.status.success();
+        if refused { Err(format!("needs a PID namespace: {said}")) } else { Ok(output) }
+    })
+}
+
+/// Another hypervisor shows only when a VM is to be made: then KVM cannot switch the processor's virtualization on.
+fn make_kvm_busy() {
+    const KVM_CREATE_VM: u32 = 0xae01;
+    let instruction = |code: u32, jf: u8, k: u32| sock_filter { code: code as u16, jt: 0, jf, k };
+    // struct seccomp_data: the number, then the architecture, the instruction's address and the arguments.
+    let (load, equal) = (BPF_LD | BPF_W | BPF_ABS, BPF_JMP | BPF_JEQ | BPF_K);
+    let filter = [
+        instruction(load, 0, 0),
+        instruction(equal, 3, libc::SYS_ioctl as u32),
+        instruction(load, 0, 16 + 8),
+        instruction(equal, 1, KVM_CREATE_VM),
+        instruction(BPF_RET | BPF_K, 0, libc::SECCOMP_RET_ERRNO | libc::EBUSY as u32),
+        instruction(BPF_RET | BPF_K, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    seccomp::no_new_privileges().unwrap();
+    seccomp::install(&filter).unwrap();
 }
 
 fn needs_root(output: Output) -> Result<Output, String> {
@@ -109,6 +155,32 @@ fn doctor_json_without_a_node() -> Result<(), Failed> {
     let node = &diagnosis["checks"][0];
     expect(diagnosis["ok"] == false && node["name"] == "/dev/kvm" && node["verdict"] == "fail", &output)?;
     expect(node["remedy"].as_str().is_some_and(names_a_remedy), &output)
+}
+
+fn container_without_a_node() -> Result<(), Failed> {
+    for command in [&["run"][..], &["doctor"]] {
+        let output = in_container(NO_NODE, &[&[VELLUM], command].concat())?;
+        let said = text(&output.stdout) + &text(&output.stderr);
+        expect(output.status.code() == Some(1), &output)?;
+        expect(
+            said.contains("/dev/kvm") && said.contains("start the container with --device /dev/kvm"),
+            &output,
+        )?;
+        // What a container cannot do itself is not proposed.
+        expect(!said.contains("mknod") && !said.contains("modprobe"), &output)?;
+    }
+    Ok(())
+}
+
+fn busy() -> Result<(), Failed> {
+    for command in [&["run"][..], &["run", "--kernel", VELLUM], &["doctor"]] {
+        let output = Command::new(std::env::current_exe()?).args([BUSY, VELLUM]).args(command).output()?;
+        let said = text(&output.stdout) + &text(&output.stderr);
+        let line = said.lines().find(|line| line.contains("/dev/kvm")).unwrap_or_default();
+        let good = line.contains("busy") && line.contains("VirtualBox") && line.contains("modprobe -r");
+        expect(output.status.code() == Some(1) && good, &output)?;
+    }
+    Ok(())
 }
 
 fn another_node() -> Result<(), Failed> {

@@ -47,6 +47,7 @@ fn main() -> ExitCode {
         }
         trials.push(Trial::test(format!("{kind}_may_do_its_work"), move || unharmed(kind, "work", Mode::On)));
         trials.push(Trial::test(format!("{kind}_may_abort"), move || aborts(kind)));
+        trials.push(Trial::test(format!("{kind}_is_heard_when_it_panics"), move || panics(kind)));
         trials.push(Trial::test(format!("{kind}_is_not_killed_by_log"), move || {
             unharmed(kind, "open", Mode::Log)
         }));
@@ -103,6 +104,23 @@ fn aborts(kind: ThreadKind) -> Result<(), Failed> {
     if output.status.signal() == Some(libc::SIGABRT) { Ok(()) } else { Err(said(&output).into()) }
 }
 
+fn panics(kind: ThreadKind) -> Result<(), Failed> {
+    for backtrace in ["0", "1", "full"] {
+        let output = helper(kind, "panic", Mode::On).env("RUST_BACKTRACE", backtrace).output()?;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let first = stderr.lines().next().unwrap_or_default();
+        // The helper's own main panics in its turn when it joins the thread, except where it is the thread.
+        let good = first.starts_with("vellum: thread ") && first.contains("it went wrong; --sandbox off");
+        if !good || !first.contains("tests/sandbox.rs") || stderr.contains("which it may not") {
+            return Err(said(&output).into());
+        }
+        if output.status.code() != Some(101) {
+            return Err(said(&output).into());
+        }
+    }
+    Ok(())
+}
+
 fn forks_not() -> Result<(), Failed> {
     // musl blocks every signal while it forks: the kernel then kills without a word.
     if cfg!(target_env = "musl") {
@@ -147,6 +165,9 @@ fn restores_the_terminal() -> Result<(), Failed> {
 
 /// The helper: enters the sandbox the way a VMM does, and acts.
 fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
+    if action == "panic" {
+        vellum::cli::say_panics();
+    }
     let kind = ThreadKind::ALL.into_iter().find(|known| known.to_string() == kind).unwrap();
     if action == "raw-then-open" {
         terminal::set_raw(io::stdin().as_fd()).unwrap();
@@ -195,6 +216,7 @@ fn act(kind: ThreadKind, action: &str, file: &File, status: Option<String>) {
         "open" | "raw-then-open" => drop(File::open("/etc/passwd").unwrap()),
         "socket" => drop(UdpSocket::bind("127.0.0.1:0").unwrap()),
         "abort" => std::process::abort(),
+        "panic" => panic!("it went wrong"),
         "work" => work(kind, file),
         "drop-root" => {
             let status = status.unwrap();

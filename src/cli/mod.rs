@@ -22,6 +22,7 @@ use std::process::ExitCode;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
+use crate::sandbox;
 use crate::vm::lifecycle::Exit;
 
 /// A lightweight VMM for KVM, for people who work on guest memory
@@ -88,12 +89,7 @@ fn chain(error: &dyn StdError) -> String {
 /// The program.
 pub fn main() -> ExitCode {
     crate::sys::heap::keep_to_one();
-    let default = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |panic| {
-        // A terminal in raw mode would outlive the process, and spoil the message.
-        crate::sys::terminal::restore();
-        default(panic);
-    }));
+    say_panics();
     let command = match quick().map_or_else(|| Cli::try_parse().map(|cli| cli.command), Ok) {
         Ok(command) => command,
         Err(error) => return refuse(&error),
@@ -117,6 +113,23 @@ pub fn main() -> ExitCode {
         failure.exit
     });
     ExitCode::from(exit.code())
+}
+
+/// Lets a panic be seen wherever it happens.
+pub fn say_panics() {
+    let default = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        // A terminal in raw mode would outlive the process, and spoil the message.
+        crate::sys::terminal::restore();
+        if !sandbox::is_in_force() {
+            return default(panic);
+        }
+        // The default hook opens files for a backtrace, which would end the process with a violation instead.
+        let thread = std::thread::current();
+        let (name, text) = (thread.name().unwrap_or("?"), panic.payload_as_str().unwrap_or("no message"));
+        let place = panic.location().map_or(String::new(), |place| format!(" at {place}"));
+        eprintln!("vellum: thread {name} panicked{place}: {text}; --sandbox off shows where it came from");
+    }));
 }
 
 /// The command, where it is one that must start fast and is well-formed: only its own arguments are built then. Whatever

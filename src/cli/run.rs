@@ -55,7 +55,8 @@ pub struct RunArgs {
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 
-    /// Confine the running VMM (seccomp, Landlock): on, log (report to the kernel's log and go on), off
+    /// Confine the running VMM by seccomp and Landlock: on; log (what seccomp would forbid goes to the kernel's log, and
+    /// Landlock, which can only deny, is left out); off
     #[arg(long, value_name = "MODE", default_value = "on")]
     sandbox: Mode,
 

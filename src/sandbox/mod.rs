@@ -18,6 +18,7 @@ mod violation;
 use std::fmt;
 use std::io;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use landlock::{ABI, Access, AccessFs, AccessNet, LandlockStatus, Ruleset, RulesetAttr, Scope};
 
@@ -148,6 +149,7 @@ impl Sandbox {
         violation::introduce(kind, name);
         seccomp::unblock_traps();
         let filter = bpf::compile(allowed::by(kind), otherwise);
+        IN_FORCE.store(self.mode == Mode::On, Ordering::Relaxed);
         seccomp::install(&filter).map_err(|source| Error::Filter { kind, name: name.to_owned(), source })
     }
 
@@ -159,6 +161,13 @@ impl Sandbox {
             (mode, _) => mode.to_string(),
         }
     }
+}
+
+static IN_FORCE: AtomicBool = AtomicBool::new(false);
+
+/// Whether some thread of this process has a filter by which a violation is the end.
+pub fn is_in_force() -> bool {
+    IN_FORCE.load(Ordering::Relaxed)
 }
 
 /// Denies every access that the kernel's Landlock knows, with no exception; returns its ABI. Seccomp forbids the same
