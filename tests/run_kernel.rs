@@ -5,6 +5,7 @@ mod images;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -80,6 +81,7 @@ fn main() {
             expect(&run, 2, "", says)
         }));
     }
+    trials.push(trial("bad_files_are_one_line_and_leave_nothing_behind", kvm(), bad_files));
     trials.push(trial("a_bad_kernel_leaves_a_serial_file_alone", kvm(), || {
         let file = path("kept");
         fs::write(&file, "earlier output")?;
@@ -95,6 +97,88 @@ fn main() {
         expect(&run, 2, "", "--cmdline 'console=")
     }));
     libtest_mimic::run(&args, trials).exit();
+}
+
+/// What a user can mistype about files, sockets and interfaces; `DIR` has them all, and the same ones afterwards.
+fn bad_files() -> Result<(), Failed> {
+    // Short, for sockets.
+    let dir = std::env::temp_dir().join(format!("vellum-bad-{}", std::process::id()));
+    fs::create_dir(&dir)?;
+    let at = |name: &str| dir.join(name).to_str().unwrap().to_owned();
+    let size = |name: &str, bytes| fs::File::create(at(name)).and_then(|file| file.set_len(bytes));
+    let kernel = Code::default().power_off().elf64();
+    fs::write(at("kernel"), &kernel)?;
+    fs::write(at("half"), &kernel[..100])?;
+    fs::write(at("noise"), [0x5a; 3000])?;
+    size("odd", 1000)?;
+    size("none", 0)?;
+    size("disk", 1 << 20)?;
+    size("large", 9 << 20)?;
+    ensure(Command::new("mkfifo").arg(at("fifo")).status()?.success(), || "mkfifo".into())?;
+    let live = UnixListener::bind(at("live.sock"))?;
+    let contents = || -> Result<Vec<_>, Failed> {
+        let mut names = Vec::new();
+        for name in fs::read_dir(&dir)? {
+            names.push(name?.file_name());
+        }
+        names.sort();
+        Ok(names)
+    };
+    let before = contents()?;
+    for (flags, says) in [
+        ("-k DIR/half", "--kernel DIR/half: the kernel is truncated"),
+        ("-k DIR/none", "not a kernel"),
+        ("-k DIR/fifo", "--kernel DIR/fifo: not a regular file"),
+        ("-k DIR", "--kernel DIR: not a regular file"),
+        ("-i DIR", "--initrd DIR: not a regular file"),
+        ("-i DIR/fifo", "--initrd DIR/fifo: not a regular file"),
+        ("-i DIR/large -m 8", "--initrd DIR/large: the initrd's 9437184 bytes do not fit"),
+        ("-i DIR/disk", "OK"),
+        ("--disk DIR/odd", "DIR/odd has 1000 bytes"),
+        ("--disk DIR/none", "DIR/none has 0 bytes"),
+        ("--disk DIR/nothing", "DIR/nothing: No such file"),
+        ("--disk DIR/fifo", "neither a file nor a block device"),
+        ("--disk DIR", "neither a file nor a block device"),
+        ("--disk DIR/disk --disk DIR/disk", "add `readonly`"),
+        ("--disk DIR/disk,readonly --disk DIR/disk", "in use by another process"),
+        ("--disk DIR/disk,raedonly", "did you mean 'readonly'?"),
+        ("--net tap=nosuchtap0", "tap `nosuchtap0` is not there"),
+        ("--net tap=name-of-more-than-15-bytes", "1 to 15 bytes"),
+        ("--net tap=nosuchtap0,mac=1:2", "02:00:00:00:00:01"),
+        ("--vsock DIR/live.sock", "--vsock: socket DIR/live.sock is in use"),
+        ("--vsock DIR/disk", "DIR/disk is there and is no socket"),
+        ("--vsock DIR/nothing/v.sock", "a directory where this user may write"),
+        ("--vsock DIR/v.sock,cid=2", "3 to 4294967294"),
+        // What comes before the mistake is taken back.
+        ("--vsock DIR/v.sock --name n -k DIR/noise", "--kernel DIR/noise: not a kernel"),
+        ("--vsock DIR/v.sock --name n --disk DIR/disk --serial file=DIR", "--serial DIR: cannot be opened"),
+        ("--name live", "--name: socket DIR/vellum/live.sock is in use"),
+        ("--timeout never", "30s"),
+        ("--irqchip both", "split, kernel"),
+        ("--network mode=user", "none and tap"),
+    ] {
+        let here = |text: &str| text.replace("DIR", dir.to_str().unwrap());
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vellum"));
+        command.arg("run").args(here(flags).split(' ')).env("XDG_RUNTIME_DIR", &dir).stdin(Stdio::null());
+        if !flags.contains("-k ") {
+            command.args(["-k", &at("kernel")]);
+        }
+        let _live =
+            flags.contains("--name live").then(|| UnixListener::bind(at("vellum/live.sock"))).transpose()?;
+        let run = command.output()?;
+        let said = String::from_utf8_lossy(&run.stderr).into_owned();
+        let refused = run.status.code() == Some(2) && said.lines().count() == 1 && said.contains(&here(says));
+        ensure(refused || says == "OK" && run.status.success(), || format!("{flags}: {run:?}"))?;
+        ensure(run.stdout.is_empty(), || format!("{flags}: {run:?}"))?;
+        let _ = fs::remove_file(at("vellum/live.sock"));
+        // The directory of sockets itself is the user's, once there is one.
+        let left: Vec<_> = contents()?.into_iter().filter(|name| *name != "vellum").collect();
+        let sockets = fs::read_dir(at("vellum")).map_or(0, Iterator::count);
+        ensure(left == before && sockets == 0, || format!("{flags}: left {left:?}, {sockets} sockets"))?;
+    }
+    drop(live);
+    fs::remove_dir_all(dir)?;
+    Ok(())
 }
 
 /// A guest that says V, then sends back what it receives.

@@ -175,7 +175,8 @@ fn one_line(error: &clap::Error) -> String {
     let paragraphs = text.lines().map(str::trim).filter(|line| !line.is_empty());
     let wanted =
         paragraphs.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more info"));
-    wanted.map(|line| line.strip_prefix("tip: ").unwrap_or(line)).collect::<Vec<_>>().join("; ")
+    let lines: Vec<_> = wanted.map(|line| line.strip_prefix("tip: ").unwrap_or(line)).collect();
+    lines.join("; ").replace(":; ", ": ")
 }
 
 /// What to say of a subcommand that there is not, at the level where it was typed: after `first`, if that has any.

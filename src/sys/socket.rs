@@ -24,7 +24,7 @@ pub enum SocketError {
         len: usize,
     },
     /// Whatever else the kernel says.
-    #[error("socket {path}: {source}")]
+    #[error("socket {path}: {source}; name a path in a directory where this user may write")]
     Io {
         /// The path.
         path: PathBuf,

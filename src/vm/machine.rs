@@ -548,7 +548,12 @@ fn is_multiboot(entry: &Entry) -> bool {
 }
 
 fn open(flag: &'static str, path: &Path) -> Result<File, Error> {
-    File::open(path).map_err(|error| Error::Open { flag, path: path.to_owned(), error })
+    let refuse = |error| Error::Open { flag, path: path.to_owned(), error };
+    // A pipe is opened only when somebody writes to it, and has no size.
+    match std::fs::metadata(path).map_err(refuse)?.is_file() {
+        true => File::open(path).map_err(refuse),
+        false => Err(refuse(io::Error::other("not a regular file"))),
+    }
 }
 
 #[allow(clippy::too_many_arguments, reason = "the parts of a machine that is not one yet")]

@@ -62,8 +62,10 @@ impl BlkConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum BlkError {
     /// It cannot be opened or measured.
-    #[error("disk {path}: {source}")]
+    #[error("disk {path}: {source}; use an image or a block device that exists and that this user can {}", if *.readonly { "read" } else { "write, or add `readonly`" })]
     Open {
+        /// How it was to be opened.
+        readonly: bool,
         /// Which disk.
         path: PathBuf,
         /// What the kernel says.
@@ -85,7 +87,8 @@ pub enum BlkError {
     },
     /// It is empty or has half a sector at its end.
     #[error(
-        "disk {path} has {size} bytes, which is not a positive multiple of 512: `truncate -s %512 {path}` pads it"
+        "disk {path} has {size} bytes, which is not a positive multiple of 512: {}",
+        if *.size == 0 { "`truncate -s 1g` makes it larger" } else { "`truncate -s %512` pads it" }
     )]
     Size {
         /// Which disk.
@@ -274,7 +277,7 @@ fn config_space(sectors: u64, queues: u16) -> [u8; 60] {
 }
 
 fn open_image(path: &Path, readonly: bool) -> Result<(File, u64), BlkError> {
-    let open_error = |source| BlkError::Open { path: path.into(), source };
+    let open_error = |source| BlkError::Open { path: path.into(), readonly, source };
     let kind = std::fs::metadata(path).map_err(open_error)?.file_type();
     if !kind.is_file() && !kind.is_block_device() {
         return Err(BlkError::Kind { path: path.into() });

@@ -66,6 +66,8 @@ pub(super) fn load_bzimage<M: GuestMemoryBackend>(
     let setup_sectors = if header.setup_sects == 0 { 4 } else { u64::from(header.setup_sects) };
     let setup_size = (setup_sectors + 1) * 512;
     kernel.check("the real-mode part", 0, setup_size)?;
+    // In paragraphs; some bytes more may follow, of a signature for instance.
+    kernel.check("the protected-mode kernel", setup_size, u64::from(header.syssize) * 16)?;
     let size = kernel.len - setup_size;
     let start = header.pref_address;
     // init_size is what the kernel writes to before it looks at the memory map: decompression happens in it.

@@ -241,6 +241,8 @@ fn hostile_bzimages_and_multiboot_headers_are_refused() {
     assert!(refused(bz(), |f| f[0x236] = 0).contains("64-bit entry"));
     assert!(refused(bz(), |f| f[header(0)] = 200).contains("real-mode part"));
     assert!(refused(bz(), |f| f.truncate(0x230)).contains("setup header"));
+    // syssize, 0x1f4: a sixteenth of the protected-mode kernel.
+    assert!(refused(bz(), put(0x1f4, 0x101)).contains("protected-mode kernel"));
     assert!(refused(multiboot_flat(), |f| f[12..16].fill(0)).contains("address fields"));
     assert!(
         refused(multiboot_flat(), |f| f[20..24].copy_from_slice(&0x10_1000u32.to_le_bytes()))
