@@ -312,6 +312,9 @@ fn whole(text: &str) -> String {
     }
 }
 
+/// Bars that differ by more than this are drawn on a logarithmic scale.
+const LOGARITHMIC: f64 = 100.0;
+
 /// A kind of figure, and one for each index.
 type Kind<'a> = (&'a str, &'a [&'a Figure]);
 
@@ -344,7 +347,13 @@ fn bar_plot(group: &Group, kinds: &[Kind]) -> Option<Plot> {
     };
     let high = all.iter().map(top).fold(0.0, f64::max);
     let low = all.iter().map(|f| f.value()).fold(0.0, f64::min);
-    let y = Axis::new(low, high + (high - low) * 0.05, false);
+    let least = all.iter().map(|f| f.value()).filter(|v| *v > 0.0).fold(high, f64::min);
+    // Where the least could not be seen beside the most, a bar's height is its order of magnitude.
+    let decades = low >= 0.0 && least >= 1e-100 && high <= 1e100 && high > least * LOGARITHMIC;
+    let y = match decades {
+        true => Axis::new(10f64.powf((least * 0.9).log10().floor()), high * 1.5, true),
+        false => Axis::new(low, high + (high - low) * 0.05, false),
+    };
     if !(y.to - y.from).is_finite() || all.iter().all(|f| f.value() == 0.0) {
         return None;
     }
@@ -358,13 +367,16 @@ fn bar_plot(group: &Group, kinds: &[Kind]) -> Option<Plot> {
         for (i, (_, figures)) in kinds.iter().enumerate() {
             let left = |at: usize| at as f64 + 0.1 + bar * i as f64;
             chart.draw_series(figures.iter().enumerate().map(|(at, figure)| {
-                Rectangle::new([(left(at), 0.0), (left(at) + bar * 0.94, figure.value())], colour(i).filled())
+                let foot = if decades { y.from } else { 0.0 };
+                let height = if decades { figure.value().max(foot) } else { figure.value() };
+                Rectangle::new([(left(at), foot), (left(at) + bar * 0.94, height)], colour(i).filled())
             }))?;
             // The whisker is the whole spread, least to most.
             chart.draw_series(figures.iter().enumerate().filter_map(|(at, figure)| match figure {
                 Figure::Spread { min, max, count: 2.., .. } => {
                     let middle = left(at) + bar * 0.47;
-                    Some(PathElement::new([(middle, *min), (middle, *max)], TEXT))
+                    let end = |value: f64| (middle, value.max(y.from));
+                    Some(PathElement::new([end(*min), end(*max)], TEXT))
                 }
                 _ => None,
             }))?;
@@ -387,7 +399,9 @@ fn bar_plot(group: &Group, kinds: &[Kind]) -> Option<Plot> {
     };
     let legend =
         kinds.iter().enumerate().map(|(i, (base, _))| (format!("c{i}"), (*base).to_owned())).collect();
-    Some(Plot { title: titled(&title, &scale), svg: picture, legend })
+    let title = titled(&title, &scale);
+    let title = if decades { format!("{title}, logarithmic") } else { title };
+    Some(Plot { title, svg: picture, legend })
 }
 
 #[cfg(test)]
