@@ -3,6 +3,7 @@
 mod bed;
 
 use bed::{ensure, kvm, trial};
+use std::process::{Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use vellum::sys::uffd::{BATCH, Mode, Uffd};
 use vellum::vm::counters::Counters;
 use vellum::vm::memory::{Backing, Memory, MemoryConfig};
 use vellum::workload::guest::GuestConfig;
-use vellum::workload::tables::{self, Command, perform};
+use vellum::workload::tables::{self, Command as Do, perform};
 use vellum::workload::touch::{self, Plan};
 use vellum::workload::{Guest, WriteConfig};
 use vmm_sys_util::eventfd::EventFd;
@@ -40,6 +41,7 @@ fn main() {
         trial("page_table_stages", kvm(), page_table),
         trial("memslots_moved_under_a_guest_lose_nothing", kvm(), memslots),
         trial("access_tracking_marks_and_unmarks", bed::both(kvm(), page_idle()), access_tracking),
+        trial("an_interrupt_leaves_what_was_measured", kvm(), interrupted),
         trial("tables_lead_to_the_same_frames_and_are_cleared", kvm(), tables),
     ];
     libtest_mimic::run(&args, trials).exit();
@@ -162,6 +164,38 @@ fn memslots() -> Result<(), Failed> {
     json::check(&report).map_err(Failed::from)
 }
 
+/// After the first of many rounds SIGINT ends a benchmark with the results so far, and says so.
+fn interrupted() -> Result<(), Failed> {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
+        .args(["bench", "page-table", "-b", "1m", "--repeat", "100000", "--json", "-"])
+        .stdout(Stdio::piped())
+        .spawn()?;
+    // Each round's vCPU is a thread of its own: the second to be seen has the first round behind it.
+    let tasks = format!("/proc/{}/task", child.id());
+    let vcpu = || {
+        let named = |task: &std::fs::DirEntry| {
+            std::fs::read_to_string(task.path().join("comm")).is_ok_and(|name| name.trim() == "vcpu0")
+        };
+        Some(std::fs::read_dir(&tasks).ok()?.flatten().find(named)?.file_name())
+    };
+    let mut first = None;
+    while child.try_wait()?.is_none() {
+        let now = vcpu();
+        if first.is_some() && now.is_some() && now != first {
+            break;
+        }
+        first = first.or(now);
+    }
+    // SAFETY: the process is a child that has not been waited for, so the number is its own.
+    ensure(unsafe { libc::kill(child.id() as i32, libc::SIGINT) } == 0, || "no process to interrupt".into())?;
+    let output = child.wait_with_output()?;
+    ensure(output.status.code() == Some(130), || format!("{}", output.status))?;
+    let results: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    let text = results.to_string();
+    ensure(text.contains("interrupted at round"), || text.clone())?;
+    ensure(text.contains("update_mappings"), || format!("no figures: {text}"))
+}
+
 fn page_idle() -> bed::Need {
     PageIdle::open().map(drop).map_err(|e| {
         format!(
@@ -194,22 +228,22 @@ fn tables() -> Result<(), Failed> {
     let word = |gpa: u64| words[gpa as usize / 8].load(Ordering::Relaxed);
     let last_level = |table: u64| tables::MOST_PAGES * 4096 + table * tables::TABLE_BYTES + 3 * 4096;
     for _ in 0..2 {
-        perform(&guest, Command::Build)?;
+        perform(&guest, Do::Build)?;
         let entry = word(last_level(2) + 8 * (pages - 1));
         ensure(entry & !0xfff == (pages - 1) * 4096 && entry & 1 == 1, || format!("entry {entry:#x}"))?;
         ensure(word(last_level(2) + 8 * pages) == 0, || "an entry too many".into())?;
         words.iter().take(pages as usize * 512).for_each(|w| w.store(77, Ordering::Relaxed));
-        perform(&guest, Command::Touch)?;
+        perform(&guest, Do::Touch)?;
         for page in 0..pages {
             ensure(word(page * 4096) == 1, || format!("frame {page} holds {}", word(page * 4096)))?;
         }
         tables::set_switches(&guest, 7, pages);
-        perform(&guest, Command::Switch)?;
-        perform(&guest, Command::Loop)?;
-        perform(&guest, Command::Clear)?;
+        perform(&guest, Do::Switch)?;
+        perform(&guest, Do::Loop)?;
+        perform(&guest, Do::Clear)?;
         ensure((0..count).all(|table| word(last_level(table)) == 0), || "not cleared".into())?;
         ensure(word(last_level(1) - 4096) != 0, || "cleared too much".into())?;
-        perform(&guest, Command::Free)?;
+        perform(&guest, Do::Free)?;
         ensure((0..count).all(|table| word(last_level(table) - 4096) == 0), || "not freed".into())?;
     }
     Ok(())

@@ -69,10 +69,11 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     report.ask("guest_page", if config.page == GuestPage::Small { "4k" } else { "2m" });
     config.common.ask(&mut report);
     let mut times = vec![Vec::new(); STAGES.len()];
-    for round in 0..config.common.repeat {
-        let stages = one(&mut report, config, &idle, round + 1 == config.common.repeat)?;
+    config.common.each(&mut report, config.common.rounds(), |report, round| {
+        let stages = one(report, config, &idle, round.index == 0)?;
         times.iter_mut().zip(stages).for_each(|(times, time)| times.push(time));
-    }
+        Ok(())
+    })?;
     for (name, times) in STAGES.iter().zip(&times) {
         report.spread(*name, "s", times);
     }
@@ -83,7 +84,7 @@ fn one(
     report: &mut Report,
     config: &Config,
     idle: &PageIdle,
-    last: bool,
+    first: bool,
 ) -> Result<[f64; STAGES.len()], Error> {
     let kvm = vm::open()?;
     let Region { backing, vcpus, .. } = config.region;
@@ -128,7 +129,8 @@ fn one(
     let read_idle = access(false)?;
     let now = counted.now();
     huge_premise(report, backing, &now);
-    if last {
+    // One round's counters stand for all.
+    if first {
         counted.finish(report, now, None);
     }
     Ok([populate, write_populated, read_populated, mark, write_idle, mark_again, read_idle])

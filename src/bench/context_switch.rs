@@ -29,9 +29,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     report.ask("switches", config.switches);
     report.ask("reads", config.reads);
     config.common.ask(&mut report);
-    for &count in &config.tables.counts {
-        one(&mut report, config, count)?;
-    }
+    config.common.each(&mut report, config.tables.parts(), |report, part| one(report, config, part.0))?;
     Ok(report)
 }
 

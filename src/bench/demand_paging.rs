@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{Common, Counted, Error, Region, check_memory, huge_premise, pass_seconds};
+use super::{Common, Counted, Error, Region, Round, check_memory, huge_premise, pass_seconds};
 use crate::report::{Histogram, Report};
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
 use crate::sys::uffd::{BATCH, Mode, Uffd};
@@ -70,9 +70,9 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     check_memory(size, backing)?;
     let mut report = describe(config, backing);
     let mut samples = Samples { answers: vec![0; BUCKETS], ..Samples::default() };
-    for round in 0..config.common.repeat {
-        one(config, MemoryConfig { backing, ..MemoryConfig::new(size) }, round, &mut report, &mut samples)?;
-    }
+    config.common.each(&mut report, config.common.rounds(), |report, round| {
+        one(config, MemoryConfig { backing, ..MemoryConfig::new(size) }, *round, report, &mut samples)
+    })?;
     report.spread("execution_time", "s", &samples.execution);
     report.spread("overall_rate", "pages/s", &samples.overall);
     report.spread("faults_answered", "faults", &samples.faults);
@@ -116,7 +116,7 @@ struct Answers {
 fn one(
     config: &Config,
     memory: MemoryConfig,
-    round: u32,
+    round: Round,
     report: &mut Report,
     samples: &mut Samples,
 ) -> Result<(), Error> {
@@ -167,6 +167,12 @@ fn one(
         guest.resume();
         let rung = guest.wait_all_rung();
         let elapsed = start.elapsed().as_secs_f64();
+        if rung.is_err() {
+            // While handlers still answer: a vCPU that waits for its page cannot leave KVM_RUN everywhere.
+            let _ = guest.pause();
+            quit.write(1).map_err(|e| Error::Host("eventfd", e))?;
+            rung?;
+        }
         // The stamps are read while handlers still answer: a page that the guest never reached would be missed by all.
         let done = guest.controls().map(|control| control.done.load(Ordering::Relaxed));
         let pages = guest.vm.memory.config.size / PAGE_SIZE;
@@ -174,12 +180,11 @@ fn one(
             model::verify(models.into_iter().zip(done).collect(), pages, |page| guest.stamp(page, PAGE_SIZE));
         if verdict.wrong > 0 || verdict.checked < pages {
             report.invalid.push(format!(
-                "round {round}: {} pages wrong and {} right of {pages}: pages were lost on their way into the guest",
+                "{round}: {} pages wrong and {} right of {pages}: pages were lost on their way into the guest",
                 verdict.wrong, verdict.checked
             ));
         }
         quit.write(1).map_err(|e| Error::Host("eventfd", e))?;
-        rung?;
         Ok(elapsed)
     })?;
     drop(alias);
@@ -194,12 +199,12 @@ fn one(
     samples.answers.iter_mut().zip(&answers.times).for_each(|(sum, n)| *sum += n.load(Ordering::Relaxed));
     let least = guest.vm.memory.config.size / page / config.batch;
     if answers.faults.load(Ordering::Relaxed) < least {
-        report.invalid.push(format!("round {round}: fewer faults than pages: memory was not missing"));
+        report.invalid.push(format!("{round}: fewer faults than pages: memory was not missing"));
     }
-    // One round stands for all: latencies of the last, as its counters.
-    samples.guest = Some(run::latency(&guest));
+    // One round's latencies and counters stand for all.
     let now = counted.now();
-    if round + 1 == config.common.repeat {
+    if round.index == 0 {
+        samples.guest = Some(run::latency(&guest));
         // A missing page of THP memory is brought in as a small one.
         if guest.vm.memory.config.backing != Backing::Thp {
             huge_premise(report, guest.vm.memory.config.backing, &now);

@@ -14,7 +14,7 @@ use crate::arch::layout;
 use crate::arch::workload::GuestPage;
 use crate::dirty::{self, DirtyTracker, Method, SlotLog};
 use crate::report::{Figure, Histogram, Mark, Report, Series};
-use crate::sys::host::allowed_cpus;
+use crate::sys::{host::allowed_cpus, signal};
 use crate::vm;
 use crate::vm::counters::Snapshot;
 use crate::vm::memory::{Memory, MemoryConfig, short_size};
@@ -92,8 +92,8 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     let page = config.page.unwrap_or(if shadow { GuestPage::Large } else { GuestPage::Small });
     ask(&mut report, config, method, page);
     let mut samples: Vec<(String, &'static str, Vec<f64>)> = Vec::new();
-    for round in 0..config.common.repeat {
-        let mut run = Run::new(config, method, page, total, &kvm, &mut report)?;
+    config.common.each(&mut report, config.common.rounds(), |report, round| {
+        let mut run = Run::new(config, method, page, total, &kvm, report)?;
         match config.continuous {
             None => run.lockstep()?,
             Some(duration) => run.continuous(duration)?,
@@ -106,11 +106,12 @@ pub fn run(config: &Config) -> Result<Report, Error> {
             }
         }
         // One round's pictures stand for all; the spread is in the figures.
-        if round == 0 {
+        if round.index == 0 {
             (report.histograms, report.series, report.marks) = (histograms, series, marks);
-            counted.finish(&mut report, end, None);
+            counted.finish(report, end, None);
         }
-    }
+        Ok(())
+    })?;
     for (name, unit, values) in samples {
         match values.as_slice() {
             [value] => report.figure(name, unit, *value),
@@ -413,9 +414,20 @@ impl<'a> Run<'a> {
         self.tracker.enable(&self.guest.vm, true)?;
         self.figure("enable_logging", "s", start.elapsed().as_secs_f64());
         let mut totals = [0.0; 4];
+        let mut done = self.config.iterations;
         for iteration in 0..self.config.iterations {
             let began = self.clock.elapsed().as_secs_f64();
-            let (seconds, found) = self.pass(true)?;
+            let (seconds, found) = match self.pass(true) {
+                // The guest is left in the middle of its pass; what it did before stands.
+                Err(error) if iteration > 0 && error.interrupted().is_some() => {
+                    self.report.notes.push(format!(
+                        "interrupted in pass {iteration}: the figures are of those before, and nothing was measured after logging"
+                    ));
+                    done = iteration;
+                    break;
+                }
+                result => result?,
+            };
             let start = self.clock.elapsed().as_secs_f64();
             let ([get, clear, scan], pages) = self.collect()?;
             self.marks.push(Mark { name: "dirtying".into(), start: began, end: start });
@@ -430,11 +442,15 @@ impl<'a> Run<'a> {
         }
         for (name, total) in ["dirty_memory"].iter().chain(&PARTS).zip(totals) {
             self.figure(format!("{name}_total"), "s", total);
-            self.figure(format!("{name}_average"), "s", total / f64::from(self.config.iterations));
+            self.figure(format!("{name}_average"), "s", total / f64::from(done));
         }
         self.end_phase(Some("during"));
         let now = self.counted.now();
         self.mapped("logged", &now);
+        if done < self.config.iterations {
+            self.end = now;
+            return Ok(());
+        }
         if self.config.run_while_disabling {
             self.guest.resume();
         }
@@ -497,15 +513,23 @@ impl<'a> Run<'a> {
 
     /// Before, while and after the log is on: what the guest gets done, and what each of its writes takes.
     fn phases(&mut self, duration: Duration, around: Duration) -> Result<(), Error> {
-        self.phase("before", |_| {
-            std::thread::sleep(around);
+        let leave_alone = |_: &mut Self| {
+            let start = Instant::now();
+            while start.elapsed() < around && signal::last().is_none() {
+                std::thread::sleep(SAMPLING.min(around));
+            }
             Ok(())
-        })?;
+        };
+        self.phase("before", leave_alone)?;
         self.phase("during", |run| run.collections(duration))?;
-        self.phase("after", |_| {
-            std::thread::sleep(around);
-            Ok(())
-        })
+        self.phase("after", leave_alone)?;
+        if signal::take().is_some() {
+            let after = self.clock.elapsed().as_secs_f64();
+            self.report
+                .notes
+                .push(format!("interrupted after {after:.1} s: phases are shorter than asked for"));
+        }
+        Ok(())
     }
 
     fn phase(&mut self, name: &str, act: impl FnOnce(&mut Self) -> Result<(), Error>) -> Result<(), Error> {
@@ -526,7 +550,7 @@ impl<'a> Run<'a> {
         let (mut times, mut longest) = ([0.0; 3], [0.0f64; 3]);
         let (mut count, mut pages) = (0u64, 0);
         let pixel = duration.as_secs_f64() / MARKS;
-        while start.elapsed() < duration {
+        while start.elapsed() < duration && signal::last().is_none() {
             let began = self.clock.elapsed().as_secs_f64();
             let (parts, found) = self.collect()?;
             self.guest.resume_full()?;

@@ -70,6 +70,12 @@ impl Test {
     }
 }
 
+impl std::fmt::Display for Test {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 /// Pieces of the chunked test.
 const CHUNK: u64 = 2 << 20;
 
@@ -96,9 +102,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     report.ask("backing", config.backing.to_string());
     report.ask("time_seconds", config.time.as_secs_f64());
     config.common.ask(&mut report);
-    for &test in &config.tests {
-        measure(&mut report, config, test)?;
-    }
+    config.common.each(&mut report, &config.tests, |report, test| measure(report, config, **test))?;
     Ok(report)
 }
 

@@ -12,9 +12,12 @@ pub mod page_table;
 pub mod rmap_fork;
 mod shadow;
 
+use std::fmt::Display;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+
+use indicatif::ProgressBar;
 
 use crate::host::{Facts, topology};
 use crate::report::Report;
@@ -77,6 +80,14 @@ impl Error {
             Self::Host(..) => false,
         }
     }
+
+    /// The signal with which the user ended it.
+    pub fn interrupted(&self) -> Option<i32> {
+        match self {
+            Self::Machine(workload::run::Error::Guest(guest::Error::Interrupted(signal))) => Some(*signal),
+            _ => None,
+        }
+    }
 }
 
 /// What all benchmarks have.
@@ -88,12 +99,14 @@ pub struct Common {
     pub pins: Option<Vec<usize>>,
     /// Rounds: more than one give a median and a spread.
     pub repeat: u32,
+    /// Where it says what it is at.
+    pub progress: ProgressBar,
 }
 
 impl Default for Common {
-    /// One round, sandboxed, unpinned.
+    /// One round, sandboxed, unpinned, silent.
     fn default() -> Self {
-        Self { sandbox: Mode::default(), pins: None, repeat: 1 }
+        Self { sandbox: Mode::default(), pins: None, repeat: 1, progress: ProgressBar::hidden() }
     }
 }
 
@@ -127,12 +140,53 @@ impl Common {
         }
     }
 
+    /// Does `one` for each of `parts`, and says which it is at. Where a signal interrupts it, what was measured before
+    /// stands, and the result says so; where nothing was, that is an error.
+    fn each<T: Display>(
+        &self,
+        report: &mut Report,
+        parts: impl IntoIterator<Item = T>,
+        mut one: impl FnMut(&mut Report, &T) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        for (index, part) in parts.into_iter().enumerate() {
+            self.progress.set_message(part.to_string());
+            match one(report, &part) {
+                Err(error) if index > 0 && error.interrupted().is_some() => {
+                    report.notes.push(format!("interrupted at {part}: the figures are of what came before"));
+                    break;
+                }
+                result => result?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The rounds, for [`Common::each`].
+    fn rounds(&self) -> impl Iterator<Item = Round> + use<> {
+        let of = self.repeat;
+        (0..of).map(move |index| Round { index, of })
+    }
+
     /// Pins this thread, where there is a CPU for it after those of `vcpus`.
     fn pin_main(&self, vcpus: usize) -> Result<(), Error> {
         match self.pins.as_ref().and_then(|pins| pins.get(vcpus)) {
             Some(&cpu) => affinity::pin(cpu).map_err(|e| Error::Host("sched_setaffinity", e)),
             None => Ok(()),
         }
+    }
+}
+
+/// One round of several.
+#[derive(Clone, Copy, Debug)]
+struct Round {
+    /// From 0.
+    index: u32,
+    of: u32,
+}
+
+impl Display for Round {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "round {} of {}", self.index + 1, self.of)
     }
 }
 

@@ -98,11 +98,11 @@ const STAGES: [&str; 5] =
 fn measure(report: &mut Report, config: &Config, label: Option<&str>) -> Result<(), Error> {
     check_memory(config.region.bytes, config.region.backing)?;
     let mut times = vec![Vec::new(); STAGES.len()];
-    for round in 0..config.common.repeat {
-        let last = round + 1 == config.common.repeat;
-        let stages = one(report, config, label, last)?;
+    config.common.each(report, config.common.rounds(), |report, round| {
+        let stages = one(report, config, label, round.index == 0)?;
         times.iter_mut().zip(stages).for_each(|(times, time)| times.push(time));
-    }
+        Ok(())
+    })?;
     for (name, times) in STAGES.iter().zip(&times) {
         let name = label.map_or((*name).to_owned(), |label| format!("{name}[{label}]"));
         report.spread(name, "s", times);
@@ -114,7 +114,7 @@ fn one(
     report: &mut Report,
     config: &Config,
     label: Option<&str>,
-    last: bool,
+    first: bool,
 ) -> Result<[f64; STAGES.len()], Error> {
     let kvm = vm::open()?;
     let Region { bytes, backing, vcpus } = config.region;
@@ -141,7 +141,8 @@ fn one(
     })?;
     let disable = logging(&guest, 0)?;
     let adjust = stage(&guest, |_| Plan::every(PAGE_SIZE, bytes, false))?;
-    if last {
+    // One round's counters stand for all.
+    if first {
         let now = counted.now();
         counted.finish(report, now, label);
     }

@@ -41,9 +41,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     report.ask("pages", config.pages);
     report.ask("drop_order", "oldest first");
     config.common.ask(&mut report);
-    for &count in &config.tables.counts {
-        one(&mut report, config, count)?;
-    }
+    config.common.each(&mut report, config.tables.parts(), |report, part| one(report, config, part.0))?;
     Ok(report)
 }
 

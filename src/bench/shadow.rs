@@ -1,6 +1,8 @@
 //! What the benchmarks of shadow paging share: N guest page tables at CPL 0, KVM's budget of shadow pages for them, and
 //! the premises without which their figures mean nothing.
 
+use std::fmt::Display;
+
 use super::{Common, Counted, Error, populated};
 use crate::arch::tables as code;
 use crate::arch::workload::{GuestPage, Privilege};
@@ -22,7 +24,21 @@ pub struct Tables {
     pub mmu_pages: Option<u64>,
 }
 
+/// So many tables: a part of the measurement.
+pub(super) struct Count(pub(super) u64);
+
+impl Display for Count {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} tables", self.0)
+    }
+}
+
 impl Tables {
+    /// One after the other, for [`Common::each`].
+    pub(super) fn parts(&self) -> impl Iterator<Item = Count> {
+        self.counts.iter().copied().map(Count)
+    }
+
     /// The part of what was asked for that concerns them.
     pub(super) fn ask(&self, report: &mut Report) {
         report.ask("tables", self.counts.clone());

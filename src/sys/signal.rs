@@ -1,9 +1,11 @@
-//! Signals as events (signalfd(2)): blocked everywhere, read by the event loop.
+//! Signals by which a user ends a program: as events (signalfd(2), blocked everywhere, read by an event loop), or
+//! remembered for those who have no loop and ask now and then.
 
 use std::fs::File;
 use std::io::{self, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::sync::atomic::{AtomicI32, Ordering};
 
 /// The signals by which a user ends a program.
 pub const ENDING: [i32; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
@@ -55,9 +57,60 @@ impl AsRawFd for SignalFd {
     }
 }
 
+/// What came and nobody has taken yet, and what came last; 0 for none.
+static PENDING: AtomicI32 = AtomicI32::new(0);
+static LAST: AtomicI32 = AtomicI32::new(0);
+
+extern "C" fn note(signal: libc::c_int) {
+    PENDING.store(signal, Ordering::SeqCst);
+    LAST.store(signal, Ordering::SeqCst);
+}
+
+/// From now on `signals` are remembered instead of ending this process, each once: the second of a kind ends it, lest a
+/// program that does not ask could not be ended. A signal that was ignored (nohup) stays so.
+pub fn remember(signals: &[i32]) -> io::Result<()> {
+    for &signal in signals {
+        // SAFETY: an all-zero sigaction is valid, both pointers are to locals, and the handler only stores to atomics.
+        let result = unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            libc::sigaction(signal, std::ptr::null(), &mut action);
+            if action.sa_sigaction == libc::SIG_IGN {
+                continue;
+            }
+            action = std::mem::zeroed();
+            action.sa_sigaction = note as *const () as usize;
+            action.sa_flags = libc::SA_RESETHAND;
+            libc::sigaction(signal, &action, std::ptr::null_mut())
+        };
+        if result != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// Takes the remembered signal: whoever acts upon it.
+pub fn take() -> Option<i32> {
+    Some(PENDING.swap(0, Ordering::SeqCst)).filter(|&signal| signal != 0)
+}
+
+/// The last signal that was remembered, whether taken or not.
+pub fn last() -> Option<i32> {
+    Some(LAST.load(Ordering::SeqCst)).filter(|&signal| signal != 0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_remembered_signal_is_taken_once() {
+        remember(&[libc::SIGUSR2]).unwrap();
+        assert_eq!(take(), None);
+        // SAFETY: raise takes any signal, and this one has a handler.
+        unsafe { libc::raise(libc::SIGUSR2) };
+        assert_eq!((take(), take(), last()), (Some(libc::SIGUSR2), None, Some(libc::SIGUSR2)));
+    }
 
     #[test]
     fn a_blocked_signal_is_read() {

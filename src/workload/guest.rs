@@ -24,13 +24,16 @@ use super::stamp::Stamp;
 use super::{Region, WriteConfig};
 use crate::arch::layout;
 use crate::arch::workload::{self as machine, Code, Entry, GuestPage, Privilege};
-use crate::sys::clock;
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
+use crate::sys::{clock, signal};
 use crate::vm::counters::{self, Counters};
 use crate::vm::lifecycle::Exit;
 use crate::vm::memory::{GuestMemory, Memory, Slot};
 use crate::vm::vcpu::{self, Flow, Vcpu};
 use crate::vm::{Error as VmError, Vm};
+
+/// How long it takes at most until a remembered signal ends a wait.
+const ASKING: Duration = Duration::from_millis(100);
 
 /// How a workload's machine is built.
 pub struct GuestConfig {
@@ -95,6 +98,9 @@ pub enum Error {
     /// The host has no memory for them.
     #[error("cannot map the workload's own memory: {0}")]
     Map(#[source] io::Error),
+    /// The user has had enough.
+    #[error("interrupted by signal {0} before anything was measured")]
+    Interrupted(i32),
     /// A vCPU ended where it should have rung.
     #[error("vCPU {index} ended: {what}")]
     Ended {
@@ -370,7 +376,15 @@ impl Guest {
             if left.is_zero() {
                 return Ok(Woke::Timeout);
             }
-            rung = self.bell.changed.wait_timeout(rung, left).unwrap_or_else(PoisonError::into_inner).0;
+            if let Some(signal) = signal::take() {
+                return Err(Error::Interrupted(signal));
+            }
+            rung = self
+                .bell
+                .changed
+                .wait_timeout(rung, left.min(ASKING))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
         drop(rung);
         self.vcpus.iter().try_for_each(Vcpu::wait_paused).map_err(VmError::from)?;
@@ -399,16 +413,8 @@ impl Guest {
 
     /// Waits until every vCPU has rung and is paused.
     pub fn wait_all_rung(&self) -> Result<(), Error> {
-        let mut rung = self.bell.lock();
-        while rung.ended == 0 && rung.codes.contains(&0) {
-            rung = self.bell.changed.wait(rung).unwrap_or_else(PoisonError::into_inner);
-        }
-        let ended = rung.ended > 0;
-        drop(rung);
-        if ended {
-            return Err(self.ended());
-        }
-        self.vcpus.iter().try_for_each(Vcpu::wait_paused).map_err(|error| VmError::from(error).into())
+        while self.wait(Duration::from_secs(3600))? != Woke::Rung {}
+        Ok(())
     }
 
     /// The stamp on page `page` of `stride` bytes, counted from the start of RAM.

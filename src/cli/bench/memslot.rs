@@ -59,6 +59,7 @@ pub(super) fn run(args: MemslotArgs) -> Result<Exit, Failure> {
             sandbox: args.output.sandbox,
             pins: args.pin.map(|cpu| vec![cpu]),
             repeat: args.repeat,
+            progress: args.output.progress.clone(),
         },
         tests: if args.tests.is_empty() { all() } else { args.tests },
         slots: args.slots,

@@ -10,17 +10,20 @@ mod rmap_fork;
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use indicatif::ProgressBar;
 
 use super::{Failure, args, keyvalue};
 use crate::arch::workload::GuestPage;
 use crate::bench::{Common, Error, Region};
 use crate::report::{Report, json, terminal};
 use crate::sandbox::Mode;
-use crate::sys::host::allowed_cpus;
+use crate::sys::{host::allowed_cpus, signal};
 use crate::vm::lifecycle::Exit;
 use crate::vm::memory::Backing;
+use crate::workload::watch::bar;
 
 /// Measure the host's KVM with a built-in guest
 #[derive(Debug, Args)]
@@ -50,6 +53,10 @@ struct Output {
     /// Confine the vCPU threads: on, log or off
     #[arg(long, value_name = "MODE", default_value = "on")]
     sandbox: Mode,
+
+    /// What a terminal shows while it is measured.
+    #[arg(skip = bar(0, "{elapsed_precise}  {msg}  (Ctrl-C ends it)"))]
+    progress: ProgressBar,
 }
 
 /// Does what was asked.
@@ -97,7 +104,7 @@ impl RegionArgs {
 
     fn common(&self, output: &Output) -> Result<Common, Failure> {
         let pins = pins(self.pin.as_deref(), self.vcpus)?;
-        Ok(Common { sandbox: output.sandbox, pins, repeat: self.repeat })
+        Ok(Common { sandbox: output.sandbox, pins, repeat: self.repeat, progress: output.progress.clone() })
     }
 }
 
@@ -120,21 +127,31 @@ struct ShadowArgs {
 
 impl ShadowArgs {
     fn common(&self, output: &Output) -> Common {
-        Common { sandbox: output.sandbox, pins: self.cpu.map(|cpu| vec![cpu]), repeat: self.repeat }
+        let pins = self.cpu.map(|cpu| vec![cpu]);
+        Common { sandbox: output.sandbox, pins, repeat: self.repeat, progress: output.progress.clone() }
     }
 }
 
 impl Output {
-    /// Opens what is to be written, measures, and delivers the result. An invalid one is delivered too, and fails.
+    /// Opens what is to be written, measures, and delivers the result: an invalid one too, which fails, and what there is
+    /// when the user has had enough.
     fn deliver(&self, measure: impl FnOnce() -> Result<Report, Error>) -> Result<Exit, Failure> {
         let writer = self.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;
-        let report = match measure() {
+        signal::remember(&signal::ENDING).map_err(Failure::host)?;
+        self.progress.enable_steady_tick(Duration::from_secs(1));
+        let result = measure();
+        self.progress.finish_and_clear();
+        let report = match result {
             Ok(report) => report,
             Err(error) => {
                 if let Some(writer) = writer {
                     writer.discard();
                 }
-                return Err(if error.is_usage() { Failure::usage(error) } else { Failure::host(error) });
+                return Err(match error.interrupted() {
+                    Some(signal) => Failure { exit: Exit::Signal(signal), message: error.to_string() },
+                    None if error.is_usage() => Failure::usage(error),
+                    None => Failure::host(error),
+                });
             }
         };
         if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
@@ -145,7 +162,11 @@ impl Output {
         if let Some(writer) = writer {
             writer.write(std::slice::from_ref(&report)).map_err(Failure::host)?;
         }
-        Ok(if report.invalid.is_empty() { Exit::PowerOff } else { Exit::Error })
+        Ok(match signal::last() {
+            Some(signal) => Exit::Signal(signal),
+            None if report.invalid.is_empty() => Exit::PowerOff,
+            None => Exit::Error,
+        })
     }
 }
 
