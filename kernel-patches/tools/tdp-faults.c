@@ -1,0 +1,863 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Runs a kernel's TDP MMU in user space; the script `tdp-faults` says whose.
+ *
+ * A vCPU is a thread that is in turns the guest's CPU and KVM.  As a CPU it walks
+ * the tables without any lock, through a TLB and a cache of tables, and sets
+ * accessed and dirty bits.  As KVM it handles its faults under mmu_lock held for
+ * read.  One more thread does what holds mmu_lock for write.  Rules that are checked:
+ *
+ *   - the host takes a page away: no CPU gets to it once the MMU notifier is done,
+ *     and if a CPU has written to it, KVM has said so by then;
+ *   - no CPU has a huge page in its TLB where its tables now have another, or none;
+ *   - memory of a table is not touched once it is freed, by CPUs neither (this is
+ *     what the address sanitizer is for);
+ *   - in the end each table is linked and listed, none is frozen, and all are freed.
+ *
+ * Here are also the few things that the code needs of the kernel: locks, RCU, TLB
+ * flushes.  A flush waits for CPUs in guest mode to leave it, as an IPI does.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint64_t u64;
+typedef uint32_t u32;
+typedef uint8_t u8;
+typedef u64 gfn_t, gpa_t, hpa_t, kvm_pfn_t;
+typedef unsigned long ulong;
+
+#define VCPUS 3
+#define THREADS (VCPUS + 1)
+
+#define die(...) do {						\
+	fprintf(stderr, "FAILED: " __VA_ARGS__);		\
+	fprintf(stderr, " (seed %u)\n", seed);			\
+	_exit(1);						\
+} while (0)
+
+static unsigned int seed;
+static __thread int self;
+static __thread u64 rnd_state;
+
+static u32 rnd(u32 n)
+{
+	rnd_state = rnd_state * 6364136223846793005ull + 1442695040888963407ull;
+	return (u32)(rnd_state >> 33) % n;
+}
+
+/* Where other threads could come in between, they often do... */
+static void window(void)
+{
+	if (!rnd(32))
+		sched_yield();
+}
+
+/* ...and now and then for so long that they finish what they are at. */
+static void wide_window(void)
+{
+	int i = rnd(4096) ? 0 : 20000;
+
+	window();
+	while (i--)
+		__builtin_ia32_pause();
+}
+
+/* The kernel's basics */
+#define __user
+#define __rcu
+#define __init
+#define __read_mostly
+#define CONFIG_X86_64 1
+#define likely(x) (x)
+#define unlikely(x) (x)
+#define BIT(n) (1ul << (n))
+#define BIT_ULL(n) (1ull << (n))
+#define BITS_PER_LONG 64
+#define GENMASK_ULL(h, l) ((~0ull << (l)) & (~0ull >> (63 - (h))))
+#define DECLARE_BITMAP(name, bits) unsigned long name[(bits) / 64]
+#define static_assert _Static_assert
+#define container_of(p, t, m) ((t *)((char *)(p) - offsetof(t, m)))
+#define max(a, b) ((a) > (b) ? (a) : (b))
+#define min(a, b) ((a) < (b) ? (a) : (b))
+#define __ffs(x) __builtin_ctzl(x)
+#define module_param_named(...)
+#define READ_ONCE(x) (wide_window(), __atomic_load_n(&(x), __ATOMIC_RELAXED))
+#define WRITE_ONCE(x, v) (window(), __atomic_store_n(&(x), v, __ATOMIC_SEQ_CST))
+#define WARN_ON(c) ({ bool __c = !!(c); if (__c) die("line %d warns: %s", __LINE__, #c); __c; })
+#define WARN_ON_ONCE WARN_ON
+#define WARN_ONCE(c, ...) WARN_ON(c)
+#define BUG() die("line %d: BUG()", __LINE__)
+#define BUG_ON(c) do { if (c) BUG(); } while (0)
+#define pr_err(...) fprintf(stderr, __VA_ARGS__)
+#define cpu_relax() sched_yield()
+#define clear_bit(n, p) (*(p) &= ~BIT(n))
+
+static u64 cmpxchg64(u64 *p, u64 old, u64 new)
+{
+	window();
+	__atomic_compare_exchange_n(p, &old, new, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+	window();
+	return old;
+}
+
+struct list_head {
+	struct list_head *next, *prev;
+};
+
+struct hlist_node {
+	struct hlist_node *next, **pprev;
+};
+
+#define INIT_LIST_HEAD(h) ((h)->next = (h)->prev = (h))
+#define list_empty(h) ((h)->next == (h))
+#define list_entry_is_head(p, h, m) (&(p)->m == (h))
+#define list_next_entry(p, m) container_of((p)->m.next, __typeof__(*(p)), m)
+#define list_first_entry(h, t, m) container_of((h)->next, t, m)
+#define list_for_each_entry(p, h, m)				\
+	for (p = list_first_entry(h, __typeof__(*p), m);	\
+	     !list_entry_is_head(p, h, m); p = list_next_entry(p, m))
+
+static void list_add(struct list_head *new, struct list_head *head)
+{
+	if (head->next->prev != head)
+		die("a list is broken");
+	new->next = head->next;
+	new->prev = head;
+	head->next->prev = new;
+	head->next = new;
+}
+
+static void list_del(struct list_head *entry)
+{
+	if (!entry->next || entry->next->prev != entry || entry->prev->next != entry)
+		die("taken from a list that it is not on");
+	entry->next->prev = entry->prev;
+	entry->prev->next = entry->next;
+	entry->next = entry->prev = NULL;
+}
+
+/* Locks, which know their owners */
+typedef pthread_mutex_t spinlock_t;
+#define spin_lock_init(l) pthread_mutex_init(l, NULL)
+#define spin_lock(l) pthread_mutex_lock(l)
+#define spin_unlock(l) pthread_mutex_unlock(l)
+
+typedef struct {
+	pthread_rwlock_t lock;
+} rwlock_t;
+
+static __thread char held;
+
+static void read_lock(rwlock_t *l)
+{
+	pthread_rwlock_rdlock(&l->lock);
+	held = 'r';
+}
+
+static void write_lock(rwlock_t *l)
+{
+	pthread_rwlock_wrlock(&l->lock);
+	held = 'w';
+}
+
+static void unlock(rwlock_t *l)
+{
+	held = 0;
+	pthread_rwlock_unlock(&l->lock);
+}
+
+#define read_unlock unlock
+#define write_unlock unlock
+#define assert_held(c) do { if (!(c)) die("line %d: mmu_lock is not held as it should be", __LINE__); } while (0)
+#define lockdep_assert_held(l) assert_held(held)
+#define lockdep_assert_held_read(l) assert_held(held == 'r')
+#define lockdep_assert_held_write(l) assert_held(held == 'w')
+#define need_resched() (!rnd(4))
+#define rwlock_needbreak(l) (!rnd(4))
+
+static int cond_resched_rwlock_write(rwlock_t *l)
+{
+	write_unlock(l);
+	sched_yield();
+	write_lock(l);
+	return 1;
+}
+
+/* RCU: a count a thread, odd in a read-side section */
+struct rcu_head {
+	struct rcu_head *next;
+	void (*func)(struct rcu_head *head);
+};
+
+static _Atomic unsigned long rcu_sections[THREADS];
+static _Atomic(struct rcu_head *) rcu_pending;
+static _Atomic bool done;
+static _Atomic long tables;
+
+static void rcu_read_lock(void)
+{
+	rcu_sections[self]++;
+}
+
+static void rcu_read_unlock(void)
+{
+	rcu_sections[self]++;
+}
+
+static void call_rcu(struct rcu_head *head, void (*func)(struct rcu_head *))
+{
+	head->func = func;
+	head->next = rcu_pending;
+	while (!atomic_compare_exchange_weak(&rcu_pending, &head->next, head))
+		;
+}
+
+static void rcu_grace_period(void)
+{
+	struct rcu_head *next, *head = atomic_exchange(&rcu_pending, NULL);
+	unsigned long section;
+	int i;
+
+	for (i = 0; i < THREADS; i++) {
+		section = rcu_sections[i];
+		while ((section & 1) && rcu_sections[i] == section)
+			sched_yield();
+	}
+	for (; head; head = next) {
+		next = head->next;
+		head->func(head);
+	}
+}
+
+static void *rcu_thread(void *unused)
+{
+	while (!done) {
+		rcu_grace_period();
+		sched_yield();
+	}
+	return NULL;
+}
+
+/* KVM's types, as far as the TDP MMU looks at them */
+#define PAGE_SHIFT 12
+#define PAGE_SIZE 4096
+#define PT64_ROOT_MAX_LEVEL 5
+#define PT64_ENT_PER_PAGE 512
+#define PT_PRESENT_MASK 1ull
+#define PT_WRITABLE_MASK 2ull
+#define PT_USER_MASK 4ull
+#define PT_ACCESSED_MASK 0x20ull
+#define PT_DIRTY_MASK 0x40ull
+#define PT_PAGE_SIZE_MASK 0x80ull
+#define PG_LEVEL_4K 1
+#define PG_LEVEL_2M 2
+#define PG_LEVEL_1G 3
+#define KVM_MAX_HUGEPAGE_LEVEL PG_LEVEL_1G
+#define KVM_PAGES_PER_HPAGE(level) (1ul << (((level) - 1) * 9))
+#define PFERR_WRITE_MASK 2
+#define PFERR_FETCH_MASK 16
+#define INVALID_PAGE (~0ull)
+#define VALID_PAGE(x) ((x) != INVALID_PAGE)
+#define KVM_REQ_TLB_FLUSH_CURRENT 0
+#define __pa(p) ((u64)(p))
+#define __va(p) ((void *)(p))
+
+union kvm_mmu_page_role {
+	u32 word;
+	struct {
+		unsigned int level:4, gpte_is_8_bytes:1, direct:1, access:3, invalid:1, ad_disabled:1, smm:8;
+	};
+};
+
+struct kvm_rmap_head {
+	unsigned long val;
+};
+
+typedef struct {
+	int counter;
+} atomic_t;
+
+struct kvm_memory_slot {
+	gfn_t base_gfn;
+	unsigned long npages, userspace_addr;
+	int as_id;
+};
+
+struct kvm_memslots {
+	struct kvm_memory_slot slot;
+};
+
+struct kvm_mmu {
+	hpa_t root_hpa;
+	int shadow_root_level;
+	struct {
+		union kvm_mmu_page_role base;
+	} mmu_role;
+};
+
+struct kvm {
+	rwlock_t mmu_lock;
+	struct kvm_memslots slots;
+	unsigned long mmu_notifier_seq;
+	long mmu_notifier_count;
+	struct {
+		bool tdp_mmu_enabled;
+		struct list_head tdp_mmu_roots, tdp_mmu_pages, lpage_disallowed_mmu_pages;
+		spinlock_t tdp_mmu_pages_lock, mmu_unsync_lock;
+	} arch;
+};
+
+struct kvm_vcpu {
+	struct kvm *kvm;
+	struct {
+		struct kvm_mmu *mmu, root_mmu, guest_mmu;
+		int mmu_page_header_cache, mmu_shadow_page_cache;
+	} arch;
+	struct {
+		u64 pf_fixed;
+	} stat;
+};
+
+static struct kvm vm;
+static struct kvm_vcpu vcpus[VCPUS];
+
+#define __kvm_memslots(kvm, as_id) (&(kvm)->slots)
+#define kvm_for_each_memslot(s, slots) for (s = &(slots)->slot; s; s = NULL)
+#define hva_to_gfn_memslot(hva, slot) (((hva) - (slot)->userspace_addr) / PAGE_SIZE + (slot)->base_gfn)
+#define __gfn_to_memslot(slots, gfn) (&(slots)->slot)
+#define mark_page_dirty_in_slot(slot, gfn) ((void)(slot))
+#define kvm_make_request(req, vcpu) ((void)(vcpu))
+#define kvm_is_reserved_pfn(pfn) false
+#define kvm_is_zone_device_pfn(pfn) false
+#define PageCompound(page) true
+#define is_noslot_pfn(pfn) false
+#define trace_mark_mmio_spte(...) ((void)0)
+#define trace_kvm_mmu_set_spte(...) ((void)0)
+#define trace_kvm_mmu_spte_requested(...) ((void)0)
+#define trace_kvm_mmu_get_page(...) ((void)0)
+
+/* The page of a table has its struct page's private field right behind it. */
+struct page {
+	u64 spte[512], private;
+};
+
+#define virt_to_page(p) ((struct page *)(p))
+#define pfn_to_page(pfn) ((struct page *)((pfn) << PAGE_SHIFT))
+#define page_private(page) ((page)->private)
+#define set_page_private(page, v) ((page)->private = (v))
+
+#define kvm_mmu_memory_cache_alloc(cache) cache_alloc((void *)(cache) == &vcpu->arch.mmu_shadow_page_cache)
+#define free_page(p) (tables--, free((void *)(p)))
+#define kmem_cache_free(cache, p) free(p)
+#define clear_page(p) memset(p, 0, PAGE_SIZE)
+
+static void *cache_alloc(bool table)
+{
+	void *p = table ? aligned_alloc(PAGE_SIZE, 2 * PAGE_SIZE) : calloc(1, 512);
+
+	if (!p)
+		die("no memory");
+	tables += table;
+	return p;
+}
+
+u64 shadow_nx_mask, shadow_x_mask, shadow_me_mask, shadow_mmio_value, shadow_mmio_access_mask, shadow_acc_track_mask;
+u64 shadow_nonpresent_or_rsvd_mask, shadow_nonpresent_or_rsvd_lower_gfn_mask;
+u64 shadow_user_mask = PT_USER_MASK, shadow_present_mask = PT_PRESENT_MASK;
+u64 shadow_accessed_mask = PT_ACCESSED_MASK, shadow_dirty_mask = PT_DIRTY_MASK;
+u8 shadow_phys_bits = 43;
+struct kmem_cache *mmu_page_header_cache;
+static bool tdp_enabled = true;
+
+static int is_writable_pte(unsigned long pte)
+{
+	return pte & PT_WRITABLE_MASK;
+}
+
+#include "mmu_internal.h"
+#include "spte.h"
+
+static void kvm_set_pfn_accessed(kvm_pfn_t pfn)
+{
+}
+
+static void kvm_set_pfn_dirty(kvm_pfn_t pfn);
+
+void kvm_flush_remote_tlbs(struct kvm *kvm);
+
+void kvm_flush_remote_tlbs_with_address(struct kvm *kvm, u64 gfn, u64 pages)
+{
+	kvm_flush_remote_tlbs(kvm);
+}
+
+static bool nx_huge_pages;
+
+bool is_nx_huge_page_enabled(void)
+{
+	return nx_huge_pages;
+}
+
+void account_huge_nx_page(struct kvm *kvm, struct kvm_mmu_page *sp)
+{
+	if (sp->lpage_disallowed)
+		return;
+	list_add(&sp->lpage_disallowed_link, &kvm->arch.lpage_disallowed_mmu_pages);
+	sp->lpage_disallowed = true;
+}
+
+void unaccount_huge_nx_page(struct kvm *kvm, struct kvm_mmu_page *sp)
+{
+	sp->lpage_disallowed = false;
+	list_del(&sp->lpage_disallowed_link);
+}
+
+/* The size that the host maps is drawn for each fault. */
+static __thread int host_level;
+
+int kvm_mmu_hugepage_adjust(struct kvm_vcpu *vcpu, gfn_t gfn, int max_level, kvm_pfn_t *pfn, bool disallowed,
+			    int *req_level)
+{
+	int level = min(host_level, max_level);
+
+	*req_level = level;
+	if (disallowed || level == PG_LEVEL_4K)
+		return PG_LEVEL_4K;
+	*pfn &= -KVM_PAGES_PER_HPAGE(level);
+	return level;
+}
+
+void disallowed_hugepage_adjust(u64 spte, gfn_t gfn, int cur_level, kvm_pfn_t *pfn, int *level)
+{
+	if (cur_level != *level || cur_level == PG_LEVEL_4K || !is_shadow_present_pte(spte) || is_large_pte(spte))
+		return;
+	*pfn |= gfn & (KVM_PAGES_PER_HPAGE(cur_level) - KVM_PAGES_PER_HPAGE(cur_level - 1));
+	--*level;
+}
+
+int make_spte(struct kvm_vcpu *vcpu, unsigned int access, int level, gfn_t gfn, kvm_pfn_t pfn, u64 old_spte,
+	      bool speculative, bool can_unsync, bool host_writable, bool ad_disabled, u64 *new_spte)
+{
+	*new_spte = pfn << PAGE_SHIFT | PT_PRESENT_MASK | PT_USER_MASK | PT_ACCESSED_MASK;
+	if (level > PG_LEVEL_4K)
+		*new_spte |= PT_PAGE_SIZE_MASK;
+	if (host_writable)
+		*new_spte |= PT_WRITABLE_MASK | SPTE_HOST_WRITEABLE | SPTE_MMU_WRITEABLE;
+	return 0;
+}
+
+u64 make_nonleaf_spte(u64 *child_pt, bool ad_disabled)
+{
+	return __pa(child_pt) | PT_PRESENT_MASK | PT_WRITABLE_MASK | PT_USER_MASK | PT_ACCESSED_MASK;
+}
+
+u64 make_mmio_spte(struct kvm_vcpu *vcpu, u64 gfn, unsigned int access)
+{
+	BUG();
+}
+
+u64 mark_spte_for_access_track(u64 spte)
+{
+	BUG();
+}
+
+u64 kvm_mmu_changed_pte_notifier_make_spte(u64 old_spte, kvm_pfn_t new_pfn)
+{
+	BUG();
+}
+
+typedef struct {
+	u64 pte;
+} pte_t;
+
+#define pte_huge(pte) false
+#define pte_write(pte) false
+#define pte_pfn(pte) 0
+
+/* The code under test */
+#include "tdp_iter.c"
+#include "tdp_mmu.c"
+
+/*
+ * The guest: two areas of 1 GiB, in each of them a few pages, none of which is the
+ * first of a huge page.  The host gives all of an area another version when it takes
+ * it away.  A page frame number holds area, version and offset.
+ */
+#define AREAS 2
+#define PMDS 3
+#define PTES 4
+#define AREA_GFNS KVM_PAGES_PER_HPAGE(PG_LEVEL_1G)
+#define VERSIONS (1u << 18)
+
+static _Atomic u32 version[AREAS];
+static _Atomic bool written[AREAS][PMDS][PTES], reported[AREAS][PMDS][PTES];
+
+static gfn_t gfn_of(int area, int pmd, int pte)
+{
+	return area * AREA_GFNS + (pmd + 1) * 512 + pte + 1;
+}
+
+static kvm_pfn_t pfn_of(gfn_t gfn)
+{
+	u64 area = gfn / AREA_GFNS;
+
+	return (1 + area * VERSIONS + version[area] % VERSIONS) * AREA_GFNS + gfn % AREA_GFNS;
+}
+
+static void kvm_set_pfn_dirty(kvm_pfn_t pfn)
+{
+	u64 block = pfn / AREA_GFNS - 1, offset = pfn % AREA_GFNS;
+	int area = block / VERSIONS, pmd, pte;
+
+	if (block % VERSIONS != version[area] % VERSIONS)
+		return;
+	for (pmd = 0; pmd < PMDS; pmd++)
+		for (pte = 0; pte < PTES; pte++)
+			if (!offset || offset == (pmd + 1) * 512 || offset == (pmd + 1) * 512 + pte + 1)
+				reported[area][pmd][pte] = true;
+}
+
+/* CPUs */
+struct tlb_entry {
+	gfn_t gfn;
+	kvm_pfn_t pfn;
+	int level;
+	bool dirty;
+};
+
+struct cpu {
+	_Atomic bool guest_mode, flush;
+	struct tlb_entry tlb[4];
+	/* Where the table for a gfn is, by level */
+	struct {
+		gfn_t gfn;
+		u64 *table;
+	} walk_cache[PT64_ROOT_MAX_LEVEL];
+};
+
+static struct cpu cpus[VCPUS];
+static _Atomic u64 flushes, tlb_hits, cached_walks, spurious;
+
+void kvm_flush_remote_tlbs(struct kvm *kvm)
+{
+	int i;
+
+	flushes++;
+	for (i = 0; i < VCPUS; i++)
+		cpus[i].flush = true;
+	for (i = 0; i < VCPUS; i++)
+		while (cpus[i].guest_mode && cpus[i].flush)
+			sched_yield();
+}
+
+/* Sets accessed and dirty bits as the CPU does: only in the SPTE that it has read. */
+static bool cpu_set_bits(u64 *sptep, u64 spte, bool write)
+{
+	u64 new = spte | PT_ACCESSED_MASK | (write ? PT_DIRTY_MASK : 0);
+
+	return new == spte || __atomic_compare_exchange_n(sptep, &spte, new, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
+static struct tlb_entry *tlb_find(struct cpu *cpu, gfn_t gfn)
+{
+	int i;
+
+	for (i = 0; i < 4; i++)
+		if (cpu->tlb[i].level && (gfn & -KVM_PAGES_PER_HPAGE(cpu->tlb[i].level)) == cpu->tlb[i].gfn)
+			return &cpu->tlb[i];
+	return NULL;
+}
+
+/* One access by the CPU, to the end or to a fault. */
+static bool cpu_access(struct cpu *cpu, hpa_t root, gfn_t gfn, bool write)
+{
+	struct tlb_entry *hit = tlb_find(cpu, gfn);
+	int level = 4, cached;
+	u64 *table = __va(root), *sptep, spte;
+
+	if (hit && (!write || hit->dirty)) {
+		tlb_hits++;
+		if (hit->pfn + gfn - hit->gfn != pfn_of(gfn))
+			die("a CPU got to a page that the host had taken away, through its TLB");
+		return true;
+	}
+
+	cached = 2 + rnd(3);
+	if (cached < 4 && cpu->walk_cache[cached - 1].table &&
+	    cpu->walk_cache[cached - 1].gfn == (gfn & -KVM_PAGES_PER_HPAGE(cached + 1))) {
+		table = cpu->walk_cache[cached - 1].table;
+		level = cached;
+		cached_walks++;
+	}
+	for (;; level--) {
+		sptep = &table[SHADOW_PT_INDEX(gfn << PAGE_SHIFT, level)];
+retry:
+		window();
+		spte = __atomic_load_n(sptep, __ATOMIC_SEQ_CST);
+		if (!(spte & PT_PRESENT_MASK))
+			return false;
+		if (is_last_spte(spte, level))
+			break;
+		table = __va(spte & PT64_BASE_ADDR_MASK);
+		cpu->walk_cache[level - 2].gfn = gfn & -KVM_PAGES_PER_HPAGE(level);
+		cpu->walk_cache[level - 2].table = table;
+		window();
+	}
+	if (write && !(spte & PT_WRITABLE_MASK))
+		return false;
+	if (!cpu_set_bits(sptep, spte, write))
+		goto retry;
+	window();
+
+	if (hit && hit->level != level)
+		die("a CPU has gfn %lx in its TLB at level %d and in its tables at level %d", gfn, hit->level, level);
+	if (!hit)
+		hit = &cpu->tlb[rnd(4)];
+	*hit = (struct tlb_entry) {
+		.gfn = gfn & -KVM_PAGES_PER_HPAGE(level),
+		.pfn = spte_to_pfn(spte),
+		.level = level,
+		.dirty = write || ((spte & PT_DIRTY_MASK) && (spte & PT_WRITABLE_MASK)),
+	};
+	if (hit->pfn + gfn - hit->gfn != pfn_of(gfn))
+		die("a CPU got to a page that the host had taken away, level %d", level);
+	return true;
+}
+
+static unsigned long faults_wanted;
+static _Atomic u64 results[8];
+
+static void handle_fault(struct kvm_vcpu *vcpu, gfn_t gfn, bool write)
+{
+	unsigned long seq = READ_ONCE(vm.mmu_notifier_seq);
+	u32 draw = rnd(32), code = write ? PFERR_WRITE_MASK : rnd(4) ? 0 : PFERR_FETCH_MASK;
+	u64 sptes[PT64_ROOT_MAX_LEVEL];
+	kvm_pfn_t pfn;
+	int r, root;
+
+	atomic_thread_fence(memory_order_seq_cst);
+	pfn = pfn_of(gfn);
+	host_level = draw == 0 ? PG_LEVEL_1G : draw < 12 ? PG_LEVEL_2M : PG_LEVEL_4K;
+	window();
+
+	if (!rnd(8))
+		kvm_tdp_mmu_get_walk(vcpu, gfn << PAGE_SHIFT, sptes, &root);
+
+	read_lock(&vm.mmu_lock);
+	if (vm.mmu_notifier_count || vm.mmu_notifier_seq != seq)
+		r = RET_PF_RETRY;
+	else
+		r = kvm_tdp_mmu_map(vcpu, gfn << PAGE_SHIFT, code, write || rnd(2), KVM_MAX_HUGEPAGE_LEVEL, pfn, false);
+	read_unlock(&vm.mmu_lock);
+	results[r]++;
+}
+
+static void *vcpu_thread(void *arg)
+{
+	struct kvm_vcpu *vcpu = arg;
+	struct cpu *cpu;
+	unsigned long faults = 0;
+	int area, pmd, pte;
+	gfn_t gfn;
+	bool write;
+
+	self = vcpu - vcpus;
+	rnd_state = seed + self;
+	cpu = &cpus[self];
+
+	while (faults < faults_wanted) {
+		area = rnd(AREAS);
+		pmd = rnd(PMDS);
+		pte = rnd(PTES);
+		write = rnd(2);
+		gfn = gfn_of(area, pmd, pte);
+
+		for (;;) {
+			/* Entering the guest: what was asked for is done first. */
+			cpu->guest_mode = true;
+			if (cpu->flush) {
+				cpu->flush = false;
+				memset(cpu->tlb, 0, sizeof(cpu->tlb));
+				memset(cpu->walk_cache, 0, sizeof(cpu->walk_cache));
+			}
+			if (cpu_access(cpu, vcpu->arch.mmu->root_hpa, gfn, write)) {
+				if (write)
+					written[area][pmd][pte] = true;
+				break;
+			}
+			cpu->guest_mode = false;
+			handle_fault(vcpu, gfn, write);
+			faults++;
+		}
+		cpu->guest_mode = false;
+	}
+	return NULL;
+}
+
+/* The host takes an area away, and has another one instead. */
+static void replace_area(int area)
+{
+	unsigned long start = area * AREA_GFNS * PAGE_SIZE;
+	int pmd, pte;
+
+	write_lock(&vm.mmu_lock);
+	vm.mmu_notifier_count++;
+	if (kvm_tdp_mmu_zap_hva_range(&vm, start, start + AREA_GFNS * PAGE_SIZE))
+		kvm_flush_remote_tlbs(&vm);
+	write_unlock(&vm.mmu_lock);
+
+	for (pmd = 0; pmd < PMDS; pmd++) {
+		for (pte = 0; pte < PTES; pte++) {
+			if (written[area][pmd][pte] && !reported[area][pmd][pte])
+				die("a page that was written to is gone, and was never dirty");
+			written[area][pmd][pte] = reported[area][pmd][pte] = false;
+		}
+	}
+	version[area]++;
+	window();
+
+	write_lock(&vm.mmu_lock);
+	vm.mmu_notifier_seq++;
+	vm.mmu_notifier_count--;
+	write_unlock(&vm.mmu_lock);
+}
+
+static void *manager_thread(void *unused)
+{
+	struct kvm_memory_slot *slot = &vm.slots.slot;
+	struct kvm_mmu_page *sp;
+	gfn_t gfn;
+
+	self = VCPUS;
+	rnd_state = seed + self;
+	while (!done) {
+		gfn = gfn_of(rnd(AREAS), rnd(PMDS), 0) & -512;
+		switch (rnd(8)) {
+		case 0:
+			replace_area(rnd(AREAS));
+			break;
+		case 1:
+			write_lock(&vm.mmu_lock);
+			if (kvm_tdp_mmu_zap_gfn_range(&vm, gfn, gfn + (rnd(2) ? 512 : 3)))
+				kvm_flush_remote_tlbs(&vm);
+			write_unlock(&vm.mmu_lock);
+			break;
+		case 2:
+			write_lock(&vm.mmu_lock);
+			kvm_tdp_mmu_zap_collapsible_sptes(&vm, slot);
+			write_unlock(&vm.mmu_lock);
+			break;
+		case 3:
+			write_lock(&vm.mmu_lock);
+			if (kvm_tdp_mmu_wrprot_slot(&vm, slot, rnd(2) ? PG_LEVEL_4K : PG_LEVEL_2M))
+				kvm_flush_remote_tlbs(&vm);
+			write_unlock(&vm.mmu_lock);
+			break;
+		case 4:
+			write_lock(&vm.mmu_lock);
+			if (kvm_tdp_mmu_age_hva_range(&vm, gfn * PAGE_SIZE, (gfn + 512) * PAGE_SIZE))
+				kvm_flush_remote_tlbs(&vm);
+			write_unlock(&vm.mmu_lock);
+			break;
+		case 5:
+			/* NX huge page recovery */
+			write_lock(&vm.mmu_lock);
+			if (!list_empty(&vm.arch.lpage_disallowed_mmu_pages)) {
+				sp = list_first_entry(&vm.arch.lpage_disallowed_mmu_pages, struct kvm_mmu_page,
+						      lpage_disallowed_link);
+				if (kvm_tdp_mmu_zap_sp(&vm, sp))
+					kvm_flush_remote_tlbs(&vm);
+			}
+			write_unlock(&vm.mmu_lock);
+			break;
+		case 6:
+			write_lock(&vm.mmu_lock);
+			nx_huge_pages = !rnd(4);
+			write_unlock(&vm.mmu_lock);
+			break;
+		default:
+			sched_yield();
+		}
+	}
+	return NULL;
+}
+
+static long count_tables(u64 *table, int level)
+{
+	long count = 1;
+	int i;
+
+	for (i = 0; i < 512; i++) {
+		if (is_frozen_spte(table[i]))
+			die("an SPTE of level %d is frozen for good", level);
+		if (is_shadow_present_pte(table[i]) && !is_last_spte(table[i], level))
+			count += count_tables(__va(table[i] & PT64_BASE_ADDR_MASK), level - 1);
+	}
+	return count;
+}
+
+int main(int argc, char **argv)
+{
+	pthread_rwlockattr_t fair = { 0 };
+	pthread_t threads[THREADS + 1];
+	struct kvm_mmu_page *sp;
+	long linked, listed = 0;
+	int i;
+
+	faults_wanted = strtoul(argv[1], NULL, 10);
+	seed = strtoul(argv[2], NULL, 10);
+	printf("%d vCPUs, %lu faults each, seed %u\n", VCPUS, faults_wanted, seed);
+	fflush(stdout);
+
+	pthread_rwlockattr_setkind_np(&fair, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+	pthread_rwlock_init(&vm.mmu_lock.lock, &fair);
+	INIT_LIST_HEAD(&vm.arch.lpage_disallowed_mmu_pages);
+	vm.slots.slot.npages = AREAS * AREA_GFNS;
+	tdp_mmu_enabled = true;
+	kvm_mmu_init_tdp_mmu(&vm);
+	for (i = 0; i < VCPUS; i++) {
+		vcpus[i].kvm = &vm;
+		vcpus[i].arch.mmu = &vcpus[i].arch.root_mmu;
+		vcpus[i].arch.mmu->shadow_root_level = 4;
+		vcpus[i].arch.mmu->root_hpa = kvm_tdp_mmu_get_vcpu_root_hpa(&vcpus[i]);
+	}
+
+	for (i = 0; i < VCPUS; i++)
+		pthread_create(&threads[i], NULL, vcpu_thread, &vcpus[i]);
+	pthread_create(&threads[VCPUS], NULL, manager_thread, NULL);
+	pthread_create(&threads[THREADS], NULL, rcu_thread, NULL);
+	for (i = 0; i < VCPUS; i++)
+		pthread_join(threads[i], NULL);
+	done = true;
+	pthread_join(threads[VCPUS], NULL);
+	pthread_join(threads[THREADS], NULL);
+	rcu_grace_period();
+
+	linked = count_tables(__va(vcpus[0].arch.mmu->root_hpa), 4);
+	list_for_each_entry(sp, &vm.arch.tdp_mmu_pages, link)
+		listed++;
+	if (linked != listed + 1 || linked != tables)
+		die("%ld tables are linked, %ld listed besides the root, %ld not freed", linked, listed, tables);
+
+	printf("faults: %lu fixed, %lu spurious, %lu to be retried; %lu flushes, %lu TLB hits, %lu walks from a cached table\n",
+	       results[RET_PF_FIXED], results[RET_PF_SPURIOUS], results[RET_PF_RETRY], flushes, tlb_hits, cached_walks);
+	printf("%ld tables, all linked and listed\n", linked);
+
+	write_lock(&vm.mmu_lock);
+	for (i = 0; i < VCPUS; i++)
+		tdp_mmu_put_root(&vm, to_shadow_page(vcpus[i].arch.mmu->root_hpa));
+	write_unlock(&vm.mmu_lock);
+	kvm_mmu_uninit_tdp_mmu(&vm);
+	rcu_grace_period();
+	if (tables || !list_empty(&vm.arch.lpage_disallowed_mmu_pages))
+		die("%ld tables are left", tables);
+	puts("ok");
+	return 0;
+}
