@@ -230,7 +230,6 @@ fn bench_config(method: Method) -> dirty_log::Config {
         run_while_disabling: true,
         seed: 1,
         phys_offset: Some(1 << 32),
-        page: None,
         continuous: None,
         latency: true,
         common: Common { repeat: 2, ..Common::default() },

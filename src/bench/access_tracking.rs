@@ -9,7 +9,6 @@ use std::time::Instant;
 
 use super::{Common, Counted, Error, Region, check_memory, huge_premise};
 use crate::arch::touch as code;
-use crate::arch::workload::GuestPage;
 use crate::report::Report;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::sys::page_idle::PageIdle;
@@ -28,8 +27,6 @@ pub struct Config {
     pub region: Region,
     /// All vCPUs go over one and the same region.
     pub overlap: bool,
-    /// The page size of the guest's own tables.
-    pub page: GuestPage,
 }
 
 /// The stages in their order.
@@ -66,7 +63,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     report.ask("backing", backing.to_string());
     report.ask("vcpus", vcpus);
     report.ask("overlap", config.overlap);
-    report.ask("guest_page", if config.page == GuestPage::Small { "4k" } else { "2m" });
+    config.common.ask_page(&mut report);
     config.common.ask(&mut report);
     let mut times = vec![Vec::new(); STAGES.len()];
     config.common.each(&mut report, config.common.rounds(), |report, round| {
@@ -93,7 +90,11 @@ fn one(
     let guest = Guest::build(
         &kvm,
         memory,
-        GuestConfig { code: code::code(), page: config.page, ..config.common.guest(vcpus) },
+        GuestConfig {
+            code: code::code(),
+            page: config.common.page(&report.host),
+            ..config.common.guest(vcpus)
+        },
     )?;
     let counted = Counted::start(&guest, report);
     let access = |write| -> Result<f64, Error> {

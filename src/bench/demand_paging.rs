@@ -18,6 +18,7 @@ use crate::sys::uffd::{BATCH, Mode, Uffd};
 use crate::vm;
 use crate::vm::memory::{Backing, Memory, MemoryConfig};
 use crate::workload::control::{BUCKETS, bucket_of};
+use crate::workload::guest::GuestConfig;
 use crate::workload::model::{self, Model};
 use crate::workload::{Guest, WriteConfig, run};
 
@@ -96,6 +97,7 @@ fn describe(config: &Config, backing: Backing) -> Report {
     report.ask("backing", backing.to_string());
     report.ask("vcpus", config.region.vcpus);
     report.ask("overlap", config.overlap);
+    config.common.ask_page(&mut report);
     config.common.ask(&mut report);
     report
 }
@@ -139,14 +141,19 @@ fn one(
     let len = memory.config.size / parts;
     let parts = (0..parts).map(|index| part(config.mode, &memory.mapping, index * len, len));
     let parts = parts.collect::<Result<Vec<_>, _>>()?;
-    let guest = Guest::build(&kvm, memory, config.common.guest(vcpus))?;
+    let guest = Guest::build(
+        &kvm,
+        memory,
+        GuestConfig { page: config.common.page(&report.host), ..config.common.guest(vcpus) },
+    )?;
     guest.program(&WriteConfig { passes: 1, shared: config.overlap, ..WriteConfig::default() })?;
     let models: Vec<_> = guest.controls().map(Model::new).collect();
     config.common.pin_main(vcpus)?;
     let counted = Counted::start(&guest, report);
     let quit = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(|e| Error::Host("eventfd", e))?;
     let page = guest.vm.memory.config.backing.page_size();
-    let source = vec![0u8; (page * config.batch) as usize];
+    // Not zero: what has never been written would fault, page by page, while the first fault is answered.
+    let source = vec![0xa5u8; (page * config.batch) as usize];
     let answers =
         Answers { faults: AtomicU64::new(0), times: (0..BUCKETS).map(|_| AtomicU64::new(0)).collect() };
     let mapping = guest.vm.memory.mapping.clone();

@@ -9,9 +9,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{Common, Counted, Error, Region, check_memory, huge_premise};
-use crate::arch::layout;
-use crate::arch::workload::GuestPage;
+use super::{Common, Counted, Error, Region, check_memory, check_offset, huge_premise, place};
 use crate::dirty::{self, DirtyTracker, Method, SlotLog};
 use crate::report::{Figure, Histogram, Mark, Report, Series};
 use crate::sys::{host::allowed_cpus, signal};
@@ -61,8 +59,6 @@ pub struct Config {
     pub seed: u64,
     /// Where memory starts in the guest's physical address space.
     pub phys_offset: Option<u64>,
-    /// The page size of the guest's own tables; `None` for large ones where the host shadows them.
-    pub page: Option<GuestPage>,
     /// How long to collect without regard to the guest; `None` for lockstep.
     pub continuous: Option<Duration>,
     /// Whether the time of each write is measured.
@@ -88,12 +84,10 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     };
     method.check(&probe)?;
     drop(probe);
-    let shadow = report.host.paging == crate::host::Paging::Shadow;
-    let page = config.page.unwrap_or(if shadow { GuestPage::Large } else { GuestPage::Small });
-    ask(&mut report, config, method, page);
+    ask(&mut report, config, method);
     let mut samples: Vec<(String, &'static str, Vec<f64>)> = Vec::new();
     config.common.each(&mut report, config.common.rounds(), |report, round| {
-        let mut run = Run::new(config, method, page, total, &kvm, report)?;
+        let mut run = Run::new(config, method, total, &kvm, report)?;
         match config.continuous {
             None => run.lockstep()?,
             Some(duration) => run.continuous(duration)?,
@@ -171,20 +165,7 @@ fn check(config: &Config) -> Result<u64, Error> {
         ));
     }
     if let Some(offset) = config.phys_offset {
-        let align = backing.best_mapping().max(2 << 20);
-        let end = offset.saturating_add(total);
-        if !offset.is_multiple_of(align)
-            || (end > layout::GAP_START && offset < layout::GAP_END)
-            || end > layout::MAX_ADDRESS
-        {
-            return asked(format!(
-                "-p {offset:#x}: memory must start at a multiple of {} and keep clear of {:#x} to {:#x}; -p {:#x} would work",
-                short_size(align),
-                layout::GAP_START,
-                layout::GAP_END,
-                layout::GAP_END
-            ));
-        }
+        check_offset(offset, total, backing)?;
     }
     let cpus = allowed_cpus().map_err(|e| Error::Host("sched_getaffinity", e))?;
     if config.continuous.is_some() && cpus.len() < 2 {
@@ -199,7 +180,7 @@ fn check(config: &Config) -> Result<u64, Error> {
     Ok(total)
 }
 
-fn ask(report: &mut Report, config: &Config, method: Method, page: GuestPage) {
+fn ask(report: &mut Report, config: &Config, method: Method) {
     report.ask("vcpus", config.region.vcpus);
     report.ask("bytes_per_vcpu", config.region.bytes);
     report.ask("backing", config.region.backing.to_string());
@@ -231,7 +212,7 @@ fn ask(report: &mut Report, config: &Config, method: Method, page: GuestPage) {
     if let Some(offset) = config.phys_offset {
         report.ask("phys_offset", format!("{offset:#x}"));
     }
-    report.ask("guest_page", if page == GuestPage::Small { "4k" } else { "2m" });
+    config.common.ask_page(report);
     report.ask("latency", config.latency);
     config.common.ask(report);
 }
@@ -259,7 +240,6 @@ impl<'a> Run<'a> {
     fn new(
         config: &'a Config,
         method: Method,
-        page: GuestPage,
         total: u64,
         kvm: &kvm_ioctls::Kvm,
         report: &'a mut Report,
@@ -267,10 +247,9 @@ impl<'a> Run<'a> {
         let memory =
             MemoryConfig { backing: config.region.backing, slots: config.slots, ..MemoryConfig::new(total) };
         let mut memory = Memory::map(memory)?;
-        if let Some(offset) = config.phys_offset {
-            memory.slots.iter_mut().for_each(|slot| slot.gpa = offset + slot.offset);
-        }
+        place(&mut memory, config.phys_offset);
         let dirty_ring = (method == Method::Ring).then_some(config.ring_entries);
+        let page = config.common.page(&report.host);
         let guest = GuestConfig { page, dirty_ring, ..config.common.guest(config.region.vcpus) };
         let guest = Guest::build(kvm, memory, guest)?;
         let counted = Counted::start(&guest, report);

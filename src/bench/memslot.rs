@@ -216,7 +216,7 @@ impl Test {
     }
 }
 
-/// Pages of `slot` that do not hold what the guest wrote last: how many blocks were left.
+/// Pages of `slot` that do not hold what the guest wrote last: how many pages were left.
 fn lost(guest: &Guest, slot: Slot) -> u64 {
     let words = &guest.vm.memory.mapping.words()[(slot.offset / 8) as usize..];
     let pages = slot.len / PAGE_SIZE;

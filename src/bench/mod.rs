@@ -17,9 +17,12 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use clap::ValueEnum;
 use indicatif::ProgressBar;
 
-use crate::host::{Facts, topology};
+use crate::arch::workload::GuestPage;
+use crate::arch::{irqchip, layout};
+use crate::host::{Facts, Paging, topology};
 use crate::report::Report;
 use crate::sandbox::{Mode, Sandbox, ThreadKind};
 use crate::sys::affinity;
@@ -99,14 +102,25 @@ pub struct Common {
     pub pins: Option<Vec<usize>>,
     /// Rounds: more than one give a median and a spread.
     pub repeat: u32,
+    /// The page size of the guest's own tables; `None` for 4 KiB, or 2 MiB where the host shadows them.
+    pub page: Option<GuestPage>,
+    /// Interrupt controllers in KVM, with which every exit costs more.
+    pub irqchip: Option<irqchip::Mode>,
     /// Where it says what it is at.
     pub progress: ProgressBar,
 }
 
 impl Default for Common {
-    /// One round, sandboxed, unpinned, silent.
+    /// One round, sandboxed, unpinned, without interrupt controllers, silent.
     fn default() -> Self {
-        Self { sandbox: Mode::default(), pins: None, repeat: 1, progress: ProgressBar::hidden() }
+        Self {
+            sandbox: Mode::default(),
+            pins: None,
+            repeat: 1,
+            page: None,
+            irqchip: None,
+            progress: ProgressBar::hidden(),
+        }
     }
 }
 
@@ -124,6 +138,20 @@ impl Common {
     fn ask(&self, report: &mut Report) {
         report.ask("pin", self.pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
         report.ask("repeat", self.repeat);
+        let irqchip = self.irqchip.as_ref().and_then(ValueEnum::to_possible_value);
+        report.ask("irqchip", irqchip.map_or("none".into(), |value| value.get_name().to_owned()));
+    }
+
+    /// The page size of the guest's own tables on `host`.
+    fn page(&self, host: &Facts) -> GuestPage {
+        let large = host.paging == Paging::Shadow;
+        self.page.unwrap_or(if large { GuestPage::Large } else { GuestPage::Small })
+    }
+
+    /// The same for benchmarks to which it matters.
+    fn ask_page(&self, report: &mut Report) {
+        let small = self.page(&report.host) == GuestPage::Small;
+        report.ask("guest_page", if small { "4k" } else { "2m" });
     }
 
     /// How a machine of `vcpus` is built, unless the benchmark says otherwise.
@@ -131,6 +159,7 @@ impl Common {
         let mode = self.sandbox;
         GuestConfig {
             pins: self.pins.clone(),
+            irqchip: self.irqchip,
             enter: Arc::new(move |index| {
                 let mut sandbox = Sandbox::new(mode);
                 sandbox.process().map_err(io::Error::other)?;
@@ -218,6 +247,30 @@ impl Region {
     /// Bytes in all, where each vCPU has a part of its own, or all share one.
     fn total(&self, shared: bool) -> u64 {
         self.bytes.saturating_mul(if shared { 1 } else { self.vcpus as u64 })
+    }
+}
+
+/// Refuses an address at which RAM cannot start.
+fn check_offset(offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> {
+    let align = backing.best_mapping().max(2 << 20);
+    let end = offset.saturating_add(bytes);
+    let in_gap = end > layout::GAP_START && offset < layout::GAP_END;
+    if offset.is_multiple_of(align) && !in_gap && end <= layout::MAX_ADDRESS {
+        return Ok(());
+    }
+    Err(Error::Asked(format!(
+        "-p {offset:#x}: memory must start at a multiple of {} and keep clear of {:#x} to {:#x}; -p {:#x} would work",
+        short_size(align),
+        layout::GAP_START,
+        layout::GAP_END,
+        layout::GAP_END
+    )))
+}
+
+/// Has RAM start at `offset` in the guest's physical address space, where that was asked for.
+fn place(memory: &mut Memory, offset: Option<u64>) {
+    if let Some(offset) = offset {
+        memory.slots.iter_mut().for_each(|slot| slot.gpa = offset + slot.offset);
     }
 }
 

@@ -1,6 +1,7 @@
 //! `page-table`: what it costs KVM to make, to change and to rebuild the mappings of a region that all vCPUs share.
 //!
-//! The stages of the KVM selftest kvm_page_table_test, on memory that the host has already populated:
+//! The stages of the KVM selftest kvm_page_table_test. The host has populated memory before, so that KVM's work is
+//! measured and not the host's first touch, unless the guest is to do that too, as in the selftest:
 //! *create* (one access to each page of the backing's size; even vCPUs write, odd ones read), *update* (with dirty
 //! logging on: small pages are written again; of each huge page the first 4 KiB are written, then its second half is
 //! read, so that a block becomes a table), and *adjust*, which was once called rebuild (logging off: every 4 KiB page is
@@ -8,14 +9,13 @@
 
 use std::time::Instant;
 
-use super::{Common, Counted, Error, Region, check_memory, huge_premise, populated};
+use super::{Common, Counted, Error, Region, check_memory, check_offset, huge_premise, place, populated};
 use crate::arch::touch as code;
-use crate::arch::workload::GuestPage;
 use crate::host::hugepages;
 use crate::report::Report;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm;
-use crate::vm::memory::{Backing, MemoryConfig, short_size};
+use crate::vm::memory::{Backing, Memory, MemoryConfig, short_size};
 use crate::workload::Guest;
 use crate::workload::guest::GuestConfig;
 use crate::workload::touch::Plan;
@@ -27,8 +27,10 @@ pub struct Config {
     pub common: Common,
     /// The memory that all vCPUs share.
     pub region: Region,
-    /// The page size of the guest's own tables.
-    pub page: GuestPage,
+    /// Leaves the host's first touch of memory to the guest, and to *create*.
+    pub unpopulated: bool,
+    /// Where memory starts in the guest's physical address space.
+    pub phys_offset: Option<u64>,
 }
 
 /// A row of the tables with which the arm64 stage-2 series was posted (v2, March 2021, Kunpeng 920): backing, bytes,
@@ -87,7 +89,11 @@ pub fn run_seed(config: &Config) -> Result<Report, Error> {
 }
 
 fn describe(report: &mut Report, config: &Config) {
-    report.ask("guest_page", if config.page == GuestPage::Small { "4k" } else { "2m" });
+    config.common.ask_page(report);
+    report.ask("populated", !config.unpopulated);
+    if let Some(offset) = config.phys_offset {
+        report.ask("phys_offset", format!("{offset:#x}"));
+    }
     config.common.ask(report);
 }
 
@@ -96,7 +102,11 @@ const STAGES: [&str; 5] =
     ["create_mappings", "enable_logging", "update_mappings", "disable_logging", "adjust_mappings"];
 
 fn measure(report: &mut Report, config: &Config, label: Option<&str>) -> Result<(), Error> {
-    check_memory(config.region.bytes, config.region.backing)?;
+    let Region { bytes, backing, .. } = config.region;
+    if let Some(offset) = config.phys_offset {
+        check_offset(offset, bytes, backing)?;
+    }
+    check_memory(bytes, backing)?;
     let mut times = vec![Vec::new(); STAGES.len()];
     config.common.each(report, config.common.rounds(), |report, round| {
         let stages = one(report, config, label, round.index == 0)?;
@@ -118,11 +128,17 @@ fn one(
 ) -> Result<[f64; STAGES.len()], Error> {
     let kvm = vm::open()?;
     let Region { bytes, backing, vcpus } = config.region;
-    let memory = populated(MemoryConfig { backing, ..MemoryConfig::new(bytes) })?;
+    let memory = MemoryConfig { backing, ..MemoryConfig::new(bytes) };
+    let mut memory = if config.unpopulated { Memory::map(memory)? } else { populated(memory)? };
+    place(&mut memory, config.phys_offset);
     let guest = Guest::build(
         &kvm,
         memory,
-        GuestConfig { code: code::code(), page: config.page, ..config.common.guest(vcpus) },
+        GuestConfig {
+            code: code::code(),
+            page: config.common.page(&report.host),
+            ..config.common.guest(vcpus)
+        },
     )?;
     let counted = Counted::start(&guest, report);
     let page = backing.best_mapping();
@@ -132,11 +148,12 @@ fn one(
     let update = stage(&guest, |_| match page {
         PAGE_SIZE => Plan::every(PAGE_SIZE, bytes, true),
         _ => Plan {
+            blocks: bytes / page,
+            block: page,
             first: true,
             offset: page / 2,
             run: page / 2 / PAGE_SIZE,
-            stride: PAGE_SIZE,
-            ..Plan::every(page, bytes, false)
+            ..Plan::every(PAGE_SIZE, bytes, false)
         },
     })?;
     let disable = logging(&guest, 0)?;

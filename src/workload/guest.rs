@@ -22,6 +22,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::control::Control;
 use super::stamp::Stamp;
 use super::{Region, WriteConfig};
+use crate::arch::irqchip::{self, Irqchip};
 use crate::arch::layout;
 use crate::arch::workload::{self as machine, Code, Entry, GuestPage, Privilege};
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
@@ -53,6 +54,8 @@ pub struct GuestConfig {
     pub slot_flags: u32,
     /// Entries of each vCPU's dirty ring, where there is to be one.
     pub dirty_ring: Option<u32>,
+    /// Interrupt controllers in KVM, which no workload needs: but with a local APIC every exit costs more.
+    pub irqchip: Option<irqchip::Mode>,
 }
 
 impl GuestConfig {
@@ -67,6 +70,7 @@ impl GuestConfig {
             enter: Arc::new(|_| Ok(())),
             slot_flags: 0,
             dirty_ring: None,
+            irqchip: None,
         }
     }
 }
@@ -85,6 +89,9 @@ pub enum Error {
         /// vCPUs.
         vcpus: usize,
     },
+    /// Interrupt controllers.
+    #[error(transparent)]
+    Irqchip(#[from] irqchip::Error),
     /// The page tables do not fit.
     #[error(
         "the workload's page tables need {need} bytes, and there is room for {room}: use 2 MiB guest pages or less memory"
@@ -228,6 +235,9 @@ impl Guest {
         );
         let own = Arc::new(own);
         let vm = Vm::with_dirty_ring(kvm, memory, config.dirty_ring)?;
+        if let Some(mode) = config.irqchip {
+            Irqchip::new(&vm.fd, mode)?;
+        }
         let slot = Slot {
             id: vm.memory.slots.len() as u32,
             gpa: base,
@@ -256,6 +266,10 @@ impl Guest {
                 privilege: config.privilege,
             };
             machine::set_entry(&fd, &cpuid, entry)?;
+            if config.irqchip.is_some() {
+                // With a local APIC all but the first wait for INIT and SIPI.
+                machine::set_runnable(&fd)?;
+            }
             if index == 0 {
                 guest.tsc_hz = machine::tsc_hz(&fd)?;
             }

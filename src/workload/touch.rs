@@ -20,7 +20,7 @@ pub struct Touch {
     pub blocks: u64,
     /// Bytes from one block to the next.
     pub block: u64,
-    /// Whether the first word of each block is written.
+    /// Whether the first word of each block is written, with how many blocks were left.
     pub first: u64,
     /// Where in each block the run begins, in bytes.
     pub offset: u64,
@@ -28,7 +28,7 @@ pub struct Touch {
     pub run: u64,
     /// Bytes from one page of the run to the next.
     pub stride: u64,
-    /// Whether the run is written, or else read.
+    /// Whether the run is written, each page with how many of it were left, or else read.
     pub write: u64,
     /// Written by the guest: TSC when it started and ended.
     pub ticks: [u64; 2],
@@ -58,16 +58,8 @@ pub struct Plan {
 impl Plan {
     /// Every `stride` bytes of `bytes` from the start of RAM: written or read.
     pub fn every(stride: u64, bytes: u64, write: bool) -> Self {
-        Self {
-            start: 0,
-            blocks: bytes / stride,
-            block: stride,
-            first: false,
-            offset: 0,
-            run: 1,
-            stride,
-            write,
-        }
+        let run = bytes / stride;
+        Self { start: 0, blocks: 1, block: bytes, first: false, offset: 0, run, stride, write }
     }
 
     /// Sets up `vcpu`, which is paused.

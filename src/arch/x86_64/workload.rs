@@ -437,6 +437,12 @@ pub fn set_entry(fd: &VcpuFd, cpuid: &CpuId, entry: Entry) -> Result<(), Error> 
     ioctl("KVM_SET_REGS", fd.set_regs(&regs))
 }
 
+/// Lets a vCPU run at once, whatever its local APIC waits for.
+pub fn set_runnable(fd: &VcpuFd) -> Result<(), Error> {
+    let state = kvm_bindings::kvm_mp_state { mp_state: kvm_bindings::KVM_MP_STATE_RUNNABLE };
+    ioctl("KVM_SET_MP_STATE", fd.set_mp_state(state))
+}
+
 /// The guest's TSC ticks per second.
 pub fn tsc_hz(fd: &VcpuFd) -> Result<u64, Error> {
     ioctl("KVM_GET_TSC_KHZ", fd.get_tsc_khz()).map(|khz| u64::from(khz) * 1000)

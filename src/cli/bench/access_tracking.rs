@@ -2,8 +2,7 @@
 
 use clap::Args;
 
-use super::{Output, RegionArgs, guest_page};
-use crate::arch::workload::GuestPage;
+use super::{Output, RegionArgs};
 use crate::bench::access_tracking::{self, Config};
 use crate::cli::Failure;
 use crate::vm::lifecycle::Exit;
@@ -18,10 +17,6 @@ pub struct AccessTrackingArgs {
     #[arg(short, long)]
     overlap: bool,
 
-    /// The page size of the guest's own tables: 2m or 4k
-    #[arg(short = 'm', long = "mode", value_name = "SIZE", default_value = "2m", value_parser = guest_page)]
-    page: GuestPage,
-
     #[command(flatten)]
     output: Output,
 }
@@ -31,7 +26,6 @@ pub(super) fn run(args: AccessTrackingArgs) -> Result<Exit, Failure> {
         common: args.region.common(&args.output)?,
         region: args.region.region(),
         overlap: args.overlap,
-        page: args.page,
     };
     args.output.deliver(|| access_tracking::run(&config))
 }

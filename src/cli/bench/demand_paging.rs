@@ -15,7 +15,7 @@ use crate::vm::lifecycle::Exit;
 pub struct DemandPagingArgs {
     /// MISSING (the handler copies pages in) or MINOR (it maps pages that the file has)
     #[arg(short = 'u', value_name = "MODE", default_value = "MISSING", value_parser = mode)]
-    mode: Mode,
+    faults: Mode,
 
     /// One userfaultfd for all memory instead of one for each vCPU's region
     #[arg(short = 'a')]
@@ -57,7 +57,7 @@ pub(super) fn run(args: DemandPagingArgs) -> Result<Exit, Failure> {
     let config = Config {
         common: args.region.common(&args.output)?,
         region: args.region.region(),
-        mode: args.mode,
+        mode: args.faults,
         single: args.single,
         delay: Duration::from_micros(args.delay),
         readers: args.readers,

@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::{Output, RegionArgs};
-use crate::arch::workload::GuestPage;
+use super::{Output, RegionArgs, address};
 use crate::bench::dirty_log::{self, Config};
 use crate::cli::{Failure, args, keyvalue};
 use crate::dirty::{Method, RING_ENTRIES};
@@ -55,10 +54,6 @@ pub struct DirtyLogArgs {
     #[arg(short = 'p', long, value_name = "ADDRESS", value_parser = address)]
     phys_offset: Option<u64>,
 
-    /// The page size of the guest's own tables [default: 4k, or 2m where the host shadows them]
-    #[arg(short, long, value_name = "SIZE", value_parser = |text: &str| keyvalue::one_of("page size", text, &[("4k", GuestPage::Small), ("2m", GuestPage::Large)]))]
-    mode: Option<GuestPage>,
-
     /// How the log is collected: bitmap, manual-protect, initially-set, ring[,entries=N] [default: initially-set, or the
     /// next best that this host has]
     #[arg(long, value_name = "NAME", value_parser = args::tracker)]
@@ -103,11 +98,6 @@ enum Collect {
     Continuous,
 }
 
-fn address(text: &str) -> Result<u64, String> {
-    let hex = text.strip_prefix("0x").and_then(|digits| u64::from_str_radix(digits, 16).ok());
-    hex.or_else(|| text.parse().ok()).ok_or_else(|| "no address, as in 0x100000000".into())
-}
-
 fn hot(text: &str) -> Result<Hot, String> {
     let kv = keyvalue::KeyValues::parse(text, Some("percent"), &["percent", "share"])
         .map_err(|e| e.to_string())?;
@@ -142,7 +132,6 @@ pub(super) fn run(args: DirtyLogArgs) -> Result<Exit, Failure> {
         run_while_disabling: args.run_while_disabling,
         seed: args.seed,
         phys_offset: args.phys_offset,
-        page: args.mode,
         continuous: (args.collect == Collect::Continuous).then_some(args.duration),
         latency: args.latency,
         common: args.region.common(&args.output)?,

@@ -60,6 +60,7 @@ pub(super) fn run(args: MemslotArgs) -> Result<Exit, Failure> {
             pins: args.pin.map(|cpu| vec![cpu]),
             repeat: args.repeat,
             progress: args.output.progress.clone(),
+            ..Common::default()
         },
         tests: if args.tests.is_empty() { all() } else { args.tests },
         slots: args.slots,

@@ -16,6 +16,7 @@ use clap::{Args, Subcommand};
 use indicatif::ProgressBar;
 
 use super::{Failure, args, keyvalue};
+use crate::arch::irqchip;
 use crate::arch::workload::GuestPage;
 use crate::bench::{Common, Error, Region};
 use crate::report::{Report, json, terminal};
@@ -95,6 +96,15 @@ struct RegionArgs {
     /// Rounds, each in a machine of its own: figures then have a median and a spread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
     repeat: u32,
+
+    /// The page size of the guest's own tables: 4k or 2m [default: 4k, or 2m where the host shadows them]
+    #[arg(short, long, value_name = "SIZE", value_parser = guest_page)]
+    mode: Option<GuestPage>,
+
+    /// Give the machine interrupt controllers: split between KVM and Vellum, or all in KVM, as the KVM selftests do. No
+    /// workload uses them, but every exit then costs more [default: none]
+    #[arg(long, value_name = "WHERE")]
+    irqchip: Option<irqchip::Mode>,
 }
 
 impl RegionArgs {
@@ -104,7 +114,14 @@ impl RegionArgs {
 
     fn common(&self, output: &Output) -> Result<Common, Failure> {
         let pins = pins(self.pin.as_deref(), self.vcpus)?;
-        Ok(Common { sandbox: output.sandbox, pins, repeat: self.repeat, progress: output.progress.clone() })
+        Ok(Common {
+            sandbox: output.sandbox,
+            pins,
+            repeat: self.repeat,
+            page: self.mode,
+            irqchip: self.irqchip,
+            progress: output.progress.clone(),
+        })
     }
 }
 
@@ -128,7 +145,13 @@ struct ShadowArgs {
 impl ShadowArgs {
     fn common(&self, output: &Output) -> Common {
         let pins = self.cpu.map(|cpu| vec![cpu]);
-        Common { sandbox: output.sandbox, pins, repeat: self.repeat, progress: output.progress.clone() }
+        Common {
+            sandbox: output.sandbox,
+            pins,
+            repeat: self.repeat,
+            progress: output.progress.clone(),
+            ..Common::default()
+        }
     }
 }
 
@@ -196,6 +219,12 @@ fn pins(list: Option<&str>, vcpus: usize) -> Result<Option<Vec<usize>>, Failure>
         cpu(&number.to_string()).map_err(|why| wrong(format!("{number}: {why}")))?;
     }
     Ok(Some(cpus))
+}
+
+/// `-p ADDRESS`: where memory starts in the guest's physical address space.
+fn address(text: &str) -> Result<u64, String> {
+    let hex = text.strip_prefix("0x").and_then(|digits| u64::from_str_radix(digits, 16).ok());
+    hex.or_else(|| text.parse().ok()).ok_or_else(|| "no address, as in 0x100000000".into())
 }
 
 /// `--mode SIZE`: the page size of the guest's own tables.

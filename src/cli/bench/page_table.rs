@@ -2,8 +2,7 @@
 
 use clap::{Args, ValueEnum};
 
-use super::{Output, RegionArgs, guest_page};
-use crate::arch::workload::GuestPage;
+use super::{Output, RegionArgs, address};
 use crate::bench::page_table::{self, Config};
 use crate::cli::Failure;
 use crate::vm::lifecycle::Exit;
@@ -19,9 +18,14 @@ pub struct PageTableArgs {
     #[command(flatten)]
     region: RegionArgs,
 
-    /// The page size of the guest's own tables: 2m or 4k
-    #[arg(short = 'm', long = "mode", value_name = "SIZE", default_value = "2m", value_parser = guest_page)]
-    page: GuestPage,
+    /// Do not populate memory beforehand: create_mappings is then also the host's first touch of it, as in
+    /// kvm_page_table_test
+    #[arg(long)]
+    unpopulated: bool,
+
+    /// Where memory starts in the guest's physical address space, as in 0x100000000
+    #[arg(short = 'p', long, value_name = "ADDRESS", value_parser = address)]
+    phys_offset: Option<u64>,
 
     #[command(flatten)]
     output: Output,
@@ -34,8 +38,12 @@ enum Preset {
 }
 
 pub(super) fn run(args: PageTableArgs) -> Result<Exit, Failure> {
-    let config =
-        Config { common: args.region.common(&args.output)?, region: args.region.region(), page: args.page };
+    let config = Config {
+        common: args.region.common(&args.output)?,
+        region: args.region.region(),
+        unpopulated: args.unpopulated,
+        phys_offset: args.phys_offset,
+    };
     args.output.deliver(|| match args.preset {
         Some(Preset::Seed) => page_table::run_seed(&config),
         None => page_table::run(&config),
