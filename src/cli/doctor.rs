@@ -5,7 +5,8 @@ use std::io::Write;
 use clap::Args;
 
 use super::Failure;
-use crate::host::doctor;
+use crate::dirty::boundary::{self, Boundary};
+use crate::host::doctor::{self, Check};
 use crate::vm::lifecycle::Exit;
 
 /// Say what this host offers, and what to do about what it lacks
@@ -20,7 +21,10 @@ pub struct DoctorArgs {
 
 /// Does what was asked.
 pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
-    let diagnosis = doctor::examine();
+    let mut diagnosis = doctor::examine();
+    if diagnosis.ok {
+        diagnosis.checks.push(dirty_log());
+    }
     let text = if args.json {
         let json = serde_json::to_string_pretty(&diagnosis).map_err(Failure::host)?;
         format!("{json}\n")
@@ -30,4 +34,21 @@ pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
     // A reader that has seen enough closes the pipe; the verdict stands.
     let _ = std::io::stdout().write_all(text.as_bytes());
     Ok(if diagnosis.ok { Exit::PowerOff } else { Exit::Error })
+}
+
+/// The one check that runs a guest.
+fn dirty_log() -> Check {
+    let name = "dirty log";
+    match boundary::test() {
+        Ok(found @ (Boundary::Kept | Boundary::Untested(_))) => Check::ok(name, found),
+        Ok(found @ Boundary::Lost) => Check::warn(
+            name,
+            found,
+            "manual-protect does not; kernel-patches/6.12/init-all-set-boundary mends it",
+        ),
+        Ok(found @ Boundary::Others(_)) => {
+            Check::warn(name, found, "vellum test dirty-log --tracker initially-set -s thp says how often")
+        }
+        Err(error) => Check::warn(name, format!("not tested: {error}"), "vellum run says more"),
+    }
 }

@@ -3,7 +3,7 @@
 //! A [`DirtyTracker`] stands in front of KVM's four ways to tell ([`Method`]): [`log`] for the bitmaps, [`ring`] for the
 //! dirty ring. Its results are bitmaps, a bit a page, one for each memslot ([`SlotLog`]), read as runs ([`scan`]).
 //! What the VMM itself writes ([`bitmap`]) is merged in. [`oracle`] judges any tracker by the stamps that a workload
-//! leaves; [`soak`] is the test that asks it for seconds or hours.
+//! leaves; [`soak`] is the test that asks it for seconds or hours; [`boundary`] looks for one fault of the kernel directly.
 //!
 //! The rules of a collection, whoever the tracker:
 //!
@@ -15,6 +15,7 @@
 //! 4. Deleting a memslot, or switching its log off, discards its bits: harvest first, vCPUs paused.
 
 pub mod bitmap;
+pub mod boundary;
 pub mod log;
 pub mod oracle;
 pub mod ring;

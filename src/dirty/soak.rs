@@ -119,6 +119,8 @@ pub struct Tally {
     pub explained: u64,
     /// Pages lost.
     pub lost: u64,
+    /// Those of them that are the first of 2 MiB: see [`super::boundary`].
+    pub lost_at_edges: u64,
     /// Bits that nothing explains.
     pub unexplained: u64,
     /// Pages that hold another page's stamp.
@@ -144,6 +146,7 @@ impl Tally {
             late: 0,
             explained: 0,
             lost: 0,
+            lost_at_edges: 0,
             unexplained: 0,
             misplaced: 0,
             names: Vec::new(),
@@ -157,6 +160,14 @@ impl Tally {
     /// Whether the log kept its word (bits taken out on purpose apart) and the oracle its own.
     pub fn is_clean(&self) -> bool {
         self.lost == 0 && self.unexplained == 0 && self.misplaced == 0 && self.injected[0] == self.injected[1]
+    }
+
+    /// Whether nothing is wrong but losses that [`super::boundary`] may explain.
+    pub fn only_edges(&self) -> bool {
+        self.method == Method::InitiallySet
+            && self.lost > 0
+            && self.lost == self.lost_at_edges
+            && Self { lost: 0, ..self.clone() }.is_clean()
     }
 
     fn name(&mut self, what: impl fmt::Display, leg: &str) {
@@ -267,6 +278,7 @@ pub fn report(config: &Config, tallies: &[Tally], facts: Facts) -> Report {
         figure("bits_unexplained", "pages", tally.unexplained);
         figure("stamps_misplaced", "pages", tally.misplaced);
         figure("lost", "pages", tally.lost);
+        figure("lost_at_edges_of_2m", "pages", tally.lost_at_edges);
         if config.lose > 0 {
             figure("injected", "pages", tally.injected[0]);
             figure("injected_and_caught", "pages", tally.injected[1]);

@@ -67,11 +67,13 @@ pub fn examine() -> Diagnosis {
 }
 
 impl Check {
-    fn ok(name: impl Into<String>, found: impl fmt::Display) -> Self {
+    /// As it should be.
+    pub fn ok(name: impl Into<String>, found: impl fmt::Display) -> Self {
         Self { name: name.into(), verdict: Verdict::Ok, found: found.to_string(), remedy: None }
     }
 
-    fn warn(name: impl Into<String>, found: impl fmt::Display, remedy: impl fmt::Display) -> Self {
+    /// Something is not available; the remedy says what to do.
+    pub fn warn(name: impl Into<String>, found: impl fmt::Display, remedy: impl fmt::Display) -> Self {
         Self { verdict: Verdict::Warn, remedy: Some(remedy.to_string()), ..Self::ok(name, found) }
     }
 

@@ -8,6 +8,7 @@ use clap::Args;
 
 use crate::cli::{Failure, args, keyvalue};
 use crate::dirty::Method;
+use crate::dirty::boundary::{self, Boundary};
 use crate::dirty::oracle::Mode;
 use crate::dirty::soak;
 use crate::host::{Facts, hugepages};
@@ -135,7 +136,21 @@ pub(super) fn run(args: &DirtyLogArgs) -> Result<Exit, Failure> {
             return Err(if error.is_usage() { Failure::usage(error) } else { Failure::host(error) });
         }
     };
-    let report = soak::report(&config, &tallies, Facts::collect("off".into()));
+    let mut report = soak::report(&config, &tallies, Facts::collect("off".into()));
+    if let Some(tally) = tallies.iter().find(|tally| tally.only_edges()) {
+        report.notes.push(format!(
+            "{}: all {} lost pages are the first of 2 MiB; {}",
+            tally.method.name(),
+            tally.lost,
+            match boundary::test() {
+                Ok(Boundary::Lost) => "a directed test loses such a page every time: it is the kernel's fault (see \
+                     kvm_arch_mmu_enable_log_dirty_pt_masked; kernel-patches/6.12/init-all-set-boundary mends it)"
+                    .to_owned(),
+                Ok(found) => format!("a directed test of this kernel found: {found}"),
+                Err(error) => format!("a directed test of this kernel failed: {error}"),
+            }
+        ));
+    }
     if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
         let text = terminal::render(&report);
         json::allow_broken_pipe(std::io::stdout().lock().write_all(text.as_bytes()))

@@ -15,6 +15,17 @@ use crate::vm::vcpu;
 use crate::workload::guest::{self, Guest, GuestConfig, Woke};
 use crate::workload::{Hot, Order, Region, WriteConfig};
 
+/// Which chunks of the log a collection clears.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pick {
+    /// All.
+    All,
+    /// A part of them, drawn, where the tracker can.
+    Drawn,
+    /// Those that end on the first page of a huge one, where the tracker can.
+    Edges,
+}
+
 /// One machine of the test.
 pub(super) struct Leg<'a> {
     config: &'a Config,
@@ -127,6 +138,9 @@ impl<'a> Leg<'a> {
             self.tally.pages_2m = self.tally.pages_2m.max(Some(large));
         }
         self.switch_on()?;
+        if self.config.clear_chunk.is_some() {
+            self.edges()?;
+        }
         let end = self.tally.events + budget;
         let mut going = true;
         while going
@@ -138,7 +152,7 @@ impl<'a> Leg<'a> {
             going = watch(self.tally);
         }
         // Nothing may be owed at the end.
-        self.pick(false);
+        self.pick(Pick::All);
         self.collect(Mode::Quiesced)?;
         Ok(going)
     }
@@ -153,7 +167,7 @@ impl<'a> Leg<'a> {
             None if self.rng.chance(70) => Mode::Running,
             None => Mode::Quiesced,
         };
-        self.pick(self.config.clear_chunk.is_some());
+        self.pick(if self.config.clear_chunk.is_some() { Pick::Drawn } else { Pick::All });
         self.collect(mode)?;
         if self.config.lose > 0 {
             return Ok(());
@@ -180,11 +194,24 @@ impl<'a> Leg<'a> {
         Ok(())
     }
 
-    /// Decides which chunks the next collection clears: all, or a part of them.
-    fn pick(&mut self, part: bool) {
+    /// Clears first, and alone, the chunks that reach into a huge page by its first page, while huge pages are whole; all of
+    /// memory is written before everything is cleared. Chance would split most huge pages before it comes to this.
+    fn edges(&mut self) -> Result<(), Error> {
+        self.pick(Pick::Edges);
+        self.collect(Mode::Quiesced)?;
+        self.let_run(2 * (self.tested.end - self.tested.start))?;
+        self.pick(Pick::All);
+        self.collect(Mode::Quiesced)
+    }
+
+    /// Decides which chunks the next collection clears.
+    fn pick(&mut self, pick: Pick) {
         let chunk = self.config.clear_chunk.unwrap_or(64);
-        let part = part && self.tracker.method().is_manual();
-        let style = if part { self.rng.below(4) } else { 0 };
+        let style = match pick {
+            Pick::Drawn if self.tracker.method().is_manual() => self.rng.below(4),
+            Pick::Edges if self.tracker.method().is_manual() => 4,
+            _ => 0,
+        };
         for (log, words) in self.tracker.logs().iter().zip(&mut self.picked) {
             let first = log.slot.gpa / PAGE_SIZE;
             for (words, nth) in words.chunks_mut((chunk / 64) as usize).zip(1..) {
@@ -193,8 +220,10 @@ impl<'a> Leg<'a> {
                     0 => true,
                     1 => self.rng.chance(50),
                     2 => self.rng.chance(6),
-                    // Those that reach into the next 2 MiB by one page: what is huge there must be protected too.
-                    _ => last.is_multiple_of(512) || self.rng.chance(1),
+                    // Those that reach into the next 2 MiB by one page: what is huge there must be protected too. Not all
+                    // of them, for each also protects the block that it begins in.
+                    3 => last.is_multiple_of(512) && self.rng.chance(50) || self.rng.chance(1),
+                    _ => last.is_multiple_of(1024),
                 });
             }
         }
@@ -236,6 +265,8 @@ impl<'a> Leg<'a> {
         tally.late += verdict.late;
         tally.explained += verdict.explained;
         tally.lost += verdict.lost.len() as u64;
+        tally.lost_at_edges +=
+            verdict.lost.iter().filter(|lost| lost.place.gfn.is_multiple_of(512)).count() as u64;
         tally.unexplained += verdict.unexplained.len() as u64;
         tally.misplaced += verdict.misplaced.len() as u64;
         for lost in &verdict.lost {
@@ -352,7 +383,7 @@ impl<'a> Leg<'a> {
     /// Switches the log off and on again, with writes in between that nobody logs.
     fn toggle(&mut self) -> Result<(), Error> {
         self.tally.upheavals[0] += 1;
-        self.pick(false);
+        self.pick(Pick::All);
         self.collect(Mode::Quiesced)?;
         self.tracker.enable(&self.guest.vm, false)?;
         self.let_run(1000)?;
@@ -369,7 +400,7 @@ impl<'a> Leg<'a> {
     fn recreate(&mut self) -> Result<(), Error> {
         self.tally.upheavals[1] += 1;
         // What its log holds goes with it.
-        self.pick(false);
+        self.pick(Pick::All);
         self.guest.pause()?;
         self.judge(Mode::Quiesced)?;
         let slot = self.draw_slot();
@@ -404,7 +435,7 @@ impl<'a> Leg<'a> {
         if running {
             self.let_run(200)?;
         } else {
-            self.pick(false);
+            self.pick(Pick::All);
             self.judge(Mode::Quiesced)?;
         }
         self.guest.vm.set_slot(&slot, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
