@@ -86,6 +86,7 @@ fn config(method: Method, backing: Backing) -> Config {
         slot_base: None,
         clear_chunk: None,
         lose: 0,
+        sandbox: Default::default(),
     }
 }
 

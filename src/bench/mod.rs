@@ -14,7 +14,6 @@ mod shadow;
 
 use std::fmt::Display;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use clap::ValueEnum;
@@ -24,7 +23,7 @@ use crate::arch::workload::GuestPage;
 use crate::arch::{irqchip, layout};
 use crate::host::{Facts, Paging, topology};
 use crate::report::Report;
-use crate::sandbox::{Mode, Sandbox, ThreadKind};
+use crate::sandbox::{self, Mode};
 use crate::sys::affinity;
 use crate::vm::counters::{Counters, Snapshot};
 use crate::vm::memory::{Backing, Memory, MemoryConfig, short_size};
@@ -127,11 +126,7 @@ impl Default for Common {
 impl Common {
     /// An empty result of `bench NAME` on this host.
     fn report(&self, name: &str) -> Report {
-        let mut report = Report::new(format!("bench {name}"), Facts::collect(self.sandbox.to_string()));
-        if self.sandbox != Mode::Off {
-            report.host.sandbox.push_str(" for vCPU threads");
-        }
-        report
+        Report::new(format!("bench {name}"), Facts::collect(self.sandbox.of_vcpus()))
     }
 
     /// The part of what was asked for that every result says, last.
@@ -156,15 +151,10 @@ impl Common {
 
     /// How a machine of `vcpus` is built, unless the benchmark says otherwise.
     fn guest(&self, vcpus: usize) -> GuestConfig {
-        let mode = self.sandbox;
         GuestConfig {
             pins: self.pins.clone(),
             irqchip: self.irqchip,
-            enter: Arc::new(move |index| {
-                let mut sandbox = Sandbox::new(mode);
-                sandbox.process().map_err(io::Error::other)?;
-                sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
-            }),
+            enter: sandbox::each_vcpu(self.sandbox),
             ..GuestConfig::new(vcpus)
         }
     }

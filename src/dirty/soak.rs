@@ -14,6 +14,7 @@ use super::oracle::Mode;
 use super::{Error as DirtyError, Method};
 use crate::host::{self, Facts};
 use crate::report::Report;
+use crate::sandbox;
 use crate::vm::memory::{self, Backing, short_size};
 use crate::vm::{self, vcpu};
 use crate::workload::{self, guest, mix};
@@ -47,6 +48,8 @@ pub struct Config {
     pub clear_chunk: Option<u64>,
     /// Bits to take out of each tracker's collections: the test of the test.
     pub lose: u64,
+    /// Whether vCPU threads are confined, each on its own.
+    pub sandbox: sandbox::Mode,
 }
 
 /// Where guest memory of a test must end: below the gap, so that addresses and offsets are the same.

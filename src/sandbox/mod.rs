@@ -18,6 +18,7 @@ mod violation;
 use std::fmt;
 use std::io;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use landlock::{ABI, Access, AccessFs, AccessNet, LandlockStatus, Ruleset, RulesetAttr, Scope};
@@ -36,6 +37,13 @@ pub enum Mode {
     Log,
     /// No sandbox.
     Off,
+}
+
+impl Mode {
+    /// As a result says it where [`each_vcpu`] is used.
+    pub fn of_vcpus(self) -> String {
+        if self == Self::Off { self.to_string() } else { format!("{self} for vCPU threads") }
+    }
 }
 
 impl FromStr for Mode {
@@ -109,6 +117,16 @@ pub enum Error {
         /// What the kernel said.
         source: io::Error,
     },
+}
+
+/// What each vCPU thread does last before its loop, given its number, where the main thread goes on to build machines and so
+/// has no sandbox of its own.
+pub fn each_vcpu(mode: Mode) -> Arc<dyn Fn(usize) -> io::Result<()> + Send + Sync> {
+    Arc::new(move |index| {
+        let mut sandbox = Sandbox::new(mode);
+        sandbox.process().map_err(io::Error::other)?;
+        sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
+    })
 }
 
 /// The sandbox of this process. A copy goes to each thread.

@@ -13,6 +13,7 @@ use crate::dirty::oracle::Mode;
 use crate::dirty::soak;
 use crate::host::{Facts, hugepages};
 use crate::report::{json, terminal};
+use crate::sandbox;
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::vm::lifecycle::{self, Exit};
 use crate::vm::memory::Backing;
@@ -73,6 +74,10 @@ pub(super) struct DirtyLogArgs {
     /// Write the result as JSON; `-` is standard output, which then carries nothing else
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+
+    /// Confine the vCPU threads: on, log or off
+    #[arg(long, value_name = "MODE", default_value = "on")]
+    sandbox: sandbox::Mode,
 }
 
 const EXAMPLES: &str = "\
@@ -136,7 +141,7 @@ pub(super) fn run(args: &DirtyLogArgs) -> Result<Exit, Failure> {
             return Err(if error.is_usage() { Failure::usage(error) } else { Failure::host(error) });
         }
     };
-    let mut report = soak::report(&config, &tallies, Facts::collect("off".into()));
+    let mut report = soak::report(&config, &tallies, Facts::collect(config.sandbox.of_vcpus()));
     if let Some(tally) = tallies.iter().find(|tally| tally.only_edges()) {
         report.notes.push(format!(
             "{}: all {} lost pages are the first of 2 MiB; {}",
@@ -206,6 +211,7 @@ fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
         slot_base: args.slot_base,
         clear_chunk: args.clear_chunk,
         lose: args.inject.unwrap_or(0),
+        sandbox: args.sandbox,
     })
 }
 

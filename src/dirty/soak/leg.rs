@@ -8,6 +8,7 @@ use super::{Config, Error, Rng, Tally};
 use crate::arch::workload::RAM_VA;
 use crate::dirty::oracle::{self, Lost, Mode, Oracle, Place};
 use crate::dirty::{DirtyTracker, Method, SlotLog, tracker};
+use crate::sandbox;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm::counters::Counters;
 use crate::vm::memory::{Backing, Memory, MemoryConfig, Slot};
@@ -68,7 +69,15 @@ impl<'a> Leg<'a> {
         let slots: Vec<Slot> =
             memory.slots.iter().filter(|slot| slot.offset / PAGE_SIZE >= tested.start).copied().collect();
         let dirty_ring = (method == Method::Ring).then_some(config.ring_entries);
-        let guest = Guest::build(kvm, memory, GuestConfig { dirty_ring, ..GuestConfig::new(config.vcpus) })?;
+        let guest = Guest::build(
+            kvm,
+            memory,
+            GuestConfig {
+                dirty_ring,
+                enter: sandbox::each_vcpu(config.sandbox),
+                ..GuestConfig::new(config.vcpus)
+            },
+        )?;
         let orders = [Order::Random, Order::Shuffled, Order::Sequential];
         let write = WriteConfig {
             order: orders[rng.below(3) as usize],
