@@ -78,7 +78,7 @@ impl Tables {
 
 /// The premises of what measures shadow paging: guest tables are shadowed, the guest's code is not emulated in
 /// software (`mapped`: at least so many faults installed a mapping), and no shadow page was recycled meanwhile.
-fn premises(report: &mut Report, counted: &Counted, now: &Snapshot, mapped: u64, what: &str) {
+pub(super) fn premises(report: &mut Report, counted: &Counted, now: &Snapshot, mapped: u64, what: &str) {
     let mut fail = |reason: String| {
         if !report.invalid.contains(&reason) {
             report.invalid.push(reason);

@@ -92,8 +92,10 @@ fn module() -> Option<String> {
     let known = ["kvm_intel", "kvm_amd", "kvm_pvm"];
     let mut found: Vec<&str> = known.into_iter().filter(loaded).collect();
     if found.len() > 1 {
-        // Only one can drive the machine. One that was loaded did not fail; built-in ones may have.
-        found.sort_by_key(|name| !Path::new("/sys/module").join(name).join("initstate").exists());
+        // Only one can drive the machine. One that was loaded did not fail; of built-in ones it is that of the CPU's maker.
+        let loaded = |name: &str| Path::new("/sys/module").join(name).join("initstate").exists();
+        let amd = std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("AuthenticAMD"));
+        found.sort_by_key(|name| (!loaded(name), (*name == "kvm_amd") != amd));
     }
     if let Some(name) = found.first() {
         return Some((*name).to_owned());

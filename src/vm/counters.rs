@@ -1,14 +1,16 @@
 //! KVM's own counters: exits, faults, mappings by size, shadow pages.
 //!
 //! They come from the binary statistics of the VM and of its vCPUs; where the kernel has none (before 5.14), from
-//! debugfs if it is mounted and readable. Open them before the sandbox closes; reading then takes no path.
+//! debugfs if it is mounted and readable. Open them before the sandbox closes; reading then takes no path, of debugfs
+//! for the first [`READINGS`] times.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvm_ioctls::{VcpuFd, VmFd};
 
@@ -25,7 +27,20 @@ pub struct Counters(Source);
 #[derive(Debug)]
 enum Source {
     Binary(Vec<Stats>),
-    Debugfs(Vec<(String, File)>),
+    Debugfs(Debugfs),
+}
+
+/// How often debugfs can be read without opening anything.
+const READINGS: usize = 4;
+
+/// Debugfs's files give their value to the first read of a descriptor only, and none to pread (simple_attr_open, fs/libfs.c).
+#[derive(Debug)]
+struct Debugfs {
+    dir: PathBuf,
+    names: Vec<String>,
+    /// Descriptors that nobody read, a set a reading.
+    unread: Vec<Vec<File>>,
+    taken: AtomicUsize,
 }
 
 /// The binary statistics of a VM or a vCPU: its scalar counters, and which word of the data each is.
@@ -97,18 +112,8 @@ impl Counters {
     /// A directory a VM, named by its creator and descriptor; vCPUs are summed in it.
     fn debugfs(root: &Path, vm: &VmFd, binary: io::Error) -> Result<Self, Error> {
         let path = root.join(format!("{}-{}", std::process::id(), vm.as_raw_fd()));
-        let open = || -> io::Result<Vec<(String, File)>> {
-            let mut files = Vec::new();
-            for entry in path.read_dir()? {
-                let entry = entry?;
-                if entry.file_type()?.is_file() {
-                    files.push((entry.file_name().to_string_lossy().into_owned(), File::open(entry.path())?));
-                }
-            }
-            Ok(files)
-        };
-        match open() {
-            Ok(files) => Ok(Self(Source::Debugfs(files))),
+        match Debugfs::open(path.clone()) {
+            Ok(debugfs) => Ok(Self(Source::Debugfs(debugfs))),
             Err(debugfs) => Err(Error::None { binary, path, debugfs }),
         }
     }
@@ -125,19 +130,40 @@ impl Counters {
                     }
                 }
             }
-            Source::Debugfs(files) => {
-                for (name, file) in files {
-                    let mut text = [0; 32];
-                    // Histograms and other prose are in the same directory: what is not one number is none of ours.
-                    let Ok(len) = file.read_at(&mut text, 0) else { continue };
-                    let number = std::str::from_utf8(&text[..len]).ok().and_then(|t| t.trim().parse().ok());
-                    if let Some(number) = number {
-                        snapshot.insert(name.clone(), number);
-                    }
-                }
-            }
+            Source::Debugfs(debugfs) => debugfs.read(&mut snapshot),
         }
         Ok(snapshot)
+    }
+}
+
+impl Debugfs {
+    fn open(dir: PathBuf) -> io::Result<Self> {
+        let mut names = Vec::new();
+        for entry in dir.read_dir()? {
+            let entry = entry?;
+            if entry.file_type()?.is_file() {
+                names.push(entry.file_name().to_string_lossy().into_owned());
+            }
+        }
+        let all = || names.iter().map(|name| File::open(dir.join(name))).collect::<io::Result<Vec<_>>>();
+        let unread = (0..READINGS).map(|_| all()).collect::<io::Result<Vec<_>>>()?;
+        Ok(Self { dir, names, unread, taken: AtomicUsize::new(0) })
+    }
+
+    fn read(&self, snapshot: &mut Snapshot) {
+        let set = self.unread.get(self.taken.fetch_add(1, Ordering::Relaxed));
+        for (index, name) in self.names.iter().enumerate() {
+            let mut text = [0; 32];
+            let len = match set {
+                Some(files) => (&files[index]).read(&mut text),
+                None => File::open(self.dir.join(name)).and_then(|mut file| file.read(&mut text)),
+            };
+            // Histograms and other prose are in the same directory: what is not one number is none of ours.
+            let number = len.ok().and_then(|len| std::str::from_utf8(&text[..len]).ok()?.trim().parse().ok());
+            if let Some(number) = number {
+                snapshot.insert(name.clone(), number);
+            }
+        }
     }
 }
 

@@ -42,6 +42,12 @@ pub struct Tables {
     pub tables_gpa: u64,
     /// How many tables; at least 1.
     pub count: u64,
+    /// The table that a command begins with, below `count`. [`Command::Switch`] and [`Command::Loop`] begin with table 0.
+    pub first: u64,
+    /// How much further, modulo `count`, the next one is; below `count`.
+    pub step: u64,
+    /// How many tables a command visits; at least 1.
+    pub visits: u64,
     /// Frames that each maps; from 1 to 512.
     pub pages: u64,
     /// Guest-physical address of the first frame.
@@ -91,6 +97,7 @@ pub fn program(guest: &Guest, count: u64, pages: u64) {
     set(offset_of!(Tables, tables_va), RAM_VA + TABLES_GPA);
     set(offset_of!(Tables, tables_gpa), TABLES_GPA);
     set(offset_of!(Tables, count), count);
+    visit(guest, Visit::all(count));
     set(offset_of!(Tables, pages), pages);
     set(offset_of!(Tables, frames), 0);
     set(offset_of!(Tables, window), WINDOW);
@@ -98,6 +105,60 @@ pub fn program(guest: &Guest, count: u64, pages: u64) {
         set(offset_of!(Tables, shared) + index * 8, entry);
     }
     set(offset_of!(Tables, home), guest.cr3);
+}
+
+/// Which tables a command visits, in which order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Visit {
+    first: u64,
+    step: u64,
+    visits: u64,
+}
+
+impl Visit {
+    /// All of `count`, in the order of their numbers.
+    pub fn all(count: u64) -> Self {
+        Self { first: 0, step: 1 % count, visits: count }
+    }
+
+    /// All of `count`, the last one first.
+    pub fn backwards(count: u64) -> Self {
+        Self { first: count - 1, step: count - 1, visits: count }
+    }
+
+    /// All of `count`, none near the one before: by the number nearest to the golden section that visits all.
+    pub fn scattered(count: u64) -> Self {
+        let section = (count as f64 * 0.618_034) as u64;
+        let step = (section..count).find(|&step| gcd(step, count) == 1).unwrap_or(1 % count);
+        Self { first: count / 2, step, visits: count }
+    }
+
+    /// `visits` tables from `first` on.
+    pub fn some(first: u64, visits: u64) -> Self {
+        Self { first, step: 1, visits }
+    }
+
+    /// The tables' numbers in their order.
+    #[cfg(test)]
+    fn numbers(self, count: u64) -> Vec<u64> {
+        (0..self.visits).map(|i| (self.first + i * self.step) % count).collect()
+    }
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// From now on commands visit these tables.
+pub fn visit(guest: &Guest, visit: Visit) {
+    let block = guest.block(0);
+    for (offset, value) in [
+        (offset_of!(Tables, first), visit.first),
+        (offset_of!(Tables, step), visit.step),
+        (offset_of!(Tables, visits), visit.visits),
+    ] {
+        block[offset / 8].store(value, Ordering::Relaxed);
+    }
 }
 
 /// How often [`Command::Switch`] and [`Command::Loop`] go round, and how many pages they read each time.
@@ -114,4 +175,21 @@ pub fn perform(guest: &Guest, command: Command) -> Result<f64, guest::Error> {
     guest.resume();
     guest.wait_all_rung()?;
     Ok(block[offset_of!(Tables, ticks) / 8].load(Ordering::Relaxed) as f64 / guest.tsc_hz as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_order_visits_every_table_once() {
+        for count in [1, 2, 3, 4, 15, 100, 500, 1001] {
+            assert_eq!(Visit::all(count).numbers(count), (0..count).collect::<Vec<_>>());
+            assert_eq!(Visit::backwards(count).numbers(count), (0..count).rev().collect::<Vec<_>>());
+            let mut scattered = Visit::scattered(count).numbers(count);
+            scattered.sort_unstable();
+            assert_eq!(scattered, (0..count).collect::<Vec<_>>());
+        }
+        assert_eq!(Visit::some(3, 2).numbers(10), [3, 4]);
+    }
 }

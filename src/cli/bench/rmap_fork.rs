@@ -3,7 +3,7 @@
 use clap::Args;
 
 use super::{Output, ShadowArgs};
-use crate::bench::rmap_fork::{self, Config, Tables};
+use crate::bench::rmap_fork::{self, Config, DropOrder, What};
 use crate::cli::{Failure, keyvalue};
 use crate::vm::lifecycle::Exit;
 use crate::workload::tables::MOST_PAGES;
@@ -18,6 +18,16 @@ pub struct RmapForkArgs {
         value_parser = |text: &str| keyvalue::number(text, 1..=100_000u64))]
     tables: Vec<u64>,
 
+    /// In which order tables are dropped; each order is a round of its own: oldest, newest, any
+    #[arg(long, value_name = "ORDER", value_delimiter = ',', default_value = "oldest",
+        value_parser = |text: &str| keyvalue::one_of("order", text, &DropOrder::NAMES))]
+    drop: Vec<DropOrder>,
+
+    /// Time one table only, whose entries make chains of these lengths or leave them, as in 1,2,15,1000
+    #[arg(long, value_name = "N", value_delimiter = ',', conflicts_with_all = ["tables", "drop"],
+        value_parser = |text: &str| keyvalue::number(text, 1..=100_000u64))]
+    lengths: Vec<u64>,
+
     /// Frames that each table maps
     #[arg(long, value_name = "N", default_value_t = 256,
         value_parser = |text: &str| keyvalue::number(text, 1..=MOST_PAGES))]
@@ -31,7 +41,10 @@ pub struct RmapForkArgs {
 }
 
 pub(super) fn run(args: RmapForkArgs) -> Result<Exit, Failure> {
-    let RmapForkArgs { tables, pages, shadow, output } = args;
-    let tables = Tables { counts: tables, mmu_pages: shadow.mmu_pages };
-    output.deliver(|| rmap_fork::run(&Config { common: shadow.common(&output), tables, pages }))
+    let RmapForkArgs { tables, drop, mut lengths, pages, shadow, output } = args;
+    lengths.sort_unstable();
+    lengths.dedup();
+    let what = if lengths.is_empty() { What::Tables(tables, drop) } else { What::Lengths(lengths) };
+    let mmu_pages = shadow.mmu_pages;
+    output.deliver(|| rmap_fork::run(&Config { common: shadow.common(&output), what, mmu_pages, pages }))
 }
