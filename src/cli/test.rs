@@ -1,5 +1,6 @@
 //! `vellum test`: what proves or provokes something, and has no place under `run`.
 
+mod dirty_edges;
 mod dirty_log;
 
 use std::time::Duration;
@@ -19,6 +20,7 @@ pub struct TestArgs {
 #[derive(Debug, Subcommand)]
 enum What {
     DirtyLog(Box<dirty_log::DirtyLogArgs>),
+    DirtyEdges(dirty_edges::DirtyEdgesArgs),
     /// Run the built-in guest as `vellum run` does, and print nothing but when its first doorbell rang: nanoseconds on
     /// CLOCK_MONOTONIC, for whoever started this program and looked at the same clock
     Startup(Box<run::RunArgs>),
@@ -28,6 +30,7 @@ enum What {
 pub fn run(args: TestArgs) -> Result<Exit, Failure> {
     match args.what {
         What::DirtyLog(args) => dirty_log::run(&args),
+        What::DirtyEdges(args) => dirty_edges::run(&args),
         What::Startup(args) => {
             let outcome = run::run_workload(*args)?;
             println!("{}", outcome.first_doorbell.as_ref().map_or(0, Duration::as_nanos));

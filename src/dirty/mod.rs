@@ -3,7 +3,8 @@
 //! A [`DirtyTracker`] stands in front of KVM's four ways to tell ([`Method`]): [`log`] for the bitmaps, [`ring`] for the
 //! dirty ring. Its results are bitmaps, a bit a page, one for each memslot ([`SlotLog`]), read as runs ([`scan`]).
 //! What the VMM itself writes ([`bitmap`]) is merged in. [`oracle`] judges any tracker by the stamps that a workload
-//! leaves; [`soak`] is the test that asks it for seconds or hours; [`boundary`] looks for one fault of the kernel directly.
+//! leaves; [`soak`] is the test that asks it for seconds or hours; [`boundary`] looks for one fault of the kernel directly,
+//! and [`edges`] goes through a memslot for all of that kind.
 //!
 //! The rules of a collection, whoever the tracker:
 //!
@@ -16,6 +17,7 @@
 
 pub mod bitmap;
 pub mod boundary;
+pub mod edges;
 pub mod log;
 pub mod oracle;
 pub mod ring;

@@ -106,7 +106,7 @@ fn lose(text: &str) -> Result<u64, String> {
     kv.required("lose", |text| keyvalue::number(text, 1..=1_000_000u64)).map_err(|e| e.to_string())
 }
 
-fn address(text: &str) -> Result<u64, String> {
+pub(super) fn address(text: &str) -> Result<u64, String> {
     let hex = text.strip_prefix("0x").and_then(|digits| u64::from_str_radix(digits, 16).ok());
     let address = hex.or_else(|| text.parse().ok());
     address

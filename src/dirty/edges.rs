@@ -1,0 +1,131 @@
+//! The directed half of the oracle: one chunk of the log is cleared, the guest writes to that chunk's last page and to its
+//! first, and both must be in the log.
+//!
+//! Where a huge page is still mapped as one when a chunk is cleared, KVM must write-protect it, and both where the chunk
+//! reaches into the next one. In a memslot whose first gfn is one past a multiple of 64 there is a chunk that ends
+//! on the first page of each huge page: the one page that a test at random hardly ever writes at the right moment. A
+//! second mistake needs KVM_DIRTY_LOG_INITIALLY_SET to be revoked between switching the log on and clearing it: what was
+//! left writable in the belief that the first clear would see to it then stays so.
+
+use kvm_bindings::KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE;
+
+use super::soak::Error;
+use super::{Method, sys};
+use crate::arch::touch as code;
+use crate::host::Facts;
+use crate::report::Report;
+use crate::sys::mmap::PAGE_SIZE;
+use crate::vm;
+use crate::vm::counters::Counters;
+use crate::vm::memory::{Backing, Memory, MemoryConfig, Slot, short_size};
+use crate::workload::Guest;
+use crate::workload::guest::GuestConfig;
+use crate::workload::touch::Plan;
+
+/// Pages that the shortest clear covers.
+const CHUNK: u64 = 64;
+
+/// What to test.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// With or without INITIALLY_SET.
+    pub method: Method,
+    /// What backs memory.
+    pub backing: Backing,
+    /// Bytes of the memslot.
+    pub size: u64,
+    /// Its guest-physical address; host addresses are congruent modulo 2 MiB.
+    pub base: u64,
+    /// Whether INITIALLY_SET is revoked when the log is on.
+    pub revoke: bool,
+}
+
+/// Tests; the pages that the log lost, from the start of the memslot, are in the result, and returned.
+pub fn run(config: &Config) -> Result<(Report, Vec<u64>), Error> {
+    let kvm = vm::open()?;
+    let end = (config.base + config.size).next_multiple_of(config.backing.best_mapping());
+    let mut memory = Memory::map(MemoryConfig { backing: config.backing, ..MemoryConfig::new(end) })?;
+    let part = |id, from: u64, to: u64| Slot {
+        id,
+        gpa: from,
+        len: to - from,
+        offset: from,
+        hva: memory.slots[0].hva + from,
+    };
+    let below = (config.base > 0).then(|| part(0, 0, config.base));
+    let tested = part(u32::from(config.base > 0), config.base, end);
+    memory.slots = below.into_iter().chain([tested]).collect();
+    let guest = Guest::build(&kvm, memory, GuestConfig { code: code::code(), ..GuestConfig::new(1) })?;
+    let mut tracker = super::tracker(config.method, &guest.vm, &guest.vcpus, Some(CHUNK))?;
+    tracker.track(tested);
+
+    let pages = tested.len / PAGE_SIZE;
+    let write = |first: u64, count: u64| -> Result<(), Error> {
+        let plan = Plan {
+            start: tested.offset + first * PAGE_SIZE,
+            ..Plan::every(PAGE_SIZE, count * PAGE_SIZE, true)
+        };
+        plan.program(&guest, 0);
+        guest.resume();
+        Ok(guest.wait_all_rung()?)
+    };
+    write(0, pages)?;
+    let now = Counters::open(&guest.vm.fd, &guest.vcpus).ok().and_then(|counters| counters.read().ok());
+    // Before 5.14 it is called lpages.
+    let huge = now.and_then(|now| now.get("pages_2m").or(now.get("lpages")).copied());
+    tracker.enable(&guest.vm, true)?;
+    if config.revoke {
+        let call = "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2";
+        sys::set_manual_protect(&guest.vm.fd, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE)
+            .map_err(|source| super::Error::Ioctl { call, source })?;
+    }
+    let mut lost = Vec::new();
+    let mut written = 0;
+    for first in (0..pages).step_by(CHUNK as usize) {
+        let last = (first + CHUNK).min(pages) - 1;
+        let part = (last + 1 - first) as u32;
+        tracker.get()?;
+        let words = &tracker.logs()[0].words[(first / CHUNK) as usize..=(last / CHUNK) as usize];
+        sys::clear_log(&guest.vm.fd, tested.id, first, part, words).map_err(|source| super::Error::Slot {
+            call: "KVM_CLEAR_DIRTY_LOG",
+            slot: tested.id,
+            source,
+        })?;
+        for page in [last, first] {
+            write(page, 1)?;
+            written += 1;
+        }
+        tracker.get()?;
+        let words = &tracker.logs()[0].words;
+        let is_set = |page: u64| words[(page / 64) as usize] >> (page % 64) & 1 != 0;
+        lost.extend([first, last].into_iter().filter(|&page| !is_set(page)));
+    }
+    lost.dedup();
+    Ok((report(config, pages, written, huge, &lost), lost))
+}
+
+fn report(config: &Config, pages: u64, written: u64, huge: Option<u64>, lost: &[u64]) -> Report {
+    let mut report = Report::new("test dirty-edges", Facts::collect("off".into()));
+    report.ask("tracker", config.method.name());
+    report.ask("backing", config.backing.to_string());
+    report.ask("memory", short_size(config.size));
+    report.ask("slot_base", format!("{:#x}", config.base));
+    report.ask("revoke", config.revoke);
+    report.figure("pages", "pages", pages as f64);
+    report.figure("chunks", "", pages.div_ceil(CHUNK) as f64);
+    report.figure("written", "pages", written as f64);
+    report.figure("lost", "pages", lost.len() as f64);
+    if let Some(huge) = huge {
+        report.figure("pages_2m_when_the_log_was_switched_on", "pages", huge as f64);
+    }
+    if huge == Some(0) && config.backing.best_mapping() >= 2 << 20 {
+        report
+            .invalid
+            .push(format!("-s {}, but KVM mapped no huge page: nothing was tested", config.backing));
+    }
+    let name = |page: &u64| {
+        format!("page {page} of the memslot, gfn {:#x}, was lost", config.base / PAGE_SIZE + page)
+    };
+    report.notes.extend(lost.iter().take(16).map(name));
+    report
+}
