@@ -2,17 +2,19 @@
 //!
 //! Two boots of each tell the difference between kernels from the difference between boots. Every command also yields
 //! a figure of the laboratory's own, the instructions that the whole host ran for it; a command that writes a result
-//! (`{json}`) adds its own figures. Time on an emulated host is instructions, so idle time would be counted too: a run
-//! whose host idled for more than 1 % of it is refused.
+//! (`{json}`) adds its own figures. Time on an emulated host is instructions and is given as such, so idle time would be
+//! counted too: a run whose host idled for more than 1 % of it is refused.
+
+pub mod metal;
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use vellum::report::{Report, html, json};
 
 use crate::artifacts::Programs;
-use crate::bed::{self, HostKernel, Outcome, Request};
+use crate::bed::{self, Emulated, HostKernel, Outcome, Request};
 use crate::cache::Cache;
 use crate::kernel::build::{self, Image};
 use crate::kernel::series::{Bench, Series};
@@ -20,9 +22,6 @@ use crate::{Error, Result};
 
 /// The share of a run that the host may idle.
 const IDLE_LIMIT: f64 = 0.01;
-
-/// `-icount shift=1`.
-const NANOSECONDS_PER_INSTRUCTION: f64 = 2.0;
 
 /// Boots of each kernel.
 const ROUNDS: usize = 2;
@@ -40,7 +39,7 @@ pub struct Row {
     pub before: Vec<f64>,
     /// On the patched kernel.
     pub after: Vec<f64>,
-    /// `svm npt=0`.
+    /// `svm npt=0`, `vmx ept=1 pml`.
     pub bed: String,
     /// The largest idle share of the runs that it comes from.
     pub idle: f64,
@@ -81,41 +80,82 @@ pub struct Comparison {
     pub rows: Vec<Row>,
 }
 
-/// Where the last comparison of `series` is kept.
-pub fn kept(cache: &Cache, series: &Series) -> std::path::PathBuf {
-    cache.path(&format!("compare/{}-{}", series.base.name, series.name))
+/// The processor that hosts of a comparison have.
+#[derive(Clone, Copy, Debug)]
+pub struct Processor {
+    /// Whose it is.
+    pub bed: Emulated,
+    /// With page-modification logging.
+    pub pml: bool,
+}
+
+impl Processor {
+    /// Every one there is.
+    pub const ALL: [Self; 3] = [
+        Self { bed: Emulated::Svm, pml: false },
+        Self { bed: Emulated::Vmx, pml: false },
+        Self { bed: Emulated::Vmx, pml: true },
+    ];
+
+    fn name(self) -> String {
+        format!("{}{}", self.bed.name(), if self.pml { "-pml" } else { "" })
+    }
+
+    fn label(self, second_stage: bool) -> String {
+        self.bed.label(second_stage, self.pml)
+    }
+}
+
+/// Where the last comparison of `series` on such hosts is kept.
+pub fn kept(cache: &Cache, series: &Series, processor: Processor) -> PathBuf {
+    cache.path(&format!("compare/{}-{}-{}", series.base.name, series.name, processor.name()))
 }
 
 /// The last comparison of `series` on this machine, if there was one.
-pub fn last(cache: &Cache, series: &Series) -> Option<Comparison> {
-    serde_json::from_slice(&fs::read(kept(cache, series).join("comparison.json")).ok()?).ok()
+pub fn last(cache: &Cache, series: &Series, processor: Processor) -> Option<Comparison> {
+    let file = kept(cache, series, processor).join("comparison.json");
+    serde_json::from_slice(&fs::read(file).ok()?).ok()
 }
 
 /// Compares, prints the table, and keeps the table and every result (as JSON, and as a page) in `out`.
-pub fn compare(cache: &Cache, series: &Series, out: &Path) -> Result<()> {
-    if series.about.bench.is_empty() {
-        return Err(Error::Series(format!("{}: its series.toml names no [[bench]]", series.name)));
+pub fn compare(cache: &Cache, series: &Series, processor: Processor, out: &Path) -> Result<()> {
+    let benches: Vec<&Bench> =
+        series.about.bench.iter().filter(|bench| bench.runs_on(processor.bed)).collect();
+    if benches.is_empty() {
+        return Err(Error::Series(format!(
+            "{}: its series.toml names no [[bench]] for {}",
+            series.name,
+            processor.bed.name()
+        )));
     }
     let pristine = build::build(cache, series.base, &[], None)?;
     let patched = build::build(cache, series.base, std::slice::from_ref(series), None)?;
     let programs = Programs::build()?;
     let mut rows = Vec::new();
     let mut results = Vec::new();
-    for group in groups(&series.about.bench) {
+    for group in groups(&benches) {
         let mut boots: [Vec<Outcome>; 2] = [Vec::new(), Vec::new()];
         for round in 0..ROUNDS {
             for (side, image) in [&pristine, &patched].into_iter().enumerate() {
                 eprintln!(
-                    "lab: {} npt={}, boot {} of {ROUNDS}",
+                    "lab: {} on {}, boot {} of {ROUNDS}: {} benchmarks",
                     image.label,
-                    u8::from(group[0].npt),
-                    round + 1
+                    processor.label(group[0].npt),
+                    round + 1,
+                    group.len()
                 );
-                boots[side].push(measure(cache, &programs, image, &group)?);
+                boots[side].push(measure(cache, &programs, image, &group, processor)?);
             }
         }
+        let instruction = processor.bed.nanoseconds_per_instruction();
         for (index, bench) in group.iter().enumerate() {
-            rows.extend(rows_of(index, bench, &boots, &mut results)?);
+            let mut sides = [Vec::new(), Vec::new()];
+            for (side, outcomes) in sides.iter_mut().zip(&boots) {
+                for outcome in outcomes {
+                    side.push(sample(index, bench, outcome, instruction, &mut results)?);
+                }
+            }
+            rows.extend(rows_of(bench, &processor.label(bench.npt), &sides));
         }
     }
     let comparison = Comparison {
@@ -124,26 +164,36 @@ pub fn compare(cache: &Cache, series: &Series, out: &Path) -> Result<()> {
         after: patched.label,
         rows,
     };
-    print!("{}", table(&comparison));
+    deliver(&comparison, &results, out)?;
+    println!(
+        "An emulated host: times are instructions, {} ns each by its clock, without the cost of caches or TLBs.",
+        processor.bed.nanoseconds_per_instruction()
+    );
+    Ok(())
+}
+
+/// Prints the table, and keeps it and the results in `out`.
+fn deliver(comparison: &Comparison, results: &[Report], out: &Path) -> Result<()> {
+    print!("{}", table(comparison));
     fs::create_dir_all(out).map_err(Error::file("create", out))?;
     let keep = |name: &str, content: String| {
         let path = out.join(name);
         fs::write(&path, content).map_err(Error::file("write", &path))
     };
     let text = |value: serde_json::Result<String>| value.expect("results are plain data");
-    keep("comparison.json", text(serde_json::to_string_pretty(&comparison)))?;
-    keep("results.json", text(serde_json::to_string(&results)))?;
+    keep("comparison.json", text(serde_json::to_string_pretty(comparison)))?;
     if !results.is_empty() {
-        keep("results.html", html::render(&results))?;
+        keep("results.json", text(serde_json::to_string(results)))?;
+        keep("results.html", html::render(results))?;
     }
     println!("\nKept in {}", out.display());
     Ok(())
 }
 
 /// Benchmarks that one boot can serve, together.
-fn groups(benches: &[Bench]) -> Vec<Vec<&Bench>> {
+fn groups<'a>(benches: &[&'a Bench]) -> Vec<Vec<&'a Bench>> {
     let mut groups: Vec<Vec<&Bench>> = Vec::new();
-    for bench in benches {
+    for &bench in benches {
         match groups.iter_mut().find(|group| group[0].same_host(bench)) {
             Some(group) => group.push(bench),
             None => groups.push(vec![bench]),
@@ -152,8 +202,15 @@ fn groups(benches: &[Bench]) -> Vec<Vec<&Bench>> {
     groups
 }
 
-fn measure(cache: &Cache, programs: &Programs, image: &Image, group: &[&Bench]) -> Result<Outcome> {
+fn measure(
+    cache: &Cache,
+    programs: &Programs,
+    image: &Image,
+    group: &[&Bench],
+    processor: Processor,
+) -> Result<Outcome> {
     let mut request = Request::new(HostKernel::Image(image.bzimage()));
+    (request.bed, request.pml) = (processor.bed, processor.pml);
     group[0].describe_host(&mut request);
     let command = |(index, bench): (usize, &&Bench)| bench.command(&format!("{index}.json"));
     request.commands = group.iter().enumerate().map(command).collect();
@@ -182,53 +239,78 @@ fn measure(cache: &Cache, programs: &Programs, image: &Image, group: &[&Bench]) 
     Ok(outcome)
 }
 
-/// The figures of one command over all boots.
-fn rows_of(
+/// What one boot gave of one benchmark.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+struct Sample {
+    idle: f64,
+    /// Name, unit, value.
+    figures: Vec<(String, String, f64)>,
+}
+
+/// The figures of one command on an emulated host; its own results go to `results`.
+fn sample(
     index: usize,
     bench: &Bench,
-    boots: &[Vec<Outcome>; 2],
+    outcome: &Outcome,
+    instruction: f64,
     results: &mut Vec<Report>,
-) -> Result<Vec<Row>> {
-    let bed = format!("svm npt={}", u8::from(bench.npt));
+) -> Result<Sample> {
+    let Some(exit) = outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()) else {
+        return Ok(Sample::default());
+    };
+    let mut figures = vec![in_instructions("whole_run", "s", exit.seconds, instruction)];
+    if let Some(bytes) = outcome.files.get(&format!("{index}.json")) {
+        for report in valid(bytes, bench)? {
+            let own = report.figures.iter();
+            figures.extend(own.map(|f| in_instructions(f.name(), f.unit(), f.value(), instruction)));
+            results.push(report);
+        }
+    }
+    Ok(Sample { idle: exit.idle, figures })
+}
+
+/// The results in a file; one that calls itself invalid is refused.
+fn valid(bytes: &[u8], bench: &Bench) -> Result<Vec<Report>> {
+    let reports =
+        json::parse(bytes, Path::new(&bench.run)).map_err(|error| Error::Refused(error.to_string()))?;
+    match reports.iter().find_map(|report| report.invalid.first()) {
+        Some(why) => Err(Error::Refused(format!("`{}` calls its own result invalid: {why}", bench.run))),
+        None => Ok(reports),
+    }
+}
+
+/// The rows of one command: its samples on the pristine and on the patched kernel.
+fn rows_of(bench: &Bench, bed: &str, sides: &[Vec<Sample>; 2]) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
-    for (side, outcomes) in boots.iter().enumerate() {
-        for outcome in outcomes {
-            let Some(exit) = outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()) else { continue };
-            let whole = exit.seconds * 1e9 / NANOSECONDS_PER_INSTRUCTION;
-            let mut figures = vec![("whole_run".to_owned(), "instructions".to_owned(), whole)];
-            if let Some(bytes) = outcome.files.get(&format!("{index}.json")) {
-                let reports = json::parse(bytes, Path::new(&bench.run))
-                    .map_err(|error| Error::Refused(error.to_string()))?;
-                for report in reports {
-                    if let Some(why) = report.invalid.first() {
-                        return Err(Error::Refused(format!(
-                            "`{}` calls its own result invalid: {why}",
-                            bench.run
-                        )));
-                    }
-                    let figure = |figure: &vellum::report::Figure| {
-                        (figure.name().to_owned(), figure.unit().to_owned(), figure.value())
-                    };
-                    figures.extend(report.figures.iter().map(figure));
-                    results.push(report);
-                }
-            }
-            for (figure, unit, value) in figures {
-                let known = rows.iter().position(|row| row.figure == figure);
+    for (side, samples) in sides.iter().enumerate() {
+        for sample in samples {
+            for (figure, unit, value) in &sample.figures {
+                let known = rows.iter().position(|row| row.figure == *figure);
                 let row = known.unwrap_or_else(|| {
-                    let (bench, bed) = (bench.run.clone(), bed.clone());
+                    let (bench, bed) = (bench.run.clone(), bed.to_owned());
+                    let (figure, unit) = (figure.clone(), unit.clone());
                     rows.push(Row { bench, figure, unit, before: vec![], after: vec![], bed, idle: 0.0 });
                     rows.len() - 1
                 });
                 let row = &mut rows[row];
-                row.idle = row.idle.max(exit.idle);
-                if side == 0 { &mut row.before } else { &mut row.after }.push(value);
+                row.idle = row.idle.max(sample.idle);
+                if side == 0 { &mut row.before } else { &mut row.after }.push(*value);
             }
         }
     }
     // A figure that only one kernel has (a counter that the series adds) has no ratio.
     rows.retain(|row| !row.before.is_empty() && !row.after.is_empty());
-    Ok(rows)
+    rows
+}
+
+/// A figure of an emulated host: what was taken for a time is a number of instructions.
+fn in_instructions(name: &str, unit: &str, value: f64, nanoseconds: f64) -> (String, String, f64) {
+    let (unit, value) = match unit {
+        "s" => ("instructions", value * 1e9 / nanoseconds),
+        "ns" => ("instructions", value / nanoseconds),
+        unit => (unit, value),
+    };
+    (name.to_owned(), unit.to_owned(), value)
 }
 
 /// The table, a block a command.
@@ -251,7 +333,6 @@ pub fn table(comparison: &Comparison) -> String {
         out +=
             &format!("  {:36} {before:>16} {after:>16} {ratio:>8} {spread:>8}  {}\n", row.figure, row.unit);
     }
-    out += "\nAn emulated host: times are instructions, 2 ns each, without the cost of caches or TLBs.\n";
     out
 }
 
@@ -288,10 +369,17 @@ mod tests {
     }
 
     #[test]
+    fn times_become_instructions_and_nothing_else_does() {
+        assert_eq!(in_instructions("a", "s", 0.5, 2.0), ("a".into(), "instructions".into(), 2.5e8));
+        assert_eq!(in_instructions("a", "ns", 30.0, 20.0), ("a".into(), "instructions".into(), 1.5));
+        assert_eq!(in_instructions("a", "pages", 3.0, 2.0), ("a".into(), "pages".into(), 3.0));
+    }
+
+    #[test]
     fn benchmarks_with_the_same_host_share_a_boot() {
         let bench = |text: &str| toml::from_str::<Bench>(text).unwrap();
         let benches = [bench("run='a'"), bench("run='b'\nnpt=false"), bench("run='c'")];
-        let groups: Vec<Vec<&str>> = groups(&benches)
+        let groups: Vec<Vec<&str>> = groups(&benches.iter().collect::<Vec<_>>())
             .iter()
             .map(|group| group.iter().map(|bench| bench.run.as_str()).collect())
             .collect();

@@ -9,8 +9,10 @@ use clap::{ArgAction, Args, Parser, Subcommand};
 use lab::artifacts::{Kernel, Programs};
 use lab::bed::{self, Emulated, HostKernel, Request};
 use lab::cache::Cache;
+use lab::compare::Processor;
 use lab::guest::Guest;
 use lab::kernel::series::Series;
+use lab::kernel::tree::Tree;
 use lab::kernel::{Base, build, check, series};
 use lab::wire::Frame;
 use lab::{Error, Result, compare, debian, doctor, kvm_unit_tests, test};
@@ -68,6 +70,12 @@ enum What {
     Compare {
         /// The series, as `cargo lab list` calls it
         series: String,
+        /// The hosts that it is measured on
+        #[arg(long, default_value = "svm")]
+        bed: Hosts,
+        /// On vmx: a processor with page-modification logging
+        #[arg(long)]
+        pml: bool,
         /// Where the table and the results are kept; by default in the cache, for `cargo lab list`
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
@@ -95,8 +103,27 @@ enum What {
     Update,
 }
 
+/// The hosts of a comparison.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Hosts {
+    /// QEMU emulating AMD's SVM
+    Svm,
+    /// Bochs emulating Intel's VMX
+    Vmx,
+    /// This machine: makes packages of the kernels, then collects a boot a call
+    Metal,
+}
+
 #[derive(Subcommand)]
 enum KernelCommand {
+    /// Make a base's source tree carry series, and print where it is
+    Source {
+        /// 5.10, 6.12 or 7.2
+        base: String,
+        /// Series to apply, in the order of the base's `series` file; `all` for all of them
+        #[arg(long, value_name = "SERIES", num_args = 1..)]
+        with: Vec<String>,
+    },
     /// Build an image and print where it is
     Build {
         /// 5.10, 6.12 or 7.2
@@ -177,11 +204,7 @@ impl Host {
         if bed == Emulated::Vmx && self.multi {
             return Err(Error::Usage("--multi: Bochs emulates one CPU here; races are for svm".into()));
         }
-        if bed == Emulated::Svm && self.pml {
-            return Err(Error::Usage(
-                "--pml: QEMU emulates AMD's processors, which have none; use vmx".into(),
-            ));
-        }
+        no_pml_on_svm(bed, self.pml)?;
         Ok(Request {
             bed,
             pml: self.pml,
@@ -195,6 +218,13 @@ impl Host {
             ..Request::new(kernel)
         })
     }
+}
+
+fn no_pml_on_svm(bed: Emulated, pml: bool) -> Result<()> {
+    if bed == Emulated::Svm && pml {
+        return Err(Error::Usage("--pml: QEMU emulates AMD's processors, which have none; use vmx".into()));
+    }
+    Ok(())
 }
 
 fn main() -> ExitCode {
@@ -241,24 +271,51 @@ fn perform(what: What) -> Result<u8> {
             println!("{}", image.bzimage().display());
             Ok(0)
         }
+        What::Kernel { command: KernelCommand::Source { base, with } } => {
+            let (cache, base) = (Cache::open()?, Base::named(&base)?);
+            let tree = Tree::open(&cache, base)?;
+            let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
+            tree.carry(&series::stacked(&series::of_base(base, &with)?))?;
+            println!("{}", tree.source.display());
+            Ok(0)
+        }
         What::List => {
             let cache = Cache::open()?;
             for series in series::all()? {
                 let Series { base, name, patches, about, .. } = &series;
-                let ratio = compare::last(&cache, &series).and_then(|last| {
-                    let row = last.rows.first()?;
-                    Some(format!("last measured here: {} x {:.3} ({})", row.figure, row.ratio()?, row.bed))
-                });
-                let ratio = ratio.unwrap_or_else(|| format!("not measured here: cargo lab compare {name}"));
-                println!("{}/{name}: {} patches; {}\n  {ratio}", base.name, patches.len(), about.claim);
+                println!("{}/{name}: {} patches; {}", base.name, patches.len(), about.claim);
+                let last = |processor| compare::last(&cache, &series, processor);
+                let rows: Vec<_> = Processor::ALL.into_iter().filter_map(last).collect();
+                for row in rows.iter().filter_map(|last| last.rows.first()) {
+                    let ratio = row.ratio().map_or("-".into(), |ratio| format!("{ratio:.3}"));
+                    println!("  last measured here: {} x {ratio} ({}: {})", row.figure, row.bed, row.bench);
+                }
+                if rows.is_empty() {
+                    println!("  not measured here: cargo lab compare {name}");
+                }
             }
             Ok(0)
         }
-        What::Compare { series, out } => {
+        What::Compare { series, bed, pml, out } => {
             let cache = Cache::open()?;
             let series = series::named(&series)?;
-            let out = out.unwrap_or_else(|| compare::kept(&cache, &series));
-            compare::compare(&cache, &series, &out).map(|()| 0)
+            let bed = match bed {
+                Hosts::Svm => Emulated::Svm,
+                Hosts::Vmx => Emulated::Vmx,
+                Hosts::Metal if pml => {
+                    return Err(Error::Usage(
+                        "--pml: metal has the processor that it has; leave it out".into(),
+                    ));
+                }
+                Hosts::Metal => {
+                    let kept = cache.path(&format!("compare/{}-{}-metal", series.base.name, series.name));
+                    return compare::metal::compare(&cache, &series, &out.unwrap_or(kept)).map(|()| 0);
+                }
+            };
+            no_pml_on_svm(bed, pml)?;
+            let processor = Processor { bed, pml };
+            let out = out.unwrap_or_else(|| compare::kept(&cache, &series, processor));
+            compare::compare(&cache, &series, processor, &out).map(|()| 0)
         }
         What::Check { series } => {
             let cache = Cache::open()?;

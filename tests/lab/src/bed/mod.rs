@@ -59,6 +59,20 @@ impl Emulated {
         }
     }
 
+    /// What its clock takes for one instruction: QEMU's `-icount shift=1`, Bochs's `ips`.
+    pub fn nanoseconds_per_instruction(self) -> f64 {
+        match self {
+            Self::Svm => 2.0,
+            Self::Vmx => 20.0,
+        }
+    }
+
+    /// `svm npt=0`, `vmx ept=1 pml`: a host as figures and messages name it.
+    pub fn label(self, second_stage: bool, pml: bool) -> String {
+        let pml = if pml { " pml" } else { "" };
+        format!("{} {}={}{pml}", self.name(), self.module().1, u8::from(second_stage))
+    }
+
     /// KVM's module, and its parameter for the second stage.
     fn module(self) -> (&'static str, &'static str) {
         match self {
@@ -117,6 +131,12 @@ impl Request {
             commands: Vec::new(),
             time_limit: Duration::from_secs(20 * 60),
         }
+    }
+
+    /// The host, as messages name it.
+    pub fn label(&self) -> String {
+        let label = self.bed.label(self.second_stage, self.pml);
+        self.parameters.iter().fold(label, |label, parameter| format!("{label} {parameter}"))
     }
 
     /// Every module parameter, the second stage's first.

@@ -15,7 +15,7 @@ use crate::cache::{Cache, digest};
 use crate::{Error, Result, artifacts, doctor, tool};
 
 /// Two versions of gcc would be two experiments.
-const COMPILER: &str = "gcc-12";
+pub const COMPILER: &str = "gcc-12";
 
 /// A built kernel.
 #[derive(Clone, Debug)]
@@ -37,6 +37,7 @@ impl Image {
 pub struct Config {
     name: String,
     fragments: Vec<PathBuf>,
+    variant: Option<PathBuf>,
 }
 
 impl Config {
@@ -52,7 +53,23 @@ impl Config {
             return Err(Error::Usage(format!("--variant {variant}: there is no {}", last.display())));
         }
         let name = variant.map_or("x86".to_owned(), |variant| format!("x86-{variant}"));
-        Ok(Self { name, fragments })
+        let variant = variant.and(fragments.last().cloned());
+        Ok(Self { name, fragments, variant })
+    }
+
+    /// What the variant asks for and a kernel's configuration does not have: a debug kernel without its checks would
+    /// find nothing.
+    fn missing(&self, dotconfig: &str) -> Result<Vec<String>> {
+        let Some(path) = &self.variant else { return Ok(Vec::new()) };
+        let text = fs::read_to_string(path).map_err(Error::file("read", path))?;
+        let wanted = text.lines().filter(|line| line.starts_with("CONFIG_"));
+        Ok(wanted.filter(|line| !dotconfig.lines().any(|got| got == *line)).map(str::to_owned).collect())
+    }
+
+    /// Where objects of this configuration are built; one that changed would rebuild them all, and change them back.
+    pub fn objects(&self, tree: &Tree) -> Result<PathBuf> {
+        let text = self.text()?;
+        Ok(tree.home.join(format!("build-{}-{}", self.name, digest([text.as_slice()]))))
     }
 
     fn text(&self) -> Result<Vec<u8>> {
@@ -87,7 +104,7 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], variant: Option<&str
         let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
         cache.need_mib(2048)?;
         tree.carry(&patches)?;
-        let objects = tree.home.join(format!("build-{}", config.name));
+        let objects = config.objects(&tree)?;
         configure(&tree, &config, &objects)?;
         make(&tree, &objects, &label)?;
         keep(&objects, out, &label)
@@ -125,6 +142,16 @@ pub fn configure(tree: &Tree, config: &Config, objects: &Path) -> Result<()> {
             dotconfig.display()
         )));
     }
+    let missing = config.missing(&got)?;
+    if !missing.is_empty() {
+        return Err(Error::Package(format!(
+            "{} {} does not take {} of --variant {}: a dependency is missing from resources/kernel",
+            tree.package.name,
+            tree.package.version,
+            missing.join(", "),
+            config.name
+        )));
+    }
     fs::write(&stamp, wanted).map_err(Error::file("write", &stamp))
 }
 
@@ -147,8 +174,11 @@ pub fn command(tree: &Tree, objects: &Path) -> Command {
 
 fn make(tree: &Tree, objects: &Path, label: &str) -> Result<()> {
     let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut make = command(tree, objects);
-    make.args([&format!("-j{jobs}"), "bzImage"]);
+    watched(command(tree, objects).args([&format!("-j{jobs}"), "bzImage"]), label)
+}
+
+/// Runs `make`, and shows on a terminal that it lives.
+pub fn watched(make: &mut Command, label: &str) -> Result<()> {
     // make's own word on how much there is to do would cost a pass of its own; the names that go by say that it lives.
     let progress =
         if std::io::stderr().is_terminal() { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
@@ -159,7 +189,7 @@ fn make(tree: &Tree, objects: &Path, label: &str) -> Result<()> {
     progress.set_prefix(label.to_owned());
     progress.enable_steady_tick(Duration::from_millis(200));
     eprintln!("lab: building {label} (cold: some 10 minutes of CPU time; after a change: seconds)");
-    let built = tool::lines(&mut make, |line| {
+    let built = tool::lines(make, |line| {
         progress.inc(1);
         progress.set_message(line.trim().to_owned());
     });

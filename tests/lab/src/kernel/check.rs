@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Instant;
 
 use super::build::{self, Config, Image};
+use super::selftests::{self, Results};
 use super::series::{self, Bench, Series};
 use super::tree::Tree;
 use crate::artifacts::Programs;
@@ -17,14 +19,102 @@ use crate::{Error, Result, tool};
 /// What every patched host has to survive besides its series' own tests.
 const ORACLE: &str = "vellum test dirty-log --memory 32m --events 20k --seed 1";
 
-/// Holds `series` to its promises; each step says what it saw.
+/// The variant of the configuration whose kernel checks itself: lockdep, KASAN, sleeping in atomic context.
+const DEBUG: &str = "debug";
+
+/// Holds `series` to its promises; each step says what it saw and how long it took. Images, and what the selftests did on
+/// them, are kept: after a stop the next check goes on from there.
 pub fn check(cache: &Cache, series: &Series) -> Result<()> {
     let tree = Tree::open(cache, series.base)?;
-    applies(cache, &tree, series)?;
-    checkpatch(&tree, series)?;
-    warnings(cache, &tree, series)?;
-    let image = build::build(cache, series.base, std::slice::from_ref(series), None)?;
-    boots(cache, &image, &series.about.test)
+    let timed = |step: &dyn Fn() -> Result<()>| {
+        let start = Instant::now();
+        step()?;
+        println!("  ({:.0} s)", start.elapsed().as_secs_f64());
+        Ok(())
+    };
+    timed(&|| applies(cache, &tree, series))?;
+    timed(&|| checkpatch(&tree, series))?;
+    timed(&|| warnings(cache, &tree, series))?;
+    let build = |variant| build::build(cache, series.base, std::slice::from_ref(series), variant);
+    timed(&|| boots(cache, &build(None)?, &series.about.test))?;
+    timed(&|| {
+        let before = build::build(cache, series.base, &[], None)?;
+        selftests_alike(cache, &tree, series, &before, &build(None)?)
+    })?;
+    timed(&|| {
+        let image = build(Some(DEBUG))?;
+        boots(cache, &image, &series.about.test)?;
+        selftests_without_splat(cache, &tree, series, &image)
+    })
+}
+
+/// The hosts on which a series matters: both modes, and those that its own commands ask for.
+fn hosts(series: &Series, image: &Image) -> Vec<Request> {
+    let mut hosts: Vec<(bool, Vec<String>)> = vec![(true, Vec::new()), (false, Vec::new())];
+    for bench in series.about.bench.iter().chain(&series.about.test) {
+        let host = (bench.npt, bench.parameters.clone());
+        if !hosts.contains(&host) {
+            hosts.push(host);
+        }
+    }
+    let request = |(npt, parameters)| Request {
+        second_stage: npt,
+        parameters,
+        ..Request::new(HostKernel::Image(image.bzimage()))
+    };
+    hosts.into_iter().map(request).collect()
+}
+
+fn selftests_alike(cache: &Cache, tree: &Tree, series: &Series, before: &Image, after: &Image) -> Result<()> {
+    let tests = selftests::build(cache, tree)?;
+    let programs = Programs::build()?;
+    for (old, new) in hosts(series, before).into_iter().zip(hosts(series, after)) {
+        let host = new.label();
+        let results = |image, host| selftests::run(cache, &programs, image, &tests, host);
+        let (old, new) = (results(before, old)?, results(after, new)?);
+        let differences = old.differences(&new);
+        if !differences.is_empty() {
+            let list = differences.join("\n  ");
+            return Err(Error::Series(format!(
+                "{} {host}: selftests end otherwise than on {}:\n  {list}",
+                after.label, before.label
+            )));
+        }
+        let known = splats(&old.log);
+        if let Some(splat) = splats(&new.log).into_iter().find(|splat| !known.contains(splat)) {
+            return Err(Error::Series(format!(
+                "{} {host}: during the selftests the kernel complained, and {} did not:\n{splat}\n{}",
+                after.label, before.label, new.log
+            )));
+        }
+        let also =
+            if known.is_empty() { String::new() } else { format!("; both complain: {}", known.join("; ")) };
+        report(
+            &after.label,
+            &format!("{host}: selftests end as on {}: {}{also}", before.label, new.summary()),
+        );
+    }
+    Ok(())
+}
+
+fn selftests_without_splat(cache: &Cache, tree: &Tree, series: &Series, image: &Image) -> Result<()> {
+    let tests = selftests::build(cache, tree)?;
+    let programs = Programs::build()?;
+    for host in hosts(series, image) {
+        let label = host.label();
+        let Results { log, .. } = &selftests::run(cache, &programs, image, &tests, host)?;
+        if let Some(splat) = splats(log).first() {
+            return Err(Error::Series(format!(
+                "{} {label}: during the selftests the kernel complained:\n{splat}\n{log}",
+                image.label
+            )));
+        }
+        report(
+            &image.label,
+            &format!("{label}: {} selftests without a complaint from the kernel", tests.len()),
+        );
+    }
+    Ok(())
 }
 
 /// The series alone, then all of its base in their order; the tree is pristine afterwards.
@@ -76,7 +166,10 @@ fn checkpatch(tree: &Tree, series: &Series) -> Result<()> {
 pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     build::require_tools()?;
     let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
-    let objects = tree.home.join("build-w1");
+    let config = Config::new(series.base, None)?;
+    let mut objects = config.objects(tree)?.into_os_string();
+    objects.push("-w1");
+    let objects = PathBuf::from(objects);
     let mut targets = Vec::new();
     for patch in &series.patches {
         let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
@@ -85,7 +178,7 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     targets.sort();
     targets.dedup();
     tree.carry(&[])?;
-    build::configure(tree, &Config::new(series.base, None)?, &objects)?;
+    build::configure(tree, &config, &objects)?;
     let mut seen = compile(tree, &objects, &targets)?;
     for (index, patch) in series.patches.iter().enumerate() {
         tree.carry(&series.patches[..=index])?;
@@ -145,7 +238,9 @@ pub fn boots(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
         request.second_stage = npt;
         let own = tests.iter().filter(|test| test.npt == npt);
         for test in own.clone() {
-            request.parameters.extend(test.parameters.iter().cloned());
+            let fresh = test.parameters.iter().filter(|parameter| !request.parameters.contains(parameter));
+            let fresh: Vec<String> = fresh.cloned().collect();
+            request.parameters.extend(fresh);
             request.memory_mib = request.memory_mib.max(test.memory);
             request.hugepages = request.hugepages.max(test.hugepages);
         }
@@ -175,7 +270,7 @@ pub fn boots(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
             .last()
             .map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned())
             .unwrap_or_default();
-        if let Some(splat) = log.lines().find(|line| SPLATS.iter().any(|mark| line.contains(mark))) {
+        if let Some(splat) = splats(&log).first() {
             return Err(Error::Series(format!(
                 "{} {mode}: the kernel complained:\n{splat}\n{log}",
                 image.label
@@ -204,6 +299,19 @@ const SPLATS: [&str; 8] = [
     "INFO: task ",
 ];
 
+/// The complaints in a kernel's log, without what differs from boot to boot: the time, the CPU, the process.
+fn splats(log: &str) -> Vec<String> {
+    let lines = log.lines().filter(|line| SPLATS.iter().any(|mark| line.contains(mark)));
+    lines
+        .map(|line| {
+            let text = line.split_once("] ").map_or(line, |(_, text)| text);
+            let words = text.split_whitespace();
+            let words: Vec<&str> = words.filter(|word| !word.chars().all(|c| c.is_ascii_digit())).collect();
+            words.join(" ")
+        })
+        .collect()
+}
+
 fn report(what: &str, seen: &str) {
     println!("{what}: {seen}");
 }
@@ -211,6 +319,17 @@ fn report(what: &str, seen: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_same_complaint_of_two_boots_is_one() {
+        let log = |time, cpu| {
+            format!(
+                "[ {time}] WARNING: CPU: {cpu} PID: 4{cpu} at arch/x86/kvm/x86.c:12 f+0x1/0x2\n[ {time}] other\n"
+            )
+        };
+        assert_eq!(splats(&log("1.5", 0)), splats(&log("2.0", 1)));
+        assert_eq!(splats(&log("1.5", 0)), ["WARNING: CPU: PID: at arch/x86/kvm/x86.c:12 f+0x1/0x2"]);
+    }
 
     #[test]
     fn targets_are_objects_and_kvm_for_its_headers() {

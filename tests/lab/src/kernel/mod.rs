@@ -3,10 +3,12 @@
 //! [`build`] makes an image and keeps it, keyed by everything that went into it. All images of a base come from one
 //! source tree and one object directory: a series is written into the tree in place ([`tree`]), touching only the files
 //! whose content changes, so that make rebuilds only what depends on them. [`series`] reads `kernel-patches/`, and
-//! [`check`] holds a series to what its directory promises.
+//! [`check`] holds a series to what its directory promises, with the kernel's own [`selftests`] among other things.
 
 pub mod build;
 pub mod check;
+pub mod deb;
+pub mod selftests;
 pub mod series;
 pub mod tree;
 

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::{BASES, Base};
-use crate::bed::Request;
+use crate::bed::{Emulated, Request};
 use crate::{Error, Result, artifacts};
 
 /// One series.
@@ -47,9 +47,12 @@ pub struct About {
 pub struct Bench {
     /// The command, split at blanks. `{json}` in it is where it is to write its result.
     pub run: String,
-    /// The host's second stage.
+    /// The host's second stage: `npt` of kvm-amd, `ept` of kvm-intel.
     #[serde(default = "on")]
     pub npt: bool,
+    /// The beds that it is for, where not for all: what is slow on QEMU is hopeless on Bochs.
+    #[serde(default)]
+    pub beds: Vec<String>,
     /// Module parameters of the host's kernel.
     #[serde(default)]
     pub parameters: Vec<String>,
@@ -65,6 +68,11 @@ impl Bench {
     /// Its words, with `{json}` as `result`.
     pub fn command(&self, result: &str) -> Vec<String> {
         self.run.split_whitespace().map(|word| word.replace("{json}", result)).collect()
+    }
+
+    /// Whether it is for hosts of this kind.
+    pub fn runs_on(&self, bed: Emulated) -> bool {
+        self.beds.is_empty() || self.beds.iter().any(|name| name == bed.name())
     }
 
     /// Whether one boot can serve both.
@@ -214,6 +222,8 @@ mod tests {
                     series.name
                 );
             }
+            let beds = series.about.bench.iter().flat_map(|bench| &bench.beds);
+            beds.for_each(|bed| assert!(["svm", "vmx"].contains(&bed.as_str()), "{}: {bed}", series.name));
         }
     }
 

@@ -1,0 +1,209 @@
+//! A comparison on this very machine, which only its owner can boot: the kernels are made as Debian packages, and every
+//! call under one of them collects a boot. When there are as many of each as on an emulated host, the table is printed.
+//!
+//! A call finds out by the running kernel's name what it is to do. Times are seconds here.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use super::{Comparison, ROUNDS, Sample, deliver, rows_of, valid};
+use crate::artifacts::Programs;
+use crate::cache::Cache;
+use crate::kernel::deb;
+use crate::kernel::series::{Bench, Series};
+use crate::{Error, Result, doctor};
+
+/// What a kernel's name ends with: the pristine one's, the series'.
+fn suffixes(series: &Series) -> [String; 2] {
+    ["-vellum-pristine".to_owned(), format!("-vellum-{}", series.name)]
+}
+
+/// Does the next step of the comparison of `series`: packages, a boot's figures, or the table.
+pub fn compare(cache: &Cache, series: &Series, out: &Path) -> Result<()> {
+    let release = read("/proc/sys/kernel/osrelease")?;
+    let suffixes = suffixes(series);
+    let home = cache.dir(&format!("metal/{}-{}", series.base.name, series.name))?;
+    match suffixes.iter().position(|suffix| release.ends_with(suffix.as_str())) {
+        None => packages(cache, series, &suffixes),
+        Some(side) => {
+            collect(series, side, &home)?;
+            let boots = [boots(&home, 0)?, boots(&home, 1)?];
+            match next(&boots) {
+                Some(side) => {
+                    println!(
+                        "Collected {} boots before and {} after the patches, of {ROUNDS} each. Now boot the kernel whose name ends in \
+                         {} and run this again.",
+                        boots[0].len(),
+                        boots[1].len(),
+                        suffixes[side]
+                    );
+                    Ok(())
+                }
+                None => finish(series, &suffixes, &boots, out),
+            }
+        }
+    }
+}
+
+/// The side whose boot is missing, in turns.
+fn next(boots: &[Vec<Boot>; 2]) -> Option<usize> {
+    match boots.each_ref().map(Vec::len) {
+        [before, after] if before >= ROUNDS && after >= ROUNDS => None,
+        [before, after] => Some(usize::from(before > after)),
+    }
+}
+
+fn packages(cache: &Cache, series: &Series, suffixes: &[String; 2]) -> Result<()> {
+    let config = deb::running_config()?;
+    let pristine = deb::build(cache, series.base, &[], &suffixes[0], &config)?;
+    let patched = deb::build(cache, series.base, std::slice::from_ref(series), &suffixes[1], &config)?;
+    let packages = format!("{} {}", pristine.display(), patched.display());
+    println!(
+        "As root: dpkg -i {packages}\nThen boot the kernel whose name ends in {} (GRUB lists it under \"Advanced options\"), and \
+         run this again there: it collects the figures and says what to boot next, {ROUNDS} times each.\nLater, to be rid of \
+         them: dpkg -r {} {}",
+        suffixes[0],
+        deb::package_of(&pristine),
+        deb::package_of(&patched),
+    );
+    Ok(())
+}
+
+/// One boot: a sample for each benchmark, `None` where this host is not as that wants it.
+type Boot = Vec<Option<Sample>>;
+
+fn boots(home: &Path, side: usize) -> Result<Vec<Boot>> {
+    let mut boots = Vec::new();
+    for boot in 0.. {
+        let file = home.join(format!("{side}-{boot}.json"));
+        match fs::read(&file) {
+            Ok(bytes) => boots.push(serde_json::from_slice(&bytes).map_err(|error| {
+                Error::Refused(format!("{}: {error}; remove it and boot that kernel again", file.display()))
+            })?),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => break,
+            Err(error) => return Err(Error::file("read", &file)(error)),
+        }
+    }
+    Ok(boots)
+}
+
+fn collect(series: &Series, side: usize, home: &Path) -> Result<()> {
+    doctor::kvm().map_err(Error::Usage)?;
+    let id = read("/proc/sys/kernel/random/boot_id")?;
+    let last = home.join("boot");
+    if fs::read_to_string(&last).is_ok_and(|last| last == id) {
+        return Err(Error::Usage(
+            "the figures of this boot are collected: two runs of one boot are not two boots; reboot first"
+                .into(),
+        ));
+    }
+    let programs = Programs::build()?;
+    let mut boot: Boot = Vec::new();
+    for (index, bench) in series.about.bench.iter().enumerate() {
+        if let Some(remedy) = unlike(bench) {
+            println!("skipped: `{}`: {remedy}", bench.run);
+            boot.push(None);
+            continue;
+        }
+        let json = home.join(format!("result-{index}.json"));
+        let line = bench.command(&json.to_string_lossy());
+        // The programs are those of this laboratory, not what happens to be installed.
+        let program = if line[0] == "vellum" { programs.vellum.clone() } else { PathBuf::from(&line[0]) };
+        println!("{}", line.join(" "));
+        let start = Instant::now();
+        let status = Command::new(&program).args(&line[1..]).current_dir(home).status();
+        let status = status.map_err(Error::file("start", &program))?;
+        if !status.success() {
+            return Err(Error::Series(format!("`{}` ended with {status}", line.join(" "))));
+        }
+        let mut figures = vec![("whole_run".to_owned(), "s".to_owned(), start.elapsed().as_secs_f64())];
+        if let Ok(bytes) = fs::read(&json) {
+            for report in valid(&bytes, bench)? {
+                let own = report.figures.iter();
+                figures.extend(own.map(|f| (f.name().to_owned(), f.unit().to_owned(), f.value())));
+            }
+        }
+        boot.push(Some(Sample { idle: 0.0, figures }));
+    }
+    let number = boots(home, side)?.len();
+    let text = serde_json::to_vec(&boot).expect("samples are plain data");
+    for (file, content) in [(home.join(format!("{side}-{number}.json")), text), (last, id.into_bytes())] {
+        fs::write(&file, content).map_err(Error::file("write", &file))?;
+    }
+    Ok(())
+}
+
+/// In what this host differs from the one that `bench` wants, and what would change that.
+fn unlike(bench: &Bench) -> Option<String> {
+    let parameter = |module: &str, name: &str| {
+        let path = format!("/sys/module/{module}/parameters/{name}");
+        Some(truth(fs::read_to_string(path).ok()?.trim()))
+    };
+    let wanted = u8::from(bench.npt).to_string();
+    let stages = [("kvm_intel", "ept"), ("kvm_amd", "npt")];
+    let mut differences = Vec::new();
+    if let Some((module, name)) = stages.iter().find(|(module, name)| {
+        Path::new("/sys/module").join(module).exists() && parameter(module, name) != Some(wanted.clone())
+    }) {
+        differences.push(format!("{module}.{name}={wanted}"));
+    }
+    for setting in &bench.parameters {
+        let asked = setting.split_once('.').and_then(|(module, rest)| Some((module, rest.split_once('=')?)));
+        if let Some((module, (name, value))) = asked
+            && parameter(module, name) != Some(truth(value))
+        {
+            differences.push(setting.clone());
+        }
+    }
+    (!differences.is_empty())
+        .then(|| format!("it needs {0}: add {0} to the kernel's command line", differences.join(" ")))
+}
+
+/// A module parameter's value; the kernel prints truth as Y and N and takes it as 1 and 0.
+fn truth(value: &str) -> String {
+    match value {
+        "Y" | "y" => "1".into(),
+        "N" | "n" => "0".into(),
+        value => value.into(),
+    }
+}
+
+fn finish(series: &Series, suffixes: &[String; 2], boots: &[Vec<Boot>; 2], out: &Path) -> Result<()> {
+    let mut rows = Vec::new();
+    for (index, bench) in series.about.bench.iter().enumerate() {
+        let side = |boots: &Vec<Boot>| -> Vec<Sample> {
+            boots.iter().filter_map(|boot| boot.get(index)?.clone()).collect()
+        };
+        rows.extend(rows_of(bench, "metal", &[side(&boots[0]), side(&boots[1])]));
+    }
+    let [before, after] = suffixes.clone();
+    let series = format!("{}/{}", series.base.name, series.name);
+    deliver(&Comparison { series, before, after, rows }, &[], out)
+}
+
+fn read(path: &str) -> Result<String> {
+    Ok(fs::read_to_string(path).map_err(Error::file("read", path))?.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_take_turns() {
+        let sides = |before, after| next(&[vec![Vec::new(); before], vec![Vec::new(); after]]);
+        assert_eq!(sides(0, 0), Some(0));
+        assert_eq!(sides(1, 0), Some(1));
+        assert_eq!(sides(1, 1), Some(0));
+        assert_eq!(sides(2, 1), Some(1));
+        assert_eq!(sides(2, 2), None);
+    }
+
+    #[test]
+    fn a_bench_for_another_host_says_what_it_needs() {
+        let bench: Bench = toml::from_str("run = 'x'\nparameters = ['no_such_module.flag=1']").unwrap();
+        assert!(unlike(&bench).unwrap().contains("no_such_module.flag=1"));
+    }
+}

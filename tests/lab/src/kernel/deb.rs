@@ -1,0 +1,159 @@
+//! A kernel for this machine, as a Debian package: the running kernel's configuration, less what it has not loaded.
+//!
+//! The package is made with dpkg-deb alone. Its scripts run what Debian runs for a kernel of its own (/etc/kernel), so
+//! the initramfs and the boot loader's menu follow.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::Base;
+use super::build::{self, COMPILER};
+use super::series::{self, Series};
+use super::tree::Tree;
+use crate::cache::{Cache, digest};
+use crate::{Error, Result, artifacts, tool};
+
+/// The configuration of the running kernel.
+pub fn running_config() -> Result<Vec<u8>> {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let boot = PathBuf::from(format!("/boot/config-{}", release.trim()));
+    if let Ok(config) = fs::read(&boot) {
+        return Ok(config);
+    }
+    tool::output(Command::new("zcat").arg("/proc/config.gz")).map_err(|_| {
+        Error::Usage(format!(
+            "--bed metal: neither {} nor /proc/config.gz tells how this kernel was configured: install the package that the \
+             running kernel came in, or modprobe configs",
+            boot.display()
+        ))
+    })
+}
+
+/// The package of `base` with `series`, whose release ends with `suffix`.
+pub fn build(cache: &Cache, base: &Base, series: &[Series], suffix: &str, config: &[u8]) -> Result<PathBuf> {
+    build::require_tools()?;
+    let tree = Tree::open(cache, base)?;
+    let patches = series::stacked(series);
+    let fragment = artifacts::workspace().join("resources/kernel/metal.config");
+    let mut parts = vec![config.to_vec(), suffix.into(), COMPILER.into()];
+    for path in patches.iter().chain([&fragment]) {
+        parts.push(fs::read(path).map_err(Error::file("read", path))?);
+    }
+    let configuration = digest([config]);
+    let key = digest(parts.iter().map(Vec::as_slice));
+    let dir = cache.entry(&format!("kernel/{}/deb/{key}", tree.package.version), |out| {
+        let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
+        cache.need_mib(8192)?;
+        tree.carry(&patches)?;
+        let objects = tree.home.join(format!("build-metal-{configuration}"));
+        configure(&tree, &objects, config, &fragment)?;
+        let local = format!("LOCALVERSION={suffix}");
+        let make = |targets: &[&str]| {
+            let mut make = build::command(&tree, &objects);
+            make.arg(&local).args(targets);
+            make
+        };
+        let label = format!("{}{suffix}", tree.package.version);
+        let jobs = format!("-j{}", std::thread::available_parallelism().map_or(1, usize::from));
+        build::watched(&mut make(&[&jobs, "bzImage", "modules"]), &label)?;
+        let release = tool::text(&mut make(&["-s", "kernelrelease"]))?.trim().to_owned();
+        let root = out.join("root");
+        let boot = root.join("boot");
+        fs::create_dir_all(&boot).map_err(Error::file("create", &boot))?;
+        for (from, to) in
+            [("arch/x86/boot/bzImage", "vmlinuz"), (".config", "config"), ("System.map", "System.map")]
+        {
+            let from = objects.join(from);
+            fs::copy(&from, boot.join(format!("{to}-{release}"))).map_err(Error::file("copy", &from))?;
+        }
+        let target = format!("INSTALL_MOD_PATH={}", root.display());
+        tool::output(&mut make(&["-s", &target, "INSTALL_MOD_STRIP=1", "modules_install"]))?;
+        for link in ["build", "source"] {
+            // They would point into this cache.
+            let _ = fs::remove_file(root.join(format!("lib/modules/{release}/{link}")));
+        }
+        package(&root, out, &release, &tree.package.version)
+    })?;
+    let entries = fs::read_dir(&dir).map_err(Error::file("read", &dir))?;
+    let debs = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    debs.into_iter()
+        .find(|path| path.extension().is_some_and(|extension| extension == "deb"))
+        .ok_or_else(|| Error::Package(format!("{} holds no package: remove it and try again", dir.display())))
+}
+
+/// What dpkg calls the package in a file of ours.
+pub fn package_of(deb: &Path) -> String {
+    let name = deb.file_name().unwrap_or_default().to_string_lossy();
+    name.split('_').next().unwrap_or_default().to_owned()
+}
+
+fn configure(tree: &Tree, objects: &Path, config: &[u8], fragment: &Path) -> Result<()> {
+    let dotconfig = objects.join(".config");
+    if dotconfig.is_file() {
+        return Ok(());
+    }
+    fs::create_dir_all(objects).map_err(Error::file("create", objects))?;
+    let start = objects.join("config.running");
+    fs::write(&start, config).map_err(Error::file("write", &start))?;
+    let mut merge = Command::new(tree.source.join("scripts/kconfig/merge_config.sh"));
+    merge.args(["-m", "-O"]).arg(objects).arg(&start).arg(fragment).current_dir(&tree.source);
+    let configured = tool::output(&mut merge)
+        .and_then(|_| tool::output(build::command(tree, objects).arg("olddefconfig")))
+        .and_then(|_| only_loaded_modules(tree, objects));
+    if configured.is_err() {
+        // Half a configuration would be taken for one.
+        let _ = fs::remove_file(&dotconfig);
+    }
+    configured
+}
+
+/// Leaves out the modules that this machine has not loaded: a distribution's whole set would build for hours.
+fn only_loaded_modules(tree: &Tree, objects: &Path) -> Result<()> {
+    let modules = fs::read_to_string("/proc/modules").unwrap_or_default();
+    if modules.is_empty() {
+        return Ok(());
+    }
+    let mut list = String::from("Module Size Used by\n");
+    for fields in modules.lines().map(|line| line.split_whitespace().collect::<Vec<_>>()) {
+        if let [name, size, used, ..] = fields[..] {
+            list += &format!("{name} {size} {used}\n");
+        }
+    }
+    let lsmod = objects.join("lsmod");
+    fs::write(&lsmod, list).map_err(Error::file("write", &lsmod))?;
+    let lsmod = format!("LSMOD={}", lsmod.display());
+    tool::output(build::command(tree, objects).args([&lsmod, "localmodconfig"])).map(drop)
+}
+
+fn package(root: &Path, out: &Path, release: &str, version: &str) -> Result<()> {
+    let debian = root.join("DEBIAN");
+    fs::create_dir_all(&debian).map_err(Error::file("create", &debian))?;
+    // dpkg knows no underscores and no upper case in names.
+    let name = format!("linux-image-{}", release.to_lowercase().replace('_', "-"));
+    let control = format!(
+        "Package: {name}\nVersion: {version}\nArchitecture: amd64\nMaintainer: Vellum's laboratory <root@localhost>\n\
+         Section: kernel\nPriority: optional\nDepends: kmod\nRecommends: initramfs-tools | dracut\n\
+         Description: Linux {release}, for a comparison by cargo lab\n"
+    );
+    let write = |name: &str, text: &str, mode| {
+        use std::os::unix::fs::PermissionsExt;
+        let path = debian.join(name);
+        fs::write(&path, text)
+            .and_then(|()| fs::set_permissions(&path, fs::Permissions::from_mode(mode)))
+            .map_err(Error::file("write", &path))
+    };
+    write("control", &control, 0o644)?;
+    for (script, directory, before) in
+        [("postinst", "postinst.d", format!("depmod {release}\n")), ("postrm", "postrm.d", String::new())]
+    {
+        let text = format!(
+            "#!/bin/sh\nset -e\n{before}[ ! -d /etc/kernel/{directory} ] ||\n\trun-parts --arg={release} \
+             --arg=/boot/vmlinuz-{release} /etc/kernel/{directory}\n"
+        );
+        write(script, &text, 0o755)?;
+    }
+    let deb = out.join(format!("{name}_{version}_amd64.deb"));
+    tool::output(Command::new("dpkg-deb").args(["--root-owner-group", "--build"]).args([root, &deb]))?;
+    fs::remove_dir_all(root).map_err(Error::file("remove", root))
+}

@@ -1,0 +1,245 @@
+//! The kernel's own KVM selftests, built from the base's source and run on an emulated host with the pristine and with
+//! the patched kernel: a series must leave every one of them as it was.
+//!
+//! All that the kernel's Makefile builds is run. What asks for more memory or time than an emulated host has is given
+//! less ([`ARGUMENTS`]); what ends in no time limit is recorded as that. What an image did is kept in the cache, so a
+//! check that was stopped goes on where it was, and one series after the other asks the pristine kernel once.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::build::{self, Image};
+use super::tree::Tree;
+use crate::artifacts::Programs;
+use crate::bed::{self, Request};
+use crate::cache::{Cache, digest};
+use crate::wire::Frame;
+use crate::{Error, Result, tool};
+
+/// Seconds of the host's clock that a test may take: on `svm` five thousand million instructions.
+const LIMIT: u32 = 10;
+
+/// The tests whose defaults are for large machines, and what they are run with.
+const ARGUMENTS: [(&str, &str); 9] = [
+    ("access_tracking_perf_test", "-b 16M"),
+    ("demand_paging_test", "-b 16M"),
+    ("dirty_log_perf_test", "-b 64M"),
+    ("dirty_log_test", "-i 4 -I 20"),
+    ("kvm_page_table_test", "-b 64M"),
+    ("max_guest_memory_test", "-m 1 -s 1 -c 1"),
+    ("memslot_modification_stress_test", "-b 16M -i 64"),
+    ("memslot_perf_test", "-l 1 -s 64"),
+    ("mmu_stress_test", "-m 1 -s 1 -c 1"),
+];
+
+/// How a test ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Verdict {
+    /// With 0.
+    Pass,
+    /// With kselftest's 4: this host lacks what it tests.
+    Skip,
+    /// With another code.
+    Fail(i32),
+    /// Not within [`LIMIT`].
+    Late,
+}
+
+impl Verdict {
+    fn of(code: i32) -> Self {
+        match code {
+            0 => Self::Pass,
+            4 => Self::Skip,
+            // What busybox's timeout leaves of what it killed.
+            137 | 143 => Self::Late,
+            code => Self::Fail(code),
+        }
+    }
+}
+
+/// What an image did.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Results {
+    /// By test.
+    pub verdicts: BTreeMap<String, Verdict>,
+    /// The kernel's log afterwards.
+    pub log: String,
+}
+
+impl Results {
+    /// `31 pass, 2 skip; fail: a, b; late: c`.
+    pub fn summary(&self) -> String {
+        let count = |verdict| self.verdicts.values().filter(|&&v| v == verdict).count();
+        let mut text = format!("{} pass, {} skip", count(Verdict::Pass), count(Verdict::Skip));
+        for (what, is) in [("fail", false), ("late", true)] {
+            let names: Vec<&str> = self
+                .verdicts
+                .iter()
+                .filter(|(_, verdict)| match verdict {
+                    Verdict::Fail(_) => !is,
+                    Verdict::Late => is,
+                    _ => false,
+                })
+                .map(|(name, _)| name.as_str())
+                .collect();
+            if !names.is_empty() {
+                text += &format!("; {what}: {}", names.join(", "));
+            }
+        }
+        text
+    }
+
+    /// The tests that ended otherwise in `other`, one a line.
+    pub fn differences(&self, other: &Self) -> Vec<String> {
+        let names = self.verdicts.keys().chain(other.verdicts.keys());
+        let names: std::collections::BTreeSet<&String> = names.collect();
+        names
+            .into_iter()
+            .filter(|name| self.verdicts.get(*name) != other.verdicts.get(*name))
+            .map(|name| format!("{name}: {:?}, then {:?}", self.verdicts.get(name), other.verdicts.get(name)))
+            .collect()
+    }
+}
+
+/// The tests of the pristine `tree`, static, by name.
+pub fn build(cache: &Cache, tree: &Tree) -> Result<Vec<(String, PathBuf)>> {
+    let dir = cache.entry(&format!("kernel/{}/selftests", tree.package.version), |out| {
+        build::require_tools()?;
+        let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
+        cache.need_mib(512)?;
+        tree.carry(&[])?;
+        eprintln!("lab: building the KVM selftests of {}", tree.package.version);
+        let (objects, tests) = (out.join("objects"), out.join("tests"));
+        fs::create_dir_all(&objects).map_err(Error::file("create", &objects))?;
+        tool::output(build::command(tree, &objects).args(["-s", "headers"]))?;
+        let headers = objects.join("usr/include");
+        let jobs = std::thread::available_parallelism().map_or(1, usize::from);
+        let mut make = std::process::Command::new("make");
+        make.arg("-C").arg(tree.source.join("tools/testing/selftests/kvm"));
+        make.args(["-s", &format!("-j{jobs}"), "ARCH=x86_64", &format!("CC={}", build::COMPILER), "all"]);
+        make.arg(format!("OUTPUT={}", tests.display()));
+        // Its own installation of headers would write into the source tree.
+        make.args([
+            "KSFT_KHDR_INSTALL=".to_owned(),
+            format!("LINUX_HDR_PATH={}", headers.display()),
+            format!("KHDR_INCLUDES=-isystem {}", headers.display()),
+        ]);
+        make.args(["EXTRA_CFLAGS=-static", "LDFLAGS=-static -pthread -no-pie"]).env("LC_ALL", "C");
+        fs::create_dir_all(&tests).map_err(Error::file("create", &tests))?;
+        tool::output(&mut make)?;
+        keep_programs(&tests, out)?;
+        for done in [objects, tests] {
+            fs::remove_dir_all(&done).map_err(Error::file("remove", &done))?;
+        }
+        Ok(())
+    })?;
+    let entries = fs::read_dir(&dir).map_err(Error::file("read", &dir))?;
+    let mut programs: Vec<(String, PathBuf)> = entries
+        .filter_map(|entry| entry.ok())
+        .map(|entry| (entry.file_name().to_string_lossy().into_owned(), entry.path()))
+        .collect();
+    programs.sort();
+    Ok(programs)
+}
+
+/// Strips the executables below `from` into `to`. Which directory they were built in differs from base to base.
+fn keep_programs(from: &Path, to: &Path) -> Result<()> {
+    for entry in fs::read_dir(from).map_err(Error::file("read", from))? {
+        let path = entry.map_err(Error::file("read", from))?.path();
+        if path.is_dir() {
+            keep_programs(&path, to)?;
+        } else if is_program(&path)? {
+            let name = path.file_name().expect("an entry of a directory has a name");
+            tool::output(std::process::Command::new("strip").arg("-o").arg(to.join(name)).arg(&path))?;
+        }
+    }
+    Ok(())
+}
+
+fn is_program(path: &Path) -> Result<bool> {
+    let bytes = fs::read(path).map_err(Error::file("read", path))?;
+    // e_type of an ELF file: ET_EXEC, which -no-pie makes. Objects are ET_REL.
+    Ok(bytes.starts_with(b"\x7fELF") && bytes.get(16..18) == Some(&[2, 0]))
+}
+
+/// Runs `tests` on `request`'s host, which boots `image`; a line a test goes to the terminal.
+pub fn run(
+    cache: &Cache,
+    programs: &Programs,
+    image: &Image,
+    tests: &[(String, PathBuf)],
+    mut request: Request,
+) -> Result<Results> {
+    let mut key = vec![request.parameters.join(" "), format!("{:?} {LIMIT}", request.second_stage)];
+    request.commands = tests.iter().map(|(name, _)| command(name)).collect();
+    key.extend(request.commands.iter().map(|command| command.join(" ")));
+    let name = image.dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let entry = format!("selftests/{name}-{}", digest(key.iter().map(String::as_bytes)));
+    let host = request.label();
+    let dir = cache.entry(&entry, |out| {
+        request.memory_mib = 3072;
+        request.hugepages = 64;
+        request.time_limit = Duration::from_secs(90 * 60);
+        request.files =
+            tests.iter().map(|(name, path)| (path.clone(), format!("/selftests/{name}"))).collect();
+        request.commands.push(vec!["dmesg".to_owned()]);
+        let mut done = 0;
+        let outcome = bed::run(cache, programs, &request, |frame| {
+            if let Frame::Exit(exit) = frame
+                && let Some((name, _)) = tests.get(done)
+            {
+                done += 1;
+                let verdict = Verdict::of(exit.code);
+                eprintln!(
+                    "lab: {} {host}: selftest {done} of {}: {name}: {verdict:?} ({:.1} s of its clock)",
+                    image.label,
+                    tests.len(),
+                    exit.seconds
+                );
+            }
+        })?;
+        let code =
+            |index: usize| outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()).map_or(1, |e| e.code);
+        let verdicts = tests.iter().enumerate().map(|(i, (name, _))| (name.clone(), Verdict::of(code(i))));
+        let log = outcome.ran.last().map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned());
+        let results = Results { verdicts: verdicts.collect(), log: log.unwrap_or_default() };
+        let json = serde_json::to_vec_pretty(&results).expect("results are plain data");
+        let file = out.join("results.json");
+        fs::write(&file, json).map_err(Error::file("write", &file))
+    })?;
+    let file = dir.join("results.json");
+    let bytes = fs::read(&file).map_err(Error::file("read", &file))?;
+    serde_json::from_slice(&bytes).map_err(|error| {
+        Error::Series(format!("{}: {error}; remove {} and try again", file.display(), dir.display()))
+    })
+}
+
+fn command(name: &str) -> Vec<String> {
+    let arguments = ARGUMENTS.iter().find(|(test, _)| *test == name).map_or("", |(_, arguments)| arguments);
+    let line = format!("timeout -s KILL {LIMIT} /selftests/{name} {arguments}");
+    line.split_whitespace().map(str::to_owned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_ended_otherwise_is_named() {
+        let results = |codes: &[(&str, i32)]| Results {
+            verdicts: codes.iter().map(|(name, code)| ((*name).to_owned(), Verdict::of(*code))).collect(),
+            log: String::new(),
+        };
+        let before = results(&[("a", 0), ("b", 4), ("c", 254), ("d", 137)]);
+        assert!(before.differences(&before.clone()).is_empty());
+        assert_eq!(before.summary(), "1 pass, 1 skip; fail: c; late: d");
+        let after = results(&[("a", 254), ("b", 4), ("c", 254)]);
+        let differences = before.differences(&after);
+        assert_eq!(differences.len(), 2, "{differences:?}");
+        assert!(differences[0].starts_with("a: ") && differences[1].starts_with("d: "), "{differences:?}");
+    }
+}
