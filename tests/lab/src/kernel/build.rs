@@ -50,7 +50,10 @@ impl Config {
         if let (Some(variant), Some(last)) = (variant, fragments.last())
             && !last.is_file()
         {
-            return Err(Error::Usage(format!("--variant {variant}: there is no {}", last.display())));
+            return Err(Error::Usage(format!(
+                "--variant {variant}: there is no {}; debug and lock-stat are known",
+                last.display()
+            )));
         }
         let name = variant.map_or("x86".to_owned(), |variant| format!("x86-{variant}"));
         let variant = variant.and(fragments.last().cloned());
