@@ -101,13 +101,13 @@ impl Ioapic {
     /// A guest has ended interrupt `vector`, which was level triggered: `KVM_EXIT_IOAPIC_EOI`.
     pub fn eoi(&self, vector: u8) {
         let mut state = self.lock();
+        let before = state.routes();
+        let ended = |entry: u64| entry & LEVEL != 0 && entry as u8 == vector;
+        state.redirection.iter_mut().filter(|entry| ended(**entry)).for_each(|entry| *entry &= !REMOTE_IRR);
+        self.reroute(&state, &before);
         for pin in 0..PINS {
-            let entry = state.redirection[pin];
-            if entry & LEVEL != 0 && entry as u8 == vector {
-                state.redirection[pin] &= !REMOTE_IRR;
-                if state.lines & (1 << pin) != 0 {
-                    self.deliver(&mut state, pin);
-                }
+            if ended(state.redirection[pin]) && state.lines & (1 << pin) != 0 {
+                self.deliver(&mut state, pin);
             }
         }
     }
@@ -122,6 +122,13 @@ impl Ioapic {
         let mut state = self.lock();
         *state = new;
         (self.kvm.set_routes)(&state.routes());
+    }
+
+    fn reroute(&self, state: &State, before: &Routes) {
+        let routes = state.routes();
+        if routes != *before {
+            (self.kvm.set_routes)(&routes);
+        }
     }
 
     fn deliver(&self, state: &mut State, pin: usize) {
@@ -151,10 +158,7 @@ impl Ioapic {
                     *entry &= !REMOTE_IRR;
                 }
                 let pending = *entry & LEVEL != 0 && state.lines & (1 << pin) != 0;
-                let routes = state.routes();
-                if routes != before {
-                    (self.kvm.set_routes)(&routes);
-                }
+                self.reroute(state, &before);
                 if pending {
                     self.deliver(state, pin);
                 }
@@ -169,8 +173,11 @@ impl Ioapic {
 }
 
 impl State {
+    /// Those of unmasked pins; and of masked ones that the guest has still to end, for KVM looks at the routes of
+    /// level-triggered interrupts to know which ends to report. No irqfd drives such a pin.
     fn routes(&self) -> Routes {
-        self.redirection.map(|entry| (entry & MASKED == 0).then(|| Msi::of(entry)))
+        let routed = |entry: u64| entry & MASKED == 0 || entry & REMOTE_IRR != 0;
+        self.redirection.map(|entry| routed(entry).then(|| Msi::of(entry)))
     }
 
     fn register(&self) -> u32 {
@@ -306,6 +313,20 @@ mod tests {
         ioapic.set_line(8, false);
         ioapic.set_line(8, true);
         assert_eq!(*seen.signalled.lock().unwrap(), [LEVEL_TO_2, TO_2]);
+    }
+
+    #[test]
+    fn a_level_that_is_masked_in_service_keeps_its_route_until_its_end_and_fires_when_unmasked() {
+        let (ioapic, seen) = ioapic();
+        program(&ioapic, 7, LEVEL as u32);
+        ioapic.set_line(7, true);
+        write(&ioapic, 0x1e, 0x31 | (LEVEL | MASKED) as u32);
+        assert_eq!(seen.routes.lock().unwrap().last().unwrap()[7], Some(LEVEL_TO_2));
+        ioapic.eoi(0x31);
+        assert_eq!(seen.routes.lock().unwrap().last().unwrap()[7], None);
+        assert_eq!(seen.signalled.lock().unwrap().len(), 1);
+        write(&ioapic, 0x1e, 0x31 | LEVEL as u32);
+        assert_eq!(*seen.signalled.lock().unwrap(), [LEVEL_TO_2, LEVEL_TO_2]);
     }
 
     #[test]

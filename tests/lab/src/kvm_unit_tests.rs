@@ -50,8 +50,17 @@ const NOT_OFFERED: &str = "this host's KVM does not offer it";
 /// CPUs that `smp = $MAX_SMP` stands for.
 const MAX_SMP: u32 = 2;
 
+/// Who has the interrupt controller of a test that does not say so itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Irqchip {
+    /// KVM all of it, with the timer that some tests count on
+    Kernel,
+    /// Vellum the I/O APIC
+    Split,
+}
+
 /// Runs those of the directory's tests whose names contain one of `only` (all, if that is empty) on `host`.
-pub fn run(cache: &Cache, host: &Request, dir: &Path, only: &[String]) -> Result<u8> {
+pub fn run(cache: &Cache, host: &Request, dir: &Path, only: &[String], irqchip: Irqchip) -> Result<u8> {
     let config = dir.join("unittests.cfg");
     let config = if config.is_file() { config } else { dir.join("x86/unittests.cfg") };
     let text = fs::read_to_string(&config).map_err(|error| {
@@ -65,7 +74,7 @@ pub fn run(cache: &Cache, host: &Request, dir: &Path, only: &[String]) -> Result
     let mut verdicts = Vec::new();
     let mut waiting = Vec::new();
     for test in parse(&text).into_iter().filter(chosen) {
-        match test.command(images) {
+        match test.command(images, irqchip) {
             Ok((image, command)) => waiting.push((test.name, image, command)),
             Err(why) => report(&mut verdicts, test.name, Verdict::Skip(why)),
         }
@@ -184,7 +193,7 @@ impl Test {
     }
 
     /// The image, and the shell line that runs it in the host; or why there is none.
-    fn command(&self, images: &Path) -> std::result::Result<(PathBuf, String), String> {
+    fn command(&self, images: &Path, irqchip: Irqchip) -> std::result::Result<(PathBuf, String), String> {
         let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
         if let Some(arch) = self.key("arch").filter(|arch| *arch != "x86_64") {
             return Err(format!("it is for {arch}"));
@@ -207,7 +216,7 @@ impl Test {
         let mut memory = "512m".to_owned();
         let mut arguments = self.key("test_args").map(unquoted).unwrap_or_default();
         let mut features = Vec::new();
-        let mut irqchip = "split";
+        let mut irqchip = irqchip;
         let parameters = self.key("qemu_params").or(self.key("extra_params")).unwrap_or_default();
         let mut parameters = shell_words(parameters).into_iter();
         while let Some(flag) = parameters.next() {
@@ -218,9 +227,11 @@ impl Test {
                 "-smp" => return Err("it gives a topology in QEMU's form".into()),
                 "-cpu" => features.extend(value().split(',').skip(1).map(str::to_owned)),
                 "-machine" | "-M" => match value().as_str() {
-                    // The split form has no PIT to leave out; tests that count its ticks say so themselves.
-                    "pit=off" | "kernel_irqchip=split" | "q35,kernel-irqchip=split" => (),
-                    "kernel_irqchip=on" => irqchip = "kernel",
+                    // The split form has no PIT.
+                    "pit=off" | "kernel_irqchip=split" | "q35,kernel-irqchip=split" => {
+                        irqchip = Irqchip::Split
+                    }
+                    "kernel_irqchip=on" => irqchip = Irqchip::Kernel,
                     other => return Err(format!("it needs QEMU's -machine {other}")),
                 },
                 "-overcommit" => drop(value()),
@@ -258,6 +269,10 @@ impl Test {
         let seconds =
             self.key("timeout").and_then(|t| t.trim_end_matches('s').parse().ok()).unwrap_or(SECONDS)
                 * SLOWNESS;
+        let irqchip = match irqchip {
+            Irqchip::Kernel => "kernel",
+            Irqchip::Split => "split",
+        };
         line += &format!("printf 'NR_CPUS={cpus}\\nTEST_DEVICE=0\\n' > env; ");
         line += &format!(
             "exec vellum run --nodefaults --loglevel warning --kernel {} --initrd env --cpus {cpus} --memory {memory} \
@@ -355,7 +370,10 @@ qemu_params = -cpu max,migratable=no,vendor=GenuineIntel
         ));
         fs::create_dir_all(&dir).unwrap();
         fs::write(dir.join("apic.flat"), "").unwrap();
-        let commands = parse(CONFIG).iter().map(|test| test.command(&dir).map(|(_, line)| line)).collect();
+        let commands = parse(CONFIG)
+            .iter()
+            .map(|test| test.command(&dir, Irqchip::Kernel).map(|(_, line)| line))
+            .collect();
         fs::remove_dir_all(&dir).unwrap();
         commands
     }
@@ -375,7 +393,12 @@ qemu_params = -cpu max,migratable=no,vendor=GenuineIntel
             assert!(split.contains(part), "{part} is not in {split}");
         }
         let old = commands[1].as_ref().unwrap();
-        for part in ["--memory 2g", r"--params 'a '\''b c'\'''", "[ \"$(cat /sys/x 2>/dev/null)\" = Y ]"] {
+        for part in [
+            "--memory 2g",
+            "--irqchip kernel",
+            r"--params 'a '\''b c'\'''",
+            "[ \"$(cat /sys/x 2>/dev/null)\" = Y ]",
+        ] {
             assert!(old.contains(part), "{part} is not in {old}");
         }
     }

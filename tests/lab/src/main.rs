@@ -96,6 +96,9 @@ enum What {
         dir: PathBuf,
         /// Only tests whose names contain one of these
         only: Vec<String>,
+        /// The interrupt controller of tests that do not choose it themselves
+        #[arg(long, value_enum, default_value_t = kvm_unit_tests::Irqchip::Kernel)]
+        irqchip: kvm_unit_tests::Irqchip,
         #[command(flatten)]
         host: Host,
     },
@@ -324,10 +327,10 @@ fn perform(what: What) -> Result<u8> {
             }
             Ok(0)
         }
-        What::KvmUnitTests { dir, only, host } => {
+        What::KvmUnitTests { dir, only, irqchip, host } => {
             let cache = Cache::open()?;
             let host = kvm_unit_tests::host(host.request(&cache, Emulated::Svm)?);
-            kvm_unit_tests::run(&cache, &host, &dir, &only)
+            kvm_unit_tests::run(&cache, &host, &dir, &only, irqchip)
         }
         What::Update => debian::forget(&Cache::open()?).map(|()| 0),
     }
