@@ -385,6 +385,8 @@ impl Machine {
         for (_, device) in &virtio.devices {
             events.add_subscriber(device.subscriber());
         }
+        // Their threads got ready meanwhile.
+        vcpus.iter().try_for_each(Vcpu::ready)?;
         Ok(Self {
             vcpus,
             vm,
@@ -592,7 +594,6 @@ fn start_vcpus(
             on_end: Box::new(move || drop(ended.write(1))),
         })?);
     }
-    vcpus.iter().try_for_each(Vcpu::ready)?;
     Ok(vcpus)
 }
 

@@ -335,11 +335,14 @@ fn nonsense_is_answered_with_a_reset_and_no_more() {
     guest.send(RST, 55, 66, 0, &[]);
     guest.send(RW, 1, port, 0, b"still here");
     assert_eq!(read(&mut host, 10), b"still here");
-    // A length that the buffers do not have.
-    let raw = guest.raw(RW, 1, port, 0, 0xffff_ffff);
-    guest.send_raw(&raw);
-    assert_eq!(guest.receive().op, RST);
-    assert!(is_closed(&mut host));
+    // A length that the buffers do not have, though the credit would cover it; and one that nothing covers.
+    for len in [100, 0xffff_ffff] {
+        let (mut host, port) = guest.connection(2);
+        let raw = guest.raw(RW, 2, port, 0, len);
+        guest.send_raw(&raw);
+        assert_eq!(guest.receive().op, RST);
+        assert!(is_closed(&mut host));
+    }
     assert!(!guest.driver.needs_reset());
 }
 
