@@ -5,7 +5,7 @@ mod bed;
 use bed::{Need, both, ensure, kvm, trial};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use vellum::bench::{Common, Region, dirty_log};
-use vellum::dirty::boundary::{self, Boundary};
+use vellum::dirty::edges::{self, Verdict};
 use vellum::dirty::oracle::Mode;
 use vellum::dirty::soak::{self, Config, Tally};
 use vellum::dirty::{self, Method};
@@ -38,7 +38,7 @@ fn main() {
         }
     }
     let need = both(kvm(), has(Method::InitiallySet));
-    trials.push(bed::ignorable("initially-set_keeps_the_edges_of_huge_pages", need.clone(), edges));
+    trials.push(bed::ignorable("initially-set_keeps_the_edges_of_huge_pages", need.clone(), keeps_edges));
     trials.push(bed::ignorable("the_oracle_finds_lost_edges_at_once", need, edges_by_the_oracle));
     trials.push(trial("a_ring_that_overflows_loses_nothing", both(kvm(), has(Method::Ring)), small_ring));
     trials.push(trial("a_part_of_the_chunks_is_cleared", both(kvm(), has(Method::ManualProtect)), parts));
@@ -100,8 +100,8 @@ fn loses_none(method: Method, backing: Backing) -> Result<Completion, Failed> {
     let tally = held(&config)?;
     if backing.best_mapping() > 4096 && tally.only_edges() {
         // Its form alone excuses nothing: the kernel must do it when asked, too.
-        let found = boundary::test()?;
-        ensure(found == Boundary::Lost, || format!("seed {}: {found}, but {:?}", config.seed, tally.names))?;
+        let found = edges::probe()?;
+        ensure(found == Verdict::Lost, || format!("seed {}: {found}, but {:?}", config.seed, tally.names))?;
         return Ok(Completion::ignored_with(format!(
             "{found}: {}; kernel-patches/6.12/init-all-set-boundary mends it (seed {})",
             tally.names[0], config.seed
@@ -113,17 +113,17 @@ fn loses_none(method: Method, backing: Backing) -> Result<Completion, Failed> {
 }
 
 /// The directed test says the same twice, and nothing worse than what is known.
-fn edges() -> Result<Completion, Failed> {
-    let found = boundary::test()?;
-    let again = boundary::test()?;
+fn keeps_edges() -> Result<Completion, Failed> {
+    let found = edges::probe()?;
+    let again = edges::probe()?;
     ensure(found == again, || format!("{found}, and then: {again}"))?;
     match found {
-        Boundary::Kept => Ok(Completion::Completed),
-        Boundary::Lost => Ok(Completion::ignored_with(format!(
+        Verdict::Kept => Ok(Completion::Completed),
+        Verdict::Lost => Ok(Completion::ignored_with(format!(
             "{found}; kernel-patches/6.12/init-all-set-boundary mends it"
         ))),
-        Boundary::Untested(why) => Ok(Completion::ignored_with(why)),
-        Boundary::Others(_) => Err(found.to_string().into()),
+        Verdict::Untested(why) => Ok(Completion::ignored_with(why)),
+        Verdict::Others(_) => Err(found.to_string().into()),
     }
 }
 
@@ -132,14 +132,14 @@ fn edges_by_the_oracle() -> Result<Completion, Failed> {
     let (slot_base, clear_chunk) = (Some(0x0100_1000), Some(64));
     let config = Config { slot_base, clear_chunk, events: 1, ..config(Method::InitiallySet, Backing::Thp) };
     let tally = held(&config)?;
-    let found = boundary::test()?;
+    let found = edges::probe()?;
     let agree = match found {
-        Boundary::Lost => tally.only_edges(),
+        Verdict::Lost => tally.only_edges(),
         _ => tally.is_clean(),
     };
     ensure(agree, || format!("seed {}: {found}, but {:?}", config.seed, tally.names))?;
     match found {
-        Boundary::Untested(why) => Ok(Completion::ignored_with(why)),
+        Verdict::Untested(why) => Ok(Completion::ignored_with(why)),
         _ => Ok(Completion::Completed),
     }
 }
