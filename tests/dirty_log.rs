@@ -55,6 +55,11 @@ fn main() {
         trials.push(trial(&format!("bench_finds_every_page_with_{name}"), need, move || bench(method)));
     }
     trials.push(trial("bench_continuous_shows_progress_over_time", kvm(), bench_continuous));
+    trials.push(trial(
+        "bench_shows_lazy_protection_in_one_table",
+        both(kvm(), has(Method::InitiallySet)),
+        bench_lazy,
+    ));
     trials.push(trial("bench_refuses_what_contradicts_itself", kvm(), bench_refuses));
     libtest_mimic::run(&args, trials).exit();
 }
@@ -282,6 +287,30 @@ fn bench(method: Method) -> Result<(), Failed> {
         ensure(figure(name)?.iter().all(|&seconds| seconds > 0.0), || format!("{name} took no time"))?;
     }
     ensure(report.histograms.len() == 4, || format!("{} phases with latencies", report.histograms.len()))
+}
+
+/// Every column of the table that has memory here, in both schedules.
+fn bench_lazy() -> Result<(), Failed> {
+    let base = dirty_log::Config { ring_entries: 1024, ..bench_config(Method::Bitmap) };
+    let base = dirty_log::Config { method: None, phys_offset: None, slots: 1, chunk: None, ..base };
+    let base = dirty_log::Config { common: Common::default(), ..base };
+    let report = dirty_log::lazy::run(&base)?;
+    for column in ["4k", "4k_all_set", "thp", "thp_all_set"] {
+        for row in ["write, no log", "enable", "write 1", "collect 2", "logged, sum", "p99 during", "speed 2"]
+        {
+            let name = format!("{column}[{row}]");
+            let found = report.figures.iter().find(|figure| figure.name() == name);
+            ensure(found.is_some_and(|figure| figure.value() > 0.0), || format!("{name}: {found:?}"))?;
+        }
+    }
+    vellum::report::json::check(&report).map_err(Failed::from)?;
+    if vellum::sys::host::allowed_cpus()?.len() < 2 {
+        return Ok(());
+    }
+    let continuous = Some(std::time::Duration::from_millis(100));
+    let report = dirty_log::lazy::run(&dirty_log::Config { continuous, ..base })?;
+    let progress = report.figures.iter().find(|figure| figure.name() == "thp_all_set[progress during]");
+    ensure(progress.is_some_and(|figure| figure.value() > 0.0), || format!("{progress:?}"))
 }
 
 fn bench_continuous() -> Result<(), Failed> {
