@@ -87,10 +87,7 @@ enum What {
         /// Which kernel: 6.1 or 6.12
         #[arg(long, default_value = "6.1")]
         kernel: String,
-        /// The ELF image too, which the other two ways of booting need
-        #[arg(long)]
-        vmlinux: bool,
-        /// Where it goes, as `vmlinuz`, `initrd` and `vmlinux`
+        /// Where it goes, as `vmlinuz` and `initrd`
         dir: PathBuf,
     },
     /// Run kvm-unit-tests' x86 images, built elsewhere, under Vellum on an emulated host
@@ -246,11 +243,8 @@ fn main() -> ExitCode {
 fn perform(what: What) -> Result<u8> {
     match what {
         What::Doctor => Ok(doctor::print()),
-        What::Guest { kernel, vmlinux, dir } => {
+        What::Guest { kernel, dir } => {
             let guest = Guest::make(&Cache::open()?, &kernel, &dir)?;
-            if vmlinux {
-                guest.unpack_vmlinux()?;
-            }
             println!(
                 "{}: vellum run --kernel {} --initrd {}",
                 guest.package,
