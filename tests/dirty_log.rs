@@ -5,7 +5,7 @@ mod bed;
 use bed::{Need, both, ensure, kvm, trial};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use vellum::bench::{Common, Region, dirty_log};
-use vellum::dirty::boundary::{self, Boundary};
+use vellum::dirty::edges::{self, Verdict};
 use vellum::dirty::oracle::Mode;
 use vellum::dirty::soak::{self, Config, Tally};
 use vellum::dirty::{self, Method};
@@ -38,7 +38,7 @@ fn main() {
         }
     }
     let need = both(kvm(), has(Method::InitiallySet));
-    trials.push(bed::ignorable("initially-set_keeps_the_edges_of_huge_pages", need.clone(), edges));
+    trials.push(bed::ignorable("initially-set_keeps_the_edges_of_huge_pages", need.clone(), keeps_edges));
     trials.push(bed::ignorable("the_oracle_finds_lost_edges_at_once", need, edges_by_the_oracle));
     trials.push(trial("a_ring_that_overflows_loses_nothing", both(kvm(), has(Method::Ring)), small_ring));
     trials.push(trial("a_part_of_the_chunks_is_cleared", both(kvm(), has(Method::ManualProtect)), parts));
@@ -55,6 +55,11 @@ fn main() {
         trials.push(trial(&format!("bench_finds_every_page_with_{name}"), need, move || bench(method)));
     }
     trials.push(trial("bench_continuous_shows_progress_over_time", kvm(), bench_continuous));
+    trials.push(trial(
+        "bench_shows_lazy_protection_in_one_table",
+        both(kvm(), has(Method::InitiallySet)),
+        bench_lazy,
+    ));
     trials.push(trial("bench_refuses_what_contradicts_itself", kvm(), bench_refuses));
     libtest_mimic::run(&args, trials).exit();
 }
@@ -100,8 +105,8 @@ fn loses_none(method: Method, backing: Backing) -> Result<Completion, Failed> {
     let tally = held(&config)?;
     if backing.best_mapping() > 4096 && tally.only_edges() {
         // Its form alone excuses nothing: the kernel must do it when asked, too.
-        let found = boundary::test()?;
-        ensure(found == Boundary::Lost, || format!("seed {}: {found}, but {:?}", config.seed, tally.names))?;
+        let found = edges::probe()?;
+        ensure(found == Verdict::Lost, || format!("seed {}: {found}, but {:?}", config.seed, tally.names))?;
         return Ok(Completion::ignored_with(format!(
             "{found}: {}; kernel-patches/6.12/init-all-set-boundary mends it (seed {})",
             tally.names[0], config.seed
@@ -113,17 +118,17 @@ fn loses_none(method: Method, backing: Backing) -> Result<Completion, Failed> {
 }
 
 /// The directed test says the same twice, and nothing worse than what is known.
-fn edges() -> Result<Completion, Failed> {
-    let found = boundary::test()?;
-    let again = boundary::test()?;
+fn keeps_edges() -> Result<Completion, Failed> {
+    let found = edges::probe()?;
+    let again = edges::probe()?;
     ensure(found == again, || format!("{found}, and then: {again}"))?;
     match found {
-        Boundary::Kept => Ok(Completion::Completed),
-        Boundary::Lost => Ok(Completion::ignored_with(format!(
+        Verdict::Kept => Ok(Completion::Completed),
+        Verdict::Lost => Ok(Completion::ignored_with(format!(
             "{found}; kernel-patches/6.12/init-all-set-boundary mends it"
         ))),
-        Boundary::Untested(why) => Ok(Completion::ignored_with(why)),
-        Boundary::Others(_) => Err(found.to_string().into()),
+        Verdict::Untested(why) => Ok(Completion::ignored_with(why)),
+        Verdict::Others(_) => Err(found.to_string().into()),
     }
 }
 
@@ -132,14 +137,14 @@ fn edges_by_the_oracle() -> Result<Completion, Failed> {
     let (slot_base, clear_chunk) = (Some(0x0100_1000), Some(64));
     let config = Config { slot_base, clear_chunk, events: 1, ..config(Method::InitiallySet, Backing::Thp) };
     let tally = held(&config)?;
-    let found = boundary::test()?;
+    let found = edges::probe()?;
     let agree = match found {
-        Boundary::Lost => tally.only_edges(),
+        Verdict::Lost => tally.only_edges(),
         _ => tally.is_clean(),
     };
     ensure(agree, || format!("seed {}: {found}, but {:?}", config.seed, tally.names))?;
     match found {
-        Boundary::Untested(why) => Ok(Completion::ignored_with(why)),
+        Verdict::Untested(why) => Ok(Completion::ignored_with(why)),
         _ => Ok(Completion::Completed),
     }
 }
@@ -282,6 +287,30 @@ fn bench(method: Method) -> Result<(), Failed> {
         ensure(figure(name)?.iter().all(|&seconds| seconds > 0.0), || format!("{name} took no time"))?;
     }
     ensure(report.histograms.len() == 4, || format!("{} phases with latencies", report.histograms.len()))
+}
+
+/// Every column of the table that has memory here, in both schedules.
+fn bench_lazy() -> Result<(), Failed> {
+    let base = dirty_log::Config { ring_entries: 1024, ..bench_config(Method::Bitmap) };
+    let base = dirty_log::Config { method: None, phys_offset: None, slots: 1, chunk: None, ..base };
+    let base = dirty_log::Config { common: Common::default(), ..base };
+    let report = dirty_log::lazy::run(&base)?;
+    for column in ["4k", "4k_all_set", "thp", "thp_all_set"] {
+        for row in ["write, no log", "enable", "write 1", "collect 2", "logged, sum", "p99 during", "speed 2"]
+        {
+            let name = format!("{column}[{row}]");
+            let found = report.figures.iter().find(|figure| figure.name() == name);
+            ensure(found.is_some_and(|figure| figure.value() > 0.0), || format!("{name}: {found:?}"))?;
+        }
+    }
+    vellum::report::json::check(&report).map_err(Failed::from)?;
+    if vellum::sys::host::allowed_cpus()?.len() < 2 {
+        return Ok(());
+    }
+    let continuous = Some(std::time::Duration::from_millis(100));
+    let report = dirty_log::lazy::run(&dirty_log::Config { continuous, ..base })?;
+    let progress = report.figures.iter().find(|figure| figure.name() == "thp_all_set[progress during]");
+    ensure(progress.is_some_and(|figure| figure.value() > 0.0), || format!("{progress:?}"))
 }
 
 fn bench_continuous() -> Result<(), Failed> {

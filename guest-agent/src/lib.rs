@@ -25,6 +25,18 @@ pub enum Request {
     Memory(MemoryWork),
     /// Write to a disk or a file, and verify it.
     Disk(DiskWork),
+    /// Make part of a block device, or of a file, read as zeros without writing them.
+    Zero {
+        /// The device or file.
+        path: String,
+        /// Where the part begins, in bytes.
+        offset: u64,
+        /// How long it is.
+        bytes: u64,
+        /// Give the space back too.
+        #[serde(default)]
+        unmap: bool,
+    },
     /// Watch the clocks.
     Clock {
         /// For how long.

@@ -102,6 +102,7 @@ fn perform(
         Request::Facts => tell(work::facts()?),
         Request::Memory(work) => work::memory(&work, &mut |event| tell(event)),
         Request::Disk(work) => work::disk(&work, &mut |event| tell(event)),
+        Request::Zero { path, offset, bytes, unmap } => work::zero(&path, offset, bytes, unmap),
         Request::Clock { seconds } => work::clock(seconds, &mut |event| tell(event)),
         Request::PowerOff => Err(sys::power_off()),
     }

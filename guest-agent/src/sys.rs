@@ -23,6 +23,14 @@ pub fn load_module(file: &File) -> io::Result<()> {
     check(unsafe { libc::syscall(libc::SYS_finit_module, file.as_raw_fd(), c"".as_ptr(), 0) }).map(drop)
 }
 
+/// fallocate(2).
+pub fn allocate(file: &File, mode: libc::c_int, offset: u64, bytes: u64) -> io::Result<()> {
+    let number = |value: u64| libc::off_t::try_from(value).map_err(io::Error::other);
+    // SAFETY: a plain system call.
+    let result = unsafe { libc::fallocate(file.as_raw_fd(), mode, number(offset)?, number(bytes)?) };
+    check(result.into()).map(drop)
+}
+
 /// Flushes all disks and switches the machine off.
 pub fn power_off() -> io::Error {
     // SAFETY: plain system calls; PID 1 may make them.

@@ -160,6 +160,13 @@ pub fn disk(work: &DiskWork, tell: Tell<'_>) -> io::Result<()> {
     Ok(())
 }
 
+/// fallocate(2), which on a block device becomes write-zeroes requests: with UNMAP for a hole, without for a range.
+pub fn zero(path: &str, offset: u64, bytes: u64, unmap: bool) -> io::Result<()> {
+    let file = OpenOptions::new().read(true).write(true).open(path)?;
+    let mode = if unmap { libc::FALLOC_FL_PUNCH_HOLE } else { libc::FALLOC_FL_ZERO_RANGE };
+    sys::allocate(&file, mode | libc::FALLOC_FL_KEEP_SIZE, offset, bytes)
+}
+
 /// Looks at the clocks every few milliseconds.
 pub fn clock(seconds: u64, tell: Tell<'_>) -> io::Result<()> {
     let look = || (sys::clock(libc::CLOCK_MONOTONIC), sys::clock(libc::CLOCK_REALTIME));

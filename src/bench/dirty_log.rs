@@ -6,6 +6,8 @@
 //! sampled, and shown over time with the collections marked. Both measure the write latency that the guest saw before,
 //! during and after logging.
 
+pub mod lazy;
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 

@@ -1,18 +1,17 @@
 //! `vellum ctl`, `vellum list` and `vellum exec`: running machines.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{ErrorKind, Write};
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::{Args, Subcommand};
-use guest_agent::{Event, PORT, Request};
+use guest_agent::{Event, Request};
 
 use super::{Failure, keyvalue};
 use crate::control::client::{Client, Error};
-use crate::control::{Do, Status, names};
+use crate::control::{Do, Status, agent, names};
 use crate::sys::socket::Name;
 use crate::vm::lifecycle::Exit;
 use crate::vm::memory::short_size;
@@ -94,9 +93,16 @@ pub struct ListArgs {
 pub struct ExecArgs {
     /// The machine: its name (--name), or the path of its control socket
     machine: String,
+    /// Any request of the agent's instead, in JSON, as in {"do":"facts"}; what it answers is printed as it comes
+    #[arg(long, value_name = "JSON", value_parser = request, conflicts_with = "command")]
+    request: Option<Request>,
     /// The command and its arguments
-    #[arg(last = true, required = true)]
+    #[arg(last = true, required_unless_present = "request")]
     command: Vec<String>,
+}
+
+fn request(text: &str) -> Result<Request, String> {
+    serde_json::from_str(text).map_err(|error| format!("{error}; guest-agent/src/lib.rs lists the requests"))
 }
 
 fn connect(machine: &str) -> Result<Client, Failure> {
@@ -179,35 +185,26 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
 /// `vellum exec`
 pub fn exec(args: ExecArgs) -> Result<Exit, Failure> {
     let status = connect(&args.machine)?.ask(&Do::Status {}).map_err(failure)?;
-    let path = status["vsock"].as_str().map(str::to_owned);
+    let path = status["vsock"].as_str();
     let path = path.ok_or_else(|| Failure::usage("this machine has no vsock: start it with --vsock PATH"))?;
-    let silent = |error: std::io::Error| Failure::host(format!("{path}: {error}"));
-    let mut stream = UnixStream::connect(&path).map_err(silent)?;
-    stream.write_all(format!("CONNECT {PORT}\n").as_bytes()).map_err(silent)?;
-    let mut agent = BufReader::new(stream);
-    let mut line = String::new();
-    (&mut agent).take(64).read_line(&mut line).map_err(silent)?;
-    if !line.starts_with("OK ") {
-        return Err(Failure::host("the guest has no agent that listens: is it still booting?"));
-    }
-    let request = serde_json::to_string(&Request::Exec { command: args.command }).map_err(Failure::host)?;
-    agent.get_mut().write_all(format!("{request}\n").as_bytes()).map_err(silent)?;
-    loop {
-        line.clear();
-        if (&mut agent).take(1 << 20).read_line(&mut line).map_err(silent)? == 0 {
-            return Err(Failure::host("the guest has closed the connection before the command ended"));
-        }
-        match serde_json::from_str(&line)
-            .map_err(|_| Failure::host(format!("not an agent's line: {line}")))?
-        {
+    let verbatim = args.request.is_some();
+    let request = args.request.unwrap_or(Request::Exec { command: args.command });
+    let failed = |error: agent::Error| match error {
+        agent::Error::Refused(message) => Failure { exit: Exit::AgentCommand, message },
+        other => Failure::host(other),
+    };
+    let mut exit = Exit::PowerOff;
+    for event in agent::ask(path.as_ref(), &request).map_err(failed)? {
+        match event.map_err(failed)? {
+            event if verbatim => println!("{}", serde_json::to_string(&event).map_err(Failure::host)?),
             Event::Output { stream, text } if stream == "stderr" => eprint!("{text}"),
             Event::Output { text, .. } => {
                 print!("{text}");
                 let _ = std::io::stdout().flush();
             }
-            Event::Exit { code } => return Ok(Exit::Guest(code.clamp(0, 255) as u8)),
-            Event::Error { message } => return Err(Failure { exit: Exit::AgentCommand, message }),
+            Event::Exit { code } => exit = Exit::Guest(code.clamp(0, 255) as u8),
             _ => {}
         }
     }
+    Ok(exit)
 }

@@ -5,7 +5,7 @@ use std::io::Write;
 use clap::Args;
 
 use super::Failure;
-use crate::dirty::boundary::{self, Boundary};
+use crate::dirty::edges::{self, Verdict};
 use crate::host::doctor::{self, Check};
 use crate::vm::lifecycle::Exit;
 
@@ -39,14 +39,14 @@ pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
 /// The one check that runs a guest.
 fn dirty_log() -> Check {
     let name = "dirty log";
-    match boundary::test() {
-        Ok(found @ (Boundary::Kept | Boundary::Untested(_))) => Check::ok(name, found),
-        Ok(found @ Boundary::Lost) => Check::warn(
+    match edges::probe() {
+        Ok(found @ (Verdict::Kept | Verdict::Untested(_))) => Check::ok(name, found),
+        Ok(found @ Verdict::Lost) => Check::warn(
             name,
             found,
             "manual-protect does not; kernel-patches/6.12/init-all-set-boundary mends it",
         ),
-        Ok(found @ Boundary::Others(_)) => {
+        Ok(found @ Verdict::Others(_)) => {
             Check::warn(name, found, "vellum test dirty-log --tracker initially-set -s thp says how often")
         }
         Err(error) => Check::warn(name, format!("not tested: {error}"), "vellum run says more"),

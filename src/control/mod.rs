@@ -3,10 +3,11 @@
 //! A running machine opens no path. What a request needs of files and sockets the client opens, and sends the descriptors
 //! with the request's first byte (SCM_RIGHTS, unix(7)), as many as [`Do::descriptors`] says.
 //!
-//! Here are the words of both sides. [`server`] is the machine's side, on its event loop; [`client`] is what `vellum ctl`,
-//! `list` and `exec` use; [`names`] says where the socket of a named machine is. What a request does to the machine is
-//! decided where the machine runs (`vm/machine.rs`).
+//! Here are the words of both sides. [`server`] is the machine's side, on its event loop; [`client`] is what `vellum ctl`
+//! and `list` use; [`names`] says where the socket of a named machine is; [`agent`] speaks to the agent in its guest. What
+//! a request does to the machine is decided where the machine runs (`vm/machine.rs`).
 
+pub mod agent;
 pub mod client;
 pub mod names;
 pub mod server;

@@ -3,8 +3,8 @@
 //! A [`DirtyTracker`] stands in front of KVM's four ways to tell ([`Method`]): [`log`] for the bitmaps, [`ring`] for the
 //! dirty ring. Its results are bitmaps, a bit a page, one for each memslot ([`SlotLog`]), read as runs ([`scan`]).
 //! What the VMM itself writes ([`bitmap`]) is merged in. [`oracle`] judges any tracker by the stamps that a workload
-//! leaves; [`soak`] is the test that asks it for seconds or hours; [`boundary`] looks for one fault of the kernel directly,
-//! and [`edges`] goes through a memslot for all of that kind.
+//! leaves; [`soak`] is the test that asks it for seconds or hours; [`edges`] looks directly for the pages that a kernel forgets at
+//! the ends of a clear.
 //!
 //! The rules of a collection, whoever the tracker:
 //!
@@ -16,7 +16,6 @@
 //! 4. Deleting a memslot, or switching its log off, discards its bits: harvest first, vCPUs paused.
 
 pub mod bitmap;
-pub mod boundary;
 pub mod edges;
 pub mod log;
 pub mod oracle;

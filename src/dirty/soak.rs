@@ -122,7 +122,7 @@ pub struct Tally {
     pub explained: u64,
     /// Pages lost.
     pub lost: u64,
-    /// Those of them that are the first of 2 MiB: see [`super::boundary`].
+    /// Those of them that are the first of 2 MiB: see [`super::edges`].
     pub lost_at_edges: u64,
     /// Bits that nothing explains.
     pub unexplained: u64,
@@ -165,7 +165,7 @@ impl Tally {
         self.lost == 0 && self.unexplained == 0 && self.misplaced == 0 && self.injected[0] == self.injected[1]
     }
 
-    /// Whether nothing is wrong but losses that [`super::boundary`] may explain.
+    /// Whether nothing is wrong but losses that [`super::edges`] may explain.
     pub fn only_edges(&self) -> bool {
         self.method == Method::InitiallySet
             && self.lost > 0

@@ -97,6 +97,22 @@ impl Driver {
         self.queues = rings.0;
     }
 
+    /// The device goes on in `device`, as in another process: quiesced, saved as the text that is sent, restored on the same
+    /// memory. `meanwhile` is what the driver does between, to which nobody answers before the end.
+    pub fn move_to(mut self, device: impl VirtioDevice + 'static, meanwhile: impl FnOnce(&mut Self)) -> Self {
+        self.mmio.quiesce();
+        meanwhile(&mut self);
+        self.run();
+        let state = serde_json::to_string(&self.mmio.save()).expect("plain data");
+        let (mem, rings) = self.into_parts();
+        let mut new = Driver::on(device, mem);
+        new.take_rings(rings);
+        new.mmio.restore(serde_json::from_str(&state).expect("what was saved")).expect("the same device");
+        new.mmio.resume();
+        new.run();
+        new
+    }
+
     pub fn get(&self, register: u32) -> u32 {
         let mut word = [0; 4];
         self.mmio.read(register.into(), &mut word);

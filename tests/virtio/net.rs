@@ -108,6 +108,28 @@ fn a_flood_does_not_keep_the_event_loop_in_one_queue() {
 }
 
 #[test]
+fn an_interface_keeps_its_address_and_loses_no_packet_in_a_new_process() {
+    let (mut driver, wire) = network();
+    driver.start();
+    driver.submit(RECEIVE, &[writable(BUFFERS, 1512)]);
+    driver.run();
+    let (theirs, other) = UnixDatagram::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    other.set_nonblocking(true).unwrap();
+    let another = Net::on(Tap::from_fd("another", theirs.into()), [2, 0, 0, 0, 0, 8]);
+    let mut driver = driver.move_to(another, |driver| {
+        driver.put(BUFFERS + 0x1000, &packet(60));
+        driver.submit(TRANSMIT, &[readable(BUFFERS + 0x1000, 72)]);
+    });
+    assert_eq!(driver.config(0, 6), MAC);
+    driver.wait_used(TRANSMIT);
+    assert_eq!(other.recv(&mut [0; 100]).unwrap(), 72, "what was to be sent goes out of the new tap");
+    assert!(wire.recv(&mut [0; 100]).is_err(), "and not of the old one");
+    other.send(&packet(300)).unwrap();
+    assert_eq!(driver.wait_used(RECEIVE).1, 312, "the buffer from before");
+}
+
+#[test]
 fn a_tap_that_is_not_there_is_named_with_the_remedy() {
     let open = |tap: &str| {
         let config = NetConfig { tap: tap.into(), create: false, host: None, mac: None };

@@ -26,6 +26,42 @@ fn entropy_fills_what_the_guest_offers_up_to_a_limit() {
     assert_eq!(driver.wait_used(0).1, 0, "nowhere to write");
 }
 
+#[test]
+fn entropy_goes_on_in_a_new_process() {
+    let mut driver = Driver::new(Rng::new().unwrap());
+    driver.start();
+    driver.submit(0, &[writable(BUFFERS, 32)]);
+    driver.wait_used(0);
+    let mut driver = driver.move_to(Rng::new().unwrap(), |driver| {
+        driver.submit(0, &[writable(BUFFERS + 0x100, 32)]);
+    });
+    assert_eq!(driver.used_now(0).map(|used| used.1), Some(32));
+    assert_ne!(driver.fetch(BUFFERS + 0x100, 32), [0; 32]);
+    assert_eq!(driver.used_now(0), None, "what was answered before is not answered again");
+}
+
+#[test]
+fn a_balloon_keeps_its_size_and_its_target_in_a_new_process() {
+    let (balloon, handle) = Balloon::new();
+    let mut driver = Driver::new(balloon);
+    driver.start();
+    handle.set_target(5 * PAGE, &driver.mmio);
+    driver.mmio.write(0x104, &2u32.to_le_bytes());
+    // The driver's request for statistics stays with the device, wherever that is.
+    driver.submit(2, &[readable(BUFFERS, 0)]);
+    driver.run();
+    driver.put(0x182 * PAGE, &[9; PAGE as usize]);
+    let (balloon, handle) = Balloon::new();
+    let mut driver = driver.move_to(balloon, |driver| {
+        driver.put(BUFFERS, &0x182u32.to_le_bytes());
+        driver.submit(0, &[readable(BUFFERS, 4)]);
+    });
+    assert_eq!((handle.actual(), driver.config(0, 4)), (2 * PAGE, 5u32.to_le_bytes().to_vec()));
+    assert!(driver.used_now(0).is_some() && is_zero(&driver, 0x182));
+    handle.refresh_stats(&driver.mmio);
+    driver.wait_used(2);
+}
+
 /// A console on one end of a socket pair, and the other end.
 fn console() -> (Driver, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();

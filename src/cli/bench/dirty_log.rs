@@ -15,9 +15,14 @@ use crate::workload::{Hot, Order};
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct DirtyLogArgs {
-    /// Passes over memory while it is logged
-    #[arg(short, long, value_name = "N", default_value_t = 2, value_parser = |text: &str| keyvalue::number(text, 1..=1_000_000u32))]
-    iterations: u32,
+    /// Show in one table where the cost goes on 4 KiB, transparent and reserved huge pages, with manual-protect and with
+    /// initially-set, over 5 passes unless -i says otherwise
+    #[arg(long, value_enum, conflicts_with_all = ["backing", "tracker", "no_manual_protect"])]
+    preset: Option<Preset>,
+
+    /// Passes over memory while it is logged [default: 2]
+    #[arg(short, long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 1..=1_000_000u32))]
+    iterations: Option<u32>,
 
     #[command(flatten)]
     region: RegionArgs,
@@ -88,7 +93,14 @@ const EXAMPLES: &str = "\
 Examples:
   vellum bench dirty-log -i 5 -v 2 -b 512M -s anonymous_thp
   vellum bench dirty-log -v 4 -b 1G -s anonymous_hugetlb --hot 10% --collect continuous
+  vellum bench dirty-log --preset lazy -b 64M
   vellum bench dirty-log -i 5 -b 256M -g --repeat 5 --json with-g.json";
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Preset {
+    /// Protecting huge pages when the log is switched on, or when it is first cleared
+    Lazy,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Collect {
@@ -119,7 +131,7 @@ pub(super) fn run(args: DirtyLogArgs) -> Result<Exit, Failure> {
         (None, false) => None,
     };
     let config = Config {
-        iterations: args.iterations,
+        iterations: args.iterations.unwrap_or(if args.preset.is_some() { 5 } else { 2 }),
         region: args.region.region(),
         write_percent: args.write_percent,
         order: if args.random { Order::Random } else { Order::Sequential },
@@ -136,5 +148,8 @@ pub(super) fn run(args: DirtyLogArgs) -> Result<Exit, Failure> {
         latency: args.latency,
         common: args.region.common(&args.output)?,
     };
-    args.output.deliver(|| dirty_log::run(&config))
+    args.output.deliver(|| match args.preset {
+        Some(Preset::Lazy) => dirty_log::lazy::run(&config),
+        None => dirty_log::run(&config),
+    })
 }

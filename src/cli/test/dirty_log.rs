@@ -8,7 +8,7 @@ use clap::Args;
 
 use crate::cli::{Failure, args, keyvalue};
 use crate::dirty::Method;
-use crate::dirty::boundary::{self, Boundary};
+use crate::dirty::edges::{self, Verdict};
 use crate::dirty::oracle::Mode;
 use crate::dirty::soak;
 use crate::host::{Facts, hugepages};
@@ -147,8 +147,8 @@ pub(super) fn run(args: &DirtyLogArgs) -> Result<Exit, Failure> {
             "{}: all {} lost pages are the first of 2 MiB; {}",
             tally.method.name(),
             tally.lost,
-            match boundary::test() {
-                Ok(Boundary::Lost) => "a directed test loses such a page every time: it is the kernel's fault (see \
+            match edges::probe() {
+                Ok(Verdict::Lost) => "a directed test loses such a page every time: it is the kernel's fault (see \
                      kvm_arch_mmu_enable_log_dirty_pt_masked; kernel-patches/6.12/init-all-set-boundary mends it)"
                     .to_owned(),
                 Ok(found) => format!("a directed test of this kernel found: {found}"),

@@ -1,4 +1,5 @@
 //! Linux guests: one of Debian's kernels, and an initramfs with the guest agent. `resources/guest-image` is the recipe.
+//! The kernel comes as a bzImage, and the ELF image in it can be had too.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -53,5 +54,87 @@ impl Guest {
         fs::copy(&kernel.image, &to).map_err(Error::file("write", &to))?;
         fs::write(&initrd, image.finish()).map_err(Error::file("write", &initrd))?;
         Ok(Self { package: kernel.package, kernel: to, initrd })
+    }
+
+    /// Puts the ELF image beside the bzImage that holds it.
+    pub fn unpack_vmlinux(&self) -> Result<PathBuf> {
+        let bzimage = fs::read(&self.kernel).map_err(Error::file("read", &self.kernel))?;
+        let bad = |why: &str| Error::Package(format!("{}: {why}", self.kernel.display()));
+        let (format, packed, size) = payload(&bzimage).map_err(bad)?;
+        let path = self.kernel.with_file_name("vmlinux");
+        let part = path.with_extension("packed");
+        fs::write(&part, packed).map_err(Error::file("write", &part))?;
+        let unpacked = tool::output(Command::new(tool::need(format)?).arg("-dc").arg(&part));
+        fs::remove_file(&part).map_err(Error::file("remove", &part))?;
+        let image = unpacked?;
+        if image.len() != size || !image.starts_with(b"\x7fELF") {
+            return Err(bad(&format!(
+                "{format} made {} bytes of it, not an ELF image of {size}",
+                image.len()
+            )));
+        }
+        fs::write(&path, image).map_err(Error::file("write", &path))?;
+        Ok(path)
+    }
+}
+
+/// The compressed kernel in a bzImage: the program that unpacks it, its bytes, and how many they become, which the kernel
+/// puts behind them (Documentation/arch/x86/boot.rst, `payload_offset` and `payload_length`).
+fn payload(bzimage: &[u8]) -> std::result::Result<(&'static str, &[u8], usize), &'static str> {
+    /// What each format begins with.
+    const FORMATS: [(&[u8], &str); 4] = [
+        (&[0x02, 0x21, 0x4c, 0x18], "lz4"),
+        (&[0x28, 0xb5, 0x2f, 0xfd], "zstd"),
+        (&[0xfd, b'7', b'z', b'X', b'Z', 0], "xz"),
+        (&[0x1f, 0x8b], "gzip"),
+    ];
+    let word = |at: usize| {
+        let bytes = bzimage.get(at..at.saturating_add(4)).ok_or("it is cut off")?;
+        Ok(u32::from_le_bytes(bytes.try_into().expect("4 bytes")) as usize)
+    };
+    if bzimage.get(0x202..0x206) != Some(b"HdrS") {
+        return Err("it is no bzImage");
+    }
+    // The setup code is as many sectors as byte 0x1f1 says, 4 where that is 0, and the boot sector.
+    let sectors = usize::from(if bzimage[0x1f1] == 0 { 4 } else { bzimage[0x1f1] }) + 1;
+    let start = sectors * 512 + word(0x248)?;
+    let payload = start.checked_add(word(0x24c)?).and_then(|end| bzimage.get(start..end));
+    let payload = payload.ok_or("its payload lies beyond its end")?;
+    let format = FORMATS.iter().find(|(magic, _)| payload.starts_with(magic));
+    let (_, format) = format.ok_or("its payload is neither lz4, zstd, xz nor gzip")?;
+    let (packed, size) = payload.split_last_chunk::<4>().ok_or("its payload is too short")?;
+    let size = u32::from_le_bytes(*size) as usize;
+    // gzip's own trailer is that size.
+    Ok((format, if *format == "gzip" { payload } else { packed }, size))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bzimage(payload: &[u8]) -> Vec<u8> {
+        let mut image = vec![0; 2 * 512 + 16];
+        image[0x1f1] = 1;
+        image[0x202..0x206].copy_from_slice(b"HdrS");
+        image[0x248] = 16;
+        image[0x24c..0x250].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+        image.extend_from_slice(payload);
+        image
+    }
+
+    #[test]
+    fn a_payload_is_found_with_its_size_and_its_program() {
+        let image = bzimage(b"\x28\xb5\x2f\xfddata\x07\0\0\0");
+        assert_eq!(payload(&image), Ok(("zstd", &b"\x28\xb5\x2f\xfddata"[..], 7)));
+        assert_eq!(payload(&bzimage(b"\x1f\x8bdata\x07\0\0\0")).unwrap().1.len(), 10);
+    }
+
+    #[test]
+    fn what_holds_no_kernel_says_why() {
+        assert_eq!(payload(b"MZ"), Err("it is no bzImage"));
+        assert_eq!(payload(&bzimage(b"BZh9abcd")), Err("its payload is neither lz4, zstd, xz nor gzip"));
+        let image = bzimage(b"\x28\xb5\x2f\xfd\x07\0\0\0");
+        assert_eq!(payload(&image[..image.len() - 1]), Err("its payload lies beyond its end"));
+        assert_eq!(payload(&image[..0x24a]), Err("it is cut off"));
     }
 }

@@ -87,7 +87,10 @@ enum What {
         /// Which kernel: 6.1 or 6.12
         #[arg(long, default_value = "6.1")]
         kernel: String,
-        /// Where it goes, as `vmlinuz` and `initrd`
+        /// The ELF image too, which the other two ways of booting need
+        #[arg(long)]
+        vmlinux: bool,
+        /// Where it goes, as `vmlinuz`, `initrd` and `vmlinux`
         dir: PathBuf,
     },
     /// Run kvm-unit-tests' x86 images, built elsewhere, under Vellum on an emulated host
@@ -243,8 +246,11 @@ fn main() -> ExitCode {
 fn perform(what: What) -> Result<u8> {
     match what {
         What::Doctor => Ok(doctor::print()),
-        What::Guest { kernel, dir } => {
+        What::Guest { kernel, vmlinux, dir } => {
             let guest = Guest::make(&Cache::open()?, &kernel, &dir)?;
+            if vmlinux {
+                guest.unpack_vmlinux()?;
+            }
             println!(
                 "{}: vellum run --kernel {} --initrd {}",
                 guest.package,

@@ -1,0 +1,124 @@
+//! The guest agent's other end: through the machine's vsock, one connection a request.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use guest_agent::{Event, PORT, Request};
+
+/// The longest line that an agent sends: a command's output comes in pieces far smaller.
+const MAX_LINE: u64 = 1 << 20;
+
+/// Why the agent does not do what it is told.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The machine's socket.
+    #[error("{path}: {source}")]
+    Socket {
+        /// The unix socket that leads to the guest's sockets.
+        path: PathBuf,
+        /// What the kernel says.
+        source: io::Error,
+    },
+    /// Nothing listens in the guest.
+    #[error("the guest has no agent that listens: is it still booting?")]
+    Silent,
+    /// The guest went away in the middle.
+    #[error("the guest has closed the connection before it was done")]
+    Closed,
+    /// It says something that is no event.
+    #[error("not an agent's line: {0}")]
+    Line(String),
+    /// It says no.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// What the agent answers to one request, event by event, until it is done.
+pub struct Answer {
+    path: PathBuf,
+    stream: Option<BufReader<UnixStream>>,
+}
+
+/// Sends `request` to the agent behind `path`, the machine's vsock.
+///
+/// # Errors
+/// Where nobody listens.
+pub fn ask(path: &Path, request: &Request) -> Result<Answer, Error> {
+    let failed = |source| Error::Socket { path: path.into(), source };
+    let mut stream = UnixStream::connect(path).map_err(failed)?;
+    stream.write_all(format!("CONNECT {PORT}\n").as_bytes()).map_err(failed)?;
+    let mut stream = BufReader::new(stream);
+    let mut greeting = String::new();
+    (&mut stream).take(64).read_line(&mut greeting).map_err(failed)?;
+    if !greeting.starts_with("OK ") {
+        return Err(Error::Silent);
+    }
+    let request = serde_json::to_string(request).expect("plain data");
+    stream.get_mut().write_all(format!("{request}\n").as_bytes()).map_err(failed)?;
+    Ok(Answer { path: path.into(), stream: Some(stream) })
+}
+
+impl Iterator for Answer {
+    type Item = Result<Event, Error>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let mut line = String::new();
+        let event = match self.stream.as_mut()?.take(MAX_LINE).read_line(&mut line) {
+            Ok(0) => Err(Error::Closed),
+            Ok(_) => match serde_json::from_str(&line) {
+                Ok(Event::Done) => {
+                    self.stream = None;
+                    return None;
+                }
+                Ok(Event::Error { message }) => Err(Error::Refused(message)),
+                Ok(event) => Ok(event),
+                Err(_) => Err(Error::Line(line.trim_end().into())),
+            },
+            Err(source) => Err(Error::Socket { path: self.path.clone(), source }),
+        };
+        if event.is_err() {
+            self.stream = None;
+        }
+        Some(event)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    /// What comes of a guest that greets with `greeting` and answers with `lines`.
+    fn answer(name: &str, greeting: &'static str, lines: &'static str) -> Result<Vec<Event>, Error> {
+        let path = std::env::temp_dir().join(format!("vellum-agent-{}-{name}", std::process::id()));
+        let listener = UnixListener::bind(&path).unwrap();
+        let guest = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut said = BufReader::new(stream.try_clone().unwrap()).lines();
+            assert_eq!(said.next().unwrap().unwrap(), format!("CONNECT {PORT}"));
+            stream.write_all(greeting.as_bytes()).unwrap();
+            if !greeting.is_empty() {
+                assert_eq!(said.next().unwrap().unwrap(), r#"{"do":"facts"}"#);
+                stream.write_all(lines.as_bytes()).unwrap();
+            }
+        });
+        let answer = ask(&path, &Request::Facts).and_then(Iterator::collect);
+        guest.join().unwrap();
+        std::fs::remove_file(path).unwrap();
+        answer
+    }
+
+    #[test]
+    fn an_answer_ends_with_done_and_with_nothing_else() {
+        let exit = "{\"event\":\"exit\",\"code\":3}\n";
+        let done = answer("done", "OK 1\n", "{\"event\":\"exit\",\"code\":3}\n{\"event\":\"done\"}\n");
+        assert_eq!(done.unwrap(), [Event::Exit { code: 3 }]);
+        assert!(matches!(answer("cut", "OK 1\n", exit), Err(Error::Closed)));
+        let refused = "{\"event\":\"error\",\"message\":\"no\"}\n{\"event\":\"done\"}\n";
+        assert!(matches!(answer("refused", "OK 1\n", refused), Err(Error::Refused(why)) if why == "no"));
+        assert!(matches!(answer("noise", "OK 1\n", "login:\n"), Err(Error::Line(_))));
+        assert!(matches!(answer("silent", "", ""), Err(Error::Silent)));
+    }
+}
