@@ -18,6 +18,7 @@ use std::time::Duration;
 use crate::artifacts::{self, Executable, Kernel, Programs};
 use crate::bed::{self, HostKernel, Request};
 use crate::cache::Cache;
+use crate::guest::Guest;
 use crate::wire::Frame;
 use crate::{Error, Result, doctor, tool};
 use tally::Tally;
@@ -31,6 +32,8 @@ pub enum Bed {
     Metal,
     /// The bed tests on an emulated AMD host, with nested paging and without
     Svm,
+    /// Linux guests of every kind on emulated AMD hosts; takes long, and is not part of a run without a bed
+    Linux,
     /// Every series in kernel-patches/: applies, compiles, and boots under the oracle
     Kernels,
 }
@@ -71,6 +74,12 @@ pub fn run(options: &Options) -> Result<u8> {
         let needs = doctor::programs("svm");
         if setup::packages(needs, options.setup, "svm", &mut tally)? {
             svm(&mut tally)?;
+        }
+    }
+    if options.bed == Some(Bed::Linux) {
+        let needs = [doctor::programs("svm"), &["lz4", "zstd"]].concat();
+        if setup::packages(&needs, options.setup, "linux", &mut tally)? {
+            linux(&mut tally)?;
         }
     }
     if wants(Bed::Kernels) {
@@ -119,23 +128,63 @@ fn metal(prebuilt: Option<&Path>, tally: &mut Tally) -> Result<()> {
 
 /// The bed tests on emulated hosts: the same executables, run by the same laboratory, as if that host were metal.
 fn svm(tally: &mut Tally) -> Result<()> {
-    let cache = Cache::open()?;
-    let programs = Programs::build()?;
-    let tests = bed_tests()?;
     // The laboratory's own promises come first: what follows relies on them.
     let mut own = Command::new(artifacts::cargo());
     own.args(["test", "--package", "lab", "--test", "svm"]).current_dir(artifacts::workspace());
     watched(own.env("VELLUM_LAB_BOOTS", "1"), "svm", tally)?;
-    let kernel = Kernel::debian(&cache, "6.1")?;
-    for npt in [true, false] {
-        let bed = format!("svm npt={}", u8::from(npt));
-        eprintln!("lab: {bed}: {} test programs on {}", tests.len(), kernel.package);
-        let mut request = Request::new(HostKernel::Debian(kernel.clone()));
-        request.second_stage = npt;
-        // Time that counts instructions makes the tests' own time limits independent of how busy this machine is.
+    let cache = Cache::open()?;
+    // Time that counts instructions makes the tests' own time limits independent of how busy this machine is.
+    hosts(&cache, "svm", bed_tests()?, &[], tally, |request| {
         request.memory_mib = 4096;
         request.hugepages = HUGEPAGES;
         request.time_limit = Duration::from_secs(40 * 60);
+    })
+}
+
+/// Every test of a Linux guest, with both of Debian's kernels and their ELF images.
+fn linux(tally: &mut Tally) -> Result<()> {
+    let cache = Cache::open()?;
+    let mut guests = Vec::new();
+    for version in Kernel::versions() {
+        let guest = Guest::make(&cache, version, &guests_dir().join(version))?;
+        let vmlinux = guest.unpack_vmlinux()?;
+        guests.push((version, guest, Some(vmlinux)));
+    }
+    let tests = bed_tests()?.into_iter().filter(|test| test.name == "linux").collect();
+    hosts(&cache, "linux", tests, &guests, tally, |request| {
+        // Two CPUs at once: what Linux guests do wrong on the one CPU that counts instructions is its emulator's doing
+        // (`bed::svm`).
+        request.races = true;
+        request.memory_mib = 6144;
+        request.time_limit = Duration::from_secs(90 * 60);
+        // The largest guest on them has 1 GiB.
+        request.hugepages = 512;
+        request.env.push(("VELLUM_LINUX".into(), "all".into()));
+    })
+}
+
+/// Where guests for tests are made: they hold this workspace's agent, so that they belong to its build.
+fn guests_dir() -> PathBuf {
+    artifacts::workspace().join("target/guests")
+}
+
+/// Runs `tests` on two hosts, with nested paging and without.
+fn hosts(
+    cache: &Cache,
+    bed: &str,
+    tests: Vec<Executable>,
+    guests: &[(&str, Guest, Option<PathBuf>)],
+    tally: &mut Tally,
+    change: impl Fn(&mut Request),
+) -> Result<()> {
+    let programs = Programs::build()?;
+    let kernel = Kernel::debian(cache, "6.1")?;
+    for npt in [true, false] {
+        let bed = format!("{bed} npt={}", u8::from(npt));
+        eprintln!("lab: {bed}: {} test programs on {}", tests.len(), kernel.package);
+        let mut request = Request::new(HostKernel::Debian(kernel.clone()));
+        request.second_stage = npt;
+        change(&mut request);
         request.files.push((programs.lab.clone(), "/bin/lab".into()));
         // The tests know vellum by the path at which cargo built it.
         request.files.push((programs.vellum.clone(), absolute(&programs.vellum)));
@@ -146,10 +195,20 @@ fn svm(tally: &mut Tally) -> Result<()> {
             request.directories.push(target.join("tmp").to_string_lossy().into_owned());
             request.files.push((test.path.clone(), format!("/tests/{}", test.name)));
         }
+        if !guests.is_empty() {
+            request.env.push(("VELLUM_GUESTS".into(), "/guests".into()));
+        }
+        for (version, guest, vmlinux) in guests {
+            let files = [Some(&guest.kernel), Some(&guest.initrd), vmlinux.as_ref()];
+            for file in files.into_iter().flatten() {
+                let name = file.file_name().unwrap_or_default().to_string_lossy();
+                request.files.push((file.clone(), format!("/guests/{version}/{name}")));
+            }
+        }
         let line = ["lab", "test", "metal", "--prebuilt", "/tests"];
         request.commands.push(line.map(str::to_owned).to_vec());
         let mut rows = Rows::default();
-        let outcome = bed::run(&cache, &programs, &request, |frame| {
+        let outcome = bed::run(cache, &programs, &request, |frame| {
             if let Frame::Stdout(bytes) | Frame::Stderr(bytes) = frame {
                 rows.push(bytes, |row| {
                     println!("{row}");

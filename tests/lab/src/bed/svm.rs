@@ -1,4 +1,10 @@
 //! `svm`: QEMU emulates an AMD processor with SVM, so kvm-amd runs in there, with nested paging or without.
+//!
+//! What it emulates wrongly: VMRUN with an injected interrupt leaves that vector in QEMU's own `exception_index`
+//! (target/i386/tcg/sysemu/svm_helper.c, 7.2), and a time slice that ends before the guest's next exit delivers it again,
+//! interrupt flag or no. With an instruction-counting clock slices end at any place, and a Linux guest with two vCPUs hangs
+//! now and then (with PV EOI, which leaves out the exit that would come next, always). Two CPUs in real time (`races`) are
+//! interrupted by what exits from the guest, and do no harm: Linux guests belong there.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

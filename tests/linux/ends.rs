@@ -1,0 +1,91 @@
+//! How a Linux guest can end, and what vellum says of it.
+
+use std::fs;
+
+use guest_agent::{Event, Request};
+use libtest_mimic::Failed;
+use vellum::control::agent;
+
+use crate::bed::{self, Need, ensure};
+use crate::guest::{Ended, Guest, Image};
+
+/// 2 MiB pages of the guest in [`interrupt`].
+const PAGES: u64 = 256;
+
+fn boot(image: &Image, cmdline: &str, flags: &[&str]) -> Result<Guest, Failed> {
+    let mut guest = Guest::start(image, cmdline, &[&["--cpus", "2"], flags].concat())?;
+    guest.ready()?;
+    Ok(guest)
+}
+
+/// Runs `line` in the guest, which does not come back from it.
+fn last_words(guest: &mut Guest, line: &str) -> Result<Ended, Failed> {
+    let command = ["sh", "-c", line].map(str::to_owned).to_vec();
+    for event in guest.ask(&Request::Exec { command })? {
+        match event {
+            Ok(Event::Output { .. }) => {}
+            Err(agent::Error::Closed | agent::Error::Socket { .. }) => break,
+            other => return Err(format!("`{line}` was answered by {other:?}").into()),
+        }
+    }
+    guest.wait()
+}
+
+fn says(ended: &Ended, words: &[&str]) -> Result<(), Failed> {
+    for word in words {
+        ensure(ended.errors.contains(word), || format!("{word:?} is missing in: {}", ended.errors))?;
+    }
+    Ok(())
+}
+
+pub fn panic(image: &Image) -> Result<(), Failed> {
+    let mut guest = boot(image, "", &[])?;
+    let ended = last_words(&mut guest, "echo c > /proc/sysrq-trigger")?.with(11)?;
+    // The write to the panic device is the last of the exits.
+    says(&ended, &["the guest has panicked", "rip ", "cr3 ", "io_out@0x505"])
+}
+
+pub fn reset(image: &Image) -> Result<(), Failed> {
+    let mut guest = boot(image, "", &[])?;
+    let ended = last_words(&mut guest, "reboot -f")?.with(10)?;
+    ensure(ended.errors.is_empty(), || format!("a reset is no failure: {}", ended.errors))
+}
+
+pub fn triple_fault(image: &Image) -> Result<(), Failed> {
+    let mut guest = boot(image, "reboot=t", &[])?;
+    let ended = last_words(&mut guest, "reboot -f")?.with(12)?;
+    says(&ended, &["triple fault on vCPU", "rip ", "cr3 ", "shutdown"])
+}
+
+pub fn timeout(image: &Image) -> Result<(), Failed> {
+    let mut guest = boot(image, "", &["--timeout", "20s"])?;
+    guest.wait()?.with(124).map(drop)
+}
+
+pub fn stop(image: &Image) -> Result<(), Failed> {
+    let mut guest = boot(image, "", &[])?;
+    guest.ctl(&["stop"])?;
+    guest.wait()?.with(0)?;
+    // Its name is free again, and nobody answers to it.
+    let output = guest.vellum(&["ctl", guest.name(), "status"])?;
+    ensure(output.status.code() == Some(2), || format!("{output:?}"))
+}
+
+pub fn pages() -> Need {
+    bed::huge_pages(2 << 20, PAGES)
+}
+
+fn free_pages() -> Result<u64, Failed> {
+    Ok(fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")?.trim().parse()?)
+}
+
+pub fn interrupt(image: &Image) -> Result<(), Failed> {
+    let before = free_pages()?;
+    let mut guest = boot(image, "", &["--memory", "512m,backing=hugetlb-2m,prealloc"])?;
+    let meanwhile = free_pages()?;
+    ensure(before - meanwhile == PAGES, || format!("free pages: {before}, then {meanwhile}"))?;
+    guest.signal("INT")?;
+    guest.wait()?.with(128 + 2)?;
+    let after = free_pages()?;
+    ensure(before == after, || format!("free pages: {before}, {meanwhile}, then {after}"))
+}

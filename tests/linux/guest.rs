@@ -1,0 +1,356 @@
+//! A Linux guest under `vellum run`, as a user would start it, with hands on all of its ends: its console, its agent,
+//! its control socket, its exit.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+
+use guest_agent::{Event, Request};
+use libtest_mimic::Failed;
+use serde_json::Value;
+use vellum::control::agent;
+
+use crate::bed::ensure;
+
+/// Where the vellum is that is tested.
+pub const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
+
+/// Ends what hangs, in the host's time; nothing is asserted about it.
+const LIMIT: &str = "900s";
+
+/// A kernel and an initramfs with the guest agent, as `cargo lab guest` makes them.
+#[derive(Clone, Debug)]
+pub struct Image {
+    /// The directory's name, with which the kernel's release begins: `6.1`.
+    pub version: String,
+    dir: PathBuf,
+}
+
+impl Image {
+    /// Those below `$VELLUM_GUESTS`, or why there are none.
+    pub fn all() -> Result<Vec<Self>, String> {
+        let remedy = "cargo lab test linux, or cargo lab guest DIR/6.1 and VELLUM_GUESTS=DIR";
+        let dir = std::env::var_os("VELLUM_GUESTS").ok_or(format!("needs a Linux guest: {remedy}"))?;
+        let entries = fs::read_dir(&dir).map_err(|error| format!("VELLUM_GUESTS={dir:?}: {error}"))?;
+        let image = |dir: PathBuf| {
+            let version = dir.file_name()?.to_str()?.to_owned();
+            dir.join("vmlinuz").is_file().then_some(Self { version, dir })
+        };
+        let mut all: Vec<_> = entries.filter_map(|entry| image(entry.ok()?.path())).collect();
+        all.sort_by(|a, b| a.version.len().cmp(&b.version.len()).then(a.version.cmp(&b.version)));
+        if all.is_empty() { Err(format!("VELLUM_GUESTS={dir:?} holds no guest: {remedy}")) } else { Ok(all) }
+    }
+
+    /// The bzImage.
+    pub fn kernel(&self) -> String {
+        self.dir.join("vmlinuz").display().to_string()
+    }
+
+    /// The ELF image, or how to get it.
+    pub fn vmlinux(&self) -> Result<String, String> {
+        let path = self.dir.join("vmlinux");
+        let missing = || format!("needs {}: cargo lab guest --vmlinux", path.display());
+        path.is_file().then(|| path.display().to_string()).ok_or_else(missing)
+    }
+
+    /// The initramfs.
+    pub fn initrd(&self) -> String {
+        self.dir.join("initrd").display().to_string()
+    }
+}
+
+/// Flags for the emulated AMD host alone. Its emulator delivers an injected interrupt a second time if its own time slice
+/// ends before the guest's next exit, whatever the interrupt flag says (QEMU's svm_helper.c leaves exception_index
+/// behind VMRUN); without PV EOI that exit comes before the interrupt is acknowledged, and no harm is done. And it has
+/// no size for the compacted form of XSAVE, which Linux warns about.
+pub fn for_this_bed() -> (&'static [&'static str], &'static str) {
+    match std::env::var("VELLUM_BED").as_deref() {
+        Ok("svm") => (&["--cpuid=-pv-eoi"], "noxsave"),
+        _ => (&[], ""),
+    }
+}
+
+/// A directory of a test's own, gone with it.
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    pub fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("linux-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+        fs::create_dir_all(&dir).expect("cargo's directory for tests");
+        Self(dir)
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// A name for a machine or an interface: at most 15 bytes.
+    pub fn short_name(&self) -> String {
+        let name = self.0.file_name().expect("it has one").to_string_lossy();
+        format!("l{}", name.trim_start_matches("linux").replace('-', "."))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A guest that runs; killed if the test ends before it does.
+pub struct Guest {
+    child: Child,
+    name: String,
+    vsock: PathBuf,
+    lines: Receiver<String>,
+    console: String,
+    errors: Option<JoinHandle<String>>,
+    /// Gone with the guest.
+    _scratch: Scratch,
+}
+
+/// One that has ended.
+pub struct Ended {
+    pub code: Option<i32>,
+    pub console: String,
+    pub errors: String,
+}
+
+impl Guest {
+    /// Starts `image` with a name, a vsock and `flags`, its serial port on pipes; `cmdline` follows the defaults.
+    pub fn start(image: &Image, cmdline: &str, flags: &[&str]) -> Result<Self, Failed> {
+        Self::start_kernel(image, &image.kernel(), cmdline, flags)
+    }
+
+    /// The same from its ELF image.
+    pub fn start_elf(image: &Image, vmlinux: &str, flags: &[&str]) -> Result<Self, Failed> {
+        Self::start_kernel(image, vmlinux, "", flags)
+    }
+
+    fn start_kernel(image: &Image, kernel: &str, cmdline: &str, flags: &[&str]) -> Result<Self, Failed> {
+        let scratch = Scratch::new();
+        let vsock = scratch.path("vsock").display().to_string();
+        let mut all = ["--kernel", kernel, "--vsock", &vsock].map(str::to_owned).to_vec();
+        all.extend(flags.iter().map(|flag| (*flag).to_owned()));
+        Self::start_as(scratch, image, cmdline, all)
+    }
+
+    /// The same with all of its flags but those that make it a guest of this test.
+    pub fn start_as(
+        scratch: Scratch,
+        image: &Image,
+        cmdline: &str,
+        flags: Vec<String>,
+    ) -> Result<Self, Failed> {
+        let (name, vsock) = (scratch.short_name(), scratch.path("vsock"));
+        let (bed_flags, bed_cmdline) = for_this_bed();
+        let cmdline = format!("quiet {bed_cmdline} {cmdline}");
+        let own_limit = flags.iter().any(|flag| flag == "--timeout");
+        let limit: &[&str] = if own_limit { &[] } else { &["--timeout", LIMIT] };
+        let mut child = Command::new(VELLUM)
+            .args(["run", "--initrd", &image.initrd(), "--name", &name])
+            .args(limit)
+            .args(["--params", cmdline.trim()])
+            .args(bed_flags)
+            .args(flags)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()?;
+        let (to, lines) = channel();
+        let mut output = BufReader::new(child.stdout.take().expect("piped"));
+        std::thread::spawn(move || {
+            let mut line = Vec::new();
+            while let Ok(1..) = output.read_until(b'\n', &mut line) {
+                // The other end may have lost interest; the pipe is drained all the same.
+                let _ = to.send(String::from_utf8_lossy(&line).into_owned());
+                line.clear();
+            }
+        });
+        let mut stderr = child.stderr.take().expect("piped");
+        let errors = std::thread::spawn(move || {
+            let mut text = String::new();
+            let _ = stderr.read_to_string(&mut text);
+            text
+        });
+        Ok(Self {
+            child,
+            name,
+            vsock,
+            lines,
+            console: String::new(),
+            errors: Some(errors),
+            _scratch: scratch,
+        })
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Waits until the agent listens; all of its modules must have been loaded.
+    pub fn ready(&mut self) -> Result<(), Failed> {
+        match self.next_event()? {
+            Event::Ready { failed_modules } if failed_modules.is_empty() => Ok(()),
+            other => Err(format!("the agent began with {other:?}").into()),
+        }
+    }
+
+    /// The next event on the console, past whatever else is said there.
+    pub fn next_event(&mut self) -> Result<Event, Failed> {
+        while let Ok(line) = self.lines.recv() {
+            self.console += &line;
+            // A kernel's message may stand before it.
+            let event =
+                line.find("{\"event\"").and_then(|at| serde_json::from_str(line[at..].trim_end()).ok());
+            if let Some(event) = event {
+                return Ok(event);
+            }
+        }
+        let ended = self.wait()?;
+        Err(format!(
+            "it ended with {:?} before the agent said another word:\n{}\n{}",
+            ended.code,
+            tail(&ended.console),
+            ended.errors
+        )
+        .into())
+    }
+
+    /// Types a line on the serial console.
+    pub fn type_line(&mut self, line: &str) -> Result<(), Failed> {
+        Ok(self
+            .child
+            .stdin
+            .as_mut()
+            .ok_or("its input is closed")?
+            .write_all(format!("{line}\n").as_bytes())?)
+    }
+
+    /// Asks the agent, by vsock.
+    pub fn ask(&self, request: &Request) -> Result<agent::Answer, Failed> {
+        Ok(agent::ask(&self.vsock, request)?)
+    }
+
+    /// The one event that answers `request`.
+    pub fn ask_one(&self, request: &Request) -> Result<Event, Failed> {
+        let mut events = self.ask(request)?.collect::<Result<Vec<_>, _>>()?;
+        ensure(events.len() == 1, || format!("{request:?} was answered by {events:?}"))?;
+        Ok(events.remove(0))
+    }
+
+    /// Runs a shell line in the guest by `vellum exec`; what it printed, if it ended with 0.
+    pub fn shell(&self, line: &str) -> Result<String, Failed> {
+        let output = self.vellum(&["exec", &self.name, "--", "sh", "-c", line])?;
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let complaints = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure(output.status.success(), || format!("`{line}`: {}: {said}{complaints}", output.status))?;
+        Ok(said)
+    }
+
+    /// `vellum ctl`, which must succeed; its answer, if it prints one.
+    pub fn ctl(&self, words: &[&str]) -> Result<Value, Failed> {
+        let output = self.vellum(&[&["ctl", &self.name], words].concat())?;
+        ensure(output.status.success(), || format!("vellum ctl {words:?}: {output:?}"))?;
+        if output.stdout.is_empty() { Ok(Value::Null) } else { Ok(serde_json::from_slice(&output.stdout)?) }
+    }
+
+    /// The status, as soon as it is as wanted. The run's own limit ends the wait.
+    pub fn status_when(&self, wanted: impl Fn(&Value) -> bool) -> Result<Value, Failed> {
+        loop {
+            let status = self.ctl(&["status"])?;
+            if wanted(&status) {
+                return Ok(status);
+            }
+        }
+    }
+
+    /// Any of vellum's commands.
+    pub fn vellum(&self, words: &[&str]) -> Result<Output, Failed> {
+        Ok(Command::new(VELLUM).args(words).stdin(Stdio::null()).output()?)
+    }
+
+    /// Sends vellum a signal.
+    pub fn signal(&self, name: &str) -> Result<(), Failed> {
+        Command::new("kill").args([&format!("-{name}"), &self.pid().to_string()]).status()?;
+        Ok(())
+    }
+
+    /// The name by which vellum knows it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Switches it off by its agent, which cannot say goodbye.
+    pub fn power_off(&mut self) -> Result<Ended, Failed> {
+        match self.ask(&Request::PowerOff)?.next() {
+            Some(Err(agent::Error::Closed | agent::Error::Socket { .. })) => self.wait(),
+            other => Err(format!("power-off was answered by {other:?}").into()),
+        }
+    }
+
+    /// Waits for its end.
+    pub fn wait(&mut self) -> Result<Ended, Failed> {
+        let code = self.child.wait()?.code();
+        self.console.extend(self.lines.iter());
+        let errors = self.errors.take().map(|thread| thread.join().unwrap_or_default()).unwrap_or_default();
+        Ok(Ended { code, console: std::mem::take(&mut self.console), errors })
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Ended {
+    /// Fails unless it ended with `code`.
+    pub fn with(self, code: i32) -> Result<Self, Failed> {
+        ensure(self.code == Some(code), || {
+            format!("wanted status {code}, got {:?}: {}\n{}", self.code, self.errors, tail(&self.console))
+        })?;
+        Ok(self)
+    }
+}
+
+fn tail(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(40)..].join("\n")
+}
+
+/// Words of no pattern, the same for the same seed (xorshift64).
+pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut state = seed | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    };
+    std::iter::repeat_with(&mut next).take(bytes.div_ceil(8)).flatten().take(bytes).collect()
+}
+
+/// Runs a program of this machine; what it printed, if it ended with 0.
+pub fn host(line: &[&str]) -> Result<String, Failed> {
+    let output = Command::new(line[0]).args(&line[1..]).output()?;
+    ensure(output.status.success(), || format!("{line:?}: {output:?}"))?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Whether this process may make taps, and if not, what would help.
+pub fn taps() -> Result<(), String> {
+    let root = fs::metadata("/proc/self").is_ok_and(|it| std::os::unix::fs::MetadataExt::uid(&it) == 0);
+    match (root, Path::new("/dev/net/tun").exists()) {
+        (true, true) => Ok(()),
+        (false, _) => Err("needs a tap: run it as root".into()),
+        (_, false) => Err("needs a tap: modprobe tun".into()),
+    }
+}

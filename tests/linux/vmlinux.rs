@@ -1,0 +1,50 @@
+//! The same kernels as ELF images, by both of their entries, and on memory whose huge mappings KVM's counters prove.
+
+use guest_agent::{Event, MemoryWork, Pattern, Request};
+use libtest_mimic::{Failed, Trial};
+
+use crate::bed::{self, Need, both, ensure, trial};
+use crate::guest::{Guest, Image};
+
+/// What the guest writes, so that KVM maps it.
+const MIB: u64 = 256;
+/// 1 GiB of 2 MiB pages.
+const PAGES: u64 = 512;
+
+pub fn trials(image: &Image, need: Need) -> Vec<Trial> {
+    let reserved = || bed::huge_pages(2 << 20, PAGES);
+    [("linux64", "thp", Ok(())), ("pvh", "hugetlb-2m", reserved())]
+        .into_iter()
+        .map(|(protocol, backing, pages)| {
+            let name = format!("linux_{}_vmlinux_by_{protocol}_on_{backing}", image.version);
+            let vmlinux = image.vmlinux();
+            let need = both(need.clone(), both(vmlinux.clone().map(drop), pages));
+            let image = image.clone();
+            trial(&name, need, move || boots(&image, &vmlinux?, protocol, backing))
+        })
+        .collect()
+}
+
+fn boots(image: &Image, vmlinux: &str, protocol: &str, backing: &str) -> Result<(), Failed> {
+    let memory = format!("1g,backing={backing}");
+    let flags = ["--protocol", protocol, "--cpus", "2", "--memory", &memory, "--loglevel", "debug"];
+    let mut guest = Guest::start_elf(image, vmlinux, &flags)?;
+    guest.ready()?;
+    let facts = guest.ask_one(&Request::Facts)?;
+    ensure(
+        matches!(&facts, Event::Facts { cpus: 2, clocksource, .. } if clocksource == "kvm-clock"),
+        || format!("{facts:?}"),
+    )?;
+    let work = MemoryWork { mib: MIB, rate_mib: 0, pattern: Pattern::Sequential, seconds: 1, seed: 0 };
+    let event = guest.ask_one(&Request::Memory(work))?;
+    ensure(matches!(event, Event::Memory { wrong: 0, .. }), || format!("{event:?}"))?;
+    let ended = guest.power_off()?.with(0)?;
+    let count = |name: &str| {
+        let prefix = format!("KVM's {name} ");
+        ended.errors.lines().find_map(|line| line.split_once(&prefix)?.1.parse::<u64>().ok()).unwrap_or(0)
+    };
+    // Half of what was written is mapped by 2 MiB at least: a guest's own small mappings cost a shadow page table some.
+    let (large, small) = (count("pages_2m"), count("pages_4k"));
+    eprintln!("{large} mappings of 2 MiB, {small} of 4 KiB");
+    ensure(large >= MIB / 4, || format!("{large} mappings of 2 MiB, {small} of 4 KiB:\n{}", ended.errors))
+}

@@ -1,0 +1,343 @@
+//! One guest with every device there is, all of them used, and looked at from both sides.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener};
+use std::os::unix::fs::MetadataExt;
+use std::thread;
+
+use guest_agent::{DiskWork, Event, MemoryWork, Pattern, Request};
+use libtest_mimic::Failed;
+use serde_json::json;
+use vellum::control::Do;
+use vellum::control::client::Client;
+use vellum::control::names;
+
+use crate::bed::ensure;
+use crate::guest::{Ended, Guest, Image, Scratch, host, noise};
+
+const MIB: u64 = 1 << 20;
+const MEMORY: u64 = 1 << 30;
+/// Where the guest finds its host, and where that finds it.
+const HOST: &str = "192.168.77.1";
+const GUEST: &str = "192.168.77.2";
+/// TCP over the tap, each way.
+const TRANSFER: usize = 16 << 20;
+/// Of the disk that is written.
+const DISK: u64 = 16 * MIB;
+
+/// The tap: made by vellum, or by others before.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Tap {
+    Ours,
+    Others,
+}
+
+/// 2 vCPUs, 1 GiB, two disks, a network, a vsock, a console, entropy and a balloon.
+pub fn every_device(image: &Image, irqchip: &str, tap: Tap) -> Result<(), Failed> {
+    let seed = std::process::id().into();
+    eprintln!("seed {seed}");
+    let scratch = Scratch::new();
+    let (known, written, console) = (scratch.path("known"), scratch.path("written"), scratch.path("console"));
+    let content = noise(seed, 8 << 20);
+    fs::write(&known, &content)?;
+    fs::write(&written, noise(seed + 1, DISK as usize))?;
+    let network = Network::new(&scratch, tap)?;
+
+    let mut flags = vec!["--kernel".to_owned(), image.kernel()];
+    let mut flag = |name: &str, value: String| flags.extend([name.to_owned(), value]);
+    flag("--cpus", "2".into());
+    flag("--memory", "1g".into());
+    flag("--irqchip", irqchip.into());
+    flag("--disk", format!("{},readonly,serial=known", known.display()));
+    flag("--disk", format!("{},queues=2", written.display()));
+    flag("--net", network.flag());
+    flag("--vsock", scratch.path("vsock").display().to_string());
+    flag("--console", format!("file={}", console.display()));
+    flags.extend(["--rng".to_owned(), "--balloon".into()]);
+    // A run of many steps says where it is.
+    let step = |what: &str| eprintln!("linux {} {irqchip}: {what}", image.version);
+    let mut guest = Guest::start_as(scratch, image, "", flags)?;
+    step("boots");
+    guest.ready()?;
+    let mut listener = Client::connect(&names::socket(guest.name())?)?;
+    listener.ask(&Do::Events {})?;
+    step("processors and memory");
+    processors_and_memory(&guest, image)?;
+    step("entropy");
+    entropy(&guest)?;
+    step("vsock");
+    vsock(&guest)?;
+    step("disks");
+    disks(&guest, &known, &written)?;
+    step("network");
+    network.round_trip(&guest, seed)?;
+    step("console");
+    guest.shell("echo over the console > /dev/hvc0")?;
+    step("pause under load");
+    pause_under_load(&guest, &mut listener)?;
+    step("balloon");
+    balloon(&guest)?;
+    step("clocks");
+    clocks(&guest)?;
+    step("power-off");
+    let ended: Ended = guest.power_off()?.with(0)?;
+    ensure(ended.errors.is_empty(), || format!("vellum had to say: {}", ended.errors))?;
+    ensure(listener.line()? == json!({"event": "ended", "status": 0}), || {
+        "the last event is the end".into()
+    })?;
+    let said = fs::read_to_string(&console)?;
+    ensure(said.trim_end() == "over the console", || format!("the console said {said:?}"))?;
+    ensure(fs::read(&known)? == content, || "a read-only disk has changed".into())?;
+    after_erasing(&fs::read(&written)?)
+}
+
+fn processors_and_memory(guest: &Guest, image: &Image) -> Result<(), Failed> {
+    let Event::Facts { cpus, clocksource, kernel, .. } = guest.ask_one(&Request::Facts)? else {
+        return Err("no facts".into());
+    };
+    let right = cpus == 2 && clocksource == "kvm-clock" && kernel.starts_with(&format!("{}.", image.version));
+    ensure(right, || format!("{cpus} CPUs, {clocksource}, {kernel}"))?;
+    // All but the hole below 1 MiB, and the page that Linux takes for itself at 0.
+    let ram = system_ram(&guest.shell("cat /proc/iomem")?);
+    ensure((MEMORY - MIB..=MEMORY).contains(&ram), || format!("the guest sees {ram} bytes of RAM"))?;
+    let interrupts = guest.shell("cat /proc/interrupts")?;
+    let names = ["virtio0", "virtio1", "virtio2", "virtio3", "virtio4", "virtio5", "virtio6"];
+    ensure(names.iter().all(|name| interrupts.contains(name)), || format!("7 devices:\n{interrupts}"))
+}
+
+/// The bytes of `System RAM` in /proc/iomem.
+fn system_ram(iomem: &str) -> u64 {
+    let range = |line: &str| {
+        let (first, last) = line.strip_suffix(" : System RAM")?.split_once('-')?;
+        Some(u64::from_str_radix(last, 16).ok()? - u64::from_str_radix(first, 16).ok()? + 1)
+    };
+    iomem.lines().filter_map(range).sum()
+}
+
+fn entropy(guest: &Guest) -> Result<(), Failed> {
+    let source = guest.shell("cat /sys/class/misc/hw_random/rng_current")?;
+    ensure(source.starts_with("virtio_rng"), || format!("entropy comes from {source:?}"))?;
+    let draw = || guest.shell("dd if=/dev/hwrng bs=64 count=1 2>/dev/null | sha256sum");
+    let (one, two) = (draw()?, draw()?);
+    ensure(one != two, || format!("twice the same: {one}"))
+}
+
+/// Output, complaint and status of a command, to the byte; and an agent that goes on after a wrong one.
+fn vsock(guest: &Guest) -> Result<(), Failed> {
+    let line = ["exec", guest.name(), "--", "sh", "-c", "echo out; echo err >&2; exit 7"];
+    let output = guest.vellum(&line)?;
+    let right = output.status.code() == Some(7) && output.stdout == b"out\n" && output.stderr == b"err\n";
+    ensure(right, || format!("{output:?}"))?;
+    let output = guest.vellum(&["exec", guest.name(), "--", "no-such-command"])?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(output.status.code() == Some(14) && said.contains("no-such-command"), || format!("{output:?}"))?;
+    let output = guest.vellum(&["exec", guest.name(), "--request", r#"{"do":"facts"}"#])?;
+    let facts: Event = serde_json::from_slice(&output.stdout)?;
+    ensure(matches!(facts, Event::Facts { cpus: 2, .. }), || format!("{facts:?}"))
+}
+
+/// Read: the guest's checksum is the host's. Written: each stamp is verified in the guest, and by [`after_erasing`] here.
+fn disks(guest: &Guest, known: &std::path::Path, written: &std::path::Path) -> Result<(), Failed> {
+    let sum = |text: String| text.split_whitespace().next().unwrap_or_default().to_owned();
+    let (ours, theirs) =
+        (sum(host(&["sha256sum", &known.to_string_lossy()])?), sum(guest.shell("sha256sum /dev/vda")?));
+    ensure(ours == theirs, || format!("{ours} was read as {theirs}"))?;
+    let facts =
+        guest.shell("cat /sys/block/vda/ro /sys/block/vda/serial; echo; ls /sys/block/vdb/mq | wc -l")?;
+    let facts: Vec<&str> = facts.split_whitespace().collect();
+    ensure(facts == ["1", "known", "2"], || format!("read-only, serial, queues: {facts:?}"))?;
+
+    let work = DiskWork { path: "/dev/vdb".into(), mib: DISK / MIB, passes: 2 };
+    let passes = guest.ask(&Request::Disk(work))?.collect::<Result<Vec<_>, _>>()?;
+    for (at, event) in (1..).zip(&passes) {
+        let Event::Disk { pass, bytes: DISK, wrong: 0, .. } = event else {
+            return Err(format!("{event:?}").into());
+        };
+        ensure(*pass == at, || format!("pass {at} is called {pass}"))?;
+    }
+    ensure(passes.len() == 2, || format!("{passes:?}"))?;
+
+    // A quarter each: discarded, zeroed and given back, zeroed and kept, left alone.
+    let before = fs::metadata(written)?.blocks();
+    guest.shell("blkdiscard -o 0 -l 4194304 /dev/vdb")?;
+    for (offset, unmap) in [(4 * MIB, true), (8 * MIB, false)] {
+        let zero = Request::Zero { path: "/dev/vdb".into(), offset, bytes: 4 * MIB, unmap };
+        guest.ask(&zero)?.collect::<Result<Vec<_>, _>>()?;
+    }
+    let given_back = before.saturating_sub(fs::metadata(written)?.blocks()) * 512;
+    // A file system's own blocks may come or go meanwhile.
+    ensure(given_back.abs_diff(8 * MIB) < MIB / 4, || format!("{given_back} bytes were given back of 8 MiB"))
+}
+
+/// What [`disks`] has left: zeros, then the stamps of the second pass.
+fn after_erasing(disk: &[u8]) -> Result<(), Failed> {
+    let (zeros, rest) = disk.split_at(12 << 20);
+    ensure(zeros.iter().all(|&byte| byte == 0), || "what was erased is not zero".into())?;
+    for (block, bytes) in (zeros.len() as u64 / 4096..).zip(rest.chunks(4096)) {
+        let stamp = (block << 16 | 2).to_le_bytes();
+        let wrong = bytes.chunks(8).position(|word| word != stamp);
+        ensure(wrong.is_none(), || format!("block {block}, word {wrong:?}: not what the guest wrote"))?;
+    }
+    Ok(())
+}
+
+/// A tap with this machine on it; gone with the test.
+struct Network {
+    tap: String,
+    made_by: Tap,
+}
+
+impl Network {
+    fn new(scratch: &Scratch, made_by: Tap) -> Result<Self, Failed> {
+        let this = Self { tap: scratch.short_name(), made_by };
+        if made_by == Tap::Others {
+            host(&["ip", "tuntap", "add", &this.tap, "mode", "tap"])
+                .or_else(|_| host(&["tunctl", "-t", &this.tap]))?;
+            host(&["ip", "addr", "add", &format!("{HOST}/24"), "dev", &this.tap])?;
+            host(&["ip", "link", "set", &this.tap, "up"])?;
+        }
+        Ok(this)
+    }
+
+    fn flag(&self) -> String {
+        let mac = "mac=02:00:00:00:77:02";
+        match self.made_by {
+            Tap::Ours => format!("tap={},{mac},host={HOST}/24", self.tap),
+            Tap::Others => format!("tap={},{mac}", self.tap),
+        }
+    }
+
+    /// Noise to the guest and back over TCP, with offloads: segments larger than an Ethernet frame cross the tap.
+    fn round_trip(&self, guest: &Guest, seed: u64) -> Result<(), Failed> {
+        let listener = TcpListener::bind((HOST, 0))?;
+        let port = listener.local_addr()?.port();
+        let sent = noise(seed, TRANSFER);
+        let copy = sent.clone();
+        let peer = thread::spawn(move || -> std::io::Result<Vec<u8>> {
+            let (mut stream, _) = listener.accept()?;
+            stream.write_all(&copy)?;
+            stream.shutdown(Shutdown::Write)?;
+            stream.read_to_end(&mut Vec::new())?;
+            let (mut stream, _) = listener.accept()?;
+            let mut back = Vec::new();
+            stream.read_to_end(&mut back).map(|_| back)
+        });
+        let address = guest.shell("cat /sys/class/net/eth0/address")?;
+        ensure(address.trim() == "02:00:00:00:77:02", || format!("the guest's address is {address}"))?;
+        guest.shell(&format!(
+            "set -e; ip addr add {GUEST}/24 dev eth0; ip link set eth0 up
+             nc {HOST} {port} > /tmp/got; nc {HOST} {port} < /tmp/got; rm /tmp/got"
+        ))?;
+        let back = peer.join().map_err(|_| "the peer panicked")??;
+        ensure(back == sent, || format!("{} bytes came back of {TRANSFER}, or others", back.len()))?;
+        for direction in ["rx", "tx"] {
+            let count = |what: &str| -> Result<u64, Failed> {
+                let path = format!("/sys/class/net/{}/statistics/{direction}_{what}", self.tap);
+                Ok(fs::read_to_string(path)?.trim().parse()?)
+            };
+            let (bytes, packets) = (count("bytes")?, count("packets")?);
+            // Acknowledgements bring the average down, so that segments of one frame could not reach it.
+            let full = bytes >= TRANSFER as u64 && bytes / packets > 1514;
+            ensure(full, || format!("{direction}: {bytes} bytes in {packets} packets"))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        if self.made_by == Tap::Others {
+            let _ = host(&["ip", "link", "del", &self.tap]).or_else(|_| host(&["tunctl", "-d", &self.tap]));
+        }
+    }
+}
+
+/// A guest that is paused while it writes memory stands still, and has lost nothing when it goes on.
+fn pause_under_load(guest: &Guest, listener: &mut Client) -> Result<(), Failed> {
+    let work = MemoryWork { mib: 400, rate_mib: 0, pattern: Pattern::Random, seconds: 2, seed: 7 };
+    let mut seconds = guest.ask(&Request::Memory(work))?;
+    let first = seconds.next().ok_or("no event")??;
+    let resident = resident_mib(guest)?;
+    ensure(resident >= 400, || format!("400 MiB are in use, {resident} MiB resident"))?;
+    let took = guest.ctl(&["pause"])?;
+    ensure(took["us"].is_u64(), || format!("{took}"))?;
+    let status = guest.ctl(&["status"])?;
+    ensure(status["state"] == "paused" && status["vcpus"] == 2 && status["memory"] == MEMORY, || {
+        format!("{status}")
+    })?;
+    let before = vcpu_ticks(guest)?;
+    // Something that takes a while: these end with the machine still paused.
+    for _ in 0..10 {
+        guest.ctl(&["pause"])?;
+    }
+    let after = vcpu_ticks(guest)?;
+    ensure(before == after, || format!("vCPUs ran while paused: {before:?}, {after:?}"))?;
+    guest.ctl(&["resume"])?;
+    ensure(guest.ctl(&["status"])?["state"] == "running", || "it goes on".into())?;
+    let mut all = vec![first];
+    all.extend(seconds.collect::<Result<Vec<_>, _>>()?);
+    for event in &all {
+        let Event::Memory { pages: 1.., p50_ns, p99_ns, max_ns, wrong: 0 } = event else {
+            return Err(format!("{event:?}").into());
+        };
+        ensure(p50_ns <= p99_ns && p99_ns <= max_ns, || format!("{event:?}"))?;
+    }
+    ensure(all.len() == 2, || format!("2 seconds, {} events", all.len()))?;
+    let events = [listener.line()?, listener.line()?];
+    ensure(events[0]["event"] == "paused" && events[1]["event"] == "resumed", || format!("{events:?}"))
+}
+
+/// What Linux has counted of each vCPU's thread: ticks in user and kernel mode.
+fn vcpu_ticks(guest: &Guest) -> Result<Vec<(String, String)>, Failed> {
+    let mut all = Vec::new();
+    for task in fs::read_dir(format!("/proc/{}/task", guest.pid()))? {
+        let stat = fs::read_to_string(task?.path().join("stat"))?;
+        let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
+        if stat.contains("(vcpu") {
+            // Fields 14 and 15 of proc(5), and two fields and the parenthesis stand before.
+            all.push((fields[11].to_owned(), fields[12].to_owned()));
+        }
+    }
+    ensure(all.len() == 2, || format!("{} vCPU threads", all.len()))?;
+    Ok(all)
+}
+
+/// Up: the guest's free memory goes down by as much. Down: the guest has it back. Each is waited for, because Linux takes
+/// pages off its free lists while it reports them to the balloon: 32 blocks of 4 MiB at most, half of what is lent here.
+fn balloon(guest: &Guest) -> Result<(), Failed> {
+    const BALLOON: u64 = 256;
+    let meminfo = |key: &str| -> Result<u64, Failed> {
+        let kib = guest.shell(&format!("awk '/^{key}:/ {{print $2}}' /proc/meminfo"))?;
+        Ok(kib.trim().parse::<u64>()? >> 10)
+    };
+    let free_when = |wanted: &dyn Fn(u64) -> bool| loop {
+        let free = meminfo("MemFree")?;
+        if wanted(free) {
+            return Ok::<_, Failed>(free);
+        }
+    };
+    // What the page cache holds would be given up for the balloon, and not come back.
+    guest.shell("echo 3 > /proc/sys/vm/drop_caches")?;
+    let total = meminfo("MemTotal")?;
+    let before = free_when(&|free| free + total / 5 >= total)?;
+    guest.ctl(&["balloon", &format!("{BALLOON}m")])?;
+    guest.status_when(|status| status["balloon"] == BALLOON * MIB)?;
+    free_when(&|free| free + BALLOON - 16 <= before)?;
+    guest.ctl(&["balloon", "0"])?;
+    guest.status_when(|status| status["balloon"] == 0)?;
+    free_when(&|free| free + 16 >= before).map(drop)
+}
+
+fn resident_mib(guest: &Guest) -> Result<u64, Failed> {
+    let status = fs::read_to_string(format!("/proc/{}/status", guest.pid()))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).ok_or("no VmRSS")?;
+    Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? >> 10)
+}
+
+fn clocks(guest: &Guest) -> Result<(), Failed> {
+    let event = guest.ask_one(&Request::Clock { seconds: 1 })?;
+    let Event::Clock { backwards: 0, drift_ns, .. } = event else { return Err(format!("{event:?}").into()) };
+    // Nobody steers the clock here, so the two differ by what reading one after the other takes.
+    ensure(drift_ns.abs() < 50_000_000, || format!("{event:?}"))
+}
