@@ -6,8 +6,9 @@
 //! on the first page of each huge page: the one page that a test at random hardly ever writes at the right moment.
 //! `kvm_arch_mmu_enable_log_dirty_pt_masked` (arch/x86/kvm/mmu/mmu.c) of Linux 5.14 and later rounds both ends of the chunk
 //! up to 2 MiB to learn whether it crosses, and takes such a chunk for one that does not: the page is lost, unless
-//! `kvm.eager_page_split` has split the next huge page by then. A second mistake needs KVM_DIRTY_LOG_INITIALLY_SET to be revoked between switching the log on and clearing it: what was
-//! left writable in the belief that the first clear would see to it then stays so.
+//! `kvm.eager_page_split` has split the next huge page by then. A second mistake needs KVM_DIRTY_LOG_INITIALLY_SET to be
+//! revoked between switching the log on and clearing it: what was left writable in the belief that the first clear would
+//! see to it then stays so.
 
 use std::fmt;
 
@@ -138,8 +139,8 @@ fn look(config: &Config) -> Result<Seen, Error> {
     };
     write(0, pages)?;
     let now = Counters::open(&guest.vm.fd, &guest.vcpus).ok().and_then(|counters| counters.read().ok());
-    // Before 5.14 it is called lpages.
-    let huge = now.and_then(|now| now.get("pages_2m").or(now.get("lpages")).copied());
+    // Linux 5.10 counts all large pages as one.
+    let huge = now.and_then(|now| now.get("pages_2m").or(now.get("largepages")).copied());
     tracker.enable(&guest.vm, true)?;
     if config.revoke {
         let call = "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2";

@@ -155,7 +155,8 @@ pub fn compare(cache: &Cache, series: &Series, processor: Processor, out: &Path)
                     side.push(sample(index, bench, outcome, instruction, &mut results)?);
                 }
             }
-            rows.extend(rows_of(bench, &processor.label(bench.npt), &sides));
+            let label = std::iter::once(processor.label(bench.npt)).chain(bench.parameters.iter().cloned());
+            rows.extend(rows_of(bench, &label.collect::<Vec<_>>().join(" "), &sides));
         }
     }
     let comparison = Comparison {
