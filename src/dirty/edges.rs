@@ -139,8 +139,8 @@ fn look(config: &Config) -> Result<Seen, Error> {
     };
     write(0, pages)?;
     let now = Counters::open(&guest.vm.fd, &guest.vcpus).ok().and_then(|counters| counters.read().ok());
-    // Linux 5.10 counts all large pages as one.
-    let huge = now.and_then(|now| now.get("pages_2m").or(now.get("largepages")).copied());
+    // Linux 5.10 counts all large pages as one, and those of its TDP MMU not at all.
+    let huge = now.and_then(|now| now.get("pages_2m").or(now.get("largepages").filter(|&&n| n > 0)).copied());
     tracker.enable(&guest.vm, true)?;
     if config.revoke {
         let call = "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2";
