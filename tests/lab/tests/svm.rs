@@ -1,6 +1,7 @@
 //! The laboratory's promises about an emulated host: exit codes, output and files come back whole, and a host that
 //! hangs or dies is ended with its serial tail. These boot hosts, so plain `cargo test` leaves them out.
 
+use std::path::Path;
 use std::time::Duration;
 
 use lab::Error;
@@ -43,11 +44,17 @@ fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result<(), Faile
     if condition { Ok(()) } else { Err(message().into()) }
 }
 
-/// Bytes that a console would have changed, and a kernel that talks on the console meanwhile.
+/// Bytes that a console would have changed, and a kernel that talks on the console meanwhile. What was sent along is there, and
+/// what was sent to /tmp does not make that smaller.
 fn results_come_back_whole() -> Result<(), Failed> {
-    let script = r"mkdir sub; i=0; while [ $i -lt 300 ]; do printf '\r\n\000\377\033[31m' >> sub/bytes; echo noise > /dev/kmsg; i=$((i+1)); done
+    let script = r"cmp /tmp/deep/er/sent /sent && : > /tmp/new && : > /tmp/deep/er/new || exit 1
+        mkdir sub; i=0; while [ $i -lt 300 ]; do printf '\r\n\000\377\033[31m' >> sub/bytes; echo noise > /dev/kmsg; i=$((i+1)); done
         cat sub/bytes; echo complaint >&2; : > empty; seq 40000 > long; exit 42";
-    let outcome = boot(|_| (), script)?;
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml");
+    let send = |request: &mut Request| {
+        request.files.extend(["/sent", "/tmp/deep/er/sent"].map(|to| (manifest.clone(), to.to_owned())));
+    };
+    let outcome = boot(send, script)?;
     let wanted = b"\r\n\0\xff\x1b[31m".repeat(300);
     let ran = &outcome.ran[0];
     ensure(ran.stdout == wanted, || format!("{} of {} bytes of output", ran.stdout.len(), wanted.len()))?;

@@ -84,12 +84,31 @@ fn run() -> io::Result<()> {
     Ok(())
 }
 
+/// Mounts `kind` at `at`. What the initramfs brought there (a clone in /tmp has its test programs there) stays visible.
 fn mount(kind: &str, at: &str) -> io::Result<()> {
     fs::create_dir_all(at)?;
-    let c = |text: &str| CString::new(text).expect("no NUL in our constants");
-    let (kind, at) = (c(kind), c(at));
-    // SAFETY: both strings are NUL-terminated and outlive the call; the data pointer may be null.
-    match unsafe { libc::mount(kind.as_ptr(), at.as_ptr(), kind.as_ptr(), 0, std::ptr::null()) } {
+    let shipped = fs::read_dir(at)?.map(|entry| Ok(entry?.file_name())).collect::<io::Result<Vec<_>>>()?;
+    if kind != "tmpfs" || shipped.is_empty() {
+        return mount_with(kind, kind, at, 0);
+    }
+    let aside = format!("/shipped{at}");
+    fs::create_dir_all(&aside)?;
+    mount_with(at, "none", &aside, libc::MS_BIND)?;
+    mount_with(kind, kind, at, 0)?;
+    for name in shipped {
+        let name = name.to_string_lossy();
+        let (from, to) = (format!("{aside}/{name}"), format!("{at}/{name}"));
+        if fs::metadata(&from)?.is_dir() { fs::create_dir(&to) } else { File::create(&to).map(drop) }?;
+        mount_with(&from, "none", &to, libc::MS_BIND)?;
+    }
+    Ok(())
+}
+
+fn mount_with(source: &str, kind: &str, at: &str, flags: libc::c_ulong) -> io::Result<()> {
+    let c = |text: &str| CString::new(text).map_err(io::Error::from);
+    let (source, kind, at) = (c(source)?, c(kind)?, c(at)?);
+    // SAFETY: the strings are NUL-terminated and outlive the call; the data pointer may be null.
+    match unsafe { libc::mount(source.as_ptr(), at.as_ptr(), kind.as_ptr(), flags, std::ptr::null()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
