@@ -1,5 +1,6 @@
-//! What kind of open file a descriptor is; and locks of open file descriptions (fcntl(2), F_OFD_SETLK): they belong to the open file and not to the process, so
-//! they last exactly as long as the descriptor, and two opens in one process exclude each other too.
+//! What fcntl(2) knows of open files: whether one can be written to, and locks of open file descriptions (F_OFD_SETLK).
+//! These belong to the open file and not to the process, so they last exactly as long as the descriptor, and two opens in
+//! one process exclude each other too.
 
 use std::fs::File;
 use std::io;
