@@ -224,6 +224,12 @@ pub fn list(text: &str) -> Result<Vec<usize>, String> {
     Ok(numbers)
 }
 
+/// A guest-physical address, hexadecimal with 0x or decimal.
+pub fn address(text: &str) -> Result<u64, String> {
+    let hex = text.strip_prefix("0x").and_then(|digits| u64::from_str_radix(digits, 16).ok());
+    hex.or_else(|| text.parse().ok()).ok_or_else(|| "no address, as in 0x100000000".into())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::{Output, RegionArgs, address};
+use super::{Output, RegionArgs};
 use crate::bench::dirty_log::{self, Config};
 use crate::cli::{Failure, args, keyvalue};
 use crate::dirty::{Method, RING_ENTRIES};
@@ -56,7 +56,7 @@ pub struct DirtyLogArgs {
     seed: u64,
 
     /// Where memory starts in the guest's physical address space, as in 0x100000000
-    #[arg(short = 'p', long, value_name = "ADDRESS", value_parser = address)]
+    #[arg(short = 'p', long, value_name = "ADDRESS", value_parser = keyvalue::address)]
     phys_offset: Option<u64>,
 
     /// How the log is collected: bitmap, manual-protect, initially-set, ring[,entries=N] [default: initially-set, or the

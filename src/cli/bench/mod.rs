@@ -221,12 +221,6 @@ fn pins(list: Option<&str>, vcpus: usize) -> Result<Option<Vec<usize>>, Failure>
     Ok(Some(cpus))
 }
 
-/// `-p ADDRESS`: where memory starts in the guest's physical address space.
-fn address(text: &str) -> Result<u64, String> {
-    let hex = text.strip_prefix("0x").and_then(|digits| u64::from_str_radix(digits, 16).ok());
-    hex.or_else(|| text.parse().ok()).ok_or_else(|| "no address, as in 0x100000000".into())
-}
-
 /// `--mode SIZE`: the page size of the guest's own tables.
 fn guest_page(text: &str) -> Result<GuestPage, String> {
     keyvalue::one_of("guest page size", text, &[("2m", GuestPage::Large), ("4k", GuestPage::Small)])

@@ -2,9 +2,9 @@
 
 use clap::{Args, ValueEnum};
 
-use super::{Output, RegionArgs, address};
+use super::{Output, RegionArgs};
 use crate::bench::page_table::{self, Config};
-use crate::cli::Failure;
+use crate::cli::{Failure, keyvalue};
 use crate::vm::lifecycle::Exit;
 
 /// Make, change and rebuild KVM's mappings of a region that all vCPUs share
@@ -24,7 +24,7 @@ pub struct PageTableArgs {
     unpopulated: bool,
 
     /// Where memory starts in the guest's physical address space, as in 0x100000000
-    #[arg(short = 'p', long, value_name = "ADDRESS", value_parser = address)]
+    #[arg(short = 'p', long, value_name = "ADDRESS", value_parser = keyvalue::address)]
     phys_offset: Option<u64>,
 
     #[command(flatten)]

@@ -107,9 +107,8 @@ fn lose(text: &str) -> Result<u64, String> {
 }
 
 pub(super) fn address(text: &str) -> Result<u64, String> {
-    let hex = text.strip_prefix("0x").and_then(|digits| u64::from_str_radix(digits, 16).ok());
-    let address = hex.or_else(|| text.parse().ok());
-    address
+    keyvalue::address(text)
+        .ok()
         .filter(|address| address.is_multiple_of(4096) && *address < soak::MOST)
         .ok_or_else(|| format!("no multiple of 4096 below {:#x}, as in 0x40001000", soak::MOST))
 }
