@@ -2,6 +2,8 @@
 
 mod bed;
 
+use std::process::Command;
+
 use bed::{Need, both, ensure, kvm, trial};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use vellum::bench::{Common, Region, dirty_log};
@@ -9,6 +11,7 @@ use vellum::dirty::edges::{self, Verdict};
 use vellum::dirty::oracle::Mode;
 use vellum::dirty::soak::{self, Config, Tally};
 use vellum::dirty::{self, Method};
+use vellum::report::json;
 use vellum::vm::memory::{Backing, Memory, MemoryConfig};
 use vellum::vm::{self, Vm};
 use vellum::workload::guest::GuestConfig;
@@ -40,6 +43,8 @@ fn main() {
     let need = both(kvm(), has(Method::InitiallySet));
     trials.push(bed::ignorable("initially-set_keeps_the_edges_of_huge_pages", need.clone(), keeps_edges));
     trials.push(bed::ignorable("the_oracle_finds_lost_edges_at_once", need, edges_by_the_oracle));
+    let need = both(kvm(), has(Method::ManualProtect));
+    trials.push(trial("the_directed_test_writes_a_result_and_its_status_agrees", need, edges_result));
     trials.push(trial("a_ring_that_overflows_loses_nothing", both(kvm(), has(Method::Ring)), small_ring));
     trials.push(trial("a_part_of_the_chunks_is_cleared", both(kvm(), has(Method::ManualProtect)), parts));
     trials.push(trial("what_the_vmm_writes_is_merged", kvm(), own_writes));
@@ -147,6 +152,22 @@ fn edges_by_the_oracle() -> Result<Completion, Failed> {
         Verdict::Untested(why) => Ok(Completion::ignored_with(why)),
         _ => Ok(Completion::Completed),
     }
+}
+
+/// As a user types it, with the tracker that no kernel gets wrong.
+fn edges_result() -> Result<(), Failed> {
+    let arguments =
+        ["test", "dirty-edges", "--tracker", "manual-protect", "-s", "anonymous", "-b", "1m", "--json", "-"];
+    let output = Command::new(env!("CARGO_BIN_EXE_vellum")).args(arguments).output()?;
+    let results = json::parse(&output.stdout, "standard output".as_ref())?;
+    let [result] = results.as_slice() else { return Err(format!("{} results", results.len()).into()) };
+    let figure =
+        |name: &str| result.figures.iter().find(|figure| figure.name() == name).map(|figure| figure.value());
+    let (lost, written) = (figure("lost"), figure("written"));
+    ensure(output.status.success() && lost == Some(0.0) && written > Some(0.0), || {
+        format!("{}, lost {lost:?} of {written:?}", output.status)
+    })?;
+    ensure(result.host.sandbox.starts_with("on"), || format!("sandbox {}", result.host.sandbox))
 }
 
 fn injected(method: Method, mode: Mode) -> Result<(), Failed> {

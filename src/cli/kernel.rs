@@ -91,7 +91,7 @@ pub fn run(args: KernelArgs, config: Config) -> Result<Exit, Failure> {
     let config = Config { initrd, cmdline, protocol, irqchip, cpuid, serial, virtio, counters, ..config };
     let failure = |error: vm::machine::Error| {
         terminal::restore();
-        if error.is_usage() { Failure::usage(error) } else { Failure::host(error) }
+        Failure::either(error.is_usage(), error)
     };
     let kvm = vm::open().map_err(Failure::host)?;
     let mut machine = Machine::build(&kvm, config).map_err(failure)?;

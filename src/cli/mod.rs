@@ -13,6 +13,7 @@ pub mod doctor;
 pub mod kernel;
 pub mod keyvalue;
 pub mod report;
+pub mod result;
 pub mod run;
 pub mod test;
 
@@ -64,6 +65,11 @@ impl Failure {
     /// Bad input.
     pub fn usage(error: impl Into<Box<dyn StdError>>) -> Self {
         Self { exit: Exit::Usage, message: chain(error.into().as_ref()) }
+    }
+
+    /// Bad input where `is_usage`, the VMM or the host otherwise.
+    pub fn either(is_usage: bool, error: impl Into<Box<dyn StdError>>) -> Self {
+        if is_usage { Self::usage(error) } else { Self::host(error) }
     }
 
     /// The VMM or the host failed.

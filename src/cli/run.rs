@@ -1,14 +1,13 @@
 //! `vellum run`: a guest from the command line.
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 
+use super::result::ResultArgs;
 use super::{Failure, args, kernel, keyvalue};
 use crate::control::names;
-use crate::report::{json, terminal};
 use crate::sandbox::user::User;
 use crate::sandbox::{Mode, Sandbox};
 use crate::sys::host::allowed_cpus;
@@ -51,9 +50,8 @@ pub struct RunArgs {
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
     duration: Option<Duration>,
 
-    /// Write the result as JSON; `-` is standard output, which then carries nothing else
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    result: ResultArgs,
 
     /// Confine the running VMM by seccomp and Landlock: on; log (what seccomp would forbid goes to the kernel's log, and
     /// Landlock, which can only deny, is left out); off
@@ -95,31 +93,13 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
         };
         return kernel::run(args.kernel, config);
     }
-    let writer = args.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;
-    let outcome = match run_workload(args) {
-        Ok(outcome) => outcome,
-        Err(failure) => {
-            if let Some(writer) = writer {
-                writer.discard();
-            }
-            return Err(failure);
-        }
-    };
-    if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
-        let text = terminal::render(&outcome.report);
-        json::allow_broken_pipe(std::io::stdout().lock().write_all(text.as_bytes()))
-            .map_err(Failure::host)?;
-    }
-    if let Some(writer) = writer {
-        writer.write(std::slice::from_ref(&outcome.report)).map_err(Failure::host)?;
-    }
-    Ok(outcome.exit)
+    args.result.deliver(|| run_workload(&args).map(|outcome| (outcome.report, outcome.exit)))
 }
 
 /// Runs the built-in guest.
-pub fn run_workload(args: RunArgs) -> Result<workload::Outcome, Failure> {
-    let (pins, control) = (pins(&args.cpus)?, socket(&args)?);
-    let mut write = args.workload.write;
+pub fn run_workload(args: &RunArgs) -> Result<workload::Outcome, Failure> {
+    let (pins, control) = (pins(&args.cpus)?, socket(args)?);
+    let mut write = args.workload.write.clone();
     write.passes = args.passes;
     let config = workload::RunConfig {
         vcpus: args.cpus.count,
@@ -132,8 +112,7 @@ pub fn run_workload(args: RunArgs) -> Result<workload::Outcome, Failure> {
         user: args.user,
         control,
     };
-    workload::run(&config)
-        .map_err(|error| if error.is_usage() { Failure::usage(error) } else { Failure::host(error) })
+    workload::run(&config).map_err(|error| Failure::either(error.is_usage(), error))
 }
 
 fn socket(args: &RunArgs) -> Result<Option<PathBuf>, Failure> {

@@ -32,7 +32,7 @@ pub fn run(args: TestArgs) -> Result<Exit, Failure> {
         What::DirtyLog(args) => dirty_log::run(&args),
         What::DirtyEdges(args) => dirty_edges::run(&args),
         What::Startup(args) => {
-            let outcome = run::run_workload(*args)?;
+            let outcome = run::run_workload(&args)?;
             println!("{}", outcome.first_doorbell.as_ref().map_or(0, Duration::as_nanos));
             Ok(outcome.exit)
         }

@@ -19,6 +19,7 @@ use super::{Method, sys};
 use crate::arch::touch as code;
 use crate::host::Facts;
 use crate::report::Report;
+use crate::sandbox::{self, Mode};
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm;
 use crate::vm::counters::Counters;
@@ -43,6 +44,8 @@ pub struct Config {
     pub base: u64,
     /// Whether INITIALLY_SET is revoked when the log is on.
     pub revoke: bool,
+    /// Whether the vCPU thread is confined.
+    pub sandbox: Mode,
 }
 
 /// What this host's KVM does where a clear ends on the first page of a huge one, with initially-all-set.
@@ -79,7 +82,15 @@ pub fn probe() -> Result<Verdict, Error> {
     }
     drop(vm);
     let (size, base) = (6 << 20, PAGE_SIZE);
-    let config = Config { method: Method::InitiallySet, backing: Backing::Thp, size, base, revoke: false };
+    let config = Config {
+        method: Method::InitiallySet,
+        backing: Backing::Thp,
+        size,
+        base,
+        revoke: false,
+        // It asks about KVM, in the middle of commands that have a sandbox of their own.
+        sandbox: Mode::Off,
+    };
     let seen = look(&config)?;
     let gfns: Vec<u64> = seen.lost.iter().map(|page| base / PAGE_SIZE + page).collect();
     Ok(match seen.huge {
@@ -123,7 +134,8 @@ fn look(config: &Config) -> Result<Seen, Error> {
     let below = (config.base > 0).then(|| part(0, 0, config.base));
     let tested = part(u32::from(config.base > 0), config.base, end);
     memory.slots = below.into_iter().chain([tested]).collect();
-    let guest = Guest::build(&kvm, memory, GuestConfig { code: code::code(), ..GuestConfig::new(1) })?;
+    let enter = sandbox::each_vcpu(config.sandbox);
+    let guest = Guest::build(&kvm, memory, GuestConfig { code: code::code(), enter, ..GuestConfig::new(1) })?;
     let mut tracker = super::tracker(config.method, &guest.vm, &guest.vcpus, Some(CHUNK))?;
     tracker.track(tested);
 
@@ -174,7 +186,7 @@ fn look(config: &Config) -> Result<Seen, Error> {
 
 fn report(config: &Config, seen: &Seen) -> Report {
     let Seen { pages, written, huge, lost } = seen;
-    let mut report = Report::new("test dirty-edges", Facts::collect("off".into()));
+    let mut report = Report::new("test dirty-edges", Facts::collect(config.sandbox.of_vcpus()));
     report.ask("tracker", config.method.name());
     report.ask("backing", config.backing.to_string());
     report.ask("memory", short_size(config.size));

@@ -8,18 +8,17 @@ mod memslot;
 mod page_table;
 mod rmap_fork;
 
-use std::io::Write;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use indicatif::ProgressBar;
 
+use super::result::ResultArgs;
 use super::{Failure, args, keyvalue};
 use crate::arch::irqchip;
 use crate::arch::workload::GuestPage;
 use crate::bench::{Common, Error, Region};
-use crate::report::{Report, json, terminal};
+use crate::report::Report;
 use crate::sandbox::Mode;
 use crate::sys::{host::allowed_cpus, signal};
 use crate::vm::lifecycle::Exit;
@@ -47,9 +46,8 @@ enum What {
 /// Where the result goes.
 #[derive(Debug, Args)]
 struct Output {
-    /// Write the result as JSON; `-` is standard output, which then carries nothing else
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    result: ResultArgs,
 
     /// Confine the vCPU threads: on, log or off
     #[arg(long, value_name = "MODE", default_value = "on")]
@@ -159,36 +157,21 @@ impl Output {
     /// Opens what is to be written, measures, and delivers the result: an invalid one too, which fails, and what there is
     /// when the user has had enough.
     fn deliver(&self, measure: impl FnOnce() -> Result<Report, Error>) -> Result<Exit, Failure> {
-        let writer = self.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;
-        signal::remember(&signal::ENDING).map_err(Failure::host)?;
-        self.progress.enable_steady_tick(Duration::from_secs(1));
-        let result = measure();
-        self.progress.finish_and_clear();
-        let report = match result {
-            Ok(report) => report,
-            Err(error) => {
-                if let Some(writer) = writer {
-                    writer.discard();
-                }
-                return Err(match error.interrupted() {
-                    Some(signal) => Failure { exit: Exit::Signal(signal), message: error.to_string() },
-                    None if error.is_usage() => Failure::usage(error),
-                    None => Failure::host(error),
-                });
-            }
-        };
-        if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
-            let text = terminal::render(&report);
-            json::allow_broken_pipe(std::io::stdout().lock().write_all(text.as_bytes()))
-                .map_err(Failure::host)?;
-        }
-        if let Some(writer) = writer {
-            writer.write(std::slice::from_ref(&report)).map_err(Failure::host)?;
-        }
-        Ok(match signal::last() {
-            Some(signal) => Exit::Signal(signal),
-            None if report.invalid.is_empty() => Exit::PowerOff,
-            None => Exit::Error,
+        self.result.deliver(|| {
+            signal::remember(&signal::ENDING).map_err(Failure::host)?;
+            self.progress.enable_steady_tick(Duration::from_secs(1));
+            let measured = measure();
+            self.progress.finish_and_clear();
+            let report = measured.map_err(|error| match error.interrupted() {
+                Some(signal) => Failure { exit: Exit::Signal(signal), message: error.to_string() },
+                None => Failure::either(error.is_usage(), error),
+            })?;
+            let exit = match signal::last() {
+                Some(signal) => Exit::Signal(signal),
+                None if report.invalid.is_empty() => Exit::PowerOff,
+                None => Exit::Error,
+            };
+            Ok((report, exit))
         })
     }
 }

@@ -1,13 +1,12 @@
 //! `vellum test dirty-edges`.
 
-use std::io::Write;
-
 use clap::Args;
 
 use super::dirty_log::address;
+use crate::cli::result::ResultArgs;
 use crate::cli::{Failure, args, keyvalue};
 use crate::dirty::{Method, edges, soak};
-use crate::report::{json, terminal};
+use crate::sandbox::Mode;
 use crate::vm::lifecycle::{self, Exit};
 use crate::vm::memory::Backing;
 
@@ -34,6 +33,13 @@ pub(super) struct DirtyEdgesArgs {
     /// Revoke KVM_DIRTY_LOG_INITIALLY_SET between switching the log on and clearing it
     #[arg(long)]
     revoke: bool,
+
+    #[command(flatten)]
+    result: ResultArgs,
+
+    /// Confine the vCPU thread: on, log or off
+    #[arg(long, value_name = "MODE", default_value = "on")]
+    sandbox: Mode,
 }
 
 const EXAMPLES: &str = "\
@@ -63,14 +69,15 @@ pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
         size: args.memory,
         base: args.slot_base,
         revoke: args.revoke,
+        sandbox: args.sandbox,
     };
-    let (report, lost) = edges::run(&config)
-        .map_err(|error| if error.is_usage() { Failure::usage(error) } else { Failure::host(error) })?;
-    let text = terminal::render(&report);
-    json::allow_broken_pipe(std::io::stdout().lock().write_all(text.as_bytes())).map_err(Failure::host)?;
-    if lost.is_empty() && report.invalid.is_empty() {
-        return Ok(Exit::PowerOff);
-    }
-    let message = format!("{} pages lost", lost.len());
-    Err(Failure { exit: Exit::Error, message })
+    args.result.deliver(|| {
+        let (report, lost) = edges::run(&config).map_err(|error| Failure::either(error.is_usage(), error))?;
+        let exit = match lost.len() {
+            0 if report.invalid.is_empty() => Ok(Exit::PowerOff),
+            0 => Ok(Exit::Error),
+            lost => Err(Failure { exit: Exit::Error, message: format!("{lost} pages lost") }),
+        };
+        Ok((report, exit))
+    })?
 }

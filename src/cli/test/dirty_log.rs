@@ -1,18 +1,17 @@
 //! `vellum test dirty-log`.
 
-use std::io::Write;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 
+use crate::cli::result::ResultArgs;
 use crate::cli::{Failure, args, keyvalue};
 use crate::dirty::Method;
 use crate::dirty::edges::{self, Verdict};
 use crate::dirty::oracle::Mode;
 use crate::dirty::soak;
 use crate::host::{Facts, hugepages};
-use crate::report::{json, terminal};
+use crate::report::Report;
 use crate::sandbox;
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::vm::lifecycle::{self, Exit};
@@ -71,9 +70,8 @@ pub(super) struct DirtyLogArgs {
     #[arg(long, value_name = "PAGES", value_parser = args::clear_chunk)]
     clear_chunk: Option<u64>,
 
-    /// Write the result as JSON; `-` is standard output, which then carries nothing else
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    result: ResultArgs,
 
     /// Confine the vCPU threads: on, log or off
     #[arg(long, value_name = "MODE", default_value = "on")]
@@ -116,11 +114,15 @@ pub(super) fn address(text: &str) -> Result<u64, String> {
 /// Does what was asked.
 pub(super) fn run(args: &DirtyLogArgs) -> Result<Exit, Failure> {
     let config = config(args)?;
-    let writer = args.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;
+    args.result.deliver(|| soak(&config))?
+}
+
+/// The result, and how the command ends.
+fn soak(config: &soak::Config) -> Result<(Report, Result<Exit, Failure>), Failure> {
     let mut signals = SignalFd::new(&ENDING).map_err(Failure::host)?;
     let mut interrupted = None;
     let progress = bar(0, "{elapsed_precise}  {msg}");
-    let result = soak::run(&config, &mut |tally| {
+    let result = soak::run(config, &mut |tally| {
         progress.set_message(format!(
             "{}: {} events, {} lost",
             tally.method.name(),
@@ -131,16 +133,8 @@ pub(super) fn run(args: &DirtyLogArgs) -> Result<Exit, Failure> {
         interrupted.is_none()
     });
     progress.finish_and_clear();
-    let tallies = match result {
-        Ok(tallies) => tallies,
-        Err(error) => {
-            if let Some(writer) = writer {
-                writer.discard();
-            }
-            return Err(if error.is_usage() { Failure::usage(error) } else { Failure::host(error) });
-        }
-    };
-    let mut report = soak::report(&config, &tallies, Facts::collect(config.sandbox.of_vcpus()));
+    let tallies = result.map_err(|error| Failure::either(error.is_usage(), error))?;
+    let mut report = soak::report(config, &tallies, Facts::collect(config.sandbox.of_vcpus()));
     if let Some(tally) = tallies.iter().find(|tally| tally.only_edges()) {
         report.notes.push(format!(
             "{}: all {} lost pages are the first of 2 MiB; {}",
@@ -155,27 +149,22 @@ pub(super) fn run(args: &DirtyLogArgs) -> Result<Exit, Failure> {
             }
         ));
     }
-    if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
-        let text = terminal::render(&report);
-        json::allow_broken_pipe(std::io::stdout().lock().write_all(text.as_bytes()))
-            .map_err(Failure::host)?;
-    }
-    if let Some(writer) = writer {
-        writer.write(std::slice::from_ref(&report)).map_err(Failure::host)?;
-    }
-    if let Some(tally) = tallies.iter().find(|tally| !tally.is_clean()) {
-        let [injected, caught] = tally.injected;
-        let message = format!(
-            "{}: {} pages lost ({caught} of {injected} that were injected), {} bits unexplained, {} stamps misplaced; seed {}",
-            tally.method.name(),
-            tally.lost,
-            tally.unexplained,
-            tally.misplaced,
-            config.seed
-        );
-        return Err(Failure { exit: Exit::Error, message });
-    }
-    Ok(interrupted.map_or(Exit::PowerOff, Exit::Signal))
+    let exit = match tallies.iter().find(|tally| !tally.is_clean()) {
+        Some(tally) => {
+            let [injected, caught] = tally.injected;
+            let message = format!(
+                "{}: {} pages lost ({caught} of {injected} that were injected), {} bits unexplained, {} stamps misplaced; seed {}",
+                tally.method.name(),
+                tally.lost,
+                tally.unexplained,
+                tally.misplaced,
+                config.seed
+            );
+            Err(Failure { exit: Exit::Error, message })
+        }
+        None => Ok(interrupted.map_or(Exit::PowerOff, Exit::Signal)),
+    };
+    Ok((report, exit))
 }
 
 fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {

@@ -1,0 +1,43 @@
+//! Where a command's result goes: to the terminal as tables, and to a file as JSON where that was asked for.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::Failure;
+use crate::report::{Report, json, terminal};
+
+/// The argument, for every command that has a result.
+#[derive(Debug, Args)]
+pub struct ResultArgs {
+    /// Write the result as JSON; `-` is standard output, which then carries nothing else
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+impl ResultArgs {
+    /// Opens what is to be written, does `work`, and delivers its result; what `work` says besides is returned. Where it
+    /// fails, no file is left behind.
+    pub fn deliver<T>(&self, work: impl FnOnce() -> Result<(Report, T), Failure>) -> Result<T, Failure> {
+        let writer = self.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;
+        let (report, besides) = match work() {
+            Ok(done) => done,
+            Err(failure) => {
+                if let Some(writer) = writer {
+                    writer.discard();
+                }
+                return Err(failure);
+            }
+        };
+        if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
+            let text = terminal::render(&report);
+            json::allow_broken_pipe(std::io::stdout().lock().write_all(text.as_bytes()))
+                .map_err(Failure::host)?;
+        }
+        if let Some(writer) = writer {
+            writer.write(std::slice::from_ref(&report)).map_err(Failure::host)?;
+        }
+        Ok(besides)
+    }
+}
