@@ -145,14 +145,14 @@ fn not_there() -> Result<(), Failed> {
         ("ctl /nonexistent/x.sock pause", "/nonexistent/x.sock"),
         ("ctl ../x pause", "../x: No such file"),
         ("ctl .hidden pause", "no machine's name"),
-        ("ctl nobody puase", "pause"),
+        ("ctl nobody puase", "unknown command 'puase' of ctl: did you mean 'pause'?"),
         ("ctl nobody", "pause"),
         ("ctl nobody balloon lots", "512m"),
         ("ctl nobody serial tty", "file=PATH or null"),
         ("ctl nobody serial", "<TO>"),
         ("exec nobody -- true", "vellum list"),
         ("exec nobody", "COMMAND"),
-        ("run --name a/b", "letters, digits"),
+        ("run --name a/b", "--name: `a/b` is no machine's name"),
         ("run --name .", "letters, digits"),
     ] {
         let output = home.vellum(arguments)?;
@@ -174,6 +174,14 @@ fn built_in() -> Result<(), Failed> {
     })?;
     let list = String::from_utf8(home.vellum("list")?.stdout)?;
     ensure(list.lines().count() == 2 && list.contains("running") && list.contains("16m"), || list)?;
+
+    for arguments in ["ctl w status", "ctl w events", "list", "doctor", "completions bash"] {
+        let (reader, writer) = std::io::pipe()?;
+        drop(reader);
+        let output = home.command(arguments).stdout(writer).output()?;
+        let quiet = output.status.success() && output.stderr.is_empty();
+        ensure(quiet, || format!("{arguments}, whose reader has gone: {output:?}"))?;
+    }
 
     home.ctl("w pause")?;
     let status: Status = serde_json::from_str(&home.ctl("w status")?)?;

@@ -1,7 +1,7 @@
 //! `vellum ctl`, `vellum list` and `vellum exec`: running machines.
 
 use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Write};
+use std::io::ErrorKind;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use std::str::FromStr;
 use clap::{Args, Subcommand};
 use guest_agent::{Event, Request};
 
-use super::{Failure, keyvalue};
+use super::{Failure, keyvalue, print};
 use crate::control::client::{Client, Error};
 use crate::control::{Do, Status, agent, names};
 use crate::sys::socket::Name;
@@ -133,12 +133,19 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
     let descriptors: Vec<_> = descriptors.iter().map(File::as_fd).collect();
     let answer = client.ask_with(&what, &descriptors).map_err(failure)?;
     if answer.as_object().is_some_and(|fields| !fields.is_empty()) {
-        println!("{answer}");
+        print(format_args!("{answer}\n"))?;
     }
-    if what == (Do::Events {}) {
-        while let Ok(event) = client.line() {
-            println!("{event}");
+    match what {
+        Do::Events {} => {
+            while let Ok(event) = client.line() {
+                if !print(format_args!("{event}\n"))? {
+                    break;
+                }
+            }
         }
+        // Its end closes the connection: whoever waited for it here may use the name, the disks and the tap again.
+        Do::Stop {} => while client.line().is_ok() {},
+        _ => {}
     }
     Ok(Exit::PowerOff)
 }
@@ -152,7 +159,7 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
             Ok(status) if args.json => {
                 let mut status = status;
                 status["name"] = name.into();
-                println!("{status}");
+                print(format_args!("{status}\n"))?;
             }
             Ok(status) => {
                 let status: Status = serde_json::from_value(status).map_err(Failure::host)?;
@@ -176,7 +183,7 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
     if !args.json && !lines.is_empty() {
         let head = ["NAME", "PID", "STATE", "VCPUS", "MEMORY"].map(str::to_owned);
         for [name, pid, state, vcpus, memory] in std::iter::once(head).chain(lines) {
-            println!("{name:<20} {pid:>8} {state:<8} {vcpus:>5} {memory:>8}");
+            print(format_args!("{name:<20} {pid:>8} {state:<8} {vcpus:>5} {memory:>8}\n"))?;
         }
     }
     Ok(Exit::PowerOff)
@@ -195,15 +202,24 @@ pub fn exec(args: ExecArgs) -> Result<Exit, Failure> {
     };
     let mut exit = Exit::PowerOff;
     for event in agent::ask(path.as_ref(), &request).map_err(failed)? {
-        match event.map_err(failed)? {
-            event if verbatim => println!("{}", serde_json::to_string(&event).map_err(Failure::host)?),
-            Event::Output { stream, text } if stream == "stderr" => eprint!("{text}"),
-            Event::Output { text, .. } => {
-                print!("{text}");
-                let _ = std::io::stdout().flush();
+        let wanted = match event.map_err(failed)? {
+            event if verbatim => {
+                let line = serde_json::to_string(&event).map_err(Failure::host)?;
+                print(format_args!("{line}\n"))?
             }
-            Event::Exit { code } => exit = Exit::Guest(code.clamp(0, 255) as u8),
-            _ => {}
+            Event::Output { stream, text } if stream == "stderr" => {
+                eprint!("{text}");
+                true
+            }
+            Event::Output { text, .. } => print(text)?,
+            Event::Exit { code } => {
+                exit = Exit::Guest(code.clamp(0, 255) as u8);
+                true
+            }
+            _ => true,
+        };
+        if !wanted {
+            break;
         }
     }
     Ok(exit)

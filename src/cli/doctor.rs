@@ -1,10 +1,8 @@
 //! `vellum doctor`: what this host offers.
 
-use std::io::Write;
-
 use clap::Args;
 
-use super::Failure;
+use super::{Failure, print};
 use crate::dirty::edges::{self, Verdict};
 use crate::host::doctor::{self, Check};
 use crate::vm::lifecycle::Exit;
@@ -31,8 +29,7 @@ pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
     } else {
         diagnosis.to_string()
     };
-    // A reader that has seen enough closes the pipe; the verdict stands.
-    let _ = std::io::stdout().write_all(text.as_bytes());
+    print(text)?;
     Ok(if diagnosis.ok { Exit::PowerOff } else { Exit::Error })
 }
 

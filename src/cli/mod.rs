@@ -18,6 +18,8 @@ pub mod run;
 pub mod test;
 
 use std::error::Error as StdError;
+use std::fmt::Display;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -92,6 +94,16 @@ fn chain(error: &dyn StdError) -> String {
     line
 }
 
+/// Prints `text`; false where whoever read standard output has seen enough, as `| head` has.
+fn print(text: impl Display) -> Result<bool, Failure> {
+    let mut out = io::stdout().lock();
+    match write!(out, "{text}").and_then(|()| out.flush()) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(Failure::host(format!("standard output: {error}"))),
+    }
+}
+
 /// The program.
 pub fn main() -> ExitCode {
     crate::sys::heap::keep_to_one();
@@ -107,11 +119,12 @@ pub fn main() -> ExitCode {
         Command::Ctl(args) => control::ctl(args),
         Command::List(args) => control::list(&args),
         Command::Exec(args) => control::exec(args),
-        Command::Report(args) => report::run(&args).map(|()| Exit::PowerOff).map_err(Failure::usage),
+        Command::Report(args) => report::run(&args),
         Command::Test(args) => test::run(args),
         Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut Cli::command(), "vellum", &mut std::io::stdout());
-            Ok(Exit::PowerOff)
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "vellum", &mut script);
+            print(String::from_utf8_lossy(&script)).map(|_| Exit::PowerOff)
         }
     };
     let exit = result.unwrap_or_else(|failure| {
@@ -177,6 +190,15 @@ fn one_line(error: &clap::Error) -> String {
         (error.kind(), error.get(ContextKind::InvalidSubcommand))
     {
         return unknown(typed, std::env::args().nth(1).as_deref());
+    }
+    // Behind an argument, as in `ctl NAME stpo`, clap does not take a word for a command.
+    if let (ErrorKind::UnknownArgument, Some(ContextValue::String(typed))) =
+        (error.kind(), error.get(ContextKind::InvalidArg))
+        && !typed.starts_with('-')
+        && let Some(first) = std::env::args().nth(1)
+        && Cli::command().find_subcommand(&first).is_some_and(clap::Command::has_subcommands)
+    {
+        return unknown(typed, Some(&first));
     }
     let paragraphs = text.lines().map(str::trim).filter(|line| !line.is_empty());
     let wanted =

@@ -1,11 +1,12 @@
 //! `vellum report`: results read again, and compared.
 
-use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 
-use crate::report::{compare, html, json, terminal};
+use super::{Failure, print};
+use crate::report::{Report, compare, html, json, terminal};
+use crate::vm::lifecycle::Exit;
 
 /// Print results that were written with --json, as tables or as a page with pictures
 #[derive(Debug, Args)]
@@ -32,52 +33,39 @@ enum What {
     },
 }
 
-/// Why nothing was reported.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// A file is not what it should be, or cannot be written.
-    #[error(transparent)]
-    File(#[from] json::Error),
-    /// The two have no ratio.
-    #[error(transparent)]
-    Compare(#[from] compare::Error),
-    /// The terminal or the pipe is gone.
-    #[error("standard output: {0}")]
-    Output(#[from] io::Error),
-}
-
 /// Does what was asked.
-pub fn run(args: &ReportArgs) -> Result<(), Error> {
+pub fn run(args: &ReportArgs) -> Result<Exit, Failure> {
     let text = match &args.what {
         Some(What::Compare { a, b }) => {
-            let (results_a, results_b) = (json::read_set(a)?, json::read_set(b)?);
+            let (results_a, results_b) = (set(a)?, set(b)?);
             let (name_a, name_b) = (a.to_string_lossy(), b.to_string_lossy());
             compare::compare(
                 compare::Side { name: &name_a, results: &results_a },
                 compare::Side { name: &name_b, results: &results_b },
-            )?
+            )
+            .map_err(Failure::usage)?
         }
         None => {
             let mut results = Vec::new();
             for file in &args.files {
-                results.extend(json::read(file)?);
+                results.extend(json::read(file).map_err(Failure::usage)?);
             }
-            match &args.html {
-                Some(out) => return write_page(out, &html::render(&results)),
+            match args.html.as_deref() {
+                Some(out) if out != Path::new("-") => {
+                    let page = html::render(&results);
+                    std::fs::write(out, page)
+                        .map_err(|source| json::Error::Create { path: out.into(), source })
+                        .map_err(Failure::usage)?;
+                    return Ok(Exit::PowerOff);
+                }
+                Some(_) => html::render(&results),
                 None => results.iter().map(terminal::render).collect::<Vec<_>>().join("\n"),
             }
         }
     };
-    print(&text)
+    print(text).map(|_| Exit::PowerOff)
 }
 
-fn print(text: &str) -> Result<(), Error> {
-    Ok(json::allow_broken_pipe(io::stdout().lock().write_all(text.as_bytes()))?)
-}
-
-fn write_page(out: &Path, page: &str) -> Result<(), Error> {
-    if out == Path::new("-") {
-        return print(page);
-    }
-    std::fs::write(out, page).map_err(|source| json::Error::Create { path: out.into(), source }.into())
+fn set(path: &Path) -> Result<Vec<Report>, Failure> {
+    json::read_set(path).map_err(Failure::usage)
 }

@@ -1,6 +1,5 @@
 //! Where a command's result goes: to the terminal as tables, and to a file as JSON where that was asked for.
 
-use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Args;
@@ -31,9 +30,7 @@ impl ResultArgs {
             }
         };
         if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
-            let text = terminal::render(&report);
-            json::allow_broken_pipe(std::io::stdout().lock().write_all(text.as_bytes()))
-                .map_err(Failure::host)?;
+            super::print(terminal::render(&report))?;
         }
         if let Some(writer) = writer {
             writer.write(std::slice::from_ref(&report)).map_err(Failure::host)?;

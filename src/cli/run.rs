@@ -116,7 +116,8 @@ pub fn run_workload(args: &RunArgs) -> Result<workload::Outcome, Failure> {
 }
 
 fn socket(args: &RunArgs) -> Result<Option<PathBuf>, Failure> {
-    args.name.as_deref().map(names::socket).transpose().map_err(Failure::usage)
+    let name = args.name.as_deref().map(names::socket).transpose();
+    name.map_err(|error| Failure::usage(format!("--name: {error}")))
 }
 
 fn pins(cpus: &args::Cpus) -> Result<Option<Vec<usize>>, Failure> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
-use super::{Failure, run};
+use super::{Failure, print, run};
 use crate::vm::lifecycle::Exit;
 
 /// Test this host's KVM, or Vellum itself
@@ -33,8 +33,8 @@ pub fn run(args: TestArgs) -> Result<Exit, Failure> {
         What::DirtyEdges(args) => dirty_edges::run(&args),
         What::Startup(args) => {
             let outcome = run::run_workload(&args)?;
-            println!("{}", outcome.first_doorbell.as_ref().map_or(0, Duration::as_nanos));
-            Ok(outcome.exit)
+            let rang = outcome.first_doorbell.as_ref().map_or(0, Duration::as_nanos);
+            print(format_args!("{rang}\n")).map(|_| outcome.exit)
         }
     }
 }
