@@ -58,6 +58,12 @@ enum What {
         /// With `metal`: a directory of test programs that were built elsewhere
         #[arg(long, value_name = "DIR")]
         prebuilt: Option<PathBuf>,
+        /// On emulated hosts: only with nested paging (1), or only without (0)
+        #[arg(long, value_name = "0|1", value_parser = switch)]
+        npt: Option<bool>,
+        /// Arguments for the test programs, as `cargo test` hands them on: part of a name, `--exact`, `--skip NAME`
+        #[arg(last = true, value_name = "ARGS")]
+        arguments: Vec<String>,
     },
     /// Host kernels: pristine, or with series from kernel-patches/
     Kernel {
@@ -272,7 +278,9 @@ fn perform(what: What) -> Result<u8> {
             let request = host.request(&cache, bed)?;
             bed::shell(&cache, &Programs::build()?, &request).map(|()| 0)
         }
-        What::Test { bed, setup, prebuilt } => test::run(&test::Options { bed, setup, prebuilt }),
+        What::Test { bed, setup, prebuilt, npt, arguments } => {
+            test::run(&test::Options { bed, setup, prebuilt, npt, arguments })
+        }
         What::Kernel { command: KernelCommand::Build { base, with, variant } } => {
             let base = Base::named(&base)?;
             let image =

@@ -46,6 +46,10 @@ pub struct Options {
     pub setup: bool,
     /// Test executables that were built elsewhere, for [`Bed::Metal`].
     pub prebuilt: Option<PathBuf>,
+    /// The one kind of emulated host that is wanted, or both.
+    pub npt: Option<bool>,
+    /// What the test programs are told: which tests, above all.
+    pub arguments: Vec<String>,
 }
 
 /// Huge pages that `--setup` reserves: what the largest bed test asks for.
@@ -58,6 +62,17 @@ pub fn run(options: &Options) -> Result<u8> {
             "--prebuilt names the tests for one bed: cargo lab test metal --prebuilt DIR".into(),
         ));
     }
+    if options.npt.is_some() && !matches!(options.bed, Some(Bed::Svm | Bed::Linux)) {
+        return Err(Error::Usage(
+            "--npt chooses among emulated hosts: cargo lab test svm, or cargo lab test linux".into(),
+        ));
+    }
+    if !options.arguments.is_empty() && matches!(options.bed, None | Some(Bed::Kernels)) {
+        return Err(Error::Usage(format!(
+            "-- {}: arguments are for the test programs of one bed: local, metal, svm or linux",
+            options.arguments.join(" ")
+        )));
+    }
     let wants = |bed| options.bed.is_none_or(|asked| asked == bed);
     let mut tally = Tally::default();
     let on_host = wants(Bed::Local) || options.bed == Some(Bed::Metal);
@@ -65,21 +80,21 @@ pub fn run(options: &Options) -> Result<u8> {
         let _signals = setup::Signals::catch();
         let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
         match options.bed {
-            Some(Bed::Metal) => metal(options.prebuilt.as_deref(), &mut tally)?,
+            Some(Bed::Metal) => metal(options, &mut tally)?,
             // This runs metal's tests too, on the same KVM.
-            _ => local(&mut tally)?,
+            _ => local(options, &mut tally)?,
         }
     }
     if wants(Bed::Svm) {
         let needs = doctor::programs("svm");
         if setup::packages(needs, options.setup, "svm", &mut tally)? {
-            svm(&mut tally)?;
+            svm(options, &mut tally)?;
         }
     }
     if options.bed == Some(Bed::Linux) {
         let needs = [doctor::programs("svm"), &["lz4", "zstd"]].concat();
         if setup::packages(&needs, options.setup, "linux", &mut tally)? {
-            linux(&mut tally)?;
+            linux(options, &mut tally)?;
         }
     }
     if wants(Bed::Kernels) {
@@ -96,15 +111,17 @@ pub fn run(options: &Options) -> Result<u8> {
 }
 
 /// `cargo test`, all of it.
-fn local(tally: &mut Tally) -> Result<()> {
+fn local(options: &Options, tally: &mut Tally) -> Result<()> {
     eprintln!("lab: local: cargo test");
     let mut command = Command::new(artifacts::cargo());
-    command.args(["test", "--workspace", "--no-fail-fast"]).current_dir(artifacts::workspace());
+    command.args(["test", "--workspace", "--no-fail-fast", "--"]).args(&options.arguments);
+    command.current_dir(artifacts::workspace());
     watched(&mut command, "local", tally)
 }
 
 /// The bed tests on this machine.
-fn metal(prebuilt: Option<&Path>, tally: &mut Tally) -> Result<()> {
+fn metal(options: &Options, tally: &mut Tally) -> Result<()> {
+    let prebuilt = options.prebuilt.as_deref();
     let bed = std::env::var("VELLUM_BED").unwrap_or_else(|_| "metal".into());
     if let Err(why) = doctor::kvm() {
         tally.skip(&bed, "all of its tests", &why);
@@ -117,6 +134,7 @@ fn metal(prebuilt: Option<&Path>, tally: &mut Tally) -> Result<()> {
     for test in tests {
         eprintln!("lab: {bed}: {}", test.display());
         let mut command = Command::new(&test);
+        command.args(&options.arguments);
         // Their fixtures are relative to the package, as under `cargo test`.
         if prebuilt.is_none() {
             command.current_dir(artifacts::workspace());
@@ -127,14 +145,15 @@ fn metal(prebuilt: Option<&Path>, tally: &mut Tally) -> Result<()> {
 }
 
 /// The bed tests on emulated hosts: the same executables, run by the same laboratory, as if that host were metal.
-fn svm(tally: &mut Tally) -> Result<()> {
+fn svm(options: &Options, tally: &mut Tally) -> Result<()> {
     // The laboratory's own promises come first: what follows relies on them.
     let mut own = Command::new(artifacts::cargo());
-    own.args(["test", "--package", "lab", "--test", "svm"]).current_dir(artifacts::workspace());
+    own.args(["test", "--package", "lab", "--test", "svm", "--"]).args(&options.arguments);
+    own.current_dir(artifacts::workspace());
     watched(own.env("VELLUM_LAB_BOOTS", "1"), "svm", tally)?;
     let cache = Cache::open()?;
     // Time that counts instructions makes the tests' own time limits independent of how busy this machine is.
-    hosts(&cache, "svm", bed_tests()?, &[], tally, |request| {
+    hosts(&cache, options, "svm", bed_tests()?, &[], tally, |request| {
         request.memory_mib = 4096;
         request.hugepages = HUGEPAGES;
         request.time_limit = Duration::from_secs(40 * 60);
@@ -142,7 +161,7 @@ fn svm(tally: &mut Tally) -> Result<()> {
 }
 
 /// Every test of a Linux guest, with both of Debian's kernels and their ELF images.
-fn linux(tally: &mut Tally) -> Result<()> {
+fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     let cache = Cache::open()?;
     let mut guests = Vec::new();
     for version in Kernel::versions() {
@@ -151,7 +170,7 @@ fn linux(tally: &mut Tally) -> Result<()> {
         guests.push((version, guest, Some(vmlinux)));
     }
     let tests = bed_tests()?.into_iter().filter(|test| test.name == "linux").collect();
-    hosts(&cache, "linux", tests, &guests, tally, |request| {
+    hosts(&cache, options, "linux", tests, &guests, tally, |request| {
         // Two CPUs at once: what Linux guests do wrong on the one CPU that counts instructions is its emulator's doing
         // (`bed::svm`).
         request.races = true;
@@ -168,9 +187,10 @@ fn guests_dir() -> PathBuf {
     artifacts::workspace().join("target/guests")
 }
 
-/// Runs `tests` on two hosts, with nested paging and without.
+/// Runs `tests` on two hosts, with nested paging and without, or on the one that is wanted.
 fn hosts(
     cache: &Cache,
+    options: &Options,
     bed: &str,
     tests: Vec<Executable>,
     guests: &[(&str, Guest, Option<PathBuf>)],
@@ -179,7 +199,7 @@ fn hosts(
 ) -> Result<()> {
     let programs = Programs::build()?;
     let kernel = Kernel::debian(cache, "6.1")?;
-    for npt in [true, false] {
+    for npt in [true, false].into_iter().filter(|&npt| options.npt.is_none_or(|wanted| wanted == npt)) {
         let bed = format!("{bed} npt={}", u8::from(npt));
         eprintln!("lab: {bed}: {} test programs on {}", tests.len(), kernel.package);
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
@@ -205,8 +225,8 @@ fn hosts(
                 request.files.push((file.clone(), format!("/guests/{version}/{name}")));
             }
         }
-        let line = ["lab", "test", "metal", "--prebuilt", "/tests"];
-        request.commands.push(line.map(str::to_owned).to_vec());
+        let line = ["lab", "test", "metal", "--prebuilt", "/tests", "--"].map(str::to_owned);
+        request.commands.push([&line[..], &options.arguments].concat());
         let mut rows = Rows::default();
         let outcome = bed::run(cache, &programs, &request, |frame| {
             if let Frame::Stdout(bytes) | Frame::Stderr(bytes) = frame {
