@@ -46,9 +46,11 @@ fn run() -> io::Result<()> {
         let children = children.clone();
         thread::spawn(move || serve::vsock(socket, children));
     }
+    let requests = File::open("/dev/console")?;
+    // A console that is no terminal has nothing to change.
+    let _ = sys::uncook(&requests);
     serve::tell(&mut console, &Event::Ready { failed_modules })?;
-    let mut requests = BufReader::new(File::open("/dev/console")?);
-    while serve::one(&mut requests, &mut console, &children)? {}
+    serve::every(&mut BufReader::new(requests), &mut console, &children)?;
     // A console that has come to its end leaves the vsock.
     loop {
         thread::park();

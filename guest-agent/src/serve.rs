@@ -1,5 +1,6 @@
 //! Requests: read a line, do what it says, tell what happens.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::io::{self, BufRead, Read, Write};
 use std::process::{Command, Stdio};
@@ -63,25 +64,64 @@ pub fn one(
     input: &mut impl BufRead,
     output: &mut (impl Write + Send),
     children: &Children,
-) -> io::Result<bool> {
-    let mut line = String::new();
-    if input.take(MAX_REQUEST as u64 + 1).read_line(&mut line)? == 0 {
-        return Ok(false);
+) -> io::Result<()> {
+    line(input)?.map_or(Ok(()), |line| answer(&line, output, children))
+}
+
+/// Reads requests to the end of `input`, and answers each.
+pub fn every(
+    input: &mut impl BufRead,
+    output: &mut (impl Write + Send),
+    children: &Children,
+) -> io::Result<()> {
+    while let Some(line) = line(input)? {
+        answer(&line, output, children)?;
+        if line.len() > MAX_REQUEST && !line.ends_with(b"\n") {
+            // What is left of it is no request.
+            input.skip_until(b'\n')?;
+        }
     }
+    Ok(())
+}
+
+/// A line, or as much of one as is needed to see that it is too long; nothing at the end.
+fn line(input: &mut impl BufRead) -> io::Result<Option<Vec<u8>>> {
+    let mut line = Vec::new();
+    input.take(MAX_REQUEST as u64 + 1).read_until(b'\n', &mut line)?;
+    Ok((!line.is_empty()).then_some(line))
+}
+
+fn answer(line: &[u8], output: &mut (impl Write + Send), children: &Children) -> io::Result<()> {
     let output = Mutex::new(output);
     let tell = |event: Event| tell(&mut **output.lock().expect("nobody panics with it"), &event);
     let result = if line.len() > MAX_REQUEST {
         Err(io::Error::other(format!("a request has at most {MAX_REQUEST} bytes")))
     } else {
-        serde_json::from_str(&line)
+        // A serial line may carry any byte; what is no text is no request either.
+        serde_json::from_str(&typed(&String::from_utf8_lossy(line)))
             .map_err(io::Error::other)
             .and_then(|request| perform(request, &tell, children))
     };
     match result {
-        Ok(()) => tell(Event::Done)?,
-        Err(error) => tell(Event::Error { message: error.to_string() })?,
+        Ok(()) => tell(Event::Done),
+        Err(error) => tell(Event::Error { message: error.to_string() }),
     }
-    Ok(true)
+}
+
+/// What a person who used Backspace and Ctrl-C meant: JSON has neither byte.
+fn typed(line: &str) -> Cow<'_, str> {
+    if !line.contains(['\x03', '\x08', '\x7f']) {
+        return line.into();
+    }
+    let mut meant = String::new();
+    for c in line.chars() {
+        match c {
+            '\x03' => meant.clear(),
+            '\x08' | '\x7f' => drop(meant.pop()),
+            c => meant.push(c),
+        }
+    }
+    meant.into()
 }
 
 /// Writes one event.
@@ -156,5 +196,39 @@ pub fn vsock(socket: std::os::fd::OwnedFd, children: Arc<Children>) {
             // A host that has gone away is no news to anybody.
             let _ = one(&mut io::BufReader::new(connection), &mut output, &children);
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backspace_takes_a_character_back_and_ctrl_c_the_line() {
+        assert_eq!(typed("{\"a\x7f\x08}\n"), "{}\n");
+        assert_eq!(typed("nonsense\x03{}\n"), "{}\n");
+        assert_eq!(typed("\x7f{}\n"), "{}\n");
+    }
+
+    /// The events that `input` is answered with, in which a request for nothing is `error`.
+    fn answers(input: &[u8]) -> Vec<String> {
+        let mut output = Vec::new();
+        every(&mut &*input, &mut output, &Children::default()).unwrap();
+        String::from_utf8(output).unwrap().lines().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn a_line_that_is_too_long_is_refused_once_and_the_next_is_answered() {
+        let mut input = vec![b'x'; MAX_REQUEST + 1];
+        input.extend(b"{\"do\":\"facts\"}\n{\"do\":\"clock\",\"seconds\":0}\n");
+        let said = answers(&input);
+        assert!(said[0].contains("at most 65536 bytes"), "{said:?}");
+        assert!(said[1..].iter().all(|line| !line.contains("facts")) && said.len() >= 2, "{said:?}");
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_are_an_error_and_not_the_end() {
+        let said = answers(b"\xff\xfe\n\n");
+        assert_eq!(said.iter().filter(|line| line.contains("\"error\"")).count(), 2, "{said:?}");
     }
 }

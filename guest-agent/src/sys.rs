@@ -84,6 +84,18 @@ pub fn accept(socket: &OwnedFd) -> io::Result<File> {
     }
 }
 
+/// A terminal that hands over what is typed as it is, where a cooked one drops what a line has beyond 4095 bytes and takes
+/// Ctrl-C for itself. Enter is still a newline, and what is typed is shown.
+pub fn uncook(terminal: &File) -> io::Result<()> {
+    // SAFETY: termios is plain data, for which all zeroes is a value.
+    let mut settings: libc::termios = unsafe { std::mem::zeroed() };
+    // SAFETY: the descriptor is open and `settings` outlives the call.
+    check(unsafe { libc::tcgetattr(terminal.as_raw_fd(), &mut settings) }.into())?;
+    settings.c_lflag &= !(libc::ICANON | libc::ISIG | libc::IEXTEN);
+    // SAFETY: as above; the call only reads.
+    check(unsafe { libc::tcsetattr(terminal.as_raw_fd(), libc::TCSANOW, &settings) }.into()).map(drop)
+}
+
 /// clock_gettime(2), in nanoseconds.
 pub fn clock(id: libc::clockid_t) -> i64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };

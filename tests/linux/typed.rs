@@ -106,6 +106,14 @@ pub fn serial_agent(image: &Image) -> Result<(), Failed> {
     ensure(matches!(&refused, Ok(all) if matches!(all[..], [Event::Error { .. }])), || {
         format!("{refused:?}")
     })?;
+    // A cooked terminal would cut it at 4095 bytes.
+    let long = "x".repeat(20_000);
+    let counted =
+        answer(&format!(r#"{{"do":"exec","command":["sh","-c","printf %s $0 | wc -c","{long}"]}}"#))?;
+    ensure(
+        matches!(&counted[..], [Event::Output { text, .. }, Event::Exit { code: 0 }] if text == "20000\n"),
+        || format!("{counted:?}"),
+    )?;
     guest.type_line(r#"{"do":"power-off"}"#)?;
     guest.wait()?.with(0).map(drop)
 }
