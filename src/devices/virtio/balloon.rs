@@ -76,15 +76,17 @@ impl Balloon {
         (Balloon { shared: shared.clone(), active: None }, BalloonHandle { shared })
     }
 
-    /// Drops the pages that the driver names as an array of little-endian page numbers.
+    /// Drops the pages that the driver names as an array of little-endian page numbers: a run of neighbours at once, for
+    /// Linux names them one by one as its allocator splits a larger block.
     fn inflate(active: &mut Active) {
         let mem = active.mem.clone();
         let Some(queue) = active.queue(INFLATE) else { return };
         queue.serve(&mem, |chain| {
-            for _ in 0..MAX_PAGES {
-                let Some(pfn) = chain.readable.read_array() else { break };
-                let page = GuestAddress(u64::from(u32::from_le_bytes(pfn)) * PAGE);
-                for slice in mem.get_slices(page, PAGE as usize).flatten() {
+            let named = std::iter::from_fn(|| chain.readable.read_array()).map(u32::from_le_bytes);
+            let mut pages: Vec<u32> = named.take(MAX_PAGES).collect();
+            for (first, count) in runs(&mut pages) {
+                let start = GuestAddress(u64::from(first) * PAGE);
+                for slice in mem.get_slices(start, count * PAGE as usize).flatten() {
                     super::slices::discard(&slice);
                 }
             }
@@ -121,6 +123,13 @@ impl Balloon {
             Served::Later
         });
     }
+}
+
+/// The runs of consecutive numbers in `pages`, in whichever order they stand there, as first and count.
+fn runs(pages: &mut Vec<u32>) -> impl Iterator<Item = (u32, usize)> {
+    pages.sort_unstable();
+    pages.dedup();
+    pages.chunk_by(|one, next| next - one == 1).map(|run| (run[0], run.len()))
 }
 
 impl BalloonHandle {
@@ -216,5 +225,17 @@ impl VirtioDevice for Balloon {
         self.shared.target.store(state.target, Ordering::Release);
         self.shared.actual.store(state.actual, Ordering::Release);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_are_one_run_in_whichever_order_they_are_named() {
+        let mut pages = vec![9, 7, 8, u32::MAX, 3, 8, 4, u32::MAX - 1, 0];
+        assert_eq!(runs(&mut pages).collect::<Vec<_>>(), [(0, 1), (3, 2), (7, 3), (u32::MAX - 1, 2)]);
+        assert_eq!(runs(&mut Vec::new()).count(), 0);
     }
 }
