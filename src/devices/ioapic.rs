@@ -3,7 +3,8 @@
 //! A pin's redirection entry is an MSI. KVM gets those of all unmasked pins as GSI routes, so an irqfd reaches the guest
 //! without passing through here. A line that is driven by [`Ioapic::set_line`] does pass: level-triggered pins keep
 //! their remote IRR until KVM reports the guest's end of interrupt ([`Ioapic::eoi`]), and fire again if the line is
-//! still asserted then. An edge that arrives while its pin is masked is lost, as in hardware.
+//! still asserted then. An edge that arrives while its pin is masked is neither sent nor held, as in hardware (data sheet,
+//! 3.2.4, interrupt mask); an irqfd of KVM's own I/O APIC raises and lowers its line at once, which comes to the same.
 
 use std::sync::{Mutex, MutexGuard};
 
