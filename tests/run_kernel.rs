@@ -140,7 +140,7 @@ fn bad_files() -> Result<(), Failed> {
         ("--disk DIR/fifo", "neither a file nor a block device"),
         ("--disk DIR", "neither a file nor a block device"),
         ("--disk DIR/disk --disk DIR/disk", "add `readonly`"),
-        ("--disk DIR/disk,readonly --disk DIR/disk", "in use by another process"),
+        ("--disk DIR/disk,readonly --disk DIR/disk", "in use already, by another process or another --disk"),
         ("--disk DIR/disk,raedonly", "did you mean 'readonly'?"),
         ("--net tap=nosuchtap0", "tap `nosuchtap0` is not there"),
         ("--net tap=name-of-more-than-15-bytes", "1 to 15 bytes"),
@@ -152,6 +152,8 @@ fn bad_files() -> Result<(), Failed> {
         // What comes before the mistake is taken back.
         ("--vsock DIR/v.sock --name n -k DIR/noise", "--kernel DIR/noise: not a kernel"),
         ("--vsock DIR/v.sock --name n --disk DIR/disk --serial file=DIR", "--serial DIR: cannot be opened"),
+        ("--console file=DIR", "--console DIR: cannot be opened"),
+        ("--name a/b", "--name: `a/b` is no machine's name"),
         ("--name live", "--name: socket DIR/vellum/live.sock is in use"),
         ("--timeout never", "30s"),
         ("--irqchip both", "split, kernel"),

@@ -116,9 +116,9 @@ pub fn check_output(file: &File) -> Result<(), Unfit> {
     }
 }
 
-/// A serial target cannot be opened.
+/// A target cannot be opened.
 #[derive(Debug, thiserror::Error)]
-#[error("--serial {}: cannot be opened; use terminal, pty, null, or file=PATH with a path that can be written", value.display())]
+#[error("{}: cannot be opened; use pty, null, or file=PATH with a path that can be written", value.display())]
 pub struct OpenError {
     value: PathBuf,
     source: io::Error,

@@ -151,7 +151,7 @@ pub enum Error {
     #[error(transparent)]
     Virtio(#[from] virtio::Error),
     /// The serial port's target.
-    #[error(transparent)]
+    #[error("--serial {0}")]
     Serial(#[from] crate::devices::console::OpenError),
     /// The tables.
     #[error(transparent)]

@@ -59,7 +59,7 @@ pub enum Error {
     #[error("--vsock: {0}")]
     Vsock(#[source] VsockError),
     /// The console.
-    #[error("--console: {0}")]
+    #[error("--console {0}")]
     Console(#[source] host_console::OpenError),
     /// The host's entropy.
     #[error("--rng: /dev/urandom: {0}")]
