@@ -3,9 +3,18 @@
 //!
 //! The first byte chooses the device; then come operations of 12 bytes each.
 
+use std::fs::File;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::net::UnixDatagram;
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use vellum::devices::virtio::balloon::Balloon;
+use vellum::devices::virtio::blk::{Blk, BlkConfig, Image};
 use vellum::devices::virtio::console::Console;
+use vellum::devices::virtio::net::Net;
 use vellum::devices::virtio::rng::Rng;
+use vellum::devices::virtio::vsock::{Vsock, VsockConfig};
+use vellum::sys::tap::Tap;
 use virtio_bindings::virtio_mmio::*;
 
 #[allow(dead_code, reason = "tests use more of it")]
@@ -29,17 +38,49 @@ const REGISTERS: [u32; 12] = [
     VIRTIO_MMIO_CONFIG,
 ];
 
+/// A disk of 64 sectors that is nowhere in the file system.
+fn disk() -> Driver {
+    // SAFETY: the name is a string that ends in a zero, and the descriptor is nobody else's.
+    let file = unsafe { File::from_raw_fd(libc::memfd_create(c"fuzz".as_ptr(), libc::MFD_CLOEXEC)) };
+    file.set_len(64 * 512).unwrap();
+    let image = Image::open(&BlkConfig::new(format!("/proc/self/fd/{}", file.as_raw_fd()))).unwrap();
+    Driver::new(Blk::new(image, || Ok(())).unwrap())
+}
+
+fn network() -> (Driver, UnixDatagram) {
+    let (ours, theirs) = UnixDatagram::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    // The first frame that comes in.
+    ours.send(&[0; 76]).unwrap();
+    (Driver::new(Net::on(Tap::from_fd("pair", theirs.into()), [2, 0, 0, 0, 0, 7])), ours)
+}
+
+fn vsock() -> Driver {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let name = format!("vellum-fuzz-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+    let config = VsockConfig { path: std::env::temp_dir().join(name), cid: 7 };
+    Driver::new(Vsock::open(&config).unwrap())
+}
+
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn virtio(data: &[u8]) {
     let Some((&device, operations)) = data.split_first() else { return };
-    let null = || std::fs::File::options().write(true).open("/dev/null").unwrap();
-    let zero = || std::fs::File::open("/dev/zero").unwrap();
-    let mut driver = match device % 3 {
+    let null = || File::options().write(true).open("/dev/null").unwrap();
+    let zero = || File::open("/dev/zero").unwrap();
+    let mut _wire = None;
+    let mut driver = match device % 6 {
         0 => Driver::new(Rng::new().unwrap()),
         1 => Driver::new(Console::new(Some(zero()), null())),
-        _ => Driver::new(Balloon::new().0),
+        2 => Driver::new(Balloon::new().0),
+        3 => {
+            let (driver, wire) = network();
+            _wire = Some(wire);
+            driver
+        }
+        4 => vsock(),
+        _ => disk(),
     };
-    let queues = if device % 3 == 0 { 1 } else { 2 };
+    let queues = [1, 2, 2, 2, 3, 1][usize::from(device % 6)];
     driver.start();
     for operation in operations.chunks_exact(12).take(64) {
         let queue = usize::from(operation[1]) % queues;
@@ -66,8 +107,14 @@ pub fn virtio(data: &[u8]) {
     }
     driver.start();
     assert!(!driver.needs_reset());
-    let work = if device % 3 == 1 { (1, readable(BUFFERS, 16)) } else { (0, writable(BUFFERS, 16)) };
-    driver.submit(work.0, &[work.1]);
-    driver.run();
-    assert!(driver.used_now(work.0).is_some(), "the device does not work after a reset");
+    // What each can do without a word of anybody else: a read of sector 0, a packet that means nothing.
+    driver.put(BUFFERS, &[0; 64]);
+    let (queue, request) = match device % 6 {
+        0 | 2 => (0, vec![writable(BUFFERS, 16)]),
+        1 => (1, vec![readable(BUFFERS, 16)]),
+        3 | 4 => (1, vec![readable(BUFFERS, 60)]),
+        _ => (0, vec![readable(BUFFERS, 16), writable(BUFFERS + 0x1000, 512), writable(BUFFERS + 0x800, 1)]),
+    };
+    driver.submit(queue, &request);
+    driver.wait_used(queue);
 }
