@@ -12,6 +12,8 @@
 //! | [`arch`] | what differs between architectures: layout, boot protocols, registers, tables, interrupt controllers |
 //! | [`devices`] | the bus, the PC's own devices, virtio |
 //! | [`dirty`] | who wrote which page since somebody last asked |
+//! | [`mod@bench`] | one file a benchmark: a workload, a schedule, and its figures |
+//! | [`control`] | the control socket: requests, answers, events; and the guest agent's client |
 //! | [`workload`] | guests without an OS: code, control block, stamps, and the model that knows what they must have written |
 //! | [`report`] | the one result type and its faces: terminal, JSON, HTML |
 //!
@@ -23,6 +25,8 @@
 //! - How a guest boots: [`arch`], `boot/`; without an OS, [`workload::guest`].
 //! - The vCPU loop: [`vm::vcpu`].
 //! - What a guest without an OS does: [`workload`], its assembly in `arch/*/workload.rs`.
+//! - How dirty pages are collected: [`dirty::DirtyTracker`]; how one that is lost is found: [`dirty::oracle`].
+//! - What a machine can be told while it runs: [`control::Do`].
 //! - What a result is: [`report::Report`].
 
 pub mod arch;
