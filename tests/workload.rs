@@ -2,15 +2,18 @@
 
 mod bed;
 
-use std::sync::Arc;
+use std::fs;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use bed::{ensure, kvm, trial};
 use libtest_mimic::{Arguments, Failed, Trial};
 use vellum::arch::workload::{Code, Privilege, write_code};
+use vellum::dirty::{self, Method};
 use vellum::vm::counters::Counters;
 use vellum::vm::memory::{Backing, Memory, MemoryConfig};
-use vellum::workload::guest::GuestConfig;
+use vellum::workload::guest::{GuestConfig, Woke};
 use vellum::workload::model::{self, Model};
 use vellum::workload::{Guest, Hot, Order, WriteConfig};
 
@@ -65,6 +68,7 @@ fn main() {
     trials.push(trial("the_code_runs_wherever_it_lies", kvm(), anywhere));
     trials.push(trial("the_privileged_variant", kvm(), privileged));
     trials.push(trial("a_page_faults_once_and_never_again", kvm(), faults));
+    trials.push(trial("a_full_ring_is_waited_for_asleep", bed::both(kvm(), ring()), asleep));
     libtest_mimic::run(&args, trials).exit();
 }
 
@@ -215,4 +219,52 @@ fn refused() -> Result<(), Failed> {
         ensure(said.contains("refused"), || format!("said: {said}"))?;
     }
     Ok(())
+}
+
+fn ring() -> bed::Need {
+    let Ok(available) = Method::available() else { return Ok(()) };
+    let lacks = || format!("needs a KVM with the {} tracker", Method::Ring.name());
+    available.contains(&Method::Ring).then_some(()).ok_or_else(lacks)
+}
+
+/// Who waits for the guest's end while its dirty ring is full sleeps, and wakes when another thread has harvested it.
+fn asleep() -> Result<(), Failed> {
+    let kvm = vellum::vm::open()?;
+    let memory = Memory::map(MemoryConfig::new(8 << 20))?;
+    let guest = Guest::build(&kvm, memory, GuestConfig { dirty_ring: Some(1024), ..GuestConfig::new(1) })?;
+    let mut tracker = dirty::tracker(Method::Ring, &guest.vm, &guest.vcpus, None)?;
+    guest.vm.memory.slots.iter().for_each(|slot| tracker.track(*slot));
+    tracker.enable(&guest.vm, true)?;
+    guest.program(&WriteConfig { passes: 1, ..WriteConfig::default() })?;
+    guest.resume();
+    // This thread's own CPU time is the clock: whatever else the host does takes none of it.
+    let ours = || fs::read_to_string("/proc/thread-self/schedstat");
+    let (told, thread) = mpsc::channel();
+    std::thread::scope(|scope| {
+        let (guest, waits) = (&guest, scope);
+        let waiter = waits.spawn(move || {
+            // SAFETY: gettid takes nothing and cannot fail.
+            let _ = told.send(unsafe { libc::gettid() });
+            guest.wait_all_rung()
+        });
+        let its = format!("/proc/self/task/{}/schedstat", thread.recv()?);
+        let spent = |text: std::io::Result<String>| -> Result<u64, Failed> {
+            Ok(text?.split(' ').next().unwrap_or_default().parse()?)
+        };
+        let (mut harvests, mut burnt) = (0, 0);
+        let wait = Duration::from_secs(3600);
+        while guest.wait(wait)? == Woke::RingFull {
+            if harvests == 0 {
+                let (before, from) = (spent(fs::read_to_string(&its))?, spent(ours())?);
+                while spent(ours())? - from < 50_000_000 {}
+                burnt = spent(fs::read_to_string(&its))? - before;
+            }
+            harvests += 1;
+            tracker.collect()?;
+            guest.resume_full()?;
+        }
+        ensure(burnt < 10_000_000, || format!("{burnt} ns of CPU time while another thread spent 50 ms"))?;
+        ensure(harvests > 1, || format!("{harvests} harvests: the ring of 1024 never filled up"))?;
+        Ok(waiter.join().expect("the waiting thread does not panic")?)
+    })
 }

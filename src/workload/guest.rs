@@ -373,6 +373,11 @@ impl Guest {
 
     /// Waits until every vCPU has rung, or until the dirty ring of one is full, at most as long as `timeout`.
     pub fn wait(&self, timeout: Duration) -> Result<Woke, Error> {
+        self.listen(timeout, true)
+    }
+
+    /// As [`Guest::wait`]; without `harvests` a full ring is for another thread to empty, and wakes nobody here.
+    fn listen(&self, timeout: Duration, harvests: bool) -> Result<Woke, Error> {
         let deadline = Instant::now() + timeout;
         let mut rung = self.bell.lock();
         loop {
@@ -380,7 +385,7 @@ impl Guest {
                 drop(rung);
                 return Err(self.ended());
             }
-            if !rung.full.is_empty() {
+            if harvests && !rung.full.is_empty() {
                 return Ok(Woke::RingFull);
             }
             if !rung.codes.contains(&0) {
@@ -425,9 +430,10 @@ impl Guest {
         Ok(rung.codes.iter().all(|&code| code != 0))
     }
 
-    /// Waits until every vCPU has rung and is paused.
+    /// Waits until every vCPU has rung and is paused. Dirty rings that fill up are not harvested here: unless another thread
+    /// does, this waits, asleep, until a signal ends it.
     pub fn wait_all_rung(&self) -> Result<(), Error> {
-        while self.wait(Duration::from_secs(3600))? != Woke::Rung {}
+        while self.listen(Duration::from_secs(3600), false)? != Woke::Rung {}
         Ok(())
     }
 
