@@ -129,7 +129,7 @@ fn one(
     let mark_again = self::mark(config, idle, &guest)?;
     let read_idle = access(false)?;
     let now = counted.now();
-    huge_premise(report, backing, &now);
+    huge_premise(report, backing, config.common.page(&report.host), &now);
     // One round's counters stand for all.
     if first {
         counted.finish(report, now, None);

@@ -214,7 +214,8 @@ fn one(
         samples.guest = Some(run::latency(&guest));
         // A missing page of THP memory is brought in as a small one.
         if guest.vm.memory.config.backing != Backing::Thp {
-            huge_premise(report, guest.vm.memory.config.backing, &now);
+            let page = config.common.page(&report.host);
+            huge_premise(report, guest.vm.memory.config.backing, page, &now);
         }
         counted.finish(report, now, None);
     }

@@ -340,14 +340,48 @@ impl Counted {
     }
 }
 
-/// The premise of a huge backing: KVM maps huge pages. Only kernels that count mappings by size can tell.
-fn huge_premise(report: &mut Report, backing: Backing, now: &Snapshot) {
+/// The premise of a huge backing: KVM maps huge pages. Only kernels that count mappings by size can tell. A KVM that shadows
+/// the guest's tables maps the smaller of its own pages and theirs, so small ones there promise nothing.
+fn huge_premise(report: &mut Report, backing: Backing, page: GuestPage, now: &Snapshot) {
     let count = |name: &str| now.get(name).copied();
     let (Some(small), Some(large), Some(huge)) = (count("pages_4k"), count("pages_2m"), count("pages_1g"))
     else {
         return;
     };
-    if backing.best_mapping() >= 2 << 20 && large + huge == 0 {
-        report.invalid.push(format!("-s {backing}, but KVM mapped no huge page, only {small} of 4 KiB"));
+    if backing.best_mapping() < 2 << 20 || large + huge > 0 {
+        return;
+    }
+    let (lines, line) = if page == GuestPage::Small && report.host.paging == Paging::Shadow {
+        let why = "KVM shadows the guest's tables and their pages are of 4 KiB, so it maps no huge ones";
+        (&mut report.notes, format!("-s {backing}: {why}; -m 2m lets it"))
+    } else {
+        (&mut report.invalid, format!("-s {backing}, but KVM mapped no huge page, only {small} of 4 KiB"))
+    };
+    // Of several rounds the first to say so will do.
+    if !lines.contains(&line) {
+        lines.push(line);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_guest_pages_excuse_small_mappings_where_they_are_shadowed() {
+        let now: Snapshot = [("pages_4k", 512), ("pages_2m", 0), ("pages_1g", 0)]
+            .map(|(name, n)| (name.to_owned(), n))
+            .into();
+        let of = |paging, page| {
+            let mut report = Common::default().report("page-table");
+            report.host.paging = paging;
+            for _round in 0..2 {
+                huge_premise(&mut report, Backing::Thp, page, &now);
+            }
+            (report.invalid.len(), report.notes.len())
+        };
+        assert_eq!(of(Paging::Shadow, GuestPage::Small), (0, 1));
+        assert_eq!(of(Paging::Shadow, GuestPage::Large), (1, 0));
+        assert_eq!(of(Paging::Npt, GuestPage::Small), (1, 0));
     }
 }

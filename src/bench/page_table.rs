@@ -143,7 +143,7 @@ fn one(
     let counted = Counted::start(&guest, report);
     let page = backing.best_mapping();
     let create = stage(&guest, |vcpu| Plan::every(page, bytes, vcpu % 2 == 0))?;
-    huge_premise(report, backing, &counted.now());
+    huge_premise(report, backing, config.common.page(&report.host), &counted.now());
     let enable = logging(&guest, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
     let update = stage(&guest, |_| match page {
         PAGE_SIZE => Plan::every(PAGE_SIZE, bytes, true),

@@ -1,0 +1,209 @@
+//! A round's machine: built, populated, and what both schedules do with it: a pass, a collection, a phase of latencies, the
+//! mappings that KVM has.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::Config;
+use crate::bench::{Counted, Error, huge_premise, place};
+use crate::dirty::{self, DirtyTracker, Method, SlotLog};
+use crate::report::{Histogram, Mark, Report, Series};
+use crate::vm::counters::Snapshot;
+use crate::vm::memory::{Memory, MemoryConfig};
+use crate::workload::control::BUCKETS;
+use crate::workload::guest::{GuestConfig, Woke};
+use crate::workload::run::nanoseconds;
+use crate::workload::{Guest, Order, WriteConfig};
+
+/// One round on a machine of its own.
+pub(super) struct Run<'a> {
+    pub(super) config: &'a Config,
+    pub(super) report: &'a mut Report,
+    // Before the guest, to whose vCPUs its rings belong.
+    pub(super) tracker: Box<dyn DirtyTracker>,
+    pub(super) guest: Guest,
+    pub(super) counted: Counted,
+    pub(super) end: Snapshot,
+    pub(super) clock: Instant,
+    pub(super) write: WriteConfig,
+    /// The latency histograms' sum when the current phase began.
+    pub(super) buckets: Vec<u64>,
+    pub(super) figures: Vec<(String, &'static str, f64)>,
+    pub(super) histograms: Vec<Histogram>,
+    pub(super) series: Vec<Series>,
+    pub(super) marks: Vec<Mark>,
+}
+
+impl<'a> Run<'a> {
+    pub(super) fn new(
+        config: &'a Config,
+        method: Method,
+        total: u64,
+        kvm: &kvm_ioctls::Kvm,
+        report: &'a mut Report,
+    ) -> Result<Self, Error> {
+        let memory =
+            MemoryConfig { backing: config.region.backing, slots: config.slots, ..MemoryConfig::new(total) };
+        let mut memory = Memory::map(memory)?;
+        place(&mut memory, config.phys_offset);
+        let dirty_ring = (method == Method::Ring).then_some(config.ring_entries);
+        let page = config.common.page(&report.host);
+        let guest = GuestConfig { page, dirty_ring, ..config.common.guest(config.region.vcpus) };
+        let guest = Guest::build(kvm, memory, guest)?;
+        let counted = Counted::start(&guest, report);
+        let mut tracker = dirty::tracker(method, &guest.vm, &guest.vcpus, config.chunk)?;
+        guest.vm.memory.slots.iter().for_each(|slot| tracker.track(*slot));
+        let write = WriteConfig {
+            order: config.order,
+            hot: config.hot,
+            write_percent: config.write_percent,
+            passes: 0,
+            seed: config.seed,
+            shared: config.overlap,
+            latency: config.latency,
+            lockstep: true,
+            ..WriteConfig::default()
+        };
+        let mut run = Self {
+            config,
+            report,
+            tracker,
+            guest,
+            counted,
+            end: Snapshot::new(),
+            clock: Instant::now(),
+            write,
+            buckets: vec![0; BUCKETS],
+            figures: Vec::new(),
+            histograms: Vec::new(),
+            series: Vec::new(),
+            marks: Vec::new(),
+        };
+        run.populate()?;
+        Ok(run)
+    }
+
+    pub(super) fn figure(&mut self, name: impl Into<String>, unit: &'static str, value: f64) {
+        self.figures.push((name.into(), unit, value));
+    }
+
+    /// The first pass writes every page in turn, whatever is asked for later.
+    fn populate(&mut self) -> Result<(), Error> {
+        let all =
+            WriteConfig { order: Order::Sequential, hot: None, write_percent: 100.0, ..self.write.clone() };
+        self.guest.program(&all)?;
+        let (seconds, _) = self.pass(false)?;
+        self.figure("populate_memory", "s", seconds);
+        let now = self.counted.now();
+        self.mapped("populated", &now);
+        let page = self.config.common.page(&self.report.host);
+        huge_premise(self.report, self.config.region.backing, page, &now);
+        let huge = self.config.region.backing.best_mapping();
+        let mapped = now.get(if huge == 1 << 30 { "pages_1g" } else { "pages_2m" });
+        let possible = self.guest.vm.memory.config.size / huge;
+        if let Some(&mapped) = mapped.filter(|&&mapped| huge > 4096 && mapped > 0 && mapped < possible) {
+            self.report.notes.push(format!(
+                "KVM mapped {mapped} of {possible} huge pages that memory could have had: where the others should be, the host found no free ones"
+            ));
+        }
+        self.guest.program(&self.write)?;
+        self.end_phase(None);
+        Ok(())
+    }
+
+    /// KVM's mappings by size, where this kernel counts them.
+    pub(super) fn mapped(&mut self, when: &str, now: &Snapshot) {
+        for name in ["pages_4k", "pages_2m", "pages_1g"] {
+            if let Some(&value) = now.get(name) {
+                self.figure(format!("mapped_{}[{when}]", &name[6..]), "pages", value as f64);
+            }
+        }
+    }
+
+    /// One pass of all vCPUs; with `logged`, rings are harvested as they fill. Returns the seconds, and the pages found.
+    pub(super) fn pass(&mut self, logged: bool) -> Result<(f64, u64), Error> {
+        let start = Instant::now();
+        let mut found = 0;
+        self.guest.resume();
+        loop {
+            match self.guest.wait(Duration::from_secs(3600))? {
+                Woke::Rung => return Ok((start.elapsed().as_secs_f64(), found)),
+                Woke::Timeout => {}
+                Woke::RingFull => {
+                    self.tracker.collect()?;
+                    found += if logged { dirty_pages(self.tracker.logs()) } else { 0 };
+                    self.guest.resume_full()?;
+                }
+            }
+        }
+    }
+
+    /// Closes a phase of the guest's write latencies under `name`, or forgets it.
+    pub(super) fn end_phase(&mut self, name: Option<&str>) {
+        let mut now = vec![0; BUCKETS];
+        let mut slowest = 0;
+        for control in self.guest.controls() {
+            now.iter_mut().zip(control.latency_snapshot()).for_each(|(sum, count)| *sum += count);
+            slowest = slowest.max(control.slowest.swap(0, Ordering::Relaxed));
+        }
+        let before = std::mem::replace(&mut self.buckets, now);
+        let Some(name) = name.filter(|_| self.config.latency) else { return };
+        let grown: Vec<u64> = self.buckets.iter().zip(before).map(|(now, before)| now - before).collect();
+        let histogram = nanoseconds(&format!("write_latency[{name}]"), &grown, self.guest.tsc_hz);
+        for (quantile, q) in [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)] {
+            if let Some(value) = histogram.quantile(q) {
+                self.figure(format!("write_latency_{quantile}[{name}]"), "ns", value);
+            }
+        }
+        if histogram.count() > 0 {
+            self.figure(
+                format!("write_latency_max[{name}]"),
+                "ns",
+                slowest as f64 * 1e9 / self.guest.tsc_hz as f64,
+            );
+            self.histograms.push(histogram);
+        }
+    }
+
+    /// One collection in its parts: seconds of get, clear and scan, and the pages found.
+    pub(super) fn collect(&mut self) -> Result<([f64; 3], u64), Error> {
+        let mut last = Instant::now();
+        let mut lap = || {
+            let now = Instant::now();
+            (now - std::mem::replace(&mut last, now)).as_secs_f64()
+        };
+        self.tracker.get()?;
+        let get = lap();
+        self.tracker.clear()?;
+        let clear = lap();
+        let pages = dirty_pages(self.tracker.logs());
+        Ok(([get, clear, lap()], pages))
+    }
+
+    /// Waits for the end of a pass that was begun elsewhere.
+    pub(super) fn finish_pass(&mut self) -> Result<(), Error> {
+        while self.guest.wait(Duration::from_secs(3600))? != Woke::Rung {
+            self.tracker.collect()?;
+            self.guest.resume_full()?;
+        }
+        Ok(())
+    }
+
+    /// The mappings that are left; the counters' readings go into the result when the machine is gone.
+    pub(super) fn finish(&mut self) {
+        self.end = self.counted.now();
+        let now = std::mem::take(&mut self.end);
+        self.mapped("after", &now);
+        if let Some(recycled) = self.counted.grown(&now, "mmu_recycled").filter(|&recycled| recycled > 0) {
+            self.report.invalid.push(format!(
+                "KVM recycled {recycled} shadow pages: what was timed is also their rebuilding"
+            ));
+        }
+        self.end = now;
+    }
+}
+
+/// Counts what a collection found, run by run.
+fn dirty_pages(logs: &[SlotLog]) -> u64 {
+    logs.iter().flat_map(SlotLog::runs).map(|run| run.end - run.start).sum()
+}
