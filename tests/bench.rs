@@ -42,6 +42,7 @@ fn main() {
         trial("memslots_moved_under_a_guest_lose_nothing", kvm(), memslots),
         trial("access_tracking_marks_and_unmarks", bed::both(kvm(), page_idle()), access_tracking),
         trial("an_interrupt_leaves_what_was_measured", kvm(), interrupted),
+        trial("what_excludes_each_other_is_one_line", kvm(), excluded),
         trial("tables_lead_to_the_same_frames_and_are_cleared", kvm(), tables),
     ];
     libtest_mimic::run(&args, trials).exit();
@@ -197,6 +198,30 @@ fn interrupted() -> Result<(), Failed> {
     let text = results.to_string();
     ensure(text.contains("interrupted at round"), || text.clone())?;
     ensure(text.contains("update_mappings"), || format!("no figures: {text}"))
+}
+
+/// One line that names the flag and what would work, and exit status 2.
+fn excluded() -> Result<(), Failed> {
+    for (line, flag, remedy) in [
+        ("dirty-log -b 2m --tracker ring --clear-chunk 64", "--clear-chunk 64", "--tracker manual-protect"),
+        ("dirty-log -b 2m -g --clear-chunk 64", "--clear-chunk 64", "--tracker manual-protect"),
+        ("dirty-log -b 2m --duration 1s", "--duration", "--collect continuous would work"),
+        ("dirty-log -b 2m --collect continuous -i 2", "--iterations", "--collect lockstep would work"),
+        ("dirty-log -b 1m -s thp", "-b 1m", "-b 2m would work"),
+        ("demand-paging -b 4k -v 60000", "-v 60000", "at most"),
+        ("memslot -b 16m -s 32 --backing thp", "-s 32", "-s 8 would work"),
+        ("demand-paging -b 4t -s hugetlb-2m", "--backing hugetlb-2m", "get them with"),
+        ("demand-paging -b 1m -u MINOR", "-u MINOR", "-s shmem"),
+    ] {
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_vellum")).arg("bench").args(line.split(' ')).output()?;
+        let said = String::from_utf8(output.stderr)?;
+        let right = output.status.code() == Some(2) && said.lines().count() == 1;
+        ensure(right && said.contains(flag) && said.contains(remedy), || {
+            format!("{line}: {}: {said}", output.status)
+        })?;
+    }
+    Ok(())
 }
 
 fn page_idle() -> bed::Need {

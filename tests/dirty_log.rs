@@ -281,7 +281,7 @@ fn bench_config(method: Method) -> dirty_log::Config {
         method: Some(method),
         // Less than the memory has pages, so that it fills up.
         ring_entries: 1024,
-        chunk: Some(128),
+        chunk: method.is_manual().then_some(128),
         run_while_disabling: true,
         seed: 1,
         phys_offset: Some(1 << 32),
@@ -361,6 +361,23 @@ fn bench_refuses() -> Result<(), Failed> {
         (dirty_log::Config { region: Region { bytes: 5000, ..base().region }, ..base() }, "8192 would work"),
         (dirty_log::Config { slots: 3, ..base() }, "-x 2 would work"),
         (dirty_log::Config { phys_offset: Some(0x1000), ..base() }, "-p 0x100000000 would work"),
+        (dirty_log::Config { chunk: Some(64), ..base() }, "--tracker manual-protect would work"),
+        (
+            dirty_log::Config {
+                region: Region { bytes: 512 << 10, backing: Backing::Thp, vcpus: 2 },
+                slots: 1,
+                ..base()
+            },
+            "-b 2m would work",
+        ),
+        (
+            dirty_log::Config {
+                region: Region { bytes: 8192, vcpus: 1 << 16, ..base().region },
+                slots: 1,
+                ..base()
+            },
+            "-v 65536",
+        ),
         (
             dirty_log::Config {
                 region: Region { bytes: 1 << 45, vcpus: 1, ..base().region },

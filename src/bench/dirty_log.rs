@@ -67,8 +67,6 @@ pub struct Config {
 pub fn run(config: &Config) -> Result<Report, Error> {
     let mut report = config.common.report("dirty-log");
     let kvm = vm::open()?;
-    let total = check(config)?;
-    config.common.pin_main(config.region.vcpus)?;
     let probe = crate::host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
     let method = match config.method {
         Some(method) => method,
@@ -80,6 +78,8 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     };
     method.check(&probe)?;
     drop(probe);
+    let total = check(config, method)?;
+    config.common.pin_main(config.region.vcpus)?;
     ask(&mut report, config, method);
     let mut samples: Vec<(String, &'static str, Vec<f64>)> = Vec::new();
     config.common.each(&mut report, config.common.rounds(), |report, round| {
@@ -127,7 +127,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
 }
 
 /// Refuses what contradicts itself; returns the bytes of memory needed.
-fn check(config: &Config) -> Result<u64, Error> {
+fn check(config: &Config, method: Method) -> Result<u64, Error> {
     let asked = |reason: String| Err(Error::Asked(reason));
     let Region { bytes, backing, vcpus } = config.region;
     let page = backing.page_size();
@@ -149,7 +149,14 @@ fn check(config: &Config) -> Result<u64, Error> {
             backing
         ));
     }
-    let pages = total / backing.best_mapping().max(4096);
+    let pages = total / backing.best_mapping();
+    if pages == 0 {
+        return asked(format!(
+            "-b {}: less than one of the {} pages of -s {backing}; -b {1} would work",
+            short_size(bytes),
+            short_size(backing.best_mapping())
+        ));
+    }
     if u64::from(config.slots) > pages || !pages.is_multiple_of(config.slots.into()) {
         let fits = (1..=u64::from(config.slots).min(pages)).rev().find(|slots| pages.is_multiple_of(*slots));
         return asked(format!(
@@ -158,6 +165,15 @@ fn check(config: &Config) -> Result<u64, Error> {
             short_size(total),
             short_size(backing.best_mapping()),
             fits.unwrap_or(1)
+        ));
+    }
+    if let Some(chunk) = config.chunk.filter(|_| !method.is_manual()) {
+        return asked(format!(
+            "--clear-chunk {chunk}: {}, so there is nothing to clear in chunks; --tracker manual-protect would work",
+            match method {
+                Method::Ring => "the ring is reset as a whole",
+                _ => "KVM_GET_DIRTY_LOG alone clears what it reads",
+            }
         ));
     }
     if let Some(offset) = config.phys_offset {
@@ -171,8 +187,7 @@ fn check(config: &Config) -> Result<u64, Error> {
                 .into(),
         );
     }
-    // Page tables, KVM's and ours, are some hundredths of it.
-    check_memory(total.saturating_add(total / 64), backing)?;
+    check_memory(total, backing)?;
     Ok(total)
 }
 

@@ -15,7 +15,7 @@ use crate::arch::touch as code;
 use crate::report::Report;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm;
-use crate::vm::memory::{Backing, MemoryConfig, Slot};
+use crate::vm::memory::{Backing, MemoryConfig, Slot, short_size};
 use crate::workload::Guest;
 use crate::workload::guest::GuestConfig;
 use crate::workload::touch::{self, Plan};
@@ -93,6 +93,16 @@ pub fn run(config: &Config) -> Result<Report, Error> {
         return Err(Error::Asked(
             "-s 1: move_inactive needs a slot to move and another for the guest: 2 or more would work".into(),
         ));
+    }
+    let page = config.backing.best_mapping();
+    if u64::from(config.slots) > config.bytes / page {
+        return Err(Error::Asked(format!(
+            "-s {}: {} have {most} pages of {} for as many memslots; -s {most} would work",
+            config.slots,
+            short_size(config.bytes),
+            short_size(page),
+            most = config.bytes / page,
+        )));
     }
     check_memory(config.bytes, config.backing)?;
     let mut report = config.common.report("memslot");

@@ -21,7 +21,7 @@ use indicatif::ProgressBar;
 
 use crate::arch::workload::GuestPage;
 use crate::arch::{irqchip, layout};
-use crate::host::{Facts, Paging, topology};
+use crate::host::{Facts, Paging, hugepages, topology};
 use crate::report::Report;
 use crate::sandbox::{self, Mode};
 use crate::sys::affinity;
@@ -50,7 +50,13 @@ pub enum Error {
 
 impl From<guest::Error> for Error {
     fn from(error: guest::Error) -> Self {
-        Self::Machine(error.into())
+        match error {
+            // In the words of this command line: `run` has other flags.
+            guest::Error::Vm(vm::Error::Cpus { asked, most }) => {
+                Self::Asked(format!("-v {asked}: this KVM has at most {most} vCPUs"))
+            }
+            error => Self::Machine(error.into()),
+        }
     }
 }
 
@@ -271,11 +277,16 @@ fn populated(config: MemoryConfig) -> Result<Memory, Error> {
     Ok(memory)
 }
 
-/// Refuses what would exceed the host's memory, before anything is mapped. Huge pages have a check of their own.
+/// Refuses what would exceed the host's memory, before anything is mapped.
 fn check_memory(bytes: u64, backing: Backing) -> Result<(), Error> {
+    if let Backing::Hugetlb(page) | Backing::SharedHugetlb(page) = backing {
+        return hugepages::check(page, bytes)
+            .map_err(|shortage| Error::Asked(format!("--backing {backing}: {shortage}")));
+    }
     let available = topology::memory().available;
-    let from_pool = matches!(backing, Backing::Hugetlb(_) | Backing::SharedHugetlb(_));
-    if !from_pool && available > 0 && bytes > available {
+    // Page tables, KVM's and ours, are some hundredths of it.
+    let bytes = bytes.saturating_add(bytes / 64);
+    if available > 0 && bytes > available {
         return Err(Error::Asked(format!(
             "this needs {} of memory and {} is available: ask for fewer vCPUs (-v) or less for each (-b)",
             short_size(bytes.next_multiple_of(1 << 20)),

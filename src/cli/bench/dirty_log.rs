@@ -76,9 +76,9 @@ pub struct DirtyLogArgs {
     #[arg(long, value_enum, default_value_t = Collect::Lockstep)]
     collect: Collect,
 
-    /// How long to collect continuously
-    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = keyvalue::duration)]
-    duration: Duration,
+    /// How long to collect continuously [default: 5s]
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
+    duration: Option<Duration>,
 
     /// Measure how long each of the guest's writes takes
     #[arg(long, value_name = "on|off", default_value = "on", action = clap::ArgAction::Set,
@@ -125,6 +125,20 @@ fn hot(text: &str) -> Result<Hot, String> {
 }
 
 pub(super) fn run(args: DirtyLogArgs) -> Result<Exit, Failure> {
+    let continuous = match (args.collect, args.iterations, args.duration) {
+        (Collect::Lockstep, _, Some(_)) => {
+            return Err(Failure::usage(
+                "--duration: --collect lockstep ends after so many passes, not after so long; -i N or --collect continuous would work",
+            ));
+        }
+        (Collect::Continuous, Some(_), _) => {
+            return Err(Failure::usage(
+                "--iterations: with --collect continuous the guest runs through, and no passes are counted; --duration TIME or --collect lockstep would work",
+            ));
+        }
+        (Collect::Lockstep, ..) => None,
+        (Collect::Continuous, _, duration) => Some(duration.unwrap_or(Duration::from_secs(5))),
+    };
     let method = match (args.tracker, args.no_manual_protect) {
         (Some(tracker), _) => Some(tracker.method),
         (None, true) => Some(Method::Bitmap),
@@ -144,7 +158,7 @@ pub(super) fn run(args: DirtyLogArgs) -> Result<Exit, Failure> {
         run_while_disabling: args.run_while_disabling,
         seed: args.seed,
         phys_offset: args.phys_offset,
-        continuous: (args.collect == Collect::Continuous).then_some(args.duration),
+        continuous,
         latency: args.latency,
         common: args.region.common(&args.output)?,
     };
