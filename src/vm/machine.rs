@@ -1,30 +1,27 @@
-//! A machine with devices: a kernel, a PC around it, and the loop that watches over both.
+//! A machine with devices: a kernel, and a PC around it.
 //!
-//! [`Machine::build`] makes it with its vCPUs paused at the kernel's entry; [`Machine::run`] lets it go and returns how
-//! it ended. Which device lies where is decided here and nowhere else; what a device does is its own file's.
+//! [`Machine::build`] makes it with its vCPUs paused at the kernel's entry; [`Machine::run`] (`run.rs`) lets it go and returns
+//! how it ended; `control.rs` does what the control socket asks for meanwhile. Which device lies where is decided
+//! here and nowhere else; what a device does is its own file's.
+
+mod control;
+mod run;
 
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
-use event_manager::{EventManager, EventOps, Events, MutEventSubscriber, SubscriberOps};
-use kvm_bindings::{
-    KVM_CAP_TSC_DEADLINE_TIMER, KVM_MAX_CPUID_ENTRIES, KVM_SYSTEM_EVENT_CRASH, KVM_SYSTEM_EVENT_RESET,
-    KVM_SYSTEM_EVENT_SHUTDOWN,
-};
+use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
+use kvm_bindings::{KVM_CAP_TSC_DEADLINE_TIMER, KVM_MAX_CPUID_ENTRIES};
 use kvm_ioctls::{Kvm, VcpuExit};
-use serde_json::json;
-use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::counters::{Counters, Snapshot};
-use super::lifecycle::Exit;
+pub use self::run::Outcome;
+use self::run::{Happening, Watch, on_exit};
 use super::memory::{Memory, MemoryConfig};
-use super::vcpu::{self, Ended, Flow, Start, Vcpu};
+use super::vcpu::{self, Start, Vcpu};
 use super::virtio::{self, Virtio};
 use super::{Vm, ioctl};
 use crate::arch::boot::{self, Entry, Protocol, Request};
@@ -32,18 +29,16 @@ use crate::arch::cpuid::{Choice, Cpuid};
 use crate::arch::irqchip::{self, Irqchip, Mode};
 use crate::arch::{acpi, layout, regs};
 use crate::control::server::{Asked, Control, Listeners};
-use crate::control::{Do, Event, Status};
 use crate::devices::bus::Bus;
-use crate::devices::console::{self, Console, Target};
+use crate::devices::console::{Console, Target};
 use crate::devices::rtc::{self, Rtc};
 use crate::devices::serial::{self, Serial};
-use crate::devices::{Ending, acpi_pm, debug_exit, i8042, ioapic, pvpanic, test_device};
+use crate::devices::{acpi_pm, debug_exit, i8042, ioapic, pvpanic, test_device};
 use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox, ThreadKind};
-use crate::sys::program::{SETTLING, release_start_up_code};
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::sys::socket::{Name, SocketError};
-use crate::sys::{guard, kick, terminal};
+use crate::sys::{guard, kick};
 
 /// What is asked for.
 #[derive(Clone)]
@@ -228,57 +223,6 @@ pub struct Machine {
     sandbox: Sandbox,
 }
 
-/// How a run ended.
-#[derive(Debug)]
-pub struct Outcome {
-    /// Why, and with which status the process should exit.
-    pub exit: Exit,
-    /// What the failing vCPU said, where one failed.
-    pub ended: Option<(usize, Ended)>,
-    /// Bytes of serial output that nobody read.
-    pub lost_output: u64,
-    /// KVM's counters at the end, where they were asked for and this KVM has them.
-    pub counters: Option<Snapshot>,
-}
-
-/// What ends a run from outside the vCPUs' own code.
-enum Happening {
-    VcpuEnded,
-    Quit,
-    Signal(i32),
-}
-
-/// The event loop's part in ending: vCPUs that are gone, Ctrl-a x, signals.
-struct Watch {
-    ended: Arc<EventFd>,
-    quit: Arc<EventFd>,
-    signals: SignalFd,
-    tell: Sender<Happening>,
-}
-
-const ENDED: u32 = 0;
-const QUIT: u32 = 1;
-const SIGNALS: u32 = 2;
-
-impl MutEventSubscriber for Watch {
-    fn init(&mut self, ops: &mut EventOps<'_>) {
-        // All three can be watched: they are eventfds and a signalfd.
-        let _ = ops.add(Events::with_data(&*self.ended, ENDED, EventSet::IN));
-        let _ = ops.add(Events::with_data(&*self.quit, QUIT, EventSet::IN));
-        let _ = ops.add(Events::with_data(&self.signals, SIGNALS, EventSet::IN));
-    }
-
-    fn process(&mut self, events: Events, _ops: &mut EventOps<'_>) {
-        let happening = match events.data() {
-            ENDED => self.ended.read().ok().map(|_| Happening::VcpuEnded),
-            QUIT => self.quit.read().ok().map(|_| Happening::Quit),
-            _ => self.signals.read().map(Happening::Signal),
-        };
-        // The receiver lives as long as the machine, which owns this loop.
-        happening.and_then(|happening| self.tell.send(happening).ok());
-    }
-}
-
 impl Machine {
     /// Builds it. Files are opened and checked first, so that bad input costs nothing and leaves nothing behind.
     ///
@@ -405,143 +349,6 @@ impl Machine {
             sandbox: config.sandbox,
         })
     }
-
-    /// Runs it until it ends, by itself or by the user, or until `timeout` has passed.
-    ///
-    /// # Errors
-    /// Where the event loop fails.
-    pub fn run(&mut self, timeout: Option<Duration>) -> Result<Outcome, Error> {
-        let counters = self.counters.then(|| Counters::open(&self.vm.fd, &self.vcpus).ok()).flatten();
-        let deadline = timeout.map(|timeout| Instant::now() + timeout);
-        vcpu::resume_all(&self.vcpus);
-        self.sandbox.enter(ThreadKind::Main, "main")?;
-        let mut settled = false;
-        let (exit, ended) = loop {
-            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            if left == Some(Duration::ZERO) {
-                break (Exit::Timeout, None);
-            }
-            if settled {
-                self.events.run_with_timeout(milliseconds(left))?;
-            } else {
-                // Out of the guest's way while it starts, for unmapping makes its vCPUs fault too.
-                let first = left.map_or(SETTLING, |left| left.min(SETTLING));
-                settled = self.events.run_with_timeout(milliseconds(Some(first)))? == 0;
-                if settled {
-                    release_start_up_code();
-                }
-            }
-            if self.obey() {
-                break (Exit::PowerOff, None);
-            }
-            match self.happenings.try_recv() {
-                Ok(Happening::VcpuEnded) => {
-                    let ended = self.vcpus.iter().find_map(|v| Some((v.index(), v.take_ended()?)));
-                    if let Some((index, ended)) = ended {
-                        break (ended.exit, Some((index, ended)));
-                    }
-                }
-                Ok(Happening::Quit) => break (Exit::PowerOff, None),
-                Ok(Happening::Signal(signal)) => break (Exit::Signal(signal), None),
-                Err(_) => {}
-            }
-        };
-        self.listeners.tell(&Event::Ended { status: exit.code() });
-        let counters = counters.and_then(|counters| counters.read().ok());
-        // Nothing of the guest runs any more. What it has said may still wait for a slow reader, which gets the time that
-        // the run has left, unless the user has had enough.
-        self.vcpus.clear();
-        while ended.is_some() && !self.serial.flush() {
-            let wait = match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
-                Some(Duration::ZERO) => break,
-                left => milliseconds(left),
-            };
-            self.events.run_with_timeout(wait)?;
-            if matches!(self.happenings.try_recv(), Ok(Happening::Signal(_) | Happening::Quit)) {
-                break;
-            }
-        }
-        terminal::restore();
-        Ok(Outcome { exit, ended, lost_output: self.serial.unread(), counters })
-    }
-}
-
-/// For epoll: rounded up, so that the last millisecond is not spent spinning; -1 waits for ever.
-fn milliseconds(left: Option<Duration>) -> i32 {
-    left.map_or(-1, |left| i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX))
-}
-
-/// What the control socket asks for.
-impl Machine {
-    /// Does it; true if the machine is to end.
-    fn obey(&mut self) -> bool {
-        while let Ok(mut asked) = self.asked.try_recv() {
-            let result = match asked.what {
-                Do::Pause {} => self.pause().map_err(|error| error.to_string()),
-                Do::Resume {} => {
-                    self.resume();
-                    Ok(json!({}))
-                }
-                Do::Status {} => Ok(serde_json::to_value(self.status()).expect("plain data")),
-                Do::Balloon { bytes } => self.inflate(bytes),
-                Do::Stop {} => {
-                    asked.answer(Ok(json!({})));
-                    return true;
-                }
-                Do::Events {} => Ok(json!({})),
-                Do::Serial {} => self.lead_serial_to(std::mem::take(&mut asked.descriptors)),
-            };
-            asked.answer(result);
-        }
-        false
-    }
-
-    /// Stops vCPUs, then devices: afterwards nothing touches guest memory. In vain if it is paused already.
-    pub fn pause(&mut self) -> Result<serde_json::Value, vcpu::Error> {
-        let start = Instant::now();
-        vcpu::pause_all(&self.vcpus)?;
-        self.virtio.quiesce();
-        let us = start.elapsed().as_micros() as u64;
-        if !std::mem::replace(&mut self.paused, true) {
-            self.listeners.tell(&Event::Paused { us });
-        }
-        Ok(json!({ "us": us }))
-    }
-
-    /// Lets devices, then vCPUs go on.
-    pub fn resume(&mut self) {
-        if std::mem::take(&mut self.paused) {
-            self.virtio.resume();
-            vcpu::resume_all(&self.vcpus);
-            self.listeners.tell(&Event::Resumed {});
-        }
-    }
-
-    fn status(&self) -> Status {
-        Status {
-            pid: std::process::id(),
-            state: if self.paused { "paused" } else { "running" }.into(),
-            vcpus: self.vcpus.len(),
-            memory: self.vm.memory.config.size,
-            balloon: self.virtio.balloon.as_ref().map(|(balloon, _)| balloon.actual()),
-            vsock: self.virtio.vsock.as_ref().map(|path| path.display().to_string()),
-        }
-    }
-
-    fn lead_serial_to(&self, mut descriptors: Vec<OwnedFd>) -> Result<serde_json::Value, String> {
-        let file = File::from(descriptors.pop().ok_or("it takes a descriptor")?);
-        console::check_output(&file).map_err(|error| error.to_string())?;
-        let mut console = self.console.lock().expect("nobody panics with it");
-        console.lead_to(file).map_err(|error| error.to_string())?;
-        Ok(json!({}))
-    }
-
-    fn inflate(&self, bytes: u64) -> Result<serde_json::Value, String> {
-        let (balloon, device) =
-            self.virtio.balloon.as_ref().ok_or("this machine has no balloon: start it with --balloon")?;
-        balloon.set_target(bytes, device);
-        Ok(json!({}))
-    }
 }
 
 /// kvm-unit-tests need devices that no other guest may stumble on.
@@ -595,41 +402,4 @@ fn start_vcpus(
         })?);
     }
     Ok(vcpus)
-}
-
-/// What an exit means.
-fn on_exit(exit: VcpuExit<'_>, ports: &Bus, mmio: &Bus, irqchip: &Irqchip) -> Flow {
-    let ending = match exit {
-        VcpuExit::IoIn(port, data) => {
-            ports.read(port.into(), data);
-            None
-        }
-        VcpuExit::IoOut(port, data) => ports.write(port.into(), data),
-        VcpuExit::MmioRead(address, data) => {
-            mmio.read(address, data);
-            None
-        }
-        VcpuExit::MmioWrite(address, data) => mmio.write(address, data),
-        VcpuExit::IoapicEoi(vector) => {
-            irqchip.eoi(vector);
-            None
-        }
-        VcpuExit::Shutdown => return Flow::Stop(Exit::TripleFault),
-        VcpuExit::SystemEvent(kind, _) => match kind {
-            KVM_SYSTEM_EVENT_SHUTDOWN => Some(Ending::PowerOff),
-            KVM_SYSTEM_EVENT_RESET => Some(Ending::Reset),
-            KVM_SYSTEM_EVENT_CRASH => Some(Ending::Panic),
-            _ => return Flow::Stop(Exit::Kvm),
-        },
-        // With a local APIC in KVM, a halted vCPU waits there; so this is a spurious wake-up.
-        VcpuExit::Intr | VcpuExit::Hlt | VcpuExit::IrqWindowOpen | VcpuExit::Debug(_) => None,
-        _ => return Flow::Stop(Exit::Kvm),
-    };
-    match ending {
-        None => Flow::Continue,
-        Some(Ending::PowerOff) => Flow::Stop(Exit::PowerOff),
-        Some(Ending::Reset) => Flow::Stop(Exit::Reset),
-        Some(Ending::Panic) => Flow::Stop(Exit::Panic),
-        Some(Ending::Code(status)) => Flow::Stop(Exit::Guest(status)),
-    }
 }
