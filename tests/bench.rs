@@ -209,6 +209,7 @@ fn excluded() -> Result<(), Failed> {
         ("dirty-log -b 2m --collect continuous -i 2", "--iterations", "--collect lockstep would work"),
         ("dirty-log -b 1m -s thp", "-b 1m", "-b 2m would work"),
         ("demand-paging -b 4k -v 60000", "-v 60000", "at most"),
+        ("page-table -b 4k", "-b: 4k", "1m at least"),
         ("memslot -b 16m -s 32 --backing thp", "-s 32", "-s 8 would work"),
         ("demand-paging -b 4t -s hugetlb-2m", "--backing hugetlb-2m", "get them with"),
         ("demand-paging -b 1m -u MINOR", "-u MINOR", "-s shmem"),

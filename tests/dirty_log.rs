@@ -358,7 +358,10 @@ fn bench_continuous() -> Result<(), Failed> {
 fn bench_refuses() -> Result<(), Failed> {
     let base = || bench_config(Method::Bitmap);
     for (config, remedy) in [
-        (dirty_log::Config { region: Region { bytes: 5000, ..base().region }, ..base() }, "8192 would work"),
+        (
+            dirty_log::Config { region: Region { bytes: 5000, ..base().region }, ..base() },
+            "1048576 would work",
+        ),
         (dirty_log::Config { slots: 3, ..base() }, "-x 2 would work"),
         (dirty_log::Config { phys_offset: Some(0x1000), ..base() }, "-p 0x100000000 would work"),
         (dirty_log::Config { chunk: Some(64), ..base() }, "--tracker manual-protect would work"),

@@ -7,7 +7,7 @@
 use std::thread;
 use std::time::Instant;
 
-use super::{Common, Counted, Error, Region, check_memory, huge_premise};
+use super::{Common, Counted, Error, Region, huge_premise};
 use crate::arch::touch as code;
 use crate::report::Report;
 use crate::sys::mmap::PAGE_SIZE;
@@ -57,7 +57,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
             "idle page tracking: /sys/kernel/mm/page_idle/bitmap: {e}: it needs a kernel with CONFIG_IDLE_PAGE_TRACKING, and root"
         ))
     })?;
-    check_memory(config.region.total(config.overlap), backing)?;
+    config.region.affordable(config.overlap)?;
     let mut report = config.common.report("access-tracking");
     report.ask("bytes_per_vcpu", bytes);
     report.ask("backing", backing.to_string());

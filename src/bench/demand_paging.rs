@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{Common, Counted, Error, Region, Round, check_memory, huge_premise, pass_seconds};
+use super::{Common, Counted, Error, Region, Round, huge_premise, pass_seconds};
 use crate::report::{Histogram, Report};
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
 use crate::sys::uffd::{BATCH, Mode, Uffd};
@@ -67,8 +67,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
         (_, other) => other,
     };
     config.region.check(backing.page_size())?;
-    let size = config.region.total(config.overlap);
-    check_memory(size, backing)?;
+    let size = config.region.affordable(config.overlap)?;
     let mut report = describe(config, backing);
     let mut samples = Samples { answers: vec![0; BUCKETS], ..Samples::default() };
     config.common.each(&mut report, config.common.rounds(), |report, round| {

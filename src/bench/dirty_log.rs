@@ -13,12 +13,12 @@ mod machine;
 
 use std::time::Duration;
 
-use super::{Common, Error, Region, check_memory, check_offset};
+use super::{Common, Error, Region, check_offset};
 use crate::dirty::Method;
 use crate::report::{Figure, Report};
 use crate::sys::host::allowed_cpus;
 use crate::vm;
-use crate::vm::memory::short_size;
+use crate::vm::memory::{self, short_size};
 use crate::workload::{Hot, Order};
 
 use machine::Run;
@@ -135,7 +135,7 @@ fn check(config: &Config, method: Method) -> Result<u64, Error> {
     if !bytes.is_multiple_of(4096) || bytes < 8192 {
         return asked(format!(
             "-b {bytes}: no multiple of 4096 from 8192 on; {} would work",
-            bytes.max(8192).next_multiple_of(4096)
+            bytes.max(memory::LEAST).next_multiple_of(4096)
         ));
     }
     if !total.is_multiple_of(page) {
@@ -187,8 +187,7 @@ fn check(config: &Config, method: Method) -> Result<u64, Error> {
                 .into(),
         );
     }
-    check_memory(total, backing)?;
-    Ok(total)
+    config.region.affordable(false)
 }
 
 fn ask(report: &mut Report, config: &Config, method: Method) {

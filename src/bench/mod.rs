@@ -26,7 +26,7 @@ use crate::report::Report;
 use crate::sandbox::{self, Mode};
 use crate::sys::affinity;
 use crate::vm::counters::{Counters, Snapshot};
-use crate::vm::memory::{Backing, Memory, MemoryConfig, short_size};
+use crate::vm::memory::{self, Backing, Memory, MemoryConfig, short_size};
 use crate::workload::control::Control;
 use crate::workload::guest::{self, Guest, GuestConfig};
 use crate::{dirty, vm, workload};
@@ -50,13 +50,7 @@ pub enum Error {
 
 impl From<guest::Error> for Error {
     fn from(error: guest::Error) -> Self {
-        match error {
-            // In the words of this command line: `run` has other flags.
-            guest::Error::Vm(vm::Error::Cpus { asked, most }) => {
-                Self::Asked(format!("-v {asked}: this KVM has at most {most} vCPUs"))
-            }
-            error => Self::Machine(error.into()),
-        }
+        Self::Machine(error.into())
     }
 }
 
@@ -244,6 +238,17 @@ impl Region {
     fn total(&self, shared: bool) -> u64 {
         self.bytes.saturating_mul(if shared { 1 } else { self.vcpus as u64 })
     }
+
+    /// The same, if this host has as much, and as many vCPUs.
+    fn affordable(&self, shared: bool) -> Result<u64, Error> {
+        let most = vm::open()?.get_max_vcpus();
+        if self.vcpus > most {
+            return Err(Error::Asked(format!("-v {}: this KVM has at most {most} vCPUs", self.vcpus)));
+        }
+        let total = self.total(shared);
+        check_memory(total, self.backing)?;
+        Ok(total)
+    }
 }
 
 /// Refuses an address at which RAM cannot start.
@@ -279,6 +284,10 @@ fn populated(config: MemoryConfig) -> Result<Memory, Error> {
 
 /// Refuses what would exceed the host's memory, before anything is mapped.
 fn check_memory(bytes: u64, backing: Backing) -> Result<(), Error> {
+    if bytes < memory::LEAST {
+        let [all, least] = [bytes, memory::LEAST].map(short_size);
+        return Err(Error::Asked(format!("-b: {all} in all, and a machine has {least} at least")));
+    }
     if let Backing::Hugetlb(page) | Backing::SharedHugetlb(page) = backing {
         return hugepages::check(page, bytes)
             .map_err(|shortage| Error::Asked(format!("--backing {backing}: {shortage}")));

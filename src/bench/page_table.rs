@@ -9,7 +9,7 @@
 
 use std::time::Instant;
 
-use super::{Common, Counted, Error, Region, check_memory, check_offset, huge_premise, place, populated};
+use super::{Common, Counted, Error, Region, check_offset, huge_premise, place, populated};
 use crate::arch::touch as code;
 use crate::host::hugepages;
 use crate::report::Report;
@@ -106,7 +106,7 @@ fn measure(report: &mut Report, config: &Config, label: Option<&str>) -> Result<
     if let Some(offset) = config.phys_offset {
         check_offset(offset, bytes, backing)?;
     }
-    check_memory(bytes, backing)?;
+    config.region.affordable(true)?;
     let mut times = vec![Vec::new(); STAGES.len()];
     config.common.each(report, config.common.rounds(), |report, round| {
         let stages = one(report, config, label, round.index == 0)?;
