@@ -17,7 +17,7 @@ use crate::artifacts::Programs;
 use crate::bed::{self, Emulated, HostKernel, Outcome, Request};
 use crate::cache::Cache;
 use crate::kernel::build::{self, Image};
-use crate::kernel::series::{Bench, Series};
+use crate::kernel::series::{Bench, Series, by_host};
 use crate::{Error, Result};
 
 /// The share of a run that the host may idle.
@@ -133,7 +133,7 @@ pub fn compare(cache: &Cache, series: &Series, processor: Processor, out: &Path)
     let programs = Programs::build()?;
     let mut rows = Vec::new();
     let mut results = Vec::new();
-    for group in groups(&benches) {
+    for group in by_host(&benches) {
         let mut boots: [Vec<Outcome>; 2] = [Vec::new(), Vec::new()];
         for round in 0..ROUNDS {
             for (side, image) in [&pristine, &patched].into_iter().enumerate() {
@@ -189,18 +189,6 @@ fn deliver(comparison: &Comparison, results: &[Report], out: &Path) -> Result<()
     }
     println!("\nKept in {}", out.display());
     Ok(())
-}
-
-/// Benchmarks that one boot can serve, together.
-fn groups<'a>(benches: &[&'a Bench]) -> Vec<Vec<&'a Bench>> {
-    let mut groups: Vec<Vec<&Bench>> = Vec::new();
-    for &bench in benches {
-        match groups.iter_mut().find(|group| group[0].same_host(bench)) {
-            Some(group) => group.push(bench),
-            None => groups.push(vec![bench]),
-        }
-    }
-    groups
 }
 
 fn measure(
@@ -374,16 +362,5 @@ mod tests {
         assert_eq!(in_instructions("a", "s", 0.5, 2.0), ("a".into(), "instructions".into(), 2.5e8));
         assert_eq!(in_instructions("a", "ns", 30.0, 20.0), ("a".into(), "instructions".into(), 1.5));
         assert_eq!(in_instructions("a", "pages", 3.0, 2.0), ("a".into(), "pages".into(), 3.0));
-    }
-
-    #[test]
-    fn benchmarks_with_the_same_host_share_a_boot() {
-        let bench = |text: &str| toml::from_str::<Bench>(text).unwrap();
-        let benches = [bench("run='a'"), bench("run='b'\nnpt=false"), bench("run='c'")];
-        let groups: Vec<Vec<&str>> = groups(&benches.iter().collect::<Vec<_>>())
-            .iter()
-            .map(|group| group.iter().map(|bench| bench.run.as_str()).collect())
-            .collect();
-        assert_eq!(groups, [vec!["a", "c"], vec!["b"]]);
     }
 }

@@ -266,6 +266,7 @@ fn perform(what: What) -> Result<u8> {
             Ok(0)
         }
         What::Run { bed, host, out, command } => {
+            bed::ready(bed)?;
             let cache = Cache::open()?;
             let mut request = host.request(&cache, bed)?;
             request.commands.push(command);
@@ -274,6 +275,7 @@ fn perform(what: What) -> Result<u8> {
             Ok(u8::try_from(outcome.code()).unwrap_or(1))
         }
         What::Shell { bed, host } => {
+            bed::ready(bed)?;
             let cache = Cache::open()?;
             let request = host.request(&cache, bed)?;
             bed::shell(&cache, &Programs::build()?, &request).map(|()| 0)
@@ -330,11 +332,13 @@ fn perform(what: What) -> Result<u8> {
                 }
             };
             no_pml_on_svm(bed, pml)?;
+            bed::ready(bed)?;
             let processor = Processor { bed, pml };
             let out = out.unwrap_or_else(|| compare::kept(&cache, &series, processor));
             compare::compare(&cache, &series, processor, &out).map(|()| 0)
         }
         What::Check { series } => {
+            bed::ready(Emulated::Svm)?;
             let cache = Cache::open()?;
             for series in series::chosen(&series)? {
                 check::check(&cache, &series)?;

@@ -20,7 +20,7 @@ use crate::cache::Cache;
 use crate::initramfs::Initramfs;
 use crate::tool::{self, Tail};
 use crate::wire::{Boot, Exit, Frame, JOB_PATH, Job};
-use crate::{Error, Result};
+use crate::{Error, Result, doctor};
 
 /// The kernel of an emulated host.
 #[derive(Clone, Debug)]
@@ -235,6 +235,17 @@ impl Drop for Emulator {
         // It may have ended by itself, and then there is nothing to do.
         let _ = self.0.kill();
         let _ = self.0.wait();
+    }
+}
+
+/// Names what `bed` lacks on this machine, before anything is fetched or built for it.
+pub fn ready(bed: Emulated) -> Result<()> {
+    match bed {
+        Emulated::Svm => svm::emulator().and_then(|_| tool::need("busybox")).map(drop),
+        Emulated::Vmx => match doctor::install_line(&doctor::missing(vmx::PROGRAMS)) {
+            None => Ok(()),
+            Some(line) => Err(Error::Package(format!("vmx: what builds and boots Bochs is missing: {line}"))),
+        },
     }
 }
 

@@ -55,9 +55,7 @@ pub struct Bochs {
 impl Bochs {
     /// Fetched and built if need be.
     pub fn get(cache: &Cache) -> Result<Self> {
-        for program in PROGRAMS {
-            tool::need(program)?;
-        }
+        super::ready(super::Emulated::Vmx)?;
         let package = debian::recorded(cache, "bochs", || Archive::open(cache, SUITE)?.resolve("bochs"))?;
         let built = cache.entry(&format!("bochs/{}", package.version), |out| {
             cache.need_mib(600)?;

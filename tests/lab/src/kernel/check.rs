@@ -42,7 +42,9 @@ pub fn check(cache: &Cache, series: &Series) -> Result<()> {
         selftests_alike(cache, &tree, series, &before, &build(None)?)
     })?;
     timed(&|| {
-        let image = build(Some(DEBUG))?;
+        // A kernel that checks itself takes the longest to build and to run. One with the whole stack serves each series.
+        let stack = stack_of(series)?;
+        let image = build::build(cache, series.base, &stack, Some(DEBUG))?;
         boots(cache, &image, &series.about.test)?;
         selftests_without_splat(cache, &tree, series, &image)
     })
@@ -230,60 +232,53 @@ fn compile(tree: &Tree, objects: &Path, targets: &[String]) -> Result<BTreeMap<S
     Ok(found)
 }
 
-/// Boots `image` in both modes, runs the oracle and the series' own tests, and looks for the kernel's complaints.
+/// Boots `image` in both modes with the oracle, and on the hosts of `tests` with these; looks for the kernel's complaints.
 pub fn boots(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
+    let oracles = [Bench::plain(ORACLE, true), Bench::plain(ORACLE, false)];
     let programs = Programs::build()?;
-    for npt in [true, false] {
-        let mut request = Request::new(HostKernel::Image(image.bzimage()));
-        request.second_stage = npt;
-        let own = tests.iter().filter(|test| test.npt == npt);
-        for test in own.clone() {
-            let fresh = test.parameters.iter().filter(|parameter| !request.parameters.contains(parameter));
-            let fresh: Vec<String> = fresh.cloned().collect();
-            request.parameters.extend(fresh);
-            request.memory_mib = request.memory_mib.max(test.memory);
-            request.hugepages = request.hugepages.max(test.hugepages);
-        }
-        let lines = std::iter::once(ORACLE).chain(own.map(|test| test.run.as_str()));
-        request.commands = lines.map(|line| line.split_whitespace().map(str::to_owned).collect()).collect();
-        // Splats are looked for last, when everything has run.
-        request.commands.push(["dmesg".to_owned()].to_vec());
-        let outcome = bed::run(cache, &programs, &request, |frame| {
-            if let Frame::Stderr(bytes) = frame {
-                eprint!("{}", String::from_utf8_lossy(bytes));
+    for group in series::by_host(&oracles.iter().chain(tests).collect::<Vec<_>>()) {
+        boots_once(cache, &programs, image, &group)?;
+    }
+    Ok(())
+}
+
+/// One boot: the commands of `group`, all for the same host, and its kernel's log.
+fn boots_once(cache: &Cache, programs: &Programs, image: &Image, group: &[&Bench]) -> Result<()> {
+    let mut request = Request::new(HostKernel::Image(image.bzimage()));
+    group[0].describe_host(&mut request);
+    let host = request.label();
+    request.commands = group.iter().map(|bench| bench.command("result.json")).collect();
+    // Splats are looked for last, when everything has run.
+    request.commands.push(["dmesg".to_owned()].to_vec());
+    let mut done = 0;
+    let outcome = bed::run(cache, programs, &request, |frame| match frame {
+        Frame::Stderr(bytes) => eprint!("{}", String::from_utf8_lossy(bytes)),
+        Frame::Exit(exit) => {
+            if let Some(bench) = group.get(done) {
+                eprintln!("lab: {} {host}: `{}` ended with {}", image.label, bench.run, exit.code);
             }
-        })?;
-        let mode = format!("npt={}", u8::from(npt));
-        for (ran, line) in outcome.ran.iter().zip(&request.commands) {
-            let code = ran.exit.as_ref().map_or(1, |exit| exit.code);
-            if code != 0 {
-                let said = String::from_utf8_lossy(&ran.stdout);
-                return Err(Error::Series(format!(
-                    "{} {mode}: `{}` ended with {code}:\n{said}",
-                    image.label,
-                    line.join(" ")
-                )));
-            }
+            done += 1;
         }
-        let log = outcome
-            .ran
-            .last()
-            .map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned())
-            .unwrap_or_default();
-        if let Some(splat) = splats(&log).first() {
+        _ => (),
+    })?;
+    for (ran, line) in outcome.ran.iter().zip(&request.commands) {
+        let code = ran.exit.as_ref().map_or(1, |exit| exit.code);
+        if code != 0 {
+            let said = String::from_utf8_lossy(&ran.stdout);
+            let line = line.join(" ");
             return Err(Error::Series(format!(
-                "{} {mode}: the kernel complained:\n{splat}\n{log}",
+                "{} {host}: `{line}` ended with {code}:\n{said}",
                 image.label
             )));
         }
-        report(
-            &image.label,
-            &format!(
-                "boots with {mode}; {} commands passed, no complaint from the kernel",
-                request.commands.len() - 1
-            ),
-        );
     }
+    let log = outcome.ran.last().map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned());
+    let log = log.unwrap_or_default();
+    if let Some(splat) = splats(&log).first() {
+        return Err(Error::Series(format!("{} {host}: the kernel complained:\n{splat}\n{log}", image.label)));
+    }
+    let passed = group.len();
+    report(&image.label, &format!("boots on {host}; {passed} commands passed, no complaint from the kernel"));
     Ok(())
 }
 

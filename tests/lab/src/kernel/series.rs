@@ -62,9 +62,25 @@ pub struct Bench {
     /// 2 MiB pages that the host reserves.
     #[serde(default)]
     pub hugepages: u32,
+    /// Two CPUs that run at once, for races. Only for tests: such a host's clock counts no instructions.
+    #[serde(default)]
+    pub multi: bool,
 }
 
 impl Bench {
+    /// `run` on a host without more to it.
+    pub fn plain(run: &str, npt: bool) -> Self {
+        Self {
+            run: run.to_owned(),
+            npt,
+            beds: Vec::new(),
+            parameters: Vec::new(),
+            memory: two_gibibytes(),
+            hugepages: 0,
+            multi: false,
+        }
+    }
+
     /// Its words, with `{json}` as `result`.
     pub fn command(&self, result: &str) -> Vec<String> {
         self.run.split_whitespace().map(|word| word.replace("{json}", result)).collect()
@@ -77,7 +93,7 @@ impl Bench {
 
     /// Whether one boot can serve both.
     pub fn same_host(&self, other: &Self) -> bool {
-        let host = |bench: &Self| (bench.npt, bench.parameters.clone(), bench.memory, bench.hugepages);
+        let host = |b: &Self| (b.npt, b.parameters.clone(), b.memory, b.hugepages, b.multi);
         host(self) == host(other)
     }
 
@@ -87,7 +103,20 @@ impl Bench {
         request.parameters = self.parameters.clone();
         request.memory_mib = self.memory;
         request.hugepages = self.hugepages;
+        request.races = self.multi;
     }
+}
+
+/// Commands that one boot can serve, together.
+pub fn by_host<'a>(benches: &[&'a Bench]) -> Vec<Vec<&'a Bench>> {
+    let mut groups: Vec<Vec<&Bench>> = Vec::new();
+    for &bench in benches {
+        match groups.iter_mut().find(|group| group[0].same_host(bench)) {
+            Some(group) => group.push(bench),
+            None => groups.push(vec![bench]),
+        }
+    }
+    groups
 }
 
 fn on() -> bool {
@@ -184,8 +213,12 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     }
     let about = dir.join("series.toml");
     let text = fs::read_to_string(&about).map_err(Error::file("read", &about))?;
-    let about =
-        toml::from_str(&text).map_err(|error| Error::Series(format!("{}: {error}", about.display())))?;
+    let wrong = |why: String| Error::Series(format!("{}: {why}", dir.join("series.toml").display()));
+    let about: About = toml::from_str(&text).map_err(|error| wrong(error.to_string()))?;
+    if let Some(bench) = about.bench.iter().find(|bench| bench.multi) {
+        let why = "multi is for [[test]]: figures come from one CPU, whose clock counts instructions";
+        return Err(wrong(format!("`{}`: {why}", bench.run)));
+    }
     Ok(Series { base, name: name.to_owned(), patches, with, about })
 }
 
@@ -243,6 +276,18 @@ mod tests {
         let paths = |names: &[&str]| names.iter().map(PathBuf::from).collect::<Vec<_>>();
         assert_eq!(stacked(&stack), paths(&["a/1", "b/1", "b/a", "c/1", "c/b"]));
         assert_eq!(stacked(&stack[1..2]), paths(&["b/1"]));
+    }
+
+    #[test]
+    fn commands_with_the_same_host_share_a_boot() {
+        let bench = |text: &str| toml::from_str::<Bench>(text).unwrap();
+        let benches =
+            [bench("run='a'"), bench("run='b'\nnpt=false"), bench("run='c'"), bench("run='d'\nmulti=true")];
+        let groups: Vec<Vec<&str>> = by_host(&benches.iter().collect::<Vec<_>>())
+            .iter()
+            .map(|group| group.iter().map(|bench| bench.run.as_str()).collect())
+            .collect();
+        assert_eq!(groups, [vec!["a", "c"], vec!["b"], vec!["d"]]);
     }
 
     #[test]
