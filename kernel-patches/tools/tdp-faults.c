@@ -2,31 +2,38 @@
 /*
  * Runs a kernel's TDP MMU in user space; the script `tdp-faults` says whose.
  *
- * A vCPU is a thread that is in turns the guest's CPU and KVM.  As a CPU it walks
+ * A vCPU is a task that is in turns the guest's CPU and KVM.  As a CPU it walks
  * the tables without any lock, through a TLB and a cache of tables, and sets
  * accessed and dirty bits.  As KVM it handles its faults under mmu_lock held for
- * read.  One more thread does what holds mmu_lock for write.  Rules that are checked:
+ * read.  One more task does what holds mmu_lock for write, and one is RCU.  Tasks take
+ * turns on one thread, at random, at each read and write of an SPTE and each lock: a seed
+ * gives the same run again.  Rules that are checked:
  *
  *   - the host takes a page away: no CPU gets to it once the MMU notifier is done,
- *     and if a CPU has written to it, KVM has said so by then;
- *   - no CPU has a huge page in its TLB where its tables now have another, or none;
- *   - memory of a table is not touched once it is freed, by CPUs neither (this is
- *     what the address sanitizer is for);
+ *     and if a CPU has written to it since KVM last said so, KVM has said so by then;
+ *   - nothing is mapped where a TLB still has what was mapped before;
+ *   - whoever holds mmu_lock for read walks the tables under RCU, and who holds it
+ *     for write does not look at a table once it is removed;
+ *   - nothing is written to a table once it is removed, and it is freed after a grace
+ *     period; nobody reads it then, CPUs neither;
+ *   - lists change under their lock;
+ *   - nobody waits for ever;
  *   - in the end each table is linked and listed, none is frozen, and all are freed.
+ *
+ * Most of these are looked at wherever KVM reads or writes an SPTE, whether or not
+ * another task comes in between.  There, too, a CPU may set accessed and dirty bits.
  *
  * Here are also the few things that the code needs of the kernel: locks, RCU, TLB
  * flushes.  A flush waits for CPUs in guest mode to leave it, as an IPI does.
  */
 #define _GNU_SOURCE
-#include <pthread.h>
-#include <sched.h>
-#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <ucontext.h>
 
 typedef uint64_t u64;
 typedef uint32_t u32;
@@ -35,7 +42,10 @@ typedef u64 gfn_t, gpa_t, hpa_t, kvm_pfn_t;
 typedef unsigned long ulong;
 
 #define VCPUS 3
-#define THREADS (VCPUS + 1)
+/* Tasks behind the vCPUs */
+#define MANAGER VCPUS
+#define RCU (VCPUS + 1)
+#define TASKS (VCPUS + 2)
 
 #define die(...) do {						\
 	fprintf(stderr, "FAILED: " __VA_ARGS__);		\
@@ -44,8 +54,7 @@ typedef unsigned long ulong;
 } while (0)
 
 static unsigned int seed;
-static __thread int self;
-static __thread u64 rnd_state;
+static u64 rnd_state;
 
 static u32 rnd(u32 n)
 {
@@ -53,21 +62,57 @@ static u32 rnd(u32 n)
 	return (u32)(rnd_state >> 33) % n;
 }
 
-/* Where other threads could come in between, they often do... */
-static void window(void)
+/* Tasks */
+struct task {
+	ucontext_t context;
+	bool ended;
+	/* It sleeps until there were so many turns. */
+	u64 sleeps;
+	/* What it holds: mmu_lock, for read or for write, and a spinlock. */
+	char mmu_lock, spinlock;
+	/* A CPU has just set the dirty bit of a page: 0, or its page frame number */
+	u64 dirtied;
+	/* Odd in a read-side section of RCU */
+	unsigned long rcu_sections;
+};
+
+static struct task tasks[TASKS], *self = tasks;
+static ucontext_t home;
+static bool running;
+static u64 turns, last_access;
+
+/* Another task's turn, or another turn of this one */
+static void turn(void)
 {
-	if (!rnd(32))
-		sched_yield();
+	struct task *last = self;
+
+	if (!running)
+		return;
+	if (turns - last_access > 5000000)
+		die("no vCPU gets on: a task waits for ever");
+	do {
+		turns++;
+		self = &tasks[rnd(TASKS)];
+	} while (self->ended || self->sleeps > turns);
+	if (self != last)
+		swapcontext(&last->context, &self->context);
 }
 
-/* ...and now and then for so long that they finish what they are at. */
+/* Where another task could come in between, it often does... */
+static void window(void)
+{
+	if (!rnd(8))
+		turn();
+}
+
+/* ...and now and then for so long that the others finish what they are at. */
 static void wide_window(void)
 {
-	int i = rnd(4096) ? 0 : 20000;
-
+	if (!rnd(256)) {
+		self->sleeps = turns + rnd(4000);
+		turn();
+	}
 	window();
-	while (i--)
-		__builtin_ia32_pause();
 }
 
 /* The kernel's basics */
@@ -89,21 +134,53 @@ static void wide_window(void)
 #define min(a, b) ((a) < (b) ? (a) : (b))
 #define __ffs(x) __builtin_ctzl(x)
 #define module_param_named(...)
-#define READ_ONCE(x) (wide_window(), __atomic_load_n(&(x), __ATOMIC_RELAXED))
-#define WRITE_ONCE(x, v) (window(), __atomic_store_n(&(x), v, __ATOMIC_SEQ_CST))
+/* Of all that these are used for, SPTEs alone have 64 bits. */
+#define is_spte(x) __builtin_types_compatible_p(__typeof__(x), u64)
+#define READ_ONCE(x) ({								\
+	wide_window();								\
+	if (is_spte(x))								\
+		before_read((u64 *)&(x));					\
+	*(__typeof__(x) volatile *)&(x);						\
+})
+#define WRITE_ONCE(x, v) ({							\
+	window();								\
+	if (is_spte(x))								\
+		before_write((u64 *)&(x));					\
+	*(__typeof__(x) volatile *)&(x) = (v);					\
+	if (is_spte(x))								\
+		after_store(v);							\
+})
 #define WARN_ON(c) ({ bool __c = !!(c); if (__c) die("line %d warns: %s", __LINE__, #c); __c; })
 #define WARN_ON_ONCE WARN_ON
 #define WARN_ONCE(c, ...) WARN_ON(c)
 #define BUG() die("line %d: BUG()", __LINE__)
 #define BUG_ON(c) do { if (c) BUG(); } while (0)
 #define pr_err(...) fprintf(stderr, __VA_ARGS__)
-#define cpu_relax() sched_yield()
+#define cpu_relax() turn()
 #define clear_bit(n, p) (*(p) &= ~BIT(n))
 
-static u64 cmpxchg64(u64 *p, u64 old, u64 new)
+static void before_read(u64 *sptep);
+static void before_write(u64 *sptep);
+static void after_store(u64 spte);
+static void written_to(u64 *sptep);
+static bool tlbs_have(u64 *sptep);
+static u64 flushes, tlb_hits, cached_walks;
+
+static u64 cmpxchg64(u64 *p, u64 expected, u64 new)
 {
-	window();
-	__atomic_compare_exchange_n(p, &old, new, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+	u64 old;
+
+	wide_window();
+	before_write(p);
+	old = *p;
+	/* What a CPU has set meanwhile makes this fail, and is seen. */
+	self->dirtied = 0;
+	if (old == expected) {
+		if (!old && tlbs_have(p))
+			die("an SPTE is set while a TLB still has what was there before");
+		*p = new;
+		written_to(p);
+	}
 	window();
 	return old;
 }
@@ -125,8 +202,15 @@ struct hlist_node {
 	for (p = list_first_entry(h, __typeof__(*p), m);	\
 	     !list_entry_is_head(p, h, m); p = list_next_entry(p, m))
 
+static void list_is_locked(void)
+{
+	if (self->mmu_lock != 'w' && !self->spinlock)
+		die("a list changes without its lock");
+}
+
 static void list_add(struct list_head *new, struct list_head *head)
 {
+	list_is_locked();
 	if (head->next->prev != head)
 		die("a list is broken");
 	new->next = head->next;
@@ -137,6 +221,7 @@ static void list_add(struct list_head *new, struct list_head *head)
 
 static void list_del(struct list_head *entry)
 {
+	list_is_locked();
 	if (!entry->next || entry->next->prev != entry || entry->prev->next != entry)
 		die("taken from a list that it is not on");
 	entry->next->prev = entry->prev;
@@ -145,105 +230,134 @@ static void list_del(struct list_head *entry)
 }
 
 /* Locks, which know their owners */
-typedef pthread_mutex_t spinlock_t;
-#define spin_lock_init(l) pthread_mutex_init(l, NULL)
-#define spin_lock(l) pthread_mutex_lock(l)
-#define spin_unlock(l) pthread_mutex_unlock(l)
+typedef bool spinlock_t;
+#define spin_lock_init(l) (*(l) = false)
+
+static void spin_lock(spinlock_t *l)
+{
+	do
+		turn();
+	while (*l);
+	*l = self->spinlock = true;
+}
+
+static void spin_unlock(spinlock_t *l)
+{
+	*l = self->spinlock = false;
+	window();
+}
 
 typedef struct {
-	pthread_rwlock_t lock;
+	int readers;
+	bool writer;
 } rwlock_t;
-
-static __thread char held;
 
 static void read_lock(rwlock_t *l)
 {
-	pthread_rwlock_rdlock(&l->lock);
-	held = 'r';
+	do
+		turn();
+	while (l->writer);
+	l->readers++;
+	self->mmu_lock = 'r';
 }
 
+/* It closes the door first, as queued locks do. */
 static void write_lock(rwlock_t *l)
 {
-	pthread_rwlock_wrlock(&l->lock);
-	held = 'w';
+	do
+		turn();
+	while (l->writer);
+	l->writer = true;
+	while (l->readers)
+		turn();
+	self->mmu_lock = 'w';
 }
 
 static void unlock(rwlock_t *l)
 {
-	held = 0;
-	pthread_rwlock_unlock(&l->lock);
+	if (self->dirtied)
+		die("a dirty bit is overwritten, and nobody is told");
+	if (self->mmu_lock == 'w')
+		l->writer = false;
+	else
+		l->readers--;
+	self->mmu_lock = 0;
+	window();
 }
 
 #define read_unlock unlock
 #define write_unlock unlock
 #define assert_held(c) do { if (!(c)) die("line %d: mmu_lock is not held as it should be", __LINE__); } while (0)
-#define lockdep_assert_held(l) assert_held(held)
-#define lockdep_assert_held_read(l) assert_held(held == 'r')
-#define lockdep_assert_held_write(l) assert_held(held == 'w')
+#define lockdep_assert_held(l) assert_held(self->mmu_lock)
+#define lockdep_assert_held_read(l) assert_held(self->mmu_lock == 'r')
+#define lockdep_assert_held_write(l) assert_held(self->mmu_lock == 'w')
 #define need_resched() (!rnd(4))
 #define rwlock_needbreak(l) (!rnd(4))
 
 static int cond_resched_rwlock_write(rwlock_t *l)
 {
 	write_unlock(l);
-	sched_yield();
 	write_lock(l);
 	return 1;
 }
 
-/* RCU: a count a thread, odd in a read-side section */
+/* RCU */
 struct rcu_head {
 	struct rcu_head *next;
 	void (*func)(struct rcu_head *head);
 };
 
-static _Atomic unsigned long rcu_sections[THREADS];
-static _Atomic(struct rcu_head *) rcu_pending;
-static _Atomic bool done;
-static _Atomic long tables;
+static struct rcu_head *rcu_pending;
+static bool in_rcu_callback;
+static bool done;
+static long tables;
 
 static void rcu_read_lock(void)
 {
-	rcu_sections[self]++;
+	self->rcu_sections++;
 }
 
 static void rcu_read_unlock(void)
 {
-	rcu_sections[self]++;
+	self->rcu_sections++;
 }
+
+static void removed(struct rcu_head *head);
 
 static void call_rcu(struct rcu_head *head, void (*func)(struct rcu_head *))
 {
+	removed(head);
 	head->func = func;
 	head->next = rcu_pending;
-	while (!atomic_compare_exchange_weak(&rcu_pending, &head->next, head))
-		;
+	rcu_pending = head;
 }
 
 static void rcu_grace_period(void)
 {
-	struct rcu_head *next, *head = atomic_exchange(&rcu_pending, NULL);
+	struct rcu_head *next, *head = rcu_pending;
 	unsigned long section;
-	int i;
+	struct task *task;
 
-	for (i = 0; i < THREADS; i++) {
-		section = rcu_sections[i];
-		while ((section & 1) && rcu_sections[i] == section)
-			sched_yield();
+	rcu_pending = NULL;
+	for (task = tasks; task < tasks + TASKS; task++) {
+		section = task->rcu_sections;
+		while ((section & 1) && task->rcu_sections == section)
+			turn();
 	}
+	in_rcu_callback = true;
 	for (; head; head = next) {
 		next = head->next;
 		head->func(head);
 	}
+	in_rcu_callback = false;
 }
 
-static void *rcu_thread(void *unused)
+static void rcu_task(void)
 {
 	while (!done) {
 		rcu_grace_period();
-		sched_yield();
+		turn();
 	}
-	return NULL;
 }
 
 /* KVM's types, as far as the TDP MMU looks at them */
@@ -344,9 +458,10 @@ static struct kvm_vcpu vcpus[VCPUS];
 #define trace_kvm_mmu_spte_requested(...) ((void)0)
 #define trace_kvm_mmu_get_page(...) ((void)0)
 
-/* The page of a table has its struct page's private field right behind it. */
+/* The page of a table has its struct page right behind it. */
 struct page {
 	u64 spte[512], private;
+	bool linked, removed, freed;
 };
 
 #define virt_to_page(p) ((struct page *)(p))
@@ -355,9 +470,23 @@ struct page {
 #define set_page_private(page, v) ((page)->private = (v))
 
 #define kvm_mmu_memory_cache_alloc(cache) cache_alloc((void *)(cache) == &vcpu->arch.mmu_shadow_page_cache)
-#define free_page(p) (tables--, free((void *)(p)))
+#define free_page(p) free_table((struct page *)(p))
 #define kmem_cache_free(cache, p) free(p)
 #define clear_page(p) memset(p, 0, PAGE_SIZE)
+
+/* Freed tables stay around for a while, to see who still reads them. */
+static struct page *quarantine[256];
+static u64 freed_tables;
+
+static void free_table(struct page *table)
+{
+	if (table->linked && !in_rcu_callback)
+		die("a table that was linked is freed without a grace period");
+	tables--;
+	table->freed = true;
+	free(quarantine[freed_tables % 256]);
+	quarantine[freed_tables++ % 256] = table;
+}
 
 static void *cache_alloc(bool table)
 {
@@ -365,6 +494,8 @@ static void *cache_alloc(bool table)
 
 	if (!p)
 		die("no memory");
+	if (table)
+		memset(p + PAGE_SIZE, 0, PAGE_SIZE);
 	tables += table;
 	return p;
 }
@@ -384,6 +515,51 @@ static int is_writable_pte(unsigned long pte)
 
 #include "mmu_internal.h"
 #include "spte.h"
+
+static struct page *table_of(u64 *sptep)
+{
+	return (struct page *)((u64)sptep & -PAGE_SIZE);
+}
+
+static void removed(struct rcu_head *head)
+{
+	table_of(container_of(head, struct kvm_mmu_page, rcu_head)->spt)->removed = true;
+}
+
+static void before_read(u64 *sptep)
+{
+	if (self->mmu_lock != 'w' && !(self->rcu_sections & 1))
+		die("tables are walked without RCU and without mmu_lock held for write");
+	if (table_of(sptep)->freed)
+		die("KVM reads a table that was freed");
+	if (self->mmu_lock == 'w' && table_of(sptep)->removed)
+		die("a walk under mmu_lock goes on in a table that was removed");
+}
+
+static void cpu_writes(u64 *sptep);
+
+static void before_write(u64 *sptep)
+{
+	self->dirtied = 0;
+	if (table_of(sptep)->removed)
+		die("an SPTE is written in a table that was removed");
+	if (!rnd(4))
+		cpu_writes(sptep);
+}
+
+/* Whoever stores without an exchange knows nothing of what cpu_writes() did. */
+static void after_store(u64 spte)
+{
+	if ((spte & PT_DIRTY_MASK) && spte_to_pfn(spte) == self->dirtied)
+		self->dirtied = 0;
+}
+
+/* Here may have been linked a table: SPTEs that map pages are not writable without the other bit. */
+static void written_to(u64 *sptep)
+{
+	if (is_shadow_present_pte(*sptep) && (*sptep & PT_WRITABLE_MASK) && !(*sptep & SPTE_HOST_WRITEABLE))
+		((struct page *)__va(*sptep & PT64_BASE_ADDR_MASK))->linked = true;
+}
 
 static void kvm_set_pfn_accessed(kvm_pfn_t pfn)
 {
@@ -420,12 +596,12 @@ void unaccount_huge_nx_page(struct kvm *kvm, struct kvm_mmu_page *sp)
 }
 
 /* The size that the host maps is drawn for each fault. */
-static __thread int host_level;
+static int host_level[TASKS];
 
 int kvm_mmu_hugepage_adjust(struct kvm_vcpu *vcpu, gfn_t gfn, int max_level, kvm_pfn_t *pfn, bool disallowed,
 			    int *req_level)
 {
-	int level = min(host_level, max_level);
+	int level = min(host_level[self - tasks], max_level);
 
 	*req_level = level;
 	if (disallowed || level == PG_LEVEL_4K)
@@ -496,8 +672,8 @@ typedef struct {
 #define AREA_GFNS KVM_PAGES_PER_HPAGE(PG_LEVEL_1G)
 #define VERSIONS (1u << 18)
 
-static _Atomic u32 version[AREAS];
-static _Atomic bool written[AREAS][PMDS][PTES], reported[AREAS][PMDS][PTES];
+static u32 version[AREAS];
+static bool written[AREAS][PMDS][PTES], reported[AREAS][PMDS][PTES];
 
 static gfn_t gfn_of(int area, int pmd, int pte)
 {
@@ -516,6 +692,8 @@ static void kvm_set_pfn_dirty(kvm_pfn_t pfn)
 	u64 block = pfn / AREA_GFNS - 1, offset = pfn % AREA_GFNS;
 	int area = block / VERSIONS, pmd, pte;
 
+	if (pfn == self->dirtied)
+		self->dirtied = 0;
 	if (block % VERSIONS != version[area] % VERSIONS)
 		return;
 	for (pmd = 0; pmd < PMDS; pmd++)
@@ -533,7 +711,7 @@ struct tlb_entry {
 };
 
 struct cpu {
-	_Atomic bool guest_mode, flush;
+	bool guest_mode, flush;
 	struct tlb_entry tlb[4];
 	/* Where the table for a gfn is, by level */
 	struct {
@@ -543,18 +721,43 @@ struct cpu {
 };
 
 static struct cpu cpus[VCPUS];
-static _Atomic u64 flushes, tlb_hits, cached_walks, spurious;
 
 void kvm_flush_remote_tlbs(struct kvm *kvm)
 {
 	int i;
 
+	wide_window();
 	flushes++;
 	for (i = 0; i < VCPUS; i++)
 		cpus[i].flush = true;
 	for (i = 0; i < VCPUS; i++)
 		while (cpus[i].guest_mode && cpus[i].flush)
-			sched_yield();
+			turn();
+
+	/* The host writes back what was reported: the next write has to be reported again. */
+	for (i = 0; i < AREAS * PMDS * PTES; i++)
+		if ((&reported[0][0][0])[i])
+			(&reported[0][0][0])[i] = (&written[0][0][0])[i] = false;
+}
+
+/* A CPU outside of the guest that was asked for a flush will do that first. */
+static bool tlbs_have(u64 *sptep)
+{
+	struct kvm_mmu_page *sp = sptep_to_sp(sptep);
+	/* role.level: a table's is that of the SPTE it hangs on, the root's is its own. */
+	gfn_t pages = KVM_PAGES_PER_HPAGE(sp->role.level - !sp->root_count);
+	gfn_t gfn = sp->gfn + pages * (sptep - sp->spt);
+	struct tlb_entry *entry;
+	struct cpu *cpu;
+	bool found = false;
+
+	for (cpu = cpus; cpu < cpus + VCPUS; cpu++) {
+		for (entry = cpu->tlb; entry < cpu->tlb + 4; entry++)
+			found |= entry->level && entry->gfn < gfn + pages &&
+				 entry->gfn + KVM_PAGES_PER_HPAGE(entry->level) > gfn &&
+				 (cpu->guest_mode || !cpu->flush);
+	}
+	return found;
 }
 
 /* Sets accessed and dirty bits as the CPU does: only in the SPTE that it has read. */
@@ -562,7 +765,34 @@ static bool cpu_set_bits(u64 *sptep, u64 spte, bool write)
 {
 	u64 new = spte | PT_ACCESSED_MASK | (write ? PT_DIRTY_MASK : 0);
 
-	return new == spte || __atomic_compare_exchange_n(sptep, &spte, new, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+	if (*sptep != spte)
+		return false;
+	*sptep = new;
+	return true;
+}
+
+/*
+ * Just before KVM writes an SPTE, some CPU writes to a page that it maps.  That CPU may
+ * have come here by way of a table that is no longer linked, as long as TLBs were not
+ * flushed, which is after KVM has written.
+ */
+static void cpu_writes(u64 *sptep)
+{
+	u64 spte = *sptep, offset = spte_to_pfn(spte) % AREA_GFNS;
+	u64 block = spte_to_pfn(spte) / AREA_GFNS - 1;
+	int pmd = rnd(PMDS), pte = rnd(PTES);
+
+	/* Only SPTEs that map pages have this bit. */
+	if (!(spte & SPTE_MMU_WRITEABLE) || !(spte & PT_WRITABLE_MASK) || (spte & PT_DIRTY_MASK))
+		return;
+	if (!cpu_set_bits(sptep, spte, true))
+		return;
+	if (offset) {
+		pmd = offset / 512 - 1;
+		pte = offset % 512 ? offset % 512 - 1 : pte;
+	}
+	written[block / VERSIONS][pmd][pte] = true;
+	self->dirtied = spte_to_pfn(spte);
 }
 
 static struct tlb_entry *tlb_find(struct cpu *cpu, gfn_t gfn)
@@ -600,7 +830,9 @@ static bool cpu_access(struct cpu *cpu, hpa_t root, gfn_t gfn, bool write)
 		sptep = &table[SHADOW_PT_INDEX(gfn << PAGE_SHIFT, level)];
 retry:
 		window();
-		spte = __atomic_load_n(sptep, __ATOMIC_SEQ_CST);
+		if (table_of(sptep)->freed)
+			die("a CPU walks a table that was freed");
+		spte = *sptep;
 		if (!(spte & PT_PRESENT_MASK))
 			return false;
 		if (is_last_spte(spte, level))
@@ -632,19 +864,19 @@ retry:
 }
 
 static unsigned long faults_wanted;
-static _Atomic u64 results[8];
+static u64 results[8];
 
 static void handle_fault(struct kvm_vcpu *vcpu, gfn_t gfn, bool write)
 {
-	unsigned long seq = READ_ONCE(vm.mmu_notifier_seq);
+	unsigned long seq = vm.mmu_notifier_seq;
 	u32 draw = rnd(32), code = write ? PFERR_WRITE_MASK : rnd(4) ? 0 : PFERR_FETCH_MASK;
 	u64 sptes[PT64_ROOT_MAX_LEVEL];
 	kvm_pfn_t pfn;
 	int r, root;
 
-	atomic_thread_fence(memory_order_seq_cst);
+	window();
 	pfn = pfn_of(gfn);
-	host_level = draw == 0 ? PG_LEVEL_1G : draw < 12 ? PG_LEVEL_2M : PG_LEVEL_4K;
+	host_level[self - tasks] = draw == 0 ? PG_LEVEL_1G : draw < 12 ? PG_LEVEL_2M : PG_LEVEL_4K;
 	window();
 
 	if (!rnd(8))
@@ -659,18 +891,14 @@ static void handle_fault(struct kvm_vcpu *vcpu, gfn_t gfn, bool write)
 	results[r]++;
 }
 
-static void *vcpu_thread(void *arg)
+static void vcpu_task(void)
 {
-	struct kvm_vcpu *vcpu = arg;
-	struct cpu *cpu;
-	unsigned long faults = 0;
+	struct kvm_vcpu *vcpu = &vcpus[self - tasks];
+	struct cpu *cpu = &cpus[self - tasks];
+	unsigned long faults = 0, attempts;
 	int area, pmd, pte;
 	gfn_t gfn;
 	bool write;
-
-	self = vcpu - vcpus;
-	rnd_state = seed + self;
-	cpu = &cpus[self];
 
 	while (faults < faults_wanted) {
 		area = rnd(AREAS);
@@ -679,17 +907,20 @@ static void *vcpu_thread(void *arg)
 		write = rnd(2);
 		gfn = gfn_of(area, pmd, pte);
 
-		for (;;) {
+		for (attempts = 0;; attempts++) {
+			if (attempts == 100000)
+				die("faults on gfn %lx come to no end", gfn);
 			/* Entering the guest: what was asked for is done first. */
 			cpu->guest_mode = true;
 			if (cpu->flush) {
-				cpu->flush = false;
-				memset(cpu->tlb, 0, sizeof(cpu->tlb));
+						memset(cpu->tlb, 0, sizeof(cpu->tlb));
 				memset(cpu->walk_cache, 0, sizeof(cpu->walk_cache));
-			}
+				cpu->flush = false;
+					}
 			if (cpu_access(cpu, vcpu->arch.mmu->root_hpa, gfn, write)) {
 				if (write)
 					written[area][pmd][pte] = true;
+				last_access = turns;
 				break;
 			}
 			cpu->guest_mode = false;
@@ -697,8 +928,8 @@ static void *vcpu_thread(void *arg)
 			faults++;
 		}
 		cpu->guest_mode = false;
+		window();
 	}
-	return NULL;
 }
 
 /* The host takes an area away, and has another one instead. */
@@ -729,14 +960,12 @@ static void replace_area(int area)
 	write_unlock(&vm.mmu_lock);
 }
 
-static void *manager_thread(void *unused)
+static void manager_task(void)
 {
 	struct kvm_memory_slot *slot = &vm.slots.slot;
 	struct kvm_mmu_page *sp;
 	gfn_t gfn;
 
-	self = VCPUS;
-	rnd_state = seed + self;
 	while (!done) {
 		gfn = gfn_of(rnd(AREAS), rnd(PMDS), 0) & -512;
 		switch (rnd(8)) {
@@ -783,10 +1012,46 @@ static void *manager_thread(void *unused)
 			write_unlock(&vm.mmu_lock);
 			break;
 		default:
-			sched_yield();
+			turn();
 		}
 	}
-	return NULL;
+}
+
+/* The last of the vCPUs ends the others; the last task ends the run. */
+static void task_body(void)
+{
+	int i, left = 0, vcpus_left = 0;
+
+	if (self == &tasks[RCU])
+		rcu_task();
+	else if (self == &tasks[MANAGER])
+		manager_task();
+	else
+		vcpu_task();
+	self->ended = true;
+	for (i = 0; i < TASKS; i++) {
+		left += !tasks[i].ended;
+		vcpus_left += i < VCPUS && !tasks[i].ended;
+	}
+	done = !vcpus_left;
+	if (left)
+		turn();
+	setcontext(&home);
+}
+
+static void run_tasks(void)
+{
+	struct task *task;
+
+	for (task = tasks; task < tasks + TASKS; task++) {
+		getcontext(&task->context);
+		task->context.uc_stack.ss_size = 1 << 20;
+		task->context.uc_stack.ss_sp = malloc(task->context.uc_stack.ss_size);
+		makecontext(&task->context, task_body, 0);
+	}
+	running = true;
+	swapcontext(&home, &self->context);
+	running = false;
 }
 
 static long count_tables(u64 *table, int level)
@@ -805,19 +1070,15 @@ static long count_tables(u64 *table, int level)
 
 int main(int argc, char **argv)
 {
-	pthread_rwlockattr_t fair = { 0 };
-	pthread_t threads[THREADS + 1];
 	struct kvm_mmu_page *sp;
 	long linked, listed = 0;
 	int i;
 
 	faults_wanted = strtoul(argv[1], NULL, 10);
-	seed = strtoul(argv[2], NULL, 10);
+	rnd_state = seed = strtoul(argv[2], NULL, 10);
 	printf("%d vCPUs, %lu faults each, seed %u\n", VCPUS, faults_wanted, seed);
 	fflush(stdout);
 
-	pthread_rwlockattr_setkind_np(&fair, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
-	pthread_rwlock_init(&vm.mmu_lock.lock, &fair);
 	INIT_LIST_HEAD(&vm.arch.lpage_disallowed_mmu_pages);
 	vm.slots.slot.npages = AREAS * AREA_GFNS;
 	tdp_mmu_enabled = true;
@@ -829,15 +1090,7 @@ int main(int argc, char **argv)
 		vcpus[i].arch.mmu->root_hpa = kvm_tdp_mmu_get_vcpu_root_hpa(&vcpus[i]);
 	}
 
-	for (i = 0; i < VCPUS; i++)
-		pthread_create(&threads[i], NULL, vcpu_thread, &vcpus[i]);
-	pthread_create(&threads[VCPUS], NULL, manager_thread, NULL);
-	pthread_create(&threads[THREADS], NULL, rcu_thread, NULL);
-	for (i = 0; i < VCPUS; i++)
-		pthread_join(threads[i], NULL);
-	done = true;
-	pthread_join(threads[VCPUS], NULL);
-	pthread_join(threads[THREADS], NULL);
+	run_tasks();
 	rcu_grace_period();
 
 	linked = count_tables(__va(vcpus[0].arch.mmu->root_hpa), 4);
