@@ -111,8 +111,13 @@ impl Archive {
     /// Every version of `name` in these suites, for error messages.
     pub fn offered(&self, name: &str) -> String {
         let listing = tool::text(self.apt("apt-cache").args(["madison", name])).unwrap_or_default();
-        let versions: Vec<&str> =
-            listing.lines().filter_map(|l| l.split('|').nth(1)).map(str::trim).collect();
+        // A version that a source package has too stands there twice.
+        let mut versions: Vec<&str> = Vec::new();
+        for version in listing.lines().filter_map(|line| line.split('|').nth(1)).map(str::trim) {
+            if !versions.contains(&version) {
+                versions.push(version);
+            }
+        }
         if versions.is_empty() { "no version of it".into() } else { versions.join(", ") }
     }
 

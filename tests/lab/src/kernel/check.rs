@@ -35,6 +35,7 @@ pub fn check(cache: &Cache, series: &Series) -> Result<()> {
     timed(&|| applies(cache, &tree, series))?;
     timed(&|| checkpatch(&tree, series))?;
     timed(&|| warnings(cache, &tree, series))?;
+    timed(&|| in_user_space(cache, &tree, series))?;
     let build = |variant| build::build(cache, series.base, std::slice::from_ref(series), variant);
     timed(&|| boots(cache, &build(None)?, &series.about.test))?;
     timed(&|| {
@@ -198,6 +199,21 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     tree.carry(&[])?;
     let (patches, targets) = (series.patches.len(), targets.join(", "));
     report(&series.name, &format!("{patches} patches compile with W=1 without a new warning: {targets}"));
+    Ok(())
+}
+
+/// Runs the series' own tool on the patched sources, where it has one.
+pub fn in_user_space(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
+    let Some(line) = &series.about.tool else { return Ok(()) };
+    let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
+    tree.carry(&series.patches)?;
+    let source = tree.source.to_string_lossy();
+    let mut words = line.split_whitespace().map(|word| word.replace("{source}", &source));
+    let tool = series::directory().join("tools").join(words.next().unwrap_or_default());
+    let ran = tool::output(Command::new(tool).args(words).env("CC", build::COMPILER));
+    tree.carry(&[])?;
+    ran.map_err(|error| Error::Series(format!("{}: {error}", series.name)))?;
+    report(&series.name, &format!("`{line}` passes"));
     Ok(())
 }
 

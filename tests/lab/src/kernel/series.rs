@@ -36,6 +36,9 @@ pub struct About {
     /// What shows it.
     #[serde(default)]
     pub bench: Vec<Bench>,
+    /// A program in `kernel-patches/tools` and its arguments, split at blanks: it runs the patched code in user space, and
+    /// must exit with 0. `{source}` is the tree that carries the series.
+    pub tool: Option<String>,
     /// Commands that must exit with 0 on the patched kernel, beyond the boot and the oracle.
     #[serde(default)]
     pub test: Vec<Bench>,

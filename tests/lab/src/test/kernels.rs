@@ -38,7 +38,8 @@ pub fn run(tally: &mut Tally) -> Result<()> {
 fn applies_and_compiles(cache: &Cache, series: &Series) -> Result<()> {
     let tree = Tree::open(cache, series.base)?;
     check::applies(cache, &tree, series)?;
-    check::warnings(cache, &tree, series)
+    check::warnings(cache, &tree, series)?;
+    check::in_user_space(cache, &tree, series)
 }
 
 fn stack_boots(cache: &Cache, stack: &[Series]) -> Result<()> {
