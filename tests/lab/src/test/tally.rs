@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 pub struct Tally {
     passed: u64,
     failures: Vec<String>,
-    /// Failures that the last test program has reported itself.
+    /// How many failures there were before the test program that runs, and how many it says that it has.
+    before: usize,
     reported: u64,
     /// Skipped tests by where and why.
     skipped: BTreeMap<(String, String), Vec<String>>,
@@ -24,20 +25,32 @@ impl Tally {
         {
             let outcome = outcome.trim();
             if outcome.starts_with("FAILED") {
-                self.failures.push(format!("{bed}: {name}"));
+                self.named(bed, name);
             } else if let Some(rest) = outcome.strip_prefix("ignored") {
                 let (name, why) = reason(name, rest);
                 self.skip(bed, name, why);
             }
+        } else if let Some(name) = line.strip_prefix("---- ").and_then(|l| l.strip_suffix(" ----")) {
+            // Its report. What a test has said itself may stand between its name and its outcome above.
+            self.named(bed, name.strip_suffix(" stdout").unwrap_or(name));
         }
     }
 
-    /// A program ended: where it failed and said of no test that it did, it is itself the failure.
+    fn named(&mut self, bed: &str, name: &str) {
+        let failure = format!("{bed}: {name}");
+        if !self.failures[self.before..].contains(&failure) {
+            self.failures.push(failure);
+        }
+    }
+
+    /// A program ended. Where it failed and fewer failures are known by name than it reports, at least one, it is itself a
+    /// failure.
     pub fn ended(&mut self, bed: &str, program: &str, success: bool) {
-        if !success && self.reported == 0 {
+        let names = (self.failures.len() - self.before) as u64;
+        if !success && names < self.reported.max(1) {
             self.failures.push(format!("{bed}: {program}"));
         }
-        self.reported = 0;
+        (self.before, self.reported) = (self.failures.len(), 0);
     }
 
     /// A check of the laboratory's own succeeded.
@@ -48,6 +61,7 @@ impl Tally {
     /// A check of the laboratory's own failed.
     pub fn fail(&mut self, bed: &str, what: &str) {
         self.failures.push(format!("{bed}: {what}"));
+        self.before = self.failures.len();
     }
 
     /// Something was not run.
@@ -140,6 +154,26 @@ mod tests {
         tally.ended("local", "cargo test", false);
         assert_eq!((tally.passed, tally.failed()), (1, 1));
         assert_eq!(tally.failures, ["local: bad::one - should panic"]);
+    }
+
+    #[test]
+    fn a_failure_whose_test_has_spoken_is_known_by_its_report() {
+        let mut tally = counted(&[
+            "test chatty ... seed 90",
+            "it works",
+            "FAILED",
+            "---- chatty ----",
+            "why",
+            "test result: FAILED. 0 passed; 1 failed; 17 filtered out",
+        ]);
+        tally.ended("local", "x", false);
+        assert_eq!(tally.failures, ["local: chatty"]);
+        tally.line("local", "test result: FAILED. 0 passed; 1 failed");
+        tally.ended("local", "y", false);
+        assert_eq!(tally.failures, ["local: chatty", "local: y"]);
+        let mut both = counted(&["test bad ... FAILED", "---- bad stdout ----"]);
+        both.ended("local", "z", false);
+        assert_eq!(both.failures, ["local: bad"]);
     }
 
     #[test]
