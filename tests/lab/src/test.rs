@@ -129,7 +129,7 @@ fn metal(options: &Options, tally: &mut Tally) -> Result<()> {
     }
     let tests = match prebuilt {
         Some(dir) => executables(dir)?,
-        None => bed_tests()?.into_iter().map(|test| test.path).collect(),
+        None => bed_tests("*")?.into_iter().map(|test| test.path).collect(),
     };
     for test in tests {
         eprintln!("lab: {bed}: {}", test.display());
@@ -153,7 +153,7 @@ fn svm(options: &Options, tally: &mut Tally) -> Result<()> {
     watched(own.env("VELLUM_LAB_BOOTS", "1"), "svm", tally)?;
     let cache = Cache::open()?;
     // Time that counts instructions makes the tests' own time limits independent of how busy this machine is.
-    hosts(&cache, options, "svm", bed_tests()?, &[], tally, |request| {
+    hosts(&cache, options, "svm", bed_tests("*")?, &[], tally, |request| {
         request.memory_mib = 4096;
         request.hugepages = HUGEPAGES;
         request.time_limit = Duration::from_secs(40 * 60);
@@ -169,8 +169,7 @@ fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
         let vmlinux = guest.unpack_vmlinux()?;
         guests.push((version, guest, Some(vmlinux)));
     }
-    let tests = bed_tests()?.into_iter().filter(|test| test.name == "linux").collect();
-    hosts(&cache, options, "linux", tests, &guests, tally, |request| {
+    hosts(&cache, options, "linux", bed_tests("linux")?, &guests, tally, |request| {
         // Two CPUs at once: what Linux guests do wrong on the one CPU that counts instructions is its emulator's doing
         // (`bed::svm`).
         request.races = true;
@@ -248,9 +247,9 @@ fn hosts(
     Ok(())
 }
 
-/// The integration tests that share `tests/bed`, built static.
-fn bed_tests() -> Result<Vec<Executable>> {
-    let built = artifacts::build_static(&["test", "--no-run", "--package", "vellum", "--tests"])?;
+/// Those of the integration tests called `name`, which may be a pattern, that share `tests/bed`; built static.
+fn bed_tests(name: &str) -> Result<Vec<Executable>> {
+    let built = artifacts::build_static(&["test", "--no-run", "--package", "vellum", "--test", name])?;
     let shares = |test: &Executable| {
         let source = fs::read_to_string(&test.source).unwrap_or_default();
         source.lines().any(|line| line.trim_end() == "mod bed;")
