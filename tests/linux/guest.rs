@@ -261,14 +261,16 @@ impl Guest {
         if output.stdout.is_empty() { Ok(Value::Null) } else { Ok(serde_json::from_slice(&output.stdout)?) }
     }
 
-    /// The status, as soon as it is as wanted. The run's own limit ends the wait.
+    /// The status, as soon as it is as wanted.
     pub fn status_when(&self, wanted: impl Fn(&Value) -> bool) -> Result<Value, Failed> {
-        loop {
-            let status = self.ctl(&["status"])?;
+        let mut status = Value::Null;
+        for _ in 0..1000 {
+            status = self.ctl(&["status"])?;
             if wanted(&status) {
                 return Ok(status);
             }
         }
+        Err(format!("the status stays {status}").into())
     }
 
     /// Any of vellum's commands.

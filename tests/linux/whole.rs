@@ -308,26 +308,32 @@ fn guest_ticks(guest: &Guest) -> Result<Vec<u64>, Failed> {
 /// pages off its free lists while it reports them to the balloon: 32 blocks of 4 MiB at most, half of what is lent here.
 fn balloon(guest: &Guest) -> Result<(), Failed> {
     const BALLOON: u64 = 256;
+    /// Each is a command in the guest; the wait is over after the first few.
+    const READINGS: u32 = 100;
     let meminfo = |key: &str| -> Result<u64, Failed> {
         let kib = guest.shell(&format!("awk '/^{key}:/ {{print $2}}' /proc/meminfo"))?;
         Ok(kib.trim().parse::<u64>()? >> 10)
     };
-    let free_when = |wanted: &dyn Fn(u64) -> bool| loop {
-        let free = meminfo("MemFree")?;
-        if wanted(free) {
-            return Ok::<_, Failed>(free);
+    let free_when = |what: &str, wanted: &dyn Fn(u64) -> bool| {
+        let mut free = 0;
+        for _ in 0..READINGS {
+            free = meminfo("MemFree")?;
+            if wanted(free) {
+                return Ok::<_, Failed>(free);
+            }
         }
+        Err(format!("{what}: MemFree stays at {free} MiB:\n{}", guest.shell("cat /proc/meminfo")?).into())
     };
     // What the page cache holds would be given up for the balloon, and not come back.
     guest.shell("echo 3 > /proc/sys/vm/drop_caches")?;
     let total = meminfo("MemTotal")?;
-    let before = free_when(&|free| free + total / 5 >= total)?;
+    let before = free_when("empty", &|free| free + total / 5 >= total)?;
     guest.ctl(&["balloon", &format!("{BALLOON}m")])?;
     guest.status_when(|status| status["balloon"] == BALLOON * MIB)?;
-    free_when(&|free| free + BALLOON - 16 <= before)?;
+    free_when("up", &|free| free + BALLOON - 16 <= before)?;
     guest.ctl(&["balloon", "0"])?;
     guest.status_when(|status| status["balloon"] == 0)?;
-    free_when(&|free| free + 16 >= before).map(drop)
+    free_when("down", &|free| free + 16 >= before).map(drop)
 }
 
 fn resident_mib(guest: &Guest) -> Result<u64, Failed> {

@@ -170,14 +170,14 @@ fn a_balloon_drops_the_pages_it_is_given() {
     assert_ne!(driver.get(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0);
     assert_eq!(driver.config(0, 4), 3u32.to_le_bytes());
 
-    let pages = [0x180u64, 0x182, 0x1ff];
+    let pages = [0x180u64, 0x182, 0x183, 0x184, 0x1ff];
     for page in 0x180..0x200 {
         driver.put(page * PAGE, &[9; PAGE as usize]);
     }
-    // One of them twice, and two that are no memory: a driver may lie.
-    let lie = [0x180u32, 0x182, 0x1ff, 0x180, 0x200, u32::MAX];
+    // Neighbours in no order, one page twice, and two that are no memory: a driver may lie.
+    let lie = [0x180u32, 0x184, 0x182, 0x1ff, 0x183, 0x180, 0x200, u32::MAX];
     driver.put(BUFFERS, &lie.iter().flat_map(|pfn| pfn.to_le_bytes()).collect::<Vec<_>>());
-    driver.submit(0, &[readable(BUFFERS, 24)]);
+    driver.submit(0, &[readable(BUFFERS, 4 * lie.len() as u32)]);
     driver.wait_used(0);
     for page in 0x180..0x200 {
         assert_eq!(is_zero(&driver, page), pages.contains(&page), "page {page:#x}");
