@@ -69,6 +69,7 @@ fn main() {
         let name = format!("a_guest_goes_on_in_another_machine_{name}_irqchip");
         trials.push(trial(&name, kvm(), move || moves(irqchip)));
     }
+    trials.push(trial("every_part_of_a_vcpu_moves", kvm(), every_part));
     libtest_mimic::run(&args, trials).exit();
 }
 
@@ -156,4 +157,47 @@ fn moves(irqchip: Mode) -> Result<(), Failed> {
     let text = std::fs::read_to_string(&said)?;
     std::fs::remove_file(said)?;
     ensure((text.as_str(), outcome.exit) == ("47", Exit::PowerOff), || format!("{text:?} {outcome:?}"))
+}
+
+/// What no few bytes of guest code would show: debug and vector registers, the local APIC, events on their way.
+fn every_part() -> Result<(), Failed> {
+    let image = code_that_spins().elf64();
+    let kvm = vellum::vm::open()?;
+    let (source, said) = build(&image, |_| ())?;
+    std::fs::remove_file(said)?;
+    let context = Context::new(&kvm, &source.vm.fd, true)?;
+    let saved = source.vcpus[0].with(move |fd| -> Result<State, Failed> {
+        let mut debug = fd.get_debug_regs()?;
+        (debug.db[0], debug.db[3]) = (0x1234, 0x5678);
+        fd.set_debug_regs(&debug)?;
+        let mut lapic = fd.get_lapic()?;
+        // The timer's divide configuration, and the vector and mask of its local interrupt 1.
+        (lapic.regs[0x3e0], lapic.regs[0x360]) = (0xb, 0x42);
+        fd.set_lapic(&lapic)?;
+        let mut events = fd.get_vcpu_events()?;
+        events.nmi.masked = 1;
+        fd.set_vcpu_events(&events)?;
+        let mut xsave = fd.get_xsave()?;
+        // XMM0, and its component in XSTATE_BV.
+        xsave.region[40] = 0xabcd;
+        xsave.region[128] |= 2;
+        // SAFETY: no dynamic feature is on, so that the area has the size of this structure.
+        unsafe { fd.set_xsave(&xsave)? };
+        Ok(State::save(fd, &context)?)
+    })??;
+    let (destination, said) = build(&image, |_| ())?;
+    std::fs::remove_file(said)?;
+    let context = Context::new(&kvm, &destination.vm.fd, true)?;
+    let copy = saved.clone();
+    let arrived = destination.vcpus[0].with(move |fd| {
+        copy.restore(fd, &context)?;
+        State::save(fd, &context)
+    })??;
+    let (saved, arrived) = (serde_json::to_value(saved)?, serde_json::to_value(arrived)?);
+    let set = saved["xsave"][40] == 0xabcd;
+    ensure(set, || format!("the vector register was never set: {}", saved["xsave"]))?;
+    for part in ["mp_state", "regs", "sregs", "xcrs", "xsave", "debugregs", "lapic", "events"] {
+        ensure(saved[part] == arrived[part], || format!("{part}: {} became {}", saved[part], arrived[part]))?;
+    }
+    Ok(())
 }

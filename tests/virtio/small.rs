@@ -41,6 +41,19 @@ fn entropy_goes_on_in_a_new_process() {
 }
 
 #[test]
+fn a_device_that_has_stopped_itself_stays_so_in_a_new_process() {
+    let mut driver = Driver::new(Rng::new().unwrap());
+    driver.start();
+    driver.set_available_index(0, QUEUE_SIZE + 1);
+    driver.run();
+    // A driver that repairs its ring has still to reset the device.
+    let mut driver = driver.move_to(Rng::new().unwrap(), |driver| driver.set_available_index(0, 0));
+    assert!(driver.needs_reset());
+    driver.start();
+    assert!(!driver.needs_reset());
+}
+
+#[test]
 fn a_balloon_keeps_its_size_and_its_target_in_a_new_process() {
     let (balloon, handle) = Balloon::new();
     let mut driver = Driver::new(balloon);
@@ -62,13 +75,22 @@ fn a_balloon_keeps_its_size_and_its_target_in_a_new_process() {
     driver.wait_used(2);
 }
 
-/// A console on one end of a socket pair, and the other end.
-fn console() -> (Driver, UnixStream) {
+/// A socket pair, the device's end first.
+fn ends() -> (UnixStream, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     theirs.set_nonblocking(true).unwrap();
-    let output = theirs.try_clone().unwrap();
-    let file = |stream| std::fs::File::from(OwnedFd::from(stream));
-    (Driver::new(Console::new(Some(file(theirs)), file(output))), ours)
+    (theirs, ours)
+}
+
+fn device(theirs: &UnixStream) -> Console {
+    let file = || std::fs::File::from(OwnedFd::from(theirs.try_clone().unwrap()));
+    Console::new(Some(file()), file())
+}
+
+/// A console on one end of a socket pair, and the other end.
+fn console() -> (Driver, UnixStream) {
+    let (theirs, ours) = ends();
+    (Driver::new(device(&theirs)), ours)
 }
 
 #[test]
@@ -95,7 +117,8 @@ fn a_console_carries_bytes_both_ways() {
 
 #[test]
 fn a_host_that_does_not_listen_stalls_the_guest_not_the_event_loop() {
-    let (mut driver, mut host) = console();
+    let (theirs, mut host) = ends();
+    let mut driver = Driver::new(device(&theirs));
     driver.start();
     let line: Vec<u8> = (0..0x10000).map(|at| (at % 251) as u8).collect();
     driver.put(BUFFERS, &line);
@@ -112,10 +135,7 @@ fn a_host_that_does_not_listen_stalls_the_guest_not_the_event_loop() {
     assert!(finished < offered, "a socket does not hold {offered} times 64 KiB");
 
     // In the middle of a request the machine moves; not a byte is lost or sent twice.
-    driver.mmio.quiesce();
-    let state = driver.mmio.save();
-    driver.mmio.restore(state).unwrap();
-    driver.mmio.resume();
+    let mut driver = driver.move_to(device(&theirs), |_| ());
     let mut heard = vec![0; line.len()];
     for _ in 0..offered {
         let mut got = 0;

@@ -392,12 +392,12 @@ fn a_restored_guest_hears_that_its_connections_are_gone() {
     guest.driver.put(BUFFERS + 0x30000, &[0xff; 4]);
     guest.driver.run();
     assert_eq!(guest.driver.used_now(EVENT), None);
-    guest.driver.mmio.quiesce();
-    let state = guest.driver.mmio.save();
-    guest.driver.mmio.restore(state).unwrap();
-    guest.driver.mmio.resume();
-    assert_eq!(guest.driver.wait_used(EVENT).1, 4);
-    assert_eq!(guest.driver.fetch(BUFFERS + 0x30000, 4), [0; 4], "VIRTIO_VSOCK_EVENT_TRANSPORT_RESET");
+    let Guest { driver, path, .. } = guest;
+    let config = VsockConfig { path: path.with_extension("new"), cid: CID as u32 + 1 };
+    let mut driver = driver.move_to(Vsock::open(&config).unwrap(), |_| ());
+    assert_eq!(driver.config(0, 8), CID.to_le_bytes(), "it keeps its address");
+    assert_eq!(driver.wait_used(EVENT).1, 4);
+    assert_eq!(driver.fetch(BUFFERS + 0x30000, 4), [0; 4], "VIRTIO_VSOCK_EVENT_TRANSPORT_RESET");
 }
 
 #[test]
