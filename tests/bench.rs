@@ -105,7 +105,7 @@ fn demand_paging(mode: Mode, backing: Backing) -> Result<(), Failed> {
         region: Region { bytes: 4 << 20, backing, vcpus: 2 },
         overlap: false,
     })?;
-    ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
+    bed::premises(&report)?;
     let faults = report.figures.iter().find(|f| f.name() == "faults_answered").map(|f| f.value());
     ensure(faults == Some(2048.0), || format!("{faults:?} faults for 2048 pages"))?;
     json::check(&report).map_err(Failed::from)
@@ -144,7 +144,7 @@ fn page_table() -> Result<(), Failed> {
         unpopulated: false,
         phys_offset: Some(1 << 32),
     })?;
-    ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
+    bed::premises(&report)?;
     let grown = report.counters.iter().find(|c| c.name == "pf_fixed").map(|c| c.after - c.before);
     ensure(grown >= Some(2048), || format!("{grown:?} faults for 2048 pages that are written while logged"))?;
     json::check(&report).map_err(Failed::from)
@@ -160,7 +160,7 @@ fn memslots() -> Result<(), Failed> {
         backing: Backing::Anonymous,
         time: Duration::ZERO,
     })?;
-    ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
+    bed::premises(&report)?;
     let faults = report.counters.iter().find(|c| c.name == "pf_fixed[map]").map(|c| c.after - c.before);
     ensure(faults >= Some(2 * 3072), || {
         format!("{faults:?} faults for 2 times 3072 pages dropped and written")
@@ -240,7 +240,7 @@ fn access_tracking() -> Result<(), Failed> {
         region: Region { bytes: 8 << 20, backing: Backing::Anonymous, vcpus: 2 },
         overlap: false,
     })?;
-    ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
+    bed::premises(&report)?;
     json::check(&report).map_err(Failed::from)
 }
 

@@ -293,7 +293,7 @@ fn bench_config(method: Method) -> dirty_log::Config {
 
 fn bench(method: Method) -> Result<(), Failed> {
     let report = dirty_log::run(&bench_config(method))?;
-    ensure(report.invalid.is_empty(), || format!("{:?}", report.invalid))?;
+    bed::premises(&report)?;
     let figure = |name: &str| {
         let found = report.figures.iter().find(|figure| figure.name() == name);
         found.map(|figure| figure.samples().into_owned()).ok_or(format!("no {name}"))

@@ -15,13 +15,14 @@ mod shadow;
 use std::fmt::Display;
 use std::io;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use indicatif::ProgressBar;
 
 use crate::arch::workload::GuestPage;
 use crate::arch::{irqchip, layout};
-use crate::host::{Facts, Paging, hugepages, topology};
+use crate::host::{Facts, Paging, hugepages, idle, topology};
 use crate::report::Report;
 use crate::sandbox::{self, Mode};
 use crate::sys::affinity;
@@ -167,6 +168,7 @@ impl Common {
         parts: impl IntoIterator<Item = T>,
         mut one: impl FnMut(&mut Report, &T) -> Result<(), Error>,
     ) -> Result<(), Error> {
+        let idling = Idling::watch(&report.host);
         for (index, part) in parts.into_iter().enumerate() {
             self.progress.set_message(part.to_string());
             match one(report, &part) {
@@ -176,6 +178,9 @@ impl Common {
                 }
                 result => result?,
             }
+        }
+        if let Some(idling) = idling {
+            idling.judge(report);
         }
         Ok(())
     }
@@ -193,6 +198,40 @@ impl Common {
             None => Ok(()),
         }
     }
+}
+
+/// The share of a measurement that an emulated host may be idle.
+const IDLE_LIMIT: f64 = 0.01;
+
+/// The premise of emulated time: its clock counts instructions, and idle time as if it were some.
+struct Idling {
+    since: Instant,
+    before: Duration,
+}
+
+impl Idling {
+    /// From now on, where time is instructions. Two emulated CPUs run in real time.
+    fn watch(host: &Facts) -> Option<Self> {
+        let before = (host.emulated && host.cpus == 1).then(idle::since_boot)??;
+        Some(Self { since: Instant::now(), before })
+    }
+
+    fn judge(self, report: &mut Report) {
+        let elapsed = self.since.elapsed();
+        let idled = idle::since_boot().map_or(Duration::ZERO, |now| now.saturating_sub(self.before));
+        report.invalid.extend(idled_too_long(idled, elapsed));
+    }
+}
+
+fn idled_too_long(idled: Duration, elapsed: Duration) -> Option<String> {
+    let share = idled.as_secs_f64() / elapsed.as_secs_f64();
+    (share > IDLE_LIMIT).then(|| {
+        format!(
+            "the emulated host was idle for {:.1} % of the time, which its clock counts as work; above {:.0} % that is no measurement: measure more (-b, --repeat)",
+            share * 100.0,
+            IDLE_LIMIT * 100.0
+        )
+    })
 }
 
 /// One round of several.
@@ -403,5 +442,15 @@ mod tests {
         assert_eq!(of(Paging::Shadow, GuestPage::Small), (0, 1));
         assert_eq!(of(Paging::Shadow, GuestPage::Large), (1, 0));
         assert_eq!(of(Paging::Npt, GuestPage::Small), (1, 0));
+    }
+
+    #[test]
+    fn an_emulated_host_may_idle_a_hundredth_of_the_time() {
+        let of = |idled| idled_too_long(Duration::from_millis(idled), Duration::from_secs(1));
+        assert_eq!((of(0), of(9)), (None, None));
+        assert!(of(31).is_some_and(|why| why.contains("idle for 3.1 %")));
+        // A real host's idle time is in nobody's figures.
+        let host = Facts { emulated: false, ..Facts::collect(String::new()) };
+        assert!(Idling::watch(&host).is_none());
     }
 }

@@ -8,6 +8,7 @@ mod cpu;
 pub mod doctor;
 pub mod facts;
 pub mod hugepages;
+pub mod idle;
 pub mod kvm;
 mod sysfs;
 pub mod topology;
