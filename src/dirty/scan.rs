@@ -86,7 +86,8 @@ pub fn runs(words: &[u64], pages: u64) -> Runs<'_> {
 impl Iterator for Runs<'_> {
     type Item = Range<u64>;
 
-    #[inline]
+    // A call costs as much again as finding a run of one page.
+    #[inline(always)]
     fn next(&mut self) -> Option<Range<u64>> {
         if self.bits == 0 {
             if self.others != 0 {
