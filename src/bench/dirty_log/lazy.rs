@@ -11,7 +11,7 @@ use super::Config;
 use crate::bench::Error;
 use crate::dirty::Method;
 use crate::host::hugepages;
-use crate::report::{Figure, Histogram, Report, Series};
+use crate::report::{Histogram, Report, Series};
 use crate::vm::memory::Backing;
 
 /// A column: memory and how it is logged.
@@ -70,12 +70,23 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     Ok(report)
 }
 
-/// Adds what was measured of one column.
+/// Two figures into one, round by round; none where either is missing, as after an interrupt it may be.
+fn each(a: Option<Vec<f64>>, b: Option<Vec<f64>>, of: impl Fn(f64, f64) -> f64) -> Option<Vec<f64>> {
+    Some(a?.into_iter().zip(b?).map(|(a, b)| of(a, b)).collect())
+}
+
+/// Adds what was measured of one column, with the spread of its rounds.
 fn add(report: &mut Report, column: &str, measured: &Report, continuous: bool, iterations: u32) {
-    let value = |name: &str| measured.figures.iter().find(|figure| figure.name() == name).map(Figure::value);
-    let mut put = |row: &str, unit: &str, value: Option<f64>| {
-        if let Some(value) = value {
-            report.figure(format!("{column}[{row}]"), unit, value);
+    let value = |name: &str| -> Option<Vec<f64>> {
+        let figure = measured.figures.iter().find(|figure| figure.name() == name)?;
+        Some(figure.samples().into_owned())
+    };
+    let mut put = |row: &str, unit: &str, rounds: Option<Vec<f64>>| {
+        let name = format!("{column}[{row}]");
+        match rounds.as_deref() {
+            None => {}
+            Some([value]) => report.figure(name, unit, *value),
+            Some(rounds) => report.spread(name, unit, rounds),
         }
     };
     if continuous {
@@ -94,28 +105,27 @@ fn add(report: &mut Report, column: &str, measured: &Report, continuous: bool, i
         }
         put("collections", "", value("collections"));
     } else {
-        let before = value("dirty_memory[before]");
-        let enable = value("enable_logging");
-        put("write, no log", "s", before);
-        put("enable", "s", enable);
-        let mut sum = enable.unwrap_or_default();
+        let (before, enable, disable) =
+            (value("dirty_memory[before]"), value("enable_logging"), value("disable_logging"));
+        put("write, no log", "s", before.clone());
+        put("enable", "s", enable.clone());
+        let mut sum = enable;
         for pass in 0..iterations {
             let write = value(&format!("dirty_memory[{pass}]"));
-            let parts =
-                [value(&format!("get_dirty_log[{pass}]")), value(&format!("clear_dirty_log[{pass}]"))];
-            let collect = parts.into_iter().flatten().sum::<f64>();
-            put(&format!("write {}", pass + 1), "s", write);
-            put(&format!("collect {}", pass + 1), "s", Some(collect));
-            sum += write.unwrap_or_default() + collect;
+            let [get, clear] = ["get", "clear"].map(|part| value(&format!("{part}_dirty_log[{pass}]")));
+            let collect = each(get, clear, |get, clear| get + clear);
+            put(&format!("write {}", pass + 1), "s", write.clone());
+            put(&format!("collect {}", pass + 1), "s", collect.clone());
+            sum = [write, collect].into_iter().fold(sum, |sum, part| each(sum, part, |sum, part| sum + part));
         }
-        let disable = value("disable_logging");
-        put("disable", "s", disable);
-        put("logged, sum", "s", Some(sum + disable.unwrap_or_default()));
+        put("disable", "s", disable.clone());
+        put("logged, sum", "s", each(sum, disable, |sum, disable| sum + disable));
         put("write, after", "s", value("dirty_memory[after]"));
         // The guest's speed in each pass, against that without a log.
         for pass in 0..iterations {
-            let speed = before.zip(value(&format!("dirty_memory[{pass}]")));
-            put(&format!("speed {}", pass + 1), "%", speed.map(|(before, pass)| 100.0 * before / pass));
+            let write = value(&format!("dirty_memory[{pass}]"));
+            let speed = each(before.clone(), write, |before, pass| 100.0 * before / pass);
+            put(&format!("speed {}", pass + 1), "%", speed);
         }
     }
     for quantile in ["p50", "p99", "p99.9", "max"] {
