@@ -407,10 +407,14 @@ fn huge_premise(report: &mut Report, backing: Backing, page: GuestPage, now: &Sn
     else {
         return;
     };
-    if backing.best_mapping() < 2 << 20 || large + huge > 0 {
+    let (lines, line) = if backing.best_mapping() < 2 << 20 || huge > 0 {
         return;
-    }
-    let (lines, line) = if page == GuestPage::Small && report.host.paging == Paging::Shadow {
+    } else if large > 0 {
+        if backing.best_mapping() < 1 << 30 {
+            return;
+        }
+        (&mut report.notes, format!("-s {backing}, but KVM maps it by pages of 2 MiB, none of 1 GiB"))
+    } else if page == GuestPage::Small && report.host.paging == Paging::Shadow {
         let why = "KVM shadows the guest's tables and their pages are of 4 KiB, so it maps no huge ones";
         (&mut report.notes, format!("-s {backing}: {why}; -m 2m lets it"))
     } else {
@@ -442,6 +446,21 @@ mod tests {
         assert_eq!(of(Paging::Shadow, GuestPage::Small), (0, 1));
         assert_eq!(of(Paging::Shadow, GuestPage::Large), (1, 0));
         assert_eq!(of(Paging::Npt, GuestPage::Small), (1, 0));
+    }
+
+    #[test]
+    fn a_backing_that_is_mapped_smaller_is_noted() {
+        let of = |backing, huge| {
+            let now: Snapshot = [("pages_4k", 1), ("pages_2m", 512), ("pages_1g", huge)]
+                .map(|(name, n)| (name.to_owned(), n))
+                .into();
+            let mut report = Common::default().report("page-table");
+            huge_premise(&mut report, backing, GuestPage::Large, &now);
+            (report.invalid.len(), report.notes.len())
+        };
+        assert_eq!(of(Backing::Hugetlb(1 << 30), 0), (0, 1));
+        assert_eq!(of(Backing::Hugetlb(1 << 30), 1), (0, 0));
+        assert_eq!(of(Backing::Hugetlb(2 << 20), 0), (0, 0));
     }
 
     #[test]
