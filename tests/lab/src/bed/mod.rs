@@ -281,6 +281,9 @@ pub fn run(
         let said = Tail::of_file(&errors);
         let complaints = said.lines().filter(|line| !line.contains("TCG doesn't support requested feature"));
         complaints.for_each(|line| tail.push_str(&format!("\n{line}")));
+        if tail.trim().is_empty() {
+            tail = "(empty: a kernel that is told to be quiet says nothing until something is wrong)".into();
+        }
         Error::Bed { what, log, tail, timed_out }
     };
 

@@ -176,6 +176,7 @@ pub fn command(tree: &Tree, objects: &Path) -> Command {
 }
 
 fn make(tree: &Tree, objects: &Path, label: &str) -> Result<()> {
+    tree.date_for(objects)?;
     let jobs = std::thread::available_parallelism().map_or(1, usize::from);
     watched(command(tree, objects).args([&format!("-j{jobs}"), "bzImage"]), label)
 }

@@ -236,6 +236,7 @@ fn compile(tree: &Tree, objects: &Path, targets: &[String]) -> Result<BTreeMap<S
     if targets.is_empty() {
         return Ok(found);
     }
+    tree.date_for(objects)?;
     let jobs = std::thread::available_parallelism().map_or(1, usize::from);
     let mut make = build::command(tree, objects);
     make.args([&format!("-j{jobs}"), "W=1"]).args(targets);

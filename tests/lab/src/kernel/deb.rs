@@ -48,6 +48,7 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], suffix: &str, config
         tree.carry(&patches)?;
         let objects = tree.home.join(format!("build-metal-{configuration}"));
         configure(&tree, &objects, config, &fragment)?;
+        tree.date_for(&objects)?;
         let local = format!("LOCALVERSION={suffix}");
         let make = |targets: &[&str]| {
             let mut make = build::command(&tree, &objects);

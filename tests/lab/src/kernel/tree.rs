@@ -3,14 +3,20 @@
 //! The pristine content of every file that a patch ever changed here is kept beside the tree. Going from one set of
 //! patches to another compares what each of these files should hold with what it holds, and writes only what differs:
 //! make then sees new times on just those files. Whatever moment it is stopped at, doing it again completes it.
+//!
+//! Several object directories are built from one tree, and a file may go to another series and back between two builds in
+//! one of them. Each directory therefore remembers what it last saw of these files, and when ([`Tree::date_for`]).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::SystemTime;
+
+use serde::{Deserialize, Serialize};
 
 use super::Base;
-use crate::cache::Cache;
+use crate::cache::{Cache, digest};
 use crate::debian::{self, Archive, Package};
 use crate::{Error, Result, tool};
 
@@ -26,6 +32,13 @@ pub struct Tree {
 
 /// Marks, among the pristine contents, a file that the base does not have.
 const ABSENT: &str = ".absent";
+
+/// What an object directory saw of a file when it was last built: its content, and the time that it had then.
+#[derive(Serialize, Deserialize)]
+struct Seen {
+    content: String,
+    time: SystemTime,
+}
 
 impl Tree {
     /// The tree of `base`, fetched and unpacked if need be.
@@ -70,6 +83,34 @@ impl Tree {
             write_if_different(&from.join(&path), &self.source.join(&path))?;
         }
         remove(&scratch)
+    }
+
+    /// Dates the files that patches change for a build in `objects`: what that saw last as it was then, anything else now.
+    pub fn date_for(&self, objects: &Path) -> Result<()> {
+        let record = objects.join(".seen");
+        let before: Option<BTreeMap<PathBuf, Seen>> =
+            fs::read(&record).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let mut known = BTreeSet::new();
+        files_below(&self.home.join("pristine"), Path::new(""), &mut known)?;
+        let mut now = BTreeMap::new();
+        for path in known {
+            let file = self.source.join(&path);
+            // A file that the base does not have, and no patch adds now, has no time.
+            let Ok(bytes) = fs::read(&file) else { continue };
+            let content = digest([bytes.as_slice()]);
+            let time = match before.as_ref().map(|before| before.get(&path)) {
+                Some(Some(seen)) if seen.content == content => seen.time,
+                // No patch had changed it when this directory was last built: its time tells whether one has since.
+                Some(None) => modified(&file)?,
+                _ => SystemTime::now(),
+            };
+            let opened = fs::File::options().write(true).open(&file).map_err(Error::file("open", &file))?;
+            opened.set_modified(time).map_err(Error::file("date", &file))?;
+            now.insert(path, Seen { content, time });
+        }
+        // Before the build: one that is stopped half-way has to build the other half, by these times.
+        let json = serde_json::to_vec(&now).expect("times and digests are plain data");
+        fs::write(&record, json).map_err(Error::file("write", &record))
     }
 
     /// Applies `patches` to copies of what they touch, without fuzz; the paths of those.
@@ -208,6 +249,10 @@ fn create_parent(path: &Path) -> Result<()> {
     fs::create_dir_all(parent).map_err(Error::file("create", parent))
 }
 
+fn modified(file: &Path) -> Result<SystemTime> {
+    fs::metadata(file).and_then(|meta| meta.modified()).map_err(Error::file("read the time of", file))
+}
+
 fn remove(dir: &Path) -> Result<()> {
     match fs::remove_dir_all(dir) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::file("remove", dir)(error)),
@@ -253,6 +298,29 @@ mod tests {
         assert_eq!(time(), before, "an unchanged file was written again");
         tree.carry(&[]).unwrap();
         assert_eq!(read("dir/one.c").unwrap(), "a\nb\nc\n");
+        remove(&tree.home).unwrap();
+    }
+
+    #[test]
+    fn only_what_an_object_directory_has_not_seen_is_new_to_it() {
+        let (tree, patch) = tree("dates");
+        let (change, add) = (patch("1.patch", CHANGE), patch("2.patch", ADD));
+        let (one, two) = (tree.home.join("one"), tree.home.join("two"));
+        fs::create_dir_all(&one).unwrap();
+        fs::create_dir_all(&two).unwrap();
+        let build = |objects: &Path, patches: &[PathBuf]| {
+            tree.carry(patches).unwrap();
+            tree.date_for(objects).unwrap();
+            modified(&tree.source.join("dir/one.c")).unwrap()
+        };
+        let pristine = build(&one, &[]);
+        let changed = build(&one, std::slice::from_ref(&change));
+        assert!(changed > pristine, "another content is new");
+        let elsewhere = build(&two, &[]);
+        assert!(elsewhere > changed);
+        assert_eq!(build(&one, &[change.clone(), add]), changed, "it saw this content last");
+        assert_eq!(build(&two, &[]), elsewhere);
+        assert!(build(&one, &[]) > elsewhere, "it saw this content, and another since");
         remove(&tree.home).unwrap();
     }
 
