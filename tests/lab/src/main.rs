@@ -86,7 +86,8 @@ enum What {
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
-    /// Hold a series to its promises: applies, checkpatch, warnings, boots, the oracle
+    /// Hold a series to its promises: applies, checkpatch, warnings, boots, the oracle, selftests; and its base's stack with
+    /// lockdep and KASAN
     Check { series: Vec<String> },
     /// Make a Linux guest for `vellum run`: Debian's kernel, and an initramfs with the guest agent
     Guest {
