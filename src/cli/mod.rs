@@ -227,6 +227,24 @@ mod tests {
         Cli::command().debug_assert();
     }
 
+    /// So that `-v -1` is answered with what -v takes, and not with an unexpected argument '-1'.
+    #[test]
+    fn a_negative_number_is_a_value_wherever_numbers_are() {
+        for name in ["run", "bench", "test"] {
+            let cli = Cli::command();
+            let outer = cli.find_subcommand(name).expect("it is there");
+            let deaf = |command: &clap::Command| !command.is_allow_negative_numbers_set();
+            let mut leaves: Vec<_> =
+                outer.get_subcommands().filter(|inner| inner.get_name() != "help").collect();
+            if leaves.is_empty() {
+                leaves.push(outer);
+            }
+            let deaf: Vec<_> =
+                leaves.into_iter().filter(|leaf| deaf(leaf)).map(clap::Command::get_name).collect();
+            assert!(deaf.is_empty(), "{name}: {deaf:?}");
+        }
+    }
+
     #[test]
     fn errors_are_one_line() {
         for (line, remedy) in [

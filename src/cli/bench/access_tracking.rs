@@ -9,6 +9,7 @@ use crate::vm::lifecycle::Exit;
 
 /// Accesses to memory that the host has marked idle: what clearing accessed bits costs a guest
 #[derive(Debug, Args)]
+#[command(allow_negative_numbers = true)]
 pub struct AccessTrackingArgs {
     #[command(flatten)]
     region: RegionArgs,

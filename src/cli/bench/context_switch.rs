@@ -10,6 +10,7 @@ use crate::workload::tables::MOST_PAGES;
 
 /// CR3 loaded from among K page tables in turn: time and exits per switch
 #[derive(Debug, Args)]
+#[command(allow_negative_numbers = true)]
 pub struct ContextSwitchArgs {
     /// How many page tables; several numbers are measured one after the other
     #[arg(value_name = "K", value_delimiter = ',', default_value = "2,4,8",

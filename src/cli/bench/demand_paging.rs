@@ -12,6 +12,7 @@ use crate::vm::lifecycle::Exit;
 
 /// A guest touches memory that is not there, and userfaultfd handlers bring it
 #[derive(Debug, Args)]
+#[command(allow_negative_numbers = true)]
 pub struct DemandPagingArgs {
     /// MISSING (the handler copies pages in) or MINOR (it maps pages that the file has)
     #[arg(short = 'u', value_name = "MODE", default_value = "MISSING", value_parser = mode)]

@@ -13,6 +13,7 @@ use crate::workload::{Hot, Order};
 
 /// The cost of dirty logging to host and guest; options as in the kernel's dirty_log_perf_test, and more
 #[derive(Debug, Args)]
+#[command(allow_negative_numbers = true)]
 #[command(after_help = EXAMPLES)]
 pub struct DirtyLogArgs {
     /// Show in one table where the cost goes on 4 KiB, transparent and reserved huge pages, with manual-protect and with

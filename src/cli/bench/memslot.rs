@@ -13,6 +13,7 @@ use crate::vm::memory::Backing;
 
 /// Map, unmap and move memory of a guest
 #[derive(Debug, Args)]
+#[command(allow_negative_numbers = true)]
 pub struct MemslotArgs {
     /// Tests, all unless given: map, unmap, unmap_chunked, move_active, move_inactive, rw
     #[arg(value_name = "TEST", value_delimiter = ',', value_parser = test)]

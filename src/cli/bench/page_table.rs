@@ -9,6 +9,7 @@ use crate::vm::lifecycle::Exit;
 
 /// Make, change and rebuild KVM's mappings of a region that all vCPUs share
 #[derive(Debug, Args)]
+#[command(allow_negative_numbers = true)]
 #[command(mut_arg("bytes", |arg| arg.help("Memory in all, which all vCPUs share; sizes take k, m, g, t")))]
 pub struct PageTableArgs {
     /// Run rows that others have published, scaled to this host; the scale is part of the result

@@ -10,6 +10,7 @@ use crate::workload::tables::MOST_PAGES;
 
 /// N page tables over the same frames, as N forked children have: build, touch through each, drop
 #[derive(Debug, Args)]
+#[command(allow_negative_numbers = true)]
 #[command(after_help = "Meaningful where KVM shadows guest page tables: kvm_amd npt=0, kvm_intel ept=0.
 `vellum bench rmap-fork 500` is what `rmap_fork 500` is inside a Linux guest, without the Linux.")]
 pub struct RmapForkArgs {

@@ -12,6 +12,7 @@ use crate::vm::memory::Backing;
 
 /// Clear the dirty log chunk by chunk and write at both ends of each chunk: the pages that a test at random hardly meets
 #[derive(Debug, Args)]
+#[command(allow_negative_numbers = true)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(super) struct DirtyEdgesArgs {
     /// How the log is collected: manual-protect or initially-set

@@ -20,6 +20,7 @@ use crate::workload::watch::bar;
 
 /// Write at random, collect the dirty log while memslots come, go and move, and check every page of every collection
 #[derive(Debug, Args)]
+#[command(allow_negative_numbers = true)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(super) struct DirtyLogArgs {
     /// How the log is collected: bitmap, manual-protect, initially-set, ring[,entries=N]; may be given several times
