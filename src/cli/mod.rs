@@ -191,14 +191,21 @@ fn one_line(error: &clap::Error) -> String {
     {
         return unknown(typed, std::env::args().nth(1).as_deref());
     }
-    // Behind an argument, as in `ctl NAME stpo`, clap does not take a word for a command.
     if let (ErrorKind::UnknownArgument, Some(ContextValue::String(typed))) =
         (error.kind(), error.get(ContextKind::InvalidArg))
-        && !typed.starts_with('-')
-        && let Some(first) = std::env::args().nth(1)
-        && Cli::command().find_subcommand(&first).is_some_and(clap::Command::has_subcommands)
     {
-        return unknown(typed, Some(&first));
+        // A value with a unit, as in `-5s`, is taken for flags.
+        if typed.strip_prefix('-').is_some_and(|rest| rest.starts_with(|first: char| first.is_ascii_digit()))
+        {
+            return format!("unexpected argument '{typed}': no value here is negative");
+        }
+        // Behind an argument, as in `ctl NAME stpo`, clap does not take a word for a command.
+        if !typed.starts_with('-')
+            && let Some(first) = std::env::args().nth(1)
+            && Cli::command().find_subcommand(&first).is_some_and(clap::Command::has_subcommands)
+        {
+            return unknown(typed, Some(&first));
+        }
     }
     let paragraphs = text.lines().map(str::trim).filter(|line| !line.is_empty());
     let wanted =
@@ -254,6 +261,8 @@ mod tests {
             (&["vellum", "run", "--workload", "wirte"], "did you mean 'write'"),
             (&["vellum", "rnu"], "did you mean 'run'"),
             (&["vellum", "run", "--memroy", "1g"], "--memory"),
+            (&["vellum", "run", "--timeout", "-5s"], "no value here is negative"),
+            (&["vellum", "bench", "demand-paging", "-d", "-1"], "from 0 to"),
         ] {
             let error = Cli::try_parse_from(line).expect_err("must be refused");
             let message = one_line(&error);

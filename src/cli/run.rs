@@ -41,6 +41,7 @@ pub struct RunArgs {
     #[arg(
         long,
         value_name = "N",
+        value_parser = |text: &str| keyvalue::number(text, 0..=u64::MAX),
         default_value = "3",
         default_value_if("duration", clap::builder::ArgPredicate::IsPresent, "0")
     )]

@@ -23,7 +23,8 @@ pub struct DemandPagingArgs {
     single: bool,
 
     /// Microseconds that a handler waits before it answers
-    #[arg(short = 'd', value_name = "USEC", default_value_t = 0)]
+    #[arg(short = 'd', value_name = "USEC", default_value_t = 0,
+        value_parser = |text: &str| keyvalue::number(text, 0..=60_000_000u64))]
     delay: u64,
 
     /// Handlers of each userfaultfd

@@ -53,7 +53,7 @@ pub struct DirtyLogArgs {
     run_while_disabling: bool,
 
     /// The seed of random orders
-    #[arg(short = 'r', long, value_name = "N", default_value_t = 1)]
+    #[arg(short = 'r', long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 0..=u64::MAX))]
     seed: u64,
 
     /// Where memory starts in the guest's physical address space, as in 0x100000000

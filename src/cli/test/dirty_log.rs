@@ -50,7 +50,7 @@ pub(super) struct DirtyLogArgs {
     duration: Option<Duration>,
 
     /// The seed of all that is random [default: drawn, and printed]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 0..=u64::MAX))]
     seed: Option<u64>,
 
     /// Collect only while the guest runs, or only with its vCPUs out of the guest: running or quiesced [default: both]
