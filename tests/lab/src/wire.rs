@@ -27,6 +27,8 @@ pub struct Job {
     pub commands: Vec<Vec<String>>,
     /// Environment for all of them.
     pub env: Vec<(String, String)>,
+    /// Two CPUs at once.
+    pub races: bool,
     /// An interactive shell on the console instead of commands.
     pub shell: bool,
 }

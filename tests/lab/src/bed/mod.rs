@@ -418,6 +418,7 @@ fn job(request: &Request, shell: bool) -> Job {
         parameters: request.all_parameters(),
         commands: request.commands.clone(),
         env: request.env.clone(),
+        races: request.races,
         shell,
     }
 }

@@ -5,6 +5,11 @@
 //! interrupt flag or no. With an instruction-counting clock slices end at any place, and a Linux guest with two vCPUs hangs
 //! now and then (with PV EOI, which leaves out the exit that would come next, always). Two CPUs in real time (`races`) are
 //! interrupted by what exits from the guest, and do no harm: Linux guests belong there.
+//!
+//! With two CPUs, code that one patches while the other runs it: a host was seen to take breakpoints for ever, on both CPUs, at
+//! a static key in its scheduler where the kernel had long put the instruction back (`text_poke_bp`; the translation that
+//! QEMU kept was of the breakpoint). KVM switches that key with the first machine and with the last one, so `bed-init`
+//! holds machines of its own on such hosts.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

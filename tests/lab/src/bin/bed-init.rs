@@ -60,6 +60,11 @@ fn run() -> io::Result<()> {
             complaints.push(format!("{module}: {error}"));
         }
     }
+    if job.races
+        && let Err(error) = hold_kvm()
+    {
+        complaints.push(format!("machines that hold KVM's code as it is: {error}"));
+    }
     let _ = fs::write("/proc/sys/kernel/hostname", &job.bed);
     if let Err(error) = loopback_up() {
         complaints.push(format!("lo: {error}"));
@@ -131,6 +136,24 @@ fn load(path: &str, parameters: &[String]) -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Machines that stay, so that the kernel patches its own code once, now, and not whenever a first machine comes or a last
+/// one goes, under running CPUs: QEMU may go on with code that is there no more (`lab::bed::svm`). The keys are
+/// preempt_notifier_key in the scheduler, and KVM's apic_hw_disabled, apic_sw_disabled and kvm_has_noapic_vcpu.
+fn hold_kvm() -> io::Result<()> {
+    const APIC_ENABLED: u64 = 1 << 11;
+    let kvm = vellum::vm::open().map_err(io::Error::other)?;
+    let with_apic = kvm.create_vm()?;
+    with_apic.create_irq_chip()?;
+    let vcpu = with_apic.create_vcpu(0)?;
+    let mut sregs = vcpu.get_sregs()?;
+    sregs.apic_base &= !APIC_ENABLED;
+    vcpu.set_sregs(&sregs)?;
+    let without = kvm.create_vm()?;
+    let other = without.create_vcpu(0)?;
+    std::mem::forget((with_apic, vcpu, without, other));
+    Ok(())
 }
 
 /// The loopback interface starts down, and tests talk over it.
