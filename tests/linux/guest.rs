@@ -250,8 +250,19 @@ impl Guest {
         let output = self.vellum(&["exec", &self.name, "--", "sh", "-c", line])?;
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
         let complaints = String::from_utf8_lossy(&output.stderr).into_owned();
-        ensure(output.status.success(), || format!("`{line}`: {}: {said}{complaints}", output.status))?;
+        ensure(output.status.success(), || {
+            format!("`{line}`: {}: {said}{complaints}{}", output.status, self.last_words())
+        })?;
         Ok(said)
+    }
+
+    /// What a guest that fails has said on its console, and whether it is still there.
+    fn last_words(&self) -> String {
+        // A process that has ended is a zombie until somebody waits for it.
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap_or_default();
+        let gone = stat.rsplit(") ").next().is_none_or(|state| state.starts_with('Z'));
+        let said = self.lines.try_iter().collect::<Vec<_>>().join("\n");
+        format!("; the machine {}:\n{}", if gone { "has ended" } else { "runs on" }, tail(&said))
     }
 
     /// `vellum ctl`, which must succeed; its answer, if it prints one.
