@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -182,6 +183,17 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     targets.dedup();
     tree.carry(&[])?;
     build::configure(tree, &config, &objects)?;
+    // An object that is not rebuilt repeats no warning, and would then seem to gain those that it always had.
+    for target in targets.iter().map(String::as_str).chain(["virt/kvm"]) {
+        let path = objects.join(target);
+        let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+        match removed {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(Error::file("remove", &path)(error));
+            }
+            _ => {}
+        }
+    }
     let mut seen = compile(tree, &objects, &targets)?;
     for (index, patch) in series.patches.iter().enumerate() {
         tree.carry(&series.patches[..=index])?;
