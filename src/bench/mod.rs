@@ -399,31 +399,9 @@ impl Counted {
     }
 }
 
-/// The premise of a huge backing: KVM maps huge pages. Only kernels that count mappings by size can tell. A KVM that shadows
-/// the guest's tables maps the smaller of its own pages and theirs, so small ones there promise nothing.
+/// As [`workload::run::huge_premise`], in the words of the benchmarks.
 fn huge_premise(report: &mut Report, backing: Backing, page: GuestPage, now: &Snapshot) {
-    let count = |name: &str| now.get(name).copied();
-    let (Some(small), Some(large), Some(huge)) = (count("pages_4k"), count("pages_2m"), count("pages_1g"))
-    else {
-        return;
-    };
-    let (lines, line) = if backing.best_mapping() < 2 << 20 || huge > 0 {
-        return;
-    } else if large > 0 {
-        if backing.best_mapping() < 1 << 30 {
-            return;
-        }
-        (&mut report.notes, format!("-s {backing}, but KVM maps it by pages of 2 MiB, none of 1 GiB"))
-    } else if page == GuestPage::Small && report.host.paging == Paging::Shadow {
-        let why = "KVM shadows the guest's tables and their pages are of 4 KiB, so it maps no huge ones";
-        (&mut report.notes, format!("-s {backing}: {why}; -m 2m lets it"))
-    } else {
-        (&mut report.invalid, format!("-s {backing}, but KVM mapped no huge page, only {small} of 4 KiB"))
-    };
-    // Of several rounds the first to say so will do.
-    if !lines.contains(&line) {
-        lines.push(line);
-    }
+    workload::run::huge_premise(report, backing, page, now, [&format!("-s {backing}"), "-m 2m"]);
 }
 
 #[cfg(test)]
