@@ -10,7 +10,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lab::wire::{Boot, Exit, Frame, JOB_PATH, Job, OUT_DIR};
 
@@ -225,7 +225,7 @@ fn execute(job: &Job, line: &[String], port: &Arc<Mutex<File>>) -> io::Result<Ex
     let stderr = child.stderr.take().map(|from| forward(from, port, Frame::Stderr));
     let status = child.wait()?;
     let seconds = before.elapsed().as_secs_f64();
-    let idle = idle()?.saturating_sub(idle_before) as f64 / 1e9 / seconds / cpus();
+    let idle = idle()?.saturating_sub(idle_before).as_secs_f64() / seconds / cpus();
     for reader in [stdout, stderr].into_iter().flatten() {
         reader.join().map_err(|_| io::Error::other("a reader panicked"))??;
     }
@@ -250,13 +250,9 @@ fn forward(
     })
 }
 
-/// Idle nanoseconds since boot, summed over CPUs. /proc/stat has the same in hundredths of a second, which is coarser
-/// than 1 % of many a benchmark.
-fn idle() -> io::Result<u64> {
-    let text = fs::read_to_string("/proc/timer_list")?;
-    let values = text.lines().filter_map(|line| line.trim().strip_prefix(".idle_sleeptime"));
-    let nanoseconds = values.filter_map(|value| value.split_whitespace().nth(1)?.parse::<u64>().ok());
-    Ok(nanoseconds.sum())
+/// Idle time since boot, summed over CPUs.
+fn idle() -> io::Result<Duration> {
+    vellum::host::idle::since_boot().ok_or_else(|| io::Error::other("/proc/timer_list has no idle times"))
 }
 
 fn cpus() -> f64 {
