@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -10,7 +9,7 @@ use std::time::Instant;
 use super::build::{self, Config, Image};
 use super::selftests::{self, Results};
 use super::series::{self, Bench, Series};
-use super::tree::Tree;
+use super::tree::{self, Tree};
 use crate::artifacts::Programs;
 use crate::bed::{self, HostKernel, Request};
 use crate::cache::Cache;
@@ -185,14 +184,7 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     build::configure(tree, &config, &objects)?;
     // An object that is not rebuilt repeats no warning, and would then seem to gain those that it always had.
     for target in targets.iter().map(String::as_str).chain(["virt/kvm"]) {
-        let path = objects.join(target);
-        let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-        match removed {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(Error::file("remove", &path)(error));
-            }
-            _ => {}
-        }
+        tree::remove(&objects.join(target))?;
     }
     let mut seen = compile(tree, &objects, &targets)?;
     for (index, patch) in series.patches.iter().enumerate() {

@@ -253,9 +253,11 @@ fn modified(file: &Path) -> Result<SystemTime> {
     fs::metadata(file).and_then(|meta| meta.modified()).map_err(Error::file("read the time of", file))
 }
 
-fn remove(dir: &Path) -> Result<()> {
-    match fs::remove_dir_all(dir) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::file("remove", dir)(error)),
+/// Removes a directory or a file, if it is there.
+pub(super) fn remove(path: &Path) -> Result<()> {
+    let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    match removed {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::file("remove", path)(error)),
         _ => Ok(()),
     }
 }
