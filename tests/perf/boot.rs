@@ -38,6 +38,20 @@ fn median(samples: &[f64]) -> f64 {
     (sorted[sorted.len() / 2] + sorted[(sorted.len() - 1) / 2]) / 2.0
 }
 
+/// The same once it does not change any more: code that only start-up needed is given back when nothing has happened for a
+/// moment.
+fn settled(pid: u32) -> u64 {
+    let mut last = overhead(pid);
+    loop {
+        std::thread::sleep(4 * vellum::sys::program::SETTLING);
+        let now = overhead(pid);
+        if now == last {
+            return now;
+        }
+        last = now;
+    }
+}
+
 /// KiB of the process's proportional share of memory, without the mapping that is the guest's.
 fn overhead(pid: u32) -> u64 {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).expect("smaps");
@@ -110,7 +124,11 @@ fn main() {
     let args: Vec<String> = run(&spin, "on");
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let (_, mut child) = start(&vellum, &args);
-    println!("proportional share of memory without the guest's: {} KiB", overhead(child.id()));
+    let first = overhead(child.id());
+    println!(
+        "proportional share of memory without the guest's: {first} KiB at the first byte, {} KiB when it has settled",
+        settled(child.id())
+    );
     child.kill().expect("kill");
     child.wait().expect("wait");
 }
