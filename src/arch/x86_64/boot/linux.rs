@@ -123,7 +123,7 @@ fn enter<M: GuestMemoryBackend>(
     initrd: Option<Input<'_, impl Source>>,
     request: &Request<'_>,
 ) -> Result<Entry, Error> {
-    placement.claim("the boot page table", PAGE_TABLES, size_of::<PageTables>() as u64)?;
+    placement.claim("the boot page table", PAGE_TABLES, PAGE_TABLES_SIZE)?;
     let mut params = boot_params { hdr: header, ..boot_params::default() };
     params.hdr.type_of_loader = LOADER_UNDEFINED;
     params.hdr.cmd_line_ptr = placement.write_cmdline(request.cmdline, cmdline_max)? as u32;
@@ -143,17 +143,16 @@ fn enter<M: GuestMemoryBackend>(
 }
 
 /// PML4, PDPT and four page directories.
-type PageTables = [u64; 6 * 512];
+const PAGE_TABLES_SIZE: u64 = 6 * 0x1000;
 
 /// Identity mapping of the first 4 GiB by 2 MiB pages: all that may hold kernel, zero page, command line and initrd.
 fn write_page_tables<M: GuestMemoryBackend>(placement: &Placement<'_, M>) -> Result<(), Error> {
-    let mut tables: PageTables = [0; _];
-    tables[0] = (PAGE_TABLES + 0x1000) | PTE_PRESENT_RW;
-    for (i, entry) in tables[512..][..4].iter_mut().enumerate() {
-        *entry = (PAGE_TABLES + 0x2000 + i as u64 * 0x1000) | PTE_PRESENT_RW;
-    }
-    for (i, entry) in tables[1024..].iter_mut().enumerate() {
-        *entry = (i as u64) << 21 | PTE_PRESENT_RW | PTE_LARGE;
-    }
-    placement.write(PAGE_TABLES, tables.map(u64::to_le_bytes).as_flattened())
+    // A page at a time: all six on the stack would be pages of it that nothing else needs.
+    let table = |number: u64, entry: &dyn Fn(u64) -> u64| {
+        let entries: [[u8; 8]; 512] = std::array::from_fn(|i| entry(i as u64).to_le_bytes());
+        placement.write(PAGE_TABLES + number * 0x1000, entries.as_flattened())
+    };
+    table(0, &|i| if i == 0 { (PAGE_TABLES + 0x1000) | PTE_PRESENT_RW } else { 0 })?;
+    table(1, &|i| if i < 4 { (PAGE_TABLES + 0x2000 + i * 0x1000) | PTE_PRESENT_RW } else { 0 })?;
+    (0..4).try_for_each(|gib| table(2 + gib, &|i| (gib << 30 | i << 21) | PTE_PRESENT_RW | PTE_LARGE))
 }
