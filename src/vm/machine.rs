@@ -21,7 +21,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 pub use self::run::Outcome;
 use self::run::{Happening, Watch, on_exit};
 use super::memory::{Memory, MemoryConfig};
-use super::vcpu::{self, Start, Vcpu};
+use super::vcpu::{self, Thread, Vcpu};
 use super::virtio::{self, Virtio};
 use super::{Vm, ioctl};
 use crate::arch::boot::{self, Entry, Protocol, Request};
@@ -241,7 +241,6 @@ impl Machine {
         let vsock = config.virtio.vsock.as_ref().map(|vsock| &vsock.path);
         let names = config.control.iter().chain(vsock).filter_map(|path| Name::new(path).ok());
         guard::start(names.collect()).map_err(|error| Error::Host("the guard of its sockets", error))?;
-
         let memory = Memory::map(config.memory)?;
         if config.memory.prealloc {
             memory.populate(|_| ())?;
@@ -271,7 +270,6 @@ impl Machine {
             };
             Error::Boot { flag, value, error }
         })?;
-
         // Not before the kernel has been found good: a file is truncated when it is opened.
         let opened = config.serial.open()?;
         let output = opened.output.as_ref().map(File::try_clone).transpose().map_err(host("dup"))?;
@@ -309,12 +307,12 @@ impl Machine {
             user::drop_privileges(user)?;
         }
         config.sandbox.process()?;
+        let vcpus = spawn_vcpus(&config, &ended)?;
         let memory = Arc::new(vm.memory.guest.clone());
         let socket = config.virtio.vsock.as_ref().map(|vsock| vsock.path.clone());
         let virtio = virtio.attach(&vm.fd, &irqchip, &mut mmio, &memory, config.sandbox, socket)?;
         let (ports, mmio) = (Arc::new(ports), Arc::new(mmio));
-        let vcpus = start_vcpus(kvm, &vm, &config, &entry, &irqchip, &ports, &mmio, &ended)?;
-
+        give_vcpus(kvm, &vm, &vcpus, &config.cpuid, &entry, &irqchip, (&ports, &mmio))?;
         let (tell, happenings) = channel();
         let pty = opened.pty.clone();
         let console = Console::new(serial.clone(), opened, quit.clone()).map_err(host("the terminal"))?;
@@ -329,8 +327,6 @@ impl Machine {
         for (_, device) in &virtio.devices {
             events.add_subscriber(device.subscriber());
         }
-        // Their threads got ready meanwhile.
-        vcpus.iter().try_for_each(Vcpu::ready)?;
         Ok(Self {
             vcpus,
             vm,
@@ -365,22 +361,37 @@ fn open(flag: &'static str, path: &Path) -> Result<File, Error> {
     }
 }
 
-#[allow(clippy::too_many_arguments, reason = "the parts of a machine that is not one yet")]
-fn start_vcpus(
+/// The threads of the vCPUs, which get ready by themselves.
+fn spawn_vcpus(config: &Config, ended: &Arc<EventFd>) -> Result<Vec<Vcpu>, vcpu::Error> {
+    let spawn = |index: usize| {
+        let (sandbox, ended) = (config.sandbox, ended.clone());
+        Vcpu::spawn(Thread {
+            index,
+            pin: config.pins.as_ref().map(|pins| pins[index]),
+            enter: Box::new(move || {
+                sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
+            }),
+            // It can only fail by overflowing, and then it is signalled anyway.
+            on_end: Box::new(move || drop(ended.write(1))),
+        })
+    };
+    (0..config.cpus).map(spawn).collect()
+}
+
+/// Makes the vCPUs, and gives each to its thread.
+fn give_vcpus(
     kvm: &Kvm,
     vm: &Vm,
-    config: &Config,
+    threads: &[Vcpu],
+    features: &Choice,
     entry: &Entry,
     irqchip: &Arc<Irqchip>,
-    ports: &Arc<Bus>,
-    mmio: &Arc<Bus>,
-    ended: &Arc<EventFd>,
-) -> Result<Vec<Vcpu>, Error> {
+    (ports, mmio): (&Arc<Bus>, &Arc<Bus>),
+) -> Result<(), Error> {
     let supported = ioctl("KVM_GET_SUPPORTED_CPUID", kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES))?;
     let deadline_timer = vm.fd.check_extension_raw(KVM_CAP_TSC_DEADLINE_TIMER.into()) > 0;
-    let cpuid = Cpuid::new(supported.as_slice(), &config.cpuid, config.cpus as u32, deadline_timer)?;
-    let mut vcpus = Vec::with_capacity(config.cpus);
-    for index in 0..config.cpus {
+    let cpuid = Cpuid::new(supported.as_slice(), features, threads.len() as u32, deadline_timer)?;
+    for (index, thread) in threads.iter().enumerate() {
         let fd = vm.create_vcpu(index)?;
         ioctl("KVM_SET_CPUID2", fd.set_cpuid2(&cpuid.for_vcpu(index as u32)?))?;
         regs::set_msrs(&fd)?;
@@ -388,18 +399,7 @@ fn start_vcpus(
             regs::set(&fd, entry, &vm.memory.guest)?;
         }
         let (irqchip, ports, mmio) = (irqchip.clone(), ports.clone(), mmio.clone());
-        let (sandbox, ended) = (config.sandbox, ended.clone());
-        vcpus.push(Vcpu::start(Start {
-            index,
-            fd,
-            pin: config.pins.as_ref().map(|pins| pins[index]),
-            enter: Box::new(move || {
-                sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
-            }),
-            on_exit: move |exit: VcpuExit<'_>| on_exit(exit, &ports, &mmio, &irqchip),
-            // It can only fail by overflowing, and then it is signalled anyway.
-            on_end: Box::new(move || drop(ended.write(1))),
-        })?);
+        thread.give(fd, move |exit: VcpuExit<'_>| on_exit(exit, &ports, &mmio, &irqchip));
     }
-    Ok(vcpus)
+    Ok(())
 }

@@ -173,9 +173,12 @@ impl Recent {
 }
 
 type Call = Box<dyn FnOnce(&mut VcpuFd) + Send>;
+type Life = Box<dyn FnOnce(&Shared) -> Ended + Send>;
 
 struct Inner {
     state: State,
+    /// All that the thread does with its vCPU, from [`Vcpu::give`] until it has begun.
+    life: Option<Life>,
     call: Option<Call>,
     exits: Exits,
     /// Why the thread never entered its loop.
@@ -200,6 +203,14 @@ impl Shared {
         // A poisoned lock means that a vCPU thread panicked; its state is still what it last said.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Waits for [`Vcpu::give`]; `None` where the vCPU is stopped before.
+    fn life(&self) -> Option<Life> {
+        let stopped = || self.command.load(Ordering::SeqCst) == STOP;
+        let until = |inner: &mut Inner| inner.life.is_none() && !stopped();
+        let inner = self.changed.wait_while(self.lock(), until);
+        inner.unwrap_or_else(PoisonError::into_inner).life.take()
+    }
 }
 
 /// A handle on one vCPU's thread. Dropping it stops the vCPU.
@@ -208,30 +219,23 @@ pub struct Vcpu {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a vCPU thread needs to start.
-pub struct Start<F> {
-    /// Its number, from 0.
+/// What a vCPU's thread needs before it has a vCPU.
+pub struct Thread {
+    /// The vCPU's number, from 0.
     pub index: usize,
-    /// KVM's descriptor, registers set.
-    pub fd: VcpuFd,
     /// The CPU to stay on.
     pub pin: Option<usize>,
-    /// The last act before the loop: entering the sandbox.
+    /// The last act of its own: entering the sandbox.
     pub enter: Box<dyn FnOnce() -> io::Result<()> + Send>,
-    /// What exits mean.
-    pub on_exit: F,
-    /// Told once when the vCPU has exited, on its own thread.
+    /// Told once when the vCPU has exited, or never will run ([`Vcpu::take_failed`]), on its own thread.
     pub on_end: Box<dyn FnOnce() + Send>,
 }
 
 impl Vcpu {
-    /// Starts the thread, which makes itself ready meanwhile: pinned, sandboxed and `Paused`. [`Vcpu::ready`] tells when
-    /// it is, so that many threads can get ready at the same time.
-    pub fn start<F>(start: Start<F>) -> Result<Self, Error>
-    where
-        F: FnMut(VcpuExit<'_>) -> Flow + Send + 'static,
-    {
-        let Start { index, mut fd, pin, enter, mut on_exit, on_end } = start;
+    /// Starts the thread, which pins and confines itself while whoever called goes on to make the vCPU: each takes as long
+    /// as the other. It runs nothing before [`Vcpu::give`].
+    pub fn spawn(thread: Thread) -> Result<Self, Error> {
+        let Thread { index, pin, enter, on_end } = thread;
         kick::install().map_err(|e| Error::Spawn(index, e))?;
         let shared = Arc::new(Shared {
             index,
@@ -240,6 +244,7 @@ impl Vcpu {
             kick: Kick::default(),
             inner: Mutex::new(Inner {
                 state: State::Running,
+                life: None,
                 call: None,
                 exits: Exits::default(),
                 failed: None,
@@ -253,23 +258,16 @@ impl Vcpu {
             let prepared = pin
                 .map_or(Ok(()), |cpu| affinity::pin(cpu).map_err(|e| Error::Pin(index, cpu, e)))
                 .and_then(|()| enter().map_err(|e| Error::Sandbox(index, e)));
-            if let Err(error) = prepared {
-                let mut inner = mine.lock();
-                inner.state = State::Exited;
-                inner.failed = Some(error);
-                drop(inner);
-                mine.changed.notify_all();
-                on_end();
-                return;
-            }
-            mine.kick.arm(fd.get_kvm_run());
-            let size = PortSize::new(fd.get_kvm_run());
-            let mut on_exit = |exit: VcpuExit<'_>| one_by_one(exit, size.get(), &mut on_exit);
-            let ended = run(&mine, &mut fd, &mut on_exit);
+            let ended = match prepared {
+                Ok(()) => mine.life().map(|life| life(&mine)),
+                Err(error) => {
+                    mine.lock().failed = Some(error);
+                    None
+                }
+            };
             let mut inner = mine.lock();
-            mine.kick.disarm();
             inner.state = State::Exited;
-            inner.ended = Some(ended);
+            inner.ended = ended;
             drop(inner);
             mine.changed.notify_all();
             on_end();
@@ -283,7 +281,28 @@ impl Vcpu {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Waits until the thread is ready, or says why it never will be; once.
+    /// Gives the thread its vCPU: KVM's descriptor, registers set, and what its exits mean. It is `Paused` as soon as the
+    /// thread is ready, unless it is resumed before.
+    pub fn give<F>(&self, mut fd: VcpuFd, mut on_exit: F)
+    where
+        F: FnMut(VcpuExit<'_>) -> Flow + Send + 'static,
+    {
+        let life = move |shared: &Shared| {
+            shared.kick.arm(fd.get_kvm_run());
+            let size = PortSize::new(fd.get_kvm_run());
+            let mut on_exit = |exit: VcpuExit<'_>| one_by_one(exit, size.get(), &mut on_exit);
+            let ended = run(shared, &mut fd, &mut on_exit);
+            let mut inner = shared.lock();
+            // Before the descriptor is closed, and in one step with the state, under which others kick.
+            shared.kick.disarm();
+            inner.state = State::Exited;
+            ended
+        };
+        self.shared.lock().life = Some(Box::new(life));
+        self.shared.changed.notify_all();
+    }
+
+    /// Waits until the thread is ready, or says why it never will be; once. Before it is resumed.
     pub fn ready(&self) -> Result<(), Error> {
         let mut inner = self.wait(|inner| inner.state != State::Running)?;
         inner.failed.take().map_or(Ok(()), Err)

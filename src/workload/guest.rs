@@ -277,15 +277,15 @@ impl Guest {
                 guest.counters = Err(error);
             }
             let (bell, enter) = (guest.bell.clone(), config.enter.clone());
-            let start = vcpu::Start {
+            let thread = vcpu::Thread {
                 index,
-                fd,
                 pin: config.pins.as_ref().and_then(|pins| pins.get(index).copied()),
                 enter: Box::new(move || enter(index)),
-                on_exit: on_exit(index, guest.bell.clone(), guest.vm.memory.guest.clone()),
                 on_end: Box::new(move || bell.note(|rung| rung.ended += 1)),
             };
-            guest.vcpus.push(Vcpu::start(start).map_err(VmError::from)?);
+            let vcpu = Vcpu::spawn(thread).map_err(VmError::from)?;
+            vcpu.give(fd, on_exit(index, guest.bell.clone(), guest.vm.memory.guest.clone()));
+            guest.vcpus.push(vcpu);
         }
         Ok(guest)
     }

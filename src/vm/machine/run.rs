@@ -22,7 +22,7 @@ use crate::sys::signal::SignalFd;
 use crate::sys::terminal;
 use crate::vm::counters::{Counters, Snapshot};
 use crate::vm::lifecycle::Exit;
-use crate::vm::vcpu::{self, Ended, Flow};
+use crate::vm::vcpu::{self, Ended, Flow, Vcpu};
 
 /// How a run ended.
 #[derive(Debug)]
@@ -106,6 +106,9 @@ impl Machine {
             }
             match self.happenings.try_recv() {
                 Ok(Happening::VcpuEnded) => {
+                    if let Some(failed) = self.vcpus.iter().find_map(Vcpu::take_failed) {
+                        return Err(failed.into());
+                    }
                     let ended = self.vcpus.iter().find_map(|v| Some((v.index(), v.take_ended()?)));
                     if let Some((index, ended)) = ended {
                         break (ended.exit, Some((index, ended)));
