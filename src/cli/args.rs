@@ -102,8 +102,8 @@ pub fn clear_chunk(text: &str) -> Result<u64, String> {
 pub struct Cpus {
     /// How many vCPUs.
     pub count: usize,
-    /// Where they run.
-    pub pin: Pin,
+    /// Where they run, if that was said.
+    pub pin: Option<Pin>,
 }
 
 /// Where vCPUs run.
@@ -130,15 +130,16 @@ pub fn cpus(text: &str) -> Result<Cpus, String> {
                 len => Err(format!("{len} CPUs for {count} vCPUs: name one for each, as in pin=[0,2-3]")),
             }),
         })?;
-        Ok(Cpus { count, pin: pin.unwrap_or(Pin::Auto) })
+        Ok(Cpus { count, pin })
     };
     read().map_err(|e| e.to_string())
 }
 
 impl Cpus {
-    /// The CPU of each vCPU, out of those that this process may use; `None` where they are not pinned.
-    pub fn pins(&self, allowed: &[usize]) -> Result<Option<Vec<usize>>, String> {
-        match &self.pin {
+    /// The CPU of each vCPU, out of those that this process may use; `None` where they are not pinned. `otherwise` holds where
+    /// nothing was said.
+    pub fn pins(&self, otherwise: Pin, allowed: &[usize]) -> Result<Option<Vec<usize>>, String> {
+        match self.pin.as_ref().unwrap_or(&otherwise) {
             Pin::Off => Ok(None),
             // One to spare, for the thread that watches.
             Pin::Auto if self.count < allowed.len() => {

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
+use super::args::Pin;
 use super::result::ResultArgs;
 use super::{Failure, args, kernel, keyvalue};
 use crate::control::names;
@@ -21,7 +22,8 @@ use crate::workload::run as workload;
 #[command(allow_negative_numbers = true)]
 #[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
 pub struct RunArgs {
-    /// Virtual CPUs: `N[,pin=auto|off|LIST]`, as in `4,pin=[0,2-4]`
+    /// Virtual CPUs: `N[,pin=auto|off|LIST]`, as in `4,pin=[0,2-4]`; auto, which the built-in guest has unless told otherwise, is
+    /// a CPU each and one to spare
     #[arg(short, long, value_name = "N", value_parser = args::cpus, default_value = "1")]
     cpus: args::Cpus,
 
@@ -82,7 +84,8 @@ Examples:
 pub fn run(args: RunArgs) -> Result<Exit, Failure> {
     if let Some(image) = args.kernel.kernel.clone() {
         let control = socket(&args)?;
-        let pins = pins(&args.cpus)?;
+        // Guests share a host; those that measure it have it to themselves.
+        let pins = pins(&args.cpus, Pin::Off)?;
         let config = Config {
             cpus: args.cpus.count,
             pins,
@@ -99,7 +102,7 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
 
 /// Runs the built-in guest.
 pub fn run_workload(args: &RunArgs) -> Result<workload::Outcome, Failure> {
-    let (pins, control) = (pins(&args.cpus)?, socket(args)?);
+    let (pins, control) = (pins(&args.cpus, Pin::Auto)?, socket(args)?);
     let mut write = args.workload.write.clone();
     write.passes = args.passes;
     let config = workload::RunConfig {
@@ -121,7 +124,7 @@ fn socket(args: &RunArgs) -> Result<Option<PathBuf>, Failure> {
     name.map_err(|error| Failure::usage(format!("--name: {error}")))
 }
 
-fn pins(cpus: &args::Cpus) -> Result<Option<Vec<usize>>, Failure> {
+fn pins(cpus: &args::Cpus, otherwise: Pin) -> Result<Option<Vec<usize>>, Failure> {
     let allowed = allowed_cpus().map_err(Failure::host)?;
-    cpus.pins(&allowed).map_err(Failure::usage)
+    cpus.pins(otherwise, &allowed).map_err(Failure::usage)
 }
