@@ -1,6 +1,6 @@
 //! The command line: one file a subcommand; arguments only, no work.
 //!
-//! [`main`] reads it and dispatches. Bad input ends in one line that names the flag, the value and what would work,
+//! [`main`] reads it and dispatches. Bad input ends in one line that names the flag, the value and what would work (`refusal.rs`),
 //! and in exit status 2; whatever else fails, in the chain of its reasons and status 1.
 
 pub mod args;
@@ -12,6 +12,7 @@ pub mod doctor;
 #[cfg(target_arch = "x86_64")]
 pub mod kernel;
 pub mod keyvalue;
+mod refusal;
 pub mod report;
 pub mod result;
 pub mod run;
@@ -22,7 +23,6 @@ use std::fmt::Display;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::sandbox;
@@ -110,7 +110,7 @@ pub fn main() -> ExitCode {
     say_panics();
     let command = match quick().map_or_else(|| Cli::try_parse().map(|cli| cli.command), Ok) {
         Ok(command) => command,
-        Err(error) => return refuse(&error),
+        Err(error) => return refusal::refuse(&error),
     };
     let result = match command {
         Command::Doctor(args) => doctor::run(&args),
@@ -164,67 +164,6 @@ fn quick() -> Option<Command> {
     Command::from_arg_matches(&matches.ok()?).ok()
 }
 
-/// Prints help as it is, and an error of the command line as one line.
-fn refuse(error: &clap::Error) -> ExitCode {
-    match error.kind() {
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            let _ = error.print();
-            ExitCode::SUCCESS
-        }
-        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            let _ = error.print();
-            ExitCode::from(Exit::Usage.code())
-        }
-        _ => {
-            eprintln!("vellum: {}", one_line(error));
-            ExitCode::from(Exit::Usage.code())
-        }
-    }
-}
-
-/// Clap's paragraphs as one line, without the usage that `--help` shows better.
-fn one_line(error: &clap::Error) -> String {
-    let text = error.to_string();
-    let text = text.strip_prefix("error: ").unwrap_or(&text);
-    if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(typed))) =
-        (error.kind(), error.get(ContextKind::InvalidSubcommand))
-    {
-        return unknown(typed, std::env::args().nth(1).as_deref());
-    }
-    if let (ErrorKind::UnknownArgument, Some(ContextValue::String(typed))) =
-        (error.kind(), error.get(ContextKind::InvalidArg))
-    {
-        // A value with a unit, as in `-5s`, is taken for flags.
-        if typed.strip_prefix('-').is_some_and(|rest| rest.starts_with(|first: char| first.is_ascii_digit()))
-        {
-            return format!("unexpected argument '{typed}': no value here is negative");
-        }
-        // Behind an argument, as in `ctl NAME stpo`, clap does not take a word for a command.
-        if !typed.starts_with('-')
-            && let Some(first) = std::env::args().nth(1)
-            && Cli::command().find_subcommand(&first).is_some_and(clap::Command::has_subcommands)
-        {
-            return unknown(typed, Some(&first));
-        }
-    }
-    let paragraphs = text.lines().map(str::trim).filter(|line| !line.is_empty());
-    let wanted =
-        paragraphs.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more info"));
-    let lines: Vec<_> = wanted.map(|line| line.strip_prefix("tip: ").unwrap_or(line)).collect();
-    lines.join("; ").replace(":; ", ": ")
-}
-
-/// What to say of a subcommand that there is not, at the level where it was typed: after `first`, if that has any.
-fn unknown(typed: &str, first: Option<&str>) -> String {
-    let cli = Cli::command();
-    let outer = first.and_then(|first| cli.find_subcommand(first)).filter(|outer| outer.has_subcommands());
-    let level = outer.unwrap_or(&cli);
-    let known: Vec<&str> = level.get_subcommands().map(clap::Command::get_name).collect();
-    let nearest = keyvalue::nearest(typed, known.iter().copied());
-    let after = outer.map_or(String::new(), |outer| format!(" of {}", outer.get_name()));
-    format!("unknown command '{typed}'{after}: did you mean '{nearest}'? There are {}", known.join(", "))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -249,24 +188,6 @@ mod tests {
             let deaf: Vec<_> =
                 leaves.into_iter().filter(|leaf| deaf(leaf)).map(clap::Command::get_name).collect();
             assert!(deaf.is_empty(), "{name}: {deaf:?}");
-        }
-    }
-
-    #[test]
-    fn errors_are_one_line() {
-        for (line, remedy) in [
-            (&["vellum", "run", "--memory", "lots"][..], "512m"),
-            (&["vellum", "run", "--memory", "1g,baking=thp"], "did you mean 'backing'"),
-            (&["vellum", "run", "--cpus", "0"], "from 1 to"),
-            (&["vellum", "run", "--workload", "wirte"], "did you mean 'write'"),
-            (&["vellum", "rnu"], "did you mean 'run'"),
-            (&["vellum", "run", "--memroy", "1g"], "--memory"),
-            (&["vellum", "run", "--timeout", "-5s"], "no value here is negative"),
-            (&["vellum", "bench", "demand-paging", "-d", "-1"], "from 0 to"),
-        ] {
-            let error = Cli::try_parse_from(line).expect_err("must be refused");
-            let message = one_line(&error);
-            assert!(!message.contains('\n') && message.contains(remedy), "{message}");
         }
     }
 }
