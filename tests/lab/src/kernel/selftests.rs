@@ -5,7 +5,7 @@
 //! less ([`ARGUMENTS`]); what ends in no time limit is recorded as that. What an image did is kept in the cache, so a
 //! check that was stopped goes on where it was, and one series after the other asks the pristine kernel once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -37,7 +37,7 @@ const ARGUMENTS: [(&str, &str); 9] = [
 ];
 
 /// How a test ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Verdict {
     /// With 0.
     Pass,
@@ -93,15 +93,14 @@ impl Results {
         text
     }
 
-    /// The tests that ended otherwise in `other`, one a line.
-    pub fn differences(&self, other: &Self) -> Vec<String> {
+    /// The tests that ended otherwise in `other`, and how: here and there.
+    pub fn differences(&self, other: &Self) -> BTreeMap<String, [Option<Verdict>; 2]> {
         let names = self.verdicts.keys().chain(other.verdicts.keys());
-        let names: std::collections::BTreeSet<&String> = names.collect();
-        names
-            .into_iter()
-            .filter(|name| self.verdicts.get(*name) != other.verdicts.get(*name))
-            .map(|name| format!("{name}: {:?}, then {:?}", self.verdicts.get(name), other.verdicts.get(name)))
-            .collect()
+        let both = names.map(|name| {
+            let ended = [self, other].map(|results| results.verdicts.get(name).copied());
+            (name.clone(), ended)
+        });
+        both.filter(|(_, [here, there])| here != there).collect()
     }
 }
 
@@ -172,41 +171,16 @@ pub fn run(
     programs: &Programs,
     image: &Image,
     tests: &[(String, PathBuf)],
-    mut request: Request,
+    request: Request,
 ) -> Result<Results> {
     let mut key = vec![request.parameters.join(" "), format!("{:?} {LIMIT}", request.second_stage)];
-    request.commands = tests.iter().map(|(name, _)| command(name)).collect();
-    key.extend(request.commands.iter().map(|command| command.join(" ")));
+    key.extend(tests.iter().map(|(name, _)| command(name).join(" ")));
     let name = image.dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let entry = format!("selftests/{name}-{}", digest(key.iter().map(String::as_bytes)));
-    let host = request.label();
     let dir = cache.entry(&entry, |out| {
-        request.memory_mib = 3072;
-        request.hugepages = 64;
-        request.time_limit = Duration::from_secs(90 * 60);
-        request.files =
-            tests.iter().map(|(name, path)| (path.clone(), format!("/selftests/{name}"))).collect();
-        request.commands.push(vec!["dmesg".to_owned()]);
-        let mut done = 0;
-        let outcome = bed::run(cache, programs, &request, |frame| {
-            if let Frame::Exit(exit) = frame
-                && let Some((name, _)) = tests.get(done)
-            {
-                done += 1;
-                let verdict = Verdict::of(exit.code);
-                eprintln!(
-                    "lab: {} {host}: selftest {done} of {}: {name}: {verdict:?} ({:.1} s of its clock)",
-                    image.label,
-                    tests.len(),
-                    exit.seconds
-                );
-            }
-        })?;
-        let code =
-            |index: usize| outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()).map_or(1, |e| e.code);
-        let verdicts = tests.iter().enumerate().map(|(i, (name, _))| (name.clone(), Verdict::of(code(i))));
-        let log = outcome.ran.last().map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned());
-        let results = Results { verdicts: verdicts.collect(), log: log.unwrap_or_default() };
+        let (verdicts, log) = boot(cache, programs, image, tests, 1, request)?;
+        let verdicts = tests.iter().zip(verdicts).map(|((name, _), verdict)| (name.clone(), verdict));
+        let results = Results { verdicts: verdicts.collect(), log };
         let json = serde_json::to_vec_pretty(&results).expect("results are plain data");
         let file = out.join("results.json");
         fs::write(&file, json).map_err(Error::file("write", &file))
@@ -216,6 +190,61 @@ pub fn run(
     serde_json::from_slice(&bytes).map_err(|error| {
         Error::Series(format!("{}: {error}; remove {} and try again", file.display(), dir.display()))
     })
+}
+
+/// Every way in which `tests` end on `image` when each is run `times` times in turn.
+pub fn endings(
+    cache: &Cache,
+    programs: &Programs,
+    image: &Image,
+    tests: &[(String, PathBuf)],
+    times: usize,
+    request: Request,
+) -> Result<BTreeMap<String, BTreeSet<Verdict>>> {
+    let (verdicts, _) = boot(cache, programs, image, tests, times, request)?;
+    let mut endings = BTreeMap::<String, BTreeSet<Verdict>>::new();
+    for ((name, _), verdict) in tests.iter().cycle().zip(verdicts) {
+        endings.entry(name.clone()).or_default().insert(verdict);
+    }
+    Ok(endings)
+}
+
+/// One boot: how the tests ended, in the order in which they ran, and the kernel's log.
+fn boot(
+    cache: &Cache,
+    programs: &Programs,
+    image: &Image,
+    tests: &[(String, PathBuf)],
+    times: usize,
+    mut request: Request,
+) -> Result<(Vec<Verdict>, String)> {
+    let host = request.label();
+    let names: Vec<&String> = std::iter::repeat_n(tests, times).flatten().map(|(name, _)| name).collect();
+    request.memory_mib = 3072;
+    request.hugepages = 64;
+    request.time_limit = Duration::from_secs(90 * 60);
+    request.files = tests.iter().map(|(name, path)| (path.clone(), format!("/selftests/{name}"))).collect();
+    request.commands = names.iter().map(|name| command(name)).collect();
+    request.commands.push(vec!["dmesg".to_owned()]);
+    let mut done = 0;
+    let outcome = bed::run(cache, programs, &request, |frame| {
+        if let Frame::Exit(exit) = frame
+            && let Some(name) = names.get(done)
+        {
+            done += 1;
+            let verdict = Verdict::of(exit.code);
+            eprintln!(
+                "lab: {} {host}: selftest {done} of {}: {name}: {verdict:?} ({:.1} s of its clock)",
+                image.label,
+                names.len(),
+                exit.seconds
+            );
+        }
+    })?;
+    let code = |index: usize| outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()).map_or(1, |e| e.code);
+    let verdicts = (0..names.len()).map(|index| Verdict::of(code(index))).collect();
+    let log = outcome.ran.last().map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned());
+    Ok((verdicts, log.unwrap_or_default()))
 }
 
 fn command(name: &str) -> Vec<String> {
@@ -240,6 +269,7 @@ mod tests {
         let after = results(&[("a", 254), ("b", 4), ("c", 254)]);
         let differences = before.differences(&after);
         assert_eq!(differences.len(), 2, "{differences:?}");
-        assert!(differences[0].starts_with("a: ") && differences[1].starts_with("d: "), "{differences:?}");
+        assert_eq!(differences["a"], [Some(Verdict::Pass), Some(Verdict::Fail(254))]);
+        assert_eq!(differences["d"], [Some(Verdict::Late), None]);
     }
 }
