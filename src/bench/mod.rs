@@ -203,6 +203,9 @@ impl Common {
 /// The share of a measurement that an emulated host may be idle.
 const IDLE_LIMIT: f64 = 0.01;
 
+/// How the reason begins.
+const IDLE: &str = "the emulated host was idle";
+
 /// The premise of emulated time: its clock counts instructions, and idle time as if it were some.
 struct Idling {
     since: Instant,
@@ -219,7 +222,10 @@ impl Idling {
     fn judge(self, report: &mut Report) {
         let elapsed = self.since.elapsed();
         let idled = idle::since_boot().map_or(Duration::ZERO, |now| now.saturating_sub(self.before));
-        report.invalid.extend(idled_too_long(idled, elapsed));
+        // Where one of the parts has said so already, there is no more to say of the whole.
+        if !report.invalid.iter().any(|why| why.contains(IDLE)) {
+            report.invalid.extend(idled_too_long(idled, elapsed));
+        }
     }
 }
 
@@ -227,7 +233,7 @@ fn idled_too_long(idled: Duration, elapsed: Duration) -> Option<String> {
     let share = idled.as_secs_f64() / elapsed.as_secs_f64();
     (share > IDLE_LIMIT).then(|| {
         format!(
-            "the emulated host was idle for {:.1} % of the time, which its clock counts as work; above {:.0} % that is no measurement: measure more (-b, --repeat)",
+            "{IDLE} for {:.1} % of the time, which its clock counts as work; above {:.0} % that is no measurement: measure more (-b, --repeat)",
             share * 100.0,
             IDLE_LIMIT * 100.0
         )
