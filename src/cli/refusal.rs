@@ -123,7 +123,7 @@ fn missing(error: &clap::Error) -> Option<String> {
                 .into(),
         ),
         [command] if command.contains("COMMAND") => {
-            Some("a command is missing: give one behind --, as in `-- uname -a`, or use --request JSON".into())
+            Some("COMMAND is missing: give one behind --, as in `-- uname -a`, or use --request JSON".into())
         }
         _ => None,
     }
