@@ -272,14 +272,16 @@ impl Guest {
         if output.stdout.is_empty() { Ok(Value::Null) } else { Ok(serde_json::from_slice(&output.stdout)?) }
     }
 
-    /// The status, as soon as it is as wanted.
+    /// The status, as soon as it is as wanted; waited for as long as it changes.
     pub fn status_when(&self, wanted: impl Fn(&Value) -> bool) -> Result<Value, Failed> {
-        let mut status = Value::Null;
-        for _ in 0..1000 {
-            status = self.ctl(&["status"])?;
-            if wanted(&status) {
-                return Ok(status);
+        let (mut status, mut same) = (Value::Null, 0);
+        while same < 1000 {
+            let now = self.ctl(&["status"])?;
+            if wanted(&now) {
+                return Ok(now);
             }
+            same = if now == status { same + 1 } else { 0 };
+            status = now;
         }
         Err(format!("the status stays {status}").into())
     }
