@@ -3,8 +3,10 @@
 //! Two boots of each tell the difference between kernels from the difference between boots. Every command also yields
 //! a figure of the laboratory's own, the instructions that the whole host ran for it; a command that writes a result
 //! (`{json}`) adds its own figures. Time on an emulated host is instructions and is given as such, so idle time would be
-//! counted too: a run whose host idled for more than 1 % of it is refused.
+//! counted too: a run whose host idled for more than 1 % of it is refused. What the kernel's locks did is counted by kernels
+//! of another configuration, [`locks`], and on two CPUs that alone.
 
+pub mod locks;
 pub mod metal;
 
 use std::fs;
@@ -128,15 +130,21 @@ pub fn compare(cache: &Cache, series: &Series, processor: Processor, out: &Path)
             processor.bed.name()
         )));
     }
-    let pristine = build::build(cache, series.base, &[], None)?;
-    let patched = build::build(cache, series.base, std::slice::from_ref(series), None)?;
+    let base = series.base;
+    let kernels = |variant| -> Result<[Image; 2]> {
+        let built = |with| build::build(cache, base, with, variant);
+        Ok([built(&[])?, built(std::slice::from_ref(series))?])
+    };
+    let [pristine, patched] = kernels(None)?;
     let programs = Programs::build()?;
     let mut rows = Vec::new();
     let mut results = Vec::new();
     for group in by_host(&benches) {
+        let counting = if group[0].locks.is_empty() { None } else { Some(kernels(Some(locks::VARIANT))?) };
+        let images = counting.as_ref().map_or([&pristine, &patched], |[before, after]| [before, after]);
         let mut boots: [Vec<Outcome>; 2] = [Vec::new(), Vec::new()];
         for round in 0..ROUNDS {
-            for (side, image) in [&pristine, &patched].into_iter().enumerate() {
+            for (side, image) in images.into_iter().enumerate() {
                 eprintln!(
                     "lab: {} on {}, boot {} of {ROUNDS}: {} benchmarks",
                     image.label,
@@ -155,8 +163,7 @@ pub fn compare(cache: &Cache, series: &Series, processor: Processor, out: &Path)
                     side.push(sample(index, bench, outcome, instruction, &mut results)?);
                 }
             }
-            let label = std::iter::once(processor.label(bench.npt)).chain(bench.parameters.iter().cloned());
-            rows.extend(rows_of(bench, &label.collect::<Vec<_>>().join(" "), &sides));
+            rows.extend(rows_of(bench, &label(processor, bench), &sides));
         }
     }
     let comparison = Comparison {
@@ -171,6 +178,15 @@ pub fn compare(cache: &Cache, series: &Series, processor: Processor, out: &Path)
         processor.bed.nanoseconds_per_instruction()
     );
     Ok(())
+}
+
+/// The host of a row.
+fn label(processor: Processor, bench: &Bench) -> String {
+    let mut words = vec![processor.label(bench.npt)];
+    words.extend(bench.parameters.iter().cloned());
+    words.extend(bench.multi.then(|| "two CPUs at once".to_owned()));
+    words.extend((!bench.locks.is_empty()).then(|| locks::VARIANT.to_owned()));
+    words.join(" ")
 }
 
 /// Prints the table, and keeps it and the results in `out`.
@@ -201,7 +217,10 @@ fn measure(
     let mut request = Request::new(HostKernel::Image(image.bzimage()));
     (request.bed, request.pml) = (processor.bed, processor.pml);
     group[0].describe_host(&mut request);
-    let command = |(index, bench): (usize, &&Bench)| bench.command(&format!("{index}.json"));
+    let command = |(index, bench): (usize, &&Bench)| {
+        let command = bench.command(&format!("{index}.json"));
+        if bench.locks.is_empty() { command } else { locks::watched(command, &format!("{index}.locks")) }
+    };
     request.commands = group.iter().enumerate().map(command).collect();
     let outcome = bed::run(cache, programs, &request, |_| ())?;
     for (bench, ran) in group.iter().zip(&outcome.ran) {
@@ -214,7 +233,7 @@ fn measure(
                 image.label, bench.run, exit.code
             )));
         }
-        if exit.idle > IDLE_LIMIT {
+        if exit.idle > IDLE_LIMIT && !bench.multi {
             return Err(Error::Refused(format!(
                 "{}: `{}` left its host idle for {:.1} % of the time, which counts as instructions here; more than {:.0} % is \
                  no measurement",
@@ -247,14 +266,29 @@ fn sample(
     let Some(exit) = outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()) else {
         return Ok(Sample::default());
     };
-    let mut figures = vec![in_instructions("whole_run", "s", exit.seconds, instruction)];
-    if let Some(bytes) = outcome.files.get(&format!("{index}.json")) {
-        for report in valid(bytes, bench)? {
-            let own = report.figures.iter();
-            figures.extend(own.map(|f| in_instructions(f.name(), f.unit(), f.value(), instruction)));
-            results.push(report);
+    let mut figures = vec![("whole_run".to_owned(), "s".to_owned(), exit.seconds)];
+    let reports = match outcome.files.get(&format!("{index}.json")) {
+        Some(bytes) => valid(bytes, bench)?,
+        None => Vec::new(),
+    };
+    let own = reports.iter().flat_map(|report| &report.figures);
+    figures.extend(own.map(|f| (f.name().to_owned(), f.unit().to_owned(), f.value())));
+    if bench.multi {
+        // Two CPUs at once have no clock that counts instructions: what a lock did is all that they tell.
+        figures.clear();
+    }
+    if !bench.locks.is_empty() {
+        let text = outcome
+            .files
+            .get(&format!("{index}.locks"))
+            .map_or("".into(), |bytes| String::from_utf8_lossy(bytes));
+        for lock in &bench.locks {
+            figures.extend(locks::figures(&text, lock, reports.first(), !bench.multi)?);
         }
     }
+    results.extend(reports);
+    let figures =
+        figures.iter().map(|(name, unit, value)| in_instructions(name, unit, *value, instruction)).collect();
     Ok(Sample { idle: exit.idle, figures })
 }
 

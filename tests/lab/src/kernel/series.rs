@@ -65,9 +65,13 @@ pub struct Bench {
     /// 2 MiB pages that the host reserves.
     #[serde(default)]
     pub hugepages: u32,
-    /// Two CPUs that run at once, for races. Only for tests: such a host's clock counts no instructions.
+    /// Two CPUs that run at once, for races: such a host's clock counts no instructions, so a benchmark on it has to name
+    /// `locks`.
     #[serde(default)]
     pub multi: bool,
+    /// Locks that are watched: parts of their names in /proc/lock_stat. The kernels are then built with `--variant lock-stat`.
+    #[serde(default)]
+    pub locks: Vec<String>,
 }
 
 impl Bench {
@@ -81,6 +85,7 @@ impl Bench {
             memory: two_gibibytes(),
             hugepages: 0,
             multi: false,
+            locks: Vec::new(),
         }
     }
 
@@ -96,7 +101,8 @@ impl Bench {
 
     /// Whether one boot can serve both.
     pub fn same_host(&self, other: &Self) -> bool {
-        let host = |b: &Self| (b.npt, b.parameters.clone(), b.memory, b.hugepages, b.multi);
+        let host =
+            |b: &Self| (b.npt, b.parameters.clone(), b.memory, b.hugepages, b.multi, b.locks.is_empty());
         host(self) == host(other)
     }
 
@@ -218,9 +224,13 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     let text = fs::read_to_string(&about).map_err(Error::file("read", &about))?;
     let wrong = |why: String| Error::Series(format!("{}: {why}", dir.join("series.toml").display()));
     let about: About = toml::from_str(&text).map_err(|error| wrong(error.to_string()))?;
-    if let Some(bench) = about.bench.iter().find(|bench| bench.multi) {
-        let why = "multi is for [[test]]: figures come from one CPU, whose clock counts instructions";
+    if let Some(bench) = about.bench.iter().find(|bench| bench.multi && bench.locks.is_empty()) {
+        let why = "multi is for [[test]] and for a [[bench]] with locks: other figures come from one CPU, whose clock counts \
+                   instructions";
         return Err(wrong(format!("`{}`: {why}", bench.run)));
+    }
+    if let Some(test) = about.test.iter().find(|test| !test.locks.is_empty()) {
+        return Err(wrong(format!("`{}`: locks are for [[bench]]: a test has no figures", test.run)));
     }
     Ok(Series { base, name: name.to_owned(), patches, with, about })
 }
