@@ -8,7 +8,7 @@ use std::thread;
 
 use guest_agent::{DiskWork, Event, MemoryWork, Pattern, Request};
 use libtest_mimic::Failed;
-use serde_json::json;
+use serde_json::{Value, json};
 use vellum::control::Do;
 use vellum::control::client::Client;
 use vellum::control::names;
@@ -331,11 +331,32 @@ fn balloon(guest: &Guest) -> Result<(), Failed> {
     let total = meminfo("MemTotal")?;
     let before = free_when("empty", &|free| free + total / 5 >= total)?;
     guest.ctl(&["balloon", &format!("{BALLOON}m")])?;
-    guest.status_when(|status| status["balloon"] == BALLOON * MIB)?;
+    guest.status_when(|status| status["balloon"] == BALLOON * MIB).map_err(|failed| stuck(guest, failed))?;
     free_when("up", &|free| free + BALLOON <= before + SLACK)?;
     guest.ctl(&["balloon", "0"])?;
-    guest.status_when(|status| status["balloon"] == 0)?;
+    guest.status_when(|status| status["balloon"] == 0).map_err(|failed| stuck(guest, failed))?;
     free_when("down", &|free| free + SLACK >= before).map(drop)
+}
+
+/// Which message a balloon that stands still has lost. Resumed, the device looks at its queues again: what moves it then is
+/// a notification from the guest. Asked again, it interrupts, and the driver looks at its queues: that was an interrupt.
+fn stuck(guest: &Guest, failed: Failed) -> Failed {
+    let size = || -> Result<Value, Failed> { Ok(guest.ctl(&["status"])?["balloon"].clone()) };
+    let moves = |words: &[&[&str]]| -> Result<String, Failed> {
+        let before = size()?;
+        words.iter().try_for_each(|words| guest.ctl(words).map(drop))?;
+        let after = guest.status_when(|status| status["balloon"] != before);
+        Ok(format!("{words:?}: {}", if after.is_ok() { "it moves" } else { "it stays" }))
+    };
+    let mut said = vec![failed.message().unwrap_or_default().to_owned()];
+    // The guest itself may not answer any more, so it is asked last, and what is known is told before.
+    for words in [&[&["pause"][..], &["resume"]][..], &[&["balloon", "128m"]]] {
+        said.push(moves(words).unwrap_or_else(|failed| format!("{failed:?}")));
+    }
+    eprintln!("{}", said.join("\n"));
+    let look = "cat /proc/interrupts; echo w > /proc/sysrq-trigger; dmesg | tail -n 60; cat /proc/buddyinfo";
+    said.push(guest.shell(look).unwrap_or_else(|failed| format!("{failed:?}")));
+    said.join("\n").into()
 }
 
 fn resident_mib(guest: &Guest) -> Result<u64, Failed> {
