@@ -40,6 +40,7 @@ fn main() {
         trial("blocks_are_touched_where_the_plan_says", kvm(), touch),
         trial("page_table_stages", kvm(), page_table),
         trial("memslots_moved_under_a_guest_lose_nothing", kvm(), memslots),
+        trial("a_memslot_takes_what_its_rmaps_need", bed::both(kvm(), shadow_paging()), memslot_memory),
         trial("access_tracking_marks_and_unmarks", bed::both(kvm(), page_idle()), access_tracking),
         trial("an_interrupt_leaves_what_was_measured", kvm(), interrupted),
         trial("what_excludes_each_other_is_one_line", kvm(), excluded),
@@ -50,6 +51,16 @@ fn main() {
 
 fn uffd(mode: Mode) -> bed::Need {
     Uffd::new(mode).map(drop).map_err(|e| format!("needs userfaultfd ({e}): see `vellum doctor`"))
+}
+
+fn shadow_paging() -> bed::Need {
+    let paging = vellum::host::Facts::collect(String::new()).paging;
+    let shadows = paging == vellum::host::Paging::Shadow;
+    if shadows {
+        Ok(())
+    } else {
+        Err(format!("needs KVM to shadow page tables; it has {paging:?}: kvm_amd.npt=0"))
+    }
 }
 
 /// Reads a word of every page while another thread answers, three pages at a time.
@@ -166,6 +177,23 @@ fn memslots() -> Result<(), Failed> {
         format!("{faults:?} faults for 2 times 3072 pages dropped and written")
     })?;
     json::check(&report).map_err(Failed::from)
+}
+
+/// Where KVM shadows page tables, a slot has 8 bytes for each of its pages: `struct kvm_rmap_head` in kvm_host.h.
+fn memslot_memory() -> Result<(), Failed> {
+    let report = memslot::run(&memslot::Config {
+        // Other tests have slots come and go meanwhile: the median of many is this one's.
+        common: Common { repeat: 25, ..Common::default() },
+        tests: vec![memslot::Test::Create],
+        slots: 1,
+        bytes: 256 << 20,
+        backing: Backing::Anonymous,
+        time: Duration::ZERO,
+    })?;
+    let figure = report.figures.iter().find(|figure| figure.name() == "kernel_memory[create]");
+    let taken = figure.ok_or("no figure")?.value();
+    let (least, most) = (f64::from(8 << 18), f64::from(4 << 20));
+    ensure((least..most).contains(&taken), || format!("a slot takes {taken} bytes for each GiB"))
 }
 
 /// After the first of many rounds SIGINT ends a benchmark with the results so far, and says so.

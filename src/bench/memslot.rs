@@ -5,13 +5,15 @@
 //! touched, while the guest writes to the other), *unmap_chunked* (the same in pieces of 2 MiB), *move_active* (a slot
 //! goes to and fro while the guest writes to it: what hits it while it is away leaves the guest as MMIO and is
 //! completed), *move_inactive* (while the guest writes to another slot), and *rw* (the guest writes and reads
-//! everything, and nothing moves).
+//! everything, and nothing moves). One more than these, *create*: a slot as large as all memory is made and deleted, and the
+//! kernel's memory is looked at in between.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{Common, Counted, Error, check_memory, populated};
 use crate::arch::touch as code;
+use crate::host::topology;
 use crate::report::Report;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm;
@@ -52,17 +54,20 @@ pub enum Test {
     MoveInactive,
     /// Nothing but the guest.
     Rw,
+    /// A slot comes and goes.
+    Create,
 }
 
 impl Test {
     /// The names as typed.
-    pub const NAMES: [(&str, Self); 6] = [
+    pub const NAMES: [(&str, Self); 7] = [
         ("map", Self::Map),
         ("unmap", Self::Unmap),
         ("unmap_chunked", Self::UnmapChunked),
         ("move_active", Self::MoveActive),
         ("move_inactive", Self::MoveInactive),
         ("rw", Self::Rw),
+        ("create", Self::Create),
     ];
 
     fn name(self) -> &'static str {
@@ -125,6 +130,8 @@ struct Samples {
     call: Vec<f64>,
     /// Rounds in a second.
     rounds: Vec<f64>,
+    /// Bytes that the kernel took for each GiB of a slot.
+    kernel: Vec<f64>,
 }
 
 fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error> {
@@ -134,6 +141,11 @@ fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error
         slots: config.slots,
         ..MemoryConfig::new(config.bytes)
     })?;
+    // The guest has a slot of its own for its code.
+    let most = kvm.get_nr_memslots().saturating_sub(2);
+    if test == Test::Create && config.slots as usize > most {
+        return Err(Error::Asked(format!("-s {}: create needs one more, so {most} at most", config.slots)));
+    }
     let guest = Guest::build(&kvm, memory, GuestConfig { code: code::code(), ..config.common.guest(1) })?;
     let counted = Counted::start(&guest, report);
     let mut samples = Samples::default();
@@ -146,6 +158,7 @@ fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error
             sum.guest += round.guest;
             sum.host += round.host;
             sum.calls += round.calls;
+            sum.kernel += round.kernel;
             rounds += 1;
             if round.lost > 0 {
                 report.invalid.push(format!(
@@ -156,7 +169,13 @@ fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error
             }
         }
         samples.rounds.push(rounds as f64 / start.elapsed().as_secs_f64());
-        samples.guest.push(sum.guest / rounds as f64);
+        if sum.guest > 0.0 {
+            samples.guest.push(sum.guest / rounds as f64);
+        }
+        if test == Test::Create {
+            let per_gib = (1u64 << 30) as f64 / config.bytes as f64;
+            samples.kernel.push(sum.kernel as f64 / rounds as f64 * per_gib);
+        }
         if sum.calls > 0 {
             samples.call.push(sum.host.as_secs_f64() / sum.calls as f64);
         }
@@ -165,6 +184,7 @@ fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error
     report.spread(format!("rounds_per_second[{name}]"), "rounds/s", &samples.rounds);
     report.spread(format!("guest_time[{name}]"), "s", &samples.guest);
     report.spread(format!("call_time[{name}]"), "s", &samples.call);
+    report.spread(format!("kernel_memory[{name}]"), "bytes/GiB", &samples.kernel);
     let now = counted.now();
     counted.finish(report, now, (config.tests.len() > 1).then_some(name));
     Ok(())
@@ -177,6 +197,8 @@ struct Round {
     host: Duration,
     calls: u64,
     lost: u64,
+    /// Bytes.
+    kernel: i64,
 }
 
 impl Test {
@@ -205,8 +227,7 @@ impl Test {
                 let slots = &guest.vm.memory.slots;
                 let moved = slots[slots.len() - 1];
                 let touched = if self == Self::MoveActive { moved } else { slots[0] };
-                // Beyond all RAM, as far aligned as it was.
-                let away = Slot { gpa: moved.gpa + (bytes.next_power_of_two() << 1).max(8 << 30), ..moved };
+                let away = Slot { gpa: beyond(moved.gpa, bytes), ..moved };
                 start(guest, Plan { start: touched.offset, ..Plan::every(PAGE_SIZE, touched.len, true) });
                 let mut done = false;
                 while !done {
@@ -221,9 +242,33 @@ impl Test {
                 round.lost = lost(guest, touched);
             }
             Self::Rw => round.guest = alone(guest, all(true))? + alone(guest, all(false))?,
+            Self::Create => {
+                let slots = &guest.vm.memory.slots;
+                let made = Slot {
+                    id: slots.len() as u32 + 1,
+                    gpa: beyond(slots[0].gpa, bytes),
+                    len: bytes,
+                    ..slots[0]
+                };
+                let taken = || topology::kernel_memory().unwrap_or(0) as i64;
+                let before = taken();
+                let clock = Instant::now();
+                guest.vm.set_slot(&made, 0)?;
+                round.host = clock.elapsed();
+                round.kernel = taken() - before;
+                let clock = Instant::now();
+                guest.vm.delete_slot(made.id)?;
+                round.host += clock.elapsed();
+                round.calls = 2;
+            }
         }
         Ok(round)
     }
+}
+
+/// An address beyond all RAM, as far aligned as `gpa`.
+fn beyond(gpa: u64, bytes: u64) -> u64 {
+    gpa + (bytes.next_power_of_two() << 1).max(8 << 30)
 }
 
 /// Pages of `slot` that do not hold what the guest wrote last: how many pages were left.

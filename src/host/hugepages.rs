@@ -8,7 +8,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::{cgroup, root_command, sysfs};
+use super::{cgroup, root_command, sysfs, topology};
 use crate::sys;
 
 /// Why huge pages will not suffice, and the command that changes it.
@@ -96,10 +96,7 @@ pub fn sizes() -> Vec<u64> {
 
 /// The size in bytes that MAP_HUGETLB alone means; `None` where the kernel has no huge pages.
 pub fn default_size() -> Option<u64> {
-    let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
-    let kib =
-        meminfo.lines().find_map(|line| line.strip_prefix("Hugepagesize:"))?.split_whitespace().next()?;
-    Some(kib.parse::<u64>().ok()? * 1024)
+    topology::meminfo(["Hugepagesize"]).map(|[bytes]| bytes)
 }
 
 /// Every size, for the whole host and then node by node.

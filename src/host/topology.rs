@@ -55,10 +55,27 @@ pub struct Memory {
 
 /// Examines the memory.
 pub fn memory() -> Memory {
-    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let available = available.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok());
-    Memory { total: sys::host::total_memory(), available: available.unwrap_or(0) * 1024 }
+    let [available] = meminfo(["MemAvailable"]).unwrap_or_default();
+    Memory { total: sys::host::total_memory(), available }
+}
+
+/// Bytes that the kernel has taken for itself in large pieces and in objects that it cannot give up: what KVM allocates for
+/// a memslot is of either kind.
+pub fn kernel_memory() -> Option<u64> {
+    meminfo(["VmallocUsed", "SUnreclaim"]).map(|both| both.iter().sum())
+}
+
+/// Fields of /proc/meminfo (proc_meminfo(5)) that are given in kB, as bytes.
+pub(super) fn meminfo<const N: usize>(fields: [&str; N]) -> Option<[u64; N]> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let mut bytes = [0; N];
+    for (value, field) in bytes.iter_mut().zip(fields) {
+        let of = |line: &str| {
+            Some(line.strip_prefix(field)?.strip_prefix(':')?.trim().strip_suffix(" kB")?.trim().to_owned())
+        };
+        *value = text.lines().find_map(of)?.parse::<u64>().ok()? * 1024;
+    }
+    Some(bytes)
 }
 
 impl fmt::Display for Memory {

@@ -15,7 +15,7 @@ use crate::vm::memory::Backing;
 #[derive(Debug, Args)]
 #[command(allow_negative_numbers = true)]
 pub struct MemslotArgs {
-    /// Tests, all unless given: map, unmap, unmap_chunked, move_active, move_inactive, rw
+    /// Tests, all unless given: map, unmap, unmap_chunked, move_active, move_inactive, rw, create
     #[arg(value_name = "TEST", value_delimiter = ',', value_parser = test)]
     tests: Vec<Test>,
 
