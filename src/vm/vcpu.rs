@@ -456,10 +456,15 @@ where
             RUN => {}
             PAUSE => {
                 // An MMIO or port access that the VMM has served is half done until KVM_RUN is called again; with
-                // immediate_exit that completes it and enters no guest (api.rst, KVM_RUN). Nothing has run at first.
-                if !first {
-                    fd.set_kvm_immediate_exit(1);
-                    let _ = fd.run();
+                // immediate_exit that completes it and enters no guest (api.rst, KVM_RUN). What KVM hands over in parts
+                // ends with the next part, until there is none. Nothing has run at first.
+                fd.set_kvm_immediate_exit(1);
+                while !first && let Ok(exit) = fd.run() {
+                    exits.0[recent.note(&exit)] += 1;
+                    if let Flow::Stop(exit) = on_exit(exit) {
+                        shared.lock().exits = exits;
+                        return ended(exit, None, fd, &recent);
+                    }
                 }
                 if paused(shared, fd, &exits) == STOP {
                     return ended(Exit::PowerOff, None, fd, &recent);
