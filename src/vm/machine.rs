@@ -1,8 +1,9 @@
 //! A machine with devices: a kernel, and a PC around it.
 //!
-//! [`Machine::build`] makes it with its vCPUs paused at the kernel's entry; [`Machine::run`] (`run.rs`) lets it go and returns
-//! how it ended; `control.rs` does what the control socket asks for meanwhile. Which device lies where is decided
-//! here and nowhere else; what a device does is its own file's.
+//! [`Machine::build`] makes it, its vCPUs at the kernel's entry (paused, or their threads still getting ready: one that never
+//! does is [`Machine::run`]'s to tell); that (`run.rs`) lets it go and returns how it ended; `control.rs` does what the control
+//! socket asks for meanwhile. Which device lies where is decided here and nowhere else; what a device does is its own
+//! file's.
 
 mod control;
 mod run;

@@ -3,6 +3,7 @@
 //! Start with [`Vm`]; [`memory`] maps what it is given, [`vcpu`] runs it, [`lifecycle`] says how it ends.
 
 pub mod counters;
+pub mod exits;
 pub mod lifecycle;
 #[cfg(target_arch = "x86_64")]
 pub mod machine;

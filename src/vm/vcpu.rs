@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
+use super::exits::{Exits, INTERRUPTED, Recent};
 use super::lifecycle::Exit;
 use crate::sys::affinity;
 use crate::sys::kick::{self, Kick, PortSize};
@@ -54,59 +55,6 @@ const STOP: u8 = 2;
 /// How long a vCPU may take to acknowledge a command before that is reported: far beyond any scheduling delay.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Exits by reason, in the order of [`Exits::NAMES`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Exits([u64; Exits::NAMES.len()]);
-
-impl Exits {
-    /// The reasons as printed.
-    pub const NAMES: [&'static str; 14] = [
-        "io_out",
-        "io_in",
-        "mmio_write",
-        "mmio_read",
-        "hlt",
-        "shutdown",
-        "ioapic_eoi",
-        "rdmsr",
-        "wrmsr",
-        "hypercall",
-        "dirty_ring_full",
-        "interrupted",
-        "memory_fault",
-        "other",
-    ];
-
-    fn index(exit: &VcpuExit<'_>) -> usize {
-        match exit {
-            VcpuExit::IoOut(..) => 0,
-            VcpuExit::IoIn(..) => 1,
-            VcpuExit::MmioWrite(..) => 2,
-            VcpuExit::MmioRead(..) => 3,
-            VcpuExit::Hlt => 4,
-            VcpuExit::Shutdown => 5,
-            VcpuExit::IoapicEoi(_) => 6,
-            VcpuExit::X86Rdmsr(_) => 7,
-            VcpuExit::X86Wrmsr(_) => 8,
-            VcpuExit::Hypercall(_) => 9,
-            VcpuExit::Unsupported(kvm_bindings::KVM_EXIT_DIRTY_RING_FULL) => 10,
-            VcpuExit::Intr => 11,
-            VcpuExit::MemoryFault { .. } => 12,
-            _ => 13,
-        }
-    }
-
-    /// The reasons that occurred, with their counts.
-    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        Self::NAMES.into_iter().zip(self.0).filter(|&(_, n)| n > 0)
-    }
-
-    /// Adds another vCPU's.
-    pub fn add(&mut self, other: &Self) {
-        self.0.iter_mut().zip(other.0).for_each(|(mine, theirs)| *mine += theirs);
-    }
-}
-
 /// Why a vCPU thread could not be had or did not obey.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -136,40 +84,6 @@ pub struct Ended {
     pub error: Option<kvm_ioctls::Error>,
     /// The registers and the last exits, a line each, where the guest or KVM failed.
     pub trace: Option<String>,
-}
-
-/// The latest exits, for a failure's report: reason by its index in [`Exits::NAMES`], and address or number.
-#[derive(Default)]
-struct Recent {
-    ring: [(u8, u64); 16],
-    count: usize,
-}
-
-impl Recent {
-    fn note(&mut self, exit: &VcpuExit<'_>) -> usize {
-        let index = Exits::index(exit);
-        let number = match exit {
-            VcpuExit::IoOut(port, _) | VcpuExit::IoIn(port, _) => u64::from(*port),
-            VcpuExit::MmioWrite(address, _) | VcpuExit::MmioRead(address, _) => *address,
-            VcpuExit::IoapicEoi(vector) => u64::from(*vector),
-            VcpuExit::FailEntry(reason, _) => *reason,
-            VcpuExit::Unsupported(reason) => u64::from(*reason),
-            _ => 0,
-        };
-        self.ring[self.count % self.ring.len()] = (index as u8, number);
-        self.count += 1;
-        index
-    }
-
-    fn describe(&self, fd: &VcpuFd) -> String {
-        let kept = self.count.min(self.ring.len());
-        let mut text = format!("{}\nlast exits, newest last:", crate::arch::regs::describe(fd));
-        for i in self.count - kept..self.count {
-            let (index, number) = self.ring[i % self.ring.len()];
-            text.push_str(&format!(" {}@{number:#x}", Exits::NAMES[usize::from(index)]));
-        }
-        text
-    }
 }
 
 type Call = Box<dyn FnOnce(&mut VcpuFd) + Send>;
@@ -460,7 +374,7 @@ where
                 // ends with the next part, until there is none. Nothing has run at first.
                 fd.set_kvm_immediate_exit(1);
                 while !first && let Ok(exit) = fd.run() {
-                    exits.0[recent.note(&exit)] += 1;
+                    exits.count(recent.note(&exit));
                     if let Flow::Stop(exit) = on_exit(exit) {
                         shared.lock().exits = exits;
                         return ended(exit, None, fd, &recent);
@@ -485,11 +399,11 @@ where
         }
         let flow = match fd.run() {
             Ok(exit) => {
-                exits.0[recent.note(&exit)] += 1;
+                exits.count(recent.note(&exit));
                 on_exit(exit)
             }
             Err(error) if error.errno() == libc::EINTR || error.errno() == libc::EAGAIN => {
-                exits.0[11] += 1;
+                exits.count(INTERRUPTED);
                 shared.kick.clear();
                 Flow::Continue
             }

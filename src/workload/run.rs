@@ -22,10 +22,11 @@ use crate::sandbox::{self, Sandbox, ThreadKind};
 use crate::sys::guard;
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::sys::socket::{Name, SocketError};
+use crate::vm;
 use crate::vm::counters::Snapshot;
+use crate::vm::exits::Exits;
 use crate::vm::lifecycle::Exit;
 use crate::vm::memory::{self, Backing, Memory, MemoryConfig, short_size};
-use crate::vm::{self, vcpu};
 
 /// What to run.
 #[derive(Clone, Debug)]
@@ -266,7 +267,7 @@ fn measure(report: &mut Report, guest: &Guest) {
         report.figure("write_latency[max]", "ns", slowest as f64 * 1e9 / hz);
         report.histograms.push(histogram);
     }
-    let mut exits = vcpu::Exits::default();
+    let mut exits = Exits::default();
     guest.vcpus.iter().for_each(|vcpu| exits.add(&vcpu.exits()));
     for (name, count) in exits.iter() {
         report.figure(format!("exits[{name}]"), "exits", count as f64);
