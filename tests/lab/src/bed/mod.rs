@@ -241,7 +241,7 @@ impl Drop for Emulator {
 /// Names what `bed` lacks on this machine, before anything is fetched or built for it.
 pub fn ready(bed: Emulated) -> Result<()> {
     match bed {
-        Emulated::Svm => svm::Qemu::installed().and_then(|_| tool::need("busybox")).map(drop),
+        Emulated::Svm => svm::emulator().and_then(|_| tool::need("busybox")).map(drop),
         Emulated::Vmx => match doctor::install_line(&doctor::missing(vmx::PROGRAMS)) {
             None => Ok(()),
             Some(line) => Err(Error::Package(format!("vmx: what builds and boots Bochs is missing: {line}"))),
@@ -263,10 +263,7 @@ pub fn run(
     let errors = scratch.0.join("emulator.log");
     let fifo = scratch.0.join("results");
     let mut command = match request.bed {
-        Emulated::Svm => {
-            let qemu = svm::Qemu::get(cache, request.races)?;
-            svm::command(&qemu, request, &initrd, &svm::Console::File(&console))
-        }
+        Emulated::Svm => svm::command(&svm::emulator()?, request, &initrd, &svm::Console::File(&console)),
         Emulated::Vmx => vmx::Bochs::get(cache)?.command(&scratch.0, request, &initrd, &console, &fifo)?,
     };
     let stderr = File::create(&errors).map_err(Error::file("create", &errors))?;
@@ -368,12 +365,12 @@ pub fn shell(cache: &Cache, programs: &Programs, request: &Request) -> Result<()
             request.bed.name()
         )));
     }
-    let qemu = svm::Qemu::get(cache, request.races)?;
+    let emulator = svm::emulator()?;
     let scratch = scratch(cache)?;
     let initrd = pack(&scratch.0, programs, request, &job(request, true))?;
     eprintln!("lab: Ctrl-A X ends the host at once; `exit` does it properly");
-    let mut command = svm::command(&qemu, request, &initrd, &svm::Console::Terminal);
-    let status = spawn(&mut command)?.wait().map_err(Error::file("wait for", command.get_program()))?;
+    let mut command = svm::command(&emulator, request, &initrd, &svm::Console::Terminal);
+    let status = spawn(&mut command)?.wait().map_err(Error::file("wait for", &emulator))?;
     if status.success() {
         return Ok(());
     }

@@ -6,18 +6,15 @@
 //! now and then (with PV EOI, which leaves out the exit that would come next, always). Two CPUs in real time (`races`) are
 //! interrupted by what exits from the guest, and do no harm: Linux guests belong there.
 //!
-//! Before QEMU 8.1, two CPUs at once: code that one patches while the other runs it stays as it was in the other's translation
-//! (a host took breakpoints for ever at a static key in its scheduler), and processes of the host and whole guests end
-//! without a reason of their own, a guest under load every ten minutes or so. Such hosts are emulated by a later QEMU,
-//! fetched and not installed. Those that count instructions stay with the installed one, whose figures are on record.
+//! With two CPUs, code that one patches while the other runs it: a host was seen to take breakpoints for ever, on both CPUs, at
+//! a static key in its scheduler where the kernel had long put the instruction back (`text_poke_bp`; the translation that
+//! QEMU kept was of the breakpoint). KVM switches that key with the first machine and with the last one, so `bed-init`
+//! holds machines of its own on such hosts.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::Request;
-use crate::cache::Cache;
-use crate::debian::{self, Archive};
 use crate::{Error, Result, tool};
 
 /// Where the host's console goes.
@@ -31,79 +28,19 @@ pub enum Console<'a> {
 /// The oldest QEMU that this bed was seen to work with.
 const QEMU: (u32, u32) = (7, 2);
 
-/// The oldest whose two CPUs can be trusted, and Debian's suite that has a later one which runs on bookworm.
-const QEMU_FOR_RACES: (u32, u32) = (8, 1);
-const SUITE: &[&str] = &["bookworm-backports"];
-/// The program, its option ROMs, its BIOS.
-const PACKAGES: [&str; 3] = ["qemu-system-x86", "qemu-system-data", "seabios"];
-
-/// A QEMU.
-pub struct Qemu {
-    program: PathBuf,
-    /// Where its firmware is, if not where it looks by itself.
-    firmware: Vec<PathBuf>,
-}
-
-impl Qemu {
-    /// The installed one, or how to get it.
-    pub fn installed() -> Result<Self> {
-        let program = tool::need("qemu-system-x86_64")?;
-        let this = Self { program, firmware: Vec::new() };
-        let said = this.said()?;
-        match version(&said) {
-            Some(version) if version >= QEMU => Ok(this),
-            _ => Err(Error::Package(format!(
-                "{} is {:?}; this bed needs QEMU {}.{} or later: apt-get install qemu-system-x86",
-                this.program.display(),
-                said.lines().next().unwrap_or_default(),
-                QEMU.0,
-                QEMU.1
-            ))),
-        }
-    }
-
-    /// The one for a host: of a later suite for two CPUs at once, where the installed one is too old for that.
-    pub fn get(cache: &Cache, races: bool) -> Result<Self> {
-        let installed = Self::installed()?;
-        if !races || version(&installed.said()?) >= Some(QEMU_FOR_RACES) {
-            return Ok(installed);
-        }
-        Self::fetched(cache).or_else(|error| {
-            eprintln!(
-                "lab: {error}\nlab: the installed QEMU emulates the two CPUs; guests may end for no reason of their own"
-            );
-            Ok(installed)
-        })
-    }
-
-    fn fetched(cache: &Cache) -> Result<Self> {
-        let resolve = |name: &str| {
-            debian::recorded(cache, &format!("{name}-for-races"), || {
-                Archive::open(cache, SUITE)?.resolve(name)
-            })
-        };
-        let version = resolve(PACKAGES[0])?.version;
-        let tree = cache.entry(&format!("qemu/{version}"), |out| {
-            cache.need_mib(200)?;
-            let archive = Archive::open(cache, SUITE)?;
-            for name in PACKAGES {
-                let deb = archive.download(&resolve(name)?, out)?;
-                debian::unpack(&deb, out)?;
-                fs::remove_file(&deb).map_err(Error::file("remove", &deb))?;
-            }
-            // Another distribution's libraries may not do.
-            Self::unpacked(out).said().map(drop)
-        })?;
-        Ok(Self::unpacked(&tree))
-    }
-
-    fn unpacked(tree: &Path) -> Self {
-        let firmware = ["qemu", "seabios"].map(|name| tree.join("usr/share").join(name)).to_vec();
-        Self { program: tree.join("usr/bin/qemu-system-x86_64"), firmware }
-    }
-
-    fn said(&self) -> Result<String> {
-        tool::text(Command::new(&self.program).arg("--version"))
+/// QEMU, or how to get it.
+pub fn emulator() -> Result<PathBuf> {
+    let path = tool::need("qemu-system-x86_64")?;
+    let said = tool::text(Command::new(&path).arg("--version"))?;
+    match version(&said) {
+        Some(version) if version >= QEMU => Ok(path),
+        _ => Err(Error::Package(format!(
+            "{} is {:?}; this bed needs QEMU {}.{} or later: apt-get install qemu-system-x86",
+            path.display(),
+            said.lines().next().unwrap_or_default(),
+            QEMU.0,
+            QEMU.1
+        ))),
     }
 }
 
@@ -114,11 +51,8 @@ fn version(said: &str) -> Option<(u32, u32)> {
 }
 
 /// The whole command line.
-pub fn command(qemu: &Qemu, request: &Request, initrd: &Path, console: &Console) -> Command {
-    let mut command = Command::new(&qemu.program);
-    for dir in &qemu.firmware {
-        command.arg("-L").arg(dir);
-    }
+pub fn command(emulator: &Path, request: &Request, initrd: &Path, console: &Console) -> Command {
+    let mut command = Command::new(emulator);
     // 512 MiB of translated code: the default is flushed again and again by a kernel that runs a kernel.
     if request.races {
         command.args(["-accel", "tcg,tb-size=512,thread=multi", "-smp", "2"]);
