@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::artifacts::Programs;
-use crate::bed::{self, Request};
+use crate::bed::{self, Pace, Request};
 use crate::cache::Cache;
 use crate::wire::Frame;
 use crate::{Error, Result};
@@ -343,7 +343,7 @@ fn shell_words(text: &str) -> Vec<String> {
 
 /// The host that the tests expect: two CPUs at once, room for their guests.
 pub fn host(request: Request) -> Request {
-    Request { races: true, memory_mib: 4096, time_limit: Duration::from_secs(3600), ..request }
+    Request { pace: Pace::Races, memory_mib: 4096, time_limit: Duration::from_secs(3600), ..request }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::{ArgAction, Args, Parser, Subcommand};
 use lab::artifacts::{Kernel, Programs};
-use lab::bed::{self, Emulated, HostKernel, Request};
+use lab::bed::{self, Emulated, HostKernel, Pace, Request};
 use lab::cache::Cache;
 use lab::compare::Processor;
 use lab::guest::Guest;
@@ -162,7 +162,10 @@ struct Host {
     /// On vmx: a processor with page-modification logging
     #[arg(long)]
     pml: bool,
-    /// Two CPUs at once, for races, instead of one whose clock counts instructions
+    /// One CPU in real time, for Linux guests, instead of one whose clock counts instructions
+    #[arg(long, conflicts_with = "multi")]
+    real_time: bool,
+    /// Two CPUs at once, for races
     #[arg(long)]
     multi: bool,
     /// The host's memory in MiB
@@ -214,15 +217,23 @@ impl Host {
         if let Some((file, _)) = self.file.iter().find(|(file, _)| !file.is_file()) {
             return Err(Error::Usage(format!("--file {}: no such file", file.display())));
         }
-        if bed == Emulated::Vmx && self.multi {
-            return Err(Error::Usage("--multi: Bochs emulates one CPU here; races are for svm".into()));
+        let pace = match (self.multi, self.real_time) {
+            (true, _) => Pace::Races,
+            (_, true) => Pace::Real,
+            _ => Pace::Counted,
+        };
+        if bed == Emulated::Vmx && pace != Pace::Counted {
+            let flag = if self.multi { "--multi" } else { "--real-time" };
+            return Err(Error::Usage(format!(
+                "{flag}: Bochs emulates one CPU here, by its instructions; leave it out, or use svm"
+            )));
         }
         no_pml_on_svm(bed, self.pml)?;
         Ok(Request {
             bed,
             pml: self.pml,
             second_stage: self.npt,
-            races: self.multi,
+            pace,
             memory_mib: self.memory,
             hugepages: self.hugepages,
             parameters: self.param,

@@ -82,6 +82,17 @@ impl Emulated {
     }
 }
 
+/// How many CPUs an emulated host has, and what its clock goes by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pace {
+    /// One CPU, whose clock counts instructions: for figures, and for tests with limits of their own.
+    Counted,
+    /// One CPU in real time: for Linux guests.
+    Real,
+    /// Two CPUs at once in real time: for races.
+    Races,
+}
+
 /// What is asked of an emulated host.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -93,8 +104,8 @@ pub struct Request {
     pub kernel: HostKernel,
     /// KVM uses the second stage (NPT, EPT), or shadows the guest's tables.
     pub second_stage: bool,
-    /// Two CPUs that run at once, for races; else one CPU whose clock counts instructions, for figures.
-    pub races: bool,
+    /// Its CPUs and their clock.
+    pub pace: Pace,
     /// Its memory in MiB.
     pub memory_mib: u32,
     /// 2 MiB pages reserved at boot.
@@ -121,7 +132,7 @@ impl Request {
             pml: false,
             kernel,
             second_stage: true,
-            races: false,
+            pace: Pace::Counted,
             memory_mib: 2048,
             hugepages: 0,
             parameters: Vec::new(),
@@ -155,7 +166,7 @@ impl Request {
     fn command_line(&self) -> String {
         // nokaslr and mitigations=off make two runs the same run.
         let mut line = String::from("console=ttyS0,115200 panic=-1 quiet nokaslr mitigations=off");
-        if self.races {
+        if self.pace != Pace::Counted {
             // Real time on a busy machine: a check that wants timer ticks within a moment would panic.
             line.push_str(" no_timer_check nowatchdog");
         }
@@ -418,7 +429,7 @@ fn job(request: &Request, shell: bool) -> Job {
         parameters: request.all_parameters(),
         commands: request.commands.clone(),
         env: request.env.clone(),
-        races: request.races,
+        races: request.pace == Pace::Races,
         shell,
     }
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::{BASES, Base};
-use crate::bed::{Emulated, Request};
+use crate::bed::{Emulated, Pace, Request};
 use crate::{Error, Result, artifacts};
 
 /// One series.
@@ -112,7 +112,7 @@ impl Bench {
         request.parameters = self.parameters.clone();
         request.memory_mib = self.memory;
         request.hugepages = self.hugepages;
-        request.races = self.multi;
+        request.pace = if self.multi { Pace::Races } else { Pace::Counted };
     }
 }
 
