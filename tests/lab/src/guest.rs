@@ -51,8 +51,9 @@ impl Guest {
 
         fs::create_dir_all(dir).map_err(Error::file("create", dir))?;
         let (to, initrd) = (dir.join("vmlinuz"), dir.join("initrd"));
-        fs::copy(&kernel.image, &to).map_err(Error::file("write", &to))?;
-        fs::write(&initrd, image.finish()).map_err(Error::file("write", &initrd))?;
+        let bzimage = fs::read(&kernel.image).map_err(Error::file("read", &kernel.image))?;
+        put(&to, &bzimage)?;
+        put(&initrd, &image.finish())?;
         Ok(Self { package: kernel.package, kernel: to, initrd })
     }
 
@@ -62,7 +63,7 @@ impl Guest {
         let bad = |why: &str| Error::Package(format!("{}: {why}", self.kernel.display()));
         let (format, packed, size) = payload(&bzimage).map_err(bad)?;
         let path = self.kernel.with_file_name("vmlinux");
-        let part = path.with_extension("packed");
+        let part = path.with_extension(format!("packed-{}", std::process::id()));
         fs::write(&part, packed).map_err(Error::file("write", &part))?;
         let unpacked = tool::output(Command::new(tool::need(format)?).arg("-dc").arg(&part));
         fs::remove_file(&part).map_err(Error::file("remove", &part))?;
@@ -73,9 +74,16 @@ impl Guest {
                 image.len()
             )));
         }
-        fs::write(&path, image).map_err(Error::file("write", &path))?;
+        put(&path, &image)?;
         Ok(path)
     }
+}
+
+/// Writes a file as a whole: another laboratory may be about to boot the one that was there.
+fn put(path: &Path, content: &[u8]) -> Result<()> {
+    let part = path.with_extension(format!("part-{}", std::process::id()));
+    fs::write(&part, content).map_err(Error::file("write", &part))?;
+    fs::rename(&part, path).map_err(Error::file("write", path))
 }
 
 /// The compressed kernel in a bzImage: the program that unpacks it, its bytes, and how many they become, which the kernel
