@@ -8,6 +8,7 @@
 mod bed;
 mod ends;
 mod guest;
+mod segments;
 mod typed;
 mod vmlinux;
 mod whole;
