@@ -250,12 +250,16 @@ impl Test {
                     len: bytes,
                     ..slots[0]
                 };
-                let taken = || topology::kernel_memory().unwrap_or(0) as i64;
-                let before = taken();
+                let taken = || {
+                    let missing =
+                        || Error::Asked("create: /proc/meminfo lacks VmallocUsed or SUnreclaim".into());
+                    topology::kernel_memory().map(|bytes| bytes as i64).ok_or_else(missing)
+                };
+                let before = taken()?;
                 let clock = Instant::now();
                 guest.vm.set_slot(&made, 0)?;
                 round.host = clock.elapsed();
-                round.kernel = taken() - before;
+                round.kernel = taken()? - before;
                 let clock = Instant::now();
                 guest.vm.delete_slot(made.id)?;
                 round.host += clock.elapsed();
