@@ -18,6 +18,7 @@ use vellum::report::{Report, html, json};
 use crate::artifacts::Programs;
 use crate::bed::{self, Emulated, HostKernel, Outcome, Request};
 use crate::cache::Cache;
+use crate::kernel::Base;
 use crate::kernel::build::{self, Image};
 use crate::kernel::series::{Bench, Series, by_host};
 use crate::{Error, Result};
@@ -108,19 +109,28 @@ impl Processor {
     }
 }
 
-/// Where the last comparison of `series` on such hosts is kept.
-pub fn kept(cache: &Cache, series: &Series, processor: Processor) -> PathBuf {
-    cache.path(&format!("compare/{}-{}-{}", series.base.name, series.name, processor.name()))
+/// Where the last comparison of `series` on such hosts, or of its base with `other`, is kept.
+pub fn kept(cache: &Cache, series: &Series, other: Option<&Base>, processor: Processor) -> PathBuf {
+    let what =
+        other.map_or_else(|| series.name.clone(), |other| format!("{}-on-{}", series.name, other.name));
+    cache.path(&format!("compare/{}-{what}-{}", series.base.name, processor.name()))
 }
 
 /// The last comparison of `series` on this machine, if there was one.
 pub fn last(cache: &Cache, series: &Series, processor: Processor) -> Option<Comparison> {
-    let file = kept(cache, series, processor).join("comparison.json");
+    let file = kept(cache, series, None, processor).join("comparison.json");
     serde_json::from_slice(&fs::read(file).ok()?).ok()
 }
 
-/// Compares, prints the table, and keeps the table and every result (as JSON, and as a page) in `out`.
-pub fn compare(cache: &Cache, series: &Series, processor: Processor, out: &Path) -> Result<()> {
+/// Compares the pristine kernel with the patched one, or with the pristine one of `other`; prints the table, and keeps it and
+/// every result (as JSON, and as a page) in `out`.
+pub fn compare(
+    cache: &Cache,
+    series: &Series,
+    other: Option<&'static Base>,
+    processor: Processor,
+    out: &Path,
+) -> Result<()> {
     let benches: Vec<&Bench> =
         series.about.bench.iter().filter(|bench| bench.runs_on(processor.bed)).collect();
     if benches.is_empty() {
@@ -132,16 +142,19 @@ pub fn compare(cache: &Cache, series: &Series, processor: Processor, out: &Path)
     }
     let base = series.base;
     let kernels = |variant| -> Result<[Image; 2]> {
-        let built = |with| build::build(cache, base, with, variant);
-        Ok([built(&[])?, built(std::slice::from_ref(series))?])
+        let after = match other {
+            None => build::build(cache, base, std::slice::from_ref(series), variant),
+            Some(other) => build::build(cache, other, &[], variant),
+        };
+        Ok([build::build(cache, base, &[], variant)?, after?])
     };
-    let [pristine, patched] = kernels(None)?;
+    let [before, after] = kernels(None)?;
     let programs = Programs::build()?;
     let mut rows = Vec::new();
     let mut results = Vec::new();
     for group in by_host(&benches) {
         let counting = if group[0].locks.is_empty() { None } else { Some(kernels(Some(locks::VARIANT))?) };
-        let images = counting.as_ref().map_or([&pristine, &patched], |[before, after]| [before, after]);
+        let images = counting.as_ref().map_or([&before, &after], |[before, after]| [before, after]);
         let mut boots: [Vec<Outcome>; 2] = [Vec::new(), Vec::new()];
         for round in 0..ROUNDS {
             for (side, image) in images.into_iter().enumerate() {
@@ -168,8 +181,8 @@ pub fn compare(cache: &Cache, series: &Series, processor: Processor, out: &Path)
     }
     let comparison = Comparison {
         series: format!("{}/{}", series.base.name, series.name),
-        before: pristine.label,
-        after: patched.label,
+        before: before.label,
+        after: after.label,
         rows,
     };
     deliver(&comparison, &results, out)?;

@@ -82,6 +82,9 @@ enum What {
         /// On vmx: a processor with page-modification logging
         #[arg(long)]
         pml: bool,
+        /// Instead of the patched kernel: Debian's of another base, without patches, to see what mainline has of the idea
+        #[arg(long, value_name = "BASE")]
+        on: Option<String>,
         /// Where the table and the results are kept; by default in the cache, for `cargo lab list`
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
@@ -327,15 +330,28 @@ fn perform(what: What) -> Result<u8> {
             }
             Ok(0)
         }
-        What::Compare { series, bed, pml, out } => {
+        What::Compare { series, bed, pml, on, out } => {
             let cache = Cache::open()?;
             let series = series::named(&series)?;
+            let other = on.as_deref().map(Base::named).transpose()?;
+            if other == Some(series.base) {
+                return Err(Error::Usage(format!(
+                    "--on {}: the base of {} itself, which each comparison has as \"before\"; name another one",
+                    series.base.name, series.name
+                )));
+            }
             let bed = match bed {
                 Hosts::Svm => Emulated::Svm,
                 Hosts::Vmx => Emulated::Vmx,
                 Hosts::Metal if pml => {
                     return Err(Error::Usage(
                         "--pml: metal has the processor that it has; leave it out".into(),
+                    ));
+                }
+                Hosts::Metal if other.is_some() => {
+                    return Err(Error::Usage(
+                        "--on: metal compares a series with its base alone; leave it out, or measure on svm"
+                            .into(),
                     ));
                 }
                 Hosts::Metal => {
@@ -346,8 +362,8 @@ fn perform(what: What) -> Result<u8> {
             no_pml_on_svm(bed, pml)?;
             bed::ready(bed)?;
             let processor = Processor { bed, pml };
-            let out = out.unwrap_or_else(|| compare::kept(&cache, &series, processor));
-            compare::compare(&cache, &series, processor, &out).map(|()| 0)
+            let out = out.unwrap_or_else(|| compare::kept(&cache, &series, other, processor));
+            compare::compare(&cache, &series, other, processor, &out).map(|()| 0)
         }
         What::Check { series } => {
             bed::ready(Emulated::Svm)?;
