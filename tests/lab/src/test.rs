@@ -167,7 +167,7 @@ fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     for version in Kernel::versions() {
         let guest = Guest::make(&cache, version, &guests_dir().join(version))?;
         let vmlinux = guest.unpack_vmlinux()?;
-        guests.push((version, guest, Some(vmlinux)));
+        guests.push((version, guest, vmlinux));
     }
     hosts(&cache, options, "linux", bed_tests("linux")?, &guests, tally, |request| {
         // What Linux guests do wrong on other hosts is the emulator's doing (`bed::svm`).
@@ -191,7 +191,7 @@ fn hosts(
     options: &Options,
     bed: &str,
     tests: Vec<Executable>,
-    guests: &[(&str, Guest, Option<PathBuf>)],
+    guests: &[(&str, Guest, PathBuf)],
     tally: &mut Tally,
     change: impl Fn(&mut Request),
 ) -> Result<()> {
@@ -217,8 +217,7 @@ fn hosts(
             request.env.push(("VELLUM_GUESTS".into(), "/guests".into()));
         }
         for (version, guest, vmlinux) in guests {
-            let files = [Some(&guest.kernel), Some(&guest.initrd), vmlinux.as_ref()];
-            for file in files.into_iter().flatten() {
+            for file in [&guest.kernel, &guest.initrd, vmlinux] {
                 let name = file.file_name().unwrap_or_default().to_string_lossy();
                 request.files.push((file.clone(), format!("/guests/{version}/{name}")));
             }

@@ -94,8 +94,11 @@ impl Bench {
         self.run.split_whitespace().map(|word| word.replace("{json}", result)).collect()
     }
 
-    /// Whether it is for hosts of this kind.
+    /// Whether it is for hosts of this kind; those of Bochs have one CPU.
     pub fn runs_on(&self, bed: Emulated) -> bool {
+        if self.multi && bed != Emulated::Svm {
+            return false;
+        }
         self.beds.is_empty() || self.beds.iter().any(|name| name == bed.name())
     }
 
