@@ -7,6 +7,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use super::build::{self, Config, Image};
+use super::complaints::complaints;
 use super::selftests::{self, Results};
 use super::series::{self, Bench, Series};
 use super::tree::{self, Tree};
@@ -106,8 +107,8 @@ fn selftests_alike(cache: &Cache, tree: &Tree, series: &Series, before: &Image, 
                 after.label, before.label
             )));
         }
-        let known = splats(&old.log);
-        if let Some(splat) = splats(&new.log).into_iter().find(|splat| !known.contains(splat)) {
+        let known = complaints(&old.log);
+        if let Some(splat) = complaints(&new.log).into_iter().find(|splat| !known.contains(splat)) {
             return Err(Error::Series(format!(
                 "{} {host}: during the selftests the kernel complained, and {} did not:\n{splat}\n{}",
                 after.label, before.label, new.log
@@ -129,19 +130,19 @@ fn selftests_without_splat(cache: &Cache, tree: &Tree, series: &Series, image: &
     for host in hosts(series, image) {
         let label = host.label();
         let Results { log, .. } = &selftests::run(cache, &programs, image, &tests, host.clone())?;
-        let mut complaints = splats(log);
+        let mut found = complaints(log);
         let mut also = String::new();
-        if !complaints.is_empty() {
+        if !found.is_empty() {
             // Such a kernel takes long to build: the pristine one is asked only where there is something to ask.
             let before = build::build(cache, series.base, &[], Some(DEBUG))?;
             let same = Request { kernel: HostKernel::Image(before.bzimage()), ..host };
-            let known = splats(&selftests::run(cache, &programs, &before, &tests, same)?.log);
-            let (old, new) = complaints.into_iter().partition(|complaint| known.contains(complaint));
-            complaints = new;
+            let known = complaints(&selftests::run(cache, &programs, &before, &tests, same)?.log);
+            let (old, new) = found.into_iter().partition(|complaint| known.contains(complaint));
+            found = new;
             let old: Vec<String> = old;
             also = format!(", but for what {} has too: {}", before.label, old.join("; "));
         }
-        if let Some(splat) = complaints.first() {
+        if let Some(splat) = found.first() {
             return Err(Error::Series(format!(
                 "{} {label}: during the selftests the kernel complained:\n{splat}\n{log}",
                 image.label
@@ -330,61 +331,12 @@ fn boots_once(cache: &Cache, programs: &Programs, image: &Image, group: &[&Bench
     }
     let log = outcome.ran.last().map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned());
     let log = log.unwrap_or_default();
-    if let Some(splat) = splats(&log).first() {
+    if let Some(splat) = complaints(&log).first() {
         return Err(Error::Series(format!("{} {host}: the kernel complained:\n{splat}\n{log}", image.label)));
     }
     let passed = group.len();
     report(&image.label, &format!("boots on {host}; {passed} commands passed, no complaint from the kernel"));
     Ok(())
-}
-
-/// How the kernel begins a complaint.
-const SPLATS: [&str; 8] = [
-    "WARNING: ",
-    "BUG: ",
-    "kernel BUG at",
-    "Oops",
-    "possible recursive locking",
-    "inconsistent lock state",
-    "suspicious RCU usage",
-    "INFO: task ",
-];
-
-/// Functions of a complaint's backtrace that tell it from others.
-const DEPTH: usize = 8;
-
-/// The complaints in a kernel's log: what is said and where it was called from, without what differs from boot to boot (the
-/// time, the CPU, the process) and from build to build (line numbers, offsets).
-fn splats(log: &str) -> Vec<String> {
-    let lines: Vec<&str> =
-        log.lines().map(|line| line.split_once("] ").map_or(line, |(_, text)| text)).collect();
-    let is_first = |line: &&str| SPLATS.iter().any(|mark| line.contains(mark));
-    let begins = (0..lines.len()).filter(|&index| is_first(&lines[index]));
-    begins
-        .map(|first| {
-            let rest = lines[first + 1..].iter().take_while(|line| !is_first(line));
-            let calls = rest.clone().skip_while(|line| !line.contains("Call Trace")).skip(1);
-            // Those with a question mark are what happened to be on the stack.
-            let calls = calls.take_while(|line| line.starts_with(' ')).filter(|line| !line.contains('?'));
-            let calls: Vec<String> = calls.take(DEPTH).map(|line| lasting(line)).collect();
-            let said = rest.filter(|line| line.contains("suspicious ")).map(|line| lasting(line));
-            let said: Vec<String> = [lasting(lines[first])].into_iter().chain(said).collect();
-            let from = if calls.is_empty() { "" } else { ", from " };
-            format!("{}{from}{}", said.join(" "), calls.join(" < "))
-        })
-        .collect()
-}
-
-/// The words of a line that two builds have in common.
-fn lasting(line: &str) -> String {
-    let words = line.split_whitespace().filter(|word| !word.chars().all(|c| c.is_ascii_digit()));
-    let lasting = words.map(|word| {
-        let (place, number) = word.rsplit_once(':').unwrap_or((word, ""));
-        let numbered = !number.is_empty() && number.chars().all(|c| c.is_ascii_digit());
-        let word = if numbered { place } else { word };
-        word.split_once("+0x").map_or(word, |(function, _)| function)
-    });
-    lasting.collect::<Vec<_>>().join(" ")
 }
 
 fn report(what: &str, seen: &str) {
@@ -394,40 +346,6 @@ fn report(what: &str, seen: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_same_complaint_of_two_boots_is_one() {
-        let log = |time, cpu, line, offset| {
-            format!(
-                "[ {time}] WARNING: CPU: {cpu} PID: 4{cpu} at arch/x86/kvm/x86.c:{line} f+0x{offset}/0x2\n[ {time}] other\n\
-                 [ {time}] Call Trace:\n[ {time}]  g+0x{offset}/0x9\n[ {time}]  ? h+0x1/0x9\n[ {time}]  i+0x1/0x9\n[ {time}] \n\
-                 [ {time}]  j+0x1/0x9\n"
-            )
-        };
-        assert_eq!(splats(&log("1.5", 0, 12, 1)), splats(&log("2.0", 1, 13, 2)));
-        assert_eq!(splats(&log("1.5", 0, 12, 1)), ["WARNING: CPU: PID: at arch/x86/kvm/x86.c f, from g < i"]);
-    }
-
-    #[test]
-    fn complaints_of_one_kind_differ_by_their_place() {
-        let log = |file, function| {
-            format!(
-                "[    1.5] WARNING: suspicious RCU usage\n[    1.5] 5.10.223 #1 Not tainted\n\
-                 [    1.5] {file}:694 suspicious rcu_dereference_check() usage!\n[    1.5] \n\
-                 [    1.5] Call Trace:\n[    1.5]  dump_stack+0xa4/0xd9\n[    1.5]  {function}+0x1/0x2\n"
-            )
-        };
-        let one = splats(&log("a.h", "f"));
-        assert_eq!(
-            one,
-            [
-                "WARNING: suspicious RCU usage a.h suspicious rcu_dereference_check() usage!, from dump_stack < f"
-            ]
-        );
-        assert_ne!(one, splats(&log("b.h", "f")));
-        assert_ne!(one, splats(&log("a.h", "g")));
-        assert_eq!(splats(&(log("a.h", "f") + &log("b.h", "g"))).len(), 2);
-    }
 
     #[test]
     fn targets_are_objects_and_kvm_for_its_headers() {

@@ -7,6 +7,7 @@
 
 pub mod build;
 pub mod check;
+pub mod complaints;
 pub mod deb;
 pub mod selftests;
 pub mod series;
