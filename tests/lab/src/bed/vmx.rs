@@ -109,8 +109,8 @@ impl Bochs {
     }
 
     fn config(&self, request: &Request, disk: &Path, console: &Path, results: &Path) -> String {
-        // broadwell_ult has no PML, and a TSC that a kernel calibrates at once; skylake_x has PML.
-        let model = if request.pml { "skylake_x" } else { "broadwell_ult" };
+        // The first has PML, the second has not.
+        let model = if request.pml { "corei7_skylake_x" } else { "broadwell_ult" };
         let (data, disk) = (self.data.display(), disk.display());
         let (console, results) = (console.display(), results.display());
         let memory = request.memory_mib;
