@@ -93,7 +93,8 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], variant: Option<&str
         .join("+");
     let mut parts = vec![config.text()?, COMPILER.into()];
     for patch in &patches {
-        parts.push(fs::read(patch).map_err(Error::file("read", patch))?);
+        let text = fs::read(patch).map_err(Error::file("read", patch))?;
+        parts.push(change(&text).to_vec());
     }
     let key = digest(parts.iter().map(Vec::as_slice));
     let entry = format!(
@@ -113,6 +114,13 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], variant: Option<&str
         keep(&objects, out, &label)
     })?;
     Ok(Image { label, dir })
+}
+
+/// What a patch does to the tree; a message that is polished rebuilds nothing.
+fn change(patch: &[u8]) -> &[u8] {
+    const FIRST: &[u8] = b"\ndiff --git ";
+    let first = patch.windows(FIRST.len()).position(|window| window == FIRST);
+    &patch[first.unwrap_or(0)..]
 }
 
 /// Names every package that is missing, at once.
@@ -207,4 +215,22 @@ fn keep(objects: &Path, out: &Path, label: &str) -> Result<()> {
         fs::copy(&from, out.join(to)).map_err(Error::file("copy", &from))?;
     }
     fs::write(out.join("label"), label).map_err(Error::file("write", out.join("label")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_no_part_of_a_change() {
+        let patch = |message: &str, line: &str| {
+            format!("Subject: x\n\n{message}\n---\n f | 1 +\n\ndiff --git a/f b/f\n+{line}\n")
+        };
+        let [one, polished, other] =
+            [("a", "1"), ("b\nc", "1"), ("a", "2")].map(|(message, line)| patch(message, line));
+        assert_eq!(change(one.as_bytes()), change(polished.as_bytes()));
+        assert_ne!(change(one.as_bytes()), change(other.as_bytes()));
+        // What has no such line is taken whole.
+        assert_eq!(change(b"--- a/f\n"), b"--- a/f\n");
+    }
 }
