@@ -37,7 +37,8 @@ impl Tally {
     }
 
     fn named(&mut self, bed: &str, name: &str) {
-        let failure = format!("{bed}: {name}");
+        // libtest-mimic pads it.
+        let failure = format!("{bed}: {}", name.trim_end());
         if !self.failures[self.before..].contains(&failure) {
             self.failures.push(failure);
         }
@@ -171,7 +172,7 @@ mod tests {
         tally.line("local", "test result: FAILED. 0 passed; 1 failed");
         tally.ended("local", "y", false);
         assert_eq!(tally.failures, ["local: chatty", "local: y"]);
-        let mut both = counted(&["test bad ... FAILED", "---- bad stdout ----"]);
+        let mut both = counted(&["test bad    ... FAILED", "---- bad stdout ----"]);
         both.ended("local", "z", false);
         assert_eq!(both.failures, ["local: bad"]);
     }
