@@ -197,7 +197,7 @@ pub fn compare(
 fn label(processor: Processor, bench: &Bench) -> String {
     let mut words = vec![processor.label(bench.npt)];
     words.extend(bench.parameters.iter().cloned());
-    words.extend(bench.multi.then(|| "two CPUs at once".to_owned()));
+    words.extend(bench.multi.then(|| bed::AT_ONCE.to_owned()));
     words.extend((!bench.locks.is_empty()).then(|| locks::VARIANT.to_owned()));
     words.join(" ")
 }

@@ -93,6 +93,9 @@ pub enum Pace {
     Races,
 }
 
+/// How labels name a host of [`Pace::Races`].
+pub const AT_ONCE: &str = "two CPUs at once";
+
 /// What is asked of an emulated host.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -146,8 +149,10 @@ impl Request {
 
     /// The host, as messages name it.
     pub fn label(&self) -> String {
-        let label = self.bed.label(self.second_stage, self.pml);
-        self.parameters.iter().fold(label, |label, parameter| format!("{label} {parameter}"))
+        let mut words = vec![self.bed.label(self.second_stage, self.pml)];
+        words.extend(self.parameters.iter().cloned());
+        words.extend((self.pace == Pace::Races).then(|| AT_ONCE.to_owned()));
+        words.join(" ")
     }
 
     /// Every module parameter, the second stage's first.
