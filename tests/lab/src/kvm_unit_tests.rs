@@ -11,7 +11,7 @@
 //! | `emulator` | 2 of 151: a non-canonical access by the stack pointer faults as #GP | QEMU's processor; hardware says #SS |
 //! | `la57` | LGDT and LIDT of non-canonical addresses do not fault | QEMU's processor takes them |
 //! | `xsave` | XCR0 reads as 1 whatever the guest has set | XCR0 is KVM's and the processor's; Vellum does not touch it |
-//! | `debug` | single-step after STI; then it does not end | not looked into: single-stepping is the processor's and KVM's |
+//! | `debug` | single-step after STI; then it does not end | QEMU's processor: there alone, without KVM, it fails in the same places and does not end |
 //! | `ioapic`, with `--irqchip split` | a level-triggered interrupt sent elsewhere while in service | Linux 6.1 reports its end to nobody; 6.12 asks for pending ends too (`kvm_scan_ioapic_routes`), and there all 30 pass |
 //! | `eventinj`, with `--npt 0` | a page fault while #NP of `int $33` is delivered | QEMU's processor: EXITINTINFO names the `int`, the first event of the instruction, not the #NP (`handle_even_inj`, seg_helper.c), so KVM injects the interrupt again into the handler |
 //! | `realmode` | it waits for IRQ 11 by the 8259 | it counts on the vectors that a BIOS gives it; all before that passes |
