@@ -137,9 +137,9 @@ fn selftests_without_splat(cache: &Cache, tree: &Tree, series: &Series, image: &
             let before = build::build(cache, series.base, &[], Some(DEBUG))?;
             let same = Request { kernel: HostKernel::Image(before.bzimage()), ..host };
             let known = complaints(&selftests::run(cache, &programs, &before, &tests, same)?.log);
-            let (old, new) = found.into_iter().partition(|complaint| known.contains(complaint));
+            let (old, new): (Vec<_>, Vec<_>) =
+                found.into_iter().partition(|complaint| known.contains(complaint));
             found = new;
-            let old: Vec<String> = old;
             also = format!(", but for what {} has too: {}", before.label, old.join("; "));
         }
         if let Some(splat) = found.first() {
