@@ -41,12 +41,12 @@ pub struct Config {
 }
 
 impl Config {
-    /// That of `base`, with `variant` (`debug`, `lock-stat`) on top.
+    /// That of `base`, with `variant` (`debug`, `lock-stat`) on top, and what that needs on this base.
     pub fn new(base: &Base, variant: Option<&str>) -> Result<Self> {
         let dir = artifacts::workspace().join("resources/kernel");
         let mut names = vec!["x86.config".to_owned(), format!("x86-{}.config", base.name)];
         names.extend(variant.map(|variant| format!("{variant}.config")));
-        let fragments: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
+        let mut fragments: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
         if let (Some(variant), Some(last)) = (variant, fragments.last())
             && !last.is_file()
         {
@@ -56,8 +56,10 @@ impl Config {
             )));
         }
         let name = variant.map_or("x86".to_owned(), |variant| format!("x86-{variant}"));
-        let variant = variant.and(fragments.last().cloned());
-        Ok(Self { name, fragments, variant })
+        let asked = variant.and(fragments.last().cloned());
+        let of_base = variant.map(|variant| dir.join(format!("{variant}-{}.config", base.name)));
+        fragments.extend(of_base.filter(|path| path.is_file()));
+        Ok(Self { name, fragments, variant: asked })
     }
 
     /// What the variant asks for and a kernel's configuration does not have: a debug kernel without its checks would

@@ -6,25 +6,22 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
+use super::boots;
 use super::build::{self, Config, Image};
 use super::complaints::complaints;
 use super::selftests::{self, Results};
-use super::series::{self, Bench, Series};
+use super::series::{self, Series};
 use super::tree::{self, Tree};
 use crate::artifacts::Programs;
-use crate::bed::{self, HostKernel, Request};
+use crate::bed::{HostKernel, Request};
 use crate::cache::Cache;
-use crate::wire::Frame;
 use crate::{Error, Result, tool};
-
-/// What every patched host has to survive besides its series' own tests.
-const ORACLE: &str = "vellum test dirty-log --memory 32m --events 20k --seed 1";
 
 /// The variant of the configuration whose kernel checks itself: lockdep, KASAN, sleeping in atomic context.
 const DEBUG: &str = "debug";
 
-/// Holds `series` to its promises; each step says what it saw and how long it took. Images, and what the selftests did on
-/// them, are kept: after a stop the next check goes on from there.
+/// Holds `series` to its promises; each step says what it saw and how long it took. Images, and what the selftests and the
+/// commands did on them, are kept: after a stop the next check goes on from there.
 pub fn check(cache: &Cache, series: &Series) -> Result<()> {
     let tree = Tree::open(cache, series.base)?;
     let timed = |step: &dyn Fn() -> Result<()>| {
@@ -38,7 +35,7 @@ pub fn check(cache: &Cache, series: &Series) -> Result<()> {
     timed(&|| warnings(cache, &tree, series))?;
     timed(&|| in_user_space(cache, &tree, series))?;
     let build = |variant| build::build(cache, series.base, std::slice::from_ref(series), variant);
-    timed(&|| boots(cache, &build(None)?, &series.about.test))?;
+    timed(&|| boots::once_each(cache, &build(None)?, &series.about.test))?;
     timed(&|| {
         let before = build::build(cache, series.base, &[], None)?;
         selftests_alike(cache, &tree, series, &before, &build(None)?)
@@ -47,7 +44,7 @@ pub fn check(cache: &Cache, series: &Series) -> Result<()> {
         // A kernel that checks itself takes the longest to build and to run. One with the whole stack serves each series.
         let stack = stack_of(series)?;
         let image = build::build(cache, series.base, &stack, Some(DEBUG))?;
-        boots(cache, &image, &series.about.test)?;
+        boots::once_each(cache, &image, &series.about.test)?;
         selftests_without_splat(cache, &tree, series, &image)
     })
 }
@@ -289,57 +286,7 @@ fn compile(tree: &Tree, objects: &Path, targets: &[String]) -> Result<BTreeMap<S
     Ok(found)
 }
 
-/// Boots `image` in both modes with the oracle, and on the hosts of `tests` with these; looks for the kernel's complaints.
-pub fn boots(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
-    let oracles = [Bench::plain(ORACLE, true), Bench::plain(ORACLE, false)];
-    let programs = Programs::build()?;
-    for group in series::by_host(&oracles.iter().chain(tests).collect::<Vec<_>>()) {
-        boots_once(cache, &programs, image, &group)?;
-    }
-    Ok(())
-}
-
-/// One boot: the commands of `group`, all for the same host, and its kernel's log.
-fn boots_once(cache: &Cache, programs: &Programs, image: &Image, group: &[&Bench]) -> Result<()> {
-    let mut request = Request::new(HostKernel::Image(image.bzimage()));
-    group[0].describe_host(&mut request);
-    let host = request.label();
-    request.commands = group.iter().map(|bench| bench.command("result.json")).collect();
-    // Splats are looked for last, when everything has run.
-    request.commands.push(["dmesg".to_owned()].to_vec());
-    let mut done = 0;
-    let outcome = bed::run(cache, programs, &request, |frame| match frame {
-        Frame::Stderr(bytes) => eprint!("{}", String::from_utf8_lossy(bytes)),
-        Frame::Exit(exit) => {
-            if let Some(bench) = group.get(done) {
-                eprintln!("lab: {} {host}: `{}` ended with {}", image.label, bench.run, exit.code);
-            }
-            done += 1;
-        }
-        _ => (),
-    })?;
-    for (ran, line) in outcome.ran.iter().zip(&request.commands) {
-        let code = ran.exit.as_ref().map_or(1, |exit| exit.code);
-        if code != 0 {
-            let said = String::from_utf8_lossy(&ran.stdout);
-            let line = line.join(" ");
-            return Err(Error::Series(format!(
-                "{} {host}: `{line}` ended with {code}:\n{said}",
-                image.label
-            )));
-        }
-    }
-    let log = outcome.ran.last().map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned());
-    let log = log.unwrap_or_default();
-    if let Some(splat) = complaints(&log).first() {
-        return Err(Error::Series(format!("{} {host}: the kernel complained:\n{splat}\n{log}", image.label)));
-    }
-    let passed = group.len();
-    report(&image.label, &format!("boots on {host}; {passed} commands passed, no complaint from the kernel"));
-    Ok(())
-}
-
-fn report(what: &str, seen: &str) {
+pub(super) fn report(what: &str, seen: &str) {
     println!("{what}: {seen}");
 }
 

@@ -3,8 +3,10 @@
 //! [`build`] makes an image and keeps it, keyed by everything that went into it. All images of a base come from one
 //! source tree and one object directory: a series is written into the tree in place ([`tree`]), touching only the files
 //! whose content changes, so that make rebuilds only what depends on them. [`series`] reads `kernel-patches/`, and
-//! [`check`] holds a series to what its directory promises, with the kernel's own [`selftests`] among other things.
+//! [`check`] holds a series to what its directory promises: that the image [`boots`], and leaves the kernel's own
+//! [`selftests`] as they were, among other things.
 
+pub mod boots;
 pub mod build;
 pub mod check;
 pub mod complaints;
