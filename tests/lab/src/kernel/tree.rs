@@ -95,8 +95,11 @@ impl Tree {
         let mut now = BTreeMap::new();
         for path in known {
             let file = self.source.join(&path);
-            // A file that the base does not have, and no patch adds now, has no time.
-            let Ok(bytes) = fs::read(&file) else { continue };
+            // A file that the base does not have, and no patch adds now, has no time; should one add it again, it is new.
+            let Ok(bytes) = fs::read(&file) else {
+                now.insert(path, Seen { content: ABSENT.into(), time: SystemTime::UNIX_EPOCH });
+                continue;
+            };
             let content = digest([bytes.as_slice()]);
             let time = match before.as_ref().map(|before| before.get(&path)) {
                 Some(Some(seen)) if seen.content == content => seen.time,
@@ -150,7 +153,9 @@ impl Tree {
 /// Applies one patch below `dir`; a hunk that does not apply is named.
 fn apply(dir: &Path, patch: &Path) -> Result<()> {
     let mut command = Command::new("patch");
-    command.args(["-p1", "--fuzz=0", "--batch", "--no-backup-if-mismatch", "--reject-file=-", "-d"]);
+    command.args(["-p1", "--fuzz=0", "--batch", "--no-backup-if-mismatch", "--reject-file=-"]);
+    // Else --batch takes a patch back that is there already, and calls it a success.
+    command.args(["--forward", "-d"]);
     let output = command.arg(dir).arg("-i").arg(patch).output();
     let output = output.map_err(|_| Error::Missing { program: "patch".into(), package: "patch".into() })?;
     if output.status.success() {
@@ -169,11 +174,13 @@ fn apply(dir: &Path, patch: &Path) -> Result<()> {
             hunks.push(format!("  {file}: {line}"));
         }
     }
+    let remedy = if said.contains("previously applied") || said.contains("already exists!") {
+        "The base, or a patch before it, has that already: drop it from the series"
+    } else {
+        "Rebase the series on this version of the base"
+    };
     let hunks = if hunks.is_empty() { said.into_owned() } else { hunks.join("\n") };
-    Err(Error::Series(format!(
-        "{} does not apply without fuzz:\n{hunks}\nRebase the series on this version of the base",
-        patch.display()
-    )))
+    Err(Error::Series(format!("{} does not apply without fuzz:\n{hunks}\n{remedy}", patch.display())))
 }
 
 /// The files that a patch changes, by its `---` and `+++` lines; the offending one where it would leave the tree.
@@ -320,9 +327,19 @@ mod tests {
         assert!(changed > pristine, "another content is new");
         let elsewhere = build(&two, &[]);
         assert!(elsewhere > changed);
-        assert_eq!(build(&one, &[change.clone(), add]), changed, "it saw this content last");
+        assert_eq!(build(&one, &[change.clone(), add.clone()]), changed, "it saw this content last");
         assert_eq!(build(&two, &[]), elsewhere);
         assert!(build(&one, &[]) > elsewhere, "it saw this content, and another since");
+        let new = |objects: &Path, patches: &[PathBuf]| {
+            build(objects, patches);
+            modified(&tree.source.join("new.c")).ok()
+        };
+        let other = patch("3.patch", &ADD.replace("+new", "+other"));
+        let old = new(&two, std::slice::from_ref(&other));
+        new(&one, &[add.clone()]);
+        new(&one, &[]);
+        new(&two, &[]);
+        assert!(new(&one, &[other]) > old, "it saw the file with another content, then without any");
         remove(&tree.home).unwrap();
     }
 
@@ -335,6 +352,17 @@ mod tests {
         assert_eq!(fs::read_to_string(tree.source.join("dir/one.c")).unwrap(), "a\nb\nc\n");
         let escape = patch("2.patch", "--- a/../x\n+++ b/../x\n@@ -1 +1 @@\n-a\n+b\n");
         assert!(tree.carry(&[escape]).unwrap_err().to_string().contains("outside the tree"));
+        remove(&tree.home).unwrap();
+    }
+
+    #[test]
+    fn a_patch_that_the_base_has_is_refused_and_not_taken_back() {
+        let (tree, patch) = tree("twice");
+        for text in [CHANGE, ADD] {
+            let patch = patch("1.patch", text);
+            let error = tree.carry(&[patch.clone(), patch]).unwrap_err().to_string();
+            assert!(error.contains("has that already"), "{error}");
+        }
         remove(&tree.home).unwrap();
     }
 
