@@ -7,12 +7,13 @@ use std::process::{Command, Stdio};
 use crate::{Error, Result};
 
 /// Debian's package for each program the laboratory calls.
-const PACKAGES: [(&str, &str); 21] = [
+const PACKAGES: [(&str, &str); 22] = [
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
     ("xz", "xz-utils"),
     ("tar", "tar"),
     ("make", "build-essential"),
+    ("ld", "binutils"),
     ("gcc", "build-essential"),
     ("g++", "build-essential"),
     ("patch", "patch"),

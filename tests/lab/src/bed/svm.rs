@@ -34,13 +34,12 @@ const QEMU: (u32, u32) = (7, 2);
 /// QEMU, or how to get it.
 pub fn emulator() -> Result<PathBuf> {
     let path = tool::need("qemu-system-x86_64")?;
-    let said = tool::text(Command::new(&path).arg("--version"))?;
-    match version(&said) {
-        Some(version) if version >= QEMU => Ok(path),
+    let said = version()?;
+    match number(&said) {
+        Some(number) if number >= QEMU => Ok(path),
         _ => Err(Error::Package(format!(
-            "{} is {:?}; this bed needs QEMU {}.{} or later: apt-get install qemu-system-x86",
+            "{} is {said:?}; this bed needs QEMU {}.{} or later: apt-get install qemu-system-x86",
             path.display(),
-            said.lines().next().unwrap_or_default(),
             QEMU.0,
             QEMU.1
         ))),
@@ -48,7 +47,12 @@ pub fn emulator() -> Result<PathBuf> {
 }
 
 /// `QEMU emulator version 7.2.22 (…)`.
-fn version(said: &str) -> Option<(u32, u32)> {
+pub fn version() -> Result<String> {
+    let said = tool::text(Command::new(tool::need("qemu-system-x86_64")?).arg("--version"))?;
+    Ok(said.lines().next().unwrap_or_default().to_owned())
+}
+
+fn number(said: &str) -> Option<(u32, u32)> {
     let mut numbers = said.split("version ").nth(1)?.split(['.', ' ']);
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
@@ -94,8 +98,8 @@ mod tests {
     #[test]
     fn an_old_qemu_is_told_from_a_new_one() {
         let said = |number| format!("QEMU emulator version {number} (Debian 1:7.2)\nCopyright");
-        assert!(version(&said("7.1.0")).unwrap() < QEMU);
-        assert!(version(&said("7.2.22")).unwrap() >= QEMU && version(&said("11.1.0")).unwrap() >= QEMU);
-        assert_eq!(version("no number"), None);
+        assert!(number(&said("7.1.0")).unwrap() < QEMU);
+        assert!(number(&said("7.2.22")).unwrap() >= QEMU && number(&said("11.1.0")).unwrap() >= QEMU);
+        assert_eq!(number("no number"), None);
     }
 }

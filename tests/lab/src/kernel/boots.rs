@@ -8,7 +8,7 @@ use super::check::report;
 use super::complaints::complaints;
 use super::series::{self, Bench};
 use crate::artifacts::Programs;
-use crate::bed::{self, HostKernel, Request};
+use crate::bed::{self, HostKernel, Request, svm};
 use crate::cache::{Cache, digest};
 use crate::wire::Frame;
 use crate::{Error, Result};
@@ -31,9 +31,9 @@ pub fn once_each(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
     let (oracles, programs) = (oracles(), Programs::build()?);
     let vellum =
         digest([fs::read(&programs.vellum).map_err(Error::file("read", &programs.vellum))?.as_slice()]);
-    let name = image.dir.file_name().unwrap_or_default().to_string_lossy();
+    let (name, emulator) = (&image.name, svm::version()?);
     let entry = |bench: &Bench| {
-        let command = digest([format!("{bench:?}").as_bytes(), vellum.as_bytes()]);
+        let command = digest([format!("{bench:?}").as_bytes(), vellum.as_bytes(), emulator.as_bytes()]);
         format!("boots/{name}-{command}")
     };
     let (known, new): (Vec<_>, Vec<_>) =

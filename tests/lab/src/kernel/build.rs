@@ -17,6 +17,9 @@ use crate::{Error, Result, artifacts, doctor, tool};
 /// Two versions of gcc would be two experiments.
 pub const COMPILER: &str = "gcc-12";
 
+/// What can be put on top of a base's configuration.
+pub const VARIANTS: [&str; 2] = ["debug", "lock-stat"];
+
 /// A built kernel.
 #[derive(Clone, Debug)]
 pub struct Image {
@@ -24,6 +27,8 @@ pub struct Image {
     pub label: String,
     /// Holds `bzImage`, `vmlinux`, `config` and `label`.
     pub dir: PathBuf,
+    /// `5.10.223-1/pte-list-desc-KEY`: what is found out about it is kept under that name.
+    pub name: String,
 }
 
 impl Image {
@@ -44,17 +49,12 @@ impl Config {
     /// That of `base`, with `variant` (`debug`, `lock-stat`) on top, and what that needs on this base.
     pub fn new(base: &Base, variant: Option<&str>) -> Result<Self> {
         let dir = artifacts::workspace().join("resources/kernel");
+        if let Some(unknown) = variant.filter(|variant| !VARIANTS.contains(variant)) {
+            return Err(Error::Usage(format!("--variant {unknown}: {} are known", VARIANTS.join(" and "))));
+        }
         let mut names = vec!["x86.config".to_owned(), format!("x86-{}.config", base.name)];
         names.extend(variant.map(|variant| format!("{variant}.config")));
         let mut fragments: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
-        if let (Some(variant), Some(last)) = (variant, fragments.last())
-            && !last.is_file()
-        {
-            return Err(Error::Usage(format!(
-                "--variant {variant}: there is no {}; debug and lock-stat are known",
-                last.display()
-            )));
-        }
         let name = variant.map_or("x86".to_owned(), |variant| format!("x86-{variant}"));
         let asked = variant.and(fragments.last().cloned());
         let of_base = variant.map(|variant| dir.join(format!("{variant}-{}.config", base.name)));
@@ -85,6 +85,7 @@ impl Config {
 
 /// The image of `base` with `series`, built if need be.
 pub fn build(cache: &Cache, base: &Base, series: &[Series], variant: Option<&str>) -> Result<Image> {
+    require_tools()?;
     let config = Config::new(base, variant)?;
     let patches = series::stacked(series);
     let names: Vec<&str> = series.iter().map(|series| series.name.as_str()).chain(variant).collect();
@@ -93,19 +94,14 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], variant: Option<&str
         .chain(names.iter().copied())
         .collect::<Vec<_>>()
         .join("+");
-    let mut parts = vec![config.text()?, COMPILER.into()];
+    let mut parts = vec![config.text()?, toolchain()?.into()];
     for patch in &patches {
         let text = fs::read(patch).map_err(Error::file("read", patch))?;
         parts.push(change(&text).to_vec());
     }
     let key = digest(parts.iter().map(Vec::as_slice));
-    let entry = format!(
-        "kernel/{}/image/{}-{key}",
-        tree.package.version,
-        if names.is_empty() { "pristine".into() } else { names.join("+") }
-    );
-    let dir = cache.entry(&entry, |out| {
-        require_tools()?;
+    let name = format!("{}-{key}", if names.is_empty() { "pristine".into() } else { names.join("+") });
+    let dir = cache.entry(&format!("kernel/{}/image/{name}", tree.package.version), |out| {
         // One tree, one set of patches at a time.
         let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
         cache.need_mib(2048)?;
@@ -115,7 +111,16 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], variant: Option<&str
         make(&tree, &objects, &label)?;
         keep(&objects, out, &label)
     })?;
-    Ok(Image { label, dir })
+    Ok(Image { label, dir, name: format!("{}/{name}", tree.package.version) })
+}
+
+/// The compiler and the linker, with their versions.
+pub fn toolchain() -> Result<String> {
+    let first = |program: &str| -> Result<String> {
+        let said = tool::text(Command::new(program).arg("--version"))?;
+        Ok(said.lines().next().unwrap_or_default().to_owned())
+    };
+    Ok(format!("{}; {}", first(COMPILER)?, first("ld")?))
 }
 
 /// What a patch does to the tree; a message that is polished rebuilds nothing.

@@ -1,16 +1,27 @@
 //! What a kernel says when it finds a fault in itself: lockdep, KASAN, RCU, sleeping in atomic context, a WARN_ON or a BUG.
 
 /// How the kernel begins a complaint.
-const BEGINNINGS: [&str; 8] = [
+const BEGINNINGS: [&str; 12] = [
     "WARNING: ",
     "BUG: ",
     "kernel BUG at",
     "Oops",
+    // Every other exception that ends a task: `general protection fault, …: 0000 [#1]`.
+    ": 0000 [#",
     "possible recursive locking",
     "inconsistent lock state",
     "suspicious RCU usage",
+    "UBSAN: ",
     "INFO: task ",
+    "INFO: rcu_",
+    // lockdep, which is off after it.
+    "INFO: trying to register",
 ];
+
+fn is_first(line: &str) -> bool {
+    // SLUB's have no colon: `BUG kmalloc-64 (Not tainted): Poison overwritten`.
+    line.starts_with("BUG ") || BEGINNINGS.iter().any(|mark| line.contains(mark))
+}
 
 /// Functions of a complaint's backtrace that tell it from others.
 const DEPTH: usize = 8;
@@ -20,8 +31,7 @@ const DEPTH: usize = 8;
 pub fn complaints(log: &str) -> Vec<String> {
     let lines: Vec<&str> =
         log.lines().map(|line| line.split_once("] ").map_or(line, |(_, text)| text)).collect();
-    let is_first = |line: &&str| BEGINNINGS.iter().any(|mark| line.contains(mark));
-    let begins = (0..lines.len()).filter(|&index| is_first(&lines[index]));
+    let begins = (0..lines.len()).filter(|&index| is_first(lines[index]));
     begins
         .map(|first| {
             let rest = lines[first + 1..].iter().take_while(|line| !is_first(line));
@@ -67,6 +77,30 @@ mod tests {
             complaints(&log("1.5", 0, 12, 1)),
             ["WARNING: CPU: PID: at arch/x86/kvm/x86.c f, from g < i"]
         );
+    }
+
+    #[test]
+    fn every_kind_is_heard() {
+        for line in [
+            "BUG kmalloc-64 (Not tainted): Poison overwritten",
+            "BUG: KASAN: use-after-free in f+0x1/0x2",
+            "general protection fault, probably for non-canonical address 0xdead000000000100: 0000 [#1] SMP",
+            "general protection fault: 0000 [#1] SMP",
+            "invalid opcode: 0000 [#1] SMP",
+            "BUG: unable to handle page fault for address: 0000000000001000",
+            "INFO: trying to register non-static key.",
+            "rcu: INFO: rcu_sched self-detected stall on CPU",
+            "rcu: INFO: rcu_sched detected stalls on CPUs/tasks:",
+            "INFO: task x:1 blocked for more than 120 seconds.",
+            "UBSAN: shift-out-of-bounds in a.c:1:2",
+            "WARNING: possible circular locking dependency detected",
+        ] {
+            assert_eq!(complaints(&format!("[    1.0] quiet\n[    1.5] {line}\n")).len(), 1, "{line}");
+        }
+        // A program's own end, and what only sounds so.
+        let log = "[    1.0] traps: a[12] general protection fault ip:401000 sp:7ffe error:0 in a[401000+1000]\n\
+                   [    1.0] rcu: Hierarchical RCU implementation.\n";
+        assert!(complaints(log).is_empty());
     }
 
     #[test]

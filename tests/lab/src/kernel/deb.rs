@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::Base;
-use super::build::{self, COMPILER};
+use super::build;
 use super::series::{self, Series};
 use super::tree::Tree;
 use crate::cache::{Cache, digest};
@@ -36,7 +36,7 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], suffix: &str, config
     let tree = Tree::open(cache, base)?;
     let patches = series::stacked(series);
     let fragment = artifacts::workspace().join("resources/kernel/metal.config");
-    let mut parts = vec![config.to_vec(), suffix.into(), COMPILER.into()];
+    let mut parts = vec![config.to_vec(), suffix.into(), build::toolchain()?.into()];
     for path in patches.iter().chain([&fragment]) {
         parts.push(fs::read(path).map_err(Error::file("read", path))?);
     }

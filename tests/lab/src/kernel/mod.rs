@@ -60,6 +60,7 @@ pub const PROGRAMS: &[&str] = &[
     "xz",
     "make",
     "gcc-12",
+    "ld",
     "flex",
     "bison",
     "bc",

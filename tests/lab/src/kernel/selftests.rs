@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::build::{self, Image};
 use super::tree::Tree;
 use crate::artifacts::Programs;
-use crate::bed::{self, Request};
+use crate::bed::{self, Request, svm};
 use crate::cache::{Cache, digest};
 use crate::wire::Frame;
 use crate::{Error, Result, tool};
@@ -184,8 +184,8 @@ pub fn run(
 ) -> Result<Results> {
     let mut key = vec![request.parameters.join(" "), format!("{:?} {LIMIT}", request.second_stage)];
     key.extend(tests.iter().map(|(name, _)| command(name).join(" ")));
-    let name = image.dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let entry = format!("selftests/{name}-{}", digest(key.iter().map(String::as_bytes)));
+    key.push(svm::version()?);
+    let entry = format!("selftests/{}-{}", image.name, digest(key.iter().map(String::as_bytes)));
     let dir = cache.entry(&entry, |out| {
         let (verdicts, log) = boot(cache, programs, image, tests, 1, request)?;
         let verdicts = tests.iter().zip(verdicts).map(|((name, _), verdict)| (name.clone(), verdict));

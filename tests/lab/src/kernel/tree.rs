@@ -336,7 +336,7 @@ mod tests {
         };
         let other = patch("3.patch", &ADD.replace("+new", "+other"));
         let old = new(&two, std::slice::from_ref(&other));
-        new(&one, &[add.clone()]);
+        new(&one, std::slice::from_ref(&add));
         new(&one, &[]);
         new(&two, &[]);
         assert!(new(&one, &[other]) > old, "it saw the file with another content, then without any");
