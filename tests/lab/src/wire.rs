@@ -53,6 +53,8 @@ pub struct Boot {
     pub kvm: bool,
     /// What could not be loaded or mounted, if anything.
     pub complaints: Vec<String>,
+    /// Module parameters that are not in force, and why.
+    pub refused: Vec<String>,
 }
 
 /// One message.
@@ -156,7 +158,7 @@ mod tests {
 
     fn frames() -> Vec<Frame> {
         vec![
-            Frame::Boot(Boot { kernel: "6.1".into(), kvm: true, complaints: vec![] }),
+            Frame::Boot(Boot { kernel: "6.1".into(), kvm: true, complaints: vec![], refused: vec![] }),
             Frame::Stdout(b"a\0\n\xff".to_vec()),
             Frame::Stderr(MAGIC.to_vec()),
             Frame::File("dir/result.json".into(), b"{}\0".to_vec()),

@@ -26,6 +26,7 @@ fn main() {
         trial("results_come_back_whole", results_come_back_whole),
         trial("nested_paging_is_what_was_asked_for", nested_paging_is_what_was_asked_for),
         trial("busy_and_idle_time_are_told_apart", busy_and_idle_time_are_told_apart),
+        trial("a_parameter_that_is_not_in_force_is_refused", a_parameter_that_is_not_in_force_is_refused),
         trial("a_host_that_hangs_is_ended", a_host_that_hangs_is_ended),
         trial("a_host_that_panics_leaves_its_tail", a_host_that_panics_leaves_its_tail),
     ];
@@ -49,7 +50,9 @@ fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result<(), Faile
 fn results_come_back_whole() -> Result<(), Failed> {
     let script = r"cmp /tmp/deep/er/sent /sent && : > /tmp/new && : > /tmp/deep/er/new || exit 1
         mkdir sub; i=0; while [ $i -lt 300 ]; do printf '\r\n\000\377\033[31m' >> sub/bytes; echo noise > /dev/kmsg; i=$((i+1)); done
-        cat sub/bytes; echo complaint >&2; : > empty; seq 40000 > long; exit 42";
+        cat sub/bytes; echo complaint >&2; : > empty; seq 40000 > long
+        # What is left behind holds the output open; it must not hold the host.
+        sleep 1000000 & exit 42";
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml");
     let send = |request: &mut Request| {
         request.files.extend(["/sent", "/tmp/deep/er/sent"].map(|to| (manifest.clone(), to.to_owned())));
@@ -78,6 +81,21 @@ fn nested_paging_is_what_was_asked_for() -> Result<(), Failed> {
         let said = String::from_utf8_lossy(&outcome.ran[0].stdout).into_owned();
         ensure(said == wanted, || format!("npt={npt}: {said:?}"))?;
     }
+    Ok(())
+}
+
+fn a_parameter_that_is_not_in_force_is_refused() -> Result<(), Failed> {
+    for (parameter, why) in [
+        ("kvm.no_such_thing=1", "has no such parameter"),
+        ("kvm_amd.avic=1", "it is N"),
+        ("kvm=1", "the form is"),
+    ] {
+        match boot(|request| request.parameters.push(parameter.into()), "true") {
+            Err(error) if error.to_string().contains(why) => (),
+            other => return Err(format!("{parameter}: {other:?}").into()),
+        }
+    }
+    boot(|request| request.parameters.push("kvm-amd.nested=0".into()), "true")?;
     Ok(())
 }
 

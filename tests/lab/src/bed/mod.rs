@@ -354,6 +354,10 @@ pub fn run(
                 let why = facts.complaints.join("; ");
                 return Err(fail(format!("the emulated host has no /dev/kvm ({why})"), false));
             }
+            // What is measured or seen there would be said of another host.
+            Frame::Boot(facts) if !facts.refused.is_empty() => {
+                return Err(fail(format!("module parameters: {}", facts.refused.join("; ")), false));
+            }
             Frame::Boot(facts) => boot = Some(facts),
             Frame::Stdout(bytes) => current.stdout.extend(bytes),
             Frame::Stderr(bytes) => current.stderr.extend(bytes),
@@ -369,6 +373,10 @@ pub fn run(
     // It has nothing to wait for once the emulator is gone; a panic in it would have shown as an early end.
     let _ = reader.join();
     ran.pop();
+    if ran.len() != request.commands.len() {
+        let what = format!("{} commands ran, and {} ends were heard of", request.commands.len(), ran.len());
+        return Err(fail(what, false));
+    }
     let boot = boot.ok_or_else(|| fail("the emulated host said nothing of itself".into(), false))?;
     Ok(Outcome { boot, ran, files })
 }

@@ -75,7 +75,8 @@ fn run() -> io::Result<()> {
     }
     let port = Arc::new(Mutex::new(results_port()?));
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease")?.trim().to_owned();
-    let boot = Boot { kernel, kvm: Path::new("/dev/kvm").exists(), complaints };
+    let refused = job.parameters.iter().filter_map(|parameter| refused(parameter)).collect();
+    let boot = Boot { kernel, kvm: Path::new("/dev/kvm").exists(), complaints, refused };
     send(&port, &Frame::Boot(boot))?;
     for command in &job.commands {
         let exit = execute(&job, command, &port)?;
@@ -124,7 +125,9 @@ fn load(path: &str, parameters: &[String]) -> io::Result<()> {
     let stem = Path::new(path).file_stem().unwrap_or_default().to_string_lossy().replace('-', "_");
     let own: Vec<&str> = parameters
         .iter()
-        .filter_map(|parameter| parameter.split_once('.').filter(|(module, _)| *module == stem).map(|p| p.1))
+        .filter_map(|parameter| {
+            parameter.split_once('.').filter(|(module, _)| module.replace('-', "_") == stem).map(|p| p.1)
+        })
         .collect();
     let image = fs::read(path)?;
     let own = CString::new(own.join(" "))?;
@@ -136,6 +139,28 @@ fn load(path: &str, parameters: &[String]) -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Why the module parameter `MODULE.NAME=VALUE` is not in force. The kernel ignores a name that it does not know.
+fn refused(parameter: &str) -> Option<String> {
+    let form = || parameter.split_once('.').and_then(|(module, rest)| Some((module, rest.split_once('=')?)));
+    let Some((module, (name, value))) = form() else {
+        return Some(format!("{parameter}: the form is MODULE.NAME=VALUE"));
+    };
+    let file = format!("/sys/module/{}/parameters/{name}", module.replace('-', "_"));
+    let Ok(present) = fs::read_to_string(&file) else {
+        return Some(format!("{parameter}: this kernel has no such parameter"));
+    };
+    let switch = |text: &str| match text.trim() {
+        "1" | "Y" | "y" | "on" => "Y".to_owned(),
+        "0" | "N" | "n" | "off" => "N".to_owned(),
+        other => other.to_owned(),
+    };
+    let (present, value) = (switch(&present), switch(value));
+    // What is neither may be written otherwise than it is read.
+    let differs =
+        present != value && [&present, &value].iter().all(|text| ["Y", "N"].contains(&text.as_str()));
+    differs.then(|| format!("{parameter}: it is {present}"))
 }
 
 /// Machines that stay, so that the kernel patches its own code once, now, and not whenever a first machine comes or a last
@@ -213,6 +238,7 @@ fn execute(job: &Job, line: &[String], port: &Arc<Mutex<File>>) -> io::Result<Ex
     let (program, arguments) = line.split_first().ok_or_else(|| io::Error::other("an empty command"))?;
     let mut command = Command::new(program);
     prepare(job, command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()));
+    command.process_group(0);
     let (before, idle_before) = (Instant::now(), idle()?);
     let mut child = match command.spawn() {
         Ok(child) => child,
@@ -226,6 +252,9 @@ fn execute(job: &Job, line: &[String], port: &Arc<Mutex<File>>) -> io::Result<Ex
     let status = child.wait()?;
     let seconds = before.elapsed().as_secs_f64();
     let idle = idle()?.saturating_sub(idle_before).as_secs_f64() / seconds / cpus();
+    // What it started and left behind would keep its output open, for ever perhaps.
+    // SAFETY: kill takes no pointers; the group is that of our own child, which was its first process.
+    unsafe { libc::kill(-(child.id() as libc::pid_t), libc::SIGKILL) };
     for reader in [stdout, stderr].into_iter().flatten() {
         reader.join().map_err(|_| io::Error::other("a reader panicked"))??;
     }
