@@ -12,6 +12,7 @@
  *   - the host takes a page away: no CPU gets to it once the MMU notifier is done,
  *     and if a CPU has written to it since KVM last said so, KVM has said so by then;
  *   - nothing is mapped where a TLB still has what was mapped before;
+ *   - a fault takes no write access away, and sets no dirty bit behind the dirty log's back;
  *   - whoever holds mmu_lock for read walks the tables under RCU, and who holds it
  *     for write does not look at a table once it is removed;
  *   - nothing is written to a table once it is removed, and it is freed after a grace
@@ -161,8 +162,11 @@ static void wide_window(void)
 
 static void before_read(u64 *sptep);
 static void before_write(u64 *sptep);
+static void not_removed(u64 *sptep);
+static void cpu_writes(u64 *sptep);
 static void after_store(u64 spte);
 static void written_to(u64 *sptep);
+static void replaced(u64 old, u64 new);
 static bool tlbs_have(u64 *sptep);
 static u64 flushes, tlb_hits, cached_walks;
 
@@ -171,13 +175,18 @@ static u64 cmpxchg64(u64 *p, u64 expected, u64 new)
 	u64 old;
 
 	wide_window();
-	before_write(p);
+	if (!rnd(4))
+		cpu_writes(p);
 	old = *p;
 	/* What a CPU has set meanwhile makes this fail, and is seen. */
 	self->dirtied = 0;
 	if (old == expected) {
+		/* What was seen before the table was removed is no harm if it fails. */
+		not_removed(p);
 		if (!old && tlbs_have(p))
 			die("an SPTE is set while a TLB still has what was there before");
+		if (self->mmu_lock == 'r')
+			replaced(old, new);
 		*p = new;
 		written_to(p);
 	}
@@ -536,13 +545,16 @@ static void before_read(u64 *sptep)
 		die("a walk under mmu_lock goes on in a table that was removed");
 }
 
-static void cpu_writes(u64 *sptep);
+static void not_removed(u64 *sptep)
+{
+	if (table_of(sptep)->removed)
+		die("an SPTE is written in a table that was removed");
+}
 
 static void before_write(u64 *sptep)
 {
 	self->dirtied = 0;
-	if (table_of(sptep)->removed)
-		die("an SPTE is written in a table that was removed");
+	not_removed(sptep);
 	if (!rnd(4))
 		cpu_writes(sptep);
 }
@@ -559,6 +571,17 @@ static void written_to(u64 *sptep)
 {
 	if (is_shadow_present_pte(*sptep) && (*sptep & PT_WRITABLE_MASK) && !(*sptep & SPTE_HOST_WRITEABLE))
 		((struct page *)__va(*sptep & PT64_BASE_ADDR_MASK))->linked = true;
+}
+
+/* Faults flush nothing when a page stays mapped, and the dirty log does not hear of dirty bits that they set. */
+static void replaced(u64 old, u64 new)
+{
+	if (!is_shadow_present_pte(old) || !is_shadow_present_pte(new) || spte_to_pfn(old) != spte_to_pfn(new))
+		return;
+	if (is_writable_pte(old) && !is_writable_pte(new))
+		die("a fault takes write access away, and no TLB is flushed");
+	if (is_writable_pte(old) && !(old & PT_DIRTY_MASK) && (new & PT_DIRTY_MASK))
+		die("a fault sets a dirty bit, which a CPU would have logged");
 }
 
 static void kvm_set_pfn_accessed(kvm_pfn_t pfn)
@@ -625,7 +648,7 @@ int make_spte(struct kvm_vcpu *vcpu, unsigned int access, int level, gfn_t gfn, 
 	if (level > PG_LEVEL_4K)
 		*new_spte |= PT_PAGE_SIZE_MASK;
 	if (host_writable)
-		*new_spte |= PT_WRITABLE_MASK | SPTE_HOST_WRITEABLE | SPTE_MMU_WRITEABLE;
+		*new_spte |= PT_WRITABLE_MASK | PT_DIRTY_MASK | SPTE_HOST_WRITEABLE | SPTE_MMU_WRITEABLE;
 	return 0;
 }
 
@@ -985,7 +1008,8 @@ static void manager_task(void)
 			break;
 		case 3:
 			write_lock(&vm.mmu_lock);
-			if (kvm_tdp_mmu_wrprot_slot(&vm, slot, rnd(2) ? PG_LEVEL_4K : PG_LEVEL_2M))
+			if (rnd(2) ? kvm_tdp_mmu_wrprot_slot(&vm, slot, rnd(2) ? PG_LEVEL_4K : PG_LEVEL_2M) :
+				     kvm_tdp_mmu_clear_dirty_slot(&vm, slot))
 				kvm_flush_remote_tlbs(&vm);
 			write_unlock(&vm.mmu_lock);
 			break;
