@@ -6,6 +6,7 @@
 
 use std::ffi::CString;
 use std::fs::{self, File};
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -54,6 +55,9 @@ impl Cache {
     pub fn lock(&self, name: &str) -> Result<Lock> {
         let path = self.dir("locks")?.join(name.replace('/', ","));
         let file = File::create(&path).map_err(Error::file("create", &path))?;
+        // Children have it too: a make that outlives a killed laboratory, be it for a moment, still writes.
+        // SAFETY: the descriptor is open, and fcntl takes no pointer here.
+        unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFD, 0) };
         if file.try_lock().is_err() {
             eprintln!("lab: another laboratory works on {name}; waiting for it");
             file.lock().map_err(Error::file("lock", &path))?;

@@ -21,6 +21,7 @@ use crate::cache::Cache;
 use crate::kernel::Base;
 use crate::kernel::build::{self, Image};
 use crate::kernel::series::{Bench, Series, by_host};
+use crate::kernel::tree;
 use crate::{Error, Result};
 
 /// The share of a run that the host may idle.
@@ -171,9 +172,10 @@ pub fn compare(
         let instruction = processor.bed.nanoseconds_per_instruction();
         for (index, bench) in group.iter().enumerate() {
             let mut sides = [Vec::new(), Vec::new()];
-            for (side, outcomes) in sides.iter_mut().zip(&boots) {
-                for outcome in outcomes {
-                    side.push(sample(index, bench, outcome, instruction, &mut results)?);
+            for ((side, outcomes), image) in sides.iter_mut().zip(&boots).zip(images) {
+                for (round, outcome) in outcomes.iter().enumerate() {
+                    let label = format!("{}, boot {} of {ROUNDS}", image.label, round + 1);
+                    side.push(sample(index, bench, outcome, &label, instruction, &mut results)?);
                 }
             }
             rows.extend(rows_of(bench, &label(processor, bench), &sides));
@@ -211,6 +213,9 @@ fn deliver(comparison: &Comparison, results: &[Report], out: &Path) -> Result<()
         fs::write(&path, content).map_err(Error::file("write", &path))
     };
     let text = |value: serde_json::Result<String>| value.expect("results are plain data");
+    for old in ["results.json", "results.html"] {
+        tree::remove(&out.join(old))?;
+    }
     keep("comparison.json", text(serde_json::to_string_pretty(comparison)))?;
     if !results.is_empty() {
         keep("results.json", text(serde_json::to_string(results)))?;
@@ -230,6 +235,8 @@ fn measure(
     let mut request = Request::new(HostKernel::Image(image.bzimage()));
     (request.bed, request.pml) = (processor.bed, processor.pml);
     group[0].describe_host(&mut request);
+    // Many commands share a boot.
+    request.time_limit *= u32::try_from(group.len()).unwrap_or(u32::MAX);
     let command = |(index, bench): (usize, &&Bench)| {
         let command = bench.command(&format!("{index}.json"));
         if bench.locks.is_empty() { command } else { locks::watched(command, &format!("{index}.locks")) }
@@ -273,19 +280,18 @@ fn sample(
     index: usize,
     bench: &Bench,
     outcome: &Outcome,
+    label: &str,
     instruction: f64,
     results: &mut Vec<Report>,
 ) -> Result<Sample> {
     let Some(exit) = outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()) else {
-        return Ok(Sample::default());
+        return Err(Error::Refused(format!("`{}`: nothing was heard of its end", bench.run)));
     };
     let mut figures = vec![("whole_run".to_owned(), "s".to_owned(), exit.seconds)];
-    let reports = match outcome.files.get(&format!("{index}.json")) {
-        Some(bytes) => valid(bytes, bench)?,
-        None => Vec::new(),
-    };
-    let own = reports.iter().flat_map(|report| &report.figures);
-    figures.extend(own.map(|f| (f.name().to_owned(), f.unit().to_owned(), f.value())));
+    let mut reports = written(bench, outcome.files.get(&format!("{index}.json")).map(Vec::as_slice))?;
+    figures.extend(reports.iter().flat_map(figures_of));
+    // Beside those of the other kernel, on one page, a result has to say whose it is.
+    reports.iter_mut().for_each(|report| report.ask("host_kernel", label));
     if bench.multi {
         // Two CPUs at once have no clock that counts instructions: what a lock did is all that they tell.
         figures.clear();
@@ -303,6 +309,23 @@ fn sample(
     let figures =
         figures.iter().map(|(name, unit, value)| in_instructions(name, unit, *value, instruction)).collect();
     Ok(Sample { idle: exit.idle, figures })
+}
+
+/// What `bench` wrote where it was told to.
+fn written(bench: &Bench, bytes: Option<&[u8]>) -> Result<Vec<Report>> {
+    match bytes {
+        Some(bytes) => valid(bytes, bench),
+        None if bench.run.contains("{json}") => {
+            Err(Error::Refused(format!("`{}` ended with 0 and wrote no result", bench.run)))
+        }
+        None => Ok(Vec::new()),
+    }
+}
+
+/// Name, unit and value of a result's figures. Those per second repeat times, and an emulated second is none.
+fn figures_of(report: &Report) -> impl Iterator<Item = (String, String, f64)> {
+    let own = report.figures.iter().filter(|figure| !figure.unit().ends_with("/s"));
+    own.map(|f| (f.name().to_owned(), f.unit().to_owned(), f.value()))
 }
 
 /// The results in a file; one that calls itself invalid is refused.

@@ -41,6 +41,7 @@ impl Archive {
         for part in ["lists/partial", "cache/archives/partial"] {
             fs::create_dir_all(state.join(part)).map_err(Error::file("create", state.join(part)))?;
         }
+        fs::write(state.join("status"), "").map_err(Error::file("create", state.join("status")))?;
         let this = Self { state, suites };
         this.refresh()?;
         Ok(this)
@@ -122,10 +123,11 @@ impl Archive {
     }
 
     fn show(&self, name: &str) -> Result<String> {
-        tool::text(self.apt("apt-cache").args(["show", "--no-all-versions", name])).map_err(|_| {
+        tool::text(self.apt("apt-cache").args(["show", "--no-all-versions", name])).map_err(|error| {
             Error::Package(format!(
-                "{} of Debian has no package {name}: it may have been replaced by a newer one; see `cargo lab help`",
-                self.suites.join(", ")
+                "{} of Debian has no package {name}, which a newer one may have replaced:\n{}",
+                self.suites.join(", "),
+                complaints(error)
             ))
         })
     }
@@ -164,6 +166,11 @@ impl Archive {
         for option in [
             format!("Dir::Etc::sourcelist={state}/sources.list"),
             "Dir::Etc::sourceparts=/dev/null".into(),
+            // What this machine prefers, pins or has installed is no matter here.
+            "APT::Default-Release=".into(),
+            "Dir::Etc::preferences=/dev/null".into(),
+            "Dir::Etc::preferencesparts=/dev/null".into(),
+            format!("Dir::State::status={state}/status"),
             format!("Dir::State::Lists={state}/lists"),
             format!("Dir::Cache={state}/cache"),
             // The cache may be where apt's own user cannot write.
@@ -207,6 +214,7 @@ pub fn recorded(cache: &Cache, name: &str, resolve: impl FnOnce() -> Result<Pack
 
 /// Forgets what was resolved and how fresh the lists are: the next use asks Debian again.
 pub fn forget(cache: &Cache) -> Result<()> {
+    let _lock = cache.lock("apt")?;
     for name in ["resolved", "apt"] {
         let path = cache.path(name);
         if path.exists() {

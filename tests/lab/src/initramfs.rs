@@ -48,6 +48,13 @@ impl Initramfs {
         use std::os::unix::fs::PermissionsExt;
         let content = std::fs::read(from).map_err(Error::file("read", from))?;
         let mode = std::fs::metadata(from).map_err(Error::file("read", from))?.permissions().mode();
+        if u32::try_from(content.len()).is_err() {
+            return Err(Error::Usage(format!(
+                "{}: {} GiB: an initramfs holds files of less than 4 GiB",
+                from.display(),
+                content.len() >> 30
+            )));
+        }
         self.file(to, mode & 0o777, &content);
         Ok(())
     }

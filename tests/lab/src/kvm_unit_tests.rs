@@ -97,6 +97,13 @@ pub fn run(cache: &Cache, host: &Request, dir: &Path, only: &[String], irqchip: 
             Err(why) => report(&mut verdicts, test.name, Verdict::Skip(why)),
         }
     }
+    if verdicts.is_empty() && waiting.is_empty() {
+        return Err(Error::Usage(format!(
+            "{}: none of its tests has {} in its name",
+            config.display(),
+            only.join(" or ")
+        )));
+    }
     let programs = Programs::build()?;
     while !waiting.is_empty() {
         let done = boot(cache, &programs, host, &waiting, &mut verdicts)?;
@@ -131,7 +138,9 @@ fn boot(
     request.commands = waiting.iter().map(|(_, _, line)| shell(line)).collect();
     let mut done = 0;
     let mut said = Vec::new();
+    let mut up = false;
     let outcome = bed::run(cache, programs, &request, |frame| match frame {
+        Frame::Boot(_) => up = true,
         Frame::Stdout(bytes) | Frame::Stderr(bytes) => said.extend_from_slice(bytes),
         Frame::Exit(exit) => {
             report(verdicts, waiting[done].0.clone(), verdict(exit.code, &String::from_utf8_lossy(&said)));
@@ -143,7 +152,11 @@ fn boot(
     match outcome {
         Ok(_) => Ok(done),
         // A host that does not even come up would not come up again.
-        Err(error) if done == 0 && said.is_empty() => Err(error),
+        Err(error) if !up => Err(error),
+        // All has been heard that was to be.
+        Err(_) if done == waiting.len() => Ok(done),
+        // The host's time was over, not this test's: it has another host to itself.
+        Err(Error::Bed { timed_out: true, .. }) if done > 0 => Ok(done),
         Err(error) => {
             let why = error.to_string();
             report(
@@ -165,14 +178,16 @@ fn report(verdicts: &mut Vec<(String, Verdict)>, name: String, verdict: Verdict)
     verdicts.push((name, verdict));
 }
 
-/// What a status and a console say. Vellum's own errors end with the status of a pass, but without a word of the
-/// guest's; every test speaks.
+/// What a status and a console say. Vellum's own errors end with the status of a pass, but they have the last word, and
+/// every test speaks.
 fn verdict(status: i32, console: &str) -> Verdict {
     let summary = console.lines().rev().find(|line| line.starts_with("SUMMARY"));
     let failures: Vec<&str> = console.lines().filter(|line| line.starts_with("FAIL")).take(3).collect();
     let guest_spoke = console.lines().any(|line| !line.is_empty() && !line.starts_with("vellum: "));
+    let error = console.lines().rev().find(|line| !line.trim().is_empty());
+    let error = error.is_some_and(|line| line.starts_with("vellum: "));
     match status {
-        PASSED if guest_spoke => Verdict::Pass,
+        PASSED if guest_spoke && !error => Verdict::Pass,
         SKIPPED => {
             let why = console.lines().find(|line| line.starts_with("SKIP")).or(summary);
             Verdict::Skip(why.unwrap_or("it skipped itself").trim().to_owned())
@@ -345,10 +360,13 @@ fn shell_words(text: &str) -> Vec<String> {
     words
 }
 
-/// The host that the tests expect: room for their guests, and two CPUs at once where nothing else is asked for.
+/// The host that the tests expect where nothing else is asked for: room for their guests, time for the longest, and two CPUs
+/// at once.
 pub fn host(request: Request) -> Request {
     let pace = if request.pace == Pace::Counted { Pace::Races } else { request.pace };
-    Request { pace, memory_mib: 4096, time_limit: Duration::from_secs(3600), ..request }
+    let memory_mib = request.memory_mib.max(4096);
+    let time_limit = request.time_limit.max(Duration::from_secs(3600));
+    Request { pace, memory_mib, time_limit, ..request }
 }
 
 #[cfg(test)]
@@ -467,5 +485,6 @@ test_args = \"10 `date +%s`\"
         let refused = format!("vellum: --cpuid +vmx: {NOT_OFFERED}; leave it out\n");
         assert!(matches!(verdict(2, &refused), Verdict::Skip(why) if why.starts_with("--cpuid +vmx")));
         assert!(matches!(verdict(2, "vellum: --memory x\n"), Verdict::Fail(_)));
+        assert!(matches!(verdict(PASSED, "enabling apic\nvellum: disk.img: I/O error\n"), Verdict::Fail(_)));
     }
 }

@@ -285,7 +285,7 @@ fn perform(what: What) -> Result<u8> {
             let cache = Cache::open()?;
             let mut request = host.request(&cache, bed)?;
             request.commands.push(command);
-            let outcome = bed::run(&cache, &Programs::build()?, &request, pass_on)?;
+            let outcome = bed::run(&cache, &Programs::build()?, &request, pass_on).map_err(named)?;
             outcome.write_files(&out)?;
             Ok(u8::try_from(outcome.code()).unwrap_or(1))
         }
@@ -375,10 +375,21 @@ fn perform(what: What) -> Result<u8> {
         }
         What::KvmUnitTests { dir, only, irqchip, host } => {
             let cache = Cache::open()?;
+            bed::ready(Emulated::Svm)?;
             let host = kvm_unit_tests::host(host.request(&cache, Emulated::Svm)?);
             kvm_unit_tests::run(&cache, &host, &dir, &only, irqchip)
         }
         What::Update => debian::forget(&Cache::open()?).map(|()| 0),
+    }
+}
+
+/// A time limit that is over, with the flag that set it.
+fn named(error: Error) -> Error {
+    match error {
+        Error::Bed { what, log, tail, timed_out: true } => {
+            Error::Bed { what: format!("{what} (--time-limit)"), log, tail, timed_out: true }
+        }
+        error => error,
     }
 }
 

@@ -124,11 +124,20 @@ fn metal(options: &Options, tally: &mut Tally) -> Result<()> {
     let prebuilt = options.prebuilt.as_deref();
     let bed = std::env::var("VELLUM_BED").unwrap_or_else(|_| "metal".into());
     if let Err(why) = doctor::kvm() {
+        if prebuilt.is_some() {
+            // There is no list at the end: whoever reads these lines makes it.
+            println!("test all of its tests ... ignored, {why}");
+        }
         tally.skip(&bed, "all of its tests", &why);
         return Ok(());
     }
     let tests = match prebuilt {
-        Some(dir) => executables(dir)?,
+        Some(dir) => match executables(dir)? {
+            none if none.is_empty() => {
+                return Err(Error::Usage(format!("--prebuilt {}: it holds no test program", dir.display())));
+            }
+            some => some,
+        },
         None => bed_tests("*")?.into_iter().map(|test| test.path).collect(),
     };
     for test in tests {

@@ -1,13 +1,14 @@
 //! Running other programs: a missing one is named with the package that has it, a failing one with its last words.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::{Error, Result};
 
 /// Debian's package for each program the laboratory calls.
-const PACKAGES: [(&str, &str); 22] = [
+const PACKAGES: [(&str, &str); 23] = [
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
     ("xz", "xz-utils"),
@@ -28,6 +29,7 @@ const PACKAGES: [(&str, &str); 22] = [
     ("gcc-12", "gcc-12"),
     // A file that is no program: what needs it is compiled.
     ("/usr/include/libelf.h", "libelf-dev"),
+    ("/usr/include/openssl/bio.h", "libssl-dev"),
     ("syslinux", "syslinux"),
     ("mcopy", "mtools"),
     ("mkfs.fat", "dosfstools"),
@@ -61,9 +63,20 @@ pub fn line(command: &Command) -> String {
     words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
 }
 
+/// Asks make and its like to end when the laboratory does, however that ends.
+fn bound(command: &mut Command) -> &mut Command {
+    // SAFETY: prctl is async-signal-safe and takes no pointer here.
+    unsafe {
+        command.pre_exec(|| {
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
+            Ok(())
+        })
+    }
+}
+
 /// Runs to the end and gives what it printed; both streams are quoted if it fails.
 pub fn output(command: &mut Command) -> Result<Vec<u8>> {
-    let out = command.stdin(Stdio::null()).output().map_err(|error| cannot_start(command, error))?;
+    let out = bound(command).stdin(Stdio::null()).output().map_err(|error| cannot_start(command, error))?;
     if out.status.success() {
         return Ok(out.stdout);
     }
@@ -85,7 +98,7 @@ pub fn lines(command: &mut Command, each: impl FnMut(&str)) -> Result<()> {
 pub fn lines_of(command: &mut Command, started: impl FnOnce(u32), mut each: impl FnMut(&str)) -> Result<()> {
     let (reader, writer) = std::io::pipe().map_err(Error::file("create a pipe for", "a child process"))?;
     let twin = writer.try_clone().map_err(Error::file("create a pipe for", "a child process"))?;
-    let mut child = command
+    let mut child = bound(command)
         .stdin(Stdio::null())
         .stdout(writer)
         .stderr(twin)

@@ -257,7 +257,7 @@ impl Drop for Emulator {
 /// Names what `bed` lacks on this machine, before anything is fetched or built for it.
 pub fn ready(bed: Emulated) -> Result<()> {
     match bed {
-        Emulated::Svm => svm::emulator().and_then(|_| tool::need("busybox")).map(drop),
+        Emulated::Svm => svm::emulator().and_then(|_| busybox()).map(drop),
         Emulated::Vmx => match doctor::install_line(&doctor::missing(vmx::PROGRAMS)) {
             None => Ok(()),
             Some(line) => Err(Error::Package(format!("vmx: what builds and boots Bochs is missing: {line}"))),
@@ -284,7 +284,9 @@ pub fn run(
     };
     let stderr = File::create(&errors).map_err(Error::file("create", &errors))?;
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr);
-    let deadline = Instant::now() + request.time_limit;
+    let now = Instant::now();
+    // A limit beyond all time is none that anybody lives to see.
+    let deadline = now.checked_add(request.time_limit).unwrap_or(now + Duration::from_secs(365 * 24 * 3600));
     let mut child = Emulator(spawn(&mut command)?);
     let stdout = child.0.stdout.take().expect("stdout is piped");
     let bed = request.bed;
@@ -343,7 +345,7 @@ pub fn run(
             Ok(Err(error)) => return Err(fail(error.to_string(), false)),
             Err(_) => {
                 let limit = request.time_limit.as_secs();
-                let what = format!("the emulated host did not finish within {limit} s (--time-limit)");
+                let what = format!("the emulated host did not finish within {limit} s");
                 return Err(fail(what, true));
             }
         };
@@ -413,6 +415,17 @@ fn spawn(command: &mut Command) -> Result<Child> {
     command.spawn().map_err(Error::file("start", command.get_program()))
 }
 
+/// Debian has another busybox too, which needs a libc that no emulated host has.
+fn busybox() -> Result<PathBuf> {
+    const INTERPRETER: &[u8] = b"/ld-linux-x86-64.so.2\0";
+    let path = tool::need("busybox")?;
+    let image = fs::read(&path).map_err(Error::file("read", &path))?;
+    if image.windows(INTERPRETER.len()).any(|window| window == INTERPRETER) {
+        return Err(Error::Missing { program: "a static busybox".into(), package: "busybox-static".into() });
+    }
+    Ok(path)
+}
+
 fn scratch(cache: &Cache) -> Result<Scratch> {
     static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     let runs = cache.dir("runs")?;
@@ -452,7 +465,7 @@ fn pack(dir: &Path, programs: &Programs, request: &Request, job: &Job) -> Result
     let mut image = Initramfs::new();
     image.copy(&programs.init, "/init")?;
     image.copy(&programs.vellum, "/bin/vellum")?;
-    let busybox = tool::need("busybox")?;
+    let busybox = busybox()?;
     image.copy(&busybox, "/bin/busybox")?;
     for name in tool::text(Command::new(&busybox).arg("--list"))?.lines().filter(|name| *name != "busybox") {
         image.link(&format!("/bin/{name}"), "busybox");

@@ -12,7 +12,7 @@ use super::build;
 use super::series::{self, Series};
 use super::tree::Tree;
 use crate::cache::{Cache, digest};
-use crate::{Error, Result, artifacts, tool};
+use crate::{Error, Result, artifacts, doctor, tool};
 
 /// The configuration of the running kernel.
 pub fn running_config() -> Result<Vec<u8>> {
@@ -33,6 +33,12 @@ pub fn running_config() -> Result<Vec<u8>> {
 /// The package of `base` with `series`, whose release ends with `suffix`.
 pub fn build(cache: &Cache, base: &Base, series: &[Series], suffix: &str, config: &[u8]) -> Result<PathBuf> {
     build::require_tools()?;
+    // Distributions build in certificates, which a program of the kernel's own has to read.
+    if let Some(line) = doctor::install_line(&doctor::missing(&["/usr/include/openssl/bio.h"])) {
+        return Err(Error::Package(format!(
+            "building a kernel for this machine lacks Debian's packages: {line}"
+        )));
+    }
     let tree = Tree::open(cache, base)?;
     let patches = series::stacked(series);
     let fragment = artifacts::workspace().join("resources/kernel/metal.config");
@@ -40,7 +46,8 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], suffix: &str, config
     for path in patches.iter().chain([&fragment]) {
         parts.push(fs::read(path).map_err(Error::file("read", path))?);
     }
-    let configuration = digest([config]);
+    let text = fs::read(&fragment).map_err(Error::file("read", &fragment))?;
+    let configuration = digest([config, text.as_slice()]);
     let key = digest(parts.iter().map(Vec::as_slice));
     let dir = cache.entry(&format!("kernel/{}/deb/{key}", tree.package.version), |out| {
         let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
@@ -90,8 +97,9 @@ pub fn package_of(deb: &Path) -> String {
 }
 
 fn configure(tree: &Tree, objects: &Path, config: &[u8], fragment: &Path) -> Result<()> {
-    let dotconfig = objects.join(".config");
-    if dotconfig.is_file() {
+    // Half a configuration would be taken for one: it is whole when this is written.
+    let stamp = objects.join(".configured");
+    if stamp.is_file() {
         return Ok(());
     }
     fs::create_dir_all(objects).map_err(Error::file("create", objects))?;
@@ -99,14 +107,10 @@ fn configure(tree: &Tree, objects: &Path, config: &[u8], fragment: &Path) -> Res
     fs::write(&start, config).map_err(Error::file("write", &start))?;
     let mut merge = Command::new(tree.source.join("scripts/kconfig/merge_config.sh"));
     merge.args(["-m", "-O"]).arg(objects).arg(&start).arg(fragment).current_dir(&tree.source);
-    let configured = tool::output(&mut merge)
-        .and_then(|_| tool::output(build::command(tree, objects).arg("olddefconfig")))
-        .and_then(|_| only_loaded_modules(tree, objects));
-    if configured.is_err() {
-        // Half a configuration would be taken for one.
-        let _ = fs::remove_file(&dotconfig);
-    }
-    configured
+    tool::output(&mut merge)?;
+    tool::output(build::command(tree, objects).arg("olddefconfig"))?;
+    only_loaded_modules(tree, objects)?;
+    fs::write(&stamp, "").map_err(Error::file("write", &stamp))
 }
 
 /// Leaves out the modules that this machine has not loaded: a distribution's whole set would build for hours.

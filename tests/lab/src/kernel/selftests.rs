@@ -252,8 +252,13 @@ fn boot(
     })?;
     let code = |index: usize| outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()).map_or(1, |e| e.code);
     let verdicts = (0..names.len()).map(|index| Verdict::of(code(index))).collect();
-    let log = outcome.ran.last().map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned());
-    Ok((verdicts, log.unwrap_or_default()))
+    // A log that was not to be had complains of nothing.
+    let log = outcome.ran.last().filter(|ran| ran.exit.as_ref().is_some_and(|exit| exit.code == 0));
+    let log = log.map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned());
+    match log.filter(|log| !log.trim().is_empty()) {
+        Some(log) => Ok((verdicts, log)),
+        None => Err(Error::Series(format!("{} {host}: dmesg did not show the kernel's log", image.label))),
+    }
 }
 
 fn command(name: &str) -> Vec<String> {

@@ -232,7 +232,13 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
                    instructions";
         return Err(wrong(format!("`{}`: {why}", bench.run)));
     }
-    if let Some(test) = about.test.iter().find(|test| !test.locks.is_empty()) {
+    if about.bench.iter().chain(&about.test).any(|bench| bench.run.trim().is_empty()) {
+        return Err(wrong("`run` is empty: it is a command".into()));
+    }
+    if let Some(test) = about.test.iter().find(|test| !test.locks.is_empty() || !test.beds.is_empty()) {
+        if !test.beds.is_empty() {
+            return Err(wrong(format!("`{}`: beds are for [[bench]]: tests run on svm", test.run)));
+        }
         return Err(wrong(format!("`{}`: locks are for [[bench]]: a test has no figures", test.run)));
     }
     Ok(Series { base, name: name.to_owned(), patches, with, about })
