@@ -8,24 +8,36 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-use super::{Comparison, ROUNDS, Sample, deliver, rows_of, valid};
+use super::{Comparison, ROUNDS, Sample, deliver, rows_of, written};
 use crate::artifacts::Programs;
-use crate::cache::Cache;
-use crate::kernel::deb;
+use crate::cache::{Cache, digest};
 use crate::kernel::series::{Bench, Series};
+use crate::kernel::tree::{self, Tree};
+use crate::kernel::{build, deb};
 use crate::{Error, Result, doctor};
 
-/// What a kernel's name ends with: the pristine one's, the series'.
-fn suffixes(series: &Series) -> [String; 2] {
-    ["-vellum-pristine".to_owned(), format!("-vellum-{}", series.name)]
+/// What a kernel's name ends with: the pristine one's, the series'. The patches are in it: one that changed is another kernel.
+fn suffixes(series: &Series) -> Result<[String; 2]> {
+    let mut patches = Vec::new();
+    for path in &series.patches {
+        patches.push(build::change(&fs::read(path).map_err(Error::file("read", path))?).to_vec());
+    }
+    let key = digest(patches.iter().map(Vec::as_slice));
+    Ok(["-vellum-pristine".to_owned(), format!("-vellum-{}-{}", series.name, &key[..6])])
 }
 
 /// Does the next step of the comparison of `series`: packages, a boot's figures, or the table.
 pub fn compare(cache: &Cache, series: &Series, out: &Path) -> Result<()> {
     let release = read("/proc/sys/kernel/osrelease")?;
-    let suffixes = suffixes(series);
-    let home = cache.dir(&format!("metal/{}-{}", series.base.name, series.name))?;
-    match suffixes.iter().position(|suffix| release.ends_with(suffix.as_str())) {
+    let suffixes = suffixes(series)?;
+    // Debian's `5.10.223-1` calls itself 5.10.223.
+    let version = Tree::package(cache, series.base)?.version;
+    let upstream = version.split(['-', '~', '+']).next().unwrap_or_default().to_owned();
+    // Figures of another patch, or of other benchmarks, are not averaged with these.
+    let benches = format!("{:?}", series.about.bench);
+    let what = digest([version.as_bytes(), suffixes[1].as_bytes(), benches.as_bytes()]);
+    let home = cache.dir(&format!("metal/{}-{}-{what}", series.base.name, series.name))?;
+    match suffixes.iter().position(|suffix| release == format!("{upstream}{suffix}")) {
         None => packages(cache, series, &suffixes),
         Some(side) => {
             collect(series, side, &home)?;
@@ -41,7 +53,10 @@ pub fn compare(cache: &Cache, series: &Series, out: &Path) -> Result<()> {
                     );
                     Ok(())
                 }
-                None => finish(series, &suffixes, &boots, out),
+                None => {
+                    finish(series, &suffixes, &boots, out)?;
+                    start_over(&home)
+                }
             }
         }
     }
@@ -53,6 +68,20 @@ fn next(boots: &[Vec<Boot>; 2]) -> Option<usize> {
         [before, after] if before >= ROUNDS && after >= ROUNDS => None,
         [before, after] => Some(usize::from(before > after)),
     }
+}
+
+/// Forgets the boots of a comparison that is done, but not which boot this is.
+fn start_over(home: &Path) -> Result<()> {
+    for side in 0..2 {
+        for boot in 0.. {
+            let file = home.join(format!("{side}-{boot}.json"));
+            if !file.exists() {
+                break;
+            }
+            tree::remove(&file)?;
+        }
+    }
+    Ok(())
 }
 
 fn packages(cache: &Cache, series: &Series, suffixes: &[String; 2]) -> Result<()> {
@@ -111,6 +140,8 @@ fn collect(series: &Series, side: usize, home: &Path) -> Result<()> {
         let line = bench.command(&json.to_string_lossy());
         // The programs are those of this laboratory, not what happens to be installed.
         let program = if line[0] == "vellum" { programs.vellum.clone() } else { PathBuf::from(&line[0]) };
+        // What another kernel wrote would be taken for this one's.
+        tree::remove(&json)?;
         println!("{}", line.join(" "));
         let start = Instant::now();
         let status = Command::new(&program).args(&line[1..]).current_dir(home).status();
@@ -119,12 +150,9 @@ fn collect(series: &Series, side: usize, home: &Path) -> Result<()> {
             return Err(Error::Series(format!("`{}` ended with {status}", line.join(" "))));
         }
         let mut figures = vec![("whole_run".to_owned(), "s".to_owned(), start.elapsed().as_secs_f64())];
-        if let Ok(bytes) = fs::read(&json) {
-            for report in valid(&bytes, bench)? {
-                let own = report.figures.iter();
-                figures.extend(own.map(|f| (f.name().to_owned(), f.unit().to_owned(), f.value())));
-            }
-        }
+        let reports = written(bench, fs::read(&json).ok().as_deref())?;
+        let own = reports.iter().flat_map(|report| &report.figures);
+        figures.extend(own.map(|f| (f.name().to_owned(), f.unit().to_owned(), f.value())));
         boot.push(Some(Sample { idle: 0.0, figures }));
     }
     let number = boots(home, side)?.len();

@@ -124,7 +124,7 @@ pub fn toolchain() -> Result<String> {
 }
 
 /// What a patch does to the tree; a message that is polished rebuilds nothing.
-fn change(patch: &[u8]) -> &[u8] {
+pub fn change(patch: &[u8]) -> &[u8] {
     const FIRST: &[u8] = b"\ndiff --git ";
     let first = patch.windows(FIRST.len()).position(|window| window == FIRST);
     &patch[first.unwrap_or(0)..]

@@ -43,12 +43,7 @@ struct Seen {
 impl Tree {
     /// The tree of `base`, fetched and unpacked if need be.
     pub fn open(cache: &Cache, base: &Base) -> Result<Self> {
-        let package = match base.frozen {
-            Some(version) => Package { name: base.package.into(), version: version.into() },
-            None => debian::recorded(cache, base.package, || {
-                Archive::open(cache, base.suites)?.resolve(base.package)
-            })?,
-        };
+        let package = Self::package(cache, base)?;
         let key = format!("kernel/{}", package.version);
         let source = cache.entry(&format!("{key}/source"), |dir| {
             // The sources take 1.2 GiB and an object directory half of that.
@@ -64,6 +59,16 @@ impl Tree {
             fs::remove_file(&deb).map_err(Error::file("remove", &deb))
         })?;
         Ok(Self { home: cache.path(&key), package, source })
+    }
+
+    /// The package that `base` is.
+    pub fn package(cache: &Cache, base: &Base) -> Result<Package> {
+        match base.frozen {
+            Some(version) => Ok(Package { name: base.package.into(), version: version.into() }),
+            None => debian::recorded(cache, base.package, || {
+                Archive::open(cache, base.suites)?.resolve(base.package)
+            }),
+        }
     }
 
     /// Makes the tree carry exactly `patches`, applied in this order to the pristine base.
