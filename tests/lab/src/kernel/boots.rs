@@ -64,6 +64,7 @@ fn boot(cache: &Cache, programs: &Programs, image: &Image, group: &[&Bench]) -> 
     request.time_limit *= u32::try_from(group.len() + 1).unwrap_or(u32::MAX);
     let host = request.label();
     request.commands = group.iter().map(|bench| bench.command("result.json")).collect();
+    request.files = series::scripts()?;
     // Splats are looked for last, when everything has run.
     request.commands.push(["dmesg".to_owned()].to_vec());
     let mut done = 0;

@@ -144,6 +144,20 @@ pub fn directory() -> PathBuf {
     artifacts::workspace().join("kernel-patches")
 }
 
+/// The scripts that tests run inside a host, and where they are there: `tools/NAME.sh` is `/tools/NAME.sh`.
+pub fn scripts() -> Result<Vec<(PathBuf, String)>> {
+    let dir = directory().join("tools");
+    let entries = fs::read_dir(&dir).map_err(Error::file("read", &dir))?;
+    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    let scripts = paths.filter(|path| path.extension().is_some_and(|extension| extension == "sh"));
+    Ok(scripts
+        .map(|path| {
+            let inside = format!("/tools/{}", path.file_name().unwrap_or_default().to_string_lossy());
+            (path, inside)
+        })
+        .collect())
+}
+
 /// Every series of every base, in stacking order.
 pub fn all() -> Result<Vec<Series>> {
     all_in(&directory())
