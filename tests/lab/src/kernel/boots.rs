@@ -29,11 +29,15 @@ pub fn every_time(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
 /// of each series, and a kernel that checks itself takes minutes for the oracle.
 pub fn once_each(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
     let (oracles, programs) = (oracles(), Programs::build()?);
-    let vellum =
-        digest([fs::read(&programs.vellum).map_err(Error::file("read", &programs.vellum))?.as_slice()]);
+    // What a command runs: vellum, and the series' scripts.
+    let mut ran = Vec::new();
+    for path in series::scripts()?.into_iter().map(|(path, _)| path).chain([programs.vellum.clone()]) {
+        ran.push(fs::read(&path).map_err(Error::file("read", &path))?);
+    }
+    let ran = digest(ran.iter().map(Vec::as_slice));
     let (name, emulator) = (&image.name, svm::version()?);
     let entry = |bench: &Bench| {
-        let command = digest([format!("{bench:?}").as_bytes(), vellum.as_bytes(), emulator.as_bytes()]);
+        let command = digest([format!("{bench:?}").as_bytes(), ran.as_bytes(), emulator.as_bytes()]);
         format!("boots/{name}-{command}")
     };
     let (known, new): (Vec<_>, Vec<_>) =

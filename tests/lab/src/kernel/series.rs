@@ -149,8 +149,11 @@ pub fn scripts() -> Result<Vec<(PathBuf, String)>> {
     let dir = directory().join("tools");
     let entries = fs::read_dir(&dir).map_err(Error::file("read", &dir))?;
     let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-    let scripts = paths.filter(|path| path.extension().is_some_and(|extension| extension == "sh"));
+    let mut scripts: Vec<PathBuf> =
+        paths.filter(|path| path.extension().is_some_and(|extension| extension == "sh")).collect();
+    scripts.sort();
     Ok(scripts
+        .into_iter()
         .map(|path| {
             let inside = format!("/tools/{}", path.file_name().unwrap_or_default().to_string_lossy());
             (path, inside)
