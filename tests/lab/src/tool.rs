@@ -63,12 +63,12 @@ pub fn line(command: &Command) -> String {
     words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
 }
 
-/// Asks make and its like to end when the laboratory does, however that ends.
-fn bound(command: &mut Command) -> &mut Command {
+/// Has `command` get `signal` when the laboratory ends, however that ends.
+pub fn bound(command: &mut Command, signal: libc::c_int) -> &mut Command {
     // SAFETY: prctl is async-signal-safe and takes no pointer here.
     unsafe {
-        command.pre_exec(|| {
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
+        command.pre_exec(move || {
+            libc::prctl(libc::PR_SET_PDEATHSIG, signal);
             Ok(())
         })
     }
@@ -76,7 +76,11 @@ fn bound(command: &mut Command) -> &mut Command {
 
 /// Runs to the end and gives what it printed; both streams are quoted if it fails.
 pub fn output(command: &mut Command) -> Result<Vec<u8>> {
-    let out = bound(command).stdin(Stdio::null()).output().map_err(|error| cannot_start(command, error))?;
+    // make and its like stop what they have begun.
+    let out = bound(command, libc::SIGTERM)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| cannot_start(command, error))?;
     if out.status.success() {
         return Ok(out.stdout);
     }
@@ -98,7 +102,7 @@ pub fn lines(command: &mut Command, each: impl FnMut(&str)) -> Result<()> {
 pub fn lines_of(command: &mut Command, started: impl FnOnce(u32), mut each: impl FnMut(&str)) -> Result<()> {
     let (reader, writer) = std::io::pipe().map_err(Error::file("create a pipe for", "a child process"))?;
     let twin = writer.try_clone().map_err(Error::file("create a pipe for", "a child process"))?;
-    let mut child = bound(command)
+    let mut child = bound(command, libc::SIGTERM)
         .stdin(Stdio::null())
         .stdout(writer)
         .stderr(twin)

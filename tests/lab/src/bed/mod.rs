@@ -9,7 +9,6 @@ pub mod vmx;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{BufReader, Read, Write};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
@@ -404,15 +403,8 @@ pub fn shell(cache: &Cache, programs: &Programs, request: &Request) -> Result<()
 }
 
 fn spawn(command: &mut Command) -> Result<Child> {
-    // SAFETY: prctl is async-signal-safe and takes no pointer here.
-    unsafe {
-        command.pre_exec(|| {
-            // An emulator without its laboratory would burn a CPU for ever.
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-            Ok(())
-        });
-    }
-    command.spawn().map_err(Error::file("start", command.get_program()))
+    // An emulator without its laboratory would burn a CPU for ever.
+    tool::bound(command, libc::SIGKILL).spawn().map_err(Error::file("start", command.get_program()))
 }
 
 /// Debian has another busybox too, which needs a libc that no emulated host has.

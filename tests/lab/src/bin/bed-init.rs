@@ -12,6 +12,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use lab::parameter;
 use lab::wire::{Boot, Exit, Frame, JOB_PATH, Job, OUT_DIR};
 
 fn main() {
@@ -69,13 +70,13 @@ fn run() -> io::Result<()> {
     if let Err(error) = loopback_up() {
         complaints.push(format!("lo: {error}"));
     }
+    let refused: Vec<String> = job.parameters.iter().filter_map(|p| parameter::refused(p)).collect();
     if job.shell {
-        complaints.iter().for_each(|complaint| eprintln!("bed-init: {complaint}"));
+        complaints.iter().chain(&refused).for_each(|complaint| eprintln!("bed-init: {complaint}"));
         return shell(&job);
     }
     let port = Arc::new(Mutex::new(results_port()?));
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease")?.trim().to_owned();
-    let refused = job.parameters.iter().filter_map(|parameter| refused(parameter)).collect();
     let boot = Boot { kernel, kvm: Path::new("/dev/kvm").exists(), complaints, refused };
     send(&port, &Frame::Boot(boot))?;
     for command in &job.commands {
@@ -139,28 +140,6 @@ fn load(path: &str, parameters: &[String]) -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
-}
-
-/// Why the module parameter `MODULE.NAME=VALUE` is not in force. The kernel ignores a name that it does not know.
-fn refused(parameter: &str) -> Option<String> {
-    let form = || parameter.split_once('.').and_then(|(module, rest)| Some((module, rest.split_once('=')?)));
-    let Some((module, (name, value))) = form() else {
-        return Some(format!("{parameter}: the form is MODULE.NAME=VALUE"));
-    };
-    let file = format!("/sys/module/{}/parameters/{name}", module.replace('-', "_"));
-    let Ok(present) = fs::read_to_string(&file) else {
-        return Some(format!("{parameter}: this kernel has no such parameter"));
-    };
-    let switch = |text: &str| match text.trim() {
-        "1" | "Y" | "y" | "on" => "Y".to_owned(),
-        "0" | "N" | "n" | "off" => "N".to_owned(),
-        other => other.to_owned(),
-    };
-    let (present, value) = (switch(&present), switch(value));
-    // What is neither may be written otherwise than it is read.
-    let differs =
-        present != value && [&present, &value].iter().all(|text| ["Y", "N"].contains(&text.as_str()));
-    differs.then(|| format!("{parameter}: it is {present}"))
 }
 
 /// Machines that stay, so that the kernel patches its own code once, now, and not whenever a first machine comes or a last

@@ -14,7 +14,7 @@ use crate::cache::{Cache, digest};
 use crate::kernel::series::{Bench, Series};
 use crate::kernel::tree::{self, Tree};
 use crate::kernel::{build, deb};
-use crate::{Error, Result, doctor};
+use crate::{Error, Result, doctor, parameter};
 
 /// What a kernel's name ends with: the pristine one's, the series'. The patches are in it: one that changed is another kernel.
 fn suffixes(series: &Series) -> Result<[String; 2]> {
@@ -165,40 +165,16 @@ fn collect(series: &Series, side: usize, home: &Path) -> Result<()> {
 
 /// In what this host differs from the one that `bench` wants, and what would change that.
 fn unlike(bench: &Bench) -> Option<String> {
-    let parameter = |module: &str, name: &str| {
-        let path = format!("/sys/module/{module}/parameters/{name}");
-        Some(truth(fs::read_to_string(path).ok()?.trim()))
-    };
     if !bench.locks.is_empty() {
         return Some("it watches locks, which kernels count for --bed svm alone".into());
     }
-    let wanted = u8::from(bench.npt).to_string();
     let stages = [("kvm_intel", "ept"), ("kvm_amd", "npt")];
-    let mut differences = Vec::new();
-    if let Some((module, name)) = stages.iter().find(|(module, name)| {
-        Path::new("/sys/module").join(module).exists() && parameter(module, name) != Some(wanted.clone())
-    }) {
-        differences.push(format!("{module}.{name}={wanted}"));
-    }
-    for setting in &bench.parameters {
-        let asked = setting.split_once('.').and_then(|(module, rest)| Some((module, rest.split_once('=')?)));
-        if let Some((module, (name, value))) = asked
-            && parameter(module, name) != Some(truth(value))
-        {
-            differences.push(setting.clone());
-        }
-    }
+    let stage = stages.iter().find(|(module, _)| Path::new("/sys/module").join(module).exists());
+    let stage = stage.map(|(module, name)| format!("{module}.{name}={}", u8::from(bench.npt)));
+    let wanted = stage.into_iter().chain(bench.parameters.iter().cloned());
+    let differences: Vec<String> = wanted.filter(|setting| parameter::refused(setting).is_some()).collect();
     (!differences.is_empty())
         .then(|| format!("it needs {0}: add {0} to the kernel's command line", differences.join(" ")))
-}
-
-/// A module parameter's value; the kernel prints truth as Y and N and takes it as 1 and 0.
-fn truth(value: &str) -> String {
-    match value {
-        "Y" | "y" => "1".into(),
-        "N" | "n" => "0".into(),
-        value => value.into(),
-    }
 }
 
 fn finish(series: &Series, suffixes: &[String; 2], boots: &[Vec<Boot>; 2], out: &Path) -> Result<()> {

@@ -1,0 +1,47 @@
+//! Module parameters, `MODULE.NAME=VALUE`: whether one is in force in the kernel that runs this.
+
+use std::fs;
+
+/// Why `parameter` is not in force; `None` where it is. The kernel ignores a name that it does not know.
+pub fn refused(parameter: &str) -> Option<String> {
+    let form = || parameter.split_once('.').and_then(|(module, rest)| Some((module, rest.split_once('=')?)));
+    let Some((module, (name, value))) = form() else {
+        return Some(format!("{parameter}: the form is MODULE.NAME=VALUE"));
+    };
+    let file = format!("/sys/module/{}/parameters/{name}", module.replace('-', "_"));
+    let Ok(present) = fs::read_to_string(&file) else {
+        return Some(format!("{parameter}: this kernel has no such parameter"));
+    };
+    let (present, value) = (switch(&present), switch(value));
+    // What is no switch may be written otherwise than it is read.
+    let switches = [&present, &value].iter().all(|text| ["Y", "N"].contains(text));
+    (switches && present != value).then(|| format!("{parameter}: it is {present}"))
+}
+
+/// The kernel prints a switch as Y and N, and takes it as 1 and 0 too.
+fn switch(text: &str) -> &str {
+    match text.trim() {
+        "1" | "Y" | "y" | "on" => "Y",
+        "0" | "N" | "n" | "off" => "N",
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_no_kernel_has_is_refused() {
+        assert!(refused("no_such_module.flag=1").unwrap().contains("has no such parameter"));
+        assert!(refused("kvm=1").unwrap().contains("the form is"));
+        assert!(refused("kvm.x").unwrap().contains("the form is"));
+    }
+
+    #[test]
+    fn a_switch_has_two_spellings() {
+        assert_eq!((switch("1\n"), switch("Y\n")), ("Y", "Y"));
+        assert_eq!((switch("0"), switch("N")), ("N", "N"));
+        assert_eq!(switch("never\n"), "never");
+    }
+}
