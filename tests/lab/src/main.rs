@@ -103,7 +103,7 @@ enum What {
         /// Where it goes, as `vmlinuz`, `initrd` and `vmlinux`
         dir: PathBuf,
     },
-    /// Run kvm-unit-tests' x86 images, built elsewhere, under Vellum on an emulated host
+    /// Run kvm-unit-tests' x86 images, built elsewhere, under Vellum on an emulated host, which has 4096 MiB and an hour at least
     KvmUnitTests {
         /// The directory that holds unittests.cfg and the .flat images: x86 of a built kvm-unit-tests
         dir: PathBuf,
