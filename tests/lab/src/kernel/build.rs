@@ -18,7 +18,10 @@ use crate::{Error, Result, artifacts, doctor, tool};
 pub const COMPILER: &str = "gcc-12";
 
 /// What can be put on top of a base's configuration.
-pub const VARIANTS: [&str; 2] = ["debug", "lock-stat"];
+pub const VARIANTS: [&str; 2] = [DEBUG, "lock-stat"];
+
+/// The variant whose kernel checks itself: lockdep, KASAN, sleeping in atomic context.
+pub const DEBUG: &str = "debug";
 
 /// A built kernel.
 #[derive(Clone, Debug)]
@@ -42,33 +45,46 @@ impl Image {
 pub struct Config {
     name: String,
     fragments: Vec<PathBuf>,
-    variant: Option<PathBuf>,
+    /// Those whose every line has to be in force.
+    asked: Vec<PathBuf>,
 }
 
 impl Config {
-    /// That of `base`, with `variant` (`debug`, `lock-stat`) on top, and what that needs on this base.
+    /// That of `base`, with `variant` (`debug`, `lock-stat`) on top; of both, and of what is measured, also what this base
+    /// needs for it.
     pub fn new(base: &Base, variant: Option<&str>) -> Result<Self> {
         let dir = artifacts::workspace().join("resources/kernel");
         if let Some(unknown) = variant.filter(|variant| !VARIANTS.contains(variant)) {
             return Err(Error::Usage(format!("--variant {unknown}: {} are known", VARIANTS.join(" and "))));
         }
-        let mut names = vec!["x86.config".to_owned(), format!("x86-{}.config", base.name)];
-        names.extend(variant.map(|variant| format!("{variant}.config")));
-        let mut fragments: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
+        // Nothing is measured on a kernel that checks itself.
+        let measured = (variant != Some(DEBUG)).then_some("measured");
+        let mut fragments = Vec::new();
+        let mut asked = Vec::new();
+        for part in ["x86"].into_iter().chain(measured).chain(variant) {
+            let common = dir.join(format!("{part}.config"));
+            if part != "x86" {
+                asked.push(common.clone());
+            }
+            let of_base = dir.join(format!("{part}-{}.config", base.name));
+            fragments.push(common);
+            fragments.extend(of_base.is_file().then_some(of_base));
+        }
         let name = variant.map_or("x86".to_owned(), |variant| format!("x86-{variant}"));
-        let asked = variant.and(fragments.last().cloned());
-        let of_base = variant.map(|variant| dir.join(format!("{variant}-{}.config", base.name)));
-        fragments.extend(of_base.filter(|path| path.is_file()));
-        Ok(Self { name, fragments, variant: asked })
+        Ok(Self { name, fragments, asked })
     }
 
-    /// What the variant asks for and a kernel's configuration does not have: a debug kernel without its checks would
-    /// find nothing.
+    /// What the fragments of [`Self::asked`] say and a kernel's configuration does not have: a debug kernel without its
+    /// checks would find nothing.
     fn missing(&self, dotconfig: &str) -> Result<Vec<String>> {
-        let Some(path) = &self.variant else { return Ok(Vec::new()) };
-        let text = fs::read_to_string(path).map_err(Error::file("read", path))?;
-        let wanted = text.lines().filter(|line| line.starts_with("CONFIG_"));
-        Ok(wanted.filter(|line| !dotconfig.lines().any(|got| got == *line)).map(str::to_owned).collect())
+        let mut missing = Vec::new();
+        for path in &self.asked {
+            let text = fs::read_to_string(path).map_err(Error::file("read", path))?;
+            let wanted = text.lines().filter(|line| line.starts_with("CONFIG_"));
+            missing
+                .extend(wanted.filter(|line| !dotconfig.lines().any(|got| got == *line)).map(str::to_owned));
+        }
+        Ok(missing)
     }
 
     /// Where objects of this configuration are built; one that changed would rebuild them all, and change them back.
@@ -163,7 +179,7 @@ pub fn configure(tree: &Tree, config: &Config, objects: &Path) -> Result<()> {
     let missing = config.missing(&got)?;
     if !missing.is_empty() {
         return Err(Error::Package(format!(
-            "{} {} does not take {} of --variant {}: a dependency is missing from resources/kernel",
+            "{} {} does not take {} ({}): a dependency is missing from resources/kernel",
             tree.package.name,
             tree.package.version,
             missing.join(", "),

@@ -17,9 +17,6 @@ use crate::bed::{HostKernel, Request};
 use crate::cache::Cache;
 use crate::{Error, Result, tool};
 
-/// The variant of the configuration whose kernel checks itself: lockdep, KASAN, sleeping in atomic context.
-const DEBUG: &str = "debug";
-
 /// Holds `series` to its promises; each step says what it saw and how long it took. Images, and what the selftests and the
 /// commands did on them, are kept: after a stop the next check goes on from there.
 pub fn check(cache: &Cache, series: &Series) -> Result<()> {
@@ -43,7 +40,7 @@ pub fn check(cache: &Cache, series: &Series) -> Result<()> {
     timed(&|| {
         // A kernel that checks itself takes the longest to build and to run. One with the whole stack serves each series.
         let stack = stack_of(series)?;
-        let image = build::build(cache, series.base, &stack, Some(DEBUG))?;
+        let image = build::build(cache, series.base, &stack, Some(build::DEBUG))?;
         boots::once_each(cache, &image, &series.about.test)?;
         selftests_without_splat(cache, &tree, series, &image)
     })
@@ -132,7 +129,7 @@ fn selftests_without_splat(cache: &Cache, tree: &Tree, series: &Series, image: &
         let mut also = String::new();
         if !found.is_empty() {
             // Such a kernel takes long to build: the pristine one is asked only where there is something to ask.
-            let before = build::build(cache, series.base, &[], Some(DEBUG))?;
+            let before = build::build(cache, series.base, &[], Some(build::DEBUG))?;
             let same = Request { kernel: HostKernel::Image(before.bzimage()), ..host };
             let known = complaints(&selftests::run(cache, &programs, &before, &tests, same)?.log);
             let (old, new): (Vec<_>, Vec<_>) =
