@@ -1,5 +1,5 @@
-//! The directed half of the oracle: one chunk of the log is cleared, the guest writes to that chunk's last page and to its
-//! first, and both must be in the log.
+//! The directed half of the oracle: one chunk of the log is cleared, or a ring reset, the guest writes to that chunk's last
+//! page and to its first, and both must be in the log.
 //!
 //! Where a huge page is still mapped as one when a chunk is cleared, KVM must write-protect it, and both where the chunk
 //! reaches into the next one. In a memslot whose first gfn is one past a multiple of 64 there is a chunk that ends
@@ -9,10 +9,14 @@
 //! `kvm.eager_page_split` has split the next huge page by then. A second mistake needs KVM_DIRTY_LOG_INITIALLY_SET to be
 //! revoked between switching the log on and clearing it: what was left writable in the belief that the first clear would
 //! see to it then stays so.
+//!
+//! A dirty ring has no bits that could be set at first, and KVM takes KVM_DIRTY_LOG_INITIALLY_SET beside it all the same: so
+//! that is asked for, and each page must be in the ring as if it were not. (Since 5.11, when rings came, Linux then
+//! protects nothing when the log is switched on, and what was mapped never gets into a ring.)
 
 use std::fmt;
 
-use kvm_bindings::KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE;
+use kvm_bindings::{KVM_DIRTY_LOG_INITIALLY_SET, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE};
 
 use super::soak::Error;
 use super::{Method, sys};
@@ -31,10 +35,13 @@ use crate::workload::touch::Plan;
 /// Pages that the shortest clear covers.
 const CHUNK: u64 = 64;
 
+/// Of a dirty ring: a few times what one chunk puts there.
+const RING_ENTRIES: u32 = 4096;
+
 /// What to test.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// With or without INITIALLY_SET.
+    /// With or without INITIALLY_SET, or a ring beside it.
     pub method: Method,
     /// What backs memory.
     pub backing: Backing,
@@ -122,6 +129,11 @@ struct Seen {
 
 fn look(config: &Config) -> Result<Seen, Error> {
     let kvm = vm::open()?;
+    let ring = config.method == Method::Ring;
+    if ring {
+        let probe = crate::host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
+        super::check_ring(&probe, RING_ENTRIES)?;
+    }
     let end = (config.base + config.size).next_multiple_of(config.backing.best_mapping());
     let mut memory = Memory::map(MemoryConfig { backing: config.backing, ..MemoryConfig::new(end) })?;
     let part = |id, from: u64, to: u64| Slot {
@@ -135,7 +147,19 @@ fn look(config: &Config) -> Result<Seen, Error> {
     let tested = part(u32::from(config.base > 0), config.base, end);
     memory.slots = below.into_iter().chain([tested]).collect();
     let enter = sandbox::each_vcpu(config.sandbox);
-    let guest = Guest::build(&kvm, memory, GuestConfig { code: code::code(), enter, ..GuestConfig::new(1) })?;
+    let dirty_ring = ring.then_some(RING_ENTRIES);
+    let guest = Guest::build(
+        &kvm,
+        memory,
+        GuestConfig { code: code::code(), enter, dirty_ring, ..GuestConfig::new(1) },
+    )?;
+    let manual_protect = |flags| {
+        let call = "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2";
+        sys::set_manual_protect(&guest.vm.fd, flags).map_err(|source| super::Error::Ioctl { call, source })
+    };
+    if ring {
+        manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET)?;
+    }
     let mut tracker = super::tracker(config.method, &guest.vm, &guest.vcpus, Some(CHUNK))?;
     tracker.track(tested);
 
@@ -155,22 +179,22 @@ fn look(config: &Config) -> Result<Seen, Error> {
     let huge = now.and_then(|now| now.get("pages_2m").or(now.get("largepages").filter(|&&n| n > 0)).copied());
     tracker.enable(&guest.vm, true)?;
     if config.revoke {
-        let call = "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2";
-        sys::set_manual_protect(&guest.vm.fd, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE)
-            .map_err(|source| super::Error::Ioctl { call, source })?;
+        manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE)?;
     }
     let mut lost = Vec::new();
     let mut written = 0;
     for first in (0..pages).step_by(CHUNK as usize) {
         let last = (first + CHUNK).min(pages) - 1;
         let part = (last + 1 - first) as u32;
-        tracker.get()?;
-        let words = &tracker.logs()[0].words[(first / CHUNK) as usize..=(last / CHUNK) as usize];
-        sys::clear_log(&guest.vm.fd, tested.id, first, part, words).map_err(|source| super::Error::Slot {
-            call: "KVM_CLEAR_DIRTY_LOG",
-            slot: tested.id,
-            source,
-        })?;
+        if ring {
+            tracker.collect()?;
+        } else {
+            tracker.get()?;
+            let words = &tracker.logs()[0].words[(first / CHUNK) as usize..=(last / CHUNK) as usize];
+            let call = "KVM_CLEAR_DIRTY_LOG";
+            sys::clear_log(&guest.vm.fd, tested.id, first, part, words)
+                .map_err(|source| super::Error::Slot { call, slot: tested.id, source })?;
+        }
         for page in [last, first] {
             write(page, 1)?;
             written += 1;

@@ -15,7 +15,7 @@ use crate::vm::memory::Backing;
 #[command(allow_negative_numbers = true)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(super) struct DirtyEdgesArgs {
-    /// How the log is collected: manual-protect or initially-set
+    /// How the log is collected: manual-protect, initially-set, or ring (with initially-set asked for too: it must not matter)
     #[arg(long, value_name = "NAME", default_value = "initially-set", value_parser = args::tracker)]
     tracker: args::Tracker,
 
@@ -46,16 +46,21 @@ pub(super) struct DirtyEdgesArgs {
 const EXAMPLES: &str = "\
 Examples:
   vellum test dirty-edges                    huge pages that a clear leaves writable (eager_page_split=N)
-  vellum test dirty-edges --revoke           the same after a change of mind";
+  vellum test dirty-edges --revoke           the same after a change of mind
+  vellum test dirty-edges --tracker ring     a ring, which has no bits that could be set at first";
 
 /// Does what was asked.
 pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
     let method = args.tracker.method;
-    if !method.is_manual() {
-        let name = method.name();
-        return Err(Failure::usage(format!(
-            "--tracker {name}: nothing can be cleared in part with it; manual-protect and initially-set would work"
-        )));
+    if method == Method::Bitmap {
+        return Err(Failure::usage(
+            "--tracker bitmap: nothing can be cleared in part with it; manual-protect, initially-set and ring would work",
+        ));
+    }
+    if args.tracker.entries.is_some() {
+        return Err(Failure::usage(
+            "--tracker ring,entries=: this test takes a ring of its own size; leave entries out",
+        ));
     }
     if args.revoke && method != Method::InitiallySet {
         return Err(Failure::usage("--revoke: only --tracker initially-set has something to revoke"));
