@@ -18,10 +18,10 @@ use vellum::report::{Report, html, json};
 use crate::artifacts::Programs;
 use crate::bed::{self, Emulated, HostKernel, Outcome, Request};
 use crate::cache::Cache;
-use crate::kernel::Base;
 use crate::kernel::build::{self, Image};
 use crate::kernel::series::{Bench, Series, by_host};
 use crate::kernel::tree;
+use crate::kernel::{BASES, Base};
 use crate::{Error, Result};
 
 /// The share of a run that the host may idle.
@@ -117,10 +117,21 @@ pub fn kept(cache: &Cache, series: &Series, other: Option<&Base>, processor: Pro
     cache.path(&format!("compare/{}-{what}-{}", series.base.name, processor.name()))
 }
 
-/// The last comparison of `series` on this machine, if there was one.
-pub fn last(cache: &Cache, series: &Series, processor: Processor) -> Option<Comparison> {
-    let file = kept(cache, series, None, processor).join("comparison.json");
-    serde_json::from_slice(&fs::read(file).ok()?).ok()
+/// Where that on this very machine is kept.
+pub fn kept_of_metal(cache: &Cache, series: &Series) -> PathBuf {
+    cache.path(&format!("compare/{}-{}-metal", series.base.name, series.name))
+}
+
+/// The last comparisons of `series` that were kept here: on every processor, with other bases, on this machine itself.
+pub fn last(cache: &Cache, series: &Series) -> Vec<Comparison> {
+    let others = || BASES.iter().filter(|base| *base != series.base).map(Some);
+    let emulated = Processor::ALL.into_iter().flat_map(|processor| {
+        std::iter::once(None).chain(others()).map(move |other| kept(cache, series, other, processor))
+    });
+    emulated
+        .chain([kept_of_metal(cache, series)])
+        .filter_map(|dir| serde_json::from_slice(&fs::read(dir.join("comparison.json")).ok()?).ok())
+        .collect()
 }
 
 /// Compares the pristine kernel with the patched one, or with the pristine one of `other`; prints the table, and keeps it and

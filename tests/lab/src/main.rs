@@ -11,7 +11,6 @@ use lab::bed::{self, Emulated, HostKernel, Pace, Request};
 use lab::cache::Cache;
 use lab::compare::Processor;
 use lab::guest::Guest;
-use lab::kernel::series::Series;
 use lab::kernel::tree::Tree;
 use lab::kernel::{Base, build, check, series};
 use lab::wire::Frame;
@@ -316,15 +315,18 @@ fn perform(what: What) -> Result<u8> {
         What::List => {
             let cache = Cache::open()?;
             for series in series::all()? {
-                let Series { base, name, patches, about, .. } = &series;
-                println!("{}/{name}: {} patches; {}", base.name, patches.len(), about.claim);
-                let last = |processor| compare::last(&cache, &series, processor);
-                let rows: Vec<_> = Processor::ALL.into_iter().filter_map(last).collect();
-                for row in rows.iter().filter_map(|last| last.rows.first()) {
+                let (base, name) = (series.base.name, &series.name);
+                println!("{base}/{name}: {} patches; {}", series.patches.len(), series.about.claim);
+                let last = compare::last(&cache, &series);
+                for comparison in &last {
+                    let Some(row) = comparison.rows.first() else { continue };
                     let ratio = row.ratio().map_or("-".into(), |ratio| format!("{ratio:.3}"));
-                    println!("  last measured here: {} x {ratio} ({}: {})", row.figure, row.bed, row.bench);
+                    println!(
+                        "  last measured here: {} x {ratio} ({}: {}; {})",
+                        row.figure, row.bed, row.bench, comparison.after
+                    );
                 }
-                if rows.is_empty() {
+                if last.is_empty() {
                     println!("  not measured here: cargo lab compare {name}");
                 }
             }
@@ -355,8 +357,8 @@ fn perform(what: What) -> Result<u8> {
                     ));
                 }
                 Hosts::Metal => {
-                    let kept = cache.path(&format!("compare/{}-{}-metal", series.base.name, series.name));
-                    return compare::metal::compare(&cache, &series, &out.unwrap_or(kept)).map(|()| 0);
+                    let out = out.unwrap_or_else(|| compare::kept_of_metal(&cache, &series));
+                    return compare::metal::compare(&cache, &series, &out).map(|()| 0);
                 }
             };
             no_pml_on_svm(bed, pml)?;
