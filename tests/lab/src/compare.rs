@@ -19,7 +19,7 @@ use crate::artifacts::Programs;
 use crate::bed::{self, Emulated, HostKernel, Outcome, Request};
 use crate::cache::Cache;
 use crate::kernel::build::{self, Image};
-use crate::kernel::series::{Bench, Series, by_host};
+use crate::kernel::series::{self, Bench, Series, by_host};
 use crate::kernel::tree;
 use crate::kernel::{BASES, Base};
 use crate::{Error, Result};
@@ -123,7 +123,7 @@ pub fn kept_of_metal(cache: &Cache, series: &Series) -> PathBuf {
 }
 
 /// The last comparisons of `series` that were kept here: on every processor, with other bases, on this machine itself.
-pub fn last(cache: &Cache, series: &Series) -> Vec<Comparison> {
+fn last(cache: &Cache, series: &Series) -> Vec<Comparison> {
     let others = || BASES.iter().filter(|base| *base != series.base).map(Some);
     let emulated = Processor::ALL.into_iter().flat_map(|processor| {
         std::iter::once(None).chain(others()).map(move |other| kept(cache, series, other, processor))
@@ -132,6 +132,27 @@ pub fn last(cache: &Cache, series: &Series) -> Vec<Comparison> {
         .chain([kept_of_metal(cache, series)])
         .filter_map(|dir| serde_json::from_slice(&fs::read(dir.join("comparison.json")).ok()?).ok())
         .collect()
+}
+
+/// Every series, what it claims, and the first figure of each comparison that was kept here.
+pub fn list(cache: &Cache) -> Result<String> {
+    let mut list = String::new();
+    for series in series::all()? {
+        let (base, name) = (series.base.name, &series.name);
+        list += &format!("{base}/{name}: {} patches; {}\n", series.patches.len(), series.about.claim);
+        let last = last(cache, &series);
+        for comparison in &last {
+            let Some(row) = comparison.rows.first() else { continue };
+            let ratio = row.ratio().map_or("-".into(), |ratio| format!("{ratio:.3}"));
+            let Row { figure, bed, bench, .. } = row;
+            let after = &comparison.after;
+            list += &format!("  last measured here: {figure} x {ratio} ({bed}: {bench}; {after})\n");
+        }
+        if last.is_empty() {
+            list += &format!("  not measured here: cargo lab compare {name}\n");
+        }
+    }
+    Ok(list)
 }
 
 /// Compares the pristine kernel with the patched one, or with the pristine one of `other`; prints the table, and keeps it and

@@ -64,7 +64,12 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], suffix: &str, config
         };
         let label = format!("{}{suffix}", tree.package.version);
         let jobs = format!("-j{}", std::thread::available_parallelism().map_or(1, usize::from));
-        build::watched(&mut make(&[&jobs, "bzImage", "modules"]), &label)?;
+        // A kernel that is all of one piece has no such target.
+        let dotconfig = objects.join(".config");
+        let dotconfig = fs::read_to_string(&dotconfig).map_err(Error::file("read", &dotconfig))?;
+        let modules = dotconfig.lines().any(|line| line == "CONFIG_MODULES=y").then_some("modules");
+        let targets = [jobs.as_str(), "bzImage"].into_iter().chain(modules);
+        build::watched(&mut make(&targets.collect::<Vec<_>>()), &label)?;
         let release = tool::text(&mut make(&["-s", "kernelrelease"]))?.trim().to_owned();
         let root = out.join("root");
         let boot = root.join("boot");
@@ -75,11 +80,13 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], suffix: &str, config
             let from = objects.join(from);
             fs::copy(&from, boot.join(format!("{to}-{release}"))).map_err(Error::file("copy", &from))?;
         }
-        let target = format!("INSTALL_MOD_PATH={}", root.display());
-        tool::output(&mut make(&["-s", &target, "INSTALL_MOD_STRIP=1", "modules_install"]))?;
-        for link in ["build", "source"] {
-            // They would point into this cache.
-            let _ = fs::remove_file(root.join(format!("lib/modules/{release}/{link}")));
+        if modules.is_some() {
+            let target = format!("INSTALL_MOD_PATH={}", root.display());
+            tool::output(&mut make(&["-s", &target, "INSTALL_MOD_STRIP=1", "modules_install"]))?;
+            for link in ["build", "source"] {
+                // They would point into this cache.
+                let _ = fs::remove_file(root.join(format!("lib/modules/{release}/{link}")));
+            }
         }
         package(&root, out, &release, &tree.package.version)
     })?;
@@ -110,6 +117,17 @@ fn configure(tree: &Tree, objects: &Path, config: &[u8], fragment: &Path) -> Res
     tool::output(&mut merge)?;
     tool::output(build::command(tree, objects).arg("olddefconfig"))?;
     only_loaded_modules(tree, objects)?;
+    let dotconfig = objects.join(".config");
+    let got = fs::read_to_string(&dotconfig).map_err(Error::file("read", &dotconfig))?;
+    for symbol in ["CONFIG_KVM_INTEL=y", "CONFIG_KVM_AMD=y"] {
+        if !got.lines().any(|line| line == symbol) {
+            return Err(Error::Package(format!(
+                "--bed metal: {} {} with this machine's configuration does not take {symbol}: resources/kernel/metal.config has to \
+                 ask for what it depends on",
+                tree.package.name, tree.package.version
+            )));
+        }
+    }
     fs::write(&stamp, "").map_err(Error::file("write", &stamp))
 }
 
@@ -149,8 +167,10 @@ fn package(root: &Path, out: &Path, release: &str, version: &str) -> Result<()> 
             .map_err(Error::file("write", &path))
     };
     write("control", &control, 0o644)?;
+    let has_modules = root.join("lib/modules").is_dir();
+    let index = if has_modules { format!("depmod {release}\n") } else { String::new() };
     for (script, directory, before) in
-        [("postinst", "postinst.d", format!("depmod {release}\n")), ("postrm", "postrm.d", String::new())]
+        [("postinst", "postinst.d", index), ("postrm", "postrm.d", String::new())]
     {
         let text = format!(
             "#!/bin/sh\nset -e\n{before}[ ! -d /etc/kernel/{directory} ] ||\n\trun-parts --arg={release} \
