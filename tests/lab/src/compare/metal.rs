@@ -165,6 +165,9 @@ fn collect(series: &Series, side: usize, home: &Path) -> Result<()> {
 
 /// In what this host differs from the one that `bench` wants, and what would change that.
 fn unlike(bench: &Bench) -> Option<String> {
+    if !bench.is_for("metal") {
+        return Some(format!("it is for {} alone", bench.beds.join(" and ")));
+    }
     if !bench.locks.is_empty() {
         return Some("it watches locks, which kernels count for --bed svm alone".into());
     }

@@ -53,7 +53,7 @@ pub struct Bench {
     /// The host's second stage: `npt` of kvm-amd, `ept` of kvm-intel.
     #[serde(default = "on")]
     pub npt: bool,
-    /// The beds that it is for, where not for all: what is slow on QEMU is hopeless on Bochs.
+    /// The beds that it is for, `metal` among them, where not for all: what takes minutes on QEMU takes hours on Bochs.
     #[serde(default)]
     pub beds: Vec<String>,
     /// Module parameters of the host's kernel.
@@ -99,7 +99,12 @@ impl Bench {
         if self.multi && bed != Emulated::Svm {
             return false;
         }
-        self.beds.is_empty() || self.beds.iter().any(|name| name == bed.name())
+        self.is_for(bed.name())
+    }
+
+    /// Whether its `beds` have this one.
+    pub fn is_for(&self, bed: &str) -> bool {
+        self.beds.is_empty() || self.beds.iter().any(|name| name == bed)
     }
 
     /// Whether one boot can serve both.
@@ -295,7 +300,9 @@ mod tests {
                 );
             }
             let beds = series.about.bench.iter().flat_map(|bench| &bench.beds);
-            beds.for_each(|bed| assert!(["svm", "vmx"].contains(&bed.as_str()), "{}: {bed}", series.name));
+            beds.for_each(|bed| {
+                assert!(["svm", "vmx", "metal"].contains(&bed.as_str()), "{}: {bed}", series.name)
+            });
         }
     }
 
