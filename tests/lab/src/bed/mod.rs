@@ -62,7 +62,7 @@ impl Emulated {
     pub fn nanoseconds_per_instruction(self) -> f64 {
         match self {
             Self::Svm => 2.0,
-            Self::Vmx => 20.0,
+            Self::Vmx => 1e9 / vmx::IPS as f64,
         }
     }
 
