@@ -4,8 +4,10 @@
 //! a figure of the laboratory's own, the instructions that the whole host ran for it; a command that writes a result
 //! (`{json}`) adds its own figures. Time on an emulated host is instructions and is given as such, so idle time would be
 //! counted too: a run whose host idled for more than 1 % of it is refused. What the kernel's locks did is counted by kernels
-//! of another configuration, [`locks`], and on two CPUs that alone.
+//! of another configuration, [`locks`], and on two CPUs that alone. What each [`boot`] gave is kept until all have: a comparison that
+//! was stopped goes on from there.
 
+pub mod boot;
 pub mod locks;
 pub mod metal;
 
@@ -13,19 +15,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use vellum::report::{Report, html, json};
+use vellum::report::{Report, html};
 
+use self::boot::{Boot, Hosts, Sample};
 use crate::artifacts::Programs;
-use crate::bed::{self, Emulated, HostKernel, Outcome, Request};
+use crate::bed::{self, Emulated};
 use crate::cache::Cache;
 use crate::kernel::build::{self, Image};
 use crate::kernel::series::{self, Bench, Series, by_host};
 use crate::kernel::tree;
 use crate::kernel::{BASES, Base};
 use crate::{Error, Result};
-
-/// The share of a run that the host may idle.
-const IDLE_LIMIT: f64 = 0.01;
 
 /// Boots of each kernel.
 const ROUNDS: usize = 2;
@@ -182,34 +182,24 @@ pub fn compare(
         Ok([build::build(cache, base, &[], variant)?, after?])
     };
     let [before, after] = kernels(None)?;
-    let programs = Programs::build()?;
+    let hosts = Hosts { cache, programs: Programs::build()?, processor, kept: out.join("boots") };
     let mut rows = Vec::new();
     let mut results = Vec::new();
     for group in by_host(&benches) {
         let counting = if group[0].locks.is_empty() { None } else { Some(kernels(Some(locks::VARIANT))?) };
         let images = counting.as_ref().map_or([&before, &after], |[before, after]| [before, after]);
-        let mut boots: [Vec<Outcome>; 2] = [Vec::new(), Vec::new()];
-        for round in 0..ROUNDS {
+        let mut boots: [Vec<Boot>; 2] = [Vec::new(), Vec::new()];
+        for round in 1..=ROUNDS {
             for (side, image) in images.into_iter().enumerate() {
-                eprintln!(
-                    "lab: {} on {}, boot {} of {ROUNDS}: {} benchmarks",
-                    image.label,
-                    processor.label(group[0].npt),
-                    round + 1,
-                    group.len()
-                );
-                boots[side].push(measure(cache, &programs, image, &group, processor)?);
+                boots[side].push(hosts.boot(image, &group, round)?);
             }
         }
-        let instruction = processor.bed.nanoseconds_per_instruction();
         for (index, bench) in group.iter().enumerate() {
-            let mut sides = [Vec::new(), Vec::new()];
-            for ((side, outcomes), image) in sides.iter_mut().zip(&boots).zip(images) {
-                for (round, outcome) in outcomes.iter().enumerate() {
-                    let label = format!("{}, boot {} of {ROUNDS}", image.label, round + 1);
-                    side.push(sample(index, bench, outcome, &label, instruction, &mut results)?);
-                }
-            }
+            let of_bench = |boots: &mut Vec<Boot>| -> Vec<Sample> {
+                boots.iter_mut().for_each(|boot| results.append(&mut boot.benches[index].reports));
+                boots.iter().map(|boot| boot.benches[index].sample.clone()).collect()
+            };
+            let sides = boots.each_mut().map(of_bench);
             rows.extend(rows_of(bench, &label(processor, bench), &sides));
         }
     }
@@ -220,6 +210,7 @@ pub fn compare(
         rows,
     };
     deliver(&comparison, &results, out)?;
+    tree::remove(&hosts.kept)?;
     println!(
         "An emulated host: times are instructions, {} ns each by its clock, without the cost of caches or TLBs.",
         processor.bed.nanoseconds_per_instruction()
@@ -257,119 +248,6 @@ fn deliver(comparison: &Comparison, results: &[Report], out: &Path) -> Result<()
     Ok(())
 }
 
-fn measure(
-    cache: &Cache,
-    programs: &Programs,
-    image: &Image,
-    group: &[&Bench],
-    processor: Processor,
-) -> Result<Outcome> {
-    let mut request = Request::new(HostKernel::Image(image.bzimage()));
-    (request.bed, request.pml) = (processor.bed, processor.pml);
-    group[0].describe_host(&mut request);
-    // Many commands share a boot.
-    request.time_limit *= u32::try_from(group.len()).unwrap_or(u32::MAX);
-    let command = |(index, bench): (usize, &&Bench)| {
-        let command = bench.command(&format!("{index}.json"));
-        if bench.locks.is_empty() { command } else { locks::watched(command, &format!("{index}.locks")) }
-    };
-    request.commands = group.iter().enumerate().map(command).collect();
-    let outcome = bed::run(cache, programs, &request, |_| ())?;
-    for (bench, ran) in group.iter().zip(&outcome.ran) {
-        let Some(exit) = &ran.exit else { continue };
-        if exit.code != 0 {
-            let said = [ran.stdout.as_slice(), &ran.stderr].concat();
-            let said = String::from_utf8_lossy(&said).into_owned();
-            return Err(Error::Series(format!(
-                "{}: `{}` ended with {}:\n{said}",
-                image.label, bench.run, exit.code
-            )));
-        }
-        if exit.idle > IDLE_LIMIT && !bench.multi {
-            return Err(Error::Refused(format!(
-                "{}: `{}` left its host idle for {:.1} % of the time, which counts as instructions here; more than {:.0} % is \
-                 no measurement",
-                image.label,
-                bench.run,
-                exit.idle * 100.0,
-                IDLE_LIMIT * 100.0
-            )));
-        }
-    }
-    Ok(outcome)
-}
-
-/// What one boot gave of one benchmark.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-struct Sample {
-    idle: f64,
-    /// Name, unit, value.
-    figures: Vec<(String, String, f64)>,
-}
-
-/// The figures of one command on an emulated host; its own results go to `results`.
-fn sample(
-    index: usize,
-    bench: &Bench,
-    outcome: &Outcome,
-    label: &str,
-    instruction: f64,
-    results: &mut Vec<Report>,
-) -> Result<Sample> {
-    let Some(exit) = outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()) else {
-        return Err(Error::Refused(format!("`{}`: nothing was heard of its end", bench.run)));
-    };
-    let mut figures = vec![("whole_run".to_owned(), "s".to_owned(), exit.seconds)];
-    let mut reports = written(bench, outcome.files.get(&format!("{index}.json")).map(Vec::as_slice))?;
-    figures.extend(reports.iter().flat_map(figures_of));
-    // Beside those of the other kernel, on one page, a result has to say whose it is.
-    reports.iter_mut().for_each(|report| report.ask("host_kernel", label));
-    if bench.multi {
-        // Two CPUs at once have no clock that counts instructions: what a lock did is all that they tell.
-        figures.clear();
-    }
-    if !bench.locks.is_empty() {
-        let text = outcome
-            .files
-            .get(&format!("{index}.locks"))
-            .map_or("".into(), |bytes| String::from_utf8_lossy(bytes));
-        for lock in &bench.locks {
-            figures.extend(locks::figures(&text, lock, reports.first(), !bench.multi)?);
-        }
-    }
-    results.extend(reports);
-    let figures =
-        figures.iter().map(|(name, unit, value)| in_instructions(name, unit, *value, instruction)).collect();
-    Ok(Sample { idle: exit.idle, figures })
-}
-
-/// What `bench` wrote where it was told to.
-fn written(bench: &Bench, bytes: Option<&[u8]>) -> Result<Vec<Report>> {
-    match bytes {
-        Some(bytes) => valid(bytes, bench),
-        None if bench.run.contains("{json}") => {
-            Err(Error::Refused(format!("`{}` ended with 0 and wrote no result", bench.run)))
-        }
-        None => Ok(Vec::new()),
-    }
-}
-
-/// Name, unit and value of a result's figures. Those per second repeat times, and an emulated second is none.
-fn figures_of(report: &Report) -> impl Iterator<Item = (String, String, f64)> {
-    let own = report.figures.iter().filter(|figure| !figure.unit().ends_with("/s"));
-    own.map(|f| (f.name().to_owned(), f.unit().to_owned(), f.value()))
-}
-
-/// The results in a file; one that calls itself invalid is refused.
-fn valid(bytes: &[u8], bench: &Bench) -> Result<Vec<Report>> {
-    let reports =
-        json::parse(bytes, Path::new(&bench.run)).map_err(|error| Error::Refused(error.to_string()))?;
-    match reports.iter().find_map(|report| report.invalid.first()) {
-        Some(why) => Err(Error::Refused(format!("`{}` calls its own result invalid: {why}", bench.run))),
-        None => Ok(reports),
-    }
-}
-
 /// The rows of one command: its samples on the pristine and on the patched kernel.
 fn rows_of(bench: &Bench, bed: &str, sides: &[Vec<Sample>; 2]) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
@@ -392,16 +270,6 @@ fn rows_of(bench: &Bench, bed: &str, sides: &[Vec<Sample>; 2]) -> Vec<Row> {
     // A figure that only one kernel has (a counter that the series adds) has no ratio.
     rows.retain(|row| !row.before.is_empty() && !row.after.is_empty());
     rows
-}
-
-/// A figure of an emulated host: what was taken for a time is a number of instructions.
-fn in_instructions(name: &str, unit: &str, value: f64, nanoseconds: f64) -> (String, String, f64) {
-    let (unit, value) = match unit {
-        "s" => ("instructions", value * 1e9 / nanoseconds),
-        "ns" => ("instructions", value / nanoseconds),
-        unit => (unit, value),
-    };
-    (name.to_owned(), unit.to_owned(), value)
 }
 
 /// The table, a block a command.
@@ -457,12 +325,5 @@ mod tests {
         assert!((row.ratio().unwrap() - 50.0 / 101.0).abs() < 1e-12);
         assert!((row.spread() - 2.0 / 101.0).abs() < 1e-12);
         assert_eq!(super::Row { before: vec![0.0], ..row }.ratio(), None);
-    }
-
-    #[test]
-    fn times_become_instructions_and_nothing_else_does() {
-        assert_eq!(in_instructions("a", "s", 0.5, 2.0), ("a".into(), "instructions".into(), 2.5e8));
-        assert_eq!(in_instructions("a", "ns", 30.0, 20.0), ("a".into(), "instructions".into(), 1.5));
-        assert_eq!(in_instructions("a", "pages", 3.0, 2.0), ("a".into(), "pages".into(), 3.0));
     }
 }

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-use super::{Comparison, ROUNDS, Sample, deliver, rows_of, written};
+use super::boot::{Sample, written};
+use super::{Comparison, ROUNDS, deliver, rows_of};
 use crate::artifacts::Programs;
 use crate::cache::{Cache, digest};
 use crate::kernel::series::{Bench, Series};

@@ -1,0 +1,210 @@
+//! One boot of a comparison on an emulated host: what its benchmarks gave, and where that is kept until the comparison is done.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use vellum::report::{Report, json};
+
+use super::{Processor, ROUNDS, locks};
+use crate::artifacts::Programs;
+use crate::bed::{self, Emulated, HostKernel, Outcome, Request, svm};
+use crate::cache::{Cache, digest};
+use crate::kernel::build::Image;
+use crate::kernel::series::Bench;
+use crate::{Error, Result};
+
+/// The share of a run that the host may idle.
+const IDLE_LIMIT: f64 = 0.01;
+
+/// The hosts of one comparison.
+pub struct Hosts<'a> {
+    /// Holds what they boot.
+    pub cache: &'a Cache,
+    /// Run on them.
+    pub programs: Programs,
+    /// What they have.
+    pub processor: Processor,
+    /// A file for each boot of this comparison that is done.
+    pub kept: PathBuf,
+}
+
+/// What one boot gave, benchmark by benchmark.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Boot {
+    /// In the group's order.
+    pub benches: Vec<Gave>,
+}
+
+/// What one boot gave of one benchmark.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Gave {
+    /// Its figures.
+    pub sample: Sample,
+    /// The results that it wrote.
+    pub reports: Vec<Report>,
+}
+
+impl Hosts<'_> {
+    /// Boots `image` for the benchmarks of `group`, unless a comparison that was stopped had done so.
+    pub fn boot(&self, image: &Image, group: &[&Bench], round: usize) -> Result<Boot> {
+        let label = format!("{}, boot {round} of {ROUNDS}", image.label);
+        let host = self.processor.label(group[0].npt);
+        let file = self.kept.join(format!("{}.json", self.key(image, group, round)?));
+        if let Some(boot) = fs::read(&file).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()) {
+            eprintln!("lab: {label}, on {host}: done before the last comparison stopped");
+            return Ok(boot);
+        }
+        eprintln!("lab: {label}, on {host}: {} benchmarks", group.len());
+        let outcome = measure(self.cache, &self.programs, image, group, self.processor)?;
+        let instruction = self.processor.bed.nanoseconds_per_instruction();
+        let gave = |(index, bench): (usize, &&Bench)| gave(index, bench, &outcome, &label, instruction);
+        let boot = Boot { benches: group.iter().enumerate().map(gave).collect::<Result<_>>()? };
+        fs::create_dir_all(&self.kept).map_err(Error::file("create", &self.kept))?;
+        let text = serde_json::to_vec(&boot).expect("figures are plain data");
+        // Half a file is read as none.
+        fs::write(&file, text).map_err(Error::file("write", &file))?;
+        Ok(boot)
+    }
+
+    /// All that a boot's figures depend on.
+    fn key(&self, image: &Image, group: &[&Bench], round: usize) -> Result<String> {
+        let mut parts = vec![format!("{} {group:?} {:?} {round}", image.name, self.processor).into_bytes()];
+        for program in [&self.programs.vellum, &self.programs.init] {
+            parts.push(fs::read(program).map_err(Error::file("read", program))?);
+        }
+        if self.processor.bed == Emulated::Svm {
+            parts.push(svm::version()?.into_bytes());
+        }
+        Ok(digest(parts.iter().map(Vec::as_slice)))
+    }
+}
+
+/// Runs them.
+fn measure(
+    cache: &Cache,
+    programs: &Programs,
+    image: &Image,
+    group: &[&Bench],
+    processor: Processor,
+) -> Result<Outcome> {
+    let mut request = Request::new(HostKernel::Image(image.bzimage()));
+    (request.bed, request.pml) = (processor.bed, processor.pml);
+    group[0].describe_host(&mut request);
+    // Many commands share a boot.
+    request.time_limit *= u32::try_from(group.len()).unwrap_or(u32::MAX);
+    let command = |(index, bench): (usize, &&Bench)| {
+        let command = bench.command(&format!("{index}.json"));
+        if bench.locks.is_empty() { command } else { locks::watched(command, &format!("{index}.locks")) }
+    };
+    request.commands = group.iter().enumerate().map(command).collect();
+    let outcome = bed::run(cache, programs, &request, |_| ())?;
+    for (bench, ran) in group.iter().zip(&outcome.ran) {
+        let Some(exit) = &ran.exit else { continue };
+        if exit.code != 0 {
+            let said = [ran.stdout.as_slice(), &ran.stderr].concat();
+            let said = String::from_utf8_lossy(&said).into_owned();
+            return Err(Error::Series(format!(
+                "{}: `{}` ended with {}:\n{said}",
+                image.label, bench.run, exit.code
+            )));
+        }
+        if exit.idle > IDLE_LIMIT && !bench.multi {
+            return Err(Error::Refused(format!(
+                "{}: `{}` left its host idle for {:.1} % of the time, which counts as instructions here; more than {:.0} % is \
+                 no measurement",
+                image.label,
+                bench.run,
+                exit.idle * 100.0,
+                IDLE_LIMIT * 100.0
+            )));
+        }
+    }
+    Ok(outcome)
+}
+
+/// What one boot gave of one benchmark.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sample {
+    /// The share of it that the host idled.
+    pub idle: f64,
+    /// Name, unit, value.
+    pub figures: Vec<(String, String, f64)>,
+}
+
+/// What the command of that index gave on an emulated host.
+fn gave(index: usize, bench: &Bench, outcome: &Outcome, label: &str, instruction: f64) -> Result<Gave> {
+    let Some(exit) = outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()) else {
+        return Err(Error::Refused(format!("`{}`: nothing was heard of its end", bench.run)));
+    };
+    let mut figures = vec![("whole_run".to_owned(), "s".to_owned(), exit.seconds)];
+    let mut reports = written(bench, outcome.files.get(&format!("{index}.json")).map(Vec::as_slice))?;
+    figures.extend(reports.iter().flat_map(figures_of));
+    // Beside those of the other kernel, on one page, a result has to say whose it is.
+    reports.iter_mut().for_each(|report| report.ask("host_kernel", label));
+    if bench.multi {
+        // Two CPUs at once have no clock that counts instructions: what a lock did is all that they tell.
+        figures.clear();
+    }
+    if !bench.locks.is_empty() {
+        let text = outcome
+            .files
+            .get(&format!("{index}.locks"))
+            .map_or("".into(), |bytes| String::from_utf8_lossy(bytes));
+        for lock in &bench.locks {
+            figures.extend(locks::figures(&text, lock, reports.first(), !bench.multi)?);
+        }
+    }
+    let figures =
+        figures.iter().map(|(name, unit, value)| in_instructions(name, unit, *value, instruction)).collect();
+    Ok(Gave { sample: Sample { idle: exit.idle, figures }, reports })
+}
+
+/// What `bench` wrote where it was told to.
+pub fn written(bench: &Bench, bytes: Option<&[u8]>) -> Result<Vec<Report>> {
+    match bytes {
+        Some(bytes) => valid(bytes, bench),
+        None if bench.run.contains("{json}") => {
+            Err(Error::Refused(format!("`{}` ended with 0 and wrote no result", bench.run)))
+        }
+        None => Ok(Vec::new()),
+    }
+}
+
+/// Name, unit and value of a result's figures. Those per second repeat times, and an emulated second is none.
+fn figures_of(report: &Report) -> impl Iterator<Item = (String, String, f64)> {
+    let own = report.figures.iter().filter(|figure| !figure.unit().ends_with("/s"));
+    own.map(|f| (f.name().to_owned(), f.unit().to_owned(), f.value()))
+}
+
+/// The results in a file; one that calls itself invalid is refused.
+fn valid(bytes: &[u8], bench: &Bench) -> Result<Vec<Report>> {
+    let reports =
+        json::parse(bytes, Path::new(&bench.run)).map_err(|error| Error::Refused(error.to_string()))?;
+    match reports.iter().find_map(|report| report.invalid.first()) {
+        Some(why) => Err(Error::Refused(format!("`{}` calls its own result invalid: {why}", bench.run))),
+        None => Ok(reports),
+    }
+}
+
+/// A figure of an emulated host: what was taken for a time is a number of instructions.
+fn in_instructions(name: &str, unit: &str, value: f64, nanoseconds: f64) -> (String, String, f64) {
+    let (unit, value) = match unit {
+        "s" => ("instructions", value * 1e9 / nanoseconds),
+        "ns" => ("instructions", value / nanoseconds),
+        unit => (unit, value),
+    };
+    (name.to_owned(), unit.to_owned(), value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_become_instructions_and_nothing_else_does() {
+        assert_eq!(in_instructions("a", "s", 0.5, 2.0), ("a".into(), "instructions".into(), 2.5e8));
+        assert_eq!(in_instructions("a", "ns", 30.0, 20.0), ("a".into(), "instructions".into(), 1.5));
+        assert_eq!(in_instructions("a", "pages", 3.0, 2.0), ("a".into(), "pages".into(), 3.0));
+    }
+}
