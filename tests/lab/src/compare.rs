@@ -297,10 +297,11 @@ pub fn table(comparison: &Comparison) -> String {
 
 fn number(value: f64) -> String {
     if value.abs() >= 1000.0 || value == value.trunc() {
-        format!("{value:.0}")
-    } else {
-        format!("{value:.4}")
+        return format!("{value:.0}");
     }
+    // Four digits that tell something: `metal` gives microseconds in seconds.
+    let decimals = (3.0 - value.abs().log10().floor()).clamp(4.0, 12.0);
+    format!("{value:.*}", decimals as usize)
 }
 
 #[cfg(test)]
@@ -317,6 +318,11 @@ mod tests {
             bed: "svm npt=1".into(),
             idle: 0.0,
         }
+    }
+
+    #[test]
+    fn numbers_have_digits_enough() {
+        assert_eq!([0.0, 12345.6, 12.5, 0.000030664].map(number), ["0", "12346", "12.5000", "0.00003066"]);
     }
 
     #[test]
