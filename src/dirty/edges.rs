@@ -11,8 +11,8 @@
 //! see to it then stays so.
 //!
 //! A dirty ring has no bits that could be set at first, and KVM takes KVM_DIRTY_LOG_INITIALLY_SET beside it all the same: so
-//! that is asked for, and each page must be in the ring as if it were not. (Since 5.11, when rings came, Linux then
-//! protects nothing when the log is switched on, and what was mapped never gets into a ring.)
+//! that is asked for, and each page must be in the ring as if it were not. (Linux 6.12 and
+//! 6.18 then protect nothing when the log is switched on, and what was mapped never gets into a ring.)
 
 use std::fmt;
 

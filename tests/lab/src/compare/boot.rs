@@ -67,10 +67,10 @@ impl Hosts<'_> {
         Ok(boot)
     }
 
-    /// All that a boot's figures depend on.
+    /// What a boot's figures depend on: the laboratory too, which turns times into instructions and builds its own Bochs.
     fn key(&self, image: &Image, group: &[&Bench], round: usize) -> Result<String> {
         let mut parts = vec![format!("{} {group:?} {:?} {round}", image.name, self.processor).into_bytes()];
-        for program in [&self.programs.vellum, &self.programs.init] {
+        for program in [&self.programs.vellum, &self.programs.init, &self.programs.lab] {
             parts.push(fs::read(program).map_err(Error::file("read", program))?);
         }
         if self.processor.bed == Emulated::Svm {
@@ -80,7 +80,7 @@ impl Hosts<'_> {
     }
 }
 
-/// Runs them.
+/// Boots `image` and runs `group` on it; an error where a command failed or its host idled.
 fn measure(
     cache: &Cache,
     programs: &Programs,
