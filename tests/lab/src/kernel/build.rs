@@ -62,13 +62,12 @@ impl Config {
         let mut fragments = Vec::new();
         let mut asked = Vec::new();
         for part in ["x86"].into_iter().chain(measured).chain(variant) {
-            let common = dir.join(format!("{part}.config"));
-            if part != "x86" {
-                asked.push(common.clone());
-            }
             let of_base = dir.join(format!("{part}-{}.config", base.name));
-            fragments.push(common);
-            fragments.extend(of_base.is_file().then_some(of_base));
+            let mut of_part = vec![dir.join(format!("{part}.config"))];
+            of_part.extend(of_base.is_file().then_some(of_base));
+            // x86.config names what only some bases have.
+            asked.extend((part != "x86").then(|| of_part.clone()).into_iter().flatten());
+            fragments.extend(of_part);
         }
         let name = variant.map_or("x86".to_owned(), |variant| format!("x86-{variant}"));
         Ok(Self { name, fragments, asked })
@@ -80,9 +79,8 @@ impl Config {
         let mut missing = Vec::new();
         for path in &self.asked {
             let text = fs::read_to_string(path).map_err(Error::file("read", path))?;
-            let wanted = text.lines().filter(|line| line.starts_with("CONFIG_"));
-            missing
-                .extend(wanted.filter(|line| !dotconfig.lines().any(|got| got == *line)).map(str::to_owned));
+            let wanted = text.lines().filter(|line| line.contains("CONFIG_"));
+            missing.extend(wanted.filter(|line| !in_force(line, dotconfig)).map(str::to_owned));
         }
         Ok(missing)
     }
@@ -96,6 +94,17 @@ impl Config {
     fn text(&self) -> Result<Vec<u8>> {
         let read = |path: &PathBuf| fs::read(path).map_err(Error::file("read", path));
         Ok(self.fragments.iter().map(read).collect::<Result<Vec<_>>>()?.concat())
+    }
+}
+
+/// Whether a configuration has a fragment's line; a symbol that it does not know is not set.
+fn in_force(line: &str, dotconfig: &str) -> bool {
+    match line.strip_prefix("# ").and_then(|line| line.strip_suffix(" is not set")) {
+        Some(symbol) => {
+            let set = format!("{symbol}=");
+            !dotconfig.lines().any(|got| got.starts_with(&set))
+        }
+        None => dotconfig.lines().any(|got| got == line),
     }
 }
 
@@ -243,6 +252,19 @@ fn keep(objects: &Path, out: &Path, label: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_not_set_is_looked_at_too() {
+        let dotconfig = "CONFIG_A=y\n# CONFIG_B is not set\nCONFIG_AB=y\n";
+        let lines = [
+            "CONFIG_A=y",
+            "CONFIG_B=y",
+            "# CONFIG_A is not set",
+            "# CONFIG_B is not set",
+            "# CONFIG_C is not set",
+        ];
+        assert_eq!(lines.map(|line| in_force(line, dotconfig)), [true, false, false, true, true]);
+    }
 
     #[test]
     fn a_message_is_no_part_of_a_change() {
