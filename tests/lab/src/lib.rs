@@ -20,6 +20,7 @@ pub mod guest;
 pub mod initramfs;
 pub mod kernel;
 pub mod kvm_unit_tests;
+pub mod lanes;
 pub mod parameter;
 pub mod test;
 pub mod tool;

@@ -10,6 +10,7 @@ use super::series::{self, Bench};
 use crate::artifacts::Programs;
 use crate::bed::{self, HostKernel, Request, svm};
 use crate::cache::{Cache, digest};
+use crate::lanes::side_by_side;
 use crate::wire::Frame;
 use crate::{Error, Result};
 
@@ -19,10 +20,8 @@ const ORACLE: &str = "vellum test dirty-log --memory 32m --events 20k --seed 1";
 /// Boots `image` with the oracle and `tests`.
 pub fn every_time(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
     let (oracles, programs) = (oracles(), Programs::build()?);
-    for group in series::by_host(&oracles.iter().chain(tests).collect::<Vec<_>>()) {
-        boot(cache, &programs, image, &group)?;
-    }
-    Ok(())
+    let groups = series::by_host(&oracles.iter().chain(tests).collect::<Vec<_>>());
+    each(&groups, |group| boot(cache, &programs, image, group))
 }
 
 /// The same, less what this `vellum` has passed on `image` before: one image with its base's whole stack serves the check
@@ -42,18 +41,23 @@ pub fn once_each(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
     };
     let (known, new): (Vec<_>, Vec<_>) =
         oracles.iter().chain(tests).partition(|bench| cache.path(&entry(bench)).exists());
-    for group in series::by_host(&new) {
-        boot(cache, &programs, image, &group)?;
-        for bench in group {
-            cache.entry(&entry(bench), |_| Ok(()))?;
-        }
-    }
+    each(&series::by_host(&new), |group| {
+        boot(cache, &programs, image, group)?;
+        group.iter().try_for_each(|bench| cache.entry(&entry(bench), |_| Ok(())).map(drop))
+    })?;
     if !known.is_empty() {
         let marks = cache.path(&format!("boots/{name}-*"));
         let passed = format!("{} commands passed on it before, with this vellum", known.len());
         report(&image.label, &format!("{passed} (to run them again: rm -r {})", marks.display()));
     }
     Ok(())
+}
+
+/// Hosts that count instructions side by side; then, one after the other, those whose two CPUs race in real time.
+fn each(groups: &[Vec<&Bench>], boot: impl Fn(&[&Bench]) -> Result<()> + Sync) -> Result<()> {
+    let (races, counted): (Vec<_>, Vec<_>) = groups.iter().partition(|group| group[0].multi);
+    side_by_side(&counted, |group| boot(group))?;
+    races.into_iter().try_for_each(|group| boot(group))
 }
 
 fn oracles() -> [Bench; 2] {
@@ -72,12 +76,16 @@ fn boot(cache: &Cache, programs: &Programs, image: &Image, group: &[&Bench]) -> 
     // Splats are looked for last, when everything has run.
     request.commands.push(["dmesg".to_owned()].to_vec());
     let mut done = 0;
+    let mut said = Vec::new();
     let outcome = bed::run(cache, programs, &request, |frame| match frame {
-        Frame::Stderr(bytes) => eprint!("{}", String::from_utf8_lossy(bytes)),
+        // Beside another host, only what is told at once is told as one.
+        Frame::Stderr(bytes) => said.extend(bytes),
         Frame::Exit(exit) => {
             if let Some(bench) = group.get(done) {
-                eprintln!("lab: {} {host}: `{}` ended with {}", image.label, bench.run, exit.code);
+                let said = String::from_utf8_lossy(&said);
+                eprintln!("{said}lab: {} {host}: `{}` ended with {}", image.label, bench.run, exit.code);
             }
+            said.clear();
             done += 1;
         }
         _ => (),

@@ -9,12 +9,13 @@ use std::time::Instant;
 use super::boots;
 use super::build::{self, Config, Image};
 use super::complaints::complaints;
-use super::selftests;
+use super::selftests::{self, Results};
 use super::series::{self, Series};
 use super::tree::{self, Tree};
 use crate::artifacts::Programs;
 use crate::bed::{HostKernel, Request};
 use crate::cache::Cache;
+use crate::lanes::side_by_side;
 use crate::{Error, Result, tool};
 
 /// Holds `series` to its promises; each step says what it saw and how long it took. Images, and what the selftests and the
@@ -70,19 +71,23 @@ const AGAIN: usize = 6;
 fn selftests_alike(cache: &Cache, tree: &Tree, series: &Series, before: &Image, after: &Image) -> Result<()> {
     let tests = selftests::build(cache, tree)?;
     let programs = Programs::build()?;
-    for (old_host, new_host) in hosts(series, before).into_iter().zip(hosts(series, after)) {
+    let pairs = hosts(series, before).into_iter().zip(hosts(series, after));
+    let asked: Vec<(&Image, Request)> = pairs.flat_map(|(old, new)| [(before, old), (after, new)]).collect();
+    let results =
+        side_by_side(&asked, |(image, host)| selftests::run(cache, &programs, image, &tests, host.clone()))?;
+    for (asked, results) in asked.chunks(2).zip(results.chunks(2)) {
+        let ([_, (_, new_host)], [old, new]) = (asked, results) else { unreachable!("they come in pairs") };
         let host = new_host.label();
-        let old = selftests::run(cache, &programs, before, &tests, old_host.clone())?;
-        let new = selftests::run(cache, &programs, after, &tests, new_host.clone())?;
-        let mut differences = old.differences(&new);
+        let mut differences = old.differences(new);
         let mut unsteady = String::new();
         if !differences.is_empty() {
             let mut some = tests.clone();
             some.retain(|(name, _)| differences.contains_key(name));
-            let again = |image, host| selftests::endings(cache, &programs, image, &some, AGAIN, host);
-            let (old_ends, new_ends) = (again(before, old_host)?, again(after, new_host)?);
+            let ends = side_by_side(asked, |(image, host)| {
+                selftests::endings(cache, &programs, image, &some, AGAIN, host.clone())
+            })?;
             differences.retain(|name, first| {
-                let mut both = [&old_ends, &new_ends].map(|ends| ends.get(name).cloned().unwrap_or_default());
+                let mut both = [0, 1].map(|kernel| ends[kernel].get(name).cloned().unwrap_or_default());
                 both.iter_mut().zip(first).for_each(|(ends, first)| ends.extend(*first));
                 // Only what never happens without the series is the series' doing.
                 let same = both[1].iter().all(|new| both[0].iter().any(|old| old.is_like(*new)));
@@ -121,28 +126,39 @@ fn selftests_alike(cache: &Cache, tree: &Tree, series: &Series, before: &Image, 
 fn selftests_without_splat(cache: &Cache, tree: &Tree, series: &Series, image: &Image) -> Result<()> {
     let tests = selftests::build(cache, tree)?;
     let programs = Programs::build()?;
-    for host in hosts(series, image) {
-        let label = host.label();
-        let results = selftests::run(cache, &programs, image, &tests, host.clone())?;
-        let log = &results.log;
-        let mut found = complaints(log);
-        let mut also = String::new();
-        if !found.is_empty() {
-            // Such a kernel takes long to build: the pristine one is asked only where there is something to ask.
-            let before = build::build(cache, series.base, &[], Some(build::DEBUG))?;
-            let same = Request { kernel: HostKernel::Image(before.bzimage()), ..host };
-            let known = complaints(&selftests::run(cache, &programs, &before, &tests, same)?.log);
-            let (old, new): (Vec<_>, Vec<_>) =
-                found.into_iter().partition(|complaint| known.contains(complaint));
-            found = new;
-            also = format!(", but for what {} has too: {}", before.label, old.join("; "));
+    let hosts = hosts(series, image);
+    let ask = |image: &Image, hosts: &[Request]| {
+        side_by_side(hosts, |host| selftests::run(cache, &programs, image, &tests, host.clone()))
+    };
+    let results = ask(image, &hosts)?;
+    let complain = |results: &Results| !complaints(&results.log).is_empty();
+    let mut known = vec![Vec::new(); hosts.len()];
+    let mut also = String::new();
+    // The pristine kernel takes long to build: it is asked only where there is something to ask.
+    let doubtful: Vec<usize> = (0..hosts.len()).filter(|&index| complain(&results[index])).collect();
+    if !doubtful.is_empty() {
+        let before = build::build(cache, series.base, &[], Some(build::DEBUG))?;
+        let kernel = HostKernel::Image(before.bzimage());
+        let same: Vec<Request> = doubtful
+            .iter()
+            .map(|&index| Request { kernel: kernel.clone(), ..hosts[index].clone() })
+            .collect();
+        for (index, results) in doubtful.into_iter().zip(ask(&before, &same)?) {
+            known[index] = complaints(&results.log);
         }
-        if let Some(splat) = found.first() {
+        also = format!(", but for what {} has too: ", before.label);
+    }
+    for ((host, results), known) in hosts.iter().zip(&results).zip(&known) {
+        let (log, label) = (&results.log, host.label());
+        let (old, new): (Vec<_>, Vec<_>) =
+            complaints(log).into_iter().partition(|complaint| known.contains(complaint));
+        if let Some(splat) = new.first() {
             return Err(Error::Series(format!(
                 "{} {label}: during the selftests the kernel complained:\n{splat}\n{log}",
                 image.label
             )));
         }
+        let also = if old.is_empty() { String::new() } else { format!("{also}{}", old.join("; ")) };
         report(
             &image.label,
             &format!(

@@ -10,6 +10,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::build::{self, Image};
@@ -182,22 +183,10 @@ pub fn run(
     tests: &[(String, PathBuf)],
     request: Request,
 ) -> Result<Results> {
-    let mut key = vec![request.parameters.join(" "), format!("{:?} {LIMIT}", request.second_stage)];
-    key.extend(tests.iter().map(|(name, _)| command(name).join(" ")));
-    key.push(svm::version()?);
-    let entry = format!("selftests/{}-{}", image.name, digest(key.iter().map(String::as_bytes)));
-    let dir = cache.entry(&entry, |out| {
+    kept(cache, &entry(image, tests, &request)?, || {
         let (verdicts, log) = boot(cache, programs, image, tests, 1, request)?;
         let verdicts = tests.iter().zip(verdicts).map(|((name, _), verdict)| (name.clone(), verdict));
-        let results = Results { verdicts: verdicts.collect(), log };
-        let json = serde_json::to_vec_pretty(&results).expect("results are plain data");
-        let file = out.join("results.json");
-        fs::write(&file, json).map_err(Error::file("write", &file))
-    })?;
-    let file = dir.join("results.json");
-    let bytes = fs::read(&file).map_err(Error::file("read", &file))?;
-    serde_json::from_slice(&bytes).map_err(|error| {
-        Error::Series(format!("{}: {error}; remove {} and try again", file.display(), dir.display()))
+        Ok(Results { verdicts: verdicts.collect(), log })
     })
 }
 
@@ -210,12 +199,40 @@ pub fn endings(
     times: usize,
     request: Request,
 ) -> Result<BTreeMap<String, BTreeSet<Verdict>>> {
-    let (verdicts, _) = boot(cache, programs, image, tests, times, request)?;
-    let mut endings = BTreeMap::<String, BTreeSet<Verdict>>::new();
-    for ((name, _), verdict) in tests.iter().cycle().zip(verdicts) {
-        endings.entry(name.clone()).or_default().insert(verdict);
-    }
-    Ok(endings)
+    kept(cache, &format!("{}-{times}-times", entry(image, tests, &request)?), || {
+        let (verdicts, _) = boot(cache, programs, image, tests, times, request)?;
+        let mut endings = BTreeMap::<String, BTreeSet<Verdict>>::new();
+        for ((name, _), verdict) in tests.iter().cycle().zip(verdicts) {
+            endings.entry(name.clone()).or_default().insert(verdict);
+        }
+        Ok(endings)
+    })
+}
+
+/// Where the cache has what `tests` did on `image` and that host: keyed by all that they depend on.
+fn entry(image: &Image, tests: &[(String, PathBuf)], request: &Request) -> Result<String> {
+    let mut key = vec![request.parameters.join(" "), format!("{:?} {LIMIT}", request.second_stage)];
+    key.extend(tests.iter().map(|(name, _)| command(name).join(" ")));
+    key.push(svm::version()?);
+    Ok(format!("selftests/{}-{}", image.name, digest(key.iter().map(String::as_bytes))))
+}
+
+/// What the cache has as `entry`, or what `make` gives.
+fn kept<T: Serialize + DeserializeOwned>(
+    cache: &Cache,
+    entry: &str,
+    make: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let dir = cache.entry(entry, |out| {
+        let json = serde_json::to_vec_pretty(&make()?).expect("results are plain data");
+        let file = out.join("results.json");
+        fs::write(&file, json).map_err(Error::file("write", &file))
+    })?;
+    let file = dir.join("results.json");
+    let bytes = fs::read(&file).map_err(Error::file("read", &file))?;
+    serde_json::from_slice(&bytes).map_err(|error| {
+        Error::Series(format!("{}: {error}; remove {} and try again", file.display(), dir.display()))
+    })
 }
 
 /// One boot: how the tests ended, in the order in which they ran, and the kernel's log.
