@@ -50,6 +50,11 @@ fn main() {
         both(kvm(), has(Method::Ring)),
         edges_of_a_ring,
     ));
+    trials.push(trial(
+        "the_directed_test_of_a_race_has_a_status_that_agrees",
+        both(kvm(), has(Method::InitiallySet)),
+        edges_of_a_race,
+    ));
     trials.push(trial("the_directed_test_refuses_what_it_cannot_clear", kvm(), edges_refused));
     trials.push(trial("a_ring_that_overflows_loses_nothing", both(kvm(), has(Method::Ring)), small_ring));
     trials.push(trial("a_part_of_the_chunks_is_cleared", both(kvm(), has(Method::ManualProtect)), parts));
@@ -168,7 +173,16 @@ fn edges_result() -> Result<(), Failed> {
 
 /// Kernels that lose pages of a ring beside INITIALLY_SET are no fault of ours; a status that hides it is.
 fn edges_of_a_ring() -> Result<(), Failed> {
-    let (status, [lost, written]) = edges_as_typed(&["--tracker", "ring"])?;
+    edges_agree(&["--tracker", "ring"])
+}
+
+/// Nor is a kernel that loses them where the mode changes while the log is switched on.
+fn edges_of_a_race() -> Result<(), Failed> {
+    edges_agree(&["--race", "-s", "anonymous"])
+}
+
+fn edges_agree(arguments: &[&str]) -> Result<(), Failed> {
+    let (status, [lost, written]) = edges_as_typed(arguments)?;
     ensure(status.code() == Some(i32::from(lost > 0.0)) && written > 0.0, || {
         format!("{status}, lost {lost} of {written}")
     })
@@ -189,15 +203,19 @@ fn edges_as_typed(arguments: &[&str]) -> Result<(ExitStatus, [f64; 2]), Failed> 
 }
 
 fn edges_refused() -> Result<(), Failed> {
-    for (tracker, remedy) in
-        [("bitmap", "manual-protect, initially-set and ring"), ("ring,entries=4096", "leave entries out")]
-    {
-        let arguments = ["test", "dirty-edges", "--tracker", tracker];
-        let output = Command::new(env!("CARGO_BIN_EXE_vellum")).args(arguments).output()?;
+    for (arguments, remedy) in [
+        (&["--tracker", "bitmap"][..], "manual-protect, initially-set and ring"),
+        (&["--tracker", "ring,entries=4096"], "leave entries out"),
+        (&["--tracker", "manual-protect", "--revoke"], "--revoke: only --tracker initially-set"),
+        (&["--tracker", "ring", "--race"], "--race: only --tracker initially-set"),
+        (&["--race", "--revoke"], "'--race' cannot be used with '--revoke'"),
+    ] {
+        let mut vellum = Command::new(env!("CARGO_BIN_EXE_vellum"));
+        let output = vellum.args(["test", "dirty-edges"]).args(arguments).output()?;
         let said = String::from_utf8(output.stderr)?;
         let right = output.status.code() == Some(2) && said.lines().count() == 1;
-        ensure(right && said.contains("--tracker") && said.contains(remedy), || {
-            format!("{tracker}: {}: {said}", output.status)
+        ensure(right && said.contains("--") && said.contains(remedy), || {
+            format!("{arguments:?}: {}: {said}", output.status)
         })?;
     }
     Ok(())

@@ -5,7 +5,8 @@ use clap::Args;
 use super::dirty_log::address;
 use crate::cli::result::ResultArgs;
 use crate::cli::{Failure, args, keyvalue};
-use crate::dirty::{Method, edges, soak};
+use crate::dirty::edges::{self, Mind};
+use crate::dirty::{Method, soak};
 use crate::sandbox::Mode;
 use crate::vm::lifecycle::{self, Exit};
 use crate::vm::memory::Backing;
@@ -35,6 +36,10 @@ pub(super) struct DirtyEdgesArgs {
     #[arg(long)]
     revoke: bool,
 
+    /// Set and revoke it in another thread, again and again, while the log is switched on, and then write to all pages
+    #[arg(long, conflicts_with = "revoke")]
+    race: bool,
+
     #[command(flatten)]
     result: ResultArgs,
 
@@ -47,6 +52,7 @@ const EXAMPLES: &str = "\
 Examples:
   vellum test dirty-edges                    huge pages that a clear leaves writable (eager_page_split=N)
   vellum test dirty-edges --revoke           the same after a change of mind
+  vellum test dirty-edges --race             a change of mind while the log is switched on
   vellum test dirty-edges --tracker ring     a ring, which has no bits that could be set at first";
 
 /// Does what was asked.
@@ -62,8 +68,14 @@ pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
             "--tracker ring,entries=: this test takes a ring of its own size; leave entries out",
         ));
     }
-    if args.revoke && method != Method::InitiallySet {
-        return Err(Failure::usage("--revoke: only --tracker initially-set has something to revoke"));
+    let mind = match (args.revoke, args.race) {
+        (true, _) => Mind::Revoked,
+        (_, true) => Mind::Raced,
+        _ => Mind::Kept,
+    };
+    if mind != Mind::Kept && method != Method::InitiallySet {
+        let flag = if args.revoke { "--revoke" } else { "--race" };
+        return Err(Failure::usage(format!("{flag}: only --tracker initially-set has something to revoke")));
     }
     if args.slot_base + args.memory > soak::MOST {
         let most = (soak::MOST - args.slot_base) >> 20;
@@ -74,7 +86,7 @@ pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
         backing: args.backing,
         size: args.memory,
         base: args.slot_base,
-        revoke: args.revoke,
+        mind,
         sandbox: args.sandbox,
     };
     args.result.deliver(|| {

@@ -264,8 +264,37 @@ pub fn ready(bed: Emulated) -> Result<()> {
     }
 }
 
+/// How often a host with two CPUs at once may be started: some die while they boot ([`svm`] says of what), be the kernel what
+/// it may. One that always does is its kernel's fault.
+const STARTS: u32 = 3;
+
 /// Boots the host, runs the request's commands, and hands every frame to `watch` as it comes.
 pub fn run(
+    cache: &Cache,
+    programs: &Programs,
+    request: &Request,
+    mut watch: impl FnMut(&Frame),
+) -> Result<Outcome> {
+    let mut start = 1;
+    loop {
+        let mut up = false;
+        let ended = once(cache, programs, request, |frame| {
+            up |= matches!(frame, Frame::Boot(_));
+            watch(frame);
+        });
+        match ended {
+            Err(Error::Bed { what, timed_out: false, .. })
+                if request.pace == Pace::Races && !up && start < STARTS =>
+            {
+                eprintln!("lab: {}: {what}; starting it again ({start} of {STARTS})", request.label());
+                start += 1;
+            }
+            ended => return ended,
+        }
+    }
+}
+
+fn once(
     cache: &Cache,
     programs: &Programs,
     request: &Request,

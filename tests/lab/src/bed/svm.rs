@@ -12,7 +12,8 @@
 //! patches while the other runs it: a host was seen to take breakpoints for ever, on both CPUs, at a static key in its
 //! scheduler where the kernel had long put the instruction back (`text_poke_bp`; the translation that QEMU kept was of the
 //! breakpoint). KVM switches that key with the first machine and with the last one, so `bed-init` holds machines of its own on
-//! such hosts. They are for races, and for short.
+//! such hosts; once in a while it dies by that very switch (an opcode that is none, in `__schedule`), and is started again. They
+//! are for races, and for short.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
