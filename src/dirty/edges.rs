@@ -45,7 +45,7 @@ const CHUNK: u64 = 64;
 const RING_ENTRIES: u32 = 4096;
 
 /// Times that a log is switched on while another thread sets and revokes INITIALLY_SET: one in which the mode did not change
-/// between KVM's two looks proves nothing. On two emulated CPUs one in three of Linux 6.12's loses pages, one in ten of 5.10's; on
+/// between KVM's two looks proves nothing. On two emulated CPUs about one in four loses pages, of Linux 5.10's and of 6.12's; on
 /// a single one none does, since the other thread is not run between the looks.
 const RACES: u64 = 200;
 
