@@ -3,8 +3,8 @@
 //! Two boots of each tell the difference between kernels from the difference between boots. Every command also yields
 //! a figure of the laboratory's own, the instructions that the whole host ran for it; a command that writes a result
 //! (`{json}`) adds its own figures. Time on an emulated host is instructions and is given as such, so idle time would be
-//! counted too: of a run whose host idled for more than 1 % of it the times are refused, and what is no time (bytes, how often) is
-//! kept. What the kernel's locks did is counted by kernels of another configuration, [`locks`], and on two CPUs that alone. What each [`boot`] gave is kept until all have: a comparison that
+//! counted too: a run whose host idled for more than 1 % of it is refused. What the kernel's locks did is counted by kernels
+//! of another configuration, [`locks`], and on two CPUs that alone. What each [`boot`] gave is kept until all have: a comparison that
 //! was stopped goes on from there.
 
 pub mod boot;
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use vellum::report::{Report, html};
 
-use self::boot::{Boot, Hosts, INSTRUCTIONS, Sample};
+use self::boot::{Boot, Hosts, Sample};
 use crate::artifacts::Programs;
 use crate::bed::{self, Emulated};
 use crate::cache::Cache;
@@ -29,9 +29,6 @@ use crate::{Error, Result};
 
 /// Boots of each kernel.
 const ROUNDS: usize = 2;
-
-/// The share of a run that its host may idle.
-const IDLE_LIMIT: f64 = 0.01;
 
 /// One figure, before and after.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -85,9 +82,6 @@ pub struct Comparison {
     pub after: String,
     /// The figures.
     pub rows: Vec<Row>,
-    /// What could not be measured, and why; a line each.
-    #[serde(default)]
-    pub refused: Vec<String>,
 }
 
 /// The processor that hosts of a comparison have.
@@ -189,7 +183,7 @@ pub fn compare(
     };
     let [before, after] = kernels(None)?;
     let hosts = Hosts { cache, programs: Programs::build()?, processor, kept: out.join("boots") };
-    let (mut rows, mut refused) = (Vec::new(), Vec::new());
+    let mut rows = Vec::new();
     let mut results = Vec::new();
     for group in by_host(&benches) {
         let counting = if group[0].locks.is_empty() { None } else { Some(kernels(Some(locks::VARIANT))?) };
@@ -206,9 +200,7 @@ pub fn compare(
                 boots.iter().map(|boot| boot.benches[index].sample.clone()).collect()
             };
             let sides = boots.each_mut().map(of_bench);
-            let host = label(processor, bench);
-            refused.extend(refusal(bench, &host, &sides));
-            rows.extend(rows_of(bench, &host, &sides));
+            rows.extend(rows_of(bench, &label(processor, bench), &sides));
         }
     }
     let comparison = Comparison {
@@ -216,7 +208,6 @@ pub fn compare(
         before: before.label,
         after: after.label,
         rows,
-        refused,
     };
     deliver(&comparison, &results, out)?;
     tree::remove(&hosts.kept)?;
@@ -224,10 +215,7 @@ pub fn compare(
         "An emulated host: times are instructions, {} ns each by its clock, without the cost of caches or TLBs.",
         processor.bed.nanoseconds_per_instruction()
     );
-    match comparison.refused.len() {
-        0 => Ok(()),
-        commands => Err(Error::Refused(format!("refused above: the times of {commands} commands"))),
-    }
+    Ok(())
 }
 
 /// The host of a row.
@@ -260,34 +248,12 @@ fn deliver(comparison: &Comparison, results: &[Report], out: &Path) -> Result<()
     Ok(())
 }
 
-/// The largest idle share of any boot.
-fn idle(sides: &[Vec<Sample>; 2]) -> f64 {
-    sides.iter().flatten().map(|sample| sample.idle).fold(0.0, f64::max)
-}
-
-/// Why the times of one command are none, if so. Two CPUs at once give no times.
-fn refusal(bench: &Bench, bed: &str, sides: &[Vec<Sample>; 2]) -> Option<String> {
-    let idle = idle(sides);
-    (idle > IDLE_LIMIT && !bench.multi).then(|| {
-        format!(
-            "the times of `{}` ({bed}): its host idled for {:.1} % of the run, which counts as instructions here; more than {:.0} % \
-             is no measurement",
-            bench.run,
-            idle * 100.0,
-            IDLE_LIMIT * 100.0
-        )
-    })
-}
-
 /// The rows of one command: its samples on the pristine and on the patched kernel.
 fn rows_of(bench: &Bench, bed: &str, sides: &[Vec<Sample>; 2]) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
-    let timed = idle(sides) <= IDLE_LIMIT;
     for (side, samples) in sides.iter().enumerate() {
         for sample in samples {
-            for (figure, unit, value) in
-                sample.figures.iter().filter(|(_, unit, _)| timed || unit != INSTRUCTIONS)
-            {
+            for (figure, unit, value) in &sample.figures {
                 let known = rows.iter().position(|row| row.figure == *figure);
                 let row = known.unwrap_or_else(|| {
                     let (bench, bed) = (bench.run.clone(), bed.to_owned());
@@ -326,7 +292,6 @@ pub fn table(comparison: &Comparison) -> String {
         out +=
             &format!("  {:36} {before:>16} {after:>16} {ratio:>8} {spread:>8}  {}\n", row.figure, row.unit);
     }
-    comparison.refused.iter().for_each(|what| out += &format!("\nRefused: {what}\n"));
     out
 }
 
@@ -358,26 +323,6 @@ mod tests {
     #[test]
     fn numbers_have_digits_enough() {
         assert_eq!([0.0, 12345.6, 12.5, 0.000030664].map(number), ["0", "12346", "12.5000", "0.00003066"]);
-    }
-
-    #[test]
-    fn of_a_host_that_idled_only_what_is_no_time_is_kept() {
-        let bench: Bench = toml::from_str("run = 'x'").unwrap();
-        let sample = |idle| Sample {
-            idle,
-            figures: [("t", INSTRUCTIONS, 5.0), ("b", "B", 7.0)]
-                .map(|(name, unit, value)| (name.to_owned(), unit.to_owned(), value))
-                .to_vec(),
-        };
-        let figures = |sides: &[Vec<Sample>; 2]| -> Vec<String> {
-            rows_of(&bench, "svm", sides).into_iter().map(|row| row.figure).collect()
-        };
-        let busy = [vec![sample(0.01), sample(0.0)], vec![sample(0.0), sample(0.0)]];
-        assert_eq!((figures(&busy), refusal(&bench, "svm", &busy)), (vec!["t".into(), "b".into()], None));
-        // One boot of four is enough: a mean of the others would be of another number of boots.
-        let idle = [vec![sample(0.0), sample(0.0)], vec![sample(0.011), sample(0.0)]];
-        assert_eq!(figures(&idle), ["b"]);
-        assert!(refusal(&bench, "svm", &idle).unwrap().contains("idled for 1.1 %"));
     }
 
     #[test]

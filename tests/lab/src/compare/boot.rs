@@ -14,8 +14,8 @@ use crate::kernel::build::Image;
 use crate::kernel::series::Bench;
 use crate::{Error, Result};
 
-/// The unit of what an emulated host takes for time.
-pub const INSTRUCTIONS: &str = "instructions";
+/// The share of a run that the host may idle.
+const IDLE_LIMIT: f64 = 0.01;
 
 /// The hosts of one comparison.
 pub struct Hosts<'a> {
@@ -80,7 +80,7 @@ impl Hosts<'_> {
     }
 }
 
-/// Boots `image` and runs `group` on it; an error where a command failed.
+/// Boots `image` and runs `group` on it; an error where a command failed or its host idled.
 fn measure(
     cache: &Cache,
     programs: &Programs,
@@ -107,6 +107,16 @@ fn measure(
             return Err(Error::Series(format!(
                 "{}: `{}` ended with {}:\n{said}",
                 image.label, bench.run, exit.code
+            )));
+        }
+        if exit.idle > IDLE_LIMIT && !bench.multi {
+            return Err(Error::Refused(format!(
+                "{}: `{}` left its host idle for {:.1} % of the time, which counts as instructions here; more than {:.0} % is \
+                 no measurement",
+                image.label,
+                bench.run,
+                exit.idle * 100.0,
+                IDLE_LIMIT * 100.0
             )));
         }
     }
@@ -180,8 +190,8 @@ fn valid(bytes: &[u8], bench: &Bench) -> Result<Vec<Report>> {
 /// A figure of an emulated host: what was taken for a time is a number of instructions.
 fn in_instructions(name: &str, unit: &str, value: f64, nanoseconds: f64) -> (String, String, f64) {
     let (unit, value) = match unit {
-        "s" => (INSTRUCTIONS, value * 1e9 / nanoseconds),
-        "ns" => (INSTRUCTIONS, value / nanoseconds),
+        "s" => ("instructions", value * 1e9 / nanoseconds),
+        "ns" => ("instructions", value / nanoseconds),
         unit => (unit, value),
     };
     (name.to_owned(), unit.to_owned(), value)

@@ -191,7 +191,7 @@ fn finish(series: &Series, suffixes: &[String; 2], boots: &[Vec<Boot>; 2], out: 
     }
     let [before, after] = suffixes.clone();
     let series = format!("{}/{}", series.base.name, series.name);
-    deliver(&Comparison { series, before, after, rows, refused: Vec::new() }, &[], out)
+    deliver(&Comparison { series, before, after, rows }, &[], out)
 }
 
 fn read(path: &str) -> Result<String> {
