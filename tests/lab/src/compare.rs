@@ -164,8 +164,10 @@ pub fn compare(
     processor: Processor,
     out: &Path,
 ) -> Result<()> {
-    let benches: Vec<&Bench> =
-        series.about.bench.iter().filter(|bench| bench.runs_on(processor.bed)).collect();
+    let (benches, left_out) = chosen(series, other, processor.bed);
+    for bench in left_out {
+        eprintln!("lab: `{}` is for {} alone: with --on, its host would idle", bench.run, series.base.name);
+    }
     if benches.is_empty() {
         return Err(Error::Series(format!(
             "{}: its series.toml names no [[bench]] for {}",
@@ -216,6 +218,12 @@ pub fn compare(
         processor.bed.nanoseconds_per_instruction()
     );
     Ok(())
+}
+
+/// The benchmarks for a comparison on `bed`, and those that are left out because it is with the base `other`.
+fn chosen<'a>(series: &'a Series, other: Option<&Base>, bed: Emulated) -> (Vec<&'a Bench>, Vec<&'a Bench>) {
+    let of_bed = series.about.bench.iter().filter(|bench| bench.runs_on(bed));
+    of_bed.partition(|bench| other.is_none() || !bench.own_base)
 }
 
 /// The host of a row.
@@ -318,6 +326,19 @@ mod tests {
             bed: "svm npt=1".into(),
             idle: 0.0,
         }
+    }
+
+    #[test]
+    fn what_would_idle_on_another_base_is_left_out_there_alone() {
+        let series = series::named("tdp-mmu-parallel-faults").unwrap();
+        let counts = |other| {
+            let (benches, left_out) = chosen(&series, other, Emulated::Svm);
+            (benches.len(), left_out.len())
+        };
+        let (all, own) =
+            (series.about.bench.len(), series.about.bench.iter().filter(|bench| bench.own_base).count());
+        assert!(own > 0);
+        assert_eq!((counts(None), counts(Some(&BASES[1]))), ((all, 0), (all - own, own)));
     }
 
     #[test]

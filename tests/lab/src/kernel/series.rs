@@ -72,6 +72,9 @@ pub struct Bench {
     /// Locks that are watched: parts of their names in /proc/lock_stat. The kernels are then built with `--variant lock-stat`.
     #[serde(default)]
     pub locks: Vec<String>,
+    /// On the series' own base alone: a kernel of another does so little of this work that its host idles.
+    #[serde(default)]
+    pub own_base: bool,
 }
 
 impl Bench {
@@ -86,6 +89,7 @@ impl Bench {
             hugepages: 0,
             multi: false,
             locks: Vec::new(),
+            own_base: false,
         }
     }
 
@@ -257,11 +261,14 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     if about.bench.iter().chain(&about.test).any(|bench| bench.run.trim().is_empty()) {
         return Err(wrong("`run` is empty: it is a command".into()));
     }
-    if let Some(test) = about.test.iter().find(|test| !test.locks.is_empty() || !test.beds.is_empty()) {
-        if !test.beds.is_empty() {
-            return Err(wrong(format!("`{}`: beds are for [[bench]]: tests run on svm", test.run)));
-        }
-        return Err(wrong(format!("`{}`: locks are for [[bench]]: a test has no figures", test.run)));
+    for test in &about.test {
+        let why = match test {
+            test if !test.beds.is_empty() => "beds are for [[bench]]: tests run on svm",
+            test if !test.locks.is_empty() => "locks are for [[bench]]: a test has no figures",
+            test if test.own_base => "own-base is for [[bench]]: tests run on the series' own base",
+            _ => continue,
+        };
+        return Err(wrong(format!("`{}`: {why}", test.run)));
     }
     Ok(Series { base, name: name.to_owned(), patches, with, about })
 }
