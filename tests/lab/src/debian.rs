@@ -5,6 +5,7 @@
 //! is recorded, so that a bed stays the same from day to day until `cargo lab update`.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, SystemTime};
@@ -16,6 +17,9 @@ use crate::{Error, Result, tool};
 
 /// Lists older than this are fetched again before they are asked; where there is no network they serve all the same.
 const FRESH: Duration = Duration::from_secs(24 * 3600);
+
+/// Beside the lists; its age is theirs.
+const STAMP: &str = "updated";
 
 /// A package at a version.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -133,7 +137,7 @@ impl Archive {
     }
 
     fn refresh(&self) -> Result<()> {
-        let stamp = self.state.join("updated");
+        let stamp = self.state.join(STAMP);
         let age = fs::metadata(&stamp).and_then(|meta| meta.modified()).ok().and_then(|at| {
             // A clock that was set back makes the age unknown, which is old enough.
             SystemTime::now().duration_since(at).ok()
@@ -149,7 +153,11 @@ impl Archive {
         match tool::output(self.apt("apt-get").args(update)) {
             Ok(_) => fs::write(&stamp, "").map_err(Error::file("write", &stamp)),
             Err(error) if age.is_some() => {
-                eprintln!("lab: the lists of {} stay as they were: {error}", self.suites.join(", "));
+                eprintln!(
+                    "lab: the lists of {} stay as they were:\n{}",
+                    self.suites.join(", "),
+                    complaints(error)
+                );
                 Ok(())
             }
             Err(error) => Err(Error::Package(format!(
@@ -212,16 +220,24 @@ pub fn recorded(cache: &Cache, name: &str, resolve: impl FnOnce() -> Result<Pack
     Ok(package)
 }
 
-/// Forgets what was resolved and how fresh the lists are: the next use asks Debian again.
+/// Forgets what was resolved and how fresh the lists are: the next use asks Debian again, or the lists themselves where there is
+/// no network, so that what is cached can be used.
 pub fn forget(cache: &Cache) -> Result<()> {
     let _lock = cache.lock("apt")?;
-    for name in ["resolved", "apt"] {
-        let path = cache.path(name);
-        if path.exists() {
-            fs::remove_dir_all(&path).map_err(Error::file("remove", &path))?;
+    let states = cache.dir("apt")?;
+    for state in fs::read_dir(&states).map_err(Error::file("read", &states))?.flatten() {
+        let stamp = state.path().join(STAMP);
+        match fs::File::options().write(true).open(&stamp) {
+            Ok(file) => file.set_modified(SystemTime::UNIX_EPOCH).map_err(Error::file("change", &stamp))?,
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(Error::file("open", &stamp)(error)),
         }
     }
-    Ok(())
+    let resolved = cache.path("resolved");
+    match fs::remove_dir_all(&resolved) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(Error::file("remove", &resolved)(error)),
+        _ => Ok(()),
+    }
 }
 
 /// Where Debian's archives are.
