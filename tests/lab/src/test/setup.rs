@@ -6,6 +6,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use super::tally::Tally;
+use crate::cache::Cache;
 use crate::{Error, Result, doctor, tool};
 
 const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
@@ -27,14 +28,18 @@ pub fn packages(programs: &[&'static str], consent: bool, bed: &str, tally: &mut
 }
 
 fn install(packages: &BTreeSet<&str>) -> Result<()> {
+    let _lock = Cache::open()?.lock("packages")?;
     eprintln!("lab: installing {}", packages.iter().copied().collect::<Vec<_>>().join(" "));
     let apt = || {
         let mut command = Command::new("apt-get");
-        command.env("DEBIAN_FRONTEND", "noninteractive").arg("-q");
+        // Others install too: what upgrades a machine unattended, say.
+        command.env("DEBIAN_FRONTEND", "noninteractive").args(["-q", "-o", "DPkg::Lock::Timeout=600"]);
         command
     };
-    tool::output(apt().arg("update"))?;
-    tool::output(apt().args(["install", "--yes", "--no-install-recommends"]).args(packages)).map(drop)
+    // Someone else may be reading the lists, and there may be no network: older ones can do.
+    let lists = tool::output(apt().arg("update"));
+    let installed = tool::output(apt().args(["install", "--yes", "--no-install-recommends"]).args(packages));
+    installed.or_else(|error| lists.and(Err(error))).map(drop)
 }
 
 /// Huge pages that go back when this is dropped.
