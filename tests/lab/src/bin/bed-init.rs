@@ -260,7 +260,8 @@ fn forward(
 
 /// Idle time since boot, summed over CPUs.
 fn idle() -> io::Result<Duration> {
-    vellum::host::idle::since_boot().ok_or_else(|| io::Error::other("neither /proc/timer_list nor /proc/stat has idle times"))
+    vellum::host::idle::since_boot()
+        .ok_or_else(|| io::Error::other("neither /proc/timer_list nor /proc/stat has idle times"))
 }
 
 fn cpus() -> f64 {
