@@ -134,7 +134,7 @@ fn last(cache: &Cache, series: &Series) -> Vec<Comparison> {
         .collect()
 }
 
-/// Every series, what it claims, and the first figure of each comparison that was kept here.
+/// Every series, what it claims, and the figure that says so of each comparison that was kept here.
 pub fn list(cache: &Cache) -> Result<String> {
     let mut list = String::new();
     for series in series::all()? {
@@ -142,7 +142,10 @@ pub fn list(cache: &Cache) -> Result<String> {
         list += &format!("{base}/{name}: {} patches; {}\n", series.patches.len(), series.about.claim);
         let last = last(cache, &series);
         for comparison in &last {
-            let Some(row) = comparison.rows.first() else { continue };
+            let headline = |row: &&Row| row.figure == series.about.headline;
+            let Some(row) = comparison.rows.iter().find(headline).or(comparison.rows.first()) else {
+                continue;
+            };
             let ratio = row.ratio().map_or("-".into(), |ratio| format!("{ratio:.3}"));
             let Row { figure, bed, bench, .. } = row;
             let after = &comparison.after;

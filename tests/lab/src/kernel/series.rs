@@ -33,6 +33,8 @@ pub struct Series {
 pub struct About {
     /// One line: what becomes better.
     pub claim: String,
+    /// The figure that says so, for `cargo lab list`.
+    pub headline: String,
     /// What shows it.
     #[serde(default)]
     pub bench: Vec<Bench>,
@@ -323,7 +325,7 @@ mod tests {
                 .iter()
                 .map(|other| ((*other).into(), vec![format!("{name}/{other}").into()]))
                 .collect(),
-            about: toml::from_str("claim = 'x'").unwrap(),
+            about: toml::from_str("claim = 'x'\nheadline = 'f'").unwrap(),
         };
         let stack = [series("a", &[]), series("b", &["a", "c"]), series("c", &["b"])];
         let paths = |names: &[&str]| names.iter().map(PathBuf::from).collect::<Vec<_>>();
@@ -346,10 +348,13 @@ mod tests {
     #[test]
     fn a_series_says_what_it_claims_and_how_to_see_it() {
         let about: About = toml::from_str(
-            "claim = 'fewer'\n[[bench]]\nnpt = false\nrun = 'vellum bench x --json {json}'\nparameters = ['kvm.a=1']\n",
+            "claim = 'fewer'\nheadline = 'f'\n[[bench]]\nnpt = false\nrun = 'vellum bench x --json {json}'\nparameters = ['kvm.a=1']\n",
         )
         .unwrap();
         assert_eq!((about.bench.len(), about.bench[0].npt, about.bench[0].memory), (1, false, 2048));
-        assert!(toml::from_str::<About>("claim = ''\nbenhc = 1").is_err(), "a misspelt key must be refused");
+        assert!(
+            toml::from_str::<About>("claim = ''\nheadline = ''\nbenhc = 1").is_err(),
+            "a misspelt key must be refused"
+        );
     }
 }
