@@ -2,30 +2,33 @@
 //!
 //! # The house
 //!
+//! From the top floor down; a room uses those below it and knows nothing of those above. `tests/house.rs` reads every path in the
+//! code and fails on one that leads up.
+//!
 //! | room | what lives there |
 //! |---|---|
-//! | [`cli`] | one file a subcommand: arguments, and nothing that does work |
+//! | [`cli`] | one file a subcommand: arguments and the names of flags, and nothing that does work |
+//! | [`mod@bench`] | one file a benchmark: a workload, a schedule, and its figures |
+//! | [`oracle`] | whether a dirty log loses pages: what judges a tracker, and the tests that ask it |
+//! | [`machine`] | the PC with a kernel: its board, devices, boot |
+//! | [`guests`] | guests without an OS: code, control block, stamps, and the model that knows what they must have written |
+//! | [`dirty`] | who wrote which page since somebody last asked: trackers and scan |
+//! | [`devices`] | the bus, the PC's own devices, virtio |
+//! | [`arch`] | the board: layout, boot protocols, registers, CPUID, tables, interrupt controller |
+//! | [`vm`] | KVM's VM: memslots, dirty rings, vCPU threads, counters |
+//! | [`sandbox`] | what a running VMM gives up: seccomp a thread kind, Landlock, privileges |
+//! | [`control`] | the control socket: requests, answers, events; and the guest agent's client |
+//! | [`memory`] | guest memory: where RAM lies, its mapping, its memslots, the VMM's own write log |
+//! | [`report`] | the one result type and its faces: terminal, JSON, HTML |
 //! | [`host`] | what this host offers: KVM, its MMU, huge pages, CPUs; `vellum doctor` |
 //! | [`sys`] | every ioctl and system call that no crate wraps: the one room for `unsafe` beyond guest memory |
-//! | [`sandbox`] | what a running VMM gives up: seccomp a thread kind, Landlock, privileges |
-//! | [`vm`] | a machine: memory, vCPU threads, its life and its end |
-//! | [`arch`] | what differs between architectures: layout, boot protocols, registers, tables, interrupt controllers |
-//! | [`devices`] | the bus, the PC's own devices, virtio |
-//! | [`dirty`] | who wrote which page since somebody last asked |
-//! | [`mod@bench`] | one file a benchmark: a workload, a schedule, and its figures |
-//! | [`control`] | the control socket: requests, answers, events; and the guest agent's client |
-//! | [`workload`] | guests without an OS: code, control block, stamps, and the model that knows what they must have written |
-//! | [`report`] | the one result type and its faces: terminal, JSON, HTML |
-//!
-//! Data flows one way: `cli` to `vm` and `bench` to `dirty`, `workload` and `devices` to `arch` and `host`; nothing below knows what
-//! is above.
 //!
 //! # Where to start reading
 //!
-//! - How a guest boots: [`arch`], `boot/`; without an OS, [`workload::guest`].
+//! - How a guest boots: [`arch`], `boot/`; without an OS, [`guests::guest`].
 //! - The vCPU loop: [`vm::vcpu`].
-//! - What a guest without an OS does: [`workload`], its assembly in `arch/*/workload.rs`.
-//! - How dirty pages are collected: [`dirty::DirtyTracker`]; how one that is lost is found: [`dirty::oracle`].
+//! - What a guest without an OS does: [`guests`], its assembly in `guests/program/`.
+//! - How dirty pages are collected: [`dirty::DirtyTracker`]; how one that is lost is found: [`oracle::judge`].
 //! - What a machine can be told while it runs: [`control::Do`].
 //! - What a result is: [`report::Report`].
 
@@ -35,9 +38,12 @@ pub mod cli;
 pub mod control;
 pub mod devices;
 pub mod dirty;
+pub mod guests;
 pub mod host;
+pub mod machine;
+pub mod memory;
+pub mod oracle;
 pub mod report;
 pub mod sandbox;
 pub mod sys;
 pub mod vm;
-pub mod workload;

@@ -8,21 +8,21 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use libtest_mimic::{Arguments, Failed};
-use vellum::arch;
-use vellum::arch::tables::code;
-use vellum::arch::workload::Privilege;
 use vellum::bench::{Common, Region, access_tracking, demand_paging, memslot, page_table};
+use vellum::guests::guest::GuestConfig;
+use vellum::guests::program::Privilege;
+use vellum::guests::program::tables::code;
+use vellum::guests::tables::{self, Command as Do, perform};
+use vellum::guests::touch::{self, Plan};
+use vellum::guests::{Guest, WriteConfig};
+use vellum::memory::{Backing, Memory, MemoryConfig};
 use vellum::report::json;
 use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source, memfd};
 use vellum::sys::page_idle::PageIdle;
 use vellum::sys::seccomp;
 use vellum::sys::uffd::{BATCH, Mode, Uffd};
 use vellum::vm::counters::Counters;
-use vellum::vm::memory::{Backing, Memory, MemoryConfig};
-use vellum::workload::guest::GuestConfig;
-use vellum::workload::tables::{self, Command as Do, perform};
-use vellum::workload::touch::{self, Plan};
-use vellum::workload::{Guest, WriteConfig};
+use vellum::{arch, guests};
 use vmm_sys_util::eventfd::EventFd;
 
 fn main() {
@@ -168,8 +168,9 @@ fn demand_paging(mode: Mode, backing: Backing) -> Result<(), Failed> {
 /// Each vCPU writes what its plan names, and nothing else.
 fn touch() -> Result<(), Failed> {
     let kvm = vellum::vm::open()?;
-    let config = GuestConfig { code: arch::touch::code(), ..GuestConfig::new(2) };
-    let guest = Guest::build(&kvm, Memory::map(MemoryConfig::new(2 << 20))?, config)?;
+    let config = GuestConfig { code: guests::program::touch::code(), ..GuestConfig::new(2) };
+    let guest =
+        Guest::build(&kvm, Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(2 << 20))?, config)?;
     let runs = Plan { first: true, offset: 8192, run: 3, ..Plan::every(4096, 1 << 20, true) };
     Plan { block: 32 * 4096, blocks: 8, ..runs }.program(&guest, 0);
     Plan { start: 1 << 20, ..Plan::every(16 * 4096, 1 << 20, true) }.program(&guest, 1);
@@ -319,7 +320,7 @@ fn access_tracking() -> Result<(), Failed> {
 fn tables() -> Result<(), Failed> {
     let (count, pages) = (3u64, 5u64);
     let kvm = vellum::vm::open()?;
-    let memory = Memory::map(MemoryConfig::new(tables::ram(count)))?;
+    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(tables::ram(count)))?;
     let config = GuestConfig { code: code(), privilege: Privilege::Kernel, ..GuestConfig::new(1) };
     let guest = Guest::build(&kvm, memory, config)?;
     tables::program(&guest, count, pages);
@@ -351,7 +352,11 @@ fn tables() -> Result<(), Failed> {
 fn counters() -> Result<(), Failed> {
     let pages = 2048;
     let kvm = vellum::vm::open()?;
-    let guest = Guest::build(&kvm, Memory::map(MemoryConfig::new(pages << 12))?, GuestConfig::new(2))?;
+    let guest = Guest::build(
+        &kvm,
+        Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(pages << 12))?,
+        GuestConfig::new(2),
+    )?;
     let counters = Counters::open(&guest.vm.fd, &guest.vcpus)?;
     let before = counters.read()?;
     guest.program(&WriteConfig { passes: 1, ..WriteConfig::default() })?;

@@ -13,9 +13,9 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use vellum::arch::irqchip::Mode;
 use vellum::arch::state::{Context, State};
 use vellum::devices::console::Target;
+use vellum::machine::{Config, Machine, Outcome};
+use vellum::memory::MemoryConfig;
 use vellum::vm::lifecycle::Exit;
-use vellum::vm::machine::{Config, Machine, Outcome};
-use vellum::vm::memory::MemoryConfig;
 use vellum::vm::vcpu;
 use vm_memory::{Bytes, GuestAddress};
 

@@ -7,15 +7,15 @@ use std::process::{Command, ExitStatus};
 use bed::{Need, both, ensure, kvm, trial};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use vellum::bench::{Common, Region, dirty_log};
-use vellum::dirty::edges::{self, Verdict};
-use vellum::dirty::oracle::Mode;
-use vellum::dirty::soak::{self, Config, Tally};
 use vellum::dirty::{self, Method};
+use vellum::guests::guest::GuestConfig;
+use vellum::guests::{Guest, Order, WriteConfig};
+use vellum::memory::{Backing, Memory, MemoryConfig};
+use vellum::oracle::edges::{self, Verdict};
+use vellum::oracle::judge::Mode;
+use vellum::oracle::soak::{self, Config, Tally};
 use vellum::report::json;
-use vellum::vm::memory::{Backing, Memory, MemoryConfig};
 use vellum::vm::{self, Vm};
-use vellum::workload::guest::GuestConfig;
-use vellum::workload::{Guest, Order, WriteConfig};
 
 fn main() {
     let args = Arguments::from_args();
@@ -108,7 +108,7 @@ fn config(method: Method, backing: Backing) -> Config {
         events: 40_000,
         duration: None,
         mode: None,
-        ring_entries: dirty::RING_ENTRIES,
+        ring_entries: vm::ring::RING_ENTRIES,
         slot_base: None,
         clear_chunk: None,
         lose: 0,
@@ -251,7 +251,8 @@ fn parts() -> Result<(), Failed> {
 /// A machine of 4 MiB in three memslots, its log on, and its tracker.
 fn machine(method: Method) -> Result<(Guest, Box<dyn dirty::DirtyTracker>), Failed> {
     let kvm = vm::open()?;
-    let memory = Memory::map(MemoryConfig { slots: 3, ..MemoryConfig::new(4 << 20) })?;
+    let memory =
+        Memory::map(vellum::arch::layout::RAM, MemoryConfig { slots: 3, ..MemoryConfig::new(4 << 20) })?;
     let guest = Guest::build(&kvm, memory, GuestConfig::new(1))?;
     let mut tracker = dirty::tracker(method, &guest.vm, &guest.vcpus, None)?;
     guest.vm.memory.slots.iter().for_each(|slot| tracker.track(*slot));
@@ -304,11 +305,15 @@ fn read_then_clear() -> Result<(), Failed> {
 
 fn exclusive() -> Result<(), Failed> {
     let kvm = vm::open()?;
-    let machine = Vm::with_dirty_ring(&kvm, Memory::map(MemoryConfig::new(4 << 20))?, Some(4096))?;
+    let machine = Vm::with_dirty_ring(
+        &kvm,
+        Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?,
+        Some(4096),
+    )?;
     let refused =
         dirty::tracker(Method::InitiallySet, &machine, &[], None).err().map(|error| error.to_string());
     ensure(refused.as_ref().is_some_and(|why| why.contains("lost silently")), || format!("{refused:?}"))?;
-    let late = Vm::new(&kvm, Memory::map(MemoryConfig::new(4 << 20))?)?;
+    let late = Vm::new(&kvm, Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?)?;
     ensure(dirty::tracker(Method::Ring, &late, &[], None).is_err(), || {
         "a ring for a machine without one".into()
     })
@@ -317,7 +322,11 @@ fn exclusive() -> Result<(), Failed> {
 fn sizes() -> Result<(), Failed> {
     let kvm = vm::open()?;
     for entries in [0, 1, 512, 3000, 1 << 30] {
-        let refused = Vm::with_dirty_ring(&kvm, Memory::map(MemoryConfig::new(4 << 20))?, Some(entries));
+        let refused = Vm::with_dirty_ring(
+            &kvm,
+            Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?,
+            Some(entries),
+        );
         let why = refused.err().map(|error| error.to_string()).unwrap_or_default();
         ensure(why.contains("would work here"), || format!("{entries}: {why}"))?;
     }

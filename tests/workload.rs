@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use bed::{ensure, kvm, trial};
 use libtest_mimic::{Arguments, Failed, Trial};
-use vellum::arch::workload::{Code, Privilege, write_code};
 use vellum::dirty::{self, Method};
+use vellum::guests::guest::{GuestConfig, Woke};
+use vellum::guests::model::{self, Model};
+use vellum::guests::program::{Code, Privilege, write_code};
+use vellum::guests::{Guest, Hot, Order, WriteConfig};
+use vellum::memory::{Backing, Memory, MemoryConfig};
 use vellum::vm::counters::Counters;
-use vellum::vm::memory::{Backing, Memory, MemoryConfig};
-use vellum::workload::guest::{GuestConfig, Woke};
-use vellum::workload::model::{self, Model};
-use vellum::workload::{Guest, Hot, Order, WriteConfig};
 
 fn main() {
     let args = Arguments::from_args();
@@ -74,7 +74,7 @@ fn main() {
 
 fn build(memory: MemoryConfig, vcpus: usize) -> Result<Guest, Failed> {
     let kvm = vellum::vm::open()?;
-    Ok(Guest::build(&kvm, Memory::map(memory)?, GuestConfig::new(vcpus))?)
+    Ok(Guest::build(&kvm, Memory::map(vellum::arch::layout::RAM, memory)?, GuestConfig::new(vcpus))?)
 }
 
 fn check(guest: &Guest, models: Vec<Model>, stride: u64) -> model::Verdict {
@@ -194,7 +194,8 @@ fn privileged() -> Result<(), Failed> {
 
 fn with(guest: GuestConfig) -> Result<(), Failed> {
     let kvm = vellum::vm::open()?;
-    let guest = Guest::build(&kvm, Memory::map(MemoryConfig::new(4 << 20))?, guest)?;
+    let guest =
+        Guest::build(&kvm, Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?, guest)?;
     let config = WriteConfig { order: Order::Random, ..WriteConfig::default() };
     guest.program(&config)?;
     let models: Vec<_> = guest.controls().map(Model::new).collect();
@@ -209,8 +210,11 @@ fn refused() -> Result<(), Failed> {
     let kvm = vellum::vm::open()?;
     let config =
         || GuestConfig { enter: Arc::new(|_| Err(std::io::Error::other("refused"))), ..GuestConfig::new(2) };
-    let waited = Guest::build(&kvm, Memory::map(MemoryConfig::new(4 << 20))?, config()).err();
-    let guest = Guest::start(&kvm, Memory::map(MemoryConfig::new(4 << 20))?, config())?;
+    let waited =
+        Guest::build(&kvm, Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?, config())
+            .err();
+    let guest =
+        Guest::start(&kvm, Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?, config())?;
     guest.program(&WriteConfig::default())?;
     guest.resume();
     let at_once = guest.wait_all_rung().err();
@@ -230,7 +234,7 @@ fn ring() -> bed::Need {
 /// Who waits for the guest's end while its dirty ring is full sleeps, and wakes when another thread has harvested it.
 fn asleep() -> Result<(), Failed> {
     let kvm = vellum::vm::open()?;
-    let memory = Memory::map(MemoryConfig::new(8 << 20))?;
+    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(8 << 20))?;
     let guest = Guest::build(&kvm, memory, GuestConfig { dirty_ring: Some(1024), ..GuestConfig::new(1) })?;
     let mut tracker = dirty::tracker(Method::Ring, &guest.vm, &guest.vcpus, None)?;
     guest.vm.memory.slots.iter().for_each(|slot| tracker.track(*slot));

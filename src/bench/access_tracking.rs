@@ -8,15 +8,15 @@ use std::thread;
 use std::time::Instant;
 
 use super::{Common, Counted, Error, Region, huge_premise};
-use crate::arch::touch as code;
+use crate::guests::Guest;
+use crate::guests::guest::GuestConfig;
+use crate::guests::program::touch as code;
+use crate::guests::touch::Plan;
+use crate::memory::{Backing, Memory, MemoryConfig};
 use crate::report::Report;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::sys::page_idle::PageIdle;
 use crate::vm;
-use crate::vm::memory::{Backing, Memory, MemoryConfig};
-use crate::workload::Guest;
-use crate::workload::guest::GuestConfig;
-use crate::workload::touch::Plan;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -86,7 +86,7 @@ fn one(
     let kvm = vm::open()?;
     let Region { backing, vcpus, .. } = config.region;
     let bytes = config.region.total(config.overlap);
-    let memory = Memory::map(MemoryConfig { backing, ..MemoryConfig::new(bytes) })?;
+    let memory = Memory::map(crate::arch::layout::RAM, MemoryConfig { backing, ..MemoryConfig::new(bytes) })?;
     let guest = Guest::build(
         &kvm,
         memory,

@@ -5,9 +5,9 @@
 
 pub use super::shadow::Tables;
 use super::{Common, Counted, Error};
-use crate::arch::workload::GuestPage;
+use crate::guests::program::GuestPage;
+use crate::guests::tables::{self, Command};
 use crate::report::Report;
-use crate::workload::tables::{self, Command};
 
 /// What to measure.
 #[derive(Clone, Debug)]

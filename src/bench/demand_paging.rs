@@ -12,15 +12,15 @@ use std::time::{Duration, Instant};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{Common, Counted, Error, Region, Round, huge_premise, pass_seconds};
+use crate::guests::control::{BUCKETS, bucket_of};
+use crate::guests::guest::GuestConfig;
+use crate::guests::model::{self, Model};
+use crate::guests::{Guest, WriteConfig, run};
+use crate::memory::{Backing, Memory, MemoryConfig};
 use crate::report::{Histogram, Report};
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
 use crate::sys::uffd::{BATCH, Mode, Uffd};
 use crate::vm;
-use crate::vm::memory::{Backing, Memory, MemoryConfig};
-use crate::workload::control::{BUCKETS, bucket_of};
-use crate::workload::guest::GuestConfig;
-use crate::workload::model::{self, Model};
-use crate::workload::{Guest, WriteConfig, run};
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -122,7 +122,7 @@ fn one(
     samples: &mut Samples,
 ) -> Result<(), Error> {
     let kvm = vm::open()?;
-    let memory = Memory::map(memory)?;
+    let memory = Memory::map(crate::arch::layout::RAM, memory)?;
     let alias = match (&memory.file, config.mode) {
         (Some(file), Mode::Minor) => {
             let map =

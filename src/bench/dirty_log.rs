@@ -15,11 +15,11 @@ use std::time::Duration;
 
 use super::{Common, Error, Region, check_offset};
 use crate::dirty::Method;
+use crate::guests::{Hot, Order};
+use crate::memory::{self, short_size};
 use crate::report::{Figure, Report};
 use crate::sys::host::allowed_cpus;
 use crate::vm;
-use crate::vm::memory::{self, short_size};
-use crate::workload::{Hot, Order};
 
 use machine::Run;
 

@@ -12,15 +12,15 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{Common, Counted, Error, check_memory, populated};
-use crate::arch::touch as code;
+use crate::guests::Guest;
+use crate::guests::guest::GuestConfig;
+use crate::guests::program::touch as code;
+use crate::guests::touch::{self, Plan};
 use crate::host::topology;
+use crate::memory::{Backing, MemoryConfig, Slot, short_size};
 use crate::report::Report;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm;
-use crate::vm::memory::{Backing, MemoryConfig, Slot, short_size};
-use crate::workload::Guest;
-use crate::workload::guest::GuestConfig;
-use crate::workload::touch::{self, Plan};
 
 /// What to measure.
 #[derive(Clone, Debug)]

@@ -20,17 +20,17 @@ use std::time::{Duration, Instant};
 use clap::ValueEnum;
 use indicatif::ProgressBar;
 
-use crate::arch::workload::GuestPage;
 use crate::arch::{irqchip, layout};
+use crate::guests::control::Control;
+use crate::guests::guest::{self, Guest, GuestConfig};
+use crate::guests::program::GuestPage;
 use crate::host::{Facts, Paging, hugepages, idle, topology};
+use crate::memory::{self, Backing, Memory, MemoryConfig, short_size};
 use crate::report::Report;
 use crate::sandbox::{self, Mode};
 use crate::sys::affinity;
 use crate::vm::counters::{Counters, Snapshot};
-use crate::vm::memory::{self, Backing, Memory, MemoryConfig, short_size};
-use crate::workload::control::Control;
-use crate::workload::guest::{self, Guest, GuestConfig};
-use crate::{dirty, vm, workload};
+use crate::{dirty, guests, vm};
 
 /// Why a benchmark did not run.
 #[derive(Debug, thiserror::Error)]
@@ -40,7 +40,7 @@ pub enum Error {
     Asked(String),
     /// The machine.
     #[error(transparent)]
-    Machine(#[from] workload::run::Error),
+    Machine(#[from] guests::run::Error),
     /// The dirty log.
     #[error(transparent)]
     Dirty(#[from] dirty::Error),
@@ -67,8 +67,8 @@ impl From<vm::vcpu::Error> for Error {
     }
 }
 
-impl From<vm::memory::Error> for Error {
-    fn from(error: vm::memory::Error) -> Self {
+impl From<memory::Error> for Error {
+    fn from(error: memory::Error) -> Self {
         Self::Machine(error.into())
     }
 }
@@ -87,7 +87,7 @@ impl Error {
     /// The signal with which the user ended it.
     pub fn interrupted(&self) -> Option<i32> {
         match self {
-            Self::Machine(workload::run::Error::Guest(guest::Error::Interrupted(signal))) => Some(*signal),
+            Self::Machine(guests::run::Error::Guest(guest::Error::Interrupted(signal))) => Some(*signal),
             _ => None,
         }
     }
@@ -322,7 +322,7 @@ fn place(memory: &mut Memory, offset: Option<u64>) {
 
 /// Memory that the host has populated already, so that no first touch of its own is among the figures.
 fn populated(config: MemoryConfig) -> Result<Memory, Error> {
-    let memory = Memory::map(MemoryConfig { prealloc: true, ..config })?;
+    let memory = Memory::map(crate::arch::layout::RAM, MemoryConfig { prealloc: true, ..config })?;
     memory.populate(|_| {})?;
     Ok(memory)
 }
@@ -353,7 +353,7 @@ fn check_memory(bytes: u64, backing: Backing) -> Result<(), Error> {
 /// The seconds that a vCPU's pass took, by the guest's TSC; `of` counts from the start of its current run.
 fn pass_seconds(control: &Control, hz: u64) -> f64 {
     let pass =
-        control.pass.load(Ordering::Relaxed).saturating_sub(1) as usize % crate::workload::control::PASS_ENDS;
+        control.pass.load(Ordering::Relaxed).saturating_sub(1) as usize % crate::guests::control::PASS_ENDS;
     let ticks = control.pass_ends[pass]
         .load(Ordering::Relaxed)
         .saturating_sub(control.started.load(Ordering::Relaxed));
@@ -405,9 +405,9 @@ impl Counted {
     }
 }
 
-/// As [`workload::run::huge_premise`], in the words of the benchmarks.
+/// As [`guests::run::huge_premise`], in the words of the benchmarks.
 fn huge_premise(report: &mut Report, backing: Backing, page: GuestPage, now: &Snapshot) {
-    workload::run::huge_premise(report, backing, page, now, [&format!("-s {backing}"), "-m 2m"]);
+    guests::run::huge_premise(report, backing, page, now, [&format!("-s {backing}"), "-m 2m"]);
 }
 
 #[cfg(test)]

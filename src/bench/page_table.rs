@@ -10,15 +10,15 @@
 use std::time::Instant;
 
 use super::{Common, Counted, Error, Region, check_offset, huge_premise, place, populated};
-use crate::arch::touch as code;
+use crate::guests::Guest;
+use crate::guests::guest::GuestConfig;
+use crate::guests::program::touch as code;
+use crate::guests::touch::Plan;
 use crate::host::hugepages;
+use crate::memory::{Backing, Memory, MemoryConfig, short_size};
 use crate::report::Report;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm;
-use crate::vm::memory::{Backing, Memory, MemoryConfig, short_size};
-use crate::workload::Guest;
-use crate::workload::guest::GuestConfig;
-use crate::workload::touch::Plan;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -129,7 +129,8 @@ fn one(
     let kvm = vm::open()?;
     let Region { bytes, backing, vcpus } = config.region;
     let memory = MemoryConfig { backing, ..MemoryConfig::new(bytes) };
-    let mut memory = if config.unpopulated { Memory::map(memory)? } else { populated(memory)? };
+    let mut memory =
+        if config.unpopulated { Memory::map(crate::arch::layout::RAM, memory)? } else { populated(memory)? };
     place(&mut memory, config.phys_offset);
     let guest = Guest::build(
         &kvm,

@@ -16,10 +16,10 @@ use std::sync::atomic::Ordering;
 pub use super::shadow::Tables;
 use super::shadow::premises;
 use super::{Common, Counted, Error};
-use crate::arch::workload::GuestPage;
+use crate::guests::Guest;
+use crate::guests::program::GuestPage;
+use crate::guests::tables::{self, Command, Visit};
 use crate::report::Report;
-use crate::workload::Guest;
-use crate::workload::tables::{self, Command, Visit};
 
 /// What to measure.
 #[derive(Clone, Debug)]

@@ -4,15 +4,15 @@
 use std::fmt::Display;
 
 use super::{Common, Counted, Error, populated};
-use crate::arch::tables as code;
-use crate::arch::workload::{GuestPage, Privilege};
+use crate::guests::Guest;
+use crate::guests::guest::GuestConfig;
+use crate::guests::program::tables as code;
+use crate::guests::program::{GuestPage, Privilege};
+use crate::guests::tables;
 use crate::host::Paging;
+use crate::memory::MemoryConfig;
 use crate::report::Report;
 use crate::vm::counters::Snapshot;
-use crate::vm::memory::MemoryConfig;
-use crate::workload::Guest;
-use crate::workload::guest::GuestConfig;
-use crate::workload::tables;
 use crate::{sys, vm};
 
 /// Page tables of a guest.

@@ -1,11 +1,11 @@
 //! Arguments that several subcommands have: memory, CPUs, workloads.
 
 use super::keyvalue::{self, KeyValues, list, number, one_of, size};
-use crate::arch::workload::GuestPage;
 use crate::dirty::Method;
+use crate::guests::program::GuestPage;
+use crate::guests::{Hot, Order, WriteConfig};
 use crate::host::hugepages;
-use crate::vm::memory::{Backing, MemoryConfig};
-use crate::workload::{Hot, Order, WriteConfig};
+use crate::memory::{Backing, MemoryConfig};
 
 /// `--memory SIZE[,backing=…][,prealloc=on|off][,lock=on|off][,slots=N]`.
 pub fn memory(text: &str) -> Result<MemoryConfig, String> {
@@ -52,7 +52,7 @@ pub fn backing(text: &str) -> Result<Backing, String> {
         if page == 2 << 20 || page == 1 << 30 || sizes.contains(&page) {
             return Ok(Backing::Hugetlb(page));
         }
-        let known: Vec<_> = sizes.into_iter().map(crate::vm::memory::short_size).collect();
+        let known: Vec<_> = sizes.into_iter().map(crate::memory::short_size).collect();
         return Err(format!("this host has no huge pages of that size, but of {}", known.join(", ")));
     }
     one_of("backing", text, &NAMES)
@@ -177,7 +177,7 @@ pub const WRITE_KEYS: &[&str] =
 
 /// `--workload NAME[,key=value…]`.
 pub fn workload(text: &str) -> Result<Workload, String> {
-    let names = crate::workload::NAMES.map(|(name, _)| (name, name));
+    let names = crate::guests::NAMES.map(|(name, _)| (name, name));
     let typed = text.split(',').next().unwrap_or("");
     let name = one_of("workload", typed.strip_prefix("name=").unwrap_or(typed), &names)?;
     let kv = KeyValues::parse(text, Some("name"), WRITE_KEYS).map_err(|e| e.to_string())?;

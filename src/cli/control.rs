@@ -12,9 +12,9 @@ use guest_agent::{Event, Request};
 use super::{Failure, keyvalue, print};
 use crate::control::client::{Client, Error};
 use crate::control::{Do, Status, agent, names};
+use crate::memory::short_size;
 use crate::sys::socket::Name;
 use crate::vm::lifecycle::Exit;
-use crate::vm::memory::short_size;
 
 /// Tell a running machine what to do
 #[derive(Debug, Args)]

@@ -9,7 +9,7 @@ use crate::devices::console::Target;
 use crate::devices::virtio::blk::BlkConfig;
 use crate::devices::virtio::net::NetConfig;
 use crate::devices::virtio::vsock::VsockConfig;
-use crate::vm::virtio::Config;
+use crate::machine::virtio::Config;
 
 /// Devices of a guest with a kernel.
 #[derive(Debug, Args)]

@@ -3,8 +3,8 @@
 use clap::Args;
 
 use super::{Failure, print};
-use crate::dirty::edges::{self, Verdict};
 use crate::host::doctor::{self, Check};
+use crate::oracle::edges::{self, Verdict};
 use crate::vm::lifecycle::Exit;
 
 /// Say what this host offers, and what to do about what it lacks

@@ -12,10 +12,10 @@ use crate::arch::boot::Protocol;
 use crate::arch::cpuid::Choice;
 use crate::arch::irqchip::Mode;
 use crate::devices::console::Target;
+use crate::machine::{Config, Machine, Outcome};
 use crate::sys::terminal;
 use crate::vm;
 use crate::vm::lifecycle::Exit;
-use crate::vm::machine::{Config, Machine, Outcome};
 
 /// What a Linux guest is told unless `--nodefaults` says otherwise: its console, and to end rather than to hang.
 const DEFAULT_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1";
@@ -89,7 +89,7 @@ pub fn run(args: KernelArgs, config: Config) -> Result<Exit, Failure> {
     let (cmdline, virtio) = (parts.join(" "), devices.config());
     let counters = loglevel == LogLevel::Debug;
     let config = Config { initrd, cmdline, protocol, irqchip, cpuid, serial, virtio, counters, ..config };
-    let failure = |error: vm::machine::Error| {
+    let failure = |error: crate::machine::Error| {
         terminal::restore();
         Failure::either(error.is_usage(), error)
     };

@@ -9,13 +9,13 @@ use super::args::Pin;
 use super::result::ResultArgs;
 use super::{Failure, args, kernel, keyvalue};
 use crate::control::names;
+use crate::guests::run as workload;
+use crate::machine::Config;
+use crate::memory::MemoryConfig;
 use crate::sandbox::user::User;
 use crate::sandbox::{Mode, Sandbox};
 use crate::sys::host::allowed_cpus;
 use crate::vm::lifecycle::{self, Exit};
-use crate::vm::machine::Config;
-use crate::vm::memory::MemoryConfig;
-use crate::workload::run as workload;
 
 /// Run a guest: without a kernel, the built-in workload that writes to memory
 #[derive(Debug, Args)]

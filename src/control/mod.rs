@@ -5,7 +5,7 @@
 //!
 //! Here are the words of both sides. [`server`] is the machine's side, on its event loop; [`client`] is what `vellum ctl`
 //! and `list` use; [`names`] says where the socket of a named machine is; [`agent`] speaks to the agent in its guest. What
-//! a request does to the machine is decided where the machine runs (`vm/machine.rs`).
+//! a request does to the machine is decided where the machine runs (`machine/`).
 
 pub mod agent;
 pub mod client;

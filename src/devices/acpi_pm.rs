@@ -1,15 +1,8 @@
 //! The sleep registers of hardware-reduced ACPI (ACPI 6.5, 4.8.3.7), as far as power-off needs them.
 
 use super::{Ending, bus::BusDevice};
+use crate::arch::ports::SLEEP_S5;
 
-/// The sleep control register's port; the sleep status register follows it.
-pub const SLEEP_CONTROL: u16 = 0x600;
-/// The sleep status register's port.
-pub const SLEEP_STATUS: u16 = SLEEP_CONTROL + 1;
-/// How many ports the device has.
-pub const PORTS: u64 = 2;
-/// The sleep type that `\_S5` names.
-pub const S5: u8 = 5;
 /// SLP_EN; the type is in bits 4:2.
 const ENABLE: u8 = 1 << 5;
 
@@ -22,7 +15,7 @@ impl BusDevice for AcpiPm {
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> Option<Ending> {
-        let off = offset == 0 && data[0] & ENABLE != 0 && (data[0] >> 2) & 7 == S5;
+        let off = offset == 0 && data[0] & ENABLE != 0 && (data[0] >> 2) & 7 == SLEEP_S5;
         off.then_some(Ending::PowerOff)
     }
 }

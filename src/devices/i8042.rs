@@ -3,11 +3,7 @@
 //! vm-superio has one too, which signals through an object of its own; here a write's answer says it.
 
 use super::{Ending, bus::BusDevice};
-
-/// The command and status port.
-pub const COMMAND: u16 = 0x64;
-/// The command that pulses the reset line.
-pub const RESET: u8 = 0xfe;
+use crate::arch::ports::I8042_RESET;
 
 /// The controller: no keyboard, no mouse, its buffers always empty.
 pub struct I8042;
@@ -19,11 +15,11 @@ impl BusDevice for I8042 {
     }
 
     fn write(&self, _offset: u64, data: &[u8]) -> Option<Ending> {
-        (data[0] == RESET).then_some(Ending::Reset)
+        (data[0] == I8042_RESET).then_some(Ending::Reset)
     }
 }
 
 #[test]
 fn only_the_reset_command_resets() {
-    assert_eq!((I8042.write(0, &[RESET]), I8042.write(0, &[0xff])), (Some(Ending::Reset), None));
+    assert_eq!((I8042.write(0, &[I8042_RESET]), I8042.write(0, &[0xff])), (Some(Ending::Reset), None));
 }

@@ -14,7 +14,7 @@ pub mod debug_exit;
 #[cfg(target_arch = "x86_64")]
 pub mod i8042;
 #[cfg(target_arch = "x86_64")]
-pub mod ioapic;
+mod ioapic;
 #[cfg(target_arch = "x86_64")]
 pub mod pvpanic;
 #[cfg(target_arch = "x86_64")]

@@ -2,8 +2,6 @@
 
 use super::{Ending, bus::BusDevice};
 
-/// The port; ACPI names it by the device QEMU0001.
-pub const PORT: u16 = 0x505;
 /// The kernel has panicked.
 const PANICKED: u8 = 1;
 /// The kernel has panicked and hands over to a crash kernel, which is to be left alone.

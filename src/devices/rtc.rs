@@ -9,10 +9,6 @@ use serde::{Deserialize, Serialize};
 
 use super::{Ending, bus::BusDevice};
 
-/// The index port; the data port follows it.
-pub const INDEX: u16 = 0x70;
-/// How many ports the device has.
-pub const PORTS: u64 = 2;
 /// Register B: 24-hour clock, BCD.
 const B_24_HOUR: u8 = 1 << 1;
 /// Register D: the battery is good.

@@ -18,12 +18,6 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::{Ending, bus::BusDevice};
 use crate::sys::terminal::writable;
 
-/// The first port of the first serial port of a PC.
-pub const COM1: u16 = 0x3f8;
-/// How many ports it has.
-pub const PORTS: u64 = 8;
-/// Its interrupt.
-pub const COM1_GSI: u32 = 4;
 /// How much output waits for a reader before it is lost.
 const BACKLOG: usize = 1 << 20;
 /// What the receive FIFO of vm-superio holds; a saved state may not hold more.

@@ -2,9 +2,7 @@
 //!
 //! A [`DirtyTracker`] stands in front of KVM's four ways to tell ([`Method`]): [`log`] for the bitmaps, [`ring`] for the
 //! dirty ring. Its results are bitmaps, a bit a page, one for each memslot ([`SlotLog`]), read as runs ([`scan`]).
-//! What the VMM itself writes ([`bitmap`]) is merged in. [`oracle`] judges any tracker by the stamps that a workload
-//! leaves; [`soak`] is the test that asks it for seconds or hours; [`edges`] looks directly for the pages that a kernel forgets at
-//! the ends of a clear.
+//! What the VMM itself writes ([`crate::memory::write_log`]) is merged in. Whether a tracker is right is judged in `oracle/`.
 //!
 //! The rules of a collection, whoever the tracker:
 //!
@@ -15,21 +13,17 @@
 //!    back (PML). While they run, [`flush_all`](vcpu::flush_all) before a collection bounds how long.
 //! 4. Deleting a memslot, or switching its log off, discards its bits: harvest first, vCPUs paused.
 
-pub mod bitmap;
-pub mod edges;
 pub mod log;
-pub mod oracle;
 pub mod ring;
 pub mod scan;
-pub mod soak;
 
 use std::io;
 
 use vm_memory::{GuestMemoryBackend as _, GuestMemoryRegion as _};
 
+use crate::memory::{GuestMemory, Slot};
 use crate::sys::dirty as sys;
 use crate::sys::mmap::PAGE_SIZE;
-use crate::vm::memory::{GuestMemory, Slot};
 use crate::vm::vcpu::{self, Vcpu};
 use crate::vm::{self, Vm};
 
@@ -91,21 +85,6 @@ impl Method {
     }
 }
 
-/// The size of a dirty ring in entries where none is asked for: the largest that KVM has ever allowed.
-pub const RING_ENTRIES: u32 = 65536;
-
-/// Checks a ring's size against what `vm` offers.
-pub fn check_ring(vm: &kvm_ioctls::VmFd, entries: u32) -> Result<(), Error> {
-    Method::Ring.check(vm)?;
-    let most = sys::ring_entries(vm).unwrap_or_default();
-    // KVM keeps 64 entries and the length of the processor's own buffer (512 with PML) in reserve
-    // (virt/kvm/dirty_ring.c, kvm_dirty_ring_get_rsvd_entries); a ring must hold more than that.
-    if !entries.is_power_of_two() || !(1024..=most).contains(&entries) {
-        return Err(Error::RingSize { entries, most });
-    }
-    Ok(())
-}
-
 /// Why pages cannot be tracked.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -118,16 +97,6 @@ pub enum Error {
         lacks: &'static str,
         /// What would work.
         instead: &'static str,
-    },
-    /// A ring that KVM does not give.
-    #[error(
-        "--tracker: ring,entries={entries} is out of range: a power of two from 1024 to {most} would work here"
-    )]
-    RingSize {
-        /// What was asked for.
-        entries: u32,
-        /// What this KVM offers.
-        most: u32,
     },
     /// The two lose data together.
     #[error(
@@ -190,7 +159,11 @@ impl From<vcpu::Error> for Error {
 impl Error {
     /// Whether other arguments would have helped.
     pub fn is_usage(&self) -> bool {
-        matches!(self, Self::Absent { .. } | Self::RingSize { .. } | Self::RingWithInitiallySet)
+        match self {
+            Self::Absent { .. } | Self::RingWithInitiallySet => true,
+            Self::Vm(vm::Error::Ring(error)) => !matches!(error, vm::ring::Error::Ioctl(_)),
+            _ => false,
+        }
     }
 }
 
@@ -204,7 +177,8 @@ pub struct SlotLog {
 }
 
 impl SlotLog {
-    fn new(slot: Slot) -> Self {
+    /// An empty log of `slot`: no page is dirty.
+    pub fn new(slot: Slot) -> Self {
         Self { slot, words: vec![0; scan::words_for(slot.len / PAGE_SIZE)] }
     }
 

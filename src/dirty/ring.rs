@@ -8,8 +8,9 @@ use std::sync::Arc;
 use kvm_ioctls::VmFd;
 
 use super::{DirtyTracker, Error, Method, Slots, log, sys};
+use crate::vm::Vm;
+use crate::vm::ring::DirtyRing;
 use crate::vm::vcpu::Vcpu;
-use crate::vm::{DirtyRing, Vm};
 
 /// The rings of all vCPUs.
 #[derive(Debug)]

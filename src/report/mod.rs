@@ -2,7 +2,7 @@
 //!
 //! A [`Report`] says what was asked, what the host was, and what was measured; `terminal`, JSON (serde) and `html`
 //! print the same value, so a pasted result stands alone. What does *not* live here: how a figure is measured
-//! (`bench/`, `workload/`), and how the host is examined ([`crate::host`]).
+//! (`bench/`, `guests/`), and how the host is examined ([`crate::host`]).
 //!
 //! Start reading here for the type; [`json`] writes and reads it, [`units`] says how a number looks, [`terminal`] and
 //! [`html`] print it, and [`compare`] weighs two of them.

@@ -1,6 +1,6 @@
 //! Memory mappings at an alignment of our choosing, and the advice given about them.
 //!
-//! What a mapping is used for is decided elsewhere (`vm/memory.rs`).
+//! What a mapping is used for is decided elsewhere (`memory/`).
 
 use std::fs::File;
 use std::io;

@@ -4,7 +4,6 @@
 
 pub mod affinity;
 pub mod clock;
-pub mod code;
 pub mod dirty;
 pub mod file;
 pub mod guard;

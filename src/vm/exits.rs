@@ -1,7 +1,7 @@
 //! What `KVM_RUN` returned for: a count by reason, and the latest few for the report of a failure. What an exit means is decided
 //! elsewhere ([`super::vcpu`]).
 
-use kvm_ioctls::{VcpuExit, VcpuFd};
+use kvm_ioctls::VcpuExit;
 
 /// The index of what ends `KVM_RUN` without a reason of the guest's: a signal.
 pub(super) const INTERRUPTED: usize = 11;
@@ -88,10 +88,10 @@ impl Recent {
         index
     }
 
-    /// The registers, and the exits that led there.
-    pub(super) fn describe(&self, fd: &VcpuFd) -> String {
+    /// The exits, newest last.
+    pub(super) fn describe(&self) -> String {
         let kept = self.count.min(self.ring.len());
-        let mut text = format!("{}\nlast exits, newest last:", crate::arch::regs::describe(fd));
+        let mut text = String::from("last exits, newest last:");
         for i in self.count - kept..self.count {
             let (index, number) = self.ring[i % self.ring.len()];
             text.push_str(&format!(" {}@{number:#x}", Exits::NAMES[usize::from(index)]));

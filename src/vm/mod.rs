@@ -5,20 +5,17 @@
 pub mod counters;
 pub mod exits;
 pub mod lifecycle;
-#[cfg(target_arch = "x86_64")]
-pub mod machine;
-pub mod memory;
+pub mod ring;
 pub mod vcpu;
-#[cfg(target_arch = "x86_64")]
-pub mod virtio;
 
 use std::sync::Arc;
 
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
-use crate::{dirty, host, sys};
-use memory::{Memory, Slot};
+use crate::host;
+use crate::memory::{self, Memory, Slot};
+use ring::DirtyRing;
 
 /// Why a machine cannot be had from KVM.
 #[derive(Debug, thiserror::Error)]
@@ -42,7 +39,7 @@ pub enum Error {
     Vcpu(#[from] vcpu::Error),
     /// Dirty rings.
     #[error(transparent)]
-    Dirty(#[from] Box<dirty::Error>),
+    Ring(#[from] ring::Error),
     /// More vCPUs than KVM has.
     #[error("--cpus: {asked} is out of range: this KVM has from 1 to {most}")]
     Cpus {
@@ -74,15 +71,6 @@ pub struct Vm {
     pub dirty_ring: Option<DirtyRing>,
 }
 
-/// The dirty rings of a machine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DirtyRing {
-    /// Entries of each, a power of two.
-    pub entries: u32,
-    /// Whether KVM keeps a bitmap beside them, for what no vCPU writes.
-    pub backup_bitmap: bool,
-}
-
 impl Vm {
     /// Makes a VM over `memory`.
     pub fn new(kvm: &Kvm, memory: Memory) -> Result<Self, Error> {
@@ -93,16 +81,7 @@ impl Vm {
     /// memslots (for the backup bitmap) and vCPUs (for the rings).
     pub fn with_dirty_ring(kvm: &Kvm, memory: Memory, entries: Option<u32>) -> Result<Self, Error> {
         let fd = host::kvm::create_vm(kvm)?;
-        let dirty_ring = match entries {
-            None => None,
-            Some(entries) => {
-                dirty::check_ring(&fd, entries).map_err(Box::new)?;
-                let backup_bitmap = sys::dirty::enable_ring(&fd, entries)
-                    .map_err(|source| dirty::Error::Ioctl { call: "KVM_CAP_DIRTY_LOG_RING", source })
-                    .map_err(Box::new)?;
-                Some(DirtyRing { entries, backup_bitmap })
-            }
-        };
+        let dirty_ring = entries.map(|entries| ring::enable(&fd, entries)).transpose()?;
         let vm = Self { fd: Arc::new(fd), memory, dirty_ring };
         for slot in &vm.memory.slots {
             vm.set_slot(slot, 0)?;

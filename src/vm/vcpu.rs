@@ -9,7 +9,7 @@
 //!      +------------------+  Pause: kicked by a signal, acknowledged by the thread
 //! ```
 //!
-//! What an exit *means* is not decided here: the loop hands it to a closure (`workload/` rings doorbells, a machine with
+//! What an exit *means* is not decided here: the loop hands it to a closure (`guests/` rings doorbells, a machine with
 //! devices asks its bus) and obeys the [`Flow`] that comes back.
 
 use std::io;
@@ -108,6 +108,7 @@ struct Shared {
     /// How often [`Vcpu::request_flush`] was called.
     flushes: AtomicU64,
     kick: Kick,
+    describe: fn(&VcpuFd) -> String,
     inner: Mutex<Inner>,
     changed: Condvar,
 }
@@ -139,6 +140,8 @@ pub struct Thread {
     pub index: usize,
     /// The CPU to stay on.
     pub pin: Option<usize>,
+    /// The registers as a failure's report has them.
+    pub describe: fn(&VcpuFd) -> String,
     /// The last act of its own: entering the sandbox.
     pub enter: Box<dyn FnOnce() -> io::Result<()> + Send>,
     /// Told once when the vCPU has exited, or never will run ([`Vcpu::take_failed`]), on its own thread.
@@ -149,13 +152,14 @@ impl Vcpu {
     /// Starts the thread, which pins and confines itself while whoever called goes on to make the vCPU: each takes as long
     /// as the other. It runs nothing before [`Vcpu::give`].
     pub fn spawn(thread: Thread) -> Result<Self, Error> {
-        let Thread { index, pin, enter, on_end } = thread;
+        let Thread { index, pin, describe, enter, on_end } = thread;
         kick::install().map_err(|e| Error::Spawn(index, e))?;
         let shared = Arc::new(Shared {
             index,
             command: AtomicU8::new(PAUSE),
             flushes: AtomicU64::new(0),
             kick: Kick::default(),
+            describe,
             inner: Mutex::new(Inner {
                 state: State::Running,
                 life: None,
@@ -363,7 +367,11 @@ where
     let mut flushed = 0;
     let ended = |exit, error, fd: &VcpuFd, recent: &Recent| {
         let failed = matches!(exit, Exit::Panic | Exit::TripleFault | Exit::Kvm);
-        Ended { exit, error, trace: failed.then(|| recent.describe(fd)) }
+        Ended {
+            exit,
+            error,
+            trace: failed.then(|| format!("{}\n{}", (shared.describe)(fd), recent.describe())),
+        }
     };
     loop {
         match shared.command.load(Ordering::SeqCst) {

@@ -9,11 +9,11 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use vellum::dirty::{self, DirtyTracker, Method, SlotLog, scan};
+use vellum::guests::guest::GuestConfig;
+use vellum::guests::{Guest, WriteConfig};
+use vellum::memory::{Memory, MemoryConfig};
 use vellum::sys::dirty as sys;
 use vellum::vm;
-use vellum::vm::memory::{Memory, MemoryConfig};
-use vellum::workload::guest::GuestConfig;
-use vellum::workload::{Guest, WriteConfig};
 
 const SIZE: u64 = 4 << 30;
 /// Few where a round takes seconds, many where it takes milliseconds.
@@ -80,7 +80,7 @@ fn main() {
         }
     };
     scan_speed();
-    let memory = match Memory::map(MemoryConfig::new(SIZE)) {
+    let memory = match Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(SIZE)) {
         Ok(memory) => memory,
         Err(error) => {
             println!("skipped: {error}");

@@ -3,16 +3,19 @@
 //!
 //! Passes alternate, so that whatever else the host does falls on both alike.
 
+mod function;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use vellum::arch::workload::write_code;
-use vellum::sys::code::Function;
+use vellum::guests::control::Control;
+use vellum::guests::guest::GuestConfig;
+use vellum::guests::program::write_code;
+use vellum::guests::{Guest, WriteConfig};
+use vellum::memory::{Memory, MemoryConfig};
 use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source};
-use vellum::vm::memory::{Memory, MemoryConfig};
-use vellum::workload::control::Control;
-use vellum::workload::guest::GuestConfig;
-use vellum::workload::{Guest, WriteConfig};
+
+use function::Function;
 
 const RAM: u64 = 256 << 20;
 const ROUNDS: usize = 41;
@@ -27,7 +30,7 @@ fn main() {
     };
     let cpus = vellum::sys::host::allowed_cpus().expect("a process has CPUs");
     let cpu = cpus[cpus.len() - 1];
-    let memory = Memory::map(MemoryConfig::new(RAM)).expect("memory");
+    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(RAM)).expect("memory");
     memory.populate(|_| ()).expect("memory");
     let ram = memory.mapping.clone();
     let config = GuestConfig { pins: Some(vec![cpu]), ..GuestConfig::new(1) };

@@ -9,7 +9,7 @@ use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
 use vellum::devices::bus::BusDevice;
 use vellum::devices::virtio::mmio::Mmio;
 use vellum::devices::virtio::{Memory, VirtioDevice};
-use vellum::vm::memory::MemoryConfig;
+use vellum::memory::MemoryConfig;
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::*;
@@ -68,7 +68,8 @@ struct Ring {
 }
 
 pub fn memory() -> Arc<Memory> {
-    let memory = vellum::vm::memory::Memory::map(MemoryConfig::new(MEMORY_END)).expect("2 MiB of memory");
+    let memory = vellum::memory::Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(MEMORY_END))
+        .expect("2 MiB of memory");
     memory.guest.iter().for_each(|region| region.bitmap().enable(true));
     Arc::new(memory.guest)
 }

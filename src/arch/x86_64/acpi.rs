@@ -16,7 +16,7 @@ use acpi_tables::{
 };
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
 
-use crate::devices::{acpi_pm, i8042, ioapic, pvpanic, rtc, serial};
+use super::{ioapic, ports};
 
 /// Where the RSDP is written: the start of the ROM area that old kernels search (ACPI 6.5, 5.2.5.1).
 pub const RSDP: u64 = 0xe_0000;
@@ -100,10 +100,10 @@ fn fadt(dsdt: u64) -> FADTBuilder {
         .flag(Flags::PwrButton)
         .flag(Flags::SlpButton);
     fadt.iapc_boot_arch = BOOT_NO_VGA.into();
-    fadt.reset_reg = port(i8042::COMMAND);
-    fadt.reset_value = i8042::RESET;
-    fadt.sleep_control_reg = port(acpi_pm::SLEEP_CONTROL);
-    fadt.sleep_status_reg = port(acpi_pm::SLEEP_STATUS);
+    fadt.reset_reg = port(ports::I8042_COMMAND);
+    fadt.reset_value = ports::I8042_RESET;
+    fadt.sleep_control_reg = port(ports::SLEEP_CONTROL);
+    fadt.sleep_status_reg = port(ports::SLEEP_STATUS);
     fadt
 }
 
@@ -146,16 +146,22 @@ fn dsdt(virtio: &[VirtioMmio]) -> Sdt {
         "COM1",
         &EISAName::new("PNP0501"),
         0,
-        vec![&port(serial::COM1, serial::PORTS as u8), &interrupt(serial::COM1_GSI)],
+        vec![&port(ports::COM1, ports::COM_PORTS as u8), &interrupt(ports::COM1_GSI)],
     );
-    device(&mut aml, "RTC_", &EISAName::new("PNP0B00"), 0, vec![&port(rtc::INDEX, rtc::PORTS as u8)]);
-    device(&mut aml, "PEVT", &"QEMU0001", 0, vec![&port(pvpanic::PORT, 1)]);
+    device(
+        &mut aml,
+        "RTC_",
+        &EISAName::new("PNP0B00"),
+        0,
+        vec![&port(ports::RTC_INDEX, ports::RTC_PORTS as u8)],
+    );
+    device(&mut aml, "PEVT", &"QEMU0001", 0, vec![&port(ports::PVPANIC, 1)]);
     for (uid, d) in (0u32..).zip(virtio) {
         // The host bus enumerates what has no parent: an id of Linux's, see drivers/virtio/virtio_mmio.c.
         let (memory, gsi) = (Memory32Fixed::new(true, d.base, d.size), interrupt(d.gsi));
         device(&mut aml, &format!("V{uid:03X}"), &"LNRO0005", uid, vec![&memory, &gsi]);
     }
-    let five = acpi_pm::S5;
+    let five = ports::SLEEP_S5;
     Name::new("_S5_".into(), &Package::new(vec![&five, &0u8, &0u8, &0u8])).to_aml_bytes(&mut aml);
 
     // Revision 2: 64-bit integers in AML.

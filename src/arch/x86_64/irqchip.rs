@@ -1,6 +1,6 @@
 //! The interrupt controller, in one of two forms, and its saved state.
 //!
-//! *Split* (the default): KVM has the local APICs, [`crate::devices::ioapic`] is the I/O APIC, and there is no 8259 and
+//! *Split* (the default): KVM has the local APICs, [`crate::arch::ioapic`] is the I/O APIC, and there is no 8259 and
 //! no PIT: making a VM is milliseconds faster, and less of the host's kernel faces the guest. *Kernel*: KVM has all
 //! of it, with a PIT, for guests that know nothing newer.
 
@@ -15,7 +15,7 @@ use kvm_ioctls::VmFd;
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::devices::ioapic::{self, Ioapic, Msi, PINS, Routes};
+use crate::arch::ioapic::{self, Ioapic, Msi, PINS, Routes};
 
 /// Which form, as `--irqchip` names it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]

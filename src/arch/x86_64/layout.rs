@@ -3,14 +3,14 @@
 //! ```text
 //! 0                       RAM, at most 3 GiB
 //! 0xc000_0000  3 GiB      the gap: nothing of the guest's RAM
-//!   0xc000_0000             a workload's own slot: code, control blocks, page tables (`workload/`)
+//!   0xc000_0000             a workload's own slot: code, control blocks, page tables (`guests/`)
 //!   0xd000_0000             the doorbell: never backed, a write leaves the guest
 //!   0xd800_0000             virtio-mmio devices
 //!   0xfec0_0000             IOAPIC, LAPIC, KVM's TSS pages
 //! 0x1_0000_0000  4 GiB    RAM, the rest
 //! ```
 
-use crate::sys::mmap::PAGE_SIZE;
+use crate::memory::plan::Space;
 
 /// Where RAM below 4 GiB ends at the latest.
 pub const GAP_START: u64 = 0xc000_0000;
@@ -29,20 +29,5 @@ pub const KVM_TSS: u64 = 0xfffb_d000;
 /// The largest guest-physical address plus one that four levels of page tables and KVM both reach.
 pub const MAX_ADDRESS: u64 = 1 << 46;
 
-/// The parts `(guest-physical address, bytes)` of `size` bytes of RAM, in order.
-pub fn ram(size: u64) -> impl Iterator<Item = (u64, u64)> + Clone {
-    debug_assert_eq!(size % PAGE_SIZE, 0);
-    let low = size.min(GAP_START);
-    [(0, low), (GAP_END, size - low)].into_iter().filter(|&(_, len)| len > 0)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ram_avoids_the_gap() {
-        assert_eq!(ram(GAP_START).collect::<Vec<_>>(), [(0, GAP_START)]);
-        assert_eq!(ram(6 << 30).collect::<Vec<_>>(), [(0, 3 << 30), (4 << 30, 3 << 30)]);
-    }
-}
+/// Where RAM goes.
+pub const RAM: Space = Space(&[0..GAP_START, GAP_END..MAX_ADDRESS]);

@@ -3,10 +3,9 @@
 pub mod acpi;
 pub mod boot;
 pub mod cpuid;
+pub mod ioapic;
 pub mod irqchip;
 pub mod layout;
+pub mod ports;
 pub mod regs;
 pub mod state;
-pub mod tables;
-pub mod touch;
-pub mod workload;

@@ -8,10 +8,10 @@ use super::PARTS;
 use super::machine::Run;
 use crate::bench::Error;
 use crate::dirty::Method;
+use crate::guests::Guest;
+use crate::guests::control::Control;
 use crate::report::{Mark, Series};
 use crate::sys::signal;
-use crate::workload::Guest;
-use crate::workload::control::Control;
 
 /// As many marks are made in the pictures at most; collections that follow closer share one.
 const MARKS: f64 = 1000.0;

@@ -11,8 +11,8 @@ use super::Config;
 use crate::bench::Error;
 use crate::dirty::Method;
 use crate::host::hugepages;
+use crate::memory::Backing;
 use crate::report::{Histogram, Report, Series};
-use crate::vm::memory::Backing;
 
 /// A column: memory and how it is logged.
 struct Column {

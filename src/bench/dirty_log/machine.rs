@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use super::Config;
 use crate::bench::{Counted, Error, huge_premise, place};
 use crate::dirty::{self, DirtyTracker, Method, SlotLog};
+use crate::guests::control::BUCKETS;
+use crate::guests::guest::{GuestConfig, Woke};
+use crate::guests::run::nanoseconds;
+use crate::guests::{Guest, Order, WriteConfig};
+use crate::memory::{Memory, MemoryConfig};
 use crate::report::{Histogram, Mark, Report, Series};
 use crate::vm::counters::Snapshot;
-use crate::vm::memory::{Memory, MemoryConfig};
-use crate::workload::control::BUCKETS;
-use crate::workload::guest::{GuestConfig, Woke};
-use crate::workload::run::nanoseconds;
-use crate::workload::{Guest, Order, WriteConfig};
 
 /// One round on a machine of its own.
 pub(super) struct Run<'a> {
@@ -44,7 +44,7 @@ impl<'a> Run<'a> {
     ) -> Result<Self, Error> {
         let memory =
             MemoryConfig { backing: config.region.backing, slots: config.slots, ..MemoryConfig::new(total) };
-        let mut memory = Memory::map(memory)?;
+        let mut memory = Memory::map(crate::arch::layout::RAM, memory)?;
         place(&mut memory, config.phys_offset);
         let dirty_ring = (method == Method::Ring).then_some(config.ring_entries);
         let page = config.common.page(&report.host);

@@ -5,8 +5,8 @@ use clap::Args;
 use super::{Output, ShadowArgs};
 use crate::bench::context_switch::{self, Config, Tables};
 use crate::cli::{Failure, keyvalue};
+use crate::guests::tables::MOST_PAGES;
 use crate::vm::lifecycle::Exit;
-use crate::workload::tables::MOST_PAGES;
 
 /// CR3 loaded from among K page tables in turn: time and exits per switch
 #[derive(Debug, Args)]

@@ -7,9 +7,10 @@ use clap::{Args, ValueEnum};
 use super::{Output, RegionArgs};
 use crate::bench::dirty_log::{self, Config};
 use crate::cli::{Failure, args, keyvalue};
-use crate::dirty::{Method, RING_ENTRIES};
+use crate::dirty::Method;
+use crate::guests::{Hot, Order};
 use crate::vm::lifecycle::Exit;
-use crate::workload::{Hot, Order};
+use crate::vm::ring::RING_ENTRIES;
 
 /// The cost of dirty logging to host and guest; options as in the kernel's dirty_log_perf_test, and more
 #[derive(Debug, Args)]

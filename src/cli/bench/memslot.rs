@@ -8,8 +8,8 @@ use super::{Output, cpu};
 use crate::bench::Common;
 use crate::bench::memslot::{self, Config, Test};
 use crate::cli::{Failure, args, keyvalue};
+use crate::memory::Backing;
 use crate::vm::lifecycle::Exit;
-use crate::vm::memory::Backing;
 
 /// Map, unmap and move memory of a guest
 #[derive(Debug, Args)]

@@ -16,14 +16,14 @@ use indicatif::ProgressBar;
 use super::result::ResultArgs;
 use super::{Failure, args, keyvalue};
 use crate::arch::irqchip;
-use crate::arch::workload::GuestPage;
 use crate::bench::{Common, Error, Region};
+use crate::guests::program::GuestPage;
+use crate::guests::watch::bar;
+use crate::memory::Backing;
 use crate::report::Report;
 use crate::sandbox::Mode;
 use crate::sys::{host::allowed_cpus, signal};
 use crate::vm::lifecycle::Exit;
-use crate::vm::memory::Backing;
-use crate::workload::watch::bar;
 
 /// Measure the host's KVM with a built-in guest
 #[derive(Debug, Args)]

@@ -5,8 +5,8 @@ use clap::Args;
 use super::{Output, ShadowArgs};
 use crate::bench::rmap_fork::{self, Config, DropOrder, What};
 use crate::cli::{Failure, keyvalue};
+use crate::guests::tables::MOST_PAGES;
 use crate::vm::lifecycle::Exit;
-use crate::workload::tables::MOST_PAGES;
 
 /// N page tables over the same frames, as N forked children have: build, touch through each, drop
 #[derive(Debug, Args)]

@@ -5,11 +5,12 @@ use clap::Args;
 use super::dirty_log::address;
 use crate::cli::result::ResultArgs;
 use crate::cli::{Failure, args, keyvalue};
-use crate::dirty::edges::{self, Mind};
-use crate::dirty::{Method, soak};
+use crate::dirty::Method;
+use crate::memory::Backing;
+use crate::oracle::edges::{self, Mind};
+use crate::oracle::soak;
 use crate::sandbox::Mode;
 use crate::vm::lifecycle::{self, Exit};
-use crate::vm::memory::Backing;
 
 /// Clear the dirty log chunk by chunk and write at both ends of each chunk: the pages that a test at random hardly meets
 #[derive(Debug, Args)]

@@ -7,16 +7,16 @@ use clap::Args;
 use crate::cli::result::ResultArgs;
 use crate::cli::{Failure, args, keyvalue};
 use crate::dirty::Method;
-use crate::dirty::edges::{self, Verdict};
-use crate::dirty::oracle::Mode;
-use crate::dirty::soak;
+use crate::guests::watch::bar;
 use crate::host::{Facts, hugepages};
+use crate::memory::Backing;
+use crate::oracle::edges::{self, Verdict};
+use crate::oracle::judge::Mode;
+use crate::oracle::soak;
 use crate::report::Report;
 use crate::sandbox;
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::vm::lifecycle::{self, Exit};
-use crate::vm::memory::Backing;
-use crate::workload::watch::bar;
 
 /// Write at random, collect the dirty log while memslots come, go and move, and check every page of every collection
 #[derive(Debug, Args)]
@@ -196,7 +196,7 @@ fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
         events,
         duration: args.duration,
         mode: args.mode,
-        ring_entries: entries.unwrap_or(crate::dirty::RING_ENTRIES),
+        ring_entries: entries.unwrap_or(crate::vm::ring::RING_ENTRIES),
         slot_base: args.slot_base,
         clear_chunk: args.clear_chunk,
         lose: args.inject.unwrap_or(0),

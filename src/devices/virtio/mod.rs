@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use crate::dirty::bitmap::WriteLog;
+use crate::memory::write_log::WriteLog;
 use queue::VirtQueue;
 
 /// The guest memory that devices read and write.

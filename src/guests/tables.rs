@@ -8,7 +8,7 @@ use std::mem::offset_of;
 use std::sync::atomic::Ordering;
 
 use super::guest::{self, Guest};
-use crate::arch::workload::RAM_VA;
+use crate::guests::program::RAM_VA;
 use crate::sys::mmap::PAGE_SIZE;
 
 /// What the guest does when it is resumed, and rings when it has done it.

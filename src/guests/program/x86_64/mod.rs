@@ -5,15 +5,18 @@
 //! too; it has no stack, no descriptor tables and no interrupts, and leaves the guest by a write to the doorbell page,
 //! which no memslot backs. A workload that needs privileged instructions asks for CPL 0.
 
+pub mod tables;
+pub mod touch;
+
 use std::mem::offset_of;
 
 use kvm_bindings::{CpuId, kvm_regs, kvm_segment};
 use kvm_ioctls::{Kvm, VcpuFd};
 
+use crate::guests::control::{Control, SUB_BITS, doorbell, flags, order};
+use crate::guests::stamp::Stamp;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm::{Error, ioctl};
-use crate::workload::control::{Control, SUB_BITS, doorbell, flags, order};
-use crate::workload::stamp::Stamp;
 
 // The `write` workload. A function of the System V ABI in everything but its return: rdi holds the control block, and
 // with flags::RETURN it returns to its caller after ringing the doorbell, so that a plain process can run it too.
@@ -262,7 +265,7 @@ std::arch::global_asm!(
     STOPPED = const doorbell::STOPPED,
     SUB_BITS = const SUB_BITS,
     SUB = const 1u64 << SUB_BITS,
-    PASS_MASK = const crate::workload::control::PASS_ENDS - 1,
+    PASS_MASK = const crate::guests::control::PASS_ENDS - 1,
 );
 
 unsafe extern "C" {

@@ -7,6 +7,7 @@
 
 mod control;
 mod run;
+pub mod virtio;
 
 use std::fs::File;
 use std::io;
@@ -21,25 +22,25 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 pub use self::run::Outcome;
 use self::run::{Happening, Watch, on_exit};
-use super::memory::{Memory, MemoryConfig};
-use super::vcpu::{self, Thread, Vcpu};
-use super::virtio::{self, Virtio};
-use super::{Vm, ioctl};
+use self::virtio::Virtio;
 use crate::arch::boot::{self, Entry, Protocol, Request};
 use crate::arch::cpuid::{Choice, Cpuid};
 use crate::arch::irqchip::{self, Irqchip, Mode};
-use crate::arch::{acpi, layout, regs};
+use crate::arch::{acpi, ioapic, layout, ports, regs};
 use crate::control::server::{Asked, Control, Listeners};
 use crate::devices::bus::Bus;
 use crate::devices::console::{Console, Target};
-use crate::devices::rtc::{self, Rtc};
-use crate::devices::serial::{self, Serial};
-use crate::devices::{acpi_pm, debug_exit, i8042, ioapic, pvpanic, test_device};
+use crate::devices::rtc::Rtc;
+use crate::devices::serial::Serial;
+use crate::devices::{acpi_pm, debug_exit, i8042, pvpanic, test_device};
+use crate::memory::{Memory, MemoryConfig};
 use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox, ThreadKind};
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::sys::socket::{Name, SocketError};
 use crate::sys::{guard, kick};
+use crate::vm::vcpu::{self, Thread, Vcpu};
+use crate::vm::{self, Vm, ioctl};
 
 /// What is asked for.
 #[derive(Clone)]
@@ -127,10 +128,10 @@ pub enum Error {
     Cpus(usize),
     /// KVM or memory.
     #[error(transparent)]
-    Vm(#[from] super::Error),
+    Vm(#[from] vm::Error),
     /// Memory.
     #[error(transparent)]
-    Memory(#[from] super::memory::Error),
+    Memory(#[from] crate::memory::Error),
     /// vCPU threads.
     #[error(transparent)]
     Vcpu(#[from] vcpu::Error),
@@ -175,7 +176,7 @@ pub enum Error {
 impl Error {
     /// Whether the user can mend it by another command line.
     pub fn is_usage(&self) -> bool {
-        use super::Error as VmError;
+        use crate::vm::Error as VmError;
         if let Self::Virtio(error) = self {
             return error.is_usage();
         }
@@ -242,7 +243,7 @@ impl Machine {
         let vsock = config.virtio.vsock.as_ref().map(|vsock| &vsock.path);
         let names = config.control.iter().chain(vsock).filter_map(|path| Name::new(path).ok());
         guard::start(names.collect()).map_err(|error| Error::Host("the guard of its sockets", error))?;
-        let memory = Memory::map(config.memory)?;
+        let memory = Memory::map(crate::arch::layout::RAM, config.memory)?;
         if config.memory.prealloc {
             memory.populate(|_| ())?;
         }
@@ -266,7 +267,7 @@ impl Machine {
                 "--cmdline" => {
                     format!("'{}…'", config.cmdline.chars().take(32).collect::<String>().escape_debug())
                 }
-                "--memory" => super::memory::short_size(config.memory.size),
+                "--memory" => crate::memory::short_size(config.memory.size),
                 _ => config.kernel.display().to_string(),
             };
             Error::Boot { flag, value, error }
@@ -275,26 +276,26 @@ impl Machine {
         let opened = config.serial.open()?;
         let output = opened.output.as_ref().map(File::try_clone).transpose().map_err(host("dup"))?;
         let serial = Arc::new(Serial::new(output).map_err(host("eventfd"))?);
-        irqchip.connect(&vm.fd, serial.irq(), serial::COM1_GSI)?;
+        irqchip.connect(&vm.fd, serial.irq(), ports::COM1_GSI)?;
         let rtc = Arc::new(Rtc::default());
 
-        let mut ports = Bus::default();
-        ports.add(serial::COM1.into(), serial::PORTS, serial.clone())?;
-        ports.add(rtc::INDEX.into(), rtc::PORTS, rtc.clone())?;
-        ports.add(i8042::COMMAND.into(), 1, Arc::new(i8042::I8042))?;
-        ports.add(pvpanic::PORT.into(), 1, Arc::new(pvpanic::PvPanic))?;
-        ports.add(acpi_pm::SLEEP_CONTROL.into(), acpi_pm::PORTS, Arc::new(acpi_pm::AcpiPm))?;
+        let mut pio = Bus::default();
+        pio.add(ports::COM1.into(), ports::COM_PORTS, serial.clone())?;
+        pio.add(ports::RTC_INDEX.into(), ports::RTC_PORTS, rtc.clone())?;
+        pio.add(ports::I8042_COMMAND.into(), 1, Arc::new(i8042::I8042))?;
+        pio.add(ports::PVPANIC.into(), 1, Arc::new(pvpanic::PvPanic))?;
+        pio.add(ports::SLEEP_CONTROL.into(), ports::SLEEP_PORTS, Arc::new(acpi_pm::AcpiPm))?;
         let mut mmio = Bus::default();
         if is_multiboot(&entry) {
-            ports.add(debug_exit::PORT.into(), debug_exit::PORTS, Arc::new(debug_exit::DebugExit))?;
+            pio.add(debug_exit::PORT.into(), debug_exit::PORTS, Arc::new(debug_exit::DebugExit))?;
             let scratch = |bytes| Arc::new(test_device::Scratch::new(bytes));
             let (count, bytes) = (test_device::SCRATCH_PORTS, test_device::SCRATCH_BYTES);
-            ports.add(test_device::SCRATCH.into(), count, scratch(count))?;
+            pio.add(test_device::SCRATCH.into(), count, scratch(count))?;
             mmio.add(test_device::SCRATCH_MEMORY, bytes, scratch(bytes))?;
             let (irqchip, vm) = (irqchip.clone(), vm.fd.clone());
             let lines =
                 test_device::Lines(Box::new(move |gsi, asserted| irqchip.set_line(&vm, gsi, asserted)));
-            ports.add(test_device::LINES.into(), test_device::LINE_PORTS, Arc::new(lines))?;
+            pio.add(test_device::LINES.into(), test_device::LINE_PORTS, Arc::new(lines))?;
         }
         if let Irqchip::Split(ioapic) = &*irqchip {
             mmio.add(ioapic::BASE, ioapic::SIZE, ioapic.clone())?;
@@ -312,7 +313,7 @@ impl Machine {
         let memory = Arc::new(vm.memory.guest.clone());
         let socket = config.virtio.vsock.as_ref().map(|vsock| vsock.path.clone());
         let virtio = virtio.attach(&vm.fd, &irqchip, &mut mmio, &memory, config.sandbox, socket)?;
-        let (ports, mmio) = (Arc::new(ports), Arc::new(mmio));
+        let (ports, mmio) = (Arc::new(pio), Arc::new(mmio));
         give_vcpus(kvm, &vm, &vcpus, &config.cpuid, &entry, &irqchip, (&ports, &mmio))?;
         let (tell, happenings) = channel();
         let pty = opened.pty.clone();
@@ -369,6 +370,7 @@ fn spawn_vcpus(config: &Config, ended: &Arc<EventFd>) -> Result<Vec<Vcpu>, vcpu:
         Vcpu::spawn(Thread {
             index,
             pin: config.pins.as_ref().map(|pins| pins[index]),
+            describe: regs::describe,
             enter: Box::new(move || {
                 sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
             }),

@@ -24,19 +24,20 @@ use std::thread;
 use kvm_bindings::{KVM_DIRTY_LOG_INITIALLY_SET, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE};
 
 use super::soak::Error;
-use super::{DirtyTracker, Method, sys};
-use crate::arch::touch as code;
+use crate::dirty::{self, DirtyTracker, Method};
+use crate::guests::Guest;
+use crate::guests::guest::GuestConfig;
+use crate::guests::program::touch as code;
+use crate::guests::touch::Plan;
 use crate::host::Facts;
+use crate::memory::{Backing, Memory, MemoryConfig, Slot, short_size};
 use crate::report::Report;
 use crate::sandbox::{self, Mode};
+use crate::sys::dirty as sys;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm;
 use crate::vm::Vm;
 use crate::vm::counters::Counters;
-use crate::vm::memory::{Backing, Memory, MemoryConfig, Slot, short_size};
-use crate::workload::Guest;
-use crate::workload::guest::GuestConfig;
-use crate::workload::touch::Plan;
 
 /// Pages that the shortest clear covers.
 const CHUNK: u64 = 64;
@@ -156,10 +157,13 @@ fn look(config: &Config) -> Result<Seen, Error> {
     let ring = config.method == Method::Ring;
     if ring {
         let probe = crate::host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
-        super::check_ring(&probe, RING_ENTRIES)?;
+        vm::ring::check(&probe, RING_ENTRIES).map_err(vm::Error::from)?;
     }
     let end = (config.base + config.size).next_multiple_of(config.backing.best_mapping());
-    let mut memory = Memory::map(MemoryConfig { backing: config.backing, ..MemoryConfig::new(end) })?;
+    let mut memory = Memory::map(
+        crate::arch::layout::RAM,
+        MemoryConfig { backing: config.backing, ..MemoryConfig::new(end) },
+    )?;
     let part = |id, from: u64, to: u64| Slot {
         id,
         gpa: from,
@@ -179,12 +183,12 @@ fn look(config: &Config) -> Result<Seen, Error> {
     )?;
     let manual_protect = |flags| {
         let call = "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2";
-        sys::set_manual_protect(&guest.vm.fd, flags).map_err(|source| super::Error::Ioctl { call, source })
+        sys::set_manual_protect(&guest.vm.fd, flags).map_err(|source| dirty::Error::Ioctl { call, source })
     };
     if ring {
         manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET)?;
     }
-    let mut tracker = super::tracker(config.method, &guest.vm, &guest.vcpus, Some(CHUNK))?;
+    let mut tracker = dirty::tracker(config.method, &guest.vm, &guest.vcpus, Some(CHUNK))?;
     tracker.track(tested);
 
     let pages = tested.len / PAGE_SIZE;
@@ -234,7 +238,7 @@ fn chunks(
             tracker.get()?;
             let words = &tracker.logs()[0].words[(first / CHUNK) as usize..=(last / CHUNK) as usize];
             let call = "KVM_CLEAR_DIRTY_LOG";
-            sys::clear_log(&vm.fd, slot, first, part, words).map_err(|source| super::Error::Slot {
+            sys::clear_log(&vm.fd, slot, first, part, words).map_err(|source| dirty::Error::Slot {
                 call,
                 slot,
                 source,
@@ -258,7 +262,7 @@ fn races(
     tracker: &mut dyn DirtyTracker,
     pages: u64,
     write: impl Fn(u64, u64) -> Result<(), Error>,
-    manual_protect: impl Fn(u32) -> Result<(), super::Error> + Sync,
+    manual_protect: impl Fn(u32) -> Result<(), dirty::Error> + Sync,
     lossy: &mut u64,
 ) -> Result<(u64, Vec<u64>), Error> {
     let mut lost = BTreeSet::new();
@@ -270,7 +274,7 @@ fn races(
                 manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET)?;
                 manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE)?;
             }
-            Ok::<(), super::Error>(())
+            Ok::<(), dirty::Error>(())
         };
         thread::scope(|scope| {
             let changes = scope.spawn(change);

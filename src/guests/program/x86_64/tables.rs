@@ -1,9 +1,9 @@
-//! The code of [`crate::workload::tables`]: CPL 0, no stack.
+//! The code of [`crate::guests::tables`]: CPL 0, no stack.
 
 use std::mem::offset_of;
 
-use super::workload::{Code, LEAF, TABLE};
-use crate::workload::tables::{Command, TABLE_BYTES, Tables};
+use super::{Code, LEAF, TABLE};
+use crate::guests::tables::{Command, TABLE_BYTES, Tables};
 
 //   rdi  control block            r8   this table, guest-virtual
 //   rsi  TSC at the start         r9   this table, guest-physical: its CR3

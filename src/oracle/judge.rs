@@ -46,9 +46,9 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::AtomicU64;
 
-use super::{SlotLog, scan};
+use crate::dirty::{SlotLog, scan};
+use crate::guests::stamp::Stamp;
 use crate::sys::mmap::PAGE_SIZE;
-use crate::workload::stamp::Stamp;
 
 /// Whether vCPUs were in the guest during a collection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -253,9 +253,9 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     use super::*;
+    use crate::guests::stamp::writer;
+    use crate::memory::Slot;
     use crate::sys::mmap::{Mapping, Source};
-    use crate::vm::memory::Slot;
-    use crate::workload::stamp::writer;
 
     const PAGES: u64 = 8;
     /// The slot shows RAM from here on.

@@ -7,7 +7,7 @@ use std::mem::offset_of;
 use std::sync::atomic::Ordering;
 
 use super::guest::Guest;
-use crate::arch::workload::RAM_VA;
+use crate::guests::program::RAM_VA;
 
 /// The control block as the code reads it, all words.
 #[repr(C)]

@@ -2,7 +2,7 @@
 //!
 //! One mapping backs all RAM, aligned so that guest-physical and host-virtual addresses are congruent modulo the
 //! backing's page size; without that KVM could map no huge page. Memslots are cut from it, around the gap of
-//! [`crate::arch::layout`]. Telling KVM about them is `vm/mod.rs`'s work.
+//! [`plan::Space`]. Telling KVM about them is `vm/mod.rs`'s work.
 
 use std::fmt;
 use std::io;
@@ -10,11 +10,14 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub mod plan;
+pub mod write_log;
+
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, mmap::MmapRegionBuilder};
 
-use crate::arch::layout;
-use crate::dirty::bitmap::WriteLog;
+use self::plan::Space;
 use crate::host::hugepages;
+use crate::memory::write_log::WriteLog;
 use crate::sys::mmap::{self, Mapping, PAGE_SIZE, Source};
 
 /// Guest memory as devices and loaders see it.
@@ -198,27 +201,27 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Checks `config` and maps it. Nothing is left behind on failure, and nothing is populated yet.
-    pub fn map(config: MemoryConfig) -> Result<Self, Error> {
+    /// Checks `config` and maps it, as RAM at `space`. Nothing is left behind on failure, and nothing is populated yet.
+    pub fn map(space: Space, config: MemoryConfig) -> Result<Self, Error> {
         let MemoryConfig { size, backing, .. } = config;
         let page = backing.page_size();
         if size < LEAST.max(page) {
             return Err(Error::TooSmall { size, least: LEAST.max(page) });
         }
-        let most = layout::MAX_ADDRESS - (layout::GAP_END - layout::GAP_START);
+        let most = space.most();
         if size > most {
             return Err(Error::TooLarge { size, most });
         }
         if !size.is_multiple_of(page) {
             return Err(Error::Unaligned { size, backing });
         }
-        let slots = cut(config)?;
+        let slots = cut(space, config)?;
         if let Backing::Hugetlb(page) | Backing::SharedHugetlb(page) = backing {
             hugepages::check(page, size).map_err(|shortage| Error::Shortage(backing, shortage))?;
         }
         let (mapping, file) = map(config).map_err(|source| Error::Map { size, backing, source })?;
         let mapping = Arc::new(mapping);
-        let regions = layout::ram(size).scan(0, |offset, (gpa, len)| {
+        let regions = space.parts(size).scan(0, |offset, (gpa, len)| {
             let at = *offset;
             *offset += len;
             Some((at, gpa, len))
@@ -284,7 +287,7 @@ impl Memory {
 }
 
 /// The memslots `(gpa, offset, len)` of `config`.
-fn cut(config: MemoryConfig) -> Result<Vec<(u64, u64, u64)>, Error> {
+fn cut(space: Space, config: MemoryConfig) -> Result<Vec<(u64, u64, u64)>, Error> {
     let page = config.backing.best_mapping();
     let pages = config.size / page;
     let out_of_range = Error::Slots(config.slots, pages.max(1));
@@ -294,7 +297,7 @@ fn cut(config: MemoryConfig) -> Result<Vec<(u64, u64, u64)>, Error> {
     let each = pages.div_ceil(u64::from(config.slots)).max(1) * page;
     let mut slots = Vec::new();
     let mut offset = 0;
-    for (mut gpa, mut len) in layout::ram(config.size) {
+    for (mut gpa, mut len) in space.parts(config.size) {
         while len > 0 {
             let part = each.min(len);
             slots.push((gpa, offset, part));

@@ -1,9 +1,9 @@
-//! The code of [`crate::workload::touch`]: CPL 3, no stack.
+//! The code of [`crate::guests::touch`]: CPL 3, no stack.
 
 use std::mem::offset_of;
 
-use super::workload::Code;
-use crate::workload::touch::Touch;
+use super::Code;
+use crate::guests::touch::Touch;
 
 //   rdi  control block      rbx  blocks left      r8   this block      r9   page in the run      r10  pages left
 std::arch::global_asm!(

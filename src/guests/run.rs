@@ -12,10 +12,11 @@ use super::control::{Control, PASS_ENDS, bucket_bound};
 use super::guest::{self, Guest, GuestConfig};
 use super::model::{self, Model};
 use super::watch::{CutShort, Watch, bytes_bar};
-use crate::arch::workload::GuestPage;
 use crate::control::Event;
 use crate::control::server::Control as ControlSocket;
+use crate::guests::program::GuestPage;
 use crate::host::{Facts, Paging};
+use crate::memory::{self, Backing, Memory, MemoryConfig, short_size};
 use crate::report::{Histogram, Report};
 use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox, ThreadKind};
@@ -26,7 +27,6 @@ use crate::vm;
 use crate::vm::counters::Snapshot;
 use crate::vm::exits::Exits;
 use crate::vm::lifecycle::Exit;
-use crate::vm::memory::{self, Backing, Memory, MemoryConfig, short_size};
 
 /// What to run.
 #[derive(Clone, Debug)]
@@ -104,7 +104,9 @@ impl Error {
             Self::Control(_) => true,
             Self::Guest(guest::Error::TooFewPages { .. } | guest::Error::TablesTooLarge { .. }) => true,
             Self::Guest(guest::Error::Vm(vm::Error::Cpus { .. })) => true,
-            Self::Guest(guest::Error::Vm(vm::Error::Dirty(error))) => error.is_usage(),
+            Self::Guest(guest::Error::Vm(vm::Error::Ring(error))) => {
+                !matches!(error, vm::ring::Error::Ioctl(_))
+            }
             Self::Guest(guest::Error::Vm(vm::Error::Memory(error))) => !matches!(error, Memory::Populate(_)),
             _ => false,
         }
@@ -120,7 +122,7 @@ pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
     let signals = SignalFd::new(&ENDING).map_err(|e| Error::Host("signalfd", e))?;
     let mut facts = Facts::collect(String::new());
     let kvm = vm::open()?;
-    let memory = Memory::map(config.memory)?;
+    let memory = Memory::map(crate::arch::layout::RAM, config.memory)?;
     if config.memory.prealloc {
         let bar = bytes_bar("populating", config.memory.size);
         memory.populate(|bytes| bar.inc(bytes))?;

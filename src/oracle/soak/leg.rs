@@ -5,16 +5,16 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{Config, Error, Rng, Tally};
-use crate::arch::workload::RAM_VA;
-use crate::dirty::oracle::{self, Lost, Mode, Oracle, Place};
 use crate::dirty::{DirtyTracker, Method, SlotLog, tracker};
+use crate::guests::guest::{self, Guest, GuestConfig, Woke};
+use crate::guests::program::RAM_VA;
+use crate::guests::{Hot, Order, Region, WriteConfig};
+use crate::memory::{Backing, Memory, MemoryConfig, Slot};
+use crate::oracle::judge::{self, Lost, Mode, Oracle, Place};
 use crate::sandbox;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm::counters::Counters;
-use crate::vm::memory::{Backing, Memory, MemoryConfig, Slot};
 use crate::vm::vcpu;
-use crate::workload::guest::{self, Guest, GuestConfig, Woke};
-use crate::workload::{Hot, Order, Region, WriteConfig};
 
 /// Which chunks of the log a collection clears.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -62,7 +62,8 @@ impl<'a> Leg<'a> {
     ) -> Result<Self, Error> {
         let base = config.slot_base.unwrap_or(0);
         let size = (base + config.size).next_multiple_of(backing.best_mapping());
-        let mut memory = Memory::map(MemoryConfig { backing, ..MemoryConfig::new(size) })?;
+        let mut memory =
+            Memory::map(crate::arch::layout::RAM, MemoryConfig { backing, ..MemoryConfig::new(size) })?;
         let tested = base / PAGE_SIZE..size / PAGE_SIZE;
         let cuts = if base == 0 { draw_cuts(&mut rng, tested.end) } else { vec![tested.start] };
         memory.slots = cut(&memory, &cuts, tested.end);
@@ -330,7 +331,7 @@ impl<'a> Leg<'a> {
             return;
         }
         let words = self.guest.vm.memory.mapping.words();
-        let due: Vec<Place> = oracle::places(self.tracker.logs())
+        let due: Vec<Place> = judge::places(self.tracker.logs())
             .filter(|place| place.slot != self.guest.slot.id + 1 && self.oracle.is_due(words, place.page))
             .collect();
         if due.is_empty() {

@@ -2,11 +2,12 @@
 //!
 //! [`WriteConfig`] says what the `write` workload does; [`guest`] builds a machine around it and runs it; [`control`]
 //! and [`stamp`] are the layouts that host and guest share; [`model`] computes what the guest must have written. The
-//! code itself is `arch/*/workload.rs`.
+//! code itself is [`program`].
 
 pub mod control;
 pub mod guest;
 pub mod model;
+pub mod program;
 pub mod run;
 pub mod stamp;
 pub mod tables;

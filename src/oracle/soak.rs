@@ -10,14 +10,14 @@ mod leg;
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use super::oracle::Mode;
-use super::{Error as DirtyError, Method};
+use super::judge::Mode;
+use crate::dirty::{Error as DirtyError, Method};
+use crate::guests::{self, guest, mix};
 use crate::host::{self, Facts};
+use crate::memory::{self, Backing, short_size};
 use crate::report::Report;
 use crate::sandbox;
-use crate::vm::memory::{self, Backing, short_size};
 use crate::vm::{self, vcpu};
-use crate::workload::{self, guest, mix};
 
 use leg::Leg;
 
@@ -63,7 +63,7 @@ pub enum Error {
     Dirty(#[from] DirtyError),
     /// The machine.
     #[error(transparent)]
-    Run(#[from] workload::run::Error),
+    Run(#[from] guests::run::Error),
     /// The guest stopped although nobody asked it to.
     #[error("the guest's writers stopped by themselves")]
     Stopped,
@@ -207,7 +207,7 @@ pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally) -> bool) -> Result<Vec
     for &method in &config.methods {
         method.check(&probe)?;
         if method == Method::Ring {
-            super::check_ring(&probe, config.ring_entries)?;
+            vm::ring::check(&probe, config.ring_entries).map_err(vm::Error::from)?;
         }
     }
     drop(probe);

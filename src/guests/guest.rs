@@ -23,13 +23,13 @@ use super::control::Control;
 use super::stamp::Stamp;
 use super::{Region, WriteConfig};
 use crate::arch::irqchip::{self, Irqchip};
-use crate::arch::layout;
-use crate::arch::workload::{self as machine, Code, Entry, GuestPage, Privilege};
+use crate::arch::{layout, regs};
+use crate::guests::program::{self as machine, Code, Entry, GuestPage, Privilege};
+use crate::memory::{GuestMemory, Memory, Slot};
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
 use crate::sys::{clock, signal};
 use crate::vm::counters::{self, Counters};
 use crate::vm::lifecycle::Exit;
-use crate::vm::memory::{GuestMemory, Memory, Slot};
 use crate::vm::vcpu::{self, Flow, Vcpu};
 use crate::vm::{Error as VmError, Vm};
 
@@ -280,6 +280,7 @@ impl Guest {
             let thread = vcpu::Thread {
                 index,
                 pin: config.pins.as_ref().and_then(|pins| pins.get(index).copied()),
+                describe: regs::describe,
                 enter: Box::new(move || enter(index)),
                 on_end: Box::new(move || bell.note(|rung| rung.ended += 1)),
             };
