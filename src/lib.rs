@@ -10,8 +10,10 @@
 //! | [`cli`] | one file a subcommand: arguments and the names of flags, and nothing that does work |
 //! | [`mod@bench`] | one file a benchmark: a workload, a schedule, and its figures |
 //! | [`oracle`] | whether a dirty log loses pages: what judges a tracker, and the tests that ask it |
+//! | [`session`] | the process around a machine: signals, privileges, sandbox, control socket, event loop, progress |
 //! | [`machine`] | the PC with a kernel: its board, devices, boot |
 //! | [`guests`] | guests without an OS: code, control block, stamps, and the model that knows what they must have written |
+//! | [`payload`] | what a session runs: a machine of either kind, as the process around it sees it |
 //! | [`dirty`] | who wrote which page since somebody last asked: trackers and scan |
 //! | [`devices`] | the bus, the PC's own devices, virtio |
 //! | [`arch`] | the board: layout, boot protocols, registers, CPUID, tables, interrupt controller |
@@ -43,7 +45,9 @@ pub mod host;
 pub mod machine;
 pub mod memory;
 pub mod oracle;
+pub mod payload;
 pub mod report;
 pub mod sandbox;
+pub mod session;
 pub mod sys;
 pub mod vm;

@@ -13,8 +13,10 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use vellum::arch::irqchip::Mode;
 use vellum::arch::state::{Context, State};
 use vellum::devices::console::Target;
-use vellum::machine::{Config, Machine, Outcome};
+use vellum::machine::{self, BootConfig};
 use vellum::memory::MemoryConfig;
+use vellum::session;
+use vellum::session::kernel::{Outcome, Ready};
 use vellum::vm::lifecycle::Exit;
 use vellum::vm::vcpu;
 use vm_memory::{Bytes, GuestAddress};
@@ -24,7 +26,7 @@ fn main() {
     let mut trials: Vec<Trial> = Vec::new();
     let mut case = |name: &str, image: Vec<u8>, irqchip, says: &'static str, exit: Exit| {
         trials.push(trial(name, kvm(), move || {
-            let (outcome, said) = boot(&image, |config| config.irqchip = irqchip)?;
+            let (outcome, said) = boot(&image, |config, _| config.irqchip = irqchip)?;
             ensure(said == says, || format!("it said {said:?}, not {says:?}"))?;
             ensure(outcome.exit == exit, || format!("it ended by {:?}, not {exit:?}", outcome.exit))?;
             let failed = matches!(exit, Exit::Panic | Exit::TripleFault | Exit::Kvm);
@@ -55,13 +57,13 @@ fn main() {
     // Only multiboot guests have that port; this one goes on.
     case("others_have_no_debug_port", test_passes.power_off().elf64(), Mode::Split, "V", Exit::PowerOff);
     trials.push(trial("a_timeout_ends_a_guest_that_spins", kvm(), || {
-        let mut machine = build(&code_that_spins().elf64(), |_| ())?.0;
-        let outcome = machine.run(Some(Duration::from_millis(50)))?;
+        let limit = Duration::from_millis(50);
+        let outcome = build(&code_that_spins().elf64(), limit, |_, _| ())?.0.run()?;
         ensure(outcome.exit == Exit::Timeout, || format!("{:?}", outcome.exit))
     }));
     trials.push(trial("two_vcpus_of_which_one_waits", kvm(), || {
         let image = Code::default().print("2").power_off().elf64();
-        let (outcome, said) = boot(&image, |config| config.cpus = 2)?;
+        let (outcome, said) = boot(&image, |config, _| config.cpus = 2)?;
         ensure((said.as_str(), outcome.exit) == ("2", Exit::PowerOff), || format!("{said:?} {outcome:?}"))
     }));
     trials.push(trial("the_command_line_reaches_a_pvh_guest", kvm(), echo_cmdline));
@@ -83,29 +85,39 @@ fn echo_cmdline() -> Result<(), Failed> {
         .bytes(&[0x8b, 0x73, 24, 0x66, 0xba, 0xf8, 0x03])
         .bytes(&[0xac, 0x84, 0xc0, 0x74, 3, 0xee, 0xeb, 0xf8])
         .power_off();
-    let (_, said) = boot(&code.pvh(), |config| config.cmdline = "hello, guest".into())?;
+    let (_, said) = boot(&code.pvh(), |_, boot| boot.cmdline = "hello, guest".into())?;
     ensure(said == "hello, guest", || format!("it said {said:?}"))
 }
 
-fn build(image: &[u8], change: impl FnOnce(&mut Config)) -> Result<(Machine, PathBuf), Failed> {
+/// Far beyond what any of these guests takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn build(
+    image: &[u8],
+    limit: Duration,
+    change: impl FnOnce(&mut machine::Config, &mut BootConfig),
+) -> Result<(Ready, PathBuf), Failed> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let name = format!("boot-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     let base = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
     let (kernel, serial) = (base.with_extension("elf"), base.with_extension("serial"));
     std::fs::write(&kernel, image)?;
-    let mut config = Config::new(kernel.clone());
-    config.memory = MemoryConfig::new(16 << 20);
-    config.serial = Target::File(serial.clone());
-    change(&mut config);
-    let machine = Machine::build(&vellum::vm::open()?, config)?;
+    let mut config = machine::Config { serial: Target::File(serial.clone()), ..machine::Config::default() };
+    let mut boot = BootConfig::new(kernel.clone());
+    change(&mut config, &mut boot);
+    let process = session::Config { limit: Some(limit), ..session::Config::default() };
+    let ready = session::kernel::ready(&process, MemoryConfig::new(16 << 20), config, boot)?;
     std::fs::remove_file(kernel)?;
-    Ok((machine, serial))
+    Ok((ready, serial))
 }
 
 /// Runs `image` to its end; what it has said.
-fn boot(image: &[u8], change: impl FnOnce(&mut Config)) -> Result<(Outcome, String), Failed> {
-    let (mut machine, serial) = build(image, change)?;
-    let outcome = machine.run(Some(Duration::from_secs(60)))?;
+fn boot(
+    image: &[u8],
+    change: impl FnOnce(&mut machine::Config, &mut BootConfig),
+) -> Result<(Outcome, String), Failed> {
+    let (mut ready, serial) = build(image, PATIENCE, change)?;
+    let outcome = ready.run()?;
     let said = std::fs::read_to_string(&serial)?;
     std::fs::remove_file(serial)?;
     Ok((outcome, said))
@@ -128,7 +140,8 @@ fn moves(irqchip: Mode) -> Result<(), Failed> {
         // mov ecx, IA32_STAR; rdmsr; mov dx, 0x3f8; out dx, al
         .bytes(&[0xb9, 0x81, 0, 0, 0xc0, 0x0f, 0x32, 0x66, 0xba, 0xf8, 0x03, 0xee])
         .power_off();
-    let (source, said) = build(&code.elf64(), |config| config.irqchip = irqchip)?;
+    let (source, said) = build(&code.elf64(), PATIENCE, |config, _| config.irqchip = irqchip)?;
+    let source = source.machine;
     vcpu::resume_all(&source.vcpus);
     while std::fs::read(&said)? != b"A" {
         std::thread::yield_now();
@@ -144,7 +157,9 @@ fn moves(irqchip: Mode) -> Result<(), Failed> {
     drop(source);
     std::fs::remove_file(said)?;
 
-    let (mut destination, said) = build(&Code::default().spin().elf64(), |config| config.irqchip = irqchip)?;
+    let spins = Code::default().spin().elf64();
+    let (mut ready, said) = build(&spins, PATIENCE, |config, _| config.irqchip = irqchip)?;
+    let destination = &ready.machine;
     ram[FLAG as usize] = 1;
     destination.vm.memory.guest.write_slice(&ram, GuestAddress(0))?;
     // As a migration would send them.
@@ -153,7 +168,7 @@ fn moves(irqchip: Mode) -> Result<(), Failed> {
     destination.serial.restore(port)?;
     let context = Context::new(&kvm, &destination.vm.fd, true)?;
     destination.vcpus[0].with(move |fd| saved.restore(fd, &context))??;
-    let outcome = destination.run(Some(Duration::from_secs(60)))?;
+    let outcome = ready.run()?;
     let text = std::fs::read_to_string(&said)?;
     std::fs::remove_file(said)?;
     ensure((text.as_str(), outcome.exit) == ("47", Exit::PowerOff), || format!("{text:?} {outcome:?}"))
@@ -163,7 +178,8 @@ fn moves(irqchip: Mode) -> Result<(), Failed> {
 fn every_part() -> Result<(), Failed> {
     let image = code_that_spins().elf64();
     let kvm = vellum::vm::open()?;
-    let (source, said) = build(&image, |_| ())?;
+    let (source, said) = build(&image, PATIENCE, |_, _| ())?;
+    let source = source.machine;
     std::fs::remove_file(said)?;
     let context = Context::new(&kvm, &source.vm.fd, true)?;
     let saved = source.vcpus[0].with(move |fd| -> Result<State, Failed> {
@@ -185,7 +201,8 @@ fn every_part() -> Result<(), Failed> {
         unsafe { fd.set_xsave(&xsave)? };
         Ok(State::save(fd, &context)?)
     })??;
-    let (destination, said) = build(&image, |_| ())?;
+    let (destination, said) = build(&image, PATIENCE, |_, _| ())?;
+    let destination = destination.machine;
     std::fs::remove_file(said)?;
     let context = Context::new(&kvm, &destination.vm.fd, true)?;
     let copy = saved.clone();

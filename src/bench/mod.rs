@@ -40,19 +40,13 @@ pub enum Error {
     Asked(String),
     /// The machine.
     #[error(transparent)]
-    Machine(#[from] guests::run::Error),
+    Machine(#[from] guest::Error),
     /// The dirty log.
     #[error(transparent)]
     Dirty(#[from] dirty::Error),
     /// The host.
     #[error("{0}: {1}")]
     Host(&'static str, #[source] io::Error),
-}
-
-impl From<guest::Error> for Error {
-    fn from(error: guest::Error) -> Self {
-        Self::Machine(error.into())
-    }
 }
 
 impl From<vm::Error> for Error {
@@ -87,7 +81,7 @@ impl Error {
     /// The signal with which the user ended it.
     pub fn interrupted(&self) -> Option<i32> {
         match self {
-            Self::Machine(guests::run::Error::Guest(guest::Error::Interrupted(signal))) => Some(*signal),
+            Self::Machine(guest::Error::Interrupted(signal)) => Some(*signal),
             _ => None,
         }
     }

@@ -9,12 +9,11 @@ use clap::{Args, ValueEnum};
 use super::devices::DeviceArgs;
 use super::{Failure, keyvalue};
 use crate::arch::boot::Protocol;
-use crate::arch::cpuid::Choice;
 use crate::arch::irqchip::Mode;
 use crate::devices::console::Target;
-use crate::machine::{Config, Machine, Outcome};
-use crate::sys::terminal;
-use crate::vm;
+use crate::machine::{self, BootConfig};
+use crate::memory::MemoryConfig;
+use crate::session::{self, kernel::Outcome};
 use crate::vm::lifecycle::Exit;
 
 /// What a Linux guest is told unless `--nodefaults` says otherwise: its console, and to end rather than to hang.
@@ -50,10 +49,6 @@ pub struct KernelArgs {
     #[arg(long, value_name = "WHERE", default_value = "split", requires = "kernel")]
     irqchip: Mode,
 
-    /// CPU features, +NAME or -NAME, as in -pv-eoi,-steal-time; may be repeated
-    #[arg(long, value_name = "LIST", requires = "kernel", allow_hyphen_values = true)]
-    cpuid: Vec<Choice>,
-
     /// Where the serial port leads: terminal (Ctrl-a x ends the guest), file=PATH, pty or null
     #[arg(long, value_name = "WHERE", default_value = "terminal", requires = "kernel")]
     serial: Target,
@@ -79,29 +74,32 @@ enum LogLevel {
     Debug,
 }
 
-/// Boots the kernel that `config` names, with what else `args` say, and waits for its end.
-pub fn run(args: KernelArgs, config: Config) -> Result<Exit, Failure> {
+/// Boots `kernel` on a machine of `memory` and `config` with what else `args` say, and waits for its end.
+pub fn run(
+    args: KernelArgs,
+    kernel: PathBuf,
+    memory: MemoryConfig,
+    config: machine::Config,
+    process: session::Config,
+) -> Result<Exit, Failure> {
     let KernelArgs { initrd, protocol, irqchip, serial, timeout, loglevel, devices, .. } = args;
-    let mut cpuid = Choice::default();
-    args.cpuid.into_iter().for_each(|later| cpuid.append(later));
     let defaults = (!args.nodefaults).then_some(DEFAULT_CMDLINE);
     let parts: Vec<&str> = defaults.into_iter().chain(args.cmdline.iter().map(String::as_str)).collect();
     let (cmdline, virtio) = (parts.join(" "), devices.config());
     let counters = loglevel == LogLevel::Debug;
-    let config = Config { initrd, cmdline, protocol, irqchip, cpuid, serial, virtio, counters, ..config };
-    let failure = |error: crate::machine::Error| {
-        terminal::restore();
-        Failure::either(error.is_usage(), error)
-    };
-    let kvm = vm::open().map_err(Failure::host)?;
-    let mut machine = Machine::build(&kvm, config).map_err(failure)?;
+    let config = machine::Config { irqchip, serial, virtio, counters, ..config };
+    let boot = BootConfig { kernel, initrd, cmdline, protocol };
+    let process = session::Config { limit: timeout, ..process };
+    let failure = |error: session::Error| Failure::either(error.is_usage(), error);
+    let mut ready = session::kernel::ready(&process, memory, config, boot).map_err(failure)?;
+    let machine = &ready.machine;
     if let Some(pty) = &machine.pty {
         say(loglevel, LogLevel::Info, || format!("the serial port is {pty}"));
     }
     if let Some(pty) = machine.virtio.console.as_ref().and_then(|console| console.pty.as_ref()) {
         say(loglevel, LogLevel::Info, || format!("the virtio console is {pty}"));
     }
-    let outcome = machine.run(timeout).map_err(failure)?;
+    let outcome = ready.run().map_err(failure)?;
     tell(&outcome, loglevel);
     Ok(outcome.exit)
 }

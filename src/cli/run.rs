@@ -1,6 +1,5 @@
 //! `vellum run`: a guest from the command line.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
@@ -8,12 +7,14 @@ use clap::Args;
 use super::args::Pin;
 use super::result::ResultArgs;
 use super::{Failure, args, kernel, keyvalue};
+use crate::arch::cpuid::Choice;
 use crate::control::names;
-use crate::guests::run as workload;
-use crate::machine::Config;
+use crate::guests::run::RunConfig;
+use crate::machine;
 use crate::memory::MemoryConfig;
+use crate::sandbox::Mode;
 use crate::sandbox::user::User;
-use crate::sandbox::{Mode, Sandbox};
+use crate::session::{self, builtin};
 use crate::sys::host::allowed_cpus;
 use crate::vm::lifecycle::{self, Exit};
 
@@ -69,6 +70,10 @@ pub struct RunArgs {
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
 
+    /// CPU features, +NAME or -NAME, as in -pv-eoi,-steal-time; may be repeated
+    #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
+    cpuid: Vec<Choice>,
+
     #[command(flatten)]
     kernel: kernel::KernelArgs,
 }
@@ -83,45 +88,49 @@ Examples:
 /// Does what was asked.
 pub fn run(args: RunArgs) -> Result<Exit, Failure> {
     if let Some(image) = args.kernel.kernel.clone() {
-        let control = socket(&args)?;
+        let process = process(&args)?;
         // Guests share a host; those that measure it have it to themselves.
         let pins = pins(&args.cpus, Pin::Off)?;
-        let config = Config {
+        let config = machine::Config {
             cpus: args.cpus.count,
             pins,
-            memory: args.memory,
-            sandbox: Sandbox::new(args.sandbox),
-            user: args.user,
-            control,
-            ..Config::new(image)
+            cpuid: cpuid(&args.cpuid),
+            ..machine::Config::default()
         };
-        return kernel::run(args.kernel, config);
+        return kernel::run(args.kernel, image, args.memory, config, process);
     }
     args.result.deliver(|| run_workload(&args).map(|outcome| (outcome.report, outcome.exit)))
 }
 
 /// Runs the built-in guest.
-pub fn run_workload(args: &RunArgs) -> Result<workload::Outcome, Failure> {
-    let (pins, control) = (pins(&args.cpus, Pin::Auto)?, socket(args)?);
+pub fn run_workload(args: &RunArgs) -> Result<builtin::Outcome, Failure> {
+    let (pins, process) = (pins(&args.cpus, Pin::Auto)?, process(args)?);
     let mut write = args.workload.write.clone();
     write.passes = args.passes;
-    let config = workload::RunConfig {
+    let config = RunConfig {
         vcpus: args.cpus.count,
         pins,
         memory: args.memory,
         write,
         page: args.workload.page,
+        cpuid: cpuid(&args.cpuid),
         duration: args.duration,
-        sandbox: args.sandbox,
-        user: args.user,
-        control,
     };
-    workload::run(&config).map_err(|error| Failure::either(error.is_usage(), error))
+    builtin::run(&process, &config).map_err(|error| Failure::either(error.is_usage(), error))
 }
 
-fn socket(args: &RunArgs) -> Result<Option<PathBuf>, Failure> {
-    let name = args.name.as_deref().map(names::socket).transpose();
-    name.map_err(|error| Failure::usage(format!("--name: {error}")))
+/// What is asked of the process, whatever the machine.
+fn process(args: &RunArgs) -> Result<session::Config, Failure> {
+    let control = args.name.as_deref().map(names::socket).transpose();
+    let control = control.map_err(|error| Failure::usage(format!("--name: {error}")))?;
+    Ok(session::Config { control, sandbox: args.sandbox, user: args.user, limit: None })
+}
+
+/// All of `--cpuid` in one.
+fn cpuid(lists: &[Choice]) -> Choice {
+    let mut all = Choice::default();
+    lists.iter().cloned().for_each(|later| all.append(later));
+    all
 }
 
 fn pins(cpus: &args::Cpus, otherwise: Pin) -> Result<Option<Vec<usize>>, Failure> {

@@ -22,16 +22,17 @@ use vmm_sys_util::eventfd::EventFd;
 use super::control::Control;
 use super::stamp::Stamp;
 use super::{Region, WriteConfig};
+use crate::arch::cpuid::{self, Choice, Cpuid};
 use crate::arch::irqchip::{self, Irqchip};
 use crate::arch::{layout, regs};
 use crate::guests::program::{self as machine, Code, Entry, GuestPage, Privilege};
-use crate::memory::{GuestMemory, Memory, Slot};
+use crate::memory::{self, GuestMemory, Memory, Slot};
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
 use crate::sys::{clock, signal};
 use crate::vm::counters::{self, Counters};
 use crate::vm::lifecycle::Exit;
 use crate::vm::vcpu::{self, Flow, Vcpu};
-use crate::vm::{Error as VmError, Vm};
+use crate::vm::{Error as VmError, Vm, ring};
 
 /// How long it takes at most until a remembered signal ends a wait.
 const ASKING: Duration = Duration::from_millis(100);
@@ -56,6 +57,8 @@ pub struct GuestConfig {
     pub dirty_ring: Option<u32>,
     /// Interrupt controllers in KVM, which no workload needs: but with a local APIC every exit costs more.
     pub irqchip: Option<irqchip::Mode>,
+    /// CPU features.
+    pub cpuid: Choice,
 }
 
 impl GuestConfig {
@@ -71,6 +74,7 @@ impl GuestConfig {
             slot_flags: 0,
             dirty_ring: None,
             irqchip: None,
+            cpuid: Choice::default(),
         }
     }
 }
@@ -92,6 +96,9 @@ pub enum Error {
     /// Interrupt controllers.
     #[error(transparent)]
     Irqchip(#[from] irqchip::Error),
+    /// CPU features.
+    #[error(transparent)]
+    Cpuid(#[from] cpuid::Error),
     /// The page tables do not fit.
     #[error(
         "the workload's page tables need {need} bytes, and there is room for {room}: use 2 MiB guest pages or less memory"
@@ -116,6 +123,25 @@ pub enum Error {
         /// How.
         what: String,
     },
+}
+
+impl From<memory::Error> for Error {
+    fn from(error: memory::Error) -> Self {
+        VmError::from(error).into()
+    }
+}
+
+impl Error {
+    /// Whether other arguments would have helped.
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Self::TooFewPages { .. } | Self::TablesTooLarge { .. } | Self::Cpuid(_) => true,
+            Self::Vm(VmError::Cpus { .. }) => true,
+            Self::Vm(VmError::Ring(error)) => !matches!(error, ring::Error::Ioctl(_)),
+            Self::Vm(VmError::Memory(error)) => !matches!(error, memory::Error::Populate(_)),
+            _ => false,
+        }
+    }
 }
 
 /// What vCPUs have rung since somebody last asked.
@@ -146,7 +172,7 @@ pub struct Bell {
     changed: Condvar,
     first: OnceLock<Duration>,
     /// Readable after every ring and every end, for event loops.
-    pub event: EventFd,
+    pub event: Arc<EventFd>,
 }
 
 impl Bell {
@@ -249,9 +275,10 @@ impl Guest {
         if config.slot_flags != 0 {
             vm.memory.slots.iter().try_for_each(|slot| vm.set_slot(slot, config.slot_flags))?;
         }
-        let cpuid = machine::cpuid(kvm)?;
+        let cpuid = Cpuid::of_vm(kvm, &vm.fd, &config.cpuid, config.vcpus as u32)?;
         let rung = Rung { codes: vec![0; config.vcpus], full: Vec::new(), ended: 0 };
         let event = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(Error::Map)?;
+        let event = Arc::new(event);
         let bell =
             Arc::new(Bell { rung: Mutex::new(rung), changed: Condvar::new(), first: OnceLock::new(), event });
         let counters = Counters::of_vm(&vm.fd);
@@ -265,7 +292,7 @@ impl Guest {
                 cr3,
                 privilege: config.privilege,
             };
-            machine::set_entry(&fd, &cpuid, entry)?;
+            machine::set_entry(&fd, &cpuid.for_vcpu(index as u32)?, entry)?;
             if config.irqchip.is_some() {
                 // With a local APIC all but the first wait for INIT and SIPI.
                 machine::set_runnable(&fd)?;

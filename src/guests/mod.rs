@@ -12,7 +12,6 @@ pub mod run;
 pub mod stamp;
 pub mod tables;
 pub mod touch;
-pub mod watch;
 
 pub use guest::Guest;
 

@@ -1,29 +1,24 @@
-//! `vellum run` without a kernel: one workload from start to end, and the result that says what it did.
+//! The built-in guest of `vellum run`: one workload from start to end as a session runs it, and the result that says what it did.
 
-use std::io;
-use std::path::PathBuf;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use super::WriteConfig;
+use serde_json::Value;
+use vmm_sys_util::eventfd::EventFd;
+
 use super::control::{Control, PASS_ENDS, bucket_bound};
-use super::guest::{self, Guest, GuestConfig};
+use super::guest::{self, Guest};
 use super::model::{self, Model};
-use super::watch::{CutShort, Watch, bytes_bar};
-use crate::control::Event;
-use crate::control::server::Control as ControlSocket;
+use super::{Region, WriteConfig};
+use crate::arch::cpuid::Choice;
+use crate::control::Do;
 use crate::guests::program::GuestPage;
 use crate::host::{Facts, Paging};
-use crate::memory::{self, Backing, Memory, MemoryConfig, short_size};
+use crate::memory::{Backing, MemoryConfig, short_size};
+use crate::payload::{Outline, Payload, Progress, Subscriber};
 use crate::report::{Histogram, Report};
-use crate::sandbox::user::{self, User};
-use crate::sandbox::{self, Sandbox, ThreadKind};
-use crate::sys::guard;
-use crate::sys::signal::{ENDING, SignalFd};
-use crate::sys::socket::{Name, SocketError};
-use crate::vm;
 use crate::vm::counters::Snapshot;
 use crate::vm::exits::Exits;
 use crate::vm::lifecycle::Exit;
@@ -41,157 +36,157 @@ pub struct RunConfig {
     pub write: WriteConfig,
     /// The page size of the guest's own tables.
     pub page: GuestPage,
+    /// CPU features.
+    pub cpuid: Choice,
     /// When to stop.
     pub duration: Option<Duration>,
-    /// Whether the running VMM is confined.
-    pub sandbox: sandbox::Mode,
-    /// Whose privileges are left when everything is open.
-    pub user: Option<User>,
-    /// Where the control socket is to be.
-    pub control: Option<PathBuf>,
 }
 
-/// What came of it.
-pub struct Outcome {
-    /// The result.
-    pub report: Report,
-    /// How the run ended.
-    pub exit: Exit,
-    /// When the first doorbell rang, on CLOCK_MONOTONIC.
-    pub first_doorbell: Option<Duration>,
+/// A workload between its first and its last access.
+pub struct Run {
+    /// The guest.
+    pub guest: Guest,
+    config: RunConfig,
+    regions: Vec<Region>,
+    models: Vec<Model>,
+    before: Snapshot,
+    /// What was seen when it had ended.
+    seen: Option<Seen>,
 }
 
-/// Why a workload did not run.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The machine.
-    #[error(transparent)]
-    Guest(#[from] guest::Error),
-    /// The sandbox.
-    #[error(transparent)]
-    Sandbox(#[from] sandbox::Error),
-    /// Privileges.
-    #[error(transparent)]
-    User(#[from] user::Error),
-    /// The control socket.
-    #[error("--name: {0}")]
-    Control(#[from] SocketError),
-    /// The event loop.
-    #[error("the event loop: {0}")]
-    EventLoop(#[from] event_manager::Error),
-    /// The host.
-    #[error("{0}: {1}")]
-    Host(&'static str, #[source] io::Error),
+/// What is read when the vCPUs stand still for good.
+struct Seen {
+    after: Snapshot,
+    verdict: model::Verdict,
 }
 
-impl From<vm::Error> for Error {
-    fn from(error: vm::Error) -> Self {
-        Self::Guest(error.into())
+impl Run {
+    /// Programs the vCPUs of `guest`, which wait for their parameters.
+    ///
+    /// # Errors
+    /// Where there are fewer pages than they need.
+    pub fn new(guest: Guest, config: RunConfig) -> Result<Self, guest::Error> {
+        let regions = guest.program(&config.write)?;
+        let models = guest.controls().map(Model::new).collect();
+        Ok(Self { guest, config, regions, models, before: Snapshot::default(), seen: None })
+    }
+
+    fn counters(&self) -> Snapshot {
+        self.guest.counters.as_ref().ok().and_then(|counters| counters.read().ok()).unwrap_or_default()
+    }
+
+    /// Reads the counters, then checks every page.
+    fn look(&mut self) -> Seen {
+        let after = self.counters();
+        let verdict = check(&self.config, &self.guest, std::mem::take(&mut self.models));
+        Seen { after, verdict }
+    }
+
+    /// What was measured, on the host of `facts`; and whether every page holds what the guest must have written.
+    pub fn report(mut self, facts: Facts) -> (Report, bool) {
+        let Seen { after, verdict } = self.seen.take().unwrap_or_else(|| self.look());
+        let Self { guest, config, before, .. } = self;
+        let mut report = describe(&config, facts);
+        measure(&mut report, &guest);
+        report.counters(&before, &after);
+        if let Err(error) = &guest.counters {
+            report.notes.push(error.to_string());
+        }
+        prove_huge(&mut report, &config, &after);
+        report.figure("pages_checked", "pages", verdict.checked as f64);
+        report.figure("wrong_stamps", "pages", verdict.wrong as f64);
+        if verdict.wrong > 0 {
+            let (page, found, expected) = &verdict.examples[0];
+            report.invalid.push(format!(
+                "{} pages do not hold what the guest wrote; page {page} holds {found:?}, right would be {expected:?}",
+                verdict.wrong
+            ));
+        }
+        (report, verdict.wrong == 0)
     }
 }
 
-impl From<memory::Error> for Error {
-    fn from(error: memory::Error) -> Self {
-        vm::Error::from(error).into()
-    }
-}
+impl Payload for Run {
+    type Error = guest::Error;
 
-impl Error {
-    /// Whether other arguments would have helped.
-    pub fn is_usage(&self) -> bool {
-        use memory::Error as Memory;
-        match self {
-            Self::Control(_) => true,
-            Self::Guest(guest::Error::TooFewPages { .. } | guest::Error::TablesTooLarge { .. }) => true,
-            Self::Guest(guest::Error::Vm(vm::Error::Cpus { .. })) => true,
-            Self::Guest(guest::Error::Vm(vm::Error::Ring(error))) => {
-                !matches!(error, vm::ring::Error::Ioctl(_))
-            }
-            Self::Guest(guest::Error::Vm(vm::Error::Memory(error))) => !matches!(error, Memory::Populate(_)),
-            _ => false,
+    fn subscribers(&self) -> Vec<Subscriber> {
+        Vec::new()
+    }
+
+    fn wakes(&self) -> Vec<Arc<EventFd>> {
+        vec![self.guest.bell.event.clone()]
+    }
+
+    fn start(&mut self) -> Result<(), guest::Error> {
+        self.before = self.counters();
+        self.guest.resume();
+        Ok(())
+    }
+
+    fn poll(&mut self) -> Result<Option<Exit>, guest::Error> {
+        let _ = self.guest.bell.event.read();
+        if !self.guest.all_rung()? {
+            return Ok(None);
+        }
+        // They ring just before they pause.
+        self.guest.wait_all_rung()?;
+        let seen = self.look();
+        let right = seen.verdict.wrong == 0;
+        self.seen = Some(seen);
+        Ok(Some(if right { Exit::PowerOff } else { Exit::Error }))
+    }
+
+    fn pause(&mut self) -> Result<(), guest::Error> {
+        let paused = self.guest.pause().map(drop);
+        if paused.is_err() {
+            self.guest.resume_unfinished();
+        }
+        paused
+    }
+
+    fn resume(&mut self) {
+        self.guest.resume_unfinished();
+    }
+
+    /// It is to stop before its next access.
+    fn request_end(&mut self) -> bool {
+        self.guest.request_stop();
+        true
+    }
+
+    fn outline(&self) -> Outline {
+        Outline {
+            vcpus: self.guest.vcpus.len(),
+            memory: self.guest.vm.memory.config.size,
+            ..Outline::default()
         }
     }
-}
 
-/// Runs the workload to its end, to the end of its time, or until a signal; what was measured by then is the result.
-pub fn run(config: &RunConfig) -> Result<Outcome, Error> {
-    let (ask, asked) = channel();
-    let control = config.control.as_deref().map(|path| ControlSocket::bind(path, ask)).transpose()?;
-    let names = config.control.iter().filter_map(|path| Name::new(path).ok());
-    guard::start(names.collect()).map_err(|e| Error::Host("the guard of the control socket", e))?;
-    let signals = SignalFd::new(&ENDING).map_err(|e| Error::Host("signalfd", e))?;
-    let mut facts = Facts::collect(String::new());
-    let kvm = vm::open()?;
-    let memory = Memory::map(crate::arch::layout::RAM, config.memory)?;
-    if config.memory.prealloc {
-        let bar = bytes_bar("populating", config.memory.size);
-        memory.populate(|bytes| bar.inc(bytes))?;
-        bar.finish_and_clear();
+    fn progress(&self) -> Option<Progress> {
+        let done = self.guest.controls().map(|control| control.done.load(Ordering::Relaxed)).sum();
+        let of: u64 = self.regions.iter().map(|region| region.pages * self.config.write.passes).sum();
+        Some(Progress { done, of: (of > 0).then_some(of) })
     }
-    if let Some(user) = config.user {
-        user::drop_privileges(user)?;
-    }
-    let mut sandbox = Sandbox::new(config.sandbox);
-    sandbox.process()?;
-    facts.sandbox = sandbox.status();
-    let enter =
-        move |index| sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other);
-    let guest = Guest::start(
-        &kvm,
-        memory,
-        GuestConfig {
-            pins: config.pins.clone(),
-            page: config.page,
-            enter: Arc::new(enter),
-            ..GuestConfig::new(config.vcpus)
-        },
-    )?;
-    let regions = guest.program(&config.write)?;
-    let models: Vec<_> = guest.controls().map(Model::new).collect();
-    let mut watch = Watch::new(guest.bell.clone(), signals, control, asked)?;
-    sandbox.enter(ThreadKind::Main, "main")?;
-    let read = || guest.counters.as_ref().ok().and_then(|counters| counters.read().ok()).unwrap_or_default();
-    let before = read();
-    guest.resume();
-    let cut_short = watch.run(config, &guest, &regions)?;
-    let after = read();
-    let first_doorbell = guest.bell.first();
-    let mut report = describe(config, facts);
-    measure(&mut report, &guest);
-    report.counters(&before, &after);
-    if let Err(error) = &guest.counters {
-        report.notes.push(error.to_string());
-    }
-    prove_huge(&mut report, config, &after);
-    let mut exit = match cut_short {
-        Some(CutShort::Signal(signal)) => {
-            report.notes.push(format!("ended by signal {signal}: these are the results so far"));
-            Exit::Signal(signal)
+
+    fn ask(&mut self, what: &Do, _: Vec<OwnedFd>) -> Result<Value, String> {
+        Err(match what {
+            Do::Balloon { .. } => "this machine has no balloon: the built-in guest has no devices",
+            _ => "this machine has no serial port: the built-in guest has no devices",
         }
-        Some(CutShort::Stop) => {
-            report.notes.push("ended by vellum ctl: these are the results so far".into());
-            Exit::PowerOff
-        }
-        None => Exit::PowerOff,
-    };
-    let verdict = check(config, &guest, models);
-    report.figure("pages_checked", "pages", verdict.checked as f64);
-    report.figure("wrong_stamps", "pages", verdict.wrong as f64);
-    if verdict.wrong > 0 {
-        let (page, found, expected) = &verdict.examples[0];
-        report.invalid.push(format!(
-            "{} pages do not hold what the guest wrote; page {page} holds {found:?}, right would be {expected:?}",
-            verdict.wrong
-        ));
-        exit = Exit::Error;
+        .into())
     }
-    watch.listeners().tell(&Event::Ended { status: exit.code() });
-    Ok(Outcome { report, exit, first_doorbell })
+
+    /// The result reads its memory: its vCPUs stand still, and end with it.
+    fn stop(&mut self) {}
+
+    fn flushed(&mut self) -> bool {
+        true
+    }
 }
 
 /// A result that says what was asked.
 fn describe(config: &RunConfig, facts: Facts) -> Report {
-    let RunConfig { vcpus, pins, memory, write, page, duration, .. } = config;
+    let RunConfig { vcpus, pins, memory, write, page, duration, cpuid } = config;
     let mut report = Report::new("run write", facts);
     report.ask("cpus", *vcpus);
     report.ask("pin", pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
@@ -218,6 +213,9 @@ fn describe(config: &RunConfig, facts: Facts) -> Report {
     report.ask("stride", write.stride);
     report.ask("guest_page", if *page == GuestPage::Small { "4k" } else { "2m" });
     report.ask("latency", write.latency);
+    if *cpuid != Choice::default() {
+        report.ask("cpuid", cpuid.to_string());
+    }
     report
 }
 

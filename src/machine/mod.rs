@@ -1,64 +1,55 @@
-//! A machine with devices: a kernel, and a PC around it.
+//! The PC: a board with devices, and the kernel that it boots.
 //!
-//! [`Machine::build`] makes it, its vCPUs at the kernel's entry (paused, or their threads still getting ready: one that never
-//! does is [`Machine::run`]'s to tell); that (`run.rs`) lets it go and returns how it ended; `control.rs` does what the control
-//! socket asks for meanwhile. Which device lies where is decided here and nowhere else; what a device does is its own
-//! file's.
+//! It is made in steps, so that each can fail before anything is left behind, and so that what starts it can be exchanged:
+//!
+//! 1. [`Opened::open`] opens the files of its devices. Nothing runs, nothing is mapped.
+//! 2. [`Opened::assemble`] makes KVM's VM, its interrupt controller and its memory's tables: a [`Board`].
+//! 3. [`Board::boot`] loads a kernel ([`image`]) and says how it is entered.
+//! 4. [`Board::start`] starts the threads, each of which enters the sandbox, and wires devices and vCPUs: a [`Machine`],
+//!    whose vCPUs wait at the kernel's entry. (A thread that never gets ready is told by [`Payload::poll`].)
+//!
+//! The session runs it (`run.rs` has its side of that). Which device lies where is decided here and nowhere else; what a device does
+//! is its own file's.
 
-mod control;
+mod image;
 mod run;
 pub mod virtio;
 
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 
-use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
-use kvm_bindings::{KVM_CAP_TSC_DEADLINE_TIMER, KVM_MAX_CPUID_ENTRIES};
 use kvm_ioctls::{Kvm, VcpuExit};
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+use vmm_sys_util::eventfd::EventFd;
 
-pub use self::run::Outcome;
-use self::run::{Happening, Watch, on_exit};
+pub use self::image::{BootConfig, Image};
+use self::run::on_exit;
 use self::virtio::Virtio;
-use crate::arch::boot::{self, Entry, Protocol, Request};
+use crate::arch::boot::{self, Entry};
 use crate::arch::cpuid::{Choice, Cpuid};
 use crate::arch::irqchip::{self, Irqchip, Mode};
 use crate::arch::{acpi, ioapic, layout, ports, regs};
-use crate::control::server::{Asked, Control, Listeners};
 use crate::devices::bus::Bus;
-use crate::devices::console::{Console, Target};
+use crate::devices::console::{self, Console, Target};
 use crate::devices::rtc::Rtc;
 use crate::devices::serial::Serial;
 use crate::devices::{acpi_pm, debug_exit, i8042, pvpanic, test_device};
-use crate::memory::{Memory, MemoryConfig};
-use crate::sandbox::user::{self, User};
-use crate::sandbox::{self, Sandbox, ThreadKind};
-use crate::sys::signal::{ENDING, SignalFd};
-use crate::sys::socket::{Name, SocketError};
-use crate::sys::{guard, kick};
-use crate::vm::vcpu::{self, Thread, Vcpu};
+use crate::memory::Memory;
+#[cfg(doc)]
+use crate::payload::Payload;
+use crate::sandbox::{Sandbox, ThreadKind};
+use crate::vm::counters::{Counters, Snapshot};
+use crate::vm::vcpu::{self, Ended, Thread, Vcpu};
 use crate::vm::{self, Vm, ioctl};
 
-/// What is asked for.
-#[derive(Clone)]
+/// What is asked for. Its memory is mapped by whoever makes it.
+#[derive(Clone, Debug)]
 pub struct Config {
-    /// The kernel image.
-    pub kernel: PathBuf,
-    /// The initial RAM disk, or a multiboot guest's module.
-    pub initrd: Option<PathBuf>,
-    /// The command line.
-    pub cmdline: String,
-    /// How the kernel is entered; `None` for the first way that it offers.
-    pub protocol: Option<Protocol>,
     /// How many vCPUs.
     pub cpus: usize,
     /// The CPU of each, where they are pinned.
     pub pins: Option<Vec<usize>>,
-    /// RAM.
-    pub memory: MemoryConfig,
     /// The interrupt controller.
     pub irqchip: Mode,
     /// CPU features.
@@ -67,35 +58,21 @@ pub struct Config {
     pub serial: Target,
     /// Virtio devices.
     pub virtio: virtio::Config,
-    /// Where the control socket is to be.
-    pub control: Option<PathBuf>,
-    /// Whether the outcome is to hold KVM's counters.
+    /// Whether KVM's counters are to be read at the end.
     pub counters: bool,
-    /// What this process gives up before the guest runs.
-    pub sandbox: Sandbox,
-    /// For whom it gives up root.
-    pub user: Option<User>,
 }
 
-impl Config {
-    /// `kernel` on 1 vCPU and 512 MiB, its serial port on this process's terminal, without a sandbox.
-    pub fn new(kernel: PathBuf) -> Self {
+impl Default for Config {
+    /// 1 vCPU, its serial port on this process's terminal.
+    fn default() -> Self {
         Self {
-            kernel,
-            initrd: None,
-            cmdline: String::new(),
-            protocol: None,
             cpus: 1,
             pins: None,
-            memory: MemoryConfig::new(512 << 20),
             irqchip: Mode::default(),
             cpuid: Choice::default(),
             serial: Target::default(),
             virtio: virtio::Config::default(),
-            control: None,
             counters: false,
-            sandbox: Sandbox::new(sandbox::Mode::Off),
-            user: None,
         }
     }
 }
@@ -141,9 +118,6 @@ pub enum Error {
     /// The interrupt controller.
     #[error(transparent)]
     Irqchip(#[from] irqchip::Error),
-    /// The control socket.
-    #[error("--name: {0}")]
-    Control(#[source] SocketError),
     /// A virtio device.
     #[error(transparent)]
     Virtio(#[from] virtio::Error),
@@ -162,15 +136,6 @@ pub enum Error {
     /// The host refuses a descriptor, or the terminal its mode.
     #[error("{0}: {1}")]
     Host(&'static str, #[source] io::Error),
-    /// The sandbox.
-    #[error(transparent)]
-    Sandbox(#[from] sandbox::Error),
-    /// Privileges.
-    #[error(transparent)]
-    User(#[from] user::Error),
-    /// The event loop.
-    #[error("the event loop: {0}")]
-    EventLoop(#[from] event_manager::Error),
 }
 
 impl Error {
@@ -188,7 +153,6 @@ impl Error {
                 | Self::Memory(_)
                 | Self::Cpuid(_)
                 | Self::Serial(_)
-                | Self::Control(_)
                 | Self::Vm(VmError::Memory(_) | VmError::Cpus { .. })
         )
     }
@@ -197,7 +161,21 @@ impl Error {
 /// APIC ids below the broadcast id, all that an MSI without remapping can name.
 const MOST_CPUS: usize = 255;
 
-/// A built machine.
+/// A machine whose devices' files are open.
+pub struct Opened {
+    config: Config,
+    virtio: virtio::Opened,
+}
+
+/// KVM's VM, its interrupt controller and its memory, without threads: what a kernel is loaded into.
+pub struct Board {
+    config: Config,
+    vm: Vm,
+    irqchip: Arc<Irqchip>,
+    virtio: virtio::Opened,
+}
+
+/// A machine with all of its threads.
 pub struct Machine {
     // Dropped first: vCPU threads use everything below.
     /// Its vCPUs.
@@ -214,122 +192,89 @@ pub struct Machine {
     pub virtio: Virtio,
     /// The path of the pseudo-terminal that the serial port leads to.
     pub pty: Option<String>,
-    /// Everything that the event loop serves. Subscribe more before [`Machine::run`].
-    pub events: EventManager<Arc<Mutex<dyn MutEventSubscriber + Send>>>,
-    happenings: Receiver<Happening>,
-    asked: Receiver<Asked>,
-    listeners: Listeners,
+    /// How a vCPU has ended, and which.
+    pub ended: Option<(usize, Ended)>,
+    /// KVM's counters at the end, where they were asked for and this KVM has them.
+    pub last_counters: Option<Snapshot>,
+    counters: Option<Counters>,
     console: Arc<Mutex<Console>>,
-    paused: bool,
-    counters: bool,
-    sandbox: Sandbox,
+    wakes: run::Wakes,
 }
 
-impl Machine {
-    /// Builds it. Files are opened and checked first, so that bad input costs nothing and leaves nothing behind.
+impl Opened {
+    /// Opens the files, taps and sockets of the devices.
     ///
     /// # Errors
-    /// [`Error`], of which [`Error::is_usage`] tells whose fault it is.
-    pub fn build(kvm: &Kvm, mut config: Config) -> Result<Self, Error> {
+    /// Where one cannot be opened; nothing is left behind.
+    pub fn open(config: Config) -> Result<Self, Error> {
         if config.cpus == 0 || config.cpus > MOST_CPUS {
             return Err(Error::Cpus(config.cpus));
         }
-        let mut kernel = open("--kernel", &config.kernel)?;
-        let mut initrd = config.initrd.as_ref().map(|path| open("--initrd", path)).transpose()?;
         let virtio = virtio::Opened::open(&config.virtio)?;
-        let (ask, asked) = channel();
-        let control = config.control.as_deref().map(|path| Control::bind(path, ask)).transpose();
-        let control = control.map_err(Error::Control)?;
-        let vsock = config.virtio.vsock.as_ref().map(|vsock| &vsock.path);
-        let names = config.control.iter().chain(vsock).filter_map(|path| Name::new(path).ok());
-        guard::start(names.collect()).map_err(|error| Error::Host("the guard of its sockets", error))?;
-        let memory = Memory::map(crate::arch::layout::RAM, config.memory)?;
-        if config.memory.prealloc {
-            memory.populate(|_| ())?;
-        }
+        Ok(Self { config, virtio })
+    }
+
+    /// The unix sockets that have been bound, which somebody has to remove in the end.
+    pub fn sockets(&self) -> impl Iterator<Item = &Path> {
+        self.config.virtio.vsock.iter().map(|vsock| vsock.path.as_path())
+    }
+
+    /// Makes the VM over `memory`.
+    ///
+    /// # Errors
+    /// Where KVM refuses.
+    pub fn assemble(self, kvm: &Kvm, memory: Memory) -> Result<Board, Error> {
+        let Self { config, virtio } = self;
         let vm = Vm::new(kvm, memory)?;
         // Intel hosts need it for guests in real mode, and refuse to run without.
         ioctl("KVM_SET_TSS_ADDR", vm.fd.set_tss_address(layout::KVM_TSS as usize))?;
         let irqchip = Arc::new(Irqchip::new(&vm.fd, config.irqchip)?);
-        let memory = &vm.memory.guest;
+        Ok(Board { config, vm, irqchip, virtio })
+    }
+}
 
-        let eventfd =
-            || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new).map_err(|e| Error::Host("eventfd", e));
+impl Board {
+    /// Loads the kernel of `image`, with the tables that describe this board.
+    ///
+    /// # Errors
+    /// Where it is no kernel, or does not fit into this memory.
+    pub fn boot(&self, image: &mut Image) -> Result<Entry, Error> {
+        let memory = &self.vm.memory.guest;
+        let rsdp = acpi::write(memory, 0..self.config.cpus as u32, &self.virtio.places())?;
+        image.load(memory, self.vm.memory.config.size, rsdp)
+    }
+
+    /// Starts the threads and wires everything to KVM. `sandbox` is in force for the process already; each thread enters it.
+    ///
+    /// # Errors
+    /// Where KVM or the host refuses.
+    pub fn start(
+        self,
+        kvm: &Kvm,
+        entry: &Entry,
+        opened: console::Opened,
+        sandbox: Sandbox,
+    ) -> Result<Machine, Error> {
+        let Self { config, vm, irqchip, virtio } = self;
         let host = |call| move |error| Error::Host(call, error);
-        let rsdp = acpi::write(memory, 0..config.cpus as u32, &virtio.places())?;
-        let name = config.kernel.file_name().unwrap_or_default().to_string_lossy();
-        let request =
-            Request { name: &name, cmdline: &config.cmdline, protocol: config.protocol, rsdp: Some(rsdp) };
-        let entry = boot::load(memory, &mut kernel, initrd.as_mut(), &request).map_err(|error| {
-            let flag = error.flag();
-            let value = match flag {
-                "--initrd" => config.initrd.as_deref().unwrap_or(Path::new("")).display().to_string(),
-                "--cmdline" => {
-                    format!("'{}…'", config.cmdline.chars().take(32).collect::<String>().escape_debug())
-                }
-                "--memory" => crate::memory::short_size(config.memory.size),
-                _ => config.kernel.display().to_string(),
-            };
-            Error::Boot { flag, value, error }
-        })?;
-        // Not before the kernel has been found good: a file is truncated when it is opened.
-        let opened = config.serial.open()?;
+        let wakes = run::Wakes::new().map_err(host("eventfd"))?;
+        let vcpus = spawn_vcpus(&config, sandbox, &wakes.ended)?;
         let output = opened.output.as_ref().map(File::try_clone).transpose().map_err(host("dup"))?;
         let serial = Arc::new(Serial::new(output).map_err(host("eventfd"))?);
         irqchip.connect(&vm.fd, serial.irq(), ports::COM1_GSI)?;
         let rtc = Arc::new(Rtc::default());
-
-        let mut pio = Bus::default();
-        pio.add(ports::COM1.into(), ports::COM_PORTS, serial.clone())?;
-        pio.add(ports::RTC_INDEX.into(), ports::RTC_PORTS, rtc.clone())?;
-        pio.add(ports::I8042_COMMAND.into(), 1, Arc::new(i8042::I8042))?;
-        pio.add(ports::PVPANIC.into(), 1, Arc::new(pvpanic::PvPanic))?;
-        pio.add(ports::SLEEP_CONTROL.into(), ports::SLEEP_PORTS, Arc::new(acpi_pm::AcpiPm))?;
-        let mut mmio = Bus::default();
-        if is_multiboot(&entry) {
-            pio.add(debug_exit::PORT.into(), debug_exit::PORTS, Arc::new(debug_exit::DebugExit))?;
-            let scratch = |bytes| Arc::new(test_device::Scratch::new(bytes));
-            let (count, bytes) = (test_device::SCRATCH_PORTS, test_device::SCRATCH_BYTES);
-            pio.add(test_device::SCRATCH.into(), count, scratch(count))?;
-            mmio.add(test_device::SCRATCH_MEMORY, bytes, scratch(bytes))?;
-            let (irqchip, vm) = (irqchip.clone(), vm.fd.clone());
-            let lines =
-                test_device::Lines(Box::new(move |gsi, asserted| irqchip.set_line(&vm, gsi, asserted)));
-            pio.add(test_device::LINES.into(), test_device::LINE_PORTS, Arc::new(lines))?;
-        }
-        if let Irqchip::Split(ioapic) = &*irqchip {
-            mmio.add(ioapic::BASE, ioapic::SIZE, ioapic.clone())?;
-        }
-
-        let (ended, quit) = (eventfd()?, eventfd()?);
-        let signals = SignalFd::new(&ENDING).map_err(host("signalfd"))?;
-        kick::install().map_err(host("sigaction"))?;
-        // Everything has been opened, and there is no other thread yet.
-        if let Some(user) = config.user {
-            user::drop_privileges(user)?;
-        }
-        config.sandbox.process()?;
-        let vcpus = spawn_vcpus(&config, &ended)?;
+        let (pio, mut mmio) = buses(&vm, &irqchip, &serial, &rtc, is_multiboot(entry))?;
         let memory = Arc::new(vm.memory.guest.clone());
         let socket = config.virtio.vsock.as_ref().map(|vsock| vsock.path.clone());
-        let virtio = virtio.attach(&vm.fd, &irqchip, &mut mmio, &memory, config.sandbox, socket)?;
-        let (ports, mmio) = (Arc::new(pio), Arc::new(mmio));
-        give_vcpus(kvm, &vm, &vcpus, &config.cpuid, &entry, &irqchip, (&ports, &mmio))?;
-        let (tell, happenings) = channel();
+        let virtio = virtio.attach(&vm.fd, &irqchip, &mut mmio, &memory, sandbox, socket)?;
+        let (pio, mmio) = (Arc::new(pio), Arc::new(mmio));
+        give_vcpus(kvm, &vm, &vcpus, &config.cpuid, entry, &irqchip, (&pio, &mmio))?;
+        let counters = config.counters.then(|| Counters::open(&vm.fd, &vcpus).ok()).flatten();
         let pty = opened.pty.clone();
-        let console = Console::new(serial.clone(), opened, quit.clone()).map_err(host("the terminal"))?;
+        let console =
+            Console::new(serial.clone(), opened, wakes.quit.clone()).map_err(host("the terminal"))?;
         let console = Arc::new(Mutex::new(console));
-        let mut events = EventManager::<Arc<Mutex<dyn MutEventSubscriber + Send>>>::new()?;
-        events.add_subscriber(Arc::new(Mutex::new(Watch { ended, quit, signals, tell })));
-        events.add_subscriber(console.clone());
-        let listeners = control.as_ref().map(Control::listeners).unwrap_or_default();
-        if let Some(control) = control {
-            events.add_subscriber(Arc::new(Mutex::new(control)));
-        }
-        for (_, device) in &virtio.devices {
-            events.add_subscriber(device.subscriber());
-        }
-        Ok(Self {
+        Ok(Machine {
             vcpus,
             vm,
             irqchip,
@@ -337,16 +282,51 @@ impl Machine {
             rtc,
             virtio,
             pty,
-            events,
-            happenings,
-            asked,
-            listeners,
+            ended: None,
+            last_counters: None,
+            counters,
             console,
-            paused: false,
-            counters: config.counters,
-            sandbox: config.sandbox,
+            wakes,
         })
     }
+
+    /// Opens what the serial port leads to. After [`Board::boot`]: a file is truncated by it.
+    ///
+    /// # Errors
+    /// Where it cannot be opened.
+    pub fn open_serial(&self) -> Result<console::Opened, Error> {
+        Ok(self.config.serial.open()?)
+    }
+}
+
+/// The devices of the board by port and by address; those of a multiboot guest, which is a test, with them.
+fn buses(
+    vm: &Vm,
+    irqchip: &Arc<Irqchip>,
+    serial: &Arc<Serial>,
+    rtc: &Arc<Rtc>,
+    tests: bool,
+) -> Result<(Bus, Bus), Error> {
+    let (mut pio, mut mmio) = (Bus::default(), Bus::default());
+    pio.add(ports::COM1.into(), ports::COM_PORTS, serial.clone())?;
+    pio.add(ports::RTC_INDEX.into(), ports::RTC_PORTS, rtc.clone())?;
+    pio.add(ports::I8042_COMMAND.into(), 1, Arc::new(i8042::I8042))?;
+    pio.add(ports::PVPANIC.into(), 1, Arc::new(pvpanic::PvPanic))?;
+    pio.add(ports::SLEEP_CONTROL.into(), ports::SLEEP_PORTS, Arc::new(acpi_pm::AcpiPm))?;
+    if tests {
+        pio.add(debug_exit::PORT.into(), debug_exit::PORTS, Arc::new(debug_exit::DebugExit))?;
+        let scratch = |bytes| Arc::new(test_device::Scratch::new(bytes));
+        let (count, bytes) = (test_device::SCRATCH_PORTS, test_device::SCRATCH_BYTES);
+        pio.add(test_device::SCRATCH.into(), count, scratch(count))?;
+        mmio.add(test_device::SCRATCH_MEMORY, bytes, scratch(bytes))?;
+        let (irqchip, vm) = (irqchip.clone(), vm.fd.clone());
+        let lines = test_device::Lines(Box::new(move |gsi, asserted| irqchip.set_line(&vm, gsi, asserted)));
+        pio.add(test_device::LINES.into(), test_device::LINE_PORTS, Arc::new(lines))?;
+    }
+    if let Irqchip::Split(ioapic) = &**irqchip {
+        mmio.add(ioapic::BASE, ioapic::SIZE, ioapic.clone())?;
+    }
+    Ok((pio, mmio))
 }
 
 /// kvm-unit-tests need devices that no other guest may stumble on.
@@ -354,19 +334,10 @@ fn is_multiboot(entry: &Entry) -> bool {
     matches!(entry, Entry::Protected { eax: boot::MULTIBOOT_MAGIC, .. })
 }
 
-fn open(flag: &'static str, path: &Path) -> Result<File, Error> {
-    let refuse = |error| Error::Open { flag, path: path.to_owned(), error };
-    // A pipe is opened only when somebody writes to it, and has no size.
-    match std::fs::metadata(path).map_err(refuse)?.is_file() {
-        true => File::open(path).map_err(refuse),
-        false => Err(refuse(io::Error::other("not a regular file"))),
-    }
-}
-
 /// The threads of the vCPUs, which get ready by themselves.
-fn spawn_vcpus(config: &Config, ended: &Arc<EventFd>) -> Result<Vec<Vcpu>, vcpu::Error> {
+fn spawn_vcpus(config: &Config, sandbox: Sandbox, ended: &Arc<EventFd>) -> Result<Vec<Vcpu>, vcpu::Error> {
     let spawn = |index: usize| {
-        let (sandbox, ended) = (config.sandbox, ended.clone());
+        let ended = ended.clone();
         Vcpu::spawn(Thread {
             index,
             pin: config.pins.as_ref().map(|pins| pins[index]),
@@ -391,9 +362,7 @@ fn give_vcpus(
     irqchip: &Arc<Irqchip>,
     (ports, mmio): (&Arc<Bus>, &Arc<Bus>),
 ) -> Result<(), Error> {
-    let supported = ioctl("KVM_GET_SUPPORTED_CPUID", kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES))?;
-    let deadline_timer = vm.fd.check_extension_raw(KVM_CAP_TSC_DEADLINE_TIMER.into()) > 0;
-    let cpuid = Cpuid::new(supported.as_slice(), features, threads.len() as u32, deadline_timer)?;
+    let cpuid = Cpuid::of_vm(kvm, &vm.fd, features, threads.len() as u32)?;
     for (index, thread) in threads.iter().enumerate() {
         let fd = vm.create_vcpu(index)?;
         ioctl("KVM_SET_CPUID2", fd.set_cpuid2(&cpuid.for_vcpu(index as u32)?))?;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use super::judge::Mode;
 use crate::dirty::{Error as DirtyError, Method};
-use crate::guests::{self, guest, mix};
+use crate::guests::{guest, mix};
 use crate::host::{self, Facts};
 use crate::memory::{self, Backing, short_size};
 use crate::report::Report;
@@ -63,16 +63,10 @@ pub enum Error {
     Dirty(#[from] DirtyError),
     /// The machine.
     #[error(transparent)]
-    Run(#[from] guests::run::Error),
+    Run(#[from] guest::Error),
     /// The guest stopped although nobody asked it to.
     #[error("the guest's writers stopped by themselves")]
     Stopped,
-}
-
-impl From<guest::Error> for Error {
-    fn from(error: guest::Error) -> Self {
-        Self::Run(error.into())
-    }
 }
 
 impl From<vm::Error> for Error {

@@ -1,10 +1,16 @@
 //! CPUID: what KVM can offer, less what `--cpuid` takes away, with the topology of the machine written in.
 //!
-//! Start with [`Cpuid::new`], once per machine, then [`Cpuid::for_vcpu`]. One package, one thread a core, the APIC id
+//! Start with [`Cpuid::of_vm`], once per machine, then [`Cpuid::for_vcpu`]. One package, one thread a core, the APIC id
 //! is the vCPU's number. Registers and bits are those of the Intel SDM vol. 2 (CPUID) and the AMD APM vol. 3,
 //! appendix E; KVM's own leaf is Documentation/virt/kvm/x86/cpuid.rst.
 
-use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
+use std::fmt;
+
+use kvm_bindings::{
+    CpuId, KVM_CAP_TSC_DEADLINE_TIMER, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES,
+    kvm_cpuid_entry2,
+};
+use kvm_ioctls::{Kvm, VmFd};
 
 /// `--cpuid`: features switched on and off, in the order given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -42,6 +48,9 @@ pub enum Error {
     /// KVM does not have it.
     #[error("--cpuid +{0}: this host's KVM does not offer it; leave it out")]
     NotOffered(&'static str),
+    /// KVM does not say what it supports.
+    #[error("KVM_GET_SUPPORTED_CPUID: {0}")]
+    Supported(#[source] kvm_ioctls::Error),
     /// CPUID has no room for another leaf.
     #[error("KVM supports more CPUID leaves than it takes")]
     TooMany,
@@ -63,6 +72,16 @@ impl std::str::FromStr for Choice {
             }
         };
         s.split(',').map(parse).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, (on, feature)) in self.0.iter().enumerate() {
+            let comma = if at > 0 { "," } else { "" };
+            write!(f, "{comma}{}{}", if *on { '+' } else { '-' }, feature.name)?;
+        }
+        Ok(())
     }
 }
 
@@ -98,6 +117,16 @@ const TOPOEXT: u32 = 1 << 22;
 const KVM_FEATURES: u32 = 0x4000_0001;
 
 impl Cpuid {
+    /// What guests of `vm` with `vcpus` vCPUs see: what `kvm` supports, changed by `choice`.
+    ///
+    /// # Errors
+    /// Where KVM does not say, or `choice` switches on what it does not offer.
+    pub fn of_vm(kvm: &Kvm, vm: &VmFd, choice: &Choice, vcpus: u32) -> Result<Self, Error> {
+        let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::Supported)?;
+        let deadline_timer = vm.check_extension_raw(KVM_CAP_TSC_DEADLINE_TIMER.into()) > 0;
+        Self::new(supported.as_slice(), choice, vcpus, deadline_timer)
+    }
+
     /// What guests of a machine with `vcpus` vCPUs see: `supported` is what `KVM_GET_SUPPORTED_CPUID` says, and
     /// `tsc_deadline` what `KVM_CAP_TSC_DEADLINE_TIMER` says, since KVM leaves that bit to whoever makes the local APIC.
     ///

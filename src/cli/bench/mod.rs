@@ -18,10 +18,10 @@ use super::{Failure, args, keyvalue};
 use crate::arch::irqchip;
 use crate::bench::{Common, Error, Region};
 use crate::guests::program::GuestPage;
-use crate::guests::watch::bar;
 use crate::memory::Backing;
 use crate::report::Report;
 use crate::sandbox::Mode;
+use crate::session::progress::bar;
 use crate::sys::{host::allowed_cpus, signal};
 use crate::vm::lifecycle::Exit;
 

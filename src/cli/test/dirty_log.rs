@@ -7,7 +7,6 @@ use clap::Args;
 use crate::cli::result::ResultArgs;
 use crate::cli::{Failure, args, keyvalue};
 use crate::dirty::Method;
-use crate::guests::watch::bar;
 use crate::host::{Facts, hugepages};
 use crate::memory::Backing;
 use crate::oracle::edges::{self, Verdict};
@@ -15,6 +14,7 @@ use crate::oracle::judge::Mode;
 use crate::oracle::soak;
 use crate::report::Report;
 use crate::sandbox;
+use crate::session::progress::bar;
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::vm::lifecycle::{self, Exit};
 

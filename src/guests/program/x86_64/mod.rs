@@ -11,7 +11,7 @@ pub mod touch;
 use std::mem::offset_of;
 
 use kvm_bindings::{CpuId, kvm_regs, kvm_segment};
-use kvm_ioctls::{Kvm, VcpuFd};
+use kvm_ioctls::VcpuFd;
 
 use crate::guests::control::{Control, SUB_BITS, doorbell, flags, order};
 use crate::guests::stamp::Stamp;
@@ -396,11 +396,6 @@ pub fn build_tables(
         }
     }
     at(root)
-}
-
-/// The CPUID that KVM supports, for every vCPU of a workload alike.
-pub fn cpuid(kvm: &Kvm) -> Result<CpuId, Error> {
-    ioctl("KVM_GET_SUPPORTED_CPUID", kvm.get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES))
 }
 
 /// Where a vCPU starts.

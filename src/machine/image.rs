@@ -1,0 +1,78 @@
+//! The kernel that a machine boots: its files, and how they come into guest memory. The boot protocols are the board's
+//! ([`crate::arch::boot`]).
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::Error;
+use crate::arch::boot::{self, Entry, Protocol, Request};
+use crate::memory::{GuestMemory, short_size};
+
+/// What is to be booted.
+#[derive(Clone, Debug)]
+pub struct BootConfig {
+    /// The kernel image.
+    pub kernel: PathBuf,
+    /// The initial RAM disk, or a multiboot guest's module.
+    pub initrd: Option<PathBuf>,
+    /// The command line.
+    pub cmdline: String,
+    /// How the kernel is entered; `None` for the first way that it offers.
+    pub protocol: Option<Protocol>,
+}
+
+impl BootConfig {
+    /// `kernel` with nothing besides.
+    pub fn new(kernel: PathBuf) -> Self {
+        Self { kernel, initrd: None, cmdline: String::new(), protocol: None }
+    }
+}
+
+/// A kernel whose files are open.
+pub struct Image {
+    config: BootConfig,
+    kernel: File,
+    initrd: Option<File>,
+}
+
+impl Image {
+    /// Opens the files.
+    ///
+    /// # Errors
+    /// Where one cannot be read.
+    pub fn open(config: BootConfig) -> Result<Self, Error> {
+        let kernel = open("--kernel", &config.kernel)?;
+        let initrd = config.initrd.as_ref().map(|path| open("--initrd", path)).transpose()?;
+        Ok(Self { config, kernel, initrd })
+    }
+
+    /// Loads them into `memory`, of `size` bytes, whose ACPI tables begin at `rsdp`.
+    pub(super) fn load(&mut self, memory: &GuestMemory, size: u64, rsdp: u64) -> Result<Entry, Error> {
+        let config = &self.config;
+        let name = config.kernel.file_name().unwrap_or_default().to_string_lossy();
+        let request =
+            Request { name: &name, cmdline: &config.cmdline, protocol: config.protocol, rsdp: Some(rsdp) };
+        boot::load(memory, &mut self.kernel, self.initrd.as_mut(), &request).map_err(|error| {
+            let flag = error.flag();
+            let value = match flag {
+                "--initrd" => config.initrd.as_deref().unwrap_or(Path::new("")).display().to_string(),
+                "--cmdline" => {
+                    format!("'{}…'", config.cmdline.chars().take(32).collect::<String>().escape_debug())
+                }
+                "--memory" => short_size(size),
+                _ => config.kernel.display().to_string(),
+            };
+            Error::Boot { flag, value, error }
+        })
+    }
+}
+
+fn open(flag: &'static str, path: &Path) -> Result<File, Error> {
+    let refuse = |error| Error::Open { flag, path: path.to_owned(), error };
+    // A pipe is opened only when somebody writes to it, and has no size.
+    match std::fs::metadata(path).map_err(refuse)?.is_file() {
+        true => File::open(path).map_err(refuse),
+        false => Err(refuse(io::Error::other("not a regular file"))),
+    }
+}

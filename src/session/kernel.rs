@@ -1,0 +1,69 @@
+//! A PC with a kernel and the session around it, put together.
+
+use super::{Config, Error, Session, progress};
+use crate::machine::{BootConfig, Image, Machine, Opened};
+use crate::memory::MemoryConfig;
+use crate::vm;
+use crate::{machine, vm::counters::Snapshot, vm::lifecycle::Exit, vm::vcpu::Ended};
+
+/// A machine that waits at its kernel's entry, and the session that is to run it.
+pub struct Ready {
+    // Dropped first: its threads must be gone before the event loop is.
+    /// The machine.
+    pub machine: Machine,
+    /// The session.
+    pub session: Session,
+}
+
+/// How a run ended.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Why, and with which status the process should exit.
+    pub exit: Exit,
+    /// What the failing vCPU said, where one failed.
+    pub ended: Option<(usize, Ended)>,
+    /// Bytes of serial output that nobody read.
+    pub lost_output: u64,
+    /// KVM's counters at the end, where they were asked for and this KVM has them.
+    pub counters: Option<Snapshot>,
+}
+
+/// Makes a machine of `memory` with `config`'s devices that is to boot `boot`, and takes over this process for it.
+///
+/// # Errors
+/// [`Error`]; files are opened and checked first, so that bad input costs nothing and leaves nothing behind.
+pub fn ready(
+    process: &Config,
+    memory: MemoryConfig,
+    config: machine::Config,
+    boot: BootConfig,
+) -> Result<Ready, Error> {
+    let kvm = vm::open()?;
+    let mut image = Image::open(boot)?;
+    let opened = Opened::open(config)?;
+    let mut session = Session::open(process, opened.sockets())?;
+    let board = opened.assemble(&kvm, progress::map(memory)?)?;
+    let entry = board.boot(&mut image)?;
+    let serial = board.open_serial()?;
+    let sandbox = session.confine()?;
+    let machine = board.start(&kvm, &entry, serial, sandbox)?;
+    Ok(Ready { machine, session })
+}
+
+impl Ready {
+    /// Runs it until it ends, by itself or by the user, or until its time is over.
+    ///
+    /// # Errors
+    /// Where it cannot go on.
+    pub fn run(&mut self) -> Result<Outcome, Error> {
+        let Self { machine, session } = self;
+        let end = session.run(machine)?;
+        let lost_output = machine.serial.unread();
+        Ok(Outcome {
+            exit: end.exit,
+            ended: machine.ended.take(),
+            lost_output,
+            counters: machine.last_counters.take(),
+        })
+    }
+}

@@ -1,0 +1,420 @@
+//! The process around a machine: its signals, the guard of its sockets, privileges, sandbox, control socket, event loop,
+//! progress and logs. One session runs one [`Payload`], a machine of either kind; [`kernel`] and [`builtin`] put the two kinds
+//! together with theirs.
+//!
+//! The order of a start, each step once:
+//!
+//! 1. [`Session::open`]: signals are blocked, the control socket is bound, the guard is forked. There are no threads yet.
+//! 2. The machine's files are opened and its memory is mapped.
+//! 3. [`Session::confine`]: privileges are dropped, and no path can be opened any more.
+//! 4. The machine's threads are started; each enters the sandbox by itself.
+//! 5. [`Session::run`]: main enters the sandbox too, and only then does the first vCPU enter the guest.
+
+pub mod builtin;
+pub mod kernel;
+pub mod progress;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use serde_json::json;
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::control::server::{Asked, Control, Listeners};
+use crate::control::{Do, Event, Status};
+use crate::guests::guest;
+use crate::machine;
+use crate::memory;
+use crate::payload::{Payload, Subscriber};
+use crate::sandbox::user::{self, User};
+use crate::sandbox::{self, Sandbox, ThreadKind};
+use crate::sys::guard;
+use crate::sys::program::{SETTLING, release_start_up_code};
+use crate::sys::signal::{ENDING, SignalFd};
+use crate::sys::socket::{Name, SocketError};
+use crate::sys::terminal;
+use crate::vm::lifecycle::Exit;
+
+/// How often those who listen hear of progress.
+const TELLING: Duration = Duration::from_secs(1);
+/// How often a terminal is redrawn.
+const REDRAWING: Duration = Duration::from_millis(100);
+
+/// What is asked of the process.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where the control socket is to be.
+    pub control: Option<PathBuf>,
+    /// What this process gives up before the guest runs.
+    pub sandbox: sandbox::Mode,
+    /// For whom it gives up root.
+    pub user: Option<User>,
+    /// How long the machine may run.
+    pub limit: Option<Duration>,
+}
+
+impl Default for Config {
+    /// No control socket, no sandbox, no limit.
+    fn default() -> Self {
+        Self { control: None, sandbox: sandbox::Mode::Off, user: None, limit: None }
+    }
+}
+
+/// Why a machine cannot be started or run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The PC.
+    #[error(transparent)]
+    Machine(#[from] machine::Error),
+    /// The built-in guest.
+    #[error(transparent)]
+    Guest(#[from] guest::Error),
+    /// Guest memory.
+    #[error(transparent)]
+    Memory(#[from] memory::Error),
+    /// KVM.
+    #[error(transparent)]
+    Vm(#[from] crate::vm::Error),
+    /// The control socket.
+    #[error("--name: {0}")]
+    Control(#[source] SocketError),
+    /// The sandbox.
+    #[error(transparent)]
+    Sandbox(#[from] sandbox::Error),
+    /// Privileges.
+    #[error(transparent)]
+    User(#[from] user::Error),
+    /// The event loop.
+    #[error("the event loop: {0}")]
+    EventLoop(#[from] event_manager::Error),
+    /// The host refuses a descriptor, or the terminal its mode.
+    #[error("{0}: {1}")]
+    Host(&'static str, #[source] io::Error),
+}
+
+impl Error {
+    /// Whether the user can mend it by another command line.
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Self::Machine(error) => error.is_usage(),
+            Self::Guest(error) => error.is_usage(),
+            Self::Memory(error) => !matches!(error, memory::Error::Populate(_)),
+            Self::Control(_) => true,
+            _ => false,
+        }
+    }
+}
+
+/// What brought a run to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// The guest itself.
+    Guest,
+    /// The limit on its time.
+    Limit,
+    /// A request of the control socket.
+    Stop,
+    /// A signal.
+    Signal(i32),
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct End {
+    /// The exit status of the process.
+    pub exit: Exit,
+    /// What brought it about.
+    pub cause: Cause,
+}
+
+/// The process around one machine.
+pub struct Session {
+    events: EventManager<Subscriber>,
+    signals: Receiver<i32>,
+    asked: Receiver<Asked>,
+    listeners: Listeners,
+    sandbox: Sandbox,
+    user: Option<User>,
+    limit: Option<Duration>,
+    paused: bool,
+}
+
+/// The event loop's part in signals.
+struct Signals {
+    descriptor: SignalFd,
+    caught: Sender<i32>,
+}
+
+impl MutEventSubscriber for Signals {
+    fn init(&mut self, ops: &mut EventOps<'_>) {
+        // A signalfd can always be watched.
+        let _ = ops.add(Events::new(&self.descriptor, EventSet::IN));
+    }
+
+    fn process(&mut self, _: Events, _: &mut EventOps<'_>) {
+        if let Some(signal) = self.descriptor.read() {
+            // The receiver lives as long as the loop.
+            let _ = self.caught.send(signal);
+        }
+    }
+}
+
+/// The event loop's part in what a payload has to say: it ends a turn of the loop, after which the payload is asked.
+struct Wakes(Vec<Arc<EventFd>>);
+
+impl MutEventSubscriber for Wakes {
+    fn init(&mut self, ops: &mut EventOps<'_>) {
+        for event in &self.0 {
+            // An eventfd can always be watched.
+            let _ = ops.add(Events::new(&**event, EventSet::IN));
+        }
+    }
+
+    fn process(&mut self, _: Events, _: &mut EventOps<'_>) {}
+}
+
+impl Session {
+    /// Takes over the process: blocks signals, binds the control socket, and starts the guard, which removes it and `sockets`
+    /// when this process is gone. Called before there are threads.
+    ///
+    /// # Errors
+    /// Where the host refuses, or the control socket's name is taken.
+    pub fn open<'a>(config: &'a Config, sockets: impl IntoIterator<Item = &'a Path>) -> Result<Self, Error> {
+        let (ask, asked) = channel();
+        let control = config.control.as_deref().map(|path| Control::bind(path, ask)).transpose();
+        let control = control.map_err(Error::Control)?;
+        let names = config.control.as_deref().into_iter().chain(sockets);
+        guard::start(names.filter_map(|path| Name::new(path).ok()).collect())
+            .map_err(|error| Error::Host("the guard of its sockets", error))?;
+        let descriptor = SignalFd::new(&ENDING).map_err(|error| Error::Host("signalfd", error))?;
+        let (caught, signals) = channel();
+        let mut events = EventManager::<Subscriber>::new()?;
+        events.add_subscriber(Arc::new(Mutex::new(Signals { descriptor, caught })));
+        let listeners = control.as_ref().map(Control::listeners).unwrap_or_default();
+        if let Some(control) = control {
+            events.add_subscriber(Arc::new(Mutex::new(control)));
+        }
+        let Config { sandbox, user, limit, .. } = *config;
+        let sandbox = Sandbox::new(sandbox);
+        Ok(Self { events, signals, asked, listeners, sandbox, user, limit, paused: false })
+    }
+
+    /// Gives up privileges and paths, for the whole process. What is returned goes to each thread that is started from now on,
+    /// which enters it as the last act before its loop.
+    ///
+    /// # Errors
+    /// Where the kernel refuses.
+    pub fn confine(&mut self) -> Result<Sandbox, Error> {
+        if let Some(user) = self.user {
+            user::drop_privileges(user)?;
+        }
+        self.sandbox.process()?;
+        Ok(self.sandbox)
+    }
+
+    /// What of the sandbox is in force, as results record it.
+    pub fn sandbox_status(&self) -> String {
+        self.sandbox.status()
+    }
+
+    /// Has the event loop serve one more.
+    pub fn serve(&mut self, subscriber: Subscriber) {
+        self.events.add_subscriber(subscriber);
+    }
+
+    /// Runs `payload` until it ends, by itself or by the user, or until its time is over.
+    ///
+    /// # Errors
+    /// Where the payload cannot go on, or the event loop fails.
+    pub fn run<P: Payload>(&mut self, payload: &mut P) -> Result<End, Error>
+    where
+        Error: From<P::Error>,
+    {
+        payload.subscribers().into_iter().for_each(|subscriber| self.serve(subscriber));
+        self.serve(Arc::new(Mutex::new(Wakes(payload.wakes()))));
+        self.sandbox.enter(ThreadKind::Main, "main")?;
+        payload.start()?;
+        let deadline = self.limit.map(|limit| Instant::now() + limit);
+        let end = self.turns(payload, deadline)?;
+        self.listeners.tell(&Event::Ended { status: end.exit.code() });
+        payload.stop();
+        self.flush(payload, end.cause, deadline)?;
+        Ok(end)
+    }
+
+    /// Turns of the event loop until the payload has ended.
+    fn turns<P: Payload>(&mut self, payload: &mut P, deadline: Option<Instant>) -> Result<End, Error>
+    where
+        Error: From<P::Error>,
+    {
+        let bar = progress::of(payload.progress(), self.limit);
+        let mut told = Instant::now();
+        let mut settled = false;
+        let mut ending: Option<Cause> = None;
+        loop {
+            if let Some(exit) = payload.poll()? {
+                bar.finish_and_clear();
+                let cause = ending.unwrap_or(Cause::Guest);
+                let exit = match cause {
+                    Cause::Signal(signal) if exit == Exit::PowerOff => Exit::Signal(signal),
+                    _ => exit,
+                };
+                return Ok(End { exit, cause });
+            }
+            let left = deadline.filter(|_| ending.is_none());
+            let left = left.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            // Without a terminal and listeners, only events and the deadline matter.
+            let tells = payload.progress().is_some() && !self.listeners.is_empty();
+            let waits = [
+                left,
+                (!bar.is_hidden()).then_some(REDRAWING),
+                (!settled).then_some(SETTLING),
+                tells.then(|| TELLING.saturating_sub(told.elapsed())),
+            ];
+            if self.events.run_with_timeout(milliseconds(waits.into_iter().flatten().min()))? == 0 && !settled
+            {
+                // Out of the guest's way while it starts, for unmapping makes its vCPUs fault too.
+                settled = true;
+                release_start_up_code();
+            }
+            let mut cause = None;
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                cause = Some(Cause::Limit);
+            }
+            cause = self.obey(payload).or(cause);
+            if let Ok(signal) = self.signals.try_recv() {
+                if matches!(ending, Some(Cause::Signal(_))) {
+                    // Asked twice: a guest that does not come to its end is not waited for.
+                    return Ok(End { exit: Exit::Signal(signal), cause: Cause::Signal(signal) });
+                }
+                cause = Some(Cause::Signal(signal));
+                ending = None;
+            }
+            if let (None, Some(cause)) = (ending, cause) {
+                // Only a guest that runs sees that it is to end.
+                self.resume(payload);
+                if !payload.request_end() {
+                    return Ok(End { exit: abrupt(cause), cause });
+                }
+                ending = Some(cause);
+            }
+            if ending.is_some() {
+                // A guest that has been paused again meanwhile would never see that it is to end.
+                self.resume(payload);
+            }
+            if let Some(progress) = payload.progress() {
+                bar.set_position(progress.done);
+                if told.elapsed() >= TELLING {
+                    told = Instant::now();
+                    self.listeners.tell(&Event::Progress { done: progress.done, of: progress.of });
+                }
+            }
+        }
+    }
+
+    /// Does what the control socket asks for; says so if the machine is to end.
+    fn obey<P: Payload>(&mut self, payload: &mut P) -> Option<Cause> {
+        let mut cause = None;
+        while let Ok(mut asked) = self.asked.try_recv() {
+            let descriptors = std::mem::take(&mut asked.descriptors);
+            let answer = match &asked.what {
+                Do::Pause {} => self.pause(payload).map(|us| json!({ "us": us })),
+                Do::Resume {} => {
+                    self.resume(payload);
+                    Ok(json!({}))
+                }
+                Do::Status {} => Ok(serde_json::to_value(self.status(payload)).expect("plain data")),
+                Do::Stop {} => {
+                    cause = Some(Cause::Stop);
+                    Ok(json!({}))
+                }
+                // The server answers this one itself.
+                Do::Events {} => Ok(json!({})),
+                what @ (Do::Balloon { .. } | Do::Serial {}) => payload.ask(what, descriptors),
+            };
+            asked.answer(answer);
+        }
+        cause
+    }
+
+    /// Pauses the machine, if it is not paused; how long that took, in microseconds.
+    fn pause<P: Payload>(&mut self, payload: &mut P) -> Result<u64, String> {
+        if self.paused {
+            return Ok(0);
+        }
+        let start = Instant::now();
+        payload.pause().map_err(|error| error.to_string())?;
+        let us = start.elapsed().as_micros() as u64;
+        self.paused = true;
+        self.listeners.tell(&Event::Paused { us });
+        Ok(us)
+    }
+
+    fn resume<P: Payload>(&mut self, payload: &mut P) {
+        if std::mem::take(&mut self.paused) {
+            payload.resume();
+            self.listeners.tell(&Event::Resumed {});
+        }
+    }
+
+    fn status<P: Payload>(&self, payload: &P) -> Status {
+        let outline = payload.outline();
+        Status {
+            pid: std::process::id(),
+            state: if self.paused { "paused" } else { "running" }.into(),
+            vcpus: outline.vcpus,
+            memory: outline.memory,
+            balloon: outline.balloon,
+            vsock: outline.vsock.map(|path| path.display().to_string()),
+        }
+    }
+
+    /// What the guest has said may still wait for a slow reader. A guest that ended by itself gives it the time that the run
+    /// has left, unless the user has had enough.
+    fn flush<P: Payload>(
+        &mut self,
+        payload: &mut P,
+        cause: Cause,
+        deadline: Option<Instant>,
+    ) -> Result<(), Error>
+    where
+        Error: From<P::Error>,
+    {
+        while cause == Cause::Guest && !payload.flushed() {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                break;
+            }
+            self.events.run_with_timeout(milliseconds(left))?;
+            let had_enough = self.signals.try_recv().is_ok() || payload.poll()?.is_some();
+            if had_enough || self.obey(payload).is_some() {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        terminal::restore();
+    }
+}
+
+/// The exit of a machine that is ended without its guest's help.
+fn abrupt(cause: Cause) -> Exit {
+    match cause {
+        Cause::Guest | Cause::Stop => Exit::PowerOff,
+        Cause::Limit => Exit::Timeout,
+        Cause::Signal(signal) => Exit::Signal(signal),
+    }
+}
+
+/// For epoll: rounded up, so that the last millisecond is not spent spinning; -1 waits for ever.
+fn milliseconds(left: Option<Duration>) -> i32 {
+    left.map_or(-1, |left| i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX))
+}
