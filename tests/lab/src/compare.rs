@@ -19,7 +19,7 @@ use vellum::report::{Report, html};
 
 use self::boot::{Boot, Hosts, Sample};
 use crate::artifacts::Programs;
-use crate::bed::{self, Emulated};
+use crate::bed::{self, BEDS, Emulated};
 use crate::cache::Cache;
 use crate::kernel::build::{self, Image};
 use crate::kernel::series::{self, Bench, Series, by_host};
@@ -95,11 +95,10 @@ pub struct Processor {
 
 impl Processor {
     /// Every one there is.
-    pub const ALL: [Self; 3] = [
-        Self { bed: Emulated::Svm, pml: false },
-        Self { bed: Emulated::Vmx, pml: false },
-        Self { bed: Emulated::Vmx, pml: true },
-    ];
+    pub fn all() -> impl Iterator<Item = Self> {
+        let processors = BEDS.iter().flat_map(|&bed| [false, true].map(|pml| Self { bed, pml }));
+        processors.filter(|processor| !processor.pml || processor.bed.has_pml().is_ok())
+    }
 
     fn name(self) -> String {
         format!("{}{}", self.bed.name(), if self.pml { "-pml" } else { "" })
@@ -125,7 +124,7 @@ pub fn kept_of_metal(cache: &Cache, series: &Series) -> PathBuf {
 /// The last comparisons of `series` that were kept here: on every processor, with other bases, on this machine itself.
 fn last(cache: &Cache, series: &Series) -> Vec<Comparison> {
     let others = || BASES.iter().filter(|base| *base != series.base).map(Some);
-    let emulated = Processor::ALL.into_iter().flat_map(|processor| {
+    let emulated = Processor::all().flat_map(|processor| {
         std::iter::once(None).chain(others()).map(move |other| kept(cache, series, other, processor))
     });
     emulated
@@ -335,7 +334,7 @@ mod tests {
     fn what_would_idle_on_another_base_is_left_out_there_alone() {
         let series = series::named("tdp-mmu-parallel-faults").unwrap();
         let counts = |other| {
-            let (benches, left_out) = chosen(&series, other, Emulated::Svm);
+            let (benches, left_out) = chosen(&series, other, BEDS[0]);
             (benches.len(), left_out.len())
         };
         let (all, own) =

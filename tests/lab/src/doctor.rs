@@ -3,41 +3,8 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use crate::tool;
-
-/// A bed and what it takes.
-pub struct BedTools {
-    /// Its name.
-    pub bed: &'static str,
-    /// What it is for.
-    pub purpose: &'static str,
-    /// The programs it calls.
-    pub programs: &'static [&'static str],
-}
-
-/// What each piece of the laboratory calls.
-pub const BEDS: [BedTools; 3] = [
-    BedTools {
-        bed: "svm",
-        purpose: "emulated AMD host: Linux guests, NPT and shadow paging",
-        programs: &["qemu-system-x86_64", "busybox", "xz", "apt-get", "dpkg-deb"],
-    },
-    BedTools {
-        bed: "vmx",
-        purpose: "emulated Intel host: EPT, PML and shadow paging (Bochs, built from Debian's source)",
-        programs: crate::bed::vmx::PROGRAMS,
-    },
-    BedTools {
-        bed: "kernels",
-        purpose: "building host kernels for it, pristine and patched",
-        programs: crate::kernel::PROGRAMS,
-    },
-];
-
-/// What `bed` calls.
-pub fn programs(bed: &str) -> &'static [&'static str] {
-    BEDS.iter().find(|tools| tools.bed == bed).map_or(&[], |tools| tools.programs)
-}
+use crate::bed::BEDS;
+use crate::{kernel, tool};
 
 /// The packages that `programs` lack on this machine.
 pub fn missing<'a>(programs: &[&'a str]) -> BTreeSet<&'a str>
@@ -71,10 +38,12 @@ pub fn print() -> u8 {
         Ok(()) => println!("metal    yes  this machine's own KVM"),
         Err(why) => println!("metal    no   {why}"),
     }
-    for BedTools { bed, purpose, programs } in &BEDS {
+    let beds = BEDS.iter().map(|bed| (bed.name(), bed.purpose(), bed.programs()));
+    let kernels = ("kernels", "building host kernels, pristine and patched", kernel::PROGRAMS);
+    for (name, purpose, programs) in beds.chain([kernels]) {
         let missing = missing(programs);
         let verdict = if missing.is_empty() { "yes" } else { "no " };
-        println!("{bed:8} {verdict}  {purpose}");
+        println!("{name:8} {verdict}  {purpose}");
         wanted.extend(missing);
     }
     match install_line(&wanted) {

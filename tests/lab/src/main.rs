@@ -1,13 +1,15 @@
 //! `cargo lab`: the command line. Arguments only; the work is in the library.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::LazyLock;
 use std::time::Duration;
 
-use clap::{ArgAction, Args, Parser, Subcommand};
+use clap::builder::PossibleValue;
+use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use lab::artifacts::{Kernel, Programs};
-use lab::bed::{self, Emulated, HostKernel, Pace, Request};
+use lab::bed::{self, BEDS, Emulated, HostKernel, Pace, Request, svm};
 use lab::cache::Cache;
 use lab::compare::Processor;
 use lab::guest::Guest;
@@ -76,7 +78,7 @@ enum What {
         /// The series, as `cargo lab list` calls it
         series: String,
         /// The hosts that it is measured on
-        #[arg(long, default_value = "svm")]
+        #[arg(long, default_value = BEDS[0].name())]
         bed: Hosts,
         /// On vmx: a processor with page-modification logging
         #[arg(long)]
@@ -119,14 +121,28 @@ enum What {
 }
 
 /// The hosts of a comparison.
-#[derive(Clone, Copy, clap::ValueEnum)]
+#[derive(Clone, Copy)]
 enum Hosts {
-    /// QEMU emulating AMD's SVM
-    Svm,
-    /// Bochs emulating Intel's VMX
-    Vmx,
-    /// This machine: makes packages of the kernels, then collects a boot a call
+    Emulated(Emulated),
     Metal,
+}
+
+impl ValueEnum for Hosts {
+    fn value_variants<'a>() -> &'a [Self] {
+        static ALL: LazyLock<Vec<Hosts>> =
+            LazyLock::new(|| BEDS.into_iter().map(Hosts::Emulated).chain([Hosts::Metal]).collect());
+        &ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        match self {
+            Hosts::Emulated(bed) => bed.to_possible_value(),
+            Hosts::Metal => Some(
+                PossibleValue::new("metal")
+                    .help("This machine: makes packages of the kernels, then collects a boot a call"),
+            ),
+        }
+    }
 }
 
 #[derive(Subcommand)]
@@ -224,13 +240,9 @@ impl Host {
             (_, true) => Pace::Real,
             _ => Pace::Counted,
         };
-        if bed == Emulated::Vmx && pace != Pace::Counted {
-            let flag = if self.multi { "--multi" } else { "--real-time" };
-            return Err(Error::Usage(format!(
-                "{flag}: Bochs emulates one CPU here, by its instructions; leave it out, or use svm"
-            )));
-        }
-        no_pml_on_svm(bed, self.pml)?;
+        let flag = if self.multi { "--multi" } else { "--real-time" };
+        bed.has_pace(pace).map_err(|why| Error::Usage(format!("{flag}: {why}")))?;
+        has_pml(bed, self.pml)?;
         Ok(Request {
             bed,
             pml: self.pml,
@@ -246,11 +258,8 @@ impl Host {
     }
 }
 
-fn no_pml_on_svm(bed: Emulated, pml: bool) -> Result<()> {
-    if bed == Emulated::Svm && pml {
-        return Err(Error::Usage("--pml: QEMU emulates AMD's processors, which have none; use vmx".into()));
-    }
-    Ok(())
+fn has_pml(bed: Emulated, wanted: bool) -> Result<()> {
+    if wanted { bed.has_pml().map_err(|why| Error::Usage(format!("--pml: {why}"))) } else { Ok(()) }
 }
 
 fn main() -> ExitCode {
@@ -264,111 +273,126 @@ fn main() -> ExitCode {
 }
 
 fn perform(what: What) -> Result<u8> {
+    let done = |result: Result<()>| result.map(|()| 0);
     match what {
         What::Doctor => Ok(doctor::print()),
-        What::Guest { kernel, vmlinux, dir } => {
-            let guest = Guest::make(&Cache::open()?, &kernel, &dir)?;
-            if vmlinux {
-                guest.unpack_vmlinux()?;
-            }
-            println!(
-                "{}: vellum run --kernel {} --initrd {}",
-                guest.package,
-                guest.kernel.display(),
-                guest.initrd.display()
-            );
-            Ok(0)
-        }
-        What::Run { bed, host, out, command } => {
-            bed::ready(bed)?;
-            let cache = Cache::open()?;
-            let mut request = host.request(&cache, bed)?;
-            request.commands.push(command);
-            let outcome = bed::run(&cache, &Programs::build()?, &request, pass_on).map_err(named)?;
-            outcome.write_files(&out)?;
-            Ok(u8::try_from(outcome.code()).unwrap_or(1))
-        }
-        What::Shell { bed, host } => {
-            bed::ready(bed)?;
-            let cache = Cache::open()?;
-            let request = host.request(&cache, bed)?;
-            bed::shell(&cache, &Programs::build()?, &request).map(|()| 0)
-        }
+        What::Guest { kernel, vmlinux, dir } => done(make_guest(&kernel, vmlinux, &dir)),
+        What::Run { bed, host, out, command } => run(bed, host, &out, command),
+        What::Shell { bed, host } => done(shell(bed, host)),
         What::Test { bed, setup, prebuilt, npt, arguments } => {
             test::run(&test::Options { bed, setup, prebuilt, npt, arguments })
         }
         What::Kernel { command: KernelCommand::Build { base, with, variant } } => {
-            let base = Base::named(&base)?;
-            let image =
-                build::build(&Cache::open()?, base, &series::of_base(base, &with)?, variant.as_deref())?;
-            println!("{}", image.bzimage().display());
-            Ok(0)
+            done(build_kernel(&base, &with, variant.as_deref()))
         }
-        What::Kernel { command: KernelCommand::Source { base, with } } => {
-            let (cache, base) = (Cache::open()?, Base::named(&base)?);
-            let tree = Tree::open(&cache, base)?;
-            let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
-            tree.carry(&series::stacked(&series::of_base(base, &with)?))?;
-            println!("{}", tree.source.display());
-            Ok(0)
-        }
-        What::List => {
-            let list = compare::list(&Cache::open()?)?;
-            // A reader that went away has read what it wanted.
-            let _ = std::io::stdout().write_all(list.as_bytes());
-            Ok(0)
-        }
-        What::Compare { series, bed, pml, on, out } => {
-            let cache = Cache::open()?;
-            let series = series::named(&series)?;
-            let other = on.as_deref().map(Base::named).transpose()?;
-            if other == Some(series.base) {
-                return Err(Error::Usage(format!(
-                    "--on {}: the base of {} itself, which each comparison has as \"before\"; name another one",
-                    series.base.name, series.name
-                )));
-            }
-            let bed = match bed {
-                Hosts::Svm => Emulated::Svm,
-                Hosts::Vmx => Emulated::Vmx,
-                Hosts::Metal if pml => {
-                    return Err(Error::Usage(
-                        "--pml: metal has the processor that it has; leave it out".into(),
-                    ));
-                }
-                Hosts::Metal if other.is_some() => {
-                    return Err(Error::Usage(
-                        "--on: metal compares a series with its base alone; leave it out, or measure on svm"
-                            .into(),
-                    ));
-                }
-                Hosts::Metal => {
-                    let out = out.unwrap_or_else(|| compare::kept_of_metal(&cache, &series));
-                    return compare::metal::compare(&cache, &series, &out).map(|()| 0);
-                }
-            };
-            no_pml_on_svm(bed, pml)?;
-            bed::ready(bed)?;
+        What::Kernel { command: KernelCommand::Source { base, with } } => done(make_source(&base, &with)),
+        What::List => done(list()),
+        What::Compare { series, bed, pml, on, out } => done(compare(&series, bed, pml, on.as_deref(), out)),
+        What::Check { series } => done(check_series(&series)),
+        What::KvmUnitTests { dir, only, irqchip, host } => unit_tests_of_kvm(&dir, &only, irqchip, host),
+        What::Update => done(debian::forget(&Cache::open()?)),
+    }
+}
+
+fn make_guest(kernel: &str, vmlinux: bool, dir: &Path) -> Result<()> {
+    let guest = Guest::make(&Cache::open()?, kernel, dir)?;
+    if vmlinux {
+        guest.unpack_vmlinux()?;
+    }
+    let (kernel, initrd) = (guest.kernel.display(), guest.initrd.display());
+    println!("{}: vellum run --kernel {kernel} --initrd {initrd}", guest.package);
+    Ok(())
+}
+
+fn run(bed: Emulated, host: Host, out: &Path, command: Vec<String>) -> Result<u8> {
+    bed.ready()?;
+    let cache = Cache::open()?;
+    let mut request = host.request(&cache, bed)?;
+    request.commands.push(command);
+    let outcome = bed::run(&cache, &Programs::build()?, &request, pass_on).map_err(named)?;
+    outcome.write_files(out)?;
+    Ok(u8::try_from(outcome.code()).unwrap_or(1))
+}
+
+fn shell(bed: Emulated, host: Host) -> Result<()> {
+    bed.ready()?;
+    let cache = Cache::open()?;
+    let request = host.request(&cache, bed)?;
+    bed::shell(&cache, &Programs::build()?, &request)
+}
+
+fn build_kernel(base: &str, with: &[String], variant: Option<&str>) -> Result<()> {
+    let base = Base::named(base)?;
+    let image = build::build(&Cache::open()?, base, &series::of_base(base, with)?, variant)?;
+    println!("{}", image.bzimage().display());
+    Ok(())
+}
+
+fn make_source(base: &str, with: &[String]) -> Result<()> {
+    let (cache, base) = (Cache::open()?, Base::named(base)?);
+    let tree = Tree::open(&cache, base)?;
+    let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
+    tree.carry(&series::stacked(&series::of_base(base, with)?))?;
+    println!("{}", tree.source.display());
+    Ok(())
+}
+
+fn list() -> Result<()> {
+    let list = compare::list(&Cache::open()?)?;
+    // A reader that went away has read what it wanted.
+    let _ = std::io::stdout().write_all(list.as_bytes());
+    Ok(())
+}
+
+fn compare(series: &str, hosts: Hosts, pml: bool, on: Option<&str>, out: Option<PathBuf>) -> Result<()> {
+    let cache = Cache::open()?;
+    let series = series::named(series)?;
+    let other = on.map(Base::named).transpose()?;
+    if other == Some(series.base) {
+        return Err(Error::Usage(format!(
+            "--on {}: the base of {} itself, which each comparison has as \"before\"; name another one",
+            series.base.name, series.name
+        )));
+    }
+    match hosts {
+        Hosts::Emulated(bed) => {
+            has_pml(bed, pml)?;
+            bed.ready()?;
             let processor = Processor { bed, pml };
             let out = out.unwrap_or_else(|| compare::kept(&cache, &series, other, processor));
-            compare::compare(&cache, &series, other, processor, &out).map(|()| 0)
+            compare::compare(&cache, &series, other, processor, &out)
         }
-        What::Check { series } => {
-            bed::ready(Emulated::Svm)?;
-            let cache = Cache::open()?;
-            for series in series::chosen(&series)? {
-                check::check(&cache, &series)?;
-            }
-            Ok(0)
+        Hosts::Metal if pml => {
+            Err(Error::Usage("--pml: metal has the processor that it has; leave it out".into()))
         }
-        What::KvmUnitTests { dir, only, irqchip, host } => {
-            let cache = Cache::open()?;
-            bed::ready(Emulated::Svm)?;
-            let host = kvm_unit_tests::host(host.request(&cache, Emulated::Svm)?);
-            kvm_unit_tests::run(&cache, &host, &dir, &only, irqchip)
+        Hosts::Metal if other.is_some() => Err(Error::Usage(
+            "--on: metal compares a series with its base alone; leave it out, or measure on svm".into(),
+        )),
+        Hosts::Metal => {
+            let out = out.unwrap_or_else(|| compare::kept_of_metal(&cache, &series));
+            compare::metal::compare(&cache, &series, &out)
         }
-        What::Update => debian::forget(&Cache::open()?).map(|()| 0),
     }
+}
+
+fn check_series(names: &[String]) -> Result<()> {
+    BEDS[0].ready()?;
+    let cache = Cache::open()?;
+    series::chosen(names)?.iter().try_for_each(|series| check::check(&cache, series))
+}
+
+fn unit_tests_of_kvm(
+    dir: &Path,
+    only: &[String],
+    irqchip: kvm_unit_tests::Irqchip,
+    host: Host,
+) -> Result<u8> {
+    // What passes and what does not is known of this bed alone.
+    let bed = svm::BED;
+    let cache = Cache::open()?;
+    bed.ready()?;
+    let host = kvm_unit_tests::host(host.request(&cache, bed)?);
+    kvm_unit_tests::run(&cache, &host, dir, only, irqchip)
 }
 
 /// A time limit that is over, with the flag that set it.

@@ -13,29 +13,64 @@ use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::LazyLock;
 use std::time::Duration;
 
+use clap::ValueEnum;
+use clap::builder::PossibleValue;
+
 use crate::artifacts::{self, Executable, Kernel, Programs};
-use crate::bed::{self, HostKernel, Pace, Request};
+use crate::bed::{self, BEDS, Emulated, HostKernel, Pace, Request, svm};
 use crate::cache::Cache;
 use crate::guest::Guest;
 use crate::wire::Frame;
-use crate::{Error, Result, doctor, tool};
+use crate::{Error, Result, doctor, kernel, tool};
 use tally::Tally;
 
 /// Where the tests can run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Bed {
-    /// This machine: `cargo test`
+    /// This machine: `cargo test`.
     Local,
-    /// This machine's KVM: the bed tests only, optimized
+    /// This machine's KVM: the bed tests only, optimized.
     Metal,
-    /// The bed tests on an emulated AMD host, with nested paging and without
-    Svm,
-    /// Linux guests of every kind on emulated AMD hosts; takes long, and a run without a bed has one of them
+    /// The bed tests on emulated hosts of this kind.
+    Emulated(Emulated),
+    /// Linux guests on emulated AMD hosts.
     Linux,
-    /// Every series in kernel-patches/: applies, compiles, and boots under the oracle
+    /// Every series in kernel-patches/.
     Kernels,
+}
+
+impl ValueEnum for Bed {
+    fn value_variants<'a>() -> &'a [Self] {
+        static ALL: LazyLock<Vec<Bed>> = LazyLock::new(|| {
+            let emulated = BEDS.into_iter().map(Bed::Emulated);
+            [Bed::Local, Bed::Metal].into_iter().chain(emulated).chain([Bed::Linux, Bed::Kernels]).collect()
+        });
+        &ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let (name, help) = match self {
+            Bed::Local => ("local", "This machine: `cargo test`".into()),
+            Bed::Metal => ("metal", "This machine's KVM: the bed tests only, optimized".into()),
+            Bed::Emulated(bed) => (
+                bed.name(),
+                format!("The bed tests on {}, with the second stage of paging and without", bed.about()),
+            ),
+            Bed::Linux => (
+                "linux",
+                "Linux guests of every kind on emulated AMD hosts; takes long, and a run without a bed has one of them"
+                    .into(),
+            ),
+            Bed::Kernels => (
+                "kernels",
+                "Every series in kernel-patches/: applies, compiles, and boots under the oracle".into(),
+            ),
+        };
+        Some(PossibleValue::new(name).help(help))
+    }
 }
 
 /// What is asked of [`run`].
@@ -62,7 +97,7 @@ pub fn run(options: &Options) -> Result<u8> {
             "--prebuilt names the tests for one bed: cargo lab test metal --prebuilt DIR".into(),
         ));
     }
-    if options.npt.is_some() && !matches!(options.bed, Some(Bed::Svm | Bed::Linux)) {
+    if options.npt.is_some() && !matches!(options.bed, Some(Bed::Emulated(_) | Bed::Linux)) {
         return Err(Error::Usage(
             "--npt chooses among emulated hosts: cargo lab test svm, or cargo lab test linux".into(),
         ));
@@ -85,20 +120,20 @@ pub fn run(options: &Options) -> Result<u8> {
             _ => local(options, &mut tally)?,
         }
     }
-    if wants(Bed::Svm) {
-        let needs = doctor::programs("svm");
-        if setup::packages(needs, options.setup, "svm", &mut tally)? {
-            svm(options, &mut tally)?;
-        }
+    // One kind of host is enough for a run without a bed: each takes long.
+    if let Bed::Emulated(bed) = options.bed.unwrap_or(Bed::Emulated(BEDS[0]))
+        && setup::packages(bed.programs(), options.setup, bed.name(), &mut tally)?
+    {
+        emulated(bed, options, &mut tally)?;
     }
     if wants(Bed::Linux) {
-        let needs = [doctor::programs("svm"), &["lz4", "zstd"]].concat();
+        let needs = [svm::BED.programs(), &["lz4", "zstd"]].concat();
         if setup::packages(&needs, options.setup, "linux", &mut tally)? {
             linux(options, &mut tally)?;
         }
     }
     if wants(Bed::Kernels) {
-        let needs = [doctor::programs("svm"), doctor::programs("kernels")].concat();
+        let needs = [BEDS[0].programs(), kernel::PROGRAMS].concat();
         if setup::packages(&needs, options.setup, "kernels", &mut tally)? {
             kernels::run(&mut tally)?;
         }
@@ -154,18 +189,18 @@ fn metal(options: &Options, tally: &mut Tally) -> Result<()> {
 }
 
 /// The bed tests on emulated hosts: the same executables, run by the same laboratory, as if that host were metal.
-fn svm(options: &Options, tally: &mut Tally) -> Result<()> {
+fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
     // The laboratory's own promises come first: what follows relies on them.
     let mut own = Command::new(artifacts::cargo());
-    own.args(["test", "--package", "lab", "--test", "svm", "--"]).args(&options.arguments);
+    own.args(["test", "--package", "lab", "--test", "emulated", "--"]).args(&options.arguments);
     own.current_dir(artifacts::workspace());
-    watched(own.env("VELLUM_LAB_BOOTS", "1"), "svm", tally)?;
+    watched(own.env("VELLUM_LAB_BOOTS", bed.name()), bed.name(), tally)?;
     let cache = Cache::open()?;
     let mut tests = bed_tests("*")?;
     // Its hosts are others: the bed of that name.
     tests.retain(|test| test.name != "linux");
     // Time that counts instructions makes the tests' own time limits independent of how busy this machine is.
-    hosts(&cache, options, "svm", tests, &[], tally, |request| {
+    hosts(&cache, options, (bed, bed.name()), tests, &[], tally, |request| {
         request.memory_mib = 4096;
         request.hugepages = HUGEPAGES;
         request.time_limit = Duration::from_secs(40 * 60);
@@ -183,7 +218,7 @@ fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
         let vmlinux = guest.unpack_vmlinux()?;
         guests.push((version, guest, vmlinux));
     }
-    hosts(&cache, options, "linux", bed_tests("linux")?, &guests, tally, |request| {
+    hosts(&cache, options, (svm::BED, "linux"), bed_tests("linux")?, &guests, tally, |request| {
         // What Linux guests do wrong on other hosts is the emulator's doing (`bed::svm`).
         request.pace = Pace::Real;
         request.memory_mib = 6144;
@@ -205,7 +240,7 @@ fn guests_dir() -> PathBuf {
 fn hosts(
     cache: &Cache,
     options: &Options,
-    bed: &str,
+    (emulated, bed): (Emulated, &str),
     tests: Vec<Executable>,
     guests: &[(&str, Guest, PathBuf)],
     tally: &mut Tally,
@@ -214,10 +249,10 @@ fn hosts(
     let programs = Programs::build()?;
     let kernel = Kernel::debian(cache, "6.1")?;
     for npt in [true, false].into_iter().filter(|&npt| options.npt.is_none_or(|wanted| wanted == npt)) {
-        let bed = format!("{bed} npt={}", u8::from(npt));
+        let bed = format!("{bed} {}", emulated.mode(npt));
         eprintln!("lab: {bed}: {} test programs on {}", tests.len(), kernel.package);
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
-        request.second_stage = npt;
+        (request.bed, request.second_stage) = (emulated, npt);
         change(&mut request);
         request.files.push((programs.lab.clone(), "/bin/lab".into()));
         // The tests know vellum by the path at which cargo built it.

@@ -1,6 +1,6 @@
-//! What an emulated host says to the laboratory: frames on its second serial port.
+//! What an emulated host says to the laboratory: frames on a serial port of their own.
 //!
-//! The first port is the console, where the kernel may print at any time. The second carries nothing but frames: magic,
+//! The console is another port, where the kernel may print at any time. This one carries nothing but frames: magic,
 //! kind, length, payload, checksum. A serial line is all that QEMU, Bochs and every kernel have in common. What goes the
 //! other way is a file: the [`Job`] in the initramfs.
 
@@ -19,6 +19,10 @@ pub const OUT_DIR: &str = "/out";
 pub struct Job {
     /// The bed's name, for `VELLUM_BED`.
     pub bed: String,
+    /// The console's port, by its name below /dev.
+    pub console: String,
+    /// The results line's port, likewise.
+    pub results: String,
     /// Modules to load, by their paths in the initramfs, in this order.
     pub modules: Vec<String>,
     /// Module parameters as on the kernel's command line: `kvm_amd.npt=0`.

@@ -15,42 +15,112 @@
 //! such hosts; once in a while it dies by that very switch (an opcode that is none, in `__schedule`), and is started again. They
 //! are for races, and for short.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
-use super::{Pace, Request};
+use super::{Emulated, Emulator, Pace, Ports, Results, Start, image};
 use crate::{Error, Result, tool};
 
-/// Where the host's console goes.
-pub enum Console<'a> {
-    /// Into a log; the results line is the emulator's standard output.
-    File(&'a Path),
-    /// To the terminal.
-    Terminal,
-}
+/// The bed.
+pub const BED: Emulated = Emulated(&Svm);
 
-/// The oldest QEMU that this bed was seen to work with.
-const QEMU: (u32, u32) = (7, 2);
+struct Svm;
 
-/// QEMU, or how to get it.
-pub fn emulator() -> Result<PathBuf> {
-    let path = tool::need("qemu-system-x86_64")?;
-    let said = version()?;
-    match number(&said) {
-        Some(number) if number >= QEMU => Ok(path),
-        _ => Err(Error::Package(format!(
-            "{} is {said:?}; this bed needs QEMU {}.{} or later: apt-get install qemu-system-x86",
-            path.display(),
-            QEMU.0,
-            QEMU.1
-        ))),
+impl Emulator for Svm {
+    fn name(&self) -> &'static str {
+        "svm"
+    }
+
+    fn about(&self) -> &'static str {
+        "QEMU emulating AMD's SVM"
+    }
+
+    fn purpose(&self) -> &'static str {
+        "emulated AMD host: Linux guests, NPT and shadow paging"
+    }
+
+    fn programs(&self) -> &'static [&'static str] {
+        &["qemu-system-x86_64", "busybox", "xz", "apt-get", "dpkg-deb"]
+    }
+
+    fn modules(&self) -> &'static [&'static str] {
+        &["kvm_amd"]
+    }
+
+    fn mode(&self, second_stage: bool) -> String {
+        format!("npt={}", u8::from(second_stage))
+    }
+
+    fn parameters(&self, second_stage: bool) -> Vec<String> {
+        vec![format!("kvm_amd.{}", self.mode(second_stage))]
+    }
+
+    fn ports(&self) -> Ports {
+        Ports { console: "ttyS0", results: "ttyS1" }
+    }
+
+    fn nanoseconds_per_instruction(&self) -> f64 {
+        f64::from(1 << ICOUNT_SHIFT)
+    }
+
+    fn has_pml(&self) -> std::result::Result<(), &'static str> {
+        Err("QEMU emulates AMD's processors, which have none; use vmx")
+    }
+
+    fn has_pace(&self, _: Pace) -> std::result::Result<(), &'static str> {
+        Ok(())
+    }
+
+    fn ready(&self) -> Result<()> {
+        emulator().and_then(|_| image::busybox()).map(drop)
+    }
+
+    /// `QEMU emulator version 7.2.22 (…)`.
+    fn version(&self) -> Result<String> {
+        let said = tool::text(Command::new(tool::need(QEMU)?).arg("--version"))?;
+        Ok(said.lines().next().unwrap_or_default().to_owned())
+    }
+
+    fn command(&self, start: &Start) -> Result<(Command, Results)> {
+        // Idle time is skipped.
+        let mut command = qemu(start, "off")?;
+        command.args(["-serial", &format!("file:{}", start.console().display()), "-serial", "stdio"]);
+        Ok((command, Results::Stdout))
+    }
+
+    fn shell(&self, start: &Start) -> Result<Command> {
+        // A person would see the clock run away.
+        let mut command = qemu(start, "on")?;
+        command.args(["-serial", "mon:stdio"]);
+        Ok(command)
+    }
+
+    fn is_noise(&self, line: &str) -> bool {
+        line.contains("TCG doesn't support requested feature")
     }
 }
 
-/// `QEMU emulator version 7.2.22 (…)`.
-pub fn version() -> Result<String> {
-    let said = tool::text(Command::new(tool::need("qemu-system-x86_64")?).arg("--version"))?;
-    Ok(said.lines().next().unwrap_or_default().to_owned())
+const QEMU: &str = "qemu-system-x86_64";
+
+/// The oldest QEMU that this bed was seen to work with.
+const OLDEST: (u32, u32) = (7, 2);
+
+/// An instruction takes two to the power of this in nanoseconds.
+const ICOUNT_SHIFT: u32 = 1;
+
+/// QEMU, or how to get it.
+fn emulator() -> Result<PathBuf> {
+    let path = tool::need(QEMU)?;
+    let said = Svm.version()?;
+    match number(&said) {
+        Some(number) if number >= OLDEST => Ok(path),
+        _ => Err(Error::Package(format!(
+            "{} is {said:?}; this bed needs QEMU {}.{} or later: apt-get install qemu-system-x86",
+            path.display(),
+            OLDEST.0,
+            OLDEST.1
+        ))),
+    }
 }
 
 fn number(said: &str) -> Option<(u32, u32)> {
@@ -58,20 +128,22 @@ fn number(said: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
-/// The whole command line.
-pub fn command(emulator: &Path, request: &Request, initrd: &Path, console: &Console) -> Command {
-    let mut command = Command::new(emulator);
+/// The command line but for the serial ports; `sleep` is whether a counting clock waits while its host idles.
+fn qemu(start: &Start, sleep: &str) -> Result<Command> {
+    let Start { request, initrd, .. } = start;
+    let mut command = Command::new(emulator()?);
     // 512 MiB of translated code: the default is flushed again and again by a kernel that runs a kernel.
     let accelerator = ["-accel", "tcg,tb-size=512"];
     let in_real_time = ["-accel", "tcg,tb-size=512,thread=multi"];
     match request.pace {
         Pace::Races => command.args(in_real_time).args(["-smp", "2"]),
         Pace::Real => command.args(in_real_time).args(["-smp", "1"]),
-        Pace::Counted => {
-            // One instruction is 2 ns. Idle time is skipped, except where a person would see the clock run away.
-            let sleep = if matches!(console, Console::Terminal) { "on" } else { "off" };
-            command.args(accelerator).args(["-smp", "1", "-icount", &format!("shift=1,sleep={sleep}")])
-        }
+        Pace::Counted => command.args(accelerator).args([
+            "-smp",
+            "1",
+            "-icount",
+            &format!("shift={ICOUNT_SHIFT},sleep={sleep}"),
+        ]),
     };
     command
         .args(["-cpu", "EPYC,+svm,+npt", "-nodefaults", "-no-reboot", "-display", "none"])
@@ -79,17 +151,9 @@ pub fn command(emulator: &Path, request: &Request, initrd: &Path, console: &Cons
         .arg("-kernel")
         .arg(request.kernel.image())
         .arg("-initrd")
-        .arg(initrd);
-    match console {
-        Console::File(log) => {
-            command.args(["-serial", &format!("file:{}", log.display()), "-serial", "stdio"]);
-        }
-        Console::Terminal => {
-            command.args(["-serial", "mon:stdio"]);
-        }
-    }
-    command.args(["-append", &request.command_line()]);
-    command
+        .arg(initrd)
+        .args(["-append", &request.command_line()]);
+    Ok(command)
 }
 
 #[cfg(test)]
@@ -99,8 +163,8 @@ mod tests {
     #[test]
     fn an_old_qemu_is_told_from_a_new_one() {
         let said = |number| format!("QEMU emulator version {number} (Debian 1:7.2)\nCopyright");
-        assert!(number(&said("7.1.0")).unwrap() < QEMU);
-        assert!(number(&said("7.2.22")).unwrap() >= QEMU && number(&said("11.1.0")).unwrap() >= QEMU);
+        assert!(number(&said("7.1.0")).unwrap() < OLDEST);
+        assert!(number(&said("7.2.22")).unwrap() >= OLDEST && number(&said("11.1.0")).unwrap() >= OLDEST);
         assert_eq!(number("no number"), None);
     }
 }

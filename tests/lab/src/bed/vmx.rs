@@ -11,14 +11,84 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::Request;
+use super::{Emulated, Emulator, Pace, Ports, Request, Results, Start, image};
 use crate::cache::Cache;
 use crate::debian::{self, Archive};
-use crate::{Error, Result, tool};
+use crate::{Error, Result, doctor, tool};
 
-/// What building Bochs and its disks calls.
-pub const PROGRAMS: &[&str] =
-    &["apt-get", "dpkg-deb", "tar", "xz", "make", "g++", "busybox", "syslinux", "mcopy", "mkfs.fat"];
+/// The bed.
+pub const BED: Emulated = Emulated(&Vmx);
+
+struct Vmx;
+
+impl Emulator for Vmx {
+    fn name(&self) -> &'static str {
+        "vmx"
+    }
+
+    fn about(&self) -> &'static str {
+        "Bochs emulating Intel's VMX"
+    }
+
+    fn purpose(&self) -> &'static str {
+        "emulated Intel host: EPT, PML and shadow paging (Bochs, built from Debian's source)"
+    }
+
+    /// What building Bochs and its disks calls.
+    fn programs(&self) -> &'static [&'static str] {
+        &["apt-get", "dpkg-deb", "tar", "xz", "make", "g++", "busybox", "syslinux", "mcopy", "mkfs.fat"]
+    }
+
+    fn modules(&self) -> &'static [&'static str] {
+        &["kvm_intel"]
+    }
+
+    fn mode(&self, second_stage: bool) -> String {
+        format!("ept={}", u8::from(second_stage))
+    }
+
+    fn parameters(&self, second_stage: bool) -> Vec<String> {
+        // Bochs 3.0's skylake_x announces APIC virtualization that kvm-intel cannot use.
+        vec![format!("kvm_intel.{}", self.mode(second_stage)), "kvm_intel.enable_apicv=0".into()]
+    }
+
+    fn ports(&self) -> Ports {
+        Ports { console: "ttyS0", results: "ttyS1" }
+    }
+
+    fn nanoseconds_per_instruction(&self) -> f64 {
+        1e9 / IPS as f64
+    }
+
+    fn has_pml(&self) -> std::result::Result<(), &'static str> {
+        Ok(())
+    }
+
+    fn has_pace(&self, pace: Pace) -> std::result::Result<(), &'static str> {
+        match pace {
+            Pace::Counted => Ok(()),
+            _ => Err("Bochs emulates one CPU here, by its instructions; leave it out, or use svm"),
+        }
+    }
+
+    fn ready(&self) -> Result<()> {
+        match doctor::install_line(&doctor::missing(self.programs())) {
+            None => image::busybox().map(drop),
+            Some(line) => Err(Error::Package(format!("vmx: what builds and boots Bochs is missing: {line}"))),
+        }
+    }
+
+    /// This laboratory builds it, always in the same way.
+    fn version(&self) -> Result<String> {
+        Ok("Bochs, built by this laboratory".into())
+    }
+
+    fn command(&self, start: &Start) -> Result<(Command, Results)> {
+        let results = start.dir.join("results");
+        let command = Bochs::get(start.cache)?.command(start, &results)?;
+        Ok((command, Results::Fifo(results)))
+    }
+}
 
 const SUITE: &[&str] = &["trixie"];
 /// Packages whose files are read where they are unpacked.
@@ -42,23 +112,22 @@ const CONFIGURE: [&str; 15] = [
 ];
 
 /// Instructions that take a second of the emulated clock.
-pub const IPS: u64 = 50_000_000;
+const IPS: u64 = 50_000_000;
 
 /// Where the disk's only partition begins: 1 MiB, as everywhere.
 const PARTITION: u64 = 1 << 20;
 const SECTOR: u64 = 512;
 
 /// Bochs and what it boots with.
-#[derive(Clone, Debug)]
-pub struct Bochs {
+struct Bochs {
     program: PathBuf,
     data: PathBuf,
 }
 
 impl Bochs {
     /// Fetched and built if need be.
-    pub fn get(cache: &Cache) -> Result<Self> {
-        super::ready(super::Emulated::Vmx)?;
+    fn get(cache: &Cache) -> Result<Self> {
+        Vmx.ready()?;
         let package = debian::recorded(cache, "bochs", || Archive::open(cache, SUITE)?.resolve("bochs"))?;
         let built = cache.entry(&format!("bochs/{}", package.version), |out| {
             cache.need_mib(600)?;
@@ -91,23 +160,16 @@ impl Bochs {
         Ok(Self { program: built.join("bochs"), data })
     }
 
-    /// The emulator's command line for `request`, with its disk and configuration made in `dir`; results go to `results`.
-    pub fn command(
-        &self,
-        dir: &Path,
-        request: &Request,
-        initrd: &Path,
-        console: &Path,
-        results: &Path,
-    ) -> Result<Command> {
-        let disk = dir.join("disk.img");
-        self.make_disk(&disk, request, initrd)?;
+    /// The command line for a host with its disk and configuration made in the start's directory; results go to `results`.
+    fn command(&self, start: &Start, results: &Path) -> Result<Command> {
+        let disk = start.dir.join("disk.img");
+        self.make_disk(&disk, start.request, start.initrd)?;
         fifo(results)?;
-        let config = dir.join("bochsrc");
-        let text = self.config(request, &disk, console, results);
+        let config = start.dir.join("bochsrc");
+        let text = self.config(start.request, &disk, &start.console(), results);
         fs::write(&config, text).map_err(Error::file("write", &config))?;
         let mut command = Command::new(&self.program);
-        command.arg("-q").arg("-f").arg(&config).arg("-log").arg("/dev/null").current_dir(dir);
+        command.arg("-q").arg("-f").arg(&config).arg("-log").arg("/dev/null").current_dir(start.dir);
         Ok(command)
     }
 

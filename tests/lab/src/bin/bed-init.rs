@@ -1,4 +1,4 @@
-//! The first process of an emulated host: mounts, loads KVM, runs the job, and says on the second serial port what
+//! The first process of an emulated host: mounts, loads KVM, runs the job, and says on the results line what
 //! came of it. It is static, so the host needs no C library; what it says and hears is defined in `lab::wire`.
 
 use std::ffi::CString;
@@ -75,7 +75,7 @@ fn run() -> io::Result<()> {
         complaints.iter().chain(&refused).for_each(|complaint| eprintln!("bed-init: {complaint}"));
         return shell(&job);
     }
-    let port = Arc::new(Mutex::new(results_port()?));
+    let port = Arc::new(Mutex::new(results_port(&job.results)?));
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease")?.trim().to_owned();
     let boot = Boot { kernel, kvm: Path::new("/dev/kvm").exists(), complaints, refused };
     send(&port, &Frame::Boot(boot))?;
@@ -181,9 +181,10 @@ fn loopback_up() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(error) }
 }
 
-/// The second serial port, raw: no byte is changed on the way.
-fn results_port() -> io::Result<File> {
-    let port = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOCTTY).open("/dev/ttyS1")?;
+/// The results line's port, raw: no byte is changed on the way.
+fn results_port(name: &str) -> io::Result<File> {
+    let path = Path::new("/dev").join(name);
+    let port = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOCTTY).open(path)?;
     // SAFETY: termios is plain data, for which all zeroes is a value.
     let mut settings: libc::termios = unsafe { std::mem::zeroed() };
     // SAFETY: the descriptor is open and `settings` is a writable termios for each of these calls.
@@ -294,7 +295,7 @@ fn return_files(dir: &Path, prefix: &str, port: &Mutex<File>) -> io::Result<()> 
 
 /// A shell on the console, with job control.
 fn shell(job: &Job) -> io::Result<()> {
-    let console = OpenOptions::new().read(true).write(true).open("/dev/ttyS0")?;
+    let console = OpenOptions::new().read(true).write(true).open(Path::new("/dev").join(&job.console))?;
     let mut command = Command::new("/bin/sh");
     prepare(job, command.arg("-l"));
     command.stdin(console.try_clone()?).stdout(console.try_clone()?).stderr(console);

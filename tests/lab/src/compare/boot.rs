@@ -8,7 +8,7 @@ use vellum::report::{Report, json};
 
 use super::{Processor, ROUNDS, locks};
 use crate::artifacts::Programs;
-use crate::bed::{self, Emulated, HostKernel, Outcome, Request, svm};
+use crate::bed::{self, HostKernel, Outcome, Request};
 use crate::cache::{Cache, digest};
 use crate::kernel::build::Image;
 use crate::kernel::series::Bench;
@@ -73,9 +73,7 @@ impl Hosts<'_> {
         for program in [&self.programs.vellum, &self.programs.init, &self.programs.lab] {
             parts.push(fs::read(program).map_err(Error::file("read", program))?);
         }
-        if self.processor.bed == Emulated::Svm {
-            parts.push(svm::version()?.into_bytes());
-        }
+        parts.push(self.processor.bed.version()?.into_bytes());
         Ok(digest(parts.iter().map(Vec::as_slice)))
     }
 }

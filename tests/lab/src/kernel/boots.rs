@@ -8,7 +8,7 @@ use super::check::report;
 use super::complaints::complaints;
 use super::series::{self, Bench};
 use crate::artifacts::Programs;
-use crate::bed::{self, HostKernel, Request, svm};
+use crate::bed::{self, BEDS, HostKernel, Request};
 use crate::cache::{Cache, digest};
 use crate::lanes::side_by_side;
 use crate::wire::Frame;
@@ -34,7 +34,7 @@ pub fn once_each(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
         ran.push(fs::read(&path).map_err(Error::file("read", &path))?);
     }
     let ran = digest(ran.iter().map(Vec::as_slice));
-    let (name, emulator) = (&image.name, svm::version()?);
+    let (name, emulator) = (&image.name, BEDS[0].version()?);
     let entry = |bench: &Bench| {
         let command = digest([format!("{bench:?}").as_bytes(), ran.as_bytes(), emulator.as_bytes()]);
         format!("boots/{name}-{command}")

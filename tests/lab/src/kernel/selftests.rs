@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::build::{self, Image};
 use super::tree::Tree;
 use crate::artifacts::Programs;
-use crate::bed::{self, Request, svm};
+use crate::bed::{self, Request};
 use crate::cache::{Cache, digest};
 use crate::wire::Frame;
 use crate::{Error, Result, tool};
@@ -213,7 +213,7 @@ pub fn endings(
 fn entry(image: &Image, tests: &[(String, PathBuf)], request: &Request) -> Result<String> {
     let mut key = vec![request.parameters.join(" "), format!("{:?} {LIMIT}", request.second_stage)];
     key.extend(tests.iter().map(|(name, _)| command(name).join(" ")));
-    key.push(svm::version()?);
+    key.push(request.bed.version()?);
     Ok(format!("selftests/{}-{}", image.name, digest(key.iter().map(String::as_bytes))))
 }
 

@@ -100,12 +100,13 @@ impl Bench {
         self.run.split_whitespace().map(|word| word.replace("{json}", result)).collect()
     }
 
-    /// Whether it is for hosts of this kind; those of Bochs have one CPU.
+    /// Whether it is for hosts of this kind.
     pub fn runs_on(&self, bed: Emulated) -> bool {
-        if self.multi && bed != Emulated::Svm {
-            return false;
-        }
-        self.is_for(bed.name())
+        bed.has_pace(self.pace()).is_ok() && self.is_for(bed.name())
+    }
+
+    fn pace(&self) -> Pace {
+        if self.multi { Pace::Races } else { Pace::Counted }
     }
 
     /// Whether its `beds` have this one.
@@ -126,7 +127,7 @@ impl Bench {
         request.parameters = self.parameters.clone();
         request.memory_mib = self.memory;
         request.hugepages = self.hugepages;
-        request.pace = if self.multi { Pace::Races } else { Pace::Counted };
+        request.pace = self.pace();
     }
 }
 

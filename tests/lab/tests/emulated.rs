@@ -6,17 +6,17 @@ use std::time::Duration;
 
 use lab::Error;
 use lab::artifacts::{Kernel, Programs};
-use lab::bed::{self, HostKernel, Outcome, Request};
+use lab::bed::{self, BEDS, Emulated, HostKernel, Outcome, Request};
 use lab::cache::Cache;
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 fn main() {
-    let trial = |name, test: fn() -> Result<(), Failed>| {
-        Trial::ignorable_test(name, move || {
-            if std::env::var_os("VELLUM_LAB_BOOTS").is_none() {
-                return Ok(Completion::ignored_with("boots an emulated host: cargo lab test svm"));
-            }
-            test().map(|()| Completion::Completed)
+    let asked = std::env::var("VELLUM_LAB_BOOTS").unwrap_or_default();
+    let bed = BEDS.into_iter().find(|bed| bed.name() == asked);
+    let trial = |name, test: fn(Emulated) -> Result<(), Failed>| {
+        Trial::ignorable_test(name, move || match bed {
+            Some(bed) => test(bed).map(|()| Completion::Completed),
+            None => Ok(Completion::ignored_with("boots an emulated host: cargo lab test svm")),
         })
     };
     let mut arguments = Arguments::from_args();
@@ -33,9 +33,10 @@ fn main() {
     libtest_mimic::run(&arguments, trials).exit();
 }
 
-fn boot(change: impl FnOnce(&mut Request), script: &str) -> Result<Outcome, Error> {
+fn boot(bed: Emulated, change: impl FnOnce(&mut Request), script: &str) -> Result<Outcome, Error> {
     let cache = Cache::open()?;
-    let mut request = Request::new(HostKernel::Debian(Kernel::debian(&cache, "6.1")?));
+    let kernel = HostKernel::Debian(Kernel::debian(&cache, "6.1")?);
+    let mut request = Request { bed, ..Request::new(kernel) };
     request.commands.push(["sh", "-c", script].map(str::to_owned).to_vec());
     change(&mut request);
     bed::run(&cache, &Programs::build()?, &request, |_| ())
@@ -47,7 +48,7 @@ fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result<(), Faile
 
 /// Bytes that a console would have changed, and a kernel that talks on the console meanwhile. What was sent along is there, and
 /// what was sent to /tmp does not make that smaller.
-fn results_come_back_whole() -> Result<(), Failed> {
+fn results_come_back_whole(bed: Emulated) -> Result<(), Failed> {
     let script = r"cmp /tmp/deep/er/sent /sent && : > /tmp/new && : > /tmp/deep/er/new || exit 1
         mkdir sub; i=0; while [ $i -lt 300 ]; do printf '\r\n\000\377\033[31m' >> sub/bytes; echo noise > /dev/kmsg; i=$((i+1)); done
         cat sub/bytes; echo complaint >&2; : > empty; seq 40000 > long
@@ -57,7 +58,7 @@ fn results_come_back_whole() -> Result<(), Failed> {
     let send = |request: &mut Request| {
         request.files.extend(["/sent", "/tmp/deep/er/sent"].map(|to| (manifest.clone(), to.to_owned())));
     };
-    let outcome = boot(send, script)?;
+    let outcome = boot(bed, send, script)?;
     let wanted = b"\r\n\0\xff\x1b[31m".repeat(300);
     let ran = &outcome.ran[0];
     ensure(ran.stdout == wanted, || format!("{} of {} bytes of output", ran.stdout.len(), wanted.len()))?;
@@ -74,34 +75,37 @@ fn results_come_back_whole() -> Result<(), Failed> {
     Ok(())
 }
 
-fn nested_paging_is_what_was_asked_for() -> Result<(), Failed> {
-    for (npt, wanted) in [(true, "Y\nsvm\n"), (false, "N\nsvm\n")] {
-        let script = "cat /sys/module/kvm_amd/parameters/npt; echo $VELLUM_BED";
-        let outcome = boot(|request| request.second_stage = npt, script)?;
+fn nested_paging_is_what_was_asked_for(bed: Emulated) -> Result<(), Failed> {
+    for (second_stage, wanted) in [(true, "Y"), (false, "N")] {
+        let mode = bed.mode(second_stage);
+        let (parameter, _) = mode.split_once('=').ok_or("no switch")?;
+        let script = format!("cat /sys/module/{}/parameters/{parameter}; echo $VELLUM_BED", bed.modules()[0]);
+        let outcome = boot(bed, |request| request.second_stage = second_stage, &script)?;
         let said = String::from_utf8_lossy(&outcome.ran[0].stdout).into_owned();
-        ensure(said == wanted, || format!("npt={npt}: {said:?}"))?;
+        ensure(said == format!("{wanted}\n{}\n", bed.name()), || format!("{mode}: {said:?}"))?;
     }
     Ok(())
 }
 
-fn a_parameter_that_is_not_in_force_is_refused() -> Result<(), Failed> {
-    for (parameter, why) in [
-        ("kvm.no_such_thing=1", "has no such parameter"),
-        ("kvm_amd.avic=1", "it is N"),
-        ("kvm=1", "the form is"),
-    ] {
-        match boot(|request| request.parameters.push(parameter.into()), "true") {
+fn a_parameter_that_is_not_in_force_is_refused(bed: Emulated) -> Result<(), Failed> {
+    // The kernel takes the later of two, so that what the request itself wants is not in force.
+    let contrary = bed.parameters(false).remove(0);
+    for (parameter, why) in
+        [("kvm.no_such_thing=1", "has no such parameter"), (&contrary, "it is N"), ("kvm=1", "the form is")]
+    {
+        match boot(bed, |request| request.parameters.push(parameter.to_owned()), "true") {
             Err(error) if error.to_string().contains(why) => (),
             other => return Err(format!("{parameter}: {other:?}").into()),
         }
     }
-    boot(|request| request.parameters.push("kvm-amd.nested=0".into()), "true")?;
+    let same = bed.parameters(true).remove(0).replace('_', "-");
+    boot(bed, |request| request.parameters.push(same), "true")?;
     Ok(())
 }
 
-fn busy_and_idle_time_are_told_apart() -> Result<(), Failed> {
+fn busy_and_idle_time_are_told_apart(bed: Emulated) -> Result<(), Failed> {
     for (script, idle) in [("sleep 2", true), ("sha256sum /bin/busybox /bin/vellum", false)] {
-        let outcome = boot(|_| (), script)?;
+        let outcome = boot(bed, |_| (), script)?;
         let exit = outcome.ran[0].exit.clone().ok_or("no exit came back")?;
         let right = if idle { exit.idle > 0.9 && exit.seconds > 1.9 } else { exit.idle < 0.05 };
         ensure(right, || format!("`{script}`: {exit:?}"))?;
@@ -109,9 +113,9 @@ fn busy_and_idle_time_are_told_apart() -> Result<(), Failed> {
     Ok(())
 }
 
-fn a_host_that_hangs_is_ended() -> Result<(), Failed> {
+fn a_host_that_hangs_is_ended(bed: Emulated) -> Result<(), Failed> {
     let limit = |request: &mut Request| request.time_limit = Duration::from_secs(45);
-    match boot(limit, "while :; do :; done") {
+    match boot(bed, limit, "while :; do :; done") {
         Err(error @ Error::Bed { timed_out: true, .. }) => {
             ensure(error.exit_code() == 124, || error.to_string())
         }
@@ -119,8 +123,8 @@ fn a_host_that_hangs_is_ended() -> Result<(), Failed> {
     }
 }
 
-fn a_host_that_panics_leaves_its_tail() -> Result<(), Failed> {
-    match boot(|_| (), "echo c > /proc/sysrq-trigger") {
+fn a_host_that_panics_leaves_its_tail(bed: Emulated) -> Result<(), Failed> {
+    match boot(bed, |_| (), "echo c > /proc/sysrq-trigger") {
         Err(Error::Bed { tail, timed_out: false, .. }) => {
             ensure(tail.contains("sysrq triggered crash"), || format!("the tail says nothing of it: {tail}"))
         }

@@ -1,0 +1,77 @@
+//! The initramfs of an emulated host: our programs, busybox, the files and modules of its request, and its job.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::{HostKernel, Pace, Request};
+use crate::artifacts::Programs;
+use crate::initramfs::Initramfs;
+use crate::wire::{JOB_PATH, Job};
+use crate::{Error, Result, tool};
+
+/// Modules that a host has beside KVM's own.
+const MODULES: [&str; 5] = ["msr", "tun", "virtio_pci", "virtio_blk", "virtio_net"];
+
+/// Debian has another busybox too, which needs a libc that no emulated host has.
+pub fn busybox() -> Result<PathBuf> {
+    const INTERPRETER: &[u8] = b"/ld-linux-x86-64.so.2\0";
+    let path = tool::need("busybox")?;
+    let image = fs::read(&path).map_err(Error::file("read", &path))?;
+    if image.windows(INTERPRETER.len()).any(|window| window == INTERPRETER) {
+        return Err(Error::Missing { program: "a static busybox".into(), package: "busybox-static".into() });
+    }
+    Ok(path)
+}
+
+/// Packs what the host sees. Our programs are in /bin, together with busybox's.
+pub fn pack(dir: &Path, programs: &Programs, request: &Request, shell: bool) -> Result<PathBuf> {
+    let mut image = Initramfs::new();
+    image.copy(&programs.init, "/init")?;
+    image.copy(&programs.vellum, "/bin/vellum")?;
+    let busybox = busybox()?;
+    image.copy(&busybox, "/bin/busybox")?;
+    for name in tool::text(Command::new(&busybox).arg("--list"))?.lines().filter(|name| *name != "busybox") {
+        image.link(&format!("/bin/{name}"), "busybox");
+    }
+    image.file(
+        "/etc/passwd",
+        0o644,
+        b"root:x:0:0:root:/tmp:/bin/sh\nnobody:x:65534:65534:nobody:/tmp:/bin/sh\n",
+    );
+    image.file("/etc/group", 0o644, b"root:x:0:\nnogroup:x:65534:\n");
+    for path in &request.directories {
+        image.directory(path);
+    }
+    for (from, to) in &request.files {
+        image.copy(from, to)?;
+    }
+    let mut job = job(request, shell);
+    if let HostKernel::Debian(kernel) = &request.kernel {
+        for (name, module) in kernel.modules(&[request.bed.modules(), &MODULES].concat())? {
+            let path = format!("/modules/{name}.ko");
+            image.file(&path, 0o644, &module);
+            job.modules.push(path);
+        }
+    }
+    image.file(JOB_PATH, 0o644, &serde_json::to_vec(&job).expect("a job is plain data"));
+    let path = dir.join("initrd");
+    let mut file = File::create(&path).map_err(Error::file("create", &path))?;
+    file.write_all(&image.finish()).map_err(Error::file("write", &path))?;
+    Ok(path)
+}
+
+fn job(request: &Request, shell: bool) -> Job {
+    Job {
+        bed: request.bed.name().into(),
+        console: request.bed.ports().console.into(),
+        results: request.bed.ports().results.into(),
+        modules: Vec::new(),
+        parameters: request.all_parameters(),
+        commands: request.commands.clone(),
+        env: request.env.clone(),
+        races: request.pace == Pace::Races,
+        shell,
+    }
+}

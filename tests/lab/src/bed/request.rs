@@ -1,0 +1,126 @@
+//! What is asked of an emulated host.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::{BEDS, Emulated};
+use crate::artifacts::Kernel;
+
+/// The kernel of an emulated host.
+#[derive(Clone, Debug)]
+pub enum HostKernel {
+    /// One of Debian's, with KVM as modules.
+    Debian(Kernel),
+    /// A bzImage with KVM built in.
+    Image(PathBuf),
+}
+
+impl HostKernel {
+    /// Its bzImage.
+    pub fn image(&self) -> &Path {
+        match self {
+            HostKernel::Debian(kernel) => &kernel.image,
+            HostKernel::Image(path) => path,
+        }
+    }
+}
+
+/// How many CPUs an emulated host has, and what its clock goes by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pace {
+    /// One CPU, whose clock counts instructions: for figures, and for tests with limits of their own.
+    Counted,
+    /// One CPU in real time: for Linux guests.
+    Real,
+    /// Two CPUs at once in real time: for races.
+    Races,
+}
+
+/// How labels name a host of [`Pace::Races`].
+pub const AT_ONCE: &str = "two CPUs at once";
+
+/// What is asked of an emulated host.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// The processor that is emulated.
+    pub bed: Emulated,
+    /// A processor with page-modification logging.
+    pub pml: bool,
+    /// Its kernel.
+    pub kernel: HostKernel,
+    /// KVM uses the second stage (NPT, EPT), or shadows the guest's tables.
+    pub second_stage: bool,
+    /// Its CPUs and their clock.
+    pub pace: Pace,
+    /// Its memory in MiB.
+    pub memory_mib: u32,
+    /// 2 MiB pages reserved at boot.
+    pub hugepages: u32,
+    /// Module parameters beyond the second stage's: `kvm.eager_page_split=N`.
+    pub parameters: Vec<String>,
+    /// Files from this machine, and where they are to be in the host.
+    pub files: Vec<(PathBuf, String)>,
+    /// Directories that are to be in the host.
+    pub directories: Vec<String>,
+    /// Environment for the commands.
+    pub env: Vec<(String, String)>,
+    /// The commands.
+    pub commands: Vec<Vec<String>>,
+    /// The wall-clock limit, boot included.
+    pub time_limit: Duration,
+}
+
+impl Request {
+    /// A host with nothing to do yet.
+    pub fn new(kernel: HostKernel) -> Self {
+        Self {
+            bed: BEDS[0],
+            pml: false,
+            kernel,
+            second_stage: true,
+            pace: Pace::Counted,
+            memory_mib: 2048,
+            hugepages: 0,
+            parameters: Vec::new(),
+            files: Vec::new(),
+            directories: Vec::new(),
+            env: Vec::new(),
+            commands: Vec::new(),
+            time_limit: Duration::from_secs(20 * 60),
+        }
+    }
+
+    /// The host, as messages name it.
+    pub fn label(&self) -> String {
+        let mut words = vec![self.bed.label(self.second_stage, self.pml)];
+        words.extend(self.parameters.iter().cloned());
+        words.extend((self.pace == Pace::Races).then(|| AT_ONCE.to_owned()));
+        words.join(" ")
+    }
+
+    /// Every module parameter, the bed's own first.
+    pub fn all_parameters(&self) -> Vec<String> {
+        let mut all = self.bed.parameters(self.second_stage);
+        all.extend(self.parameters.iter().cloned());
+        all
+    }
+
+    /// The kernel's command line.
+    pub fn command_line(&self) -> String {
+        // nokaslr and mitigations=off make two runs the same run.
+        let console = self.bed.ports().console;
+        let mut line = format!("console={console},115200 panic=-1 quiet nokaslr mitigations=off");
+        if self.pace != Pace::Counted {
+            // Real time on a busy machine: a check that wants timer ticks within a moment would panic.
+            line.push_str(" no_timer_check nowatchdog");
+        }
+        for parameter in self.all_parameters() {
+            line.push(' ');
+            line.push_str(&parameter);
+        }
+        if self.hugepages > 0 {
+            line.push_str(&format!(" hugepagesz=2M hugepages={}", self.hugepages));
+        }
+        line
+    }
+}

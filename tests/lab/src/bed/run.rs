@@ -1,0 +1,381 @@
+//! One run of an emulated host: it is started, heard until it is done or its time is over, and ended.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Pace, Request, Results, Start, image};
+use crate::artifacts::Programs;
+use crate::cache::Cache;
+use crate::tool::{self, Tail};
+use crate::wire::{Boot, Exit, Frame};
+use crate::{Error, Result};
+
+/// What one command did.
+#[derive(Clone, Debug, Default)]
+pub struct Ran {
+    /// What it printed.
+    pub stdout: Vec<u8>,
+    /// What it complained about.
+    pub stderr: Vec<u8>,
+    /// How it ended; `None` only while it runs.
+    pub exit: Option<Exit>,
+}
+
+/// What came back.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// The host, seen from inside.
+    pub boot: Boot,
+    /// The commands, in order.
+    pub ran: Vec<Ran>,
+    /// What they wrote into their working directory, by relative path.
+    pub files: BTreeMap<String, Vec<u8>>,
+}
+
+impl Outcome {
+    /// The first exit code that is not 0.
+    pub fn code(&self) -> i32 {
+        self.ran.iter().filter_map(|ran| Some(ran.exit.as_ref()?.code)).find(|&code| code != 0).unwrap_or(0)
+    }
+
+    /// Writes the files below `dir`. A name from the host is not trusted to stay there.
+    pub fn write_files(&self, dir: &Path) -> Result<()> {
+        for (name, content) in &self.files {
+            let plain = |part| matches!(part, std::path::Component::Normal(_));
+            if !Path::new(name).components().all(plain) {
+                return Err(Error::Usage(format!(
+                    "the host sent a file called {name:?}, which would leave {dir:?}"
+                )));
+            }
+            let path = dir.join(name);
+            if let Some(parent) = path.parent() {
+                fs::create_dir_all(parent).map_err(Error::file("create", parent))?;
+            }
+            fs::write(&path, content).map_err(Error::file("write", &path))?;
+        }
+        Ok(())
+    }
+}
+
+/// A directory for one run, removed with it.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(cache: &Cache) -> Result<Self> {
+        static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let runs = cache.dir("runs")?;
+        sweep(&runs);
+        let n = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let dir = runs.join(format!("{}-{n}", std::process::id()));
+        fs::create_dir_all(&dir).map_err(Error::file("create", &dir))?;
+        Ok(Self(dir))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Nothing depends on it: a leftover costs disk space only.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// How often a host with two CPUs at once may be started: some die while they boot ([`super::svm`] says of what), be the kernel what
+/// it may. One that always does is its kernel's fault.
+const STARTS: u32 = 3;
+
+/// Boots the host, runs the request's commands, and hands every frame to `watch` as it comes.
+pub fn run(
+    cache: &Cache,
+    programs: &Programs,
+    request: &Request,
+    mut watch: impl FnMut(&Frame),
+) -> Result<Outcome> {
+    let mut start = 1;
+    loop {
+        let mut up = false;
+        let ended = once(cache, programs, request, |frame| {
+            up |= matches!(frame, Frame::Boot(_));
+            watch(frame);
+        });
+        match ended {
+            Err(Error::Bed { what, timed_out: false, .. })
+                if request.pace == Pace::Races && !up && start < STARTS =>
+            {
+                eprintln!("lab: {}: {what}; starting it again ({start} of {STARTS})", request.label());
+                start += 1;
+            }
+            ended => return ended,
+        }
+    }
+}
+
+/// Boots the host once and hears it to its end.
+fn once(cache: &Cache, programs: &Programs, request: &Request, watch: impl FnMut(&Frame)) -> Result<Outcome> {
+    let scratch = Scratch::new(cache)?;
+    let initrd = image::pack(&scratch.0, programs, request, false)?;
+    let start = Start { cache, request, initrd: &initrd, dir: &scratch.0 };
+    let mut host = Host::start(&start)?;
+    host.hear(watch).map_err(|end| last_words(&start, end))
+}
+
+/// Boots the host with a shell on this terminal.
+pub fn shell(cache: &Cache, programs: &Programs, request: &Request) -> Result<()> {
+    let scratch = Scratch::new(cache)?;
+    let initrd = image::pack(&scratch.0, programs, request, true)?;
+    let mut command = request.bed.shell(&Start { cache, request, initrd: &initrd, dir: &scratch.0 })?;
+    eprintln!("lab: Ctrl-A X ends the host at once; `exit` does it properly");
+    let status = spawn(&mut command)?.wait().map_err(Error::file("wait for", command.get_program()))?;
+    if status.success() {
+        return Ok(());
+    }
+    Err(Error::Failed { line: tool::line(&command), status: status.to_string(), output: String::new() })
+}
+
+/// The emulator's process, ended with the run.
+struct Process(Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended by itself, and then there is nothing to do.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Why a host gave no outcome.
+struct End {
+    what: String,
+    timed_out: bool,
+}
+
+impl From<String> for End {
+    fn from(what: String) -> Self {
+        Self { what, timed_out: false }
+    }
+}
+
+/// A host that runs.
+struct Host<'a> {
+    request: &'a Request,
+    emulator: Process,
+    frames: Receiver<io::Result<Option<Frame>>>,
+    deadline: Instant,
+}
+
+impl<'a> Host<'a> {
+    fn start(start: &Start<'a>) -> Result<Self> {
+        let (mut command, results) = start.request.bed.command(start)?;
+        let errors = errors(start);
+        let stderr = File::create(&errors).map_err(Error::file("create", &errors))?;
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr);
+        let now = Instant::now();
+        // A limit beyond all time is none that anybody lives to see.
+        let deadline =
+            now.checked_add(start.request.time_limit).unwrap_or(now + Duration::from_secs(365 * 24 * 3600));
+        let mut emulator = Process(spawn(&mut command)?);
+        let stdout = emulator.0.stdout.take().expect("stdout is piped");
+        let frames = match results {
+            Results::Stdout => frames(move || Ok(stdout)),
+            // Opening waits until the emulator opens the other end. Should it end before, so does the run.
+            Results::Fifo(path) => frames(move || File::open(path)),
+        };
+        Ok(Self { request: start.request, emulator, frames, deadline })
+    }
+
+    /// Hands every frame to `watch` until the host is done.
+    fn hear(&mut self, mut watch: impl FnMut(&Frame)) -> std::result::Result<Outcome, End> {
+        let mut heard = Heard::default();
+        loop {
+            let frame = self.next_frame(heard.boot.is_some())?;
+            watch(&frame);
+            if heard.take(frame)? {
+                return Ok(heard.outcome(self.request.commands.len())?);
+            }
+        }
+    }
+
+    fn next_frame(&mut self, up: bool) -> std::result::Result<Frame, End> {
+        loop {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            match self.frames.recv_timeout(left.min(Duration::from_secs(1))) {
+                Ok(Ok(Some(frame))) => return Ok(frame),
+                Ok(Ok(None)) | Err(RecvTimeoutError::Disconnected) => {
+                    let when = if up { "during its commands" } else { "before it was up" };
+                    return Err(format!("the emulated host ended {when}").into());
+                }
+                Ok(Err(error)) => return Err(error.to_string().into()),
+                Err(RecvTimeoutError::Timeout) if left.is_zero() => {
+                    let limit = self.request.time_limit.as_secs();
+                    let what = format!("the emulated host did not finish within {limit} s");
+                    return Err(End { what, timed_out: true });
+                }
+                Err(RecvTimeoutError::Timeout) if up => (),
+                // One that ended without opening its FIFO closes no line.
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Ok(Some(status)) = self.emulator.0.try_wait() {
+                        return Err(format!("the emulator ended at once ({status})").into());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The frames of the line that `open` gives, read by a thread of their own; the last is `None` or an error.
+fn frames<R: Read>(
+    open: impl FnOnce() -> io::Result<R> + Send + 'static,
+) -> Receiver<io::Result<Option<Frame>>> {
+    let (to, from) = mpsc::channel();
+    thread::spawn(move || {
+        let mut line = match open() {
+            Ok(line) => BufReader::new(line),
+            Err(error) => return drop(to.send(Err(error))),
+        };
+        loop {
+            let frame = Frame::read(&mut line);
+            let last = !matches!(frame, Ok(Some(_)));
+            if to.send(frame).is_err() || last {
+                return;
+            }
+        }
+    });
+    from
+}
+
+/// What a host has said so far.
+#[derive(Default)]
+struct Heard {
+    boot: Option<Boot>,
+    ran: Vec<Ran>,
+    /// Of the command that runs.
+    current: Ran,
+    files: BTreeMap<String, Vec<u8>>,
+}
+
+impl Heard {
+    /// Takes in a frame; true where it was the last. An error ends the run.
+    fn take(&mut self, frame: Frame) -> std::result::Result<bool, String> {
+        match frame {
+            Frame::Boot(boot) if !boot.kvm => {
+                return Err(format!("the emulated host has no /dev/kvm ({})", boot.complaints.join("; ")));
+            }
+            // What is measured or seen there would be said of another host.
+            Frame::Boot(boot) if !boot.refused.is_empty() => {
+                return Err(format!("module parameters: {}", boot.refused.join("; ")));
+            }
+            Frame::Boot(boot) => self.boot = Some(boot),
+            Frame::Stdout(bytes) => self.current.stdout.extend(bytes),
+            Frame::Stderr(bytes) => self.current.stderr.extend(bytes),
+            Frame::Exit(exit) => {
+                self.ran.push(Ran { exit: Some(exit), ..std::mem::take(&mut self.current) });
+            }
+            Frame::File(name, bytes) => self.files.entry(name).or_default().extend(bytes),
+            Frame::Done => return Ok(true),
+        }
+        Ok(false)
+    }
+
+    /// What came back of `commands` commands.
+    fn outcome(self, commands: usize) -> std::result::Result<Outcome, String> {
+        if self.ran.len() != commands {
+            return Err(format!("{commands} commands ran, and {} ends were heard of", self.ran.len()));
+        }
+        let boot = self.boot.ok_or("the emulated host said nothing of itself")?;
+        Ok(Outcome { boot, ran: self.ran, files: self.files })
+    }
+}
+
+/// The file for what the emulator itself says.
+fn errors(start: &Start) -> PathBuf {
+    start.dir.join("emulator.log")
+}
+
+/// The error of a run that ended early: with the end of the console, whose whole is kept.
+fn last_words(start: &Start, end: End) -> Error {
+    let bed = start.request.bed;
+    let log = start.cache.path(&format!("{}-console.log", bed.name()));
+    // The log outlives the run only where somebody will want to read it.
+    let _ = fs::copy(start.console(), &log);
+    let mut tail = Tail::of_file(&start.console());
+    let said = Tail::of_file(&errors(start));
+    said.lines().filter(|line| !bed.is_noise(line)).for_each(|line| tail.push_str(&format!("\n{line}")));
+    if tail.trim().is_empty() {
+        tail = "(empty: a kernel that is told to be quiet says nothing until something is wrong)".into();
+    }
+    Error::Bed { what: end.what, log, tail, timed_out: end.timed_out }
+}
+
+fn spawn(command: &mut Command) -> Result<Child> {
+    // An emulator without its laboratory would burn a CPU for ever.
+    tool::bound(command, libc::SIGKILL).spawn().map_err(Error::file("start", command.get_program()))
+}
+
+/// Removes what killed laboratories left: directories named after a process that is gone.
+fn sweep(runs: &Path) {
+    let Ok(entries) = fs::read_dir(runs) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let pid = name.split('-').next().unwrap_or_default();
+        if !Path::new("/proc").join(pid).exists() {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn boot(kvm: bool, refused: &[&str]) -> Frame {
+        let refused = refused.iter().map(|text| (*text).to_owned()).collect();
+        Frame::Boot(Boot { kernel: "6.1".into(), kvm, complaints: vec!["no such module".into()], refused })
+    }
+
+    fn exit(code: i32) -> Frame {
+        Frame::Exit(Exit { code, seconds: 0.5, idle: 0.0 })
+    }
+
+    fn heard(frames: impl IntoIterator<Item = Frame>) -> std::result::Result<Heard, String> {
+        let mut heard = Heard::default();
+        for frame in frames {
+            heard.take(frame)?;
+        }
+        Ok(heard)
+    }
+
+    #[test]
+    fn output_belongs_to_the_command_that_ran_and_a_file_in_parts_is_one_file() {
+        let out = |text: &[u8]| Frame::Stdout(text.to_vec());
+        let part = |text: &[u8]| Frame::File("f".into(), text.to_vec());
+        let frames =
+            [boot(true, &[]), out(b"a"), out(b"b"), exit(0), out(b"c"), exit(3), part(b"x"), part(b"y")];
+        let mut heard = heard(frames).unwrap();
+        assert_eq!(heard.take(Frame::Done), Ok(true));
+        let outcome = heard.outcome(2).unwrap();
+        assert_eq!(
+            (outcome.ran[0].stdout.as_slice(), outcome.ran[1].stdout.as_slice()),
+            (&b"ab"[..], &b"c"[..])
+        );
+        assert_eq!((outcome.code(), outcome.files["f"].as_slice()), (3, &b"xy"[..]));
+    }
+
+    #[test]
+    fn a_host_without_kvm_or_with_other_parameters_ends_the_run() {
+        let why = |frame| heard([frame]).err().unwrap();
+        assert!(why(boot(false, &[])).contains("no /dev/kvm (no such module)"));
+        assert!(why(boot(true, &["kvm.x=1: it is N"])).contains("kvm.x=1: it is N"));
+    }
+
+    #[test]
+    fn an_end_that_was_not_heard_of_is_an_error() {
+        let error = heard([boot(true, &[]), exit(0)]).unwrap().outcome(2).unwrap_err();
+        assert_eq!(error, "2 commands ran, and 1 ends were heard of");
+        assert!(heard([exit(0)]).unwrap().outcome(1).unwrap_err().contains("said nothing of itself"));
+    }
+}
