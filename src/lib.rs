@@ -23,6 +23,7 @@
 //! | [`memory`] | guest memory: where RAM lies, its mapping, its memslots, the VMM's own write log |
 //! | [`report`] | the one result type and its faces: terminal, JSON, HTML |
 //! | [`host`] | what this host offers: KVM, its MMU, huge pages, CPUs; `vellum doctor` |
+//! | [`fault`] | whose fault an error is, and which field of the configuration it is about |
 //! | [`sys`] | every ioctl and system call that no crate wraps: the one room for `unsafe` beyond guest memory |
 //!
 //! # Where to start reading
@@ -40,6 +41,7 @@ pub mod cli;
 pub mod control;
 pub mod devices;
 pub mod dirty;
+pub mod fault;
 pub mod guests;
 pub mod host;
 pub mod machine;

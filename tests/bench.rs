@@ -275,16 +275,16 @@ fn interrupted() -> Result<(), Failed> {
 /// One line that names the flag and what would work, and exit status 2.
 fn excluded() -> Result<(), Failed> {
     for (line, flag, remedy) in [
-        ("dirty-log -b 2m --tracker ring --clear-chunk 64", "--clear-chunk 64", "--tracker manual-protect"),
-        ("dirty-log -b 2m -g --clear-chunk 64", "--clear-chunk 64", "--tracker manual-protect"),
+        ("dirty-log -b 2m --tracker ring --clear-chunk 64", "--clear-chunk 64", "the tracker manual-protect"),
+        ("dirty-log -b 2m -g --clear-chunk 64", "--clear-chunk 64", "the tracker manual-protect"),
         ("dirty-log -b 2m --duration 1s", "--duration", "--collect continuous would work"),
         ("dirty-log -b 2m --collect continuous -i 2", "--iterations", "--collect lockstep would work"),
-        ("dirty-log -b 1m -s thp", "-b 1m", "-b 2m would work"),
+        ("dirty-log -b 1m -s thp", "-b: 1m", "2m would work"),
         ("demand-paging -b 4k -v 60000", "-v 60000", "at most"),
         ("page-table -b 4k", "-b: 4k", "1m at least"),
-        ("memslot -b 16m -s 32 --backing thp", "-s 32", "-s 8 would work"),
-        ("demand-paging -b 4t -s hugetlb-2m", "--backing hugetlb-2m", "get them with"),
-        ("demand-paging -b 1m -u MINOR", "-u MINOR", "-s shmem"),
+        ("memslot -b 16m -s 32 --backing thp", "-s 32", "8 would work"),
+        ("demand-paging -b 4t -s hugetlb-2m", "-s hugetlb-2m", "get them with"),
+        ("demand-paging -b 1m -u MINOR", "-u MINOR", "shmem or"),
     ] {
         let output =
             Command::new(env!("CARGO_BIN_EXE_vellum")).arg("bench").args(line.split(' ')).output()?;

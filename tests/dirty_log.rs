@@ -8,6 +8,7 @@ use bed::{Need, both, ensure, kvm, trial};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use vellum::bench::{Common, Region, dirty_log};
 use vellum::dirty::{self, Method};
+use vellum::fault::{Fault, Whose};
 use vellum::guests::guest::GuestConfig;
 use vellum::guests::{Guest, Order, WriteConfig};
 use vellum::memory::{Backing, Memory, MemoryConfig};
@@ -409,7 +410,7 @@ fn bench_continuous() -> Result<(), Failed> {
     };
     let report = match dirty_log::run(&config) {
         Err(error) if vellum::sys::host::allowed_cpus()?.len() < 2 => {
-            return ensure(error.is_usage(), || error.to_string());
+            return ensure(error.whose() == Whose::User, || error.to_string());
         }
         result => result?,
     };
@@ -427,16 +428,16 @@ fn bench_refuses() -> Result<(), Failed> {
             dirty_log::Config { region: Region { bytes: 5000, ..base().region }, ..base() },
             "1048576 would work",
         ),
-        (dirty_log::Config { slots: 3, ..base() }, "-x 2 would work"),
-        (dirty_log::Config { phys_offset: Some(0x1000), ..base() }, "-p 0x100000000 would work"),
-        (dirty_log::Config { chunk: Some(64), ..base() }, "--tracker manual-protect would work"),
+        (dirty_log::Config { slots: 3, ..base() }, "; 2 would work"),
+        (dirty_log::Config { phys_offset: Some(0x1000), ..base() }, "; 0x100000000 would work"),
+        (dirty_log::Config { chunk: Some(64), ..base() }, "the tracker manual-protect would work"),
         (
             dirty_log::Config {
                 region: Region { bytes: 512 << 10, backing: Backing::Thp, vcpus: 2 },
                 slots: 1,
                 ..base()
             },
-            "-b 2m would work",
+            "; 2m would work",
         ),
         (
             dirty_log::Config {
@@ -444,7 +445,7 @@ fn bench_refuses() -> Result<(), Failed> {
                 slots: 1,
                 ..base()
             },
-            "-v 65536",
+            "65536: this KVM",
         ),
         (
             dirty_log::Config {
@@ -456,7 +457,7 @@ fn bench_refuses() -> Result<(), Failed> {
         ),
     ] {
         let error = dirty_log::run(&config).err().ok_or(format!("accepted: {config:?}"))?;
-        ensure(error.is_usage() && error.to_string().contains(remedy), || error.to_string())?;
+        ensure(error.whose() == Whose::User && error.to_string().contains(remedy), || error.to_string())?;
     }
     Ok(())
 }

@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Instant;
 
 use super::{Common, Counted, Error, Region, huge_premise};
+use crate::fault::Field;
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
 use crate::guests::program::touch as code;
@@ -48,12 +49,15 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     let Region { bytes, backing, vcpus } = config.region;
     config.region.check(backing.best_mapping())?;
     if let Backing::Hugetlb(_) | Backing::SharedHugetlb(_) = backing {
-        return Err(Error::Asked(format!(
-            "-s {backing}: idle page tracking sees no pages of the huge page pool; anonymous, thp or shmem would work"
-        )));
+        return Err(Error::Asked(
+            Field::Backing,
+            format!(
+                "{backing}: idle page tracking sees no pages of the huge page pool; anonymous, thp or shmem would work"
+            ),
+        ));
     }
     let idle = PageIdle::open().map_err(|e| {
-        Error::Asked(format!(
+        Error::Lacking(format!(
             "idle page tracking: /sys/kernel/mm/page_idle/bitmap: {e}: it needs a kernel with CONFIG_IDLE_PAGE_TRACKING, and root"
         ))
     })?;
@@ -155,7 +159,7 @@ fn mark(config: &Config, idle: &PageIdle, guest: &Guest) -> Result<f64, Error> {
     })
     .map_err(|e| match e.raw_os_error() {
         Some(libc::EPERM) => {
-            Error::Asked("/proc/self/pagemap shows no page frames: CAP_SYS_ADMIN is needed".into())
+            Error::Lacking("/proc/self/pagemap shows no page frames: CAP_SYS_ADMIN is needed".into())
         }
         _ => Error::Host("page_idle", e),
     })?;

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{Common, Counted, Error, Region, Round, huge_premise, pass_seconds};
+use crate::fault::Field;
 use crate::guests::control::{BUCKETS, bucket_of};
 use crate::guests::guest::GuestConfig;
 use crate::guests::model::{self, Model};
@@ -60,9 +61,12 @@ pub fn run(config: &Config) -> Result<Report, Error> {
         // Minor faults are those of a file that this process can map twice.
         (Mode::Minor, Backing::Shmem) => Backing::Memfd,
         (Mode::Minor, other @ (Backing::Anonymous | Backing::Thp | Backing::Hugetlb(_))) => {
-            return Err(Error::Asked(format!(
-                "-u MINOR with -s {other}: minor faults are those of shared memory; -s shmem or -s shared_hugetlb would work"
-            )));
+            return Err(Error::Asked(
+                Field::PageFaults,
+                format!(
+                    "MINOR with {other}: minor faults are those of shared memory; shmem or shared_hugetlb would work"
+                ),
+            ));
         }
         (_, other) => other,
     };
@@ -223,10 +227,10 @@ fn one(
 
 fn part(mode: Mode, mapping: &Mapping, offset: u64, len: u64) -> Result<Part, Error> {
     let uffd = Uffd::new(mode).map_err(|e| match e.raw_os_error() {
-        Some(libc::EPERM) => Error::Asked(
+        Some(libc::EPERM) => Error::Lacking(
             "userfaultfd: not permitted for KVM's faults: sudo sysctl vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd, or CAP_SYS_PTRACE".into(),
         ),
-        Some(libc::EINVAL) => Error::Asked("userfaultfd: this kernel lacks what was asked for: minor faults of shmem need Linux 5.14".into()),
+        Some(libc::EINVAL) => Error::Lacking("userfaultfd: this kernel lacks what was asked for: minor faults of shmem need Linux 5.14".into()),
         _ => Error::Host("userfaultfd", e),
     })?;
     uffd.register(mapping, offset, len, mode).map_err(|e| Error::Host("UFFDIO_REGISTER", e))?;

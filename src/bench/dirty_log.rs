@@ -21,6 +21,7 @@ use crate::report::{Figure, Report};
 use crate::sys::host::allowed_cpus;
 use crate::vm;
 
+use crate::fault::Field;
 use machine::Run;
 
 /// The parts of a collection; `scan` is Vellum's own.
@@ -128,62 +129,77 @@ pub fn run(config: &Config) -> Result<Report, Error> {
 
 /// Refuses what contradicts itself; returns the bytes of memory needed.
 fn check(config: &Config, method: Method) -> Result<u64, Error> {
-    let asked = |reason: String| Err(Error::Asked(reason));
+    let asked = |field, reason: String| Err(Error::Asked(field, reason));
     let Region { bytes, backing, vcpus } = config.region;
     let page = backing.page_size();
     let total = config.region.total(false);
     if !bytes.is_multiple_of(4096) || bytes < 8192 {
-        return asked(format!(
-            "-b {bytes}: no multiple of 4096 from 8192 on; {} would work",
-            bytes.max(memory::LEAST).next_multiple_of(4096)
-        ));
+        return asked(
+            Field::Memory,
+            format!(
+                "{bytes} is no multiple of 4096 from 8192 on; {} would work",
+                bytes.max(memory::LEAST).next_multiple_of(4096)
+            ),
+        );
     }
     if !total.is_multiple_of(page) {
         let each = short_size(bytes.next_multiple_of(page));
-        return asked(format!(
-            "-b {}: {} vCPUs need {} together, no multiple of the {} pages of -s {}; -b {each} would work",
-            short_size(bytes),
-            vcpus,
-            short_size(total),
-            short_size(page),
-            backing
-        ));
+        return asked(
+            Field::Memory,
+            format!(
+                "{}: {} vCPUs need {} together, no multiple of the {} pages of {}; {each} would work",
+                short_size(bytes),
+                vcpus,
+                short_size(total),
+                short_size(page),
+                backing
+            ),
+        );
     }
     let pages = total / backing.best_mapping();
     if pages == 0 {
-        return asked(format!(
-            "-b {}: less than one of the {} pages of -s {backing}; -b {1} would work",
-            short_size(bytes),
-            short_size(backing.best_mapping())
-        ));
+        return asked(
+            Field::Memory,
+            format!(
+                "{} is less than one of the {} pages of {backing}; {1} would work",
+                short_size(bytes),
+                short_size(backing.best_mapping())
+            ),
+        );
     }
     if u64::from(config.slots) > pages || !pages.is_multiple_of(config.slots.into()) {
         let fits = (1..=u64::from(config.slots).min(pages)).rev().find(|slots| pages.is_multiple_of(*slots));
-        return asked(format!(
-            "-x {}: {} in pages of {} do not divide into so many memslots; -x {} would work",
-            config.slots,
-            short_size(total),
-            short_size(backing.best_mapping()),
-            fits.unwrap_or(1)
-        ));
+        return asked(
+            Field::Slots,
+            format!(
+                "{}: {} in pages of {} do not divide into so many memslots; {} would work",
+                config.slots,
+                short_size(total),
+                short_size(backing.best_mapping()),
+                fits.unwrap_or(1)
+            ),
+        );
     }
     if let Some(chunk) = config.chunk.filter(|_| !method.is_manual()) {
-        return asked(format!(
-            "--clear-chunk {chunk}: {}, so there is nothing to clear in chunks; --tracker manual-protect would work",
-            match method {
-                Method::Ring => "the ring is reset as a whole",
-                _ => "KVM_GET_DIRTY_LOG alone clears what it reads",
-            }
-        ));
+        return asked(
+            Field::ClearChunk,
+            format!(
+                "{chunk}: {}, so there is nothing to clear in chunks; the tracker manual-protect would work",
+                match method {
+                    Method::Ring => "the ring is reset as a whole",
+                    _ => "KVM_GET_DIRTY_LOG alone clears what it reads",
+                }
+            ),
+        );
     }
     if let Some(offset) = config.phys_offset {
         check_offset(offset, total, backing)?;
     }
     let cpus = allowed_cpus().map_err(|e| Error::Host("sched_getaffinity", e))?;
     if config.continuous.is_some() && cpus.len() < 2 {
-        return asked(
-            "--collect continuous: the guest and the collection would take turns on this process's only CPU, and nothing \
-             would be decoupled; --collect lockstep works, or allow a second CPU (taskset)"
+        return asked(Field::Collect,
+            "continuous: the guest and the collection would take turns on this process's only CPU, and nothing \
+             would be decoupled; lockstep works, or allow a second CPU (taskset)"
                 .into(),
         );
     }

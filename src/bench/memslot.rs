@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{Common, Counted, Error, check_memory, populated};
+use crate::fault::Field;
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
 use crate::guests::program::touch as code;
@@ -88,26 +89,33 @@ const CHUNK: u64 = 2 << 20;
 pub fn run(config: &Config) -> Result<Report, Error> {
     let unit = 2 * CHUNK;
     if config.bytes == 0 || !config.bytes.is_multiple_of(unit) {
-        return Err(Error::Asked(format!(
-            "-b {}: no multiple of {unit}, which halves of 2 MiB pieces need; the next that is one: {}",
-            config.bytes,
-            config.bytes.max(1).next_multiple_of(unit)
-        )));
+        return Err(Error::Asked(
+            Field::Memory,
+            format!(
+                "{} is no multiple of {unit}, which halves of 2 MiB pieces need; the next that is one: {}",
+                config.bytes,
+                config.bytes.max(1).next_multiple_of(unit)
+            ),
+        ));
     }
     if config.slots < 2 && config.tests.contains(&Test::MoveInactive) {
         return Err(Error::Asked(
-            "-s 1: move_inactive needs a slot to move and another for the guest: 2 or more would work".into(),
+            Field::Slots,
+            "1: move_inactive needs a slot to move and another for the guest: 2 or more would work".into(),
         ));
     }
     let page = config.backing.best_mapping();
     if u64::from(config.slots) > config.bytes / page {
-        return Err(Error::Asked(format!(
-            "-s {}: {} have {most} pages of {} for as many memslots; -s {most} would work",
-            config.slots,
-            short_size(config.bytes),
-            short_size(page),
-            most = config.bytes / page,
-        )));
+        return Err(Error::Asked(
+            Field::Slots,
+            format!(
+                "{}: {} have {most} pages of {} for as many memslots; {most} would work",
+                config.slots,
+                short_size(config.bytes),
+                short_size(page),
+                most = config.bytes / page,
+            ),
+        ));
     }
     check_memory(config.bytes, config.backing)?;
     let mut report = config.common.report("memslot");
@@ -144,7 +152,10 @@ fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error
     // The guest has a slot of its own for its code.
     let most = kvm.get_nr_memslots().saturating_sub(2);
     if test == Test::Create && config.slots as usize > most {
-        return Err(Error::Asked(format!("-s {}: create needs one more, so {most} at most", config.slots)));
+        return Err(Error::Asked(
+            Field::Slots,
+            format!("{}: create needs one more, so {most} at most", config.slots),
+        ));
     }
     let guest = Guest::build(&kvm, memory, GuestConfig { code: code::code(), ..config.common.guest(1) })?;
     let counted = Counted::start(&guest, report);
@@ -252,7 +263,7 @@ impl Test {
                 };
                 let taken = || {
                     let missing =
-                        || Error::Asked("create: /proc/meminfo lacks VmallocUsed or SUnreclaim".into());
+                        || Error::Lacking("create: /proc/meminfo lacks VmallocUsed or SUnreclaim".into());
                     topology::kernel_memory().map(|bytes| bytes as i64).ok_or_else(missing)
                 };
                 let before = taken()?;

@@ -21,23 +21,28 @@ use clap::ValueEnum;
 use indicatif::ProgressBar;
 
 use crate::arch::{irqchip, layout};
+use crate::fault::{Blame, Fault, Field};
 use crate::guests::control::Control;
 use crate::guests::guest::{self, Guest, GuestConfig};
 use crate::guests::program::GuestPage;
+use crate::guests::run::huge_premise;
 use crate::host::{Facts, Paging, hugepages, idle, topology};
 use crate::memory::{self, Backing, Memory, MemoryConfig, short_size};
 use crate::report::Report;
 use crate::sandbox::{self, Mode};
 use crate::sys::affinity;
 use crate::vm::counters::{Counters, Snapshot};
-use crate::{dirty, guests, vm};
+use crate::{dirty, vm};
 
 /// Why a benchmark did not run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// What was asked for contradicts itself, or this host lacks it.
+    /// A field's value does not go with the others, or this host lacks it.
+    #[error("{1}")]
+    Asked(Field, String),
+    /// This host lacks what the benchmark needs.
     #[error("{0}")]
-    Asked(String),
+    Lacking(String),
     /// The machine.
     #[error(transparent)]
     Machine(#[from] guest::Error),
@@ -67,17 +72,19 @@ impl From<memory::Error> for Error {
     }
 }
 
-impl Error {
-    /// Whether other arguments would have helped.
-    pub fn is_usage(&self) -> bool {
+impl Fault for Error {
+    fn blame(&self) -> Blame {
         match self {
-            Self::Asked(_) => true,
-            Self::Machine(error) => error.is_usage(),
-            Self::Dirty(error) => error.is_usage(),
-            Self::Host(..) => false,
+            Self::Asked(field, _) => Blame::user(*field),
+            Self::Lacking(_) => Blame::USER,
+            Self::Machine(error) => error.blame(),
+            Self::Dirty(error) => error.blame(),
+            Self::Host(..) => Blame::HOST,
         }
     }
+}
 
+impl Error {
     /// The signal with which the user ended it.
     pub fn interrupted(&self) -> Option<i32> {
         match self {
@@ -227,7 +234,7 @@ fn idled_too_long(idled: Duration, elapsed: Duration) -> Option<String> {
     let share = idled.as_secs_f64() / elapsed.as_secs_f64();
     (share > IDLE_LIMIT).then(|| {
         format!(
-            "{IDLE} for {:.1} % of the time, which its clock counts as work; above {:.0} % that is no measurement: measure more (-b, --repeat)",
+            "{IDLE} for {:.1} % of the time, which its clock counts as work; above {:.0} % that is no measurement: measure more memory or more rounds",
             share * 100.0,
             IDLE_LIMIT * 100.0
         )
@@ -265,12 +272,15 @@ impl Region {
         if self.bytes > 0 && self.bytes.is_multiple_of(page) {
             return Ok(());
         }
-        Err(Error::Asked(format!(
-            "-b {}: no multiple of the {page}-byte pages of -s {}; the next that is one: {}",
-            self.bytes,
-            self.backing,
-            self.bytes.max(1).next_multiple_of(page)
-        )))
+        Err(Error::Asked(
+            Field::Memory,
+            format!(
+                "{} is no multiple of the {page}-byte pages of {}; the next that is one: {}",
+                self.bytes,
+                self.backing,
+                self.bytes.max(1).next_multiple_of(page)
+            ),
+        ))
     }
 
     /// Bytes in all, where each vCPU has a part of its own, or all share one.
@@ -282,7 +292,10 @@ impl Region {
     fn affordable(&self, shared: bool) -> Result<u64, Error> {
         let most = vm::open()?.get_max_vcpus();
         if self.vcpus > most {
-            return Err(Error::Asked(format!("-v {}: this KVM has at most {most} vCPUs", self.vcpus)));
+            return Err(Error::Asked(
+                Field::Cpus,
+                format!("{}: this KVM has at most {most} vCPUs", self.vcpus),
+            ));
         }
         let total = self.total(shared);
         check_memory(total, self.backing)?;
@@ -298,13 +311,16 @@ fn check_offset(offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> 
     if offset.is_multiple_of(align) && !in_gap && end <= layout::MAX_ADDRESS {
         return Ok(());
     }
-    Err(Error::Asked(format!(
-        "-p {offset:#x}: memory must start at a multiple of {} and keep clear of {:#x} to {:#x}; -p {:#x} would work",
-        short_size(align),
-        layout::GAP_START,
-        layout::GAP_END,
-        layout::GAP_END
-    )))
+    Err(Error::Asked(
+        Field::GuestAddress,
+        format!(
+            "{offset:#x}: memory must start at a multiple of {} and keep clear of {:#x} to {:#x}; {:#x} would work",
+            short_size(align),
+            layout::GAP_START,
+            layout::GAP_END,
+            layout::GAP_END
+        ),
+    ))
 }
 
 /// Has RAM start at `offset` in the guest's physical address space, where that was asked for.
@@ -325,21 +341,24 @@ fn populated(config: MemoryConfig) -> Result<Memory, Error> {
 fn check_memory(bytes: u64, backing: Backing) -> Result<(), Error> {
     if bytes < memory::LEAST {
         let [all, least] = [bytes, memory::LEAST].map(short_size);
-        return Err(Error::Asked(format!("-b: {all} in all, and a machine has {least} at least")));
+        return Err(Error::Asked(Field::Memory, format!("{all} in all, and a machine has {least} at least")));
     }
     if let Backing::Hugetlb(page) | Backing::SharedHugetlb(page) = backing {
         return hugepages::check(page, bytes)
-            .map_err(|shortage| Error::Asked(format!("--backing {backing}: {shortage}")));
+            .map_err(|shortage| Error::Asked(Field::Backing, format!("{backing}: {shortage}")));
     }
     let available = topology::memory().available;
     // Page tables, KVM's and ours, are some hundredths of it.
     let bytes = bytes.saturating_add(bytes / 64);
     if available > 0 && bytes > available {
-        return Err(Error::Asked(format!(
-            "this needs {} of memory and {} is available: ask for fewer vCPUs (-v) or less for each (-b)",
-            short_size(bytes.next_multiple_of(1 << 20)),
-            short_size(available >> 20 << 20),
-        )));
+        return Err(Error::Asked(
+            Field::Memory,
+            format!(
+                "this needs {} of memory and {} is available: ask for fewer vCPUs or less for each",
+                short_size(bytes.next_multiple_of(1 << 20)),
+                short_size(available >> 20 << 20),
+            ),
+        ));
     }
     Ok(())
 }
@@ -397,11 +416,6 @@ impl Counted {
     fn grown(&self, now: &Snapshot, name: &str) -> Option<u64> {
         Some(now.get(name)?.saturating_sub(*self.before.get(name)?))
     }
-}
-
-/// As [`guests::run::huge_premise`], in the words of the benchmarks.
-fn huge_premise(report: &mut Report, backing: Backing, page: GuestPage, now: &Snapshot) {
-    guests::run::huge_premise(report, backing, page, now, [&format!("-s {backing}"), "-m 2m"]);
 }
 
 #[cfg(test)]

@@ -100,7 +100,7 @@ pub(super) fn premises(report: &mut Report, counted: &Counted, now: &Snapshot, m
     }
     match counted.grown(now, "mmu_recycled") {
         Some(0) => {}
-        Some(n) => fail(format!("{what}: KVM recycled {n} shadow pages: raise --mmu-pages")),
+        Some(n) => fail(format!("{what}: KVM recycled {n} shadow pages: let it use more")),
         None => {
             fail(format!("{what}: without the counter mmu_recycled nothing shows that no page was recycled"))
         }

@@ -12,6 +12,7 @@ use guest_agent::{Event, Request};
 use super::{Failure, keyvalue, print};
 use crate::control::client::{Client, Error};
 use crate::control::{Do, Status, agent, names};
+use crate::fault::Fault;
 use crate::memory::short_size;
 use crate::sys::socket::Name;
 use crate::vm::lifecycle::Exit;
@@ -106,12 +107,12 @@ fn request(text: &str) -> Result<Request, String> {
 }
 
 fn connect(machine: &str) -> Result<Client, Failure> {
-    Client::connect(&names::find(machine).map_err(Failure::usage)?).map_err(failure)
+    Client::connect(&names::find(machine).map_err(failure)?).map_err(failure)
 }
 
-/// A machine that is not there is the command line's fault.
-fn failure(error: Error) -> Failure {
-    if matches!(error, Error::Connect { .. }) { Failure::usage(error) } else { Failure::host(error) }
+/// Without a flag: the machine is an argument.
+fn failure(error: impl Fault) -> Failure {
+    Failure::of(&error, &[])
 }
 
 /// `vellum ctl`
@@ -153,7 +154,7 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
 /// `vellum list`
 pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
     let mut lines = Vec::new();
-    for (name, path) in names::all().map_err(Failure::host)? {
+    for (name, path) in names::all().map_err(failure)? {
         let status = Client::connect(&path).and_then(|mut client| client.ask(&Do::Status {}));
         match status {
             Ok(status) if args.json => {
@@ -198,7 +199,7 @@ pub fn exec(args: ExecArgs) -> Result<Exit, Failure> {
     let request = args.request.unwrap_or(Request::Exec { command: args.command });
     let failed = |error: agent::Error| match error {
         agent::Error::Refused(message) => Failure { exit: Exit::AgentCommand, message },
-        other => Failure::host(other),
+        other => failure(other),
     };
     let mut exit = Exit::PowerOff;
     for event in agent::ask(path.as_ref(), &request).map_err(failed)? {

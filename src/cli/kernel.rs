@@ -90,7 +90,7 @@ pub fn run(
     let config = machine::Config { irqchip, serial, virtio, counters, ..config };
     let boot = BootConfig { kernel, initrd, cmdline, protocol };
     let process = session::Config { limit: timeout, ..process };
-    let failure = |error: session::Error| Failure::either(error.is_usage(), error);
+    let failure = |error: session::Error| Failure::of(&error, super::run::FLAGS);
     let mut ready = session::kernel::ready(&process, memory, config, boot).map_err(failure)?;
     let machine = &ready.machine;
     if let Some(pty) = &machine.pty {

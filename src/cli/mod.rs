@@ -9,6 +9,7 @@ pub mod control;
 #[cfg(target_arch = "x86_64")]
 pub mod devices;
 pub mod doctor;
+mod flags;
 #[cfg(target_arch = "x86_64")]
 pub mod kernel;
 pub mod keyvalue;
@@ -23,8 +24,11 @@ use std::fmt::Display;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
+pub use flags::Flags;
+
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
+use crate::fault::{Fault, Whose};
 use crate::sandbox;
 use crate::vm::lifecycle::Exit;
 
@@ -69,9 +73,20 @@ impl Failure {
         Self { exit: Exit::Usage, message: chain(error.into().as_ref()) }
     }
 
-    /// Bad input where `is_usage`, the VMM or the host otherwise.
-    pub fn either(is_usage: bool, error: impl Into<Box<dyn StdError>>) -> Self {
-        if is_usage { Self::usage(error) } else { Self::host(error) }
+    /// What `error` says, behind the flag of the field that it is about.
+    pub fn of(error: &impl Fault, flags: Flags) -> Self {
+        let exit = match error.whose() {
+            Whose::User => Exit::Usage,
+            Whose::Host | Whose::Guest => Exit::Error,
+        };
+        let mut named = flags.iter().copied().flatten();
+        let flag = error.field().and_then(|field| named.find(|(of, _)| *of == field));
+        let message = match flag {
+            Some((_, flag)) if flag.ends_with('=') => format!("{flag}{}", chain(error)),
+            Some((_, flag)) => format!("{flag} {}", chain(error)),
+            None => chain(error),
+        };
+        Self { exit, message }
     }
 
     /// The VMM or the host failed.

@@ -6,9 +6,10 @@ use clap::Args;
 
 use super::args::Pin;
 use super::result::ResultArgs;
-use super::{Failure, args, kernel, keyvalue};
+use super::{Failure, Flags, args, kernel, keyvalue};
 use crate::arch::cpuid::Choice;
 use crate::control::names;
+use crate::fault::Field;
 use crate::guests::run::RunConfig;
 use crate::machine;
 use crate::memory::MemoryConfig;
@@ -78,6 +79,34 @@ pub struct RunArgs {
     kernel: kernel::KernelArgs,
 }
 
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[&[
+    (Field::Backing, "--memory backing="),
+    (Field::Balloon, "--balloon"),
+    (Field::Cmdline, "--cmdline"),
+    (Field::Console, "--console"),
+    (Field::Cpuid, "--cpuid"),
+    (Field::Cpus, "--cpus"),
+    (Field::Disk, "--disk:"),
+    (Field::GuestPage, "--workload page="),
+    (Field::Initrd, "--initrd"),
+    (Field::Irqchip, "--irqchip:"),
+    (Field::Kernel, "--kernel"),
+    (Field::Lock, "--memory lock:"),
+    (Field::Memory, "--memory:"),
+    (Field::Name, "--name:"),
+    (Field::Net, "--net:"),
+    (Field::Pin, "--cpus pin:"),
+    (Field::Prealloc, "--memory prealloc:"),
+    (Field::Protocol, "--protocol"),
+    (Field::Rng, "--rng:"),
+    (Field::Sandbox, "--sandbox:"),
+    (Field::Serial, "--serial"),
+    (Field::Slots, "--memory slots="),
+    (Field::User, "--user"),
+    (Field::Vsock, "--vsock:"),
+]];
+
 const EXAMPLES: &str = "\
 Examples:
   vellum run                                            3 passes over 256 MiB
@@ -116,13 +145,13 @@ pub fn run_workload(args: &RunArgs) -> Result<builtin::Outcome, Failure> {
         cpuid: cpuid(&args.cpuid),
         duration: args.duration,
     };
-    builtin::run(&process, &config).map_err(|error| Failure::either(error.is_usage(), error))
+    builtin::run(&process, &config).map_err(|error| Failure::of(&error, FLAGS))
 }
 
 /// What is asked of the process, whatever the machine.
 fn process(args: &RunArgs) -> Result<session::Config, Failure> {
     let control = args.name.as_deref().map(names::socket).transpose();
-    let control = control.map_err(|error| Failure::usage(format!("--name: {error}")))?;
+    let control = control.map_err(|error| Failure::of(&error, FLAGS))?;
     Ok(session::Config { control, sandbox: args.sandbox, user: args.user, limit: None })
 }
 

@@ -10,6 +10,11 @@ use clap::{Args, Subcommand};
 use super::{Failure, print, run};
 use crate::vm::lifecycle::Exit;
 
+/// Which flag each field comes from, by the subcommand as typed.
+#[cfg(test)]
+pub(super) const TABLES: [(&str, super::Flags); 2] =
+    [("test dirty-edges", dirty_edges::FLAGS), ("test dirty-log", dirty_log::FLAGS)];
+
 /// Test this host's KVM, or Vellum itself
 #[derive(Debug, Args)]
 pub struct TestArgs {

@@ -4,6 +4,7 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
+use crate::fault::{Blame, Fault};
 use guest_agent::{Event, PORT, Request};
 
 /// The longest line that an agent sends: a command's output comes in pieces far smaller.
@@ -32,6 +33,15 @@ pub enum Error {
     /// It says no.
     #[error("{0}")]
     Refused(String),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Socket { .. } => Blame::HOST,
+            Self::Silent | Self::Closed | Self::Line(_) | Self::Refused(_) => Blame::GUEST,
+        }
+    }
 }
 
 /// What the agent answers to one request, event by event, until it is done.

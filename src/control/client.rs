@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::Do;
+use crate::fault::{Blame, Fault};
 use crate::sys::socket;
 
 /// Why a machine does not do what it is told.
@@ -38,6 +39,15 @@ pub enum Error {
     /// It refuses.
     #[error("{0}")]
     Refused(String),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Connect { .. } => Blame::USER,
+            Self::Closed { .. } | Self::Answer { .. } | Self::Refused(_) => Blame::HOST,
+        }
+    }
 }
 
 /// A connection to a machine.

@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use crate::fault::{Blame, Fault, Field};
 use crate::sys::identity::effective;
 
 /// Why a name leads nowhere.
@@ -26,6 +27,12 @@ pub enum Error {
     /// It is somebody else's.
     #[error("{0} belongs to another user, who could pass for your machines; set XDG_RUNTIME_DIR")]
     Foreign(PathBuf),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        Blame::user(Field::Name)
+    }
 }
 
 /// The directory, of mode 0700, made if it is not there.

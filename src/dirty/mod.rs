@@ -21,6 +21,7 @@ use std::io;
 
 use vm_memory::{GuestMemoryBackend as _, GuestMemoryRegion as _};
 
+use crate::fault::{Blame, Fault, Field};
 use crate::memory::{GuestMemory, Slot};
 use crate::sys::dirty as sys;
 use crate::sys::mmap::PAGE_SIZE;
@@ -89,7 +90,7 @@ impl Method {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// This kernel is too old, or this KVM leaves it out.
-    #[error("--tracker: this host has no {}: its KVM lacks {lacks}; --tracker {instead} would work", method.name())]
+    #[error("this host has no {}: its KVM lacks {lacks}; {instead} would work", method.name())]
     Absent {
         /// What was asked for.
         method: Method,
@@ -156,13 +157,16 @@ impl From<vcpu::Error> for Error {
     }
 }
 
-impl Error {
-    /// Whether other arguments would have helped.
-    pub fn is_usage(&self) -> bool {
+impl Fault for Error {
+    fn blame(&self) -> Blame {
         match self {
-            Self::Absent { .. } | Self::RingWithInitiallySet => true,
-            Self::Vm(vm::Error::Ring(error)) => !matches!(error, vm::ring::Error::Ioctl(_)),
-            _ => false,
+            Self::Absent { .. } | Self::RingWithInitiallySet => Blame::user(Field::Tracker),
+            Self::Vm(error) => error.blame(),
+            Self::TooLate
+            | Self::Slot { .. }
+            | Self::Ioctl { .. }
+            | Self::Entry { .. }
+            | Self::Reset { .. } => Blame::HOST,
         }
     }
 }

@@ -25,6 +25,7 @@ use super::{Region, WriteConfig};
 use crate::arch::cpuid::{self, Choice, Cpuid};
 use crate::arch::irqchip::{self, Irqchip};
 use crate::arch::{layout, regs};
+use crate::fault::{Blame, Fault, Field};
 use crate::guests::program::{self as machine, Code, Entry, GuestPage, Privilege};
 use crate::memory::{self, GuestMemory, Memory, Slot};
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
@@ -32,7 +33,7 @@ use crate::sys::{clock, signal};
 use crate::vm::counters::{self, Counters};
 use crate::vm::lifecycle::Exit;
 use crate::vm::vcpu::{self, Flow, Vcpu};
-use crate::vm::{Error as VmError, Vm, ring};
+use crate::vm::{Error as VmError, Vm};
 
 /// How long it takes at most until a remembered signal ends a wait.
 const ASKING: Duration = Duration::from_millis(100);
@@ -86,7 +87,7 @@ pub enum Error {
     #[error(transparent)]
     Vm(#[from] VmError),
     /// Fewer pages than vCPUs need.
-    #[error("--memory: {pages} pages are too few for {vcpus} vCPUs: each needs 2")]
+    #[error("{pages} pages are too few for {vcpus} vCPUs: each needs 2")]
     TooFewPages {
         /// Pages of the asked-for stride.
         pages: u64,
@@ -131,15 +132,17 @@ impl From<memory::Error> for Error {
     }
 }
 
-impl Error {
-    /// Whether other arguments would have helped.
-    pub fn is_usage(&self) -> bool {
+impl Fault for Error {
+    fn blame(&self) -> Blame {
         match self {
-            Self::TooFewPages { .. } | Self::TablesTooLarge { .. } | Self::Cpuid(_) => true,
-            Self::Vm(VmError::Cpus { .. }) => true,
-            Self::Vm(VmError::Ring(error)) => !matches!(error, ring::Error::Ioctl(_)),
-            Self::Vm(VmError::Memory(error)) => !matches!(error, memory::Error::Populate(_)),
-            _ => false,
+            Self::Vm(error) => error.blame(),
+            Self::Irqchip(error) => error.blame(),
+            Self::Cpuid(error) => error.blame(),
+            Self::TooFewPages { .. } | Self::TablesTooLarge { .. } => Blame::user(Field::Memory),
+            Self::Map(_) => Blame::HOST,
+            // Nothing is wrong, and nothing is to be mended.
+            Self::Interrupted(_) => Blame::HOST,
+            Self::Ended { .. } => Blame::GUEST,
         }
     }
 }

@@ -282,20 +282,12 @@ fn prove_huge(report: &mut Report, config: &RunConfig, after: &Snapshot) {
     report.figure("mapped_2m", "pages", *large as f64);
     report.figure("mapped_1g", "pages", *huge as f64);
     let backing = config.memory.backing;
-    let words = [&format!("backing={backing}"), "--workload write,page=2m"];
-    huge_premise(report, backing, config.page, after, words);
+    huge_premise(report, backing, config.page, after);
 }
 
 /// The premise of a huge backing: KVM maps huge pages. Only kernels that count mappings by size can tell. A KVM that shadows
-/// the guest's tables maps the smaller of its own pages and theirs, so small ones there promise nothing. The words are
-/// those of the command line: which backing was asked for, and how to ask for large pages in the guest's tables.
-pub fn huge_premise(
-    report: &mut Report,
-    backing: Backing,
-    page: GuestPage,
-    now: &Snapshot,
-    [asked, remedy]: [&str; 2],
-) {
+/// the guest's tables maps the smaller of its own pages and theirs, so small ones there promise nothing.
+pub fn huge_premise(report: &mut Report, backing: Backing, page: GuestPage, now: &Snapshot) {
     let count = |name: &str| now.get(name).copied();
     let (Some(small), Some(large), Some(huge)) = (count("pages_4k"), count("pages_2m"), count("pages_1g"))
     else {
@@ -305,14 +297,18 @@ pub fn huge_premise(
     let (lines, line) = match backing.best_mapping() {
         promised if promised < 2 << 20 || huge > 0 => return,
         promised if large > 0 && promised < 1 << 30 => return,
-        _ if large > 0 => {
-            (&mut report.notes, format!("{asked}, but KVM maps it by pages of 2 MiB, none of 1 GiB"))
-        }
+        _ if large > 0 => (
+            &mut report.notes,
+            format!("backing {backing}, but KVM maps it by pages of 2 MiB, none of 1 GiB"),
+        ),
         _ if shadowed => {
             let why = "KVM shadows the guest's tables and their pages are of 4 KiB, so it maps no huge ones";
-            (&mut report.notes, format!("{asked}: {why}; {remedy} lets it"))
+            (&mut report.notes, format!("backing {backing}: {why}; tables of 2 MiB pages let it"))
         }
-        _ => (&mut report.invalid, format!("{asked}, but KVM mapped no huge page, only {small} of 4 KiB")),
+        _ => (
+            &mut report.invalid,
+            format!("backing {backing}, but KVM mapped no huge page, only {small} of 4 KiB"),
+        ),
     };
     // Of several rounds the first to say so will do.
     if !lines.contains(&line) {

@@ -254,7 +254,7 @@ fn seccomp() -> Check {
         Err(error) => Check::warn(
             name,
             format!("no filter can be installed ({error})"),
-            "boot a kernel with CONFIG_SECCOMP_FILTER, or run with --sandbox off",
+            "boot a kernel with CONFIG_SECCOMP_FILTER, or run without the sandbox",
         ),
     }
 }

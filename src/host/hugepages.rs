@@ -9,6 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::{cgroup, root_command, sysfs, topology};
+use crate::fault::{Blame, Fault, Field};
 use crate::sys;
 
 /// Why huge pages will not suffice, and the command that changes it.
@@ -64,6 +65,12 @@ pub enum Shortage {
         /// The command that raises it.
         command: String,
     },
+}
+
+impl Fault for Shortage {
+    fn blame(&self) -> Blame {
+        Blame::user(Field::Backing)
+    }
 }
 
 /// The huge pages of one size, on one node or on the whole host.

@@ -12,6 +12,7 @@ use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VmFd};
 
 use super::sysfs;
+use crate::fault::{Blame, Fault};
 use crate::sys;
 
 /// The lab's way to the same result without KVM.
@@ -32,6 +33,12 @@ pub struct Unusable {
     pub problem: Problem,
     /// What to do.
     pub remedy: String,
+}
+
+impl Fault for Unusable {
+    fn blame(&self) -> Blame {
+        Blame::HOST
+    }
 }
 
 /// What is wrong with KVM.

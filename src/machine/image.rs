@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::Error;
 use crate::arch::boot::{self, Entry, Protocol, Request};
+use crate::fault::{Fault, Field};
 use crate::memory::{GuestMemory, short_size};
 
 /// What is to be booted.
@@ -42,8 +43,8 @@ impl Image {
     /// # Errors
     /// Where one cannot be read.
     pub fn open(config: BootConfig) -> Result<Self, Error> {
-        let kernel = open("--kernel", &config.kernel)?;
-        let initrd = config.initrd.as_ref().map(|path| open("--initrd", path)).transpose()?;
+        let kernel = open(Field::Kernel, &config.kernel)?;
+        let initrd = config.initrd.as_ref().map(|path| open(Field::Initrd, path)).transpose()?;
         Ok(Self { config, kernel, initrd })
     }
 
@@ -54,22 +55,24 @@ impl Image {
         let request =
             Request { name: &name, cmdline: &config.cmdline, protocol: config.protocol, rsdp: Some(rsdp) };
         boot::load(memory, &mut self.kernel, self.initrd.as_mut(), &request).map_err(|error| {
-            let flag = error.flag();
-            let value = match flag {
-                "--initrd" => config.initrd.as_deref().unwrap_or(Path::new("")).display().to_string(),
-                "--cmdline" => {
+            let value = match error.field() {
+                Some(Field::Initrd) => {
+                    config.initrd.as_deref().unwrap_or(Path::new("")).display().to_string()
+                }
+                Some(Field::Cmdline) => {
                     format!("'{}…'", config.cmdline.chars().take(32).collect::<String>().escape_debug())
                 }
-                "--memory" => short_size(size),
+                Some(Field::Memory) => short_size(size),
+                Some(Field::Protocol) => config.protocol.map_or(String::new(), |asked| asked.to_string()),
                 _ => config.kernel.display().to_string(),
             };
-            Error::Boot { flag, value, error }
+            Error::Boot { value, error }
         })
     }
 }
 
-fn open(flag: &'static str, path: &Path) -> Result<File, Error> {
-    let refuse = |error| Error::Open { flag, path: path.to_owned(), error };
+fn open(field: Field, path: &Path) -> Result<File, Error> {
+    let refuse = |error| Error::Open { field, path: path.to_owned(), error };
     // A pipe is opened only when somebody writes to it, and has no size.
     match std::fs::metadata(path).map_err(refuse)?.is_file() {
         true => File::open(path).map_err(refuse),

@@ -35,6 +35,7 @@ use crate::devices::console::{self, Console, Target};
 use crate::devices::rtc::Rtc;
 use crate::devices::serial::Serial;
 use crate::devices::{acpi_pm, debug_exit, i8042, pvpanic, test_device};
+use crate::fault::{Blame, Fault, Field};
 use crate::memory::Memory;
 #[cfg(doc)]
 use crate::payload::Payload;
@@ -81,27 +82,25 @@ impl Default for Config {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file cannot be opened.
-    #[error("{flag} {}: {error}; use a file that exists and that this user can read", path.display())]
+    #[error("{}: {error}; use a file that exists and that this user can read", path.display())]
     Open {
-        /// The flag that named it.
-        flag: &'static str,
+        /// What names it.
+        field: Field,
         /// The file.
         path: PathBuf,
         /// What the host said.
         error: io::Error,
     },
     /// The kernel, the initrd or the command line is wrong.
-    #[error("{flag} {value}: {error}")]
+    #[error("{value}: {error}")]
     Boot {
-        /// The flag to blame.
-        flag: &'static str,
-        /// Its value.
+        /// The value that is to blame.
         value: String,
         /// What is wrong and what would work.
         error: boot::Error,
     },
     /// More vCPUs than APIC ids that a kernel without interrupt remapping reaches.
-    #[error("--cpus {0}: a Linux guest can have from 1 to {MOST_CPUS}")]
+    #[error("{0}: a Linux guest can have from 1 to {MOST_CPUS}")]
     Cpus(usize),
     /// KVM or memory.
     #[error(transparent)]
@@ -122,7 +121,7 @@ pub enum Error {
     #[error(transparent)]
     Virtio(#[from] virtio::Error),
     /// The serial port's target.
-    #[error("--serial {0}")]
+    #[error("{0}")]
     Serial(#[from] crate::devices::console::OpenError),
     /// The tables.
     #[error(transparent)]
@@ -138,23 +137,23 @@ pub enum Error {
     Host(&'static str, #[source] io::Error),
 }
 
-impl Error {
-    /// Whether the user can mend it by another command line.
-    pub fn is_usage(&self) -> bool {
-        use crate::vm::Error as VmError;
-        if let Self::Virtio(error) = self {
-            return error.is_usage();
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Open { field, .. } => Blame::user(*field),
+            Self::Boot { error, .. } => error.blame(),
+            Self::Cpus(_) => Blame::user(Field::Cpus),
+            Self::Vm(error) => error.blame(),
+            Self::Memory(error) => error.blame(),
+            Self::Vcpu(error) => error.blame(),
+            Self::Cpuid(error) => error.blame(),
+            Self::Irqchip(error) => error.blame(),
+            Self::Virtio(error) => error.blame(),
+            Self::Serial(_) => Blame::user(Field::Serial),
+            Self::Acpi(error) => error.blame(),
+            Self::Regs(error) => error.blame(),
+            Self::Bus(_) | Self::Host(..) => Blame::HOST,
         }
-        matches!(
-            self,
-            Self::Open { .. }
-                | Self::Boot { .. }
-                | Self::Cpus(_)
-                | Self::Memory(_)
-                | Self::Cpuid(_)
-                | Self::Serial(_)
-                | Self::Vm(VmError::Memory(_) | VmError::Cpus { .. })
-        )
     }
 }
 

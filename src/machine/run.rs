@@ -102,8 +102,7 @@ impl Payload for Machine {
         match what {
             Do::Balloon { bytes } => {
                 let balloon = self.virtio.balloon.as_ref();
-                let (balloon, device) =
-                    balloon.ok_or("this machine has no balloon: start it with --balloon")?;
+                let (balloon, device) = balloon.ok_or("this machine was started without a balloon")?;
                 balloon.set_target(*bytes, device);
             }
             Do::Serial {} => {

@@ -24,6 +24,7 @@ use crate::devices::virtio::net::{Net, NetConfig, NetError};
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::vsock::{Vsock, VsockConfig, VsockError};
 use crate::devices::virtio::{Memory, VirtioDevice};
+use crate::fault::{Blame, Fault, Field};
 use crate::sandbox::{Sandbox, ThreadKind};
 
 /// What is asked for.
@@ -50,19 +51,19 @@ const GSIS: [u32; 13] = [16, 17, 18, 19, 20, 21, 22, 23, 5, 6, 7, 10, 11];
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A disk.
-    #[error("--disk: {0}")]
+    #[error("{0}")]
     Disk(#[source] BlkError),
     /// A network interface.
-    #[error("--net: {0}")]
+    #[error("{0}")]
     Net(#[source] NetError),
     /// The socket device.
-    #[error("--vsock: {0}")]
+    #[error("{0}")]
     Vsock(#[source] VsockError),
     /// The console.
-    #[error("--console {0}")]
+    #[error("{0}")]
     Console(#[source] host_console::OpenError),
     /// The host's entropy.
-    #[error("--rng: /dev/urandom: {0}")]
+    #[error("/dev/urandom: {0}")]
     Rng(#[source] io::Error),
     /// Too many.
     #[error("{0} virtio devices: a guest can have {most} at most", most = GSIS.len())]
@@ -81,13 +82,18 @@ pub enum Error {
     Host(#[source] io::Error),
 }
 
-impl Error {
-    /// Whether the user can mend it by another command line.
-    pub fn is_usage(&self) -> bool {
-        matches!(
-            self,
-            Error::Disk(_) | Error::Net(_) | Error::Vsock(_) | Error::Console(_) | Error::TooMany(_)
-        )
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Disk(_) => Blame::user(Field::Disk),
+            Self::Net(_) => Blame::user(Field::Net),
+            Self::Vsock(_) => Blame::user(Field::Vsock),
+            Self::Console(_) => Blame::user(Field::Console),
+            Self::Rng(_) => Blame::host(Field::Rng),
+            Self::TooMany(_) => Blame::USER,
+            Self::Irqchip(error) => error.blame(),
+            Self::Kvm(..) | Self::Bus(_) | Self::Host(_) => Blame::HOST,
+        }
     }
 }
 

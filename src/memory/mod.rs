@@ -16,6 +16,7 @@ pub mod write_log;
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, mmap::MmapRegionBuilder};
 
 use self::plan::Space;
+use crate::fault::{Blame, Fault, Field};
 use crate::host::hugepages;
 use crate::memory::write_log::WriteLog;
 use crate::sys::mmap::{self, Mapping, PAGE_SIZE, Source};
@@ -108,7 +109,7 @@ impl MemoryConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Not a multiple of the page size.
-    #[error("--memory: {size} bytes is no multiple of the {} pages of backing={backing}; the next size up is {}",
+    #[error("{size} bytes is no multiple of the {} pages of backing={backing}; the next size up is {}",
         short_size(backing.page_size()), short_size(size.next_multiple_of(backing.page_size())))]
     Unaligned {
         /// What was asked.
@@ -117,7 +118,7 @@ pub enum Error {
         backing: Backing,
     },
     /// Zero, or less than a guest can live in.
-    #[error("--memory: {} is too small: the least is {}", short_size(*size), short_size(*least))]
+    #[error("{} is too small: the least is {}", short_size(*size), short_size(*least))]
     TooSmall {
         /// What was asked.
         size: u64,
@@ -125,7 +126,7 @@ pub enum Error {
         least: u64,
     },
     /// Beyond the guest-physical address space.
-    #[error("--memory: {} is more than a guest can address: the most is {}", short_size(*size), short_size(*most))]
+    #[error("{} is more than a guest can address: the most is {}", short_size(*size), short_size(*most))]
     TooLarge {
         /// What was asked.
         size: u64,
@@ -133,13 +134,13 @@ pub enum Error {
         most: u64,
     },
     /// More slots than pages, or than KVM has.
-    #[error("--memory: slots={0} is out of range: from 1 to {1} would work here")]
+    #[error("{0} is out of range: from 1 to {1} would work here")]
     Slots(u32, u64),
     /// Not enough huge pages.
-    #[error("--memory: backing={0}: {1}")]
+    #[error("{0}: {1}")]
     Shortage(Backing, #[source] hugepages::Shortage),
     /// The host has no such huge pages at all, or no memory to map.
-    #[error("--memory: cannot map {} with backing={backing}: {source}; {}", short_size(*size), remedy(*backing))]
+    #[error("{} cannot be mapped with backing={backing}: {source}; {}", short_size(*size), remedy(*backing))]
     Map {
         /// What was asked.
         size: u64,
@@ -149,13 +150,25 @@ pub enum Error {
         source: io::Error,
     },
     /// Preallocation hit the end of the host's memory.
-    #[error("--memory: prealloc=on: {0}; ask for less, free memory on the host, or leave prealloc off")]
+    #[error("{0}; ask for less, free memory on the host, or leave it off")]
     Populate(#[source] io::Error),
     /// `mlock2` failed.
-    #[error(
-        "--memory: lock=on: {0}; raise the limit (ulimit -l unlimited, or LimitMEMLOCK=), or leave lock off"
-    )]
+    #[error("{0}; raise the limit (ulimit -l unlimited, or LimitMEMLOCK=), or leave it off")]
     Lock(#[source] io::Error),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Unaligned { .. } | Self::TooSmall { .. } | Self::TooLarge { .. } | Self::Map { .. } => {
+                Blame::user(Field::Memory)
+            }
+            Self::Slots(..) => Blame::user(Field::Slots),
+            Self::Shortage(_, shortage) => shortage.blame(),
+            Self::Populate(_) => Blame::host(Field::Prealloc),
+            Self::Lock(_) => Blame::user(Field::Lock),
+        }
+    }
 }
 
 fn remedy(backing: Backing) -> &'static str {

@@ -324,12 +324,12 @@ fn report(config: &Config, seen: &Seen) -> Report {
     if *huge == Some(0) && config.backing.best_mapping() >= 2 << 20 {
         report
             .invalid
-            .push(format!("-s {}, but KVM mapped no huge page: nothing was tested", config.backing));
+            .push(format!("backing {}, but KVM mapped no huge page: nothing was tested", config.backing));
     }
     let alone = thread::available_parallelism().map_or(1, usize::from) < 2;
     if config.mind == Mind::Raced && alone && lost.is_empty() {
         let why = "the other thread need not run between KVM's two looks: that no page was lost says nothing";
-        report.invalid.push(format!("--race on one CPU, where {why}"));
+        report.invalid.push(format!("a race on one CPU, where {why}"));
     }
     let name = |page: &u64| {
         format!("page {page} of the memslot, gfn {:#x}, was lost", config.base / PAGE_SIZE + page)

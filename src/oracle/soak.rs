@@ -19,6 +19,7 @@ use crate::report::Report;
 use crate::sandbox;
 use crate::vm::{self, vcpu};
 
+use crate::fault::{Blame, Fault};
 use leg::Leg;
 
 /// What to test, and for how long.
@@ -87,13 +88,12 @@ impl From<vcpu::Error> for Error {
     }
 }
 
-impl Error {
-    /// Whether other arguments would have helped.
-    pub fn is_usage(&self) -> bool {
+impl Fault for Error {
+    fn blame(&self) -> Blame {
         match self {
-            Self::Dirty(error) => error.is_usage(),
-            Self::Run(error) => error.is_usage(),
-            Self::Stopped => false,
+            Self::Dirty(error) => error.blame(),
+            Self::Run(error) => error.blame(),
+            Self::Stopped => Blame::GUEST,
         }
     }
 }

@@ -37,7 +37,7 @@ pub enum Error {
         source: io::Error,
     },
     /// The file to be read is not there, is no file, or is another user's.
-    #[error("{}: cannot be read: {source}; name a file that a run wrote with --json", path.display())]
+    #[error("{}: cannot be read: {source}; name a result that Vellum wrote as JSON", path.display())]
     Open {
         /// What was asked for.
         path: PathBuf,
@@ -53,13 +53,13 @@ pub enum Error {
         what: &'static str,
     },
     /// Refused before it could fill the memory.
-    #[error("{}: larger than {} MiB, which no result is; name a file that a run wrote with --json", path.display(), LIMIT >> 20)]
+    #[error("{}: larger than {} MiB, which no result is; name a result that Vellum wrote as JSON", path.display(), LIMIT >> 20)]
     TooLarge {
         /// Which file.
         path: PathBuf,
     },
     /// The content is something else.
-    #[error("{}: no Vellum result: {why}; name a file that a run wrote with --json", path.display())]
+    #[error("{}: no Vellum result: {why}; name a result that Vellum wrote as JSON", path.display())]
     NoResult {
         /// Which file.
         path: PathBuf,
@@ -185,7 +185,7 @@ pub fn read_set(path: &Path) -> Result<Vec<Report>, Error> {
         }
     }
     if files.is_empty() {
-        let what = "without a single .json file; name one that runs wrote into with --json";
+        let what = "without a single .json file; name one that results were written into as JSON";
         return Err(Error::Directory { path: path.into(), what });
     }
     files.sort();

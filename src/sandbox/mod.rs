@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use landlock::{ABI, Access, AccessFs, AccessNet, LandlockStatus, Ruleset, RulesetAttr, Scope};
 
+use crate::fault::{Blame, Fault, Field};
 use crate::sys::seccomp;
 
 pub use violation::EXIT_STATUS;
@@ -103,12 +104,10 @@ impl fmt::Display for ThreadKind {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Refused by the kernel, which only a stricter sandbox around this process does.
-    #[error("the sandbox cannot be set up: {0} failed ({1}); --sandbox off runs without it")]
+    #[error("it cannot be set up: {0} failed ({1}); off runs without it")]
     Setup(&'static str, #[source] io::Error),
     /// No seccomp in this kernel.
-    #[error(
-        "{kind} thread {name}: this kernel installs no seccomp filter ({source}); --sandbox off runs without it"
-    )]
+    #[error("{kind} thread {name}: this kernel installs no seccomp filter ({source}); off runs without it")]
     Filter {
         /// The thread's kind.
         kind: ThreadKind,
@@ -117,6 +116,12 @@ pub enum Error {
         /// What the kernel said.
         source: io::Error,
     },
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        Blame::host(Field::Sandbox)
+    }
 }
 
 /// What each vCPU thread does last before its loop, given its number, where the main thread goes on to build machines and so

@@ -3,6 +3,7 @@
 use std::io;
 use std::str::FromStr;
 
+use crate::fault::{Blame, Fault, Field};
 use crate::sys::identity;
 
 /// Whom to become.
@@ -29,12 +30,18 @@ impl FromStr for User {
 
 /// Why the privileges could not be dropped.
 #[derive(Debug, thiserror::Error)]
-#[error("--user {}:{}: {source}; only root may become somebody else: leave --user out", user.uid, user.gid)]
+#[error("{}:{}: {source}; only root may become somebody else: leave it out", user.uid, user.gid)]
 pub struct Error {
     /// Whom to become.
     pub user: User,
     /// What the kernel said.
     pub source: io::Error,
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        Blame::user(Field::User)
+    }
 }
 
 /// Becomes `user` for good. Called by main when everything has been opened and before there are threads.

@@ -26,6 +26,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::control::server::{Asked, Control, Listeners};
 use crate::control::{Do, Event, Status};
+use crate::fault::{Blame, Fault, Field};
 use crate::guests::guest;
 use crate::machine;
 use crate::memory;
@@ -80,7 +81,7 @@ pub enum Error {
     #[error(transparent)]
     Vm(#[from] crate::vm::Error),
     /// The control socket.
-    #[error("--name: {0}")]
+    #[error("{0}")]
     Control(#[source] SocketError),
     /// The sandbox.
     #[error(transparent)]
@@ -96,15 +97,17 @@ pub enum Error {
     Host(&'static str, #[source] io::Error),
 }
 
-impl Error {
-    /// Whether the user can mend it by another command line.
-    pub fn is_usage(&self) -> bool {
+impl Fault for Error {
+    fn blame(&self) -> Blame {
         match self {
-            Self::Machine(error) => error.is_usage(),
-            Self::Guest(error) => error.is_usage(),
-            Self::Memory(error) => !matches!(error, memory::Error::Populate(_)),
-            Self::Control(_) => true,
-            _ => false,
+            Self::Machine(error) => error.blame(),
+            Self::Guest(error) => error.blame(),
+            Self::Memory(error) => error.blame(),
+            Self::Vm(error) => error.blame(),
+            Self::Control(_) => Blame::user(Field::Name),
+            Self::Sandbox(error) => error.blame(),
+            Self::User(error) => error.blame(),
+            Self::EventLoop(_) | Self::Host(..) => Blame::HOST,
         }
     }
 }

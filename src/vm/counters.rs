@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use kvm_ioctls::{VcpuFd, VmFd};
 
 use super::vcpu::{self, Vcpu};
+use crate::fault::{Blame, Fault};
 use crate::sys;
 
 /// All counters at one time, those of vCPUs summed. Names are KVM's.
@@ -76,6 +77,15 @@ pub enum Error {
     /// A vCPU did not answer.
     #[error(transparent)]
     Vcpu(#[from] vcpu::Error),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::None { .. } | Self::Read(_) => Blame::HOST,
+            Self::Vcpu(error) => error.blame(),
+        }
+    }
 }
 
 impl Counters {

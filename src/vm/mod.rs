@@ -13,6 +13,7 @@ use std::sync::Arc;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
+use crate::fault::{Blame, Fault, Field};
 use crate::host;
 use crate::memory::{self, Memory, Slot};
 use ring::DirtyRing;
@@ -41,13 +42,26 @@ pub enum Error {
     #[error(transparent)]
     Ring(#[from] ring::Error),
     /// More vCPUs than KVM has.
-    #[error("--cpus: {asked} is out of range: this KVM has from 1 to {most}")]
+    #[error("{asked} is out of range: this KVM has from 1 to {most}")]
     Cpus {
         /// What was asked.
         asked: usize,
         /// `KVM_CAP_MAX_VCPUS`.
         most: usize,
     },
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Kvm(error) => error.blame(),
+            Self::Ioctl { .. } => Blame::HOST,
+            Self::Memory(error) => error.blame(),
+            Self::Vcpu(error) => error.blame(),
+            Self::Ring(error) => error.blame(),
+            Self::Cpus { .. } => Blame::user(Field::Cpus),
+        }
+    }
 }
 
 /// Names the ioctl that failed.

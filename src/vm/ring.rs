@@ -5,6 +5,7 @@ use std::io;
 
 use kvm_ioctls::VmFd;
 
+use crate::fault::{Blame, Fault, Field};
 use crate::sys::dirty as sys;
 
 /// The size of a dirty ring in entries where none is asked for: the largest that KVM has ever allowed.
@@ -24,14 +25,12 @@ pub struct DirtyRing {
 pub enum Error {
     /// This kernel is too old, or this KVM leaves it out.
     #[error(
-        "--tracker: this host has no ring: its KVM lacks KVM_CAP_DIRTY_LOG_RING (Linux 5.11); \
-         --tracker manual-protect would work"
+        "this host has no ring: its KVM lacks KVM_CAP_DIRTY_LOG_RING (Linux 5.11); \
+         manual-protect would work"
     )]
     Absent,
     /// A size that KVM does not give.
-    #[error(
-        "--tracker: ring,entries={entries} is out of range: a power of two from 1024 to {most} would work here"
-    )]
+    #[error("{entries} is out of range: a power of two from 1024 to {most} would work here")]
     Size {
         /// What was asked for.
         entries: u32,
@@ -41,6 +40,16 @@ pub enum Error {
     /// KVM refuses.
     #[error("KVM_CAP_DIRTY_LOG_RING: {0}")]
     Ioctl(#[source] io::Error),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Absent => Blame::user(Field::Tracker),
+            Self::Size { .. } => Blame::user(Field::RingEntries),
+            Self::Ioctl(_) => Blame::HOST,
+        }
+    }
 }
 
 /// Checks a ring's size against what `vm` offers.

@@ -22,6 +22,7 @@ use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use super::exits::{Exits, INTERRUPTED, Recent};
 use super::lifecycle::Exit;
+use crate::fault::{Blame, Fault, Field};
 use crate::sys::affinity;
 use crate::sys::kick::{self, Kick, PortSize};
 
@@ -73,6 +74,16 @@ pub enum Error {
     /// It is gone.
     #[error("vCPU {0} has exited")]
     Gone(usize),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Pin(..) => Blame::host(Field::Pin),
+            Self::Sandbox(..) => Blame::host(Field::Sandbox),
+            Self::Spawn(..) | Self::Unresponsive(..) | Self::Gone(_) => Blame::HOST,
+        }
+    }
 }
 
 /// How a vCPU ended.

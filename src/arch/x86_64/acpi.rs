@@ -17,6 +17,7 @@ use acpi_tables::{
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
 
 use super::{ioapic, ports};
+use crate::fault::{Blame, Fault, Field};
 
 /// Where the RSDP is written: the start of the ROM area that old kernels search (ACPI 6.5, 5.2.5.1).
 pub const RSDP: u64 = 0xe_0000;
@@ -46,11 +47,20 @@ pub struct VirtioMmio {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// More devices or vCPUs than the area before 1 MiB can describe.
-    #[error("ACPI tables of {0} bytes do not fit below 1 MiB; use fewer devices or --cpus")]
+    #[error("ACPI tables of {0} bytes do not fit below 1 MiB; use fewer devices or vCPUs")]
     TooLarge(usize),
     /// There is no RAM where the tables go.
-    #[error("ACPI tables cannot be written below 1 MiB; use more --memory")]
+    #[error("ACPI tables cannot be written below 1 MiB; use more memory")]
     Memory(#[from] GuestMemoryError),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::TooLarge(_) => Blame::USER,
+            Self::Memory(_) => Blame::user(Field::Memory),
+        }
+    }
 }
 
 /// Writes the tables for vCPUs with the local APIC ids `apic_ids` and for `virtio`, and returns the RSDP's address.

@@ -34,6 +34,7 @@ enum Register {
     Ecx,
     Edx,
 }
+use crate::fault::{Blame, Fault, Field};
 use Register::{Eax, Ebx, Ecx, Edx};
 
 /// Why a choice of features cannot be had.
@@ -46,7 +47,7 @@ pub enum Error {
     #[error("'{0}': there is no such feature; did you mean {1}?")]
     Unknown(String, &'static str),
     /// KVM does not have it.
-    #[error("--cpuid +{0}: this host's KVM does not offer it; leave it out")]
+    #[error("+{0}: this host's KVM does not offer it; leave it out")]
     NotOffered(&'static str),
     /// KVM does not say what it supports.
     #[error("KVM_GET_SUPPORTED_CPUID: {0}")]
@@ -54,6 +55,15 @@ pub enum Error {
     /// CPUID has no room for another leaf.
     #[error("KVM supports more CPUID leaves than it takes")]
     TooMany,
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Sign(_) | Self::Unknown(..) | Self::NotOffered(_) => Blame::user(Field::Cpuid),
+            Self::Supported(_) | Self::TooMany => Blame::HOST,
+        }
+    }
 }
 
 impl std::str::FromStr for Choice {

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::arch::ioapic::{self, Ioapic, Msi, PINS, Routes};
+use crate::fault::{Blame, Fault, Field};
 
 /// Which form, as `--irqchip` names it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -49,11 +50,20 @@ pub enum State {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// An ioctl failed.
-    #[error("{0}: {1}; try the other --irqchip")]
+    #[error("{0}: {1}; try the other kind")]
     Ioctl(&'static str, #[source] kvm_ioctls::Error),
     /// The state is of the other form.
-    #[error("the saved machine has the other interrupt controller; use the same --irqchip")]
+    #[error("the saved machine has the other interrupt controller; use the same")]
     OtherMode,
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Ioctl(..) => Blame::host(Field::Irqchip),
+            Self::OtherMode => Blame::user(Field::Irqchip),
+        }
+    }
 }
 
 const KERNEL_CHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];

@@ -5,6 +5,7 @@ use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
 
 use super::boot::{Entry, GDT, PAGE_TABLES};
+use crate::fault::{Blame, Fault, Field};
 
 /// CR0: protected mode, numeric errors by exception, extension type (always 1), paging.
 const CR0_PE: u64 = 1;
@@ -38,8 +39,17 @@ pub enum Error {
     #[error("{0} of the first vCPU's boot state: {1}")]
     Ioctl(&'static str, #[source] kvm_ioctls::Error),
     /// There is no RAM for the GDT.
-    #[error("the boot GDT cannot be written; use more --memory")]
+    #[error("the boot GDT cannot be written; use more")]
     Memory(#[from] GuestMemoryError),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Ioctl(..) => Blame::HOST,
+            Self::Memory(_) => Blame::user(Field::Memory),
+        }
+    }
 }
 
 /// Makes `vcpu` start at `entry`, and writes the GDT that its segments come from.

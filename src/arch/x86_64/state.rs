@@ -15,6 +15,7 @@ use kvm_bindings::{
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
+use crate::fault::{Blame, Fault};
 use crate::sys::kvm_vcpu::{self, XSAVE_MAX};
 
 /// IA32_TIME_STAMP_COUNTER and IA32_TSC_DEADLINE.
@@ -66,6 +67,12 @@ pub enum Error {
     /// A state that no vCPU can have had.
     #[error("the saved vCPU has {0}; the file is damaged or from another version")]
     Implausible(&'static str),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        Blame::HOST
+    }
 }
 
 fn call<T, E: Into<io::Error>>(call: &'static str, result: Result<T, E>) -> Result<T, Error> {

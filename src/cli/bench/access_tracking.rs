@@ -2,9 +2,9 @@
 
 use clap::Args;
 
-use super::{Output, RegionArgs};
+use super::{Output, REGION, RegionArgs};
 use crate::bench::access_tracking::{self, Config};
-use crate::cli::Failure;
+use crate::cli::{Failure, Flags};
 use crate::vm::lifecycle::Exit;
 
 /// Accesses to memory that the host has marked idle: what clearing accessed bits costs a guest
@@ -22,11 +22,14 @@ pub struct AccessTrackingArgs {
     output: Output,
 }
 
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[REGION];
+
 pub(super) fn run(args: AccessTrackingArgs) -> Result<Exit, Failure> {
     let config = Config {
         common: args.region.common(&args.output)?,
         region: args.region.region(),
         overlap: args.overlap,
     };
-    args.output.deliver(|| access_tracking::run(&config))
+    args.output.deliver(FLAGS, || access_tracking::run(&config))
 }

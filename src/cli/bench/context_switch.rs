@@ -2,9 +2,9 @@
 
 use clap::Args;
 
-use super::{Output, ShadowArgs};
+use super::{Output, SHADOW, ShadowArgs};
 use crate::bench::context_switch::{self, Config, Tables};
-use crate::cli::{Failure, keyvalue};
+use crate::cli::{Failure, Flags, keyvalue};
 use crate::guests::tables::MOST_PAGES;
 use crate::vm::lifecycle::Exit;
 
@@ -34,9 +34,13 @@ pub struct ContextSwitchArgs {
     output: Output,
 }
 
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[SHADOW];
+
 pub(super) fn run(args: ContextSwitchArgs) -> Result<Exit, Failure> {
     let ContextSwitchArgs { tables, switches, reads, shadow, output } = args;
     let tables = Tables { counts: tables, mmu_pages: shadow.mmu_pages };
-    output
-        .deliver(|| context_switch::run(&Config { common: shadow.common(&output), tables, switches, reads }))
+    output.deliver(FLAGS, || {
+        context_switch::run(&Config { common: shadow.common(&output), tables, switches, reads })
+    })
 }

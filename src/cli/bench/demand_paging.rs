@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{Output, RegionArgs};
+use super::{Output, REGION, RegionArgs};
 use crate::bench::demand_paging::{self, Config};
-use crate::cli::{Failure, keyvalue};
+use crate::cli::{Failure, Flags, keyvalue};
+use crate::fault::Field;
 use crate::sys::uffd::Mode;
 use crate::vm::lifecycle::Exit;
 
@@ -55,6 +56,9 @@ fn mode(text: &str) -> Result<Mode, String> {
     )
 }
 
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[REGION, &[(Field::PageFaults, "-u")]];
+
 pub(super) fn run(args: DemandPagingArgs) -> Result<Exit, Failure> {
     let config = Config {
         common: args.region.common(&args.output)?,
@@ -66,5 +70,5 @@ pub(super) fn run(args: DemandPagingArgs) -> Result<Exit, Failure> {
         batch: args.batch,
         overlap: args.overlap,
     };
-    args.output.deliver(|| demand_paging::run(&config))
+    args.output.deliver(FLAGS, || demand_paging::run(&config))
 }

@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::{Output, RegionArgs};
+use super::{Output, REGION, RegionArgs};
 use crate::bench::dirty_log::{self, Config};
-use crate::cli::{Failure, args, keyvalue};
+use crate::cli::{Failure, Flags, args, keyvalue};
 use crate::dirty::Method;
+use crate::fault::Field;
 use crate::guests::{Hot, Order};
 use crate::vm::lifecycle::Exit;
 use crate::vm::ring::RING_ENTRIES;
@@ -126,6 +127,19 @@ fn hot(text: &str) -> Result<Hot, String> {
     read().map_err(|e| e.to_string())
 }
 
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[
+    REGION,
+    &[
+        (Field::ClearChunk, "--clear-chunk"),
+        (Field::Collect, "--collect"),
+        (Field::GuestAddress, "-p"),
+        (Field::RingEntries, "--tracker ring,entries="),
+        (Field::Slots, "-x"),
+        (Field::Tracker, "--tracker:"),
+    ],
+];
+
 pub(super) fn run(args: DirtyLogArgs) -> Result<Exit, Failure> {
     let continuous = match (args.collect, args.iterations, args.duration) {
         (Collect::Lockstep, _, Some(_)) => {
@@ -164,7 +178,7 @@ pub(super) fn run(args: DirtyLogArgs) -> Result<Exit, Failure> {
         latency: args.latency,
         common: args.region.common(&args.output)?,
     };
-    args.output.deliver(|| match args.preset {
+    args.output.deliver(FLAGS, || match args.preset {
         Some(Preset::Lazy) => dirty_log::lazy::run(&config),
         None => dirty_log::run(&config),
     })

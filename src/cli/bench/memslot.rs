@@ -7,7 +7,8 @@ use clap::Args;
 use super::{Output, cpu};
 use crate::bench::Common;
 use crate::bench::memslot::{self, Config, Test};
-use crate::cli::{Failure, args, keyvalue};
+use crate::cli::{Failure, Flags, args, keyvalue};
+use crate::fault::Field;
 use crate::memory::Backing;
 use crate::vm::lifecycle::Exit;
 
@@ -53,6 +54,15 @@ fn test(text: &str) -> Result<Test, String> {
     keyvalue::one_of("test", text, &Test::NAMES)
 }
 
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[&[
+    (Field::Backing, "--backing"),
+    (Field::Memory, "-b:"),
+    (Field::Pin, "-c:"),
+    (Field::Sandbox, "--sandbox:"),
+    (Field::Slots, "-s"),
+]];
+
 pub(super) fn run(args: MemslotArgs) -> Result<Exit, Failure> {
     let all = || Test::NAMES.iter().map(|(_, test)| *test).collect();
     let config = Config {
@@ -69,5 +79,5 @@ pub(super) fn run(args: MemslotArgs) -> Result<Exit, Failure> {
         backing: args.backing,
         time: args.time,
     };
-    args.output.deliver(|| memslot::run(&config))
+    args.output.deliver(FLAGS, || memslot::run(&config))
 }

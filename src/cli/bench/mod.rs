@@ -14,9 +14,10 @@ use clap::{Args, Subcommand};
 use indicatif::ProgressBar;
 
 use super::result::ResultArgs;
-use super::{Failure, args, keyvalue};
+use super::{Failure, Flags, args, keyvalue};
 use crate::arch::irqchip;
 use crate::bench::{Common, Error, Region};
+use crate::fault::Field;
 use crate::guests::program::GuestPage;
 use crate::memory::Backing;
 use crate::report::Report;
@@ -24,6 +25,18 @@ use crate::sandbox::Mode;
 use crate::session::progress::bar;
 use crate::sys::{host::allowed_cpus, signal};
 use crate::vm::lifecycle::Exit;
+
+/// Which flag each field comes from, by the subcommand as typed.
+#[cfg(test)]
+pub(super) const TABLES: [(&str, Flags); 7] = [
+    ("bench access-tracking", access_tracking::FLAGS),
+    ("bench context-switch", context_switch::FLAGS),
+    ("bench demand-paging", demand_paging::FLAGS),
+    ("bench dirty-log", dirty_log::FLAGS),
+    ("bench memslot", memslot::FLAGS),
+    ("bench page-table", page_table::FLAGS),
+    ("bench rmap-fork", rmap_fork::FLAGS),
+];
 
 /// Measure the host's KVM with a built-in guest
 #[derive(Debug, Args)]
@@ -105,6 +118,17 @@ struct RegionArgs {
     irqchip: Option<irqchip::Mode>,
 }
 
+/// Which flag each field of [`RegionArgs`] comes from.
+const REGION: &[(Field, &str)] = &[
+    (Field::Backing, "-s"),
+    (Field::Cpus, "-v"),
+    (Field::GuestPage, "-m"),
+    (Field::Irqchip, "--irqchip:"),
+    (Field::Memory, "-b:"),
+    (Field::Pin, "-c:"),
+    (Field::Sandbox, "--sandbox:"),
+];
+
 impl RegionArgs {
     fn region(&self) -> Region {
         Region { bytes: self.bytes, backing: self.backing, vcpus: self.vcpus }
@@ -140,6 +164,9 @@ struct ShadowArgs {
     cpu: Option<usize>,
 }
 
+/// Which flag each field of [`ShadowArgs`] comes from.
+const SHADOW: &[(Field, &str)] = &[(Field::Pin, "-c:"), (Field::Sandbox, "--sandbox:")];
+
 impl ShadowArgs {
     fn common(&self, output: &Output) -> Common {
         let pins = self.cpu.map(|cpu| vec![cpu]);
@@ -156,7 +183,11 @@ impl ShadowArgs {
 impl Output {
     /// Opens what is to be written, measures, and delivers the result: an invalid one too, which fails, and what there is
     /// when the user has had enough.
-    fn deliver(&self, measure: impl FnOnce() -> Result<Report, Error>) -> Result<Exit, Failure> {
+    fn deliver(
+        &self,
+        flags: Flags,
+        measure: impl FnOnce() -> Result<Report, Error>,
+    ) -> Result<Exit, Failure> {
         self.result.deliver(|| {
             signal::remember(&signal::ENDING).map_err(Failure::host)?;
             self.progress.enable_steady_tick(Duration::from_secs(1));
@@ -164,7 +195,7 @@ impl Output {
             self.progress.finish_and_clear();
             let report = measured.map_err(|error| match error.interrupted() {
                 Some(signal) => Failure { exit: Exit::Signal(signal), message: error.to_string() },
-                None => Failure::either(error.is_usage(), error),
+                None => Failure::of(&error, flags),
             })?;
             let exit = match signal::last() {
                 Some(signal) => Exit::Signal(signal),

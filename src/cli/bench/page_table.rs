@@ -2,9 +2,10 @@
 
 use clap::{Args, ValueEnum};
 
-use super::{Output, RegionArgs};
+use super::{Output, REGION, RegionArgs};
 use crate::bench::page_table::{self, Config};
-use crate::cli::{Failure, keyvalue};
+use crate::cli::{Failure, Flags, keyvalue};
+use crate::fault::Field;
 use crate::vm::lifecycle::Exit;
 
 /// Make, change and rebuild KVM's mappings of a region that all vCPUs share
@@ -38,6 +39,9 @@ enum Preset {
     Seed,
 }
 
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[REGION, &[(Field::GuestAddress, "-p")]];
+
 pub(super) fn run(args: PageTableArgs) -> Result<Exit, Failure> {
     let config = Config {
         common: args.region.common(&args.output)?,
@@ -45,7 +49,7 @@ pub(super) fn run(args: PageTableArgs) -> Result<Exit, Failure> {
         unpopulated: args.unpopulated,
         phys_offset: args.phys_offset,
     };
-    args.output.deliver(|| match args.preset {
+    args.output.deliver(FLAGS, || match args.preset {
         Some(Preset::Seed) => page_table::run_seed(&config),
         None => page_table::run(&config),
     })

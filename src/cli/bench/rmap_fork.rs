@@ -2,9 +2,9 @@
 
 use clap::Args;
 
-use super::{Output, ShadowArgs};
+use super::{Output, SHADOW, ShadowArgs};
 use crate::bench::rmap_fork::{self, Config, DropOrder, What};
-use crate::cli::{Failure, keyvalue};
+use crate::cli::{Failure, Flags, keyvalue};
 use crate::guests::tables::MOST_PAGES;
 use crate::vm::lifecycle::Exit;
 
@@ -41,11 +41,15 @@ pub struct RmapForkArgs {
     output: Output,
 }
 
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[SHADOW];
+
 pub(super) fn run(args: RmapForkArgs) -> Result<Exit, Failure> {
     let RmapForkArgs { tables, drop, mut lengths, pages, shadow, output } = args;
     lengths.sort_unstable();
     lengths.dedup();
     let what = if lengths.is_empty() { What::Tables(tables, drop) } else { What::Lengths(lengths) };
     let mmu_pages = shadow.mmu_pages;
-    output.deliver(|| rmap_fork::run(&Config { common: shadow.common(&output), what, mmu_pages, pages }))
+    output
+        .deliver(FLAGS, || rmap_fork::run(&Config { common: shadow.common(&output), what, mmu_pages, pages }))
 }

@@ -4,8 +4,9 @@ use clap::Args;
 
 use super::dirty_log::address;
 use crate::cli::result::ResultArgs;
-use crate::cli::{Failure, args, keyvalue};
+use crate::cli::{Failure, Flags, args, keyvalue};
 use crate::dirty::Method;
+use crate::fault::Field;
 use crate::memory::Backing;
 use crate::oracle::edges::{self, Mind};
 use crate::oracle::soak;
@@ -49,6 +50,14 @@ pub(super) struct DirtyEdgesArgs {
     sandbox: Mode,
 }
 
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[&[
+    (Field::Backing, "--backing"),
+    (Field::Memory, "--memory:"),
+    (Field::Sandbox, "--sandbox:"),
+    (Field::Tracker, "--tracker:"),
+]];
+
 const EXAMPLES: &str = "\
 Examples:
   vellum test dirty-edges                    huge pages that a clear leaves writable (eager_page_split=N)
@@ -91,7 +100,7 @@ pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
         sandbox: args.sandbox,
     };
     args.result.deliver(|| {
-        let (report, lost) = edges::run(&config).map_err(|error| Failure::either(error.is_usage(), error))?;
+        let (report, lost) = edges::run(&config).map_err(|error| Failure::of(&error, FLAGS))?;
         let exit = match lost.len() {
             0 if report.invalid.is_empty() => Ok(Exit::PowerOff),
             0 => Ok(Exit::Error),

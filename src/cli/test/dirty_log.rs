@@ -5,8 +5,9 @@ use std::time::Duration;
 use clap::Args;
 
 use crate::cli::result::ResultArgs;
-use crate::cli::{Failure, args, keyvalue};
+use crate::cli::{Failure, Flags, args, keyvalue};
 use crate::dirty::Method;
+use crate::fault::Field;
 use crate::host::{Facts, hugepages};
 use crate::memory::Backing;
 use crate::oracle::edges::{self, Verdict};
@@ -79,6 +80,17 @@ pub(super) struct DirtyLogArgs {
     sandbox: sandbox::Mode,
 }
 
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[&[
+    (Field::Backing, "--backing"),
+    (Field::ClearChunk, "--clear-chunk"),
+    (Field::Cpus, "--cpus"),
+    (Field::Memory, "--memory:"),
+    (Field::RingEntries, "--tracker ring,entries="),
+    (Field::Sandbox, "--sandbox:"),
+    (Field::Tracker, "--tracker:"),
+]];
+
 const EXAMPLES: &str = "\
 Examples:
   vellum test dirty-log                                  a million events with each tracker
@@ -134,7 +146,7 @@ fn soak(config: &soak::Config) -> Result<(Report, Result<Exit, Failure>), Failur
         interrupted.is_none()
     });
     progress.finish_and_clear();
-    let tallies = result.map_err(|error| Failure::either(error.is_usage(), error))?;
+    let tallies = result.map_err(|error| Failure::of(&error, FLAGS))?;
     let mut report = soak::report(config, &tallies, Facts::collect(config.sandbox.of_vcpus()));
     if let Some(tally) = tallies.iter().find(|tally| tally.only_edges()) {
         report.notes.push(format!(
@@ -170,7 +182,7 @@ fn soak(config: &soak::Config) -> Result<(Report, Result<Exit, Failure>), Failur
 
 fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
     let methods = match args.tracker.as_slice() {
-        [] => Method::available().map_err(Failure::host)?,
+        [] => Method::available().map_err(|error| Failure::of(&error, FLAGS))?,
         some => some.iter().map(|tracker| tracker.method).collect(),
     };
     let entries = args.tracker.iter().find_map(|tracker| tracker.entries);

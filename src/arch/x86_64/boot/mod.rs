@@ -26,6 +26,7 @@ mod pvh;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
 
+use crate::fault::{Blame, Fault, Field};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, ReadVolatile};
 
 pub use memory_map::{Kind, MapEntry, memory_map};
@@ -129,16 +130,16 @@ pub enum Error {
     #[error("not a bootable kernel: {0}; use an x86-64 bzImage or ELF vmlinux")]
     Malformed(String),
     /// The protocol asked for is not one that the image offers.
-    #[error("the kernel cannot be entered by --protocol {asked}; it offers {offered}")]
+    #[error("the kernel cannot be entered by {asked}; it offers {offered}")]
     Protocol { asked: Protocol, offered: Protocol },
     /// Something does not fit where it must go.
     #[error(
-        "{what} needs guest memory at {start:#x}..{end:#x}, which {why}; use more --memory, or an image linked elsewhere"
+        "{what} needs guest memory at {start:#x}..{end:#x}, which {why}; use more memory, or an image linked elsewhere"
     )]
     Place { what: &'static str, start: u64, end: u64, why: String },
     /// The initrd does not fit.
     #[error(
-        "the initrd's {size} bytes do not fit into guest memory below {limit:#x} beside the kernel; use more --memory"
+        "the initrd's {size} bytes do not fit into guest memory below {limit:#x} beside the kernel; use more memory"
     )]
     InitrdTooLarge { size: u64, limit: u64 },
     /// The command line does not fit.
@@ -148,7 +149,7 @@ pub enum Error {
     #[error("it holds a NUL byte, which would end it early; remove it")]
     CmdlineNul,
     /// There is too little memory for any kernel.
-    #[error("guest memory must begin at address 0 and hold at least 2 MiB for a kernel; use more --memory")]
+    #[error("guest memory must begin at address 0 and hold at least 2 MiB for a kernel; use more")]
     TooLittleMemory,
     /// Guest memory refused a write that had been checked.
     #[error("guest memory at {0:#x} cannot be written")]
@@ -158,9 +159,9 @@ pub enum Error {
 /// Which image an error is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Image {
-    /// `--kernel`
+    /// What is booted.
     Kernel,
-    /// `--initrd`
+    /// What is handed to it.
     Initrd,
 }
 
@@ -173,17 +174,21 @@ impl std::fmt::Display for Image {
     }
 }
 
-impl Error {
-    /// The flag that brought the value that the error is about.
-    pub fn flag(&self) -> &'static str {
-        match self {
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        Blame::user(match self {
             Self::Truncated { image: Image::Initrd, .. }
             | Self::Read { image: Image::Initrd, .. }
-            | Self::InitrdTooLarge { .. } => "--initrd",
-            Self::CmdlineTooLong { .. } | Self::CmdlineNul => "--cmdline",
-            Self::TooLittleMemory | Self::Memory(..) => "--memory",
-            _ => "--kernel",
-        }
+            | Self::InitrdTooLarge { .. } => Field::Initrd,
+            Self::CmdlineTooLong { .. } | Self::CmdlineNul => Field::Cmdline,
+            Self::TooLittleMemory | Self::Memory(..) => Field::Memory,
+            Self::Protocol { .. } => Field::Protocol,
+            Self::Truncated { .. }
+            | Self::Read { .. }
+            | Self::NotAKernel { .. }
+            | Self::Malformed(_)
+            | Self::Place { .. } => Field::Kernel,
+        })
     }
 }
 

@@ -136,7 +136,7 @@ fn the_first_protocol_that_an_image_offers_is_taken_and_another_may_be_asked_for
     assert_eq!(boot_as(&memory, &pvh, None, Some(Protocol::Linux64), "").unwrap(), long);
     assert_eq!(boot(&memory, &elf64(&CODE, false), None).unwrap(), long);
     let error = boot_as(&memory, &elf64(&CODE, false), None, Some(Protocol::Pvh), "").unwrap_err();
-    assert!(error.to_string().contains("--protocol pvh; it offers linux64"), "{error}");
+    assert!(error.to_string().contains("entered by pvh; it offers linux64"), "{error}");
     let error = boot_as(&memory, &bzimage(0x1000), None, Some(Protocol::Pvh), "").unwrap_err();
     assert!(error.to_string().contains("offers linux64"), "{error}");
 }
@@ -257,26 +257,26 @@ fn hostile_bzimages_and_multiboot_headers_are_refused() {
 }
 
 #[test]
-fn what_does_not_fit_names_its_flag() {
-    let flag = |result: Result<Entry, Error>| {
+fn what_does_not_fit_names_its_field() {
+    let field = |result: Result<Entry, Error>| {
         let error = result.unwrap_err();
-        (error.flag(), error.to_string())
+        (error.field().unwrap(), error.to_string())
     };
-    let (name, text) = flag(boot(&memory(4 << 20), &bzimage(0x1000), Some(&vec![0; 4 << 20])));
-    assert_eq!(name, "--initrd");
+    let (name, text) = field(boot(&memory(4 << 20), &bzimage(0x1000), Some(&vec![0; 4 << 20])));
+    assert_eq!(name, Field::Initrd);
     assert!(text.contains("4194304 bytes do not fit"), "{text}");
-    let (name, _) = flag(boot(&memory(4 << 20), &bzimage(0x1000), Some(&vec![0; 2 << 20])));
-    assert_eq!(name, "--initrd", "the initrd would overlap the kernel's init_size");
+    let (name, _) = field(boot(&memory(4 << 20), &bzimage(0x1000), Some(&vec![0; 2 << 20])));
+    assert_eq!(name, Field::Initrd, "the initrd would overlap the kernel's init_size");
     let long = "x".repeat(2048);
-    let (name, text) = flag(boot_as(&memory(4 << 20), &bzimage(0x1000), None, None, &long));
+    let (name, text) = field(boot_as(&memory(4 << 20), &bzimage(0x1000), None, None, &long));
     assert_eq!(
         (name, text.contains("2048 bytes are too long for this kernel, which takes 2047")),
-        ("--cmdline", true)
+        (Field::Cmdline, true)
     );
-    let (name, _) = flag(boot_as(&memory(4 << 20), &bzimage(0x1000), None, None, "a\0b"));
-    assert_eq!(name, "--cmdline");
-    let (name, _) = flag(boot(&memory(1 << 20), &bzimage(0x1000), None));
-    assert_eq!(name, "--memory");
-    let (name, text) = flag(boot(&memory(2 << 20), &bzimage(0x1000), None));
-    assert_eq!(name, "--kernel", "{text}");
+    let (name, _) = field(boot_as(&memory(4 << 20), &bzimage(0x1000), None, None, "a\0b"));
+    assert_eq!(name, Field::Cmdline);
+    let (name, _) = field(boot(&memory(1 << 20), &bzimage(0x1000), None));
+    assert_eq!(name, Field::Memory);
+    let (name, text) = field(boot(&memory(2 << 20), &bzimage(0x1000), None));
+    assert_eq!(name, Field::Kernel, "{text}");
 }
