@@ -2,7 +2,9 @@
 
 mod bed;
 
+use std::io::ErrorKind;
 use std::process::{Command, ExitStatus};
+use std::sync::Arc;
 
 use bed::{Need, both, ensure, kvm, trial};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
@@ -11,7 +13,7 @@ use vellum::dirty::{self, Method};
 use vellum::fault::{Fault, Whose};
 use vellum::guests::guest::GuestConfig;
 use vellum::guests::{Guest, Order, WriteConfig};
-use vellum::memory::{Backing, Memory, MemoryConfig};
+use vellum::memory::{Backing, Memory, MemoryConfig, Slot};
 use vellum::oracle::edges::{self, Verdict};
 use vellum::oracle::judge::Mode;
 use vellum::oracle::soak::{self, Config, Tally};
@@ -65,6 +67,9 @@ fn main() {
         both(kvm(), has(Method::ManualProtect)),
         read_then_clear,
     ));
+    trials.push(trial("a_bitmap_is_as_long_as_what_kvm_writes", kvm(), bitmap_length));
+    trials.push(trial("a_slot_made_anew_and_larger_is_followed", kvm(), follows));
+    trials.push(trial("a_vcpu_keeps_the_memory_that_it_runs_on", kvm(), keeps_memory));
     trials.push(trial("a_ring_excludes_initially_set", both(kvm(), has(Method::Ring)), exclusive));
     trials.push(trial("rings_of_impossible_sizes_are_refused", both(kvm(), has(Method::Ring)), sizes));
     for (name, method) in Method::NAMES {
@@ -256,15 +261,15 @@ fn machine(method: Method) -> Result<(Guest, Box<dyn dirty::DirtyTracker>), Fail
         Memory::map(vellum::arch::layout::RAM, MemoryConfig { slots: 3, ..MemoryConfig::new(4 << 20) })?;
     let guest = Guest::build(&kvm, memory, GuestConfig::new(1))?;
     let mut tracker = dirty::tracker(method, &guest.vm, &guest.vcpus, None)?;
-    guest.vm.memory.slots.iter().for_each(|slot| tracker.track(*slot));
-    tracker.enable(&guest.vm, true)?;
+    guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id()))?;
+    tracker.enable(true)?;
     Ok((guest, tracker))
 }
 
 /// All dirty pages, counted from the start of RAM.
 fn pages(tracker: &dyn dirty::DirtyTracker) -> Vec<u64> {
     let of = |log: &dirty::SlotLog| {
-        let first = log.slot.offset / 4096;
+        let first = log.slot().offset() / 4096;
         log.runs().flatten().map(move |page| first + page).collect::<Vec<_>>()
     };
     tracker.logs().iter().flat_map(of).collect()
@@ -274,7 +279,7 @@ fn own_writes() -> Result<(), Failed> {
     use vm_memory::{Bytes, GuestAddress};
     let (guest, mut tracker) = machine(Method::Bitmap)?;
     // The last byte of one memslot and the first of the next.
-    let seam = guest.vm.memory.slots[1].gpa;
+    let seam = guest.vm.memory.slots()[1].gpa();
     guest.vm.memory.guest.write_slice(&[1, 2], GuestAddress(seam - 1))?;
     tracker.collect()?;
     let page = seam / 4096;
@@ -302,6 +307,59 @@ fn read_then_clear() -> Result<(), Failed> {
         format!("{all}: {} and {}", taken.len(), left.len())
     })?;
     ensure(left.iter().all(|page| !taken.contains(page)), || "a page in both".into())
+}
+
+/// KVM writes whole words, and as many as a slot says; fewer are refused before KVM is asked.
+fn bitmap_length() -> Result<(), Failed> {
+    const UNTOUCHED: u64 = 0x5a5a_5a5a_5a5a_5a5a;
+    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
+    let vm = Vm::new(&vm::open()?, memory)?;
+    for pages in [1, 63, 64, 65, 130, 1000] {
+        let slot = Slot::new(9, 1 << 32, &vm.memory.mapping, 0..pages * 4096)?;
+        vm.memslots().set(&slot, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
+        let mut words = vec![UNTOUCHED; slot.bitmap_words() + 8];
+        vm.memslots().dirty_log(9, &mut words)?;
+        let written = words.iter().take_while(|word| **word != UNTOUCHED).count();
+        let rest = words[written..].iter().all(|word| *word == UNTOUCHED);
+        ensure(written == slot.bitmap_words() && rest, || format!("{pages} pages: {words:x?}"))?;
+        let few = vm.memslots().dirty_log(9, &mut words[..written - 1]);
+        ensure(few.is_err_and(|error| error.kind() == ErrorKind::InvalidInput), || {
+            format!("{pages} pages: {} words were taken", written - 1)
+        })?;
+        vm.memslots().delete(9)?;
+    }
+    let gone = vm.memslots().dirty_log(9, &mut [0; 64]);
+    ensure(gone.is_err(), || "the log of a slot that is deleted".into())
+}
+
+fn follows() -> Result<(), Failed> {
+    let (guest, mut tracker) = machine(Method::Bitmap)?;
+    let (memory, slots) = (&guest.vm.memory, guest.vm.memslots());
+    let small = Slot::new(9, 1 << 32, &memory.mapping, 0..64 * 4096)?;
+    slots.set(&small, 0)?;
+    tracker.track(9)?;
+    tracker.enable(true)?;
+    tracker.collect()?;
+    slots.delete(9)?;
+    ensure(tracker.collect().is_err(), || "a collection of a slot that is deleted".into())?;
+    // So large that its bitmap in the small one's buffer would be far beyond the buffer's end.
+    slots.set(&Slot::new(9, 1 << 32, &memory.mapping, 0..4 << 20)?, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
+    tracker.collect()?;
+    let log = tracker.logs().last().ok_or("no log")?;
+    ensure((log.pages(), log.words.len()) == (1024, 16), || format!("{} pages", log.pages()))?;
+    tracker.logs_mut().iter_mut().for_each(|log| log.words.truncate(1));
+    ensure(tracker.get().is_err(), || "a bitmap of one word for 1024 pages".into())
+}
+
+fn keeps_memory() -> Result<(), Failed> {
+    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
+    let mapping = Arc::downgrade(&memory.mapping);
+    let vm = Vm::new(&vm::open()?, memory)?;
+    let processor = vm.create_vcpu(0)?;
+    drop(vm);
+    ensure(mapping.strong_count() > 0, || "memory was unmapped under a vCPU".into())?;
+    drop(processor);
+    ensure(mapping.strong_count() == 0, || "memory is still mapped, and nobody has it".into())
 }
 
 fn exclusive() -> Result<(), Failed> {

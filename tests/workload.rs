@@ -237,8 +237,8 @@ fn asleep() -> Result<(), Failed> {
     let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(8 << 20))?;
     let guest = Guest::build(&kvm, memory, GuestConfig { dirty_ring: Some(1024), ..GuestConfig::new(1) })?;
     let mut tracker = dirty::tracker(Method::Ring, &guest.vm, &guest.vcpus, None)?;
-    guest.vm.memory.slots.iter().for_each(|slot| tracker.track(*slot));
-    tracker.enable(&guest.vm, true)?;
+    guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id()))?;
+    tracker.enable(true)?;
     guest.program(&WriteConfig { passes: 1, ..WriteConfig::default() })?;
     guest.resume();
     // This thread's own CPU time is the clock: whatever else the host does takes none of it.

@@ -235,32 +235,29 @@ impl Test {
                 round.guest = finish(guest)?;
             }
             Self::MoveActive | Self::MoveInactive => {
-                let slots = &guest.vm.memory.slots;
-                let moved = slots[slots.len() - 1];
-                let touched = if self == Self::MoveActive { moved } else { slots[0] };
-                let away = Slot { gpa: beyond(moved.gpa, bytes), ..moved };
-                start(guest, Plan { start: touched.offset, ..Plan::every(PAGE_SIZE, touched.len, true) });
+                let slots = guest.vm.memory.slots();
+                let moved = &slots[slots.len() - 1];
+                let touched = if self == Self::MoveActive { moved } else { &slots[0] };
+                let away = moved.at(moved.id(), beyond(moved.gpa(), bytes))?;
+                let plan = Plan::every(PAGE_SIZE, touched.bytes(), true);
+                start(guest, Plan { start: touched.offset(), ..plan });
                 let mut done = false;
                 while !done {
                     let clock = Instant::now();
-                    guest.vm.set_slot(&away, 0)?;
-                    guest.vm.set_slot(&moved, 0)?;
+                    guest.vm.memslots().set(&away, 0)?;
+                    guest.vm.memslots().set(moved, 0)?;
                     round.host += clock.elapsed();
                     round.calls += 2;
                     done = guest.all_rung()?;
                 }
                 round.guest = finish(guest)?;
-                round.lost = lost(guest, touched);
+                round.lost = lost(touched);
             }
             Self::Rw => round.guest = alone(guest, all(true))? + alone(guest, all(false))?,
             Self::Create => {
-                let slots = &guest.vm.memory.slots;
-                let made = Slot {
-                    id: slots.len() as u32 + 1,
-                    gpa: beyond(slots[0].gpa, bytes),
-                    len: bytes,
-                    ..slots[0]
-                };
+                let slots = guest.vm.memory.slots();
+                let (id, gpa) = (slots.len() as u32 + 1, beyond(slots[0].gpa(), bytes));
+                let made = Slot::new(id, gpa, &guest.vm.memory.mapping, 0..bytes)?;
                 let taken = || {
                     let missing =
                         || Error::Lacking("create: /proc/meminfo lacks VmallocUsed or SUnreclaim".into());
@@ -268,11 +265,11 @@ impl Test {
                 };
                 let before = taken()?;
                 let clock = Instant::now();
-                guest.vm.set_slot(&made, 0)?;
+                guest.vm.memslots().set(&made, 0)?;
                 round.host = clock.elapsed();
                 round.kernel = taken()? - before;
                 let clock = Instant::now();
-                guest.vm.delete_slot(made.id)?;
+                guest.vm.memslots().delete(made.id())?;
                 round.host += clock.elapsed();
                 round.calls = 2;
             }
@@ -287,9 +284,9 @@ fn beyond(gpa: u64, bytes: u64) -> u64 {
 }
 
 /// Pages of `slot` that do not hold what the guest wrote last: how many pages were left.
-fn lost(guest: &Guest, slot: Slot) -> u64 {
-    let words = &guest.vm.memory.mapping.words()[(slot.offset / 8) as usize..];
-    let pages = slot.len / PAGE_SIZE;
+fn lost(slot: &Slot) -> u64 {
+    let words = &slot.mapping().words()[(slot.offset() / 8) as usize..];
+    let pages = slot.pages();
     (0..pages).filter(|page| words[*page as usize * 512].load(Ordering::Relaxed) != pages - page).count()
         as u64
 }

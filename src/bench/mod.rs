@@ -324,10 +324,8 @@ fn check_offset(offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> 
 }
 
 /// Has RAM start at `offset` in the guest's physical address space, where that was asked for.
-fn place(memory: &mut Memory, offset: Option<u64>) {
-    if let Some(offset) = offset {
-        memory.slots.iter_mut().for_each(|slot| slot.gpa = offset + slot.offset);
-    }
+fn place(memory: &mut Memory, offset: Option<u64>) -> Result<(), Error> {
+    Ok(offset.map_or(Ok(()), |offset| memory.start_at(offset))?)
 }
 
 /// Memory that the host has populated already, so that no first touch of its own is among the figures.

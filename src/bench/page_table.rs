@@ -131,7 +131,7 @@ fn one(
     let memory = MemoryConfig { backing, ..MemoryConfig::new(bytes) };
     let mut memory =
         if config.unpopulated { Memory::map(crate::arch::layout::RAM, memory)? } else { populated(memory)? };
-    place(&mut memory, config.phys_offset);
+    place(&mut memory, config.phys_offset)?;
     let guest = Guest::build(
         &kvm,
         memory,
@@ -179,6 +179,6 @@ fn stage(guest: &Guest, plan: impl Fn(usize) -> Plan) -> Result<f64, Error> {
 /// Switches dirty logging of RAM's memslots, and returns how long that took.
 fn logging(guest: &Guest, flags: u32) -> Result<f64, Error> {
     let start = Instant::now();
-    guest.vm.memory.slots.iter().try_for_each(|slot| guest.vm.set_slot(slot, flags))?;
+    guest.vm.memory.slots().iter().try_for_each(|slot| guest.vm.memslots().set(slot, flags))?;
     Ok(start.elapsed().as_secs_f64())
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvm_bindings::{KVM_DIRTY_LOG_INITIALLY_SET, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE};
 use kvm_ioctls::VmFd;
 
-use super::{DirtyTracker, Error, Method, SlotLog, Slots, scan, sys};
+use super::{DirtyTracker, Error, Method, Slots, scan, sys};
 use crate::vm::Vm;
 
 /// Pages that one `KVM_CLEAR_DIRTY_LOG` can name: a 32-bit count, a multiple of 64.
@@ -38,18 +38,6 @@ impl LogTracker {
     }
 }
 
-/// Fetches the bitmap of a slot into its log.
-pub(super) fn get(vm: &VmFd, log: &mut SlotLog) -> Result<(), Error> {
-    let slot = log.slot.id;
-    // SAFETY: `log` is of the size that the slot has in KVM: whoever tracks a slot gave KVM the same `Slot`, and KVM
-    // refuses to resize one (kvm_main.c).
-    unsafe { sys::get_log(vm, slot, &mut log.words) }.map_err(|source| Error::Slot {
-        call: "KVM_GET_DIRTY_LOG",
-        slot,
-        source,
-    })
-}
-
 impl DirtyTracker for LogTracker {
     fn method(&self) -> Method {
         self.method
@@ -64,7 +52,7 @@ impl DirtyTracker for LogTracker {
     }
 
     fn get(&mut self) -> Result<(), Error> {
-        self.slots.logs.iter_mut().try_for_each(|log| get(&self.vm, log))
+        self.slots.fetch()
     }
 
     fn clear(&mut self) -> Result<(), Error> {
@@ -75,8 +63,8 @@ impl DirtyTracker for LogTracker {
                     let pages = self.chunk.min(log.pages() - first);
                     // A clean chunk has nothing to protect.
                     if !scan::is_clean(part) {
-                        sys::clear_log(&self.vm, log.slot.id, first, pages as u32, part).map_err(
-                            |source| Error::Slot { call: "KVM_CLEAR_DIRTY_LOG", slot: log.slot.id, source },
+                        sys::clear_log(&self.vm, log.slot.id(), first, pages as u32, part).map_err(
+                            |source| Error::Slot { call: "KVM_CLEAR_DIRTY_LOG", slot: log.slot.id(), source },
                         )?;
                     }
                     first += pages;

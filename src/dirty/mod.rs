@@ -18,6 +18,7 @@ pub mod ring;
 pub mod scan;
 
 use std::io;
+use std::sync::Arc;
 
 use vm_memory::{GuestMemoryBackend as _, GuestMemoryRegion as _};
 
@@ -25,6 +26,7 @@ use crate::fault::{Blame, Fault, Field};
 use crate::memory::{GuestMemory, Slot};
 use crate::sys::dirty as sys;
 use crate::sys::mmap::PAGE_SIZE;
+use crate::vm::memslots::Memslots;
 use crate::vm::vcpu::{self, Vcpu};
 use crate::vm::{self, Vm};
 
@@ -174,8 +176,7 @@ impl Fault for Error {
 /// What is known of one memslot.
 #[derive(Clone, Debug)]
 pub struct SlotLog {
-    /// Where it is.
-    pub slot: Slot,
+    slot: Slot,
     /// The dirty pages of the latest collection, a bit a page from the slot's start.
     pub words: Vec<u64>,
 }
@@ -183,12 +184,26 @@ pub struct SlotLog {
 impl SlotLog {
     /// An empty log of `slot`: no page is dirty.
     pub fn new(slot: Slot) -> Self {
-        Self { slot, words: vec![0; scan::words_for(slot.len / PAGE_SIZE)] }
+        Self { words: vec![0; slot.bitmap_words()], slot }
+    }
+
+    /// Whose log it is, and where that slot was at the latest collection.
+    pub fn slot(&self) -> &Slot {
+        &self.slot
     }
 
     /// How many pages it has.
     pub fn pages(&self) -> u64 {
-        self.slot.len / PAGE_SIZE
+        self.slot.pages()
+    }
+
+    /// Takes over where the slot is now; where it is of another size, none of its pages is dirty.
+    fn follow(&mut self, slot: Slot) {
+        if self.slot.bytes() == slot.bytes() {
+            self.slot = slot;
+        } else {
+            *self = Self::new(slot);
+        }
     }
 
     /// The dirty pages as runs from the slot's start.
@@ -201,20 +216,46 @@ impl SlotLog {
 #[derive(Debug)]
 pub struct Slots {
     logs: Vec<SlotLog>,
+    memslots: Arc<Memslots>,
     memory: GuestMemory,
 }
 
 impl Slots {
     fn new(vm: &Vm) -> Self {
-        Self { logs: Vec::new(), memory: vm.memory.guest.clone() }
+        Self { logs: Vec::new(), memslots: vm.memslots().clone(), memory: vm.memory.guest.clone() }
     }
 
-    fn track(&mut self, slot: Slot) {
-        match self.logs.iter_mut().find(|log| log.slot.id == slot.id) {
-            Some(log) if log.slot.len == slot.len => log.slot = slot,
-            Some(log) => *log = SlotLog::new(slot),
+    fn track(&mut self, id: u32) -> Result<(), Error> {
+        let slot = self.memslots.get(id).ok_or(vm::Error::NoSlot(id))?;
+        match self.logs.iter_mut().find(|log| log.slot.id() == id) {
+            Some(log) => log.follow(slot),
             None => self.logs.push(SlotLog::new(slot)),
         }
+        Ok(())
+    }
+
+    /// Follows slots that have been moved or made anew since the last collection.
+    fn follow(&mut self) -> Result<(), Error> {
+        for log in &mut self.logs {
+            let id = log.slot.id();
+            log.follow(self.memslots.get(id).ok_or(vm::Error::NoSlot(id))?);
+        }
+        Ok(())
+    }
+
+    /// Fetches KVM's bitmaps.
+    fn fetch(&mut self) -> Result<(), Error> {
+        self.follow()?;
+        for log in &mut self.logs {
+            let slot = log.slot.id();
+            let call = "KVM_GET_DIRTY_LOG";
+            self.memslots.dirty_log(slot, &mut log.words).map_err(|source| Error::Slot {
+                call,
+                slot,
+                source,
+            })?;
+        }
+        Ok(())
     }
 
     /// Adds what the VMM wrote since the last call. Called after KVM's bits are cleared, lest a bit be cleared in KVM
@@ -227,13 +268,13 @@ impl Slots {
             let mut at = 0;
             region.bitmap().drain(|page| {
                 let hva = base + page * PAGE_SIZE;
-                let holds = |log: &SlotLog| hva >= log.slot.hva && hva - log.slot.hva < log.slot.len;
+                let holds = |log: &SlotLog| hva >= log.slot.hva() && hva - log.slot.hva() < log.slot.bytes();
                 // Writes come in runs: the slot is most often the one of before.
                 if !self.logs.get(at).is_some_and(holds) {
                     at = self.logs.iter().position(holds).unwrap_or(usize::MAX);
                 }
                 if let Some(log) = self.logs.get_mut(at) {
-                    let page = (hva - log.slot.hva) / PAGE_SIZE;
+                    let page = (hva - log.slot.hva()) / PAGE_SIZE;
                     log.words[(page / 64) as usize] |= 1 << (page % 64);
                 }
             });
@@ -280,20 +321,24 @@ pub trait DirtyTracker: Send {
         &mut self.slots_mut().logs
     }
 
-    /// Tracks `slot` from now on, or from now on at another address; KVM must know it the same way.
-    fn track(&mut self, slot: Slot) {
-        self.slots_mut().track(slot);
+    /// Tracks memslot `id` of the tracker's VM from now on, wherever it moves.
+    ///
+    /// # Errors
+    /// Where the VM has no such slot.
+    fn track(&mut self, id: u32) -> Result<(), Error> {
+        self.slots_mut().track(id)
     }
 
     /// Switches the log of all tracked slots, and of the VMM's own writes, on or off. Off discards what is not
     /// collected.
-    fn enable(&mut self, vm: &Vm, on: bool) -> Result<(), Error> {
+    fn enable(&mut self, on: bool) -> Result<(), Error> {
         if on {
             // First, so that no write falls between.
             self.slots().log_own(true);
         }
         let flags = if on { kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
-        self.logs().iter().try_for_each(|log| vm.set_slot(&log.slot, flags))?;
+        let Slots { logs, memslots, .. } = self.slots();
+        logs.iter().try_for_each(|log| memslots.set_flags(log.slot.id(), flags))?;
         if !on {
             self.slots().log_own(false);
         }

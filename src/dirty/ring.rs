@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use kvm_ioctls::VmFd;
 
-use super::{DirtyTracker, Error, Method, Slots, log, sys};
+use super::{DirtyTracker, Error, Method, Slots, sys};
 use crate::vm::Vm;
 use crate::vm::ring::DirtyRing;
 use crate::vm::vcpu::Vcpu;
@@ -51,18 +51,21 @@ impl DirtyTracker for RingTracker {
     }
 
     fn get(&mut self) -> Result<(), Error> {
-        let logs = &mut self.slots.logs;
-        for log in logs.iter_mut() {
-            if self.backup { log::get(&self.vm, log)? } else { log.words.fill(0) }
+        if self.backup {
+            self.slots.fetch()?;
+        } else {
+            self.slots.follow()?;
+            self.slots.logs.iter_mut().for_each(|log| log.words.fill(0));
         }
+        let logs = &mut self.slots.logs;
         for (vcpu, ring) in self.rings.iter_mut().enumerate() {
             let mut stray = None;
             let mut at = 0;
             self.harvested += u64::from(ring.harvest(|slot, page| {
                 // Address space 1 is SMM's, whose slots are the same.
                 let id = slot & 0xffff;
-                if logs.get(at).is_none_or(|log| log.slot.id != id) {
-                    at = logs.iter().position(|log| log.slot.id == id).unwrap_or(usize::MAX);
+                if logs.get(at).is_none_or(|log| log.slot.id() != id) {
+                    at = logs.iter().position(|log| log.slot.id() == id).unwrap_or(usize::MAX);
                 }
                 match logs.get_mut(at) {
                     Some(log) if page < log.pages() => log.words[(page / 64) as usize] |= 1 << (page % 64),

@@ -203,7 +203,7 @@ pub struct Guest {
     pub vcpus: Vec<Vcpu>,
     /// KVM's VM and RAM.
     pub vm: Vm,
-    /// The memslot that holds code, control blocks and tables.
+    /// The memslot that holds code, control blocks and tables, and nothing else of its mapping.
     pub slot: Slot,
     /// Where its vCPUs leave word.
     pub bell: Arc<Bell>,
@@ -213,7 +213,6 @@ pub struct Guest {
     pub cr3: u64,
     /// KVM's counters of all of it, or why there are none.
     pub counters: Result<Counters, counters::Error>,
-    own: Arc<Mapping>,
 }
 
 impl Guest {
@@ -259,7 +258,7 @@ impl Guest {
             &mut |word, entry| store(tables + word * 8, entry),
             base + tables,
             low,
-            parts(&memory.slots).into_iter(),
+            parts(memory.slots()).into_iter(),
             config.page,
         );
         let own = Arc::new(own);
@@ -267,16 +266,11 @@ impl Guest {
         if let Some(mode) = config.irqchip {
             Irqchip::new(&vm.fd, mode)?;
         }
-        let slot = Slot {
-            id: vm.memory.slots.len() as u32,
-            gpa: base,
-            len: own.len(),
-            offset: 0,
-            hva: own.as_ptr() as u64,
-        };
-        vm.set_slot(&slot, 0)?;
+        let slot = Slot::new(vm.memory.slots().len() as u32, base, &own, 0..own.len());
+        let slot = slot.map_err(VmError::from)?;
+        vm.memslots().set(&slot, 0)?;
         if config.slot_flags != 0 {
-            vm.memory.slots.iter().try_for_each(|slot| vm.set_slot(slot, config.slot_flags))?;
+            vm.memory.slots().iter().try_for_each(|slot| vm.memslots().set(slot, config.slot_flags))?;
         }
         let cpuid = Cpuid::of_vm(kvm, &vm.fd, &config.cpuid, config.vcpus as u32)?;
         let rung = Rung { codes: vec![0; config.vcpus], full: Vec::new(), ended: 0 };
@@ -286,7 +280,7 @@ impl Guest {
             Arc::new(Bell { rung: Mutex::new(rung), changed: Condvar::new(), first: OnceLock::new(), event });
         let counters = Counters::of_vm(&vm.fd);
         let vcpus = Vec::with_capacity(config.vcpus);
-        let mut guest = Self { vcpus, vm, slot, bell, tsc_hz: 0, cr3, counters, own };
+        let mut guest = Self { vcpus, vm, slot, bell, tsc_hz: 0, cr3, counters };
         for index in 0..config.vcpus {
             let fd = guest.vm.create_vcpu(index)?;
             let entry = Entry {
@@ -323,7 +317,8 @@ impl Guest {
 
     /// The control block of a vCPU.
     pub fn control(&self, vcpu: usize) -> &Control {
-        Self::control_in(&self.own, vcpu).expect("every vCPU of this guest has a block inside its mapping")
+        Self::control_in(self.slot.mapping(), vcpu)
+            .expect("every vCPU of this guest has a block inside its mapping")
     }
 
     /// The control block of a vCPU in its guest's [own memory](Guest::own_memory).
@@ -335,18 +330,18 @@ impl Guest {
     pub fn block(&self, vcpu: usize) -> &[AtomicU64] {
         let words = size_of::<Control>() / 8;
         let first = PAGE_SIZE as usize / 8 + words * vcpu;
-        &self.own.words()[first..first + words]
+        &self.slot.mapping().words()[first..first + words]
     }
 
     /// The first entries of the root of the guest's page tables: its own slot, and RAM.
     pub fn root_entries(&self) -> [u64; 2] {
-        let root = (self.cr3 - self.slot.gpa) as usize / 8;
-        [0, 1].map(|index| self.own.words()[root + index].load(Ordering::Relaxed))
+        let root = (self.cr3 - self.slot.gpa()) as usize / 8;
+        [0, 1].map(|index| self.slot.mapping().words()[root + index].load(Ordering::Relaxed))
     }
 
     /// The memory that holds the control blocks, for a thread that watches progress while others work on the machine.
     pub fn own_memory(&self) -> Arc<Mapping> {
-        self.own.clone()
+        self.slot.mapping().clone()
     }
 
     /// All control blocks, in the order of the vCPUs.
@@ -495,8 +490,8 @@ fn parts(slots: &[Slot]) -> Vec<(u64, u64)> {
     let mut parts: Vec<(u64, u64)> = Vec::new();
     for slot in slots {
         match parts.last_mut() {
-            Some((gpa, len)) if *gpa + *len == slot.gpa => *len += slot.len,
-            _ => parts.push((slot.gpa, slot.len)),
+            Some((gpa, len)) if *gpa + *len == slot.gpa() => *len += slot.bytes(),
+            _ => parts.push((slot.gpa(), slot.bytes())),
         }
     }
     parts

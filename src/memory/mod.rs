@@ -1,17 +1,21 @@
 //! Guest memory: what is asked for ([`MemoryConfig`]), and what was mapped ([`Memory`]).
 //!
 //! One mapping backs all RAM, aligned so that guest-physical and host-virtual addresses are congruent modulo the
-//! backing's page size; without that KVM could map no huge page. Memslots are cut from it, around the gap of
-//! [`plan::Space`]. Telling KVM about them is `vm/mod.rs`'s work.
+//! backing's page size; without that KVM could map no huge page. Memslots ([`Slot`]) are cut from it, around the gap of
+//! [`plan::Space`]. Telling KVM about them is `vm/memslots.rs`'s work.
 
 use std::fmt;
 use std::io;
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub mod plan;
+mod slot;
 pub mod write_log;
+
+pub use slot::Slot;
 
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, mmap::MmapRegionBuilder};
 
@@ -136,6 +140,14 @@ pub enum Error {
     /// More slots than pages, or than KVM has.
     #[error("{0} is out of range: from 1 to {1} would work here")]
     Slots(u32, u64),
+    /// What no memslot can be.
+    #[error("memslot {id}: {what}")]
+    Slot {
+        /// Its number.
+        id: u32,
+        /// What is wrong with it.
+        what: &'static str,
+    },
     /// Not enough huge pages.
     #[error("{0}: {1}")]
     Shortage(Backing, #[source] hugepages::Shortage),
@@ -183,21 +195,6 @@ fn remedy(backing: Backing) -> &'static str {
 /// The least RAM of a guest, in bytes.
 pub const LEAST: u64 = 1 << 20;
 
-/// One memslot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Slot {
-    /// KVM's number for it.
-    pub id: u32,
-    /// Guest-physical address.
-    pub gpa: u64,
-    /// Bytes.
-    pub len: u64,
-    /// Offset into the mapping.
-    pub offset: u64,
-    /// Host-virtual address.
-    pub hva: u64,
-}
-
 /// Mapped guest RAM.
 #[derive(Clone, Debug)]
 pub struct Memory {
@@ -209,8 +206,7 @@ pub struct Memory {
     pub file: Option<Arc<std::fs::File>>,
     /// The same by guest-physical address.
     pub guest: GuestMemory,
-    /// The memslots that it is cut into, ids from 0.
-    pub slots: Vec<Slot>,
+    slots: Vec<Slot>,
 }
 
 impl Memory {
@@ -244,12 +240,10 @@ impl Memory {
             .collect::<io::Result<Vec<_>>>()
             .and_then(|regions| GuestMemoryMmap::from_regions(regions).map_err(io::Error::other))
             .map_err(|source| Error::Map { size, backing, source })?;
-        let base = mapping.as_ptr() as u64;
-        let slots = slots
-            .into_iter()
-            .enumerate()
-            .map(|(id, (gpa, offset, len))| Slot { id: id as u32, gpa, len, offset, hva: base + offset })
-            .collect();
+        let slots = (0..)
+            .zip(slots)
+            .map(|(id, (gpa, offset, len))| Slot::new(id, gpa, &mapping, offset..offset + len))
+            .collect::<Result<_, _>>()?;
         if config.lock {
             mapping.lock(true).map_err(Error::Lock)?;
         }
@@ -286,16 +280,52 @@ impl Memory {
         .map_err(Error::Populate)
     }
 
+    /// The memslots that it is cut into, ids from 0.
+    pub fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    /// Cuts the memslots at these offsets into the mapping as well; ids are counted anew. Before a VM has them.
+    ///
+    /// # Errors
+    /// Where an offset is not a multiple of the page size.
+    pub fn cut_at(&mut self, offsets: &[u64]) -> Result<(), Error> {
+        let mut slots = Vec::new();
+        for slot in &self.slots {
+            let Range { start, end } = slot.range();
+            let mut cuts: Vec<u64> = offsets.iter().copied().filter(|at| *at > start && *at < end).collect();
+            cuts.extend([start, end]);
+            cuts.sort_unstable();
+            cuts.dedup();
+            for part in cuts.windows(2) {
+                let gpa = slot.gpa() + (part[0] - start);
+                slots.push(Slot::new(slots.len() as u32, gpa, &self.mapping, part[0]..part[1])?);
+            }
+        }
+        self.slots = slots;
+        Ok(())
+    }
+
+    /// Moves the memslots so that RAM starts at guest-physical `gpa` and has no gap. Before a VM has them.
+    ///
+    /// # Errors
+    /// Where `gpa` is not a multiple of the page size, or RAM would wrap around.
+    pub fn start_at(&mut self, gpa: u64) -> Result<(), Error> {
+        let moved = |slot: &Slot| slot.at(slot.id(), gpa.saturating_add(slot.offset()));
+        self.slots = self.slots.iter().map(moved).collect::<Result<_, _>>()?;
+        Ok(())
+    }
+
     /// The offset into the mapping of a guest-physical address in RAM.
     pub fn offset_of(&self, gpa: u64) -> Option<u64> {
-        let slot = self.slots.iter().find(|slot| gpa >= slot.gpa && gpa - slot.gpa < slot.len)?;
-        Some(slot.offset + (gpa - slot.gpa))
+        let slot = self.slots.iter().find(|slot| gpa >= slot.gpa() && gpa - slot.gpa() < slot.bytes())?;
+        Some(slot.offset() + (gpa - slot.gpa()))
     }
 
     /// The guest-physical address of an offset into the mapping.
     pub fn gpa_of(&self, offset: u64) -> Option<u64> {
-        let slot = self.slots.iter().find(|slot| offset >= slot.offset && offset - slot.offset < slot.len)?;
-        Some(slot.gpa + (offset - slot.offset))
+        let slot = self.slots.iter().find(|slot| slot.range().contains(&offset))?;
+        Some(slot.gpa() + (offset - slot.offset()))
     }
 }
 
@@ -350,12 +380,7 @@ fn shared(size: u64, align: u64, huge_log2: Option<u32>) -> io::Result<(Mapping,
 }
 
 /// The `vm-memory` region for `[offset, offset + len)` of `mapping`; its bitmap keeps the mapping alive.
-pub fn region(
-    mapping: &Arc<Mapping>,
-    offset: u64,
-    gpa: u64,
-    len: u64,
-) -> io::Result<GuestRegionMmap<WriteLog>> {
+fn region(mapping: &Arc<Mapping>, offset: u64, gpa: u64, len: u64) -> io::Result<GuestRegionMmap<WriteLog>> {
     if offset.checked_add(len).is_none_or(|end| end > mapping.len()) {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }

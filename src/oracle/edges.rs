@@ -30,7 +30,7 @@ use crate::guests::guest::GuestConfig;
 use crate::guests::program::touch as code;
 use crate::guests::touch::Plan;
 use crate::host::Facts;
-use crate::memory::{Backing, Memory, MemoryConfig, Slot, short_size};
+use crate::memory::{Backing, Memory, MemoryConfig, short_size};
 use crate::report::Report;
 use crate::sandbox::{self, Mode};
 use crate::sys::dirty as sys;
@@ -164,16 +164,8 @@ fn look(config: &Config) -> Result<Seen, Error> {
         crate::arch::layout::RAM,
         MemoryConfig { backing: config.backing, ..MemoryConfig::new(end) },
     )?;
-    let part = |id, from: u64, to: u64| Slot {
-        id,
-        gpa: from,
-        len: to - from,
-        offset: from,
-        hva: memory.slots[0].hva + from,
-    };
-    let below = (config.base > 0).then(|| part(0, 0, config.base));
-    let tested = part(u32::from(config.base > 0), config.base, end);
-    memory.slots = below.into_iter().chain([tested]).collect();
+    memory.cut_at(&[config.base])?;
+    let tested = memory.slots().last().expect("memory has a memslot").clone();
     let enter = sandbox::each_vcpu(config.sandbox);
     let dirty_ring = ring.then_some(RING_ENTRIES);
     let guest = Guest::build(
@@ -189,12 +181,12 @@ fn look(config: &Config) -> Result<Seen, Error> {
         manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET)?;
     }
     let mut tracker = dirty::tracker(config.method, &guest.vm, &guest.vcpus, Some(CHUNK))?;
-    tracker.track(tested);
+    tracker.track(tested.id())?;
 
-    let pages = tested.len / PAGE_SIZE;
+    let pages = tested.pages();
     let write = |first: u64, count: u64| -> Result<(), Error> {
         let plan = Plan {
-            start: tested.offset + first * PAGE_SIZE,
+            start: tested.offset() + first * PAGE_SIZE,
             ..Plan::every(PAGE_SIZE, count * PAGE_SIZE, true)
         };
         plan.program(&guest, 0);
@@ -207,13 +199,13 @@ fn look(config: &Config) -> Result<Seen, Error> {
     let huge = now.and_then(|now| now.get("pages_2m").or(now.get("largepages").filter(|&&n| n > 0)).copied());
     let mut lossy = 0;
     let (written, lost) = match config.mind {
-        Mind::Raced => races(&guest.vm, tracker.as_mut(), pages, write, manual_protect, &mut lossy)?,
+        Mind::Raced => races(tracker.as_mut(), pages, write, manual_protect, &mut lossy)?,
         mind => {
-            tracker.enable(&guest.vm, true)?;
+            tracker.enable(true)?;
             if mind == Mind::Revoked {
                 manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE)?;
             }
-            chunks(&guest.vm, tracker.as_mut(), tested.id, pages, write)?
+            chunks(&guest.vm, tracker.as_mut(), tested.id(), pages, write)?
         }
     };
     Ok(Seen { pages, written, huge, lost, lossy })
@@ -258,7 +250,6 @@ fn chunks(
 /// Switches the log on while another thread changes the mode, and writes to every page: pages written, and those that were
 /// lost in any round; `lossy` counts such rounds.
 fn races(
-    vm: &Vm,
     tracker: &mut dyn DirtyTracker,
     pages: u64,
     write: impl Fn(u64, u64) -> Result<(), Error>,
@@ -279,7 +270,7 @@ fn races(
         thread::scope(|scope| {
             let changes = scope.spawn(change);
             begun.wait();
-            let enabled = tracker.enable(vm, true);
+            let enabled = tracker.enable(true);
             over.store(true, Ordering::Relaxed);
             let changed = changes.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             enabled.and(changed)
@@ -289,7 +280,7 @@ fn races(
         let now: Vec<u64> = (0..pages).filter(|&page| !is_set(tracker, page)).collect();
         *lossy += u64::from(!now.is_empty());
         lost.extend(now);
-        tracker.enable(vm, false)?;
+        tracker.enable(false)?;
     }
     Ok((RACES * pages, lost.into_iter().collect()))
 }

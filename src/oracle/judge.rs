@@ -187,7 +187,8 @@ impl Oracle {
         let collection = self.collection;
         let mut unstamped = Vec::new();
         for (index, log) in logs.iter().enumerate() {
-            let first = log.slot.offset / PAGE_SIZE;
+            let (first, gfn, slot) =
+                (log.slot().offset() / PAGE_SIZE, log.slot().gpa() / PAGE_SIZE, log.slot().id());
             for in_slot in 0..log.pages() {
                 let word = (in_slot / 64) as usize;
                 if !examined(index, word) {
@@ -195,8 +196,7 @@ impl Oracle {
                 }
                 let bit = log.words[word] >> (in_slot % 64) & 1 == 1;
                 let page = first + in_slot;
-                let place =
-                    || Place { page, gfn: log.slot.gpa / PAGE_SIZE + in_slot, slot: log.slot.id, in_slot };
+                let place = || Place { page, gfn: gfn + in_slot, slot, in_slot };
                 let now = stamp(words, page);
                 let seen = &mut self.seen[page as usize];
                 let changed = now != seen.stamp;
@@ -242,7 +242,8 @@ fn stamp(words: &[AtomicU64], page: u64) -> Stamp {
 /// All dirty pages of `logs`, by their place.
 pub fn places(logs: &[SlotLog]) -> impl Iterator<Item = Place> + '_ {
     logs.iter().flat_map(|log| {
-        let (first, gfn, slot) = (log.slot.offset / PAGE_SIZE, log.slot.gpa / PAGE_SIZE, log.slot.id);
+        let (first, gfn, slot) =
+            (log.slot().offset() / PAGE_SIZE, log.slot().gpa() / PAGE_SIZE, log.slot().id());
         let place = move |in_slot| Place { page: first + in_slot, gfn: gfn + in_slot, slot, in_slot };
         scan::runs(&log.words, log.pages()).flatten().map(place)
     })
@@ -250,6 +251,7 @@ pub fn places(logs: &[SlotLog]) -> impl Iterator<Item = Place> + '_ {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::sync::atomic::Ordering;
 
     use super::*;
@@ -263,7 +265,7 @@ mod tests {
 
     /// RAM of eight pages, a slot over the last six, and an oracle that knows them as clean.
     struct Bench {
-        ram: Mapping,
+        ram: Arc<Mapping>,
         log: SlotLog,
         oracle: Oracle,
         seq: u64,
@@ -271,9 +273,9 @@ mod tests {
 
     impl Bench {
         fn new() -> Self {
-            let ram = Mapping::new(PAGES * PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap();
-            let (gpa, offset) = (0x1000_0000, FIRST * PAGE_SIZE);
-            let log = SlotLog::new(Slot { id: 7, gpa, len: (PAGES - FIRST) * PAGE_SIZE, offset, hva: 0 });
+            let ram = Arc::new(Mapping::new(PAGES * PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap());
+            let slot = Slot::new(7, 0x1000_0000, &ram, FIRST * PAGE_SIZE..PAGES * PAGE_SIZE).unwrap();
+            let log = SlotLog::new(slot);
             let mut oracle = Oracle::new(PAGES, 1);
             oracle.baseline(ram.words(), 0..PAGES, Mode::Quiesced, false);
             Self { ram, log, oracle, seq: 0 }

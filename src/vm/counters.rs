@@ -93,7 +93,7 @@ impl Counters {
     pub fn open(vm: &VmFd, vcpus: &[Vcpu]) -> Result<Self, Error> {
         let mut counters = Self::of_vm(vm)?;
         for vcpu in vcpus {
-            let file = vcpu.with(|fd| sys::kvm::stats_fd(fd))?;
+            let file = vcpu.with(sys::kvm::stats_fd)?;
             counters.add(file)?;
         }
         Ok(counters)

@@ -1,21 +1,24 @@
 //! A machine: KVM's VM, its memory and its vCPUs.
 //!
-//! Start with [`Vm`]; [`memory`] maps what it is given, [`vcpu`] runs it, [`lifecycle`] says how it ends.
+//! Start with [`Vm`]; [`memory`] maps what it is given, [`memslots`] tells KVM, [`vcpu`] runs it, [`lifecycle`] says how it
+//! ends.
 
 pub mod counters;
 pub mod exits;
 pub mod lifecycle;
+pub mod memslots;
 pub mod ring;
 pub mod vcpu;
 
+use std::ops::Deref;
 use std::sync::Arc;
 
-use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
 use crate::fault::{Blame, Fault, Field};
 use crate::host;
-use crate::memory::{self, Memory, Slot};
+use crate::memory::{self, Memory};
+use memslots::Memslots;
 use ring::DirtyRing;
 
 /// Why a machine cannot be had from KVM.
@@ -41,6 +44,9 @@ pub enum Error {
     /// Dirty rings.
     #[error(transparent)]
     Ring(#[from] ring::Error),
+    /// KVM has no such memslot.
+    #[error("there is no memslot {0}")]
+    NoSlot(u32),
     /// More vCPUs than KVM has.
     #[error("{asked} is out of range: this KVM has from 1 to {most}")]
     Cpus {
@@ -83,6 +89,23 @@ pub struct Vm {
     pub memory: Memory,
     /// The ring that each vCPU has, where the machine was made with one.
     pub dirty_ring: Option<DirtyRing>,
+    memslots: Arc<Memslots>,
+}
+
+/// A vCPU as KVM has it.
+#[derive(Debug)]
+pub struct Processor {
+    // First, so that the memory that it runs on goes last.
+    fd: VcpuFd,
+    _memslots: Arc<Memslots>,
+}
+
+impl Deref for Processor {
+    type Target = VcpuFd;
+
+    fn deref(&self) -> &VcpuFd {
+        &self.fd
+    }
 }
 
 impl Vm {
@@ -96,37 +119,24 @@ impl Vm {
     pub fn with_dirty_ring(kvm: &Kvm, memory: Memory, entries: Option<u32>) -> Result<Self, Error> {
         let fd = host::kvm::create_vm(kvm)?;
         let dirty_ring = entries.map(|entries| ring::enable(&fd, entries)).transpose()?;
-        let vm = Self { fd: Arc::new(fd), memory, dirty_ring };
-        for slot in &vm.memory.slots {
-            vm.set_slot(slot, 0)?;
-        }
-        Ok(vm)
+        let fd = Arc::new(fd);
+        let memslots = Arc::new(Memslots::new(fd.clone()));
+        memory.slots().iter().try_for_each(|slot| memslots.set(slot, 0))?;
+        Ok(Self { fd, memory, dirty_ring, memslots })
     }
 
-    /// Adds, moves or changes the flags of a memslot, whose host memory must stay mapped as long as the VM.
-    pub fn set_slot(&self, slot: &Slot, flags: u32) -> Result<(), Error> {
-        self.set_region(kvm_userspace_memory_region {
-            slot: slot.id,
-            flags,
-            guest_phys_addr: slot.gpa,
-            memory_size: slot.len,
-            userspace_addr: slot.hva,
-        })
-    }
-
-    /// Deletes a memslot, and with it what its dirty log holds.
-    pub fn delete_slot(&self, id: u32) -> Result<(), Error> {
-        self.set_region(kvm_userspace_memory_region { slot: id, ..Default::default() })
-    }
-
-    fn set_region(&self, region: kvm_userspace_memory_region) -> Result<(), Error> {
-        // SAFETY: the caller keeps the host memory mapped as long as the VM; `Memory` and the workload's slot do, and
-        // guest memory is only ever accessed as such.
-        ioctl("KVM_SET_USER_MEMORY_REGION", unsafe { self.fd.set_user_memory_region(region) })
+    /// Its memslots.
+    pub fn memslots(&self) -> &Arc<Memslots> {
+        &self.memslots
     }
 
     /// Makes vCPU `index`.
-    pub fn create_vcpu(&self, index: usize) -> Result<VcpuFd, Error> {
-        ioctl("KVM_CREATE_VCPU", self.fd.create_vcpu(index as u64))
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "this is where a vCPU gets hold of the memory that it runs on"
+    )]
+    pub fn create_vcpu(&self, index: usize) -> Result<Processor, Error> {
+        let fd = ioctl("KVM_CREATE_VCPU", self.fd.create_vcpu(index as u64))?;
+        Ok(Processor { fd, _memslots: self.memslots.clone() })
     }
 }

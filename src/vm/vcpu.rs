@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
+use super::Processor;
 use super::exits::{Exits, INTERRUPTED, Recent};
 use super::lifecycle::Exit;
 use crate::fault::{Blame, Fault, Field};
@@ -97,7 +98,7 @@ pub struct Ended {
     pub trace: Option<String>,
 }
 
-type Call = Box<dyn FnOnce(&mut VcpuFd) + Send>;
+type Call = Box<dyn FnOnce(&VcpuFd) + Send>;
 type Life = Box<dyn FnOnce(&Shared) -> Ended + Send>;
 
 struct Inner {
@@ -212,15 +213,16 @@ impl Vcpu {
 
     /// Gives the thread its vCPU: KVM's descriptor, registers set, and what its exits mean. It is `Paused` as soon as the
     /// thread is ready, unless it is resumed before.
-    pub fn give<F>(&self, mut fd: VcpuFd, mut on_exit: F)
+    pub fn give<F>(&self, mut processor: Processor, mut on_exit: F)
     where
         F: FnMut(VcpuExit<'_>) -> Flow + Send + 'static,
     {
         let life = move |shared: &Shared| {
+            let fd = &mut processor.fd;
             shared.kick.arm(fd.get_kvm_run());
             let size = PortSize::new(fd.get_kvm_run());
             let mut on_exit = |exit: VcpuExit<'_>| one_by_one(exit, size.get(), &mut on_exit);
-            let ended = run(shared, &mut fd, &mut on_exit);
+            let ended = run(shared, fd, &mut on_exit);
             let mut inner = shared.lock();
             // Before the descriptor is closed, and in one step with the state, under which others kick.
             shared.kick.disarm();
@@ -295,7 +297,7 @@ impl Vcpu {
     /// Runs `call` on the vCPU's own thread while it is paused, and returns what it returns.
     pub fn with<R: Send + 'static>(
         &self,
-        call: impl FnOnce(&mut VcpuFd) -> R + Send + 'static,
+        call: impl FnOnce(&VcpuFd) -> R + Send + 'static,
     ) -> Result<R, Error> {
         let (sender, receiver) = std::sync::mpsc::sync_channel(1);
         let gone = || Error::Gone(self.shared.index);

@@ -38,18 +38,18 @@ fn dirty(guest: &Guest, percent: u64) {
 
 /// Collects by the bare ioctls: seconds of get and of clear.
 fn bare(guest: &Guest, words: &mut [u64]) -> [f64; 2] {
-    let slots = &guest.vm.memory.slots;
+    let slots = guest.vm.memory.slots();
     let mut parts = [0.0; 2];
     let mut rest = words;
     for slot in slots {
-        let pages = slot.len / 4096;
+        let pages = slot.pages();
         let (own, others) = rest.split_at_mut(scan::words_for(pages));
         let start = Instant::now();
         // SAFETY: as many words as the memslot has pages, by 64.
-        unsafe { sys::get_log(&guest.vm.fd, slot.id, own) }.expect("KVM_GET_DIRTY_LOG");
+        unsafe { sys::get_log(&guest.vm.fd, slot.id(), own) }.expect("KVM_GET_DIRTY_LOG");
         parts[0] += start.elapsed().as_secs_f64();
         let start = Instant::now();
-        sys::clear_log(&guest.vm.fd, slot.id, 0, pages as u32, own).expect("KVM_CLEAR_DIRTY_LOG");
+        sys::clear_log(&guest.vm.fd, slot.id(), 0, pages as u32, own).expect("KVM_CLEAR_DIRTY_LOG");
         parts[1] += start.elapsed().as_secs_f64();
         rest = others;
     }
@@ -91,8 +91,8 @@ fn main() {
     // Populated before anything is timed.
     dirty(&guest, 100);
     let mut tracker = dirty::tracker(Method::ManualProtect, &guest.vm, &guest.vcpus, None).expect("tracker");
-    guest.vm.memory.slots.iter().for_each(|slot| tracker.track(*slot));
-    tracker.enable(&guest.vm, true).expect("log");
+    guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id())).expect("track");
+    tracker.enable(true).expect("log");
     let mut words = vec![0; (SIZE / 4096 / 64) as usize];
     println!("harvest of {} GiB with manual protection, in turn with the bare ioctls, medians:", SIZE >> 30);
     let asked: Vec<u64> = std::env::args().filter_map(|arg| arg.parse().ok()).collect();

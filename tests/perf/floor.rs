@@ -20,6 +20,7 @@ fn map(len: usize) -> *mut u64 {
     at.cast()
 }
 
+#[expect(clippy::disallowed_methods, reason = "its memory lives until the process ends")]
 fn main() {
     let kvm = Kvm::new().expect("/dev/kvm");
     assert_eq!(kvm.get_api_version(), 12);

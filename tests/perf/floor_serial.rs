@@ -16,6 +16,7 @@ const RAM: usize = 128 << 20;
 const CODE: usize = 0x10_0000;
 const TABLES: usize = 0x9000;
 
+#[expect(clippy::disallowed_methods, reason = "its memory lives until the process ends")]
 fn main() {
     let kvm = Kvm::new().expect("/dev/kvm");
     assert_eq!(kvm.get_api_version(), 12);

@@ -88,7 +88,7 @@ impl Run<'_> {
     /// Logs for as long as asked, one collection after the other.
     fn collections(&mut self, duration: Duration) -> Result<(), Error> {
         let start = Instant::now();
-        self.tracker.enable(&self.guest.vm, true)?;
+        self.tracker.enable(true)?;
         self.figure("enable_logging", "s", start.elapsed().as_secs_f64());
         let (mut times, mut longest) = ([0.0; 3], [0.0f64; 3]);
         let (mut count, mut pages) = (0u64, 0);
@@ -109,7 +109,7 @@ impl Run<'_> {
         let now = self.counted.now();
         self.mapped("logged", &now);
         let start = Instant::now();
-        self.tracker.enable(&self.guest.vm, false)?;
+        self.tracker.enable(false)?;
         self.figure("disable_logging", "s", start.elapsed().as_secs_f64());
         self.guest.resume_full()?;
         self.figure("collections", "", count as f64);

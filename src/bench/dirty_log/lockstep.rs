@@ -14,7 +14,7 @@ impl Run<'_> {
         self.figure("dirty_memory[before]", "s", seconds);
         self.end_phase(Some("before"));
         let start = Instant::now();
-        self.tracker.enable(&self.guest.vm, true)?;
+        self.tracker.enable(true)?;
         self.figure("enable_logging", "s", start.elapsed().as_secs_f64());
         let mut totals = [0.0; 4];
         let mut done = self.config.iterations;
@@ -58,7 +58,7 @@ impl Run<'_> {
             self.guest.resume();
         }
         let start = Instant::now();
-        self.tracker.enable(&self.guest.vm, false)?;
+        self.tracker.enable(false)?;
         self.figure("disable_logging", "s", start.elapsed().as_secs_f64());
         if self.config.run_while_disabling {
             self.finish_pass()?;

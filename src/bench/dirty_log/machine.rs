@@ -45,14 +45,14 @@ impl<'a> Run<'a> {
         let memory =
             MemoryConfig { backing: config.region.backing, slots: config.slots, ..MemoryConfig::new(total) };
         let mut memory = Memory::map(crate::arch::layout::RAM, memory)?;
-        place(&mut memory, config.phys_offset);
+        place(&mut memory, config.phys_offset)?;
         let dirty_ring = (method == Method::Ring).then_some(config.ring_entries);
         let page = config.common.page(&report.host);
         let guest = GuestConfig { page, dirty_ring, ..config.common.guest(config.region.vcpus) };
         let guest = Guest::build(kvm, memory, guest)?;
         let counted = Counted::start(&guest, report);
         let mut tracker = dirty::tracker(method, &guest.vm, &guest.vcpus, config.chunk)?;
-        guest.vm.memory.slots.iter().for_each(|slot| tracker.track(*slot));
+        guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id()))?;
         let write = WriteConfig {
             order: config.order,
             hot: config.hot,

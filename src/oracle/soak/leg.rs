@@ -66,9 +66,9 @@ impl<'a> Leg<'a> {
             Memory::map(crate::arch::layout::RAM, MemoryConfig { backing, ..MemoryConfig::new(size) })?;
         let tested = base / PAGE_SIZE..size / PAGE_SIZE;
         let cuts = if base == 0 { draw_cuts(&mut rng, tested.end) } else { vec![tested.start] };
-        memory.slots = cut(&memory, &cuts, tested.end);
-        let slots: Vec<Slot> =
-            memory.slots.iter().filter(|slot| slot.offset / PAGE_SIZE >= tested.start).copied().collect();
+        memory.cut_at(&cuts.iter().map(|page| page * PAGE_SIZE).collect::<Vec<_>>())?;
+        let within = |slot: &&Slot| slot.offset() / PAGE_SIZE >= tested.start;
+        let slots: Vec<Slot> = memory.slots().iter().filter(within).cloned().collect();
         let dirty_ring = (method == Method::Ring).then_some(config.ring_entries);
         let guest = Guest::build(
             kvm,
@@ -100,15 +100,15 @@ impl<'a> Leg<'a> {
             write.program(control, index, region, RAM_VA, guest.tsc_hz);
         }
         let mut tracker = tracker(method, &guest.vm, &guest.vcpus, config.clear_chunk)?;
-        slots.iter().for_each(|slot| tracker.track(*slot));
-        let alias = Slot { id: guest.slot.id + 1, gpa: ELSEWHERE * 2 + slots[0].gpa, ..slots[0] };
-        guest.vm.set_slot(&alias, 0)?;
-        tracker.track(alias);
+        slots.iter().try_for_each(|slot| tracker.track(slot.id()))?;
+        let alias = slots[0].at(guest.slot.id() + 1, ELSEWHERE * 2 + slots[0].gpa())?;
+        guest.vm.memslots().set(&alias, 0)?;
+        tracker.track(alias.id())?;
         let name = format!(
             "{backing}, {} order{}, memslots at {}",
             write.order.name(),
             if write.shared { " shared" } else { "" },
-            slots.iter().map(|slot| format!("{:#x}", slot.gpa)).collect::<Vec<_>>().join(" ")
+            slots.iter().map(|slot| format!("{:#x}", slot.gpa())).collect::<Vec<_>>().join(" ")
         );
         let oracle = Oracle::new(tested.end, config.vcpus);
         let words = || tracker.logs().iter().map(|log| log.words.len());
@@ -223,7 +223,7 @@ impl<'a> Leg<'a> {
             _ => 0,
         };
         for (log, words) in self.tracker.logs().iter().zip(&mut self.picked) {
-            let first = log.slot.gpa / PAGE_SIZE;
+            let first = log.slot().gpa() / PAGE_SIZE;
             for (words, nth) in words.chunks_mut((chunk / 64) as usize).zip(1..) {
                 let last = first + chunk * nth - 1;
                 words.fill(match style {
@@ -294,7 +294,7 @@ impl<'a> Leg<'a> {
         if let Some(run) = alias.runs().next().filter(|_| !all_set && self.config.clear_chunk.is_none()) {
             tally.unexplained += run.end - run.start;
             tally.name(
-                format_args!("UNEXPLAINED pages {run:?} of the idle memslot {}", alias.slot.id),
+                format_args!("UNEXPLAINED pages {run:?} of the idle memslot {}", alias.slot().id()),
                 &self.name,
             );
         }
@@ -332,7 +332,7 @@ impl<'a> Leg<'a> {
         }
         let words = self.guest.vm.memory.mapping.words();
         let due: Vec<Place> = judge::places(self.tracker.logs())
-            .filter(|place| place.slot != self.guest.slot.id + 1 && self.oracle.is_due(words, place.page))
+            .filter(|place| place.slot != self.guest.slot.id() + 1 && self.oracle.is_due(words, place.page))
             .collect();
         if due.is_empty() {
             return;
@@ -342,7 +342,7 @@ impl<'a> Leg<'a> {
             if self.victims.iter().any(|(victim, _)| victim.page == place.page) {
                 continue;
             }
-            let holds = |log: &&mut SlotLog| log.slot.id == place.slot;
+            let holds = |log: &&mut SlotLog| log.slot().id() == place.slot;
             if let Some(log) = self.tracker.logs_mut().iter_mut().find(holds) {
                 log.words[(place.in_slot / 64) as usize] &= !(1 << (place.in_slot % 64));
                 self.victims.push((place, 0));
@@ -355,7 +355,7 @@ impl<'a> Leg<'a> {
         let (picked, logs, tally) = (&self.picked, self.tracker.logs(), &mut *self.tally);
         self.victims.retain_mut(|(place, age)| {
             let word = (place.in_slot / 64) as usize;
-            let Some(index) = logs.iter().position(|log| log.slot.id == place.slot) else { return false };
+            let Some(index) = logs.iter().position(|log| log.slot().id() == place.slot) else { return false };
             if lost.iter().any(|lost| lost.place == *place) {
                 tally.injected[0] += 1;
                 tally.injected[1] += 1;
@@ -379,7 +379,7 @@ impl<'a> Leg<'a> {
         if mode == Mode::Quiesced {
             self.guest.pause()?;
         }
-        self.tracker.enable(&self.guest.vm, true)?;
+        self.tracker.enable(true)?;
         let all_set = self.tracker.method() == Method::InitiallySet;
         self.oracle.baseline(self.guest.vm.memory.mapping.words(), self.tested.clone(), mode, all_set);
         self.kept.iter_mut().for_each(|kept| kept.fill(0));
@@ -395,7 +395,7 @@ impl<'a> Leg<'a> {
         self.tally.upheavals[0] += 1;
         self.pick(Pick::All);
         self.collect(Mode::Quiesced)?;
-        self.tracker.enable(&self.guest.vm, false)?;
+        self.tracker.enable(false)?;
         self.let_run(1000)?;
         if self.tracker.method() == Method::Ring {
             // What was logged while the log was being switched off is still in the rings.
@@ -414,16 +414,16 @@ impl<'a> Leg<'a> {
         self.guest.pause()?;
         self.judge(Mode::Quiesced)?;
         let slot = self.draw_slot();
-        self.guest.vm.delete_slot(slot.id)?;
+        self.guest.vm.memslots().delete(slot.id())?;
         let absent = self.rng.chance(50);
         if absent {
             self.guest.resume();
             self.let_run(200)?;
         }
-        self.guest.vm.set_slot(&slot, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
-        self.tracker.track(slot);
+        self.guest.vm.memslots().set(&slot, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
         if self.tracker.method() == Method::InitiallySet {
-            self.oracle.allow(slot.offset / PAGE_SIZE..(slot.offset + slot.len) / PAGE_SIZE);
+            let pages = slot.range();
+            self.oracle.allow(pages.start / PAGE_SIZE..pages.end / PAGE_SIZE);
         }
         if !absent {
             self.guest.resume();
@@ -435,21 +435,19 @@ impl<'a> Leg<'a> {
     fn shift(&mut self) -> Result<(), Error> {
         self.tally.upheavals[2] += 1;
         let slot = self.draw_slot();
-        let away = Slot { gpa: ELSEWHERE + slot.gpa, ..slot };
+        let away = slot.at(slot.id(), ELSEWHERE + slot.gpa())?;
         let running = self.rng.chance(50);
         if !running {
             self.guest.pause()?;
         }
-        self.guest.vm.set_slot(&away, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
-        self.tracker.track(away);
+        self.guest.vm.memslots().set(&away, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
         if running {
             self.let_run(200)?;
         } else {
             self.pick(Pick::All);
             self.judge(Mode::Quiesced)?;
         }
-        self.guest.vm.set_slot(&slot, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
-        self.tracker.track(slot);
+        self.guest.vm.memslots().set(&slot, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
         if !running {
             self.guest.resume();
         }
@@ -458,7 +456,8 @@ impl<'a> Leg<'a> {
 
     fn draw_slot(&mut self) -> Slot {
         let index = self.rng.below(self.alias as u64) as usize;
-        self.tracker.logs()[index].slot
+        let id = self.tracker.logs()[index].slot().id();
+        self.guest.vm.memslots().get(id).expect("every tracked memslot is there between the test's steps")
     }
 }
 
@@ -481,17 +480,4 @@ fn draw_cuts(rng: &mut Rng, pages: u64) -> Vec<u64> {
     cuts.sort_unstable();
     cuts.dedup();
     cuts
-}
-
-/// Memslots that begin at `cuts`, over all of `memory`, which lies at guest-physical 0.
-fn cut(memory: &Memory, cuts: &[u64], pages: u64) -> Vec<Slot> {
-    let starts = std::iter::once(0).chain(cuts.iter().copied().filter(|&cut| cut > 0));
-    let starts: Vec<u64> = starts.collect();
-    let ends = starts.iter().skip(1).copied().chain([pages]);
-    let base = memory.mapping.as_ptr() as u64;
-    let slot = |(id, (start, end)): (usize, (u64, u64))| {
-        let offset = start * PAGE_SIZE;
-        Slot { id: id as u32, gpa: offset, len: (end - start) * PAGE_SIZE, offset, hva: base + offset }
-    };
-    starts.iter().copied().zip(ends).enumerate().map(slot).collect()
 }

@@ -145,6 +145,7 @@ fn load(path: &str, parameters: &[String]) -> io::Result<()> {
 /// Machines that stay, so that the kernel patches its own code once, now, and not whenever a first machine comes or a last
 /// one goes, under running CPUs: QEMU may go on with code that is there no more (`lab::bed::svm`). The keys are
 /// preempt_notifier_key in the scheduler, and KVM's apic_hw_disabled, apic_sw_disabled and kvm_has_noapic_vcpu.
+#[expect(clippy::disallowed_methods, reason = "neither of them has memory")]
 fn hold_kvm() -> io::Result<()> {
     const APIC_ENABLED: u64 = 1 << 11;
     let kvm = vellum::vm::open().map_err(io::Error::other)?;
