@@ -298,6 +298,13 @@ impl Board {
     }
 }
 
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // The vCPUs' threads are joined next, and one may be waiting for a device.
+        self.virtio.abandon();
+    }
+}
+
 /// The devices of the board by port and by address; those of a multiboot guest, which is a test, with them.
 fn buses(
     vm: &Vm,

@@ -68,12 +68,12 @@ impl Payload for Machine {
     }
 
     fn pause(&mut self) -> Result<(), Error> {
-        if let Err(error) = vcpu::pause_all(&self.vcpus) {
+        let vcpus = vcpu::pause_all(&self.vcpus).map_err(Error::from);
+        let stopped = vcpus.and_then(|_| Ok(self.virtio.quiesce()?));
+        if stopped.is_err() {
             vcpu::resume_all(&self.vcpus);
-            return Err(error.into());
         }
-        self.virtio.quiesce();
-        Ok(())
+        stopped
     }
 
     fn resume(&mut self) {
@@ -118,6 +118,7 @@ impl Payload for Machine {
 
     fn stop(&mut self) {
         self.last_counters = self.counters.take().and_then(|counters| counters.read().ok());
+        self.virtio.abandon();
         self.vcpus.clear();
     }
 

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use kvm_ioctls::{IoEventAddress, VmFd};
 
@@ -23,8 +24,9 @@ use crate::devices::virtio::mmio::{self, Mmio};
 use crate::devices::virtio::net::{Net, NetConfig, NetError};
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::vsock::{Vsock, VsockConfig, VsockError};
-use crate::devices::virtio::{Memory, VirtioDevice};
+use crate::devices::virtio::{Hang, PATIENCE, VirtioDevice};
 use crate::fault::{Blame, Fault, Field};
+use crate::memory::GuestMemory;
 use crate::sandbox::{Sandbox, ThreadKind};
 
 /// What is asked for.
@@ -77,6 +79,9 @@ pub enum Error {
     /// The address map.
     #[error(transparent)]
     Bus(#[from] Overlap),
+    /// A request that does not come back keeps a device from standing still.
+    #[error("{0}: {1}; is what it goes to still there?")]
+    Hangs(String, #[source] Hang),
     /// The host refuses a descriptor or a thread.
     #[error("a virtio device: {0}")]
     Host(#[source] io::Error),
@@ -92,7 +97,7 @@ impl Fault for Error {
             Self::Rng(_) => Blame::host(Field::Rng),
             Self::TooMany(_) => Blame::USER,
             Self::Irqchip(error) => error.blame(),
-            Self::Kvm(..) | Self::Bus(_) | Self::Host(_) => Blame::HOST,
+            Self::Kvm(..) | Self::Bus(_) | Self::Hangs(..) | Self::Host(_) => Blame::HOST,
         }
     }
 }
@@ -166,7 +171,7 @@ impl Opened {
         vm: &VmFd,
         irqchip: &Irqchip,
         bus: &mut Bus,
-        memory: &Arc<Memory>,
+        memory: &Arc<GuestMemory>,
         sandbox: Sandbox,
         vsock: Option<PathBuf>,
     ) -> Result<Virtio, Error> {
@@ -181,8 +186,8 @@ impl Opened {
         let mut wired = Vec::new();
         for (at, (name, device)) in devices.into_iter().enumerate() {
             let mmio = Mmio::new(device, memory.clone()).map_err(Error::Host)?;
-            irqchip.connect(vm, mmio.interrupt().event(), GSIS[at])?;
-            let address = IoEventAddress::Mmio(base(at) + Mmio::doorbell_offset());
+            irqchip.connect(vm, mmio.interrupt().config_event(), GSIS[at])?;
+            let address = IoEventAddress::Mmio(base(at) + mmio::DOORBELLS);
             for (queue, doorbell) in (0u32..).zip(mmio.doorbells()) {
                 vm.register_ioevent(doorbell, &address, queue).map_err(|e| Error::Kvm("KVM_IOEVENTFD", e))?;
             }
@@ -196,13 +201,32 @@ impl Opened {
 
 impl Virtio {
     /// Stops all devices: afterwards none touches guest memory.
-    pub fn quiesce(&self) {
-        self.devices.iter().for_each(|(_, device)| device.quiesce());
+    ///
+    /// # Errors
+    /// Which device hangs. All go on then.
+    pub fn quiesce(&self) -> Result<(), Error> {
+        let deadline = Instant::now() + PATIENCE;
+        let hangs = self.devices.iter().find_map(|(name, device)| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            device.quiesce(left).err().map(|hang| Error::Hangs(name.clone(), hang))
+        });
+        match hangs {
+            None => Ok(()),
+            Some(error) => {
+                self.resume();
+                Err(error)
+            }
+        }
     }
 
     /// Starts all devices where they stopped.
     pub fn resume(&self) {
         self.devices.iter().for_each(|(_, device)| device.resume());
+    }
+
+    /// The machine is over: no vCPU waits for a device any more. Before the vCPUs' threads are joined.
+    pub fn abandon(&self) {
+        self.devices.iter().for_each(|(_, device)| device.abandon());
     }
 }
 

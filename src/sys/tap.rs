@@ -112,6 +112,11 @@ impl Tap {
         self.check("TUNSETVNETHDRSZ", unsafe { ioctl_with_ref(&self.file, TUNSETVNETHDRSZ, &bytes) })
     }
 
+    /// The interface.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// What this side takes unfinished.
     pub fn set_offloads(&self, offloads: u32) -> Result<(), TapError> {
         // SAFETY: TUNSETOFFLOAD takes its argument by value.

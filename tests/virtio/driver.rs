@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
 use vellum::devices::bus::BusDevice;
 use vellum::devices::virtio::mmio::Mmio;
-use vellum::devices::virtio::{Memory, VirtioDevice};
-use vellum::memory::MemoryConfig;
+use vellum::devices::virtio::{PATIENCE, VirtioDevice};
+use vellum::memory::{GuestMemory, MemoryConfig};
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::*;
@@ -51,7 +51,7 @@ type EventLoop = EventManager<Arc<Mutex<dyn MutEventSubscriber + Send>>>;
 
 pub struct Driver {
     pub mmio: Mmio,
-    pub mem: Arc<Memory>,
+    pub mem: Arc<GuestMemory>,
     events: EventLoop,
     queues: Vec<Ring>,
 }
@@ -67,7 +67,7 @@ struct Ring {
     seen_used: u16,
 }
 
-pub fn memory() -> Arc<Memory> {
+pub fn memory() -> Arc<GuestMemory> {
     let memory = vellum::memory::Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(MEMORY_END))
         .expect("2 MiB of memory");
     memory.guest.iter().for_each(|region| region.bitmap().enable(true));
@@ -81,7 +81,7 @@ impl Driver {
     }
 
     /// The same on memory that is there already.
-    pub fn on(device: impl VirtioDevice + 'static, mem: Arc<Memory>) -> Self {
+    pub fn on(device: impl VirtioDevice + 'static, mem: Arc<GuestMemory>) -> Self {
         let mmio = Mmio::new(Box::new(device), mem.clone()).expect("eventfds");
         let mut events = EventLoop::new().expect("epoll");
         events.add_subscriber(mmio.subscriber());
@@ -89,7 +89,7 @@ impl Driver {
     }
 
     /// Ends the old process of a migration: its memory and its driver's rings are the new one's.
-    pub fn into_parts(self) -> (Arc<Memory>, Rings) {
+    pub fn into_parts(self) -> (Arc<GuestMemory>, Rings) {
         (self.mem, Rings(self.queues))
     }
 
@@ -101,7 +101,7 @@ impl Driver {
     /// The device goes on in `device`, as in another process: quiesced, saved as the text that is sent, restored on the same
     /// memory. `meanwhile` is what the driver does between, to which nobody answers before the end.
     pub fn move_to(mut self, device: impl VirtioDevice + 'static, meanwhile: impl FnOnce(&mut Self)) -> Self {
-        self.mmio.quiesce();
+        self.mmio.quiesce(PATIENCE).expect("nothing hangs");
         meanwhile(&mut self);
         self.run();
         let state = serde_json::to_string(&self.mmio.save()).expect("plain data");
@@ -300,13 +300,13 @@ impl Driver {
             }
             assert!(Instant::now() < limit, "the device does not answer");
             let mut fd = libc::pollfd {
-                fd: self.mmio.interrupt().event().as_raw_fd(),
+                fd: self.mmio.interrupt().config_event().as_raw_fd(),
                 events: libc::POLLIN,
                 revents: 0,
             };
             // SAFETY: one valid pollfd.
             unsafe { libc::poll(&mut fd, 1, 1000) };
-            let _ = self.mmio.interrupt().event().read();
+            let _ = self.mmio.interrupt().config_event().read();
         }
     }
 

@@ -1,8 +1,8 @@
 //! The register file, reset, and saved state.
 
 use vellum::devices::bus::BusDevice;
-use vellum::devices::virtio::RestoreError;
 use vellum::devices::virtio::blk::BlkConfig;
+use vellum::devices::virtio::{PATIENCE, RestoreError};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
@@ -79,7 +79,7 @@ fn a_ready_queue_does_not_move() {
     driver.set(VIRTIO_MMIO_QUEUE_DESC_LOW, 0xdead_0000);
     assert_eq!(driver.get(VIRTIO_MMIO_QUEUE_READY), 1);
     // The registers are read again when the machine resumes.
-    driver.mmio.quiesce();
+    driver.mmio.quiesce(PATIENCE).unwrap();
     driver.mmio.resume();
     header(&driver, VIRTIO_BLK_T_IN, 0);
     driver.submit(0, &[readable(HEADER, 16), writable(DATA, 512), writable(STATUS, 1)]);
@@ -130,7 +130,7 @@ fn a_disk_moves_to_a_new_process_in_the_middle_of_its_rings() {
         old.submit(0, &chain);
         old.wait_used(0);
     }
-    old.mmio.quiesce();
+    old.mmio.quiesce(PATIENCE).unwrap();
     header(&old, VIRTIO_BLK_T_OUT, 6);
     old.put(DATA, &[0x55; 512]);
     old.submit(0, &chain);

@@ -6,15 +6,16 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use event_manager::EventOps;
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
-use super::mmio::Mmio;
 use super::queue::Served;
-use super::{Active, DeviceState, RestoreError, VirtioDevice, read_space};
+use super::transport::Transport;
+use super::{Active, DeviceState, Hang, RestoreError, VirtioDevice, read_space};
 
 /// Feature bits and queues (section 5.5.3); virtio-bindings has no balloon.
 const F_STATS_VQ: u32 = 1;
@@ -67,6 +68,8 @@ pub struct Stat {
 pub struct State {
     target: u32,
     actual: u32,
+    /// New figures have been asked for, and the driver has not given them yet.
+    refresh: bool,
 }
 
 impl Balloon {
@@ -79,14 +82,13 @@ impl Balloon {
     /// Drops the pages that the driver names as an array of little-endian page numbers: a run of neighbours at once, for
     /// Linux names them one by one as its allocator splits a larger block.
     fn inflate(active: &mut Active) {
-        let mem = active.mem.clone();
-        let Some(queue) = active.queue(INFLATE) else { return };
-        queue.serve(&mem, |chain| {
+        let memory = active.memory.clone();
+        active.serve(INFLATE, |chain| {
             let named = std::iter::from_fn(|| chain.readable.read_array()).map(u32::from_le_bytes);
             let mut pages: Vec<u32> = named.take(MAX_PAGES).collect();
             for (first, count) in runs(&mut pages) {
                 let start = GuestAddress(u64::from(first) * PAGE);
-                for slice in mem.get_slices(start, count * PAGE as usize).flatten() {
+                for slice in memory.get_slices(start, count * PAGE as usize).flatten() {
                     super::slices::discard(&slice);
                 }
             }
@@ -96,9 +98,7 @@ impl Balloon {
 
     /// Drops the pages that the driver's buffers cover; it takes them back with their request.
     fn report(active: &mut Active, index: u16) {
-        let mem = active.mem.clone();
-        let Some(queue) = active.queue(index) else { return };
-        queue.serve(&mem, |chain| {
+        active.serve(index, |chain| {
             chain.writable.for_each(usize::MAX, super::slices::discard);
             Served::Done(0)
         });
@@ -107,9 +107,7 @@ impl Balloon {
     /// The driver leaves one request in the queue; giving it back asks for new figures.
     fn stats(&mut self) {
         let Some(active) = &mut self.active else { return };
-        let mem = active.mem.clone();
-        let Some(queue) = active.queue(STATS) else { return };
-        queue.serve(&mem, |chain| {
+        active.serve(STATS, |chain| {
             if self.shared.refresh.swap(false, Ordering::AcqRel) {
                 return Served::Done(0);
             }
@@ -134,7 +132,7 @@ fn runs(pages: &mut Vec<u32>) -> impl Iterator<Item = (u32, usize)> {
 
 impl BalloonHandle {
     /// Asks the driver to lend this many bytes, rounded down to pages; `device` is the balloon's transport.
-    pub fn set_target(&self, bytes: u64, device: &Mmio) {
+    pub fn set_target(&self, bytes: u64, device: &Transport) {
         let pages = u32::try_from(bytes / PAGE).unwrap_or(u32::MAX);
         self.shared.target.store(pages, Ordering::Release);
         device.interrupt().config();
@@ -151,9 +149,9 @@ impl BalloonHandle {
     }
 
     /// Asks the driver for new figures; they are there when it has answered.
-    pub fn refresh_stats(&self, device: &Mmio) {
+    pub fn refresh_stats(&self, device: &Transport) {
         self.shared.refresh.store(true, Ordering::Release);
-        let _ = device.doorbells()[usize::from(STATS)].write(1);
+        device.ring(STATS.into());
     }
 }
 
@@ -188,8 +186,8 @@ impl VirtioDevice for Balloon {
         self.active = Some(active);
     }
 
-    fn quiesce(&mut self) -> Option<Active> {
-        self.active.take()
+    fn quiesce(&mut self, _patience: Duration) -> Result<Option<Active>, Hang> {
+        Ok(self.active.take())
     }
 
     fn reset(&mut self) {
@@ -198,25 +196,21 @@ impl VirtioDevice for Balloon {
 
     fn notified(&mut self, index: u16, _ops: &mut EventOps) {
         let Some(active) = &mut self.active else { return };
-        let mem = active.mem.clone();
         // Queues that are not negotiated are not counted (as Linux and QEMU do).
         let stats = active.has(F_STATS_VQ);
         match index {
             INFLATE => Self::inflate(active),
-            DEFLATE => {
-                let Some(queue) = active.queue(DEFLATE) else { return };
-                queue.serve(&mem, |_| Served::Done(0));
-            }
+            DEFLATE => active.serve(DEFLATE, |_| Served::Done(0)),
             STATS if stats => self.stats(),
             _ => Self::report(active, index),
         }
     }
 
     fn save(&self) -> DeviceState {
-        let (target, actual) = (&self.shared.target, &self.shared.actual);
         DeviceState::Balloon(State {
-            target: target.load(Ordering::Acquire),
-            actual: actual.load(Ordering::Acquire),
+            target: self.shared.target.load(Ordering::Acquire),
+            actual: self.shared.actual.load(Ordering::Acquire),
+            refresh: self.shared.refresh.load(Ordering::Acquire),
         })
     }
 
@@ -224,6 +218,7 @@ impl VirtioDevice for Balloon {
         let DeviceState::Balloon(state) = state else { return Err(RestoreError::kind("balloon", &state)) };
         self.shared.target.store(state.target, Ordering::Release);
         self.shared.actual.store(state.actual, Ordering::Release);
+        self.shared.refresh.store(state.refresh, Ordering::Release);
         Ok(())
     }
 }

@@ -5,13 +5,14 @@
 
 use std::fs::File;
 use std::io;
+use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events};
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 
 use super::queue::Served;
-use super::{Active, DeviceState, RestoreError, VirtioDevice};
+use super::{Active, DeviceState, Hang, RestoreError, VirtioDevice};
 
 const RECEIVE: u16 = 0;
 const TRANSMIT: u16 = 1;
@@ -29,6 +30,8 @@ pub struct Console {
     output_watched: bool,
     /// What of the first request in the transmit queue is already out.
     sent: usize,
+    /// Output has been lost, and that has been said.
+    lost: bool,
     active: Option<Active>,
 }
 
@@ -51,15 +54,13 @@ impl Console {
     /// a terminal should have O_NONBLOCK), for it is written on the event loop.
     pub fn new(input: Option<File>, output: File) -> Self {
         let input = input.map(|file| Input { file, ready: false, polled: false });
-        Console { input, output, output_watched: false, sent: 0, active: None }
+        Console { input, output, output_watched: false, sent: 0, lost: false, active: None }
     }
 
     fn receive(&mut self, ops: &mut EventOps) {
         let (Some(active), Some(input)) = (&mut self.active, &mut self.input) else { return };
-        let mem = active.mem.clone();
-        let Some(queue) = active.queue(RECEIVE) else { return };
         let mut ended = false;
-        queue.serve(&mem, |chain| {
+        active.serve(RECEIVE, |chain| {
             if !input.ready || ended {
                 return Served::Later;
             }
@@ -88,11 +89,9 @@ impl Console {
 
     fn transmit(&mut self, ops: &mut EventOps) {
         let Some(active) = &mut self.active else { return };
-        let mem = active.mem.clone();
-        let Some(queue) = active.queue(TRANSMIT) else { return };
-        let (sent, output) = (&mut self.sent, &self.output);
+        let (sent, output, lost) = (&mut self.sent, &self.output, &mut self.lost);
         let mut full = false;
-        queue.serve(&mem, |chain| {
+        active.serve(TRANSMIT, |chain| {
             chain.readable.skip(*sent);
             while chain.readable.left() > 0 {
                 match chain.readable.writev(output, MAX_BYTES) {
@@ -103,7 +102,14 @@ impl Console {
                         return Served::Later;
                     }
                     // Nobody reads any more: the guest's words go nowhere, as with a cable pulled out.
-                    _ => break,
+                    gone => {
+                        if !std::mem::replace(lost, true) {
+                            let why =
+                                gone.err().map_or("it takes nothing".to_owned(), |error| error.to_string());
+                            tracing::warn!("virtio console: output is lost from here on: {why}");
+                        }
+                        break;
+                    }
                 }
             }
             *sent = 0;
@@ -134,8 +140,8 @@ impl VirtioDevice for Console {
         self.active = Some(active);
     }
 
-    fn quiesce(&mut self) -> Option<Active> {
-        self.active.take()
+    fn quiesce(&mut self, _patience: Duration) -> Result<Option<Active>, Hang> {
+        Ok(self.active.take())
     }
 
     fn reset(&mut self) {

@@ -1,9 +1,10 @@
-//! Virtio 1.2 devices over MMIO.
+//! Virtio 1.2 devices, and the transport that carries them.
 //!
-//! Start reading at [`VirtioDevice`], then [`mmio`], the register file that drives one. [`queue`] takes requests off a
-//! ring and [`slices`] is a request's bytes. Then one file a device: [`rng`] is the shortest, [`blk`] the only one
-//! with a thread of its own; the others run on the event loop. What announces the devices to a guest (ACPI, FDT) and
-//! wires their eventfds to KVM lives with the machine, not here.
+//! Start reading at [`VirtioDevice`], then [`transport`], which drives one, and [`mmio`], the thin codec by which a guest
+//! reaches its registers. [`queue`] takes requests off a ring, [`slices`] is a request's bytes, [`interrupt`] the way back
+//! to the driver. Then one file a device: [`rng`] is the shortest, [`blk`] the only one with a thread of its own; the
+//! others run on the event loop. What announces the devices to a guest (ACPI, FDT) and wires their eventfds to KVM lives
+//! with the machine, not here.
 //!
 //! The driver is hostile: it may change buffers while they are read, point rings anywhere, and reset in the middle of
 //! a request. Whatever breaks the rules of a ring stops the device with DEVICE_NEEDS_RESET; whatever is merely a bad
@@ -12,26 +13,38 @@
 pub mod balloon;
 pub mod blk;
 pub mod console;
+pub mod interrupt;
 pub mod mmio;
 pub mod net;
 pub mod queue;
+pub mod registers;
 pub mod rng;
 pub mod slices;
+pub mod transport;
 pub mod vsock;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
 
 use event_manager::{EventOps, Events};
 use serde::{Deserialize, Serialize};
-use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use crate::memory::write_log::WriteLog;
-use queue::VirtQueue;
+use crate::memory::GuestMemory;
+use queue::{Chain, Served, VirtQueue};
 
-/// The guest memory that devices read and write.
-pub type Memory = vm_memory::GuestMemoryMmap<WriteLog>;
+/// How long a device may take to finish what is in flight before it is said to hang: longer than any request to a disk
+/// that works, and short enough for whoever waits.
+pub const PATIENCE: Duration = Duration::from_secs(2);
+
+/// What keeps a device from standing still.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what} has not come back for {:.1} s", .since.as_secs_f64())]
+pub struct Hang {
+    /// A request, with the file that it goes to.
+    pub what: String,
+    /// How long it has been under way.
+    pub since: Duration,
+}
 
 /// What the transport asks of a device. The transport holds the device's mutex during every call.
 pub trait VirtioDevice: Send {
@@ -55,8 +68,9 @@ pub trait VirtioDevice: Send {
     /// The driver is ready, or the machine resumes: the device owns its queues until [`VirtioDevice::quiesce`].
     fn activate(&mut self, active: Active);
 
-    /// Finishes what is in flight and gives the queues back. When it returns nothing touches guest memory any more.
-    fn quiesce(&mut self) -> Option<Active>;
+    /// Finishes what is in flight and gives the queues back: nothing touches guest memory any more. A device that would
+    /// take longer than `patience` says what hangs, and goes on with its queues as if it had not been asked.
+    fn quiesce(&mut self, patience: Duration) -> Result<Option<Active>, Hang>;
 
     /// The driver has reset the device: forget everything that the next driver must not see. This runs on a vCPU's
     /// thread, whose sandbox allows few system calls; the queues' doorbells ring afterwards, for what needs more.
@@ -151,7 +165,7 @@ impl RestoreError {
 /// What a device owns while its driver runs.
 pub struct Active {
     /// Guest memory.
-    pub mem: Arc<Memory>,
+    pub memory: Arc<GuestMemory>,
     /// Feature bits that both sides have agreed on.
     pub features: u64,
     /// The queues that the driver has made ready, in order of their index.
@@ -159,72 +173,16 @@ pub struct Active {
 }
 
 impl Active {
-    /// The queue with this index, if the driver made it ready.
-    pub fn queue(&mut self, index: u16) -> Option<&mut VirtQueue> {
-        self.queues.iter_mut().find(|q| q.index() == index)
+    /// Serves what the driver has made available in queue `index`, if it has made that ready: [`VirtQueue::serve`].
+    pub fn serve<'m>(&'m mut self, index: u16, serve: impl FnMut(&mut Chain<'m>) -> Served) {
+        if let Some(queue) = self.queues.iter_mut().find(|queue| queue.index() == index) {
+            queue.serve(&self.memory, serve);
+        }
     }
 
     /// Whether the driver has accepted this feature bit.
     pub fn has(&self, feature: u32) -> bool {
         self.features & (1 << feature) != 0
-    }
-}
-
-/// A device's interrupt line: the status register that the driver reads and the irqfd behind it. Shared without a
-/// lock, because the driver's interrupt handler reads it on every interrupt. The line is edge-triggered: every call
-/// that has news writes the eventfd.
-pub struct Interrupt {
-    status: AtomicU32,
-    generation: AtomicU32,
-    broken: AtomicBool,
-    event: EventFd,
-}
-
-impl Interrupt {
-    /// A line that nothing has raised yet.
-    pub fn new() -> std::io::Result<Self> {
-        let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
-        Ok(Interrupt {
-            status: AtomicU32::new(0),
-            generation: AtomicU32::new(0),
-            broken: AtomicBool::new(false),
-            event,
-        })
-    }
-
-    /// For KVM_IRQFD, without a resample fd.
-    pub fn event(&self) -> &EventFd {
-        &self.event
-    }
-
-    /// Used buffers are waiting.
-    pub fn queue(&self) {
-        self.raise(VIRTIO_MMIO_INT_VRING);
-    }
-
-    /// The configuration space has changed.
-    pub fn config(&self) {
-        self.generation.fetch_add(1, Ordering::Release);
-        self.raise(VIRTIO_MMIO_INT_CONFIG);
-    }
-
-    /// The driver has broken the rules: the device stands still until it is reset.
-    pub fn needs_reset(&self, why: &dyn std::error::Error) {
-        if !self.broken.swap(true, Ordering::AcqRel) {
-            tracing::warn!("virtio: {why}; the device waits for a reset");
-        }
-        self.raise(VIRTIO_MMIO_INT_CONFIG);
-    }
-
-    /// Whether the device waits for a reset.
-    pub fn is_broken(&self) -> bool {
-        self.broken.load(Ordering::Acquire)
-    }
-
-    fn raise(&self, bit: u32) {
-        self.status.fetch_or(bit, Ordering::AcqRel);
-        // A full counter means that the interrupt is already on its way.
-        let _ = self.event.write(1);
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::io;
 use std::net::Ipv4Addr;
+use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events};
 use serde::{Deserialize, Serialize};
@@ -12,7 +13,7 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 use virtio_bindings::virtio_net::*;
 
 use super::queue::Served;
-use super::{Active, DeviceState, RestoreError, VirtioDevice, read_space};
+use super::{Active, DeviceState, Hang, RestoreError, VirtioDevice, read_space};
 use crate::sys::tap::{self, Tap};
 
 const RECEIVE: u16 = 0;
@@ -95,9 +96,7 @@ impl Net {
 
     fn receive(&mut self) {
         let Some(active) = &mut self.active else { return };
-        let mem = active.mem.clone();
-        let Some(queue) = active.queue(RECEIVE) else { return };
-        queue.serve(&mem, |chain| {
+        active.serve(RECEIVE, |chain| {
             if !self.readable {
                 return Served::Later;
             }
@@ -109,12 +108,12 @@ impl Net {
             match chain.writable.readv(&self.tap, MAX_PACKET) {
                 Ok(count) => Served::Done(count as u32),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => Served::Later,
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    self.readable = false;
-                    Served::Later
-                }
-                // The interface is down or gone: nothing to read until it tells of something new.
-                Err(_) => {
+                Err(error) => {
+                    // Where there is another reason the interface is down or gone: nothing to read until it tells of
+                    // something new.
+                    if error.kind() != io::ErrorKind::WouldBlock {
+                        tracing::warn!("{}: {error}", self.tap.name());
+                    }
                     self.readable = false;
                     Served::Later
                 }
@@ -124,12 +123,12 @@ impl Net {
 
     fn transmit(&mut self) {
         let Some(active) = &mut self.active else { return };
-        let mem = active.mem.clone();
-        let Some(queue) = active.queue(TRANSMIT) else { return };
-        queue.serve(&mem, |chain| {
+        active.serve(TRANSMIT, |chain| {
             // A packet that the tap does not take is lost, as on any wire.
-            if (HEADER..=MAX_PACKET).contains(&chain.readable.left()) {
-                let _ = chain.readable.writev(&self.tap, MAX_PACKET);
+            if (HEADER..=MAX_PACKET).contains(&chain.readable.left())
+                && let Err(error) = chain.readable.writev(&self.tap, MAX_PACKET)
+            {
+                tracing::debug!("{}: a packet of the guest is lost: {error}", self.tap.name());
             }
             Served::Done(0)
         });
@@ -182,8 +181,8 @@ impl VirtioDevice for Net {
         self.active = Some(active);
     }
 
-    fn quiesce(&mut self) -> Option<Active> {
-        self.active.take()
+    fn quiesce(&mut self, _patience: Duration) -> Result<Option<Active>, Hang> {
+        Ok(self.active.take())
     }
 
     fn watch(&mut self, ops: &mut EventOps) {

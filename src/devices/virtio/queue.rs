@@ -11,8 +11,9 @@ use virtio_queue::{Error as RingError, Queue, QueueOwnedT, QueueT};
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::interrupt::Interrupt;
 use super::slices::Slices;
-use super::{Interrupt, Memory};
+use crate::memory::GuestMemory;
 
 /// How a driver broke the rules of the ring; all of them cost it the device until it resets it.
 #[derive(Debug, thiserror::Error)]
@@ -76,12 +77,12 @@ pub struct VirtQueue {
     index: u16,
     queue: Queue,
     event: Arc<EventFd>,
-    irq: Arc<Interrupt>,
+    interrupt: Arc<Interrupt>,
 }
 
 impl VirtQueue {
-    pub(super) fn new(index: u16, queue: Queue, event: Arc<EventFd>, irq: Arc<Interrupt>) -> Self {
-        VirtQueue { index, queue, event, irq }
+    pub(super) fn new(index: u16, queue: Queue, event: Arc<EventFd>, interrupt: Arc<Interrupt>) -> Self {
+        VirtQueue { index, queue, event, interrupt }
     }
 
     /// Its place among the device's queues.
@@ -102,18 +103,18 @@ impl VirtQueue {
     /// Serves what the driver has made available, one queue length at most; whatever is left then rings the
     /// queue's own doorbell, so that a busy queue takes its turn with the others. One interrupt at the end if the
     /// driver wants it.
-    pub fn serve<'m>(&mut self, mem: &'m Memory, serve: impl FnMut(&mut Chain<'m>) -> Served) {
-        if self.irq.is_broken() {
+    pub fn serve<'m>(&mut self, mem: &'m GuestMemory, serve: impl FnMut(&mut Chain<'m>) -> Served) {
+        if self.interrupt.is_broken() {
             return;
         }
         if let Err(error) = self.try_serve(mem, serve) {
-            self.irq.needs_reset(&error);
+            self.interrupt.needs_reset(&error);
         }
     }
 
     fn try_serve<'m>(
         &mut self,
-        mem: &'m Memory,
+        mem: &'m GuestMemory,
         mut serve: impl FnMut(&mut Chain<'m>) -> Served,
     ) -> Result<(), QueueError> {
         let mut chain = Chain::default();
@@ -141,7 +142,7 @@ impl VirtQueue {
     }
 
     /// Takes the next request into `chain`; false if there is none.
-    fn pop<'m>(&mut self, mem: &'m Memory, chain: &mut Chain<'m>) -> Result<bool, QueueError> {
+    fn pop<'m>(&mut self, mem: &'m GuestMemory, chain: &mut Chain<'m>) -> Result<bool, QueueError> {
         chain.readable.clear();
         chain.writable.clear();
         let (queue, size) = (self.index, self.queue.size());
@@ -183,11 +184,11 @@ impl VirtQueue {
     /// Serves one request, with its interrupt; false if there is none, or the device waits for a reset.
     pub fn serve_one<'m>(
         &mut self,
-        mem: &'m Memory,
+        mem: &'m GuestMemory,
         chain: &mut Chain<'m>,
         serve: impl FnOnce(&mut Chain<'m>) -> u32,
     ) -> bool {
-        if self.irq.is_broken() {
+        if self.interrupt.is_broken() {
             return false;
         }
         let served = match self.pop(mem, chain) {
@@ -198,16 +199,16 @@ impl VirtQueue {
             other => other,
         };
         served.unwrap_or_else(|error| {
-            self.irq.needs_reset(&error);
+            self.interrupt.needs_reset(&error);
             false
         })
     }
 
     /// Asks the driver to notify of new requests; true if some have come meanwhile.
-    pub fn listen(&mut self, mem: &Memory) -> bool {
-        !self.irq.is_broken()
+    pub fn listen(&mut self, mem: &GuestMemory) -> bool {
+        !self.interrupt.is_broken()
             && self.queue.enable_notification(mem).unwrap_or_else(|error| {
-                self.irq.needs_reset(&self.ring(error));
+                self.interrupt.needs_reset(&self.ring(error));
                 false
             })
     }
@@ -218,13 +219,13 @@ impl VirtQueue {
         let _ = self.event.write(1);
     }
 
-    fn push(&mut self, mem: &Memory, head: u16, len: u32) -> Result<(), QueueError> {
+    fn push(&mut self, mem: &GuestMemory, head: u16, len: u32) -> Result<(), QueueError> {
         self.queue.add_used(mem, head, len).map_err(|e| self.ring(e))
     }
 
-    fn signal(&mut self, mem: &Memory) -> Result<(), QueueError> {
+    fn signal(&mut self, mem: &GuestMemory) -> Result<(), QueueError> {
         if self.queue.needs_notification(mem).map_err(|e| self.ring(e))? {
-            self.irq.queue();
+            self.interrupt.queue(self.index);
         }
         Ok(())
     }
@@ -235,6 +236,6 @@ impl VirtQueue {
 }
 
 /// Whether `len` bytes at `addr` are guest memory.
-pub(super) fn is_memory(mem: &Memory, addr: u64, len: usize) -> bool {
+pub(super) fn is_memory(mem: &GuestMemory, addr: u64, len: usize) -> bool {
     mem.check_range(GuestAddress(addr), len)
 }

@@ -2,13 +2,14 @@
 
 use std::fs::File;
 use std::io;
+use std::time::Duration;
 
 use event_manager::EventOps;
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 
 use super::queue::Served;
-use super::{Active, DeviceState, RestoreError, VirtioDevice};
+use super::{Active, DeviceState, Hang, RestoreError, VirtioDevice};
 
 /// A request gets at most this many bytes, so that a driver that asks for gigabytes does not hold up the event loop.
 const MAX_BYTES: usize = 1 << 16;
@@ -48,17 +49,18 @@ impl VirtioDevice for Rng {
         self.active = Some(active);
     }
 
-    fn quiesce(&mut self) -> Option<Active> {
-        self.active.take()
+    fn quiesce(&mut self, _patience: Duration) -> Result<Option<Active>, Hang> {
+        Ok(self.active.take())
     }
 
     fn notified(&mut self, index: u16, _ops: &mut EventOps) {
         let Some(active) = &mut self.active else { return };
-        let mem = active.mem.clone();
-        let Some(queue) = active.queue(index) else { return };
-        queue.serve(&mem, |chain| {
-            // A failed read leaves the request empty, which is what the driver then sees.
-            let read = chain.writable.readv(&self.source, MAX_BYTES).unwrap_or(0);
+        active.serve(index, |chain| {
+            let read = chain.writable.readv(&self.source, MAX_BYTES).unwrap_or_else(|error| {
+                tracing::warn!("virtio rng: /dev/urandom: {error}");
+                // The request stays empty, which is what the driver then sees.
+                0
+            });
             Served::Done(read as u32)
         });
     }

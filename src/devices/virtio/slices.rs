@@ -10,10 +10,10 @@ use std::os::fd::AsRawFd;
 use vm_memory::bitmap::{Bitmap, MS};
 use vm_memory::volatile_memory::VolatileSlice;
 
-use super::Memory;
+use crate::memory::GuestMemory;
 
 /// A stretch of guest memory.
-pub type Slice<'m> = VolatileSlice<'m, MS<'m, Memory>>;
+pub type Slice<'m> = VolatileSlice<'m, MS<'m, GuestMemory>>;
 
 /// The most buffers that one readv, writev, preadv or pwritev takes (Linux's UIO_MAXIOV).
 const IOV_MAX: usize = 1024;

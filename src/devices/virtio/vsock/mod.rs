@@ -16,6 +16,7 @@ use std::io::Read;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events};
 use serde::{Deserialize, Serialize};
@@ -23,7 +24,7 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
 
 use super::queue::{Chain, Served};
 use super::slices::Slices;
-use super::{Active, DeviceState, RestoreError, VirtioDevice, read_space};
+use super::{Active, DeviceState, Hang, RestoreError, VirtioDevice, read_space};
 use crate::sys::socket::{Listener, SocketError};
 use connection::{Connection, Fate, Ports};
 use packet::{HEADER, HOST_CID, Header, STREAM, op};
@@ -125,9 +126,7 @@ impl Vsock {
 
     fn take_packets(&mut self) {
         let Some(active) = &mut self.active else { return };
-        let mem = active.mem.clone();
-        let Some(queue) = active.queue(TRANSMIT) else { return };
-        queue.serve(&mem, |chain| {
+        active.serve(TRANSMIT, |chain| {
             self.hub.packet(&mut chain.readable);
             Served::Done(0)
         });
@@ -135,11 +134,8 @@ impl Vsock {
 
     fn give_packets(&mut self) {
         let Some(active) = &mut self.active else { return };
-        let mem = active.mem.clone();
-        if self.restored
-            && let Some(queue) = active.queue(EVENT)
-        {
-            queue.serve(&mem, |chain| {
+        if self.restored {
+            active.serve(EVENT, |chain| {
                 if !std::mem::take(&mut self.restored) {
                     return Served::Later;
                 }
@@ -147,9 +143,8 @@ impl Vsock {
                 Served::Done(chain.writable.write(&0u32.to_le_bytes()) as u32)
             });
         }
-        let Some(queue) = active.queue(RECEIVE) else { return };
         let mut head = Slices::default();
-        queue.serve(&mem, |chain| {
+        active.serve(RECEIVE, |chain| {
             if chain.writable.left() < HEADER {
                 return Served::Done(0);
             }
@@ -365,8 +360,8 @@ impl VirtioDevice for Vsock {
         self.active = Some(active);
     }
 
-    fn quiesce(&mut self) -> Option<Active> {
-        self.active.take()
+    fn quiesce(&mut self, _patience: Duration) -> Result<Option<Active>, Hang> {
+        Ok(self.active.take())
     }
 
     fn reset(&mut self) {

@@ -1,0 +1,256 @@
+//! Disk: raw images and block devices (virtio 1.2, section 5.2).
+//!
+//! One worker thread a disk takes requests from all its queues in turn and answers each before it takes the next, with
+//! preadv and pwritev straight between file and guest memory. That is what a reset waits for: one request. The image
+//! is locked while it is open (open file description locks, as QEMU does), so that two writers cannot share it.
+
+mod requests;
+mod worker;
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use virtio_bindings::virtio_blk::*;
+use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
+
+use super::{Active, DeviceState, Hang, RestoreError, VirtioDevice, read_space};
+use crate::sys::file::{Lock, lock};
+use requests::{Disk, Id};
+use worker::Worker;
+
+/// The unit of a disk's capacity, whatever its block size.
+const SECTOR: u64 = 512;
+const QUEUE_SIZE: u16 = 256;
+/// More queues than this are of no use to one worker.
+const MAX_QUEUES: u16 = 16;
+/// The most that one discard or write-zeroes segment covers (32 MiB): it bounds the time of a request.
+const MAX_ZERO_SECTORS: u32 = 1 << 16;
+/// Segments of one discard or write-zeroes request.
+const MAX_ZERO_SEGMENTS: u32 = 16;
+
+/// A disk as the command line or a script describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlkConfig {
+    /// The image or block device.
+    pub path: PathBuf,
+    /// The guest may not write; several read-only users may share the image.
+    pub readonly: bool,
+    /// What the guest reads as the disk's serial number; at most 20 bytes.
+    pub serial: Option<String>,
+    /// Request queues, 1 to 16.
+    pub queues: u16,
+}
+
+impl BlkConfig {
+    /// A writable disk with one queue.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        BlkConfig { path: path.into(), readonly: false, serial: None, queues: 1 }
+    }
+}
+
+/// Why a disk cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum BlkError {
+    /// It cannot be opened or measured.
+    #[error("disk {path}: {source}; use an image or a block device that exists and that this user can {}", if *.readonly { "read" } else { "write, or add `readonly`" })]
+    Open {
+        /// How it was to be opened.
+        readonly: bool,
+        /// Which disk.
+        path: PathBuf,
+        /// What the kernel says.
+        source: io::Error,
+    },
+    /// Somebody else has it.
+    #[error("disk {path} is in use already, by another process or as another disk of this machine{}", if *.readonly { ", for writing" } else { "; add `readonly` to share it with readers" })]
+    Locked {
+        /// Which disk.
+        path: PathBuf,
+        /// How it was to be opened.
+        readonly: bool,
+    },
+    /// It is a directory, a pipe or the like.
+    #[error("disk {path} is neither a file nor a block device")]
+    Kind {
+        /// Which disk.
+        path: PathBuf,
+    },
+    /// It is empty or has half a sector at its end.
+    #[error(
+        "disk {path} has {size} bytes, which is not a positive multiple of 512: {}",
+        if *.size == 0 { "`truncate -s 1g` makes it larger" } else { "`truncate -s %512` pads it" }
+    )]
+    Size {
+        /// Which disk.
+        path: PathBuf,
+        /// Its size in bytes.
+        size: u64,
+    },
+    /// The serial number does not fit.
+    #[error("disk serial `{0}` is longer than 20 bytes")]
+    Serial(String),
+    /// No such number of queues.
+    #[error("a disk has 1 to {MAX_QUEUES} queues, not {0}")]
+    Queues(u16),
+}
+
+/// The device: what its vCPUs see, and the way to the worker.
+pub struct Blk {
+    config: [u8; 60],
+    features: u64,
+    state: State,
+    queue_sizes: Vec<u16>,
+    worker: Worker,
+}
+
+/// What is saved of a disk: enough to refuse a different one, and its name.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    sectors: u64,
+    readonly: bool,
+    serial: String,
+}
+
+/// An image that is open, locked and sound, and not yet at work.
+pub struct Image {
+    disk: Disk,
+    serial: String,
+    queues: u16,
+}
+
+impl Image {
+    /// Opens, locks and measures it.
+    pub fn open(config: &BlkConfig) -> Result<Self, BlkError> {
+        if config.queues == 0 || config.queues > MAX_QUEUES {
+            return Err(BlkError::Queues(config.queues));
+        }
+        let serial = config.serial.clone().unwrap_or_default();
+        let id = id(&serial).ok_or_else(|| BlkError::Serial(serial.clone()))?;
+        let (file, size) = open_image(&config.path, config.readonly)?;
+        let path = config.path.clone();
+        let (sectors, readonly) = (size / SECTOR, config.readonly);
+        let disk = Disk { file, path, sectors, readonly, write_through: false, id };
+        Ok(Image { disk, serial, queues: config.queues })
+    }
+}
+
+impl Blk {
+    /// Starts the worker. Its first act is `enter`, where it gives up what it does not need; the device is there when
+    /// that has succeeded.
+    pub fn new(
+        Image { disk, serial, queues }: Image,
+        enter: impl FnOnce() -> io::Result<()> + Send + 'static,
+    ) -> io::Result<Self> {
+        let (sectors, readonly) = (disk.sectors, disk.readonly);
+        let mut features = 1 << VIRTIO_BLK_F_SEG_MAX | 1 << VIRTIO_BLK_F_BLK_SIZE | 1 << VIRTIO_BLK_F_FLUSH;
+        features |= if readonly {
+            1 << VIRTIO_BLK_F_RO
+        } else {
+            1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES
+        };
+        features |= if queues > 1 { 1 << VIRTIO_BLK_F_MQ } else { 0 };
+        Ok(Blk {
+            config: config_space(sectors, queues),
+            features,
+            state: State { sectors, readonly, serial },
+            queue_sizes: vec![QUEUE_SIZE; queues.into()],
+            worker: Worker::start(disk, enter)?,
+        })
+    }
+}
+
+/// A serial number as the guest reads it, if it fits.
+fn id(serial: &str) -> Option<Id> {
+    let mut id = Id::default();
+    id.get_mut(..serial.len())?.copy_from_slice(serial.as_bytes());
+    Some(id)
+}
+
+impl VirtioDevice for Blk {
+    fn kind(&self) -> u32 {
+        VIRTIO_ID_BLOCK
+    }
+
+    fn features(&self) -> u64 {
+        self.features
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &self.queue_sizes
+    }
+
+    fn read_config(&self, offset: usize, data: &mut [u8]) {
+        read_space(&self.config, offset, data);
+    }
+
+    fn on_event_loop(&self) -> bool {
+        false
+    }
+
+    fn activate(&mut self, active: Active) {
+        self.worker.give(active, id(&self.state.serial).expect("it was checked when it was taken over"));
+    }
+
+    fn quiesce(&mut self, patience: Duration) -> Result<Option<Active>, Hang> {
+        self.worker.take(patience)
+    }
+
+    fn save(&self) -> DeviceState {
+        DeviceState::Blk(self.state.clone())
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
+        let DeviceState::Blk(state) = state else { return Err(RestoreError::kind("disk", &state)) };
+        let field = |field, value: String, reason| RestoreError::Field { field, value, reason };
+        if (state.sectors, state.readonly) != (self.state.sectors, self.state.readonly) {
+            let value = format!("{} sectors, readonly={}", state.sectors, state.readonly);
+            return Err(field("disk", value, "is not the disk given here"));
+        }
+        if id(&state.serial).is_none() {
+            return Err(field("serial", format!("{} bytes long", state.serial.len()), "no disk's is"));
+        }
+        self.state = state;
+        Ok(())
+    }
+}
+
+/// struct virtio_blk_config up to and including the write-zeroes fields.
+fn config_space(sectors: u64, queues: u16) -> [u8; 60] {
+    let mut space = [0; 60];
+    let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
+    put(0, &sectors.to_le_bytes());
+    // A request takes two more descriptors, for its header and its status.
+    put(12, &u32::from(QUEUE_SIZE - 2).to_le_bytes());
+    put(20, &(SECTOR as u32).to_le_bytes());
+    put(34, &queues.to_le_bytes());
+    put(36, &MAX_ZERO_SECTORS.to_le_bytes());
+    put(40, &MAX_ZERO_SEGMENTS.to_le_bytes());
+    put(44, &1u32.to_le_bytes());
+    put(48, &MAX_ZERO_SECTORS.to_le_bytes());
+    put(52, &MAX_ZERO_SEGMENTS.to_le_bytes());
+    put(56, &[1]);
+    space
+}
+
+fn open_image(path: &Path, readonly: bool) -> Result<(File, u64), BlkError> {
+    let open_error = |source| BlkError::Open { path: path.into(), readonly, source };
+    let kind = std::fs::metadata(path).map_err(open_error)?.file_type();
+    if !kind.is_file() && !kind.is_block_device() {
+        return Err(BlkError::Kind { path: path.into() });
+    }
+    let mut file = OpenOptions::new().read(true).write(!readonly).open(path).map_err(open_error)?;
+    if !lock(&file, if readonly { Lock::Shared } else { Lock::Exclusive }).map_err(open_error)? {
+        return Err(BlkError::Locked { path: path.into(), readonly });
+    }
+    // Unlike its metadata this is right for block devices too.
+    let size = file.seek(SeekFrom::End(0)).map_err(open_error)?;
+    if size == 0 || !size.is_multiple_of(SECTOR) {
+        return Err(BlkError::Size { path: path.into(), size });
+    }
+    Ok((file, size))
+}

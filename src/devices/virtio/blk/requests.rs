@@ -1,0 +1,215 @@
+//! What a request does to a disk's file (virtio 1.2, section 5.2.6).
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+use virtio_bindings::virtio_blk::*;
+use vmm_sys_util::fallocate::{FallocateMode, fallocate};
+
+use super::{MAX_ZERO_SECTORS, MAX_ZERO_SEGMENTS, SECTOR};
+use crate::devices::virtio::queue::Chain;
+use crate::devices::virtio::slices::Slices;
+
+/// What a file system without FALLOC_FL_ZERO_RANGE gets written.
+static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+
+/// The image, and what a request does to it.
+pub struct Disk {
+    /// What the guest's requests go to.
+    pub file: File,
+    /// Its name, for messages.
+    pub path: PathBuf,
+    /// Its size.
+    pub sectors: u64,
+    /// The guest may not write.
+    pub readonly: bool,
+    /// The driver knows no flush: a write is finished when it is on the medium.
+    pub write_through: bool,
+    /// What the guest reads as its serial number.
+    pub id: Id,
+}
+
+/// A serial number as the guest reads it, ended by a zero where it is shorter.
+pub type Id = [u8; VIRTIO_BLK_ID_BYTES as usize];
+
+/// A request, for whoever asks what a disk is at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    kind: u32,
+    sector: u64,
+    bytes: usize,
+}
+
+impl fmt::Display for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Request { kind, sector, bytes } = self;
+        match *kind {
+            VIRTIO_BLK_T_IN => write!(f, "a read of {bytes} bytes at sector {sector}"),
+            VIRTIO_BLK_T_OUT => write!(f, "a write of {bytes} bytes at sector {sector}"),
+            VIRTIO_BLK_T_FLUSH => f.write_str("a flush"),
+            VIRTIO_BLK_T_DISCARD => f.write_str("a discard"),
+            VIRTIO_BLK_T_WRITE_ZEROES => f.write_str("a write of zeroes"),
+            _ => write!(f, "a request of type {kind}"),
+        }
+    }
+}
+
+/// Why a request is not carried out.
+enum Refusal {
+    /// It asks for what cannot be: VIRTIO_BLK_S_IOERR.
+    Malformed,
+    /// No such request here, or not on this file system: VIRTIO_BLK_S_UNSUPP.
+    Unsupported,
+    /// The host's file: VIRTIO_BLK_S_IOERR.
+    Host(io::Error),
+}
+
+impl From<io::Error> for Refusal {
+    fn from(error: io::Error) -> Self {
+        Refusal::Host(error)
+    }
+}
+
+impl Disk {
+    /// Answers one request, which it says before it begins; the number of bytes written to the guest is the result.
+    pub fn answer(&self, chain: &mut Chain<'_>, begins: impl FnOnce(Request)) -> u32 {
+        // Without a status byte there is nobody to answer.
+        let Some(status) = chain.writable.take_last_byte() else { return 0 };
+        let code = match self.execute(chain, begins) {
+            Ok(()) => VIRTIO_BLK_S_OK,
+            Err(Refusal::Malformed | Refusal::Host(_)) => VIRTIO_BLK_S_IOERR,
+            Err(Refusal::Unsupported) => VIRTIO_BLK_S_UNSUPP,
+        };
+        status.copy_from(&[code as u8]);
+        chain.writable.consumed() as u32 + 1
+    }
+
+    fn execute(&self, chain: &mut Chain<'_>, begins: impl FnOnce(Request)) -> Result<(), Refusal> {
+        let header: [u8; 16] = chain.readable.read_array().ok_or(Refusal::Malformed)?;
+        let kind = u32::from_le_bytes(header[0..4].try_into().expect("4 bytes"));
+        let sector = u64::from_le_bytes(header[8..16].try_into().expect("8 bytes"));
+        let data = if kind == VIRTIO_BLK_T_IN { &chain.writable } else { &chain.readable };
+        let request = Request { kind, sector, bytes: data.left() };
+        begins(request);
+        self.perform(kind, sector, chain).inspect_err(|refusal| {
+            if let Refusal::Host(error) = refusal {
+                tracing::warn!("disk {}: {request}: {error}", self.path.display());
+            }
+        })
+    }
+
+    fn perform(&self, kind: u32, sector: u64, chain: &mut Chain<'_>) -> Result<(), Refusal> {
+        match kind {
+            VIRTIO_BLK_T_IN => {
+                let data = &mut chain.writable;
+                let mut at = self.extent(sector, data.left() as u64)?;
+                while data.left() > 0 {
+                    at += moved(data.preadv(&self.file, at, usize::MAX))?;
+                }
+                Ok(())
+            }
+            VIRTIO_BLK_T_OUT => {
+                self.writable()?;
+                let data = &mut chain.readable;
+                let mut at = self.extent(sector, data.left() as u64)?;
+                while data.left() > 0 {
+                    at += moved(data.pwritev(&self.file, at, usize::MAX))?;
+                }
+                Ok(self.settle()?)
+            }
+            VIRTIO_BLK_T_FLUSH => Ok(self.file.sync_data()?),
+            VIRTIO_BLK_T_GET_ID => {
+                chain.writable.write(&self.id);
+                Ok(())
+            }
+            VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
+                self.writable()?;
+                self.zero(&mut chain.readable, kind == VIRTIO_BLK_T_DISCARD)
+            }
+            _ => Err(Refusal::Unsupported),
+        }
+    }
+
+    fn writable(&self) -> Result<(), Refusal> {
+        if self.readonly { Err(Refusal::Malformed) } else { Ok(()) }
+    }
+
+    fn settle(&self) -> io::Result<()> {
+        if self.write_through { self.file.sync_data() } else { Ok(()) }
+    }
+
+    /// Where `len` bytes at `sector` begin in the file, if they are whole sectors inside the disk.
+    fn extent(&self, sector: u64, len: u64) -> Result<u64, Refusal> {
+        let end = sector.checked_add(len / SECTOR).ok_or(Refusal::Malformed)?;
+        if !len.is_multiple_of(SECTOR) || end > self.sectors {
+            Err(Refusal::Malformed)
+        } else {
+            Ok(sector * SECTOR)
+        }
+    }
+
+    /// Discard and write-zeroes: segments of (sector u64, sectors u32, flags u32).
+    fn zero(&self, segments: &mut Slices<'_>, discard: bool) -> Result<(), Refusal> {
+        let count = segments.left() / 16;
+        if !segments.left().is_multiple_of(16) || count == 0 || count > MAX_ZERO_SEGMENTS as usize {
+            return Err(Refusal::Malformed);
+        }
+        while let Some(segment) = segments.read_array::<16>() {
+            let sector = u64::from_le_bytes(segment[0..8].try_into().expect("8 bytes"));
+            let sectors = u32::from_le_bytes(segment[8..12].try_into().expect("4 bytes"));
+            let flags = u32::from_le_bytes(segment[12..16].try_into().expect("4 bytes"));
+            let unmap = flags & VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0;
+            if flags & !VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0 || discard && unmap {
+                return Err(Refusal::Unsupported);
+            }
+            if sectors > MAX_ZERO_SECTORS {
+                return Err(Refusal::Malformed);
+            }
+            let len = u64::from(sectors) * SECTOR;
+            let at = self.extent(sector, len)?;
+            match (len, discard) {
+                (0, _) => {}
+                (_, true) if self.allocate(FallocateMode::PunchHole, at, len)? => {}
+                (_, true) => return Err(Refusal::Unsupported),
+                (_, false) => {
+                    let mode = if unmap { FallocateMode::PunchHole } else { FallocateMode::ZeroRange };
+                    if !self.allocate(mode, at, len)? {
+                        self.write_zeros(at, len)?;
+                    }
+                }
+            }
+        }
+        Ok(self.settle()?)
+    }
+
+    /// fallocate(2); false where this file system does not know `mode`.
+    fn allocate(&self, mode: FallocateMode, at: u64, len: u64) -> io::Result<bool> {
+        match fallocate(&self.file, mode, true, at, len) {
+            Ok(()) => Ok(true),
+            Err(error) if error.errno() == libc::EOPNOTSUPP => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn write_zeros(&self, at: u64, len: u64) -> io::Result<()> {
+        let (mut at, end) = (at, at + len);
+        while at < end {
+            let part = (end - at).min(ZEROS.len() as u64) as usize;
+            self.file.write_all_at(&ZEROS[..part], at)?;
+            at += part as u64;
+        }
+        Ok(())
+    }
+}
+
+/// A transfer that makes no progress is one past the end of a file that somebody has truncated.
+fn moved(result: io::Result<usize>) -> io::Result<u64> {
+    match result {
+        Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+        Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(0),
+        other => other.map(|count| count as u64),
+    }
+}

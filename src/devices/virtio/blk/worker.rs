@@ -1,0 +1,227 @@
+//! The thread that does a disk's work, and how the queues pass between it and the device.
+//!
+//! A request may hang for ever (a hard-mounted NFS server that is gone): whoever asks for the queues waits only as long as
+//! it wants to, and takes its word back if it has waited in vain.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use virtio_bindings::virtio_blk::VIRTIO_BLK_F_FLUSH;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::requests::{Disk, Id, Request};
+use crate::devices::virtio::queue::Chain;
+use crate::devices::virtio::{Active, Hang, PATIENCE};
+use crate::sys::poll::Readable;
+
+/// A handle on the thread. Dropping it ends the thread, unless that hangs.
+pub struct Worker {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    /// It did not answer when it was last asked: nobody waits for it again at the end.
+    hangs: bool,
+}
+
+/// Who has the queues.
+enum Queues {
+    Nobody,
+    /// On their way to the worker.
+    Given(Active, Id),
+    Worker,
+    /// On their way back.
+    Returned(Active),
+}
+
+struct Shared {
+    queues: Mutex<Queues>,
+    changed: Condvar,
+    /// The worker is to return them: looked at between requests. Written under the lock of `queues`.
+    stop: AtomicBool,
+    /// The machine is over.
+    over: AtomicBool,
+    /// Wakes a worker that waits for requests.
+    wake: EventFd,
+    /// The request that is being served.
+    busy: Mutex<Option<(Request, Instant)>>,
+    /// What it goes to.
+    path: String,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Queues> {
+        self.queues.lock().expect("nobody panics with the queues")
+    }
+
+    /// Whether the worker is to return its queues.
+    fn is_asked(&self) -> bool {
+        self.stop.load(Ordering::Acquire) || self.over.load(Ordering::Acquire)
+    }
+
+    /// What the worker is at, since it was `asked` to stop at the latest.
+    fn hang(&self, asked: Instant) -> Hang {
+        let busy = self.busy.lock().expect("nobody panics with it");
+        let (what, since) = match &*busy {
+            Some((request, since)) => (format!("{request} of {}", self.path), *since),
+            None => (format!("the thread of {}", self.path), asked),
+        };
+        Hang { what, since: since.elapsed() }
+    }
+}
+
+impl Worker {
+    /// Starts the thread. Its first act is `enter`, where it gives up what it does not need; it is there when that has
+    /// succeeded.
+    pub fn start(disk: Disk, enter: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            queues: Mutex::new(Queues::Nobody),
+            changed: Condvar::new(),
+            stop: AtomicBool::new(false),
+            over: AtomicBool::new(false),
+            wake: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+            busy: Mutex::new(None),
+            path: disk.path.display().to_string(),
+        });
+        let (entered, ready) = std::sync::mpsc::channel();
+        let mine = shared.clone();
+        let thread = std::thread::Builder::new().name("disk".into()).spawn(move || {
+            let result = enter();
+            let failed = result.is_err();
+            if entered.send(result).is_ok() && !failed {
+                work(&mine, disk);
+            }
+        })?;
+        let gone = || io::Error::other("the disk's worker is gone");
+        ready.recv().unwrap_or_else(|_| Err(gone()))?;
+        Ok(Worker { shared, thread: Some(thread), hangs: false })
+    }
+
+    /// Gives it the queues.
+    pub fn give(&self, active: Active, id: Id) {
+        *self.shared.lock() = Queues::Given(active, id);
+        self.shared.changed.notify_all();
+    }
+
+    /// Takes the queues back when the request in flight is finished; `None` where it has none.
+    ///
+    /// # Errors
+    /// Where that takes longer than `patience`: then it goes on as if it had not been asked.
+    pub fn take(&mut self, patience: Duration) -> Result<Option<Active>, Hang> {
+        let shared = &*self.shared;
+        let asked = Instant::now();
+        let mut queues = shared.lock();
+        shared.stop.store(true, Ordering::Release);
+        shared.changed.notify_all();
+        let _ = shared.wake.write(1);
+        let at_work = |queues: &mut Queues| matches!(queues, Queues::Worker);
+        queues = shared
+            .changed
+            .wait_timeout_while(queues, patience, at_work)
+            .expect("nobody panics with the queues")
+            .0;
+        shared.stop.store(false, Ordering::Release);
+        self.hangs = at_work(&mut queues);
+        if self.hangs {
+            return Err(shared.hang(asked));
+        }
+        Ok(match std::mem::replace(&mut *queues, Queues::Nobody) {
+            Queues::Given(active, _) | Queues::Returned(active) => Some(active),
+            Queues::Nobody | Queues::Worker => None,
+        })
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.shared.over.store(true, Ordering::Release);
+        // Whoever has been told of a hang once need not wait for it again.
+        let patience = if self.hangs { Duration::ZERO } else { PATIENCE };
+        let taken = self.take(patience);
+        self.shared.changed.notify_all();
+        match (taken, self.thread.take()) {
+            // A worker that panicked has said so already.
+            (Ok(_), Some(thread)) => drop(thread.join()),
+            // The kernel ends the thread with the process, or when the request comes back. Until then it holds the guest's
+            // memory that the request is about.
+            (Err(hang), _) => tracing::error!("disk: {hang}; it is left behind"),
+            (Ok(_), None) => {}
+        }
+    }
+}
+
+/// The thread's own part.
+fn work(shared: &Shared, mut disk: Disk) {
+    while let Some((mut active, id)) = wait_for_queues(shared) {
+        disk.id = id;
+        disk.write_through = !active.has(VIRTIO_BLK_F_FLUSH);
+        loop {
+            if let Err(error) = serve(shared, &disk, &mut active) {
+                tracing::error!("the disk {} serves no more requests: {error}", shared.path);
+                // Until it is reset, or the machine pauses and resumes.
+                drop(shared.changed.wait_while(shared.lock(), |_| !shared.is_asked()));
+            }
+            let mut queues = shared.lock();
+            // Whoever asked may have lost patience meanwhile.
+            if shared.is_asked() {
+                *queues = Queues::Returned(active);
+                shared.changed.notify_all();
+                break;
+            }
+        }
+    }
+}
+
+fn wait_for_queues(shared: &Shared) -> Option<(Active, Id)> {
+    let nothing =
+        |queues: &mut Queues| !matches!(queues, Queues::Given(..)) && !shared.over.load(Ordering::Acquire);
+    let mut queues =
+        shared.changed.wait_while(shared.lock(), nothing).expect("nobody panics with the queues");
+    match std::mem::replace(&mut *queues, Queues::Worker) {
+        Queues::Given(active, id) => Some((active, id)),
+        other => {
+            *queues = other;
+            None
+        }
+    }
+}
+
+/// Serves all queues in turn until it is asked to stop.
+fn serve(shared: &Shared, disk: &Disk, active: &mut Active) -> io::Result<()> {
+    let Active { memory, queues, .. } = active;
+    let mut doorbells = Readable::default();
+    queues
+        .iter()
+        .map(|queue| queue.event())
+        .chain([&shared.wake])
+        .for_each(|event| doorbells.add(event.as_raw_fd()));
+    let mut chain = Chain::default();
+    loop {
+        let mut busy = false;
+        for queue in queues.iter_mut() {
+            if shared.is_asked() {
+                return Ok(());
+            }
+            busy |= queue.serve_one(memory, &mut chain, |chain| answer(shared, disk, chain));
+        }
+        // Every queue must listen before the worker sleeps, so no `any` here.
+        if busy || queues.iter_mut().fold(false, |news, queue| news | queue.listen(memory)) {
+            continue;
+        }
+        doorbells.wait()?;
+        let _ = shared.wake.read();
+        for queue in queues.iter() {
+            let _ = queue.event().read();
+        }
+    }
+}
+
+/// Answers one request, and lets others see meanwhile which it is.
+fn answer(shared: &Shared, disk: &Disk, chain: &mut Chain<'_>) -> u32 {
+    let busy = |request| *shared.busy.lock().expect("nobody panics with it") = request;
+    let written = disk.answer(chain, |request| busy(Some((request, Instant::now()))));
+    busy(None);
+    written
+}

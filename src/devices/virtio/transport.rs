@@ -1,0 +1,377 @@
+//! What every virtio transport does, however a driver reaches its registers: feature negotiation, the status machine,
+//! queues, reset, quiescing, saved state (virtio 1.2, sections 2 and 3). [`super::mmio`] is the codec in front of it.
+//!
+//! A guest's accesses arrive on vCPU threads, the device runs on the event loop, and one mutex a device lies between
+//! them. Doorbells, interrupt status and acknowledgement, which every request needs, are outside that mutex. Only a
+//! driver's reset waits for the device: Linux's driver reuses the buffers of a request in flight as soon as the write
+//! of 0 to the status register has returned, so that write returns when the request has.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use serde::{Deserialize, Serialize};
+use virtio_bindings::virtio_config::{
+    VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK,
+    VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_VERSION_1,
+};
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use virtio_queue::{Queue, QueueState, QueueT};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::interrupt::{self, Interrupt};
+use super::queue::{VirtQueue, is_memory};
+use super::registers::{Register, Registers};
+use super::{Active, DeviceState, Hang, PATIENCE, QUEUE_EVENTS, RestoreError, VirtioDevice};
+use crate::memory::GuestMemory;
+
+/// What the transport offers for every device.
+const TRANSPORT_FEATURES: u64 =
+    1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_RING_F_INDIRECT_DESC;
+
+/// One device behind its registers. Clones are handles to the same device.
+#[derive(Clone)]
+pub struct Transport {
+    interrupt: Arc<Interrupt>,
+    doorbells: Arc<[Arc<EventFd>]>,
+    /// The machine is over: nobody needs to wait for the device any more.
+    abandoned: Arc<AtomicBool>,
+    inner: Arc<Mutex<Inner>>,
+}
+
+/// What the mutex guards.
+struct Inner {
+    device: Box<dyn VirtioDevice>,
+    memory: Arc<GuestMemory>,
+    interrupt: Arc<Interrupt>,
+    doorbells: Arc<[Arc<EventFd>]>,
+    abandoned: Arc<AtomicBool>,
+    registers: Registers,
+    /// The device has its queues (the driver is ready and the machine is not quiesced).
+    running: bool,
+}
+
+/// A device as it is saved: registers, interrupts, and the device's own part.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    registers: Registers,
+    interrupt: interrupt::State,
+    device: DeviceState,
+}
+
+/// A queue whose registers make no queue.
+#[derive(Debug, thiserror::Error)]
+#[error("queue {0} is not a valid queue: size or alignment is wrong, or its rings are not all guest memory")]
+struct InvalidQueue(u16);
+
+impl Transport {
+    /// A device in its reset state.
+    pub fn new(
+        device: Box<dyn VirtioDevice>,
+        memory: Arc<GuestMemory>,
+        interrupt: Interrupt,
+    ) -> io::Result<Self> {
+        let interrupt = Arc::new(interrupt);
+        let doorbells =
+            device.queue_sizes().iter().map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new));
+        let doorbells: Arc<[_]> = doorbells.collect::<Result<Vec<_>, _>>()?.into();
+        let abandoned = Arc::new(AtomicBool::new(false));
+        let registers = Registers::new(device.queue_sizes());
+        let inner = Inner {
+            device,
+            memory,
+            interrupt: interrupt.clone(),
+            doorbells: doorbells.clone(),
+            abandoned: abandoned.clone(),
+            registers,
+            running: false,
+        };
+        Ok(Transport { interrupt, doorbells, abandoned, inner: Arc::new(Mutex::new(inner)) })
+    }
+
+    /// How the device reaches its driver.
+    pub fn interrupt(&self) -> &Arc<Interrupt> {
+        &self.interrupt
+    }
+
+    /// The doorbell of each queue, for KVM_IOEVENTFD.
+    pub fn doorbells(&self) -> &[Arc<EventFd>] {
+        &self.doorbells
+    }
+
+    /// The device as a subscriber of the event loop.
+    pub fn subscriber(&self) -> Arc<Mutex<dyn MutEventSubscriber + Send>> {
+        self.inner.clone()
+    }
+
+    /// Stops the device: what was in flight is finished, and nothing touches guest memory until [`Transport::resume`].
+    ///
+    /// # Errors
+    /// What hangs, where that takes longer than `patience`. The device goes on then as if it had not been asked.
+    pub fn quiesce(&self, patience: Duration) -> Result<(), Hang> {
+        self.lock().quiesce(patience)
+    }
+
+    /// Starts a quiesced device where it stopped.
+    pub fn resume(&self) {
+        self.lock().start();
+    }
+
+    /// The machine is over, its guest forgotten: a vCPU that waits for the device to be reset need not wait any longer.
+    pub fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Release);
+    }
+
+    /// What a new process needs to carry on with this device, which must be quiesced.
+    pub fn save(&self) -> State {
+        let inner = self.lock();
+        State {
+            registers: inner.registers.clone(),
+            interrupt: self.interrupt.save(),
+            device: inner.device.save(),
+        }
+    }
+
+    /// Takes over what [`Transport::save`] gave; the device stays quiesced until [`Transport::resume`].
+    ///
+    /// # Errors
+    /// Where the state is of another device, or of none that can be.
+    pub fn restore(&self, state: State) -> Result<(), RestoreError> {
+        let mut inner = self.lock();
+        inner.check(&state.registers)?;
+        inner.device.restore(state.device)?;
+        inner.registers = state.registers;
+        self.interrupt.restore(&state.interrupt);
+        Ok(())
+    }
+
+    /// The driver reads a register.
+    pub fn get(&self, register: Register) -> u32 {
+        match register {
+            Register::ConfigGeneration => self.interrupt.config_generation(),
+            other => self.lock().get(other),
+        }
+    }
+
+    /// The driver writes a register; those that can only be read stay as they are.
+    pub fn set(&self, register: Register, value: u32) {
+        self.lock().set(register, value);
+    }
+
+    /// The driver has made buffers available in queue `index`.
+    pub fn ring(&self, index: u32) {
+        if let Some(doorbell) = self.doorbells.get(index as usize) {
+            ring(doorbell);
+        }
+    }
+
+    /// The driver reads the device's configuration space.
+    pub fn read_config(&self, offset: usize, data: &mut [u8]) {
+        self.lock().device.read_config(offset, data);
+    }
+
+    /// The driver writes to it, which it may when it is ready.
+    pub fn write_config(&self, offset: usize, data: &[u8]) {
+        let mut inner = self.lock();
+        if inner.registers.status & VIRTIO_CONFIG_S_DRIVER_OK != 0 {
+            inner.device.write_config(offset, data);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().expect("no device panics")
+    }
+}
+
+impl Inner {
+    fn features(&self) -> u64 {
+        self.device.features() | TRANSPORT_FEATURES
+    }
+
+    fn get(&mut self, register: Register) -> u32 {
+        match register {
+            Register::DeviceId => self.device.kind(),
+            Register::DeviceFeatures => self.registers.offered(self.features()),
+            Register::QueueSizeMax => {
+                let sizes = self.device.queue_sizes();
+                sizes.get(self.registers.queue_select as usize).copied().unwrap_or(0).into()
+            }
+            Register::Status => {
+                let broken = if self.interrupt.is_broken() { VIRTIO_CONFIG_S_NEEDS_RESET } else { 0 };
+                self.registers.status | broken
+            }
+            other => self.registers.get(other),
+        }
+    }
+
+    fn set(&mut self, register: Register, value: u32) {
+        match register {
+            Register::Status if value == 0 => self.reset(),
+            Register::Status => self.set_status(value),
+            // They are agreed upon.
+            Register::DriverFeatures if self.registers.status & VIRTIO_CONFIG_S_FEATURES_OK != 0 => {}
+            other => self.registers.set(other, value, self.running),
+        }
+    }
+
+    /// The status machine (section 3.1.1): bits are only ever added, and each needs the one before it.
+    fn set_status(&mut self, value: u32) {
+        let old = self.registers.status;
+        let mut new = old | value & !VIRTIO_CONFIG_S_NEEDS_RESET;
+        if new & VIRTIO_CONFIG_S_FEATURES_OK != 0 && old & VIRTIO_CONFIG_S_FEATURES_OK == 0 {
+            let wanted = self.registers.driver_features;
+            if wanted & !self.features() != 0 || wanted & (1 << VIRTIO_F_VERSION_1) == 0 {
+                new &= !VIRTIO_CONFIG_S_FEATURES_OK;
+            }
+        }
+        if new & VIRTIO_CONFIG_S_FEATURES_OK == 0 {
+            new &= !VIRTIO_CONFIG_S_DRIVER_OK;
+        }
+        self.registers.status = new;
+        if (new & !old) & VIRTIO_CONFIG_S_DRIVER_OK != 0 && new & VIRTIO_CONFIG_S_FAILED == 0 {
+            self.start();
+        }
+    }
+
+    /// Gives the device its queues, if its driver is ready and it has not got them.
+    fn start(&mut self) {
+        let ready = self.registers.status & VIRTIO_CONFIG_S_DRIVER_OK != 0;
+        if self.running || !ready || self.interrupt.is_broken() {
+            return;
+        }
+        let mut queues = Vec::new();
+        for index in 0..self.registers.queues.len() as u16 {
+            match self.make_queue(index) {
+                Ok(None) => {}
+                Ok(Some(queue)) => {
+                    let doorbell = self.doorbells[usize::from(index)].clone();
+                    queues.push(VirtQueue::new(index, queue, doorbell, self.interrupt.clone()));
+                }
+                Err(error) => return self.interrupt.needs_reset(&error),
+            }
+        }
+        self.running = true;
+        self.device.activate(Active {
+            memory: self.memory.clone(),
+            features: self.registers.driver_features,
+            queues,
+        });
+        // What the driver made available before the device ran, or while it was quiesced.
+        self.ring_all();
+    }
+
+    /// The queue that its registers describe, if the driver has made it ready.
+    fn make_queue(&self, index: u16) -> Result<Option<Queue>, InvalidQueue> {
+        let (registers, max_size) =
+            (&self.registers.queues[usize::from(index)], self.device.queue_sizes()[usize::from(index)]);
+        if !registers.ready {
+            return Ok(None);
+        }
+        let queue = Queue::try_from(QueueState {
+            max_size,
+            next_avail: registers.next_available,
+            next_used: registers.next_used,
+            event_idx_enabled: self.registers.driver_features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0,
+            size: registers.size,
+            ready: true,
+            desc_table: registers.descriptors,
+            avail_ring: registers.available,
+            used_ring: registers.used,
+        });
+        let queue = queue.map_err(|_| InvalidQueue(index))?;
+        // An address of 0 is what virtio-queue takes for "not set"; it also checks the rings without the two event
+        // fields at their ends.
+        let size = usize::from(registers.size);
+        let rings = [
+            (registers.descriptors, 16 * size),
+            (registers.available, 6 + 2 * size),
+            (registers.used, 6 + 8 * size),
+        ];
+        let inside = rings.iter().all(|&(addr, len)| addr != 0 && is_memory(&self.memory, addr, len));
+        if inside && queue.is_valid(&*self.memory) { Ok(Some(queue)) } else { Err(InvalidQueue(index)) }
+    }
+
+    fn quiesce(&mut self, patience: Duration) -> Result<(), Hang> {
+        if !self.running {
+            return Ok(());
+        }
+        let active = self.device.quiesce(patience)?;
+        self.running = false;
+        for queue in active.map(|active| active.queues).unwrap_or_default() {
+            let registers = &mut self.registers.queues[usize::from(queue.index())];
+            (registers.next_available, registers.next_used) = queue.position();
+        }
+        Ok(())
+    }
+
+    fn ring_all(&self) {
+        self.doorbells.iter().for_each(|doorbell| ring(doorbell));
+    }
+
+    /// The driver resets the device. It may reuse its buffers as soon as this returns, so a request that hangs keeps the
+    /// vCPU here: to let it go would let the host write into memory, or read from it, that belongs to others by then.
+    fn reset(&mut self) {
+        let mut said = false;
+        while let Err(hang) = self.quiesce(PATIENCE) {
+            if self.abandoned.load(Ordering::Acquire) {
+                return;
+            }
+            if !std::mem::replace(&mut said, true) {
+                tracing::warn!("virtio: a vCPU that resets a device waits: {hang}");
+            }
+        }
+        self.device.reset();
+        self.ring_all();
+        self.registers = Registers::new(self.device.queue_sizes());
+        self.interrupt.reset();
+    }
+
+    /// Refuses registers that no driver could have brought about.
+    fn check(&self, registers: &Registers) -> Result<(), RestoreError> {
+        let bad = |field, value: String, reason| Err(RestoreError::Field { field, value, reason });
+        if registers.queues.len() != self.device.queue_sizes().len() {
+            return bad("queue count", registers.queues.len().to_string(), "is not this device's");
+        }
+        if registers.status & VIRTIO_CONFIG_S_FEATURES_OK != 0
+            && registers.driver_features & !self.features() != 0
+        {
+            return bad(
+                "features",
+                format!("{:#x}", registers.driver_features),
+                "this device does not offer",
+            );
+        }
+        Ok(())
+    }
+}
+
+impl MutEventSubscriber for Inner {
+    fn init(&mut self, ops: &mut EventOps) {
+        if self.device.on_event_loop() {
+            for (index, bell) in self.doorbells.iter().enumerate() {
+                let events = Events::with_data(&**bell, QUEUE_EVENTS + index as u32, EventSet::IN);
+                ops.add(events).expect("an eventfd can be polled");
+            }
+        }
+        self.device.watch(ops);
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        match events.data().checked_sub(QUEUE_EVENTS) {
+            Some(index) => {
+                // Rung again while it is served, it comes back; a quiesced device rings all bells when it resumes.
+                let _ = self.doorbells[index as usize].read();
+                self.device.notified(index as u16, ops);
+            }
+            None => self.device.ready(events, ops),
+        }
+    }
+}
+
+fn ring(doorbell: &EventFd) {
+    // It fails only where the counter is full, and then the doorbell is ringing already.
+    let _ = doorbell.write(1);
+}
