@@ -4,7 +4,7 @@
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_ring::*;
 
-use super::blk::{DATA, HEADER, Image, STATUS, header};
+use super::disk::{DATA, HEADER, Image, STATUS, header};
 use super::driver::*;
 
 const NEXT: u32 = VRING_DESC_F_NEXT;

@@ -7,7 +7,7 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
 
-use super::blk::{DATA, HEADER, Image, STATUS, blk, header};
+use super::disk::{DATA, HEADER, Image, STATUS, blk, header};
 use super::driver::*;
 
 #[test]

@@ -31,6 +31,9 @@ use crate::memory::GuestMemory;
 const TRANSPORT_FEATURES: u64 =
     1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_RING_F_INDIRECT_DESC;
 
+/// How often a vCPU that waits for a reset looks whether the machine is over.
+const GLANCE: Duration = Duration::from_millis(100);
+
 /// One device behind its registers. Clones are handles to the same device.
 #[derive(Clone)]
 pub struct Transport {
@@ -315,11 +318,11 @@ impl Inner {
     /// vCPU here: to let it go would let the host write into memory, or read from it, that belongs to others by then.
     fn reset(&mut self) {
         let mut said = false;
-        while let Err(hang) = self.quiesce(PATIENCE) {
+        while let Err(hang) = self.quiesce(GLANCE) {
             if self.abandoned.load(Ordering::Acquire) {
                 return;
             }
-            if !std::mem::replace(&mut said, true) {
+            if hang.since >= PATIENCE && !std::mem::replace(&mut said, true) {
                 tracing::warn!("virtio: a vCPU that resets a device waits: {hang}");
             }
         }

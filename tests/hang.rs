@@ -1,0 +1,119 @@
+//! A disk whose request does not come back: the machine says so, and everything else goes on.
+//!
+//! The request really blocks in the kernel: it reads into a page of guest memory that userfaultfd holds back. (A server of a
+//! network file system that is gone looks the same from here, and is harder to have in a test.)
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use vellum::devices::bus::BusDevice;
+use vellum::devices::virtio::PATIENCE;
+use vellum::devices::virtio::blk::BlkConfig;
+use vellum::memory::{Memory, MemoryConfig};
+use vellum::sys::mmap::PAGE_SIZE;
+use vellum::sys::uffd::{BATCH, Mode, Uffd};
+use virtio_bindings::virtio_blk::VIRTIO_BLK_T_IN;
+use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
+use vmm_sys_util::eventfd::EventFd;
+
+mod bed;
+
+#[path = "virtio/disk.rs"]
+#[allow(dead_code, reason = "the test `virtio` uses more of it")]
+mod disk;
+#[path = "virtio/driver.rs"]
+#[allow(dead_code, reason = "the test `virtio` uses more of it")]
+mod driver;
+
+use bed::{ensure, trial};
+use disk::{HEADER, Image, STATUS, blk, header};
+use driver::*;
+
+/// The page that is held back.
+const HELD: u64 = MIDDLE;
+
+fn main() {
+    let args = Arguments::from_args();
+    let needs = || {
+        let have = Uffd::new(Mode::Missing).map(drop);
+        have.map_err(|e| format!("needs userfaultfd: {e}; vm.unprivileged_userfaultfd=1 or root allows it"))
+    };
+    let trials: Vec<Trial> = vec![
+        trial("a_request_that_hangs_is_named_and_the_disk_goes_on", needs(), named),
+        trial("a_reset_waits_for_the_request_until_the_machine_is_over", needs(), reset),
+        trial("a_machine_ends_although_a_disk_hangs", needs(), end),
+    ];
+    libtest_mimic::run(&args, trials).exit();
+}
+
+/// A disk that reads into the page that is held back.
+struct Hanging {
+    driver: Driver,
+    memory: Memory,
+    uffd: Uffd,
+    image: Image,
+}
+
+impl Hanging {
+    fn new(name: &str) -> Result<Self, Failed> {
+        let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(MEMORY_END))?;
+        let uffd = Uffd::new(Mode::Missing)?;
+        let offset = memory.offset_of(HELD).ok_or("the page is memory")?;
+        uffd.register(&memory.mapping, offset, PAGE_SIZE, Mode::Missing)?;
+        let image = Image::new(name, &[7; 4096]);
+        let mut driver = Driver::on(blk(&BlkConfig::new(&image.0)), Arc::new(memory.guest.clone()));
+        driver.start();
+        header(&driver, VIRTIO_BLK_T_IN, 1);
+        driver.submit(0, &[readable(HEADER, 16), writable(HELD, 512), writable(STATUS, 1)]);
+        // The kernel has come upon the page: from here on the request hangs.
+        uffd.wait(&EventFd::new(0)?)?;
+        uffd.take(&mut [0; BATCH])?;
+        Ok(Self { driver, memory, uffd, image })
+    }
+
+    /// Lets the request come back.
+    fn release(&self) -> Result<(), Failed> {
+        let offset = self.memory.offset_of(HELD).ok_or("the page is memory")?;
+        Ok(self.uffd.copy(&self.memory.mapping, offset, &[0; PAGE_SIZE as usize], PAGE_SIZE)?)
+    }
+}
+
+fn named() -> Result<(), Failed> {
+    let mut disk = Hanging::new("named")?;
+    let hang = disk.driver.mmio.quiesce(Duration::from_millis(1)).expect_err("it hangs");
+    let path = disk.image.0.display();
+    ensure(hang.what == format!("a read of 512 bytes at sector 1 of {path}"), || hang.to_string())?;
+    // The request comes back, and those after it are served as if nobody had asked.
+    disk.release()?;
+    ensure(disk.driver.wait_used(0).1 == 513, || "the request is lost".into())?;
+    header(&disk.driver, VIRTIO_BLK_T_IN, 2);
+    disk.driver.submit(0, &[readable(HEADER, 16), writable(HELD, 512), writable(STATUS, 1)]);
+    ensure(disk.driver.wait_used(0).1 == 513, || "the disk does not go on".into())?;
+    disk.driver.mmio.quiesce(PATIENCE)?;
+    Ok(())
+}
+
+fn reset() -> Result<(), Failed> {
+    let disk = Hanging::new("reset")?;
+    let before = disk.driver.status();
+    std::thread::scope(|scope| {
+        let mmio = &disk.driver.mmio;
+        scope.spawn(|| mmio.write(VIRTIO_MMIO_STATUS.into(), &0u32.to_le_bytes()));
+        disk.driver.mmio.abandon();
+    });
+    ensure(disk.driver.status() == before, || "reset although a request may still write".into())?;
+    disk.release()?;
+    disk.driver.set(VIRTIO_MMIO_STATUS, 0);
+    ensure(disk.driver.status() == 0, || "not reset although nothing hangs".into())
+}
+
+fn end() -> Result<(), Failed> {
+    let Hanging { driver, memory, uffd, image } = Hanging::new("end")?;
+    driver.mmio.quiesce(Duration::from_millis(1)).expect_err("it hangs");
+    drop(driver);
+    // What the request writes to is there as long as it hangs.
+    ensure(Arc::strong_count(&memory.mapping) > 1, || "unmapped under a request".into())?;
+    drop((uffd, image));
+    Ok(())
+}
