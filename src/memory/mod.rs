@@ -176,6 +176,8 @@ impl Fault for Error {
                 Blame::user(Field::Memory)
             }
             Self::Slots(..) => Blame::user(Field::Slots),
+            // Whoever asks for such a slot is this program.
+            Self::Slot { .. } => Blame::HOST,
             Self::Shortage(_, shortage) => shortage.blame(),
             Self::Populate(_) => Blame::host(Field::Prealloc),
             Self::Lock(_) => Blame::user(Field::Lock),

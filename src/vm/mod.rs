@@ -61,7 +61,7 @@ impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
             Self::Kvm(error) => error.blame(),
-            Self::Ioctl { .. } => Blame::HOST,
+            Self::Ioctl { .. } | Self::NoSlot(_) => Blame::HOST,
             Self::Memory(error) => error.blame(),
             Self::Vcpu(error) => error.blame(),
             Self::Ring(error) => error.blame(),
