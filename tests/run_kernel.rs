@@ -140,7 +140,10 @@ fn bad_files() -> Result<(), Failed> {
         ("--disk DIR/fifo", "neither a file nor a block device"),
         ("--disk DIR", "neither a file nor a block device"),
         ("--disk DIR/disk --disk DIR/disk", "add `readonly`"),
-        ("--disk DIR/disk,readonly --disk DIR/disk", "in use already, by another process or another disk of this machine"),
+        (
+            "--disk DIR/disk,readonly --disk DIR/disk",
+            "in use already, by another process or another disk of this machine",
+        ),
         ("--disk DIR/disk,raedonly", "did you mean 'readonly'?"),
         ("--net tap=nosuchtap0", "tap `nosuchtap0` is not there"),
         ("--net tap=name-of-more-than-15-bytes", "1 to 15 bytes"),
