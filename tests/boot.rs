@@ -150,7 +150,7 @@ fn moves(irqchip: Mode) -> Result<(), Failed> {
     let kvm = vellum::vm::open()?;
     let context = Context::new(&kvm, &source.vm.fd, true)?;
     let saved = source.vcpus[0].with(move |fd| State::save(fd, &context))??;
-    let irqs = source.irqchip.save(&source.vm.fd)?;
+    let irqs = source.irqchip.save()?;
     let port = source.serial.save();
     let mut ram = vec![0; 16 << 20];
     source.vm.memory.guest.read_slice(&mut ram, GuestAddress(0))?;
@@ -164,7 +164,7 @@ fn moves(irqchip: Mode) -> Result<(), Failed> {
     destination.vm.memory.guest.write_slice(&ram, GuestAddress(0))?;
     // As a migration would send them.
     let saved: State = serde_json::from_str(&serde_json::to_string(&saved)?)?;
-    destination.irqchip.restore(&destination.vm.fd, serde_json::from_str(&serde_json::to_string(&irqs)?)?)?;
+    destination.irqchip.restore(serde_json::from_str(&serde_json::to_string(&irqs)?)?)?;
     destination.serial.restore(port)?;
     let context = Context::new(&kvm, &destination.vm.fd, true)?;
     destination.vcpus[0].with(move |fd| saved.restore(fd, &context))??;

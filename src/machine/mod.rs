@@ -29,7 +29,7 @@ use self::virtio::Virtio;
 use crate::arch::boot::{self, Entry};
 use crate::arch::cpuid::{Choice, Cpuid};
 use crate::arch::irqchip::{self, Irqchip, Mode};
-use crate::arch::{acpi, ioapic, layout, ports, regs};
+use crate::arch::{acpi, gsi, ioapic, layout, ports, regs};
 use crate::devices::bus::Bus;
 use crate::devices::console::{self, Console, Target};
 use crate::devices::rtc::Rtc;
@@ -117,6 +117,9 @@ pub enum Error {
     /// The interrupt controller.
     #[error(transparent)]
     Irqchip(#[from] irqchip::Error),
+    /// The serial port's interrupt.
+    #[error(transparent)]
+    Gsi(#[from] gsi::Error),
     /// A virtio device.
     #[error(transparent)]
     Virtio(#[from] virtio::Error),
@@ -148,6 +151,7 @@ impl Fault for Error {
             Self::Vcpu(error) => error.blame(),
             Self::Cpuid(error) => error.blame(),
             Self::Irqchip(error) => error.blame(),
+            Self::Gsi(error) => error.blame(),
             Self::Virtio(error) => error.blame(),
             Self::Serial(_) => Blame::user(Field::Serial),
             Self::Acpi(error) => error.blame(),
@@ -171,7 +175,7 @@ pub struct Board {
     config: Config,
     vm: Vm,
     irqchip: Arc<Irqchip>,
-    virtio: virtio::Opened,
+    virtio: virtio::Placed,
 }
 
 /// A machine with all of its threads.
@@ -228,6 +232,7 @@ impl Opened {
         // Intel hosts need it for guests in real mode, and refuse to run without.
         ioctl("KVM_SET_TSS_ADDR", vm.fd.set_tss_address(layout::KVM_TSS as usize))?;
         let irqchip = Arc::new(Irqchip::new(&vm.fd, config.irqchip)?);
+        let virtio = virtio.place(irqchip.gsis())?;
         Ok(Board { config, vm, irqchip, virtio })
     }
 }
@@ -260,12 +265,12 @@ impl Board {
         let vcpus = spawn_vcpus(&config, sandbox, &wakes.ended)?;
         let output = opened.output.as_ref().map(File::try_clone).transpose().map_err(host("dup"))?;
         let serial = Arc::new(Serial::new(output).map_err(host("eventfd"))?);
-        irqchip.connect(&vm.fd, serial.irq(), ports::COM1_GSI)?;
+        irqchip.gsis().connect(&irqchip.gsis().claim(ports::COM1_GSI)?, serial.irq())?;
         let rtc = Arc::new(Rtc::default());
-        let (pio, mut mmio) = buses(&vm, &irqchip, &serial, &rtc, is_multiboot(entry))?;
+        let (pio, mut mmio) = buses(&irqchip, &serial, &rtc, is_multiboot(entry))?;
         let memory = Arc::new(vm.memory.guest.clone());
         let socket = config.virtio.vsock.as_ref().map(|vsock| vsock.path.clone());
-        let virtio = virtio.attach(&vm.fd, &irqchip, &mut mmio, &memory, sandbox, socket)?;
+        let virtio = virtio.attach(&vm.fd, irqchip.gsis(), &mut mmio, &memory, sandbox, socket)?;
         let (pio, mmio) = (Arc::new(pio), Arc::new(mmio));
         give_vcpus(kvm, &vm, &vcpus, &config.cpuid, entry, &irqchip, (&pio, &mmio))?;
         let counters = config.counters.then(|| Counters::open(&vm.fd, &vcpus).ok()).flatten();
@@ -307,7 +312,6 @@ impl Drop for Machine {
 
 /// The devices of the board by port and by address; those of a multiboot guest, which is a test, with them.
 fn buses(
-    vm: &Vm,
     irqchip: &Arc<Irqchip>,
     serial: &Arc<Serial>,
     rtc: &Arc<Rtc>,
@@ -325,11 +329,11 @@ fn buses(
         let (count, bytes) = (test_device::SCRATCH_PORTS, test_device::SCRATCH_BYTES);
         pio.add(test_device::SCRATCH.into(), count, scratch(count))?;
         mmio.add(test_device::SCRATCH_MEMORY, bytes, scratch(bytes))?;
-        let (irqchip, vm) = (irqchip.clone(), vm.fd.clone());
-        let lines = test_device::Lines(Box::new(move |gsi, asserted| irqchip.set_line(&vm, gsi, asserted)));
+        let irqchip = irqchip.clone();
+        let lines = test_device::Lines(Box::new(move |gsi, asserted| irqchip.set_line(gsi, asserted)));
         pio.add(test_device::LINES.into(), test_device::LINE_PORTS, Arc::new(lines))?;
     }
-    if let Irqchip::Split(ioapic) = &**irqchip {
+    if let Some(ioapic) = irqchip.ioapic() {
         mmio.add(ioapic::BASE, ioapic::SIZE, ioapic.clone())?;
     }
     Ok((pio, mmio))

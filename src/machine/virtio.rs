@@ -13,7 +13,7 @@ use std::time::Instant;
 use kvm_ioctls::{IoEventAddress, VmFd};
 
 use crate::arch::acpi::VirtioMmio;
-use crate::arch::irqchip::{self, Irqchip};
+use crate::arch::gsi::{self, Gsi, Gsis};
 use crate::arch::layout;
 use crate::devices::bus::{Bus, Overlap};
 use crate::devices::console as host_console;
@@ -46,9 +46,6 @@ pub struct Config {
     pub balloon: bool,
 }
 
-/// Interrupts that no device of the PC has: the upper pins of the IOAPIC first.
-const GSIS: [u32; 13] = [16, 17, 18, 19, 20, 21, 22, 23, 5, 6, 7, 10, 11];
-
 /// Why a device cannot be had.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -68,14 +65,14 @@ pub enum Error {
     #[error("/dev/urandom: {0}")]
     Rng(#[source] io::Error),
     /// Too many.
-    #[error("{0} virtio devices: a guest can have {most} at most", most = GSIS.len())]
+    #[error("{0} virtio devices: a guest can have {most} at most", most = gsi::FREE.len())]
     TooMany(usize),
     /// KVM.
     #[error("{0}: {1}")]
     Kvm(&'static str, #[source] kvm_ioctls::Error),
-    /// The interrupt controller.
+    /// Interrupts.
     #[error(transparent)]
-    Irqchip(#[from] irqchip::Error),
+    Gsi(#[from] gsi::Error),
     /// The address map.
     #[error(transparent)]
     Bus(#[from] Overlap),
@@ -96,7 +93,7 @@ impl Fault for Error {
             Self::Console(_) => Blame::user(Field::Console),
             Self::Rng(_) => Blame::host(Field::Rng),
             Self::TooMany(_) => Blame::USER,
-            Self::Irqchip(error) => error.blame(),
+            Self::Gsi(error) => error.blame(),
             Self::Kvm(..) | Self::Bus(_) | Self::Hangs(..) | Self::Host(_) => Blame::HOST,
         }
     }
@@ -108,6 +105,12 @@ pub struct Opened {
     others: Vec<(String, Box<dyn VirtioDevice>)>,
     balloon: Option<BalloonHandle>,
     console: Option<host_console::Opened>,
+}
+
+/// Devices with their interrupts.
+pub struct Placed {
+    opened: Opened,
+    gsis: Vec<Gsi>,
 }
 
 /// A machine's devices, wired.
@@ -151,17 +154,30 @@ impl Opened {
             handle
         });
         let count = images.len() + others.len();
-        if count > GSIS.len() {
+        if count > gsi::FREE.len() {
             Err(Error::TooMany(count))
         } else {
             Ok(Opened { images, others, balloon, console })
         }
     }
 
+    /// Gives each device its interrupt.
+    pub fn place(self, gsis: &Gsis) -> Result<Placed, Error> {
+        let count = self.images.len() + self.others.len();
+        let gsis = (0..count).map(|_| gsis.pick()).collect::<Result<Vec<_>, _>>()?;
+        Ok(Placed { opened: self, gsis })
+    }
+}
+
+impl Placed {
     /// Where the devices will be, for the ACPI tables.
     pub fn places(&self) -> Vec<VirtioMmio> {
-        let place = |(at, gsi)| VirtioMmio { base: base(at) as u32, size: mmio::REGION_SIZE as u32, gsi };
-        GSIS.into_iter().enumerate().map(place).take(self.images.len() + self.others.len()).collect()
+        let place = |(at, gsi): (usize, &Gsi)| VirtioMmio {
+            base: base(at) as u32,
+            size: mmio::REGION_SIZE as u32,
+            gsi: gsi.number(),
+        };
+        self.gsis.iter().enumerate().map(place).collect()
     }
 
     /// Puts the devices on `bus` and wires them to KVM. The sandbox, already in force for the process, is entered by the
@@ -169,24 +185,25 @@ impl Opened {
     pub fn attach(
         self,
         vm: &VmFd,
-        irqchip: &Irqchip,
+        gsis: &Gsis,
         bus: &mut Bus,
         memory: &Arc<GuestMemory>,
         sandbox: Sandbox,
         vsock: Option<PathBuf>,
     ) -> Result<Virtio, Error> {
+        let Self { opened, gsis: mine } = self;
         let mut devices: Vec<(String, Box<dyn VirtioDevice>)> = Vec::new();
-        for (name, image) in self.images {
+        for (name, image) in opened.images {
             let thread = name.clone();
             let enter = move || sandbox.enter(ThreadKind::Disk, &thread).map_err(io::Error::other);
             devices.push((name, Box::new(Blk::new(image, enter).map_err(Error::Host)?)));
         }
-        devices.extend(self.others);
+        devices.extend(opened.others);
 
         let mut wired = Vec::new();
         for (at, (name, device)) in devices.into_iter().enumerate() {
             let mmio = Mmio::new(device, memory.clone()).map_err(Error::Host)?;
-            irqchip.connect(vm, mmio.interrupt().config_event(), GSIS[at])?;
+            gsis.connect(&mine[at], mmio.interrupt().config_event())?;
             let address = IoEventAddress::Mmio(base(at) + mmio::DOORBELLS);
             for (queue, doorbell) in (0u32..).zip(mmio.doorbells()) {
                 vm.register_ioevent(doorbell, &address, queue).map_err(|e| Error::Kvm("KVM_IOEVENTFD", e))?;
@@ -195,7 +212,7 @@ impl Opened {
             wired.push((name, mmio));
         }
         let mmio = wired.iter().find(|(name, _)| name == "balloon").map(|(_, mmio)| mmio.clone());
-        Ok(Virtio { balloon: self.balloon.zip(mmio), devices: wired, vsock, console: self.console })
+        Ok(Virtio { balloon: opened.balloon.zip(mmio), devices: wired, vsock, console: opened.console })
     }
 }
 

@@ -1,21 +1,20 @@
 //! The interrupt controller, in one of two forms, and its saved state.
 //!
 //! *Split* (the default): KVM has the local APICs, [`crate::arch::ioapic`] is the I/O APIC, and there is no 8259 and
-//! no PIT: making a VM is milliseconds faster, and less of the host's kernel faces the guest. *Kernel*: KVM has all
-//! of it, with a PIT, for guests that know nothing newer.
+//! no PIT, so that less of the host's kernel faces the guest. *Kernel*: KVM has all of it, with a PIT, for guests that know
+//! nothing newer.
 
 use std::sync::Arc;
 
 use kvm_bindings::{
-    KVM_CAP_SPLIT_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER,
-    KVM_IRQCHIP_PIC_SLAVE, KVM_PIT_SPEAKER_DUMMY, KvmIrqRouting, kvm_enable_cap, kvm_irq_routing_entry,
-    kvm_irq_routing_msi, kvm_irqchip, kvm_msi, kvm_pit_config, kvm_pit_state2,
+    KVM_CAP_SPLIT_IRQCHIP, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE,
+    KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_irqchip, kvm_pit_config, kvm_pit_state2,
 };
 use kvm_ioctls::VmFd;
 use serde::{Deserialize, Serialize};
-use vmm_sys_util::eventfd::EventFd;
 
-use crate::arch::ioapic::{self, Ioapic, Msi, PINS, Routes};
+use crate::arch::gsi::Gsis;
+use crate::arch::ioapic::{self, Ioapic, PINS};
 use crate::fault::{Blame, Fault, Field};
 
 /// Which form, as `--irqchip` names it.
@@ -29,20 +28,20 @@ pub enum Mode {
 }
 
 /// The interrupt controller of a machine. vCPUs are made after it.
-pub enum Irqchip {
-    /// See [`Mode::Split`]. The I/O APIC belongs on the memory bus.
-    Split(Arc<Ioapic>),
-    /// See [`Mode::Kernel`].
-    Kernel,
+pub struct Irqchip {
+    vm: Arc<VmFd>,
+    gsis: Arc<Gsis>,
+    /// See [`Mode::Split`].
+    ioapic: Option<Arc<Ioapic>>,
 }
 
 /// What of it outlives a migration.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub enum State {
-    /// Of [`Irqchip::Split`].
+    /// Of [`Mode::Split`].
     Split(ioapic::State),
-    /// Of [`Irqchip::Kernel`]: both 8259s, the I/O APIC, the PIT.
+    /// Of [`Mode::Kernel`]: both 8259s, the I/O APIC, the PIT.
     Kernel(Box<([kvm_irqchip; 3], kvm_pit_state2)>),
 }
 
@@ -74,49 +73,53 @@ impl Irqchip {
     /// # Errors
     /// Where KVM refuses.
     pub fn new(vm: &Arc<VmFd>, mode: Mode) -> Result<Self, Error> {
-        match mode {
+        let gsis = Arc::new(Gsis::new(vm.clone()));
+        let ioapic = match mode {
             Mode::Split => {
                 let mut cap = kvm_enable_cap { cap: KVM_CAP_SPLIT_IRQCHIP, ..Default::default() };
                 cap.args[0] = PINS as u64;
                 vm.enable_cap(&cap).map_err(|e| Error::Ioctl("KVM_CAP_SPLIT_IRQCHIP", e))?;
-                let (routes_vm, signal_vm) = (vm.clone(), vm.clone());
+                let (routes, messages) = (gsis.clone(), gsis.clone());
                 let kvm = ioapic::Kvm {
-                    set_routes: Box::new(move |routes| set_routes(&routes_vm, routes)),
-                    signal: Box::new(move |msi| signal(&signal_vm, msi)),
+                    set_routes: Box::new(move |pins| routes.route_pins(pins)),
+                    signal: Box::new(move |msi| messages.signal(msi)),
                 };
-                Ok(Self::Split(Arc::new(Ioapic::new(kvm))))
+                Some(Arc::new(Ioapic::new(kvm)))
             }
             Mode::Kernel => {
                 vm.create_irq_chip().map_err(|e| Error::Ioctl("KVM_CREATE_IRQCHIP", e))?;
                 // The speaker's port belongs to the PIT; nobody listens.
                 let config = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
                 vm.create_pit2(config).map_err(|e| Error::Ioctl("KVM_CREATE_PIT2", e))?;
-                Ok(Self::Kernel)
+                None
             }
-        }
+        };
+        Ok(Self { vm: vm.clone(), gsis, ioapic })
     }
 
-    /// Connects `event` to interrupt `gsi`: each signal is one edge.
-    ///
-    /// # Errors
-    /// Where KVM refuses.
-    pub fn connect(&self, vm: &VmFd, event: &EventFd, gsi: u32) -> Result<(), Error> {
-        vm.register_irqfd(event, gsi).map_err(|e| Error::Ioctl("KVM_IRQFD", e))
+    /// Who has which interrupt.
+    pub fn gsis(&self) -> &Gsis {
+        &self.gsis
     }
 
-    /// Drives the line of interrupt `gsi`, one that no event is [connected](Irqchip::connect) to.
-    pub fn set_line(&self, vm: &VmFd, gsi: u32, asserted: bool) {
-        match self {
-            Self::Split(ioapic) if (gsi as usize) < PINS => ioapic.set_line(gsi as usize, asserted),
-            Self::Split(_) => {}
+    /// The I/O APIC, which belongs on the memory bus, where it is not KVM's.
+    pub fn ioapic(&self) -> Option<&Arc<Ioapic>> {
+        self.ioapic.as_ref()
+    }
+
+    /// Drives the line of interrupt `gsi`, one that no event is [connected](Gsis::connect) to.
+    pub fn set_line(&self, gsi: u32, asserted: bool) {
+        match &self.ioapic {
+            Some(ioapic) if (gsi as usize) < PINS => ioapic.set_line(gsi as usize, asserted),
+            Some(_) => {}
             // It fails for a line that there is not.
-            Self::Kernel => drop(vm.set_irq_line(gsi, asserted)),
+            None => drop(self.vm.set_irq_line(gsi, asserted)),
         }
     }
 
     /// A guest has ended a level-triggered interrupt: `KVM_EXIT_IOAPIC_EOI`.
     pub fn eoi(&self, vector: u8) {
-        if let Self::Split(ioapic) = self {
+        if let Some(ioapic) = &self.ioapic {
             ioapic.eoi(vector);
         }
     }
@@ -125,62 +128,36 @@ impl Irqchip {
     ///
     /// # Errors
     /// Where KVM refuses.
-    pub fn save(&self, vm: &VmFd) -> Result<State, Error> {
-        match self {
-            Self::Split(ioapic) => Ok(State::Split(ioapic.save())),
-            Self::Kernel => {
-                let mut chips = KERNEL_CHIPS.map(|chip_id| kvm_irqchip { chip_id, ..Default::default() });
-                for chip in &mut chips {
-                    vm.get_irqchip(chip).map_err(|e| Error::Ioctl("KVM_GET_IRQCHIP", e))?;
-                }
-                let pit = vm.get_pit2().map_err(|e| Error::Ioctl("KVM_GET_PIT2", e))?;
-                Ok(State::Kernel(Box::new((chips, pit))))
-            }
+    pub fn save(&self) -> Result<State, Error> {
+        if let Some(ioapic) = &self.ioapic {
+            return Ok(State::Split(ioapic.save()));
         }
+        let mut chips = KERNEL_CHIPS.map(|chip_id| kvm_irqchip { chip_id, ..Default::default() });
+        for chip in &mut chips {
+            self.vm.get_irqchip(chip).map_err(|e| Error::Ioctl("KVM_GET_IRQCHIP", e))?;
+        }
+        let pit = self.vm.get_pit2().map_err(|e| Error::Ioctl("KVM_GET_PIT2", e))?;
+        Ok(State::Kernel(Box::new((chips, pit))))
     }
 
     /// Takes over what [`Irqchip::save`] gave.
     ///
     /// # Errors
     /// Where KVM refuses, or the state is of the other form.
-    pub fn restore(&self, vm: &VmFd, state: State) -> Result<(), Error> {
-        match (self, state) {
-            (Self::Split(ioapic), State::Split(state)) => {
+    pub fn restore(&self, state: State) -> Result<(), Error> {
+        match (&self.ioapic, state) {
+            (Some(ioapic), State::Split(state)) => {
                 ioapic.restore(state);
                 Ok(())
             }
-            (Self::Kernel, State::Kernel(state)) => {
+            (None, State::Kernel(state)) => {
                 let (chips, pit) = *state;
                 for chip in &chips {
-                    vm.set_irqchip(chip).map_err(|e| Error::Ioctl("KVM_SET_IRQCHIP", e))?;
+                    self.vm.set_irqchip(chip).map_err(|e| Error::Ioctl("KVM_SET_IRQCHIP", e))?;
                 }
-                vm.set_pit2(&pit).map_err(|e| Error::Ioctl("KVM_SET_PIT2", e))
+                self.vm.set_pit2(&pit).map_err(|e| Error::Ioctl("KVM_SET_PIT2", e))
             }
             _ => Err(Error::OtherMode),
         }
     }
-}
-
-fn set_routes(vm: &VmFd, routes: &Routes) {
-    let entries: Vec<_> = (0u32..)
-        .zip(routes)
-        .filter_map(|(gsi, route)| route.map(|msi| (gsi, msi)))
-        .map(|(gsi, msi)| {
-            let mut entry = kvm_irq_routing_entry { gsi, type_: KVM_IRQ_ROUTING_MSI, ..Default::default() };
-            entry.u.msi =
-                kvm_irq_routing_msi { address_lo: msi.address, data: msi.data, ..Default::default() };
-            entry
-        })
-        .collect();
-    let routing = KvmIrqRouting::from_entries(&entries).expect("24 entries fit");
-    if let Err(error) = vm.set_gsi_routing(&routing) {
-        // What a guest writes cannot make this fail; running out of memory can. Its interrupts stay as they were.
-        tracing::error!(%error, "KVM_SET_GSI_ROUTING");
-    }
-}
-
-fn signal(vm: &VmFd, msi: Msi) {
-    let msi = kvm_msi { address_lo: msi.address, data: msi.data, ..Default::default() };
-    // A message that no local APIC takes is lost, as on a bus.
-    let _ = vm.signal_msi(msi);
 }

@@ -3,6 +3,7 @@
 pub mod acpi;
 pub mod boot;
 pub mod cpuid;
+pub mod gsi;
 pub mod ioapic;
 pub mod irqchip;
 pub mod layout;
