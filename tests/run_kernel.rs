@@ -44,7 +44,14 @@ fn main() {
             expect(&vellum("fault", image, &[])?, 12, "", rip)
         }),
         trial("a_timeout_is_status_124", kvm(), || {
-            expect(&vellum("timeout", Code::default().spin().elf64(), &["--timeout", "100ms"])?, 124, "", "")
+            let image = Code::default().spin().elf64();
+            expect(
+                &vellum("timeout", image.clone(), &["--timeout", "100ms"])?,
+                124,
+                "",
+                "time of --timeout",
+            )?;
+            expect(&vellum("timeout", image, &["--timeout", "100ms", "--loglevel", "error"])?, 124, "", "")
         }),
         trial("the_sandbox_lets_a_guest_program_its_io_apic", kvm(), || {
             // mov eax, 0xfec00000; mov dword [rax], 0x18; mov dword [rax + 0x10], 0x31: pin 4 is no longer masked.
@@ -58,6 +65,7 @@ fn main() {
         trial("input_through_a_pipe_reaches_the_guest_in_order", kvm(), pipe),
         trial("a_slow_reader_gets_all_that_a_guest_has_said", kvm(), slow_reader),
         trial("a_signal_is_status_128_and_its_number", kvm(), signal),
+        trial("a_broken_ring_is_told_and_not_too_often", kvm(), broken_ring),
     ];
     for (name, flags, says) in [
         ("a_missing_kernel", &["--kernel", "/nonexistent"][..], "--kernel /nonexistent: No such file"),
@@ -302,6 +310,37 @@ fn pipe() -> Result<(), Failed> {
     child.wait()?;
     fs::remove_file(kernel)?;
     arrived
+}
+
+/// A guest that breaks its device again and again, in the middle of a line on the terminal, where errors are shown too.
+fn broken_ring() -> Result<(), Failed> {
+    const STATUS: u32 = 0x70;
+    // Reset; VIRTIO_F_VERSION_1; FEATURES_OK; queue 0 of 3 entries, which is no power of two; DRIVER_OK.
+    let stores =
+        [(STATUS, 0), (0x24, 1), (0x20, 1), (STATUS, 0xb), (0x30, 0), (0x38, 3), (0x44, 1), (STATUS, 0xf)];
+    // mov eax, address; mov dword [rax], value
+    let store = |code: Code, (register, value): (u32, u32)| {
+        let address = vellum::arch::layout::VIRTIO_BASE as u32 + register;
+        let code = code.bytes(&[0xb8]).bytes(&address.to_le_bytes());
+        code.bytes(&[0xc7, 0x00]).bytes(&value.to_le_bytes())
+    };
+    let code = (0..30).fold(Code::default().print("half a "), |code, _| stores.into_iter().fold(code, store));
+    let kernel = path("broken");
+    fs::write(&kernel, code.print("line\n").power_off().elf64())?;
+    let (mut reader, writer) = std::io::pipe()?;
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
+        .args(["run", "--rng", "-k", kernel.to_str().unwrap()])
+        .stdin(Stdio::null())
+        .stdout(writer.try_clone()?)
+        .stderr(writer)
+        .spawn()?;
+    let mut said = String::new();
+    reader.read_to_string(&mut said)?;
+    let status = child.wait()?;
+    fs::remove_file(kernel)?;
+    let told = said.lines().filter(|line| line.starts_with("vellum: virtio: ")).count() as u32;
+    let whole = said.starts_with("half a \nvellum: ") && said.ends_with("\nline\n");
+    ensure(status.success() && whole && told == vellum::session::log::MOST, || format!("{status}: {said}"))
 }
 
 fn path(name: &str) -> PathBuf {

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use super::devices::DeviceArgs;
 use super::{Failure, keyvalue};
@@ -59,19 +59,6 @@ pub struct KernelArgs {
 
     #[command(flatten)]
     devices: DeviceArgs,
-
-    /// How much Vellum itself says on standard error; debug adds KVM's counters
-    #[arg(long, value_name = "LEVEL", default_value = "info", requires = "kernel")]
-    loglevel: LogLevel,
-}
-
-/// kvmtool's levels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
-enum LogLevel {
-    Error,
-    Warning,
-    Info,
-    Debug,
 }
 
 /// Boots `kernel` on a machine of `memory` and `config` with what else `args` say, and waits for its end.
@@ -82,36 +69,29 @@ pub fn run(
     config: machine::Config,
     process: session::Config,
 ) -> Result<Exit, Failure> {
-    let KernelArgs { initrd, protocol, irqchip, serial, timeout, loglevel, devices, .. } = args;
+    let KernelArgs { initrd, protocol, irqchip, serial, timeout, devices, .. } = args;
     let defaults = (!args.nodefaults).then_some(DEFAULT_CMDLINE);
     let parts: Vec<&str> = defaults.into_iter().chain(args.cmdline.iter().map(String::as_str)).collect();
     let (cmdline, virtio) = (parts.join(" "), devices.config());
-    let counters = loglevel == LogLevel::Debug;
-    let config = machine::Config { irqchip, serial, virtio, counters, ..config };
+    let config = machine::Config { irqchip, serial, virtio, ..config };
     let boot = BootConfig { kernel, initrd, cmdline, protocol };
     let process = session::Config { limit: timeout, ..process };
     let failure = |error: session::Error| Failure::of(&error, super::run::FLAGS);
     let mut ready = session::kernel::ready(&process, memory, config, boot).map_err(failure)?;
     let machine = &ready.machine;
     if let Some(pty) = &machine.pty {
-        say(loglevel, LogLevel::Info, || format!("the serial port is {pty}"));
+        tracing::info!("the serial port is {pty}");
     }
     if let Some(pty) = machine.virtio.console.as_ref().and_then(|console| console.pty.as_ref()) {
-        say(loglevel, LogLevel::Info, || format!("the virtio console is {pty}"));
+        tracing::info!("the virtio console is {pty}");
     }
     let outcome = ready.run().map_err(failure)?;
-    tell(&outcome, loglevel);
+    tell(&outcome);
     Ok(outcome.exit)
 }
 
-fn say(level: LogLevel, of: LogLevel, text: impl FnOnce() -> String) {
-    if of <= level {
-        eprintln!("vellum: {}", text());
-    }
-}
-
 /// Says how it ended, where that is not what everybody expects.
-fn tell(outcome: &Outcome, level: LogLevel) {
+fn tell(outcome: &Outcome) {
     if let Some((index, ended)) = &outcome.ended {
         let what = match ended.exit {
             Exit::Panic => Some("the guest has panicked".to_owned()),
@@ -123,16 +103,17 @@ fn tell(outcome: &Outcome, level: LogLevel) {
             _ => None,
         };
         if let (Some(what), Some(trace)) = (what, &ended.trace) {
-            say(level, LogLevel::Error, || format!("{what}\n{trace}"));
+            tracing::error!("{what}\n{trace}");
         }
     }
+    if outcome.exit == Exit::Timeout {
+        tracing::warn!("the time of --timeout is over: the guest was ended");
+    }
     if outcome.lost_output > 0 {
-        say(level, LogLevel::Warning, || {
-            format!("{} bytes of serial output were lost: nobody read them", outcome.lost_output)
-        });
+        tracing::warn!("{} bytes of serial output were lost: nobody read them", outcome.lost_output);
     }
     for (name, value) in outcome.counters.iter().flatten().filter(|(_, value)| **value != 0) {
-        say(level, LogLevel::Debug, || format!("KVM's {name} {value}"));
+        tracing::debug!("KVM's {name} {value}");
     }
-    say(level, LogLevel::Debug, || format!("ended by {:?}, status {}", outcome.exit, outcome.exit.code()));
+    tracing::debug!("ended by {:?}, status {}", outcome.exit, outcome.exit.code());
 }

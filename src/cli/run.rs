@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use super::args::Pin;
 use super::result::ResultArgs;
@@ -15,6 +15,7 @@ use crate::machine;
 use crate::memory::MemoryConfig;
 use crate::sandbox::Mode;
 use crate::sandbox::user::User;
+use crate::session::log::{self, Beside};
 use crate::session::{self, builtin};
 use crate::sys::host::allowed_cpus;
 use crate::vm::lifecycle::{self, Exit};
@@ -75,8 +76,32 @@ pub struct RunArgs {
     #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
     cpuid: Vec<Choice>,
 
+    /// How much Vellum itself says on standard error while the guest runs; debug adds KVM's counters of a guest with a kernel
+    #[arg(long, value_name = "LEVEL", default_value = "info")]
+    loglevel: LogLevel,
+
     #[command(flatten)]
     kernel: kernel::KernelArgs,
+}
+
+/// kvmtool's levels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum LogLevel {
+    Error,
+    Warning,
+    Info,
+    Debug,
+}
+
+impl From<LogLevel> for tracing::Level {
+    fn from(level: LogLevel) -> Self {
+        match level {
+            LogLevel::Error => Self::ERROR,
+            LogLevel::Warning => Self::WARN,
+            LogLevel::Info => Self::INFO,
+            LogLevel::Debug => Self::DEBUG,
+        }
+    }
 }
 
 /// Which flag each field comes from.
@@ -117,6 +142,7 @@ Examples:
 /// Does what was asked.
 pub fn run(args: RunArgs) -> Result<Exit, Failure> {
     if let Some(image) = args.kernel.kernel.clone() {
+        log::start(args.loglevel.into(), Beside::Console);
         let process = process(&args)?;
         // Guests share a host; those that measure it have it to themselves.
         let pins = pins(&args.cpus, Pin::Off)?;
@@ -124,6 +150,7 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
             cpus: args.cpus.count,
             pins,
             cpuid: cpuid(&args.cpuid),
+            counters: args.loglevel == LogLevel::Debug,
             ..machine::Config::default()
         };
         return kernel::run(args.kernel, image, args.memory, config, process);
@@ -133,6 +160,7 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
 
 /// Runs the built-in guest.
 pub fn run_workload(args: &RunArgs) -> Result<builtin::Outcome, Failure> {
+    log::start(args.loglevel.into(), Beside::Progress);
     let (pins, process) = (pins(&args.cpus, Pin::Auto)?, process(args)?);
     let mut write = args.workload.write.clone();
     write.passes = args.passes;

@@ -16,7 +16,7 @@ use vm_superio::serial::{Serial as Uart, SerialEvents, SerialState};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{Ending, bus::BusDevice};
-use crate::sys::terminal::writable;
+use crate::sys::terminal::{self, writable};
 
 /// How much output waits for a reader before it is lost.
 const BACKLOG: usize = 1 << 20;
@@ -76,6 +76,8 @@ struct Output {
     file: Option<File>,
     backlog: VecDeque<u8>,
     lost: u64,
+    /// Whether the log has to end a line of this output before it writes one of its own.
+    beside_stderr: bool,
     /// Signalled when the backlog stops being empty.
     waiting: Arc<EventFd>,
 }
@@ -91,7 +93,12 @@ impl Output {
             // where it is a matter of not blocking, since a write to a terminal waits for room for all of it.
             let byte = [self.backlog[0]];
             match file.write(&byte) {
-                Ok(_) => drop(self.backlog.pop_front()),
+                Ok(_) => {
+                    self.backlog.pop_front();
+                    if self.beside_stderr {
+                        terminal::wrote(byte[0]);
+                    }
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => self.give_up(),
             }
@@ -135,7 +142,9 @@ impl Serial {
     pub fn new(output: Option<File>) -> io::Result<Self> {
         let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new);
         let (irq, drained) = (eventfd()?, eventfd()?);
-        let output = Output { file: output, backlog: VecDeque::new(), lost: 0, waiting: drained.clone() };
+        let beside_stderr = output.as_ref().is_some_and(terminal::beside_stderr);
+        let waiting = drained.clone();
+        let output = Output { file: output, backlog: VecDeque::new(), lost: 0, beside_stderr, waiting };
         let uart = Uart::with_events(Irq(irq.clone()), Drained(drained.clone()), output);
         Ok(Self { uart: Mutex::new(uart), irq, drained })
     }
@@ -165,6 +174,7 @@ impl Serial {
     pub fn lead_to(&self, file: File) {
         let mut uart = self.lock();
         let output = uart.writer_mut();
+        output.beside_stderr = terminal::beside_stderr(&file);
         output.file = Some(file);
         output.flush_backlog();
     }
@@ -225,6 +235,7 @@ impl Serial {
             file: out.file.take(),
             backlog: std::mem::take(&mut out.backlog),
             lost: out.lost,
+            beside_stderr: out.beside_stderr,
             waiting: self.drained.clone(),
         };
         *uart = Uart::from_state(&state, Irq(self.irq.clone()), Drained(self.drained.clone()), output)

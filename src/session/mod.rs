@@ -12,6 +12,7 @@
 
 pub mod builtin;
 pub mod kernel;
+pub mod log;
 pub mod progress;
 
 use std::io;

@@ -3,8 +3,11 @@
 use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, RawFd};
+use std::os::unix::fs::MetadataExt;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// The terminal that is raw, and how it was before. One process has one terminal, and a panic hook must find it.
 static RAW: Mutex<Option<(RawFd, libc::termios)>> = Mutex::new(None);
@@ -56,9 +59,34 @@ fn set(fd: RawFd, mode: &libc::termios) -> io::Result<()> {
 
 /// Whether a write of a byte to `fd` would not block. Files always take one.
 pub fn writable(fd: BorrowedFd<'_>) -> bool {
+    writable_within(fd, Duration::ZERO)
+}
+
+/// The same, or not after `patience`.
+pub fn writable_within(fd: BorrowedFd<'_>, patience: Duration) -> bool {
     let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
-    // SAFETY: `poll` is one valid pollfd, and no time to wait means that nothing blocks.
-    unsafe { libc::poll(&mut poll, 1, 0) == 1 }
+    // SAFETY: `poll` is one valid pollfd.
+    unsafe { libc::poll(&mut poll, 1, patience.as_millis() as i32) == 1 }
+}
+
+/// Whether a guest's console stands in the middle of a line where standard error is too.
+static MID_LINE: AtomicBool = AtomicBool::new(false);
+
+/// Whether what is written to `file` appears where standard error does: the same terminal or pipe.
+pub fn beside_stderr(file: &File) -> bool {
+    let stderr = io::stderr().as_fd().try_clone_to_owned().map(File::from);
+    let names = stderr.and_then(|stderr| Ok((file.metadata()?, stderr.metadata()?)));
+    names.is_ok_and(|(a, b)| (a.dev(), a.ino()) == (b.dev(), b.ino()))
+}
+
+/// Told by a console that is [`beside_stderr`]: what it wrote ended with `last`.
+pub fn wrote(last: u8) {
+    MID_LINE.store(last != b'\n', Ordering::Relaxed);
+}
+
+/// Whether a console's line is to be ended before another is written. It is as good as ended afterwards.
+pub fn end_line() -> bool {
+    MID_LINE.swap(false, Ordering::Relaxed)
 }
 
 /// A new pseudo-terminal: its master, its slave, and the slave's path. The slave is raw; while it is held open the
