@@ -2,12 +2,12 @@
 
 mod bed;
 
-use bed::{ensure, kvm, trial};
-use std::process::{Command, Stdio};
+use bed::kvm;
+use std::process::{Command, ExitCode, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use libtest_mimic::{Arguments, Failed};
+use harness::{Failed, Need, Trials, ensure, trial};
 use vellum::bench::{Common, Region, access_tracking, demand_paging, memslot, page_table};
 use vellum::guests::guest::GuestConfig;
 use vellum::guests::program::Privilege;
@@ -25,37 +25,36 @@ use vellum::vm::counters::Counters;
 use vellum::{arch, guests};
 use vmm_sys_util::eventfd::EventFd;
 
-fn main() {
+fn main() -> ExitCode {
     vellum::sys::heap::keep_to_one();
-    let args = Arguments::from_args();
-    let trials = vec![
-        trial("memory_is_populated_where_the_kernel_has_no_advice_for_it", Ok(()), populated),
-        trial("counters_tell_what_kvm_mapped", kvm(), counters),
-        trial("missing_pages_are_filled", uffd(Mode::Missing), || served(Mode::Missing)),
-        trial("minor_faults_are_mapped", uffd(Mode::Minor), || served(Mode::Minor)),
-        trial("demand_paging_missing", bed::both(kvm(), uffd(Mode::Missing)), || {
-            demand_paging(Mode::Missing, Backing::Anonymous)
-        }),
-        trial("demand_paging_minor", bed::both(kvm(), uffd(Mode::Minor)), || {
-            demand_paging(Mode::Minor, Backing::Memfd)
-        }),
-        trial("blocks_are_touched_where_the_plan_says", kvm(), touch),
-        trial("page_table_stages", kvm(), page_table),
-        trial("memslots_moved_under_a_guest_lose_nothing", kvm(), memslots),
-        trial("a_memslot_takes_what_its_rmaps_need", bed::both(kvm(), shadow_paging()), memslot_memory),
-        trial("access_tracking_marks_and_unmarks", bed::both(kvm(), page_idle()), access_tracking),
-        trial("an_interrupt_leaves_what_was_measured", kvm(), interrupted),
-        trial("what_excludes_each_other_is_one_line", kvm(), excluded),
-        trial("tables_lead_to_the_same_frames_and_are_cleared", kvm(), tables),
-    ];
-    libtest_mimic::run(&args, trials).exit();
+    Trials::from_args().run()
 }
 
-fn uffd(mode: Mode) -> bed::Need {
+#[trial(uffd(Mode::Missing))]
+fn missing_pages_are_filled() -> Result<(), Failed> {
+    served(Mode::Missing)
+}
+
+#[trial(uffd(Mode::Minor))]
+fn minor_faults_are_mapped() -> Result<(), Failed> {
+    served(Mode::Minor)
+}
+
+#[trial(kvm(), uffd(Mode::Missing))]
+fn demand_paging_missing() -> Result<(), Failed> {
+    demand_paging(Mode::Missing, Backing::Anonymous)
+}
+
+#[trial(kvm(), uffd(Mode::Minor))]
+fn demand_paging_minor() -> Result<(), Failed> {
+    demand_paging(Mode::Minor, Backing::Memfd)
+}
+
+fn uffd(mode: Mode) -> Need {
     Uffd::new(mode).map(drop).map_err(|e| format!("needs userfaultfd ({e}): see `vellum doctor`"))
 }
 
-fn shadow_paging() -> bed::Need {
+fn shadow_paging() -> Need {
     let paging = vellum::host::Facts::collect(String::new()).paging;
     let shadows = paging == vellum::host::Paging::Shadow;
     if shadows {
@@ -67,7 +66,8 @@ fn shadow_paging() -> bed::Need {
 
 /// As before Linux 5.14: a filter refuses MADV_POPULATE_WRITE to this thread. Emulated hosts run this optimized, and it takes an
 /// optimizer to leave out writes that change nothing.
-fn populated() -> Result<(), Failed> {
+#[trial]
+fn memory_is_populated_where_the_kernel_has_no_advice_for_it() -> Result<(), Failed> {
     let when = |code, k, otherwise| libc::sock_filter { code, jt: 0, jf: otherwise, k };
     let load = |offset| when((libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16, offset, 0);
     let equal =
@@ -166,7 +166,8 @@ fn demand_paging(mode: Mode, backing: Backing) -> Result<(), Failed> {
 }
 
 /// Each vCPU writes what its plan names, and nothing else.
-fn touch() -> Result<(), Failed> {
+#[trial(kvm())]
+fn blocks_are_touched_where_the_plan_says() -> Result<(), Failed> {
     let kvm = vellum::vm::open()?;
     let config = GuestConfig { code: guests::program::touch::code(), ..GuestConfig::new(2) };
     let guest =
@@ -191,7 +192,8 @@ fn touch() -> Result<(), Failed> {
 }
 
 /// Neighbours are mapped eight at a time, but the log makes each small page fault on its own.
-fn page_table() -> Result<(), Failed> {
+#[trial(kvm())]
+fn page_table_stages() -> Result<(), Failed> {
     // With a local APIC the second vCPU would wait for the first to wake it.
     let report = page_table::run(&page_table::Config {
         common: Common { repeat: 2, irqchip: Some(arch::irqchip::Mode::Kernel), ..Common::default() },
@@ -206,7 +208,8 @@ fn page_table() -> Result<(), Failed> {
 }
 
 /// Every test of `memslot` once, in three slots.
-fn memslots() -> Result<(), Failed> {
+#[trial(kvm())]
+fn memslots_moved_under_a_guest_lose_nothing() -> Result<(), Failed> {
     let report = memslot::run(&memslot::Config {
         common: Common { repeat: 2, ..Common::default() },
         tests: memslot::Test::NAMES.iter().map(|(_, test)| *test).collect(),
@@ -224,7 +227,8 @@ fn memslots() -> Result<(), Failed> {
 }
 
 /// Where KVM shadows page tables, a slot has 8 bytes for each of its pages: `struct kvm_rmap_head` in kvm_host.h.
-fn memslot_memory() -> Result<(), Failed> {
+#[trial(kvm(), shadow_paging())]
+fn a_memslot_takes_what_its_rmaps_need() -> Result<(), Failed> {
     let report = memslot::run(&memslot::Config {
         // Other tests have slots come and go meanwhile: the median of many is this one's.
         common: Common { repeat: 25, ..Common::default() },
@@ -241,7 +245,8 @@ fn memslot_memory() -> Result<(), Failed> {
 }
 
 /// After the first of many rounds SIGINT ends a benchmark with the results so far, and says so.
-fn interrupted() -> Result<(), Failed> {
+#[trial(kvm())]
+fn an_interrupt_leaves_what_was_measured() -> Result<(), Failed> {
     let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
         .args(["bench", "page-table", "-b", "1m", "--repeat", "100000", "--json", "-"])
         .stdout(Stdio::piped())
@@ -273,7 +278,8 @@ fn interrupted() -> Result<(), Failed> {
 }
 
 /// One line that names the flag and what would work, and exit status 2.
-fn excluded() -> Result<(), Failed> {
+#[trial(kvm())]
+fn what_excludes_each_other_is_one_line() -> Result<(), Failed> {
     for (line, flag, remedy) in [
         ("dirty-log -b 2m --tracker ring --clear-chunk 64", "--clear-chunk 64", "the tracker manual-protect"),
         ("dirty-log -b 2m -g --clear-chunk 64", "--clear-chunk 64", "the tracker manual-protect"),
@@ -297,7 +303,7 @@ fn excluded() -> Result<(), Failed> {
     Ok(())
 }
 
-fn page_idle() -> bed::Need {
+fn page_idle() -> Need {
     PageIdle::open().map(drop).map_err(|e| {
         format!(
             "needs /sys/kernel/mm/page_idle/bitmap ({e}): root, and a kernel with CONFIG_IDLE_PAGE_TRACKING"
@@ -306,7 +312,8 @@ fn page_idle() -> bed::Need {
 }
 
 /// The premises that the benchmark checks itself: pages become idle when marked, and are not when touched.
-fn access_tracking() -> Result<(), Failed> {
+#[trial(kvm(), page_idle())]
+fn access_tracking_marks_and_unmarks() -> Result<(), Failed> {
     let report = access_tracking::run(&access_tracking::Config {
         common: Common::default(),
         region: Region { bytes: 8 << 20, backing: Backing::Anonymous, vcpus: 2 },
@@ -317,7 +324,8 @@ fn access_tracking() -> Result<(), Failed> {
 }
 
 /// What the guest does to its tables, seen in its memory; functional wherever KVM runs code at CPL 0 at all.
-fn tables() -> Result<(), Failed> {
+#[trial(kvm())]
+fn tables_lead_to_the_same_frames_and_are_cleared() -> Result<(), Failed> {
     let (count, pages) = (3u64, 5u64);
     let kvm = vellum::vm::open()?;
     let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(tables::ram(count)))?;
@@ -349,7 +357,8 @@ fn tables() -> Result<(), Failed> {
     Ok(())
 }
 
-fn counters() -> Result<(), Failed> {
+#[trial(kvm())]
+fn counters_tell_what_kvm_mapped() -> Result<(), Failed> {
     let pages = 2048;
     let kvm = vellum::vm::open()?;
     let guest = Guest::build(

@@ -7,9 +7,10 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use bed::{ensure, kvm, trial};
+use bed::kvm;
+use harness::{Failed, Trials, ensure, trial};
 use images::Code;
-use libtest_mimic::{Arguments, Failed, Trial};
+use std::process::ExitCode;
 use vellum::arch::irqchip::Mode;
 use vellum::arch::state::{Context, State};
 use vellum::devices::console::Target;
@@ -21,18 +22,17 @@ use vellum::vm::lifecycle::Exit;
 use vellum::vm::vcpu;
 use vm_memory::{Bytes, GuestAddress};
 
-fn main() {
-    let args = Arguments::from_args();
-    let mut trials: Vec<Trial> = Vec::new();
+fn main() -> ExitCode {
+    let mut trials = Trials::from_args();
     let mut case = |name: &str, image: Vec<u8>, irqchip, says: &'static str, exit: Exit| {
-        trials.push(trial(name, kvm(), move || {
+        trials.add(name, kvm(), move || {
             let (outcome, said) = boot(&image, |config, _| config.irqchip = irqchip)?;
             ensure(said == says, || format!("it said {said:?}, not {says:?}"))?;
             ensure(outcome.exit == exit, || format!("it ended by {:?}, not {exit:?}", outcome.exit))?;
             let failed = matches!(exit, Exit::Panic | Exit::TripleFault | Exit::Kvm);
             let trace = outcome.ended.and_then(|(_, ended)| ended.trace);
             ensure(trace.is_some() == failed, || format!("registers and last exits: {trace:?}"))
-        }));
+        });
     };
     let code = || Code::default().print("V");
     for (name, irqchip) in [("split", Mode::Split), ("kernel", Mode::Kernel)] {
@@ -56,23 +56,25 @@ fn main() {
     case("multiboot_ends_by_the_debug_port", test_passes.multiboot(), Mode::Split, "V", Exit::Guest(1));
     // Only multiboot guests have that port; this one goes on.
     case("others_have_no_debug_port", test_passes.power_off().elf64(), Mode::Split, "V", Exit::PowerOff);
-    trials.push(trial("a_timeout_ends_a_guest_that_spins", kvm(), || {
-        let limit = Duration::from_millis(50);
-        let outcome = build(&code_that_spins().elf64(), limit, |_, _| ())?.0.run()?;
-        ensure(outcome.exit == Exit::Timeout, || format!("{:?}", outcome.exit))
-    }));
-    trials.push(trial("two_vcpus_of_which_one_waits", kvm(), || {
-        let image = Code::default().print("2").power_off().elf64();
-        let (outcome, said) = boot(&image, |config, _| config.cpus = 2)?;
-        ensure((said.as_str(), outcome.exit) == ("2", Exit::PowerOff), || format!("{said:?} {outcome:?}"))
-    }));
-    trials.push(trial("the_command_line_reaches_a_pvh_guest", kvm(), echo_cmdline));
     for (name, irqchip) in [("split", Mode::Split), ("kernel", Mode::Kernel)] {
         let name = format!("a_guest_goes_on_in_another_machine_{name}_irqchip");
-        trials.push(trial(&name, kvm(), move || moves(irqchip)));
+        trials.add(name, kvm(), move || moves(irqchip));
     }
-    trials.push(trial("every_part_of_a_vcpu_moves", kvm(), every_part));
-    libtest_mimic::run(&args, trials).exit();
+    trials.run()
+}
+
+#[trial(kvm())]
+fn a_timeout_ends_a_guest_that_spins() -> Result<(), Failed> {
+    let limit = Duration::from_millis(50);
+    let outcome = build(&code_that_spins().elf64(), limit, |_, _| ())?.0.run()?;
+    ensure(outcome.exit == Exit::Timeout, || format!("{:?}", outcome.exit))
+}
+
+#[trial(kvm())]
+fn two_vcpus_of_which_one_waits() -> Result<(), Failed> {
+    let image = Code::default().print("2").power_off().elf64();
+    let (outcome, said) = boot(&image, |config, _| config.cpus = 2)?;
+    ensure((said.as_str(), outcome.exit) == ("2", Exit::PowerOff), || format!("{said:?} {outcome:?}"))
 }
 
 fn code_that_spins() -> Code {
@@ -80,7 +82,8 @@ fn code_that_spins() -> Code {
 }
 
 /// mov esi, [rbx + 24] (`hvm_start_info.cmdline_paddr`); then lodsb, out to the serial port, until a NUL.
-fn echo_cmdline() -> Result<(), Failed> {
+#[trial(kvm())]
+fn the_command_line_reaches_a_pvh_guest() -> Result<(), Failed> {
     let code = Code::default()
         .bytes(&[0x8b, 0x73, 24, 0x66, 0xba, 0xf8, 0x03])
         .bytes(&[0xac, 0x84, 0xc0, 0x74, 3, 0xee, 0xeb, 0xf8])
@@ -175,7 +178,8 @@ fn moves(irqchip: Mode) -> Result<(), Failed> {
 }
 
 /// What no few bytes of guest code would show: debug and vector registers, the local APIC, events on their way.
-fn every_part() -> Result<(), Failed> {
+#[trial(kvm())]
+fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
     let image = code_that_spins().elf64();
     let kvm = vellum::vm::open()?;
     let (source, said) = build(&image, PATIENCE, |_, _| ())?;

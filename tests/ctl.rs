@@ -8,33 +8,20 @@ use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, ExitCode, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use bed::{ensure, kvm, trial};
+use bed::kvm;
+use harness::{Failed, Trials, ensure, trial};
 use images::Code;
-use libtest_mimic::{Arguments, Failed, Trial};
 use serde_json::{Value, json};
 use vellum::control::client::{Client, Error};
 use vellum::control::{Do, Status};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
-fn main() {
-    let args = Arguments::from_args();
-    let trials = vec![
-        Trial::test("machines_that_are_not_there_are_one_line_and_status_2", not_there),
-        trial("a_built_in_guest_obeys", kvm(), built_in),
-        trial("a_paused_built_in_guest_can_be_ended", kvm(), ended_while_paused),
-        trial("progress_is_told_to_who_listens", kvm(), progress),
-        trial("a_kernel_s_guest_obeys", kvm(), kernel),
-        trial("a_pause_between_the_halves_of_an_access_loses_neither", kvm(), paused_within),
-        trial("serial_output_goes_where_ctl_leads_it", kvm(), serial),
-        trial("descriptors_that_are_no_output_are_refused", kvm(), unfit),
-        trial("a_name_in_use_is_refused_and_a_stale_one_replaced", kvm(), names),
-        trial("a_name_goes_with_its_machine_however_that_ends", kvm(), endings),
-    ];
-    libtest_mimic::run(&args, trials).exit();
+fn main() -> ExitCode {
+    Trials::from_args().run()
 }
 
 /// A directory in which a user's machines have their sockets.
@@ -139,7 +126,8 @@ fn children(of: u32) -> Result<Vec<u32>, Failed> {
     Ok(children)
 }
 
-fn not_there() -> Result<(), Failed> {
+#[trial]
+fn machines_that_are_not_there_are_one_line_and_status_2() -> Result<(), Failed> {
     let home = Home::new()?;
     for (arguments, says) in [
         ("ctl nobody pause", "vellum list"),
@@ -166,7 +154,8 @@ fn not_there() -> Result<(), Failed> {
     ensure(list.status.success() && list.stdout.is_empty() && list.stderr.is_empty(), || format!("{list:?}"))
 }
 
-fn built_in() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_built_in_guest_obeys() -> Result<(), Failed> {
     let home = Home::new()?;
     let machine = home.endless("w")?;
     let status: Status = serde_json::from_str(&home.ctl("w status")?)?;
@@ -206,7 +195,8 @@ fn built_in() -> Result<(), Failed> {
     ensure(said.contains("wrong_stamps") && !home.socket("w").exists(), || said.into_owned())
 }
 
-fn ended_while_paused() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_paused_built_in_guest_can_be_ended() -> Result<(), Failed> {
     let home = Home::new()?;
     let machine = home.endless("w")?;
     home.ctl("w pause")?;
@@ -220,7 +210,8 @@ fn ended_while_paused() -> Result<(), Failed> {
 }
 
 /// Pages go by while it runs, and none while it is paused.
-fn progress() -> Result<(), Failed> {
+#[trial(kvm())]
+fn progress_is_told_to_who_listens() -> Result<(), Failed> {
     let home = Home::new()?;
     let machine = home.endless("w")?;
     let mut listener = Client::connect(&home.socket("w"))?;
@@ -256,7 +247,8 @@ fn echo(home: &Home, name: &str) -> Result<Machine, Failed> {
     home.start(name, command.arg(image).stdin(Stdio::piped()))
 }
 
-fn kernel() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_kernel_s_guest_obeys() -> Result<(), Failed> {
     let home = Home::new()?;
     let mut machine = echo(&home, "k")?;
     let mut listener = Client::connect(&home.socket("k"))?;
@@ -279,7 +271,8 @@ fn kernel() -> Result<(), Failed> {
 
 /// KVM hands 16 bytes for a device over in two exits, and a pause can come between them: both halves must arrive. The
 /// second is the I/O APIC's identification here, other than before each time, and read back.
-fn paused_within() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed> {
     const PAUSES: u32 = 1000;
     // mov rax, cr4; or eax, 0x200; mov cr4, rax: SSE. mov ebx, 0xfec00000; mov dword [rbx], 0
     let setup = Code::default().bytes(&[0x0f, 0x20, 0xe0, 0x0d, 0, 2, 0, 0, 0x0f, 0x22, 0xe0]);
@@ -312,7 +305,8 @@ fn paused_within() -> Result<(), Failed> {
     ensure(output.status.success() && output.stdout == b"R", || format!("{output:?}"))
 }
 
-fn serial() -> Result<(), Failed> {
+#[trial(kvm())]
+fn serial_output_goes_where_ctl_leads_it() -> Result<(), Failed> {
     let home = Home::new()?;
     let mut machine = echo(&home, "s")?;
     let (Some(input), Some(output)) = (&mut machine.child.stdin, &mut machine.child.stdout) else { panic!() };
@@ -338,7 +332,8 @@ fn serial() -> Result<(), Failed> {
     ensure(output.status.success() && output.stdout.is_empty(), || format!("{output:?}"))
 }
 
-fn unfit() -> Result<(), Failed> {
+#[trial(kvm())]
+fn descriptors_that_are_no_output_are_refused() -> Result<(), Failed> {
     let home = Home::new()?;
     let machine = echo(&home, "u")?;
     let place = home.0.join("file");
@@ -359,7 +354,8 @@ fn unfit() -> Result<(), Failed> {
     machine.end().map(drop)
 }
 
-fn names() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_name_in_use_is_refused_and_a_stale_one_replaced() -> Result<(), Failed> {
     let home = Home::new()?;
     fs::create_dir(home.0.join("vellum"))?;
     drop(UnixListener::bind(home.socket("n"))?);
@@ -385,7 +381,8 @@ fn names() -> Result<(), Failed> {
     ensure(machine.end()?.status.success() && !home.socket("n").exists(), || "the name is left".into())
 }
 
-fn endings() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_name_goes_with_its_machine_however_that_ends() -> Result<(), Failed> {
     let home = Home::new()?;
     let image = home.0.join("spin");
     fs::write(&image, Code::default().spin().elf64())?;

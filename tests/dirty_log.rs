@@ -3,11 +3,11 @@
 mod bed;
 
 use std::io::ErrorKind;
-use std::process::{Command, ExitStatus};
+use std::process::{Command, ExitCode, ExitStatus};
 use std::sync::Arc;
 
-use bed::{Need, both, ensure, kvm, trial};
-use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use bed::kvm;
+use harness::{Completion, Failed, Need, Trials, ensure, trial};
 use vellum::bench::{Common, Region, dirty_log};
 use vellum::dirty::{self, Method};
 use vellum::fault::{Fault, Whose};
@@ -20,70 +20,30 @@ use vellum::oracle::soak::{self, Config, Tally};
 use vellum::report::json;
 use vellum::vm::{self, Vm};
 
-fn main() {
-    let args = Arguments::from_args();
-    let mut trials: Vec<Trial> = Vec::new();
+fn main() -> ExitCode {
+    let mut trials = Trials::from_args();
     let hugetlb = Backing::Hugetlb(2 << 20);
     for (name, method) in Method::NAMES {
-        let need = both(kvm(), has(method));
+        let need = kvm().and(has(method));
         for backing in [Backing::Anonymous, Backing::Thp, Backing::Shmem, hugetlb] {
             let need = match backing {
-                Backing::Hugetlb(page) => both(need.clone(), bed::huge_pages(page, SIZE / page)),
+                Backing::Hugetlb(page) => need.clone().and(bed::huge_pages(page, SIZE / page)),
                 _ => need.clone(),
             };
-            trials.push(bed::ignorable(&format!("{name}_loses_no_page_of_{backing}"), need, move || {
-                loses_none(method, backing)
-            }));
+            trials
+                .add(format!("{name}_loses_no_page_of_{backing}"), need, move || loses_none(method, backing));
         }
         for (kind, mode) in [("running", Mode::Running), ("quiesced", Mode::Quiesced)] {
-            trials.push(trial(
-                &format!("{name}_injected_losses_are_caught_{kind}"),
-                need.clone(),
-                move || injected(method, mode),
-            ));
+            trials.add(format!("{name}_injected_losses_are_caught_{kind}"), need.clone(), move || {
+                injected(method, mode)
+            });
         }
     }
-    let need = both(kvm(), has(Method::InitiallySet));
-    trials.push(bed::ignorable("initially-set_keeps_the_edges_of_huge_pages", need.clone(), keeps_edges));
-    trials.push(bed::ignorable("the_oracle_finds_lost_edges_at_once", need, edges_by_the_oracle));
-    let need = both(kvm(), has(Method::ManualProtect));
-    trials.push(trial("the_directed_test_writes_a_result_and_its_status_agrees", need, edges_result));
-    trials.push(trial(
-        "the_directed_test_of_a_ring_has_a_status_that_agrees",
-        both(kvm(), has(Method::Ring)),
-        edges_of_a_ring,
-    ));
-    trials.push(trial(
-        "the_directed_test_of_a_race_has_a_status_that_agrees",
-        both(both(kvm(), has(Method::InitiallySet)), two_cpus()),
-        edges_of_a_race,
-    ));
-    trials.push(trial("the_directed_test_refuses_what_it_cannot_clear", kvm(), edges_refused));
-    trials.push(trial("a_ring_that_overflows_loses_nothing", both(kvm(), has(Method::Ring)), small_ring));
-    trials.push(trial("a_part_of_the_chunks_is_cleared", both(kvm(), has(Method::ManualProtect)), parts));
-    trials.push(trial("what_the_vmm_writes_is_merged", kvm(), own_writes));
-    trials.push(trial(
-        "only_what_was_read_is_cleared",
-        both(kvm(), has(Method::ManualProtect)),
-        read_then_clear,
-    ));
-    trials.push(trial("a_bitmap_is_as_long_as_what_kvm_writes", kvm(), bitmap_length));
-    trials.push(trial("a_slot_made_anew_and_larger_is_followed", kvm(), follows));
-    trials.push(trial("a_vcpu_keeps_the_memory_that_it_runs_on", kvm(), keeps_memory));
-    trials.push(trial("a_ring_excludes_initially_set", both(kvm(), has(Method::Ring)), exclusive));
-    trials.push(trial("rings_of_impossible_sizes_are_refused", both(kvm(), has(Method::Ring)), sizes));
     for (name, method) in Method::NAMES {
-        let need = both(kvm(), has(method));
-        trials.push(trial(&format!("bench_finds_every_page_with_{name}"), need, move || bench(method)));
+        let need = kvm().and(has(method));
+        trials.add(format!("bench_finds_every_page_with_{name}"), need, move || bench(method));
     }
-    trials.push(trial("bench_continuous_shows_progress_over_time", kvm(), bench_continuous));
-    trials.push(trial(
-        "bench_shows_lazy_protection_in_one_table",
-        both(kvm(), has(Method::InitiallySet)),
-        bench_lazy,
-    ));
-    trials.push(trial("bench_refuses_what_contradicts_itself", kvm(), bench_refuses));
-    libtest_mimic::run(&args, trials).exit();
+    trials.run()
 }
 
 const SIZE: u64 = 32 << 20;
@@ -145,7 +105,8 @@ fn loses_none(method: Method, backing: Backing) -> Result<Completion, Failed> {
 }
 
 /// The directed test says the same twice, and nothing worse than what is known.
-fn keeps_edges() -> Result<Completion, Failed> {
+#[trial(kvm(), has(Method::InitiallySet))]
+fn initially_set_keeps_the_edges_of_huge_pages() -> Result<Completion, Failed> {
     let found = edges::probe()?;
     let again = edges::probe()?;
     ensure(found == again, || format!("{found}, and then: {again}"))?;
@@ -160,7 +121,8 @@ fn keeps_edges() -> Result<Completion, Failed> {
 }
 
 /// Whoever the kernel, what a directed test finds the oracle finds in its first collections.
-fn edges_by_the_oracle() -> Result<Completion, Failed> {
+#[trial(kvm(), has(Method::InitiallySet))]
+fn the_oracle_finds_lost_edges_at_once() -> Result<Completion, Failed> {
     let (slot_base, clear_chunk) = (Some(0x0100_1000), Some(64));
     let config = Config { slot_base, clear_chunk, events: 1, ..config(Method::InitiallySet, Backing::Thp) };
     let tally = held(&config)?;
@@ -177,18 +139,21 @@ fn edges_by_the_oracle() -> Result<Completion, Failed> {
 }
 
 /// As a user types it, with the tracker that no kernel gets wrong.
-fn edges_result() -> Result<(), Failed> {
+#[trial(kvm(), has(Method::ManualProtect))]
+fn the_directed_test_writes_a_result_and_its_status_agrees() -> Result<(), Failed> {
     let (status, [lost, written]) = edges_as_typed(&["--tracker", "manual-protect", "-s", "anonymous"])?;
     ensure(status.success() && lost == 0.0 && written > 0.0, || format!("{status}, lost {lost} of {written}"))
 }
 
 /// Kernels that lose pages of a ring beside INITIALLY_SET are no fault of ours; a status that hides it is.
-fn edges_of_a_ring() -> Result<(), Failed> {
+#[trial(kvm(), has(Method::Ring))]
+fn the_directed_test_of_a_ring_has_a_status_that_agrees() -> Result<(), Failed> {
     edges_agree(&["--tracker", "ring"])
 }
 
 /// Nor is a kernel that loses them where the mode changes while the log is switched on.
-fn edges_of_a_race() -> Result<(), Failed> {
+#[trial(kvm(), has(Method::InitiallySet), two_cpus())]
+fn the_directed_test_of_a_race_has_a_status_that_agrees() -> Result<(), Failed> {
     edges_agree(&["--race", "-s", "anonymous"])
 }
 
@@ -213,7 +178,8 @@ fn edges_as_typed(arguments: &[&str]) -> Result<(ExitStatus, [f64; 2]), Failed> 
     Ok((output.status, [figure("lost")?, figure("written")?]))
 }
 
-fn edges_refused() -> Result<(), Failed> {
+#[trial(kvm())]
+fn the_directed_test_refuses_what_it_cannot_clear() -> Result<(), Failed> {
     for (arguments, remedy) in [
         (&["--tracker", "bitmap"][..], "manual-protect, initially-set and ring"),
         (&["--tracker", "ring,entries=4096"], "leave entries out"),
@@ -241,13 +207,15 @@ fn injected(method: Method, mode: Mode) -> Result<(), Failed> {
     ensure(right, || format!("seed {}: {injected} injected, {caught} caught: {:?}", config.seed, tally.names))
 }
 
-fn small_ring() -> Result<(), Failed> {
+#[trial(kvm(), has(Method::Ring))]
+fn a_ring_that_overflows_loses_nothing() -> Result<(), Failed> {
     let config = Config { ring_entries: 1024, ..config(Method::Ring, Backing::Anonymous) };
     let tally = held(&config)?;
     ensure(tally.is_clean() && tally.events >= config.events, || format!("seed {}: {tally:?}", config.seed))
 }
 
-fn parts() -> Result<(), Failed> {
+#[trial(kvm(), has(Method::ManualProtect))]
+fn a_part_of_the_chunks_is_cleared() -> Result<(), Failed> {
     let slot_base = Some(0x0100_1000);
     let config = Config { clear_chunk: Some(64), slot_base, ..config(Method::ManualProtect, Backing::Thp) };
     let tally = held(&config)?;
@@ -275,7 +243,8 @@ fn pages(tracker: &dyn dirty::DirtyTracker) -> Vec<u64> {
     tracker.logs().iter().flat_map(of).collect()
 }
 
-fn own_writes() -> Result<(), Failed> {
+#[trial(kvm())]
+fn what_the_vmm_writes_is_merged() -> Result<(), Failed> {
     use vm_memory::{Bytes, GuestAddress};
     let (guest, mut tracker) = machine(Method::Bitmap)?;
     // The last byte of one memslot and the first of the next.
@@ -288,7 +257,8 @@ fn own_writes() -> Result<(), Failed> {
     ensure(pages(&*tracker).is_empty(), || "told twice".into())
 }
 
-fn read_then_clear() -> Result<(), Failed> {
+#[trial(kvm(), has(Method::ManualProtect))]
+fn only_what_was_read_is_cleared() -> Result<(), Failed> {
     let (guest, mut tracker) = machine(Method::ManualProtect)?;
     guest.program(&WriteConfig { passes: 1, ..WriteConfig::default() })?;
     guest.resume();
@@ -310,7 +280,8 @@ fn read_then_clear() -> Result<(), Failed> {
 }
 
 /// KVM writes whole words, and as many as a slot says; fewer are refused before KVM is asked.
-fn bitmap_length() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_bitmap_is_as_long_as_what_kvm_writes() -> Result<(), Failed> {
     const UNTOUCHED: u64 = 0x5a5a_5a5a_5a5a_5a5a;
     let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
     let vm = Vm::new(&vm::open()?, memory)?;
@@ -332,7 +303,8 @@ fn bitmap_length() -> Result<(), Failed> {
     ensure(gone.is_err(), || "the log of a slot that is deleted".into())
 }
 
-fn follows() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_slot_made_anew_and_larger_is_followed() -> Result<(), Failed> {
     let (guest, mut tracker) = machine(Method::Bitmap)?;
     let (memory, slots) = (&guest.vm.memory, guest.vm.memslots());
     let small = Slot::new(9, 1 << 32, &memory.mapping, 0..64 * 4096)?;
@@ -351,7 +323,8 @@ fn follows() -> Result<(), Failed> {
     ensure(tracker.get().is_err(), || "a bitmap of one word for 1024 pages".into())
 }
 
-fn keeps_memory() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_vcpu_keeps_the_memory_that_it_runs_on() -> Result<(), Failed> {
     let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
     let mapping = Arc::downgrade(&memory.mapping);
     let vm = Vm::new(&vm::open()?, memory)?;
@@ -362,7 +335,8 @@ fn keeps_memory() -> Result<(), Failed> {
     ensure(mapping.strong_count() == 0, || "memory is still mapped, and nobody has it".into())
 }
 
-fn exclusive() -> Result<(), Failed> {
+#[trial(kvm(), has(Method::Ring))]
+fn a_ring_excludes_initially_set() -> Result<(), Failed> {
     let kvm = vm::open()?;
     let machine = Vm::with_dirty_ring(
         &kvm,
@@ -378,7 +352,8 @@ fn exclusive() -> Result<(), Failed> {
     })
 }
 
-fn sizes() -> Result<(), Failed> {
+#[trial(kvm(), has(Method::Ring))]
+fn rings_of_impossible_sizes_are_refused() -> Result<(), Failed> {
     let kvm = vm::open()?;
     for entries in [0, 1, 512, 3000, 1 << 30] {
         let refused = Vm::with_dirty_ring(
@@ -435,7 +410,8 @@ fn bench(method: Method) -> Result<(), Failed> {
 }
 
 /// Every column of the table that has memory here, in both schedules.
-fn bench_lazy() -> Result<(), Failed> {
+#[trial(kvm(), has(Method::InitiallySet))]
+fn bench_shows_lazy_protection_in_one_table() -> Result<(), Failed> {
     let base = dirty_log::Config { ring_entries: 1024, ..bench_config(Method::Bitmap) };
     let base = dirty_log::Config { method: None, phys_offset: None, slots: 1, chunk: None, ..base };
     let base = dirty_log::Config { common: Common::default(), ..base };
@@ -458,7 +434,8 @@ fn bench_lazy() -> Result<(), Failed> {
     ensure(progress.is_some_and(|figure| figure.value() > 0.0), || format!("{progress:?}"))
 }
 
-fn bench_continuous() -> Result<(), Failed> {
+#[trial(kvm())]
+fn bench_continuous_shows_progress_over_time() -> Result<(), Failed> {
     let continuous = Some(std::time::Duration::from_millis(200));
     let config = dirty_log::Config {
         continuous,
@@ -479,7 +456,8 @@ fn bench_continuous() -> Result<(), Failed> {
     ensure(report.series.iter().all(moved), || "a vCPU made no progress".into())
 }
 
-fn bench_refuses() -> Result<(), Failed> {
+#[trial(kvm())]
+fn bench_refuses_what_contradicts_itself() -> Result<(), Failed> {
     let base = || bench_config(Method::Bitmap);
     for (config, remedy) in [
         (

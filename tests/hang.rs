@@ -3,10 +3,11 @@
 //! The request really blocks in the kernel: it reads into a page of guest memory that userfaultfd holds back. (A server of a
 //! network file system that is gone looks the same from here, and is harder to have in a test.)
 
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use libtest_mimic::{Arguments, Failed, Trial};
+use harness::{Failed, Need, Trials, ensure, trial};
 use vellum::devices::bus::BusDevice;
 use vellum::devices::virtio::PATIENCE;
 use vellum::devices::virtio::blk::BlkConfig;
@@ -17,8 +18,6 @@ use virtio_bindings::virtio_blk::VIRTIO_BLK_T_IN;
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 use vmm_sys_util::eventfd::EventFd;
 
-mod bed;
-
 #[path = "virtio/disk.rs"]
 #[allow(dead_code, reason = "the test `virtio` uses more of it")]
 mod disk;
@@ -26,25 +25,19 @@ mod disk;
 #[allow(dead_code, reason = "the test `virtio` uses more of it")]
 mod driver;
 
-use bed::{ensure, trial};
 use disk::{HEADER, Image, STATUS, blk, header};
 use driver::*;
 
 /// The page that is held back.
 const HELD: u64 = MIDDLE;
 
-fn main() {
-    let args = Arguments::from_args();
-    let needs = || {
-        let have = Uffd::new(Mode::Missing).map(drop);
-        have.map_err(|e| format!("needs userfaultfd: {e}; vm.unprivileged_userfaultfd=1 or root allows it"))
-    };
-    let trials: Vec<Trial> = vec![
-        trial("a_request_that_hangs_is_named_and_the_disk_goes_on", needs(), named),
-        trial("a_reset_waits_for_the_request_until_the_machine_is_over", needs(), reset),
-        trial("a_machine_ends_although_a_disk_hangs", needs(), end),
-    ];
-    libtest_mimic::run(&args, trials).exit();
+fn main() -> ExitCode {
+    Trials::from_args().run()
+}
+
+fn userfaultfd() -> Need {
+    let have = Uffd::new(Mode::Missing).map(drop);
+    have.map_err(|e| format!("needs userfaultfd: {e}; vm.unprivileged_userfaultfd=1 or root allows it"))
 }
 
 /// A disk that reads into the page that is held back.
@@ -79,7 +72,8 @@ impl Hanging {
     }
 }
 
-fn named() -> Result<(), Failed> {
+#[trial(userfaultfd())]
+fn a_request_that_hangs_is_named_and_the_disk_goes_on() -> Result<(), Failed> {
     let mut disk = Hanging::new("named")?;
     let hang = disk.driver.mmio.quiesce(Duration::from_millis(1)).expect_err("it hangs");
     let path = disk.image.0.display();
@@ -94,7 +88,8 @@ fn named() -> Result<(), Failed> {
     Ok(())
 }
 
-fn reset() -> Result<(), Failed> {
+#[trial(userfaultfd())]
+fn a_reset_waits_for_the_request_until_the_machine_is_over() -> Result<(), Failed> {
     let disk = Hanging::new("reset")?;
     let before = disk.driver.status();
     std::thread::scope(|scope| {
@@ -108,7 +103,8 @@ fn reset() -> Result<(), Failed> {
     ensure(disk.driver.status() == 0, || "not reset although nothing hangs".into())
 }
 
-fn end() -> Result<(), Failed> {
+#[trial(userfaultfd())]
+fn a_machine_ends_although_a_disk_hangs() -> Result<(), Failed> {
     let Hanging { driver, memory, uffd, image } = Hanging::new("end")?;
     driver.mmio.quiesce(Duration::from_millis(1)).expect_err("it hangs");
     drop(driver);

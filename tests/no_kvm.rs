@@ -4,8 +4,8 @@
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode, Output};
 
+use harness::{Failed, Need, Trials, trial};
 use libc::{BPF_ABS, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET, BPF_W, sock_filter};
-use libtest_mimic::{Arguments, Failed, Trial};
 use vellum::sys::{host, seccomp};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
@@ -31,32 +31,27 @@ fn main() -> ExitCode {
         let error = Command::new(command).args(arguments).exec();
         panic!("{command}: {error}");
     }
-    let arguments = Arguments::from_args();
-    let namespace = within(NO_NODE, &["true"]);
-    let container = in_container(NO_NODE, &["true"]);
-    let kvm = vellum::vm::open().map_err(|error| format!("needs KVM: {error}"));
-    let kvm = kvm.and_then(|_| Command::new("true").output().map_err(|error| error.to_string()));
-    let trials = vec![
-        trial("run_names_the_remedy_and_the_lab", &namespace, run_without_a_node),
-        trial("doctor_examines_the_rest_and_fails", &namespace, doctor_without_a_node),
-        trial("doctor_json_carries_verdict_and_remedy", &namespace, doctor_json_without_a_node),
-        trial("another_node_is_not_taken_for_kvm", &namespace, another_node),
-        trial("a_container_is_to_get_the_node", &container, container_without_a_node),
-        trial("kvm_that_another_hypervisor_holds_names_whose_guests_to_end", &kvm, busy),
-        trial("no_permission_names_the_group_to_join", &namespace.and_then(needs_root), no_permission),
-    ];
-    libtest_mimic::run(&arguments, trials).exit_code()
+    Trials::from_args().run()
 }
 
-/// A trial, or one that says why it cannot be held here.
-fn trial(name: &str, possible: &Result<Output, String>, test: fn() -> Result<(), Failed>) -> Trial {
-    match possible {
-        Ok(_) => Trial::test(name, test),
-        Err(reason) => {
-            let failed = Failed::from(reason.as_str());
-            Trial::test(format!("{name} [{reason}]"), || Err(failed)).with_ignored_flag(true)
-        }
+fn namespace() -> Need {
+    within(NO_NODE, &["true"]).map(drop)
+}
+
+fn container() -> Need {
+    in_container(NO_NODE, &["true"]).map(drop)
+}
+
+fn kvm() -> Need {
+    vellum::vm::open().map(drop).map_err(|error| format!("needs KVM: {error}"))
+}
+
+fn root() -> Need {
+    if !host::is_root() {
+        return Err("needs root to make a device node: run the tests with sudo".into());
     }
+    let setpriv = Command::new("setpriv").arg("--version").output();
+    setpriv.map(drop).map_err(|error| format!("needs setpriv (util-linux): {error}"))
 }
 
 /// Runs a command in a mount namespace of its own, after `prepare` has changed its /dev.
@@ -100,14 +95,6 @@ fn make_kvm_busy() {
     seccomp::install(&filter).unwrap();
 }
 
-fn needs_root(output: Output) -> Result<Output, String> {
-    if !host::is_root() {
-        return Err("needs root to make a device node: run the tests with sudo".into());
-    }
-    let setpriv = Command::new("setpriv").arg("--version").output();
-    setpriv.map(|_| output).map_err(|error| format!("needs setpriv (util-linux): {error}"))
-}
-
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
@@ -124,7 +111,8 @@ fn names_a_remedy(line: &str) -> bool {
         .any(|way| line.contains(way))
 }
 
-fn run_without_a_node() -> Result<(), Failed> {
+#[trial(namespace())]
+fn run_names_the_remedy_and_the_lab() -> Result<(), Failed> {
     let output = within(NO_NODE, &[VELLUM, "run"])?;
     let stderr = text(&output.stderr);
     expect(
@@ -137,7 +125,8 @@ fn run_without_a_node() -> Result<(), Failed> {
     expect(stderr.starts_with(start) && names_a_remedy(&stderr) && stderr.contains(&lab), &output)
 }
 
-fn doctor_without_a_node() -> Result<(), Failed> {
+#[trial(namespace())]
+fn doctor_examines_the_rest_and_fails() -> Result<(), Failed> {
     let output = within(NO_NODE, &[VELLUM, "doctor"])?;
     let stdout = text(&output.stdout);
     expect(output.status.code() == Some(1) && output.stderr.is_empty(), &output)?;
@@ -148,7 +137,8 @@ fn doctor_without_a_node() -> Result<(), Failed> {
     expect(looked_at.iter().all(|name| stdout.lines().any(|line| line[6..].starts_with(name))), &output)
 }
 
-fn doctor_json_without_a_node() -> Result<(), Failed> {
+#[trial(namespace())]
+fn doctor_json_carries_verdict_and_remedy() -> Result<(), Failed> {
     let output = within(NO_NODE, &[VELLUM, "doctor", "--json"])?;
     expect(output.status.code() == Some(1), &output)?;
     let diagnosis: serde_json::Value = serde_json::from_slice(&output.stdout)?;
@@ -157,7 +147,8 @@ fn doctor_json_without_a_node() -> Result<(), Failed> {
     expect(node["remedy"].as_str().is_some_and(names_a_remedy), &output)
 }
 
-fn container_without_a_node() -> Result<(), Failed> {
+#[trial(container())]
+fn a_container_is_to_get_the_node() -> Result<(), Failed> {
     for command in [&["run"][..], &["doctor"]] {
         let output = in_container(NO_NODE, &[&[VELLUM], command].concat())?;
         let said = text(&output.stdout) + &text(&output.stderr);
@@ -172,7 +163,8 @@ fn container_without_a_node() -> Result<(), Failed> {
     Ok(())
 }
 
-fn busy() -> Result<(), Failed> {
+#[trial(kvm())]
+fn kvm_that_another_hypervisor_holds_names_whose_guests_to_end() -> Result<(), Failed> {
     for command in [&["run"][..], &["run", "--kernel", VELLUM], &["doctor"]] {
         let output = Command::new(std::env::current_exe()?).args([BUSY, VELLUM]).args(command).output()?;
         let said = text(&output.stdout) + &text(&output.stderr);
@@ -183,13 +175,15 @@ fn busy() -> Result<(), Failed> {
     Ok(())
 }
 
-fn another_node() -> Result<(), Failed> {
+#[trial(namespace())]
+fn another_node_is_not_taken_for_kvm() -> Result<(), Failed> {
     let output = within(OTHER_NODE, &[VELLUM, "run"])?;
     let stderr = text(&output.stderr);
     expect(output.status.code() == Some(1) && stderr.starts_with("vellum: /dev/kvm is not KVM: "), &output)
 }
 
-fn no_permission() -> Result<(), Failed> {
+#[trial(namespace(), root())]
+fn no_permission_names_the_group_to_join() -> Result<(), Failed> {
     let user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", VELLUM];
     let output = within(GROUP_NODE, &[&user[..], &["run"]].concat())?;
     let stderr = text(&output.stderr);

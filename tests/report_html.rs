@@ -6,12 +6,11 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
-use libtest_mimic::{Arguments, Failed, Trial};
+use harness::{Failed, Trials};
 use serde_json::Value;
 use vellum::report::{html, json};
 
 fn main() -> ExitCode {
-    let arguments = Arguments::from_args();
     let browser = ["chromium", "chromium-browser", "google-chrome"].into_iter().find_map(on_path);
     let views = [
         ("desk_light", 1200, false),
@@ -19,12 +18,12 @@ fn main() -> ExitCode {
         ("phone_light", 390, false),
         ("phone_dark", 390, true),
     ];
-    let trials = views.into_iter().map(|(name, width, dark)| match browser.clone() {
-        Some(browser) => Trial::test(name, move || look(&browser, name, width, dark)),
-        None => Trial::test(format!("{name} (no Chromium here: apt-get install chromium)"), || Ok(()))
-            .with_ignored_flag(true),
-    });
-    libtest_mimic::run(&arguments, trials.collect()).exit_code()
+    let mut trials = Trials::from_args();
+    for (name, width, dark) in views {
+        let browser = browser.clone().ok_or_else(|| "needs Chromium: apt-get install chromium".to_owned());
+        trials.add(name, browser.clone().map(drop), move || look(&browser?, name, width, dark));
+    }
+    trials.run()
 }
 
 fn on_path(name: &str) -> Option<PathBuf> {

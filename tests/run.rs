@@ -4,54 +4,58 @@ mod bed;
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, ExitCode, Output, Stdio};
 
-use bed::{both, ensure, kvm, trial};
-use libtest_mimic::{Arguments, Failed, Trial};
+use bed::kvm;
+use harness::{Failed, Need, Trials, ensure, trial};
 use vellum::report::{Report, json};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
-fn main() {
-    let args = Arguments::from_args();
-    let mut trials = vec![
-        Trial::test("bad_input_is_one_line_and_status_2", bad_input),
-        trial("nothing_is_left_of_a_run_that_did_not_start", kvm(), nothing_left),
-        trial("a_run_says_what_it_did", kvm(), plain),
-        trial("json_is_all_that_standard_output_carries", kvm(), json_on_stdout),
-        trial("a_duration_ends_the_workload", kvm(), duration),
-        trial("ctrl_c_ends_cleanly_with_the_results_so_far", kvm(), ctrl_c),
-        trial("a_pipe_that_closes_early_is_no_error", kvm(), early_close),
-        trial("guest_memory_larger_than_the_host_s", kvm(), larger_than_host),
-        trial("four_kilobyte_guest_pages", kvm(), || succeed("--memory 16m --workload write,page=4k")),
-        trial("six_gibibytes_with_writes_above_four", kvm(), || {
-            succeed("--memory 6g --workload write,stride=1m")
-        }),
-        trial("preallocated_and_locked", kvm(), || succeed("--memory 16m,prealloc,lock")),
-        trial("a_user_other_than_root", both(kvm(), root()), || succeed("--memory 16m --user 65534:65534")),
-    ];
+fn main() -> ExitCode {
+    let mut trials = Trials::from_args();
     for backing in ["anonymous", "thp", "shmem", "memfd", "anonymous_thp"] {
-        trials.push(trial(&format!("backing_{backing}"), kvm(), move || {
+        trials.add(format!("backing_{backing}"), kvm(), move || {
             succeed(&format!("--cpus 4 --memory 64m,backing={backing}"))
-        }));
+        });
     }
     for (backing, page, count) in
         [("hugetlb-2m", 2 << 20, 32), ("shared-hugetlb-2m", 2 << 20, 32), ("hugetlb-1g", 1 << 30, 1)]
     {
-        let need = both(kvm(), bed::huge_pages(page, count));
-        trials.push(trial(&format!("backing_{backing}_is_mapped_huge"), need, move || {
+        let need = kvm().and(bed::huge_pages(page, count));
+        trials.add(format!("backing_{backing}_is_mapped_huge"), need, move || {
             let size = (page * count) >> 20;
             let result = report(&format!("--cpus 4 --memory {size}m,backing={backing} --passes 1"))?;
             let huge = figure(&result, "mapped_2m")? + figure(&result, "mapped_1g")?;
             ensure(huge > 0.0 && result.invalid.is_empty(), || {
                 format!("{huge} huge pages, {:?}", result.invalid)
             })
-        }));
+        });
     }
-    libtest_mimic::run(&args, trials).exit();
+    trials.run()
 }
 
-fn root() -> bed::Need {
+#[trial(kvm())]
+fn four_kilobyte_guest_pages() -> Result<(), Failed> {
+    succeed("--memory 16m --workload write,page=4k")
+}
+
+#[trial(kvm())]
+fn six_gibibytes_with_writes_above_four() -> Result<(), Failed> {
+    succeed("--memory 6g --workload write,stride=1m")
+}
+
+#[trial(kvm())]
+fn preallocated_and_locked() -> Result<(), Failed> {
+    succeed("--memory 16m,prealloc,lock")
+}
+
+#[trial(kvm(), root())]
+fn a_user_other_than_root() -> Result<(), Failed> {
+    succeed("--memory 16m --user 65534:65534")
+}
+
+fn root() -> Need {
     if vellum::sys::host::is_root() { Ok(()) } else { Err("needs root: sudo -E cargo test".into()) }
 }
 
@@ -89,7 +93,8 @@ fn succeed(arguments: &str) -> Result<(), Failed> {
     ensure(figure(&result, "pages_checked")? > 0.0, || "nothing was checked".into())
 }
 
-fn bad_input() -> Result<(), Failed> {
+#[trial]
+fn bad_input_is_one_line_and_status_2() -> Result<(), Failed> {
     for (arguments, remedy) in [
         ("--cpus 0", "from 1 to"),
         ("--cpus -1", ""),
@@ -136,7 +141,8 @@ fn bad_input() -> Result<(), Failed> {
     Ok(())
 }
 
-fn nothing_left() -> Result<(), Failed> {
+#[trial(kvm())]
+fn nothing_is_left_of_a_run_that_did_not_start() -> Result<(), Failed> {
     let directory = std::env::temp_dir().join(format!("vellum-run-{}", std::process::id()));
     std::fs::create_dir(&directory)?;
     let file = directory.join("result.json");
@@ -147,7 +153,8 @@ fn nothing_left() -> Result<(), Failed> {
     ensure(left == 0, || format!("{left} files left"))
 }
 
-fn plain() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_run_says_what_it_did() -> Result<(), Failed> {
     let output = vellum("--memory 16m").output()?;
     expect(&output, 0)?;
     let said = text(&output.stdout);
@@ -158,7 +165,8 @@ fn plain() -> Result<(), Failed> {
     ensure(output.stderr.is_empty(), || format!("quiet in a pipe, but: {}", text(&output.stderr)))
 }
 
-fn json_on_stdout() -> Result<(), Failed> {
+#[trial(kvm())]
+fn json_is_all_that_standard_output_carries() -> Result<(), Failed> {
     let result = report("--memory 16m --passes 2 --workload write,seed=9")?;
     ensure(result.asked["seed"] == 9 && result.asked["passes"] == 2, || format!("{:?}", result.asked))?;
     ensure(figure(&result, "accesses")? == 2.0 * 4096.0, || format!("{:?}", result.figures))?;
@@ -166,7 +174,8 @@ fn json_on_stdout() -> Result<(), Failed> {
     ensure(rate.is_some_and(|rate| rate.unit() == "pages/s"), || format!("{rate:?}"))
 }
 
-fn duration() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_duration_ends_the_workload() -> Result<(), Failed> {
     // Without an end of its own, only the duration can end it.
     let result = report("--memory 16m --duration 200ms --cpus 2")?;
     ensure(result.asked["passes"] == 0, || format!("{:?}", result.asked))?;
@@ -187,7 +196,8 @@ fn wait_until_it_runs(child: &Child) -> Result<(), Failed> {
     }
 }
 
-fn ctrl_c() -> Result<(), Failed> {
+#[trial(kvm())]
+fn ctrl_c_ends_cleanly_with_the_results_so_far() -> Result<(), Failed> {
     let mut child = vellum("--memory 16m --passes 0").stdout(Stdio::piped()).spawn()?;
     wait_until_it_runs(&child)?;
     let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status()?;
@@ -201,14 +211,16 @@ fn ctrl_c() -> Result<(), Failed> {
     ensure(said.contains("signal 2") && said.contains("accesses"), || said)
 }
 
-fn early_close() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_pipe_that_closes_early_is_no_error() -> Result<(), Failed> {
     let mut child = vellum("--memory 16m").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let first = child.stdout.take().map(|out| BufReader::new(out).lines().next());
     ensure(matches!(first, Some(Some(Ok(_)))), || format!("{first:?}"))?;
     expect(&child.wait_with_output()?, 0)
 }
 
-fn larger_than_host() -> Result<(), Failed> {
+#[trial(kvm())]
+fn guest_memory_larger_than_the_host_s() -> Result<(), Failed> {
     let host = vellum::sys::host::total_memory();
     let more = (host * 2).next_multiple_of(1 << 30) >> 30;
     succeed(&format!("--memory {more}g --passes 1 --workload write,stride=1g"))

@@ -7,66 +7,16 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, ExitCode, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use bed::{ensure, kvm, trial};
+use bed::kvm;
+use harness::{Failed, Need, Trials, ensure, trial};
 use images::Code;
-use libtest_mimic::{Arguments, Failed};
 use vellum::sys::terminal::open_pty;
 
-fn main() {
-    let args = Arguments::from_args();
-    let mut trials = vec![
-        trial("a_byte_on_the_terminal_and_status_0", kvm(), || {
-            let run = vellum("byte", Code::default().print("V").power_off().elf64(), &["-m", "16"])?;
-            expect(&run, 0, "V", "")
-        }),
-        trial("kvmtools_flags_are_understood", kvm(), || {
-            let image = Code::default().print("V").power_off().multiboot();
-            let flags = ["--nodefaults", "--network", "mode=none", "--loglevel=warning", "--params", "a -b"];
-            expect(&vellum("flags", image, &flags)?, 0, "V", "")
-        }),
-        trial("a_reset_is_status_10", kvm(), || {
-            expect(&vellum("reset", Code::default().out(0x64, 0xfe).elf64(), &[])?, 10, "", "")
-        }),
-        trial("a_panic_is_status_11_with_registers", kvm(), || {
-            let image = Code::default().print("P").out(0x505, 1).elf64();
-            expect(&vellum("panic", image, &[])?, 11, "P", "io_out@0x505")
-        }),
-        trial("a_triple_fault_is_status_12_with_registers", kvm(), || {
-            // lidt of a zero limit, then an undefined instruction.
-            let image =
-                Code::default().bytes(&[0x0f, 0x01, 0x1d, 2, 0, 0, 0, 0x0f, 0x0b]).bytes(&[0; 10]).elf64();
-            // AMD's KVM resets the vCPU before it reports the shutdown (svm.c, shutdown_interception).
-            let amd = std::path::Path::new("/sys/module/kvm_amd").exists();
-            let rip = if amd { "rip 000000000000fff0" } else { "rip 0000000000100007" };
-            expect(&vellum("fault", image, &[])?, 12, "", rip)
-        }),
-        trial("a_timeout_is_status_124", kvm(), || {
-            let image = Code::default().spin().elf64();
-            expect(
-                &vellum("timeout", image.clone(), &["--timeout", "100ms"])?,
-                124,
-                "",
-                "time of --timeout",
-            )?;
-            expect(&vellum("timeout", image, &["--timeout", "100ms", "--loglevel", "error"])?, 124, "", "")
-        }),
-        trial("the_sandbox_lets_a_guest_program_its_io_apic", kvm(), || {
-            // mov eax, 0xfec00000; mov dword [rax], 0x18; mov dword [rax + 0x10], 0x31: pin 4 is no longer masked.
-            let program =
-                [0xb8, 0, 0, 0xc0, 0xfe, 0xc7, 0x00, 0x18, 0, 0, 0, 0xc7, 0x40, 0x10, 0x31, 0, 0, 0];
-            let image = Code::default().bytes(&program).print("I").power_off().elf64();
-            expect(&vellum("ioapic", image, &[])?, 0, "I", "")
-        }),
-        trial("a_terminal_gives_every_key_to_the_guest_but_ctrl_a_x", bed::both(kvm(), setsid()), terminal),
-        trial("a_pseudo_terminal_leads_to_the_serial_port", kvm(), pty),
-        trial("input_through_a_pipe_reaches_the_guest_in_order", kvm(), pipe),
-        trial("a_slow_reader_gets_all_that_a_guest_has_said", kvm(), slow_reader),
-        trial("a_signal_is_status_128_and_its_number", kvm(), signal),
-        trial("a_broken_ring_is_told_and_not_too_often", kvm(), broken_ring),
-    ];
+fn main() -> ExitCode {
+    let mut trials = Trials::from_args();
     for (name, flags, says) in [
         ("a_missing_kernel", &["--kernel", "/nonexistent"][..], "--kernel /nonexistent: No such file"),
         ("a_file_that_is_no_kernel", &["--kernel", "/etc/passwd"], "--kernel /etc/passwd: not a kernel"),
@@ -78,7 +28,7 @@ fn main() {
         ("too_many_vcpus", &["--cpus", "256"], "--cpus 256: a Linux guest can have from 1 to 255"),
         ("a_serial_file_that_cannot_be", &["--serial", "file=/nonexistent/x"], "--serial /nonexistent/x: "),
     ] {
-        trials.push(trial(&format!("{name}_is_one_line_and_status_2"), kvm(), move || {
+        trials.add(format!("{name}_is_one_line_and_status_2"), kvm(), move || {
             let large = path("large");
             fs::write(&large, vec![0; 9 << 20])?;
             let flags: Vec<_> =
@@ -87,28 +37,81 @@ fn main() {
             fs::remove_file(large)?;
             ensure(String::from_utf8_lossy(&run.stderr).lines().count() == 1, || format!("{run:?}"))?;
             expect(&run, 2, "", says)
-        }));
+        });
     }
-    trials.push(trial("bad_files_are_one_line_and_leave_nothing_behind", kvm(), bad_files));
-    trials.push(trial("a_bad_kernel_leaves_a_serial_file_alone", kvm(), || {
-        let file = path("kept");
-        fs::write(&file, "earlier output")?;
-        let target = format!("file={}", file.display());
-        let run = vellum("bad", b"not a kernel at all".to_vec(), &["--serial", &target])?;
-        let kept = fs::read_to_string(&file)?;
-        fs::remove_file(file)?;
-        ensure(kept == "earlier output", || format!("{kept:?}"))?;
-        expect(&run, 2, "", "not a kernel")
-    }));
-    trials.push(trial("a_command_line_that_is_too_long_is_status_2", kvm(), || {
-        let run = vellum("long", Code::default().power_off().elf64(), &["-p", &"x".repeat(3000)])?;
-        expect(&run, 2, "", "--cmdline 'console=")
-    }));
-    libtest_mimic::run(&args, trials).exit();
+    trials.run()
+}
+
+#[trial(kvm())]
+fn a_byte_on_the_terminal_and_status_0() -> Result<(), Failed> {
+    let run = vellum("byte", Code::default().print("V").power_off().elf64(), &["-m", "16"])?;
+    expect(&run, 0, "V", "")
+}
+
+#[trial(kvm())]
+fn kvmtools_flags_are_understood() -> Result<(), Failed> {
+    let image = Code::default().print("V").power_off().multiboot();
+    let flags = ["--nodefaults", "--network", "mode=none", "--loglevel=warning", "--params", "a -b"];
+    expect(&vellum("flags", image, &flags)?, 0, "V", "")
+}
+
+#[trial(kvm())]
+fn a_reset_is_status_10() -> Result<(), Failed> {
+    expect(&vellum("reset", Code::default().out(0x64, 0xfe).elf64(), &[])?, 10, "", "")
+}
+
+#[trial(kvm())]
+fn a_panic_is_status_11_with_registers() -> Result<(), Failed> {
+    let image = Code::default().print("P").out(0x505, 1).elf64();
+    expect(&vellum("panic", image, &[])?, 11, "P", "io_out@0x505")
+}
+
+#[trial(kvm())]
+fn a_triple_fault_is_status_12_with_registers() -> Result<(), Failed> {
+    // lidt of a zero limit, then an undefined instruction.
+    let image = Code::default().bytes(&[0x0f, 0x01, 0x1d, 2, 0, 0, 0, 0x0f, 0x0b]).bytes(&[0; 10]).elf64();
+    // AMD's KVM resets the vCPU before it reports the shutdown (svm.c, shutdown_interception).
+    let amd = std::path::Path::new("/sys/module/kvm_amd").exists();
+    let rip = if amd { "rip 000000000000fff0" } else { "rip 0000000000100007" };
+    expect(&vellum("fault", image, &[])?, 12, "", rip)
+}
+
+#[trial(kvm())]
+fn a_timeout_is_status_124() -> Result<(), Failed> {
+    let image = Code::default().spin().elf64();
+    expect(&vellum("timeout", image.clone(), &["--timeout", "100ms"])?, 124, "", "time of --timeout")?;
+    expect(&vellum("timeout", image, &["--timeout", "100ms", "--loglevel", "error"])?, 124, "", "")
+}
+
+#[trial(kvm())]
+fn the_sandbox_lets_a_guest_program_its_io_apic() -> Result<(), Failed> {
+    // mov eax, 0xfec00000; mov dword [rax], 0x18; mov dword [rax + 0x10], 0x31: pin 4 is no longer masked.
+    let program = [0xb8, 0, 0, 0xc0, 0xfe, 0xc7, 0x00, 0x18, 0, 0, 0, 0xc7, 0x40, 0x10, 0x31, 0, 0, 0];
+    let image = Code::default().bytes(&program).print("I").power_off().elf64();
+    expect(&vellum("ioapic", image, &[])?, 0, "I", "")
+}
+
+#[trial(kvm())]
+fn a_bad_kernel_leaves_a_serial_file_alone() -> Result<(), Failed> {
+    let file = path("kept");
+    fs::write(&file, "earlier output")?;
+    let target = format!("file={}", file.display());
+    let run = vellum("bad", b"not a kernel at all".to_vec(), &["--serial", &target])?;
+    let kept = fs::read_to_string(&file)?;
+    fs::remove_file(file)?;
+    ensure(kept == "earlier output", || format!("{kept:?}"))?;
+    expect(&run, 2, "", "not a kernel")
+}
+
+#[trial(kvm())]
+fn a_command_line_that_is_too_long_is_status_2() -> Result<(), Failed> {
+    let run = vellum("long", Code::default().power_off().elf64(), &["-p", &"x".repeat(3000)])?;
+    expect(&run, 2, "", "--cmdline 'console=")
 }
 
 /// What a user can mistype about files, sockets and interfaces; `DIR` has them all, and the same ones afterwards.
-fn bad_files() -> Result<(), Failed> {
+#[trial(kvm())]
+fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
     // Short, for sockets.
     let dir = std::env::temp_dir().join(format!("vellum-bad-{}", std::process::id()));
     fs::create_dir(&dir)?;
@@ -200,7 +203,7 @@ fn echo() -> Vec<u8> {
 }
 
 /// The setsid of util-linux; busybox's knows no long options.
-fn setsid() -> bed::Need {
+fn setsid() -> Need {
     let works =
         Command::new("setsid").args(["--wait", "true"]).output().is_ok_and(|out| out.status.success());
     if works { Ok(()) } else { Err("needs setsid --ctty --wait: apt install util-linux".into()) }
@@ -214,7 +217,8 @@ fn wait_for(file: &mut impl Read, text: &str) -> Result<(), Failed> {
 }
 
 /// Ctrl-c and the end-of-line go through, nothing is echoed but by the guest, and the terminal is as before afterwards.
-fn terminal() -> Result<(), Failed> {
+#[trial(kvm(), setsid())]
+fn a_terminal_gives_every_key_to_the_guest_but_ctrl_a_x() -> Result<(), Failed> {
     let kernel = path("terminal");
     fs::write(&kernel, echo())?;
     let (mut master, slave, name) = open_pty()?;
@@ -237,7 +241,8 @@ fn terminal() -> Result<(), Failed> {
     ensure(mode.contains(" echo ") && mode.contains(" icanon "), || format!("the terminal stays raw: {mode}"))
 }
 
-fn pty() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_pseudo_terminal_leads_to_the_serial_port() -> Result<(), Failed> {
     let kernel = path("pty");
     fs::write(&kernel, echo())?;
     let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
@@ -259,7 +264,8 @@ fn pty() -> Result<(), Failed> {
 }
 
 /// Nothing is read before the guest is over, which has said more than a pipe holds.
-fn slow_reader() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_slow_reader_gets_all_that_a_guest_has_said() -> Result<(), Failed> {
     const BYTES: u32 = 80_000;
     let kernel = path("slow");
     // mov ecx, BYTES; mov dx, 0x3f8; mov al, 'x'; back: out dx, al; dec ecx; jnz back
@@ -292,7 +298,8 @@ fn slow_reader() -> Result<(), Failed> {
 }
 
 /// More than the port's FIFO holds, so that it must be carried in parts.
-fn pipe() -> Result<(), Failed> {
+#[trial(kvm())]
+fn input_through_a_pipe_reaches_the_guest_in_order() -> Result<(), Failed> {
     let kernel = path("pipe");
     fs::write(&kernel, echo())?;
     let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
@@ -313,7 +320,8 @@ fn pipe() -> Result<(), Failed> {
 }
 
 /// A guest that breaks its device again and again, in the middle of a line on the terminal, where errors are shown too.
-fn broken_ring() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_broken_ring_is_told_and_not_too_often() -> Result<(), Failed> {
     const STATUS: u32 = 0x70;
     // Reset; VIRTIO_F_VERSION_1; FEATURES_OK; queue 0 of 3 entries, which is no power of two; DRIVER_OK.
     let stores =
@@ -372,7 +380,8 @@ fn expect(run: &Output, status: i32, stdout: &str, stderr: &str) -> Result<(), F
 }
 
 /// Waits for the guest's byte, so that the signal comes while it runs.
-fn signal() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_signal_is_status_128_and_its_number() -> Result<(), Failed> {
     let kernel = path("signal");
     fs::write(&kernel, Code::default().print("V").spin().elf64())?;
     let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))

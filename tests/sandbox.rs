@@ -11,7 +11,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitCode, Output, Stdio};
 use std::sync::mpsc;
 
-use libtest_mimic::{Arguments, Failed, Trial};
+use harness::{Failed, Need, Trials, trial};
 use vellum::sandbox::user::{User, drop_privileges};
 use vellum::sandbox::{EXIT_STATUS, Mode, Sandbox, ThreadKind};
 use vellum::sys::{host, terminal};
@@ -38,39 +38,34 @@ fn main() -> ExitCode {
     {
         return help(kind, action, mode.parse().unwrap());
     }
-    let mut trials = Vec::new();
+    let mut trials = Trials::from_args();
     for kind in ThreadKind::ALL {
         for (action, call) in FORBIDDEN {
-            trials.push(Trial::test(format!("{kind}_is_killed_for_{action}"), move || {
-                killed(kind, action, call)
-            }));
+            trials.add(format!("{kind}_is_killed_for_{action}"), Ok(()), move || killed(kind, action, call));
         }
-        trials.push(Trial::test(format!("{kind}_may_do_its_work"), move || unharmed(kind, "work", Mode::On)));
-        trials.push(Trial::test(format!("{kind}_may_abort"), move || aborts(kind)));
-        trials.push(Trial::test(format!("{kind}_is_heard_when_it_panics"), move || panics(kind)));
-        trials.push(Trial::test(format!("{kind}_is_not_killed_by_log"), move || {
-            unharmed(kind, "open", Mode::Log)
-        }));
-        trials
-            .push(Trial::test(format!("{kind}_is_free_when_off"), move || unharmed(kind, "open", Mode::Off)));
+        trials.add(format!("{kind}_may_do_its_work"), Ok(()), move || unharmed(kind, "work", Mode::On));
+        trials.add(format!("{kind}_may_abort"), Ok(()), move || aborts(kind));
+        trials.add(format!("{kind}_is_heard_when_it_panics"), Ok(()), move || panics(kind));
+        trials.add(format!("{kind}_is_not_killed_by_log"), Ok(()), move || unharmed(kind, "open", Mode::Log));
+        trials.add(format!("{kind}_is_free_when_off"), Ok(()), move || unharmed(kind, "open", Mode::Off));
     }
-    trials.push(Trial::test("only_vcpus_run", || {
-        killed(ThreadKind::Main, "run", "ioctl")?;
-        killed(ThreadKind::Disk, "run", "ioctl")?;
-        unharmed(ThreadKind::Vcpu, "run", Mode::On)
-    }));
-    trials.push(Trial::test("main_may_start_no_process", forks_not));
-    trials.push(Trial::test("landlock_denies_what_seccomp_has_not_forbidden_yet", landlock));
-    trials.push(Trial::test("a_raw_terminal_is_restored", restores_the_terminal));
-    let root = Trial::test("root_is_dropped_for_good", || unharmed(ThreadKind::Main, "drop-root", Mode::On));
-    trials.push(if host::is_root() {
-        root
-    } else {
-        let reason = "needs root: run the tests with sudo";
-        Trial::test(format!("root_is_dropped_for_good [{reason}]"), move || Err(reason.into()))
-            .with_ignored_flag(true)
-    });
-    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+    trials.run()
+}
+
+#[trial]
+fn only_vcpus_run() -> Result<(), Failed> {
+    killed(ThreadKind::Main, "run", "ioctl")?;
+    killed(ThreadKind::Disk, "run", "ioctl")?;
+    unharmed(ThreadKind::Vcpu, "run", Mode::On)
+}
+
+fn root() -> Need {
+    if host::is_root() { Ok(()) } else { Err("needs root: run the tests with sudo".into()) }
+}
+
+#[trial(root())]
+fn root_is_dropped_for_good() -> Result<(), Failed> {
+    unharmed(ThreadKind::Main, "drop-root", Mode::On)
 }
 
 fn helper(kind: ThreadKind, action: &str, mode: Mode) -> Command {
@@ -121,7 +116,8 @@ fn panics(kind: ThreadKind) -> Result<(), Failed> {
     Ok(())
 }
 
-fn forks_not() -> Result<(), Failed> {
+#[trial]
+fn main_may_start_no_process() -> Result<(), Failed> {
     // musl blocks every signal while it forks: the kernel then kills without a word.
     if cfg!(target_env = "musl") {
         let output = helper(ThreadKind::Main, "fork", Mode::On).output()?;
@@ -130,7 +126,8 @@ fn forks_not() -> Result<(), Failed> {
     killed(ThreadKind::Main, "fork", "clone")
 }
 
-fn landlock() -> Result<(), Failed> {
+#[trial]
+fn landlock_denies_what_seccomp_has_not_forbidden_yet() -> Result<(), Failed> {
     let mut sandbox = Sandbox::new(Mode::On);
     // In a thread of its own, which takes its domain with it when it ends.
     let (status, opened) = std::thread::spawn(move || {
@@ -146,7 +143,8 @@ fn landlock() -> Result<(), Failed> {
     }
 }
 
-fn restores_the_terminal() -> Result<(), Failed> {
+#[trial]
+fn a_raw_terminal_is_restored() -> Result<(), Failed> {
     let (master, slave, _) = terminal::open_pty()?;
     // The pair starts raw; make it one that a person would sit at.
     let stty = |arguments: &[&str]| {

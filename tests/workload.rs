@@ -7,8 +7,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use bed::{ensure, kvm, trial};
-use libtest_mimic::{Arguments, Failed, Trial};
+use bed::kvm;
+use harness::{Failed, Need, Trials, ensure, trial};
+use std::process::ExitCode;
 use vellum::dirty::{self, Method};
 use vellum::guests::guest::{GuestConfig, Woke};
 use vellum::guests::model::{self, Model};
@@ -17,11 +18,10 @@ use vellum::guests::{Guest, Hot, Order, WriteConfig};
 use vellum::memory::{Backing, Memory, MemoryConfig};
 use vellum::vm::counters::Counters;
 
-fn main() {
-    let args = Arguments::from_args();
-    let mut trials: Vec<Trial> = Vec::new();
+fn main() -> ExitCode {
+    let mut trials = Trials::from_args();
     let mut case = |name: &str, ram: u64, vcpus: usize, config: WriteConfig| {
-        trials.push(trial(name, kvm(), move || run(MemoryConfig::new(ram), vcpus, &config)));
+        trials.add(name, kvm(), move || run(MemoryConfig::new(ram), vcpus, &config));
     };
     let base = WriteConfig::default();
     let mib = 1 << 20;
@@ -43,33 +43,29 @@ fn main() {
     }
     case("a_stride_of_two_mebibytes", 64 * mib, 1, WriteConfig { stride: 2 * mib, ..base.clone() });
     case("no_latency", 16 * mib, 1, WriteConfig { latency: false, ..base.clone() });
-    trials.push(trial("writes_above_four_gibibytes", kvm(), || {
-        let config = WriteConfig { stride: 2 << 20, ..WriteConfig::default() };
-        run(MemoryConfig::new(6 << 30), 2, &config)
-    }));
-    trials.push(trial("many_memslots", kvm(), || {
-        run(MemoryConfig { slots: 100, ..MemoryConfig::new(64 << 20) }, 2, &WriteConfig::default())
-    }));
     for backing in [Backing::Thp, Backing::Shmem, Backing::Memfd] {
-        trials.push(trial(&format!("backing_{backing}"), kvm(), move || {
+        trials.add(format!("backing_{backing}"), kvm(), move || {
             run(MemoryConfig { backing, ..MemoryConfig::new(32 << 20) }, 1, &WriteConfig::default())
-        }));
+        });
     }
-    let huge = bed::both(kvm(), bed::huge_pages(2 << 20, 16));
+    let huge = kvm().and(bed::huge_pages(2 << 20, 16));
     for backing in [Backing::Hugetlb(2 << 20), Backing::SharedHugetlb(2 << 20)] {
-        trials.push(trial(&format!("backing_{backing}"), huge.clone(), move || {
+        trials.add(format!("backing_{backing}"), huge.clone(), move || {
             run(MemoryConfig { backing, ..MemoryConfig::new(32 << 20) }, 1, &WriteConfig::default())
-        }));
+        });
     }
-    trials.push(trial("a_planted_fault_is_found", kvm(), planted));
-    trials.push(trial("two_hundred_pauses_while_it_runs", kvm(), pauses));
-    trials.push(trial("the_rate_is_kept", kvm(), rate));
-    trials.push(trial("a_vcpu_that_cannot_start_is_an_error", kvm(), refused));
-    trials.push(trial("the_code_runs_wherever_it_lies", kvm(), anywhere));
-    trials.push(trial("the_privileged_variant", kvm(), privileged));
-    trials.push(trial("a_page_faults_once_and_never_again", kvm(), faults));
-    trials.push(trial("a_full_ring_is_waited_for_asleep", bed::both(kvm(), ring()), asleep));
-    libtest_mimic::run(&args, trials).exit();
+    trials.run()
+}
+
+#[trial(kvm())]
+fn writes_above_four_gibibytes() -> Result<(), Failed> {
+    let config = WriteConfig { stride: 2 << 20, ..WriteConfig::default() };
+    run(MemoryConfig::new(6 << 30), 2, &config)
+}
+
+#[trial(kvm())]
+fn many_memslots() -> Result<(), Failed> {
+    run(MemoryConfig { slots: 100, ..MemoryConfig::new(64 << 20) }, 2, &WriteConfig::default())
 }
 
 fn build(memory: MemoryConfig, vcpus: usize) -> Result<Guest, Failed> {
@@ -103,7 +99,8 @@ fn run(memory: MemoryConfig, vcpus: usize, config: &WriteConfig) -> Result<(), F
     ensure(!everywhere || verdict.checked == pages, || format!("{} of {pages} pages", verdict.checked))
 }
 
-fn planted() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_planted_fault_is_found() -> Result<(), Failed> {
     let guest = build(MemoryConfig::new(4 << 20), 1)?;
     let config = WriteConfig::default();
     guest.program(&config)?;
@@ -116,7 +113,8 @@ fn planted() -> Result<(), Failed> {
     ensure(verdict.wrong == 1 && verdict.examples[0].0 == 77, || format!("{verdict:?}"))
 }
 
-fn pauses() -> Result<(), Failed> {
+#[trial(kvm())]
+fn two_hundred_pauses_while_it_runs() -> Result<(), Failed> {
     let guest = build(MemoryConfig::new(32 << 20), 4)?;
     let config = WriteConfig { passes: 0, shared: true, ..WriteConfig::default() };
     guest.program(&config)?;
@@ -144,7 +142,8 @@ fn pauses() -> Result<(), Failed> {
     ensure(verdict.wrong == 0, || format!("{verdict:?}"))
 }
 
-fn rate() -> Result<(), Failed> {
+#[trial(kvm())]
+fn the_rate_is_kept() -> Result<(), Failed> {
     let guest = build(MemoryConfig::new(8 << 20), 1)?;
     let rate = 20_000;
     guest.program(&WriteConfig { rate: Some(rate), passes: 4, ..WriteConfig::default() })?;
@@ -159,7 +158,8 @@ fn rate() -> Result<(), Failed> {
     ensure(ticks >= least, || format!("{pages} pages in {ticks} ticks; at least {least} expected"))
 }
 
-fn faults() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_page_faults_once_and_never_again() -> Result<(), Failed> {
     let pages = 4096;
     let guest = build(MemoryConfig::new(pages << 12), 1)?;
     let counters = Counters::open(&guest.vm.fd, &guest.vcpus)?;
@@ -178,7 +178,8 @@ fn faults() -> Result<(), Failed> {
 }
 
 /// The same code at another address, with other bytes where it used to be, must do the same.
-fn anywhere() -> Result<(), Failed> {
+#[trial(kvm())]
+fn the_code_runs_wherever_it_lies() -> Result<(), Failed> {
     let code = write_code();
     let moved: Vec<u8> = std::iter::repeat_n(0xcc, 0x340).chain(code.bytes.iter().copied()).collect();
     let moved = Code { bytes: moved.leak(), entry: code.entry + 0x340 };
@@ -188,7 +189,8 @@ fn anywhere() -> Result<(), Failed> {
     Ok(())
 }
 
-fn privileged() -> Result<(), Failed> {
+#[trial(kvm())]
+fn the_privileged_variant() -> Result<(), Failed> {
     with(GuestConfig { privilege: Privilege::Kernel, ..GuestConfig::new(1) })
 }
 
@@ -206,7 +208,8 @@ fn with(guest: GuestConfig) -> Result<(), Failed> {
 }
 
 /// A thread that is refused its sandbox must be heard of, whether it is waited for or let run at once.
-fn refused() -> Result<(), Failed> {
+#[trial(kvm())]
+fn a_vcpu_that_cannot_start_is_an_error() -> Result<(), Failed> {
     let kvm = vellum::vm::open()?;
     let config =
         || GuestConfig { enter: Arc::new(|_| Err(std::io::Error::other("refused"))), ..GuestConfig::new(2) };
@@ -225,14 +228,15 @@ fn refused() -> Result<(), Failed> {
     Ok(())
 }
 
-fn ring() -> bed::Need {
+fn ring() -> Need {
     let Ok(available) = Method::available() else { return Ok(()) };
     let lacks = || format!("needs a KVM with the {} tracker", Method::Ring.name());
     available.contains(&Method::Ring).then_some(()).ok_or_else(lacks)
 }
 
 /// Who waits for the guest's end while its dirty ring is full sleeps, and wakes when another thread has harvested it.
-fn asleep() -> Result<(), Failed> {
+#[trial(kvm(), ring())]
+fn a_full_ring_is_waited_for_asleep() -> Result<(), Failed> {
     let kvm = vellum::vm::open()?;
     let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(8 << 20))?;
     let guest = Guest::build(&kvm, memory, GuestConfig { dirty_ring: Some(1024), ..GuestConfig::new(1) })?;

@@ -3,10 +3,10 @@
 use std::fs;
 
 use guest_agent::{Event, Request};
-use libtest_mimic::Failed;
+use harness::{Failed, Need, ensure};
 use vellum::control::agent;
 
-use crate::bed::{self, Need, ensure};
+use crate::bed;
 use crate::guest::{Ended, Guest, Image};
 
 /// 2 MiB pages of the guest in [`interrupt`].

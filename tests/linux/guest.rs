@@ -10,11 +10,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 
 use guest_agent::{Event, Request};
-use libtest_mimic::Failed;
+use harness::{Failed, ensure};
 use serde_json::Value;
 use vellum::control::agent;
-
-use crate::bed::ensure;
 
 /// Where the vellum is that is tested.
 pub const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");

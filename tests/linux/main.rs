@@ -13,9 +13,10 @@ mod typed;
 mod vmlinux;
 mod whole;
 
-use bed::{Need, both, trial};
+use std::process::ExitCode;
+
 use guest::Image;
-use libtest_mimic::{Arguments, Failed};
+use harness::{Failed, Need, Trials};
 
 /// A guest with a kernel needs a KVM that runs one; shadow paging without hardware below it does not (kvm_pvm).
 fn hardware() -> Need {
@@ -27,48 +28,44 @@ fn hardware() -> Need {
     }
 }
 
-fn main() {
-    let mut args = Arguments::from_args();
+fn main() -> ExitCode {
+    let mut trials = Trials::from_args();
     // They weigh processes and count free pages.
-    args.test_threads = Some(1);
-    let need = || both(bed::kvm(), hardware());
-    let (images, missing) = match Image::all() {
-        Ok(images) => (images, Ok(())),
-        Err(why) => (Vec::new(), Err(why)),
-    };
-    let mut trials = Vec::new();
-    if images.is_empty() {
-        trials.push(trial("linux_guests", both(need(), missing), || Ok(())));
-    }
+    trials.one_at_a_time();
+    let possible = bed::kvm().and(hardware());
+    let images = Image::all().unwrap_or_else(|why| {
+        trials.add("linux_guests", possible.clone().and(Err(why)), || Ok::<(), Failed>(()));
+        Vec::new()
+    });
     let whole = std::env::var("VELLUM_LINUX").is_ok_and(|value| value == "all");
-    let rest =
-        || if whole { need() } else { Err("is left to the whole matrix: cargo lab test linux".into()) };
+    let left = || Err("is left to the whole matrix: cargo lab test linux".into());
+    let rest = if whole { possible.clone() } else { possible.clone().and(left()) };
     for (at, image) in images.iter().enumerate() {
         for (irqchip, tap) in [("split", whole::Tap::Ours), ("kernel", whole::Tap::Others)] {
             let name = format!("linux_{}_with_every_device_{irqchip}_irqchip", image.version);
-            let need = if at == 0 && irqchip == "split" { need() } else { rest() };
+            let need = if at == 0 && irqchip == "split" { &possible } else { &rest };
             let image = image.clone();
-            trials.push(trial(&name, both(need, guest::taps()), move || {
+            trials.add(name, need.clone().and(guest::taps()), move || {
                 whole::every_device(&image, irqchip, tap)
-            }));
+            });
         }
-        trials.extend(vmlinux::trials(image, rest()));
+        vmlinux::add(&mut trials, image, &rest);
     }
     if let Some(image) = images.first() {
         let mut one = |name: &str, need: Need, test: fn(&Image) -> Result<(), Failed>| {
             let image = image.clone();
-            trials.push(trial(name, need, move || test(&image)));
+            trials.add(name, rest.clone().and(need), move || test(&image));
         };
-        one("a_panic_is_status_11_with_registers_and_last_exits", rest(), ends::panic);
-        one("a_reset_is_status_10", rest(), ends::reset);
-        one("a_triple_fault_is_status_12_with_registers_and_last_exits", rest(), ends::triple_fault);
-        one("a_timeout_is_status_124", rest(), ends::timeout);
-        one("ctrl_c_ends_it_and_gives_huge_pages_back", both(rest(), ends::pages()), ends::interrupt);
-        one("ctl_stop_ends_it_with_status_0", rest(), ends::stop);
-        one("kvmtools_command_line_boots_it", both(rest(), guest::taps()), typed::kvmtool);
-        one("the_agent_works_on_the_serial_port_alone", rest(), typed::serial_agent);
-        one("a_terminal_is_the_guests_but_for_ctrl_a_x", rest(), typed::terminal);
-        one("serial_on_a_pty_and_into_a_file", rest(), typed::pty_and_file);
+        one("a_panic_is_status_11_with_registers_and_last_exits", Ok(()), ends::panic);
+        one("a_reset_is_status_10", Ok(()), ends::reset);
+        one("a_triple_fault_is_status_12_with_registers_and_last_exits", Ok(()), ends::triple_fault);
+        one("a_timeout_is_status_124", Ok(()), ends::timeout);
+        one("ctrl_c_ends_it_and_gives_huge_pages_back", ends::pages(), ends::interrupt);
+        one("ctl_stop_ends_it_with_status_0", Ok(()), ends::stop);
+        one("kvmtools_command_line_boots_it", guest::taps(), typed::kvmtool);
+        one("the_agent_works_on_the_serial_port_alone", Ok(()), typed::serial_agent);
+        one("a_terminal_is_the_guests_but_for_ctrl_a_x", Ok(()), typed::terminal);
+        one("serial_on_a_pty_and_into_a_file", Ok(()), typed::pty_and_file);
     }
-    libtest_mimic::run(&args, trials).exit();
+    trials.run()
 }

@@ -5,10 +5,9 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Output, Stdio};
 
 use guest_agent::{Event, Request};
-use libtest_mimic::Failed;
+use harness::{Failed, ensure};
 use vellum::sys::terminal::open_pty;
 
-use crate::bed::ensure;
 use crate::guest::{Guest, Image, Scratch, VELLUM, for_this_bed};
 
 /// Runs `vellum run` to its end, with what the bed needs put before `cmdline`.

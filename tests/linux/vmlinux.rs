@@ -1,9 +1,9 @@
 //! The same kernels as ELF images, by both of their entries, and on memory whose huge mappings KVM's counters prove.
 
 use guest_agent::{Event, MemoryWork, Pattern, Request};
-use libtest_mimic::{Failed, Trial};
+use harness::{Failed, Need, Trials, ensure};
 
-use crate::bed::{self, Need, both, ensure, trial};
+use crate::bed;
 use crate::guest::{Guest, Image};
 
 /// What the guest writes, so that KVM maps it.
@@ -11,18 +11,15 @@ const MIB: u64 = 256;
 /// 1 GiB of 2 MiB pages.
 const PAGES: u64 = 512;
 
-pub fn trials(image: &Image, need: Need) -> Vec<Trial> {
-    let reserved = || bed::huge_pages(2 << 20, PAGES);
-    [("linux64", "thp", Ok(())), ("pvh", "hugetlb-2m", reserved())]
-        .into_iter()
-        .map(|(protocol, backing, pages)| {
-            let name = format!("linux_{}_vmlinux_by_{protocol}_on_{backing}", image.version);
-            let vmlinux = image.vmlinux();
-            let need = both(need.clone(), both(vmlinux.clone().map(drop), pages));
-            let image = image.clone();
-            trial(&name, need, move || boots(&image, &vmlinux?, protocol, backing))
-        })
-        .collect()
+pub fn add(trials: &mut Trials, image: &Image, need: &Need) {
+    let reserved = bed::huge_pages(2 << 20, PAGES);
+    for (protocol, backing, pages) in [("linux64", "thp", Ok(())), ("pvh", "hugetlb-2m", reserved)] {
+        let name = format!("linux_{}_vmlinux_by_{protocol}_on_{backing}", image.version);
+        let vmlinux = image.vmlinux();
+        let need = need.clone().and(vmlinux.clone().map(drop)).and(pages);
+        let image = image.clone();
+        trials.add(name, need, move || boots(&image, &vmlinux?, protocol, backing));
+    }
 }
 
 fn boots(image: &Image, vmlinux: &str, protocol: &str, backing: &str) -> Result<(), Failed> {

@@ -7,13 +7,12 @@ use std::os::unix::fs::MetadataExt;
 use std::thread;
 
 use guest_agent::{DiskWork, Event, MemoryWork, Pattern, Request};
-use libtest_mimic::Failed;
+use harness::{Failed, ensure};
 use serde_json::{Value, json};
 use vellum::control::Do;
 use vellum::control::client::Client;
 use vellum::control::names;
 
-use crate::bed::ensure;
 use crate::guest::{Ended, Guest, Image, Scratch, host, noise};
 use crate::segments::Segments;
 

@@ -33,10 +33,24 @@ pub struct Executable {
     pub name: String,
     /// `bin`, `test`, ….
     pub kind: String,
+    /// Whether it is the target's tests, and not the target itself.
+    pub test: bool,
     /// Where it is.
     pub path: PathBuf,
-    /// Its main source file.
-    pub source: PathBuf,
+    /// Its package's Cargo.toml.
+    pub manifest: PathBuf,
+}
+
+impl Executable {
+    /// Its package's directory, in which cargo runs tests.
+    pub fn package(&self) -> &Path {
+        self.manifest.parent().unwrap_or(Path::new("/"))
+    }
+}
+
+/// Runs cargo with `arguments`, as a user would; gives the executables.
+pub fn build(arguments: &[&str]) -> Result<Vec<Executable>> {
+    executables(Command::new(cargo()).args(arguments))
 }
 
 /// Runs cargo with `arguments` for [`TARGET`], static, in the profile for beds; gives the executables.
@@ -44,17 +58,20 @@ pub fn build_static(arguments: &[&str]) -> Result<Vec<Executable>> {
     let mut flags = std::env::var("RUSTFLAGS").unwrap_or_default();
     flags.push_str(" -C target-feature=+crt-static");
     let mut command = Command::new(cargo());
+    command.args(arguments).args(["--profile", "bed", "--quiet", "--target", TARGET]);
+    executables(command.env("RUSTFLAGS", flags.trim()))
+}
+
+fn executables(command: &mut Command) -> Result<Vec<Executable>> {
     command
-        .args(arguments)
-        .args(["--profile", "bed", "--quiet", "--target", TARGET, "--message-format=json-render-diagnostics"])
-        .env("RUSTFLAGS", flags.trim())
+        .arg("--message-format=json-render-diagnostics")
         .current_dir(workspace())
         .stdin(Stdio::null())
         .stderr(Stdio::inherit());
     let out = command.output().map_err(Error::file("start", "cargo"))?;
     if !out.status.success() {
         return Err(Error::Failed {
-            line: tool::line(&command),
+            line: tool::line(command),
             status: out.status.to_string(),
             output: "cargo's own messages stand above".into(),
         });
@@ -68,7 +85,8 @@ fn executable(message: &Value) -> Option<Executable> {
         path: message.get("executable")?.as_str()?.into(),
         name: message["target"]["name"].as_str()?.to_owned(),
         kind: message["target"]["kind"][0].as_str()?.to_owned(),
-        source: message["target"]["src_path"].as_str()?.into(),
+        test: message["profile"]["test"].as_bool()?,
+        manifest: message["manifest_path"].as_str()?.into(),
     })
 }
 

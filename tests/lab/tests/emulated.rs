@@ -2,53 +2,47 @@
 //! hangs or dies is ended with its serial tail. These boot hosts, so plain `cargo test` leaves them out.
 
 use std::path::Path;
+use std::process::ExitCode;
 use std::time::Duration;
 
+use harness::{Failed, Need, Trials, ensure, trial};
 use lab::Error;
 use lab::artifacts::{Kernel, Programs};
 use lab::bed::{self, BEDS, Emulated, HostKernel, Outcome, Request};
 use lab::cache::Cache;
-use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
-fn main() {
-    let asked = std::env::var("VELLUM_LAB_BOOTS").unwrap_or_default();
-    let bed = BEDS.into_iter().find(|bed| bed.name() == asked);
-    let trial = |name, test: fn(Emulated) -> Result<(), Failed>| {
-        Trial::ignorable_test(name, move || match bed {
-            Some(bed) => test(bed).map(|()| Completion::Completed),
-            None => Ok(Completion::ignored_with("boots an emulated host: cargo lab test svm")),
-        })
-    };
-    let mut arguments = Arguments::from_args();
+fn main() -> ExitCode {
+    let mut trials = Trials::from_args();
     // An emulator takes a CPU for itself.
-    arguments.test_threads = Some(1);
-    let trials = vec![
-        trial("results_come_back_whole", results_come_back_whole),
-        trial("nested_paging_is_what_was_asked_for", nested_paging_is_what_was_asked_for),
-        trial("busy_and_idle_time_are_told_apart", busy_and_idle_time_are_told_apart),
-        trial("a_parameter_that_is_not_in_force_is_refused", a_parameter_that_is_not_in_force_is_refused),
-        trial("a_host_that_hangs_is_ended", a_host_that_hangs_is_ended),
-        trial("a_host_that_panics_leaves_its_tail", a_host_that_panics_leaves_its_tail),
-    ];
-    libtest_mimic::run(&arguments, trials).exit();
+    trials.one_at_a_time();
+    trials.run()
 }
 
-fn boot(bed: Emulated, change: impl FnOnce(&mut Request), script: &str) -> Result<Outcome, Error> {
+/// The bed that the laboratory runs these for.
+fn asked() -> Result<Emulated, String> {
+    let asked = std::env::var("VELLUM_LAB_BOOTS").unwrap_or_default();
+    let bed = BEDS.into_iter().find(|bed| bed.name() == asked);
+    bed.ok_or_else(|| "boots an emulated host: cargo lab test svm".into())
+}
+
+fn bed() -> Need {
+    asked().map(drop)
+}
+
+fn boot(change: impl FnOnce(&mut Request), script: &str) -> Result<Outcome, Error> {
     let cache = Cache::open()?;
     let kernel = HostKernel::Debian(Kernel::debian(&cache, "6.1")?);
+    let bed = asked().map_err(Error::Usage)?;
     let mut request = Request { bed, ..Request::new(kernel) };
     request.commands.push(["sh", "-c", script].map(str::to_owned).to_vec());
     change(&mut request);
     bed::run(&cache, &Programs::build()?, &request, |_| ())
 }
 
-fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result<(), Failed> {
-    if condition { Ok(()) } else { Err(message().into()) }
-}
-
 /// Bytes that a console would have changed, and a kernel that talks on the console meanwhile. What was sent along is there, and
 /// what was sent to /tmp does not make that smaller.
-fn results_come_back_whole(bed: Emulated) -> Result<(), Failed> {
+#[trial(bed())]
+fn results_come_back_whole() -> Result<(), Failed> {
     let script = r"cmp /tmp/deep/er/sent /sent && : > /tmp/new && : > /tmp/deep/er/new || exit 1
         mkdir sub; i=0; while [ $i -lt 300 ]; do printf '\r\n\000\377\033[31m' >> sub/bytes; echo noise > /dev/kmsg; i=$((i+1)); done
         cat sub/bytes; echo complaint >&2; : > empty; seq 40000 > long
@@ -58,7 +52,7 @@ fn results_come_back_whole(bed: Emulated) -> Result<(), Failed> {
     let send = |request: &mut Request| {
         request.files.extend(["/sent", "/tmp/deep/er/sent"].map(|to| (manifest.clone(), to.to_owned())));
     };
-    let outcome = boot(bed, send, script)?;
+    let outcome = boot(send, script)?;
     let wanted = b"\r\n\0\xff\x1b[31m".repeat(300);
     let ran = &outcome.ran[0];
     ensure(ran.stdout == wanted, || format!("{} of {} bytes of output", ran.stdout.len(), wanted.len()))?;
@@ -75,37 +69,42 @@ fn results_come_back_whole(bed: Emulated) -> Result<(), Failed> {
     Ok(())
 }
 
-fn nested_paging_is_what_was_asked_for(bed: Emulated) -> Result<(), Failed> {
+#[trial(bed())]
+fn nested_paging_is_what_was_asked_for() -> Result<(), Failed> {
+    let bed = asked()?;
     for (second_stage, wanted) in [(true, "Y"), (false, "N")] {
         let mode = bed.mode(second_stage);
         let (parameter, _) = mode.split_once('=').ok_or("no switch")?;
         let script = format!("cat /sys/module/{}/parameters/{parameter}; echo $VELLUM_BED", bed.modules()[0]);
-        let outcome = boot(bed, |request| request.second_stage = second_stage, &script)?;
+        let outcome = boot(|request| request.second_stage = second_stage, &script)?;
         let said = String::from_utf8_lossy(&outcome.ran[0].stdout).into_owned();
         ensure(said == format!("{wanted}\n{}\n", bed.name()), || format!("{mode}: {said:?}"))?;
     }
     Ok(())
 }
 
-fn a_parameter_that_is_not_in_force_is_refused(bed: Emulated) -> Result<(), Failed> {
+#[trial(bed())]
+fn a_parameter_that_is_not_in_force_is_refused() -> Result<(), Failed> {
+    let bed = asked()?;
     // The kernel takes the later of two, so that what the request itself wants is not in force.
     let contrary = bed.parameters(false).remove(0);
     for (parameter, why) in
         [("kvm.no_such_thing=1", "has no such parameter"), (&contrary, "it is N"), ("kvm=1", "the form is")]
     {
-        match boot(bed, |request| request.parameters.push(parameter.to_owned()), "true") {
+        match boot(|request| request.parameters.push(parameter.to_owned()), "true") {
             Err(error) if error.to_string().contains(why) => (),
             other => return Err(format!("{parameter}: {other:?}").into()),
         }
     }
     let same = bed.parameters(true).remove(0).replace('_', "-");
-    boot(bed, |request| request.parameters.push(same), "true")?;
+    boot(|request| request.parameters.push(same), "true")?;
     Ok(())
 }
 
-fn busy_and_idle_time_are_told_apart(bed: Emulated) -> Result<(), Failed> {
+#[trial(bed())]
+fn busy_and_idle_time_are_told_apart() -> Result<(), Failed> {
     for (script, idle) in [("sleep 2", true), ("sha256sum /bin/busybox /bin/vellum", false)] {
-        let outcome = boot(bed, |_| (), script)?;
+        let outcome = boot(|_| (), script)?;
         let exit = outcome.ran[0].exit.clone().ok_or("no exit came back")?;
         let right = if idle { exit.idle > 0.9 && exit.seconds > 1.9 } else { exit.idle < 0.05 };
         ensure(right, || format!("`{script}`: {exit:?}"))?;
@@ -113,9 +112,10 @@ fn busy_and_idle_time_are_told_apart(bed: Emulated) -> Result<(), Failed> {
     Ok(())
 }
 
-fn a_host_that_hangs_is_ended(bed: Emulated) -> Result<(), Failed> {
+#[trial(bed())]
+fn a_host_that_hangs_is_ended() -> Result<(), Failed> {
     let limit = |request: &mut Request| request.time_limit = Duration::from_secs(45);
-    match boot(bed, limit, "while :; do :; done") {
+    match boot(limit, "while :; do :; done") {
         Err(error @ Error::Bed { timed_out: true, .. }) => {
             ensure(error.exit_code() == 124, || error.to_string())
         }
@@ -123,8 +123,9 @@ fn a_host_that_hangs_is_ended(bed: Emulated) -> Result<(), Failed> {
     }
 }
 
-fn a_host_that_panics_leaves_its_tail(bed: Emulated) -> Result<(), Failed> {
-    match boot(bed, |_| (), "echo c > /proc/sysrq-trigger") {
+#[trial(bed())]
+fn a_host_that_panics_leaves_its_tail() -> Result<(), Failed> {
+    match boot(|_| (), "echo c > /proc/sysrq-trigger") {
         Err(Error::Bed { tail, timed_out: false, .. }) => {
             ensure(tail.contains("sysrq triggered crash"), || format!("the tail says nothing of it: {tail}"))
         }

@@ -53,11 +53,11 @@ fn stack_boots(cache: &Cache, stack: &[Series]) -> Result<()> {
 fn record(tally: &mut Tally, what: &str, result: Result<()>) {
     match result {
         Ok(()) => {
-            println!("{BED}: {what}: ok");
-            tally.pass();
+            tally.show(&format!("{BED}: {what}: ok"));
+            tally.pass(BED, what);
         }
         Err(error) => {
-            println!("{BED}: {what}: FAILED\n{error}");
+            tally.show(&format!("{BED}: {what}: FAILED\n{error}"));
             tally.fail(BED, what);
         }
     }

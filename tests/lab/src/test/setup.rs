@@ -16,9 +16,7 @@ const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
 pub fn packages(programs: &[&'static str], consent: bool, bed: &str, tally: &mut Tally) -> Result<bool> {
     let missing = doctor::missing(programs);
     let Some(line) = doctor::install_line(&missing) else { return Ok(true) };
-    // SAFETY: geteuid has no preconditions.
-    let root = unsafe { libc::geteuid() } == 0;
-    if consent && root {
+    if consent && is_root() {
         install(&missing)?;
         return Ok(true);
     }
@@ -27,13 +25,34 @@ pub fn packages(programs: &[&'static str], consent: bool, bed: &str, tally: &mut
     Ok(false)
 }
 
+fn is_root() -> bool {
+    // SAFETY: geteuid has no preconditions.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// A browser for the tests of the HTML page, which say themselves what is missing without one.
+pub fn browser(tally: &mut Tally) {
+    const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
+    if !is_root() || BROWSERS.iter().any(|browser| tool::find(browser).is_some()) {
+        return;
+    }
+    if let Err(error) = install(&BTreeSet::from(["chromium"])) {
+        tally.show(&format!("lab: without a browser: {error}"));
+    }
+}
+
 fn install(packages: &BTreeSet<&str>) -> Result<()> {
-    let _lock = Cache::open()?.lock("packages")?;
+    let cache = Cache::open()?;
+    let _lock = cache.lock("packages")?;
+    // In a directory of our own: where others install too, theirs may be emptied before we have unpacked.
+    let archives = cache.dir("archives")?;
+    fs::create_dir_all(archives.join("partial")).map_err(Error::file("create", &archives))?;
     eprintln!("lab: installing {}", packages.iter().copied().collect::<Vec<_>>().join(" "));
     let apt = || {
         let mut command = Command::new("apt-get");
         // Others install too: what upgrades a machine unattended, say.
         command.env("DEBIAN_FRONTEND", "noninteractive").args(["-q", "-o", "DPkg::Lock::Timeout=600"]);
+        command.arg("-o").arg(format!("Dir::Cache::archives={}", archives.display()));
         command
     };
     // Someone else may be reading the lists, and there may be no network: older ones can do.

@@ -1,74 +1,93 @@
-//! Counting what test programs print. libtest and libtest-mimic agree on the lines that matter.
+//! The count over all beds, from what test programs record of themselves.
 
 use std::collections::BTreeMap;
 
+use harness::record::{self, Line, Outcome, Record};
+
 /// What happened, over all beds.
-#[derive(Default)]
 pub struct Tally {
+    /// For a laboratory that runs this one, on the host outside.
+    record: Record,
     passed: u64,
     failures: Vec<String>,
-    /// How many failures there were before the test program that runs, and how many it says that it has.
-    before: usize,
-    reported: u64,
     /// Skipped tests by where and why.
     skipped: BTreeMap<(String, String), Vec<String>>,
 }
 
 impl Tally {
-    /// Takes in one line of a test program's output.
-    pub fn line(&mut self, bed: &str, line: &str) {
-        let line = plain(line);
-        if let Some(summary) = line.strip_prefix("test result: ") {
-            self.passed += number_before(summary, " passed");
-            self.reported += number_before(summary, " failed");
-        } else if let Some((name, outcome)) = line.strip_prefix("test ").and_then(|l| l.rsplit_once(" ... "))
-        {
-            let outcome = outcome.trim();
-            if outcome.starts_with("FAILED") {
-                self.named(bed, name);
-            } else if let Some(rest) = outcome.strip_prefix("ignored") {
-                let (name, why) = reason(name, rest);
-                self.skip(bed, name, why);
+    /// Nothing has happened yet; what will is written into `record`, too.
+    pub fn new(record: Record) -> Self {
+        Self { record, passed: 0, failures: Vec::new(), skipped: BTreeMap::new() }
+    }
+
+    /// A line for whoever looks on. Where the record is kept, standard output may be it.
+    pub fn show(&self, line: &str) {
+        if self.record.is_kept() {
+            eprintln!("{line}");
+        } else {
+            println!("{line}");
+        }
+    }
+
+    /// Counts `lines`, the record of a program that succeeded or not. One that does not come to its end, or that fails without
+    /// naming a failure, is itself a failure.
+    pub fn program(&mut self, bed: &str, program: &str, lines: &str, success: bool) {
+        let failures = self.failures.len();
+        let prefix = if program.is_empty() { String::new() } else { format!("{program}::") };
+        if let Err(why) = self.lines(bed, &prefix, lines) {
+            self.fail(bed, &format!("{program} ({why})"));
+        }
+        if !success && self.failures.len() == failures {
+            self.fail(bed, &format!("{program} (it failed, and its record names no failure)"));
+        }
+    }
+
+    /// Counts what `lines` say; an error where they are not a whole record.
+    pub fn lines(&mut self, bed: &str, prefix: &str, lines: &str) -> Result<(), String> {
+        let (mut counted, mut end) = (0, None);
+        let (lines, rest) = record::parse(lines);
+        for line in lines {
+            match line {
+                Line::Test { name, outcome } => {
+                    self.count(bed, &format!("{prefix}{name}"), outcome);
+                    counted += 1;
+                }
+                Line::End(tests) => end = Some(tests),
             }
-        } else if let Some(name) = line.strip_prefix("---- ").and_then(|l| l.strip_suffix(" ----")) {
-            // Its report. What a test has said itself may stand between its name and its outcome above.
-            self.named(bed, name.strip_suffix(" stdout").unwrap_or(name));
+        }
+        rest?;
+        match end {
+            Some(tests) if tests == counted => Ok(()),
+            Some(tests) => Err(format!("{tests} tests ran, and {counted} were counted")),
+            None => Err(format!("it did not come to its end; {counted} tests were counted")),
         }
     }
 
-    fn named(&mut self, bed: &str, name: &str) {
-        // libtest-mimic pads it.
-        let failure = format!("{bed}: {}", name.trim_end());
-        if !self.failures[self.before..].contains(&failure) {
-            self.failures.push(failure);
+    fn count(&mut self, bed: &str, what: &str, outcome: Outcome) {
+        match &outcome {
+            Outcome::Passed => self.passed += 1,
+            Outcome::Failed(_) => self.failures.push(format!("{bed}: {what}")),
+            Outcome::Skipped(why) => {
+                let key = (bed.to_owned(), why.clone());
+                self.skipped.entry(key).or_default().push(what.to_owned());
+            }
         }
+        self.record.write(&Line::Test { name: what.to_owned(), outcome });
     }
 
-    /// A program ended. Where it failed and fewer failures are known by name than it reports, at least one, it is itself a
-    /// failure.
-    pub fn ended(&mut self, bed: &str, program: &str, success: bool) {
-        let names = (self.failures.len() - self.before) as u64;
-        if !success && names < self.reported.max(1) {
-            self.failures.push(format!("{bed}: {program}"));
-        }
-        (self.before, self.reported) = (self.failures.len(), 0);
+    /// A test passed.
+    pub fn pass(&mut self, bed: &str, what: &str) {
+        self.count(bed, what, Outcome::Passed);
     }
 
-    /// A check of the laboratory's own succeeded.
-    pub fn pass(&mut self) {
-        self.passed += 1;
-    }
-
-    /// A check of the laboratory's own failed.
+    /// A test failed.
     pub fn fail(&mut self, bed: &str, what: &str) {
-        self.failures.push(format!("{bed}: {what}"));
-        self.before = self.failures.len();
+        self.count(bed, what, Outcome::Failed("it stands above".into()));
     }
 
-    /// Something was not run.
+    /// A test was not run.
     pub fn skip(&mut self, bed: &str, what: &str, why: &str) {
-        let key = (bed.to_owned(), why.to_owned());
-        self.skipped.entry(key).or_default().push(what.to_owned());
+        self.count(bed, what, Outcome::Skipped(why.to_owned()));
     }
 
     /// How many failed.
@@ -76,8 +95,16 @@ impl Tally {
         self.failures.len()
     }
 
-    /// The one list, and the closing line alone on a line.
-    pub fn print(&self) {
+    fn skipped(&self) -> usize {
+        self.skipped.values().map(Vec::len).sum()
+    }
+
+    /// The one list, and the closing line alone on a line; where a laboratory outside makes that list, its record's end.
+    pub fn close(&self) {
+        if self.record.is_kept() {
+            self.record.write(&Line::End(self.passed + (self.failed() + self.skipped()) as u64));
+            return;
+        }
         if !self.skipped.is_empty() {
             println!("\nSkipped:");
         }
@@ -88,101 +115,82 @@ impl Tally {
             println!("\nFailed:");
             self.failures.iter().for_each(|failure| println!("  {failure}"));
         }
-        let skipped: usize = self.skipped.values().map(Vec::len).sum();
-        println!("\n{} passed, {} failed, {skipped} skipped", self.passed, self.failed());
+        println!("\n{}", self.closing_line());
     }
-}
 
-/// `name (why) ... ignored`, `name ... ignored, why` (libtest) or `name ... ignored (why)` (libtest-mimic).
-fn reason<'a>(name: &'a str, rest: &'a str) -> (&'a str, &'a str) {
-    let rest = rest.trim_start_matches([',', ' ']);
-    let rest = rest.strip_prefix('(').and_then(|rest| rest.strip_suffix(')')).unwrap_or(rest);
-    if !rest.is_empty() {
-        return (name, rest);
+    fn closing_line(&self) -> String {
+        format!("{} passed, {} failed, {} skipped", self.passed, self.failed(), self.skipped())
     }
-    match name.split_once(" (") {
-        Some((name, why)) => (name, why.strip_suffix(')').unwrap_or(why)),
-        None => (name, "it says no reason"),
-    }
-}
-
-fn number_before(text: &str, word: &str) -> u64 {
-    let digits = text.split(word).next().and_then(|before| before.rsplit(' ').next());
-    digits.and_then(|digits| digits.parse().ok()).unwrap_or(0)
-}
-
-/// Without the colours that a terminal would show.
-fn plain(line: &str) -> String {
-    let mut out = String::with_capacity(line.len());
-    let mut rest = line;
-    while let Some((before, after)) = rest.split_once("\x1b[") {
-        out.push_str(before);
-        rest = after.split_once('m').map_or("", |(_, after)| after);
-    }
-    out + rest
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn counted(lines: &[&str]) -> Tally {
-        let mut tally = Tally::default();
-        lines.iter().for_each(|line| tally.line("local", line));
-        tally
+    fn tally() -> Tally {
+        Tally::new(Record::new(None))
+    }
+
+    fn lines(lines: &[Line]) -> String {
+        lines.iter().map(|line| serde_json::to_string(line).unwrap() + "\n").collect()
+    }
+
+    fn test(name: &str, outcome: Outcome) -> Line {
+        Line::Test { name: name.into(), outcome }
+    }
+
+    fn sample() -> Vec<Line> {
+        let failed = Outcome::Failed("1 is not 2".into());
+        let skipped = Outcome::Skipped("needs KVM".into());
+        vec![test("good", Outcome::Passed), test("bad", failed), test("left", skipped), Line::End(3)]
     }
 
     #[test]
-    fn every_form_of_a_skip_keeps_its_reason() {
-        let tally = counted(&[
-            "test a ... ignored, needs root",
-            "test b (needs KVM: load it) ... ignored",
-            "test c ... ignored (needs a tap)",
-            "test d ... \x1b[33mignored\x1b[0m",
-        ]);
-        let reasons: Vec<&str> = tally.skipped.keys().map(|(_, why)| why.as_str()).collect();
-        assert_eq!(reasons, ["it says no reason", "needs KVM: load it", "needs a tap", "needs root"]);
-        assert_eq!(tally.skipped.values().flatten().collect::<Vec<_>>(), ["d", "b", "c", "a"]);
+    fn tests_are_counted_by_how_they_ended_and_failures_named() {
+        let mut tally = tally();
+        tally.program("svm npt=1", "boot", &lines(&sample()), false);
+        assert_eq!(tally.closing_line(), "1 passed, 1 failed, 1 skipped");
+        assert_eq!(tally.failures, ["svm npt=1: boot::bad"]);
+        let key = ("svm npt=1".to_owned(), "needs KVM".to_owned());
+        assert_eq!(tally.skipped[&key], ["boot::left"]);
     }
 
     #[test]
-    fn failures_are_named_and_counted_once() {
-        let mut tally = counted(&[
-            "test good ... ok",
-            "test bad::one - should panic ... FAILED",
-            "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s",
-        ]);
-        tally.ended("local", "cargo test", false);
-        assert_eq!((tally.passed, tally.failed()), (1, 1));
-        assert_eq!(tally.failures, ["local: bad::one - should panic"]);
+    fn a_test_that_is_not_counted_is_a_failure() {
+        let mut planted = sample();
+        planted.remove(0);
+        let mut tally = tally();
+        tally.program("local", "boot", &lines(&planted), false);
+        assert_eq!(tally.failures[1], "local: boot (3 tests ran, and 2 were counted)");
     }
 
     #[test]
-    fn a_failure_whose_test_has_spoken_is_known_by_its_report() {
-        let mut tally = counted(&[
-            "test chatty ... seed 90",
-            "it works",
-            "FAILED",
-            "---- chatty ----",
-            "why",
-            "test result: FAILED. 0 passed; 1 failed; 17 filtered out",
-        ]);
-        tally.ended("local", "x", false);
-        assert_eq!(tally.failures, ["local: chatty"]);
-        tally.line("local", "test result: FAILED. 0 passed; 1 failed");
-        tally.ended("local", "y", false);
-        assert_eq!(tally.failures, ["local: chatty", "local: y"]);
-        let mut both = counted(&["test bad    ... FAILED", "---- bad stdout ----"]);
-        both.ended("local", "z", false);
-        assert_eq!(both.failures, ["local: bad"]);
+    fn a_program_that_dies_is_a_failure_however_it_dies() {
+        let mut cut = sample();
+        cut.truncate(1);
+        let mut tally = tally();
+        tally.program("local", "boot", &lines(&cut), true);
+        assert_eq!(tally.failures, ["local: boot (it did not come to its end; 1 tests were counted)"]);
+        tally.program("local", "mute", &lines(&[Line::End(0)]), false);
+        assert!(tally.failures[1].contains("names no failure"), "{:?}", tally.failures);
+        let broken = lines(&cut) + "{\"test\":{\"na";
+        tally.program("local", "broken", &broken, true);
+        assert!(tally.failures[2].contains("local: broken"), "{:?}", tally.failures);
+        assert_eq!(tally.closing_line(), "2 passed, 3 failed, 0 skipped");
     }
 
     #[test]
-    fn a_program_that_dies_without_a_word_is_a_failure() {
-        let mut tally = counted(&["test good ... ok"]);
-        tally.ended("local", "target/debug/deps/x", false);
-        assert_eq!(tally.failures, ["local: target/debug/deps/x"]);
-        tally.ended("local", "y", true);
-        assert_eq!(tally.failed(), 1);
+    fn what_a_laboratory_counts_the_one_outside_counts_again() {
+        let file = std::env::temp_dir().join(format!("lab-record-{}", std::process::id()));
+        let mut inner = Tally::new(Record::new(Some(file.clone())));
+        inner.program("metal", "boot", &lines(&sample()), false);
+        inner.skip("metal", "more", "it lacks time");
+        inner.close();
+        let record = std::fs::read_to_string(&file).unwrap();
+        std::fs::remove_file(file).unwrap();
+        let mut outer = tally();
+        outer.program("svm npt=0", "", &record, false);
+        assert_eq!(outer.closing_line(), "1 passed, 1 failed, 2 skipped");
+        assert_eq!(outer.failures, ["svm npt=0: boot::bad"]);
     }
 }

@@ -1,0 +1,147 @@
+//! What Vellum's own test programs share, those with `harness = false`.
+//!
+//! A trial is a function with [`#[trial]`](macro@trial), or one of several of a kind that `main` [adds](Trials::add). It
+//! says what it needs of its host; where that is missing it is `ignored`, with the reason and the remedy in its line.
+//! [`Trials::run`] runs what the command line asks for, as libtest would, and keeps a [`record`] for `cargo lab test`,
+//! which counts from there. [`eventually`] is how a test waits.
+
+pub mod record;
+mod wait;
+
+use std::env;
+use std::panic::{self, AssertUnwindSafe};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+/// For the code that [`trial`](macro@trial) makes.
+pub use inventory;
+use libtest_mimic::Trial;
+pub use libtest_mimic::{Arguments, Completion, Failed};
+
+/// Makes a function a trial, under its own name. What it needs stands in the attribute, each a [`Need`], and is asked for
+/// when the program starts. The function gives `Result<(), Failed>`, or `Result<Completion, Failed>` where it may find
+/// out only while it runs that it cannot say anything here.
+///
+/// ```
+/// use harness::{Failed, Need, Trials, trial};
+///
+/// fn arithmetic() -> Need {
+///     Ok(())
+/// }
+///
+/// #[trial(arithmetic())]
+/// fn two_and_two_are_four() -> Result<(), Failed> {
+///     harness::ensure(2 + 2 == 4, || "they are not".into())
+/// }
+///
+/// # let _ =
+/// Trials::from_args().run();
+/// ```
+pub use harness_macros::trial;
+use record::{Line, Outcome, Record};
+pub use wait::{LIMIT, eventually};
+
+/// Why a test cannot run here, and what to do about it; `Ok` where it can.
+pub type Need = Result<(), String>;
+
+/// Fails the test with a message unless `condition` holds.
+pub fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result<(), Failed> {
+    if condition { Ok(()) } else { Err(message().into()) }
+}
+
+/// How a trial may end.
+pub trait Ends {
+    /// The end in its general form.
+    fn end(self) -> Result<Completion, Failed>;
+}
+
+impl Ends for Result<(), Failed> {
+    fn end(self) -> Result<Completion, Failed> {
+        self.map(|()| Completion::Completed)
+    }
+}
+
+impl Ends for Result<Completion, Failed> {
+    fn end(self) -> Result<Completion, Failed> {
+        self
+    }
+}
+
+/// A function with [`trial`](macro@trial).
+pub struct Declared {
+    /// Its name.
+    pub name: &'static str,
+    /// What it needs.
+    pub need: fn() -> Need,
+    /// Runs it.
+    pub test: fn() -> Result<Completion, Failed>,
+}
+
+inventory::collect!(Declared);
+
+/// The trials of a program.
+pub struct Trials {
+    arguments: Arguments,
+    record: Arc<Record>,
+    trials: Vec<Trial>,
+}
+
+impl Trials {
+    /// Every function of the program that is a trial, with the arguments of the command line.
+    pub fn from_args() -> Self {
+        let record = Arc::new(Record::new(env::var_os(record::VARIABLE).map(PathBuf::from)));
+        let mut trials = Self { arguments: Arguments::from_args(), record, trials: Vec::new() };
+        let mut declared: Vec<&Declared> = inventory::iter::<Declared>.into_iter().collect();
+        declared.sort_by_key(|declared| declared.name);
+        declared.into_iter().for_each(|one| trials.add_if(one.name, one.need, one.test));
+        trials
+    }
+
+    /// One trial after the other.
+    pub fn one_at_a_time(&mut self) {
+        self.arguments.test_threads = Some(1);
+    }
+
+    /// Adds a trial that needs something of its host.
+    pub fn add<E: Ends>(
+        &mut self,
+        name: impl Into<String>,
+        need: Need,
+        test: impl FnOnce() -> E + Send + 'static,
+    ) {
+        self.add_if(name, || need, || test().end());
+    }
+
+    fn add_if(
+        &mut self,
+        name: impl Into<String>,
+        need: impl FnOnce() -> Need,
+        test: impl FnOnce() -> Result<Completion, Failed> + Send + 'static,
+    ) {
+        let (name, record) = (name.into(), Arc::clone(&self.record));
+        // What is not asked for need not be able to run.
+        let none = self.arguments.is_filtered_out(&Trial::test(&name, || Ok(())));
+        let need = if none { Ok(()) } else { need() };
+        let recorded = name.clone();
+        let trial = Trial::ignorable_test(name, move || {
+            let ended = match need {
+                Ok(()) => panic::catch_unwind(AssertUnwindSafe(test)),
+                Err(why) => Ok(Ok(Completion::ignored_with(why))),
+            };
+            record.write(&Line::Test { name: recorded, outcome: Outcome::of(&ended) });
+            ended.unwrap_or_else(|payload| panic::resume_unwind(payload))
+        });
+        self.trials.push(trial);
+    }
+
+    /// Runs the trials and says how they ended, on the terminal and in the record.
+    pub fn run(self) -> ExitCode {
+        let conclusion = libtest_mimic::run(&self.arguments, self.trials);
+        if !self.arguments.list {
+            let tests = conclusion.num_passed + conclusion.num_failed + conclusion.num_ignored;
+            self.record.write(&Line::End(tests));
+        }
+        conclusion.exit_code()
+    }
+}

@@ -1,0 +1,179 @@
+//! Tests on this machine, be it the user's or an emulated host.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use harness::record;
+
+use super::programs::{self, Place};
+use super::tally::Tally;
+use super::{Options, setup};
+use crate::artifacts::{self, Executable};
+use crate::bed::Emulated;
+use crate::{Error, Result, doctor, tool};
+
+const LOCAL: &str = "local";
+
+/// Every test of the workspace, as `cargo test` has them.
+pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
+    if options.setup {
+        setup::browser(tally);
+    }
+    eprintln!("lab: {LOCAL}: every test program of the workspace");
+    let programs = match programs::built_here() {
+        Ok(programs) => programs,
+        // The other beds still have something to say.
+        Err(error @ Error::Failed { .. }) => {
+            eprintln!("lab: {LOCAL}: {error}");
+            tally.fail(LOCAL, "the test programs, which do not compile");
+            return Ok(());
+        }
+        Err(error) => return Err(error),
+    };
+    for (program, place) in programs {
+        match place {
+            Some(_) => recorded(&program, options, LOCAL, tally)?,
+            None => by_libtest(&program, options, tally)?,
+        }
+    }
+    documentation(options, tally)
+}
+
+/// The programs that need a KVM, on this machine's.
+pub fn metal(options: &Options, tally: &mut Tally) -> Result<()> {
+    let bed = std::env::var("VELLUM_BED").unwrap_or_else(|_| "metal".into());
+    if let Err(why) = doctor::kvm() {
+        tally.skip(&bed, "all of its tests", &why);
+        return Ok(());
+    }
+    let Some(dir) = &options.prebuilt else {
+        return programs::built_for(Place::Kvm)?
+            .iter()
+            .chain(&programs::built_for(Place::Linux)?)
+            .try_for_each(|program| recorded(program, options, &bed, tally));
+    };
+    let paths = files(dir)?;
+    if paths.is_empty() {
+        return Err(Error::Usage(format!("--prebuilt {}: it holds no test program", dir.display())));
+    }
+    for path in paths {
+        eprintln!("lab: {bed}: {}", path.display());
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        keep_record(Command::new(&path).args(&options.arguments), &bed, &name, tally)?;
+    }
+    Ok(())
+}
+
+/// What the laboratory promises of `bed`'s hosts.
+pub fn promises(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
+    for (program, place) in programs::built_here()? {
+        if place == Some(Place::Emulated) {
+            let mut command = command(&program);
+            command.args(&options.arguments).env("VELLUM_LAB_BOOTS", bed.name());
+            keep_record(&mut command, bed.name(), &program.name, tally)?;
+        }
+    }
+    Ok(())
+}
+
+fn files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(dir).map_err(Error::file("read", dir))?;
+    let mut paths: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    paths.sort();
+    Ok(paths)
+}
+
+/// The program as `cargo test` would start it.
+fn command(program: &Executable) -> Command {
+    let mut command = Command::new(&program.path);
+    command.current_dir(program.package()).env("CARGO_MANIFEST_DIR", program.package());
+    command
+}
+
+/// Runs a program that keeps a record.
+fn recorded(program: &Executable, options: &Options, bed: &str, tally: &mut Tally) -> Result<()> {
+    eprintln!("lab: {bed}: {}", program.path.display());
+    keep_record(command(program).args(&options.arguments), bed, &program.name, tally)
+}
+
+/// Runs `command` and counts what it records.
+fn keep_record(command: &mut Command, bed: &str, name: &str, tally: &mut Tally) -> Result<()> {
+    let file = std::env::temp_dir().join(format!("lab-{}-{name}.record", std::process::id()));
+    // Of an earlier process with this number, perhaps.
+    let _ = fs::remove_file(&file);
+    let success = watched(command.env(record::VARIABLE, &file), |row| tally.show(row))?;
+    let lines = fs::read_to_string(&file).unwrap_or_default();
+    let _ = fs::remove_file(&file);
+    tally.program(bed, name, &lines, success);
+    Ok(())
+}
+
+/// Runs each test of a program of libtest's in a process of its own, whose exit status says how it ended: what libtest prints
+/// of many is for people.
+fn by_libtest(program: &Executable, options: &Options, tally: &mut Tally) -> Result<()> {
+    let tests = list(command(program).args(&options.arguments))?;
+    let ignored = list(command(program).args(&options.arguments).arg("--ignored"))?;
+    let of = |test: &str| format!("{} {}::{test}", program.kind, program.name);
+    eprintln!("lab: {LOCAL}: {}: {} tests", program.path.display(), tests.len());
+    if tests.is_empty() && options.arguments.is_empty() && program.kind == "test" {
+        tally.fail(LOCAL, &format!("{}, a test program without a test", program.name));
+    }
+    for test in tests {
+        if ignored.contains(&test) {
+            tally.skip(LOCAL, &of(&test), "#[ignore] stands above it");
+            continue;
+        }
+        let mut said = Vec::new();
+        if watched(command(program).args(["--exact", &test]), |row| said.push(row.to_owned()))? {
+            tally.pass(LOCAL, &of(&test));
+        } else {
+            said.iter().for_each(|row| tally.show(row));
+            tally.fail(LOCAL, &of(&test));
+        }
+    }
+    Ok(())
+}
+
+/// The examples in the documentation, together: rustdoc compiles and runs them, and its exit status is theirs.
+fn documentation(options: &Options, tally: &mut Tally) -> Result<()> {
+    let cargo = || {
+        let mut command = Command::new(artifacts::cargo());
+        command.args(["test", "--workspace", "--doc", "--quiet", "--"]).args(&options.arguments);
+        command.current_dir(artifacts::workspace());
+        command
+    };
+    let examples = list(&mut cargo())?;
+    if examples.is_empty() {
+        return Ok(());
+    }
+    if watched(&mut cargo(), |row| tally.show(row))? {
+        examples.iter().for_each(|example| tally.pass(LOCAL, example));
+    } else {
+        tally.fail(
+            LOCAL,
+            &format!("of the examples in the documentation, at least one of {}", examples.len()),
+        );
+    }
+    Ok(())
+}
+
+/// What the machine-readable list of a program of libtest's has.
+fn list(command: &mut Command) -> Result<Vec<String>> {
+    let text = tool::text(command.args(["--list", "--format", "terse"]))?;
+    Ok(text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
+}
+
+/// Runs `command`, hands on its lines, and says whether it succeeded.
+fn watched(command: &mut Command, each: impl FnMut(&str)) -> Result<bool> {
+    command.process_group(0);
+    let result = tool::lines_of(command, setup::child, each);
+    setup::child(0);
+    setup::check_interrupted()?;
+    match result {
+        Ok(()) => Ok(true),
+        Err(Error::Failed { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}

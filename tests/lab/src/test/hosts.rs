@@ -1,0 +1,149 @@
+//! Tests on emulated hosts: the same programs as here, run by the same laboratory, as if that host were metal.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use harness::record;
+
+use super::programs::{self, Place};
+use super::tally::Tally;
+use super::{Bed, HUGEPAGES, Options, here};
+use crate::Result;
+use crate::artifacts::{self, Executable, Kernel, Programs};
+use crate::bed::{self, Emulated, HostKernel, Pace, Request, svm};
+use crate::cache::Cache;
+use crate::guest::Guest;
+use crate::wire::Frame;
+
+/// The bed tests on emulated hosts: the same executables, run by the same laboratory, as if that host were metal.
+pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
+    // The laboratory's own promises come first: what follows relies on them.
+    here::promises(bed, options, tally)?;
+    let cache = Cache::open()?;
+    let tests = programs::built_for(Place::Kvm)?;
+    // Time that counts instructions makes the tests' own time limits independent of how busy this machine is.
+    hosts(&cache, options, (bed, bed.name()), tests, &[], tally, |request| {
+        request.memory_mib = 4096;
+        request.hugepages = HUGEPAGES;
+        request.time_limit = Duration::from_secs(40 * 60);
+    })
+}
+
+/// Every test of a Linux guest, with both of Debian's kernels and their ELF images; where the bed was not asked for by name,
+/// the older kernel with every device.
+pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
+    let cache = Cache::open()?;
+    let whole = options.bed == Some(Bed::Linux);
+    let mut guests = Vec::new();
+    for version in Kernel::versions().take(if whole { usize::MAX } else { 1 }) {
+        let guest = Guest::make(&cache, version, &guests_dir().join(version))?;
+        let vmlinux = guest.unpack_vmlinux()?;
+        guests.push((version, guest, vmlinux));
+    }
+    hosts(
+        &cache,
+        options,
+        (svm::BED, "linux"),
+        programs::built_for(Place::Linux)?,
+        &guests,
+        tally,
+        |request| {
+            // What Linux guests do wrong on other hosts is the emulator's doing (`bed::svm`).
+            request.pace = Pace::Real;
+            request.memory_mib = 6144;
+            request.time_limit = Duration::from_secs(90 * 60);
+            // The largest guest on them has 1 GiB.
+            request.hugepages = 512;
+            if whole {
+                request.env.push(("VELLUM_LINUX".into(), "all".into()));
+            }
+        },
+    )
+}
+
+/// Where guests for tests are made: they hold this workspace's agent, so that they belong to its build.
+fn guests_dir() -> PathBuf {
+    artifacts::workspace().join("target/guests")
+}
+
+/// Runs `tests` on two hosts, with nested paging and without, or on the one that is wanted.
+fn hosts(
+    cache: &Cache,
+    options: &Options,
+    (emulated, bed): (Emulated, &str),
+    tests: Vec<Executable>,
+    guests: &[(&str, Guest, PathBuf)],
+    tally: &mut Tally,
+    change: impl Fn(&mut Request),
+) -> Result<()> {
+    let programs = Programs::build()?;
+    let kernel = Kernel::debian(cache, "6.1")?;
+    for npt in [true, false].into_iter().filter(|&npt| options.npt.is_none_or(|wanted| wanted == npt)) {
+        let bed = format!("{bed} {}", emulated.mode(npt));
+        eprintln!("lab: {bed}: {} test programs on {}", tests.len(), kernel.package);
+        let mut request = Request::new(HostKernel::Debian(kernel.clone()));
+        (request.bed, request.second_stage) = (emulated, npt);
+        change(&mut request);
+        request.files.push((programs.lab.clone(), "/bin/lab".into()));
+        // The tests know vellum by the path at which cargo built it.
+        request.files.push((programs.vellum.clone(), absolute(&programs.vellum)));
+        for test in &tests {
+            // CARGO_TARGET_TMPDIR, as cargo told the tests when it built them: target/TRIPLE/tmp beside
+            // target/TRIPLE/PROFILE/deps/TEST.
+            let target = test.path.ancestors().nth(3).unwrap_or(Path::new("/"));
+            request.directories.push(target.join("tmp").to_string_lossy().into_owned());
+            request.files.push((test.path.clone(), format!("/tests/{}", test.name)));
+        }
+        if !guests.is_empty() {
+            request.env.push(("VELLUM_GUESTS".into(), "/guests".into()));
+        }
+        for (version, guest, vmlinux) in guests {
+            for file in [&guest.kernel, &guest.initrd, vmlinux] {
+                let name = file.file_name().unwrap_or_default().to_string_lossy();
+                request.files.push((file.clone(), format!("/guests/{version}/{name}")));
+            }
+        }
+        let line = ["lab", "test", "metal", "--prebuilt", "/tests", "--"].map(str::to_owned);
+        request.commands.push([&line[..], &options.arguments].concat());
+        // In there, standard output is the record, and what is said besides is for people.
+        request.env.push((record::VARIABLE.into(), "/proc/self/fd/1".into()));
+        let (mut rows, mut lines) = (Rows::default(), Vec::new());
+        let outcome = bed::run(cache, &programs, &request, |frame| match frame {
+            Frame::Stdout(bytes) => lines.extend_from_slice(bytes),
+            Frame::Stderr(bytes) => rows.push(bytes, |row| tally.show(row)),
+            _ => (),
+        });
+        let lines = String::from_utf8_lossy(&lines);
+        match outcome {
+            Ok(outcome) => tally.program(&bed, "", &lines, outcome.code() == 0),
+            // The host is itself under test: one that dies is a failure, and the other mode still has something to say.
+            Err(error) => {
+                eprintln!("lab: {bed}: {error}");
+                // Cut off, as is to be expected.
+                let _ = tally.lines(&bed, "", &lines);
+                tally.fail(&bed, "the emulated host did not finish");
+            }
+        }
+    }
+    Ok(())
+}
+
+fn absolute(path: &Path) -> String {
+    let path: OsString = path.canonicalize().unwrap_or_else(|_| path.to_owned()).into();
+    path.to_string_lossy().into_owned()
+}
+
+/// Bytes as they come, cut into lines.
+#[derive(Default)]
+struct Rows(Vec<u8>);
+
+impl Rows {
+    fn push(&mut self, bytes: &[u8], mut each: impl FnMut(&str)) {
+        self.0.extend_from_slice(bytes);
+        while let Some(end) = self.0.iter().position(|&byte| byte == b'\n') {
+            let row: Vec<u8> = self.0.drain(..=end).collect();
+            each(String::from_utf8_lossy(&row).trim_end());
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! Which test programs there are, and where each of them can run.
+//!
+//! Cargo says which there are. Those with a harness of their own keep a record (`harness::record`), and their package's
+//! Cargo.toml says in `[package.metadata.beds]` where they run. The others are libtest's, and run on this machine.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use serde::Deserialize;
+
+use crate::artifacts::{self, Executable};
+use crate::{Error, Result};
+
+/// Where a program that keeps a record can run; each runs on this machine too, where it says what it lacks there.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Place {
+    /// On this machine alone.
+    Local,
+    /// On every bed: it needs a KVM.
+    Kvm,
+    /// On the bed that brings Linux guests.
+    Linux,
+    /// On this machine, from where it boots emulated hosts.
+    Emulated,
+}
+
+/// What is read of a Cargo.toml.
+#[derive(Deserialize)]
+struct Manifest {
+    package: Package,
+    #[serde(default)]
+    test: Vec<Target>,
+}
+
+#[derive(Deserialize)]
+struct Package {
+    #[serde(default)]
+    metadata: Metadata,
+}
+
+#[derive(Default, Deserialize)]
+struct Metadata {
+    #[serde(default)]
+    beds: Beds,
+}
+
+/// Programs by where they run.
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct Beds {
+    local: Vec<String>,
+    kvm: Vec<String>,
+    linux: Vec<String>,
+    emulated: Vec<String>,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    name: String,
+    #[serde(default = "yes")]
+    harness: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// The programs of a package that keep a record, and where they run.
+pub fn places(manifest: &Path) -> Result<BTreeMap<String, Place>> {
+    let text = fs::read_to_string(manifest).map_err(Error::file("read", manifest))?;
+    places_in(&text).map_err(|why| Error::Usage(format!("{}: {why}", manifest.display())))
+}
+
+fn places_in(manifest: &str) -> std::result::Result<BTreeMap<String, Place>, String> {
+    let Manifest { package, test } = toml::from_str(manifest).map_err(|error| error.to_string())?;
+    let Beds { local, kvm, linux, emulated } = package.metadata.beds;
+    let lists =
+        [(local, Place::Local), (kvm, Place::Kvm), (linux, Place::Linux), (emulated, Place::Emulated)];
+    let mut places = BTreeMap::new();
+    for (name, place) in
+        lists.into_iter().flat_map(|(names, place)| names.into_iter().map(move |n| (n, place)))
+    {
+        if places.insert(name.clone(), place).is_some() {
+            return Err(format!("[package.metadata.beds] has {name} twice"));
+        }
+    }
+    let own: Vec<String> = test.into_iter().filter(|test| !test.harness).map(|test| test.name).collect();
+    if let Some(name) = own.iter().find(|name| !places.contains_key(*name)) {
+        return Err(format!(
+            "the test program {name} has a harness of its own and is not in [package.metadata.beds]"
+        ));
+    }
+    if let Some(name) = places.keys().find(|name| !own.contains(name)) {
+        return Err(format!(
+            "[package.metadata.beds] has {name}, which is no test program with `harness = false`"
+        ));
+    }
+    Ok(places)
+}
+
+/// The programs of vellum's that run at `place`, built static.
+pub fn built_for(place: Place) -> Result<Vec<Executable>> {
+    let places = places(&artifacts::workspace().join("Cargo.toml"))?;
+    let mut arguments = vec!["test", "--no-run", "--package", "vellum"];
+    let names = places.iter().filter(|(_, at)| **at == place).map(|(name, _)| name.as_str());
+    arguments.extend(names.flat_map(|name| ["--test", name]));
+    let built = artifacts::build_static(&arguments)?;
+    // The programs that they start are built with them.
+    Ok(built.into_iter().filter(|program| program.test).collect())
+}
+
+/// Every test program of the workspace, and where it runs if it keeps a record.
+pub fn built_here() -> Result<Vec<(Executable, Option<Place>)>> {
+    let mut programs: Vec<Executable> = artifacts::build(&["test", "--workspace", "--no-run"])?;
+    programs.retain(|program| program.test);
+    programs.sort_by(|a, b| (&a.manifest, &a.kind, &a.name).cmp(&(&b.manifest, &b.kind, &b.name)));
+    let place = |program: &Executable| -> Result<Option<Place>> {
+        if program.kind != "test" {
+            return Ok(None);
+        }
+        Ok(places(&program.manifest)?.get(&program.name).copied())
+    };
+    programs.into_iter().map(|program| Ok((program.clone(), place(&program)?))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MANIFEST: &str = "[package]\nname = \"p\"\n[package.metadata.beds]\nkvm = [\"boot\"]\n\
+        [[test]]\nname = \"boot\"\nharness = false\n[[test]]\nname = \"unit\"\n";
+
+    #[test]
+    fn programs_are_where_they_are_declared() {
+        assert_eq!(places_in(MANIFEST), Ok(BTreeMap::from([("boot".into(), Place::Kvm)])));
+    }
+
+    #[test]
+    fn a_program_that_is_declared_nowhere_twice_or_in_vain_is_refused() {
+        let planted = format!("{MANIFEST}[[test]]\nname = \"planted\"\nharness = false\n");
+        assert!(places_in(&planted).unwrap_err().contains("planted has a harness of its own"));
+        let twice = MANIFEST.replace("kvm = ", "linux = [\"boot\"]\nkvm = ");
+        assert!(places_in(&twice).unwrap_err().contains("boot twice"));
+        let vain = MANIFEST.replace("[\"boot\"]", "[\"boot\", \"gone\"]");
+        assert!(places_in(&vain).unwrap_err().contains("gone, which is no test program"));
+        assert!(places_in(&MANIFEST.replace("kvm =", "kvn =")).unwrap_err().contains("kvn"));
+    }
+
+    #[test]
+    fn every_program_of_the_workspace_is_declared() {
+        let mut all = Vec::new();
+        for package in [".", "guest-agent", "tests/harness", "tests/lab"] {
+            let places = places(&artifacts::workspace().join(package).join("Cargo.toml")).unwrap();
+            all.extend(places.into_values());
+        }
+        for place in [Place::Local, Place::Kvm, Place::Linux, Place::Emulated] {
+            assert!(all.contains(&place), "{place:?} has no program");
+        }
+    }
+}
