@@ -4,9 +4,16 @@
 //! closes the race with a thread that is just about to enter.
 
 use std::io;
-use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU64, Ordering};
+use std::mem::offset_of;
+use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 
-use kvm_bindings::kvm_run;
+use kvm_bindings::{kvm_run, kvm_run__bindgen_ty_1, kvm_run__bindgen_ty_1__bindgen_ty_4 as Io};
+use kvm_ioctls::VcpuFd;
+
+use super::mmap::PAGE_SIZE;
 
 /// The signal: the first of the real-time signals that glibc and musl leave to programs.
 pub fn signal() -> libc::c_int {
@@ -27,70 +34,140 @@ pub fn install() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Where KVM says of what size each access of a string instruction is (`rep insb`), whose data kvm-ioctls gives in one piece.
-pub struct PortSize(*const u8);
+/// A vCPU's `kvm_run`, mapped a second time.
+///
+/// kvm-ioctls hands out its own mapping as `&mut`, beside which no other thread may write. Through this one single bytes are
+/// accessed, as atomics: to the compiler it is other memory, and the kernel shares its side of the page anyway.
+#[derive(Debug)]
+pub struct RunPage(NonNull<u8>);
 
-impl PortSize {
-    /// Of the vCPU whose `run` this is; its descriptor must outlive this.
-    pub fn new(run: &mut kvm_run) -> Self {
-        // SAFETY: no more than an address within the mapping is taken.
-        Self(unsafe { &raw const run.__bindgen_anon_1.io.size })
+// SAFETY: the mapping belongs to the process, and only atomics in it are accessed.
+unsafe impl Send for RunPage {}
+// SAFETY: as above.
+unsafe impl Sync for RunPage {}
+
+/// `kvm_run.io.size`.
+const PORT_SIZE: usize =
+    offset_of!(kvm_run, __bindgen_anon_1) + offset_of!(kvm_run__bindgen_ty_1, io) + offset_of!(Io, size);
+
+const _: () =
+    assert!(PORT_SIZE < PAGE_SIZE as usize && offset_of!(kvm_run, immediate_exit) < PAGE_SIZE as usize);
+
+impl RunPage {
+    /// Maps that of `vcpu`.
+    pub fn map(vcpu: &VcpuFd) -> io::Result<Self> {
+        Self::of(vcpu.as_raw_fd(), libc::MAP_SHARED)
     }
 
-    /// Bytes of one access, after `KVM_EXIT_IO`; something else after another exit.
-    pub fn get(&self) -> usize {
-        // SAFETY: a byte of the mapping that the kernel shares with us, written only while `KVM_RUN` runs on this thread.
-        unsafe { self.0.read_volatile() }.into()
+    /// One that no vCPU has, for tests without KVM.
+    #[cfg(test)]
+    pub fn without_vcpu() -> io::Result<Self> {
+        Self::of(-1, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS)
+    }
+
+    fn of(fd: libc::c_int, flags: libc::c_int) -> io::Result<Self> {
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choosing disturbs nothing.
+        let page = unsafe { libc::mmap(std::ptr::null_mut(), PAGE_SIZE as usize, prot, flags, fd, 0) };
+        if page == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        NonNull::new(page.cast()).map(Self).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
+    }
+
+    fn byte(&self, offset: usize) -> &AtomicU8 {
+        assert!(offset < PAGE_SIZE as usize);
+        // SAFETY: a byte inside the mapping, which lives as long as the borrow; nobody in this process accesses this
+        // mapping but by this function.
+        unsafe { AtomicU8::from_ptr(self.0.as_ptr().add(offset)) }
+    }
+
+    /// Whether `KVM_RUN` completes what was begun and enters no guest.
+    pub fn immediate_exit(&self) -> bool {
+        self.byte(offset_of!(kvm_run, immediate_exit)).load(Ordering::SeqCst) != 0
+    }
+
+    /// Sets that.
+    pub fn set_immediate_exit(&self, on: bool) {
+        self.byte(offset_of!(kvm_run, immediate_exit)).store(on.into(), Ordering::SeqCst);
+    }
+
+    /// Of how many bytes each access of a string instruction is (`rep insb`), whose data kvm-ioctls gives in one piece: after
+    /// `KVM_EXIT_IO`; something else after another exit.
+    pub fn port_size(&self) -> usize {
+        self.byte(PORT_SIZE).load(Ordering::Relaxed).into()
+    }
+}
+
+impl Drop for RunPage {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and every reference into it borrowed this value.
+        unsafe { libc::munmap(self.0.as_ptr().cast(), PAGE_SIZE as usize) };
     }
 }
 
 /// A vCPU thread as somebody else sees it: enough to interrupt it.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Kick {
-    immediate_exit: AtomicPtr<AtomicU8>,
-    thread: AtomicU64,
+    page: Arc<RunPage>,
+    thread: libc::pid_t,
 }
 
 impl Kick {
-    /// Called by the vCPU thread before its loop: from now on it can be interrupted.
-    pub fn arm(&self, run: &mut kvm_run) {
-        // SAFETY: immediate_exit is a byte of the mapping that the kernel shares with us; the mapping lives as long as
-        // the vCPU's descriptor, and `disarm` comes before that is closed.
-        let byte = unsafe { AtomicU8::from_ptr(&raw mut run.immediate_exit) };
-        // SAFETY: pthread_self cannot fail.
-        let me = unsafe { libc::pthread_self() };
-        self.thread.store(me as u64, Ordering::SeqCst);
-        self.immediate_exit.store(std::ptr::from_ref(byte).cast_mut(), Ordering::SeqCst);
+    /// Of the calling thread, which runs the vCPU whose page this is.
+    pub fn of_this_thread(page: Arc<RunPage>) -> Self {
+        // SAFETY: the call takes nothing and cannot fail.
+        Self { page, thread: unsafe { libc::gettid() } }
     }
 
-    /// Called by the vCPU thread when it woke up: the next `KVM_RUN` may enter the guest.
-    pub fn clear(&self) {
-        self.set(0);
-    }
-
-    /// Makes the current or the next `KVM_RUN` return with `EINTR`.
-    ///
-    /// The caller excludes [`Kick::disarm`] meanwhile (both happen under the vCPU's state lock).
+    /// Makes the current or the next `KVM_RUN` of the vCPU return with `EINTR`.
     pub fn kick(&self) {
-        if self.set(1) {
-            let thread = self.thread.load(Ordering::SeqCst) as libc::pthread_t;
-            // SAFETY: an armed thread is inside its loop, so its identifier is valid.
-            unsafe { libc::pthread_kill(thread, signal()) };
-        }
+        self.page.set_immediate_exit(true);
+        // SAFETY: the call takes numbers. Where the thread is gone it fails, or finds another thread of this process, which the
+        // signal's handler does no harm. (pthread_kill may be called for a living thread only.)
+        unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), self.thread, signal()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn the_bytes_are_those_of_kvm_run() {
+        let page = RunPage::without_vcpu().unwrap();
+        let mut run = kvm_run { immediate_exit: 1, ..Default::default() };
+        run.__bindgen_anon_1.io.size = 4;
+        // SAFETY: kvm_run is plain data of at most a page, and the page is ours.
+        unsafe { page.0.cast::<kvm_run>().write(run) };
+        assert_eq!((page.immediate_exit(), page.port_size()), (true, 4));
+        page.set_immediate_exit(false);
+        // SAFETY: as above.
+        assert_eq!(unsafe { page.0.cast::<kvm_run>().read() }.immediate_exit, 0);
     }
 
-    /// Called by the vCPU thread after its loop.
-    pub fn disarm(&self) {
-        self.immediate_exit.store(std::ptr::null_mut(), Ordering::SeqCst);
-    }
-
-    fn set(&self, value: u8) -> bool {
-        let byte = self.immediate_exit.load(Ordering::SeqCst);
-        // SAFETY: either null or the byte that `arm` stored, which is mapped until after `disarm`.
-        let byte = unsafe { byte.as_ref() };
-        if let Some(byte) = byte {
-            byte.store(value, Ordering::SeqCst);
+    #[test]
+    fn a_kick_interrupts_a_system_call() {
+        install().unwrap();
+        let page = Arc::new(RunPage::without_vcpu().unwrap());
+        let (tell, kick) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            tell.send(Kick::of_this_thread(page.clone())).unwrap();
+            // SAFETY: the call takes no descriptors and waits for a signal, at most a minute.
+            let result = unsafe { libc::poll(std::ptr::null_mut(), 0, 60_000) };
+            (result, io::Error::last_os_error().raw_os_error(), page.immediate_exit())
+        });
+        let kick = kick.recv_timeout(Duration::from_secs(60)).unwrap();
+        // Until it arrives in the call: one that comes before interrupts nothing there.
+        while !thread.is_finished() {
+            kick.kick();
+            std::thread::yield_now();
         }
-        byte.is_some()
+        assert_eq!(thread.join().unwrap(), (-1, Some(libc::EINTR), true));
+        // Nobody is there any more.
+        kick.kick();
     }
 }

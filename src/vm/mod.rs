@@ -10,6 +10,7 @@ pub mod memslots;
 pub mod ring;
 pub mod vcpu;
 
+use std::io;
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -18,6 +19,7 @@ use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use crate::fault::{Blame, Fault, Field};
 use crate::host;
 use crate::memory::{self, Memory};
+use crate::sys::kick::RunPage;
 use memslots::Memslots;
 use ring::DirtyRing;
 
@@ -97,6 +99,7 @@ pub struct Vm {
 pub struct Processor {
     // First, so that the memory that it runs on goes last.
     fd: VcpuFd,
+    page: Arc<RunPage>,
     _memslots: Arc<Memslots>,
 }
 
@@ -137,6 +140,8 @@ impl Vm {
     )]
     pub fn create_vcpu(&self, index: usize) -> Result<Processor, Error> {
         let fd = ioctl("KVM_CREATE_VCPU", self.fd.create_vcpu(index as u64))?;
-        Ok(Processor { fd, _memslots: self.memslots.clone() })
+        let mapped = |error: io::Error| kvm_ioctls::Error::new(error.raw_os_error().unwrap_or(libc::EIO));
+        let page = ioctl("mmap of kvm_run", RunPage::map(&fd).map_err(mapped))?;
+        Ok(Processor { fd, page: Arc::new(page), _memslots: self.memslots.clone() })
     }
 }

@@ -25,7 +25,7 @@ use super::exits::{Exits, INTERRUPTED, Recent};
 use super::lifecycle::Exit;
 use crate::fault::{Blame, Fault, Field};
 use crate::sys::affinity;
-use crate::sys::kick::{self, Kick, PortSize};
+use crate::sys::kick::{self, Kick, RunPage};
 
 /// Where a vCPU is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,6 +103,8 @@ type Life = Box<dyn FnOnce(&Shared) -> Ended + Send>;
 
 struct Inner {
     state: State,
+    /// How to interrupt the thread, while it is in its loop.
+    kick: Option<Kick>,
     /// All that the thread does with its vCPU, from [`Vcpu::give`] until it has begun.
     life: Option<Life>,
     call: Option<Call>,
@@ -114,12 +116,21 @@ struct Inner {
     flushed: u64,
 }
 
+impl Inner {
+    /// Has the thread look at its command.
+    fn interrupt(&self) {
+        // A thread that is paused, or not in its loop yet, looks before it enters the guest.
+        if let Some(kick) = self.kick.as_ref().filter(|_| self.state == State::Running) {
+            kick.kick();
+        }
+    }
+}
+
 struct Shared {
     index: usize,
     command: AtomicU8,
     /// How often [`Vcpu::request_flush`] was called.
     flushes: AtomicU64,
-    kick: Kick,
     describe: fn(&VcpuFd) -> String,
     inner: Mutex<Inner>,
     changed: Condvar,
@@ -170,10 +181,10 @@ impl Vcpu {
             index,
             command: AtomicU8::new(PAUSE),
             flushes: AtomicU64::new(0),
-            kick: Kick::default(),
             describe,
             inner: Mutex::new(Inner {
                 state: State::Running,
+                kick: None,
                 life: None,
                 call: None,
                 exits: Exits::default(),
@@ -218,14 +229,12 @@ impl Vcpu {
         F: FnMut(VcpuExit<'_>) -> Flow + Send + 'static,
     {
         let life = move |shared: &Shared| {
-            let fd = &mut processor.fd;
-            shared.kick.arm(fd.get_kvm_run());
-            let size = PortSize::new(fd.get_kvm_run());
-            let mut on_exit = |exit: VcpuExit<'_>| one_by_one(exit, size.get(), &mut on_exit);
-            let ended = run(shared, fd, &mut on_exit);
+            let page = processor.page.clone();
+            shared.lock().kick = Some(Kick::of_this_thread(page.clone()));
+            let mut on_exit = |exit: VcpuExit<'_>| one_by_one(exit, page.port_size(), &mut on_exit);
+            let ended = run(shared, &mut processor, &mut on_exit);
             let mut inner = shared.lock();
-            // Before the descriptor is closed, and in one step with the state, under which others kick.
-            shared.kick.disarm();
+            inner.kick = None;
             inner.state = State::Exited;
             ended
         };
@@ -287,10 +296,7 @@ impl Vcpu {
     fn request_flush(&self) -> u64 {
         let inner = self.shared.lock();
         let ticket = self.shared.flushes.fetch_add(1, Ordering::SeqCst) + 1;
-        // Under the lock, so that the thread cannot disarm meanwhile.
-        if inner.state == State::Running {
-            self.shared.kick.kick();
-        }
+        inner.interrupt();
         ticket
     }
 
@@ -317,10 +323,7 @@ impl Vcpu {
     fn command(&self, command: u8) {
         let inner = self.shared.lock();
         self.shared.command.store(command, Ordering::SeqCst);
-        // Under the lock, so that the thread cannot disarm meanwhile.
-        if inner.state == State::Running {
-            self.shared.kick.kick();
-        }
+        inner.interrupt();
         drop(inner);
         self.shared.changed.notify_all();
     }
@@ -370,10 +373,11 @@ pub fn resume_all(vcpus: &[Vcpu]) {
     vcpus.iter().for_each(Vcpu::resume);
 }
 
-fn run<F>(shared: &Shared, fd: &mut VcpuFd, on_exit: &mut F) -> Ended
+fn run<F>(shared: &Shared, processor: &mut Processor, on_exit: &mut F) -> Ended
 where
     F: FnMut(VcpuExit<'_>) -> Flow,
 {
+    let Processor { fd, page, .. } = processor;
     let mut exits = Exits::default();
     let mut recent = Recent::default();
     let mut first = true;
@@ -393,7 +397,7 @@ where
                 // An MMIO or port access that the VMM has served is half done until KVM_RUN is called again; with
                 // immediate_exit that completes it and enters no guest (api.rst, KVM_RUN). What KVM hands over in parts
                 // ends with the next part, until there is none. Nothing has run at first.
-                fd.set_kvm_immediate_exit(1);
+                page.set_immediate_exit(true);
                 while !first && let Ok(exit) = fd.run() {
                     exits.count(recent.note(&exit));
                     if let Flow::Stop(exit) = on_exit(exit) {
@@ -401,7 +405,7 @@ where
                         return ended(exit, None, fd, &recent);
                     }
                 }
-                if paused(shared, fd, &exits) == STOP {
+                if paused(shared, fd, page, &exits) == STOP {
                     return ended(Exit::PowerOff, None, fd, &recent);
                 }
             }
@@ -425,7 +429,7 @@ where
             }
             Err(error) if error.errno() == libc::EINTR || error.errno() == libc::EAGAIN => {
                 exits.count(INTERRUPTED);
-                shared.kick.clear();
+                page.set_immediate_exit(false);
                 Flow::Continue
             }
             Err(error) => {
@@ -470,7 +474,7 @@ fn one_by_one(exit: VcpuExit<'_>, size: usize, on_exit: &mut impl FnMut(VcpuExit
 }
 
 /// Says `Paused`, serves calls, and returns the command that ended the pause.
-fn paused(shared: &Shared, fd: &mut VcpuFd, exits: &Exits) -> u8 {
+fn paused(shared: &Shared, fd: &VcpuFd, page: &RunPage, exits: &Exits) -> u8 {
     let mut inner = shared.lock();
     inner.state = State::Paused;
     inner.exits = *exits;
@@ -486,7 +490,7 @@ fn paused(shared: &Shared, fd: &mut VcpuFd, exits: &Exits) -> u8 {
         let command = shared.command.load(Ordering::SeqCst);
         if command != PAUSE {
             inner.state = State::Running;
-            shared.kick.clear();
+            page.set_immediate_exit(false);
             return command;
         }
         inner = shared.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
