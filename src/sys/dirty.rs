@@ -5,7 +5,7 @@
 use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use kvm_bindings::{
     KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP,
@@ -116,12 +116,15 @@ pub struct Ring {
     next: u32,
 }
 
-// SAFETY: the mapping belongs to the process; `&mut self` makes us the only reader.
+// SAFETY: the mapping belongs to the process, and is accessed by atomics alone.
 unsafe impl Send for Ring {}
 
 impl Ring {
     /// Maps the ring of `vcpu`, of as many entries as [`enable_ring`] was given.
     pub fn map(vcpu: &VcpuFd, len: u32) -> io::Result<Self> {
+        if !len.is_power_of_two() {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
         let bytes = len as usize * size_of::<kvm_dirty_gfn>();
         // SAFETY: a new mapping at an address of the kernel's choosing disturbs nothing.
         let address = unsafe {
@@ -148,16 +151,18 @@ impl Ring {
         let mut count = 0;
         // At most once round, so that a vCPU that is faster than we are cannot keep us here.
         while count < self.len {
-            // SAFETY: the length is a power of two, so the masked index lies inside the mapping.
+            // SAFETY: the length is a power of two (`Ring::map`), so the masked index lies inside the mapping.
             let entry = unsafe { self.entries.as_ptr().add((self.next & (self.len - 1)) as usize) };
-            // SAFETY: the flags are an aligned word inside the mapping that the kernel too accesses atomically.
+            // SAFETY: an aligned word inside the mapping, accessed as an atomic here and by the kernel beside.
             let flags = unsafe { AtomicU32::from_ptr(&raw mut (*entry).flags) };
             if flags.load(Ordering::Acquire) & (DIRTY | HARVESTED) != DIRTY {
                 break;
             }
-            // SAFETY: KVM writes an entry before it sets DIRTY (the acquire above) and not again until it is reset.
-            let (slot, offset) = unsafe { ((*entry).slot, (*entry).offset) };
-            page(slot, offset);
+            // SAFETY: as above. KVM writes both before it sets DIRTY (the acquire above), and not again until it is reset.
+            let (slot, offset) = unsafe {
+                (AtomicU32::from_ptr(&raw mut (*entry).slot), AtomicU64::from_ptr(&raw mut (*entry).offset))
+            };
+            page(slot.load(Ordering::Relaxed), offset.load(Ordering::Relaxed));
             flags.store(HARVESTED, Ordering::Release);
             self.next = self.next.wrapping_add(1);
             count += 1;
@@ -168,7 +173,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and nobody else holds its address.
+        // SAFETY: the mapping is ours, and no reference into it outlives `harvest`.
         unsafe { libc::munmap(self.entries.as_ptr().cast(), self.len as usize * size_of::<kvm_dirty_gfn>()) };
     }
 }

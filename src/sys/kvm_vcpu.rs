@@ -2,8 +2,8 @@
 
 use std::io;
 
-use kvm_bindings::{KVMIO, kvm_sregs2};
-use kvm_ioctls::VcpuFd;
+use kvm_bindings::{KVM_CAP_XSAVE2, KVMIO, kvm_sregs2};
+use kvm_ioctls::{VcpuFd, VmFd};
 use vmm_sys_util::ioctl::{ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ptr, ioctl_with_ref};
 use vmm_sys_util::{ioctl_ior_nr, ioctl_iow_nr};
 
@@ -43,29 +43,47 @@ pub fn set_sregs2(vcpu: &VcpuFd, sregs: &kvm_sregs2) -> io::Result<()> {
     done(unsafe { ioctl_with_ref(vcpu, KVM_SET_SREGS2(), sregs) })
 }
 
-/// The XSAVE area: `size` bytes, which must be what `KVM_CHECK_EXTENSION(KVM_CAP_XSAVE2)` says on the VM, or 0 where KVM
-/// does not have that capability.
-pub fn get_xsave(vcpu: &VcpuFd, size: usize) -> io::Result<Vec<u32>> {
-    let (request, size) =
-        if size > XSAVE_MIN { (KVM_GET_XSAVE2(), size) } else { (KVM_GET_XSAVE(), XSAVE_MIN) };
-    // XSAVE_MAX on top of the size asked for: KVM_GET_XSAVE2 writes as much as the guest's permitted features need, and
-    // takes no length to be checked against.
-    let mut area = vec![0u32; size.max(XSAVE_MAX).div_ceil(4)];
-    // SAFETY: the kernel writes what KVM_CAP_XSAVE2 says, or 4096 bytes; the buffer is larger than either.
+/// The size of the XSAVE areas of a VM's vCPUs. The ioctls take no length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct XsaveSize(usize);
+
+impl XsaveSize {
+    /// As KVM says; [`XSAVE_MIN`] where it does not have `KVM_CAP_XSAVE2`.
+    ///
+    /// # Errors
+    /// Where it is more than [`XSAVE_MAX`].
+    pub fn of(vm: &VmFd) -> io::Result<Self> {
+        let size = usize::try_from(vm.check_extension_raw(KVM_CAP_XSAVE2.into())).unwrap_or(0).max(XSAVE_MIN);
+        if size > XSAVE_MAX {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, format!("XSAVE areas of {size} bytes")));
+        }
+        Ok(Self(size))
+    }
+
+    fn words(self) -> usize {
+        self.0.div_ceil(4)
+    }
+}
+
+/// The XSAVE area.
+pub fn get_xsave(vcpu: &VcpuFd, size: XsaveSize) -> io::Result<Vec<u32>> {
+    let request = if size.0 > XSAVE_MIN { KVM_GET_XSAVE2() } else { KVM_GET_XSAVE() };
+    let mut area = vec![0u32; XSAVE_MAX / 4];
+    // SAFETY: the kernel writes 4096 bytes, or for the newer request what KVM_CAP_XSAVE2 says of any VM of this process: the
+    // features that guests may use are fixed when the first vCPU is made. XSAVE_MAX is more (`XsaveSize::of`).
     done(unsafe { ioctl_with_mut_ptr(vcpu, request, area.as_mut_ptr()) })?;
-    area.truncate(size.div_ceil(4));
+    area.truncate(size.words());
     Ok(area)
 }
 
 /// `KVM_SET_XSAVE`: reads as many bytes as this KVM's XSAVE area has; a shorter `area` is padded with zeros, a longer one
 /// refused where what would be cut off is not zero.
-pub fn set_xsave(vcpu: &VcpuFd, size: usize, area: &[u32]) -> io::Result<()> {
-    let words = size.max(XSAVE_MIN).div_ceil(4);
-    if area.iter().skip(words).any(|word| *word != 0) {
+pub fn set_xsave(vcpu: &VcpuFd, size: XsaveSize, area: &[u32]) -> io::Result<()> {
+    if area.iter().skip(size.words()).any(|word| *word != 0) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "more extended state than this host has"));
     }
     let mut padded = area.to_vec();
-    padded.resize(XSAVE_MAX.max(words * 4) / 4, 0);
-    // SAFETY: the kernel reads no more than KVM_CAP_XSAVE2 says; the buffer is larger.
+    padded.resize(XSAVE_MAX / 4, 0);
+    // SAFETY: the kernel reads as much as it writes in `get_xsave`; the buffer is as large as there.
     done(unsafe { ioctl_with_ptr(vcpu, KVM_SET_XSAVE(), padded.as_ptr()) })
 }

@@ -18,10 +18,10 @@ pub struct Mapping {
     len: usize,
 }
 
-// SAFETY: the mapping belongs to the process, not to a thread; every access to its content goes through raw pointers
-// or atomics whose users state their own reasons.
+// SAFETY: the mapping belongs to the process, not to a thread.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; `Mapping` itself offers no access to the content.
+// SAFETY: a shared `Mapping` gives access to its content by atomics (`words`), which threads may share, or by a raw pointer
+// (`as_ptr`), whose users state their own reasons.
 unsafe impl Sync for Mapping {}
 
 /// What to map.
@@ -94,14 +94,15 @@ impl Mapping {
             unsafe { libc::munmap(reserved, span) };
             return Err(error);
         }
-        let (head, tail) = (start - reserved as usize, span - (start - reserved as usize) - len);
-        // SAFETY: head and tail are the parts of our reservation outside of the mapping.
+        let end = (start + len).next_multiple_of(PAGE_SIZE as usize);
+        let (head, tail) = (start - reserved as usize, (reserved as usize + span).saturating_sub(end));
+        // SAFETY: head and tail are the parts of our reservation outside of the mapping, which reaches to the end of a page.
         unsafe {
             if head > 0 {
                 libc::munmap(reserved, head);
             }
             if tail > 0 {
-                libc::munmap((start + len) as *mut libc::c_void, tail);
+                libc::munmap(end as *mut libc::c_void, tail);
             }
         }
         let addr = NonNull::new(addr.cast()).ok_or_else(too_big)?;
@@ -125,8 +126,9 @@ impl Mapping {
 
     /// Its content as words that anybody, the guest included, may change at any time.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping is page-aligned, readable and writable, lives as long as the borrow, and atomics allow
-        // every concurrent access that is itself atomic, as a guest's aligned accesses are.
+        // SAFETY: the mapping is page-aligned, readable and writable, and lives as long as the borrow. This program makes no
+        // other reference to its content: beside these atomics there are the accesses of guests and of the kernel, which are
+        // no Rust, and vm-memory's, which are volatile and through raw pointers.
         unsafe { std::slice::from_raw_parts(self.as_ptr().cast(), self.len / 8) }
     }
 
@@ -141,8 +143,8 @@ impl Mapping {
         if end.is_none() {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
-        // SAFETY: the range lies inside our own mapping. Advice that drops content (MADV_DONTNEED, MADV_REMOVE)
-        // leaves zeroes behind, which any reader of guest memory must expect anyway.
+        // SAFETY: the range lies inside our own mapping, and no advice unmaps it. What some advice does to the content
+        // (MADV_DONTNEED, MADV_REMOVE) others may do at any time, too.
         check(unsafe { libc::madvise(self.as_ptr().add(offset as usize).cast(), len as usize, advice) })
     }
 
@@ -151,9 +153,10 @@ impl Mapping {
         match self.advise_range(offset, len, libc::MADV_POPULATE_WRITE) {
             // Before Linux 5.14 there is no such advice: touch each page, changing nothing. The mapping of a pool's huge
             // pages has reserved them, so that no signal comes of it.
-            Err(e) if e.raw_os_error() == Some(libc::EINVAL) && offset + len <= self.len as u64 => {
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
                 let page = PAGE_SIZE as usize / 8;
-                let words = &self.words()[offset as usize / 8..(offset + len) as usize / 8];
+                let range = offset as usize / 8..offset.saturating_add(len) as usize / 8;
+                let Some(words) = self.words().get(range) else { return Err(e) };
                 // What the compiler knows to change nothing it makes a load, and drops that.
                 let nothing = std::hint::black_box(0);
                 for word in words.iter().step_by(page) {
@@ -175,7 +178,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours; whoever uses its content holds this value (see `dirty::bitmap::WriteLog`).
+        // SAFETY: the mapping is ours, and whoever uses its content holds this value: by a borrow of it, or by an `Arc`, as
+        // memslots (`memory::Slot`) and vm-memory's regions (by `memory::write_log::WriteLog`) do.
         unsafe { libc::munmap(self.as_ptr().cast(), self.len) };
     }
 }
@@ -206,6 +210,24 @@ mod tests {
         assert_eq!(map.words()[2 * 512].load(Ordering::Relaxed), 0);
         assert!(map.advise_range(PAGE_SIZE, 3 * PAGE_SIZE, libc::MADV_NORMAL).is_err());
         map.populate(0, map.len()).unwrap();
+        assert!(map.populate(PAGE_SIZE, u64::MAX).is_err());
+    }
+
+    #[test]
+    fn nothing_is_left_of_the_reservation() {
+        let page = PAGE_SIZE as usize;
+        let map = Mapping::new(PAGE_SIZE + 8, 16 * PAGE_SIZE, Source::Anonymous).unwrap();
+        let after = map.as_ptr() as usize + 2 * page;
+        let reserved = || {
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            maps.lines().any(|line| {
+                let bound = |at: &str| usize::from_str_radix(at, 16).unwrap();
+                let range = line.split(' ').next().and_then(|range| range.split_once('-')).unwrap();
+                (bound(range.0)..bound(range.1)).contains(&after) && line.contains("---p")
+            })
+        };
+        // Another test's reservation may be there for a moment; what is left behind stays.
+        assert!((0..100).any(|_| !reserved()), "{after:#x} is still reserved");
     }
 
     #[test]

@@ -9,14 +9,14 @@
 use std::io;
 
 use kvm_bindings::{
-    KVM_CAP_XSAVE2, Msrs, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
-    kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
+    Msrs, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_sregs2,
+    kvm_vcpu_events, kvm_xcrs,
 };
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use crate::fault::{Blame, Fault};
-use crate::sys::kvm_vcpu::{self, XSAVE_MAX};
+use crate::sys::kvm_vcpu::{self, XSAVE_MAX, XsaveSize};
 
 /// IA32_TIME_STAMP_COUNTER and IA32_TSC_DEADLINE.
 const MSR_TSC: u32 = 0x10;
@@ -84,8 +84,7 @@ fn call<T, E: Into<io::Error>>(call: &'static str, result: Result<T, E>) -> Resu
 pub struct Context {
     /// The MSRs that KVM can save.
     msrs: Vec<u32>,
-    /// Bytes of its XSAVE area, 0 for the old fixed size.
-    xsave: usize,
+    xsave: XsaveSize,
     has_irqchip: bool,
 }
 
@@ -96,7 +95,7 @@ impl Context {
     /// Where the list of MSRs cannot be had.
     pub fn new(kvm: &Kvm, vm: &VmFd, has_irqchip: bool) -> Result<Self, Error> {
         let msrs = call("KVM_GET_MSR_INDEX_LIST", kvm.get_msr_index_list())?.as_slice().to_vec();
-        let xsave = usize::try_from(vm.check_extension_raw(KVM_CAP_XSAVE2.into())).unwrap_or(0);
+        let xsave = call("KVM_CAP_XSAVE2", XsaveSize::of(vm))?;
         Ok(Self { msrs, xsave, has_irqchip })
     }
 }
