@@ -11,6 +11,7 @@
 //! | [`mod@bench`] | one file a benchmark: a workload, a schedule, and its figures |
 //! | [`oracle`] | whether a dirty log loses pages: what judges a tracker, and the tests that ask it |
 //! | [`session`] | the process around a machine: signals, privileges, sandbox, control socket, event loop, progress |
+//! | [`migration`] | a machine moves to another process: the two sides of the hand-over as pure machines |
 //! | [`machine`] | the PC with a kernel: its board, devices, boot |
 //! | [`guests`] | guests without an OS: code, control block, stamps, and the model that knows what they must have written |
 //! | [`payload`] | what a session runs: a machine of either kind, as the process around it sees it |
@@ -46,6 +47,7 @@ pub mod guests;
 pub mod host;
 pub mod machine;
 pub mod memory;
+pub mod migration;
 pub mod oracle;
 pub mod payload;
 pub mod report;

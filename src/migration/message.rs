@@ -1,0 +1,135 @@
+//! What the two sides of a migration say to each other, beside pages and state.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// The version of the messages that is spoken here.
+pub const VERSION: u32 = 1;
+
+/// The newest version that a peer which speaks `versions`, oldest and newest, shares with this one.
+pub fn common_version([oldest, newest]: [u32; 2]) -> Option<u32> {
+    (oldest <= VERSION && VERSION <= newest).then_some(VERSION)
+}
+
+/// Which migration a message belongs to: random, chosen by the source. Another one's messages are refused.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SessionId(pub [u8; 16]);
+
+impl fmt::Debug for SessionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// One thing that does not fit: what the source has, what the target has, and what would help.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Misfit {
+    /// What it is about: `memory`, `cpuid avx512f`, `disk1`.
+    pub what: String,
+    /// What the source has.
+    pub source: String,
+    /// What the target has.
+    pub target: String,
+    /// What would make it fit.
+    pub remedy: String,
+}
+
+/// What became of the guest on the target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Standing {
+    /// It has everything and waits for COMMIT.
+    Uncommitted,
+    /// It runs, or has run.
+    Ran,
+    /// It never ran here and never will.
+    Gone,
+}
+
+/// A message. Those of the hand-over carry the attempt that they are about: a final pass that took too long is given up, and what
+/// is still under way of it means nothing to the next one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "say", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Message {
+    /// The source begins.
+    Hello {
+        /// The versions of the wire that it speaks, oldest and newest.
+        versions: [u32; 2],
+    },
+    /// The target knows one of the versions.
+    Welcome {
+        /// The newest that both speak.
+        version: u32,
+    },
+    /// What the machine is that wants to move.
+    Config {
+        /// Its configuration, which the machine reads.
+        config: serde_json::Value,
+    },
+    /// It fits.
+    Fit {},
+    /// It does not.
+    Misfit {
+        /// Every reason.
+        misfits: Vec<Misfit>,
+    },
+    /// One more connection of a migration that is under way.
+    Join {
+        /// Its number, from 1.
+        connection: u32,
+    },
+    /// A pass over memory has been sent.
+    PassEnd {
+        /// Its number, from 1.
+        pass: u32,
+        /// How many pages it had.
+        pages: u64,
+    },
+    /// The final pass was given up: the guest runs on on the source, and more passes follow.
+    Again {
+        /// The attempt that comes next.
+        attempt: u32,
+    },
+    /// All pages and all state have been sent.
+    Final {
+        /// Which attempt this ends.
+        attempt: u32,
+        /// How many pages have been sent in all passes.
+        pages: u64,
+        /// How many sections of state belong to this attempt.
+        sections: u32,
+    },
+    /// The target has restored it and could run it.
+    Ready {
+        /// Of which attempt.
+        attempt: u32,
+    },
+    /// The target shall run it.
+    Commit {
+        /// Of which attempt.
+        attempt: u32,
+    },
+    /// It runs on the target.
+    Done {},
+    /// The source has understood, and ends.
+    Bye {},
+    /// After COMMIT: the target cannot run it, and has never run it.
+    Refused {
+        /// Why.
+        why: String,
+    },
+    /// The migration is off.
+    Abort {
+        /// Why.
+        why: String,
+    },
+    /// What became of it?
+    Query {},
+    /// The answer.
+    Status {
+        /// What became of it.
+        standing: Standing,
+    },
+}

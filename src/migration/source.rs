@@ -1,0 +1,234 @@
+//! The side that has the guest, as a pure machine: what it does next follows from where it is and what happens, and from nothing
+//! else. Whoever drives it carries out the [`Action`]s in their order and brings [`Event`]s.
+
+use super::message::{Message, Standing};
+
+/// Where the source is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum State {
+    /// HELLO has been sent.
+    Greeting,
+    /// CONFIG has been sent.
+    Offering,
+    /// Passes over memory, while the guest runs.
+    Copying,
+    /// The guest is paused, the last pages and the state are under way, READY is awaited.
+    Finishing,
+    /// COMMIT has been sent. The guest may run on the target.
+    Committing,
+    /// The link was cut after COMMIT: nobody here knows whether the guest runs on the target.
+    Unconfirmed {
+        /// Whether the operator wants it back.
+        withdraw: bool,
+    },
+    /// The guest runs on the target. This process ends.
+    Moved,
+    /// The guest runs here, as before.
+    Stayed,
+}
+
+/// What happens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The target says something.
+    Said(Message),
+    /// The link is cut, or the target has been silent for too long.
+    Cut,
+    /// There is a link again.
+    Linked,
+    /// The plan says that the rest can be sent while the guest stands still.
+    Converged,
+    /// The final pass takes too long.
+    Overrun,
+    /// The operator does not want it any more, or its time is over, or the guest has ended by itself.
+    Cancel(String),
+    /// The operator says that the guest does not run on the target, and takes the blame.
+    Force,
+}
+
+/// What to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Send a message.
+    Send(Message),
+    /// Send the machine's configuration.
+    Offer,
+    /// Switch the dirty log on, and send passes over memory.
+    Copy,
+    /// Pause the guest, save its state, harvest for the last time, and send all of it and FINAL.
+    Finish {
+        /// The number that FINAL carries.
+        attempt: u32,
+    },
+    /// Let the guest run on: it had been paused for the final pass.
+    Resume,
+    /// Give up locks and addresses that the target needs in order to run the guest.
+    Release,
+    /// Take them again.
+    Retake,
+    /// Switch the dirty log and the throttle off: everything is as it was before.
+    Undo,
+    /// Get a link to the target again.
+    Reconnect,
+    /// End the process: the guest has moved.
+    End,
+    /// Tell the operator why it stays.
+    Report(String),
+}
+
+/// The source.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Source {
+    /// Where it is.
+    pub state: State,
+    attempt: u32,
+}
+
+impl Source {
+    /// A source that has said HELLO.
+    pub fn new() -> Self {
+        Self { state: State::Greeting, attempt: 1 }
+    }
+
+    /// Whether the guest runs here, or is paused for the user's reasons alone.
+    pub fn has_the_guest(&self) -> bool {
+        matches!(self.state, State::Greeting | State::Offering | State::Copying | State::Stayed)
+    }
+
+    /// What follows from `event`.
+    pub fn step(&mut self, event: Event) -> Vec<Action> {
+        match self.state {
+            State::Greeting | State::Offering | State::Copying | State::Finishing => {
+                self.before_commit(event)
+            }
+            State::Committing | State::Unconfirmed { .. } => self.after_commit(event),
+            State::Moved => match event {
+                // The target has not heard BYE, and asks to hear it.
+                Event::Said(Message::Done {} | Message::Status { standing: Standing::Ran }) => {
+                    vec![Action::Send(Message::Bye {})]
+                }
+                _ => Vec::new(),
+            },
+            State::Stayed => Vec::new(),
+        }
+    }
+
+    fn before_commit(&mut self, event: Event) -> Vec<Action> {
+        use Message as M;
+        match (&self.state, event) {
+            (State::Greeting, Event::Said(M::Welcome { .. })) => {
+                self.state = State::Offering;
+                vec![Action::Offer]
+            }
+            (State::Offering, Event::Said(M::Fit {})) => {
+                self.state = State::Copying;
+                vec![Action::Copy]
+            }
+            (State::Offering, Event::Said(M::Misfit { misfits })) => {
+                let line = |misfit: &super::message::Misfit| {
+                    let super::message::Misfit { what, source, target, remedy } = misfit;
+                    format!("{what}: {source} here, {target} there; {remedy}")
+                };
+                self.stay(misfits.iter().map(line).collect::<Vec<_>>().join("\n"), None)
+            }
+            (State::Copying, Event::Converged) => {
+                self.state = State::Finishing;
+                vec![Action::Finish { attempt: self.attempt }]
+            }
+            (State::Finishing, Event::Said(M::Ready { attempt })) if attempt == self.attempt => {
+                self.state = State::Committing;
+                // Released first: the target takes them when it hears COMMIT.
+                vec![Action::Release, Action::Send(M::Commit { attempt })]
+            }
+            (State::Finishing, Event::Overrun) => {
+                self.state = State::Copying;
+                self.attempt += 1;
+                vec![Action::Resume, Action::Send(M::Again { attempt: self.attempt }), Action::Copy]
+            }
+            // What is still under way of an attempt that was given up, and what the plan says too late.
+            (_, Event::Said(M::Ready { .. }) | Event::Overrun | Event::Converged | Event::Linked) => {
+                Vec::new()
+            }
+            (_, Event::Cut) => self.stay("the link was cut before the hand-over".into(), None),
+            (_, Event::Cancel(why)) => {
+                let abort = M::Abort { why: why.clone() };
+                self.stay(why, Some(abort))
+            }
+            (_, Event::Force) => {
+                let why = "the operator took it back".to_owned();
+                self.stay(why.clone(), Some(M::Abort { why }))
+            }
+            (_, Event::Said(M::Abort { why } | M::Refused { why })) => self.stay(why, None),
+            (_, Event::Said(message)) => {
+                let why = format!("the target said {message:?} out of turn");
+                self.stay(why.clone(), Some(M::Abort { why }))
+            }
+        }
+    }
+
+    fn after_commit(&mut self, event: Event) -> Vec<Action> {
+        use Message as M;
+        let withdraw = self.state == State::Unconfirmed { withdraw: true };
+        match event {
+            Event::Said(M::Done {} | M::Status { standing: Standing::Ran }) => {
+                self.state = State::Moved;
+                vec![Action::Send(M::Bye {}), Action::End]
+            }
+            Event::Said(M::Refused { why }) => self.take_back(why, Some(M::Bye {})),
+            Event::Said(M::Status { standing: Standing::Gone }) => {
+                self.take_back("the target has given it up".into(), Some(M::Bye {}))
+            }
+            Event::Said(M::Status { standing: Standing::Uncommitted }) => {
+                if withdraw {
+                    return vec![Action::Send(M::Abort { why: "the operator took it back".into() })];
+                }
+                self.state = State::Committing;
+                vec![Action::Send(M::Commit { attempt: self.attempt })]
+            }
+            Event::Cut => {
+                self.state = State::Unconfirmed { withdraw };
+                vec![Action::Reconnect]
+            }
+            Event::Linked => vec![Action::Send(M::Query {})],
+            Event::Cancel(_) if self.state == State::Committing => {
+                // Too late to take back by ourselves: the target is asked first.
+                self.state = State::Unconfirmed { withdraw: true };
+                vec![Action::Send(M::Query {})]
+            }
+            Event::Cancel(_) => {
+                self.state = State::Unconfirmed { withdraw: true };
+                Vec::new()
+            }
+            Event::Force => self.take_back("the operator took it back".into(), None),
+            Event::Said(_) | Event::Converged | Event::Overrun => Vec::new(),
+        }
+    }
+
+    /// Nothing has been handed over: the guest runs on.
+    fn stay(&mut self, why: String, last: Option<Message>) -> Vec<Action> {
+        let paused = self.state == State::Finishing;
+        self.state = State::Stayed;
+        let mut actions: Vec<Action> = last.map(Action::Send).into_iter().collect();
+        actions.push(Action::Undo);
+        if paused {
+            actions.push(Action::Resume);
+        }
+        actions.push(Action::Report(why));
+        actions
+    }
+
+    /// The target will never run it: it runs here again.
+    fn take_back(&mut self, why: String, last: Option<Message>) -> Vec<Action> {
+        self.state = State::Stayed;
+        let mut actions = vec![Action::Retake, Action::Undo, Action::Resume];
+        actions.extend(last.map(Action::Send));
+        actions.push(Action::Report(why));
+        actions
+    }
+}
+
+impl Default for Source {
+    fn default() -> Self {
+        Self::new()
+    }
+}

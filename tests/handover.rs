@@ -1,0 +1,376 @@
+//! The hand-over of a migration, enumerated: every order in which messages, cuts, late leftovers of a cut link, deaths of either side,
+//! failures of the target and the operator's words can come. At no time do two copies of the guest run, and none is left standing
+//! while both sides live and a link can be had.
+
+use std::collections::{HashSet, VecDeque};
+
+use vellum::migration::message::{Message, Misfit};
+use vellum::migration::{source, target};
+
+/// How often each fault may still come.
+#[derive(Clone, Debug)]
+struct Faults {
+    cuts: u8,
+    deaths: u8,
+    repeats: u8,
+    overruns: u8,
+    cancels: u8,
+    failures: u8,
+}
+
+/// Both sides, what is under way between them, and whether the guest runs here or there.
+#[derive(Clone, Debug)]
+struct World {
+    source: Option<source::Source>,
+    target: Option<target::Target>,
+    to_target: VecDeque<Message>,
+    to_source: VecDeque<Message>,
+    /// What was under way to the target on a link that the source knows to be cut, and may still come.
+    leftovers: VecDeque<Message>,
+    linked: bool,
+    /// Whether each side has noticed that the link is cut.
+    noticed: [bool; 2],
+    /// What the target is at: judging, restoring, starting.
+    pending: Option<target::Event>,
+    runs_here: bool,
+    runs_there: bool,
+    locked_here: bool,
+    locked_there: bool,
+    faults: Faults,
+}
+
+impl World {
+    fn new(faults: Faults) -> Self {
+        Self {
+            source: Some(source::Source::new()),
+            target: Some(target::Target::new()),
+            to_target: VecDeque::from([Message::Hello { versions: [1, 1] }]),
+            to_source: VecDeque::new(),
+            leftovers: VecDeque::new(),
+            linked: true,
+            noticed: [false; 2],
+            pending: None,
+            runs_here: true,
+            runs_there: false,
+            locked_here: true,
+            locked_there: false,
+            faults,
+        }
+    }
+
+    fn key(&self) -> String {
+        format!("{self:?}")
+    }
+
+    fn source(&mut self, event: source::Event) {
+        let Some(source) = &mut self.source else { return };
+        for action in source.step(event) {
+            match action {
+                source::Action::Send(message) => self.send_to_target(message),
+                source::Action::Offer => {
+                    self.send_to_target(Message::Config { config: serde_json::Value::Null });
+                }
+                source::Action::Copy => self.send_to_target(Message::PassEnd { pass: 1, pages: 1 }),
+                source::Action::Finish { attempt } => {
+                    self.runs_here = false;
+                    self.send_to_target(Message::Final { attempt, pages: 1, sections: 1 });
+                }
+                source::Action::Resume => self.runs_here = true,
+                source::Action::Release => self.locked_here = false,
+                source::Action::Retake => {
+                    assert!(!self.locked_there, "the target holds the locks: {self:#?}");
+                    self.locked_here = true;
+                }
+                source::Action::End => assert!(!self.runs_here, "{self:#?}"),
+                source::Action::Undo | source::Action::Reconnect | source::Action::Report(_) => {}
+            }
+        }
+    }
+
+    fn target(&mut self, event: target::Event) {
+        let Some(target) = &mut self.target else { return };
+        for action in target.step(event) {
+            match action {
+                target::Action::Send(message) => {
+                    if self.linked {
+                        self.to_source.push_back(message);
+                    }
+                }
+                target::Action::Judge(_) => self.pending = Some(target::Event::Judged(Vec::new())),
+                target::Action::Restore { .. } => self.pending = Some(target::Event::Restored),
+                target::Action::Start => {
+                    assert!(!self.locked_here, "the source holds the locks: {self:#?}");
+                    self.locked_there = true;
+                    self.pending = Some(target::Event::Started);
+                }
+                target::Action::Free => {
+                    assert!(!self.runs_there, "a guest that runs is freed: {self:#?}");
+                    (self.locked_there, self.pending) = (false, None);
+                }
+                target::Action::Report(_) => {}
+            }
+        }
+    }
+
+    fn send_to_target(&mut self, message: Message) {
+        if self.linked {
+            self.to_target.push_back(message);
+        }
+    }
+
+    fn cut(&mut self) {
+        if self.linked {
+            self.linked = false;
+            self.noticed = [false; 2];
+        }
+    }
+
+    fn starting(&self) -> bool {
+        self.target.as_ref().is_some_and(|target| target.state == target::State::Starting)
+    }
+
+    fn finish_pending(&mut self) {
+        let Some(event) = self.pending.take() else { return };
+        // The target says Started before the first vCPU enters the guest.
+        self.runs_there |= event == target::Event::Started;
+        self.target(event);
+    }
+
+    /// Every world that can come next.
+    fn next(&self) -> Vec<World> {
+        let mut next = Vec::new();
+        let mut add = |change: &dyn Fn(&mut World)| {
+            let mut world = self.clone();
+            change(&mut world);
+            next.push(world);
+        };
+        if self.pending.is_some() {
+            add(&World::finish_pending);
+            if self.faults.failures > 0 {
+                add(&|world| {
+                    world.faults.failures -= 1;
+                    let event = match world.pending.take().expect("it is there") {
+                        target::Event::Judged(_) => target::Event::Judged(vec![Misfit {
+                            what: "memory".into(),
+                            source: "2".into(),
+                            target: "1".into(),
+                            remedy: "more".into(),
+                        }]),
+                        target::Event::Restored => target::Event::Failed("no".into()),
+                        _ => target::Event::NotStarted("no".into()),
+                    };
+                    world.target(event);
+                });
+            }
+        }
+        // A target that takes locks and starts vCPUs hears nothing meanwhile.
+        if !self.starting() {
+            if !self.to_target.is_empty() {
+                add(&World::hear_there);
+                if self.faults.repeats > 0 {
+                    add(&|world| {
+                        world.faults.repeats -= 1;
+                        let message = world.to_target[0].clone();
+                        world.target(target::Event::Said(message));
+                    });
+                }
+            }
+            if !self.leftovers.is_empty() {
+                add(&|world| {
+                    let message = world.leftovers.pop_front().expect("it is there");
+                    world.target(target::Event::Said(message));
+                });
+                add(&|world| world.leftovers.clear());
+            }
+            if !self.linked && !self.noticed[1] {
+                add(&World::notice_there);
+            }
+        }
+        if !self.to_source.is_empty() {
+            add(&World::hear_here);
+            if self.faults.repeats > 0 {
+                add(&|world| {
+                    world.faults.repeats -= 1;
+                    let message = world.to_source[0].clone();
+                    world.source(source::Event::Said(message));
+                });
+            }
+        }
+        if !self.linked && !self.noticed[0] {
+            add(&World::notice_here);
+        }
+        if self.linked && self.faults.cuts > 0 {
+            add(&|world| {
+                world.faults.cuts -= 1;
+                world.cut();
+            });
+        }
+        if self.can_link() {
+            add(&World::link);
+        }
+        if self.source.as_ref().is_some_and(|source| source.state == source::State::Copying) {
+            add(&|world| world.source(source::Event::Converged));
+        }
+        if self.faults.overruns > 0 {
+            add(&|world| {
+                world.faults.overruns -= 1;
+                world.source(source::Event::Overrun);
+            });
+        }
+        if self.faults.cancels > 0 {
+            add(&|world| {
+                world.faults.cancels -= 1;
+                world.source(source::Event::Cancel("the operator".into()));
+            });
+            if !self.starting() {
+                add(&|world| {
+                    world.faults.cancels -= 1;
+                    world.target(target::Event::Cancel("the operator".into()));
+                });
+            }
+        }
+        if self.faults.deaths > 0 {
+            if self.source.is_some() {
+                add(&|world| {
+                    world.faults.deaths -= 1;
+                    (world.source, world.runs_here, world.locked_here) = (None, false, false);
+                    world.cut();
+                });
+            }
+            if self.target.is_some() {
+                add(&|world| {
+                    world.faults.deaths -= 1;
+                    (world.target, world.runs_there, world.locked_there) = (None, false, false);
+                    world.pending = None;
+                    world.leftovers.clear();
+                    world.cut();
+                });
+            }
+        }
+        next
+    }
+
+    fn hear_there(&mut self) {
+        let message = self.to_target.pop_front().expect("it is there");
+        self.target(target::Event::Said(message));
+    }
+
+    fn hear_here(&mut self) {
+        let message = self.to_source.pop_front().expect("it is there");
+        self.source(source::Event::Said(message));
+    }
+
+    /// What has not been read by then is lost.
+    fn notice_here(&mut self) {
+        self.noticed[0] = true;
+        self.to_source.clear();
+        self.source(source::Event::Cut);
+    }
+
+    /// What had been sent to the target may still come, even after a new link is there.
+    fn notice_there(&mut self) {
+        self.noticed[1] = true;
+        self.leftovers = std::mem::take(&mut self.to_target);
+        self.target(target::Event::Cut);
+    }
+
+    fn can_link(&self) -> bool {
+        let wants = self.source.as_ref().is_some_and(|source| {
+            matches!(source.state, source::State::Unconfirmed { .. } | source::State::Committing)
+        });
+        let listens = self.target.as_ref().is_some_and(|target| target.state != target::State::Ended)
+            && !self.starting();
+        !self.linked && self.noticed == [true; 2] && wants && listens
+    }
+
+    fn link(&mut self) {
+        self.linked = true;
+        self.source(source::Event::Linked);
+        self.target(target::Event::Linked);
+    }
+
+    /// Where this leads when nothing more goes wrong.
+    fn settle(mut self) -> World {
+        loop {
+            if self.pending.is_some() {
+                self.finish_pending();
+            } else if !self.leftovers.is_empty() {
+                self.leftovers.clear();
+            } else if !self.to_target.is_empty() && self.target.is_some() {
+                self.hear_there();
+            } else if !self.to_source.is_empty() && self.source.is_some() {
+                self.hear_here();
+            } else if !self.linked && !self.noticed[0] {
+                self.notice_here();
+            } else if !self.linked && !self.noticed[1] {
+                self.notice_there();
+            } else if self.can_link() {
+                self.link();
+            } else if self.source.as_ref().is_some_and(|s| s.state == source::State::Copying) {
+                self.source(source::Event::Converged);
+            } else {
+                return self;
+            }
+        }
+    }
+}
+
+/// Goes through everything that can happen with so many faults; how many worlds there are, and how often the guest ended up there.
+fn enumerate(faults: Faults) -> (usize, usize) {
+    let mut seen = HashSet::new();
+    let mut worlds = vec![World::new(faults)];
+    let mut moved = 0;
+    while let Some(world) = worlds.pop() {
+        if !seen.insert(world.key()) {
+            continue;
+        }
+        assert!(!(world.runs_here && world.runs_there), "two copies run: {world:#?}");
+        assert!(!(world.locked_here && world.locked_there), "both hold the locks: {world:#?}");
+        let dead = [world.source.is_none(), world.target.is_none()];
+        let end = world.clone().settle();
+        match dead {
+            [false, false] => {
+                assert!(end.runs_here != end.runs_there, "not one copy runs: {world:#?}\nleads to {end:#?}");
+                moved += usize::from(end.runs_there);
+            }
+            // Without its target a source that has not committed has the guest.
+            [false, true] => {
+                let state = &end.source.as_ref().expect("it lives").state;
+                let unknown = matches!(state, source::State::Unconfirmed { .. } | source::State::Moved);
+                assert!(end.runs_here || unknown, "{world:#?}\nleads to {end:#?}");
+            }
+            // Without its source a target that was not committed never runs.
+            [true, false] | [true, true] => {}
+        }
+        worlds.extend(world.next());
+    }
+    (seen.len(), moved)
+}
+
+const NONE: Faults = Faults { cuts: 0, deaths: 0, repeats: 0, overruns: 0, cancels: 0, failures: 0 };
+
+#[test]
+fn two_cuts_at_any_message_leave_one_copy() {
+    let (worlds, moved) = enumerate(Faults { cuts: 2, overruns: 1, ..NONE });
+    assert!(worlds > 500 && moved > 100, "{worlds} worlds, {moved} moved");
+}
+
+#[test]
+fn a_death_of_either_side_at_any_time() {
+    enumerate(Faults { cuts: 1, deaths: 2, ..NONE });
+}
+
+#[test]
+fn messages_that_come_twice_do_nothing_the_second_time() {
+    enumerate(Faults { cuts: 1, repeats: 2, ..NONE });
+}
+
+#[test]
+fn an_operator_that_cancels_at_any_time_on_either_side() {
+    enumerate(Faults { cuts: 2, cancels: 2, ..NONE });
+}
+
+#[test]
+fn a_target_that_fails_at_any_step() {
+    enumerate(Faults { cuts: 1, failures: 1, cancels: 1, overruns: 1, ..NONE });
+}
