@@ -66,7 +66,7 @@ pub enum BlkError {
         source: io::Error,
     },
     /// Somebody else has it.
-    #[error("disk {path} is in use already, by another process or as another disk of this machine{}", if *.readonly { ", for writing" } else { "; add `readonly` to share it with readers" })]
+    #[error("disk {path} is in use already, by another process or another disk of this machine{}", if *.readonly { ", for writing" } else { "; add `readonly` to share it with readers" })]
     Locked {
         /// Which disk.
         path: PathBuf,
