@@ -22,22 +22,18 @@ pub enum Whose {
 pub enum Field {
     /// What backs guest memory.
     Backing,
-    /// The balloon.
-    Balloon,
     /// How many pages one clear of the dirty log covers.
     ClearChunk,
     /// The kernel's command line.
     Cmdline,
     /// When the dirty log is collected.
     Collect,
-    /// The virtio console.
-    Console,
     /// CPU features.
     Cpuid,
     /// How many vCPUs.
     Cpus,
-    /// Disks.
-    Disk,
+    /// A device of the guest's, by the key of its kind (`devices/virtio`).
+    Device(&'static str),
     /// Where memory starts in the guest's physical address space.
     GuestAddress,
     /// The page size of the guest's own tables.
@@ -54,8 +50,6 @@ pub enum Field {
     Memory,
     /// The machine's name, and with it its control socket.
     Name,
-    /// Network interfaces.
-    Net,
     /// Which faults a userfaultfd handles.
     PageFaults,
     /// Which CPUs vCPUs run on.
@@ -66,8 +60,6 @@ pub enum Field {
     Protocol,
     /// Entries of a dirty ring.
     RingEntries,
-    /// The entropy source.
-    Rng,
     /// Seccomp and Landlock.
     Sandbox,
     /// Where the serial port leads.
@@ -78,8 +70,6 @@ pub enum Field {
     Tracker,
     /// Whose privileges are left.
     User,
-    /// Sockets between host and guest.
-    Vsock,
 }
 
 /// What an error is about.

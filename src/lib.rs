@@ -25,6 +25,7 @@
 //! | [`report`] | the one result type and its faces: terminal, JSON, HTML |
 //! | [`host`] | what this host offers: KVM, its MMU, huge pages, CPUs; `vellum doctor` |
 //! | [`fault`] | whose fault an error is, and which field of the configuration it is about |
+//! | [`keyvalue`] | `VALUE,key=value,flag`: the form of every argument that has parts |
 //! | [`sys`] | every ioctl and system call that no crate wraps: the one room for `unsafe` beyond guest memory |
 //!
 //! # Where to start reading
@@ -45,6 +46,7 @@ pub mod dirty;
 pub mod fault;
 pub mod guests;
 pub mod host;
+pub mod keyvalue;
 pub mod machine;
 pub mod memory;
 pub mod migration;

@@ -10,7 +10,7 @@ use super::devices::DeviceArgs;
 use super::{Failure, keyvalue};
 use crate::arch::boot::Protocol;
 use crate::arch::irqchip::Mode;
-use crate::devices::console::Target;
+use crate::devices::console::{Opened, Target};
 use crate::machine::{self, BootConfig};
 use crate::memory::MemoryConfig;
 use crate::session::{self, kernel::Outcome};
@@ -82,7 +82,7 @@ pub fn run(
     if let Some(pty) = &machine.pty {
         tracing::info!("the serial port is {pty}");
     }
-    if let Some(pty) = machine.virtio.console.as_ref().and_then(|console| console.pty.as_ref()) {
+    if let Some(pty) = machine.virtio.find::<Opened>().and_then(|(console, _)| console.pty.as_ref()) {
         tracing::info!("the virtio console is {pty}");
     }
     let outcome = ready.run().map_err(failure)?;

@@ -12,7 +12,6 @@ pub mod doctor;
 mod flags;
 #[cfg(target_arch = "x86_64")]
 pub mod kernel;
-pub mod keyvalue;
 mod refusal;
 pub mod report;
 pub mod result;
@@ -28,7 +27,8 @@ pub use flags::Flags;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use crate::fault::{Fault, Whose};
+use crate::fault::{Fault, Field, Whose};
+use crate::keyvalue;
 use crate::sandbox;
 use crate::vm::lifecycle::Exit;
 
@@ -80,10 +80,13 @@ impl Failure {
             Whose::Host | Whose::Guest => Exit::Error,
         };
         let mut named = flags.iter().copied().flatten();
-        let flag = error.field().and_then(|field| named.find(|(of, _)| *of == field));
+        let flag = error.field().and_then(|field| match field {
+            Field::Device(key) => Some(devices::flag(key)),
+            field => named.find(|(of, _)| *of == field).map(|(_, flag)| (*flag).to_owned()),
+        });
         let message = match flag {
-            Some((_, flag)) if flag.ends_with('=') => format!("{flag}{}", chain(error)),
-            Some((_, flag)) => format!("{flag} {}", chain(error)),
+            Some(flag) if flag.ends_with('=') => format!("{flag}{}", chain(error)),
+            Some(flag) => format!("{flag} {}", chain(error)),
             None => chain(error),
         };
         Self { exit, message }

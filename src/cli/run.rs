@@ -107,12 +107,9 @@ impl From<LogLevel> for tracing::Level {
 /// Which flag each field comes from.
 pub(super) const FLAGS: Flags = &[&[
     (Field::Backing, "--memory backing="),
-    (Field::Balloon, "--balloon"),
     (Field::Cmdline, "--cmdline"),
-    (Field::Console, "--console"),
     (Field::Cpuid, "--cpuid"),
     (Field::Cpus, "--cpus"),
-    (Field::Disk, "--disk:"),
     (Field::GuestPage, "--workload page="),
     (Field::Initrd, "--initrd"),
     (Field::Irqchip, "--irqchip:"),
@@ -120,16 +117,13 @@ pub(super) const FLAGS: Flags = &[&[
     (Field::Lock, "--memory lock:"),
     (Field::Memory, "--memory:"),
     (Field::Name, "--name:"),
-    (Field::Net, "--net:"),
     (Field::Pin, "--cpus pin:"),
     (Field::Prealloc, "--memory prealloc:"),
     (Field::Protocol, "--protocol"),
-    (Field::Rng, "--rng:"),
     (Field::Sandbox, "--sandbox:"),
     (Field::Serial, "--serial"),
     (Field::Slots, "--memory slots="),
     (Field::User, "--user"),
-    (Field::Vsock, "--vsock:"),
 ]];
 
 const EXAMPLES: &str = "\

@@ -219,7 +219,7 @@ impl Opened {
 
     /// The unix sockets that have been bound, which somebody has to remove in the end.
     pub fn sockets(&self) -> impl Iterator<Item = &Path> {
-        self.config.virtio.vsock.iter().map(|vsock| vsock.path.as_path())
+        self.virtio.sockets()
     }
 
     /// Makes the VM over `memory`.
@@ -269,8 +269,7 @@ impl Board {
         let rtc = Arc::new(Rtc::default());
         let (pio, mut mmio) = buses(&irqchip, &serial, &rtc, is_multiboot(entry))?;
         let memory = Arc::new(vm.memory.guest.clone());
-        let socket = config.virtio.vsock.as_ref().map(|vsock| vsock.path.clone());
-        let virtio = virtio.attach(&vm.fd, irqchip.gsis(), &mut mmio, &memory, sandbox, socket)?;
+        let virtio = virtio.attach(&vm.fd, irqchip.gsis(), &mut mmio, &memory, sandbox)?;
         let (pio, mmio) = (Arc::new(pio), Arc::new(mmio));
         give_vcpus(kvm, &vm, &vcpus, &config.cpuid, entry, &irqchip, (&pio, &mmio))?;
         let counters = config.counters.then(|| Counters::open(&vm.fd, &vcpus).ok()).flatten();

@@ -15,6 +15,8 @@ use super::{Error, Machine};
 use crate::arch::irqchip::Irqchip;
 use crate::control::Do;
 use crate::devices::bus::Bus;
+use crate::devices::virtio::balloon::BalloonHandle;
+use crate::devices::virtio::vsock::SocketPath;
 use crate::devices::{Ending, console};
 use crate::payload::{Outline, Payload, Progress, Subscriber};
 use crate::vm::lifecycle::Exit;
@@ -39,7 +41,7 @@ impl Payload for Machine {
     type Error = Error;
 
     fn subscribers(&self) -> Vec<Subscriber> {
-        let devices = self.virtio.devices.iter().map(|(_, device)| device.subscriber());
+        let devices = self.virtio.0.iter().map(|wired| wired.device.subscriber());
         std::iter::once(self.console.clone() as Subscriber).chain(devices).collect()
     }
 
@@ -89,8 +91,8 @@ impl Payload for Machine {
         Outline {
             vcpus: self.vcpus.len(),
             memory: self.vm.memory.config.size,
-            balloon: self.virtio.balloon.as_ref().map(|(balloon, _)| balloon.actual()),
-            vsock: self.virtio.vsock.clone(),
+            balloon: self.virtio.find::<BalloonHandle>().map(|(balloon, _)| balloon.actual()),
+            vsock: self.virtio.find::<SocketPath>().map(|(path, _)| path.0.clone()),
         }
     }
 
@@ -101,7 +103,7 @@ impl Payload for Machine {
     fn ask(&mut self, what: &Do, mut descriptors: Vec<OwnedFd>) -> Result<Value, String> {
         match what {
             Do::Balloon { bytes } => {
-                let balloon = self.virtio.balloon.as_ref();
+                let balloon = self.virtio.find::<BalloonHandle>();
                 let (balloon, device) = balloon.ok_or("this machine was started without a balloon")?;
                 balloon.set_target(*bytes, device);
             }

@@ -1,12 +1,13 @@
-//! A machine's virtio devices: what is asked for, where each lies, and how KVM and the event loop reach it.
+//! A machine's virtio devices: where each lies, and how KVM and the event loop reach it.
 //!
-//! In two steps, because the sandbox lies between them: [`Opened::open`] opens files, taps and sockets, and
-//! [`Opened::attach`], with nothing left to open, starts the disks' workers and wires the doorbells (ioeventfd) and
-//! interrupts (irqfd). What a device does is its own file's, under `devices/virtio`.
+//! In steps, because interrupts and the sandbox lie between them: [`Opened::open`] opens files, taps and sockets,
+//! [`Opened::place`] gives each device its address and interrupt, and [`Placed::attach`], with nothing left to open, starts
+//! what threads they have and wires doorbells (ioeventfd) and interrupts (irqfd). Which kinds there are and what they do is
+//! `devices/virtio`'s.
 
-use std::fs::File;
+use std::any::Any;
 use std::io;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -16,54 +17,26 @@ use crate::arch::acpi::VirtioMmio;
 use crate::arch::gsi::{self, Gsi, Gsis};
 use crate::arch::layout;
 use crate::devices::bus::{Bus, Overlap};
-use crate::devices::console as host_console;
-use crate::devices::virtio::balloon::{Balloon, BalloonHandle};
-use crate::devices::virtio::blk::{Blk, BlkConfig, BlkError, Image};
-use crate::devices::virtio::console::Console;
 use crate::devices::virtio::mmio::{self, Mmio};
-use crate::devices::virtio::net::{Net, NetConfig, NetError};
-use crate::devices::virtio::rng::Rng;
-use crate::devices::virtio::vsock::{Vsock, VsockConfig, VsockError};
-use crate::devices::virtio::{Hang, PATIENCE, VirtioDevice};
+use crate::devices::virtio::vsock::SocketPath;
+use crate::devices::virtio::{DeviceConfig, Hang, KINDS, OpenError, PATIENCE, VirtioDevice};
 use crate::fault::{Blame, Fault, Field};
 use crate::memory::GuestMemory;
 use crate::sandbox::{Sandbox, ThreadKind};
 
-/// What is asked for.
+/// What is asked for, in the order in which devices of one kind are numbered.
 #[derive(Clone, Debug, Default)]
-pub struct Config {
-    /// Disks, in the order in which the guest finds them.
-    pub disks: Vec<BlkConfig>,
-    /// Network interfaces.
-    pub nets: Vec<NetConfig>,
-    /// The socket device.
-    pub vsock: Option<VsockConfig>,
-    /// A console beside the serial port.
-    pub console: Option<host_console::Target>,
-    /// An entropy source.
-    pub rng: bool,
-    /// A balloon.
-    pub balloon: bool,
-}
+pub struct Config(pub Vec<Arc<dyn DeviceConfig>>);
 
 /// Why a device cannot be had.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A disk.
-    #[error("{0}")]
-    Disk(#[source] BlkError),
-    /// A network interface.
-    #[error("{0}")]
-    Net(#[source] NetError),
-    /// The socket device.
-    #[error("{0}")]
-    Vsock(#[source] VsockError),
-    /// The console.
-    #[error("{0}")]
-    Console(#[source] host_console::OpenError),
-    /// The host's entropy.
-    #[error("/dev/urandom: {0}")]
-    Rng(#[source] io::Error),
+    /// A device of this kind.
+    #[error("{1}")]
+    Open(&'static str, OpenError),
+    /// Two of a kind of which a machine has one.
+    #[error("a machine can have one {0}")]
+    Second(&'static str),
     /// Too many.
     #[error("{0} virtio devices: a guest can have {most} at most", most = gsi::FREE.len())]
     TooMany(usize),
@@ -80,108 +53,104 @@ pub enum Error {
     #[error("{0}: {1}; is what it goes to still there?")]
     Hangs(String, #[source] Hang),
     /// The host refuses a descriptor or a thread.
-    #[error("a virtio device: {0}")]
-    Host(#[source] io::Error),
+    #[error("{0}: {1}")]
+    Host(String, #[source] io::Error),
 }
 
 impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
-            Self::Disk(_) => Blame::user(Field::Disk),
-            Self::Net(_) => Blame::user(Field::Net),
-            Self::Vsock(_) => Blame::user(Field::Vsock),
-            Self::Console(_) => Blame::user(Field::Console),
-            Self::Rng(_) => Blame::host(Field::Rng),
+            Self::Open(key, error) => Blame { whose: error.whose(), field: Some(Field::Device(key)) },
+            Self::Second(key) => Blame::user(Field::Device(key)),
             Self::TooMany(_) => Blame::USER,
             Self::Gsi(error) => error.blame(),
-            Self::Kvm(..) | Self::Bus(_) | Self::Hangs(..) | Self::Host(_) => Blame::HOST,
+            Self::Kvm(..) | Self::Bus(_) | Self::Hangs(..) | Self::Host(..) => Blame::HOST,
         }
     }
+}
+
+type Handle = Arc<dyn Any + Send + Sync>;
+
+/// A device that is open.
+struct Device {
+    /// `disk0`, `net0`, `vsock`, …
+    name: String,
+    device: Box<dyn VirtioDevice>,
+    handle: Option<Handle>,
 }
 
 /// Devices with all that they need of the host.
-pub struct Opened {
-    images: Vec<(String, Image)>,
-    others: Vec<(String, Box<dyn VirtioDevice>)>,
-    balloon: Option<BalloonHandle>,
-    console: Option<host_console::Opened>,
-}
+pub struct Opened(Vec<Device>);
 
 /// Devices with their interrupts.
-pub struct Placed {
-    opened: Opened,
-    gsis: Vec<Gsi>,
+pub struct Placed(Vec<(Device, Gsi)>);
+
+/// A device that its guest can reach.
+pub struct Wired {
+    /// `disk0`, `net0`, `vsock`, …
+    pub name: String,
+    /// Its registers.
+    pub device: Mmio,
+    handle: Option<Handle>,
 }
 
 /// A machine's devices, wired.
-pub struct Virtio {
-    /// Each with its name: `disk0`, `net0`, `vsock`, …
-    pub devices: Vec<(String, Mmio)>,
-    /// The host's hand on the balloon, if there is one.
-    pub balloon: Option<(BalloonHandle, Mmio)>,
-    /// The socket to the guest's sockets, if there is one.
-    pub vsock: Option<PathBuf>,
-    /// Kept open with what it leads to.
-    pub console: Option<host_console::Opened>,
-}
+pub struct Virtio(pub Vec<Wired>);
 
 impl Opened {
-    /// Opens what `config` names. Nothing is left behind on failure.
+    /// Opens what `config` asks for. Nothing is left behind on failure.
+    ///
+    /// # Errors
+    /// Which device cannot be had, and why.
     pub fn open(config: &Config) -> Result<Self, Error> {
-        let mut images = Vec::new();
-        for (at, disk) in config.disks.iter().enumerate() {
-            images.push((format!("disk{at}"), Image::open(disk).map_err(Error::Disk)?));
+        let mut devices = Vec::new();
+        for kind in KINDS {
+            let asked = config.0.iter().filter(|config| config.kind().key == kind.key);
+            for (at, config) in asked.enumerate() {
+                if at > 0 && !kind.repeats {
+                    return Err(Error::Second(kind.key));
+                }
+                let name = if kind.repeats { format!("{}{at}", kind.key) } else { kind.key.to_owned() };
+                let device = config.open().map_err(|error| Error::Open(kind.key, error))?;
+                devices.push(Device { name, handle: device.handle(), device });
+            }
         }
-        let mut others: Vec<(String, Box<dyn VirtioDevice>)> = Vec::new();
-        for (at, net) in config.nets.iter().enumerate() {
-            others.push((format!("net{at}"), Box::new(Net::open(net).map_err(Error::Net)?)));
-        }
-        if let Some(vsock) = &config.vsock {
-            others.push(("vsock".into(), Box::new(Vsock::open(vsock).map_err(Error::Vsock)?)));
-        }
-        let mut console =
-            config.console.as_ref().map(|target| target.open()).transpose().map_err(Error::Console)?;
-        if let Some(opened) = &mut console {
-            let null = || File::options().write(true).open("/dev/null");
-            let output = opened.output.take().map_or_else(null, Ok).map_err(Error::Host)?;
-            others.push(("console".into(), Box::new(Console::new(opened.input.take(), output))));
-        }
-        if config.rng {
-            others.push(("rng".into(), Box::new(Rng::new().map_err(Error::Rng)?)));
-        }
-        let balloon = config.balloon.then(Balloon::new).map(|(device, handle)| {
-            others.push(("balloon".into(), Box::new(device)));
-            handle
-        });
-        let count = images.len() + others.len();
-        if count > gsi::FREE.len() {
-            Err(Error::TooMany(count))
-        } else {
-            Ok(Opened { images, others, balloon, console })
-        }
+        if devices.len() > gsi::FREE.len() { Err(Error::TooMany(devices.len())) } else { Ok(Opened(devices)) }
+    }
+
+    /// The unix sockets that have been bound.
+    pub fn sockets(&self) -> impl Iterator<Item = &Path> {
+        let handles = self.0.iter().filter_map(|device| device.handle.as_ref());
+        handles.filter_map(|handle| handle.downcast_ref::<SocketPath>()).map(|path| path.0.as_path())
     }
 
     /// Gives each device its interrupt.
+    ///
+    /// # Errors
+    /// Where there are too few.
     pub fn place(self, gsis: &Gsis) -> Result<Placed, Error> {
-        let count = self.images.len() + self.others.len();
-        let gsis = (0..count).map(|_| gsis.pick()).collect::<Result<Vec<_>, _>>()?;
-        Ok(Placed { opened: self, gsis })
+        let placed = self.0.into_iter().map(|device| Ok((device, gsis.pick()?)));
+        placed.collect::<Result<_, gsi::Error>>().map(Placed).map_err(Error::Gsi)
     }
 }
 
 impl Placed {
     /// Where the devices will be, for the ACPI tables.
     pub fn places(&self) -> Vec<VirtioMmio> {
-        let place = |(at, gsi): (usize, &Gsi)| VirtioMmio {
+        let size = mmio::REGION_SIZE as u32;
+        let place = |(at, (_, gsi)): (usize, &(Device, Gsi))| VirtioMmio {
             base: base(at) as u32,
-            size: mmio::REGION_SIZE as u32,
+            size,
             gsi: gsi.number(),
         };
-        self.gsis.iter().enumerate().map(place).collect()
+        self.0.iter().enumerate().map(place).collect()
     }
 
     /// Puts the devices on `bus` and wires them to KVM. The sandbox, already in force for the process, is entered by the
-    /// disks' workers.
+    /// threads that they start.
+    ///
+    /// # Errors
+    /// Where KVM or the host refuses.
     pub fn attach(
         self,
         vm: &VmFd,
@@ -189,41 +158,39 @@ impl Placed {
         bus: &mut Bus,
         memory: &Arc<GuestMemory>,
         sandbox: Sandbox,
-        vsock: Option<PathBuf>,
     ) -> Result<Virtio, Error> {
-        let Self { opened, gsis: mine } = self;
-        let mut devices: Vec<(String, Box<dyn VirtioDevice>)> = Vec::new();
-        for (name, image) in opened.images {
+        let mut wired = Vec::new();
+        for (at, (Device { name, mut device, handle }, gsi)) in self.0.into_iter().enumerate() {
+            let host = |error| Error::Host(name.clone(), error);
             let thread = name.clone();
             let enter = move || sandbox.enter(ThreadKind::Disk, &thread).map_err(io::Error::other);
-            devices.push((name, Box::new(Blk::new(image, enter).map_err(Error::Host)?)));
-        }
-        devices.extend(opened.others);
-
-        let mut wired = Vec::new();
-        for (at, (name, device)) in devices.into_iter().enumerate() {
-            let mmio = Mmio::new(device, memory.clone()).map_err(Error::Host)?;
-            gsis.connect(&mine[at], mmio.interrupt().config_event())?;
+            device.start(Box::new(enter)).map_err(host)?;
+            let device = Mmio::new(device, memory.clone()).map_err(host)?;
+            gsis.connect(&gsi, device.interrupt().config_event())?;
             let address = IoEventAddress::Mmio(base(at) + mmio::DOORBELLS);
-            for (queue, doorbell) in (0u32..).zip(mmio.doorbells()) {
+            for (queue, doorbell) in (0u32..).zip(device.doorbells()) {
                 vm.register_ioevent(doorbell, &address, queue).map_err(|e| Error::Kvm("KVM_IOEVENTFD", e))?;
             }
-            bus.add(base(at), mmio::REGION_SIZE, Arc::new(mmio.clone()))?;
-            wired.push((name, mmio));
+            bus.add(base(at), mmio::REGION_SIZE, Arc::new(device.clone()))?;
+            wired.push(Wired { name, device, handle });
         }
-        let mmio = wired.iter().find(|(name, _)| name == "balloon").map(|(_, mmio)| mmio.clone());
-        Ok(Virtio { balloon: opened.balloon.zip(mmio), devices: wired, vsock, console: opened.console })
+        Ok(Virtio(wired))
     }
 }
 
 impl Virtio {
+    /// The handle of this type and the device that it is of, if there is one.
+    pub fn find<T: Any + Send + Sync>(&self) -> Option<(&T, &Mmio)> {
+        self.0.iter().find_map(|wired| Some((wired.handle.as_ref()?.downcast_ref()?, &wired.device)))
+    }
+
     /// Stops all devices: afterwards none touches guest memory.
     ///
     /// # Errors
     /// Which device hangs. All go on then.
     pub fn quiesce(&self) -> Result<(), Error> {
         let deadline = Instant::now() + PATIENCE;
-        let hangs = self.devices.iter().find_map(|(name, device)| {
+        let hangs = self.0.iter().find_map(|Wired { name, device, .. }| {
             let left = deadline.saturating_duration_since(Instant::now());
             device.quiesce(left).err().map(|hang| Error::Hangs(name.clone(), hang))
         });
@@ -238,12 +205,12 @@ impl Virtio {
 
     /// Starts all devices where they stopped.
     pub fn resume(&self) {
-        self.devices.iter().for_each(|(_, device)| device.resume());
+        self.0.iter().for_each(|wired| wired.device.resume());
     }
 
     /// The machine is over: no vCPU waits for a device any more. Before the vCPUs' threads are joined.
     pub fn abandon(&self) {
-        self.devices.iter().for_each(|(_, device)| device.abandon());
+        self.0.iter().for_each(|wired| wired.device.abandon());
     }
 }
 

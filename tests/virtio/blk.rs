@@ -1,6 +1,6 @@
 //! Disks.
 
-use vellum::devices::virtio::blk::{BlkConfig, BlkError, Image as Opened};
+use vellum::devices::virtio::blk::{Blk, BlkConfig, BlkError};
 use virtio_bindings::virtio_blk::*;
 
 use super::disk::*;
@@ -180,18 +180,18 @@ fn every_queue_of_a_multiqueue_disk_works() {
 #[test]
 fn a_disk_that_cannot_be_is_refused_with_its_reason() {
     let image = Image::new("odd", &[0; 700]);
-    assert!(matches!(Opened::open(&BlkConfig::new(&image.0)), Err(BlkError::Size { size: 700, .. })));
+    assert!(matches!(Blk::open(&BlkConfig::new(&image.0)), Err(BlkError::Size { size: 700, .. })));
     let empty = Image::new("empty", &[]);
-    assert!(matches!(Opened::open(&BlkConfig::new(&empty.0)), Err(BlkError::Size { size: 0, .. })));
-    assert!(matches!(Opened::open(&BlkConfig::new("/")), Err(BlkError::Kind { .. })));
-    assert!(matches!(Opened::open(&BlkConfig::new("/dev/null")), Err(BlkError::Kind { .. })));
-    assert!(matches!(Opened::open(&BlkConfig::new("/no/such/disk")), Err(BlkError::Open { .. })));
+    assert!(matches!(Blk::open(&BlkConfig::new(&empty.0)), Err(BlkError::Size { size: 0, .. })));
+    assert!(matches!(Blk::open(&BlkConfig::new("/")), Err(BlkError::Kind { .. })));
+    assert!(matches!(Blk::open(&BlkConfig::new("/dev/null")), Err(BlkError::Kind { .. })));
+    assert!(matches!(Blk::open(&BlkConfig::new("/no/such/disk")), Err(BlkError::Open { .. })));
     let good = Image::new("long", &[0; 512]);
     let config = BlkConfig { serial: Some("x".repeat(21)), ..BlkConfig::new(&good.0) };
-    assert!(matches!(Opened::open(&config), Err(BlkError::Serial(_))));
+    assert!(matches!(Blk::open(&config), Err(BlkError::Serial(_))));
     for queues in [0, 17] {
         let config = BlkConfig { queues, ..BlkConfig::new(&good.0) };
-        assert!(matches!(Opened::open(&config), Err(BlkError::Queues(_))));
+        assert!(matches!(Blk::open(&config), Err(BlkError::Queues(_))));
     }
 }
 
@@ -200,14 +200,14 @@ fn a_disk_has_one_writer_or_many_readers() {
     let image = Image::new("locked", &[0; 512]);
     let writer = BlkConfig::new(&image.0);
     let reader = BlkConfig { readonly: true, ..writer.clone() };
-    let first = Opened::open(&writer).unwrap();
+    let first = Blk::open(&writer).unwrap();
     for second in [&writer, &reader] {
-        let Err(error @ BlkError::Locked { .. }) = Opened::open(second) else { panic!("opened twice") };
+        let Err(error @ BlkError::Locked { .. }) = Blk::open(second) else { panic!("opened twice") };
         assert!(error.to_string().contains("in use"), "{error}");
     }
     drop(first);
-    let readers = [Opened::open(&reader).unwrap(), Opened::open(&reader).unwrap()];
-    assert!(matches!(Opened::open(&writer), Err(BlkError::Locked { .. })));
+    let readers = [Blk::open(&reader).unwrap(), Blk::open(&reader).unwrap()];
+    assert!(matches!(Blk::open(&writer), Err(BlkError::Locked { .. })));
     drop(readers);
-    Opened::open(&writer).unwrap();
+    Blk::open(&writer).unwrap();
 }

@@ -3,7 +3,8 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use vellum::devices::virtio::blk::{Blk, BlkConfig, Image as Opened};
+use vellum::devices::virtio::VirtioDevice;
+use vellum::devices::virtio::blk::{Blk, BlkConfig};
 
 use super::driver::*;
 
@@ -27,7 +28,9 @@ impl Image {
 }
 
 pub fn blk(config: &BlkConfig) -> Blk {
-    Blk::new(Opened::open(config).unwrap(), || Ok(())).unwrap()
+    let mut disk = Blk::open(config).unwrap();
+    disk.start(Box::new(|| Ok(()))).unwrap();
+    disk
 }
 
 pub fn disk(config: &BlkConfig) -> Driver {

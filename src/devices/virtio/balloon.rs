@@ -4,6 +4,7 @@
 //! come back as zeros. With free page reporting the driver names pages that it does not use at the moment, unasked.
 //! Dropping a page changes what it holds, so it is marked in the memory's dirty bitmap like any other write.
 
+use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -15,7 +16,9 @@ use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 use super::queue::Served;
 use super::transport::Transport;
-use super::{Active, DeviceState, Hang, RestoreError, VirtioDevice, read_space};
+use super::{
+    Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
+};
 
 /// Feature bits and queues (section 5.5.3); virtio-bindings has no balloon.
 const F_STATS_VQ: u32 = 1;
@@ -31,6 +34,29 @@ const PAGE: u64 = 4096;
 const MAX_PAGES: usize = 1 << 12;
 /// Statistics of one request that are looked at; the specification knows 16.
 const MAX_STATS: usize = 32;
+
+/// What a balloon is.
+pub static KIND: Kind = Kind {
+    key: "balloon",
+    about: "A balloon: memory that the guest lends to the host, as much as the control socket asks for",
+    value: None,
+    repeats: false,
+    parse: |_| Ok(Arc::new(BalloonConfig)),
+};
+
+/// A balloon, which has nothing to configure.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BalloonConfig;
+
+impl DeviceConfig for BalloonConfig {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
+    fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        Ok(Box::new(Balloon::new().0))
+    }
+}
 
 /// The device.
 pub struct Balloon {
@@ -182,6 +208,10 @@ impl VirtioDevice for Balloon {
         }
     }
 
+    fn handle(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        Some(Arc::new(BalloonHandle { shared: self.shared.clone() }))
+    }
+
     fn activate(&mut self, active: Active) {
         self.active = Some(active);
     }
@@ -215,7 +245,7 @@ impl VirtioDevice for Balloon {
     }
 
     fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
-        let DeviceState::Balloon(state) = state else { return Err(RestoreError::kind("balloon", &state)) };
+        let DeviceState::Balloon(state) = state else { return Err(RestoreError::kind(&KIND, &state)) };
         self.shared.target.store(state.target, Ordering::Release);
         self.shared.actual.store(state.actual, Ordering::Release);
         self.shared.refresh.store(state.refresh, Ordering::Release);

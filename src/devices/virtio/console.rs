@@ -3,8 +3,10 @@
 //! Both ends are file descriptors that somebody else opened. Input is armed for one event at a time: it may be a
 //! blocking terminal, which is read once when it says that it can be, and only while the guest has a buffer for it.
 
+use std::any::Any;
 use std::fs::File;
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events};
@@ -12,7 +14,9 @@ use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 
 use super::queue::Served;
-use super::{Active, DeviceState, Hang, RestoreError, VirtioDevice};
+use super::{Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice};
+use crate::devices::console::{self as host, Target};
+use crate::fault::{Blame, Fault, Field};
 
 const RECEIVE: u16 = 0;
 const TRANSMIT: u16 = 1;
@@ -21,6 +25,64 @@ const INPUT: u32 = 0;
 const OUTPUT: u32 = 1;
 /// The most that one request moves; what is left of it follows.
 const MAX_BYTES: usize = 1 << 16;
+
+/// What a virtio console is.
+pub static KIND: Kind = Kind {
+    key: "console",
+    about: "A virtio console beside the serial port: file=PATH, pty or null",
+    value: Some("WHERE"),
+    repeats: false,
+    parse: |text| match text.parse() {
+        Ok(Target::Terminal) | Err(_) => {
+            Err("use file=PATH, pty or null; the terminal is the serial port's".into())
+        }
+        Ok(target) => Ok(Arc::new(ConsoleConfig(target))),
+    },
+};
+
+/// A console, and where it leads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConsoleConfig(pub Target);
+
+/// Why there is no console.
+#[derive(Debug, thiserror::Error)]
+pub enum ConsoleError {
+    /// Where it leads cannot be opened.
+    #[error(transparent)]
+    Open(#[from] host::OpenError),
+    /// Nowhere is not there.
+    #[error("/dev/null: {0}")]
+    Null(#[source] io::Error),
+}
+
+impl Fault for ConsoleError {
+    fn blame(&self) -> Blame {
+        match self {
+            ConsoleError::Open(_) => Blame::user(Field::Device(KIND.key)),
+            ConsoleError::Null(_) => Blame::host(Field::Device(KIND.key)),
+        }
+    }
+}
+
+impl DeviceConfig for ConsoleConfig {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
+    fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        let open = || -> Result<Console, ConsoleError> {
+            let mut opened = self.0.open()?;
+            let null = || File::options().write(true).open("/dev/null");
+            let output = opened.output.take().map_or_else(null, Ok).map_err(ConsoleError::Null)?;
+            let input = opened.input.take();
+            Ok(Console { opened: Some(Arc::new(opened)), ..Console::new(input, output) })
+        };
+        match open() {
+            Ok(console) => Ok(Box::new(console)),
+            Err(error) => Err(Box::new(error)),
+        }
+    }
+}
 
 /// The device.
 pub struct Console {
@@ -32,6 +94,8 @@ pub struct Console {
     sent: usize,
     /// Output has been lost, and that has been said.
     lost: bool,
+    /// Where it leads, kept open: the handle on the device.
+    opened: Option<Arc<host::Opened>>,
     active: Option<Active>,
 }
 
@@ -54,7 +118,7 @@ impl Console {
     /// a terminal should have O_NONBLOCK), for it is written on the event loop.
     pub fn new(input: Option<File>, output: File) -> Self {
         let input = input.map(|file| Input { file, ready: false, polled: false });
-        Console { input, output, output_watched: false, sent: 0, lost: false, active: None }
+        Console { input, output, output_watched: false, sent: 0, lost: false, opened: None, active: None }
     }
 
     fn receive(&mut self, ops: &mut EventOps) {
@@ -136,6 +200,10 @@ impl VirtioDevice for Console {
         data.fill(0);
     }
 
+    fn handle(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        self.opened.clone().map(|opened| opened as Arc<dyn Any + Send + Sync>)
+    }
+
     fn activate(&mut self, active: Active) {
         self.active = Some(active);
     }
@@ -180,7 +248,7 @@ impl VirtioDevice for Console {
     }
 
     fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
-        let DeviceState::Console(state) = state else { return Err(RestoreError::kind("console", &state)) };
+        let DeviceState::Console(state) = state else { return Err(RestoreError::kind(&KIND, &state)) };
         self.sent = state.sent;
         Ok(())
     }

@@ -1,5 +1,8 @@
 //! Virtio 1.2 devices, and the transport that carries them.
 //!
+//! Whoever adds a device writes its file and puts it on the list of [`KINDS`]: the command line, the machine, saved states and
+//! messages know it by that.
+//!
 //! Start reading at [`VirtioDevice`], then [`transport`], which drives one, and [`mmio`], the thin codec by which a guest
 //! reaches its registers. [`queue`] takes requests off a ring, [`slices`] is a request's bytes, [`interrupt`] the way back
 //! to the driver. Then one file a device: [`rng`] is the shortest, [`blk`] the only one with a thread of its own; the
@@ -23,14 +26,87 @@ pub mod slices;
 pub mod transport;
 pub mod vsock;
 
+use std::any::Any;
+use std::fmt;
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use event_manager::{EventOps, Events};
 use serde::{Deserialize, Serialize};
 
+use crate::fault::Fault;
 use crate::memory::GuestMemory;
 use queue::{Chain, Served, VirtQueue};
+
+/// Makes the list of all kinds of device, and the type of their saved states.
+macro_rules! kinds {
+    ($($name:ident = $module:ident),* $(,)?) => {
+        /// All kinds of device, in the order in which a guest finds them.
+        pub static KINDS: &[&Kind] = &[$(&$module::KIND),*];
+
+        /// A device's own part of its saved state.
+        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+        #[serde(rename_all = "kebab-case", deny_unknown_fields)]
+        pub enum DeviceState {
+            $(
+                #[doc = concat!("Of `", stringify!($module), "`.")]
+                $name($module::State),
+            )*
+        }
+
+        impl DeviceState {
+            /// The key of its kind.
+            pub fn key(&self) -> &'static str {
+                match self {
+                    $(Self::$name(_) => $module::KIND.key,)*
+                }
+            }
+        }
+    };
+}
+
+kinds! {
+    Disk = blk,
+    Net = net,
+    Vsock = vsock,
+    Console = console,
+    Rng = rng,
+    Balloon = balloon,
+}
+
+/// What a kind of device is, beside what it does: `KIND` of its file.
+#[derive(Debug)]
+pub struct Kind {
+    /// What it is called by users and in messages, as `disk`.
+    pub key: &'static str,
+    /// What it is and how its arguments are written, in a line.
+    pub about: &'static str,
+    /// What stands for its arguments in such a line; `None` where it takes none.
+    pub value: Option<&'static str>,
+    /// Whether a machine can have several.
+    pub repeats: bool,
+    /// Reads its arguments.
+    pub parse: fn(&str) -> Result<Arc<dyn DeviceConfig>, String>,
+}
+
+/// A device that is asked for.
+pub trait DeviceConfig: fmt::Debug + Send + Sync {
+    /// Its kind.
+    fn kind(&self) -> &'static Kind;
+
+    /// Opens the files, taps and sockets that it needs of the host. Nothing is left behind on failure.
+    ///
+    /// # Errors
+    /// What is wrong with them, and whose fault that is.
+    fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError>;
+}
+
+/// Why a device cannot be opened.
+pub type OpenError = Box<dyn Fault + Send + Sync>;
+
+/// The first act of a thread that a device starts: it gives up what it does not need.
+pub type Enter = Box<dyn FnOnce() -> io::Result<()> + Send>;
 
 /// How long a device may take to finish what is in flight before it is said to hang: longer than any request to a disk
 /// that works, and short enough for whoever waits.
@@ -64,6 +140,20 @@ pub trait VirtioDevice: Send {
 
     /// The driver writes to the configuration space; most devices have nothing to write.
     fn write_config(&mut self, _offset: usize, _data: &[u8]) {}
+
+    /// Starts the device's own thread, if it has one, whose first act is `enter`. Before the first activation, when nothing can
+    /// be opened any more.
+    ///
+    /// # Errors
+    /// Where the host refuses the thread, or it cannot be confined.
+    fn start(&mut self, _enter: Enter) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// What the host can do with it beside what the guest does, of a type that is this device's own.
+    fn handle(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        None
+    }
 
     /// The driver is ready, or the machine resumes: the device owns its queues until [`VirtioDevice::quiesce`].
     fn activate(&mut self, active: Active);
@@ -100,24 +190,6 @@ pub trait VirtioDevice: Send {
 /// In the event loop the data of queue `n`'s doorbell is `QUEUE_EVENTS + n`; a device's own are below it.
 pub const QUEUE_EVENTS: u32 = 1 << 31;
 
-/// A device's own part of its saved state.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub enum DeviceState {
-    /// A disk.
-    Blk(blk::State),
-    /// A network interface.
-    Net(net::State),
-    /// An entropy source.
-    Rng(rng::State),
-    /// A console.
-    Console(console::State),
-    /// A balloon.
-    Balloon(balloon::State),
-    /// A socket device.
-    Vsock(vsock::State),
-}
-
 /// A saved state that does not fit the device it is given to.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
@@ -143,22 +215,9 @@ pub enum RestoreError {
     },
 }
 
-impl DeviceState {
-    fn name(&self) -> &'static str {
-        match self {
-            DeviceState::Blk(_) => "disk",
-            DeviceState::Net(_) => "network interface",
-            DeviceState::Rng(_) => "entropy source",
-            DeviceState::Console(_) => "console",
-            DeviceState::Balloon(_) => "balloon",
-            DeviceState::Vsock(_) => "vsock",
-        }
-    }
-}
-
 impl RestoreError {
-    fn kind(expected: &'static str, found: &DeviceState) -> Self {
-        RestoreError::Kind { expected, found: found.name() }
+    fn kind(expected: &Kind, found: &DeviceState) -> Self {
+        RestoreError::Kind { expected: expected.key, found: found.key() }
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::io;
 use std::net::Ipv4Addr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events};
@@ -13,7 +14,11 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 use virtio_bindings::virtio_net::*;
 
 use super::queue::Served;
-use super::{Active, DeviceState, Hang, RestoreError, VirtioDevice, read_space};
+use super::{
+    Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
+};
+use crate::fault::{Blame, Fault, Field};
+use crate::keyvalue::{self, KeyValues};
 use crate::sys::tap::{self, Tap};
 
 const RECEIVE: u16 = 0;
@@ -35,7 +40,19 @@ const OFFLOADS: [(u32, u32); 5] = [
     (VIRTIO_NET_F_GUEST_UFO, tap::UFO),
 ];
 
-/// A network interface as the command line describes it.
+/// What a network interface is.
+pub static KIND: Kind = Kind {
+    key: "net",
+    about: "A network interface on a tap: tap=NAME[,mac=ADDRESS]; with create[,host=ADDRESS/LENGTH] the tap is made",
+    value: Some("tap=NAME"),
+    repeats: true,
+    parse: |text| match parse(text) {
+        Ok(config) => Ok(Arc::new(config)),
+        Err(error) => Err(error.to_string()),
+    },
+};
+
+/// A network interface as it is asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetConfig {
     /// The tap device's name.
@@ -57,6 +74,59 @@ pub enum NetError {
     /// No random hardware address.
     #[error("/dev/urandom: {0}")]
     Random(io::Error),
+}
+
+impl Fault for NetError {
+    fn blame(&self) -> Blame {
+        match self {
+            NetError::Tap(_) => Blame::user(Field::Device(KIND.key)),
+            NetError::Random(_) => Blame::host(Field::Device(KIND.key)),
+        }
+    }
+}
+
+impl DeviceConfig for NetConfig {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
+    fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        match Net::open(self) {
+            Ok(net) => Ok(Box::new(net)),
+            Err(error) => Err(Box::new(error)),
+        }
+    }
+}
+
+/// `tap=NAME[,mac=ADDRESS][,create][,host=ADDRESS/LENGTH]`.
+fn parse(text: &str) -> Result<NetConfig, keyvalue::Error> {
+    let kv = KeyValues::parse(text, None, &["tap", "mac", "create", "host"])?;
+    let host = kv.with("host", host)?;
+    Ok(NetConfig {
+        tap: kv.required("tap", |text| Ok::<_, String>(text.to_owned()))?,
+        create: kv.switch("create")?.unwrap_or(host.is_some()),
+        host,
+        mac: kv.with("mac", mac)?,
+    })
+}
+
+/// A hardware address of one interface.
+pub fn mac(text: &str) -> Result<[u8; 6], &'static str> {
+    const EXPECTED: &str = "an address as in 02:00:00:00:00:01, of one interface (the first byte even)";
+    let mut bytes = [0; 6];
+    let mut parts = text.split(':');
+    for byte in &mut bytes {
+        let part = parts.next().filter(|part| part.len() == 2).ok_or(EXPECTED)?;
+        *byte = u8::from_str_radix(part, 16).map_err(|_| EXPECTED)?;
+    }
+    if parts.next().is_some() || bytes[0] & 1 != 0 || bytes == [0; 6] { Err(EXPECTED) } else { Ok(bytes) }
+}
+
+fn host(text: &str) -> Result<(Ipv4Addr, u8), &'static str> {
+    const EXPECTED: &str = "an address and prefix length as in 192.168.33.1/24";
+    let (address, length) = text.split_once('/').ok_or(EXPECTED)?;
+    let length = length.parse().ok().filter(|length| *length <= 32).ok_or(EXPECTED)?;
+    Ok((address.parse().map_err(|_| EXPECTED)?, length))
 }
 
 /// The device.
@@ -209,9 +279,7 @@ impl VirtioDevice for Net {
     }
 
     fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
-        let DeviceState::Net(state) = state else {
-            return Err(RestoreError::kind("network interface", &state));
-        };
+        let DeviceState::Net(state) = state else { return Err(RestoreError::kind(&KIND, &state)) };
         self.mac = state.mac;
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use event_manager::EventOps;
@@ -9,10 +10,46 @@ use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 
 use super::queue::Served;
-use super::{Active, DeviceState, Hang, RestoreError, VirtioDevice};
+use super::{Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice};
+use crate::fault::{Blame, Fault, Field};
 
 /// A request gets at most this many bytes, so that a driver that asks for gigabytes does not hold up the event loop.
 const MAX_BYTES: usize = 1 << 16;
+
+/// What an entropy source is.
+pub static KIND: Kind = Kind {
+    key: "rng",
+    about: "An entropy source",
+    value: None,
+    repeats: false,
+    parse: |_| Ok(Arc::new(RngConfig)),
+};
+
+/// An entropy source, which has nothing to configure.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RngConfig;
+
+/// The host has no entropy to give.
+#[derive(Debug, thiserror::Error)]
+#[error("/dev/urandom: {0}")]
+pub struct RngError(#[from] io::Error);
+
+impl Fault for RngError {
+    fn blame(&self) -> Blame {
+        Blame::host(Field::Device(KIND.key))
+    }
+}
+
+impl DeviceConfig for RngConfig {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
+    fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        let device = Rng::new().map_err(|error| Box::new(RngError(error)) as OpenError)?;
+        Ok(Box::new(device))
+    }
+}
 
 /// The device.
 pub struct Rng {
@@ -72,7 +109,7 @@ impl VirtioDevice for Rng {
     fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
         match state {
             DeviceState::Rng(State {}) => Ok(()),
-            other => Err(RestoreError::kind("entropy source", &other)),
+            other => Err(RestoreError::kind(&KIND, &other)),
         }
     }
 }

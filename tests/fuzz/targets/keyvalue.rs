@@ -1,6 +1,8 @@
 //! The key=value arguments: any text is a configuration or one line that says what is wrong.
 
-use vellum::cli::{args, devices, keyvalue};
+use vellum::cli::args;
+use vellum::devices::virtio::KINDS;
+use vellum::keyvalue;
 
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn keyvalue(data: &[u8]) {
@@ -8,9 +10,9 @@ pub fn keyvalue(data: &[u8]) {
     let one_line = |error: Option<String>| {
         assert!(error.is_none_or(|error| !error.is_empty()));
     };
-    one_line(devices::disk(&text).err());
-    one_line(devices::net(&text).err());
-    one_line(devices::vsock(&text).err());
+    for kind in KINDS {
+        one_line((kind.parse)(&text).err());
+    }
     one_line(args::memory(&text).err());
     one_line(args::cpus(&text).err());
     one_line(keyvalue::size(&text, 1).err());

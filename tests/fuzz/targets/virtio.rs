@@ -8,8 +8,9 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::net::UnixDatagram;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use vellum::devices::virtio::VirtioDevice;
 use vellum::devices::virtio::balloon::Balloon;
-use vellum::devices::virtio::blk::{Blk, BlkConfig, Image};
+use vellum::devices::virtio::blk::{Blk, BlkConfig};
 use vellum::devices::virtio::console::Console;
 use vellum::devices::virtio::net::Net;
 use vellum::devices::virtio::rng::Rng;
@@ -43,8 +44,9 @@ fn disk() -> Driver {
     // SAFETY: the name is a string that ends in a zero, and the descriptor is nobody else's.
     let file = unsafe { File::from_raw_fd(libc::memfd_create(c"fuzz".as_ptr(), libc::MFD_CLOEXEC)) };
     file.set_len(64 * 512).unwrap();
-    let image = Image::open(&BlkConfig::new(format!("/proc/self/fd/{}", file.as_raw_fd()))).unwrap();
-    Driver::new(Blk::new(image, || Ok(())).unwrap())
+    let mut disk = Blk::open(&BlkConfig::new(format!("/proc/self/fd/{}", file.as_raw_fd()))).unwrap();
+    disk.start(Box::new(|| Ok(()))).unwrap();
+    Driver::new(disk)
 }
 
 fn network() -> (Driver, UnixDatagram) {

@@ -9,15 +9,20 @@ mod worker;
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
-use super::{Active, DeviceState, Hang, RestoreError, VirtioDevice, read_space};
+use super::{
+    Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
+};
+use crate::fault::{Blame, Fault, Field};
+use crate::keyvalue::{self, KeyValues, number, path};
 use crate::sys::file::{Lock, lock};
 use requests::{Disk, Id};
 use worker::Worker;
@@ -29,10 +34,24 @@ const QUEUE_SIZE: u16 = 256;
 const MAX_QUEUES: u16 = 16;
 /// The most that one discard or write-zeroes segment covers (32 MiB): it bounds the time of a request.
 const MAX_ZERO_SECTORS: u32 = 1 << 16;
+/// How an image begins that is not raw.
+const QCOW: [u8; 4] = *b"QFI\xfb";
 /// Segments of one discard or write-zeroes request.
 const MAX_ZERO_SEGMENTS: u32 = 16;
 
-/// A disk as the command line or a script describes it.
+/// What a disk is.
+pub static KIND: Kind = Kind {
+    key: "disk",
+    about: "A disk, raw: `PATH[,readonly][,serial=TEXT][,queues=N]`",
+    value: Some("PATH"),
+    repeats: true,
+    parse: |text| match parse(text) {
+        Ok(config) => Ok(Arc::new(config)),
+        Err(error) => Err(error.to_string()),
+    },
+};
+
+/// A disk as it is asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlkConfig {
     /// The image or block device.
@@ -50,6 +69,29 @@ impl BlkConfig {
     pub fn new(path: impl Into<PathBuf>) -> Self {
         BlkConfig { path: path.into(), readonly: false, serial: None, queues: 1 }
     }
+}
+
+impl DeviceConfig for BlkConfig {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
+    fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        match Blk::open(self) {
+            Ok(disk) => Ok(Box::new(disk)),
+            Err(error) => Err(Box::new(error)),
+        }
+    }
+}
+
+/// `PATH[,readonly][,serial=TEXT][,queues=N]`; `ro` is kvmtool's word.
+fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
+    let kv = KeyValues::parse(text, Some("path"), &["path", "readonly", "ro", "serial", "queues"])?;
+    let mut config = BlkConfig::new(kv.required("path", path)?);
+    config.readonly = kv.switch("readonly")?.or(kv.switch("ro")?).unwrap_or(false);
+    config.serial = kv.text("serial").map(str::to_owned);
+    config.queues = kv.with("queues", |text| number(text, 1..=MAX_QUEUES))?.unwrap_or(1);
+    Ok(config)
 }
 
 /// Why a disk cannot be opened.
@@ -98,13 +140,21 @@ pub enum BlkError {
     Queues(u16),
 }
 
+impl Fault for BlkError {
+    fn blame(&self) -> Blame {
+        Blame::user(Field::Device(KIND.key))
+    }
+}
+
 /// The device: what its vCPUs see, and the way to the worker.
 pub struct Blk {
     config: [u8; 60],
     features: u64,
     state: State,
     queue_sizes: Vec<u16>,
-    worker: Worker,
+    /// Open, locked and sound, and not yet at work.
+    disk: Option<Disk>,
+    worker: Option<Worker>,
 }
 
 /// What is saved of a disk: enough to refuse a different one, and its name.
@@ -116,37 +166,20 @@ pub struct State {
     serial: String,
 }
 
-/// An image that is open, locked and sound, and not yet at work.
-pub struct Image {
-    disk: Disk,
-    serial: String,
-    queues: u16,
-}
-
-impl Image {
-    /// Opens, locks and measures it.
+impl Blk {
+    /// Opens, locks and measures the image. Its worker is started by [`VirtioDevice::start`].
+    ///
+    /// # Errors
+    /// Why it is no disk.
     pub fn open(config: &BlkConfig) -> Result<Self, BlkError> {
-        if config.queues == 0 || config.queues > MAX_QUEUES {
-            return Err(BlkError::Queues(config.queues));
+        let (queues, readonly) = (config.queues, config.readonly);
+        if queues == 0 || queues > MAX_QUEUES {
+            return Err(BlkError::Queues(queues));
         }
         let serial = config.serial.clone().unwrap_or_default();
         let id = id(&serial).ok_or_else(|| BlkError::Serial(serial.clone()))?;
-        let (file, size) = open_image(&config.path, config.readonly)?;
-        let path = config.path.clone();
-        let (sectors, readonly) = (size / SECTOR, config.readonly);
-        let disk = Disk { file, path, sectors, readonly, write_through: false, id };
-        Ok(Image { disk, serial, queues: config.queues })
-    }
-}
-
-impl Blk {
-    /// Starts the worker. Its first act is `enter`, where it gives up what it does not need; the device is there when
-    /// that has succeeded.
-    pub fn new(
-        Image { disk, serial, queues }: Image,
-        enter: impl FnOnce() -> io::Result<()> + Send + 'static,
-    ) -> io::Result<Self> {
-        let (sectors, readonly) = (disk.sectors, disk.readonly);
+        let (file, size) = open_image(&config.path, readonly)?;
+        let sectors = size / SECTOR;
         let mut features = 1 << VIRTIO_BLK_F_SEG_MAX | 1 << VIRTIO_BLK_F_BLK_SIZE | 1 << VIRTIO_BLK_F_FLUSH;
         features |= if readonly {
             1 << VIRTIO_BLK_F_RO
@@ -159,7 +192,8 @@ impl Blk {
             features,
             state: State { sectors, readonly, serial },
             queue_sizes: vec![QUEUE_SIZE; queues.into()],
-            worker: Worker::start(disk, enter)?,
+            disk: Some(Disk { file, path: config.path.clone(), sectors, readonly, write_through: false, id }),
+            worker: None,
         })
     }
 }
@@ -192,20 +226,28 @@ impl VirtioDevice for Blk {
         false
     }
 
+    fn start(&mut self, enter: Enter) -> io::Result<()> {
+        if let Some(disk) = self.disk.take() {
+            self.worker = Some(Worker::start(disk, enter)?);
+        }
+        Ok(())
+    }
+
     fn activate(&mut self, active: Active) {
-        self.worker.give(active, id(&self.state.serial).expect("it was checked when it was taken over"));
+        let id = id(&self.state.serial).expect("it was checked when it was taken over");
+        self.worker.as_ref().expect("it is started before its driver runs").give(active, id);
     }
 
     fn quiesce(&mut self, patience: Duration) -> Result<Option<Active>, Hang> {
-        self.worker.take(patience)
+        self.worker.as_mut().map_or(Ok(None), |worker| worker.take(patience))
     }
 
     fn save(&self) -> DeviceState {
-        DeviceState::Blk(self.state.clone())
+        DeviceState::Disk(self.state.clone())
     }
 
     fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
-        let DeviceState::Blk(state) = state else { return Err(RestoreError::kind("disk", &state)) };
+        let DeviceState::Disk(state) = state else { return Err(RestoreError::kind(&KIND, &state)) };
         let field = |field, value: String, reason| RestoreError::Field { field, value, reason };
         if (state.sectors, state.readonly) != (self.state.sectors, self.state.readonly) {
             let value = format!("{} sectors, readonly={}", state.sectors, state.readonly);
@@ -251,6 +293,13 @@ fn open_image(path: &Path, readonly: bool) -> Result<(File, u64), BlkError> {
     let size = file.seek(SeekFrom::End(0)).map_err(open_error)?;
     if size == 0 || !size.is_multiple_of(SECTOR) {
         return Err(BlkError::Size { path: path.into(), size });
+    }
+    let mut magic = [0; QCOW.len()];
+    if file.read_exact_at(&mut magic, 0).is_ok() && magic == QCOW {
+        let path = path.display();
+        tracing::warn!(
+            "disk {path} is a qcow2 image, and its guest sees it raw; `qemu-img convert -O raw` makes it one"
+        );
     }
     Ok((file, size))
 }

@@ -15,7 +15,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::requests::{Disk, Id, Request};
 use crate::devices::virtio::queue::Chain;
-use crate::devices::virtio::{Active, Hang, PATIENCE};
+use crate::devices::virtio::{Active, Enter, Hang, PATIENCE};
 use crate::sys::poll::Readable;
 
 /// A handle on the thread. Dropping it ends the thread, unless that hangs.
@@ -75,7 +75,7 @@ impl Shared {
 impl Worker {
     /// Starts the thread. Its first act is `enter`, where it gives up what it does not need; it is there when that has
     /// succeeded.
-    pub fn start(disk: Disk, enter: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<Self> {
+    pub fn start(disk: Disk, enter: Enter) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             queues: Mutex::new(Queues::Nobody),
             changed: Condvar::new(),

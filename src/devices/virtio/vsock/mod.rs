@@ -11,11 +11,13 @@
 mod connection;
 mod packet;
 
+use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::io::Read;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events};
@@ -24,7 +26,11 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
 
 use super::queue::{Chain, Served};
 use super::slices::Slices;
-use super::{Active, DeviceState, Hang, RestoreError, VirtioDevice, read_space};
+use super::{
+    Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
+};
+use crate::fault::{Blame, Fault, Field};
+use crate::keyvalue::{self, KeyValues, number, path};
 use crate::sys::socket::{Listener, SocketError};
 use connection::{Connection, Fate, Ports};
 use packet::{HEADER, HOST_CID, Header, STREAM, op};
@@ -45,7 +51,19 @@ const MAX_GREETING: usize = 19;
 /// Host ports are given out from here on, out of the way of ports that mean something.
 const FIRST_HOST_PORT: u32 = 1 << 30;
 
-/// A guest's socket as the command line describes it.
+/// What a socket device is.
+pub static KIND: Kind = Kind {
+    key: "vsock",
+    about: "Sockets between host and guest, by way of a unix socket: PATH[,cid=N]",
+    value: Some("PATH"),
+    repeats: false,
+    parse: |text| match parse(text) {
+        Ok(config) => Ok(Arc::new(config)),
+        Err(error) => Err(error.to_string()),
+    },
+};
+
+/// A socket device as it is asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VsockConfig {
     /// The unix socket.
@@ -65,8 +83,39 @@ pub enum VsockError {
     Cid(u32),
 }
 
+impl Fault for VsockError {
+    fn blame(&self) -> Blame {
+        Blame::user(Field::Device(KIND.key))
+    }
+}
+
+impl DeviceConfig for VsockConfig {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
+    fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        match Vsock::open(self) {
+            Ok(vsock) => Ok(Box::new(vsock)),
+            Err(error) => Err(Box::new(error)),
+        }
+    }
+}
+
+/// `PATH[,cid=N]`.
+fn parse(text: &str) -> Result<VsockConfig, keyvalue::Error> {
+    let kv = KeyValues::parse(text, Some("path"), &["path", "cid"])?;
+    let cid = kv.with("cid", |text| number(text, 3..=u32::MAX - 1))?.unwrap_or(3);
+    Ok(VsockConfig { path: kv.required("path", path)?, cid })
+}
+
+/// The unix socket that leads to the guest's: the handle on the device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SocketPath(pub PathBuf);
+
 /// The device.
 pub struct Vsock {
+    path: Arc<SocketPath>,
     hub: Hub,
     /// The guest must hear that all its connections are gone.
     restored: bool,
@@ -121,7 +170,8 @@ impl Vsock {
             dead: Vec::new(),
             next_port: FIRST_HOST_PORT,
         };
-        Ok(Vsock { hub, restored: false, active: None })
+        let path = Arc::new(SocketPath(config.path.clone()));
+        Ok(Vsock { path, hub, restored: false, active: None })
     }
 
     fn take_packets(&mut self) {
@@ -356,6 +406,10 @@ impl VirtioDevice for Vsock {
         read_space(&self.hub.cid.to_le_bytes(), offset, data);
     }
 
+    fn handle(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        Some(self.path.clone())
+    }
+
     fn activate(&mut self, active: Active) {
         self.active = Some(active);
     }
@@ -396,7 +450,7 @@ impl VirtioDevice for Vsock {
     }
 
     fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
-        let DeviceState::Vsock(state) = state else { return Err(RestoreError::kind("vsock", &state)) };
+        let DeviceState::Vsock(state) = state else { return Err(RestoreError::kind(&KIND, &state)) };
         if state.cid <= HOST_CID || state.cid >= u64::from(u32::MAX) {
             return Err(RestoreError::Field {
                 field: "cid",

@@ -189,6 +189,11 @@ where
         .ok_or_else(|| format!("'{text}' is no number from {} to {}", range.start(), range.end()))
 }
 
+/// A path, which is not empty.
+pub fn path(text: &str) -> Result<std::path::PathBuf, &'static str> {
+    if text.is_empty() { Err("a path is expected") } else { Ok(text.into()) }
+}
+
 /// A time: `10s`, `5m`, `1h`, `250ms`; a bare number is in seconds.
 pub fn duration(text: &str) -> Result<std::time::Duration, String> {
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
