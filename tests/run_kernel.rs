@@ -166,7 +166,7 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         // What comes before the mistake is taken back.
         ("--vsock DIR/v.sock --name n -k DIR/noise", "--kernel DIR/noise: not a kernel"),
         ("--vsock DIR/v.sock --name n --disk DIR/disk --serial file=DIR", "--serial DIR: cannot be opened"),
-        ("--console file=DIR", "--console DIR: cannot be opened"),
+        ("--console file=DIR", "--console: DIR: cannot be opened"),
         ("--name a/b", "--name: `a/b` is no machine's name"),
         ("--name live", "--name: socket DIR/vellum/live.sock is in use"),
         ("--timeout never", "30s"),
