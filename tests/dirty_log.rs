@@ -172,7 +172,7 @@ fn edges_as_typed(arguments: &[&str]) -> Result<(ExitStatus, [f64; 2]), Failed> 
     let [result] = results.as_slice() else { return Err(format!("{} results", results.len()).into()) };
     ensure(result.host.sandbox.starts_with("on"), || format!("sandbox {}", result.host.sandbox))?;
     let figure = |name: &str| {
-        let found = result.figures.iter().find(|figure| figure.name() == name);
+        let found = result.figures.iter().find(|figure| figure.label.to_string() == name);
         found.map(|figure| figure.value()).ok_or_else(|| format!("no figure {name}"))
     };
     Ok((output.status, [figure("lost")?, figure("written")?]))
@@ -394,8 +394,8 @@ fn bench(method: Method) -> Result<(), Failed> {
     let report = dirty_log::run(&bench_config(method))?;
     bed::premises(&report)?;
     let figure = |name: &str| {
-        let found = report.figures.iter().find(|figure| figure.name() == name);
-        found.map(|figure| figure.samples().into_owned()).ok_or(format!("no {name}"))
+        let found = report.figures.iter().find(|figure| figure.label.to_string() == name);
+        found.map(|figure| figure.values().collect::<Vec<f64>>()).ok_or(format!("no {name}"))
     };
     for iteration in 0..2 {
         let pages = figure(&format!("dirty_pages[{iteration}]"))?;
@@ -420,7 +420,7 @@ fn bench_shows_lazy_protection_in_one_table() -> Result<(), Failed> {
         for row in ["write, no log", "enable", "write 1", "collect 2", "logged, sum", "p99 during", "speed 2"]
         {
             let name = format!("{column}[{row}]");
-            let found = report.figures.iter().find(|figure| figure.name() == name);
+            let found = report.figures.iter().find(|figure| figure.label.to_string() == name);
             ensure(found.is_some_and(|figure| figure.value() > 0.0), || format!("{name}: {found:?}"))?;
         }
     }
@@ -430,7 +430,8 @@ fn bench_shows_lazy_protection_in_one_table() -> Result<(), Failed> {
     }
     let continuous = Some(std::time::Duration::from_millis(100));
     let report = dirty_log::lazy::run(&dirty_log::Config { continuous, ..base })?;
-    let progress = report.figures.iter().find(|figure| figure.name() == "thp_all_set[progress during]");
+    let progress =
+        report.figures.iter().find(|figure| figure.label.to_string() == "thp_all_set[progress during]");
     ensure(progress.is_some_and(|figure| figure.value() > 0.0), || format!("{progress:?}"))
 }
 
@@ -449,7 +450,7 @@ fn bench_continuous_shows_progress_over_time() -> Result<(), Failed> {
         }
         result => result?,
     };
-    let collections = report.figures.iter().find(|figure| figure.name() == "collections");
+    let collections = report.figures.iter().find(|figure| figure.label.to_string() == "collections");
     ensure(collections.is_some_and(|figure| figure.value() >= 1.0), || "no collection".into())?;
     ensure(!report.marks.is_empty() && report.series.len() == 2, || "no picture".into())?;
     let moved = |series: &vellum::report::Series| series.points.iter().any(|point| point.1 > 0.0);
@@ -460,10 +461,7 @@ fn bench_continuous_shows_progress_over_time() -> Result<(), Failed> {
 fn bench_refuses_what_contradicts_itself() -> Result<(), Failed> {
     let base = || bench_config(Method::Bitmap);
     for (config, remedy) in [
-        (
-            dirty_log::Config { region: Region { bytes: 5000, ..base().region }, ..base() },
-            "1048576 would work",
-        ),
+        (dirty_log::Config { region: Region { bytes: 5000, ..base().region }, ..base() }, "; 1m would work"),
         (dirty_log::Config { slots: 3, ..base() }, "; 2 would work"),
         (dirty_log::Config { phys_offset: Some(0x1000), ..base() }, "; 0x100000000 would work"),
         (dirty_log::Config { chunk: Some(64), ..base() }, "the tracker manual-protect would work"),

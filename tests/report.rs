@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use vellum::host::Facts;
-use vellum::report::{Counter, Histogram, Mark, Report, Series, json, terminal};
+use vellum::report::output::{Kind, Writer};
+use vellum::report::{Counter, Histogram, Label, Mark, Premise, Report, Sample, Series, json, terminal};
 
 #[path = "fuzz/targets/report.rs"]
 mod fuzz;
@@ -15,19 +16,32 @@ fn produced() -> Report {
     report.ask("bytes", 1u64 << 30);
     report.ask("backing", "thp");
     report.figure("enable_logging", "s", 0.000_231);
-    report.spread("dirty_memory", "s", &[0.5, 0.4, 0.45]);
+    let rounds = (0..).zip([0.5, 0.4, 0.45]).map(|(round, value)| Sample::of_round(round, value));
+    report.samples("dirty_memory", "s", rounds.collect());
+    report.samples(
+        Label::of("rate", "vcpu1"),
+        "pages/s",
+        vec![Sample { value: 7.0, vcpu: Some(1), ..Sample::default() }],
+    );
+    report.set_headline("dirty_memory");
+    report.cut_short = Some("ended in round 4 of 9".into());
+    report.fail(Some("round 2".into()), Premise::Recycled { pages: 3 });
+    report.fail(None, Premise::OneCpu);
     report.notes.push("a note".into());
-    report.counters.push(Counter { name: "exits".into(), before: 1, after: u64::MAX });
+    report.counters.push(Counter { name: "exits".into(), index: None, before: 1, after: u64::MAX });
     report.series.push(Series {
         name: "p".into(),
+        index: Some("vcpu0".into()),
         unit: "pages/s".into(),
         points: vec![(0.0, 1.0), (0.5, 2.0)],
     });
     report.marks.push(Mark { name: "collection".into(), start: 0.1, end: 0.2 });
     report.histograms.push(Histogram {
         name: "l".into(),
+        index: None,
         unit: "ns".into(),
         buckets: vec![(40.0, 9), (90.0, 1)],
+        max: Some(88.5),
     });
     report
 }
@@ -152,8 +166,13 @@ fn schema_and_reader_agree_on_what_is_wrong() {
     let faults: &[Fault] = &[
         ("lacks \"name\"", |v| drop(v.as_object_mut().unwrap().remove("name"))),
         ("has extra", |v| v["extra"] = 1.into()),
-        (".schema", |v| v["schema"] = 2.into()),
+        (".schema", |v| v["schema"] = 1.into()),
         (".host", |v| drop(v["host"].as_object_mut().unwrap().remove("paging"))),
+        (".host", |v| drop(v["host"].as_object_mut().unwrap().remove("boot"))),
+        (".headline", |v| v["headline"] = "dirty_memory".into()),
+        (".invalid[0].premise", |v| v["invalid"] = serde_json::json!([{"premise": {"untold": {}}}])),
+        (".invalid[0]", |v| v["invalid"] = serde_json::json!(["the host was idle"])),
+        (".figures[4]", |v| v["figures"][4]["samples"][0]["machine"] = (-1).into()),
         (".host.paging", |v| v["host"]["paging"] = "magic".into()),
         (".host.memory", |v| v["host"]["memory"] = (-1).into()),
         (".figures[0]", |v| v["figures"][0]["median"] = 1.into()),
@@ -177,7 +196,7 @@ fn schema_and_reader_agree_on_what_is_wrong() {
 fn a_file_is_written_over_and_read_back() {
     let file = Scratch::new("back.json");
     for results in [vec![produced(), produced(), produced()], vec![produced()]] {
-        json::Writer::open(&file.0).unwrap().write(&results).unwrap();
+        Writer::open(&file.0, Kind::Results).unwrap().write(&json::text(&results).unwrap()).unwrap();
         assert_eq!(json::read(&file.0).unwrap(), results);
     }
     let text = std::fs::read_to_string(&file.0).unwrap();
@@ -190,20 +209,94 @@ fn a_file_is_written_over_and_read_back() {
 #[test]
 fn a_run_that_never_starts_leaves_the_earlier_result_or_nothing() {
     let file = Scratch::new("discard.json");
-    json::Writer::open(&file.0).unwrap().discard();
+    let open = || Writer::open(&file.0, Kind::Results).unwrap();
+    open().discard();
     assert!(!file.0.exists());
-    json::Writer::open(&file.0).unwrap().write(&[produced()]).unwrap();
-    json::Writer::open(&file.0).unwrap().discard();
+    open().write(&json::text(&[produced()]).unwrap()).unwrap();
+    open().discard();
     assert_eq!(json::read(&file.0).unwrap().len(), 1);
     // Opened, then the run failed.
-    drop(json::Writer::open(&file.0).unwrap());
+    drop(open());
     assert_eq!(json::read(&file.0).unwrap().len(), 1);
 }
 
 #[test]
+fn what_is_no_result_is_not_written_over() {
+    let file = Scratch::new("disk.img");
+    let image = vec![7u8; 4096];
+    std::fs::write(&file.0, &image).unwrap();
+    for (kind, what) in [(Kind::Results, "results of Vellum's"), (Kind::Page, "a page of Vellum's")] {
+        let error = Writer::open(&file.0, kind).unwrap_err().to_string();
+        assert!(error.contains(what) && error.contains("disk.img"), "{error}");
+    }
+    assert_eq!(std::fs::read(&file.0).unwrap(), image);
+    // A result is no page, and may be of another version.
+    std::fs::write(&file.0, "{\"schema\": 1, \"vellum\": \"0.1.0\"}").unwrap();
+    assert!(Writer::open(&file.0, Kind::Page).is_err());
+    Writer::open(&file.0, Kind::Results).unwrap().write(&json::text(&[produced()]).unwrap()).unwrap();
+    assert_eq!(json::read(&file.0).unwrap().len(), 1);
+}
+
+fn vellum(arguments: &[&std::ffi::OsStr]) -> std::process::Output {
+    std::process::Command::new(env!("CARGO_BIN_EXE_vellum")).args(arguments).output().unwrap()
+}
+
+#[test]
+fn a_page_is_not_written_over_what_it_is_made_of() {
+    let (file, link) = (Scratch::new("input.json"), Scratch::new("link.json"));
+    let text = json::text(&[produced()]).unwrap();
+    std::fs::write(&file.0, &text).unwrap();
+    std::fs::hard_link(&file.0, &link.0).unwrap();
+    for out in [&file.0, &link.0] {
+        let output = vellum(&["report".as_ref(), "--html".as_ref(), out.as_ref(), file.0.as_ref()]);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains("which is read"), "{said}");
+    }
+    assert_eq!(std::fs::read(&file.0).unwrap(), text);
+}
+
+/// As on a full disk: a file may not grow beyond 8 KiB, and a page is larger.
+#[test]
+fn what_does_not_fit_leaves_what_was_there() {
+    let (file, page) = (Scratch::new("fits.json"), Scratch::new("page.html"));
+    std::fs::write(&file.0, json::text(&[produced()]).unwrap()).unwrap();
+    let before = format!("{}<p>the page that was there", vellum::report::html::START);
+    std::fs::write(&page.0, &before).unwrap();
+    let output = std::process::Command::new("sh")
+        .args([
+            "-c",
+            "ulimit -f 8; trap '' XFSZ; exec \"$@\"",
+            "sh",
+            env!("CARGO_BIN_EXE_vellum"),
+            "report",
+            "--html",
+        ])
+        .args([&page.0, &file.0])
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("the result could not be written"), "{said}");
+    assert_eq!(std::fs::read_to_string(&page.0).unwrap(), before);
+}
+
+#[test]
+fn names_and_units_of_any_length_can_be_shown() {
+    let mut report = produced();
+    let long = "n".repeat(70_000);
+    report.figure(long.as_str(), &long, 1.0);
+    report.figure(Label::of("a", &long), "s", 1.0);
+    report.name = long.clone();
+    let text = terminal::render(&report, 80);
+    assert!(text.contains("nnn…nnn"), "a cell is not cut");
+    assert!(text.len() < 400_000, "{} bytes", text.len());
+}
+
+#[test]
 fn messages_name_the_file_the_fault_and_the_remedy() {
-    let other = example().to_string().replacen("\"schema\":1", "\"schema\":7", 1);
-    let deep = format!("{{\"schema\":1,\"asked\":{{\"x\":{}{}}}}}", "[".repeat(100_000), "]".repeat(100_000));
+    let other = example().to_string().replacen("\"schema\":2", "\"schema\":7", 1);
+    let deep = format!("{{\"schema\":2,\"asked\":{{\"x\":{}{}}}}}", "[".repeat(100_000), "]".repeat(100_000));
     let twice = {
         let mut value = example();
         value["figures"][1]["name"] = value["figures"][0]["name"].clone();
@@ -214,10 +307,10 @@ fn messages_name_the_file_the_fault_and_the_remedy() {
         ("  \n", "it is empty"),
         ("vellum: no such workload", "no JSON object begins at byte 0"),
         ("[1, \"0.1\"]", "no JSON object begins"),
-        ("{\"schema\": 1", "EOF while parsing"),
+        ("{\"schema\": 2", "EOF while parsing"),
         ("{}", "it has no `schema`"),
         ("{\"schema\": \"1\"}", "its `schema` is not a number"),
-        ("{\"schema\": 1}", "missing field"),
+        ("{\"schema\": 2}", "missing field"),
         (&other, "schema version 7, written by Vellum 0.1.0; this is Vellum"),
         (&deep, "recursion limit"),
         (&twice, "two figures are called `populate_memory`"),
@@ -230,7 +323,7 @@ fn messages_name_the_file_the_fault_and_the_remedy() {
     assert!(error("/no/such/file.json").contains("No such file"));
     assert!(error("/proc").contains("a directory where a result file is needed"));
     assert!(error("/dev/zero").contains("larger than 64 MiB"));
-    let error = json::Writer::open(Path::new("/no/such/directory/r.json")).unwrap_err().to_string();
+    let error = Writer::open(Path::new("/no/such/directory/r.json"), Kind::Results).unwrap_err().to_string();
     assert!(error.starts_with("/no/such/directory/r.json: cannot be written"), "{error}");
 }
 
@@ -238,8 +331,11 @@ fn messages_name_the_file_the_fault_and_the_remedy() {
 fn spreads_series_and_buckets_out_of_order_are_refused() {
     type Fault = (&'static str, fn(&mut Value));
     let faults: &[Fault] = &[
-        ("not between", |v| v["figures"][4]["median"] = 1e9.into()),
-        ("count is not", |v| v["figures"][4]["count"] = 3.into()),
+        ("not those of its samples", |v| v["figures"][4]["median"] = 1e9.into()),
+        ("not those of its samples", |v| v["figures"][4]["samples"][1]["value"] = 1e9.into()),
+        ("resolution is no share", |v| v["figures"][4]["resolution"] = 2.into()),
+        ("is none of its figures", |v| v["headline"] = serde_json::json!({"name": "nothing"})),
+        ("has an index in its name", |v| v["figures"][0]["name"] = "a[0]".into()),
         ("not in order", |v| v["series"][0]["points"][0][0] = 1e9.into()),
         ("ends before it starts", |v| v["marks"][0]["end"] = (-1).into()),
         ("do not rise", |v| v["histograms"][0]["buckets"][1][0] = 0.into()),
@@ -258,9 +354,10 @@ fn spreads_series_and_buckets_out_of_order_are_refused() {
 #[test]
 fn the_text_stands_alone() {
     let mut report = json::read(Path::new("tests/data/dirty-log.json")).unwrap().remove(0);
-    report.invalid.push("no huge mapping was made: pages_2m stayed 0".into());
+    report.fail(None, Premise::NoHugePage { backing: "thp".into(), small: Some(512) });
+    report.cut_short = Some("interrupted in round 3".into());
     report.host.emulated = true;
-    let text = terminal::render(&report);
+    let text = terminal::render(&report, 100);
     for part in [
         "$ vellum bench dirty-log -v 2",
         "backing=thp",
@@ -269,7 +366,8 @@ fn the_text_stands_alone() {
         "EMULATED (times count instructions and are not seconds)",
         "Linux 6.12.0-test",
         "kvm_pvm",
-        "INVALID  no huge mapping was made",
+        "INVALID  memory is backed by thp, but KVM mapped no huge page, only 512 of 4 KiB",
+        "CUT OFF  interrupted in round 3",
         "bytes_per_vcpu=536870912 (512 MiB)",
         "262,144",
         "p99.9",
@@ -280,8 +378,15 @@ fn the_text_stands_alone() {
             part => assert!(text.contains(part), "{part} is missing in:\n{text}"),
         }
     }
-    let widest = text.lines().map(|l| l.chars().count()).max().unwrap();
-    assert!(widest <= 130, "{widest} columns:\n{text}");
+    let widest = text.lines().filter(|l| !l.starts_with("$ ")).map(|l| l.chars().count()).max().unwrap();
+    assert!(widest <= 100, "{widest} columns:\n{text}");
+    // What does not fit beside the rest follows below it.
+    for width in [72, 80, 200] {
+        let text = terminal::render(&report, width);
+        let widest = text.lines().filter(|l| !l.starts_with("$ ")).map(|l| l.chars().count()).max().unwrap();
+        assert!(widest <= width, "{widest} of {width} columns:\n{text}");
+        assert!(text.contains("p99.9") && text.contains("clear_dirty_log"), "{text}");
+    }
 }
 
 #[test]

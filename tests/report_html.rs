@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use harness::{Failed, Trials};
 use serde_json::Value;
-use vellum::report::{html, json};
+use vellum::report::{Premise, html, json};
 
 fn main() -> ExitCode {
     let browser = ["chromium", "chromium-browser", "google-chrome"].into_iter().find_map(on_path);
@@ -56,7 +56,7 @@ top.document.title = JSON.stringify({
 
 fn look(browser: &Path, name: &str, width: u32, dark: bool) -> Result<(), Failed> {
     let mut results = json::read(Path::new("tests/data/dirty-log.json"))?;
-    results[0].invalid.push("planted: the page must show this".into());
+    results[0].fail(Some("planted".into()), Premise::OneCpu);
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("report-html-{name}"));
     std::fs::create_dir_all(&directory)?;
     let page = html::render(&results);

@@ -2,7 +2,9 @@
 
 mod bed;
 
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitCode, Output, Stdio};
 
@@ -83,8 +85,30 @@ fn report(arguments: &str) -> Result<Report, Failed> {
 }
 
 fn figure(report: &Report, name: &str) -> Result<f64, Failed> {
-    let found = report.figures.iter().find(|figure| figure.name() == name);
+    let found = report.figures.iter().find(|figure| figure.label.to_string() == name);
     found.map(|figure| figure.value()).ok_or_else(|| format!("no figure {name}").into())
+}
+
+/// Twice to one path that is not UTF-8, the second time over what the first run wrote, by a process that is confined by then.
+#[trial(kvm())]
+fn a_result_is_replaced_whatever_its_name() -> Result<(), Failed> {
+    let name = [format!("vellum-run-{}-", std::process::id()).as_bytes(), b"\xff.json"].concat();
+    let path = std::env::temp_dir().join(OsString::from_vec(name));
+    let mut read = Vec::new();
+    for passes in ["5", "1"] {
+        let output = vellum("--memory 16m --passes").arg(passes).arg("--json").arg(&path).output()?;
+        expect(&output, 0)?;
+        read.push(json::read(&path).map_err(|error| error.to_string()));
+    }
+    std::fs::remove_file(&path)?;
+    for (result, passes) in read.into_iter().zip([5, 1]) {
+        let result = result?;
+        ensure(result.len() == 1 && result[0].asked["passes"] == passes, || format!("{result:?}"))?;
+        ensure(result[0].command.iter().any(|word| word.contains('\u{fffd}')), || {
+            format!("{:?}", result[0].command)
+        })?;
+    }
+    Ok(())
 }
 
 fn succeed(arguments: &str) -> Result<(), Failed> {
@@ -170,8 +194,8 @@ fn json_is_all_that_standard_output_carries() -> Result<(), Failed> {
     let result = report("--memory 16m --passes 2 --workload write,seed=9")?;
     ensure(result.asked["seed"] == 9 && result.asked["passes"] == 2, || format!("{:?}", result.asked))?;
     ensure(figure(&result, "accesses")? == 2.0 * 4096.0, || format!("{:?}", result.figures))?;
-    let rate = result.figures.iter().find(|figure| figure.name() == "pages_per_second_per_vcpu");
-    ensure(rate.is_some_and(|rate| rate.unit() == "pages/s"), || format!("{rate:?}"))
+    let rate = result.figures.iter().find(|figure| figure.label.to_string() == "pages_per_second_per_vcpu");
+    ensure(rate.is_some_and(|rate| rate.unit == "pages/s"), || format!("{rate:?}"))
 }
 
 #[trial(kvm())]

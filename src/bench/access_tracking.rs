@@ -7,14 +7,14 @@
 use std::thread;
 use std::time::Instant;
 
-use super::{Common, Counted, Error, Region, huge_premise};
+use super::{Common, Counted, Error, Region, huge_premise, of_rounds};
 use crate::fault::Field;
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
 use crate::guests::program::touch as code;
 use crate::guests::touch::Plan;
 use crate::memory::{Backing, Memory, MemoryConfig};
-use crate::report::Report;
+use crate::report::{Premise, Report};
 use crate::sys::mmap::PAGE_SIZE;
 use crate::sys::page_idle::PageIdle;
 use crate::vm;
@@ -30,16 +30,16 @@ pub struct Config {
     pub overlap: bool,
 }
 
-/// The stages in their order.
-const STAGES: [&str; 7] = [
-    "populate",
-    "write_populated",
-    "read_populated",
-    "mark_idle",
-    "write_idle",
-    "mark_idle_again",
-    "read_idle",
-];
+/// The seconds of one round's stages, in their order.
+struct Stages {
+    populate: f64,
+    write_populated: f64,
+    read_populated: f64,
+    mark_idle: f64,
+    write_idle: f64,
+    mark_idle_again: f64,
+    read_idle: f64,
+}
 
 /// Pages on their way to the LRU lists cannot be marked; more than this share of others is no such remainder.
 const MARKED: f64 = 0.9;
@@ -49,12 +49,9 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     let Region { bytes, backing, vcpus } = config.region;
     config.region.check(backing.best_mapping())?;
     if let Backing::Hugetlb(_) | Backing::SharedHugetlb(_) = backing {
-        return Err(Error::Asked(
-            Field::Backing,
-            format!(
-                "{backing}: idle page tracking sees no pages of the huge page pool; anonymous, thp or shmem would work"
-            ),
-        ));
+        let why =
+            "idle page tracking sees no pages of the huge page pool; anonymous, thp or shmem would work";
+        return Err(Error::Asked(Field::Backing, format!("{backing}: {why}")));
     }
     let idle = PageIdle::open().map_err(|e| {
         Error::Lacking(format!(
@@ -69,24 +66,26 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     report.ask("overlap", config.overlap);
     config.common.ask_page(&mut report);
     config.common.ask(&mut report);
-    let mut times = vec![Vec::new(); STAGES.len()];
-    config.common.each(&mut report, config.common.rounds(), |report, round| {
-        let stages = one(report, config, &idle, round.index == 0)?;
-        times.iter_mut().zip(stages).for_each(|(times, time)| times.push(time));
+    let mut rounds = Vec::new();
+    config.common.each(&mut report, &config.common.rounds(), |report, round| {
+        rounds.push(one(report, config, &idle, round.is_first())?);
         Ok(())
     })?;
-    for (name, times) in STAGES.iter().zip(&times) {
-        report.spread(*name, "s", times);
-    }
+    let mut put = |name: &str, of: fn(&Stages) -> f64| {
+        report.samples(name, "s", of_rounds(&rounds, |stages| Some(of(stages))));
+    };
+    put("populate", |stages| stages.populate);
+    put("write_populated", |stages| stages.write_populated);
+    put("read_populated", |stages| stages.read_populated);
+    put("mark_idle", |stages| stages.mark_idle);
+    put("write_idle", |stages| stages.write_idle);
+    put("mark_idle_again", |stages| stages.mark_idle_again);
+    put("read_idle", |stages| stages.read_idle);
+    report.set_headline("write_idle");
     Ok(report)
 }
 
-fn one(
-    report: &mut Report,
-    config: &Config,
-    idle: &PageIdle,
-    first: bool,
-) -> Result<[f64; STAGES.len()], Error> {
+fn one(report: &mut Report, config: &Config, idle: &PageIdle, first: bool) -> Result<Stages, Error> {
     let kvm = vm::open()?;
     let Region { backing, vcpus, .. } = config.region;
     let bytes = config.region.total(config.overlap);
@@ -118,27 +117,35 @@ fn one(
         let fine = if expected { share >= MARKED } else { share <= 1.0 - MARKED };
         // A huge page has one bit for all of it, at its first frame.
         if !fine && backing != Backing::Thp {
-            report.invalid.push(format!("{:.1}% of the pages are idle after {what}", share * 100.0));
+            report.fail(None, Premise::IdlePages { share, after: what.into() });
         }
         Ok(())
     };
     let populate = access(true)?;
     let write_populated = access(true)?;
     let read_populated = access(false)?;
-    let mark = mark(config, idle, &guest)?;
+    let mark_idle = mark(config, idle, &guest)?;
     remains("they were all marked", true)?;
     // Looking has cleared accessed bits too, but nothing has been accessed since: the guest pays as after the marking.
     let write_idle = access(true)?;
     remains("they were all written", false)?;
-    let mark_again = self::mark(config, idle, &guest)?;
+    let mark_idle_again = mark(config, idle, &guest)?;
     let read_idle = access(false)?;
     let now = counted.now();
     huge_premise(report, backing, config.common.page(&report.host), &now);
     // One round's counters stand for all.
     if first {
-        counted.finish(report, now, None);
+        counted.finish(report, &now, None);
     }
-    Ok([populate, write_populated, read_populated, mark, write_idle, mark_again, read_idle])
+    Ok(Stages {
+        populate,
+        write_populated,
+        read_populated,
+        mark_idle,
+        write_idle,
+        mark_idle_again,
+        read_idle,
+    })
 }
 
 /// Marks each vCPU's region on a thread of its own.

@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{Common, Counted, Error, Region, Round, huge_premise, pass_seconds};
+use super::{Common, Counted, Error, Region, Round, huge_premise, of_rounds, pass_seconds};
 use crate::fault::Field;
 use crate::guests::control::{BUCKETS, bucket_of};
 use crate::guests::guest::GuestConfig;
 use crate::guests::model::{self, Model};
 use crate::guests::{Guest, WriteConfig, run};
-use crate::memory::{Backing, Memory, MemoryConfig};
-use crate::report::{Histogram, Report};
+use crate::memory::{Backing, Memory, MemoryConfig, short_size};
+use crate::report::{Histogram, Label, Premise, Report, Sample};
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
 use crate::sys::uffd::{BATCH, Mode, Uffd};
 use crate::vm;
@@ -44,52 +44,73 @@ pub struct Config {
     pub overlap: bool,
 }
 
-/// Samples of all rounds.
-#[derive(Default)]
-struct Samples {
-    execution: Vec<f64>,
-    overall: Vec<f64>,
-    per_vcpu: Vec<Vec<f64>>,
-    faults: Vec<f64>,
-    guest: Option<Histogram>,
+/// What one round measured.
+struct Measured {
+    /// Seconds until the last vCPU was done.
+    execution: f64,
+    /// Pages that all vCPUs together brought in, each second.
+    overall: f64,
+    /// The same of each vCPU, by its own clock.
+    per_vcpu: Vec<f64>,
+    /// Faults that handlers answered.
+    faults: u64,
+    /// How long their answers took, in nanoseconds: buckets, and the longest.
     answers: Vec<u64>,
+    slowest: u64,
+    /// How long the guest's writes took.
+    writes: Histogram,
 }
 
 /// Measures.
 pub fn run(config: &Config) -> Result<Report, Error> {
-    let backing = match (config.mode, config.region.backing) {
+    let Region { bytes, backing, vcpus } = config.region;
+    let mapped = match (config.mode, backing) {
         // Minor faults are those of a file that this process can map twice.
         (Mode::Minor, Backing::Shmem) => Backing::Memfd,
         (Mode::Minor, other @ (Backing::Anonymous | Backing::Thp | Backing::Hugetlb(_))) => {
-            return Err(Error::Asked(
-                Field::PageFaults,
-                format!(
-                    "MINOR with {other}: minor faults are those of shared memory; shmem or shared_hugetlb would work"
-                ),
-            ));
+            let why = "minor faults are those of shared memory; shmem or shared_hugetlb would work";
+            return Err(Error::Asked(Field::PageFaults, format!("MINOR with {other}: {why}")));
         }
         (_, other) => other,
     };
-    config.region.check(backing.page_size())?;
+    config.region.check(mapped.page_size())?;
     let size = config.region.affordable(config.overlap)?;
-    let mut report = describe(config, backing);
-    let mut samples = Samples { answers: vec![0; BUCKETS], ..Samples::default() };
-    config.common.each(&mut report, config.common.rounds(), |report, round| {
-        one(config, MemoryConfig { backing, ..MemoryConfig::new(size) }, *round, report, &mut samples)
-    })?;
-    report.spread("execution_time", "s", &samples.execution);
-    report.spread("overall_rate", "pages/s", &samples.overall);
-    report.spread("faults_answered", "faults", &samples.faults);
-    for (index, rates) in samples.per_vcpu.iter().enumerate() {
-        report.spread(format!("rate[vcpu{index}]"), "pages/s", rates);
+    if bytes < 2 * PAGE_SIZE {
+        let why = format!("{}: each vCPU needs 2 pages at least; 8k would work", short_size(bytes));
+        return Err(Error::Asked(Field::Memory, why));
     }
-    report.histograms.extend(samples.guest);
+    let mut report = describe(config);
+    if mapped != backing {
+        report.note(format!(
+            "{backing} is a {mapped} here, so that the handlers can have its pages before the guest"
+        ));
+    }
+    let mut rounds = Vec::new();
+    config.common.each(&mut report, &config.common.rounds(), |report, &round| {
+        let memory = MemoryConfig { backing: mapped, ..MemoryConfig::new(size) };
+        rounds.push(one(config, memory, round, report)?);
+        Ok(())
+    })?;
+    report.samples("execution_time", "s", of_rounds(&rounds, |r| Some(r.execution)));
+    report.samples("overall_rate", "pages/s", of_rounds(&rounds, |r| Some(r.overall)));
+    report.samples("faults_answered", "faults", of_rounds(&rounds, |r| Some(r.faults as f64)));
+    report.set_headline("overall_rate");
+    for vcpu in 0..vcpus {
+        let mut samples = of_rounds(&rounds, |r| r.per_vcpu.get(vcpu).copied());
+        samples.iter_mut().for_each(|sample: &mut Sample| sample.vcpu = Some(vcpu as u32));
+        report.samples(Label::of("rate", format_args!("vcpu{vcpu}")), "pages/s", samples);
+    }
+    let mut answers = vec![0; BUCKETS];
+    rounds.iter().for_each(|r| answers.iter_mut().zip(&r.answers).for_each(|(sum, n)| *sum += n));
+    let slowest = rounds.iter().map(|r| r.slowest).max().unwrap_or(0);
+    // One round's write latencies stand for all, as its counters do.
+    report.histograms.extend(rounds.into_iter().next().map(|r| r.writes));
     // Their unit is a nanosecond already.
-    report.histograms.push(run::nanoseconds("answer_time", &samples.answers, 1_000_000_000));
+    report.histograms.push(run::nanoseconds("answer_time".into(), &answers, slowest, 1_000_000_000));
     Ok(report)
 }
 
-fn describe(config: &Config, backing: Backing) -> Report {
+fn describe(config: &Config) -> Report {
     let mut report = config.common.report("demand-paging");
     report.ask("mode", if config.mode == Mode::Missing { "MISSING" } else { "MINOR" });
     report.ask("userfaultfds", if config.single { 1 } else { config.region.vcpus });
@@ -97,7 +118,7 @@ fn describe(config: &Config, backing: Backing) -> Report {
     report.ask("delay_us", config.delay.as_micros() as u64);
     report.ask("batch", config.batch);
     report.ask("bytes_per_vcpu", config.region.bytes);
-    report.ask("backing", backing.to_string());
+    report.ask("backing", config.region.backing.to_string());
     report.ask("vcpus", config.region.vcpus);
     report.ask("overlap", config.overlap);
     config.common.ask_page(&mut report);
@@ -116,15 +137,24 @@ struct Part {
 struct Answers {
     faults: AtomicU64,
     times: Vec<AtomicU64>,
+    slowest: AtomicU64,
 }
 
-fn one(
-    config: &Config,
-    memory: MemoryConfig,
-    round: Round,
-    report: &mut Report,
-    samples: &mut Samples,
-) -> Result<(), Error> {
+impl Answers {
+    fn none() -> Self {
+        let times = (0..BUCKETS).map(|_| AtomicU64::new(0)).collect();
+        Self { faults: AtomicU64::new(0), times, slowest: AtomicU64::new(0) }
+    }
+
+    fn add(&self, took: Duration) {
+        let took = took.as_nanos() as u64;
+        self.faults.fetch_add(1, Ordering::Relaxed);
+        self.times[bucket_of(took)].fetch_add(1, Ordering::Relaxed);
+        self.slowest.fetch_max(took, Ordering::Relaxed);
+    }
+}
+
+fn one(config: &Config, memory: MemoryConfig, round: Round, report: &mut Report) -> Result<Measured, Error> {
     let kvm = vm::open()?;
     let memory = Memory::map(crate::arch::layout::RAM, memory)?;
     let alias = match (&memory.file, config.mode) {
@@ -157,8 +187,7 @@ fn one(
     let page = guest.vm.memory.config.backing.page_size();
     // Not zero: what has never been written would fault, page by page, while the first fault is answered.
     let source = vec![0xa5u8; (page * config.batch) as usize];
-    let answers =
-        Answers { faults: AtomicU64::new(0), times: (0..BUCKETS).map(|_| AtomicU64::new(0)).collect() };
+    let answers = Answers::none();
     let mapping = guest.vm.memory.mapping.clone();
     let elapsed = thread::scope(|scope| -> Result<f64, Error> {
         for part in &parts {
@@ -189,40 +218,40 @@ fn one(
         let verdict =
             model::verify(models.into_iter().zip(done).collect(), pages, |page| guest.stamp(page, PAGE_SIZE));
         if verdict.wrong > 0 || verdict.checked < pages {
-            report.invalid.push(format!(
-                "{round}: {} pages wrong and {} right of {pages}: pages were lost on their way into the guest",
-                verdict.wrong, verdict.checked
-            ));
+            let wrong = verdict.wrong.max(pages - verdict.checked.min(pages));
+            let example = Some("pages were lost on their way into the guest".to_owned());
+            report.fail(Some(round.to_string()), Premise::WrongContents { wrong, of: pages, example });
         }
         quit.write(1).map_err(|e| Error::Host("eventfd", e))?;
         Ok(elapsed)
     })?;
     drop(alias);
     let each = bytes / PAGE_SIZE;
-    samples.execution.push(elapsed);
-    samples.overall.push((each * vcpus as u64) as f64 / elapsed);
-    samples.faults.push(answers.faults.load(Ordering::Relaxed) as f64);
-    samples.per_vcpu.resize(vcpus, Vec::new());
-    for (control, rates) in guest.controls().zip(&mut samples.per_vcpu) {
-        rates.push(each as f64 / pass_seconds(control, guest.tsc_hz));
-    }
-    samples.answers.iter_mut().zip(&answers.times).for_each(|(sum, n)| *sum += n.load(Ordering::Relaxed));
+    let count = |n: &AtomicU64| n.load(Ordering::Relaxed);
+    let faults = count(&answers.faults);
     let least = guest.vm.memory.config.size / page / config.batch;
-    if answers.faults.load(Ordering::Relaxed) < least {
-        report.invalid.push(format!("{round}: fewer faults than pages: memory was not missing"));
+    if faults < least {
+        report.fail(Some(round.to_string()), Premise::NotMissing { faults, least });
     }
-    // One round's latencies and counters stand for all.
+    let measured = Measured {
+        execution: elapsed,
+        overall: (each * vcpus as u64) as f64 / elapsed,
+        per_vcpu: guest.controls().map(|c| each as f64 / pass_seconds(c, guest.tsc_hz)).collect(),
+        faults,
+        answers: answers.times.iter().map(count).collect(),
+        slowest: count(&answers.slowest),
+        writes: run::latency(&guest),
+    };
     let now = counted.now();
-    if round.index == 0 {
-        samples.guest = Some(run::latency(&guest));
+    if round.is_first() {
         // A missing page of THP memory is brought in as a small one.
         if guest.vm.memory.config.backing != Backing::Thp {
             let page = config.common.page(&report.host);
             huge_premise(report, guest.vm.memory.config.backing, page, &now);
         }
-        counted.finish(report, now, None);
+        counted.finish(report, &now, None);
     }
-    Ok(())
+    Ok(measured)
 }
 
 fn part(mode: Mode, mapping: &Mapping, offset: u64, len: u64) -> Result<Part, Error> {
@@ -262,9 +291,7 @@ fn serve(
                 Mode::Missing => part.uffd.copy(mapping, offset, &source[..len as usize], page)?,
                 Mode::Minor => part.uffd.map(mapping, offset, len, page)?,
             }
-            answers.faults.fetch_add(1, Ordering::Relaxed);
-            let took = start.elapsed().as_nanos() as u64;
-            answers.times[bucket_of(took)].fetch_add(1, Ordering::Relaxed);
+            answers.add(start.elapsed());
         }
     }
     Ok(())

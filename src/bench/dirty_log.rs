@@ -10,22 +10,22 @@ mod continuous;
 pub mod lazy;
 mod lockstep;
 mod machine;
+mod measured;
 
 use std::time::Duration;
 
-use super::{Common, Error, Region, check_offset};
+use super::region::check_offset;
+use super::{Common, Error, Region};
 use crate::dirty::Method;
+use crate::fault::Field;
 use crate::guests::{Hot, Order};
 use crate::memory::{self, short_size};
-use crate::report::{Figure, Report};
+use crate::report::{Label, Report};
 use crate::sys::host::allowed_cpus;
 use crate::vm;
 
-use crate::fault::Field;
 use machine::Run;
-
-/// The parts of a collection; `scan` is Vellum's own.
-const PARTS: [&str; 3] = ["get_dirty_log", "clear_dirty_log", "scan_dirty_log"];
+use measured::Round;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -67,6 +67,17 @@ pub struct Config {
 /// Measures.
 pub fn run(config: &Config) -> Result<Report, Error> {
     let mut report = config.common.report("dirty-log");
+    let rounds = measure(&mut report, config)?;
+    measured::add(&mut report, rounds);
+    report.set_headline(match config.continuous {
+        None => "dirty_memory_average".into(),
+        Some(_) => Label::of("progress", "during"),
+    });
+    Ok(report)
+}
+
+/// Measures every round; what was asked, the counters and what is to be said besides go into `report`.
+fn measure(report: &mut Report, config: &Config) -> Result<Vec<Round>, Error> {
     let kvm = vm::open()?;
     let probe = crate::host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
     let method = match config.method {
@@ -81,127 +92,72 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     drop(probe);
     let total = check(config, method)?;
     config.common.pin_main(config.region.vcpus)?;
-    ask(&mut report, config, method);
-    let mut samples: Vec<(String, &'static str, Vec<f64>)> = Vec::new();
-    config.common.each(&mut report, config.common.rounds(), |report, round| {
+    ask(report, config, method);
+    let mut rounds = Vec::new();
+    config.common.each(report, &config.common.rounds(), |report, round| {
         let mut run = Run::new(config, method, total, &kvm, report)?;
-        match config.continuous {
+        let measured = match config.continuous {
             None => run.lockstep()?,
             Some(duration) => run.continuous(duration)?,
+        };
+        let Run { counted, end, .. } = run;
+        // One round's counters stand for all.
+        if round.is_first() {
+            counted.finish(report, &end, None);
         }
-        let Run { figures, histograms, series, marks, counted, end, .. } = run;
-        for (name, unit, value) in figures {
-            match samples.iter_mut().find(|sample| sample.0 == name) {
-                Some(sample) => sample.2.push(value),
-                None => samples.push((name, unit, vec![value])),
-            }
-        }
-        // One round's pictures stand for all; the spread is in the figures.
-        if round.index == 0 {
-            (report.histograms, report.series, report.marks) = (histograms, series, marks);
-            counted.finish(report, end, None);
-        }
+        rounds.push(measured);
         Ok(())
     })?;
-    for (name, unit, values) in samples {
-        match values.as_slice() {
-            [value] => report.figure(name, unit, *value),
-            values => report.spread(name, unit, values),
-        }
-    }
-    if config.common.repeat > 1 {
-        let noise = |figure: &Figure| match figure {
-            Figure::Spread { name, unit, median, min, max, .. }
-                if unit == "s" && name.ends_with("_average") =>
-            {
-                let percent = (max - min) / median * 100.0;
-                Some(format!(
-                    "{name}: a difference below {percent:.1} % is noise here ({} rounds)",
-                    config.common.repeat
-                ))
-            }
-            _ => None,
-        };
-        report.notes.extend(report.figures.iter().filter_map(noise).collect::<Vec<_>>());
-    }
-    Ok(report)
+    Ok(rounds)
 }
 
 /// Refuses what contradicts itself; returns the bytes of memory needed.
 fn check(config: &Config, method: Method) -> Result<u64, Error> {
-    let asked = |field, reason: String| Err(Error::Asked(field, reason));
     let Region { bytes, backing, vcpus } = config.region;
     let page = backing.page_size();
     let total = config.region.total(false);
+    let asked = |field, reason: String| Err(Error::Asked(field, reason));
     if !bytes.is_multiple_of(4096) || bytes < 8192 {
+        let next = short_size(bytes.max(memory::LEAST).next_multiple_of(4096));
         return asked(
             Field::Memory,
-            format!(
-                "{bytes} is no multiple of 4096 from 8192 on; {} would work",
-                bytes.max(memory::LEAST).next_multiple_of(4096)
-            ),
+            format!("{bytes} is no multiple of 4096 from 8192 on; {next} would work"),
         );
     }
+    let mapping = backing.best_mapping();
+    let [each, together, of_page, of_mapping] = [bytes, total, page, mapping].map(short_size);
     if !total.is_multiple_of(page) {
-        let each = short_size(bytes.next_multiple_of(page));
-        return asked(
-            Field::Memory,
-            format!(
-                "{}: {} vCPUs need {} together, no multiple of the {} pages of {}; {each} would work",
-                short_size(bytes),
-                vcpus,
-                short_size(total),
-                short_size(page),
-                backing
-            ),
-        );
+        let next = short_size(bytes.next_multiple_of(page));
+        let why = format!("no multiple of the {of_page} pages of {backing}; {next} would work");
+        return asked(Field::Memory, format!("{each}: {vcpus} vCPUs need {together} together, {why}"));
     }
-    let pages = total / backing.best_mapping();
+    let pages = total / mapping;
     if pages == 0 {
-        return asked(
-            Field::Memory,
-            format!(
-                "{} is less than one of the {} pages of {backing}; {1} would work",
-                short_size(bytes),
-                short_size(backing.best_mapping())
-            ),
-        );
+        let why = format!("less than one of the {of_mapping} pages of {backing}; {of_mapping} would work");
+        return asked(Field::Memory, format!("{each} is {why}"));
     }
-    if u64::from(config.slots) > pages || !pages.is_multiple_of(config.slots.into()) {
-        let fits = (1..=u64::from(config.slots).min(pages)).rev().find(|slots| pages.is_multiple_of(*slots));
-        return asked(
-            Field::Slots,
-            format!(
-                "{}: {} in pages of {} do not divide into so many memslots; {} would work",
-                config.slots,
-                short_size(total),
-                short_size(backing.best_mapping()),
-                fits.unwrap_or(1)
-            ),
-        );
+    let slots = config.slots;
+    if u64::from(slots) > pages || !pages.is_multiple_of(slots.into()) {
+        let fits = (1..=u64::from(slots).min(pages)).rev().find(|slots| pages.is_multiple_of(*slots));
+        let why = format!("{together} in pages of {of_mapping} do not divide into so many memslots");
+        return asked(Field::Slots, format!("{slots}: {why}; {} would work", fits.unwrap_or(1)));
     }
     if let Some(chunk) = config.chunk.filter(|_| !method.is_manual()) {
-        return asked(
-            Field::ClearChunk,
-            format!(
-                "{chunk}: {}, so there is nothing to clear in chunks; the tracker manual-protect would work",
-                match method {
-                    Method::Ring => "the ring is reset as a whole",
-                    _ => "KVM_GET_DIRTY_LOG alone clears what it reads",
-                }
-            ),
-        );
+        let why = match method {
+            Method::Ring => "the ring is reset as a whole",
+            _ => "KVM_GET_DIRTY_LOG alone clears what it reads",
+        };
+        let instead = "so there is nothing to clear in chunks; the tracker manual-protect would work";
+        return asked(Field::ClearChunk, format!("{chunk}: {why}, {instead}"));
     }
     if let Some(offset) = config.phys_offset {
         check_offset(offset, total, backing)?;
     }
     let cpus = allowed_cpus().map_err(|e| Error::Host("sched_getaffinity", e))?;
     if config.continuous.is_some() && cpus.len() < 2 {
-        return asked(Field::Collect,
-            "continuous: the guest and the collection would take turns on this process's only CPU, and nothing \
-             would be decoupled; lockstep works, or allow a second CPU (taskset)"
-                .into(),
-        );
+        let why = "the guest and the collection would take turns on this process's only CPU, and nothing would be decoupled; \
+                   lockstep works, or allow a second CPU (taskset)";
+        return asked(Field::Collect, format!("continuous: {why}"));
     }
     config.region.affordable(false)
 }

@@ -11,7 +11,8 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{Common, Counted, Error, check_memory, populated};
+use super::region::{check_memory, populated};
+use super::{Common, Counted, Error};
 use crate::fault::Field;
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
@@ -19,7 +20,7 @@ use crate::guests::program::touch as code;
 use crate::guests::touch::{self, Plan};
 use crate::host::topology;
 use crate::memory::{Backing, MemoryConfig, Slot, short_size};
-use crate::report::Report;
+use crate::report::{Label, Premise, Report, Sample};
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm;
 
@@ -88,34 +89,26 @@ const CHUNK: u64 = 2 << 20;
 /// Measures.
 pub fn run(config: &Config) -> Result<Report, Error> {
     let unit = 2 * CHUNK;
+    let asked = |field, why: String| Err(Error::Asked(field, why));
+    let page = config.backing.best_mapping();
+    let most = config.bytes / page;
     if config.bytes == 0 || !config.bytes.is_multiple_of(unit) {
-        return Err(Error::Asked(
-            Field::Memory,
-            format!(
-                "{} is no multiple of {unit}, which halves of 2 MiB pieces need; the next that is one: {}",
-                config.bytes,
-                config.bytes.max(1).next_multiple_of(unit)
-            ),
-        ));
+        let [bytes, unit, next] =
+            [config.bytes, unit, config.bytes.max(1).next_multiple_of(unit)].map(short_size);
+        let why =
+            format!("{bytes} is no multiple of {unit}, which halves of 2 MiB pieces need; {next} would work");
+        return asked(Field::Memory, why);
     }
     if config.slots < 2 && config.tests.contains(&Test::MoveInactive) {
-        return Err(Error::Asked(
-            Field::Slots,
-            "1: move_inactive needs a slot to move and another for the guest: 2 or more would work".into(),
-        ));
+        let why = "1: move_inactive needs a slot to move and another for the guest: 2 or more would work";
+        return asked(Field::Slots, why.into());
     }
-    let page = config.backing.best_mapping();
-    if u64::from(config.slots) > config.bytes / page {
-        return Err(Error::Asked(
-            Field::Slots,
-            format!(
-                "{}: {} have {most} pages of {} for as many memslots; {most} would work",
-                config.slots,
-                short_size(config.bytes),
-                short_size(page),
-                most = config.bytes / page,
-            ),
-        ));
+    if u64::from(config.slots) > most {
+        let [bytes, page] = [config.bytes, page].map(short_size);
+        let slots = config.slots;
+        let why =
+            format!("{slots}: {bytes} have {most} pages of {page} for as many memslots; {most} would work");
+        return asked(Field::Slots, why);
     }
     check_memory(config.bytes, config.backing)?;
     let mut report = config.common.report("memslot");
@@ -125,21 +118,24 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     report.ask("backing", config.backing.to_string());
     report.ask("time_seconds", config.time.as_secs_f64());
     config.common.ask(&mut report);
-    config.common.each(&mut report, &config.tests, |report, test| measure(report, config, **test))?;
+    config.common.each(&mut report, &config.tests, |report, &test| measure(report, config, test))?;
+    if let Some(test) = config.tests.first() {
+        report.set_headline(Label::of("rounds_per_second", test));
+    }
     Ok(report)
 }
 
-/// What one test measured, a sample a run.
+/// What one run of a test measured: many rounds, on the machine of all its runs.
 #[derive(Default)]
-struct Samples {
-    /// Seconds of the guest's part of a round, by its own clock.
-    guest: Vec<f64>,
-    /// Seconds of each of the host's calls.
-    call: Vec<f64>,
+struct Measured {
+    /// Seconds of the guest's part of a round, by its own clock, where it has one.
+    guest: Option<f64>,
+    /// Seconds of each of the host's calls, where there are any.
+    call: Option<f64>,
     /// Rounds in a second.
-    rounds: Vec<f64>,
+    rounds: f64,
     /// Bytes that the kernel took for each GiB of a slot.
-    kernel: Vec<f64>,
+    kernel: Option<f64>,
 }
 
 fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error> {
@@ -152,53 +148,53 @@ fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error
     // The guest has a slot of its own for its code.
     let most = kvm.get_nr_memslots().saturating_sub(2);
     if test == Test::Create && config.slots as usize > most {
-        return Err(Error::Asked(
-            Field::Slots,
-            format!("{}: create needs one more, so {most} at most", config.slots),
-        ));
+        let why = format!("{}: create needs one more, so {most} at most", config.slots);
+        return Err(Error::Asked(Field::Slots, why));
     }
     let guest = Guest::build(&kvm, memory, GuestConfig { code: code::code(), ..config.common.guest(1) })?;
     let counted = Counted::start(&guest, report);
-    let mut samples = Samples::default();
+    let mut runs = Vec::new();
     for _ in 0..config.common.repeat {
-        let (mut rounds, mut sum) = (0u64, Round::default());
-        let start = Instant::now();
-        // Once at least, however short the time.
-        while rounds == 0 || start.elapsed() < config.time {
-            let round = test.once(&guest, config.bytes)?;
-            sum.guest += round.guest;
-            sum.host += round.host;
-            sum.calls += round.calls;
-            sum.kernel += round.kernel;
-            rounds += 1;
-            if round.lost > 0 {
-                report.invalid.push(format!(
-                    "{}: {} pages do not hold what the guest wrote",
-                    test.name(),
-                    round.lost
-                ));
-            }
-        }
-        samples.rounds.push(rounds as f64 / start.elapsed().as_secs_f64());
-        if sum.guest > 0.0 {
-            samples.guest.push(sum.guest / rounds as f64);
-        }
-        if test == Test::Create {
-            let per_gib = (1u64 << 30) as f64 / config.bytes as f64;
-            samples.kernel.push(sum.kernel as f64 / rounds as f64 * per_gib);
-        }
-        if sum.calls > 0 {
-            samples.call.push(sum.host.as_secs_f64() / sum.calls as f64);
+        runs.push(once(report, config, test, &guest)?);
+    }
+    let mut put = |name: &str, unit: &str, of: fn(&Measured) -> Option<f64>| {
+        // Runs of one machine: they say how it repeats, and are no replicates.
+        let sample =
+            |(round, run): (u32, &Measured)| Some(Sample { value: of(run)?, round, ..Sample::default() });
+        report.samples(Label::of(name, test), unit, (0..).zip(&runs).filter_map(sample).collect());
+    };
+    put("rounds_per_second", "rounds/s", |run| Some(run.rounds));
+    put("guest_time", "s", |run| run.guest);
+    put("call_time", "s", |run| run.call);
+    put("kernel_memory", "bytes/GiB", |run| run.kernel);
+    let now = counted.now();
+    counted.finish(report, &now, (config.tests.len() > 1).then_some(test.name()));
+    Ok(())
+}
+
+/// As many rounds as there is time for, and one at least.
+fn once(report: &mut Report, config: &Config, test: Test, guest: &Guest) -> Result<Measured, Error> {
+    let (mut rounds, mut sum) = (0u64, Round::default());
+    let start = Instant::now();
+    while rounds == 0 || start.elapsed() < config.time {
+        let round = test.once(guest, config.bytes)?;
+        sum.guest += round.guest;
+        sum.host += round.host;
+        sum.calls += round.calls;
+        sum.kernel += round.kernel;
+        rounds += 1;
+        if round.lost > 0 {
+            let (wrong, of) = (round.lost, config.bytes / PAGE_SIZE);
+            report.fail(Some(test.to_string()), Premise::WrongContents { wrong, of, example: None });
         }
     }
-    let name = test.name();
-    report.spread(format!("rounds_per_second[{name}]"), "rounds/s", &samples.rounds);
-    report.spread(format!("guest_time[{name}]"), "s", &samples.guest);
-    report.spread(format!("call_time[{name}]"), "s", &samples.call);
-    report.spread(format!("kernel_memory[{name}]"), "bytes/GiB", &samples.kernel);
-    let now = counted.now();
-    counted.finish(report, now, (config.tests.len() > 1).then_some(name));
-    Ok(())
+    let per_gib = (1u64 << 30) as f64 / config.bytes as f64;
+    Ok(Measured {
+        guest: (sum.guest > 0.0).then(|| sum.guest / rounds as f64),
+        call: (sum.calls > 0).then(|| sum.host.as_secs_f64() / sum.calls as f64),
+        rounds: rounds as f64 / start.elapsed().as_secs_f64(),
+        kernel: (test == Test::Create).then(|| sum.kernel as f64 / rounds as f64 * per_gib),
+    })
 }
 
 /// What one round took.

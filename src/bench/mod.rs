@@ -1,7 +1,8 @@
 //! Benchmarks: one file each, and each is a workload, a schedule and its figures.
 //!
-//! What a benchmark measures is said at the head of its file. Here is only what they share: how they fail, and the
-//! premises without which a figure means nothing. The command line is `cli/bench/`.
+//! What a benchmark measures is said at the head of its file; what it measured is a type of its own, a value a round, and becomes
+//! figures when all rounds are over. Here is what they share: how they fail, rounds, and the premises without which a figure means
+//! nothing; the memory is in `region`. The command line is `cli/bench/`.
 
 pub mod access_tracking;
 pub mod context_switch;
@@ -9,6 +10,7 @@ pub mod demand_paging;
 pub mod dirty_log;
 pub mod memslot;
 pub mod page_table;
+mod region;
 pub mod rmap_fork;
 mod shadow;
 
@@ -20,19 +22,21 @@ use std::time::{Duration, Instant};
 use clap::ValueEnum;
 use indicatif::ProgressBar;
 
-use crate::arch::{irqchip, layout};
+use crate::arch::irqchip;
 use crate::fault::{Blame, Fault, Field};
 use crate::guests::control::Control;
 use crate::guests::guest::{self, Guest, GuestConfig};
 use crate::guests::program::GuestPage;
 use crate::guests::run::huge_premise;
-use crate::host::{Facts, Paging, hugepages, idle, topology};
-use crate::memory::{self, Backing, Memory, MemoryConfig, short_size};
-use crate::report::Report;
+use crate::host::{Facts, Paging, idle};
+use crate::memory;
+use crate::report::{Premise, Report, Sample};
 use crate::sandbox::{self, Mode};
 use crate::sys::affinity;
 use crate::vm::counters::{Counters, Snapshot};
 use crate::{dirty, vm};
+
+pub use region::Region;
 
 /// Why a benchmark did not run.
 #[derive(Debug, thiserror::Error)]
@@ -161,20 +165,28 @@ impl Common {
         }
     }
 
-    /// Does `one` for each of `parts`, and says which it is at. Where a signal interrupts it, what was measured before
-    /// stands, and the result says so; where nothing was, that is an error.
+    /// Does `one` for each of `parts`, and says which it is at and how long the rest will take. Where a signal interrupts it,
+    /// what was measured before stands, and the result says so; where nothing was, that is an error.
     fn each<T: Display>(
         &self,
         report: &mut Report,
-        parts: impl IntoIterator<Item = T>,
+        parts: &[T],
         mut one: impl FnMut(&mut Report, &T) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let idling = Idling::watch(&report.host);
-        for (index, part) in parts.into_iter().enumerate() {
-            self.progress.set_message(part.to_string());
-            match one(report, &part) {
-                Err(error) if index > 0 && error.interrupted().is_some() => {
-                    report.notes.push(format!("interrupted at {part}: the figures are of what came before"));
+        let begun = Instant::now();
+        for (done, part) in parts.iter().enumerate() {
+            // A part that has parts of its own says which of these it is at.
+            if parts.len() > 1 {
+                let left = left(begun.elapsed(), done, parts.len());
+                self.progress.set_message(format!("{part}, {}/{}{left}", done + 1, parts.len()));
+            }
+            match one(report, part) {
+                Err(error) if done > 0 && error.interrupted().is_some() => {
+                    let of = parts.len();
+                    report.cut_short = Some(format!(
+                        "interrupted in {part}: the figures are of the {done} parts of {of} that were measured before"
+                    ));
                     break;
                 }
                 result => result?,
@@ -187,9 +199,8 @@ impl Common {
     }
 
     /// The rounds, for [`Common::each`].
-    fn rounds(&self) -> impl Iterator<Item = Round> + use<> {
-        let of = self.repeat;
-        (0..of).map(move |index| Round { index, of })
+    fn rounds(&self) -> Vec<Round> {
+        (0..self.repeat).map(Round).collect()
     }
 
     /// Pins this thread, where there is a CPU for it after those of `vcpus`.
@@ -201,11 +212,27 @@ impl Common {
     }
 }
 
+/// How long what is left will take, if it goes on so.
+fn left(elapsed: Duration, done: usize, of: usize) -> String {
+    if done == 0 {
+        return String::new();
+    }
+    let seconds = (elapsed.as_secs_f64() / done as f64 * (of - done) as f64).ceil() as u64;
+    let time = match seconds {
+        ..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds.div_ceil(60)),
+        _ => format!("{} h", seconds.div_ceil(3600)),
+    };
+    format!(", about {time} left")
+}
+
+/// The samples of a figure that each round has one of at most, in a machine of its own.
+fn of_rounds<R>(rounds: &[R], value: impl Fn(&R) -> Option<f64>) -> Vec<Sample> {
+    (0..).zip(rounds).filter_map(|(i, round)| Some(Sample::of_round(i, value(round)?))).collect()
+}
+
 /// The share of a measurement that an emulated host may be idle.
 const IDLE_LIMIT: f64 = 0.01;
-
-/// How the reason begins.
-const IDLE: &str = "the emulated host was idle";
 
 /// The premise of emulated time: its clock counts instructions, and idle time as if it were some.
 struct Idling {
@@ -223,142 +250,34 @@ impl Idling {
     fn judge(self, report: &mut Report) {
         let elapsed = self.since.elapsed();
         let idled = idle::since_boot().map_or(Duration::ZERO, |now| now.saturating_sub(self.before));
+        let said = report.invalid.iter().any(|failed| matches!(failed.premise, Premise::HostIdled { .. }));
         // Where one of the parts has said so already, there is no more to say of the whole.
-        if !report.invalid.iter().any(|why| why.contains(IDLE)) {
-            report.invalid.extend(idled_too_long(idled, elapsed));
+        if let Some(premise) = idled_too_long(idled, elapsed).filter(|_| !said) {
+            report.fail(None, premise);
         }
     }
 }
 
-fn idled_too_long(idled: Duration, elapsed: Duration) -> Option<String> {
+fn idled_too_long(idled: Duration, elapsed: Duration) -> Option<Premise> {
     let share = idled.as_secs_f64() / elapsed.as_secs_f64();
-    (share > IDLE_LIMIT).then(|| {
-        format!(
-            "{IDLE} for {:.1} % of the time, which its clock counts as work; above {:.0} % that is no measurement: measure more memory or more rounds",
-            share * 100.0,
-            IDLE_LIMIT * 100.0
-        )
-    })
+    (share > IDLE_LIMIT).then_some(Premise::HostIdled { share, limit: IDLE_LIMIT })
 }
 
-/// One round of several.
+/// One round of several, from 0.
 #[derive(Clone, Copy, Debug)]
-struct Round {
-    /// From 0.
-    index: u32,
-    of: u32,
+struct Round(u32);
+
+impl Round {
+    /// Whether it is the one whose counters and pictures stand for all.
+    fn is_first(self) -> bool {
+        self.0 == 0
+    }
 }
 
 impl Display for Round {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "round {} of {}", self.index + 1, self.of)
+        write!(f, "round {}", self.0 + 1)
     }
-}
-
-/// Memory, and how many vCPUs go over it.
-#[derive(Clone, Copy, Debug)]
-pub struct Region {
-    /// Bytes: of each vCPU's part, unless the benchmark says otherwise.
-    pub bytes: u64,
-    /// What backs them.
-    pub backing: Backing,
-    /// vCPUs.
-    pub vcpus: usize,
-}
-
-impl Region {
-    /// Refuses bytes that are no multiple of `page`.
-    fn check(&self, page: u64) -> Result<(), Error> {
-        if self.bytes > 0 && self.bytes.is_multiple_of(page) {
-            return Ok(());
-        }
-        Err(Error::Asked(
-            Field::Memory,
-            format!(
-                "{} is no multiple of the {page}-byte pages of {}; the next that is one: {}",
-                self.bytes,
-                self.backing,
-                self.bytes.max(1).next_multiple_of(page)
-            ),
-        ))
-    }
-
-    /// Bytes in all, where each vCPU has a part of its own, or all share one.
-    fn total(&self, shared: bool) -> u64 {
-        self.bytes.saturating_mul(if shared { 1 } else { self.vcpus as u64 })
-    }
-
-    /// The same, if this host has as much, and as many vCPUs.
-    fn affordable(&self, shared: bool) -> Result<u64, Error> {
-        let most = vm::open()?.get_max_vcpus();
-        if self.vcpus > most {
-            return Err(Error::Asked(
-                Field::Cpus,
-                format!("{}: this KVM has at most {most} vCPUs", self.vcpus),
-            ));
-        }
-        let total = self.total(shared);
-        check_memory(total, self.backing)?;
-        Ok(total)
-    }
-}
-
-/// Refuses an address at which RAM cannot start.
-fn check_offset(offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> {
-    let align = backing.best_mapping().max(2 << 20);
-    let end = offset.saturating_add(bytes);
-    let in_gap = end > layout::GAP_START && offset < layout::GAP_END;
-    if offset.is_multiple_of(align) && !in_gap && end <= layout::MAX_ADDRESS {
-        return Ok(());
-    }
-    Err(Error::Asked(
-        Field::GuestAddress,
-        format!(
-            "{offset:#x}: memory must start at a multiple of {} and keep clear of {:#x} to {:#x}; {:#x} would work",
-            short_size(align),
-            layout::GAP_START,
-            layout::GAP_END,
-            layout::GAP_END
-        ),
-    ))
-}
-
-/// Has RAM start at `offset` in the guest's physical address space, where that was asked for.
-fn place(memory: &mut Memory, offset: Option<u64>) -> Result<(), Error> {
-    Ok(offset.map_or(Ok(()), |offset| memory.start_at(offset))?)
-}
-
-/// Memory that the host has populated already, so that no first touch of its own is among the figures.
-fn populated(config: MemoryConfig) -> Result<Memory, Error> {
-    let memory = Memory::map(crate::arch::layout::RAM, MemoryConfig { prealloc: true, ..config })?;
-    memory.populate(|_| {})?;
-    Ok(memory)
-}
-
-/// Refuses what would exceed the host's memory, before anything is mapped.
-fn check_memory(bytes: u64, backing: Backing) -> Result<(), Error> {
-    if bytes < memory::LEAST {
-        let [all, least] = [bytes, memory::LEAST].map(short_size);
-        return Err(Error::Asked(Field::Memory, format!("{all} in all, and a machine has {least} at least")));
-    }
-    if let Backing::Hugetlb(page) | Backing::SharedHugetlb(page) = backing {
-        return hugepages::check(page, bytes)
-            .map_err(|shortage| Error::Asked(Field::Backing, format!("{backing}: {shortage}")));
-    }
-    let available = topology::memory().available;
-    // Page tables, KVM's and ours, are some hundredths of it.
-    let bytes = bytes.saturating_add(bytes / 64);
-    if available > 0 && bytes > available {
-        return Err(Error::Asked(
-            Field::Memory,
-            format!(
-                "this needs {} of memory and {} is available: ask for fewer vCPUs or less for each",
-                short_size(bytes.next_multiple_of(1 << 20)),
-                short_size(available >> 20 << 20),
-            ),
-        ));
-    }
-    Ok(())
 }
 
 /// The seconds that a vCPU's pass took, by the guest's TSC; `of` counts from the start of its current run.
@@ -383,10 +302,7 @@ impl Counted {
         let counters = match Counters::open(&guest.vm.fd, &guest.vcpus) {
             Ok(counters) => Some(counters),
             Err(error) => {
-                let note = error.to_string();
-                if !report.notes.contains(&note) {
-                    report.notes.push(note);
-                }
+                report.note(error.to_string());
                 None
             }
         };
@@ -399,15 +315,9 @@ impl Counted {
         self.counters.as_ref().and_then(|c| c.read().ok()).unwrap_or_default()
     }
 
-    /// Puts both readings into the result; of one machine of several, under its own label.
-    fn finish(self, report: &mut Report, now: Snapshot, label: Option<&str>) {
-        let labelled = |snapshot: Snapshot| match label {
-            None => snapshot,
-            Some(label) => {
-                snapshot.into_iter().map(|(name, value)| (format!("{name}[{label}]"), value)).collect()
-            }
-        };
-        report.counters(&labelled(self.before), &labelled(now));
+    /// Puts both readings into the result; of one machine of several, under its own index.
+    fn finish(self, report: &mut Report, now: &Snapshot, index: Option<&str>) {
+        report.counters(index, &self.before, now);
     }
 
     /// By how much a counter has grown; `None` where this kernel does not have it.
@@ -419,6 +329,7 @@ impl Counted {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::Backing;
 
     #[test]
     fn small_guest_pages_excuse_small_mappings_where_they_are_shadowed() {
@@ -457,9 +368,30 @@ mod tests {
     fn an_emulated_host_may_idle_a_hundredth_of_the_time() {
         let of = |idled| idled_too_long(Duration::from_millis(idled), Duration::from_secs(1));
         assert_eq!((of(0), of(9)), (None, None));
-        assert!(of(31).is_some_and(|why| why.contains("idle for 3.1 %")));
+        assert!(of(31).is_some_and(|why| why.to_string().contains("idle for 3.1 %")));
         // A real host's idle time is in nobody's figures.
         let host = Facts { emulated: false, ..Facts::collect(String::new()) };
         assert!(Idling::watch(&host).is_none());
+    }
+
+    #[test]
+    fn what_an_interrupt_leaves_says_how_much_that_is() {
+        let mut report = Common::default().report("t");
+        let parts: Vec<Round> = (0..500).map(Round).collect();
+        let interrupted = || guest::Error::Interrupted(2).into();
+        let measured = Common::default()
+            .each(&mut report, &parts, |_, round| if round.0 < 9 { Ok(()) } else { Err(interrupted()) });
+        measured.unwrap();
+        let said = report.cut_short.unwrap();
+        assert!(said.contains("in round 10") && said.contains("the 9 parts of 500"), "{said}");
+        let mut report = Common::default().report("t");
+        assert!(Common::default().each(&mut report, &parts, |_, _| Err(interrupted())).is_err());
+    }
+
+    #[test]
+    fn what_is_left_is_told_in_the_unit_that_suits() {
+        let of = |elapsed, done| left(Duration::from_secs(elapsed), done, 100);
+        assert_eq!((of(0, 0), of(10, 10)), (String::new(), ", about 90 s left".into()));
+        assert_eq!((of(60, 10), of(7200, 50)), (", about 9 min left".into(), ", about 2 h left".into()));
     }
 }

@@ -9,14 +9,15 @@
 
 use std::time::Instant;
 
-use super::{Common, Counted, Error, Region, check_offset, huge_premise, place, populated};
+use super::region::{check_offset, place, populated};
+use super::{Common, Counted, Error, Region, huge_premise, of_rounds};
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
 use crate::guests::program::touch as code;
 use crate::guests::touch::Plan;
 use crate::host::hugepages;
 use crate::memory::{Backing, Memory, MemoryConfig, short_size};
-use crate::report::Report;
+use crate::report::{Label, Report};
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm;
 
@@ -53,7 +54,9 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     report.ask("backing", backing.to_string());
     report.ask("vcpus", vcpus);
     describe(&mut report, config);
-    measure(&mut report, config, None)?;
+    let rounds = measure(&mut report, config, None)?;
+    add(&mut report, None, &rounds);
+    report.set_headline("update_mappings");
     Ok(report)
 }
 
@@ -78,12 +81,24 @@ pub fn run_seed(config: &Config) -> Result<Report, Error> {
         if let Backing::Hugetlb(size) = backing
             && let Err(shortage) = hugepages::check(size, bytes)
         {
-            report.notes.push(format!("{label} was not measured: {shortage}"));
+            report.note(format!("{label} was not measured: {shortage}"));
             continue;
         }
         report.ask(&format!("row {label}"), format!("{backing}, {}, {vcpus} vCPUs", short_size(bytes)));
         let region = Region { bytes, backing, vcpus };
-        measure(&mut report, &Config { region, ..config.clone() }, Some(label))?;
+        let measured = measure(&mut report, &Config { region, ..config.clone() }, Some(label));
+        match measured {
+            // What was measured before it stands.
+            Err(error) if error.interrupted().is_some() && !report.figures.is_empty() => {
+                report.cut_short =
+                    Some(format!("interrupted in {label}, which was not measured, nor what comes after it"));
+                break;
+            }
+            measured => add(&mut report, Some(label), &measured?),
+        }
+        if report.cut_short.is_some() {
+            break;
+        }
     }
     Ok(report)
 }
@@ -97,35 +112,43 @@ fn describe(report: &mut Report, config: &Config) {
     config.common.ask(report);
 }
 
-/// The stages in their order.
-const STAGES: [&str; 5] =
-    ["create_mappings", "enable_logging", "update_mappings", "disable_logging", "adjust_mappings"];
+/// The seconds of one round's stages, in their order.
+struct Stages {
+    create: f64,
+    enable: f64,
+    update: f64,
+    disable: f64,
+    adjust: f64,
+}
 
-fn measure(report: &mut Report, config: &Config, label: Option<&str>) -> Result<(), Error> {
+/// The figures of `rounds`, under `index` where they are a row of several.
+fn add(report: &mut Report, index: Option<&str>, rounds: &[Stages]) {
+    let mut put = |name: &str, of: fn(&Stages) -> f64| {
+        let label = Label { name: name.into(), index: index.map(str::to_owned) };
+        report.samples(label, "s", of_rounds(rounds, |stages| Some(of(stages))));
+    };
+    put("create_mappings", |stages| stages.create);
+    put("enable_logging", |stages| stages.enable);
+    put("update_mappings", |stages| stages.update);
+    put("disable_logging", |stages| stages.disable);
+    put("adjust_mappings", |stages| stages.adjust);
+}
+
+fn measure(report: &mut Report, config: &Config, index: Option<&str>) -> Result<Vec<Stages>, Error> {
     let Region { bytes, backing, .. } = config.region;
     if let Some(offset) = config.phys_offset {
         check_offset(offset, bytes, backing)?;
     }
     config.region.affordable(true)?;
-    let mut times = vec![Vec::new(); STAGES.len()];
-    config.common.each(report, config.common.rounds(), |report, round| {
-        let stages = one(report, config, label, round.index == 0)?;
-        times.iter_mut().zip(stages).for_each(|(times, time)| times.push(time));
+    let mut rounds = Vec::new();
+    config.common.each(report, &config.common.rounds(), |report, round| {
+        rounds.push(one(report, config, index, round.is_first())?);
         Ok(())
     })?;
-    for (name, times) in STAGES.iter().zip(&times) {
-        let name = label.map_or((*name).to_owned(), |label| format!("{name}[{label}]"));
-        report.spread(name, "s", times);
-    }
-    Ok(())
+    Ok(rounds)
 }
 
-fn one(
-    report: &mut Report,
-    config: &Config,
-    label: Option<&str>,
-    first: bool,
-) -> Result<[f64; STAGES.len()], Error> {
+fn one(report: &mut Report, config: &Config, index: Option<&str>, first: bool) -> Result<Stages, Error> {
     let kvm = vm::open()?;
     let Region { bytes, backing, vcpus } = config.region;
     let memory = MemoryConfig { backing, ..MemoryConfig::new(bytes) };
@@ -162,9 +185,9 @@ fn one(
     // One round's counters stand for all.
     if first {
         let now = counted.now();
-        counted.finish(report, now, label);
+        counted.finish(report, &now, index);
     }
-    Ok([create, enable, update, disable, adjust])
+    Ok(Stages { create, enable, update, disable, adjust })
 }
 
 /// Has every vCPU follow its plan, and returns how long that took until the last was done.

@@ -11,15 +11,15 @@
 //! table only: the one whose entries are the last of such chains, and one whose entries leave them.
 
 use std::collections::VecDeque;
+use std::fmt::Display;
 use std::sync::atomic::Ordering;
 
 pub use super::shadow::Tables;
-use super::shadow::premises;
-use super::{Common, Counted, Error};
+use super::{Common, Counted, Error, Round, of_rounds};
 use crate::guests::Guest;
 use crate::guests::program::GuestPage;
 use crate::guests::tables::{self, Command, Visit};
-use crate::report::Report;
+use crate::report::{Label, Premise, Report, Sample};
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -72,102 +72,174 @@ impl DropOrder {
     }
 }
 
-/// Where in a chain an entry is that leaves it, in the order in which it is tried: the newest leaves no gap.
-const PLACES: [&str; 3] = ["newest", "oldest", "middle"];
-
 /// Measures.
 pub fn run(config: &Config) -> Result<Report, Error> {
     let mut report = config.common.report("rmap-fork");
-    let counts = match &config.what {
-        What::Tables(counts, _) => counts.clone(),
-        // Each is used once.
+    match &config.what {
+        What::Tables(counts, drops) => {
+            let tables = Tables { counts: counts.clone(), mmu_pages: config.mmu_pages };
+            tables.ask(&mut report);
+            report.ask("drop", drops.iter().map(|drop| drop.name()).collect::<Vec<_>>());
+            report.ask("pages", config.pages);
+            config.common.ask(&mut report);
+            let rounds = whole(&mut report, config, &tables, drops)?;
+            counts.iter().for_each(|&count| add_whole(&mut report, config, drops, count, &rounds));
+            if let (Some(count), Some(drop)) = (counts.last(), drops.first()) {
+                report.set_headline(Label::of(format!("total_{}", drop.name()), count));
+            }
+        }
         What::Lengths(lengths) => {
-            let timed = lengths.len() * PLACES.len();
-            vec![lengths.last().copied().unwrap_or(1) + timed as u64]
+            // Each table is used once.
+            let timed = lengths.len() as u64 * 3;
+            let tables = Tables {
+                counts: vec![lengths.last().copied().unwrap_or(1) + timed],
+                mmu_pages: config.mmu_pages,
+            };
+            tables.ask(&mut report);
+            report.ask("lengths", lengths.clone());
+            report.ask("pages", config.pages);
+            config.common.ask(&mut report);
+            let rounds = chains(&mut report, config, &tables, lengths)?;
+            for (index, length) in lengths.iter().enumerate() {
+                let mut put = |name, of: fn(&Chain) -> f64| {
+                    let samples = of_rounds(&rounds, |chains| chains.get(index).map(of));
+                    report.samples(Label::of(name, length), "ns", samples);
+                };
+                put("add", |chain| chain.add);
+                put("remove_newest", |chain| chain.remove_newest);
+                put("remove_oldest", |chain| chain.remove_oldest);
+                put("remove_middle", |chain| chain.remove_middle);
+                report.set_headline(Label::of("add", length));
+            }
         }
-    };
-    let tables = Tables { counts, mmu_pages: config.mmu_pages };
-    tables.ask(&mut report);
-    match &config.what {
-        What::Tables(_, drops) => {
-            report.ask("drop", drops.iter().map(|drop| drop.name()).collect::<Vec<_>>())
-        }
-        What::Lengths(lengths) => report.ask("lengths", lengths.clone()),
-    }
-    report.ask("pages", config.pages);
-    config.common.ask(&mut report);
-    match &config.what {
-        What::Tables(_, drops) => config.common.each(&mut report, tables.parts(), |report, part| {
-            whole(report, config, &tables, part.0, drops)
-        })?,
-        What::Lengths(lengths) => chains(&mut report, config, &tables, lengths)?,
     }
     Ok(report)
 }
 
-/// One number of tables: built, touched, dropped in each order.
+/// One machine of the first form: a number of tables, dropped in one order.
+#[derive(Clone, Copy)]
+struct Part {
+    tables: u64,
+    drop: DropOrder,
+    round: Round,
+}
+
+impl Display for Part {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} tables, {} dropped first, {}", self.tables, self.drop.name(), self.round)
+    }
+}
+
+/// The seconds of its phases.
+struct Phases {
+    build: f64,
+    touch: f64,
+    clear: f64,
+    free: f64,
+}
+
+impl Phases {
+    fn total(&self) -> f64 {
+        self.build + self.touch + self.clear + self.free
+    }
+}
+
+/// Each number of tables: built, touched, dropped in each order.
 fn whole(
     report: &mut Report,
     config: &Config,
     tables: &Tables,
-    count: u64,
     drops: &[DropOrder],
-) -> Result<(), Error> {
-    let (mut build, mut touch, mut free) = (Vec::new(), Vec::new(), Vec::new());
-    let mut clear = vec![Vec::new(); drops.len()];
-    let mut total = clear.clone();
-    // A fault may map the seven neighbours too (PTE_PREFETCH_NUM, arch/x86/kvm/mmu/mmu.c).
-    let mapped = count * config.pages.div_ceil(8);
-    for (index, drop) in drops.iter().enumerate() {
-        for round in 0..config.common.repeat {
-            let guest = tables.guest(&config.common, count, GuestPage::Large)?;
-            tables::program(&guest, count, config.pages);
-            let counted = Counted::start(&guest, report);
-            let built = tables::perform(&guest, Command::Build)?;
-            let touched = tables::perform(&guest, Command::Touch)?;
-            check(report, &guest, config.pages, count, round);
-            tables::visit(&guest, drop.visit(count));
-            let cleared = tables::perform(&guest, Command::Clear)?;
-            let freed = tables::perform(&guest, Command::Free)?;
-            let phases = [built, touched, cleared, freed];
-            for (samples, phase) in
-                [&mut build, &mut touch, &mut clear[index], &mut free].into_iter().zip(phases)
-            {
-                samples.push(phase);
-            }
-            total[index].push(phases.iter().sum::<f64>());
-            let now = counted.now();
-            if index == 0 && round == 0 {
-                // One machine's counters stand for all.
-                tables.finish(report, counted, now, count, mapped);
-            } else {
-                premises(report, &counted, &now, mapped, &format!("{count} tables"));
-            }
+) -> Result<Vec<(Part, Phases)>, Error> {
+    let mut parts = Vec::new();
+    for &tables in &tables.counts {
+        for &drop in drops {
+            parts.extend(config.common.rounds().into_iter().map(|round| Part { tables, drop, round }));
         }
     }
-    let of_order = |name: &str, samples: Vec<Vec<f64>>| -> Vec<(String, Vec<f64>)> {
-        drops.iter().map(|drop| format!("{name}_{}", drop.name())).zip(samples).collect()
-    };
-    let mut phases = vec![("build".to_owned(), build), ("touch".to_owned(), touch)];
-    phases.extend(of_order("clear", clear));
-    phases.push(("free".to_owned(), free));
-    phases.extend(of_order("total", total));
-    for (name, samples) in &phases {
-        report.spread(format!("{name}[{count}]"), "s", samples);
-    }
-    for (name, samples) in phases.iter().filter(|(name, _)| name == "touch" || name.starts_with("clear")) {
-        let each: Vec<f64> = samples.iter().map(|t| t * 1e9 / (count * config.pages) as f64).collect();
-        report.spread(format!("{name}_per_page[{count}]"), "ns", &each);
-    }
-    Ok(())
+    let mut rounds = Vec::new();
+    config.common.each(report, &parts, |report, &part| {
+        let count = part.tables;
+        let guest = tables.guest(&config.common, count, GuestPage::Large)?;
+        tables::program(&guest, count, config.pages);
+        let counted = Counted::start(&guest, report);
+        let build = tables::perform(&guest, Command::Build)?;
+        let touch = tables::perform(&guest, Command::Touch)?;
+        check(report, &guest, config.pages, &part);
+        tables::visit(&guest, part.drop.visit(count));
+        let clear = tables::perform(&guest, Command::Clear)?;
+        let free = tables::perform(&guest, Command::Free)?;
+        // A fault may map the seven neighbours too (PTE_PREFETCH_NUM, arch/x86/kvm/mmu/mmu.c).
+        let mapped = count * config.pages.div_ceil(8);
+        let first = part.drop == drops[0] && part.round.is_first();
+        let now = counted.now();
+        tables.finish(report, counted, &now, count, mapped, first);
+        rounds.push((part, Phases { build, touch, clear, free }));
+        Ok(())
+    })?;
+    Ok(rounds)
 }
 
-/// Chains that grow from length to length.
-fn chains(report: &mut Report, config: &Config, tables: &Tables, lengths: &[u64]) -> Result<(), Error> {
+/// The figures of one number of tables. What comes before the order in which they are dropped has a sample of every machine.
+fn add_whole(
+    report: &mut Report,
+    config: &Config,
+    drops: &[DropOrder],
+    count: u64,
+    rounds: &[(Part, Phases)],
+) {
+    type Of = fn(&Phases) -> f64;
+    let samples = |drop: Option<DropOrder>, of: Of| -> Vec<Sample> {
+        let mine = rounds.iter().filter(|(part, _)| part.tables == count);
+        let numbered = (0..).zip(mine).filter(|(_, (part, _))| drop.is_none_or(|drop| drop == part.drop));
+        let sample = |(machine, (part, phases)): (u32, &(Part, Phases))| Sample {
+            value: of(phases),
+            machine,
+            round: part.round.0,
+            vcpu: None,
+        };
+        numbered.map(sample).collect()
+    };
+    let mut phases: Vec<(String, bool, Vec<Sample>)> = vec![
+        ("build".into(), false, samples(None, |p| p.build)),
+        ("touch".into(), true, samples(None, |p| p.touch)),
+    ];
+    let of_each = |name: &str, per_page: bool, of: Of| -> Vec<(String, bool, Vec<Sample>)> {
+        let one = |drop: &DropOrder| (format!("{name}_{}", drop.name()), per_page, samples(Some(*drop), of));
+        drops.iter().map(one).collect()
+    };
+    phases.extend(of_each("clear", true, |p| p.clear));
+    phases.push(("free".into(), false, samples(None, |p| p.free)));
+    phases.extend(of_each("total", false, Phases::total));
+    for (name, _, samples) in &phases {
+        report.samples(Label::of(name, count), "s", samples.clone());
+    }
+    for (name, _, samples) in phases.into_iter().filter(|(_, per_page, _)| *per_page) {
+        let ns = |t: Sample| Sample { value: t.value * 1e9 / (count * config.pages) as f64, ..t };
+        let each = samples.into_iter().map(ns).collect();
+        report.samples(Label::of(format!("{name}_per_page"), count), "ns", each);
+    }
+}
+
+/// What chains of one length cost, in nanoseconds an entry. An entry leaves the newest end first, which leaves no gap; then the
+/// oldest, then the middle.
+struct Chain {
+    add: f64,
+    remove_newest: f64,
+    remove_oldest: f64,
+    remove_middle: f64,
+}
+
+/// Chains that grow from length to length, a round each.
+fn chains(
+    report: &mut Report,
+    config: &Config,
+    tables: &Tables,
+    lengths: &[u64],
+) -> Result<Vec<Vec<Chain>>, Error> {
     let count = tables.counts[0];
-    let mut add = vec![Vec::new(); lengths.len()];
-    let mut remove = PLACES.map(|_| add.clone());
-    config.common.each(report, config.common.rounds(), |report, round| {
+    let mut rounds = Vec::new();
+    config.common.each(report, &config.common.rounds(), |report, round| {
         let guest = tables.guest(&config.common, count, GuestPage::Large)?;
         tables::program(&guest, count, config.pages);
         let counted = Counted::start(&guest, report);
@@ -179,55 +251,44 @@ fn chains(report: &mut Report, config: &Config, tables: &Tables, lengths: &[u64]
         // The tables whose entries the chains hold, oldest first; those from `fresh` on were never touched.
         let mut chain = VecDeque::new();
         let mut fresh = 0;
-        for (index, &length) in lengths.iter().enumerate() {
+        let mut measured = Vec::new();
+        for &length in lengths {
             let grow = length - 1 - chain.len() as u64;
             if grow > 0 {
                 on(Visit::some(fresh, grow), Command::Touch)?;
                 chain.extend(fresh..fresh + grow);
                 fresh += grow;
             }
-            for (place, samples) in PLACES.iter().zip(&mut remove) {
-                let cost = on(Visit::some(fresh, 1), Command::Touch)?;
+            // Adds one entry, and takes away the one at `place` of the chain that then has it.
+            let mut both = |place: fn(usize) -> usize| -> Result<(f64, f64), Error> {
+                let added = on(Visit::some(fresh, 1), Command::Touch)?;
                 chain.push_back(fresh);
                 fresh += 1;
-                let at = match *place {
-                    "newest" => {
-                        // The others may fill a gap that a removal left.
-                        add[index].push(cost);
-                        chain.len() - 1
-                    }
-                    "oldest" => 0,
-                    _ => chain.len() / 2,
-                };
-                let leaves = chain.remove(at).unwrap_or_default();
-                samples[index].push(on(Visit::some(leaves, 1), Command::Clear)?);
-            }
+                let leaves = chain.remove(place(chain.len())).unwrap_or_default();
+                Ok((added, on(Visit::some(leaves, 1), Command::Clear)?))
+            };
+            // The later ones may fill a gap that a removal left, so that the first alone says what adding costs.
+            let (add, remove_newest) = both(|length| length - 1)?;
+            let (_, remove_oldest) = both(|_| 0)?;
+            let (_, remove_middle) = both(|length| length / 2)?;
+            measured.push(Chain { add, remove_newest, remove_oldest, remove_middle });
         }
+        rounds.push(measured);
         let now = counted.now();
         let mapped = fresh * config.pages.div_ceil(8);
-        if round.index == 0 {
-            tables.finish(report, counted, now, count, mapped);
-        } else {
-            premises(report, &counted, &now, mapped, &format!("{count} tables"));
-        }
+        tables.finish(report, counted, &now, count, mapped, round.is_first());
         Ok(())
     })?;
-    for (index, length) in lengths.iter().enumerate() {
-        report.spread(format!("add[{length}]"), "ns", &add[index]);
-        for (place, samples) in PLACES.iter().zip(&remove) {
-            report.spread(format!("remove_{place}[{length}]"), "ns", &samples[index]);
-        }
-    }
-    Ok(())
+    Ok(rounds)
 }
 
 /// Every frame must hold what the last table wrote to it: then all tables led to the same frames.
-fn check(report: &mut Report, guest: &Guest, pages: u64, count: u64, round: u32) {
+fn check(report: &mut Report, guest: &Guest, pages: u64, part: &Part) {
     let words = guest.vm.memory.mapping.words();
-    let wrong = (0..pages as usize).filter(|page| words[page * 512].load(Ordering::Relaxed) != 1).count();
+    let wrong =
+        (0..pages as usize).filter(|page| words[page * 512].load(Ordering::Relaxed) != 1).count() as u64;
     if wrong > 0 {
-        report.invalid.push(format!(
-            "{count} tables, round {round}: {wrong} of {pages} frames were not written through the last one"
-        ));
+        let example = Some("the last table leads elsewhere than the others".to_owned());
+        report.fail(Some(part.to_string()), Premise::WrongContents { wrong, of: pages, example });
     }
 }

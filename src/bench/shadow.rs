@@ -3,7 +3,8 @@
 
 use std::fmt::Display;
 
-use super::{Common, Counted, Error, populated};
+use super::region::populated;
+use super::{Common, Counted, Error, Round};
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
 use crate::guests::program::tables as code;
@@ -11,7 +12,7 @@ use crate::guests::program::{GuestPage, Privilege};
 use crate::guests::tables;
 use crate::host::Paging;
 use crate::memory::MemoryConfig;
-use crate::report::Report;
+use crate::report::{Premise, Report};
 use crate::vm::counters::Snapshot;
 use crate::{sys, vm};
 
@@ -24,19 +25,25 @@ pub struct Tables {
     pub mmu_pages: Option<u64>,
 }
 
-/// So many tables: a part of the measurement.
-pub(super) struct Count(pub(super) u64);
+/// One round with so many tables: a part of the measurement.
+#[derive(Clone, Copy)]
+pub(super) struct Part {
+    pub(super) tables: u64,
+    pub(super) round: Round,
+}
 
-impl Display for Count {
+impl Display for Part {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} tables", self.0)
+        write!(f, "{} tables, {}", self.tables, self.round)
     }
 }
 
 impl Tables {
-    /// One after the other, for [`Common::each`].
-    pub(super) fn parts(&self) -> impl Iterator<Item = Count> {
-        self.counts.iter().copied().map(Count)
+    /// Every round of each number, one number after the other, for [`Common::each`].
+    pub(super) fn parts(&self, common: &Common) -> Vec<Part> {
+        let rounds = common.rounds();
+        let of = |&tables: &u64| rounds.iter().map(move |&round| Part { tables, round }).collect::<Vec<_>>();
+        self.counts.iter().flat_map(of).collect()
     }
 
     /// The part of what was asked for that concerns them.
@@ -61,48 +68,52 @@ impl Tables {
         Ok(guest)
     }
 
-    /// Holds a finished measurement with `count` tables to its premises, and puts its counters into the result.
+    /// Holds a finished round with `count` tables to its premises; the counters of the `first` one go into the result.
     pub(super) fn finish(
         &self,
         report: &mut Report,
         counted: Counted,
-        now: Snapshot,
+        now: &Snapshot,
         count: u64,
         mapped: u64,
+        first: bool,
     ) {
-        premises(report, &counted, &now, mapped, &format!("{count} tables"));
-        let label = count.to_string();
-        counted.finish(report, now, (self.counts.len() > 1).then_some(label.as_str()));
+        let part = format!("{count} tables");
+        if report.host.paging != Paging::Shadow {
+            report.fail(None, not_shadowed(report.host.paging));
+        }
+        premises(&counted, now, mapped)
+            .into_iter()
+            .for_each(|premise| report.fail(Some(part.clone()), premise));
+        if first {
+            let index = count.to_string();
+            counted.finish(report, now, (self.counts.len() > 1).then_some(index.as_str()));
+        }
     }
 }
 
-/// The premises of what measures shadow paging: guest tables are shadowed, the guest's code is not emulated in
-/// software (`mapped`: at least so many faults installed a mapping), and no shadow page was recycled meanwhile.
-pub(super) fn premises(report: &mut Report, counted: &Counted, now: &Snapshot, mapped: u64, what: &str) {
-    let mut fail = |reason: String| {
-        if !report.invalid.contains(&reason) {
-            report.invalid.push(reason);
-        }
+fn not_shadowed(paging: Paging) -> Premise {
+    let paging = match paging {
+        Paging::Unknown => "means that are not known".to_owned(),
+        other => format!("{other:?}").to_uppercase(),
     };
-    match report.host.paging {
-        Paging::Shadow => {}
-        Paging::Unknown => fail("whether this KVM shadows guest page tables is not known".into()),
-        other => fail(format!(
-            "this KVM maps guests by {other:?}, so their page tables are not shadowed: load kvm_intel with ept=0 or kvm_amd with npt=0"
-        )),
-    }
-    match counted.grown(now, "pf_fixed") {
-        Some(fixed) if fixed >= mapped => {}
-        Some(fixed) => fail(format!(
-            "{what}: {fixed} faults installed a mapping where at least {mapped} had to: this KVM emulates code at CPL 0 in software"
-        )),
-        None => fail(format!("{what}: without the counter pf_fixed nothing shows that mappings were made")),
-    }
-    match counted.grown(now, "mmu_recycled") {
-        Some(0) => {}
-        Some(n) => fail(format!("{what}: KVM recycled {n} shadow pages: let it use more")),
-        None => {
-            fail(format!("{what}: without the counter mmu_recycled nothing shows that no page was recycled"))
-        }
-    }
+    Premise::NotShadowed { paging }
+}
+
+/// What else did not hold of what measures shadow paging: the guest's code is not emulated in software (`mapped`: at least so
+/// many faults installed a mapping), and no shadow page was recycled meanwhile.
+fn premises(counted: &Counted, now: &Snapshot, mapped: u64) -> Vec<Premise> {
+    let no_counter =
+        |counter: &str, shows: &str| Premise::NoCounter { counter: counter.into(), shows: shows.into() };
+    let fixed = match counted.grown(now, "pf_fixed") {
+        Some(faults) if faults >= mapped => None,
+        Some(faults) => Some(Premise::Interpreted { faults, least: mapped }),
+        None => Some(no_counter("pf_fixed", "mappings were made")),
+    };
+    let recycled = match counted.grown(now, "mmu_recycled") {
+        Some(0) => None,
+        Some(pages) => Some(Premise::Recycled { pages }),
+        None => Some(no_counter("mmu_recycled", "no page was recycled")),
+    };
+    fixed.into_iter().chain(recycled).collect()
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::Failure;
+use crate::report::output::{Kind, Writer};
 use crate::report::{Report, json, terminal};
 
 /// The argument, for every command that has a result.
@@ -19,7 +20,10 @@ impl ResultArgs {
     /// Opens what is to be written, does `work`, and delivers its result; what `work` says besides is returned. Where it
     /// fails, no file is left behind.
     pub fn deliver<T>(&self, work: impl FnOnce() -> Result<(Report, T), Failure>) -> Result<T, Failure> {
-        let writer = self.json.as_deref().map(json::Writer::open).transpose().map_err(Failure::usage)?;
+        let open = |path| Writer::open(path, Kind::Results);
+        let writer = self.json.as_deref().map(open).transpose().map_err(Failure::usage)?;
+        // Asked before a sandbox may be in force.
+        let width = super::report::width();
         let (report, besides) = match work() {
             Ok(done) => done,
             Err(failure) => {
@@ -30,10 +34,11 @@ impl ResultArgs {
             }
         };
         if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
-            super::print(terminal::render(&report))?;
+            super::print(terminal::render(&report, width))?;
         }
         if let Some(writer) = writer {
-            writer.write(std::slice::from_ref(&report)).map_err(Failure::host)?;
+            let text = json::text(std::slice::from_ref(&report)).map_err(Failure::host)?;
+            writer.write(&text).map_err(Failure::host)?;
         }
         Ok(besides)
     }

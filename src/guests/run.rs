@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::Value;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::control::{Control, PASS_ENDS, bucket_bound};
+use super::control::{Control, PASS_ENDS, SUB_BITS, bucket_bound};
 use super::guest::{self, Guest};
 use super::model::{self, Model};
 use super::{Region, WriteConfig};
@@ -18,7 +18,7 @@ use crate::guests::program::GuestPage;
 use crate::host::{Facts, Paging};
 use crate::memory::{Backing, MemoryConfig, short_size};
 use crate::payload::{Outline, Payload, Progress, Subscriber};
-use crate::report::{Histogram, Report};
+use crate::report::{Figure, Histogram, Label, Premise, Report, Sample};
 use crate::vm::counters::Snapshot;
 use crate::vm::exits::Exits;
 use crate::vm::lifecycle::Exit;
@@ -88,7 +88,7 @@ impl Run {
         let Self { guest, config, before, .. } = self;
         let mut report = describe(&config, facts);
         measure(&mut report, &guest);
-        report.counters(&before, &after);
+        report.counters(None, &before, &after);
         if let Err(error) = &guest.counters {
             report.notes.push(error.to_string());
         }
@@ -97,10 +97,9 @@ impl Run {
         report.figure("wrong_stamps", "pages", verdict.wrong as f64);
         if verdict.wrong > 0 {
             let (page, found, expected) = &verdict.examples[0];
-            report.invalid.push(format!(
-                "{} pages do not hold what the guest wrote; page {page} holds {found:?}, right would be {expected:?}",
-                verdict.wrong
-            ));
+            let example = format!("page {page} holds {found:?}, right would be {expected:?}");
+            let (wrong, of) = (verdict.wrong, verdict.checked);
+            report.fail(None, Premise::WrongContents { wrong, of, example: Some(example) });
         }
         (report, verdict.wrong == 0)
     }
@@ -241,18 +240,26 @@ fn measure(report: &mut Report, guest: &Guest) {
     for (index, control) in guest.controls().enumerate() {
         let pages = get(&control.pages) as f64;
         let seconds = get(&control.ended).saturating_sub(get(&control.started)).max(1) as f64 / hz;
-        let mut per_pass: Vec<_> =
-            pass_ticks(control).iter().map(|&ticks| pages * hz / ticks.max(1) as f64).collect();
+        let of_pass = |(round, ticks): (u32, u64)| Sample {
+            value: pages * hz / ticks.max(1) as f64,
+            round,
+            vcpu: Some(index as u32),
+            machine: 0,
+        };
+        let mut per_pass: Vec<Sample> = (0..).zip(pass_ticks(control)).map(of_pass).collect();
         if per_pass.is_empty() {
             // Stopped before the end of its first pass.
-            per_pass.push(get(&control.done) as f64 / seconds);
+            let value = get(&control.done) as f64 / seconds;
+            per_pass.push(Sample { value, vcpu: Some(index as u32), ..Sample::default() });
         }
-        report.spread(format!("pages_per_second[vcpu{index}]"), "pages/s", &per_pass);
-        rates.extend(per_pass);
+        rates.extend_from_slice(&per_pass);
+        let of_vcpu = |name: &str| Label::of(name, format_args!("vcpu{index}"));
+        report.samples(of_vcpu("pages_per_second"), "pages/s", per_pass);
         let distinct = get(&control.distinct) as f64 / seconds;
-        report.figure(format!("distinct_pages_per_second[vcpu{index}]"), "pages/s", distinct);
+        report.figure(of_vcpu("distinct_pages_per_second"), "pages/s", distinct);
     }
-    report.spread("pages_per_second_per_vcpu", "pages/s", &rates);
+    report.samples("pages_per_second_per_vcpu", "pages/s", rates);
+    report.set_headline("pages_per_second_per_vcpu");
     let sum = |of: fn(&Control) -> &std::sync::atomic::AtomicU64| -> f64 {
         guest.controls().map(|control| get(of(control))).sum::<u64>() as f64
     };
@@ -261,16 +268,17 @@ fn measure(report: &mut Report, guest: &Guest) {
     let histogram = latency(guest);
     if histogram.count() > 0 {
         for (name, q) in [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)] {
-            report.figure(format!("write_latency[{name}]"), "ns", histogram.quantile(q).unwrap_or(0.0));
+            let value = histogram.quantile(q).unwrap_or(0.0);
+            let label = Label::of("write_latency", name);
+            report.push(Figure::once(label, "ns", value).resolved_to(BUCKET_RESOLUTION));
         }
-        let slowest = guest.controls().map(|control| get(&control.slowest)).max().unwrap_or(0);
-        report.figure("write_latency[max]", "ns", slowest as f64 * 1e9 / hz);
+        report.figure(Label::of("write_latency", "max"), "ns", histogram.max().unwrap_or(0.0));
         report.histograms.push(histogram);
     }
     let mut exits = Exits::default();
     guest.vcpus.iter().for_each(|vcpu| exits.add(&vcpu.exits()));
     for (name, count) in exits.iter() {
-        report.figure(format!("exits[{name}]"), "exits", count as f64);
+        report.figure(Label::of("exits", name), "exits", count as f64);
     }
 }
 
@@ -294,49 +302,48 @@ pub fn huge_premise(report: &mut Report, backing: Backing, page: GuestPage, now:
         return;
     };
     let shadowed = page == GuestPage::Small && report.host.paging == Paging::Shadow;
-    let (lines, line) = match backing.best_mapping() {
-        promised if promised < 2 << 20 || huge > 0 => return,
-        promised if large > 0 && promised < 1 << 30 => return,
-        _ if large > 0 => (
-            &mut report.notes,
-            format!("backing {backing}, but KVM maps it by pages of 2 MiB, none of 1 GiB"),
-        ),
+    match backing.best_mapping() {
+        promised if promised < 2 << 20 || huge > 0 => {}
+        promised if large > 0 && promised < 1 << 30 => {}
+        _ if large > 0 => {
+            report.note(format!("backing {backing}, but KVM maps it by pages of 2 MiB, none of 1 GiB"));
+        }
         _ if shadowed => {
             let why = "KVM shadows the guest's tables and their pages are of 4 KiB, so it maps no huge ones";
-            (&mut report.notes, format!("backing {backing}: {why}; tables of 2 MiB pages let it"))
+            report.note(format!("backing {backing}: {why}; tables of 2 MiB pages let it"));
         }
-        _ => (
-            &mut report.invalid,
-            format!("backing {backing}, but KVM mapped no huge page, only {small} of 4 KiB"),
-        ),
-    };
-    // Of several rounds the first to say so will do.
-    if !lines.contains(&line) {
-        lines.push(line);
+        _ => report.fail(None, Premise::NoHugePage { backing: backing.to_string(), small: Some(small) }),
     }
 }
+
+/// By how much of itself the bound of a bucket may lie above what is in the bucket: see [`bucket_bound`].
+pub const BUCKET_RESOLUTION: f64 = 1.0 / (1u64 << SUB_BITS) as f64;
 
 /// The write latencies of all vCPUs in nanoseconds.
 pub fn latency(guest: &Guest) -> Histogram {
     let mut sum = vec![0; super::control::BUCKETS];
+    let mut slowest = 0;
     for control in guest.controls() {
         sum.iter_mut().zip(control.latency_snapshot()).for_each(|(sum, count)| *sum += count);
+        slowest = slowest.max(control.slowest.load(Ordering::Relaxed));
     }
-    nanoseconds("write_latency", &sum, guest.tsc_hz)
+    nanoseconds("write_latency".into(), &sum, slowest, guest.tsc_hz)
 }
 
-/// Log-linear buckets of ticks (see [`bucket_bound`]) as a distribution in nanoseconds; buckets that fall into the same
-/// nanosecond become one.
-pub fn nanoseconds(name: &str, counts: &[u64], hz: u64) -> Histogram {
+/// Log-linear buckets of ticks (see [`bucket_bound`]), of which the largest is `slowest`, as a distribution in nanoseconds;
+/// buckets that fall into the same nanosecond become one.
+pub fn nanoseconds(label: Label, counts: &[u64], slowest: u64, hz: u64) -> Histogram {
+    let in_ns = |ticks: u64| ticks as f64 * 1e9 / hz as f64;
     let mut buckets: Vec<(f64, u64)> = Vec::new();
     for (index, &count) in counts.iter().enumerate().filter(|&(_, &count)| count > 0) {
-        let bound = (bucket_bound(index) as f64 * 1e9 / hz as f64).max(1.0);
+        let bound = in_ns(bucket_bound(index)).max(1.0);
         match buckets.last_mut() {
             Some(last) if last.0 == bound => last.1 += count,
             _ => buckets.push((bound, count)),
         }
     }
-    Histogram { name: name.into(), unit: "ns".into(), buckets }
+    let max = (!buckets.is_empty()).then_some(in_ns(slowest));
+    Histogram { name: label.name, index: label.index, unit: "ns".into(), buckets, max }
 }
 
 /// Compares every stamp with what the guest must have written.

@@ -52,6 +52,8 @@ pub struct Facts {
     pub cpu: String,
     /// The host's memory in bytes.
     pub memory: u64,
+    /// Which boot it was: the kernel's /proc/sys/kernel/random/boot_id.
+    pub boot: String,
     /// The sandbox in force: `on`, `log`, `off`, with what the host lacks of it.
     pub sandbox: String,
 }
@@ -80,6 +82,7 @@ impl Facts {
             cpus: sys::host::allowed_cpus().map_or(1, |cpus| cpus.len() as u32),
             cpu: cpu.brand,
             memory: sys::host::total_memory(),
+            boot: sysfs::read("/proc/sys/kernel/random/boot_id", &mut buffer).unwrap_or_default().to_owned(),
             sandbox,
         }
     }

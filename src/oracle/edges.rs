@@ -31,7 +31,7 @@ use crate::guests::program::touch as code;
 use crate::guests::touch::Plan;
 use crate::host::Facts;
 use crate::memory::{Backing, Memory, MemoryConfig, short_size};
-use crate::report::Report;
+use crate::report::{Premise, Report};
 use crate::sandbox::{self, Mode};
 use crate::sys::dirty as sys;
 use crate::sys::mmap::PAGE_SIZE;
@@ -313,14 +313,12 @@ fn report(config: &Config, seen: &Seen) -> Report {
         report.figure("pages_2m_when_the_log_was_switched_on", "pages", *huge as f64);
     }
     if *huge == Some(0) && config.backing.best_mapping() >= 2 << 20 {
-        report
-            .invalid
-            .push(format!("backing {}, but KVM mapped no huge page: nothing was tested", config.backing));
+        let backing = config.backing.to_string();
+        report.fail(None, Premise::NoHugePage { backing, small: None });
     }
     let alone = thread::available_parallelism().map_or(1, usize::from) < 2;
     if config.mind == Mind::Raced && alone && lost.is_empty() {
-        let why = "the other thread need not run between KVM's two looks: that no page was lost says nothing";
-        report.invalid.push(format!("a race on one CPU, where {why}"));
+        report.fail(None, Premise::OneCpu);
     }
     let name = |page: &u64| {
         format!("page {page} of the memslot, gfn {:#x}, was lost", config.base / PAGE_SIZE + page)

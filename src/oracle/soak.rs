@@ -15,7 +15,7 @@ use crate::dirty::{Error as DirtyError, Method};
 use crate::guests::{guest, mix};
 use crate::host::{self, Facts};
 use crate::memory::{self, Backing, short_size};
-use crate::report::Report;
+use crate::report::{Label, Report};
 use crate::sandbox;
 use crate::vm::{self, vcpu};
 
@@ -265,7 +265,7 @@ pub fn report(config: &Config, tallies: &[Tally], facts: Facts) -> Report {
     }
     for tally in tallies {
         let mut figure = |name: &str, unit: &str, value: u64| {
-            report.figure(format!("{name}[{}]", tally.method.name()), unit, value as f64);
+            report.figure(Label::of(name, tally.method.name()), unit, value as f64);
         };
         figure("events_checked", "events", tally.events);
         figure("collections_running", "", tally.collections[0]);

@@ -1,10 +1,9 @@
-//! The JSON face: results written to a file or to standard output, and read back from files that anyone may have written.
+//! The JSON face: results written so that people can diff them, and read without trusting what others may have written.
 //!
-//! A [`Writer`] is opened before the run, so that a path that cannot be written is found before an hour is spent and
-//! the sandbox never has to open one. Start reading at [`parse`] for what is believed of a file: nothing until
-//! [`check`] has passed. The schema that other tools read is `resources/report.schema.json`.
+//! Start reading at [`parse`] for what is believed of a file: nothing until [`check`] has passed. The schema that other tools
+//! read is `resources/report.schema.json`; the files themselves are [`super::output`]'s.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -12,30 +11,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use serde_json::ser::Formatter;
 
-use super::{Figure, Report, SCHEMA};
+use super::{Label, Report, SCHEMA};
 
 /// The largest file that is read. A result with a point each millisecond for an hour is a tenth of it.
 pub const LIMIT: u64 = 64 << 20;
 
-/// Why a result could not be written or read. Each is one line, complete with what to do.
+/// Why a result could not be read. Each is one line, complete with what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The path given to `--json` or `--html`.
-    #[error("{}: cannot be written: {source}; name a file in a directory that you may write to, or `-` for standard output", path.display())]
-    Create {
-        /// What was asked for.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The file was opened, but the result does not fit into it.
-    #[error("{}: the result could not be written: {source}; free space there, or write to another file system", path.display())]
-    Write {
-        /// Where to.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
     /// The file to be read is not there, is no file, or is another user's.
     #[error("{}: cannot be read: {source}; name a result that Vellum wrote as JSON", path.display())]
     Open {
@@ -78,74 +61,15 @@ pub enum Error {
     },
 }
 
-/// Where results go, open from before the run until its end.
-#[derive(Debug)]
-pub struct Writer {
-    path: PathBuf,
-    /// `None`: standard output.
-    file: Option<File>,
-    created: bool,
-    /// A pipe or a device cannot be cut to length.
-    regular: bool,
-}
-
-impl Writer {
-    /// Opens `path`, or standard output for `-`. An earlier result in the file stays until there is a new one.
-    pub fn open(path: &Path) -> Result<Self, Error> {
-        if path == Path::new("-") {
-            return Ok(Self { path: "standard output".into(), file: None, created: false, regular: false });
-        }
-        let failed = |source| Error::Create { path: path.into(), source };
-        let (file, created) = match OpenOptions::new().write(true).create_new(true).open(path) {
-            Ok(file) => (file, true),
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                (OpenOptions::new().write(true).open(path).map_err(failed)?, false)
-            }
-            Err(e) => return Err(failed(e)),
-        };
-        let regular = file.metadata().map_err(failed)?.is_file();
-        Ok(Self { path: path.into(), file: Some(file), created, regular })
+/// `results` as text, one after another.
+pub fn text(results: &[Report]) -> serde_json::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    for result in results {
+        debug_assert_eq!(check(result), Ok(()), "a result that no reader would accept");
+        result.serialize(&mut serde_json::Serializer::with_formatter(&mut text, Lines::default()))?;
+        text.push(b'\n');
     }
-
-    /// Whether the terminal's tables would end up in the same place.
-    pub fn is_stdout(&self) -> bool {
-        self.file.is_none()
-    }
-
-    /// Writes `results` one after another. Makes no system call but `write` and `ftruncate`.
-    pub fn write(mut self, results: &[Report]) -> Result<(), Error> {
-        let mut text = Vec::new();
-        for result in results {
-            debug_assert_eq!(check(result), Ok(()), "a result that no reader would accept");
-            let mut json = serde_json::Serializer::with_formatter(&mut text, Lines::default());
-            result
-                .serialize(&mut json)
-                .map_err(|e| Error::Write { path: self.path.clone(), source: e.into() })?;
-            text.push(b'\n');
-        }
-        let written = match &mut self.file {
-            None => allow_broken_pipe(io::stdout().lock().write_all(&text)),
-            Some(file) => file
-                .write_all(&text)
-                .and_then(|()| if self.regular { file.set_len(text.len() as u64) } else { Ok(()) }),
-        };
-        written.map_err(|source| Error::Write { path: self.path, source })
-    }
-
-    /// Leaves nothing behind where the run never started: removes the file if [`open`](Self::open) made it. To be
-    /// called before the sandbox closes the file system.
-    pub fn discard(self) {
-        if self.created {
-            // The file is empty and nobody waits for it: a failure to remove it is not worth hiding the reason why
-            // the run did not start.
-            let _ = std::fs::remove_file(&self.path);
-        }
-    }
-}
-
-/// A reader that has seen enough (`| head`) is no error.
-pub fn allow_broken_pipe(result: io::Result<()>) -> io::Result<()> {
-    result.or_else(|e| if e.kind() == io::ErrorKind::BrokenPipe { Ok(()) } else { Err(e) })
+    Ok(text)
 }
 
 /// Reads the results in `path`, or on standard input for `-`; one at least.
@@ -246,24 +170,21 @@ pub fn parse(bytes: &[u8], path: &Path) -> Result<Vec<Report>, Error> {
 /// What serde cannot say of a result but every face of it relies on: names that tell figures apart, spreads and
 /// buckets in order, sums that fit.
 pub fn check(result: &Report) -> Result<(), String> {
-    let mut names = std::collections::HashSet::new();
+    let mut labels = std::collections::HashSet::new();
     for figure in &result.figures {
-        if !names.insert(figure.name()) {
-            return Err(format!("two figures are called `{}`", figure.name()));
+        let label = &figure.label;
+        named(label)?;
+        if !labels.insert(label) {
+            return Err(format!("two figures are called `{label}`"));
         }
-        match figure {
-            Figure::Single { name, value, .. } => finite(name, &[*value])?,
-            Figure::Spread { name, median, min, max, count, samples, .. } => {
-                finite(name, &[*median, *min, *max])?;
-                finite(name, samples)?;
-                if !(min <= median && median <= max) {
-                    return Err(format!("figure `{name}`: its median is not between its min and its max"));
-                }
-                if *count == 0 || (!samples.is_empty() && samples.len() as u64 != *count) {
-                    return Err(format!("figure `{name}`: its count is not that of its samples"));
-                }
-            }
+        finite(&label.to_string(), figure.values())?;
+        if !(0.0..1.0).contains(&figure.resolution) {
+            return Err(format!("figure `{label}`: its resolution is no share"));
         }
+    }
+    finite("at", [result.at])?;
+    if let Some(headline) = result.headline.as_ref().filter(|headline| !labels.contains(headline)) {
+        return Err(format!("its headline `{headline}` is none of its figures"));
     }
     for series in &result.series {
         if series.points.iter().any(|(t, v)| !t.is_finite() || !v.is_finite()) {
@@ -274,7 +195,7 @@ pub fn check(result: &Report) -> Result<(), String> {
         }
     }
     for mark in &result.marks {
-        finite(&mark.name, &[mark.start, mark.end])?;
+        finite(&mark.name, [mark.start, mark.end])?;
         if mark.start > mark.end {
             return Err(format!("mark `{}`: it ends before it starts", mark.name));
         }
@@ -287,6 +208,7 @@ pub fn check(result: &Report) -> Result<(), String> {
         if !histogram.buckets.is_sorted_by(|a, b| a.0 < b.0) {
             return Err(format!("histogram `{name}`: its bounds do not rise"));
         }
+        finite(name, histogram.max)?;
         let total = histogram.buckets.iter().try_fold(0u64, |sum, &(_, n)| sum.checked_add(n));
         if total.is_none() {
             return Err(format!("histogram `{name}`: it counts more than 2^64"));
@@ -295,10 +217,18 @@ pub fn check(result: &Report) -> Result<(), String> {
     Ok(())
 }
 
-fn finite(name: &str, values: &[f64]) -> Result<(), String> {
-    match values.iter().all(|v| v.is_finite()) {
+fn finite(name: &str, values: impl IntoIterator<Item = f64>) -> Result<(), String> {
+    match values.into_iter().all(f64::is_finite) {
         true => Ok(()),
         false => Err(format!("`{name}`: a value is not finite")),
+    }
+}
+
+/// A name with an index in it would be another figure's, and nothing could tell them apart.
+fn named(label: &Label) -> Result<(), String> {
+    match label.name.contains(['[', ']']) {
+        true => Err(format!("`{}` has an index in its name, which is a field of its own", label.name)),
+        false => Ok(()),
     }
 }
 

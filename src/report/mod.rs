@@ -2,13 +2,14 @@
 //!
 //! A [`Report`] says what was asked, what the host was, and what was measured; `terminal`, JSON (serde) and `html`
 //! print the same value, so a pasted result stands alone. What does *not* live here: how a figure is measured
-//! (`bench/`, `guests/`), and how the host is examined ([`crate::host`]).
+//! (`bench/`, the built-in guests), and how the host is examined ([`crate::host`]).
 //!
-//! Start reading here for the type; [`json`] writes and reads it, [`units`] says how a number looks, [`terminal`] and
-//! [`html`] print it, and [`compare`] weighs two of them.
+//! Start reading here for the type; [`figure`] has its samples and [`premise`] what must have held, [`json`] writes and reads
+//! it, [`units`] says how a number looks, [`terminal`] and [`html`] print it, and [`compare`] weighs two sets of them.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -16,15 +17,21 @@ use serde_json::Value;
 use crate::host::Facts;
 
 pub mod compare;
+pub mod figure;
 pub mod html;
 pub mod json;
+pub mod output;
 mod plot;
-mod stats;
+pub mod premise;
+mod table;
 pub mod terminal;
 pub mod units;
 
+pub use figure::{Figure, Label, Sample};
+pub use premise::{Failed, Premise};
+
 /// The version of the JSON form. Raised whenever a reader of the previous version would misread the new one.
-pub const SCHEMA: u32 = 1;
+pub const SCHEMA: u32 = 2;
 
 /// One result.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -42,12 +49,20 @@ pub struct Report {
     pub asked: BTreeMap<String, Value>,
     /// What the host was.
     pub host: Facts,
-    /// Why the result must not be trusted: each entry is a premise that failed. Empty for a valid result.
+    /// A moment of the measurement: seconds since 1970 by the host's clock. What was measured in turn is known by it.
+    pub at: f64,
+    /// What was asked for and not done, where the run was ended early.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cut_short: Option<String>,
+    /// Why the result must not be trusted: the premises that failed. Empty for a valid result.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub invalid: Vec<String>,
+    pub invalid: Vec<Failed>,
     /// What a reader should know but which does not invalidate anything.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+    /// The one figure that the measurement was made for: a comparison judges it by itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub headline: Option<Label>,
     /// The figures, in the order in which they should be read.
     pub figures: Vec<Figure>,
     /// KVM's own counters before and after.
@@ -64,77 +79,15 @@ pub struct Report {
     pub histograms: Vec<Histogram>,
 }
 
-/// One figure: a single value, or the spread of several samples.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(untagged, try_from = "AnyFigure")]
-pub enum Figure {
-    /// Measured over several samples.
-    Spread {
-        /// Lower-case words joined by `_`; several of a kind end in `[index]`, as in `pages_per_second[vcpu0]`.
-        name: String,
-        /// The unit as printed: `s`, `ns`, `pages/s`, `pages`, `bytes`, `exits`, `instructions`.
-        unit: String,
-        /// The middle sample (the mean of the middle two for an even count).
-        median: f64,
-        /// The smallest sample.
-        min: f64,
-        /// The largest sample.
-        max: f64,
-        /// How many samples.
-        count: u64,
-        /// The samples in the order of measurement, so that two results can be compared in pairs.
-        #[serde(default, skip_serializing_if = "Vec::is_empty")]
-        samples: Vec<f64>,
-    },
-    /// Measured once, or a count.
-    Single {
-        /// As above.
-        name: String,
-        /// As above.
-        unit: String,
-        /// The value.
-        value: f64,
-    },
-}
-
-/// A figure as it may stand in a file: so that an error names the field that is wrong, which an untagged enum cannot.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct AnyFigure {
-    name: String,
-    unit: String,
-    value: Option<f64>,
-    median: Option<f64>,
-    min: Option<f64>,
-    max: Option<f64>,
-    count: Option<u64>,
-    #[serde(default)]
-    samples: Vec<f64>,
-}
-
-impl TryFrom<AnyFigure> for Figure {
-    type Error = String;
-
-    fn try_from(any: AnyFigure) -> Result<Self, String> {
-        let AnyFigure { name, unit, value, median, min, max, count, samples } = any;
-        match (value, median, min, max, count) {
-            (Some(value), None, None, None, None) if samples.is_empty() => {
-                Ok(Self::Single { name, unit, value })
-            }
-            (None, Some(median), Some(min), Some(max), Some(count)) => {
-                Ok(Self::Spread { name, unit, median, min, max, count, samples })
-            }
-            _ => Err(format!("figure `{name}` has neither a value alone nor median, min, max and count")),
-        }
-    }
-}
-
 /// One of KVM's counters, summed over vCPUs where it is theirs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Counter {
     /// KVM's name for it (`Documentation/virt/kvm/api.rst`, `KVM_GET_STATS_FD`).
     pub name: String,
+    /// Which machine, where the result is of several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub index: Option<String>,
     /// When the measurement began.
     pub before: u64,
     /// When it ended.
@@ -147,6 +100,9 @@ pub struct Counter {
 pub struct Series {
     /// What is plotted.
     pub name: String,
+    /// Which of several of that name, which share a picture.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub index: Option<String>,
     /// Its unit.
     pub unit: String,
     /// (seconds since the measurement began, value), in order.
@@ -171,24 +127,36 @@ pub struct Mark {
 pub struct Histogram {
     /// What was measured.
     pub name: String,
+    /// Which of several of that name, which share a picture.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub index: Option<String>,
     /// The unit of the bounds.
     pub unit: String,
     /// Only the buckets that hold something.
     pub buckets: Vec<(f64, u64)>,
+    /// The largest sample itself, where it is known: the last bucket's bound may lie above it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max: Option<f64>,
 }
 
 impl Report {
     /// An empty result for `name` on this host.
     pub fn new(name: impl Into<String>, host: Facts) -> Self {
+        // In milliseconds, which every reader of decimal digits reads as they were.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
         Self {
             schema: SCHEMA,
             vellum: env!("CARGO_PKG_VERSION").into(),
             name: name.into(),
-            command: std::env::args().collect(),
+            // Bytes that are not UTF-8 are shown as such, since JSON could not hold them.
+            command: std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect(),
             asked: BTreeMap::new(),
             host,
+            at: now as f64 / 1e3,
+            cut_short: None,
             invalid: Vec::new(),
             notes: Vec::new(),
+            headline: None,
             figures: Vec::new(),
             counters: Vec::new(),
             series: Vec::new(),
@@ -202,121 +170,116 @@ impl Report {
         self.asked.insert(name.into(), value.into());
     }
 
-    /// Adds a figure measured once. One that is not a number (nothing happened in no time) makes the result invalid:
-    /// JSON could not hold it, and a reader would miss it without knowing.
-    pub fn figure(&mut self, name: impl Into<String>, unit: &str, value: f64) {
-        let name = name.into();
-        if value.is_finite() {
-            self.figures.push(Figure::Single { name, unit: unit.into(), value });
-        } else {
-            self.invalid.push(format!("{name} could not be computed: there was nothing to measure it by"));
+    /// Says that a premise failed, once for each part of the measurement.
+    pub fn fail(&mut self, part: Option<String>, premise: Premise) {
+        let failed = Failed { part, premise };
+        if !self.invalid.contains(&failed) {
+            self.invalid.push(failed);
         }
     }
 
-    /// Adds a figure with its spread; nothing is added where there is no sample. As for [`figure`](Self::figure), a
-    /// sample that is not a number makes the result invalid.
-    pub fn spread(&mut self, name: impl Into<String>, unit: &str, samples: &[f64]) {
-        let name = name.into();
-        if samples.iter().any(|s| !s.is_finite()) {
-            self.invalid.push(format!("{name} could not be computed: there was nothing to measure it by"));
-        } else if let Some(figure) = Figure::from_samples(name, unit, samples) {
+    /// Says what a reader should know, once.
+    pub fn note(&mut self, note: String) {
+        if !self.notes.contains(&note) {
+            self.notes.push(note);
+        }
+    }
+
+    /// Adds a figure measured once, or a count.
+    pub fn figure(&mut self, label: impl Into<Label>, unit: &str, value: f64) {
+        self.push(Figure::once(label, unit, value));
+    }
+
+    /// Adds a figure with its samples; nothing is added where there is none.
+    pub fn samples(&mut self, label: impl Into<Label>, unit: &str, samples: Vec<Sample>) {
+        self.push(Figure::sampled(label, unit, samples));
+    }
+
+    /// Adds `figure`, unless it has no sample. One that is not a number (nothing happened in no time) makes the result
+    /// invalid: JSON could not hold it, and a reader would miss it without knowing.
+    pub fn push(&mut self, figure: Figure) {
+        if figure.values().any(|value| !value.is_finite()) {
+            self.fail(None, Premise::NothingToMeasureBy { figure: figure.label.to_string() });
+        } else if !figure.samples.is_empty() {
             self.figures.push(figure);
         }
     }
 
-    /// Adds KVM's counters as they were before and after, and one that only one of the two has as 0 in the other.
-    pub fn counters(&mut self, before: &BTreeMap<String, u64>, after: &BTreeMap<String, u64>) {
+    /// Declares the figure that the measurement was made for, if it was measured.
+    pub fn set_headline(&mut self, label: impl Into<Label>) {
+        self.headline = Some(label.into()).filter(|label| self.figures.iter().any(|f| f.label == *label));
+    }
+
+    /// The figure of that label.
+    pub fn find(&self, label: impl Into<Label>) -> Option<&Figure> {
+        let label = label.into();
+        self.figures.iter().find(|figure| figure.label == label)
+    }
+
+    /// Adds KVM's counters as they were before and after, and one that only one of the two has as 0 in the other; `index`
+    /// is the machine, where the result is of several.
+    pub fn counters(
+        &mut self,
+        index: Option<&str>,
+        before: &BTreeMap<String, u64>,
+        after: &BTreeMap<String, u64>,
+    ) {
         let names: std::collections::BTreeSet<_> = before.keys().chain(after.keys()).collect();
         let value = |of: &BTreeMap<String, u64>, name| of.get(name).copied().unwrap_or(0);
         self.counters.extend(names.into_iter().map(|name| Counter {
             name: name.clone(),
+            index: index.map(str::to_owned),
             before: value(before, name),
             after: value(after, name),
         }));
     }
+}
 
-    /// Whether the host's time is one that may be compared with `other`'s: both real, or both emulated.
-    pub fn same_time(&self, other: &Self) -> bool {
-        self.host.emulated == other.host.emulated
+impl Counter {
+    /// What it is called.
+    pub fn label(&self) -> Label {
+        Label { name: self.name.clone(), index: self.index.clone() }
+    }
+
+    /// By how much it has grown.
+    pub fn grown(&self) -> i128 {
+        i128::from(self.after) - i128::from(self.before)
     }
 }
 
-impl Figure {
-    /// The spread of `samples`; `None` where there is none.
-    pub fn from_samples(name: impl Into<String>, unit: &str, samples: &[f64]) -> Option<Self> {
-        let mut sorted = samples.to_vec();
-        sorted.sort_by(f64::total_cmp);
-        let (&min, &max) = (sorted.first()?, sorted.last()?);
-        let middle = sorted.len() / 2;
-        let median =
-            if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 };
-        Some(Self::Spread {
-            name: name.into(),
-            unit: unit.into(),
-            median,
-            min,
-            max,
-            count: samples.len() as u64,
-            samples: samples.to_vec(),
-        })
-    }
-
-    /// Its name.
-    pub fn name(&self) -> &str {
-        match self {
-            Self::Spread { name, .. } | Self::Single { name, .. } => name,
-        }
-    }
-
-    /// Its unit.
-    pub fn unit(&self) -> &str {
-        match self {
-            Self::Spread { unit, .. } | Self::Single { unit, .. } => unit,
-        }
-    }
-
-    /// Its name without, and the index with which it belongs to others of its kind: `pages[vcpu0]` is
-    /// `("pages", Some("vcpu0"))`.
-    pub fn split_name(&self) -> (&str, Option<&str>) {
-        let name = self.name();
-        match name.strip_suffix(']').and_then(|n| n.split_once('[')) {
-            Some((base, index)) => (base, Some(index)),
-            None => (name, None),
-        }
-    }
-
-    /// The samples in the order of measurement; of a single value, or where they were not kept, the one that stands
-    /// for them.
-    pub fn samples(&self) -> Cow<'_, [f64]> {
-        match self {
-            Self::Spread { samples, .. } if !samples.is_empty() => Cow::Borrowed(samples),
-            Self::Spread { median: value, .. } | Self::Single { value, .. } => Cow::Owned(vec![*value]),
-        }
-    }
-
-    /// The value, or the median of the samples.
-    pub fn value(&self) -> f64 {
-        match self {
-            Self::Spread { median, .. } => *median,
-            Self::Single { value, .. } => *value,
-        }
+impl Series {
+    /// What it is called.
+    pub fn label(&self) -> Label {
+        Label { name: self.name.clone(), index: self.index.clone() }
     }
 }
 
 impl Histogram {
+    /// What it is called.
+    pub fn label(&self) -> Label {
+        Label { name: self.name.clone(), index: self.index.clone() }
+    }
+
     /// How many samples it holds.
     pub fn count(&self) -> u64 {
         self.buckets.iter().map(|&(_, n)| n).sum()
     }
 
-    /// The upper bound of the bucket that holds the `q`-quantile (0 < q <= 1); `None` where it is empty.
+    /// The largest sample, or the bound of the bucket that holds it; `None` where there is none.
+    pub fn max(&self) -> Option<f64> {
+        self.max.or(self.buckets.last().map(|&(bound, _)| bound))
+    }
+
+    /// The upper bound of the bucket that holds the `q`-quantile (0 < q <= 1), or the largest sample where that is less;
+    /// `None` where it is empty.
     pub fn quantile(&self, q: f64) -> Option<f64> {
         let target = ((self.count() as f64 * q).ceil() as u64).max(1);
         let mut seen = 0;
-        self.buckets.iter().find_map(|&(bound, n)| {
+        let bound = self.buckets.iter().find_map(|&(bound, n)| {
             seen += n;
             (seen >= target).then_some(bound)
-        })
+        })?;
+        Some(self.max.map_or(bound, |max| bound.min(max)))
     }
 }
 
@@ -345,17 +308,21 @@ mod tests {
     fn a_figure_that_is_no_number_makes_the_result_invalid() {
         let mut report = Report::new("t", Facts::collect("off".into()));
         report.figure("rate", "pages/s", f64::NAN);
-        report.spread("time", "s", &[1.0, f64::INFINITY]);
+        report.samples("time", "s", vec![Sample::of_round(0, 1.0), Sample::of_round(1, f64::INFINITY)]);
+        report.samples("none", "s", Vec::new());
         assert!(report.figures.is_empty());
         assert_eq!(report.invalid.len(), 2);
     }
 
     #[test]
-    fn names_split_at_their_index() {
-        let figure = |name: &str| Figure::Single { name: name.into(), unit: "s".into(), value: 0.0 };
-        assert_eq!(figure("a[vcpu0]").split_name(), ("a", Some("vcpu0")));
-        assert_eq!(figure("a").split_name(), ("a", None));
-        assert_eq!(figure("]").split_name(), ("]", None));
+    fn what_is_said_twice_is_said_once() {
+        let mut report = Report::new("t", Facts::collect("off".into()));
+        for _round in 0..2 {
+            report.fail(None, Premise::Recycled { pages: 3 });
+            report.note("noted".into());
+        }
+        report.fail(Some("round 2".into()), Premise::Recycled { pages: 3 });
+        assert_eq!((report.invalid.len(), report.notes.len()), (2, 1));
     }
 
     #[test]
@@ -364,24 +331,23 @@ mod tests {
         assert!(matches!(printable("plain é"), Cow::Borrowed(_)));
     }
 
-    #[test]
-    fn spread_keeps_order_and_finds_the_median() {
-        let figure = Figure::from_samples("t", "s", &[3.0, 1.0, 2.0, 10.0]).unwrap();
-        let Figure::Spread { median, min, max, count, samples, .. } = figure else { panic!("not a spread") };
-        assert_eq!((median, min, max, count), (2.5, 1.0, 10.0, 4));
-        assert_eq!(samples, [3.0, 1.0, 2.0, 10.0]);
-        assert!(Figure::from_samples("t", "s", &[]).is_none());
+    fn latencies(max: Option<f64>) -> Histogram {
+        let buckets = vec![(10.0, 98), (20.0, 1), (90.0, 1)];
+        Histogram { name: "l".into(), index: None, unit: "ns".into(), buckets, max }
     }
 
     #[test]
     fn quantiles_are_bucket_bounds() {
-        let h = Histogram {
-            name: "l".into(),
-            unit: "ns".into(),
-            buckets: vec![(10.0, 98), (20.0, 1), (90.0, 1)],
-        };
+        let h = latencies(None);
         assert_eq!(h.quantile(0.5), Some(10.0));
         assert_eq!(h.quantile(0.99), Some(20.0));
         assert_eq!(h.quantile(1.0), Some(90.0));
+    }
+
+    #[test]
+    fn no_quantile_lies_above_the_largest_sample() {
+        let h = latencies(Some(86.0));
+        assert_eq!((h.quantile(0.999), h.quantile(1.0), h.max()), (Some(86.0), Some(86.0), Some(86.0)));
+        assert_eq!(h.quantile(0.5), Some(10.0));
     }
 }

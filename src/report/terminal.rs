@@ -1,50 +1,59 @@
 //! The terminal face: plain text that stands alone when it is pasted into a mail.
 //!
 //! What was asked and what the host was come first, then what is wrong with the result if anything is, then the
-//! figures. No colours and no terminal codes, so that a pipe, a file and a screen get the same; at most [`WIDTH`]
-//! columns unless one name alone is longer.
+//! figures. No colours and no terminal codes, so that a pipe, a file and a screen get the same; as wide as the terminal, and
+//! [`WIDTH`] columns where there is none. What does not fit beside the rest follows below it.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::fmt::Write as _;
 
 use serde_json::Value;
 
-use super::units::{FAR, Scale, grouped, humanised};
+use super::figure::median;
+use super::table::{Group, ROWS, Table, cells, common_scale, groups};
+use super::units::{Scale, grouped, humanised};
 use super::{Counter, Figure, Histogram, Report, Series, printable};
 use crate::host::{Facts, Paging};
 
 /// What fits a mail and half a screen.
 pub const WIDTH: usize = 100;
 
-/// Rows of one table before its middle is left out.
-const ROWS: usize = 40;
+/// Terminals are taken for as wide as these at least and at most.
+const WIDTHS: (usize, usize) = (72, 220);
 
-/// The whole result as text.
-pub fn render(report: &Report) -> String {
+/// The whole result as text of `width` columns.
+pub fn render(report: &Report, width: usize) -> String {
+    let width = width.clamp(WIDTHS.0, WIDTHS.1);
     let mut out = String::new();
     let title = printable(&report.name);
     let version = format!("vellum {}", printable(&report.vellum));
-    let gap = WIDTH.saturating_sub(title.chars().count() + version.chars().count()).max(2);
+    let gap = width.saturating_sub(title.chars().count() + version.chars().count()).max(2);
     let _ = writeln!(out, "{title}{:gap$}{version}", "");
     let _ = writeln!(out, "$ {}", command_line(&report.command));
+    let line = |out: &mut String, label: &str, text: &str| labelled(out, label, &words(text), " ", width);
+    if let Some(rest) = &report.cut_short {
+        line(&mut out, "CUT OFF", rest);
+    }
     let asked: Vec<_> =
         report.asked.iter().map(|(k, v)| format!("{}={}", printable(k), asked_value(v))).collect();
-    labelled(&mut out, "asked", &asked, "  ");
-    labelled(&mut out, "host", &host(&report.host), ", ");
-    for reason in &report.invalid {
-        labelled(&mut out, "INVALID", &words(reason), " ");
+    labelled(&mut out, "asked", &asked, "  ", width);
+    labelled(&mut out, "host", &host(&report.host), ", ", width);
+    for failed in &report.invalid {
+        line(&mut out, "INVALID", &failed.to_string());
     }
     for note in &report.notes {
-        labelled(&mut out, "note", &words(note), " ");
+        line(&mut out, "note", note);
     }
-    figures(&mut out, &report.figures);
-    histograms(&mut out, &report.histograms);
-    series(&mut out, report);
-    counters(&mut out, &report.counters);
+    figures(&mut out, &report.figures, width);
+    histograms(&mut out, &report.histograms, width);
+    series(&mut out, report, width);
+    counters(&mut out, &report.counters, width);
     if !report.invalid.is_empty() {
-        let _ = writeln!(
-            out,
-            "\nINVALID: these figures must not be trusted or quoted; the reasons stand above them."
+        out.push('\n');
+        line(
+            &mut out,
+            "INVALID",
+            "these figures must not be trusted or quoted; the reasons stand above them",
         );
     }
     out
@@ -110,14 +119,14 @@ fn words(text: &str) -> Vec<String> {
 }
 
 /// A label at the margin and `items` beside it, wrapped.
-fn labelled(out: &mut String, label: &str, items: &[String], separator: &str) {
+pub(super) fn labelled(out: &mut String, label: &str, items: &[String], separator: &str, width: usize) {
     const MARGIN: usize = 9;
     let _ = write!(out, "{label:<MARGIN$}");
     let mut column = MARGIN;
     for (i, item) in items.iter().enumerate() {
         let separator = if i + 1 < items.len() { separator } else { "" };
-        let width = item.chars().count() + separator.trim_end().chars().count();
-        if column > MARGIN && column + width > WIDTH {
+        let needed = item.chars().count() + separator.trim_end().chars().count();
+        if column > MARGIN && column + needed > width {
             out.truncate(out.trim_end().len());
             let _ = write!(out, "\n{:MARGIN$}", "");
             column = MARGIN;
@@ -129,97 +138,20 @@ fn labelled(out: &mut String, label: &str, items: &[String], separator: &str) {
     out.push('\n');
 }
 
-/// A table whose first column is flush left and whose others are flush right.
-#[derive(Default)]
-pub(super) struct Table {
-    rows: Vec<Vec<String>>,
-}
-
-impl Table {
-    /// A table that begins with its head.
-    pub(super) fn with_head(head: &[&str]) -> Self {
-        Self { rows: vec![head.iter().map(|h| (*h).to_owned()).collect()] }
-    }
-
-    pub(super) fn row(&mut self, cells: Vec<String>) {
-        self.rows.push(cells);
-    }
-
-    pub(super) fn print(&self, out: &mut String) {
-        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
-        let width = |column: usize| {
-            self.rows.iter().filter_map(|r| r.get(column)).map(|c| c.chars().count()).max().unwrap_or(0)
-        };
-        let widths: Vec<_> = (0..columns).map(width).collect();
-        for (i, row) in self.rows.iter().enumerate() {
-            if self.rows.len() > ROWS + 1 && i > ROWS / 2 && i < self.rows.len() - ROWS / 2 {
-                if i == ROWS / 2 + 1 {
-                    let _ = writeln!(out, "  … {} more in the JSON …", self.rows.len() - 1 - ROWS);
-                }
-                continue;
-            }
-            for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-                let pad = width - cell.chars().count();
-                let _ = match column {
-                    0 => write!(out, "  {cell}{:pad$}", ""),
-                    _ => write!(out, "  {:pad$}{cell}", ""),
-                };
-            }
-            out.truncate(out.trim_end_matches(' ').len());
-            out.push('\n');
+fn figures(out: &mut String, figures: &[Figure], width: usize) {
+    for group in groups(figures) {
+        out.push('\n');
+        match group.indices[0] {
+            None => plain_figures(out, &group, width),
+            Some(_) => indexed_figures(out, &group, width),
         }
     }
 }
 
-/// Figures of the same kinds for the same indices, as one table: a row an index, a column a kind.
-pub(super) struct Group<'a> {
-    /// The indices in order; a single `None` for figures without.
-    pub(super) indices: Vec<Option<&'a str>>,
-    /// Kind by kind, a figure for each index.
-    pub(super) kinds: Vec<(&'a str, Vec<&'a Figure>)>,
-}
-
-/// Sorts figures into [`Group`]s, keeping their order.
-pub(super) fn groups(figures: &[Figure]) -> Vec<Group<'_>> {
-    let mut kinds: Vec<(&str, Vec<&Figure>)> = Vec::new();
-    let mut place = HashMap::new();
-    for figure in figures {
-        let (base, index) = figure.split_name();
-        let key = (base, index.is_some(), figure.unit());
-        let i = *place.entry(key).or_insert_with(|| {
-            kinds.push((base, Vec::new()));
-            kinds.len() - 1
-        });
-        kinds[i].1.push(figure);
-    }
-    let mut groups: Vec<Group> = Vec::new();
-    let mut place = HashMap::new();
-    for (base, members) in kinds {
-        let indices: Vec<_> = members.iter().map(|f| f.split_name().1).collect();
-        // Figures without an index all belong into one table, whatever their number.
-        let indices = if indices[0].is_none() { vec![None] } else { indices };
-        let i = *place.entry(indices.clone()).or_insert_with(|| {
-            groups.push(Group { indices, kinds: Vec::new() });
-            groups.len() - 1
-        });
-        groups[i].kinds.push((base, members));
-    }
-    groups
-}
-
-fn figures(out: &mut String, figures: &[Figure]) {
-    for group in groups(figures) {
-        out.push('\n');
-        if group.indices[0].is_none() { plain_figures(out, &group) } else { indexed_figures(out, &group) }
-    }
-}
-
-fn plain_figures(out: &mut String, group: &Group) {
-    fn spread(f: &&Figure) -> bool {
-        matches!(f, Figure::Spread { .. })
-    }
-    let all = || group.kinds.iter().flat_map(|(_, figures)| figures);
-    let mut table = match (all().any(spread), all().all(spread)) {
+fn plain_figures(out: &mut String, group: &Group, width: usize) {
+    let all = || group.kinds.iter().flat_map(|kind| &kind.figures);
+    let several = |figure: &&Figure| figure.samples.len() > 1;
+    let mut table = match (all().any(several), all().all(several)) {
         (false, _) => Table::with_head(&["figure", "value", "unit"]),
         (true, true) => Table::with_head(&["figure", "median", "unit", "min", "max", "spread", "n"]),
         (true, false) => {
@@ -227,139 +159,91 @@ fn plain_figures(out: &mut String, group: &Group) {
         }
     };
     for figure in all() {
-        let scale = Scale::of(figure.unit(), figure.value());
-        let mut row = vec![
-            printable(figure.name()).into_owned(),
-            scale.number(figure.value()),
-            printable(&scale.unit).into_owned(),
-        ];
-        if let Figure::Spread { min, max, count, .. } = figure {
+        let scale = Scale::of(&figure.unit, figure.value());
+        let mut row = vec![figure.label.to_string(), scale.number(figure.value()), scale.unit.clone()];
+        if several(figure) {
             row.extend([
-                scale.number(*min),
-                scale.number(*max),
+                scale.number(figure.min()),
+                scale.number(figure.max()),
                 spread_of(figure),
-                grouped(i128::from(*count)),
+                grouped(figure.samples.len() as i128),
             ]);
         }
         table.row(row);
     }
-    table.print(out);
+    table.print(out, width);
 }
 
-/// How far apart the samples lie: (max - min) / median.
+/// How far apart the samples lie, in words.
 pub(super) fn spread_of(figure: &Figure) -> String {
-    match figure {
-        Figure::Spread { median, min, max, count: 2.., .. } if *median != 0.0 => {
-            format!("{:.1}%", 100.0 * (max - min) / median.abs())
-        }
-        _ => String::new(),
-    }
+    figure.spread().map_or(String::new(), |spread| format!("{:.1}%", 100.0 * spread))
 }
 
-/// The scale that suits the largest of `figures`, or the middle of them where they lie far apart, as latencies do; sizes
-/// are shown exactly only where every one of them can be.
-pub(super) fn common_scale(figures: &[&Figure]) -> Scale {
-    let sizes = || figures.iter().map(|f| f.value().abs()).filter(|size| *size > 0.0);
-    let (smallest, mut largest) = (sizes().fold(f64::INFINITY, f64::min), sizes().fold(0.0, f64::max));
-    if largest > smallest * FAR {
-        largest = (largest * smallest).sqrt();
-    }
-    let unit = figures.first().map_or("", |f| f.unit());
-    let scales = figures.iter().map(|f| Scale::of(unit, f.value()));
-    match scales.min_by(|a, b| a.divisor.total_cmp(&b.divisor)) {
-        Some(smallest) if unit == "bytes" => smallest,
-        _ => Scale::of(unit, largest),
-    }
-}
-
-fn indexed_figures(out: &mut String, group: &Group) {
-    let index_width = group.indices.iter().flatten().map(|i| i.chars().count()).max().unwrap_or(0);
+fn indexed_figures(out: &mut String, group: &Group, width: usize) {
+    let head = |name: &str, unit: &str| match unit {
+        "" => name.to_owned(),
+        unit => format!("{name} [{unit}]"),
+    };
     let columns: Vec<Vec<String>> = group
         .kinds
         .iter()
-        .map(|(base, figures)| {
-            let scale = common_scale(figures);
-            let head = match scale.unit.as_str() {
-                "" => printable(base).into_owned(),
-                unit => format!("{} [{}]", printable(base), printable(unit)),
-            };
-            let values: Vec<f64> = figures.iter().map(|f| f.value()).collect();
-            let cells = scale.column(&values).into_iter().zip(figures).map(|(cell, figure)| match figure {
-                Figure::Spread { count: 2.., .. } => format!("{cell} ±{:.0}%", half_spread(figure)),
-                _ => cell,
-            });
-            std::iter::once(head).chain(cells).collect()
+        .map(|kind| {
+            let scale = common_scale(&kind.figures);
+            std::iter::once(head(kind.name, &scale.unit)).chain(cells(&scale, &kind.figures)).collect()
         })
         .collect();
-    let width = |column: &Vec<String>| 2 + column.iter().map(|c| c.chars().count()).max().unwrap_or(0);
-    let mut rest = &columns[..];
-    while !rest.is_empty() {
-        let mut used = 2 + index_width + width(&rest[0]);
-        let mut n = 1;
-        while n < rest.len() && used + width(&rest[n]) <= WIDTH {
-            used += width(&rest[n]);
-            n += 1;
-        }
-        let (now, later) = rest.split_at(n);
-        let mut table = Table::default();
-        for row in 0..=group.indices.len() {
-            let index = row.checked_sub(1).and_then(|i| group.indices[i]).unwrap_or("");
-            let cells = now.iter().map(|column| column[row].clone());
-            table.row(std::iter::once(printable(index).into_owned()).chain(cells).collect());
-        }
-        table.print(out);
-        rest = later;
-        if !rest.is_empty() {
-            out.push('\n');
-        }
+    let mut table = Table::default();
+    let indices = std::iter::once("").chain(group.indices.iter().map(|index| index.unwrap_or("")));
+    for (row, index) in indices.enumerate() {
+        let cells = columns.iter().map(|column| column[row].clone());
+        table.row(std::iter::once(index.to_owned()).chain(cells).collect());
     }
+    table.print(out, width);
 }
 
-fn half_spread(figure: &Figure) -> f64 {
-    match figure {
-        Figure::Spread { median, min, max, .. } if *median != 0.0 => 50.0 * (max - min) / median.abs(),
-        _ => 0.0,
-    }
-}
-
-fn histograms(out: &mut String, histograms: &[Histogram]) {
+fn histograms(out: &mut String, histograms: &[Histogram], width: usize) {
     if histograms.is_empty() {
         return;
     }
     out.push('\n');
     let mut table = Table::with_head(&["distribution", "samples", "p50", "p90", "p99", "p99.9", "max"]);
     for histogram in histograms {
-        let mut row = vec![printable(&histogram.name).into_owned(), grouped(histogram.count().into())];
-        row.extend([0.5, 0.9, 0.99, 0.999, 1.0].map(|q| {
-            histogram
-                .quantile(q)
-                .map_or("-".into(), |v| printable(&humanised(&histogram.unit, v)).into_owned())
-        }));
+        let mut row = vec![histogram.label().to_string(), grouped(histogram.count().into())];
+        row.extend(percentiles(histogram));
         table.row(row);
     }
-    table.print(out);
+    table.print(out, width);
 }
 
-fn series(out: &mut String, report: &Report) {
+/// Half, nine tenths, and so on to the largest, as the tables of both faces have them.
+pub(super) fn percentiles(histogram: &Histogram) -> impl Iterator<Item = String> {
+    let quantiles = [0.5, 0.9, 0.99, 0.999].map(|q| histogram.quantile(q)).into_iter();
+    let unit = &histogram.unit;
+    quantiles.chain([histogram.max()]).map(|value| value.map_or("-".into(), |v| humanised(unit, v)))
+}
+
+fn series(out: &mut String, report: &Report, width: usize) {
     if !report.series.is_empty() {
         out.push('\n');
         let mut table =
             Table::with_head(&["over time", "points", "min", "median", "max", "from start to end"]);
+        // What the other columns leave.
+        let bars = width.saturating_sub(68).clamp(8, 64);
         for series in &report.series {
-            let values: Vec<f64> = series.points.iter().map(|p| p.1).collect();
-            let Some(figure) = Figure::from_samples("", &series.unit, &values) else { continue };
-            let Figure::Spread { median, min, max, .. } = figure else { continue };
+            let values = || series.points.iter().map(|p| p.1);
+            let Some(median) = median(values()) else { continue };
+            let (min, max) = (values().fold(f64::INFINITY, f64::min), values().fold(f64::MIN, f64::max));
             let scale = Scale::of(&series.unit, max.abs().max(min.abs()));
             table.row(vec![
-                printable(&series.name).into_owned(),
-                grouped(values.len() as i128),
+                series.label().to_string(),
+                grouped(series.points.len() as i128),
                 scale.number(min),
                 scale.number(median),
-                printable(&scale.with_unit(max)).into_owned(),
-                sparkline(series, min, max),
+                scale.with_unit(max),
+                sparkline(series, min, max, bars),
             ]);
         }
-        table.print(out);
+        table.print(out, width);
     }
     if report.marks.is_empty() {
         return;
@@ -369,32 +253,29 @@ fn series(out: &mut String, report: &Report) {
     out.push('\n');
     let mut table = Table::with_head(&["span", "times", "median", "longest", "total"]);
     for name in names.take(ROWS) {
-        let spans: Vec<f64> =
-            report.marks.iter().filter(|m| m.name == name).map(|m| m.end - m.start).collect();
-        let Some(Figure::Spread { median, max, count, .. }) = Figure::from_samples("", "s", &spans) else {
-            continue;
-        };
-        let mut row = vec![printable(name).into_owned(), grouped(count.into())];
-        row.extend([median, max, spans.iter().sum()].map(|v| humanised("s", v)));
+        let spans = || report.marks.iter().filter(|m| m.name == name).map(|m| m.end - m.start);
+        let (times, total) = (spans().count(), spans().sum());
+        let (median, longest) = (median(spans()).unwrap_or_default(), spans().fold(0.0, f64::max));
+        let mut row = vec![name.to_owned(), grouped(times as i128)];
+        row.extend([median, longest, total].map(|v| humanised("s", v)));
         table.row(row);
     }
-    table.print(out);
+    table.print(out, width);
 }
 
 /// The series as one line of bars, each the mean of its share of the time; a blank where there is no point.
-fn sparkline(series: &Series, min: f64, max: f64) -> String {
+fn sparkline(series: &Series, min: f64, max: f64, bars: usize) -> String {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-    const COLUMNS: usize = 32;
     let (Some(first), Some(last)) = (series.points.first(), series.points.last()) else {
         return String::new();
     };
     let span = last.0 - first.0;
     // From zero where zero is near, so that a dip looks as deep as it is.
     let floor = if min >= 0.0 { 0.0 } else { min };
-    let mut columns = [(0.0, 0u32); COLUMNS];
+    let mut columns = vec![(0.0, 0u32); bars];
     for &(t, v) in &series.points {
-        let column = if span > 0.0 { ((t - first.0) / span * COLUMNS as f64) as usize } else { 0 };
-        let column = &mut columns[column.min(COLUMNS - 1)];
+        let column = if span > 0.0 { ((t - first.0) / span * bars as f64) as usize } else { 0 };
+        let column = &mut columns[column.min(bars - 1)];
         column.0 += v;
         column.1 += 1;
     }
@@ -406,7 +287,7 @@ fn sparkline(series: &Series, min: f64, max: f64) -> String {
     columns.iter().map(bar).collect()
 }
 
-fn counters(out: &mut String, counters: &[Counter]) {
+fn counters(out: &mut String, counters: &[Counter], width: usize) {
     let moved: Vec<_> = counters.iter().filter(|c| c.before != c.after).collect();
     if counters.is_empty() {
         return;
@@ -414,15 +295,14 @@ fn counters(out: &mut String, counters: &[Counter]) {
     out.push('\n');
     let mut table = Table::with_head(&["KVM counter", "before", "after", "difference"]);
     for counter in &moved {
-        let difference = i128::from(counter.after) - i128::from(counter.before);
         table.row(vec![
-            printable(&counter.name).into_owned(),
+            counter.label().to_string(),
             grouped(counter.before.into()),
             grouped(counter.after.into()),
-            grouped(difference),
+            grouped(counter.grown()),
         ]);
     }
-    table.print(out);
+    table.print(out, width);
     let still = counters.len() - moved.len();
     if still > 0 {
         let _ = writeln!(out, "  and {still} that did not move");

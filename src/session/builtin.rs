@@ -50,9 +50,11 @@ pub fn run(process: &Config, config: &RunConfig) -> Result<Outcome, Error> {
     let (mut report, right) = run.report(facts);
     match end.cause {
         Cause::Signal(signal) => {
-            report.notes.push(format!("ended by signal {signal}: these are the results so far"));
+            report.cut_short = Some(format!("ended by signal {signal}: these are the results so far"));
         }
-        Cause::Stop => report.notes.push("ended by vellum ctl: these are the results so far".into()),
+        Cause::Stop => {
+            report.cut_short = Some("ended by vellum ctl: these are the results so far".into());
+        }
         Cause::Guest | Cause::Limit => {}
     }
     let exit = if right { end.exit } else { Exit::Error };

@@ -1,5 +1,5 @@
-//! What fcntl(2) knows of open files: whether one can be written to, and locks of open file descriptions (F_OFD_SETLK).
-//! These belong to the open file and not to the process, so they last exactly as long as the descriptor, and two opens in
+//! Open files: whether one can be written to, space that is set aside for one (fallocate(2)), and locks of open file
+//! descriptions (F_OFD_SETLK). These belong to the open file and not to the process, so they last exactly as long as the descriptor, and two opens in
 //! one process exclude each other too.
 
 use std::fs::File;
@@ -23,6 +23,20 @@ pub fn is_writable(file: &File) -> io::Result<bool> {
         return Err(io::Error::last_os_error());
     }
     Ok(flags & libc::O_PATH == 0 && flags & libc::O_ACCMODE != libc::O_RDONLY)
+}
+
+/// Has the file system set `len` bytes of `file` aside, so that a write within them does not fail for lack of space; the file is
+/// as long at least from then on. Where a file system cannot promise that, nothing happens.
+pub fn reserve(file: &File, len: u64) -> io::Result<()> {
+    // SAFETY: takes numbers only.
+    if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, len as libc::off_t) } == 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EOPNOTSUPP | libc::ENOSYS) => Ok(()),
+        _ => Err(error),
+    }
 }
 
 /// Locks the whole file without waiting; false if somebody else's lock is in the way.

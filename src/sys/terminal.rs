@@ -57,6 +57,17 @@ fn set(fd: RawFd, mode: &libc::termios) -> io::Result<()> {
     }
 }
 
+/// How many characters a line of the terminal `fd` has; `None` where it does not say.
+pub fn columns(fd: BorrowedFd<'_>) -> Option<usize> {
+    let mut size = MaybeUninit::<libc::winsize>::zeroed();
+    // SAFETY: TIOCGWINSZ fills a winsize, which zeroed bytes are too.
+    let size = unsafe {
+        libc::ioctl(fd.as_raw_fd(), libc::TIOCGWINSZ, size.as_mut_ptr());
+        size.assume_init()
+    };
+    (size.ws_col > 0).then_some(size.ws_col.into())
+}
+
 /// Whether a write of a byte to `fd` would not block. Files always take one.
 pub fn writable(fd: BorrowedFd<'_>) -> bool {
     writable_within(fd, Duration::ZERO)

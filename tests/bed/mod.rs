@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use harness::{Failed, Need, ensure};
+use vellum::report::Premise;
 
 /// A KVM that we may use.
 pub fn kvm() -> Need {
@@ -17,6 +18,7 @@ pub fn huge_pages(size: u64, count: u64) -> Need {
 /// Fails the test unless a result's premises held; but that an emulated host hardly idles no test of a few mebibytes can
 /// promise.
 pub fn premises(report: &vellum::report::Report) -> Result<(), Failed> {
-    let failed: Vec<&String> = report.invalid.iter().filter(|why| !why.contains("host was idle")).collect();
+    let failed = report.invalid.iter().filter(|failed| !matches!(failed.premise, Premise::HostIdled { .. }));
+    let failed: Vec<String> = failed.map(|failed| failed.to_string()).collect();
     ensure(failed.is_empty(), || format!("{failed:?}"))
 }

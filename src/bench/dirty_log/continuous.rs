@@ -4,8 +4,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::PARTS;
 use super::machine::Run;
+use super::measured::{Continuous, Parts, Phase, Round, Schedule, When};
 use crate::bench::Error;
 use crate::dirty::Method;
 use crate::guests::Guest;
@@ -21,7 +21,7 @@ const SAMPLING: Duration = Duration::from_millis(20);
 
 impl Run<'_> {
     /// The guest runs through; the collections come as fast as they can.
-    pub(super) fn continuous(&mut self, duration: Duration) -> Result<(), Error> {
+    pub(super) fn continuous(&mut self, duration: Duration) -> Result<Round, Error> {
         self.write.lockstep = false;
         self.guest.program(&self.write)?;
         self.clock = Instant::now();
@@ -41,8 +41,8 @@ impl Run<'_> {
             stop.store(true, Ordering::Relaxed);
             (sampler.join().unwrap_or_default(), result)
         });
-        result?;
-        self.series = series;
+        let logged = result?;
+        self.pictures.series = series;
         if self.tracker.method() == Method::Ring {
             // What was logged to the last, lest a vCPU wait for its ring.
             self.tracker.collect()?;
@@ -51,11 +51,11 @@ impl Run<'_> {
         self.guest.request_stop();
         self.finish_pass()?;
         self.finish();
-        Ok(())
+        Ok(self.measured(logged.enable, Some(logged.disable), Schedule::Continuous(logged.measured)))
     }
 
     /// Before, while and after the log is on: what the guest gets done, and what each of its writes takes.
-    fn phases(&mut self, duration: Duration, around: Duration) -> Result<(), Error> {
+    fn phases(&mut self, duration: Duration, around: Duration) -> Result<Logged, Error> {
         let leave_alone = |_: &mut Self| {
             let start = Instant::now();
             while start.elapsed() < around && signal::last().is_none() {
@@ -63,65 +63,70 @@ impl Run<'_> {
             }
             Ok(())
         };
-        self.phase("before", leave_alone)?;
-        self.phase("during", |run| run.collections(duration))?;
-        self.phase("after", leave_alone)?;
+        let ((), before) = self.phase(Phase::Before, leave_alone)?;
+        let (mut logged, during) = self.phase(Phase::During, |run| run.collections(duration))?;
+        let ((), after) = self.phase(Phase::After, leave_alone)?;
         if signal::take().is_some() {
-            let after = self.clock.elapsed().as_secs_f64();
-            self.report
-                .notes
-                .push(format!("interrupted after {after:.1} s: phases are shorter than asked for"));
+            let end = self.clock.elapsed().as_secs_f64();
+            self.report.cut_short =
+                Some(format!("interrupted after {end:.1} s: phases are shorter than asked for"));
         }
-        Ok(())
+        logged.measured = Continuous { before, during, after, ..logged.measured };
+        Ok(logged)
     }
 
-    fn phase(&mut self, name: &str, act: impl FnOnce(&mut Self) -> Result<(), Error>) -> Result<(), Error> {
+    /// What `act` returns, and the pages that the guest got done in a second meanwhile.
+    fn phase<T>(
+        &mut self,
+        phase: Phase,
+        act: impl FnOnce(&mut Self) -> Result<T, Error>,
+    ) -> Result<(T, f64), Error> {
         let done = |run: &Self| run.guest.controls().map(|c| c.done.load(Ordering::Relaxed)).sum::<u64>();
         let (start, before) = (Instant::now(), done(self));
-        act(self)?;
+        let result = act(self)?;
         let rate = (done(self) - before) as f64 / start.elapsed().as_secs_f64();
-        self.figure(format!("progress[{name}]"), "pages/s", rate);
-        self.end_phase(Some(name));
-        Ok(())
+        self.end_phase(Some(phase));
+        Ok((result, rate))
     }
 
     /// Logs for as long as asked, one collection after the other.
-    fn collections(&mut self, duration: Duration) -> Result<(), Error> {
+    fn collections(&mut self, duration: Duration) -> Result<Logged, Error> {
         let start = Instant::now();
         self.tracker.enable(true)?;
-        self.figure("enable_logging", "s", start.elapsed().as_secs_f64());
-        let (mut times, mut longest) = ([0.0; 3], [0.0f64; 3]);
-        let (mut count, mut pages) = (0u64, 0);
+        let enable = start.elapsed().as_secs_f64();
+        let (mut total, mut longest) = (Parts::default(), Parts::default());
+        let (mut collections, mut pages) = (0u64, 0);
         let pixel = duration.as_secs_f64() / MARKS;
         while start.elapsed() < duration && signal::last().is_none() {
             let began = self.clock.elapsed().as_secs_f64();
             let (parts, found) = self.collect()?;
             self.guest.resume_full()?;
             let end = self.clock.elapsed().as_secs_f64();
-            match self.marks.last_mut().filter(|mark| began - mark.start < pixel) {
+            match self.pictures.marks.last_mut().filter(|mark| began - mark.start < pixel) {
                 Some(mark) => mark.end = end,
-                None => self.marks.push(Mark { name: "collections".into(), start: began, end }),
+                None => self.pictures.marks.push(Mark { name: "collections".into(), start: began, end }),
             }
-            times.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part);
-            longest.iter_mut().zip(parts).for_each(|(longest, part)| *longest = longest.max(part));
-            (count, pages) = (count + 1, pages + found);
+            total = total.each(parts, |sum, part| sum + part);
+            longest = longest.each(parts, f64::max);
+            (collections, pages) = (collections + 1, pages + found);
         }
         let now = self.counted.now();
-        self.mapped("logged", &now);
+        self.count_mapped(When::Logged, &now);
         let start = Instant::now();
         self.tracker.enable(false)?;
-        self.figure("disable_logging", "s", start.elapsed().as_secs_f64());
+        let disable = start.elapsed().as_secs_f64();
         self.guest.resume_full()?;
-        self.figure("collections", "", count as f64);
-        for ((name, sum), longest) in PARTS.iter().zip(times).zip(longest) {
-            self.figure(format!("{name}_total"), "s", sum);
-            self.figure(format!("{name}_average"), "s", sum / count.max(1) as f64);
-            self.figure(format!("{name}_longest"), "s", longest);
-        }
-        self.figure("dirty_pages_total", "pages", pages as f64);
-        self.figure("dirty_pages_average", "pages", pages as f64 / count.max(1) as f64);
-        Ok(())
+        let (before, during, after) = (0.0, 0.0, 0.0);
+        let measured = Continuous { before, during, after, collections, total, longest, pages };
+        Ok(Logged { enable, disable, measured })
     }
+}
+
+/// The time in which the log was on.
+struct Logged {
+    enable: f64,
+    disable: f64,
+    measured: Continuous,
 }
 
 /// What each vCPU got done, over time, until `stop`.
@@ -129,7 +134,8 @@ fn sample(controls: &[&Control], clock: Instant, stop: &AtomicBool) -> Vec<Serie
     let done = || controls.iter().map(|control| control.done.load(Ordering::Relaxed));
     let mut series: Vec<Series> = (0..controls.len())
         .map(|vcpu| Series {
-            name: format!("progress[vcpu{vcpu}]"),
+            name: "progress".into(),
+            index: Some(format!("vcpu{vcpu}")),
             unit: "pages/s".into(),
             points: Vec::new(),
         })

@@ -8,11 +8,14 @@
 use std::fmt;
 
 use super::Config;
+use super::measured::{Parts, Phase, QUANTILES, Round, When};
 use crate::bench::Error;
+use crate::bench::of_rounds;
 use crate::dirty::Method;
+use crate::guests::run::BUCKET_RESOLUTION;
 use crate::host::hugepages;
 use crate::memory::Backing;
-use crate::report::{Histogram, Report, Series};
+use crate::report::{Failed, Figure, Histogram, Label, Report, Series};
 
 /// A column: memory and how it is logged.
 struct Column {
@@ -47,16 +50,17 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     let mut report = config.common.report("dirty-log");
     report.ask("preset", "lazy");
     let mut asked = false;
-    config.common.each(&mut report, COLUMNS, |report, column| {
+    config.common.each(&mut report, &COLUMNS, |report, column| {
         if let Backing::Hugetlb(size) = column.backing
             && let Err(shortage) = hugepages::check(size, config.region.total(false))
         {
-            report.notes.push(format!("{column} was not measured: {shortage}"));
+            report.note(format!("{column} was not measured: {shortage}"));
             return Ok(());
         }
         let mut config = Config { method: Some(column.method), ..config.clone() };
         config.region.backing = column.backing;
-        let measured = super::run(&config)?;
+        let mut measured = config.common.report("dirty-log");
+        let rounds = super::measure(&mut measured, &config)?;
         if !asked {
             asked = true;
             let same = |name: &str| !["backing", "tracker"].contains(&name);
@@ -64,93 +68,89 @@ pub fn run(config: &Config) -> Result<Report, Error> {
                 measured.asked.iter().filter(|(name, _)| same(name)).map(|(k, v)| (k.clone(), v.clone())),
             );
         }
-        add(report, column.name, &measured, config.continuous.is_some(), config.iterations);
+        add(report, column.name, measured, &rounds);
         Ok(())
     })?;
+    let row = if config.continuous.is_some() { "progress during" } else { "logged, sum" };
+    report.set_headline(Label::of("thp_all_set", row));
     Ok(report)
 }
 
-/// Two figures into one, round by round; none where either is missing, as after an interrupt it may be.
-fn each(a: Option<Vec<f64>>, b: Option<Vec<f64>>, of: impl Fn(f64, f64) -> f64) -> Option<Vec<f64>> {
-    Some(a?.into_iter().zip(b?).map(|(a, b)| of(a, b)).collect())
+/// Adds what was measured of one column, with the samples of its rounds.
+fn add(report: &mut Report, column: &'static str, measured: Report, rounds: &[Round]) {
+    figures(report, column, rounds);
+    let of_column =
+        |part: Option<String>| Some(part.map_or(column.into(), |part| format!("{column}, {part}")));
+    for Failed { part, premise } in measured.invalid {
+        report.fail(of_column(part), premise);
+    }
+    measured.notes.into_iter().for_each(|note| report.note(format!("{column}: {note}")));
+    if let Some(rest) = measured.cut_short {
+        report.cut_short = Some(format!("{column}: {rest}"));
+    }
+    if let Some(counter) = measured.counters.iter().find(|counter| counter.name == "pf_taken") {
+        report.figure(Label::of(column, "faults"), "", counter.grown() as f64);
+    }
+    let Some(first) = rounds.first() else { return };
+    if let Some(histogram) = first.latency(Phase::During) {
+        let (name, index) = ("write_latency_during".into(), Some(column.into()));
+        report.histograms.push(Histogram { name, index, ..histogram.clone() });
+    }
+    for series in &first.pictures.series {
+        report.series.push(Series { name: format!("{}_{column}", series.name), ..series.clone() });
+    }
 }
 
-/// Adds what was measured of one column, with the spread of its rounds.
-fn add(report: &mut Report, column: &str, measured: &Report, continuous: bool, iterations: u32) {
-    let value = |name: &str| -> Option<Vec<f64>> {
-        let figure = measured.figures.iter().find(|figure| figure.name() == name)?;
-        Some(figure.samples().into_owned())
+fn figures(report: &mut Report, column: &str, rounds: &[Round]) {
+    let mut put = |row: &str, unit: &str, of: &dyn Fn(&Round) -> Option<f64>| {
+        report.samples(Label::of(column, row), unit, of_rounds(rounds, of));
     };
-    let mut put = |row: &str, unit: &str, rounds: Option<Vec<f64>>| {
-        let name = format!("{column}[{row}]");
-        match rounds.as_deref() {
-            None => {}
-            Some([value]) => report.figure(name, unit, *value),
-            Some(rounds) => report.spread(name, unit, rounds),
-        }
+    let average = |r: &Round, part: fn(Parts) -> f64| {
+        r.continuous().map(|c| part(c.total) / c.collections.max(1) as f64)
     };
-    if continuous {
-        for (row, name) in [
-            ("enable", "enable_logging"),
-            ("get, average", "get_dirty_log_average"),
-            ("get, longest", "get_dirty_log_longest"),
-            ("clear, average", "clear_dirty_log_average"),
-            ("clear, longest", "clear_dirty_log_longest"),
-            ("disable", "disable_logging"),
-        ] {
-            put(row, "s", value(name));
-        }
-        for phase in ["before", "during", "after"] {
-            put(&format!("progress {phase}"), "pages/s", value(&format!("progress[{phase}]")));
-        }
-        put("collections", "", value("collections"));
-    } else {
-        let (before, enable, disable) =
-            (value("dirty_memory[before]"), value("enable_logging"), value("disable_logging"));
-        put("write, no log", "s", before.clone());
-        put("enable", "s", enable.clone());
-        let mut sum = enable;
-        for pass in 0..iterations {
-            let write = value(&format!("dirty_memory[{pass}]"));
-            let [get, clear] = ["get", "clear"].map(|part| value(&format!("{part}_dirty_log[{pass}]")));
-            let collect = each(get, clear, |get, clear| get + clear);
-            put(&format!("write {}", pass + 1), "s", write.clone());
-            put(&format!("collect {}", pass + 1), "s", collect.clone());
-            sum = [write, collect].into_iter().fold(sum, |sum, part| each(sum, part, |sum, part| sum + part));
-        }
-        put("disable", "s", disable.clone());
-        put("logged, sum", "s", each(sum, disable, |sum, disable| sum + disable));
-        put("write, after", "s", value("dirty_memory[after]"));
-        // The guest's speed in each pass, against that without a log.
-        for pass in 0..iterations {
-            let write = value(&format!("dirty_memory[{pass}]"));
-            let speed = each(before.clone(), write, |before, pass| 100.0 * before / pass);
-            put(&format!("speed {}", pass + 1), "%", speed);
+    put("write, no log", "s", &|r| Some(r.lockstep()?.before));
+    put("enable", "s", &|r| Some(r.enable));
+    put("get, average", "s", &|r| average(r, |parts| parts.get));
+    put("get, longest", "s", &|r| Some(r.continuous()?.longest.get));
+    put("clear, average", "s", &|r| average(r, |parts| parts.clear));
+    put("clear, longest", "s", &|r| Some(r.continuous()?.longest.clear));
+    let passes = rounds.iter().filter_map(Round::lockstep).map(|l| l.passes.len()).max().unwrap_or(0);
+    for pass in 0..passes {
+        put(&format!("write {}", pass + 1), "s", &|r| Some(r.pass(pass)?.write));
+        put(&format!("collect {}", pass + 1), "s", &|r| {
+            r.pass(pass).map(|pass| pass.collected.get + pass.collected.clear)
+        });
+    }
+    put("disable", "s", &|r| r.disable);
+    put("logged, sum", "s", &|r| {
+        let of_pass = r.lockstep()?.passes.iter().map(|p| p.write + p.collected.get + p.collected.clear);
+        Some(r.enable + of_pass.sum::<f64>() + r.disable?)
+    });
+    put("write, after", "s", &|r| r.lockstep()?.after);
+    put("progress before", "pages/s", &|r| Some(r.continuous()?.before));
+    put("progress during", "pages/s", &|r| Some(r.continuous()?.during));
+    put("progress after", "pages/s", &|r| Some(r.continuous()?.after));
+    put("collections", "", &|r| Some(r.continuous()?.collections as f64));
+    // The guest's speed in each pass, against that without a log.
+    for pass in 0..passes {
+        put(&format!("speed {}", pass + 1), "%", &|r| {
+            Some(100.0 * r.lockstep()?.before / r.pass(pass)?.write)
+        });
+    }
+    for (name, q) in QUANTILES {
+        for phase in [Phase::Before, Phase::During] {
+            let samples = of_rounds(rounds, |r| r.latency(phase)?.quantile(q));
+            let label = Label::of(column, format_args!("{name} {}", phase.name()));
+            report.push(Figure::sampled(label, "ns", samples).resolved_to(BUCKET_RESOLUTION));
         }
     }
-    for quantile in ["p50", "p99", "p99.9", "max"] {
-        for phase in ["before", "during"] {
-            let latency = value(&format!("write_latency_{quantile}[{phase}]"));
-            put(&format!("{quantile} {phase}"), "ns", latency);
-        }
+    let mut put = |row: String, unit: &str, of: &dyn Fn(&Round) -> Option<f64>| {
+        report.samples(Label::of(column, row), unit, of_rounds(rounds, of));
+    };
+    for phase in [Phase::Before, Phase::During] {
+        put(format!("max {}", phase.name()), "ns", &|r| r.latency(phase)?.max());
     }
-    for when in ["populated", "logged", "after"] {
-        put(&format!("2m mapped, {when}"), "pages", value(&format!("mapped_2m[{when}]")));
-    }
-    let labelled = |text: &String| format!("{column}: {text}");
-    report.invalid.extend(measured.invalid.iter().map(labelled));
-    let notes: Vec<String> = measured.notes.iter().map(labelled).collect();
-    report.notes.extend(notes);
-    let faults = measured.counters.iter().find(|counter| counter.name == "pf_taken");
-    if let Some(counter) = faults {
-        report.figure(format!("{column}[faults]"), "", counter.after.saturating_sub(counter.before) as f64);
-    }
-    for histogram in measured.histograms.iter().filter(|histogram| histogram.name.contains("during")) {
-        report
-            .histograms
-            .push(Histogram { name: format!("write_latency_during[{column}]"), ..histogram.clone() });
-    }
-    for series in &measured.series {
-        report.series.push(Series { name: format!("{}_{column}", series.name), ..series.clone() });
+    for when in [When::Populated, When::Logged, When::After] {
+        put(format!("2m mapped, {}", when.name()), "pages", &|r| Some(r.mapped(when)?.large as f64));
     }
 }

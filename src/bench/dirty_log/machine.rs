@@ -5,14 +5,16 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::Config;
-use crate::bench::{Counted, Error, huge_premise, place};
+use super::measured::{Mapped, Parts, Phase, Pictures, Round, Schedule, When};
+use crate::bench::region::place;
+use crate::bench::{Counted, Error, huge_premise};
 use crate::dirty::{self, DirtyTracker, Method, SlotLog};
 use crate::guests::control::BUCKETS;
 use crate::guests::guest::{GuestConfig, Woke};
 use crate::guests::run::nanoseconds;
 use crate::guests::{Guest, Order, WriteConfig};
 use crate::memory::{Memory, MemoryConfig};
-use crate::report::{Histogram, Mark, Report, Series};
+use crate::report::{Histogram, Label, Premise, Report};
 use crate::vm::counters::Snapshot;
 
 /// One round on a machine of its own.
@@ -28,10 +30,11 @@ pub(super) struct Run<'a> {
     pub(super) write: WriteConfig,
     /// The latency histograms' sum when the current phase began.
     pub(super) buckets: Vec<u64>,
-    pub(super) figures: Vec<(String, &'static str, f64)>,
-    pub(super) histograms: Vec<Histogram>,
-    pub(super) series: Vec<Series>,
-    pub(super) marks: Vec<Mark>,
+    /// Seconds of the first pass.
+    pub(super) populate: f64,
+    pub(super) mapped: [(When, Option<Mapped>); 3],
+    pub(super) latencies: Vec<(Phase, Histogram)>,
+    pub(super) pictures: Pictures,
 }
 
 impl<'a> Run<'a> {
@@ -74,17 +77,13 @@ impl<'a> Run<'a> {
             clock: Instant::now(),
             write,
             buckets: vec![0; BUCKETS],
-            figures: Vec::new(),
-            histograms: Vec::new(),
-            series: Vec::new(),
-            marks: Vec::new(),
+            populate: 0.0,
+            mapped: [When::Populated, When::Logged, When::After].map(|when| (when, None)),
+            latencies: Vec::new(),
+            pictures: Pictures::default(),
         };
         run.populate()?;
         Ok(run)
-    }
-
-    pub(super) fn figure(&mut self, name: impl Into<String>, unit: &'static str, value: f64) {
-        self.figures.push((name.into(), unit, value));
     }
 
     /// The first pass writes every page in turn, whatever is asked for later.
@@ -92,17 +91,17 @@ impl<'a> Run<'a> {
         let all =
             WriteConfig { order: Order::Sequential, hot: None, write_percent: 100.0, ..self.write.clone() };
         self.guest.program(&all)?;
-        let (seconds, _) = self.pass(false)?;
-        self.figure("populate_memory", "s", seconds);
+        (self.populate, _) = self.pass(false)?;
         let now = self.counted.now();
-        self.mapped("populated", &now);
+        self.count_mapped(When::Populated, &now);
         let page = self.config.common.page(&self.report.host);
         huge_premise(self.report, self.config.region.backing, page, &now);
         let huge = self.config.region.backing.best_mapping();
-        let mapped = now.get(if huge == 1 << 30 { "pages_1g" } else { "pages_2m" });
+        let of_size = |mapped: Mapped| if huge == 1 << 30 { mapped.huge } else { mapped.large };
         let possible = self.guest.vm.memory.config.size / huge;
-        if let Some(&mapped) = mapped.filter(|&&mapped| huge > 4096 && mapped > 0 && mapped < possible) {
-            self.report.notes.push(format!(
+        let mapped = Mapped::read(&now).map(of_size);
+        if let Some(mapped) = mapped.filter(|&mapped| huge > 4096 && mapped > 0 && mapped < possible) {
+            self.report.note(format!(
                 "KVM mapped {mapped} of {possible} huge pages that memory could have had: where the others should be, the host found no free ones"
             ));
         }
@@ -112,12 +111,9 @@ impl<'a> Run<'a> {
     }
 
     /// KVM's mappings by size, where this kernel counts them.
-    pub(super) fn mapped(&mut self, when: &str, now: &Snapshot) {
-        for name in ["pages_4k", "pages_2m", "pages_1g"] {
-            if let Some(&value) = now.get(name) {
-                self.figure(format!("mapped_{}[{when}]", &name[6..]), "pages", value as f64);
-            }
-        }
+    pub(super) fn count_mapped(&mut self, when: When, now: &Snapshot) {
+        let place = self.mapped.iter_mut().find(|(of, _)| *of == when);
+        place.into_iter().for_each(|(_, mapped)| *mapped = Mapped::read(now));
     }
 
     /// One pass of all vCPUs; with `logged`, rings are harvested as they fill. Returns the seconds, and the pages found.
@@ -138,8 +134,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Closes a phase of the guest's write latencies under `name`, or forgets it.
-    pub(super) fn end_phase(&mut self, name: Option<&str>) {
+    /// Closes a phase of the guest's write latencies under its name, or forgets it.
+    pub(super) fn end_phase(&mut self, phase: Option<Phase>) {
         let mut now = vec![0; BUCKETS];
         let mut slowest = 0;
         for control in self.guest.controls() {
@@ -147,26 +143,17 @@ impl<'a> Run<'a> {
             slowest = slowest.max(control.slowest.swap(0, Ordering::Relaxed));
         }
         let before = std::mem::replace(&mut self.buckets, now);
-        let Some(name) = name.filter(|_| self.config.latency) else { return };
+        let Some(phase) = phase.filter(|_| self.config.latency) else { return };
         let grown: Vec<u64> = self.buckets.iter().zip(before).map(|(now, before)| now - before).collect();
-        let histogram = nanoseconds(&format!("write_latency[{name}]"), &grown, self.guest.tsc_hz);
-        for (quantile, q) in [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)] {
-            if let Some(value) = histogram.quantile(q) {
-                self.figure(format!("write_latency_{quantile}[{name}]"), "ns", value);
-            }
-        }
+        let label = Label::of("write_latency", phase.name());
+        let histogram = nanoseconds(label, &grown, slowest, self.guest.tsc_hz);
         if histogram.count() > 0 {
-            self.figure(
-                format!("write_latency_max[{name}]"),
-                "ns",
-                slowest as f64 * 1e9 / self.guest.tsc_hz as f64,
-            );
-            self.histograms.push(histogram);
+            self.latencies.push((phase, histogram));
         }
     }
 
-    /// One collection in its parts: seconds of get, clear and scan, and the pages found.
-    pub(super) fn collect(&mut self) -> Result<([f64; 3], u64), Error> {
+    /// One collection: the seconds of its parts, and the pages found.
+    pub(super) fn collect(&mut self) -> Result<(Parts, u64), Error> {
         let mut last = Instant::now();
         let mut lap = || {
             let now = Instant::now();
@@ -177,7 +164,7 @@ impl<'a> Run<'a> {
         self.tracker.clear()?;
         let clear = lap();
         let pages = dirty_pages(self.tracker.logs());
-        Ok(([get, clear, lap()], pages))
+        Ok((Parts { get, clear, scan: lap() }, pages))
     }
 
     /// Waits for the end of a pass that was begun elsewhere.
@@ -191,15 +178,25 @@ impl<'a> Run<'a> {
 
     /// The mappings that are left; the counters' readings go into the result when the machine is gone.
     pub(super) fn finish(&mut self) {
-        self.end = self.counted.now();
-        let now = std::mem::take(&mut self.end);
-        self.mapped("after", &now);
-        if let Some(recycled) = self.counted.grown(&now, "mmu_recycled").filter(|&recycled| recycled > 0) {
-            self.report.invalid.push(format!(
-                "KVM recycled {recycled} shadow pages: what was timed is also their rebuilding"
-            ));
+        let now = self.counted.now();
+        self.count_mapped(When::After, &now);
+        if let Some(pages) = self.counted.grown(&now, "mmu_recycled").filter(|&pages| pages > 0) {
+            self.report.fail(None, Premise::Recycled { pages });
         }
         self.end = now;
+    }
+
+    /// What was measured, with what the schedule measured.
+    pub(super) fn measured(&mut self, enable: f64, disable: Option<f64>, schedule: Schedule) -> Round {
+        Round {
+            populate: self.populate,
+            enable,
+            disable,
+            schedule,
+            mapped: self.mapped,
+            latencies: std::mem::take(&mut self.latencies),
+            pictures: std::mem::take(&mut self.pictures),
+        }
     }
 }
 

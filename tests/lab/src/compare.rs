@@ -1,6 +1,7 @@
 //! `cargo lab compare`: a series' benchmarks on the pristine and the patched kernel, in turn: A B A B.
 //!
-//! Two boots of each tell the difference between kernels from the difference between boots. Every command also yields
+//! Boots that follow one another are pairs, and what may be said of them is for [`vellum::report::compare`] to say, which also
+//! weighs Vellum's own results; how many boots that takes is the bed's [`Policy`]. Every command also yields
 //! a figure of the laboratory's own, the instructions that the whole host ran for it; a command that writes a result
 //! (`{json}`) adds its own figures. Time on an emulated host is instructions and is given as such, so idle time would be
 //! counted too: a run whose host idled for more than 1 % of it is refused. What the kernel's locks did is counted by kernels
@@ -11,11 +12,13 @@ pub mod boot;
 pub mod locks;
 pub mod metal;
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use vellum::report::{Report, html};
+use vellum::report::compare::{self as weighing, Compared, Policy, Replicate, Weighed, weigh};
+use vellum::report::{Label, Report, html, terminal};
 
 use self::boot::{Boot, Hosts, Sample};
 use crate::artifacts::Programs;
@@ -27,48 +30,32 @@ use crate::kernel::tree;
 use crate::kernel::{BASES, Base};
 use crate::{Error, Result};
 
-/// Boots of each kernel.
-const ROUNDS: usize = 2;
+/// Boots of each kernel on an emulated host.
+const ROUNDS: usize = Policy::EMULATED.boots;
 
 /// One figure, before and after.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Row {
+pub struct Row<T> {
     /// The command.
     pub bench: String,
-    /// The figure's name.
-    pub figure: String,
-    /// Its unit.
-    pub unit: String,
-    /// On the pristine kernel, a boot each.
-    pub before: Vec<f64>,
-    /// On the patched kernel.
-    pub after: Vec<f64>,
     /// `svm npt=0`, `vmx ept=1 pml`.
     pub bed: String,
     /// The largest idle share of the runs that it comes from.
     pub idle: f64,
+    /// The figure itself.
+    pub figure: T,
 }
 
-impl Row {
-    /// Means of the boots, after by before; `None` where there is nothing to divide by.
-    pub fn ratio(&self) -> Option<f64> {
-        let (before, after) = (mean(&self.before), mean(&self.after));
-        (before != 0.0).then(|| after / before)
-    }
-
-    /// The larger of the two kernels' differences between boots, by its mean.
-    pub fn spread(&self) -> f64 {
-        let of = |samples: &[f64]| {
-            let (min, max) = samples.iter().fold((f64::MAX, f64::MIN), |(a, b), &x| (a.min(x), b.max(x)));
-            let mean = mean(samples);
-            if mean == 0.0 { 0.0 } else { (max - min) / mean }
-        };
-        of(&self.before).max(of(&self.after))
-    }
-}
-
-fn mean(samples: &[f64]) -> f64 {
-    samples.iter().sum::<f64>() / samples.len() as f64
+/// Weighs all rows of a comparison together, one of which may be the `headline`.
+fn weighed(rows: Vec<Row<Compared>>, headline: &str, policy: Policy) -> Vec<Row<Weighed>> {
+    let label = rows.iter().map(|row| &row.figure.label).find(|label| label.to_string() == headline).cloned();
+    let figures = rows.iter().map(|row| row.figure.clone()).collect();
+    let weighed = weigh(figures, label.as_ref(), policy.boots, policy);
+    let row = |(row, figure): (Row<Compared>, Weighed)| {
+        let Row { bench, bed, idle, .. } = row;
+        Row { bench, bed, idle, figure }
+    };
+    rows.into_iter().zip(weighed).map(row).collect()
 }
 
 /// What was compared, as it is kept for `cargo lab list`.
@@ -81,7 +68,7 @@ pub struct Comparison {
     /// As above.
     pub after: String,
     /// The figures.
-    pub rows: Vec<Row>,
+    pub rows: Vec<Row<Weighed>>,
 }
 
 /// The processor that hosts of a comparison have.
@@ -141,12 +128,14 @@ pub fn list(cache: &Cache) -> Result<String> {
         list += &format!("{base}/{name}: {} patches; {}\n", series.patches.len(), series.about.claim);
         let last = last(cache, &series);
         for comparison in &last {
-            let headline = |row: &&Row| row.figure == series.about.headline;
-            let Some(row) = comparison.rows.iter().find(headline).or(comparison.rows.first()) else {
+            let Some(row) =
+                comparison.rows.iter().find(|row| row.figure.headline).or(comparison.rows.first())
+            else {
                 continue;
             };
-            let ratio = row.ratio().map_or("-".into(), |ratio| format!("{ratio:.3}"));
-            let Row { figure, bed, bench, .. } = row;
+            let ratio = row.figure.ratio.map_or("-".into(), |ratio| format!("{ratio:.3}"));
+            let Row { bed, bench, figure, .. } = row;
+            let figure = &figure.of.label;
             let after = &comparison.after;
             list += &format!("  last measured here: {figure} x {ratio} ({bed}: {bench}; {after})\n");
         }
@@ -199,9 +188,9 @@ pub fn compare(
             }
         }
         for (index, bench) in group.iter().enumerate() {
-            let of_bench = |boots: &mut Vec<Boot>| -> Vec<Sample> {
+            let of_bench = |boots: &mut Vec<Boot>| -> Vec<Option<Sample>> {
                 boots.iter_mut().for_each(|boot| results.append(&mut boot.benches[index].reports));
-                boots.iter().map(|boot| boot.benches[index].sample.clone()).collect()
+                boots.iter().map(|boot| Some(boot.benches[index].sample.clone())).collect()
             };
             let sides = boots.each_mut().map(of_bench);
             rows.extend(rows_of(bench, &label(processor, bench), &sides));
@@ -211,7 +200,7 @@ pub fn compare(
         series: format!("{}/{}", series.base.name, series.name),
         before: before.label,
         after: after.label,
-        rows,
+        rows: weighed(rows, &series.about.headline, Policy::EMULATED),
     };
     deliver(&comparison, &results, out)?;
     tree::remove(&hosts.kept)?;
@@ -258,76 +247,62 @@ fn deliver(comparison: &Comparison, results: &[Report], out: &Path) -> Result<()
     Ok(())
 }
 
-/// The rows of one command: its samples on the pristine and on the patched kernel.
-fn rows_of(bench: &Bench, bed: &str, sides: &[Vec<Sample>; 2]) -> Vec<Row> {
-    let mut rows: Vec<Row> = Vec::new();
+/// The rows of one command: its samples on the pristine and on the patched kernel, boot by boot; those of the same number are
+/// pairs. `None` is a boot that did not run it.
+fn rows_of(bench: &Bench, bed: &str, sides: &[Vec<Option<Sample>>; 2]) -> Vec<Row<Compared>> {
+    let mut rows: Vec<Row<Compared>> = Vec::new();
+    let mut place: HashMap<Label, usize> = HashMap::new();
     for (side, samples) in sides.iter().enumerate() {
-        for sample in samples {
-            for (figure, unit, value) in &sample.figures {
-                let known = rows.iter().position(|row| row.figure == *figure);
-                let row = known.unwrap_or_else(|| {
-                    let (bench, bed) = (bench.run.clone(), bed.to_owned());
-                    let (figure, unit) = (figure.clone(), unit.clone());
-                    rows.push(Row { bench, figure, unit, before: vec![], after: vec![], bed, idle: 0.0 });
+        for (pair, sample) in (0..).zip(samples).filter_map(|(pair, sample)| Some((pair, sample.as_ref()?))) {
+            for figure in &sample.figures {
+                let at = *place.entry(figure.label.clone()).or_insert_with(|| {
+                    let (label, unit) = (figure.label.clone(), figure.unit.clone());
+                    let (resolution, a, b) = (figure.resolution, Vec::new(), Vec::new());
+                    let figure = Compared { label, unit, resolution, a, b };
+                    rows.push(Row { bench: bench.run.clone(), bed: bed.to_owned(), idle: 0.0, figure });
                     rows.len() - 1
                 });
-                let row = &mut rows[row];
+                let row = &mut rows[at];
                 row.idle = row.idle.max(sample.idle);
-                if side == 0 { &mut row.before } else { &mut row.after }.push(*value);
+                let side = if side == 0 { &mut row.figure.a } else { &mut row.figure.b };
+                side.push(Replicate { value: figure.value(), pair: Some(pair) });
             }
         }
     }
     // A figure that only one kernel has (a counter that the series adds) has no ratio.
-    rows.retain(|row| !row.before.is_empty() && !row.after.is_empty());
+    rows.retain(|row| !row.figure.a.is_empty() && !row.figure.b.is_empty());
     rows
 }
 
-/// The table, a block a command.
+/// The table, a block a command: A is the kernel before, B the one after.
 pub fn table(comparison: &Comparison) -> String {
-    let mut out = format!("{}: {} against {}\n", comparison.series, comparison.after, comparison.before);
-    let mut bench = None;
-    for row in &comparison.rows {
-        let heading = (&row.bench, &row.bed);
-        if bench != Some(heading) {
-            bench = Some(heading);
-            out += &format!("\n{} ({}, idle {:.2} %)\n", row.bench, row.bed, row.idle * 100.0);
-            out += &format!(
-                "  {:36} {:>16} {:>16} {:>8} {:>8}  unit\n",
-                "figure", "before", "after", "ratio", "spread"
-            );
-        }
-        let ratio = row.ratio().map_or("-".into(), |ratio| format!("{ratio:.4}"));
-        let (before, after) = (number(mean(&row.before)), number(mean(&row.after)));
-        let spread = format!("{:.2} %", row.spread() * 100.0);
-        out +=
-            &format!("  {:36} {before:>16} {after:>16} {ratio:>8} {spread:>8}  {}\n", row.figure, row.unit);
+    let Comparison { series, before, after, rows } = comparison;
+    let mut out = format!("{series}: B {after} against A {before}\n");
+    for block in rows.chunk_by(|one, other| (&one.bench, &one.bed) == (&other.bench, &other.bed)) {
+        let idle = block.iter().map(|row| row.idle).fold(0.0, f64::max);
+        out += &format!("\n{} ({}, idle {:.2} %)\n", block[0].bench, block[0].bed, idle * 100.0);
+        let figures: Vec<Weighed> = block.iter().map(|row| row.figure.clone()).collect();
+        weighing::table(&mut out, &figures, terminal::WIDTH);
     }
-    out
-}
-
-fn number(value: f64) -> String {
-    if value.abs() >= 1000.0 || value == value.trunc() {
-        return format!("{value:.0}");
-    }
-    // Four digits that tell something: `metal` gives microseconds in seconds.
-    let decimals = (3.0 - value.abs().log10().floor()).clamp(4.0, 12.0);
-    format!("{value:.*}", decimals as usize)
+    out + "\n" + weighing::METHOD
 }
 
 #[cfg(test)]
 mod tests {
+    use vellum::report::Figure;
+    use vellum::report::compare::Verdict;
+
     use super::*;
 
-    fn row(before: &[f64], after: &[f64]) -> Row {
-        Row {
-            bench: "b".into(),
-            figure: "f".into(),
-            unit: "ns".into(),
-            before: before.to_vec(),
-            after: after.to_vec(),
-            bed: "svm npt=1".into(),
-            idle: 0.0,
-        }
+    fn sample(values: &[(&str, f64)]) -> Option<Sample> {
+        let figures = values.iter().map(|(name, value)| Figure::once(*name, "instructions", *value));
+        Some(Sample { idle: 0.001, figures: figures.collect() })
+    }
+
+    fn compared(before: &[f64], after: &[f64], policy: Policy) -> Vec<Row<Weighed>> {
+        let side = |values: &[f64]| values.iter().map(|value| sample(&[("f", *value)])).collect();
+        let rows = rows_of(&Bench::plain("b", true), "svm npt=1", &[side(before), side(after)]);
+        weighed(rows, "f", policy)
     }
 
     #[test]
@@ -344,15 +319,45 @@ mod tests {
     }
 
     #[test]
-    fn numbers_have_digits_enough() {
-        assert_eq!([0.0, 12345.6, 12.5, 0.000030664].map(number), ["0", "12346", "12.5000", "0.00003066"]);
+    fn boots_are_pairs_and_the_ratio_is_of_their_means() {
+        let rows = compared(&[100.0, 102.0], &[50.0, 51.5], Policy::EMULATED);
+        let [Row { figure, .. }] = rows.as_slice() else { panic!("{rows:?}") };
+        assert!(figure.is_paired() && figure.headline);
+        assert!((figure.ratio.unwrap() - (50.0f64 / 100.0 * 51.5 / 102.0).sqrt()).abs() < 1e-12);
+        assert_eq!(figure.verdict, Verdict::Differs);
     }
 
     #[test]
-    fn the_ratio_is_of_means_and_the_spread_of_boots() {
-        let row = row(&[100.0, 102.0], &[50.0, 50.0]);
-        assert!((row.ratio().unwrap() - 50.0 / 101.0).abs() < 1e-12);
-        assert!((row.spread() - 2.0 / 101.0).abs() < 1e-12);
-        assert_eq!(super::Row { before: vec![0.0], ..row }.ratio(), None);
+    fn two_boots_that_agree_to_the_last_digit_are_no_certainty() {
+        let rows = compared(&[1000.0, 1000.0], &[996.0, 996.0], Policy::EMULATED);
+        assert_eq!(rows[0].figure.verdict, Verdict::Noise);
+        let (low, high) = rows[0].figure.interval.unwrap();
+        assert!(low < 0.996 && high > 1.0);
+        assert_eq!(
+            compared(&[1000.0, 1000.0], &[500.0, 500.0], Policy::REAL)[0].figure.verdict,
+            Verdict::TooFew
+        );
+    }
+
+    #[test]
+    fn a_boot_that_did_not_run_a_command_leaves_the_others_their_pairs() {
+        let before = vec![sample(&[("f", 1.0)]), None, sample(&[("f", 4.0)])];
+        let after = vec![sample(&[("f", 2.0), ("added", 1.0)]), sample(&[("f", 9.0)]), sample(&[("f", 8.0)])];
+        let rows = rows_of(&Bench::plain("b", true), "metal", &[before, after]);
+        assert_eq!(rows.len(), 1, "what one side alone has is not compared");
+        let pairs = |side: &[Replicate]| side.iter().map(|r| r.pair).collect::<Vec<_>>();
+        assert_eq!(pairs(&rows[0].figure.a), [Some(0), Some(2)]);
+        assert_eq!(pairs(&rows[0].figure.b), [Some(0), Some(1), Some(2)]);
+        assert!(!weighed(rows, "f", Policy::REAL)[0].figure.is_paired());
+    }
+
+    #[test]
+    fn a_table_stands_alone() {
+        let rows = compared(&[100.0, 102.0], &[50.0, 51.5], Policy::EMULATED);
+        let (series, before, after) = ("5.10/x".to_owned(), "5.10".to_owned(), "5.10 patched".to_owned());
+        let text = table(&Comparison { series, before, after, rows });
+        for part in ["B 5.10 patched against A 5.10", "b (svm npt=1, idle 0.10 %)", "f *", "Holm"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use vellum::report::{Report, json};
+use vellum::report::{Figure, Report, json};
 
 use super::{Processor, ROUNDS, locks};
 use crate::artifacts::Programs;
@@ -126,8 +126,8 @@ fn measure(
 pub struct Sample {
     /// The share of it that the host idled.
     pub idle: f64,
-    /// Name, unit, value.
-    pub figures: Vec<(String, String, f64)>,
+    /// What it measured; times are instructions where they are counted.
+    pub figures: Vec<Figure>,
 }
 
 /// What the command of that index gave on an emulated host.
@@ -135,11 +135,15 @@ fn gave(index: usize, bench: &Bench, outcome: &Outcome, label: &str, instruction
     let Some(exit) = outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()) else {
         return Err(Error::Refused(format!("`{}`: nothing was heard of its end", bench.run)));
     };
-    let mut figures = vec![("whole_run".to_owned(), "s".to_owned(), exit.seconds)];
+    let mut figures = vec![Figure::once("whole_run", "s", exit.seconds)];
     let mut reports = written(bench, outcome.files.get(&format!("{index}.json")).map(Vec::as_slice))?;
     figures.extend(reports.iter().flat_map(figures_of));
     // Beside those of the other kernel, on one page, a result has to say whose it is.
-    reports.iter_mut().for_each(|report| report.ask("host_kernel", label));
+    reports.iter_mut().for_each(|report| {
+        report.ask("host_kernel", label);
+        // A host that counts instructions draws the same identity in every boot.
+        report.host.boot = label.to_owned();
+    });
     if bench.multi {
         // Two CPUs at once have no clock that counts instructions: what a lock did is all that they tell.
         figures.clear();
@@ -153,8 +157,7 @@ fn gave(index: usize, bench: &Bench, outcome: &Outcome, label: &str, instruction
             figures.extend(locks::figures(&text, lock, reports.first(), !bench.multi)?);
         }
     }
-    let figures =
-        figures.iter().map(|(name, unit, value)| in_instructions(name, unit, *value, instruction)).collect();
+    let figures = figures.into_iter().map(|figure| in_instructions(figure, instruction)).collect();
     Ok(Gave { sample: Sample { idle: exit.idle, figures }, reports })
 }
 
@@ -169,10 +172,9 @@ pub fn written(bench: &Bench, bytes: Option<&[u8]>) -> Result<Vec<Report>> {
     }
 }
 
-/// Name, unit and value of a result's figures. Those per second repeat times, and an emulated second is none.
-fn figures_of(report: &Report) -> impl Iterator<Item = (String, String, f64)> {
-    let own = report.figures.iter().filter(|figure| !figure.unit().ends_with("/s"));
-    own.map(|f| (f.name().to_owned(), f.unit().to_owned(), f.value()))
+/// A result's figures. Those per second repeat times, and an emulated second is none.
+fn figures_of(report: &Report) -> impl Iterator<Item = Figure> {
+    report.figures.iter().filter(|figure| !figure.unit.ends_with("/s")).cloned()
 }
 
 /// The results in a file; one that calls itself invalid is refused.
@@ -186,13 +188,15 @@ fn valid(bytes: &[u8], bench: &Bench) -> Result<Vec<Report>> {
 }
 
 /// A figure of an emulated host: what was taken for a time is a number of instructions.
-fn in_instructions(name: &str, unit: &str, value: f64, nanoseconds: f64) -> (String, String, f64) {
-    let (unit, value) = match unit {
-        "s" => ("instructions", value * 1e9 / nanoseconds),
-        "ns" => ("instructions", value / nanoseconds),
-        unit => (unit, value),
+fn in_instructions(mut figure: Figure, nanoseconds: f64) -> Figure {
+    let each = match figure.unit.as_str() {
+        "s" => 1e9 / nanoseconds,
+        "ns" => 1.0 / nanoseconds,
+        _ => return figure,
     };
-    (name.to_owned(), unit.to_owned(), value)
+    figure.unit = "instructions".into();
+    figure.samples.iter_mut().for_each(|sample| sample.value *= each);
+    figure
 }
 
 #[cfg(test)]
@@ -201,8 +205,12 @@ mod tests {
 
     #[test]
     fn times_become_instructions_and_nothing_else_does() {
-        assert_eq!(in_instructions("a", "s", 0.5, 2.0), ("a".into(), "instructions".into(), 2.5e8));
-        assert_eq!(in_instructions("a", "ns", 30.0, 20.0), ("a".into(), "instructions".into(), 1.5));
-        assert_eq!(in_instructions("a", "pages", 3.0, 2.0), ("a".into(), "pages".into(), 3.0));
+        let of = |unit, value, nanoseconds| {
+            let figure = in_instructions(Figure::once("a", unit, value), nanoseconds);
+            (figure.unit.clone(), figure.value())
+        };
+        assert_eq!(of("s", 0.5, 2.0), ("instructions".into(), 2.5e8));
+        assert_eq!(of("ns", 30.0, 20.0), ("instructions".into(), 1.5));
+        assert_eq!(of("pages", 3.0, 2.0), ("pages".into(), 3.0));
     }
 }

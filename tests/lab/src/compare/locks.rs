@@ -3,7 +3,7 @@
 //!
 //! The statistics are of the whole command, and so of a VM's beginning and end too.
 
-use vellum::report::Report;
+use vellum::report::{Figure, Report};
 
 use crate::{Error, Result};
 
@@ -39,14 +39,9 @@ impl Use {
     }
 }
 
-/// A lock's figures: name, unit, value. A spinlock counts as held for write. `timed` is false where the host's clock counts no
+/// A lock's figures. A spinlock counts as held for write. `timed` is false where the host's clock counts no
 /// instructions. Per fault where `report` says how many there were.
-pub fn figures(
-    text: &str,
-    lock: &str,
-    report: Option<&Report>,
-    timed: bool,
-) -> Result<Vec<(String, String, f64)>> {
+pub fn figures(text: &str, lock: &str, report: Option<&Report>, timed: bool) -> Result<Vec<Figure>> {
     let [write, read] = uses(text, lock)?;
     let moved = |report: &Report| {
         let faults = report.counters.iter().find(|counter| counter.name == FAULTS)?;
@@ -55,7 +50,7 @@ pub fn figures(
     let faults = report.and_then(moved);
     let mut figures = Vec::new();
     let mut figure =
-        |name: &str, unit: &str, value| figures.push((format!("{lock}_{name}"), unit.to_owned(), value));
+        |name: &str, unit: &str, value| figures.push(Figure::once(format!("{lock}_{name}"), unit, value));
     for (way, one) in [("write", write), ("read", read)] {
         figure(&format!("{way}_taken"), "times", one.taken);
         figure(&format!("{way}_contended"), "times", one.contended);
@@ -136,7 +131,11 @@ mod tests {
     #[test]
     fn times_are_left_out_where_nothing_counts_instructions() {
         let names = |timed| {
-            figures(TEXT, "mmu_lock", None, timed).unwrap().into_iter().map(|f| f.0).collect::<Vec<_>>()
+            figures(TEXT, "mmu_lock", None, timed)
+                .unwrap()
+                .into_iter()
+                .map(|f| f.label.name)
+                .collect::<Vec<_>>()
         };
         assert!(names(true).contains(&"mmu_lock_read_held".to_owned()));
         assert!(names(false).iter().all(|name| !name.contains("held")));

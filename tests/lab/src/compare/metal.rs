@@ -1,5 +1,6 @@
 //! A comparison on this very machine, which only its owner can boot: the kernels are made as Debian packages, and every
-//! call under one of them collects a boot. When there are as many of each as on an emulated host, the table is printed.
+//! call under one of them collects a boot. The kernels take turns, so that what drifts from boot to boot is in both; when there are
+//! enough of each, which is more than on an emulated host ([`Policy::REAL`]), the table is printed.
 //!
 //! A call finds out by the running kernel's name what it is to do. Times are seconds here.
 
@@ -8,14 +9,20 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
+use vellum::report::Figure;
+use vellum::report::compare::Policy;
+
 use super::boot::{Sample, written};
-use super::{Comparison, ROUNDS, deliver, rows_of};
+use super::{Comparison, deliver, rows_of, weighed};
 use crate::artifacts::Programs;
 use crate::cache::{Cache, digest};
 use crate::kernel::series::{Bench, Series};
 use crate::kernel::tree::{self, Tree};
 use crate::kernel::{build, deb};
 use crate::{Error, Result, doctor, parameter};
+
+/// Boots of each kernel.
+const ROUNDS: usize = Policy::REAL.boots;
 
 /// What a kernel's name ends with: the pristine one's, the series'. The patches are in it: one that changed is another kernel.
 fn suffixes(series: &Series) -> Result<[String; 2]> {
@@ -41,6 +48,13 @@ pub fn compare(cache: &Cache, series: &Series, out: &Path) -> Result<()> {
     match suffixes.iter().position(|suffix| release == format!("{upstream}{suffix}")) {
         None => packages(cache, series, &suffixes),
         Some(side) => {
+            let turn = next(&[boots(&home, 0)?, boots(&home, 1)?]);
+            if let Some(other) = turn.filter(|turn| *turn != side) {
+                return Err(Error::Usage(format!(
+                    "it is the other kernel's turn: boot the one whose name ends in {} and run this again there",
+                    suffixes[other]
+                )));
+            }
             collect(series, side, &home)?;
             let boots = [boots(&home, 0)?, boots(&home, 1)?];
             match next(&boots) {
@@ -150,10 +164,9 @@ fn collect(series: &Series, side: usize, home: &Path) -> Result<()> {
         if !status.success() {
             return Err(Error::Series(format!("`{}` ended with {status}", line.join(" "))));
         }
-        let mut figures = vec![("whole_run".to_owned(), "s".to_owned(), start.elapsed().as_secs_f64())];
+        let mut figures = vec![Figure::once("whole_run", "s", start.elapsed().as_secs_f64())];
         let reports = written(bench, fs::read(&json).ok().as_deref())?;
-        let own = reports.iter().flat_map(|report| &report.figures);
-        figures.extend(own.map(|f| (f.name().to_owned(), f.unit().to_owned(), f.value())));
+        figures.extend(reports.into_iter().flat_map(|report| report.figures));
         boot.push(Some(Sample { idle: 0.0, figures }));
     }
     let number = boots(home, side)?.len();
@@ -184,12 +197,13 @@ fn unlike(bench: &Bench) -> Option<String> {
 fn finish(series: &Series, suffixes: &[String; 2], boots: &[Vec<Boot>; 2], out: &Path) -> Result<()> {
     let mut rows = Vec::new();
     for (index, bench) in series.about.bench.iter().enumerate() {
-        let side = |boots: &Vec<Boot>| -> Vec<Sample> {
-            boots.iter().filter_map(|boot| boot.get(index)?.clone()).collect()
+        let side = |boots: &Vec<Boot>| -> Vec<Option<Sample>> {
+            boots.iter().map(|boot| boot.get(index)?.clone()).collect()
         };
         rows.extend(rows_of(bench, "metal", &[side(&boots[0]), side(&boots[1])]));
     }
     let [before, after] = suffixes.clone();
+    let rows = weighed(rows, &series.about.headline, Policy::REAL);
     let series = format!("{}/{}", series.base.name, series.name);
     deliver(&Comparison { series, before, after, rows }, &[], out)
 }
@@ -205,11 +219,14 @@ mod tests {
     #[test]
     fn the_kernels_take_turns() {
         let sides = |before, after| next(&[vec![Vec::new(); before], vec![Vec::new(); after]]);
-        assert_eq!(sides(0, 0), Some(0));
-        assert_eq!(sides(1, 0), Some(1));
-        assert_eq!(sides(1, 1), Some(0));
-        assert_eq!(sides(2, 1), Some(1));
-        assert_eq!(sides(2, 2), None);
+        let mut collected = [0, 0];
+        let mut order = Vec::new();
+        while let Some(side) = sides(collected[0], collected[1]) {
+            collected[side] += 1;
+            order.push(side);
+        }
+        assert_eq!(order, [0, 1].repeat(ROUNDS));
+        assert!(collected[0] > 2, "two boots of each tell nothing");
     }
 
     #[test]

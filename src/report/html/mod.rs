@@ -1,29 +1,31 @@
 //! The HTML face: one page that needs nothing but itself, for the screen at the desk and the one in the pocket.
 //!
 //! No script, no font, no request: a content security policy in the page forbids them, so that a result from elsewhere
-//! can be opened without a thought. The pictures come from [`plot`], their colours from `style.css`.
+//! can be opened without a thought. A result begins with what is wrong with it and with its pictures, which come from
+//! [`super::plot`], and ends with what was asked and what the host was. [`comparison`] is the page of a comparison.
+
+mod compare;
 
 use std::fmt::Write as _;
 
 use super::plot::{self, Plot};
-use super::terminal::{self, asked_value, groups, spread_of};
-use super::units::{Scale, grouped, humanised};
-use super::{Counter, Figure, Histogram, Report, printable};
+use super::table::{Group, Kind, cells, common_scale, groups};
+use super::terminal::{self, asked_value, percentiles, spread_of};
+use super::units::{Scale, grouped};
+use super::{Counter, Histogram, Report, printable};
+
+pub use compare::comparison;
+
+/// How every page begins: what may be overwritten by another is known by it.
+pub const START: &str = "<!doctype html>\n<!-- Written by Vellum. -->\n";
 
 /// A page with `results` one below the other.
 pub fn render(results: &[Report]) -> String {
     let title = match results {
-        [only] => format!("{} - Vellum", escape(&only.name)),
-        _ => format!("{} results - Vellum", results.len()),
+        [only] => only.name.clone(),
+        _ => format!("{} results", results.len()),
     };
-    let mut out = format!(
-        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <meta name=\"color-scheme\" content=\"light dark\">\n\
-         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n\
-         <title>{title}</title>\n<style>\n{}</style>\n</head>\n<body>\n",
-        include_str!("style.css")
-    );
+    let mut out = head_of_page(&title);
     if results.len() > 1 {
         out.push_str("<nav><ol>\n");
         for (i, result) in results.iter().enumerate() {
@@ -44,6 +46,18 @@ pub fn render(results: &[Report]) -> String {
     out
 }
 
+fn head_of_page(title: &str) -> String {
+    format!(
+        "{START}<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <meta name=\"color-scheme\" content=\"light dark\">\n\
+         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n\
+         <title>{} - Vellum</title>\n<style>\n{}</style>\n</head>\n<body>\n",
+        escape(title),
+        include_str!("style.css")
+    )
+}
+
 /// Text from a result as HTML text or as an attribute's value.
 fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
@@ -62,6 +76,9 @@ fn escape(text: &str) -> String {
 
 fn badges(result: &Report) -> String {
     let mut out = String::new();
+    if result.cut_short.is_some() {
+        out.push_str(" <span class=\"badge bad\">CUT OFF</span>");
+    }
     if !result.invalid.is_empty() {
         out.push_str(" <span class=\"badge bad\">INVALID</span>");
     }
@@ -75,22 +92,16 @@ fn article(out: &mut String, i: usize, result: &Report) {
     let _ = writeln!(out, "<article id=\"r{i}\">\n<h1>{}{}</h1>", escape(&result.name), badges(result));
     let _ =
         writeln!(out, "<pre class=\"command\">$ {}</pre>", escape(&terminal::command_line(&result.command)));
-    for reason in &result.invalid {
-        let _ = writeln!(out, "<p class=\"invalid\"><strong>INVALID:</strong> {}</p>", escape(reason));
+    if let Some(rest) = &result.cut_short {
+        let _ = writeln!(out, "<p class=\"invalid\"><strong>CUT OFF:</strong> {}</p>", escape(rest));
+    }
+    for failed in &result.invalid {
+        let reason = escape(&failed.to_string());
+        let _ = writeln!(out, "<p class=\"invalid\"><strong>INVALID:</strong> {reason}</p>");
     }
     for note in &result.notes {
         let _ = writeln!(out, "<p class=\"note\">{}</p>", escape(note));
     }
-    out.push_str("<section class=\"facts\">\n<div><h2>Asked</h2><dl>\n");
-    for (name, value) in &result.asked {
-        let _ = writeln!(out, "<dt>{}</dt><dd>{}</dd>", escape(name), escape(&asked_value(value)));
-    }
-    out.push_str("</dl></div>\n<div><h2>Host</h2><ul>\n");
-    for fact in terminal::host(&result.host) {
-        let _ = writeln!(out, "<li>{}</li>", escape(&fact));
-    }
-    let _ = writeln!(out, "<li>measured by Vellum {}</li>\n</ul></div>\n</section>", escape(&result.vellum));
-
     let groups = groups(&result.figures);
     out.push_str("<section class=\"plots\">\n");
     let pictures = plot::over_time(&result.series, &result.marks)
@@ -108,8 +119,17 @@ fn article(out: &mut String, i: usize, result: &Report) {
         }
     }
     histograms(out, &result.histograms);
+    out.push_str("</section>\n<section class=\"facts\">\n<div><h2>Asked</h2><dl>\n");
+    for (name, value) in &result.asked {
+        let _ = writeln!(out, "<dt>{}</dt><dd>{}</dd>", escape(name), escape(&asked_value(value)));
+    }
+    out.push_str("</dl></div>\n<div><h2>Host</h2><ul>\n");
+    for fact in terminal::host(&result.host) {
+        let _ = writeln!(out, "<li>{}</li>", escape(&fact));
+    }
+    let _ = writeln!(out, "<li>measured by Vellum {}</li>\n</ul></div>\n</section>", escape(&result.vellum));
     counters(out, &result.counters);
-    out.push_str("</section>\n</article>\n");
+    out.push_str("</article>\n");
 }
 
 fn figure(out: &mut String, picture: &Plot) {
@@ -146,15 +166,14 @@ fn row(out: &mut String, cells: &[String]) {
 
 const END: &str = "</tbody></table></div>\n";
 
-fn plain(out: &mut String, kinds: &[(&str, Vec<&Figure>)]) {
+fn plain(out: &mut String, kinds: &[Kind]) {
     head(out, &["figure", "value or median", "min", "max", "spread", "n"]);
-    for figure in kinds.iter().flat_map(|(_, figures)| figures) {
-        let scale = Scale::of(figure.unit(), figure.value());
-        let mut cells = vec![figure.name().to_owned(), scale.with_unit(figure.value())];
-        if let Figure::Spread { min, max, count, .. } = figure {
-            let spread =
-                [scale.number(*min), scale.number(*max), spread_of(figure), grouped((*count).into())];
-            cells.extend(spread);
+    for figure in kinds.iter().flat_map(|kind| &kind.figures) {
+        let scale = Scale::of(&figure.unit, figure.value());
+        let mut cells = vec![figure.label.to_string(), scale.with_unit(figure.value())];
+        if figure.samples.len() > 1 {
+            cells.extend([scale.number(figure.min()), scale.number(figure.max()), spread_of(figure)]);
+            cells.push(grouped(figure.samples.len() as i128));
         }
         cells.resize(6, String::new());
         row(out, &cells);
@@ -162,21 +181,20 @@ fn plain(out: &mut String, kinds: &[(&str, Vec<&Figure>)]) {
     out.push_str(END);
 }
 
-fn indexed(out: &mut String, group: &terminal::Group) {
-    let scales: Vec<_> = group.kinds.iter().map(|(_, figures)| terminal::common_scale(figures)).collect();
-    let names: Vec<_> = group
-        .kinds
-        .iter()
-        .zip(&scales)
-        .map(|((base, _), scale)| match scale.unit.as_str() {
-            "" => (*base).to_owned(),
-            unit => format!("{base}, {unit}"),
-        })
-        .collect();
-    head(out, &std::iter::once("").chain(names.iter().map(String::as_str)).collect::<Vec<_>>());
+fn indexed(out: &mut String, group: &Group) {
+    let mut names = vec![String::new()];
+    let mut columns = Vec::new();
+    for kind in &group.kinds {
+        let scale = common_scale(&kind.figures);
+        names.push(match scale.unit.as_str() {
+            "" => kind.name.to_owned(),
+            unit => format!("{} [{unit}]", kind.name),
+        });
+        columns.push(cells(&scale, &kind.figures));
+    }
+    head(out, &names.iter().map(String::as_str).collect::<Vec<_>>());
     for (i, index) in group.indices.iter().enumerate() {
-        let cells =
-            group.kinds.iter().zip(&scales).map(|((_, figures), scale)| scale.number(figures[i].value()));
+        let cells = columns.iter().map(|column| column[i].clone());
         row(out, &std::iter::once(index.unwrap_or("").to_owned()).chain(cells).collect::<Vec<_>>());
     }
     out.push_str(END);
@@ -188,11 +206,8 @@ fn histograms(out: &mut String, histograms: &[Histogram]) {
     }
     head(out, &["distribution", "samples", "p50", "p90", "p99", "p99.9", "max"]);
     for histogram in histograms {
-        let mut cells = vec![histogram.name.clone(), grouped(histogram.count().into())];
-        cells.extend(
-            [0.5, 0.9, 0.99, 0.999, 1.0]
-                .map(|q| histogram.quantile(q).map_or("-".into(), |v| humanised(&histogram.unit, v))),
-        );
+        let mut cells = vec![histogram.label().to_string(), grouped(histogram.count().into())];
+        cells.extend(percentiles(histogram));
         row(out, &cells);
     }
     out.push_str(END);
@@ -206,9 +221,8 @@ fn counters(out: &mut String, counters: &[Counter]) {
     let _ = writeln!(out, "<details><summary>KVM's counters: {moved} of {} moved</summary>", counters.len());
     head(out, &["counter", "before", "after", "difference"]);
     for counter in counters {
-        let difference = i128::from(counter.after) - i128::from(counter.before);
-        let cells = [grouped(counter.before.into()), grouped(counter.after.into()), grouped(difference)];
-        row(out, &std::iter::once(counter.name.clone()).chain(cells).collect::<Vec<_>>());
+        let numbers = [counter.before.into(), counter.after.into(), counter.grown()].map(grouped);
+        row(out, &std::iter::once(counter.label().to_string()).chain(numbers).collect::<Vec<_>>());
     }
     out.push_str(END);
     out.push_str("</details>\n");

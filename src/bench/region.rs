@@ -1,0 +1,103 @@
+//! The memory of a benchmark: whether this host has as much, where it starts, and how it is had.
+
+use super::Error;
+use crate::arch::layout;
+use crate::fault::Field;
+use crate::host::{hugepages, topology};
+use crate::memory::{self, Backing, Memory, MemoryConfig, short_size};
+use crate::vm;
+
+/// Memory, and how many vCPUs go over it.
+#[derive(Clone, Copy, Debug)]
+pub struct Region {
+    /// Bytes: of each vCPU's part, unless the benchmark says otherwise.
+    pub bytes: u64,
+    /// What backs them.
+    pub backing: Backing,
+    /// vCPUs.
+    pub vcpus: usize,
+}
+
+impl Region {
+    /// Refuses bytes that are no multiple of `page`.
+    pub(super) fn check(&self, page: u64) -> Result<(), Error> {
+        if self.bytes > 0 && self.bytes.is_multiple_of(page) {
+            return Ok(());
+        }
+        let [bytes, page, next] =
+            [self.bytes, page, self.bytes.max(1).next_multiple_of(page)].map(short_size);
+        let why =
+            format!("{bytes} is no multiple of the {page} pages of {}; {next} would work", self.backing);
+        Err(Error::Asked(Field::Memory, why))
+    }
+
+    /// Bytes in all, where each vCPU has a part of its own, or all share one.
+    pub(super) fn total(&self, shared: bool) -> u64 {
+        self.bytes.saturating_mul(if shared { 1 } else { self.vcpus as u64 })
+    }
+
+    /// The same, if this host has as much, and as many vCPUs.
+    pub(super) fn affordable(&self, shared: bool) -> Result<u64, Error> {
+        let most = vm::open()?.get_max_vcpus();
+        if self.vcpus > most {
+            let why = format!("{}: this KVM has at most {most} vCPUs", self.vcpus);
+            return Err(Error::Asked(Field::Cpus, why));
+        }
+        let total = self.total(shared);
+        check_memory(total, self.backing)?;
+        Ok(total)
+    }
+}
+
+/// Refuses an address at which RAM cannot start.
+pub(super) fn check_offset(offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> {
+    let align = backing.best_mapping().max(2 << 20);
+    let end = offset.saturating_add(bytes);
+    let in_gap = end > layout::GAP_START && offset < layout::GAP_END;
+    if offset.is_multiple_of(align) && !in_gap && end <= layout::MAX_ADDRESS {
+        return Ok(());
+    }
+    let why = format!(
+        "{offset:#x}: memory must start at a multiple of {} and keep clear of {:#x} to {:#x}; {:#x} would work",
+        short_size(align),
+        layout::GAP_START,
+        layout::GAP_END,
+        layout::GAP_END
+    );
+    Err(Error::Asked(Field::GuestAddress, why))
+}
+
+/// Has RAM start at `offset` in the guest's physical address space, where that was asked for.
+pub(super) fn place(memory: &mut Memory, offset: Option<u64>) -> Result<(), Error> {
+    Ok(offset.map_or(Ok(()), |offset| memory.start_at(offset))?)
+}
+
+/// Memory that the host has populated already, so that no first touch of its own is among the figures.
+pub(super) fn populated(config: MemoryConfig) -> Result<Memory, Error> {
+    let memory = Memory::map(layout::RAM, MemoryConfig { prealloc: true, ..config })?;
+    memory.populate(|_| {})?;
+    Ok(memory)
+}
+
+/// Refuses what a machine or this host cannot have, before anything is mapped.
+pub(super) fn check_memory(bytes: u64, backing: Backing) -> Result<(), Error> {
+    let asked = |why: String| Err(Error::Asked(Field::Memory, why));
+    if bytes < memory::LEAST {
+        let [all, least] = [bytes, memory::LEAST].map(short_size);
+        return asked(format!("{all} in all, and a machine has {least} at least"));
+    }
+    if let Backing::Hugetlb(page) | Backing::SharedHugetlb(page) = backing {
+        return hugepages::check(page, bytes)
+            .map_err(|shortage| Error::Asked(Field::Backing, format!("{backing}: {shortage}")));
+    }
+    let available = topology::memory().available;
+    // Page tables, KVM's and ours, are some hundredths of it.
+    let bytes = bytes.saturating_add(bytes / 64);
+    if available > 0 && bytes > available {
+        let [needed, available] = [bytes.next_multiple_of(1 << 20), available >> 20 << 20].map(short_size);
+        return asked(format!(
+            "this needs {needed} of memory and {available} is available: ask for fewer vCPUs or less for each"
+        ));
+    }
+    Ok(())
+}

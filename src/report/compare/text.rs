@@ -1,0 +1,109 @@
+//! The terminal face of a comparison.
+
+use std::fmt::Write as _;
+
+use super::results::{Comparison, Question};
+use super::{Verdict, Weighed};
+use crate::report::printable;
+use crate::report::table::Table;
+use crate::report::terminal::{command_line, labelled};
+use crate::report::units::{Scale, grouped};
+
+/// What the columns mean; once below all tables.
+pub const METHOD: &str = "\
+n: pairs that were measured in turn, or A/B where there are none. B/A is the ratio of geometric means. `noise`: no difference was
+shown. The interval is Student's on the logarithms (Welch's without pairs), widened by what a value's resolution leaves open. The
+headline (*) is held to 95 % by itself, all other figures to 95 % together (Holm), each interval at the level its figure is held to.
+";
+
+/// The comparison as text of `width` columns.
+pub fn text(comparison: &Comparison, width: usize) -> String {
+    let mut out = String::new();
+    for (i, question) in comparison.questions.iter().enumerate() {
+        if i > 0 {
+            out.push('\n');
+        }
+        one(&mut out, question, width);
+    }
+    for alone in &comparison.alone {
+        let (name, command) = (printable(&alone.name), command_line(&alone.command));
+        let _ = writeln!(out, "only in {}: {name}  $ {command}", printable(&alone.side));
+    }
+    let _ = write!(out, "\n{METHOD}");
+    out
+}
+
+fn one(out: &mut String, question: &Question, width: usize) {
+    let _ = writeln!(out, "{}, compared", printable(&question.name));
+    for (label, side) in ["A", "B"].into_iter().zip(&question.sides) {
+        let _ = writeln!(out, "{label}        {}: {}", printable(&side.name), side.counted());
+        let _ = writeln!(out, "         $ {}", command_line(&side.command));
+        for warning in &side.warnings {
+            let _ = writeln!(out, "{}, {label}, {}", warning.kind, printable(&warning.text));
+        }
+    }
+    let both: Vec<String> = question.both.iter().map(|(key, value)| format!("{key}={value}")).collect();
+    labelled(out, "both", &both, " ", width);
+    for differs in &question.differs {
+        let _ = writeln!(out, "differs  {}: A {}, B {}", differs.key, differs.a, differs.b);
+    }
+    let _ = writeln!(out, "repeated {}", question.repeated());
+    out.push('\n');
+    table(out, &question.rows, width);
+    for (label, side) in ["A", "B"].into_iter().zip(&question.sides) {
+        if !side.alone.is_empty() {
+            let _ = writeln!(out, "  only in {label}: {}", side.alone.join(", "));
+        }
+    }
+}
+
+/// The rows as a table of `width` columns.
+pub fn table(out: &mut String, rows: &[Weighed], width: usize) {
+    let mut table = Table::with_head(&["figure", "A", "B", "unit", "B/A", "interval", "n", "verdict"]);
+    rows.iter().for_each(|row| table.row(cells(row)));
+    table.print(out, width);
+}
+
+/// One row of either face's table.
+pub(in crate::report) fn cells(row: &Weighed) -> Vec<String> {
+    let (a, b) = row.middles();
+    let scale = Scale::of(&row.of.unit, a.abs().max(b.abs()));
+    let count = |n: usize| grouped(n as i128);
+    let (na, nb) = (row.of.a.len(), row.of.b.len());
+    vec![
+        format!("{}{}", row.of.label, if row.headline { " *" } else { "" }),
+        scale.number(a),
+        scale.number(b),
+        scale.unit,
+        row.ratio.map_or("-".into(), digits),
+        row.interval.map_or("-".into(), |(low, high)| format!("{} .. {}", digits(low), digits(high))),
+        if row.is_paired() { count(na) } else { format!("{}/{}", count(na), count(nb)) },
+        verdict(row),
+    ]
+}
+
+/// Three decimals for the usual ratio; a factor of thousands in powers of ten.
+fn digits(ratio: f64) -> String {
+    if (0.001..1000.0).contains(&ratio) { format!("{ratio:.3}") } else { format!("{ratio:.2e}") }
+}
+
+fn verdict(row: &Weighed) -> String {
+    let ratio = match (row.verdict, row.ratio) {
+        (Verdict::Equal, _) => return "equal".into(),
+        (Verdict::Noise, _) => return "noise".into(),
+        (Verdict::TooFew, _) => return "too few to say".into(),
+        (Verdict::NoRatio, _) | (Verdict::Differs, None) => return "no ratio (zero)".into(),
+        (Verdict::Differs, Some(ratio)) => ratio,
+    };
+    // A percentage of a time is not one of a speed, so it is called by what it is.
+    let word = match (row.of.unit.as_str(), ratio < 1.0) {
+        ("s" | "ms" | "us" | "µs" | "ns", true) => "less time",
+        ("s" | "ms" | "us" | "µs" | "ns", false) => "more time",
+        (_, true) => "lower",
+        (_, false) => "higher",
+    };
+    match ratio {
+        ..2.0 => format!("{:.1}% {word}", (ratio - 1.0).abs() * 100.0),
+        _ => format!("{} times {word}", digits(ratio)),
+    }
+}

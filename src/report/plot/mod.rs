@@ -1,0 +1,267 @@
+//! The pictures of the HTML face: inline SVG, drawn by plotters in placeholder colours.
+//!
+//! Every colour here is a name and not a colour: `style.css` gives each one its light and its dark form by selecting
+//! on the attribute that plotters writes. Text from a result enters a picture only as an axis label, which plotters escapes.
+//! Here are the axes and what all pictures share; each kind of picture has its file.
+
+mod bars;
+mod distribution;
+mod ratios;
+mod time;
+
+use plotters::coord::Shift;
+use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged};
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+use super::printable;
+use super::units::{Scale, grouped};
+
+pub(super) use bars::bars;
+pub(super) use distribution::distributions;
+pub(super) use ratios::ratios;
+pub(super) use time::over_time;
+
+/// A picture and what its colours stand for.
+pub(super) struct Plot {
+    /// What is plotted.
+    pub(super) title: String,
+    /// A whole `<svg>` element.
+    pub(super) svg: String,
+    /// (CSS class, text), in the order of drawing.
+    pub(super) legend: Vec<(String, String)>,
+}
+
+/// Wide enough for a column on a desk, and still legible when a phone shrinks it.
+const WIDTH: u32 = 520;
+const HEIGHT: u32 = 300;
+/// Of axis labels, in pixels; and about what a character of one takes.
+const TEXT_SIZE: u32 = 15;
+const CHARACTER: u32 = 8;
+/// Right of the picture, where half of the last tick's label stands.
+const MARGIN: u32 = 28;
+const TEXT: RGBColor = RGBColor(0, 0, 1);
+const GRID: RGBColor = RGBColor(0, 0, 2);
+/// Lines and bars of one picture; more would not be told apart.
+const COLOURS: usize = 8;
+/// Pictures of one kind on a page; a result with more of them is read by programs.
+const PICTURES: usize = 32;
+
+fn colour(i: usize) -> RGBColor {
+    RGBColor(0, 0, 0xF0 + (i % COLOURS) as u8)
+}
+
+fn mark_colour(i: usize) -> RGBColor {
+    RGBColor(0, 1, 0xF0 + (i % 3) as u8)
+}
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Failed = DrawingAreaErrorKind<std::io::Error>;
+type Chart<'a, 'b> = ChartContext<'b, SVGBackend<'a>, Cartesian2d<Axis, Axis>>;
+
+fn svg(height: u32, draw: impl FnOnce(&Area) -> Result<(), Failed>) -> Option<String> {
+    let mut out = String::new();
+    {
+        let area = SVGBackend::with_string(&mut out, (WIDTH, height)).into_drawing_area();
+        // Drawing into a string fails only where a coordinate is beyond what plotters can place: no picture then, and
+        // the tables still hold the figures.
+        draw(&area).and_then(|()| area.present()).ok()?;
+    }
+    Some(out)
+}
+
+/// What lies beyond cannot be placed, whatever the scale.
+fn placeable(value: f64) -> bool {
+    value == 0.0 || (1e-100..1e100).contains(&value.abs())
+}
+
+/// What is plotted, in words.
+fn words(name: &str) -> String {
+    let text = name.replace('_', " ");
+    let mut letters = text.chars();
+    letters.next().map_or(String::new(), |first| first.to_uppercase().chain(letters).collect())
+}
+
+/// What a unit measures.
+fn quantity(unit: &str) -> String {
+    match unit {
+        "s" | "ms" | "us" | "µs" | "ns" | "instructions" => "Time".into(),
+        "bytes" => "Size".into(),
+        "%" => "Share".into(),
+        "" => "Number".into(),
+        _ => match unit.split_once('/') {
+            Some((what, "s")) => format!("{} per second", words(what)),
+            _ => words(unit),
+        },
+    }
+}
+
+fn titled(what: &str, scale: &Scale) -> String {
+    if scale.unit.is_empty() { what.into() } else { format!("{what} [{}]", scale.unit) }
+}
+
+/// Ticks of an axis at most.
+const TICKS: usize = 6;
+
+/// An axis with ticks at round numbers, linear or logarithmic, that no range of finite numbers can hang.
+#[derive(Clone)]
+struct Axis {
+    from: f64,
+    to: f64,
+    log: bool,
+}
+
+impl Axis {
+    /// From `from` to `to`; a range that is empty is widened.
+    fn new(from: f64, to: f64, log: bool) -> Self {
+        let to = if to > from { to } else { from + from.abs().max(1.0) };
+        Self { from, to, log }
+    }
+
+    /// Powers of ten that hold both ends.
+    fn decades(least: f64, most: f64) -> Self {
+        Self::new(
+            10f64.powf((least * 0.999).log10().floor()),
+            10f64.powf((most * 1.001).log10().ceil()),
+            true,
+        )
+    }
+
+    fn ticks(&self) -> Vec<f64> {
+        self.key_points(TICKS)
+    }
+
+    fn position(&self, value: f64) -> f64 {
+        match self.log {
+            true => {
+                (value.max(self.from).log10() - self.from.log10()) / (self.to.log10() - self.from.log10())
+            }
+            false => (value - self.from) / (self.to - self.from),
+        }
+    }
+}
+
+impl Ranged for Axis {
+    type FormatOption = NoDefaultFormatting;
+    type ValueType = f64;
+
+    fn map(&self, value: &f64, limit: (i32, i32)) -> i32 {
+        limit.0 + (self.position(*value) * f64::from(limit.1 - limit.0)).round() as i32
+    }
+
+    fn key_points<Hint: KeyPointHint>(&self, hint: Hint) -> Vec<f64> {
+        let most = hint.max_num_points().clamp(2, TICKS);
+        if self.log {
+            let (first, last) = (self.from.log10().ceil() as i32, self.to.log10().floor() as i32);
+            let step = ((last - first) as usize / most + 1) as i32;
+            return (first..=last).step_by(step.max(1) as usize).map(|e| 10f64.powi(e)).collect();
+        }
+        let rough = (self.to - self.from) / most as f64;
+        let power = 10f64.powf(rough.log10().floor());
+        let step =
+            [1.0, 2.0, 5.0, 10.0].into_iter().map(|m| m * power).find(|s| *s >= rough).unwrap_or(rough);
+        let first = (self.from / step).ceil();
+        (0..=most).map(|i| (first + i as f64) * step).filter(|v| *v <= self.to * (1.0 + 1e-9)).collect()
+    }
+
+    fn range(&self) -> std::ops::Range<f64> {
+        self.from..self.to
+    }
+}
+
+impl plotters::coord::ranged1d::ValueFormatter<f64> for Axis {}
+
+/// An axis, how its ticks are called, and whether lines are drawn across the picture at them.
+struct Side<'a> {
+    axis: Axis,
+    label: &'a dyn Fn(&f64) -> String,
+    grid: bool,
+}
+
+impl Side<'_> {
+    /// The pixels that the longest of its labels takes.
+    fn room(&self) -> u32 {
+        let longest = self.axis.ticks().iter().map(|v| (self.label)(v).chars().count()).max().unwrap_or(0);
+        longest as u32 * CHARACTER + 14
+    }
+}
+
+/// The two axes with grid and labels; `room` is what is left of the picture for the labels of the vertical axis.
+fn chart<'a, 'b>(area: &'b Area<'a>, x: Side, y: Side, room: u32) -> Result<Chart<'a, 'b>, Failed> {
+    let mut chart = ChartBuilder::on(area)
+        .margin_top(8)
+        .margin_right(MARGIN)
+        .x_label_area_size(30)
+        .y_label_area_size(room)
+        .build_cartesian_2d(x.axis.clone(), y.axis.clone())?;
+    let mut mesh = chart.configure_mesh();
+    mesh.light_line_style(TRANSPARENT)
+        .bold_line_style(GRID)
+        .axis_style(GRID)
+        .x_labels(TICKS)
+        .y_labels(TICKS)
+        .x_label_formatter(x.label)
+        .y_label_formatter(y.label)
+        .label_style(("sans-serif", TEXT_SIZE, &TEXT));
+    if !x.grid {
+        mesh.disable_x_mesh();
+    }
+    if !y.grid {
+        mesh.disable_y_mesh();
+    }
+    mesh.draw()?;
+    Ok(chart)
+}
+
+/// Text of a result beside or below the picture, at a pixel.
+fn name_at(area: &Area, text: &str, at: (i32, i32), horizontal: HPos, vertical: VPos) -> Result<(), Failed> {
+    let style = ("sans-serif", TEXT_SIZE, &TEXT).into_text_style(area).pos(Pos::new(horizontal, vertical));
+    area.draw_text(&printable(text), &style, at)
+}
+
+/// A tick is a number alone; its unit stands in the title.
+fn tick(scale: &Scale, value: f64) -> String {
+    let number = value / scale.divisor;
+    if number.abs() >= 1000.0 {
+        grouped(number.round() as i128)
+    } else {
+        format!("{}", (number * 1e6).round() / 1e6)
+    }
+}
+
+/// "10.00 µs" without the zeroes that a tick does not need.
+fn whole(text: &str) -> String {
+    match text.split_once(' ') {
+        Some((number, unit)) if number.contains('.') && !number.contains('e') => {
+            format!("{} {unit}", number.trim_end_matches('0').trim_end_matches('.'))
+        }
+        _ => text.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn axes_have_a_few_round_ticks_whatever_the_range() {
+        for (from, to) in
+            [(0.0, 1.0), (0.0, 7.3e9), (-5.0, 3.0), (0.0, 1e-300), (1e15, 1e15 + 1.0), (0.0, f64::MAX)]
+        {
+            let ticks = Axis::new(from, to, false).ticks();
+            assert!(ticks.len() <= TICKS + 1, "{from} {to} {ticks:?}");
+        }
+        let decades = Axis::new(1.0, 1e5, true).ticks();
+        assert_eq!(decades, [1.0, 10.0, 100.0, 1e3, 1e4, 1e5]);
+        assert_eq!(Axis::decades(0.002, 30.0).ticks(), [1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0]);
+    }
+
+    #[test]
+    fn a_picture_is_called_by_what_it_shows() {
+        assert_eq!(words("write_latency"), "Write latency");
+        assert_eq!(
+            (quantity("pages/s"), quantity("ns"), quantity("faults")),
+            ("Pages per second".into(), "Time".into(), "Faults".into())
+        );
+    }
+}

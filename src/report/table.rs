@@ -1,0 +1,203 @@
+//! Tables of the terminal's face, and the order that figures have in a table of any face: those of one name and several
+//! indices are a column, and names with the same indices share a table.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+
+use super::units::{FAR, Scale};
+use super::{Figure, Label, printable};
+
+/// Rows of one table before its middle is left out.
+pub(super) const ROWS: usize = 40;
+
+/// The longest cell; of a longer one the middle is left out.
+const CELL: usize = 56;
+
+/// A table whose first column is flush left and whose others are flush right.
+#[derive(Default)]
+pub(super) struct Table {
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// A table that begins with its head.
+    pub(super) fn with_head(head: &[&str]) -> Self {
+        let mut table = Self::default();
+        table.row(head.iter().map(|h| (*h).to_owned()).collect());
+        table
+    }
+
+    pub(super) fn row(&mut self, cells: Vec<String>) {
+        self.rows.push(cells.iter().map(|cell| elided(&printable(cell))).collect());
+    }
+
+    /// Prints it at most `width` columns wide: what does not fit beside the rest follows below it, behind the first column.
+    pub(super) fn print(&self, out: &mut String, width: usize) {
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        let wide = |column: usize| {
+            let cells = self.rows.iter().filter_map(|row| row.get(column));
+            2 + cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..columns).map(wide).collect();
+        let mut next = 1;
+        loop {
+            let first = next;
+            let mut used = widths.first().copied().unwrap_or(0);
+            while next < columns && (next == first || used + widths[next] <= width) {
+                used += widths[next];
+                next += 1;
+            }
+            self.part(out, &widths, first..next);
+            if next >= columns {
+                return;
+            }
+            out.push('\n');
+        }
+    }
+
+    /// The first column and those `shown`.
+    fn part(&self, out: &mut String, widths: &[usize], shown: std::ops::Range<usize>) {
+        for (i, row) in self.rows.iter().enumerate() {
+            if self.rows.len() > ROWS + 1 && i > ROWS / 2 && i < self.rows.len() - ROWS / 2 {
+                if i == ROWS / 2 + 1 {
+                    let _ = writeln!(out, "  … {} more in the JSON …", self.rows.len() - 1 - ROWS);
+                }
+                continue;
+            }
+            for column in std::iter::once(0).chain(shown.clone()) {
+                let cell = row.get(column).map_or("", String::as_str);
+                let pad = widths.get(column).map_or(0, |width| width - 2 - cell.chars().count());
+                let _ = match column {
+                    0 => write!(out, "  {cell}{:pad$}", ""),
+                    _ => write!(out, "  {:pad$}{cell}", ""),
+                };
+            }
+            out.truncate(out.trim_end_matches(' ').len());
+            out.push('\n');
+        }
+    }
+}
+
+/// `text`, without its middle where it is too long for a cell.
+fn elided(text: &str) -> String {
+    let length = text.chars().count();
+    if length <= CELL {
+        return text.to_owned();
+    }
+    let kept = (CELL - 1) / 2;
+    text.chars().take(kept).chain(['…']).chain(text.chars().skip(length - kept)).collect()
+}
+
+/// Figures of the same names for the same indices, as one table: a row an index, a column a name.
+pub(super) struct Group<'a> {
+    /// The indices in order; a single `None` for figures without.
+    pub(super) indices: Vec<Option<&'a str>>,
+    /// Name by name, a figure for each index.
+    pub(super) kinds: Vec<Kind<'a>>,
+}
+
+/// The figures of one name and unit.
+pub(super) struct Kind<'a> {
+    pub(super) name: &'a str,
+    pub(super) figures: Vec<&'a Figure>,
+}
+
+/// Sorts figures into [`Group`]s, keeping their order.
+pub(super) fn groups(figures: &[Figure]) -> Vec<Group<'_>> {
+    let mut kinds: Vec<Kind> = Vec::new();
+    let mut place = HashMap::new();
+    for figure in figures {
+        let Label { name, index } = &figure.label;
+        let i = *place.entry((name, index.is_some(), &figure.unit)).or_insert_with(|| {
+            kinds.push(Kind { name, figures: Vec::new() });
+            kinds.len() - 1
+        });
+        kinds[i].figures.push(figure);
+    }
+    let mut groups: Vec<Group> = Vec::new();
+    let mut place = HashMap::new();
+    for kind in kinds {
+        let indices: Vec<_> = kind.figures.iter().map(|f| f.label.index.as_deref()).collect();
+        // Figures without an index all belong into one table, whatever their number.
+        let indices = if indices[0].is_none() { vec![None] } else { indices };
+        let i = *place.entry(indices.clone()).or_insert_with(|| {
+            groups.push(Group { indices, kinds: Vec::new() });
+            groups.len() - 1
+        });
+        groups[i].kinds.push(kind);
+    }
+    groups
+}
+
+/// The scale of a column or a picture: of its largest value, unless its smallest would then have no digits before the
+/// point; of the middle of the two where they lie far apart, as latencies do. Sizes are shown exactly only where every
+/// one of them can be.
+pub(super) fn common_scale(figures: &[&Figure]) -> Scale {
+    let sizes = || figures.iter().map(|f| f.value().abs()).filter(|size| *size > 0.0);
+    let (smallest, largest) = (sizes().fold(f64::INFINITY, f64::min), sizes().fold(0.0, f64::max));
+    let unit = figures.first().map_or("", |f| f.unit.as_str());
+    let exact = figures.iter().map(|f| Scale::of(unit, f.value()));
+    if unit == "bytes" {
+        return exact.min_by(|a, b| a.divisor.total_cmp(&b.divisor)).unwrap_or(Scale::of(unit, largest));
+    }
+    if largest > smallest * FAR {
+        return Scale::of(unit, (largest * smallest).sqrt());
+    }
+    let scale = Scale::of(unit, largest);
+    if smallest >= scale.divisor { scale } else { Scale::of(unit, smallest) }
+}
+
+/// A figure's value on `scale`, with half of its spread where it has one: what a table's cell holds.
+pub(super) fn cells(scale: &Scale, figures: &[&Figure]) -> Vec<String> {
+    let values: Vec<f64> = figures.iter().map(|f| f.value()).collect();
+    let columns = scale.column(&values).into_iter().zip(figures);
+    let cell = |(cell, figure): (String, &&Figure)| match figure.spread() {
+        Some(spread) if spread >= 0.02 => format!("{cell} ±{:.0}%", 50.0 * spread),
+        Some(spread) if spread > 0.0 => format!("{cell} ±{:.1}%", 50.0 * spread),
+        _ => cell,
+    };
+    columns.map(cell).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn printed(table: &Table, width: usize) -> String {
+        let mut out = String::new();
+        table.print(&mut out, width);
+        out
+    }
+
+    #[test]
+    fn what_does_not_fit_beside_follows_below_with_the_same_rows() {
+        let mut table = Table::with_head(&["name", "first", "second", "third"]);
+        table.row(["a", "1", "2", "3"].map(str::to_owned).to_vec());
+        assert_eq!(printed(&table, 100), "  name  first  second  third\n  a         1       2      3\n");
+        let narrow = printed(&table, 24);
+        assert_eq!(narrow, "  name  first  second\n  a         1       2\n\n  name  third\n  a         3\n");
+        assert!(narrow.lines().all(|line| line.chars().count() <= 24));
+    }
+
+    #[test]
+    fn a_cell_of_any_length_is_cut_to_one_that_fits() {
+        let mut table = Table::with_head(&["name", "x"]);
+        table.row(vec![format!("a{}z", "b".repeat(70_000)), "1".into()]);
+        let text = printed(&table, 80);
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{}", text.len());
+        assert!(text.contains("  ab") && text.contains("bz") && text.contains('…'));
+    }
+
+    #[test]
+    fn a_column_has_the_unit_in_which_its_smallest_has_digits() {
+        let of = |values: &[f64]| {
+            let figures: Vec<Figure> = values.iter().map(|v| Figure::once("r", "rounds/s", *v)).collect();
+            let figures: Vec<&Figure> = figures.iter().collect();
+            let scale = common_scale(&figures);
+            (scale.unit.clone(), cells(&scale, &figures))
+        };
+        let words = |cells: &[&str]| cells.iter().map(|c| (*c).to_owned()).collect::<Vec<_>>();
+        assert_eq!(of(&[16.74, 1674.0]), ("rounds/s".into(), words(&["16.74", "1,674.00"])));
+        assert_eq!(of(&[16_740.0, 1674.0]), ("k rounds/s".into(), words(&["16.740", "1.674"])));
+    }
+}
