@@ -7,7 +7,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use harness::{Failed, Need, Trials, ensure, trial};
+use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
 use vellum::bench::{Common, Region, access_tracking, demand_paging, memslot, page_table};
 use vellum::guests::guest::GuestConfig;
 use vellum::guests::program::Privilege;
@@ -263,13 +263,14 @@ fn an_interrupt_leaves_what_was_measured() -> Result<(), Failed> {
         Some(std::fs::read_dir(&tasks).ok()?.flatten().find(named)?.file_name())
     };
     let mut first = None;
-    while child.try_wait()?.is_none() {
+    eventually(LIMIT, "there is a second round's vCPU", || {
         let now = vcpu();
-        if first.is_some() && now.is_some() && now != first {
-            break;
+        if first.is_some() && now.is_some() && now != first || child.try_wait()?.is_some() {
+            return Ok(Some(()));
         }
-        first = first.or(now);
-    }
+        first = first.take().or(now);
+        Ok(None)
+    })?;
     // SAFETY: the process is a child that has not been waited for, so the number is its own.
     ensure(unsafe { libc::kill(child.id() as i32, libc::SIGINT) } == 0, || "no process to interrupt".into())?;
     let output = child.wait_with_output()?;

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bed::kvm;
-use harness::{Failed, Trials, ensure, trial};
+use harness::{Failed, LIMIT, Trials, ensure, eventually, trial};
 use images::Code;
 use std::process::ExitCode;
 use vellum::arch::irqchip::Mode;
@@ -146,9 +146,7 @@ fn moves(irqchip: Mode) -> Result<(), Failed> {
     let (source, said) = build(&code.elf64(), PATIENCE, |config, _| config.irqchip = irqchip)?;
     let source = source.machine;
     vcpu::resume_all(&source.vcpus);
-    while std::fs::read(&said)? != b"A" {
-        std::thread::yield_now();
-    }
+    eventually(LIMIT, "the guest says A", || Ok((std::fs::read(&said)? == b"A").then_some(())))?;
     vcpu::pause_all(&source.vcpus)?;
     let kvm = vellum::vm::open()?;
     let context = Context::new(&kvm, &source.vm.fd, true)?;

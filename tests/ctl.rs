@@ -12,7 +12,7 @@ use std::process::{Child, Command, ExitCode, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use bed::kvm;
-use harness::{Failed, Trials, ensure, trial};
+use harness::{Failed, LIMIT, Trials, ensure, eventually, trial};
 use images::Code;
 use serde_json::{Value, json};
 use vellum::control::client::{Client, Error};
@@ -65,12 +65,14 @@ impl Home {
     fn start(&self, name: &str, command: &mut Command) -> Result<Machine, Failed> {
         command.args(["--name", name]).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut machine = Machine { child: command.spawn()?, guards: Vec::new() };
-        while !Client::connect(&self.socket(name)).is_ok_and(|mut client| client.ask(&Do::Status {}).is_ok())
-        {
-            if machine.child.try_wait()?.is_some() {
-                return Err(format!("it has ended: {:?}", machine.child.wait_with_output()?).into());
-            }
-            std::thread::yield_now();
+        let socket = self.socket(name);
+        let answers = || Client::connect(&socket).is_ok_and(|mut client| client.ask(&Do::Status {}).is_ok());
+        let up = eventually(LIMIT, "the machine answers", || {
+            let ended = machine.child.try_wait()?.is_some();
+            Ok((ended || answers()).then_some(!ended))
+        })?;
+        if !up {
+            return Err(format!("it has ended: {:?}", machine.child.wait_with_output()?).into());
         }
         machine.guards = children(machine.child.id())?;
         Ok(machine)
@@ -95,9 +97,9 @@ impl Machine {
         let output = self.child.wait_with_output()?;
         ensure(self.guards.len() == 1, || format!("its guards are {:?}", self.guards))?;
         for guard in self.guards {
-            while process(guard) == Some("vellum-guard".into()) {
-                std::thread::yield_now();
-            }
+            eventually(LIMIT, "the guard ends", || {
+                Ok((process(guard).as_deref() != Some("vellum-guard")).then_some(()))
+            })?;
         }
         Ok(output)
     }
@@ -232,7 +234,10 @@ fn progress_is_told_to_who_listens() -> Result<(), Failed> {
     ensure(one == two, || format!("{one} and {two} while it was paused"))?;
     home.ctl("w resume")?;
     ensure(listener.line()? == json!({"event": "resumed"}), || "resumed".into())?;
-    while next(&mut listener, "progress")?["done"].as_u64() <= two["done"].as_u64() {}
+    eventually(LIMIT, "pages go by again", || {
+        let now = next(&mut listener, "progress")?;
+        Ok((now["done"].as_u64() > two["done"].as_u64()).then_some(()))
+    })?;
     home.ctl("w stop")?;
     let ended = next(&mut listener, "ended")?;
     ensure(ended == json!({"event": "ended", "status": 0}), || ended.to_string())?;
@@ -314,9 +319,9 @@ fn serial_output_goes_where_ctl_leads_it() -> Result<(), Failed> {
     let log = home.0.join("log");
     home.ctl(&format!("s serial file={}", log.display()))?;
     input.write_all(b"to the file")?;
-    while fs::read_to_string(&log)? != "to the file" {
-        std::thread::yield_now();
-    }
+    eventually(LIMIT, "the file has all of it", || {
+        Ok((fs::read_to_string(&log)? == "to the file").then_some(()))
+    })?;
     // Into a pipe that this process has made.
     let (mut reader, writer) = std::io::pipe()?;
     Client::connect(&home.socket("s"))?.ask_with(&Do::Serial {}, &[writer.as_fd()])?;

@@ -9,7 +9,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitCode, Output, Stdio};
 
 use bed::kvm;
-use harness::{Failed, Need, Trials, ensure, trial};
+use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
 use vellum::report::{Report, json};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
@@ -209,15 +209,11 @@ fn a_duration_ends_the_workload() -> Result<(), Failed> {
 /// Waits until the guest runs: the third thread is the first vCPU's loop being watched.
 fn wait_until_it_runs(child: &Child) -> Result<(), Failed> {
     let tasks = format!("/proc/{}/task", child.id());
-    loop {
-        let names: Vec<_> = std::fs::read_dir(&tasks)?
-            .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok())
-            .collect();
-        if names.iter().any(|name| name.starts_with("vcpu")) {
-            return Ok(());
-        }
-        std::thread::yield_now();
-    }
+    eventually(LIMIT, "there is a vCPU's thread", || {
+        let mut names = std::fs::read_dir(&tasks)?
+            .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+        Ok(names.any(|name| name.starts_with("vcpu")).then_some(()))
+    })
 }
 
 #[trial(kvm())]

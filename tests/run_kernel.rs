@@ -11,7 +11,7 @@ use std::process::{Command, ExitCode, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use bed::kvm;
-use harness::{Failed, Need, Trials, ensure, trial};
+use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
 use images::Code;
 use vellum::sys::terminal::open_pty;
 
@@ -283,13 +283,12 @@ fn a_slow_reader_gets_all_that_a_guest_has_said() -> Result<(), Failed> {
         entries.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok()).collect()
     };
     // First until the vCPU is there, then until it is gone.
-    while !threads().iter().any(|name| name.trim() == "vcpu0") {
+    let vcpu = || threads().iter().any(|name| name.trim() == "vcpu0");
+    eventually(LIMIT, "the vCPU is there", || {
         ensure(child.try_wait()?.is_none(), || "it has ended before anybody read".into())?;
-        std::thread::yield_now();
-    }
-    while threads().iter().any(|name| name.trim() == "vcpu0") {
-        std::thread::yield_now();
-    }
+        Ok(vcpu().then_some(()))
+    })?;
+    eventually(LIMIT, "the vCPU is gone", || Ok((!vcpu()).then_some(())))?;
     let mut said = Vec::new();
     child.stdout.take().unwrap().read_to_end(&mut said)?;
     let status = child.wait()?;

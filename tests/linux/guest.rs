@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 
 use guest_agent::{Event, Request};
-use harness::{Failed, ensure};
+use harness::{Failed, LIMIT, ensure, eventually};
 use serde_json::Value;
 use vellum::control::agent;
 
@@ -18,7 +18,7 @@ use vellum::control::agent;
 pub const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
 /// Ends what hangs, in the host's time; nothing is asserted about it.
-const LIMIT: &str = "900s";
+const TIMEOUT: &str = "900s";
 
 /// A kernel and an initramfs with the guest agent, as `cargo lab guest` makes them.
 #[derive(Clone, Debug)]
@@ -150,7 +150,7 @@ impl Guest {
         let (bed_flags, bed_cmdline) = for_this_bed();
         let cmdline = format!("quiet {bed_cmdline} {cmdline}");
         let own_limit = flags.iter().any(|flag| flag == "--timeout");
-        let limit: &[&str] = if own_limit { &[] } else { &["--timeout", LIMIT] };
+        let limit: &[&str] = if own_limit { &[] } else { &["--timeout", TIMEOUT] };
         let mut child = Command::new(VELLUM)
             .args(["run", "--initrd", &image.initrd(), "--name", &name])
             .args(limit)
@@ -270,18 +270,14 @@ impl Guest {
         if output.stdout.is_empty() { Ok(Value::Null) } else { Ok(serde_json::from_slice(&output.stdout)?) }
     }
 
-    /// The status, as soon as it is as wanted; waited for as long as it changes.
+    /// The status, as soon as it is as wanted.
     pub fn status_when(&self, wanted: impl Fn(&Value) -> bool) -> Result<Value, Failed> {
-        let (mut status, mut same) = (Value::Null, 0);
-        while same < 1000 {
-            let now = self.ctl(&["status"])?;
-            if wanted(&now) {
-                return Ok(now);
-            }
-            same = if now == status { same + 1 } else { 0 };
-            status = now;
-        }
-        Err(format!("the status stays {status}").into())
+        let mut last = Value::Null;
+        let found = eventually(LIMIT, "the status is as wanted", || {
+            last = self.ctl(&["status"])?;
+            Ok(wanted(&last).then(|| last.clone()))
+        });
+        found.map_err(|failed| format!("{}: {last}", failed.message().unwrap_or_default()).into())
     }
 
     /// Any of vellum's commands.

@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::thread;
 
 use guest_agent::{DiskWork, Event, MemoryWork, Pattern, Request};
-use harness::{Failed, ensure};
+use harness::{Failed, LIMIT, ensure, eventually};
 use serde_json::{Value, json};
 use vellum::control::Do;
 use vellum::control::client::Client;
@@ -306,32 +306,31 @@ fn balloon(guest: &Guest) -> Result<(), Failed> {
     const BALLOON: u64 = 256;
     /// What Linux may have taken meanwhile, or has on the lists of its CPUs: 17 MiB were seen.
     const SLACK: u64 = BALLOON / 4;
-    /// Each is a command in the guest; the wait is over after the first few.
-    const READINGS: u32 = 100;
     let meminfo = |key: &str| -> Result<u64, Failed> {
         let kib = guest.shell(&format!("awk '/^{key}:/ {{print $2}}' /proc/meminfo"))?;
         Ok(kib.trim().parse::<u64>()? >> 10)
     };
     let free_when = |what: &str, wanted: &dyn Fn(u64) -> bool| {
         let mut free = 0;
-        for _ in 0..READINGS {
+        let found = eventually(LIMIT, what, || {
             free = meminfo("MemFree")?;
-            if wanted(free) {
-                return Ok::<_, Failed>(free);
-            }
-        }
-        Err(format!("{what}: MemFree stays at {free} MiB:\n{}", guest.shell("cat /proc/meminfo")?).into())
+            Ok(wanted(free).then_some(free))
+        });
+        found.or_else(|failed| {
+            let (why, all) = (failed.message().unwrap_or_default(), guest.shell("cat /proc/meminfo")?);
+            Err(Failed::from(format!("{why}: MemFree is {free} MiB:\n{all}")))
+        })
     };
     // What the page cache holds would be given up for the balloon, and not come back.
     guest.shell("echo 3 > /proc/sys/vm/drop_caches")?;
     let total = meminfo("MemTotal")?;
-    let before = free_when("empty", &|free| free + total / 5 >= total)?;
+    let before = free_when("the balloon is empty", &|free| free + total / 5 >= total)?;
     guest.ctl(&["balloon", &format!("{BALLOON}m")])?;
     guest.status_when(|status| status["balloon"] == BALLOON * MIB).map_err(|failed| stuck(guest, failed))?;
-    free_when("up", &|free| free + BALLOON <= before + SLACK)?;
+    free_when("the balloon is up", &|free| free + BALLOON <= before + SLACK)?;
     guest.ctl(&["balloon", "0"])?;
     guest.status_when(|status| status["balloon"] == 0).map_err(|failed| stuck(guest, failed))?;
-    free_when("down", &|free| free + SLACK >= before).map(drop)
+    free_when("the balloon is down", &|free| free + SLACK >= before).map(drop)
 }
 
 /// Which message a balloon that stands still has lost. Resumed, the device looks at its queues again: what moves it then is
