@@ -18,7 +18,10 @@ use vellum::oracle::edges::{self, Verdict};
 use vellum::oracle::judge::Mode;
 use vellum::oracle::soak::{self, Config, Tally};
 use vellum::report::json;
+use vellum::vm::quiesced::Quiesced;
 use vellum::vm::{self, Vm};
+use vm_memory::bitmap::Bitmap;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 fn main() -> ExitCode {
     let mut trials = Trials::from_args();
@@ -227,8 +230,9 @@ fn machine(method: Method) -> Result<(Guest, Box<dyn dirty::DirtyTracker>), Fail
     let kvm = vm::open()?;
     let memory =
         Memory::map(vellum::arch::layout::RAM, MemoryConfig { slots: 3, ..MemoryConfig::new(4 << 20) })?;
-    let guest = Guest::build(&kvm, memory, GuestConfig::new(1))?;
-    let mut tracker = dirty::tracker(method, &guest.vm, &guest.vcpus, None)?;
+    let mut guest = Guest::build(&kvm, memory, GuestConfig::new(1))?;
+    let (vm, quiesced) = guest.quiesced()?;
+    let mut tracker = dirty::tracker(method, vm, &quiesced, None)?;
     guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id()))?;
     tracker.enable(true)?;
     Ok((guest, tracker))
@@ -245,7 +249,6 @@ fn pages(tracker: &dyn dirty::DirtyTracker) -> Vec<u64> {
 
 #[trial(kvm())]
 fn what_the_vmm_writes_is_merged() -> Result<(), Failed> {
-    use vm_memory::{Bytes, GuestAddress};
     let (guest, mut tracker) = machine(Method::Bitmap)?;
     // The last byte of one memslot and the first of the next.
     let seam = guest.vm.memory.slots()[1].gpa();
@@ -335,6 +338,34 @@ fn a_vcpu_keeps_the_memory_that_it_runs_on() -> Result<(), Failed> {
     ensure(mapping.strong_count() == 0, || "memory is still mapped, and nobody has it".into())
 }
 
+#[trial(kvm())]
+fn a_tracker_wants_a_machine_that_stands_still() -> Result<(), Failed> {
+    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
+    let mut guest = Guest::build(&vm::open()?, memory, GuestConfig::new(2))?;
+    guest.program(&WriteConfig { passes: 0, ..WriteConfig::default() })?;
+    guest.resume();
+    ensure(guest.quiesced().is_err(), || "it runs".into())?;
+    guest.pause()?;
+    let (vm, quiesced) = guest.quiesced()?;
+    let region = || vm.memory.guest.find_region(GuestAddress(8192)).map(|region| region.bitmap());
+    let marked = || region().is_some_and(|slice| slice.dirty_at(8192));
+    let write = || vm.memory.guest.write_obj(1u8, GuestAddress(8192));
+    write()?;
+    ensure(!marked(), || "nobody tracks, and a write is logged".into())?;
+    let tracker = dirty::tracker(Method::Bitmap, vm, &quiesced, None)?;
+    let second = dirty::tracker(Method::Bitmap, vm, &quiesced, None).err().map(|error| error.to_string());
+    ensure(second.as_ref().is_some_and(|why| why.contains("another tracker")), || format!("{second:?}"))?;
+    write()?;
+    ensure(marked(), || "a write after the tracker was made is not logged".into())?;
+    drop(tracker);
+    // Whoever comes next does not see what the one before has left.
+    let mut tracker = dirty::tracker(Method::Bitmap, vm, &quiesced, None)?;
+    tracker.track(0)?;
+    tracker.enable(true)?;
+    tracker.collect()?;
+    ensure(pages(&*tracker).is_empty(), || format!("{:?}", pages(&*tracker)))
+}
+
 #[trial(kvm(), has(Method::Ring))]
 fn a_ring_excludes_initially_set() -> Result<(), Failed> {
     let kvm = vm::open()?;
@@ -343,11 +374,12 @@ fn a_ring_excludes_initially_set() -> Result<(), Failed> {
         Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?,
         Some(4096),
     )?;
+    let quiesced = Quiesced::new(&mut [], || ())?;
     let refused =
-        dirty::tracker(Method::InitiallySet, &machine, &[], None).err().map(|error| error.to_string());
+        dirty::tracker(Method::InitiallySet, &machine, &quiesced, None).err().map(|error| error.to_string());
     ensure(refused.as_ref().is_some_and(|why| why.contains("lost silently")), || format!("{refused:?}"))?;
     let late = Vm::new(&kvm, Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?)?;
-    ensure(dirty::tracker(Method::Ring, &late, &[], None).is_err(), || {
+    ensure(dirty::tracker(Method::Ring, &late, &quiesced, None).is_err(), || {
         "a ring for a machine without one".into()
     })
 }

@@ -237,8 +237,10 @@ fn ring() -> Need {
 fn a_full_ring_is_waited_for_asleep() -> Result<(), Failed> {
     let kvm = vellum::vm::open()?;
     let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(8 << 20))?;
-    let guest = Guest::build(&kvm, memory, GuestConfig { dirty_ring: Some(1024), ..GuestConfig::new(1) })?;
-    let mut tracker = dirty::tracker(Method::Ring, &guest.vm, &guest.vcpus, None)?;
+    let mut guest =
+        Guest::build(&kvm, memory, GuestConfig { dirty_ring: Some(1024), ..GuestConfig::new(1) })?;
+    let (vm, quiesced) = guest.quiesced()?;
+    let mut tracker = dirty::tracker(Method::Ring, vm, &quiesced, None)?;
     guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id()))?;
     tracker.enable(true)?;
     guest.program(&WriteConfig { passes: 1, ..WriteConfig::default() })?;

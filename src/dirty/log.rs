@@ -7,6 +7,7 @@ use kvm_ioctls::VmFd;
 
 use super::{DirtyTracker, Error, Method, Slots, scan, sys};
 use crate::vm::Vm;
+use crate::vm::quiesced::Quiesced;
 
 /// Pages that one `KVM_CLEAR_DIRTY_LOG` can name: a 32-bit count, a multiple of 64.
 const MOST: u64 = (u32::MAX - 63) as u64;
@@ -22,7 +23,12 @@ pub struct LogTracker {
 
 impl LogTracker {
     /// Sets KVM to `method`.
-    pub(super) fn new(method: Method, vm: &Vm, chunk: Option<u64>) -> Result<Self, Error> {
+    pub(super) fn new(
+        method: Method,
+        vm: &Vm,
+        quiesced: &Quiesced<'_>,
+        chunk: Option<u64>,
+    ) -> Result<Self, Error> {
         method.check(&vm.fd)?;
         let bits = match method {
             Method::ManualProtect => KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
@@ -34,7 +40,7 @@ impl LogTracker {
             sys::set_manual_protect(&vm.fd, bits).map_err(|source| Error::Ioctl { call, source })?;
         }
         let chunk = chunk.unwrap_or(MOST).clamp(64, MOST) / 64 * 64;
-        Ok(Self { method, chunk, vm: vm.fd.clone(), slots: Slots::new(vm) })
+        Ok(Self { method, chunk, vm: vm.fd.clone(), slots: Slots::new(vm, quiesced)? })
     }
 }
 

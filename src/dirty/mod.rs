@@ -12,6 +12,9 @@
 //! 3. The last collection comes after the vCPUs are out of `KVM_RUN` (paused): until then a processor may hold entries
 //!    back (PML). While they run, [`flush_all`](vcpu::flush_all) before a collection bounds how long.
 //! 4. Deleting a memslot, or switching its log off, discards its bits: harvest first, vCPUs paused.
+//! 5. A tracker is made while the machine stands still ([`Quiesced`]): only then is nothing that a device writes missed while
+//!    the log of the VMM's own writes is switched on. That log stays on as long as the tracker lives; KVM's can be switched
+//!    on and off meanwhile ([`DirtyTracker::enable`]) while vCPUs and devices run.
 
 pub mod log;
 pub mod ring;
@@ -27,7 +30,8 @@ use crate::memory::{GuestMemory, Slot};
 use crate::sys::dirty as sys;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm::memslots::Memslots;
-use crate::vm::vcpu::{self, Vcpu};
+use crate::vm::quiesced::Quiesced;
+use crate::vm::vcpu;
 use crate::vm::{self, Vm};
 
 /// How KVM is asked.
@@ -110,6 +114,9 @@ pub enum Error {
     /// The VM has a ring, and bitmaps are asked for, or the reverse.
     #[error("a dirty ring must be chosen before a machine has vCPUs, and excludes the bitmaps")]
     TooLate,
+    /// There is one tracker at a time: two would take each other's view of what the VMM writes.
+    #[error("another tracker follows this machine's memory")]
+    Taken,
     /// An ioctl failed.
     #[error("{call} of memslot {slot}: {source}")]
     Slot {
@@ -165,6 +172,7 @@ impl Fault for Error {
             Self::Absent { .. } | Self::RingWithInitiallySet => Blame::user(Field::Tracker),
             Self::Vm(error) => error.blame(),
             Self::TooLate
+            | Self::Taken
             | Self::Slot { .. }
             | Self::Ioctl { .. }
             | Self::Entry { .. }
@@ -221,8 +229,13 @@ pub struct Slots {
 }
 
 impl Slots {
-    fn new(vm: &Vm) -> Self {
-        Self { logs: Vec::new(), memslots: vm.memslots().clone(), memory: vm.memory.guest.clone() }
+    /// Of a machine that stands still, for from now on what the VMM writes is logged.
+    fn new(vm: &Vm, _: &Quiesced<'_>) -> Result<Self, Error> {
+        let memory = vm.memory.guest.clone();
+        if !memory.iter().all(|region| region.bitmap().log().start()) {
+            return Err(Error::Taken);
+        }
+        Ok(Self { logs: Vec::new(), memslots: vm.memslots().clone(), memory })
     }
 
     fn track(&mut self, id: u32) -> Result<(), Error> {
@@ -266,7 +279,7 @@ impl Slots {
         for region in self.memory.iter() {
             let base = region.as_ptr() as u64;
             let mut at = 0;
-            region.bitmap().drain(|page| {
+            region.bitmap().log().drain(|page| {
                 let hva = base + page * PAGE_SIZE;
                 let holds = |log: &SlotLog| hva >= log.slot.hva() && hva - log.slot.hva() < log.slot.bytes();
                 // Writes come in runs: the slot is most often the one of before.
@@ -281,8 +294,15 @@ impl Slots {
         }
     }
 
-    fn log_own(&self, on: bool) {
-        self.memory.iter().for_each(|region| region.bitmap().enable(on));
+    /// Forgets what the VMM wrote until now.
+    fn forget_own(&self) {
+        self.memory.iter().for_each(|region| region.bitmap().log().drain(|_| ()));
+    }
+}
+
+impl Drop for Slots {
+    fn drop(&mut self) {
+        self.memory.iter().for_each(|region| region.bitmap().log().stop());
     }
 }
 
@@ -329,37 +349,33 @@ pub trait DirtyTracker: Send {
         self.slots_mut().track(id)
     }
 
-    /// Switches the log of all tracked slots, and of the VMM's own writes, on or off. Off discards what is not
-    /// collected.
+    /// Switches KVM's log of all tracked slots on or off, whether vCPUs run or not. Off discards what is not collected; on
+    /// begins anew: what was written before is in memory for whoever looks after this returns.
     fn enable(&mut self, on: bool) -> Result<(), Error> {
         if on {
             // First, so that no write falls between.
-            self.slots().log_own(true);
+            self.slots().forget_own();
         }
         let flags = if on { kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
         let Slots { logs, memslots, .. } = self.slots();
-        logs.iter().try_for_each(|log| memslots.set_flags(log.slot.id(), flags))?;
-        if !on {
-            self.slots().log_own(false);
-        }
-        Ok(())
+        Ok(logs.iter().try_for_each(|log| memslots.set_flags(log.slot.id(), flags))?)
     }
 }
 
-/// The tracker for `method` on a machine whose vCPUs are paused, tracking nothing yet. For the ring, the machine must
-/// have been built with one.
+/// The tracker for `method` on a machine that stands still, tracking no slot yet. The VMM's own writes are logged from now on,
+/// until the tracker is dropped. For the ring, the machine must have been built with one.
 ///
 /// `chunk` is how many pages one `KVM_CLEAR_DIRTY_LOG` clears, a multiple of 64; `None` for whole slots.
 pub fn tracker(
     method: Method,
     vm: &Vm,
-    vcpus: &[Vcpu],
+    quiesced: &Quiesced<'_>,
     chunk: Option<u64>,
 ) -> Result<Box<dyn DirtyTracker>, Error> {
     match (method, vm.dirty_ring) {
         (Method::InitiallySet, Some(_)) => Err(Error::RingWithInitiallySet),
-        (Method::Ring, Some(ring)) => Ok(Box::new(ring::RingTracker::new(vm, vcpus, ring)?)),
+        (Method::Ring, Some(ring)) => Ok(Box::new(ring::RingTracker::new(vm, quiesced, ring)?)),
         (Method::Ring, None) | (_, Some(_)) => Err(Error::TooLate),
-        _ => Ok(Box::new(log::LogTracker::new(method, vm, chunk)?)),
+        _ => Ok(Box::new(log::LogTracker::new(method, vm, quiesced, chunk)?)),
     }
 }

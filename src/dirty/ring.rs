@@ -9,8 +9,8 @@ use kvm_ioctls::VmFd;
 
 use super::{DirtyTracker, Error, Method, Slots, sys};
 use crate::vm::Vm;
+use crate::vm::quiesced::Quiesced;
 use crate::vm::ring::DirtyRing;
-use crate::vm::vcpu::Vcpu;
 
 /// The rings of all vCPUs.
 #[derive(Debug)]
@@ -26,14 +26,13 @@ pub struct RingTracker {
 
 impl RingTracker {
     /// Maps the ring of each vCPU, on its own thread.
-    pub(super) fn new(vm: &Vm, vcpus: &[Vcpu], ring: DirtyRing) -> Result<Self, Error> {
+    pub(super) fn new(vm: &Vm, quiesced: &Quiesced<'_>, ring: DirtyRing) -> Result<Self, Error> {
         let call = "mmap of a dirty ring";
-        let map = |vcpu: &Vcpu| {
-            vcpu.with(move |fd| sys::Ring::map(fd, ring.entries))?
-                .map_err(|source| Error::Ioctl { call, source })
-        };
-        let rings = vcpus.iter().map(map).collect::<Result<_, Error>>()?;
-        Ok(Self { vm: vm.fd.clone(), rings, harvested: 0, backup: ring.backup_bitmap, slots: Slots::new(vm) })
+        let rings = quiesced.each(move |fd| sys::Ring::map(fd, ring.entries))?;
+        let rings =
+            rings.into_iter().collect::<Result<_, _>>().map_err(|source| Error::Ioctl { call, source })?;
+        let slots = Slots::new(vm, quiesced)?;
+        Ok(Self { vm: vm.fd.clone(), rings, harvested: 0, backup: ring.backup_bitmap, slots })
     }
 }
 

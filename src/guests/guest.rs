@@ -32,6 +32,7 @@ use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
 use crate::sys::{clock, signal};
 use crate::vm::counters::{self, Counters};
 use crate::vm::lifecycle::Exit;
+use crate::vm::quiesced::Quiesced;
 use crate::vm::vcpu::{self, Flow, Vcpu};
 use crate::vm::{Error as VmError, Vm};
 
@@ -439,6 +440,13 @@ impl Guest {
     /// Pauses all vCPUs, and tells how long that took.
     pub fn pause(&self) -> Result<Duration, Error> {
         vcpu::pause_all(&self.vcpus).map_err(|error| VmError::from(error).into())
+    }
+
+    /// Its VM, and proof that nothing writes to its memory; while it is paused.
+    pub fn quiesced(&mut self) -> Result<(&Vm, Quiesced<'_>), Error> {
+        // It has no devices.
+        let quiesced = Quiesced::new(&mut self.vcpus, || ()).map_err(VmError::from)?;
+        Ok((&self.vm, quiesced))
     }
 
     /// Asks the guest to stop before its next access; each vCPU rings when it has.

@@ -168,19 +168,21 @@ fn look(config: &Config) -> Result<Seen, Error> {
     let tested = memory.slots().last().expect("memory has a memslot").clone();
     let enter = sandbox::each_vcpu(config.sandbox);
     let dirty_ring = ring.then_some(RING_ENTRIES);
-    let guest = Guest::build(
+    let mut guest = Guest::build(
         &kvm,
         memory,
         GuestConfig { code: code::code(), enter, dirty_ring, ..GuestConfig::new(1) },
     )?;
+    let vm = guest.vm.fd.clone();
     let manual_protect = |flags| {
         let call = "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2";
-        sys::set_manual_protect(&guest.vm.fd, flags).map_err(|source| dirty::Error::Ioctl { call, source })
+        sys::set_manual_protect(&vm, flags).map_err(|source| dirty::Error::Ioctl { call, source })
     };
     if ring {
         manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET)?;
     }
-    let mut tracker = dirty::tracker(config.method, &guest.vm, &guest.vcpus, Some(CHUNK))?;
+    let (vm, quiesced) = guest.quiesced()?;
+    let mut tracker = dirty::tracker(config.method, vm, &quiesced, Some(CHUNK))?;
     tracker.track(tested.id())?;
 
     let pages = tested.pages();

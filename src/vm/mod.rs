@@ -7,6 +7,7 @@ pub mod counters;
 pub mod exits;
 pub mod lifecycle;
 pub mod memslots;
+pub mod quiesced;
 pub mod ring;
 pub mod vcpu;
 

@@ -72,6 +72,9 @@ pub enum Error {
     /// It did not answer.
     #[error("vCPU {0} did not acknowledge within {1:?}: is the host overloaded?")]
     Unresponsive(usize, Duration),
+    /// It should not run.
+    #[error("vCPU {0} is not paused")]
+    NotPaused(usize),
     /// It is gone.
     #[error("vCPU {0} has exited")]
     Gone(usize),
@@ -82,7 +85,7 @@ impl Fault for Error {
         match self {
             Self::Pin(..) => Blame::host(Field::Pin),
             Self::Sandbox(..) => Blame::host(Field::Sandbox),
-            Self::Spawn(..) | Self::Unresponsive(..) | Self::Gone(_) => Blame::HOST,
+            Self::Spawn(..) | Self::Unresponsive(..) | Self::NotPaused(_) | Self::Gone(_) => Blame::HOST,
         }
     }
 }

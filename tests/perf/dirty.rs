@@ -87,10 +87,11 @@ fn main() {
             return;
         }
     };
-    let guest = Guest::build(&kvm, memory, GuestConfig::new(1)).expect("guest");
+    let mut guest = Guest::build(&kvm, memory, GuestConfig::new(1)).expect("guest");
     // Populated before anything is timed.
     dirty(&guest, 100);
-    let mut tracker = dirty::tracker(Method::ManualProtect, &guest.vm, &guest.vcpus, None).expect("tracker");
+    let (vm, quiesced) = guest.quiesced().expect("a paused guest");
+    let mut tracker = dirty::tracker(Method::ManualProtect, vm, &quiesced, None).expect("tracker");
     guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id())).expect("track");
     tracker.enable(true).expect("log");
     let mut words = vec![0; (SIZE / 4096 / 64) as usize];

@@ -70,7 +70,7 @@ struct Ring {
 pub fn memory() -> Arc<GuestMemory> {
     let memory = vellum::memory::Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(MEMORY_END))
         .expect("2 MiB of memory");
-    memory.guest.iter().for_each(|region| region.bitmap().enable(true));
+    memory.guest.iter().for_each(|region| assert!(region.bitmap().log().start()));
     Arc::new(memory.guest)
 }
 

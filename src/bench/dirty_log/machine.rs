@@ -52,9 +52,10 @@ impl<'a> Run<'a> {
         let dirty_ring = (method == Method::Ring).then_some(config.ring_entries);
         let page = config.common.page(&report.host);
         let guest = GuestConfig { page, dirty_ring, ..config.common.guest(config.region.vcpus) };
-        let guest = Guest::build(kvm, memory, guest)?;
+        let mut guest = Guest::build(kvm, memory, guest)?;
         let counted = Counted::start(&guest, report);
-        let mut tracker = dirty::tracker(method, &guest.vm, &guest.vcpus, config.chunk)?;
+        let (vm, quiesced) = guest.quiesced()?;
+        let mut tracker = dirty::tracker(method, vm, &quiesced, config.chunk)?;
         guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id()))?;
         let write = WriteConfig {
             order: config.order,

@@ -104,7 +104,7 @@ impl<'m> Slices<'m> {
     pub fn split_front(&mut self, count: usize, front: &mut Slices<'m>) {
         front.clear();
         self.each(count, |slice, _| {
-            front.push(slice.clone());
+            front.push(*slice);
             slice.len()
         });
     }

@@ -70,7 +70,7 @@ impl<'a> Leg<'a> {
         let within = |slot: &&Slot| slot.offset() / PAGE_SIZE >= tested.start;
         let slots: Vec<Slot> = memory.slots().iter().filter(within).cloned().collect();
         let dirty_ring = (method == Method::Ring).then_some(config.ring_entries);
-        let guest = Guest::build(
+        let mut guest = Guest::build(
             kvm,
             memory,
             GuestConfig {
@@ -99,7 +99,8 @@ impl<'a> Leg<'a> {
             let region = Region { first: tested.start + region.first, ..region };
             write.program(control, index, region, RAM_VA, guest.tsc_hz);
         }
-        let mut tracker = tracker(method, &guest.vm, &guest.vcpus, config.clear_chunk)?;
+        let (vm, quiesced) = guest.quiesced()?;
+        let mut tracker = tracker(method, vm, &quiesced, config.clear_chunk)?;
         slots.iter().try_for_each(|slot| tracker.track(slot.id()))?;
         let alias = slots[0].at(guest.slot.id() + 1, ELSEWHERE * 2 + slots[0].gpa())?;
         guest.vm.memslots().set(&alias, 0)?;

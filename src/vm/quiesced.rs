@@ -1,0 +1,41 @@
+//! Proof that nothing in this process writes to a machine's memory.
+
+use kvm_ioctls::VcpuFd;
+
+use super::vcpu::{Error, State, Vcpu};
+
+/// A machine that stands still for as long as this lives: its vCPUs are out of `KVM_RUN` and of what their exits mean, and its
+/// devices do nothing.
+///
+/// It borrows the vCPUs, so that nobody can resume them meanwhile. Devices are the machine's: it stops them when it makes this,
+/// and lets them go on after it is done with it.
+pub struct Quiesced<'a> {
+    vcpus: &'a mut [Vcpu],
+}
+
+impl<'a> Quiesced<'a> {
+    /// Of a machine with these `vcpus`, which are paused. `devices` stops whatever else writes to its memory; `|| ()` where there
+    /// is nothing else.
+    ///
+    /// # Errors
+    /// Where a vCPU is not paused.
+    pub fn new(vcpus: &'a mut [Vcpu], devices: impl FnOnce()) -> Result<Self, Error> {
+        if let Some(vcpu) = vcpus.iter().find(|vcpu| vcpu.state() == State::Running) {
+            return Err(Error::NotPaused(vcpu.index()));
+        }
+        // After the vCPUs, which could start a device again.
+        devices();
+        Ok(Self { vcpus })
+    }
+
+    /// Runs `call` for each vCPU, on its own thread.
+    ///
+    /// # Errors
+    /// Where a vCPU has exited.
+    pub fn each<R: Send + 'static>(
+        &self,
+        call: impl Fn(&VcpuFd) -> R + Clone + Send + 'static,
+    ) -> Result<Vec<R>, Error> {
+        self.vcpus.iter().map(|vcpu| vcpu.with(call.clone())).collect()
+    }
+}
