@@ -68,12 +68,10 @@ pub fn metal(options: &Options, tally: &mut Tally) -> Result<()> {
 
 /// What the laboratory promises of `bed`'s hosts.
 pub fn promises(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
-    for (program, place) in programs::built_here()? {
-        if place == Some(Place::Emulated) {
-            let mut command = command(&program);
-            command.args(&options.arguments).env("VELLUM_LAB_BOOTS", bed.name());
-            keep_record(&mut command, bed.name(), &program.name, tally)?;
-        }
+    for program in programs::promises()? {
+        let mut command = command(&program);
+        command.args(&options.arguments).env("VELLUM_LAB_BOOTS", bed.name());
+        keep_record(&mut command, bed.name(), &program.name, tally)?;
     }
     Ok(())
 }

@@ -101,13 +101,26 @@ fn places_in(manifest: &str) -> std::result::Result<BTreeMap<String, Place>, Str
 
 /// The programs of vellum's that run at `place`, built static.
 pub fn built_for(place: Place) -> Result<Vec<Executable>> {
-    let places = places(&artifacts::workspace().join("Cargo.toml"))?;
-    let mut arguments = vec!["test", "--no-run", "--package", "vellum"];
+    built_at(place, "vellum", "Cargo.toml", artifacts::build_static)
+}
+
+/// The laboratory's own that boot emulated hosts.
+pub fn promises() -> Result<Vec<Executable>> {
+    built_at(Place::Emulated, "lab", "tests/lab/Cargo.toml", artifacts::build)
+}
+
+fn built_at(
+    place: Place,
+    package: &str,
+    manifest: &str,
+    build: impl Fn(&[&str]) -> Result<Vec<Executable>>,
+) -> Result<Vec<Executable>> {
+    let places = places(&artifacts::workspace().join(manifest))?;
+    let mut arguments = vec!["test", "--no-run", "--package", package];
     let names = places.iter().filter(|(_, at)| **at == place).map(|(name, _)| name.as_str());
     arguments.extend(names.flat_map(|name| ["--test", name]));
-    let built = artifacts::build_static(&arguments)?;
     // The programs that they start are built with them.
-    Ok(built.into_iter().filter(|program| program.test).collect())
+    Ok(build(&arguments)?.into_iter().filter(|program| program.test).collect())
 }
 
 /// Every test program of the workspace, and where it runs if it keeps a record.
