@@ -20,7 +20,9 @@ fn main() -> ExitCode {
     ];
     let mut trials = Trials::from_args();
     for (name, width, dark) in views {
-        let browser = browser.clone().ok_or_else(|| "needs Chromium: apt-get install chromium".to_owned());
+        let browser = browser.clone().ok_or_else(|| {
+            "needs Chromium: cargo lab test --setup, or as root: apt-get install chromium".to_owned()
+        });
         trials.add(name, browser.clone().map(drop), move || look(&browser?, name, width, dark));
     }
     trials.run()
