@@ -38,7 +38,7 @@ fn machine(name: &str) -> (PathBuf, JoinHandle<()>) {
                         listeners.tell(&Event::Paused { us: 5 });
                         asked.answer(Ok(json!({})));
                     }
-                    Do::Serial {} => {
+                    Do::Serial { .. } => {
                         let [file] = &asked.descriptors[..] else { panic!("{:?}", asked.descriptors) };
                         File::from(file.try_clone().unwrap()).write_all(b"written by the machine").unwrap();
                         asked.answer(Ok(json!({})));
@@ -174,10 +174,12 @@ fn descriptors_come_with_the_request_that_takes_them() {
     let place = path.with_extension("file");
     let file = File::create(&place).unwrap();
     let mut client = Client::connect(&path).unwrap();
-    client.ask_with(&Do::Serial {}, &[file.as_fd()]).unwrap();
+    client.ask_with(&Do::Serial { truncate: false }, &[file.as_fd()]).unwrap();
     assert_eq!(std::fs::read_to_string(&place).unwrap(), "written by the machine");
 
-    let Err(Error::Refused(error)) = client.ask(&Do::Serial {}) else { panic!("must be refused") };
+    let Err(Error::Refused(error)) = client.ask(&Do::Serial { truncate: false }) else {
+        panic!("must be refused")
+    };
     assert!(error.contains("takes 1 descriptors"), "{error}");
 
     // Too many for the request: it is done with the first, and the others are refused.

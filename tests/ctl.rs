@@ -179,15 +179,22 @@ fn a_built_in_guest_obeys() -> Result<(), Failed> {
     let status: Status = serde_json::from_str(&home.ctl("w status")?)?;
     ensure(status.state == "paused", || format!("{status:?}"))?;
     home.ctl("w resume")?;
+    let (kept, fresh) = (home.0.join("kept"), home.0.join("fresh"));
+    fs::write(&kept, "from before")?;
     for (arguments, says) in [
         ("ctl w balloon 8m", "no balloon"),
         ("ctl w serial null", "no serial port"),
+        (&*format!("ctl w serial file={}", kept.display()), "no serial port"),
+        (&*format!("ctl w serial file={}", fresh.display()), "no serial port"),
         ("exec w -- true", "--vsock"),
     ] {
         let output = home.vellum(arguments)?;
         let said = String::from_utf8_lossy(&output.stderr);
         ensure(!output.status.success() && said.contains(says), || format!("{arguments}: {said}"))?;
     }
+    ensure(fs::read_to_string(&kept)? == "from before" && !fresh.exists(), || {
+        "a file that was refused".into()
+    })?;
     home.ctl("w stop")?;
     let output = machine.end()?;
     let said = String::from_utf8_lossy(&output.stdout);
@@ -324,7 +331,7 @@ fn serial_output_goes_where_ctl_leads_it() -> Result<(), Failed> {
     })?;
     // Into a pipe that this process has made.
     let (mut reader, writer) = std::io::pipe()?;
-    Client::connect(&home.socket("s"))?.ask_with(&Do::Serial {}, &[writer.as_fd()])?;
+    Client::connect(&home.socket("s"))?.ask_with(&Do::Serial { truncate: false }, &[writer.as_fd()])?;
     drop(writer);
     input.write_all(b"to the pipe")?;
     let mut got = [0; 11];
@@ -350,7 +357,7 @@ fn descriptors_that_are_no_output_are_refused() -> Result<(), Failed> {
         ("the reading end of a pipe", readable.into(), "not opened for writing"),
         ("a directory", File::open(&home.0)?.into(), "no file"),
     ] {
-        match client.ask_with(&Do::Serial {}, &[OwnedFd::as_fd(&descriptor)]) {
+        match client.ask_with(&Do::Serial { truncate: false }, &[OwnedFd::as_fd(&descriptor)]) {
             Err(Error::Refused(error)) if error.contains(says) => {}
             other => return Err(format!("{what}: {other:?}").into()),
         }

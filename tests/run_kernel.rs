@@ -104,6 +104,35 @@ fn a_bad_kernel_leaves_a_serial_file_alone() -> Result<(), Failed> {
 }
 
 #[trial(kvm())]
+fn output_is_not_written_over_what_a_machine_needs() -> Result<(), Failed> {
+    let (kernel, other) = (path("needed"), path("disk"));
+    let image = Code::default().power_off().elf64();
+    fs::write(&kernel, &image)?;
+    fs::write(&other, [7; 512])?;
+    let [kernel, other] = [&kernel, &other].map(|path| path.to_str().unwrap());
+    let needs = ["run", "-k", kernel];
+    for flags in [
+        &["--serial", &format!("file={kernel}")][..],
+        &["--initrd", other, "--serial", &format!("file={other}")],
+        &["--initrd", other, "--console", &format!("file={other}")],
+        &["--console", &format!("file={kernel}")],
+        &["--disk", &format!("{other},readonly"), "--serial", &format!("file={other}")],
+        &["--disk", other, "--console", &format!("file={other}")],
+    ] {
+        let run = Command::new(env!("CARGO_BIN_EXE_vellum"))
+            .args(needs)
+            .args(flags)
+            .stdin(Stdio::null())
+            .output()?;
+        expect(&run, 2, "", "use another file").map_err(|error| format!("{flags:?}: {error:?}"))?;
+        let kept = fs::read(kernel)? == image && fs::read(other)? == [7; 512];
+        ensure(kept, || format!("{flags:?}: written over"))?;
+    }
+    [kernel, other].into_iter().try_for_each(fs::remove_file)?;
+    Ok(())
+}
+
+#[trial(kvm())]
 fn a_command_line_that_is_too_long_is_status_2() -> Result<(), Failed> {
     let run = vellum("long", Code::default().power_off().elf64(), &["-p", &"x".repeat(3000)])?;
     expect(&run, 2, "", "--cmdline 'console=")

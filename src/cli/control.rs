@@ -1,6 +1,6 @@
 //! `vellum ctl`, `vellum list` and `vellum exec`: running machines.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::ErrorKind;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -12,6 +12,7 @@ use guest_agent::{Event, Request};
 use super::{Failure, keyvalue, print};
 use crate::control::client::{Client, Error};
 use crate::control::{Do, Status, agent, names};
+use crate::devices::console::{Opened, Target};
 use crate::fault::Fault;
 use crate::memory::short_size;
 use crate::sys::socket::Name;
@@ -71,13 +72,13 @@ impl FromStr for Elsewhere {
 }
 
 impl Elsewhere {
-    fn open(&self) -> Result<File, Failure> {
+    /// Opens it. What a file holds is lost when the machine takes it.
+    fn open(&self) -> Result<Opened, Failure> {
         let path = match self {
             Self::File(path) => path,
             Self::Null => Path::new("/dev/null"),
         };
-        let file = OpenOptions::new().write(true).create(true).truncate(true).open(path);
-        file.map_err(|error| Failure::usage(format!("serial file={}: {error}", path.display())))
+        Target::File(path.into()).open().map_err(|error| Failure::usage(format!("serial file={error}")))
     }
 }
 
@@ -118,7 +119,7 @@ fn failure(error: impl Fault) -> Failure {
 /// `vellum ctl`
 pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
     let mut client = connect(&args.machine)?;
-    let mut descriptors = Vec::new();
+    let mut outputs = Vec::new();
     let what = match args.what {
         Ctl::Pause => Do::Pause {},
         Ctl::Resume => Do::Resume {},
@@ -127,12 +128,13 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
         Ctl::Balloon { size } => Do::Balloon { bytes: size },
         Ctl::Events => Do::Events {},
         Ctl::Serial { to } => {
-            descriptors.push(to.open()?);
-            Do::Serial {}
+            outputs.push(to.open()?);
+            Do::Serial { truncate: true }
         }
     };
-    let descriptors: Vec<_> = descriptors.iter().map(File::as_fd).collect();
+    let descriptors: Vec<_> = outputs.iter().flat_map(|opened| &opened.output).map(File::as_fd).collect();
     let answer = client.ask_with(&what, &descriptors).map_err(failure)?;
+    outputs.iter().for_each(Opened::hand_over);
     if answer.as_object().is_some_and(|fields| !fields.is_empty()) {
         print(format_args!("{answer}\n"))?;
     }

@@ -47,14 +47,18 @@ pub enum Do {
     Events {},
     /// Let what the guest writes to its serial port go to the file, pipe, socket or terminal whose descriptor comes with
     /// this. What has not been read yet goes there too.
-    Serial {},
+    Serial {
+        /// Whether a file loses first what it holds.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        truncate: bool,
+    },
 }
 
 impl Do {
     /// How many descriptors come with it.
     pub fn descriptors(&self) -> usize {
         match self {
-            Self::Serial {} => 1,
+            Self::Serial { .. } => 1,
             Self::Pause {}
             | Self::Resume {}
             | Self::Status {}

@@ -9,12 +9,13 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
 use super::serial::Serial;
-use crate::sys::file::is_writable;
+use crate::sys::file::{is_locked, is_writable, set_nonblocking};
 use crate::sys::terminal;
 
 /// Ctrl-a.
@@ -26,7 +27,7 @@ pub enum Target {
     /// Standard input and output; a terminal in raw mode.
     #[default]
     Terminal,
-    /// A file, which is truncated.
+    /// A file, which is truncated when the machine starts.
     File(PathBuf),
     /// A new pseudo-terminal, whose path is printed.
     Pty,
@@ -57,16 +58,76 @@ pub struct Opened {
     pub pty: Option<String>,
     /// Kept open, so that the pseudo-terminal does not hang up.
     slave: Option<File>,
+    file: Option<Untouched>,
+}
+
+impl Opened {
+    /// The machine starts: a file loses what it held before.
+    pub fn begin(&self) {
+        self.file.iter().for_each(Untouched::begin);
+    }
+
+    /// Somebody else has the output now, and what becomes of the file is theirs to say.
+    pub fn hand_over(&self) {
+        self.file.iter().for_each(|file| file.begun.store(true, Ordering::Relaxed));
+    }
+}
+
+/// A file that is as it was found until the machine starts. One that did not exist goes away again if it never does.
+struct Untouched {
+    file: File,
+    path: PathBuf,
+    created: bool,
+    begun: AtomicBool,
+}
+
+impl Untouched {
+    fn open(path: &Path) -> Result<Self, OpenError> {
+        let fail = |source| OpenError::Open { value: path.into(), source };
+        let open = |create: bool| OpenOptions::new().write(true).create_new(create).open(path);
+        let (file, created) = match open(false) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => (open(true), true),
+            found => (found, false),
+        };
+        let file = file.map_err(fail)?;
+        // File systems that know no locks have no disk that is locked either.
+        if is_locked(&file).unwrap_or(false) {
+            return Err(OpenError::Taken(path.into()));
+        }
+        if !file.metadata().map_err(fail)?.is_file() {
+            set_nonblocking(&file).map_err(fail)?;
+        }
+        Ok(Self { file, path: path.into(), created, begun: AtomicBool::new(false) })
+    }
+
+    fn begin(&self) {
+        let regular = self.file.metadata().is_ok_and(|metadata| metadata.is_file());
+        if !self.begun.swap(true, Ordering::Relaxed)
+            && regular
+            && let Err(error) = self.file.set_len(0)
+        {
+            tracing::warn!("{}: what it held before is still there: {error}", self.path.display());
+        }
+    }
+}
+
+impl Drop for Untouched {
+    fn drop(&mut self) {
+        if self.created && !self.begun.load(Ordering::Relaxed) {
+            // The sandbox may forbid it by now.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
 }
 
 impl Target {
-    /// Opens it.
+    /// Opens it. A file keeps what it holds until [`Opened::begin`].
     ///
     /// # Errors
-    /// One line that names the flag, the value and what would work.
+    /// What cannot be opened, and what would work.
     pub fn open(&self) -> Result<Opened, OpenError> {
-        let fail = |value: &Path, source| OpenError { value: value.to_owned(), source };
-        let mut opened = Opened { output: None, input: None, pty: None, slave: None };
+        let fail = |value: &Path, source| OpenError::Open { value: value.to_owned(), source };
+        let mut opened = Opened { output: None, input: None, pty: None, slave: None, file: None };
         match self {
             Self::Null => {}
             Self::Terminal => {
@@ -76,12 +137,14 @@ impl Target {
                 opened.input = Some(duplicate(io::stdin().as_fd()).map_err(fail)?);
             }
             Self::File(path) => {
-                let file = OpenOptions::new().write(true).create(true).truncate(true).open(path);
-                opened.output = Some(file.map_err(|source| fail(path, source))?);
+                let file = Untouched::open(path)?;
+                opened.output = Some(file.file.try_clone().map_err(|source| fail(path, source))?);
+                opened.file = Some(file);
             }
             Self::Pty => {
                 let fail = |source| fail(Path::new("pty"), source);
                 let (master, slave, path) = terminal::open_pty().map_err(fail)?;
+                set_nonblocking(&master).map_err(fail)?;
                 opened.input = Some(master.try_clone().map_err(fail)?);
                 (opened.output, opened.slave, opened.pty) = (Some(master), Some(slave), Some(path));
             }
@@ -118,10 +181,18 @@ pub fn check_output(file: &File) -> Result<(), Unfit> {
 
 /// A target cannot be opened.
 #[derive(Debug, thiserror::Error)]
-#[error("{}: cannot be opened; use pty, null, or file=PATH with a path that can be written", value.display())]
-pub struct OpenError {
-    value: PathBuf,
-    source: io::Error,
+pub enum OpenError {
+    /// The host refuses.
+    #[error("{}: cannot be opened; use pty, null, or file=PATH with a path that can be written", value.display())]
+    Open {
+        /// What was to be opened.
+        value: PathBuf,
+        /// What the host says.
+        source: io::Error,
+    },
+    /// It holds what a machine needs.
+    #[error("{}: is a disk, kernel or initial RAM disk of this machine or of another that runs; use another file", .0.display())]
+    Taken(PathBuf),
 }
 
 /// The event loop's part: carries keys to the guest as fast as it takes them, and output that had to wait.
@@ -132,6 +203,7 @@ pub struct Console {
     output: Option<File>,
     /// What is to become of `output` when the event loop no longer watches it.
     next: Option<File>,
+    file: Option<Untouched>,
     _slave: Option<File>,
     keys: Keys,
     /// Signalled by Ctrl-a x.
@@ -159,12 +231,13 @@ impl Console {
             terminal::set_raw(input.as_fd())?;
             keys.escape = true;
         }
-        let Opened { output, input, slave, .. } = opened;
+        let Opened { output, input, slave, file, .. } = opened;
         Ok(Self {
             serial,
             input,
             output,
             next: None,
+            file,
             _slave: slave,
             keys,
             quit,
@@ -172,6 +245,11 @@ impl Console {
             watching_input: false,
             watching_output: false,
         })
+    }
+
+    /// The machine starts: a file loses what it held before.
+    pub fn begin(&self) {
+        self.file.iter().for_each(Untouched::begin);
     }
 
     /// Lets output go to `file` from now on, beginning with what waits; input comes from where it came.
@@ -349,11 +427,30 @@ mod tests {
     }
 
     #[test]
+    fn a_file_is_as_it_was_until_the_machine_starts() {
+        let path = std::env::temp_dir().join(format!("vellum-target-{}", std::process::id()));
+        let target = Target::File(path.clone());
+        drop(target.open().unwrap());
+        assert!(!path.exists(), "left behind");
+        std::fs::write(&path, "from before").unwrap();
+        let opened = target.open().unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"from before");
+        opened.begin();
+        assert_eq!(std::fs::read(&path).unwrap(), b"");
+        drop(opened);
+        assert!(path.exists());
+        let disk = File::open(&path).unwrap();
+        assert!(crate::sys::file::lock(&disk, crate::sys::file::Lock::Shared).unwrap());
+        assert!(matches!(target.open(), Err(OpenError::Taken(_))));
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
     fn input_goes_on_when_the_guest_has_made_room() {
         let (reader, mut writer) = io::pipe().unwrap();
         let serial = Arc::new(Serial::new(None).unwrap());
         let input = Some(File::from(std::os::fd::OwnedFd::from(reader)));
-        let opened = Opened { output: None, input, pty: None, slave: None };
+        let opened = Opened { output: None, input, pty: None, slave: None, file: None };
         let quit = Arc::new(EventFd::new(0).unwrap());
         let console = Console::new(serial.clone(), opened, quit).unwrap();
         let mut manager = event_manager::EventManager::<Box<dyn MutEventSubscriber>>::new().unwrap();

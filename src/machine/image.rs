@@ -9,6 +9,7 @@ use super::Error;
 use crate::arch::boot::{self, Entry, Protocol, Request};
 use crate::fault::{Fault, Field};
 use crate::memory::{GuestMemory, short_size};
+use crate::sys::file::{Lock, lock};
 
 /// What is to be booted.
 #[derive(Clone, Debug)]
@@ -75,7 +76,13 @@ fn open(field: Field, path: &Path) -> Result<File, Error> {
     let refuse = |error| Error::Open { field, path: path.to_owned(), error };
     // A pipe is opened only when somebody writes to it, and has no size.
     match std::fs::metadata(path).map_err(refuse)?.is_file() {
-        true => File::open(path).map_err(refuse),
+        true => {
+            let file = File::open(path).map_err(refuse)?;
+            // Says to others that somebody needs it, as a disk's lock does: output is not written over it. It can be read
+            // without.
+            let _ = lock(&file, Lock::Shared);
+            Ok(file)
+        }
         false => Err(refuse(io::Error::other("not a regular file"))),
     }
 }

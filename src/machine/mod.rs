@@ -293,7 +293,7 @@ impl Board {
         })
     }
 
-    /// Opens what the serial port leads to. After [`Board::boot`]: a file is truncated by it.
+    /// Opens what the serial port leads to. A file keeps what it holds until the machine starts.
     ///
     /// # Errors
     /// Where it cannot be opened.

@@ -50,6 +50,10 @@ impl Payload for Machine {
     }
 
     fn start(&mut self) -> Result<(), Error> {
+        self.console.lock().expect("nobody panics with it").begin();
+        if let Some((opened, _)) = self.virtio.find::<console::Opened>() {
+            opened.begin();
+        }
         vcpu::resume_all(&self.vcpus);
         Ok(())
     }
@@ -107,9 +111,12 @@ impl Payload for Machine {
                 let (balloon, device) = balloon.ok_or("this machine was started without a balloon")?;
                 balloon.set_target(*bytes, device);
             }
-            Do::Serial {} => {
+            Do::Serial { truncate } => {
                 let file = File::from(descriptors.pop().ok_or("it takes a descriptor")?);
                 console::check_output(&file).map_err(|error| error.to_string())?;
+                if *truncate && file.metadata().is_ok_and(|metadata| metadata.is_file()) {
+                    file.set_len(0).map_err(|error| format!("the file cannot be truncated: {error}"))?;
+                }
                 let mut console = self.console.lock().expect("nobody panics with it");
                 console.lead_to(file).map_err(|error| error.to_string())?;
             }

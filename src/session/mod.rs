@@ -338,7 +338,7 @@ impl Session {
                 }
                 // The server answers this one itself.
                 Do::Events {} => Ok(json!({})),
-                what @ (Do::Balloon { .. } | Do::Serial {}) => payload.ask(what, descriptors),
+                what @ (Do::Balloon { .. } | Do::Serial { .. }) => payload.ask(what, descriptors),
             };
             asked.answer(answer);
         }

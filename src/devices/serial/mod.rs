@@ -1,13 +1,13 @@
-//! The serial port: vm-superio's 16550 on a bus, its interrupt an irqfd, its output somewhere on the host.
+//! The serial port: vm-superio's 16550 on a bus, its interrupt an irqfd, its output somewhere on the host ([`output`]).
 //!
-//! What the guest writes goes straight to the host while that cannot block; otherwise it waits in a backlog that the
-//! event loop empties ([`super::console`]), so that no reader of the output can stop a vCPU. What does not fit into the
-//! backlog is lost, and counted.
+//! What the guest writes goes straight to the host while that cannot block; otherwise it waits until the event loop
+//! ([`super::console`]) finds that it can go on, so that no reader of the output can stop a vCPU. What has waited too long is
+//! lost, and counted.
 
-use std::collections::VecDeque;
+mod output;
+
 use std::fs::File;
-use std::io::{self, Write};
-use std::os::fd::AsFd;
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde::{Deserialize, Serialize};
@@ -16,12 +16,15 @@ use vm_superio::serial::{Serial as Uart, SerialEvents, SerialState};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{Ending, bus::BusDevice};
-use crate::sys::terminal::{self, writable};
+use output::Output;
 
-/// How much output waits for a reader before it is lost.
-const BACKLOG: usize = 1 << 20;
+/// The most chunks that a vCPU writes in a row; the event loop has time for more.
+const TURN: usize = 16;
 /// What the receive FIFO of vm-superio holds; a saved state may not hold more.
 const FIFO: usize = 64;
+
+/// The transmit register, behind DLAB the low byte of the divisor.
+const DATA: u64 = 0;
 
 /// The serial port.
 pub struct Serial {
@@ -71,69 +74,6 @@ impl SerialEvents for Drained {
     }
 }
 
-/// Where output goes: `None` for nowhere.
-struct Output {
-    file: Option<File>,
-    backlog: VecDeque<u8>,
-    lost: u64,
-    /// Whether the log has to end a line of this output before it writes one of its own.
-    beside_stderr: bool,
-    /// Signalled when the backlog stops being empty.
-    waiting: Arc<EventFd>,
-}
-
-impl Output {
-    /// Writes as much of the backlog as can be written without blocking; whether it is empty then.
-    fn flush_backlog(&mut self) -> bool {
-        while let (Some(file), false) = (&mut self.file, self.backlog.is_empty()) {
-            if !writable(file.as_fd()) {
-                return false;
-            }
-            // A pipe that is writable takes at least PIPE_BUF (4096) bytes, a terminal may take fewer: one at a time
-            // where it is a matter of not blocking, since a write to a terminal waits for room for all of it.
-            let byte = [self.backlog[0]];
-            match file.write(&byte) {
-                Ok(_) => {
-                    self.backlog.pop_front();
-                    if self.beside_stderr {
-                        terminal::wrote(byte[0]);
-                    }
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => self.give_up(),
-            }
-        }
-        true
-    }
-
-    /// The reader has gone away: from now on output is lost, and the guest goes on.
-    fn give_up(&mut self) {
-        self.lost += self.backlog.len() as u64;
-        self.backlog.clear();
-        self.file = None;
-    }
-}
-
-impl Write for Output {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let was_empty = self.backlog.is_empty();
-        if self.file.is_none() {
-            return Ok(bytes.len());
-        }
-        let room = BACKLOG - self.backlog.len();
-        self.backlog.extend(&bytes[..bytes.len().min(room)]);
-        self.lost += bytes.len().saturating_sub(room) as u64;
-        if was_empty && !self.flush_backlog() {
-            self.waiting.write(1)?;
-        }
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
 impl Serial {
     /// A port whose output goes to `output`, or nowhere.
     ///
@@ -142,9 +82,7 @@ impl Serial {
     pub fn new(output: Option<File>) -> io::Result<Self> {
         let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new);
         let (irq, drained) = (eventfd()?, eventfd()?);
-        let beside_stderr = output.as_ref().is_some_and(terminal::beside_stderr);
-        let waiting = drained.clone();
-        let output = Output { file: output, backlog: VecDeque::new(), lost: 0, beside_stderr, waiting };
+        let output = Output::new(output, drained.clone());
         let uart = Uart::with_events(Irq(irq.clone()), Drained(drained.clone()), output);
         Ok(Self { uart: Mutex::new(uart), irq, drained })
     }
@@ -172,23 +110,29 @@ impl Serial {
 
     /// Lets output go to `file` from now on, beginning with what waits.
     pub fn lead_to(&self, file: File) {
-        let mut uart = self.lock();
-        let output = uart.writer_mut();
-        output.beside_stderr = terminal::beside_stderr(&file);
-        output.file = Some(file);
-        output.flush_backlog();
+        self.lock().writer_mut().lead_to(file);
     }
 
-    /// Writes what of the output waits, without blocking; whether none is left.
+    /// Writes what of the output waits, as far as that does not block; whether nothing has to wait for a reader any more.
     pub fn flush(&self) -> bool {
-        self.lock().writer_mut().flush_backlog()
+        self.carry(usize::MAX);
+        self.lock().writer_mut().is_carried()
     }
 
     /// How many bytes of output nobody has read: lost, or still waiting.
     pub fn unread(&self) -> u64 {
-        let uart = self.lock();
-        let output = uart.writer();
-        output.lost + output.backlog.len() as u64
+        self.lock().writer().unread()
+    }
+
+    /// Writes so many chunks of output at most, with the port unlocked during each.
+    fn carry(&self, most: usize) {
+        for _ in 0..most {
+            let Some(chunk) = self.lock().writer_mut().take_chunk() else { return };
+            let result = chunk.write();
+            if !self.lock().writer_mut().wrote(chunk, result) {
+                return;
+            }
+        }
     }
 
     /// What [`Serial::restore`] needs.
@@ -230,14 +174,7 @@ impl Serial {
             in_buffer: s.received,
         };
         let mut uart = self.lock();
-        let out = uart.writer_mut();
-        let output = Output {
-            file: out.file.take(),
-            backlog: std::mem::take(&mut out.backlog),
-            lost: out.lost,
-            beside_stderr: out.beside_stderr,
-            waiting: self.drained.clone(),
-        };
+        let output = std::mem::replace(uart.writer_mut(), Output::new(None, self.drained.clone()));
         *uart = Uart::from_state(&state, Irq(self.irq.clone()), Drained(self.drained.clone()), output)
             .map_err(|_| RestoreError(received))?;
         Ok(())
@@ -257,6 +194,10 @@ impl BusDevice for Serial {
     fn write(&self, offset: u64, data: &[u8]) -> Option<Ending> {
         // It fails where the interrupt's eventfd overflows, and then the interrupt is pending anyway.
         let _ = self.lock().write(offset as u8, data[0]);
+        if offset == DATA {
+            self.carry(TURN);
+            self.lock().writer_mut().tell();
+        }
         None
     }
 }
@@ -292,6 +233,33 @@ mod tests {
     }
 
     #[test]
+    fn output_to_a_terminal_that_is_full_waits_without_blocking() {
+        let (master, _slave, _) = crate::sys::terminal::open_pty().unwrap();
+        let serial = Serial::new(Some(master)).unwrap();
+        // More than a pseudo-terminal holds.
+        for _ in 0..20_000 {
+            serial.write(0, b"x");
+        }
+        assert!(!serial.flush() && serial.unread() > 0);
+    }
+
+    #[test]
+    fn a_thread_that_writes_is_not_waited_for() {
+        let (reader, writer) = io::pipe().unwrap();
+        let serial = Serial::new(Some(File::from(std::os::fd::OwnedFd::from(writer)))).unwrap();
+        serial.lock().write(0, b'a').unwrap();
+        let chunk = serial.lock().writer_mut().take_chunk().unwrap();
+        // Meanwhile the port is free, and what comes stays in order behind the chunk.
+        serial.write(0, b"b");
+        assert_eq!((serial.flush(), serial.unread()), (true, 2));
+        let result = chunk.write();
+        assert!(serial.lock().writer_mut().wrote(chunk, result));
+        assert_eq!((serial.flush(), serial.unread()), (true, 0));
+        drop(serial);
+        assert_eq!(io::read_to_string(reader).unwrap(), "ab");
+    }
+
+    #[test]
     fn a_reader_that_has_gone_away_stops_nothing() {
         let (reader, writer) = io::pipe().unwrap();
         drop(reader);
@@ -300,7 +268,7 @@ mod tests {
             serial.write(0, b"x");
         }
         assert!(serial.flush());
-        assert_eq!(serial.unread(), 1);
+        assert_eq!(serial.unread(), 3, "every byte that nobody has read");
     }
 
     #[test]

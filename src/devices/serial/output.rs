@@ -1,0 +1,189 @@
+//! What a guest writes to its serial port, on its way to the host.
+//!
+//! It goes into a backlog first, and from there in chunks, each as large as its target takes without blocking; the port is not
+//! locked while a chunk is written. One thread writes at a time, a vCPU's or the event loop's, and what others add meanwhile is
+//! written by that one too.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileTypeExt;
+use std::sync::Arc;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::sys::file::is_nonblocking;
+use crate::sys::terminal::{self, writable};
+
+/// How much output waits for a reader before it is lost.
+const BACKLOG: usize = 1 << 20;
+/// What a pipe that can be written to takes without blocking (PIPE_BUF).
+const PIPE: usize = 4096;
+/// The most that is written to a file at once.
+const FILE: usize = 1 << 16;
+
+/// Output and where it goes.
+pub struct Output {
+    sink: Sink,
+    backlog: VecDeque<u8>,
+    /// Bytes that nobody will read.
+    lost: u64,
+    /// That has been said.
+    told_of_loss: bool,
+    /// Somebody writes a chunk at the moment.
+    writing: bool,
+    /// The event loop knows that output waits for its reader.
+    told: bool,
+    /// Where a chunk is put together: kept from one to the next.
+    spare: Vec<u8>,
+    /// Tells the event loop.
+    waiting: Arc<EventFd>,
+}
+
+enum Sink {
+    Nowhere,
+    To {
+        file: Arc<File>,
+        /// How many bytes at once it takes without blocking when it can be written to.
+        most: usize,
+        /// Whether the log has to end a line of this output before it writes one of its own.
+        beside_stderr: bool,
+    },
+    /// Its reader has gone away.
+    Gone,
+}
+
+/// Bytes on their way to a file.
+pub struct Chunk {
+    file: Arc<File>,
+    bytes: Vec<u8>,
+}
+
+impl Chunk {
+    /// Writes it. The port should not be locked.
+    pub fn write(&self) -> io::Result<usize> {
+        (&*self.file).write(&self.bytes)
+    }
+}
+
+impl Output {
+    /// Output to `file`, or nowhere. `waiting` is written when output begins to wait for its reader.
+    pub fn new(file: Option<File>, waiting: Arc<EventFd>) -> Self {
+        let sink = file.map_or(Sink::Nowhere, Sink::new);
+        Self {
+            sink,
+            backlog: VecDeque::new(),
+            lost: 0,
+            told_of_loss: false,
+            writing: false,
+            told: false,
+            spare: Vec::new(),
+            waiting,
+        }
+    }
+
+    /// Lets output go to `file` from now on, beginning with what waits.
+    pub fn lead_to(&mut self, file: File) {
+        self.sink = Sink::new(file);
+    }
+
+    /// How many bytes nobody has read: lost, or still waiting.
+    pub fn unread(&self) -> u64 {
+        self.lost + self.backlog.len() as u64
+    }
+
+    /// Whether nothing has to wait for a reader. A chunk that another thread writes does not: that thread says so if it does.
+    pub fn is_carried(&mut self) -> bool {
+        let carried = self.writing || self.backlog.is_empty();
+        self.told = !carried;
+        carried
+    }
+
+    /// The next chunk, if one can be written now; [`Output::wrote`] takes it back.
+    pub fn take_chunk(&mut self) -> Option<Chunk> {
+        let Sink::To { file, most, .. } = &self.sink else { return None };
+        if self.writing || self.backlog.is_empty() || !writable(file.as_fd()) {
+            return None;
+        }
+        let mut bytes = std::mem::take(&mut self.spare);
+        bytes.clear();
+        bytes.extend(self.backlog.iter().take(*most));
+        self.writing = true;
+        Some(Chunk { file: file.clone(), bytes })
+    }
+
+    /// What came of `chunk`; whether there is any use in another at once.
+    pub fn wrote(&mut self, chunk: Chunk, result: io::Result<usize>) -> bool {
+        self.writing = false;
+        self.spare = chunk.bytes;
+        match result
+            .and_then(|count| if count == 0 { Err(io::ErrorKind::WriteZero.into()) } else { Ok(count) })
+        {
+            Ok(count) => {
+                self.backlog.drain(..count);
+                if matches!(self.sink, Sink::To { beside_stderr: true, .. }) {
+                    terminal::wrote(self.spare[count - 1]);
+                }
+                true
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => true,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
+            // Output goes elsewhere by now.
+            Err(_) if !matches!(&self.sink, Sink::To { file, .. } if Arc::ptr_eq(file, &chunk.file)) => true,
+            Err(error) => {
+                tracing::warn!("serial output is lost from here on: {error}");
+                self.lost += self.backlog.len() as u64;
+                self.told_of_loss = true;
+                self.backlog.clear();
+                self.sink = Sink::Gone;
+                false
+            }
+        }
+    }
+
+    /// Tells the event loop that output waits, if it does and the loop does not know.
+    pub fn tell(&mut self) {
+        if !self.writing && !self.backlog.is_empty() && !std::mem::replace(&mut self.told, true) {
+            // It fails only where it overflows, and then it is signalled anyway.
+            let _ = self.waiting.write(1);
+        }
+    }
+}
+
+impl Sink {
+    fn new(file: File) -> Self {
+        let most = match file.metadata().map(|metadata| metadata.file_type()) {
+            Ok(kind) if kind.is_file() => FILE,
+            Ok(kind) if kind.is_fifo() => PIPE,
+            _ if is_nonblocking(&file) => PIPE,
+            // A terminal waits until all that it is given fits.
+            _ => 1,
+        };
+        let beside_stderr = terminal::beside_stderr(&file);
+        Sink::To { file: Arc::new(file), most, beside_stderr }
+    }
+}
+
+impl Write for Output {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let room = match self.sink {
+            Sink::Nowhere => return Ok(bytes.len()),
+            Sink::Gone => 0,
+            Sink::To { .. } => BACKLOG - self.backlog.len(),
+        };
+        let kept = bytes.len().min(room);
+        self.backlog.extend(&bytes[..kept]);
+        if kept < bytes.len() {
+            self.lost += (bytes.len() - kept) as u64;
+            if !std::mem::replace(&mut self.told_of_loss, true) {
+                tracing::warn!("serial output is lost: nobody has read {BACKLOG} bytes of it");
+            }
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
