@@ -263,7 +263,9 @@ impl Guest {
             config.page,
         );
         let own = Arc::new(own);
-        let vm = Vm::with_dirty_ring(kvm, memory, config.dirty_ring)?;
+        let make = || Vm::with_dirty_ring(kvm, memory, config.dirty_ring);
+        let (supported, vm) = cpuid::supported_beside(kvm, make);
+        let vm = vm?;
         if let Some(mode) = config.irqchip {
             Irqchip::new(&vm.fd, mode)?;
         }
@@ -273,7 +275,7 @@ impl Guest {
         if config.slot_flags != 0 {
             vm.memory.slots().iter().try_for_each(|slot| vm.memslots().set(slot, config.slot_flags))?;
         }
-        let cpuid = Cpuid::of_vm(kvm, &vm.fd, &config.cpuid, config.vcpus as u32)?;
+        let cpuid = Cpuid::of_vm(supported, &vm.fd, &config.cpuid, config.vcpus as u32)?;
         let rung = Rung { codes: vec![0; config.vcpus], full: Vec::new(), ended: 0 };
         let event = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(Error::Map)?;
         let event = Arc::new(event);

@@ -27,7 +27,7 @@ pub use self::image::{BootConfig, Image};
 use self::run::on_exit;
 use self::virtio::Virtio;
 use crate::arch::boot::{self, Entry};
-use crate::arch::cpuid::{Choice, Cpuid};
+use crate::arch::cpuid::{self, Choice, Cpuid};
 use crate::arch::irqchip::{self, Irqchip, Mode};
 use crate::arch::{acpi, gsi, ioapic, layout, ports, regs};
 use crate::devices::bus::Bus;
@@ -176,6 +176,7 @@ pub struct Board {
     vm: Vm,
     irqchip: Arc<Irqchip>,
     virtio: virtio::Placed,
+    cpuid: Cpuid,
 }
 
 /// A machine with all of its threads.
@@ -228,12 +229,18 @@ impl Opened {
     /// Where KVM refuses.
     pub fn assemble(self, kvm: &Kvm, memory: Memory) -> Result<Board, Error> {
         let Self { config, virtio } = self;
-        let vm = Vm::new(kvm, memory)?;
-        // Intel hosts need it for guests in real mode, and refuse to run without.
-        ioctl("KVM_SET_TSS_ADDR", vm.fd.set_tss_address(layout::KVM_TSS as usize))?;
-        let irqchip = Arc::new(Irqchip::new(&vm.fd, config.irqchip)?);
+        let make = || -> Result<_, Error> {
+            let vm = Vm::new(kvm, memory)?;
+            // Intel hosts need it for guests in real mode, and refuse to run without.
+            ioctl("KVM_SET_TSS_ADDR", vm.fd.set_tss_address(layout::KVM_TSS as usize))?;
+            let irqchip = Arc::new(Irqchip::new(&vm.fd, config.irqchip)?);
+            Ok((vm, irqchip))
+        };
+        let (supported, made) = cpuid::supported_beside(kvm, make);
+        let (vm, irqchip) = made?;
+        let cpuid = Cpuid::of_vm(supported, &vm.fd, &config.cpuid, config.cpus as u32)?;
         let virtio = virtio.place(irqchip.gsis())?;
-        Ok(Board { config, vm, irqchip, virtio })
+        Ok(Board { config, vm, irqchip, virtio, cpuid })
     }
 }
 
@@ -254,12 +261,11 @@ impl Board {
     /// Where KVM or the host refuses.
     pub fn start(
         self,
-        kvm: &Kvm,
         entry: &Entry,
         opened: console::Opened,
         sandbox: Sandbox,
     ) -> Result<Machine, Error> {
-        let Self { config, vm, irqchip, virtio } = self;
+        let Self { config, vm, irqchip, virtio, cpuid } = self;
         let host = |call| move |error| Error::Host(call, error);
         let wakes = run::Wakes::new().map_err(host("eventfd"))?;
         let vcpus = spawn_vcpus(&config, sandbox, &wakes.ended)?;
@@ -271,7 +277,7 @@ impl Board {
         let memory = Arc::new(vm.memory.guest.clone());
         let virtio = virtio.attach(&vm.fd, irqchip.gsis(), &mut mmio, &memory, sandbox)?;
         let (pio, mmio) = (Arc::new(pio), Arc::new(mmio));
-        give_vcpus(kvm, &vm, &vcpus, &config.cpuid, entry, &irqchip, (&pio, &mmio))?;
+        give_vcpus(&vm, &vcpus, &cpuid, entry, &irqchip, (&pio, &mmio))?;
         let counters = config.counters.then(|| Counters::open(&vm.fd, &vcpus).ok()).flatten();
         let pty = opened.pty.clone();
         let console =
@@ -363,15 +369,13 @@ fn spawn_vcpus(config: &Config, sandbox: Sandbox, ended: &Arc<EventFd>) -> Resul
 
 /// Makes the vCPUs, and gives each to its thread.
 fn give_vcpus(
-    kvm: &Kvm,
     vm: &Vm,
     threads: &[Vcpu],
-    features: &Choice,
+    cpuid: &Cpuid,
     entry: &Entry,
     irqchip: &Arc<Irqchip>,
     (ports, mmio): (&Arc<Bus>, &Arc<Bus>),
 ) -> Result<(), Error> {
-    let cpuid = Cpuid::of_vm(kvm, &vm.fd, features, threads.len() as u32)?;
     for (index, thread) in threads.iter().enumerate() {
         let fd = vm.create_vcpu(index)?;
         ioctl("KVM_SET_CPUID2", fd.set_cpuid2(&cpuid.for_vcpu(index as u32)?))?;

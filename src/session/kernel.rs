@@ -46,7 +46,7 @@ pub fn ready(
     let entry = board.boot(&mut image)?;
     let serial = board.open_serial()?;
     let sandbox = session.confine()?;
-    let machine = board.start(&kvm, &entry, serial, sandbox)?;
+    let machine = board.start(&entry, serial, sandbox)?;
     Ok(Ready { machine, session })
 }
 

@@ -107,6 +107,25 @@ fn nearest(name: &str) -> &'static str {
     FEATURES.iter().max_by(|a, b| close(a).total_cmp(&close(b))).expect("the list is not empty").name
 }
 
+/// What `KVM_GET_SUPPORTED_CPUID` says.
+pub type Supported = Result<CpuId, kvm_ioctls::Error>;
+
+/// Asks KVM what it supports, on a thread of its own, while `work` is done: it takes KVM about as long as making a VM, because it
+/// executes CPUID for every leaf, and CPUID leaves a host that is itself a guest.
+pub fn supported_beside<T>(kvm: &Kvm, work: impl FnOnce() -> T) -> (Supported, T) {
+    let ask = || kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().stack_size(64 << 10).spawn_scoped(scope, ask);
+        let done = work();
+        // Where the host refuses another thread, one does both.
+        let supported = thread.map_or_else(
+            |_| ask(),
+            |thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+        );
+        (supported, done)
+    })
+}
+
 /// The CPUID of a machine.
 #[derive(Clone, Debug)]
 pub struct Cpuid {
@@ -127,12 +146,12 @@ const TOPOEXT: u32 = 1 << 22;
 const KVM_FEATURES: u32 = 0x4000_0001;
 
 impl Cpuid {
-    /// What guests of `vm` with `vcpus` vCPUs see: what `kvm` supports, changed by `choice`.
+    /// What guests of `vm` with `vcpus` vCPUs see: what KVM supports ([`supported_beside`]), changed by `choice`.
     ///
     /// # Errors
-    /// Where KVM does not say, or `choice` switches on what it does not offer.
-    pub fn of_vm(kvm: &Kvm, vm: &VmFd, choice: &Choice, vcpus: u32) -> Result<Self, Error> {
-        let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::Supported)?;
+    /// Where KVM did not say, or `choice` switches on what it does not offer.
+    pub fn of_vm(supported: Supported, vm: &VmFd, choice: &Choice, vcpus: u32) -> Result<Self, Error> {
+        let supported = supported.map_err(Error::Supported)?;
         let deadline_timer = vm.check_extension_raw(KVM_CAP_TSC_DEADLINE_TIMER.into()) > 0;
         Self::new(supported.as_slice(), choice, vcpus, deadline_timer)
     }
