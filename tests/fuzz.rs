@@ -11,6 +11,8 @@ mod control;
 #[cfg(target_arch = "x86_64")]
 #[path = "fuzz/targets/keyvalue.rs"]
 mod keyvalue;
+#[path = "fuzz/targets/migration.rs"]
+mod migration;
 #[path = "fuzz/targets/virtio.rs"]
 mod virtio;
 
@@ -26,6 +28,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("control", control::control),
     #[cfg(target_arch = "x86_64")]
     ("keyvalue", keyvalue::keyvalue),
+    ("migration", migration::migration),
     ("virtio", virtio::virtio),
 ];
 

@@ -169,7 +169,9 @@ impl Payload for Run {
 
     fn ask(&mut self, what: &Do, _: Vec<OwnedFd>) -> Result<Value, String> {
         Err(match what {
-            Do::Balloon { .. } => "this machine has no balloon: the built-in guest has no devices",
+            Do::Balloon { .. } => {
+                "this machine was started without a balloon: the built-in guest has no devices"
+            }
             _ => "this machine has no serial port: the built-in guest has no devices",
         }
         .into())

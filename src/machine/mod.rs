@@ -259,12 +259,7 @@ impl Board {
     ///
     /// # Errors
     /// Where KVM or the host refuses.
-    pub fn start(
-        self,
-        entry: &Entry,
-        opened: console::Opened,
-        sandbox: Sandbox,
-    ) -> Result<Machine, Error> {
+    pub fn start(self, entry: &Entry, opened: console::Opened, sandbox: Sandbox) -> Result<Machine, Error> {
         let Self { config, vm, irqchip, virtio, cpuid } = self;
         let host = |call| move |error| Error::Host(call, error);
         let wakes = run::Wakes::new().map_err(host("eventfd"))?;

@@ -4,6 +4,7 @@
 //! | file | what it is |
 //! |---|---|
 //! | [`message`] | what the two sides say to each other |
+//! | [`wire`] | messages, state and pages as bytes, and back: no I/O, every length checked |
 //! | [`source`], [`target`] | the two sides as pure machines: (state, event) to (state, actions) |
 //!
 //! # The hand-over
@@ -29,3 +30,4 @@
 pub mod message;
 pub mod source;
 pub mod target;
+pub mod wire;

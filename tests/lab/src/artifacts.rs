@@ -12,8 +12,8 @@ use crate::cache::Cache;
 use crate::debian::{self, Archive};
 use crate::{Error, Result, tool};
 
-/// What `.cargo/config.toml` builds for: programs are static, and so run in a host that has nothing else.
-pub const TARGET: &str = "x86_64-unknown-linux-musl";
+/// glibc links statically with this target's own toolchain: no other target has to be installed.
+pub const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// The workspace that this laboratory was built from.
 pub fn workspace() -> PathBuf {
@@ -53,10 +53,13 @@ pub fn build(arguments: &[&str]) -> Result<Vec<Executable>> {
     executables(Command::new(cargo()).args(arguments))
 }
 
-/// Runs cargo with `arguments` for [`TARGET`], in the profile for beds; gives the executables.
+/// Runs cargo with `arguments` for [`TARGET`], static, in the profile for beds; gives the executables.
 pub fn build_static(arguments: &[&str]) -> Result<Vec<Executable>> {
+    let mut flags = std::env::var("RUSTFLAGS").unwrap_or_default();
+    flags.push_str(" -C target-feature=+crt-static");
     let mut command = Command::new(cargo());
-    executables(command.args(arguments).args(["--profile", "bed", "--quiet", "--target", TARGET]))
+    command.args(arguments).args(["--profile", "bed", "--quiet", "--target", TARGET]);
+    executables(command.env("RUSTFLAGS", flags.trim()))
 }
 
 fn executables(command: &mut Command) -> Result<Vec<Executable>> {

@@ -1,0 +1,55 @@
+//! What a peer of a migration sends: frame after frame, until one is wrong.
+
+use vellum::migration::wire::{Decoder, Error, Frame, HEADER, Header};
+
+const PAGE: u32 = 4096;
+
+/// The target. A changed byte would end at the first checksum, so the input is also read with the sums put right.
+pub fn migration(data: &[u8]) {
+    read(data);
+    let mut mended = data.to_vec();
+    mend(&mut mended);
+    read(&mended);
+}
+
+fn read(mut data: &[u8]) {
+    let mut decoder = Decoder::new(None, PAGE);
+    while let Some((head, rest)) = data.split_first_chunk::<HEADER>() {
+        let Ok(header) = decoder.header(head) else { return };
+        assert!(header.len <= header.kind.most(PAGE), "an allocation without a bound");
+        let Some((payload, rest)) = rest.split_at_checked(header.len as usize) else { return };
+        match frame(&decoder, &header, payload) {
+            Ok(Frame::Run(run, content)) => {
+                assert!(run.pages > 0 && content.is_none_or(|content| content.len() <= payload.len()));
+                let regions = [100, 7];
+                if run.check(&regions).is_ok() {
+                    let end = run.first + u64::from(run.pages);
+                    assert!(end <= regions[run.region as usize], "a page outside of memory");
+                }
+            }
+            Ok(_) => {}
+            Err(_) => return,
+        }
+        data = rest;
+    }
+}
+
+fn frame<'a>(decoder: &Decoder, header: &Header, payload: &'a [u8]) -> Result<Frame<'a>, Error> {
+    decoder.payload(header, payload)
+}
+
+/// Puts the sums and numbers of all frames right, as far as there are frames.
+fn mend(mut data: &mut [u8]) {
+    let sum = |bytes: &[u8]| crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32;
+    let mut next = 0u64;
+    while let Some((head, rest)) = data.split_first_chunk_mut::<HEADER>() {
+        let len = u32::from_le_bytes([head[8], head[9], head[10], head[11]]) as usize;
+        let Some((payload, rest)) = rest.split_at_mut_checked(len) else { return };
+        head[12..16].copy_from_slice(&sum(payload).to_le_bytes());
+        head[16..24].copy_from_slice(&next.to_le_bytes());
+        let own = sum(&head[..44]);
+        head[44..].copy_from_slice(&own.to_le_bytes());
+        next += 1;
+        data = rest;
+    }
+}
