@@ -182,7 +182,7 @@ fn a_built_in_guest_obeys() -> Result<(), Failed> {
     let (kept, fresh) = (home.0.join("kept"), home.0.join("fresh"));
     fs::write(&kept, "from before")?;
     for (arguments, says) in [
-        ("ctl w balloon 8m", "no balloon"),
+        ("ctl w balloon 8m", "without a balloon"),
         ("ctl w serial null", "no serial port"),
         (&*format!("ctl w serial file={}", kept.display()), "no serial port"),
         (&*format!("ctl w serial file={}", fresh.display()), "no serial port"),

@@ -199,7 +199,7 @@ impl<T: Read + ReadVolatile + Seek> Source for T {}
 /// Loads `kernel` (and `initrd`) into `memory` and says how to enter it.
 ///
 /// # Errors
-/// [`Error`], whose [`Error::flag`] names the flag that is to blame. Guest memory may have been written by then.
+/// [`Error`], which says which field is to blame. Guest memory may have been written by then.
 pub fn load<M: GuestMemoryBackend>(
     memory: &M,
     kernel: &mut impl Source,
