@@ -182,7 +182,7 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("--disk DIR/disk --disk DIR/disk", "add `readonly`"),
         (
             "--disk DIR/disk,readonly --disk DIR/disk",
-            "in use already, by another process or as another disk of this machine",
+            "in use already, by another process or another disk of this machine",
         ),
         ("--disk DIR/disk,raedonly", "did you mean 'readonly'?"),
         ("--net tap=nosuchtap0", "tap `nosuchtap0` is not there"),
