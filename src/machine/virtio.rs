@@ -217,3 +217,87 @@ impl Virtio {
 fn base(at: usize) -> u64 {
     layout::VIRTIO_BASE + at as u64 * mmio::REGION_SIZE
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::time::Duration;
+
+    use virtio_bindings::virtio_config::*;
+
+    use super::*;
+    use crate::devices::virtio::registers::Register;
+    use crate::devices::virtio::{Active, DeviceState, RestoreError};
+    use crate::memory::{Memory, MemoryConfig};
+
+    /// A device without queues that says whether it runs, and hangs where it is told to.
+    struct Fake {
+        hangs: bool,
+        runs: Arc<Mutex<Option<Active>>>,
+    }
+
+    impl VirtioDevice for Fake {
+        fn kind(&self) -> u32 {
+            u32::MAX
+        }
+
+        fn queue_sizes(&self) -> &[u16] {
+            &[]
+        }
+
+        fn read_config(&self, _offset: usize, _data: &mut [u8]) {}
+
+        fn activate(&mut self, active: Active) {
+            *self.runs.lock().unwrap() = Some(active);
+        }
+
+        fn quiesce(&mut self, patience: Duration) -> Result<Option<Active>, Hang> {
+            assert!(patience <= PATIENCE);
+            match self.hangs {
+                true => Err(Hang { what: "a request".into(), since: PATIENCE }),
+                false => Ok(self.runs.lock().unwrap().take()),
+            }
+        }
+
+        fn save(&self) -> DeviceState {
+            unreachable!("nobody saves it")
+        }
+
+        fn restore(&mut self, _state: DeviceState) -> Result<(), RestoreError> {
+            unreachable!("nobody saved it")
+        }
+    }
+
+    #[test]
+    fn where_one_device_hangs_all_go_on() {
+        let memory = Memory::map(layout::RAM, MemoryConfig::new(2 << 20)).unwrap();
+        let memory = Arc::new(memory.guest);
+        let machine = |hangs: [bool; 3]| {
+            let mut runs = Vec::new();
+            let wired = hangs.into_iter().enumerate().map(|(at, hangs)| {
+                runs.push(Arc::default());
+                let fake = Fake { hangs, runs: Arc::clone(&runs[at]) };
+                let device = Mmio::new(Box::new(fake), memory.clone()).unwrap();
+                device.set(Register::DriverFeaturesSelect, 1);
+                device.set(Register::DriverFeatures, 1 << (VIRTIO_F_VERSION_1 - 32));
+                device.set(Register::Status, VIRTIO_CONFIG_S_FEATURES_OK);
+                device.set(Register::Status, VIRTIO_CONFIG_S_DRIVER_OK);
+                Wired { name: format!("fake{at}"), device, handle: None }
+            });
+            (Virtio(wired.collect()), runs)
+        };
+        let running = |runs: &[Arc<Mutex<Option<Active>>>]| -> Vec<bool> {
+            runs.iter().map(|run| run.lock().unwrap().is_some()).collect()
+        };
+        let (devices, runs) = machine([false; 3]);
+        devices.quiesce().unwrap();
+        assert_eq!(running(&runs), [false; 3]);
+        devices.resume();
+        assert_eq!(running(&runs), [true; 3]);
+
+        let (devices, runs) = machine([false, true, false]);
+        let error = devices.quiesce().unwrap_err().to_string();
+        assert!(error.starts_with("fake1: a request has not come back for 2.0 s"), "{error}");
+        assert_eq!(running(&runs), [true; 3]);
+    }
+}
