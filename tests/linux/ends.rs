@@ -3,13 +3,13 @@
 use std::fs;
 
 use guest_agent::{Event, Request};
-use harness::{Failed, Need, ensure};
+use harness::{Failed, Need, ensure, trial};
 use vellum::control::agent;
 
-use crate::bed;
 use crate::guest::{Ended, Guest, Image};
+use crate::{bed, whole_matrix};
 
-/// 2 MiB pages of the guest in [`interrupt`].
+/// 2 MiB pages of the guest whose huge pages are counted.
 const PAGES: u64 = 256;
 
 fn boot(image: &Image, cmdline: &str, flags: &[&str]) -> Result<Guest, Failed> {
@@ -38,32 +38,42 @@ fn says(ended: &Ended, words: &[&str]) -> Result<(), Failed> {
     Ok(())
 }
 
-pub fn panic(image: &Image) -> Result<(), Failed> {
+#[trial(whole_matrix())]
+fn a_panic_is_status_11_with_registers_and_last_exits() -> Result<(), Failed> {
+    let image = &Image::oldest()?;
     let mut guest = boot(image, "", &[])?;
     let ended = last_words(&mut guest, "echo c > /proc/sysrq-trigger")?.with(11)?;
     // The write to the panic device is the last of the exits.
     says(&ended, &["the guest has panicked", "rip ", "cr3 ", "io_out@0x505"])
 }
 
-pub fn reset(image: &Image) -> Result<(), Failed> {
+#[trial(whole_matrix())]
+fn a_reset_is_status_10() -> Result<(), Failed> {
+    let image = &Image::oldest()?;
     let mut guest = boot(image, "", &[])?;
     let ended = last_words(&mut guest, "reboot -f")?.with(10)?;
     ensure(ended.errors.is_empty(), || format!("a reset is no failure: {}", ended.errors))
 }
 
-pub fn triple_fault(image: &Image) -> Result<(), Failed> {
+#[trial(whole_matrix())]
+fn a_triple_fault_is_status_12_with_registers_and_last_exits() -> Result<(), Failed> {
+    let image = &Image::oldest()?;
     let mut guest = boot(image, "reboot=t", &[])?;
     let ended = last_words(&mut guest, "reboot -f")?.with(12)?;
     says(&ended, &["triple fault on vCPU", "rip ", "cr3 ", "shutdown"])
 }
 
-pub fn timeout(image: &Image) -> Result<(), Failed> {
+#[trial(whole_matrix())]
+fn a_timeout_is_status_124() -> Result<(), Failed> {
+    let image = &Image::oldest()?;
     // Not waited for: on a busy machine a guest may not be up by then, and would not end by itself ever.
     let mut guest = Guest::start(image, "", &["--cpus", "2", "--timeout", "20s"])?;
     guest.wait()?.with(124).map(drop)
 }
 
-pub fn stop(image: &Image) -> Result<(), Failed> {
+#[trial(whole_matrix())]
+fn ctl_stop_ends_it_with_status_0() -> Result<(), Failed> {
+    let image = &Image::oldest()?;
     let mut guest = boot(image, "", &[])?;
     guest.ctl(&["stop"])?;
     guest.wait()?.with(0)?;
@@ -72,7 +82,7 @@ pub fn stop(image: &Image) -> Result<(), Failed> {
     ensure(output.status.code() == Some(2), || format!("{output:?}"))
 }
 
-pub fn pages() -> Need {
+fn pages() -> Need {
     bed::huge_pages(2 << 20, PAGES)
 }
 
@@ -80,7 +90,9 @@ fn free_pages() -> Result<u64, Failed> {
     Ok(fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")?.trim().parse()?)
 }
 
-pub fn interrupt(image: &Image) -> Result<(), Failed> {
+#[trial(whole_matrix(), pages())]
+fn ctrl_c_ends_it_and_gives_huge_pages_back() -> Result<(), Failed> {
+    let image = &Image::oldest()?;
     let before = free_pages()?;
     let mut guest = boot(image, "", &["--memory", "512m,backing=hugetlb-2m,prealloc"])?;
     let meanwhile = free_pages()?;

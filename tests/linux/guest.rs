@@ -43,6 +43,11 @@ impl Image {
         if all.is_empty() { Err(format!("VELLUM_GUESTS={dir:?} holds no guest: {remedy}")) } else { Ok(all) }
     }
 
+    /// The first of them.
+    pub fn oldest() -> Result<Self, String> {
+        Ok(Self::all()?.remove(0))
+    }
+
     /// The bzImage.
     pub fn kernel(&self) -> String {
         self.dir.join("vmlinuz").display().to_string()

@@ -28,44 +28,36 @@ fn hardware() -> Need {
     }
 }
 
+/// A KVM and a guest for it.
+fn guests() -> Need {
+    bed::kvm().and_then(|()| hardware()).and_then(|()| Image::all().map(drop))
+}
+
+/// The same, where more than a slice is asked for.
+fn whole_matrix() -> Need {
+    guests()?;
+    match std::env::var("VELLUM_LINUX") {
+        Ok(value) if value == "all" => Ok(()),
+        _ => Err("is left to the whole matrix: cargo lab test linux".into()),
+    }
+}
+
 fn main() -> ExitCode {
     let mut trials = Trials::from_args();
     // They weigh processes and count free pages.
     trials.one_at_a_time();
-    let possible = bed::kvm().and(hardware());
-    let images = Image::all().unwrap_or_else(|why| {
-        trials.add("linux_guests", possible.clone().and(Err(why)), || Ok::<(), Failed>(()));
-        Vec::new()
-    });
-    let whole = std::env::var("VELLUM_LINUX").is_ok_and(|value| value == "all");
-    let left = || Err("is left to the whole matrix: cargo lab test linux".into());
-    let rest = if whole { possible.clone() } else { possible.clone().and(left()) };
+    let images = Image::all().unwrap_or_default();
+    if images.is_empty() {
+        trials.add("linux_guests", guests(), || Ok::<(), Failed>(()));
+    }
     for (at, image) in images.iter().enumerate() {
         for (irqchip, tap) in [("split", whole::Tap::Ours), ("kernel", whole::Tap::Others)] {
             let name = format!("linux_{}_with_every_device_{irqchip}_irqchip", image.version);
-            let need = if at == 0 && irqchip == "split" { &possible } else { &rest };
+            let need = if at == 0 && irqchip == "split" { guests() } else { whole_matrix() };
             let image = image.clone();
-            trials.add(name, need.clone().and(guest::taps()), move || {
-                whole::every_device(&image, irqchip, tap)
-            });
+            trials.add(name, need.and(guest::taps()), move || whole::every_device(&image, irqchip, tap));
         }
-        vmlinux::add(&mut trials, image, &rest);
-    }
-    if let Some(image) = images.first() {
-        let mut one = |name: &str, need: Need, test: fn(&Image) -> Result<(), Failed>| {
-            let image = image.clone();
-            trials.add(name, rest.clone().and(need), move || test(&image));
-        };
-        one("a_panic_is_status_11_with_registers_and_last_exits", Ok(()), ends::panic);
-        one("a_reset_is_status_10", Ok(()), ends::reset);
-        one("a_triple_fault_is_status_12_with_registers_and_last_exits", Ok(()), ends::triple_fault);
-        one("a_timeout_is_status_124", Ok(()), ends::timeout);
-        one("ctrl_c_ends_it_and_gives_huge_pages_back", ends::pages(), ends::interrupt);
-        one("ctl_stop_ends_it_with_status_0", Ok(()), ends::stop);
-        one("kvmtools_command_line_boots_it", guest::taps(), typed::kvmtool);
-        one("the_agent_works_on_the_serial_port_alone", Ok(()), typed::serial_agent);
-        one("a_terminal_is_the_guests_but_for_ctrl_a_x", Ok(()), typed::terminal);
-        one("serial_on_a_pty_and_into_a_file", Ok(()), typed::pty_and_file);
+        vmlinux::add(&mut trials, image, &whole_matrix());
     }
     trials.run()
 }

@@ -5,10 +5,11 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Output, Stdio};
 
 use guest_agent::{Event, Request};
-use harness::{Failed, ensure};
+use harness::{Failed, ensure, trial};
 use vellum::sys::terminal::open_pty;
 
-use crate::guest::{Guest, Image, Scratch, VELLUM, for_this_bed};
+use crate::guest::{Guest, Image, Scratch, VELLUM, for_this_bed, taps};
+use crate::whole_matrix;
 
 /// Runs `vellum run` to its end, with what the bed needs put before `cmdline`.
 fn run(flags: &[&str], cmdline: &str) -> Result<Output, Failed> {
@@ -31,7 +32,9 @@ fn after_dashes(line: &str) -> String {
     format!("-- {}", serde_json::to_string(&request).expect("plain data"))
 }
 
-pub fn kvmtool(image: &Image) -> Result<(), Failed> {
+#[trial(whole_matrix(), taps())]
+fn kvmtools_command_line_boots_it() -> Result<(), Failed> {
+    let image = &Image::oldest()?;
     let scratch = Scratch::new();
     let disk = scratch.path("disk");
     let mut content = b"what is on the disk\n".to_vec();
@@ -65,7 +68,9 @@ pub fn kvmtool(image: &Image) -> Result<(), Failed> {
 }
 
 /// Every workload, one after the other on one line, which the kernel shares.
-pub fn serial_agent(image: &Image) -> Result<(), Failed> {
+#[trial(whole_matrix())]
+fn the_agent_works_on_the_serial_port_alone() -> Result<(), Failed> {
+    let image = &Image::oldest()?;
     let scratch = Scratch::new();
     let disk = scratch.path("disk");
     fs::write(&disk, vec![0; 2 << 20])?;
@@ -131,7 +136,9 @@ fn until(file: &mut impl Read, word: &str) -> Result<String, Failed> {
 }
 
 /// Ctrl-C is the guest's, like every key but Ctrl-A x; the terminal is as before afterwards.
-pub fn terminal(image: &Image) -> Result<(), Failed> {
+#[trial(whole_matrix())]
+fn a_terminal_is_the_guests_but_for_ctrl_a_x() -> Result<(), Failed> {
+    let image = &Image::oldest()?;
     let (bed_flags, bed_cmdline) = for_this_bed();
     let (mut master, slave, name) = open_pty()?;
     let stty = |arguments: &[&str]| Command::new("stty").args(["-F", &name]).args(arguments).output();
@@ -156,7 +163,9 @@ pub fn terminal(image: &Image) -> Result<(), Failed> {
     ensure(raw.is_none(), || format!("the terminal stays raw: {mode}"))
 }
 
-pub fn pty_and_file(image: &Image) -> Result<(), Failed> {
+#[trial(whole_matrix())]
+fn serial_on_a_pty_and_into_a_file() -> Result<(), Failed> {
+    let image = &Image::oldest()?;
     let (kernel, initrd, scratch) = (image.kernel(), image.initrd(), Scratch::new());
     let (bed_flags, bed_cmdline) = for_this_bed();
     let mut child = Command::new(VELLUM)
