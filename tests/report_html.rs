@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use harness::{Failed, Trials};
 use serde_json::Value;
-use vellum::report::{Premise, html, json};
+use vellum::report::{Label, Premise, compare, html, json};
 
 fn main() -> ExitCode {
     let browser = ["chromium", "chromium-browser", "google-chrome"].into_iter().find_map(on_path);
@@ -45,9 +45,18 @@ for (const svg of document.querySelectorAll('svg')) {
       cut.push(text.textContent.trim());
   }
 }
+const clash = [];
+for (const svg of document.querySelectorAll('svg')) {
+  const all = [...svg.querySelectorAll('text')].filter(t => t.textContent.trim()).map(t => [t.textContent.trim(), t.getBoundingClientRect()]);
+  all.forEach(([a, r], i) => all.slice(i + 1).forEach(([b, s]) => {
+    if (r.left < s.right - 1 && s.left < r.right - 1 && r.top < s.bottom - 4 && s.top < r.bottom - 4) clash.push(a + ' / ' + b);
+  }));
+}
+const top_of = name => document.querySelector(name).getBoundingClientRect().top;
 const smallest = Math.min(...[...document.querySelectorAll('svg text')].filter(t => t.textContent.trim()).map(t => t.getBoundingClientRect().height));
 top.document.title = JSON.stringify({
-  width: innerWidth, scroll: document.documentElement.scrollWidth, pictures: document.querySelectorAll('svg').length, cut,
+  width: innerWidth, scroll: document.documentElement.scrollWidth, pictures: document.querySelectorAll('svg').length, cut, clash,
+  above: top_of('.plots'), below: top_of('.facts'),
   smallest, page: light(css(document.body, 'background-color')), ink: light(css(document.body, 'color')),
   text: light(css(document.querySelector('svg text'), 'fill')),
   line: css(document.querySelector('svg polyline[stroke-width="2"]'), 'stroke'),
@@ -59,11 +68,55 @@ top.document.title = JSON.stringify({
 fn look(browser: &Path, name: &str, width: u32, dark: bool) -> Result<(), Failed> {
     let mut results = json::read(Path::new("tests/data/dirty-log.json"))?;
     results[0].fail(Some("planted".into()), Premise::OneCpu);
+    // What benchmarks have by tests and by rows, whose names do not fit below their bars.
+    for (i, index) in ["map", "unmap_chunked", "move_inactive", "hugetlb-1g-20g-40"].into_iter().enumerate() {
+        results[0].figure(Label::of("call_time", index), "s", 0.001 * (i + 1) as f64);
+    }
+    (0..40).for_each(|i| results[0].figure(Label::of("add", 25 * i), "ns", f64::from(i + 1)));
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("report-html-{name}"));
     std::fs::create_dir_all(&directory)?;
-    let page = html::render(&results);
+    let found = measured(browser, &directory, width, dark, &html::render(&results))?;
+
+    let number = |key: &str| found[key].as_f64().unwrap_or(f64::NAN);
+    assert_eq!(number("width"), f64::from(width), "{found}");
+    assert!(number("scroll") <= number("width"), "the page scrolls sideways: {found}");
+    assert!(number("pictures") >= 5.0, "pictures are missing: {found}");
+    assert_eq!(found["cut"], serde_json::json!([]), "labels are cut off");
+    assert_eq!(found["clash"], serde_json::json!([]), "labels stand on each other");
+    assert!(
+        number("above") < 500.0 && number("above") < number("below"),
+        "the pictures do not come first: {found}"
+    );
+    assert!(number("smallest") >= 9.0, "labels are too small to read: {found}");
+    assert!(found["invalid"][0].as_f64() > Some(15.0), "INVALID is not to be seen: {found}");
+    assert!((number("page") - number("ink")).abs() > 0.6, "no contrast: {found}");
+    assert_eq!(number("page") < 0.5, dark, "the page is not as dark as asked: {found}");
+    assert!(
+        (number("text") - number("ink")).abs() < 0.05,
+        "the pictures' text is in another colour: {found}"
+    );
+    assert_eq!(found["line"], found["legend"], "the legend names another colour than the line has");
+    let mut other = results.clone();
+    let moved = other[0].figures.iter_mut().filter(|figure| figure.unit == "s");
+    moved.flat_map(|figure| &mut figure.samples).for_each(|sample| sample.value *= 1.5);
+    let [a, b] =
+        [("a.json", &results), ("b.json", &other)].map(|(name, results)| compare::Side { name, results });
+    let found = measured(browser, &directory, width, dark, &html::comparison(&compare::compare(a, b)?))?;
+    let number = |key: &str| found[key].as_f64().unwrap_or(f64::NAN);
+    assert!(number("scroll") <= number("width"), "a comparison scrolls sideways: {found}");
+    assert_eq!(
+        (&found["cut"], &found["clash"]),
+        (&serde_json::json!([]), &serde_json::json!([])),
+        "labels of ratios"
+    );
+    assert!(number("pictures") == 1.0 && number("above") < number("below"), "{found}");
+    Ok(())
+}
+
+/// What the browser laid out of `page`.
+fn measured(browser: &Path, directory: &Path, width: u32, dark: bool, page: &str) -> Result<Value, Failed> {
     let file = directory.join("page.html");
-    std::fs::write(&file, &page)?;
+    std::fs::write(&file, page)?;
     let policy = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">";
     assert!(page.contains(policy), "the page does not forbid scripts");
     // A window has a smallest width that is wider than a phone; a frame has none.
@@ -78,29 +131,12 @@ fn look(browser: &Path, name: &str, width: u32, dark: bool) -> Result<(), Failed
     )?;
 
     let picture = directory.join("page.png");
-    chromium(browser, &directory, width, dark, &[&format!("--screenshot={}", picture.display())], &framed)?;
+    chromium(browser, directory, width, dark, &[&format!("--screenshot={}", picture.display())], &framed)?;
     assert_eq!(&std::fs::read(&picture)?[1..4], b"PNG");
-    let dom = chromium(browser, &directory, width, dark, &["--dump-dom"], &framed)?;
+    let dom = chromium(browser, directory, width, dark, &["--dump-dom"], &framed)?;
     let title =
         dom.split_once("<title>").and_then(|(_, rest)| rest.split_once("</title>")).ok_or("no title")?.0;
-    let found: Value =
-        serde_json::from_str(&title.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))?;
-
-    let number = |key: &str| found[key].as_f64().unwrap_or(f64::NAN);
-    assert_eq!(number("width"), f64::from(width), "{found}");
-    assert!(number("scroll") <= number("width"), "the page scrolls sideways: {found}");
-    assert!(number("pictures") >= 5.0, "pictures are missing: {found}");
-    assert_eq!(found["cut"], serde_json::json!([]), "labels are cut off");
-    assert!(number("smallest") >= 9.0, "labels are too small to read: {found}");
-    assert!(found["invalid"][0].as_f64() > Some(15.0), "INVALID is not to be seen: {found}");
-    assert!((number("page") - number("ink")).abs() > 0.6, "no contrast: {found}");
-    assert_eq!(number("page") < 0.5, dark, "the page is not as dark as asked: {found}");
-    assert!(
-        (number("text") - number("ink")).abs() < 0.05,
-        "the pictures' text is in another colour: {found}"
-    );
-    assert_eq!(found["line"], found["legend"], "the legend names another colour than the line has");
-    Ok(())
+    Ok(serde_json::from_str(&title.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))?)
 }
 
 fn chromium(

@@ -17,6 +17,8 @@ const CELL: usize = 56;
 #[derive(Default)]
 pub(super) struct Table {
     rows: Vec<Vec<String>>,
+    /// Whether all rows are shown, however many.
+    whole: bool,
 }
 
 impl Table {
@@ -25,6 +27,11 @@ impl Table {
         let mut table = Self::default();
         table.row(head.iter().map(|h| (*h).to_owned()).collect());
         table
+    }
+
+    /// The same, of which no row is left out.
+    pub(super) fn whole(self) -> Self {
+        Self { whole: true, ..self }
     }
 
     pub(super) fn row(&mut self, cells: Vec<String>) {
@@ -58,7 +65,7 @@ impl Table {
     /// The first column and those `shown`.
     fn part(&self, out: &mut String, widths: &[usize], shown: std::ops::Range<usize>) {
         for (i, row) in self.rows.iter().enumerate() {
-            if self.rows.len() > ROWS + 1 && i > ROWS / 2 && i < self.rows.len() - ROWS / 2 {
+            if !self.whole && self.rows.len() > ROWS + 1 && i > ROWS / 2 && i < self.rows.len() - ROWS / 2 {
                 if i == ROWS / 2 + 1 {
                     let _ = writeln!(out, "  … {} more in the JSON …", self.rows.len() - 1 - ROWS);
                 }
@@ -153,7 +160,7 @@ pub(super) fn cells(scale: &Scale, figures: &[&Figure]) -> Vec<String> {
     let columns = scale.column(&values).into_iter().zip(figures);
     let cell = |(cell, figure): (String, &&Figure)| match figure.spread() {
         Some(spread) if spread >= 0.02 => format!("{cell} ±{:.0}%", 50.0 * spread),
-        Some(spread) if spread > 0.0 => format!("{cell} ±{:.1}%", 50.0 * spread),
+        Some(spread) if spread >= 0.001 => format!("{cell} ±{:.1}%", 50.0 * spread),
         _ => cell,
     };
     columns.map(cell).collect()

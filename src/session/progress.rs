@@ -1,31 +1,48 @@
 //! Progress on a terminal. In a pipe nothing is said.
 
+use std::fmt;
 use std::io::{self, IsTerminal};
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
 use crate::arch::layout::RAM;
 use crate::memory::{self, Memory, MemoryConfig};
 use crate::payload::Progress;
+use crate::report::units::humanised;
 
 /// A bar of `length` steps (0 where the end is not known) on a terminal; hidden elsewhere.
 pub fn bar(length: u64, template: &str) -> ProgressBar {
     let target =
         if io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let rate = |state: &ProgressState, out: &mut dyn fmt::Write| {
+        // A line of progress that cannot be written is not worth an error.
+        let _ = out.write_str(&rate(state.per_sec()));
+    };
+    let style = style.with_key("rate", rate);
     ProgressBar::with_draw_target((length > 0).then_some(length), target).with_style(style)
 }
 
 /// The bar of a payload that tells how far it has come; hidden for one that does not.
 pub(super) fn of(progress: Option<Progress>, limit: Option<Duration>) -> ProgressBar {
     let Some(Progress { of, .. }) = progress else { return ProgressBar::hidden() };
-    let template = match (of, limit) {
-        (Some(_), _) => "{bar:30} {percent:>3} %  {human_pos} pages  {per_sec}  {eta} left",
-        (None, Some(_)) => "{elapsed_precise}  {human_pos} pages  {per_sec}",
-        (None, None) => "{elapsed_precise}  {human_pos} pages  {per_sec}  (Ctrl-C ends it)",
-    };
-    bar(of.unwrap_or(0), template)
+    bar(of.unwrap_or(0), &template(of.is_some(), limit))
+}
+
+/// What the line of a payload says: how much of it is done, or of its time, and how long the rest will take.
+fn template(has_end: bool, limit: Option<Duration>) -> String {
+    let done = "{human_pos} pages  {rate}";
+    match limit {
+        _ if has_end => format!("{{bar:30}} {{percent:>3}} %  {done}  {{eta}} left"),
+        Some(limit) => format!("{{elapsed}} of {} s  {done}", limit.as_secs_f64()),
+        None => format!("{{elapsed}}  {done}  (Ctrl-C ends it)"),
+    }
+}
+
+/// Pages in a second, in the digits that say something.
+fn rate(per_second: f64) -> String {
+    humanised("pages/s", per_second)
 }
 
 /// The bar of populating memory.
@@ -42,4 +59,19 @@ pub(super) fn map(config: MemoryConfig) -> Result<Memory, memory::Error> {
         bar.finish_and_clear();
     }
     Ok(memory)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rate_has_four_digits_and_a_line_says_what_is_left() {
+        assert_eq!(rate(18_463_920.812_2), "18.46 M pages/s");
+        let lines = [(true, None), (false, Some(Duration::from_secs(60))), (false, None)];
+        for ((has_end, limit), part) in lines.into_iter().zip(["{eta} left", "of 60 s", "Ctrl-C"]) {
+            let line = template(has_end, limit);
+            assert!(line.contains(part) && ProgressStyle::with_template(&line).is_ok(), "{line}");
+        }
+    }
 }

@@ -10,11 +10,19 @@ use crate::report::terminal::{command_line, labelled};
 use crate::report::units::{Scale, grouped};
 
 /// What the columns mean; once below all tables.
-pub const METHOD: &str = "\
-n: pairs that were measured in turn, or A/B where there are none. B/A is the ratio of geometric means. `noise`: no difference was
-shown. The interval is Student's on the logarithms (Welch's without pairs), widened by what a value's resolution leaves open. The
-headline (*) is held to 95 % by itself, all other figures to 95 % together (Holm), each interval at the level its figure is held to.
-";
+pub(in crate::report) const METHOD: &str = "\
+n counts pairs that were measured in turn, or A/B where there are none. B/A is the ratio of geometric means; noise: no \
+difference was shown. The interval is Student's on the logarithms (Welch's without pairs), widened by what a value's resolution \
+leaves open. The headline (*) is held to 95 % by itself and all other figures to 95 % together (Holm), each interval at the level \
+that its figure is held to.";
+
+/// What the columns mean, in lines of `width` columns.
+pub fn method(width: usize) -> String {
+    let words: Vec<String> = METHOD.split(' ').map(str::to_owned).collect();
+    let mut out = String::new();
+    labelled(&mut out, "method", &words, " ", width);
+    out
+}
 
 /// The comparison as text of `width` columns.
 pub fn text(comparison: &Comparison, width: usize) -> String {
@@ -29,8 +37,7 @@ pub fn text(comparison: &Comparison, width: usize) -> String {
         let (name, command) = (printable(&alone.name), command_line(&alone.command));
         let _ = writeln!(out, "only in {}: {name}  $ {command}", printable(&alone.side));
     }
-    let _ = write!(out, "\n{METHOD}");
-    out
+    out + "\n" + &method(width)
 }
 
 fn one(out: &mut String, question: &Question, width: usize) {
@@ -47,7 +54,8 @@ fn one(out: &mut String, question: &Question, width: usize) {
     for differs in &question.differs {
         let _ = writeln!(out, "differs  {}: A {}, B {}", differs.key, differs.a, differs.b);
     }
-    let _ = writeln!(out, "repeated {}", question.repeated());
+    let words: Vec<String> = question.repeated().split(' ').map(str::to_owned).collect();
+    labelled(out, "repeated", &words, " ", width);
     out.push('\n');
     table(out, &question.rows, width);
     for (label, side) in ["A", "B"].into_iter().zip(&question.sides) {
@@ -59,9 +67,15 @@ fn one(out: &mut String, question: &Question, width: usize) {
 
 /// The rows as a table of `width` columns.
 pub fn table(out: &mut String, rows: &[Weighed], width: usize) {
-    let mut table = Table::with_head(&["figure", "A", "B", "unit", "B/A", "interval", "n", "verdict"]);
-    rows.iter().for_each(|row| table.row(cells(row)));
+    let head = ["figure", "A", "B", "unit", "B/A", "interval", "n", "verdict"];
+    let mut table = Table::with_head(&head).whole();
+    in_order(rows).for_each(|row| table.row(cells(row)));
     table.print(out, width);
+}
+
+/// The headline, and then the others as they were measured.
+pub(in crate::report) fn in_order(rows: &[Weighed]) -> impl Iterator<Item = &Weighed> {
+    rows.iter().filter(|row| row.headline).chain(rows.iter().filter(|row| !row.headline))
 }
 
 /// One row of either face's table.
@@ -82,9 +96,13 @@ pub(in crate::report) fn cells(row: &Weighed) -> Vec<String> {
     ]
 }
 
-/// Three decimals for the usual ratio; a factor of thousands in powers of ten.
+/// Three decimals for the usual ratio; a factor of a hundred needs none.
 fn digits(ratio: f64) -> String {
-    if (0.001..1000.0).contains(&ratio) { format!("{ratio:.3}") } else { format!("{ratio:.2e}") }
+    match ratio {
+        0.001..100.0 => format!("{ratio:.3}"),
+        100.0..1e9 => grouped(ratio.round() as i128),
+        _ => format!("{ratio:.1e}"),
+    }
 }
 
 fn verdict(row: &Weighed) -> String {

@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 
 use super::{END, escape, figure, head, head_of_page, row};
-use crate::report::compare::text::cells;
-use crate::report::compare::{Comparison, METHOD, Question};
+use crate::report::compare::text::{METHOD, cells, in_order};
+use crate::report::compare::{Comparison, Question};
 use crate::report::{plot, terminal};
 
 /// The comparison as a page.
@@ -19,7 +19,7 @@ pub fn comparison(comparison: &Comparison) -> String {
         let (side, name) = (escape(&alone.side), escape(&alone.name));
         let _ = writeln!(out, "<p class=\"note\">only in {side}: {name} <code>$ {command}</code></p>");
     }
-    let _ = writeln!(out, "<p class=\"note\">{}</p>\n</body>\n</html>", escape(&METHOD.replace('\n', " ")));
+    let _ = writeln!(out, "<p class=\"note\">{}</p>\n</body>\n</html>", escape(METHOD));
     out
 }
 
@@ -46,7 +46,7 @@ fn article(out: &mut String, question: &Question) {
     }
     out.push_str("</section>\n<section class=\"tables\">\n");
     head(out, &["figure", "A", "B", "unit", "B/A", "interval", "n", "verdict"]);
-    question.rows.iter().for_each(|weighed| row(out, &cells(weighed)));
+    in_order(&question.rows).for_each(|weighed| row(out, &cells(weighed)));
     out.push_str(END);
     for (label, side) in ["A", "B"].into_iter().zip(&question.sides) {
         if !side.alone.is_empty() {

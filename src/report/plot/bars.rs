@@ -5,7 +5,7 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, VPos};
 
 use super::{Area, Axis, CHARACTER, COLOURS, Failed, HEIGHT, MARGIN, Plot, Side, TEXT, WIDTH};
-use super::{chart, colour, name_at, placeable, quantity, svg, tick, titled, words};
+use super::{chart, colour, in_common, name_at, placeable, quantity, svg, tick, titled};
 use crate::report::Figure;
 use crate::report::table::{Group, Kind, common_scale};
 use crate::report::units::Scale;
@@ -109,10 +109,8 @@ impl<'a> Bars<'a> {
             let at = |slot: f64| chart.plotting_area().map_coordinate(&self.point(slot, self.values.from));
             self.name(area, at)
         })?;
-        let title = match self.kinds {
-            [kind] => words(kind.name),
-            _ => quantity(&self.kinds[0].figures[0].unit),
-        };
+        let names: Vec<&str> = self.kinds.iter().map(|kind| kind.name).collect();
+        let title = in_common(&names).unwrap_or_else(|| quantity(&self.kinds[0].figures[0].unit));
         let title = titled(&title, &self.scale);
         let title = if self.values.log { format!("{title}, logarithmic") } else { title };
         let legend = self.kinds.iter().enumerate().map(|(i, kind)| (format!("c{i}"), kind.name.to_owned()));

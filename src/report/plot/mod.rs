@@ -96,8 +96,27 @@ fn quantity(unit: &str) -> String {
     }
 }
 
+/// What figures of these names have in common: the words that they begin with, or else end with.
+fn in_common(names: &[&str]) -> Option<String> {
+    let split: Vec<Vec<&str>> = names.iter().map(|name| name.split('_').collect()).collect();
+    let first = split.first()?;
+    let agree = |at: &dyn Fn(&[&str]) -> Vec<String>| {
+        let all: Vec<Vec<String>> = split.iter().map(|words| at(words)).collect();
+        let alike = |i: &usize| all.iter().all(|words| words.get(*i) == all[0].get(*i));
+        (0..first.len()).take_while(alike).map(|i| all[0][i].clone()).collect::<Vec<String>>()
+    };
+    let begin = agree(&|words| words.iter().map(|w| (*w).to_owned()).collect());
+    let mut end = agree(&|words| words.iter().rev().map(|w| (*w).to_owned()).collect());
+    end.reverse();
+    [begin, end].into_iter().find(|words| !words.is_empty()).map(|common| words(&common.join("_")))
+}
+
+/// A title with the unit behind it, where that says more.
 fn titled(what: &str, scale: &Scale) -> String {
-    if scale.unit.is_empty() { what.into() } else { format!("{what} [{}]", scale.unit) }
+    match scale.unit.is_empty() || scale.unit.eq_ignore_ascii_case(what) {
+        true => what.into(),
+        false => format!("{what} [{}]", scale.unit),
+    }
 }
 
 /// Ticks of an axis at most.

@@ -4,6 +4,7 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, VPos};
 
 use super::{Axis, CHARACTER, Plot, Side, TEXT, chart, colour, name_at, placeable, svg};
+use crate::report::compare::text::in_order;
 use crate::report::compare::{Verdict, Weighed};
 
 /// Figures of one picture at most.
@@ -11,7 +12,7 @@ const MOST: usize = 60;
 /// The characters of a name that are shown.
 const NAME: usize = 26;
 
-/// The figures that have a ratio; `None` where none has.
+/// The figures that have a ratio and are not the same on both sides, the headline first; `None` where there is none.
 pub(in crate::report) fn ratios(rows: &[Weighed]) -> Option<Plot> {
     let span = |row: &Weighed| {
         let ratio = row.ratio.filter(|ratio| placeable(*ratio))?;
@@ -19,7 +20,8 @@ pub(in crate::report) fn ratios(rows: &[Weighed]) -> Option<Plot> {
         // An interval that reaches for orders of magnitude would leave nothing to be seen of the others.
         Some((low.max(ratio / 4.0), ratio, high.min(ratio * 4.0)))
     };
-    let shown: Vec<_> = rows.iter().filter_map(|row| Some((row, span(row)?))).take(MOST).collect();
+    let moved = in_order(rows).filter(|row| row.verdict != Verdict::Equal);
+    let shown: Vec<_> = moved.filter_map(|row| Some((row, span(row)?))).take(MOST).collect();
     let ends = || shown.iter().flat_map(|(_, (low, _, high))| [*low, *high]);
     let (least, most) = (ends().fold(1.0, f64::min) / 1.02, ends().fold(1.0, f64::max) * 1.02);
     if shown.is_empty() || !placeable(least) || !placeable(most) {

@@ -284,7 +284,7 @@ pub fn table(comparison: &Comparison) -> String {
         let figures: Vec<Weighed> = block.iter().map(|row| row.figure.clone()).collect();
         weighing::table(&mut out, &figures, terminal::WIDTH);
     }
-    out + "\n" + weighing::METHOD
+    out + "\n" + &weighing::method(terminal::WIDTH)
 }
 
 #[cfg(test)]
@@ -320,23 +320,23 @@ mod tests {
 
     #[test]
     fn boots_are_pairs_and_the_ratio_is_of_their_means() {
-        let rows = compared(&[100.0, 102.0], &[50.0, 51.5], Policy::EMULATED);
+        let rows = compared(&[100.0, 102.0, 101.0], &[50.0, 51.5, 50.5], Policy::EMULATED);
         let [Row { figure, .. }] = rows.as_slice() else { panic!("{rows:?}") };
         assert!(figure.is_paired() && figure.headline);
-        assert!((figure.ratio.unwrap() - (50.0f64 / 100.0 * 51.5 / 102.0).sqrt()).abs() < 1e-12);
+        assert!((figure.ratio.unwrap() - (0.5f64 * 51.5 / 102.0 * 0.5).cbrt()).abs() < 1e-12);
         assert_eq!(figure.verdict, Verdict::Differs);
     }
 
     #[test]
-    fn two_boots_that_agree_to_the_last_digit_are_no_certainty() {
-        let rows = compared(&[1000.0, 1000.0], &[996.0, 996.0], Policy::EMULATED);
+    fn boots_that_agree_to_the_last_digit_are_no_certainty() {
+        let rows = compared(&[1000.0; 3], &[998.0; 3], Policy::EMULATED);
         assert_eq!(rows[0].figure.verdict, Verdict::Noise);
         let (low, high) = rows[0].figure.interval.unwrap();
-        assert!(low < 0.996 && high > 1.0);
-        assert_eq!(
-            compared(&[1000.0, 1000.0], &[500.0, 500.0], Policy::REAL)[0].figure.verdict,
-            Verdict::TooFew
-        );
+        assert!(low < 0.998 && high > 1.0);
+        for (boots, policy) in [(2, Policy::EMULATED), (4, Policy::REAL)] {
+            let rows = compared(&vec![1000.0; boots], &vec![500.0; boots], policy);
+            assert_eq!(rows[0].figure.verdict, Verdict::TooFew, "{boots}");
+        }
     }
 
     #[test]
