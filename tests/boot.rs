@@ -16,10 +16,10 @@ use vellum::arch::state::{Context, State};
 use vellum::devices::console::Target;
 use vellum::machine::{self, BootConfig};
 use vellum::memory::MemoryConfig;
+use vellum::payload::Payload;
 use vellum::session;
 use vellum::session::kernel::{Outcome, Ready};
 use vellum::vm::lifecycle::Exit;
-use vellum::vm::vcpu;
 use vm_memory::{Bytes, GuestAddress};
 
 fn main() -> ExitCode {
@@ -144,10 +144,10 @@ fn moves(irqchip: Mode) -> Result<(), Failed> {
         .bytes(&[0xb9, 0x81, 0, 0, 0xc0, 0x0f, 0x32, 0x66, 0xba, 0xf8, 0x03, 0xee])
         .power_off();
     let (source, said) = build(&code.elf64(), PATIENCE, |config, _| config.irqchip = irqchip)?;
-    let source = source.machine;
-    vcpu::resume_all(&source.vcpus);
+    let mut source = source.machine;
+    source.start()?;
     eventually(LIMIT, "the guest says A", || Ok((std::fs::read(&said)? == b"A").then_some(())))?;
-    vcpu::pause_all(&source.vcpus)?;
+    source.pause()?;
     let kvm = vellum::vm::open()?;
     let context = Context::new(&kvm, &source.vm.fd, true)?;
     let saved = source.vcpus[0].with(move |fd| State::save(fd, &context))??;
