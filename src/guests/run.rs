@@ -278,9 +278,9 @@ fn measure(report: &mut Report, guest: &Guest) {
         report.histograms.push(histogram);
     }
     let mut exits = Exits::default();
-    guest.vcpus.iter().for_each(|vcpu| exits.add(&vcpu.exits()));
-    for (name, count) in exits.iter() {
-        report.figure(Label::of("exits", name), "exits", count as f64);
+    guest.vcpus.iter().for_each(|vcpu| exits += vcpu.exits());
+    for (reason, count) in exits.iter() {
+        report.figure(Label::of("exits", reason.name()), "exits", count as f64);
     }
 }
 

@@ -1,81 +1,150 @@
 //! What `KVM_RUN` returned for: a count by reason, and the latest few for the report of a failure. What an exit means is decided
 //! elsewhere ([`super::vcpu`]).
 
+use std::ops::AddAssign;
+
 use kvm_ioctls::VcpuExit;
 
-/// The index of what ends `KVM_RUN` without a reason of the guest's: a signal.
-pub(super) const INTERRUPTED: usize = 11;
+/// Why `KVM_RUN` returned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// The guest wrote to a port.
+    IoOut,
+    /// The guest read from a port.
+    IoIn,
+    /// The guest wrote where there is no memory.
+    MmioWrite,
+    /// The guest read where there is no memory.
+    MmioRead,
+    /// The guest halted, and KVM has no local APIC to wait in.
+    Hlt,
+    /// A triple fault.
+    Shutdown,
+    /// The guest ended an interrupt of the split I/O APIC.
+    IoapicEoi,
+    /// An MSR that the VMM reads.
+    Rdmsr,
+    /// An MSR that the VMM writes.
+    Wrmsr,
+    /// A hypercall.
+    Hypercall,
+    /// The vCPU's dirty ring is full.
+    DirtyRingFull,
+    /// A signal: no reason of the guest's.
+    Interrupted,
+    /// KVM could not resolve a fault.
+    MemoryFault,
+    /// None of these.
+    Other,
+}
 
-/// Exits by reason, in the order of [`Exits::NAMES`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Exits([u64; Exits::NAMES.len()]);
-
-impl Exits {
-    /// The reasons as printed.
-    pub const NAMES: [&'static str; 14] = [
-        "io_out",
-        "io_in",
-        "mmio_write",
-        "mmio_read",
-        "hlt",
-        "shutdown",
-        "ioapic_eoi",
-        "rdmsr",
-        "wrmsr",
-        "hypercall",
-        "dirty_ring_full",
-        "interrupted",
-        "memory_fault",
-        "other",
+impl Reason {
+    /// All of them.
+    pub const ALL: [Self; 14] = [
+        Self::IoOut,
+        Self::IoIn,
+        Self::MmioWrite,
+        Self::MmioRead,
+        Self::Hlt,
+        Self::Shutdown,
+        Self::IoapicEoi,
+        Self::Rdmsr,
+        Self::Wrmsr,
+        Self::Hypercall,
+        Self::DirtyRingFull,
+        Self::Interrupted,
+        Self::MemoryFault,
+        Self::Other,
     ];
 
-    /// Counts one, by its index in [`Exits::NAMES`].
-    pub(super) fn count(&mut self, index: usize) {
-        self.0[index] += 1;
-    }
-
-    fn index(exit: &VcpuExit<'_>) -> usize {
-        match exit {
-            VcpuExit::IoOut(..) => 0,
-            VcpuExit::IoIn(..) => 1,
-            VcpuExit::MmioWrite(..) => 2,
-            VcpuExit::MmioRead(..) => 3,
-            VcpuExit::Hlt => 4,
-            VcpuExit::Shutdown => 5,
-            VcpuExit::IoapicEoi(_) => 6,
-            VcpuExit::X86Rdmsr(_) => 7,
-            VcpuExit::X86Wrmsr(_) => 8,
-            VcpuExit::Hypercall(_) => 9,
-            VcpuExit::Unsupported(kvm_bindings::KVM_EXIT_DIRTY_RING_FULL) => 10,
-            VcpuExit::Intr => INTERRUPTED,
-            VcpuExit::MemoryFault { .. } => 12,
-            _ => 13,
+    /// Its name as printed.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::IoOut => "io_out",
+            Self::IoIn => "io_in",
+            Self::MmioWrite => "mmio_write",
+            Self::MmioRead => "mmio_read",
+            Self::Hlt => "hlt",
+            Self::Shutdown => "shutdown",
+            Self::IoapicEoi => "ioapic_eoi",
+            Self::Rdmsr => "rdmsr",
+            Self::Wrmsr => "wrmsr",
+            Self::Hypercall => "hypercall",
+            Self::DirtyRingFull => "dirty_ring_full",
+            Self::Interrupted => "interrupted",
+            Self::MemoryFault => "memory_fault",
+            Self::Other => "other",
         }
     }
 
-    /// The reasons that occurred, with their counts.
-    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        Self::NAMES.into_iter().zip(self.0).filter(|&(_, n)| n > 0)
-    }
-
-    /// Adds another vCPU's.
-    pub fn add(&mut self, other: &Self) {
-        self.0.iter_mut().zip(other.0).for_each(|(mine, theirs)| *mine += theirs);
+    /// Of what kvm-ioctls makes of it.
+    pub fn of(exit: &VcpuExit<'_>) -> Self {
+        match exit {
+            VcpuExit::IoOut(..) => Self::IoOut,
+            VcpuExit::IoIn(..) => Self::IoIn,
+            VcpuExit::MmioWrite(..) => Self::MmioWrite,
+            VcpuExit::MmioRead(..) => Self::MmioRead,
+            VcpuExit::Hlt => Self::Hlt,
+            VcpuExit::Shutdown => Self::Shutdown,
+            VcpuExit::IoapicEoi(_) => Self::IoapicEoi,
+            VcpuExit::X86Rdmsr(_) => Self::Rdmsr,
+            VcpuExit::X86Wrmsr(_) => Self::Wrmsr,
+            VcpuExit::Hypercall(_) => Self::Hypercall,
+            VcpuExit::Unsupported(kvm_bindings::KVM_EXIT_DIRTY_RING_FULL) => Self::DirtyRingFull,
+            VcpuExit::Intr => Self::Interrupted,
+            VcpuExit::MemoryFault { .. } => Self::MemoryFault,
+            _ => Self::Other,
+        }
     }
 }
 
-/// The latest exits, for a failure's report: reason by its index in [`Exits::NAMES`], and address or number.
+/// How many exits there were for each reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Exits([u64; Reason::ALL.len()]);
+
+impl Exits {
+    /// Counts one.
+    pub fn count(&mut self, reason: Reason) {
+        self.0[reason as usize] += 1;
+    }
+
+    /// How many there were for `reason`.
+    pub fn of(&self, reason: Reason) -> u64 {
+        self.0[reason as usize]
+    }
+
+    /// The reasons that occurred, with their counts.
+    pub fn iter(&self) -> impl Iterator<Item = (Reason, u64)> {
+        Reason::ALL.into_iter().map(|reason| (reason, self.of(reason))).filter(|&(_, count)| count > 0)
+    }
+}
+
+impl AddAssign for Exits {
+    fn add_assign(&mut self, other: Self) {
+        Reason::ALL.into_iter().for_each(|reason| self.0[reason as usize] += other.of(reason));
+    }
+}
+
+/// One of the latest exits.
+#[derive(Clone, Copy)]
+struct Noted {
+    reason: Reason,
+    /// The port, address, vector or number that came with it; 0 for none.
+    detail: u64,
+}
+
+/// The latest exits, for a failure's report.
 #[derive(Default)]
 pub(super) struct Recent {
-    ring: [(u8, u64); 16],
+    ring: [Option<Noted>; 16],
     count: usize,
 }
 
 impl Recent {
-    /// Keeps `exit`; its index in [`Exits::NAMES`].
-    pub(super) fn note(&mut self, exit: &VcpuExit<'_>) -> usize {
-        let index = Exits::index(exit);
-        let number = match exit {
+    /// Keeps `exit`, and says why it was.
+    pub(super) fn note(&mut self, exit: &VcpuExit<'_>) -> Reason {
+        let reason = Reason::of(exit);
+        let detail = match exit {
             VcpuExit::IoOut(port, _) | VcpuExit::IoIn(port, _) => u64::from(*port),
             VcpuExit::MmioWrite(address, _) | VcpuExit::MmioRead(address, _) => *address,
             VcpuExit::IoapicEoi(vector) => u64::from(*vector),
@@ -83,19 +152,55 @@ impl Recent {
             VcpuExit::Unsupported(reason) => u64::from(*reason),
             _ => 0,
         };
-        self.ring[self.count % self.ring.len()] = (index as u8, number);
+        self.ring[self.count % self.ring.len()] = Some(Noted { reason, detail });
         self.count += 1;
-        index
+        reason
     }
 
     /// The exits, newest last.
     pub(super) fn describe(&self) -> String {
-        let kept = self.count.min(self.ring.len());
+        let (newer, older) = self.ring.split_at(self.count % self.ring.len());
         let mut text = String::from("last exits, newest last:");
-        for i in self.count - kept..self.count {
-            let (index, number) = self.ring[i % self.ring.len()];
-            text.push_str(&format!(" {}@{number:#x}", Exits::NAMES[usize::from(index)]));
+        for noted in older.iter().chain(newer).flatten() {
+            text.push_str(&format!(" {}@{:#x}", noted.reason.name(), noted.detail));
         }
         text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_reason_has_a_place_and_a_name_of_its_own() {
+        let mut exits = Exits::default();
+        for (nth, reason) in (1..).zip(Reason::ALL) {
+            (0..nth).for_each(|_| exits.count(reason));
+        }
+        let counts: Vec<u64> = exits.iter().map(|(_, count)| count).collect();
+        assert_eq!(counts, (1..=Reason::ALL.len() as u64).collect::<Vec<_>>());
+        let mut names = Reason::ALL.map(Reason::name).to_vec();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), Reason::ALL.len());
+        let mut twice = exits;
+        twice += exits;
+        assert!(Reason::ALL.into_iter().all(|reason| twice.of(reason) == 2 * exits.of(reason)));
+    }
+
+    #[test]
+    fn the_latest_exits_are_told_in_order() {
+        let mut recent = Recent::default();
+        assert_eq!(recent.describe(), "last exits, newest last:");
+        assert_eq!(recent.note(&VcpuExit::IoOut(0x3f8, &[])), Reason::IoOut);
+        recent.note(&VcpuExit::Hlt);
+        assert_eq!(recent.describe(), "last exits, newest last: io_out@0x3f8 hlt@0x0");
+        for address in 0..17 {
+            recent.note(&VcpuExit::MmioWrite(address, &[]));
+        }
+        let text = recent.describe();
+        assert!(text.starts_with("last exits, newest last: mmio_write@0x1 "), "{text}");
+        assert!(text.ends_with(" mmio_write@0x10"), "{text}");
     }
 }

@@ -1,6 +1,6 @@
 //! vCPU threads.
 //!
-//! Each vCPU is a thread around `KVM_RUN` and a small state machine that others move by a command:
+//! Here is what others see of one: [`Vcpu`]. What the thread does is `run.rs`'s, and what it does next `cycle.rs`'s. Each vCPU is a thread around `KVM_RUN` and a small state machine that others move by a command:
 //!
 //! ```text
 //!            Resume                    the guest ended, or Stop
@@ -12,6 +12,11 @@
 //! What an exit *means* is not decided here: the loop hands it to a closure (`guests/` rings doorbells, a machine with
 //! devices asks its bus) and obeys the [`Flow`] that comes back.
 
+mod cycle;
+mod run;
+#[cfg(test)]
+mod tests;
+
 use std::io;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -21,15 +26,18 @@ use std::time::{Duration, Instant};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use super::Processor;
-use super::exits::{Exits, INTERRUPTED, Recent};
+use super::exits::Exits;
 use super::lifecycle::Exit;
 use crate::fault::{Blame, Fault, Field};
 use crate::sys::affinity;
 use crate::sys::kick::{self, Kick, RunPage};
 
+use cycle::Command;
+pub use cycle::Flow;
+
 /// Where a vCPU is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum RunState {
     /// Out of `KVM_RUN`, with nothing pending in KVM: its state can be read and changed.
     Paused,
     /// In its loop.
@@ -37,22 +45,6 @@ pub enum State {
     /// Its loop is over.
     Exited,
 }
-
-/// What the loop does after an exit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Flow {
-    /// Enter the guest again.
-    Continue,
-    /// Pause by itself, until somebody resumes it.
-    Pause,
-    /// The guest is over.
-    Stop(Exit),
-}
-
-/// What a vCPU waits for or obeys.
-const PAUSE: u8 = 0;
-const RUN: u8 = 1;
-const STOP: u8 = 2;
 
 /// How long a vCPU may take to acknowledge a command before that is reported: far beyond any scheduling delay.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -105,7 +97,7 @@ type Call = Box<dyn FnOnce(&VcpuFd) + Send>;
 type Life = Box<dyn FnOnce(&Shared) -> Ended + Send>;
 
 struct Inner {
-    state: State,
+    state: RunState,
     /// How to interrupt the thread, while it is in its loop.
     kick: Option<Kick>,
     /// All that the thread does with its vCPU, from [`Vcpu::give`] until it has begun.
@@ -123,7 +115,7 @@ impl Inner {
     /// Has the thread look at its command.
     fn interrupt(&self) {
         // A thread that is paused, or not in its loop yet, looks before it enters the guest.
-        if let Some(kick) = self.kick.as_ref().filter(|_| self.state == State::Running) {
+        if let Some(kick) = self.kick.as_ref().filter(|_| self.state == RunState::Running) {
             kick.kick();
         }
     }
@@ -145,9 +137,19 @@ impl Shared {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn command(&self) -> Command {
+        Command::from_u8(self.command.load(Ordering::SeqCst))
+    }
+
+    /// Turns the command to run into one to pause; any other stays.
+    fn pause_itself(&self) {
+        let (run, pause) = (Command::Run as u8, Command::Pause as u8);
+        let _ = self.command.compare_exchange(run, pause, Ordering::SeqCst, Ordering::SeqCst);
+    }
+
     /// Waits for [`Vcpu::give`]; `None` where the vCPU is stopped before.
     fn life(&self) -> Option<Life> {
-        let stopped = || self.command.load(Ordering::SeqCst) == STOP;
+        let stopped = || self.command() == Command::Stop;
         let until = |inner: &mut Inner| inner.life.is_none() && !stopped();
         let inner = self.changed.wait_while(self.lock(), until);
         inner.unwrap_or_else(PoisonError::into_inner).life.take()
@@ -182,11 +184,11 @@ impl Vcpu {
         kick::install().map_err(|e| Error::Spawn(index, e))?;
         let shared = Arc::new(Shared {
             index,
-            command: AtomicU8::new(PAUSE),
+            command: AtomicU8::new(Command::Pause as u8),
             flushes: AtomicU64::new(0),
             describe,
             inner: Mutex::new(Inner {
-                state: State::Running,
+                state: RunState::Running,
                 kick: None,
                 life: None,
                 call: None,
@@ -210,8 +212,10 @@ impl Vcpu {
                 }
             };
             let mut inner = mine.lock();
-            inner.state = State::Exited;
+            inner.state = RunState::Exited;
             inner.ended = ended;
+            // Whoever waits for it waits in vain.
+            inner.call = None;
             drop(inner);
             mine.changed.notify_all();
             on_end();
@@ -227,18 +231,23 @@ impl Vcpu {
 
     /// Gives the thread its vCPU: KVM's descriptor, registers set, and what its exits mean. It is `Paused` as soon as the
     /// thread is ready, unless it is resumed before.
-    pub fn give<F>(&self, mut processor: Processor, mut on_exit: F)
+    pub fn give<F>(&self, processor: Processor, on_exit: F)
+    where
+        F: FnMut(VcpuExit<'_>) -> Flow + Send + 'static,
+    {
+        self.run_on(processor.page.clone(), processor, on_exit);
+    }
+
+    fn run_on<F>(&self, page: Arc<RunPage>, mut vcpu: impl run::Run + Send + 'static, mut on_exit: F)
     where
         F: FnMut(VcpuExit<'_>) -> Flow + Send + 'static,
     {
         let life = move |shared: &Shared| {
-            let page = processor.page.clone();
             shared.lock().kick = Some(Kick::of_this_thread(page.clone()));
-            let mut on_exit = |exit: VcpuExit<'_>| one_by_one(exit, page.port_size(), &mut on_exit);
-            let ended = run(shared, &mut processor, &mut on_exit);
-            let mut inner = shared.lock();
-            inner.kick = None;
-            inner.state = State::Exited;
+            let mut on_exit = |exit: VcpuExit<'_>| run::one_by_one(exit, page.port_size(), &mut on_exit);
+            let ended = run::run(shared, &mut vcpu, &mut on_exit);
+            // Before the vCPU is gone.
+            shared.lock().kick = None;
             ended
         };
         self.shared.lock().life = Some(Box::new(life));
@@ -247,7 +256,7 @@ impl Vcpu {
 
     /// Waits until the thread is ready, or says why it never will be; once. Before it is resumed.
     pub fn ready(&self) -> Result<(), Error> {
-        let mut inner = self.wait(|inner| inner.state != State::Running)?;
+        let mut inner = self.wait(|inner| inner.state != RunState::Running)?;
         inner.failed.take().map_or(Ok(()), Err)
     }
 
@@ -257,28 +266,28 @@ impl Vcpu {
     }
 
     /// Where it is now.
-    pub fn state(&self) -> State {
+    pub fn state(&self) -> RunState {
         self.shared.lock().state
     }
 
     /// Lets it run.
     pub fn resume(&self) {
-        self.command(RUN);
+        self.command(Command::Run);
     }
 
     /// Asks it to pause; [`Vcpu::wait_paused`] tells when it has.
     pub fn request_pause(&self) {
-        self.command(PAUSE);
+        self.command(Command::Pause);
     }
 
     /// Waits until it is out of the guest: paused, or gone.
     pub fn wait_paused(&self) -> Result<(), Error> {
-        self.wait(|inner| inner.state != State::Running).map(drop)
+        self.wait(|inner| inner.state != RunState::Running).map(drop)
     }
 
     /// Ends it; the guest's state is lost.
     pub fn request_stop(&self) {
-        self.command(STOP);
+        self.command(Command::Stop);
     }
 
     /// Why it never came to run, where that is so. Taken once.
@@ -311,8 +320,8 @@ impl Vcpu {
         let (sender, receiver) = std::sync::mpsc::sync_channel(1);
         let gone = || Error::Gone(self.shared.index);
         {
-            let mut inner = self.wait(|inner| inner.state != State::Running && inner.call.is_none())?;
-            if inner.state == State::Exited {
+            let mut inner = self.wait(|inner| inner.state != RunState::Running && inner.call.is_none())?;
+            if inner.state == RunState::Exited {
                 return Err(gone());
             }
             inner.call = Some(Box::new(move |fd| {
@@ -323,9 +332,9 @@ impl Vcpu {
         receiver.recv().map_err(|_| gone())
     }
 
-    fn command(&self, command: u8) {
+    fn command(&self, command: Command) {
         let inner = self.shared.lock();
-        self.shared.command.store(command, Ordering::SeqCst);
+        self.shared.command.store(command as u8, Ordering::SeqCst);
         inner.interrupt();
         drop(inner);
         self.shared.changed.notify_all();
@@ -367,135 +376,11 @@ pub fn pause_all(vcpus: &[Vcpu]) -> Result<Duration, Error> {
 pub fn flush_all(vcpus: &[Vcpu]) -> Result<(), Error> {
     let tickets: Vec<u64> = vcpus.iter().map(Vcpu::request_flush).collect();
     vcpus.iter().zip(tickets).try_for_each(|(vcpu, ticket)| {
-        vcpu.wait(|inner| inner.flushed >= ticket || inner.state != State::Running).map(drop)
+        vcpu.wait(|inner| inner.flushed >= ticket || inner.state != RunState::Running).map(drop)
     })
 }
 
 /// Lets all of `vcpus` run.
 pub fn resume_all(vcpus: &[Vcpu]) {
     vcpus.iter().for_each(Vcpu::resume);
-}
-
-fn run<F>(shared: &Shared, processor: &mut Processor, on_exit: &mut F) -> Ended
-where
-    F: FnMut(VcpuExit<'_>) -> Flow,
-{
-    let Processor { fd, page, .. } = processor;
-    let mut exits = Exits::default();
-    let mut recent = Recent::default();
-    let mut first = true;
-    let mut flushed = 0;
-    let ended = |exit, error, fd: &VcpuFd, recent: &Recent| {
-        let failed = matches!(exit, Exit::Panic | Exit::TripleFault | Exit::Kvm);
-        Ended {
-            exit,
-            error,
-            trace: failed.then(|| format!("{}\n{}", (shared.describe)(fd), recent.describe())),
-        }
-    };
-    loop {
-        match shared.command.load(Ordering::SeqCst) {
-            RUN => {}
-            PAUSE => {
-                // An MMIO or port access that the VMM has served is half done until KVM_RUN is called again; with
-                // immediate_exit that completes it and enters no guest (api.rst, KVM_RUN). What KVM hands over in parts
-                // ends with the next part, until there is none. Nothing has run at first.
-                page.set_immediate_exit(true);
-                while !first && let Ok(exit) = fd.run() {
-                    exits.count(recent.note(&exit));
-                    if let Flow::Stop(exit) = on_exit(exit) {
-                        shared.lock().exits = exits;
-                        return ended(exit, None, fd, &recent);
-                    }
-                }
-                if paused(shared, fd, page, &exits) == STOP {
-                    return ended(Exit::PowerOff, None, fd, &recent);
-                }
-            }
-            _ => {
-                shared.lock().exits = exits;
-                return ended(Exit::PowerOff, None, fd, &recent);
-            }
-        }
-        first = false;
-        // Here and not after KVM_RUN: a request whose kick was cleared with an earlier one is seen all the same.
-        let flushes = shared.flushes.load(Ordering::SeqCst);
-        if flushes != flushed {
-            flushed = flushes;
-            shared.lock().flushed = flushes;
-            shared.changed.notify_all();
-        }
-        let flow = match fd.run() {
-            Ok(exit) => {
-                exits.count(recent.note(&exit));
-                on_exit(exit)
-            }
-            Err(error) if error.errno() == libc::EINTR || error.errno() == libc::EAGAIN => {
-                exits.count(INTERRUPTED);
-                page.set_immediate_exit(false);
-                Flow::Continue
-            }
-            Err(error) => {
-                shared.lock().exits = exits;
-                return ended(Exit::Kvm, Some(error), fd, &recent);
-            }
-        };
-        match flow {
-            Flow::Continue => {}
-            Flow::Pause => {
-                // A command that came meanwhile wins.
-                let _ = shared.command.compare_exchange(RUN, PAUSE, Ordering::SeqCst, Ordering::SeqCst);
-            }
-            Flow::Stop(exit) => {
-                shared.lock().exits = exits;
-                return ended(exit, None, fd, &recent);
-            }
-        }
-    }
-}
-
-/// Cuts what a string instruction did with a port into accesses of `size` bytes.
-fn one_by_one(exit: VcpuExit<'_>, size: usize, on_exit: &mut impl FnMut(VcpuExit<'_>) -> Flow) -> Flow {
-    let mut flow = Flow::Continue;
-    match exit {
-        VcpuExit::IoIn(port, data) if data.len() > size && size > 0 => {
-            for part in data.chunks_exact_mut(size) {
-                flow = on_exit(VcpuExit::IoIn(port, part));
-            }
-        }
-        VcpuExit::IoOut(port, data) if data.len() > size && size > 0 => {
-            for part in data.chunks_exact(size) {
-                flow = on_exit(VcpuExit::IoOut(port, part));
-                if flow != Flow::Continue {
-                    break;
-                }
-            }
-        }
-        exit => return on_exit(exit),
-    }
-    flow
-}
-
-/// Says `Paused`, serves calls, and returns the command that ended the pause.
-fn paused(shared: &Shared, fd: &VcpuFd, page: &RunPage, exits: &Exits) -> u8 {
-    let mut inner = shared.lock();
-    inner.state = State::Paused;
-    inner.exits = *exits;
-    shared.changed.notify_all();
-    loop {
-        if let Some(call) = inner.call.take() {
-            drop(inner);
-            call(fd);
-            inner = shared.lock();
-            shared.changed.notify_all();
-            continue;
-        }
-        let command = shared.command.load(Ordering::SeqCst);
-        if command != PAUSE {
-            inner.state = State::Running;
-            page.set_immediate_exit(false);
-            return command;
-        }
-        inner = shared.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
-    }
 }

@@ -1,0 +1,150 @@
+//! A vCPU's thread while it has a vCPU: the loop around `KVM_RUN`, which does what the [`Cycle`] says.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+
+use kvm_ioctls::{VcpuExit, VcpuFd};
+
+use super::cycle::{After, Command, Cycle, Returned, Step};
+use super::{Ended, Flow, RunState, Shared};
+use crate::sys::kick::RunPage;
+use crate::vm::Processor;
+use crate::vm::exits::{Exits, Reason, Recent};
+use crate::vm::lifecycle::Exit;
+
+/// What runs a guest: KVM's vCPU, or a test's script.
+pub(super) trait Run {
+    /// One `KVM_RUN`.
+    fn run(&mut self) -> Result<VcpuExit<'_>, kvm_ioctls::Error>;
+
+    /// The page that it shares with KVM.
+    fn page(&self) -> &RunPage;
+
+    /// KVM's descriptor, where there is one.
+    fn fd(&self) -> Option<&VcpuFd>;
+}
+
+impl Run for Processor {
+    fn run(&mut self) -> Result<VcpuExit<'_>, kvm_ioctls::Error> {
+        self.fd.run()
+    }
+
+    fn page(&self) -> &RunPage {
+        &self.page
+    }
+
+    fn fd(&self) -> Option<&VcpuFd> {
+        Some(&self.fd)
+    }
+}
+
+/// Runs until the guest ends, `KVM_RUN` fails or the vCPU is stopped.
+pub(super) fn run(
+    shared: &Shared,
+    vcpu: &mut impl Run,
+    on_exit: &mut impl FnMut(VcpuExit<'_>) -> Flow,
+) -> Ended {
+    let mut cycle = Cycle::default();
+    let mut exits = Exits::default();
+    let mut recent = Recent::default();
+    let mut flushed = 0;
+    let (exit, error) = loop {
+        match cycle.next(shared.command()) {
+            Step::Enter => {
+                // Here and not after KVM_RUN: a request whose kick was cleared with an earlier one is seen all the same.
+                let flushes = shared.flushes.load(Ordering::SeqCst);
+                if flushes != flushed {
+                    flushed = flushes;
+                    shared.lock().flushed = flushes;
+                    shared.changed.notify_all();
+                }
+            }
+            Step::Complete => vcpu.page().set_immediate_exit(true),
+            Step::Wait => {
+                wait(shared, vcpu, &exits);
+                continue;
+            }
+            Step::End => break (Exit::PowerOff, None),
+        }
+        let result = match vcpu.run() {
+            Ok(exit) => {
+                exits.count(recent.note(&exit));
+                Ok(on_exit(exit))
+            }
+            Err(error) => Err(error),
+        };
+        let returned = match result {
+            Ok(flow) => Returned::Exit(flow),
+            Err(error) => Returned::Error(error.errno()),
+        };
+        match cycle.returned(returned) {
+            After::Next => {}
+            After::Interrupted => {
+                exits.count(Reason::Interrupted);
+                vcpu.page().set_immediate_exit(false);
+            }
+            // A command that came meanwhile wins.
+            After::PauseItself => shared.pause_itself(),
+            After::Ended(exit) => break (exit, None),
+            After::Failed => break (Exit::Kvm, result.err()),
+        }
+    };
+    shared.lock().exits = exits;
+    let failed = matches!(exit, Exit::Panic | Exit::TripleFault | Exit::Kvm);
+    let trace = failed.then(|| {
+        let registers = vcpu.fd().map(shared.describe).unwrap_or_default();
+        format!("{registers}\n{}", recent.describe())
+    });
+    Ended { exit, error, trace }
+}
+
+/// Says that the vCPU is paused, and serves calls until there is another command.
+fn wait(shared: &Shared, vcpu: &impl Run, exits: &Exits) {
+    let mut inner = shared.lock();
+    inner.state = RunState::Paused;
+    inner.exits = *exits;
+    shared.changed.notify_all();
+    loop {
+        if let Some(call) = inner.call.take() {
+            drop(inner);
+            // Without a vCPU there is nothing to call with, and whoever waits is told by the end of the call.
+            vcpu.fd().map(call);
+            inner = shared.lock();
+            shared.changed.notify_all();
+            continue;
+        }
+        if shared.command() != Command::Pause {
+            inner.state = RunState::Running;
+            // Kicks so far were for the pause. Who kicks does so under the lock, which is held here.
+            vcpu.page().set_immediate_exit(false);
+            return;
+        }
+        inner = shared.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+/// Cuts what a string instruction did with a port into accesses of `size` bytes.
+pub(super) fn one_by_one(
+    exit: VcpuExit<'_>,
+    size: usize,
+    on_exit: &mut impl FnMut(VcpuExit<'_>) -> Flow,
+) -> Flow {
+    let mut flow = Flow::Continue;
+    match exit {
+        VcpuExit::IoIn(port, data) if data.len() > size && size > 0 => {
+            for part in data.chunks_exact_mut(size) {
+                flow = on_exit(VcpuExit::IoIn(port, part));
+            }
+        }
+        VcpuExit::IoOut(port, data) if data.len() > size && size > 0 => {
+            for part in data.chunks_exact(size) {
+                flow = on_exit(VcpuExit::IoOut(port, part));
+                if flow != Flow::Continue {
+                    break;
+                }
+            }
+        }
+        exit => return on_exit(exit),
+    }
+    flow
+}
