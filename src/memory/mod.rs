@@ -396,3 +396,71 @@ fn region(mapping: &Arc<Mapping>, offset: u64, gpa: u64, len: u64) -> io::Result
     GuestRegionMmap::new(region, GuestAddress(gpa))
         .ok_or_else(|| io::Error::other("a region wraps around the guest-physical address space"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+    const SPACE: Space = Space(&[0..3 * GIB, 4 * GIB..1 << 40]);
+
+    /// Address space alone: nothing is touched.
+    fn memory(size: u64, slots: u32) -> Result<Memory, Error> {
+        Memory::map(SPACE, MemoryConfig { slots, ..MemoryConfig::new(size) })
+    }
+
+    fn laid(memory: &Memory) -> Vec<(u32, u64, Range<u64>)> {
+        memory.slots().iter().map(|slot| (slot.id(), slot.gpa(), slot.range())).collect()
+    }
+
+    #[test]
+    fn slots_cover_memory_around_the_gap() {
+        let one = memory(4 * GIB, 1).unwrap();
+        assert_eq!(laid(&one), [(0, 0, 0..3 * GIB), (1, 4 * GIB, 3 * GIB..4 * GIB)]);
+        assert_eq!(
+            (one.offset_of(4 * GIB + 8), one.gpa_of(3 * GIB + 8)),
+            (Some(3 * GIB + 8), Some(4 * GIB + 8))
+        );
+        assert_eq!((one.offset_of(3 * GIB), one.offset_of(5 * GIB), one.gpa_of(4 * GIB)), (None, None, None));
+        for slots in [1, 2, 3, 7, 100] {
+            let memory = memory(4 * GIB, slots).unwrap();
+            let all = laid(&memory);
+            // The gap adds one at most.
+            assert!(all.len() as u32 >= slots && all.len() as u32 <= slots + 1, "{slots}: {}", all.len());
+            assert!(all.iter().zip(0..).all(|((id, ..), nth)| *id == nth));
+            assert!(all.windows(2).all(|two| two[0].2.end == two[1].2.start));
+            assert_eq!((all[0].2.start, all[all.len() - 1].2.end), (0, 4 * GIB));
+        }
+    }
+
+    #[test]
+    fn slots_are_cut_and_placed_anew() {
+        let mut memory = memory(4 * GIB, 1).unwrap();
+        memory.cut_at(&[GIB, 0, GIB, 3 * GIB, 4 * GIB, 9 * GIB]).unwrap();
+        let cut = [(0, 0, 0..GIB), (1, GIB, GIB..3 * GIB), (2, 4 * GIB, 3 * GIB..4 * GIB)];
+        assert_eq!(laid(&memory), cut);
+        assert!(memory.cut_at(&[GIB + 8]).is_err());
+        memory.start_at(8 * GIB).unwrap();
+        let gpas: Vec<u64> = memory.slots().iter().map(Slot::gpa).collect();
+        assert_eq!(gpas, [8 * GIB, 9 * GIB, 11 * GIB]);
+        assert!(memory.start_at(u64::MAX - GIB + 1).is_err() && memory.start_at(8).is_err());
+        // What is refused changes nothing.
+        assert_eq!(memory.slots()[0].gpa(), 8 * GIB);
+    }
+
+    #[test]
+    fn what_no_guest_can_have_is_refused() {
+        assert!(matches!(memory(0, 1), Err(Error::TooSmall { .. })));
+        assert!(matches!(memory(LEAST + 1, 1), Err(Error::Unaligned { .. })));
+        assert!(matches!(memory(1 << 41, 1), Err(Error::TooLarge { .. })));
+        assert!(matches!(memory(LEAST, 0), Err(Error::Slots(0, 256))));
+        assert!(matches!(memory(LEAST, 257), Err(Error::Slots(257, 256))));
+        assert_eq!(memory(LEAST, 256).unwrap().slots().len(), 256);
+    }
+
+    #[test]
+    fn sizes_are_printed_in_the_largest_unit_that_divides() {
+        let sizes = [0, 1, 1023, 1024, 1536 << 10, 2 << 20, GIB, 3 << 40];
+        assert_eq!(sizes.map(short_size), ["0", "1", "1023", "1k", "1536k", "2m", "1g", "3t"]);
+    }
+}

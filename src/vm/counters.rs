@@ -214,3 +214,85 @@ impl Stats {
         Ok(bytes.chunks_exact(8).map(word).collect())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::mmap;
+
+    /// Statistics as KVM lays them out (api.rst, 4.133): a descriptor each of `(name, flags, values)`, the values at 8 bytes each.
+    fn statistics(of: &[(&str, u32, u16)], data: &[u64]) -> File {
+        const NAME: usize = 48;
+        let (descriptors, start) = (24 + NAME, 24 + NAME + of.len() * (16 + NAME));
+        let mut bytes = Vec::new();
+        for word in [0, NAME as u32, of.len() as u32, 24, descriptors as u32, start as u32] {
+            bytes.extend(word.to_ne_bytes());
+        }
+        bytes.resize(descriptors, b'i');
+        let mut offset = 0u32;
+        for (name, flags, values) in of {
+            bytes.extend(flags.to_ne_bytes());
+            bytes.extend(0i16.to_ne_bytes());
+            bytes.extend(values.to_ne_bytes());
+            bytes.extend(offset.to_ne_bytes());
+            bytes.extend(0u32.to_ne_bytes());
+            let mut padded = name.as_bytes().to_vec();
+            padded.resize(NAME, 0);
+            bytes.extend(padded);
+            offset += u32::from(*values) * 8;
+        }
+        bytes.extend(data.iter().flat_map(|value| value.to_ne_bytes()));
+        let file = mmap::memfd(c"statistics", bytes.len() as u64, None).unwrap();
+        file.write_all_at(&bytes, 0).unwrap();
+        file
+    }
+
+    const PEAK: u32 = kvm_bindings::KVM_STATS_TYPE_PEAK;
+    const HISTOGRAM: u32 = kvm_bindings::KVM_STATS_TYPE_LOG_HIST;
+
+    #[test]
+    fn scalars_are_read_and_histograms_left_out() {
+        let of = [("exits", 0, 1), ("wait_hist", HISTOGRAM, 3), ("peak", PEAK, 1), ("single", HISTOGRAM, 1)];
+        let stats = Stats::new(statistics(&of, &[7, 1, 2, 3, 1 << 40, 9])).unwrap();
+        let data = stats.data().unwrap();
+        let read: Vec<_> = stats.counters.iter().map(|(name, at)| (name.as_str(), data[*at])).collect();
+        assert_eq!(read, [("exits", 7), ("peak", 1 << 40)]);
+        // Nothing behind the last scalar is read.
+        assert_eq!(data.len(), 5);
+    }
+
+    #[test]
+    fn those_of_vcpus_are_summed() {
+        let source = |value| Stats::new(statistics(&[("exits", 0, 1)], &[value])).unwrap();
+        let only = Stats::new(statistics(&[("pages_2m", 0, 1)], &[3])).unwrap();
+        let counters = Counters(Source::Binary(vec![only, source(1), source(41)]));
+        assert_eq!(counters.read().unwrap(), [("exits".into(), 42), ("pages_2m".into(), 3)].into());
+    }
+
+    #[test]
+    fn statistics_that_are_cut_off_are_an_error() {
+        let file = statistics(&[("exits", 0, 1)], &[7]);
+        let len = file.metadata().unwrap().len();
+        file.set_len(len - 8).unwrap();
+        let stats = Stats::new(file.try_clone().unwrap()).unwrap();
+        assert!(Counters(Source::Binary(vec![stats])).read().is_err());
+        file.set_len(30).unwrap();
+        assert!(Stats::new(file).is_err());
+    }
+
+    #[test]
+    fn of_debugfs_what_is_a_number_counts() {
+        let dir = std::env::temp_dir().join(format!("vellum-counters-{}", std::process::id()));
+        std::fs::create_dir(&dir).unwrap();
+        for (name, text) in [("exits", "12\n"), ("prose", "a b\n"), ("empty", ""), ("two", "1 2\n")] {
+            std::fs::write(dir.join(name), text).unwrap();
+        }
+        std::fs::create_dir(dir.join("vcpu0")).unwrap();
+        let counters = Counters(Source::Debugfs(Debugfs::open(dir.clone()).unwrap()));
+        // As often as descriptors are kept, and by the path after that.
+        let all: Vec<_> = (0..READINGS + 1).map(|_| counters.read().unwrap()).collect();
+        std::fs::remove_dir_all(&dir).unwrap();
+        assert!(all.iter().all(|read| *read == [("exits".into(), 12)].into()), "{all:?}");
+        assert_eq!(counters.read().unwrap(), Snapshot::new());
+    }
+}
