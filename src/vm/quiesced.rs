@@ -2,7 +2,7 @@
 
 use kvm_ioctls::VcpuFd;
 
-use super::vcpu::{Error, RunState, Vcpu};
+use super::vcpu::{Error, Vcpu};
 
 /// A machine that stands still for as long as this lives: its vCPUs are out of `KVM_RUN` and of what their exits mean, and its
 /// devices do nothing.
@@ -20,7 +20,7 @@ impl<'a> Quiesced<'a> {
     /// # Errors
     /// Where a vCPU is not paused.
     pub fn new(vcpus: &'a mut [Vcpu], devices: impl FnOnce()) -> Result<Self, Error> {
-        if let Some(vcpu) = vcpus.iter().find(|vcpu| vcpu.state() == RunState::Running) {
+        if let Some(vcpu) = vcpus.iter().find(|vcpu| !vcpu.stands_still()) {
             return Err(Error::NotPaused(vcpu.index()));
         }
         // After the vCPUs, which could start a device again.

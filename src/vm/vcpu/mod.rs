@@ -270,6 +270,16 @@ impl Vcpu {
         self.shared.lock().state
     }
 
+    /// Whether it is out of the guest and stays there: one that has been told to run may be paused for a moment more.
+    pub fn stands_still(&self) -> bool {
+        let inner = self.shared.lock();
+        match inner.state {
+            RunState::Running => false,
+            RunState::Paused => self.shared.command() != Command::Run,
+            RunState::Exited => true,
+        }
+    }
+
     /// Lets it run.
     pub fn resume(&self) {
         self.command(Command::Run);
