@@ -10,12 +10,12 @@ use std::str::FromStr;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A key that this argument does not have.
-    #[error("unknown key '{key}': did you mean '{nearest}'? The keys are {known}")]
+    #[error("unknown key '{key}'{meant}: the keys are {known}")]
     UnknownKey {
         /// As typed.
         key: String,
-        /// The most similar of the known ones.
-        nearest: String,
+        /// What it may have been meant for, as [`meant`] says it.
+        meant: String,
         /// All of them.
         known: String,
     },
@@ -65,7 +65,7 @@ impl KeyValues {
             if !known.contains(&key) {
                 return Err(Error::UnknownKey {
                     key: key.into(),
-                    nearest: nearest(key, known.iter().copied()).into(),
+                    meant: meant(key, known.iter().copied()),
                     known: known.join(", "),
                 });
             }
@@ -139,11 +139,29 @@ fn split(text: &str) -> Result<Vec<&str>, Error> {
     Ok(parts)
 }
 
-/// The candidate most like `word`.
-pub fn nearest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> &'a str {
-    candidates
-        .max_by(|a, b| strsim::jaro_winkler(word, a).total_cmp(&strsim::jaro_winkler(word, b)))
-        .unwrap_or("")
+/// What stands behind an unknown word: the candidate that it may have been meant for, or another program's word translated, or
+/// nothing.
+pub fn meant<'a>(word: &str, mut candidates: impl Iterator<Item = &'a str> + Clone) -> String {
+    const TRANSLATED: [(&str, &str, &str); 2] =
+        [("hugepages", "backing", "backing=hugetlb-2m"), ("boot", "count", "the number alone")];
+    let translated = TRANSLATED
+        .into_iter()
+        .find(|(theirs, ours, _)| *theirs == word && candidates.clone().any(|c| c == *ours));
+    match (translated, nearest(word, &mut candidates)) {
+        (Some((_, _, ours)), _) => format!(" (here it is {ours})"),
+        (None, Some(nearest)) => format!(" (did you mean '{nearest}'?)"),
+        (None, None) => String::new(),
+    }
+}
+
+/// The candidate for which `word` may have been meant: one of which it is the beginning, or that it is but for a slip or two.
+fn nearest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let slips = |candidate: &str| match candidate.starts_with(word) && word.len() > 1 {
+        true => 0,
+        false => strsim::osa_distance(word, candidate),
+    };
+    let near = candidates.map(|candidate| (slips(candidate), candidate)).min()?;
+    (near.0 <= (word.chars().count() / 3).max(1)).then_some(near.1)
 }
 
 /// One of `names`, or an error that lists them and names the nearest.
@@ -151,7 +169,7 @@ pub fn one_of<T: Copy>(what: &str, text: &str, names: &[(&str, T)]) -> Result<T,
     names.iter().find(|(name, _)| *name == text).map(|&(_, value)| value).ok_or_else(|| {
         let all = names.iter().map(|(name, _)| *name);
         let known = all.clone().collect::<Vec<_>>().join(", ");
-        format!("unknown {what} '{text}': did you mean '{}'? There are {known}", nearest(text, all))
+        format!("unknown {what} '{text}'{}: there are {known}", meant(text, all))
     })
 }
 
@@ -253,7 +271,17 @@ mod tests {
     #[test]
     fn an_unknown_key_names_the_nearest() {
         let error = KeyValues::parse("4g,baking=thp", Some("size"), KEYS).unwrap_err();
-        assert!(matches!(&error, Error::UnknownKey { nearest, .. } if nearest == "backing"), "{error}");
+        assert_eq!(
+            error.to_string(),
+            "unknown key 'baking' (did you mean 'backing'?): the keys are size, backing, prealloc, pin"
+        );
+        let error = KeyValues::parse("4g,hugepages=on", Some("size"), KEYS).unwrap_err();
+        assert!(
+            error.to_string().starts_with("unknown key 'hugepages' (here it is backing=hugetlb-2m): the"),
+            "{error}"
+        );
+        let error = KeyValues::parse("4g,colour=red", Some("size"), KEYS).unwrap_err();
+        assert!(error.to_string().starts_with("unknown key 'colour': the keys are size"), "{error}");
     }
 
     #[test]

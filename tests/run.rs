@@ -2,10 +2,10 @@
 
 mod bed;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::{BufRead, BufReader, Read};
-use std::os::unix::ffi::OsStringExt;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitCode, Output, Stdio};
 
 use bed::kvm;
@@ -50,6 +50,23 @@ fn six_gibibytes_with_writes_above_four() -> Result<(), Failed> {
 #[trial(kvm())]
 fn preallocated_and_locked() -> Result<(), Failed> {
     succeed("--memory 16m,prealloc,lock")
+}
+
+/// Not UTF-8, as the first argument, as another one, and as this program's name.
+#[trial]
+fn words_that_are_no_text_are_bad_input() -> Result<(), Failed> {
+    let odd = OsStr::from_bytes(b"o\xff");
+    for (name, words) in [
+        ("vellum".as_ref(), &[odd][..]),
+        ("vellum".as_ref(), &["run".as_ref(), odd]),
+        (odd, &["run".as_ref(), "--memory".as_ref(), odd]),
+        (odd, &["rnu".as_ref()]),
+    ] {
+        let output = Command::new(VELLUM).arg0(name).args(words).output()?;
+        let lines = String::from_utf8_lossy(&output.stderr).lines().count();
+        ensure(output.status.code() == Some(2) && lines == 1, || format!("{words:?}: {output:?}"))?;
+    }
+    Ok(())
 }
 
 #[trial(kvm(), root())]

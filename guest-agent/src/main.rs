@@ -37,7 +37,8 @@ fn run() -> io::Result<()> {
     thread::spawn(move || reaper.reap());
 
     let mut console = OpenOptions::new().write(true).open("/dev/console")?;
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words = std::env::args_os().skip(1);
+    let arguments: Vec<String> = words.map(|word| word.to_string_lossy().into_owned()).collect();
     if let Some(request) = request(&arguments) {
         serve::one(&mut request.as_bytes(), &mut console, &children)?;
         return Ok(());

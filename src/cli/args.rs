@@ -1,11 +1,58 @@
 //! Arguments that several subcommands have: memory, CPUs, workloads.
 
+use std::ffi::OsStr;
+
+use clap::builder::{PossibleValue, TypedValueParser};
+
 use super::keyvalue::{self, KeyValues, list, number, one_of, size};
 use crate::dirty::Method;
 use crate::guests::program::GuestPage;
 use crate::guests::{Hot, Order, WriteConfig};
 use crate::host::hugepages;
 use crate::memory::{Backing, MemoryConfig};
+use crate::sandbox;
+
+/// A parser with words for shells to offer, which it need not be limited to.
+#[derive(Clone)]
+pub struct Offering<P>(pub P, pub &'static [&'static str]);
+
+impl<P: TypedValueParser> TypedValueParser for Offering<P> {
+    type Value = P::Value;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<P::Value, clap::Error> {
+        self.0.parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(self.1.iter().map(PossibleValue::new)))
+    }
+}
+
+/// The words of `--sandbox`.
+pub const SANDBOX: Offering<fn(&str) -> Result<sandbox::Mode, String>> =
+    Offering(|text| text.parse(), &["on", "log", "off"]);
+/// The words of `--tracker`.
+pub const TRACKER: Offering<fn(&str) -> Result<Tracker, String>> =
+    Offering(tracker, &["bitmap", "manual-protect", "initially-set", "ring"]);
+/// The words of `--backing`.
+pub const BACKING: Offering<fn(&str) -> Result<Backing, String>> = Offering(
+    backing,
+    &[
+        "anonymous",
+        "thp",
+        "hugetlb-2m",
+        "hugetlb-1g",
+        "shared-hugetlb-2m",
+        "shared-hugetlb-1g",
+        "shmem",
+        "memfd",
+    ],
+);
 
 /// `--memory SIZE[,backing=…][,prealloc=on|off][,lock=on|off][,slots=N]`.
 pub fn memory(text: &str) -> Result<MemoryConfig, String> {

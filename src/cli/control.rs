@@ -27,8 +27,22 @@ pub struct CtlArgs {
     what: Ctl,
 }
 
+/// What is common to `vellum pause`, `resume`, `status` and `stop`.
+#[derive(Debug, Args)]
+pub struct MachineArgs {
+    /// The machine: its name (--name), or the path of its control socket
+    machine: String,
+}
+
+impl MachineArgs {
+    /// The same as an argument of `ctl`.
+    pub(super) fn with(self, what: Ctl) -> CtlArgs {
+        CtlArgs { machine: self.machine, what }
+    }
+}
+
 #[derive(Debug, Subcommand)]
-enum Ctl {
+pub(super) enum Ctl {
     /// Stop its vCPUs and devices
     Pause,
     /// Let them go on
@@ -54,7 +68,7 @@ enum Ctl {
 
 /// A place for output that this process can open for the machine.
 #[derive(Clone, Debug)]
-enum Elsewhere {
+pub(super) enum Elsewhere {
     File(PathBuf),
     Null,
 }

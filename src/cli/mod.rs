@@ -10,6 +10,7 @@ pub mod control;
 pub mod devices;
 pub mod doctor;
 mod flags;
+mod habits;
 #[cfg(target_arch = "x86_64")]
 pub mod kernel;
 mod refusal;
@@ -19,6 +20,7 @@ pub mod run;
 pub mod test;
 
 use std::error::Error as StdError;
+use std::ffi::OsString;
 use std::fmt::Display;
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -47,6 +49,14 @@ enum Command {
     Run(Box<run::RunArgs>),
     Bench(Box<bench::BenchArgs>),
     Ctl(control::CtlArgs),
+    /// The same as ctl NAME pause
+    Pause(control::MachineArgs),
+    /// The same as ctl NAME resume
+    Resume(control::MachineArgs),
+    /// The same as ctl NAME status
+    Status(control::MachineArgs),
+    /// The same as ctl NAME stop
+    Stop(control::MachineArgs),
     List(control::ListArgs),
     Exec(control::ExecArgs),
     Report(report::ReportArgs),
@@ -126,7 +136,11 @@ fn print(text: impl Display) -> Result<bool, Failure> {
 pub fn main() -> ExitCode {
     crate::sys::heap::keep_to_one();
     say_panics();
-    let command = match quick().map_or_else(|| Cli::try_parse().map(|cli| cli.command), Ok) {
+    if let Some(line) = habits::other_program() {
+        say(&line);
+        return ExitCode::from(Exit::Usage.code());
+    }
+    let command = match quick().map_or_else(read, Ok) {
         Ok(command) => command,
         Err(error) => return refusal::refuse(&error),
     };
@@ -135,6 +149,10 @@ pub fn main() -> ExitCode {
         Command::Run(args) => run::run(*args),
         Command::Bench(args) => bench::run(*args),
         Command::Ctl(args) => control::ctl(args),
+        Command::Pause(args) => control::ctl(args.with(control::Ctl::Pause)),
+        Command::Resume(args) => control::ctl(args.with(control::Ctl::Resume)),
+        Command::Status(args) => control::ctl(args.with(control::Ctl::Status)),
+        Command::Stop(args) => control::ctl(args.with(control::Ctl::Stop)),
         Command::List(args) => control::list(&args),
         Command::Exec(args) => control::exec(args),
         Command::Report(args) => report::run(&args),
@@ -146,7 +164,7 @@ pub fn main() -> ExitCode {
         }
     };
     let exit = result.unwrap_or_else(|failure| {
-        eprintln!("vellum: {}", failure.message);
+        say(&failure.message);
         failure.exit
     });
     ExitCode::from(exit.code())
@@ -172,19 +190,83 @@ pub fn say_panics() {
 /// The command, where it is one that must start fast and is well-formed: only its own arguments are built then. Whatever
 /// is left, help and errors included, takes the long way, which knows all commands.
 fn quick() -> Option<Command> {
-    let name = std::env::args().nth(1)?;
+    let name = word(1)?;
     let command = match name.as_str() {
         "run" => run::RunArgs::augment_args(clap::Command::new("run")),
         "test" => test::TestArgs::augment_args(clap::Command::new("test")),
         _ => return None,
     };
-    let matches = clap::Command::new("vellum").subcommand(command).try_get_matches();
-    Command::from_arg_matches(&matches.ok()?).ok()
+    let matches = clap::Command::new("vellum").subcommand(command).try_get_matches().ok()?;
+    refusal::check(&matches).ok()?;
+    Command::from_arg_matches(&matches).ok()
+}
+
+/// The command, by way of all that there are.
+fn read() -> Result<Command, clap::Error> {
+    read_from(std::env::args_os())
+}
+
+fn read_from(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Command, clap::Error> {
+    let matches = Cli::command().try_get_matches_from(words)?;
+    refusal::check(&matches)?;
+    Ok(Cli::from_arg_matches(&matches)?.command)
+}
+
+/// One of the words that this program was started with, as far as it is text.
+fn word(nth: usize) -> Option<String> {
+    std::env::args_os().nth(nth).map(|word| word.to_string_lossy().into_owned())
+}
+
+/// Says `message` on standard error, in one line that a terminal can take.
+fn say(message: &str) {
+    eprintln!("vellum: {}", fit(message));
+}
+
+/// What of a message fits: whoever typed 100,000 characters knows them, and its end says what would work. Control characters are
+/// shown and not sent.
+fn fit(message: &str) -> String {
+    const MOST: usize = 2000;
+    let shown = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    let count = message.chars().count();
+    if count <= MOST {
+        return message.chars().map(shown).collect();
+    }
+    let start: String = message.chars().take(MOST / 2).map(shown).collect();
+    let end: String = message.chars().skip(count - MOST / 2).map(shown).collect();
+    format!("{start} … ({} characters) … {end}", count - MOST / 2 * 2)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_message_is_cut_in_its_middle_and_shows_control_characters() {
+        assert_eq!(fit("a\x1b[31mb — c"), "a\\u{1b}[31mb — c");
+        let long = fit(&format!("start {} end", "é".repeat(100_000)));
+        assert!(long.starts_with("start éé") && long.ends_with("éé end"), "{long}");
+        assert!(long.chars().count() < 2100 && long.contains("(98010 characters)"), "{long}");
+    }
+
+    /// What a shell completes, and that it is not a file's name.
+    #[test]
+    fn completions_offer_the_words_that_there_are() {
+        let mut script = Vec::new();
+        clap_complete::generate(clap_complete::Shell::Bash, &mut Cli::command(), "vellum", &mut script);
+        let script = String::from_utf8(script).unwrap();
+        for (flag, words) in
+            [("--sandbox", "on log off"), ("--tracker", "bitmap manual-protect initially-set ring")]
+        {
+            let cases: Vec<_> = script.split(&format!("                {flag})\n")).skip(1).collect();
+            assert!(!cases.is_empty(), "{flag}");
+            assert!(
+                cases.iter().all(|case| case
+                    .trim_start()
+                    .starts_with(&format!("COMPREPLY=($(compgen -W \"{words}\""))),
+                "{flag}"
+            );
+        }
+    }
 
     #[test]
     fn the_command_line_is_well_formed() {

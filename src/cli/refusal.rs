@@ -3,9 +3,11 @@
 
 use std::process::ExitCode;
 
-use clap::CommandFactory;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, CommandFactory};
 
+use super::kernel::KernelArgs;
 use super::{Cli, keyvalue};
 use crate::vm::lifecycle::Exit;
 
@@ -21,7 +23,7 @@ pub(super) fn refuse(error: &clap::Error) -> ExitCode {
             ExitCode::from(Exit::Usage.code())
         }
         _ => {
-            eprintln!("vellum: {}", one_line(error));
+            super::say(&one_line(error));
             ExitCode::from(Exit::Usage.code())
         }
     }
@@ -34,7 +36,7 @@ fn one_line(error: &clap::Error) -> String {
     if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(typed))) =
         (error.kind(), error.get(ContextKind::InvalidSubcommand))
     {
-        return unknown(typed, std::env::args().nth(1).as_deref());
+        return unknown(typed, super::word(1).as_deref());
     }
     if let (ErrorKind::UnknownArgument, Some(ContextValue::String(typed))) =
         (error.kind(), error.get(ContextKind::InvalidArg))
@@ -46,7 +48,7 @@ fn one_line(error: &clap::Error) -> String {
         }
         // Behind an argument, as in `ctl NAME stpo`, clap does not take a word for a command.
         if !typed.starts_with('-')
-            && let Some(first) = std::env::args().nth(1)
+            && let Some(first) = super::word(1)
             && Cli::command().find_subcommand(&first).is_some_and(clap::Command::has_subcommands)
         {
             return unknown(typed, Some(&first));
@@ -68,9 +70,9 @@ fn unknown(typed: &str, first: Option<&str>) -> String {
     let outer = first.and_then(|first| cli.find_subcommand(first)).filter(|outer| outer.has_subcommands());
     let level = outer.unwrap_or(&cli);
     let known: Vec<&str> = level.get_subcommands().map(clap::Command::get_name).collect();
-    let nearest = keyvalue::nearest(typed, known.iter().copied());
+    let meant = keyvalue::meant(typed, known.iter().copied());
     let after = outer.map_or(String::new(), |outer| format!(" of {}", outer.get_name()));
-    format!("unknown command '{typed}'{after}: did you mean '{nearest}'? There are {}", known.join(", "))
+    format!("unknown command '{typed}'{after}{meant}: there are {}", known.join(", "))
 }
 
 /// Why two arguments exclude each other, by the one that says so, and what would work.
@@ -109,6 +111,35 @@ fn excluded(error: &clap::Error) -> Option<String> {
     })
 }
 
+const NO_KERNEL: &str = "--kernel FILE is missing: the built-in guest has no devices, console, initrd or command line; name a \
+    kernel, or leave out the flags that are for one (vellum run --help)";
+
+/// Flags of a guest with a kernel need one. Clap sees to that, except where a flag of the built-in guest is there too: it
+/// excludes `--kernel`, and clap does not ask for what is excluded.
+pub(super) fn check(matches: &ArgMatches) -> Result<(), clap::Error> {
+    const EXCLUDING: [&str; 4] = ["workload", "passes", "duration", "json"];
+    let run = match matches.subcommand() {
+        Some(("run", run)) => run,
+        Some(("test", test)) if test.subcommand_name() == Some("startup") => {
+            test.subcommand_matches("startup").expect("it is its name")
+        }
+        _ => return Ok(()),
+    };
+    let typed = |id: &str| run.value_source(id) == Some(ValueSource::CommandLine);
+    if typed("kernel") || !EXCLUDING.into_iter().any(typed) {
+        return Ok(());
+    }
+    let flags = KernelArgs::augment_args(clap::Command::new("run"));
+    let given = flags.get_arguments().find(|flag| typed(flag.get_id().as_str()));
+    match given.and_then(clap::Arg::get_long) {
+        None => Ok(()),
+        Some(flag) => {
+            let text = format!("--{flag}: {NO_KERNEL}");
+            Err(Cli::command().error(ErrorKind::MissingRequiredArgument, text))
+        }
+    }
+}
+
 /// What to say where something else is needed too.
 fn missing(error: &clap::Error) -> Option<String> {
     let (ErrorKind::MissingRequiredArgument, Some(ContextValue::Strings(wanted))) =
@@ -117,11 +148,7 @@ fn missing(error: &clap::Error) -> Option<String> {
         return None;
     };
     match wanted.as_slice() {
-        [kernel] if kernel.starts_with("--kernel") => Some(
-            "--kernel FILE is missing: the built-in guest has no devices, console, initrd or command line; name a kernel, or \
-             leave out the flags that are for one (vellum run --help)"
-                .into(),
-        ),
+        [kernel] if kernel.starts_with("--kernel") => Some(NO_KERNEL.into()),
         [command] if command.contains("COMMAND") => {
             Some("COMMAND is missing: give one behind --, as in `-- uname -a`, or use --request JSON".into())
         }
@@ -131,9 +158,8 @@ fn missing(error: &clap::Error) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
+    use crate::cli::read_from;
 
     #[test]
     fn errors_are_one_line() {
@@ -149,11 +175,47 @@ mod tests {
             (&["vellum", "run", "-k", "x", "--passes", "3"], "--timeout ends it"),
             (&["vellum", "run", "-d", "x.img"], "name a kernel"),
             (&["vellum", "exec", "x"], "behind --"),
+            (&["vellum", "sotp", "x"], "did you mean 'stop'"),
+            (&["vellum", "halt", "x"], "unknown command 'halt': there are doctor, run"),
+            (&["vellum", "run", "-m", "1g,hugepages=on"], "backing=hugetlb-2m"),
+            (&["vellum", "run", "-k", "x", "--vsock", "3"], "PATH,cid=3"),
         ] {
-            let error = Cli::try_parse_from(line).expect_err("must be refused");
+            let error = read_from(line).map(drop).expect_err("must be refused");
             let message = one_line(&error);
             assert!(!message.contains('\n') && message.contains(remedy), "{message}");
         }
+    }
+
+    /// Whatever else is there: clap itself forgets, where a flag excludes the kernel.
+    #[test]
+    fn flags_of_a_guest_with_a_kernel_need_one() {
+        let kernel = KernelArgs::augment_args(clap::Command::new("run"));
+        let flags = kernel.get_arguments().filter(|flag| flag.get_id() != "kernel");
+        let mut count = 0;
+        for flag in flags {
+            let value = match flag.get_id().as_str() {
+                "protocol" => "pvh",
+                "irqchip" => "split",
+                "serial" | "console" => "null",
+                "timeout" => "3s",
+                "net" => "tap=tap0",
+                "network" => "mode=none",
+                _ => "x",
+            };
+            let mut words =
+                vec!["vellum".to_owned(), "run".into(), format!("--{}", flag.get_long().unwrap())];
+            words.extend(flag.get_action().takes_values().then(|| value.to_owned()));
+            let built_in =
+                [&["--passes", "1"][..], &["-w", "write"], &["--json", "o"], &["--duration", "1s"], &[]];
+            for more in built_in {
+                let words = words.iter().map(String::as_str).chain(more.iter().copied());
+                let message = read_from(words).map(drop).map_err(|error| one_line(&error));
+                let message = message.expect_err(&format!("{:?} {more:?}", flag.get_long()));
+                assert!(message.contains("--kernel FILE is missing"), "{message}");
+            }
+            count += 1;
+        }
+        assert!(count > 10, "only {count} flags");
     }
 
     /// Every rule has its reason: a new one is not left to clap's words.
@@ -173,7 +235,7 @@ mod tests {
             &["bench", "rmap-fork", "3", "--lengths", "3"],
             &["exec", "a", "--request", r#"{"do":"facts"}"#, "--", "ls"],
         ] {
-            let error = Cli::try_parse_from([&["vellum"], line].concat()).expect_err("must be refused");
+            let error = read_from([&["vellum"], line].concat()).map(drop).expect_err("must be refused");
             let message = one_line(&error);
             assert!(message.contains(" excludes ") && message.contains("leave out"), "{line:?}: {message}");
         }

@@ -61,7 +61,7 @@ pub struct RunArgs {
 
     /// Confine the running VMM by seccomp and Landlock: on; log (what seccomp would forbid goes to the kernel's log, and
     /// Landlock, which can only deny, is left out); off
-    #[arg(long, value_name = "MODE", default_value = "on")]
+    #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
     sandbox: Mode,
 
     /// Give up root for this user and group once everything is open, as two numbers

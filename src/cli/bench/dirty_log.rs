@@ -64,7 +64,7 @@ pub struct DirtyLogArgs {
 
     /// How the log is collected: bitmap, manual-protect, initially-set, ring[,entries=N] [default: initially-set, or the
     /// next best that this host has]
-    #[arg(long, value_name = "NAME", value_parser = args::tracker)]
+    #[arg(long, value_name = "NAME", value_parser = args::TRACKER, hide_possible_values = true)]
     tracker: Option<args::Tracker>,
 
     /// Clear in chunks of so many pages, a multiple of 64, instead of whole memslots

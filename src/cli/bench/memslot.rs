@@ -30,7 +30,7 @@ pub struct MemslotArgs {
     bytes: u64,
 
     /// Backing, by Vellum's names or the KVM selftests'
-    #[arg(long, value_name = "BACKING", default_value = "anonymous", value_parser = args::backing)]
+    #[arg(long, value_name = "BACKING", default_value = "anonymous", value_parser = args::BACKING, hide_possible_values = true)]
     backing: Backing,
 
     /// How long each test goes on in each run

@@ -63,7 +63,7 @@ struct Output {
     result: ResultArgs,
 
     /// Confine the vCPU threads: on, log or off
-    #[arg(long, value_name = "MODE", default_value = "on")]
+    #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
     sandbox: Mode,
 
     /// What a terminal shows while it is measured.
@@ -92,7 +92,7 @@ struct RegionArgs {
     bytes: u64,
 
     /// Backing: anonymous, thp, hugetlb-2m, shmem and so on, or as the KVM selftests call them (anonymous_thp)
-    #[arg(short = 's', long, value_name = "BACKING", default_value = "anonymous", value_parser = args::backing)]
+    #[arg(short = 's', long, value_name = "BACKING", default_value = "anonymous", value_parser = args::BACKING, hide_possible_values = true)]
     backing: Backing,
 
     /// vCPUs

@@ -19,11 +19,11 @@ use crate::vm::lifecycle::{self, Exit};
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(super) struct DirtyEdgesArgs {
     /// How the log is collected: manual-protect, initially-set, or ring (with initially-set asked for too: it must not matter)
-    #[arg(long, value_name = "NAME", default_value = "initially-set", value_parser = args::tracker)]
+    #[arg(long, value_name = "NAME", default_value = "initially-set", value_parser = args::TRACKER, hide_possible_values = true)]
     tracker: args::Tracker,
 
     /// What backs memory
-    #[arg(short = 's', long, value_name = "BACKING", default_value = "thp", value_parser = args::backing)]
+    #[arg(short = 's', long, value_name = "BACKING", default_value = "thp", value_parser = args::BACKING, hide_possible_values = true)]
     backing: Backing,
 
     /// The memslot's size
@@ -46,7 +46,7 @@ pub(super) struct DirtyEdgesArgs {
     result: ResultArgs,
 
     /// Confine the vCPU thread: on, log or off
-    #[arg(long, value_name = "MODE", default_value = "on")]
+    #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
     sandbox: Mode,
 }
 

@@ -26,11 +26,11 @@ use crate::vm::lifecycle::{self, Exit};
 pub(super) struct DirtyLogArgs {
     /// How the log is collected: bitmap, manual-protect, initially-set, ring[,entries=N]; may be given several times
     /// [default: all that this host has]
-    #[arg(long, value_name = "NAME", value_parser = args::tracker)]
+    #[arg(long, value_name = "NAME", value_parser = args::TRACKER, hide_possible_values = true)]
     tracker: Vec<args::Tracker>,
 
     /// What backs memory; may be given several times [default: all that this host has pages for]
-    #[arg(short = 's', long, value_name = "BACKING", value_parser = args::backing)]
+    #[arg(short = 's', long, value_name = "BACKING", value_parser = args::BACKING, hide_possible_values = true)]
     backing: Vec<Backing>,
 
     /// Memory that the guest writes to
@@ -76,7 +76,7 @@ pub(super) struct DirtyLogArgs {
     result: ResultArgs,
 
     /// Confine the vCPU threads: on, log or off
-    #[arg(long, value_name = "MODE", default_value = "on")]
+    #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
     sandbox: sandbox::Mode,
 }
 

@@ -133,9 +133,7 @@ pub enum Error {
     #[error("the kernel cannot be entered by {asked}; it offers {offered}")]
     Protocol { asked: Protocol, offered: Protocol },
     /// Something does not fit where it must go.
-    #[error(
-        "{what} needs guest memory at {start:#x}..{end:#x}, which {why}; use more memory, or an image linked elsewhere"
-    )]
+    #[error("{what} needs guest memory at {start:#x}..{end:#x}, which {why}")]
     Place { what: &'static str, start: u64, end: u64, why: String },
     /// The initrd does not fit.
     #[error(
@@ -231,6 +229,9 @@ pub fn load<M: GuestMemoryBackend>(
     let Some(elf) = elf else {
         return match request.protocol {
             Some(Protocol::Multiboot) => Err(Error::Malformed("it has no multiboot header".into())),
+            Some(asked) if multiboot::Header::find(kernel)?.is_some() => {
+                Err(Error::Protocol { asked, offered: Protocol::Multiboot })
+            }
             _ => Err(Error::NotAKernel { start: kernel.start()? }),
         };
     };
@@ -331,13 +332,19 @@ impl<'a, M: GuestMemoryBackend> Placement<'a, M> {
             return Ok(());
         }
         if start.checked_add(len).is_none() {
-            return refuse("wraps around".into());
+            return refuse("wraps around; use an image linked elsewhere".into());
         }
         if let Some((_, by)) = self.taken.iter().find(|(taken, _)| taken.start < end && start < taken.end) {
-            return refuse(format!("overlaps {by}"));
+            let remedy = match what == *by {
+                true => "two parts of one image cannot: use a complete and unchanged one",
+                false => "use an image linked elsewhere",
+            };
+            return refuse(format!("overlaps {by}; {remedy}"));
         }
         if !self.memory.check_range(GuestAddress(start), len as usize) {
-            return refuse(format!("is not all RAM (there is {:#x} bytes of it from 0)", self.low_end));
+            let remedy = "use more memory, or an image linked elsewhere";
+            let low_end = self.low_end;
+            return refuse(format!("is not all RAM (there is {low_end:#x} bytes of it from 0); {remedy}"));
         }
         self.taken.push((start..end, what));
         Ok(())

@@ -137,6 +137,8 @@ fn the_first_protocol_that_an_image_offers_is_taken_and_another_may_be_asked_for
     assert_eq!(boot(&memory, &elf64(&CODE, false), None).unwrap(), long);
     let error = boot_as(&memory, &elf64(&CODE, false), None, Some(Protocol::Pvh), "").unwrap_err();
     assert!(error.to_string().contains("entered by pvh; it offers linux64"), "{error}");
+    let error = boot_as(&memory, &multiboot_flat(), None, Some(Protocol::Pvh), "").unwrap_err();
+    assert!(error.to_string().contains("by pvh; it offers multiboot"), "{error}");
     let error = boot_as(&memory, &bzimage(0x1000), None, Some(Protocol::Pvh), "").unwrap_err();
     assert!(error.to_string().contains("offers linux64"), "{error}");
 }
