@@ -136,7 +136,7 @@ fn machines_that_are_not_there_are_one_line_and_status_2() -> Result<(), Failed>
         ("ctl /nonexistent/x.sock pause", "/nonexistent/x.sock"),
         ("ctl ../x pause", "../x: No such file"),
         ("ctl .hidden pause", "no machine's name"),
-        ("ctl nobody puase", "unknown command 'puase' of ctl: did you mean 'pause'?"),
+        ("ctl nobody puase", "unknown command 'puase' of ctl (did you mean 'pause'?)"),
         ("ctl nobody", "pause"),
         ("ctl nobody balloon lots", "512m"),
         ("ctl nobody serial tty", "file=PATH or null"),
@@ -315,6 +315,146 @@ fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed>
     machine.child.stdin.take().ok_or("no input")?.write_all(b"x")?;
     let output = machine.end()?;
     ensure(output.status.success() && output.stdout == b"R", || format!("{output:?}"))
+}
+
+/// The machine's own kernel, and a file that a machine without a serial port is to write to.
+#[trial(kvm())]
+fn kept() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let machine = echo(&home, "s")?;
+    let (image, built_in) = (home.0.join("echo"), home.endless("b")?);
+    let before = fs::read(&image)?;
+    let at = image.display();
+    let (other, new) = (home.0.join("other"), home.0.join("new"));
+    fs::write(&other, "earlier")?;
+    for (line, status, says) in [
+        (format!("ctl s serial file={at}"), 2, "kernel or initial RAM disk"),
+        (format!("run --serial file={at} -k {at}"), 2, "kernel or initial RAM disk"),
+        (format!("ctl b serial file={}", other.display()), 1, "no serial port"),
+        (format!("ctl b serial file={}", new.display()), 1, "no serial port"),
+    ] {
+        let output = home.vellum(&line)?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure(output.status.code() == Some(status) && said.contains(says), || {
+            format!("{line}: {output:?}")
+        })?;
+    }
+    ensure(fs::read(&image)? == before && fs::read(&other)? == b"earlier", || "overwritten".into())?;
+    ensure(!new.exists(), || "an empty file is left".into())?;
+    home.ctl(&format!("s serial file={}", other.display()))?;
+    ensure(fs::read(&other)?.is_empty(), || "what was there before is still there".into())?;
+    for (name, machine) in [("s", machine), ("b", built_in)] {
+        home.ctl(&format!("{name} stop"))?;
+        machine.end()?;
+    }
+    Ok(())
+}
+
+#[trial(kvm())]
+fn silent() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (stopped, other) = (home.endless("stopped")?, home.endless("z")?);
+    let send = |signal: &str| Command::new("kill").args([signal, &stopped.child.id().to_string()]).status();
+    send("-STOP")?;
+    let patience = std::time::Duration::from_millis(50);
+    let asked = Client::connect_within(&home.socket("stopped"), patience)?.ask(&Do::Status {});
+    let listed = home.vellum("list")?;
+    send("-CONT")?;
+    let pid = stopped.child.id() as i32;
+    ensure(matches!(asked, Err(Error::Silent { pid: Some(of), .. }) if of == pid), || format!("{asked:?}"))?;
+    let text = String::from_utf8(listed.stdout)?;
+    let rows: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+    let pid = pid.to_string();
+    ensure(rows.iter().any(|row| row[..3] == ["stopped", &pid, "silent"]), || text.clone())?;
+    ensure(rows.iter().any(|row| row[0] == "z" && row[2] == "running"), || text.clone())?;
+    for (name, machine) in [("stopped", stopped), ("z", other)] {
+        home.ctl(&format!("{name} stop"))?;
+        machine.end()?;
+    }
+    Ok(())
+}
+
+#[trial(kvm())]
+fn too_many() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let machine = home.endless("n")?;
+    let mut clients = Vec::new();
+    let refused = loop {
+        let mut client = Client::connect(&home.socket("n"))?;
+        match client.ask(&Do::Status {}) {
+            Ok(_) if clients.len() > 100 => return Err("there is no limit".into()),
+            Ok(_) => clients.push(client),
+            Err(error) => break error,
+        }
+    };
+    ensure(matches!(&refused, Error::Refused(why) if why == "too many clients"), || format!("{refused:?}"))?;
+    let output = home.vellum("status n")?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure(!output.status.success() && said.contains("too many clients"), || format!("{output:?}"))?;
+    drop(clients);
+    eventually(LIMIT, "it serves clients again", || {
+        Ok(home.vellum("stop n")?.status.success().then_some(()))
+    })?;
+    machine.end().map(drop)
+}
+
+/// Clients are turned away while there is no descriptor for them, and served again when there is.
+#[trial(kvm())]
+fn no_descriptors() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let mut command = Command::new("sh");
+    command.args([
+        "-c",
+        "ulimit -n 32; exec \"$@\"",
+        "sh",
+        VELLUM,
+        "run",
+        "--memory",
+        "16m",
+        "--passes",
+        "0",
+    ]);
+    command.env("XDG_RUNTIME_DIR", &home.0).stdin(Stdio::null());
+    let machine = home.start("n", &mut command)?;
+    let mut clients = Vec::new();
+    let refused = loop {
+        let patience = std::time::Duration::from_secs(5);
+        let mut client = Client::connect_within(&home.socket("n"), patience)?;
+        match client.ask(&Do::Status {}) {
+            Ok(_) if clients.len() > 40 => return Err("there is no limit".into()),
+            Ok(_) => clients.push(client),
+            Err(error) => break error,
+        }
+    };
+    let told = |error: &Error| matches!(error, Error::Refused(why) if why.contains("ulimit -n"));
+    ensure(told(&refused), || format!("{} clients, then {refused:?}", clients.len()))?;
+    // What was left for an answer goes to one who asks nothing, and then there is none for a connection.
+    let idle = std::os::unix::net::UnixStream::connect(home.socket("n"))?;
+    let turned_away = Client::connect(&home.socket("n"))?.ask(&Do::Status {});
+    ensure(turned_away.as_ref().is_err_and(told), || format!("{turned_away:?}"))?;
+    drop((clients, idle));
+    eventually(LIMIT, "it serves clients again", || {
+        Ok(home.vellum("stop n")?.status.success().then_some(()))
+    })?;
+    let output = machine.end()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure(said.contains("a client was turned away"), || format!("{output:?}"))
+}
+
+#[trial(kvm())]
+fn large_balloon() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let image = home.0.join("image");
+    fs::write(&image, Code::default().spin().elf64())?;
+    let machine = home.start("m", home.command("run -m 16 --balloon -k").arg(image))?;
+    let output = home.vellum("ctl m balloon 99999t")?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    let good =
+        output.status.code() == Some(1) && said.contains("more than its memory, of which there is 16m");
+    ensure(good, || format!("{output:?}"))?;
+    home.ctl("m balloon 4m")?;
+    home.ctl("m stop")?;
+    machine.end().map(drop)
 }
 
 #[trial(kvm())]

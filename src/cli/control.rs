@@ -5,6 +5,7 @@ use std::io::ErrorKind;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use guest_agent::{Event, Request};
@@ -96,6 +97,9 @@ impl Elsewhere {
     }
 }
 
+/// How long `list` waits for a machine.
+const GLANCE: Duration = Duration::from_secs(2);
+
 /// List the machines of this user that run
 #[derive(Debug, Args)]
 pub struct ListArgs {
@@ -126,7 +130,7 @@ fn connect(machine: &str) -> Result<Client, Failure> {
 }
 
 /// Without a flag: the machine is an argument.
-fn failure(error: impl Fault) -> Failure {
+fn failure(error: impl Fault + 'static) -> Failure {
     Failure::of(&error, &[])
 }
 
@@ -152,6 +156,7 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
     if answer.as_object().is_some_and(|fields| !fields.is_empty()) {
         print(format_args!("{answer}\n"))?;
     }
+    client.wait_for_ever();
     match what {
         Do::Events {} => {
             while let Ok(event) = client.line() {
@@ -170,8 +175,14 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
 /// `vellum list`
 pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
     let mut lines = Vec::new();
-    for (name, path) in names::all().map_err(failure)? {
-        let status = Client::connect(&path).and_then(|mut client| client.ask(&Do::Status {}));
+    let machines = names::all().map_err(failure)?;
+    let ask = |path: &Path| Client::connect_within(path, GLANCE)?.ask(&Do::Status {});
+    // All at once, so that several that do not answer take no longer than one.
+    let answers: Vec<_> = std::thread::scope(|scope| {
+        let asked: Vec<_> = machines.iter().map(|(_, path)| scope.spawn(move || ask(path))).collect();
+        asked.into_iter().map(|thread| thread.join().expect("a client does not panic")).collect()
+    });
+    for ((name, path), status) in machines.into_iter().zip(answers) {
         match status {
             Ok(status) if args.json => {
                 let mut status = status;
@@ -194,7 +205,11 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
             }
             // And one that ends takes it away.
             Err(Error::Connect { source, .. }) if source.kind() == ErrorKind::NotFound => {}
-            Err(error) => eprintln!("vellum: {name}: {error}"),
+            Err(Error::Silent { pid, .. }) if !args.json => {
+                let pid = pid.map_or("?".into(), |pid| pid.to_string());
+                lines.push([name, pid, "silent".into(), "?".into(), "?".into()]);
+            }
+            Err(error) => super::say(&format!("{name}: {error}")),
         }
     }
     if !args.json && !lines.is_empty() {
@@ -218,7 +233,7 @@ pub fn exec(args: ExecArgs) -> Result<Exit, Failure> {
         other => failure(other),
     };
     let mut exit = Exit::PowerOff;
-    for event in agent::ask(path.as_ref(), &request).map_err(failed)? {
+    for event in agent::ask(path.as_ref(), &request, agent::PATIENCE).map_err(failed)? {
         let wanted = match event.map_err(failed)? {
             event if verbatim => {
                 let line = serde_json::to_string(&event).map_err(Failure::host)?;

@@ -84,7 +84,7 @@ impl Failure {
     }
 
     /// What `error` says, behind the flag of the field that it is about.
-    pub fn of(error: &impl Fault, flags: Flags) -> Self {
+    pub fn of(error: &(impl Fault + 'static), flags: Flags) -> Self {
         let exit = match error.whose() {
             Whose::User => Exit::Usage,
             Whose::Host | Whose::Guest => Exit::Error,
@@ -109,7 +109,7 @@ impl Failure {
 }
 
 /// The whole chain of reasons in one line; a reason that the line above it already spells out is not repeated.
-fn chain(error: &dyn StdError) -> String {
+fn chain(error: &(dyn StdError + 'static)) -> String {
     let mut line = error.to_string();
     let mut next = error.source();
     while let Some(source) = next {
@@ -119,7 +119,17 @@ fn chain(error: &dyn StdError) -> String {
         }
         next = source.source();
     }
-    line
+    match out_of_descriptors(error) {
+        true => format!("{line}; raise the limit on open files (ulimit -n)"),
+        false => line,
+    }
+}
+
+/// Whether this process may open no more files, which can befall any part of it. KVM's own error says so itself.
+fn out_of_descriptors(error: &(dyn StdError + 'static)) -> bool {
+    let io = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+    let kvm = error.downcast_ref::<kvm_ioctls::Error>().map(|error| error.errno());
+    io.or(kvm) == Some(libc::EMFILE) || error.source().is_some_and(out_of_descriptors)
 }
 
 /// Prints `text`; false where whoever read standard output has seen enough, as `| head` has.

@@ -3,9 +3,12 @@
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::fault::{Blame, Fault};
 use guest_agent::{Event, PORT, Request};
+
+use crate::sys::socket;
 
 /// The longest line that an agent sends: a command's output comes in pieces far smaller.
 const MAX_LINE: u64 = 1 << 20;
@@ -22,7 +25,9 @@ pub enum Error {
         source: io::Error,
     },
     /// Nothing listens in the guest.
-    #[error("the guest has no agent that listens: is it still booting?")]
+    #[error(
+        "the guest has no agent that listens: is it still booting, and has it virtio-vsock and the guest agent?"
+    )]
     Silent,
     /// The guest went away in the middle.
     #[error("the guest has closed the connection before it was done")]
@@ -50,13 +55,20 @@ pub struct Answer {
     stream: Option<BufReader<UnixStream>>,
 }
 
-/// Sends `request` to the agent behind `path`, the machine's vsock.
+/// How long a guest has to take a connection. One without the device's driver never refuses it.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Sends `request` to the agent behind `path`, the machine's vsock, which has `patience` to take the connection, and all time for
+/// what it is asked.
 ///
 /// # Errors
 /// Where nobody listens.
-pub fn ask(path: &Path, request: &Request) -> Result<Answer, Error> {
-    let failed = |source| Error::Socket { path: path.into(), source };
-    let mut stream = UnixStream::connect(path).map_err(failed)?;
+pub fn ask(path: &Path, request: &Request, patience: Duration) -> Result<Answer, Error> {
+    let failed = |source: io::Error| match source.kind() {
+        io::ErrorKind::WouldBlock => Error::Silent,
+        _ => Error::Socket { path: path.into(), source },
+    };
+    let mut stream = socket::connect(path, patience).map_err(failed)?;
     stream.write_all(format!("CONNECT {PORT}\n").as_bytes()).map_err(failed)?;
     let mut stream = BufReader::new(stream);
     let mut greeting = String::new();
@@ -66,6 +78,7 @@ pub fn ask(path: &Path, request: &Request) -> Result<Answer, Error> {
     }
     let request = serde_json::to_string(request).expect("plain data");
     stream.get_mut().write_all(format!("{request}\n").as_bytes()).map_err(failed)?;
+    stream.get_mut().set_read_timeout(None).map_err(failed)?;
     Ok(Answer { path: path.into(), stream: Some(stream) })
 }
 
@@ -114,10 +127,21 @@ mod tests {
                 stream.write_all(lines.as_bytes()).unwrap();
             }
         });
-        let answer = ask(&path, &Request::Facts).and_then(Iterator::collect);
+        let answer = ask(&path, &Request::Facts, PATIENCE).and_then(Iterator::collect);
         guest.join().unwrap();
         std::fs::remove_file(path).unwrap();
         answer
+    }
+
+    /// As of a guest whose kernel has no driver for the socket device.
+    #[test]
+    fn a_guest_that_never_answers_is_given_up() {
+        let path = std::env::temp_dir().join(format!("vellum-agent-{}-never", std::process::id()));
+        let listener = UnixListener::bind(&path).unwrap();
+        let asked = ask(&path, &Request::Facts, Duration::from_millis(20)).map(drop);
+        drop(listener);
+        std::fs::remove_file(path).unwrap();
+        assert!(matches!(asked, Err(Error::Silent)), "{asked:?}");
     }
 
     #[test]

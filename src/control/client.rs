@@ -4,6 +4,7 @@ use std::io::{self, BufRead, BufReader, Read};
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -28,6 +29,16 @@ pub enum Error {
         /// The socket.
         path: PathBuf,
     },
+    /// It is there, and says nothing.
+    #[error("{path}: no answer within {patience:?}{}; a stopped process (kill -STOP) answers after kill -CONT", process(*pid))]
+    Silent {
+        /// The socket.
+        path: PathBuf,
+        /// How long it was waited for.
+        patience: Duration,
+        /// The machine's process, where it is known.
+        pid: Option<i32>,
+    },
     /// It says something that is no answer.
     #[error("{path}: not an answer of Vellum's: {line}")]
     Answer {
@@ -45,24 +56,52 @@ impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
             Self::Connect { .. } => Blame::USER,
-            Self::Closed { .. } | Self::Answer { .. } | Self::Refused(_) => Blame::HOST,
+            Self::Closed { .. } | Self::Silent { .. } | Self::Answer { .. } | Self::Refused(_) => Blame::HOST,
         }
     }
 }
 
+fn process(pid: Option<i32>) -> String {
+    pid.map_or(String::new(), |pid| format!(" from process {pid}"))
+}
+
+/// How long a machine has for an answer. A pause waits for what its devices have in flight, and is bounded itself.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
 /// A connection to a machine.
 pub struct Client {
     path: PathBuf,
+    patience: Duration,
     stream: BufReader<UnixStream>,
     last_id: u64,
 }
 
 impl Client {
-    /// Connects to the control socket at `path`.
+    /// Connects to the control socket at `path`, to wait [`PATIENCE`] for each answer.
+    ///
+    /// # Errors
+    /// Where nobody listens, or nobody takes the connection.
     pub fn connect(path: &Path) -> Result<Self, Error> {
-        let stream =
-            UnixStream::connect(path).map_err(|source| Error::Connect { path: path.into(), source })?;
-        Ok(Client { path: path.into(), stream: BufReader::new(stream), last_id: 0 })
+        Self::connect_within(path, PATIENCE)
+    }
+
+    /// The same, with a patience of its own.
+    ///
+    /// # Errors
+    /// As [`Client::connect`].
+    pub fn connect_within(path: &Path, patience: Duration) -> Result<Self, Error> {
+        let failed = |source: io::Error| match source.kind() {
+            io::ErrorKind::WouldBlock => Error::Silent { path: path.into(), patience, pid: None },
+            _ => Error::Connect { path: path.into(), source },
+        };
+        let stream = socket::connect(path, patience).map_err(failed)?;
+        Ok(Client { path: path.into(), patience, stream: BufReader::new(stream), last_id: 0 })
+    }
+
+    /// From now on a line may take as long as it takes, as events do.
+    pub fn wait_for_ever(&mut self) {
+        // It fails only for a time of 0.
+        let _ = self.stream.get_ref().set_read_timeout(None);
     }
 
     /// Sends a request and waits for its answer.
@@ -76,12 +115,18 @@ impl Client {
         let mut request = serde_json::to_value(what).expect("plain data");
         request["id"] = self.last_id.into();
         let line = format!("{request}\n");
-        socket::send(self.stream.get_ref(), line.as_bytes(), descriptors)
-            .map_err(|_| Error::Closed { path: self.path.clone() })?;
+        socket::send(self.stream.get_ref(), line.as_bytes(), descriptors).map_err(|_| self.unheard())?;
+        // To nobody's request: why it hangs up, if it does.
+        let mut said = None;
         loop {
-            let mut answer = self.line()?;
+            let mut answer = match self.line() {
+                Err(Error::Closed { .. }) if let Some(why) = said => return Err(Error::Refused(why)),
+                line => line?,
+            };
             if answer["id"] != self.last_id {
-                // An event, or the answer to a line that was no request.
+                if answer["id"] == 0 {
+                    said = answer["error"].as_str().map(str::to_owned).or(said);
+                }
                 continue;
             }
             return match answer["error"].as_str() {
@@ -98,7 +143,22 @@ impl Client {
             Ok(1..) => {
                 serde_json::from_str(&line).map_err(|_| Error::Answer { path: self.path.clone(), line })
             }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                let pid = socket::peer_pid(self.stream.get_ref()).ok();
+                Err(Error::Silent { path: self.path.clone(), patience: self.patience, pid })
+            }
             _ => Err(Error::Closed { path: self.path.clone() }),
+        }
+    }
+
+    /// Why a request was not taken: what the machine has said before it hung up, to nobody's request, or that it hung up.
+    fn unheard(&mut self) -> Error {
+        match self.line() {
+            Ok(mut line) if line["id"] == 0 => match line["error"].take() {
+                Value::String(why) => Error::Refused(why),
+                _ => Error::Closed { path: self.path.clone() },
+            },
+            _ => Error::Closed { path: self.path.clone() },
         }
     }
 }

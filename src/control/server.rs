@@ -136,7 +136,10 @@ impl Control {
         let Some(client) = self.clients.get_mut(&fd) else { return false };
         while let Some(end) = client.input.iter().position(|&byte| byte == b'\n') {
             let line: Vec<u8> = client.input.drain(..=end).collect();
-            let Ok(reply) = client.stream.try_clone() else { return false };
+            let Ok(reply) = client.stream.try_clone() else {
+                send(&client.stream, &json!({"id": 0, "error": socket::NO_DESCRIPTOR}));
+                return false;
+            };
             let done = match parse(&line) {
                 Err((id, error)) => send(&reply, &json!({"id": id, "error": error})),
                 Ok(Request { id, what }) if what.descriptors() > client.descriptors.len() => {

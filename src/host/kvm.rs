@@ -110,7 +110,12 @@ fn busy() -> Unusable {
 }
 
 fn failed(call: &'static str, errno: i32) -> Unusable {
-    let remedy = "the kernel's log may say why (sudo dmesg | grep -i kvm)".into();
+    let remedy = match errno {
+        libc::EMFILE => "raise the limit on open files (ulimit -n)",
+        libc::ENOMEM => "free memory on the host",
+        _ => "the kernel's log may say why (sudo dmesg | grep -i kvm)",
+    };
+    let remedy = remedy.into();
     Unusable { problem: Problem::Failed(call, io::Error::from_raw_os_error(errno)), remedy }
 }
 

@@ -18,6 +18,7 @@ use crate::devices::bus::Bus;
 use crate::devices::virtio::balloon::BalloonHandle;
 use crate::devices::virtio::vsock::SocketPath;
 use crate::devices::{Ending, console};
+use crate::memory::short_size;
 use crate::payload::{Outline, Payload, Progress, Subscriber};
 use crate::vm::lifecycle::Exit;
 use crate::vm::vcpu::{self, Flow, Vcpu};
@@ -109,6 +110,11 @@ impl Payload for Machine {
             Do::Balloon { bytes } => {
                 let balloon = self.virtio.find::<BalloonHandle>();
                 let (balloon, device) = balloon.ok_or("this machine was started without a balloon")?;
+                let memory = self.vm.memory.config.size;
+                if *bytes > memory {
+                    let [asked, memory] = [*bytes, memory].map(short_size);
+                    return Err(format!("{asked} is more than its memory, of which there is {memory}"));
+                }
                 balloon.set_target(*bytes, device);
             }
             Do::Serial { truncate } => {

@@ -13,6 +13,8 @@ pub struct Ready {
     pub machine: Machine,
     /// The session.
     pub session: Session,
+    /// Kept open with its files' locks.
+    _image: Image,
 }
 
 /// How a run ended.
@@ -47,7 +49,7 @@ pub fn ready(
     let serial = board.open_serial()?;
     let sandbox = session.confine()?;
     let machine = board.start(&entry, serial, sandbox)?;
-    Ok(Ready { machine, session })
+    Ok(Ready { machine, session, _image: image })
 }
 
 impl Ready {
@@ -56,7 +58,7 @@ impl Ready {
     /// # Errors
     /// Where it cannot go on.
     pub fn run(&mut self) -> Result<Outcome, Error> {
-        let Self { machine, session } = self;
+        let Self { machine, session, .. } = self;
         let end = session.run(machine)?;
         let lost_output = machine.serial.unread();
         Ok(Outcome {

@@ -1,10 +1,12 @@
 //! Unix sockets as a VMM needs them: private from the first moment, never waited for, and a way for open descriptors.
 
-use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::Duration;
 
 /// Why a socket cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -38,11 +40,17 @@ const MAX_PATH: usize = 107 - ASIDE;
 /// A point and a process's number in hexadecimal, of which Linux has 22 bits.
 const ASIDE: usize = 7;
 
+/// What a client is told for whom there is no descriptor.
+pub const NO_DESCRIPTOR: &str = "the machine has no descriptor left (ulimit -n)";
+
 /// A listening, non-blocking socket of mode 0600 that takes its name with it when it goes.
 #[derive(Debug)]
 pub struct Listener {
     socket: UnixListener,
     path: PathBuf,
+    /// Given up for a moment where there are no other descriptors left, so that a client can be turned away. One that were left
+    /// waiting would wake the event loop again and again.
+    spare: Mutex<Option<OwnedFd>>,
 }
 
 impl Listener {
@@ -76,7 +84,8 @@ impl Listener {
                 e => io_error(e),
             });
         }
-        Ok(Listener { socket: socket.into(), path: path.into() })
+        let spare = Mutex::new(Some(socket.try_clone().map_err(io_error)?));
+        Ok(Listener { socket: socket.into(), path: path.into(), spare })
     }
 
     /// Where it listens.
@@ -84,11 +93,34 @@ impl Listener {
         &self.path
     }
 
-    /// The next connection, non-blocking; `WouldBlock` if there is none.
+    /// The next connection, non-blocking; `WouldBlock` if there is none. Where this process may open no more descriptors, a
+    /// client is turned away.
     pub fn accept(&self) -> io::Result<UnixStream> {
-        let (stream, _) = self.socket.accept()?;
-        stream.set_nonblocking(true)?;
-        Ok(stream)
+        loop {
+            let full = match self.socket.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(true)?;
+                    return Ok(stream);
+                }
+                Err(error) => error,
+            };
+            let mut kept = self.spare.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let no_more = matches!(full.raw_os_error(), Some(libc::EMFILE | libc::ENFILE));
+            if !no_more || kept.take().is_none() {
+                return Err(full);
+            }
+            let waiting = self.socket.accept();
+            if let Ok((stream, _)) = &waiting {
+                // A client that does not read it is told nothing.
+                let line = format!("{{\"id\":0,\"error\":\"{NO_DESCRIPTOR}\"}}\n");
+                let _ = (&*stream).write_all(line.as_bytes());
+                tracing::warn!("{}: a client was turned away: {full}", self.path.display());
+            }
+            let waiting = waiting.map(drop);
+            *kept = self.socket.as_fd().try_clone_to_owned().ok();
+            // Without a descriptor to give, the kernel does not say whether somebody waits: now it has.
+            waiting?;
+        }
     }
 }
 
@@ -105,8 +137,41 @@ impl Drop for Listener {
     }
 }
 
+/// Connects to `path`; later reads and writes, and the connection itself, take no longer than `patience` each.
+///
+/// # Errors
+/// `WouldBlock` where nobody takes the connection in time, and what else connect(2) says.
+pub fn connect(path: &Path, patience: Duration) -> io::Result<UnixStream> {
+    let name = Name::new(path).map_err(io::Error::other)?;
+    // SAFETY: takes numbers only.
+    let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: socket has just opened it, and nobody else owns it.
+    let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    // The kernel counts the time to write for the time to connect, too.
+    stream.set_write_timeout(Some(patience))?;
+    stream.set_read_timeout(Some(patience))?;
+    let address = name.address;
+    // SAFETY: the address outlives the call.
+    match unsafe { libc::connect(fd, (&raw const address).cast(), size_of_val(&address) as u32) } {
+        0 => Ok(stream),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// The user at the other end of a connection.
 pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
+    peer(stream).map(|peer| peer.uid)
+}
+
+/// The process at the other end of a connection, or the one that listened there.
+pub fn peer_pid(stream: &UnixStream) -> io::Result<i32> {
+    peer(stream).map(|peer| peer.pid)
+}
+
+fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = size_of_val(&peer) as libc::socklen_t;
     // SAFETY: `peer` and `len` outlive the call, and `len` is the size of `peer`.
@@ -114,7 +179,7 @@ pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
         let fd = stream.as_raw_fd();
         libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut peer).cast(), &mut len)
     };
-    if result == 0 { Ok(peer.uid) } else { Err(io::Error::last_os_error()) }
+    if result == 0 { Ok(peer) } else { Err(io::Error::last_os_error()) }
 }
 
 /// The name of a socket in the file system. Nothing here allocates but [`Name::new`], so that all the rest may be done after

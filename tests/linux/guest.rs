@@ -238,7 +238,7 @@ impl Guest {
 
     /// Asks the agent, by vsock.
     pub fn ask(&self, request: &Request) -> Result<agent::Answer, Failed> {
-        Ok(agent::ask(&self.vsock, request)?)
+        Ok(agent::ask(&self.vsock, request, agent::PATIENCE)?)
     }
 
     /// The one event that answers `request`.

@@ -107,7 +107,9 @@ fn parse(text: &str) -> Result<VsockConfig, keyvalue::Error> {
     let kv = KeyValues::parse(text, Some("path"), &["path", "cid"])?;
     let cid = kv.with("cid", |text| number(text, 3..=u32::MAX - 1))?.unwrap_or(3);
     let path = |text: &str| match text.parse::<u32>() {
-        Ok(cid) => Err(format!("the path of a unix socket is expected; the guest's number is cid, as in PATH,cid={cid}")),
+        Ok(cid) => Err(format!(
+            "the path of a unix socket is expected; the guest's number is cid, as in PATH,cid={cid}"
+        )),
         Err(_) => path(text).map_err(|error| error.to_string()),
     };
     Ok(VsockConfig { path: kv.required("path", path)?, cid })
