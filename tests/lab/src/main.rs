@@ -13,6 +13,7 @@ use lab::bed::{self, BEDS, Emulated, HostKernel, Pace, Request, svm};
 use lab::cache::Cache;
 use lab::compare::Processor;
 use lab::guest::Guest;
+use lab::kernel::post::{self, Poster};
 use lab::kernel::tree::Tree;
 use lab::kernel::{Base, build, check, series};
 use lab::wire::Frame;
@@ -93,6 +94,24 @@ enum What {
     /// Hold a series to its promises: applies, checkpatch, warnings, boots, the oracle, selftests; and its base's stack with
     /// lockdep and KASAN
     Check { series: Vec<String> },
+    /// Write a series as mails, for `git send-email`: addressed by get_maintainer, with a cover letter and, given a clone, the
+    /// base-commit; checkpatch has to find nothing
+    Post {
+        /// The series, as `cargo lab list` calls it
+        series: String,
+        /// Who posts it: the patches here have no author
+        #[arg(long, value_name = "NAME <ADDRESS>")]
+        from: String,
+        /// Add their Signed-off-by, by which they certify the kernel's Developer's Certificate of Origin
+        #[arg(long)]
+        sign_off: bool,
+        /// A clone of the kernel's repository with the tag that the base is of: the patches must apply there by `git am`
+        #[arg(long, value_name = "DIR")]
+        linux: Option<PathBuf>,
+        /// Where the mails go, a directory that is empty or not there
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+    },
     /// Make a Linux guest for `vellum run`: Debian's kernel, and an initramfs with the guest agent
     Guest {
         /// Which kernel: 6.1 or 6.12
@@ -289,6 +308,10 @@ fn perform(what: What) -> Result<u8> {
         What::List => done(list()),
         What::Compare { series, bed, pml, on, out } => done(compare(&series, bed, pml, on.as_deref(), out)),
         What::Check { series } => done(check_series(&series)),
+        What::Post { series, from, sign_off, linux, out } => {
+            let poster = Poster { from: &from, sign_off, linux: linux.as_deref() };
+            post::post(&Cache::open()?, &series::named(&series)?, &poster, &out).map(|()| 0)
+        }
         What::KvmUnitTests { dir, only, irqchip, host } => unit_tests_of_kvm(&dir, &only, irqchip, host),
         What::Update => done(debian::forget(&Cache::open()?)),
     }

@@ -1,6 +1,6 @@
 //! `cargo lab check`: what a maintainer would try before reading a series.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -29,8 +29,9 @@ pub fn check(cache: &Cache, series: &Series) -> Result<()> {
         Ok(())
     };
     timed(&|| applies(cache, &tree, series))?;
-    timed(&|| checkpatch(&tree, series))?;
+    timed(&|| checkpatch(&tree.source, series, &[]))?;
     timed(&|| warnings(cache, &tree, series))?;
+    timed(&|| elsewhere(cache, &tree, series))?;
     timed(&|| in_user_space(cache, &tree, series))?;
     let build = |variant| build::build(cache, series.base, std::slice::from_ref(series), variant);
     timed(&|| boots::once_each(cache, &build(None)?, &series.about.test))?;
@@ -69,7 +70,7 @@ fn hosts(series: &Series, image: &Image) -> Vec<Request> {
 const AGAIN: usize = 6;
 
 fn selftests_alike(cache: &Cache, tree: &Tree, series: &Series, before: &Image, after: &Image) -> Result<()> {
-    let tests = selftests::build(cache, tree)?;
+    let tests = selftests::build(cache, tree, &series.patches)?;
     let programs = Programs::build()?;
     let pairs = hosts(series, before).into_iter().zip(hosts(series, after));
     let asked: Vec<(&Image, Request)> = pairs.flat_map(|(old, new)| [(before, old), (after, new)]).collect();
@@ -79,6 +80,18 @@ fn selftests_alike(cache: &Cache, tree: &Tree, series: &Series, before: &Image, 
         let ([_, (_, new_host)], [old, new]) = (asked, results) else { unreachable!("they come in pairs") };
         let host = new_host.label();
         let mut differences = old.differences(new);
+        for name in selftests::added(&series.patches)? {
+            use selftests::Verdict::{Fail, Pass};
+            let ended = [old, new].map(|results| results.verdicts.get(&name).copied());
+            let [Some(Fail(_)), Some(Pass)] = ended else {
+                return Err(Error::Series(format!(
+                    "{} {host}: {name}, which the series adds, must fail before it and pass after: {ended:?}",
+                    after.label
+                )));
+            };
+            differences.remove(&name);
+            report(&after.label, &format!("{host}: {name} fails on {} and passes", before.label));
+        }
         let mut unsteady = String::new();
         if !differences.is_empty() {
             let mut some = tests.clone();
@@ -124,7 +137,7 @@ fn selftests_alike(cache: &Cache, tree: &Tree, series: &Series, before: &Image, 
 }
 
 fn selftests_without_splat(cache: &Cache, tree: &Tree, series: &Series, image: &Image) -> Result<()> {
-    let tests = selftests::build(cache, tree)?;
+    let tests = selftests::build(cache, tree, &series.patches)?;
     let programs = Programs::build()?;
     let hosts = hosts(series, image);
     let ask = |image: &Image, hosts: &[Request]| {
@@ -192,16 +205,18 @@ fn stack_of(series: &Series) -> Result<Vec<Series>> {
     Ok(series::all()?.into_iter().filter(|other| other.base == series.base).collect())
 }
 
-fn checkpatch(tree: &Tree, series: &Series) -> Result<()> {
+/// Whether the checkpatch of `source` has nothing to say: that MAINTAINERS may want an entry for a new file, and that the
+/// history, where it is not there or shallow, does not have a commit, are not about the patches.
+pub fn checkpatch(source: &Path, series: &Series, more: &[&str]) -> Result<()> {
     let mut perl = Command::new("perl");
-    perl.arg("scripts/checkpatch.pl").args([
-        "--no-signoff",
-        "--terse",
-        "--show-types",
-        "--ignore",
-        "FILE_PATH_CHANGES",
-    ]);
-    perl.args(&series.patches).current_dir(&tree.source);
+    perl.arg("scripts/checkpatch.pl").args(["--no-signoff", "--terse", "--show-types"]).args(more);
+    let whole =
+        tool::text(Command::new("git").args(["rev-parse", "--is-shallow-repository"]).current_dir(source));
+    let ignored = match whole.as_deref().map(str::trim) {
+        Ok("false") => "FILE_PATH_CHANGES",
+        _ => "FILE_PATH_CHANGES,UNKNOWN_COMMIT_ID",
+    };
+    perl.args(["--ignore", ignored]).args(&series.patches).current_dir(source);
     match tool::text(&mut perl) {
         Ok(_) => {
             report(&series.name, "checkpatch finds nothing");
@@ -226,7 +241,7 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     let mut targets = Vec::new();
     for patch in &series.patches {
         let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
-        targets.extend(targets_of(&text));
+        targets.extend(sources_in(&text).filter_map(targets_of));
     }
     targets.sort();
     targets.dedup();
@@ -236,10 +251,10 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     for target in targets.iter().map(String::as_str).chain(["virt/kvm"]) {
         tree::remove(&objects.join(target))?;
     }
-    let mut seen = compile(tree, &objects, &targets)?;
+    let mut seen = compile(tree, &objects, build::command(tree, &objects), &targets)?;
     for (index, patch) in series.patches.iter().enumerate() {
         tree.carry(&series.patches[..=index])?;
-        let now = compile(tree, &objects, &targets)?;
+        let now = compile(tree, &objects, build::command(tree, &objects), &targets)?;
         // An object that was not rebuilt repeats no warning: only what is new and is more than before counts.
         for (warning, count) in &now {
             if count > seen.get(warning).unwrap_or(&0) {
@@ -258,43 +273,160 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     Ok(())
 }
 
-/// Runs the series' own tool on the patched sources, where it has one.
+/// Runs the series' own tool on the patched sources, where it has one, then on each mistake that is planted there: it must
+/// pass the one, and fail the others with what they say.
 pub fn in_user_space(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     let Some(line) = &series.about.tool else { return Ok(()) };
     let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
-    tree.carry(&series.patches)?;
     let source = tree.source.to_string_lossy();
-    let mut words = line.split_whitespace().map(|word| word.replace("{source}", &source));
-    let tool = series::directory().join("tools").join(words.next().unwrap_or_default());
-    let ran = tool::output(Command::new(tool).args(words).env("CC", build::COMPILER));
+    let run = |patches: &[PathBuf]| {
+        tree.carry(patches)?;
+        let mut words = line.split_whitespace().map(|word| word.replace("{source}", &source));
+        let tool = series::directory().join("tools").join(words.next().unwrap_or_default());
+        tool::output(Command::new(tool).args(words).env("CC", build::COMPILER))
+    };
+    let caught = || -> Result<()> {
+        run(&series.patches).map_err(|error| Error::Series(format!("{}: {error}", series.name)))?;
+        report(&series.name, &format!("`{line}` passes"));
+        for planted in &series.planted {
+            let said = says(planted)?;
+            let missed = |why: String| Error::Series(format!("{}: `{line}` {why}", planted.display()));
+            match run(&[series.patches.as_slice(), std::slice::from_ref(planted)].concat()) {
+                Err(Error::Failed { output, .. }) if output.contains(&said) => (),
+                Err(Error::Failed { output, .. }) => {
+                    return Err(missed(format!("fails, but does not say {said:?}:\n{output}")));
+                }
+                Err(error) => return Err(error),
+                Ok(_) => return Err(missed("passes, and must not".into())),
+            }
+        }
+        if !series.planted.is_empty() {
+            report(&series.name, &format!("it catches all {} planted mistakes", series.planted.len()));
+        }
+        Ok(())
+    };
+    let caught = caught();
     tree.carry(&[])?;
-    ran.map_err(|error| Error::Series(format!("{}: {error}", series.name)))?;
-    report(&series.name, &format!("`{line}` passes"));
+    caught
+}
+
+/// What a tool prints of a planted mistake, by the first line of its patch.
+fn says(planted: &Path) -> Result<String> {
+    let text = fs::read_to_string(planted).map_err(Error::file("read", planted))?;
+    let first = text.lines().next().unwrap_or_default();
+    first.strip_prefix("Says: ").map(str::to_owned).ok_or_else(|| {
+        Error::Series(format!("{}: its first line is `Says: ` and what the tool prints", planted.display()))
+    })
+}
+
+/// Compilers of Debian's for the other architectures that have KVM; it has none for loongarch.
+const ELSEWHERE: [(&str, &str); 4] = [
+    ("arm64", "aarch64-linux-gnu-"),
+    ("powerpc", "powerpc64le-linux-gnu-"),
+    ("riscv", "riscv64-linux-gnu-"),
+    ("s390", "s390x-linux-gnu-"),
+];
+
+/// Compiles, with W=1, KVM of the other architectures that the series touches and that there is a compiler for, pristine and
+/// patched; says of what else it touches that it was not compiled.
+pub fn elsewhere(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
+    let mut files = BTreeSet::new();
+    for patch in &series.patches {
+        let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
+        files.extend(sources_in(&text).filter(|file| targets_of(file).is_none()).map(str::to_owned));
+    }
+    if files.is_empty() {
+        return Ok(());
+    }
+    let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
+    for (arch, prefix) in ELSEWHERE {
+        let kvm = format!("arch/{arch}/kvm/");
+        let here = format!("arch/{arch}/");
+        if !files.iter().any(|file| file.starts_with(&here)) || tool::find(&format!("{prefix}gcc")).is_none()
+        {
+            continue;
+        }
+        let objects = tree.home.join(format!("build-{arch}-w1"));
+        let make = || {
+            let mut make = build::command(tree, &objects);
+            // The last one counts.
+            make.args([format!("ARCH={arch}"), format!("CROSS_COMPILE={prefix}"), format!("CC={prefix}gcc")]);
+            make
+        };
+        tree.carry(&[])?;
+        if !objects.join(".config").is_file() {
+            fs::create_dir_all(&objects).map_err(Error::file("create", &objects))?;
+            tool::output(make().arg("defconfig"))?;
+            let config = tree.source.join("scripts/config");
+            tool::output(
+                Command::new(config).arg("--file").arg(objects.join(".config")).args(["-e", "KVM"]),
+            )?;
+            tool::output(make().arg("olddefconfig"))?;
+        }
+        tree::remove(&objects.join(&kvm))?;
+        let targets = [kvm.clone()];
+        let before = compile(tree, &objects, make(), &targets)?;
+        tree.carry(&series.patches)?;
+        let after = compile(tree, &objects, make(), &targets)?;
+        tree.carry(&[])?;
+        if let Some((warning, _)) =
+            after.iter().find(|(warning, count)| *count > before.get(*warning).unwrap_or(&0))
+        {
+            return Err(Error::Series(format!("{}: {kvm}: a new warning (W=1): {warning}", series.name)));
+        }
+        files.retain(|file| !file.starts_with(&here));
+        report(&series.name, &format!("{kvm} compiles with W=1 without a new warning"));
+    }
+    if !files.is_empty() {
+        let files: Vec<String> = files.into_iter().collect();
+        report(
+            &series.name,
+            &format!("not compiled here, for want of a compiler or a configuration: {}", files.join(", ")),
+        );
+    }
     Ok(())
 }
 
-/// What to compile for a patch: the objects of its C files, and all of KVM where KVM's own is changed: its generic half is
-/// built from there, and its headers are included from everywhere in it.
-fn targets_of(patch: &str) -> Vec<String> {
+/// The C files and headers that a patch changes.
+fn sources_in(patch: &str) -> impl Iterator<Item = &str> {
     let files = patch.lines().filter_map(|line| line.strip_prefix("+++ b/"));
-    files
-        .filter_map(|file| match Path::new(file).extension()?.to_str()? {
-            "c" | "h" if file.contains("kvm") => Some("arch/x86/kvm/".to_owned()),
-            "c" => Some(format!("{}.o", file.strip_suffix(".c")?)),
-            _ => None,
-        })
-        .collect()
+    files.filter(|file| file.ends_with(".c") || file.ends_with(".h"))
+}
+
+/// What to compile for a file on x86: all of KVM where KVM's own is changed, for its generic half is built from there and its
+/// headers are included from everywhere in it; else the objects of the directory; for another header KVM as well, which is
+/// what the series are about. Nothing for what this configuration does not build.
+fn targets_of(file: &str) -> Option<String> {
+    const KVM: [&str; 6] = [
+        "arch/x86/kvm/",
+        "arch/x86/include/",
+        "virt/kvm/",
+        "include/linux/",
+        "include/uapi/linux/",
+        "include/asm-generic/",
+    ];
+    match file.rsplit_once('/') {
+        _ if KVM.iter().any(|dir| file.starts_with(dir)) => Some("arch/x86/kvm/".to_owned()),
+        Some((dir, _)) if ["kernel/", "mm/", "arch/x86/"].iter().any(|built| file.starts_with(built)) => {
+            Some(format!("{dir}/"))
+        }
+        _ => None,
+    }
 }
 
 /// Warnings by text, with the line numbers taken out: a patch moves lines.
-fn compile(tree: &Tree, objects: &Path, targets: &[String]) -> Result<BTreeMap<String, usize>> {
+fn compile(
+    tree: &Tree,
+    objects: &Path,
+    mut make: Command,
+    targets: &[String],
+) -> Result<BTreeMap<String, usize>> {
     let mut found = BTreeMap::new();
     if targets.is_empty() {
         return Ok(found);
     }
     tree.date_for(objects)?;
     let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut make = build::command(tree, objects);
     make.args([&format!("-j{jobs}"), "W=1"]).args(targets);
     tool::lines(&mut make, |line| {
         if let Some((place, text)) = line.split_once(": warning: ") {
@@ -314,8 +446,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn targets_are_objects_and_kvm_for_its_headers() {
+    fn a_path_with_kvm_in_it_is_not_always_of_x86s_kvm() {
         let patch = "+++ b/arch/x86/mm/tlb.c\n+++ b/virt/kvm/kvm_main.c\n+++ b/Documentation/a.rst\n";
-        assert_eq!(targets_of(patch), ["arch/x86/mm/tlb.o", "arch/x86/kvm/"]);
+        assert_eq!(sources_in(patch).collect::<Vec<_>>(), ["arch/x86/mm/tlb.c", "virt/kvm/kvm_main.c"]);
+        let target = |file| targets_of(file).unwrap_or_default();
+        assert_eq!(target("arch/x86/mm/tlb.c"), "arch/x86/mm/");
+        assert_eq!(target("kernel/locking/qrwlock.c"), "kernel/locking/");
+        for kvm in ["virt/kvm/kvm_main.c", "include/linux/kvm_host.h", "arch/x86/include/asm/kvm_host.h"] {
+            assert_eq!(target(kvm), "arch/x86/kvm/", "{kvm}");
+        }
+        for other in
+            ["drivers/gpu/drm/i915/gvt/kvmgt.c", "arch/arm64/kvm/mmu.c", "tools/testing/selftests/kvm/a.c"]
+        {
+            assert_eq!(targets_of(other), None, "{other}");
+        }
     }
 }

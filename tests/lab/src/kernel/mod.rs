@@ -4,13 +4,14 @@
 //! source tree and one object directory: a series is written into the tree in place ([`tree`]), touching only the files
 //! whose content changes, so that make rebuilds only what depends on them. [`series`] reads `kernel-patches/`, and
 //! [`check`] holds a series to what its directory promises: that the image [`boots`], and leaves the kernel's own
-//! [`selftests`] as they were, among other things.
+//! [`selftests`] as they were, among other things. [`post`] makes mails of one.
 
 pub mod boots;
 pub mod build;
 pub mod check;
 pub mod complaints;
 pub mod deb;
+pub mod post;
 pub mod selftests;
 pub mod series;
 pub mod tree;

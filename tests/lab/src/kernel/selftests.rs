@@ -114,13 +114,38 @@ impl Results {
     }
 }
 
-/// The tests of the pristine `tree`, static, by name.
-pub fn build(cache: &Cache, tree: &Tree) -> Result<Vec<(String, PathBuf)>> {
-    let dir = cache.entry(&format!("kernel/{}/selftests", tree.package.version), |out| {
+/// What the patches that change the selftests themselves say: the names of the tests that they add.
+pub fn added(patches: &[PathBuf]) -> Result<Vec<String>> {
+    const ADDED: &str = "--- /dev/null\n+++ b/tools/testing/selftests/kvm/";
+    let mut names = Vec::new();
+    for patch in patches {
+        let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
+        let files = text.split(ADDED).skip(1).filter_map(|rest| rest.lines().next()?.strip_suffix(".c"));
+        names.extend(files.filter_map(|file| Some(file.rsplit('/').next()?.to_owned())));
+    }
+    Ok(names)
+}
+
+/// The tests of `tree`, and those that `patches` add to them, static, by name; the kernel's headers are the pristine ones.
+pub fn build(cache: &Cache, tree: &Tree, patches: &[PathBuf]) -> Result<Vec<(String, PathBuf)>> {
+    let mut own = Vec::new();
+    let mut key = vec![build::toolchain()?.into_bytes()];
+    for patch in patches {
+        let text = fs::read(patch).map_err(Error::file("read", patch))?;
+        if String::from_utf8_lossy(&text).contains("\n+++ b/tools/testing/selftests/kvm/") {
+            own.push(patch.clone());
+            key.push(build::change(&text).to_vec());
+        }
+    }
+    let name = match own.is_empty() {
+        true => "selftests".to_owned(),
+        false => format!("selftests-{}", digest(key.iter().map(Vec::as_slice))),
+    };
+    let dir = cache.entry(&format!("kernel/{}/{name}", tree.package.version), |out| {
         build::require_tools()?;
         let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
         cache.need_mib(512)?;
-        tree.carry(&[])?;
+        tree.carry(&own)?;
         eprintln!("lab: building the KVM selftests of {}", tree.package.version);
         let (objects, tests) = (out.join("objects"), out.join("tests"));
         fs::create_dir_all(&objects).map_err(Error::file("create", &objects))?;
@@ -139,7 +164,9 @@ pub fn build(cache: &Cache, tree: &Tree) -> Result<Vec<(String, PathBuf)>> {
         ]);
         make.args(["EXTRA_CFLAGS=-static", "LDFLAGS=-static -pthread -no-pie"]).env("LC_ALL", "C");
         fs::create_dir_all(&tests).map_err(Error::file("create", &tests))?;
-        tool::output(&mut make)?;
+        let made = tool::output(&mut make);
+        tree.carry(&[])?;
+        made?;
         keep_programs(&tests, out)?;
         for done in [objects, tests] {
             fs::remove_dir_all(&done).map_err(Error::file("remove", &done))?;
@@ -287,6 +314,19 @@ fn command(name: &str) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_test_that_a_patch_adds_is_known_by_its_file() {
+        let file = std::env::temp_dir().join(format!("vellum-added-{}.patch", std::process::id()));
+        let dir = "tools/testing/selftests/kvm";
+        let text = format!(
+            "--- a/{dir}/Makefile\n+++ b/{dir}/Makefile\n--- /dev/null\n+++ b/{dir}/x86/one_test.c\n@@\n\
+             --- /dev/null\n+++ b/{dir}/two_test.c\n--- /dev/null\n+++ b/arch/x86/kvm/new.c\n"
+        );
+        fs::write(&file, text).unwrap();
+        assert_eq!(added(std::slice::from_ref(&file)).unwrap(), ["one_test", "two_test"]);
+        fs::remove_file(&file).unwrap();
+    }
 
     #[test]
     fn what_ended_otherwise_is_named() {

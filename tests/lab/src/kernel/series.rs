@@ -23,6 +23,8 @@ pub struct Series {
     pub patches: Vec<PathBuf>,
     /// What follows them where another series, named here, is applied as well: the directories `with-NAME`.
     pub with: BTreeMap<String, Vec<PathBuf>>,
+    /// Mistakes on top of it, `planted/NAME.patch`, which its tool must catch.
+    pub planted: Vec<PathBuf>,
     /// What it says of itself.
     pub about: About,
 }
@@ -273,7 +275,12 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
         };
         return Err(wrong(format!("`{}`: {why}", test.run)));
     }
-    Ok(Series { base, name: name.to_owned(), patches, with, about })
+    let planted = dir.join("planted");
+    let planted = if planted.is_dir() { patches_in(&planted)? } else { Vec::new() };
+    if !planted.is_empty() && about.tool.is_none() {
+        return Err(wrong("planted/ has mistakes, and there is no `tool` to catch them".into()));
+    }
+    Ok(Series { base, name: name.to_owned(), patches, with, planted, about })
 }
 
 fn patches_in(dir: &Path) -> Result<Vec<PathBuf>> {
@@ -326,6 +333,7 @@ mod tests {
                 .iter()
                 .map(|other| ((*other).into(), vec![format!("{name}/{other}").into()]))
                 .collect(),
+            planted: Vec::new(),
             about: toml::from_str("claim = 'x'\nheadline = 'f'").unwrap(),
         };
         let stack = [series("a", &[]), series("b", &["a", "c"]), series("c", &["b"])];

@@ -1,0 +1,291 @@
+//! `cargo lab post`: a series as mails that `git send-email` sends and `git am` takes.
+//!
+//! The patches in `kernel-patches/` have no author: whoever posts them answers for them, and says who that is. What else a
+//! mail needs is added here: whom the kernel's MAINTAINERS names, the commit that the series is against, and a cover letter
+//! before more than one patch, from the file `COVER` beside them (its subject, a blank line, its text).
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::check::{self, report};
+use super::series::Series;
+use super::tree::Tree;
+use crate::cache::Cache;
+use crate::{Error, Result, tool};
+
+/// Who posts, and from what.
+pub struct Poster<'a> {
+    /// `Name <address>`.
+    pub from: &'a str,
+    /// Whether they sign off what they post.
+    pub sign_off: bool,
+    /// A clone of the kernel's repository that has the tag which the base was made from.
+    pub linux: Option<&'a Path>,
+}
+
+/// Writes the mails of `series` into `out`, after the kernel's own scripts had their say.
+pub fn post(cache: &Cache, series: &Series, poster: &Poster, out: &Path) -> Result<()> {
+    if !is_address(poster.from) {
+        return Err(Error::Usage(format!("--from {}: the form is 'Name <address>'", poster.from)));
+    }
+    let tree = Tree::open(cache, series.base)?;
+    let tag = tag(&tree.package.version);
+    let scripts = poster.linux.unwrap_or(&tree.source);
+    let base = poster.linux.map(|linux| commit(linux, &tag)).transpose()?;
+    check::applies(cache, &tree, series)?;
+    check::checkpatch(scripts, series, &["--strict"])?;
+
+    fs::create_dir_all(out).map_err(Error::file("create", out))?;
+    if fs::read_dir(out).map_err(Error::file("read", out))?.next().is_some() {
+        return Err(Error::Usage(format!(
+            "--out {}: has files already; name a new directory",
+            out.display()
+        )));
+    }
+    let recipients = recipients(scripts, &series.patches)?;
+    let mut mails = Vec::new();
+    if series.patches.len() > 1 {
+        let mail = out.join("0000-cover-letter.patch");
+        write(&mail, &cover_letter(series, poster.from, &recipients, base.as_deref())?)?;
+        mails.push(mail);
+    }
+    for patch in &series.patches {
+        let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
+        let mut text = addressed(&text, poster, &recipients)
+            .ok_or_else(|| Error::Series(format!("{} is no mail of git format-patch", patch.display())))?;
+        if let (Some(base), 1) = (&base, series.patches.len()) {
+            text.push_str(&format!("\nbase-commit: {base}\n"));
+        }
+        let mail = out.join(patch.file_name().expect("a patch is a file"));
+        write(&mail, &text)?;
+        mails.push(mail);
+    }
+    match poster.linux {
+        Some(linux) => {
+            applies_to_the_tag(linux, &tag, &series.patches, &mails)?;
+            report(&series.name, &format!("git am takes the {} patches on {tag}", series.patches.len()));
+        }
+        None => println!(
+            "{}: no base-commit is in the mails: only a clone knows the hash of {tag} (--linux DIR, after \
+             git clone --depth 1 --branch {tag} of the stable tree)",
+            series.name
+        ),
+    }
+    println!("{}: {} mails: git send-email {}/*.patch", series.name, mails.len(), out.display());
+    Ok(())
+}
+
+/// `Name <user@host>`: git takes no other.
+fn is_address(from: &str) -> bool {
+    from.strip_suffix('>').and_then(|from| from.split_once(" <")).is_some_and(|(name, address)| {
+        !name.trim().is_empty() && address.contains('@') && !address.contains(' ')
+    })
+}
+
+/// `v7.2.13` of `7.2.13-1`.
+fn tag(version: &str) -> String {
+    format!("v{}", version.split('-').next().unwrap_or(version))
+}
+
+/// What `tag` is in `linux`.
+fn commit(linux: &Path, tag: &str) -> Result<String> {
+    let name = format!("{tag}^{{commit}}");
+    let hash = tool::text(git(linux).args(["rev-parse", "--verify", "--quiet", &name])).map_err(|_| {
+        Error::Usage(format!("--linux {}: no repository that has the tag {tag}", linux.display()))
+    })?;
+    Ok(hash.trim().to_owned())
+}
+
+fn git(repository: &Path) -> Command {
+    let mut git = Command::new("git");
+    git.arg("-C").arg(repository);
+    git
+}
+
+/// To and Cc: maintainers, then reviewers and lists, each once, in the order in which the script names them.
+fn recipients(source: &Path, patches: &[PathBuf]) -> Result<[Vec<String>; 2]> {
+    let ask = |kinds: [&str; 3]| -> Result<Vec<String>> {
+        let mut perl = Command::new("perl");
+        perl.arg("scripts/get_maintainer.pl").args(["--norolestats", "--nogit", "--nogit-fallback"]);
+        perl.args(kinds).args(patches).current_dir(source);
+        let said = tool::text(&mut perl)?;
+        Ok(said.lines().map(str::trim).filter(|line| line.contains('@')).map(str::to_owned).collect())
+    };
+    let to = ask(["--m", "--nor", "--nol"])?;
+    let mut cc = ask(["--nom", "--r", "--l"])?;
+    cc.retain(|who| !to.contains(who));
+    Ok([to, cc])
+}
+
+/// The headers that say from whom and to whom.
+fn headers(from: &str, [to, cc]: &[Vec<String>; 2]) -> String {
+    let mut text = format!("From: {from}\n");
+    for (name, who) in [("To", to), ("Cc", cc)] {
+        if !who.is_empty() {
+            text.push_str(&format!("{name}: {}\n", who.join(",\n ")));
+        }
+    }
+    text
+}
+
+/// A patch with its headers, and signed off where that is asked for.
+fn addressed(patch: &str, poster: &Poster, recipients: &[Vec<String>; 2]) -> Option<String> {
+    let (first, rest) = patch.split_once('\n').filter(|(first, _)| first.starts_with("From "))?;
+    let (message, change) = rest.split_once("\n---\n")?;
+    let sign = if poster.sign_off { sign_off(message, poster.from) } else { String::new() };
+    Some(format!("{first}\n{}{message}\n{sign}---\n{change}", headers(poster.from, recipients)))
+}
+
+/// The line itself, after a blank one where no other trailer is before it.
+fn sign_off(message: &str, from: &str) -> String {
+    let last = message.lines().next_back().unwrap_or_default();
+    let trailer = last.split_once(": ").is_some_and(|(name, _)| {
+        !name.is_empty() && name.chars().all(|c| c.is_ascii_alphabetic() || c == '-')
+    });
+    format!("{}Signed-off-by: {from}\n", if trailer { "" } else { "\n" })
+}
+
+fn cover_letter(
+    series: &Series,
+    from: &str,
+    recipients: &[Vec<String>; 2],
+    base: Option<&str>,
+) -> Result<String> {
+    let path = series.patches[0].with_file_name("COVER");
+    let cover = fs::read_to_string(&path).map_err(Error::file("read", &path))?;
+    let (subject, text) = cover
+        .split_once("\n\n")
+        .ok_or_else(|| Error::Series(format!("{}: its subject, a blank line, its text", path.display())))?;
+    let mut first = String::new();
+    let mut titles = String::new();
+    for patch in &series.patches {
+        let mail = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
+        if first.is_empty() {
+            first = mail.lines().next().unwrap_or_default().to_owned();
+        }
+        titles.push_str(&format!("  {}\n", title(&mail)));
+    }
+    let stat = tool::text(Command::new("git").args(["apply", "--stat", "--summary"]).args(&series.patches))?;
+    let base = base.map_or(String::new(), |base| format!("\nbase-commit: {base}\n"));
+    let count = series.patches.len();
+    Ok(format!(
+        "{first}\n{}Subject: [PATCH 0/{count}] {subject}\n\n{}\n\n{titles}\n{stat}{base}",
+        headers(from, recipients),
+        text.trim_end()
+    ))
+}
+
+/// The subject of a mail, its folded lines joined, without what is in brackets.
+fn title(mail: &str) -> String {
+    let mut lines = mail.lines().skip_while(|line| !line.starts_with("Subject: "));
+    let mut title = lines.next().unwrap_or_default()["Subject: ".len()..].to_owned();
+    for line in lines.take_while(|line| line.starts_with(' ')) {
+        title.push_str(line);
+    }
+    title.split_once("] ").map_or(title.clone(), |(_, title)| title.to_owned())
+}
+
+/// Has git apply the mails where they are said to apply, in a work tree of its own.
+fn applies_to_the_tag(linux: &Path, tag: &str, patches: &[PathBuf], mails: &[PathBuf]) -> Result<()> {
+    let at = mails[0].with_file_name("tree");
+    // What the patches touch is enough of a work tree.
+    tool::output(
+        git(linux).args(["worktree", "add", "--quiet", "--detach", "--no-checkout"]).arg(&at).arg(tag),
+    )?;
+    let applied = (|| {
+        tool::output(git(&at).args(["sparse-checkout", "set", "--no-cone", "/Makefile"]))?;
+        tool::output(git(&at).args(["checkout", "--quiet"]))?;
+        let last = &mails[mails.len() - patches.len()..];
+        let last: Vec<PathBuf> = last.iter().map(|mail| absolute(mail)).collect::<Result<_>>()?;
+        tool::output(
+            git(&at).args(["-c", "user.name=lab", "-c", "user.email=lab@localhost", "am"]).args(&last),
+        )
+    })();
+    tool::output(git(linux).args(["worktree", "remove", "--force"]).arg(absolute(&at)?))?;
+    applied.map(drop)
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    path.canonicalize().map_err(Error::file("find", path))
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).map_err(Error::file("write", path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATCH: &str = "From 0000 Mon Sep 17 00:00:00 2001\nDate: x\nSubject: [PATCH 2/3] KVM: A title that is\n folded\n\n\
+                         Why.\n\nCc: stable@vger.kernel.org\n---\n f | 1 +\n\ndiff --git a/f b/f\n";
+
+    fn poster(sign_off: bool) -> Poster<'static> {
+        Poster { from: "A Name <a@b.org>", sign_off, linux: None }
+    }
+
+    #[test]
+    fn a_mail_says_from_whom_and_to_whom() {
+        let to = [vec!["x@y".to_owned()], vec!["list@z".to_owned(), "w@z".to_owned()]];
+        let mail = addressed(PATCH, &poster(true), &to).unwrap();
+        let head = "From 0000 Mon Sep 17 00:00:00 2001\nFrom: A Name <a@b.org>\nTo: x@y\nCc: list@z,\n w@z\nDate: x\n";
+        assert!(mail.starts_with(head), "{mail}");
+        assert!(
+            mail.contains("stable@vger.kernel.org\nSigned-off-by: A Name <a@b.org>\n---\n f | 1 +"),
+            "{mail}"
+        );
+        assert!(!addressed(PATCH, &poster(false), &to).unwrap().contains("Signed-off-by"));
+        assert_eq!(title(&mail), "KVM: A title that is folded");
+        assert!(addressed("no mail", &poster(false), &to).is_none());
+    }
+
+    #[test]
+    fn a_sign_off_stands_with_the_trailers_or_alone() {
+        assert_eq!(sign_off("Why: it is so.\n\nFixes: 1234", "n"), "Signed-off-by: n\n");
+        assert_eq!(sign_off("Why.\n\nIt costs: nothing, as\nwas said.", "n"), "\nSigned-off-by: n\n");
+    }
+
+    #[test]
+    fn who_posts_has_a_name_and_an_address() {
+        assert!(is_address("A Name <a@b.org>"));
+        for wrong in ["a@b.org", "A Name", " <a@b.org>", "A Name <b>", "A Name <a@b.org> x"] {
+            assert!(!is_address(wrong), "{wrong}");
+        }
+        assert_eq!(tag("7.2.13-1"), "v7.2.13");
+        assert_eq!(tag("6.12.117-1~deb12u1"), "v6.12.117");
+    }
+
+    #[test]
+    fn git_takes_the_mails_on_the_tag_and_not_elsewhere() {
+        let home = std::env::temp_dir().join(format!("vellum-post-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&home);
+        let linux = home.join("linux");
+        fs::create_dir_all(&linux).unwrap();
+        let git = |args: &[&str]| {
+            let mut git = git(&linux);
+            git.args(["-c", "user.name=n", "-c", "user.email=n@m"]).args(args);
+            tool::text(&mut git).unwrap()
+        };
+        git(&["init", "--quiet"]);
+        fs::write(linux.join("f"), "a\n").unwrap();
+        git(&["add", "f"]);
+        git(&["commit", "--quiet", "-m", "one"]);
+        git(&["tag", "v1.2.3"]);
+        fs::write(linux.join("f"), "b\n").unwrap();
+        git(&["commit", "--quiet", "-am", "two"]);
+        git(&["tag", "v1.2.4"]);
+        let change = "From 0000 Mon Sep 17 00:00:00 2001\nSubject: [PATCH] x\n\nWhy.\n---\n f | 2 +-\n\n\
+                      diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1 +1 @@\n-a\n+c\n";
+        let mail = home.join("0001-x.patch");
+        let mailed = addressed(change, &poster(false), &Default::default()).unwrap();
+        fs::write(&mail, mailed).unwrap();
+        let mails = [mail];
+        assert_eq!(commit(&linux, "v1.2.3").unwrap().len(), 40);
+        assert!(commit(&linux, "v1.2.5").unwrap_err().to_string().contains("v1.2.5"));
+        applies_to_the_tag(&linux, "v1.2.3", &mails, &mails).unwrap();
+        assert!(applies_to_the_tag(&linux, "v1.2.4", &mails, &mails).is_err());
+        assert_eq!(git(&["worktree", "list"]).lines().count(), 1, "a work tree was left");
+        fs::remove_dir_all(&home).unwrap();
+    }
+}
