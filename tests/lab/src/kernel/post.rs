@@ -45,11 +45,6 @@ pub fn post(cache: &Cache, series: &Series, poster: &Poster, out: &Path) -> Resu
     }
     let recipients = recipients(scripts, &series.patches)?;
     let mut mails = Vec::new();
-    if series.patches.len() > 1 {
-        let mail = out.join("0000-cover-letter.patch");
-        write(&mail, &cover_letter(series, poster.from, &recipients, base.as_deref())?)?;
-        mails.push(mail);
-    }
     for patch in &series.patches {
         let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
         let mut text = addressed(&text, poster, &recipients)
@@ -61,16 +56,25 @@ pub fn post(cache: &Cache, series: &Series, poster: &Poster, out: &Path) -> Resu
         write(&mail, &text)?;
         mails.push(mail);
     }
-    match poster.linux {
+    let stat = match poster.linux {
         Some(linux) => {
-            applies_to_the_tag(linux, &tag, &series.patches, &mails)?;
-            report(&series.name, &format!("git am takes the {} patches on {tag}", series.patches.len()));
+            let stat = applied(linux, &tag, &mails)?;
+            report(&series.name, &format!("git am takes the {} patches on {tag}", mails.len()));
+            stat
         }
-        None => println!(
-            "{}: no base-commit is in the mails: only a clone knows the hash of {tag} (--linux DIR, after \
-             git clone --depth 1 --branch {tag} of the stable tree)",
-            series.name
-        ),
+        None => {
+            println!(
+                "{}: no base-commit is in the mails, and no diffstat in the cover letter: a clone is needed that has {tag} \
+                 (--linux DIR, after git clone --depth 1 --branch {tag} of the stable tree)",
+                series.name
+            );
+            String::new()
+        }
+    };
+    if mails.len() > 1 {
+        let cover = cover_letter(series, poster.from, &recipients, &stat, base.as_deref())?;
+        mails.push(out.join("0000-cover-letter.patch"));
+        write(&mails[mails.len() - 1], &cover)?;
     }
     println!("{}: {} mails: git send-email {}/*.patch", series.name, mails.len(), out.display());
     Ok(())
@@ -150,6 +154,7 @@ fn cover_letter(
     series: &Series,
     from: &str,
     recipients: &[Vec<String>; 2],
+    stat: &str,
     base: Option<&str>,
 ) -> Result<String> {
     let path = series.patches[0].with_file_name("COVER");
@@ -166,7 +171,6 @@ fn cover_letter(
         }
         titles.push_str(&format!("  {}\n", title(&mail)));
     }
-    let stat = tool::text(Command::new("git").args(["apply", "--stat", "--summary"]).args(&series.patches))?;
     let base = base.map_or(String::new(), |base| format!("\nbase-commit: {base}\n"));
     let count = series.patches.len();
     Ok(format!(
@@ -186,24 +190,23 @@ fn title(mail: &str) -> String {
     title.split_once("] ").map_or(title.clone(), |(_, title)| title.to_owned())
 }
 
-/// Has git apply the mails where they are said to apply, in a work tree of its own.
-fn applies_to_the_tag(linux: &Path, tag: &str, patches: &[PathBuf], mails: &[PathBuf]) -> Result<()> {
+/// Has git apply the mails to `tag`, in a work tree of its own; the diffstat.
+fn applied(linux: &Path, tag: &str, mails: &[PathBuf]) -> Result<String> {
+    let mails: Vec<PathBuf> = mails.iter().map(|mail| absolute(mail)).collect::<Result<_>>()?;
     let at = mails[0].with_file_name("tree");
-    // What the patches touch is enough of a work tree.
     tool::output(
         git(linux).args(["worktree", "add", "--quiet", "--detach", "--no-checkout"]).arg(&at).arg(tag),
     )?;
-    let applied = (|| {
+    let stat = (|| {
+        // What the patches touch is enough of a work tree.
         tool::output(git(&at).args(["sparse-checkout", "set", "--no-cone", "/Makefile"]))?;
         tool::output(git(&at).args(["checkout", "--quiet"]))?;
-        let last = &mails[mails.len() - patches.len()..];
-        let last: Vec<PathBuf> = last.iter().map(|mail| absolute(mail)).collect::<Result<_>>()?;
-        tool::output(
-            git(&at).args(["-c", "user.name=lab", "-c", "user.email=lab@localhost", "am"]).args(&last),
-        )
+        let committer = ["-c", "user.name=lab", "-c", "user.email=lab@localhost", "am"];
+        tool::output(git(&at).args(committer).args(&mails))?;
+        tool::text(git(&at).args(["diff", "--stat", "--summary", tag, "HEAD"]))
     })();
-    tool::output(git(linux).args(["worktree", "remove", "--force"]).arg(absolute(&at)?))?;
-    applied.map(drop)
+    tool::output(git(linux).args(["worktree", "remove", "--force"]).arg(&at))?;
+    stat
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {
@@ -283,8 +286,9 @@ mod tests {
         let mails = [mail];
         assert_eq!(commit(&linux, "v1.2.3").unwrap().len(), 40);
         assert!(commit(&linux, "v1.2.5").unwrap_err().to_string().contains("v1.2.5"));
-        applies_to_the_tag(&linux, "v1.2.3", &mails, &mails).unwrap();
-        assert!(applies_to_the_tag(&linux, "v1.2.4", &mails, &mails).is_err());
+        let stat = applied(&linux, "v1.2.3", &mails).unwrap();
+        assert!(stat.contains("1 file changed, 1 insertion(+), 1 deletion(-)"), "{stat}");
+        assert!(applied(&linux, "v1.2.4", &mails).is_err());
         assert_eq!(git(&["worktree", "list"]).lines().count(), 1, "a work tree was left");
         fs::remove_dir_all(&home).unwrap();
     }
