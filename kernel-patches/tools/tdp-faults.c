@@ -13,6 +13,8 @@
  *     and if a CPU has written to it since KVM last said so, KVM has said so by then;
  *   - nothing is mapped where a TLB still has what was mapped before;
  *   - a fault takes no write access away, and sets no dirty bit behind the dirty log's back;
+ *   - while a slot is logged, what a CPU has written since its bit was last cleared has its bit set;
+ *   - no CPU writes to a gfn that is write-protected, as a page table of a nested guest is;
  *   - whoever holds mmu_lock for read walks the tables under RCU, and who holds it
  *     for write does not look at a table once it is removed;
  *   - nothing is written to a table once it is removed, and it is freed after a grace
@@ -25,7 +27,8 @@
  * another task comes in between.  There, too, a CPU may set accessed and dirty bits.
  *
  * Here are also the few things that the code needs of the kernel: locks, RCU, TLB
- * flushes.  A flush waits for CPUs in guest mode to leave it, as an IPI does.
+ * flushes.  A flush waits for CPUs in guest mode to leave it, as an IPI does, and takes
+ * from their TLBs what lies in its range, nothing else.
  */
 #define _GNU_SOURCE
 #include <stdbool.h>
@@ -167,6 +170,7 @@ static void cpu_writes(u64 *sptep);
 static void after_store(u64 spte);
 static void written_to(u64 *sptep);
 static void replaced(u64 old, u64 new);
+static void set_logged(u64 gfn);
 static bool tlbs_have(u64 *sptep);
 static u64 flushes, tlb_hits, cached_walks;
 
@@ -456,7 +460,7 @@ static struct kvm_vcpu vcpus[VCPUS];
 #define kvm_for_each_memslot(s, slots) for (s = &(slots)->slot; s; s = NULL)
 #define hva_to_gfn_memslot(hva, slot) (((hva) - (slot)->userspace_addr) / PAGE_SIZE + (slot)->base_gfn)
 #define __gfn_to_memslot(slots, gfn) (&(slots)->slot)
-#define mark_page_dirty_in_slot(slot, gfn) ((void)(slot))
+#define mark_page_dirty_in_slot(slot, gfn) ((void)(slot), set_logged(gfn))
 #define kvm_make_request(req, vcpu) ((void)(vcpu))
 #define kvm_is_reserved_pfn(pfn) false
 #define kvm_is_zone_device_pfn(pfn) false
@@ -591,11 +595,7 @@ static void kvm_set_pfn_accessed(kvm_pfn_t pfn)
 static void kvm_set_pfn_dirty(kvm_pfn_t pfn);
 
 void kvm_flush_remote_tlbs(struct kvm *kvm);
-
-void kvm_flush_remote_tlbs_with_address(struct kvm *kvm, u64 gfn, u64 pages)
-{
-	kvm_flush_remote_tlbs(kvm);
-}
+void kvm_flush_remote_tlbs_with_address(struct kvm *kvm, u64 gfn, u64 pages);
 
 static bool nx_huge_pages;
 
@@ -618,6 +618,15 @@ void unaccount_huge_nx_page(struct kvm *kvm, struct kvm_mmu_page *sp)
 	list_del(&sp->lpage_disallowed_link);
 }
 
+/* Whether the dirty log is enabled, and a gfn that holds a page table of a nested guest: 0 for none */
+static bool logging;
+static gfn_t protected_gfn;
+
+static bool has_protected(gfn_t gfn, gfn_t pages)
+{
+	return protected_gfn && protected_gfn >= gfn && protected_gfn < gfn + pages;
+}
+
 /* The size that the host maps is drawn for each fault. */
 static int host_level[TASKS];
 
@@ -625,6 +634,10 @@ int kvm_mmu_hugepage_adjust(struct kvm_vcpu *vcpu, gfn_t gfn, int max_level, kvm
 			    int *req_level)
 {
 	int level = min(host_level[self - tasks], max_level);
+
+	/* disallow_lpage, and a slot whose dirty log is enabled */
+	if (logging || has_protected(gfn & -KVM_PAGES_PER_HPAGE(level), KVM_PAGES_PER_HPAGE(level)))
+		level = PG_LEVEL_4K;
 
 	*req_level = level;
 	if (disallowed || level == PG_LEVEL_4K)
@@ -647,8 +660,12 @@ int make_spte(struct kvm_vcpu *vcpu, unsigned int access, int level, gfn_t gfn, 
 	*new_spte = pfn << PAGE_SHIFT | PT_PRESENT_MASK | PT_USER_MASK | PT_ACCESSED_MASK;
 	if (level > PG_LEVEL_4K)
 		*new_spte |= PT_PAGE_SIZE_MASK;
-	if (host_writable)
-		*new_spte |= PT_WRITABLE_MASK | PT_DIRTY_MASK | SPTE_HOST_WRITEABLE | SPTE_MMU_WRITEABLE;
+	if (!host_writable)
+		return 0;
+	*new_spte |= SPTE_HOST_WRITEABLE;
+	if (has_protected(gfn, KVM_PAGES_PER_HPAGE(level)))
+		return access & ACC_WRITE_MASK ? SET_SPTE_WRITE_PROTECTED_PT : 0;
+	*new_spte |= PT_WRITABLE_MASK | PT_DIRTY_MASK | SPTE_MMU_WRITEABLE;
 	return 0;
 }
 
@@ -697,6 +714,8 @@ typedef struct {
 
 static u32 version[AREAS];
 static bool written[AREAS][PMDS][PTES], reported[AREAS][PMDS][PTES];
+/* The dirty log's bits, and what was written since they were last cleared */
+static bool logged[AREAS][PMDS][PTES], to_be_logged[AREAS][PMDS][PTES];
 
 static gfn_t gfn_of(int area, int pmd, int pte)
 {
@@ -708,6 +727,21 @@ static kvm_pfn_t pfn_of(gfn_t gfn)
 	u64 area = gfn / AREA_GFNS;
 
 	return (1 + area * VERSIONS + version[area] % VERSIONS) * AREA_GFNS + gfn % AREA_GFNS;
+}
+
+static void set_logged(u64 gfn)
+{
+	u64 offset = gfn % AREA_GFNS;
+
+	logged[gfn / AREA_GFNS][offset / 512 - 1][offset % 512 - 1] = true;
+}
+
+/* A CPU has written to a page. */
+static void has_written(int area, int pmd, int pte)
+{
+	if (protected_gfn == gfn_of(area, pmd, pte))
+		die("a CPU writes to a page table that is write-protected");
+	written[area][pmd][pte] = to_be_logged[area][pmd][pte] = true;
 }
 
 static void kvm_set_pfn_dirty(kvm_pfn_t pfn)
@@ -733,8 +767,15 @@ struct tlb_entry {
 	bool dirty;
 };
 
+#define PENDING 8
+
 struct cpu {
-	bool guest_mode, flush;
+	bool guest_mode;
+	/* Ranges that it was asked to flush, and how many */
+	int pending;
+	struct {
+		gfn_t gfn, pages;
+	} flush[PENDING];
 	struct tlb_entry tlb[4];
 	/* Where the table for a gfn is, by level */
 	struct {
@@ -745,22 +786,71 @@ struct cpu {
 
 static struct cpu cpus[VCPUS];
 
-void kvm_flush_remote_tlbs(struct kvm *kvm)
+static bool overlap(gfn_t gfn, gfn_t pages, gfn_t other, gfn_t others)
 {
-	int i;
+	return gfn < other + others && other < gfn + pages;
+}
+
+void kvm_flush_remote_tlbs_with_address(struct kvm *kvm, u64 gfn, u64 pages)
+{
+	int i, n, area, pmd, pte;
 
 	wide_window();
 	flushes++;
+	for (i = 0; i < VCPUS; i++) {
+		n = cpus[i].pending;
+		if (n == PENDING) {
+			/* It has lost count, and will flush all. */
+			cpus[i].flush[0].gfn = 0;
+			cpus[i].flush[0].pages = AREAS * AREA_GFNS;
+			n = 0;
+		} else {
+			cpus[i].flush[n].gfn = gfn;
+			cpus[i].flush[n].pages = pages;
+		}
+		cpus[i].pending = n + 1;
+	}
 	for (i = 0; i < VCPUS; i++)
-		cpus[i].flush = true;
-	for (i = 0; i < VCPUS; i++)
-		while (cpus[i].guest_mode && cpus[i].flush)
+		while (cpus[i].guest_mode && cpus[i].pending)
 			turn();
 
 	/* The host writes back what was reported: the next write has to be reported again. */
-	for (i = 0; i < AREAS * PMDS * PTES; i++)
-		if ((&reported[0][0][0])[i])
-			(&reported[0][0][0])[i] = (&written[0][0][0])[i] = false;
+	for (area = 0; area < AREAS; area++)
+		for (pmd = 0; pmd < PMDS; pmd++)
+			for (pte = 0; pte < PTES; pte++)
+				if (reported[area][pmd][pte] && overlap(gfn_of(area, pmd, pte), 1, gfn, pages))
+					reported[area][pmd][pte] = written[area][pmd][pte] = false;
+}
+
+void kvm_flush_remote_tlbs(struct kvm *kvm)
+{
+	kvm_flush_remote_tlbs_with_address(kvm, 0, AREAS * AREA_GFNS);
+}
+
+static bool to_be_flushed(struct cpu *cpu, gfn_t gfn, gfn_t pages)
+{
+	int i;
+
+	for (i = 0; i < cpu->pending; i++)
+		if (overlap(gfn, pages, cpu->flush[i].gfn, cpu->flush[i].pages))
+			return true;
+	return false;
+}
+
+/* What a CPU does before it enters the guest */
+static void flush_pending(struct cpu *cpu)
+{
+	struct tlb_entry *entry;
+	int level;
+
+	for (entry = cpu->tlb; entry < cpu->tlb + 4; entry++)
+		if (entry->level && to_be_flushed(cpu, entry->gfn, KVM_PAGES_PER_HPAGE(entry->level)))
+			entry->level = 0;
+	for (level = 2; level <= PT64_ROOT_MAX_LEVEL; level++)
+		if (cpu->walk_cache[level - 2].table &&
+		    to_be_flushed(cpu, cpu->walk_cache[level - 2].gfn, KVM_PAGES_PER_HPAGE(level)))
+			cpu->walk_cache[level - 2].table = NULL;
+	cpu->pending = 0;
 }
 
 /* A CPU outside of the guest that was asked for a flush will do that first. */
@@ -778,7 +868,7 @@ static bool tlbs_have(u64 *sptep)
 		for (entry = cpu->tlb; entry < cpu->tlb + 4; entry++)
 			found |= entry->level && entry->gfn < gfn + pages &&
 				 entry->gfn + KVM_PAGES_PER_HPAGE(entry->level) > gfn &&
-				 (cpu->guest_mode || !cpu->flush);
+				 (cpu->guest_mode || !to_be_flushed(cpu, entry->gfn, KVM_PAGES_PER_HPAGE(entry->level)));
 	}
 	return found;
 }
@@ -814,7 +904,7 @@ static void cpu_writes(u64 *sptep)
 		pmd = offset / 512 - 1;
 		pte = offset % 512 ? offset % 512 - 1 : pte;
 	}
-	written[block / VERSIONS][pmd][pte] = true;
+	has_written(block / VERSIONS, pmd, pte);
 	self->dirtied = spte_to_pfn(spte);
 }
 
@@ -889,7 +979,7 @@ retry:
 static unsigned long faults_wanted;
 static u64 results[8];
 
-static void handle_fault(struct kvm_vcpu *vcpu, gfn_t gfn, bool write)
+static int handle_fault(struct kvm_vcpu *vcpu, gfn_t gfn, bool write)
 {
 	unsigned long seq = vm.mmu_notifier_seq;
 	u32 draw = rnd(32), code = write ? PFERR_WRITE_MASK : rnd(4) ? 0 : PFERR_FETCH_MASK;
@@ -912,6 +1002,7 @@ static void handle_fault(struct kvm_vcpu *vcpu, gfn_t gfn, bool write)
 		r = kvm_tdp_mmu_map(vcpu, gfn << PAGE_SHIFT, code, write || rnd(2), KVM_MAX_HUGEPAGE_LEVEL, pfn, false);
 	read_unlock(&vm.mmu_lock);
 	results[r]++;
+	return r;
 }
 
 static void vcpu_task(void)
@@ -935,19 +1026,17 @@ static void vcpu_task(void)
 				die("faults on gfn %lx come to no end", gfn);
 			/* Entering the guest: what was asked for is done first. */
 			cpu->guest_mode = true;
-			if (cpu->flush) {
-						memset(cpu->tlb, 0, sizeof(cpu->tlb));
-				memset(cpu->walk_cache, 0, sizeof(cpu->walk_cache));
-				cpu->flush = false;
-					}
+			flush_pending(cpu);
 			if (cpu_access(cpu, vcpu->arch.mmu->root_hpa, gfn, write)) {
 				if (write)
-					written[area][pmd][pte] = true;
+					has_written(area, pmd, pte);
 				last_access = turns;
 				break;
 			}
 			cpu->guest_mode = false;
-			handle_fault(vcpu, gfn, write);
+			/* KVM writes in its stead to what is write-protected. */
+			if (handle_fault(vcpu, gfn, write) == RET_PF_EMULATE)
+				break;
 			faults++;
 		}
 		cpu->guest_mode = false;
@@ -983,6 +1072,50 @@ static void replace_area(int area)
 	write_unlock(&vm.mmu_lock);
 }
 
+/* The dirty log is enabled, collected in part, or disabled. */
+static void use_log(struct kvm_memory_slot *slot)
+{
+	int area = rnd(AREAS), pmd = rnd(PMDS), pte;
+	unsigned long mask = 0;
+
+	write_lock(&vm.mmu_lock);
+	if (!logging) {
+		/* It may let go of the lock meanwhile: faults log from here on. */
+		logging = true;
+		memset(logged, 0, sizeof(logged));
+		kvm_tdp_mmu_wrprot_slot(&vm, slot, PG_LEVEL_4K);
+		kvm_flush_remote_tlbs(&vm);
+		/* What came through TLBs until then came before. */
+		memset(to_be_logged, 0, sizeof(to_be_logged));
+	} else if (!rnd(3)) {
+		logging = false;
+	} else {
+		for (pte = 0; pte < PTES; pte++) {
+			if (to_be_logged[area][pmd][pte] && !logged[area][pmd][pte])
+				die("a page was written to, and is not in the dirty log");
+			mask |= logged[area][pmd][pte] ? BIT(pte) : 0;
+		}
+		kvm_tdp_mmu_clear_dirty_pt_masked(&vm, slot, gfn_of(area, pmd, 0), mask, true);
+		kvm_flush_remote_tlbs_with_address(&vm, gfn_of(area, pmd, 0), PTES);
+		for (pte = 0; pte < PTES; pte++)
+			if (mask & BIT(pte))
+				logged[area][pmd][pte] = to_be_logged[area][pmd][pte] = false;
+	}
+	write_unlock(&vm.mmu_lock);
+}
+
+/* A nested guest's page table appears in a page, or goes. */
+static void protect(struct kvm_memory_slot *slot)
+{
+	gfn_t gfn = protected_gfn ? 0 : gfn_of(rnd(AREAS), rnd(PMDS), rnd(PTES));
+
+	write_lock(&vm.mmu_lock);
+	if (gfn && kvm_tdp_mmu_write_protect_gfn(&vm, slot, gfn))
+		kvm_flush_remote_tlbs_with_address(&vm, gfn, 1);
+	protected_gfn = gfn;
+	write_unlock(&vm.mmu_lock);
+}
+
 static void manager_task(void)
 {
 	struct kvm_memory_slot *slot = &vm.slots.slot;
@@ -991,7 +1124,7 @@ static void manager_task(void)
 
 	while (!done) {
 		gfn = gfn_of(rnd(AREAS), rnd(PMDS), 0) & -512;
-		switch (rnd(8)) {
+		switch (rnd(10)) {
 		case 0:
 			replace_area(rnd(AREAS));
 			break;
@@ -1034,6 +1167,12 @@ static void manager_task(void)
 			write_lock(&vm.mmu_lock);
 			nx_huge_pages = !rnd(4);
 			write_unlock(&vm.mmu_lock);
+			break;
+		case 7:
+			use_log(slot);
+			break;
+		case 8:
+			protect(slot);
 			break;
 		default:
 			turn();
@@ -1123,8 +1262,9 @@ int main(int argc, char **argv)
 	if (linked != listed + 1 || linked != tables)
 		die("%ld tables are linked, %ld listed besides the root, %ld not freed", linked, listed, tables);
 
-	printf("faults: %lu fixed, %lu spurious, %lu to be retried; %lu flushes, %lu TLB hits, %lu walks from a cached table\n",
-	       results[RET_PF_FIXED], results[RET_PF_SPURIOUS], results[RET_PF_RETRY], flushes, tlb_hits, cached_walks);
+	printf("faults: %lu fixed, %lu spurious, %lu to be retried, %lu emulated; %lu flushes, %lu TLB hits, %lu walks from a cached table\n",
+	       results[RET_PF_FIXED], results[RET_PF_SPURIOUS], results[RET_PF_RETRY], results[RET_PF_EMULATE], flushes,
+	       tlb_hits, cached_walks);
 	printf("%ld tables, all linked and listed\n", linked);
 
 	write_lock(&vm.mmu_lock);
