@@ -33,14 +33,16 @@ impl<P: TypedValueParser> TypedValueParser for Offering<P> {
     }
 }
 
+/// How a value is read from what was typed.
+type Parse<T> = fn(&str) -> Result<T, String>;
+
 /// The words of `--sandbox`.
-pub const SANDBOX: Offering<fn(&str) -> Result<sandbox::Mode, String>> =
-    Offering(|text| text.parse(), &["on", "log", "off"]);
+pub const SANDBOX: Offering<Parse<sandbox::Mode>> = Offering(|text| text.parse(), &["on", "log", "off"]);
 /// The words of `--tracker`.
-pub const TRACKER: Offering<fn(&str) -> Result<Tracker, String>> =
+pub const TRACKER: Offering<Parse<Tracker>> =
     Offering(tracker, &["bitmap", "manual-protect", "initially-set", "ring"]);
 /// The words of `--backing`.
-pub const BACKING: Offering<fn(&str) -> Result<Backing, String>> = Offering(
+pub const BACKING: Offering<Parse<Backing>> = Offering(
     backing,
     &[
         "anonymous",
