@@ -10,9 +10,12 @@ use std::time::Duration;
 use bed::kvm;
 use harness::{Failed, LIMIT, Trials, ensure, eventually, trial};
 use images::Code;
+use kvm_bindings::{Msrs, kvm_msr_entry};
+use kvm_ioctls::VcpuFd;
+use serde_json::{Value, json};
 use std::process::ExitCode;
 use vellum::arch::irqchip::Mode;
-use vellum::arch::state::{Context, State};
+use vellum::arch::state::{Clock, Context, Meanwhile, State};
 use vellum::devices::console::Target;
 use vellum::machine::{self, BootConfig};
 use vellum::memory::MemoryConfig;
@@ -153,6 +156,7 @@ fn moves(irqchip: Mode) -> Result<(), Failed> {
     let saved = source.vcpus[0].with(move |fd| State::save(fd, &context))??;
     let irqs = source.irqchip.save()?;
     let port = source.serial.save();
+    let clock = Clock::save(&source.vm.fd)?;
     let mut ram = vec![0; 16 << 20];
     source.vm.memory.guest.read_slice(&mut ram, GuestAddress(0))?;
     drop(source);
@@ -169,10 +173,68 @@ fn moves(irqchip: Mode) -> Result<(), Failed> {
     destination.serial.restore(port)?;
     let context = Context::new(&kvm, &destination.vm.fd, true)?;
     destination.vcpus[0].with(move |fd| saved.restore(fd, &context))??;
+    clock.restore(&destination.vm.fd, Meanwhile::Passes)?;
     let outcome = ready.run()?;
     let text = std::fs::read_to_string(&said)?;
     std::fs::remove_file(said)?;
     ensure((text.as_str(), outcome.exit) == ("47", Exit::PowerOff), || format!("{text:?} {outcome:?}"))
+}
+
+const MTRRS: [(u32, u64); 3] = [(0x250, 0x0606_0606_0606_0606), (0x200, 0xc000_0000), (0x2ff, 0xc06)];
+
+fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> Result<(), Failed> {
+    let msrs = Msrs::from_entries(&[kvm_msr_entry { index, data, ..Default::default() }])?;
+    ensure(vcpu.set_msrs(&msrs)? == 1, || format!("MSR {index:#x} cannot be set to {data:#x}"))
+}
+
+#[trial(kvm())]
+fn the_clock_goes_on_in_another_machine() -> Result<(), Failed> {
+    const HOUR: u64 = 3600 * 1_000_000_000;
+    let image = code_that_spins().elf64();
+    let (source, said) = build(&image, PATIENCE, |_, _| ())?;
+    std::fs::remove_file(said)?;
+    let (destination, said) = build(&image, PATIENCE, |_, _| ())?;
+    std::fs::remove_file(said)?;
+    let [source, destination] = [source, destination].map(|ready| ready.machine.vm.fd.clone());
+    let start = Clock { nanoseconds: 1000 * HOUR, realtime: None, host_tsc: None };
+    start.restore(&source, Meanwhile::Stands)?;
+    let saved = Clock::save(&source)?;
+    saved.restore(&destination, Meanwhile::Stands)?;
+    let arrived = Clock::save(&destination)?;
+    let goes_on = saved.nanoseconds..saved.nanoseconds + HOUR;
+    ensure(saved.nanoseconds >= start.nanoseconds && goes_on.contains(&arrived.nanoseconds), || {
+        format!("{saved:?} became {arrived:?}")
+    })?;
+    // A host whose clock is the TSC tells when that was: an hour on the way is an hour for the guest, or it is not.
+    let Some(realtime) = saved.realtime else { return Ok(()) };
+    let earlier = Clock { realtime: Some(realtime - HOUR), ..saved };
+    for (meanwhile, passed) in [(Meanwhile::Passes, HOUR), (Meanwhile::Stands, 0)] {
+        earlier.restore(&destination, meanwhile)?;
+        let now = Clock::save(&destination)?.nanoseconds;
+        let expected = saved.nanoseconds + passed;
+        ensure((expected..expected + HOUR).contains(&now), || format!("{meanwhile:?}: {now} of {expected}"))?;
+    }
+    Ok(())
+}
+
+#[trial(kvm())]
+fn a_guest_with_kvmclock_is_told_that_it_stood_still() -> Result<(), Failed> {
+    /// Where the guest's clock page is: `struct pvclock_vcpu_time_info`, whose flags are its 30th byte.
+    const PAGE: u64 = 0x18_0000;
+    const FLAGS: u64 = PAGE + 29;
+    const MSR_KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
+    const GUEST_STOPPED: u8 = 1 << 1;
+    let (ready, said) = build(&code_that_spins().elf64(), PATIENCE, |_, _| ())?;
+    std::fs::remove_file(said)?;
+    let mut machine = ready.machine;
+    machine.start()?;
+    machine.pause()?;
+    machine.vcpus[0].with(|fd| set_msr(fd, MSR_KVM_SYSTEM_TIME_NEW, PAGE | 1))??;
+    let memory = machine.vm.memory.guest.clone();
+    let flags = move || memory.read_obj::<u8>(GuestAddress(FLAGS));
+    ensure(flags()? & GUEST_STOPPED == 0, || "it has been told already".into())?;
+    machine.resume();
+    eventually(LIMIT, "the guest is told", || Ok((flags()? & GUEST_STOPPED != 0).then_some(())))
 }
 
 /// What no few bytes of guest code would show: debug and vector registers, the local APIC, events on their way.
@@ -201,6 +263,10 @@ fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
         xsave.region[128] |= 2;
         // SAFETY: no dynamic feature is on, so that the area has the size of this structure.
         unsafe { fd.set_xsave(&xsave)? };
+        // The first fixed range of the MTRRs, their first variable one, and both switched on.
+        for (index, value) in MTRRS {
+            set_msr(fd, index, value)?;
+        }
         Ok(State::save(fd, &context)?)
     })??;
     let (destination, said) = build(&image, PATIENCE, |_, _| ())?;
@@ -215,7 +281,14 @@ fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
     let (saved, arrived) = (serde_json::to_value(saved)?, serde_json::to_value(arrived)?);
     let set = saved["xsave"][40] == 0xabcd;
     ensure(set, || format!("the vector register was never set: {}", saved["xsave"]))?;
-    for part in ["mp_state", "regs", "sregs", "xcrs", "xsave", "debugregs", "lapic", "events"] {
+    let has = |msr: &(u32, u64)| saved["msrs"].as_array().is_some_and(|all| all.contains(&json!(msr)));
+    ensure(MTRRS.iter().all(has), || format!("MTRRs are missing: {}", saved["msrs"]))?;
+    let mtrrs = |state: &Value| -> Vec<Value> {
+        let of = |msr: &&Value| msr[0].as_u64().is_some_and(|index| (0x200..0x300).contains(&index));
+        state["msrs"].as_array().into_iter().flatten().filter(of).cloned().collect()
+    };
+    ensure(mtrrs(&saved) == mtrrs(&arrived), || format!("MTRRs became {:?}", mtrrs(&arrived)))?;
+    for part in ["cpuid", "mp_state", "regs", "sregs", "xcrs", "xsave", "debugregs", "lapic", "events"] {
         ensure(saved[part] == arrived[part], || format!("{part}: {} became {}", saved[part], arrived[part]))?;
     }
     Ok(())

@@ -22,6 +22,9 @@ pub(super) trait Run {
 
     /// KVM's descriptor, where there is one.
     fn fd(&self) -> Option<&VcpuFd>;
+
+    /// Tells the guest's clock that it stood still.
+    fn stood_still(&self) {}
 }
 
 impl Run for Processor {
@@ -35,6 +38,13 @@ impl Run for Processor {
 
     fn fd(&self) -> Option<&VcpuFd> {
         Some(&self.fd)
+    }
+
+    /// KVM sets PVCLOCK_GUEST_STOPPED in the guest's clock page at the next entry, by which its watchdogs know that no CPU of
+    /// theirs hung. Guests without kvmclock have no such page, and KVM says so.
+    #[cfg(target_arch = "x86_64")]
+    fn stood_still(&self) {
+        let _ = self.fd.kvmclock_ctrl();
     }
 }
 
@@ -61,7 +71,9 @@ pub(super) fn run(
             }
             Step::Complete => vcpu.page().set_immediate_exit(true),
             Step::Wait => {
-                wait(shared, vcpu, &exits);
+                if wait(shared, vcpu, &exits) == Command::Run {
+                    vcpu.stood_still();
+                }
                 continue;
             }
             Step::End => break (Exit::PowerOff, None),
@@ -98,8 +110,8 @@ pub(super) fn run(
     Ended { exit, error, trace }
 }
 
-/// Says that the vCPU is paused, and serves calls until there is another command.
-fn wait(shared: &Shared, vcpu: &impl Run, exits: &Exits) {
+/// Says that the vCPU is paused, and serves calls until there is another command, which it returns.
+fn wait(shared: &Shared, vcpu: &impl Run, exits: &Exits) -> Command {
     let mut inner = shared.lock();
     inner.state = RunState::Paused;
     inner.exits = *exits;
@@ -113,11 +125,12 @@ fn wait(shared: &Shared, vcpu: &impl Run, exits: &Exits) {
             shared.changed.notify_all();
             continue;
         }
-        if shared.command() != Command::Pause {
+        let command = shared.command();
+        if command != Command::Pause {
             inner.state = RunState::Running;
             // Kicks so far were for the pause. Who kicks does so under the lock, which is held here.
             vcpu.page().set_immediate_exit(false);
-            return;
+            return command;
         }
         inner = shared.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
     }
