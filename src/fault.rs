@@ -44,6 +44,8 @@ pub enum Field {
     Irqchip,
     /// The kernel image.
     Kernel,
+    /// Where a source connects.
+    Listen,
     /// Whether guest memory is locked.
     Lock,
     /// How much guest memory.

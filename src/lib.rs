@@ -11,7 +11,8 @@
 //! | [`mod@bench`] | one file a benchmark: a workload, a schedule, and its figures |
 //! | [`oracle`] | whether a dirty log loses pages: what judges a tracker, and the tests that ask it |
 //! | [`session`] | the process around a machine: signals, privileges, sandbox, control socket, event loop, progress |
-//! | [`migration`] | a machine moves to another process: the two sides of the hand-over as pure machines |
+//! | [`migration`] | a machine moves to another process: hand-over, wire, plan, and the threads of both sides |
+//! | [`snapshot`] | a machine's memory and state in files |
 //! | [`machine`] | the PC with a kernel: its board, devices, boot |
 //! | [`guests`] | guests without an OS: code, control block, stamps, and the model that knows what they must have written |
 //! | [`payload`] | what a session runs: a machine of either kind, as the process around it sees it |
@@ -27,6 +28,7 @@
 //! | [`fault`] | whose fault an error is, and which field of the configuration it is about |
 //! | [`keyvalue`] | `VALUE,key=value,flag`: the form of every argument that has parts |
 //! | [`sys`] | every ioctl and system call that no crate wraps: the one room for `unsafe` beyond guest memory |
+//! | [`plant`] | mistakes that tests plant, to see that they are found; a release makes none |
 //!
 //! # Where to start reading
 //!
@@ -34,6 +36,7 @@
 //! - The vCPU loop: [`vm::vcpu`].
 //! - What a guest without an OS does: [`guests`], its assembly in `guests/program/`.
 //! - How dirty pages are collected: [`dirty::DirtyTracker`]; how one that is lost is found: [`oracle::judge`].
+//! - How a machine moves to another process: [`migration`], whose map is the protocol's too.
 //! - What a machine can be told while it runs: [`control::Do`].
 //! - What a result is: [`report::Report`].
 
@@ -52,8 +55,10 @@ pub mod memory;
 pub mod migration;
 pub mod oracle;
 pub mod payload;
+pub mod plant;
 pub mod report;
 pub mod sandbox;
 pub mod session;
+pub mod snapshot;
 pub mod sys;
 pub mod vm;

@@ -3,6 +3,9 @@
 //! A payload owns vCPUs, memory and devices, and knows nothing of signals, sockets, time limits or the terminal: those are the
 //! session's (`session/`), which asks one payload after every turn of its event loop.
 
+pub mod section;
+pub mod state;
+
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -11,11 +14,27 @@ use event_manager::MutEventSubscriber;
 use serde_json::Value;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::control::Do;
+pub use self::section::Section;
+use crate::arch::clocks::Meanwhile;
+use crate::control::{DirtyRings, Do, Event};
+use crate::dirty::{self, DirtyTracker};
+use crate::memory::{Memory, Slot};
+use crate::sandbox::ThreadKind;
 use crate::vm::lifecycle::Exit;
+use crate::vm::ring::DirtyRing;
+use crate::vm::vcpu::Throttle;
 
 /// Something that the session's event loop serves.
 pub type Subscriber = Arc<Mutex<dyn MutEventSubscriber + Send>>;
+
+/// What a payload has for the event loop.
+#[derive(Default)]
+pub struct Serves {
+    /// Devices and whatever else has descriptors of its own.
+    pub subscribers: Vec<Subscriber>,
+    /// Descriptors that become readable when [`Payload::poll`] has something to say. `poll` reads them.
+    pub wakes: Vec<Arc<EventFd>>,
+}
 
 /// What a payload is, in a few words.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -28,6 +47,14 @@ pub struct Outline {
     pub balloon: Option<u64>,
     /// The unix socket that leads to the guest's sockets, if there is one.
     pub vsock: Option<PathBuf>,
+    /// Its dirty rings, if it has any.
+    pub dirty_ring: Option<DirtyRings>,
+}
+
+impl From<&DirtyRing> for DirtyRings {
+    fn from(ring: &DirtyRing) -> Self {
+        Self { entries: ring.entries(), full: ring.relieved() }
+    }
 }
 
 /// How far a payload has come that knows how far it has to go.
@@ -44,13 +71,15 @@ pub trait Payload {
     /// Why it cannot go on.
     type Error: std::error::Error;
 
-    /// What the session's event loop serves for it.
-    fn subscribers(&self) -> Vec<Subscriber>;
+    /// What the session's event loop is to serve for it from now on: each once. Asked after every turn of the loop.
+    fn serves(&mut self) -> Serves;
 
-    /// Descriptors that become readable when [`Payload::poll`] has something to say. `poll` reads them.
-    fn wakes(&self) -> Vec<Arc<EventFd>>;
+    /// What the thread of the event loop may call from before [`Payload::start`] on.
+    fn confinement(&self) -> ThreadKind {
+        ThreadKind::Main
+    }
 
-    /// Lets its vCPUs run for the first time.
+    /// Lets its vCPUs run for the first time: from the beginning, or from where it was [restored](Payload::restore).
     ///
     /// # Errors
     /// Where a vCPU's thread never came to be ready.
@@ -80,6 +109,26 @@ pub trait Payload {
     /// How far it has come, where it has an idea of that.
     fn progress(&self) -> Option<Progress>;
 
+    /// Whether whoever runs it has paused it.
+    fn is_paused(&self) -> bool {
+        false
+    }
+
+    /// Where it stands, where that is neither running nor paused by whoever runs it.
+    fn standing(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// How its dirty pages are collected, while somebody does.
+    fn tracker(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// What those who listen to it are to be told since this was last asked.
+    fn news(&mut self) -> Vec<Event> {
+        Vec::new()
+    }
+
     /// Does what only this kind of machine can be asked for, with the descriptors that came along.
     ///
     /// # Errors
@@ -88,6 +137,65 @@ pub trait Payload {
 
     /// Ends its vCPUs, where there are any left.
     fn stop(&mut self);
+
+    /// What it is, so that the like of it can be made elsewhere: an object whose `kind` says of which kind of machine, and whose
+    /// other fields are of that kind's `Description`.
+    fn describe(&self) -> Value;
+
+    /// All memory that moves with it, in the order of KVM's numbers.
+    fn memory(&self) -> Vec<Slot>;
+
+    /// Its RAM, which the first of [`Payload::memory`] are cut from.
+    fn ram(&self) -> Memory;
+
+    /// Takes time from its vCPUs.
+    fn throttle(&self) -> Throttle;
+
+    /// Follows who writes to [`Payload::memory`], from now on what the VMM writes, and from [`DirtyTracker::enable`] on what the
+    /// guest writes. While it is paused.
+    ///
+    /// # Errors
+    /// Where this KVM cannot, or somebody follows it already.
+    fn track(&mut self, method: dirty::Method) -> Result<Box<dyn DirtyTracker>, dirty::Error>;
+
+    /// Its whole state beside its memory; while it is paused, and for as long as it stays so: what is typed for its guest meanwhile
+    /// is held. KVM may write to guest memory on the
+    /// way, which is why the last collection of dirty pages comes afterwards.
+    ///
+    /// # Errors
+    /// Where it is not paused, KVM refuses, or its guest has something that cannot be saved.
+    fn save(&mut self) -> Result<Vec<Section>, Self::Error>;
+
+    /// Takes over what [`Payload::save`] gave, in a machine that was made for it and has never run. Neither KVM nor a device writes
+    /// to guest memory: what would is held back until [`Payload::commit`].
+    ///
+    /// # Errors
+    /// Where `sections` are not the state of the like of it, or KVM refuses. It cannot be used for anything then.
+    fn restore(&mut self, sections: Vec<Section>, meanwhile: Meanwhile) -> Result<(), Self::Error>;
+
+    /// After [`Payload::restore`], when its memory is complete and nobody else runs it: restores what was held back, takes the locks
+    /// of its disks, and tells its networks where it is now. [`Payload::start`] lets it run.
+    ///
+    /// # Errors
+    /// Where somebody else has one of its disks, or KVM refuses. It has not run then.
+    fn commit(&mut self) -> Result<(), Self::Error>;
+
+    /// Gives up the locks of its disks, so that another process can take them; while it is paused.
+    fn release(&mut self);
+
+    /// Takes them again.
+    ///
+    /// # Errors
+    /// Where somebody else has one.
+    fn retake(&mut self) -> Result<(), Self::Error>;
+
+    /// After [`Payload::save`], when the guest runs elsewhere: what has been typed for it since, which it is given nothing of here.
+    fn take_typed(&mut self) -> Vec<u8> {
+        Vec::new()
+    }
+
+    /// Gives its guest what [`Payload::take_typed`] gave elsewhere.
+    fn give_typed(&mut self, _typed: &[u8]) {}
 
     /// Whether what its guest has said has all been read. Where it has not, the event loop goes on for the reader's sake.
     fn flushed(&mut self) -> bool;

@@ -3,11 +3,12 @@
 mod bed;
 
 use bed::kvm;
-use std::process::{Command, ExitCode, Stdio};
+use std::path::Path;
+use std::process::{Command, ExitCode, Output, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
 use vellum::bench::{Common, Region, access_tracking, demand_paging, memslot, page_table};
 use vellum::guests::guest::GuestConfig;
 use vellum::guests::program::Privilege;
@@ -16,7 +17,7 @@ use vellum::guests::tables::{self, Command as Do, perform};
 use vellum::guests::touch::{self, Plan};
 use vellum::guests::{Guest, WriteConfig};
 use vellum::memory::{Backing, Memory, MemoryConfig};
-use vellum::report::{Figure, Label, json};
+use vellum::report::{self, Figure, Label, Premise, Report, Series, json};
 use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source, memfd};
 use vellum::sys::page_idle::PageIdle;
 use vellum::sys::seccomp;
@@ -281,6 +282,124 @@ fn an_interrupt_leaves_what_was_measured() -> Result<(), Failed> {
     ensure(text.contains("update_mappings"), || format!("no figures: {text}"))
 }
 
+fn migration(arguments: &str) -> Result<(Output, Report), Failed> {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vellum"));
+    command.args(["bench", "migration", "--json", "-"]).args(arguments.split(' '));
+    let output = command.stdin(Stdio::null()).output()?;
+    let reports =
+        json::parse(&output.stdout, Path::new("-")).map_err(|error| format!("{error}: {output:?}"))?;
+    let report = reports.into_iter().next().ok_or("no result")?;
+    Ok((output, report))
+}
+
+/// What each round had to say of `name`.
+fn rounds(report: &Report, name: impl Into<Label>) -> Result<Vec<f64>, Failed> {
+    let label = name.into();
+    let missing = format!("no {label}");
+    let values: Vec<f64> = report.find(label).ok_or(missing)?.values().collect();
+    Ok(values)
+}
+
+/// Two processes, and a guest that goes from one to the other: every figure is there, and they agree with each other.
+#[trial(kvm())]
+fn a_guest_is_moved_and_measured() -> Result<(), Failed> {
+    moved_and_measured(2).map(drop)
+}
+
+/// What the machines say is what the guest saw, within a twentieth in one of some rounds: a vCPU that waits for a CPU saw more than they.
+#[trial(kvm())]
+fn the_parts_of_a_move_are_what_the_guest_saw() -> Result<Completion, Failed> {
+    let load = std::fs::read_to_string("/proc/loadavg")?;
+    let busy = load.split(' ').next().and_then(|load| load.parse::<f64>().ok()).is_none_or(|load| load > 1.0);
+    if busy || std::thread::available_parallelism()?.get() < 2 {
+        let why = format!("needs two CPUs of which one is idle; the load is {}", load.trim());
+        return Ok(Completion::ignored_with(why));
+    }
+    let mut near = Vec::new();
+    for _ in 0..15 {
+        near.append(&mut moved_and_measured(1)?);
+        if near.iter().any(|(guest, machines)| (machines / guest - 1.0).abs() <= 0.05) {
+            return Ok(Completion::Completed);
+        }
+    }
+    Err(format!("what the guest saw, and what the parts are: {near:?}").into())
+}
+
+/// Downtime of each round, as the guest has seen it and as the machines have.
+fn moved_and_measured(vcpus: usize) -> Result<Vec<(f64, f64)>, Failed> {
+    let asked = 16u64 << 20;
+    let (output, mut report) =
+        migration(&format!("-b 8m -v {vcpus} --dirty-rate 16m --around 500ms --repeat 3"))?;
+    let status = i32::from(!report.invalid.is_empty());
+    ensure(output.status.code() == Some(status), || format!("not status {status}: {output:?}"))?;
+    // Whether a host that does much else besides keeps a rate is not to be tested, but whether that is said.
+    let missed = |failed: &report::Failed| matches!(failed.premise, Premise::RateMissed { .. });
+    let said = report.invalid.iter().filter(|failed| missed(failed)).count();
+    report.invalid.retain(|failed| !missed(failed));
+    bed::premises(&report)?;
+    let before = rounds(&report, Label::of("progress", "before"))?;
+    let off = |pages: &&f64| (*pages * PAGE_SIZE as f64 / asked as f64 - 1.0).abs() > 0.1;
+    let off = before.iter().filter(off).count();
+    ensure(said == off, || {
+        format!("{before:?} pages a second: {off} of them missed the rate, and {said} are said to")
+    })?;
+    json::check(&report).map_err(Failed::from)?;
+
+    let downtime = rounds(&report, "downtime")?;
+    let machines = rounds(&report, "downtime_of_machines")?;
+    let names = ["pause", "save", "last_pass", "transfer", "restore", "resume"];
+    let parts: Vec<_> = names
+        .iter()
+        .map(|part| rounds(&report, Label::of("downtime_part", part)))
+        .collect::<Result<_, _>>()?;
+    ensure(downtime.len() == 3 && parts.iter().all(|part| part.len() == 3), || format!("{parts:?}"))?;
+    for round in 0..3 {
+        let sum: f64 = parts.iter().map(|part| part[round]).sum();
+        ensure((sum - machines[round]).abs() < 1e-6, || format!("{sum} is not {}", machines[round]))?;
+        // Between these it stands still, whatever the host is at; two clocks, of which KVM knows one by its frequency alone.
+        let still: f64 = parts[1..5].iter().map(|part| part[round]).sum();
+        let guest = downtime[round];
+        ensure(guest > still * 0.99, || format!("a guest that stood still for {still} s saw {guest}"))?;
+    }
+    for name in ["downtime_expected", "downtime_estimated", "total_estimated", "bandwidth", "harvest_total"] {
+        ensure(rounds(&report, name)?.iter().all(|&value| value > 0.0), || format!("{name} is nothing"))?;
+    }
+    ensure(rounds(&report, "converged")? == [100.0; 3], || "it has not converged".into())?;
+    let (total, passes) = (rounds(&report, "total")?, rounds(&report, "passes")?);
+    ensure(total.iter().zip(&machines).all(|(total, machines)| total > machines), || format!("{total:?} s"))?;
+    // The first pass has all of the memory, which the guest has filled.
+    let (pages, all) = (rounds(&report, Label::of("pass_pages", 1))?, (vcpus * 2048) as f64);
+    ensure(pages.iter().all(|&pages| pages >= all), || format!("{pages:?} pages of {all}"))?;
+    let of_pass = |name: &str, pass| rounds(&report, Label::of(name, pass)).unwrap_or_default();
+    let most = passes.iter().fold(0.0f64, |most, &passes| most.max(passes));
+    let sent: f64 = (1..=most as usize).flat_map(|pass| of_pass("pass_bytes", pass)).sum();
+    let all: f64 = rounds(&report, "bytes_sent")?.iter().sum();
+    ensure(sent <= all && sent > 0.95 * all, || format!("{sent} of {all} bytes in {passes:?} passes"))?;
+    for phase in ["before", "during", "after"] {
+        let seen = report.histograms.iter().any(|of| of.index.as_deref() == Some(phase) && of.count() > 0);
+        // What moves at once has no write while it is logged.
+        ensure(seen || phase == "during", || format!("no latencies {phase}"))?;
+    }
+    let still = report.marks.iter().find(|mark| mark.name == "standing still").ok_or("no mark")?;
+    let points =
+        |series: &Series| series.points.iter().any(|(at, _)| (still.start..still.end + 1.0).contains(at));
+    ensure(report.series.len() == vcpus && report.series.iter().all(points), || {
+        format!("{still:?}: {:?}", report.series)
+    })?;
+    let kinds = |kind: &str| report.marks.iter().filter(|mark| mark.name == kind).count();
+    let marks = (kinds("passes") + kinds("last pass")) as f64;
+    ensure(marks == passes[0], || format!("{marks} marks of {} passes", passes[0]))?;
+    Ok(downtime.into_iter().zip(machines).collect())
+}
+
+/// No guest writes a terabyte a second; the result says so, and is no success.
+#[trial(kvm())]
+fn a_rate_that_is_missed_makes_a_result_invalid() -> Result<(), Failed> {
+    let (output, report) = migration("-b 2m --dirty-rate 1t --around 100ms --repeat 1")?;
+    let missed = report.invalid.iter().any(|failed| matches!(failed.premise, Premise::RateMissed { .. }));
+    ensure(missed && output.status.code() == Some(1), || format!("{output:?}"))
+}
+
 /// One line that names the flag and what would work, and exit status 2.
 #[trial(kvm())]
 fn what_excludes_each_other_is_one_line() -> Result<(), Failed> {
@@ -300,6 +419,16 @@ fn what_excludes_each_other_is_one_line() -> Result<(), Failed> {
         ("page-table -p 0x1000", "-p 0x1000", "0x100000000 would work"),
         ("dirty-log -b 2m -x 3", "-x 3", "2 would work"),
         ("demand-paging -b 1m -u MINOR", "-u MINOR", "shmem or"),
+        ("migration -b 3k", "-b: 3k", "4k would work"),
+        ("migration -b 2m -v 60000", "-v 60000", "at most"),
+        ("migration -b 4t", "-b: this needs 8", "ask for fewer"),
+        ("migration -b 2m --dirty-rate 5k", "--dirty-rate", "1m or more"),
+        ("migration -b 2m --pattern hot=10", "--pattern", "order"),
+        ("migration -b 2m --pattern random,hot=100", "--pattern", "below 100"),
+        ("migration -b 2m --connections 17", "--connections", "1 to 16"),
+        ("migration -b 2m -c 70000", "-c", "0 to 65535"),
+        ("migration -b 2m --bandwidth 3k", "--bandwidth", "1m or more"),
+        ("migration -b 2m --preset sweep --dirty-rate 1m", "--preset", "--dirty-rate"),
     ] {
         let output =
             Command::new(env!("CARGO_BIN_EXE_vellum")).arg("bench").args(line.split(' ')).output()?;

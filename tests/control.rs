@@ -61,7 +61,9 @@ fn requests_are_answered_by_their_numbers_and_events_reach_who_listens() {
     listener.ask(&Do::Events {}).unwrap();
     let mut client = Client::connect(&path).unwrap();
     assert_eq!(client.ask(&Do::Status {}).unwrap(), json!({"path": path}));
-    let Err(Error::Refused(reason)) = client.ask(&Do::Resume {}) else { panic!("must be refused") };
+    let Err(Error::Refused(reason)) = client.ask(&Do::Resume { force: false }) else {
+        panic!("must be refused")
+    };
     assert_eq!(reason, "not today");
     client.ask(&Do::Pause {}).unwrap();
     assert_eq!(listener.line().unwrap(), json!({"event": "paused", "us": 5}));

@@ -3,18 +3,19 @@
 mod bed;
 
 use std::io::ErrorKind;
-use std::process::{Command, ExitCode, ExitStatus};
+use std::process::{Command, ExitCode, ExitStatus, Output, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bed::kvm;
-use harness::{Completion, Failed, Need, Trials, ensure, trial};
+use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
 use vellum::bench::{Common, Region, dirty_log};
 use vellum::dirty::{self, Method};
 use vellum::fault::{Fault, Whose};
 use vellum::guests::guest::GuestConfig;
 use vellum::guests::{Guest, Order, WriteConfig};
 use vellum::memory::{Backing, Memory, MemoryConfig, Slot};
-use vellum::oracle::edges::{self, Verdict};
+use vellum::oracle::edges::{self, EdgeVerdict};
 use vellum::oracle::judge::Mode;
 use vellum::oracle::soak::{self, Config, Tally};
 use vellum::report::json;
@@ -86,8 +87,8 @@ fn config(method: Method, backing: Backing) -> Config {
 }
 
 fn held(config: &Config) -> Result<Tally, Failed> {
-    let mut tallies = soak::run(config, &mut |_| true)?;
-    Ok(tallies.remove(0))
+    let mut held = soak::run(config, &mut |_| ())?;
+    Ok(held.tallies.remove(0))
 }
 
 fn loses_none(method: Method, backing: Backing) -> Result<Completion, Failed> {
@@ -96,7 +97,9 @@ fn loses_none(method: Method, backing: Backing) -> Result<Completion, Failed> {
     if backing.best_mapping() > 4096 && tally.only_edges() {
         // Its form alone excuses nothing: the kernel must do it when asked, too.
         let found = edges::probe()?;
-        ensure(found == Verdict::Lost, || format!("seed {}: {found}, but {:?}", config.seed, tally.names))?;
+        ensure(found == EdgeVerdict::Lost, || {
+            format!("seed {}: {found}, but {:?}", config.seed, tally.names)
+        })?;
         return Ok(Completion::ignored_with(format!(
             "{found}: {}; kernel-patches/6.12/init-all-set-boundary mends it (seed {})",
             tally.names[0], config.seed
@@ -114,12 +117,12 @@ fn initially_set_keeps_the_edges_of_huge_pages() -> Result<Completion, Failed> {
     let again = edges::probe()?;
     ensure(found == again, || format!("{found}, and then: {again}"))?;
     match found {
-        Verdict::Kept => Ok(Completion::Completed),
-        Verdict::Lost => Ok(Completion::ignored_with(format!(
+        EdgeVerdict::Kept => Ok(Completion::Completed),
+        EdgeVerdict::Lost => Ok(Completion::ignored_with(format!(
             "{found}; kernel-patches/6.12/init-all-set-boundary mends it"
         ))),
-        Verdict::Untested(why) => Ok(Completion::ignored_with(why)),
-        Verdict::Others(_) => Err(found.to_string().into()),
+        EdgeVerdict::Untested(why) => Ok(Completion::ignored_with(why)),
+        EdgeVerdict::Others(_) => Err(found.to_string().into()),
     }
 }
 
@@ -131,12 +134,12 @@ fn the_oracle_finds_lost_edges_at_once() -> Result<Completion, Failed> {
     let tally = held(&config)?;
     let found = edges::probe()?;
     let agree = match found {
-        Verdict::Lost => tally.only_edges(),
+        EdgeVerdict::Lost => tally.only_edges(),
         _ => tally.is_clean(),
     };
     ensure(agree, || format!("seed {}: {found}, but {:?}", config.seed, tally.names))?;
     match found {
-        Verdict::Untested(why) => Ok(Completion::ignored_with(why)),
+        EdgeVerdict::Untested(why) => Ok(Completion::ignored_with(why)),
         _ => Ok(Completion::Completed),
     }
 }
@@ -167,6 +170,18 @@ fn edges_agree(arguments: &[&str]) -> Result<(), Failed> {
     })
 }
 
+/// Two mebibytes that begin a page behind an edge: two huge pages, wherever in the address space that is. This host is not asked for
+/// them: where it has fewer, it says how many it lacks.
+#[trial(kvm())]
+fn the_directed_test_asks_for_no_more_huge_pages_than_it_uses() -> Result<(), Failed> {
+    let mut vellum = Command::new(env!("CARGO_BIN_EXE_vellum"));
+    let output =
+        vellum.args("test dirty-edges -b 2m -s hugetlb-2m --tracker manual-protect".split(' ')).output()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    let lacks = output.status.code() == Some(2) && said.contains(" 2 needed, ");
+    ensure(lacks || output.status.success(), || format!("{output:?}"))
+}
+
 /// How `vellum test dirty-edges` ended, pages lost, and pages written.
 fn edges_as_typed(arguments: &[&str]) -> Result<(ExitStatus, [f64; 2]), Failed> {
     let mut vellum = Command::new(env!("CARGO_BIN_EXE_vellum"));
@@ -174,11 +189,78 @@ fn edges_as_typed(arguments: &[&str]) -> Result<(ExitStatus, [f64; 2]), Failed> 
     let results = json::parse(&output.stdout, "standard output".as_ref())?;
     let [result] = results.as_slice() else { return Err(format!("{} results", results.len()).into()) };
     ensure(result.host.sandbox.starts_with("on"), || format!("sandbox {}", result.host.sandbox))?;
+    let lost = String::from_utf8_lossy(&output.stderr).contains("this kernel's KVM lost them");
+    ensure(lost != output.status.success(), || format!("{output:?}"))?;
     let figure = |name: &str| {
         let found = result.figures.iter().find(|figure| figure.label.to_string() == name);
         found.map(|figure| figure.value()).ok_or_else(|| format!("no figure {name}"))
     };
     Ok((output.status, [figure("lost")?, figure("written")?]))
+}
+
+/// More vCPUs than CPUs, and fewer events than a machine has pages.
+#[trial(kvm())]
+fn few_events_end_the_test_however_many_vcpus_there_are() -> Result<(), Failed> {
+    let (method, backing) = (Method::Bitmap, Backing::Anonymous);
+    let tally = held(&Config { vcpus: 32, events: 10, ..config(method, backing) })?;
+    // One machine, of which few steps were asked; what one step checks is drawn.
+    ensure(tally.events >= 10 && tally.legs == 1 && tally.collections[0] + tally.collections[1] <= 4, || {
+        format!("{tally:?}")
+    })
+}
+
+/// What `vellum ARGUMENTS` leaves that is interrupted (SIGINT) when it has more than `threads` threads.
+fn interrupted(arguments: &str, threads: usize) -> Result<Output, Failed> {
+    let mut vellum = Command::new(env!("CARGO_BIN_EXE_vellum"));
+    vellum.args(arguments.split(' '));
+    let mut child = vellum.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let tasks = format!("/proc/{}/task", child.id());
+    let started = eventually(LIMIT, "its vCPUs are there", || {
+        let ended = child.try_wait()?.is_some();
+        let there = !ended && std::fs::read_dir(&tasks).is_ok_and(|tasks| tasks.count() > threads);
+        Ok((ended || there).then_some(there))
+    });
+    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
+    let ended = eventually(LIMIT, "it ends", || Ok(child.try_wait()?));
+    if ended.is_err() {
+        child.kill()?;
+    }
+    let output = child.wait_with_output()?;
+    ensure(started? && sent?.success() && ended?.code() == Some(130), || format!("{output:?}"))?;
+    Ok(output)
+}
+
+/// Ended once a machine of the first tracker runs, so before the others have had their turn.
+#[trial(kvm())]
+fn a_signal_ends_the_test_and_the_result_says_so_first() -> Result<(), Failed> {
+    let output = interrupted(
+        "test dirty-log -c 48 -b 32m --duration 1h --tracker bitmap --tracker manual-protect --json -",
+        48,
+    )?;
+    let results = json::parse(&output.stdout, "standard output".as_ref())?;
+    let said = results[0].cut_short.as_deref().unwrap_or("nothing");
+    ensure(
+        said.starts_with("ended by signal 2 before anything was tested with")
+            && said.contains("manual-protect"),
+        || said.to_owned(),
+    )?;
+    let listed = results[0].asked.get("tracker").is_some_and(|tracker| tracker != "bitmap");
+    ensure(
+        !listed && results[0].figures.iter().all(|figure| figure.label.index.as_deref() == Some("bitmap")),
+        || format!("{:?}", results[0]),
+    )
+}
+
+/// Ended once its vCPU is there: before the first chunk, or between two of the many.
+#[trial(kvm())]
+fn a_signal_ends_the_directed_test_and_it_says_so() -> Result<(), Failed> {
+    let output = interrupted("test dirty-edges --tracker manual-protect -s anonymous -b 1g --json -", 1)?;
+    let said = match json::parse(&output.stdout, "standard output".as_ref()) {
+        Ok(results) => results[0].cut_short.clone().unwrap_or_default(),
+        Err(_) => String::from_utf8(output.stderr)?,
+    };
+    let right = said.contains("interrupted by signal 2") || said.starts_with("ended by signal 2: ");
+    ensure(right, || said)
 }
 
 #[trial(kvm())]
@@ -292,17 +374,18 @@ fn a_bitmap_is_as_long_as_what_kvm_writes() -> Result<(), Failed> {
         let slot = Slot::new(9, 1 << 32, &vm.memory.mapping, 0..pages * 4096)?;
         vm.memslots().set(&slot, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
         let mut words = vec![UNTOUCHED; slot.bitmap_words() + 8];
-        vm.memslots().dirty_log(9, &mut words)?;
+        vm.memslots().dirty_log(9, |_| &mut words)?;
         let written = words.iter().take_while(|word| **word != UNTOUCHED).count();
         let rest = words[written..].iter().all(|word| *word == UNTOUCHED);
         ensure(written == slot.bitmap_words() && rest, || format!("{pages} pages: {words:x?}"))?;
-        let few = vm.memslots().dirty_log(9, &mut words[..written - 1]);
+        let few = vm.memslots().dirty_log(9, |_| &mut words[..written - 1]);
         ensure(few.is_err_and(|error| error.kind() == ErrorKind::InvalidInput), || {
             format!("{pages} pages: {} words were taken", written - 1)
         })?;
         vm.memslots().delete(9)?;
     }
-    let gone = vm.memslots().dirty_log(9, &mut [0; 64]);
+    let mut none = [0; 64];
+    let gone = vm.memslots().dirty_log(9, |_| &mut none);
     ensure(gone.is_err(), || "the log of a slot that is deleted".into())
 }
 
@@ -467,26 +550,31 @@ fn bench_shows_lazy_protection_in_one_table() -> Result<(), Failed> {
     ensure(progress.is_some_and(|figure| figure.value() > 0.0), || format!("{progress:?}"))
 }
 
+/// On a busy host a vCPU may not run at all for a while: then for twice as long.
 #[trial(kvm())]
 fn bench_continuous_shows_progress_over_time() -> Result<(), Failed> {
-    let continuous = Some(std::time::Duration::from_millis(200));
-    let config = dirty_log::Config {
-        continuous,
-        common: Common::default(),
-        phys_offset: None,
-        ..bench_config(Method::Bitmap)
-    };
-    let report = match dirty_log::run(&config) {
-        Err(error) if vellum::sys::host::allowed_cpus()?.len() < 2 => {
-            return ensure(error.whose() == Whose::User, || error.to_string());
-        }
-        result => result?,
-    };
-    let collections = report.figures.iter().find(|figure| figure.label.to_string() == "collections");
-    ensure(collections.is_some_and(|figure| figure.value() >= 1.0), || "no collection".into())?;
-    ensure(!report.marks.is_empty() && report.series.len() == 2, || "no picture".into())?;
-    let moved = |series: &vellum::report::Series| series.points.iter().any(|point| point.1 > 0.0);
-    ensure(report.series.iter().all(moved), || "a vCPU made no progress".into())
+    let mut duration = Duration::from_millis(200);
+    eventually(LIMIT, "each vCPU makes progress while the log is collected", || {
+        let config = dirty_log::Config {
+            continuous: Some(duration),
+            common: Common::default(),
+            phys_offset: None,
+            ..bench_config(Method::Bitmap)
+        };
+        duration *= 2;
+        let report = match dirty_log::run(&config) {
+            Err(error) if vellum::sys::host::allowed_cpus()?.len() < 2 => {
+                return ensure(error.whose() == Whose::User, || error.to_string()).map(Some);
+            }
+            result => result?,
+        };
+        let collections = report.figures.iter().find(|figure| figure.label.to_string() == "collections");
+        let collections = collections.ok_or("the number of collections is not told")?.value();
+        let pictures = (report.marks.is_empty(), report.series.len());
+        ensure(pictures == (collections == 0.0, 2), || format!("{collections} collections, {pictures:?}"))?;
+        let moved = |series: &vellum::report::Series| series.points.iter().any(|point| point.1 > 0.0);
+        Ok((collections > 0.0 && report.series.iter().all(moved)).then_some(()))
+    })
 }
 
 #[trial(kvm())]

@@ -13,6 +13,11 @@ mod control;
 mod keyvalue;
 #[path = "fuzz/targets/migration.rs"]
 mod migration;
+#[path = "fuzz/targets/snapshot.rs"]
+mod snapshot;
+#[cfg(target_arch = "x86_64")]
+#[path = "fuzz/targets/state.rs"]
+mod state;
 #[path = "fuzz/targets/virtio.rs"]
 mod virtio;
 
@@ -29,6 +34,9 @@ const TARGETS: &[(&str, Target)] = &[
     #[cfg(target_arch = "x86_64")]
     ("keyvalue", keyvalue::keyvalue),
     ("migration", migration::migration),
+    ("snapshot", snapshot::snapshot),
+    #[cfg(target_arch = "x86_64")]
+    ("state", state::state),
     ("virtio", virtio::virtio),
 ];
 

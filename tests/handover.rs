@@ -2,8 +2,11 @@
 //! failures of the target and the operator's words can come. At no time do two copies of the guest run, and none is left standing
 //! while both sides live and a link can be had.
 
+mod plants;
+
 use std::collections::{HashSet, VecDeque};
 
+use vellum::migration::fence::Word;
 use vellum::migration::message::{Message, Misfit};
 use vellum::migration::{source, target};
 
@@ -16,6 +19,11 @@ struct Faults {
     overruns: u8,
     cancels: u8,
     failures: u8,
+    /// Whether memory is compared, and whether it differs.
+    verifies: bool,
+    differs: bool,
+    /// Whether both are on one host.
+    fenced: bool,
 }
 
 /// Both sides, what is under way between them, and whether the guest runs here or there.
@@ -36,14 +44,20 @@ struct World {
     runs_there: bool,
     locked_here: bool,
     locked_there: bool,
+    /// Whether a page is wrong on the target, which only a comparison shows.
+    differs: bool,
+    /// The fence, where they have one.
+    word: Option<Word>,
+    /// Whether the source takes its locks as soon as they are free.
+    retaking: bool,
     faults: Faults,
 }
 
 impl World {
     fn new(faults: Faults) -> Self {
         Self {
-            source: Some(source::Source::new()),
-            target: Some(target::Target::new()),
+            source: Some(source::Source::new().verifying(faults.verifies).fenced(faults.fenced)),
+            target: Some(target::Target { fenced: faults.fenced, ..target::Target::new() }),
             to_target: VecDeque::from([Message::Hello { versions: [1, 1] }]),
             to_source: VecDeque::new(),
             leftovers: VecDeque::new(),
@@ -54,6 +68,9 @@ impl World {
             runs_there: false,
             locked_here: true,
             locked_there: false,
+            differs: faults.differs,
+            word: faults.fenced.then_some(Word::Open),
+            retaking: false,
             faults,
         }
     }
@@ -68,18 +85,30 @@ impl World {
             match action {
                 source::Action::Send(message) => self.send_to_target(message),
                 source::Action::Offer => {
-                    self.send_to_target(Message::Config { config: serde_json::Value::Null });
+                    self.send_to_target(Message::Config { config: serde_json::Value::Null, connections: 1 });
                 }
                 source::Action::Copy => self.send_to_target(Message::PassEnd { pass: 1, pages: 1 }),
                 source::Action::Finish { attempt } => {
                     self.runs_here = false;
                     self.send_to_target(Message::Final { attempt, pages: 1, sections: 1 });
                 }
+                source::Action::Compare { attempt } => {
+                    self.send_to_target(Message::Compare { attempt, pages: 1 });
+                }
                 source::Action::Resume => self.runs_here = true,
                 source::Action::Release => self.locked_here = false,
                 source::Action::Retake => {
-                    assert!(!self.locked_there, "the target holds the locks: {self:#?}");
-                    self.locked_here = true;
+                    let waits = self.word.is_some() && self.locked_there;
+                    assert!(waits || !self.locked_there, "the target holds the locks: {self:#?}");
+                    (self.locked_here, self.retaking) = (!waits, waits);
+                }
+                source::Action::Commit { attempt } => match self.step(Word::Open, Word::Committed) {
+                    Word::Committed => self.send_to_target(Message::Commit { attempt }),
+                    word => self.source(source::Event::Fenced(word)),
+                },
+                source::Action::Settle => {
+                    let word = self.step(Word::Committed, Word::Withdrawn);
+                    self.source(source::Event::Fenced(word));
                 }
                 source::Action::End => assert!(!self.runs_here, "{self:#?}"),
                 source::Action::Undo | source::Action::Reconnect | source::Action::Report(_) => {}
@@ -96,9 +125,20 @@ impl World {
                         self.to_source.push_back(message);
                     }
                 }
-                target::Action::Judge(_) => self.pending = Some(target::Event::Judged(Vec::new())),
+                target::Action::Judge { .. } => self.pending = Some(target::Event::Judged(Vec::new())),
                 target::Action::Restore { .. } => self.pending = Some(target::Event::Restored),
+                target::Action::Compare { attempt, pages } => {
+                    let wrong = u64::from(self.differs);
+                    let first = vec![4096; wrong as usize];
+                    let answer = Message::Compared { attempt, pages, wrong, first };
+                    self.pending = Some(target::Event::Compared(answer));
+                }
+                // Too late: it does not even try to take the locks.
+                target::Action::Start if self.word.is_some_and(|word| word != Word::Committed) => {
+                    self.pending = Some(target::Event::NotStarted("the source has taken it back".into()));
+                }
                 target::Action::Start => {
+                    assert!(!self.differs, "a guest whose memory differs is to run: {self:#?}");
                     assert!(!self.locked_here, "the source holds the locks: {self:#?}");
                     self.locked_there = true;
                     self.pending = Some(target::Event::Started);
@@ -106,10 +146,27 @@ impl World {
                 target::Action::Free => {
                     assert!(!self.runs_there, "a guest that runs is freed: {self:#?}");
                     (self.locked_there, self.pending) = (false, None);
+                    self.locked_here |= std::mem::take(&mut self.retaking);
                 }
-                target::Action::Report(_) => {}
+                target::Action::Settle => {
+                    let word = self.step(Word::Open, Word::Withdrawn);
+                    self.target(target::Event::Fenced(word));
+                }
+                target::Action::Withdraw if self.word.is_some() => {
+                    self.step(Word::Open, Word::Withdrawn);
+                    self.step(Word::Committed, Word::Withdrawn);
+                }
+                target::Action::Withdraw | target::Action::Report(_) => {}
             }
         }
+    }
+
+    fn step(&mut self, from: Word, to: Word) -> Word {
+        let word = self.word.as_mut().expect("only with a fence");
+        if *word == from {
+            *word = to;
+        }
+        *word
     }
 
     fn send_to_target(&mut self, message: Message) {
@@ -130,7 +187,13 @@ impl World {
     }
 
     fn finish_pending(&mut self) {
-        let Some(event) = self.pending.take() else { return };
+        let Some(mut event) = self.pending.take() else { return };
+        if event == target::Event::Started
+            && self.word.is_some()
+            && self.step(Word::Committed, Word::Ran) != Word::Ran
+        {
+            event = target::Event::NotStarted("the source has taken it back".into());
+        }
         // The target says Started before the first vCPU enters the guest.
         self.runs_there |= event == target::Event::Started;
         self.target(event);
@@ -157,6 +220,8 @@ impl World {
                             remedy: "more".into(),
                         }]),
                         target::Event::Restored => target::Event::Failed("no".into()),
+                        // Only with the link.
+                        compared @ target::Event::Compared(_) => compared,
                         _ => target::Event::NotStarted("no".into()),
                     };
                     world.target(event);
@@ -234,6 +299,7 @@ impl World {
                 add(&|world| {
                     world.faults.deaths -= 1;
                     (world.source, world.runs_here, world.locked_here) = (None, false, false);
+                    world.retaking = false;
                     world.cut();
                 });
             }
@@ -241,6 +307,7 @@ impl World {
                 add(&|world| {
                     world.faults.deaths -= 1;
                     (world.target, world.runs_there, world.locked_there) = (None, false, false);
+                    world.locked_here |= std::mem::take(&mut world.retaking);
                     world.pending = None;
                     world.leftovers.clear();
                     world.cut();
@@ -280,7 +347,8 @@ impl World {
         });
         let listens = self.target.as_ref().is_some_and(|target| target.state != target::State::Ended)
             && !self.starting();
-        !self.linked && self.noticed == [true; 2] && wants && listens
+        // Who has a fence needs no other link.
+        self.word.is_none() && !self.linked && self.noticed == [true; 2] && wants && listens
     }
 
     fn link(&mut self) {
@@ -317,6 +385,7 @@ impl World {
 
 /// Goes through everything that can happen with so many faults; how many worlds there are, and how often the guest ended up there.
 fn enumerate(faults: Faults) -> (usize, usize) {
+    plants::plant();
     let mut seen = HashSet::new();
     let mut worlds = vec![World::new(faults)];
     let mut moved = 0;
@@ -330,6 +399,12 @@ fn enumerate(faults: Faults) -> (usize, usize) {
         let end = world.clone().settle();
         match dead {
             [false, false] => {
+                let state = &end.source.as_ref().expect("it lives").state;
+                let asks = matches!(state, source::State::Unconfirmed { .. }) && end.word.is_some();
+                assert!(!asks, "{world:#?}\nleads to {end:#?}");
+                let target = end.target.as_ref().expect("it lives");
+                let forsaken = end.linked && end.runs_here && target.state == target::State::Gone;
+                assert!(!forsaken, "nobody sends it away: {world:#?}\nleads to {end:#?}");
                 assert!(end.runs_here != end.runs_there, "not one copy runs: {world:#?}\nleads to {end:#?}");
                 moved += usize::from(end.runs_there);
             }
@@ -338,16 +413,35 @@ fn enumerate(faults: Faults) -> (usize, usize) {
                 let state = &end.source.as_ref().expect("it lives").state;
                 let unknown = matches!(state, source::State::Unconfirmed { .. } | source::State::Moved);
                 assert!(end.runs_here || unknown, "{world:#?}\nleads to {end:#?}");
+                // The fence says whether it ever ran there.
+                let decided = end.runs_here != (end.word == Some(Word::Ran));
+                assert!(end.word.is_none() || decided, "{world:#?}\nleads to {end:#?}");
             }
-            // Without its source a target that was not committed never runs.
-            [true, false] | [true, true] => {}
+            // Without its source a target that was not committed never runs; by the fence it knows, and stays for nobody.
+            [true, false] => {
+                let ended = end.target.as_ref().is_some_and(|target| target.state == target::State::Ended);
+                assert!(end.word.is_none() || end.runs_there != ended, "{world:#?}\nleads to {end:#?}");
+                let committed = matches!(end.word, Some(Word::Committed | Word::Ran));
+                assert!(end.word.is_none() || end.runs_there == committed, "{world:#?}\nleads to {end:#?}");
+            }
+            [true, true] => {}
         }
         worlds.extend(world.next());
     }
     (seen.len(), moved)
 }
 
-const NONE: Faults = Faults { cuts: 0, deaths: 0, repeats: 0, overruns: 0, cancels: 0, failures: 0 };
+const NONE: Faults = Faults {
+    cuts: 0,
+    deaths: 0,
+    repeats: 0,
+    overruns: 0,
+    cancels: 0,
+    failures: 0,
+    verifies: false,
+    differs: false,
+    fenced: false,
+};
 
 #[test]
 fn two_cuts_at_any_message_leave_one_copy() {
@@ -373,4 +467,48 @@ fn an_operator_that_cancels_at_any_time_on_either_side() {
 #[test]
 fn a_target_that_fails_at_any_step() {
     enumerate(Faults { cuts: 1, failures: 1, cancels: 1, overruns: 1, ..NONE });
+}
+
+/// Memory that is compared before COMMIT: what goes wrong meanwhile leaves one copy, and a page that differs leaves it on the source.
+#[test]
+fn memory_is_compared_before_anything_is_handed_over() {
+    for faults in [
+        Faults { cuts: 2, overruns: 1, ..NONE },
+        Faults { cuts: 1, deaths: 2, ..NONE },
+        Faults { cuts: 1, repeats: 2, ..NONE },
+        Faults { cuts: 1, cancels: 1, failures: 1, ..NONE },
+    ] {
+        let (_, moved) = enumerate(Faults { verifies: true, ..faults });
+        assert!(moved > 0);
+        let (_, moved) = enumerate(Faults { verifies: true, differs: true, ..faults.clone() });
+        assert_eq!(moved, 0);
+    }
+}
+
+/// On one host the fence decides: whatever is cut, nobody has to connect again, and whichever side dies, the other knows what to do.
+#[test]
+fn on_one_host_nobody_has_to_ask() {
+    for faults in [
+        Faults { cuts: 1, overruns: 1, ..NONE },
+        Faults { cuts: 1, deaths: 2, ..NONE },
+        Faults { cuts: 1, repeats: 2, ..NONE },
+        Faults { cuts: 1, cancels: 2, ..NONE },
+        Faults { cuts: 1, failures: 1, cancels: 1, overruns: 1, ..NONE },
+        Faults { cuts: 1, deaths: 1, cancels: 1, verifies: true, ..NONE },
+    ] {
+        let (_, moved) = enumerate(Faults { fenced: true, ..faults });
+        assert!(moved > 0);
+    }
+}
+
+#[test]
+fn copies_that_run_too_early_are_caught() {
+    for (mistake, says) in [
+        ("source-runs-after-commit", "runs_here: true"),
+        ("target-runs-at-ready", "the source holds the locks"),
+    ] {
+        if let Err(error) = plants::caught(mistake, "two_cuts_at_any_message_leave_one_copy", says) {
+            panic!("{}", error.message().unwrap_or(mistake));
+        }
+    }
 }

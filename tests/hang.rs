@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use harness::{Failed, Need, Trials, ensure, trial};
+use harness::{Failed, Need, Trials, ensure, eventually, trial};
 use vellum::devices::bus::BusDevice;
 use vellum::devices::virtio::PATIENCE;
 use vellum::devices::virtio::blk::BlkConfig;
@@ -24,6 +24,7 @@ mod disk;
 #[path = "virtio/driver.rs"]
 #[allow(dead_code, reason = "the test `virtio` uses more of it")]
 mod driver;
+mod plants;
 
 use disk::{HEADER, Image, STATUS, blk, header};
 use driver::*;
@@ -32,7 +33,12 @@ use driver::*;
 const HELD: u64 = MIDDLE;
 
 fn main() -> ExitCode {
-    Trials::from_args().run()
+    plants::plant();
+    let mut trials = Trials::from_args();
+    trials.add("planted_no-quiesce_is_caught", userfaultfd(), || {
+        plants::caught("no-quiesce", "a_request_that_hangs_is_named_and_the_disk_goes_on", "it hangs")
+    });
+    trials.run()
 }
 
 fn userfaultfd() -> Need {
@@ -101,6 +107,22 @@ fn a_reset_waits_for_the_request_until_the_machine_is_over() -> Result<(), Faile
     disk.release()?;
     disk.driver.set(VIRTIO_MMIO_STATUS, 0);
     ensure(disk.driver.status() == 0, || "not reset although nothing hangs".into())
+}
+
+/// So that a pause need not wait for a vCPU that waits for the reset.
+#[trial(userfaultfd())]
+fn a_reset_that_waits_too_long_is_told_without_the_device() -> Result<(), Failed> {
+    let disk = Hanging::new("waits")?;
+    std::thread::scope(|scope| {
+        let mmio = &disk.driver.mmio;
+        scope.spawn(|| mmio.write(VIRTIO_MMIO_STATUS.into(), &0u32.to_le_bytes()));
+        let hang = eventually(10 * PATIENCE, "the hang", || Ok(mmio.hang()));
+        let released = disk.release();
+        let said = hang?.what.starts_with("a read of 512 bytes at sector 1 of ");
+        ensure(said, || "it names something else".into()).and(released)
+    })?;
+    ensure(disk.driver.status() == 0, || "not reset although nothing hangs".into())?;
+    ensure(disk.driver.mmio.hang().is_none(), || "it still hangs".into())
 }
 
 #[trial(userfaultfd())]

@@ -3,13 +3,15 @@
 mod bed;
 
 use std::ffi::{OsStr, OsString};
+use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Output, Stdio};
 
 use bed::kvm;
-use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
 use vellum::report::{Report, json};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
@@ -50,6 +52,85 @@ fn six_gibibytes_with_writes_above_four() -> Result<(), Failed> {
 #[trial(kvm())]
 fn preallocated_and_locked() -> Result<(), Failed> {
     succeed("--memory 16m,prealloc,lock")
+}
+
+/// A memory control group of this test's own, of 64 MiB; or why there is none.
+struct Group(PathBuf);
+
+impl Group {
+    fn new() -> Result<Self, String> {
+        let why =
+            |error: std::io::Error| format!("needs a memory control group that this user may make: {error}");
+        let root = Path::new("/sys/fs/cgroup");
+        let (parent, limit) = match root.join("memory").exists() {
+            true => (root.join("memory"), "memory.limit_in_bytes"),
+            false => (root.to_owned(), "memory.max"),
+        };
+        let group = Self(parent.join(format!("vellum-test-{}", std::process::id())));
+        fs::create_dir(&group.0).map_err(why)?;
+        fs::write(group.0.join(limit), (64 << 20).to_string()).map_err(why)?;
+        Ok(group)
+    }
+
+    fn vellum(&self, arguments: &str) -> Result<Output, Failed> {
+        let enter = format!("echo $$ > {}/cgroup.procs && exec {VELLUM} {arguments}", self.0.display());
+        Ok(Command::new("sh").args(["-c", &enter]).output()?)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+#[trial(kvm())]
+fn memory_beyond_the_control_groups_limit() -> Result<Completion, Failed> {
+    let group = match Group::new() {
+        Ok(group) => group,
+        Err(why) => return Ok(Completion::ignored_with(why)),
+    };
+    for flag in ["prealloc", "lock"] {
+        let output = group.vellum(&format!("run --memory 256m,{flag} --passes 1"))?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        let says = [&*format!("--memory {flag}: 256m is more than the"), "control group", "leave it off"];
+        let good = output.status.code() == Some(2) && said.lines().count() == 1;
+        ensure(good && says.iter().all(|part| said.contains(part)), || format!("{output:?}"))?;
+    }
+    // Of 256 MiB it touches one page in each.
+    let output = group.vellum("run --memory 256m --workload write,stride=1m --passes 1")?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    let warned = said.lines().count() == 1 && said.contains("256m of guest memory is more than the");
+    ensure(output.status.success() && warned, || format!("{output:?}"))?;
+    let doctor = String::from_utf8(group.vellum("doctor")?.stdout)?;
+    let memory = doctor.lines().find(|line| line.contains(" memory ")).unwrap_or_default();
+    ensure(memory.contains(" MiB of it available under /sys/fs/cgroup"), || doctor.clone())?;
+    Ok(Completion::Completed)
+}
+
+/// At each of the descriptors that a machine needs.
+#[trial(kvm())]
+fn too_few_descriptors_are_named_with_the_remedy() -> Result<(), Failed> {
+    for limit in 6..=10 {
+        let words = format!("ulimit -n {limit}; exec {VELLUM} run --memory 16m --passes 1");
+        let output = Command::new("sh").args(["-c", &words]).output()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        let good =
+            output.status.code() == Some(1) && said.lines().count() == 1 && said.contains("(ulimit -n)");
+        ensure(good, || format!("{limit}: {output:?}"))?;
+    }
+    Ok(())
+}
+
+/// KVM's own limit on a memslot is told before KVM says "invalid argument".
+#[trial(kvm())]
+fn a_memslot_that_kvm_does_not_take_is_refused() -> Result<(), Failed> {
+    let output = Command::new(VELLUM).args(["run", "-m", "20t", "--passes", "1"]).output()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    let good = output.status.code() == Some(2) && said.lines().count() == 1;
+    ensure(good && said.contains("--memory slots=1 is too few") && said.contains("so 3 would work"), || {
+        format!("{output:?}")
+    })
 }
 
 /// Not UTF-8, as the first argument, as another one, and as this program's name.
@@ -246,6 +327,32 @@ fn ctrl_c_ends_cleanly_with_the_results_so_far() -> Result<(), Failed> {
     let status = child.wait()?;
     ensure(status.code() == Some(130) && status.signal().is_none(), || format!("{status}"))?;
     ensure(said.contains("signal 2") && said.contains("accesses"), || said)
+}
+
+/// Signals are blocked then, for the event loop that is to come.
+#[trial(kvm())]
+fn ctrl_c_ends_populating_too() -> Result<(), Failed> {
+    let mut child = vellum("--memory 2g,prealloc --passes 0").stderr(Stdio::piped()).spawn()?;
+    let status = format!("/proc/{}/status", child.id());
+    eventually(LIMIT, "memory is populated", || {
+        // Blocked, and part of the memory is there.
+        let status = std::fs::read_to_string(&status)?;
+        let field =
+            |name| status.lines().find_map(|line: &str| line.strip_prefix(name)?.split_whitespace().next());
+        let number = |name, radix| u64::from_str_radix(field(name)?, radix).ok();
+        let blocked = number("SigBlk:", 16).is_some_and(|signals| signals >> 1 & 1 == 1);
+        let resident = number("VmRSS:", 10).is_some_and(|kib| kib > 16 << 10);
+        Ok((blocked && resident).then_some(()))
+    })?;
+    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status()?;
+    ensure(kill.success(), || "cannot send SIGINT".into())?;
+    let mut said = String::new();
+    if let Some(stderr) = &mut child.stderr {
+        stderr.read_to_string(&mut said)?;
+    }
+    let status = child.wait()?;
+    ensure(status.code() == Some(130) && status.signal().is_none(), || format!("{status}"))?;
+    ensure(said.contains("interrupted by signal 2 while memory was populated"), || said)
 }
 
 #[trial(kvm())]

@@ -188,7 +188,7 @@ fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
         }
     };
     match kind {
-        ThreadKind::Main => work(),
+        ThreadKind::Main | ThreadKind::Receiver => work(),
         // vCPUs are there before main enters, …
         ThreadKind::Vcpu => {
             let (ready, entered) = mpsc::sync_channel(0);
@@ -201,7 +201,7 @@ fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
             thread.join().unwrap();
         }
         // … the others are started when they are needed, under main's filter.
-        ThreadKind::Disk | ThreadKind::Migration => {
+        ThreadKind::Disk | ThreadKind::Migration | ThreadKind::Connection => {
             sandbox.enter(ThreadKind::Main, "main").unwrap();
             std::thread::Builder::new().name(name).spawn(work).unwrap().join().unwrap();
         }
@@ -238,7 +238,7 @@ fn work(kind: ThreadKind, file: &File) {
     assert_eq!(HashMap::from([(1, bytes.len())])[&1], 16 << 20);
     std::thread::sleep(std::time::Duration::from_nanos(1));
     std::thread::yield_now();
-    if kind != ThreadKind::Vcpu {
+    if !matches!(kind, ThreadKind::Vcpu | ThreadKind::Connection) {
         let mut magic = [0; 4];
         file.read_exact_at(&mut magic, 0).unwrap();
         assert_eq!(&magic, b"\x7fELF");

@@ -2,21 +2,22 @@
 
 mod bed;
 
-use std::fs;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use bed::kvm;
 use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
 use std::process::ExitCode;
 use vellum::dirty::{self, Method};
-use vellum::guests::guest::{GuestConfig, Woke};
+use vellum::guests::control::{Control, phase};
+use vellum::guests::guest::GuestConfig;
 use vellum::guests::model::{self, Model};
 use vellum::guests::program::{Code, Privilege, write_code};
 use vellum::guests::{Guest, Hot, Order, WriteConfig};
 use vellum::memory::{Backing, Memory, MemoryConfig};
 use vellum::vm::counters::Counters;
+use vellum::vm::vcpu::{self, Throttle};
 
 fn main() -> ExitCode {
     let mut trials = Trials::from_args();
@@ -73,7 +74,7 @@ fn build(memory: MemoryConfig, vcpus: usize) -> Result<Guest, Failed> {
     Ok(Guest::build(&kvm, Memory::map(vellum::arch::layout::RAM, memory)?, GuestConfig::new(vcpus))?)
 }
 
-fn check(guest: &Guest, models: Vec<Model>, stride: u64) -> model::Verdict {
+fn check(guest: &Guest, models: Vec<Model>, stride: u64) -> model::StampVerdict {
     let done = guest.controls().map(|control| control.done.load(Ordering::Relaxed));
     let pages = guest.vm.memory.config.size / stride;
     model::verify(models.into_iter().zip(done).collect(), pages, |page| guest.stamp(page, stride))
@@ -156,6 +157,112 @@ fn the_rate_is_kept() -> Result<(), Failed> {
     ensure(ticks >= least, || format!("{pages} pages in {ticks} ticks; at least {least} expected"))
 }
 
+/// The first pass of a warm guest takes no regard to its rate, and those after it do.
+#[trial(kvm())]
+fn a_warm_guest_is_paced_from_its_second_pass_on() -> Result<(), Failed> {
+    let guest = build(MemoryConfig::new(8 << 20), 1)?;
+    // Paced, a pass takes longer than any host takes for one that is not.
+    let (pages, rate) = (2048, 20);
+    guest.program(&WriteConfig { rate: Some(rate), warm: true, passes: 0, ..WriteConfig::default() })?;
+    guest.resume();
+    let control = guest.control(0);
+    let get = |word: &AtomicU64| word.load(Ordering::Relaxed);
+    eventually(LIMIT, "it is in its second pass", || Ok((get(&control.distinct) > pages + 3).then_some(())))?;
+    guest.request_stop();
+    guest.wait_all_rung()?;
+    let [begun, warm, end] = [&control.started, &control.pass_ends[0], &control.ended].map(get);
+    let interval = guest.tsc_hz / rate;
+    ensure(warm - begun < pages * interval, || format!("{} ticks of the first pass", warm - begun))?;
+    // By the guest's own clock, which counts pages from some moment of the first pass on: what a stall has held up comes at once.
+    let paced = get(&control.distinct) - pages;
+    let least = (paced - 1) * interval * 99 / 100;
+    ensure(end - begun >= least, || {
+        format!("{paced} pages in {} ticks; at least {least} expected", end - begun)
+    })
+}
+
+/// However long a guest stands still, its journal says so by its own clock; and how its writes fared before and after.
+#[trial(kvm())]
+fn a_journal_knows_when_nothing_was_written() -> Result<(), Failed> {
+    let guest = build(MemoryConfig::new(8 << 20), 2)?;
+    let config = WriteConfig { passes: 0, journal: Some(Duration::from_millis(1)), ..WriteConfig::default() };
+    guest.program(&config)?;
+    let models: Vec<_> = guest.controls().map(Model::new).collect();
+    let begun = Instant::now();
+    guest.resume();
+    let get = |word: &AtomicU64| word.load(Ordering::Relaxed);
+    let all = |what: fn(&Control) -> bool| guest.controls().all(what).then_some(());
+    eventually(LIMIT, "all have written", || Ok(all(|control| control.pass.load(Ordering::Relaxed) > 0)))?;
+    guest.pause()?;
+    let still = Instant::now();
+    std::thread::sleep(Duration::from_millis(30));
+    guest.controls().for_each(|control| control.phase.store(phase::LOGGED, Ordering::Relaxed));
+    let least = still.elapsed();
+    guest.resume();
+    eventually(LIMIT, "all know of it", || Ok(all(|control| control.seen.load(Ordering::Relaxed) > 0)))?;
+    guest.request_stop();
+    guest.wait_all_rung()?;
+    for control in guest.controls() {
+        let gap = get(&control.entered_gap[1]) as f64 / guest.tsc_hz as f64;
+        // Two clocks, of which KVM knows one by its frequency alone. It may have stood still before, for want of a CPU.
+        let (least, most) = (least.as_secs_f64() * 0.99, begun.elapsed().as_secs_f64() * 1.01);
+        ensure((least..most).contains(&gap), || format!("{gap} s, and it stood still for {least} at least"))?;
+        ensure(get(&control.gap) >= get(&control.entered_gap[1]), || "the longest gap is shorter".into())?;
+        let sums = [0, 1, 2].map(|phase| control.latency_of(phase).iter().sum::<u64>());
+        ensure(sums[0] > 0 && sums[1] > 0 && sums[2] == 0, || format!("{sums:?} latencies in each phase"))?;
+        let (measured, writes) = (sums.iter().sum::<u64>(), get(&control.written));
+        ensure(measured == writes, || format!("{measured} latencies of {writes} writes"))?;
+        let slices: Vec<u64> = control.slices.iter().map(get).filter(|&pages| pages > 0).collect();
+        let distinct = get(&control.distinct);
+        let right =
+            slices.is_sorted() && slices.len() > 1 && slices.last().is_some_and(|&last| last <= distinct);
+        ensure(right, || format!("{slices:?} of {distinct}"))?;
+    }
+    let verdict = check(&guest, models, config.stride);
+    ensure(verdict.wrong == 0 && verdict.checked > 0, || format!("{verdict:?}"))
+}
+
+#[trial(kvm())]
+fn naps_take_the_time_that_is_asked() -> Result<(), Failed> {
+    let guest = build(MemoryConfig::new(8 << 20), 2)?;
+    guest.program(&WriteConfig { passes: 0, ..WriteConfig::default() })?;
+    guest.resume();
+    let throttle = Throttle::new(&guest.vcpus);
+    let progress = || guest.controls().map(|control| control.done.load(Ordering::Relaxed)).sum::<u64>();
+    let goes_on =
+        |from: u64| eventually(LIMIT, "the guest goes on", || Ok((progress() != from).then_some(())));
+    goes_on(0)?;
+    // By the TSC, so that a busy host can only make it longer.
+    for milliseconds in [1, 10, 40, 160] {
+        let since = tsc();
+        throttle.nap(Duration::from_millis(milliseconds));
+        vcpu::flush_all(&guest.vcpus)?;
+        goes_on(progress())?;
+        let ticks = tsc() - since;
+        // The host's clock and its TSC differ by less than a part in a thousand.
+        let least = guest.tsc_hz / 1000 * milliseconds * 999 / 1000;
+        ensure(ticks >= least, || {
+            format!("a nap of {milliseconds} ms took {ticks} ticks of at least {least}")
+        })?;
+    }
+    // Told to sleep for an hour, it does nothing for 50 ms, pauses all the same, and runs when it is resumed.
+    throttle.nap(Duration::from_secs(3600));
+    vcpu::flush_all(&guest.vcpus)?;
+    let (since, asleep) = (tsc(), progress());
+    while tsc() - since < guest.tsc_hz / 20 {
+        std::hint::spin_loop();
+    }
+    ensure(progress() == asleep, || format!("{} accesses in its sleep", progress() - asleep))?;
+    guest.pause()?;
+    guest.resume();
+    goes_on(asleep)
+}
+
+fn tsc() -> u64 {
+    // SAFETY: reads a counter that every x86-64 has.
+    unsafe { std::arch::x86_64::_rdtsc() }
+}
+
 #[trial(kvm())]
 fn a_page_faults_once_and_never_again() -> Result<(), Failed> {
     let pages = 4096;
@@ -232,47 +339,32 @@ fn ring() -> Need {
     available.contains(&Method::Ring).then_some(()).ok_or_else(lacks)
 }
 
-/// Who waits for the guest's end while its dirty ring is full sleeps, and wakes when another thread has harvested it.
+/// A vCPU whose dirty ring is full empties it itself and goes on: nobody else needs to do anything until somebody asks what was
+/// written, and then every page is there.
 #[trial(kvm(), ring())]
-fn a_full_ring_is_waited_for_asleep() -> Result<(), Failed> {
+fn a_full_ring_stops_nobody_and_loses_nothing() -> Result<(), Failed> {
     let kvm = vellum::vm::open()?;
     let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(8 << 20))?;
     let mut guest =
         Guest::build(&kvm, memory, GuestConfig { dirty_ring: Some(1024), ..GuestConfig::new(1) })?;
-    let (vm, quiesced) = guest.quiesced()?;
-    let mut tracker = dirty::tracker(Method::Ring, vm, &quiesced, None)?;
-    guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id()))?;
-    tracker.enable(true)?;
-    guest.program(&WriteConfig { passes: 1, ..WriteConfig::default() })?;
-    guest.resume();
-    // This thread's own CPU time is the clock: whatever else the host does takes none of it.
-    let ours = || fs::read_to_string("/proc/thread-self/schedstat");
-    let (told, thread) = mpsc::channel();
-    std::thread::scope(|scope| {
-        let (guest, waits) = (&guest, scope);
-        let waiter = waits.spawn(move || {
-            // SAFETY: gettid takes nothing and cannot fail.
-            let _ = told.send(unsafe { libc::gettid() });
-            guest.wait_all_rung()
-        });
-        let its = format!("/proc/self/task/{}/schedstat", thread.recv()?);
-        let spent = |text: std::io::Result<String>| -> Result<u64, Failed> {
-            Ok(text?.split(' ').next().unwrap_or_default().parse()?)
-        };
-        let (mut harvests, mut burnt) = (0, 0);
-        let wait = Duration::from_secs(3600);
-        while guest.wait(wait)? == Woke::RingFull {
-            if harvests == 0 {
-                let (before, from) = (spent(fs::read_to_string(&its))?, spent(ours())?);
-                while spent(ours())? - from < 50_000_000 {}
-                burnt = spent(fs::read_to_string(&its))? - before;
-            }
-            harvests += 1;
-            tracker.collect()?;
-            guest.resume_full()?;
-        }
-        ensure(burnt < 10_000_000, || format!("{burnt} ns of CPU time while another thread spent 50 ms"))?;
-        ensure(harvests > 1, || format!("{harvests} harvests: the ring of 1024 never filled up"))?;
-        Ok(waiter.join().expect("the waiting thread does not panic")?)
-    })
+    // The second tracker finds the rings where the first one has left them.
+    for pass in 1..=2 {
+        let (vm, quiesced) = guest.quiesced()?;
+        let mut tracker = dirty::tracker(Method::Ring, vm, &quiesced, None)?;
+        guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id()))?;
+        tracker.enable(true)?;
+        // So many in all.
+        guest.program(&WriteConfig { passes: pass, ..WriteConfig::default() })?;
+        guest.resume();
+        guest.wait_all_rung()?;
+        let ring = guest.vm.dirty_ring.as_ref().ok_or("no ring")?;
+        ensure(ring.relieved() >= pass, || format!("full {} times in {pass} passes", ring.relieved()))?;
+        tracker.collect()?;
+        let found: u64 =
+            tracker.logs().iter().flat_map(|log| log.runs()).map(|run| run.end - run.start).sum();
+        ensure(found == 2048, || format!("{found} of 2048 pages in pass {pass}"))?;
+        ensure(ring.written()[0] >= 2048 * pass, || format!("{:?} entries", ring.written()))?;
+        tracker.enable(false)?;
+    }
+    Ok(())
 }

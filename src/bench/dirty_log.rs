@@ -25,6 +25,7 @@ use crate::sys::host::allowed_cpus;
 use crate::vm;
 
 use machine::Run;
+pub(super) use measured::QUANTILES;
 use measured::Round;
 
 /// What to measure.

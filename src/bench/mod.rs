@@ -9,6 +9,7 @@ pub mod context_switch;
 pub mod demand_paging;
 pub mod dirty_log;
 pub mod memslot;
+pub mod migration;
 pub mod page_table;
 mod region;
 pub mod rmap_fork;

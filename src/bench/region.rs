@@ -3,8 +3,10 @@
 use super::Error;
 use crate::arch::layout;
 use crate::fault::Field;
+use crate::guests::guest;
 use crate::host::{hugepages, topology};
 use crate::memory::{self, Backing, Memory, MemoryConfig, short_size};
+use crate::sys::signal;
 use crate::vm;
 
 /// Memory, and how many vCPUs go over it.
@@ -32,7 +34,7 @@ impl Region {
     }
 
     /// Bytes in all, where each vCPU has a part of its own, or all share one.
-    pub(super) fn total(&self, shared: bool) -> u64 {
+    pub fn total(&self, shared: bool) -> u64 {
         self.bytes.saturating_mul(if shared { 1 } else { self.vcpus as u64 })
     }
 
@@ -75,7 +77,11 @@ pub(super) fn place(memory: &mut Memory, offset: Option<u64>) -> Result<(), Erro
 /// Memory that the host has populated already, so that no first touch of its own is among the figures.
 pub(super) fn populated(config: MemoryConfig) -> Result<Memory, Error> {
     let memory = Memory::map(layout::RAM, MemoryConfig { prealloc: true, ..config })?;
-    memory.populate(|_| {})?;
+    if !memory.populate(|_| !signal::is_pending())?
+        && let Some(signal) = signal::take()
+    {
+        return Err(guest::Error::Interrupted(signal).into());
+    }
     Ok(memory)
 }
 

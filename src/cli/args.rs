@@ -1,10 +1,12 @@
 //! Arguments that several subcommands have: memory, CPUs, workloads.
 
 use std::ffi::OsStr;
+use std::time::Duration;
 
 use clap::builder::{PossibleValue, TypedValueParser};
 
 use super::keyvalue::{self, KeyValues, list, number, one_of, size};
+use crate::control::Throttling;
 use crate::dirty::Method;
 use crate::guests::program::GuestPage;
 use crate::guests::{Hot, Order, WriteConfig};
@@ -41,6 +43,8 @@ pub const SANDBOX: Offering<Parse<sandbox::Mode>> = Offering(|text| text.parse()
 /// The words of `--tracker`.
 pub const TRACKER: Offering<Parse<Tracker>> =
     Offering(tracker, &["bitmap", "manual-protect", "initially-set", "ring"]);
+/// The words of `--throttle`.
+pub const THROTTLING: Offering<Parse<Throttling>> = Offering(throttling, &["off", "steps", "dirty-limit"]);
 /// The words of `--backing`.
 pub const BACKING: Offering<Parse<Backing>> = Offering(
     backing,
@@ -68,6 +72,28 @@ pub fn memory(text: &str) -> Result<MemoryConfig, String> {
         config.prealloc = kv.switch("prealloc")?.unwrap_or(false);
         config.lock = kv.switch("lock")?.unwrap_or(false);
         config.slots = kv.with("slots", |text| number(text, 1..=32_764))?.unwrap_or(1);
+        Ok(config)
+    };
+    read().map_err(|e| e.to_string())
+}
+
+fn throttling(text: &str) -> Result<Throttling, String> {
+    let names =
+        [("off", Throttling::Off), ("steps", Throttling::Steps), ("dirty-limit", Throttling::DirtyLimit)];
+    one_of("throttle", text, &names)
+}
+
+/// What backs memory whose size is not this side's to say.
+pub fn memory_without_size(text: &str) -> Result<MemoryConfig, String> {
+    let kv = KeyValues::parse(text, Some("backing"), &["backing", "prealloc", "lock"])
+        .map_err(|e| e.to_string())?;
+    let read = || -> Result<MemoryConfig, keyvalue::Error> {
+        let mut config = MemoryConfig::new(0);
+        if let Some(backing) = kv.with("backing", backing)? {
+            config.backing = backing;
+        }
+        config.prealloc = kv.switch("prealloc")?.unwrap_or(false);
+        config.lock = kv.switch("lock")?.unwrap_or(false);
         Ok(config)
     };
     read().map_err(|e| e.to_string())
@@ -136,6 +162,14 @@ pub fn tracker(text: &str) -> Result<Tracker, String> {
         Ok(Tracker { method, entries })
     };
     read().map_err(|e| e.to_string())
+}
+
+/// Entries of a dirty ring where a flag that asks for one says no number: what every KVM with rings has.
+pub const RING_ENTRIES: &str = "65536";
+
+/// Entries of a dirty ring; how many the host allows is seen later.
+pub fn ring_entries(text: &str) -> Result<u32, String> {
+    number(text, 1..=u32::MAX)
 }
 
 /// Pages that one `KVM_CLEAR_DIRTY_LOG` covers.
@@ -218,11 +252,30 @@ pub struct Workload {
     pub write: WriteConfig,
     /// The page size of the guest's own tables.
     pub page: GuestPage,
+    /// Whether memory is full of random numbers when the guest begins.
+    pub fill: bool,
 }
 
 /// The keys of the `write` workload, for help texts.
-pub const WRITE_KEYS: &[&str] =
-    &["name", "order", "hot", "share", "write", "rate", "seed", "region", "stride", "page", "latency"];
+pub const WRITE_KEYS: &[&str] = &[
+    "name", "order", "hot", "share", "write", "rate", "warm", "seed", "region", "stride", "page", "latency",
+    "fill", "journal",
+];
+
+/// The hot set whose percentage is the value of `key`, if there is one.
+pub fn hot_of(kv: &KeyValues, key: &str) -> Result<Option<Hot>, keyvalue::Error> {
+    let percent = |text: &str| number(text.strip_suffix('%').unwrap_or(text), 0.0..=100.0);
+    let part = kv.with(key, |text| match percent(text)? {
+        part if part > 0.0 && part < 100.0 => Ok(part),
+        _ => Err("above 0 and below 100 percent of the pages".to_owned()),
+    })?;
+    let share = kv.with("share", percent)?;
+    match (part, share) {
+        (Some(percent), share) => Ok(Some(Hot { percent, share: share.unwrap_or(90.0) })),
+        (None, None) => Ok(None),
+        (None, Some(_)) => Err(keyvalue::Error::Missing(key.to_owned())),
+    }
+}
 
 /// `--workload NAME[,key=value…]`.
 pub fn workload(text: &str) -> Result<Workload, String> {
@@ -238,21 +291,7 @@ pub fn workload(text: &str) -> Result<Workload, String> {
         if let Some(order) = kv.with("order", |text| one_of("order", text, &Order::NAMES))? {
             config.order = order;
         }
-        let hot = kv.with("hot", |text| {
-            percent(text).and_then(|p| {
-                if p > 0.0 && p < 100.0 {
-                    Ok(p)
-                } else {
-                    Err("above 0 and below 100 percent of the pages".into())
-                }
-            })
-        })?;
-        let share = kv.with("share", percent)?;
-        config.hot = match (hot, share) {
-            (Some(percent), share) => Some(Hot { percent, share: share.unwrap_or(90.0) }),
-            (None, None) => None,
-            (None, Some(_)) => return Err(keyvalue::Error::Missing("hot".into())),
-        };
+        config.hot = hot_of(&kv, "hot")?;
         config.write_percent = kv.with("write", percent)?.unwrap_or(100.0);
         config.rate = kv.with("rate", |text| number(text, 1..=1_000_000_000))?;
         config.seed = kv.with("seed", |text| number(text, 0..=u64::MAX))?.unwrap_or(config.seed);
@@ -266,7 +305,13 @@ pub fn workload(text: &str) -> Result<Workload, String> {
             })?
             .unwrap_or(config.stride);
         config.latency = kv.switch("latency")?.unwrap_or(true);
-        Ok(Workload { name, write: config, page })
+        config.warm = kv.switch("warm")?.unwrap_or(false);
+        config.journal = kv.with("journal", |text| match super::keyvalue::duration(text)? {
+            slice if slice >= Duration::from_millis(1) => Ok(slice),
+            _ => Err("1ms or more".to_owned()),
+        })?;
+        let fill = kv.switch("fill")?.unwrap_or(false);
+        Ok(Workload { name, write: config, page, fill })
     };
     read().map_err(|e| e.to_string())
 }

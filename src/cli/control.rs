@@ -47,7 +47,11 @@ pub(super) enum Ctl {
     /// Stop its vCPUs and devices
     Pause,
     /// Let them go on
-    Resume,
+    Resume {
+        /// Also where the guest may run elsewhere, after a migration that was cut off: you know that it does not
+        #[arg(long)]
+        force: bool,
+    },
     /// Print what it is and does, as JSON
     Status,
     /// End it
@@ -57,6 +61,17 @@ pub(super) enum Ctl {
         /// How much
         #[arg(value_parser = |text: &str| keyvalue::size(text, 1 << 20))]
         size: u64,
+    },
+    /// Give a migration up: the guest stays
+    MigrateCancel,
+    /// Change the limits of a migration that is under way
+    MigrateSet {
+        /// How long the guest may stand still, as in 300ms
+        #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
+        downtime: Option<Duration>,
+        /// At most so much a second, as in 400m
+        #[arg(long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20))]
+        bandwidth: Option<u64>,
     },
     /// Print what happens to it, a JSON line each, until it ends
     Events,
@@ -140,10 +155,14 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
     let mut outputs = Vec::new();
     let what = match args.what {
         Ctl::Pause => Do::Pause {},
-        Ctl::Resume => Do::Resume {},
+        Ctl::Resume { force } => Do::Resume { force },
         Ctl::Status => Do::Status {},
         Ctl::Stop => Do::Stop {},
         Ctl::Balloon { size } => Do::Balloon { bytes: size },
+        Ctl::MigrateCancel => Do::MigrateCancel {},
+        Ctl::MigrateSet { downtime, bandwidth } => {
+            Do::MigrateSet { downtime_ms: downtime.map(|time| time.as_millis() as u64), bandwidth }
+        }
         Ctl::Events => Do::Events {},
         Ctl::Serial { to } => {
             outputs.push(to.open()?);
@@ -215,7 +234,7 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
     if !args.json && !lines.is_empty() {
         let head = ["NAME", "PID", "STATE", "VCPUS", "MEMORY"].map(str::to_owned);
         for [name, pid, state, vcpus, memory] in std::iter::once(head).chain(lines) {
-            print(format_args!("{name:<20} {pid:>8} {state:<8} {vcpus:>5} {memory:>8}\n"))?;
+            print(format_args!("{name:<20} {pid:>8} {state:<20} {vcpus:>5} {memory:>8}\n"))?;
         }
     }
     Ok(Exit::PowerOff)

@@ -10,14 +10,14 @@ use crate::devices::virtio::net::{self, NetConfig};
 use crate::devices::virtio::{DeviceConfig, KINDS, Kind};
 use crate::machine::virtio::Config;
 
-/// Devices of a guest with a kernel.
+/// Devices of a guest. With `FOR_KERNEL` they need a kernel to be booted, which is the argument `kernel`.
 #[derive(Clone, Debug, Default)]
-pub struct DeviceArgs(Vec<Arc<dyn DeviceConfig>>);
+pub struct DeviceArgs<const FOR_KERNEL: bool>(Vec<Arc<dyn DeviceConfig>>);
 
 /// Flags that have a letter too.
 const SHORT: &[(&str, char)] = &[("disk", 'd')];
 
-impl DeviceArgs {
+impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
     /// What a machine is to be built with.
     pub fn config(self) -> Config {
         Config(self.0)
@@ -29,14 +29,15 @@ pub fn flag(key: &str) -> String {
     format!("--{key}:")
 }
 
-impl Args for DeviceArgs {
+impl<const FOR_KERNEL: bool> Args for DeviceArgs<FOR_KERNEL> {
     fn augment_args(command: Command) -> Command {
         let command = command.next_help_heading("Devices");
-        let command = KINDS.iter().fold(command, |command, kind| command.arg(arg(kind)));
+        let bound = |arg: Arg| if FOR_KERNEL { arg.requires("kernel") } else { arg };
+        let command = KINDS.iter().fold(command, |command, kind| command.arg(bound(arg(kind))));
         let about = "The network in kvmtool's words: `mode=none`, or \
             `mode=tap[,tapif=NAME][,guest_mac=ADDRESS][,host_ip=ADDRESS]`";
         let words = Arg::new("network").value_name("mode=none|tap").value_parser(network).help(about);
-        command.arg(words.long("network").action(ArgAction::Append).requires("kernel"))
+        command.arg(bound(words.long("network").action(ArgAction::Append)))
     }
 
     fn augment_args_for_update(command: Command) -> Command {
@@ -45,7 +46,7 @@ impl Args for DeviceArgs {
 }
 
 fn arg(kind: &'static Kind) -> Arg {
-    let arg = Arg::new(kind.key).long(kind.key).requires("kernel");
+    let arg = Arg::new(kind.key).long(kind.key);
     let arg = match SHORT.iter().find(|(key, _)| *key == kind.key) {
         Some((_, letter)) => arg.short(*letter),
         None => arg,
@@ -60,7 +61,7 @@ fn arg(kind: &'static Kind) -> Arg {
     }
 }
 
-impl FromArgMatches for DeviceArgs {
+impl<const FOR_KERNEL: bool> FromArgMatches for DeviceArgs<FOR_KERNEL> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let mut devices = Vec::new();
         for kind in KINDS {
@@ -120,10 +121,14 @@ mod tests {
     use super::*;
 
     fn parse(args: &[&str]) -> Result<Vec<String>, clap::Error> {
-        let command = DeviceArgs::augment_args(Command::new("run").no_binary_name(true))
+        let command = DeviceArgs::<true>::augment_args(Command::new("run").no_binary_name(true))
             .arg(Arg::new("kernel").long("kernel"));
         let matches = command.try_get_matches_from([&["--kernel", "k"], args].concat())?;
-        Ok(DeviceArgs::from_arg_matches(&matches)?.0.iter().map(|config| format!("{config:?}")).collect())
+        Ok(DeviceArgs::<true>::from_arg_matches(&matches)?
+            .0
+            .iter()
+            .map(|config| format!("{config:?}"))
+            .collect())
     }
 
     #[test]

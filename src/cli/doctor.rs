@@ -4,7 +4,7 @@ use clap::Args;
 
 use super::{Failure, print};
 use crate::host::doctor::{self, Check};
-use crate::oracle::edges::{self, Verdict};
+use crate::oracle::edges::{self, EdgeVerdict};
 use crate::vm::lifecycle::Exit;
 
 /// Say what this host offers, and what to do about what it lacks
@@ -37,13 +37,13 @@ pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
 fn dirty_log() -> Check {
     let name = "dirty log";
     match edges::probe() {
-        Ok(found @ (Verdict::Kept | Verdict::Untested(_))) => Check::ok(name, found),
-        Ok(found @ Verdict::Lost) => Check::warn(
+        Ok(found @ (EdgeVerdict::Kept | EdgeVerdict::Untested(_))) => Check::ok(name, found),
+        Ok(found @ EdgeVerdict::Lost) => Check::warn(
             name,
             found,
             "manual-protect does not; kernel-patches/6.12/init-all-set-boundary mends it",
         ),
-        Ok(found @ Verdict::Others(_)) => {
+        Ok(found @ EdgeVerdict::Others(_)) => {
             Check::warn(name, found, "vellum test dirty-log --tracker initially-set -s thp says how often")
         }
         Err(error) => Check::warn(name, format!("not tested: {error}"), "vellum run says more"),

@@ -15,11 +15,11 @@ mod tests {
     use clap::CommandFactory;
 
     use super::Flags;
-    use crate::cli::{Cli, bench, run, test};
+    use crate::cli::{Cli, bench, receive, restore, run, test};
 
     /// All tables, by the subcommand as typed.
     fn tables() -> Vec<(&'static str, Flags)> {
-        let own = [("run", run::FLAGS)];
+        let own = [("run", run::FLAGS), ("receive", receive::FLAGS), ("restore", restore::FLAGS)];
         own.into_iter().chain(bench::TABLES).chain(test::TABLES).collect()
     }
 
@@ -40,7 +40,7 @@ mod tests {
             let known = flags_of(command);
             let named: Vec<_> = flags.iter().copied().flatten().collect();
             for (at, (field, flag)) in named.iter().enumerate() {
-                let option = flag.trim_end_matches(':').split(' ').next().unwrap();
+                let option = flag.trim_end_matches([':', '=']).split(' ').next().unwrap();
                 assert!(known.contains(option), "{words}: {flag}");
                 assert!(named[..at].iter().all(|(other, _)| other != field), "{words}: {field:?} twice");
             }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::devices::DeviceArgs;
-use super::{Failure, keyvalue};
+use super::{Failure, keyvalue, run::failure};
 use crate::arch::boot::Protocol;
 use crate::arch::irqchip::Mode;
 use crate::devices::console::{Opened, Target};
@@ -58,7 +58,7 @@ pub struct KernelArgs {
     timeout: Option<Duration>,
 
     #[command(flatten)]
-    devices: DeviceArgs,
+    devices: DeviceArgs<true>,
 }
 
 /// Boots `kernel` on a machine of `memory` and `config` with what else `args` say, and waits for its end.
@@ -76,7 +76,6 @@ pub fn run(
     let config = machine::Config { irqchip, serial, virtio, ..config };
     let boot = BootConfig { kernel, initrd, cmdline, protocol };
     let process = session::Config { limit: timeout, ..process };
-    let failure = |error: session::Error| Failure::of(&error, super::run::FLAGS);
     let mut ready = session::kernel::ready(&process, memory, config, boot).map_err(failure)?;
     let machine = &ready.machine;
     if let Some(pty) = &machine.pty {
@@ -91,7 +90,7 @@ pub fn run(
 }
 
 /// Says how it ended, where that is not what everybody expects.
-fn tell(outcome: &Outcome) {
+pub(super) fn tell(outcome: &Outcome) {
     if let Some((index, ended)) = &outcome.ended {
         let what = match ended.exit {
             Exit::Panic => Some("the guest has panicked".to_owned()),

@@ -11,13 +11,18 @@ pub mod devices;
 pub mod doctor;
 mod flags;
 mod habits;
+mod host;
 #[cfg(target_arch = "x86_64")]
 pub mod kernel;
+pub mod migrate;
+pub mod receive;
 mod refusal;
 pub mod report;
-pub mod result;
+pub mod restore;
+mod result;
 pub mod run;
-pub mod test;
+pub mod snapshot;
+mod test;
 
 use std::error::Error as StdError;
 use std::ffi::OsString;
@@ -31,6 +36,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::fault::{Fault, Field, Whose};
 use crate::keyvalue;
+use crate::plant::{self, Mistake, POSSIBLE, VARIABLE};
 use crate::sandbox;
 use crate::vm::lifecycle::Exit;
 
@@ -47,6 +53,10 @@ struct Cli {
 enum Command {
     Doctor(doctor::DoctorArgs),
     Run(Box<run::RunArgs>),
+    Migrate(migrate::MigrateArgs),
+    Receive(Box<receive::ReceiveArgs>),
+    Snapshot(snapshot::SnapshotArgs),
+    Restore(Box<restore::RestoreArgs>),
     Bench(Box<bench::BenchArgs>),
     Ctl(control::CtlArgs),
     /// The same as ctl NAME pause
@@ -150,6 +160,10 @@ pub fn main() -> ExitCode {
         say(&line);
         return ExitCode::from(Exit::Usage.code());
     }
+    if let Err(failure) = plant() {
+        say(&failure.message);
+        return ExitCode::from(failure.exit.code());
+    }
     let command = match quick().map_or_else(read, Ok) {
         Ok(command) => command,
         Err(error) => return refusal::refuse(&error),
@@ -157,10 +171,14 @@ pub fn main() -> ExitCode {
     let result = match command {
         Command::Doctor(args) => doctor::run(&args),
         Command::Run(args) => run::run(*args),
+        Command::Migrate(args) => migrate::run(&args),
+        Command::Receive(args) => receive::run(*args),
+        Command::Snapshot(args) => snapshot::run(&args),
+        Command::Restore(args) => restore::run(*args),
         Command::Bench(args) => bench::run(*args),
         Command::Ctl(args) => control::ctl(args),
         Command::Pause(args) => control::ctl(args.with(control::Ctl::Pause)),
-        Command::Resume(args) => control::ctl(args.with(control::Ctl::Resume)),
+        Command::Resume(args) => control::ctl(args.with(control::Ctl::Resume { force: false })),
         Command::Status(args) => control::ctl(args.with(control::Ctl::Status)),
         Command::Stop(args) => control::ctl(args.with(control::Ctl::Stop)),
         Command::List(args) => control::list(&args),
@@ -178,6 +196,18 @@ pub fn main() -> ExitCode {
         failure.exit
     });
     ExitCode::from(exit.code())
+}
+
+/// Plants the mistake that the environment names, where this program can make any: for the command, and for test programs.
+///
+/// # Errors
+/// Where no mistake has that name.
+pub fn plant() -> Result<(), Failure> {
+    let Some(name) = std::env::var_os(VARIABLE).filter(|_| POSSIBLE) else { return Ok(()) };
+    let name = name.to_string_lossy();
+    let mistake = keyvalue::one_of("mistake", &name, &Mistake::NAMES);
+    plant::plant(mistake.map_err(|error| Failure::usage(format!("{VARIABLE}: {error}")))?);
+    Ok(())
 }
 
 /// Lets a panic be seen wherever it happens.

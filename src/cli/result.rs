@@ -16,30 +16,52 @@ pub struct ResultArgs {
     json: Option<PathBuf>,
 }
 
+/// Where a result goes, opened before there is one: a sandbox may be in force by then.
+pub struct Place {
+    writer: Option<Writer>,
+    width: usize,
+}
+
 impl ResultArgs {
+    /// Opens what is to be written.
+    pub fn open(&self) -> Result<Place, Failure> {
+        let open = |path| Writer::open(path, Kind::Results);
+        let writer = self.json.as_deref().map(open).transpose().map_err(Failure::usage)?;
+        Ok(Place { writer, width: super::report::width() })
+    }
+
     /// Opens what is to be written, does `work`, and delivers its result; what `work` says besides is returned. Where it
     /// fails, no file is left behind.
     pub fn deliver<T>(&self, work: impl FnOnce() -> Result<(Report, T), Failure>) -> Result<T, Failure> {
-        let open = |path| Writer::open(path, Kind::Results);
-        let writer = self.json.as_deref().map(open).transpose().map_err(Failure::usage)?;
-        // Asked before a sandbox may be in force.
-        let width = super::report::width();
-        let (report, besides) = match work() {
-            Ok(done) => done,
+        let place = self.open()?;
+        match work() {
+            Ok((report, besides)) => place.deliver(&report).map(|()| besides),
             Err(failure) => {
-                if let Some(writer) = writer {
-                    writer.discard();
-                }
-                return Err(failure);
+                place.discard();
+                Err(failure)
             }
-        };
+        }
+    }
+}
+
+impl Place {
+    /// Delivers the result.
+    pub fn deliver(self, report: &Report) -> Result<(), Failure> {
+        let Self { writer, width } = self;
         if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
-            super::print(terminal::render(&report, width))?;
+            super::print(terminal::render(report, width))?;
         }
         if let Some(writer) = writer {
-            let text = json::text(std::slice::from_ref(&report)).map_err(Failure::host)?;
+            let text = json::text(std::slice::from_ref(report)).map_err(Failure::host)?;
             writer.write(&text).map_err(Failure::host)?;
         }
-        Ok(besides)
+        Ok(())
+    }
+
+    /// There is none: no file is left behind.
+    pub fn discard(self) {
+        if let Some(writer) = self.writer {
+            writer.discard();
+        }
     }
 }

@@ -39,6 +39,8 @@ pub struct RunArgs {
     /// The built-in guest:
     /// `write[,order=sequential|random|shuffled][,hot=PCT[,share=PCT]][,write=PCT][,rate=PAGES/S]`
     /// `[,seed=N][,region=each|shared][,stride=SIZE][,page=2m|4k][,latency=on|off]`
+    /// `[,warm][,fill][,journal=TIME]`; warm: the first pass regardless of the rate; fill: memory holds random numbers at first;
+    /// journal: what it gets done in slices of that time, and the longest time without a write
     #[arg(short, long, value_name = "NAME", value_parser = args::workload, default_value = "write")]
     workload: args::Workload,
 
@@ -75,6 +77,11 @@ pub struct RunArgs {
     /// CPU features, +NAME or -NAME, as in -pv-eoi,-steal-time; may be repeated
     #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
     cpuid: Vec<Choice>,
+
+    /// Give each vCPU a dirty ring of N entries, a power of two, for migrations of this machine: pages that it writes are listed
+    /// there, and KVM keeps no bitmap beside
+    #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = args::RING_ENTRIES, value_parser = args::ring_entries)]
+    dirty_ring: Option<u32>,
 
     /// How much Vellum itself says on standard error while the guest runs; debug adds KVM's counters of a guest with a kernel
     #[arg(long, value_name = "LEVEL", default_value = "info")]
@@ -120,9 +127,11 @@ pub(super) const FLAGS: Flags = &[&[
     (Field::Pin, "--cpus pin:"),
     (Field::Prealloc, "--memory prealloc:"),
     (Field::Protocol, "--protocol"),
+    (Field::RingEntries, "--dirty-ring="),
     (Field::Sandbox, "--sandbox:"),
     (Field::Serial, "--serial"),
     (Field::Slots, "--memory slots="),
+    (Field::Tracker, "--dirty-ring:"),
     (Field::User, "--user"),
 ]];
 
@@ -145,6 +154,7 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
             pins,
             cpuid: cpuid(&args.cpuid),
             counters: args.loglevel == LogLevel::Debug,
+            dirty_ring: args.dirty_ring,
             ..machine::Config::default()
         };
         return kernel::run(args.kernel, image, args.memory, config, process);
@@ -165,9 +175,19 @@ pub fn run_workload(args: &RunArgs) -> Result<builtin::Outcome, Failure> {
         write,
         page: args.workload.page,
         cpuid: cpuid(&args.cpuid),
+        dirty_ring: args.dirty_ring,
         duration: args.duration,
+        fill: args.workload.fill,
     };
-    builtin::run(&process, &config).map_err(|error| Failure::of(&error, FLAGS))
+    builtin::run(&process, &config).map_err(failure)
+}
+
+/// What is said of a machine that cannot be run, or that was ended before it was.
+pub(super) fn failure(error: session::Error) -> Failure {
+    match error.interrupted() {
+        Some(signal) => Failure { exit: Exit::Signal(signal), message: error.to_string() },
+        None => Failure::of(&error, FLAGS),
+    }
 }
 
 /// What is asked of the process, whatever the machine.

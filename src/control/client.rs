@@ -98,6 +98,13 @@ impl Client {
         Ok(Client { path: path.into(), patience, stream: BufReader::new(stream), last_id: 0 })
     }
 
+    /// From now on it waits for so long for each line.
+    pub fn wait_within(&mut self, patience: Duration) {
+        self.patience = patience;
+        // It fails only for a time of 0.
+        let _ = self.stream.get_ref().set_read_timeout(Some(patience));
+    }
+
     /// From now on a line may take as long as it takes, as events do.
     pub fn wait_for_ever(&mut self) {
         // It fails only for a time of 0.

@@ -14,6 +14,8 @@ pub mod server;
 
 use serde::{Deserialize, Serialize};
 
+use crate::sys::socket::MOST_DESCRIPTORS;
+
 /// The longest request in bytes, its newline included.
 pub const MAX_LINE: usize = 64 << 10;
 
@@ -33,7 +35,11 @@ pub enum Do {
     /// Stop all vCPUs and devices. The answer comes when they stand still.
     Pause {},
     /// Let them go on.
-    Resume {},
+    Resume {
+        /// Whether also a guest goes on that may run elsewhere: whoever says this knows that it does not.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        force: bool,
+    },
     /// The answer is a [`Status`].
     Status {},
     /// End the machine as if it had switched itself off.
@@ -45,6 +51,29 @@ pub enum Do {
     },
     /// Send [`Event`]s on this connection from now on.
     Events {},
+    /// Move to the process at the other end of the descriptors that come with this, connected stream sockets.
+    Migrate(Migrate),
+    /// The descriptor that comes with this is another connection to the target of a migration whose link was cut.
+    MigrateLink {},
+    /// Give a migration up.
+    MigrateCancel {},
+    /// Change the limits of a migration that is under way.
+    MigrateSet {
+        /// How long the guest may stand still, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        downtime_ms: Option<u64>,
+        /// Bytes a second at most.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        bandwidth: Option<u64>,
+    },
+    /// Write memory and state into the three files whose descriptors come with this: pages, map, state.
+    Snapshot(Snapshot),
+    /// They have been written, are on the disk, and have their names now.
+    SnapshotNamed {},
+    /// Give a snapshot up.
+    SnapshotCancel {},
+    /// Follow no longer who writes to memory.
+    SnapshotEnd {},
     /// Let what the guest writes to its serial port go to the file, pipe, socket or terminal whose descriptor comes with
     /// this. What has not been read yet goes there too.
     Serial {
@@ -58,15 +87,146 @@ impl Do {
     /// How many descriptors come with it.
     pub fn descriptors(&self) -> usize {
         match self {
-            Self::Serial { .. } => 1,
+            Self::Serial { .. } | Self::MigrateLink {} => 1,
+            Self::Snapshot(_) => 3,
+            // More than can come in one message are refused.
+            Self::Migrate(asked) => {
+                asked.connections.clamp(1, MOST_DESCRIPTORS as u32) as usize + usize::from(asked.fence)
+            }
             Self::Pause {}
-            | Self::Resume {}
+            | Self::Resume { .. }
             | Self::Status {}
             | Self::Stop {}
             | Self::Balloon { .. }
+            | Self::MigrateCancel {}
+            | Self::MigrateSet { .. }
+            | Self::SnapshotNamed {}
+            | Self::SnapshotCancel {}
+            | Self::SnapshotEnd {}
             | Self::Events {} => 0,
         }
     }
+}
+
+/// What is asked of a migration.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Migrate {
+    /// How long the guest may stand still, in milliseconds.
+    pub downtime_ms: u64,
+    /// How long all of it may take, in milliseconds; without it, as long as it takes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_ms: Option<u64>,
+    /// What then.
+    #[serde(default)]
+    pub then: Then,
+    /// Bytes a second at most.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<u64>,
+    /// Whether the guest is slowed down where it writes faster than the link takes.
+    #[serde(default)]
+    pub throttle: Throttling,
+    /// How dirty pages are collected: a name of `dirty::Method`; the best that the machine has, where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tracker: Option<String>,
+    /// What its host is known to lose of a dirty log that is all set at first: where nothing else is asked for, how pages are collected
+    /// depends on it.
+    #[serde(default, skip_serializing_if = "Loses::is_nothing")]
+    pub loses: Loses,
+    /// How long the target may be silent where it is its turn, in milliseconds.
+    pub liveness_ms: u64,
+    /// How many connections its pages go over; so many descriptors come with this.
+    #[serde(default = "one")]
+    pub connections: u32,
+    /// Whether a sealed file in memory follows them, by which two processes of one host decide who has the guest.
+    #[serde(default)]
+    pub fence: bool,
+    /// Whether every page is compared before it is handed over, while it stands still on both sides.
+    #[serde(default)]
+    pub verify: bool,
+}
+
+/// What is asked of a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Snapshot {
+    /// How long the guest may stand still, in milliseconds.
+    pub downtime_ms: u64,
+    /// After how many milliseconds it is paused for longer, where it writes faster than passes end.
+    pub timeout_ms: u64,
+    /// How dirty pages are collected, as in [`Migrate`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tracker: Option<String>,
+    /// As in [`Migrate`].
+    #[serde(default, skip_serializing_if = "Loses::is_nothing")]
+    pub loses: Loses,
+    /// Whether the machine ends where it was paused, once its files have their names.
+    #[serde(default)]
+    pub stop: bool,
+    /// Which directory it goes to.
+    pub chain: String,
+    /// Which of its points this becomes.
+    pub number: u32,
+    /// Whether it is followed from then on who writes to memory, so that the next point has only what has changed.
+    #[serde(default)]
+    pub follow: bool,
+}
+
+/// What a kernel is known to lose of a dirty log that is all set at first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Loses {
+    /// Nothing is known.
+    #[default]
+    Nothing,
+    /// The first page of a huge one where a clear ends on it, which depends on where a memslot begins.
+    Edges,
+    /// Other pages.
+    Pages,
+}
+
+impl Loses {
+    fn is_nothing(&self) -> bool {
+        *self == Self::Nothing
+    }
+}
+
+fn one() -> u32 {
+    1
+}
+
+/// What becomes of a migration whose time is over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Then {
+    /// The guest stays.
+    #[default]
+    Cancel,
+    /// It moves, however long it has to stand still.
+    Force,
+}
+
+/// Whether a guest that writes faster than its link takes is slowed down.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Throttling {
+    /// It is not.
+    #[default]
+    Off,
+    /// More and more of its time is taken, a step for each pass that did not pay.
+    Steps,
+    /// As much is taken as leaves it half of what the link takes to write, from the first pass on that did not pay.
+    DirtyLimit,
+}
+
+/// What a migration is at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Phase {
+    /// Passes over memory while the guest runs.
+    Copying,
+    /// The last pages and the state, while it stands still.
+    Final,
 }
 
 /// A machine in a few words.
@@ -74,7 +234,7 @@ impl Do {
 pub struct Status {
     /// Its process.
     pub pid: u32,
-    /// `running` or `paused`.
+    /// `running`, `paused`, `migrating`, `snapshotting`, `handover-unconfirmed`; of a machine that is to come, `waiting`, `incoming` or `uncommitted`.
     pub state: String,
     /// How many vCPUs it has.
     pub vcpus: usize,
@@ -84,6 +244,80 @@ pub struct Status {
     pub balloon: Option<u64>,
     /// The unix socket that leads to the guest's sockets.
     pub vsock: Option<String>,
+    /// The dirty rings of its vCPUs, if it has any.
+    #[serde(default)]
+    pub dirty_ring: Option<DirtyRings>,
+    /// How its dirty pages are collected, while a migration is under way.
+    #[serde(default)]
+    pub tracker: Option<String>,
+}
+
+/// The dirty rings of a machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DirtyRings {
+    /// Entries of each vCPU's.
+    pub entries: u32,
+    /// How often one was full.
+    pub full: u64,
+}
+
+/// A pass over memory that has ended. Times are microseconds of the host's CLOCK_MONOTONIC, which all its processes share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pass {
+    /// Its number, from 1.
+    pub pass: u32,
+    /// Whether the guest stands still meanwhile.
+    pub last: bool,
+    /// When it began: who has written what was collected before.
+    pub began: u64,
+    /// When the last of its pages was handed to the kernel.
+    pub ended: u64,
+    /// Pages that it had to send.
+    pub pages: u64,
+    /// Bytes that it sent.
+    pub bytes: u64,
+    /// Pages that were written meanwhile.
+    pub dirty: u64,
+    /// How long it took to collect what it had to send, in microseconds.
+    pub harvest: u64,
+}
+
+/// What the source knows of a migration that is over. Times are as those of [`Pass`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Left {
+    /// When it began.
+    pub began: u64,
+    /// When the guest was to stand still.
+    pub pausing: u64,
+    /// When it did.
+    pub paused: u64,
+    /// When its state had been saved.
+    pub saved: u64,
+    /// When the last page had been handed to the kernel.
+    pub sent: u64,
+    /// Passes, the last one included.
+    pub passes: u32,
+    /// Bytes sent.
+    pub bytes: u64,
+    /// Whether passes left so little that the guest could be moved within its limit: otherwise its time was over.
+    pub converged: bool,
+    /// For how long the guest was expected to stand still when the last pass began, in microseconds.
+    pub expected_downtime: Option<u64>,
+    /// The same as it was estimated after the first pass; nothing where there was no end in sight.
+    pub estimated_downtime: Option<u64>,
+    /// How long all of it would take, by the same estimate.
+    pub estimated_total: Option<u64>,
+}
+
+/// What the target knows of a machine that has come. Times are as those of [`Pass`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Came {
+    /// When everything was there.
+    pub complete: u64,
+    /// When the state had been restored.
+    pub restored: u64,
+    /// When the vCPUs were let go.
+    pub runs: u64,
 }
 
 /// What a machine tells those who listen.
@@ -103,6 +337,93 @@ pub enum Event {
         done: u64,
         /// Pages to access, where there is an end.
         of: Option<u64>,
+    },
+    /// It is on its way to another process, and how far.
+    Migrating {
+        /// What is under way.
+        phase: Phase,
+        /// Which pass over memory, from 1.
+        pass: u32,
+        /// Bytes sent so far.
+        sent: u64,
+        /// Bytes of memory that are still to be sent.
+        left: u64,
+        /// Bytes of memory that the guest wrote anew in a second of the last pass.
+        dirty_rate: Option<u64>,
+        /// Bytes a second that the link took in the last pass.
+        bandwidth: Option<u64>,
+        /// How long the guest would stand still if it were moved now, in milliseconds.
+        expected_downtime_ms: Option<u64>,
+        /// How long all of it was expected to take when the first pass had ended, in milliseconds; none before, and where there was
+        /// no end in sight.
+        expected_total_ms: Option<u64>,
+        /// Percent of its time that is taken from the guest.
+        throttle_percent: u32,
+    },
+    /// It is on its way, and a pass over memory has ended.
+    Pass(Pass),
+    /// The link was cut after the target was told to run it: nobody here knows whether it does. Another connection resolves it.
+    Unconfirmed {},
+    /// A migration is over, and it runs here as before.
+    Stayed {
+        /// Why.
+        why: String,
+    },
+    /// A migration is over, and it runs elsewhere.
+    Moved {
+        /// How long it stood still here until that was known, in microseconds.
+        us: u64,
+        /// How many pages were compared before and found alike, where that was asked for.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        compared: Option<u64>,
+        /// How its dirty pages were collected.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        tracker: Option<String>,
+        /// Why not in the way that costs the guest least, where this kernel is known to lose pages of that.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        tracker_why: Option<String>,
+        /// Its dirty rings, if it has any.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        dirty_ring: Option<DirtyRings>,
+        /// When what of it was done.
+        left: Left,
+    },
+    /// A snapshot of it is written: its files are on the disk, and want to be named.
+    Snapshot {
+        /// How long it stood still, in microseconds; none where it does still.
+        us: Option<u64>,
+        /// Whether it has all of memory, and not only what has changed since the point before.
+        full: bool,
+        /// When it was paused, in nanoseconds since 1970.
+        taken: u64,
+        /// How many passes over its memory there were.
+        passes: u32,
+        /// All pages of it.
+        pages: u64,
+        /// Those whose content is in the files.
+        present: u64,
+        /// Those that are zero.
+        zero: u64,
+        /// CRC32C of the map.
+        map_crc: u32,
+        /// Bytes of the state.
+        state_bytes: u64,
+        /// CRC32C of the state.
+        state_crc: u32,
+        /// How its dirty pages were collected.
+        tracker: Option<String>,
+    },
+    /// A snapshot of it is over: it knows that its files have their names.
+    SnapshotOver {},
+    /// No snapshot comes of it, and it goes on as before.
+    NoSnapshot {
+        /// Why.
+        why: String,
+    },
+    /// It has come from another process or out of a snapshot, and runs here.
+    Arrived {
+        /// When what of it was done.
+        came: Came,
     },
     /// It has ended.
     Ended {

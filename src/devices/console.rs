@@ -2,21 +2,30 @@
 //!
 //! On a terminal every key goes to the guest, except after the escape key: Ctrl-a x ends the guest, Ctrl-a Ctrl-a (or
 //! Ctrl-a a) sends one Ctrl-a.
+//!
+//! While the machine is about to be handed over to another process, what is typed is held here ([`Console::hold`]). It gets to the
+//! guest if that goes on here, and goes along if the guest has left ([`Console::take_held`]).
 
+use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Read};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
 use super::serial::Serial;
 use crate::sys::file::{is_locked, is_writable, set_nonblocking};
+use crate::sys::poll::Poll;
 use crate::sys::terminal;
+
+/// How much of what is typed is held while the guest is handed over: what a terminal's line holds. More stays where it is.
+pub const MOST_HELD: usize = 4096;
 
 /// Ctrl-a.
 const ESCAPE: u8 = 1;
@@ -206,6 +215,10 @@ pub struct Console {
     file: Option<Untouched>,
     _slave: Option<File>,
     keys: Keys,
+    /// What has been read and the guest has not been given.
+    held: VecDeque<u8>,
+    /// While the guest is given nothing: how much may be held.
+    holds: Option<usize>,
     /// Signalled by Ctrl-a x.
     quit: Arc<EventFd>,
     /// Regular files and /dev/null cannot be watched; they never block either.
@@ -240,6 +253,8 @@ impl Console {
             file,
             _slave: slave,
             keys,
+            held: VecDeque::new(),
+            holds: None,
             quit,
             pollable: true,
             watching_input: false,
@@ -261,21 +276,99 @@ impl Console {
         Ok(())
     }
 
+    /// From now on what is typed is held: the port's state has been saved, or is about to be.
+    pub fn hold(&mut self) {
+        self.holds = Some(MOST_HELD);
+    }
+
+    /// The guest goes on here, and is given what was held.
+    pub fn go_on(&mut self) {
+        if self.holds.take().is_some() {
+            // It can only fail by overflowing, and then it is signalled anyway.
+            let _ = self.serial.wake().write(1);
+        }
+    }
+
+    /// The guest goes on elsewhere: what has been typed by now, of which nothing gets to it here. Nothing more is read.
+    pub fn take_held(&mut self) -> Vec<u8> {
+        while self.pollable && self.is_readable() && self.read() {}
+        self.holds = Some(0);
+        self.held.drain(..).collect()
+    }
+
+    /// Gives the guest what was typed where it was before.
+    pub fn give(&mut self, typed: &[u8]) {
+        self.held.extend(typed.iter().take(MOST_HELD));
+        // As above.
+        let _ = self.serial.wake().write(1);
+    }
+
+    /// Lets the guest have as much of what is held as it takes.
+    fn give_held(&mut self) {
+        if self.holds.is_none() && !self.held.is_empty() {
+            let room = self.serial.room().min(self.held.len());
+            let bytes: Vec<u8> = self.held.drain(..room).collect();
+            self.serial.receive(&bytes);
+        }
+    }
+
+    /// How much is to be read now.
+    fn room(&self) -> usize {
+        match self.holds {
+            Some(most) if self.pollable => most.saturating_sub(self.held.len()),
+            None if self.held.is_empty() => self.serial.room(),
+            // What cannot be polled stays where it is.
+            _ => 0,
+        }
+    }
+
+    fn is_readable(&self) -> bool {
+        let Some(input) = &self.input else { return false };
+        let mut poll = Poll::default();
+        poll.readable(input.as_raw_fd());
+        poll.wait(Some(Duration::ZERO)).unwrap_or(false)
+    }
+
+    /// Reads once, as much as there is room for; whether anything came.
+    fn read(&mut self) -> bool {
+        let mut bytes = [0; 64];
+        let n = self.room().min(bytes.len());
+        let Some(Ok(n @ 1..)) =
+            self.input.as_mut().filter(|_| n > 0).map(|input| input.read(&mut bytes[..n]))
+        else {
+            return false;
+        };
+        self.press(&mut bytes, n);
+        true
+    }
+
+    /// What was typed gets to the guest, or is held for it.
+    fn press(&mut self, bytes: &mut [u8], n: usize) {
+        let (held, serial) = (&mut self.held, &self.serial);
+        let quit = match self.holds {
+            Some(_) => self.keys.press(bytes, n, |bytes| held.extend(bytes)),
+            None => self.keys.press(bytes, n, |bytes| serial.receive(bytes)),
+        };
+        if quit {
+            let _ = self.quit.write(1);
+        }
+    }
+
     /// Reads no more than the guest takes; what it does not take yet stays where it is.
     fn carry_input(&mut self, ops: &mut EventOps<'_>) {
-        while let Some(input) = &mut self.input {
-            let room = self.serial.room();
+        self.give_held();
+        while self.input.is_some() {
+            let room = self.room();
             if room == 0 {
                 return self.watch_input(ops, false);
             }
+            let Some(input) = &mut self.input else { return };
             let mut bytes = [0; 64];
             let n = room.min(bytes.len());
             match input.read(&mut bytes[..n]) {
                 Ok(0) => return self.close_input(ops),
                 Ok(n) => {
-                    if self.keys.press(&mut bytes, n, |bytes| self.serial.receive(bytes)) {
-                        let _ = self.quit.write(1);
-                    }
+                    self.press(&mut bytes, n);
                     if self.pollable {
                         return;
                     }
@@ -343,6 +436,7 @@ impl MutEventSubscriber for Console {
             WAKE => {
                 let _ = self.serial.wake().read();
                 self.carry_output(ops);
+                self.give_held();
                 if self.pollable {
                     self.watch_input(ops, true);
                 } else {
@@ -445,14 +539,62 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
     }
 
-    #[test]
-    fn input_goes_on_when_the_guest_has_made_room() {
-        let (reader, mut writer) = io::pipe().unwrap();
+    /// A console over a pipe, and the pipe's other end.
+    fn piped() -> (Arc<Serial>, Console, io::PipeWriter) {
+        let (reader, writer) = io::pipe().unwrap();
         let serial = Arc::new(Serial::new(None).unwrap());
         let input = Some(File::from(std::os::fd::OwnedFd::from(reader)));
         let opened = Opened { output: None, input, pty: None, slave: None, file: None };
         let quit = Arc::new(EventFd::new(0).unwrap());
-        let console = Console::new(serial.clone(), opened, quit).unwrap();
+        (serial.clone(), Console::new(serial, opened, quit).unwrap(), writer)
+    }
+
+    /// What the guest has been given.
+    fn given(serial: &Serial) -> Vec<u8> {
+        let mut got = Vec::new();
+        while serial.room() < 64 {
+            let mut data = [0];
+            super::super::bus::BusDevice::read(serial, 0, &mut data);
+            got.push(data[0]);
+        }
+        got
+    }
+
+    #[test]
+    fn what_is_typed_while_it_is_held_gets_to_the_guest_here_or_goes_along() {
+        let (serial, mut console, mut writer) = piped();
+        console.hold();
+        io::Write::write_all(&mut writer, &[b'x'; 100]).unwrap();
+        assert!(console.is_readable() && console.read() && console.read() && !console.is_readable());
+        console.give_held();
+        assert_eq!((console.held.len(), given(&serial)), (100, vec![]), "the guest has got it");
+        console.go_on();
+        let mut got = Vec::new();
+        while got.len() < 100 {
+            assert_eq!(console.room(), 0, "what comes later would come first");
+            console.give_held();
+            got.append(&mut given(&serial));
+        }
+        assert_eq!(got, [b'x'; 100]);
+        // What has been typed and not been read goes along, too, and what comes then stays.
+        console.hold();
+        io::Write::write_all(&mut writer, b"yes").unwrap();
+        assert_eq!(console.take_held(), b"yes");
+        io::Write::write_all(&mut writer, b"no").unwrap();
+        assert!(!console.read() && console.take_held().is_empty() && given(&serial).is_empty());
+        let (there, mut target, _writer) = piped();
+        target.give(b"yes");
+        target.give_held();
+        assert_eq!(given(&there), b"yes");
+        console.hold();
+        let most = vec![0; 2 * MOST_HELD];
+        io::Write::write_all(&mut writer, &most).unwrap();
+        assert_eq!(console.take_held().len(), MOST_HELD);
+    }
+
+    #[test]
+    fn input_goes_on_when_the_guest_has_made_room() {
+        let (serial, console, mut writer) = piped();
         let mut manager = event_manager::EventManager::<Box<dyn MutEventSubscriber>>::new().unwrap();
         event_manager::SubscriberOps::add_subscriber(&mut manager, Box::new(console));
         let sent: Vec<u8> = (0..200).collect();
@@ -462,11 +604,7 @@ mod tests {
         while got.len() < sent.len() {
             manager.run().unwrap();
             // The guest reads all that there is: the last byte wakes the loop.
-            while serial.room() < 64 {
-                let mut data = [0];
-                super::super::bus::BusDevice::read(&*serial, 0, &mut data);
-                got.push(data[0]);
-            }
+            got.append(&mut given(&serial));
         }
         assert_eq!(got, sent);
     }

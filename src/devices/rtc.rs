@@ -3,11 +3,11 @@
 //! No interrupt, hence no alarm: ACPI announces none.
 
 use std::sync::Mutex;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
 use super::{Ending, bus::BusDevice};
+use crate::arch::clocks::{self, Meanwhile};
 
 /// Register B: 24-hour clock, BCD.
 const B_24_HOUR: u8 = 1 << 1;
@@ -28,6 +28,10 @@ pub struct State {
     index: u8,
     /// The cells that are memory; those that are the time are not looked at. Always `CELLS` bytes.
     cells: Vec<u8>,
+    /// Seconds by which the clock is ahead of the host's, or behind it where this is negative.
+    ahead: i64,
+    /// The host's real time when this was saved, in nanoseconds.
+    realtime: u64,
 }
 
 /// A saved state that no clock can have had.
@@ -37,25 +41,29 @@ pub struct RestoreError(usize);
 
 impl Default for State {
     fn default() -> Self {
-        Self { index: 0, cells: vec![0; CELLS] }
+        Self { index: 0, cells: vec![0; CELLS], ahead: 0, realtime: 0 }
     }
 }
 
 impl Rtc {
     /// What [`Rtc::restore`] needs.
     pub fn save(&self) -> State {
-        self.state().clone()
+        State { realtime: clocks::now(), ..self.state().clone() }
     }
 
-    /// Takes over what [`Rtc::save`] gave.
+    /// Takes over what [`Rtc::save`] gave. The time goes on as `meanwhile` says, and never back.
     ///
     /// # Errors
     /// Where the state is not one that `save` can have given.
-    pub fn restore(&self, state: State) -> Result<(), RestoreError> {
+    pub fn restore(&self, state: State, meanwhile: Meanwhile) -> Result<(), RestoreError> {
         if state.cells.len() != CELLS {
             return Err(RestoreError(state.cells.len()));
         }
-        *self.state() = State { index: state.index & 0x7f, ..state };
+        let now = clocks::now();
+        let passed = meanwhile.passed(state.realtime, now).as_nanos() as i128;
+        let behind = (i128::from(state.realtime) + passed - i128::from(now)) / 1_000_000_000;
+        let ahead = state.ahead.saturating_add(behind as i64);
+        *self.state() = State { index: state.index & 0x7f, ahead, ..state };
         Ok(())
     }
 
@@ -69,7 +77,7 @@ impl BusDevice for Rtc {
         let state = self.state();
         data.fill(0xff);
         if offset == 1 {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+            let now = (clocks::now() / 1_000_000_000).saturating_add_signed(state.ahead);
             data[0] = time_cell(state.index, now).unwrap_or(state.cells[usize::from(state.index)]);
         }
     }
@@ -161,7 +169,7 @@ mod tests {
             rtc.write(1, &[value]);
         }
         let copy = Rtc::default();
-        copy.restore(rtc.save()).unwrap();
+        copy.restore(rtc.save(), Meanwhile::Passes).unwrap();
         let read = |index: u8| {
             copy.write(0, &[index]);
             let mut data = [0];
@@ -169,6 +177,24 @@ mod tests {
             data[0]
         };
         assert_eq!((read(0x40), read(0xd)), (0x5a, D_VALID));
-        assert!(copy.restore(State { index: 0, cells: vec![] }).is_err());
+        assert!(copy.restore(State { cells: vec![], ..State::default() }, Meanwhile::Stands).is_err());
+    }
+
+    #[test]
+    fn the_time_goes_on_by_what_has_passed_or_stands() {
+        let ahead = |saved: State, meanwhile| {
+            let copy = Rtc::default();
+            copy.restore(saved, meanwhile).unwrap();
+            copy.state().ahead
+        };
+        let (now, hour) = (clocks::now(), 3600);
+        let at = |realtime| State { realtime, ..State::default() };
+        let (earlier, later) = (now - hour * 1_000_000_000, now + hour * 1_000_000_000);
+        assert_eq!(ahead(at(earlier), Meanwhile::Passes), 0);
+        assert!((-(hour as i64) - 60..=-(hour as i64)).contains(&ahead(at(earlier), Meanwhile::Stands)));
+        // Saved by a host whose clock is ahead of this one's.
+        assert!((hour as i64 - 60..=hour as i64).contains(&ahead(at(later), Meanwhile::Passes)));
+        let far = State { ahead: i64::MAX, ..at(u64::MAX) };
+        assert_eq!(ahead(far, Meanwhile::Passes), i64::MAX);
     }
 }

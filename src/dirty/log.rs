@@ -6,11 +6,26 @@ use kvm_bindings::{KVM_DIRTY_LOG_INITIALLY_SET, KVM_DIRTY_LOG_MANUAL_PROTECT_ENA
 use kvm_ioctls::VmFd;
 
 use super::{DirtyTracker, Error, Method, Slots, scan, sys};
+use crate::memory::Slot;
+use crate::sys::mmap::PAGE_SIZE;
 use crate::vm::Vm;
 use crate::vm::quiesced::Quiesced;
 
 /// Pages that one `KVM_CLEAR_DIRTY_LOG` can name: a 32-bit count, a multiple of 64.
 const MOST: u64 = (u32::MAX - 63) as u64;
+
+/// Whether a clear of `slot` with all bits set has a part that begins in one huge page and ends on the first page of the next. KVM
+/// clears 64 pages at a time, counted from the slot's start, and Linux 5.14 and later take such a part for one that touches one huge
+/// page alone where the log was all set at first (`oracle/edges.rs` tests that).
+pub fn ends_on_a_huge_page(slot: &Slot) -> bool {
+    const HUGE: u64 = (2 << 20) / PAGE_SIZE;
+    let (first, end) = (slot.gpa() / PAGE_SIZE, slot.gpa() / PAGE_SIZE + slot.pages());
+    // All but the last are as far from the start of their part; the last part may be cut short.
+    let part = |gfn: u64| (gfn - first) / 64 * 64 + first;
+    let ends = |gfn: u64| gfn > part(gfn) && gfn == (part(gfn) + 63).min(end - 1);
+    let edges = (first + 1).next_multiple_of(HUGE)..end;
+    !edges.is_empty() && (ends(edges.start) || ends((end - 1) / HUGE * HUGE))
+}
 
 /// One of the three methods that use bitmaps.
 #[derive(Debug)]
@@ -79,5 +94,42 @@ impl DirtyTracker for LogTracker {
         }
         self.slots.merge_own();
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::mmap::{Mapping, Source};
+
+    /// What KVM would do, part by part.
+    fn by_parts(first: u64, pages: u64) -> bool {
+        (first..first + pages).step_by(64).any(|part| {
+            let last = (part + 63).min(first + pages - 1);
+            last > part && last.is_multiple_of(512)
+        })
+    }
+
+    #[test]
+    fn slots_whose_clears_end_on_a_huge_page_are_known() {
+        const MOST: u64 = 1300;
+        let mapping = Arc::new(Mapping::new(MOST * PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap());
+        let mut found = 0;
+        for first in (0..=130).chain(448..=578) {
+            for pages in
+                [1, 2, 63, 64, 65, 383, 384, 385, 448, 511, 512, 513, 514, 577, 1023, 1024, 1025, 1026, MOST]
+            {
+                let slot = Slot::new(0, first * PAGE_SIZE, &mapping, 0..pages * PAGE_SIZE).unwrap();
+                assert_eq!(
+                    ends_on_a_huge_page(&slot),
+                    by_parts(first, pages),
+                    "{pages} pages from {first} on"
+                );
+                found += usize::from(by_parts(first, pages));
+            }
+        }
+        assert!(found > 10, "{found}");
+        // RAM of the PC begins on huge pages, below and above 4 GiB.
+        assert!(!by_parts(0, MOST) && !by_parts(1 << 20, MOST) && by_parts(1, MOST));
     }
 }

@@ -1,38 +1,36 @@
 //! The dirty ring: each vCPU lists the pages that it writes, and stops when its list is full.
 //!
 //! Entries become bits of the same bitmaps that the other methods fill: the ring lists a page twice when it is
-//! protected between a fault and its write, for instance around `KVM_EXIT_DIRTY_RING_FULL`.
+//! protected between a fault and its write, for instance around `KVM_EXIT_DIRTY_RING_FULL`. The rings themselves, which vCPUs empty
+//! too, are [`DirtyRing`]'s.
 
 use std::sync::Arc;
 
-use kvm_ioctls::VmFd;
-
-use super::{DirtyTracker, Error, Method, Slots, sys};
+use super::{DirtyTracker, Error, Method, Slots};
 use crate::vm::Vm;
 use crate::vm::quiesced::Quiesced;
-use crate::vm::ring::DirtyRing;
+use crate::vm::ring::{DirtyRing, Failed, Stray};
 
-/// The rings of all vCPUs.
+/// Follows the rings of all vCPUs.
 #[derive(Debug)]
 pub struct RingTracker {
-    vm: Arc<VmFd>,
-    rings: Vec<sys::Ring>,
-    /// Entries taken since the last reset.
-    harvested: u64,
-    /// Whether KVM keeps a bitmap of what no vCPU wrote.
-    backup: bool,
+    ring: Arc<DirtyRing>,
     slots: Slots,
 }
 
 impl RingTracker {
-    /// Maps the ring of each vCPU, on its own thread.
-    pub(super) fn new(vm: &Vm, quiesced: &Quiesced<'_>, ring: DirtyRing) -> Result<Self, Error> {
-        let call = "mmap of a dirty ring";
-        let rings = quiesced.each(move |fd| sys::Ring::map(fd, ring.entries))?;
-        let rings =
-            rings.into_iter().collect::<Result<_, _>>().map_err(|source| Error::Ioctl { call, source })?;
-        let slots = Slots::new(vm, quiesced)?;
-        Ok(Self { vm: vm.fd.clone(), rings, harvested: 0, backup: ring.backup_bitmap, slots })
+    /// Follows `ring`, which is that of `vm`.
+    pub(super) fn new(vm: &Vm, quiesced: &Quiesced<'_>, ring: Arc<DirtyRing>) -> Result<Self, Error> {
+        Ok(Self { ring, slots: Slots::new(vm, quiesced)? })
+    }
+}
+
+impl From<Failed> for Error {
+    fn from(failed: Failed) -> Self {
+        match failed {
+            Failed::Ioctl(source) => Self::Ioctl { call: "KVM_RESET_DIRTY_RINGS", source },
+            Failed::Fewer { harvested, reset } => Self::Reset { harvested, reset },
+        }
     }
 }
 
@@ -49,47 +47,45 @@ impl DirtyTracker for RingTracker {
         &mut self.slots
     }
 
+    fn track(&mut self, id: u32) -> Result<(), Error> {
+        self.slots.track(id)?;
+        self.slots.logs.iter().for_each(|log| self.ring.follow(log.slot.id(), log.pages()));
+        Ok(())
+    }
+
     fn get(&mut self) -> Result<(), Error> {
-        if self.backup {
+        if self.ring.has_backup_bitmap() {
             self.slots.fetch()?;
         } else {
             self.slots.follow()?;
             self.slots.logs.iter_mut().for_each(|log| log.words.fill(0));
         }
         let logs = &mut self.slots.logs;
-        for (vcpu, ring) in self.rings.iter_mut().enumerate() {
-            let mut stray = None;
-            let mut at = 0;
-            self.harvested += u64::from(ring.harvest(|slot, page| {
-                // Address space 1 is SMM's, whose slots are the same.
-                let id = slot & 0xffff;
-                if logs.get(at).is_none_or(|log| log.slot.id() != id) {
-                    at = logs.iter().position(|log| log.slot.id() == id).unwrap_or(usize::MAX);
-                }
-                match logs.get_mut(at) {
-                    Some(log) if page < log.pages() => log.words[(page / 64) as usize] |= 1 << (page % 64),
-                    _ => stray = Some(Error::Entry { vcpu, slot: id, page }),
-                }
-            }));
-            if let Some(stray) = stray {
-                return Err(stray);
-            }
-        }
+        logs.iter().for_each(|log| self.ring.follow(log.slot.id(), log.pages()));
+        let harvested = self.ring.harvest();
+        harvested.map_err(|Stray { vcpu, slot, page }| Error::Entry { vcpu, slot, page })?;
+        logs.iter_mut().for_each(|log| self.ring.take(log.slot.id(), &mut log.words));
         Ok(())
     }
 
     fn clear(&mut self) -> Result<(), Error> {
-        let harvested = std::mem::take(&mut self.harvested);
-        let mut reset = 0;
-        // Since 6.16 a pending signal ends a reset early (virt/kvm/dirty_ring.c).
-        while reset < harvested {
-            let call = "KVM_RESET_DIRTY_RINGS";
-            match sys::reset_rings(&self.vm).map_err(|source| Error::Ioctl { call, source })? {
-                0 => return Err(Error::Reset { harvested, reset }),
-                some => reset += u64::from(some),
-            }
-        }
+        self.ring.reset()?;
         self.slots.merge_own();
         Ok(())
+    }
+
+    fn enable(&mut self, on: bool) -> Result<(), Error> {
+        if on {
+            // What an earlier log has left there.
+            self.ring.forget()?;
+        }
+        self.slots.enable(on)
+    }
+}
+
+impl Drop for RingTracker {
+    fn drop(&mut self) {
+        // A vCPU whose ring stays full empties it itself.
+        let _ = self.ring.abandon();
     }
 }

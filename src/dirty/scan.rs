@@ -24,6 +24,35 @@ pub fn is_clean(words: &[u64]) -> bool {
     first_other(words, 0).is_none()
 }
 
+/// The first run of dirty pages in `pages`: what a reader asks for who changes the bitmap as it goes on.
+pub fn first_run(words: &[u64], pages: Range<u64>) -> Option<Range<u64>> {
+    let start = first_page(words, pages.clone(), 0)?;
+    Some(start..first_page(words, start..pages.end, u64::MAX).unwrap_or(pages.end))
+}
+
+/// The first of `pages` whose bit is not as those of `same`, which is all zeroes or all ones.
+fn first_page(words: &[u64], pages: Range<u64>, same: u64) -> Option<u64> {
+    let index = (pages.start / 64) as usize;
+    let rest = (words.get(index)? ^ same) >> (pages.start % 64);
+    let page = if rest != 0 {
+        pages.start + u64::from(rest.trailing_zeros())
+    } else {
+        let index = index + 1 + first_other(&words[index + 1..], same)?;
+        index as u64 * 64 + u64::from((words[index] ^ same).trailing_zeros())
+    };
+    (page < pages.end).then_some(page)
+}
+
+/// Takes the bits of `pages` out.
+pub fn clear(words: &mut [u64], pages: Range<u64>) {
+    let mut at = pages.start;
+    while at < pages.end {
+        let count = (64 - at % 64).min(pages.end - at);
+        words[(at / 64) as usize] &= !(u64::MAX >> (64 - count) << (at % 64));
+        at += count;
+    }
+}
+
 /// The index of the first word that is not `same`, which is all zeroes or all ones.
 fn first_other(words: &[u64], same: u64) -> Option<usize> {
     let differs = |line: &[u64]| line.iter().fold(0, |seen, word| seen | (word ^ same)) != 0;
@@ -223,6 +252,21 @@ mod tests {
             prop_assert!(found.windows(2).all(|two| two[0].end < two[1].start), "runs touch or fall: {:?}", found);
             prop_assert!(found.iter().all(|run| run.start < run.end));
             prop_assert_eq!(found.into_iter().flatten().collect::<Vec<_>>(), bits(&words, pages));
+        }
+
+        /// For a reader who takes out what it has read, as it goes on.
+        #[test]
+        fn runs_one_by_one_are_the_same(words in bitmap(), cut in 0..64u64, most in 1..100u64) {
+            let pages = words.len() as u64 * 64 - cut;
+            let (mut left, mut at, mut found) = (words.clone(), 0, Vec::new());
+            while let Some(run) = first_run(&left, at..pages) {
+                let run = run.start..run.end.min(run.start + most);
+                clear(&mut left, run.clone());
+                at = run.end;
+                found.extend(run);
+            }
+            prop_assert_eq!(found, bits(&words, pages));
+            prop_assert!(bits(&left, pages).is_empty());
         }
 
         #[test]

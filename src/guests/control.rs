@@ -16,6 +16,21 @@ pub const BUCKETS: usize = (64 - SUB_BITS as usize + 1) << SUB_BITS;
 /// How many of the latest passes have their end recorded.
 pub const PASS_ENDS: usize = 256;
 
+/// Slices of time in the [journal](super::journal).
+pub const SLICES: usize = 4096;
+
+/// Values of [`Control::phase`].
+pub mod phase {
+    /// As it was started.
+    pub const BEFORE: u64 = 0;
+    /// Its writes have been logged since, for it is to move to another process.
+    pub const LOGGED: u64 = 1;
+    /// It has come from another process.
+    pub const MOVED: u64 = 2;
+    /// How many there are.
+    pub const COUNT: usize = 3;
+}
+
 /// Values of [`Control::order`].
 pub mod order {
     /// Page after page.
@@ -36,6 +51,8 @@ pub mod flags {
     pub const LOCKSTEP: u64 = 4;
     /// Return after ringing the doorbell: the caller is no guest but a process that calls the code as a function.
     pub const RETURN: u64 = 8;
+    /// Keep the [journal](super::super::journal), and measure how long each write takes.
+    pub const JOURNAL: u64 = 16;
 }
 
 /// What the guest writes to the doorbell.
@@ -94,7 +111,14 @@ pub struct Control {
     pub stop: AtomicU64,
     /// [`super::stamp::Stamp::epoch`].
     pub epoch: AtomicU64,
-    _gap: [u64; 4],
+    /// [`phase`].
+    pub phase: AtomicU64,
+    // Parameters again.
+    /// A slice of the journal is two to the power of this in TSC ticks.
+    pub slice_shift: AtomicU64,
+    /// So many passes are done before pages are paced.
+    pub warm: AtomicU64,
+    _gap: [u64; 1],
     // Progress: written by the guest, on cache lines of its own.
     /// Accesses done.
     pub done: AtomicU64,
@@ -108,16 +132,38 @@ pub struct Control {
     pub started: AtomicU64,
     /// TSC at the latest ring of the doorbell.
     pub ended: AtomicU64,
-    /// The longest write in TSC ticks; the host may set it to 0.
-    pub slowest: AtomicU64,
+    /// The longest write of each phase in TSC ticks; the host may set it to 0. Without a journal all is of the first phase.
+    pub slowest: [AtomicU64; phase::COUNT],
     /// Accesses done at the start of the current pass.
     pub pass_start: AtomicU64,
     /// State of the shuffle, carried over from pass to pass.
     pub shuffle: AtomicU64,
     /// TSC at the end of pass `n`, at `n % PASS_ENDS`.
     pub pass_ends: [AtomicU64; PASS_ENDS],
-    /// Write latencies in TSC ticks, log-linear: see [`bucket_bound`].
-    pub latency: [AtomicU64; BUCKETS],
+    // The journal.
+    /// TSC at the end of the first write; 0 before.
+    pub origin: AtomicU64,
+    /// TSC at the end of the latest write.
+    pub last: AtomicU64,
+    /// TSC ticks from the end of the write before that one to its end.
+    pub gap_before: AtomicU64,
+    /// The longest such gap of all.
+    pub gap: AtomicU64,
+    /// TSC at its end.
+    pub gap_end: AtomicU64,
+    /// The phase in which the latest write began.
+    pub writing: AtomicU64,
+    /// The phase that the guest knows of.
+    pub seen: AtomicU64,
+    /// The gap in which each phase began.
+    pub entered_gap: [AtomicU64; phase::COUNT],
+    /// TSC at its end; 0 where it has not begun.
+    pub entered: [AtomicU64; phase::COUNT],
+    /// Write latencies of each phase in TSC ticks, log-linear: see [`bucket_bound`]. Without a journal all are of the first.
+    pub latency: [[AtomicU64; BUCKETS]; phase::COUNT],
+    /// [`Control::distinct`] at the last write in each slice since the origin, 0 where there was none; all that is later is in
+    /// the last.
+    pub slices: [AtomicU64; SLICES],
 }
 
 const _: () = assert!(offset_of!(Control, done) == 192, "progress starts on a cache line of its own");
@@ -134,9 +180,23 @@ impl Control {
         Some(unsafe { &*mapping.as_ptr().add(offset as usize).cast::<Self>() })
     }
 
-    /// A consistent enough copy of the latency histogram: each bucket is exact, their sum may lag the writes.
+    /// A consistent enough copy of the latency histogram of all phases: each bucket is exact, their sum may lag the writes.
     pub fn latency_snapshot(&self) -> Vec<u64> {
-        self.latency.iter().map(|bucket| bucket.load(Ordering::Relaxed)).collect()
+        let mut sum = self.latency_of(0);
+        for phase in 1..phase::COUNT {
+            sum.iter_mut().zip(self.latency_of(phase)).for_each(|(sum, count)| *sum += count);
+        }
+        sum
+    }
+
+    /// That of one phase.
+    pub fn latency_of(&self, phase: usize) -> Vec<u64> {
+        self.latency[phase].iter().map(|bucket| bucket.load(Ordering::Relaxed)).collect()
+    }
+
+    /// The longest write of all phases in TSC ticks.
+    pub fn slowest_of_all(&self) -> u64 {
+        self.slowest.iter().map(|ticks| ticks.load(Ordering::Relaxed)).max().unwrap_or(0)
     }
 }
 

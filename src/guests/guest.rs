@@ -11,25 +11,28 @@
 //! is paused again, ready for new parameters.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvm_ioctls::{Kvm, VcpuExit};
+use kvm_bindings::kvm_cpuid_entry2;
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 use vm_memory::{Bytes, GuestAddress};
-use vmm_sys_util::eventfd::EventFd;
 
+use super::bell::Bell;
 use super::control::Control;
+pub use super::error::Error;
 use super::stamp::Stamp;
 use super::{Region, WriteConfig};
 use crate::arch::cpuid::{self, Choice, Cpuid};
 use crate::arch::irqchip::{self, Irqchip};
+use crate::arch::state::Context;
 use crate::arch::{layout, regs};
-use crate::fault::{Blame, Fault, Field};
 use crate::guests::program::{self as machine, Code, Entry, GuestPage, Privilege};
-use crate::memory::{self, GuestMemory, Memory, Slot};
+use crate::memory::{GuestMemory, Memory, Slot};
+use crate::payload::state;
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
-use crate::sys::{clock, signal};
+use crate::sys::signal;
 use crate::vm::counters::{self, Counters};
 use crate::vm::lifecycle::Exit;
 use crate::vm::quiesced::Quiesced;
@@ -81,120 +84,13 @@ impl GuestConfig {
     }
 }
 
-/// Why a workload cannot run.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// KVM or memory.
-    #[error(transparent)]
-    Vm(#[from] VmError),
-    /// Fewer pages than vCPUs need.
-    #[error("{pages} pages are too few for {vcpus} vCPUs: each needs 2")]
-    TooFewPages {
-        /// Pages of the asked-for stride.
-        pages: u64,
-        /// vCPUs.
-        vcpus: usize,
-    },
-    /// Interrupt controllers.
-    #[error(transparent)]
-    Irqchip(#[from] irqchip::Error),
-    /// CPU features.
-    #[error(transparent)]
-    Cpuid(#[from] cpuid::Error),
-    /// The page tables do not fit.
-    #[error(
-        "the workload's page tables need {need} bytes, and there is room for {room}: use 2 MiB guest pages or less memory"
-    )]
-    TablesTooLarge {
-        /// Bytes needed.
-        need: u64,
-        /// Bytes there are.
-        room: u64,
-    },
-    /// The host has no memory for them.
-    #[error("cannot map the workload's own memory: {0}")]
-    Map(#[source] io::Error),
-    /// The user has had enough.
-    #[error("interrupted by signal {0} before anything was measured")]
-    Interrupted(i32),
-    /// A vCPU ended where it should have rung.
-    #[error("vCPU {index} ended: {what}")]
-    Ended {
-        /// Which.
-        index: usize,
-        /// How.
-        what: String,
-    },
-}
-
-impl From<memory::Error> for Error {
-    fn from(error: memory::Error) -> Self {
-        VmError::from(error).into()
-    }
-}
-
-impl Fault for Error {
-    fn blame(&self) -> Blame {
-        match self {
-            Self::Vm(error) => error.blame(),
-            Self::Irqchip(error) => error.blame(),
-            Self::Cpuid(error) => error.blame(),
-            Self::TooFewPages { .. } | Self::TablesTooLarge { .. } => Blame::user(Field::Memory),
-            Self::Map(_) => Blame::HOST,
-            // Nothing is wrong, and nothing is to be mended.
-            Self::Interrupted(_) => Blame::HOST,
-            Self::Ended { .. } => Blame::GUEST,
-        }
-    }
-}
-
-/// What vCPUs have rung since somebody last asked.
-#[derive(Default)]
-struct Rung {
-    /// The latest ring of each vCPU; 0 for none.
-    codes: Vec<u64>,
-    /// vCPUs that wait until somebody harvests their dirty ring.
-    full: Vec<usize>,
-    /// vCPUs whose thread is over.
-    ended: usize,
-}
-
 /// What [`Guest::wait`] woke up for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Woke {
     /// Every vCPU has rung and is paused.
     Rung,
-    /// The dirty ring of at least one vCPU is full: harvest, then [`Guest::resume_full`].
-    RingFull,
-    /// Neither, for as long as was asked.
+    /// Not every one has, for as long as was asked.
     Timeout,
-}
-
-/// The bell: where vCPU threads leave word.
-pub struct Bell {
-    rung: Mutex<Rung>,
-    changed: Condvar,
-    first: OnceLock<Duration>,
-    /// Readable after every ring and every end, for event loops.
-    pub event: Arc<EventFd>,
-}
-
-impl Bell {
-    fn lock(&self) -> MutexGuard<'_, Rung> {
-        self.rung.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// When the first ring came, on CLOCK_MONOTONIC.
-    pub fn first(&self) -> Option<Duration> {
-        self.first.get().copied()
-    }
-
-    fn note(&self, change: impl FnOnce(&mut Rung)) {
-        change(&mut self.lock());
-        self.changed.notify_all();
-        // Full only after 2^64 - 2 rings that nobody read.
-        let _ = self.event.write(1);
-    }
 }
 
 /// A workload's machine.
@@ -212,6 +108,10 @@ pub struct Guest {
     pub tsc_hz: u64,
     /// The CR3 that its vCPUs start with.
     pub cr3: u64,
+    /// What its first vCPU sees of CPUID.
+    pub(super) cpuid: Vec<kvm_cpuid_entry2>,
+    /// What of KVM its state depends on.
+    pub(super) context: Context,
     /// KVM's counters of all of it, or why there are none.
     pub counters: Result<Counters, counters::Error>,
 }
@@ -222,6 +122,16 @@ impl Guest {
         let guest = Self::start(kvm, memory, config)?;
         guest.ready()?;
         Ok(guest)
+    }
+
+    /// Whether this host gives it a TSC of another frequency than its own.
+    pub fn scales_tsc(&self) -> bool {
+        self.context.scales_tsc
+    }
+
+    /// Lets a guest come whose TSC has a frequency that this host cannot give it.
+    pub fn allow_other_tsc(&mut self) {
+        self.context.allows_other_tsc = true;
     }
 
     /// Waits until every vCPU thread that [`Guest::start`] has started is ready.
@@ -276,15 +186,18 @@ impl Guest {
             vm.memory.slots().iter().try_for_each(|slot| vm.memslots().set(slot, config.slot_flags))?;
         }
         let cpuid = Cpuid::of_vm(supported, &vm.fd, &config.cpuid, config.vcpus as u32)?;
-        let rung = Rung { codes: vec![0; config.vcpus], full: Vec::new(), ended: 0 };
-        let event = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(Error::Map)?;
-        let event = Arc::new(event);
-        let bell =
-            Arc::new(Bell { rung: Mutex::new(rung), changed: Condvar::new(), first: OnceLock::new(), event });
+        let bell = Arc::new(Bell::new(config.vcpus).map_err(Error::Map)?);
         let counters = Counters::of_vm(&vm.fd);
         let vcpus = Vec::with_capacity(config.vcpus);
-        let mut guest = Self { vcpus, vm, slot, bell, tsc_hz: 0, cr3, counters };
+        let context = Context::new(kvm, &vm.fd, config.irqchip.is_some());
+        let context = context.map_err(|error| state::Error::State(0, error))?;
+        let first = cpuid.for_vcpu(0)?.as_slice().to_vec();
+        let mut guest = Self { vcpus, vm, slot, bell, tsc_hz: 0, cr3, cpuid: first, context, counters };
         for index in 0..config.vcpus {
+            // Hundreds of vCPUs take seconds.
+            if let Some(signal) = signal::take() {
+                return Err(Error::Interrupted(signal));
+            }
             let fd = guest.vm.create_vcpu(index)?;
             let entry = Entry {
                 code: base + config.code.entry,
@@ -292,11 +205,15 @@ impl Guest {
                 cr3,
                 privilege: config.privilege,
             };
-            machine::set_entry(&fd, &cpuid.for_vcpu(index as u32)?, entry)?;
-            if config.irqchip.is_some() {
-                // With a local APIC all but the first wait for INIT and SIPI.
-                machine::set_runnable(&fd)?;
-            }
+            let (cpuid, has_irqchip) = (cpuid.for_vcpu(index as u32)?, config.irqchip.is_some());
+            let prepare = move |fd: &VcpuFd| {
+                machine::set_entry(fd, &cpuid, entry)?;
+                if has_irqchip {
+                    // With a local APIC all but the first wait for INIT and SIPI.
+                    machine::set_runnable(fd)?;
+                }
+                Ok(())
+            };
             if index == 0 {
                 guest.tsc_hz = machine::tsc_hz(&fd)?;
             }
@@ -309,10 +226,10 @@ impl Guest {
                 pin: config.pins.as_ref().and_then(|pins| pins.get(index).copied()),
                 describe: regs::describe,
                 enter: Box::new(move || enter(index)),
-                on_end: Box::new(move || bell.note(|rung| rung.ended += 1)),
+                on_end: Box::new(move || bell.end()),
             };
             let vcpu = Vcpu::spawn(thread).map_err(VmError::from)?;
-            vcpu.give(fd, on_exit(index, guest.bell.clone(), guest.vm.memory.guest.clone()));
+            vcpu.give(fd, prepare, on_exit(index, guest.bell.clone(), guest.vm.memory.guest.clone()));
             guest.vcpus.push(vcpu);
         }
         Ok(guest)
@@ -369,14 +286,13 @@ impl Guest {
             .collect())
     }
 
-    /// Lets all vCPUs run; rings of before are forgotten.
+    /// Lets all vCPUs run; rings of before are forgotten. A remembered signal ends this early, for hundreds of vCPUs leave this
+    /// thread little time to start the rest: the wait that follows says so.
     pub fn resume(&self) {
-        let mut rung = self.bell.lock();
-        rung.codes.fill(0);
-        // One whose ring is still full says so again.
-        rung.full.clear();
-        drop(rung);
-        vcpu::resume_all(&self.vcpus);
+        self.bell.lock().codes.fill(0);
+        for vcpu in self.vcpus.iter().take_while(|_| !signal::is_pending()) {
+            vcpu.resume();
+        }
     }
 
     /// Lets those vCPUs run on that have not rung: what [`Guest::pause`] has paused.
@@ -389,33 +305,14 @@ impl Guest {
             .for_each(|(vcpu, _)| vcpu.resume());
     }
 
-    /// Lets those vCPUs run that waited because their dirty ring was full.
-    pub fn resume_full(&self) -> Result<(), Error> {
-        let full = std::mem::take(&mut self.bell.lock().full);
-        for index in full {
-            // It left word just before it pauses.
-            self.vcpus[index].wait_paused().map_err(VmError::from)?;
-            self.vcpus[index].resume();
-        }
-        Ok(())
-    }
-
-    /// Waits until every vCPU has rung, or until the dirty ring of one is full, at most as long as `timeout`.
+    /// Waits until every vCPU has rung, at most as long as `timeout`.
     pub fn wait(&self, timeout: Duration) -> Result<Woke, Error> {
-        self.listen(timeout, true)
-    }
-
-    /// As [`Guest::wait`]; without `harvests` a full ring is for another thread to empty, and wakes nobody here.
-    fn listen(&self, timeout: Duration, harvests: bool) -> Result<Woke, Error> {
         let deadline = Instant::now() + timeout;
         let mut rung = self.bell.lock();
         loop {
             if rung.ended > 0 {
                 drop(rung);
                 return Err(self.ended());
-            }
-            if harvests && !rung.full.is_empty() {
-                return Ok(Woke::RingFull);
             }
             if !rung.codes.contains(&0) {
                 break;
@@ -427,12 +324,7 @@ impl Guest {
             if let Some(signal) = signal::take() {
                 return Err(Error::Interrupted(signal));
             }
-            rung = self
-                .bell
-                .changed
-                .wait_timeout(rung, left.min(ASKING))
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            rung = self.bell.wait(rung, left.min(ASKING));
         }
         drop(rung);
         self.vcpus.iter().try_for_each(Vcpu::wait_paused).map_err(VmError::from)?;
@@ -466,10 +358,9 @@ impl Guest {
         Ok(rung.codes.iter().all(|&code| code != 0))
     }
 
-    /// Waits until every vCPU has rung and is paused. Dirty rings that fill up are not harvested here: unless another thread
-    /// does, this waits, asleep, until a signal ends it.
+    /// Waits until every vCPU has rung and is paused.
     pub fn wait_all_rung(&self) -> Result<(), Error> {
-        while self.listen(Duration::from_secs(3600), false)? != Woke::Rung {}
+        while self.wait(Duration::from_secs(3600))? != Woke::Rung {}
         Ok(())
     }
 
@@ -495,6 +386,14 @@ impl Guest {
     }
 }
 
+impl Drop for Guest {
+    /// Has all vCPUs stop before the first of them is waited for: one that waits its turn among hundreds that still run may
+    /// wait for minutes.
+    fn drop(&mut self) {
+        self.vcpus.iter().for_each(Vcpu::request_stop);
+    }
+}
+
 /// RAM as `(guest-physical address, bytes)` in as few parts as its memslots, in order, allow.
 fn parts(slots: &[Slot]) -> Vec<(u64, u64)> {
     let mut parts: Vec<(u64, u64)> = Vec::new();
@@ -516,8 +415,7 @@ fn on_exit(
     move |exit| match exit {
         VcpuExit::MmioWrite(layout::DOORBELL, data) => {
             let code = data.iter().rev().fold(0, |code, &byte| (code << 8) | u64::from(byte));
-            bell.first.get_or_init(clock::monotonic);
-            bell.note(|rung| rung.codes[index] = code);
+            bell.ring(index, code);
             Flow::Pause
         }
         // An access that faulted while its memslot was being moved comes out as MMIO: finish it as KVM would have.
@@ -530,10 +428,6 @@ fn on_exit(
             Err(_) => Flow::Stop(Exit::Error),
         },
         VcpuExit::Intr => Flow::Continue,
-        VcpuExit::Unsupported(kvm_bindings::KVM_EXIT_DIRTY_RING_FULL) => {
-            bell.note(|rung| rung.full.push(index));
-            Flow::Pause
-        }
         VcpuExit::Shutdown => Flow::Stop(Exit::TripleFault),
         _ => Flow::Stop(Exit::Error),
     }

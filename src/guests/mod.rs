@@ -1,29 +1,38 @@
 //! Guests without an operating system: a few hundred bytes of code, a control block for each vCPU, page tables.
 //!
-//! [`WriteConfig`] says what the `write` workload does; [`guest`] builds a machine around it and runs it; [`control`]
-//! and [`stamp`] are the layouts that host and guest share; [`model`] computes what the guest must have written. The
-//! code itself is [`program`].
+//! [`WriteConfig`] says what the `write` workload does; [`guest`] builds a machine around it and runs it, and [`bell`] is what
+//! its vCPUs ring; [`control`] and [`stamp`] are the layouts that host and guest share; [`model`] computes what the guest must have
+//! written, and [`journal`] reads what it has noted of itself over time. The code itself is [`program`].
 
+pub mod bell;
 pub mod control;
+pub mod error;
 pub mod guest;
+pub mod journal;
 pub mod model;
 pub mod program;
 pub mod run;
 pub mod stamp;
+pub mod state;
 pub mod tables;
 pub mod touch;
 
 pub use guest::Guest;
 
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use control::{Control, flags, order};
+use serde::{Deserialize, Serialize};
+
+use crate::memory::Memory;
 
 /// The workloads that `vellum run --workload` knows, with what they do.
 pub const NAMES: [(&str, &str); 1] = [("write", "writes a stamp to page after page")];
 
 /// In which order a workload visits pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Order {
     /// Page after page.
     Sequential,
@@ -45,7 +54,8 @@ impl Order {
 }
 
 /// A subset of the pages that takes a share of the accesses.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Hot {
     /// Percent of the pages, above 0 and below 100.
     pub percent: f64,
@@ -54,7 +64,8 @@ pub struct Hot {
 }
 
 /// What the `write` workload does.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct WriteConfig {
     /// The order of the pages.
     pub order: Order,
@@ -76,6 +87,12 @@ pub struct WriteConfig {
     pub latency: bool,
     /// Whether vCPUs wait after each pass until they are resumed.
     pub lockstep: bool,
+    /// Whether the first pass is as fast as possible, whatever the rate.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub warm: bool,
+    /// How much time a slice of the guest's [journal] covers, about; `None` for no journal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub journal: Option<Duration>,
 }
 
 impl Default for WriteConfig {
@@ -91,6 +108,8 @@ impl Default for WriteConfig {
             stride: crate::sys::mmap::PAGE_SIZE,
             latency: true,
             lockstep: false,
+            warm: false,
+            journal: None,
         }
     }
 }
@@ -117,7 +136,42 @@ pub(crate) fn mix(n: u64) -> u64 {
     z ^ (z >> 31)
 }
 
+/// Fills `memory` with random numbers, but for the stamps of pages, which no guest has written yet. `go_on` is told of every so many
+/// bytes, and ends it early; whether all of it is full.
+pub fn fill(memory: &Memory, go_on: impl Fn(u64) -> bool) -> bool {
+    const CHUNK: usize = 32 << 20;
+    let mut numbers = 0u64..;
+    memory.mapping.words().chunks(CHUNK / 8).all(|chunk| {
+        for (word, number) in chunk.iter().zip(&mut numbers) {
+            if number % 512 >= stamp::WORDS {
+                word.store(mix(number), Ordering::Relaxed);
+            }
+        }
+        go_on(8 * chunk.len() as u64)
+    })
+}
+
 impl WriteConfig {
+    /// What is wrong with it, where it did not come from a command line that was checked.
+    pub fn wrong(&self) -> Option<&'static str> {
+        let page = crate::sys::mmap::PAGE_SIZE;
+        let hot = |hot: &Hot| {
+            let part = hot.percent > 0.0 && hot.percent < 100.0;
+            part && hot.share > 0.0 && hot.share <= 100.0
+        };
+        if self.stride == 0 || !self.stride.is_multiple_of(page) {
+            Some("its stride is no multiple of 4096")
+        } else if !(0.0..=100.0).contains(&self.write_percent) {
+            Some("the share of its writes is not from 0 to 100 percent")
+        } else if self.journal.is_some_and(|slice| slice.is_zero()) {
+            Some("a slice of its journal takes no time")
+        } else if !self.hot.as_ref().is_none_or(hot) {
+            Some("its hot set is no part of its pages")
+        } else {
+            None
+        }
+    }
+
     /// The region of `vcpu` out of `vcpus`, for `ram` bytes; the last takes what does not divide.
     pub fn region(&self, vcpu: usize, vcpus: usize, ram: u64) -> Region {
         let pages = ram / self.stride;
@@ -162,6 +216,7 @@ impl WriteConfig {
             &control.flags,
             flag(self.latency, flags::LATENCY)
                 | flag(draw, flags::DRAW)
+                | flag(self.journal.is_some(), flags::JOURNAL)
                 | flag(self.lockstep, flags::LOCKSTEP),
         );
         set(&control.write_below, threshold(self.write_percent));
@@ -176,6 +231,8 @@ impl WriteConfig {
         set(&control.shuffle_add, mix(mix(seed)) | 1);
         set(&control.shuffle, 0);
         set(&control.seed, seed.max(1));
+        set(&control.slice_shift, self.journal.map_or(63, |slice| journal::shift(slice, tsc_hz)));
+        set(&control.warm, u64::from(self.warm));
         set(&control.interval, self.rate.map_or(0, |rate| (tsc_hz / rate.max(1)).max(1)));
         // Ten milliseconds: a scheduling delay is caught up, a pause of the whole machine is not.
         set(&control.burst, tsc_hz / 100);

@@ -5,6 +5,8 @@
 
 use std::sync::atomic::Ordering;
 
+use serde::{Deserialize, Serialize};
+
 use super::control::{Control, flags, order};
 use super::stamp::{SEQ_BITS, Stamp};
 
@@ -14,7 +16,8 @@ const HOT_HASH: u64 = 0x9e37_79b9_7f4a_7c15;
 const PAGE_HASH: u64 = 0xd134_2543_de82_ef95;
 
 /// A vCPU's parameters and generator states at the start of a run.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Model {
     pages: u64,
     first_page: u64,
@@ -60,6 +63,24 @@ impl Model {
         }
     }
 
+    /// Whether it is of a vCPU whose region lies within `pages` pages, one that did not come from a block of this process. One that
+    /// is not would name pages that are not there, or never come to a page at all.
+    pub fn fits(&self, pages: u64) -> bool {
+        let end = self.first_page.checked_add(self.pages);
+        let cold = self.pages.wrapping_sub(self.hot_pages);
+        // A generator of a full period reaches every number up to the mask (Hull and Dobell).
+        let full = self.mul & 3 == 1 && self.add & 1 == 1 && self.mask.wrapping_add(1).is_power_of_two();
+        end.is_some_and(|end| end <= pages)
+            && self.pages > 0
+            && self.hot_pages < self.pages
+            && self.left <= self.pages
+            && self.next < cold
+            && full
+            && self.mask >= cold - 1
+            && self.mask / 2 < cold
+            && self.writer.checked_add(self.seq).is_some()
+    }
+
     /// One access: the stamp that it leaves, or `None` for a read.
     pub fn step(&mut self) -> Option<Stamp> {
         if self.left == 0 {
@@ -103,7 +124,7 @@ impl Model {
 
 /// The stamps that one run left wrong.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Verdict {
+pub struct StampVerdict {
     /// Pages whose stamp was compared.
     pub checked: u64,
     /// Pages that should hold a stamp of this run and hold another, or none.
@@ -115,8 +136,8 @@ pub struct Verdict {
 /// Replays `accesses` of each model and compares what they leave with what `read` finds on each page.
 ///
 /// Where vCPUs share pages, whichever wrote last is right.
-pub fn verify(models: Vec<(Model, u64)>, pages: u64, read: impl Fn(u64) -> Stamp) -> Verdict {
-    let mut verdict = Verdict::default();
+pub fn verify(models: Vec<(Model, u64)>, pages: u64, read: impl Fn(u64) -> Stamp) -> StampVerdict {
+    let mut verdict = StampVerdict::default();
     let mut expected: Vec<Vec<Stamp>> = vec![Vec::new(); pages as usize];
     for (mut model, accesses) in models {
         let vcpu = model.writer >> SEQ_BITS;

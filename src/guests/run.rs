@@ -1,27 +1,30 @@
 //! The built-in guest of `vellum run`: one workload from start to end as a session runs it, and the result that says what it did.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use serde_json::Value;
-use vmm_sys_util::eventfd::EventFd;
 
-use super::control::{Control, PASS_ENDS, SUB_BITS, bucket_bound};
+use super::control::{Control, PASS_ENDS, SUB_BITS, bucket_bound, phase};
 use super::guest::{self, Guest};
 use super::model::{self, Model};
-use super::{Region, WriteConfig};
+use super::{Region, WriteConfig, journal};
+use crate::arch::clocks::Meanwhile;
 use crate::arch::cpuid::Choice;
 use crate::control::Do;
+use crate::dirty::{self, DirtyTracker};
 use crate::guests::program::GuestPage;
 use crate::host::{Facts, Paging};
-use crate::memory::{Backing, MemoryConfig, short_size};
-use crate::payload::{Outline, Payload, Progress, Subscriber};
+use crate::memory::{Backing, Memory, MemoryConfig, Slot, short_size};
+use crate::payload::state::Processors;
+use crate::payload::{Outline, Payload, Progress, Section, Serves};
+use crate::plant::{self, Mistake};
 use crate::report::{Figure, Histogram, Label, Premise, Report, Sample};
 use crate::vm::counters::Snapshot;
 use crate::vm::exits::Exits;
 use crate::vm::lifecycle::Exit;
+use crate::vm::vcpu::Throttle;
 
 /// What to run.
 #[derive(Clone, Debug)]
@@ -38,26 +41,36 @@ pub struct RunConfig {
     pub page: GuestPage,
     /// CPU features.
     pub cpuid: Choice,
+    /// Entries of each vCPU's dirty ring, where there is to be one.
+    pub dirty_ring: Option<u32>,
     /// When to stop.
     pub duration: Option<Duration>,
+    /// Whether memory is full of random numbers when the guest begins.
+    pub fill: bool,
 }
 
 /// A workload between its first and its last access.
 pub struct Run {
     /// The guest.
     pub guest: Guest,
-    config: RunConfig,
+    pub(super) config: RunConfig,
     regions: Vec<Region>,
-    models: Vec<Model>,
+    pub(super) models: Vec<Model>,
     before: Snapshot,
+    /// What has been restored and not committed yet, and what each vCPU had rung.
+    pub(super) arrived: Option<(Processors, Vec<u64>)>,
+    /// It began in another process.
+    pub(super) goes_on: bool,
     /// What was seen when it had ended.
     seen: Option<Seen>,
+    /// Whether the event loop has been told what to serve.
+    served: bool,
 }
 
 /// What is read when the vCPUs stand still for good.
 struct Seen {
     after: Snapshot,
-    verdict: model::Verdict,
+    verdict: model::StampVerdict,
 }
 
 impl Run {
@@ -68,7 +81,18 @@ impl Run {
     pub fn new(guest: Guest, config: RunConfig) -> Result<Self, guest::Error> {
         let regions = guest.program(&config.write)?;
         let models = guest.controls().map(Model::new).collect();
-        Ok(Self { guest, config, regions, models, before: Snapshot::default(), seen: None })
+        let before = Snapshot::default();
+        Ok(Self {
+            guest,
+            config,
+            regions,
+            models,
+            before,
+            arrived: None,
+            goes_on: false,
+            seen: None,
+            served: false,
+        })
     }
 
     fn counters(&self) -> Snapshot {
@@ -82,12 +106,17 @@ impl Run {
         Seen { after, verdict }
     }
 
+    /// Its guest has moved: where it ends is known whether every page is right.
+    pub fn give_away(&mut self) {
+        self.seen = Some(Seen { after: self.counters(), verdict: model::StampVerdict::default() });
+    }
+
     /// What was measured, on the host of `facts`; and whether every page holds what the guest must have written.
     pub fn report(mut self, facts: Facts) -> (Report, bool) {
         let Seen { after, verdict } = self.seen.take().unwrap_or_else(|| self.look());
         let Self { guest, config, before, .. } = self;
         let mut report = describe(&config, facts);
-        measure(&mut report, &guest);
+        measure(&mut report, &config, &guest);
         report.counters(None, &before, &after);
         if let Err(error) = &guest.counters {
             report.notes.push(error.to_string());
@@ -108,17 +137,19 @@ impl Run {
 impl Payload for Run {
     type Error = guest::Error;
 
-    fn subscribers(&self) -> Vec<Subscriber> {
-        Vec::new()
-    }
-
-    fn wakes(&self) -> Vec<Arc<EventFd>> {
-        vec![self.guest.bell.event.clone()]
+    fn serves(&mut self) -> Serves {
+        let wake = (!std::mem::replace(&mut self.served, true)).then(|| self.guest.bell.event.clone());
+        Serves { subscribers: Vec::new(), wakes: wake.into_iter().collect() }
     }
 
     fn start(&mut self) -> Result<(), guest::Error> {
         self.before = self.counters();
-        self.guest.resume();
+        if self.goes_on {
+            // Those that have rung in the other process are done.
+            self.guest.resume_unfinished();
+        } else {
+            self.guest.resume();
+        }
         Ok(())
     }
 
@@ -157,6 +188,7 @@ impl Payload for Run {
         Outline {
             vcpus: self.guest.vcpus.len(),
             memory: self.guest.vm.memory.config.size,
+            dirty_ring: self.guest.vm.dirty_ring.as_deref().map(Into::into),
             ..Outline::default()
         }
     }
@@ -183,11 +215,60 @@ impl Payload for Run {
     fn flushed(&mut self) -> bool {
         true
     }
+
+    fn describe(&self) -> Value {
+        serde_json::to_value(self.description()).expect("descriptions are plain data")
+    }
+
+    fn memory(&self) -> Vec<Slot> {
+        let own = [self.guest.slot.clone()];
+        self.guest.vm.memory.slots().iter().cloned().chain(own).collect()
+    }
+
+    fn ram(&self) -> Memory {
+        self.guest.vm.memory.clone()
+    }
+
+    fn throttle(&self) -> Throttle {
+        Throttle::new(&self.guest.vcpus)
+    }
+
+    fn track(&mut self, method: dirty::Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
+        let mut slots = self.memory();
+        if plant::is(Mistake::OwnSlotLeftOut) {
+            slots.pop();
+        }
+        let (vm, quiesced) =
+            self.guest.quiesced().map_err(|error| dirty::Error::NotStill(Box::new(error)))?;
+        let mut tracker = dirty::tracker(method, vm, &quiesced, None)?;
+        slots.iter().try_for_each(|slot| tracker.track(slot.id()))?;
+        // Before the log is on: what is written here is sent as everything is that was touched by then.
+        journal::enter(&self.guest, phase::LOGGED);
+        Ok(tracker)
+    }
+
+    fn save(&mut self) -> Result<Vec<Section>, Self::Error> {
+        self.save_state()
+    }
+
+    fn restore(&mut self, sections: Vec<Section>, meanwhile: Meanwhile) -> Result<(), Self::Error> {
+        self.restore_state(sections, meanwhile)
+    }
+
+    fn commit(&mut self) -> Result<(), Self::Error> {
+        self.commit_state()
+    }
+
+    fn release(&mut self) {}
+
+    fn retake(&mut self) -> Result<(), Self::Error> {
+        Ok(())
+    }
 }
 
 /// A result that says what was asked.
 fn describe(config: &RunConfig, facts: Facts) -> Report {
-    let RunConfig { vcpus, pins, memory, write, page, duration, cpuid } = config;
+    let RunConfig { vcpus, pins, memory, write, page, duration, cpuid, dirty_ring, fill } = config;
     let mut report = Report::new("run write", facts);
     report.ask("cpus", *vcpus);
     report.ask("pin", pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
@@ -206,6 +287,15 @@ fn describe(config: &RunConfig, facts: Facts) -> Report {
         report.ask("rate", rate);
     }
     report.ask("passes", write.passes);
+    if write.warm {
+        report.ask("warm", true);
+    }
+    if *fill {
+        report.ask("fill", true);
+    }
+    if let Some(slice) = write.journal {
+        report.ask("journal_seconds", slice.as_secs_f64());
+    }
     if let Some(duration) = duration {
         report.ask("duration_seconds", duration.as_secs_f64());
     }
@@ -216,6 +306,9 @@ fn describe(config: &RunConfig, facts: Facts) -> Report {
     report.ask("latency", write.latency);
     if *cpuid != Choice::default() {
         report.ask("cpuid", cpuid.to_string());
+    }
+    if let Some(entries) = dirty_ring {
+        report.ask("dirty_ring", *entries);
     }
     report
 }
@@ -235,7 +328,7 @@ fn pass_ticks(control: &Control) -> Vec<u64> {
 }
 
 /// What the guest's own counters say.
-fn measure(report: &mut Report, guest: &Guest) {
+fn measure(report: &mut Report, config: &RunConfig, guest: &Guest) {
     let hz = guest.tsc_hz as f64;
     let get = |word: &std::sync::atomic::AtomicU64| word.load(Ordering::Relaxed);
     let mut rates = Vec::new();
@@ -249,6 +342,10 @@ fn measure(report: &mut Report, guest: &Guest) {
             machine: 0,
         };
         let mut per_pass: Vec<Sample> = (0..).zip(pass_ticks(control)).map(of_pass).collect();
+        if get(&control.ended) < get(&control.started) {
+            // It has moved away in the middle of its first pass: there is no end yet.
+            continue;
+        }
         if per_pass.is_empty() {
             // Stopped before the end of its first pass.
             let value = get(&control.done) as f64 / seconds;
@@ -260,8 +357,10 @@ fn measure(report: &mut Report, guest: &Guest) {
         let distinct = get(&control.distinct) as f64 / seconds;
         report.figure(of_vcpu("distinct_pages_per_second"), "pages/s", distinct);
     }
-    report.samples("pages_per_second_per_vcpu", "pages/s", rates);
-    report.set_headline("pages_per_second_per_vcpu");
+    if !rates.is_empty() {
+        report.samples("pages_per_second_per_vcpu", "pages/s", rates);
+        report.set_headline("pages_per_second_per_vcpu");
+    }
     let sum = |of: fn(&Control) -> &std::sync::atomic::AtomicU64| -> f64 {
         guest.controls().map(|control| get(of(control))).sum::<u64>() as f64
     };
@@ -276,6 +375,9 @@ fn measure(report: &mut Report, guest: &Guest) {
         }
         report.figure(Label::of("write_latency", "max"), "ns", histogram.max().unwrap_or(0.0));
         report.histograms.push(histogram);
+    }
+    if config.write.journal.is_some() {
+        journal::add(report, guest);
     }
     let mut exits = Exits::default();
     guest.vcpus.iter().for_each(|vcpu| exits += vcpu.exits());
@@ -327,7 +429,7 @@ pub fn latency(guest: &Guest) -> Histogram {
     let mut slowest = 0;
     for control in guest.controls() {
         sum.iter_mut().zip(control.latency_snapshot()).for_each(|(sum, count)| *sum += count);
-        slowest = slowest.max(control.slowest.load(Ordering::Relaxed));
+        slowest = slowest.max(control.slowest_of_all());
     }
     nanoseconds("write_latency".into(), &sum, slowest, guest.tsc_hz)
 }
@@ -349,7 +451,7 @@ pub fn nanoseconds(label: Label, counts: &[u64], slowest: u64, hz: u64) -> Histo
 }
 
 /// Compares every stamp with what the guest must have written.
-fn check(config: &RunConfig, guest: &Guest, models: Vec<Model>) -> model::Verdict {
+fn check(config: &RunConfig, guest: &Guest, models: Vec<Model>) -> model::StampVerdict {
     let stride = config.write.stride;
     let done = guest.controls().map(|control| control.done.load(Ordering::Relaxed));
     model::verify(models.into_iter().zip(done).collect(), config.memory.size / stride, |page| {

@@ -19,6 +19,9 @@ pub struct Stamp {
     pub page: u64,
 }
 
+/// How many there are.
+pub const WORDS: u64 = (size_of::<Stamp>() / 8) as u64;
+
 /// The bits of [`Stamp::writer`] that count writes.
 pub const SEQ_BITS: u32 = 48;
 

@@ -1,4 +1,5 @@
-//! Limits that control groups put on huge pages, version 1 and 2 (`Documentation/admin-guide/cgroup-v2.rst`, "HugeTLB").
+//! Limits that control groups put on memory and on huge pages, version 1 and 2 (`Documentation/admin-guide/cgroup-v2.rst`,
+//! "Memory" and "HugeTLB").
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,10 +15,41 @@ pub struct Limit {
     pub used: u64,
 }
 
+impl Limit {
+    /// Bytes left under it.
+    pub fn left(&self) -> u64 {
+        self.limit.saturating_sub(self.used)
+    }
+}
+
+/// The limit on memory that leaves the least, of this process's group and those above it that it can see. The page cache counts
+/// as left, for the kernel gives it up first. `root` is `/`, or a picture of it.
+pub fn memory_limit(root: &Path) -> Option<Limit> {
+    let (directory, version) = own_group(root, "memory")?;
+    let (limit, used, files) = match version {
+        Version::One => {
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", ["total_active_file ", "total_inactive_file "])
+        }
+        Version::Two => ("memory.max", "memory.current", ["active_file ", "inactive_file "]),
+    };
+    let limits = directory.groups().filter_map(|group| {
+        let file = group.join(limit);
+        // Without a limit, the largest number of pages there can be (version 1), or no number.
+        let limit = number(&file).filter(|&limit| limit < 1 << 62)?;
+        let used = number(&group.join(used))?;
+        let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+        let field =
+            |name: &str| stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
+        let cache: u64 = files.into_iter().filter_map(field).sum();
+        Some(Limit { file, limit, used: used.saturating_sub(cache) })
+    });
+    limits.min_by_key(Limit::left)
+}
+
 /// Every limit on huge pages of `page_size` bytes, from this process's group up to the highest that it can see.
 /// `root` is `/`, or a picture of it.
 pub fn hugetlb_limits(root: &Path, page_size: u64) -> Vec<Limit> {
-    let Some((directory, version)) = own_group(root) else { return Vec::new() };
+    let Some((directory, version)) = own_group(root, "hugetlb") else { return Vec::new() };
     let size = size_name(page_size);
     // `rsvd` limits what may be reserved (mmap then fails), the other what may be faulted in (which is a SIGBUS).
     let pairs = match version {
@@ -31,7 +63,7 @@ pub fn hugetlb_limits(root: &Path, page_size: u64) -> Vec<Limit> {
         ],
     };
     let mut limits = Vec::new();
-    for group in directory.own.ancestors().take_while(|group| group.starts_with(&directory.mount)) {
+    for group in directory.groups() {
         for (limit, used) in &pairs {
             let file = group.join(limit);
             // Version 2 says `max` where there is no limit: not a number, so not in the list.
@@ -54,16 +86,22 @@ struct Directory {
     own: PathBuf,
 }
 
-/// The directory of this process's group in the hierarchy that has the hugetlb controller.
-fn own_group(root: &Path) -> Option<(Directory, Version)> {
+impl Directory {
+    /// The group and those above it, as far as they can be seen.
+    fn groups(&self) -> impl Iterator<Item = &Path> {
+        self.own.ancestors().take_while(|group| group.starts_with(&self.mount))
+    }
+}
+
+/// The directory of this process's group in the hierarchy that has `controller`.
+fn own_group(root: &Path, controller: &str) -> Option<(Directory, Version)> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
-    let mounts = fs::read_to_string(root.join("proc/self/mountinfo")).ok()?;
     let entry = |version| {
         groups.lines().find_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);
             let (controllers, path) = (fields.next()?, fields.next()?);
             let wanted = match version {
-                Version::One => controllers.split(',').any(|name| name == "hugetlb"),
+                Version::One => controllers.split(',').any(|name| name == controller),
                 Version::Two => controllers.is_empty(),
             };
             wanted.then(|| path.to_owned())
@@ -72,13 +110,23 @@ fn own_group(root: &Path) -> Option<(Directory, Version)> {
     let (path, version) = entry(Version::One)
         .map(|path| (path, Version::One))
         .or_else(|| Some((entry(Version::Two)?, Version::Two)))?;
+    // Where they are on most hosts: the list of mounts takes the kernel longer than all else here.
+    let mount = match version {
+        Version::One => root.join("sys/fs/cgroup").join(controller),
+        Version::Two => root.join("sys/fs/cgroup"),
+    };
+    let own = mount.join(path.trim_start_matches('/'));
+    if own.join("cgroup.procs").exists() {
+        return Some((Directory { own, mount }, version));
+    }
+    let mounts = fs::read_to_string(root.join("proc/self/mountinfo")).ok()?;
     // proc_pid_mountinfo(5): id parent major:minor root mount-point options … - type source super-options
     let (mounted, at) = mounts.lines().find_map(|line| {
         let (left, right) = line.split_once(" - ")?;
         let mut right = right.split(' ');
         let (kind, options) = (right.next()?, right.nth(1)?);
         let wanted = match version {
-            Version::One => kind == "cgroup" && options.split(',').any(|name| name == "hugetlb"),
+            Version::One => kind == "cgroup" && options.split(',').any(|name| name == controller),
             Version::Two => kind == "cgroup2",
         };
         let mut left = left.split(' ').skip(3);

@@ -16,7 +16,7 @@ use crate::sys;
 /// How a check came out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Verdict {
+pub enum CheckVerdict {
     /// As it should be.
     Ok,
     /// Something is not available.
@@ -31,7 +31,7 @@ pub struct Check {
     /// What was looked at.
     pub name: String,
     /// How it came out.
-    pub verdict: Verdict,
+    pub verdict: CheckVerdict,
     /// What was found.
     pub found: String,
     /// What to do about it.
@@ -62,32 +62,32 @@ pub fn examine() -> Diagnosis {
     checks.extend([thp(&facts), userfaultfd(), locked_memory(), tun(), seccomp(), landlock()]);
     checks.push(Check::ok("CPUs", format!("{}; {}", topology::cpus(), facts.cpu)));
     checks.push(Check::ok("memory", topology::memory()));
-    let ok = checks.iter().all(|check| check.verdict != Verdict::Fail);
+    let ok = checks.iter().all(|check| check.verdict != CheckVerdict::Fail);
     Diagnosis { ok, host: facts, checks }
 }
 
 impl Check {
     /// As it should be.
     pub fn ok(name: impl Into<String>, found: impl fmt::Display) -> Self {
-        Self { name: name.into(), verdict: Verdict::Ok, found: found.to_string(), remedy: None }
+        Self { name: name.into(), verdict: CheckVerdict::Ok, found: found.to_string(), remedy: None }
     }
 
     /// Something is not available; the remedy says what to do.
     pub fn warn(name: impl Into<String>, found: impl fmt::Display, remedy: impl fmt::Display) -> Self {
-        Self { verdict: Verdict::Warn, remedy: Some(remedy.to_string()), ..Self::ok(name, found) }
+        Self { verdict: CheckVerdict::Warn, remedy: Some(remedy.to_string()), ..Self::ok(name, found) }
     }
 
     fn fail(name: impl Into<String>, found: impl fmt::Display, remedy: impl fmt::Display) -> Self {
-        Self { verdict: Verdict::Fail, ..Self::warn(name, found, remedy) }
+        Self { verdict: CheckVerdict::Fail, ..Self::warn(name, found, remedy) }
     }
 }
 
 impl fmt::Display for Check {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let verdict = match self.verdict {
-            Verdict::Ok => "ok",
-            Verdict::Warn => "warn",
-            Verdict::Fail => "FAIL",
+            CheckVerdict::Ok => "ok",
+            CheckVerdict::Warn => "warn",
+            CheckVerdict::Fail => "FAIL",
         };
         write!(f, "{verdict:<5} {:<20} {}", self.name, self.found)?;
         self.remedy.as_ref().map_or(Ok(()), |remedy| write!(f, ": {remedy}"))
@@ -164,18 +164,20 @@ fn huge_pages(page_size: u64) -> Check {
         found += &format!("; {} more on demand", host.on_demand);
     }
     let limits = cgroup::hugetlb_limits(Path::new("/"), page_size);
-    if let Some(limit) = limits.iter().min_by_key(|limit| limit.limit.saturating_sub(limit.used)) {
-        let left = limit.limit.saturating_sub(limit.used) / page_size;
+    if let Some(limit) = limits.iter().min_by_key(|limit| limit.left()) {
+        let left = limit.left() / page_size;
         found += &format!("; the control group allows {left}");
     }
     // Enough for the default guest, or for the smallest that is of any use on pages of this size.
     let wanted = (256u64 << 20).max(page_size);
-    match hugepages::check(page_size, wanted) {
-        Ok(()) => Check::ok(name, found),
-        Err(hugepages::Shortage::Pool { command, .. }) => {
-            Check::warn(name, found, format!("to have {} on them, {command}", Size(wanted)))
+    let shortages = hugepages::shortages(page_size, wanted);
+    // One of them alone might not help: a larger pool does not raise a control group's limit.
+    let commands: Vec<_> = shortages.iter().filter_map(hugepages::Shortage::command).collect();
+    match shortages.is_empty() {
+        true => Check::ok(name, found),
+        false => {
+            Check::warn(name, found, format!("to have {} on them, {}", Size(wanted), commands.join(" and ")))
         }
-        Err(shortage) => Check::warn(name, found, shortage),
     }
 }
 

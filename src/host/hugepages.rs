@@ -73,6 +73,16 @@ impl Fault for Shortage {
     }
 }
 
+impl Shortage {
+    /// The command that changes it, where there is one.
+    pub fn command(&self) -> Option<&str> {
+        match self {
+            Self::NoSuchSize { .. } => None,
+            Self::Pool { command, .. } | Self::Cgroup { command, .. } => Some(command),
+        }
+    }
+}
+
 /// The huge pages of one size, on one node or on the whole host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pool {
@@ -93,12 +103,28 @@ pub struct Pool {
 /// Checks that `bytes` of guest memory on huge pages of `page_size` bytes can be had by this process: on the nodes that
 /// its memory policy and cpuset allow, under its control groups' limits, beside what others have reserved.
 pub fn check(page_size: u64, bytes: u64) -> Result<(), Shortage> {
-    check_under(Path::new("/"), sys::host::bound_nodes(), page_size, bytes)
+    shortages(page_size, bytes).into_iter().next().map_or(Ok(()), Err)
+}
+
+/// Everything that stands in the way of the same, in the order in which [`check`] would come upon it.
+pub fn shortages(page_size: u64, bytes: u64) -> Vec<Shortage> {
+    shortages_under(Path::new("/"), sys::host::bound_nodes(), page_size, bytes)
 }
 
 /// The sizes in bytes that the kernel knows, rising.
 pub fn sizes() -> Vec<u64> {
     sizes_under(Path::new("/"))
+}
+
+/// How many pages of this size this process may have.
+pub fn free(page_size: u64) -> u64 {
+    // More than any host has: what is short then says how many there are.
+    let shortages = shortages_under(Path::new("/"), sys::host::bound_nodes(), page_size, 1 << 62);
+    let free = |shortage: &Shortage| match shortage {
+        Shortage::Pool { free, .. } | Shortage::Cgroup { free, .. } => *free,
+        _ => 0,
+    };
+    shortages.iter().map(free).min().unwrap_or(u64::MAX)
 }
 
 /// The size in bytes that MAP_HUGETLB alone means; `None` where the kernel has no huge pages.
@@ -117,11 +143,12 @@ pub fn pools() -> Vec<Pool> {
     sizes_under(root).into_iter().flat_map(pools_of).collect()
 }
 
-fn check_under(root: &Path, bound: Option<Vec<u32>>, page_size: u64, bytes: u64) -> Result<(), Shortage> {
+fn shortages_under(root: &Path, bound: Option<Vec<u32>>, page_size: u64, bytes: u64) -> Vec<Shortage> {
     let needed = bytes.div_ceil(page_size);
     let Some(pool) = pool_under(root, page_size, None) else {
-        return Err(Shortage::NoSuchSize { page_size, sizes: sizes_under(root) });
+        return vec![Shortage::NoSuchSize { page_size, sizes: sizes_under(root) }];
     };
+    let mut shortages = Vec::new();
     let nodes = nodes_under(root);
     let allowed = allowed_nodes(root, &nodes, bound.as_deref());
     // Reservations name no node, so on a part of the host they are counted against all of it and the free pages apart.
@@ -141,14 +168,14 @@ fn check_under(root: &Path, bound: Option<Vec<u32>>, page_size: u64, bytes: u64)
         let total = pool_under(root, page_size, node).map_or(0, |pool| pool.total);
         let file = pool_directory(Path::new("/"), page_size, node).join("nr_hugepages");
         let command = root_command(total + missing, &file);
-        return Err(Shortage::Pool { page_size, needed, free, missing, nodes: allowed, command });
+        shortages.push(Shortage::Pool { page_size, needed, free, missing, nodes: allowed, command });
     }
     for limit in cgroup::hugetlb_limits(root, page_size) {
-        let free = limit.limit.saturating_sub(limit.used) / page_size;
+        let free = limit.left() / page_size;
         if needed > free {
             let wanted = limit.used.next_multiple_of(page_size).saturating_add(needed * page_size);
             let command = root_command(wanted, &limit.file);
-            return Err(Shortage::Cgroup {
+            shortages.push(Shortage::Cgroup {
                 page_size,
                 needed,
                 free,
@@ -158,7 +185,7 @@ fn check_under(root: &Path, bound: Option<Vec<u32>>, page_size: u64, bytes: u64)
             });
         }
     }
-    Ok(())
+    shortages
 }
 
 /// The nodes that this process may allocate from; `None` where that is every node.
@@ -286,7 +313,7 @@ mod tests {
         }
 
         fn check(&self, bound: Option<Vec<u32>>, mib: u64) -> Result<(), Shortage> {
-            check_under(&self.0, bound, 2 * MIB, mib * MIB)
+            shortages_under(&self.0, bound, 2 * MIB, mib * MIB).into_iter().next().map_or(Ok(()), Err)
         }
     }
 
@@ -349,6 +376,15 @@ mod tests {
         assert!(matches!(shortage, Shortage::Cgroup { needed: 4, free: 3, missing: 1, .. }), "{shortage:?}");
         assert!(shortage.to_string().contains("echo 10485760 "), "{shortage}");
 
+        // A larger pool alone would not help.
+        let all = shortages_under(&host.0, None, 2 * MIB, 32 * MIB);
+        assert!(matches!(all.as_slice(), [Shortage::Pool { .. }, Shortage::Cgroup { .. }]), "{all:?}");
+        let remedies: Vec<_> = all.iter().filter_map(Shortage::command).collect();
+        assert!(
+            remedies[0].contains("nr_hugepages") && remedies[1].contains("limit_in_bytes"),
+            "{remedies:?}"
+        );
+
         host.write("proc/self/cgroup", "0::/a/b\n");
         host.write("proc/self/mountinfo", "31 2 0:28 / /cg2 rw shared:1 - cgroup2 none rw\n");
         host.write("cg2/a/b/hugetlb.2MB.max", "max\n");
@@ -363,9 +399,9 @@ mod tests {
     #[test]
     fn a_size_that_the_kernel_lacks_is_named() {
         let host = Picture::new("size");
-        let shortage = check_under(&host.0, None, 1 << 30, 1 << 30).unwrap_err();
+        let shortages = shortages_under(&host.0, None, 1 << 30, 1 << 30);
         assert_eq!(
-            shortage.to_string(),
+            shortages[0].to_string(),
             "this host has no huge pages of 1 GiB (it has 2 MiB); choose another backing"
         );
     }

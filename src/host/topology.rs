@@ -3,9 +3,10 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::fs;
+use std::path::{Path, PathBuf};
 
 use super::hugepages::Size;
-use super::sysfs;
+use super::{cgroup, sysfs};
 use crate::sys;
 
 /// The CPUs that this process may use.
@@ -46,17 +47,29 @@ impl fmt::Display for Cpus {
 
 /// Memory in bytes.
 #[derive(Debug)]
-pub struct Memory {
+pub struct HostMemory {
     /// All of it.
     pub total: u64,
-    /// What could be had without swapping, by the kernel's estimate.
+    /// What this process could have without swapping, by the kernel's estimate; 0 where the kernel gives none.
     pub available: u64,
+    /// The file of the control group's limit, where that is why no more is available.
+    pub limited_by: Option<PathBuf>,
 }
 
 /// Examines the memory.
-pub fn memory() -> Memory {
-    let [available] = meminfo(["MemAvailable"]).unwrap_or_default();
-    Memory { total: sys::host::total_memory(), available }
+pub fn memory() -> HostMemory {
+    memory_under(Path::new("/"))
+}
+
+fn memory_under(root: &Path) -> HostMemory {
+    let total = sys::host::total_memory();
+    let [available] = meminfo_under(root, ["MemAvailable"]).unwrap_or_default();
+    match cgroup::memory_limit(root) {
+        Some(limit) if limit.left() < available => {
+            HostMemory { total, available: limit.left(), limited_by: Some(limit.file) }
+        }
+        _ => HostMemory { total, available, limited_by: None },
+    }
 }
 
 /// Bytes that the kernel has taken for itself in large pieces and in objects that it cannot give up: what KVM allocates for
@@ -67,7 +80,11 @@ pub fn kernel_memory() -> Option<u64> {
 
 /// Fields of /proc/meminfo (proc_meminfo(5)) that are given in kB, as bytes.
 pub(super) fn meminfo<const N: usize>(fields: [&str; N]) -> Option<[u64; N]> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    meminfo_under(Path::new("/"), fields)
+}
+
+fn meminfo_under<const N: usize>(root: &Path, fields: [&str; N]) -> Option<[u64; N]> {
+    let text = fs::read_to_string(root.join("proc/meminfo")).ok()?;
     let mut bytes = [0; N];
     for (value, field) in bytes.iter_mut().zip(fields) {
         let of = |line: &str| {
@@ -78,9 +95,88 @@ pub(super) fn meminfo<const N: usize>(fields: [&str; N]) -> Option<[u64; N]> {
     Some(bytes)
 }
 
-impl fmt::Display for Memory {
+impl fmt::Display for HostMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = |bytes: u64| Size(bytes >> 20 << 20);
-        write!(f, "{}, {} of it available", mib(self.total), mib(self.available))
+        write!(f, "{}, {} of it available", mib(self.total), mib(self.available))?;
+        self.limited_by.as_ref().map_or(Ok(()), |file| write!(f, " under {}", file.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A picture of a host with 1000 MiB available, removed at the end.
+    struct Picture(PathBuf);
+
+    impl Picture {
+        fn new(test: &str) -> Self {
+            let root = std::env::temp_dir().join(format!("vellum-memory-{}-{test}", std::process::id()));
+            let picture = Self(root);
+            picture.write("proc/meminfo", "MemTotal:  2048000 kB\nMemAvailable:  1024000 kB\n");
+            picture
+        }
+
+        fn write(&self, path: &str, text: impl ToString) {
+            let path = self.0.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text.to_string()).unwrap();
+        }
+
+        fn available(&self) -> (u64, Option<PathBuf>) {
+            let memory = memory_under(&self.0);
+            (memory.available >> 20, memory.limited_by.map(|file| file.strip_prefix(&self.0).unwrap().into()))
+        }
+    }
+
+    impl Drop for Picture {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn without_a_group_the_host_has_what_it_says() {
+        assert_eq!(Picture::new("none").available(), (1000, None));
+    }
+
+    #[test]
+    fn a_group_of_version_2_and_those_above_it_limit() {
+        let host = Picture::new("two");
+        host.write("proc/self/cgroup", "0::/a/b\n");
+        host.write("proc/self/mountinfo", "31 2 0:28 / /cg rw shared:1 - cgroup2 none rw\n");
+        host.write("cg/a/b/memory.max", "max\n");
+        host.write("cg/a/b/memory.current", 0);
+        assert_eq!(host.available(), (1000, None));
+        host.write("cg/a/memory.max", 64 << 20);
+        host.write("cg/a/memory.current", 20 << 20);
+        host.write(
+            "cg/a/memory.stat",
+            format!("anon 1\ninactive_file {}\nactive_file {}\n", 8 << 20, 2 << 20),
+        );
+        assert_eq!(host.available(), (54, Some("cg/a/memory.max".into())));
+        // One with more room than the host has does not matter.
+        host.write("cg/a/memory.max", 1u64 << 40);
+        assert_eq!(host.available(), (1000, None));
+    }
+
+    #[test]
+    fn a_group_of_version_1_limits() {
+        let host = Picture::new("one");
+        host.write("proc/self/cgroup", "4:memory:/box/a\n0::/\n");
+        host.write("proc/self/mountinfo", "31 2 0:28 /box /cg/m rw - cgroup none rw,memory\n");
+        host.write("cg/m/a/memory.limit_in_bytes", 64 << 20);
+        host.write("cg/m/a/memory.usage_in_bytes", 16 << 20);
+        host.write("cg/m/a/memory.stat", format!("inactive_file 1\ntotal_inactive_file {}\n", 4 << 20));
+        // No limit is a number here.
+        host.write("cg/m/memory.limit_in_bytes", 9_223_372_036_854_771_712u64);
+        host.write("cg/m/memory.usage_in_bytes", 1u64 << 30);
+        assert_eq!(host.available(), (52, Some("cg/m/a/memory.limit_in_bytes".into())));
+        // The usual place, which is looked at first.
+        host.write("sys/fs/cgroup/memory/box/a/cgroup.procs", "");
+        host.write("sys/fs/cgroup/memory/box/a/memory.limit_in_bytes", 32 << 20);
+        host.write("sys/fs/cgroup/memory/box/a/memory.usage_in_bytes", 0);
+        assert_eq!(host.available(), (32, Some("sys/fs/cgroup/memory/box/a/memory.limit_in_bytes".into())));
     }
 }

@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::Error;
-use crate::arch::boot::{self, Entry, Protocol, Request};
+use crate::arch::boot::{self, BootRequest, Entry, Protocol};
 use crate::fault::{Fault, Field};
 use crate::memory::{GuestMemory, short_size};
 use crate::sys::file::{Lock, lock};
@@ -53,8 +53,12 @@ impl Image {
     pub(super) fn load(&mut self, memory: &GuestMemory, size: u64, rsdp: u64) -> Result<Entry, Error> {
         let config = &self.config;
         let name = config.kernel.file_name().unwrap_or_default().to_string_lossy();
-        let request =
-            Request { name: &name, cmdline: &config.cmdline, protocol: config.protocol, rsdp: Some(rsdp) };
+        let request = BootRequest {
+            name: &name,
+            cmdline: &config.cmdline,
+            protocol: config.protocol,
+            rsdp: Some(rsdp),
+        };
         boot::load(memory, &mut self.kernel, self.initrd.as_mut(), &request).map_err(|error| {
             let value = match error.field() {
                 Some(Field::Initrd) => {

@@ -5,14 +5,16 @@
 //! 1. [`Opened::open`] opens the files of its devices. Nothing runs, nothing is mapped.
 //! 2. [`Opened::assemble`] makes KVM's VM, its interrupt controller and its memory's tables: a [`Board`].
 //! 3. [`Board::boot`] loads a kernel ([`image`]) and says how it is entered.
+//!    A board that another machine is to come to has none.
 //! 4. [`Board::start`] starts the threads, each of which enters the sandbox, and wires devices and vCPUs: a [`Machine`],
-//!    whose vCPUs wait at the kernel's entry. (A thread that never gets ready is told by [`Payload::poll`].)
+//!    whose vCPUs wait at the kernel's entry, or for another machine's state ([`state`]). (A thread that never gets ready is told by [`Payload::poll`].)
 //!
 //! The session runs it (`run.rs` has its side of that). Which device lies where is decided here and nowhere else; what a device does
 //! is its own file's.
 
 mod image;
 mod run;
+pub mod state;
 pub mod virtio;
 
 use std::fs::File;
@@ -20,7 +22,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use kvm_ioctls::{Kvm, VcpuExit};
+use kvm_bindings::{CpuId, kvm_cpuid_entry2};
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 use vmm_sys_util::eventfd::EventFd;
 
 pub use self::image::{BootConfig, Image};
@@ -29,6 +32,7 @@ use self::virtio::Virtio;
 use crate::arch::boot::{self, Entry};
 use crate::arch::cpuid::{self, Choice, Cpuid};
 use crate::arch::irqchip::{self, Irqchip, Mode};
+use crate::arch::state::Context;
 use crate::arch::{acpi, gsi, ioapic, layout, ports, regs};
 use crate::devices::bus::Bus;
 use crate::devices::console::{self, Console, Target};
@@ -36,9 +40,10 @@ use crate::devices::rtc::Rtc;
 use crate::devices::serial::Serial;
 use crate::devices::{acpi_pm, debug_exit, i8042, pvpanic, test_device};
 use crate::fault::{Blame, Fault, Field};
-use crate::memory::Memory;
+use crate::memory::{self, GuestMemory, Memory};
 #[cfg(doc)]
 use crate::payload::Payload;
+use crate::payload::state::{Error as StateError, Processors};
 use crate::sandbox::{Sandbox, ThreadKind};
 use crate::vm::counters::{Counters, Snapshot};
 use crate::vm::vcpu::{self, Ended, Thread, Vcpu};
@@ -61,6 +66,10 @@ pub struct Config {
     pub virtio: virtio::Config,
     /// Whether KVM's counters are to be read at the end.
     pub counters: bool,
+    /// Entries of each vCPU's dirty ring, where there is to be one.
+    pub dirty_ring: Option<u32>,
+    /// Whether it runs in another process yet, which has the locks of its disks.
+    pub incoming: bool,
 }
 
 impl Default for Config {
@@ -74,6 +83,8 @@ impl Default for Config {
             serial: Target::default(),
             virtio: virtio::Config::default(),
             counters: false,
+            dirty_ring: None,
+            incoming: false,
         }
     }
 }
@@ -135,6 +146,9 @@ pub enum Error {
     /// Two devices at one address.
     #[error(transparent)]
     Bus(#[from] crate::devices::bus::Overlap),
+    /// Its state.
+    #[error(transparent)]
+    State(#[from] StateError),
     /// The host refuses a descriptor, or the terminal its mode.
     #[error("{0}: {1}")]
     Host(&'static str, #[source] io::Error),
@@ -156,6 +170,7 @@ impl Fault for Error {
             Self::Serial(_) => Blame::user(Field::Serial),
             Self::Acpi(error) => error.blame(),
             Self::Regs(error) => error.blame(),
+            Self::State(error) => error.blame(),
             Self::Bus(_) | Self::Host(..) => Blame::HOST,
         }
     }
@@ -177,6 +192,27 @@ pub struct Board {
     irqchip: Arc<Irqchip>,
     virtio: virtio::Placed,
     cpuid: Cpuid,
+    context: Context,
+}
+
+/// What the vCPUs of a machine begin with.
+#[derive(Clone, Copy, Debug)]
+pub enum Origin<'a> {
+    /// A kernel's entry.
+    Boot(&'a Entry),
+    /// The state of another machine, which [`Payload::restore`] brings.
+    State {
+        /// Whether it has the devices of kvm-unit-tests.
+        test_devices: bool,
+    },
+}
+
+/// What of a machine's guest is told by nothing else that it has.
+struct Features {
+    irqchip: Mode,
+    cpuid: Vec<kvm_cpuid_entry2>,
+    tsc_khz: Option<u32>,
+    test_devices: bool,
 }
 
 /// A machine with all of its threads.
@@ -201,8 +237,14 @@ pub struct Machine {
     /// KVM's counters at the end, where they were asked for and this KVM has them.
     pub last_counters: Option<Snapshot>,
     counters: Option<Counters>,
+    features: Features,
+    context: Context,
+    /// What has been restored and not committed yet.
+    arrived: Option<Processors>,
     console: Arc<Mutex<Console>>,
     wakes: run::Wakes,
+    /// Whether the event loop has been told what to serve.
+    served: bool,
 }
 
 impl Opened {
@@ -214,8 +256,30 @@ impl Opened {
         if config.cpus == 0 || config.cpus > MOST_CPUS {
             return Err(Error::Cpus(config.cpus));
         }
-        let virtio = virtio::Opened::open(&config.virtio)?;
+        let virtio = virtio::Opened::open(&config.virtio, config.incoming)?;
         Ok(Self { config, virtio })
+    }
+
+    /// The names of its devices.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.virtio.names()
+    }
+
+    /// Entries of each vCPU's dirty ring, where there is to be one.
+    pub fn dirty_ring(&self) -> Option<u32> {
+        self.config.dirty_ring
+    }
+
+    /// The same for the like of `description`: so many vCPUs, and its interrupt controller.
+    ///
+    /// # Errors
+    /// Where no machine has so many.
+    pub fn become_like(mut self, description: &state::Description) -> Result<Self, Error> {
+        if description.cpus == 0 || description.cpus > MOST_CPUS {
+            return Err(Error::Cpus(description.cpus));
+        }
+        (self.config.cpus, self.config.irqchip) = (description.cpus, description.irqchip);
+        Ok(self)
     }
 
     /// The unix sockets that have been bound, which somebody has to remove in the end.
@@ -223,14 +287,18 @@ impl Opened {
         self.virtio.sockets()
     }
 
-    /// Makes the VM over `memory`.
+    /// Makes the VM over what `map` maps.
     ///
     /// # Errors
-    /// Where KVM refuses.
-    pub fn assemble(self, kvm: &Kvm, memory: Memory) -> Result<Board, Error> {
+    /// Where there is no such memory, or KVM refuses.
+    pub fn assemble(
+        self,
+        kvm: &Kvm,
+        map: impl FnOnce() -> Result<Memory, memory::Error>,
+    ) -> Result<Board, Error> {
         let Self { config, virtio } = self;
         let make = || -> Result<_, Error> {
-            let vm = Vm::new(kvm, memory)?;
+            let vm = Vm::with_dirty_ring(kvm, map()?, config.dirty_ring)?;
             // Intel hosts need it for guests in real mode, and refuse to run without.
             ioctl("KVM_SET_TSS_ADDR", vm.fd.set_tss_address(layout::KVM_TSS as usize))?;
             let irqchip = Arc::new(Irqchip::new(&vm.fd, config.irqchip)?);
@@ -240,7 +308,8 @@ impl Opened {
         let (vm, irqchip) = made?;
         let cpuid = Cpuid::of_vm(supported, &vm.fd, &config.cpuid, config.cpus as u32)?;
         let virtio = virtio.place(irqchip.gsis())?;
-        Ok(Board { config, vm, irqchip, virtio, cpuid })
+        let context = Context::new(kvm, &vm.fd, true).map_err(|error| StateError::State(0, error))?;
+        Ok(Board { config, vm, irqchip, virtio, cpuid, context })
     }
 }
 
@@ -259,8 +328,14 @@ impl Board {
     ///
     /// # Errors
     /// Where KVM or the host refuses.
-    pub fn start(self, entry: &Entry, opened: console::Opened, sandbox: Sandbox) -> Result<Machine, Error> {
-        let Self { config, vm, irqchip, virtio, cpuid } = self;
+    pub fn start(
+        self,
+        origin: Origin<'_>,
+        opened: console::Opened,
+        sandbox: Sandbox,
+    ) -> Result<Machine, Error> {
+        let Self { config, vm, irqchip, virtio, cpuid, context } = self;
+        let test_devices = origin.has_test_devices();
         let host = |call| move |error| Error::Host(call, error);
         let wakes = run::Wakes::new().map_err(host("eventfd"))?;
         let vcpus = spawn_vcpus(&config, sandbox, &wakes.ended)?;
@@ -268,11 +343,13 @@ impl Board {
         let serial = Arc::new(Serial::new(output).map_err(host("eventfd"))?);
         irqchip.gsis().connect(&irqchip.gsis().claim(ports::COM1_GSI)?, serial.irq())?;
         let rtc = Arc::new(Rtc::default());
-        let (pio, mut mmio) = buses(&irqchip, &serial, &rtc, is_multiboot(entry))?;
+        let (pio, mut mmio) = buses(&irqchip, &serial, &rtc, test_devices)?;
         let memory = Arc::new(vm.memory.guest.clone());
         let virtio = virtio.attach(&vm.fd, irqchip.gsis(), &mut mmio, &memory, sandbox)?;
         let (pio, mmio) = (Arc::new(pio), Arc::new(mmio));
-        give_vcpus(&vm, &vcpus, &cpuid, entry, &irqchip, (&pio, &mmio))?;
+        let tsc_khz = give_vcpus(&vm, &vcpus, &cpuid, origin, &irqchip, (&pio, &mmio))?;
+        let cpuid = cpuid.for_vcpu(0)?.as_slice().to_vec();
+        let features = Features { irqchip: config.irqchip, cpuid, tsc_khz, test_devices };
         let counters = config.counters.then(|| Counters::open(&vm.fd, &vcpus).ok()).flatten();
         let pty = opened.pty.clone();
         let console =
@@ -289,8 +366,12 @@ impl Board {
             ended: None,
             last_counters: None,
             counters,
+            features,
+            context,
+            arrived: None,
             console,
             wakes,
+            served: false,
         })
     }
 
@@ -339,9 +420,14 @@ fn buses(
     Ok((pio, mmio))
 }
 
-/// kvm-unit-tests need devices that no other guest may stumble on.
-fn is_multiboot(entry: &Entry) -> bool {
-    matches!(entry, Entry::Protected { eax: boot::MULTIBOOT_MAGIC, .. })
+impl Origin<'_> {
+    /// kvm-unit-tests, which are multiboot kernels, need devices that no other guest may stumble on.
+    fn has_test_devices(self) -> bool {
+        match self {
+            Self::Boot(entry) => matches!(entry, Entry::Protected { eax: boot::MULTIBOOT_MAGIC, .. }),
+            Self::State { test_devices } => test_devices,
+        }
+    }
 }
 
 /// The threads of the vCPUs, which get ready by themselves.
@@ -362,24 +448,48 @@ fn spawn_vcpus(config: &Config, sandbox: Sandbox, ended: &Arc<EventFd>) -> Resul
     (0..config.cpus).map(spawn).collect()
 }
 
-/// Makes the vCPUs, and gives each to its thread.
+/// What a vCPU begins with where a kernel is booted.
+struct First {
+    cpuid: CpuId,
+    /// Where the kernel is entered, for the one that enters it.
+    entry: Option<(Entry, GuestMemory)>,
+}
+
+impl First {
+    /// Sets it, on the vCPU's own thread.
+    fn set(self, fd: &VcpuFd) -> Result<(), Error> {
+        ioctl("KVM_SET_CPUID2", fd.set_cpuid2(&self.cpuid))?;
+        regs::set_msrs(fd)?;
+        Ok(self.entry.map_or(Ok(()), |(entry, memory)| regs::set(fd, &entry, &memory))?)
+    }
+}
+
+/// Makes the vCPUs, and gives each to its thread. Returns the frequency of their TSCs in kHz, where KVM tells it.
 fn give_vcpus(
     vm: &Vm,
     threads: &[Vcpu],
     cpuid: &Cpuid,
-    entry: &Entry,
+    origin: Origin<'_>,
     irqchip: &Arc<Irqchip>,
     (ports, mmio): (&Arc<Bus>, &Arc<Bus>),
-) -> Result<(), Error> {
+) -> Result<Option<u32>, Error> {
+    let mut tsc_khz = None;
     for (index, thread) in threads.iter().enumerate() {
         let fd = vm.create_vcpu(index)?;
-        ioctl("KVM_SET_CPUID2", fd.set_cpuid2(&cpuid.for_vcpu(index as u32)?))?;
-        regs::set_msrs(&fd)?;
         if index == 0 {
-            regs::set(&fd, entry, &vm.memory.guest)?;
+            tsc_khz = fd.get_tsc_khz().ok();
         }
+        // Another machine's state brings its own.
+        let first = match origin {
+            Origin::Boot(entry) => Some(First {
+                cpuid: cpuid.for_vcpu(index as u32)?,
+                entry: (index == 0).then(|| (*entry, vm.memory.guest.clone())),
+            }),
+            Origin::State { .. } => None,
+        };
+        let prepare = move |fd: &VcpuFd| Ok(first.map_or(Ok(()), |first| first.set(fd))?);
         let (irqchip, ports, mmio) = (irqchip.clone(), ports.clone(), mmio.clone());
-        thread.give(fd, move |exit: VcpuExit<'_>| on_exit(exit, &ports, &mmio, &irqchip));
+        thread.give(fd, prepare, move |exit: VcpuExit<'_>| on_exit(exit, &ports, &mmio, &irqchip));
     }
-    Ok(())
+    Ok(tsc_khz)
 }

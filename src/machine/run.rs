@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 
 use kvm_bindings::{KVM_SYSTEM_EVENT_CRASH, KVM_SYSTEM_EVENT_RESET, KVM_SYSTEM_EVENT_SHUTDOWN};
 use kvm_ioctls::VcpuExit;
@@ -12,16 +12,19 @@ use serde_json::{Value, json};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{Error, Machine};
+use crate::arch::clocks::Meanwhile;
 use crate::arch::irqchip::Irqchip;
 use crate::control::Do;
+use crate::devices::Ending;
 use crate::devices::bus::Bus;
+use crate::devices::console::{self, Console};
 use crate::devices::virtio::balloon::BalloonHandle;
 use crate::devices::virtio::vsock::SocketPath;
-use crate::devices::{Ending, console};
-use crate::memory::short_size;
-use crate::payload::{Outline, Payload, Progress, Subscriber};
+use crate::dirty::{self, DirtyTracker};
+use crate::memory::{Memory, Slot, short_size};
+use crate::payload::{Outline, Payload, Progress, Section, Serves, Subscriber};
 use crate::vm::lifecycle::Exit;
-use crate::vm::vcpu::{self, Flow, Vcpu};
+use crate::vm::vcpu::{self, Flow, Throttle, Vcpu};
 
 /// What tells the session to ask the machine.
 pub(super) struct Wakes {
@@ -41,21 +44,21 @@ impl Wakes {
 impl Payload for Machine {
     type Error = Error;
 
-    fn subscribers(&self) -> Vec<Subscriber> {
+    fn serves(&mut self) -> Serves {
+        if std::mem::replace(&mut self.served, true) {
+            return Serves::default();
+        }
         let devices = self.virtio.0.iter().map(|wired| wired.device.subscriber());
-        std::iter::once(self.console.clone() as Subscriber).chain(devices).collect()
-    }
-
-    fn wakes(&self) -> Vec<Arc<EventFd>> {
-        vec![self.wakes.ended.clone(), self.wakes.quit.clone()]
+        let subscribers = std::iter::once(self.console.clone() as Subscriber).chain(devices).collect();
+        Serves { subscribers, wakes: vec![self.wakes.ended.clone(), self.wakes.quit.clone()] }
     }
 
     fn start(&mut self) -> Result<(), Error> {
-        self.console.lock().expect("nobody panics with it").begin();
+        self.console().begin();
         if let Some((opened, _)) = self.virtio.find::<console::Opened>() {
             opened.begin();
         }
-        vcpu::resume_all(&self.vcpus);
+        self.resume();
         Ok(())
     }
 
@@ -75,7 +78,7 @@ impl Payload for Machine {
     }
 
     fn pause(&mut self) -> Result<(), Error> {
-        let vcpus = vcpu::pause_all(&self.vcpus).map_err(Error::from);
+        let vcpus = vcpu::pause_all_unless(&self.vcpus, || self.virtio.check_resets().map_err(Error::from));
         let stopped = vcpus.and_then(|_| Ok(self.virtio.quiesce()?));
         if stopped.is_err() {
             vcpu::resume_all(&self.vcpus);
@@ -86,6 +89,7 @@ impl Payload for Machine {
     fn resume(&mut self) {
         self.virtio.resume();
         vcpu::resume_all(&self.vcpus);
+        self.console().go_on();
     }
 
     fn request_end(&mut self) -> bool {
@@ -97,6 +101,7 @@ impl Payload for Machine {
             vcpus: self.vcpus.len(),
             memory: self.vm.memory.config.size,
             balloon: self.virtio.find::<BalloonHandle>().map(|(balloon, _)| balloon.actual()),
+            dirty_ring: self.vm.dirty_ring.as_deref().map(Into::into),
             vsock: self.virtio.find::<SocketPath>().map(|(path, _)| path.0.clone()),
         }
     }
@@ -123,8 +128,7 @@ impl Payload for Machine {
                 if *truncate && file.metadata().is_ok_and(|metadata| metadata.is_file()) {
                     file.set_len(0).map_err(|error| format!("the file cannot be truncated: {error}"))?;
                 }
-                let mut console = self.console.lock().expect("nobody panics with it");
-                console.lead_to(file).map_err(|error| error.to_string())?;
+                self.console().lead_to(file).map_err(|error| error.to_string())?;
             }
             _ => return Err("a machine with a kernel cannot do that".into()),
         }
@@ -137,8 +141,67 @@ impl Payload for Machine {
         self.vcpus.clear();
     }
 
+    fn take_typed(&mut self) -> Vec<u8> {
+        self.console().take_held()
+    }
+
+    fn give_typed(&mut self, typed: &[u8]) {
+        self.console().give(typed);
+    }
+
     fn flushed(&mut self) -> bool {
         self.serial.flush()
+    }
+
+    fn describe(&self) -> Value {
+        serde_json::to_value(self.description()).expect("descriptions are plain data")
+    }
+
+    fn memory(&self) -> Vec<Slot> {
+        self.vm.memory.slots().to_vec()
+    }
+
+    fn ram(&self) -> Memory {
+        self.vm.memory.clone()
+    }
+
+    fn throttle(&self) -> Throttle {
+        Throttle::new(&self.vcpus)
+    }
+
+    fn track(&mut self, method: dirty::Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
+        let slots = self.memory();
+        let (vm, quiesced) = self.quiesced().map_err(|error| dirty::Error::NotStill(Box::new(error)))?;
+        let mut tracker = dirty::tracker(method, vm, &quiesced, None)?;
+        slots.iter().try_for_each(|slot| tracker.track(slot.id()))?;
+        Ok(tracker)
+    }
+
+    fn save(&mut self) -> Result<Vec<Section>, Self::Error> {
+        self.console().hold();
+        self.save_state()
+    }
+
+    fn restore(&mut self, sections: Vec<Section>, meanwhile: Meanwhile) -> Result<(), Self::Error> {
+        self.restore_state(sections, meanwhile)
+    }
+
+    fn commit(&mut self) -> Result<(), Self::Error> {
+        self.commit_state()
+    }
+
+    fn release(&mut self) {
+        self.virtio.release();
+    }
+
+    fn retake(&mut self) -> Result<(), Self::Error> {
+        Ok(self.virtio.retake()?)
+    }
+}
+
+impl Machine {
+    fn console(&self) -> MutexGuard<'_, Console> {
+        self.console.lock().expect("nobody panics with it")
     }
 }
 

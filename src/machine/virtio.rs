@@ -52,6 +52,9 @@ pub enum Error {
     /// A request that does not come back keeps a device from standing still.
     #[error("{0}: {1}; is what it goes to still there?")]
     Hangs(String, #[source] Hang),
+    /// Another process has what belongs to a device.
+    #[error("{0}: {1}")]
+    Locked(String, OpenError),
     /// The host refuses a descriptor or a thread.
     #[error("{0}: {1}")]
     Host(String, #[source] io::Error),
@@ -61,6 +64,7 @@ impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
             Self::Open(key, error) => Blame { whose: error.whose(), field: Some(Field::Device(key)) },
+            Self::Locked(_, error) => error.blame(),
             Self::Second(key) => Blame::user(Field::Device(key)),
             Self::TooMany(_) => Blame::USER,
             Self::Gsi(error) => error.blame(),
@@ -98,11 +102,11 @@ pub struct Wired {
 pub struct Virtio(pub Vec<Wired>);
 
 impl Opened {
-    /// Opens what `config` asks for. Nothing is left behind on failure.
+    /// Opens what `config` asks for. Nothing is left behind on failure. `unlocked`: for a machine that runs elsewhere yet.
     ///
     /// # Errors
     /// Which device cannot be had, and why.
-    pub fn open(config: &Config) -> Result<Self, Error> {
+    pub fn open(config: &Config, unlocked: bool) -> Result<Self, Error> {
         let mut devices = Vec::new();
         for kind in KINDS {
             let asked = config.0.iter().filter(|config| config.kind().key == kind.key);
@@ -111,11 +115,17 @@ impl Opened {
                     return Err(Error::Second(kind.key));
                 }
                 let name = if kind.repeats { format!("{}{at}", kind.key) } else { kind.key.to_owned() };
-                let device = config.open().map_err(|error| Error::Open(kind.key, error))?;
+                let device = if unlocked { config.open_unlocked() } else { config.open() };
+                let device = device.map_err(|error| Error::Open(kind.key, error))?;
                 devices.push(Device { name, handle: device.handle(), device });
             }
         }
         if devices.len() > gsi::FREE.len() { Err(Error::TooMany(devices.len())) } else { Ok(Opened(devices)) }
+    }
+
+    /// The names of the devices.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|device| device.name.as_str())
     }
 
     /// The unix sockets that have been bound.
@@ -203,9 +213,34 @@ impl Virtio {
         }
     }
 
+    /// Whether no vCPU waits for a device that hangs, which it is resetting.
+    ///
+    /// # Errors
+    /// Which device that is.
+    pub fn check_resets(&self) -> Result<(), Error> {
+        let hangs = |wired: &Wired| Some(Error::Hangs(wired.name.clone(), wired.device.hang()?));
+        self.0.iter().find_map(hangs).map_or(Ok(()), Err)
+    }
+
     /// Starts all devices where they stopped.
     pub fn resume(&self) {
         self.0.iter().for_each(|wired| wired.device.resume());
+    }
+
+    /// Gives up all locks on the host's files.
+    pub fn release(&self) {
+        self.0.iter().for_each(|wired| wired.device.release());
+    }
+
+    /// Takes them.
+    ///
+    /// # Errors
+    /// Which device cannot have its own. None has one then.
+    pub fn retake(&self) -> Result<(), Error> {
+        let taken = self.0.iter().try_for_each(|wired| {
+            wired.device.retake().map_err(|error| Error::Locked(wired.name.clone(), error))
+        });
+        taken.inspect_err(|_| self.release())
     }
 
     /// The machine is over: no vCPU waits for a device any more. Before the vCPUs' threads are joined.

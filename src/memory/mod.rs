@@ -9,19 +9,21 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+mod error;
 pub mod plan;
 mod slot;
+mod touched;
 pub mod write_log;
 
+pub use error::Error;
 pub use slot::Slot;
 
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, mmap::MmapRegionBuilder};
 
 use self::plan::Space;
-use crate::fault::{Blame, Fault, Field};
-use crate::host::hugepages;
+use crate::host::{hugepages, topology};
 use crate::memory::write_log::WriteLog;
 use crate::sys::mmap::{self, Mapping, PAGE_SIZE, Source};
 
@@ -109,91 +111,6 @@ impl MemoryConfig {
     }
 }
 
-/// Why guest memory cannot be had.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// Not a multiple of the page size.
-    #[error("{size} bytes is no multiple of the {} pages of backing={backing}; the next size up is {}",
-        short_size(backing.page_size()), short_size(size.next_multiple_of(backing.page_size())))]
-    Unaligned {
-        /// What was asked.
-        size: u64,
-        /// With which backing.
-        backing: Backing,
-    },
-    /// Zero, or less than a guest can live in.
-    #[error("{} is too small: the least is {}", short_size(*size), short_size(*least))]
-    TooSmall {
-        /// What was asked.
-        size: u64,
-        /// What would work.
-        least: u64,
-    },
-    /// Beyond the guest-physical address space.
-    #[error("{} is more than a guest can address: the most is {}", short_size(*size), short_size(*most))]
-    TooLarge {
-        /// What was asked.
-        size: u64,
-        /// What would work.
-        most: u64,
-    },
-    /// More slots than pages, or than KVM has.
-    #[error("{0} is out of range: from 1 to {1} would work here")]
-    Slots(u32, u64),
-    /// What no memslot can be.
-    #[error("memslot {id}: {what}")]
-    Slot {
-        /// Its number.
-        id: u32,
-        /// What is wrong with it.
-        what: &'static str,
-    },
-    /// Not enough huge pages.
-    #[error("{0}: {1}")]
-    Shortage(Backing, #[source] hugepages::Shortage),
-    /// The host has no such huge pages at all, or no memory to map.
-    #[error("{} cannot be mapped with backing={backing}: {source}; {}", short_size(*size), remedy(*backing))]
-    Map {
-        /// What was asked.
-        size: u64,
-        /// With which backing.
-        backing: Backing,
-        /// What the kernel said.
-        source: io::Error,
-    },
-    /// Preallocation hit the end of the host's memory.
-    #[error("{0}; ask for less, free memory on the host, or leave it off")]
-    Populate(#[source] io::Error),
-    /// `mlock2` failed.
-    #[error("{0}; raise the limit (ulimit -l unlimited, or LimitMEMLOCK=), or leave it off")]
-    Lock(#[source] io::Error),
-}
-
-impl Fault for Error {
-    fn blame(&self) -> Blame {
-        match self {
-            Self::Unaligned { .. } | Self::TooSmall { .. } | Self::TooLarge { .. } | Self::Map { .. } => {
-                Blame::user(Field::Memory)
-            }
-            Self::Slots(..) => Blame::user(Field::Slots),
-            // Whoever asks for such a slot is this program.
-            Self::Slot { .. } => Blame::HOST,
-            Self::Shortage(_, shortage) => shortage.blame(),
-            Self::Populate(_) => Blame::host(Field::Prealloc),
-            Self::Lock(_) => Blame::user(Field::Lock),
-        }
-    }
-}
-
-fn remedy(backing: Backing) -> &'static str {
-    match backing {
-        Backing::Hugetlb(_) | Backing::SharedHugetlb(_) => {
-            "`vellum doctor` lists the huge page sizes that this host has"
-        }
-        _ => "ask for less, or raise the address space limit (ulimit -v)",
-    }
-}
-
 /// The least RAM of a guest, in bytes.
 pub const LEAST: u64 = 1 << 20;
 
@@ -211,9 +128,39 @@ pub struct Memory {
     slots: Vec<Slot>,
 }
 
+/// What this process can have of the host's memory, read while the files that tell it can be opened.
+#[derive(Debug)]
+pub struct Room {
+    memory: topology::HostMemory,
+    /// Huge pages of the backing's size, where it has any.
+    huge: Option<u64>,
+}
+
+impl Room {
+    /// What there is for memory on `backing`.
+    pub fn read(backing: Backing) -> Self {
+        let huge = match backing {
+            Backing::Hugetlb(page) | Backing::SharedHugetlb(page) => Some(hugepages::free(page)),
+            _ => None,
+        };
+        Self { memory: topology::memory(), huge }
+    }
+}
+
 impl Memory {
     /// Checks `config` and maps it, as RAM at `space`. Nothing is left behind on failure, and nothing is populated yet.
     pub fn map(space: Space, config: MemoryConfig) -> Result<Self, Error> {
+        if let Backing::Hugetlb(page) | Backing::SharedHugetlb(page) = config.backing
+            && config.size.is_multiple_of(page)
+        {
+            let checked = hugepages::check(page, config.size);
+            checked.map_err(|shortage| Error::Shortage(config.backing, shortage))?;
+        }
+        Self::map_within(&Room { memory: topology::memory(), huge: None }, space, config)
+    }
+
+    /// The same where no file can be opened any more: `room` was read before.
+    pub fn map_within(room: &Room, space: Space, config: MemoryConfig) -> Result<Self, Error> {
         let MemoryConfig { size, backing, .. } = config;
         let page = backing.page_size();
         if size < LEAST.max(page) {
@@ -227,9 +174,11 @@ impl Memory {
             return Err(Error::Unaligned { size, backing });
         }
         let slots = cut(space, config)?;
-        if let Backing::Hugetlb(page) | Backing::SharedHugetlb(page) = backing {
-            hugepages::check(page, size).map_err(|shortage| Error::Shortage(backing, shortage))?;
+        if let Some(free) = room.huge.filter(|free| *free < size / page) {
+            let source = io::Error::other(format!("{free} of {} pages are free", size / page));
+            return Err(Error::Map { size, backing, source });
         }
+        error::afford(config, &room.memory)?;
         let (mapping, file) = map(config).map_err(|source| Error::Map { size, backing, source })?;
         let mapping = Arc::new(mapping);
         let regions = space.parts(size).scan(0, |offset, (gpa, len)| {
@@ -252,12 +201,22 @@ impl Memory {
         Ok(Self { config, mapping, file: file.map(Arc::new), guest: regions, slots })
     }
 
-    /// Faults all of it in, on as many threads as there are CPUs; `progress` hears of bytes done, from any thread.
-    pub fn populate(&self, progress: impl Fn(u64) + Sync) -> Result<(), Error> {
+    /// Faults all of it in, on as many threads as there are CPUs, and tells whether it got to the end. `go_on` hears of bytes
+    /// done, from any thread, and ends it by returning false.
+    pub fn populate(&self, go_on: impl Fn(u64) -> bool + Sync) -> Result<bool, Error> {
+        self.populate_on(std::thread::available_parallelism().map_or(1, NonZeroUsize::get), go_on)
+    }
+
+    /// The same on this thread alone.
+    pub fn populate_here(&self, go_on: impl Fn(u64) -> bool + Sync) -> Result<bool, Error> {
+        self.populate_on(1, go_on)
+    }
+
+    fn populate_on(&self, threads: usize, go_on: impl Fn(u64) -> bool + Sync) -> Result<bool, Error> {
         // Large enough to keep the system call cheap, small enough to share out and to show progress.
         let chunk = self.config.backing.page_size().max(32 << 20);
         let chunks = self.mapping.len().div_ceil(chunk);
-        let next = AtomicU64::new(0);
+        let (next, stopped) = (AtomicU64::new(0), AtomicBool::new(false));
         let work = || -> io::Result<()> {
             loop {
                 let index = next.fetch_add(1, Ordering::Relaxed);
@@ -267,10 +226,13 @@ impl Memory {
                 let offset = index * chunk;
                 let len = chunk.min(self.mapping.len() - offset);
                 self.mapping.populate(offset, len).inspect_err(|_| next.store(chunks, Ordering::Relaxed))?;
-                progress(len);
+                if !go_on(len) {
+                    stopped.store(true, Ordering::Relaxed);
+                    next.store(chunks, Ordering::Relaxed);
+                }
             }
         };
-        let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get).min(chunks as usize);
+        let threads = threads.min(chunks as usize);
         std::thread::scope(|scope| {
             let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
             let mine = work();
@@ -279,7 +241,8 @@ impl Memory {
                 .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
                 .fold(mine, Result::and)
         })
-        .map_err(Error::Populate)
+        .map_err(Error::Populate)?;
+        Ok(!stopped.into_inner())
     }
 
     /// The memslots that it is cut into, ids from 0.
@@ -308,13 +271,18 @@ impl Memory {
         Ok(())
     }
 
-    /// Moves the memslots so that RAM starts at guest-physical `gpa` and has no gap. Before a VM has them.
+    /// Moves RAM so that it starts at guest-physical `gpa` and has no gap. Before a VM or a device has it.
     ///
     /// # Errors
     /// Where `gpa` is not a multiple of the page size, or RAM would wrap around.
     pub fn start_at(&mut self, gpa: u64) -> Result<(), Error> {
+        let MemoryConfig { size, backing, .. } = self.config;
         let moved = |slot: &Slot| slot.at(slot.id(), gpa.saturating_add(slot.offset()));
-        self.slots = self.slots.iter().map(moved).collect::<Result<_, _>>()?;
+        let slots = self.slots.iter().map(moved).collect::<Result<_, _>>()?;
+        let whole = region(&self.mapping, 0, gpa, size);
+        let guest = whole.and_then(|one| GuestMemory::from_regions(vec![one]).map_err(io::Error::other));
+        self.guest = guest.map_err(|source| Error::Map { size, backing, source })?;
+        self.slots = slots;
         Ok(())
     }
 
@@ -338,6 +306,12 @@ fn cut(space: Space, config: MemoryConfig) -> Result<Vec<(u64, u64, u64)>, Error
     let out_of_range = Error::Slots(config.slots, pages.max(1));
     if config.slots == 0 || u64::from(config.slots) > pages.max(1) {
         return Err(out_of_range);
+    }
+    // KVM_MEM_MAX_NR_PAGES (include/linux/kvm_host.h).
+    let most = ((1 << 31) - 1) * PAGE_SIZE / page;
+    let least = pages.div_ceil(most);
+    if u64::from(config.slots) < least {
+        return Err(Error::LargeSlot(config.slots, least));
     }
     let each = pages.div_ceil(u64::from(config.slots)).max(1) * page;
     let mut slots = Vec::new();
@@ -399,6 +373,8 @@ fn region(mapping: &Arc<Mapping>, offset: u64, gpa: u64, len: u64) -> io::Result
 
 #[cfg(test)]
 mod tests {
+    use vm_memory::Bytes;
+
     use super::*;
 
     const GIB: u64 = 1 << 30;
@@ -443,9 +419,37 @@ mod tests {
         memory.start_at(8 * GIB).unwrap();
         let gpas: Vec<u64> = memory.slots().iter().map(Slot::gpa).collect();
         assert_eq!(gpas, [8 * GIB, 9 * GIB, 11 * GIB]);
+        // Devices and whoever completes an access see it there too.
+        memory.guest.write_obj(7u64, GuestAddress(11 * GIB + 8)).unwrap();
+        assert_eq!(memory.mapping.words()[(3 * GIB + 8) as usize / 8].load(Ordering::Relaxed), 7);
+        assert!(memory.guest.write_obj(7u64, GuestAddress(8)).is_err());
         assert!(memory.start_at(u64::MAX - GIB + 1).is_err() && memory.start_at(8).is_err());
         // What is refused changes nothing.
         assert_eq!(memory.slots()[0].gpa(), 8 * GIB);
+    }
+
+    #[test]
+    fn memslots_stay_below_what_kvm_takes() {
+        const WIDE: Space = Space(&[0..1 << 31, 1 << 31..1 << 45]);
+        let cut = |size, slots| cut(WIDE, MemoryConfig { slots, ..MemoryConfig::new(size) });
+        assert!(matches!(cut(20 << 40, 1), Err(Error::LargeSlot(1, 3))));
+        assert!(matches!(cut(8 << 40, 1), Err(Error::LargeSlot(1, 2))));
+        assert!(cut(20 << 40, 3).unwrap().iter().all(|(_, _, len)| len / PAGE_SIZE < 1 << 31));
+        assert!(cut((8 << 40) - PAGE_SIZE, 1).is_ok());
+    }
+
+    /// Chunks are of 32 MiB: of the rest nothing is touched, but what other threads had begun.
+    #[test]
+    fn populating_ends_when_it_is_told_to() {
+        let memory = memory(4 * GIB, 1).unwrap();
+        let done = AtomicU64::new(0);
+        let whole = memory.populate(|bytes| {
+            done.fetch_add(bytes, Ordering::Relaxed);
+            false
+        });
+        let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get) as u64;
+        assert!(!whole.unwrap());
+        assert!((1..=threads).contains(&(done.into_inner() / (32 << 20))));
     }
 
     #[test]

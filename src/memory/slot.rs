@@ -61,6 +61,13 @@ impl Slot {
         Self::new(id, gpa, &self.mapping, self.range())
     }
 
+    /// Whether `other` is the same memory at the same place, and has the same number.
+    pub fn is(&self, other: &Self) -> bool {
+        let Self { id, gpa, offset, len, mapping } = self;
+        (*id, *gpa, *offset, *len) == (other.id, other.gpa, other.offset, other.len)
+            && Arc::ptr_eq(mapping, &other.mapping)
+    }
+
     /// KVM's number for it.
     pub fn id(&self) -> u32 {
         self.id
@@ -134,8 +141,10 @@ mod tests {
         let slot = Slot::new(3, 0, &mapping, page..3 * page).unwrap();
         let alias = slot.at(4, 1 << 32).unwrap();
         assert_eq!((alias.id(), alias.gpa(), alias.hva(), alias.pages()), (4, 1 << 32, slot.hva(), 2));
+        let again = Slot::new(3, 0, &mapping, page..3 * page).unwrap();
+        assert!(slot.is(&again) && !slot.is(&alias) && !slot.is(&slot.at(3, page).unwrap()));
         let base = mapping.as_ptr() as u64;
-        drop((mapping, slot));
+        drop((mapping, slot, again));
         assert_eq!(alias.mapping().as_ptr() as u64, base);
         assert_eq!(Arc::strong_count(alias.mapping()), 1);
     }

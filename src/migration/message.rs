@@ -16,6 +16,18 @@ pub fn common_version([oldest, newest]: [u32; 2]) -> Option<u32> {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SessionId(pub [u8; 16]);
 
+impl SessionId {
+    /// A number that nobody has had and nobody can guess.
+    ///
+    /// # Errors
+    /// Where the kernel has no randomness.
+    pub fn random() -> std::io::Result<Self> {
+        let mut bytes = [0; 16];
+        crate::sys::random::fill(&mut bytes)?;
+        Ok(Self(bytes))
+    }
+}
+
 impl fmt::Debug for SessionId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
@@ -62,11 +74,16 @@ pub enum Message {
     Welcome {
         /// The newest that both speak.
         version: u32,
+        /// Whether it shares the source's [fence](super::fence).
+        #[serde(default)]
+        fence: bool,
     },
     /// What the machine is that wants to move.
     Config {
         /// Its configuration, which the machine reads.
         config: serde_json::Value,
+        /// Over how many connections its pages come.
+        connections: u32,
     },
     /// It fits.
     Fit {},
@@ -80,11 +97,13 @@ pub enum Message {
         /// Its number, from 1.
         connection: u32,
     },
-    /// A pass over memory has been sent.
+    /// It is one.
+    Joined {},
+    /// A pass over memory has been sent, as far as this connection has it.
     PassEnd {
         /// Its number, from 1.
         pass: u32,
-        /// How many pages it had.
+        /// How many pages have been sent on it.
         pages: u64,
     },
     /// The final pass was given up: the guest runs on on the source, and more passes follow.
@@ -106,6 +125,24 @@ pub enum Message {
         /// Of which attempt.
         attempt: u32,
     },
+    /// The sums of every page that may be other than zero have been sent: are they the target's?
+    Compare {
+        /// Of which attempt.
+        attempt: u32,
+        /// How many pages they were.
+        pages: u64,
+    },
+    /// The answer.
+    Compared {
+        /// Of which attempt.
+        attempt: u32,
+        /// How many pages were compared.
+        pages: u64,
+        /// How many differ, those among them that the source says nothing of and that are not zero.
+        wrong: u64,
+        /// The guest addresses of the first of these.
+        first: Vec<u64>,
+    },
     /// The target shall run it.
     Commit {
         /// Of which attempt.
@@ -114,7 +151,11 @@ pub enum Message {
     /// It runs on the target.
     Done {},
     /// The source has understood, and ends.
-    Bye {},
+    Bye {
+        /// What was typed for the guest from the pause for the final pass on, which it has not been given.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        typed: Vec<u8>,
+    },
     /// After COMMIT: the target cannot run it, and has never run it.
     Refused {
         /// Why.
@@ -132,4 +173,9 @@ pub enum Message {
         /// What became of it.
         standing: Standing,
     },
+}
+
+impl Message {
+    /// The last word, with nothing to pass on.
+    pub const BYE: Self = Self::Bye { typed: Vec::new() };
 }

@@ -1,11 +1,27 @@
-//! Live migration: a machine moves to another process, on this host or another, and nothing of it is lost. Here are the rules of the
-//! hand-over, which `tests/handover.rs` enumerates; nothing drives them yet.
+//! Live migration: a machine moves to another process, on this host or another, and nothing of it is lost.
 //!
 //! | file | what it is |
 //! |---|---|
 //! | [`message`] | what the two sides say to each other |
 //! | [`wire`] | messages, state and pages as bytes, and back: no I/O, every length checked |
-//! | [`source`], [`target`] | the two sides as pure machines: (state, event) to (state, actions) |
+//! | [`source`], [`target`] | the two sides as pure machines: (state, event) to (state, actions); `tests/handover.rs` enumerates them |
+//! | [`plan`] | when to send another pass, when to pause the guest, when to give up: pure, on a clock of the caller's |
+//! | [`fit`] | what keeps a machine from going to a target, all of it in one answer |
+//! | [`pages`] | harvested pages to frames, and frames to pages |
+//! | [`verify`] | whether both sides have the same memory, while both stand still |
+//! | [`bits`] | a bit a page, which the threads of several connections share |
+//! | [`share`] | which of several connections carries which pages |
+//! | [`pace`] | a cap on bandwidth |
+//! | [`fence`] | on one host, a word that both processes see, and that decides |
+//! | [`link`] | one connection: a stream socket that carries frames |
+//! | [`sender`], [`receiver`] | each side's thread, which drives its machine |
+//! | [`populating`] | memory of a target that is to be there in full |
+//! | [`saving`], [`loading`] | the same between a machine and the files of a [`snapshot`](crate::snapshot) |
+//! | [`threads`] | what that thread and the event loop's say to each other |
+//! | [`mobile`], [`incoming`] | each side's payload, which does on the event loop's thread what the other thread demands |
+//!
+//! What a whole machine's state is, and in which order it is saved and restored, is [`crate::payload::state`]'s. A courier
+//! (`cli/migrate.rs`) connects the two sides and hands over the connection; the machine itself opens nothing.
 //!
 //! # The hand-over
 //!
@@ -18,16 +34,40 @@
 //!   pages, PASS_END, pages, … ---------->    the guest runs on the source
 //!   (pause) last pages, state, FINAL --->    everything is restored but what writes guest memory
 //!              <-------------------------  READY
+//!   (--verify) sums, COMPARE ----------->    both stand still: every page is compared
+//!              <-------------------------  COMPARED
 //!   COMMIT     ------------------------->    from here on the source may not run again by itself
 //!              <-------------------------  DONE: the guest runs on the target; or REFUSED: it never ran
 //!   BYE        ------------------------->
 //! ```
 //!
+//! Several connections share the pages, chunk by chunk; all else goes over the first. Behind FIT each of the others joins the migration
+//! by its session and its number (JOIN, JOINED), and every pass ends with a PASS_END on all of them, which both sides wait for. Until
+//! READY the cut of one is the cut of all. From then on only the first counts.
+//!
 //! Two copies never run: the source runs until it has sent COMMIT, and afterwards only where the target has said that it never ran
 //! and never will, or where the operator insists. After a cut QUERY asks the target what became of it; every message from COMMIT
-//! on may be repeated and does nothing the second time.
+//! on may be repeated and does nothing the second time. Between two processes of one host the [`fence`] decides at once, and nobody
+//! has to ask.
 
+pub mod bits;
+pub mod fence;
+pub mod fit;
+pub mod incoming;
+pub mod link;
+pub mod loading;
 pub mod message;
+pub mod mobile;
+pub mod pace;
+pub mod pages;
+pub mod plan;
+pub mod populating;
+pub mod receiver;
+pub mod saving;
+pub mod sender;
+pub mod share;
 pub mod source;
 pub mod target;
+pub mod threads;
+pub mod verify;
 pub mod wire;

@@ -1,7 +1,9 @@
 //! The side that has the guest, as a pure machine: what it does next follows from where it is and what happens, and from nothing
 //! else. Whoever drives it carries out the [`Action`]s in their order and brings [`Event`]s.
 
+use super::fence::Word;
 use super::message::{Message, Standing};
+use crate::plant::{self, Mistake};
 
 /// Where the source is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -14,6 +16,8 @@ pub enum State {
     Copying,
     /// The guest is paused, the last pages and the state are under way, READY is awaited.
     Finishing,
+    /// Both sides stand still and compare their memory.
+    Comparing,
     /// COMMIT has been sent. The guest may run on the target.
     Committing,
     /// The link was cut after COMMIT: nobody here knows whether the guest runs on the target.
@@ -44,6 +48,8 @@ pub enum Event {
     Cancel(String),
     /// The operator says that the guest does not run on the target, and takes the blame.
     Force,
+    /// What the fence says.
+    Fenced(Word),
 }
 
 /// What to do.
@@ -60,12 +66,24 @@ pub enum Action {
         /// The number that FINAL carries.
         attempt: u32,
     },
+    /// Send the sums of all pages, and COMPARE.
+    Compare {
+        /// The number that COMPARE carries.
+        attempt: u32,
+    },
     /// Let the guest run on: it had been paused for the final pass.
     Resume,
     /// Give up locks and addresses that the target needs in order to run the guest.
     Release,
-    /// Take them again.
+    /// Take them again, once the target has given them up.
     Retake,
+    /// Store in the fence that it is committed, and then say COMMIT; [`Event::Fenced`] follows where that comes too late.
+    Commit {
+        /// The number that COMMIT carries.
+        attempt: u32,
+    },
+    /// Take it back by the fence, where the target has not run it; [`Event::Fenced`] follows.
+    Settle,
     /// Switch the dirty log and the throttle off: everything is as it was before.
     Undo,
     /// Get a link to the target again.
@@ -82,12 +100,15 @@ pub struct Source {
     /// Where it is.
     pub state: State,
     attempt: u32,
+    verifies: bool,
+    /// Whether it has a fence to offer; then whether the target shares it.
+    fenced: bool,
 }
 
 impl Source {
     /// A source that has said HELLO.
     pub fn new() -> Self {
-        Self { state: State::Greeting, attempt: 1 }
+        Self { state: State::Greeting, attempt: 1, verifies: false, fenced: false }
     }
 
     /// Whether the guest runs here, or is paused for the user's reasons alone.
@@ -95,17 +116,29 @@ impl Source {
         matches!(self.state, State::Greeting | State::Offering | State::Copying | State::Stayed)
     }
 
+    /// The same source, which has all memory compared before it commits.
+    pub fn verifying(mut self, verifies: bool) -> Self {
+        self.verifies = verifies;
+        self
+    }
+
+    /// The same source, which has a fence to offer.
+    pub fn fenced(mut self, offers: bool) -> Self {
+        self.fenced = offers;
+        self
+    }
+
     /// What follows from `event`.
     pub fn step(&mut self, event: Event) -> Vec<Action> {
         match self.state {
-            State::Greeting | State::Offering | State::Copying | State::Finishing => {
+            State::Greeting | State::Offering | State::Copying | State::Finishing | State::Comparing => {
                 self.before_commit(event)
             }
             State::Committing | State::Unconfirmed { .. } => self.after_commit(event),
             State::Moved => match event {
                 // The target has not heard BYE, and asks to hear it.
                 Event::Said(Message::Done {} | Message::Status { standing: Standing::Ran }) => {
-                    vec![Action::Send(Message::Bye {})]
+                    vec![Action::Send(Message::BYE)]
                 }
                 _ => Vec::new(),
             },
@@ -116,7 +149,8 @@ impl Source {
     fn before_commit(&mut self, event: Event) -> Vec<Action> {
         use Message as M;
         match (&self.state, event) {
-            (State::Greeting, Event::Said(M::Welcome { .. })) => {
+            (State::Greeting, Event::Said(M::Welcome { fence, .. })) => {
+                self.fenced &= fence;
                 self.state = State::Offering;
                 vec![Action::Offer]
             }
@@ -136,9 +170,27 @@ impl Source {
                 vec![Action::Finish { attempt: self.attempt }]
             }
             (State::Finishing, Event::Said(M::Ready { attempt })) if attempt == self.attempt => {
-                self.state = State::Committing;
-                // Released first: the target takes them when it hears COMMIT.
-                vec![Action::Release, Action::Send(M::Commit { attempt })]
+                if self.verifies {
+                    self.state = State::Comparing;
+                    return vec![Action::Compare { attempt }];
+                }
+                self.commit()
+            }
+            (State::Comparing, Event::Said(M::Compared { attempt, wrong: 0, .. }))
+                if attempt == self.attempt =>
+            {
+                self.commit()
+            }
+            (State::Comparing, Event::Said(M::Compared { attempt, pages, wrong, first }))
+                if attempt == self.attempt =>
+            {
+                let first: Vec<String> = first.iter().map(|address| format!("{address:#x}")).collect();
+                let dots = if wrong > first.len() as u64 { " …" } else { "" };
+                let why = format!(
+                    "the target's memory differs in {wrong} of {pages} pages that were compared, at guest address {}{dots}",
+                    first.join(" ")
+                );
+                self.stay(why.clone(), Some(M::Abort { why }))
             }
             (State::Finishing, Event::Overrun) => {
                 self.state = State::Copying;
@@ -146,9 +198,8 @@ impl Source {
                 vec![Action::Resume, Action::Send(M::Again { attempt: self.attempt }), Action::Copy]
             }
             // What is still under way of an attempt that was given up, and what the plan says too late.
-            (_, Event::Said(M::Ready { .. }) | Event::Overrun | Event::Converged | Event::Linked) => {
-                Vec::new()
-            }
+            (_, Event::Said(M::Ready { .. }) | Event::Overrun | Event::Converged | Event::Linked)
+            | (_, Event::Fenced(_)) => Vec::new(),
             (_, Event::Cut) => self.stay("the link was cut before the hand-over".into(), None),
             (_, Event::Cancel(why)) => {
                 let abort = M::Abort { why: why.clone() };
@@ -159,6 +210,10 @@ impl Source {
                 self.stay(why.clone(), Some(M::Abort { why }))
             }
             (_, Event::Said(M::Abort { why } | M::Refused { why })) => self.stay(why, None),
+            (_, Event::Said(M::Status { standing: Standing::Gone })) => {
+                let why = "the target has given it up".to_owned();
+                self.stay(why.clone(), Some(M::Abort { why }))
+            }
             (_, Event::Said(message)) => {
                 let why = format!("the target said {message:?} out of turn");
                 self.stay(why.clone(), Some(M::Abort { why }))
@@ -172,11 +227,11 @@ impl Source {
         match event {
             Event::Said(M::Done {} | M::Status { standing: Standing::Ran }) => {
                 self.state = State::Moved;
-                vec![Action::Send(M::Bye {}), Action::End]
+                vec![Action::Send(M::BYE), Action::End]
             }
-            Event::Said(M::Refused { why }) => self.take_back(why, Some(M::Bye {})),
+            Event::Said(M::Refused { why }) => self.take_back(why, Some(M::BYE)),
             Event::Said(M::Status { standing: Standing::Gone }) => {
-                self.take_back("the target has given it up".into(), Some(M::Bye {}))
+                self.take_back("the target has given it up".into(), Some(M::BYE))
             }
             Event::Said(M::Status { standing: Standing::Uncommitted }) => {
                 if withdraw {
@@ -185,6 +240,16 @@ impl Source {
                 self.state = State::Committing;
                 vec![Action::Send(M::Commit { attempt: self.attempt })]
             }
+            Event::Fenced(Word::Ran) => {
+                self.state = State::Moved;
+                vec![Action::Send(M::BYE), Action::End]
+            }
+            Event::Fenced(Word::Withdrawn) => {
+                let why = "the target has not run it and never will".to_owned();
+                self.take_back(why, Some(M::BYE))
+            }
+            // Nobody has to be asked: who is first at the fence has the guest.
+            Event::Cut | Event::Cancel(_) | Event::Force if self.fenced => vec![Action::Settle],
             Event::Cut => {
                 self.state = State::Unconfirmed { withdraw };
                 vec![Action::Reconnect]
@@ -200,15 +265,30 @@ impl Source {
                 Vec::new()
             }
             Event::Force => self.take_back("the operator took it back".into(), None),
-            Event::Said(_) | Event::Converged | Event::Overrun => Vec::new(),
+            Event::Said(_) | Event::Converged | Event::Overrun | Event::Fenced(_) => Vec::new(),
         }
+    }
+
+    fn commit(&mut self) -> Vec<Action> {
+        self.state = State::Committing;
+        // Released first: the target takes them when it hears COMMIT.
+        let attempt = self.attempt;
+        let say =
+            if self.fenced { Action::Commit { attempt } } else { Action::Send(Message::Commit { attempt }) };
+        let mut actions = vec![Action::Release, say];
+        if plant::is(Mistake::SourceRunsAfterCommit) {
+            actions.push(Action::Resume);
+        }
+        actions
     }
 
     /// Nothing has been handed over: the guest runs on.
     fn stay(&mut self, why: String, last: Option<Message>) -> Vec<Action> {
-        let paused = self.state == State::Finishing;
+        let paused = matches!(self.state, State::Finishing | State::Comparing);
         self.state = State::Stayed;
-        let mut actions: Vec<Action> = last.map(Action::Send).into_iter().collect();
+        // A target that is ready answers ABORT, and stays until it hears that nobody needs it.
+        let last = last.into_iter().flat_map(|abort| [abort, Message::BYE]);
+        let mut actions: Vec<Action> = last.map(Action::Send).collect();
         actions.push(Action::Undo);
         if paused {
             actions.push(Action::Resume);
@@ -221,6 +301,9 @@ impl Source {
     fn take_back(&mut self, why: String, last: Option<Message>) -> Vec<Action> {
         self.state = State::Stayed;
         let mut actions = vec![Action::Retake, Action::Undo, Action::Resume];
+        if plant::is(Mistake::LocksNotRetaken) {
+            actions.remove(0);
+        }
         actions.extend(last.map(Action::Send));
         actions.push(Action::Report(why));
         actions

@@ -1,7 +1,9 @@
 //! The side that the guest moves to, as a pure machine. Whoever drives it carries out the [`Action`]s in their order and brings
 //! [`Event`]s.
 
+use super::fence::Word;
 use super::message::{Message, Misfit, Standing, VERSION, common_version};
+use crate::plant::{self, Mistake};
 
 /// Where the target is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -49,6 +51,8 @@ pub enum Event {
     Restored,
     /// It cannot be restored.
     Failed(String),
+    /// What came of comparing all memory: [`Message::Compared`].
+    Compared(Message),
     /// The first vCPU is about to enter the guest.
     Started,
     /// It cannot be started, and no vCPU has entered the guest.
@@ -57,6 +61,8 @@ pub enum Event {
     Force,
     /// The operator does not want it.
     Cancel(String),
+    /// What the fence says.
+    Fenced(Word),
 }
 
 /// What to do.
@@ -65,7 +71,12 @@ pub enum Action {
     /// Send a message.
     Send(Message),
     /// Compare the configuration with this host; [`Event::Judged`] follows.
-    Judge(serde_json::Value),
+    Judge {
+        /// What the machine is.
+        config: serde_json::Value,
+        /// Over how many connections its pages come.
+        connections: u32,
+    },
     /// Restore vCPUs, interrupt controller and devices, all but what writes guest memory; [`Event::Restored`] follows.
     Restore {
         /// How many pages the source has sent.
@@ -73,8 +84,19 @@ pub enum Action {
         /// How many sections of state.
         sections: u32,
     },
+    /// Compare this memory with the sums that have come, of so many pages; [`Event::Compared`] follows.
+    Compare {
+        /// Of which attempt.
+        attempt: u32,
+        /// Of how many pages sums were sent.
+        pages: u64,
+    },
     /// Take locks, write what was held back, and run; [`Event::Started`] follows, before the first vCPU enters the guest.
     Start,
+    /// Store in the fence that it never runs here, where nobody has committed; [`Event::Fenced`] follows.
+    Settle,
+    /// Store in the fence that it never runs here.
+    Withdraw,
     /// Give everything back.
     Free,
     /// Tell the operator.
@@ -86,12 +108,14 @@ pub enum Action {
 pub struct Target {
     /// Where it is.
     pub state: State,
+    /// Whether it shares a fence with the source: known before HELLO is heard.
+    pub fenced: bool,
 }
 
 impl Target {
     /// A target that waits for a source.
     pub fn new() -> Self {
-        Self { state: State::Listening }
+        Self { state: State::Listening, fenced: false }
     }
 
     /// Whether the guest runs here.
@@ -114,16 +138,16 @@ impl Target {
             (State::Listening, Event::Said(M::Hello { versions })) => match common_version(versions) {
                 Some(version) => {
                     self.state = State::Welcomed;
-                    vec![Action::Send(M::Welcome { version })]
+                    vec![Action::Send(M::Welcome { version, fence: self.fenced })]
                 }
                 None => self.give_up(format!(
                     "the source speaks versions {} to {} of the wire, and this is version {}",
                     versions[0], versions[1], VERSION
                 )),
             },
-            (State::Welcomed, Event::Said(M::Config { config })) => {
+            (State::Welcomed, Event::Said(M::Config { config, connections })) => {
                 self.state = State::Judging;
-                vec![Action::Judge(config)]
+                vec![Action::Judge { config, connections }]
             }
             (State::Judging, Event::Judged(misfits)) if misfits.is_empty() => {
                 self.state = State::Receiving;
@@ -145,12 +169,18 @@ impl Target {
             }
             (State::Restoring { attempt }, Event::Restored) => {
                 let attempt = *attempt;
+                if plant::is(Mistake::TargetRunsAtReady) {
+                    self.state = State::Starting;
+                    return vec![Action::Send(M::Ready { attempt }), Action::Start];
+                }
                 self.state = State::Ready { attempt };
                 vec![Action::Send(M::Ready { attempt })]
             }
             // The answer to an attempt that was given up meanwhile.
             (State::Receiving, Event::Restored) => Vec::new(),
             (_, Event::Linked) => Vec::new(),
+            // Behind an ABORT.
+            (_, Event::Said(M::Bye { .. })) => Vec::new(),
             (_, Event::Cut) => {
                 self.state = State::Ended;
                 vec![Action::Free, Action::Report("the link was cut before everything had come".into())]
@@ -162,7 +192,10 @@ impl Target {
             (_, Event::Failed(why) | Event::NotStarted(why) | Event::Cancel(why)) => self.give_up(why),
             (_, Event::Force) => self.give_up("there is nothing to run yet".into()),
             (_, Event::Said(message)) => self.give_up(format!("the source said {message:?} out of turn")),
-            (_, Event::Judged(_) | Event::Restored | Event::Started) => Vec::new(),
+            (
+                _,
+                Event::Judged(_) | Event::Restored | Event::Compared(_) | Event::Started | Event::Fenced(_),
+            ) => Vec::new(),
         }
     }
 
@@ -177,13 +210,30 @@ impl Target {
                 self.state = State::Receiving;
                 Vec::new()
             }
+            (State::Ready { attempt: mine }, Event::Said(M::Compare { attempt, pages }))
+                if *mine == attempt =>
+            {
+                vec![Action::Compare { attempt, pages }]
+            }
+            (State::Ready { .. }, Event::Compared(answer)) => vec![Action::Send(answer)],
             (State::Ready { .. }, Event::Said(M::Query {})) => status(Standing::Uncommitted),
             (State::Ready { .. }, Event::Said(M::Abort { why }) | Event::Cancel(why)) => {
-                self.state = State::Gone;
-                let mut actions = vec![Action::Free];
+                self.state = self.gone();
+                let mut actions = vec![Action::Withdraw, Action::Free];
                 actions.extend(status(Standing::Gone));
                 actions.push(Action::Report(why));
                 actions
+            }
+            // Nobody has to be asked, nor may insist: who is first at the fence has the guest.
+            (State::Ready { .. }, Event::Cut) if self.fenced => vec![Action::Settle],
+            (State::Ready { .. }, Event::Force) if self.fenced => Vec::new(),
+            (State::Ready { .. }, Event::Fenced(Word::Committed)) => {
+                self.state = State::Starting;
+                vec![Action::Start]
+            }
+            (State::Ready { .. }, Event::Fenced(Word::Withdrawn)) => {
+                self.state = State::Ended;
+                vec![Action::Free, Action::Report("the link was cut before the hand-over".into())]
             }
             (State::Ready { .. }, Event::Force) => {
                 self.state = State::Starting;
@@ -194,21 +244,27 @@ impl Target {
                 vec![Action::Send(M::Done {})]
             }
             (State::Starting, Event::NotStarted(why)) => {
-                self.state = State::Gone;
-                vec![Action::Free, Action::Send(M::Refused { why: why.clone() }), Action::Report(why)]
+                self.state = self.gone();
+                let refused = Action::Send(M::Refused { why: why.clone() });
+                vec![Action::Withdraw, Action::Free, refused, Action::Report(why)]
             }
             (State::Running, Event::Said(M::Commit { .. })) => vec![Action::Send(M::Done {})],
             (State::Running, Event::Said(M::Query {} | M::Abort { .. })) => status(Standing::Ran),
             (State::Gone, Event::Said(M::Query {} | M::Abort { .. } | M::Commit { .. })) => {
                 status(Standing::Gone)
             }
-            (State::Gone, Event::Said(M::Bye {})) => {
+            (State::Gone, Event::Said(M::Bye { .. })) => {
                 self.state = State::Ended;
                 Vec::new()
             }
             // Cuts decide nothing here, and what comes twice does nothing.
             _ => Vec::new(),
         }
+    }
+
+    /// Where a target is that will never run it: by the fence the source sees that, and needs nobody to say it.
+    fn gone(&self) -> State {
+        if self.fenced { State::Ended } else { State::Gone }
     }
 
     /// Nothing has been said that would let the source give the guest away: it keeps it.

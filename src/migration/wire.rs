@@ -9,11 +9,12 @@
 //!   4  u16 kind                                       section   u16 length of the name, u16 version, the name, JSON
 //!   6  u16 0                                          pages     a run (24 bytes), then the pages
 //!   8  u32 bytes of payload                           zeroes    a run
-//!  12  u32 CRC32C of the payload                    run, 24 bytes
-//!  16  u64 number of the frame on its connection      0  u32 region
-//!  24  the session, 16 bytes                          4  u32 pass
-//!  40  u32 0                                          8  u64 first page of the region
-//!  44  u32 CRC32C of the 44 bytes before             16  u32 pages
+//!  12  u32 CRC32C of the payload                      sums      a run, then the sum of each page, 8 bytes
+//!  16  u64 number of the frame on its connection    run, 24 bytes
+//!  24  the session, 16 bytes                          0  u32 region
+//!  40  u32 0                                          4  u32 pass
+//!  44  u32 CRC32C of the 44 bytes before              8  u64 first page of the region
+//!                                                    16  u32 pages
 //!                                                    20  u32 0
 //! ```
 //!
@@ -32,6 +33,10 @@ pub const HEADER: usize = 48;
 pub const RUN: usize = 24;
 /// The most pages that one frame carries; as bytes of 4 KiB pages they stay in the cache between being copied, summed and sent.
 pub const MOST_PAGES: u32 = 64;
+/// Bytes of the sum of one page, and the most sums that one frame carries.
+pub const SUM: usize = 8;
+/// As above.
+pub const MOST_SUMS: u32 = 512;
 
 const MAGIC: [u8; 4] = *b"VLMG";
 
@@ -46,11 +51,13 @@ pub enum Kind {
     Pages,
     /// A [`Run`] of pages that are all zero.
     Zeroes,
+    /// A [`Run`] and a sum of each of its pages, to be compared.
+    Sums,
 }
 
 impl Kind {
-    const ALL: [(u16, Self); 4] =
-        [(1, Self::Message), (2, Self::Section), (3, Self::Pages), (4, Self::Zeroes)];
+    const ALL: [(u16, Self); 5] =
+        [(1, Self::Message), (2, Self::Section), (3, Self::Pages), (4, Self::Zeroes), (5, Self::Sums)];
 
     fn number(self) -> u16 {
         Self::ALL.iter().find(|(_, kind)| *kind == self).map_or(0, |(number, _)| *number)
@@ -65,6 +72,7 @@ impl Kind {
             Self::Section => 64 << 20,
             Self::Pages => RUN as u32 + MOST_PAGES * page,
             Self::Zeroes => RUN as u32,
+            Self::Sums => RUN as u32 + MOST_SUMS * SUM as u32,
         }
     }
 }
@@ -162,6 +170,32 @@ fn word<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     bytes[at..at + N].try_into().expect("the caller has checked the length")
 }
 
+/// The CRC32C of a payload that is made part by part.
+#[derive(Clone, Debug)]
+pub struct Sum(Digest);
+
+impl Sum {
+    /// Of no bytes.
+    pub fn new() -> Self {
+        Self(Digest::new(Crc32Iscsi))
+    }
+
+    /// `part` follows what has been added so far.
+    pub fn add(&mut self, part: &[u8]) {
+        self.0.update(part);
+    }
+
+    fn finish(&self) -> u32 {
+        self.0.finalize() as u32
+    }
+}
+
+impl Default for Sum {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 /// One connection's sending half: numbers the frames.
 #[derive(Clone, Debug)]
 pub struct Encoder {
@@ -175,14 +209,23 @@ impl Encoder {
         Self { session, next: 0 }
     }
 
+    /// Makes the frames that follow frames of `session`: a target learns it with the first frame that comes.
+    pub fn set_session(&mut self, session: SessionId) {
+        self.session = session;
+    }
+
     /// The header of the next frame, whose payload is `parts` one after the other.
     pub fn header(&mut self, kind: Kind, parts: &[&[u8]]) -> [u8; HEADER] {
-        let mut digest = Digest::new(Crc32Iscsi);
-        parts.iter().for_each(|part| digest.update(part));
-        let len = parts.iter().map(|part| part.len()).sum::<usize>() as u32;
+        let mut sum = Sum::new();
+        parts.iter().for_each(|part| sum.add(part));
+        self.header_of(kind, parts.iter().map(|part| part.len()).sum::<usize>() as u32, &sum)
+    }
+
+    /// The header of the next frame, whose payload has `len` bytes and this sum: for those who have summed it already.
+    pub fn header_of(&mut self, kind: Kind, len: u32, sum: &Sum) -> [u8; HEADER] {
         let sequence = self.next;
         self.next += 1;
-        Header { kind, len, sum: digest.finalize() as u32, sequence, session: self.session }.bytes()
+        Header { kind, len, sum: sum.finish(), sequence, session: self.session }.bytes()
     }
 
     /// `message` as a frame.
@@ -191,6 +234,12 @@ impl Encoder {
         let mut frame = self.header(Kind::Message, &[&payload]).to_vec();
         frame.extend_from_slice(&payload);
         frame
+    }
+
+    /// Sums of the pages of `run` as a frame.
+    pub fn sums(&mut self, run: &Run, sums: &[u8]) -> Vec<u8> {
+        let run = run.bytes();
+        [&self.header(Kind::Sums, &[&run, sums])[..], &run, sums].concat()
     }
 
     /// A part of the state as a frame.
@@ -279,14 +328,21 @@ impl Decoder {
                 .map(Frame::Message)
                 .map_err(|error| malformed(error.to_string())),
             Kind::Section => section(payload).map(Frame::Section).map_err(malformed),
-            Kind::Pages | Kind::Zeroes => {
+            Kind::Pages | Kind::Zeroes | Kind::Sums => {
                 let (run, data) = run(payload).map_err(malformed)?;
-                let due =
-                    if header.kind == Kind::Pages { u64::from(run.pages) * u64::from(self.page) } else { 0 };
-                if data.len() as u64 != due {
+                let each = match header.kind {
+                    Kind::Pages => u64::from(self.page),
+                    Kind::Sums => SUM as u64,
+                    _ => 0,
+                };
+                if data.len() as u64 != u64::from(run.pages) * each {
                     return Err(malformed(format!("{} bytes for {} pages", data.len(), run.pages)));
                 }
-                Ok(Frame::Run(run, (header.kind == Kind::Pages).then_some(data)))
+                Ok(match header.kind {
+                    Kind::Pages => Frame::Run(run, Some(data)),
+                    Kind::Sums => Frame::Sums(run, data),
+                    _ => Frame::Run(run, None),
+                })
             }
         }
     }
@@ -301,6 +357,8 @@ pub enum Frame<'a> {
     Section(Section<'a>),
     /// Pages with their content; all zero where there is none.
     Run(Run, Option<&'a [u8]>),
+    /// Pages with a sum of each.
+    Sums(Run, &'a [u8]),
 }
 
 /// A part of the state: which, in which version, and its JSON.
@@ -383,85 +441,4 @@ fn run(payload: &[u8]) -> Result<(Run, &[u8]), String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const SESSION: SessionId = SessionId(*b"0123456789abcdef");
-    const PAGE: u32 = 4096;
-
-    fn decode<'a>(decoder: &mut Decoder, frame: &'a [u8]) -> Result<Frame<'a>, Error> {
-        let header = decoder.header(frame[..HEADER].try_into().unwrap())?;
-        decoder.payload(&header, &frame[HEADER..])
-    }
-
-    fn pages(encoder: &mut Encoder, run: &Run, data: &[u8]) -> Vec<u8> {
-        let kind = if data.is_empty() { Kind::Zeroes } else { Kind::Pages };
-        [&encoder.header(kind, &[&run.bytes(), data])[..], &run.bytes(), data].concat()
-    }
-
-    #[test]
-    fn what_is_sent_comes() {
-        let (mut encoder, mut decoder) = (Encoder::new(SESSION), Decoder::new(None, PAGE));
-        let message = Message::Commit { attempt: 2 };
-        assert_eq!(decode(&mut decoder, &encoder.message(&message)), Ok(Frame::Message(message)));
-        let section = Section { name: "vcpu0", version: 3, body: b"{}" };
-        assert_eq!(decode(&mut decoder, &encoder.section(&section)), Ok(Frame::Section(section)));
-        let run = Run { region: 1, pass: 2, first: 7, pages: 2 };
-        let data = vec![5; 2 * PAGE as usize];
-        assert_eq!(decode(&mut decoder, &pages(&mut encoder, &run, &data)), Ok(Frame::Run(run, Some(&data))));
-        let many = Run { pages: 1 << 20, ..run };
-        assert_eq!(decode(&mut decoder, &pages(&mut encoder, &many, &[])), Ok(Frame::Run(many, None)));
-        assert_eq!(decoder.session(), Some(SESSION));
-    }
-
-    #[test]
-    fn any_bit_that_flips_is_seen() {
-        let frame = Encoder::new(SESSION).message(&Message::Ready { attempt: 1 });
-        for bit in 0..frame.len() * 8 {
-            let mut flipped = frame.clone();
-            flipped[bit / 8] ^= 1 << (bit % 8);
-            assert!(decode(&mut Decoder::new(Some(SESSION), PAGE), &flipped).is_err(), "bit {bit}");
-        }
-    }
-
-    #[test]
-    fn frames_that_are_lost_repeated_or_of_another_session_are_seen() {
-        let mut encoder = Encoder::new(SESSION);
-        let frames: Vec<_> = (0..3).map(|_| encoder.message(&Message::Query {})).collect();
-        let mut decoder = Decoder::new(None, PAGE);
-        decode(&mut decoder, &frames[0]).unwrap();
-        assert_eq!(decode(&mut decoder.clone(), &frames[0]), Err(Error::Sequence { expected: 1, found: 0 }));
-        assert_eq!(decode(&mut decoder.clone(), &frames[2]), Err(Error::Sequence { expected: 1, found: 2 }));
-        let mut other = Encoder::new(SessionId([0; 16]));
-        other.message(&Message::Query {});
-        let error = decode(&mut decoder, &other.message(&Message::Query {})).unwrap_err();
-        assert!(matches!(error, Error::Session { .. }), "{error}");
-    }
-
-    #[test]
-    fn lengths_and_places_are_bounded() {
-        let mut encoder = Encoder::new(SESSION);
-        let long = vec![1; ((MOST_PAGES + 1) * PAGE) as usize];
-        let run = Run { region: 0, pass: 1, first: 0, pages: MOST_PAGES + 1 };
-        let error = decode(&mut Decoder::new(None, PAGE), &pages(&mut encoder, &run, &long)).unwrap_err();
-        assert!(matches!(error, Error::TooLong { .. }), "{error}");
-        let short = Run { pages: 2, ..run };
-        let frame = pages(&mut Encoder::new(SESSION), &short, &long[..PAGE as usize]);
-        let error = decode(&mut Decoder::new(None, PAGE), &frame).unwrap_err();
-        assert!(matches!(error, Error::Malformed(Kind::Pages, _)), "{error}");
-        for (region, first, fits) in [(0, 6, true), (0, 7, false), (2, 0, false), (0, u64::MAX, false)] {
-            let run = Run { region, pass: 1, first, pages: 2 };
-            assert_eq!(run.check(&[8, 8]).is_ok(), fits, "{run:?}");
-        }
-    }
-
-    /// Frames of this version as they were first written: they are read for as long as the version is.
-    #[test]
-    fn frames_of_version_1_are_still_read() {
-        let frame = Encoder::new(SESSION).message(&Message::Hello { versions: [1, 1] });
-        assert_eq!(&frame[HEADER..], br#"{"say":"hello","versions":[1,1]}"#);
-        assert_eq!(frame[..4], *b"VLMG");
-        // CRC32C of the nine digits, RFC 3720's check value: the sum that both sides mean.
-        assert_eq!(sum(b"123456789"), 0xe306_9283);
-    }
-}
+mod tests;

@@ -35,6 +35,7 @@ use crate::report::{Premise, Report};
 use crate::sandbox::{self, Mode};
 use crate::sys::dirty as sys;
 use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::signal;
 use crate::vm;
 use crate::vm::Vm;
 use crate::vm::counters::Counters;
@@ -80,7 +81,7 @@ pub struct Config {
 
 /// What this host's KVM does where a clear ends on the first page of a huge one, with initially-all-set.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum EdgeVerdict {
     /// The page is logged.
     Kept,
     /// It is not, and only such pages are not.
@@ -91,7 +92,7 @@ pub enum Verdict {
     Untested(&'static str),
 }
 
-impl fmt::Display for Verdict {
+impl fmt::Display for EdgeVerdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Kept => f.write_str("pages at the edges of huge ones are logged"),
@@ -105,10 +106,10 @@ impl fmt::Display for Verdict {
 }
 
 /// Asks this host's KVM: some milliseconds, 6 MiB of transparent huge pages.
-pub fn probe() -> Result<Verdict, Error> {
+pub fn probe() -> Result<EdgeVerdict, Error> {
     let vm = crate::host::kvm::create_vm(&vm::open()?).map_err(vm::Error::from)?;
     if Method::InitiallySet.check(&vm).is_err() {
-        return Ok(Verdict::Untested("this KVM has no initially-all-set log"));
+        return Ok(EdgeVerdict::Untested("this KVM has no initially-all-set log"));
     }
     drop(vm);
     let (size, base) = (6 << 20, PAGE_SIZE);
@@ -124,11 +125,11 @@ pub fn probe() -> Result<Verdict, Error> {
     let seen = look(&config)?;
     let gfns: Vec<u64> = seen.lost.iter().map(|page| base / PAGE_SIZE + page).collect();
     Ok(match seen.huge {
-        _ if !gfns.is_empty() && gfns.iter().all(|gfn| gfn.is_multiple_of(512)) => Verdict::Lost,
-        _ if !gfns.is_empty() => Verdict::Others(gfns),
-        Some(1..) => Verdict::Kept,
-        Some(0) => Verdict::Untested("KVM mapped no huge page"),
-        None => Verdict::Untested("this KVM does not say whether it mapped huge pages"),
+        _ if !gfns.is_empty() && gfns.iter().all(|gfn| gfn.is_multiple_of(512)) => EdgeVerdict::Lost,
+        _ if !gfns.is_empty() => EdgeVerdict::Others(gfns),
+        Some(1..) => EdgeVerdict::Kept,
+        Some(0) => EdgeVerdict::Untested("KVM mapped no huge page"),
+        None => EdgeVerdict::Untested("this KVM does not say whether it mapped huge pages"),
     })
 }
 
@@ -159,12 +160,13 @@ fn look(config: &Config) -> Result<Seen, Error> {
         let probe = crate::host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
         vm::ring::check(&probe, RING_ENTRIES).map_err(vm::Error::from)?;
     }
-    let end = (config.base + config.size).next_multiple_of(config.backing.best_mapping());
+    let (first, bytes) = super::ram(config.base, config.size, config.backing);
     let mut memory = Memory::map(
         crate::arch::layout::RAM,
-        MemoryConfig { backing: config.backing, ..MemoryConfig::new(end) },
+        MemoryConfig { backing: config.backing, ..MemoryConfig::new(bytes) },
     )?;
-    memory.cut_at(&[config.base])?;
+    memory.start_at(first)?;
+    memory.cut_at(&[config.base - first])?;
     let tested = memory.slots().last().expect("memory has a memslot").clone();
     let enter = sandbox::each_vcpu(config.sandbox);
     let dirty_ring = ring.then_some(RING_ENTRIES);
@@ -224,6 +226,9 @@ fn chunks(
     let mut lost = Vec::new();
     let mut written = 0;
     for first in (0..pages).step_by(CHUNK as usize) {
+        if signal::is_pending() {
+            break;
+        }
         let last = (first + CHUNK).min(pages) - 1;
         let part = (last + 1 - first) as u32;
         if tracker.method() == Method::Ring {
@@ -259,7 +264,9 @@ fn races(
     lossy: &mut u64,
 ) -> Result<(u64, Vec<u64>), Error> {
     let mut lost = BTreeSet::new();
-    for _ in 0..RACES {
+    let mut races = 0;
+    while races < RACES && !signal::is_pending() {
+        races += 1;
         let (begun, over) = (Barrier::new(2), AtomicBool::new(false));
         let change = || {
             begun.wait();
@@ -284,7 +291,7 @@ fn races(
         lost.extend(now);
         tracker.enable(false)?;
     }
-    Ok((RACES * pages, lost.into_iter().collect()))
+    Ok((races * pages, lost.into_iter().collect()))
 }
 
 /// Whether the log that was last collected has `page`.
@@ -313,6 +320,11 @@ fn report(config: &Config, seen: &Seen) -> Report {
     report.figure("lost", "pages", lost.len() as f64);
     if let Some(huge) = huge {
         report.figure("pages_2m_when_the_log_was_switched_on", "pages", *huge as f64);
+    }
+    if let Some(signal) = signal::last() {
+        let of = if config.mind == Mind::Raced { RACES * pages } else { 2 * pages.div_ceil(CHUNK) };
+        report.cut_short =
+            Some(format!("ended by signal {signal}: {written} of {of} writes were made and looked for"));
     }
     if *huge == Some(0) && config.backing.best_mapping() >= 2 << 20 {
         let backing = config.backing.to_string();

@@ -116,7 +116,7 @@ impl fmt::Display for Lost {
 
 /// What a collection was found to be.
 #[derive(Clone, Debug, Default)]
-pub struct Verdict {
+pub struct LogVerdict {
     /// Pages with a bit.
     pub dirty: u64,
     /// Pages whose write the stamps prove and whose bit is there: the events that were checked.
@@ -182,8 +182,8 @@ impl Oracle {
         mode: Mode,
         examined: impl Fn(usize, usize) -> bool,
         pass: impl Fn(usize) -> u64,
-    ) -> Verdict {
-        let mut verdict = Verdict::default();
+    ) -> LogVerdict {
+        let mut verdict = LogVerdict::default();
         let collection = self.collection;
         let mut unstamped = Vec::new();
         for (index, log) in logs.iter().enumerate() {
@@ -290,7 +290,7 @@ mod tests {
             }
         }
 
-        fn judge(&mut self, bits: u64, mode: Mode) -> Verdict {
+        fn judge(&mut self, bits: u64, mode: Mode) -> LogVerdict {
             self.log.words[0] = bits;
             let logs = std::slice::from_ref(&self.log);
             self.oracle.judge(logs, self.ram.words(), mode, |_, _| true, |_| 5)

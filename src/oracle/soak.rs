@@ -130,6 +130,8 @@ pub struct Tally {
     pub upheavals: [u64; 3],
     /// Machines that were built.
     pub legs: u64,
+    /// The backings whose log was collected at least once.
+    pub backings: Vec<Backing>,
     /// The most 2 MiB mappings that KVM had when a log was switched on.
     pub pages_2m: Option<u64>,
 }
@@ -150,6 +152,7 @@ impl Tally {
             injected: [0; 2],
             upheavals: [0; 3],
             legs: 0,
+            backings: Vec::new(),
             pages_2m: None,
         }
     }
@@ -193,8 +196,18 @@ impl Rng {
     }
 }
 
-/// Holds the test. `watch` hears of the state after every collection and ends the test by returning false.
-pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally) -> bool) -> Result<Vec<Tally>, Error> {
+/// A test that was held.
+#[derive(Clone, Debug)]
+pub struct Held {
+    /// What was seen with each tracker that had its turn.
+    pub tallies: Vec<Tally>,
+    /// The signal with which the user ended it.
+    pub interrupted: Option<i32>,
+}
+
+/// Holds the test. `watch` hears of the state after every collection. A signal that is remembered
+/// ([`remember`](crate::sys::signal::remember)) ends it with what was seen by then.
+pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Held, Error> {
     let kvm = vm::open()?;
     // A host that lacks one of the trackers says so before an hour has passed.
     let probe = host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
@@ -207,12 +220,12 @@ pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally) -> bool) -> Result<Vec
     drop(probe);
     let start = Instant::now();
     let share = config.duration.map(|duration| duration / config.methods.len().max(1) as u32);
-    let legs = config.backings.len().max(1) as u64 * 2;
-    let budget = (config.events / legs).clamp(20_000, 500_000);
-    let mut going = true;
-    let mut tallies = Vec::new();
+    let budget = budget(config.events, config.backings.len());
+    let mut held = Held { tallies: Vec::new(), interrupted: None };
     for (&method, nth) in config.methods.iter().zip(1..) {
         let until = share.map(|share| start + share * nth);
+        // Each backing has its turn, in a short test too.
+        let turn = share.map(|share| share / config.backings.len().max(1) as u32);
         let mut tally = Tally::new(method);
         for &backing in config.backings.iter().cycle() {
             let over = until.is_some_and(|until| Instant::now() >= until);
@@ -220,25 +233,75 @@ pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally) -> bool) -> Result<Vec
                 0 => tally.events >= config.events && tally.legs >= config.backings.len() as u64,
                 lose => tally.injected[0] >= lose,
             };
-            if !going || over || enough {
+            if over || enough || held.interrupted.is_some() {
                 break;
             }
             tally.legs += 1;
             let seed = mix(config.seed ^ mix(tally.legs ^ (nth as u64) << 32));
-            let leg = Leg::build(&kvm, config, method, backing, Rng(seed), &mut tally)?;
-            going = leg.run(budget, until, watch)?;
+            let until = until.zip(turn).map(|(until, turn)| until.min(Instant::now() + turn));
+            let leg = Leg::build(&kvm, config, method, backing, Rng(seed), &mut tally);
+            match leg.and_then(|leg| leg.run(budget, until, watch)) {
+                Err(Error::Run(guest::Error::Interrupted(signal))) => held.interrupted = Some(signal),
+                ended => ended?,
+            }
         }
-        tallies.push(tally);
+        if tally.legs > 0 {
+            held.tallies.push(tally);
+        }
     }
-    Ok(tallies)
+    Ok(held)
+}
+
+/// Events to check in one machine, where each of so many backings is to have two, and no more than were asked for.
+fn budget(events: u64, backings: usize) -> u64 {
+    (events / (backings.max(1) as u64 * 2)).clamp(20_000.min(events), 500_000)
+}
+
+impl Held {
+    /// What was asked for and not tested, if anything, and why.
+    fn cut_short(&self, config: &Config) -> Option<String> {
+        let missing = |method: &Method| {
+            let tally = self.tallies.iter().find(|tally| tally.method == *method);
+            let reached = tally.map_or(&[][..], |tally| &tally.backings);
+            let backings = config.backings.iter().filter(|backing| !reached.contains(backing));
+            let backings: Vec<_> = backings.map(Backing::to_string).collect();
+            match backings.len() {
+                0 => None,
+                _ if reached.is_empty() => Some(method.name().to_owned()),
+                _ => Some(format!("{} on {}", method.name(), backings.join(", "))),
+            }
+        };
+        let missing: Vec<_> = config.methods.iter().filter_map(missing).collect();
+        let why = match self.interrupted {
+            Some(signal) => format!("ended by signal {signal}"),
+            // A test of the test is over when all that was injected was found, wherever that was.
+            None if missing.is_empty() || config.lose > 0 => return None,
+            None => "the time was over".into(),
+        };
+        Some(match missing.is_empty() {
+            true => format!("{why}; every tracker was tested with every backing until then"),
+            false => format!("{why} before anything was tested with {}", missing.join("; ")),
+        })
+    }
+
+    /// The backings that were reached with any tracker, in the order in which they were asked for.
+    fn backings<'a>(&'a self, config: &'a Config) -> impl Iterator<Item = &'a Backing> {
+        let reached = |backing: &&Backing| self.tallies.iter().any(|tally| tally.backings.contains(backing));
+        config.backings.iter().filter(reached)
+    }
 }
 
 /// The result of a test that was held.
-pub fn report(config: &Config, tallies: &[Tally], facts: Facts) -> Report {
+pub fn report(config: &Config, held: &Held, facts: Facts) -> Report {
     let mut report = Report::new("test dirty-log", facts);
+    let tested = || held.tallies.iter().filter(|tally| !tally.backings.is_empty());
+    report.cut_short = held.cut_short(config);
     let names = |names: &mut dyn Iterator<Item = String>| names.collect::<Vec<_>>().join(",");
-    report.ask("tracker", names(&mut config.methods.iter().map(|method| method.name().to_owned())));
-    report.ask("backing", names(&mut config.backings.iter().map(Backing::to_string)));
+    // What was not reached is named above, and not as if it had been used.
+    if tested().next().is_some() {
+        report.ask("tracker", names(&mut tested().map(|tally| tally.method.name().to_owned())));
+        report.ask("backing", names(&mut held.backings(config).map(Backing::to_string)));
+    }
     report.ask("memory", short_size(config.size));
     report.ask("cpus", config.vcpus);
     report.ask("seed", config.seed);
@@ -263,7 +326,7 @@ pub fn report(config: &Config, tallies: &[Tally], facts: Facts) -> Report {
     if config.lose > 0 {
         report.ask("inject_lose", config.lose);
     }
-    for tally in tallies {
+    for tally in tested() {
         let mut figure = |name: &str, unit: &str, value: u64| {
             report.figure(Label::of(name, tally.method.name()), unit, value as f64);
         };
@@ -295,4 +358,66 @@ pub fn report(config: &Config, tallies: &[Tally], facts: Facts) -> Report {
         }
     }
     report
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(backings: Vec<Backing>) -> Config {
+        Config {
+            methods: vec![Method::Bitmap, Method::Ring],
+            backings,
+            size: 1 << 20,
+            vcpus: 1,
+            seed: 1,
+            events: u64::MAX,
+            duration: None,
+            mode: None,
+            ring_entries: 4096,
+            slot_base: None,
+            clear_chunk: None,
+            lose: 0,
+            sandbox: sandbox::Mode::Off,
+        }
+    }
+
+    fn held(reached: &[(Method, &[Backing])], interrupted: Option<i32>) -> Held {
+        let tally = |&(method, backings): &(Method, &[Backing])| Tally {
+            backings: backings.to_vec(),
+            ..Tally::new(method)
+        };
+        Held { tallies: reached.iter().map(tally).collect(), interrupted }
+    }
+
+    #[test]
+    fn a_machine_checks_no_more_events_than_were_asked_for() {
+        assert_eq!([1, 10, 20_000, 1_000_000].map(|events| budget(events, 4)), [1, 10, 20_000, 125_000]);
+        assert_eq!(budget(u64::MAX, 4), 500_000);
+    }
+
+    #[test]
+    fn what_was_not_reached_is_named_and_not_listed() {
+        use Backing::{Anonymous, Shmem, Thp};
+        let config = config(vec![Anonymous, Thp, Shmem]);
+        let some = held(&[(Method::Bitmap, &[Anonymous, Thp]), (Method::Ring, &[])], None);
+        let report = |held: &Held| report(&config, held, Facts::collect("off".into()));
+        let short = report(&some);
+        let said = "the time was over before anything was tested with bitmap on shmem; ring";
+        assert_eq!(short.cut_short.as_deref(), Some(said));
+        assert_eq!(
+            (&short.asked["tracker"], &short.asked["backing"]),
+            (&"bitmap".into(), &"anonymous,thp".into())
+        );
+        assert!(short.figures.iter().all(|figure| figure.label.index.as_deref() == Some("bitmap")));
+
+        let all: &[Backing] = &[Anonymous, Thp, Shmem];
+        let every = held(&[(Method::Bitmap, all), (Method::Ring, all)], None);
+        assert_eq!(report(&every).cut_short, None);
+        let ended = report(&Held { interrupted: Some(2), ..every });
+        assert!(ended.cut_short.is_some_and(|said| said.starts_with("ended by signal 2")));
+        let none = report(&held(&[], Some(15)));
+        let said = "ended by signal 15 before anything was tested with bitmap; ring";
+        assert_eq!((none.cut_short.as_deref(), none.figures.len()), (Some(said), 0));
+    }
 }

@@ -8,6 +8,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::printable;
+use super::units::humanised;
 
 /// A premise that did not hold, and where.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -108,6 +109,13 @@ pub enum Premise {
         /// Seconds without.
         without: f64,
     },
+    /// A guest that was left alone did not write at the rate that was asked for.
+    RateMissed {
+        /// Bytes of pages a second.
+        asked: f64,
+        /// What it wrote.
+        got: f64,
+    },
     /// A race between two threads, on one CPU.
     OneCpu,
 }
@@ -160,6 +168,12 @@ impl fmt::Display for Premise {
                 "{:.1} µs with the work and {:.1} µs without: the host was disturbed, or there is too little work in a round",
                 with * 1e6,
                 without * 1e6
+            ),
+            Self::RateMissed { asked, got } => write!(
+                f,
+                "the guest, left alone, wrote {} where {} was asked for: this host is too busy or too slow for that",
+                humanised("bytes/s", *got),
+                humanised("bytes/s", *asked)
             ),
             Self::OneCpu => f.write_str(
                 "on one CPU the other thread need not run between KVM's two looks: that no page was lost says nothing",

@@ -19,14 +19,17 @@ pub fn by(kind: ThreadKind) -> Vec<Rule> {
         ThreadKind::Vcpu => &[],
         ThreadKind::Disk => &[FILES],
         ThreadKind::Migration => &[FILES, SOCKETS],
+        ThreadKind::Connection => &[SOCKETS],
         ThreadKind::Main => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE],
+        ThreadKind::Receiver => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE, ASSEMBLY],
     };
     rules.extend(lists.iter().flat_map(|list| *list).map(|&call| any(call)));
     rules.push(requests(kind));
+    rules.push(commands(kind));
     if kind != ThreadKind::Vcpu {
         rules.extend(stat_of_descriptors());
     }
-    if kind == ThreadKind::Main {
+    if matches!(kind, ThreadKind::Main | ThreadKind::Receiver) {
         rules.extend(new_threads());
         rules.extend(sockets_left_behind());
     }
@@ -44,16 +47,45 @@ fn one_of(call: c_long, argument: u8, values: &[u32]) -> Rule {
 fn requests(kind: ThreadKind) -> Rule {
     use ioctls::*;
     let lists: &[&[u32]] = match kind {
-        ThreadKind::Vcpu => &[RUN, DEVICES, VCPU_STATE, VCPU_STATE_HERE],
+        ThreadKind::Vcpu => &[RUN, RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE],
         ThreadKind::Disk => &[DEVICES],
-        ThreadKind::Migration => &[MEMORY, MACHINE, MACHINE_HERE],
+        ThreadKind::Connection => &[],
+        ThreadKind::Migration => &[RINGS, MEMORY, MACHINE, MACHINE_HERE],
         ThreadKind::Main => {
-            &[DEVICES, VCPU_STATE, VCPU_STATE_HERE, MEMORY, MACHINE, MACHINE_HERE, DESCRIPTORS]
+            &[RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE, MEMORY, MACHINE, MACHINE_HERE, DESCRIPTORS]
         }
+        // vCPU threads are started under it.
+        ThreadKind::Receiver => &[
+            RUN,
+            RINGS,
+            DEVICES,
+            VCPU_STATE,
+            VCPU_STATE_HERE,
+            MEMORY,
+            MACHINE,
+            MACHINE_HERE,
+            DESCRIPTORS,
+            ASSEMBLY,
+            ASSEMBLY_HERE,
+        ],
     };
     let mut values = lists.concat();
     values.extend(TERMINAL_RESTORE);
     one_of(SYS_ioctl, 1, &values)
+}
+
+/// What may be asked of descriptors. Debug builds ask whether one is open before they close it.
+fn commands(kind: ThreadKind) -> Rule {
+    let mut commands = vec![F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC];
+    if matches!(kind, ThreadKind::Main | ThreadKind::Receiver) {
+        // The locks of a machine's disks go to the process where it goes on.
+        commands.push(F_OFD_SETLK);
+    }
+    if matches!(kind, ThreadKind::Main | ThreadKind::Receiver | ThreadKind::Migration) {
+        // Of what comes as the fence of a migration.
+        commands.push(F_GET_SEALS);
+    }
+    one_of(SYS_fcntl, 1, &commands.iter().map(|&command| command as u32).collect::<Vec<_>>())
 }
 
 /// What any thread needs to live, wait, allocate, speak and die.
@@ -67,9 +99,6 @@ fn base() -> Vec<Rule> {
     rules.push(one_of(SYS_rt_sigaction, 0, &[SIGABRT as u32, 32, 33]));
     // Threads of this process only: vCPUs are kicked so, and abort raises so.
     rules.push(one_of(SYS_tgkill, 0, &[std::process::id()]));
-    // Debug builds ask whether a descriptor is open before they close it.
-    let commands = [F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC];
-    rules.push(one_of(SYS_fcntl, 1, &commands.map(|command| command as u32)));
     rules.push(one_of(SYS_prctl, 0, &[PR_SET_NAME as u32, PR_SET_VMA as u32]));
     rules
 }
@@ -159,6 +188,9 @@ const EVENTS: &[c_long] = &[
 
 /// Starting threads and putting them in their place.
 const MAIN: &[c_long] = &[SYS_seccomp, SYS_sched_setaffinity];
+
+/// Mapping guest memory, for a machine that is made when the sandbox is in force already.
+const ASSEMBLY: &[c_long] = &[SYS_memfd_create, SYS_mlock2, SYS_mlock, SYS_sysinfo];
 
 #[cfg(target_arch = "x86_64")]
 const MAIN_HERE: &[c_long] = &[SYS_epoll_wait];

@@ -63,6 +63,8 @@ pub const VCPU_STATE_HERE: &[u32] = &[
     ior::<kvm_xcrs>(0xa6),          // KVM_GET_XCRS
     iow::<kvm_xcrs>(0xa7),          // KVM_SET_XCRS
     io(0xad),                       // KVM_KVMCLOCK_CTRL
+    iow::<kvm_device_attr>(0xe1),   // KVM_SET_DEVICE_ATTR: the TSC's offset
+    iow::<kvm_device_attr>(0xe2),   // KVM_GET_DEVICE_ATTR
     iowr::<kvm_nested_state>(0xbe), // KVM_GET_NESTED_STATE
 ];
 
@@ -81,18 +83,25 @@ pub const DEVICES: &[u32] = &[
     iow::<kvm_irq_routing>(0x6a), // KVM_SET_GSI_ROUTING
 ];
 
-/// Dirty logs and memslots, which change while a guest runs.
+/// What a vCPU does beside when its dirty ring is full.
+pub const RINGS: &[u32] = &[
+    io(0xc7), // KVM_RESET_DIRTY_RINGS
+];
+
+/// Dirty logs and memslots, which change while a guest runs, and what is known of their pages.
 pub const MEMORY: &[u32] = &[
     iow::<kvm_dirty_log>(0x42),                // KVM_GET_DIRTY_LOG
     iowr::<kvm_clear_dirty_log>(0xc0),         // KVM_CLEAR_DIRTY_LOG
-    io(0xc7),                                  // KVM_RESET_DIRTY_RINGS
     iow::<kvm_userspace_memory_region>(0x46),  // KVM_SET_USER_MEMORY_REGION
     iow::<kvm_userspace_memory_region2>(0x49), // KVM_SET_USER_MEMORY_REGION2
+    // PAGEMAP_SCAN (include/uapi/linux/fs.h): which pages were ever touched.
+    ioctl_expr(_IOC_READ | _IOC_WRITE, 0x66, 16, 96) as u32,
 ];
 
 /// A virtual machine's state and its wiring.
 pub const MACHINE: &[u32] = &[
     io(0x03),                     // KVM_CHECK_EXTENSION
+    iow::<kvm_enable_cap>(0xa3),  // KVM_ENABLE_CAP: how the dirty log is cleared
     iow::<kvm_irqfd>(0x76),       // KVM_IRQFD
     iow::<kvm_ioeventfd>(0x79),   // KVM_IOEVENTFD
     iow::<kvm_clock_data>(0x7b),  // KVM_SET_CLOCK
@@ -113,6 +122,27 @@ pub const MACHINE_HERE: &[u32] = &[
 /// As above, what only this architecture has.
 #[cfg(target_arch = "aarch64")]
 pub const MACHINE_HERE: &[u32] = &[];
+
+/// What makes a machine, for a process that does so when the sandbox is in force already.
+pub const ASSEMBLY: &[u32] = &[
+    io(0x01), // KVM_CREATE_VM
+    io(0x04), // KVM_GET_VCPU_MMAP_SIZE
+    io(0x41), // KVM_CREATE_VCPU
+    io(0x60), // KVM_CREATE_IRQCHIP
+];
+
+/// As above, what only this architecture has.
+#[cfg(target_arch = "x86_64")]
+pub const ASSEMBLY_HERE: &[u32] = &[
+    iowr::<kvm_msr_list>(0x02),  // KVM_GET_MSR_INDEX_LIST
+    iowr::<kvm_cpuid2>(0x05),    // KVM_GET_SUPPORTED_CPUID
+    io(0x47),                    // KVM_SET_TSS_ADDR
+    iow::<kvm_pit_config>(0x77), // KVM_CREATE_PIT2
+];
+
+/// As above, what only this architecture has.
+#[cfg(target_arch = "aarch64")]
+pub const ASSEMBLY_HERE: &[u32] = &[];
 
 /// Restoring the terminal, which a dying process does from any thread: tcsetattr(3) reads before it writes, and newer
 /// C libraries use the second form.

@@ -82,11 +82,16 @@ pub enum ThreadKind {
     Disk,
     /// Collects dirty pages, sends, receives and stores them.
     Migration,
+    /// One of several connections of a migration: sends pages, or receives and stores them.
+    Connection,
+    /// Main while it waits for a machine of another process, which it makes out of what that says.
+    Receiver,
 }
 
 impl ThreadKind {
     /// Every kind.
-    pub const ALL: [Self; 4] = [Self::Main, Self::Vcpu, Self::Disk, Self::Migration];
+    pub const ALL: [Self; 6] =
+        [Self::Main, Self::Vcpu, Self::Disk, Self::Migration, Self::Connection, Self::Receiver];
 }
 
 impl fmt::Display for ThreadKind {
@@ -96,6 +101,8 @@ impl fmt::Display for ThreadKind {
             Self::Vcpu => "vcpu",
             Self::Disk => "disk",
             Self::Migration => "migration",
+            Self::Connection => "connection",
+            Self::Receiver => "receiver",
         })
     }
 }

@@ -4,10 +4,11 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Cause, Config, Error, Session, progress};
+use super::{Cause, Config, End, Error, Session, progress};
 use crate::guests::guest::{Guest, GuestConfig};
 use crate::guests::run::{Run, RunConfig};
 use crate::host::Facts;
+use crate::migration::mobile::Mobile;
 use crate::report::Report;
 use crate::sandbox::ThreadKind;
 use crate::vm;
@@ -31,8 +32,13 @@ pub fn run(process: &Config, config: &RunConfig) -> Result<Outcome, Error> {
     let process = Config { limit: config.duration, ..process.clone() };
     let mut session = Session::open(&process, [])?;
     let mut facts = Facts::collect(String::new());
-    let kvm = vm::open()?;
+    // What is asked for is looked at before what the host has: it is wrong with KVM and without.
     let memory = progress::map(config.memory)?;
+    let kvm = vm::open()?;
+    if config.fill {
+        progress::fill(&memory)?;
+    }
+    let pagemap = Session::pagemap(&process);
     let sandbox = session.confine()?;
     facts.sandbox = session.sandbox_status();
     let enter =
@@ -41,22 +47,39 @@ pub fn run(process: &Config, config: &RunConfig) -> Result<Outcome, Error> {
         pins: config.pins.clone(),
         page: config.page,
         cpuid: config.cpuid.clone(),
+        dirty_ring: config.dirty_ring,
         enter: Arc::new(enter),
         ..GuestConfig::new(config.vcpus)
     };
-    let mut run = Run::new(Guest::start(&kvm, memory, guest)?, config.clone())?;
-    let end = session.run(&mut run)?;
-    let first_doorbell = run.guest.bell.first();
-    let (mut report, right) = run.report(facts);
-    match end.cause {
-        Cause::Signal(signal) => {
-            report.cut_short = Some(format!("ended by signal {signal}: these are the results so far"));
+    let run = Run::new(Guest::start(&kvm, memory, guest)?, config.clone())?;
+    let mut mobile = Mobile::new(run, sandbox, pagemap).map_err(|e| Error::Host("eventfd", e))?;
+    let end = session.run(&mut mobile)?;
+    Ok(Outcome::of(mobile, facts, end))
+}
+
+impl Outcome {
+    /// Of a guest that has ended so, on the host of `facts`.
+    pub(super) fn of(mobile: Mobile<Run>, facts: Facts, end: End) -> Self {
+        let (elsewhere, saved) = (mobile.is_elsewhere(), mobile.is_saved());
+        let mut run = mobile.machine;
+        let first_doorbell = run.guest.bell.first();
+        if elsewhere {
+            run.give_away();
         }
-        Cause::Stop => {
-            report.cut_short = Some("ended by vellum ctl: these are the results so far".into());
-        }
-        Cause::Guest | Cause::Limit => {}
+        let (mut report, right) = run.report(facts);
+        report.cut_short = match end.cause {
+            _ if end.exit == Exit::Moved => {
+                Some("the guest has moved to another process, which checks its pages in the end".into())
+            }
+            _ if saved => Some("the guest is in a snapshot, and its pages are checked where it ends".into()),
+            _ if elsewhere => Some(
+                "the guest may run on the target of its migration, which checks its pages in the end".into(),
+            ),
+            Cause::Signal(signal) => Some(format!("ended by signal {signal}: these are the results so far")),
+            Cause::Stop => Some("ended by vellum ctl: these are the results so far".into()),
+            Cause::Guest | Cause::Limit => None,
+        };
+        let exit = if right { end.exit } else { Exit::Error };
+        Self { report, exit, first_doorbell }
     }
-    let exit = if right { end.exit } else { Exit::Error };
-    Ok(Outcome { report, exit, first_doorbell })
 }

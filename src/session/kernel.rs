@@ -1,8 +1,9 @@
 //! A PC with a kernel and the session around it, put together.
 
-use super::{Config, Error, Session, progress};
-use crate::machine::{BootConfig, Image, Machine, Opened};
+use super::{Config, End, Error, Session, progress};
+use crate::machine::{BootConfig, Image, Machine, Opened, Origin};
 use crate::memory::MemoryConfig;
+use crate::migration::mobile::Mobile;
 use crate::vm;
 use crate::{machine, vm::counters::Snapshot, vm::lifecycle::Exit, vm::vcpu::Ended};
 
@@ -10,7 +11,7 @@ use crate::{machine, vm::counters::Snapshot, vm::lifecycle::Exit, vm::vcpu::Ende
 pub struct Ready {
     // Dropped first: its threads must be gone before the event loop is.
     /// The machine.
-    pub machine: Machine,
+    pub machine: Mobile<Machine>,
     /// The session.
     pub session: Session,
     /// Kept open with its files' locks.
@@ -44,11 +45,13 @@ pub fn ready(
     let mut image = Image::open(boot)?;
     let opened = Opened::open(config)?;
     let mut session = Session::open(process, opened.sockets())?;
-    let board = opened.assemble(&kvm, progress::map(memory)?)?;
+    let board = opened.assemble(&kvm, || progress::map(memory))?;
     let entry = board.boot(&mut image)?;
     let serial = board.open_serial()?;
+    let pagemap = Session::pagemap(process);
     let sandbox = session.confine()?;
-    let machine = board.start(&entry, serial, sandbox)?;
+    let machine = board.start(Origin::Boot(&entry), serial, sandbox)?;
+    let machine = Mobile::new(machine, sandbox, pagemap).map_err(|error| Error::Host("eventfd", error))?;
     Ok(Ready { machine, session, _image: image })
 }
 
@@ -60,12 +63,20 @@ impl Ready {
     pub fn run(&mut self) -> Result<Outcome, Error> {
         let Self { machine, session, .. } = self;
         let end = session.run(machine)?;
+        Ok(Outcome::of(&mut machine.machine, end))
+    }
+}
+
+impl Outcome {
+    /// Without a machine.
+    pub(super) fn none(end: End) -> Self {
+        Self { exit: end.exit, ended: None, lost_output: 0, counters: None }
+    }
+
+    /// Of a machine that has ended so.
+    pub(super) fn of(machine: &mut Machine, end: End) -> Self {
         let lost_output = machine.serial.unread();
-        Ok(Outcome {
-            exit: end.exit,
-            ended: machine.ended.take(),
-            lost_output,
-            counters: machine.last_counters.take(),
-        })
+        let counters = machine.last_counters.take();
+        Self { exit: end.exit, ended: machine.ended.take(), lost_output, counters }
     }
 }

@@ -11,6 +11,7 @@
 //! 5. [`Session::run`]: main enters the sandbox too, and only then does the first vCPU enter the guest.
 
 pub mod builtin;
+pub mod incoming;
 pub mod kernel;
 pub mod log;
 pub mod progress;
@@ -31,10 +32,12 @@ use crate::fault::{Blame, Fault, Field};
 use crate::guests::guest;
 use crate::machine;
 use crate::memory;
-use crate::payload::{Payload, Subscriber};
+use crate::migration::mobile;
+use crate::payload::{Payload, Serves, Subscriber};
 use crate::sandbox::user::{self, User};
-use crate::sandbox::{self, Sandbox, ThreadKind};
+use crate::sandbox::{self, Sandbox};
 use crate::sys::guard;
+use crate::sys::pagemap::Pagemap;
 use crate::sys::program::{SETTLING, release_start_up_code};
 use crate::sys::signal::{ENDING, SignalFd};
 use crate::sys::socket::{Name, SocketError};
@@ -78,12 +81,18 @@ pub enum Error {
     /// Guest memory.
     #[error(transparent)]
     Memory(#[from] memory::Error),
+    /// A machine that moves.
+    #[error(transparent)]
+    Mobile(#[from] mobile::Error),
     /// KVM.
     #[error(transparent)]
     Vm(#[from] crate::vm::Error),
     /// The control socket.
     #[error("{0}")]
     Control(#[source] SocketError),
+    /// Where a source connects.
+    #[error("{0}")]
+    Listen(#[source] SocketError),
     /// The sandbox.
     #[error(transparent)]
     Sandbox(#[from] sandbox::Error),
@@ -98,14 +107,28 @@ pub enum Error {
     Host(&'static str, #[source] io::Error),
 }
 
+impl Error {
+    /// The signal, where the user ended it before the machine ran.
+    pub fn interrupted(&self) -> Option<i32> {
+        match self {
+            Self::Memory(memory::Error::Interrupted(signal))
+            | Self::Machine(machine::Error::Memory(memory::Error::Interrupted(signal)))
+            | Self::Guest(guest::Error::Interrupted(signal)) => Some(*signal),
+            _ => None,
+        }
+    }
+}
+
 impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
             Self::Machine(error) => error.blame(),
             Self::Guest(error) => error.blame(),
             Self::Memory(error) => error.blame(),
+            Self::Mobile(error) => error.blame(),
             Self::Vm(error) => error.blame(),
             Self::Control(_) => Blame::user(Field::Name),
+            Self::Listen(_) => Blame::user(Field::Listen),
             Self::Sandbox(error) => error.blame(),
             Self::User(error) => error.blame(),
             Self::EventLoop(_) | Self::Host(..) => Blame::HOST,
@@ -144,7 +167,6 @@ pub struct Session {
     sandbox: Sandbox,
     user: Option<User>,
     limit: Option<Duration>,
-    paused: bool,
 }
 
 /// The event loop's part in signals.
@@ -204,7 +226,7 @@ impl Session {
         }
         let Config { sandbox, user, limit, .. } = *config;
         let sandbox = Sandbox::new(sandbox);
-        Ok(Self { events, signals, asked, listeners, sandbox, user, limit, paused: false })
+        Ok(Self { events, signals, asked, listeners, sandbox, user, limit })
     }
 
     /// Gives up privileges and paths, for the whole process. What is returned goes to each thread that is started from now on,
@@ -220,9 +242,24 @@ impl Session {
         Ok(self.sandbox)
     }
 
+    /// What tells which memory of this process was ever touched, for machines that can be told to move; before [`Session::confine`].
+    /// Without it all of a machine's memory is read once where it moves.
+    fn pagemap(process: &Config) -> Option<Arc<Pagemap>> {
+        process.control.as_ref().and_then(|_| Pagemap::open().ok()).map(Arc::new)
+    }
+
     /// What of the sandbox is in force, as results record it.
     pub fn sandbox_status(&self) -> String {
         self.sandbox.status()
+    }
+
+    /// Has the event loop serve what is new of `payload`.
+    fn serve_for<P: Payload>(&mut self, payload: &mut P) {
+        let Serves { subscribers, wakes } = payload.serves();
+        subscribers.into_iter().for_each(|subscriber| self.serve(subscriber));
+        if !wakes.is_empty() {
+            self.serve(Arc::new(Mutex::new(Wakes(wakes))));
+        }
     }
 
     /// Has the event loop serve one more.
@@ -238,9 +275,8 @@ impl Session {
     where
         Error: From<P::Error>,
     {
-        payload.subscribers().into_iter().for_each(|subscriber| self.serve(subscriber));
-        self.serve(Arc::new(Mutex::new(Wakes(payload.wakes()))));
-        self.sandbox.enter(ThreadKind::Main, "main")?;
+        self.serve_for(payload);
+        self.sandbox.enter(payload.confinement(), "main")?;
         payload.start()?;
         let deadline = self.limit.map(|limit| Instant::now() + limit);
         let end = self.turns(payload, deadline)?;
@@ -260,7 +296,10 @@ impl Session {
         let mut settled = false;
         let mut ending: Option<Cause> = None;
         loop {
-            if let Some(exit) = payload.poll()? {
+            let polled = payload.poll();
+            payload.news().iter().for_each(|event| self.listeners.tell(event));
+            self.serve_for(payload);
+            if let Some(exit) = polled? {
                 bar.finish_and_clear();
                 let cause = ending.unwrap_or(Cause::Guest);
                 let exit = match cause {
@@ -276,14 +315,18 @@ impl Session {
             let waits = [
                 left,
                 (!bar.is_hidden()).then_some(REDRAWING),
-                (!settled).then_some(SETTLING),
                 tells.then(|| TELLING.saturating_sub(told.elapsed())),
             ];
-            if self.events.run_with_timeout(milliseconds(waits.into_iter().flatten().min()))? == 0 && !settled
-            {
-                // Out of the guest's way while it starts, for unmapping makes its vCPUs fault too.
+            let wait = waits.into_iter().flatten().min();
+            let settling = wait.map_or(SETTLING, |wait| wait.min(SETTLING));
+            let first = if settled { wait } else { Some(settling) };
+            if self.events.run_with_timeout(milliseconds(first))? == 0 && !settled {
+                // Out of the guest's way while it starts, for unmapping makes its vCPUs fault too; and right before main sleeps on,
+                // for whatever it ran in between would be mapped again.
                 settled = true;
                 release_start_up_code();
+                let rest = wait.map(|wait| wait.saturating_sub(settling));
+                self.events.run_with_timeout(milliseconds(rest))?;
             }
             let mut cause = None;
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
@@ -327,7 +370,7 @@ impl Session {
             let descriptors = std::mem::take(&mut asked.descriptors);
             let answer = match &asked.what {
                 Do::Pause {} => self.pause(payload).map(|us| json!({ "us": us })),
-                Do::Resume {} => {
+                Do::Resume { force: false } => {
                     self.resume(payload);
                     Ok(json!({}))
                 }
@@ -338,7 +381,7 @@ impl Session {
                 }
                 // The server answers this one itself.
                 Do::Events {} => Ok(json!({})),
-                what @ (Do::Balloon { .. } | Do::Serial { .. }) => payload.ask(what, descriptors),
+                what => payload.ask(what, descriptors),
             };
             asked.answer(answer);
         }
@@ -347,19 +390,18 @@ impl Session {
 
     /// Pauses the machine, if it is not paused; how long that took, in microseconds.
     fn pause<P: Payload>(&mut self, payload: &mut P) -> Result<u64, String> {
-        if self.paused {
+        if payload.is_paused() {
             return Ok(0);
         }
         let start = Instant::now();
         payload.pause().map_err(|error| error.to_string())?;
         let us = start.elapsed().as_micros() as u64;
-        self.paused = true;
         self.listeners.tell(&Event::Paused { us });
         Ok(us)
     }
 
     fn resume<P: Payload>(&mut self, payload: &mut P) {
-        if std::mem::take(&mut self.paused) {
+        if payload.is_paused() {
             payload.resume();
             self.listeners.tell(&Event::Resumed {});
         }
@@ -369,11 +411,18 @@ impl Session {
         let outline = payload.outline();
         Status {
             pid: std::process::id(),
-            state: if self.paused { "paused" } else { "running" }.into(),
+            state: match payload.standing() {
+                Some(standing) => standing,
+                None if payload.is_paused() => "paused",
+                None => "running",
+            }
+            .into(),
             vcpus: outline.vcpus,
             memory: outline.memory,
             balloon: outline.balloon,
             vsock: outline.vsock.map(|path| path.display().to_string()),
+            dirty_ring: outline.dirty_ring,
+            tracker: payload.tracker().map(str::to_owned),
         }
     }
 

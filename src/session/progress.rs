@@ -7,9 +7,11 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
 use crate::arch::layout::RAM;
+use crate::guests;
 use crate::memory::{self, Memory, MemoryConfig};
 use crate::payload::Progress;
 use crate::report::units::humanised;
+use crate::sys::signal;
 
 /// A bar of `length` steps (0 where the end is not known) on a terminal; hidden elsewhere.
 pub fn bar(length: u64, template: &str) -> ProgressBar {
@@ -50,15 +52,37 @@ pub fn bytes(what: &str, bytes: u64) -> ProgressBar {
     bar(bytes, &format!("{what} {{bar:30}} {{binary_bytes}} of {{binary_total_bytes}}  {{eta}} left"))
 }
 
-/// Maps memory, and populates it where that is asked for, with a bar.
+/// Maps memory, and populates it where that is asked for, with a bar and until a signal ends it: nobody reads them yet.
 pub(super) fn map(config: MemoryConfig) -> Result<Memory, memory::Error> {
     let memory = Memory::map(RAM, config)?;
     if config.prealloc {
         let bar = bytes("populating", config.size);
-        memory.populate(|bytes| bar.inc(bytes))?;
+        let signal = || signal::waiting(&signal::ENDING);
+        let whole = memory.populate(|bytes| {
+            bar.inc(bytes);
+            signal().is_none()
+        })?;
         bar.finish_and_clear();
+        if let Some(signal) = signal().filter(|_| !whole) {
+            return Err(memory::Error::Interrupted(signal));
+        }
     }
     Ok(memory)
+}
+
+/// Fills memory with random numbers, with a bar and until a signal ends it.
+pub(super) fn fill(memory: &Memory) -> Result<(), memory::Error> {
+    let bar = bytes("filling", memory.config.size);
+    let signal = || signal::waiting(&signal::ENDING);
+    let whole = guests::fill(memory, |bytes| {
+        bar.inc(bytes);
+        signal().is_none()
+    });
+    bar.finish_and_clear();
+    match signal().filter(|_| !whole) {
+        Some(signal) => Err(memory::Error::Interrupted(signal)),
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]

@@ -4,8 +4,16 @@ use std::io;
 
 /// Binds the calling thread to one CPU.
 pub fn pin(cpu: usize) -> io::Result<()> {
+    allow(&[cpu])
+}
+
+/// Binds the calling thread, and what it starts from now on, to some CPUs.
+pub fn allow(cpus: &[usize]) -> io::Result<()> {
     let mut words = [0u64; 128];
-    *words.get_mut(cpu / 64).ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))? |= 1 << (cpu % 64);
+    for cpu in cpus {
+        *words.get_mut(cpu / 64).ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))? |=
+            1 << (cpu % 64);
+    }
     // SAFETY: the mask is as long as the call is told, and only read.
     let result =
         unsafe { libc::syscall(libc::SYS_sched_setaffinity, 0, size_of_val(&words), words.as_ptr()) };

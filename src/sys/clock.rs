@@ -1,4 +1,4 @@
-//! The clock that all processes of a host share.
+//! The clocks that all processes of a host share.
 
 use std::time::Duration;
 
@@ -8,4 +8,18 @@ pub fn monotonic() -> Duration {
     // SAFETY: the structure is ours; this clock exists on every Linux, so the call cannot fail.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
     Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
+}
+
+/// Whole microseconds.
+pub fn micros(time: Duration) -> u64 {
+    time.as_micros() as u64
+}
+
+/// CLOCK_REALTIME: the time since 1970 as the host knows it.
+pub fn realtime() -> Duration {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the structure is ours; this clock exists on every Linux, so the call cannot fail.
+    unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &mut now) };
+    // A host that believes to be before 1970 has no time yet.
+    Duration::new(now.tv_sec.max(0) as u64, now.tv_nsec.unsigned_abs() as u32)
 }

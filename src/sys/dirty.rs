@@ -16,6 +16,7 @@ use kvm_ioctls::{VcpuFd, VmFd};
 use vmm_sys_util::ioctl::{ioctl, ioctl_with_mut_ref, ioctl_with_ref};
 
 use super::mmap::PAGE_SIZE;
+use super::signal;
 use numbers::*;
 
 #[allow(
@@ -77,7 +78,12 @@ pub fn clear_log(vm: &VmFd, id: u32, first: u64, pages: u32, words: &[u64]) -> i
 }
 
 /// Protects the pages of all harvested ring entries again and frees the entries; returns how many those were.
+///
+/// Signals wait meanwhile. Where one is pending, kvm_dirty_ring_reset() (virt/kvm/dirty_ring.c, Linux 6.16 to at least 7.2) returns
+/// between two entries, and those that it has gathered by then are freed and not protected: the guest's next write to such a page
+/// is in no ring.
 pub fn reset_rings(vm: &VmFd) -> io::Result<u32> {
+    let _blocked = signal::Blocked::all();
     // SAFETY: the call has no argument.
     result(unsafe { ioctl(vm, KVM_RESET_DIRTY_RINGS()) })
 }

@@ -2,9 +2,13 @@
 //! open file descriptions (F_OFD_SETLK). These belong to the open file and not to the process, so they last exactly as long as the
 //! descriptor, and two opens in one process exclude each other too.
 
+use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 /// Who may hold the lock at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +39,24 @@ pub fn reserve(file: &File, len: u64) -> io::Result<()> {
     let error = io::Error::last_os_error();
     match error.raw_os_error() {
         Some(libc::EOPNOTSUPP | libc::ENOSYS) => Ok(()),
+        _ => Err(error),
+    }
+}
+
+/// Gives the space of `len` bytes of `file` from `offset` on back; they read as zeroes.
+///
+/// # Errors
+/// Where a write fails, on a file system that cannot give space back.
+pub fn punch(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    let (from, bytes) = (offset as libc::off_t, len as libc::off_t);
+    // SAFETY: takes numbers only.
+    if unsafe { libc::fallocate(file.as_raw_fd(), mode, from, bytes) } == 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EOPNOTSUPP | libc::ENOSYS) => file.write_all_at(&vec![0; len as usize], offset),
         _ => Err(error),
     }
 }
@@ -89,4 +111,49 @@ pub fn lock(file: &File, lock: Lock) -> io::Result<bool> {
         Some(libc::EAGAIN | libc::EACCES) => Ok(false),
         _ => Err(error),
     }
+}
+
+/// Gives up what [`lock`] took.
+pub fn unlock(file: &File) -> io::Result<()> {
+    let range = whole(libc::F_UNLCK);
+    // SAFETY: `range` is a valid struct flock for the duration of the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &range) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+/// Locks a directory, which is open for reading alone (flock(2)), for as long as it is open; false where somebody else has.
+///
+/// # Errors
+/// On a file system without locks.
+pub fn lock_directory(directory: &File) -> io::Result<bool> {
+    // SAFETY: takes numbers only.
+    if unsafe { libc::flock(directory.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
+        return Ok(true);
+    }
+    let error = io::Error::last_os_error();
+    if error.kind() == io::ErrorKind::WouldBlock { Ok(false) } else { Err(error) }
+}
+
+/// Names a file that was opened without a name (O_TMPFILE), on its own file system.
+///
+/// # Errors
+/// Where there is such a name already, among others.
+pub fn name(file: &File, path: &Path) -> io::Result<()> {
+    let from = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    let to = CString::new(path.as_os_str().as_bytes())?;
+    let (here, follow) = (libc::AT_FDCWD, libc::AT_SYMLINK_FOLLOW);
+    // SAFETY: both are strings that end with a zero byte and live until the call returns.
+    match unsafe { libc::linkat(here, from.as_ptr(), here, to.as_ptr(), follow) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// A copy of the descriptor `fd` that this process was started with; `None` where there is none.
+pub fn inherited(fd: RawFd) -> Option<OwnedFd> {
+    // SAFETY: takes numbers only; what comes back is new, and nobody else's.
+    let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 3) };
+    // SAFETY: as above.
+    (copy >= 0).then(|| unsafe { OwnedFd::from_raw_fd(copy) })
 }

@@ -1,4 +1,48 @@
-//! The C library's heap, as far as confined threads have to care.
+//! The heap: whose it is, and what confined threads need of it.
+
+#[cfg(target_env = "musl")]
+mod own {
+    use std::alloc::{GlobalAlloc, Layout};
+
+    use dlmalloc::GlobalDlmalloc;
+
+    /// The allocator of static programs. musl's own keeps objects of each size in groups of a few pages, and maps and unmaps pages
+    /// for a group; a program that has just started is always at the beginning of some group: until a machine runs, 84 calls and 55
+    /// page faults. This one grows one heap, with one lock, as musl's has, and calls nothing that the sandbox forbids.
+    ///
+    /// It is called and never inlined, which made the program 350 KiB larger.
+    struct Heap;
+
+    #[global_allocator]
+    static HEAP: Heap = Heap;
+
+    // SAFETY: every call is passed on as it is to an allocator that keeps the trait's promises.
+    unsafe impl GlobalAlloc for Heap {
+        #[inline(never)]
+        unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+            // SAFETY: the caller's promises are those that are asked for.
+            unsafe { GlobalDlmalloc.alloc(layout) }
+        }
+
+        #[inline(never)]
+        unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+            // SAFETY: as above.
+            unsafe { GlobalDlmalloc.dealloc(at, layout) }
+        }
+
+        #[inline(never)]
+        unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+            // SAFETY: as above.
+            unsafe { GlobalDlmalloc.alloc_zeroed(layout) }
+        }
+
+        #[inline(never)]
+        unsafe fn realloc(&self, at: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
+            // SAFETY: as above.
+            unsafe { GlobalDlmalloc.realloc(at, layout, bytes) }
+        }
+    }
+}
 
 /// Keeps glibc to one heap. Called before there are threads.
 ///

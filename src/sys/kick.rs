@@ -8,7 +8,7 @@ use std::mem::offset_of;
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use kvm_bindings::{kvm_run, kvm_run__bindgen_ty_1, kvm_run__bindgen_ty_1__bindgen_ty_4 as Io};
 use kvm_ioctls::VcpuFd;
@@ -22,8 +22,12 @@ pub fn signal() -> libc::c_int {
 
 extern "C" fn nothing(_: libc::c_int) {}
 
-/// Installs the handler, before the first vCPU runs; again and again does no harm.
+/// Installs the handler, once for the process: before the first vCPU runs, and before a sandbox that has no rt_sigaction(2).
 pub fn install() -> io::Result<()> {
+    static INSTALLED: AtomicBool = AtomicBool::new(false);
+    if INSTALLED.load(Ordering::Acquire) {
+        return Ok(());
+    }
     // SAFETY: an all-zero sigaction is valid: no flags (so that system calls are interrupted, not restarted), an
     // empty mask, and a handler that touches nothing.
     let result = unsafe {
@@ -31,7 +35,11 @@ pub fn install() -> io::Result<()> {
         action.sa_sigaction = nothing as *const () as usize;
         libc::sigaction(signal(), &action, std::ptr::null_mut())
     };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    INSTALLED.store(true, Ordering::Release);
+    Ok(())
 }
 
 /// A vCPU's `kvm_run`, mapped a second time.

@@ -1,8 +1,11 @@
-//! KVM's vCPU ioctls that kvm-ioctls lacks or leaves unsafe: SREGS2 (Linux 5.14) and XSAVE of any size (5.17).
+//! KVM's vCPU ioctls that kvm-ioctls lacks or leaves unsafe: SREGS2 (Linux 5.14), the TSC's offset (5.16) and XSAVE of any size
+//! (5.17).
 
 use std::io;
 
-use kvm_bindings::{KVM_CAP_XSAVE2, KVMIO, kvm_sregs2};
+use kvm_bindings::{
+    KVM_CAP_XSAVE2, KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_device_attr, kvm_sregs2,
+};
 use kvm_ioctls::{VcpuFd, VmFd};
 use vmm_sys_util::ioctl::{ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ptr, ioctl_with_ref};
 use vmm_sys_util::{ioctl_ior_nr, ioctl_iow_nr};
@@ -22,6 +25,8 @@ mod request {
     ioctl_ior_nr!(KVM_GET_SREGS2, KVMIO, 0xcc, kvm_sregs2);
     ioctl_iow_nr!(KVM_SET_SREGS2, KVMIO, 0xcd, kvm_sregs2);
     ioctl_ior_nr!(KVM_GET_XSAVE2, KVMIO, 0xcf, Xsave);
+    ioctl_iow_nr!(KVM_SET_DEVICE_ATTR, KVMIO, 0xe1, kvm_device_attr);
+    ioctl_iow_nr!(KVM_GET_DEVICE_ATTR, KVMIO, 0xe2, kvm_device_attr);
 }
 use request::*;
 
@@ -86,4 +91,29 @@ pub fn set_xsave(vcpu: &VcpuFd, size: XsaveSize, area: &[u32]) -> io::Result<()>
     padded.resize(XSAVE_MAX / 4, 0);
     // SAFETY: the kernel reads as much as it writes in `get_xsave`; the buffer is as large as there.
     done(unsafe { ioctl_with_ptr(vcpu, KVM_SET_XSAVE(), padded.as_ptr()) })
+}
+
+/// What KVM adds to the host's TSC to have the guest's: `KVM_VCPU_TSC_OFFSET`.
+pub fn tsc_offset(vcpu: &VcpuFd) -> io::Result<u64> {
+    let mut offset = 0u64;
+    let attr = offset_attr(&raw mut offset);
+    // SAFETY: the kernel reads the structure, and writes 8 bytes to where it points.
+    done(unsafe { ioctl_with_ref(vcpu, KVM_GET_DEVICE_ATTR(), &attr) })?;
+    Ok(offset)
+}
+
+/// Sets it.
+pub fn set_tsc_offset(vcpu: &VcpuFd, mut offset: u64) -> io::Result<()> {
+    let attr = offset_attr(&raw mut offset);
+    // SAFETY: the kernel reads the structure, and 8 bytes where it points.
+    done(unsafe { ioctl_with_ref(vcpu, KVM_SET_DEVICE_ATTR(), &attr) })
+}
+
+fn offset_attr(offset: *mut u64) -> kvm_device_attr {
+    kvm_device_attr {
+        group: KVM_VCPU_TSC_CTRL,
+        attr: KVM_VCPU_TSC_OFFSET.into(),
+        addr: offset as u64,
+        ..Default::default()
+    }
 }

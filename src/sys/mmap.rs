@@ -11,6 +11,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The base page size of every host that Vellum runs on.
 pub const PAGE_SIZE: u64 = 4096;
 
+/// What a copy of many bytes is aligned to where it should be fast.
+const CACHE_LINE: usize = 64;
+
 /// A mapping that lives until it is dropped.
 #[derive(Debug)]
 pub struct Mapping {
@@ -132,6 +135,43 @@ impl Mapping {
         unsafe { std::slice::from_raw_parts(self.as_ptr().cast(), self.len / 8) }
     }
 
+    /// Copies `to.len()` bytes from `offset` on, a multiple of 8 both. Where somebody writes there meanwhile, each word is an old
+    /// or a new one.
+    ///
+    /// # Panics
+    /// Where the range is not inside the mapping.
+    pub fn copy_to(&self, offset: u64, to: &mut [u8]) {
+        let words = self.words_in(offset, to.len());
+        if !(to.as_ptr() as usize).is_multiple_of(CACHE_LINE) {
+            // glibc copies much with `rep movsb`, which takes several times as long as this where its target is not aligned.
+            let (copies, _) = to.as_chunks_mut();
+            for (bytes, word) in copies.iter_mut().zip(words) {
+                *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
+            }
+            return;
+        }
+        // SAFETY: both are valid for that many bytes, and do not overlap: nobody else makes references to a mapping's content.
+        // Guests and the kernel may write to the source meanwhile, and any byte is a valid u8; nothing is read twice.
+        unsafe { std::ptr::copy_nonoverlapping(words.as_ptr().cast(), to.as_mut_ptr(), to.len()) };
+    }
+
+    /// Writes `from` to `offset`, a multiple of 8 both, while others may read and write there.
+    ///
+    /// # Panics
+    /// Where the range is not inside the mapping.
+    pub fn copy_from(&self, offset: u64, from: &[u8]) {
+        let words = self.words_in(offset, from.len());
+        // SAFETY: both are valid for that many bytes, and do not overlap: nobody else makes references to a mapping's content,
+        // and `words` are atomics, which may be written to through a shared reference. Guests and the kernel may read and write
+        // there meanwhile; what they see is theirs to settle.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), words.as_ptr().cast_mut().cast(), from.len()) };
+    }
+
+    fn words_in(&self, offset: u64, len: usize) -> &[AtomicU64] {
+        assert!(offset.is_multiple_of(8) && len.is_multiple_of(8), "{len} bytes at {offset}: not in words");
+        &self.words()[offset as usize / 8..][..len / 8]
+    }
+
     /// `madvise` over the whole mapping.
     pub fn advise(&self, advice: libc::c_int) -> io::Result<()> {
         self.advise_range(0, self.len as u64, advice)
@@ -198,6 +238,37 @@ pub fn memfd(name: &std::ffi::CStr, len: u64, huge_log2: Option<u32>) -> io::Res
     Ok(file)
 }
 
+/// A file in memory whose length nobody can change any more.
+///
+/// # Errors
+/// What the kernel says.
+pub fn sealed_memfd(name: &std::ffi::CStr, len: u64) -> io::Result<File> {
+    // SAFETY: as in `memfd`.
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is new and ours alone.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(len)?;
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: takes numbers only.
+    check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
+    Ok(file)
+}
+
+/// Whether nobody can make `file` shorter: an access to its mapping never faults then.
+///
+/// # Errors
+/// EINVAL where it is no file in memory.
+pub fn seals_hold(file: &File) -> io::Result<bool> {
+    // SAFETY: takes numbers only.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) } {
+        -1 => Err(io::Error::last_os_error()),
+        seals => Ok(seals & libc::F_SEAL_SHRINK != 0),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -228,6 +299,22 @@ mod tests {
         };
         // Another test's reservation may be there for a moment; what is left behind stays.
         assert!((0..100).any(|_| !reserved()), "{after:#x} is still reserved");
+    }
+
+    #[test]
+    fn bytes_are_copied_wherever_their_other_end_lies() {
+        let map = Mapping::new(2 * PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap();
+        let bytes: Vec<u8> = (0..4096 + 64).map(|at| (at * 7 % 251) as u8).collect();
+        for at in 0..64 {
+            map.copy_from(64, &bytes[at..at + 4096]);
+            let mut back = vec![0; 4096 + 64];
+            map.copy_to(64, &mut back[at..at + 4096]);
+            assert_eq!(back[at..at + 4096], bytes[at..at + 4096], "{at}");
+        }
+        for (offset, len) in [(PAGE_SIZE, 4104), (2 * PAGE_SIZE, 8), (u64::MAX - 7, 8), (4, 8), (8, 4)] {
+            let refused = std::panic::catch_unwind(|| map.copy_to(offset, &mut vec![0; len]));
+            assert!(refused.is_err(), "{len} bytes at {offset:#x}");
+        }
     }
 
     #[test]

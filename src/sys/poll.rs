@@ -2,26 +2,43 @@
 
 use std::io;
 use std::os::fd::RawFd;
+use std::time::Duration;
 
-/// A set of descriptors to wait for until one can be read.
+/// A set of descriptors to wait for until one of them is ready.
 #[derive(Default)]
-pub struct Readable(Vec<libc::pollfd>);
+pub struct Poll(Vec<libc::pollfd>);
 
-impl Readable {
-    /// Waits for these too.
-    pub fn add(&mut self, fd: RawFd) {
+impl Poll {
+    /// Waits until this one can be read, too.
+    pub fn readable(&mut self, fd: RawFd) {
         self.0.push(libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
     }
 
-    /// Returns when one of them can be read or a signal has come.
-    pub fn wait(&mut self) -> io::Result<()> {
+    /// Waits until this one can be written, too.
+    pub fn writable(&mut self, fd: RawFd) {
+        self.0.push(libc::pollfd { fd, events: libc::POLLOUT, revents: 0 });
+    }
+
+    /// Returns when one of them is ready, a signal has come, or `timeout` is over; `None` waits for ever. Whether one is ready.
+    ///
+    /// # Errors
+    /// Where the kernel refuses to wait.
+    pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
+        // Rounded up, so that the last millisecond is not spent spinning.
+        let timeout =
+            timeout.map_or(-1, |left| i32::try_from(left.as_micros().div_ceil(1000)).unwrap_or(i32::MAX));
         // SAFETY: the vector holds as many entries as it says; the kernel writes their `revents`.
-        match unsafe { libc::poll(self.0.as_mut_ptr(), self.0.len() as libc::nfds_t, -1) } {
+        match unsafe { libc::poll(self.0.as_mut_ptr(), self.0.len() as libc::nfds_t, timeout) } {
             -1 => match io::Error::last_os_error() {
-                error if error.kind() == io::ErrorKind::Interrupted => Ok(()),
+                error if error.kind() == io::ErrorKind::Interrupted => Ok(false),
                 error => Err(error),
             },
-            _ => Ok(()),
+            ready => Ok(ready > 0),
         }
+    }
+
+    /// Whether the last [`Poll::wait`] found `fd` ready, broken or closed.
+    pub fn is_ready(&self, fd: RawFd) -> bool {
+        self.0.iter().any(|entry| entry.fd == fd && entry.revents != 0)
     }
 }

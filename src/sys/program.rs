@@ -2,14 +2,10 @@
 
 use std::time::Duration;
 
+use super::mmap::PAGE_SIZE;
+
 /// How long nothing must have happened before start-up counts as over.
 pub const SETTLING: Duration = Duration::from_millis(50);
-
-unsafe extern "C" {
-    // The linker's: where the program's headers start and where its code ends.
-    static __executable_start: u8;
-    static etext: u8;
-}
 
 /// Unmaps the program's code and constants; what is still needed comes back from the page cache by minor faults.
 ///
@@ -17,10 +13,35 @@ unsafe extern "C" {
 /// end nearly all of the program counts as this process's, of which a running guest needs little. A debugger's
 /// breakpoints, which are private copies of pages, go as well: set them after this.
 pub fn release_start_up_code() {
-    let (start, end) = (&raw const __executable_start as usize, &raw const etext as usize);
-    // Whole pages: on the last one something may begin that is written to.
-    let end = end & !(super::mmap::PAGE_SIZE as usize - 1);
-    // SAFETY: everything between the two symbols is mapped from the program's file, never written, and so the same when it
-    // is read again. Failure (gaps between the segments) does no harm.
-    unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_DONTNEED) };
+    // SAFETY: the callback has the type that is asked for, and gets a pointer that it does not use.
+    unsafe { libc::dl_iterate_phdr(Some(release), std::ptr::null_mut()) };
+}
+
+/// Unmaps what an object of this process was loaded with and cannot have written to. Not 0, so that the first, which is the
+/// program, is the last.
+///
+/// Its program headers are asked, and not the linker's symbols, because linkers do not agree on whether constants come before or
+/// after code.
+extern "C" fn release(
+    object: *mut libc::dl_phdr_info,
+    _size: libc::size_t,
+    _data: *mut libc::c_void,
+) -> libc::c_int {
+    // SAFETY: the C library passes a description that is whole, with so many program headers, for the time of this call.
+    let (base, headers) = unsafe {
+        let object = &*object;
+        (object.dlpi_addr, std::slice::from_raw_parts(object.dlpi_phdr, object.dlpi_phnum.into()))
+    };
+    // The headers themselves are in the first segment: what is read of them comes back.
+    for header in headers.iter().rev() {
+        if header.p_type != libc::PT_LOAD || header.p_flags & libc::PF_W != 0 {
+            continue;
+        }
+        let start = (base + header.p_vaddr) & !(PAGE_SIZE - 1);
+        let end = (base + header.p_vaddr + header.p_memsz).next_multiple_of(PAGE_SIZE);
+        // SAFETY: the pages of a segment that may not be written to are the file's own, and so the same when they are read again.
+        // Another segment, which may be written to, begins on a page of its own. Failure does no harm.
+        unsafe { libc::madvise(start as *mut libc::c_void, (end - start) as usize, libc::MADV_DONTNEED) };
+    }
+    1
 }

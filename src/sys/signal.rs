@@ -3,8 +3,11 @@
 
 use std::fs::File;
 use std::io::{self, Read};
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 /// The signals by which a user ends a program.
@@ -57,6 +60,64 @@ impl AsRawFd for SignalFd {
     }
 }
 
+/// While this lives, no signal reaches its thread; what comes meanwhile reaches it afterwards.
+#[derive(Debug)]
+pub struct Blocked {
+    before: libc::sigset_t,
+    // A mask is its thread's.
+    _thread: PhantomData<*const ()>,
+}
+
+impl Blocked {
+    /// From now on.
+    pub fn all() -> Self {
+        let (mut all, mut before) =
+            (MaybeUninit::<libc::sigset_t>::uninit(), MaybeUninit::<libc::sigset_t>::zeroed());
+        // SAFETY: sigfillset initialises `all` before it is read; a zeroed mask is valid, and pthread_sigmask, which fails for wrong
+        // arguments alone, overwrites it.
+        let before = unsafe {
+            libc::sigfillset(all.as_mut_ptr());
+            libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
+            before.assume_init()
+        };
+        Self { before, _thread: PhantomData }
+    }
+}
+
+impl Drop for Blocked {
+    fn drop(&mut self) {
+        // SAFETY: reads the mask.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.before, std::ptr::null_mut()) };
+    }
+}
+
+/// One of `signals` that has come where it is blocked, and that nobody has read yet.
+pub fn waiting(signals: &[i32]) -> Option<i32> {
+    let mut set = MaybeUninit::<libc::sigset_t>::zeroed();
+    // SAFETY: sigpending initialises the set, and a zeroed one is valid where it should fail.
+    let set = unsafe {
+        libc::sigpending(set.as_mut_ptr());
+        set.assume_init()
+    };
+    // SAFETY: reads the set, and takes any number.
+    signals.iter().copied().find(|&signal| unsafe { libc::sigismember(&set, signal) } == 1)
+}
+
+/// Has what `command` starts end when the thread that starts it ends, however that comes about.
+pub fn end_with_parent(command: &mut Command) {
+    let parent = std::process::id() as libc::pid_t;
+    // SAFETY: between fork and exec these two system calls take numbers only, and neither allocates nor locks.
+    unsafe {
+        command.pre_exec(move || {
+            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            // One that has ended by then sends nothing.
+            if libc::getppid() == parent { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ESRCH)) }
+        });
+    }
+}
+
 /// What came and nobody has taken yet, and what came last; 0 for none.
 static PENDING: AtomicI32 = AtomicI32::new(0);
 static LAST: AtomicI32 = AtomicI32::new(0);
@@ -94,6 +155,11 @@ pub fn take() -> Option<i32> {
     Some(PENDING.swap(0, Ordering::SeqCst)).filter(|&signal| signal != 0)
 }
 
+/// Whether a signal was remembered that nobody has taken.
+pub fn is_pending() -> bool {
+    PENDING.load(Ordering::SeqCst) != 0
+}
+
 /// The last signal that was remembered, whether taken or not.
 pub fn last() -> Option<i32> {
     Some(LAST.load(Ordering::SeqCst)).filter(|&signal| signal != 0)
@@ -109,15 +175,18 @@ mod tests {
         assert_eq!(take(), None);
         // SAFETY: raise takes any signal, and this one has a handler.
         unsafe { libc::raise(libc::SIGUSR2) };
+        assert!(is_pending());
         assert_eq!((take(), take(), last()), (Some(libc::SIGUSR2), None, Some(libc::SIGUSR2)));
     }
 
     #[test]
     fn a_blocked_signal_is_read() {
         let mut signals = SignalFd::new(&[libc::SIGUSR1]).unwrap();
-        assert_eq!(signals.read(), None);
+        assert_eq!((signals.read(), waiting(&[libc::SIGUSR1])), (None, None));
         // SAFETY: pthread_self cannot fail, and the signal is blocked in this thread.
         unsafe { libc::pthread_kill(libc::pthread_self(), libc::SIGUSR1) };
+        assert_eq!(waiting(&[libc::SIGUSR2, libc::SIGUSR1]), Some(libc::SIGUSR1));
         assert_eq!(signals.read(), Some(libc::SIGUSR1));
+        assert_eq!(waiting(&[libc::SIGUSR1]), None);
     }
 }

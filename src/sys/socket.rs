@@ -161,6 +161,75 @@ pub fn connect(path: &Path, patience: Duration) -> io::Result<UnixStream> {
     }
 }
 
+/// Makes a connected stream socket fit for bulk data: large buffers, and, where it is TCP, no delay of what is small and an end of
+/// a peer that has been silent for `liveness`.
+///
+/// # Errors
+/// Where it is no stream socket.
+pub fn prepare_stream(socket: &OwnedFd, liveness: Duration) -> io::Result<()> {
+    let fd = socket.as_raw_fd();
+    let option = |level, name, value: libc::c_int| {
+        let len = size_of::<libc::c_int>() as libc::socklen_t;
+        // SAFETY: the value outlives the call, and `len` is its size.
+        unsafe { libc::setsockopt(fd, level, name, (&raw const value).cast(), len) }
+    };
+    let mut kind: libc::c_int = 0;
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes.
+    let known =
+        unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_TYPE, (&raw mut kind).cast(), &mut len) };
+    if known != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    if kind != libc::SOCK_STREAM {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no stream socket"));
+    }
+    // What is refused costs speed alone, and a unix socket refuses what is TCP's.
+    option(libc::SOL_SOCKET, libc::SO_SNDBUF, STREAM_BUFFER);
+    option(libc::SOL_SOCKET, libc::SO_RCVBUF, STREAM_BUFFER);
+    option(libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1);
+    option(libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
+    let milliseconds = libc::c_int::try_from(liveness.as_millis()).unwrap_or(libc::c_int::MAX);
+    option(libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, milliseconds);
+    Ok(())
+}
+
+/// What a socket for bulk data may hold in each direction, in bytes: more than one frame of a migration.
+const STREAM_BUFFER: libc::c_int = 1 << 20;
+
+/// Sends what the socket takes at once of `bytes`, and says how much that was.
+///
+/// # Errors
+/// `WouldBlock` where it takes nothing now, and what else send(2) says.
+pub fn send_some(socket: &OwnedFd, bytes: &[u8]) -> io::Result<usize> {
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: the kernel reads no more than `bytes` has.
+    let sent = unsafe { libc::send(socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), flags) };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
+/// Reads what has come into `buffer`, and says how much that was; 0 where the peer has closed.
+///
+/// # Errors
+/// `WouldBlock` where nothing has come, and what else recv(2) says.
+pub fn receive_some(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
+    let flags = libc::MSG_DONTWAIT;
+    // SAFETY: the kernel writes no more than `buffer` has room for.
+    let came = unsafe { libc::recv(socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), flags) };
+    usize::try_from(came).map_err(|_| io::Error::last_os_error())
+}
+
+/// Ends a connection, whoever waits at it.
+pub fn shut(socket: &OwnedFd, how: std::net::Shutdown) {
+    let how = match how {
+        std::net::Shutdown::Read => libc::SHUT_RD,
+        std::net::Shutdown::Write => libc::SHUT_WR,
+        std::net::Shutdown::Both => libc::SHUT_RDWR,
+    };
+    // SAFETY: takes numbers only. One that has ended already is left alone.
+    unsafe { libc::shutdown(socket.as_raw_fd(), how) };
+}
+
 /// The user at the other end of a connection.
 pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
     peer(stream).map(|peer| peer.uid)
@@ -250,13 +319,17 @@ fn connect_to(address: &libc::sockaddr_un) -> io::Result<OwnedFd> {
 }
 
 /// The most descriptors that one message may bring; even, because the kernel pads what it writes to 8 bytes.
-pub const MOST_DESCRIPTORS: usize = 4;
+pub const MOST_DESCRIPTORS: usize = 18;
 
 /// Reads what has come, with the descriptors that came with it, all close-on-exec; 0 bytes at the end of the stream.
 ///
 /// # Errors
 /// Besides the kernel's, `InvalidData` where a message brings more than [`MOST_DESCRIPTORS`]; those beyond are closed.
-pub fn receive(stream: &UnixStream, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
+pub fn receive(
+    stream: &impl AsRawFd,
+    buffer: &mut [u8],
+    descriptors: &mut Vec<OwnedFd>,
+) -> io::Result<usize> {
     // A header of 16 bytes, then four for each.
     let mut ancillary = [0u64; 2 + MOST_DESCRIPTORS / 2];
     let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
@@ -298,6 +371,17 @@ pub fn send(stream: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -
     if descriptors.is_empty() {
         return io::Write::write_all(&mut &*stream, bytes);
     }
+    let sent = send_with(stream, bytes, descriptors)?;
+    // They went with the first byte.
+    io::Write::write_all(&mut &*stream, &bytes[sent..])
+}
+
+/// Sends what the socket takes at once of `bytes`, with descriptors that arrive with the first of them: at a unix socket; others lose
+/// them. How much that was.
+///
+/// # Errors
+/// What sendmsg(2) says.
+pub fn send_with(stream: &impl AsRawFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<usize> {
     // A header of 16 bytes, then four for each, padded to 8.
     let mut ancillary = vec![0u64; 2 + descriptors.len().div_ceil(2)];
     let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
@@ -319,9 +403,7 @@ pub fn send(stream: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -
         }
         libc::sendmsg(stream.as_raw_fd(), &message, libc::MSG_NOSIGNAL)
     };
-    let sent = usize::try_from(sent).map_err(|_| io::Error::last_os_error())?;
-    // They went with the first byte.
-    io::Write::write_all(&mut &*stream, &bytes[sent..])
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
 fn new_socket() -> io::Result<OwnedFd> {

@@ -1,7 +1,7 @@
 //! Tap devices: Linux's Documentation/networking/tuntap.rst and linux/if_tun.h.
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Write};
 use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
@@ -110,6 +110,11 @@ impl Tap {
     pub fn set_header_size(&self, bytes: i32) -> Result<(), TapError> {
         // SAFETY: TUNSETVNETHDRSZ reads one int.
         self.check("TUNSETVNETHDRSZ", unsafe { ioctl_with_ref(&self.file, TUNSETVNETHDRSZ, &bytes) })
+    }
+
+    /// Sends one packet, with its header.
+    pub fn send(&self, packet: &[u8]) -> io::Result<()> {
+        (&self.file).write_all(packet)
     }
 
     /// The interface.

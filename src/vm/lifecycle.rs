@@ -19,6 +19,8 @@ pub enum Exit {
     Kvm,
     /// The command that the guest agent ran failed.
     AgentCommand,
+    /// The guest has moved to another process.
+    Moved,
     /// `--timeout` or `--duration` of a test ran out.
     Timeout,
     /// A signal ended the run.
@@ -39,6 +41,7 @@ impl Exit {
             Self::TripleFault => 12,
             Self::Kvm => 13,
             Self::AgentCommand => 14,
+            Self::Moved => 15,
             Self::Timeout => 124,
             Self::Signal(signal) => 128 + (signal & 0x7f) as u8,
             Self::Guest(status) => status,
@@ -52,6 +55,7 @@ Exit status:
   0 power-off, or the workload is done    12 triple fault
   1 VMM or host error                     13 KVM error
   2 usage or bad input                    14 the agent's command failed
-  10 reset                                124 timeout
-  11 guest panic                          128+N ended by signal N
+  10 reset                                15 the guest has moved elsewhere
+  11 guest panic                          124 timeout
+                                          128+N ended by signal N
 A multiboot guest that ends by port 0xf4 chooses its status: (code << 1) | 1.";

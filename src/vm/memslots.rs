@@ -89,14 +89,15 @@ impl Memslots {
         self.lock().get(&id).cloned()
     }
 
-    /// Copies the dirty bitmap of slot `id` into `words`; clears it and protects its pages at once unless protection is
-    /// manual. `words` must have [`Slot::bitmap_words`] at least.
+    /// Copies the dirty bitmap of slot `id` into the words that `bitmap` has for the slot as it is now; clears it and protects its
+    /// pages at once unless protection is manual. There must be [`Slot::bitmap_words`] at least.
     ///
     /// # Errors
-    /// Where there is no such slot, `words` are too few, or KVM refuses.
-    pub fn dirty_log(&self, id: u32, words: &mut [u64]) -> io::Result<()> {
+    /// Where there is no such slot, the words are too few, or KVM refuses.
+    pub fn dirty_log<'a>(&self, id: u32, bitmap: impl FnOnce(&Slot) -> &'a mut [u64]) -> io::Result<()> {
         let table = self.lock();
         let slot = table.get(&id).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?;
+        let words = bitmap(slot);
         if words.len() < slot.bitmap_words() {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,

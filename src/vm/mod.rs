@@ -91,7 +91,7 @@ pub struct Vm {
     /// RAM.
     pub memory: Memory,
     /// The ring that each vCPU has, where the machine was made with one.
-    pub dirty_ring: Option<DirtyRing>,
+    pub dirty_ring: Option<Arc<DirtyRing>>,
     memslots: Arc<Memslots>,
 }
 
@@ -101,6 +101,7 @@ pub struct Processor {
     // First, so that the memory that it runs on goes last.
     fd: VcpuFd,
     page: Arc<RunPage>,
+    ring: Option<Arc<DirtyRing>>,
     _memslots: Arc<Memslots>,
 }
 
@@ -122,9 +123,10 @@ impl Vm {
     /// memslots (for the backup bitmap) and vCPUs (for the rings).
     pub fn with_dirty_ring(kvm: &Kvm, memory: Memory, entries: Option<u32>) -> Result<Self, Error> {
         let fd = host::kvm::create_vm(kvm)?;
-        let dirty_ring = entries.map(|entries| ring::enable(&fd, entries)).transpose()?;
         let fd = Arc::new(fd);
         let memslots = Arc::new(Memslots::new(fd.clone()));
+        let ring = |entries| DirtyRing::enable(&fd, &memslots, entries).map(Arc::new);
+        let dirty_ring = entries.map(ring).transpose()?;
         memory.slots().iter().try_for_each(|slot| memslots.set(slot, 0))?;
         Ok(Self { fd, memory, dirty_ring, memslots })
     }
@@ -143,6 +145,10 @@ impl Vm {
         let fd = ioctl("KVM_CREATE_VCPU", self.fd.create_vcpu(index as u64))?;
         let mapped = |error: io::Error| kvm_ioctls::Error::new(error.raw_os_error().unwrap_or(libc::EIO));
         let page = ioctl("mmap of kvm_run", RunPage::map(&fd).map_err(mapped))?;
-        Ok(Processor { fd, page: Arc::new(page), _memslots: self.memslots.clone() })
+        if let Some(ring) = &self.dirty_ring {
+            ioctl("mmap of a dirty ring", ring.add(&fd).map_err(mapped))?;
+        }
+        let (page, ring) = (Arc::new(page), self.dirty_ring.clone());
+        Ok(Processor { fd, page, ring, _memslots: self.memslots.clone() })
     }
 }

@@ -2,7 +2,7 @@
 
 use kvm_ioctls::VcpuFd;
 
-use super::vcpu::{Error, Vcpu};
+use super::vcpu::{Answer, Error, Vcpu};
 
 /// A machine that stands still for as long as this lives: its vCPUs are out of `KVM_RUN` and of what their exits mean, and its
 /// devices do nothing.
@@ -28,7 +28,7 @@ impl<'a> Quiesced<'a> {
         Ok(Self { vcpus })
     }
 
-    /// Runs `call` for each vCPU, on its own thread.
+    /// Runs `call` for each vCPU, all at once, each on its own thread.
     ///
     /// # Errors
     /// Where a vCPU has exited.
@@ -36,6 +36,30 @@ impl<'a> Quiesced<'a> {
         &self,
         call: impl Fn(&VcpuFd) -> R + Clone + Send + 'static,
     ) -> Result<Vec<R>, Error> {
-        self.vcpus.iter().map(|vcpu| vcpu.with(call.clone())).collect()
+        self.each_its_own(|_| call.clone())
+    }
+
+    /// As [`Quiesced::each`], where each vCPU, by its number, has a call of its own.
+    ///
+    /// # Errors
+    /// Where a vCPU has exited.
+    pub fn each_its_own<R: Send + 'static, C: FnOnce(&VcpuFd) -> R + Send + 'static>(
+        &self,
+        call: impl Fn(usize) -> C,
+    ) -> Result<Vec<R>, Error> {
+        let begin = |vcpu: &Vcpu| vcpu.begin(call(vcpu.index()));
+        let begun = self.vcpus.iter().map(begin).collect::<Result<Vec<_>, _>>()?;
+        begun.into_iter().map(Answer::wait).collect()
+    }
+
+    /// Runs `call` for the first vCPU, on its own thread.
+    ///
+    /// # Errors
+    /// Where it has exited, or there is none.
+    pub fn first<R: Send + 'static>(
+        &self,
+        call: impl FnOnce(&VcpuFd) -> R + Send + 'static,
+    ) -> Result<R, Error> {
+        self.vcpus.first().ok_or(Error::Gone(0))?.with(call)
     }
 }

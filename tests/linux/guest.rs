@@ -156,16 +156,31 @@ impl Guest {
         let cmdline = format!("quiet {bed_cmdline} {cmdline}");
         let own_limit = flags.iter().any(|flag| flag == "--timeout");
         let limit: &[&str] = if own_limit { &[] } else { &["--timeout", TIMEOUT] };
-        let mut child = Command::new(VELLUM)
+        let mut command = Command::new(VELLUM);
+        command
             .args(["run", "--initrd", &image.initrd(), "--name", &name])
             .args(limit)
             .args(["--params", cmdline.trim()])
             .args(bed_flags)
-            .args(flags)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()?;
+            .args(flags);
+        Self::spawn(scratch, command, name, vsock)
+    }
+
+    /// One that is to come from another process: `vellum receive`, with a vsock and `flags`. Where a source finds it comes along.
+    pub fn to_come(flags: &[&str]) -> Result<(Self, String), Failed> {
+        let scratch = Scratch::new();
+        let (name, vsock) = (scratch.short_name(), scratch.path("vsock"));
+        let address = format!("unix:{}", scratch.path("in").display());
+        let mut command = Command::new(VELLUM);
+        command.args(["receive", "--listen", &address, "--name", &name, "--vsock"]).arg(&vsock).args(flags);
+        let guest = Self::spawn(scratch, command, name, vsock)?;
+        guest.status_when(|status| status["state"] == "waiting")?;
+        Ok((guest, address))
+    }
+
+    fn spawn(scratch: Scratch, mut command: Command, name: String, vsock: PathBuf) -> Result<Self, Failed> {
+        let mut child =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
         let (to, lines) = channel();
         let mut output = BufReader::new(child.stdout.take().expect("piped"));
         std::thread::spawn(move || {
@@ -279,7 +294,8 @@ impl Guest {
     pub fn status_when(&self, wanted: impl Fn(&Value) -> bool) -> Result<Value, Failed> {
         let mut last = Value::Null;
         let found = eventually(LIMIT, "the status is as wanted", || {
-            last = self.ctl(&["status"])?;
+            // Until its socket is there nobody answers.
+            last = self.ctl(&["status"]).unwrap_or_default();
             Ok(wanted(&last).then(|| last.clone()))
         });
         found.map_err(|failed| format!("{}: {last}", failed.message().unwrap_or_default()).into())

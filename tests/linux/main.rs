@@ -8,6 +8,7 @@
 mod bed;
 mod ends;
 mod guest;
+mod moves;
 mod segments;
 mod typed;
 mod vmlinux;
@@ -56,6 +57,11 @@ fn main() -> ExitCode {
             let need = if at == 0 && irqchip == "split" { guests() } else { whole_matrix() };
             let image = image.clone();
             trials.add(name, need.and(guest::taps()), move || whole::every_device(&image, irqchip, tap));
+        }
+        for irqchip in ["split", "kernel"] {
+            let name = format!("linux_{}_moves_under_load_{irqchip}_irqchip", image.version);
+            let image = image.clone();
+            trials.add(name, whole_matrix(), move || moves::under_load(&image, irqchip));
         }
         vmlinux::add(&mut trials, image, &whole_matrix());
     }

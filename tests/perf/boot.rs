@@ -1,18 +1,22 @@
 //! `cargo bench --bench boot`: from exec to the first byte on the serial port of a guest of a few bytes with 128 MiB,
 //! Vellum against the floor, and what Vellum occupies beside the guest's memory while that guest runs.
 //!
-//! Copies of all programs are started in turn, so that whatever else the host does falls on all alike; the medians of each and
-//! their ratios to both floors are printed. The floors are a static C program, `tests/perf/floor.c`, which `cc` compiles first: the
+//! Copies of all programs are started in turn, so that whatever else the host does falls on all alike; the medians of each are
+//! printed, and of their ratios to both floors, round by round, with the quartiles. On a host that does other work, a real-time
+//! priority (`chrt -f 10`) keeps most of it out of the figures. The floors are a static C program, `tests/perf/floor.c`, which `cc` compiles first: the
 //! calls that Vellum makes, and the fewest that bring a guest's byte out.
 
 #[path = "../images/mod.rs"]
 mod images;
+
+mod floor;
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
+use floor::{compiled, installed, median, multiples};
 use images::Code;
 
 const ROUNDS: usize = 100;
@@ -31,34 +35,6 @@ fn start(program: &Path, args: &[&str]) -> (f64, Child) {
     let took = start.elapsed().as_secs_f64() * 1e3;
     assert_eq!(byte, *b"V");
     (took, child)
-}
-
-/// A copy of `program`, as installing makes one. A linker writes its file here and there, so the page cache holds what it wrote
-/// in single pages, of which a page fault maps fewer at once than of a file that was copied or read from disk: some 20
-/// page faults of 180 for Vellum, and 0.1 of the ratio.
-fn installed(program: &Path) -> PathBuf {
-    let name = program.file_name().expect("a program has a name");
-    let copy = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-    std::fs::copy(program, &copy).expect("a copy");
-    copy
-}
-
-/// `tests/perf/floor.c` as a static program.
-fn compiled() -> Result<PathBuf, String> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/perf/floor.c");
-    let program = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("floor");
-    let status = Command::new("cc").args(["-O2", "-static", "-o"]).arg(&program).arg(source).status();
-    match status {
-        Ok(status) if status.success() => Ok(program),
-        Ok(status) => Err(format!("cc: {status}")),
-        Err(error) => Err(format!("cc: {error}")),
-    }
-}
-
-fn median(samples: &[f64]) -> f64 {
-    let mut sorted = samples.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    (sorted[sorted.len() / 2] + sorted[(sorted.len() - 1) / 2]) / 2.0
 }
 
 /// The same once it does not change any more: code that only start-up needed is given back when nothing has happened for a
@@ -137,15 +113,16 @@ fn main() {
         }
     }
     let least = |samples: &[f64]| samples.iter().copied().fold(f64::INFINITY, f64::min);
-    let (same, shortest) = (median(&samples[0]), median(&samples[1]));
-    println!("exec to the first byte on the serial port, 128 MiB, medians of {ROUNDS}, started in turn:");
-    for ((name, ..), samples) in subjects.iter().zip(&samples) {
-        let median = median(samples);
+    println!(
+        "exec to the first byte on the serial port, 128 MiB, medians of {ROUNDS} (half lie between), started in turn:"
+    );
+    for ((name, ..), of) in subjects.iter().zip(&samples) {
         println!(
-            "  {name:20} {median:7.3} ms  least {:7.3}  {:5.2} times the same calls, {:5.2} times the shortest",
-            least(samples),
-            median / same,
-            median / shortest
+            "  {name:20} {:7.3} ms  least {:7.3}  {} times the same calls, {} times the shortest",
+            median(of),
+            least(of),
+            multiples(of, &samples[0]),
+            multiples(of, &samples[1])
         );
     }
 

@@ -31,7 +31,7 @@ fn main() {
     let cpus = vellum::sys::host::allowed_cpus().expect("a process has CPUs");
     let cpu = cpus[cpus.len() - 1];
     let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(RAM)).expect("memory");
-    memory.populate(|_| ()).expect("memory");
+    memory.populate(|_| true).expect("memory");
     let ram = memory.mapping.clone();
     let config = GuestConfig { pins: Some(vec![cpu]), ..GuestConfig::new(1) };
     let guest = Guest::build(&kvm, memory, config).expect("a guest");

@@ -1,14 +1,17 @@
 //! `cargo bench --bench startup`: from exec to the first doorbell of a guest with 128 MiB, Vellum against the floor.
 //!
-//! Both are started in turn, so that whatever else the host does falls on both alike; the medians of each and their
-//! ratio are printed. The floor is `tests/perf/floor.rs`.
+//! Both are started in turn, so that whatever else the host does falls on both alike; the medians of each are printed, and of
+//! their ratio, round by round, with the quartiles. The floor is the same calls of a static C program, `tests/perf/floor.c`, which `cc` compiles first.
+
+mod floor;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use floor::{compiled, installed, median, multiples};
 use vellum::sys::clock::monotonic;
 
-const ROUNDS: usize = 20;
+const ROUNDS: usize = 60;
 
 /// Milliseconds from before exec to the doorbell that the program reports.
 fn once(program: &Path, args: &[&str]) -> f64 {
@@ -20,41 +23,36 @@ fn once(program: &Path, args: &[&str]) -> f64 {
     (rang - start.as_nanos() as u64) as f64 / 1e6
 }
 
-fn median(mut samples: Vec<f64>) -> f64 {
-    samples.sort_by(f64::total_cmp);
-    (samples[samples.len() / 2] + samples[(samples.len() - 1) / 2]) / 2.0
-}
-
 fn main() {
     // `cargo test --benches` asks every benchmark whether it works.
     if let Err(error) = vellum::vm::open() {
         println!("skipped: {error}");
         return;
     }
-    let vellum = PathBuf::from(env!("CARGO_BIN_EXE_vellum"));
-    let examples = vellum.parent().map(|dir| dir.join("examples")).unwrap_or_default();
-    let floor = examples.join("floor");
-    if !floor.exists() {
-        println!("skipped: {} is not built: cargo build --release --example floor", floor.display());
-        return;
-    }
+    let floor = match compiled() {
+        Ok(floor) => floor,
+        Err(error) => {
+            println!("skipped: the floor cannot be compiled: {error}; install gcc and libc6-dev");
+            return;
+        }
+    };
+    let vellum = installed(Path::new(env!("CARGO_BIN_EXE_vellum")));
     // Two pages, 64 MiB apart: what is timed is the way there.
     let args = ["test", "startup", "--memory", "128m", "--passes", "1", "--workload", "write,stride=64m"];
     let sandboxes = [["--sandbox", "on"], ["--sandbox", "off"]];
     let mut samples = vec![Vec::new(); 3];
     for _ in 0..ROUNDS {
-        samples[0].push(once(&floor, &[]));
+        samples[0].push(once(&floor, &["doorbell"]));
         for (sandbox, samples) in sandboxes.iter().zip(&mut samples[1..]) {
             samples.push(once(&vellum, &[&args[..], sandbox].concat()));
         }
     }
     let names = ["floor", "vellum, sandbox on", "vellum, sandbox off"];
-    let floor = median(samples[0].clone());
-    println!("exec to the first doorbell, 128 MiB, medians of {ROUNDS}, started in turn:");
-    for (name, samples) in names.into_iter().zip(samples) {
-        let least = samples.iter().copied().fold(f64::INFINITY, f64::min);
-        let median = median(samples);
-        println!("  {name:20} {median:7.3} ms  least {least:7.3}  {:5.2} times the floor", median / floor);
+    println!("exec to the first doorbell, 128 MiB, medians of {ROUNDS} (half lie between), started in turn:");
+    for (name, of) in names.into_iter().zip(&samples) {
+        let least = of.iter().copied().fold(f64::INFINITY, f64::min);
+        let times = multiples(of, &samples[0]);
+        println!("  {name:20} {:7.3} ms  least {least:7.3}  {times} times the floor", median(of));
     }
     match overhead(&vellum) {
         Some(kib) => println!("PSS of a running guest with 128 MiB, its memory left out: {kib} KiB"),

@@ -1,5 +1,6 @@
 //! Disks.
 
+use vellum::devices::virtio::VirtioDevice;
 use vellum::devices::virtio::blk::{Blk, BlkConfig, BlkError};
 use virtio_bindings::virtio_blk::*;
 
@@ -210,4 +211,18 @@ fn a_disk_has_one_writer_or_many_readers() {
     assert!(matches!(Blk::open(&writer), Err(BlkError::Locked { .. })));
     drop(readers);
     Blk::open(&writer).unwrap();
+}
+
+#[test]
+fn a_disk_whose_machine_moves_changes_hands() {
+    let image = Image::new("moves", &[0; 512]);
+    let writer = BlkConfig::new(&image.0);
+    let mut source = Blk::open(&writer).unwrap();
+    let mut target = Blk::open_unlocked(&writer).unwrap();
+    assert!(target.retake().unwrap_err().to_string().contains("in use"), "two writers");
+    source.release();
+    target.retake().unwrap();
+    assert!(source.retake().is_err(), "two writers");
+    target.release();
+    source.retake().unwrap();
 }

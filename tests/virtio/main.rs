@@ -8,3 +8,4 @@ mod net;
 mod small;
 mod transport;
 mod vsock;
+mod waiting;

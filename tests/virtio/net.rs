@@ -2,6 +2,7 @@
 
 use std::os::unix::net::UnixDatagram;
 
+use vellum::devices::virtio::VirtioDevice;
 use vellum::devices::virtio::net::{Net, NetConfig, NetError};
 use vellum::sys::tap::{Tap, TapError};
 use virtio_bindings::virtio_net::*;
@@ -142,4 +143,18 @@ fn a_tap_that_is_not_there_is_named_with_the_remedy() {
     for name in ["", "sixteen-bytes-xx", "a/b", "a b", ".", ".."] {
         assert!(matches!(open(name), TapError::Name { .. }), "{name}");
     }
+}
+
+#[test]
+fn an_interface_that_has_arrived_tells_switches_where_it_is() {
+    let (ours, theirs) = UnixDatagram::pair().unwrap();
+    let mut net = Net::on(Tap::from_fd("pair", theirs.into()), MAC);
+    net.arrived();
+    let mut packet = [0; 100];
+    assert_eq!(ours.recv(&mut packet).unwrap(), 12 + 60);
+    // To all, from the guest, RARP (RFC 903): a request that names the guest twice.
+    assert_eq!(packet[12..18], [0xff; 6]);
+    assert_eq!(packet[18..24], MAC);
+    assert_eq!(packet[24..34], [0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3]);
+    assert_eq!((&packet[34..40], &packet[44..50]), (&MAC[..], &MAC[..]));
 }

@@ -398,6 +398,15 @@ fn a_restored_guest_hears_that_its_connections_are_gone() {
     assert_eq!(driver.config(0, 8), CID.to_le_bytes(), "it keeps its address");
     assert_eq!(driver.wait_used(EVENT).1, 4);
     assert_eq!(driver.fetch(BUFFERS + 0x30000, 4), [0; 4], "VIRTIO_VSOCK_EVENT_TRANSPORT_RESET");
+    // Whoever connects before the driver has handled the event would be forgotten with the others.
+    let mut host = UnixStream::connect(&config.path).unwrap();
+    host.write_all(b"CONNECT 7\n").unwrap();
+    driver.submit(RECEIVE, &[writable(BUFFERS + 0x40000, 100)]);
+    driver.run();
+    assert_eq!(driver.used_now(RECEIVE), None);
+    driver.submit(EVENT, &[writable(BUFFERS + 0x30000, 4)]);
+    assert_eq!(driver.wait_used(RECEIVE).1, 44);
+    assert_eq!(driver.fetch(BUFFERS + 0x40000 + 30, 2), REQUEST.to_le_bytes());
 }
 
 #[test]

@@ -286,6 +286,24 @@ impl Cpuid {
     }
 }
 
+/// The features that `source` has and `here` lacks, by the names that `--cpuid` knows. Of those that have no name none is told:
+/// what KVM cannot give a guest it refuses when the guest is restored.
+pub fn lacking(source: &[kvm_cpuid_entry2], here: &[kvm_cpuid_entry2]) -> Vec<&'static str> {
+    let bits = |entries: &[kvm_cpuid_entry2], feature: &Feature| {
+        let leaf =
+            |entry: &&kvm_cpuid_entry2| (entry.function, entry.index) == (feature.leaf, feature.subleaf);
+        let register = |entry: &kvm_cpuid_entry2| match feature.register {
+            Eax => entry.eax,
+            Ebx => entry.ebx,
+            Ecx => entry.ecx,
+            Edx => entry.edx,
+        };
+        entries.iter().find(leaf).map_or(0, register) & feature.bits
+    };
+    let lacks = |feature: &&Feature| bits(source, feature) & !bits(here, feature) != 0;
+    FEATURES.iter().filter(lacks).map(|feature| feature.name).collect()
+}
+
 const fn bit(name: &'static str, leaf: u32, subleaf: u32, register: Register, bit: u32) -> Feature {
     Feature { name, leaf, subleaf, register, bits: 1 << bit }
 }

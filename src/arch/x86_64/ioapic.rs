@@ -49,6 +49,9 @@ impl Msi {
     }
 }
 
+/// Vectors, a bit each.
+pub type Vectors = [u32; 8];
+
 /// What each pin sends, by GSI; `None` for a masked one.
 pub type Routes = [Option<Msi>; PINS];
 
@@ -111,16 +114,27 @@ impl Ioapic {
         }
     }
 
-    /// What [`Ioapic::restore`] needs.
-    pub fn save(&self) -> State {
-        self.lock().clone()
+    /// What [`Ioapic::restore`] needs. `held` are the vectors that a local APIC has, as requested or in service: a level-triggered
+    /// interrupt that none has any more was ended by its guest. KVM notes that with the vCPU, and reports it ([`Ioapic::eoi`]) when that
+    /// enters the guest again: where the vCPU goes on in another process, nobody would.
+    pub fn save(&self, held: &Vectors) -> State {
+        let mut state = self.lock().clone();
+        let is_held = |vector: u8| held[usize::from(vector / 32)] >> (vector % 32) & 1 != 0;
+        let ended = |entry: u64| entry & LEVEL != 0 && !is_held(entry as u8);
+        state.redirection.iter_mut().filter(|entry| ended(**entry)).for_each(|entry| *entry &= !REMOTE_IRR);
+        state
     }
 
-    /// Takes over what [`Ioapic::save`] gave; KVM gets the routes.
+    /// Takes over what [`Ioapic::save`] gave; KVM gets the routes, and what was ended while its line was asserted fires again.
     pub fn restore(&self, new: State) {
         let mut state = self.lock();
         *state = new;
         (self.kvm.set_routes)(&state.routes());
+        for pin in 0..PINS {
+            if state.redirection[pin] & LEVEL != 0 && state.lines & (1 << pin) != 0 {
+                self.deliver(&mut state, pin);
+            }
+        }
     }
 
     fn reroute(&self, state: &State, before: &Routes) {
@@ -256,6 +270,12 @@ mod tests {
         u32::from_le_bytes(data)
     }
 
+    fn vectors(all: &[u8]) -> Vectors {
+        let mut bits = [0; 8];
+        all.iter().for_each(|vector| bits[usize::from(vector / 32)] |= 1 << (vector % 32));
+        bits
+    }
+
     /// Programs `pin` for APIC 2: vector 0x31, with `flags`.
     fn program(ioapic: &Ioapic, pin: u8, flags: u32) {
         write(ioapic, 0x11 + 2 * pin, 2 << 24);
@@ -336,10 +356,29 @@ mod tests {
         program(&ioapic, 7, LEVEL as u32);
         ioapic.set_line(7, true);
         let (copy, seen) = self::ioapic();
-        copy.restore(serde_json::from_str(&serde_json::to_string(&ioapic.save()).unwrap()).unwrap());
+        let state = ioapic.save(&vectors(&[0x31]));
+        copy.restore(serde_json::from_str(&serde_json::to_string(&state).unwrap()).unwrap());
         assert_eq!(seen.routes.lock().unwrap()[0][7], Some(LEVEL_TO_2));
+        assert!(seen.signalled.lock().unwrap().is_empty(), "the guest has it already");
         copy.eoi(0x31);
         assert_eq!(*seen.signalled.lock().unwrap(), [LEVEL_TO_2]);
+    }
+
+    #[test]
+    fn an_end_that_kvm_has_not_reported_yet_is_known_by_the_local_apics() {
+        let (ioapic, _) = ioapic();
+        program(&ioapic, 7, LEVEL as u32);
+        ioapic.set_line(7, true);
+        for (lowered, fires) in [(false, vec![LEVEL_TO_2]), (true, vec![])] {
+            ioapic.set_line(7, !lowered);
+            let (copy, seen) = self::ioapic();
+            copy.restore(ioapic.save(&vectors(&[0x30])));
+            assert_eq!(*seen.signalled.lock().unwrap(), fires);
+            let waits = u64::from(read(&copy, 0x1e)) & REMOTE_IRR != 0;
+            assert_eq!(waits, !lowered);
+        }
+        // Here it is still to come.
+        assert_ne!(u64::from(read(&ioapic, 0x1e)) & REMOTE_IRR, 0);
     }
 
     #[test]

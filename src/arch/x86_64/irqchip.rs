@@ -14,11 +14,12 @@ use kvm_ioctls::VmFd;
 use serde::{Deserialize, Serialize};
 
 use crate::arch::gsi::Gsis;
-use crate::arch::ioapic::{self, Ioapic, PINS};
+use crate::arch::ioapic::{self, Ioapic, PINS, Vectors};
 use crate::fault::{Blame, Fault, Field};
 
 /// Which form, as `--irqchip` names it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Mode {
     /// Local APICs in KVM, the I/O APIC here, no 8259, no PIT.
     #[default]
@@ -124,13 +125,13 @@ impl Irqchip {
         }
     }
 
-    /// What [`Irqchip::restore`] needs.
+    /// What [`Irqchip::restore`] needs. `held`: see [`Ioapic::save`].
     ///
     /// # Errors
     /// Where KVM refuses.
-    pub fn save(&self) -> Result<State, Error> {
+    pub fn save(&self, held: &Vectors) -> Result<State, Error> {
         if let Some(ioapic) = &self.ioapic {
-            return Ok(State::Split(ioapic.save()));
+            return Ok(State::Split(ioapic.save(held)));
         }
         let mut chips = KERNEL_CHIPS.map(|chip_id| kvm_irqchip { chip_id, ..Default::default() });
         for chip in &mut chips {

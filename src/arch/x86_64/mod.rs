@@ -2,6 +2,7 @@
 
 pub mod acpi;
 pub mod boot;
+pub mod clocks;
 pub mod cpuid;
 pub mod gsi;
 pub mod ioapic;

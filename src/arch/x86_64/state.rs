@@ -6,29 +6,41 @@
 //! the timer's mode; SET_REGS drops pending exceptions, so VCPU_EVENTS comes after it. Saving begins with MP_STATE,
 //! because asking for it may process a pending INIT or SIPI and so change the rest.
 //!
-//! The clock of the whole VM ([`Clock`]) is restored after all vCPUs, whose TSCs it is compared with.
+//! [`State::restore`] does not touch guest memory: KVM's own MSRs by which a guest has KVM write to its memory come with
+//! [`State::commit`], when nobody else runs on that memory.
+//!
+//! The clock of the whole VM ([`super::clocks::Clock`]) is restored after all vCPUs, whose TSCs it is compared with.
 
 use std::io;
 
 use kvm_bindings::{
-    CpuId, KVM_CAP_ADJUST_CLOCK, KVM_CAP_NESTED_STATE, KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME,
-    KVM_MAX_CPUID_ENTRIES, KVM_STATE_NESTED_GIF_SET, Msrs, kvm_clock_data, kvm_cpuid_entry2, kvm_debugregs,
-    kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
+    CpuId, KVM_CAP_NESTED_STATE, KVM_CAP_TSC_CONTROL, KVM_MAX_CPUID_ENTRIES, KVM_STATE_NESTED_GIF_SET, Msrs,
+    kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
+    kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
 };
 use kvm_ioctls::{Kvm, KvmNestedStateBuffer, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
+use super::clocks::{MSR_TSC, Meanwhile, Onward, Tsc, tsc_fits};
+use super::ioapic::Vectors;
 use crate::fault::{Blame, Fault};
+use crate::plant::{self, Mistake};
 use crate::sys::kvm_vcpu::{self, XSAVE_MAX, XsaveSize};
 
-/// IA32_TIME_STAMP_COUNTER and IA32_TSC_DEADLINE.
-const MSR_TSC: u32 = 0x10;
+/// IA32_TSC_DEADLINE.
 const MSR_TSC_DEADLINE: u32 = 0x6e0;
+/// The local APIC's registers of what is in service and of what is requested.
+const LAPIC_ISR: usize = 0x100;
+const LAPIC_IRR: usize = 0x200;
 /// The memory type ranges, which are in no list of KVM's: IA32_MTRR_PHYSBASE0 and its mask, and so on for eight ranges; the fixed
 /// ranges of 64, 16 and 4 KiB; IA32_MTRR_DEF_TYPE, which switches them on.
 fn mtrrs() -> impl Iterator<Item = u32> {
     (0x200..0x210).chain([0x250, 0x258, 0x259]).chain(0x268..0x270).chain([0x2ff])
 }
+
+/// KVM's own MSRs (Documentation/virt/kvm/x86/msr.rst) that name guest memory to which KVM writes when they are set, or from then on:
+/// the wall clock and the system time, old numbers and new; page faults that are served later; stolen time; ends of interrupts.
+const WRITING: [u32; 7] = [0x11, 0x12, 0x4b56_4d00, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03, 0x4b56_4d04];
 
 /// CR4.VMXE and EFER.SVME: the guest has switched on what a hypervisor needs.
 const CR4_VMXE: u64 = 1 << 13;
@@ -43,6 +55,7 @@ pub struct State {
     cpuid: Vec<kvm_cpuid_entry2>,
     mp_state: kvm_mp_state,
     tsc_khz: Option<u32>,
+    tsc: Tsc,
     regs: kvm_regs,
     sregs: kvm_sregs,
     /// What SREGS2 has beyond SREGS: flags and the PDPTRs; none where the saving KVM was older than 5.14.
@@ -51,7 +64,7 @@ pub struct State {
     xsave: Vec<u32>,
     debugregs: kvm_debugregs,
     lapic: Option<kvm_lapic_state>,
-    /// (index, value); the TSC first, its deadline last.
+    /// (index, value), the TSC's deadline last.
     msrs: Vec<(u32, u64)>,
     events: kvm_vcpu_events,
 }
@@ -77,6 +90,23 @@ pub enum Error {
         /// The saved value.
         value: u64,
     },
+    /// KVM has an MSR that every processor has, and this one has not.
+    #[error("this KVM has no MSR {index:#x}")]
+    Absent {
+        /// Its number.
+        index: u32,
+    },
+    /// The guest's TSC would run at another speed.
+    #[error(
+        "the guest's TSC has {saved} kHz and those of guests here have {here} kHz, which this host cannot scale; use a host \
+         whose TSC is within 250 ppm of the guest's, one that scales TSCs, or allow the difference"
+    )]
+    TscFrequency {
+        /// What the guest was promised.
+        saved: u32,
+        /// What it would have here.
+        here: u32,
+    },
     /// The guest runs guests.
     #[error(
         "the guest uses hardware virtualization itself, whose state is not saved; end what runs in it first"
@@ -93,7 +123,7 @@ impl Fault for Error {
     }
 }
 
-fn call<T, E: Into<io::Error>>(call: &'static str, result: Result<T, E>) -> Result<T, Error> {
+pub(super) fn call<T, E: Into<io::Error>>(call: &'static str, result: Result<T, E>) -> Result<T, Error> {
     result.map_err(|source| Error::Ioctl { call, source: source.into() })
 }
 
@@ -105,6 +135,10 @@ pub struct Context {
     xsave: XsaveSize,
     has_irqchip: bool,
     has_nested: bool,
+    /// Whether a guest's TSC can have another frequency than the host's.
+    pub scales_tsc: bool,
+    /// Whether a guest whose TSC has another frequency, which this host cannot give it, is taken nonetheless.
+    pub allows_other_tsc: bool,
 }
 
 impl Context {
@@ -114,12 +148,16 @@ impl Context {
     /// Where the list of MSRs cannot be had.
     pub fn new(kvm: &Kvm, vm: &VmFd, has_irqchip: bool) -> Result<Self, Error> {
         let mut msrs = call("KVM_GET_MSR_INDEX_LIST", kvm.get_msr_index_list())?.as_slice().to_vec();
-        msrs.extend(mtrrs());
+        if !plant::is(Mistake::NoMtrrs) {
+            msrs.extend(mtrrs());
+        }
         msrs.sort_unstable();
         msrs.dedup();
         let has_nested = vm.check_extension_raw(KVM_CAP_NESTED_STATE.into()) > 0;
         let xsave = call("KVM_CAP_XSAVE2", XsaveSize::of(vm))?;
-        Ok(Self { msrs, xsave, has_irqchip, has_nested })
+        msrs.retain(|index| *index != MSR_TSC);
+        let scales_tsc = vm.check_extension_raw(KVM_CAP_TSC_CONTROL.into()) > 0;
+        Ok(Self { msrs, xsave, has_irqchip, has_nested, scales_tsc, allows_other_tsc: false })
     }
 }
 
@@ -143,6 +181,7 @@ impl State {
             cpuid: cpuid.as_slice().to_vec(),
             mp_state,
             tsc_khz: vcpu.get_tsc_khz().ok(),
+            tsc: Tsc::save(vcpu)?,
             regs: call("KVM_GET_REGS", vcpu.get_regs())?,
             sregs,
             sregs2: kvm_vcpu::get_sregs2(vcpu).ok().map(|s| (s.flags, s.pdptrs)),
@@ -158,26 +197,66 @@ impl State {
         })
     }
 
-    /// Gives it to KVM, to a vCPU that has not run.
+    /// The vectors that its local APIC has, as requested or in service (Intel SDM vol. 3, 12.8.4).
+    pub fn vectors(&self) -> Vectors {
+        let Some(lapic) = &self.lapic else { return Vectors::default() };
+        let word = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|byte| lapic.regs[at + byte] as u8));
+        // Eight registers of each kind, 16 bytes apart.
+        std::array::from_fn(|at| word(LAPIC_ISR + 16 * at) | word(LAPIC_IRR + 16 * at))
+    }
+
+    /// How the TSCs of this vCPU and of the others go on, asked of the machine's first vCPU. Its TSC has its frequency from now on.
+    ///
+    /// # Errors
+    /// Where an ioctl fails, or this host does not have that frequency.
+    pub fn onward(&self, vcpu: &VcpuFd, context: &Context, meanwhile: Meanwhile) -> Result<Onward, Error> {
+        let khz = self.set_tsc_khz(vcpu, context)?;
+        self.tsc.onward(vcpu, khz, meanwhile)
+    }
+
+    /// Has the guest's TSC run at its saved frequency, and returns the one that it has then. Where this host cannot scale TSCs and
+    /// the difference is allowed, KVM imitates a higher frequency by jumps, and refuses a lower one: the guest's has the host's then.
+    fn set_tsc_khz(&self, vcpu: &VcpuFd, context: &Context) -> Result<u32, Error> {
+        let here = call("KVM_GET_TSC_KHZ", vcpu.get_tsc_khz())?;
+        let khz = self.tsc_khz.unwrap_or(here);
+        if khz == here {
+            return Ok(here);
+        }
+        match tsc_fits(khz, here, context.scales_tsc) {
+            Ok(()) => call("KVM_SET_TSC_KHZ", vcpu.set_tsc_khz(khz)).map(|()| khz),
+            Err(_) if context.allows_other_tsc => Ok(vcpu.set_tsc_khz(khz).map_or(here, |()| khz)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Gives it to KVM, to a vCPU that has not run, beside what makes KVM write to guest memory: that is for [`State::commit`].
+    /// `onward` is what the machine's first vCPU said.
     ///
     /// # Errors
     /// Where an ioctl fails, or the state is not one that `save` can have given.
-    pub fn restore(&self, vcpu: &VcpuFd, context: &Context) -> Result<(), Error> {
+    pub fn restore(
+        &self,
+        vcpu: &VcpuFd,
+        context: &Context,
+        onward: Onward,
+        meanwhile: Meanwhile,
+    ) -> Result<(), Error> {
         if self.xsave.len() > XSAVE_MAX / 4 {
             return Err(Error::Implausible("a huge XSAVE area"));
         }
         if self.msrs.len() > MAX_MSRS {
             return Err(Error::Implausible("thousands of MSRs"));
         }
+        if self.msrs.iter().any(|(index, _)| *index == MSR_TSC) {
+            return Err(Error::Implausible("a second TSC"));
+        }
+        if self.lapic.is_some() != context.has_irqchip {
+            return Err(Error::Implausible("a local APIC where there is none, or none where there is one"));
+        }
         let cpuid =
             CpuId::from_entries(&self.cpuid).map_err(|_| Error::Implausible("too many CPUID entries"))?;
         call("KVM_SET_CPUID2", vcpu.set_cpuid2(&cpuid))?;
-        // Hosts whose TSC cannot be scaled refuse a frequency other than their own; then the guest's clock shows it.
-        if let Some(khz) = self.tsc_khz
-            && vcpu.get_tsc_khz().ok() != Some(khz)
-        {
-            call("KVM_SET_TSC_KHZ", vcpu.set_tsc_khz(khz))?;
-        }
+        let khz = self.set_tsc_khz(vcpu, context)?;
         call("KVM_SET_MP_STATE", vcpu.set_mp_state(self.mp_state))?;
         call("KVM_SET_REGS", vcpu.set_regs(&self.regs))?;
         match self.sregs2 {
@@ -187,11 +266,33 @@ impl State {
         call("KVM_SET_XCRS", vcpu.set_xcrs(&self.xcrs))?;
         call("KVM_SET_XSAVE", kvm_vcpu::set_xsave(vcpu, context.xsave, &self.xsave))?;
         call("KVM_SET_DEBUGREGS", vcpu.set_debug_regs(&self.debugregs))?;
+        // The timer of the local APIC and the TSC's deadline look at it.
+        self.tsc.restore(vcpu, khz, onward, meanwhile)?;
+        let deadline_first = plant::is(Mistake::DeadlineBeforeLapic);
+        if deadline_first {
+            set_msrs(vcpu, &self.msrs(false))?;
+        }
         if let Some(lapic) = &self.lapic {
             call("KVM_SET_LAPIC", vcpu.set_lapic(lapic))?;
         }
-        set_msrs(vcpu, &self.msrs)?;
+        if !deadline_first {
+            set_msrs(vcpu, &self.msrs(false))?;
+        }
         call("KVM_SET_VCPU_EVENTS", vcpu.set_vcpu_events(&self.events))
+    }
+
+    /// Gives KVM what [`State::restore`] held back. From now on KVM writes to guest memory.
+    ///
+    /// # Errors
+    /// Where an ioctl fails.
+    pub fn commit(&self, vcpu: &VcpuFd) -> Result<(), Error> {
+        set_msrs(vcpu, &self.msrs(true))
+    }
+
+    /// The MSRs that have KVM write to guest memory, or the others.
+    fn msrs(&self, writing: bool) -> Vec<(u32, u64)> {
+        let of = |(index, _): &&(u32, u64)| WRITING.contains(index) == writing;
+        self.msrs.iter().filter(of).copied().collect()
     }
 
     fn sregs2(&self, (flags, pdptrs): (u64, [u64; 4])) -> kvm_sregs2 {
@@ -229,61 +330,6 @@ fn is_nested(sregs: &kvm_sregs, flags: u32, data: bool) -> bool {
         || sregs.efer & EFER_SVME != 0 && !gif
 }
 
-/// The clock that KVM keeps for all vCPUs of a VM, which a guest with kvmclock reads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Clock {
-    /// Nanoseconds.
-    pub nanoseconds: u64,
-    /// The host's real time in nanoseconds at that moment; none where the saving KVM was older than 5.16, or its host's clock is
-    /// not the TSC.
-    pub realtime: Option<u64>,
-    /// The host's TSC at that moment, where it is told.
-    pub host_tsc: Option<u64>,
-}
-
-/// What becomes of the time between saving and restoring.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Meanwhile {
-    /// It passes for the guest, too, by the hosts' real time: a migration. Where a host does not tell it, it does not.
-    Passes,
-    /// The guest goes on where it was: a snapshot.
-    Stands,
-}
-
-impl Clock {
-    /// Reads it; vCPUs are paused.
-    ///
-    /// # Errors
-    /// Where the ioctl fails.
-    pub fn save(vm: &VmFd) -> Result<Self, Error> {
-        let clock = call("KVM_GET_CLOCK", vm.get_clock())?;
-        let told = |flag, value| (clock.flags & flag != 0).then_some(value);
-        Ok(Self {
-            nanoseconds: clock.clock,
-            realtime: told(KVM_CLOCK_REALTIME, clock.realtime),
-            host_tsc: told(KVM_CLOCK_HOST_TSC, clock.host_tsc),
-        })
-    }
-
-    /// Sets it, after all vCPUs have been restored.
-    ///
-    /// # Errors
-    /// Where the ioctl fails.
-    pub fn restore(&self, vm: &VmFd, meanwhile: Meanwhile) -> Result<(), Error> {
-        let known = vm.check_extension_raw(KVM_CAP_ADJUST_CLOCK.into()) as u32;
-        let passes = meanwhile == Meanwhile::Passes && known & KVM_CLOCK_REALTIME != 0;
-        let realtime = self.realtime.filter(|_| passes);
-        let clock = kvm_clock_data {
-            clock: self.nanoseconds,
-            flags: if realtime.is_some() { KVM_CLOCK_REALTIME } else { 0 },
-            realtime: realtime.unwrap_or(0),
-            ..Default::default()
-        };
-        call("KVM_SET_CLOCK", vm.set_clock(&clock))
-    }
-}
-
 /// Reads what of `indices` this vCPU has, in the order in which it can be set.
 fn get_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<(u32, u64)>, Error> {
     let mut got = Vec::with_capacity(indices.len());
@@ -297,11 +343,7 @@ fn get_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<(u32, u64)>, Error> {
         // KVM stops at the first that this vCPU does not have.
         rest = rest.get(n + 1..).unwrap_or(&[]);
     }
-    got.sort_by_key(|(index, _)| match *index {
-        MSR_TSC => 0,
-        MSR_TSC_DEADLINE => 2,
-        _ => 1,
-    });
+    got.sort_by_key(|(index, _)| *index == MSR_TSC_DEADLINE);
     Ok(got)
 }
 
@@ -343,13 +385,5 @@ mod tests {
         );
         assert!(is_nested(&plain, GIF, true) && is_nested(&plain, GIF | 1, false));
         assert!(is_nested(&svm, 0, false) && is_nested(&vmx, 0, false));
-    }
-
-    #[test]
-    fn unknown_fields_are_refused() {
-        let clock = Clock { nanoseconds: 1, realtime: Some(2), host_tsc: None };
-        let text = serde_json::to_string(&clock).unwrap();
-        assert_eq!(serde_json::from_str::<Clock>(&text).unwrap(), clock);
-        assert!(serde_json::from_str::<Clock>(&text.replace('{', "{\"zone\":0,")).is_err());
     }
 }

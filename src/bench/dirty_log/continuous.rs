@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use super::machine::Run;
 use super::measured::{Continuous, Parts, Phase, Round, Schedule, When};
 use crate::bench::Error;
-use crate::dirty::Method;
 use crate::guests::Guest;
 use crate::guests::control::Control;
 use crate::report::{Mark, Series};
@@ -43,11 +42,6 @@ impl Run<'_> {
         });
         let logged = result?;
         self.pictures.series = series;
-        if self.tracker.method() == Method::Ring {
-            // What was logged to the last, lest a vCPU wait for its ring.
-            self.tracker.collect()?;
-            self.guest.resume_full()?;
-        }
         self.guest.request_stop();
         self.finish_pass()?;
         self.finish();
@@ -100,7 +94,6 @@ impl Run<'_> {
         while start.elapsed() < duration && signal::last().is_none() {
             let began = self.clock.elapsed().as_secs_f64();
             let (parts, found) = self.collect()?;
-            self.guest.resume_full()?;
             let end = self.clock.elapsed().as_secs_f64();
             match self.pictures.marks.last_mut().filter(|mark| began - mark.start < pixel) {
                 Some(mark) => mark.end = end,
@@ -115,7 +108,6 @@ impl Run<'_> {
         let start = Instant::now();
         self.tracker.enable(false)?;
         let disable = start.elapsed().as_secs_f64();
-        self.guest.resume_full()?;
         let (before, during, after) = (0.0, 0.0, 0.0);
         let measured = Continuous { before, during, after, collections, total, longest, pages };
         Ok(Logged { enable, disable, measured })

@@ -10,7 +10,7 @@ use crate::report::Mark;
 impl Run<'_> {
     /// dirty_log_perf_test's schedule.
     pub(super) fn lockstep(&mut self) -> Result<Round, Error> {
-        let (before, _) = self.pass(false)?;
+        let before = self.pass()?;
         self.end_phase(Some(Phase::Before));
         let start = Instant::now();
         self.tracker.enable(true)?;
@@ -49,7 +49,7 @@ impl Run<'_> {
             self.finish_pass()?;
             self.end_phase(Some(Phase::Disabling));
         }
-        let (after, _) = self.pass(false)?;
+        let after = self.pass()?;
         self.end_phase(Some(Phase::After));
         self.finish();
         let schedule = Schedule::Lockstep(Lockstep { before, passes, after: Some(after) });
@@ -59,12 +59,12 @@ impl Run<'_> {
     /// A pass while the log is on, and its collection.
     fn iteration(&mut self) -> Result<Pass, Error> {
         let began = self.clock.elapsed().as_secs_f64();
-        let (write, found) = self.pass(true)?;
+        let write = self.pass()?;
         let start = self.clock.elapsed().as_secs_f64();
         let (collected, pages) = self.collect()?;
         let end = start + collected.get + collected.clear;
         self.pictures.marks.push(Mark { name: "dirtying".into(), start: began, end: start });
         self.pictures.marks.push(Mark { name: "collection".into(), start, end });
-        Ok(Pass { write, collected, pages: pages + found })
+        Ok(Pass { write, collected, pages })
     }
 }

@@ -2,7 +2,7 @@
 //! mappings that KVM has.
 
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::Config;
 use super::measured::{Mapped, Parts, Phase, Pictures, Round, Schedule, When};
@@ -10,7 +10,7 @@ use crate::bench::region::place;
 use crate::bench::{Counted, Error, huge_premise};
 use crate::dirty::{self, DirtyTracker, Method, SlotLog};
 use crate::guests::control::BUCKETS;
-use crate::guests::guest::{GuestConfig, Woke};
+use crate::guests::guest::GuestConfig;
 use crate::guests::run::nanoseconds;
 use crate::guests::{Guest, Order, WriteConfig};
 use crate::memory::{Memory, MemoryConfig};
@@ -92,7 +92,7 @@ impl<'a> Run<'a> {
         let all =
             WriteConfig { order: Order::Sequential, hot: None, write_percent: 100.0, ..self.write.clone() };
         self.guest.program(&all)?;
-        (self.populate, _) = self.pass(false)?;
+        self.populate = self.pass()?;
         let now = self.counted.now();
         self.count_mapped(When::Populated, &now);
         let page = self.config.common.page(&self.report.host);
@@ -117,22 +117,12 @@ impl<'a> Run<'a> {
         place.into_iter().for_each(|(_, mapped)| *mapped = Mapped::read(now));
     }
 
-    /// One pass of all vCPUs; with `logged`, rings are harvested as they fill. Returns the seconds, and the pages found.
-    pub(super) fn pass(&mut self, logged: bool) -> Result<(f64, u64), Error> {
+    /// One pass of all vCPUs, in seconds.
+    pub(super) fn pass(&mut self) -> Result<f64, Error> {
         let start = Instant::now();
-        let mut found = 0;
         self.guest.resume();
-        loop {
-            match self.guest.wait(Duration::from_secs(3600))? {
-                Woke::Rung => return Ok((start.elapsed().as_secs_f64(), found)),
-                Woke::Timeout => {}
-                Woke::RingFull => {
-                    self.tracker.collect()?;
-                    found += if logged { dirty_pages(self.tracker.logs()) } else { 0 };
-                    self.guest.resume_full()?;
-                }
-            }
-        }
+        self.finish_pass()?;
+        Ok(start.elapsed().as_secs_f64())
     }
 
     /// Closes a phase of the guest's write latencies under its name, or forgets it.
@@ -141,7 +131,7 @@ impl<'a> Run<'a> {
         let mut slowest = 0;
         for control in self.guest.controls() {
             now.iter_mut().zip(control.latency_snapshot()).for_each(|(sum, count)| *sum += count);
-            slowest = slowest.max(control.slowest.swap(0, Ordering::Relaxed));
+            slowest = slowest.max(control.slowest[0].swap(0, Ordering::Relaxed));
         }
         let before = std::mem::replace(&mut self.buckets, now);
         let Some(phase) = phase.filter(|_| self.config.latency) else { return };
@@ -170,11 +160,7 @@ impl<'a> Run<'a> {
 
     /// Waits for the end of a pass that was begun elsewhere.
     pub(super) fn finish_pass(&mut self) -> Result<(), Error> {
-        while self.guest.wait(Duration::from_secs(3600))? != Woke::Rung {
-            self.tracker.collect()?;
-            self.guest.resume_full()?;
-        }
-        Ok(())
+        Ok(self.guest.wait_all_rung()?)
     }
 
     /// The mappings that are left; the counters' readings go into the result when the machine is gone.

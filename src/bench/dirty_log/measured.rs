@@ -138,7 +138,7 @@ pub(super) struct Pictures {
 }
 
 /// The quantiles of latencies that are figures.
-pub(super) const QUANTILES: [(&str, f64); 3] = [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)];
+pub(in crate::bench) const QUANTILES: [(&str, f64); 3] = [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)];
 
 impl Round {
     pub(super) fn lockstep(&self) -> Option<&Lockstep> {

@@ -116,14 +116,7 @@ enum Collect {
 fn hot(text: &str) -> Result<Hot, String> {
     let kv = keyvalue::KeyValues::parse(text, Some("percent"), &["percent", "share"])
         .map_err(|e| e.to_string())?;
-    let percent = |text: &str| keyvalue::number(text.strip_suffix('%').unwrap_or(text), 0.0..=100.0);
-    let read = || -> Result<Hot, keyvalue::Error> {
-        let part = kv.required("percent", |text| match percent(text)? {
-            part if part > 0.0 && part < 100.0 => Ok(part),
-            _ => Err("above 0 and below 100 percent of the pages".to_owned()),
-        })?;
-        Ok(Hot { percent: part, share: kv.with("share", percent)?.unwrap_or(90.0) })
-    };
+    let read = || args::hot_of(&kv, "percent")?.ok_or_else(|| keyvalue::Error::Missing("percent".into()));
     read().map_err(|e| e.to_string())
 }
 

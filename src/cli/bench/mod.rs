@@ -5,6 +5,7 @@ mod context_switch;
 mod demand_paging;
 mod dirty_log;
 mod memslot;
+mod migration;
 mod page_table;
 mod rmap_fork;
 
@@ -28,12 +29,13 @@ use crate::vm::lifecycle::Exit;
 
 /// Which flag each field comes from, by the subcommand as typed.
 #[cfg(test)]
-pub(super) const TABLES: [(&str, Flags); 7] = [
+pub(super) const TABLES: [(&str, Flags); 8] = [
     ("bench access-tracking", access_tracking::FLAGS),
     ("bench context-switch", context_switch::FLAGS),
     ("bench demand-paging", demand_paging::FLAGS),
     ("bench dirty-log", dirty_log::FLAGS),
     ("bench memslot", memslot::FLAGS),
+    ("bench migration", migration::FLAGS),
     ("bench page-table", page_table::FLAGS),
     ("bench rmap-fork", rmap_fork::FLAGS),
 ];
@@ -54,6 +56,7 @@ enum What {
     PageTable(page_table::PageTableArgs),
     Memslot(memslot::MemslotArgs),
     AccessTracking(access_tracking::AccessTrackingArgs),
+    Migration(Box<migration::MigrationArgs>),
 }
 
 /// Where the result goes.
@@ -81,6 +84,7 @@ pub fn run(args: BenchArgs) -> Result<Exit, Failure> {
         What::PageTable(args) => page_table::run(args),
         What::Memslot(args) => memslot::run(args),
         What::AccessTracking(args) => access_tracking::run(args),
+        What::Migration(args) => migration::run(*args),
     }
 }
 

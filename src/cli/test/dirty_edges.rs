@@ -7,10 +7,12 @@ use crate::cli::result::ResultArgs;
 use crate::cli::{Failure, Flags, args, keyvalue};
 use crate::dirty::Method;
 use crate::fault::Field;
+use crate::guests::guest;
 use crate::memory::Backing;
 use crate::oracle::edges::{self, Mind};
 use crate::oracle::soak;
 use crate::sandbox::Mode;
+use crate::sys::signal;
 use crate::vm::lifecycle::{self, Exit};
 
 /// Clear the dirty log chunk by chunk and write at both ends of each chunk: the pages that a test at random hardly meets
@@ -100,12 +102,29 @@ pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
         sandbox: args.sandbox,
     };
     args.result.deliver(|| {
-        let (report, lost) = edges::run(&config).map_err(|error| Failure::of(&error, FLAGS))?;
-        let exit = match lost.len() {
-            0 if report.invalid.is_empty() => Ok(Exit::PowerOff),
-            0 => Ok(Exit::Error),
-            lost => Err(Failure { exit: Exit::Error, message: format!("{lost} pages lost") }),
+        signal::remember(&signal::ENDING).map_err(Failure::host)?;
+        let interrupted = |error: &soak::Error| match error {
+            soak::Error::Run(guest::Error::Interrupted(signal)) => Some(Exit::Signal(*signal)),
+            _ => None,
+        };
+        let (report, lost) = edges::run(&config).map_err(|error| match interrupted(&error) {
+            Some(exit) => Failure { exit, message: error.to_string() },
+            None => Failure::of(&error, FLAGS),
+        })?;
+        let exit = match (lost.len(), signal::last()) {
+            (0, Some(signal)) => Ok(Exit::Signal(signal)),
+            (0, None) if report.invalid.is_empty() => Ok(Exit::PowerOff),
+            (0, None) => Ok(Exit::Error),
+            (lost, _) => Err(Failure { exit: Exit::Error, message: blame(lost) }),
         };
         Ok((report, exit))
     })?
+}
+
+/// How a test ends that found something.
+fn blame(lost: usize) -> String {
+    let pages = if lost == 1 { "page that the guest wrote is" } else { "pages that the guest wrote are" };
+    format!(
+        "{lost} {pages} not in the dirty log: this kernel's KVM lost them (kernel-patches/README.md has the known cases)"
+    )
 }

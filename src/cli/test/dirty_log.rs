@@ -10,13 +10,13 @@ use crate::dirty::Method;
 use crate::fault::Field;
 use crate::host::{Facts, hugepages};
 use crate::memory::Backing;
-use crate::oracle::edges::{self, Verdict};
+use crate::oracle::edges::{self, EdgeVerdict};
 use crate::oracle::judge::Mode;
 use crate::oracle::soak;
 use crate::report::Report;
 use crate::sandbox;
 use crate::session::progress::bar;
-use crate::sys::signal::{ENDING, SignalFd};
+use crate::sys::signal;
 use crate::vm::lifecycle::{self, Exit};
 
 /// Write at random, collect the dirty log while memslots come, go and move, and check every page of every collection
@@ -132,9 +132,8 @@ pub(super) fn run(args: &DirtyLogArgs) -> Result<Exit, Failure> {
 
 /// The result, and how the command ends.
 fn soak(config: &soak::Config) -> Result<(Report, Result<Exit, Failure>), Failure> {
-    let mut signals = SignalFd::new(&ENDING).map_err(Failure::host)?;
-    let mut interrupted = None;
-    let progress = bar(0, "{elapsed_precise}  {msg}");
+    signal::remember(&signal::ENDING).map_err(Failure::host)?;
+    let progress = bar(0, "{elapsed_precise}  {msg}  (Ctrl-C ends it)");
     let result = soak::run(config, &mut |tally| {
         progress.set_message(format!(
             "{}: {} events, {} lost",
@@ -142,19 +141,18 @@ fn soak(config: &soak::Config) -> Result<(Report, Result<Exit, Failure>), Failur
             crate::report::units::grouped(tally.events.into()),
             tally.lost
         ));
-        interrupted = interrupted.or(signals.read());
-        interrupted.is_none()
     });
     progress.finish_and_clear();
-    let tallies = result.map_err(|error| Failure::of(&error, FLAGS))?;
-    let mut report = soak::report(config, &tallies, Facts::collect(config.sandbox.of_vcpus()));
+    let held = result.map_err(|error| Failure::of(&error, FLAGS))?;
+    let mut report = soak::report(config, &held, Facts::collect(config.sandbox.of_vcpus()));
+    let tallies = &held.tallies;
     if let Some(tally) = tallies.iter().find(|tally| tally.only_edges()) {
         report.notes.push(format!(
             "{}: all {} lost pages are the first of 2 MiB; {}",
             tally.method.name(),
             tally.lost,
             match edges::probe() {
-                Ok(Verdict::Lost) => "a directed test loses such a page every time: it is the kernel's fault (see \
+                Ok(EdgeVerdict::Lost) => "a directed test loses such a page every time: it is the kernel's fault (see \
                      kvm_arch_mmu_enable_log_dirty_pt_masked; kernel-patches/6.12/init-all-set-boundary mends it)"
                     .to_owned(),
                 Ok(found) => format!("a directed test of this kernel found: {found}"),
@@ -175,7 +173,7 @@ fn soak(config: &soak::Config) -> Result<(Report, Result<Exit, Failure>), Failur
             );
             Err(Failure { exit: Exit::Error, message })
         }
-        None => Ok(interrupted.map_or(Exit::PowerOff, Exit::Signal)),
+        None => Ok(held.interrupted.map_or(Exit::PowerOff, Exit::Signal)),
     };
     Ok((report, exit))
 }
@@ -187,7 +185,7 @@ fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
     };
     let entries = args.tracker.iter().find_map(|tracker| tracker.entries);
     let backings = match args.backing.as_slice() {
-        [] => backings(args.memory),
+        [] => backings(args.slot_base.unwrap_or(0), args.memory),
         some => some.to_vec(),
     };
     if args.slot_base.unwrap_or(0) + args.memory > soak::MOST {
@@ -216,11 +214,11 @@ fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
     })
 }
 
-/// Every backing that this host can give `size` bytes of.
-fn backings(size: u64) -> Vec<Backing> {
+/// Every backing that this host can give `size` bytes of, where the first memslot is at `base`.
+fn backings(base: u64, size: u64) -> Vec<Backing> {
     let mut backings = vec![Backing::Anonymous, Backing::Thp, Backing::Shmem, Backing::Memfd];
     for page in hugepages::sizes() {
-        if hugepages::check(page, size.next_multiple_of(page)).is_ok() {
+        if hugepages::check(page, crate::oracle::ram(base, size, Backing::Hugetlb(page)).1).is_ok() {
             backings.extend([Backing::Hugetlb(page), Backing::SharedHugetlb(page)]);
         }
     }

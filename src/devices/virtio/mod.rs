@@ -100,6 +100,15 @@ pub trait DeviceConfig: fmt::Debug + Send + Sync {
     /// # Errors
     /// What is wrong with them, and whose fault that is.
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError>;
+
+    /// As [`DeviceConfig::open`], for a machine that runs in another process yet: it takes no lock that the other may have, until
+    /// [`VirtioDevice::retake`].
+    ///
+    /// # Errors
+    /// As there.
+    fn open_unlocked(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        self.open()
+    }
 }
 
 /// Why a device cannot be opened.
@@ -179,6 +188,20 @@ pub trait VirtioDevice: Send {
 
     /// One of the device's own file descriptors is ready.
     fn ready(&mut self, _events: Events, _ops: &mut EventOps) {}
+
+    /// Gives up the locks that it has on the host's files, so that another process can have them. While it is quiesced.
+    fn release(&mut self) {}
+
+    /// Takes them: where it was released, or opened to be [restored](DeviceConfig::open_unlocked).
+    ///
+    /// # Errors
+    /// Who else has one.
+    fn retake(&mut self) -> Result<(), OpenError> {
+        Ok(())
+    }
+
+    /// Its machine has come from another process, and runs here from now on: tells the world, where that has to know.
+    fn arrived(&mut self) {}
 
     /// What a new process needs to carry on, beyond the transport's registers. Called while quiesced.
     fn save(&self) -> DeviceState;

@@ -217,6 +217,20 @@ impl Net {
     }
 }
 
+/// A packet that asks which protocol address `mac` has (RARP, RFC 903), to all: nobody answers, and every switch on its way sees
+/// where it came from.
+fn announcement(mac: [u8; 6]) -> [u8; HEADER + 60] {
+    let mut packet = [0; HEADER + 60];
+    let mut put = |at: usize, bytes: &[u8]| packet[HEADER + at..][..bytes.len()].copy_from_slice(bytes);
+    put(0, &[0xff; 6]);
+    put(6, &mac);
+    // The protocol; Ethernet, IPv4, their lengths; the request.
+    put(12, &[0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3]);
+    put(22, &mac);
+    put(32, &mac);
+    packet
+}
+
 fn random_mac() -> io::Result<[u8; 6]> {
     use std::io::Read;
     let mut mac = [0; 6];
@@ -272,6 +286,13 @@ impl VirtioDevice for Net {
         self.readable = true;
         self.configure();
         self.receive();
+    }
+
+    /// Switches learn from any packet behind which port an address is.
+    fn arrived(&mut self) {
+        if let Err(error) = self.tap.send(&announcement(self.mac)) {
+            tracing::warn!("{}: the network is not told that the guest is here: {error}", self.tap.name());
+        }
     }
 
     fn save(&self) -> DeviceState {

@@ -6,6 +6,7 @@
 //! ends in DEVICE_NEEDS_RESET ([`Interrupt::needs_reset`]) and a queue that stands still until the driver resets it.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use virtio_queue::{Error as RingError, Queue, QueueOwnedT, QueueT};
 use vm_memory::{GuestAddress, GuestMemoryBackend};
@@ -211,6 +212,11 @@ impl VirtQueue {
                 self.interrupt.needs_reset(&self.ring(error));
                 false
             })
+    }
+
+    /// How many requests the driver has ever made available, modulo 2^16; none where its ring cannot be read.
+    pub fn offered(&self, mem: &GuestMemory) -> Option<u16> {
+        self.queue.avail_idx(mem, Ordering::Acquire).ok().map(|index| index.0)
     }
 
     /// Makes the device look at this queue again as if the driver had notified it.

@@ -24,12 +24,16 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::interrupt::{self, Interrupt};
 use super::queue::{VirtQueue, is_memory};
 use super::registers::{Register, Registers};
-use super::{Active, DeviceState, Hang, PATIENCE, QUEUE_EVENTS, RestoreError, VirtioDevice};
+use super::{Active, DeviceState, Hang, OpenError, PATIENCE, QUEUE_EVENTS, RestoreError, VirtioDevice};
 use crate::memory::GuestMemory;
+use crate::plant::{self, Mistake};
 
 /// What the transport offers for every device.
 const TRANSPORT_FEATURES: u64 =
     1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_RING_F_INDIRECT_DESC;
+
+/// No device has a longer configuration space.
+const CONFIG_SPACE: usize = 256;
 
 /// How often a vCPU that waits for a reset looks whether the machine is over.
 const GLANCE: Duration = Duration::from_millis(100);
@@ -39,9 +43,23 @@ const GLANCE: Duration = Duration::from_millis(100);
 pub struct Transport {
     interrupt: Arc<Interrupt>,
     doorbells: Arc<[Arc<EventFd>]>,
-    /// The machine is over: nobody needs to wait for the device any more.
-    abandoned: Arc<AtomicBool>,
+    waiting: Arc<Waiting>,
     inner: Arc<Mutex<Inner>>,
+}
+
+/// A vCPU that resets the device has to wait, with the mutex, for what is in flight. This is for those without the mutex.
+#[derive(Default)]
+struct Waiting {
+    /// The machine is over: nobody needs to wait for the device any more.
+    abandoned: AtomicBool,
+    /// What it has been waiting for longer than [`PATIENCE`].
+    hang: Mutex<Option<Hang>>,
+}
+
+impl Waiting {
+    fn hang(&self) -> MutexGuard<'_, Option<Hang>> {
+        self.hang.lock().expect("nobody panics with it")
+    }
 }
 
 /// What the mutex guards.
@@ -50,7 +68,7 @@ struct Inner {
     memory: Arc<GuestMemory>,
     interrupt: Arc<Interrupt>,
     doorbells: Arc<[Arc<EventFd>]>,
-    abandoned: Arc<AtomicBool>,
+    waiting: Arc<Waiting>,
     registers: Registers,
     /// The device has its queues (the driver is ready and the machine is not quiesced).
     running: bool,
@@ -63,6 +81,20 @@ pub struct State {
     registers: Registers,
     interrupt: interrupt::State,
     device: DeviceState,
+}
+
+/// What a device is, whatever its driver has made of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Description {
+    /// The device type (section 5).
+    pub kind: u32,
+    /// The features that it offers.
+    pub features: u64,
+    /// The most entries of each queue.
+    pub queues: Vec<u16>,
+    /// Its configuration space up to the last byte that is not zero.
+    pub config: Vec<u8>,
 }
 
 /// A queue whose registers make no queue.
@@ -81,18 +113,18 @@ impl Transport {
         let doorbells =
             device.queue_sizes().iter().map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new));
         let doorbells: Arc<[_]> = doorbells.collect::<Result<Vec<_>, _>>()?.into();
-        let abandoned = Arc::new(AtomicBool::new(false));
+        let waiting = Arc::<Waiting>::default();
         let registers = Registers::new(device.queue_sizes());
         let inner = Inner {
             device,
             memory,
             interrupt: interrupt.clone(),
             doorbells: doorbells.clone(),
-            abandoned: abandoned.clone(),
+            waiting: waiting.clone(),
             registers,
             running: false,
         };
-        Ok(Transport { interrupt, doorbells, abandoned, inner: Arc::new(Mutex::new(inner)) })
+        Ok(Transport { interrupt, doorbells, waiting, inner: Arc::new(Mutex::new(inner)) })
     }
 
     /// How the device reaches its driver.
@@ -115,6 +147,9 @@ impl Transport {
     /// # Errors
     /// What hangs, where that takes longer than `patience`. The device goes on then as if it had not been asked.
     pub fn quiesce(&self, patience: Duration) -> Result<(), Hang> {
+        if plant::is(Mistake::NoQuiesce) {
+            return Ok(());
+        }
         self.lock().quiesce(patience)
     }
 
@@ -125,7 +160,45 @@ impl Transport {
 
     /// The machine is over, its guest forgotten: a vCPU that waits for the device to be reset need not wait any longer.
     pub fn abandon(&self) {
-        self.abandoned.store(true, Ordering::Release);
+        self.waiting.abandoned.store(true, Ordering::Release);
+    }
+
+    /// What a vCPU that resets the device has been waiting for longer than [`PATIENCE`]: such a vCPU cannot pause.
+    pub fn hang(&self) -> Option<Hang> {
+        self.waiting.hang().clone()
+    }
+
+    /// Gives up the locks that the device has on the host's files; while it is quiesced.
+    pub fn release(&self) {
+        self.lock().device.release();
+    }
+
+    /// Takes them.
+    ///
+    /// # Errors
+    /// Who else has one.
+    pub fn retake(&self) -> Result<(), OpenError> {
+        self.lock().device.retake()
+    }
+
+    /// The machine has come from another process.
+    pub fn arrived(&self) {
+        self.lock().device.arrived();
+    }
+
+    /// What the device is, so that the like of it can be told from others.
+    pub fn describe(&self) -> Description {
+        let inner = self.lock();
+        let mut config = vec![0; CONFIG_SPACE];
+        inner.device.read_config(0, &mut config);
+        let end = config.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+        config.truncate(end);
+        Description {
+            kind: inner.device.kind(),
+            features: inner.features(),
+            queues: inner.device.queue_sizes().to_vec(),
+            config,
+        }
     }
 
     /// What a new process needs to carry on with this device, which must be quiesced.
@@ -317,15 +390,18 @@ impl Inner {
     /// The driver resets the device. It may reuse its buffers as soon as this returns, so a request that hangs keeps the
     /// vCPU here: to let it go would let the host write into memory, or read from it, that belongs to others by then.
     fn reset(&mut self) {
-        let mut said = false;
         while let Err(hang) = self.quiesce(GLANCE) {
-            if self.abandoned.load(Ordering::Acquire) {
+            if self.waiting.abandoned.load(Ordering::Acquire) {
                 return;
             }
-            if hang.since >= PATIENCE && !std::mem::replace(&mut said, true) {
-                tracing::warn!("virtio: a vCPU that resets a device waits: {hang}");
+            if hang.since >= PATIENCE {
+                let text = hang.to_string();
+                if self.waiting.hang().replace(hang).is_none() {
+                    tracing::warn!("virtio: a vCPU that resets a device waits: {text}");
+                }
             }
         }
+        *self.waiting.hang() = None;
         self.device.reset();
         self.ring_all();
         self.registers = Registers::new(self.device.queue_sizes());

@@ -48,6 +48,7 @@ pub(super) struct Leg<'a> {
     age: u64,
     /// Pages whose bits were taken out, with the collections since.
     victims: Vec<(Place, u64)>,
+    backing: Backing,
     name: String,
 }
 
@@ -61,10 +62,11 @@ impl<'a> Leg<'a> {
         tally: &'a mut Tally,
     ) -> Result<Self, Error> {
         let base = config.slot_base.unwrap_or(0);
-        let size = (base + config.size).next_multiple_of(backing.best_mapping());
+        let (first, size) = crate::oracle::ram(base, config.size, backing);
         let mut memory =
             Memory::map(crate::arch::layout::RAM, MemoryConfig { backing, ..MemoryConfig::new(size) })?;
-        let tested = base / PAGE_SIZE..size / PAGE_SIZE;
+        memory.start_at(first)?;
+        let tested = (base - first) / PAGE_SIZE..size / PAGE_SIZE;
         let cuts = if base == 0 { draw_cuts(&mut rng, tested.end) } else { vec![tested.start] };
         memory.cut_at(&cuts.iter().map(|page| page * PAGE_SIZE).collect::<Vec<_>>())?;
         let within = |slot: &&Slot| slot.offset() / PAGE_SIZE >= tested.start;
@@ -130,17 +132,18 @@ impl<'a> Leg<'a> {
             kept,
             age,
             victims,
+            backing,
             name,
         })
     }
 
-    /// Runs until `budget` events are checked or the time is over. Returns whether the test goes on.
+    /// Runs until `budget` events are checked or the time is over.
     pub(super) fn run(
         mut self,
         budget: u64,
         until: Option<Instant>,
-        watch: &mut dyn FnMut(&Tally) -> bool,
-    ) -> Result<bool, Error> {
+        watch: &mut dyn FnMut(&Tally),
+    ) -> Result<(), Error> {
         let counters = Counters::open(&self.guest.vm.fd, &self.guest.vcpus);
         self.guest.resume();
         // Memory first, so that the log finds what a guest of some age has: huge pages where there are any.
@@ -153,19 +156,16 @@ impl<'a> Leg<'a> {
             self.edges()?;
         }
         let end = self.tally.events + budget;
-        let mut going = true;
-        while going
-            && self.tally.events < end
+        while self.tally.events < end
             && until.is_none_or(|until| Instant::now() < until)
             && (self.config.lose == 0 || self.tally.injected[0] < self.config.lose)
         {
             self.step()?;
-            going = watch(self.tally);
+            watch(self.tally);
         }
         // Nothing may be owed at the end.
         self.pick(Pick::All);
-        self.collect(Mode::Quiesced)?;
-        Ok(going)
+        self.collect(Mode::Quiesced)
     }
 
     /// What happens next.
@@ -191,14 +191,13 @@ impl<'a> Leg<'a> {
         }
     }
 
-    /// Lets the guest make so many accesses, fewer where a ring fills up or the host is slow.
+    /// Lets the guest make so many accesses, fewer where the host is slow.
     fn let_run(&mut self, accesses: u64) -> Result<(), Error> {
         let done = || self.guest.controls().map(|control| control.done.load(Ordering::Relaxed)).sum::<u64>();
         let (start, patience) = (done(), Instant::now() + Duration::from_secs(2));
         while done() - start < accesses && Instant::now() < patience {
             match self.guest.wait(Duration::from_millis(1))? {
                 Woke::Timeout => {}
-                Woke::RingFull => break,
                 Woke::Rung => return Err(Error::Stopped),
             }
         }
@@ -247,9 +246,8 @@ impl<'a> Leg<'a> {
             Mode::Quiesced => drop(self.guest.pause()?),
         }
         self.judge(mode)?;
-        match mode {
-            Mode::Running => self.guest.resume_full()?,
-            Mode::Quiesced => self.guest.resume(),
+        if mode == Mode::Quiesced {
+            self.guest.resume();
         }
         Ok(())
     }
@@ -271,6 +269,9 @@ impl<'a> Leg<'a> {
             |vcpu| guest.controls().nth(vcpu).map_or(0, |control| control.pass.load(Ordering::Relaxed)),
         );
         let tally = &mut *self.tally;
+        if !tally.backings.contains(&self.backing) {
+            tally.backings.push(self.backing);
+        }
         tally.collections[usize::from(mode == Mode::Quiesced)] += 1;
         tally.events += verdict.checked;
         tally.late += verdict.late;
@@ -402,7 +403,6 @@ impl<'a> Leg<'a> {
             // What was logged while the log was being switched off is still in the rings.
             vcpu::flush_all(&self.guest.vcpus)?;
             self.tracker.collect()?;
-            self.guest.resume_full()?;
         }
         self.switch_on()
     }

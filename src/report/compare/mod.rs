@@ -12,6 +12,7 @@
 //! Start reading at [`weigh`]. [`results`] makes replicates of two sets of results, `stats` has the arithmetic, `text` and
 //! [`super::html`] the faces.
 
+mod repeated;
 pub mod results;
 mod stats;
 pub(super) mod text;
@@ -112,7 +113,7 @@ pub struct Weighed {
     /// Where the ratio lies, at the level that this figure is held to.
     pub interval: Option<(f64, f64)>,
     /// What may be said.
-    pub verdict: Verdict,
+    pub verdict: FigureVerdict,
     /// Whether it is the figure that the comparison was made for.
     pub headline: bool,
 }
@@ -120,7 +121,7 @@ pub struct Weighed {
 /// What may be said of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Verdict {
+pub enum FigureVerdict {
     /// Every value of both sides is the same.
     Equal,
     /// No difference was shown.
@@ -200,13 +201,13 @@ pub fn weigh(figures: Vec<Compared>, headline: Option<&Label>, least: usize, pol
         let enough = of.least() >= least;
         let interval = estimate.filter(|_| enough).and_then(|estimate| estimate.interval(levels[i]));
         let verdict = match estimate {
-            _ if of.is_equal() => Verdict::Equal,
-            None => Verdict::NoRatio,
-            Some(_) if !enough => Verdict::TooFew,
+            _ if of.is_equal() => FigureVerdict::Equal,
+            None => FigureVerdict::NoRatio,
+            Some(_) if !enough => FigureVerdict::TooFew,
             Some(estimate) => match estimate.p() {
-                Some(p) if p <= levels[i] => Verdict::Differs,
-                Some(p) if interval.is_some() || p == 1.0 => Verdict::Noise,
-                _ => Verdict::TooFew,
+                Some(p) if p <= levels[i] => FigureVerdict::Differs,
+                Some(p) if interval.is_some() || p == 1.0 => FigureVerdict::Noise,
+                _ => FigureVerdict::TooFew,
             },
         };
         Weighed { ratio: estimate.map(Estimate::ratio), interval, verdict, headline: Some(i) == headline, of }
@@ -226,7 +227,7 @@ mod tests {
         Compared { label: name.into(), unit: "s".into(), resolution: 0.0, a: side(a), b: side(b) }
     }
 
-    fn verdicts(figures: Vec<Compared>, headline: &str) -> Vec<Verdict> {
+    fn verdicts(figures: Vec<Compared>, headline: &str) -> Vec<FigureVerdict> {
         weigh(figures, Some(&headline.into()), 3, Policy::REAL).iter().map(|row| row.verdict).collect()
     }
 
@@ -234,7 +235,7 @@ mod tests {
     fn only_what_was_measured_in_pairs_is_paired() {
         let (a, b) = ([1.0, 10.0, 100.0], [1.1, 11.2, 109.0]);
         let rows = vec![figure("p", &a, &b, true), figure("u", &a, &b, false)];
-        assert_eq!(verdicts(rows, "p"), [Verdict::Differs, Verdict::Noise]);
+        assert_eq!(verdicts(rows, "p"), [FigureVerdict::Differs, FigureVerdict::Noise]);
         let mut half = figure("p", &a, &b, true);
         half.b[2].pair = Some(77);
         assert!(half.pairs().is_none());
@@ -245,25 +246,25 @@ mod tests {
         let moved = |name: &str| figure(name, &[1.0, 1.0, 1.0, 1.0], &[1.05, 1.02, 1.06, 1.02], true);
         let rows = (0..40).map(|i| moved(&format!("f{i}"))).collect();
         let found = verdicts(rows, "f7");
-        assert_eq!(found[7], Verdict::Differs);
-        assert!(found.iter().enumerate().all(|(i, v)| i == 7 || *v == Verdict::Noise), "{found:?}");
+        assert_eq!(found[7], FigureVerdict::Differs);
+        assert!(found.iter().enumerate().all(|(i, v)| i == 7 || *v == FigureVerdict::Noise), "{found:?}");
         assert_eq!(
             verdicts(vec![moved("a"), figure("b", &[1.0; 4], &[1.0; 4], true)], "x")[0],
-            Verdict::Differs
+            FigureVerdict::Differs
         );
     }
 
     #[test]
     fn two_replicates_on_real_time_claim_nothing() {
         let two = figure("t", &[1.0, 1.001], &[0.5, 0.5], true);
-        assert_eq!(verdicts(vec![two.clone()], "t"), [Verdict::TooFew]);
+        assert_eq!(verdicts(vec![two.clone()], "t"), [FigureVerdict::TooFew]);
         let row = &weigh(vec![two.clone()], None, 2, Policy::REAL)[0];
-        assert_eq!(row.verdict, Verdict::Differs);
+        assert_eq!(row.verdict, FigureVerdict::Differs);
         let equal = figure("t", &[1.0, 1.0], &[0.5, 0.5], true);
         let row = &weigh(vec![equal.clone()], None, 2, Policy::REAL)[0];
-        assert_eq!((row.verdict, row.interval), (Verdict::TooFew, None));
+        assert_eq!((row.verdict, row.interval), (FigureVerdict::TooFew, None));
         let row = &weigh(vec![equal], None, 2, Policy::EMULATED)[0];
-        assert_eq!(row.verdict, Verdict::Differs);
+        assert_eq!(row.verdict, FigureVerdict::Differs);
         assert!(row.interval.is_some_and(|(low, high)| low < 0.5 && high > 0.5));
     }
 
@@ -274,6 +275,6 @@ mod tests {
         let (a, b) = row.middles();
         assert!((b / a - row.ratio.unwrap()).abs() < 1e-12 && (a - 2.0).abs() < 1e-12);
         let zero = &weigh(vec![figure("z", &[0.0, 1.0], &[3.0, 5.0], false)], None, 2, Policy::REAL)[0];
-        assert_eq!((zero.verdict, zero.middles()), (Verdict::NoRatio, (0.5, 4.0)));
+        assert_eq!((zero.verdict, zero.middles()), (FigureVerdict::NoRatio, (0.5, 4.0)));
     }
 }

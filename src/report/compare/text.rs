@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::results::{Comparison, Question};
-use super::{Verdict, Weighed};
+use super::{FigureVerdict, Weighed};
 use crate::report::printable;
 use crate::report::table::Table;
 use crate::report::terminal::{command_line, labelled};
@@ -107,11 +107,11 @@ fn digits(ratio: f64) -> String {
 
 fn verdict(row: &Weighed) -> String {
     let ratio = match (row.verdict, row.ratio) {
-        (Verdict::Equal, _) => return "equal".into(),
-        (Verdict::Noise, _) => return "noise".into(),
-        (Verdict::TooFew, _) => return "too few to say".into(),
-        (Verdict::NoRatio, _) | (Verdict::Differs, None) => return "no ratio (zero)".into(),
-        (Verdict::Differs, Some(ratio)) => ratio,
+        (FigureVerdict::Equal, _) => return "equal".into(),
+        (FigureVerdict::Noise, _) => return "noise".into(),
+        (FigureVerdict::TooFew, _) => return "too few to say".into(),
+        (FigureVerdict::NoRatio, _) | (FigureVerdict::Differs, None) => return "no ratio (zero)".into(),
+        (FigureVerdict::Differs, Some(ratio)) => ratio,
     };
     // A percentage of a time is not one of a speed, so it is called by what it is.
     let word = match (row.of.unit.as_str(), ratio < 1.0) {

@@ -5,7 +5,7 @@ use plotters::style::text_anchor::{HPos, VPos};
 
 use super::{Axis, CHARACTER, Plot, Side, TEXT, chart, colour, name_at, placeable, svg};
 use crate::report::compare::text::in_order;
-use crate::report::compare::{Verdict, Weighed};
+use crate::report::compare::{FigureVerdict, Weighed};
 
 /// Figures of one picture at most.
 const MOST: usize = 60;
@@ -20,7 +20,7 @@ pub(in crate::report) fn ratios(rows: &[Weighed]) -> Option<Plot> {
         // An interval that reaches for orders of magnitude would leave nothing to be seen of the others.
         Some((low.max(ratio / 4.0), ratio, high.min(ratio * 4.0)))
     };
-    let moved = in_order(rows).filter(|row| row.verdict != Verdict::Equal);
+    let moved = in_order(rows).filter(|row| row.verdict != FigureVerdict::Equal);
     let shown: Vec<_> = moved.filter_map(|row| Some((row, span(row)?))).take(MOST).collect();
     let ends = || shown.iter().flat_map(|(_, (low, _, high))| [*low, *high]);
     let (least, most) = (ends().fold(1.0, f64::min) / 1.02, ends().fold(1.0, f64::max) * 1.02);
@@ -40,7 +40,7 @@ pub(in crate::report) fn ratios(rows: &[Weighed]) -> Option<Plot> {
         let height = |i: usize| (shown.len() - 1 - i) as f64 + 0.5;
         chart.draw_series([PathElement::new([(1.0, y.from), (1.0, y.to)], TEXT)])?;
         for (i, (row, (low, ratio, high))) in shown.iter().enumerate() {
-            let colour = colour(if row.verdict == Verdict::Differs { 1 } else { 0 });
+            let colour = colour(if row.verdict == FigureVerdict::Differs { 1 } else { 0 });
             chart.draw_series([PathElement::new(
                 [(*low, height(i)), (*high, height(i))],
                 colour.stroke_width(2),

@@ -5,6 +5,8 @@
 //!   Wait --------------------> Enter ------------------> Complete -------------------------> Wait
 //! ```
 //!
+//! Whoever is to run may have to sleep first, as often as it is told: it is neither in the guest nor does it wait for a command then.
+//!
 //! An MMIO or port access that the VMM has served is half done until `KVM_RUN` is called again; with immediate_exit that
 //! completes it and enters no guest (api.rst, KVM_RUN). What KVM hands over in parts ends with the next part, until a call
 //! returns `EINTR`: only then is a vCPU's state whole.
@@ -46,6 +48,8 @@ pub enum Flow {
 pub(super) enum Step {
     /// `KVM_RUN`.
     Enter,
+    /// It sleeps, until its nap is over or it has been told something else.
+    Nap,
     /// `KVM_RUN` with immediate_exit.
     Complete,
     /// It says that it is paused, and waits for another command.
@@ -88,9 +92,10 @@ pub(super) struct Cycle {
 }
 
 impl Cycle {
-    /// The next step under `command`.
-    pub fn next(&mut self, command: Command) -> Step {
+    /// The next step under `command`, for a vCPU that is to sleep or not.
+    pub fn next(&mut self, command: Command, drowsy: bool) -> Step {
         let step = match command {
+            Command::Run if drowsy => Step::Nap,
             Command::Run => Step::Enter,
             Command::Pause if self.unfinished => Step::Complete,
             Command::Pause => Step::Wait,
@@ -130,9 +135,9 @@ mod tests {
     /// A vCPU that has been in the guest and is told to pause.
     fn pausing() -> Cycle {
         let mut cycle = Cycle::default();
-        assert_eq!(cycle.next(Command::Run), Step::Enter);
+        assert_eq!(cycle.next(Command::Run, false), Step::Enter);
         assert_eq!(cycle.returned(INTERRUPTED), After::Interrupted);
-        assert_eq!(cycle.next(Command::Pause), Step::Complete);
+        assert_eq!(cycle.next(Command::Pause, false), Step::Complete);
         cycle
     }
 
@@ -144,10 +149,26 @@ mod tests {
     }
 
     #[test]
+    fn a_nap_comes_before_the_guest_and_after_any_other_command() {
+        let mut cycle = Cycle::default();
+        assert_eq!(cycle.next(Command::Run, true), Step::Nap);
+        // It has not been in the guest: nothing is half done.
+        assert_eq!(cycle.next(Command::Pause, true), Step::Wait);
+        assert_eq!(cycle.next(Command::Run, false), Step::Enter);
+        assert_eq!(cycle.returned(INTERRUPTED), After::Interrupted);
+        // It has: an access is completed before it pauses, whether it has slept or not.
+        assert_eq!(cycle.next(Command::Run, true), Step::Nap);
+        assert_eq!(cycle.next(Command::Pause, true), Step::Complete);
+        assert_eq!(cycle.returned(INTERRUPTED), After::Next);
+        assert_eq!(cycle.next(Command::Pause, true), Step::Wait);
+        assert_eq!(cycle.next(Command::Stop, true), Step::End);
+    }
+
+    #[test]
     fn what_never_ran_has_nothing_to_complete() {
         let mut cycle = Cycle::default();
-        assert_eq!(cycle.next(Command::Pause), Step::Wait);
-        assert_eq!(cycle.next(Command::Stop), Step::End);
+        assert_eq!(cycle.next(Command::Pause, false), Step::Wait);
+        assert_eq!(cycle.next(Command::Stop, false), Step::End);
     }
 
     #[test]
@@ -155,15 +176,15 @@ mod tests {
         let mut cycle = pausing();
         for _ in 0..3 {
             assert_eq!(cycle.returned(GO_ON), After::Next);
-            assert_eq!(cycle.next(Command::Pause), Step::Complete);
+            assert_eq!(cycle.next(Command::Pause, false), Step::Complete);
         }
         assert_eq!(cycle.returned(INTERRUPTED), After::Next);
-        assert_eq!(cycle.next(Command::Pause), Step::Wait);
+        assert_eq!(cycle.next(Command::Pause, false), Step::Wait);
         // Paused again without having run: there is still nothing to complete.
-        assert_eq!(cycle.next(Command::Pause), Step::Wait);
-        assert_eq!(cycle.next(Command::Run), Step::Enter);
+        assert_eq!(cycle.next(Command::Pause, false), Step::Wait);
+        assert_eq!(cycle.next(Command::Run, false), Step::Enter);
         assert_eq!(cycle.returned(GO_ON), After::Next);
-        assert_eq!(cycle.next(Command::Pause), Step::Complete);
+        assert_eq!(cycle.next(Command::Pause, false), Step::Complete);
     }
 
     #[test]
@@ -182,14 +203,14 @@ mod tests {
 
     #[test]
     fn resumed_or_stopped_while_it_is_completed() {
-        assert_eq!(pausing().next(Command::Run), Step::Enter);
-        assert_eq!(pausing().next(Command::Stop), Step::End);
+        assert_eq!(pausing().next(Command::Run, false), Step::Enter);
+        assert_eq!(pausing().next(Command::Stop, false), Step::End);
     }
 
     #[test]
     fn what_an_exit_asks_for_follows() {
         let mut cycle = Cycle::default();
-        cycle.next(Command::Run);
+        cycle.next(Command::Run, false);
         for (returned, after) in [
             (GO_ON, After::Next),
             (Returned::Exit(Flow::Pause), After::PauseItself),

@@ -1,6 +1,7 @@
 //! vCPU threads.
 //!
-//! Here is what others see of one: [`Vcpu`]. What the thread does is `run.rs`'s, and what it does next `cycle.rs`'s. Each vCPU is a thread around `KVM_RUN` and a small state machine that others move by a command:
+//! Here is what others see of one: [`Vcpu`]. What the thread does is `run.rs`'s, what it does next `cycle.rs`'s, and how time is taken
+//! from it `throttle.rs`'s. Each vCPU is a thread around `KVM_RUN` and a small state machine that others move by a command:
 //!
 //! ```text
 //!            Resume                    the guest ended, or Stop
@@ -16,9 +17,12 @@ mod cycle;
 mod run;
 #[cfg(test)]
 mod tests;
+mod throttle;
 
+use std::error::Error as StdError;
 use std::io;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -34,6 +38,7 @@ use crate::sys::kick::{self, Kick, RunPage};
 
 use cycle::Command;
 pub use cycle::Flow;
+pub use throttle::Throttle;
 
 /// Where a vCPU is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +53,8 @@ pub enum RunState {
 
 /// How long a vCPU may take to acknowledge a command before that is reported: far beyond any scheduling delay.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// How often whoever waits for one asks whether there is still hope.
+const ASKING: Duration = Duration::from_millis(100);
 
 /// Why a vCPU thread could not be had or did not obey.
 #[derive(Debug, thiserror::Error)]
@@ -61,6 +68,9 @@ pub enum Error {
     /// Its sandbox cannot be entered.
     #[error("vCPU {0}: {1}")]
     Sandbox(usize, #[source] io::Error),
+    /// What it begins with cannot be set.
+    #[error("vCPU {0}: {1}")]
+    Prepare(usize, #[source] Unprepared),
     /// It did not answer.
     #[error("vCPU {0} did not acknowledge within {1:?}: is the host overloaded?")]
     Unresponsive(usize, Duration),
@@ -77,7 +87,11 @@ impl Fault for Error {
         match self {
             Self::Pin(..) => Blame::host(Field::Pin),
             Self::Sandbox(..) => Blame::host(Field::Sandbox),
-            Self::Spawn(..) | Self::Unresponsive(..) | Self::NotPaused(_) | Self::Gone(_) => Blame::HOST,
+            Self::Spawn(..)
+            | Self::Prepare(..)
+            | Self::Unresponsive(..)
+            | Self::NotPaused(_)
+            | Self::Gone(_) => Blame::HOST,
         }
     }
 }
@@ -93,8 +107,11 @@ pub struct Ended {
     pub trace: Option<String>,
 }
 
+/// Why what a vCPU begins with cannot be set.
+pub type Unprepared = Box<dyn StdError + Send + Sync>;
+
 type Call = Box<dyn FnOnce(&VcpuFd) + Send>;
-type Life = Box<dyn FnOnce(&Shared) -> Ended + Send>;
+type Life = Box<dyn FnOnce(&Shared) -> Result<Ended, Error> + Send>;
 
 struct Inner {
     state: RunState,
@@ -109,6 +126,8 @@ struct Inner {
     ended: Option<Ended>,
     /// The latest value of [`Shared::flushes`] that the thread saw while out of `KVM_RUN`.
     flushed: u64,
+    /// Until when it is to sleep instead of running.
+    nap: Option<Instant>,
 }
 
 impl Inner {
@@ -126,6 +145,8 @@ struct Shared {
     command: AtomicU8,
     /// How often [`Vcpu::request_flush`] was called.
     flushes: AtomicU64,
+    /// Whether it may have to sleep.
+    drowsy: AtomicBool,
     describe: fn(&VcpuFd) -> String,
     inner: Mutex<Inner>,
     changed: Condvar,
@@ -162,6 +183,22 @@ pub struct Vcpu {
     thread: Option<JoinHandle<()>>,
 }
 
+/// What a call on a vCPU's thread will return.
+pub struct Answer<R> {
+    index: usize,
+    receiver: Receiver<R>,
+}
+
+impl<R> Answer<R> {
+    /// Waits for it.
+    ///
+    /// # Errors
+    /// Where the vCPU has exited meanwhile.
+    pub fn wait(self) -> Result<R, Error> {
+        self.receiver.recv().map_err(|_| Error::Gone(self.index))
+    }
+}
+
 /// What a vCPU's thread needs before it has a vCPU.
 pub struct Thread {
     /// The vCPU's number, from 0.
@@ -186,6 +223,7 @@ impl Vcpu {
             index,
             command: AtomicU8::new(Command::Pause as u8),
             flushes: AtomicU64::new(0),
+            drowsy: AtomicBool::new(false),
             describe,
             inner: Mutex::new(Inner {
                 state: RunState::Running,
@@ -196,6 +234,7 @@ impl Vcpu {
                 failed: None,
                 ended: None,
                 flushed: 0,
+                nap: None,
             }),
             changed: Condvar::new(),
         });
@@ -204,8 +243,8 @@ impl Vcpu {
             let prepared = pin
                 .map_or(Ok(()), |cpu| affinity::pin(cpu).map_err(|e| Error::Pin(index, cpu, e)))
                 .and_then(|()| enter().map_err(|e| Error::Sandbox(index, e)));
-            let ended = match prepared {
-                Ok(()) => mine.life().map(|life| life(&mine)),
+            let ended = match prepared.and_then(|()| mine.life().map(|life| life(&mine)).transpose()) {
+                Ok(ended) => ended,
                 Err(error) => {
                     mine.lock().failed = Some(error);
                     None
@@ -229,26 +268,30 @@ impl Vcpu {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Gives the thread its vCPU: KVM's descriptor, registers set, and what its exits mean. It is `Paused` as soon as the
-    /// thread is ready, unless it is resumed before.
-    pub fn give<F>(&self, processor: Processor, on_exit: F)
+    /// Gives the thread its vCPU: KVM's descriptor, what sets the state that it begins with, which the thread does while whoever
+    /// called goes on, and what its exits mean. It is `Paused` as soon as the thread is ready, unless it is resumed before.
+    pub fn give<P, F>(&self, processor: Processor, prepare: P, on_exit: F)
     where
+        P: FnOnce(&VcpuFd) -> Result<(), Unprepared> + Send + 'static,
         F: FnMut(VcpuExit<'_>) -> Flow + Send + 'static,
     {
-        self.run_on(processor.page.clone(), processor, on_exit);
+        self.run_on(processor.page.clone(), processor, |processor| prepare(processor), on_exit);
     }
 
-    fn run_on<F>(&self, page: Arc<RunPage>, mut vcpu: impl run::Run + Send + 'static, mut on_exit: F)
+    fn run_on<V, P, F>(&self, page: Arc<RunPage>, mut vcpu: V, prepare: P, mut on_exit: F)
     where
+        V: run::Run + Send + 'static,
+        P: FnOnce(&V) -> Result<(), Unprepared> + Send + 'static,
         F: FnMut(VcpuExit<'_>) -> Flow + Send + 'static,
     {
         let life = move |shared: &Shared| {
+            prepare(&vcpu).map_err(|error| Error::Prepare(shared.index, error))?;
             shared.lock().kick = Some(Kick::of_this_thread(page.clone()));
             let mut on_exit = |exit: VcpuExit<'_>| run::one_by_one(exit, page.port_size(), &mut on_exit);
             let ended = run::run(shared, &mut vcpu, &mut on_exit);
             // Before the vCPU is gone.
             shared.lock().kick = None;
-            ended
+            Ok(ended)
         };
         self.shared.lock().life = Some(Box::new(life));
         self.shared.changed.notify_all();
@@ -319,6 +362,9 @@ impl Vcpu {
         let inner = self.shared.lock();
         let ticket = self.shared.flushes.fetch_add(1, Ordering::SeqCst) + 1;
         inner.interrupt();
+        drop(inner);
+        // One that naps is out of it already, and says so.
+        self.shared.changed.notify_all();
         ticket
     }
 
@@ -327,19 +373,26 @@ impl Vcpu {
         &self,
         call: impl FnOnce(&VcpuFd) -> R + Send + 'static,
     ) -> Result<R, Error> {
+        self.begin(call)?.wait()
+    }
+
+    /// As [`Vcpu::with`], but does not wait for the call.
+    pub fn begin<R: Send + 'static>(
+        &self,
+        call: impl FnOnce(&VcpuFd) -> R + Send + 'static,
+    ) -> Result<Answer<R>, Error> {
         let (sender, receiver) = std::sync::mpsc::sync_channel(1);
-        let gone = || Error::Gone(self.shared.index);
         {
             let mut inner = self.wait(|inner| inner.state != RunState::Running && inner.call.is_none())?;
             if inner.state == RunState::Exited {
-                return Err(gone());
+                return Err(Error::Gone(self.shared.index));
             }
             inner.call = Some(Box::new(move |fd| {
                 let _ = sender.send(call(fd));
             }));
         }
         self.shared.changed.notify_all();
-        receiver.recv().map_err(|_| gone())
+        Ok(Answer { index: self.shared.index, receiver })
     }
 
     fn command(&self, command: Command) {
@@ -351,14 +404,25 @@ impl Vcpu {
     }
 
     fn wait(&self, until: impl Fn(&Inner) -> bool) -> Result<MutexGuard<'_, Inner>, Error> {
+        self.wait_unless(until, || Ok(()))
+    }
+
+    /// Waits for what must come soon, and meanwhile asks `hopeful` again and again whether it still can.
+    fn wait_unless<E: From<Error>>(
+        &self,
+        until: impl Fn(&Inner) -> bool,
+        hopeful: impl Fn() -> Result<(), E>,
+    ) -> Result<MutexGuard<'_, Inner>, E> {
         let deadline = Instant::now() + PATIENCE;
         let mut inner = self.shared.lock();
         while !until(&inner) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(Error::Unresponsive(self.shared.index, PATIENCE));
+                return Err(Error::Unresponsive(self.shared.index, PATIENCE).into());
             }
-            inner = self.shared.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+            hopeful()?;
+            let changed = self.shared.changed.wait_timeout(inner, left.min(ASKING));
+            inner = changed.unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(inner)
     }
@@ -375,9 +439,18 @@ impl Drop for Vcpu {
 
 /// Pauses all of `vcpus`; returns when every one has acknowledged, with the time that took.
 pub fn pause_all(vcpus: &[Vcpu]) -> Result<Duration, Error> {
+    pause_all_unless(vcpus, || Ok(()))
+}
+
+/// As [`pause_all`], but not longer than `hopeful` is: where it knows what keeps a vCPU, its error is returned soon.
+pub fn pause_all_unless<E: From<Error>>(
+    vcpus: &[Vcpu],
+    hopeful: impl Fn() -> Result<(), E>,
+) -> Result<Duration, E> {
     let start = Instant::now();
     vcpus.iter().for_each(Vcpu::request_pause);
-    vcpus.iter().try_for_each(Vcpu::wait_paused)?;
+    let paused = |inner: &Inner| inner.state != RunState::Running;
+    vcpus.iter().try_for_each(|vcpu| vcpu.wait_unless(paused, &hopeful).map(drop))?;
     Ok(start.elapsed())
 }
 

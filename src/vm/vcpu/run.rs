@@ -25,6 +25,11 @@ pub(super) trait Run {
 
     /// Tells the guest's clock that it stood still.
     fn stood_still(&self) {}
+
+    /// Empties the dirty rings, one of which is full. False where that fails.
+    fn relieve(&self) -> bool {
+        false
+    }
 }
 
 impl Run for Processor {
@@ -46,6 +51,15 @@ impl Run for Processor {
     fn stood_still(&self) {
         let _ = self.fd.kvmclock_ctrl();
     }
+
+    fn relieve(&self) -> bool {
+        let Some(ring) = &self.ring else { return false };
+        let relieved = ring.relieve();
+        if let Err(failed) = &relieved {
+            tracing::error!("the dirty rings cannot be emptied: {failed:?}");
+        }
+        relieved.is_ok()
+    }
 }
 
 /// Runs until the guest ends, `KVM_RUN` fails or the vCPU is stopped.
@@ -59,7 +73,7 @@ pub(super) fn run(
     let mut recent = Recent::default();
     let mut flushed = 0;
     let (exit, error) = loop {
-        match cycle.next(shared.command()) {
+        match cycle.next(shared.command(), shared.drowsy.load(Ordering::SeqCst)) {
             Step::Enter => {
                 // Here and not after KVM_RUN: a request whose kick was cleared with an earlier one is seen all the same.
                 let flushes = shared.flushes.load(Ordering::SeqCst);
@@ -68,6 +82,10 @@ pub(super) fn run(
                     shared.lock().flushed = flushes;
                     shared.changed.notify_all();
                 }
+            }
+            Step::Nap => {
+                shared.sleep();
+                continue;
             }
             Step::Complete => vcpu.page().set_immediate_exit(true),
             Step::Wait => {
@@ -80,13 +98,17 @@ pub(super) fn run(
         }
         let result = match vcpu.run() {
             Ok(exit) => {
-                exits.count(recent.note(&exit));
-                Ok(on_exit(exit))
+                let reason = recent.note(&exit);
+                exits.count(reason);
+                // No business of whoever runs the guest: neither the guest nor a device has anything to do with it.
+                Ok((reason != Reason::DirtyRingFull).then(|| on_exit(exit)))
             }
             Err(error) => Err(error),
         };
         let returned = match result {
-            Ok(flow) => Returned::Exit(flow),
+            Ok(Some(flow)) => Returned::Exit(flow),
+            Ok(None) if vcpu.relieve() => Returned::Exit(Flow::Continue),
+            Ok(None) => Returned::Exit(Flow::Stop(Exit::Kvm)),
             Err(error) => Returned::Error(error.errno()),
         };
         match cycle.returned(returned) {

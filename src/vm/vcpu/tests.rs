@@ -65,7 +65,8 @@ impl Driven {
         let page = Arc::new(RunPage::without_vcpu().unwrap());
         let (tell, entered) = channel();
         let acts = acts.into_iter().collect();
-        vcpu.run_on(page.clone(), Script { page, acts, data: [0; 8], entered: tell }, on_exit);
+        let script = Script { page: page.clone(), acts, data: [0; 8], entered: tell };
+        vcpu.run_on(page, script, |_| Ok(()), on_exit);
         vcpu.ready().unwrap();
         Self { vcpu, entered, ended }
     }
@@ -187,6 +188,57 @@ fn a_flush_takes_it_out_once() {
     flush_all(&vcpus).unwrap();
 }
 
+/// Longer than a test waits for a vCPU.
+const LONG: Duration = PATIENCE.saturating_mul(4);
+
+#[test]
+fn a_nap_keeps_it_out_of_the_guest_until_it_is_told_otherwise() {
+    let driven = Driven::new([], go_on);
+    let vcpus = [driven.vcpu];
+    let throttle = Throttle::new(&vcpus);
+    let entered = || driven.entered.recv_timeout(PATIENCE).unwrap();
+    resume_all(&vcpus);
+    assert!(!entered());
+    for _ in 0..100 {
+        throttle.nap(LONG);
+        // It is out of the guest when this returns, and one that does not nap would be back in it.
+        flush_all(&vcpus).unwrap();
+        assert_eq!(vcpus[0].state(), RunState::Running);
+        pause_all(&vcpus).unwrap();
+        assert!(entered(), "it was in the guest between the nap and the pause");
+        // What was left of the nap is forgotten.
+        resume_all(&vcpus);
+        assert!(!entered());
+    }
+    // A kick that found it asleep lets it enter once with immediate_exit before it goes on.
+    let goes_on = || while entered() {};
+    throttle.nap(LONG);
+    flush_all(&vcpus).unwrap();
+    throttle.wake();
+    goes_on();
+    // A nap that is over at once, and another one in the middle of the first.
+    throttle.nap(Duration::ZERO);
+    goes_on();
+    throttle.nap(LONG);
+    throttle.nap(Duration::ZERO);
+    goes_on();
+}
+
+#[test]
+fn one_that_naps_can_be_stopped_and_one_that_is_gone_told_to() {
+    let driven = Driven::new([], go_on);
+    let vcpus = [driven.vcpu];
+    let throttle = Throttle::new(&vcpus);
+    // One that is paused sleeps when it is to run.
+    throttle.nap(LONG);
+    resume_all(&vcpus);
+    vcpus[0].request_stop();
+    driven.ended.recv_timeout(PATIENCE).unwrap();
+    throttle.nap(LONG);
+    throttle.wake();
+    assert_eq!(vcpus[0].state(), RunState::Exited);
+}
+
 #[test]
 fn calls_do_not_wait_for_a_vcpu_that_is_gone() {
     let driven = Driven::new([], go_on);
@@ -229,4 +281,27 @@ fn a_string_instruction_is_cut_into_its_accesses() {
     assert_eq!(data, [6; 6]);
     assert_eq!(run::one_by_one(VcpuExit::Hlt, 0, &mut on_exit), Flow::Stop(Exit::Error));
     assert_eq!(seen, [(0x10, vec![1, 2]), (0x10, vec![3, 4]), (0x10, vec![5, 6])]);
+}
+
+#[test]
+fn what_cannot_be_prepared_never_runs_and_says_why() {
+    let (end, ended) = channel();
+    let vcpu = spawn(Box::new(|| Ok(())), end);
+    let page = Arc::new(RunPage::without_vcpu().unwrap());
+    let script = Script { page: page.clone(), acts: VecDeque::new(), data: [0; 8], entered: channel().0 };
+    vcpu.run_on(page, script, |_| Err("no such leaf".into()), go_on);
+    vcpu.resume();
+    ended.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(vcpu.ready().unwrap_err().to_string(), "vCPU 0: no such leaf");
+    assert_eq!(vcpu.state(), RunState::Exited);
+}
+
+/// Without that it would be said in half a minute that the host is overloaded.
+#[test]
+fn a_pause_is_given_up_where_there_is_no_hope() {
+    let (end, _ended) = channel();
+    // It is never given a vCPU, so that it never pauses.
+    let vcpus = [spawn(Box::new(|| Ok(())), end)];
+    let paused = pause_all_unless(&vcpus, || Err(Error::Gone(7)));
+    assert!(matches!(paused, Err(Error::Gone(7))));
 }

@@ -1,8 +1,30 @@
 //! What a peer of a migration sends: frame after frame, until one is wrong.
 
-use vellum::migration::wire::{Decoder, Error, Frame, HEADER, Header};
+use std::sync::{Arc, OnceLock};
+
+use vellum::memory::Slot;
+use vellum::migration::message::Message;
+use vellum::migration::verify::{Comparison, MOST_TOLD};
+use vellum::migration::wire::{Decoder, Error, Frame, HEADER, Header, SUM};
+use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source};
 
 const PAGE: u32 = 4096;
+/// Pages of each region of the machine.
+const REGIONS: [u64; 2] = [100, 7];
+
+/// The comparison of a machine with memory of which every second page has been touched.
+fn compare() -> Comparison {
+    static MEMORY: OnceLock<Vec<Slot>> = OnceLock::new();
+    let memory = MEMORY.get_or_init(|| {
+        let bytes = REGIONS.iter().sum::<u64>() * PAGE_SIZE;
+        let mapping = Arc::new(Mapping::new(bytes, PAGE_SIZE, Source::Anonymous).expect("there is memory"));
+        let middle = REGIONS[0] * PAGE_SIZE;
+        let slot = |id, part| Slot::new(id, 1 << 20, &mapping, part).expect("it is a slot");
+        vec![slot(0, 0..middle), slot(1, middle..bytes)]
+    });
+    let touched = |slot: &Slot| (slot.clone(), vec![0x5555_5555_5555_5555; slot.bitmap_words()]);
+    Comparison::new(memory.iter().map(touched).collect())
+}
 
 /// The target. A changed byte would end at the first checksum, so the input is also read with the sums put right.
 pub fn migration(data: &[u8]) {
@@ -14,6 +36,7 @@ pub fn migration(data: &[u8]) {
 
 fn read(mut data: &[u8]) {
     let mut decoder = Decoder::new(None, PAGE);
+    let mut comparison = None;
     while let Some((head, rest)) = data.split_first_chunk::<HEADER>() {
         let Ok(header) = decoder.header(head) else { return };
         assert!(header.len <= header.kind.most(PAGE), "an allocation without a bound");
@@ -21,10 +44,21 @@ fn read(mut data: &[u8]) {
         match frame(&decoder, &header, payload) {
             Ok(Frame::Run(run, content)) => {
                 assert!(run.pages > 0 && content.is_none_or(|content| content.len() <= payload.len()));
-                let regions = [100, 7];
-                if run.check(&regions).is_ok() {
+                if run.check(&REGIONS).is_ok() {
                     let end = run.first + u64::from(run.pages);
-                    assert!(end <= regions[run.region as usize], "a page outside of memory");
+                    assert!(end <= REGIONS[run.region as usize], "a page outside of memory");
+                }
+            }
+            Ok(Frame::Sums(run, sums)) => {
+                assert_eq!(sums.len(), run.pages as usize * SUM);
+                if run.check(&REGIONS).is_ok() {
+                    comparison.get_or_insert_with(compare).take(&run, sums);
+                }
+            }
+            Ok(Frame::Message(Message::Compare { .. })) => {
+                if let Some(mut all) = comparison.take() {
+                    all.finish();
+                    assert!(all.wrong >= all.first.len() as u64 && all.first.len() <= MOST_TOLD);
                 }
             }
             Ok(_) => {}

@@ -5,8 +5,10 @@
 //! [`Trials::run`] runs what the command line asks for, as libtest would, and keeps a [`record`] for `cargo lab test`,
 //! which counts from there. [`eventually`] is how a test waits.
 
+mod random;
 pub mod record;
 mod wait;
+mod watchdog;
 
 use std::env;
 use std::panic::{self, AssertUnwindSafe};
@@ -39,8 +41,10 @@ pub use libtest_mimic::{Arguments, Completion, Failed};
 /// Trials::from_args().run();
 /// ```
 pub use harness_macros::trial;
+pub use random::Random;
 use record::{Line, Outcome, Record};
 pub use wait::{LIMIT, eventually};
+use watchdog::Running;
 
 /// Why a test cannot run here, and what to do about it; `Ok` where it can.
 pub type Need = Result<(), String>;
@@ -84,6 +88,7 @@ inventory::collect!(Declared);
 pub struct Trials {
     arguments: Arguments,
     record: Arc<Record>,
+    running: Running,
     trials: Vec<Trial>,
 }
 
@@ -91,7 +96,12 @@ impl Trials {
     /// Every function of the program that is a trial, with the arguments of the command line.
     pub fn from_args() -> Self {
         let record = Arc::new(Record::new(env::var_os(record::VARIABLE).map(PathBuf::from)));
-        let mut trials = Self { arguments: Arguments::from_args(), record, trials: Vec::new() };
+        let mut trials = Self {
+            arguments: Arguments::from_args(),
+            record,
+            running: Running::default(),
+            trials: Vec::new(),
+        };
         let mut declared: Vec<&Declared> = inventory::iter::<Declared>.into_iter().collect();
         declared.sort_by_key(|declared| declared.name);
         declared.into_iter().for_each(|one| trials.add_if(one.name, one.need, one.test));
@@ -123,10 +133,10 @@ impl Trials {
         // What is not asked for need not be able to run.
         let none = self.arguments.is_filtered_out(&Trial::test(&name, || Ok(())));
         let need = if none { Ok(()) } else { need() };
-        let recorded = name.clone();
+        let (recorded, running) = (name.clone(), self.running.clone());
         let trial = Trial::ignorable_test(name, move || {
             let ended = match need {
-                Ok(()) => panic::catch_unwind(AssertUnwindSafe(test)),
+                Ok(()) => running.during(&recorded, || panic::catch_unwind(AssertUnwindSafe(test))),
                 Err(why) => Ok(Ok(Completion::ignored_with(why))),
             };
             record.write(&Line::Test { name: recorded, outcome: Outcome::of(&ended) });
@@ -137,6 +147,7 @@ impl Trials {
 
     /// Runs the trials and says how they ended, on the terminal and in the record.
     pub fn run(self) -> ExitCode {
+        self.running.watch();
         let conclusion = libtest_mimic::run(&self.arguments, self.trials);
         if !self.arguments.list {
             let tests = conclusion.num_passed + conclusion.num_failed + conclusion.num_ignored;

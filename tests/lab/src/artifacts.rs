@@ -12,8 +12,8 @@ use crate::cache::Cache;
 use crate::debian::{self, Archive};
 use crate::{Error, Result, tool};
 
-/// glibc links statically with this target's own toolchain: no other target has to be installed.
-pub const TARGET: &str = "x86_64-unknown-linux-gnu";
+/// The target of `.cargo/config.toml`, whose programs are static. It is named here too, because cargo lets CARGO_BUILD_TARGET win.
+pub const TARGET: &str = "x86_64-unknown-linux-musl";
 
 /// The workspace that this laboratory was built from.
 pub fn workspace() -> PathBuf {
@@ -53,13 +53,11 @@ pub fn build(arguments: &[&str]) -> Result<Vec<Executable>> {
     executables(Command::new(cargo()).args(arguments))
 }
 
-/// Runs cargo with `arguments` for [`TARGET`], static, in the profile for beds; gives the executables.
+/// Runs cargo with `arguments` for [`TARGET`] in the profile for beds; gives the executables.
 pub fn build_static(arguments: &[&str]) -> Result<Vec<Executable>> {
-    let mut flags = std::env::var("RUSTFLAGS").unwrap_or_default();
-    flags.push_str(" -C target-feature=+crt-static");
     let mut command = Command::new(cargo());
     command.args(arguments).args(["--profile", "bed", "--quiet", "--target", TARGET]);
-    executables(command.env("RUSTFLAGS", flags.trim()))
+    executables(&mut command)
 }
 
 fn executables(command: &mut Command) -> Result<Vec<Executable>> {

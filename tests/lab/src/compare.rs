@@ -290,7 +290,7 @@ pub fn table(comparison: &Comparison) -> String {
 #[cfg(test)]
 mod tests {
     use vellum::report::Figure;
-    use vellum::report::compare::Verdict;
+    use vellum::report::compare::FigureVerdict;
 
     use super::*;
 
@@ -324,18 +324,18 @@ mod tests {
         let [Row { figure, .. }] = rows.as_slice() else { panic!("{rows:?}") };
         assert!(figure.is_paired() && figure.headline);
         assert!((figure.ratio.unwrap() - (0.5f64 * 51.5 / 102.0 * 0.5).cbrt()).abs() < 1e-12);
-        assert_eq!(figure.verdict, Verdict::Differs);
+        assert_eq!(figure.verdict, FigureVerdict::Differs);
     }
 
     #[test]
     fn boots_that_agree_to_the_last_digit_are_no_certainty() {
         let rows = compared(&[1000.0; 3], &[998.0; 3], Policy::EMULATED);
-        assert_eq!(rows[0].figure.verdict, Verdict::Noise);
+        assert_eq!(rows[0].figure.verdict, FigureVerdict::Noise);
         let (low, high) = rows[0].figure.interval.unwrap();
         assert!(low < 0.998 && high > 1.0);
         for (boots, policy) in [(2, Policy::EMULATED), (4, Policy::REAL)] {
             let rows = compared(&vec![1000.0; boots], &vec![500.0; boots], policy);
-            assert_eq!(rows[0].figure.verdict, Verdict::TooFew, "{boots}");
+            assert_eq!(rows[0].figure.verdict, FigureVerdict::TooFew, "{boots}");
         }
     }
 

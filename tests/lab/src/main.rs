@@ -63,6 +63,9 @@ enum What {
         /// On emulated hosts: only with nested paging (1), or only without (0)
         #[arg(long, value_name = "0|1", value_parser = switch)]
         npt: Option<bool>,
+        /// With `fuzz`: how long all targets take together, as in 90s, 10m or 1h [default: 10m]
+        #[arg(long, value_name = "TIME", value_parser = vellum::keyvalue::duration)]
+        time: Option<Duration>,
         /// Arguments for the test programs, as `cargo test` hands them on: part of a name, `--exact`, `--skip NAME`
         #[arg(last = true, value_name = "ARGS")]
         arguments: Vec<String>,
@@ -298,8 +301,8 @@ fn perform(what: What) -> Result<u8> {
         What::Guest { kernel, vmlinux, dir } => done(make_guest(&kernel, vmlinux, &dir)),
         What::Run { bed, host, out, command } => run(bed, host, &out, command),
         What::Shell { bed, host } => done(shell(bed, host)),
-        What::Test { bed, setup, prebuilt, npt, arguments } => {
-            test::run(&test::Options { bed, setup, prebuilt, npt, arguments })
+        What::Test { bed, setup, prebuilt, npt, time, arguments } => {
+            test::run(&test::Options { bed, setup, prebuilt, npt, time, arguments })
         }
         What::Kernel { command: KernelCommand::Build { base, with, variant } } => {
             done(build_kernel(&base, &with, variant.as_deref()))

@@ -5,6 +5,7 @@
 //! shipped in, where `lab test metal` runs them as it would on any machine. What came of it is counted from records
 //! ([`tally`]), never from what is printed. A bed that is missing is an entry of the skip list, never a silent pass.
 
+mod fuzz;
 mod here;
 mod hosts;
 mod kernels;
@@ -14,6 +15,7 @@ mod tally;
 
 use std::path::PathBuf;
 use std::sync::LazyLock;
+use std::time::Duration;
 
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
@@ -36,13 +38,21 @@ pub enum Bed {
     Linux,
     /// Every series in kernel-patches/.
     Kernels,
+    /// The fuzz targets.
+    Fuzz,
+    /// Live migration, for as long as it takes to see all of it.
+    Migration,
 }
 
 impl ValueEnum for Bed {
     fn value_variants<'a>() -> &'a [Self] {
         static ALL: LazyLock<Vec<Bed>> = LazyLock::new(|| {
             let emulated = BEDS.into_iter().map(Bed::Emulated);
-            [Bed::Local, Bed::Metal].into_iter().chain(emulated).chain([Bed::Linux, Bed::Kernels]).collect()
+            [Bed::Local, Bed::Metal]
+                .into_iter()
+                .chain(emulated)
+                .chain([Bed::Linux, Bed::Kernels, Bed::Fuzz, Bed::Migration])
+                .collect()
         });
         &ALL
     }
@@ -64,6 +74,15 @@ impl ValueEnum for Bed {
                 "kernels",
                 "Every series in kernel-patches/: applies, compiles, and boots under the oracle".into(),
             ),
+            Bed::Fuzz => (
+                "fuzz",
+                "The parsers' fuzz targets, guided by coverage, for --time together; only when asked for".into(),
+            ),
+            Bed::Migration => (
+                "migration",
+                "Live migration with all that it has: hours on this machine, then Linux guests on emulated AMD hosts; only when asked for"
+                    .into(),
+            ),
         };
         Some(PossibleValue::new(name).help(help))
     }
@@ -79,6 +98,8 @@ pub struct Options {
     pub prebuilt: Option<PathBuf>,
     /// The one kind of emulated host that is wanted, or both.
     pub npt: Option<bool>,
+    /// How long all fuzz targets together take.
+    pub time: Option<Duration>,
     /// What the test programs are told: which tests, above all.
     pub arguments: Vec<String>,
 }
@@ -94,14 +115,20 @@ impl Options {
                 "--prebuilt names the tests for one bed: cargo lab test metal --prebuilt DIR".into(),
             ));
         }
-        if self.npt.is_some() && !matches!(self.bed, Some(Bed::Emulated(_) | Bed::Linux)) {
+        if self.npt.is_some() && !matches!(self.bed, Some(Bed::Emulated(_) | Bed::Linux | Bed::Migration)) {
             return Err(Error::Usage(
-                "--npt chooses among emulated hosts: cargo lab test svm, or cargo lab test linux".into(),
+                "--npt chooses among emulated hosts: cargo lab test svm, cargo lab test linux or cargo lab test migration"
+                    .into(),
+            ));
+        }
+        if self.time.is_some() && self.bed != Some(Bed::Fuzz) {
+            return Err(Error::Usage(
+                "--time is how long targets are fuzzed: cargo lab test fuzz --time 10m".into(),
             ));
         }
         if !self.arguments.is_empty() && matches!(self.bed, None | Some(Bed::Kernels)) {
             return Err(Error::Usage(format!(
-                "-- {}: arguments are for the test programs of one bed: local, metal, svm or linux",
+                "-- {}: arguments are for the test programs of one bed: local, metal, svm, linux, fuzz or migration",
                 self.arguments.join(" ")
             )));
         }
@@ -140,6 +167,29 @@ pub fn run(options: &Options) -> Result<u8> {
         let needs = [BEDS[0].programs(), kernel::PROGRAMS].concat();
         if setup::packages(&needs, options.setup, "kernels", &mut tally)? {
             kernels::run(&mut tally)?;
+        }
+    }
+    if options.bed == Some(Bed::Fuzz) && setup::packages(&fuzz::PROGRAMS, options.setup, "fuzz", &mut tally)?
+    {
+        let _signals = setup::Signals::catch();
+        fuzz::run(options, &mut tally)?;
+    }
+    if options.bed == Some(Bed::Migration) {
+        let _signals = setup::Signals::catch();
+        let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
+        here::migration(options, &mut tally)?;
+        let needs = [svm::BED.programs(), &["lz4", "zstd"]].concat();
+        // Arguments name trials of this machine's part.
+        if options.arguments.is_empty() && setup::packages(&needs, options.setup, "migration", &mut tally)? {
+            let moves = Options {
+                bed: Some(Bed::Linux),
+                setup: options.setup,
+                prebuilt: None,
+                npt: options.npt,
+                time: None,
+                arguments: vec!["moves_under_load".into()],
+            };
+            hosts::linux(&moves, &mut tally)?;
         }
     }
     tally.close();

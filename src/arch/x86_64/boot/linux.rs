@@ -4,7 +4,7 @@ use linux_loader::loader::bootparam::{boot_e820_entry, boot_params, setup_header
 use vm_memory::{ByteValued, GuestMemoryBackend};
 
 use super::{
-    Entry, Error, HIGH, INFO, Input, LINUX_CMDLINE, PAGE_TABLES, Placement, Request, Source, elf::Elf,
+    BootRequest, Entry, Error, HIGH, INFO, Input, LINUX_CMDLINE, PAGE_TABLES, Placement, Source, elf::Elf,
     memory_map,
 };
 
@@ -50,7 +50,7 @@ pub(super) fn load_bzimage<M: GuestMemoryBackend>(
     kernel: &mut Input<'_, impl Source>,
     header: setup_header,
     initrd: Option<Input<'_, impl Source>>,
-    request: &Request<'_>,
+    request: &BootRequest<'_>,
 ) -> Result<Entry, Error> {
     let (version, xloadflags) = (header.version, header.xloadflags);
     if version < VERSION_XLOADFLAGS || xloadflags & XLF_KERNEL_64 == 0 || header.loadflags & LOADED_HIGH == 0
@@ -94,7 +94,7 @@ pub(super) fn load_elf<M: GuestMemoryBackend>(
     kernel: &mut Input<'_, impl Source>,
     elf: &Elf,
     initrd: Option<Input<'_, impl Source>>,
-    request: &Request<'_>,
+    request: &BootRequest<'_>,
 ) -> Result<Entry, Error> {
     if !elf.is_64 {
         return Err(Error::Malformed("a 32-bit ELF file without a multiboot header or a PVH note".into()));
@@ -121,7 +121,7 @@ fn enter<M: GuestMemoryBackend>(
     initrd_max: u64,
     cmdline_max: usize,
     initrd: Option<Input<'_, impl Source>>,
-    request: &Request<'_>,
+    request: &BootRequest<'_>,
 ) -> Result<Entry, Error> {
     placement.claim("the boot page table", PAGE_TABLES, PAGE_TABLES_SIZE)?;
     let mut params = boot_params { hdr: header, ..boot_params::default() };

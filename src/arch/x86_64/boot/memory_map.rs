@@ -9,7 +9,7 @@ use super::{EBDA, HIGH};
 /// What a range of the map is. The values are those of the e820 interface, which PVH and multiboot share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Kind {
+pub enum RangeKind {
     /// Usable memory.
     Ram = 1,
     /// Not to be touched.
@@ -24,7 +24,7 @@ pub struct MapEntry {
     /// Bytes.
     pub size: u64,
     /// What it is.
-    pub kind: Kind,
+    pub kind: RangeKind,
 }
 
 /// The RAM of `memory`, in order, regions that touch each other joined.
@@ -48,11 +48,11 @@ pub fn memory_map<M: GuestMemoryBackend>(memory: &M) -> Vec<MapEntry> {
     let mut map = Vec::new();
     for Range { start, end } in ram(memory) {
         if start < EBDA {
-            map.push(entry(start, end.min(EBDA), Kind::Ram));
-            map.push(entry(EBDA, HIGH, Kind::Reserved));
+            map.push(entry(start, end.min(EBDA), RangeKind::Ram));
+            map.push(entry(EBDA, HIGH, RangeKind::Reserved));
         }
         if end > HIGH {
-            map.push(entry(start.max(HIGH), end, Kind::Ram));
+            map.push(entry(start.max(HIGH), end, RangeKind::Ram));
         }
     }
     map

@@ -29,7 +29,7 @@ use std::ops::Range;
 use crate::fault::{Blame, Fault, Field};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, ReadVolatile};
 
-pub use memory_map::{Kind, MapEntry, memory_map};
+pub use memory_map::{MapEntry, RangeKind, memory_map};
 pub use multiboot::LOADER_MAGIC as MULTIBOOT_MAGIC;
 
 /// Where the GDT that every protocol's segments refer to is written.
@@ -100,7 +100,7 @@ pub enum Entry {
 
 /// What is asked of the loader besides the images.
 #[derive(Clone, Copy, Debug)]
-pub struct Request<'a> {
+pub struct BootRequest<'a> {
     /// The kernel's name, which multiboot puts in front of the command line.
     pub name: &'a str,
     /// The command line, without its NUL.
@@ -202,7 +202,7 @@ pub fn load<M: GuestMemoryBackend>(
     memory: &M,
     kernel: &mut impl Source,
     initrd: Option<&mut impl Source>,
-    request: &Request<'_>,
+    request: &BootRequest<'_>,
 ) -> Result<Entry, Error> {
     if request.cmdline.contains('\0') {
         return Err(Error::CmdlineNul);

@@ -4,7 +4,8 @@
 use vm_memory::GuestMemoryBackend;
 
 use super::{
-    CMDLINE_AREA, Entry, Error, INFO, Input, Kind, LISTS, Placement, Request, Source, elf::Elf, memory_map,
+    BootRequest, CMDLINE_AREA, Entry, Error, INFO, Input, LISTS, Placement, RangeKind, Source, elf::Elf,
+    memory_map,
 };
 
 /// The header lies entirely within the first 8 KiB, 4-byte aligned (3.1).
@@ -90,7 +91,7 @@ pub(super) fn load<M: GuestMemoryBackend>(
     header: &Header,
     elf: Option<&Elf>,
     initrd: Option<Input<'_, impl Source>>,
-    request: &Request<'_>,
+    request: &BootRequest<'_>,
 ) -> Result<Entry, Error> {
     let unknown = header.flags & MUST_UNDERSTAND & !(PAGE_ALIGN | MEMORY_INFO);
     if unknown != 0 {
@@ -129,7 +130,7 @@ pub(super) fn load<M: GuestMemoryBackend>(
     info[0] = INFO_MEMORY | INFO_CMDLINE | INFO_MAP;
     // mem_lower and mem_upper: KiB from 0 and from 1 MiB to the first hole.
     let ram = |start| {
-        map.iter().find(|e| e.start == start && e.kind == Kind::Ram).map_or(0, |e| (e.size >> 10) as u32)
+        map.iter().find(|e| e.start == start && e.kind == RangeKind::Ram).map_or(0, |e| (e.size >> 10) as u32)
     };
     (info[1], info[2]) = (ram(0), ram(super::HIGH));
     info[4] = cmdline as u32;

@@ -5,7 +5,7 @@ use linux_loader::loader::start_info::{hvm_memmap_table_entry, hvm_modlist_entry
 use vm_memory::{ByteValued, GuestMemoryBackend};
 
 use super::{
-    Entry, Error, INFO, Input, LINUX_CMDLINE, LISTS, Placement, Request, Source, elf::Elf, memory_map,
+    BootRequest, Entry, Error, INFO, Input, LINUX_CMDLINE, LISTS, Placement, Source, elf::Elf, memory_map,
 };
 
 /// `XEN_HVM_START_MAGIC_VALUE`: "xEn3".
@@ -19,7 +19,7 @@ pub(super) fn load<M: GuestMemoryBackend>(
     elf: &Elf,
     entry: u32,
     initrd: Option<Input<'_, impl Source>>,
-    request: &Request<'_>,
+    request: &BootRequest<'_>,
 ) -> Result<Entry, Error> {
     if !elf.holds(entry.into()) {
         return Err(Error::Malformed(format!("its PVH entry {entry:#x} lies outside its segments")));

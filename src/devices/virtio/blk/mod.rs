@@ -23,7 +23,7 @@ use super::{
 };
 use crate::fault::{Blame, Fault, Field};
 use crate::keyvalue::{self, KeyValues, number, path};
-use crate::sys::file::{Lock, lock};
+use crate::sys::file::{Lock, lock, unlock};
 use requests::{Disk, Id};
 use worker::Worker;
 
@@ -77,10 +77,11 @@ impl DeviceConfig for BlkConfig {
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
-        match Blk::open(self) {
-            Ok(disk) => Ok(Box::new(disk)),
-            Err(error) => Err(Box::new(error)),
-        }
+        Ok(Box::new(Blk::open(self)?))
+    }
+
+    fn open_unlocked(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        Ok(Box::new(Blk::open_unlocked(self)?))
     }
 }
 
@@ -140,6 +141,12 @@ pub enum BlkError {
     Queues(u16),
 }
 
+impl From<BlkError> for OpenError {
+    fn from(error: BlkError) -> Self {
+        Box::new(error)
+    }
+}
+
 impl Fault for BlkError {
     fn blame(&self) -> Blame {
         Blame::user(Field::Device(KIND.key))
@@ -152,8 +159,11 @@ pub struct Blk {
     features: u64,
     state: State,
     queue_sizes: Vec<u16>,
-    /// Open, locked and sound, and not yet at work.
+    /// Open and sound, and not yet at work.
     disk: Option<Disk>,
+    /// The same open file, whose lock this device has.
+    file: File,
+    path: PathBuf,
     worker: Option<Worker>,
 }
 
@@ -172,6 +182,26 @@ impl Blk {
     /// # Errors
     /// Why it is no disk.
     pub fn open(config: &BlkConfig) -> Result<Self, BlkError> {
+        let disk = Self::open_unlocked(config)?;
+        disk.lock()?;
+        Ok(disk)
+    }
+
+    fn lock(&self) -> Result<(), BlkError> {
+        let (path, readonly) = (&self.path, self.state.readonly);
+        let kind = if readonly { Lock::Shared } else { Lock::Exclusive };
+        match lock(&self.file, kind) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(BlkError::Locked { path: path.clone(), readonly }),
+            Err(source) => Err(BlkError::Open { path: path.clone(), readonly, source }),
+        }
+    }
+
+    /// As [`Blk::open`], but locks nothing before [`VirtioDevice::retake`].
+    ///
+    /// # Errors
+    /// Why it is no disk.
+    pub fn open_unlocked(config: &BlkConfig) -> Result<Self, BlkError> {
         let (queues, readonly) = (config.queues, config.readonly);
         if queues == 0 || queues > MAX_QUEUES {
             return Err(BlkError::Queues(queues));
@@ -179,6 +209,8 @@ impl Blk {
         let serial = config.serial.clone().unwrap_or_default();
         let id = id(&serial).ok_or_else(|| BlkError::Serial(serial.clone()))?;
         let (file, size) = open_image(&config.path, readonly)?;
+        let open_error = |source| BlkError::Open { path: config.path.clone(), readonly, source };
+        let mine = file.try_clone().map_err(open_error)?;
         let sectors = size / SECTOR;
         let mut features = 1 << VIRTIO_BLK_F_SEG_MAX | 1 << VIRTIO_BLK_F_BLK_SIZE | 1 << VIRTIO_BLK_F_FLUSH;
         features |= if readonly {
@@ -193,6 +225,8 @@ impl Blk {
             state: State { sectors, readonly, serial },
             queue_sizes: vec![QUEUE_SIZE; queues.into()],
             disk: Some(Disk { file, path: config.path.clone(), sectors, readonly, write_through: false, id }),
+            file: mine,
+            path: config.path.clone(),
             worker: None,
         })
     }
@@ -242,6 +276,16 @@ impl VirtioDevice for Blk {
         self.worker.as_mut().map_or(Ok(None), |worker| worker.take(patience))
     }
 
+    fn release(&mut self) {
+        if let Err(error) = unlock(&self.file) {
+            tracing::warn!("disk {}: it stays locked: {error}", self.path.display());
+        }
+    }
+
+    fn retake(&mut self) -> Result<(), OpenError> {
+        Ok(self.lock()?)
+    }
+
     fn save(&self) -> DeviceState {
         DeviceState::Disk(self.state.clone())
     }
@@ -286,9 +330,6 @@ fn open_image(path: &Path, readonly: bool) -> Result<(File, u64), BlkError> {
         return Err(BlkError::Kind { path: path.into() });
     }
     let mut file = OpenOptions::new().read(true).write(!readonly).open(path).map_err(open_error)?;
-    if !lock(&file, if readonly { Lock::Shared } else { Lock::Exclusive }).map_err(open_error)? {
-        return Err(BlkError::Locked { path: path.into(), readonly });
-    }
     // Unlike its metadata this is right for block devices too.
     let size = file.seek(SeekFrom::End(0)).map_err(open_error)?;
     if size == 0 || !size.is_multiple_of(SECTOR) {

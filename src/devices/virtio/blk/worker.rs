@@ -16,7 +16,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::requests::{Disk, Id, Request};
 use crate::devices::virtio::queue::Chain;
 use crate::devices::virtio::{Active, Enter, Hang, PATIENCE};
-use crate::sys::poll::Readable;
+use crate::sys::poll::Poll;
 
 /// A handle on the thread. Dropping it ends the thread, unless that hangs.
 pub struct Worker {
@@ -191,12 +191,12 @@ fn wait_for_queues(shared: &Shared) -> Option<(Active, Id)> {
 /// Serves all queues in turn until it is asked to stop.
 fn serve(shared: &Shared, disk: &Disk, active: &mut Active) -> io::Result<()> {
     let Active { memory, queues, .. } = active;
-    let mut doorbells = Readable::default();
+    let mut doorbells = Poll::default();
     queues
         .iter()
         .map(|queue| queue.event())
         .chain([&shared.wake])
-        .for_each(|event| doorbells.add(event.as_raw_fd()));
+        .for_each(|event| doorbells.readable(event.as_raw_fd()));
     let mut chain = Chain::default();
     loop {
         let mut busy = false;
@@ -210,7 +210,7 @@ fn serve(shared: &Shared, disk: &Disk, active: &mut Active) -> io::Result<()> {
         if busy || queues.iter_mut().fold(false, |news, queue| news | queue.listen(memory)) {
             continue;
         }
-        doorbells.wait()?;
+        doorbells.wait(None).map(drop)?;
         let _ = shared.wake.read();
         for queue in queues.iter() {
             let _ = queue.event().read();

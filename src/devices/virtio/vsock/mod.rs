@@ -123,9 +123,20 @@ pub struct SocketPath(pub PathBuf);
 pub struct Vsock {
     path: Arc<SocketPath>,
     hub: Hub,
-    /// The guest must hear that all its connections are gone.
-    restored: bool,
+    moved: Moved,
     active: Option<Active>,
+}
+
+/// What the guest knows of a move to another process, where none of its connections are. Its driver forgets all that it has when it
+/// handles the event, even those that have begun since: so none begins before it has handled it and put the event's buffer back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Moved {
+    /// It has not moved, or knows it all.
+    No,
+    /// It must hear of it.
+    Untold,
+    /// The event is in its ring, where by then it had made so many buffers available.
+    Told(u16),
 }
 
 /// All connections.
@@ -177,7 +188,7 @@ impl Vsock {
             next_port: FIRST_HOST_PORT,
         };
         let path = Arc::new(SocketPath(config.path.clone()));
-        Ok(Vsock { path, hub, restored: false, active: None })
+        Ok(Vsock { path, hub, moved: Moved::No, active: None })
     }
 
     fn take_packets(&mut self) {
@@ -189,16 +200,10 @@ impl Vsock {
     }
 
     fn give_packets(&mut self) {
-        let Some(active) = &mut self.active else { return };
-        if self.restored {
-            active.serve(EVENT, |chain| {
-                if !std::mem::take(&mut self.restored) {
-                    return Served::Later;
-                }
-                // VIRTIO_VSOCK_EVENT_TRANSPORT_RESET
-                Served::Done(chain.writable.write(&0u32.to_le_bytes()) as u32)
-            });
+        if !self.knows_of_move() {
+            return;
         }
+        let Some(active) = &mut self.active else { return };
         let mut head = Slices::default();
         active.serve(RECEIVE, |chain| {
             if chain.writable.left() < HEADER {
@@ -209,6 +214,34 @@ impl Vsock {
             head.write(&header.bytes());
             Served::Done(connection::length(&header))
         });
+    }
+}
+
+impl Vsock {
+    /// Tells the guest of a move, where there was one; whether it has taken that in.
+    fn knows_of_move(&mut self) -> bool {
+        let Some(Active { memory, queues, .. }) = &mut self.active else { return false };
+        if self.moved == Moved::No {
+            return true;
+        }
+        // A driver without the queue cannot be told.
+        let Some(queue) = queues.iter_mut().find(|queue| queue.index() == EVENT) else { return true };
+        if self.moved == Moved::Untold {
+            let (mut chain, offered) = (Chain::default(), queue.offered(memory));
+            // VIRTIO_VSOCK_EVENT_TRANSPORT_RESET
+            let event = |chain: &mut Chain<'_>| chain.writable.write(&0u32.to_le_bytes()) as u32;
+            if queue.serve_one(memory, &mut chain, event) {
+                self.moved = offered.map_or(Moved::No, Moved::Told);
+            }
+        }
+        // Asked before it is looked at: the driver notifies of what comes later.
+        queue.listen(memory);
+        if let Moved::Told(then) = self.moved
+            && queue.offered(memory) != Some(then)
+        {
+            self.moved = Moved::No;
+        }
+        self.moved == Moved::No
     }
 }
 
@@ -426,7 +459,7 @@ impl VirtioDevice for Vsock {
 
     fn reset(&mut self) {
         self.hub.forget();
-        self.restored = false;
+        self.moved = Moved::No;
     }
 
     fn watch(&mut self, ops: &mut EventOps) {
@@ -465,7 +498,7 @@ impl VirtioDevice for Vsock {
             });
         }
         self.hub.cid = state.cid;
-        self.restored = true;
+        self.moved = Moved::Untold;
         Ok(())
     }
 }

@@ -175,7 +175,7 @@ fn loopback_up() -> io::Result<()> {
     }
     request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
     // SAFETY: SIOCSIFFLAGS reads an ifreq, and `request` is one.
-    let result = unsafe { libc::ioctl(socket, libc::SIOCSIFFLAGS, &request) };
+    let result = unsafe { libc::ioctl(socket, libc::SIOCSIFFLAGS as libc::Ioctl, &request) };
     let error = io::Error::last_os_error();
     // SAFETY: the socket is ours and is not used again.
     unsafe { libc::close(socket) };

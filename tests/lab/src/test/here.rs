@@ -4,6 +4,9 @@ use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
 use harness::record;
 
@@ -16,10 +19,14 @@ use crate::{Error, Result, doctor, tool};
 
 const LOCAL: &str = "local";
 
+/// For one test of libtest's: the slowest take seconds. Programs that keep a record watch over their trials themselves.
+const LIMIT: Duration = Duration::from_secs(600);
+
 /// Every test of the workspace, as `cargo test` has them.
 pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
     if options.setup {
         setup::browser(tally);
+        setup::sshd(tally);
     }
     eprintln!("lab: {LOCAL}: every test program of the workspace");
     let programs = match programs::built_here() {
@@ -62,6 +69,25 @@ pub fn metal(options: &Options, tally: &mut Tally) -> Result<()> {
         eprintln!("lab: {bed}: {}", path.display());
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         keep_record(Command::new(&path).args(&options.arguments), &bed, &name, tally)?;
+    }
+    Ok(())
+}
+
+/// The programs about live migration, with everything that they have.
+pub fn migration(options: &Options, tally: &mut Tally) -> Result<()> {
+    let bed = "migration";
+    if let Err(why) = doctor::kvm() {
+        tally.skip(bed, "all of its tests", &why);
+        return Ok(());
+    }
+    if options.setup {
+        setup::sshd(tally);
+    }
+    for program in programs::named(&["interrupts", "migrate"])? {
+        eprintln!("lab: {bed}: {}", program.path.display());
+        let mut command = command(&program);
+        command.args(&options.arguments).env("VELLUM_MIGRATION", "all");
+        keep_record(&mut command, bed, &program.name, tally)?;
     }
     Ok(())
 }
@@ -124,7 +150,7 @@ fn by_libtest(program: &Executable, options: &Options, tally: &mut Tally) -> Res
             continue;
         }
         let mut said = Vec::new();
-        if watched(command(program).args(["--exact", &test]), |row| said.push(row.to_owned()))? {
+        if limited(command(program).args(["--exact", &test]), LIMIT, |row| said.push(row.to_owned()))? {
             tally.pass(LOCAL, &of(&test));
         } else {
             said.iter().for_each(|row| tally.show(row));
@@ -164,14 +190,65 @@ fn list(command: &mut Command) -> Result<Vec<String>> {
 }
 
 /// Runs `command`, hands on its lines, and says whether it succeeded.
-fn watched(command: &mut Command, each: impl FnMut(&str)) -> Result<bool> {
+pub(super) fn watched(command: &mut Command, each: impl FnMut(&str)) -> Result<bool> {
+    watched_from(command, |_| (), each)
+}
+
+/// As [`watched`]; ended with all that it started, and a last line that says so, where it takes longer than `limit`.
+fn limited(command: &mut Command, limit: Duration, mut each: impl FnMut(&str)) -> Result<bool> {
+    let (ended, end) = mpsc::channel::<()>();
+    let mut watch = None;
+    let success = watched_from(
+        command,
+        |leader| {
+            watch = Some(thread::spawn(move || {
+                let over = end.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Timeout);
+                if over {
+                    // SAFETY: a signal to the group that the process leads, which was not waited for yet.
+                    unsafe { libc::kill(-leader.cast_signed(), libc::SIGKILL) };
+                }
+                over
+            }));
+        },
+        &mut each,
+    );
+    drop(ended);
+    if watch.is_some_and(|watch| watch.join().unwrap_or(false)) {
+        each(&format!("not over within {limit:?}, and so ended"));
+    }
+    success
+}
+
+/// As [`watched`], telling `started` the process, which leads a group of its own.
+fn watched_from(command: &mut Command, started: impl FnOnce(u32), each: impl FnMut(&str)) -> Result<bool> {
     command.process_group(0);
-    let result = tool::lines_of(command, setup::child, each);
+    let begun = |leader| {
+        setup::child(leader);
+        started(leader);
+    };
+    let result = tool::lines_of(command, begun, each);
     setup::child(0);
     setup::check_interrupted()?;
     match result {
         Ok(()) => Ok(true),
         Err(Error::Failed { .. }) => Ok(false),
         Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_test_that_hangs_is_ended_with_its_children_and_says_so() {
+        let mut said = Vec::new();
+        let mut hangs = Command::new("sh");
+        hangs.args(["-c", "echo begun; sleep 1000 & wait"]);
+        let success = limited(&mut hangs, Duration::from_millis(100), |row| said.push(row.to_owned()));
+        assert!(!success.unwrap());
+        assert_eq!(said.last().map(String::as_str), Some("not over within 100ms, and so ended"));
+        let ends = limited(Command::new("true").arg("--"), LIMIT, |row| panic!("{row}"));
+        assert!(ends.unwrap());
     }
 }

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use harness::record;
@@ -14,6 +15,7 @@ use crate::artifacts::{self, Executable, Kernel, Programs};
 use crate::bed::{self, Emulated, HostKernel, Pace, Request, svm};
 use crate::cache::Cache;
 use crate::guest::Guest;
+use crate::lanes::side_by_side;
 use crate::wire::Frame;
 
 /// The bed tests on emulated hosts: the same executables, run by the same laboratory, as if that host were metal.
@@ -26,7 +28,7 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
     hosts(&cache, options, (bed, bed.name()), tests, &[], tally, |request| {
         request.memory_mib = 4096;
         request.hugepages = HUGEPAGES;
-        request.time_limit = Duration::from_secs(40 * 60);
+        request.time_limit = Duration::from_secs(30 * 60);
     })
 }
 
@@ -52,7 +54,8 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
             // What Linux guests do wrong on other hosts is the emulator's doing (`bed::svm`).
             request.pace = Pace::Real;
             request.memory_mib = 6144;
-            request.time_limit = Duration::from_secs(90 * 60);
+            // One test takes minutes; all of them, an hour.
+            request.time_limit = Duration::from_secs(if whole { 120 } else { 20 } * 60);
             // The largest guest on them has 1 GiB.
             request.hugepages = 512;
             if whole {
@@ -67,7 +70,7 @@ fn guests_dir() -> PathBuf {
     artifacts::workspace().join("target/guests")
 }
 
-/// Runs `tests` on two hosts, with nested paging and without, or on the one that is wanted.
+/// Runs `tests` on two hosts beside each other, with nested paging and without, or on the one that is wanted.
 fn hosts(
     cache: &Cache,
     options: &Options,
@@ -75,11 +78,15 @@ fn hosts(
     tests: Vec<Executable>,
     guests: &[(&str, Guest, PathBuf)],
     tally: &mut Tally,
-    change: impl Fn(&mut Request),
+    change: impl Fn(&mut Request) + Sync,
 ) -> Result<()> {
     let programs = Programs::build()?;
     let kernel = Kernel::debian(cache, "6.1")?;
-    for npt in [true, false].into_iter().filter(|&npt| options.npt.is_none_or(|wanted| wanted == npt)) {
+    let modes: Vec<bool> =
+        [true, false].into_iter().filter(|&npt| options.npt.is_none_or(|wanted| wanted == npt)).collect();
+    let tally = Mutex::new(tally);
+    // One host keeps one CPU busy.
+    side_by_side(&modes, |&npt| {
         let bed = format!("{bed} {}", emulated.mode(npt));
         eprintln!("lab: {bed}: {} test programs on {}", tests.len(), kernel.package);
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
@@ -111,10 +118,11 @@ fn hosts(
         let (mut rows, mut lines) = (Rows::default(), Vec::new());
         let outcome = bed::run(cache, &programs, &request, |frame| match frame {
             Frame::Stdout(bytes) => lines.extend_from_slice(bytes),
-            Frame::Stderr(bytes) => rows.push(bytes, |row| tally.show(row)),
+            // The other host speaks between its lines.
+            Frame::Stderr(bytes) => rows.push(bytes, |row| locked(&tally).show(&format!("{bed}: {row}"))),
             _ => (),
         });
-        let lines = String::from_utf8_lossy(&lines);
+        let (lines, mut tally) = (String::from_utf8_lossy(&lines), locked(&tally));
         match outcome {
             Ok(outcome) => tally.program(&bed, "", &lines, outcome.code() == 0),
             // The host is itself under test: one that dies is a failure, and the other mode still has something to say.
@@ -125,8 +133,14 @@ fn hosts(
                 tally.fail(&bed, "the emulated host did not finish");
             }
         }
-    }
-    Ok(())
+        Ok(())
+    })
+    .map(drop)
+}
+
+/// A count that a lane which panicked has not left half done: it is made of whole lines.
+fn locked<'a, T>(tally: &'a Mutex<T>) -> MutexGuard<'a, T> {
+    tally.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn absolute(path: &Path) -> String {

@@ -104,6 +104,13 @@ pub fn built_for(place: Place) -> Result<Vec<Executable>> {
     built_at(place, "vellum", "Cargo.toml", artifacts::build_static)
 }
 
+/// These programs of vellum's, built static.
+pub fn named(names: &[&str]) -> Result<Vec<Executable>> {
+    let arguments = ["test", "--no-run", "--package", "vellum"].into_iter();
+    let arguments: Vec<&str> = arguments.chain(names.iter().flat_map(|name| ["--test", name])).collect();
+    Ok(artifacts::build_static(&arguments)?.into_iter().filter(|program| program.test).collect())
+}
+
 /// The laboratory's own that boot emulated hosts.
 pub fn promises() -> Result<Vec<Executable>> {
     built_at(Place::Emulated, "lab", "tests/lab/Cargo.toml", artifacts::build)

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
 
@@ -38,6 +39,17 @@ pub fn browser(tally: &mut Tally) {
     }
     if let Err(error) = install(&BTreeSet::from(["chromium"])) {
         tally.show(&format!("lab: without a browser: {error}"));
+    }
+}
+
+/// A server for the tests of `ssh:`, which say themselves what is missing without one.
+pub fn sshd(tally: &mut Tally) {
+    // It is in no user's PATH.
+    if !is_root() || Path::new("/usr/sbin/sshd").exists() {
+        return;
+    }
+    if let Err(error) = install(&BTreeSet::from(["openssh-client", "openssh-server"])) {
+        tally.show(&format!("lab: without an ssh server: {error}"));
     }
 }
 

@@ -1,131 +1,28 @@
 //! Running machines as a user commands them: `vellum ctl` and `vellum list`, names, and what is left when a machine is gone.
 
+#[path = "../bed/mod.rs"]
 mod bed;
+#[path = "../home/mod.rs"]
+mod home;
+#[path = "../images/mod.rs"]
 mod images;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
-use std::process::{Child, Command, ExitCode, Output, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::process::{Command, ExitCode, Stdio};
 
 use bed::kvm;
 use harness::{Failed, LIMIT, Trials, ensure, eventually, trial};
+use home::{Home, Machine, VELLUM, process};
 use images::Code;
 use serde_json::{Value, json};
 use vellum::control::client::{Client, Error};
 use vellum::control::{Do, Status};
 
-const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
-
 fn main() -> ExitCode {
     Trials::from_args().run()
-}
-
-/// A directory in which a user's machines have their sockets.
-struct Home(PathBuf);
-
-impl Home {
-    fn new() -> Result<Self, Failed> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("vellum-ctl-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(name);
-        fs::create_dir(&path)?;
-        Ok(Self(path))
-    }
-
-    fn socket(&self, name: &str) -> PathBuf {
-        self.0.join(format!("vellum/{name}.sock"))
-    }
-
-    fn command(&self, arguments: &str) -> Command {
-        let mut command = Command::new(VELLUM);
-        command.args(arguments.split_whitespace()).env("XDG_RUNTIME_DIR", &self.0).stdin(Stdio::null());
-        command
-    }
-
-    fn vellum(&self, arguments: &str) -> Result<Output, Failed> {
-        Ok(self.command(arguments).output()?)
-    }
-
-    /// What `vellum ctl` prints, which must succeed.
-    fn ctl(&self, arguments: &str) -> Result<String, Failed> {
-        let output = self.vellum(&format!("ctl {arguments}"))?;
-        ensure(output.status.success() && output.stderr.is_empty(), || format!("{arguments}: {output:?}"))?;
-        Ok(String::from_utf8(output.stdout)?)
-    }
-
-    /// A built-in guest without an end of its own.
-    fn endless(&self, name: &str) -> Result<Machine, Failed> {
-        self.start(name, &mut self.command("run --memory 16m --passes 0"))
-    }
-
-    fn start(&self, name: &str, command: &mut Command) -> Result<Machine, Failed> {
-        command.args(["--name", name]).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut machine = Machine { child: command.spawn()?, guards: Vec::new() };
-        let socket = self.socket(name);
-        let answers = || Client::connect(&socket).is_ok_and(|mut client| client.ask(&Do::Status {}).is_ok());
-        let up = eventually(LIMIT, "the machine answers", || {
-            let ended = machine.child.try_wait()?.is_some();
-            Ok((ended || answers()).then_some(!ended))
-        })?;
-        if !up {
-            return Err(format!("it has ended: {:?}", machine.child.wait_with_output()?).into());
-        }
-        machine.guards = children(machine.child.id())?;
-        Ok(machine)
-    }
-}
-
-impl Drop for Home {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-/// A machine, with the processes that guard its sockets.
-struct Machine {
-    child: Child,
-    guards: Vec<u32>,
-}
-
-impl Machine {
-    /// Waits for its end and for the end of its guards, of which there must be one.
-    fn end(self) -> Result<Output, Failed> {
-        let output = self.child.wait_with_output()?;
-        ensure(self.guards.len() == 1, || format!("its guards are {:?}", self.guards))?;
-        for guard in self.guards {
-            eventually(LIMIT, "the guard ends", || {
-                Ok((process(guard).as_deref() != Some("vellum-guard")).then_some(()))
-            })?;
-        }
-        Ok(output)
-    }
-}
-
-/// The name of a process that is not over.
-fn process(pid: u32) -> Option<String> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let line = |key: &str| Some(status.lines().find_map(|line| line.strip_prefix(key))?.trim().to_owned());
-    (!line("State:")?.starts_with('Z')).then(|| line("Name:"))?
-}
-
-fn children(of: u32) -> Result<Vec<u32>, Failed> {
-    let mut children = Vec::new();
-    for entry in fs::read_dir("/proc")?.flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
-            continue;
-        };
-        let stat = fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
-        // pid (name) state parent …
-        let parent = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1));
-        if parent == Some(&of.to_string()) {
-            children.push(pid);
-        }
-    }
-    Ok(children)
 }
 
 #[trial]
@@ -204,6 +101,16 @@ fn a_built_in_guest_obeys() -> Result<(), Failed> {
     ensure(said.contains("wrong_stamps") && !home.socket("w").exists(), || said.into_owned())
 }
 
+/// A trial that fails leaves it so.
+#[trial(kvm())]
+fn a_machine_that_is_dropped_is_gone() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let machine = home.endless("d")?;
+    let pid = machine.child.id();
+    drop(machine);
+    ensure(process(pid).is_none(), || format!("{pid} runs on"))
+}
+
 #[trial(kvm())]
 fn a_paused_built_in_guest_can_be_ended() -> Result<(), Failed> {
     let home = Home::new()?;
@@ -265,7 +172,8 @@ fn a_kernel_s_guest_obeys() -> Result<(), Failed> {
     let mut machine = echo(&home, "k")?;
     let mut listener = Client::connect(&home.socket("k"))?;
     listener.ask(&Do::Events {})?;
-    let (Some(input), Some(output)) = (&mut machine.child.stdin, &mut machine.child.stdout) else { panic!() };
+    let child = &mut *machine.child;
+    let (Some(input), Some(output)) = (&mut child.stdin, &mut child.stdout) else { panic!() };
     let mut byte = [0];
     output.read_exact(&mut byte)?;
     home.ctl("k pause")?;
@@ -308,7 +216,7 @@ fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed>
     let mut machine = home.start("r", command.arg(file).stdin(Stdio::piped()))?;
     let mut client = Client::connect(&home.socket("r"))?;
     for _ in 0..PAUSES {
-        if client.ask(&Do::Pause {}).and_then(|_| client.ask(&Do::Resume {})).is_err() {
+        if client.ask(&Do::Pause {}).and_then(|_| client.ask(&Do::Resume { force: false })).is_err() {
             return Err(format!("it has ended: {:?}", machine.end()?).into());
         }
     }
@@ -461,7 +369,8 @@ fn large_balloon() -> Result<(), Failed> {
 fn serial_output_goes_where_ctl_leads_it() -> Result<(), Failed> {
     let home = Home::new()?;
     let mut machine = echo(&home, "s")?;
-    let (Some(input), Some(output)) = (&mut machine.child.stdin, &mut machine.child.stdout) else { panic!() };
+    let child = &mut *machine.child;
+    let (Some(input), Some(output)) = (&mut child.stdin, &mut child.stdout) else { panic!() };
     output.read_exact(&mut [0])?;
     let log = home.0.join("log");
     home.ctl(&format!("s serial file={}", log.display()))?;
@@ -591,8 +500,8 @@ fn conversation(socket: &std::path::Path) -> Result<Vec<Value>, Failed> {
         Do::Pause {},
         Do::Pause {},
         Do::Status {},
-        Do::Resume {},
-        Do::Resume {},
+        Do::Resume { force: false },
+        Do::Resume { force: false },
         Do::Status {},
         Do::Balloon { bytes: 1 << 20 },
         Do::Pause {},

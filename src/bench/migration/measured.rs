@@ -1,0 +1,152 @@
+//! What was measured, a value a round, and how it becomes figures and pictures.
+
+use crate::bench::dirty_log::QUANTILES;
+use crate::bench::of_rounds;
+use crate::control::{Left, Pass};
+use crate::guests::journal::PHASES;
+use crate::guests::run::BUCKET_RESOLUTION;
+use crate::report::{Figure, Histogram, Label, Mark, Premise, Report, Series};
+
+/// One move of a guest. Times are in seconds, progress in pages a second.
+pub(super) struct Round {
+    /// From the guest's last write on the source to its first on the target, by its own clock; of several vCPUs, the longest.
+    pub(super) downtime: f64,
+    /// What the two machines say of it.
+    pub(super) parts: Parts,
+    /// From the first word of the source until the guest runs on the target.
+    pub(super) total: f64,
+    pub(super) passes: Vec<Pass>,
+    pub(super) left: Left,
+    /// What the guest got done.
+    pub(super) before: f64,
+    pub(super) during: f64,
+    pub(super) after: f64,
+    /// How dirty pages were collected.
+    pub(super) tracker: String,
+    /// Pages that do not hold what the guest wrote, if there are any.
+    pub(super) wrong: Option<Premise>,
+    pub(super) latencies: Vec<Histogram>,
+    pub(super) series: Vec<Series>,
+    pub(super) marks: Vec<Mark>,
+}
+
+/// Downtime as the machines see it, step by step.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Parts {
+    /// Until all vCPUs stand still.
+    pub(super) pause: f64,
+    /// Their state and that of the devices.
+    pub(super) save: f64,
+    /// The last pages: who has written what, and handing it to the kernel.
+    pub(super) last_pass: f64,
+    /// The state, and until the target has taken all of it.
+    pub(super) transfer: f64,
+    pub(super) restore: f64,
+    /// READY, COMMIT, and until the vCPUs have been let go.
+    pub(super) resume: f64,
+}
+
+impl Parts {
+    fn each(&self) -> [(&'static str, f64); 6] {
+        [
+            ("pause", self.pause),
+            ("save", self.save),
+            ("last_pass", self.last_pass),
+            ("transfer", self.transfer),
+            ("restore", self.restore),
+            ("resume", self.resume),
+        ]
+    }
+
+    fn sum(&self) -> f64 {
+        self.each().iter().map(|(_, seconds)| seconds).sum()
+    }
+}
+
+impl Round {
+    fn latency(&self, phase: &str) -> Option<&Histogram> {
+        self.latencies.iter().find(|histogram| histogram.index.as_deref() == Some(phase))
+    }
+
+    /// Bytes a second while pages were sent.
+    fn bandwidth(&self) -> f64 {
+        let time: u64 = self.passes.iter().map(|pass| pass.ended.saturating_sub(pass.began)).sum();
+        self.left.bytes as f64 * 1e6 / time.max(1) as f64
+    }
+}
+
+/// So many passes have figures of their own.
+const PASSES: usize = 12;
+
+/// Adds the figures of `rounds`, and the pictures of the first.
+pub(super) fn add(report: &mut Report, mut rounds: Vec<Round>) {
+    figures(report, None, &rounds);
+    let passes = rounds.iter().map(|round| round.passes.len()).max().unwrap_or(0).min(PASSES);
+    for pass in 0..passes {
+        let mut put = |name: &str, unit: &str, of: &dyn Fn(&Pass) -> u64, scale: f64| {
+            let label = Label::of(name, pass + 1);
+            let value = |round: &Round| Some(of(round.passes.get(pass)?) as f64 / scale);
+            report.samples(label, unit, of_rounds(&rounds, value));
+        };
+        put("pass_time", "s", &|pass| pass.ended.saturating_sub(pass.began), 1e6);
+        put("pass_pages", "pages", &|pass| pass.pages, 1.0);
+        put("pass_bytes", "bytes", &|pass| pass.bytes, 1.0);
+        put("pass_dirty", "pages", &|pass| pass.dirty, 1.0);
+        put("pass_harvest", "s", &|pass| pass.harvest, 1e6);
+    }
+    if let Some(first) = rounds.first_mut() {
+        report.histograms = std::mem::take(&mut first.latencies);
+        report.series = std::mem::take(&mut first.series);
+        report.marks = std::mem::take(&mut first.marks);
+    }
+}
+
+/// Adds those of one part of several, as a column of its own.
+pub(super) fn add_column(report: &mut Report, column: &str, rounds: &[Round]) {
+    figures(report, Some(column), rounds);
+    let Some(first) = rounds.first() else { return };
+    for series in &first.series {
+        report.series.push(Series { name: format!("{}_{column}", series.name), ..series.clone() });
+    }
+}
+
+fn figures(report: &mut Report, column: Option<&str>, rounds: &[Round]) {
+    let label = |name: &str, index: Option<&str>| match (column, index) {
+        (None, None) => Label::from(name),
+        (None, Some(index)) => Label::of(name, index),
+        (Some(column), None) => Label::of(column, name),
+        (Some(column), Some(index)) => Label::of(column, format_args!("{name} {index}")),
+    };
+    let mut put = |name: &str, index: Option<&str>, unit: &str, of: &dyn Fn(&Round) -> Option<f64>| {
+        report.samples(label(name, index), unit, of_rounds(rounds, of));
+    };
+    let seconds = |micros: Option<u64>| micros.map(|micros| micros as f64 / 1e6);
+    put("downtime", None, "s", &|r| Some(r.downtime));
+    for (number, (part, _)) in Parts::default().each().into_iter().enumerate() {
+        put("downtime_part", Some(part), "s", &|r| Some(r.parts.each()[number].1));
+    }
+    put("downtime_of_machines", None, "s", &|r| Some(r.parts.sum()));
+    put("downtime_expected", None, "s", &|r| seconds(r.left.expected_downtime));
+    put("downtime_estimated", None, "s", &|r| seconds(r.left.estimated_downtime));
+    put("total", None, "s", &|r| Some(r.total));
+    put("total_estimated", None, "s", &|r| seconds(r.left.estimated_total));
+    put("passes", None, "", &|r| Some(f64::from(r.left.passes)));
+    put("bytes_sent", None, "bytes", &|r| Some(r.left.bytes as f64));
+    put("bandwidth", None, "bytes/s", &|r| Some(r.bandwidth()));
+    put("converged", None, "%", &|r| Some(if r.left.converged { 100.0 } else { 0.0 }));
+    put("harvest_total", None, "s", &|r| seconds(Some(r.passes.iter().map(|pass| pass.harvest).sum())));
+    put("harvest_longest", None, "s", &|r| seconds(r.passes.iter().map(|pass| pass.harvest).max()));
+    put("progress", Some("before"), "pages/s", &|r| Some(r.before));
+    put("progress", Some("during"), "pages/s", &|r| Some(r.during));
+    put("progress", Some("after"), "pages/s", &|r| Some(r.after));
+    put("progress_lost", None, "%", &|r| Some(100.0 * (1.0 - r.during / r.before)));
+    for phase in PHASES {
+        for (name, q) in QUANTILES {
+            let samples = of_rounds(rounds, |r| r.latency(phase)?.quantile(q));
+            let label = label(&format!("write_latency_{name}"), Some(phase));
+            report.push(Figure::sampled(label, "ns", samples).resolved_to(BUCKET_RESOLUTION));
+        }
+        let longest = of_rounds(rounds, |r| r.latency(phase)?.max());
+        report.samples(label("write_latency_max", Some(phase)), "ns", longest);
+    }
+}

@@ -1,0 +1,299 @@
+//! One move of a guest from process to process, and what all three have to say of it.
+
+use std::time::{Duration, Instant};
+
+use super::measured::{Parts, Round};
+use super::process::{Directory, Process, printed};
+use super::{Config, Paths};
+use crate::bench::Error;
+use crate::control::client::{self, Client};
+use crate::control::{Came, Do, Event, Left, Pass};
+use crate::guests::guest;
+use crate::guests::journal::MOVED;
+use crate::report::{Mark, Premise, Report, Series, json};
+use crate::sys::clock;
+use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::signal;
+use crate::vm::lifecycle::Exit;
+
+/// How often is looked at whether something has come about.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// How long a machine that says what happens is listened to at a time.
+const LISTEN: Duration = Duration::from_millis(100);
+
+/// How much of its rate a guest may miss where nothing disturbs it.
+const TOLERANCE: f64 = 0.1;
+
+/// How long the guest's journal is to reach beside what is known: until it has filled its memory, and moved.
+const AMPLE: Duration = Duration::from_secs(20);
+
+/// The two machines.
+struct Pair {
+    source: Process,
+    target: Process,
+    directory: Directory,
+}
+
+/// Moves a guest, and says in `report` what did not hold of `part`.
+pub(super) fn measure(report: &mut Report, config: &Config, part: &str) -> Result<Round, Error> {
+    let mut pair = Pair::start(config)?;
+    let mut source = pair.events("source")?;
+    let mut target = pair.events("target")?;
+    let mut stop = pair.client("target")?;
+    let pages = config.region.total(false) / PAGE_SIZE;
+    pair.until(|pair| {
+        Ok(match pair.event(&mut source)? {
+            Some(Event::Progress { done, .. }) if done >= pages => Some(()),
+            _ => None,
+        })
+    })?;
+    let alone = micros();
+    pair.leave_alone(config.around)?;
+    let (passes, left, tracker) = pair.move_guest(config)?;
+    let came = pair.until(|pair| {
+        Ok(match pair.event(&mut target)? {
+            Some(Event::Arrived { came }) => Some(came),
+            _ => None,
+        })
+    })?;
+    pair.leave_alone(config.around)?;
+    stop.ask(&Do::Stop {}).map_err(unheard)?;
+    let result = pair.result()?;
+    let round = Moved { alone, passes, left, came, tracker, result }.round()?;
+    if let Some(wrong) = &round.wrong {
+        report.fail(Some(part.to_owned()), wrong.clone());
+    }
+    if let Some(asked) = config.dirty_rate.0 {
+        let got = round.before * PAGE_SIZE as f64;
+        if (got / asked as f64 - 1.0).abs() > TOLERANCE {
+            report.fail(Some(part.to_owned()), Premise::RateMissed { asked: asked as f64, got });
+        }
+    }
+    report.asked.entry("tracker".into()).or_insert_with(|| round.tracker.clone().into());
+    Ok(round)
+}
+
+fn micros() -> u64 {
+    clock::micros(clock::monotonic())
+}
+
+fn unheard(error: client::Error) -> Error {
+    Error::Host("a machine of the measurement", std::io::Error::other(error.to_string()))
+}
+
+impl Paths {
+    fn of(directory: &Directory) -> Self {
+        Self { listen: directory.path("in"), result: directory.path("result.json") }
+    }
+}
+
+impl Pair {
+    fn start(config: &Config) -> Result<Self, Error> {
+        let directory = Directory::new()?;
+        let (lines, paths) = (config.lines, Paths::of(&directory));
+        let target = Process::start(&directory, "the target", "target", &(lines.target)(config, &paths))?;
+        let slice = (config.timeout + 2 * config.around + AMPLE) / crate::guests::control::SLICES as u32;
+        let journal = slice.max(Duration::from_millis(10));
+        let source = Process::start(&directory, "the source", "source", &(lines.source)(config, journal))?;
+        Ok(Self { source, target, directory })
+    }
+
+    /// Waits for what comes about, unless one of the machines ends or the user has had enough.
+    fn until<T>(&mut self, mut ready: impl FnMut(&mut Self) -> Result<Option<T>, Error>) -> Result<T, Error> {
+        loop {
+            if let Some(signal) = signal::take() {
+                return Err(guest::Error::Interrupted(signal).into());
+            }
+            // Asked before: what it has said by its end is there then.
+            let ended = self.target.ended()?.is_some();
+            if let Some(done) = ready(self)? {
+                return Ok(done);
+            }
+            if ended {
+                return Err(self.target.failed());
+            }
+            if let Some(status) = self.source.ended()?
+                && status.code() != Some(i32::from(Exit::Moved.code()))
+            {
+                return Err(self.source.failed());
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    fn leave_alone(&mut self, time: Duration) -> Result<(), Error> {
+        let since = Instant::now();
+        self.until(|_| Ok((since.elapsed() >= time).then_some(())))
+    }
+
+    /// A connection to the machine `name`, once it answers.
+    fn client(&mut self, name: &str) -> Result<Client, Error> {
+        let socket = self.directory.socket(name);
+        self.until(|_| Ok(Client::connect(&socket).ok()))
+    }
+
+    /// The same, which hears what the machine says.
+    fn events(&mut self, name: &str) -> Result<Client, Error> {
+        let socket = self.directory.socket(name);
+        self.until(|_| {
+            let client = Client::connect_within(&socket, LISTEN);
+            Ok(client.ok().and_then(|mut client| client.ask(&Do::Events {}).is_ok().then_some(client)))
+        })
+    }
+
+    /// The next thing that a machine says, if it says something.
+    fn event(&mut self, from: &mut Client) -> Result<Option<Event>, Error> {
+        match from.line() {
+            Ok(line) => Ok(serde_json::from_value(line).ok()),
+            Err(client::Error::Silent { .. }) => Ok(None),
+            Err(error) => Err(unheard(error)),
+        }
+    }
+
+    /// Has a courier move the guest, and says what the source has said of it.
+    fn move_guest(&mut self, config: &Config) -> Result<(Vec<Pass>, Left, String), Error> {
+        let words = (config.lines.courier)(config, &Paths::of(&self.directory));
+        let mut courier = Process::start(&self.directory, "the migration", "courier", &words)?;
+        let status = self.until(|_| courier.ended())?;
+        if !status.success() {
+            return Err(courier.failed());
+        }
+        let (mut passes, mut left) = (Vec::new(), None);
+        for line in printed(&self.directory, "courier")?.lines() {
+            match serde_json::from_str(line) {
+                Ok(Event::Pass(pass)) => passes.push(pass),
+                Ok(Event::Moved { left: told, tracker, .. }) => left = Some((told, tracker)),
+                _ => {}
+            }
+        }
+        let (left, tracker) = left.ok_or_else(|| courier.failed())?;
+        Ok((passes, left, tracker.unwrap_or_default()))
+    }
+
+    /// The result that the target leaves when its guest has ended.
+    fn result(mut self) -> Result<Report, Error> {
+        let status = loop {
+            if let Some(signal) = signal::take() {
+                return Err(guest::Error::Interrupted(signal).into());
+            }
+            match self.target.ended()? {
+                Some(status) => break status,
+                None => std::thread::sleep(LOOK),
+            }
+        };
+        if !status.success() && status.code() != Some(i32::from(Exit::Error.code())) {
+            return Err(self.target.failed());
+        }
+        let unreadable = |error: json::Error| {
+            Error::Host("the result of the target", std::io::Error::other(error.to_string()))
+        };
+        let results = json::read(&self.directory.path("result.json")).map_err(unreadable)?;
+        results.into_iter().next().ok_or_else(|| self.target.failed())
+    }
+}
+
+/// What the three have said.
+struct Moved {
+    /// When the guest had filled its memory.
+    alone: u64,
+    passes: Vec<Pass>,
+    left: Left,
+    came: Came,
+    tracker: String,
+    result: Report,
+}
+
+impl Moved {
+    /// All of it on one clock, which begins when the guest is left alone. The guest's is known by the moment at which it went on, when
+    /// the target let it go.
+    fn round(self) -> Result<Round, Error> {
+        let Self { alone, passes, left, came, tracker, mut result } = self;
+        let missing = |what: &str| {
+            Error::Host("the result of the target", std::io::Error::other(format!("it has no {what}")))
+        };
+        let stood = result.marks.iter().find(|mark| mark.name == MOVED).ok_or_else(|| missing("move"))?;
+        let seconds = |at: u64| (at as f64 - alone as f64) / 1e6;
+        let offset = seconds(came.runs) - stood.end;
+        let downtime = result.find("downtime").ok_or_else(|| missing("downtime"))?.max();
+        let wrong = result.invalid.iter().find_map(|failed| match &failed.premise {
+            premise @ Premise::WrongContents { .. } => Some(premise.clone()),
+            _ => None,
+        });
+        let mut series = std::mem::take(&mut result.series);
+        series.retain(|series| series.name == "progress");
+        for series in &mut series {
+            series.points.iter_mut().for_each(|(at, _)| *at += offset);
+        }
+        let rate = |from: f64, to: f64| series.iter().map(|series| average(series, from, to)).sum();
+        let end = series.iter().flat_map(|series| series.points.last()).map(|point| point.0);
+        let end = end.fold(f64::INFINITY, f64::min);
+        let before = rate(0.0, seconds(left.began));
+        let during = rate(seconds(left.began), seconds(left.pausing));
+        let after = rate(seconds(came.runs), end);
+        series.iter_mut().for_each(|series| series.points.retain(|(at, _)| *at >= 0.0));
+        let mark = |pass: &Pass| Mark {
+            name: if pass.last { "last pass" } else { "passes" }.into(),
+            start: seconds(pass.began),
+            end: seconds(pass.ended),
+        };
+        let mut marks: Vec<Mark> = passes.iter().map(mark).collect();
+        marks.push(Mark {
+            name: "standing still".into(),
+            start: stood.start + offset,
+            end: stood.end + offset,
+        });
+        let span = |from: u64, to: u64| to.saturating_sub(from) as f64 / 1e6;
+        let parts = Parts {
+            pause: span(left.pausing, left.paused),
+            save: span(left.paused, left.saved),
+            last_pass: span(left.saved, left.sent),
+            transfer: span(left.sent, came.complete),
+            restore: span(came.complete, came.restored),
+            resume: span(came.restored, came.runs),
+        };
+        Ok(Round {
+            downtime,
+            parts,
+            total: span(left.began, came.runs),
+            passes,
+            left,
+            before,
+            during,
+            after,
+            tracker,
+            wrong,
+            latencies: result.histograms.into_iter().filter(|of| of.index.is_some()).collect(),
+            series,
+            marks,
+        })
+    }
+}
+
+/// What a series is on average from one moment to another; each of its points holds until the next.
+fn average(series: &Series, from: f64, to: f64) -> f64 {
+    let (mut sum, mut time) = (0.0, 0.0);
+    for pair in series.points.windows(2) {
+        let overlap = pair[1].0.min(to) - pair[0].0.max(from);
+        if overlap > 0.0 {
+            sum += pair[0].1 * overlap;
+            time += overlap;
+        }
+    }
+    if time > 0.0 { sum / time } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_average_weighs_what_lies_between() {
+        let points = vec![(0.0, 10.0), (1.0, 20.0), (2.0, 0.0), (3.0, 40.0)];
+        let series = Series { name: "progress".into(), index: None, unit: "pages/s".into(), points };
+        assert_eq!(average(&series, 0.0, 1.0), 10.0);
+        assert_eq!(average(&series, 0.5, 2.0), (5.0 + 20.0) / 1.5);
+        assert_eq!(average(&series, -5.0, 50.0), 10.0);
+        assert_eq!(average(&series, 7.0, 9.0), 0.0);
+    }
+}

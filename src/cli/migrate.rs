@@ -1,0 +1,463 @@
+//! `vellum migrate`: the courier of a migration. It connects to the target, hands the connection to the machine, and says how far it
+//! is; the machine itself opens nothing. Ended before the hand-over it gives the migration up; killed, it stops nothing.
+
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+
+use super::{Failure, Flags, args, keyvalue, print, say};
+use crate::control::client::{Client, Error};
+use crate::control::{Do, Event, Loses, Migrate, Status, Then, Throttling, names};
+use crate::dirty::Method;
+use crate::fault::Fault;
+use crate::migration::fence::Fence;
+use crate::migration::link::LIVENESS;
+use crate::oracle::edges::{self, EdgeVerdict};
+use crate::sys::{signal, socket};
+use crate::vm::lifecycle::Exit;
+
+/// Move a running machine to another process, on this host or another, where `vellum receive` waits
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct MigrateArgs {
+    /// The machine: its name (--name), or the path of its control socket
+    machine: String,
+
+    /// Where `vellum receive` listens: `unix:PATH`, `tcp:HOST:PORT`, `ssh:[USER@]HOST:NAME`, or `exec:COMMAND`, whose standard input and
+    /// output lead there
+    #[arg(long, value_name = "ADDRESS", required_unless_present = "attach")]
+    to: Option<Target>,
+
+    /// Follow a migration that another `vellum migrate` has begun; with --to, connect again after a cut
+    #[arg(long)]
+    attach: bool,
+
+    /// How long the guest may stand still: a limit
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "300ms")]
+    downtime: Duration,
+
+    /// How long all of it may take, and what then: `TIME[,then=cancel|force]`
+    #[arg(long, value_name = "TIME", value_parser = timeout)]
+    timeout: Option<(Duration, Then)>,
+
+    /// At most so much a second, as in 400m
+    #[arg(long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20))]
+    bandwidth: Option<u64>,
+
+    /// Send pages over so many connections at once, 1 to 16; for ssh: and exec: that is as many processes
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16), default_value_t = 1)]
+    connections: u32,
+
+    /// Slow a guest down that writes faster than the link takes: off; steps, a step for each pass that leaves too much; dirty-limit,
+    /// to half of what the link takes
+    #[arg(long, value_name = "HOW", value_parser = args::THROTTLING, default_value = "off", hide_possible_values = true)]
+    throttle: Throttling,
+
+    /// How dirty pages are collected: manual-protect, initially-set, bitmap; ring with a machine that `vellum run --dirty-ring` has
+    /// made, and nothing else with that; initially-set, unless it is said or this kernel is known to lose pages of that
+    #[arg(long, value_name = "NAME", value_parser = args::TRACKER, hide_possible_values = true)]
+    tracker: Option<args::Tracker>,
+
+    /// How long the target may be silent before it counts as gone
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
+    liveness: Option<Duration>,
+
+    /// Pause the guest first, so that it moves in one pass; it arrives paused
+    #[arg(long)]
+    paused: bool,
+
+    /// Compare every page of memory before the guest is handed over; it stands still meanwhile, which --downtime does not count
+    #[arg(long)]
+    verify: bool,
+
+    /// Let guest memory go over a network in the clear, where anybody on the way may read and change it
+    #[arg(long)]
+    insecure_network: bool,
+
+    /// Print what happens as JSON, a line each
+    #[arg(long)]
+    json: bool,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  vellum receive --listen unix:/tmp/there.sock --name there &
+  vellum migrate web --to unix:/tmp/there.sock
+  vellum migrate web --to ssh:other.example:web --downtime 100ms --timeout 5m,then=force
+
+Exit status: 0 the guest has moved, 1 it stays where it was, 2 usage.";
+
+/// No flag of its own.
+const FLAGS: Flags = &[];
+
+/// Where a target is, as typed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// `unix:PATH`
+    Unix(PathBuf),
+    /// `tcp:HOST:PORT`
+    Tcp(String),
+    /// `ssh:[USER@]HOST:NAME`: the host, and the machine's name there.
+    Ssh(String, String),
+    /// `exec:COMMAND`
+    Exec(String),
+}
+
+impl FromStr for Target {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
+            Some(("tcp", address)) if address.contains(':') => Ok(Self::Tcp(address.into())),
+            Some(("ssh", rest)) => match rest.rsplit_once(':') {
+                // ssh takes what begins with a hyphen for an option.
+                Some((host, name)) if !host.is_empty() && !host.starts_with('-') && !name.is_empty() => {
+                    Ok(Self::Ssh(host.into(), name.into()))
+                }
+                _ => Err("use ssh:[USER@]HOST:NAME, the name being that of `vellum receive` there".into()),
+            },
+            Some(("exec", command)) if !command.is_empty() => Ok(Self::Exec(command.into())),
+            _ => Err("use unix:PATH, tcp:HOST:PORT, ssh:[USER@]HOST:NAME or exec:COMMAND".into()),
+        }
+    }
+}
+
+fn timeout(text: &str) -> Result<(Duration, Then), String> {
+    let kv = keyvalue::KeyValues::parse(text, Some("time"), &["time", "then"]).map_err(|e| e.to_string())?;
+    let names = [("cancel", Then::Cancel), ("force", Then::Force)];
+    let read = || -> Result<_, keyvalue::Error> {
+        let then = kv.with("then", |text| keyvalue::one_of("then", text, &names))?;
+        Ok((kv.required("time", keyvalue::duration)?, then.unwrap_or_default()))
+    };
+    read().map_err(|e| e.to_string())
+}
+
+/// Why an address is no place for a guest's memory in the clear, if it is none.
+pub(super) fn off_loopback(address: &SocketAddr) -> Option<String> {
+    let ip = match address.ip() {
+        IpAddr::V6(ip) => ip.to_canonical(),
+        ip => ip,
+    };
+    (!ip.is_loopback()).then(|| {
+        format!(
+            "{ip} is not on loopback, and memory would go there in the clear; ssh:HOST:NAME is encrypted, \
+             --insecure-network allows it nonetheless"
+        )
+    })
+}
+
+/// A connection to the target, with the process that leads there, where one does.
+struct Connection {
+    socket: OwnedFd,
+    child: Option<Child>,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            // It ends with its connection; not to leave it behind is all that is wanted.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn connect(target: &Target, insecure: bool) -> Result<Connection, Failure> {
+    let plain = |socket: OwnedFd| Connection { socket, child: None };
+    match target {
+        Target::Unix(path) => {
+            let stream = socket::connect(path, LIVENESS);
+            let stream = stream.map_err(|e| unreachable(&format!("unix:{}", path.display()), &e))?;
+            stream.set_write_timeout(None).map_err(Failure::host)?;
+            stream.set_read_timeout(None).map_err(Failure::host)?;
+            Ok(plain(stream.into()))
+        }
+        Target::Tcp(address) => {
+            let name = format!("tcp:{address}");
+            let resolved =
+                address.to_socket_addrs().map_err(|error| Failure::usage(format!("--to {name}: {error}")))?;
+            let mut last = io::Error::other("no such host");
+            for address in resolved {
+                if !insecure && let Some(why) = off_loopback(&address) {
+                    return Err(Failure::usage(format!("--to {name}: {why}")));
+                }
+                match TcpStream::connect_timeout(&address, LIVENESS) {
+                    Ok(stream) => return Ok(plain(stream.into())),
+                    Err(error) => last = error,
+                }
+            }
+            Err(unreachable(&name, &last))
+        }
+        Target::Ssh(host, name) => {
+            let mut command = Command::new("ssh");
+            command.args(["-T", host, "vellum", "receive", "--relay", name]);
+            spawn(command)
+        }
+        Target::Exec(line) => {
+            let mut command = Command::new("/bin/sh");
+            command.args(["-c", line]);
+            spawn(command)
+        }
+    }
+}
+
+fn unreachable(address: &str, error: &io::Error) -> Failure {
+    let message = format!("--to {address}: {error}; is `vellum receive` waiting there?");
+    Failure { exit: Exit::Error, message }
+}
+
+/// Starts what leads to the target by its standard input and output.
+fn spawn(mut command: Command) -> Result<Connection, Failure> {
+    let (mine, theirs) = UnixStream::pair().map_err(Failure::host)?;
+    let input: OwnedFd = theirs.try_clone().map_err(Failure::host)?.into();
+    command.stdin(Stdio::from(input)).stdout(Stdio::from(OwnedFd::from(theirs)));
+    let named = command.get_program().to_string_lossy().into_owned();
+    let child = command.spawn().map_err(|error| Failure::host(format!("{named}: {error}")))?;
+    Ok(Connection { socket: mine.into(), child: Some(child) })
+}
+
+/// How long one look at what the machine says takes.
+pub(super) const LOOK: Duration = Duration::from_millis(200);
+/// How often a cut link is tried again, and for how long.
+const AGAIN: Duration = Duration::from_secs(1);
+const PERSEVERANCE: Duration = Duration::from_secs(60);
+
+/// Does what was asked.
+pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
+    let path = names::find(&args.machine).map_err(failure)?;
+    signal::remember(&signal::ENDING).map_err(Failure::host)?;
+    // Who listens before anything begins misses nothing.
+    let mut events = Client::connect(&path).map_err(failure)?;
+    events.ask(&Do::Events {}).map_err(failure)?;
+    // A look at what it says is short; its answer may take as long as any.
+    events.wait_within(LOOK);
+    let mut machine = Client::connect(&path).map_err(failure)?;
+    let mut connections = Vec::new();
+    if args.attach {
+        match status(&mut machine)?.state.as_str() {
+            "migrating" => {}
+            "handover-unconfirmed" => connections.push(again(args, &mut machine)?),
+            state => {
+                return Err(Failure::usage(format!("{} is {state}: nothing to attach to", args.machine)));
+            }
+        }
+    } else {
+        let has = status(&mut machine)?;
+        if let Some(tracker) = args.tracker {
+            check(tracker.method, &has)?;
+        }
+        let chooses = args.tracker.is_none() && has.dirty_ring.is_none();
+        let target = args.to.as_ref().ok_or_else(|| Failure::usage("--to ADDRESS says where to"))?;
+        for _ in 0..args.connections {
+            connections.push(connect(target, args.insecure_network)?);
+        }
+        if args.paused {
+            machine.ask(&Do::Pause {}).map_err(failure)?;
+        }
+        let asked = Do::Migrate(Migrate {
+            downtime_ms: args.downtime.as_millis() as u64,
+            timeout_ms: args.timeout.map(|(time, _)| time.as_millis() as u64),
+            then: args.timeout.map(|(_, then)| then).unwrap_or_default(),
+            bandwidth: args.bandwidth,
+            throttle: args.throttle,
+            tracker: args.tracker.map(|tracker| tracker.method.name().to_owned()),
+            loses: if chooses { loses() } else { Loses::Nothing },
+            liveness_ms: args.liveness.unwrap_or(LIVENESS).as_millis() as u64,
+            verify: args.verify,
+            connections: args.connections,
+            fence: true,
+        });
+        let fence = Fence::file().map_err(Failure::host)?;
+        let sockets = connections.iter().map(|connection| connection.socket.as_fd());
+        let sockets: Vec<_> = sockets.chain([fence.as_fd()]).collect();
+        machine.ask_with(&asked, &sockets).map_err(failure)?;
+    }
+    follow(args, &mut events, &mut machine, &mut connections)
+}
+
+pub(super) fn failure(error: impl Fault + 'static) -> Failure {
+    Failure::of(&error, FLAGS)
+}
+
+/// What this host, which is the machine's, is known to lose: what `vellum doctor` says, by the same probe.
+pub(super) fn loses() -> Loses {
+    match edges::probe() {
+        Ok(EdgeVerdict::Lost) => Loses::Edges,
+        Ok(EdgeVerdict::Others(_)) => Loses::Pages,
+        Ok(EdgeVerdict::Kept | EdgeVerdict::Untested(_)) | Err(_) => Loses::Nothing,
+    }
+}
+
+pub(super) fn status(machine: &mut Client) -> Result<Status, Failure> {
+    serde_json::from_value(machine.ask(&Do::Status {}).map_err(failure)?).map_err(Failure::host)
+}
+
+/// Whether pages of the machine that is as `status` says can be collected by `method`.
+pub(super) fn check(method: Method, status: &Status) -> Result<(), Failure> {
+    match (method, status.dirty_ring) {
+        (Method::Ring, None) => Err(Failure::usage(
+            "--tracker ring: this machine has no dirty ring, which it would have to be started with: vellum run --dirty-ring",
+        )),
+        (Method::Ring, Some(_)) | (_, None) => Ok(()),
+        (method, Some(_)) => Err(Failure::usage(format!(
+            "--tracker {}: this machine has a dirty ring (--dirty-ring), beside which KVM keeps no bitmap; ring would work",
+            method.name()
+        ))),
+    }
+}
+
+/// Says what happens until it is decided.
+fn follow(
+    args: &MigrateArgs,
+    events: &mut Client,
+    machine: &mut Client,
+    connections: &mut Vec<Connection>,
+) -> Result<Exit, Failure> {
+    let bar = indicatif::ProgressBar::new(0);
+    let style = indicatif::ProgressStyle::with_template("{bar:30} {msg}");
+    bar.set_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()));
+    let mut ended: Option<Exit> = None;
+    loop {
+        if signal::take().is_some() {
+            // Before the hand-over it stays here; after it, the target is asked first. Either way the machine says what came of it.
+            let _ = machine.ask(&Do::MigrateCancel {});
+        }
+        let line = match events.line() {
+            Ok(line) => line,
+            Err(Error::Silent { .. }) => continue,
+            // A machine that has moved ends, and its connection with it.
+            Err(_) => {
+                bar.finish_and_clear();
+                return ended
+                    .ok_or_else(|| Failure::host("the machine has ended before the migration was over"));
+            }
+        };
+        if args.json {
+            print(format_args!("{line}\n"))?;
+        }
+        let Ok(event) = serde_json::from_value::<Event>(line) else { continue };
+        match event {
+            Event::Migrating {
+                pass, sent, left, expected_downtime_ms, bandwidth, throttle_percent, ..
+            } => {
+                bar.set_length(sent + left);
+                bar.set_position(sent);
+                bar.set_message(describe(
+                    pass,
+                    sent,
+                    left,
+                    bandwidth,
+                    (expected_downtime_ms, throttle_percent),
+                ));
+            }
+            Event::Unconfirmed {} => {
+                bar.finish_and_clear();
+                say("the link was cut in the hand-over: the target is asked what became of it");
+                connections.clear();
+                connections.push(again(args, machine)?);
+            }
+            Event::Stayed { why } => {
+                bar.finish_and_clear();
+                return Err(Failure::host(format!("{} stays where it is: {why}", args.machine)));
+            }
+            Event::Moved { us, compared, tracker, tracker_why, .. } => {
+                bar.finish_and_clear();
+                if let (Some(tracker), Some(why)) = (tracker, tracker_why) {
+                    say(&format!("dirty pages were collected by {tracker}: {why}"));
+                }
+                if !args.json {
+                    let ms = us as f64 / 1000.0;
+                    let pages = compared.map(|pages| format!("; {pages} pages were compared, all alike"));
+                    let (name, pages) = (&args.machine, pages.unwrap_or_default());
+                    print(format_args!("{name} has moved; it stood still for {ms:.1} ms{pages}\n"))?;
+                }
+                ended = Some(Exit::PowerOff);
+            }
+            Event::Ended { .. } if ended.is_some() => {
+                // `exec:` and `ssh:` have carried the last word by now.
+                return Ok(Exit::PowerOff);
+            }
+            _ => {}
+        }
+    }
+}
+
+fn describe(
+    pass: u32,
+    sent: u64,
+    left: u64,
+    bandwidth: Option<u64>,
+    (downtime, taken): (Option<u64>, u32),
+) -> String {
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let mut text = format!("pass {pass}, {:.0} MiB sent, {:.0} left", mib(sent), mib(left));
+    if let Some(bandwidth) = bandwidth {
+        text = format!("{text}, {:.0} MiB/s", mib(bandwidth));
+    }
+    if taken > 0 {
+        text = format!("{text}, {taken} % of the guest's time taken");
+    }
+    if let Some(downtime) = downtime {
+        text = format!("{text}, would stand still for {downtime} ms");
+    }
+    text
+}
+
+/// Brings another connection after a cut.
+fn again(args: &MigrateArgs, machine: &mut Client) -> Result<Connection, Failure> {
+    let since = Instant::now();
+    let Some(target) = &args.to else {
+        return Err(Failure::usage("the link was cut: --attach --to ADDRESS connects again"));
+    };
+    loop {
+        match connect(target, args.insecure_network) {
+            Ok(connection) => {
+                machine.ask_with(&Do::MigrateLink {}, &[connection.socket.as_fd()]).map_err(failure)?;
+                return Ok(connection);
+            }
+            Err(failed) if since.elapsed() > PERSEVERANCE || signal::last().is_some() => {
+                let message = format!(
+                    "{}; the guest may run there or nowhere: `vellum migrate {} --attach --to …` asks again, \
+                     `vellum ctl {} resume --force` takes it back",
+                    failed.message, args.machine, args.machine
+                );
+                return Err(Failure { message, ..failed });
+            }
+            Err(_) => std::thread::sleep(AGAIN),
+        }
+    }
+}
+
+/// `vellum receive --relay`: carries bytes between this process's standard input and output and the machine that waits at `path`.
+pub(super) fn relay(path: &Path) -> Result<Exit, Failure> {
+    let stream = socket::connect(path, LIVENESS);
+    let stream = stream.map_err(|error| Failure::host(format!("--relay {}: {error}", path.display())))?;
+    stream.set_write_timeout(None).map_err(Failure::host)?;
+    stream.set_read_timeout(None).map_err(Failure::host)?;
+    let back = stream.try_clone().map_err(Failure::host)?;
+    let there = std::thread::spawn(move || {
+        carry(io::stdin().lock(), &stream, || drop(stream.shutdown(Shutdown::Write)))
+    });
+    carry(&back, io::stdout().lock(), || ());
+    // Its peer is gone: what still comes in would go nowhere.
+    drop(there);
+    Ok(Exit::PowerOff)
+}
+
+fn carry(mut from: impl Read, mut to: impl Write, end: impl FnOnce()) {
+    let mut buffer = vec![0; 256 << 10];
+    while let Ok(count @ 1..) = from.read(&mut buffer) {
+        if to.write_all(&buffer[..count]).and_then(|()| to.flush()).is_err() {
+            break;
+        }
+    }
+    end();
+}

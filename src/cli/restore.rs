@@ -1,0 +1,65 @@
+//! `vellum restore`: runs a machine out of a snapshot.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+use super::host::{self, HostArgs};
+use super::migrate::failure;
+use super::{Failure, Flags};
+use crate::arch::clocks::Meanwhile;
+use crate::migration::link::LIVENESS;
+use crate::session::incoming::{Listen, Restore};
+use crate::session::log::{self, Beside};
+use crate::snapshot::store::Source;
+use crate::vm::lifecycle::{self, Exit};
+
+/// Run a machine out of a snapshot
+#[derive(Debug, Args)]
+#[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
+pub struct RestoreArgs {
+    /// The directory that `vellum snapshot` wrote
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+
+    /// Which point of it (`vellum snapshot list DIR`) [default: the newest]
+    #[arg(long, value_name = "N")]
+    at: Option<u32>,
+
+    /// What the guest's clocks do about the time since: stand-still, as if there had been none; advance, by the host's real time
+    #[arg(long, value_name = "HOW", default_value = "stand-still", hide_possible_values = true)]
+    clock: Clock,
+
+    /// Let it wait until `vellum resume NAME`, however it was saved
+    #[arg(long, requires = "name")]
+    paused: bool,
+
+    #[command(flatten)]
+    host: HostArgs,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Clock {
+    StandStill,
+    Advance,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  vellum restore web.snap --name web --disk web.img       the host's side of its devices is said here, as in vellum receive
+  vellum restore web.snap --at 0                          its first point";
+
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[host::FLAGS];
+
+/// Does what was asked.
+pub fn run(args: RestoreArgs) -> Result<Exit, Failure> {
+    log::start(tracing::Level::INFO, Beside::Console);
+    let source = Source::open(&args.dir).map_err(failure)?;
+    let meanwhile = match args.clock {
+        Clock::StandStill => Meanwhile::Stands,
+        Clock::Advance => Meanwhile::Passes,
+    };
+    let restore = Restore { source, point: args.at, meanwhile, paused: args.paused };
+    args.host.run(Listen::Snapshot(restore), LIVENESS, FLAGS)
+}

@@ -1,0 +1,254 @@
+//! `vellum snapshot`: the client of a snapshot. It makes the files, hands them to the machine, and names them when they are written;
+//! the machine itself opens nothing. Killed, it leaves nothing behind, and the guest goes on.
+
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+use serde_json::json;
+
+use super::migrate::{LOOK, check, failure, loses, status};
+use super::{Failure, args, print};
+use crate::control::client::{Client, Error};
+use crate::control::{Do, Event, Loses, Snapshot, names};
+use crate::keyvalue;
+use crate::memory::short_size;
+use crate::snapshot::layer::Reader;
+use crate::snapshot::manifest::Point;
+use crate::snapshot::store::{Source, Store};
+use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::signal;
+use crate::vm::lifecycle::Exit;
+
+/// Write the memory and the state of a running machine into a directory, of which `vellum restore` makes a machine again
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub struct SnapshotArgs {
+    #[command(subcommand)]
+    what: Option<What>,
+
+    /// The machine: its name (--name), or the path of its control socket
+    #[arg(required = true)]
+    machine: Option<String>,
+
+    /// The directory: a new one, or one that has a snapshot, which gets a further point
+    #[arg(value_name = "DIR", required = true)]
+    dir: Option<PathBuf>,
+
+    /// How long the guest may stand still: a limit
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "300ms")]
+    downtime: Duration,
+
+    /// After which time it is paused for longer, where it writes faster than passes over its memory end
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "30s")]
+    timeout: Duration,
+
+    /// How dirty pages are collected while the guest runs: bitmap, manual-protect, initially-set or ring [default: as `vellum migrate`]
+    #[arg(long, value_name = "NAME", value_parser = args::TRACKER, hide_possible_values = true)]
+    tracker: Option<args::Tracker>,
+
+    /// Pause the guest first, and leave it paused
+    #[arg(long)]
+    paused: bool,
+
+    /// End the machine at the point where it was paused
+    #[arg(long)]
+    stop: bool,
+
+    /// Go on to follow who writes to memory, so that the next snapshot into DIR has only what has changed; the guest pays for that
+    /// with a fault for each page that it writes
+    #[arg(long)]
+    follow: bool,
+
+    /// Print what the machine says as JSON lines
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Print the points of a snapshot
+    List {
+        /// The directory
+        dir: PathBuf,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Follow no longer who writes to a machine's memory: the next snapshot of it is full
+    End {
+        /// The machine: its name (--name), or the path of its control socket
+        machine: String,
+    },
+    /// Read all of a snapshot, and compare it with its sums
+    Verify {
+        /// The directory
+        dir: PathBuf,
+    },
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  vellum snapshot web web.snap             while it runs: passes over memory, then a short pause
+  vellum snapshot web web.snap --stop      and end it there: vellum restore web.snap goes on
+  vellum snapshot web web.snap --follow    and then again: the further points have only what has changed
+  vellum snapshot list web.snap            its points
+Disks are not part of it: restored on a disk that has changed since, a guest finds what it does not expect.";
+
+/// Does what was asked.
+pub fn run(args: &SnapshotArgs) -> Result<Exit, Failure> {
+    match (&args.what, &args.machine, &args.dir) {
+        (Some(What::List { dir, json }), ..) => list(dir, *json),
+        (Some(What::Verify { dir }), ..) => verify(dir),
+        (Some(What::End { machine }), ..) => {
+            let path = names::find(machine).map_err(failure)?;
+            let mut machine = Client::connect(&path).map_err(failure)?;
+            machine.ask(&Do::SnapshotEnd {}).map(|_| Exit::PowerOff).map_err(failure)
+        }
+        (None, Some(machine), Some(dir)) => take(args, machine, dir),
+        (None, ..) => Err(Failure::usage("a machine and a directory are expected")),
+    }
+}
+
+fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
+    let path = names::find(name).map_err(failure)?;
+    signal::remember(&signal::ENDING).map_err(Failure::host)?;
+    // Who listens before anything begins misses nothing.
+    let mut events = Client::connect_within(&path, LOOK).map_err(failure)?;
+    events.ask(&Do::Events {}).map_err(failure)?;
+    let mut machine = Client::connect(&path).map_err(failure)?;
+    let has = status(&mut machine)?;
+    if let Some(tracker) = args.tracker {
+        check(tracker.method, &has)?;
+    }
+    let chooses = args.tracker.is_none() && has.dirty_ring.is_none();
+    let store = Store::open(dir).map_err(failure)?;
+    let files = store.unnamed().map_err(failure)?;
+    if args.paused {
+        machine.ask(&Do::Pause {}).map_err(failure)?;
+    }
+    let asked = Do::Snapshot(Snapshot {
+        downtime_ms: args.downtime.as_millis() as u64,
+        timeout_ms: args.timeout.as_millis() as u64,
+        tracker: args.tracker.map(|tracker| tracker.method.name().to_owned()),
+        loses: if chooses { loses() } else { Loses::Nothing },
+        stop: args.stop,
+        chain: store.chain().to_owned(),
+        number: store.next(),
+        follow: args.follow && !args.stop,
+    });
+    let descriptors = [files.ram.as_fd(), files.map.as_fd(), files.state.as_fd()];
+    machine.ask_with(&asked, &descriptors).map_err(failure)?;
+    let (point, us) = written(args, name, &mut events, &mut machine)?;
+    let (present, zero, full) = (point.present, point.zero, point.full);
+    let number = match store.add(&files, point) {
+        Ok(number) => number,
+        Err(error) => {
+            // It says itself what it does then.
+            let _ = machine.ask(&Do::SnapshotCancel {});
+            return Err(failure(error));
+        }
+    };
+    machine.ask(&Do::SnapshotNamed {}).map_err(failure)?;
+    over(&mut events);
+    if !args.json {
+        let stood = match us {
+            Some(us) => format!("it stood still for {:.1} ms", us as f64 / 1000.0),
+            None => "it stands still".into(),
+        };
+        let size = short_size(present * PAGE_SIZE);
+        let kind = if full { "whole" } else { "what has changed" };
+        let dir = dir.display();
+        print(format_args!(
+            "point {number} of {dir}, {kind}: {present} pages ({size}), {zero} zero; {stood}\n"
+        ))?;
+    }
+    Ok(Exit::PowerOff)
+}
+
+/// Waits until it is written; what the list is to say of it, and how long the guest stood still.
+fn written(
+    args: &SnapshotArgs,
+    name: &str,
+    events: &mut Client,
+    machine: &mut Client,
+) -> Result<(Point, Option<u64>), Failure> {
+    loop {
+        if signal::take().is_some() {
+            let _ = machine.ask(&Do::SnapshotCancel {});
+        }
+        let line = match events.line() {
+            Ok(line) => line,
+            Err(Error::Silent { .. }) => continue,
+            Err(_) => return Err(Failure::host("the machine has ended before the snapshot was written")),
+        };
+        if args.json {
+            print(format_args!("{line}\n"))?;
+        }
+        match serde_json::from_value::<Event>(line) {
+            Ok(Event::Snapshot {
+                full,
+                us,
+                taken,
+                pages,
+                present,
+                zero,
+                map_crc,
+                state_bytes,
+                state_crc,
+                ..
+            }) => {
+                let number = 0;
+                let point =
+                    Point { number, taken, full, pages, present, zero, map_crc, state_bytes, state_crc };
+                return Ok((point, us));
+            }
+            Ok(Event::NoSnapshot { why }) => {
+                return Err(Failure::host(format!("no snapshot of {name}: {why}")));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Waits until the machine is ready for another one, or has ended.
+fn over(events: &mut Client) {
+    loop {
+        match events.line() {
+            Ok(line) if line["event"] == "snapshot-over" || line["event"] == "no-snapshot" => return,
+            Ok(_) | Err(Error::Silent { .. }) => {}
+            Err(_) => return,
+        }
+    }
+}
+
+fn list(dir: &Path, as_json: bool) -> Result<Exit, Failure> {
+    let manifest = Source::open(dir).and_then(|source| source.manifest()).map_err(failure)?;
+    if as_json {
+        return print(format_args!("{}\n", json!(manifest))).map(|_| Exit::PowerOff);
+    }
+    print("point  kind  taken (seconds since 1970)  memory  present  zero pages\n")?;
+    for point in &manifest.points {
+        let kind = if point.full { "full" } else { "part" };
+        let (all, present) = (short_size(point.pages * PAGE_SIZE), short_size(point.present * PAGE_SIZE));
+        let taken = point.taken / 1_000_000_000;
+        let line =
+            format!("{:>5}  {kind}  {taken:>26}  {all:>6}  {present:>7}  {:>10}\n", point.number, point.zero);
+        print(line)?;
+    }
+    Ok(Exit::PowerOff)
+}
+
+fn verify(dir: &Path) -> Result<Exit, Failure> {
+    let manifest = Source::open(dir).and_then(|source| source.manifest()).map_err(failure)?;
+    for point in &manifest.points {
+        let chosen =
+            Source::open(dir).and_then(|source| source.choose(Some(point.number))).map_err(failure)?;
+        let Some((point, files)) = chosen.layers.into_iter().next_back() else { continue };
+        let reader = Reader::new(files.ram, &files.map, point.number, point.pages, point.map_crc);
+        let present = reader.and_then(|reader| reader.verify()).map_err(failure)?;
+        print(format_args!("point {}: {present} pages are as they were written\n", point.number))?;
+    }
+    Ok(Exit::PowerOff)
+}

@@ -1,0 +1,80 @@
+//! Why a built-in guest cannot run, and whose fault that is.
+
+use std::io;
+
+use crate::arch::{cpuid, irqchip};
+use crate::fault::{Blame, Fault, Field};
+use crate::memory;
+use crate::payload::state;
+use crate::vm::Error as VmError;
+
+/// Why a workload cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// KVM or memory.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// Fewer pages than vCPUs need.
+    #[error("{pages} pages are too few for {vcpus} vCPUs: each needs 2")]
+    TooFewPages {
+        /// Pages of the asked-for stride.
+        pages: u64,
+        /// vCPUs.
+        vcpus: usize,
+    },
+    /// Interrupt controllers.
+    #[error(transparent)]
+    Irqchip(#[from] irqchip::Error),
+    /// Its state.
+    #[error(transparent)]
+    State(#[from] state::Error),
+    /// CPU features.
+    #[error(transparent)]
+    Cpuid(#[from] cpuid::Error),
+    /// The page tables do not fit.
+    #[error(
+        "the workload's page tables need {need} bytes, and there is room for {room}: use 2 MiB guest pages or less memory"
+    )]
+    TablesTooLarge {
+        /// Bytes needed.
+        need: u64,
+        /// Bytes there are.
+        room: u64,
+    },
+    /// The host has no memory for them.
+    #[error("cannot map the workload's own memory: {0}")]
+    Map(#[source] io::Error),
+    /// The user has had enough.
+    #[error("interrupted by signal {0} before anything was measured")]
+    Interrupted(i32),
+    /// A vCPU ended where it should have rung.
+    #[error("vCPU {index} ended: {what}")]
+    Ended {
+        /// Which.
+        index: usize,
+        /// How.
+        what: String,
+    },
+}
+
+impl From<memory::Error> for Error {
+    fn from(error: memory::Error) -> Self {
+        VmError::from(error).into()
+    }
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Vm(error) => error.blame(),
+            Self::Irqchip(error) => error.blame(),
+            Self::State(error) => error.blame(),
+            Self::Cpuid(error) => error.blame(),
+            Self::TooFewPages { .. } | Self::TablesTooLarge { .. } => Blame::user(Field::Memory),
+            Self::Map(_) => Blame::HOST,
+            // Nothing is wrong, and nothing is to be mended.
+            Self::Interrupted(_) => Blame::HOST,
+            Self::Ended { .. } => Blame::GUEST,
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! A built-in guest's whole state beside its memory, and what it is for those who make the like of it.
+//!
+//! The order in which parts are saved and restored is that of [`crate::payload::state`]; here is which parts there are.
+
+use kvm_bindings::kvm_cpuid_entry2;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::control::phase;
+use super::guest::{Error, Guest};
+use super::model::Model;
+use super::run::{Run, RunConfig};
+use super::{WriteConfig, journal, program::GuestPage};
+use crate::arch::clocks::Meanwhile;
+use crate::memory::MemoryConfig;
+use crate::payload::section::{self, Section, Sections};
+use crate::payload::state::{self, Place, Processors};
+use crate::vm::quiesced::Quiesced;
+
+/// The version of the section of its run.
+const RUN: u16 = 1;
+
+/// The one kind of machine that is described here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// A guest without an OS.
+    BuiltIn,
+}
+
+/// What a built-in guest is. From it another process makes the like; what backs its memory is that process's own.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Description {
+    /// Of which kind of machine.
+    pub kind: Kind,
+    /// How many vCPUs.
+    pub cpus: usize,
+    /// Bytes of RAM.
+    pub memory: u64,
+    /// The memslots that it is cut into, and the guest's own one.
+    pub slots: Vec<Place>,
+    /// What the guest does.
+    pub write: WriteConfig,
+    /// The page size of the guest's own tables.
+    pub page: GuestPage,
+    /// What was asked for in CPU features, where anything was.
+    pub features: Option<String>,
+    /// What its first vCPU sees of CPUID.
+    pub cpuid: Vec<kvm_cpuid_entry2>,
+    /// The frequency of its TSCs in kHz.
+    pub tsc_khz: u32,
+}
+
+impl Description {
+    /// Reads one.
+    ///
+    /// # Errors
+    /// Where it is not of a built-in guest, or none can be like it.
+    pub fn from_json(value: Value) -> Result<Self, state::Error> {
+        let read: Self = serde_json::from_value(value).map_err(state::Error::Description)?;
+        match read.write.wrong() {
+            None => Ok(read),
+            Some(what) => Err(state::Error::Description(serde::de::Error::custom(what))),
+        }
+    }
+
+    /// What the like of it runs, over memory that is as `memory` says but of its own size. Nothing is pinned, and it has no end but
+    /// its own.
+    ///
+    /// # Errors
+    /// Where it asks for CPU features that nobody knows.
+    pub fn run(&self, memory: MemoryConfig) -> Result<RunConfig, state::Error> {
+        let unknown = |error| state::Error::Description(serde::de::Error::custom(error));
+        let cpuid = self.features.as_deref().map(str::parse).transpose().map_err(unknown)?;
+        Ok(RunConfig {
+            vcpus: self.cpus,
+            pins: None,
+            memory: MemoryConfig { size: self.memory, slots: 1, ..memory },
+            write: self.write.clone(),
+            page: self.page,
+            cpuid: cpuid.unwrap_or_default(),
+            dirty_ring: None,
+            duration: None,
+            fill: false,
+        })
+    }
+
+    /// RAM's slots, without the guest's own.
+    pub fn ram(&self) -> &[Place] {
+        self.slots.split_last().map_or(&[], |(_, ram)| ram)
+    }
+}
+
+/// What of a run is not in the guest's memory.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Progress {
+    /// What each vCPU began with.
+    models: Vec<Model>,
+    /// What each has rung, and 0 where it goes on.
+    rung: Vec<u64>,
+}
+
+/// A built-in guest's state, as far as it can be read without the guest that it is for.
+#[derive(Clone, Debug)]
+pub struct State {
+    processors: Processors,
+    progress: Progress,
+}
+
+impl State {
+    /// Reads the state of a guest with so many vCPUs over so many pages.
+    ///
+    /// # Errors
+    /// Where a section is missing, unknown, there twice, of another version or damaged.
+    pub fn read(sections: Vec<Section>, cpus: usize, pages: u64) -> Result<Self, section::Error> {
+        let mut sections = Sections::new(sections)?;
+        let processors = Processors::take(&mut sections, cpus)?;
+        let progress: Progress = sections.take("run", RUN)?;
+        sections.end()?;
+        let damaged = |what| section::Error::Implausible { name: "run".into(), what };
+        if progress.models.len() != cpus || progress.rung.len() != cpus {
+            return Err(damaged("another number of vCPUs"));
+        }
+        if !progress.models.iter().all(|model| model.fits(pages)) {
+            return Err(damaged("a model of other memory"));
+        }
+        Ok(Self { processors, progress })
+    }
+}
+
+impl State {
+    /// Its sections: what [`Self::read`] reads.
+    pub fn sections(&self) -> Vec<Section> {
+        let mut sections = self.processors.sections();
+        sections.push(Section::new("run", RUN, &self.progress));
+        sections
+    }
+
+    /// What each vCPU began with.
+    pub fn models(&self) -> &[Model] {
+        &self.progress.models
+    }
+}
+
+impl Guest {
+    /// What KVM has of it.
+    fn processors(&mut self) -> Result<Processors, Error> {
+        let (context, cpuid) = (self.context.clone(), self.cpuid.clone());
+        let (vm, quiesced) = self.quiesced()?;
+        Ok(Processors::save(&quiesced, &vm.fd, &context, cpuid)?)
+    }
+}
+
+impl Run {
+    /// What it is.
+    pub fn description(&self) -> Description {
+        let (guest, config) = (&self.guest, &self.config);
+        let ram = guest.vm.memory.slots().iter();
+        Description {
+            kind: Kind::BuiltIn,
+            cpus: guest.vcpus.len(),
+            memory: guest.vm.memory.config.size,
+            slots: ram.chain([&guest.slot]).map(Place::from).collect(),
+            write: config.write.clone(),
+            page: config.page,
+            features: (config.cpuid != Default::default()).then(|| config.cpuid.to_string()),
+            cpuid: guest.cpuid.clone(),
+            tsc_khz: (guest.tsc_hz / 1000) as u32,
+        }
+    }
+
+    pub(super) fn save_state(&mut self) -> Result<Vec<Section>, Error> {
+        let processors = self.guest.processors()?;
+        let progress = Progress { models: self.models.clone(), rung: self.guest.bell.rung() };
+        Ok(State { processors, progress }.sections())
+    }
+
+    pub(super) fn restore_state(
+        &mut self,
+        sections: Vec<Section>,
+        meanwhile: Meanwhile,
+    ) -> Result<(), Error> {
+        let guest = &mut self.guest;
+        guest.ready()?;
+        let pages = self.config.memory.size / self.config.write.stride;
+        let State { processors, progress } =
+            State::read(sections, guest.vcpus.len(), pages).map_err(state::Error::from)?;
+        let quiesced = Quiesced::new(&mut guest.vcpus, || ()).map_err(state::Error::from)?;
+        let no_devices = || Ok::<_, state::Error>(());
+        let tsc = processors.restore(&quiesced, &guest.vm.fd, &guest.context, meanwhile, None, no_devices)?;
+        guest.cpuid.clone_from(&processors.cpuid);
+        guest.tsc_hz = tsc.map_or(guest.tsc_hz, |khz| u64::from(khz) * 1000);
+        self.models = progress.models;
+        self.arrived = Some((processors, progress.rung));
+        Ok(())
+    }
+
+    pub(super) fn commit_state(&mut self) -> Result<(), Error> {
+        let Some((processors, rung)) = self.arrived.clone() else {
+            return Err(state::Error::NotRestored.into());
+        };
+        let quiesced = Quiesced::new(&mut self.guest.vcpus, || ()).map_err(state::Error::from)?;
+        processors.commit(&quiesced)?;
+        journal::enter(&self.guest, phase::MOVED);
+        self.guest.bell.set_rung(rung);
+        self.arrived = None;
+        self.goes_on = true;
+        Ok(())
+    }
+}

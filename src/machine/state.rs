@@ -1,0 +1,220 @@
+//! The PC's whole state beside its memory, and what it is for those who make the like of it.
+//!
+//! The order in which parts are saved and restored is that of [`crate::payload::state`]; here is which parts there are.
+
+use kvm_bindings::kvm_cpuid_entry2;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{Error, Machine};
+use crate::arch::clocks::Meanwhile;
+use crate::arch::irqchip::{self, Mode};
+use crate::devices::virtio::transport;
+use crate::devices::{rtc, serial};
+use crate::payload::section::{self, Section, Sections};
+use crate::payload::state::{self, Place, Processors};
+use crate::vm::Vm;
+use crate::vm::quiesced::Quiesced;
+use crate::vm::vcpu::Vcpu;
+
+/// The versions of the sections.
+const IRQCHIP: u16 = 1;
+const SERIAL: u16 = 1;
+const RTC: u16 = 1;
+const VIRTIO: u16 = 1;
+
+/// The one kind of machine that is described here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// A PC with a kernel.
+    Pc,
+}
+
+/// What a PC is. From it a process that has devices of the same kinds makes the like; where they lead is that process's own.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Description {
+    /// Of which kind of machine.
+    pub kind: Kind,
+    /// How many vCPUs.
+    pub cpus: usize,
+    /// Bytes of RAM.
+    pub memory: u64,
+    /// The memslots that it is cut into.
+    pub slots: Vec<Place>,
+    /// The interrupt controller.
+    pub irqchip: Mode,
+    /// What its first vCPU sees of CPUID.
+    pub cpuid: Vec<kvm_cpuid_entry2>,
+    /// The frequency of its TSCs in kHz, where KVM tells it.
+    pub tsc_khz: Option<u32>,
+    /// Whether it has the devices of kvm-unit-tests.
+    pub test_devices: bool,
+    /// Its virtio devices in the order of their places.
+    pub devices: Vec<Device>,
+}
+
+/// A virtio device as a description has it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Device {
+    /// `disk0`, `net0`, `vsock`, …
+    pub name: String,
+    /// What it is.
+    pub device: transport::Description,
+}
+
+impl Description {
+    /// Reads one.
+    ///
+    /// # Errors
+    /// Where it is not of a PC.
+    pub fn from_json(value: Value) -> Result<Self, state::Error> {
+        serde_json::from_value(value).map_err(state::Error::Description)
+    }
+}
+
+/// A PC's state, as far as it can be read without the machine that it is for.
+#[derive(Clone, Debug)]
+pub struct State {
+    processors: Processors,
+    irqchip: irqchip::State,
+    serial: serial::State,
+    rtc: rtc::State,
+    /// In the order of the devices.
+    virtio: Vec<transport::State>,
+}
+
+impl State {
+    /// Reads the state of a PC with so many vCPUs and virtio devices of these names.
+    ///
+    /// # Errors
+    /// Where a section is missing, unknown, there twice, of another version or damaged.
+    pub fn read<'a>(
+        sections: Vec<Section>,
+        cpus: usize,
+        devices: impl IntoIterator<Item = &'a str>,
+    ) -> Result<Self, section::Error> {
+        let mut sections = Sections::new(sections)?;
+        let state = Self {
+            processors: Processors::take(&mut sections, cpus)?,
+            irqchip: sections.take("irqchip", IRQCHIP)?,
+            serial: sections.take("serial", SERIAL)?,
+            rtc: sections.take("rtc", RTC)?,
+            virtio: devices.into_iter().map(|name| sections.take(name, VIRTIO)).collect::<Result<_, _>>()?,
+        };
+        sections.end()?;
+        Ok(state)
+    }
+
+    /// Its sections, for devices of these names: what [`Self::read`] reads.
+    pub fn sections<'a>(&self, devices: impl IntoIterator<Item = &'a str>) -> Vec<Section> {
+        let mut sections = self.processors.sections();
+        sections.push(Section::new("irqchip", IRQCHIP, &self.irqchip));
+        sections.push(Section::new("serial", SERIAL, &self.serial));
+        sections.push(Section::new("rtc", RTC, &self.rtc));
+        let devices = devices.into_iter().zip(&self.virtio);
+        sections.extend(devices.map(|(name, device)| Section::new(name, VIRTIO, device)));
+        sections
+    }
+}
+
+impl Machine {
+    /// Its VM, and proof that nothing writes to its memory; while it is paused.
+    ///
+    /// # Errors
+    /// Where a vCPU is not paused, or a device hangs.
+    pub fn quiesced(&mut self) -> Result<(&Vm, Quiesced<'_>), Error> {
+        let mut stopped = Ok(());
+        let quiesced = Quiesced::new(&mut self.vcpus, || stopped = self.virtio.quiesce())?;
+        stopped?;
+        Ok((&self.vm, quiesced))
+    }
+
+    /// Whether this host gives it a TSC of another frequency than its own.
+    pub fn scales_tsc(&self) -> bool {
+        self.context.scales_tsc
+    }
+
+    /// Lets a guest come whose TSC has a frequency that this host cannot give it.
+    pub fn allow_other_tsc(&mut self) {
+        self.context.allows_other_tsc = true;
+    }
+
+    /// What it is.
+    pub fn description(&self) -> Description {
+        let devices = self.virtio.0.iter();
+        Description {
+            kind: Kind::Pc,
+            cpus: self.vcpus.len(),
+            memory: self.vm.memory.config.size,
+            slots: self.vm.memory.slots().iter().map(Place::from).collect(),
+            irqchip: self.features.irqchip,
+            cpuid: self.features.cpuid.clone(),
+            tsc_khz: self.features.tsc_khz,
+            test_devices: self.features.test_devices,
+            devices: devices
+                .map(|wired| Device { name: wired.name.clone(), device: wired.device.describe() })
+                .collect(),
+        }
+    }
+
+    pub(super) fn save_state(&mut self) -> Result<Vec<Section>, Error> {
+        let (context, cpuid) = (self.context.clone(), self.features.cpuid.clone());
+        let (vm, quiesced) = self.quiesced()?;
+        let processors = Processors::save(&quiesced, &vm.fd, &context, cpuid)?;
+        let state = State {
+            irqchip: self.irqchip.save(&processors.vectors())?,
+            processors,
+            serial: self.serial.save(),
+            rtc: self.rtc.save(),
+            virtio: self.virtio.0.iter().map(|wired| wired.device.save()).collect(),
+        };
+        Ok(state.sections(self.virtio.0.iter().map(|wired| wired.name.as_str())))
+    }
+
+    pub(super) fn restore_state(
+        &mut self,
+        sections: Vec<Section>,
+        meanwhile: Meanwhile,
+    ) -> Result<(), Error> {
+        self.vcpus.iter().try_for_each(Vcpu::ready)?;
+        let names = self.virtio.0.iter().map(|wired| wired.name.as_str());
+        let State { processors, irqchip, serial, rtc, virtio } =
+            State::read(sections, self.vcpus.len(), names).map_err(state::Error::from)?;
+        let quiesced = Quiesced::new(&mut self.vcpus, || ())?;
+        let devices = || -> Result<(), Error> {
+            let damaged = |name: &str, error: Box<dyn std::error::Error + Send + Sync>| {
+                state::Error::Device(name.into(), error)
+            };
+            self.serial.restore(serial).map_err(|error| damaged("serial", error.into()))?;
+            self.rtc.restore(rtc, meanwhile).map_err(|error| damaged("rtc", error.into()))?;
+            for (wired, state) in self.virtio.0.iter().zip(virtio) {
+                wired.device.restore(state).map_err(|error| damaged(&wired.name, error.into()))?;
+            }
+            Ok(())
+        };
+        let irqchip = Some((&*self.irqchip, irqchip));
+        let tsc = processors.restore(&quiesced, &self.vm.fd, &self.context, meanwhile, irqchip, devices)?;
+        self.features.cpuid.clone_from(&processors.cpuid);
+        self.features.tsc_khz = tsc;
+        self.arrived = Some(processors);
+        Ok(())
+    }
+
+    pub(super) fn commit_state(&mut self) -> Result<(), Error> {
+        let processors = self.arrived.clone().ok_or(state::Error::NotRestored)?;
+        self.virtio.retake()?;
+        let committed = Quiesced::new(&mut self.vcpus, || ())
+            .map_err(state::Error::from)
+            .and_then(|quiesced| processors.commit(&quiesced));
+        if let Err(error) = committed {
+            self.virtio.release();
+            return Err(error.into());
+        }
+        self.arrived = None;
+        self.virtio.0.iter().for_each(|wired| wired.device.arrived());
+        Ok(())
+    }
+}

@@ -1,0 +1,108 @@
+//! A bit a page, which several threads may set and clear: those of one connection each touch the pages of that connection alone.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::dirty::scan;
+
+/// The bits.
+#[derive(Debug)]
+pub struct Bits(Vec<AtomicU64>);
+
+impl Bits {
+    /// None set, of so many pages.
+    pub fn new(pages: u64) -> Self {
+        Self((0..scan::words_for(pages)).map(|_| AtomicU64::new(0)).collect())
+    }
+
+    /// Sets those of `pages`.
+    pub fn set(&self, pages: Range<u64>) {
+        each_word(pages, |word, mask| {
+            self.0[word].fetch_or(mask, Ordering::Relaxed);
+        });
+    }
+
+    /// Clears those of `pages`.
+    pub fn clear(&self, pages: Range<u64>) {
+        each_word(pages, |word, mask| {
+            self.0[word].fetch_and(!mask, Ordering::Relaxed);
+        });
+    }
+
+    /// Sets those that are set in `words`.
+    pub fn add(&self, words: &[u64]) {
+        for (mine, word) in self.0.iter().zip(words).filter(|(_, word)| **word != 0) {
+            mine.fetch_or(*word, Ordering::Relaxed);
+        }
+    }
+
+    /// All of them, a bit a page.
+    pub fn words(&self) -> Vec<u64> {
+        self.0.iter().map(|word| word.load(Ordering::Relaxed)).collect()
+    }
+
+    /// How many are set.
+    pub fn count(&self) -> u64 {
+        self.0.iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum()
+    }
+
+    /// The first run of pages in `pages` whose bits are set.
+    pub fn first_run(&self, pages: Range<u64>) -> Option<Range<u64>> {
+        self.first_run_of(pages, u64::MAX)
+    }
+
+    /// The same, `most` pages of it at most: no more than that is looked at.
+    pub fn first_run_of(&self, pages: Range<u64>, most: u64) -> Option<Range<u64>> {
+        let start = self.first(pages.clone(), 0)?;
+        let end = pages.end.min(start.saturating_add(most));
+        Some(start..self.first(start..end, u64::MAX).unwrap_or(end))
+    }
+
+    /// The first of `pages` whose bit differs from those of `same`, all zeroes or all ones.
+    fn first(&self, pages: Range<u64>, same: u64) -> Option<u64> {
+        let mut at = pages.start;
+        while at < pages.end {
+            let word = (self.0[(at / 64) as usize].load(Ordering::Relaxed) ^ same) >> (at % 64);
+            if word != 0 {
+                return Some(at + u64::from(word.trailing_zeros())).filter(|at| *at < pages.end);
+            }
+            at = (at / 64 + 1) * 64;
+        }
+        None
+    }
+}
+
+/// Each word that has bits of `pages`, and which.
+fn each_word(pages: Range<u64>, mut each: impl FnMut(usize, u64)) {
+    let mut at = pages.start;
+    while at < pages.end {
+        let count = (64 - at % 64).min(pages.end - at);
+        each((at / 64) as usize, u64::MAX >> (64 - count) << (at % 64));
+        at += count;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_set_found_and_cleared() {
+        let bits = Bits::new(300);
+        bits.set(3..200);
+        bits.clear(64..70);
+        bits.add(&[0, 0, 0, 0, 1 << 43]);
+        assert_eq!(bits.count(), 197 - 6 + 1);
+        let mut found = Vec::new();
+        let mut at = 0;
+        while let Some(run) = bits.first_run(at..300) {
+            at = run.end;
+            found.push(run);
+        }
+        assert_eq!(found, [3..64, 70..200, 299..300]);
+        assert_eq!(bits.first_run(5..20), Some(5..20));
+        assert_eq!(bits.first_run(200..299), None);
+        assert_eq!(bits.first_run_of(60..300, 8), Some(60..64));
+        assert_eq!(bits.first_run_of(64..300, 8), Some(70..78));
+    }
+}

@@ -1,0 +1,376 @@
+//! One connection of a migration: a stream socket that carries frames ([`super::wire`]) both ways. Nothing here knows what they
+//! mean. A peer that neither reads nor writes for [`LIVENESS`] is as good as gone.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::message::{Message, SessionId};
+use super::wire::{self, Decoder, Encoder, Frame, HEADER, Header, Kind, Section};
+use crate::sys::poll::Poll;
+use crate::sys::socket;
+
+/// How long a peer may be silent where it is its turn, unless the user says otherwise.
+pub const LIVENESS: Duration = Duration::from_secs(10);
+
+/// Why a connection is of no use any more.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The peer has closed it, or the network has.
+    #[error("the other side has closed the connection")]
+    Closed,
+    /// The kernel says so.
+    #[error("the connection: {0}")]
+    Io(#[source] io::Error),
+    /// The peer takes nothing.
+    #[error("the other side has taken nothing for {0:?}")]
+    Silent(Duration),
+    /// What came is no frame, or not the right one.
+    #[error(transparent)]
+    Wire(#[from] wire::Error),
+    /// Pages or state of somebody who may only say something.
+    #[error("the other side sent pages or state out of turn")]
+    OutOfTurn,
+    /// Whoever waits for it to be sent has been told to give up.
+    #[error("given up in the middle of a frame")]
+    GivenUp,
+}
+
+impl From<io::Error> for Error {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Self::Closed,
+            _ => Self::Io(error),
+        }
+    }
+}
+
+/// Tells a thread that is in the middle of a frame, which its peer does not take, to give up.
+#[derive(Clone, Debug, Default)]
+pub struct GiveUp(Arc<AtomicBool>);
+
+impl GiveUp {
+    /// From now on no link that has this waits for its peer. It takes effect at once where the thread is woken
+    /// ([`Link::set_give_up`]).
+    pub fn now(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    fn is_asked(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+/// A connection. Dropping it closes it.
+#[derive(Debug)]
+pub struct Link {
+    socket: OwnedFd,
+    encoder: Encoder,
+    decoder: Decoder,
+    /// What has come of the frame under way: its header, then its payload.
+    input: Vec<u8>,
+    filled: usize,
+    header: Option<Header>,
+    liveness: Duration,
+    give_up: GiveUp,
+    /// What wakes a thread that is to look at `give_up`.
+    wake: Option<RawFd>,
+    /// Nobody waits for the peer beyond this.
+    until: Option<Instant>,
+    /// What was left to send then, and goes before anything else.
+    rest: Vec<u8>,
+    /// What has come with messages before it was admitted.
+    descriptor: Option<OwnedFd>,
+    /// Whether pages and state may come, which are much larger than messages.
+    admitted: bool,
+    /// Bytes sent so far.
+    pub sent: u64,
+}
+
+impl Link {
+    /// Over a socket that is connected. `session` is what its frames are of; where there is none, the first frame that comes says
+    /// so.
+    ///
+    /// # Errors
+    /// Where it is no stream socket.
+    pub fn new(socket: OwnedFd, session: Option<SessionId>, page: u32) -> Result<Self, Error> {
+        socket::prepare_stream(&socket, LIVENESS)?;
+        Ok(Self {
+            socket,
+            encoder: Encoder::new(session.unwrap_or(SessionId([0; 16]))),
+            decoder: Decoder::new(session, page),
+            input: vec![0; HEADER],
+            filled: 0,
+            header: None,
+            liveness: LIVENESS,
+            give_up: GiveUp::default(),
+            wake: None,
+            until: None,
+            rest: Vec::new(),
+            descriptor: None,
+            admitted: false,
+            sent: 0,
+        })
+    }
+
+    /// How long the peer may be silent.
+    pub fn set_liveness(&mut self, liveness: Duration) {
+        self.liveness = liveness;
+    }
+
+    /// Takes pages and state from now on, too. Until then nobody makes this process allocate more than a message needs.
+    pub fn admit(&mut self) {
+        self.admitted = true;
+    }
+
+    /// Ends a [`Link::send`] that waits, where it says so and `wake` becomes readable.
+    pub fn set_give_up(&mut self, give_up: GiveUp, wake: RawFd) {
+        (self.give_up, self.wake) = (give_up, Some(wake));
+    }
+
+    /// Until when [`Link::send`] waits for a peer that takes nothing. What it does not take by then is kept, and goes first when
+    /// something is sent again: the frame that is under way is not lost.
+    pub fn set_until(&mut self, until: Option<Instant>) {
+        self.until = until;
+    }
+
+    /// Another descriptor of its socket, to cut it by.
+    ///
+    /// # Errors
+    /// Where there is none left.
+    pub fn duplicate(&self) -> io::Result<OwnedFd> {
+        self.socket.try_clone()
+    }
+
+    /// The session that its frames are of, once that is known.
+    pub fn session(&self) -> Option<SessionId> {
+        self.decoder.session()
+    }
+
+    /// What numbers the frames that are sent.
+    pub fn encoder(&mut self) -> &mut Encoder {
+        &mut self.encoder
+    }
+
+    /// Its descriptor, to be polled for what comes.
+    pub fn descriptor(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+
+    /// Sends a message.
+    ///
+    /// # Errors
+    /// As [`Link::send`].
+    pub fn say(&mut self, message: &Message) -> Result<(), Error> {
+        let frame = self.encoder.message(message);
+        self.send(&frame)
+    }
+
+    /// Sends the first message, and with it a descriptor, which comes only over a unix socket.
+    ///
+    /// # Errors
+    /// As [`Link::send`].
+    pub fn say_with(&mut self, message: &Message, descriptor: BorrowedFd<'_>) -> Result<(), Error> {
+        let frame = self.encoder.message(message);
+        let sent = socket::send_with(&self.socket, &frame, &[descriptor])?;
+        self.sent += sent as u64;
+        self.send(&frame[sent..])
+    }
+
+    /// The descriptor that has come with the first message, if one has.
+    pub fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        self.descriptor.take()
+    }
+
+    /// Sends a part of the state.
+    ///
+    /// # Errors
+    /// As [`Link::send`].
+    pub fn section(&mut self, section: &Section<'_>) -> Result<(), Error> {
+        let frame = self.encoder.section(section);
+        self.send(&frame)
+    }
+
+    /// Sends frames whole, or as much of them as the peer takes [in time](Link::set_until).
+    ///
+    /// # Errors
+    /// Where the peer is gone, or takes nothing for too long.
+    pub fn send(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        if !self.rest.is_empty() {
+            let rest = std::mem::take(&mut self.rest);
+            let sent = self.push(&rest)?;
+            if sent < rest.len() {
+                self.rest = [&rest[sent..], bytes].concat();
+                return Ok(());
+            }
+        }
+        let sent = self.push(bytes)?;
+        self.rest.extend_from_slice(&bytes[sent..]);
+        Ok(())
+    }
+
+    /// Sends what the peer takes of `bytes`; how much that was.
+    fn push(&mut self, bytes: &[u8]) -> Result<usize, Error> {
+        let (mut done, mut wake) = (0, self.wake);
+        while done < bytes.len() {
+            match socket::send_some(&self.socket, &bytes[done..]) {
+                Ok(count) => {
+                    done += count;
+                    self.sent += count as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let left = self.until.map(|until| until.saturating_duration_since(Instant::now()));
+                    if left.is_some_and(|left| left.is_zero()) {
+                        return Ok(done);
+                    }
+                    let patience = left.map_or(self.liveness, |left| left.min(self.liveness));
+                    let mut poll = Poll::default();
+                    poll.writable(self.descriptor());
+                    wake.iter().for_each(|wake| poll.readable(*wake));
+                    if !poll.wait(Some(patience))? && !poll.is_ready(self.descriptor()) {
+                        if patience < self.liveness {
+                            continue;
+                        }
+                        return Err(Error::Silent(self.liveness));
+                    }
+                    if wake.is_some_and(|wake| poll.is_ready(wake)) {
+                        if self.give_up.is_asked() {
+                            return Err(Error::GivenUp);
+                        }
+                        // It stays readable until its thread reads it, which is after this frame.
+                        wake = None;
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(done)
+    }
+
+    /// The next frame, once all of it has come; `None` where it has not.
+    ///
+    /// # Errors
+    /// Where the peer is gone, or what came is no frame.
+    pub fn receive(&mut self) -> Result<Option<Frame<'_>>, Error> {
+        let header = loop {
+            let due = self.header.map_or(HEADER, |header| header.len as usize);
+            if self.filled == due {
+                self.filled = 0;
+                match self.header.take() {
+                    Some(header) => break header,
+                    None => {
+                        let bytes = self.input[..HEADER].try_into().expect("as many as a header has");
+                        let header = self.decoder.header(bytes)?;
+                        if !self.admitted && header.kind != Kind::Message {
+                            return Err(Error::OutOfTurn);
+                        }
+                        // Grows with what has been announced, which the kind of the frame bounds.
+                        if self.input.len() < header.len as usize {
+                            self.input.resize(header.len as usize, 0);
+                        }
+                        self.header = Some(header);
+                        continue;
+                    }
+                }
+            }
+            let mut came = Vec::new();
+            let buffer = &mut self.input[self.filled..due];
+            let received = match self.admitted {
+                true => socket::receive_some(&self.socket, buffer),
+                false => socket::receive(&self.socket, buffer, &mut came),
+            };
+            // One is enough for anybody; others are closed.
+            self.descriptor = self.descriptor.take().or(came.pop());
+            match received {
+                Ok(0) => return Err(Error::Closed),
+                Ok(count) => self.filled += count,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        };
+        // Replies go under the session of the first frame.
+        if let Some(session) = self.decoder.session() {
+            self.encoder.set_session(session);
+        }
+        Ok(Some(self.decoder.payload(&header, &self.input[..header.len as usize])?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    const SESSION: SessionId = SessionId([3; 16]);
+
+    fn pair() -> (UnixStream, Link) {
+        let (there, here) = UnixStream::pair().unwrap();
+        (there, Link::new(here.into(), None, 4096).unwrap())
+    }
+
+    #[test]
+    fn frames_come_whole_however_they_are_cut() {
+        let (mut there, mut link) = pair();
+        let frame = Encoder::new(SESSION).message(&Message::Hello { versions: [1, 1] });
+        for part in frame.chunks(7) {
+            assert!(link.receive().unwrap().is_none());
+            there.write_all(part).unwrap();
+        }
+        let hello = Message::Hello { versions: [1, 1] };
+        assert_eq!(link.receive().unwrap(), Some(Frame::Message(hello)));
+        assert_eq!(link.session(), Some(SESSION));
+        drop(there);
+        assert!(matches!(link.receive(), Err(Error::Closed)));
+    }
+
+    /// A header alone would make the other side allocate what it announces.
+    #[test]
+    fn nobody_sends_state_who_was_not_admitted() {
+        let body = vec![0; 1 << 20];
+        let frame = Encoder::new(SESSION).section(&Section { name: "vcpu0", version: 1, body: &body });
+        for admitted in [false, true] {
+            let (mut there, mut link) = pair();
+            if admitted {
+                link.admit();
+            }
+            there.write_all(&frame[..HEADER]).unwrap();
+            let received = link.receive().map(|frame| frame.is_some());
+            assert_eq!(matches!(received, Err(Error::OutOfTurn)), !admitted, "{received:?}");
+            assert_eq!(link.input.len() > HEADER, admitted);
+        }
+    }
+
+    #[test]
+    fn a_peer_that_takes_nothing_is_given_up() {
+        let (_there, mut link) = pair();
+        link.set_liveness(Duration::from_millis(1));
+        let all = vec![0; 64 << 20];
+        assert!(matches!(link.send(&all), Err(Error::Silent(_))));
+    }
+
+    /// A peer that takes nothing for a while has lost nothing of what was sent to it meanwhile.
+    #[test]
+    fn what_is_not_taken_in_time_goes_first_later() {
+        use std::io::Read;
+        let (mut there, mut link) = pair();
+        link.set_until(Some(Instant::now()));
+        let all: Vec<u8> = (0..8u32 << 20).map(|at| (at / 7) as u8).collect();
+        link.send(&all[..6 << 20]).unwrap();
+        link.send(&all[6 << 20..7 << 20]).unwrap();
+        assert!(link.sent < 6 << 20, "{}", link.sent);
+        link.set_until(None);
+        let reader = std::thread::spawn(move || {
+            let mut came = vec![0; 8 << 20];
+            there.read_exact(&mut came).unwrap();
+            came
+        });
+        link.send(&all[7 << 20..]).unwrap();
+        assert!(reader.join().unwrap() == all && link.sent == 8 << 20);
+    }
+}

@@ -1,0 +1,498 @@
+//! A machine that can leave: any payload, and beside it the migration that takes it to another process. Here is the event loop's
+//! side of a migration, which does what the [`sender`](super::sender)'s thread demands.
+//!
+//! Why a machine stands still is a set: the user has paused it, a migration is in its final pass, the target may run it. It goes on
+//! when none of these is left.
+
+mod error;
+mod leaving;
+mod payload;
+
+use std::io;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use vmm_sys_util::eventfd::EventFd;
+
+pub use self::error::Error;
+use self::leaving::{Errand, Leaving};
+use super::fence::Fence;
+use super::link::GiveUp;
+use super::message::SessionId;
+use super::saving::{self, Saving, Since};
+use super::sender::{Demand, Done, Moving, Options, Said, Sending, Told, Word};
+use super::threads;
+use crate::control::{Event, Left, Loses, Migrate, Snapshot};
+use crate::dirty::log::ends_on_a_huge_page;
+use crate::dirty::{self, DirtyTracker, Method};
+use crate::payload::{Payload, Section};
+use crate::sandbox::{Sandbox, ThreadKind};
+use crate::snapshot::Files;
+use crate::sys::clock;
+use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::pagemap::Pagemap;
+
+/// Why a machine stands still.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Held {
+    user: bool,
+    migration: bool,
+    unconfirmed: bool,
+}
+
+impl Held {
+    fn any(self) -> bool {
+        self.user || self.migration || self.unconfirmed
+    }
+}
+
+/// The section that says whether the user had paused the machine.
+pub(super) const HELD: &str = "held";
+/// Its version.
+pub(super) const HELD_VERSION: u16 = 1;
+
+/// What of [`Held`] moves with the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct HeldState {
+    pub user: bool,
+}
+
+/// A machine that can leave.
+pub struct Mobile<P> {
+    // Dropped first: its thread uses the machine's memory.
+    leaving: Option<Leaving>,
+    /// The machine.
+    pub machine: P,
+    held: Held,
+    /// Whether its vCPUs have been let go for the first time.
+    begun: bool,
+    wake: Arc<EventFd>,
+    served: bool,
+    news: Vec<Event>,
+    sandbox: Sandbox,
+    /// Tells which of its memory, which began empty here, somebody has touched.
+    pagemap: Option<Arc<Pagemap>>,
+    /// Who has written to memory since its last snapshot, where that is followed.
+    since: Option<Box<Since>>,
+    moved: bool,
+    /// A snapshot was its end.
+    stopped: bool,
+}
+
+/// What CLOCK_MONOTONIC says, in microseconds.
+pub(super) fn now() -> u64 {
+    clock::micros(clock::monotonic())
+}
+
+impl<P> Deref for Mobile<P> {
+    type Target = P;
+
+    fn deref(&self) -> &P {
+        &self.machine
+    }
+}
+
+impl<P> DerefMut for Mobile<P> {
+    fn deref_mut(&mut self) -> &mut P {
+        &mut self.machine
+    }
+}
+
+impl<P: Payload> Mobile<P> {
+    /// A machine whose threads enter `sandbox`, which forbids to open a `pagemap`.
+    ///
+    /// # Errors
+    /// Where the host refuses a descriptor.
+    pub fn new(machine: P, sandbox: Sandbox, pagemap: Option<Arc<Pagemap>>) -> io::Result<Self> {
+        let wake = threads::event()?;
+        let (leaving, held, news) = (None, Held::default(), Vec::new());
+        let (begun, served, moved, stopped) = (false, false, false, false);
+        let since = None;
+        Ok(Self {
+            leaving,
+            machine,
+            held,
+            begun,
+            wake,
+            served,
+            news,
+            sandbox,
+            pagemap,
+            since,
+            moved,
+            stopped,
+        })
+    }
+
+    /// Whether its guest runs elsewhere, or may: nothing can be said of it here then.
+    pub fn is_elsewhere(&self) -> bool {
+        self.moved || self.stopped || self.held.unconfirmed
+    }
+
+    /// Whether it has ended in a snapshot, in the middle of what it did.
+    pub fn is_saved(&self) -> bool {
+        self.stopped
+    }
+
+    /// Before it runs for the first time: it does not, until it is resumed.
+    pub(super) fn arrive_paused(&mut self) {
+        self.held.user = true;
+    }
+
+    fn leave(&mut self, asked: &Migrate, mut sockets: Vec<OwnedFd>) -> Result<Value, String> {
+        self.is_idle()?;
+        // The log of dirty pages is the migration's from here on.
+        self.since = None;
+        let method = asked.tracker.as_deref().map(method).transpose()?;
+        let options = Options {
+            downtime: Duration::from_millis(asked.downtime_ms),
+            timeout: asked.timeout_ms.map(|ms| (Duration::from_millis(ms), asked.then)),
+            bandwidth: asked.bandwidth,
+            throttling: asked.throttle,
+            method,
+            liveness: Duration::from_millis(asked.liveness_ms.max(1)),
+            verify: asked.verify,
+        };
+        let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
+        let session = SessionId::random().map_err(refused)?;
+        let distrust = self.distrust(method, asked.loses);
+        let give_up = GiveUp::default();
+        let fence = match asked.fence {
+            true => {
+                sockets.pop().map(Fence::new).transpose().map_err(|error| format!("the fence: {error}"))?
+            }
+            false => None,
+        };
+        let sending = Sending::new(sockets, fence, session, options, self.moving(), mine, give_up.clone());
+        let (sending, lanes) = sending.map_err(|error| error.to_string())?;
+        let sandbox = self.sandbox;
+        for (number, lane) in (1..).zip(lanes) {
+            let name = format!("migration{number}");
+            let body = move || match sandbox.enter(ThreadKind::Connection, &format!("migration{number}")) {
+                Ok(()) => lane.run(),
+                Err(error) => lane.fail(error.to_string()),
+            };
+            // They end with the thread of the migration.
+            std::thread::Builder::new().name(name).spawn(body).map_err(refused)?;
+        }
+        self.begin(Errand::Migration, thread_end, give_up, distrust, || sending.run())?;
+        Ok(json!({ "session": format!("{session:?}") }))
+    }
+
+    fn snapshot(&mut self, asked: &Snapshot, files: Vec<OwnedFd>) -> Result<Value, String> {
+        self.is_idle()?;
+        let [ram, map, state] = <[OwnedFd; 3]>::try_from(files).map_err(|_| "it takes three descriptors")?;
+        let files = Files { ram: ram.into(), map: map.into(), state: state.into() };
+        let method = asked.tracker.as_deref().map(method).transpose()?;
+        let distrust = self.distrust(method, asked.loses);
+        let [downtime, timeout] = [asked.downtime_ms, asked.timeout_ms].map(Duration::from_millis);
+        let options = saving::Options { downtime, timeout, method, stop: asked.stop, follow: asked.follow };
+        let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
+        // Of another point than the one before, or collected in another way, it is of no use.
+        let continues = |since: &Since| {
+            since.chain == asked.chain
+                && since.point.checked_add(1) == Some(asked.number)
+                && method.is_none_or(|method| method == since.method())
+        };
+        let since = self.since.take().filter(|since| continues(since)).map(|since| *since);
+        let place = saving::Place { files, chain: asked.chain.clone(), number: asked.number };
+        let saving = Saving::new(options, place, self.moving(), since, mine).map_err(refused)?;
+        let errand = Errand::Snapshot { stop: asked.stop };
+        self.begin(errand, thread_end, GiveUp::default(), distrust, || saving.run())?;
+        Ok(json!({}))
+    }
+
+    /// Only one migration or snapshot is under way at a time: the log of dirty pages is one user's.
+    fn is_idle(&self) -> Result<(), String> {
+        match self.leaving.as_ref().map(|leaving| leaving.errand) {
+            None => Ok(()),
+            Some(Errand::Migration) => {
+                Err("a migration of this machine is under way; migrate-cancel ends it".into())
+            }
+            Some(Errand::Snapshot { .. }) => {
+                Err("a snapshot of this machine is under way; snapshot-cancel ends it".into())
+            }
+        }
+    }
+
+    fn moving(&self) -> Moving {
+        Moving {
+            describe: self.machine.describe(),
+            memory: self.machine.memory(),
+            ram: self.machine.ram(),
+            pagemap: self.pagemap.clone(),
+            throttle: self.machine.throttle(),
+        }
+    }
+
+    /// Starts the thread that does it.
+    fn begin(
+        &mut self,
+        errand: Errand,
+        thread_end: threads::Machine<Said, Told>,
+        give_up: GiveUp,
+        distrust: Option<&'static str>,
+        run: impl FnOnce() + Send + 'static,
+    ) -> Result<(), String> {
+        let sandbox = self.sandbox;
+        let body = move || match sandbox.enter(ThreadKind::Migration, "migration") {
+            Ok(()) => run(),
+            Err(error) => tracing::error!("{error}"),
+        };
+        let thread = std::thread::Builder::new().name("migration".into()).spawn(body).map_err(refused)?;
+        self.leaving = Some(Leaving {
+            errand,
+            thread_end: Some(thread_end),
+            give_up,
+            thread: Some(thread),
+            paused: None,
+            stood: None,
+            steps: [0; 3],
+            tracker: None,
+            distrust,
+        });
+        Ok(())
+    }
+
+    /// Does what the thread demands, and passes on what it says.
+    fn serve(&mut self) {
+        while let Some(leaving) = &self.leaving {
+            // Asked first: what a thread said before it ended is there then.
+            let ended = leaving.has_ended();
+            let Some(said) = leaving.thread_end.as_ref().and_then(threads::Machine::heard) else {
+                // A thread that is gone without a word could not enter its sandbox, or has panicked. After COMMIT only the
+                // operator knows what that means.
+                if ended && !self.held.unconfirmed {
+                    self.stay("its thread has failed".into());
+                }
+                return;
+            };
+            match said {
+                Said::Demand(demand) => {
+                    let done = self.answer(demand);
+                    if let Some(leaving) = &self.leaving {
+                        leaving.tell(Told::Done(done));
+                    }
+                }
+                Said::Word(word) => self.hear(word),
+                Said::Kept(since) => self.since = Some(since),
+            }
+        }
+    }
+
+    fn answer(&mut self, demand: Demand) -> Done {
+        match demand {
+            Demand::Track(method) => {
+                let stood = self.stands();
+                if !stood && let Err(error) = self.machine.pause() {
+                    return Done::Failed(error.to_string());
+                }
+                let distrusted = self.leaving.as_ref().is_some_and(|leaving| leaving.distrust.is_some());
+                let tracker = self.follow(method, distrusted);
+                if !stood {
+                    self.machine.resume();
+                }
+                if let (Some(leaving), Ok(tracker)) = (&mut self.leaving, &tracker) {
+                    leaving.tracker = Some(tracker.method());
+                }
+                tracker.map_or_else(|error| Done::Failed(error.to_string()), Done::Tracker)
+            }
+            Demand::Save => {
+                if let Some(leaving) = &mut self.leaving {
+                    leaving.paused = Some(Instant::now());
+                }
+                let pausing = now();
+                if !self.stands()
+                    && let Err(error) = self.machine.pause()
+                {
+                    return Done::Failed(error.to_string());
+                }
+                self.held.migration = true;
+                let paused = now();
+                match self.machine.save() {
+                    Ok(mut sections) => {
+                        if let Some(leaving) = &mut self.leaving {
+                            leaving.steps = [pausing, paused, now()];
+                        }
+                        let held = HeldState { user: self.held.user };
+                        sections.push(Section::new(HELD, HELD_VERSION, &held));
+                        Done::Saved(sections)
+                    }
+                    Err(error) => Done::Failed(error.to_string()),
+                }
+            }
+            Demand::Resume => {
+                self.go_on();
+                if let Some(leaving) = &mut self.leaving {
+                    leaving.stood = leaving.paused.map(|since| since.elapsed());
+                }
+                Done::Done
+            }
+            Demand::Release => {
+                // COMMIT is sent next. From here on the guest may run on the target, and nothing but the target's word or the
+                // operator's lets it run here.
+                self.held.unconfirmed = true;
+                self.machine.release();
+                Done::Done
+            }
+            Demand::Typed => Done::Typed(self.machine.take_typed()),
+            Demand::Retake => match self.machine.retake() {
+                Ok(()) => Done::Done,
+                Err(error) => Done::Failed(error.to_string()),
+            },
+        }
+    }
+
+    /// Whether nothing of it runs: held, or not begun.
+    fn stands(&self) -> bool {
+        self.held.any() || !self.begun
+    }
+
+    /// The migration holds it no more.
+    fn go_on(&mut self) {
+        if self.held.migration || self.held.unconfirmed {
+            (self.held.migration, self.held.unconfirmed) = (false, false);
+            if !self.stands() {
+                self.machine.resume();
+            }
+        }
+    }
+
+    /// Why a log that is all set at first is not to be used for this machine, if its host `loses` pages of such and nothing else is asked
+    /// for.
+    fn distrust(&self, asked: Option<Method>, loses: Loses) -> Option<&'static str> {
+        if asked.is_some() || self.machine.outline().dirty_ring.is_some() {
+            return None;
+        }
+        match loses {
+            Loses::Nothing => None,
+            Loses::Edges if !self.machine.memory().iter().any(ends_on_a_huge_page) => None,
+            Loses::Edges => Some(
+                "this kernel loses pages of a dirty log that is all set at first where memslots begin as this machine's do; vellum \
+                 doctor says more",
+            ),
+            Loses::Pages => Some(
+                "this kernel loses pages of a dirty log that is all set at first; vellum doctor says more",
+            ),
+        }
+    }
+
+    /// The best tracker that the machine has, unless one is asked for. Logs that are all set at first cost the guest least, but some
+    /// kernels lose pages of them (kernel-patches/FAULTS.md).
+    fn follow(
+        &mut self,
+        method: Option<Method>,
+        distrusted: bool,
+    ) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
+        if let Some(method) = method {
+            return self.machine.track(method);
+        }
+        if self.machine.outline().dirty_ring.is_some() {
+            return self.machine.track(Method::Ring);
+        }
+        let best = if distrusted { Method::ManualProtect } else { Method::InitiallySet };
+        let mut tracker = self.machine.track(best);
+        for method in [Method::ManualProtect, Method::Bitmap] {
+            match tracker {
+                Err(dirty::Error::Absent { .. }) => tracker = self.machine.track(method),
+                done => return done,
+            }
+        }
+        tracker
+    }
+
+    fn hear(&mut self, word: Word) {
+        match word {
+            Word::Progress(progress) => {
+                let pages = |pages: u64| pages.saturating_mul(PAGE_SIZE);
+                self.news.push(Event::Migrating {
+                    phase: progress.phase,
+                    pass: progress.pass,
+                    sent: progress.sent,
+                    left: pages(progress.owed),
+                    dirty_rate: progress.measured.map(|m| m.dirty_rate() as u64 * PAGE_SIZE),
+                    bandwidth: progress.measured.map(|m| m.bandwidth() as u64),
+                    expected_downtime_ms: progress.downtime.map(|time| time.as_millis() as u64),
+                    expected_total_ms: progress.total.map(|time| time.as_millis() as u64),
+                    throttle_percent: progress.taken,
+                });
+            }
+            Word::Written(written) => {
+                let stood = self.leaving.as_ref().and_then(|leaving| leaving.stood);
+                let tracker = self.leaving.as_ref().and_then(|leaving| leaving.tracker);
+                self.news.push(Event::Snapshot {
+                    full: written.full,
+                    us: stood.map(|time| time.as_micros() as u64),
+                    taken: written.taken,
+                    passes: written.passes,
+                    pages: written.layer.pages,
+                    present: written.layer.present,
+                    zero: written.layer.zero,
+                    map_crc: written.layer.map_crc,
+                    state_bytes: written.state_bytes,
+                    state_crc: written.state_crc,
+                    tracker: tracker.map(|method| method.name().to_owned()),
+                });
+            }
+            Word::Named => {
+                let errand = self.leaving.take().map(|leaving| leaving.errand);
+                self.stopped = errand == Some(Errand::Snapshot { stop: true });
+                self.news.push(Event::SnapshotOver {});
+            }
+            Word::Pass(pass) => self.news.push(Event::Pass(pass)),
+            Word::Unconfirmed => self.news.push(Event::Unconfirmed {}),
+            Word::Stayed(why) => self.stay(why),
+            Word::Moved { compared, left } => {
+                let paused = self.leaving.as_ref().and_then(|leaving| leaving.paused);
+                let us = paused.map_or(0, |since| since.elapsed().as_micros() as u64);
+                let tracker = self.leaving.as_ref().and_then(|leaving| leaving.tracker);
+                let tracker = tracker.map(|method| method.name().to_owned());
+                let tracker_why =
+                    self.leaving.as_ref().and_then(|leaving| leaving.distrust).map(str::to_owned);
+                let dirty_ring = self.machine.outline().dirty_ring;
+                let [pausing, paused, saved] = self.leaving.as_ref().map_or([0; 3], |leaving| leaving.steps);
+                let left = Left { pausing, paused, saved, ..left };
+                self.news.push(Event::Moved { us, compared, tracker, tracker_why, dirty_ring, left });
+                self.moved = true;
+                self.leaving = None;
+            }
+        }
+    }
+
+    /// Nothing has come of it.
+    fn stay(&mut self, why: String) {
+        let errand = self.leaving.take().map(|leaving| leaving.errand);
+        self.go_on();
+        self.news.push(match errand {
+            Some(Errand::Snapshot { .. }) => {
+                tracing::warn!("no snapshot: {why}");
+                Event::NoSnapshot { why }
+            }
+            Some(Errand::Migration) | None => {
+                tracing::warn!("the guest stays here: {why}");
+                Event::Stayed { why }
+            }
+        });
+    }
+
+    /// Where one is under way, ends it for this reason.
+    fn call_off(&mut self, why: &str) {
+        if self.leaving.is_some() {
+            self.stay(why.into());
+        }
+    }
+}
+
+fn refused(error: io::Error) -> String {
+    format!("the host refuses it: {error}")
+}
+
+fn method(name: &str) -> Result<Method, String> {
+    let known = Method::NAMES.iter().find(|(known, _)| *known == name);
+    known.map(|(_, method)| *method).ok_or(format!("there is no tracker {name}"))
+}

@@ -1,0 +1,44 @@
+//! Why a machine that can leave, or that is to come, cannot go on.
+
+use std::io;
+
+use crate::fault::{Blame, Fault};
+use crate::guests::guest;
+use crate::machine;
+
+/// Why a machine that moves cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The PC.
+    #[error(transparent)]
+    Machine(#[from] machine::Error),
+    /// The built-in guest.
+    #[error(transparent)]
+    Guest(#[from] guest::Error),
+    /// It has not come, and will not.
+    #[error("{0}")]
+    Gone(String),
+    /// What it was to be made of cannot be one here.
+    #[error("{0}")]
+    Refused(String),
+    /// It stands still for the hand-over, and what is asked of it now would not reach the target.
+    #[error("the machine is being handed over to another process; ask it there")]
+    HandedOver,
+    /// There is no machine here yet.
+    #[error("the machine has not come yet")]
+    Absent,
+    /// The host refuses a descriptor or a thread.
+    #[error("{0}: {1}")]
+    Host(&'static str, #[source] io::Error),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Machine(error) => error.blame(),
+            Self::Guest(error) => error.blame(),
+            Self::Refused(_) => Blame::USER,
+            Self::Gone(_) | Self::HandedOver | Self::Absent | Self::Host(..) => Blame::HOST,
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! Pages between guest memory and the wire: a [`Block`] makes frames of harvested runs, [`Incoming`] writes what comes.
+//!
+//! vCPUs write to memory while it is sent. A page is therefore copied into the block first, and the copy is summed and sent: a sum
+//! over memory itself would differ from what the kernel copies a moment later. Copy and sum are made page by page, so that the
+//! second finds in the cache what the first has brought there. A page that changes while it is copied is in the next harvest, for
+//! its bit was cleared before.
+//!
+//! Zero pages travel as their numbers alone, and those that the target has never been told of do not travel at all where its
+//! memory began empty. From then on that a page is zero again is as much news as anything ([`Outgoing`] keeps account).
+//!
+//! No function here waits, locks or, once its buffers are there, allocates. Several connections share one [`Outgoing`] or
+//! [`Incoming`] as long as no page is under way on two of them in one pass.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::bits::Bits;
+use super::wire::{Encoder, HEADER, Kind, MOST_PAGES, RUN, Run, Sum};
+use crate::memory::Slot;
+use crate::plant::{self, Mistake};
+use crate::sys::mmap::PAGE_SIZE;
+
+const PAGE: usize = PAGE_SIZE as usize;
+/// A frame that carries pages, without the pages.
+const HEAD: usize = HEADER + RUN;
+
+/// Which memslots of a machine are all zero in one that was just made for it: those of RAM, which comes first. What else there is
+/// may have been written already: a built-in guest's own memory has its code.
+pub fn fresh(memory: &[Slot]) -> Vec<bool> {
+    memory.iter().map(|slot| Arc::ptr_eq(slot.mapping(), memory[0].mapping())).collect()
+}
+
+/// So many pages are faster made by one call than by a fault each.
+const WORTH_A_CALL: u32 = 4;
+
+/// What of one memslot the target has been sent.
+#[derive(Debug)]
+pub struct Outgoing {
+    slot: Slot,
+    region: u32,
+    /// The pages whose content the target has been told, or did not begin with as zero.
+    sent: Bits,
+}
+
+impl Outgoing {
+    /// `slot` as region `region` of the machine, of which nothing has been sent. `fresh` says that the target's memory is all
+    /// zero at first: a page that has been zero ever since is not sent then.
+    pub fn new(slot: Slot, region: u32, fresh: bool) -> Self {
+        let sent = Bits::new(slot.pages());
+        if !fresh {
+            sent.set(0..slot.pages());
+        }
+        Self { slot, region, sent }
+    }
+
+    /// Which region of the machine it is.
+    pub fn region(&self) -> u32 {
+        self.region
+    }
+
+    /// The memslot.
+    pub fn slot(&self) -> &Slot {
+        &self.slot
+    }
+
+    /// Whether the first page of `run` is zero, and up to where the pages after it are the same.
+    fn alike(&self, run: Range<u64>) -> (bool, Range<u64>) {
+        let zero = self.is_zero(run.start);
+        let end = (run.start + 1..run.end).find(|page| self.is_zero(*page) != zero).unwrap_or(run.end);
+        (zero, run.start..end)
+    }
+
+    fn is_zero(&self, page: u64) -> bool {
+        let start = (self.slot.offset() + page * PAGE_SIZE) as usize / 8;
+        // A cache line a step: what is not zero mostly says so in the first.
+        let (lines, _) = self.slot.mapping().words()[start..start + PAGE / 8].as_chunks::<8>();
+        lines.iter().all(|line| line.iter().fold(0, |all, word| all | word.load(Ordering::Relaxed)) == 0)
+    }
+}
+
+/// What a block took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Taken {
+    /// Pages with their content.
+    pub pages: u64,
+    /// Pages of which is said that they are zero.
+    pub zeroes: u64,
+    /// Pages of which nothing needs to be said.
+    pub skipped: u64,
+}
+
+impl std::ops::AddAssign for Taken {
+    fn add_assign(&mut self, other: Self) {
+        self.pages += other.pages;
+        self.zeroes += other.zeroes;
+        self.skipped += other.skipped;
+    }
+}
+
+/// Frames that wait to be written to a link. Made once for a connection.
+#[derive(Debug)]
+pub struct Block {
+    buffer: Vec<u8>,
+    /// Where the frames begin: so that the pages of the first lie at the start of a page, which makes their copy faster.
+    start: usize,
+    end: usize,
+}
+
+impl Block {
+    /// The most bytes of frames: where every other page of the most is zero, each of the others has a frame of its own.
+    const BYTES: usize = MOST_PAGES as usize * (HEAD + PAGE);
+
+    /// An empty block.
+    pub fn new() -> Self {
+        let buffer = vec![0; Self::BYTES + PAGE];
+        let address = buffer.as_ptr() as usize;
+        let start = (address + HEAD).next_multiple_of(PAGE) - HEAD - address;
+        Self { buffer, start, end: start }
+    }
+
+    /// What is to be written to the link: whole frames.
+    pub fn bytes(&self) -> &[u8] {
+        &self.buffer[self.start..self.end]
+    }
+
+    /// Empties it: its frames have been written.
+    pub fn clear(&mut self) {
+        self.end = self.start;
+    }
+
+    /// How many pages may be added, whatever they hold.
+    pub fn room(&self) -> u64 {
+        ((self.start + Self::BYTES - self.end) / (HEAD + PAGE)) as u64
+    }
+
+    /// Makes frames of the pages `run` of `from` alone: [`Self::clear`] and [`Self::add`].
+    ///
+    /// # Panics
+    /// As [`Self::add`].
+    pub fn fill(&mut self, from: &Outgoing, run: Range<u64>, pass: u32, encoder: &mut Encoder) -> Taken {
+        self.clear();
+        self.add(from, run, pass, encoder)
+    }
+
+    /// Makes frames of the pages `run` of `from`, behind those that it has. `encoder` is that of the link to which they go.
+    ///
+    /// # Panics
+    /// Where `run` is not inside the memslot, or is longer than there is [room](Self::room).
+    pub fn add(&mut self, from: &Outgoing, run: Range<u64>, pass: u32, encoder: &mut Encoder) -> Taken {
+        assert!(run.end <= from.slot.pages(), "pages {run:?} of {:?}", from.slot);
+        assert!(
+            run.end.saturating_sub(run.start) <= self.room(),
+            "pages {run:?} in room for {}",
+            self.room()
+        );
+        let mut taken = Taken::default();
+        let mut rest = run;
+        while !rest.is_empty() {
+            let (zero, alike) = from.alike(rest.clone());
+            let count = alike.end - alike.start;
+            rest.start = alike.end;
+            if zero {
+                taken.skipped += count;
+                let mut known = if plant::is(Mistake::ZeroSkipped) { 0..0 } else { alike };
+                while let Some(stale) = from.sent.first_run(known.clone()) {
+                    taken.zeroes += stale.end - stale.start;
+                    taken.skipped -= stale.end - stale.start;
+                    known.start = stale.end;
+                    self.frame(from, stale, pass, Kind::Zeroes, encoder);
+                }
+                continue;
+            }
+            taken.pages += count;
+            from.sent.set(alike.clone());
+            self.frame(from, alike, pass, Kind::Pages, encoder);
+        }
+        taken
+    }
+
+    fn frame(&mut self, from: &Outgoing, pages: Range<u64>, pass: u32, kind: Kind, encoder: &mut Encoder) {
+        let count = (pages.end - pages.start) as u32;
+        let run = Run { region: from.region, pass, first: pages.start, pages: count }.bytes();
+        let mut sum = Sum::new();
+        sum.add(&run);
+        let data = if kind == Kind::Pages { count as usize * PAGE } else { 0 };
+        let (head, rest) = self.buffer[self.end..].split_at_mut(HEAD);
+        let offset = from.slot.offset() + pages.start * PAGE_SIZE;
+        let (copies, _) = rest[..data].as_chunks_mut::<PAGE>();
+        for (offset, page) in (offset..).step_by(PAGE).zip(&mut *copies) {
+            from.slot.mapping().copy_to(offset, page);
+            sum.add(page);
+        }
+        if plant::is(Mistake::SumOfLiveMemory) {
+            copies
+                .iter_mut()
+                .zip((offset..).step_by(PAGE))
+                .for_each(|(page, at)| from.slot.mapping().copy_to(at, page));
+        }
+        let (header, own) = head.split_at_mut(HEADER);
+        own.copy_from_slice(&run);
+        header.copy_from_slice(&encoder.header_of(kind, (RUN + data) as u32, &sum));
+        self.end += HEAD + data;
+    }
+}
+
+impl Default for Block {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// One memslot of the target, and what has come of it.
+#[derive(Debug)]
+pub struct Incoming {
+    slot: Slot,
+    /// The pages that may be other than zero.
+    written: Bits,
+}
+
+impl Incoming {
+    /// `slot`, of which nothing has come. `fresh` says that it is all zero: a page of which is said that it is zero is not touched
+    /// then, unless it has come before.
+    pub fn new(slot: Slot, fresh: bool) -> Self {
+        let written = Bits::new(slot.pages());
+        if !fresh {
+            written.set(0..slot.pages());
+        }
+        Self { slot, written }
+    }
+
+    /// Writes the pages of `run`, which has been checked ([`Run::check`]): `data`, or zeroes where there is none.
+    ///
+    /// # Panics
+    /// Where they are not inside the memslot, or `data` is not as long as they are.
+    pub fn take(&self, run: &Run, data: Option<&[u8]>) {
+        let pages = run.first..run.first + u64::from(run.pages);
+        let offset = |page: u64| self.slot.offset() + page * PAGE_SIZE;
+        assert!(pages.end <= self.slot.pages(), "{run:?} of {:?}", self.slot);
+        if let Some(data) = data {
+            assert_eq!(data.len() as u64, u64::from(run.pages) * PAGE_SIZE, "{run:?}");
+            if run.pages >= WORTH_A_CALL && self.written.first_run(pages.clone()).is_none() {
+                // Of no consequence where it fails: then each page faults.
+                let _ = self.slot.mapping().populate(offset(pages.start), data.len() as u64);
+            }
+            self.slot.mapping().copy_from(offset(pages.start), data);
+            self.written.set(pages);
+            return;
+        }
+        let mut rest = pages;
+        while let Some(stale) = self.written.first_run(rest.clone()) {
+            let word = |page: u64| offset(page) as usize / 8;
+            let words = &self.slot.mapping().words()[word(stale.start)..word(stale.end)];
+            words.iter().for_each(|word| word.store(0, Ordering::Relaxed));
+            rest.start = stale.end;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

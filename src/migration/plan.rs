@@ -1,0 +1,426 @@
+//! When to send another pass, when to pause the guest for the last one, and when to give up: arithmetic on what passes have measured,
+//! on a clock that the caller brings.
+//!
+//! The limit on downtime is a cap. Where the rest would fit into it, another pass is still taken as long as it pays: as long as it
+//! leaves clearly less to send than it began with. A guest that writes faster than the link takes converges never, unless time is
+//! taken from it ([`Throttling`]); then the timeout decides.
+
+use std::time::Duration;
+
+use super::pace::Pace;
+use crate::control::{Then, Throttling};
+use crate::sys::mmap::PAGE_SIZE;
+
+/// What one pass measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Measured {
+    /// Pages that it had to send.
+    pub pages: u64,
+    /// Bytes that it sent.
+    pub bytes: u64,
+    /// How long it took.
+    pub took: Duration,
+    /// Pages that were written meanwhile.
+    pub dirty: u64,
+}
+
+impl Measured {
+    /// Pages that the guest writes anew in a second.
+    pub fn dirty_rate(&self) -> f64 {
+        self.dirty as f64 / self.took.as_secs_f64().max(1e-6)
+    }
+
+    /// Bytes a second that the link takes.
+    pub fn bandwidth(&self) -> f64 {
+        self.bytes as f64 / self.took.as_secs_f64().max(1e-6)
+    }
+}
+
+/// What the passes so far say of the whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Estimate {
+    /// How long it will have taken from its beginning until the guest runs on the target.
+    pub total: Duration,
+    /// How long the guest will stand still.
+    pub downtime: Duration,
+}
+
+/// What comes after a pass.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Decision {
+    /// Another one while the guest runs.
+    Again,
+    /// The last one, with the guest paused.
+    Converged,
+    /// The guest stays.
+    GiveUp(String),
+}
+
+/// Pausing, saving and restoring take this long before and after the pages of the last pass, until a pass has taught better.
+const OVERHEAD: Duration = Duration::from_millis(5);
+/// A pass pays where it leaves less than this share of what it had.
+const PAYS: f64 = 0.8;
+/// A final pass of a limit below this is not given up earlier: what is measured in milliseconds varies by milliseconds.
+const LEAST_OVERRUN: Duration = Duration::from_secs(1);
+/// Passes over little that change nothing any more: after these the rest is sent even where each still pays a little.
+const MOST_SMALL_PASSES: u32 = 20;
+
+/// Percent of its time that is taken from a guest at first, and more of it at each step; it always keeps a little, so that it lives.
+const FIRST_STEP: u32 = 20;
+const STEP: u32 = 10;
+const MOST_TAKEN: u32 = 95;
+
+/// The plan of one migration.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    downtime: Duration,
+    timeout: Option<(Duration, Then)>,
+    /// The most that the link has been seen to take, in bytes a second.
+    link: f64,
+    last: Option<Measured>,
+    passes: u32,
+    throttling: Throttling,
+    /// Percent of its time that is taken from the guest.
+    taken: u32,
+    /// What [`Self::estimate`] said after the first pass.
+    estimate: Option<Estimate>,
+    /// The cap on bandwidth.
+    pace: Pace,
+}
+
+impl Plan {
+    /// A plan for a machine that may stand still for `downtime`, be under way for as long as `timeout` says, and use so many bytes
+    /// a second of its link.
+    pub fn new(downtime: Duration, timeout: Option<(Duration, Then)>, bandwidth: Option<u64>) -> Self {
+        Self {
+            downtime,
+            timeout,
+            link: 0.0,
+            last: None,
+            passes: 0,
+            throttling: Throttling::Off,
+            taken: 0,
+            estimate: None,
+            pace: Pace::new(bandwidth),
+        }
+    }
+
+    /// The same plan, which slows the guest down in this way where passes do not pay.
+    pub fn throttling(mut self, throttling: Throttling) -> Self {
+        self.throttling = throttling;
+        self
+    }
+
+    /// Percent of its time that is to be taken from the guest while it runs.
+    pub fn taken(&self) -> u32 {
+        self.taken
+    }
+
+    /// What was to be expected when the first pass had ended: `None` before, and where there was no end in sight.
+    pub fn estimate(&self) -> Option<Estimate> {
+        self.estimate
+    }
+
+    /// Other limits from now on, where they are given.
+    pub fn set(&mut self, downtime: Option<Duration>, bandwidth: Option<u64>) {
+        self.downtime = downtime.unwrap_or(self.downtime);
+        if bandwidth.is_some() {
+            self.pace.set(bandwidth);
+        }
+    }
+
+    /// The last pass.
+    pub fn last(&self) -> Option<Measured> {
+        self.last
+    }
+
+    /// How long a final pass that is under way `now` after the beginning may take before it is given up; `None` where the guest is to
+    /// move however long that takes.
+    pub fn most_downtime(&self, now: Duration) -> Option<Duration> {
+        let forced = matches!(self.timeout, Some((timeout, Then::Force)) if now >= timeout);
+        (!forced).then(|| self.downtime.max(LEAST_OVERRUN))
+    }
+
+    /// How long the guest would stand still if the final pass began now, once a pass has measured the link.
+    pub fn expected_downtime(&self) -> Option<Duration> {
+        let last = self.last?;
+        if last.dirty == 0 {
+            return Some(OVERHEAD);
+        }
+        let bytes = last.dirty.saturating_mul(PAGE_SIZE) as f64;
+        (self.link > 0.0).then(|| OVERHEAD + Duration::from_secs_f64((bytes / self.link).min(1e9)))
+    }
+
+    /// What follows on a pass that measured this, `now` after the beginning.
+    pub fn pass_ended(&mut self, measured: Measured, now: Duration) -> Decision {
+        self.passes += 1;
+        self.last = Some(measured);
+        // A pass of nothing says nothing of the link.
+        if measured.bytes > 0 {
+            let small = measured.bytes < 1 << 20;
+            self.link = if small { self.link.max(measured.bandwidth()) } else { measured.bandwidth() };
+        }
+        if self.passes == 1 {
+            self.estimate = self.foresee(measured, now);
+        }
+        let fits = self.expected_downtime().is_some_and(|expected| expected <= self.downtime);
+        let pays = self.passes < MOST_SMALL_PASSES && (measured.dirty as f64) < measured.pages as f64 * PAYS;
+        if fits && (!pays || measured.dirty <= u64::from(super::wire::MOST_PAGES)) {
+            return Decision::Converged;
+        }
+        if let Some((timeout, then)) = self.timeout
+            && now >= timeout
+        {
+            return match then {
+                Then::Force => Decision::Converged,
+                Then::Cancel => Decision::GiveUp(self.too_late(timeout)),
+            };
+        }
+        if !pays && !fits {
+            self.taken = self.take_more(measured);
+        }
+        Decision::Again
+    }
+
+    /// How much is taken after a pass that did not pay.
+    fn take_more(&self, measured: Measured) -> u32 {
+        let most = |percent: u32| percent.clamp(self.taken, MOST_TAKEN);
+        match self.throttling {
+            Throttling::Off => 0,
+            Throttling::Steps if self.taken == 0 => FIRST_STEP,
+            Throttling::Steps => most(self.taken + STEP),
+            Throttling::DirtyLimit => {
+                // What it writes with the time that it has left says what it would write with all of it.
+                let free = measured.dirty_rate() * PAGE_SIZE as f64 * 100.0 / f64::from(100 - self.taken);
+                let keeps = (self.link / 2.0 / free.max(1.0)).min(1.0);
+                most((100.0 * (1.0 - keeps)).ceil() as u32)
+            }
+        }
+    }
+
+    /// What follows if the guest goes on writing as it did during a pass: each pass is shorter than the one before by the ratio of
+    /// what it writes to what the link takes, down to what no pass makes less.
+    fn foresee(&self, measured: Measured, now: Duration) -> Option<Estimate> {
+        let seconds = |bytes: f64| Duration::from_secs_f64((bytes / self.link).min(1e9));
+        let bytes = measured.dirty as f64 * PAGE_SIZE as f64;
+        if measured.dirty == 0 {
+            return Some(Estimate { total: now + OVERHEAD, downtime: OVERHEAD });
+        }
+        if self.link <= 0.0 {
+            return None;
+        }
+        let ratio = measured.dirty_rate() * PAGE_SIZE as f64 / self.link;
+        if ratio < PAYS {
+            let least = f64::from(super::wire::MOST_PAGES) * PAGE_SIZE as f64;
+            let downtime = OVERHEAD + seconds(bytes.min(least));
+            return Some(Estimate { total: now + OVERHEAD + seconds(bytes / (1.0 - ratio)), downtime });
+        }
+        let downtime = OVERHEAD + seconds(bytes);
+        match self.timeout {
+            _ if downtime <= self.downtime => Some(Estimate { total: now + downtime, downtime }),
+            Some((timeout, Then::Force)) => Some(Estimate { total: timeout.max(now) + downtime, downtime }),
+            _ => None,
+        }
+    }
+
+    /// Why it is to be given up in the middle of a pass, `now` after the beginning.
+    pub fn is_over(&self, now: Duration) -> Option<String> {
+        match self.timeout {
+            Some((timeout, Then::Cancel)) if now >= timeout => Some(self.too_late(timeout)),
+            _ => None,
+        }
+    }
+
+    fn too_late(&self, timeout: Duration) -> String {
+        let mut why = format!("it has not converged within {timeout:?}");
+        if let Some(last) = self.last {
+            let mib = |bytes: f64| bytes / f64::from(1 << 20);
+            why = format!(
+                "{why}: {:.1} MiB/s of pages are written anew, and the link takes {:.1} MiB/s",
+                mib(last.dirty_rate() * PAGE_SIZE as f64),
+                mib(self.link)
+            );
+        }
+        why
+    }
+
+    /// So many bytes have been sent, `now` after the beginning.
+    pub fn sent(&mut self, bytes: u64, now: Duration) {
+        self.pace.sent(bytes, now);
+    }
+
+    /// How long the cap on bandwidth wants the next block to wait, if at all.
+    pub fn holds_back(&self, now: Duration) -> Option<Duration> {
+        self.pace.holds_back(now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: f64 = PAGE_SIZE as f64;
+
+    /// A guest of so many pages that writes `rate` pages a second over `hot` of them, over a link of `link` bytes a second: the
+    /// passes until the decision, and the pages that are left for the final one.
+    fn simulate(plan: &mut Plan, pages: u64, rate: f64, hot: u64, link: f64) -> (u32, Decision, u64) {
+        let (mut now, mut owed, mut passes) = (0.0, pages, 0);
+        loop {
+            passes += 1;
+            let took = (owed as f64 * PAGE / link).max(1e-4);
+            now += took;
+            let dirty = ((rate * took) as u64).min(hot);
+            let measured = Measured {
+                pages: owed,
+                bytes: (owed as f64 * PAGE) as u64,
+                took: Duration::from_secs_f64(took),
+                dirty,
+            };
+            owed = dirty;
+            match plan.pass_ended(measured, Duration::from_secs_f64(now)) {
+                Decision::Again if passes < 1000 => {}
+                decision => return (passes, decision, owed),
+            }
+        }
+    }
+
+    const LINK: f64 = 100.0 * 1024.0 * 1024.0;
+    const LIMIT: Duration = Duration::from_millis(300);
+
+    #[test]
+    fn an_idle_guest_takes_one_pass() {
+        let mut plan = Plan::new(LIMIT, None, None);
+        assert_eq!(simulate(&mut plan, 65_536, 0.0, 0, LINK), (1, Decision::Converged, 0));
+    }
+
+    #[test]
+    fn the_limit_is_a_cap_and_not_an_aim() {
+        // Half of what the link takes: each pass halves what is left, so passes pay until little is left.
+        let mut plan = Plan::new(LIMIT, None, None);
+        let (passes, decision, left) = simulate(&mut plan, 65_536, LINK / PAGE / 2.0, 65_536, LINK);
+        assert_eq!(decision, Decision::Converged);
+        let downtime = left as f64 * PAGE / LINK;
+        assert!(downtime < LIMIT.as_secs_f64() / 10.0 && passes > 5, "{passes} passes, {downtime} s");
+    }
+
+    #[test]
+    fn a_hot_set_that_fits_ends_when_passes_no_longer_pay() {
+        // 1,000 hot pages, written over and over: 40 ms.
+        let mut plan = Plan::new(LIMIT, None, None);
+        let (passes, decision, left) = simulate(&mut plan, 65_536, 1e6, 1000, LINK);
+        assert_eq!((decision, left), (Decision::Converged, 1000));
+        assert!(passes <= 3, "{passes}");
+    }
+
+    #[test]
+    fn a_guest_faster_than_its_link_is_given_up_or_forced_in_the_end() {
+        let timeout = Duration::from_secs(30);
+        let rate = 2.0 * LINK / PAGE;
+        let mut plan = Plan::new(LIMIT, Some((timeout, Then::Cancel)), None);
+        let (_, decision, _) = simulate(&mut plan, 65_536, rate, 65_536, LINK);
+        let Decision::GiveUp(why) = decision else { panic!("{decision:?}") };
+        assert!(why.contains(": 100.0 MiB/s of pages") && why.contains("takes 100.0 MiB/s"), "{why}");
+        assert!(plan.is_over(timeout).is_some() && plan.is_over(timeout / 2).is_none());
+        let mut plan = Plan::new(LIMIT, Some((timeout, Then::Force)), None);
+        let (_, decision, left) = simulate(&mut plan, 65_536, rate, 65_536, LINK);
+        assert_eq!((decision, left), (Decision::Converged, 65_536));
+        // Given up again it would never move.
+        assert_eq!(
+            (plan.most_downtime(timeout), plan.most_downtime(timeout / 2)),
+            (None, Some(LEAST_OVERRUN))
+        );
+        // Never before its time, and for ever without one.
+        let mut plan = Plan::new(LIMIT, None, None);
+        assert_eq!(simulate(&mut plan, 65_536, rate, 65_536, LINK).1, Decision::Again);
+    }
+
+    /// As above, of a guest from which the plan takes time: how much in the end, and how long it took.
+    fn simulate_throttled(plan: &mut Plan, pages: u64, rate: f64) -> (Decision, u32, Duration) {
+        let (mut now, mut owed) = (0.0, pages);
+        for _ in 0..1000 {
+            let took = (owed as f64 * PAGE / LINK).max(1e-4);
+            now += took;
+            let rate = rate * f64::from(100 - plan.taken()) / 100.0;
+            let dirty = ((rate * took) as u64).min(pages);
+            let bytes = (owed as f64 * PAGE) as u64;
+            let measured = Measured { pages: owed, bytes, took: Duration::from_secs_f64(took), dirty };
+            owed = dirty;
+            match plan.pass_ended(measured, Duration::from_secs_f64(now)) {
+                Decision::Again => {}
+                decision => return (decision, plan.taken(), Duration::from_secs_f64(now)),
+            }
+        }
+        (Decision::Again, plan.taken(), Duration::from_secs_f64(now))
+    }
+
+    #[test]
+    fn a_guest_that_is_slowed_down_converges() {
+        let twice = 2.1 * LINK / PAGE;
+        let plan = |throttling| Plan::new(LIMIT, None, None).throttling(throttling);
+        // 20 %, 30 %, …: at 60 % a pass leaves 84 %, at 70 % it pays.
+        let (decision, taken, _) = simulate_throttled(&mut plan(Throttling::Steps), 65_536, twice);
+        assert_eq!((decision, taken), (Decision::Converged, 70));
+        // A guest that writes 2.1 times what the link takes keeps a little less than a quarter of its time.
+        let (decision, taken, _) = simulate_throttled(&mut plan(Throttling::DirtyLimit), 65_536, twice);
+        assert_eq!(decision, Decision::Converged);
+        assert!((50..=77).contains(&taken), "{taken} %");
+        // One that has time enough keeps it, as does one that nobody may slow down.
+        let half = LINK / PAGE / 2.0;
+        for throttling in [Throttling::Steps, Throttling::DirtyLimit] {
+            assert_eq!(simulate_throttled(&mut plan(throttling), 65_536, half).1, 0);
+        }
+        let (decision, taken, _) = simulate_throttled(&mut plan(Throttling::Off), 65_536, twice);
+        assert_eq!((decision, taken), (Decision::Again, 0));
+        // However fast it writes, it keeps some of its time.
+        let (_, taken, _) = simulate_throttled(&mut plan(Throttling::Steps), 65_536, 1000.0 * twice);
+        assert_eq!(taken, MOST_TAKEN);
+    }
+
+    #[test]
+    fn what_comes_is_what_was_estimated() {
+        let near = |one: Duration, other: Duration| {
+            let (one, other) = (one.as_secs_f64(), other.as_secs_f64());
+            (one - other).abs() <= 0.1 * other.max(0.05)
+        };
+        for share in [0.0, 0.1, 0.5, 0.7] {
+            let mut plan = Plan::new(LIMIT, None, None);
+            assert_eq!(plan.estimate(), None);
+            let (decision, _, took) = simulate_throttled(&mut plan, 65_536, share * LINK / PAGE);
+            assert_eq!(decision, Decision::Converged);
+            let estimate = plan.estimate().unwrap();
+            assert!(
+                near(estimate.total, took + plan.expected_downtime().unwrap()),
+                "{share}: {estimate:?}, {took:?}"
+            );
+            assert!(near(estimate.downtime, plan.expected_downtime().unwrap()), "{share}: {estimate:?}");
+        }
+        // No end is in sight, unless it is forced.
+        let mut plan = Plan::new(LIMIT, None, None);
+        simulate_throttled(&mut plan, 65_536, 2.0 * LINK / PAGE);
+        assert_eq!(plan.estimate(), None);
+        let timeout = Duration::from_secs(30);
+        let mut plan = Plan::new(LIMIT, Some((timeout, Then::Force)), None);
+        let (decision, _, took) = simulate_throttled(&mut plan, 65_536, 2.0 * LINK / PAGE);
+        assert_eq!(decision, Decision::Converged);
+        let estimate = plan.estimate().unwrap();
+        assert!(estimate.total >= timeout && took >= timeout, "{estimate:?}, {took:?}");
+    }
+
+    #[test]
+    fn a_cap_on_bandwidth_is_kept_and_not_saved_up() {
+        let cap = 100 << 20;
+        let mut plan = Plan::new(LIMIT, None, Some(cap));
+        let (mut now, mut sent) = (Duration::from_secs(5), 0);
+        while sent < cap {
+            match plan.holds_back(now) {
+                Some(wait) => now += wait,
+                None => {
+                    plan.sent(256 << 10, now);
+                    sent += 256 << 10;
+                }
+            }
+        }
+        let took = (now - Duration::from_secs(5)).as_secs_f64();
+        assert!((0.95..1.05).contains(&took), "{cap} bytes took {took} s");
+    }
+}

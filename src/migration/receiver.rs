@@ -1,0 +1,514 @@
+//! The target's thread: it drives [`Target`], reads what comes, and writes pages into memory. What it needs done with the machine,
+//! which belongs to the event loop's thread, it [demands](Demand) there.
+
+pub mod lanes;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use self::lanes::Lanes;
+use super::fence::{Fence, Word};
+use super::link::Link;
+use super::message::{Message, Misfit, SessionId};
+use super::pages::{Incoming, fresh};
+use super::populating::Populating;
+use super::share::MOST_CONNECTIONS;
+use super::target::{Action, Event, State, Target};
+use super::threads::{Mine, Orphaned};
+use super::verify::{Comparison, Touched};
+use super::wire::Frame;
+use crate::memory::{Memory, Slot};
+use crate::payload::Section;
+use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::pagemap::Pagemap;
+use crate::sys::poll::Poll;
+
+/// What the event loop's thread is to do.
+#[derive(Debug)]
+pub enum Demand {
+    /// Compare this configuration with the host, and assemble the machine where it fits; its pages come over so many connections.
+    Judge(Value, u32),
+    /// Restore the state.
+    Restore(Vec<Section>),
+    /// Take locks, write what was held back, and run, where the fence does not say that it is too late.
+    Start(Option<Arc<Fence>>),
+    /// Give everything back.
+    Free,
+}
+
+/// Memory for what comes.
+#[derive(Debug)]
+pub struct Place {
+    /// Its memslots.
+    pub memory: Vec<Slot>,
+    /// Its RAM.
+    pub ram: Memory,
+    /// Tells what of that was ever touched.
+    pub pagemap: Option<Arc<Pagemap>>,
+    /// The further connections, whose threads wait for them.
+    pub lanes: Lanes,
+    /// Where all of its memory is to be there: the thread that sees to that.
+    pub populating: Option<Populating>,
+}
+
+/// The answer to a [`Demand`].
+#[derive(Debug)]
+pub enum Done {
+    /// It fits, and its memory is here.
+    Fits(Place),
+    /// It does not.
+    Misfits(Vec<Misfit>),
+    /// It is done.
+    Done,
+    /// It cannot be done.
+    Failed(String),
+}
+
+/// What comes from the event loop's thread.
+#[derive(Debug)]
+pub enum Told {
+    /// The answer to the last demand.
+    Done(Done),
+    /// Somebody has connected.
+    Connected(OwnedFd),
+    /// The operator runs it, whatever the source says.
+    Force,
+    /// The operator does not want it.
+    Cancel(String),
+}
+
+/// What the thread says.
+#[derive(Debug)]
+pub enum Said {
+    /// To be answered.
+    Demand(Demand),
+    /// Whether everything is here and paused, and waits for COMMIT.
+    Uncommitted(bool),
+    /// What was typed for the guest where it was before.
+    Typed(Vec<u8>),
+    /// It is over without a guest, and why.
+    Gone(String),
+    /// The same, where what came cannot be a machine here.
+    Refused(String),
+    /// The source has understood, or needs nothing any more.
+    Over,
+}
+
+/// Where it is the source's turn, its silence is looked at this often.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Connections that have not said yet what they are about.
+const MOST_STRANGERS: usize = 8 + MOST_CONNECTIONS as usize;
+
+/// The thread.
+pub struct Receiving {
+    target: Target,
+    machine: Mine<Said, Told>,
+    /// The connection that speaks for the source.
+    link: Option<Link>,
+    session: Option<SessionId>,
+    fence: Option<Arc<Fence>>,
+    strangers: Vec<(Link, Instant)>,
+    place: Option<Place>,
+    memory: Arc<Vec<Incoming>>,
+    /// Set from the end of a pass until it has ended on every connection.
+    barrier: Option<u32>,
+    comparing: Option<Comparison>,
+    /// Pages of each region.
+    regions: Arc<[u64]>,
+    pages: u64,
+    sections: Vec<Section>,
+    pending: Vec<Event>,
+    liveness: Duration,
+    /// When the source was last heard of.
+    heard: Instant,
+    broken: Option<String>,
+    /// The source has said BYE.
+    bye: bool,
+}
+
+impl Receiving {
+    /// A target that waits for a source to connect.
+    pub fn new(machine: Mine<Said, Told>, liveness: Duration) -> Self {
+        Self {
+            target: Target::new(),
+            machine,
+            link: None,
+            session: None,
+            fence: None,
+            strangers: Vec::new(),
+            place: None,
+            memory: Arc::default(),
+            barrier: None,
+            comparing: None,
+            regions: Arc::default(),
+            pages: 0,
+            sections: Vec::new(),
+            pending: Vec::new(),
+            liveness,
+            heard: Instant::now(),
+            broken: None,
+            bye: false,
+        }
+    }
+
+    /// Goes on until nobody needs this side any more.
+    pub fn run(mut self) {
+        while self.target.state != State::Ended {
+            if self.turn().is_err() {
+                return;
+            }
+        }
+        let _ = self.machine.say(Said::Over);
+    }
+
+    fn turn(&mut self) -> Result<(), Orphaned> {
+        let Some(mut event) = self.next()? else { return Ok(()) };
+        if let Event::Said(Message::Again { .. }) = event {
+            // What has come of the attempt that was given up.
+            self.sections.clear();
+            self.comparing = None;
+            self.machine.say(Said::Uncommitted(false))?;
+        }
+        if let Event::Said(Message::Bye { typed }) = &mut event
+            && self.target.state == State::Running
+            && !std::mem::replace(&mut self.bye, true)
+        {
+            self.machine.say(Said::Typed(std::mem::take(typed)))?;
+        }
+        for action in self.target.step(event) {
+            self.perform(action)?;
+        }
+        Ok(())
+    }
+
+    fn next(&mut self) -> Result<Option<Event>, Orphaned> {
+        if !self.pending.is_empty() {
+            return Ok(Some(self.pending.remove(0)));
+        }
+        if let Some(told) = self.machine.heard()? {
+            return Ok(self.event(told));
+        }
+        if let Some(event) = self.lanes_are_cut().or_else(|| self.heard()) {
+            return Ok(Some(event));
+        }
+        if let Some(event) = self.stranger() {
+            return Ok(Some(event));
+        }
+        if self.link.is_some() && self.awaits_the_source() && self.heard.elapsed() > self.liveness {
+            let why = format!("the source has been silent for {:?}", self.liveness);
+            return Ok(Some(self.cut(why)));
+        }
+        self.wait();
+        Ok(None)
+    }
+
+    /// Whether it is the source's turn: a guest that is here, or gone, waits for nobody.
+    fn awaits_the_source(&self) -> bool {
+        matches!(self.target.state, State::Listening | State::Welcomed | State::Receiving)
+    }
+
+    fn event(&mut self, told: Told) -> Option<Event> {
+        match told {
+            Told::Done(_) => None,
+            Told::Force => Some(Event::Force),
+            Told::Cancel(why) => Some(Event::Cancel(why)),
+            Told::Connected(socket) => {
+                if self.strangers.len() < MOST_STRANGERS
+                    && let Ok(link) = Link::new(socket, self.session, PAGE_SIZE as u32)
+                {
+                    self.strangers.push((link, Instant::now()));
+                }
+                None
+            }
+        }
+    }
+
+    /// Whether a further connection is cut while pages come; whether they are at the end of a pass that has ended on the first.
+    fn lanes_are_cut(&mut self) -> Option<Event> {
+        if self.target.state != State::Receiving {
+            return None;
+        }
+        let lanes = &mut self.place.as_mut()?.lanes;
+        if lanes.have_moved() {
+            self.heard = Instant::now();
+        }
+        match lanes.have_ended(self.barrier.unwrap_or(0)) {
+            Ok(true) => self.barrier = None,
+            Ok(false) => {}
+            Err(why) => return Some(self.cut(why)),
+        }
+        None
+    }
+
+    /// The next message of the source; pages and state are taken on the way.
+    fn heard(&mut self) -> Option<Event> {
+        loop {
+            if self.barrier.is_some() {
+                return None;
+            }
+            let link = self.link.as_mut()?;
+            let receiving = self.target.state == State::Receiving;
+            let ready = matches!(self.target.state, State::Ready { .. });
+            let taken = match link.receive() {
+                Ok(None) => return None,
+                Ok(Some(Frame::Message(message))) => {
+                    self.heard = Instant::now();
+                    if let Message::PassEnd { pass, .. } = message {
+                        self.barrier = Some(pass).filter(|_| receiving);
+                    }
+                    return Some(Event::Said(message));
+                }
+                Ok(Some(Frame::Run(run, data))) if receiving => match run.check(&self.regions) {
+                    Ok(()) if self.place.as_ref().is_some_and(|place| !place.lanes.first().holds(&run)) => {
+                        Err(format!("{run:?} came, which is another connection's"))
+                    }
+                    Ok(()) => {
+                        self.pages += u64::from(run.pages);
+                        self.memory[run.region as usize].take(&run, data);
+                        Ok(())
+                    }
+                    Err(error) => Err(error.to_string()),
+                },
+                Ok(Some(Frame::Sums(run, sums))) if ready => match run.check(&self.regions) {
+                    Ok(()) => {
+                        let sums = sums.to_vec();
+                        let mut comparison = self.comparison();
+                        comparison.take(&run, &sums);
+                        self.comparing = Some(comparison);
+                        Ok(())
+                    }
+                    Err(error) => Err(error.to_string()),
+                },
+                Ok(Some(Frame::Section(section))) if receiving => {
+                    self.sections.push(Section {
+                        name: section.name.to_owned(),
+                        version: section.version,
+                        body: section.body.to_vec(),
+                    });
+                    // More than any machine has: a peer that fills this process's memory.
+                    let bytes: usize = self.sections.iter().map(|section| section.body.len()).sum();
+                    if self.sections.len() > MOST_SECTIONS || bytes > MOST_STATE {
+                        Err("the source sends more state than any machine has".to_owned())
+                    } else {
+                        Ok(())
+                    }
+                }
+                Ok(Some(_)) => Err("the source sent pages or state out of turn".to_owned()),
+                Err(error) => Err(error.to_string()),
+            };
+            self.heard = Instant::now();
+            if let Err(why) = taken {
+                return Some(self.cut(why));
+            }
+        }
+    }
+
+    /// What has been compared so far of memory that stands still.
+    fn comparison(&mut self) -> Comparison {
+        self.comparing.take().unwrap_or_else(|| {
+            let touched = |place: &Place| -> Vec<Touched> {
+                let (ram, pagemap) = (&place.ram, place.pagemap.as_deref());
+                let slots = place.memory.iter();
+                slots.map(|slot| (slot.clone(), ram.perhaps_touched(pagemap, slot))).collect()
+            };
+            Comparison::new(self.place.as_ref().map(touched).unwrap_or_default())
+        })
+    }
+
+    fn cut(&mut self, why: String) -> Event {
+        self.link = None;
+        self.place.iter_mut().for_each(|place| place.lanes.cut());
+        self.broken = Some(why);
+        Event::Cut
+    }
+
+    /// The first message of somebody who has connected: a source that begins, or the one that was here and was cut off.
+    fn stranger(&mut self) -> Option<Event> {
+        let mut at = 0;
+        while at < self.strangers.len() {
+            let (link, since) = &mut self.strangers[at];
+            let said = match link.receive() {
+                Ok(None) if since.elapsed() < self.liveness => {
+                    at += 1;
+                    continue;
+                }
+                Ok(Some(Frame::Message(message))) => Some(message),
+                _ => None,
+            };
+            let (mut link, _) = self.strangers.swap_remove(at);
+            let first = matches!(said, Some(Message::Hello { .. })) && self.session.is_none();
+            let again = self.session.is_some() && link.session() == self.session;
+            let again = again && matches!(said, Some(Message::Query {} | Message::Abort { .. }));
+            if let (Some(Message::Join { connection }), true) = (&said, self.session.is_some())
+                && link.session() == self.session
+                && self.target.state == State::Receiving
+                && let Some(place) = &mut self.place
+            {
+                // One that is none of its numbers, or whose number is taken, is closed.
+                place.lanes.join(*connection, link, &self.memory, &self.regions);
+                continue;
+            }
+            if let Some(message) = said.filter(|_| first || again) {
+                self.session = link.session();
+                if first {
+                    // What is none is not shared, and WELCOME says so.
+                    let fence = link.take_descriptor().and_then(|file| Fence::new(file).ok());
+                    self.target.fenced = fence.is_some();
+                    self.fence = fence.map(Arc::new);
+                }
+                link.admit();
+                self.link = Some(link);
+                self.heard = Instant::now();
+                if again {
+                    self.pending.push(Event::Said(message));
+                    return Some(Event::Linked);
+                }
+                return Some(Event::Said(message));
+            }
+        }
+        None
+    }
+
+    fn wait(&mut self) {
+        let mut poll = Poll::default();
+        poll.readable(self.machine.descriptor());
+        // At a barrier the first connection has to wait for the others.
+        let first = self.link.iter().filter(|_| self.barrier.is_none());
+        let links = first.chain(self.strangers.iter().map(|(link, _)| link));
+        links.for_each(|link| poll.readable(link.descriptor()));
+        if self.target.state == State::Receiving
+            && let Some(place) = &self.place
+        {
+            poll.readable(place.lanes.descriptor());
+        }
+        let _ = poll.wait(Some(LOOK));
+    }
+
+    fn demand(&mut self, demand: Demand) -> Result<Done, Orphaned> {
+        self.machine.say(Said::Demand(demand))?;
+        loop {
+            match self.machine.wait()? {
+                Told::Done(done) => return Ok(done),
+                told => {
+                    let event = self.event(told);
+                    self.pending.extend(event);
+                }
+            }
+        }
+    }
+
+    /// Waits until all memory is there that is to be. What is told meanwhile is kept for later.
+    fn populated(&mut self) -> Result<Result<(), String>, Orphaned> {
+        while let Some(populating) = self.place.as_ref().and_then(|place| place.populating.as_ref()) {
+            match populating.is_done(LOOK) {
+                Ok(false) => {}
+                Ok(true) => self.place.iter_mut().for_each(|place| place.populating = None),
+                Err(why) => return Ok(Err(why)),
+            }
+            while let Some(told) = self.machine.heard()? {
+                let event = self.event(told);
+                self.pending.extend(event);
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    fn perform(&mut self, action: Action) -> Result<(), Orphaned> {
+        match action {
+            Action::Send(message) => {
+                if let Message::Ready { .. } = message {
+                    self.machine.say(Said::Uncommitted(true))?;
+                }
+                if let Some(link) = &mut self.link
+                    && let Err(error) = link.say(&message)
+                {
+                    let event = self.cut(error.to_string());
+                    self.pending.push(event);
+                }
+            }
+            Action::Judge { config, connections } => match self.demand(Demand::Judge(config, connections))? {
+                Done::Fits(place) => {
+                    self.regions = place.memory.iter().map(Slot::pages).collect();
+                    let fresh = fresh(&place.memory);
+                    let slots = place.memory.iter().cloned().zip(fresh);
+                    self.memory = Arc::new(slots.map(|(slot, fresh)| Incoming::new(slot, fresh)).collect());
+                    // Their time begins now: they had to wait for the judgement.
+                    self.strangers.iter_mut().for_each(|(_, since)| *since = Instant::now());
+                    self.place = Some(place);
+                    self.pending.push(Event::Judged(Vec::new()));
+                }
+                Done::Misfits(misfits) => self.pending.push(Event::Judged(misfits)),
+                Done::Failed(why) => self.pending.push(Event::Failed(why)),
+                Done::Done => self.pending.push(Event::Failed("nobody judged it".into())),
+            },
+            Action::Restore { pages, sections } => {
+                let state = std::mem::take(&mut self.sections);
+                let came = self.pages + self.place.as_ref().map_or(0, |place| place.lanes.pages());
+                let event = if pages != came || sections as usize != state.len() {
+                    Event::Failed(format!(
+                        "{} pages and {} parts of the state came, and the source sent {pages} and {sections}",
+                        came,
+                        state.len()
+                    ))
+                } else if let Err(why) = self.populated()? {
+                    Event::Failed(why)
+                } else {
+                    match self.demand(Demand::Restore(state))? {
+                        Done::Failed(why) => Event::Failed(why),
+                        _ => Event::Restored,
+                    }
+                };
+                self.pending.push(event);
+            }
+            Action::Compare { attempt, pages } => {
+                let mut comparison = self.comparison();
+                comparison.finish();
+                let Comparison { wrong, first, .. } = comparison;
+                let event = if comparison.pages == pages {
+                    Event::Compared(Message::Compared { attempt, pages, wrong, first })
+                } else {
+                    self.cut(format!("sums of {} pages came, and the source sent {pages}", comparison.pages))
+                };
+                self.pending.push(event);
+            }
+            Action::Start => {
+                let event = match self.demand(Demand::Start(self.fence.clone()))? {
+                    Done::Failed(why) => Event::NotStarted(why),
+                    _ => Event::Started,
+                };
+                self.pending.push(event);
+            }
+            Action::Settle => {
+                let word = self.fence.as_ref().map(|fence| fence.step(Word::Open, Word::Withdrawn));
+                self.pending.extend(word.map(Event::Fenced));
+            }
+            Action::Withdraw => {
+                if let Some(fence) = &self.fence {
+                    fence.step(Word::Open, Word::Withdrawn);
+                    fence.step(Word::Committed, Word::Withdrawn);
+                }
+            }
+            Action::Free => {
+                self.memory = Arc::default();
+                (self.place, self.comparing) = (None, None);
+                self.demand(Demand::Free)?;
+            }
+            Action::Report(why) => {
+                let why = match self.broken.take() {
+                    Some(broken) => format!("{why}: {broken}"),
+                    None => why,
+                };
+                self.machine.say(Said::Gone(why))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The most sections, and the most bytes in them: a PC of 255 vCPUs has some 300, of 40 KiB each.
+const MOST_SECTIONS: usize = 4096;
+const MOST_STATE: usize = 256 << 20;

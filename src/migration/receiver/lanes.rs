@@ -1,0 +1,206 @@
+//! The further connections of an arrival: a thread each, which writes what comes on it into memory. The migration's own thread has the
+//! first connection, lets the others join, and at the end of each pass waits until that has come on all of them.
+
+use std::net::Shutdown;
+use std::os::fd::{OwnedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::migration::link::Link;
+use crate::migration::message::Message;
+use crate::migration::pages::Incoming;
+use crate::migration::share::{MOST_CONNECTIONS, Share};
+use crate::migration::threads::{self, Machine, Mine};
+use crate::migration::wire::Frame;
+use crate::sys::poll::Poll;
+use crate::sys::socket;
+
+/// A connection that has joined.
+#[derive(Debug)]
+struct Joined {
+    link: Link,
+    share: Share,
+    memory: Arc<Vec<Incoming>>,
+    regions: Arc<[u64]>,
+    frames: Arc<AtomicU64>,
+}
+
+/// What a thread says.
+#[derive(Debug)]
+enum News {
+    /// It has come to the end of this pass, and so many pages have come in all.
+    PassEnded { pass: u32, pages: u64 },
+    /// Its connection is of no use any more.
+    Broken(String),
+}
+
+/// One connection's thread, before it is started; it waits until its connection joins.
+#[derive(Debug)]
+pub struct Lane(Mine<News, Joined>);
+
+/// One connection, as the migration's thread has it.
+#[derive(Debug)]
+struct Seat {
+    thread: Machine<News, Joined>,
+    /// The connection, once it has joined.
+    socket: Option<OwnedFd>,
+    pass: u32,
+    pages: u64,
+}
+
+/// The further connections, as the migration's thread has them.
+#[derive(Debug)]
+pub struct Lanes {
+    seats: Vec<Seat>,
+    wake: Arc<EventFd>,
+    /// How many frames have come on them, and how many of these are known.
+    frames: Arc<AtomicU64>,
+    known: u64,
+}
+
+impl Lanes {
+    /// For a migration over so many connections in all, with a thread to start for each but the first.
+    ///
+    /// # Errors
+    /// Where there are more than a migration has, or the host has no descriptor left.
+    pub fn new(connections: u32) -> Result<(Self, Vec<Lane>), String> {
+        if !(1..=MOST_CONNECTIONS).contains(&connections) {
+            return Err(format!("{connections} connections, where 1 to {MOST_CONNECTIONS} are possible"));
+        }
+        let host = |error: std::io::Error| format!("the host refuses it: {error}");
+        let wake = threads::event().map_err(host)?;
+        let (mut seats, mut lanes) = (Vec::new(), Vec::new());
+        for _ in 1..connections {
+            let (mine, thread) = threads::pair(wake.clone()).map_err(host)?;
+            seats.push(Seat { thread, socket: None, pass: 0, pages: 0 });
+            lanes.push(Lane(mine));
+        }
+        Ok((Self { seats, wake, frames: Arc::default(), known: 0 }, lanes))
+    }
+
+    /// The share of the first connection.
+    pub fn first(&self) -> Share {
+        Share::new(0, self.seats.len() as u32 + 1)
+    }
+
+    /// Readable when one of them has something to say.
+    pub fn descriptor(&self) -> RawFd {
+        std::os::fd::AsRawFd::as_raw_fd(&*self.wake)
+    }
+
+    /// Lets a connection join as number `connection`, if that is free; whether it was.
+    pub fn join(
+        &mut self,
+        connection: u32,
+        mut link: Link,
+        memory: &Arc<Vec<Incoming>>,
+        regions: &Arc<[u64]>,
+    ) -> bool {
+        let of = self.seats.len() as u32 + 1;
+        let Some(seat) = connection.checked_sub(1).and_then(|index| self.seats.get_mut(index as usize))
+        else {
+            return false;
+        };
+        let Ok(socket) = link.duplicate() else { return false };
+        if seat.socket.is_some() {
+            return false;
+        }
+        link.admit();
+        seat.socket = Some(socket);
+        let (memory, regions, frames) = (memory.clone(), regions.clone(), self.frames.clone());
+        seat.thread.tell(Joined { link, share: Share::new(connection, of), memory, regions, frames });
+        true
+    }
+
+    /// Whether all of them have come to the end of this pass, or why none ever will.
+    pub fn have_ended(&mut self, pass: u32) -> Result<bool, String> {
+        let _ = self.wake.read();
+        for (number, seat) in (1..).zip(&mut self.seats) {
+            while let Some(news) = seat.thread.heard() {
+                match news {
+                    News::PassEnded { pass, pages } => (seat.pass, seat.pages) = (pass, pages),
+                    News::Broken(why) => return Err(format!("connection {number}: {why}")),
+                }
+            }
+        }
+        Ok(self.seats.iter().all(|seat| seat.pass >= pass))
+    }
+
+    /// Whether anything has come on them since this was last asked.
+    pub fn have_moved(&mut self) -> bool {
+        let frames = self.frames.load(Ordering::Relaxed);
+        std::mem::replace(&mut self.known, frames) != frames
+    }
+
+    /// Pages that have come on them by the end of the last pass.
+    pub fn pages(&self) -> u64 {
+        self.seats.iter().map(|seat| seat.pages).sum()
+    }
+}
+
+impl Lanes {
+    /// Cuts their connections.
+    pub fn cut(&mut self) {
+        for socket in self.seats.iter().filter_map(|seat| seat.socket.as_ref()) {
+            socket::shut(socket, Shutdown::Both);
+        }
+    }
+}
+
+impl Drop for Lanes {
+    fn drop(&mut self) {
+        self.cut();
+    }
+}
+
+impl Lane {
+    /// Waits until its connection joins, and goes on until that is gone.
+    pub fn run(self) {
+        let Ok(mut joined) = self.0.wait() else { return };
+        if let Err(error) = joined.link.say(&Message::Joined {}) {
+            let _ = self.0.say(News::Broken(error.to_string()));
+            return;
+        }
+        let mut pages = 0;
+        let why = loop {
+            match joined.take(&mut pages) {
+                Ok(Some(pass)) => {
+                    if self.0.say(News::PassEnded { pass, pages }).is_err() {
+                        return;
+                    }
+                }
+                Ok(None) => {
+                    let mut poll = Poll::default();
+                    poll.readable(joined.link.descriptor());
+                    let _ = poll.wait(None);
+                }
+                Err(why) => break why,
+            }
+        };
+        let _ = self.0.say(News::Broken(why));
+    }
+}
+
+impl Joined {
+    /// Takes what has come, up to the end of a pass: which, or `None` where more is to come.
+    fn take(&mut self, pages: &mut u64) -> Result<Option<u32>, String> {
+        loop {
+            match self.link.receive().map_err(|error| error.to_string())? {
+                None => return Ok(None),
+                Some(Frame::Run(run, data)) => {
+                    run.check(&self.regions).map_err(|error| error.to_string())?;
+                    if !self.share.holds(&run) {
+                        return Err(format!("{run:?} came, which is another connection's"));
+                    }
+                    self.memory[run.region as usize].take(&run, data);
+                    *pages += u64::from(run.pages);
+                    self.frames.fetch_add(1, Ordering::Relaxed);
+                }
+                Some(Frame::Message(Message::PassEnd { pass, .. })) => return Ok(Some(pass)),
+                Some(_) => return Err("the source sent more than pages".into()),
+            }
+        }
+    }
+}

@@ -1,0 +1,363 @@
+//! The thread that writes a snapshot: passes over memory while the guest runs, as a migration has them, then a pause for the last
+//! pages and the state. Where a migration has a link, this has files ([`crate::snapshot`]); what it needs done with the machine it
+//! demands in the same words ([`sender`](super::sender)).
+//!
+//! Where it is followed on who writes to memory ([`Since`]), the next point has only what has changed. What a point that comes to nothing
+//! has taken of that is owed to the next one: a page is forgotten when the files that have it have their names, and not before.
+//!
+//! The guest goes on as soon as all of it has been copied; the files are brought to the disk afterwards. Then the client that gave
+//! them names them, and says so.
+
+use std::fmt;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use super::bits::Bits;
+use super::plan::{Decision, Measured, Plan};
+use super::sender::owed::{At, Owed};
+use super::sender::{Demand, Done, Moving, Progress, Said, Told, Word, Written};
+use super::share::Share;
+use super::threads::{Mine, Orphaned};
+use crate::arch::clocks;
+use crate::control::{Phase, Then};
+use crate::dirty::{self, DirtyTracker, Method};
+use crate::memory::{Memory, Slot};
+use crate::payload::Section;
+use crate::snapshot::layer::{self, Writer};
+use crate::snapshot::{Files, state};
+use crate::sys::pagemap::Pagemap;
+use crate::sys::poll::Poll;
+
+/// How long the client may take to name files that are on the disk.
+const NAMING: Duration = Duration::from_secs(60);
+/// How often those who listen are told how far it is.
+const TELLING: Duration = Duration::from_millis(200);
+
+/// What is asked of a snapshot.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// How long the guest may stand still: a limit, not an aim.
+    pub downtime: Duration,
+    /// After which time it is paused for longer, where it writes faster than passes end.
+    pub timeout: Duration,
+    /// How dirty pages are collected; what the machine has, where nothing is asked for.
+    pub method: Option<Method>,
+    /// Whether the machine ends where it was paused.
+    pub stop: bool,
+    /// Whether it is followed on who writes to memory.
+    pub follow: bool,
+}
+
+/// Who has written to memory since a point. The log of dirty pages is on for as long as this lives.
+pub struct Since {
+    tracker: Box<dyn DirtyTracker>,
+    owed: Owed,
+    /// Of which directory the point is.
+    pub chain: String,
+    /// Which it is.
+    pub point: u32,
+}
+
+impl Since {
+    /// How dirty pages are collected.
+    pub fn method(&self) -> Method {
+        self.tracker.method()
+    }
+}
+
+impl fmt::Debug for Since {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "since point {} of {}", self.point, self.chain)
+    }
+}
+
+impl Drop for Since {
+    fn drop(&mut self) {
+        if let Err(error) = self.tracker.enable(false) {
+            tracing::warn!("the dirty log cannot be switched off: {error}");
+        }
+    }
+}
+
+/// Where a snapshot goes.
+pub struct Place {
+    /// Its files, which are empty.
+    pub files: Files,
+    /// Its directory.
+    pub chain: String,
+    /// Which of its points it becomes.
+    pub number: u32,
+}
+
+/// Why no snapshot comes of it.
+enum End {
+    /// The machine is gone.
+    Orphaned,
+    /// The guest goes on as it was.
+    Failed(String),
+}
+
+impl From<Orphaned> for End {
+    fn from(_: Orphaned) -> Self {
+        Self::Orphaned
+    }
+}
+
+impl From<dirty::Error> for End {
+    fn from(error: dirty::Error) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+fn failed(what: &'static str) -> impl Fn(std::io::Error) -> End {
+    move |error| End::Failed(format!("{what}: {error}"))
+}
+
+/// The thread.
+pub struct Saving {
+    options: Options,
+    machine: Mine<Said, Told>,
+    describe: Value,
+    ram: Memory,
+    pagemap: Option<Arc<Pagemap>>,
+    memory: Vec<Slot>,
+    place: Place,
+    writer: Option<Writer>,
+    since: Option<Since>,
+    /// What of memory is in the files.
+    taken: Vec<Bits>,
+    /// Whether all of it was to be.
+    full: bool,
+    plan: Plan,
+    began: Instant,
+    told_at: Instant,
+    passes: u32,
+    bytes: u64,
+}
+
+impl Saving {
+    /// A snapshot of `what`; of that which was written since the point before, where that is known.
+    ///
+    /// # Errors
+    /// Where there is no room for its files.
+    pub fn new(
+        options: Options,
+        place: Place,
+        what: Moving,
+        since: Option<Since>,
+        machine: Mine<Said, Told>,
+    ) -> std::io::Result<Self> {
+        let now = Instant::now();
+        let writer = Writer::new(place.files.ram.try_clone()?, &what.memory)?;
+        Ok(Self {
+            machine,
+            describe: what.describe,
+            ram: what.ram,
+            pagemap: what.pagemap,
+            memory: what.memory,
+            place,
+            writer: Some(writer),
+            full: since.is_none(),
+            since,
+            taken: Vec::new(),
+            plan: Plan::new(options.downtime, Some((options.timeout, Then::Force)), None),
+            began: now,
+            told_at: now,
+            passes: 0,
+            bytes: 0,
+            options,
+        })
+    }
+
+    /// Goes on until the files have their names, or nothing comes of it, or the event loop's thread is gone.
+    pub fn run(mut self) {
+        let result = self.follow().and_then(|mut since| {
+            let result = self.write(&mut since);
+            self.keep(since, result.is_ok())?;
+            result
+        });
+        let word = match result {
+            Ok(()) => Word::Named,
+            Err(End::Failed(why)) => Word::Stayed(why),
+            Err(End::Orphaned) => return,
+        };
+        // Nobody is left to hear it where this fails.
+        let _ = self.machine.say(Said::Word(word));
+    }
+
+    /// What is to be written, and who follows what is written meanwhile.
+    fn follow(&mut self) -> Result<Since, End> {
+        if let Some(since) = self.since.take() {
+            self.taken = since.owed.none();
+            return Ok(since);
+        }
+        let tracker = match self.demand(Demand::Track(self.options.method))? {
+            Done::Tracker(tracker) => tracker,
+            _ => return Err(End::Failed("the machine cannot be followed".into())),
+        };
+        let owed = Owed::new(std::mem::take(&mut self.memory));
+        let mut since = Since { tracker, owed, chain: String::new(), point: 0 };
+        self.taken = since.owed.none();
+        since.tracker.enable(true)?;
+        if since.method() == Method::InitiallySet {
+            // That all is set at first says nothing of any page. What has been written until now has been touched.
+            since.tracker.collect()?;
+        }
+        // Asked after the log is on: what is touched from now on is in that.
+        for (region, slot) in since.owed.slots().enumerate() {
+            since.owed.add(region, &self.ram.perhaps_touched(self.pagemap.as_deref(), slot));
+        }
+        Ok(since)
+    }
+
+    /// Hands back who follows what is written, where the next point is to have no more than that.
+    fn keep(&mut self, mut since: Since, named: bool) -> Result<(), Orphaned> {
+        match named {
+            true if self.options.follow => {
+                (since.chain, since.point) = (self.place.chain.clone(), self.place.number);
+            }
+            // What it has taken is owed to the next one.
+            false if !self.full => {
+                for (region, taken) in self.taken.iter().enumerate() {
+                    since.owed.add(region, &taken.words());
+                }
+            }
+            _ => return Ok(()),
+        }
+        self.machine.say(Said::Kept(Box::new(since)))
+    }
+
+    fn write(&mut self, since: &mut Since) -> Result<(), End> {
+        Self::collect(since)?;
+        while self.pass(since)? == Decision::Again {}
+        let Done::Saved(sections) = self.demand(Demand::Save)? else {
+            return Err(End::Failed("the machine cannot be saved".into()));
+        };
+        let taken = clocks::now();
+        // After the state: saving a vCPU makes KVM write to guest memory.
+        Self::collect(since)?;
+        self.passes += 1;
+        self.copy(since, Phase::Final)?;
+        if !self.options.stop {
+            self.demand(Demand::Resume)?;
+        }
+        let written = self.write_down(taken, &sections)?;
+        self.machine.say(Said::Word(Word::Written(written)))?;
+        self.wait_until_named()
+    }
+
+    fn collect(since: &mut Since) -> Result<(), End> {
+        since.tracker.collect()?;
+        since.owed.add_all(since.tracker.logs());
+        Ok(())
+    }
+
+    /// One pass over what is owed, and what comes next.
+    fn pass(&mut self, since: &mut Since) -> Result<Decision, End> {
+        let (began, pages, bytes) = (Instant::now(), since.owed.count(), self.bytes);
+        self.passes += 1;
+        self.copy(since, Phase::Copying)?;
+        let took = began.elapsed();
+        Self::collect(since)?;
+        let measured = Measured { pages, bytes: self.bytes - bytes, took, dirty: since.owed.count() };
+        match self.plan.pass_ended(measured, self.began.elapsed()) {
+            Decision::GiveUp(why) => Err(End::Failed(why)),
+            decision => Ok(decision),
+        }
+    }
+
+    /// Copies all that is owed into the files.
+    fn copy(&mut self, since: &Since, phase: Phase) -> Result<(), End> {
+        let (all, mut at) = (Share::new(0, 1), At::default());
+        loop {
+            self.hear()?;
+            self.tell(since, phase)?;
+            let Some((outgoing, run)) = since.owed.next(&mut at, &all) else { return Ok(()) };
+            // Before they are read: what is written from then on is owed again.
+            since.owed.settle(outgoing, run.clone());
+            let region = outgoing.region() as usize;
+            self.taken[region].set(run.clone());
+            let Some(writer) = &mut self.writer else { return Ok(()) };
+            self.bytes += writer.write(region, outgoing.slot(), run).map_err(failed("writing pages"))?;
+        }
+    }
+
+    /// Brings everything to the disk.
+    fn write_down(&mut self, taken: u64, sections: &[Section]) -> Result<Written, End> {
+        let bytes = state::bytes(&self.describe, sections);
+        let bytes = bytes.map_err(|error| End::Failed(format!("the state: {error}")))?;
+        let state = &self.place.files.state;
+        state.write_all_at(&bytes, 0).map_err(failed("writing the state"))?;
+        state.sync_all().map_err(failed("writing the state"))?;
+        let Some(writer) = self.writer.take() else {
+            return Err(End::Failed("it is written already".into()));
+        };
+        let layer = writer.finish(&self.place.files.map).map_err(failed("writing the map"))?;
+        let (state_bytes, state_crc) = (bytes.len() as u64, layer::sum(&bytes));
+        Ok(Written { full: self.full, taken, passes: self.passes, layer, state_bytes, state_crc })
+    }
+
+    fn wait_until_named(&mut self) -> Result<(), End> {
+        let deadline = Instant::now() + NAMING;
+        loop {
+            match self.machine.heard()? {
+                Some(Told::Named) => return Ok(()),
+                Some(Told::Cancel(why)) => return Err(End::Failed(why)),
+                Some(_) => {}
+                None => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        let why = format!("nobody named its files within {} s", NAMING.as_secs());
+                        return Err(End::Failed(why));
+                    }
+                    let mut poll = Poll::default();
+                    poll.readable(self.machine.descriptor());
+                    let _ = poll.wait(Some(left));
+                }
+            }
+        }
+    }
+
+    /// Has the event loop's thread do something.
+    fn demand(&mut self, what: Demand) -> Result<Done, End> {
+        self.machine.say(Said::Demand(what))?;
+        loop {
+            match self.machine.wait()? {
+                Told::Done(Done::Failed(why)) | Told::Cancel(why) => return Err(End::Failed(why)),
+                Told::Done(done) => return Ok(done),
+                _ => {}
+            }
+        }
+    }
+
+    /// Whether somebody does not want it any more.
+    fn hear(&mut self) -> Result<(), End> {
+        while let Some(told) = self.machine.heard()? {
+            if let Told::Cancel(why) = told {
+                return Err(End::Failed(why));
+            }
+        }
+        Ok(())
+    }
+
+    fn tell(&mut self, since: &Since, phase: Phase) -> Result<(), Orphaned> {
+        if self.told_at.elapsed() < TELLING {
+            return Ok(());
+        }
+        self.told_at = Instant::now();
+        let progress = Progress {
+            phase,
+            pass: self.passes,
+            sent: self.bytes,
+            owed: since.owed.count(),
+            measured: self.plan.last(),
+            downtime: self.plan.expected_downtime(),
+            total: self.plan.estimate().map(|estimate| estimate.total),
+            taken: 0,
+        };
+        self.machine.say(Said::Word(Word::Progress(progress)))
+    }
+}

@@ -1,0 +1,487 @@
+//! The source's thread: it drives [`Source`], follows who writes to memory, and sends. What it needs done with the machine, which
+//! belongs to the event loop's thread, it [demands](Demand) there.
+//!
+//! Here is what it hears and what follows from that; [`passes`] has the passes over memory, [`owed`] what is still to be sent.
+
+mod lanes;
+pub(super) mod owed;
+mod passes;
+mod words;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+pub use self::lanes::Lane;
+use self::lanes::{Common, Lanes};
+use self::owed::Owed;
+use self::passes::Pass;
+pub use self::words::{Demand, Done, Moving, Options, Progress, Said, Told, Word, Written};
+use super::fence::{Fence, Word as Decided};
+use super::link::{self, GiveUp, Link};
+use super::message::{Message, SessionId};
+use super::pages::Block;
+use super::plan::Plan;
+use super::share::Share;
+use super::source::{Action, Event, Source, State};
+use super::threads::{Mine, Orphaned};
+use super::verify::Sums;
+use super::wire::Frame;
+use crate::control::{Left, Phase};
+use crate::dirty::DirtyTracker;
+use crate::memory::Memory;
+use crate::sys::clock::{self, micros};
+use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::pagemap::Pagemap;
+use crate::sys::poll::Poll;
+use crate::vm::vcpu::Throttle;
+
+/// The thread.
+pub struct Sending {
+    source: Source,
+    options: Options,
+    describe: Value,
+    link: Option<Link>,
+    session: SessionId,
+    give_up: GiveUp,
+    fence: Option<Fence>,
+    machine: Mine<Said, Told>,
+    tracker: Option<Box<dyn DirtyTracker>>,
+    common: Arc<Common>,
+    /// The further connections, and which pages are those of the first.
+    lanes: Lanes,
+    share: Share,
+    /// Whether the further connections are joining still; `None` before.
+    joining: Option<bool>,
+    block: Block,
+    pass: Option<Pass>,
+    /// The attempt whose memory is being compared, and what is left to send of that.
+    comparing: Option<(u32, Sums)>,
+    /// How many pages both sides have found alike.
+    compared: Option<u64>,
+    /// What is to be said of it in the end.
+    left: Left,
+    /// How long collections have taken since the last pass began.
+    harvest: Duration,
+    passes: u32,
+    pages: u64,
+    sent_before: u64,
+    ram: Memory,
+    pagemap: Option<Arc<Pagemap>>,
+    plan: Plan,
+    throttle: Throttle,
+    /// When time was last taken from the guest.
+    napped: Instant,
+    began: Instant,
+    /// When the guest was paused for the final pass.
+    paused: Option<Instant>,
+    /// Since when an answer of the target's is awaited.
+    waits: Option<Instant>,
+    /// Why the link broke, in words for whoever is told of a cut.
+    broken: Option<String>,
+    pending: Vec<Event>,
+    told_at: Instant,
+}
+
+/// In which time a guest that is slowed down loses its share once.
+const PERIOD: Duration = Duration::from_millis(10);
+
+/// How long a source that takes its guest back waits for the locks of its disks.
+const RETAKING: Duration = Duration::from_secs(1);
+
+/// How often the operator is told how far it is.
+const TELLING: Duration = Duration::from_millis(200);
+
+impl Sending {
+    /// A migration of `what` over these connections to the target, each of which but the first needs a thread.
+    ///
+    /// # Errors
+    /// Where a connection is no stream socket.
+    ///
+    /// # Panics
+    /// Where there is none.
+    pub fn new(
+        mut sockets: Vec<OwnedFd>,
+        fence: Option<Fence>,
+        session: SessionId,
+        options: Options,
+        what: Moving,
+        machine: Mine<Said, Told>,
+        give_up: GiveUp,
+    ) -> Result<(Self, Vec<Lane>), link::Error> {
+        let Moving { describe, memory, ram, pagemap, throttle } = what;
+        let further = sockets.split_off(1);
+        let socket = sockets.remove(0);
+        let connections = further.len() as u32 + 1;
+        let cap = options.bandwidth.map(|all| all / u64::from(connections));
+        let common = Arc::new(Common::new(Owed::new(memory), cap));
+        let (lanes, threads) = Lanes::new(further, session, common.clone(), options.liveness)?;
+        let now = Instant::now();
+        let mut sending = Self {
+            source: Source::new().verifying(options.verify).fenced(fence.is_some()),
+            describe,
+            link: None,
+            session,
+            give_up,
+            fence,
+            machine,
+            tracker: None,
+            common,
+            lanes,
+            share: Share::new(0, connections),
+            joining: None,
+            block: Block::new(),
+            pass: None,
+            comparing: None,
+            compared: None,
+            left: Left { began: micros(clock::monotonic()), ..Left::default() },
+            harvest: Duration::ZERO,
+            passes: 0,
+            pages: 0,
+            sent_before: 0,
+            ram,
+            pagemap,
+            plan: Plan::new(options.downtime, options.timeout, cap).throttling(options.throttling),
+            throttle,
+            napped: now,
+            began: now,
+            paused: None,
+            waits: Some(now),
+            broken: None,
+            pending: Vec::new(),
+            told_at: now,
+            options,
+        };
+        sending.link = Some(sending.linked(socket)?);
+        Ok((sending, threads))
+    }
+
+    fn linked(&self, socket: OwnedFd) -> Result<Link, link::Error> {
+        let mut link = Link::new(socket, Some(self.session), PAGE_SIZE as u32)?;
+        link.set_liveness(self.options.liveness);
+        link.set_give_up(self.give_up.clone(), self.machine.descriptor());
+        Ok(link)
+    }
+
+    /// Goes on until the guest has moved or stays, or the event loop's thread is gone.
+    pub fn run(mut self) {
+        let hello = Message::Hello { versions: [super::message::VERSION; 2] };
+        match (&mut self.link, &self.fence) {
+            (Some(link), Some(fence)) => {
+                if let Err(error) = link.say_with(&hello, fence.descriptor()) {
+                    let event = self.cut(error.to_string());
+                    self.pending.push(event);
+                }
+            }
+            _ => self.say(&hello),
+        }
+        while !matches!(self.source.state, State::Moved | State::Stayed) {
+            if self.turn().is_err() {
+                return;
+            }
+        }
+    }
+
+    fn turn(&mut self) -> Result<(), Orphaned> {
+        if let Some(event) = self.next()? {
+            for action in self.source.step(event) {
+                self.perform(action)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The next thing that happens, after at most one block of pages or a short wait.
+    fn next(&mut self) -> Result<Option<Event>, Orphaned> {
+        if !self.pending.is_empty() {
+            return Ok(Some(self.pending.remove(0)));
+        }
+        if let Some(event) = self.told()? {
+            return Ok(Some(event));
+        }
+        if let Some(event) = self.heard() {
+            return Ok(Some(event));
+        }
+        if let Some(event) = self.late() {
+            return Ok(Some(event));
+        }
+        if self.joining == Some(true) && self.source.state == State::Copying {
+            match self.lanes.are_done() {
+                Ok(true) => {
+                    self.joining = Some(false);
+                    self.copy()?;
+                }
+                Ok(false) => self.wait(),
+                Err(why) => return Ok(Some(self.cut(why))),
+            }
+            return Ok(None);
+        }
+        if self.pass.is_some() {
+            if let Some(event) = self.go_on()? {
+                return Ok(Some(event));
+            }
+            self.tell()?;
+            return Ok(None);
+        }
+        if self.comparing.is_some() {
+            return Ok(self.go_on_comparing());
+        }
+        self.wait();
+        Ok(None)
+    }
+
+    /// What the event loop's thread says, answers aside.
+    fn told(&mut self) -> Result<Option<Event>, Orphaned> {
+        while let Some(told) = self.machine.heard()? {
+            if let Some(event) = self.event(told) {
+                return Ok(Some(event));
+            }
+        }
+        Ok(None)
+    }
+
+    fn event(&mut self, told: Told) -> Option<Event> {
+        match told {
+            Told::Done(_) | Told::Named => None,
+            Told::Cancel(why) => Some(Event::Cancel(why)),
+            Told::Force => Some(Event::Force),
+            Told::Linked(socket) => {
+                self.link = self.linked(socket).ok();
+                self.link.is_some().then_some(Event::Linked)
+            }
+            Told::Set { downtime, bandwidth } => {
+                let cap = bandwidth.map(|all| all / u64::from(self.share.of()));
+                self.plan.set(downtime, cap);
+                if cap.is_some() {
+                    self.lanes.set_cap(cap);
+                }
+                None
+            }
+        }
+    }
+
+    /// What the target says.
+    fn heard(&mut self) -> Option<Event> {
+        let heard = match self.link.as_mut()?.receive() {
+            Ok(None) => return None,
+            Ok(Some(Frame::Message(message))) => Ok(message),
+            Ok(Some(_)) => Err("the target sent pages or state".to_owned()),
+            Err(error) => Err(error.to_string()),
+        };
+        Some(match heard {
+            Ok(message) => {
+                self.waits = None;
+                if let Message::Compared { pages, wrong: 0, .. } = message {
+                    self.compared = Some(pages);
+                }
+                Event::Said(message)
+            }
+            Err(why) => self.cut(why),
+        })
+    }
+
+    /// The link is of no use any more.
+    fn cut(&mut self, why: String) -> Event {
+        if let Some(link) = self.link.take() {
+            self.sent_before += link.sent;
+        }
+        self.lanes.cut();
+        (self.broken, self.waits) = (Some(why), None);
+        Event::Cut
+    }
+
+    /// What has taken too long.
+    fn late(&mut self) -> Option<Event> {
+        let liveness = self.options.liveness;
+        if self.waits.is_some_and(|since| since.elapsed() > liveness) && self.link.is_some() {
+            return Some(self.cut(format!("the other side has been silent for {liveness:?}")));
+        }
+        if self.source.state == State::Finishing && self.until().is_some_and(|until| Instant::now() > until) {
+            self.paused = None;
+            return Some(Event::Overrun);
+        }
+        if self.source.state == State::Copying
+            && let Some(why) = self.plan.is_over(self.began.elapsed())
+        {
+            return Some(Event::Cancel(why));
+        }
+        None
+    }
+
+    /// When a final pass that is under way is given up.
+    fn until(&self) -> Option<Instant> {
+        Some(self.paused? + self.plan.most_downtime(self.began.elapsed())?)
+    }
+
+    /// Changes the word of the fence, where there is one; what it says then.
+    fn fence(&self, from: Decided, to: Decided) -> Decided {
+        self.fence.as_ref().map_or(Decided::Open, |fence| fence.step(from, to))
+    }
+
+    fn wait(&mut self) {
+        // Deadlines are looked at this often; what comes ends the wait at once.
+        self.wait_for(Duration::from_millis(20));
+    }
+
+    fn wait_for(&mut self, time: Duration) {
+        let mut poll = Poll::default();
+        poll.readable(self.machine.descriptor());
+        if let Some(link) = &self.link {
+            poll.readable(link.descriptor());
+        }
+        if self.source.state == State::Copying || self.source.state == State::Finishing {
+            poll.readable(self.lanes.descriptor());
+        }
+        let _ = poll.wait(Some(time));
+    }
+
+    /// Sends a message; where that fails, the link is cut.
+    fn say(&mut self, message: &Message) {
+        if let Some(link) = &mut self.link
+            && let Err(error) = link.say(message)
+        {
+            let event = self.cut(error.to_string());
+            self.pending.push(event);
+        }
+    }
+
+    /// Says the last word, with what was typed for the guest since it was paused.
+    fn take_leave(&mut self) -> Result<(), Orphaned> {
+        let typed = match self.demand(Demand::Typed)? {
+            Done::Typed(typed) => typed,
+            _ => Vec::new(),
+        };
+        if self.link.is_none() && !typed.is_empty() {
+            tracing::warn!(
+                "{} bytes that were typed in the hand-over do not get to the guest: the link was cut",
+                typed.len()
+            );
+        }
+        self.link.iter_mut().for_each(|link| link.set_until(None));
+        self.say(&Message::Bye { typed });
+        Ok(())
+    }
+
+    /// Has something done with the machine. What else is told meanwhile is kept for later.
+    fn demand(&mut self, demand: Demand) -> Result<Done, Orphaned> {
+        self.machine.say(Said::Demand(demand))?;
+        loop {
+            match self.machine.wait()? {
+                Told::Done(done) => return Ok(done),
+                told => {
+                    let event = self.event(told);
+                    self.pending.extend(event);
+                }
+            }
+        }
+    }
+
+    fn perform(&mut self, action: Action) -> Result<(), Orphaned> {
+        match action {
+            Action::Send(Message::Bye { .. }) if self.source.state == State::Moved => self.take_leave()?,
+            Action::Send(message) => {
+                // Its time is that of a pass; what is said goes, however long that takes.
+                self.link.iter_mut().for_each(|link| link.set_until(None));
+                let awaits = matches!(message, Message::Commit { .. } | Message::Query {});
+                self.say(&message);
+                if awaits {
+                    self.waits = Some(Instant::now());
+                }
+            }
+            Action::Offer => {
+                let config = self.describe.clone();
+                let connections = self.share.of();
+                self.say(&Message::Config { config, connections });
+                self.waits = Some(Instant::now());
+            }
+            Action::Copy => self.copy()?,
+            Action::Finish { attempt } => self.finish(attempt)?,
+            Action::Compare { attempt } => {
+                self.link.iter_mut().for_each(|link| link.set_until(None));
+                self.compare(attempt);
+            }
+            Action::Resume => {
+                self.paused = None;
+                self.demand(Demand::Resume)?;
+            }
+            Action::Release => {
+                // All pages are there: nobody needs them any more.
+                self.lanes.cut();
+                self.demand(Demand::Release)?;
+            }
+            Action::Retake => {
+                // A target that has lost the race at the fence gives them up when it sees that.
+                let since = Instant::now();
+                while let Done::Failed(why) = self.demand(Demand::Retake)? {
+                    if since.elapsed() > RETAKING {
+                        tracing::error!("its disks cannot be locked again: {why}");
+                        break;
+                    }
+                    std::thread::sleep(PERIOD);
+                }
+            }
+            Action::Commit { attempt } => {
+                let decided = self.fence(Decided::Open, Decided::Committed);
+                if decided == Decided::Committed {
+                    self.link.iter_mut().for_each(|link| link.set_until(None));
+                    self.say(&Message::Commit { attempt });
+                    self.waits = Some(Instant::now());
+                } else {
+                    self.pending.push(Event::Fenced(decided));
+                }
+            }
+            Action::Settle => {
+                let decided = self.fence(Decided::Committed, Decided::Withdrawn);
+                self.pending.push(Event::Fenced(decided));
+            }
+            Action::Undo => {
+                (self.pass, self.comparing, self.paused) = (None, None, None);
+                self.lanes.cut();
+                self.throttle.wake();
+                if let Some(mut tracker) = self.tracker.take()
+                    && let Err(error) = tracker.enable(false)
+                {
+                    tracing::warn!("the dirty log cannot be switched off: {error}");
+                }
+            }
+            Action::Reconnect => {
+                if let Some(link) = self.link.take() {
+                    self.sent_before += link.sent;
+                }
+                self.machine.say(Said::Word(Word::Unconfirmed))?;
+            }
+            Action::End => {
+                let left = Left { passes: self.passes, bytes: self.sent(), ..self.left };
+                self.machine.say(Said::Word(Word::Moved { compared: self.compared, left }))?;
+            }
+            Action::Report(why) => {
+                let why = match self.broken.take() {
+                    Some(broken) => format!("{why}: {broken}"),
+                    None => why,
+                };
+                self.machine.say(Said::Word(Word::Stayed(why)))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn tell(&mut self) -> Result<(), Orphaned> {
+        if self.told_at.elapsed() < TELLING {
+            return Ok(());
+        }
+        self.told_at = Instant::now();
+        let progress = Progress {
+            phase: if self.paused.is_some() { Phase::Final } else { Phase::Copying },
+            pass: self.passes,
+            sent: self.sent(),
+            owed: self.common.owed.count(),
+            measured: self.plan.last(),
+            downtime: self.plan.expected_downtime(),
+            total: self.plan.estimate().map(|estimate| estimate.total),
+            taken: self.plan.taken(),
+        };
+        self.machine.say(Said::Word(Word::Progress(progress)))
+    }
+}

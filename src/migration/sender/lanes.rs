@@ -1,0 +1,260 @@
+//! The further connections of a migration: a thread each, which sends what is owed of its share of memory, pass by pass. The migration's
+//! own thread has the first connection, tells them when a pass begins, and waits until each has sent its part.
+
+use std::net::Shutdown;
+use std::os::fd::{OwnedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::owed::{At, Owed};
+use crate::migration::link::{self, Link};
+use crate::migration::message::{Message, SessionId};
+use crate::migration::pace::Pace;
+use crate::migration::pages::Block;
+use crate::migration::share::Share;
+use crate::migration::threads::{self, Machine, Mine, Orphaned};
+use crate::migration::wire::Frame;
+use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::poll::Poll;
+use crate::sys::socket;
+
+/// What the threads of one migration have in common.
+pub(super) struct Common {
+    /// What the target has still to be sent.
+    pub owed: Owed,
+    /// Bytes and pages that the further connections have sent.
+    bytes: AtomicU64,
+    pages: AtomicU64,
+    /// Bytes a second that each of them may send; 0 for as many as it takes.
+    cap: AtomicU64,
+    /// Whether a pass that is under way is given up.
+    stop: AtomicBool,
+}
+
+impl Common {
+    /// Of a migration that owes this, over connections of which each may send so many bytes a second.
+    pub fn new(owed: Owed, cap: Option<u64>) -> Self {
+        let (bytes, pages, stop) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
+        Self { owed, bytes, pages, cap: AtomicU64::new(cap.unwrap_or(0)), stop }
+    }
+}
+
+/// What a thread is told.
+#[derive(Clone, Copy)]
+enum Order {
+    /// Make the connection one of the migration's.
+    Join,
+    /// Send what is owed, and then that this was all of pass `number`; what is left at `until` is left owed.
+    Pass { number: u32, until: Option<Instant> },
+}
+
+/// What it says.
+enum News {
+    /// It has joined, or has sent its part, or was stopped.
+    Done,
+    /// Its connection is of no use any more.
+    Broken(String),
+}
+
+/// One connection's thread, before it is started.
+pub struct Lane {
+    link: Link,
+    share: Share,
+    number: u32,
+    common: Arc<Common>,
+    liveness: Duration,
+    mine: Mine<News, Order>,
+}
+
+/// The further connections, as the migration's thread has them.
+pub(super) struct Lanes {
+    common: Arc<Common>,
+    lanes: Vec<(Machine<News, Order>, OwnedFd)>,
+    /// How many have not done what they were told last.
+    busy: usize,
+    wake: Arc<vmm_sys_util::eventfd::EventFd>,
+}
+
+impl Lanes {
+    /// Over these connections, with a thread to start for each.
+    ///
+    /// # Errors
+    /// Where one is no stream socket, or the host has no descriptor left.
+    pub fn new(
+        sockets: Vec<OwnedFd>,
+        session: SessionId,
+        common: Arc<Common>,
+        liveness: Duration,
+    ) -> Result<(Self, Vec<Lane>), link::Error> {
+        let wake = threads::event()?;
+        let of = sockets.len() as u32 + 1;
+        let (mut lanes, mut started) = (Vec::new(), Vec::new());
+        for (number, socket) in (1..).zip(sockets) {
+            let (mine, machine) = threads::pair(wake.clone())?;
+            lanes.push((machine, socket.try_clone()?));
+            let mut link = Link::new(socket, Some(session), PAGE_SIZE as u32)?;
+            link.set_liveness(liveness);
+            let share = Share::new(number, of);
+            started.push(Lane { link, share, number, common: common.clone(), liveness, mine });
+        }
+        Ok((Self { common, lanes, busy: 0, wake }, started))
+    }
+
+    /// Whether there are any.
+    pub fn is_empty(&self) -> bool {
+        self.lanes.is_empty()
+    }
+
+    /// Readable when one of them has something to say.
+    pub fn descriptor(&self) -> RawFd {
+        std::os::fd::AsRawFd::as_raw_fd(&*self.wake)
+    }
+
+    /// Bytes that they have sent.
+    pub fn bytes(&self) -> u64 {
+        self.common.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Pages that they have sent.
+    pub fn pages(&self) -> u64 {
+        self.common.pages.load(Ordering::Relaxed)
+    }
+
+    /// Bytes a second that each of them may send from now on.
+    pub fn set_cap(&self, cap: Option<u64>) {
+        self.common.cap.store(cap.unwrap_or(0), Ordering::Relaxed);
+    }
+
+    fn order(&mut self, order: Order) {
+        self.common.stop.store(false, Ordering::Relaxed);
+        self.busy = self.lanes.len();
+        self.lanes.iter().for_each(|(lane, _)| lane.tell(order));
+    }
+
+    /// Has all of them join the migration.
+    pub fn join(&mut self) {
+        self.order(Order::Join);
+    }
+
+    /// Has all of them send their part of a pass.
+    pub fn pass(&mut self, number: u32, until: Option<Instant>) {
+        self.order(Order::Pass { number, until });
+    }
+
+    /// Whether all have done what they were told, or why that cannot be.
+    pub fn are_done(&mut self) -> Result<bool, String> {
+        let _ = self.wake.read();
+        for (number, (lane, _)) in (1..).zip(&self.lanes) {
+            while let Some(news) = lane.heard() {
+                match news {
+                    News::Done => self.busy -= 1,
+                    News::Broken(why) => return Err(format!("connection {number}: {why}")),
+                }
+            }
+        }
+        Ok(self.busy == 0)
+    }
+
+    /// Has them leave what is left of a pass, and waits until they have: at most until the end of a frame, or of the pass's time.
+    pub fn stop(&mut self) -> Result<(), String> {
+        self.common.stop.store(true, Ordering::Relaxed);
+        while !self.are_done()? {
+            let mut poll = Poll::default();
+            poll.readable(self.descriptor());
+            let _ = poll.wait(Some(Duration::from_millis(100)));
+        }
+        Ok(())
+    }
+
+    /// Cuts their connections: none of them waits for its peer any more.
+    pub fn cut(&mut self) {
+        self.common.stop.store(true, Ordering::Relaxed);
+        for (_, socket) in self.lanes.drain(..) {
+            socket::shut(&socket, Shutdown::Both);
+        }
+        self.busy = 0;
+    }
+}
+
+impl Drop for Lanes {
+    fn drop(&mut self) {
+        self.cut();
+    }
+}
+
+impl Lane {
+    /// It cannot be started.
+    pub fn fail(self, why: String) {
+        let _ = self.mine.say(News::Broken(why));
+    }
+
+    /// Goes on until the migration's thread is gone, or the connection.
+    pub fn run(mut self) {
+        loop {
+            let Ok(order) = self.mine.wait() else { return };
+            let done = match order {
+                Order::Join => self.join(),
+                Order::Pass { number, until } => self.pass(number, until),
+            };
+            let news = done.map_or_else(News::Broken, |()| News::Done);
+            let broken = matches!(news, News::Broken(_));
+            let said: Result<(), Orphaned> = self.mine.say(news);
+            if said.is_err() || broken {
+                return;
+            }
+        }
+    }
+
+    fn join(&mut self) -> Result<(), String> {
+        let say = |error: link::Error| error.to_string();
+        self.link.say(&Message::Join { connection: self.number }).map_err(say)?;
+        let since = Instant::now();
+        loop {
+            match self.link.receive().map_err(say)? {
+                Some(Frame::Message(Message::Joined {})) => return Ok(()),
+                Some(frame) => return Err(format!("the target answered {frame:?}")),
+                None if since.elapsed() > self.liveness => {
+                    return Err(format!("the target has been silent for {:?}", self.liveness));
+                }
+                None => {
+                    let mut poll = Poll::default();
+                    poll.readable(self.link.descriptor());
+                    let _ = poll.wait(Some(self.liveness.saturating_sub(since.elapsed())));
+                }
+            }
+        }
+    }
+
+    fn pass(&mut self, number: u32, until: Option<Instant>) -> Result<(), String> {
+        let common = self.common.clone();
+        let began = Instant::now();
+        let (mut at, mut pace, mut block) = (At::default(), Pace::default(), Block::new());
+        let (mut pages, late) = (0, |now: Instant| until.is_some_and(|until| now >= until));
+        self.link.set_until(until);
+        while let Some((outgoing, run)) = common.owed.next(&mut at, &self.share.in_pass(number)) {
+            let cap = Some(common.cap.load(Ordering::Relaxed)).filter(|cap| *cap > 0 && until.is_none());
+            pace.set(cap);
+            while let Some(wait) = pace.holds_back(began.elapsed()) {
+                if common.stop.load(Ordering::Relaxed) {
+                    return Ok(());
+                }
+                std::thread::sleep(wait.min(Duration::from_millis(20)));
+                pace.set(Some(common.cap.load(Ordering::Relaxed)).filter(|cap| *cap > 0));
+            }
+            if common.stop.load(Ordering::Relaxed) || late(Instant::now()) {
+                return Ok(());
+            }
+            common.owed.settle(outgoing, run.clone());
+            let taken = block.fill(outgoing, run, number, self.link.encoder());
+            let before = self.link.sent;
+            self.link.send(block.bytes()).map_err(|error| error.to_string())?;
+            let bytes = self.link.sent - before;
+            common.bytes.fetch_add(bytes, Ordering::Relaxed);
+            common.pages.fetch_add(taken.pages + taken.zeroes, Ordering::Relaxed);
+            pages += taken.pages + taken.zeroes;
+            pace.sent(bytes, began.elapsed());
+        }
+        self.link.say(&Message::PassEnd { pass: number, pages }).map_err(|error| error.to_string())
+    }
+}

@@ -1,0 +1,287 @@
+//! The passes of a migration: collect, send what is owed, see what has been written meanwhile, and in the end the state. Which of it
+//! comes next is the [`plan`](crate::migration::plan)'s to say.
+
+use std::time::{Duration, Instant};
+
+use super::owed::At;
+use super::words::{Demand, Done, Said, Word};
+use super::{PERIOD, Sending};
+use crate::control;
+use crate::dirty::{self, Method, SlotLog};
+use crate::memory::Slot;
+use crate::migration::message::Message;
+use crate::migration::plan::{Decision, Measured};
+use crate::migration::source::Event;
+use crate::migration::threads::Orphaned;
+use crate::migration::verify::Sums;
+use crate::migration::wire;
+use crate::payload::Section;
+use crate::plant::{self, Mistake};
+use crate::sys::clock::{self, micros};
+use crate::sys::poll::Poll;
+
+/// A pass under way.
+pub(super) struct Pass {
+    number: u32,
+    began: Instant,
+    sent_before: u64,
+    owed_before: u64,
+    /// How long it took to collect what is owed.
+    harvest: Duration,
+    at: At,
+    /// Set in the final pass: the attempt, and the state that follows the pages.
+    last: Option<(u32, Vec<Section>)>,
+}
+
+impl Sending {
+    /// Begins to follow who writes, or goes on with it, and begins a pass, once all connections have joined.
+    pub(super) fn copy(&mut self) -> Result<(), Orphaned> {
+        self.pass = None;
+        if self.joining.is_none() && !self.lanes.is_empty() {
+            self.joining = Some(true);
+            self.lanes.join();
+            return Ok(());
+        }
+        // What is left of a pass that was given up is owed.
+        if let Err(why) = self.lanes.stop() {
+            let event = self.cut(why);
+            self.pending.push(event);
+            return Ok(());
+        }
+        if self.tracker.is_none() {
+            let mut tracker = match self.demand(Demand::Track(self.options.method))? {
+                Done::Tracker(tracker) => tracker,
+                Done::Failed(why) => return self.give_up_for(why),
+                _ => return self.give_up_for("the machine cannot be followed".into()),
+            };
+            if let Err(error) = tracker.enable(true) {
+                return self.give_up_for(error.to_string());
+            }
+            if tracker.method() == Method::InitiallySet {
+                // That all is set at first says nothing of any page. What has been written until now has been touched.
+                if let Err(error) = tracker.collect() {
+                    return self.give_up_for(error.to_string());
+                }
+            }
+            self.tracker = Some(tracker);
+            // Once all that may be other than zero. Asked after the log is on: what is touched from now on is in that.
+            for (region, slot) in self.common.owed.slots().enumerate() {
+                self.common.owed.add(region, &self.ram.perhaps_touched(self.pagemap.as_deref(), slot));
+            }
+        }
+        match self.collect() {
+            Ok(()) => self.begin(None),
+            Err(error) => return self.give_up_for(error.to_string()),
+        }
+        Ok(())
+    }
+
+    pub(super) fn give_up_for(&mut self, why: String) -> Result<(), Orphaned> {
+        self.pending.push(Event::Cancel(why));
+        Ok(())
+    }
+
+    /// Adds what has been written since the last collection to what is owed.
+    fn collect(&mut self) -> Result<(), dirty::Error> {
+        let Some(tracker) = &mut self.tracker else { return Ok(()) };
+        let since = Instant::now();
+        if plant::is(Mistake::ReadBeforeClear) {
+            // What the last one read, whose pages have been sent meanwhile.
+            tracker.clear()?;
+            tracker.get()?;
+        } else {
+            tracker.collect()?;
+        }
+        self.harvest += since.elapsed();
+        if plant::is(Mistake::DroppedBit) {
+            let first = |log: &mut SlotLog| {
+                log.words.iter_mut().find(|word| **word != 0).map(|word| *word &= *word - 1)
+            };
+            let _ = tracker.logs_mut().iter_mut().filter_map(first).count();
+        }
+        self.common.owed.add_all(tracker.logs());
+        Ok(())
+    }
+
+    pub(super) fn sent(&self) -> u64 {
+        self.sent_before + self.link.as_ref().map_or(0, |link| link.sent) + self.lanes.bytes()
+    }
+
+    fn begin(&mut self, last: Option<(u32, Vec<Section>)>) {
+        self.passes += 1;
+        let until = if last.is_some() { self.until() } else { None };
+        if let Some(link) = &mut self.link {
+            link.set_until(until);
+        }
+        if !self.lanes.is_empty() {
+            self.lanes.pass(self.passes, until);
+        }
+        self.pass = Some(Pass {
+            number: self.passes,
+            began: Instant::now(),
+            sent_before: self.sent(),
+            owed_before: self.common.owed.count(),
+            harvest: std::mem::take(&mut self.harvest),
+            at: At::default(),
+            last,
+        });
+    }
+
+    /// Pauses the guest, and begins the pass that sends the rest.
+    pub(super) fn finish(&mut self, attempt: u32) -> Result<(), Orphaned> {
+        self.pass = None;
+        self.paused = Some(Instant::now());
+        self.left.converged = self.plan.most_downtime(self.began.elapsed()).is_some();
+        self.left.expected_downtime = self.plan.expected_downtime().map(micros);
+        self.left.estimated_downtime = self.plan.estimate().map(|estimate| micros(estimate.downtime));
+        self.left.estimated_total = self.plan.estimate().map(|estimate| micros(estimate.total));
+        let early = plant::is(Mistake::HarvestBeforeSave);
+        if early {
+            let _ = self.collect();
+        }
+        if early || plant::is(Mistake::NoLastHarvest) {
+            // A vCPU is sure to write meanwhile.
+            std::thread::sleep(PERIOD * 10);
+        }
+        let sections = match self.demand(Demand::Save)? {
+            Done::Saved(sections) => sections,
+            Done::Failed(why) => return self.give_up_for(why),
+            _ => return self.give_up_for("the machine cannot be saved".into()),
+        };
+        // After the state: saving a vCPU makes KVM write to guest memory.
+        let skipped = plant::is(Mistake::NoLastHarvest) || plant::is(Mistake::HarvestBeforeSave);
+        if !skipped && let Err(error) = self.collect() {
+            return self.give_up_for(error.to_string());
+        }
+        self.begin(Some((attempt, sections)));
+        Ok(())
+    }
+
+    /// Sends one block of the pass, or what ends it.
+    pub(super) fn go_on(&mut self) -> Result<Option<Event>, Orphaned> {
+        let Some(pass) = &mut self.pass else { return Ok(None) };
+        let paused = pass.last.is_some();
+        let taken = self.plan.taken();
+        if !paused && taken > 0 && self.napped.elapsed() >= PERIOD {
+            self.napped = Instant::now();
+            self.throttle.nap(PERIOD * taken / 100);
+        }
+        if !paused && let Some(wait) = self.plan.holds_back(self.began.elapsed()) {
+            let mut poll = Poll::default();
+            poll.readable(self.machine.descriptor());
+            let _ = poll.wait(Some(if taken > 0 { wait.min(PERIOD) } else { wait }));
+            return Ok(None);
+        }
+        let common = self.common.clone();
+        let Some((outgoing, run)) = common.owed.next(&mut pass.at, &self.share.in_pass(pass.number)) else {
+            if self.lanes.is_empty() {
+                return self.pass_ends();
+            }
+            return match self.lanes.are_done() {
+                Ok(true) => self.pass_ends(),
+                Ok(false) => {
+                    self.wait_for(PERIOD);
+                    Ok(None)
+                }
+                Err(why) => Ok(Some(self.cut(why))),
+            };
+        };
+        let Some(link) = &mut self.link else { return Ok(None) };
+        common.owed.settle(outgoing, run.clone());
+        let taken = self.block.fill(outgoing, run, pass.number, link.encoder());
+        let before = link.sent;
+        if let Err(error) = link.send(self.block.bytes()) {
+            return Ok(Some(self.cut(error.to_string())));
+        }
+        let bytes = link.sent - before;
+        self.pages += taken.pages + taken.zeroes;
+        self.plan.sent(bytes, self.began.elapsed());
+        Ok(None)
+    }
+
+    fn pass_ends(&mut self) -> Result<Option<Event>, Orphaned> {
+        let Some(pass) = self.pass.take() else { return Ok(None) };
+        let pages = self.pages;
+        self.say(&Message::PassEnd { pass: pass.number, pages });
+        let bytes = self.sent() - pass.sent_before;
+        let ended = clock::monotonic();
+        let mut told = control::Pass {
+            pass: pass.number,
+            last: pass.last.is_some(),
+            began: micros(ended.saturating_sub(pass.began.elapsed())),
+            ended: micros(ended),
+            pages: pass.owed_before,
+            bytes,
+            dirty: 0,
+            harvest: micros(pass.harvest),
+        };
+        if let Some((attempt, sections)) = pass.last {
+            self.left.sent = told.ended;
+            self.machine.say(Said::Word(Word::Pass(told)))?;
+            return Ok(self.end(attempt, &sections));
+        }
+        // What has been written meanwhile decides whether another pass pays.
+        if let Err(error) = self.collect() {
+            return Ok(Some(Event::Cancel(error.to_string())));
+        }
+        let measured = Measured {
+            pages: pass.owed_before,
+            bytes,
+            took: pass.began.elapsed(),
+            dirty: self.common.owed.count(),
+        };
+        told.dirty = measured.dirty;
+        self.machine.say(Said::Word(Word::Pass(told)))?;
+        let decision = self.plan.pass_ended(measured, self.began.elapsed());
+        Ok(match decision {
+            Decision::Again => {
+                self.begin(None);
+                None
+            }
+            Decision::Converged => Some(Event::Converged),
+            Decision::GiveUp(why) => Some(Event::Cancel(why)),
+        })
+    }
+
+    /// All pages are there: sends the state and what says that this is all.
+    fn end(&mut self, attempt: u32, sections: &[Section]) -> Option<Event> {
+        for Section { name, version, body } in sections {
+            let link = self.link.as_mut()?;
+            if let Err(error) = link.section(&wire::Section { name, version: *version, body }) {
+                return Some(self.cut(error.to_string()));
+            }
+        }
+        let (pages, sections) = (self.pages + self.lanes.pages(), sections.len() as u32);
+        self.say(&Message::Final { attempt, pages, sections });
+        self.waits = Some(Instant::now());
+        None
+    }
+
+    /// Has the memory of both sides compared, which stand still.
+    pub(super) fn compare(&mut self, attempt: u32) {
+        let touched = |slot: &Slot| (slot.clone(), self.ram.perhaps_touched(self.pagemap.as_deref(), slot));
+        self.comparing = Some((attempt, Sums::new(self.common.owed.slots().map(touched).collect())));
+    }
+
+    /// Sends the sums of the next pages, or what ends them.
+    pub(super) fn go_on_comparing(&mut self) -> Option<Event> {
+        let (attempt, sums) = self.comparing.as_mut()?;
+        let link = self.link.as_mut()?;
+        let sent = match sums.next_run() {
+            Some((run, sums)) => {
+                let frame = link.encoder().sums(&run, sums);
+                link.send(&frame)
+            }
+            None => {
+                let (attempt, pages) = (*attempt, sums.pages);
+                self.comparing = None;
+                // The other side has compared what has come, and looks at the rest of its memory now. Its silence counts from when
+                // that must be done.
+                let gib = self.common.owed.slots().map(Slot::bytes).sum::<u64>().div_ceil(1 << 30);
+                self.waits = Some(Instant::now() + Duration::from_secs(gib));
+                link.say(&Message::Compare { attempt, pages })
+            }
+        };
+        sent.err().map(|error| self.cut(error.to_string()))
+    }
+}

@@ -1,0 +1,143 @@
+//! What the two threads of one side say to each other: the event loop's, which has the machine, and the migration's own, which has the
+//! link. Each is woken by an event for what the other says.
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+/// An event for [`pair`], or for whoever else wakes the event loop.
+///
+/// # Errors
+/// Where there is no descriptor left.
+pub fn event() -> io::Result<Arc<EventFd>> {
+    EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new)
+}
+
+/// Both ends: the migration's thread says `S`, and is told `T`. `wake` wakes the event loop.
+///
+/// # Errors
+/// Where there is no descriptor left.
+pub fn pair<S, T>(wake: Arc<EventFd>) -> io::Result<(Mine<S, T>, Machine<S, T>)> {
+    let tells = event()?;
+    let ((say, said), (tell, told)) = (channel(), channel());
+    Ok((Mine { say, wake, told, tells: tells.clone() }, Machine { said, teller: Teller { tell, tells } }))
+}
+
+/// The other thread is gone.
+pub struct Orphaned;
+
+/// The end of the migration's thread.
+#[derive(Debug)]
+pub struct Mine<S, T> {
+    say: Sender<S>,
+    wake: Arc<EventFd>,
+    told: Receiver<T>,
+    tells: Arc<EventFd>,
+}
+
+impl<S, T> Mine<S, T> {
+    /// Says something to the event loop's thread.
+    pub fn say(&self, what: S) -> Result<(), Orphaned> {
+        self.say.send(what).map_err(|_| Orphaned)?;
+        // Full only after 2^64 - 2 words that nobody took.
+        let _ = self.wake.write(1);
+        Ok(())
+    }
+
+    /// What it has said, if anything.
+    pub fn heard(&self) -> Result<Option<T>, Orphaned> {
+        // Before the look: what comes after it wakes again.
+        let _ = self.tells.read();
+        match self.told.try_recv() {
+            Ok(told) => {
+                // There may be more.
+                let _ = self.tells.write(1);
+                Ok(Some(told))
+            }
+            Err(TryRecvError::Empty) => Ok(None),
+            Err(TryRecvError::Disconnected) => Err(Orphaned),
+        }
+    }
+
+    /// The next thing that it says.
+    pub fn wait(&self) -> Result<T, Orphaned> {
+        self.told.recv().map_err(|_| Orphaned)
+    }
+
+    /// Readable when it has said something.
+    pub fn descriptor(&self) -> RawFd {
+        self.tells.as_raw_fd()
+    }
+}
+
+/// The event loop's end.
+#[derive(Debug)]
+pub struct Machine<S, T> {
+    said: Receiver<S>,
+    teller: Teller<T>,
+}
+
+impl<S, T> Machine<S, T> {
+    /// What the migration's thread has said, if anything.
+    pub fn heard(&self) -> Option<S> {
+        self.said.try_recv().ok()
+    }
+
+    /// Tells it something, if it is there.
+    pub fn tell(&self, what: T) {
+        self.teller.tell(what);
+    }
+
+    /// For others who tell it something.
+    pub fn teller(&self) -> Teller<T> {
+        self.teller.clone()
+    }
+}
+
+/// Tells the migration's thread something.
+#[derive(Debug)]
+pub struct Teller<T> {
+    tell: Sender<T>,
+    tells: Arc<EventFd>,
+}
+
+impl<T> Clone for Teller<T> {
+    fn clone(&self) -> Self {
+        Self { tell: self.tell.clone(), tells: self.tells.clone() }
+    }
+}
+
+impl<T> Teller<T> {
+    /// Tells it, if it is there.
+    pub fn tell(&self, what: T) {
+        if self.tell.send(what).is_ok() {
+            let _ = self.tells.write(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_is_woken_and_knows_when_it_is_alone() {
+        let wake = event().unwrap();
+        let (mine, machine) = pair::<u32, &str>(wake.clone()).unwrap();
+        assert!(wake.read().is_err() && mine.heard().is_ok_and(|told| told.is_none()));
+        assert!(mine.say(7).is_ok());
+        assert_eq!((wake.read().unwrap(), machine.heard(), machine.heard()), (1, Some(7), None));
+        machine.tell("one");
+        machine.teller().tell("two");
+        for said in ["one", "two"] {
+            assert!(mine.tells.read().is_ok(), "not woken for {said}");
+            mine.tells.write(1).unwrap();
+            assert!(mine.heard().is_ok_and(|told| told == Some(said)));
+        }
+        drop(machine);
+        assert!(mine.heard().is_err() && mine.wait().is_err() && mine.say(8).is_err());
+    }
+}

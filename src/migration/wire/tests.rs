@@ -1,0 +1,85 @@
+//! What the wire promises, frame by frame.
+
+use super::*;
+
+const SESSION: SessionId = SessionId(*b"0123456789abcdef");
+const PAGE: u32 = 4096;
+
+fn decode<'a>(decoder: &mut Decoder, frame: &'a [u8]) -> Result<Frame<'a>, Error> {
+    let header = decoder.header(frame[..HEADER].try_into().unwrap())?;
+    decoder.payload(&header, &frame[HEADER..])
+}
+
+fn pages(encoder: &mut Encoder, run: &Run, data: &[u8]) -> Vec<u8> {
+    let kind = if data.is_empty() { Kind::Zeroes } else { Kind::Pages };
+    [&encoder.header(kind, &[&run.bytes(), data])[..], &run.bytes(), data].concat()
+}
+
+#[test]
+fn what_is_sent_comes() {
+    let (mut encoder, mut decoder) = (Encoder::new(SESSION), Decoder::new(None, PAGE));
+    let message = Message::Commit { attempt: 2 };
+    assert_eq!(decode(&mut decoder, &encoder.message(&message)), Ok(Frame::Message(message)));
+    let section = Section { name: "vcpu0", version: 3, body: b"{}" };
+    assert_eq!(decode(&mut decoder, &encoder.section(&section)), Ok(Frame::Section(section)));
+    let run = Run { region: 1, pass: 2, first: 7, pages: 2 };
+    let data = vec![5; 2 * PAGE as usize];
+    assert_eq!(decode(&mut decoder, &pages(&mut encoder, &run, &data)), Ok(Frame::Run(run, Some(&data))));
+    let many = Run { pages: 1 << 20, ..run };
+    assert_eq!(decode(&mut decoder, &pages(&mut encoder, &many, &[])), Ok(Frame::Run(many, None)));
+    let sums = [7; 2 * SUM];
+    assert_eq!(decode(&mut decoder, &encoder.sums(&run, &sums)), Ok(Frame::Sums(run, &sums)));
+    assert!(decode(&mut decoder, &encoder.sums(&run, &sums[1..])).is_err());
+    assert_eq!(decoder.session(), Some(SESSION));
+}
+
+#[test]
+fn any_bit_that_flips_is_seen() {
+    let frame = Encoder::new(SESSION).message(&Message::Ready { attempt: 1 });
+    for bit in 0..frame.len() * 8 {
+        let mut flipped = frame.clone();
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        assert!(decode(&mut Decoder::new(Some(SESSION), PAGE), &flipped).is_err(), "bit {bit}");
+    }
+}
+
+#[test]
+fn frames_that_are_lost_repeated_or_of_another_session_are_seen() {
+    let mut encoder = Encoder::new(SESSION);
+    let frames: Vec<_> = (0..3).map(|_| encoder.message(&Message::Query {})).collect();
+    let mut decoder = Decoder::new(None, PAGE);
+    decode(&mut decoder, &frames[0]).unwrap();
+    assert_eq!(decode(&mut decoder.clone(), &frames[0]), Err(Error::Sequence { expected: 1, found: 0 }));
+    assert_eq!(decode(&mut decoder.clone(), &frames[2]), Err(Error::Sequence { expected: 1, found: 2 }));
+    let mut other = Encoder::new(SessionId([0; 16]));
+    other.message(&Message::Query {});
+    let error = decode(&mut decoder, &other.message(&Message::Query {})).unwrap_err();
+    assert!(matches!(error, Error::Session { .. }), "{error}");
+}
+
+#[test]
+fn lengths_and_places_are_bounded() {
+    let mut encoder = Encoder::new(SESSION);
+    let long = vec![1; ((MOST_PAGES + 1) * PAGE) as usize];
+    let run = Run { region: 0, pass: 1, first: 0, pages: MOST_PAGES + 1 };
+    let error = decode(&mut Decoder::new(None, PAGE), &pages(&mut encoder, &run, &long)).unwrap_err();
+    assert!(matches!(error, Error::TooLong { .. }), "{error}");
+    let short = Run { pages: 2, ..run };
+    let frame = pages(&mut Encoder::new(SESSION), &short, &long[..PAGE as usize]);
+    let error = decode(&mut Decoder::new(None, PAGE), &frame).unwrap_err();
+    assert!(matches!(error, Error::Malformed(Kind::Pages, _)), "{error}");
+    for (region, first, fits) in [(0, 6, true), (0, 7, false), (2, 0, false), (0, u64::MAX, false)] {
+        let run = Run { region, pass: 1, first, pages: 2 };
+        assert_eq!(run.check(&[8, 8]).is_ok(), fits, "{run:?}");
+    }
+}
+
+/// Frames of this version as they were first written: they are read for as long as the version is.
+#[test]
+fn frames_of_version_1_are_still_read() {
+    let frame = Encoder::new(SESSION).message(&Message::Hello { versions: [1, 1] });
+    assert_eq!(&frame[HEADER..], br#"{"say":"hello","versions":[1,1]}"#);
+    assert_eq!(frame[..4], *b"VLMG");
+    // CRC32C of the nine digits, RFC 3720's check value: the sum that both sides mean.
+    assert_eq!(sum(b"123456789"), 0xe306_9283);
+}

@@ -1,0 +1,239 @@
+//! The orders in which a machine of either kind is saved and restored, and what both kinds have: vCPUs and a clock.
+//!
+//! Saved, while everything stands still: the vCPUs side by side, each on its own thread; then the clock, the interrupt controller and
+//! the devices. No vCPU is asked anything afterwards: asking makes KVM write to guest memory (stolen time).
+//!
+//! Restored: the vCPUs with their local APICs, then the interrupt controller, then the devices, which raise again what they have
+//! raised and nobody has acknowledged: a local APIC that is set later would forget it. The clock comes last, for KVM compares it with
+//! the TSCs of all vCPUs.
+
+use std::sync::Arc;
+
+use kvm_bindings::kvm_cpuid_entry2;
+use kvm_ioctls::VmFd;
+use serde::{Deserialize, Serialize};
+
+use super::section::{self, Section, Sections};
+use crate::arch::clocks::{Clock, Meanwhile};
+use crate::arch::ioapic::Vectors;
+use crate::arch::irqchip::{self, Irqchip};
+use crate::arch::state::{self, Context};
+use crate::fault::{Blame, Fault};
+use crate::memory::{self, Memory, Slot};
+use crate::plant::{self, Mistake};
+use crate::vm::quiesced::Quiesced;
+use crate::vm::vcpu;
+
+/// The versions of the sections that every machine has.
+const VCPU: u16 = 1;
+const CLOCK: u16 = 1;
+const CPUID: u16 = 1;
+
+/// Why a machine cannot be saved or restored.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A vCPU's state.
+    #[error("vCPU {0}: {1}")]
+    State(usize, #[source] state::Error),
+    /// The clock's.
+    #[error(transparent)]
+    Clock(state::Error),
+    /// The interrupt controller's.
+    #[error(transparent)]
+    Irqchip(#[from] irqchip::Error),
+    /// A vCPU's thread.
+    #[error(transparent)]
+    Vcpu(#[from] vcpu::Error),
+    /// The sections are not this machine's.
+    #[error(transparent)]
+    Section(#[from] section::Error),
+    /// A device's state.
+    #[error("{0}: {1}")]
+    Device(String, #[source] Box<dyn std::error::Error + Send + Sync>),
+    /// A description that is not of a machine of this kind.
+    #[error("the description of the machine: {0}; it is damaged or from another version")]
+    Description(#[source] serde_json::Error),
+    /// Memory that cannot be cut as it is described.
+    #[error("the machine has memory that cannot be here: {0}")]
+    Memory(String),
+    /// Memory cannot be cut.
+    #[error(transparent)]
+    Slots(#[from] memory::Error),
+    /// Nothing has been restored.
+    #[error("there is nothing to commit: this machine was not restored")]
+    NotRestored,
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Irqchip(error) => error.blame(),
+            Self::Slots(error) => error.blame(),
+            Self::Section(_) | Self::Device(..) | Self::Description(_) | Self::Memory(_) => Blame::USER,
+            Self::State(..) | Self::Clock(_) | Self::Vcpu(_) | Self::NotRestored => Blame::HOST,
+        }
+    }
+}
+
+/// A memslot as a description has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Place {
+    /// Its guest-physical address.
+    pub gpa: u64,
+    /// Its size in bytes.
+    pub bytes: u64,
+}
+
+impl From<&Slot> for Place {
+    fn from(slot: &Slot) -> Self {
+        Self { gpa: slot.gpa(), bytes: slot.bytes() }
+    }
+}
+
+/// Cuts the slots of `memory`, which has been mapped for it, as they were elsewhere, whatever backs it here.
+///
+/// # Errors
+/// Where it cannot be cut so.
+pub fn cut_like(memory: &mut Memory, places: &[Place]) -> Result<(), Error> {
+    let mut cuts = Vec::with_capacity(places.len());
+    let mut end = 0u64;
+    for place in places {
+        end = end.saturating_add(place.bytes);
+        cuts.push(end);
+    }
+    memory.cut_at(&cuts)?;
+    let here: Vec<Place> = memory.slots().iter().map(Place::from).collect();
+    if here == places {
+        Ok(())
+    } else {
+        let (here, places) = (here.len(), places.len());
+        Err(Error::Memory(format!("its {places} slots do not make up RAM as it lies here, in {here}")))
+    }
+}
+
+/// What every machine has: vCPUs and a clock.
+#[derive(Clone, Debug)]
+pub struct Processors {
+    vcpus: Arc<Vec<state::State>>,
+    clock: Clock,
+    /// What the machine's description says of CPUID. A KVM may tell of a vCPU more than it was given.
+    pub cpuid: Vec<kvm_cpuid_entry2>,
+}
+
+/// `vcpu0` and so on.
+fn vcpu_name(index: usize) -> String {
+    format!("vcpu{index}")
+}
+
+/// The first error that a vCPU has met.
+fn first<T>(results: Vec<Result<T, state::Error>>) -> Result<Vec<T>, Error> {
+    let named = |(index, result): (usize, Result<T, _>)| result.map_err(|e| Error::State(index, e));
+    results.into_iter().enumerate().map(named).collect()
+}
+
+impl Processors {
+    /// Reads them from KVM: the vCPUs side by side, then the clock. `cpuid` is what the machine's description says.
+    ///
+    /// # Errors
+    /// Where KVM refuses, or a guest has what cannot be saved.
+    pub fn save(
+        quiesced: &Quiesced<'_>,
+        vm: &VmFd,
+        context: &Context,
+        cpuid: Vec<kvm_cpuid_entry2>,
+    ) -> Result<Self, Error> {
+        let context = context.clone();
+        let vcpus = first(quiesced.each(move |fd| state::State::save(fd, &context))?)?;
+        Ok(Self { vcpus: Arc::new(vcpus), clock: Clock::save(vm).map_err(Error::Clock)?, cpuid })
+    }
+
+    /// Their sections.
+    pub fn sections(&self) -> Vec<Section> {
+        let vcpus = self.vcpus.iter().enumerate();
+        let mut sections: Vec<_> = vcpus.map(|(at, vcpu)| Section::new(vcpu_name(at), VCPU, vcpu)).collect();
+        sections.push(Section::new("clock", CLOCK, &self.clock));
+        sections.push(Section::new("cpuid", CPUID, &self.cpuid));
+        sections
+    }
+
+    /// Those of `cpus` vCPUs out of `sections`.
+    ///
+    /// # Errors
+    /// Where one is missing or damaged.
+    pub fn take(sections: &mut Sections, cpus: usize) -> Result<Self, section::Error> {
+        let vcpu = |index| sections.take(&vcpu_name(index), VCPU);
+        let vcpus = (0..cpus).map(vcpu).collect::<Result<_, _>>()?;
+        let (clock, cpuid) = (sections.take("clock", CLOCK)?, sections.take("cpuid", CPUID)?);
+        Ok(Self { vcpus: Arc::new(vcpus), clock, cpuid })
+    }
+
+    /// The vectors that their local APICs have.
+    pub fn vectors(&self) -> Vectors {
+        self.vcpus
+            .iter()
+            .map(state::State::vectors)
+            .fold(Vectors::default(), |all, of| std::array::from_fn(|at| all[at] | of[at]))
+    }
+
+    /// Restores a machine in the order that the module's head gives. `devices` restores what this knows nothing of. Returns the
+    /// frequency in kHz that TSCs have from now on.
+    ///
+    /// # Errors
+    /// Where KVM refuses, or the state is not this machine's.
+    pub fn restore<E: From<Error>>(
+        &self,
+        quiesced: &Quiesced<'_>,
+        vm: &VmFd,
+        context: &Context,
+        meanwhile: Meanwhile,
+        irqchip: Option<(&Irqchip, irqchip::State)>,
+        devices: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Option<u32>, E> {
+        let devices_first = plant::is(Mistake::DevicesBeforeLapics);
+        let vcpus = || self.restore_vcpus(quiesced, context, meanwhile);
+        if !devices_first {
+            vcpus()?;
+        }
+        if let Some((irqchip, state)) = irqchip {
+            irqchip.restore(state).map_err(Error::from)?;
+        }
+        devices()?;
+        if devices_first {
+            vcpus()?;
+        }
+        if !plant::is(Mistake::NoClock) {
+            self.clock.restore(vm, meanwhile).map_err(Error::Clock)?;
+        }
+        let khz = quiesced.first(|fd| fd.get_tsc_khz().ok()).map_err(Error::from)?;
+        Ok(khz)
+    }
+
+    fn restore_vcpus(
+        &self,
+        quiesced: &Quiesced<'_>,
+        context: &Context,
+        meanwhile: Meanwhile,
+    ) -> Result<(), Error> {
+        let (states, asked) = (self.vcpus.clone(), context.clone());
+        let onward = quiesced.first(move |fd| states[0].onward(fd, &asked, meanwhile))?;
+        let onward = onward.map_err(|error| Error::State(0, error))?;
+        let results = quiesced.each_its_own(|index| {
+            let (states, context) = (self.vcpus.clone(), context.clone());
+            move |fd: &_| states[index].restore(fd, &context, onward, meanwhile)
+        })?;
+        first(results).map(drop)
+    }
+
+    /// Restores what makes KVM write to guest memory.
+    ///
+    /// # Errors
+    /// Where KVM refuses.
+    pub fn commit(&self, quiesced: &Quiesced<'_>) -> Result<(), Error> {
+        let results = quiesced.each_its_own(|index| {
+            let states = self.vcpus.clone();
+            move |fd: &_| states[index].commit(fd)
+        })?;
+        first(results).map(drop)
+    }
+}

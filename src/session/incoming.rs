@@ -1,0 +1,168 @@
+//! A machine that comes from another process and the session around it, put together.
+
+use std::net::TcpListener;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+
+use super::{Config, End, Error, Session, builtin, kernel};
+use crate::arch::clocks::Meanwhile;
+use crate::host::Facts;
+use crate::machine::{self, Opened};
+use crate::memory::{MemoryConfig, Room};
+use crate::migration::incoming::{Arrival, Arrived, Door, Host, Incoming};
+use crate::migration::mobile;
+use crate::snapshot::store::Source;
+use crate::sys::kick;
+use crate::sys::pagemap::Pagemap;
+use crate::sys::socket::Listener;
+use crate::vm;
+use crate::vm::lifecycle::Exit;
+
+/// Where a machine comes from.
+#[derive(Debug)]
+pub enum Listen {
+    /// A source connects at a unix socket of this name.
+    Unix(PathBuf),
+    /// At a TCP port.
+    Tcp(TcpListener),
+    /// It is connected already.
+    Connected(OwnedFd),
+    /// Nobody connects: it is in files.
+    Snapshot(Restore),
+}
+
+/// What is restored, and how.
+#[derive(Debug)]
+pub struct Restore {
+    /// The files.
+    pub source: Source,
+    /// Which point of it; the newest, where none is asked for.
+    pub point: Option<u32>,
+    /// What becomes of the time since.
+    pub meanwhile: Meanwhile,
+    /// Whether it waits to be resumed.
+    pub paused: bool,
+}
+
+/// What a source may do.
+#[derive(Clone, Copy, Debug)]
+pub struct Lenience {
+    /// Be silent for so long.
+    pub liveness: Duration,
+    /// Send a guest whose TSC has a frequency that this host cannot give it.
+    pub other_tsc: bool,
+}
+
+/// What came of a machine that has come and has ended.
+pub enum Outcome {
+    /// A PC.
+    Kernel(kernel::Outcome),
+    /// A built-in guest.
+    BuiltIn(Box<builtin::Outcome>),
+}
+
+/// The event loop's part in those who connect.
+struct Entrance {
+    listener: Accept,
+    door: Door,
+}
+
+enum Accept {
+    Unix(Listener),
+    Tcp(TcpListener),
+}
+
+impl Accept {
+    fn accept(&self) -> Option<OwnedFd> {
+        match self {
+            Self::Unix(listener) => listener.accept().ok().map(OwnedFd::from),
+            Self::Tcp(listener) => listener.accept().ok().map(|(stream, _)| OwnedFd::from(stream)),
+        }
+    }
+}
+
+impl AsRawFd for Accept {
+    fn as_raw_fd(&self) -> i32 {
+        match self {
+            Self::Unix(listener) => listener.as_raw_fd(),
+            Self::Tcp(listener) => listener.as_raw_fd(),
+        }
+    }
+}
+
+impl MutEventSubscriber for Entrance {
+    fn init(&mut self, ops: &mut EventOps<'_>) {
+        // A socket can always be watched.
+        let _ = ops.add(Events::new(&self.listener, EventSet::IN));
+    }
+
+    fn process(&mut self, _: Events, _: &mut EventOps<'_>) {
+        while let Some(socket) = self.listener.accept() {
+            self.door.connected(socket);
+        }
+    }
+}
+
+/// Waits for a machine, and runs it when it has come. What backs its memory is said by `memory`, where its devices and its serial
+/// port lead by `config`; the rest comes with it.
+///
+/// # Errors
+/// Where it cannot come, or cannot go on.
+pub fn run(
+    process: &Config,
+    listen: Listen,
+    memory: MemoryConfig,
+    config: machine::Config,
+    Lenience { liveness, other_tsc }: Lenience,
+) -> Result<Outcome, Error> {
+    let kvm = vm::open()?;
+    let serial = config.serial.open().map_err(machine::Error::from)?;
+    if let Some(entries) = config.dirty_ring {
+        let probe = crate::host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
+        vm::ring::check(&probe, entries).map_err(vm::Error::from)?;
+    }
+    let devices = Opened::open(machine::Config { incoming: true, ..config })?;
+    let path = match &listen {
+        Listen::Unix(path) => Some(path.clone()),
+        _ => None,
+    };
+    let mut session = Session::open(process, devices.sockets().chain(path.as_deref()))?;
+    let process_comes = Arrival::Process(liveness);
+    let (accept, socket, arrival) = match listen {
+        Listen::Unix(path) => {
+            (Some(Accept::Unix(Listener::bind(&path).map_err(Error::Listen)?)), None, process_comes)
+        }
+        Listen::Tcp(listener) => (Some(Accept::Tcp(listener)), None, process_comes),
+        Listen::Connected(socket) => (None, Some(socket), process_comes),
+        Listen::Snapshot(Restore { source, point, meanwhile, paused }) => {
+            (None, None, Arrival::Snapshot { source: Box::new(source), point, meanwhile, paused })
+        }
+    };
+    let mut facts = Facts::collect(String::new());
+    let room = Room::read(memory.backing);
+    kick::install().map_err(|error| Error::Host("the signal that interrupts vCPUs", error))?;
+    // For its next move, and to compare what has come without reading what nobody has touched.
+    let pagemap = Pagemap::open().ok().map(Arc::new);
+    let sandbox = session.confine()?;
+    facts.sandbox = session.sandbox_status();
+    let host = Host { kvm, devices, serial, memory, room, pagemap, other_tsc, sandbox };
+    let mut incoming = Incoming::new(host, arrival).map_err(|error| Error::Host("eventfd", error))?;
+    if let Some(listener) = accept {
+        session.serve(Arc::new(Mutex::new(Entrance { listener, door: incoming.door() })));
+    }
+    if let Some(socket) = socket {
+        incoming.door().connected(socket);
+    }
+    let end: End = session.run(&mut incoming)?;
+    Ok(match incoming.into_machine() {
+        Some(Arrived::Pc(mut machine)) => Outcome::Kernel(kernel::Outcome::of(&mut machine.machine, end)),
+        Some(Arrived::BuiltIn(run)) => Outcome::BuiltIn(Box::new(builtin::Outcome::of(*run, facts, end))),
+        // A signal says what it was; whoever else ended it is told that nothing has come.
+        None if end.exit != Exit::PowerOff => Outcome::Kernel(kernel::Outcome::none(end)),
+        None => return Err(mobile::Error::Gone("it was stopped before a machine came".into()).into()),
+    })
+}

@@ -1,0 +1,299 @@
+//! The pages of one point: a file in which each has its place, and a map that says which of them are there.
+//!
+//! The map has 8 bytes for each page of the machine, in the order of its memslots, little-endian: in the upper half what of the page is
+//! here (0 nothing, 1 that it is zero, 2 its content), in the lower half the CRC32C of the content. Pages that are not there or zero
+//! are holes of the other file.
+//!
+//! Memory that a guest writes to meanwhile is copied before it is summed and written, as in a migration: a page that changes while it
+//! is copied is written again, for its dirty bit was cleared before.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use crc_fast::CrcAlgorithm::Crc32Iscsi;
+use crc_fast::checksum;
+
+use super::Error;
+use crate::memory::Slot;
+use crate::sys::file::punch;
+use crate::sys::mmap::PAGE_SIZE;
+
+const PAGE: usize = PAGE_SIZE as usize;
+/// Bytes of the map for a page.
+pub const ENTRY: u64 = 8;
+/// Pages that are written or read by one call.
+pub const AT_ONCE: u64 = 256;
+
+/// The sum of `bytes` as files have it.
+pub fn sum(bytes: &[u8]) -> u32 {
+    checksum(Crc32Iscsi, bytes) as u32
+}
+
+/// What a layer has of a page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Page {
+    /// Nothing: it is as in the point before, and in a full point it was never touched, so that it is as a new machine has it.
+    #[default]
+    Absent,
+    /// It is zero.
+    Zero,
+    /// Its content, with this sum.
+    Present(u32),
+}
+
+impl Page {
+    fn encode(self) -> u64 {
+        match self {
+            Self::Absent => 0,
+            Self::Zero => 1 << 32,
+            Self::Present(sum) => 2 << 32 | u64::from(sum),
+        }
+    }
+
+    fn decode(entry: u64) -> Option<Self> {
+        match (entry >> 32, entry as u32) {
+            (0, 0) => Some(Self::Absent),
+            (1, 0) => Some(Self::Zero),
+            (2, sum) => Some(Self::Present(sum)),
+            _ => None,
+        }
+    }
+}
+
+/// A layer that is being written.
+pub struct Writer {
+    ram: File,
+    map: Vec<Page>,
+    /// The first page of each region.
+    firsts: Vec<u64>,
+    buffer: Vec<u8>,
+}
+
+impl Writer {
+    /// A layer of `memory`, the machine's memslots in their order, into an empty file.
+    ///
+    /// # Errors
+    /// Where the file cannot be made as long.
+    pub fn new(ram: File, memory: &[Slot]) -> io::Result<Self> {
+        let mut pages = 0;
+        let mut firsts = Vec::with_capacity(memory.len());
+        for slot in memory {
+            firsts.push(pages);
+            pages += slot.pages();
+        }
+        ram.set_len(pages * PAGE_SIZE)?;
+        let buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
+        Ok(Self { ram, map: vec![Page::Absent; pages as usize], firsts, buffer })
+    }
+
+    /// Writes the pages `run` of region `region`, which is `slot`; gives the bytes that went into the file.
+    ///
+    /// # Errors
+    /// Where a write fails, for lack of space above all.
+    ///
+    /// # Panics
+    /// Where the region has no such pages.
+    pub fn write(&mut self, region: usize, slot: &Slot, run: Range<u64>) -> io::Result<u64> {
+        assert!(run.end <= slot.pages(), "pages {run:?} of {slot:?}");
+        let (mut written, mut first) = (0, run.start);
+        while first < run.end {
+            let end = run.end.min(first + AT_ONCE);
+            let bytes = ((end - first) * PAGE_SIZE) as usize;
+            let at = self.firsts[region] + first;
+            let (pages, _) = self.buffer[..bytes].as_chunks_mut::<PAGE>();
+            for (page, content) in (first..).zip(pages) {
+                slot.mapping().copy_to(slot.offset() + page * PAGE_SIZE, content);
+            }
+            written += self.store(at, bytes)?;
+            first = end;
+        }
+        Ok(written)
+    }
+
+    /// Writes what is in the buffer, pages of the machine from `at` on.
+    fn store(&mut self, at: u64, bytes: usize) -> io::Result<u64> {
+        let (pages, _) = self.buffer[..bytes].as_chunks::<PAGE>();
+        let now: Vec<Page> = pages
+            .iter()
+            .map(|page| match page.iter().all(|byte| *byte == 0) {
+                true => Page::Zero,
+                false => Page::Present(sum(page)),
+            })
+            .collect();
+        let (mut index, mut written) = (0, 0);
+        while index < now.len() {
+            let zero = now[index] == Page::Zero;
+            let end = (index..now.len()).find(|&i| (now[i] == Page::Zero) != zero).unwrap_or(now.len());
+            let offset = (at + index as u64) * PAGE_SIZE;
+            if zero {
+                let before = &self.map[at as usize + index..at as usize + end];
+                if before.iter().any(|page| matches!(page, Page::Present(_))) {
+                    punch(&self.ram, offset, (end - index) as u64 * PAGE_SIZE)?;
+                }
+            } else {
+                let span = &self.buffer[index * PAGE..end * PAGE];
+                self.ram.write_all_at(span, offset)?;
+                written += span.len() as u64;
+            }
+            self.map[at as usize + index..at as usize + end].copy_from_slice(&now[index..end]);
+            index = end;
+        }
+        Ok(written)
+    }
+
+    /// Has everything on the disk, and writes the map: its sum, and how many pages are present and zero.
+    ///
+    /// # Errors
+    /// Where a write fails.
+    pub fn finish(self, map: &File) -> io::Result<Written> {
+        let mut written = Written::default();
+        let mut bytes = Vec::with_capacity(self.map.len() * ENTRY as usize);
+        for page in &self.map {
+            match page {
+                Page::Absent => (),
+                Page::Zero => written.zero += 1,
+                Page::Present(_) => written.present += 1,
+            }
+            bytes.extend(page.encode().to_le_bytes());
+        }
+        written.pages = self.map.len() as u64;
+        written.map_crc = sum(&bytes);
+        map.write_all_at(&bytes, 0)?;
+        map.sync_all()?;
+        self.ram.sync_all()?;
+        Ok(written)
+    }
+}
+
+/// What a layer came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Written {
+    /// All pages of the machine.
+    pub pages: u64,
+    /// Those whose content is there.
+    pub present: u64,
+    /// Those that are zero.
+    pub zero: u64,
+    /// The sum of its map.
+    pub map_crc: u32,
+}
+
+/// A layer that is read.
+#[derive(Debug)]
+pub struct Reader {
+    ram: File,
+    map: Vec<Page>,
+    number: u32,
+}
+
+impl Reader {
+    /// The layer of point `number`, of a machine of so many `pages`, whose map has this sum.
+    ///
+    /// # Errors
+    /// Where a file is shorter or longer than it must be, or the map is not what was written.
+    pub fn new(ram: File, map: &File, number: u32, pages: u64, map_crc: u32) -> Result<Self, Error> {
+        let (ram_name, map_name) = (format!("ram-{number}"), format!("map-{number}"));
+        for (file, name, bytes) in
+            [(&ram, &ram_name, pages.checked_mul(PAGE_SIZE)), (map, &map_name, pages.checked_mul(ENTRY))]
+        {
+            let len = file.metadata().map_err(Error::io(name, "its length"))?.len();
+            if bytes != Some(len) {
+                let what = format!("it has {len} bytes, and the manifest tells of {pages} pages");
+                return Err(Error::Damaged { file: name.clone(), offset: len, what });
+            }
+        }
+        let mut bytes = vec![0; (pages * ENTRY) as usize];
+        map.read_exact_at(&mut bytes, 0).map_err(Error::io(&map_name, "reading it"))?;
+        let found = sum(&bytes);
+        let damaged = |offset: u64, what: String| Error::Damaged { file: map_name.clone(), offset, what };
+        if found != map_crc {
+            return Err(damaged(0, format!("its sum is {found:#010x}, not {map_crc:#010x}")));
+        }
+        let (entries, _) = bytes.as_chunks::<{ ENTRY as usize }>();
+        let entries = (0u64..).zip(entries).map(|(page, entry)| {
+            let entry = u64::from_le_bytes(*entry);
+            Page::decode(entry)
+                .ok_or_else(|| damaged(page * ENTRY, format!("{entry:#x} is no entry of a map")))
+        });
+        let map = entries.collect::<Result<_, Error>>()?;
+        Ok(Self { ram, map, number })
+    }
+
+    /// What it has of page `page` of the machine.
+    pub fn page(&self, page: u64) -> Page {
+        self.map[page as usize]
+    }
+
+    /// Reads the content of `pages`, all of which it has, into `to`, and compares their sums.
+    ///
+    /// # Errors
+    /// Where a page is not what was written.
+    ///
+    /// # Panics
+    /// Where `to` is of another size.
+    pub fn read(&self, pages: Range<u64>, to: &mut [u8]) -> Result<(), Error> {
+        assert_eq!(to.len() as u64, (pages.end - pages.start) * PAGE_SIZE);
+        let file = || format!("ram-{}", self.number);
+        self.ram.read_exact_at(to, pages.start * PAGE_SIZE).map_err(Error::io(&file(), "reading it"))?;
+        let (contents, _) = to.as_chunks::<PAGE>();
+        for (page, content) in pages.zip(contents) {
+            if self.page(page) != Page::Present(sum(content)) {
+                let what = format!("page {page} of the machine is not the one that was written");
+                return Err(Error::Damaged { file: file(), offset: page * PAGE_SIZE, what });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Reader {
+    /// Reads all pages that it has; how many those are.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn verify(&self) -> Result<u64, Error> {
+        let mut buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
+        let is_present = |page: u64| matches!(self.page(page), Page::Present(_));
+        let (pages, mut at, mut read) = (self.map.len() as u64, 0, 0);
+        while let Some(first) = (at..pages).find(|page| is_present(*page)) {
+            let most = pages.min(first + AT_ONCE);
+            at = (first + 1..most).find(|page| !is_present(*page)).unwrap_or(most);
+            self.read(first..at, &mut buffer[..((at - first) * PAGE_SIZE) as usize])?;
+            read += at - first;
+        }
+        Ok(read)
+    }
+}
+
+/// The layers of one point, the newest last.
+#[derive(Debug)]
+pub struct Layers(pub Vec<Reader>);
+
+impl Layers {
+    /// The layer that has page `page`, and what it has: `None` where none has.
+    fn of(&self, page: u64) -> Option<(usize, Page)> {
+        let told =
+            |(at, layer): (usize, &Reader)| Some((at, layer.page(page))).filter(|(_, p)| *p != Page::Absent);
+        self.0.iter().enumerate().rev().find_map(told)
+    }
+
+    /// The first pages of `pages` of which something is known, alike and in one layer, up to [`AT_ONCE`]: which, whether they are zero, and
+    /// the layer.
+    pub fn next(&self, pages: Range<u64>) -> Option<(Range<u64>, Option<&Reader>)> {
+        let (first, (layer, kind)) = pages.clone().find_map(|page| Some((page, self.of(page)?)))?;
+        let zero = kind == Page::Zero;
+        let alike = |page: u64| match self.of(page) {
+            Some((_, Page::Zero)) => zero,
+            Some((at, _)) => !zero && at == layer,
+            None => false,
+        };
+        let most = pages.end.min(first + AT_ONCE);
+        let end = (first + 1..most).find(|page| !alike(*page)).unwrap_or(most);
+        Some((first..end, (!zero).then(|| &self.0[layer])))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,188 @@
+//! The list of a directory's points, as JSON that is read strictly.
+
+use serde::{Deserialize, Serialize};
+
+use super::Error;
+
+/// Its name.
+pub const NAME: &str = "manifest.json";
+/// The most bytes that it may have.
+pub const MOST_BYTES: u64 = 16 << 20;
+/// The version that is written.
+const VERSION: u32 = 1;
+/// What its field `format` says.
+const FORMAT: &str = "vellum-snapshot";
+
+/// The points of one directory, oldest first.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    format: String,
+    version: u32,
+    /// Tells this directory from any other.
+    pub chain: String,
+    /// Its points; each has the number of its place.
+    pub points: Vec<Point>,
+}
+
+/// One point.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Point {
+    /// Which, from 0.
+    pub number: u32,
+    /// When the machine was paused for it, in nanoseconds since 1970.
+    pub taken: u64,
+    /// Whether all of its pages are in its own files. Where not, a page that its map does not have is the one of the point before.
+    pub full: bool,
+    /// All pages of the machine.
+    pub pages: u64,
+    /// Those whose content is in its `ram` file.
+    pub present: u64,
+    /// Those that are zero.
+    pub zero: u64,
+    /// CRC32C of its `map` file.
+    pub map_crc: u32,
+    /// Bytes of its `state` file.
+    pub state_bytes: u64,
+    /// CRC32C of its `state` file.
+    pub state_crc: u32,
+}
+
+impl Manifest {
+    /// An empty list of a directory that is told from others by `chain`.
+    pub fn new(chain: String) -> Self {
+        Self { format: FORMAT.into(), version: VERSION, chain, points: Vec::new() }
+    }
+
+    /// Reads one, of the file `file`.
+    ///
+    /// # Errors
+    /// Where it is none, of a version that is not known, or contradicts itself.
+    pub fn parse(bytes: &[u8], file: &str) -> Result<Self, Error> {
+        #[derive(Deserialize)]
+        struct Head {
+            format: String,
+            version: u32,
+        }
+        let unfit = |what: String| Error::Unfit { file: file.into(), what };
+        let head: Head = serde_json::from_slice(bytes)
+            .map_err(|error| unfit(format!("no manifest of a snapshot: {error}")))?;
+        if head.format != FORMAT {
+            return Err(unfit(format!("format {:?}: {FORMAT:?} is expected", head.format)));
+        }
+        if head.version != VERSION {
+            return Err(unfit(format!("version {}: this program knows {VERSION}", head.version)));
+        }
+        let manifest: Self =
+            serde_json::from_slice(bytes).map_err(|error| unfit(format!("{error}; it is damaged")))?;
+        let mut pages = None;
+        for (place, point) in (0..).zip(&manifest.points) {
+            if point.number != place {
+                return Err(unfit(format!(
+                    "point {} stands where {place} belongs; it is damaged",
+                    point.number
+                )));
+            }
+            let continues = pages == Some(point.pages);
+            if !point.full && !continues {
+                return Err(unfit(format!("point {place} continues one of another size; it is damaged")));
+            }
+            if point.present.checked_add(point.zero).is_none_or(|told| told > point.pages) {
+                return Err(unfit(format!("point {place} has more pages than its machine; it is damaged")));
+            }
+            pages = Some(point.pages);
+        }
+        Ok(manifest)
+    }
+
+    /// As it is written.
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut bytes = serde_json::to_vec_pretty(self).expect("a manifest is plain data");
+        bytes.push(b'\n');
+        bytes
+    }
+
+    /// Point `number`, or the newest, and those before it that it needs: from the full one on.
+    ///
+    /// # Errors
+    /// Where there is no such point.
+    pub fn chain(&self, number: Option<u32>) -> Result<&[Point], Error> {
+        let last = number.map_or(self.points.len().wrapping_sub(1), |number| number as usize);
+        if last >= self.points.len() {
+            let there = match self.points.len() {
+                0 => "there is none at all".to_owned(),
+                count => format!("there are 0 to {}", count - 1),
+            };
+            return Err(Error::NoPoint { asked: number.unwrap_or(0), there });
+        }
+        let first = self.points[..=last].iter().rposition(|point| point.full);
+        let first = first.ok_or_else(|| Error::Unfit {
+            file: NAME.into(),
+            what: format!("point {last} has no full point before it; it is damaged"),
+        })?;
+        Ok(&self.points[first..=last])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn point(number: u32, full: bool) -> Point {
+        Point {
+            number,
+            taken: 1,
+            full,
+            pages: 64,
+            present: 3,
+            zero: 2,
+            map_crc: 7,
+            state_bytes: 10,
+            state_crc: 8,
+        }
+    }
+
+    fn manifest(full: &[bool]) -> Manifest {
+        let points = (0..).zip(full).map(|(number, full)| point(number, *full)).collect();
+        Manifest { points, ..Manifest::new("c0ffee".into()) }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let written = manifest(&[true, false]);
+        assert_eq!(Manifest::parse(&written.bytes(), NAME).unwrap(), written);
+    }
+
+    #[test]
+    fn what_contradicts_itself_is_refused() {
+        let says = |change: &dyn Fn(&mut Manifest)| {
+            let mut planted = manifest(&[true, false]);
+            change(&mut planted);
+            Manifest::parse(&planted.bytes(), NAME).unwrap_err().to_string()
+        };
+        assert!(says(&|m| m.version = 2).contains("version 2: this program knows 1"));
+        assert!(says(&|m| m.format = "tar".into()).contains("format \"tar\""));
+        assert!(says(&|m| m.points[1].number = 4).contains("point 4 stands where 1 belongs"));
+        assert!(says(&|m| m.points[1].pages = 65).contains("another size"));
+        assert!(says(&|m| m.points[0].full = false).contains("another size"));
+        assert!(says(&|m| m.points[0].zero = u64::MAX).contains("more pages than"));
+        let text = String::from_utf8(manifest(&[true]).bytes()).unwrap();
+        let more = text.replacen("\"version\"", "\"fan\": 1, \"version\"", 1);
+        assert!(Manifest::parse(more.as_bytes(), NAME).unwrap_err().to_string().contains("fan"));
+        assert!(Manifest::parse(b"{", NAME).unwrap_err().to_string().contains("no manifest"));
+    }
+
+    #[test]
+    fn a_point_is_restored_from_the_full_one_before_it() {
+        let all = manifest(&[true, false, true, false, false]);
+        let numbers = |at: Option<u32>| -> Vec<u32> {
+            all.chain(at).unwrap().iter().map(|point| point.number).collect()
+        };
+        assert_eq!(numbers(None), [2, 3, 4]);
+        assert_eq!(numbers(Some(1)), [0, 1]);
+        assert_eq!(numbers(Some(2)), [2]);
+        assert!(all.chain(Some(5)).unwrap_err().to_string().contains("there are 0 to 4"));
+        assert!(manifest(&[]).chain(None).unwrap_err().to_string().contains("none at all"));
+    }
+}

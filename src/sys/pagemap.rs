@@ -1,0 +1,234 @@
+//! `/proc/self/pagemap`: which pages of a private mapping there are, in memory or in swap (Documentation/admin-guide/mm/pagemap.rst);
+//! and, of files in memory, which parts have content (lseek(2), SEEK_DATA). Neither brings a page about, as reading it would.
+//!
+//! A page that nobody has written to reads as zero, whether there is an entry for it or not.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+
+use vmm_sys_util::ioctl::ioctl_with_mut_ref;
+
+use super::mmap::{Mapping, PAGE_SIZE};
+
+#[allow(
+    missing_docs,
+    reason = "the macro makes a function that cannot be documented; include/uapi/linux/fs.h does it"
+)]
+mod numbers {
+    use vmm_sys_util::ioctl_iowr_nr;
+
+    ioctl_iowr_nr!(PAGEMAP_SCAN, 0x66, 16, super::Scan);
+}
+
+/// `struct pm_scan_arg`.
+#[derive(Debug, Default)]
+#[repr(C)]
+struct Scan {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// `struct page_region`.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+struct Region {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+/// `PAGE_IS_PRESENT`, `PAGE_IS_SWAPPED`, `PAGE_IS_PFNZERO`.
+const IS_PRESENT: u64 = 1 << 3;
+const IS_SWAPPED: u64 = 1 << 4;
+const IS_PFNZERO: u64 = 1 << 5;
+
+/// Bits 62 and 63 of an entry: in swap, in memory.
+const THERE: u64 = 3 << 62;
+/// What the sandbox knows as the request's size (`sandbox/ioctls.rs`).
+const _: () = assert!(size_of::<Scan>() == 96);
+/// Regions or entries that one call asks for.
+const REGIONS: usize = 512;
+const ENTRIES: usize = 4096;
+
+/// The file, opened before a sandbox that would refuse it.
+#[derive(Debug)]
+pub struct Pagemap(File);
+
+impl Pagemap {
+    /// Opens it; fails where there is no `/proc`.
+    pub fn open() -> io::Result<Self> {
+        File::open("/proc/self/pagemap").map(Self)
+    }
+
+    /// Tells `found` the pages of `mapping` from byte `offset` on, `pages` of them, that are there, as runs that rise, counted from
+    /// `offset`. What only was read, and shows the kernel's page of zeroes, is not there where the kernel can tell (Linux 6.7).
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn there(
+        &self,
+        mapping: &Mapping,
+        offset: u64,
+        pages: u64,
+        mut found: impl FnMut(Range<u64>),
+    ) -> io::Result<()> {
+        let start = mapping.as_ptr() as u64 + offset;
+        match self.scan(start, pages, &mut found) {
+            // Before Linux 6.7.
+            Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => self.read(start, pages, &mut found),
+            result => result,
+        }
+    }
+
+    fn scan(&self, start: u64, pages: u64, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+        let end = start + pages * PAGE_SIZE;
+        let mut regions = [Region::default(); REGIONS];
+        let mut at = start;
+        while at < end {
+            let mut scan = Scan {
+                size: size_of::<Scan>() as u64,
+                start: at,
+                end,
+                vec: regions.as_mut_ptr() as u64,
+                vec_len: REGIONS as u64,
+                category_inverted: IS_PFNZERO,
+                category_mask: IS_PFNZERO,
+                category_anyof_mask: IS_PRESENT | IS_SWAPPED,
+                return_mask: IS_PRESENT,
+                ..Scan::default()
+            };
+            // SAFETY: the argument is a pm_scan_arg; the kernel writes to it, and at most `vec_len` regions to `vec`, which are
+            // ours. The flags, none, change nothing of the mapping.
+            let count = unsafe { ioctl_with_mut_ref(&self.0, numbers::PAGEMAP_SCAN(), &mut scan) };
+            let Ok(count) = usize::try_from(count) else { return Err(io::Error::last_os_error()) };
+            for region in &regions[..count.min(REGIONS)] {
+                found((region.start - start) / PAGE_SIZE..(region.end - start) / PAGE_SIZE);
+            }
+            if scan.walk_end <= at {
+                return Err(io::Error::other("PAGEMAP_SCAN does not advance"));
+            }
+            at = scan.walk_end;
+        }
+        Ok(())
+    }
+
+    fn read(&self, start: u64, pages: u64, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+        let mut buffer = vec![0; ENTRIES * 8];
+        let mut page = 0;
+        while page < pages {
+            let count = (pages - page).min(ENTRIES as u64);
+            let bytes = &mut buffer[..count as usize * 8];
+            self.0.read_exact_at(bytes, (start / PAGE_SIZE + page) * 8)?;
+            let (entries, _) = bytes.as_chunks::<8>();
+            let there = |index: &u64| u64::from_ne_bytes(entries[*index as usize]) & THERE != 0;
+            let mut at = 0;
+            while let Some(first) = (at..count).find(there) {
+                at = (first..count).find(|index| !there(index)).unwrap_or(count);
+                found(page + first..page + at);
+            }
+            page += count;
+        }
+        Ok(())
+    }
+}
+
+/// Tells `found` which pages of `file` from byte `offset` on, `pages` of them, have content, as runs that rise, counted from `offset`:
+/// for files in memory, those that are in memory or in swap.
+///
+/// # Errors
+/// What the kernel says: EINVAL where the file system cannot tell.
+pub fn data(file: &File, offset: u64, pages: u64, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
+    let seek = |at: u64, whence| {
+        // SAFETY: takes numbers only. The position of the file is nobody's concern: it is read and written by mappings.
+        let at = unsafe { libc::lseek(file.as_raw_fd(), at as libc::off_t, whence) };
+        u64::try_from(at).map_err(|_| io::Error::last_os_error())
+    };
+    let end = offset + pages * PAGE_SIZE;
+    let mut at = offset;
+    while at < end {
+        let start = match seek(at, libc::SEEK_DATA) {
+            // Only a hole is left.
+            Err(error) if error.raw_os_error() == Some(libc::ENXIO) => break,
+            start => start?,
+        };
+        if start >= end {
+            break;
+        }
+        at = seek(start, libc::SEEK_HOLE)?.min(end);
+        found((start.max(offset) - offset) / PAGE_SIZE..(at - offset).div_ceil(PAGE_SIZE));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::sys::mmap::{self, Source};
+
+    const PAGES: u64 = 2000;
+
+    fn touch(mapping: &Mapping, pages: impl IntoIterator<Item = u64>) {
+        pages.into_iter().for_each(|page| mapping.words()[page as usize * 512].store(1, Ordering::Relaxed));
+    }
+
+    #[test]
+    fn pages_that_were_written_are_there_and_no_others() {
+        let mapping = Mapping::new(PAGES * PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap();
+        mapping.advise(libc::MADV_NOHUGEPAGE).unwrap();
+        touch(&mapping, [0, 5, 6, 7, 1999]);
+        // More runs than one call can tell.
+        touch(&mapping, (10..1900).step_by(2));
+        // The kernel's page of zeroes.
+        assert_eq!(mapping.words()[1950 * 512].load(Ordering::Relaxed), 0);
+        let pagemap = Pagemap::open().unwrap();
+        let mut expected: Vec<Range<u64>> = std::iter::once(1..4).collect();
+        expected.extend((10..1900).step_by(2).map(|page| page - 4..page - 3));
+        let mut runs = Vec::new();
+        pagemap.read(mapping.as_ptr() as u64 + 4 * PAGE_SIZE, 1900, &mut |run| runs.push(run)).unwrap();
+        assert_eq!(runs, expected);
+        let mut scanned = Vec::new();
+        match pagemap.scan(mapping.as_ptr() as u64 + 4 * PAGE_SIZE, 1996, &mut |run| scanned.push(run)) {
+            Ok(()) => {
+                // Without the page of zeroes, which the entries cannot tell from others.
+                expected.push(1995..1996);
+                assert_eq!(scanned, expected);
+            }
+            Err(error) => {
+                assert_eq!(error.raw_os_error(), Some(libc::ENOTTY), "{error}");
+                println!("not tested here: PAGEMAP_SCAN (Linux 6.7)");
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_in_memory_has_data_where_it_was_written() {
+        let file = mmap::memfd(c"vellum-test", PAGES * PAGE_SIZE, None).unwrap();
+        let mapping = Mapping::new(PAGES * PAGE_SIZE, PAGE_SIZE, Source::Shared(&file)).unwrap();
+        let _ = mapping.advise(libc::MADV_NOHUGEPAGE);
+        let told = |offset: u64, pages| {
+            let mut runs = Vec::new();
+            data(&file, offset * PAGE_SIZE, pages, |run| runs.push(run)).unwrap();
+            runs
+        };
+        assert!(told(0, PAGES).is_empty());
+        touch(&mapping, [0, 5, 6, 7, 1999]);
+        assert_eq!(told(0, PAGES), [0..1, 5..8, 1999..2000]);
+        assert!(told(6, 1993).into_iter().eq(std::iter::once(0..2)));
+        assert!(told(8, 1991).is_empty());
+    }
+}

@@ -1,0 +1,51 @@
+//! The files of a snapshot: the list of points, a map, and a state, as somebody may have written them.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use vellum::snapshot::layer::{Layers, Reader, sum};
+use vellum::snapshot::manifest::{self, Manifest};
+use vellum::snapshot::state;
+use vellum::sys::mmap::{PAGE_SIZE, memfd};
+
+/// How many pages the machine has.
+const PAGES: u64 = 16;
+
+fn file(bytes: &[u8], len: u64) -> File {
+    let file = memfd(c"fuzz", len, None).unwrap();
+    file.write_all_at(bytes, 0).unwrap();
+    file
+}
+
+/// The target.
+pub fn snapshot(data: &[u8]) {
+    if let Ok(manifest) = Manifest::parse(data, manifest::NAME) {
+        for number in [None, Some(0), Some(u32::MAX)] {
+            if let Ok(chain) = manifest.chain(number) {
+                assert!(chain[0].full && !chain[1..].iter().any(|point| point.full));
+            }
+        }
+        assert_eq!(Manifest::parse(&manifest.bytes(), manifest::NAME).unwrap(), manifest);
+    }
+    if let Ok((machine, sections)) = state::parse(data, "state-0") {
+        let written = state::bytes(&machine, &sections).unwrap();
+        assert_eq!(state::parse(&written, "state-0").unwrap(), (machine, sections));
+    }
+    let entries = &data[..data.len().min(PAGES as usize * 8)];
+    let map = file(entries, PAGES * 8);
+    let mut whole = entries.to_vec();
+    whole.resize(PAGES as usize * 8, 0);
+    let ram = file(data, (PAGES * PAGE_SIZE).max(data.len() as u64));
+    ram.set_len(PAGES * PAGE_SIZE).unwrap();
+    let Ok(reader) = Reader::new(ram, &map, 0, PAGES, sum(&whole)) else { return };
+    let _ = reader.verify();
+    let layers = Layers(vec![reader]);
+    let (mut at, mut buffer) = (0, vec![0; (PAGES * PAGE_SIZE) as usize]);
+    while let Some((run, from)) = layers.next(at..PAGES) {
+        assert!(run.start >= at && !run.is_empty() && run.end <= PAGES);
+        at = run.end;
+        if let Some(layer) = from {
+            let _ = layer.read(run.clone(), &mut buffer[..((run.end - run.start) * PAGE_SIZE) as usize]);
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Bytes of each version of the wire, and of the state of both kinds of machine, as they were committed with it: they are read for as
+//! long as the version is, and today's are those of the newest. A change to what is written wants a new version, and its file here.
+
+#![cfg(target_arch = "x86_64")]
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+use vellum::migration::message::{Message, Misfit, SessionId, Standing, VERSION};
+use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, Run, SUM, Section as Part};
+use vellum::payload::Section;
+use vellum::{guests, machine};
+
+const SESSION: SessionId = SessionId(*b"0123456789abcdef");
+const PAGE: usize = 4096;
+
+fn golden(name: &str) -> Vec<u8> {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
+    std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// Every message there is.
+fn messages() -> Vec<Message> {
+    let misfit = || Misfit {
+        what: "memory".into(),
+        source: "2g".into(),
+        target: "1g".into(),
+        remedy: "more of it".into(),
+    };
+    let all = vec![
+        Message::Hello { versions: [1, 1] },
+        Message::Welcome { version: 1, fence: true },
+        Message::Config { config: serde_json::json!({"kind": "pc", "cpus": 2}), connections: 2 },
+        Message::Fit {},
+        Message::Misfit { misfits: vec![misfit()] },
+        Message::Join { connection: 1 },
+        Message::Joined {},
+        Message::PassEnd { pass: 1, pages: 70 },
+        Message::Again { attempt: 2 },
+        Message::Final { attempt: 2, pages: 80, sections: 7 },
+        Message::Ready { attempt: 2 },
+        Message::Compare { attempt: 2, pages: 80 },
+        Message::Compared { attempt: 2, pages: 80, wrong: 1, first: vec![0x1000] },
+        Message::Commit { attempt: 2 },
+        Message::Done {},
+        Message::Bye { typed: b"ls\r".to_vec() },
+        Message::Refused { why: "no".into() },
+        Message::Abort { why: "enough".into() },
+        Message::Query {},
+        Message::Status { standing: Standing::Uncommitted },
+        Message::Status { standing: Standing::Ran },
+        Message::Status { standing: Standing::Gone },
+    ];
+    // Whoever adds one is led here, and adds it above.
+    for message in &all {
+        match message {
+            Message::Hello { .. } | Message::Welcome { .. } | Message::Config { .. } => {}
+            Message::Fit {} | Message::Misfit { .. } | Message::Join { .. } | Message::Joined {} => {}
+            Message::PassEnd { .. }
+            | Message::Again { .. }
+            | Message::Final { .. }
+            | Message::Ready { .. } => {}
+            Message::Compare { .. } | Message::Compared { .. } | Message::Commit { .. } => {}
+            Message::Done {} | Message::Bye { .. } | Message::Refused { .. } | Message::Abort { .. } => {}
+            Message::Query {} | Message::Status { .. } => {}
+        }
+    }
+    all
+}
+
+/// What a connection carries, as bytes: every message, and a frame of each other kind.
+fn written() -> Vec<u8> {
+    let mut encoder = Encoder::new(SESSION);
+    let mut bytes: Vec<u8> = messages().iter().flat_map(|message| encoder.message(message)).collect();
+    bytes.extend(encoder.section(&Part { name: "vcpu0", version: 1, body: b"{\"a\":1}" }));
+    let run = Run { region: 1, pass: 2, first: 7, pages: 2 };
+    let page: Vec<u8> = (0..2 * PAGE).map(|at| (at / 3) as u8).collect();
+    for (kind, data) in [(Kind::Pages, &page[..]), (Kind::Zeroes, &[])] {
+        bytes.extend(encoder.header(kind, &[&run.bytes(), data]));
+        bytes.extend(run.bytes());
+        bytes.extend(data);
+    }
+    bytes.extend(encoder.sums(&run, &[9; 2 * SUM]));
+    bytes
+}
+
+#[test]
+fn frames_of_every_version_are_read() {
+    for version in 1..=VERSION {
+        let bytes = golden(&format!("wire-{version}"));
+        let (mut decoder, mut rest, mut heard, mut others) =
+            (Decoder::new(None, PAGE as u32), &bytes[..], Vec::new(), 0);
+        while let Some((head, behind)) = rest.split_first_chunk::<HEADER>() {
+            let header = decoder.header(head).unwrap_or_else(|error| panic!("version {version}: {error}"));
+            let (payload, behind) = behind.split_at(header.len as usize);
+            match decoder.payload(&header, payload) {
+                Ok(Frame::Message(message)) => heard.push(message),
+                Ok(_) => others += 1,
+                Err(error) => panic!("version {version}: {error}"),
+            }
+            rest = behind;
+        }
+        assert!(rest.is_empty() && decoder.session() == Some(SESSION));
+        assert_eq!((&heard, others), (&messages(), 4), "version {version}");
+    }
+}
+
+/// To write the file of a new version: `VELLUM_GOLDEN=PATH cargo test --test golden`.
+#[test]
+fn frames_are_written_as_their_version_has_them() {
+    let bytes = written();
+    if let Some(path) = std::env::var_os("VELLUM_GOLDEN") {
+        std::fs::write(path, &bytes).unwrap();
+    }
+    let same = bytes == golden(&format!("wire-{VERSION}"));
+    assert!(
+        same,
+        "what version {VERSION} of the wire writes has changed: raise message::VERSION, and add its file"
+    );
+}
+
+fn sections(all: Vec<Section>) -> Vec<(String, u16, Value)> {
+    let section = |section: Section| {
+        let body = serde_json::from_slice(&section.body).expect("it is JSON");
+        (section.name, section.version, body)
+    };
+    all.into_iter().map(section).collect()
+}
+
+type Saved = (Value, Vec<(String, u16, Value)>);
+
+/// A machine's description and state as they were saved, and as they are saved again by who has read them.
+fn state_is_read_and_written_again(name: &str, again: impl Fn(Value, Vec<Section>) -> (Value, Vec<Section>)) {
+    let (description, saved): Saved = serde_json::from_slice(&golden(name)).expect("it is JSON");
+    let read = saved.iter().map(|(name, version, body)| Section::new(name.clone(), *version, body)).collect();
+    let (described, written) = again(description.clone(), read);
+    assert_eq!(described, description, "{name}: a description is written otherwise");
+    for (was, is) in saved.iter().zip(&sections(written.clone())) {
+        let what = format!(
+            "{name}: section {} is written otherwise: it wants a new version, and a file here",
+            was.0
+        );
+        assert_eq!(was, is, "{what}");
+    }
+    assert_eq!(saved.len(), written.len(), "{name}");
+}
+
+#[test]
+fn the_state_of_a_pc_is_read_and_written_as_its_version_has_it() {
+    state_is_read_and_written_again("pc-1.json", |description, read| {
+        let description = machine::state::Description::from_json(description).expect("it is one");
+        let state = machine::state::State::read(read, 1, ["disk0"]).expect("it is one");
+        (serde_json::to_value(description).expect("plain data"), state.sections(["disk0"]))
+    });
+}
+
+#[test]
+fn the_state_of_a_built_in_guest_is_read_and_written_as_its_version_has_it() {
+    state_is_read_and_written_again("built-in-1.json", |description, read| {
+        let description = guests::state::Description::from_json(description).expect("it is one");
+        let pages = description.memory / description.write.stride;
+        let state = guests::state::State::read(read, description.cpus, pages).expect("it is one");
+        (serde_json::to_value(description).expect("plain data"), state.sections())
+    });
+}

@@ -1,0 +1,31 @@
+//! Random numbers of a test, from a seed that it prints.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// xorshift64. `VELLUM_SEED` repeats a run.
+pub struct Random(u64);
+
+impl Random {
+    /// From `VELLUM_SEED`, or from what the time is.
+    pub fn new() -> Self {
+        let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64);
+        let seed = std::env::var("VELLUM_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(clock);
+        eprintln!("VELLUM_SEED={seed}");
+        // Any state but zero.
+        Self(seed | 1)
+    }
+
+    /// A number below `bound`; 0 where that is 0.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % bound.max(1)
+    }
+}
+
+impl Default for Random {
+    fn default() -> Self {
+        Self::new()
+    }
+}

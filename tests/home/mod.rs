@@ -1,0 +1,170 @@
+//! Where a test's machines have their sockets, and how they are started and ended.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::fs;
+use std::io;
+use std::ops::{Deref, DerefMut};
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use harness::{Failed, LIMIT, ensure, eventually};
+use vellum::control::Do;
+use vellum::control::client::Client;
+
+/// The program.
+pub const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
+
+/// A directory in which a user's machines have their sockets; the mistake that they make, if any.
+pub struct Home(pub PathBuf, Option<&'static str>);
+
+impl Home {
+    pub fn new() -> Result<Self, Failed> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("vellum-home-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir(&path)?;
+        Ok(Self(path, None))
+    }
+
+    /// One whose machines make this mistake, if any.
+    pub fn planted(mistake: Option<&'static str>) -> Result<Self, Failed> {
+        let mut home = Self::new()?;
+        home.1 = mistake;
+        Ok(home)
+    }
+
+    pub fn socket(&self, name: &str) -> PathBuf {
+        self.0.join(format!("vellum/{name}.sock"))
+    }
+
+    pub fn command(&self, arguments: &str) -> Command {
+        let mut command = Command::new(VELLUM);
+        command.args(arguments.split_whitespace()).env("XDG_RUNTIME_DIR", &self.0).stdin(Stdio::null());
+        if let Some(mistake) = self.1 {
+            command.env(vellum::plant::VARIABLE, mistake);
+        }
+        command
+    }
+
+    pub fn vellum(&self, arguments: &str) -> Result<Output, Failed> {
+        Ok(self.command(arguments).output()?)
+    }
+
+    /// What `vellum ctl` prints, which must succeed.
+    pub fn ctl(&self, arguments: &str) -> Result<String, Failed> {
+        let output = self.vellum(&format!("ctl {arguments}"))?;
+        ensure(output.status.success() && output.stderr.is_empty(), || format!("{arguments}: {output:?}"))?;
+        Ok(String::from_utf8(output.stdout)?)
+    }
+
+    /// A built-in guest without an end of its own.
+    pub fn endless(&self, name: &str) -> Result<Machine, Failed> {
+        self.start(name, &mut self.command("run --memory 16m --passes 0"))
+    }
+
+    pub fn start(&self, name: &str, command: &mut Command) -> Result<Machine, Failed> {
+        command.args(["--name", name]).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut machine = Machine { child: Process::spawn(command)?, guards: Vec::new() };
+        let socket = self.socket(name);
+        let answers = || Client::connect(&socket).is_ok_and(|mut client| client.ask(&Do::Status {}).is_ok());
+        let up = eventually(LIMIT, "the machine answers", || {
+            let ended = machine.child.try_wait()?.is_some();
+            Ok((ended || answers()).then_some(!ended))
+        })?;
+        if !up {
+            return Err(format!("it has ended: {:?}", machine.child.output()?).into());
+        }
+        machine.guards = children(machine.child.id())?;
+        Ok(machine)
+    }
+}
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A machine, with the processes that guard its sockets.
+pub struct Machine {
+    /// The machine's process.
+    pub child: Process,
+    guards: Vec<u32>,
+}
+
+/// A process that does not outlive the test that started it, however that ends.
+pub struct Process(Option<Child>);
+
+impl Process {
+    /// Starts it.
+    pub fn spawn(command: &mut Command) -> io::Result<Self> {
+        Ok(Self(Some(command.spawn()?)))
+    }
+
+    /// Waits for its end.
+    pub fn output(mut self) -> io::Result<Output> {
+        self.0.take().expect("nobody else takes it").wait_with_output()
+    }
+}
+
+impl Deref for Process {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        self.0.as_ref().expect("only its end takes it")
+    }
+}
+
+impl DerefMut for Process {
+    fn deref_mut(&mut self) -> &mut Child {
+        self.0.as_mut().expect("only its end takes it")
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.0 {
+            // One that has ended already cannot be killed.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Machine {
+    /// Waits for its end and for the end of its guards, of which there must be one.
+    pub fn end(self) -> Result<Output, Failed> {
+        let output = self.child.output()?;
+        ensure(self.guards.len() == 1, || format!("its guards are {:?}", self.guards))?;
+        for guard in self.guards {
+            eventually(LIMIT, "the guard ends", || {
+                Ok((process(guard).as_deref() != Some("vellum-guard")).then_some(()))
+            })?;
+        }
+        Ok(output)
+    }
+}
+
+/// The name of a process that is not over.
+pub fn process(pid: u32) -> Option<String> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = |key: &str| Some(status.lines().find_map(|line| line.strip_prefix(key))?.trim().to_owned());
+    (!line("State:")?.starts_with('Z')).then(|| line("Name:"))?
+}
+
+fn children(of: u32) -> Result<Vec<u32>, Failed> {
+    let mut children = Vec::new();
+    for entry in fs::read_dir("/proc")?.flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
+            continue;
+        };
+        let stat = fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        // pid (name) state parent …
+        let parent = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1));
+        if parent == Some(&of.to_string()) {
+            children.push(pid);
+        }
+    }
+    Ok(children)
+}

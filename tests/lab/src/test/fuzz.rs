@@ -1,0 +1,125 @@
+//! The fuzz targets, guided by coverage: what `cargo test` runs on their corpus, for as long as is asked for.
+//!
+//! The targets are built as `cargo fuzz` would build them without a sanitizer, which needs no nightly compiler: Rust checks bounds
+//! and overflows itself. What has been found to reach new code is kept in the cache, so that the next run goes on from there.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use super::tally::Tally;
+use super::{Options, here};
+use crate::cache::Cache;
+use crate::{Error, Result, artifacts, tool};
+
+const BED: &str = "fuzz";
+
+/// What libfuzzer's runtime is compiled with.
+pub const PROGRAMS: [&str; 1] = ["g++"];
+
+/// Instruments for libFuzzer, and keeps the checks that a release would leave out.
+const RUSTFLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+                         -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+                         -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 -Cdebug-assertions -Coverflow-checks";
+
+/// libFuzzer's runtime is C++, for which rustup has no static library.
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// What is read of tests/fuzz/Cargo.toml.
+#[derive(Deserialize)]
+struct Manifest {
+    bin: Vec<Named>,
+}
+
+#[derive(Deserialize)]
+struct Named {
+    name: String,
+}
+
+/// For all targets together, where nothing else is asked for.
+const TIME: Duration = Duration::from_secs(600);
+
+/// Runs every target in turn, each for the same share of the time.
+pub fn run(options: &Options, tally: &mut Tally) -> Result<()> {
+    let shell = artifacts::workspace().join("tests/fuzz");
+    let named = |name: &String| options.arguments.is_empty() || options.arguments.contains(name);
+    let targets: Vec<String> = targets(&shell)?.into_iter().filter(named).collect();
+    if targets.is_empty() {
+        return Err(Error::Usage(format!(
+            "-- {}: no fuzz target is called that",
+            options.arguments.join(" ")
+        )));
+    }
+    let cache = Cache::open()?;
+    let build = cache.dir("fuzz/target")?;
+    eprintln!("lab: {BED}: building {}", targets.join(", "));
+    let mut cargo = Command::new(artifacts::cargo());
+    cargo.current_dir(&shell).env("RUSTFLAGS", RUSTFLAGS).env("CARGO_TARGET_DIR", &build);
+    tool::lines(cargo.args(["build", "--release", "--locked", "--bins", "--target", TARGET]), |_| ())?;
+    let share = options.time.unwrap_or(TIME) / targets.len() as u32;
+    for target in &targets {
+        eprintln!("lab: {BED}: {target} for {share:?}");
+        let (found, failures) = (cache.dir(&format!("fuzz/corpus/{target}"))?, cache.dir("fuzz/failures")?);
+        let program = build.join(TARGET).join("release").join(target);
+        let mut last = String::new();
+        let success = here::watched(
+            &mut fuzzer(&program, share, &[&found, &shell.join("corpus").join(target)], &failures),
+            |row| {
+                // A line a new input is too much for a log; what is wrong is not.
+                match row.starts_with('#') {
+                    true => row.clone_into(&mut last),
+                    false => tally.show(row),
+                }
+            },
+        )?;
+        tally.show(&last);
+        if success {
+            tally.pass(BED, target);
+        } else {
+            tally.fail(BED, &format!("{target}: the input is in {}", failures.display()));
+        }
+    }
+    Ok(())
+}
+
+/// The targets that the shell has.
+fn targets(shell: &Path) -> Result<Vec<String>> {
+    let manifest = shell.join("Cargo.toml");
+    let text = fs::read_to_string(&manifest).map_err(Error::file("read", &manifest))?;
+    let parsed: Manifest =
+        toml::from_str(&text).map_err(|error| Error::Usage(format!("{}: {error}", manifest.display())))?;
+    Ok(parsed.bin.into_iter().map(|bin| bin.name).collect())
+}
+
+/// `program` for `time`: new inputs go to the first of `corpora`, those that fail to `failures`.
+fn fuzzer(program: &Path, time: Duration, corpora: &[&PathBuf], failures: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.args(corpora).args([
+        &format!("-max_total_time={}", time.as_secs().max(1)),
+        &format!("-artifact_prefix={}/", failures.display()),
+        // A frame's cap is 64 MiB, and a target that needs a second for an input hangs for its user.
+        "-rss_limit_mb=1024",
+        "-timeout=25",
+        "-print_final_stats=1",
+    ]);
+    command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_target_has_its_corpus() {
+        let shell = artifacts::workspace().join("tests/fuzz");
+        let targets = targets(&shell).unwrap();
+        for target in &targets {
+            let inputs = fs::read_dir(shell.join("corpus").join(target)).unwrap().count();
+            assert!(inputs > 0, "{target}");
+        }
+        assert!(targets.contains(&"migration".to_owned()), "{targets:?}");
+    }
+}

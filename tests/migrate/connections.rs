@@ -1,0 +1,157 @@
+//! Several connections of one migration: what they carry comes together right, the cut of any is the cut of all, and nobody joins who
+//! does not belong.
+
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+
+use harness::{Failed, LIMIT, ensure, eventually, trial};
+use vellum::control::client::Client;
+use vellum::control::{Do, Loses, Migrate, Then, Throttling};
+use vellum::migration::message::{Message, SessionId};
+use vellum::migration::wire::Encoder;
+
+use crate::bed::kvm;
+use crate::home::{Home, Machine};
+use crate::relay::{Fault, relay};
+use crate::{ends_with, every_page_is_right, succeeds, with};
+
+/// Three times from process to process under load, over two connections and over four; then every page is looked at.
+#[trial(kvm())]
+fn a_guest_that_writes_moves_over_several_connections() -> Result<(), Failed> {
+    for connections in [2, 4] {
+        let home = Home::new()?;
+        let workload = "--passes 0 --workload write,order=random,rate=20000,write=80";
+        let mut here = home.run("m0", &format!("run --cpus 2 --memory 64m,slots=3 {workload}"))?;
+        for hop in 0..3 {
+            let (from, to) = (format!("m{hop}"), format!("m{}", hop + 1));
+            let json = home.path("last.json");
+            let there = home.receive(&to, &format!("--json {}", json.display()))?;
+            let more = format!("--connections {connections} --verify --downtime 1s --timeout 10s,then=force");
+            succeeds(&home.migrate(&from, &to, &more)?)?;
+            ends_with(here, 15)?;
+            ensure(home.standing(&to).as_deref() == Some("running"), || format!("{:?}", home.standing(&to)))?;
+            here = there;
+        }
+        succeeds(&home.vellum("ctl m3 stop")?)?;
+        ends_with(here, 0)?;
+        every_page_is_right(&home.path("last.json"))?;
+    }
+    Ok(())
+}
+
+/// The test is the courier: a migration that is slow enough to be caught, over these connections; its session.
+fn under_way(home: &Home, sockets: &[UnixStream]) -> Result<(Client, SessionId), Failed> {
+    let mut machine = Client::connect(&home.socket("here"))?;
+    let asked = Do::Migrate(Migrate {
+        downtime_ms: 300,
+        timeout_ms: None,
+        then: Then::Cancel,
+        bandwidth: Some(4 << 20),
+        throttle: Throttling::Off,
+        tracker: None,
+        loses: Loses::Nothing,
+        liveness_ms: 10_000,
+        verify: false,
+        connections: sockets.len() as u32,
+        fence: false,
+    });
+    let sockets: Vec<_> = sockets.iter().map(AsFd::as_fd).collect();
+    let answer = machine.ask_with(&asked, &sockets)?;
+    let hex = answer["session"].as_str().ok_or("no session")?;
+    let number = u128::from_str_radix(hex, 16)?;
+    eventually(LIMIT, "it is under way", || {
+        Ok((home.standing("there").as_deref() == Some("incoming")).then_some(()))
+    })?;
+    Ok((machine, SessionId(number.to_be_bytes())))
+}
+
+fn both(home: &Home) -> Result<(Machine, Machine), Failed> {
+    let here = home.run("here", "run --memory 64m --passes 0 --workload write,rate=20000")?;
+    // All of it, so that there is something to send.
+    home.has_written("here", 2 * (64 << 20) / 4096)?;
+    Ok((here, home.receive("there", "")?))
+}
+
+#[trial(kvm())]
+fn the_cut_of_any_connection_is_the_cut_of_all() -> Result<(), Failed> {
+    for cut in [0, 1] {
+        let home = Home::new()?;
+        let (here, there) = both(&home)?;
+        relay(home.path("relay.in"), home.path("there.in"), Fault::Cut { back: false, after: 1 << 20 })?;
+        let through =
+            |at: usize| UnixStream::connect(home.path(if at == cut { "relay.in" } else { "there.in" }));
+        let mut events = Client::connect(&home.socket("here"))?;
+        events.ask(&Do::Events {})?;
+        let sockets = [through(0)?, through(1)?];
+        under_way(&home, &sockets)?;
+        drop(sockets);
+        let why = eventually(LIMIT, "it stays", || {
+            let line = events.line()?;
+            Ok((line["event"] == "stayed").then(|| line["why"].to_string()))
+        })?;
+        ensure(why.contains("the link was cut before the hand-over"), || why.clone())?;
+        ends_with(there, 1)?;
+        ensure(home.standing("here").as_deref() == Some("running"), || {
+            format!("{:?}", home.standing("here"))
+        })?;
+        succeeds(&home.vellum("ctl here stop")?)?;
+        ends_with(here, 0)?;
+    }
+    Ok(())
+}
+
+/// Another session's, a number that is taken, the first's own, and one beyond the last: each is closed, and the migration goes on.
+#[trial(kvm())]
+fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (here, there) = both(&home)?;
+    let connect = || UnixStream::connect(home.path("there.in"));
+    let (mut machine, session) = under_way(&home, &[connect()?, connect()?])?;
+    let join = |session: SessionId, connection: u32| -> Result<(), Failed> {
+        let mut stranger = connect()?;
+        stranger.set_read_timeout(Some(LIMIT))?;
+        stranger.write_all(&Encoder::new(session).message(&Message::Join { connection }))?;
+        let mut answer = Vec::new();
+        match stranger.read_to_end(&mut answer) {
+            Ok(0) => Ok(()),
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => Ok(()),
+            other => Err(format!("connection {connection} of {session:?}: {other:?}, {answer:?}").into()),
+        }
+    };
+    join(SessionId([7; 16]), 1)?;
+    // Before it has joined, whoever knows the session may take its place. The first pass begins when all have.
+    let mut events = Client::connect(&home.socket("here"))?;
+    events.ask(&Do::Events {})?;
+    eventually(LIMIT, "both connections have joined", || {
+        Ok((events.line()?["pass"].as_u64() >= Some(1)).then_some(()))
+    })?;
+    for connection in [0, 1, 2, u32::MAX] {
+        join(session, connection)?;
+    }
+    ensure(home.standing("here").as_deref() == Some("migrating"), || format!("{:?}", home.standing("here")))?;
+    machine.ask(&Do::MigrateSet { downtime_ms: Some(5000), bandwidth: Some(1 << 40) })?;
+    ends_with(here, 15)?;
+    succeeds(&home.vellum("ctl there stop")?)?;
+    ends_with(there, 0)?;
+    Ok(())
+}
+
+/// Each connection of `exec:` is a process of its own; one that leads nowhere leaves the guest where it is, and so do too many.
+#[trial(kvm())]
+fn a_command_leads_there_once_for_each_connection() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let here = home.run("here", "run --memory 16m --passes 0")?;
+    let script = home.path("relay.sh");
+    std::fs::write(&script, format!("exec {} receive --relay there\n", crate::home::VELLUM))?;
+    let refused = with(home.vellum("migrate here --connections 17 --to unix:nowhere")?, 2)?;
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    ensure(said.contains("--connections") && said.contains("17"), || said.clone())?;
+    let there = home.run("there", &format!("receive --json {}", home.path("json").display()))?;
+    let line = format!("migrate here --connections 3 --to exec:.$IFS{}", script.display());
+    succeeds(&home.vellum(&line)?)?;
+    ends_with(here, 15)?;
+    succeeds(&home.vellum("ctl there stop")?)?;
+    ends_with(there, 0)?;
+    every_page_is_right(&home.path("json"))
+}

@@ -1,0 +1,63 @@
+//! The disk of a guest that moves: one side writes at a time, and what was flushed stays.
+
+use std::fs;
+use std::path::PathBuf;
+
+use harness::{Failed, LIMIT, ensure, eventually, trial};
+use vellum::migration::message::Message;
+
+use crate::bed::kvm;
+use crate::home::Home;
+use crate::numbered;
+use crate::relay::{bytes, held_back, until_fit};
+
+/// A guest that writes numbers to its disk, flushes and says each. While the source is still there, and the target is killed in the midst
+/// of its writing: no number is left out or said twice, what was flushed is in the image, and nothing older was written over it.
+#[trial(kvm())]
+fn a_disk_has_one_writer_and_keeps_what_was_flushed() -> Result<(), Failed> {
+    const SECTORS: usize = numbered::SECTORS as usize;
+    for irqchip in ["split", "kernel"] {
+        let home = Home::new()?;
+        let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| home.path(name));
+        fs::write(&kernel, numbered::kernel())?;
+        fs::write(&disk, [0; 512 * SECTORS])?;
+        let devices =
+            |serial: &PathBuf| format!("--disk {} --serial file={}", disk.display(), serial.display());
+        let line =
+            format!("run --kernel {} --memory 32m --irqchip {irqchip} {}", kernel.display(), devices(&out));
+        let here = home.run("here", &line)?;
+        // Some laps over the sectors.
+        let said = |file: &PathBuf| Ok((fs::metadata(file)?.len() > 4 * 5 * SECTORS as u64).then_some(()));
+        eventually(LIMIT, "it writes", || said(&out))?;
+        let mut there = home.receive("there", &devices(&far))?;
+        let after = until_fit() + bytes(&[Message::Ready { attempt: 1 }]);
+        let (courier, release) = held_back(&home, after, "--liveness 1h")?;
+        eventually(LIMIT, "the target runs", || {
+            Ok((home.standing("there").as_deref() == Some("running")).then_some(()))
+        })?;
+        let standing = home.standing("here");
+        ensure(standing.as_deref() == Some("handover-unconfirmed"), || format!("it is {standing:?}"))?;
+        let before = fs::read(&out)?;
+        eventually(LIMIT, "it writes on", || said(&far))?;
+        there.child.kill()?;
+        there.child.wait()?;
+        ensure(fs::read(&out)? == before, || "the source has run on".into())?;
+        let all = [before, fs::read(&far)?].concat();
+        let numbers: Vec<u32> =
+            all.as_chunks::<4>().0.iter().map(|number| u32::from_le_bytes(*number)).collect();
+        let wrong = numbers.iter().zip(1..).find(|(number, due)| **number != *due);
+        ensure(wrong.is_none(), || format!("said and due: {wrong:?} of {}", numbers.len()))?;
+        let image = fs::read(&disk)?;
+        let sectors = image.chunks(512).map(|sector| sector[..4].try_into().map(u32::from_le_bytes));
+        let mut written = sectors.collect::<Result<Vec<_>, _>>()?;
+        written.sort_unstable();
+        // The last that was said; the next may have been written, and the one after it where that was about to be said.
+        let last = numbers.len() as u32;
+        let lap = |end: u32| (end + 1 - SECTORS as u32..=end).collect::<Vec<_>>();
+        ensure((last..=last + 2).any(|end| written == lap(end)), || {
+            format!("{last} was flushed: {written:?}")
+        })?;
+        drop((release, courier, here));
+    }
+    Ok(())
+}

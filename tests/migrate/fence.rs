@@ -1,0 +1,133 @@
+//! Two processes of one host share a fence: a link that is lost around COMMIT, with or without one of them, is decided by that, and nobody
+//! connects again or asks.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::Command;
+use std::time::Duration;
+
+use harness::{Failed, LIMIT, ensure, eventually, trial};
+use vellum::migration::message::Message;
+use vellum::migration::wire::{Decoder, Frame, HEADER};
+use vellum::sys::mmap::PAGE_SIZE;
+use vellum::sys::poll::Poll;
+use vellum::sys::socket;
+
+use crate::bed::kvm;
+use crate::home::Home;
+use crate::{ends_with, every_page_is_right, succeeds};
+
+/// A relay that carries the fence, too, and cuts the link at COMMIT, which it delivers or not; before that it kills `victim`.
+fn cut_at_commit(home: &Home, deliver: bool, victim: Option<u32>) -> Result<(), Failed> {
+    let listener = UnixListener::bind(home.path("relay.in"))?;
+    let to = home.path("there.in");
+    std::thread::spawn(move || -> std::io::Result<()> {
+        let (mut source, mut target) = (listener.accept()?.0, UnixStream::connect(&to)?);
+        // A second one would find nobody.
+        drop(listener);
+        let (mut back, mut answers) = (source.try_clone()?, target.try_clone()?);
+        std::thread::spawn(move || drop(std::io::copy(&mut answers, &mut back)));
+        let mut poll = Poll::default();
+        poll.readable(std::os::fd::AsRawFd::as_raw_fd(&source));
+        poll.wait(Some(Duration::from_secs(60)))?;
+        let (mut first, mut fence) = (vec![0; 4096], Vec::new());
+        let count = socket::receive(&source, &mut first, &mut fence)?;
+        first.truncate(count);
+        let fence: Vec<_> = fence.iter().map(AsFd::as_fd).collect();
+        assert_eq!(fence.len(), 1, "HELLO brings the fence");
+        socket::send(&target, &first, &fence)?;
+        let mut decoder = Decoder::new(None, PAGE_SIZE as u32);
+        let hello = first.first_chunk().expect("a whole header");
+        assert_eq!(decoder.header(hello).expect("a header").len as usize, count - HEADER);
+        loop {
+            let mut head = [0; HEADER];
+            source.read_exact(&mut head)?;
+            let header = decoder.header(&head).map_err(std::io::Error::other)?;
+            let mut payload = vec![0; header.len as usize];
+            source.read_exact(&mut payload)?;
+            let frame = decoder.payload(&header, &payload).map_err(std::io::Error::other)?;
+            let commit = matches!(frame, Frame::Message(Message::Commit { .. }));
+            if let Some(victim) = victim.filter(|_| commit) {
+                let _ = Command::new("kill").args(["-KILL", &victim.to_string()]).status();
+            }
+            if !commit || deliver {
+                target.write_all(&head)?;
+                target.write_all(&payload)?;
+            }
+            if commit {
+                let _ = (source.shutdown(Shutdown::Both), target.shutdown(Shutdown::Both));
+                return Ok(());
+            }
+        }
+    });
+    Ok(())
+}
+
+/// COMMIT lost or delivered, and then the link: exactly one has the guest, at once, and no page is wrong.
+#[trial(kvm())]
+fn a_link_that_is_lost_at_commit_is_decided_by_the_fence() -> Result<(), Failed> {
+    for deliver in [false, true] {
+        let home = Home::new()?;
+        let here =
+            home.run("here", &format!("run --memory 8m --passes 0 --json {}", home.path("h").display()))?;
+        let there = home.receive("there", &format!("--json {}", home.path("t").display()))?;
+        cut_at_commit(&home, deliver, None)?;
+        let output = home.migrate("here", "relay", "--liveness 1h --json")?;
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        ensure(!said.contains("unconfirmed"), || said.clone())?;
+        let (json, last) = match output.status.code() {
+            Some(0) => {
+                ends_with(here, 15)?;
+                ("t", ("there", there))
+            }
+            Some(1) => {
+                ends_with(there, 1)?;
+                ("h", ("here", here))
+            }
+            _ => return Err(format!("{output:?}").into()),
+        };
+        let (name, machine) = last;
+        ensure(home.standing(name).as_deref() == Some("running"), || format!("{:?}", home.standing(name)))?;
+        succeeds(&home.vellum(&format!("ctl {name} stop"))?)?;
+        ends_with(machine, 0)?;
+        every_page_is_right(&home.path(json))?;
+    }
+    Ok(())
+}
+
+/// A source that dies when it has committed, before anybody has heard of it: the target runs the guest.
+#[trial(kvm())]
+fn a_source_that_dies_at_commit_leaves_the_guest_to_the_target() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let here = home.run("here", "run --memory 8m --passes 0")?;
+    let there = home.receive("there", &format!("--json {}", home.path("t").display()))?;
+    cut_at_commit(&home, false, Some(here.child.id()))?;
+    let output = home.migrate("here", "relay", "--liveness 1h")?;
+    ensure(output.status.code() == Some(1), || format!("{output:?}"))?;
+    eventually(LIMIT, "the target runs it", || {
+        Ok((home.standing("there").as_deref() == Some("running")).then_some(()))
+    })?;
+    drop(here);
+    succeeds(&home.vellum("ctl there stop")?)?;
+    ends_with(there, 0)?;
+    every_page_is_right(&home.path("t"))
+}
+
+/// A target that dies before it has run the guest: the source runs on, although it has committed.
+#[trial(kvm())]
+fn a_target_that_dies_at_commit_leaves_the_guest_to_the_source() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let here =
+        home.run("here", &format!("run --memory 8m --passes 0 --json {}", home.path("h").display()))?;
+    let there = home.receive("there", "")?;
+    cut_at_commit(&home, false, Some(there.child.id()))?;
+    let output = home.migrate("here", "relay", "--liveness 1h")?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(output.status.code() == Some(1) && said.contains("stays where it is"), || format!("{output:?}"))?;
+    ensure(home.standing("here").as_deref() == Some("running"), || format!("{:?}", home.standing("here")))?;
+    succeeds(&home.vellum("ctl here stop")?)?;
+    ends_with(here, 0)?;
+    every_page_is_right(&home.path("h"))
+}

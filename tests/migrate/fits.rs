@@ -1,0 +1,157 @@
+//! What is decided when a machine comes: whether its TSC fits, and whether all of its memory can be there.
+
+use std::fs;
+use std::os::raw::c_ulong;
+use std::process::Command;
+
+use harness::{Failed, LIMIT, ensure, eventually, trial};
+use serde_json::Value;
+use vellum::migration::message::Message;
+
+use crate::bed::{huge_pages, kvm};
+use crate::home::Home;
+use crate::images::Code;
+use crate::relay::{Part, changed, held_back, until_fit};
+use crate::{ends_with, every_page_is_right, kib, succeeds, with};
+
+/// KVM_CAP_TSC_CONTROL (include/uapi/linux/kvm.h).
+const TSC_CONTROL: c_ulong = 60;
+
+/// The guest's TSC as the planted source has it: a share of what this host's guests have.
+fn planted(khz: &Value, percent: u64) -> Value {
+    khz.as_u64().map(|khz| khz * percent / 100).into()
+}
+
+/// A stream whose guest has a TSC of another frequency, a higher one too, which KVM would take and imitate: refused with both
+/// answers where the host does not scale TSCs, and taken where the target allows it.
+#[trial(kvm())]
+fn a_tsc_of_another_frequency_is_refused_unless_that_is_allowed() -> Result<(), Failed> {
+    let scales = vellum::vm::open()?.check_extension_raw(TSC_CONTROL) > 0;
+    for percent in [110, 90] {
+        let home = Home::new()?;
+        let (relay, json) = (home.path("relay.in"), home.path("json"));
+        let here = home.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
+        let other = move |part: &mut Part| match part {
+            Part::Message(Message::Config { config, .. }) => {
+                config["tsc_khz"] = planted(&config["tsc_khz"], percent)
+            }
+            Part::Section(name, state) if name == "vcpu0" => {
+                state["tsc_khz"] = planted(&state["tsc_khz"], percent)
+            }
+            _ => (),
+        };
+        let line = format!("migrate here --to unix:{}", relay.display());
+        if !scales {
+            let there = home.receive("there", "")?;
+            changed(&relay, home.path("there.in"), other)?;
+            let refused = with(home.vellum(&line)?, 1)?;
+            let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+            let khz =
+                |at: &str| said.split(&format!(" kHz {at}")).next()?.rsplit(' ').next()?.parse::<u64>().ok();
+            let both = khz("here").zip(khz("there"));
+            let named = both.is_some_and(|(here, there)| (there * percent / 100).abs_diff(here) <= 1);
+            ensure(named && said.contains("TSC: ") && said.lines().count() == 1, || said.clone())?;
+            ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+            ends_with(there, 1)?;
+            fs::remove_file(&relay)?;
+        }
+        let allows = home.receive("allows", &format!("--tsc-mismatch allow --json {}", json.display()))?;
+        changed(&relay, home.path("allows.in"), other)?;
+        succeeds(&home.vellum(&line)?)?;
+        ends_with(here, 15)?;
+        succeeds(&home.vellum("ctl allows stop")?)?;
+        ends_with(allows, 0)?;
+        every_page_is_right(&json)?;
+    }
+    Ok(())
+}
+
+/// KiB of the mappings of process `pid` that hold at least `least` KiB: pages that are there.
+fn resident(pid: u32, least: u64) -> Result<u64, Failed> {
+    let maps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
+    let of = |name: &str| -> Vec<u64> { maps.lines().filter_map(|line| kib(line, name)).collect() };
+    let (sizes, plain) = (of("Size:"), of("Rss:"));
+    let huge =
+        of("Private_Hugetlb:").into_iter().zip(of("Shared_Hugetlb:")).map(|(own, shared)| own + shared);
+    let there = sizes.iter().zip(plain.into_iter().zip(huge));
+    Ok(there.filter(|(size, _)| **size >= least).map(|(_, (plain, huge))| plain + huge).sum())
+}
+
+/// A guest that has touched next to nothing: all of its memory is there before the target is ready, on each backing.
+#[trial(kvm())]
+fn memory_is_there_before_the_target_is_ready_where_that_is_asked_for() -> Result<(), Failed> {
+    there_before_ready(&["anonymous", "memfd"])
+}
+
+#[trial(kvm(), huge_pages(2 << 20, MIB / 2))]
+fn huge_pages_are_there_before_the_target_is_ready() -> Result<(), Failed> {
+    there_before_ready(&["hugetlb-2m"])
+}
+
+/// The guest's memory in MiB.
+const MIB: u64 = 64;
+
+fn there_before_ready(backings: &[&str]) -> Result<(), Failed> {
+    for backing in backings {
+        for prealloc in ["on", "off"] {
+            let home = Home::new()?;
+            let kernel = home.path("kernel");
+            fs::write(&kernel, Code::default().spin().elf64())?;
+            let line = format!("run --kernel {} --memory {MIB}m --serial null", kernel.display());
+            let here = home.run("here", &line)?;
+            let memory = format!("--serial null --memory backing={backing},prealloc={prealloc}");
+            let there = home.receive("there", &memory)?;
+            let (courier, release) = held_back(&home, until_fit(), "--downtime 1h")?;
+            eventually(LIMIT, "it is ready", || {
+                Ok((home.standing("there").as_deref() == Some("uncommitted")).then_some(()))
+            })?;
+            let there_is = resident(there.child.id(), MIB << 10)?;
+            ensure((there_is >= MIB << 10) == (prealloc == "on"), || {
+                format!("{backing}, prealloc={prealloc}: {there_is} KiB of {MIB} MiB are there")
+            })?;
+            drop(release);
+            with(courier.output()?, 0)?;
+            ends_with(here, 15)?;
+            succeeds(&home.vellum("ctl there stop")?)?;
+            ends_with(there, 0)?;
+        }
+    }
+    Ok(())
+}
+
+/// More memory than the host has: refused before a page is sent. A target that is ended in the midst of populating ends at once.
+#[trial(kvm())]
+fn memory_that_cannot_all_be_there_is_refused_and_a_signal_ends_populating() -> Result<(), Failed> {
+    let meminfo = fs::read_to_string("/proc/meminfo")?;
+    let available =
+        meminfo.lines().find_map(|line| kib(line, "MemAvailable:")).ok_or("no MemAvailable")? >> 20;
+    let home = Home::new()?;
+    let kernel = home.path("kernel");
+    fs::write(&kernel, Code::default().spin().elf64())?;
+    let run = |name: &str, gib: u64| {
+        home.run(name, &format!("run --kernel {} --memory {gib}g --serial null", kernel.display()))
+    };
+    let large = run("large", available + 2)?;
+    let there = home.receive("there", "--serial null --memory anonymous,prealloc")?;
+    let refused = with(home.migrate("large", "there", "")?, 1)?;
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    ensure(
+        said.contains("memory: ") && said.contains(" is more than the ") && said.lines().count() == 1,
+        || said.clone(),
+    )?;
+    ensure(home.standing("large").as_deref() == Some("running"), || "it does not run on".into())?;
+    ends_with(there, 1)?;
+    drop(large);
+    let _here = run("here", (available / 2).max(1))?;
+    let there = home.receive("there", "--serial null --memory anonymous,prealloc")?;
+    let courier =
+        home.courier(&format!("migrate here --liveness 1h --to unix:{}", home.path("there.in").display()))?;
+    // Some of it is there, and by far not all.
+    eventually(LIMIT, "it populates", || Ok((resident(there.child.id(), 1 << 20)? > 0).then_some(())))?;
+    let standing = home.standing("there");
+    ensure(standing.as_deref() == Some("incoming"), || format!("it is {standing:?}"))?;
+    succeeds(&Command::new("kill").args(["-INT", &there.child.id().to_string()]).output()?)?;
+    ends_with(there, 128 + 2)?;
+    with(courier.output()?, 1)?;
+    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())
+}

@@ -1,0 +1,519 @@
+//! Live migration between processes: `vellum migrate` and `vellum receive`, whole, and what becomes of the guest when one of them dies.
+
+#[path = "../bed/mod.rs"]
+mod bed;
+mod connections;
+mod cuts;
+mod disk;
+mod faults;
+mod fence;
+mod fits;
+#[path = "../home/mod.rs"]
+mod home;
+#[path = "../images/mod.rs"]
+mod images;
+mod numbered;
+mod planted;
+mod relay;
+mod snapshot;
+mod ssh;
+mod trips;
+mod typed;
+mod verify;
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Output, Stdio};
+
+use bed::kvm;
+use harness::{Failed, LIMIT, Trials, ensure, eventually, trial};
+use home::{Home, Machine, Process};
+use images::Code;
+use serde_json::Value;
+use vellum::control::Do;
+use vellum::control::client::Client;
+use vellum::sys::mmap::PAGE_SIZE;
+
+fn main() -> ExitCode {
+    let mut trials = Trials::from_args();
+    planted::add(&mut trials);
+    trips::add_long(&mut trials);
+    trials.run()
+}
+
+impl Home {
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// How the machine `name` stands, as far as it answers.
+    fn standing(&self, name: &str) -> Option<String> {
+        let status = Client::connect(&self.socket(name)).ok()?.ask(&Do::Status {}).ok()?;
+        status["state"].as_str().map(str::to_owned)
+    }
+
+    fn run(&self, name: &str, arguments: &str) -> Result<Machine, Failed> {
+        self.start(name, &mut self.command(arguments))
+    }
+
+    fn receive(&self, name: &str, more: &str) -> Result<Machine, Failed> {
+        let socket = self.path(&format!("{name}.in"));
+        self.run(name, &format!("receive --listen unix:{} {}", socket.display(), patient(more)))
+    }
+
+    fn migrate(&self, from: &str, to: &str, more: &str) -> Result<Output, Failed> {
+        let socket = self.path(&format!("{to}.in"));
+        self.vellum(&format!("migrate {from} --to unix:{} {}", socket.display(), patient(more)))
+    }
+
+    /// Waits until the built-in guest `name` has written so many pages; where its events are told.
+    fn has_written(&self, name: &str, pages: u64) -> Result<Client, Failed> {
+        let mut events = Client::connect(&self.socket(name))?;
+        events.ask(&Do::Events {})?;
+        eventually(LIMIT, "the guest has written enough", || {
+            Ok((events.line()?["done"].as_u64() > Some(pages)).then_some(()))
+        })?;
+        Ok(events)
+    }
+
+    /// A courier that is not waited for.
+    fn courier(&self, arguments: &str) -> Result<Process, Failed> {
+        Ok(Process::spawn(self.command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()))?)
+    }
+}
+
+/// The arguments `more` of one side, for which nobody is gone who is slow, unless they say otherwise: where guests keep every CPU busy,
+/// KVM was seen to take more than ten seconds to make a machine (synchronize_srcu).
+fn patient(more: &str) -> String {
+    if more.contains("--liveness") { more.to_owned() } else { format!("--liveness 5m {more}") }
+}
+
+fn ends_with(machine: Machine, status: i32) -> Result<Output, Failed> {
+    with(machine.end()?, status)
+}
+
+fn with(output: Output, status: i32) -> Result<Output, Failed> {
+    ensure(output.status.code() == Some(status), || format!("not status {status}: {output:?}"))?;
+    Ok(output)
+}
+
+fn succeeds(output: &Output) -> Result<(), Failed> {
+    ensure(output.status.success(), || format!("{output:?}"))
+}
+
+fn figure(result: &Value, name: &str) -> Option<f64> {
+    let figures = result["figures"].as_array()?;
+    figures.iter().find(|figure| figure["name"] == name)?["value"].as_f64()
+}
+
+/// The result of a built-in guest that has ended: every page is right, and there were some.
+fn every_page_is_right(path: &PathBuf) -> Result<(), Failed> {
+    let text = fs::read_to_string(path)?;
+    let result: Value = serde_json::from_str(&text)?;
+    let (checked, wrong) = (figure(&result, "pages_checked"), figure(&result, "wrong_stamps"));
+    let right = checked.is_some_and(|pages| pages > 0.0) && wrong == Some(0.0);
+    ensure(right, || format!("{checked:?} pages, {wrong:?} wrong: {text}"))
+}
+
+/// The number of a line of /proc that has KiB of `name`.
+fn kib(line: &str, name: &str) -> Option<u64> {
+    line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok()
+}
+
+/// The event that says that a machine has moved, and what else it says.
+fn moved(output: &Output) -> Result<Value, Failed> {
+    let mut events =
+        output.stdout.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok());
+    let moved = events.find(|event: &Value| event["event"] == "moved");
+    Ok(moved.ok_or_else(|| format!("no word of it: {output:?}"))?)
+}
+
+/// How often a ring was full.
+fn full(moved: &Value) -> u64 {
+    moved["dirty_ring"]["full"].as_u64().unwrap_or(0)
+}
+
+/// A kernel that counts on its serial port, and never ends.
+fn counting(home: &Home) -> Result<PathBuf, Failed> {
+    let kernel = home.path("kernel");
+    // mov dx, 0x3f8; xor eax, eax
+    // next: out dx, al; inc eax; mov ecx, 256; wait: dec ecx; jnz wait; jmp next
+    let counts = [0x66, 0xba, 0xf8, 0x03, 0x31, 0xc0, 0xee, 0xff, 0xc0, 0xb9, 0, 1, 0, 0, 0xff, 0xc9]
+        .into_iter()
+        .chain([0x75, 0xfc, 0xeb, 0xf2]);
+    fs::write(&kernel, Code::default().bytes(&counts.collect::<Vec<u8>>()).elf64())?;
+    Ok(kernel)
+}
+
+/// What it has written here and then there: no byte is missing, and none comes twice.
+fn has_counted(outputs: &[PathBuf]) -> Result<(), Failed> {
+    let counted = outputs.iter().map(fs::read).collect::<Result<Vec<_>, _>>()?.concat();
+    let wrong = counted.iter().enumerate().find(|(at, byte)| **byte != *at as u8);
+    ensure(wrong.is_none(), || format!("byte {wrong:?} of {} is not the next", counted.len()))
+}
+
+/// A kernel that counts on its serial port goes on where it was: no byte is lost, and none comes twice.
+#[trial(kvm())]
+fn a_pc_moves_with_its_serial_port_and_its_registers() -> Result<(), Failed> {
+    for irqchip in ["split", "kernel"] {
+        let home = Home::new()?;
+        let kernel = counting(&home)?;
+        let (out, far) = (home.path("out"), home.path("far"));
+        let line = format!(
+            "run --kernel {} --memory 32m --irqchip {irqchip} --serial file={} --rng --balloon",
+            kernel.display(),
+            out.display()
+        );
+        let here = home.run("here", &line)?;
+        eventually(LIMIT, "it has counted once round", || {
+            Ok((fs::metadata(&out)?.len() > 256).then_some(()))
+        })?;
+        let devices = format!("--serial file={} --rng --balloon", far.display());
+        let there = home.receive("there", &devices)?;
+        succeeds(&home.migrate("here", "there", "")?)?;
+        ends_with(here, 15)?;
+        eventually(LIMIT, "it counts on", || Ok((fs::metadata(&far)?.len() > 256).then_some(())))?;
+        succeeds(&home.vellum("ctl there stop")?)?;
+        ends_with(there, 0)?;
+        has_counted(&[out, far])?;
+    }
+    Ok(())
+}
+
+/// A PC that writes to one page after the other, whose rings are full on the way, and which looks whether each page holds what it
+/// wrote there the last time. Its first migration is cancelled: where KVM goes on in the rings is known to the second one.
+#[trial(kvm())]
+fn a_pc_with_a_ring_moves_and_finds_every_page_as_it_left_it() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let kernel = home.path("kernel");
+    // mov dx, 0x3f8; xor eax, eax; xor ebx, ebx; xor esi, esi
+    let mut code = vec![0x66, 0xba, 0xf8, 0x03, 0x31, 0xc0, 0x31, 0xdb, 0x31, 0xf6];
+    // next: out dx, al; inc eax; cmp [rbx + 8 MiB], esi; jne wrong; lea edi, [rsi + 1]; mov [rbx + 8 MiB], edi
+    code.extend([0xee, 0xff, 0xc0, 0x39, 0xb3, 0, 0, 0x80, 0, 0x75, 0x1b, 0x8d, 0x7e, 1]);
+    code.extend([0x89, 0xbb, 0, 0, 0x80, 0]);
+    // add ebx, 4096; and ebx, 16 MiB - 4096; jnz next; inc esi; jmp next; wrong: ud2, which no table handles
+    code.extend([
+        0x81, 0xc3, 0, 0x10, 0, 0, 0x81, 0xe3, 0, 0xf0, 0xff, 0, 0x75, 0xde, 0xff, 0xc6, 0xeb, 0xda,
+    ]);
+    code.extend([0x0f, 0x0b]);
+    fs::write(&kernel, Code::default().bytes(&code).elf64())?;
+    let out = ["out", "far"].map(|name| home.path(name));
+    let serial = |at: usize| format!("--serial file={} --dirty-ring=1024", out[at].display());
+    let line = format!("run --kernel {} --memory 32m {}", kernel.display(), serial(0));
+    let here = home.run("here", &line)?;
+    let grows = |at: usize| -> Result<(), Failed> {
+        let was = fs::metadata(&out[at])?.len();
+        // Every page, twice.
+        eventually(LIMIT, "it goes on", || Ok((fs::metadata(&out[at])?.len() > was + 8192).then_some(())))
+    };
+    grows(0)?;
+    let nobody = home.receive("nobody", "--serial null")?;
+    let to = home.path("nobody.in");
+    let courier =
+        home.courier(&format!("migrate here --liveness 5m --bandwidth 4m --to unix:{}", to.display()))?;
+    eventually(LIMIT, "a ring has been full", || {
+        let status = Client::connect(&home.socket("here"))?.ask(&Do::Status {})?;
+        Ok((status["tracker"] == "ring" && full(&status) > 1).then_some(()))
+    })?;
+    succeeds(&home.vellum("ctl here migrate-cancel")?)?;
+    with(courier.output()?, 1)?;
+    ends_with(nobody, 1)?;
+    grows(0)?;
+    let before = Client::connect(&home.socket("here"))?.ask(&Do::Status {})?;
+    let there = home.receive("there", &serial(1))?;
+    let output =
+        home.migrate("here", "there", "--bandwidth 100m --downtime 20ms --timeout 2s,then=force --json")?;
+    succeeds(&output)?;
+    ends_with(here, 15)?;
+    let moved = moved(&output)?;
+    ensure(moved["tracker"] == "ring" && full(&moved) > full(&before), || format!("{before}, {moved}"))?;
+    grows(1)?;
+    succeeds(&home.vellum("ctl there stop")?)?;
+    ends_with(there, 0)?;
+    has_counted(&out)
+}
+
+/// Where nothing is asked for, logs are all set at first, unless this kernel is known to lose pages of such with this machine's
+/// memslots, and then the result says why.
+#[trial(kvm())]
+fn the_default_tracker_depends_on_what_the_host_is_known_to_lose() -> Result<(), Failed> {
+    let doctor = String::from_utf8(Home::new()?.vellum("doctor")?.stdout)?;
+    let loses = doctor.contains("this kernel loses");
+    // One memslot begins with memory itself, which is safe. Whether others are is a test of `dirty::log`.
+    for slots in 1..=5 {
+        let home = Home::new()?;
+        let here = home.run("here", &format!("run --memory 8m,slots={slots} --passes 0"))?;
+        let there = home.receive("there", "")?;
+        let output = home.migrate("here", "there", "--json --downtime 1s --timeout 3s,then=force")?;
+        succeeds(&output)?;
+        ends_with(here, 15)?;
+        let moved = moved(&output)?;
+        let expected = match moved["tracker_why"].as_str() {
+            Some(why) if loses && why.contains("vellum doctor") => "manual-protect",
+            _ => "initially-set",
+        };
+        ensure(moved["tracker"] == expected, || format!("{slots}: {moved}"))?;
+        ensure(slots > 1 || expected == "initially-set", || moved.to_string())?;
+        succeeds(&home.vellum("ctl there stop")?)?;
+        ends_with(there, 0)?;
+    }
+    Ok(())
+}
+
+/// A ring is a machine's from its beginning on, and excludes what else there is.
+#[trial(kvm())]
+fn a_tracker_that_the_machine_does_not_have_is_refused() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let _with = home.run("with", "run --memory 8m --passes 0 --dirty-ring")?;
+    let _without = home.run("without", "run --memory 8m --passes 0")?;
+    let _there = home.receive("there", "")?;
+    for (machine, tracker, says) in [
+        ("without", "ring", "--dirty-ring"),
+        ("with", "bitmap", "ring would work"),
+        ("with", "manual-protect", "ring would work"),
+        ("with", "initially-set", "ring would work"),
+    ] {
+        let refused = with(home.migrate(machine, "there", &format!("--tracker {tracker}"))?, 2)?;
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        let named = said.contains(&format!("--tracker {tracker}")) && said.contains(says);
+        ensure(named && said.lines().count() == 1, || said.clone())?;
+        ensure(home.standing(machine).as_deref() == Some("running"), || format!("{machine} is gone"))?;
+    }
+    for line in
+        ["run --dirty-ring=1000", "run --dirty-ring=512", "receive --listen unix:nowhere --dirty-ring=3"]
+    {
+        let refused = with(home.vellum(line)?, 2)?;
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        ensure(said.contains("--dirty-ring=") && said.contains("a power of two from 1024"), || said.clone())?;
+    }
+    Ok(())
+}
+
+/// Each way to a target, the relay of `ssh:` among them; TCP that others could read is refused on both sides.
+#[trial(kvm())]
+fn a_target_is_reached_by_tcp_by_a_command_and_by_the_relay() -> Result<(), Failed> {
+    let home = Home::new()?;
+    // A port that nobody has: the kernel's choice, given back.
+    let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let tcp = format!("tcp:127.0.0.1:{port}");
+    // A command is a word here, so it has no blanks.
+    let script = home.path("relay.sh");
+    fs::write(&script, format!("exec {} receive --relay m2\n", home::VELLUM))?;
+    let mut here = home.run("m0", "run --memory 8m --passes 0 --workload write,rate=1000")?;
+    let hops = [
+        ("m1", format!("receive --listen {tcp}"), tcp),
+        ("m2", "receive".to_owned(), format!("exec:.{}", script.display())),
+    ];
+    for (at, (name, receive, to)) in hops.into_iter().enumerate() {
+        let json = home.path("json");
+        let there = home.run(name, &format!("{receive} --json {}", json.display()))?;
+        // `.` reads the script in the shell that runs the command; a blank goes between by `$IFS`.
+        let to = to.replace("exec:.", "exec:.$IFS");
+        succeeds(&home.vellum(&format!("migrate m{at} --to {to}"))?)?;
+        ends_with(here, 15)?;
+        here = there;
+    }
+    succeeds(&home.vellum("ctl m2 stop")?)?;
+    ends_with(here, 0)?;
+    every_page_is_right(&home.path("json"))?;
+    let here = home.run("here", "run --memory 8m --passes 0")?;
+    for line in ["migrate here --to tcp:192.0.2.1:1", "receive --listen tcp:0.0.0.0:0"] {
+        let refused = with(home.vellum(line)?, 2)?;
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        ensure(said.contains("--insecure-network") && said.lines().count() == 1, || said.clone())?;
+    }
+    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+    drop(here);
+    Ok(())
+}
+
+/// What the user has paused arrives paused, and goes on when it is resumed.
+#[trial(kvm())]
+fn a_paused_guest_arrives_paused() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let here = home.run("here", "run --memory 16m --passes 0")?;
+    let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
+    succeeds(&home.migrate("here", "there", "--paused")?)?;
+    ends_with(here, 15)?;
+    ensure(home.standing("there").as_deref() == Some("paused"), || format!("{:?}", home.standing("there")))?;
+    succeeds(&home.vellum("ctl there resume")?)?;
+    ensure(home.standing("there").as_deref() == Some("running"), || "it does not go on".into())?;
+    succeeds(&home.vellum("ctl there stop")?)?;
+    ends_with(there, 0)?;
+    every_page_is_right(&home.path("json"))
+}
+
+/// More and more of its time is asked for from a guest that writes all of its memory in each pass, until it may stand still for as
+/// long as that takes. That
+/// vCPUs nap for as long as they are asked is a trial of `workload`.
+#[trial(kvm())]
+fn time_is_asked_for_from_a_guest_that_is_faster_than_its_link() -> Result<(), Failed> {
+    for (how, ring) in
+        [("steps", ""), ("dirty-limit", ""), ("steps", "--dirty-ring=1024"), ("dirty-limit", "--dirty-ring")]
+    {
+        let home = Home::new()?;
+        let line = format!("run --memory 2m --passes 0 --workload write,rate=20000 {ring}");
+        let here = home.run("here", &line)?;
+        let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
+        // A guest that has only begun has little to send.
+        let mut events = home.has_written("here", 4 * (2 << 20) / PAGE_SIZE)?;
+        let to = home.path("there.in");
+        let limits = "--bandwidth 8m --downtime 10ms";
+        let courier = home.courier(&format!(
+            "migrate here --liveness 5m --throttle {how} {limits} --to unix:{}",
+            to.display()
+        ))?;
+        eventually(LIMIT, "time is taken from it", || {
+            Ok((events.line()?["throttle_percent"].as_u64() >= Some(20)).then_some(()))
+        })?;
+        let moves = Do::MigrateSet { downtime_ms: Some(60_000), bandwidth: None };
+        Client::connect(&home.socket("here"))?.ask(&moves)?;
+        succeeds(&courier.output()?)?;
+        ends_with(here, 15)?;
+        succeeds(&home.vellum("ctl there stop")?)?;
+        ends_with(there, 0)?;
+        every_page_is_right(&home.path("json"))?;
+    }
+    Ok(())
+}
+
+/// A migration that is slow enough to be caught in its middle.
+fn under_way(home: &Home) -> Result<(Machine, Machine, Process), Failed> {
+    let here = home.run("here", "run --memory 64m --passes 0 --workload write,rate=1000")?;
+    let there = home.receive("there", "")?;
+    let to = home.path("there.in");
+    let line = format!("migrate here --liveness 5m --bandwidth 1m --to unix:{}", to.display());
+    let courier = home.courier(&line)?;
+    eventually(LIMIT, "it is under way", || {
+        let (here, there) = (home.standing("here"), home.standing("there"));
+        Ok(((here.as_deref(), there.as_deref()) == (Some("migrating"), Some("incoming"))).then_some(()))
+    })?;
+    Ok((here, there, courier))
+}
+
+fn stays(home: &Home, here: Machine, courier: Process) -> Result<(), Failed> {
+    let output = with(courier.output()?, 1)?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(said.contains("stays where it is") && said.lines().count() == 1, || said.clone())?;
+    ensure(home.standing("here").as_deref() == Some("running"), || format!("{:?}", home.standing("here")))?;
+    succeeds(&home.vellum("ctl here stop")?)?;
+    ends_with(here, 0).map(drop)
+}
+
+#[trial(kvm())]
+fn a_target_that_dies_leaves_the_guest_where_it_is() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (here, there, courier) = under_way(&home)?;
+    drop(there);
+    stays(&home, here, courier)
+}
+
+#[trial(kvm())]
+fn a_source_that_dies_leaves_no_machine_behind() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (here, there, courier) = under_way(&home)?;
+    drop(here);
+    let output = ends_with(there, 1)?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(said.contains("no machine has come"), || said.clone())?;
+    with(courier.output()?, 1).map(drop)
+}
+
+#[trial(kvm())]
+fn a_migration_is_cancelled_by_ctl_and_by_a_signal() -> Result<(), Failed> {
+    for by_signal in [false, true] {
+        let home = Home::new()?;
+        let (here, there, courier) = under_way(&home)?;
+        if by_signal {
+            let pid = courier.id().to_string();
+            succeeds(&Command::new("kill").args(["-INT", &pid]).output()?)?;
+        } else {
+            succeeds(&home.vellum("ctl here migrate-cancel")?)?;
+        }
+        stays(&home, here, courier)?;
+        ends_with(there, 1)?;
+    }
+    Ok(())
+}
+
+/// A courier that is killed stops nothing: the limits can still be changed, and another one hears how it ends.
+#[trial(kvm())]
+fn a_courier_that_is_killed_stops_nothing() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (here, there, courier) = under_way(&home)?;
+    drop(courier);
+    ensure(home.standing("here").as_deref() == Some("migrating"), || "it has stopped".into())?;
+    let second = home.migrate("here", "there", "")?;
+    let said = String::from_utf8_lossy(&second.stderr).into_owned();
+    ensure(second.status.code() == Some(1) && said.contains("is under way"), || said.clone())?;
+    let attached = home.courier("migrate here --attach")?;
+    succeeds(&home.vellum("ctl here migrate-set --bandwidth 1g")?)?;
+    with(attached.output()?, 0)?;
+    ends_with(here, 15)?;
+    succeeds(&home.vellum("ctl there stop")?)?;
+    ends_with(there, 0).map(drop)
+}
+
+#[trial(kvm())]
+fn what_does_not_fit_is_named_and_nothing_is_left() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let here = home.run("here", "run --memory 16m --passes 0")?;
+    let there = home.receive("there", "--rng")?;
+    let output = home.migrate("here", "there", "")?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(output.status.code() == Some(1) && said.contains("rng: a guest without devices here"), || {
+        said.clone()
+    })?;
+    ends_with(there, 1)?;
+    let huge = home.receive("huge", "--memory backing=hugetlb-1g")?;
+    let output = home.migrate("here", "huge", "")?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(output.status.code() == Some(1) && said.contains("memory: 16m here, 16m is too small"), || {
+        said.clone()
+    })?;
+    ends_with(huge, 1)?;
+    let kernel = home.path("kernel");
+    fs::write(&kernel, Code::default().spin().elf64())?;
+    let line = format!("run --kernel {} --memory 32m --serial null --rng", kernel.display());
+    let pc = home.run("pc", &line)?;
+    let bare = home.receive("bare", "--serial null --balloon")?;
+    let output = home.migrate("pc", "bare", "")?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let both = said.contains("rng: present here, missing there") && said.contains("balloon: missing here");
+    ensure(output.status.code() == Some(1) && both, || said.clone())?;
+    ensure(home.standing("pc").as_deref() == Some("running"), || "it does not run on".into())?;
+    ends_with(bare, 1)?;
+    drop(pc);
+    let output = home.migrate("here", "nobody", "")?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(output.status.code() == Some(1) && said.contains("is `vellum receive` waiting there?"), || {
+        said.clone()
+    })?;
+    ensure(home.standing("here").as_deref() == Some("running"), || format!("{:?}", home.standing("here")))?;
+    succeeds(&home.vellum("ctl here stop")?)?;
+    ends_with(here, 0).map(drop)
+}
+
+/// A peer that speaks something else, whatever it says.
+#[trial(kvm())]
+fn strangers_are_sent_away_and_a_source_still_comes() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let there = home.receive("there", "")?;
+    for noise in
+        [&b"GET / HTTP/1.1\r\nHost: there\r\nAccept: everything and more\r\n\r\n"[..], &[0; 100], b"VLMG"]
+    {
+        let mut stranger = UnixStream::connect(home.path("there.in"))?;
+        stranger.write_all(noise)?;
+        if noise.len() >= 48 {
+            // Sent away; what else it had to say may make that a reset.
+            let _ = stranger.read(&mut [0; 1]);
+        }
+    }
+    let here = home.run("here", "run --memory 16m --passes 0")?;
+    succeeds(&home.migrate("here", "there", "")?)?;
+    ends_with(here, 15)?;
+    succeeds(&home.vellum("ctl there stop")?)?;
+    ends_with(there, 0).map(drop)
+}

@@ -1,0 +1,211 @@
+//! Mistakes that a migration could make, planted in both processes (`vellum::plant`): each is caught, and without it the same trial
+//! passes.
+
+use std::fs;
+
+use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually};
+use vellum::plant::{IMPOSSIBLE, POSSIBLE};
+
+use crate::bed::kvm;
+use crate::home::{Home, Machine};
+use crate::images::Code;
+use crate::{ends_with, every_page_is_right, numbered, succeeds};
+
+/// A migration that a mistake spoils.
+#[derive(Clone, Copy)]
+struct Case {
+    /// What may be planted.
+    mistakes: &'static [&'static str],
+    /// Which guest, and how it moves.
+    guest: Guest,
+    migrate: &'static str,
+    /// What the source or the target says then.
+    says: &'static str,
+}
+
+#[derive(Clone, Copy)]
+enum Guest {
+    /// A built-in one, run with this.
+    BuiltIn(&'static str),
+    /// A PC that writes to its disk, and whose disk writes to its memory.
+    Disk,
+    /// A PC that fills pages and empties them again.
+    Empties,
+}
+
+const DIFFERS: &str = "the target's memory differs in";
+
+/// How often a mistake may go by: some are about what is written in a fraction of a millisecond.
+const TRIES: usize = 5;
+
+const CASES: [Case; 8] = [
+    // Without a limit all pages are written all the time, and owed.
+    Case {
+        mistakes: &["dropped-bit"],
+        guest: Guest::BuiltIn("--cpus 2 --memory 8m,slots=3 --workload write,order=random"),
+        migrate: "--verify --downtime 1s --timeout 1s,then=force",
+        says: DIFFERS,
+    },
+    // Here the last pass owes little, and what is written right before it is news.
+    Case {
+        mistakes: &["no-last-harvest", "harvest-before-save"],
+        guest: Guest::BuiltIn("--cpus 2 --memory 64m,slots=3 --workload write,order=random,rate=50000"),
+        migrate: "--verify --downtime 1s --timeout 3s,then=force",
+        says: DIFFERS,
+    },
+    // What is lost in a pass that takes a second is not written again in those that take milliseconds.
+    Case {
+        mistakes: &["read-before-clear"],
+        guest: Guest::BuiltIn("--memory 8m,slots=3 --workload write,order=random,rate=4000"),
+        migrate: "--verify --bandwidth 8m --tracker manual-protect --downtime 10ms --timeout 10s,then=force",
+        says: DIFFERS,
+    },
+    Case {
+        mistakes: &["own-slot-left-out"],
+        guest: Guest::BuiltIn("--memory 8m --workload write,rate=4000"),
+        migrate: "--verify --downtime 1s --timeout 10s,then=force",
+        says: DIFFERS,
+    },
+    Case {
+        mistakes: &["vmm-writes-left-out"],
+        guest: Guest::Disk,
+        migrate: "--verify --bandwidth 1m --timeout 10s,then=force",
+        says: DIFFERS,
+    },
+    Case {
+        mistakes: &["zero-skipped"],
+        guest: Guest::Empties,
+        migrate: "--verify --bandwidth 8m --downtime 1s --timeout 2s,then=force",
+        says: DIFFERS,
+    },
+    Case {
+        mistakes: &["chunk-changes-connection"],
+        guest: Guest::BuiltIn("--memory 8m --workload write,order=random"),
+        migrate: "--connections 2 --downtime 1s --timeout 1s,then=force",
+        says: "which is another connection's",
+    },
+    Case {
+        mistakes: &["sum-of-live-memory"],
+        guest: Guest::BuiltIn("--memory 2m --workload write,order=random"),
+        migrate: "--downtime 1s --timeout 1s,then=force",
+        says: "the checksum of a payload of",
+    },
+];
+
+/// A trial for each mistake, and one for each case without any.
+pub fn add(trials: &mut Trials) {
+    for case in CASES {
+        let name = |mistake: &str| format!("planted_{mistake}_is_caught");
+        trials.add(format!("without_{}_it_moves", case.mistakes.join("_")), kvm(), move || {
+            let (moved, said) = case.run(None)?;
+            ensure(moved, || said)
+        });
+        for mistake in case.mistakes {
+            trials.add(name(mistake), kvm(), move || -> Result<Completion, Failed> {
+                if !POSSIBLE {
+                    return Ok(Completion::ignored_with(IMPOSSIBLE));
+                }
+                for _ in 0..TRIES {
+                    let (moved, said) = case.run(Some(mistake))?;
+                    ensure(moved || said.contains(case.says), || said)?;
+                    if !moved {
+                        return Ok(Completion::Completed);
+                    }
+                }
+                Err(format!("nobody has noticed in {TRIES} migrations").into())
+            });
+        }
+    }
+    trials.add("planted_locks-not-retaken_is_caught", kvm(), || match POSSIBLE {
+        true => ensure(!refused(Some("locks-not-retaken"))?, || "nobody notices".into())
+            .map(|()| Completion::Completed),
+        false => Ok(Completion::ignored_with(IMPOSSIBLE)),
+    });
+}
+
+impl Case {
+    /// Whether the guest moves, and what both sides say.
+    fn run(self, mistake: Option<&'static str>) -> Result<(bool, String), Failed> {
+        let home = Home::planted(mistake)?;
+        let (here, receive) = self.guest.start(&home)?;
+        let there = home.receive("there", &receive)?;
+        let output = home.migrate("here", "there", self.migrate)?;
+        let mut said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let moved = output.status.success();
+        let (last, other) = if moved { (("there", there), here) } else { (("here", here), there) };
+        said += &String::from_utf8_lossy(&ends_with(other, if moved { 15 } else { 1 })?.stderr);
+        let (name, machine) = last;
+        succeeds(&home.vellum(&format!("ctl {name} stop"))?)?;
+        let end = machine.end()?;
+        said += &String::from_utf8_lossy(&end.stderr);
+        if moved && matches!(self.guest, Guest::BuiltIn(_)) {
+            every_page_is_right(&home.path("there.json"))?;
+        }
+        Ok((moved, said))
+    }
+}
+
+impl Guest {
+    /// The guest, and the options of its target.
+    fn start(self, home: &Home) -> Result<(Machine, String), Failed> {
+        let [kernel, disk] = ["kernel", "disk"].map(|name| home.path(name));
+        let pc = |image: Vec<u8>, devices: &str| -> Result<Machine, Failed> {
+            fs::write(&kernel, image)?;
+            home.run("here", &format!("run --kernel {} --memory 32m {devices}", kernel.display()))
+        };
+        Ok(match self {
+            Self::BuiltIn(line) => {
+                let machine = home.run("here", &format!("run --passes 0 {line}"))?;
+                // A guest that has only begun has little to lose.
+                home.has_written("here", 4 * (8 << 20) / 4096)?;
+                (machine, format!("--json {}", home.path("there.json").display()))
+            }
+            Self::Disk => {
+                fs::write(&disk, [0; 512 * numbered::SECTORS as usize])?;
+                let devices = format!("--serial null --disk {}", disk.display());
+                (pc(numbered::kernel(), &devices)?, devices)
+            }
+            Self::Empties => {
+                // xor ecx, ecx; round: xor ecx, 1; xor ebx, ebx; page: mov [rbx + 8 MiB], ecx; add ebx, 4096
+                let mut code = vec![0x31, 0xc9, 0x83, 0xf1, 1, 0x31, 0xdb, 0x89, 0x8b, 0, 0, 0x80, 0];
+                code.extend([0x81, 0xc3, 0, 0x10, 0, 0]);
+                // cmp ebx, 1 MiB; jb page; jmp round
+                code.extend([0x81, 0xfb, 0, 0, 0x10, 0, 0x72, 0xec, 0xeb, 0xe5]);
+                let (serial, code) = (home.path("serial"), Code::default().print("A").bytes(&code));
+                let machine = pc(code.elf64(), &format!("--serial file={}", serial.display()))?;
+                eventually(LIMIT, "it begins", || Ok((fs::metadata(&serial)?.len() > 0).then_some(())))?;
+                (machine, "--serial null".into())
+            }
+        })
+    }
+}
+
+/// A target that cannot have its disk refuses the guest, which goes on where it was, with the lock of its own disk.
+fn refused(mistake: Option<&'static str>) -> Result<bool, Failed> {
+    let home = Home::planted(mistake)?;
+    let [kernel, disk, other] = ["kernel", "disk", "other"].map(|name| home.path(name));
+    fs::write(&kernel, Code::default().spin().elf64())?;
+    let pc = |disk: &std::path::Path| {
+        let (kernel, disk) = (kernel.display(), disk.display());
+        format!("run --kernel {kernel} --memory 32m --serial null --disk {disk}")
+    };
+    [&disk, &other].into_iter().try_for_each(|disk| fs::write(disk, [0; 4096]))?;
+    let _here = home.start("here", &mut home.command(&pc(&disk)))?;
+    let _holds = home.start("holds", &mut home.command(&pc(&other)))?;
+    let there = home.receive("there", &format!("--serial null --disk {}", other.display()))?;
+    let output = home.migrate("here", "there", "")?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(output.status.code() == Some(1) && said.contains("in use"), || said.clone())?;
+    ends_with(there, 1)?;
+    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+    match home.start("second", &mut home.command(&pc(&disk))) {
+        Ok(_) => Ok(false),
+        Err(error) if error.message().is_some_and(|said| said.contains("in use")) => Ok(true),
+        Err(error) => Err(error),
+    }
+}
+
+#[harness::trial(kvm())]
+fn a_guest_that_is_refused_goes_on_with_the_lock_of_its_disk() -> Result<(), Failed> {
+    ensure(refused(None)?, || "a second machine has its disk".into())
+}

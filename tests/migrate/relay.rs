@@ -1,0 +1,165 @@
+//! A relay between source and target, which cuts their connection or holds it up.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use harness::Failed;
+use serde_json::Value;
+use vellum::migration::message::{Message, SessionId};
+use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Section};
+use vellum::sys::mmap::PAGE_SIZE;
+
+use crate::home::{Home, Process};
+
+/// What a relay does to the first connection.
+pub enum Fault {
+    None,
+    /// Cuts it after so many bytes to the target, or so many back.
+    Cut {
+        back: bool,
+        after: u64,
+    },
+    /// Holds what comes back after so many bytes until something is received, or the sender is gone.
+    Hold {
+        after: u64,
+        until: Receiver<()>,
+    },
+}
+
+/// Bytes of these messages on a link.
+pub fn bytes(messages: &[Message]) -> u64 {
+    let mut encoder = Encoder::new(SessionId([0; 16]));
+    messages.iter().map(|message| encoder.message(message).len() as u64).sum()
+}
+
+/// What the target says until it waits for COMMIT, READY left out.
+pub fn until_fit() -> u64 {
+    bytes(&[Message::Welcome { version: 1, fence: false }, Message::Fit {}])
+}
+
+/// Carries bytes from one unix socket to another; how many each way.
+pub fn relay(from: PathBuf, to: PathBuf, fault: Fault) -> Result<Arc<[AtomicU64; 2]>, Failed> {
+    let listener = UnixListener::bind(from)?;
+    let carried = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
+    let counts = carried.clone();
+    std::thread::spawn(move || {
+        let mut fault = fault;
+        while let Ok((source, _)) = listener.accept() {
+            let Ok(target) = UnixStream::connect(&to) else { continue };
+            let (cut, mut hold) = match std::mem::replace(&mut fault, Fault::None) {
+                Fault::None => (None, None),
+                Fault::Cut { back, after } => (Some((back, after)), None),
+                Fault::Hold { after, until } => (None, Some((after, until))),
+            };
+            for (at, back) in [false, true].into_iter().enumerate() {
+                let (Ok(here), Ok(there)) = (source.try_clone(), target.try_clone()) else { continue };
+                let (mut from, mut to) = if back { (there, here) } else { (here, there) };
+                let mut left = cut.filter(|(of, _)| *of == back).map(|(_, bytes)| bytes);
+                let mut hold = hold.take_if(|_| back);
+                let counts = counts.clone();
+                std::thread::spawn(move || {
+                    let mut buffer = vec![0; 64 << 10];
+                    while let Ok(count @ 1..) = from.read(&mut buffer) {
+                        let pass = left.map_or(count, |left| count.min(left as usize));
+                        let mut rest = &buffer[..pass];
+                        let before = counts[at].fetch_add(pass as u64, Ordering::Relaxed);
+                        let mut sent = Ok(());
+                        if let Some((after, until)) = hold.take_if(|(after, _)| before + pass as u64 > *after)
+                        {
+                            let (first, second) = rest.split_at(after.saturating_sub(before) as usize);
+                            sent = to.write_all(first);
+                            // Where the other end is gone nobody holds it any more either.
+                            let _ = until.recv();
+                            rest = second;
+                        }
+                        let sent = sent.and_then(|()| to.write_all(rest));
+                        left = left.map(|left| left - pass as u64);
+                        if sent.is_err() || left == Some(0) {
+                            break;
+                        }
+                    }
+                    let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+                });
+            }
+        }
+    });
+    Ok(carried)
+}
+
+/// A courier between `here` and `there`, and what it was told by then to hold back until `release` is dropped.
+pub fn held_back(home: &Home, after: u64, more: &str) -> Result<(Process, Sender<()>), Failed> {
+    let (release, until) = channel();
+    relay(home.path("relay.in"), home.path("there.in"), Fault::Hold { after, until })?;
+    let line = format!("migrate here --to unix:{} {}", home.path("relay.in").display(), crate::patient(more));
+    Ok((home.courier(&line)?, release))
+}
+
+/// A part of a stream that can be read and changed.
+pub enum Part {
+    Message(Message),
+    /// Its name and its content.
+    Section(String, Value),
+}
+
+/// Carries what comes back from `to` to whoever connects at `from`, and what goes there as `change` has it. Once.
+pub fn changed(from: &Path, to: PathBuf, change: impl Fn(&mut Part) + Send + 'static) -> Result<(), Failed> {
+    let listener = UnixListener::bind(from)?;
+    std::thread::spawn(move || -> std::io::Result<()> {
+        let (mut source, mut target) = (listener.accept()?.0, UnixStream::connect(&to)?);
+        let (mut back, mut answers) = (source.try_clone()?, target.try_clone()?);
+        std::thread::spawn(move || {
+            let _ = std::io::copy(&mut answers, &mut back);
+            back.shutdown(Shutdown::Both)
+        });
+        let mut decoder = Decoder::new(None, PAGE_SIZE as u32);
+        let mut encoder = Encoder::new(SessionId([0; 16]));
+        loop {
+            let mut head = [0; HEADER];
+            if let Err(error) = source.read_exact(&mut head) {
+                let _ = target.shutdown(Shutdown::Both);
+                return Err(error);
+            }
+            let header = decoder.header(&head).map_err(std::io::Error::other)?;
+            encoder.set_session(decoder.session().expect("a frame has come"));
+            let mut payload = vec![0; header.len as usize];
+            source.read_exact(&mut payload)?;
+            let frame = match decoder.payload(&header, &payload).map_err(std::io::Error::other)? {
+                Frame::Message(message) => {
+                    let mut part = Part::Message(message);
+                    change(&mut part);
+                    let Part::Message(message) = part else { continue };
+                    encoder.message(&message)
+                }
+                Frame::Section(Section { name, version, body }) => {
+                    let mut part = Part::Section(name.to_owned(), serde_json::from_slice(body)?);
+                    change(&mut part);
+                    let Part::Section(name, state) = part else { continue };
+                    let body = serde_json::to_vec(&state)?;
+                    encoder.section(&Section { name: &name, version, body: &body })
+                }
+                _ => [&encoder.header(header.kind, &[&payload])[..], &payload].concat(),
+            };
+            target.write_all(&frame)?;
+        }
+    });
+    Ok(())
+}
+
+/// As [`held_back`]; and what hears that the source has given up a final pass.
+pub fn held_back_until_again(home: &Home, after: u64) -> Result<(Process, Sender<()>, Receiver<()>), Failed> {
+    let ((release, until), (said, again)) = (channel(), channel());
+    relay(home.path("middle.in"), home.path("there.in"), Fault::Hold { after, until })?;
+    changed(&home.path("relay.in"), home.path("middle.in"), move |part| {
+        if let Part::Message(Message::Again { .. }) = part {
+            // Once is enough for whoever waits.
+            let _ = said.send(());
+        }
+    })?;
+    let line = format!("migrate here --liveness 5m --to unix:{}", home.path("relay.in").display());
+    Ok((home.courier(&line)?, release, again))
+}

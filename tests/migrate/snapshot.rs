@@ -1,0 +1,358 @@
+//! `vellum snapshot` and `vellum restore`: what is written is what runs again, whole or not at all.
+
+use std::fs;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use harness::{Completion, Failed, LIMIT, ensure, eventually, trial};
+use serde_json::Value;
+use vellum::control::Do;
+use vellum::control::client::Client;
+
+use crate::bed::kvm;
+use crate::home::{Home, Machine};
+use crate::{counting, ends_with, every_page_is_right, has_counted, succeeds, with};
+
+impl Home {
+    /// A machine out of a snapshot, once it runs or waits.
+    fn restore(&self, name: &str, arguments: &str) -> Result<Machine, Failed> {
+        let machine = self.run(name, &format!("restore {arguments}"))?;
+        eventually(LIMIT, "it is restored", || {
+            let standing = self.standing(name);
+            Ok(standing.filter(|state| state == "running" || state == "paused").map(drop))
+        })?;
+        Ok(machine)
+    }
+}
+
+fn files(dir: &Path) -> Result<Vec<String>, Failed> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        names.push(entry?.file_name().to_string_lossy().into_owned());
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// While a guest writes, with each way to collect dirty pages; the machine and what was restored of each point have every page right,
+/// and the one that was restored can be migrated and snapshotted again.
+#[trial(kvm())]
+fn a_guest_that_writes_is_restored_at_each_of_its_points() -> Result<(), Failed> {
+    let ways = [("bitmap", ""), ("manual-protect", ""), ("initially-set", ""), ("ring", "--dirty-ring=1024")];
+    for (tracker, ring) in ways {
+        let home = Home::new()?;
+        let write = "--workload write,order=random,rate=20000,write=80";
+        let json = home.path("first.json");
+        let line =
+            format!("run --cpus 2 --memory 32m,slots=3 --passes 0 {write} {ring} --json {}", json.display());
+        let here = home.run("here", &line)?;
+        let dir = home.path("snap");
+        let snapshot = |more: &str| {
+            home.vellum(&format!("snapshot here {} --downtime 1s --timeout 3s {more}", dir.display()))
+        };
+        home.has_written("here", 20_000)?;
+        succeeds(&snapshot(&format!("--tracker {tracker}"))?)?;
+        ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+        home.has_written("here", 30_000)?;
+        succeeds(&snapshot("")?)?;
+        succeeds(&home.vellum("ctl here stop")?)?;
+        ends_with(here, 0)?;
+        every_page_is_right(&json)?;
+        succeeds(&home.vellum(&format!("snapshot verify {}", dir.display()))?)?;
+        for point in 0..2 {
+            let json = home.path(&format!("{point}.json"));
+            let host = format!("{} --at {point} --json {} {ring}", dir.display(), json.display());
+            let again = home.restore("again", &host)?;
+            home.has_written("again", 40_000)?;
+            if point == 0 {
+                succeeds(&home.vellum("ctl again stop")?)?;
+                ends_with(again, 0)?;
+                every_page_is_right(&json)?;
+                continue;
+            }
+            let there = home.receive("there", ring)?;
+            succeeds(&home.migrate("again", "there", "--downtime 1s --timeout 3s,then=force")?)?;
+            ends_with(again, 15)?;
+            let last = home.path("last");
+            succeeds(&home.vellum(&format!("snapshot there {} --stop", last.display()))?)?;
+            ends_with(there, 0)?;
+            let end = home.path("end.json");
+            let again = home.restore("last", &format!("{} --json {}", last.display(), end.display()))?;
+            succeeds(&home.vellum("ctl last stop")?)?;
+            ends_with(again, 0)?;
+            every_page_is_right(&end)?;
+        }
+    }
+    Ok(())
+}
+
+/// A chain of points, each of which but the first has only what has changed; one of them fails on the way, and what it had taken is in the
+/// next. Each is restored, and has every page right. After a migration the next one is whole again.
+#[trial(kvm())]
+fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
+    for (tracker, ring) in [("initially-set", ""), ("ring", "--dirty-ring=1024")] {
+        let home = Home::new()?;
+        // Most of memory is not written between two points.
+        let write = "--workload write,order=random,rate=1000";
+        let json = home.path("first.json");
+        let line = format!("run --memory 32m,slots=3 --passes 0 {write} {ring} --json {}", json.display());
+        let here = home.run("here", &line)?;
+        let dir = home.path("snap");
+        let line = format!("snapshot here {} --follow --downtime 1s --timeout 3s", dir.display());
+        let snapshot = |more: &str| home.vellum(&format!("{line} {more}"));
+        home.has_written("here", 500)?;
+        succeeds(&snapshot(&format!("--tracker {tracker}"))?)?;
+        for point in 1..5u64 {
+            home.has_written("here", 500 + 500 * point)?;
+            if point == 2 {
+                // All is written, and nobody names it.
+                let asked = vellum::control::Snapshot {
+                    downtime_ms: 1000,
+                    timeout_ms: 3000,
+                    tracker: None,
+                    loses: Default::default(),
+                    stop: false,
+                    chain: chain(&home, &dir)?,
+                    number: 2,
+                    follow: true,
+                };
+                let files = [(); 3].map(|()| vellum::sys::mmap::memfd(c"nameless", 0, None));
+                let [ram, map, state] = files;
+                let (ram, map, state) = (ram?, map?, state?);
+                let mut events = home.has_written("here", 0)?;
+                let mut machine = Client::connect(&home.socket("here"))?;
+                machine.ask_with(&Do::Snapshot(asked), &[ram.as_fd(), map.as_fd(), state.as_fd()])?;
+                let written = eventually(LIMIT, "it is written", || {
+                    let event = events.line()?;
+                    Ok((event["event"] == "snapshot").then_some(event))
+                })?;
+                ensure(written["full"] == false && written["present"].as_u64() > Some(0), || {
+                    written.to_string()
+                })?;
+                machine.ask(&Do::SnapshotCancel {})?;
+                eventually(LIMIT, "it is given up", || {
+                    Ok((events.line()?["event"] == "no-snapshot").then_some(()))
+                })?;
+            }
+            succeeds(&snapshot("")?)?;
+        }
+        let kinds = |from: usize| -> Result<Vec<bool>, Failed> {
+            let list = points(&home, &dir)?;
+            Ok(list[from..].iter().map(|point| point["full"] == true).collect())
+        };
+        ensure(kinds(0)? == [true, false, false, false, false], || format!("{:?}", kinds(0)))?;
+        let there = home.receive("there", ring)?;
+        succeeds(&home.migrate("here", "there", "--downtime 1s --timeout 3s,then=force")?)?;
+        ends_with(here, 15)?;
+        let line = format!("snapshot there {} --follow --downtime 1s --timeout 3s", dir.display());
+        succeeds(&home.vellum(&line)?)?;
+        succeeds(&home.vellum("snapshot end there")?)?;
+        succeeds(&home.vellum(&line)?)?;
+        ensure(kinds(5)? == [true, true], || format!("{:?}", kinds(5)))?;
+        succeeds(&home.vellum("ctl there stop")?)?;
+        ends_with(there, 0)?;
+        succeeds(&home.vellum(&format!("snapshot verify {}", dir.display()))?)?;
+        for point in 0..7 {
+            let json = home.path(&format!("{point}.json"));
+            let host = format!("{} --at {point} --json {} {ring}", dir.display(), json.display());
+            let again = home.restore("again", &host)?;
+            succeeds(&home.vellum("ctl again stop")?)?;
+            ends_with(again, 0)?;
+            every_page_is_right(&json)?;
+        }
+    }
+    Ok(())
+}
+
+fn list(home: &Home, dir: &Path) -> Result<Value, Failed> {
+    let output = home.vellum(&format!("snapshot list {} --json", dir.display()))?;
+    succeeds(&output)?;
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+fn points(home: &Home, dir: &Path) -> Result<Vec<Value>, Failed> {
+    Ok(list(home, dir)?["points"].as_array().cloned().unwrap_or_default())
+}
+
+fn chain(home: &Home, dir: &Path) -> Result<String, Failed> {
+    Ok(list(home, dir)?["chain"].as_str().unwrap_or_default().to_owned())
+}
+
+/// The log of dirty pages is off when a snapshot is over, and on where it is to be followed on who writes: while it is on, a guest that
+/// writes fills its rings.
+#[trial(kvm())]
+fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let line = "run --memory 32m --passes 0 --workload write,order=random,rate=20000 --dirty-ring=1024";
+    let here = home.run("here", line)?;
+    let full = || -> Result<u64, Failed> {
+        let status = Client::connect(&home.socket("here"))?.ask(&Do::Status {})?;
+        Ok(status["dirty_ring"]["full"].as_u64().unwrap_or(0))
+    };
+    // Half of its memory, which is four times what a ring takes.
+    let filled = || -> Result<bool, Failed> {
+        let before = full()?;
+        let mut events = home.has_written("here", 0)?;
+        let mut next = || eventually(LIMIT, "it writes", || Ok(events.line()?["done"].as_u64()));
+        let first = next()?;
+        while next()? < first + 20_000 {}
+        Ok(full()? > before)
+    };
+    let snapshot = |more: &str| home.vellum(&format!("snapshot here {} {more}", home.path("snap").display()));
+    for (more, on) in [("", false), ("--follow", true), ("", false)] {
+        succeeds(&snapshot(more)?)?;
+        ensure(filled()? == on, || format!("{more:?}: rings are filled: {}", !on))?;
+    }
+    succeeds(&snapshot("--follow")?)?;
+    succeeds(&home.vellum("snapshot end here")?)?;
+    ensure(!filled()?, || "rings are filled after the end".into())?;
+    succeeds(&home.vellum("ctl here stop")?)?;
+    ends_with(here, 0).map(drop)
+}
+
+/// A kernel that counts on its serial port goes on where it was stopped: no byte is lost, and none comes twice.
+#[trial(kvm())]
+fn a_pc_goes_on_where_its_snapshot_stopped_it() -> Result<(), Failed> {
+    for irqchip in ["split", "kernel"] {
+        let home = Home::new()?;
+        let kernel = counting(&home)?;
+        let (out, far, dir) = (home.path("out"), home.path("far"), home.path("snap"));
+        let line = format!(
+            "run --kernel {} --memory 32m --irqchip {irqchip} --serial file={} --rng --balloon",
+            kernel.display(),
+            out.display()
+        );
+        let here = home.run("here", &line)?;
+        eventually(LIMIT, "it has counted once round", || {
+            Ok((fs::metadata(&out)?.len() > 256).then_some(()))
+        })?;
+        succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+        ends_with(here, 0)?;
+        // With other devices it is refused, by their names.
+        let host = format!("--serial file={} --rng --balloon", far.display());
+        let other = home.vellum(&format!("restore {} --serial null --rng", dir.display()))?;
+        let said = String::from_utf8(with(other, 2)?.stderr)?;
+        ensure(said.contains("balloon") && said.lines().count() == 1, || said.clone())?;
+        let again = home.restore("again", &format!("{} --paused {host}", dir.display()))?;
+        ensure(home.standing("again").as_deref() == Some("paused"), || "it runs".into())?;
+        ensure(fs::metadata(&far)?.len() == 0, || "it has run".into())?;
+        succeeds(&home.vellum("ctl again resume")?)?;
+        eventually(LIMIT, "it counts on", || Ok((fs::metadata(&far)?.len() > 256).then_some(())))?;
+        succeeds(&home.vellum("ctl again stop")?)?;
+        ends_with(again, 0)?;
+        has_counted(&[out, far])?;
+    }
+    Ok(())
+}
+
+/// Whichever file is damaged or missing is named in one line, with the place; nothing runs.
+#[trial(kvm())]
+fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let here = home.run("here", "run --memory 16m --passes 0 --workload write,rate=20000")?;
+    home.has_written("here", 4096)?;
+    let dir = home.path("snap");
+    succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+    ends_with(here, 0)?;
+    ensure(files(&dir)? == ["manifest.json", "map-0", "ram-0", "state-0"], || format!("{:?}", files(&dir)))?;
+    let refused = |arguments: &str, says: &str| -> Result<(), Failed> {
+        let mut machine = home.courier(&format!("restore {arguments}"))?;
+        eventually(LIMIT, "it is refused", || Ok(machine.try_wait()?))?;
+        let output = with(machine.output()?, 2)?;
+        let said = String::from_utf8(output.stderr)?;
+        ensure(said.contains(says) && said.lines().count() == 1, || format!("not {says:?}: {said}"))
+    };
+    let path = dir.display().to_string();
+    refused(&format!("{path} --at 3"), "there is no point 3; there are 0 to 0")?;
+    refused(&home.0.display().to_string(), "it holds no snapshot")?;
+    for (name, offset, says) in [
+        ("ram-0", 3 * 4096 + 7, "ram-0, byte 12288: page 3 of the machine is not the one that was written"),
+        ("map-0", 8, "map-0, byte 0: its sum is"),
+        ("state-0", 100, "state-0, byte 0: its sum is"),
+        ("manifest.json", 1, "manifest.json: no manifest"),
+    ] {
+        let good = fs::read(dir.join(name))?;
+        let mut planted = good.clone();
+        planted[offset] ^= 0x10;
+        fs::write(dir.join(name), &planted)?;
+        refused(&path, says)?;
+        // The last byte of JSON may be missing.
+        fs::write(dir.join(name), &good[..good.len() - 2])?;
+        refused(&path, name)?;
+        fs::write(dir.join(name), &good)?;
+    }
+    // As it was.
+    let json = home.path("end.json");
+    let again = home.restore("again", &format!("{path} --json {}", json.display()))?;
+    succeeds(&home.vellum("ctl again stop")?)?;
+    ends_with(again, 0)?;
+    every_page_is_right(&json)?;
+    fs::remove_file(dir.join("ram-0"))?;
+    refused(&path, "ram-0: there is no such file")
+}
+
+/// A file system that is full leaves the guest as it was and nothing behind.
+#[trial(kvm())]
+fn a_full_disk_leaves_nothing_behind() -> Result<Completion, Failed> {
+    let home = Home::new()?;
+    let here = home.run("here", "run --memory 32m --passes 0 --workload write,rate=20000")?;
+    home.has_written("here", 8192)?;
+    let small = home.path("small");
+    fs::create_dir(&small)?;
+    let mount = ["-t", "tmpfs", "-o", "size=8m", "none"];
+    let mounted = Command::new("mount").args(mount).arg(&small).stderr(Stdio::null()).status();
+    if !mounted.is_ok_and(|status| status.success()) {
+        return Ok(Completion::ignored_with("needs a tmpfs of its own: root, and mount(8)"));
+    }
+    let output = home.vellum(&format!("snapshot here {}/snap", small.display()));
+    let left = files(&small);
+    Command::new("umount").arg(&small).status()?;
+    let said = String::from_utf8(with(output?, 1)?.stderr)?;
+    ensure(said.contains("No space left on device") && said.lines().count() == 1, || said.clone())?;
+    ensure(left?.is_empty(), || "something is left".into())?;
+    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run".into())?;
+    succeeds(&home.vellum("ctl here stop")?)?;
+    ends_with(here, 0)?;
+    Ok(Completion::Completed)
+}
+
+/// A client that is killed, and one that is interrupted leave the guest as it was and nothing behind, and the next snapshot is whole.
+#[trial(kvm())]
+fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let here = home.run("here", "run --memory 32m --passes 0 --workload write,rate=20000")?;
+    home.has_written("here", 8192)?;
+    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run".into())?;
+    // Passes go on without an end, so that there is something to be interrupted.
+    let dir = home.path("snap");
+    for signal in ["-KILL", "-INT"] {
+        let line = format!("snapshot here {} --downtime 1ms --timeout 1h", dir.display());
+        let mut client = home.courier(&line)?;
+        eventually(LIMIT, "it is under way", || {
+            Ok((home.standing("here").as_deref() == Some("snapshotting")).then_some(()))
+        })?;
+        let second = with(home.vellum(&format!("snapshot here {}", home.path("other").display()))?, 1)?;
+        ensure(String::from_utf8(second.stderr)?.contains("is under way"), || "two at once".into())?;
+        succeeds(&Command::new("kill").args([signal, &client.id().to_string()]).output()?)?;
+        client.wait()?;
+        if signal == "-KILL" {
+            // The machine does not know of it, and goes on until somebody does.
+            let mut machine = Client::connect(&home.socket("here"))?;
+            machine.ask(&Do::SnapshotCancel {})?;
+        }
+        eventually(LIMIT, "it runs on", || {
+            Ok((home.standing("here").as_deref() == Some("running")).then_some(()))
+        })?;
+        let left = if dir.exists() { files(&dir)? } else { Vec::new() };
+        ensure(left.is_empty(), || format!("{left:?} are left"))?;
+    }
+    succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+    ends_with(here, 0)?;
+    ensure(points(&home, &dir)?.len() == 1, || "one point is expected".into())?;
+    let end = home.path("again.json");
+    let again = home.restore("again", &format!("{} --json {}", dir.display(), end.display()))?;
+    succeeds(&home.vellum("ctl again stop")?)?;
+    ends_with(again, 0)?;
+    every_page_is_right(&end)
+}

@@ -1,0 +1,135 @@
+//! `ssh:` over a server of the test's own on loopback: a guest moves by it, and a connection that is lost in the hand-over is made anew.
+
+use std::fs;
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
+use vellum::migration::message::Message;
+
+use crate::bed::kvm;
+use crate::home::{self, Home, Process};
+use crate::relay::{bytes, until_fit};
+use crate::{ends_with, every_page_is_right, succeeds};
+
+/// The server, which is in no user's PATH.
+fn sshd() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let places = std::env::split_paths(&path).chain(["/usr/sbin".into()]);
+    places.map(|place| place.join("sshd")).find(|path| path.is_file())
+}
+
+fn needs() -> Need {
+    kvm()?;
+    let client = Command::new("ssh").arg("-V").output().is_ok_and(|output| output.status.success());
+    (sshd().is_some() && client).then_some(()).ok_or_else(|| {
+        "needs ssh and sshd: cargo lab test --setup, or as root: apt-get install openssh-client openssh-server".into()
+    })
+}
+
+/// A server on loopback that lets this user in, and an `ssh` that knows the way.
+struct Server {
+    _sshd: Process,
+    bin: PathBuf,
+}
+
+impl Server {
+    fn start(home: &Home) -> Result<Self, Failed> {
+        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        for key in ["host_key", "user_key"] {
+            let mut make = Command::new("ssh-keygen");
+            succeeds(&make.args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(home.path(key)).output()?)?;
+        }
+        fs::copy(home.path("user_key.pub"), home.path("authorized"))?;
+        let vellum = Path::new(home::VELLUM).parent().ok_or("a program has a directory")?;
+        let dir = home.0.display();
+        let config = format!(
+            "ListenAddress 127.0.0.1\nPort {port}\nHostKey {dir}/host_key\nAuthorizedKeysFile {dir}/authorized\nStrictModes no\n\
+             PidFile none\nUsePAM no\nPasswordAuthentication no\nPermitRootLogin yes\n\
+             SetEnv XDG_RUNTIME_DIR={dir} PATH={}:/usr/bin:/bin\n",
+            vellum.display()
+        );
+        fs::write(home.path("sshd_config"), config)?;
+        // Where it confines itself, in a system that has never started one.
+        let _ = fs::create_dir("/run/sshd");
+        let path = sshd().ok_or("no sshd")?;
+        let sshd = Process::spawn(
+            Command::new(path).args(["-D", "-e", "-f"]).arg(home.path("sshd_config")).stderr(Stdio::piped()),
+        )?;
+        let bin = home.path("bin");
+        fs::create_dir(&bin)?;
+        let client = format!(
+            "Host there\n HostName 127.0.0.1\n Port {port}\n IdentityFile {dir}/user_key\n IdentitiesOnly yes\n BatchMode yes\n \
+             UserKnownHostsFile {dir}/known\n StrictHostKeyChecking accept-new\n LogLevel ERROR\n"
+        );
+        fs::write(home.path("ssh_config"), client)?;
+        let server = Self { _sshd: sshd, bin };
+        server.client(home, "exec /usr/bin/env -i PATH=\"$REST\" ssh -F \"$DIR/ssh_config\" \"$@\"")?;
+        eventually(LIMIT, "sshd answers", || {
+            Ok(server.ssh(home).args(["there", "true"]).output()?.status.success().then_some(()))
+        })?;
+        Ok(server)
+    }
+
+    /// What `ssh` is for those who start it by [`Self::path`].
+    fn client(&self, home: &Home, last: &str) -> Result<(), Failed> {
+        let rest = std::env::var("PATH").unwrap_or_default();
+        let script = format!("#!/bin/sh\nREST='{rest}' DIR='{}'\n{last}\n", home.0.display());
+        let ssh = self.bin.join("ssh");
+        fs::write(&ssh, script)?;
+        Ok(fs::set_permissions(&ssh, fs::Permissions::from_mode(0o755))?)
+    }
+
+    fn path(&self) -> String {
+        format!("{}:{}", self.bin.display(), std::env::var("PATH").unwrap_or_default())
+    }
+
+    fn ssh(&self, home: &Home) -> Command {
+        let mut command = Command::new(self.bin.join("ssh"));
+        command.env("XDG_RUNTIME_DIR", &home.0).stdin(Stdio::null());
+        command
+    }
+
+    fn migrate(&self, home: &Home, more: &str) -> Result<Output, Failed> {
+        Ok(home
+            .command(&format!("migrate here --to ssh:there:there {more}"))
+            .env("PATH", self.path())
+            .output()?)
+    }
+}
+
+/// Over one connection, and over three; and one that brings nothing back from DONE on, and is gone then: the second asks what became
+/// of it.
+#[trial(needs())]
+fn a_guest_moves_by_ssh_and_a_connection_that_is_lost_is_made_anew() -> Result<(), Failed> {
+    for (more, cut) in [("", false), ("--connections 3", false), ("--json", true)] {
+        let home = Home::new()?;
+        let server = Server::start(&home)?;
+        let json = home.path("json");
+        let here = home.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
+        let there = home.run("there", &format!("receive --json {}", json.display()))?;
+        if cut {
+            // The first connection ends behind READY, and with it all that is to come.
+            let most = until_fit() + bytes(&[Message::Ready { attempt: 1 }]);
+            let first = format!(
+                "[ -e \"$DIR/tried\" ] && exec /usr/bin/env -i PATH=\"$REST\" ssh -F \"$DIR/ssh_config\" \"$@\"\n: > \"$DIR/tried\"\n\
+                 PATH=\"$REST\" ssh -F \"$DIR/ssh_config\" \"$@\" | dd bs=1 count={most} 2>/dev/null"
+            );
+            server.client(&home, &first)?;
+        }
+        let output = server.migrate(&home, more)?;
+        succeeds(&output)?;
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        ensure(said.contains("unconfirmed") == cut, || format!("{output:?}"))?;
+        ends_with(here, 15)?;
+        ensure(home.standing("there").as_deref() == Some("running"), || {
+            format!("{:?}", home.standing("there"))
+        })?;
+        succeeds(&home.vellum("ctl there stop")?)?;
+        ends_with(there, 0)?;
+        every_page_is_right(&json)?;
+    }
+    Ok(())
+}

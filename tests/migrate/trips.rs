@@ -1,0 +1,100 @@
+//! A guest that writes moves from process to process, with each way to collect dirty pages; then every page is looked at.
+//!
+//! `VELLUM_MIGRATION=all` has it go there and back fifty times with 512 MiB and three times with 2 GiB, over a link of 400 MiB/s of which
+//! it writes half anew; each way is a trial of its own then, and says how long the guest stood still beside what was allowed.
+
+use harness::{Failed, Trials, ensure, trial};
+use vellum::host::Facts;
+
+use crate::bed::kvm;
+use crate::home::Home;
+use crate::{ends_with, every_page_is_right, moved, succeeds};
+
+/// A way to collect dirty pages: its tracker, and what the machine is started with for it.
+type Way = (&'static str, &'static str);
+
+/// A ring as small as there are is full many times in a pass, and emptied by its vCPU; a large one is left to the collections.
+const WAYS: [Way; 5] = [
+    ("bitmap", ""),
+    ("manual-protect", ""),
+    ("initially-set", ""),
+    ("ring", "--dirty-ring=1024"),
+    ("ring", "--dirty-ring"),
+];
+
+/// How often it goes where, and under which load.
+#[derive(Clone, Copy)]
+struct Trips {
+    mib: u32,
+    hops: usize,
+    /// Pages that each vCPU writes a second.
+    rate: u32,
+    limits: &'static str,
+}
+
+/// The trials that take long.
+pub fn add_long(trials: &mut Trials) {
+    if !std::env::var("VELLUM_MIGRATION").is_ok_and(|value| value == "all") {
+        return;
+    }
+    for way in WAYS {
+        // Two vCPUs: 100 MiB a second each.
+        let half_of_the_link = 100 * 256;
+        for (mib, hops) in [(512, 100), (2048, 6)] {
+            let limits = "--bandwidth 400m --downtime 300ms --timeout 120s,then=cancel";
+            let trips = Trips { mib, hops, rate: half_of_the_link, limits };
+            let name = format!(
+                "{hops}_moves_with_{mib}_mib_and_{}{}_lose_nothing",
+                way.0,
+                way.1.replace("--dirty-", "_")
+            );
+            trials.add(name, kvm(), move || go(way, trips));
+        }
+    }
+}
+
+/// Three times there and back under load, with each way.
+#[trial(kvm())]
+fn a_guest_that_writes_moves_and_loses_nothing() -> Result<(), Failed> {
+    let limits = "--downtime 1s --timeout 3s,then=force";
+    // An emulated processor needs as long for a page as others for a hundred; and once is as good as often for what differs there.
+    let trips = match Facts::collect(String::new()).emulated {
+        true => Trips { mib: 8, hops: 1, rate: 2000, limits },
+        false => Trips { mib: 64, hops: 3, rate: 20_000, limits },
+    };
+    WAYS.into_iter().try_for_each(|way| go(way, trips))
+}
+
+fn go((tracker, ring): Way, Trips { mib, hops, rate, limits }: Trips) -> Result<(), Failed> {
+    let home = Home::new()?;
+    let write = format!("--workload write,order=random,rate={rate},write=80");
+    let mut here =
+        home.run("m0", &format!("run --cpus 2 --memory {mib}m,slots=3 --passes 0 {write} {ring}"))?;
+    let mut stood = Vec::new();
+    for hop in 0..hops {
+        let (from, to) = (format!("m{hop}"), format!("m{}", hop + 1));
+        let json = home.path("last.json");
+        let there = home.receive(&to, &format!("--json {} {ring}", json.display()))?;
+        // What a machine with a ring has needs no word.
+        let asked = if hop == 1 && tracker == "ring" { "" } else { &format!("--tracker {tracker}") };
+        let output = home.migrate(&from, &to, &format!("{asked} {limits} --json"))?;
+        succeeds(&output).map_err(|error| Failed::from(format!("hop {hop}: {error:?}")))?;
+        ends_with(here, 15)?;
+        let moved = moved(&output)?;
+        ensure(moved["tracker"] == *tracker, || moved.to_string())?;
+        ensure(home.standing(&to).as_deref() == Some("running"), || format!("{:?}", home.standing(&to)))?;
+        stood.push(moved["us"].as_u64().unwrap_or(u64::MAX) as f64 / 1000.0);
+        here = there;
+    }
+    succeeds(&home.vellum(&format!("ctl m{hops} stop"))?)?;
+    ends_with(here, 0)?;
+    stood.sort_unstable_by(f64::total_cmp);
+    let at = |part: usize| stood[(stood.len() - 1) * part / 2];
+    eprintln!(
+        "{mib} MiB, {tracker} {ring}: {hops} moves with {limits}: stood still for {:.1} to {:.1} ms, median {:.1}",
+        at(0),
+        at(2),
+        at(1)
+    );
+    every_page_is_right(&home.path("last.json"))
+}

@@ -1,0 +1,145 @@
+//! `--verify`: every page is compared while both sides stand still, and a page that came wrong ends the migration.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+
+use harness::{Failed, ensure, trial};
+use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, RUN};
+use vellum::sys::mmap::PAGE_SIZE;
+
+use crate::bed::kvm;
+use crate::home::Home;
+use crate::images::Code;
+use crate::{ends_with, every_page_is_right, succeeds, with};
+
+/// How many pages were compared, as the courier says it.
+fn compared(said: &[u8]) -> Option<u64> {
+    let said = String::from_utf8_lossy(said);
+    let words: Vec<&str> = said.split_whitespace().collect();
+    let at = words.windows(4).position(|words| words[1..] == ["pages", "were", "compared,"])?;
+    words[at].parse().ok()
+}
+
+/// Of 1 GiB that is hardly touched, what is touched; of a guest that writes all of its memory, what it has written.
+#[trial(kvm())]
+fn every_page_that_was_touched_is_compared_and_no_other() -> Result<(), Failed> {
+    for backing in ["anonymous", "memfd"] {
+        let home = Home::new()?;
+        let kernel = home.path("kernel");
+        fs::write(&kernel, Code::default().spin().elf64())?;
+        let line =
+            format!("run --kernel {} --memory 1g,backing={backing} --serial null --rng", kernel.display());
+        let mut here = home.run("m0", &line)?;
+        for hop in 1..3 {
+            let name = format!("m{hop}");
+            let there = home.receive(&name, &format!("--serial null --rng --memory backing={backing}"))?;
+            let output = home.migrate(&format!("m{}", hop - 1), &name, "--verify --downtime 1s")?;
+            succeeds(&output)?;
+            let pages = compared(&output.stdout);
+            ensure(pages.is_some_and(|pages| (1..1000).contains(&pages)), || {
+                format!("{backing}: {output:?}")
+            })?;
+            ends_with(here, 15)?;
+            let pid = there.child.id();
+            let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+            let held = ["RssAnon:", "RssShmem:"].into_iter().filter_map(|name| {
+                let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+                line.trim().trim_end_matches(" kB").parse::<u64>().ok()
+            });
+            let held: u64 = held.sum();
+            ensure(held < 64 << 10, || format!("{backing}: the target holds {held} KiB"))?;
+            here = there;
+        }
+        succeeds(&home.vellum("ctl m2 stop")?)?;
+        ends_with(here, 0)?;
+    }
+    let home = Home::new()?;
+    let here = home.run(
+        "here",
+        "run --cpus 2 --memory 16m,slots=3 --passes 0 --workload write,order=random,rate=20000",
+    )?;
+    let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
+    let output = home.migrate("here", "there", "--verify --downtime 1s")?;
+    succeeds(&output)?;
+    // What it has come to by then.
+    let all = (16 << 20) / PAGE_SIZE;
+    ensure(compared(&output.stdout).is_some_and(|pages| pages > all / 16), || format!("{output:?}"))?;
+    ends_with(here, 15)?;
+    succeeds(&home.vellum("ctl there stop")?)?;
+    ends_with(there, 0)?;
+    every_page_is_right(&home.path("json"))
+}
+
+/// Changes one bit in the first page that it carries to the target, and puts all sums right; where that page lies.
+fn tamper(from: PathBuf, to: PathBuf, lose: bool) -> Result<(), Failed> {
+    let listener = UnixListener::bind(from)?;
+    std::thread::spawn(move || {
+        let Ok((source, _)) = listener.accept() else { return };
+        let Ok(target) = UnixStream::connect(&to) else { return };
+        let (Ok(mut back), Ok(mut answers)) = (source.try_clone(), target.try_clone()) else { return };
+        std::thread::spawn(move || {
+            let _ = std::io::copy(&mut answers, &mut back);
+        });
+        let _ = carry(source, target, lose);
+    });
+    Ok(())
+}
+
+fn carry(mut from: UnixStream, mut to: UnixStream, lose: bool) -> std::io::Result<()> {
+    let mut decoder = Decoder::new(None, PAGE_SIZE as u32);
+    let mut encoder: Option<Encoder> = None;
+    let mut done = false;
+    loop {
+        let mut head = [0; HEADER];
+        from.read_exact(&mut head)?;
+        let header = decoder.header(&head).map_err(std::io::Error::other)?;
+        let mut payload = vec![0; header.len as usize];
+        from.read_exact(&mut payload)?;
+        let is_frame = decoder.payload(&header, &payload);
+        assert!(matches!(
+            is_frame,
+            Ok(Frame::Message(_) | Frame::Run(..) | Frame::Section(_) | Frame::Sums(..))
+        ));
+        if header.kind == Kind::Pages && !done {
+            done = true;
+            if lose {
+                payload[RUN..RUN + PAGE_SIZE as usize].fill(0);
+            } else {
+                payload[RUN + 77] ^= 4;
+            }
+        }
+        let session = decoder.session().expect("a frame has come");
+        let encoder = encoder.get_or_insert_with(|| Encoder::new(session));
+        to.write_all(&encoder.header(header.kind, &[&payload]))?;
+        to.write_all(&payload)?;
+    }
+}
+
+/// One bit on the way that no checksum shows, and a page that came as zero: the guest stays where it is, unharmed, and the address of
+/// the page is told.
+#[trial(kvm())]
+fn a_page_that_comes_wrong_is_named_and_the_guest_stays() -> Result<(), Failed> {
+    for lose in [false, true] {
+        let home = Home::new()?;
+        let here =
+            home.run("here", &format!("run --memory 8m --passes 0 --json {}", home.path("json").display()))?;
+        let there = home.receive("there", "")?;
+        tamper(home.path("relay.in"), home.path("there.in"), lose)?;
+        let output = with(home.migrate("here", "relay", "--verify --paused")?, 1)?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let named =
+            said.contains("the target's memory differs in 1 of ") && said.contains("at guest address 0x");
+        ensure(named && said.lines().count() == 1, || said.clone())?;
+        ensure(home.standing("here").as_deref() == Some("paused"), || {
+            format!("{:?}", home.standing("here"))
+        })?;
+        ends_with(there, 1)?;
+        succeeds(&home.vellum("ctl here resume")?)?;
+        succeeds(&home.vellum("ctl here stop")?)?;
+        ends_with(here, 0)?;
+        every_page_is_right(&home.path("json"))?;
+    }
+    Ok(())
+}

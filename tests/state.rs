@@ -1,0 +1,427 @@
+//! A machine's whole state: saved in one machine, restored in another of the same process, on real KVM. What each part's own state
+//! holds is the parts' own tests; here it is whether the machine goes on.
+
+mod bed;
+mod images;
+mod pc;
+mod plants;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use bed::kvm;
+use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use images::Code;
+use kvm_bindings::{KVM_IRQCHIP_IOAPIC, Msrs, kvm_irqchip, kvm_msr_entry};
+use kvm_ioctls::VcpuFd;
+use pc::{Pc, copy, hand_over, written};
+use vellum::arch::clocks::{Clock, Meanwhile, Tsc};
+use vellum::arch::irqchip::Mode;
+use vellum::arch::layout;
+use vellum::devices::bus::BusDevice;
+use vellum::devices::virtio::blk::BlkConfig;
+use vellum::dirty::Method;
+use vellum::guests::guest::GuestConfig;
+use vellum::guests::run::{Run, RunConfig};
+use vellum::guests::{self, Guest, Order, WriteConfig};
+use vellum::host::Facts;
+use vellum::machine::{self, BootConfig, Image, Origin};
+use vellum::memory::{Memory, MemoryConfig};
+use vellum::payload::state::cut_like;
+use vellum::payload::{Payload, Section};
+use vellum::sandbox::{self, Sandbox, ThreadKind};
+use vellum::sys::kvm_vcpu::{set_tsc_offset, tsc_offset};
+use vellum::vm::Vm;
+use vellum::vm::lifecycle::Exit;
+use vm_memory::{Bytes, GuestAddress};
+
+fn main() -> ExitCode {
+    plants::plant();
+    let mut trials = Trials::from_args();
+    for (name, irqchip) in [("split", Mode::Split), ("kernel", Mode::Kernel)] {
+        trials.add(format!("a_pc_goes_on_with_a_{name}_irqchip"), kvm(), move || pc_goes_on(irqchip));
+    }
+    for (name, irqchip) in [("split", Mode::Split), ("kernel", Mode::Kernel)] {
+        let name = format!("interrupts_and_deadlines_are_not_forgotten_with_a_{name}_irqchip");
+        trials.add(name, kvm(), move || interrupts_stay(irqchip));
+    }
+    for (name, order, shared) in [
+        ("a_region_each", Order::Sequential, false),
+        ("a_shared_region", Order::Random, true),
+        ("a_shuffled_one", Order::Shuffled, false),
+    ] {
+        let name = format!("a_built_in_guest_goes_on_with_{name}");
+        trials.add(name, kvm(), move || {
+            built_in_goes_on(WriteConfig { order, shared, passes: 40, ..WriteConfig::default() })
+        });
+    }
+    let interrupts = "interrupts_and_deadlines_are_not_forgotten_with_a_split_irqchip";
+    for (mistake, trial, says) in [
+        ("devices-before-lapics", interrupts, "the serial port's interrupt is requested"),
+        ("deadline-before-lapic", interrupts, "the deadline 0x"),
+        ("no-clock", "clocks_go_on", "Clock { nanoseconds: "),
+    ] {
+        trials
+            .add(format!("planted_{mistake}_is_caught"), kvm(), move || plants::caught(mistake, trial, says));
+    }
+    trials.run()
+}
+
+/// A guest that keeps one byte in a register and one in an MSR, and says both once the host has written to its memory:
+/// by then it runs in another machine.
+fn pc_goes_on(irqchip: Mode) -> Result<(), Failed> {
+    const FLAG: u32 = 0x18_0000;
+    let code = Code::default()
+        // mov ecx, IA32_STAR; mov eax, '7'; xor edx, edx; wrmsr; mov ebx, '4'
+        .bytes(&[0xb9, 0x81, 0, 0, 0xc0, 0xb8, b'7', 0, 0, 0, 0x31, 0xd2, 0x0f, 0x30, 0xbb, b'4', 0, 0, 0])
+        .print("A")
+        // cmp byte [FLAG], 0; je back
+        .bytes(&[0x80, 0x3c, 0x25])
+        .bytes(&FLAG.to_le_bytes())
+        .bytes(&[0, 0x74, 0xf6])
+        // mov al, bl; mov dx, 0x3f8; out dx, al
+        .bytes(&[0x88, 0xd8, 0x66, 0xba, 0xf8, 0x03, 0xee])
+        // mov ecx, IA32_STAR; rdmsr; mov dx, 0x3f8; out dx, al
+        .bytes(&[0xb9, 0x81, 0, 0, 0xc0, 0x0f, 0x32, 0x66, 0xba, 0xf8, 0x03, 0xee])
+        .power_off();
+    let mut source = Pc::boot(&code.elf64(), |config| (config.irqchip, config.cpus) = (irqchip, 2))?;
+    source.machine.start()?;
+    eventually(LIMIT, "the guest says A", || Ok((source.said()? == b"A").then_some(())))?;
+    source.machine.pause()?;
+    let mut target = Pc::like(source.machine.describe(), |_| ())?;
+    source.machine.vm.memory.guest.write_obj(1u8, GuestAddress(FLAG.into()))?;
+    hand_over(&mut source.machine, &mut target.machine, |sections| sections)?;
+    let (was, is) = (source.machine.description(), target.machine.description());
+    for (was, is) in was.cpuid.iter().zip(&is.cpuid) {
+        ensure(was == is, || format!("CPUID: {was:x?} became {is:x?}"))?;
+    }
+    ensure(was == is, || "it is another machine".into())?;
+    let exit = target.end()?;
+    let said = target.said()?;
+    ensure((said.as_slice(), exit) == (b"47", Exit::PowerOff), || format!("{said:?} {exit:?}"))
+}
+
+fn guest(config: &RunConfig, memory: Memory) -> Result<Guest, Failed> {
+    let kvm = vellum::vm::open()?;
+    let guest =
+        GuestConfig { page: config.page, cpuid: config.cpuid.clone(), ..GuestConfig::new(config.vcpus) };
+    Ok(Guest::start(&kvm, memory, guest)?)
+}
+
+/// A built-in guest over 8 MiB in 3 slots, in the middle of its passes: paused.
+fn in_the_middle(write: WriteConfig) -> Result<Run, Failed> {
+    let memory = MemoryConfig { slots: 3, ..MemoryConfig::new(8 << 20) };
+    let config = RunConfig {
+        vcpus: 2,
+        pins: None,
+        memory,
+        write,
+        page: vellum::guests::program::GuestPage::Large,
+        cpuid: Default::default(),
+        dirty_ring: None,
+        duration: None,
+        fill: false,
+    };
+    let mut run = Run::new(guest(&config, Memory::map(layout::RAM, memory)?)?, config)?;
+    run.start()?;
+    let halfway = |run: &Run| run.progress().is_some_and(|p| p.of.is_some_and(|of| p.done > of / 4));
+    eventually(LIMIT, "the guest is halfway", || Ok(halfway(&run).then_some(())))?;
+    run.pause()?;
+    Ok(run)
+}
+
+/// The like of `run`, which has never run.
+fn like(run: &Run) -> Result<Run, Failed> {
+    let description = guests::state::Description::from_json(run.describe())?;
+    let config = description.run(MemoryConfig::new(1 << 20))?;
+    let mut memory = Memory::map(layout::RAM, config.memory)?;
+    cut_like(&mut memory, description.ram())?;
+    let run = Run::new(guest(&config, memory)?, config)?;
+    ensure(run.description() == description, || "it is another guest".into())?;
+    Ok(run)
+}
+
+fn built_in_goes_on(write: WriteConfig) -> Result<(), Failed> {
+    let mut source = in_the_middle(write)?;
+    let mut target = like(&source)?;
+    hand_over(&mut source, &mut target, |sections| sections)?;
+    let before = source.progress();
+    let exit = eventually(LIMIT, "the guest ends", || Ok(target.poll()?))?;
+    ensure(source.progress() == before, || "the source has run on".into())?;
+    let progress = target.progress();
+    ensure(progress.is_some_and(|p| Some(p.done) == p.of), || format!("it has come to {progress:?}"))?;
+    let (_, right) = target.report(Facts::collect(String::new()));
+    ensure(right && exit == Exit::PowerOff, || format!("{exit:?}"))
+}
+
+#[trial(kvm())]
+fn a_vcpu_that_was_done_stays_done() -> Result<(), Failed> {
+    let mut source = in_the_middle(WriteConfig { passes: 1, ..WriteConfig::default() })?;
+    source.resume();
+    eventually(LIMIT, "the guest is done", || Ok(source.guest.all_rung()?.then_some(())))?;
+    source.pause()?;
+    let mut target = like(&source)?;
+    hand_over(&mut source, &mut target, |sections| sections)?;
+    let exit = eventually(LIMIT, "the guest ends", || Ok(target.poll()?))?;
+    let (_, right) = target.report(Facts::collect(String::new()));
+    ensure(right && exit == Exit::PowerOff, || format!("{exit:?}"))
+}
+
+/// Faults in what arrives, each a line that names its section; the machine is none the worse off than unused.
+#[trial(kvm())]
+fn sections_that_are_wrong_are_refused_by_name() -> Result<(), Failed> {
+    type Fault = (&'static str, fn(&mut Vec<Section>), &'static str);
+    let faults: [Fault; 7] = [
+        ("missing", |all| all.retain(|s| s.name != "clock"), "no section clock"),
+        ("twice", |all| all.push(all[0].clone()), "two sections \"vcpu0\""),
+        ("unknown", |all| all.push(Section::new("fan", 1, &0)), "a section \"fan\""),
+        ("version", |all| all[0].version = 9, "section vcpu0 of the saved state has version 9"),
+        ("cut", |all| all[1].body.truncate(100), "section vcpu1 of the saved state: EOF"),
+        ("vcpus", |all| all.retain(|s| s.name != "vcpu1"), "no section vcpu1"),
+        (
+            "models",
+            |all| {
+                let run = all.iter_mut().find(|s| s.name == "run").expect("it has one");
+                let mut fields: serde_json::Value = serde_json::from_slice(&run.body).expect("it is JSON");
+                fields["models"][0]["first_page"] = serde_json::json!(u64::MAX);
+                *run = Section::new("run", 1, &fields);
+            },
+            "section run of the saved state has a model of other memory",
+        ),
+    ];
+    let mut source = in_the_middle(WriteConfig { passes: 20, ..WriteConfig::default() })?;
+    for (what, change, expected) in faults {
+        let mut sections = source.save()?;
+        change(&mut sections);
+        let mut target = like(&source)?;
+        let said = target.restore(sections, Meanwhile::Passes).err().map(|error| error.to_string());
+        let right = said.as_ref().is_some_and(|said| said.contains(expected) && !said.contains('\n'));
+        ensure(right, || format!("{what}: it says {said:?}, not {expected:?}"))?;
+        ensure(target.commit().is_err(), || format!("{what}: what was refused can be committed"))?;
+    }
+    Ok(())
+}
+
+fn get_msr(vcpu: &VcpuFd, index: u32) -> Result<u64, Failed> {
+    let mut msrs = Msrs::from_entries(&[kvm_msr_entry { index, ..Default::default() }])?;
+    ensure(vcpu.get_msrs(&mut msrs)? == 1, || format!("MSR {index:#x} cannot be read"))?;
+    Ok(msrs.as_slice()[0].data)
+}
+
+fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> Result<(), Failed> {
+    let msrs = Msrs::from_entries(&[kvm_msr_entry { index, data, ..Default::default() }])?;
+    ensure(vcpu.set_msrs(&msrs)? == 1, || format!("MSR {index:#x} cannot be set to {data:#x}"))
+}
+
+/// A PC that spins, paused.
+fn paused(change: impl FnOnce(&mut machine::Config)) -> Result<Pc, Failed> {
+    let mut pc = Pc::boot(&Code::default().spin().elf64(), change)?;
+    pc.machine.start()?;
+    pc.machine.pause()?;
+    Ok(pc)
+}
+
+/// The state of `source` in the like of it, which is not committed.
+fn restored(source: &mut Pc) -> Result<Pc, Failed> {
+    let mut target = Pc::like(source.machine.describe(), |_| ())?;
+    let sections = source.machine.save()?;
+    copy(&source.machine.memory(), &target.machine.memory())?;
+    target.machine.restore(sections, Meanwhile::Passes)?;
+    Ok(target)
+}
+
+/// What a device has raised, but KVM has not injected yet when the local APIC is saved, is raised again where it arrives. A timer
+/// that waits for a value of the TSC waits for it there too.
+fn interrupts_stay(irqchip: Mode) -> Result<(), Failed> {
+    const TSC_DEADLINE: u32 = 0x6e0;
+    const VECTOR: u8 = 0x24;
+    let (word, bit) = (0x200 + 0x10 * usize::from(VECTOR / 32) + usize::from(VECTOR % 32 / 8), VECTOR % 8);
+    let mut source = paused(|config| config.irqchip = irqchip)?;
+    let machine = &source.machine;
+    // Pin 4 of the I/O APIC, unmasked, edge triggered, to vCPU 0.
+    match machine.irqchip.ioapic() {
+        Some(ioapic) => {
+            for (register, value) in [(0x19u32, 0u32), (0x18, VECTOR.into())] {
+                ioapic.write(0, &register.to_le_bytes());
+                ioapic.write(0x10, &value.to_le_bytes());
+            }
+        }
+        None => {
+            let mut chip = kvm_irqchip { chip_id: KVM_IRQCHIP_IOAPIC, ..Default::default() };
+            machine.vm.fd.get_irqchip(&mut chip)?;
+            // SAFETY: this chip is the I/O APIC, and any content is one of its states.
+            unsafe { chip.chip.ioapic.redirtbl[4].bits = VECTOR.into() };
+            machine.vm.fd.set_irqchip(&chip)?;
+        }
+    }
+    // The receive interrupt, and a byte.
+    machine.serial.write(1, &[1]);
+    machine.serial.receive(b"x");
+    let far = machine.vcpus[0].with(move |fd| -> Result<u64, Failed> {
+        let mut lapic = fd.get_lapic()?;
+        let mut set = |at: usize, value: u32| {
+            lapic.regs[at..at + 4].iter_mut().zip(value.to_le_bytes()).for_each(|(to, byte)| *to = byte as _);
+        };
+        // Enabled; nothing requested; the timer by deadline.
+        set(0xf0, 0x1ff);
+        (0x200..0x280).step_by(0x10).for_each(|at| set(at, 0));
+        set(0x320, 0x4_0030);
+        fd.set_lapic(&lapic)?;
+        let far = get_msr(fd, 0x10)? + (1 << 45);
+        set_msr(fd, TSC_DEADLINE, far)?;
+        Ok(far)
+    })??;
+    // The first injection may still be on its way: it is not what this is about.
+    let sections = source.machine.save()?;
+    let mut target = Pc::like(source.machine.describe(), |_| ())?;
+    target.machine.restore(without_requests(sections)?, Meanwhile::Passes)?;
+    let vcpu = &target.machine.vcpus[0];
+    eventually(plants::limit(), "the serial port's interrupt is requested", || {
+        let requested = vcpu.with(move |fd| fd.get_lapic().map(|lapic| lapic.regs[word] as u8))??;
+        Ok((requested & 1 << bit != 0).then_some(()))
+    })?;
+    let deadline = vcpu.with(|fd| get_msr(fd, TSC_DEADLINE))??;
+    ensure(deadline == far, || format!("the deadline {far:#x} became {deadline:#x}"))
+}
+
+/// As if nothing had been requested of the local APIC when it was saved.
+fn without_requests(mut sections: Vec<Section>) -> Result<Vec<Section>, Failed> {
+    for section in sections.iter_mut().filter(|section| section.name.starts_with("vcpu")) {
+        let mut fields: serde_json::Value = serde_json::from_slice(&section.body)?;
+        let lapic = fields["lapic"].as_array_mut().ok_or("it has no local APIC")?;
+        lapic[0x200..0x280].fill(0.into());
+        section.body = serde_json::to_vec(&fields)?;
+    }
+    Ok(sections)
+}
+
+/// A KVM that has a TSC's offset as it was set. One that runs guests on the host's own TSC has none.
+fn tsc_offsets() -> Need {
+    let kept = || -> Result<bool, vellum::vm::Error> {
+        let kvm = vellum::vm::open()?;
+        let memory = Memory::map(layout::RAM, MemoryConfig::new(1 << 20))?;
+        let vcpu = Vm::new(&kvm, memory)?.create_vcpu(0)?;
+        Ok(set_tsc_offset(&vcpu, 1 << 40).is_ok() && tsc_offset(&vcpu).is_ok_and(|offset| offset == 1 << 40))
+    };
+    match kept() {
+        Ok(true) => Ok(()),
+        Ok(false) => Err("needs a KVM that keeps a TSC's offset".into()),
+        Err(error) => Err(format!("needs KVM: {error}")),
+    }
+}
+
+fn tsc(pc: &Pc, vcpu: usize) -> Result<Tsc, Failed> {
+    Ok(pc.machine.vcpus[vcpu].with(Tsc::save)??)
+}
+
+/// Ticks that `was` should have gone on by, those by which it has become `is`, and those of a second.
+fn ticks(pc: &Pc, was: Tsc, is: Tsc) -> Result<[u128; 3], Failed> {
+    let khz = pc.machine.description().tsc_khz.ok_or("this KVM does not tell a TSC's frequency")?;
+    let due = u128::from(is.realtime - was.realtime) * u128::from(khz) / 1_000_000;
+    Ok([due, u128::from(is.value.wrapping_sub(was.value)), u128::from(khz) * 1000])
+}
+
+#[trial(kvm())]
+fn clocks_go_on() -> Result<(), Failed> {
+    const HOUR: u64 = 3600 * 1_000_000_000;
+    let mut source = paused(|_| ())?;
+    let thousand = Clock { nanoseconds: 1000 * HOUR, realtime: 0, host_tsc: None };
+    thousand.restore(&source.machine.vm.fd, Meanwhile::Stands)?;
+    let was = tsc(&source, 0)?;
+    let target = restored(&mut source)?;
+    let is = tsc(&target, 0)?;
+    // To the second that a busy host may take between two reads.
+    let [due, ticks, second] = ticks(&target, was, is)?;
+    ensure(ticks.abs_diff(due) < second, || format!("{was:?} became {is:?}"))?;
+    let clock = Clock::save(&target.machine.vm.fd)?;
+    ensure((1000 * HOUR..1001 * HOUR).contains(&clock.nanoseconds), || format!("{clock:?}"))
+}
+
+#[trial(tsc_offsets())]
+fn tscs_stay_as_far_from_each_other_as_they_were() -> Result<(), Failed> {
+    /// Ticks by which the second is ahead of the first, and both of the host's.
+    const AHEAD: [u64; 2] = [1 << 41, 1 << 40];
+    let mut source = paused(|config| config.cpus = 2)?;
+    for (vcpu, ahead) in source.machine.vcpus.iter().zip(AHEAD) {
+        vcpu.with(move |fd| set_tsc_offset(fd, ahead))??;
+    }
+    let was = tsc(&source, 0)?;
+    let target = restored(&mut source)?;
+    let [first, second] = [tsc(&target, 0)?, tsc(&target, 1)?];
+    let [due, ticks, a_second] = ticks(&target, was, first)?;
+    ensure(ticks.abs_diff(due) < a_second, || format!("{was:?} became {first:?}"))?;
+    let apart = |tsc: Tsc| tsc.offset.unwrap_or(0);
+    let apart = apart(first).wrapping_sub(apart(second));
+    ensure(apart == AHEAD[0] - AHEAD[1], || format!("they are {apart} ticks apart"))
+}
+
+/// The other process may still run on the memory that is restored into.
+#[trial(kvm())]
+fn kvm_writes_to_memory_after_the_commit_alone() -> Result<(), Failed> {
+    const MSR_KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
+    const MSR_KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
+    const WALL: u64 = 0x18_0000;
+    const TIME: u64 = 0x18_1000;
+    let mut source = paused(|_| ())?;
+    source.machine.vcpus[0].with(|fd| {
+        set_msr(fd, MSR_KVM_WALL_CLOCK_NEW, WALL)?;
+        set_msr(fd, MSR_KVM_SYSTEM_TIME_NEW, TIME | 1)
+    })??;
+    let wall = |pc: &Pc| pc.machine.vm.memory.guest.read_obj::<[u8; 12]>(GuestAddress(WALL));
+    ensure(wall(&source)? != [0; 12], || "KVM did not write the wall clock".into())?;
+    source.machine.vm.memory.guest.write_obj([0u8; 12], GuestAddress(WALL))?;
+    let mut target = restored(&mut source)?;
+    ensure(wall(&target)? == [0; 12], || "it was written before the commit".into())?;
+    target.machine.commit()?;
+    ensure(wall(&target)? != [0; 12], || "it was forgotten".into())?;
+    let time = target.machine.vcpus[0].with(|fd| get_msr(fd, MSR_KVM_SYSTEM_TIME_NEW))??;
+    ensure(time == TIME | 1, || format!("the system time's page is {time:#x}"))
+}
+
+/// What moves a machine has nothing left to open: main and vCPU threads do it all in their sandboxes.
+#[trial(kvm())]
+fn the_sandbox_allows_all_of_it() -> Result<(), Failed> {
+    // A thread of its own, which stays confined, and with it the threads that it starts.
+    // None of them can remove its files.
+    let mut files = vec![written(&[0; 512])?, written(&Code::default().spin().elf64())?];
+    let confined = |files: &mut Vec<PathBuf>| -> Result<(), Failed> {
+        let (disk, kernel) = (files[0].clone(), files[1].clone());
+        let devices = |config: &mut machine::Config| {
+            config.cpus = 2;
+            config.virtio.0.push(Arc::new(BlkConfig::new(disk.clone())));
+        };
+        let described = paused(devices)?.machine.describe();
+        let mut image = Image::open(BootConfig::new(kernel))?;
+        let (source, said) = Pc::board(devices)?;
+        files.push(said);
+        let entry = source.boot(&mut image)?;
+        let source_serial = source.open_serial()?;
+        let (target, said, origin) = Pc::board_like(described, devices)?;
+        files.push(said);
+        let target_serial = target.open_serial()?;
+        let mut sandbox = Sandbox::new(sandbox::Mode::On);
+        sandbox.process()?;
+        let mut source = source.start(Origin::Boot(&entry), source_serial, sandbox)?;
+        let mut target = target.start(origin, target_serial, sandbox)?;
+        sandbox.enter(ThreadKind::Main, "main")?;
+        source.start()?;
+        source.pause()?;
+        for method in [Method::Bitmap, Method::InitiallySet, Method::ManualProtect] {
+            let mut tracker = source.track(method)?;
+            tracker.enable(true)?;
+            tracker.collect()?;
+            tracker.enable(false)?;
+        }
+        hand_over(&mut source, &mut target, |sections| sections)?;
+        let refused = source.retake().err().map(|error| error.to_string());
+        ensure(refused.is_some_and(|said| said.contains("in use")), || "the disk has two writers".into())?;
+        target.pause()?;
+        target.release();
+        source.retake()?;
+        Ok(())
+    };
+    let ended = std::thread::scope(|scope| scope.spawn(|| confined(&mut files)).join());
+    files.iter().try_for_each(std::fs::remove_file)?;
+    ended.map_err(|_| "it panicked")?
+}
