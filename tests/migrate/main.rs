@@ -22,7 +22,7 @@ mod typed;
 mod verify;
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output, Stdio};
@@ -448,8 +448,12 @@ fn a_courier_that_is_killed_stops_nothing() -> Result<(), Failed> {
     let second = home.migrate("here", "there", "")?;
     let said = String::from_utf8_lossy(&second.stderr).into_owned();
     ensure(second.status.code() == Some(1) && said.contains("is under way"), || said.clone())?;
-    let attached = home.courier("migrate here --attach")?;
+    let mut attached = home.courier("migrate here --attach --json")?;
+    // It follows once it has said something; with the limit raised before, all could be over by then.
+    let mut said = BufReader::new(attached.stdout.take().ok_or("it has no output")?);
+    said.read_line(&mut String::new())?;
     succeeds(&home.vellum("ctl here migrate-set --bandwidth 1g")?)?;
+    io::copy(&mut said, &mut io::sink())?;
     with(attached.output()?, 0)?;
     ends_with(here, 15)?;
     succeeds(&home.vellum("ctl there stop")?)?;
