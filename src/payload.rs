@@ -180,6 +180,15 @@ pub trait Payload {
     /// Where somebody else has one of its disks, or KVM refuses. It has not run then.
     fn commit(&mut self) -> Result<(), Self::Error>;
 
+    /// After [`Payload::commit`] of a state that other machines may go on from too: tells its guest, where that can be told, that it is not
+    /// the only one.
+    ///
+    /// # Errors
+    /// Where the host has no random numbers.
+    fn renew(&mut self) -> Result<(), Self::Error> {
+        Ok(())
+    }
+
     /// Gives up the locks of its disks, so that another process can take them; while it is paused.
     fn release(&mut self);
 

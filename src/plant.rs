@@ -53,11 +53,13 @@ pub enum Mistake {
     NoMtrrs,
     /// The VM's clock is not restored.
     NoClock,
+    /// A machine that is restored keeps its VM generation ID.
+    VmGenIdUnchanged,
 }
 
 impl Mistake {
     /// Their names as they are planted.
-    pub const NAMES: [(&str, Self); 17] = [
+    pub const NAMES: [(&str, Self); 18] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -75,6 +77,7 @@ impl Mistake {
         ("deadline-before-lapic", Self::DeadlineBeforeLapic),
         ("no-mtrrs", Self::NoMtrrs),
         ("no-clock", Self::NoClock),
+        ("vmgenid-unchanged", Self::VmGenIdUnchanged),
     ];
 }
 

@@ -61,6 +61,11 @@ fn main() -> ExitCode {
         ("devices-before-lapics", interrupts, "the serial port's interrupt is requested"),
         ("deadline-before-lapic", interrupts, "the deadline 0x"),
         ("no-clock", "clocks_go_on", "Clock { nanoseconds: "),
+        (
+            "vmgenid-unchanged",
+            "a_restored_pc_has_another_generation_id_and_is_told",
+            "it has the ID of another",
+        ),
     ] {
         trials
             .add(format!("planted_{mistake}_is_caught"), kvm(), move || plants::caught(mistake, trial, says));
@@ -236,25 +241,9 @@ fn restored(source: &mut Pc) -> Result<Pc, Failed> {
 fn interrupts_stay(irqchip: Mode) -> Result<(), Failed> {
     const TSC_DEADLINE: u32 = 0x6e0;
     const VECTOR: u8 = 0x24;
-    let (word, bit) = (0x200 + 0x10 * usize::from(VECTOR / 32) + usize::from(VECTOR % 32 / 8), VECTOR % 8);
     let mut source = paused(|config| config.irqchip = irqchip)?;
+    unmask(&source, 4, VECTOR)?;
     let machine = &source.machine;
-    // Pin 4 of the I/O APIC, unmasked, edge triggered, to vCPU 0.
-    match machine.irqchip.ioapic() {
-        Some(ioapic) => {
-            for (register, value) in [(0x19u32, 0u32), (0x18, VECTOR.into())] {
-                ioapic.write(0, &register.to_le_bytes());
-                ioapic.write(0x10, &value.to_le_bytes());
-            }
-        }
-        None => {
-            let mut chip = kvm_irqchip { chip_id: KVM_IRQCHIP_IOAPIC, ..Default::default() };
-            machine.vm.fd.get_irqchip(&mut chip)?;
-            // SAFETY: this chip is the I/O APIC, and any content is one of its states.
-            unsafe { chip.chip.ioapic.redirtbl[4].bits = VECTOR.into() };
-            machine.vm.fd.set_irqchip(&chip)?;
-        }
-    }
     // The receive interrupt, and a byte.
     machine.serial.write(1, &[1]);
     machine.serial.receive(b"x");
@@ -276,13 +265,95 @@ fn interrupts_stay(irqchip: Mode) -> Result<(), Failed> {
     let sections = source.machine.save()?;
     let mut target = Pc::like(source.machine.describe(), |_| ())?;
     target.machine.restore(without_requests(sections)?, Meanwhile::Passes)?;
+    is_requested(&target, VECTOR, "the serial port's interrupt is requested")?;
     let vcpu = &target.machine.vcpus[0];
-    eventually(plants::limit(), "the serial port's interrupt is requested", || {
-        let requested = vcpu.with(move |fd| fd.get_lapic().map(|lapic| lapic.regs[word] as u8))??;
-        Ok((requested & 1 << bit != 0).then_some(()))
-    })?;
     let deadline = vcpu.with(|fd| get_msr(fd, TSC_DEADLINE))??;
     ensure(deadline == far, || format!("the deadline {far:#x} became {deadline:#x}"))
+}
+
+/// Lets a pin of the I/O APIC through, edge triggered, to vCPU 0.
+fn unmask(pc: &Pc, pin: u8, vector: u8) -> Result<(), Failed> {
+    match pc.machine.irqchip.ioapic() {
+        Some(ioapic) => {
+            let register = 0x10 + 2 * u32::from(pin);
+            for (register, value) in [(register + 1, 0u32), (register, vector.into())] {
+                ioapic.write(0, &register.to_le_bytes());
+                ioapic.write(0x10, &value.to_le_bytes());
+            }
+        }
+        None => {
+            let mut chip = kvm_irqchip { chip_id: KVM_IRQCHIP_IOAPIC, ..Default::default() };
+            pc.machine.vm.fd.get_irqchip(&mut chip)?;
+            // SAFETY: this chip is the I/O APIC, and any content is one of its states.
+            unsafe { chip.chip.ioapic.redirtbl[usize::from(pin)].bits = vector.into() };
+            pc.machine.vm.fd.set_irqchip(&chip)?;
+        }
+    }
+    Ok(())
+}
+
+/// Waits until the local APIC of vCPU 0 has been asked for `vector`.
+fn is_requested(pc: &Pc, vector: u8, what: &str) -> Result<(), Failed> {
+    let (word, bit) = (0x200 + 0x10 * usize::from(vector / 32) + usize::from(vector % 32 / 8), vector % 8);
+    eventually(plants::limit(), what, || {
+        let lapic = pc.machine.vcpus[0].with(move |fd| fd.get_lapic())??;
+        Ok((lapic.regs[word] as u8 & 1 << bit != 0).then_some(()))
+    })
+}
+
+/// A machine that goes on elsewhere keeps its VM generation ID; one that is restored has another in guest memory, and its guest is told.
+#[trial(kvm())]
+fn a_restored_pc_has_another_generation_id_and_is_told() -> Result<(), Failed> {
+    const VECTOR: u8 = 0x25;
+    let id = |pc: &Pc| pc.machine.vm.memory.guest.read_obj::<[u8; 16]>(GuestAddress(layout::VMGENID));
+    for irqchip in [Mode::Split, Mode::Kernel] {
+        let mut source = paused(|config| config.irqchip = irqchip)?;
+        unmask(&source, 9, VECTOR)?;
+        enable_lapic(&source)?;
+        let sections = source.machine.save()?;
+        let mut seen = vec![id(&source)?];
+        ensure(seen[0] != [0; 16], || "it has no ID".into())?;
+        for renew in [false, true, true] {
+            let mut target = Pc::like(source.machine.describe(), |_| ())?;
+            copy(&source.machine.memory(), &target.machine.memory())?;
+            target.machine.restore(sections.clone(), Meanwhile::Passes)?;
+            target.machine.commit()?;
+            ensure(id(&target)? == seen[0], || "it has another ID without being restored".into())?;
+            if renew {
+                target.machine.renew()?;
+                let id = id(&target)?;
+                ensure(!seen.contains(&id), || format!("it has the ID of another: {id:x?}"))?;
+                seen.push(id);
+                is_requested(&target, VECTOR, "the guest is told")?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Machines had none once: such a one comes without, and the next that is made of it has none either.
+#[trial(kvm())]
+fn a_pc_without_a_generation_id_stays_without() -> Result<(), Failed> {
+    let mut source = paused(|config| config.vmgenid = None)?;
+    let described = source.machine.describe();
+    ensure(described.get("vmgenid").is_none(), || described.to_string())?;
+    let mut target = restored(&mut source)?;
+    target.machine.commit()?;
+    target.machine.renew()?;
+    ensure(target.machine.describe().get("vmgenid").is_none(), || "it has one".into())?;
+    let page = target.machine.vm.memory.guest.read_obj::<[u8; 16]>(GuestAddress(layout::VMGENID))?;
+    ensure(page == [0; 16], || format!("{page:x?} in its memory"))
+}
+
+/// Switches the local APIC of vCPU 0 on, with nothing requested.
+fn enable_lapic(pc: &Pc) -> Result<(), Failed> {
+    pc.machine.vcpus[0].with(|fd| -> Result<(), Failed> {
+        let mut lapic = fd.get_lapic()?;
+        for (at, byte) in (0xf0..).zip(0x1ffu32.to_le_bytes()) {
+            lapic.regs[at] = byte as _;
+        }
+        Ok(fd.set_lapic(&lapic)?)
+    })?
 }
 
 /// As if nothing had been requested of the local APIC when it was saved.

@@ -53,6 +53,10 @@ pub struct KernelArgs {
     #[arg(long, value_name = "WHERE", default_value = "terminal", requires = "kernel")]
     serial: Target,
 
+    /// Give it no VM generation ID, by which it notices that it was restored from a snapshot and draws other random numbers
+    #[arg(long, requires = "kernel")]
+    no_vmgenid: bool,
+
     /// End the guest after a time, as in 30s, with status 124
     #[arg(long, value_name = "TIME", requires = "kernel", value_parser = keyvalue::duration)]
     timeout: Option<Duration>,
@@ -73,7 +77,8 @@ pub fn run(
     let defaults = (!args.nodefaults).then_some(DEFAULT_CMDLINE);
     let parts: Vec<&str> = defaults.into_iter().chain(args.cmdline.iter().map(String::as_str)).collect();
     let (cmdline, virtio) = (parts.join(" "), devices.config());
-    let config = machine::Config { irqchip, serial, virtio, ..config };
+    let vmgenid = if args.no_vmgenid { None } else { config.vmgenid };
+    let config = machine::Config { irqchip, serial, virtio, vmgenid, ..config };
     let boot = BootConfig { kernel, initrd, cmdline, protocol };
     let process = session::Config { limit: timeout, ..process };
     let mut ready = session::kernel::ready(&process, memory, config, boot).map_err(failure)?;

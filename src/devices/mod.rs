@@ -23,6 +23,7 @@ pub mod serial;
 #[cfg(target_arch = "x86_64")]
 pub mod test_device;
 pub mod virtio;
+pub mod vmgenid;
 
 /// How a guest asks for its own end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

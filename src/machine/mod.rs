@@ -12,6 +12,7 @@
 //! The session runs it (`run.rs` has its side of that). Which device lies where is decided here and nowhere else; what a device does
 //! is its own file's.
 
+mod error;
 mod image;
 mod run;
 pub mod state;
@@ -19,27 +20,28 @@ pub mod virtio;
 
 use std::fs::File;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 use vmm_sys_util::eventfd::EventFd;
 
+pub use self::error::Error;
 pub use self::image::{BootConfig, Image};
 use self::run::on_exit;
 use self::virtio::Virtio;
 use crate::arch::boot::{self, Entry};
 use crate::arch::cpuid::{self, Choice, Cpuid};
-use crate::arch::irqchip::{self, Irqchip, Mode};
+use crate::arch::irqchip::{Irqchip, Mode};
 use crate::arch::state::Context;
-use crate::arch::{acpi, gsi, ioapic, layout, ports, regs};
+use crate::arch::{acpi, ioapic, layout, ports, regs};
 use crate::devices::bus::Bus;
 use crate::devices::console::{self, Console, Target};
 use crate::devices::rtc::Rtc;
 use crate::devices::serial::Serial;
+use crate::devices::vmgenid::VmGenId;
 use crate::devices::{acpi_pm, debug_exit, i8042, pvpanic, test_device};
-use crate::fault::{Blame, Fault, Field};
 use crate::memory::{self, GuestMemory, Memory};
 #[cfg(doc)]
 use crate::payload::Payload;
@@ -47,7 +49,7 @@ use crate::payload::state::{Error as StateError, Processors};
 use crate::sandbox::{Sandbox, ThreadKind};
 use crate::vm::counters::{Counters, Snapshot};
 use crate::vm::vcpu::{self, Ended, Thread, Vcpu};
-use crate::vm::{self, Vm, ioctl};
+use crate::vm::{Vm, ioctl};
 
 /// What is asked for. Its memory is mapped by whoever makes it.
 #[derive(Clone, Debug)]
@@ -64,6 +66,8 @@ pub struct Config {
     pub serial: Target,
     /// Virtio devices.
     pub virtio: virtio::Config,
+    /// The guest-physical address of its VM generation ID, if it is to have one.
+    pub vmgenid: Option<u64>,
     /// Whether KVM's counters are to be read at the end.
     pub counters: bool,
     /// Entries of each vCPU's dirty ring, where there is to be one.
@@ -82,96 +86,10 @@ impl Default for Config {
             cpuid: Choice::default(),
             serial: Target::default(),
             virtio: virtio::Config::default(),
+            vmgenid: Some(layout::VMGENID),
             counters: false,
             dirty_ring: None,
             incoming: false,
-        }
-    }
-}
-
-/// Why a machine cannot be built or run.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// A file cannot be opened.
-    #[error("{}: {error}; use a file that exists and that this user can read", path.display())]
-    Open {
-        /// What names it.
-        field: Field,
-        /// The file.
-        path: PathBuf,
-        /// What the host said.
-        error: io::Error,
-    },
-    /// The kernel, the initrd or the command line is wrong.
-    #[error("{value}: {error}")]
-    Boot {
-        /// The value that is to blame.
-        value: String,
-        /// What is wrong and what would work.
-        error: boot::Error,
-    },
-    /// More vCPUs than APIC ids that a kernel without interrupt remapping reaches.
-    #[error("{0}: a Linux guest can have from 1 to {MOST_CPUS}")]
-    Cpus(usize),
-    /// KVM or memory.
-    #[error(transparent)]
-    Vm(#[from] vm::Error),
-    /// Memory.
-    #[error(transparent)]
-    Memory(#[from] crate::memory::Error),
-    /// vCPU threads.
-    #[error(transparent)]
-    Vcpu(#[from] vcpu::Error),
-    /// CPU features.
-    #[error(transparent)]
-    Cpuid(#[from] crate::arch::cpuid::Error),
-    /// The interrupt controller.
-    #[error(transparent)]
-    Irqchip(#[from] irqchip::Error),
-    /// The serial port's interrupt.
-    #[error(transparent)]
-    Gsi(#[from] gsi::Error),
-    /// A virtio device.
-    #[error(transparent)]
-    Virtio(#[from] virtio::Error),
-    /// The serial port's target.
-    #[error("{0}")]
-    Serial(#[from] crate::devices::console::OpenError),
-    /// The tables.
-    #[error(transparent)]
-    Acpi(#[from] acpi::Error),
-    /// The first registers.
-    #[error(transparent)]
-    Regs(#[from] regs::Error),
-    /// Two devices at one address.
-    #[error(transparent)]
-    Bus(#[from] crate::devices::bus::Overlap),
-    /// Its state.
-    #[error(transparent)]
-    State(#[from] StateError),
-    /// The host refuses a descriptor, or the terminal its mode.
-    #[error("{0}: {1}")]
-    Host(&'static str, #[source] io::Error),
-}
-
-impl Fault for Error {
-    fn blame(&self) -> Blame {
-        match self {
-            Self::Open { field, .. } => Blame::user(*field),
-            Self::Boot { error, .. } => error.blame(),
-            Self::Cpus(_) => Blame::user(Field::Cpus),
-            Self::Vm(error) => error.blame(),
-            Self::Memory(error) => error.blame(),
-            Self::Vcpu(error) => error.blame(),
-            Self::Cpuid(error) => error.blame(),
-            Self::Irqchip(error) => error.blame(),
-            Self::Gsi(error) => error.blame(),
-            Self::Virtio(error) => error.blame(),
-            Self::Serial(_) => Blame::user(Field::Serial),
-            Self::Acpi(error) => error.blame(),
-            Self::Regs(error) => error.blame(),
-            Self::State(error) => error.blame(),
-            Self::Bus(_) | Self::Host(..) => Blame::HOST,
         }
     }
 }
@@ -230,6 +148,8 @@ pub struct Machine {
     pub rtc: Arc<Rtc>,
     /// Its virtio devices.
     pub virtio: Virtio,
+    /// Its VM generation ID, if it has one.
+    pub vmgenid: Option<VmGenId>,
     /// The path of the pseudo-terminal that the serial port leads to.
     pub pty: Option<String>,
     /// How a vCPU has ended, and which.
@@ -270,7 +190,7 @@ impl Opened {
         self.config.dirty_ring
     }
 
-    /// The same for the like of `description`: so many vCPUs, and its interrupt controller.
+    /// The same for the like of `description`: so many vCPUs, its interrupt controller, its VM generation ID.
     ///
     /// # Errors
     /// Where no machine has so many.
@@ -279,6 +199,7 @@ impl Opened {
             return Err(Error::Cpus(description.cpus));
         }
         (self.config.cpus, self.config.irqchip) = (description.cpus, description.irqchip);
+        self.config.vmgenid = description.vmgenid;
         Ok(self)
     }
 
@@ -320,7 +241,8 @@ impl Board {
     /// Where it is no kernel, or does not fit into this memory.
     pub fn boot(&self, image: &mut Image) -> Result<Entry, Error> {
         let memory = &self.vm.memory.guest;
-        let rsdp = acpi::write(memory, 0..self.config.cpus as u32, &self.virtio.places())?;
+        let (cpus, vmgenid) = (0..self.config.cpus as u32, self.config.vmgenid);
+        let rsdp = acpi::write(memory, cpus, &self.virtio.places(), vmgenid)?;
         image.load(memory, self.vm.memory.config.size, rsdp)
     }
 
@@ -345,6 +267,8 @@ impl Board {
         let rtc = Arc::new(Rtc::default());
         let (pio, mut mmio) = buses(&irqchip, &serial, &rtc, test_devices)?;
         let memory = Arc::new(vm.memory.guest.clone());
+        let vmgenid =
+            config.vmgenid.map(|at| generation(memory.clone(), at, origin, &irqchip)).transpose()?;
         let virtio = virtio.attach(&vm.fd, irqchip.gsis(), &mut mmio, &memory, sandbox)?;
         let (pio, mmio) = (Arc::new(pio), Arc::new(mmio));
         let tsc_khz = give_vcpus(&vm, &vcpus, &cpuid, origin, &irqchip, (&pio, &mmio))?;
@@ -362,6 +286,7 @@ impl Board {
             serial,
             rtc,
             virtio,
+            vmgenid,
             pty,
             ended: None,
             last_counters: None,
@@ -418,6 +343,21 @@ fn buses(
         mmio.add(ioapic::BASE, ioapic::SIZE, ioapic.clone())?;
     }
     Ok((pio, mmio))
+}
+
+/// The VM generation ID at `at`: a new one for a guest that boots.
+fn generation(
+    memory: Arc<GuestMemory>,
+    at: u64,
+    origin: Origin<'_>,
+    irqchip: &Irqchip,
+) -> Result<VmGenId, Error> {
+    let vmgenid = VmGenId::new(memory, at)?;
+    irqchip.gsis().connect(&irqchip.gsis().claim(ports::GED_GSI)?, vmgenid.renewed())?;
+    if matches!(origin, Origin::Boot(_)) {
+        vmgenid.draw()?;
+    }
+    Ok(vmgenid)
 }
 
 impl Origin<'_> {

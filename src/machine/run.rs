@@ -20,6 +20,7 @@ use crate::devices::bus::Bus;
 use crate::devices::console::{self, Console};
 use crate::devices::virtio::balloon::BalloonHandle;
 use crate::devices::virtio::vsock::SocketPath;
+use crate::devices::vmgenid::VmGenId;
 use crate::dirty::{self, DirtyTracker};
 use crate::memory::{Memory, Slot, short_size};
 use crate::payload::{Outline, Payload, Progress, Section, Serves, Subscriber};
@@ -188,6 +189,10 @@ impl Payload for Machine {
 
     fn commit(&mut self) -> Result<(), Self::Error> {
         self.commit_state()
+    }
+
+    fn renew(&mut self) -> Result<(), Self::Error> {
+        Ok(self.vmgenid.as_ref().map_or(Ok(()), VmGenId::renew)?)
     }
 
     fn release(&mut self) {

@@ -10,6 +10,7 @@ use super::{Error, Machine};
 use crate::arch::clocks::Meanwhile;
 use crate::arch::irqchip::{self, Mode};
 use crate::devices::virtio::transport;
+use crate::devices::vmgenid::VmGenId;
 use crate::devices::{rtc, serial};
 use crate::payload::section::{self, Section, Sections};
 use crate::payload::state::{self, Place, Processors};
@@ -51,6 +52,9 @@ pub struct Description {
     pub tsc_khz: Option<u32>,
     /// Whether it has the devices of kvm-unit-tests.
     pub test_devices: bool,
+    /// The guest-physical address of its VM generation ID, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vmgenid: Option<u64>,
     /// Its virtio devices in the order of their places.
     pub devices: Vec<Device>,
 }
@@ -154,6 +158,7 @@ impl Machine {
             cpuid: self.features.cpuid.clone(),
             tsc_khz: self.features.tsc_khz,
             test_devices: self.features.test_devices,
+            vmgenid: self.vmgenid.as_ref().map(VmGenId::at),
             devices: devices
                 .map(|wired| Device { name: wired.name.clone(), device: wired.device.describe() })
                 .collect(),

@@ -115,6 +115,8 @@ pub struct Incoming {
     meanwhile: Meanwhile,
     /// Whether it waits to be resumed, however it was saved.
     paused: bool,
+    /// Whether other machines may come out of the same state.
+    restored: bool,
 }
 
 /// Where a machine comes from.
@@ -169,6 +171,7 @@ impl Incoming {
     pub fn new(host: Host, arrival: Arrival) -> io::Result<Self> {
         let wake = threads::event()?;
         let (mine, thread) = threads::pair(wake.clone())?;
+        let restored = matches!(arrival, Arrival::Snapshot { .. });
         let (bringer, standing, meanwhile, paused) = match arrival {
             Arrival::Process(liveness) => {
                 let receiving = Box::new(Receiving::new(mine, liveness));
@@ -195,6 +198,7 @@ impl Incoming {
             bringer: Some(bringer),
             meanwhile,
             paused,
+            restored,
         })
     }
 
@@ -291,6 +295,9 @@ impl Incoming {
             return refused();
         }
         machine.payload().commit().map_err(|error| error.to_string())?;
+        if self.restored {
+            machine.payload().renew().map_err(|error| error.to_string())?;
+        }
         // What a process that only runs a machine does not need is given up before its guest runs.
         self.sandbox.enter(ThreadKind::Main, "main").map_err(|error| error.to_string())?;
         // From here on it is this side's, whatever becomes of the other.
@@ -565,6 +572,10 @@ impl Payload for Incoming {
 
     fn commit(&mut self) -> Result<(), Error> {
         self.payload().map_or(Err(Error::Absent), Payload::commit)
+    }
+
+    fn renew(&mut self) -> Result<(), Error> {
+        self.payload().map_or(Err(Error::Absent), Payload::renew)
     }
 
     fn release(&mut self) {

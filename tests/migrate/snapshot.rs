@@ -1,12 +1,14 @@
 //! `vellum snapshot` and `vellum restore`: what is written is what runs again, whole or not at all.
 
-use std::fs;
+use std::fs::{self, File};
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use harness::{Completion, Failed, LIMIT, ensure, eventually, trial};
 use serde_json::Value;
+use vellum::arch::layout;
 use vellum::control::Do;
 use vellum::control::client::Client;
 
@@ -355,4 +357,42 @@ fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
     succeeds(&home.vellum("ctl again stop")?)?;
     ends_with(again, 0)?;
     every_page_is_right(&end)
+}
+
+/// Two restores of one snapshot, and what it was made of, each have a VM generation ID of their own in guest memory; a machine that moves
+/// keeps it. Read from the pages of snapshots, in which each of them ends.
+#[trial(kvm())]
+fn a_restored_machine_is_a_new_generation_and_one_that_moves_is_not() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let kernel = counting(&home)?;
+    let line = format!("run --kernel {} --memory 32m --serial null", kernel.display());
+    let dir = |name: &str| home.path(&format!("{name}.snap"));
+    let ended = |name: &'static str, machine: Machine| -> Result<(&'static str, [u8; 16]), Failed> {
+        succeeds(&home.vellum(&format!("snapshot {name} {} --stop", dir(name).display()))?)?;
+        ends_with(machine, 0)?;
+        let mut id = [0; 16];
+        // Its first memslot begins at address 0.
+        File::open(dir(name).join("ram-0"))?.read_exact_at(&mut id, layout::VMGENID)?;
+        Ok((name, id))
+    };
+    let mut ids = vec![ended("first", home.run("first", &line)?)?];
+    for name in ["one", "two"] {
+        let machine = home.restore(name, &format!("{} --serial null", dir("first").display()))?;
+        ids.push(ended(name, machine)?);
+    }
+    let here = home.restore("here", &format!("{} --serial null --paused", dir("one").display()))?;
+    succeeds(&home.vellum(&format!("snapshot here {}", dir("here").display()))?)?;
+    let mut id = [0; 16];
+    File::open(dir("here").join("ram-0"))?.read_exact_at(&mut id, layout::VMGENID)?;
+    ids.push(("here", id));
+    let there = home.receive("there", "--serial null")?;
+    succeeds(&home.migrate("here", "there", "")?)?;
+    ends_with(here, 15)?;
+    ids.push(ended("there", there)?);
+    for (at, (name, id)) in ids.iter().enumerate() {
+        let same: Vec<_> = ids[..at].iter().filter(|(_, other)| other == id).map(|(name, _)| *name).collect();
+        let expected: &[&str] = if *name == "there" { &["here"] } else { &[] };
+        ensure(same == expected && *id != [0; 16], || format!("{name} has the ID of {same:?}: {ids:x?}"))?;
+    }
+    Ok(())
 }

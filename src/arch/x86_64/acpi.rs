@@ -3,11 +3,14 @@
 //! The hardware-reduced profile (ACPI 6.5, 4.1): no PM timer, no SCI, no 8259, so that a kernel asks for nothing that a
 //! split interrupt controller lacks. Power-off goes through the sleep control register, reset through the i8042's
 //! command port. CPUs are named by the MADT alone, which is where Linux looks for them. All interrupts are edge
-//! triggered, since irqfd delivers them.
+//! triggered, since irqfd delivers them. Without an SCI events come by a generic event device (ACPI 6.5, 5.6.9).
 
 use acpi_tables::{
     Aml,
-    aml::{Device, EISAName, IO, Interrupt, Memory32Fixed, Name, Package, Path, ResourceTemplate, Scope},
+    aml::{
+        Device, EISAName, IO, Interrupt, Memory32Fixed, Method, Name, Notify, Package, Path,
+        ResourceTemplate, Scope,
+    },
     fadt::{FADTBuilder, Flags},
     gas::{AccessSize, AddressSpace, GAS},
     rsdp::Rsdp,
@@ -63,7 +66,8 @@ impl Fault for Error {
     }
 }
 
-/// Writes the tables for vCPUs with the local APIC ids `apic_ids` and for `virtio`, and returns the RSDP's address.
+/// Writes the tables for vCPUs with the local APIC ids `apic_ids`, for `virtio` and for a VM generation ID at `vmgenid`, if there is one,
+/// and returns the RSDP's address.
 ///
 /// # Errors
 /// Where they do not fit, or guest memory has no RAM below 1 MiB.
@@ -71,6 +75,7 @@ pub fn write<M: GuestMemoryBackend>(
     memory: &M,
     apic_ids: impl IntoIterator<Item = u32>,
     virtio: &[VirtioMmio],
+    vmgenid: Option<u64>,
 ) -> Result<u64, Error> {
     let mut tables = Vec::new();
     let mut place = |table: &dyn Fn(&mut Vec<u8>)| {
@@ -80,7 +85,7 @@ pub fn write<M: GuestMemoryBackend>(
         table(&mut tables);
         at
     };
-    let dsdt = dsdt(virtio);
+    let dsdt = dsdt(virtio, vmgenid);
     let dsdt = place(&|sink| sink.extend_from_slice(dsdt.as_slice()));
     let fadt = place(&|sink| fadt(dsdt).finalize().to_aml_bytes(sink));
     let madt = madt(apic_ids);
@@ -145,8 +150,8 @@ fn madt(apic_ids: impl IntoIterator<Item = u32>) -> Sdt {
     madt
 }
 
-/// The DSDT: the legacy devices, the virtio devices, and what `\_S5` writes to the sleep control register.
-fn dsdt(virtio: &[VirtioMmio]) -> Sdt {
+/// The DSDT: the legacy devices, the virtio devices, the VM generation ID, and what `\_S5` writes to the sleep control register.
+fn dsdt(virtio: &[VirtioMmio], vmgenid: Option<u64>) -> Sdt {
     let mut aml = Vec::new();
     let port = |base: u16, len: u8| IO::new(base, base, 1, len);
     let interrupt = |gsi| Interrupt::new(true, true, false, false, gsi);
@@ -171,6 +176,9 @@ fn dsdt(virtio: &[VirtioMmio]) -> Sdt {
         let (memory, gsi) = (Memory32Fixed::new(true, d.base, d.size), interrupt(d.gsi));
         device(&mut aml, &format!("V{uid:03X}"), &"LNRO0005", uid, vec![&memory, &gsi]);
     }
+    if let Some(at) = vmgenid {
+        generation(&mut aml, at, &interrupt(ports::GED_GSI));
+    }
     let five = ports::SLEEP_S5;
     Name::new("_S5_".into(), &Package::new(vec![&five, &0u8, &0u8, &0u8])).to_aml_bytes(&mut aml);
 
@@ -178,6 +186,26 @@ fn dsdt(virtio: &[VirtioMmio]) -> Sdt {
     let mut dsdt = Sdt::new(*b"DSDT", 36, 2, OEM_ID, OEM_TABLE_ID, 1);
     dsdt.append_slice(&aml);
     dsdt
+}
+
+/// The VM generation ID at `at`, and the event device that notifies a guest of a new one.
+fn generation(aml: &mut Vec<u8>, at: u64, interrupt: &Interrupt) {
+    // Guests look for either: the second, which its specification has, is longer than ACPI allows.
+    let (hid, cid) = (Name::new("_HID".into(), &"VMGENCTR"), Name::new("_CID".into(), &"VM_Gen_Counter"));
+    let (low, high) = (at as u32, (at >> 32) as u32);
+    let ddn = Name::new("_DDN".into(), &"VM_Gen_Counter");
+    let addr = Name::new("ADDR".into(), &Package::new(vec![&low, &high]));
+    let device = Device::new("VGEN".into(), vec![&hid, &cid, &ddn, &addr]);
+
+    let (hid, uid) = (Name::new("_HID".into(), &"ACPI0013"), Name::new("_UID".into(), &0u8));
+    let resources = ResourceTemplate::new(vec![interrupt]);
+    let resources = Name::new("_CRS".into(), &resources);
+    // It has the one interrupt, so its number, the argument, says nothing. 0x80: the ID has changed.
+    let vgen = Path::new("\\_SB_.VGEN");
+    let notify = Notify::new(&vgen, &0x80u8);
+    let event = Method::new("_EVT".into(), 1, true, vec![&notify]);
+    let events = Device::new("GED_".into(), vec![&hid, &uid, &resources, &event]);
+    Scope::new("_SB_".into(), vec![&device, &events]).to_aml_bytes(aml);
 }
 
 fn device(aml: &mut Vec<u8>, name: &str, id: &dyn Aml, uid: u32, resources: Vec<&dyn Aml>) {
@@ -225,7 +253,7 @@ mod tests {
             VirtioMmio { base: 0xd000_0000, size: 0x1000, gsi: 5 },
             VirtioMmio { base: 0xd000_1000, size: 0x1000, gsi: 6 },
         ];
-        write(&memory, [0, 1, 0x1ff], &virtio).unwrap();
+        write(&memory, [0, 1, 0x1ff], &virtio, None).unwrap();
         let tables = walk(&memory);
         let names: Vec<_> = tables.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, [*b"FACP", *b"APIC", *b"DSDT"]);
@@ -250,11 +278,27 @@ mod tests {
         // The second device's memory and interrupt descriptors.
         assert_eq!(count(&[0x86, 9, 0, 1, 0, 0x10, 0, 0xd0, 0, 0x10, 0, 0]), 1);
         assert_eq!(count(&[0x89, 6, 0, 0b11, 1, 6, 0, 0, 0]), 1);
+        assert_eq!((count(b"VGEN"), count(b"ACPI0013")), (0, 0));
+    }
+
+    #[test]
+    fn a_generation_id_is_found_and_its_event_notifies_it() {
+        let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
+        write(&memory, [0], &[], Some(0x1_000d_f010)).unwrap();
+        let tables = walk(&memory);
+        let dsdt = &tables[2].1;
+        let count = |needle: &[u8]| dsdt.windows(needle.len()).filter(|w| *w == needle).count();
+        assert_eq!((count(b"VMGENCTR\0"), count(b"VM_Gen_Counter\0"), count(b"ACPI0013\0")), (1, 2, 1));
+        // Name (ADDR, Package (2) {low, high}): two numbers of 32 bits, of which 1 is written shorter.
+        assert_eq!(count(b"ADDR\x12\x08\x02\x0c\x10\xf0\x0d\x00\x01"), 1);
+        assert_eq!(count(&[0x89, 6, 0, 0b11, 1, 9, 0, 0, 0]), 1);
+        // Method (_EVT, 1, Serialized) { Notify (\_SB.VGEN, 0x80) }
+        assert_eq!(count(b"_EVT\x09\x86\\\x2e_SB_VGEN\x0a\x80"), 1);
     }
 
     #[test]
     fn tables_that_do_not_fit_are_refused() {
         let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
-        assert!(matches!(write(&memory, 0..20_000, &[]), Err(Error::TooLarge(_))));
+        assert!(matches!(write(&memory, 0..20_000, &[], None), Err(Error::TooLarge(_))));
     }
 }

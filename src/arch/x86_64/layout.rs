@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! 0                       RAM, at most 3 GiB
+//!   0xd_f000                the VM generation ID, on a page of its own that the memory map reserves
 //! 0xc000_0000  3 GiB      the gap: nothing of the guest's RAM
 //!   0xc000_0000             a workload's own slot: code, control blocks, page tables (`guests/`)
 //!   0xd000_0000             the doorbell: never backed, a write leaves the guest
@@ -28,6 +29,10 @@ pub const VIRTIO_BASE: u64 = 0xd800_0000;
 pub const KVM_TSS: u64 = 0xfffb_d000;
 /// The largest guest-physical address plus one that four levels of page tables and KVM both reach.
 pub const MAX_ADDRESS: u64 = 1 << 46;
+
+/// Where the VM generation ID is. Its page has nothing else, as its specification wants it, and kernels that search the area for ROMs look
+/// at multiples of 2 KiB.
+pub const VMGENID: u64 = 0xd_f010;
 
 /// Where RAM goes.
 pub const RAM: Space = Space(&[0..GAP_START, GAP_END..MAX_ADDRESS]);

@@ -7,6 +7,8 @@ pub const COM1: u16 = 0x3f8;
 pub const COM_PORTS: u64 = 8;
 /// The interrupt of [`COM1`].
 pub const COM1_GSI: u32 = 4;
+/// The interrupt of the generic event device (ACPI 6.5, 5.6.9): a PC has its SCI there, which hardware-reduced ACPI has not.
+pub const GED_GSI: u32 = 9;
 /// The index port of the real-time clock; the data port follows it.
 pub const RTC_INDEX: u16 = 0x70;
 /// How many ports the real-time clock has.

@@ -222,6 +222,10 @@ where
         Ok(self.machine.commit()?)
     }
 
+    fn renew(&mut self) -> Result<(), Error> {
+        Ok(self.machine.renew()?)
+    }
+
     fn release(&mut self) {
         self.machine.release();
     }
