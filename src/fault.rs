@@ -34,6 +34,8 @@ pub enum Field {
     Cpus,
     /// A device of the guest's, by the key of its kind (`devices/virtio`).
     Device(&'static str),
+    /// Whether a disk that is not as it was is taken.
+    DiskChanged,
     /// Where memory starts in the guest's physical address space.
     GuestAddress,
     /// The page size of the guest's own tables.

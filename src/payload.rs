@@ -17,6 +17,7 @@ use vmm_sys_util::eventfd::EventFd;
 pub use self::section::Section;
 use crate::arch::clocks::Meanwhile;
 use crate::control::{DirtyRings, Do, Event};
+use crate::devices::virtio::blk::DiskImage;
 use crate::dirty::{self, DirtyTracker};
 use crate::memory::{Memory, Slot};
 use crate::sandbox::ThreadKind;
@@ -49,6 +50,17 @@ pub struct Outline {
     pub vsock: Option<PathBuf>,
     /// Its dirty rings, if it has any.
     pub dirty_ring: Option<DirtyRings>,
+    /// The names of its disks.
+    pub disks: Vec<String>,
+}
+
+/// A disk of a machine.
+#[derive(Clone, Debug)]
+pub struct Disk {
+    /// `disk0`, …
+    pub name: String,
+    /// What it is.
+    pub image: Arc<DiskImage>,
 }
 
 impl From<&DirtyRing> for DirtyRings {
@@ -147,6 +159,11 @@ pub trait Payload {
 
     /// Its RAM, which the first of [`Payload::memory`] are cut from.
     fn ram(&self) -> Memory;
+
+    /// Its disks, which do not move with it.
+    fn disks(&self) -> Vec<Disk> {
+        Vec::new()
+    }
 
     /// Takes time from its vCPUs.
     fn throttle(&self) -> Throttle;

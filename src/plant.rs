@@ -55,11 +55,13 @@ pub enum Mistake {
     NoClock,
     /// A machine that is restored keeps its VM generation ID.
     VmGenIdUnchanged,
+    /// A machine is restored on whatever its disks have become.
+    DisksUnchecked,
 }
 
 impl Mistake {
     /// Their names as they are planted.
-    pub const NAMES: [(&str, Self); 18] = [
+    pub const NAMES: [(&str, Self); 19] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -78,6 +80,7 @@ impl Mistake {
         ("no-mtrrs", Self::NoMtrrs),
         ("no-clock", Self::NoClock),
         ("vmgenid-unchanged", Self::VmGenIdUnchanged),
+        ("disks-unchecked", Self::DisksUnchecked),
     ];
 }
 

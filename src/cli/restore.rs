@@ -8,6 +8,7 @@ use super::host::{self, HostArgs};
 use super::migrate::failure;
 use super::{Failure, Flags};
 use crate::arch::clocks::Meanwhile;
+use crate::fault::Field;
 use crate::migration::link::LIVENESS;
 use crate::session::incoming::{Listen, Restore};
 use crate::session::log::{self, Beside};
@@ -34,6 +35,10 @@ pub struct RestoreArgs {
     #[arg(long, requires = "name")]
     paused: bool,
 
+    /// Take disks that have been written to since, are of another size or others: the guest finds on them what it does not expect
+    #[arg(long)]
+    disk_changed: bool,
+
     #[command(flatten)]
     host: HostArgs,
 }
@@ -50,7 +55,7 @@ Examples:
   vellum restore web.snap --at 0                          its first point";
 
 /// Which flag each field comes from.
-pub(super) const FLAGS: Flags = &[host::FLAGS];
+pub(super) const FLAGS: Flags = &[host::FLAGS, &[(Field::DiskChanged, "--disk-changed accepts it:")]];
 
 /// Does what was asked.
 pub fn run(args: RestoreArgs) -> Result<Exit, Failure> {
@@ -60,6 +65,7 @@ pub fn run(args: RestoreArgs) -> Result<Exit, Failure> {
         Clock::StandStill => Meanwhile::Stands,
         Clock::Advance => Meanwhile::Passes,
     };
-    let restore = Restore { source, point: args.at, meanwhile, paused: args.paused };
+    let restore =
+        Restore { source, point: args.at, meanwhile, paused: args.paused, disk_changed: args.disk_changed };
     args.host.run(Listen::Snapshot(restore), LIVENESS, FLAGS)
 }

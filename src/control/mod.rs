@@ -66,7 +66,8 @@ pub enum Do {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         bandwidth: Option<u64>,
     },
-    /// Write memory and state into the three files whose descriptors come with this: pages, map, state.
+    /// Write memory and state into the three files whose descriptors come with this: pages, map, state. Those of the clones of its
+    /// disks follow.
     Snapshot(Snapshot),
     /// They have been written, are on the disk, and have their names now.
     SnapshotNamed {},
@@ -88,8 +89,8 @@ impl Do {
     pub fn descriptors(&self) -> usize {
         match self {
             Self::Serial { .. } | Self::MigrateLink {} => 1,
-            Self::Snapshot(_) => 3,
             // More than can come in one message are refused.
+            Self::Snapshot(asked) => 3 + asked.clones.min(MOST_DESCRIPTORS as u32) as usize,
             Self::Migrate(asked) => {
                 asked.connections.clamp(1, MOST_DESCRIPTORS as u32) as usize + usize::from(asked.fence)
             }
@@ -170,6 +171,26 @@ pub struct Snapshot {
     /// Whether it is followed from then on who writes to memory, so that the next point has only what has changed.
     #[serde(default)]
     pub follow: bool,
+    /// How many files follow that its disks are to be cloned into: none, or one for each in their order.
+    #[serde(default)]
+    pub clones: u32,
+}
+
+/// A disk as it was when its machine was paused for a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Disk {
+    /// `disk0`, …
+    pub name: String,
+    /// Its absolute path then.
+    pub path: String,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// When it was last written to, in nanoseconds since 1970. A block device does not tell.
+    pub changed: Option<i64>,
+    /// The same of its clone, where it was cloned.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clone_changed: Option<i64>,
 }
 
 /// What a kernel is known to lose of a dirty log that is all set at first.
@@ -250,6 +271,9 @@ pub struct Status {
     /// How its dirty pages are collected, while a migration is under way.
     #[serde(default)]
     pub tracker: Option<String>,
+    /// The names of its disks.
+    #[serde(default)]
+    pub disks: Vec<String>,
 }
 
 /// The dirty rings of a machine.
@@ -412,6 +436,9 @@ pub enum Event {
         state_crc: u32,
         /// How its dirty pages were collected.
         tracker: Option<String>,
+        /// Its disks.
+        #[serde(default)]
+        disks: Vec<Disk>,
     },
     /// A snapshot of it is over: it knows that its files have their names.
     SnapshotOver {},

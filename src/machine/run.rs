@@ -19,11 +19,12 @@ use crate::devices::Ending;
 use crate::devices::bus::Bus;
 use crate::devices::console::{self, Console};
 use crate::devices::virtio::balloon::BalloonHandle;
+use crate::devices::virtio::blk::DiskImage;
 use crate::devices::virtio::vsock::SocketPath;
 use crate::devices::vmgenid::VmGenId;
 use crate::dirty::{self, DirtyTracker};
 use crate::memory::{Memory, Slot, short_size};
-use crate::payload::{Outline, Payload, Progress, Section, Serves, Subscriber};
+use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves, Subscriber};
 use crate::vm::lifecycle::Exit;
 use crate::vm::vcpu::{self, Flow, Throttle, Vcpu};
 
@@ -104,6 +105,7 @@ impl Payload for Machine {
             balloon: self.virtio.find::<BalloonHandle>().map(|(balloon, _)| balloon.actual()),
             dirty_ring: self.vm.dirty_ring.as_deref().map(Into::into),
             vsock: self.virtio.find::<SocketPath>().map(|(path, _)| path.0.clone()),
+            disks: self.virtio.all::<DiskImage>().map(|(name, _)| name.to_owned()).collect(),
         }
     }
 
@@ -164,6 +166,11 @@ impl Payload for Machine {
 
     fn ram(&self) -> Memory {
         self.vm.memory.clone()
+    }
+
+    fn disks(&self) -> Vec<Disk> {
+        let disks = self.virtio.all::<DiskImage>();
+        disks.map(|(name, image)| Disk { name: name.to_owned(), image }).collect()
     }
 
     fn throttle(&self) -> Throttle {

@@ -194,6 +194,11 @@ impl Virtio {
         self.0.iter().find_map(|wired| Some((wired.handle.as_ref()?.downcast_ref()?, &wired.device)))
     }
 
+    /// All handles of this type, with the names of their devices.
+    pub fn all<T: Any + Send + Sync>(&self) -> impl Iterator<Item = (&str, Arc<T>)> {
+        self.0.iter().filter_map(|wired| Some((wired.name.as_str(), wired.handle.clone()?.downcast().ok()?)))
+    }
+
     /// Stops all devices: afterwards none touches guest memory.
     ///
     /// # Errors

@@ -24,7 +24,7 @@ use super::receiver::{Demand, Done, Place, Receiving, Said, Told};
 use super::threads::{self, Teller};
 use crate::arch::clocks::Meanwhile;
 use crate::arch::layout;
-use crate::control::{Came, Do, Event};
+use crate::control::{self, Came, Do, Event};
 use crate::devices::console;
 use crate::dirty::{self, DirtyTracker, Method};
 use crate::guests::guest::{Guest, GuestConfig};
@@ -34,8 +34,10 @@ use crate::machine::{self, Machine, Opened, Origin};
 use crate::memory::{Memory, MemoryConfig, Room, Slot, short_size};
 use crate::payload::section::Sections;
 use crate::payload::state::{self, cut_like};
-use crate::payload::{Outline, Payload, Progress, Section, Serves};
+use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves};
+use crate::plant::{self, Mistake};
 use crate::sandbox::{Sandbox, ThreadKind};
+use crate::snapshot::disk;
 use crate::snapshot::store::Source;
 use crate::sys::pagemap::Pagemap;
 use crate::vm::lifecycle::Exit;
@@ -117,6 +119,8 @@ pub struct Incoming {
     paused: bool,
     /// Whether other machines may come out of the same state.
     restored: bool,
+    /// Whether its disks need not be as they were.
+    disk_changed: bool,
 }
 
 /// Where a machine comes from.
@@ -134,6 +138,8 @@ pub enum Arrival {
         meanwhile: Meanwhile,
         /// Whether it waits to be resumed.
         paused: bool,
+        /// Whether its disks need not be as they were.
+        disk_changed: bool,
     },
 }
 
@@ -172,12 +178,14 @@ impl Incoming {
         let wake = threads::event()?;
         let (mine, thread) = threads::pair(wake.clone())?;
         let restored = matches!(arrival, Arrival::Snapshot { .. });
+        let mut accepted = false;
         let (bringer, standing, meanwhile, paused) = match arrival {
             Arrival::Process(liveness) => {
                 let receiving = Box::new(Receiving::new(mine, liveness));
                 (Bringer::Receiving(receiving), "waiting", Meanwhile::Passes, false)
             }
-            Arrival::Snapshot { source, point, meanwhile, paused } => {
+            Arrival::Snapshot { source, point, meanwhile, paused, disk_changed } => {
+                accepted = disk_changed;
                 let loading = Loading::new(mine, *source, point);
                 (Bringer::Loading(loading), "restoring", meanwhile, paused)
             }
@@ -199,6 +207,7 @@ impl Incoming {
             meanwhile,
             paused,
             restored,
+            disk_changed: accepted,
         })
     }
 
@@ -225,6 +234,7 @@ impl Incoming {
                 Said::Uncommitted(waits) => self.standing = if waits { "uncommitted" } else { "incoming" },
                 Said::Gone(why) => self.gone = Some(Error::Gone(format!("no machine has come: {why}"))),
                 Said::Refused(why) => self.gone = Some(Error::Refused(why)),
+                Said::DiskChanged(why) => self.gone = Some(Error::DiskChanged(why)),
                 Said::Over => self.over = true,
             }
         }
@@ -233,6 +243,7 @@ impl Incoming {
     fn answer(&mut self, demand: Demand) -> Done {
         match demand {
             Demand::Judge(config, connections) => self.judge(config, connections),
+            Demand::Claim(disks) => self.claim(&disks),
             Demand::Restore(sections) => match self.restore(sections) {
                 Ok(()) => Done::Done,
                 Err(error) => Done::Failed(error),
@@ -271,6 +282,27 @@ impl Incoming {
             }
             Err(Refused::Misfits(misfits)) => Done::Misfits(misfits),
             Err(Refused::Failed(why)) => Done::Failed(why),
+        }
+    }
+
+    /// Looks at the disks once nobody else can write to them.
+    fn claim(&mut self, then: &[control::Disk]) -> Done {
+        let Some(machine) = &mut self.machine else {
+            return Done::Failed("nothing has been assembled".into());
+        };
+        if let Err(error) = machine.payload().retake() {
+            return Done::Failed(error.to_string());
+        }
+        match disk::differences(then, &machine.view().disks()) {
+            Ok(Some(what)) if !self.disk_changed && !plant::is(Mistake::DisksUnchecked) => {
+                Done::DiskChanged(what)
+            }
+            Ok(Some(what)) => {
+                tracing::warn!("{what}");
+                Done::Done
+            }
+            Ok(None) => Done::Done,
+            Err(why) => Done::Failed(why),
         }
     }
 
@@ -551,6 +583,10 @@ impl Payload for Incoming {
 
     fn ram(&self) -> Memory {
         self.view().map(Payload::ram).expect("nobody asks for the memory of a machine that has not come")
+    }
+
+    fn disks(&self) -> Vec<Disk> {
+        self.view().map(Payload::disks).unwrap_or_default()
     }
 
     fn throttle(&self) -> Throttle {

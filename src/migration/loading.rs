@@ -20,6 +20,8 @@ enum End {
     Orphaned,
     /// It cannot be made here.
     Refused(String),
+    /// Its disks are not as they were.
+    DiskChanged(String),
     /// The host or the operator does not let it.
     Gone(String),
 }
@@ -55,6 +57,7 @@ impl Loading {
             Ok(()) => Said::Over,
             Err(End::Orphaned) => return,
             Err(End::Refused(why)) => Said::Refused(why),
+            Err(End::DiskChanged(why)) => Said::DiskChanged(why),
             Err(End::Gone(why)) => Said::Gone(why),
         };
         // Nobody is left to hear it where this fails.
@@ -75,6 +78,8 @@ impl Loading {
             }
             _ => return Err(End::Gone("the machine cannot be made".into())),
         };
+        let disks = chosen.layers.last().map(|(point, _)| point.disks.clone()).unwrap_or_default();
+        self.demand(Demand::Claim(disks))?;
         let pages = place.memory.iter().map(|slot| slot.pages()).sum();
         let mut layers = Vec::new();
         for (point, files) in chosen.layers {
@@ -128,6 +133,7 @@ impl Loading {
         loop {
             match self.machine.wait()? {
                 Told::Done(Done::Failed(why)) => return Err(End::Refused(why)),
+                Told::Done(Done::DiskChanged(why)) => return Err(End::DiskChanged(why)),
                 Told::Cancel(why) => return Err(End::Gone(why)),
                 Told::Done(done) => return Ok(done),
                 _ => {}

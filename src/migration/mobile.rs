@@ -8,6 +8,7 @@ mod error;
 mod leaving;
 mod payload;
 
+use std::fs::File;
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
@@ -186,8 +187,14 @@ impl<P: Payload> Mobile<P> {
 
     fn snapshot(&mut self, asked: &Snapshot, files: Vec<OwnedFd>) -> Result<Value, String> {
         self.is_idle()?;
-        let [ram, map, state] = <[OwnedFd; 3]>::try_from(files).map_err(|_| "it takes three descriptors")?;
-        let files = Files { ram: ram.into(), map: map.into(), state: state.into() };
+        let mut files = files.into_iter().map(File::from);
+        let mut next = || files.next().ok_or("it takes three descriptors");
+        let (ram, map, state) = (next()?, next()?, next()?);
+        let files = Files { ram, map, state, clones: files.collect() };
+        let disks = self.machine.disks();
+        if !files.clones.is_empty() && files.clones.len() != disks.len() {
+            return Err(format!("files for {} clones, and it has {} disks", files.clones.len(), disks.len()));
+        }
         let method = asked.tracker.as_deref().map(method).transpose()?;
         let distrust = self.distrust(method, asked.loses);
         let [downtime, timeout] = [asked.downtime_ms, asked.timeout_ms].map(Duration::from_millis);
@@ -200,7 +207,7 @@ impl<P: Payload> Mobile<P> {
                 && method.is_none_or(|method| method == since.method())
         };
         let since = self.since.take().filter(|since| continues(since)).map(|since| *since);
-        let place = saving::Place { files, chain: asked.chain.clone(), number: asked.number };
+        let place = saving::Place { files, chain: asked.chain.clone(), number: asked.number, disks };
         let saving = Saving::new(options, place, self.moving(), since, mine).map_err(refused)?;
         let errand = Errand::Snapshot { stop: asked.stop };
         self.begin(errand, thread_end, GiveUp::default(), distrust, || saving.run())?;
@@ -436,6 +443,7 @@ impl<P: Payload> Mobile<P> {
                     map_crc: written.layer.map_crc,
                     state_bytes: written.state_bytes,
                     state_crc: written.state_crc,
+                    disks: written.disks,
                     tracker: tracker.map(|method| method.name().to_owned()),
                 });
             }

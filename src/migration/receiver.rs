@@ -20,6 +20,7 @@ use super::target::{Action, Event, State, Target};
 use super::threads::{Mine, Orphaned};
 use super::verify::{Comparison, Touched};
 use super::wire::Frame;
+use crate::control::Disk;
 use crate::memory::{Memory, Slot};
 use crate::payload::Section;
 use crate::sys::mmap::PAGE_SIZE;
@@ -31,6 +32,8 @@ use crate::sys::poll::Poll;
 pub enum Demand {
     /// Compare this configuration with the host, and assemble the machine where it fits; its pages come over so many connections.
     Judge(Value, u32),
+    /// Take the locks of its disks, which must be as they were.
+    Claim(Vec<Disk>),
     /// Restore the state.
     Restore(Vec<Section>),
     /// Take locks, write what was held back, and run, where the fence does not say that it is too late.
@@ -61,6 +64,8 @@ pub enum Done {
     Fits(Place),
     /// It does not.
     Misfits(Vec<Misfit>),
+    /// To [`Demand::Claim`]: they are not, and how.
+    DiskChanged(String),
     /// It is done.
     Done,
     /// It cannot be done.
@@ -93,6 +98,8 @@ pub enum Said {
     Gone(String),
     /// The same, where what came cannot be a machine here.
     Refused(String),
+    /// The same, where its disks are not as they were.
+    DiskChanged(String),
     /// The source has understood, or needs nothing any more.
     Over,
 }
@@ -443,7 +450,9 @@ impl Receiving {
                 }
                 Done::Misfits(misfits) => self.pending.push(Event::Judged(misfits)),
                 Done::Failed(why) => self.pending.push(Event::Failed(why)),
-                Done::Done => self.pending.push(Event::Failed("nobody judged it".into())),
+                Done::DiskChanged(_) | Done::Done => {
+                    self.pending.push(Event::Failed("nobody judged it".into()));
+                }
             },
             Action::Restore { pages, sections } => {
                 let state = std::mem::take(&mut self.sections);

@@ -22,12 +22,12 @@ use super::sender::{Demand, Done, Moving, Progress, Said, Told, Word, Written};
 use super::share::Share;
 use super::threads::{Mine, Orphaned};
 use crate::arch::clocks;
-use crate::control::{Phase, Then};
+use crate::control::{Disk, Phase, Then};
 use crate::dirty::{self, DirtyTracker, Method};
 use crate::memory::{Memory, Slot};
-use crate::payload::Section;
+use crate::payload::{self, Section};
 use crate::snapshot::layer::{self, Writer};
-use crate::snapshot::{Files, state};
+use crate::snapshot::{Files, disk, state};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::poll::Poll;
 
@@ -90,6 +90,8 @@ pub struct Place {
     pub chain: String,
     /// Which of its points it becomes.
     pub number: u32,
+    /// The machine's disks, which stay where they are.
+    pub disks: Vec<payload::Disk>,
 }
 
 /// Why no snapshot comes of it.
@@ -231,8 +233,12 @@ impl Saving {
     }
 
     fn write(&mut self, since: &mut Since) -> Result<(), End> {
+        // A file system that cannot is found before the guest has paid for anything.
+        disk::clone(&self.place.disks, &self.place.files.clones).map_err(End::Failed)?;
         Self::collect(since)?;
         while self.pass(since)? == Decision::Again {}
+        // While the guest runs: what it writes from now on is little.
+        disk::flush(&self.place.disks).map_err(End::Failed)?;
         let Done::Saved(sections) = self.demand(Demand::Save)? else {
             return Err(End::Failed("the machine cannot be saved".into()));
         };
@@ -241,10 +247,11 @@ impl Saving {
         Self::collect(since)?;
         self.passes += 1;
         self.copy(since, Phase::Final)?;
+        let disks = disk::saved(&self.place.disks, &self.place.files.clones).map_err(End::Failed)?;
         if !self.options.stop {
             self.demand(Demand::Resume)?;
         }
-        let written = self.write_down(taken, &sections)?;
+        let written = self.write_down(taken, &sections, disks)?;
         self.machine.say(Said::Word(Word::Written(written)))?;
         self.wait_until_named()
     }
@@ -286,7 +293,7 @@ impl Saving {
     }
 
     /// Brings everything to the disk.
-    fn write_down(&mut self, taken: u64, sections: &[Section]) -> Result<Written, End> {
+    fn write_down(&mut self, taken: u64, sections: &[Section], disks: Vec<Disk>) -> Result<Written, End> {
         let bytes = state::bytes(&self.describe, sections);
         let bytes = bytes.map_err(|error| End::Failed(format!("the state: {error}")))?;
         let state = &self.place.files.state;
@@ -297,7 +304,7 @@ impl Saving {
         };
         let layer = writer.finish(&self.place.files.map).map_err(failed("writing the map"))?;
         let (state_bytes, state_crc) = (bytes.len() as u64, layer::sum(&bytes));
-        Ok(Written { full: self.full, taken, passes: self.passes, layer, state_bytes, state_crc })
+        Ok(Written { full: self.full, taken, passes: self.passes, layer, state_bytes, state_crc, disks })
     }
 
     fn wait_until_named(&mut self) -> Result<(), End> {

@@ -50,9 +50,9 @@ fn requests(kind: ThreadKind) -> Rule {
         ThreadKind::Vcpu => &[RUN, RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE],
         ThreadKind::Disk => &[DEVICES],
         ThreadKind::Connection => &[],
-        ThreadKind::Migration => &[RINGS, MEMORY, MACHINE, MACHINE_HERE],
+        ThreadKind::Migration => &[RINGS, MEMORY, CLONES, MACHINE, MACHINE_HERE],
         ThreadKind::Main => {
-            &[RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE, MEMORY, MACHINE, MACHINE_HERE, DESCRIPTORS]
+            &[RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE, MEMORY, CLONES, MACHINE, MACHINE_HERE, DESCRIPTORS]
         }
         // vCPU threads are started under it.
         ThreadKind::Receiver => &[
@@ -62,6 +62,7 @@ fn requests(kind: ThreadKind) -> Rule {
             VCPU_STATE,
             VCPU_STATE_HERE,
             MEMORY,
+            CLONES,
             MACHINE,
             MACHINE_HERE,
             DESCRIPTORS,

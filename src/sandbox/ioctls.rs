@@ -98,6 +98,9 @@ pub const MEMORY: &[u32] = &[
     ioctl_expr(_IOC_READ | _IOC_WRITE, 0x66, 16, 96) as u32,
 ];
 
+/// Files that are open already: a disk is cloned for a snapshot (FICLONE).
+pub const CLONES: &[u32] = &[libc::FICLONE as u32];
+
 /// A virtual machine's state and its wiring.
 pub const MACHINE: &[u32] = &[
     io(0x03),                     // KVM_CHECK_EXTENSION

@@ -46,6 +46,8 @@ pub struct Restore {
     pub meanwhile: Meanwhile,
     /// Whether it waits to be resumed.
     pub paused: bool,
+    /// Whether its disks need not be as they were.
+    pub disk_changed: bool,
 }
 
 /// What a source may do.
@@ -138,8 +140,9 @@ pub fn run(
         }
         Listen::Tcp(listener) => (Some(Accept::Tcp(listener)), None, process_comes),
         Listen::Connected(socket) => (None, Some(socket), process_comes),
-        Listen::Snapshot(Restore { source, point, meanwhile, paused }) => {
-            (None, None, Arrival::Snapshot { source: Box::new(source), point, meanwhile, paused })
+        Listen::Snapshot(Restore { source, point, meanwhile, paused, disk_changed }) => {
+            let source = Box::new(source);
+            (None, None, Arrival::Snapshot { source, point, meanwhile, paused, disk_changed })
         }
     };
     let mut facts = Facts::collect(String::new());

@@ -423,6 +423,7 @@ impl Session {
             vsock: outline.vsock.map(|path| path.display().to_string()),
             dirty_ring: outline.dirty_ring,
             tracker: payload.tracker().map(str::to_owned),
+            disks: outline.disks,
         }
     }
 

@@ -3,13 +3,14 @@
 use serde::{Deserialize, Serialize};
 
 use super::Error;
+use crate::control::Disk;
 
 /// Its name.
 pub const NAME: &str = "manifest.json";
 /// The most bytes that it may have.
 pub const MOST_BYTES: u64 = 16 << 20;
-/// The version that is written.
-const VERSION: u32 = 1;
+/// The version that is written. The first, which is read, has no disks.
+const VERSION: u32 = 2;
 /// What its field `format` says.
 const FORMAT: &str = "vellum-snapshot";
 
@@ -47,6 +48,9 @@ pub struct Point {
     pub state_bytes: u64,
     /// CRC32C of its `state` file.
     pub state_crc: u32,
+    /// The disks of its machine, which are not part of it.
+    #[serde(default)]
+    pub disks: Vec<Disk>,
 }
 
 impl Manifest {
@@ -71,11 +75,13 @@ impl Manifest {
         if head.format != FORMAT {
             return Err(unfit(format!("format {:?}: {FORMAT:?} is expected", head.format)));
         }
-        if head.version != VERSION {
-            return Err(unfit(format!("version {}: this program knows {VERSION}", head.version)));
+        if !(1..=VERSION).contains(&head.version) {
+            return Err(unfit(format!("version {}: this program knows 1 to {VERSION}", head.version)));
         }
-        let manifest: Self =
+        let mut manifest: Self =
             serde_json::from_slice(bytes).map_err(|error| unfit(format!("{error}; it is damaged")))?;
+        // A point that is added makes it one of today's.
+        manifest.version = VERSION;
         let mut pages = None;
         for (place, point) in (0..).zip(&manifest.points) {
             if point.number != place {
@@ -140,6 +146,13 @@ mod tests {
             map_crc: 7,
             state_bytes: 10,
             state_crc: 8,
+            disks: vec![Disk {
+                name: "disk0".into(),
+                path: "/a.img".into(),
+                bytes: 512,
+                changed: Some(-1),
+                clone_changed: None,
+            }],
         }
     }
 
@@ -154,6 +167,17 @@ mod tests {
         assert_eq!(Manifest::parse(&written.bytes(), NAME).unwrap(), written);
     }
 
+    /// Bytes of the first version, as they were committed with it.
+    #[test]
+    fn a_list_of_the_version_before_is_read() {
+        let bytes = include_bytes!("../../tests/golden/manifest-1.json");
+        let read = Manifest::parse(bytes, NAME).unwrap();
+        assert_eq!(read.points.iter().map(|point| point.full).collect::<Vec<_>>(), [true, false]);
+        assert!(read.points.iter().all(|point| point.disks.is_empty()));
+        let again = String::from_utf8(read.bytes()).unwrap();
+        assert!(again.contains("\"version\": 2") && Manifest::parse(again.as_bytes(), NAME).unwrap() == read);
+    }
+
     #[test]
     fn what_contradicts_itself_is_refused() {
         let says = |change: &dyn Fn(&mut Manifest)| {
@@ -161,7 +185,8 @@ mod tests {
             change(&mut planted);
             Manifest::parse(&planted.bytes(), NAME).unwrap_err().to_string()
         };
-        assert!(says(&|m| m.version = 2).contains("version 2: this program knows 1"));
+        assert!(says(&|m| m.version = 3).contains("version 3: this program knows 1 to 2"));
+        assert!(says(&|m| m.version = 0).contains("version 0: "));
         assert!(says(&|m| m.format = "tar".into()).contains("format \"tar\""));
         assert!(says(&|m| m.points[1].number = 4).contains("point 4 stands where 1 belongs"));
         assert!(says(&|m| m.points[1].pages = 65).contains("another size"));

@@ -7,6 +7,7 @@
 //! ram-N           the pages of point N, each at its offset among all pages of the machine; sparse
 //! map-N           for each page of the machine what of it is in ram-N, and the sum of that (layer)
 //! state-N         what the machine is, and its state (state)
+//! disk0-N …       clones of its disks, where these were asked for; otherwise they are named in the manifest alone
 //! ```
 //!
 //! Files are written unnamed and get their names once all of them are on the disk: a writer that dies leaves nothing behind.
@@ -16,11 +17,13 @@
 //! | [`manifest`] | the list of points |
 //! | [`layer`] | pages and their map |
 //! | [`state`] | everything else of a machine |
+//! | [`disk`] | the machine's disks: flushed, cloned, told from what they become |
 //! | [`store`] | the directory: points are opened and added |
 //!
 //! Here are the files alone. The threads that write and read them have the machine's memory, and are
 //! [`crate::migration`]'s: a snapshot is a migration into files, and a restore is one out of them.
 
+pub mod disk;
 pub mod layer;
 pub mod manifest;
 pub mod state;
@@ -97,4 +100,6 @@ pub struct Files {
     pub map: File,
     /// Its state.
     pub state: File,
+    /// The clones of its machine's disks, in their order, where these are cloned.
+    pub clones: Vec<File>,
 }

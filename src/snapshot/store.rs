@@ -20,6 +20,11 @@ fn name_of(kind: &str, number: u32) -> String {
     format!("{kind}-{number}")
 }
 
+/// Whether a machine may call a device so: it becomes part of a file's name.
+fn is_name(name: &str) -> bool {
+    !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric())
+}
+
 /// A directory to which a point is being added. No other process can do that meanwhile.
 #[derive(Debug)]
 pub struct Store {
@@ -84,13 +89,14 @@ impl Store {
         self.manifest.points.len() as u32
     }
 
-    /// Files without a name for it.
+    /// Files without a name for it, and for so many clones of disks.
     ///
     /// # Errors
     /// Where the file system has none.
-    pub fn unnamed(&self) -> Result<Files, Error> {
+    pub fn unnamed(&self, clones: usize) -> Result<Files, Error> {
         let [ram, map, state] = [self.nameless()?, self.nameless()?, self.nameless()?];
-        Ok(Files { ram, map, state })
+        let clones = (0..clones).map(|_| self.nameless()).collect::<Result<_, _>>()?;
+        Ok(Files { ram, map, state, clones })
     }
 
     fn nameless(&self) -> Result<File, Error> {
@@ -109,7 +115,13 @@ impl Store {
         let number = self.next();
         point.number = number;
         let named = [("ram", &files.ram), ("map", &files.map), ("state", &files.state)];
-        let named = named.map(|(kind, file)| (name_of(kind, number), file));
+        if let Some(disk) = point.disks.iter().find(|disk| !is_name(&disk.name)) {
+            let what = format!("{:?} is no disk's name", disk.name);
+            return Err(Error::Unfit { file: manifest::NAME.into(), what });
+        }
+        let clones = point.disks.iter().map(|disk| disk.name.as_str()).zip(&files.clones);
+        let named = named.into_iter().chain(clones);
+        let named: Vec<_> = named.map(|(kind, file)| (name_of(kind, number), file)).collect();
         self.manifest.points.push(point);
         if let Err(error) = self.name_all(&named) {
             for (name, _) in &named {
@@ -223,7 +235,7 @@ impl Source {
                 ram => ram?,
             };
             let [map, state] = [open(dir, &name_of("map", number))?, open(dir, &name_of("state", number))?];
-            points.push(Files { ram, map, state });
+            points.push(Files { ram, map, state, clones: Vec::new() });
         }
         Ok(Self { manifest: list, points })
     }

@@ -61,6 +61,18 @@ pub fn punch(file: &File, offset: u64, len: u64) -> io::Result<()> {
     }
 }
 
+/// Makes `to` a clone of `from`: the same content in the same blocks, which a write to either parts (FICLONE, ioctl_ficlone(2)).
+///
+/// # Errors
+/// Where the file system cannot, or they are on two.
+pub fn clone_into(from: &File, to: &File) -> io::Result<()> {
+    // SAFETY: takes numbers only; both descriptors are open for as long as the call lasts.
+    match unsafe { libc::ioctl(to.as_raw_fd(), libc::FICLONE as _, from.as_raw_fd()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Whether reads and writes of `file` return instead of waiting.
 pub fn is_nonblocking(file: &File) -> bool {
     // SAFETY: takes numbers only.

@@ -16,6 +16,7 @@ mod numbered;
 mod planted;
 mod relay;
 mod snapshot;
+mod snapshot_disks;
 mod ssh;
 mod trips;
 mod typed;
@@ -39,6 +40,7 @@ use vellum::sys::mmap::PAGE_SIZE;
 fn main() -> ExitCode {
     let mut trials = Trials::from_args();
     planted::add(&mut trials);
+    snapshot_disks::add(&mut trials);
     trips::add_long(&mut trials);
     trials.run()
 }

@@ -18,7 +18,7 @@ use crate::{counting, ends_with, every_page_is_right, has_counted, succeeds, wit
 
 impl Home {
     /// A machine out of a snapshot, once it runs or waits.
-    fn restore(&self, name: &str, arguments: &str) -> Result<Machine, Failed> {
+    pub fn restore(&self, name: &str, arguments: &str) -> Result<Machine, Failed> {
         let machine = self.run(name, &format!("restore {arguments}"))?;
         eventually(LIMIT, "it is restored", || {
             let standing = self.standing(name);
@@ -28,7 +28,7 @@ impl Home {
     }
 }
 
-fn files(dir: &Path) -> Result<Vec<String>, Failed> {
+pub fn files(dir: &Path) -> Result<Vec<String>, Failed> {
     let mut names = Vec::new();
     for entry in fs::read_dir(dir)? {
         names.push(entry?.file_name().to_string_lossy().into_owned());
@@ -118,6 +118,7 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
                     chain: chain(&home, &dir)?,
                     number: 2,
                     follow: true,
+                    clones: 0,
                 };
                 let files = [(); 3].map(|()| vellum::sys::mmap::memfd(c"nameless", 0, None));
                 let [ram, map, state] = files;
@@ -173,7 +174,7 @@ fn list(home: &Home, dir: &Path) -> Result<Value, Failed> {
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-fn points(home: &Home, dir: &Path) -> Result<Vec<Value>, Failed> {
+pub fn points(home: &Home, dir: &Path) -> Result<Vec<Value>, Failed> {
     Ok(list(home, dir)?["points"].as_array().cloned().unwrap_or_default())
 }
 

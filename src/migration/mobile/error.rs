@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::fault::{Blame, Fault};
+use crate::fault::{Blame, Fault, Field};
 use crate::guests::guest;
 use crate::machine;
 
@@ -21,6 +21,9 @@ pub enum Error {
     /// What it was to be made of cannot be one here.
     #[error("{0}")]
     Refused(String),
+    /// The disks of one that is to be restored are not as they were.
+    #[error("{0}")]
+    DiskChanged(String),
     /// It stands still for the hand-over, and what is asked of it now would not reach the target.
     #[error("the machine is being handed over to another process; ask it there")]
     HandedOver,
@@ -38,6 +41,7 @@ impl Fault for Error {
             Self::Machine(error) => error.blame(),
             Self::Guest(error) => error.blame(),
             Self::Refused(_) => Blame::USER,
+            Self::DiskChanged(_) => Blame::user(Field::DiskChanged),
             Self::Gone(_) | Self::HandedOver | Self::Absent | Self::Host(..) => Blame::HOST,
         }
     }

@@ -13,7 +13,7 @@ use crate::dirty::{self, DirtyTracker, Method};
 use crate::memory::{Memory, Slot};
 use crate::migration::sender::Told;
 use crate::migration::share::MOST_CONNECTIONS;
-use crate::payload::{Outline, Payload, Progress, Section, Serves};
+use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves};
 use crate::vm::lifecycle::Exit;
 use crate::vm::vcpu::Throttle;
 
@@ -200,6 +200,10 @@ where
 
     fn ram(&self) -> Memory {
         self.machine.ram()
+    }
+
+    fn disks(&self) -> Vec<Disk> {
+        self.machine.disks()
     }
 
     fn throttle(&self) -> Throttle {

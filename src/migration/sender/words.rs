@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::control::{Left, Pass, Phase, Then, Throttling};
+use crate::control::{Disk, Left, Pass, Phase, Then, Throttling};
 use crate::dirty::{DirtyTracker, Method};
 use crate::memory::{Memory, Slot};
 use crate::migration::plan::Measured;
@@ -91,7 +91,7 @@ pub enum Word {
 }
 
 /// What a snapshot came to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Written {
     /// Whether it has all of memory.
     pub full: bool,
@@ -105,6 +105,8 @@ pub struct Written {
     pub state_bytes: u64,
     /// Their sum.
     pub state_crc: u32,
+    /// The machine's disks.
+    pub disks: Vec<Disk>,
 }
 
 /// How far a migration is.

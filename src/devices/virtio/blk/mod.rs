@@ -7,6 +7,7 @@
 mod requests;
 mod worker;
 
+use std::any::Any;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt};
@@ -162,9 +163,19 @@ pub struct Blk {
     /// Open and sound, and not yet at work.
     disk: Option<Disk>,
     /// The same open file, whose lock this device has.
-    file: File,
-    path: PathBuf,
+    image: Arc<DiskImage>,
     worker: Option<Worker>,
+}
+
+/// The file that a disk is, for whoever wants to know of it what the guest does not.
+#[derive(Debug)]
+pub struct DiskImage {
+    /// Open for what the guest may do.
+    pub file: File,
+    /// Its absolute path.
+    pub path: PathBuf,
+    /// The guest may not write.
+    pub readonly: bool,
 }
 
 /// What is saved of a disk: enough to refuse a different one, and its name.
@@ -188,9 +199,10 @@ impl Blk {
     }
 
     fn lock(&self) -> Result<(), BlkError> {
-        let (path, readonly) = (&self.path, self.state.readonly);
+        let DiskImage { file, path, readonly } = &*self.image;
+        let readonly = *readonly;
         let kind = if readonly { Lock::Shared } else { Lock::Exclusive };
-        match lock(&self.file, kind) {
+        match lock(file, kind) {
             Ok(true) => Ok(()),
             Ok(false) => Err(BlkError::Locked { path: path.clone(), readonly }),
             Err(source) => Err(BlkError::Open { path: path.clone(), readonly, source }),
@@ -210,7 +222,9 @@ impl Blk {
         let id = id(&serial).ok_or_else(|| BlkError::Serial(serial.clone()))?;
         let (file, size) = open_image(&config.path, readonly)?;
         let open_error = |source| BlkError::Open { path: config.path.clone(), readonly, source };
-        let mine = file.try_clone().map_err(open_error)?;
+        // Where this process is cannot be asked once it is confined, nor in whose snapshots the path stands.
+        let path = std::path::absolute(&config.path).map_err(open_error)?;
+        let image = DiskImage { file: file.try_clone().map_err(open_error)?, path, readonly };
         let sectors = size / SECTOR;
         let mut features = 1 << VIRTIO_BLK_F_SEG_MAX | 1 << VIRTIO_BLK_F_BLK_SIZE | 1 << VIRTIO_BLK_F_FLUSH;
         features |= if readonly {
@@ -225,8 +239,7 @@ impl Blk {
             state: State { sectors, readonly, serial },
             queue_sizes: vec![QUEUE_SIZE; queues.into()],
             disk: Some(Disk { file, path: config.path.clone(), sectors, readonly, write_through: false, id }),
-            file: mine,
-            path: config.path.clone(),
+            image: Arc::new(image),
             worker: None,
         })
     }
@@ -260,6 +273,10 @@ impl VirtioDevice for Blk {
         false
     }
 
+    fn handle(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        Some(self.image.clone())
+    }
+
     fn start(&mut self, enter: Enter) -> io::Result<()> {
         if let Some(disk) = self.disk.take() {
             self.worker = Some(Worker::start(disk, enter)?);
@@ -277,8 +294,8 @@ impl VirtioDevice for Blk {
     }
 
     fn release(&mut self) {
-        if let Err(error) = unlock(&self.file) {
-            tracing::warn!("disk {}: it stays locked: {error}", self.path.display());
+        if let Err(error) = unlock(&self.image.file) {
+            tracing::warn!("disk {}: it stays locked: {error}", self.image.path.display());
         }
     }
 

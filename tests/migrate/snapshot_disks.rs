@@ -1,0 +1,235 @@
+//! The disks of a machine that is saved: flushed and named in the snapshot, refused where they have changed since, cloned where that is
+//! asked for.
+
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually, trial};
+use vellum::plant::{IMPOSSIBLE, POSSIBLE};
+
+use crate::bed::kvm;
+use crate::home::{Home, Machine};
+use crate::snapshot::{files, points};
+use crate::{ends_with, numbered, succeeds, with};
+
+/// A guest that writes numbers to its disk and says them, at `disk` and in the midst of it.
+struct Writer<'a> {
+    home: &'a Home,
+    disk: PathBuf,
+}
+
+impl Writer<'_> {
+    fn devices(&self, serial: &Path) -> String {
+        format!("--disk {} --serial file={}", self.disk.display(), serial.display())
+    }
+
+    fn start(&self) -> Result<Machine, Failed> {
+        let kernel = self.home.path("kernel");
+        fs::write(&kernel, numbered::kernel())?;
+        fs::write(&self.disk, [0; 512 * numbered::SECTORS as usize])?;
+        let devices = self.devices(&self.home.path("out"));
+        let line = format!("run --kernel {} --memory 32m {devices}", kernel.display());
+        let machine = self.home.run("here", &line)?;
+        says_more(&self.home.path("out"))?;
+        Ok(machine)
+    }
+
+    /// What `vellum restore` says that refuses it.
+    fn refused(&self, dir: &Path) -> Result<String, Failed> {
+        let devices = self.devices(&self.home.path("refused"));
+        let mut machine = self.home.courier(&format!("restore {} {devices}", dir.display()))?;
+        eventually(LIMIT, "it is refused", || Ok(machine.try_wait()?))?;
+        let said = String::from_utf8(with(machine.output()?, 2)?.stderr)?;
+        ensure(said.lines().count() == 1, || said.clone())?;
+        Ok(said)
+    }
+
+    /// Restored from `dir`, and ended when it has said more.
+    fn goes_on(&self, dir: &Path, far: &str, more: &str) -> Result<(), Failed> {
+        let far = self.home.path(far);
+        let machine =
+            self.home.restore("again", &format!("{} {} {more}", dir.display(), self.devices(&far)))?;
+        says_more(&far)?;
+        succeeds(&self.home.vellum("ctl again stop")?)?;
+        ends_with(machine, 0).map(drop)
+    }
+}
+
+/// Waits until so much has been said at `serial` that each sector was written more than once.
+fn says_more(serial: &Path) -> Result<(), Failed> {
+    eventually(LIMIT, "it writes", || {
+        Ok((fs::metadata(serial)?.len() > 3 * 4 * numbered::SECTORS).then_some(()))
+    })
+}
+
+fn changed(path: &Path) -> Result<i64, Failed> {
+    let data = fs::metadata(path)?;
+    Ok(data.mtime() * 1_000_000_000 + data.mtime_nsec())
+}
+
+#[trial(kvm())]
+fn a_disk_that_has_changed_since_is_refused() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let guest = Writer { home: &home, disk: home.path("disk") };
+    let here = guest.start()?;
+    let dir = home.path("snap");
+    succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+    ends_with(here, 0)?;
+    let named = points(&home, &dir)?[0]["disks"].clone();
+    let path = guest.disk.display().to_string();
+    let expected = serde_json::json!([{ "name": "disk0", "path": path, "bytes": 4096, "changed": changed(&guest.disk)? }]);
+    ensure(named == expected, || format!("{named}, not {expected}"))?;
+    let listed = String::from_utf8(home.vellum(&format!("snapshot list {}", dir.display()))?.stdout)?;
+    ensure(listed.contains(&format!("disk0  {path}  4k, last written to at ")), || listed.clone())?;
+
+    // As it was: no number is left out, and none comes twice.
+    guest.goes_on(&dir, "far", "")?;
+    let said = [fs::read(home.path("out"))?, fs::read(home.path("far"))?].concat();
+    let numbers = said.as_chunks::<4>().0.iter().map(|number| u32::from_le_bytes(*number));
+    let wrong = numbers.zip(1..).find(|(number, due)| number != due);
+    ensure(wrong.is_none(), || format!("said and due: {wrong:?}"))?;
+
+    // By then it has been written to.
+    let said = guest.refused(&dir)?;
+    let expected = format!("--disk-changed accepts it: disk0 ({path}) has been written to since");
+    ensure(said.contains(&expected), || said.clone())?;
+    ensure(!home.path("refused").exists() || fs::metadata(home.path("refused"))?.len() == 0, || {
+        "it ran".into()
+    })?;
+    guest.goes_on(&dir, "anyhow", "--disk-changed")?;
+    File::options().write(true).open(&guest.disk)?.set_len(8192)?;
+    let said = guest.refused(&dir)?;
+    ensure(said.contains("disk0"), || said.clone())
+}
+
+/// A restore does not wait for pages before it finds that another machine has its disk.
+#[trial(kvm())]
+fn a_disk_that_is_in_use_is_refused() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let guest = Writer { home: &home, disk: home.path("disk") };
+    let here = guest.start()?;
+    let dir = home.path("snap");
+    succeeds(&home.vellum(&format!("snapshot here {}", dir.display()))?)?;
+    let said = guest.refused(&dir)?;
+    ensure(said.contains("in use"), || said.clone())?;
+    ensure(home.standing("here").as_deref() == Some("running"), || "the other does not run".into())?;
+    succeeds(&home.vellum("ctl here stop")?)?;
+    ends_with(here, 0).map(drop)
+}
+
+/// Where blocks cannot be shared no snapshot comes of it, and nothing is left behind.
+#[trial(kvm())]
+fn a_disk_that_cannot_be_cloned_is_named() -> Result<Completion, Failed> {
+    let elsewhere = Path::new("/dev/shm");
+    if !elsewhere.is_dir() {
+        return Ok(Completion::ignored_with("needs a file system of its own at /dev/shm"));
+    }
+    let home = Home::new()?;
+    let disk = elsewhere.join(home.0.file_name().ok_or("a home has a name")?);
+    let guest = Writer { home: &home, disk };
+    let result = guest.start().and_then(|here| {
+        let dir = home.path("snap");
+        let output = with(home.vellum(&format!("snapshot here {} --reflink", dir.display()))?, 1)?;
+        let said = String::from_utf8(output.stderr)?;
+        let expected = format!("disk0 ({}): it cannot be cloned", guest.disk.display());
+        ensure(said.contains(&expected) && said.lines().count() == 1, || said.clone())?;
+        ensure(!dir.exists(), || "something is left".into())?;
+        ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+        succeeds(&home.vellum("ctl here stop")?)?;
+        ends_with(here, 0).map(drop)
+    });
+    fs::remove_file(&guest.disk)?;
+    result.map(|()| Completion::Completed)
+}
+
+/// A mount that is gone with this value.
+struct Mounted(PathBuf);
+
+impl Mounted {
+    /// A file system at `at` whose files share blocks; `None` where nobody can make one here.
+    fn xfs(image: &Path, at: PathBuf) -> Result<Option<Self>, Failed> {
+        File::create(image)?.set_len(320 << 20)?;
+        fs::create_dir(&at)?;
+        let quiet = |command: &mut Command| {
+            let status = command.stdout(Stdio::null()).stderr(Stdio::null()).status();
+            status.is_ok_and(|status| status.success())
+        };
+        let made = quiet(Command::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(image))
+            && quiet(Command::new("mount").args(["-t", "xfs", "-o", "loop"]).arg(image).arg(&at));
+        Ok(made.then_some(Self(at)))
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
+    }
+}
+
+/// The guest goes on and writes its disk; what is restored has the clone, as it was at the pause, and then is the one that has written it.
+#[trial(kvm())]
+fn a_clone_is_the_disk_as_it_was_at_the_pause() -> Result<Completion, Failed> {
+    let home = Home::new()?;
+    let Some(mounted) = Mounted::xfs(&home.path("xfs"), home.path("mnt"))? else {
+        return Ok(Completion::ignored_with(
+            "needs root and mkfs.xfs, for a file system whose files share blocks",
+        ));
+    };
+    let guest = Writer { home: &home, disk: mounted.0.join("disk") };
+    let here = guest.start()?;
+    let dir = mounted.0.join("snap");
+    for point in 0..2 {
+        succeeds(&home.vellum(&format!("snapshot here {} --reflink", dir.display()))?)?;
+        let name = format!("disk0-{point}");
+        ensure(files(&dir)?.contains(&name), || format!("{:?}", files(&dir)))?;
+    }
+    succeeds(&home.vellum("ctl here stop")?)?;
+    ends_with(here, 0)?;
+    ensure(guest.refused(&dir)?.contains("has been written to since"), || "its disk is taken".into())?;
+    let clone = Writer { home: &home, disk: dir.join("disk0-1") };
+    clone.goes_on(&dir, "far", "")?;
+    // The number that is said after the restore follows those of the clone, and not those that the disk had in the end.
+    let far = fs::read(home.path("far"))?;
+    let first = far.first_chunk::<4>().map(|number| u32::from_le_bytes(*number)).ok_or("it says nothing")?;
+    let out = fs::read(home.path("out"))?;
+    ensure((first as usize) < out.len() / 4, || format!("{first} is said first"))?;
+    ensure(clone.refused(&dir)?.contains("has been written to since"), || "a clone is taken twice".into())?;
+    Ok(Completion::Completed)
+}
+
+/// With and without the mistake: whether a disk that has changed is refused.
+fn is_refused(mistake: Option<&'static str>) -> Result<bool, Failed> {
+    let home = Home::planted(mistake)?;
+    let guest = Writer { home: &home, disk: home.path("disk") };
+    let here = guest.start()?;
+    let dir = home.path("snap");
+    succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+    ends_with(here, 0)?;
+    fs::write(&guest.disk, [1; 4096])?;
+    let devices = guest.devices(&home.path("far"));
+    let mut machine = home.courier(&format!("restore {} --name again {devices}", dir.display()))?;
+    let refused = eventually(LIMIT, "it is refused or runs", || {
+        let runs = home.standing("again").as_deref() == Some("running");
+        Ok(if machine.try_wait()?.is_some() { Some(true) } else { runs.then_some(false) })
+    })?;
+    if !refused {
+        succeeds(&home.vellum("ctl again stop")?)?;
+    }
+    let output = with(machine.output()?, if refused { 2 } else { 0 })?;
+    let says = String::from_utf8(output.stderr)?.contains("has been written to since");
+    ensure(says, || "it does not say that the disk has changed".into())?;
+    Ok(refused)
+}
+
+/// What is planted here, and caught.
+pub fn add(trials: &mut Trials) {
+    trials.add("planted_disks-unchecked_is_caught", kvm(), || match POSSIBLE {
+        true => {
+            ensure(!is_refused(Some("disks-unchecked"))? && is_refused(None)?, || "nobody notices".into())
+                .map(|()| Completion::Completed)
+        }
+        false => Ok(Completion::ignored_with(IMPOSSIBLE)),
+    });
+}
