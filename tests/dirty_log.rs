@@ -309,12 +309,20 @@ fn a_part_of_the_chunks_is_cleared() -> Result<(), Failed> {
 
 /// A machine of 4 MiB in three memslots, its log on, and its tracker.
 fn machine(method: Method) -> Result<(Guest, Box<dyn dirty::DirtyTracker>), Failed> {
+    machine_in_chunks(method, None)
+}
+
+/// The same, whose log is cleared so many pages at a time.
+fn machine_in_chunks(
+    method: Method,
+    chunk: Option<u64>,
+) -> Result<(Guest, Box<dyn dirty::DirtyTracker>), Failed> {
     let kvm = vm::open()?;
     let memory =
         Memory::map(vellum::arch::layout::RAM, MemoryConfig { slots: 3, ..MemoryConfig::new(4 << 20) })?;
     let mut guest = Guest::build(&kvm, memory, GuestConfig::new(1))?;
     let (vm, quiesced) = guest.quiesced()?;
-    let mut tracker = dirty::tracker(method, vm, &quiesced, None)?;
+    let mut tracker = dirty::tracker(method, vm, &quiesced, chunk)?;
     guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id()))?;
     tracker.enable(true)?;
     Ok((guest, tracker))
@@ -362,6 +370,41 @@ fn only_what_was_read_is_cleared() -> Result<(), Failed> {
         format!("{all}: {} and {}", taken.len(), left.len())
     })?;
     ensure(left.iter().all(|page| !taken.contains(page)), || "a page in both".into())
+}
+
+/// What is written before its chunk is cleared is named once, what is written after that again, and of the other chunks nothing is lost.
+#[trial(kvm(), has(Method::InitiallySet))]
+fn a_log_is_cleared_chunk_by_chunk() -> Result<(), Failed> {
+    for method in [Method::ManualProtect, Method::InitiallySet] {
+        let (guest, mut tracker) = machine_in_chunks(method, Some(64))?;
+        guest.program(&WriteConfig { passes: 0, lockstep: true, ..WriteConfig::default() })?;
+        let write_all = || {
+            guest.resume();
+            guest.wait_all_rung()
+        };
+        write_all()?;
+        tracker.collect_deferred()?;
+        let named = pages(&*tracker).len();
+        ensure(named == 1024, || format!("{}: {named} pages were named", method.name()))?;
+        // Pages of the first two chunks, the last chunk of a memslot, which is a part of one, and a memslot that nobody tracks.
+        let last = tracker.logs()[1].pages();
+        ensure(tracker.clear_chunks(0, 3..7)? == 64, || "one chunk was to be cleared".into())?;
+        ensure(tracker.clear_chunks(1, last - 1..last)? >= last, || "the last chunk has an end".into())?;
+        tracker.clear_chunks(9, 0..64)?;
+        let left = pages(&*tracker).len() as u64;
+        let part = last - (last - 1) / 64 * 64;
+        ensure(left == 1024 - 64 - part, || format!("{left} pages are left to be cleared"))?;
+        write_all()?;
+        // Pages of two chunks; the first is clear already, and is not cleared again.
+        ensure(tracker.clear_chunks(0, 60..70)? == 128, || "two chunks hold these pages".into())?;
+        tracker.collect_deferred()?;
+        let again = pages(&*tracker);
+        let cleared_late = |page: &u64| (64..128).contains(page);
+        ensure(again.len() == 1024 - 64 && !again.iter().any(cleared_late), || {
+            format!("{}: {} pages were named again: {again:?}", method.name(), again.len())
+        })?;
+    }
+    Ok(())
 }
 
 /// KVM writes whole words, and as many as a slot says; fewer are refused before KVM is asked.

@@ -304,6 +304,9 @@ pub struct Pass {
     pub dirty: u64,
     /// How long it took to collect what it had to send, in microseconds.
     pub harvest: u64,
+    /// How long the longest clear of its log took, in microseconds: a chunk's, where the tracker clears chunk by chunk.
+    #[serde(default)]
+    pub clear: u64,
 }
 
 /// What the source knows of a migration that is over. Times are as those of [`Pass`].

@@ -1,11 +1,12 @@
 //! The dirty log as bitmaps: `KVM_GET_DIRTY_LOG`, and `KVM_CLEAR_DIRTY_LOG` where protection is manual.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvm_bindings::{KVM_DIRTY_LOG_INITIALLY_SET, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE};
 use kvm_ioctls::VmFd;
 
-use super::{DirtyTracker, Error, Method, Slots, scan, sys};
+use super::{DirtyTracker, Error, Method, SlotLog, Slots, scan, sys};
 use crate::memory::Slot;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm::Vm;
@@ -79,21 +80,49 @@ impl DirtyTracker for LogTracker {
     fn clear(&mut self) -> Result<(), Error> {
         if self.method.is_manual() {
             for log in &self.slots.logs {
-                let mut first = 0;
-                for part in log.words.chunks((self.chunk / 64) as usize) {
-                    let pages = self.chunk.min(log.pages() - first);
-                    // A clean chunk has nothing to protect.
-                    if !scan::is_clean(part) {
-                        sys::clear_log(&self.vm, log.slot.id(), first, pages as u32, part).map_err(
-                            |source| Error::Slot { call: "KVM_CLEAR_DIRTY_LOG", slot: log.slot.id(), source },
-                        )?;
-                    }
-                    first += pages;
-                }
+                let chunks = 0..log.pages().div_ceil(self.chunk);
+                chunks.into_iter().try_for_each(|chunk| self.clear_chunk(log, chunk).map(drop))?;
             }
         }
         self.slots.merge_own();
         Ok(())
+    }
+
+    fn collect_deferred(&mut self) -> Result<(), Error> {
+        if !self.method.is_manual() {
+            return self.collect();
+        }
+        self.get()?;
+        self.slots.merge_own();
+        Ok(())
+    }
+
+    fn clear_chunks(&mut self, index: usize, pages: Range<u64>) -> Result<u64, Error> {
+        let Some(log) = self.slots.logs.get(index).filter(|_| self.method.is_manual()) else {
+            return Ok(u64::MAX);
+        };
+        let chunks = pages.start / self.chunk..pages.end.min(log.pages()).div_ceil(self.chunk);
+        for chunk in chunks.clone() {
+            let words = self.clear_chunk(&self.slots.logs[index], chunk)?;
+            self.slots.logs[index].words[words].fill(0);
+        }
+        Ok(chunks.end * self.chunk)
+    }
+}
+
+impl LogTracker {
+    /// Clears and protects what `log` has of its chunk `chunk`; which words of it those are.
+    fn clear_chunk(&self, log: &SlotLog, chunk: u64) -> Result<Range<usize>, Error> {
+        let (first, end) = (chunk * self.chunk, log.pages().min((chunk + 1) * self.chunk));
+        let words = (first / 64) as usize..scan::words_for(end);
+        let part = &log.words[words.clone()];
+        // A clean chunk has nothing to protect.
+        if !scan::is_clean(part) {
+            let (call, slot) = ("KVM_CLEAR_DIRTY_LOG", log.slot.id());
+            sys::clear_log(&self.vm, slot, first, (end - first) as u32, part)
+                .map_err(|source| Error::Slot { call, slot, source })?;
+        }
+        Ok(words)
     }
 }
 

@@ -13,7 +13,10 @@
 //!    back (PML). While they run, [`flush_all`](vcpu::flush_all) before a collection bounds how long.
 //! 4. Deleting a memslot, or switching its log off, discards its bits: harvest first, vCPUs paused.
 //! 5. A vCPU whose dirty ring is full empties it itself (`vm/ring.rs`): its pages wait in bitmaps for the next collection.
-//! 6. A tracker is made while the machine stands still ([`Quiesced`]): only then is nothing that a device writes missed while
+//! 6. Where protection is manual, a collection may leave the clear to those who read ([`DirtyTracker::collect_deferred`]): each chunk is
+//!    cleared right before its pages are read ([`DirtyTracker::clear_chunks`]). KVM holds its lock of the page tables for one chunk at a
+//!    time, and a page that is written again before its chunk is cleared is named once.
+//! 7. A tracker is made while the machine stands still ([`Quiesced`]): only then is nothing that a device writes missed while
 //!    the log of the VMM's own writes is switched on. That log stays on as long as the tracker lives; KVM's can be switched
 //!    on and off meanwhile ([`DirtyTracker::enable`]) while vCPUs and devices run.
 
@@ -22,6 +25,7 @@ pub mod ring;
 pub mod scan;
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use vm_memory::{GuestMemoryBackend as _, GuestMemoryRegion as _};
@@ -35,6 +39,10 @@ use crate::vm::memslots::Memslots;
 use crate::vm::quiesced::Quiesced;
 use crate::vm::vcpu;
 use crate::vm::{self, Vm};
+
+/// Pages of a chunk where memory is sent or saved while its guest runs: 64 MiB of 4 KiB pages, so that one clear keeps the guest's page
+/// faults waiting for a millisecond or so, and calls are few.
+pub const CHUNK: u64 = 1 << 14;
 
 /// How KVM is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -279,8 +287,8 @@ impl Slots {
         Ok(())
     }
 
-    /// Adds what the VMM wrote since the last call. Called after KVM's bits are cleared, lest a bit be cleared in KVM
-    /// that was not read there.
+    /// Adds what the VMM wrote since the last call. Called after KVM's bits are cleared, lest a bit be cleared in KVM that was not read
+    /// there; where that is deferred, one may be, and its page is read afterwards like any other that is named.
     ///
     /// Slots are found by host address, so that writes are right wherever in the guest's space a slot has moved.
     fn merge_own(&mut self) {
@@ -349,6 +357,25 @@ pub trait DirtyTracker: Send {
     fn collect(&mut self) -> Result<(), Error> {
         self.get()?;
         self.clear()
+    }
+
+    /// One collection whose pages are cleared later, chunk by chunk: none may be read before [`DirtyTracker::clear_chunks`] has been
+    /// called for it. A tracker that cannot clear in parts clears all at once, here.
+    ///
+    /// # Errors
+    /// As [`DirtyTracker::collect`].
+    fn collect_deferred(&mut self) -> Result<(), Error> {
+        self.collect()
+    }
+
+    /// Clears and protects what [`DirtyTracker::get`] or [`DirtyTracker::collect_deferred`] read of the chunks that hold `pages` of the
+    /// `index`th tracked slot, and takes it out of [`DirtyTracker::logs`]: a second call does nothing. Those pages may be read when this
+    /// returns, and the slot's further pages before the one that it returns. A slot that is not tracked has nothing to clear.
+    ///
+    /// # Errors
+    /// Where KVM refuses; what could not be cleared is still in the logs.
+    fn clear_chunks(&mut self, _index: usize, _pages: Range<u64>) -> Result<u64, Error> {
+        Ok(u64::MAX)
     }
 
     /// The latest collection, slot by slot.

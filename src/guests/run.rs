@@ -240,7 +240,7 @@ impl Payload for Run {
         }
         let (vm, quiesced) =
             self.guest.quiesced().map_err(|error| dirty::Error::NotStill(Box::new(error)))?;
-        let mut tracker = dirty::tracker(method, vm, &quiesced, None)?;
+        let mut tracker = dirty::tracker(method, vm, &quiesced, Some(dirty::CHUNK))?;
         slots.iter().try_for_each(|slot| tracker.track(slot.id()))?;
         // Before the log is on: what is written here is sent as everything is that was touched by then.
         journal::enter(&self.guest, phase::LOGGED);

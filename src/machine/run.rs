@@ -180,7 +180,7 @@ impl Payload for Machine {
     fn track(&mut self, method: dirty::Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
         let slots = self.memory();
         let (vm, quiesced) = self.quiesced().map_err(|error| dirty::Error::NotStill(Box::new(error)))?;
-        let mut tracker = dirty::tracker(method, vm, &quiesced, None)?;
+        let mut tracker = dirty::tracker(method, vm, &quiesced, Some(dirty::CHUNK))?;
         slots.iter().try_for_each(|slot| tracker.track(slot.id()))?;
         Ok(tracker)
     }

@@ -23,7 +23,7 @@ use super::share::Share;
 use super::threads::{Mine, Orphaned};
 use crate::arch::clocks;
 use crate::control::{Disk, Phase, Then};
-use crate::dirty::{self, DirtyTracker, Method};
+use crate::dirty::{self, Method};
 use crate::memory::{Memory, Slot};
 use crate::payload::{self, Section};
 use crate::snapshot::layer::{self, Writer};
@@ -53,7 +53,7 @@ pub struct Options {
 
 /// Who has written to memory since a point. The log of dirty pages is on for as long as this lives.
 pub struct Since {
-    tracker: Box<dyn DirtyTracker>,
+    method: Method,
     owed: Owed,
     /// Of which directory the point is.
     pub chain: String,
@@ -64,7 +64,7 @@ pub struct Since {
 impl Since {
     /// How dirty pages are collected.
     pub fn method(&self) -> Method {
-        self.tracker.method()
+        self.method
     }
 }
 
@@ -76,9 +76,7 @@ impl fmt::Debug for Since {
 
 impl Drop for Since {
     fn drop(&mut self) {
-        if let Err(error) = self.tracker.enable(false) {
-            tracing::warn!("the dirty log cannot be switched off: {error}");
-        }
+        self.owed.unfollow();
     }
 }
 
@@ -176,8 +174,8 @@ impl Saving {
 
     /// Goes on until the files have their names, or nothing comes of it, or the event loop's thread is gone.
     pub fn run(mut self) {
-        let result = self.follow().and_then(|mut since| {
-            let result = self.write(&mut since);
+        let result = self.follow().and_then(|since| {
+            let result = self.write(&since);
             self.keep(since, result.is_ok())?;
             result
         });
@@ -201,17 +199,9 @@ impl Saving {
             _ => return Err(End::Failed("the machine cannot be followed".into())),
         };
         let owed = Owed::new(std::mem::take(&mut self.memory));
-        let mut since = Since { tracker, owed, chain: String::new(), point: 0 };
+        let since = Since { method: tracker.method(), owed, chain: String::new(), point: 0 };
         self.taken = since.owed.none();
-        since.tracker.enable(true)?;
-        if since.method() == Method::InitiallySet {
-            // That all is set at first says nothing of any page. What has been written until now has been touched.
-            since.tracker.collect()?;
-        }
-        // Asked after the log is on: what is touched from now on is in that.
-        for (region, slot) in since.owed.slots().enumerate() {
-            since.owed.add(region, &self.ram.perhaps_touched(self.pagemap.as_deref(), slot));
-        }
+        since.owed.follow(tracker, &self.ram, self.pagemap.as_deref())?;
         Ok(since)
     }
 
@@ -232,10 +222,12 @@ impl Saving {
         self.machine.say(Said::Kept(Box::new(since)))
     }
 
-    fn write(&mut self, since: &mut Since) -> Result<(), End> {
+    fn write(&mut self, since: &Since) -> Result<(), End> {
         // A file system that cannot is found before the guest has paid for anything.
         disk::clone(&self.place.disks, &self.place.files.clones).map_err(End::Failed)?;
-        Self::collect(since)?;
+        if !self.full {
+            self.collect(since)?;
+        }
         while self.pass(since)? == Decision::Again {}
         // While the guest runs: what it writes from now on is little.
         disk::flush(&self.place.disks).map_err(End::Failed)?;
@@ -244,7 +236,7 @@ impl Saving {
         };
         let taken = clocks::now();
         // After the state: saving a vCPU makes KVM write to guest memory.
-        Self::collect(since)?;
+        self.collect(since)?;
         self.passes += 1;
         self.copy(since, Phase::Final)?;
         let disks = disk::saved(&self.place.disks, &self.place.files.clones).map_err(End::Failed)?;
@@ -256,19 +248,17 @@ impl Saving {
         self.wait_until_named()
     }
 
-    fn collect(since: &mut Since) -> Result<(), End> {
-        since.tracker.collect()?;
-        since.owed.add_all(since.tracker.logs());
-        Ok(())
+    fn collect(&self, since: &Since) -> Result<(), End> {
+        Ok(since.owed.collect(&self.ram, self.pagemap.as_deref())?)
     }
 
     /// One pass over what is owed, and what comes next.
-    fn pass(&mut self, since: &mut Since) -> Result<Decision, End> {
+    fn pass(&mut self, since: &Since) -> Result<Decision, End> {
         let (began, pages, bytes) = (Instant::now(), since.owed.count(), self.bytes);
         self.passes += 1;
         self.copy(since, Phase::Copying)?;
         let took = began.elapsed();
-        Self::collect(since)?;
+        self.collect(since)?;
         let measured = Measured { pages, bytes: self.bytes - bytes, took, dirty: since.owed.count() };
         match self.plan.pass_ended(measured, self.began.elapsed()) {
             Decision::GiveUp(why) => Err(End::Failed(why)),
@@ -282,7 +272,7 @@ impl Saving {
         loop {
             self.hear()?;
             self.tell(since, phase)?;
-            let Some((outgoing, run)) = since.owed.next(&mut at, &all) else { return Ok(()) };
+            let Some((outgoing, run)) = since.owed.next(&mut at, &all)? else { return Ok(()) };
             // Before they are read: what is written from then on is owed again.
             since.owed.settle(outgoing, run.clone());
             let region = outgoing.region() as usize;

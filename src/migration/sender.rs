@@ -30,7 +30,6 @@ use super::threads::{Mine, Orphaned};
 use super::verify::Sums;
 use super::wire::Frame;
 use crate::control::{Left, Phase};
-use crate::dirty::DirtyTracker;
 use crate::memory::Memory;
 use crate::sys::clock::{self, micros};
 use crate::sys::mmap::PAGE_SIZE;
@@ -48,7 +47,6 @@ pub struct Sending {
     give_up: GiveUp,
     fence: Option<Fence>,
     machine: Mine<Said, Told>,
-    tracker: Option<Box<dyn DirtyTracker>>,
     common: Arc<Common>,
     /// The further connections, and which pages are those of the first.
     lanes: Lanes,
@@ -127,7 +125,6 @@ impl Sending {
             give_up,
             fence,
             machine,
-            tracker: None,
             common,
             lanes,
             share: Share::new(0, connections),
@@ -440,11 +437,7 @@ impl Sending {
                 (self.pass, self.comparing, self.paused) = (None, None, None);
                 self.lanes.cut();
                 self.throttle.wake();
-                if let Some(mut tracker) = self.tracker.take()
-                    && let Err(error) = tracker.enable(false)
-                {
-                    tracing::warn!("the dirty log cannot be switched off: {error}");
-                }
+                self.common.owed.unfollow();
             }
             Action::Reconnect => {
                 if let Some(link) = self.link.take() {

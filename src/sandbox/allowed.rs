@@ -49,7 +49,7 @@ fn requests(kind: ThreadKind) -> Rule {
     let lists: &[&[u32]] = match kind {
         ThreadKind::Vcpu => &[RUN, RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE],
         ThreadKind::Disk => &[DEVICES],
-        ThreadKind::Connection => &[],
+        ThreadKind::Connection => &[CLEARS],
         ThreadKind::Migration => &[RINGS, MEMORY, CLONES, MACHINE, MACHINE_HERE],
         ThreadKind::Main => {
             &[RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE, MEMORY, CLONES, MACHINE, MACHINE_HERE, DESCRIPTORS]

@@ -88,6 +88,11 @@ pub const RINGS: &[u32] = &[
     io(0xc7), // KVM_RESET_DIRTY_RINGS
 ];
 
+/// What a migration's further connections do before they read pages.
+pub const CLEARS: &[u32] = &[
+    iowr::<kvm_clear_dirty_log>(0xc0), // KVM_CLEAR_DIRTY_LOG
+];
+
 /// Dirty logs and memslots, which change while a guest runs, and what is known of their pages.
 pub const MEMORY: &[u32] = &[
     iow::<kvm_dirty_log>(0x42),                // KVM_GET_DIRTY_LOG

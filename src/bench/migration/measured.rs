@@ -136,6 +136,7 @@ fn figures(report: &mut Report, column: Option<&str>, rounds: &[Round]) {
     put("converged", None, "%", &|r| Some(if r.left.converged { 100.0 } else { 0.0 }));
     put("harvest_total", None, "s", &|r| seconds(Some(r.passes.iter().map(|pass| pass.harvest).sum())));
     put("harvest_longest", None, "s", &|r| seconds(r.passes.iter().map(|pass| pass.harvest).max()));
+    put("clear_longest", None, "s", &|r| seconds(r.passes.iter().map(|pass| pass.clear).max()));
     put("progress", Some("before"), "pages/s", &|r| Some(r.before));
     put("progress", Some("during"), "pages/s", &|r| Some(r.during));
     put("progress", Some("after"), "pages/s", &|r| Some(r.after));

@@ -232,7 +232,8 @@ impl Lane {
         let (mut at, mut pace, mut block) = (At::default(), Pace::default(), Block::new());
         let (mut pages, late) = (0, |now: Instant| until.is_some_and(|until| now >= until));
         self.link.set_until(until);
-        while let Some((outgoing, run)) = common.owed.next(&mut at, &self.share.in_pass(number)) {
+        let share = self.share.in_pass(number);
+        while let Some((outgoing, run)) = common.owed.next(&mut at, &share).map_err(|e| e.to_string())? {
             let cap = Some(common.cap.load(Ordering::Relaxed)).filter(|cap| *cap > 0 && until.is_none());
             pace.set(cap);
             while let Some(wait) = pace.holds_back(began.elapsed()) {

@@ -2,15 +2,23 @@
 //!
 //! A page is *owed* from the moment that a collection names it until it has been sent. A pass that is given up in its middle leaves the
 //! rest owed, so that nothing is lost with it.
+//!
+//! What KVM's log has of a page is cleared between the two, chunk by chunk, by whoever comes to the chunk first: [`Owed::next`] hands out
+//! no page of which that has not been done. What is named and neither cleared nor sent when a pass ends is named again by the next
+//! collection.
 
 use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use crate::dirty::SlotLog;
-use crate::memory::Slot;
+use crate::dirty::{self, DirtyTracker, Method, SlotLog};
+use crate::memory::{Memory, Slot};
 use crate::migration::bits::Bits;
 use crate::migration::pages::{Outgoing, fresh};
 use crate::migration::share::Share;
 use crate::migration::wire::MOST_PAGES;
+use crate::plant::{self, Mistake};
+use crate::sys::pagemap::Pagemap;
 
 /// One memslot of the machine, and which of its pages are owed.
 struct Region {
@@ -18,68 +26,192 @@ struct Region {
     pages: Bits,
 }
 
-/// The memslots of a machine.
-pub(in crate::migration) struct Owed(Vec<Region>);
+/// Who says what has been written.
+#[derive(Default)]
+struct Log {
+    tracker: Option<Box<dyn DirtyTracker>>,
+    /// Of a log in which all was set at first, which says nothing of any page, until its first collection: what had been touched
+    /// when it began, memslot by memslot.
+    touched: Option<Vec<Vec<u64>>>,
+    /// How long the longest clear took.
+    longest: Duration,
+}
 
-/// Where a pass is: memslot and page.
-#[derive(Clone, Copy, Default)]
-pub(in crate::migration) struct At(usize, u64);
+/// The memslots of a machine.
+pub(in crate::migration) struct Owed {
+    regions: Vec<Region>,
+    log: Mutex<Log>,
+}
+
+/// Where a pass is: memslot and page, and the page up to which that memslot's log has been cleared for it.
+#[derive(Default)]
+pub(in crate::migration) struct At {
+    region: usize,
+    page: u64,
+    cleared: u64,
+}
 
 impl Owed {
-    /// Nothing of `memory` is owed.
+    /// Nothing of `memory` is owed, and nobody follows who writes to it.
     pub fn new(memory: Vec<Slot>) -> Self {
         let fresh = fresh(&memory);
         let regions = (0u32..).zip(memory).zip(fresh).map(|((region, slot), fresh)| Region {
             pages: Bits::new(slot.pages()),
             outgoing: Outgoing::new(slot, region, fresh),
         });
-        Self(regions.collect())
+        Self { regions: regions.collect(), log: Mutex::default() }
+    }
+
+    fn log(&self) -> MutexGuard<'_, Log> {
+        // Whoever panicked while it was held has ended its pass: what it had not sent is owed.
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Its memslots.
     pub fn slots(&self) -> impl Iterator<Item = &Slot> {
-        self.0.iter().map(|region| region.outgoing.slot())
+        self.regions.iter().map(|region| region.outgoing.slot())
+    }
+
+    /// Whether somebody follows who writes.
+    pub fn is_followed(&self) -> bool {
+        self.log().tracker.is_some()
+    }
+
+    /// Switches `tracker`'s log on: what has been touched until now is owed, and from now on what each [collection](Self::collect) names.
+    /// `pagemap` tells what of `ram` was ever touched.
+    ///
+    /// # Errors
+    /// Where KVM refuses.
+    pub fn follow(
+        &self,
+        tracker: Box<dyn DirtyTracker>,
+        ram: &Memory,
+        pagemap: Option<&Pagemap>,
+    ) -> Result<(), dirty::Error> {
+        let mut log = self.log();
+        let tracker = log.tracker.insert(tracker);
+        tracker.enable(true)?;
+        let all_set = tracker.method() == Method::InitiallySet;
+        if all_set {
+            // For the chunks to be cleared one by one. No page of it is owed for that.
+            tracker.get()?;
+        }
+        // Asked after the log is on: what is touched from now on is in that.
+        let touched: Vec<_> = self.slots().map(|slot| ram.perhaps_touched(pagemap, slot)).collect();
+        touched.iter().enumerate().for_each(|(region, words)| self.add(region, words));
+        if !all_set {
+            tracker.collect_deferred()?;
+            self.add_all(tracker.logs());
+        }
+        log.touched = all_set.then_some(touched);
+        Ok(())
+    }
+
+    /// Owes what has been written since the last collection, too.
+    ///
+    /// # Errors
+    /// Where KVM refuses.
+    pub fn collect(&self, ram: &Memory, pagemap: Option<&Pagemap>) -> Result<(), dirty::Error> {
+        let mut log = self.log();
+        let Log { tracker: Some(tracker), touched, .. } = &mut *log else { return Ok(()) };
+        if let Some(before) = touched {
+            // The chunks of which nothing was sent. What was touched until they were cleared is in no log.
+            for (region, (slot, before)) in self.slots().zip(before).enumerate() {
+                tracker.clear_chunks(region, 0..slot.pages())?;
+                let mut words = ram.perhaps_touched(pagemap, slot);
+                words.iter_mut().zip(before).for_each(|(word, before)| *word &= !*before);
+                self.add(region, &words);
+            }
+            *touched = None;
+        }
+        tracker.collect_deferred()?;
+        if plant::is(Mistake::DroppedBit) {
+            let first = |log: &mut SlotLog| {
+                log.words.iter_mut().find(|word| **word != 0).map(|word| *word &= *word - 1)
+            };
+            let _ = tracker.logs_mut().iter_mut().filter_map(first).count();
+        }
+        self.add_all(tracker.logs());
+        Ok(())
+    }
+
+    /// Nobody follows any more who writes; KVM's log is switched off.
+    pub fn unfollow(&self) {
+        let log = std::mem::take(&mut *self.log());
+        if let Some(mut tracker) = log.tracker
+            && let Err(error) = tracker.enable(false)
+        {
+            tracing::warn!("the dirty log cannot be switched off: {error}");
+        }
+    }
+
+    /// How long the longest clear has taken since this was last asked.
+    pub fn longest_clear(&self) -> Duration {
+        std::mem::take(&mut self.log().longest)
     }
 
     /// From now on those of memslot `region` are owed that are set in `words`, too.
     pub fn add(&self, region: usize, words: &[u64]) {
-        self.0[region].pages.add(words);
+        self.regions[region].pages.add(words);
     }
 
-    /// The same of every memslot, by its log.
-    pub fn add_all(&self, logs: &[SlotLog]) {
-        self.0.iter().zip(logs).for_each(|(region, log)| region.pages.add(&log.words));
+    fn add_all(&self, logs: &[SlotLog]) {
+        self.regions.iter().zip(logs).for_each(|(region, log)| region.pages.add(&log.words));
     }
 
     /// How many pages are owed.
     pub fn count(&self) -> u64 {
-        self.0.iter().map(|region| region.pages.count()).sum()
+        self.regions.iter().map(|region| region.pages.count()).sum()
     }
 
     /// The next pages of `share` from `at` on that are owed, as many as a frame takes; `at` is behind them then. `None` where there is
-    /// none.
-    pub fn next(&self, at: &mut At, share: &Share) -> Option<(&Outgoing, Range<u64>)> {
-        loop {
-            let region = self.0.get(at.0)?;
-            let Some(own) = share.next(at.0 as u32, at.1, region.outgoing.slot().pages()) else {
-                *at = At(at.0 + 1, 0);
+    /// none. The log of them is clear when this returns: they may be [settled](Self::settle) and read.
+    ///
+    /// # Errors
+    /// Where KVM does not clear it.
+    pub fn next(&self, at: &mut At, share: &Share) -> Result<Option<(&Outgoing, Range<u64>)>, dirty::Error> {
+        while let Some(region) = self.regions.get(at.region) {
+            let pages = region.outgoing.slot().pages();
+            let Some(own) = share.next(at.region as u32, at.page, pages) else {
+                *at = At { region: at.region + 1, ..At::default() };
                 continue;
             };
-            at.1 = own.end;
+            at.page = own.end;
             if let Some(run) = region.pages.first_run_of(own, MOST_PAGES.into()) {
-                at.1 = run.end;
-                return Some((&region.outgoing, run));
+                at.page = run.end;
+                if at.cleared < run.end {
+                    at.cleared = self.clear(at.region, run.clone())?;
+                }
+                return Ok(Some((&region.outgoing, run)));
             }
         }
+        Ok(None)
+    }
+
+    /// Clears the log of the chunks that hold `pages`, unless it is clear; up to which page it is then.
+    fn clear(&self, region: usize, pages: Range<u64>) -> Result<u64, dirty::Error> {
+        let mut log = self.log();
+        let Some(tracker) = &mut log.tracker else { return Ok(u64::MAX) };
+        let since = Instant::now();
+        let cleared = match plant::is(Mistake::ReadBeforeClear) {
+            false => tracker.clear_chunks(region, pages)?,
+            true => {
+                // That of the memslot before, whose pages have been sent.
+                region.checked_sub(1).map(|before| tracker.clear_chunks(before, 0..u64::MAX)).transpose()?;
+                u64::MAX
+            }
+        };
+        log.longest = log.longest.max(since.elapsed());
+        Ok(cleared)
     }
 
     /// Nothing of the same memory is owed.
     pub fn none(&self) -> Vec<Bits> {
-        self.0.iter().map(|region| Bits::new(region.outgoing.slot().pages())).collect()
+        self.regions.iter().map(|region| Bits::new(region.outgoing.slot().pages())).collect()
     }
 
     /// They are being sent. Said before they are read: what a collection names from then on is owed again.
     pub fn settle(&self, outgoing: &Outgoing, run: Range<u64>) {
-        self.0[outgoing.region() as usize].pages.clear(run);
+        self.regions[outgoing.region() as usize].pages.clear(run);
     }
 }

@@ -7,7 +7,7 @@ use super::owed::At;
 use super::words::{Demand, Done, Said, Word};
 use super::{PERIOD, Sending};
 use crate::control;
-use crate::dirty::{self, Method, SlotLog};
+use crate::dirty;
 use crate::memory::Slot;
 use crate::migration::message::Message;
 use crate::migration::plan::{Decision, Measured};
@@ -48,31 +48,21 @@ impl Sending {
             self.pending.push(event);
             return Ok(());
         }
-        if self.tracker.is_none() {
-            let mut tracker = match self.demand(Demand::Track(self.options.method))? {
+        if !self.common.owed.is_followed() {
+            let tracker = match self.demand(Demand::Track(self.options.method))? {
                 Done::Tracker(tracker) => tracker,
                 Done::Failed(why) => return self.give_up_for(why),
                 _ => return self.give_up_for("the machine cannot be followed".into()),
             };
-            if let Err(error) = tracker.enable(true) {
+            let since = Instant::now();
+            if let Err(error) = self.common.owed.follow(tracker, &self.ram, self.pagemap.as_deref()) {
                 return self.give_up_for(error.to_string());
             }
-            if tracker.method() == Method::InitiallySet {
-                // That all is set at first says nothing of any page. What has been written until now has been touched.
-                if let Err(error) = tracker.collect() {
-                    return self.give_up_for(error.to_string());
-                }
-            }
-            self.tracker = Some(tracker);
-            // Once all that may be other than zero. Asked after the log is on: what is touched from now on is in that.
-            for (region, slot) in self.common.owed.slots().enumerate() {
-                self.common.owed.add(region, &self.ram.perhaps_touched(self.pagemap.as_deref(), slot));
-            }
+            self.harvest += since.elapsed();
+        } else if let Err(error) = self.collect() {
+            return self.give_up_for(error.to_string());
         }
-        match self.collect() {
-            Ok(()) => self.begin(None),
-            Err(error) => return self.give_up_for(error.to_string()),
-        }
+        self.begin(None);
         Ok(())
     }
 
@@ -83,23 +73,9 @@ impl Sending {
 
     /// Adds what has been written since the last collection to what is owed.
     fn collect(&mut self) -> Result<(), dirty::Error> {
-        let Some(tracker) = &mut self.tracker else { return Ok(()) };
         let since = Instant::now();
-        if plant::is(Mistake::ReadBeforeClear) {
-            // What the last one read, whose pages have been sent meanwhile.
-            tracker.clear()?;
-            tracker.get()?;
-        } else {
-            tracker.collect()?;
-        }
+        self.common.owed.collect(&self.ram, self.pagemap.as_deref())?;
         self.harvest += since.elapsed();
-        if plant::is(Mistake::DroppedBit) {
-            let first = |log: &mut SlotLog| {
-                log.words.iter_mut().find(|word| **word != 0).map(|word| *word &= *word - 1)
-            };
-            let _ = tracker.logs_mut().iter_mut().filter_map(first).count();
-        }
-        self.common.owed.add_all(tracker.logs());
         Ok(())
     }
 
@@ -173,7 +149,11 @@ impl Sending {
             return Ok(None);
         }
         let common = self.common.clone();
-        let Some((outgoing, run)) = common.owed.next(&mut pass.at, &self.share.in_pass(pass.number)) else {
+        let next = match common.owed.next(&mut pass.at, &self.share.in_pass(pass.number)) {
+            Ok(next) => next,
+            Err(error) => return Ok(Some(Event::Cancel(error.to_string()))),
+        };
+        let Some((outgoing, run)) = next else {
             if self.lanes.is_empty() {
                 return self.pass_ends();
             }
@@ -214,6 +194,7 @@ impl Sending {
             bytes,
             dirty: 0,
             harvest: micros(pass.harvest),
+            clear: micros(self.common.owed.longest_clear()),
         };
         if let Some((attempt, sections)) = pass.last {
             self.left.sent = told.ended;
