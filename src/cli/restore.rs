@@ -12,7 +12,7 @@ use crate::fault::Field;
 use crate::migration::link::LIVENESS;
 use crate::session::incoming::{Listen, Restore};
 use crate::session::log::{self, Beside};
-use crate::snapshot::store::Source;
+use crate::snapshot::source::Source;
 use crate::vm::lifecycle::{self, Exit};
 
 /// Run a machine out of a snapshot

@@ -16,7 +16,9 @@ use crate::keyvalue;
 use crate::memory::short_size;
 use crate::snapshot::layer::Reader;
 use crate::snapshot::manifest::Point;
-use crate::snapshot::store::{Source, Store};
+use crate::snapshot::merge::merge;
+use crate::snapshot::source::Source;
+use crate::snapshot::store::Store;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::sys::signal;
 use crate::vm::lifecycle::Exit;
@@ -86,6 +88,14 @@ enum What {
         /// The machine: its name (--name), or the path of its control socket
         machine: String,
     },
+    /// Join a point and those that it continues into one full point of the same number; the others are gone then
+    Merge {
+        /// The directory
+        dir: PathBuf,
+        /// Up to which point [default: the newest]
+        #[arg(long, value_name = "N")]
+        to: Option<u32>,
+    },
     /// Read all of a snapshot, and compare it with its sums
     Verify {
         /// The directory
@@ -99,6 +109,7 @@ Examples:
   vellum snapshot web web.snap --stop      and end it there: vellum restore web.snap goes on
   vellum snapshot web web.snap --follow    and then again: the further points have only what has changed
   vellum snapshot list web.snap            its points
+  vellum snapshot merge web.snap           one full point of those that the newest needs
 Disks are flushed and named in it, and no part of it: one that has changed since is refused by vellum restore.
   vellum snapshot web web.snap --reflink   with clones of its disks: vellum restore web.snap --disk web.snap/disk0-0";
 
@@ -106,6 +117,7 @@ Disks are flushed and named in it, and no part of it: one that has changed since
 pub fn run(args: &SnapshotArgs) -> Result<Exit, Failure> {
     match (&args.what, &args.machine, &args.dir) {
         (Some(What::List { dir, json }), ..) => list(dir, *json),
+        (Some(What::Merge { dir, to }), ..) => join(dir, *to),
         (Some(What::Verify { dir }), ..) => verify(dir),
         (Some(What::End { machine }), ..) => {
             let path = names::find(machine).map_err(failure)?;
@@ -130,6 +142,7 @@ fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
     }
     let chooses = args.tracker.is_none() && has.dirty_ring.is_none();
     let store = Store::open(dir).map_err(failure)?;
+    store.check_room().map_err(failure)?;
     let clones = if args.reflink { has.disks.len() } else { 0 };
     let files = store.unnamed(clones).map_err(failure)?;
     if args.paused {
@@ -220,6 +233,7 @@ fn written(
                     map_crc,
                     state_bytes,
                     state_crc,
+                    merged: 0,
                     disks,
                 };
                 return Ok((point, us));
@@ -270,13 +284,23 @@ fn list(dir: &Path, as_json: bool) -> Result<Exit, Failure> {
     Ok(Exit::PowerOff)
 }
 
+fn join(dir: &Path, to: Option<u32>) -> Result<Exit, Failure> {
+    let (first, point) = merge(dir, to).map_err(failure)?;
+    let (size, number) = (short_size(point.present * PAGE_SIZE), point.number);
+    let (present, zero) = (point.present, point.zero);
+    print(format_args!(
+        "points {first} to {number} are point {number} now: {present} pages ({size}), {zero} zero\n"
+    ))?;
+    Ok(Exit::PowerOff)
+}
+
 fn verify(dir: &Path) -> Result<Exit, Failure> {
     let manifest = Source::open(dir).and_then(|source| source.manifest()).map_err(failure)?;
     for point in &manifest.points {
         let chosen =
             Source::open(dir).and_then(|source| source.choose(Some(point.number))).map_err(failure)?;
         let Some((point, files)) = chosen.layers.into_iter().next_back() else { continue };
-        let reader = Reader::new(files.ram, &files.map, point.number, point.pages, point.map_crc);
+        let reader = Reader::new(files.ram, &files.map, &point.label(), point.pages, point.map_crc);
         let present = reader.and_then(|reader| reader.verify()).map_err(failure)?;
         print(format_args!("point {}: {present} pages are as they were written\n", point.number))?;
     }

@@ -38,7 +38,7 @@ use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves};
 use crate::plant::{self, Mistake};
 use crate::sandbox::{Sandbox, ThreadKind};
 use crate::snapshot::disk;
-use crate::snapshot::store::Source;
+use crate::snapshot::source::Source;
 use crate::sys::pagemap::Pagemap;
 use crate::vm::lifecycle::Exit;
 use crate::vm::vcpu::Throttle;

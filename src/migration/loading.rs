@@ -8,7 +8,7 @@ use super::receiver::{Demand, Done, Place, Said, Told};
 use super::threads::{Mine, Orphaned};
 use crate::snapshot::Error;
 use crate::snapshot::layer::{AT_ONCE, Layers, Reader};
-use crate::snapshot::store::Source;
+use crate::snapshot::source::Source;
 use crate::sys::mmap::PAGE_SIZE;
 
 /// How often somebody who does not want it any more is looked for, while memory is populated.
@@ -88,7 +88,7 @@ impl Loading {
                     format!("point {} has {} pages, and its machine {pages}", point.number, point.pages);
                 return Err(End::Refused(format!("{what}; it is damaged")));
             }
-            layers.push(Reader::new(files.ram, &files.map, point.number, pages, point.map_crc)?);
+            layers.push(Reader::new(files.ram, &files.map, &point.label(), pages, point.map_crc)?);
         }
         self.fill(&place, &Layers(layers))?;
         if let Some(populating) = &place.populating {

@@ -15,7 +15,7 @@ use crate::machine::{self, Opened};
 use crate::memory::{MemoryConfig, Room};
 use crate::migration::incoming::{Arrival, Arrived, Door, Host, Incoming};
 use crate::migration::mobile;
-use crate::snapshot::store::Source;
+use crate::snapshot::source::Source;
 use crate::sys::kick;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::socket::Listener;

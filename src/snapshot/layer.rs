@@ -83,9 +83,25 @@ impl Writer {
             firsts.push(pages);
             pages += slot.pages();
         }
+        Ok(Self { firsts, ..Self::of_pages(ram, pages)? })
+    }
+
+    /// A layer of a machine of so many pages, which are no memory: they are [stored](Self::store).
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn of_pages(ram: File, pages: u64) -> io::Result<Self> {
         ram.set_len(pages * PAGE_SIZE)?;
         let buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
-        Ok(Self { ram, map: vec![Page::Absent; pages as usize], firsts, buffer })
+        Ok(Self { ram, map: vec![Page::Absent; pages as usize], firsts: Vec::new(), buffer })
+    }
+
+    /// Where the content of the pages `run` of the machine, [`AT_ONCE`] at most, is put before they are [stored](Self::store).
+    ///
+    /// # Panics
+    /// Where they are more.
+    pub fn buffer(&mut self, run: &Range<u64>) -> &mut [u8] {
+        &mut self.buffer[..((run.end - run.start) * PAGE_SIZE) as usize]
     }
 
     /// Writes the pages `run` of region `region`, which is `slot`; gives the bytes that went into the file.
@@ -100,21 +116,24 @@ impl Writer {
         let (mut written, mut first) = (0, run.start);
         while first < run.end {
             let end = run.end.min(first + AT_ONCE);
-            let bytes = ((end - first) * PAGE_SIZE) as usize;
-            let at = self.firsts[region] + first;
-            let (pages, _) = self.buffer[..bytes].as_chunks_mut::<PAGE>();
+            let (pages, _) = self.buffer(&(first..end)).as_chunks_mut::<PAGE>();
             for (page, content) in (first..).zip(pages) {
                 slot.mapping().copy_to(slot.offset() + page * PAGE_SIZE, content);
             }
-            written += self.store(at, bytes)?;
+            let at = self.firsts[region];
+            written += self.store(at + first..at + end)?;
             first = end;
         }
         Ok(written)
     }
 
-    /// Writes what is in the buffer, pages of the machine from `at` on.
-    fn store(&mut self, at: u64, bytes: usize) -> io::Result<u64> {
-        let (pages, _) = self.buffer[..bytes].as_chunks::<PAGE>();
+    /// Writes what is in the [buffer](Self::buffer), the pages `run` of the machine; gives the bytes that went into the file.
+    ///
+    /// # Errors
+    /// Where a write fails.
+    pub fn store(&mut self, run: Range<u64>) -> io::Result<u64> {
+        let at = run.start;
+        let (pages, _) = self.buffer(&run).as_chunks::<PAGE>();
         let now: Vec<Page> = pages
             .iter()
             .map(|page| match page.iter().all(|byte| *byte == 0) {
@@ -185,16 +204,17 @@ pub struct Written {
 pub struct Reader {
     ram: File,
     map: Vec<Page>,
-    number: u32,
+    /// What the names of its files end in.
+    label: String,
 }
 
 impl Reader {
-    /// The layer of point `number`, of a machine of so many `pages`, whose map has this sum.
+    /// The layer of the point whose files' names end in `label`, of a machine of so many `pages`, whose map has this sum.
     ///
     /// # Errors
     /// Where a file is shorter or longer than it must be, or the map is not what was written.
-    pub fn new(ram: File, map: &File, number: u32, pages: u64, map_crc: u32) -> Result<Self, Error> {
-        let (ram_name, map_name) = (format!("ram-{number}"), format!("map-{number}"));
+    pub fn new(ram: File, map: &File, label: &str, pages: u64, map_crc: u32) -> Result<Self, Error> {
+        let (ram_name, map_name) = (format!("ram-{label}"), format!("map-{label}"));
         for (file, name, bytes) in
             [(&ram, &ram_name, pages.checked_mul(PAGE_SIZE)), (map, &map_name, pages.checked_mul(ENTRY))]
         {
@@ -218,7 +238,7 @@ impl Reader {
                 .ok_or_else(|| damaged(page * ENTRY, format!("{entry:#x} is no entry of a map")))
         });
         let map = entries.collect::<Result<_, Error>>()?;
-        Ok(Self { ram, map, number })
+        Ok(Self { ram, map, label: label.into() })
     }
 
     /// What it has of page `page` of the machine.
@@ -235,7 +255,7 @@ impl Reader {
     /// Where `to` is of another size.
     pub fn read(&self, pages: Range<u64>, to: &mut [u8]) -> Result<(), Error> {
         assert_eq!(to.len() as u64, (pages.end - pages.start) * PAGE_SIZE);
-        let file = || format!("ram-{}", self.number);
+        let file = || format!("ram-{}", self.label);
         self.ram.read_exact_at(to, pages.start * PAGE_SIZE).map_err(Error::io(&file(), "reading it"))?;
         let (contents, _) = to.as_chunks::<PAGE>();
         for (page, content) in pages.zip(contents) {

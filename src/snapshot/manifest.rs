@@ -14,7 +14,7 @@ const VERSION: u32 = 2;
 /// What its field `format` says.
 const FORMAT: &str = "vellum-snapshot";
 
-/// The points of one directory, oldest first.
+/// The points of one directory, oldest first. Numbers of those that were joined into a later one are not used again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -48,9 +48,26 @@ pub struct Point {
     pub state_bytes: u64,
     /// CRC32C of its `state` file.
     pub state_crc: u32,
+    /// How often it was made of itself and those before it: its `ram` and `map` files are others each time.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub merged: u32,
     /// The disks of its machine, which are not part of it.
     #[serde(default)]
     pub disks: Vec<Disk>,
+}
+
+fn is_zero(number: &u32) -> bool {
+    *number == 0
+}
+
+impl Point {
+    /// What the names of its `ram` and `map` files end in.
+    pub fn label(&self) -> String {
+        match self.merged {
+            0 => self.number.to_string(),
+            merged => format!("{}.{merged}", self.number),
+        }
+    }
 }
 
 impl Manifest {
@@ -82,22 +99,24 @@ impl Manifest {
             serde_json::from_slice(bytes).map_err(|error| unfit(format!("{error}; it is damaged")))?;
         // A point that is added makes it one of today's.
         manifest.version = VERSION;
-        let mut pages = None;
-        for (place, point) in (0..).zip(&manifest.points) {
-            if point.number != place {
-                return Err(unfit(format!(
-                    "point {} stands where {place} belongs; it is damaged",
-                    point.number
-                )));
+        let mut before: Option<&Point> = None;
+        for point in &manifest.points {
+            let number = point.number;
+            let damaged = |what: &str| Err(unfit(format!("point {number} {what}; it is damaged")));
+            if number == u32::MAX || point.merged == u32::MAX {
+                return damaged("has a number that has no next");
             }
-            let continues = pages == Some(point.pages);
-            if !point.full && !continues {
-                return Err(unfit(format!("point {place} continues one of another size; it is damaged")));
+            if before.is_some_and(|before| before.number >= number) {
+                return damaged("stands behind one that is as new or newer");
+            }
+            let continues = |before: &Point| (before.number + 1, before.pages) == (number, point.pages);
+            if !point.full && !before.is_some_and(continues) {
+                return damaged("continues one that is not there, or of another size");
             }
             if point.present.checked_add(point.zero).is_none_or(|told| told > point.pages) {
-                return Err(unfit(format!("point {place} has more pages than its machine; it is damaged")));
+                return damaged("has more pages than its machine");
             }
-            pages = Some(point.pages);
+            before = Some(point);
         }
         Ok(manifest)
     }
@@ -114,20 +133,37 @@ impl Manifest {
     /// # Errors
     /// Where there is no such point.
     pub fn chain(&self, number: Option<u32>) -> Result<&[Point], Error> {
-        let last = number.map_or(self.points.len().wrapping_sub(1), |number| number as usize);
-        if last >= self.points.len() {
-            let there = match self.points.len() {
-                0 => "there is none at all".to_owned(),
-                count => format!("there are 0 to {}", count - 1),
-            };
-            return Err(Error::NoPoint { asked: number.unwrap_or(0), there });
-        }
+        let asked = number.or(self.points.last().map(|point| point.number));
+        let last = self.points.iter().position(|point| Some(point.number) == asked);
+        let Some(last) = last else {
+            return Err(Error::NoPoint { asked: number.unwrap_or(0), there: self.numbers() });
+        };
         let first = self.points[..=last].iter().rposition(|point| point.full);
         let first = first.ok_or_else(|| Error::Unfit {
             file: NAME.into(),
-            what: format!("point {last} has no full point before it; it is damaged"),
+            what: format!("point {} has no full point before it; it is damaged", self.points[last].number),
         })?;
         Ok(&self.points[first..=last])
+    }
+
+    /// Which points there are, in words.
+    fn numbers(&self) -> String {
+        let mut runs: Vec<(u32, u32)> = Vec::new();
+        for Point { number, .. } in &self.points {
+            match runs.last_mut() {
+                Some((_, end)) if *end + 1 == *number => *end = *number,
+                _ => runs.push((*number, *number)),
+            }
+        }
+        let run = |(first, end): &(u32, u32)| match end - first {
+            0 => first.to_string(),
+            _ => format!("{first} to {end}"),
+        };
+        match &runs[..] {
+            [] => "there is none at all".into(),
+            [(one, end)] if one == end => format!("there is {one} alone"),
+            all => format!("there are {}", all.iter().map(run).collect::<Vec<_>>().join(", ")),
+        }
     }
 }
 
@@ -146,6 +182,7 @@ mod tests {
             map_crc: 7,
             state_bytes: 10,
             state_crc: 8,
+            merged: 0,
             disks: vec![Disk {
                 name: "disk0".into(),
                 path: "/a.img".into(),
@@ -188,7 +225,11 @@ mod tests {
         assert!(says(&|m| m.version = 3).contains("version 3: this program knows 1 to 2"));
         assert!(says(&|m| m.version = 0).contains("version 0: "));
         assert!(says(&|m| m.format = "tar".into()).contains("format \"tar\""));
-        assert!(says(&|m| m.points[1].number = 4).contains("point 4 stands where 1 belongs"));
+        assert!(says(&|m| m.points[1].number = 4).contains("point 4 continues one that is not there"));
+        assert!(
+            says(&|m| (m.points[1].number, m.points[1].full) = (0, true)).contains("point 0 stands behind")
+        );
+        assert!(says(&|m| m.points[1].merged = u32::MAX).contains("no next"));
         assert!(says(&|m| m.points[1].pages = 65).contains("another size"));
         assert!(says(&|m| m.points[0].full = false).contains("another size"));
         assert!(says(&|m| m.points[0].zero = u64::MAX).contains("more pages than"));
@@ -208,6 +249,11 @@ mod tests {
         assert_eq!(numbers(Some(1)), [0, 1]);
         assert_eq!(numbers(Some(2)), [2]);
         assert!(all.chain(Some(5)).unwrap_err().to_string().contains("there are 0 to 4"));
+        let mut merged = all.clone();
+        merged.points.drain(2..4);
+        merged.points[2].full = true;
+        assert_eq!(merged.chain(None).unwrap().len(), 1);
+        assert!(merged.chain(Some(2)).unwrap_err().to_string().contains("there are 0 to 1, 4"));
         assert!(manifest(&[]).chain(None).unwrap_err().to_string().contains("none at all"));
     }
 }

@@ -10,6 +10,8 @@
 //! disk0-N …       clones of its disks, where these were asked for; otherwise they are named in the manifest alone
 //! ```
 //!
+//! Where points were joined into point N, its first two files end in `N.1`, and in `N.2` when that is done again.
+//!
 //! Files are written unnamed and get their names once all of them are on the disk: a writer that dies leaves nothing behind.
 //!
 //! | file | what it is |
@@ -18,7 +20,9 @@
 //! | [`layer`] | pages and their map |
 //! | [`state`] | everything else of a machine |
 //! | [`disk`] | the machine's disks: flushed, cloned, told from what they become |
-//! | [`store`] | the directory: points are opened and added |
+//! | [`source`] | the directory: points are opened |
+//! | [`store`] | the directory: points are added |
+//! | [`merge`] | points become one |
 //!
 //! Here are the files alone. The threads that write and read them have the machine's memory, and are
 //! [`crate::migration`]'s: a snapshot is a migration into files, and a restore is one out of them.
@@ -26,6 +30,8 @@
 pub mod disk;
 pub mod layer;
 pub mod manifest;
+pub mod merge;
+pub mod source;
 pub mod state;
 pub mod store;
 

@@ -17,6 +17,7 @@ mod planted;
 mod relay;
 mod snapshot;
 mod snapshot_disks;
+mod snapshot_merge;
 mod ssh;
 mod trips;
 mod typed;

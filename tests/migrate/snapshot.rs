@@ -267,7 +267,7 @@ fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
         ensure(said.contains(says) && said.lines().count() == 1, || format!("not {says:?}: {said}"))
     };
     let path = dir.display().to_string();
-    refused(&format!("{path} --at 3"), "there is no point 3; there are 0 to 0")?;
+    refused(&format!("{path} --at 3"), "there is no point 3; there is 0 alone")?;
     refused(&home.0.display().to_string(), "it holds no snapshot")?;
     for (name, offset, says) in [
         ("ram-0", 3 * 4096 + 7, "ram-0, byte 12288: page 3 of the machine is not the one that was written"),

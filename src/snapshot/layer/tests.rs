@@ -37,7 +37,7 @@ fn written(slots: &[Slot; 2], runs: &[(usize, Range<u64>)]) -> (File, File, Writ
 }
 
 fn reader((ram, map, written): &(File, File, Written), number: u32) -> Result<Reader, Error> {
-    Reader::new(ram.try_clone().unwrap(), map, number, PAGES, written.map_crc)
+    Reader::new(ram.try_clone().unwrap(), map, &number.to_string(), PAGES, written.map_crc)
 }
 
 #[test]
@@ -123,6 +123,6 @@ fn damage_is_named_with_file_and_offset() {
     let entries: Vec<u8> =
         (0..PAGES).flat_map(|page| if page == 3 { 5u64 << 32 } else { 0 }.to_le_bytes()).collect();
     map.write_all_at(&entries, 0).unwrap();
-    let said = Reader::new(ram, &map, 0, PAGES, sum(&entries)).unwrap_err().to_string();
+    let said = Reader::new(ram, &map, "0", PAGES, sum(&entries)).unwrap_err().to_string();
     assert!(said.starts_with("map-0, byte 24: 0x500000000 is no entry"), "{said}");
 }

@@ -37,7 +37,7 @@ pub fn snapshot(data: &[u8]) {
     whole.resize(PAGES as usize * 8, 0);
     let ram = file(data, (PAGES * PAGE_SIZE).max(data.len() as u64));
     ram.set_len(PAGES * PAGE_SIZE).unwrap();
-    let Ok(reader) = Reader::new(ram, &map, 0, PAGES, sum(&whole)) else { return };
+    let Ok(reader) = Reader::new(ram, &map, "0", PAGES, sum(&whole)) else { return };
     let _ = reader.verify();
     let layers = Layers(vec![reader]);
     let (mut at, mut buffer) = (0, vec![0; (PAGES * PAGE_SIZE) as usize]);
