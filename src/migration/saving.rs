@@ -229,8 +229,6 @@ impl Saving {
             self.collect(since)?;
         }
         while self.pass(since)? == Decision::Again {}
-        // While the guest runs: what it writes from now on is little.
-        disk::flush(&self.place.disks).map_err(End::Failed)?;
         let Done::Saved(sections) = self.demand(Demand::Save)? else {
             return Err(End::Failed("the machine cannot be saved".into()));
         };
@@ -254,6 +252,9 @@ impl Saving {
 
     /// One pass over what is owed, and what comes next.
     fn pass(&mut self, since: &Since) -> Result<Decision, End> {
+        // While the guest runs, and before its pages are read: what it writes to its disks until it is paused is little then, and what it
+        // writes to memory meanwhile is part of this pass.
+        disk::flush(&self.place.disks).map_err(End::Failed)?;
         let (began, pages, bytes) = (Instant::now(), since.owed.count(), self.bytes);
         self.passes += 1;
         self.copy(since, Phase::Copying)?;
