@@ -57,11 +57,13 @@ pub enum Mistake {
     VmGenIdUnchanged,
     /// A machine is restored on whatever its disks have become.
     DisksUnchecked,
+    /// Memory that shows a file, and that nobody has looked at, is taken for empty.
+    ShownLeftOut,
 }
 
 impl Mistake {
     /// Their names as they are planted.
-    pub const NAMES: [(&str, Self); 19] = [
+    pub const NAMES: [(&str, Self); 20] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -81,6 +83,7 @@ impl Mistake {
         ("no-clock", Self::NoClock),
         ("vmgenid-unchanged", Self::VmGenIdUnchanged),
         ("disks-unchecked", Self::DisksUnchecked),
+        ("shown-left-out", Self::ShownLeftOut),
     ];
 }
 

@@ -99,6 +99,31 @@ pub fn memory_without_size(text: &str) -> Result<MemoryConfig, String> {
     read().map_err(|e| e.to_string())
 }
 
+/// How memory comes out of a snapshot, and what backs it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RestoredMemory {
+    /// Whether it shows the files, instead of being read.
+    pub mapped: bool,
+    /// What backs it, whose size is not this side's to say.
+    pub config: MemoryConfig,
+}
+
+/// `eager` or `map`, and [`memory_without_size`].
+pub fn restored_memory(text: &str) -> Result<RestoredMemory, String> {
+    let (first, rest) = text.split_once(',').unwrap_or((text, ""));
+    let (mapped, rest) = match first {
+        "eager" => (false, rest),
+        "map" => (true, rest),
+        _ => (false, text),
+    };
+    let config = if rest.is_empty() { MemoryConfig::new(0) } else { memory_without_size(rest)? };
+    let private = matches!(config.backing, Backing::Anonymous | Backing::Thp);
+    match mapped && (config.prealloc || config.lock || !private) {
+        true => Err("map shows files in memory that is anonymous or thp, and neither prealloc nor lock is possible with it".into()),
+        false => Ok(RestoredMemory { mapped, config }),
+    }
+}
+
 /// A backing by Vellum's name or by the KVM selftests'.
 pub fn backing(text: &str) -> Result<Backing, String> {
     const NAMES: [(&str, Backing); 9] = [

@@ -32,11 +32,6 @@ pub(super) struct HostArgs {
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
 
-    /// What backs its memory, whose size comes with it: `backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd[,prealloc][,lock]`;
-    /// with prealloc all of it is there before the guest runs
-    #[arg(short, long, value_name = "BACKING", value_parser = args::memory_without_size, default_value = "anonymous")]
-    memory: MemoryConfig,
-
     /// Where the serial port leads: terminal (Ctrl-a x ends the guest), file=PATH, pty or null
     #[arg(long, value_name = "WHERE", default_value = "terminal")]
     serial: Target,
@@ -83,7 +78,13 @@ pub(super) const FLAGS: &[(Field, &str)] = &[
 impl HostArgs {
     /// Runs the machine that comes in this way.
     /// `flags` are those of the command.
-    pub fn run(self, listen: Listen, liveness: Duration, flags: Flags) -> Result<Exit, Failure> {
+    pub fn run(
+        self,
+        listen: Listen,
+        memory: MemoryConfig,
+        liveness: Duration,
+        flags: Flags,
+    ) -> Result<Exit, Failure> {
         let failure = |error: session::Error| Failure::of(&error, flags);
         let control = self.name.as_deref().map(names::socket).transpose();
         let control = control.map_err(|error| Failure::of(&error, flags))?;
@@ -96,7 +97,7 @@ impl HostArgs {
         };
         let lenience = Lenience { liveness, other_tsc: self.tsc_mismatch == TscMismatch::Allow };
         let result = self.result.open()?;
-        match incoming::run(&process, listen, self.memory, config, lenience).map_err(failure) {
+        match incoming::run(&process, listen, memory, config, lenience).map_err(failure) {
             Ok(Outcome::BuiltIn(outcome)) => result.deliver(&outcome.report).map(|()| outcome.exit),
             // Only a built-in guest has a result.
             Ok(Outcome::Kernel(outcome)) => {

@@ -8,12 +8,14 @@ use std::time::Duration;
 
 use clap::Args;
 
+use super::args;
 use super::host::{self, HostArgs};
 use super::migrate::off_loopback;
 use super::{Failure, Flags};
 use crate::control::names;
 use crate::fault::Field;
 use crate::keyvalue;
+use crate::memory::MemoryConfig;
 use crate::migration::link::LIVENESS;
 use crate::session::incoming::Listen;
 use crate::session::log::{self, Beside};
@@ -44,6 +46,11 @@ pub struct ReceiveArgs {
 
     #[command(flatten)]
     host: HostArgs,
+
+    /// What backs its memory, whose size comes with it: `backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd[,prealloc][,lock]`;
+    /// with prealloc all of it is there before the guest runs
+    #[arg(short, long, value_name = "BACKING", value_parser = args::memory_without_size, default_value = "anonymous")]
+    memory: MemoryConfig,
 }
 
 const EXAMPLES: &str = "\
@@ -103,7 +110,7 @@ pub fn run(args: ReceiveArgs) -> Result<Exit, Failure> {
         (None, Some(name)) => Listen::Unix(waiting_place(name)?),
         (None, None) => return Err(Failure::usage("--listen ADDRESS says where a source connects")),
     };
-    args.host.run(listen, args.liveness.unwrap_or(LIVENESS), FLAGS)
+    args.host.run(listen, args.memory, args.liveness.unwrap_or(LIVENESS), FLAGS)
 }
 
 fn bind(address: &str, insecure: bool) -> Result<TcpListener, Failure> {

@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 
 use super::host::{self, HostArgs};
 use super::migrate::failure;
-use super::{Failure, Flags};
+use super::{Failure, Flags, args};
 use crate::arch::clocks::Meanwhile;
 use crate::fault::Field;
 use crate::migration::link::LIVENESS;
@@ -39,6 +39,12 @@ pub struct RestoreArgs {
     #[arg(long)]
     disk_changed: bool,
 
+    /// How its memory comes and what backs it: `eager|map[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock]`;
+    /// eager: all of it is read, and compared with its sums; map: it shows the files, on anonymous or thp, whose pages are read when
+    /// somebody wants them, are shared by all who do, and are not compared
+    #[arg(short, long, value_name = "HOW", value_parser = args::restored_memory, default_value = "eager")]
+    memory: args::RestoredMemory,
+
     #[command(flatten)]
     host: HostArgs,
 }
@@ -52,7 +58,8 @@ enum Clock {
 const EXAMPLES: &str = "\
 Examples:
   vellum restore web.snap --name web --disk web.img       the host's side of its devices is said here, as in vellum receive
-  vellum restore web.snap --at 0                          its first point";
+  vellum restore web.snap --at 0                          its first point
+  vellum restore web.snap --memory map                    at once, and many share the pages of one snapshot";
 
 /// Which flag each field comes from.
 pub(super) const FLAGS: Flags = &[host::FLAGS, &[(Field::DiskChanged, "--disk-changed accepts it:")]];
@@ -65,7 +72,13 @@ pub fn run(args: RestoreArgs) -> Result<Exit, Failure> {
         Clock::StandStill => Meanwhile::Stands,
         Clock::Advance => Meanwhile::Passes,
     };
-    let restore =
-        Restore { source, point: args.at, meanwhile, paused: args.paused, disk_changed: args.disk_changed };
-    args.host.run(Listen::Snapshot(restore), LIVENESS, FLAGS)
+    let restore = Restore {
+        source,
+        point: args.at,
+        meanwhile,
+        paused: args.paused,
+        disk_changed: args.disk_changed,
+        mapped: args.memory.mapped,
+    };
+    args.host.run(Listen::Snapshot(restore), args.memory.config, LIVENESS, FLAGS)
 }

@@ -8,8 +8,8 @@ use std::fmt;
 use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 mod error;
 pub mod plan;
@@ -125,6 +125,8 @@ pub struct Memory {
     pub file: Option<Arc<std::fs::File>>,
     /// The same by guest-physical address.
     pub guest: GuestMemory,
+    /// Which bytes of the mapping show files.
+    pub(crate) shown: Arc<OnceLock<Vec<Range<u64>>>>,
     slots: Vec<Slot>,
 }
 
@@ -198,7 +200,7 @@ impl Memory {
         if config.lock {
             mapping.lock(true).map_err(Error::Lock)?;
         }
-        Ok(Self { config, mapping, file: file.map(Arc::new), guest: regions, slots })
+        Ok(Self { config, mapping, file: file.map(Arc::new), guest: regions, shown: Arc::default(), slots })
     }
 
     /// Faults all of it in, on as many threads as there are CPUs, and tells whether it got to the end. `go_on` hears of bytes

@@ -1,12 +1,14 @@
 //! Which pages of a memory that began empty somebody has touched: the others are zero, and nobody needs to read them to know it.
 //!
-//! Where content came from elsewhere (a file, a snapshot, another process) that is not so, and nothing here is of use. Asked after the
+//! Where content came from elsewhere that is not so: what shows the files of a snapshot counts as touched. Asked after the
 //! log of writes is on, the answer and the log together name every page that is not zero.
 
 use std::io;
 use std::sync::Arc;
 
 use super::{Backing, Memory, Slot};
+use crate::plant::{self, Mistake};
+use crate::sys::mmap::PAGE_SIZE;
 use crate::sys::pagemap::{self, Pagemap};
 
 impl Memory {
@@ -17,16 +19,24 @@ impl Memory {
     /// What the kernel says.
     pub fn touched(&self, pagemap: Option<&Pagemap>, slot: &Slot) -> io::Result<Option<Vec<u64>>> {
         let mut words = vec![0u64; slot.bitmap_words()];
-        let mark = |run: std::ops::Range<u64>| {
+        let mut mark = |run: std::ops::Range<u64>| {
             for page in run {
                 words[(page / 64) as usize] |= 1 << (page % 64);
             }
         };
+        // What shows a file is what that has, whoever has looked at it.
+        let shown = self.shown.get().filter(|_| !plant::is(Mistake::ShownLeftOut));
+        for shown in shown.into_iter().flatten() {
+            let (start, end) = (shown.start.max(slot.offset()), shown.end.min(slot.range().end));
+            if start < end {
+                mark((start - slot.offset()) / PAGE_SIZE..(end - slot.offset()) / PAGE_SIZE);
+            }
+        }
         match (self.config.backing, pagemap, &self.file) {
             (Backing::Anonymous | Backing::Thp, Some(pagemap), _) => {
-                pagemap.there(slot.mapping(), slot.offset(), slot.pages(), mark)?;
+                pagemap.there(slot.mapping(), slot.offset(), slot.pages(), &mut mark)?;
             }
-            (Backing::Memfd, _, Some(file)) => pagemap::data(file, slot.offset(), slot.pages(), mark)?,
+            (Backing::Memfd, _, Some(file)) => pagemap::data(file, slot.offset(), slot.pages(), &mut mark)?,
             _ => return Ok(None),
         }
         Ok(Some(words))
@@ -54,7 +64,6 @@ mod tests {
     use super::*;
     use crate::memory::MemoryConfig;
     use crate::memory::plan::Space;
-    use crate::sys::mmap::PAGE_SIZE;
 
     const SIZE: u64 = 64 << 20;
 

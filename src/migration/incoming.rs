@@ -15,7 +15,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::fence::{Fence, Word};
 use super::fit::{self, Parts, Tsc};
-use super::loading::Loading;
+use super::loading::{Loading, Way};
 use super::message::Misfit;
 use super::mobile::{Error, HELD, HELD_VERSION, HeldState, Mobile, now};
 use super::populating::Populating;
@@ -140,6 +140,8 @@ pub enum Arrival {
         paused: bool,
         /// Whether its disks need not be as they were.
         disk_changed: bool,
+        /// How its memory comes.
+        way: Way,
     },
 }
 
@@ -184,9 +186,9 @@ impl Incoming {
                 let receiving = Box::new(Receiving::new(mine, liveness));
                 (Bringer::Receiving(receiving), "waiting", Meanwhile::Passes, false)
             }
-            Arrival::Snapshot { source, point, meanwhile, paused, disk_changed } => {
+            Arrival::Snapshot { source, point, meanwhile, paused, disk_changed, way } => {
                 accepted = disk_changed;
-                let loading = Loading::new(mine, *source, point);
+                let loading = Loading::new(mine, *source, point, way);
                 (Bringer::Loading(loading), "restoring", meanwhile, paused)
             }
         };

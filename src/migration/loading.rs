@@ -10,6 +10,7 @@ use crate::snapshot::Error;
 use crate::snapshot::layer::{AT_ONCE, Layers, Reader};
 use crate::snapshot::source::Source;
 use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::sigbus;
 
 /// How often somebody who does not want it any more is looked for, while memory is populated.
 const LOOK: Duration = Duration::from_millis(100);
@@ -38,8 +39,21 @@ impl From<Error> for End {
     }
 }
 
+/// How memory comes out of a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// All of it is read, and each page compared with its sum, before the guest runs.
+    Eager,
+    /// It shows the files, whose pages the kernel reads when somebody wants them and shares with all who do.
+    Map {
+        /// How many mappings this process can have yet.
+        mappings: u64,
+    },
+}
+
 /// The thread.
 pub struct Loading {
+    way: Way,
     machine: Mine<Said, Told>,
     source: Option<Source>,
     point: Option<u32>,
@@ -47,8 +61,8 @@ pub struct Loading {
 
 impl Loading {
     /// Of `source` point `point`, or the newest.
-    pub fn new(machine: Mine<Said, Told>, source: Source, point: Option<u32>) -> Self {
-        Self { machine, source: Some(source), point }
+    pub fn new(machine: Mine<Said, Told>, source: Source, point: Option<u32>, way: Way) -> Self {
+        Self { way, machine, source: Some(source), point }
     }
 
     /// Goes on until the machine runs or cannot.
@@ -90,7 +104,11 @@ impl Loading {
             }
             layers.push(Reader::new(files.ram, &files.map, &point.label(), pages, point.map_crc)?);
         }
-        self.fill(&place, &Layers(layers))?;
+        let layers = Layers(layers);
+        if let Way::Map { mappings } = self.way {
+            show(&place, &layers, mappings)?;
+        }
+        self.fill(&place, &layers)?;
         if let Some(populating) = &place.populating {
             while !populating.is_done(LOOK).map_err(End::Gone)? {
                 self.hear()?;
@@ -107,6 +125,10 @@ impl Loading {
         for (slot, fresh) in place.memory.iter().zip(fresh(&place.memory)) {
             let end = first + slot.pages();
             let mut at = first;
+            if fresh && self.way != Way::Eager {
+                first = end;
+                continue;
+            }
             while let Some((run, from)) = layers.next(at..end) {
                 self.hear()?;
                 at = run.end;
@@ -150,4 +172,59 @@ impl Loading {
         }
         Ok(())
     }
+}
+
+/// Maps the pages of the files over RAM.
+fn show(place: &Place, layers: &Layers, mappings: u64) -> Result<(), End> {
+    let (mut first, mut runs) = (0, Vec::new());
+    for (slot, fresh) in place.memory.iter().zip(fresh(&place.memory)) {
+        let end = first + slot.pages();
+        let mut at = first;
+        while let Some((run, from)) = layers.next_of(at..end, u64::MAX).filter(|_| fresh) {
+            at = run.end;
+            // What is zero, memory that was just made is already.
+            runs.extend(from.map(|layer| (slot, (run.start - first) * PAGE_SIZE, run, layer)));
+        }
+        first = end;
+    }
+    check(runs.len() as u64, mappings).map_err(End::Refused)?;
+    let mut shown = Vec::with_capacity(runs.len());
+    for (slot, offset, run, layer) in runs {
+        let (at, bytes) = (slot.offset() + offset, (run.end - run.start) * PAGE_SIZE);
+        let (file, name) = layer.file();
+        let mapped = slot.mapping().show(at, bytes, file, run.start * PAGE_SIZE);
+        mapped.map_err(|error| End::Gone(format!("{name}: mapping it: {error}")))?;
+        shown.push(at..at + bytes);
+    }
+    for layer in &layers.0 {
+        let (file, name) = layer.file();
+        let kept = file.try_clone().and_then(|kept| Ok((file.metadata()?.len(), kept)));
+        let (len, kept) = kept.map_err(|error| End::Gone(format!("{name}: {error}")))?;
+        sigbus::watch(kept, len, name);
+    }
+    // Nobody else sets it: the machine was made for this.
+    let _ = place.ram.shown.set(shown);
+    Ok(())
+}
+
+/// Whether so many pieces of files fit into a process that can have so many mappings more.
+fn check(pieces: u64, mappings: u64) -> Result<(), String> {
+    // Each may part the mapping that it lies in.
+    match (2 * pieces).checked_sub(mappings) {
+        None | Some(0) => Ok(()),
+        Some(missing) => Err(format!(
+            "its pages lie in {pieces} pieces, and this process can have {mappings} mappings more: raise vm.max_map_count by {missing}, merge \
+             the points, or have memory read"
+        )),
+    }
+}
+
+#[test]
+fn more_pieces_than_mappings_are_refused_with_what_is_missing() {
+    assert_eq!((check(0, 0), check(500, 1000)), (Ok(()), Ok(())));
+    assert!(
+        check(501, 1000).unwrap_err().contains(
+            "501 pieces, and this process can have 1000 mappings more: raise vm.max_map_count by 2,"
+        )
+    );
 }

@@ -14,11 +14,12 @@ use crate::host::Facts;
 use crate::machine::{self, Opened};
 use crate::memory::{MemoryConfig, Room};
 use crate::migration::incoming::{Arrival, Arrived, Door, Host, Incoming};
+use crate::migration::loading::Way;
 use crate::migration::mobile;
 use crate::snapshot::source::Source;
-use crate::sys::kick;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::socket::Listener;
+use crate::sys::{kick, sigbus};
 use crate::vm;
 use crate::vm::lifecycle::Exit;
 
@@ -48,6 +49,8 @@ pub struct Restore {
     pub paused: bool,
     /// Whether its disks need not be as they were.
     pub disk_changed: bool,
+    /// Whether its memory shows the files, instead of being read.
+    pub mapped: bool,
 }
 
 /// What a source may do.
@@ -140,9 +143,10 @@ pub fn run(
         }
         Listen::Tcp(listener) => (Some(Accept::Tcp(listener)), None, process_comes),
         Listen::Connected(socket) => (None, Some(socket), process_comes),
-        Listen::Snapshot(Restore { source, point, meanwhile, paused, disk_changed }) => {
+        Listen::Snapshot(Restore { source, point, meanwhile, paused, disk_changed, mapped }) => {
             let source = Box::new(source);
-            (None, None, Arrival::Snapshot { source, point, meanwhile, paused, disk_changed })
+            let way = if mapped { map()? } else { Way::Eager };
+            (None, None, Arrival::Snapshot { source, point, meanwhile, paused, disk_changed, way })
         }
     };
     let mut facts = Facts::collect(String::new());
@@ -168,4 +172,18 @@ pub fn run(
         None if end.exit != Exit::PowerOff => Outcome::Kernel(kernel::Outcome::none(end)),
         None => return Err(mobile::Error::Gone("it was stopped before a machine came".into()).into()),
     })
+}
+
+/// Whatever takes mappings once a machine runs: threads and their stacks, the heap.
+const SPARE_MAPPINGS: u64 = 2000;
+
+/// What memory that shows files needs of a process that is not confined yet.
+fn map() -> Result<Way, Error> {
+    let host = |what| move |error| Error::Host(what, error);
+    sigbus::install().map_err(host("the handler of SIGBUS"))?;
+    let most =
+        std::fs::read_to_string("/proc/sys/vm/max_map_count").map_err(host("/proc/sys/vm/max_map_count"))?;
+    let now = std::fs::read_to_string("/proc/self/maps").map_err(host("/proc/self/maps"))?;
+    let taken = now.lines().count() as u64 + SPARE_MAPPINGS;
+    Ok(Way::Map { mappings: most.trim().parse().unwrap_or(u64::MAX).saturating_sub(taken) })
 }

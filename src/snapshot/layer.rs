@@ -241,6 +241,11 @@ impl Reader {
         Ok(Self { ram, map, label: label.into() })
     }
 
+    /// Its pages, each at its offset, and what it is called.
+    pub fn file(&self) -> (&File, String) {
+        (&self.ram, format!("ram-{}", self.label))
+    }
+
     /// What it has of page `page` of the machine.
     pub fn page(&self, page: u64) -> Page {
         self.map[page as usize]
@@ -302,6 +307,11 @@ impl Layers {
     /// The first pages of `pages` of which something is known, alike and in one layer, up to [`AT_ONCE`]: which, whether they are zero, and
     /// the layer.
     pub fn next(&self, pages: Range<u64>) -> Option<(Range<u64>, Option<&Reader>)> {
+        self.next_of(pages, AT_ONCE)
+    }
+
+    /// The same up to `most`.
+    pub fn next_of(&self, pages: Range<u64>, most: u64) -> Option<(Range<u64>, Option<&Reader>)> {
         let (first, (layer, kind)) = pages.clone().find_map(|page| Some((page, self.of(page)?)))?;
         let zero = kind == Page::Zero;
         let alike = |page: u64| match self.of(page) {
@@ -309,7 +319,7 @@ impl Layers {
             Some((at, _)) => !zero && at == layer,
             None => false,
         };
-        let most = pages.end.min(first + AT_ONCE);
+        let most = pages.end.min(first.saturating_add(most));
         let end = (first + 1..most).find(|page| !alike(*page)).unwrap_or(most);
         Some((first..end, (!zero).then(|| &self.0[layer])))
     }

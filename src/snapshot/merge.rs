@@ -35,7 +35,9 @@ pub fn merge(dir: &Path, to: Option<u32>) -> Result<(u32, Point), Error> {
     for (point, files) in layers {
         // This process has a lock on it too, by the same open file, which is in nobody's way but others'.
         if is_locked(&files.ram).map_err(Error::io(&format!("ram-{}", point.label()), "its locks"))? {
-            return Err(unfit("a machine is being restored from it; merge it when that is done".into()));
+            return Err(unfit(
+                "a machine is being made of it, or shows it as memory; merge it when that is over".into(),
+            ));
         }
         readers.push(Reader::new(files.ram, &files.map, &point.label(), pages, point.map_crc)?);
     }

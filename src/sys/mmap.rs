@@ -188,6 +188,35 @@ impl Mapping {
         check(unsafe { libc::madvise(self.as_ptr().add(offset as usize).cast(), len as usize, advice) })
     }
 
+    /// Shows `[from, from + len)` of `file` at `[offset, offset + len)` from now on: privately, so that a write parts a page from the file. All
+    /// are multiples of the page size.
+    ///
+    /// # Errors
+    /// Where the range is not inside, or the kernel refuses: for lack of mappings (vm.max_map_count) above all.
+    pub fn show(&self, offset: u64, len: u64, file: &File, from: u64) -> io::Result<()> {
+        let end = offset.checked_add(len).filter(|&end| end <= self.len as u64 && len > 0);
+        if end.is_none() || !(offset | len | from).is_multiple_of(PAGE_SIZE) {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        // SAFETY: the range lies inside our own mapping, whose place it takes with the same access. Its content changes as others may change
+        // it at any time, and is accessed as atomics and raw pointers alone. A file that becomes shorter is a SIGBUS, which ends the process
+        // (sys/sigbus.rs).
+        let at = unsafe {
+            libc::mmap(
+                self.as_ptr().add(offset as usize).cast(),
+                len as usize,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE,
+                file.as_raw_fd(),
+                from as libc::off_t,
+            )
+        };
+        if at == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        self.advise_range(offset, len, libc::MADV_DONTDUMP)
+    }
+
     /// Faults in `[offset, offset + len)` for writing, so that a shortage is an error here and not a signal later.
     pub fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
         match self.advise_range(offset, len, libc::MADV_POPULATE_WRITE) {

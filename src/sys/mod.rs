@@ -21,6 +21,7 @@ pub mod poll;
 pub mod program;
 pub mod random;
 pub mod seccomp;
+pub mod sigbus;
 pub mod signal;
 pub mod socket;
 pub mod tap;

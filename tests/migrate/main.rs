@@ -17,6 +17,7 @@ mod planted;
 mod relay;
 mod snapshot;
 mod snapshot_disks;
+mod snapshot_map;
 mod snapshot_merge;
 mod ssh;
 mod trips;
@@ -42,6 +43,7 @@ fn main() -> ExitCode {
     let mut trials = Trials::from_args();
     planted::add(&mut trials);
     snapshot_disks::add(&mut trials);
+    snapshot_map::add(&mut trials);
     trips::add_long(&mut trials);
     trials.run()
 }

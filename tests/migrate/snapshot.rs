@@ -217,7 +217,7 @@ fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
 /// A kernel that counts on its serial port goes on where it was stopped: no byte is lost, and none comes twice.
 #[trial(kvm())]
 fn a_pc_goes_on_where_its_snapshot_stopped_it() -> Result<(), Failed> {
-    for irqchip in ["split", "kernel"] {
+    for (irqchip, memory) in [("split", "eager"), ("kernel", "map")] {
         let home = Home::new()?;
         let kernel = counting(&home)?;
         let (out, far, dir) = (home.path("out"), home.path("far"), home.path("snap"));
@@ -237,7 +237,7 @@ fn a_pc_goes_on_where_its_snapshot_stopped_it() -> Result<(), Failed> {
         let other = home.vellum(&format!("restore {} --serial null --rng", dir.display()))?;
         let said = String::from_utf8(with(other, 2)?.stderr)?;
         ensure(said.contains("balloon") && said.lines().count() == 1, || said.clone())?;
-        let again = home.restore("again", &format!("{} --paused {host}", dir.display()))?;
+        let again = home.restore("again", &format!("{} --memory {memory} --paused {host}", dir.display()))?;
         ensure(home.standing("again").as_deref() == Some("paused"), || "it runs".into())?;
         ensure(fs::metadata(&far)?.len() == 0, || "it has run".into())?;
         succeeds(&home.vellum("ctl again resume")?)?;

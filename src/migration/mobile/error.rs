@@ -24,6 +24,9 @@ pub enum Error {
     /// The disks of one that is to be restored are not as they were.
     #[error("{0}")]
     DiskChanged(String),
+    /// A file that its memory shows has become shorter.
+    #[error("{0} became shorter while it was mapped: the guest's memory is gone")]
+    Shortened(String),
     /// It stands still for the hand-over, and what is asked of it now would not reach the target.
     #[error("the machine is being handed over to another process; ask it there")]
     HandedOver,
@@ -42,7 +45,9 @@ impl Fault for Error {
             Self::Guest(error) => error.blame(),
             Self::Refused(_) => Blame::USER,
             Self::DiskChanged(_) => Blame::user(Field::DiskChanged),
-            Self::Gone(_) | Self::HandedOver | Self::Absent | Self::Host(..) => Blame::HOST,
+            Self::Gone(_) | Self::Shortened(_) | Self::HandedOver | Self::Absent | Self::Host(..) => {
+                Blame::HOST
+            }
         }
     }
 }

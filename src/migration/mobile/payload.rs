@@ -14,6 +14,7 @@ use crate::memory::{Memory, Slot};
 use crate::migration::sender::Told;
 use crate::migration::share::MOST_CONNECTIONS;
 use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves};
+use crate::sys::sigbus;
 use crate::vm::lifecycle::Exit;
 use crate::vm::vcpu::Throttle;
 
@@ -52,7 +53,10 @@ where
             // What it has come to is the target's to tell, or its own once it goes on.
             return Ok(None);
         }
-        let ended = self.machine.poll()?;
+        let ended = self.machine.poll().map_err(|error| match sigbus::shortened() {
+            Some(file) => Error::Shortened(file),
+            None => error.into(),
+        })?;
         if ended.is_some() {
             self.call_off("the guest has ended");
         }

@@ -157,7 +157,9 @@ fn nothing_is_merged_that_is_damaged_or_in_use() {
     let before = (dir.files(), dir.read(4).unwrap());
     let says = || merge(&dir.0, None).unwrap_err().to_string();
     let reader = Source::open(&dir.0).unwrap();
-    assert!(says().ends_with("a machine is being restored from it; merge it when that is done"));
+    assert!(
+        says().ends_with("a machine is being made of it, or shows it as memory; merge it when that is over")
+    );
     drop(reader);
     let writer = Store::open(&dir.0).unwrap();
     assert!(says().ends_with("somebody writes a snapshot there"));
