@@ -6,8 +6,9 @@
 use std::path::PathBuf;
 
 use serde_json::Value;
-use vellum::migration::message::{Message, Misfit, SessionId, Standing, VERSION};
-use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, Run, SUM, Section as Part};
+use vellum::migration::message::{COMPRESSES, Message, Misfit, SessionId, Standing, VERSION, ZSTD};
+use vellum::migration::pack::Packer;
+use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, Run, SUM, Section as Part, Sum};
 use vellum::payload::Section;
 use vellum::{guests, machine};
 
@@ -20,17 +21,21 @@ fn golden(name: &str) -> Vec<u8> {
 }
 
 /// Every message there is.
-fn messages() -> Vec<Message> {
+fn messages(version: u32) -> Vec<Message> {
     let misfit = || Misfit {
         what: "memory".into(),
         source: "2g".into(),
         target: "1g".into(),
         remedy: "more of it".into(),
     };
-    let all = vec![
+    let mut all = vec![
         Message::Hello { versions: [1, 1] },
         Message::Welcome { version: 1, fence: true },
-        Message::Config { config: serde_json::json!({"kind": "pc", "cpus": 2}), connections: 2 },
+        Message::Config {
+            config: serde_json::json!({"kind": "pc", "cpus": 2}),
+            connections: 2,
+            compression: None,
+        },
         Message::Fit {},
         Message::Misfit { misfits: vec![misfit()] },
         Message::Join { connection: 1 },
@@ -51,6 +56,10 @@ fn messages() -> Vec<Message> {
         Message::Status { standing: Standing::Ran },
         Message::Status { standing: Standing::Gone },
     ];
+    if version >= COMPRESSES {
+        let compression = Some(ZSTD.to_owned());
+        all.push(Message::Config { config: Value::Null, connections: 1, compression });
+    }
     // Whoever adds one is led here, and adds it above.
     for message in &all {
         match message {
@@ -71,7 +80,7 @@ fn messages() -> Vec<Message> {
 /// What a connection carries, as bytes: every message, and a frame of each other kind.
 fn written() -> Vec<u8> {
     let mut encoder = Encoder::new(SESSION);
-    let mut bytes: Vec<u8> = messages().iter().flat_map(|message| encoder.message(message)).collect();
+    let mut bytes: Vec<u8> = messages(VERSION).iter().flat_map(|message| encoder.message(message)).collect();
     bytes.extend(encoder.section(&Part { name: "vcpu0", version: 1, body: b"{\"a\":1}" }));
     let run = Run { region: 1, pass: 2, first: 7, pages: 2 };
     let page: Vec<u8> = (0..2 * PAGE).map(|at| (at / 3) as u8).collect();
@@ -81,6 +90,13 @@ fn written() -> Vec<u8> {
         bytes.extend(data);
     }
     bytes.extend(encoder.sums(&run, &[9; 2 * SUM]));
+    let mut sum = Sum::new();
+    [&run.bytes()[..], &page].into_iter().for_each(|part| sum.add(part));
+    let own = [sum.finish().to_le_bytes(), [0; 4]].concat();
+    let mut packer = Packer::new();
+    let packed = packer.pack(&page).expect("it repeats");
+    bytes.extend(encoder.header(Kind::Packed, &[&run.bytes(), &own, packed]));
+    [&run.bytes()[..], &own, packed].into_iter().for_each(|part| bytes.extend(part));
     bytes
 }
 
@@ -101,7 +117,8 @@ fn frames_of_every_version_are_read() {
             rest = behind;
         }
         assert!(rest.is_empty() && decoder.session() == Some(SESSION));
-        assert_eq!((&heard, others), (&messages(), 4), "version {version}");
+        let kinds = if version >= COMPRESSES { 5 } else { 4 };
+        assert_eq!((&heard, others), (&messages(version), kinds), "version {version}");
     }
 }
 

@@ -85,7 +85,11 @@ impl World {
             match action {
                 source::Action::Send(message) => self.send_to_target(message),
                 source::Action::Offer => {
-                    self.send_to_target(Message::Config { config: serde_json::Value::Null, connections: 1 });
+                    self.send_to_target(Message::Config {
+                        config: serde_json::Value::Null,
+                        connections: 1,
+                        compression: None,
+                    });
                 }
                 source::Action::Copy => self.send_to_target(Message::PassEnd { pass: 1, pages: 1 }),
                 source::Action::Finish { attempt } => {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::{PossibleValue, TypedValueParser};
 
 use super::keyvalue::{self, KeyValues, list, number, one_of, size};
-use crate::control::Throttling;
+use crate::control::{Compression, Throttling};
 use crate::dirty::Method;
 use crate::guests::program::GuestPage;
 use crate::guests::{Hot, Order, WriteConfig};
@@ -43,6 +43,8 @@ pub const SANDBOX: Offering<Parse<sandbox::Mode>> = Offering(|text| text.parse()
 /// The words of `--tracker`.
 pub const TRACKER: Offering<Parse<Tracker>> =
     Offering(tracker, &["bitmap", "manual-protect", "initially-set", "ring"]);
+/// The words of `--compress`.
+pub const COMPRESSION: Offering<Parse<Compression>> = Offering(compression, &["zstd"]);
 /// The words of `--throttle`.
 pub const THROTTLING: Offering<Parse<Throttling>> = Offering(throttling, &["off", "steps", "dirty-limit"]);
 /// The words of `--backing`.
@@ -81,6 +83,10 @@ fn throttling(text: &str) -> Result<Throttling, String> {
     let names =
         [("off", Throttling::Off), ("steps", Throttling::Steps), ("dirty-limit", Throttling::DirtyLimit)];
     one_of("throttle", text, &names)
+}
+
+fn compression(text: &str) -> Result<Compression, String> {
+    one_of("compress", text, &[("zstd", Compression::Zstd)])
 }
 
 /// What backs memory whose size is not this side's to say.

@@ -14,7 +14,7 @@ use clap::Args;
 
 use super::{Failure, Flags, args, keyvalue, print, say};
 use crate::control::client::{Client, Error};
-use crate::control::{Do, Event, Loses, Migrate, Status, Then, Throttling, names};
+use crate::control::{Compression, Do, Event, Loses, Migrate, Status, Then, Throttling, names};
 use crate::dirty::Method;
 use crate::fault::Fault;
 use crate::migration::fence::Fence;
@@ -59,6 +59,10 @@ pub struct MigrateArgs {
     /// to half of what the link takes
     #[arg(long, value_name = "HOW", value_parser = args::THROTTLING, default_value = "off", hide_possible_values = true)]
     throttle: Throttling,
+
+    /// Compress pages where that makes them shorter: zstd. For links that are slower than a CPU compresses
+    #[arg(long, value_name = "HOW", value_parser = args::COMPRESSION, hide_possible_values = true)]
+    compress: Option<Compression>,
 
     /// How dirty pages are collected: manual-protect, initially-set, bitmap; ring with a machine that `vellum run --dirty-ring` has
     /// made, and nothing else with that; initially-set, unless it is said or this kernel is known to lose pages of that
@@ -268,6 +272,7 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
             then: args.timeout.map(|(_, then)| then).unwrap_or_default(),
             bandwidth: args.bandwidth,
             throttle: args.throttle,
+            compress: args.compress,
             tracker: args.tracker.map(|tracker| tracker.method.name().to_owned()),
             loses: if chooses { loses() } else { Loses::Nothing },
             liveness_ms: args.liveness.unwrap_or(LIVENESS).as_millis() as u64,
@@ -368,7 +373,7 @@ fn follow(
                 bar.finish_and_clear();
                 return Err(Failure::host(format!("{} stays where it is: {why}", args.machine)));
             }
-            Event::Moved { us, compared, tracker, tracker_why, .. } => {
+            Event::Moved { us, compared, tracker, tracker_why, left, .. } => {
                 bar.finish_and_clear();
                 if let (Some(tracker), Some(why)) = (tracker, tracker_why) {
                     say(&format!("dirty pages were collected by {tracker}: {why}"));
@@ -376,8 +381,14 @@ fn follow(
                 if !args.json {
                     let ms = us as f64 / 1000.0;
                     let pages = compared.map(|pages| format!("; {pages} pages were compared, all alike"));
+                    let saved = args.compress.map(|_| {
+                        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+                        let (saved, all) = (mib(left.spared), mib(left.bytes + left.spared));
+                        format!("; compression saved {saved:.1} of {all:.1} MiB")
+                    });
                     let (name, pages) = (&args.machine, pages.unwrap_or_default());
-                    print(format_args!("{name} has moved; it stood still for {ms:.1} ms{pages}\n"))?;
+                    let saved = saved.unwrap_or_default();
+                    print(format_args!("{name} has moved; it stood still for {ms:.1} ms{saved}{pages}\n"))?;
                 }
                 ended = Some(Exit::PowerOff);
             }

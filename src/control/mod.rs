@@ -142,6 +142,9 @@ pub struct Migrate {
     /// Whether a sealed file in memory follows them, by which two processes of one host decide who has the guest.
     #[serde(default)]
     pub fence: bool,
+    /// How pages are compressed, where that pays.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compress: Option<Compression>,
     /// Whether every page is compared before it is handed over, while it stands still on both sides.
     #[serde(default)]
     pub verify: bool,
@@ -216,6 +219,10 @@ fn one() -> u32 {
     1
 }
 
+fn is_nothing(count: &u64) -> bool {
+    *count == 0
+}
+
 /// What becomes of a migration whose time is over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -238,6 +245,14 @@ pub enum Throttling {
     Steps,
     /// As much is taken as leaves it half of what the link takes to write, from the first pass on that did not pay.
     DirtyLimit,
+}
+
+/// How pages are compressed on their way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Compression {
+    /// As Zstandard, RFC 8878.
+    Zstd,
 }
 
 /// What a migration is at.
@@ -326,6 +341,9 @@ pub struct Left {
     pub passes: u32,
     /// Bytes sent.
     pub bytes: u64,
+    /// Bytes that compression has spared the link.
+    #[serde(default, skip_serializing_if = "is_nothing")]
+    pub spared: u64,
     /// Whether passes left so little that the guest could be moved within its limit: otherwise its time was over.
     pub converged: bool,
     /// For how long the guest was expected to stand still when the last pass began, in microseconds.
@@ -373,6 +391,9 @@ pub enum Event {
         pass: u32,
         /// Bytes sent so far.
         sent: u64,
+        /// Bytes that compression has spared the link so far.
+        #[serde(default, skip_serializing_if = "is_nothing")]
+        spared: u64,
         /// Bytes of memory that are still to be sent.
         left: u64,
         /// Bytes of memory that the guest wrote anew in a second of the last pass.

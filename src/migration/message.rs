@@ -4,12 +4,19 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The version of the messages that is spoken here.
-pub const VERSION: u32 = 1;
+/// The newest version of the wire that is spoken here.
+pub const VERSION: u32 = 2;
+/// The oldest.
+pub const OLDEST: u32 = 1;
+/// The first in which pages may be compressed.
+pub const COMPRESSES: u32 = 2;
+/// The compression that there is.
+pub const ZSTD: &str = "zstd";
 
 /// The newest version that a peer which speaks `versions`, oldest and newest, shares with this one.
 pub fn common_version([oldest, newest]: [u32; 2]) -> Option<u32> {
-    (oldest <= VERSION && VERSION <= newest).then_some(VERSION)
+    let common = newest.min(VERSION);
+    (oldest.max(OLDEST) <= common).then_some(common)
 }
 
 /// Which migration a message belongs to: random, chosen by the source. Another one's messages are refused.
@@ -84,6 +91,9 @@ pub enum Message {
         config: serde_json::Value,
         /// Over how many connections its pages come.
         connections: u32,
+        /// How they may be compressed, from version 2 on: the name of one that the target must know.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        compression: Option<String>,
     },
     /// It fits.
     Fit {},

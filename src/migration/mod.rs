@@ -8,6 +8,7 @@
 //! | [`plan`] | when to send another pass, when to pause the guest, when to give up: pure, on a clock of the caller's |
 //! | [`fit`] | what keeps a machine from going to a target, all of it in one answer |
 //! | [`pages`] | harvested pages to frames, and frames to pages |
+//! | [`pack`] | pages compressed, and back |
 //! | [`verify`] | whether both sides have the same memory, while both stand still |
 //! | [`bits`] | a bit a page, which the threads of several connections share |
 //! | [`share`] | which of several connections carries which pages |
@@ -59,6 +60,7 @@ pub mod loading;
 pub mod message;
 pub mod mobile;
 pub mod pace;
+pub mod pack;
 pub mod pages;
 pub mod plan;
 pub mod populating;

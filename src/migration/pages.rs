@@ -16,7 +16,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::bits::Bits;
-use super::wire::{Encoder, HEADER, Kind, MOST_PAGES, RUN, Run, Sum};
+use super::pack::Packer;
+use super::wire::{Encoder, HEADER, Kind, MOST_PAGES, PACKED, RUN, Run, Sum};
 use crate::memory::Slot;
 use crate::plant::{self, Mistake};
 use crate::sys::mmap::PAGE_SIZE;
@@ -88,6 +89,8 @@ pub struct Taken {
     pub zeroes: u64,
     /// Pages of which nothing needs to be said.
     pub skipped: u64,
+    /// Bytes by which frames are shorter for being compressed.
+    pub spared: u64,
 }
 
 impl std::ops::AddAssign for Taken {
@@ -95,6 +98,7 @@ impl std::ops::AddAssign for Taken {
         self.pages += other.pages;
         self.zeroes += other.zeroes;
         self.skipped += other.skipped;
+        self.spared += other.spared;
     }
 }
 
@@ -105,6 +109,7 @@ pub struct Block {
     /// Where the frames begin: so that the pages of the first lie at the start of a page, which makes their copy faster.
     start: usize,
     end: usize,
+    packer: Option<Packer>,
 }
 
 impl Block {
@@ -116,7 +121,13 @@ impl Block {
         let buffer = vec![0; Self::BYTES + PAGE];
         let address = buffer.as_ptr() as usize;
         let start = (address + HEAD).next_multiple_of(PAGE) - HEAD - address;
-        Self { buffer, start, end: start }
+        Self { buffer, start, end: start, packer: None }
+    }
+
+    /// The same, whose pages are compressed where that pays.
+    pub fn packing(mut self, packs: bool) -> Self {
+        self.packer = packs.then(Packer::new);
+        self
     }
 
     /// What is to be written to the link: whole frames.
@@ -167,23 +178,32 @@ impl Block {
                     taken.zeroes += stale.end - stale.start;
                     taken.skipped -= stale.end - stale.start;
                     known.start = stale.end;
-                    self.frame(from, stale, pass, Kind::Zeroes, encoder);
+                    taken.spared += self.frame(from, stale, pass, Kind::Zeroes, encoder);
                 }
                 continue;
             }
             taken.pages += count;
             from.sent.set(alike.clone());
-            self.frame(from, alike, pass, Kind::Pages, encoder);
+            taken.spared += self.frame(from, alike, pass, Kind::Pages, encoder);
         }
         taken
     }
 
-    fn frame(&mut self, from: &Outgoing, pages: Range<u64>, pass: u32, kind: Kind, encoder: &mut Encoder) {
+    /// Adds a frame; by how many bytes it is shorter for being compressed.
+    fn frame(
+        &mut self,
+        from: &Outgoing,
+        pages: Range<u64>,
+        pass: u32,
+        mut kind: Kind,
+        encoder: &mut Encoder,
+    ) -> u64 {
         let count = (pages.end - pages.start) as u32;
         let run = Run { region: from.region, pass, first: pages.start, pages: count }.bytes();
         let mut sum = Sum::new();
         sum.add(&run);
-        let data = if kind == Kind::Pages { count as usize * PAGE } else { 0 };
+        let all = if kind == Kind::Pages { count as usize * PAGE } else { 0 };
+        let mut data = all;
         let (head, rest) = self.buffer[self.end..].split_at_mut(HEAD);
         let offset = from.slot.offset() + pages.start * PAGE_SIZE;
         let (copies, _) = rest[..data].as_chunks_mut::<PAGE>();
@@ -197,10 +217,19 @@ impl Block {
                 .zip((offset..).step_by(PAGE))
                 .for_each(|(page, at)| from.slot.mapping().copy_to(at, page));
         }
+        if let Some(packed) = self.packer.as_mut().and_then(|packer| packer.pack(&rest[..all])) {
+            // What is restored is summed as it was, what is sent as it is.
+            rest[..PACKED].copy_from_slice(&[sum.finish().to_le_bytes(), [0; 4]].concat());
+            (kind, data) = (Kind::Packed, PACKED + packed.len());
+            rest[PACKED..data].copy_from_slice(packed);
+            sum = Sum::new();
+            [&run[..], &rest[..data]].into_iter().for_each(|part| sum.add(part));
+        }
         let (header, own) = head.split_at_mut(HEADER);
         own.copy_from_slice(&run);
         header.copy_from_slice(&encoder.header_of(kind, (RUN + data) as u32, &sum));
         self.end += HEAD + data;
+        (all - data) as u64
     }
 }
 

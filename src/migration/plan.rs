@@ -16,7 +16,7 @@ use crate::sys::mmap::PAGE_SIZE;
 pub struct Measured {
     /// Pages that it had to send.
     pub pages: u64,
-    /// Bytes that it sent.
+    /// Bytes that it sent, as many as they were before they were compressed.
     pub bytes: u64,
     /// How long it took.
     pub took: Duration,

@@ -350,6 +350,7 @@ impl Saving {
             phase,
             pass: self.passes,
             sent: self.bytes,
+            spared: 0,
             owed: since.owed.count(),
             measured: self.plan.last(),
             downtime: self.plan.expected_downtime(),

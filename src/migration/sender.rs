@@ -21,7 +21,7 @@ use self::passes::Pass;
 pub use self::words::{Demand, Done, Moving, Options, Progress, Said, Told, Word, Written};
 use super::fence::{Fence, Word as Decided};
 use super::link::{self, GiveUp, Link};
-use super::message::{Message, SessionId};
+use super::message::{Message, OLDEST, SessionId, VERSION, ZSTD};
 use super::pages::Block;
 use super::plan::Plan;
 use super::share::Share;
@@ -54,6 +54,8 @@ pub struct Sending {
     /// Whether the further connections are joining still; `None` before.
     joining: Option<bool>,
     block: Block,
+    /// Bytes that compression has spared the link on the first connection.
+    spared: u64,
     pass: Option<Pass>,
     /// The attempt whose memory is being compared, and what is left to send of that.
     comparing: Option<(u32, Sums)>,
@@ -114,11 +116,14 @@ impl Sending {
         let socket = sockets.remove(0);
         let connections = further.len() as u32 + 1;
         let cap = options.bandwidth.map(|all| all / u64::from(connections));
-        let common = Arc::new(Common::new(Owed::new(memory), cap));
+        let common = Arc::new(Common::new(Owed::new(memory), cap, options.compress));
         let (lanes, threads) = Lanes::new(further, session, common.clone(), options.liveness)?;
         let now = Instant::now();
         let mut sending = Self {
-            source: Source::new().verifying(options.verify).fenced(fence.is_some()),
+            source: Source::new()
+                .verifying(options.verify)
+                .compressing(options.compress)
+                .fenced(fence.is_some()),
             describe,
             link: None,
             session,
@@ -129,7 +134,8 @@ impl Sending {
             lanes,
             share: Share::new(0, connections),
             joining: None,
-            block: Block::new(),
+            block: Block::new().packing(options.compress),
+            spared: 0,
             pass: None,
             comparing: None,
             compared: None,
@@ -164,7 +170,7 @@ impl Sending {
 
     /// Goes on until the guest has moved or stays, or the event loop's thread is gone.
     pub fn run(mut self) {
-        let hello = Message::Hello { versions: [super::message::VERSION; 2] };
+        let hello = Message::Hello { versions: [OLDEST, VERSION] };
         match (&mut self.link, &self.fence) {
             (Some(link), Some(fence)) => {
                 if let Err(error) = link.say_with(&hello, fence.descriptor()) {
@@ -390,7 +396,8 @@ impl Sending {
             Action::Offer => {
                 let config = self.describe.clone();
                 let connections = self.share.of();
-                self.say(&Message::Config { config, connections });
+                let compression = self.options.compress.then(|| ZSTD.to_owned());
+                self.say(&Message::Config { config, connections, compression });
                 self.waits = Some(Instant::now());
             }
             Action::Copy => self.copy()?,
@@ -446,7 +453,8 @@ impl Sending {
                 self.machine.say(Said::Word(Word::Unconfirmed))?;
             }
             Action::End => {
-                let left = Left { passes: self.passes, bytes: self.sent(), ..self.left };
+                let (bytes, spared) = (self.sent(), self.spared());
+                let left = Left { passes: self.passes, bytes, spared, ..self.left };
                 self.machine.say(Said::Word(Word::Moved { compared: self.compared, left }))?;
             }
             Action::Report(why) => {
@@ -469,6 +477,7 @@ impl Sending {
             phase: if self.paused.is_some() { Phase::Final } else { Phase::Copying },
             pass: self.passes,
             sent: self.sent(),
+            spared: self.spared(),
             owed: self.common.owed.count(),
             measured: self.plan.last(),
             downtime: self.plan.expected_downtime(),

@@ -2,7 +2,7 @@
 //! else. Whoever drives it carries out the [`Action`]s in their order and brings [`Event`]s.
 
 use super::fence::Word;
-use super::message::{Message, Standing};
+use super::message::{COMPRESSES, Message, Standing, ZSTD};
 use crate::plant::{self, Mistake};
 
 /// Where the source is.
@@ -101,6 +101,7 @@ pub struct Source {
     pub state: State,
     attempt: u32,
     verifies: bool,
+    compresses: bool,
     /// Whether it has a fence to offer; then whether the target shares it.
     fenced: bool,
 }
@@ -108,7 +109,7 @@ pub struct Source {
 impl Source {
     /// A source that has said HELLO.
     pub fn new() -> Self {
-        Self { state: State::Greeting, attempt: 1, verifies: false, fenced: false }
+        Self { state: State::Greeting, attempt: 1, verifies: false, compresses: false, fenced: false }
     }
 
     /// Whether the guest runs here, or is paused for the user's reasons alone.
@@ -119,6 +120,12 @@ impl Source {
     /// The same source, which has all memory compared before it commits.
     pub fn verifying(mut self, verifies: bool) -> Self {
         self.verifies = verifies;
+        self
+    }
+
+    /// The same source, whose pages are to be compressed.
+    pub fn compressing(mut self, compresses: bool) -> Self {
+        self.compresses = compresses;
         self
     }
 
@@ -149,6 +156,15 @@ impl Source {
     fn before_commit(&mut self, event: Event) -> Vec<Action> {
         use Message as M;
         match (&self.state, event) {
+            (State::Greeting, Event::Said(M::Welcome { version, .. }))
+                if self.compresses && version < COMPRESSES =>
+            {
+                let why = format!(
+                    "compression: {ZSTD} here, none there, which speaks version {version} of the wire; choose no compression, or give the \
+                     target a Vellum that has it"
+                );
+                self.stay(why.clone(), Some(M::Abort { why }))
+            }
             (State::Greeting, Event::Said(M::Welcome { fence, .. })) => {
                 self.fenced &= fence;
                 self.state = State::Offering;

@@ -2,7 +2,7 @@
 //! [`Event`]s.
 
 use super::fence::Word;
-use super::message::{Message, Misfit, Standing, VERSION, common_version};
+use super::message::{Message, Misfit, OLDEST, Standing, VERSION, ZSTD, common_version};
 use crate::plant::{self, Mistake};
 
 /// Where the target is.
@@ -141,11 +141,22 @@ impl Target {
                     vec![Action::Send(M::Welcome { version, fence: self.fenced })]
                 }
                 None => self.give_up(format!(
-                    "the source speaks versions {} to {} of the wire, and this is version {}",
-                    versions[0], versions[1], VERSION
+                    "the source speaks versions {} to {} of the wire, and this is version {OLDEST} to {VERSION}",
+                    versions[0], versions[1]
                 )),
             },
-            (State::Welcomed, Event::Said(M::Config { config, connections })) => {
+            (State::Welcomed, Event::Said(M::Config { compression: Some(theirs), .. })) if theirs != ZSTD => {
+                self.state = State::Ended;
+                let misfits = vec![Misfit {
+                    what: "compression".into(),
+                    source: theirs,
+                    target: ZSTD.into(),
+                    remedy: "choose that, or none".into(),
+                }];
+                let why = format!("it does not fit here: {misfits:?}");
+                vec![Action::Send(M::Misfit { misfits }), Action::Free, Action::Report(why)]
+            }
+            (State::Welcomed, Event::Said(M::Config { config, connections, .. })) => {
                 self.state = State::Judging;
                 vec![Action::Judge { config, connections }]
             }

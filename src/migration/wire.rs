@@ -16,6 +16,7 @@
 //!  44  u32 CRC32C of the 44 bytes before              8  u64 first page of the region
 //!                                                    16  u32 pages
 //!                                                    20  u32 0
+//! packed, from version 2 on: a run, u32 CRC32C of what the payload would be as `pages`, u32 0, the pages as a frame of Zstandard
 //! ```
 //!
 //! Frames are numbered on each connection from 0: one that is lost, repeated or out of its place is an error of the link, as is
@@ -26,6 +27,7 @@ use crc_fast::CrcAlgorithm::Crc32Iscsi;
 use crc_fast::{Digest, checksum};
 
 use super::message::{Message, SessionId};
+use super::pack::Unpacker;
 
 /// Bytes of a header.
 pub const HEADER: usize = 48;
@@ -37,6 +39,8 @@ pub const MOST_PAGES: u32 = 64;
 pub const SUM: usize = 8;
 /// As above.
 pub const MOST_SUMS: u32 = 512;
+/// Bytes between a run and its packed pages: the sum of both as they are restored.
+pub const PACKED: usize = 8;
 
 const MAGIC: [u8; 4] = *b"VLMG";
 
@@ -53,11 +57,19 @@ pub enum Kind {
     Zeroes,
     /// A [`Run`] and a sum of each of its pages, to be compared.
     Sums,
+    /// A [`Run`] and its pages [compressed](super::pack).
+    Packed,
 }
 
 impl Kind {
-    const ALL: [(u16, Self); 5] =
-        [(1, Self::Message), (2, Self::Section), (3, Self::Pages), (4, Self::Zeroes), (5, Self::Sums)];
+    const ALL: [(u16, Self); 6] = [
+        (1, Self::Message),
+        (2, Self::Section),
+        (3, Self::Pages),
+        (4, Self::Zeroes),
+        (5, Self::Sums),
+        (6, Self::Packed),
+    ];
 
     fn number(self) -> u16 {
         Self::ALL.iter().find(|(_, kind)| *kind == self).map_or(0, |(number, _)| *number)
@@ -73,6 +85,8 @@ impl Kind {
             Self::Pages => RUN as u32 + MOST_PAGES * page,
             Self::Zeroes => RUN as u32,
             Self::Sums => RUN as u32 + MOST_SUMS * SUM as u32,
+            // Those that do not get shorter go as they are.
+            Self::Packed => (RUN + PACKED) as u32 + MOST_PAGES * page,
         }
     }
 }
@@ -185,7 +199,8 @@ impl Sum {
         self.0.update(part);
     }
 
-    fn finish(&self) -> u32 {
+    /// What has been added up.
+    pub fn finish(&self) -> u32 {
         self.0.finalize() as u32
     }
 }
@@ -261,13 +276,14 @@ pub struct Decoder {
     session: Option<SessionId>,
     next: u64,
     page: u32,
+    unpacker: Unpacker,
 }
 
 impl Decoder {
     /// A connection on which nothing has come. Its first frame says which session it is of, unless `session` does. Pages are of
     /// `page` bytes.
     pub fn new(session: Option<SessionId>, page: u32) -> Self {
-        Self { session, next: 0, page }
+        Self { session, next: 0, page, unpacker: Unpacker::new() }
     }
 
     /// The session, once it is known.
@@ -318,7 +334,7 @@ impl Decoder {
     ///
     /// # Errors
     /// Where it was changed on its way, or contradicts itself.
-    pub fn payload<'a>(&self, header: &Header, payload: &'a [u8]) -> Result<Frame<'a>, Error> {
+    pub fn payload<'a>(&'a mut self, header: &Header, payload: &'a [u8]) -> Result<Frame<'a>, Error> {
         if payload.len() != header.len as usize || sum(payload) != header.sum {
             return Err(Error::PayloadSum(payload.len()));
         }
@@ -343,6 +359,23 @@ impl Decoder {
                     Kind::Sums => Frame::Sums(run, data),
                     _ => Frame::Run(run, None),
                 })
+            }
+            Kind::Packed => {
+                let (run, data) = run(payload).map_err(malformed)?;
+                let Some((head, packed)) = data.split_first_chunk::<PACKED>() else {
+                    return Err(malformed(format!("{} bytes behind a run", data.len())));
+                };
+                if run.pages > MOST_PAGES || head[4..] != [0; 4] {
+                    return Err(malformed(format!("{} pages, or a reserved field that is not 0", run.pages)));
+                }
+                let bytes = run.pages as usize * self.page as usize;
+                let pages = self.unpacker.unpack(packed, bytes).map_err(malformed)?;
+                let mut restored = Sum::new();
+                [&payload[..RUN], pages].into_iter().for_each(|part| restored.add(part));
+                if restored.finish() != u32::from_le_bytes(word(head, 0)) {
+                    return Err(Error::PayloadSum(RUN + bytes));
+                }
+                Ok(Frame::Run(run, Some(pages)))
             }
         }
     }

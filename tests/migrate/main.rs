@@ -2,6 +2,7 @@
 
 #[path = "../bed/mod.rs"]
 mod bed;
+mod compressed;
 mod connections;
 mod cuts;
 mod disk;

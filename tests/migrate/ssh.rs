@@ -100,11 +100,11 @@ impl Server {
     }
 }
 
-/// Over one connection, and over three; and one that brings nothing back from DONE on, and is gone then: the second asks what became
+/// Over one connection, and compressed over three; and one that brings nothing back from DONE on, and is gone then: the second asks what became
 /// of it.
 #[trial(needs())]
 fn a_guest_moves_by_ssh_and_a_connection_that_is_lost_is_made_anew() -> Result<(), Failed> {
-    for (more, cut) in [("", false), ("--connections 3", false), ("--json", true)] {
+    for (more, cut) in [("", false), ("--connections 3 --compress zstd", false), ("--json", true)] {
         let home = Home::new()?;
         let server = Server::start(&home)?;
         let json = home.path("json");

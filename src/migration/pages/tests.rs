@@ -102,12 +102,12 @@ fn frames_end_where_they_are_full_or_zeroes_begin_and_end() {
     let (frames, taken) = pair.send(1, once(0..PAGES));
     // No frame is longer than 64 pages, and no block than its room.
     assert_eq!(frames, [(0, 64, true), (64, 6, true), (73, 1, true)]);
-    assert_eq!(taken, Taken { pages: 71, zeroes: 0, skipped: 79 });
+    assert_eq!(taken, Taken { pages: 71, skipped: 79, ..Taken::default() });
     // What has been sent and is zero now is sent as zero, beside what never was.
     set(&pair, 60..80, 0);
     let (frames, taken) = pair.send(2, once(50..PAGES));
     assert_eq!(frames, [(50, 10, true), (60, 10, false), (73, 1, false)]);
-    assert_eq!(taken, Taken { pages: 10, zeroes: 11, skipped: 79 });
+    assert_eq!(taken, Taken { pages: 10, zeroes: 11, skipped: 79, spared: 0 });
     assert_eq!(words(pair.from.slot()), words(pair.target()));
 }
 

@@ -26,6 +26,9 @@ pub(super) struct Common {
     /// Bytes and pages that the further connections have sent.
     bytes: AtomicU64,
     pages: AtomicU64,
+    /// Bytes that compression has spared the link on them, where pages are compressed.
+    spared: AtomicU64,
+    compress: bool,
     /// Bytes a second that each of them may send; 0 for as many as it takes.
     cap: AtomicU64,
     /// Whether a pass that is under way is given up.
@@ -34,9 +37,10 @@ pub(super) struct Common {
 
 impl Common {
     /// Of a migration that owes this, over connections of which each may send so many bytes a second.
-    pub fn new(owed: Owed, cap: Option<u64>) -> Self {
-        let (bytes, pages, stop) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
-        Self { owed, bytes, pages, cap: AtomicU64::new(cap.unwrap_or(0)), stop }
+    pub fn new(owed: Owed, cap: Option<u64>, compress: bool) -> Self {
+        let [bytes, pages, spared] = [const { AtomicU64::new(0) }; 3];
+        let (cap, stop) = (AtomicU64::new(cap.unwrap_or(0)), AtomicBool::new(false));
+        Self { owed, bytes, pages, spared, compress, cap, stop }
     }
 }
 
@@ -114,6 +118,11 @@ impl Lanes {
     /// Bytes that they have sent.
     pub fn bytes(&self) -> u64 {
         self.common.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that compression has spared the link on them.
+    pub fn spared(&self) -> u64 {
+        self.common.spared.load(Ordering::Relaxed)
     }
 
     /// Pages that they have sent.
@@ -229,7 +238,8 @@ impl Lane {
     fn pass(&mut self, number: u32, until: Option<Instant>) -> Result<(), String> {
         let common = self.common.clone();
         let began = Instant::now();
-        let (mut at, mut pace, mut block) = (At::default(), Pace::default(), Block::new());
+        let (mut at, mut pace) = (At::default(), Pace::default());
+        let mut block = Block::new().packing(common.compress);
         let (mut pages, late) = (0, |now: Instant| until.is_some_and(|until| now >= until));
         self.link.set_until(until);
         let share = self.share.in_pass(number);
@@ -252,6 +262,7 @@ impl Lane {
             self.link.send(block.bytes()).map_err(|error| error.to_string())?;
             let bytes = self.link.sent - before;
             common.bytes.fetch_add(bytes, Ordering::Relaxed);
+            common.spared.fetch_add(taken.spared, Ordering::Relaxed);
             common.pages.fetch_add(taken.pages + taken.zeroes, Ordering::Relaxed);
             pages += taken.pages + taken.zeroes;
             pace.sent(bytes, began.elapsed());

@@ -25,6 +25,7 @@ pub(super) struct Pass {
     number: u32,
     began: Instant,
     sent_before: u64,
+    spared_before: u64,
     owed_before: u64,
     /// How long it took to collect what is owed.
     harvest: Duration,
@@ -83,6 +84,10 @@ impl Sending {
         self.sent_before + self.link.as_ref().map_or(0, |link| link.sent) + self.lanes.bytes()
     }
 
+    pub(super) fn spared(&self) -> u64 {
+        self.spared + self.lanes.spared()
+    }
+
     fn begin(&mut self, last: Option<(u32, Vec<Section>)>) {
         self.passes += 1;
         let until = if last.is_some() { self.until() } else { None };
@@ -96,6 +101,7 @@ impl Sending {
             number: self.passes,
             began: Instant::now(),
             sent_before: self.sent(),
+            spared_before: self.spared(),
             owed_before: self.common.owed.count(),
             harvest: std::mem::take(&mut self.harvest),
             at: At::default(),
@@ -175,6 +181,7 @@ impl Sending {
         }
         let bytes = link.sent - before;
         self.pages += taken.pages + taken.zeroes;
+        self.spared += taken.spared;
         self.plan.sent(bytes, self.began.elapsed());
         Ok(None)
     }
@@ -207,7 +214,8 @@ impl Sending {
         }
         let measured = Measured {
             pages: pass.owed_before,
-            bytes,
+            // What the link takes of memory, which is more than its bytes.
+            bytes: bytes + self.spared() - pass.spared_before,
             took: pass.began.elapsed(),
             dirty: self.common.owed.count(),
         };

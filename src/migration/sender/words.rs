@@ -31,6 +31,8 @@ pub struct Options {
     pub method: Option<Method>,
     /// How long the target may be silent where it is its turn.
     pub liveness: Duration,
+    /// Whether pages are compressed where that pays.
+    pub compress: bool,
     /// Whether all memory is compared while both sides stand still.
     pub verify: bool,
 }
@@ -118,6 +120,8 @@ pub struct Progress {
     pub pass: u32,
     /// Bytes sent so far.
     pub sent: u64,
+    /// Bytes that compression has spared the link so far.
+    pub spared: u64,
     /// Pages owed.
     pub owed: u64,
     /// What the last pass measured, once there is one.

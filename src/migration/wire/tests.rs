@@ -1,11 +1,12 @@
 //! What the wire promises, frame by frame.
 
 use super::*;
+use crate::migration::pack::Packer;
 
 const SESSION: SessionId = SessionId(*b"0123456789abcdef");
 const PAGE: u32 = 4096;
 
-fn decode<'a>(decoder: &mut Decoder, frame: &'a [u8]) -> Result<Frame<'a>, Error> {
+fn decode<'a>(decoder: &'a mut Decoder, frame: &'a [u8]) -> Result<Frame<'a>, Error> {
     let header = decoder.header(frame[..HEADER].try_into().unwrap())?;
     decoder.payload(&header, &frame[HEADER..])
 }
@@ -31,6 +32,35 @@ fn what_is_sent_comes() {
     assert_eq!(decode(&mut decoder, &encoder.sums(&run, &sums)), Ok(Frame::Sums(run, &sums)));
     assert!(decode(&mut decoder, &encoder.sums(&run, &sums[1..])).is_err());
     assert_eq!(decoder.session(), Some(SESSION));
+}
+
+/// A frame of packed pages, whose inner sum is of the run as it is in `summed`.
+fn packed(encoder: &mut Encoder, run: &Run, summed: &Run, data: &[u8]) -> Vec<u8> {
+    let mut restored = Sum::new();
+    [&summed.bytes()[..], data].into_iter().for_each(|part| restored.add(part));
+    let own = [restored.finish().to_le_bytes(), [0; 4]].concat();
+    let packed = Packer::new().pack(data).expect("it repeats").to_vec();
+    let header = encoder.header(Kind::Packed, &[&run.bytes(), &own, &packed]);
+    [&header[..], &run.bytes(), &own, &packed].concat()
+}
+
+#[test]
+fn packed_pages_come_as_they_were_or_not_at_all() {
+    let (mut encoder, mut decoder) = (Encoder::new(SESSION), Decoder::new(None, PAGE));
+    let run = Run { region: 1, pass: 2, first: 7, pages: 2 };
+    let data = vec![5; 2 * PAGE as usize];
+    let frame = packed(&mut encoder, &run, &run, &data);
+    assert!(frame.len() < 200, "{}", frame.len());
+    assert_eq!(decode(&mut decoder, &frame), Ok(Frame::Run(run, Some(&data))));
+    // Pages that are not those that were summed.
+    let other = packed(&mut encoder, &run, &Run { first: 8, ..run }, &data);
+    assert_eq!(decode(&mut decoder, &other), Err(Error::PayloadSum(RUN + data.len())));
+    // More or fewer than the run says, and more than a frame may have.
+    for pages in [1, 3, MOST_PAGES + 1, u32::MAX] {
+        let run = Run { pages, ..run };
+        let error = decode(&mut decoder, &packed(&mut encoder, &run, &run, &data)).unwrap_err();
+        assert!(matches!(error, Error::Malformed(Kind::Packed, _)), "{pages} pages: {error}");
+    }
 }
 
 #[test]

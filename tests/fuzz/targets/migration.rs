@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use vellum::memory::Slot;
 use vellum::migration::message::Message;
 use vellum::migration::verify::{Comparison, MOST_TOLD};
-use vellum::migration::wire::{Decoder, Error, Frame, HEADER, Header, SUM};
+use vellum::migration::wire::{Decoder, Frame, HEADER, MOST_PAGES, SUM};
 use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source};
 
 const PAGE: u32 = 4096;
@@ -41,9 +41,12 @@ fn read(mut data: &[u8]) {
         let Ok(header) = decoder.header(head) else { return };
         assert!(header.len <= header.kind.most(PAGE), "an allocation without a bound");
         let Some((payload, rest)) = rest.split_at_checked(header.len as usize) else { return };
-        match frame(&decoder, &header, payload) {
+        match decoder.payload(&header, payload) {
             Ok(Frame::Run(run, content)) => {
-                assert!(run.pages > 0 && content.is_none_or(|content| content.len() <= payload.len()));
+                assert!(
+                    run.pages > 0
+                        && content.is_none_or(|content| content.len() <= (MOST_PAGES * PAGE) as usize)
+                );
                 if run.check(&REGIONS).is_ok() {
                     let end = run.first + u64::from(run.pages);
                     assert!(end <= REGIONS[run.region as usize], "a page outside of memory");
@@ -66,10 +69,6 @@ fn read(mut data: &[u8]) {
         }
         data = rest;
     }
-}
-
-fn frame<'a>(decoder: &Decoder, header: &Header, payload: &'a [u8]) -> Result<Frame<'a>, Error> {
-    decoder.payload(header, payload)
 }
 
 /// Puts the sums and numbers of all frames right, as far as there are frames.

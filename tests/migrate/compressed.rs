@@ -1,0 +1,85 @@
+//! Pages that are compressed on their way: they come as they were over each kind of connection, and a target that knows nothing of
+//! compression is named as a misfit. Over `ssh:` they go so in `ssh.rs`.
+
+use std::fs;
+use std::net::TcpListener;
+
+use harness::{Failed, ensure, trial};
+use vellum::migration::message::Message;
+
+use crate::bed::kvm;
+use crate::home::{Home, VELLUM};
+use crate::relay::{Part, changed};
+use crate::{ends_with, every_page_is_right, moved, succeeds, with};
+
+/// Under load, by unix socket, TCP, a command, and several connections; every page is compared, and in the end its stamp looked at.
+#[trial(kvm())]
+fn pages_come_as_they_were_over_each_kind_of_connection() -> Result<(), Failed> {
+    let home = Home::new()?;
+    // A port that nobody has: the kernel's choice, given back.
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    // A command is a word here, so it has no blanks.
+    let script = home.path("relay.sh");
+    fs::write(&script, format!("exec {VELLUM} receive --relay m3\n"))?;
+    let [m1, m4] = ["m1.in", "m4.in"].map(|name| format!("unix:{}", home.path(name).display()));
+    let tcp = format!("tcp:127.0.0.1:{port}");
+    let hops = [
+        (format!("--listen {m1}"), m1),
+        (format!("--listen {tcp}"), tcp),
+        (String::new(), format!("exec:.$IFS{}", script.display())),
+        (format!("--listen {m4}"), format!("{m4} --connections 3")),
+    ];
+    let workload = "--passes 0 --workload write,order=random,rate=20000,write=80";
+    let mut here = home.run("m0", &format!("run --cpus 2 --memory 32m,slots=3 {workload}"))?;
+    home.has_written("m0", 2 * (32 << 20) / 4096)?;
+    let json = home.path("json");
+    for (at, (listen, to)) in hops.into_iter().enumerate() {
+        let name = format!("m{}", at + 1);
+        let there = home.run(&name, &format!("receive {listen} --liveness 5m --json {}", json.display()))?;
+        let limits = "--liveness 5m --downtime 1m --timeout 10s,then=force";
+        let line = format!("migrate m{at} --compress zstd --verify --json {limits} --to {to}");
+        let output = home.vellum(&line)?;
+        succeeds(&output)?;
+        let left = &moved(&output)?["left"];
+        let (sent, spared) = (left["bytes"].as_u64(), left["spared"].as_u64());
+        // Of a page there is a stamp, and the rest is what it was.
+        ensure(sent.is_some() && spared > sent, || format!("{to}: {spared:?} of {sent:?} bytes"))?;
+        ends_with(here, 15)?;
+        here = there;
+    }
+    succeeds(&home.vellum("ctl m4 stop")?)?;
+    ends_with(here, 0)?;
+    every_page_is_right(&json)
+}
+
+/// A target of version 1, and one that has another compression: the guest stays, and hears why.
+#[trial(kvm())]
+fn a_target_without_the_compression_is_a_misfit() -> Result<(), Failed> {
+    let old = |part: &mut Part| {
+        if let Part::Message(Message::Hello { versions }) = part {
+            *versions = [1, 1];
+        }
+    };
+    let other = |part: &mut Part| {
+        if let Part::Message(Message::Config { compression, .. }) = part {
+            *compression = Some("lz77".into());
+        }
+    };
+    for (says, is_old) in
+        [("compression: zstd here, none there", true), ("compression: lz77 here, zstd there", false)]
+    {
+        let home = Home::new()?;
+        let here = home.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
+        let there = home.receive("there", "")?;
+        let relay = home.path("relay.in");
+        changed(&relay, home.path("there.in"), move |part| if is_old { old(part) } else { other(part) })?;
+        let line = format!("migrate here --liveness 5m --compress zstd --to unix:{}", relay.display());
+        let said = String::from_utf8_lossy(&with(home.vellum(&line)?, 1)?.stderr).into_owned();
+        ensure(said.contains(says) && said.lines().count() == 1, || said.clone())?;
+        ends_with(there, 1)?;
+        ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+        succeeds(&home.vellum("ctl here stop")?)?;
+        ends_with(here, 0)?;
+    }
+    Ok(())
+}
