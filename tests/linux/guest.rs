@@ -169,13 +169,18 @@ impl Guest {
     /// One that is to come from another process: `vellum receive`, with a vsock and `flags`. Where a source finds it comes along.
     pub fn to_come(flags: &[&str]) -> Result<(Self, String), Failed> {
         let scratch = Scratch::new();
-        let (name, vsock) = (scratch.short_name(), scratch.path("vsock"));
         let address = format!("unix:{}", scratch.path("in").display());
+        Ok((Self::to_come_by(scratch, &address, flags)?, address))
+    }
+
+    /// The same at an address of the test's.
+    pub fn to_come_by(scratch: Scratch, address: &str, flags: &[&str]) -> Result<Self, Failed> {
+        let (name, vsock) = (scratch.short_name(), scratch.path("vsock"));
         let mut command = Command::new(VELLUM);
-        command.args(["receive", "--listen", &address, "--name", &name, "--vsock"]).arg(&vsock).args(flags);
+        command.args(["receive", "--listen", address, "--name", &name, "--vsock"]).arg(&vsock).args(flags);
         let guest = Self::spawn(scratch, command, name, vsock)?;
         guest.status_when(|status| status["state"] == "waiting")?;
-        Ok((guest, address))
+        Ok(guest)
     }
 
     fn spawn(scratch: Scratch, mut command: Command, name: String, vsock: PathBuf) -> Result<Self, Failed> {
@@ -239,6 +244,19 @@ impl Guest {
             ended.errors
         )
         .into())
+    }
+
+    /// Adds what is said on the console to `so_far`, line by line, until that holds `wanted`. A line may have begun in the machine that
+    /// the guest came from.
+    pub fn hears(&mut self, so_far: &mut String, wanted: &str) -> Result<(), Failed> {
+        while !so_far.contains(wanted) {
+            let line = self
+                .lines
+                .recv()
+                .map_err(|_| format!("it ended before it said {wanted}:\n{}", tail(so_far)))?;
+            *so_far += &line;
+        }
+        Ok(())
     }
 
     /// Types a line on the serial console.

@@ -6,6 +6,7 @@
 
 #[path = "../bed/mod.rs"]
 mod bed;
+mod between;
 mod ends;
 mod guest;
 mod moves;
@@ -13,6 +14,7 @@ mod segments;
 mod typed;
 mod vmlinux;
 mod whole;
+mod wires;
 
 use std::process::ExitCode;
 
@@ -60,9 +62,16 @@ fn main() -> ExitCode {
         }
         for irqchip in ["split", "kernel"] {
             let name = format!("linux_{}_moves_under_load_{irqchip}_irqchip", image.version);
+            // One guest of an ordinary run moves, too.
+            let need = if at == 0 && irqchip == "split" { guests() } else { whole_matrix() };
             let image = image.clone();
-            trials.add(name, whole_matrix(), move || moves::under_load(&image, irqchip));
+            let need = need.and_then(|()| guest::taps()).and_then(|()| wires::bridges());
+            trials.add(name, need, move || moves::under_load(&image, irqchip));
         }
+        let name = format!("linux_{}_moves_between_hosts", image.version);
+        let guest = image.clone();
+        let need = guests().and_then(|()| between::hosts());
+        trials.add(name, need, move || between::there_and_back(&guest, at as u8));
         vmlinux::add(&mut trials, image, &whole_matrix());
     }
     trials.run()

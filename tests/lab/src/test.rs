@@ -190,6 +190,7 @@ pub fn run(options: &Options) -> Result<u8> {
                 arguments: vec!["moves_under_load".into()],
             };
             hosts::linux(&moves, &mut tally)?;
+            hosts::between(&moves, &mut tally)?;
         }
     }
     tally.close();

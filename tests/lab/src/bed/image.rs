@@ -12,7 +12,7 @@ use crate::wire::{JOB_PATH, Job};
 use crate::{Error, Result, tool};
 
 /// Modules that a host has beside KVM's own.
-const MODULES: [&str; 5] = ["msr", "tun", "virtio_pci", "virtio_blk", "virtio_net"];
+const MODULES: [&str; 6] = ["bridge", "msr", "tun", "virtio_pci", "virtio_blk", "virtio_net"];
 
 /// Debian has another busybox too, which needs a libc that no emulated host has.
 pub fn busybox() -> Result<PathBuf> {

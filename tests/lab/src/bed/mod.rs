@@ -19,7 +19,7 @@ use clap::builder::PossibleValue;
 
 use crate::cache::Cache;
 use crate::{Error, Result};
-pub use request::{AT_ONCE, HostKernel, Pace, Request};
+pub use request::{AT_ONCE, HostKernel, Pace, Request, Wire};
 pub use run::{Outcome, Ran, run, shell};
 
 /// Every emulated host. The first is the one that is meant where none is named.

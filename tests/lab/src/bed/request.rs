@@ -39,6 +39,23 @@ pub enum Pace {
 /// How labels name a host of [`Pace::Races`].
 pub const AT_ONCE: &str = "two CPUs at once";
 
+/// A network of two emulated hosts: each sends its frames to the other's socket. Frames to a host that is not up yet are lost, as
+/// on any network.
+#[derive(Clone, Debug)]
+pub struct Wire {
+    /// The two ends: unix datagram sockets, which the emulators make.
+    pub ends: [PathBuf; 2],
+    /// Which of them is this host's.
+    pub end: usize,
+}
+
+impl Wire {
+    /// The Ethernet address of this host's end.
+    pub fn mac(&self) -> String {
+        format!("52:54:00:00:00:{:02x}", self.end + 1)
+    }
+}
+
 /// What is asked of an emulated host.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -58,6 +75,8 @@ pub struct Request {
     pub hugepages: u32,
     /// Module parameters beyond the second stage's: `kvm.eager_page_split=N`.
     pub parameters: Vec<String>,
+    /// A network to another host, as its eth0.
+    pub wire: Option<Wire>,
     /// Files from this machine, and where they are to be in the host.
     pub files: Vec<(PathBuf, String)>,
     /// Directories that are to be in the host.
@@ -82,6 +101,7 @@ impl Request {
             memory_mib: 2048,
             hugepages: 0,
             parameters: Vec::new(),
+            wire: None,
             files: Vec::new(),
             directories: Vec::new(),
             env: Vec::new(),

@@ -153,6 +153,12 @@ fn qemu(start: &Start, sleep: &str) -> Result<Command> {
         .arg("-initrd")
         .arg(initrd)
         .args(["-append", &request.command_line()]);
+    if let Some(wire) = &request.wire {
+        let [here, there] = [wire.end, 1 - wire.end].map(|end| wire.ends[end].display());
+        let ends = format!("local.type=unix,local.path={here},remote.type=unix,remote.path={there}");
+        command.args(["-netdev", &format!("dgram,id=wire,{ends}")]);
+        command.args(["-device", &format!("virtio-net-pci,netdev=wire,mac={}", wire.mac())]);
+    }
     Ok(command)
 }
 

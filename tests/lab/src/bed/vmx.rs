@@ -84,6 +84,9 @@ impl Emulator for Vmx {
     }
 
     fn command(&self, start: &Start) -> Result<(Command, Results)> {
+        if start.request.wire.is_some() {
+            return Err(Error::Usage("vmx hosts have no network: use svm".into()));
+        }
         let results = start.dir.join("results");
         let command = Bochs::get(start.cache)?.command(start, &results)?;
         Ok((command, Results::Fifo(results)))

@@ -1,6 +1,7 @@
 //! Tests on emulated hosts: the same programs as here, run by the same laboratory, as if that host were metal.
 
 use std::ffi::OsString;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -10,59 +11,93 @@ use harness::record;
 use super::programs::{self, Place};
 use super::tally::Tally;
 use super::{Bed, HUGEPAGES, Options, here};
-use crate::Result;
 use crate::artifacts::{self, Executable, Kernel, Programs};
-use crate::bed::{self, Emulated, HostKernel, Pace, Request, svm};
+use crate::bed::{self, Emulated, HostKernel, Pace, Request, Wire, svm};
 use crate::cache::Cache;
 use crate::guest::Guest;
 use crate::lanes::side_by_side;
 use crate::wire::Frame;
+use crate::{Error, Result};
 
 /// The bed tests on emulated hosts: the same executables, run by the same laboratory, as if that host were metal.
 pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
     // The laboratory's own promises come first: what follows relies on them.
     here::promises(bed, options, tally)?;
     let cache = Cache::open()?;
-    let tests = programs::built_for(Place::Kvm)?;
-    // Time that counts instructions makes the tests' own time limits independent of how busy this machine is.
-    hosts(&cache, options, (bed, bed.name()), tests, &[], tally, |request| {
+    let kernel = Kernel::debian(&cache, "6.1")?;
+    let host = |npt| {
+        let mut request = Request::new(HostKernel::Debian(kernel.clone()));
+        (request.bed, request.second_stage) = (bed, npt);
+        // Time that counts instructions makes the tests' own time limits independent of how busy this machine is.
         request.memory_mib = 4096;
         request.hugepages = HUGEPAGES;
         request.time_limit = Duration::from_secs(30 * 60);
-    })
+        (bed.mode(npt), request)
+    };
+    let hosts = modes(options).into_iter().map(host).collect();
+    run(&cache, (bed.name(), hosts), &programs::built_for(Place::Kvm)?, &[], &options.arguments, tally)
 }
 
 /// Every test of a Linux guest, with both of Debian's kernels and their ELF images; where the bed was not asked for by name,
-/// the older kernel with every device.
+/// the older kernel with every device, and one that moves.
 pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     let cache = Cache::open()?;
     let whole = options.bed == Some(Bed::Linux);
-    let mut guests = Vec::new();
-    for version in Kernel::versions().take(if whole { usize::MAX } else { 1 }) {
-        let guest = Guest::make(&cache, version, &guests_dir().join(version))?;
-        let vmlinux = guest.unpack_vmlinux()?;
-        guests.push((version, guest, vmlinux));
+    let kernel = Kernel::debian(&cache, "6.1")?;
+    let host = |npt| {
+        let mut request = for_linux(Request::new(HostKernel::Debian(kernel.clone())), npt);
+        // One test takes minutes; all of them, an hour.
+        request.time_limit = Duration::from_secs(if whole { 120 } else { 25 } * 60);
+        if whole {
+            request.env.push(("VELLUM_LINUX".into(), "all".into()));
+        }
+        (svm::BED.mode(npt), request)
+    };
+    let hosts = modes(options).into_iter().map(host).collect();
+    let guests = guests(&cache, whole)?;
+    run(&cache, ("linux", hosts), &programs::built_for(Place::Linux)?, &guests, &options.arguments, tally)
+}
+
+/// A Linux guest that goes from a host with the older kernel to one with the newer, and back, and one that goes the other way round.
+pub fn between(options: &Options, tally: &mut Tally) -> Result<()> {
+    let cache = Cache::open()?;
+    let guests = guests(&cache, true)?;
+    let tests = programs::built_for(Place::Linux)?;
+    for npt in modes(options) {
+        let dir = std::env::temp_dir().join(format!("vellum-wire-{}-{}", std::process::id(), u8::from(npt)));
+        fs::create_dir_all(&dir).map_err(Error::file("create", &dir))?;
+        let ends = ["0", "1"].map(|end| dir.join(end));
+        let mut hosts = Vec::new();
+        for (end, version) in Kernel::versions().enumerate() {
+            let kernel = Kernel::debian(&cache, version)?;
+            let name = format!("{} with {version}", svm::BED.mode(npt));
+            let mut request = for_linux(Request::new(HostKernel::Debian(kernel)), npt);
+            request.time_limit = Duration::from_secs(60 * 60);
+            request.wire = Some(Wire { ends: ends.clone(), end });
+            request.env.push(("VELLUM_WIRE".into(), end.to_string()));
+            hosts.push((name, request));
+        }
+        let arguments = ["moves_between_hosts".to_owned()];
+        let outcome = run(&cache, ("linux", hosts), &tests, &guests, &arguments, tally);
+        // What is left of it is two sockets.
+        let _ = fs::remove_dir_all(&dir);
+        outcome?;
     }
-    hosts(
-        &cache,
-        options,
-        (svm::BED, "linux"),
-        programs::built_for(Place::Linux)?,
-        &guests,
-        tally,
-        |request| {
-            // What Linux guests do wrong on other hosts is the emulator's doing (`bed::svm`).
-            request.pace = Pace::Real;
-            request.memory_mib = 6144;
-            // One test takes minutes; all of them, an hour.
-            request.time_limit = Duration::from_secs(if whole { 120 } else { 20 } * 60);
-            // The largest guest on them has 1 GiB.
-            request.hugepages = 512;
-            if whole {
-                request.env.push(("VELLUM_LINUX".into(), "all".into()));
-            }
-        },
-    )
+    Ok(())
+}
+
+/// A guest for tests: its kernel's version, itself, and its ELF image.
+type Made = (&'static str, Guest, PathBuf);
+
+/// Those of every version, or of the oldest alone.
+fn guests(cache: &Cache, every: bool) -> Result<Vec<Made>> {
+    let versions = Kernel::versions().take(if every { usize::MAX } else { 1 });
+    let make = |version: &'static str| {
+        let guest = Guest::make(cache, version, &guests_dir().join(version))?;
+        let vmlinux = guest.unpack_vmlinux()?;
+        Ok((version, guest, vmlinux))
+    };
+    versions.map(make).collect()
 }
 
 /// Where guests for tests are made: they hold this workspace's agent, so that they belong to its build.
@@ -70,32 +105,47 @@ fn guests_dir() -> PathBuf {
     artifacts::workspace().join("target/guests")
 }
 
-/// Runs `tests` on two hosts beside each other, with nested paging and without, or on the one that is wanted.
-fn hosts(
+/// A host on which Linux guests run.
+fn for_linux(request: Request, npt: bool) -> Request {
+    Request {
+        bed: svm::BED,
+        second_stage: npt,
+        // What Linux guests do wrong on other hosts is the emulator's doing (`bed::svm`).
+        pace: Pace::Real,
+        memory_mib: 6144,
+        // The largest guest on them has 1 GiB.
+        hugepages: 512,
+        ..request
+    }
+}
+
+/// With nested paging and without, or what is wanted of it.
+fn modes(options: &Options) -> Vec<bool> {
+    [true, false].into_iter().filter(|&npt| options.npt.is_none_or(|wanted| wanted == npt)).collect()
+}
+
+/// Runs `tests` on `hosts` beside each other, each by its name, all of them hosts of the bed `bed`.
+fn run(
     cache: &Cache,
-    options: &Options,
-    (emulated, bed): (Emulated, &str),
-    tests: Vec<Executable>,
-    guests: &[(&str, Guest, PathBuf)],
+    (bed, hosts): (&str, Vec<(String, Request)>),
+    tests: &[Executable],
+    guests: &[Made],
+    arguments: &[String],
     tally: &mut Tally,
-    change: impl Fn(&mut Request) + Sync,
 ) -> Result<()> {
     let programs = Programs::build()?;
-    let kernel = Kernel::debian(cache, "6.1")?;
-    let modes: Vec<bool> =
-        [true, false].into_iter().filter(|&npt| options.npt.is_none_or(|wanted| wanted == npt)).collect();
     let tally = Mutex::new(tally);
     // One host keeps one CPU busy.
-    side_by_side(&modes, |&npt| {
-        let bed = format!("{bed} {}", emulated.mode(npt));
-        eprintln!("lab: {bed}: {} test programs on {}", tests.len(), kernel.package);
-        let mut request = Request::new(HostKernel::Debian(kernel.clone()));
-        (request.bed, request.second_stage) = (emulated, npt);
-        change(&mut request);
+    side_by_side(&hosts, |(name, request)| {
+        let bed = format!("{bed} {name}");
+        if let HostKernel::Debian(kernel) = &request.kernel {
+            eprintln!("lab: {bed}: {} test programs on {}", tests.len(), kernel.package);
+        }
+        let mut request = request.clone();
         request.files.push((programs.lab.clone(), "/bin/lab".into()));
         // The tests know vellum by the path at which cargo built it.
         request.files.push((programs.vellum.clone(), absolute(&programs.vellum)));
-        for test in &tests {
+        for test in tests {
             // CARGO_TARGET_TMPDIR, as cargo told the tests when it built them: target/TRIPLE/tmp beside
             // target/TRIPLE/PROFILE/deps/TEST.
             let target = test.path.ancestors().nth(3).unwrap_or(Path::new("/"));
@@ -112,7 +162,7 @@ fn hosts(
             }
         }
         let line = ["lab", "test", "metal", "--prebuilt", "/tests", "--"].map(str::to_owned);
-        request.commands.push([&line[..], &options.arguments].concat());
+        request.commands.push([&line[..], arguments].concat());
         // In there, standard output is the record, and what is said besides is for people.
         request.env.push((record::VARIABLE.into(), "/proc/self/fd/1".into()));
         let (mut rows, mut lines) = (Rows::default(), Vec::new());
@@ -125,7 +175,7 @@ fn hosts(
         let (lines, mut tally) = (String::from_utf8_lossy(&lines), locked(&tally));
         match outcome {
             Ok(outcome) => tally.program(&bed, "", &lines, outcome.code() == 0),
-            // The host is itself under test: one that dies is a failure, and the other mode still has something to say.
+            // The host is itself under test: one that dies is a failure, and the other one still has something to say.
             Err(error) => {
                 eprintln!("lab: {bed}: {error}");
                 // Cut off, as is to be expected.

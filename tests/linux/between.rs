@@ -1,0 +1,88 @@
+//! A Linux guest moves to a host with another kernel, by TCP, and back. Two hosts run this at the same time: `cargo lab test migration`
+//! boots them with a network between them, and says to each by `VELLUM_WIRE` which end it has.
+
+use std::time::Duration;
+
+use harness::{Failed, Need, ensure, eventually};
+
+use crate::guest::{Guest, Image, Scratch, host};
+
+/// How long one host waits for the other, which may have to boot a guest first.
+const PATIENCE: Duration = Duration::from_secs(15 * 60);
+
+/// What runs in the guest while it moves: a writer, and one who looks whether the clocks ever go back.
+const WORKERS: &str = "\
+    dd if=/dev/urandom of=/tmp/data bs=1M count=32 2>/dev/null && sha256sum /tmp/data > /tmp/sum
+    (i=0; while :; do i=$((i+1)); dd if=/dev/zero of=/tmp/scratch bs=64k count=64 conv=notrunc 2>/dev/null
+       echo $i > /tmp/rounds; done) > /dev/null 2>&1 &
+    (last=0; while :; do now=$(cut -d' ' -f1 /proc/uptime | tr -d .)
+       [ $now -ge $last ] || echo back from $last to $now >> /tmp/backwards; last=$now; done) > /dev/null 2>&1 &";
+
+/// Which end of the network between two hosts this host has.
+fn end() -> Option<u8> {
+    std::env::var("VELLUM_WIRE").ok()?.parse().ok().filter(|end| *end < 2)
+}
+
+/// Two hosts.
+pub fn hosts() -> Need {
+    end().map(drop).ok_or("needs two hosts with a network between them: cargo lab test migration".into())
+}
+
+/// The guest `image`, number `at`, begins on the host of that number, goes to the other one and comes back.
+pub fn there_and_back(image: &Image, at: u8) -> Result<(), Failed> {
+    let end = end().ok_or("there is one host")?;
+    // The trial before may have done it.
+    let _ = host(&["ip", "addr", "add", &format!("10.78.0.{}/24", end + 1), "dev", "eth0"]);
+    host(&["ip", "link", "set", "eth0", "up"])?;
+    let address = |of: u8| format!("tcp:10.78.0.{}:{}", of + 1, 7000 + u16::from(at));
+    let step = |what: &str| eprintln!("linux {} between hosts: {what}", image.version);
+    if end == at % 2 {
+        step("boots");
+        let mut guest = Guest::start(image, "", &["--cpus", "2", "--memory", "256m", "--rng"])?;
+        guest.ready()?;
+        guest.shell(WORKERS)?;
+        step("goes");
+        goes(&mut guest, &address(1 - end))?;
+        let mut guest = comes(&address(end))?;
+        step("is back");
+        works(&guest)?;
+        guest.power_off()?.with(0).map(drop)
+    } else {
+        let mut guest = comes(&address(end))?;
+        step("has come");
+        works(&guest)?;
+        goes(&mut guest, &address(1 - end))
+    }
+}
+
+/// The guest leaves for `address`, as soon as somebody waits there.
+fn goes(guest: &mut Guest, address: &str) -> Result<(), Failed> {
+    let moved = eventually(PATIENCE, "the other host takes it", || {
+        let line = ["migrate", guest.name(), "--to", address, "--insecure-network", "--downtime", "5s"];
+        let output = guest.vellum(&line)?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let nobody = said.contains("is `vellum receive` waiting there?");
+        ensure(output.status.success() || nobody, || format!("{output:?}"))?;
+        Ok(output.status.success().then_some(output))
+    })?;
+    eprint!("{}", String::from_utf8_lossy(&moved.stdout));
+    guest.wait()?.with(15).map(drop)
+}
+
+/// One that comes to `address`, once it runs here.
+fn comes(address: &str) -> Result<Guest, Failed> {
+    let flags = ["--insecure-network", "--serial", "null", "--rng", "--liveness", "5m"];
+    let guest = Guest::to_come_by(Scratch::new(), address, &flags)?;
+    eventually(PATIENCE, "a guest comes", || {
+        Ok((guest.ctl(&["status"])?["state"] == "running").then_some(()))
+    })?;
+    Ok(guest)
+}
+
+/// It has what it had, its clocks went forward, and it works on.
+fn works(guest: &Guest) -> Result<(), Failed> {
+    guest.shell("sha256sum -c /tmp/sum && ! cat /tmp/backwards 2>/dev/null")?;
+    let rounds = || -> Result<u64, Failed> { Ok(guest.shell("cat /tmp/rounds")?.trim().parse()?) };
+    let before = rounds()?;
+    eventually(PATIENCE, "its writer goes on", || Ok((rounds()? > before).then_some(())))
+}

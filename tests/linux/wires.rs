@@ -1,0 +1,151 @@
+//! A network that a guest keeps while it moves: a bridge of this machine, with a tap for each side of the move.
+
+use std::io::{BufRead, BufReader, ErrorKind};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use harness::{Failed, LIMIT, ensure, eventually};
+
+use crate::guest::{Guest, Scratch, host};
+
+/// Where the guest finds its host, and where that finds it.
+const HOST: Ipv4Addr = Ipv4Addr::new(192, 168, 78, 1);
+const GUEST: Ipv4Addr = Ipv4Addr::new(192, 168, 78, 2);
+const MAC: &str = "02:00:00:00:78:02";
+/// A port at which nobody listens: a guest whose network works refuses it at once.
+const CLOSED: u16 = 9;
+/// How long one look takes at most.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Whether this machine has bridges.
+pub fn bridges() -> Result<(), String> {
+    let scratch = Scratch::new();
+    Wires::new(&scratch).map(drop).map_err(|failed| {
+        let why = failed.message().unwrap_or_default().to_owned();
+        format!("needs a bridge with taps: modprobe bridge tun ({why})")
+    })
+}
+
+/// A bridge, and two taps in it: a machine that comes cannot have the tap of the one that it comes from.
+pub struct Wires {
+    bridge: String,
+    taps: [String; 2],
+}
+
+impl Wires {
+    pub fn new(scratch: &Scratch) -> Result<Self, Failed> {
+        let name = scratch.short_name();
+        let this = Self { bridge: format!("{name}b"), taps: [format!("{name}x"), format!("{name}y")] };
+        let bridge = &this.bridge;
+        host(&["ip", "link", "add", bridge, "type", "bridge"])
+            .or_else(|_| host(&["brctl", "addbr", bridge]))?;
+        for tap in &this.taps {
+            host(&["ip", "tuntap", "add", tap, "mode", "tap"]).or_else(|_| host(&["tunctl", "-t", tap]))?;
+            host(&["ip", "link", "set", tap, "master", bridge])
+                .or_else(|_| host(&["brctl", "addif", bridge, tap]))?;
+            host(&["ip", "link", "set", tap, "up"])?;
+        }
+        host(&["ip", "addr", "add", &format!("{HOST}/24"), "dev", bridge])?;
+        host(&["ip", "link", "set", bridge, "up"])?;
+        Ok(this)
+    }
+
+    /// The flags of the machine that the guest is in after so many moves.
+    pub fn flags(&self, moves: usize) -> [String; 2] {
+        ["--net".into(), format!("tap={},mac={MAC}", self.taps[moves % 2])]
+    }
+
+    /// Gives the guest its address.
+    pub fn up(&self, guest: &Guest) -> Result<(), Failed> {
+        guest.shell(&format!("ip addr add {GUEST}/24 dev eth0 && ip link set eth0 up")).map(drop)
+    }
+}
+
+impl Drop for Wires {
+    fn drop(&mut self) {
+        for tap in &self.taps {
+            let _ = host(&["ip", "link", "del", tap]).or_else(|_| host(&["tunctl", "-d", tap]));
+        }
+        let _ = host(&["ip", "link", "set", &self.bridge, "down"]);
+        let _ =
+            host(&["ip", "link", "del", &self.bridge]).or_else(|_| host(&["brctl", "delbr", &self.bridge]));
+    }
+}
+
+/// Whoever asks the guest's network again and again, and knows for how long it did not answer.
+pub struct Outage {
+    over: Arc<AtomicBool>,
+    asker: JoinHandle<(u64, Duration)>,
+}
+
+impl Outage {
+    /// Begins, once the guest answers.
+    pub fn watch() -> Result<Self, Failed> {
+        eventually(LIMIT, "the guest's network answers", || Ok(answers().then_some(())))?;
+        let over = Arc::new(AtomicBool::new(false));
+        let done = over.clone();
+        let asker = std::thread::spawn(move || {
+            let (mut answered, mut longest, mut last) = (0, Duration::ZERO, Instant::now());
+            while !done.load(Ordering::Relaxed) {
+                if answers() {
+                    (answered, longest) = (answered + 1, longest.max(last.elapsed()));
+                    last = Instant::now();
+                    // The guest is to work, not to answer.
+                    std::thread::sleep(LOOK);
+                }
+            }
+            (answered, longest)
+        });
+        Ok(Self { over, asker })
+    }
+
+    /// The longest time between two answers, of which the last comes now.
+    pub fn longest(self) -> Result<Duration, Failed> {
+        eventually(LIMIT, "the guest's network answers again", || Ok(answers().then_some(())))?;
+        self.over.store(true, Ordering::Relaxed);
+        let (answered, longest) = self.asker.join().map_err(|_| "who asks has panicked")?;
+        ensure(answered > 0, || "the guest's network never answered".into())?;
+        Ok(longest)
+    }
+}
+
+fn answers() -> bool {
+    let answer = TcpStream::connect_timeout(&SocketAddr::from((GUEST, CLOSED)), LOOK);
+    answer.is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused)
+}
+
+/// A TCP connection that the guest tells its uptime on.
+pub struct Told {
+    lines: BufReader<TcpStream>,
+    last: f64,
+}
+
+impl Told {
+    /// The guest connects, and tells ten times a second.
+    pub fn begin(guest: &Guest) -> Result<Self, Failed> {
+        let listener = TcpListener::bind((HOST, 0))?;
+        let port = listener.local_addr()?.port();
+        guest.shell(&format!(
+            "(while cat /proc/uptime; do usleep 100000; done | nc {HOST} {port}) > /dev/null 2>&1 &"
+        ))?;
+        let (stream, _) = listener.accept()?;
+        stream.set_read_timeout(Some(LIMIT))?;
+        Ok(Self { lines: BufReader::new(stream), last: 0.0 })
+    }
+
+    /// Reads what has come since, and what comes until the guest has told that it was up for longer than `uptime` seconds: its
+    /// clock never went back.
+    pub fn past(&mut self, uptime: f64) -> Result<(), Failed> {
+        while self.last <= uptime {
+            let mut line = String::new();
+            ensure(self.lines.read_line(&mut line)? > 0, || "the connection was closed".into())?;
+            let now: f64 = line.split_whitespace().next().unwrap_or_default().parse()?;
+            ensure(now >= self.last, || format!("its uptime went from {} back to {now}", self.last))?;
+            self.last = now;
+        }
+        Ok(())
+    }
+}
