@@ -9,6 +9,18 @@ pub fn kvm() -> Need {
     vellum::vm::open().map(drop).map_err(|error| format!("needs KVM: {error}"))
 }
 
+/// The same on a host that is not emulated, for what hardly depends on KVM.
+pub fn real() -> Need {
+    kvm()?;
+    match vellum::host::Facts::collect(String::new()).emulated {
+        true => Err(
+            "hardly depends on KVM, and an emulated host takes minutes for it: cargo test does it in seconds"
+                .into(),
+        ),
+        false => Ok(()),
+    }
+}
+
 /// `count` free huge pages of `size` bytes.
 pub fn huge_pages(size: u64, count: u64) -> Need {
     vellum::host::hugepages::check(size, size * count)

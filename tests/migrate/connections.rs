@@ -11,7 +11,7 @@ use vellum::control::{Do, Loses, Migrate, Then, Throttling};
 use vellum::migration::message::{Message, SessionId};
 use vellum::migration::wire::Encoder;
 
-use crate::bed::kvm;
+use crate::bed::{kvm, real};
 use crate::home::{Home, Machine};
 use crate::relay::{Fault, relay};
 use crate::{ends_with, every_page_is_right, succeeds, with};
@@ -74,7 +74,7 @@ fn both(home: &Home) -> Result<(Machine, Machine), Failed> {
     Ok((here, home.receive("there", "")?))
 }
 
-#[trial(kvm())]
+#[trial(real())]
 fn the_cut_of_any_connection_is_the_cut_of_all() -> Result<(), Failed> {
     for cut in [0, 1] {
         let home = Home::new()?;
@@ -103,7 +103,7 @@ fn the_cut_of_any_connection_is_the_cut_of_all() -> Result<(), Failed> {
 }
 
 /// Another session's, a number that is taken, the first's own, and one beyond the last: each is closed, and the migration goes on.
-#[trial(kvm())]
+#[trial(real())]
 fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
     let home = Home::new()?;
     let (here, there) = both(&home)?;
@@ -139,7 +139,7 @@ fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
 }
 
 /// Each connection of `exec:` is a process of its own; one that leads nowhere leaves the guest where it is, and so do too many.
-#[trial(kvm())]
+#[trial(real())]
 fn a_command_leads_there_once_for_each_connection() -> Result<(), Failed> {
     let home = Home::new()?;
     let here = home.run("here", "run --memory 16m --passes 0")?;

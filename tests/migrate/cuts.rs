@@ -12,14 +12,14 @@ use vellum::migration::message::Message;
 use vellum::migration::wire::{Decoder, Frame, HEADER};
 use vellum::sys::mmap::PAGE_SIZE;
 
-use crate::bed::kvm;
+use crate::bed::real;
 use crate::home::Home;
 use crate::images::Code;
 use crate::relay::{Fault, bytes, held_back, held_back_until_again, relay, until_fit};
 use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 
 /// READY comes too late: the guest runs on, and the next attempt moves it. Both kinds restore twice then.
-#[trial(kvm())]
+#[trial(real())]
 fn a_final_pass_that_takes_too_long_is_rolled_back_and_tried_again() -> Result<(), Failed> {
     for pc in [false, true] {
         let home = Home::new()?;
@@ -85,7 +85,7 @@ fn full_from_pass(home: &Home, pass: u32) -> Result<(Sender<()>, Receiver<()>), 
 
 /// In the middle of the final pass, and of a frame, the target takes nothing any more: the guest runs on after the limit, however long
 /// a target may be silent, and moves when it takes something again.
-#[trial(kvm())]
+#[trial(real())]
 fn a_target_that_stops_in_the_final_pass_does_not_hold_the_guest() -> Result<(), Failed> {
     let home = Home::new()?;
     // It writes all of its memory anew in each pass, so that the second is the last; more of it than sockets hold.
@@ -119,7 +119,7 @@ fn a_target_that_stops_in_the_final_pass_does_not_hold_the_guest() -> Result<(),
 }
 
 /// Memory that nobody has touched is not read: reading a file's hole would fill it.
-#[trial(kvm())]
+#[trial(real())]
 fn memory_that_was_never_touched_is_not_read() -> Result<(), Failed> {
     for backing in ["memfd", "anonymous"] {
         let home = Home::new()?;
@@ -160,7 +160,7 @@ fn memory_that_was_never_touched_is_not_read() -> Result<(), Failed> {
 }
 
 /// From COMMIT on the guest may run on the target: a source that is ended then does not let it run, whoever ends it.
-#[trial(kvm())]
+#[trial(real())]
 fn a_source_that_is_ended_after_commit_leaves_the_guest_to_the_target() -> Result<(), Failed> {
     for signal in [false, true] {
         let home = Home::new()?;
@@ -198,7 +198,7 @@ fn a_source_that_is_ended_after_commit_leaves_the_guest_to_the_target() -> Resul
 }
 
 /// Cut anywhere, in the hand-over most of all: the guest runs on exactly one side, and no page is wrong.
-#[trial(kvm())]
+#[trial(real())]
 fn a_link_that_is_cut_leaves_exactly_one_guest() -> Result<(), Failed> {
     let seed = u64::from(std::process::id());
     eprintln!("seed {seed}");

@@ -6,14 +6,14 @@ use std::path::PathBuf;
 use harness::{Failed, LIMIT, ensure, eventually, trial};
 use vellum::migration::message::Message;
 
-use crate::bed::kvm;
+use crate::bed::real;
 use crate::home::Home;
 use crate::numbered;
 use crate::relay::{bytes, held_back, until_fit};
 
 /// A guest that writes numbers to its disk, flushes and says each. While the source is still there, and the target is killed in the midst
 /// of its writing: no number is left out or said twice, what was flushed is in the image, and nothing older was written over it.
-#[trial(kvm())]
+#[trial(real())]
 fn a_disk_has_one_writer_and_keeps_what_was_flushed() -> Result<(), Failed> {
     const SECTORS: usize = numbered::SECTORS as usize;
     for irqchip in ["split", "kernel"] {

@@ -14,10 +14,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use harness::{Completion, Failed, LIMIT, Random, ensure, eventually, trial};
-use vellum::host::Facts;
 use vellum::migration::wire::HEADER;
 
-use crate::bed::kvm;
+use crate::bed::real;
 use crate::home::{Home, Machine, Process};
 use crate::images::Code;
 
@@ -255,14 +254,8 @@ fn measured() -> Result<[[u64; 2]; 2], Failed> {
     Ok([of(0), of(1)])
 }
 
-/// Why none of this is for an emulated host.
-const REAL: &str = "nothing of it depends on KVM, and an emulated host needs a minute for each migration";
-
-#[trial(kvm())]
-fn a_link_that_harms_what_it_carries_leaves_exactly_one_guest() -> Result<Completion, Failed> {
-    if Facts::collect(String::new()).emulated {
-        return Ok(Completion::ignored_with(REAL));
-    }
+#[trial(real())]
+fn a_link_that_harms_what_it_carries_leaves_exactly_one_guest() -> Result<(), Failed> {
     let mut random = Random::new();
     let whole = measured()?;
     let ways = [false, true].map(|back| (back, whole[usize::from(back)][0]));
@@ -291,15 +284,11 @@ fn a_link_that_harms_what_it_carries_leaves_exactly_one_guest() -> Result<Comple
         }
     }
     eprintln!("{moved} moved, {stayed} stayed; frames and bytes of a whole migration: {whole:?}");
-    ensure(moved > 0 && stayed > 0, || "it all ends alike".into())?;
-    Ok(Completion::Completed)
+    ensure(moved > 0 && stayed > 0, || "it all ends alike".into())
 }
 
-#[trial(kvm())]
+#[trial(real())]
 fn a_process_that_is_killed_or_stopped_anywhere_leaves_at_most_one_guest() -> Result<Completion, Failed> {
-    if Facts::collect(String::new()).emulated {
-        return Ok(Completion::ignored_with(REAL));
-    }
     if !everything() {
         return Ok(Completion::ignored_with("takes long; VELLUM_MIGRATION=all has it run"));
     }

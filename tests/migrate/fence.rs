@@ -15,7 +15,7 @@ use vellum::sys::mmap::PAGE_SIZE;
 use vellum::sys::poll::Poll;
 use vellum::sys::socket;
 
-use crate::bed::kvm;
+use crate::bed::real;
 use crate::home::Home;
 use crate::{ends_with, every_page_is_right, succeeds};
 
@@ -66,7 +66,7 @@ fn cut_at_commit(home: &Home, deliver: bool, victim: Option<u32>) -> Result<(), 
 }
 
 /// COMMIT lost or delivered, and then the link: exactly one has the guest, at once, and no page is wrong.
-#[trial(kvm())]
+#[trial(real())]
 fn a_link_that_is_lost_at_commit_is_decided_by_the_fence() -> Result<(), Failed> {
     for deliver in [false, true] {
         let home = Home::new()?;
@@ -98,7 +98,7 @@ fn a_link_that_is_lost_at_commit_is_decided_by_the_fence() -> Result<(), Failed>
 }
 
 /// A source that dies when it has committed, before anybody has heard of it: the target runs the guest.
-#[trial(kvm())]
+#[trial(real())]
 fn a_source_that_dies_at_commit_leaves_the_guest_to_the_target() -> Result<(), Failed> {
     let home = Home::new()?;
     let here = home.run("here", "run --memory 8m --passes 0")?;
@@ -116,7 +116,7 @@ fn a_source_that_dies_at_commit_leaves_the_guest_to_the_target() -> Result<(), F
 }
 
 /// A target that dies before it has run the guest: the source runs on, although it has committed.
-#[trial(kvm())]
+#[trial(real())]
 fn a_target_that_dies_at_commit_leaves_the_guest_to_the_source() -> Result<(), Failed> {
     let home = Home::new()?;
     let here =

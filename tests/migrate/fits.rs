@@ -8,7 +8,7 @@ use harness::{Failed, LIMIT, ensure, eventually, trial};
 use serde_json::Value;
 use vellum::migration::message::Message;
 
-use crate::bed::{huge_pages, kvm};
+use crate::bed::{huge_pages, real};
 use crate::home::Home;
 use crate::images::Code;
 use crate::relay::{Part, changed, held_back, until_fit};
@@ -24,7 +24,7 @@ fn planted(khz: &Value, percent: u64) -> Value {
 
 /// A stream whose guest has a TSC of another frequency, a higher one too, which KVM would take and imitate: refused with both
 /// answers where the host does not scale TSCs, and taken where the target allows it.
-#[trial(kvm())]
+#[trial(real())]
 fn a_tsc_of_another_frequency_is_refused_unless_that_is_allowed() -> Result<(), Failed> {
     let scales = vellum::vm::open()?.check_extension_raw(TSC_CONTROL) > 0;
     for percent in [110, 90] {
@@ -78,12 +78,12 @@ fn resident(pid: u32, least: u64) -> Result<u64, Failed> {
 }
 
 /// A guest that has touched next to nothing: all of its memory is there before the target is ready, on each backing.
-#[trial(kvm())]
+#[trial(real())]
 fn memory_is_there_before_the_target_is_ready_where_that_is_asked_for() -> Result<(), Failed> {
     there_before_ready(&["anonymous", "memfd"])
 }
 
-#[trial(kvm(), huge_pages(2 << 20, MIB / 2))]
+#[trial(real(), huge_pages(2 << 20, MIB / 2))]
 fn huge_pages_are_there_before_the_target_is_ready() -> Result<(), Failed> {
     there_before_ready(&["hugetlb-2m"])
 }
@@ -120,7 +120,7 @@ fn there_before_ready(backings: &[&str]) -> Result<(), Failed> {
 }
 
 /// More memory than the host has: refused before a page is sent. A target that is ended in the midst of populating ends at once.
-#[trial(kvm())]
+#[trial(real())]
 fn memory_that_cannot_all_be_there_is_refused_and_a_signal_ends_populating() -> Result<(), Failed> {
     let meminfo = fs::read_to_string("/proc/meminfo")?;
     let available =

@@ -31,7 +31,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output, Stdio};
 
-use bed::kvm;
+use bed::{kvm, real};
 use harness::{Failed, LIMIT, Trials, ensure, eventually, trial};
 use home::{Home, Machine, Process};
 use images::Code;
@@ -269,7 +269,7 @@ fn the_default_tracker_depends_on_what_the_host_is_known_to_lose() -> Result<(),
 }
 
 /// A ring is a machine's from its beginning on, and excludes what else there is.
-#[trial(kvm())]
+#[trial(real())]
 fn a_tracker_that_the_machine_does_not_have_is_refused() -> Result<(), Failed> {
     let home = Home::new()?;
     let _with = home.run("with", "run --memory 8m --passes 0 --dirty-ring")?;
@@ -298,7 +298,7 @@ fn a_tracker_that_the_machine_does_not_have_is_refused() -> Result<(), Failed> {
 }
 
 /// Each way to a target, the relay of `ssh:` among them; TCP that others could read is refused on both sides.
-#[trial(kvm())]
+#[trial(real())]
 fn a_target_is_reached_by_tcp_by_a_command_and_by_the_relay() -> Result<(), Failed> {
     let home = Home::new()?;
     // A port that nobody has: the kernel's choice, given back.
@@ -354,7 +354,7 @@ fn a_paused_guest_arrives_paused() -> Result<(), Failed> {
 /// More and more of its time is asked for from a guest that writes all of its memory in each pass, until it may stand still for as
 /// long as that takes. That
 /// vCPUs nap for as long as they are asked is a trial of `workload`.
-#[trial(kvm())]
+#[trial(real())]
 fn time_is_asked_for_from_a_guest_that_is_faster_than_its_link() -> Result<(), Failed> {
     for (how, ring) in
         [("steps", ""), ("dirty-limit", ""), ("steps", "--dirty-ring=1024"), ("dirty-limit", "--dirty-ring")]
@@ -408,7 +408,7 @@ fn stays(home: &Home, here: Machine, courier: Process) -> Result<(), Failed> {
     ends_with(here, 0).map(drop)
 }
 
-#[trial(kvm())]
+#[trial(real())]
 fn a_target_that_dies_leaves_the_guest_where_it_is() -> Result<(), Failed> {
     let home = Home::new()?;
     let (here, there, courier) = under_way(&home)?;
@@ -416,7 +416,7 @@ fn a_target_that_dies_leaves_the_guest_where_it_is() -> Result<(), Failed> {
     stays(&home, here, courier)
 }
 
-#[trial(kvm())]
+#[trial(real())]
 fn a_source_that_dies_leaves_no_machine_behind() -> Result<(), Failed> {
     let home = Home::new()?;
     let (here, there, courier) = under_way(&home)?;
@@ -427,7 +427,7 @@ fn a_source_that_dies_leaves_no_machine_behind() -> Result<(), Failed> {
     with(courier.output()?, 1).map(drop)
 }
 
-#[trial(kvm())]
+#[trial(real())]
 fn a_migration_is_cancelled_by_ctl_and_by_a_signal() -> Result<(), Failed> {
     for by_signal in [false, true] {
         let home = Home::new()?;
@@ -445,7 +445,7 @@ fn a_migration_is_cancelled_by_ctl_and_by_a_signal() -> Result<(), Failed> {
 }
 
 /// A courier that is killed stops nothing: the limits can still be changed, and another one hears how it ends.
-#[trial(kvm())]
+#[trial(real())]
 fn a_courier_that_is_killed_stops_nothing() -> Result<(), Failed> {
     let home = Home::new()?;
     let (here, there, courier) = under_way(&home)?;
@@ -466,7 +466,7 @@ fn a_courier_that_is_killed_stops_nothing() -> Result<(), Failed> {
     ends_with(there, 0).map(drop)
 }
 
-#[trial(kvm())]
+#[trial(real())]
 fn what_does_not_fit_is_named_and_nothing_is_left() -> Result<(), Failed> {
     let home = Home::new()?;
     let here = home.run("here", "run --memory 16m --passes 0")?;
@@ -507,7 +507,7 @@ fn what_does_not_fit_is_named_and_nothing_is_left() -> Result<(), Failed> {
 }
 
 /// A peer that speaks something else, whatever it says.
-#[trial(kvm())]
+#[trial(real())]
 fn strangers_are_sent_away_and_a_source_still_comes() -> Result<(), Failed> {
     let home = Home::new()?;
     let there = home.receive("there", "")?;

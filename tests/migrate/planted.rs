@@ -6,7 +6,7 @@ use std::fs;
 use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually};
 use vellum::plant::{IMPOSSIBLE, POSSIBLE};
 
-use crate::bed::kvm;
+use crate::bed::{kvm, real};
 use crate::home::{Home, Machine};
 use crate::images::Code;
 use crate::{ends_with, every_page_is_right, numbered, succeeds};
@@ -96,7 +96,7 @@ const CASES: [Case; 8] = [
 pub fn add(trials: &mut Trials) {
     for case in CASES {
         let name = |mistake: &str| format!("planted_{mistake}_is_caught");
-        trials.add(format!("without_{}_it_moves", case.mistakes.join("_")), kvm(), move || {
+        trials.add(format!("without_{}_it_moves", case.mistakes.join("_")), real(), move || {
             let (moved, said) = case.run(None)?;
             ensure(moved, || said)
         });

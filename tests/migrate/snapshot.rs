@@ -12,7 +12,7 @@ use vellum::arch::layout;
 use vellum::control::Do;
 use vellum::control::client::Client;
 
-use crate::bed::kvm;
+use crate::bed::{kvm, real};
 use crate::home::{Home, Machine};
 use crate::{counting, ends_with, every_page_is_right, has_counted, succeeds, with};
 
@@ -91,7 +91,7 @@ fn a_guest_that_writes_is_restored_at_each_of_its_points() -> Result<(), Failed>
 
 /// A chain of points, each of which but the first has only what has changed; one of them fails on the way, and what it had taken is in the
 /// next. Each is restored, and has every page right. After a migration the next one is whole again.
-#[trial(kvm())]
+#[trial(real())]
 fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
     for (tracker, ring) in [("initially-set", ""), ("ring", "--dirty-ring=1024")] {
         let home = Home::new()?;
@@ -250,7 +250,7 @@ fn a_pc_goes_on_where_its_snapshot_stopped_it() -> Result<(), Failed> {
 }
 
 /// Whichever file is damaged or missing is named in one line, with the place; nothing runs.
-#[trial(kvm())]
+#[trial(real())]
 fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
     let home = Home::new()?;
     let here = home.run("here", "run --memory 16m --passes 0 --workload write,rate=20000")?;
@@ -296,7 +296,7 @@ fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
 }
 
 /// A file system that is full leaves the guest as it was and nothing behind.
-#[trial(kvm())]
+#[trial(real())]
 fn a_full_disk_leaves_nothing_behind() -> Result<Completion, Failed> {
     let home = Home::new()?;
     let here = home.run("here", "run --memory 32m --passes 0 --workload write,rate=20000")?;
@@ -321,7 +321,7 @@ fn a_full_disk_leaves_nothing_behind() -> Result<Completion, Failed> {
 }
 
 /// A client that is killed, and one that is interrupted leave the guest as it was and nothing behind, and the next snapshot is whole.
-#[trial(kvm())]
+#[trial(real())]
 fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
     let home = Home::new()?;
     let here = home.run("here", "run --memory 32m --passes 0 --workload write,rate=20000")?;
@@ -362,7 +362,7 @@ fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
 
 /// Two restores of one snapshot, and what it was made of, each have a VM generation ID of their own in guest memory; a machine that moves
 /// keeps it. Read from the pages of snapshots, in which each of them ends.
-#[trial(kvm())]
+#[trial(real())]
 fn a_restored_machine_is_a_new_generation_and_one_that_moves_is_not() -> Result<(), Failed> {
     let home = Home::new()?;
     let kernel = counting(&home)?;

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually, trial};
 use vellum::plant::{IMPOSSIBLE, POSSIBLE};
 
-use crate::bed::kvm;
+use crate::bed::{kvm, real};
 use crate::home::{Home, Machine};
 use crate::snapshot::{files, points};
 use crate::{ends_with, numbered, succeeds, with};
@@ -69,7 +69,7 @@ fn changed(path: &Path) -> Result<i64, Failed> {
     Ok(data.mtime() * 1_000_000_000 + data.mtime_nsec())
 }
 
-#[trial(kvm())]
+#[trial(real())]
 fn a_disk_that_has_changed_since_is_refused() -> Result<(), Failed> {
     let home = Home::new()?;
     let guest = Writer { home: &home, disk: home.path("disk") };
@@ -105,7 +105,7 @@ fn a_disk_that_has_changed_since_is_refused() -> Result<(), Failed> {
 }
 
 /// A restore does not wait for pages before it finds that another machine has its disk.
-#[trial(kvm())]
+#[trial(real())]
 fn a_disk_that_is_in_use_is_refused() -> Result<(), Failed> {
     let home = Home::new()?;
     let guest = Writer { home: &home, disk: home.path("disk") };
@@ -120,7 +120,7 @@ fn a_disk_that_is_in_use_is_refused() -> Result<(), Failed> {
 }
 
 /// Where blocks cannot be shared no snapshot comes of it, and nothing is left behind.
-#[trial(kvm())]
+#[trial(real())]
 fn a_disk_that_cannot_be_cloned_is_named() -> Result<Completion, Failed> {
     let elsewhere = Path::new("/dev/shm");
     if !elsewhere.is_dir() {
@@ -169,7 +169,7 @@ impl Drop for Mounted {
 }
 
 /// The guest goes on and writes its disk; what is restored has the clone, as it was at the pause, and then is the one that has written it.
-#[trial(kvm())]
+#[trial(real())]
 fn a_clone_is_the_disk_as_it_was_at_the_pause() -> Result<Completion, Failed> {
     let home = Home::new()?;
     let Some(mounted) = Mounted::xfs(&home.path("xfs"), home.path("mnt"))? else {

@@ -9,7 +9,7 @@ use std::process::{Command, Output, Stdio};
 use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
 use vellum::migration::message::Message;
 
-use crate::bed::kvm;
+use crate::bed::real;
 use crate::home::{self, Home, Process};
 use crate::relay::{bytes, until_fit};
 use crate::{ends_with, every_page_is_right, succeeds};
@@ -22,7 +22,7 @@ fn sshd() -> Option<PathBuf> {
 }
 
 fn needs() -> Need {
-    kvm()?;
+    real()?;
     let client = Command::new("ssh").arg("-V").output().is_ok_and(|output| output.status.success());
     (sshd().is_some() && client).then_some(()).ok_or_else(|| {
         "needs ssh and sshd: cargo lab test --setup, or as root: apt-get install openssh-client openssh-server".into()

@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
 
-use crate::bed::kvm;
+use crate::bed::real;
 use crate::home::Home;
 use crate::images::Code;
 use crate::relay::{held_back, until_fit};
@@ -17,7 +17,7 @@ const TYPED: &[u8] = &[b't'; 200];
 
 /// A guest that sends back what it receives. What is typed in its final pass comes back on the target; or on the source, where that
 /// pass is given up.
-#[trial(kvm())]
+#[trial(real())]
 fn what_is_typed_in_the_final_pass_gets_to_the_guest_once() -> Result<(), Failed> {
     for (moves, irqchip) in [(true, "split"), (false, "kernel")] {
         let home = Home::new()?;
