@@ -39,7 +39,7 @@ pub fn files(dir: &Path) -> Result<Vec<String>, Failed> {
 
 /// While a guest writes, with each way to collect dirty pages; the machine and what was restored of each point have every page right,
 /// and the one that was restored can be migrated and snapshotted again.
-#[trial(kvm())]
+#[trial(real())]
 fn a_guest_that_writes_is_restored_at_each_of_its_points() -> Result<(), Failed> {
     let ways = [("bitmap", ""), ("manual-protect", ""), ("initially-set", ""), ("ring", "--dirty-ring=1024")];
     for (tracker, ring) in ways {
