@@ -1,5 +1,5 @@
-//! A Linux guest moves to a host with another kernel, by TCP, and back. Two hosts run this at the same time: `cargo lab test migration`
-//! boots them with a network between them, and says to each by `VELLUM_WIRE` which end it has.
+//! A Linux guest moves to a host with another kernel, by TCP, and back. Two hosts run this at the same time: `cargo lab test pair` boots
+//! them with a network between them, and says to each by `VELLUM_WIRE` which end it has.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn end() -> Option<u8> {
 
 /// Two hosts.
 pub fn hosts() -> Need {
-    end().map(drop).ok_or("needs two hosts with a network between them: cargo lab test migration".into())
+    end().map(drop).ok_or("needs two hosts with a network between them: cargo lab test pair".into())
 }
 
 /// The guest `image`, number `at`, begins on the host of that number, goes to the other one and comes back.

@@ -36,6 +36,8 @@ pub enum Bed {
     Emulated(Emulated),
     /// Linux guests on emulated AMD hosts.
     Linux,
+    /// Linux guests that move between two of them.
+    Pair,
     /// Every series in kernel-patches/.
     Kernels,
     /// The fuzz targets.
@@ -51,7 +53,7 @@ impl ValueEnum for Bed {
             [Bed::Local, Bed::Metal]
                 .into_iter()
                 .chain(emulated)
-                .chain([Bed::Linux, Bed::Kernels, Bed::Fuzz, Bed::Migration])
+                .chain([Bed::Linux, Bed::Pair, Bed::Kernels, Bed::Fuzz, Bed::Migration])
                 .collect()
         });
         &ALL
@@ -68,6 +70,11 @@ impl ValueEnum for Bed {
             Bed::Linux => (
                 "linux",
                 "Linux guests of every kind on emulated AMD hosts; takes long, and a run without a bed has one of them"
+                    .into(),
+            ),
+            Bed::Pair => (
+                "pair",
+                "Linux guests that move from an emulated AMD host with one kernel to one with another, and back; only when asked for"
                     .into(),
             ),
             Bed::Kernels => (
@@ -115,10 +122,11 @@ impl Options {
                 "--prebuilt names the tests for one bed: cargo lab test metal --prebuilt DIR".into(),
             ));
         }
-        if self.npt.is_some() && !matches!(self.bed, Some(Bed::Emulated(_) | Bed::Linux | Bed::Migration)) {
+        if self.npt.is_some()
+            && !matches!(self.bed, Some(Bed::Emulated(_) | Bed::Linux | Bed::Pair | Bed::Migration))
+        {
             return Err(Error::Usage(
-                "--npt chooses among emulated hosts: cargo lab test svm, cargo lab test linux or cargo lab test migration"
-                    .into(),
+                "--npt chooses among emulated hosts: cargo lab test svm, linux, pair or migration".into(),
             ));
         }
         if self.time.is_some() && self.bed != Some(Bed::Fuzz) {
@@ -126,7 +134,7 @@ impl Options {
                 "--time is how long targets are fuzzed: cargo lab test fuzz --time 10m".into(),
             ));
         }
-        if !self.arguments.is_empty() && matches!(self.bed, None | Some(Bed::Kernels)) {
+        if !self.arguments.is_empty() && matches!(self.bed, None | Some(Bed::Kernels | Bed::Pair)) {
             return Err(Error::Usage(format!(
                 "-- {}: arguments are for the test programs of one bed: local, metal, svm, linux, fuzz or migration",
                 self.arguments.join(" ")
@@ -178,10 +186,14 @@ pub fn run(options: &Options) -> Result<u8> {
         let _signals = setup::Signals::catch();
         let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
         here::migration(options, &mut tally)?;
-        let needs = [svm::BED.programs(), &["lz4", "zstd"]].concat();
-        // Arguments name trials of this machine's part.
-        if options.arguments.is_empty() && setup::packages(&needs, options.setup, "migration", &mut tally)? {
-            let moves = Options {
+    }
+    // Arguments name trials of this machine's part.
+    let moves =
+        options.bed == Some(Bed::Pair) || options.bed == Some(Bed::Migration) && options.arguments.is_empty();
+    let needs = [svm::BED.programs(), &["lz4", "zstd"]].concat();
+    if moves && setup::packages(&needs, options.setup, "migration", &mut tally)? {
+        if options.bed == Some(Bed::Migration) {
+            let under_load = Options {
                 bed: Some(Bed::Linux),
                 setup: options.setup,
                 prebuilt: None,
@@ -189,9 +201,9 @@ pub fn run(options: &Options) -> Result<u8> {
                 time: None,
                 arguments: vec!["moves_under_load".into()],
             };
-            hosts::linux(&moves, &mut tally)?;
-            hosts::between(&moves, &mut tally)?;
+            hosts::linux(&under_load, &mut tally)?;
         }
+        hosts::pair(options, &mut tally)?;
     }
     tally.close();
     Ok(u8::from(tally.failed() > 0))

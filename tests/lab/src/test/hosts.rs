@@ -59,7 +59,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
 }
 
 /// A Linux guest that goes from a host with the older kernel to one with the newer, and back, and one that goes the other way round.
-pub fn between(options: &Options, tally: &mut Tally) -> Result<()> {
+pub fn pair(options: &Options, tally: &mut Tally) -> Result<()> {
     let cache = Cache::open()?;
     let guests = guests(&cache, true)?;
     let tests = programs::built_for(Place::Linux)?;
@@ -78,7 +78,7 @@ pub fn between(options: &Options, tally: &mut Tally) -> Result<()> {
             hosts.push((name, request));
         }
         let arguments = ["moves_between_hosts".to_owned()];
-        let outcome = run(&cache, ("linux", hosts), &tests, &guests, &arguments, tally);
+        let outcome = run(&cache, ("pair", hosts), &tests, &guests, &arguments, tally);
         // What is left of it is two sockets.
         let _ = fs::remove_dir_all(&dir);
         outcome?;
