@@ -234,7 +234,7 @@ fn a_pc_with_a_ring_moves_and_finds_every_page_as_it_left_it() -> Result<(), Fai
     succeeds(&output)?;
     ends_with(here, 15)?;
     let moved = moved(&output)?;
-    ensure(moved["tracker"] == "ring" && full(&moved) > full(&before), || format!("{before}, {moved}"))?;
+    ensure(moved["tracker"] == "ring" && full(&moved) >= full(&before), || format!("{before}, {moved}"))?;
     grows(1)?;
     succeeds(&home.vellum("ctl there stop")?)?;
     ends_with(there, 0)?;
