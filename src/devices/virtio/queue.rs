@@ -214,6 +214,18 @@ impl VirtQueue {
             })
     }
 
+    /// Asks the driver to notify once it has made more than `offered` requests available, of which some may not be served yet; true if
+    /// it has already.
+    pub fn listen_beyond(&mut self, mem: &GuestMemory, offered: u16) -> bool {
+        // Where notifications go by numbers (VIRTIO_F_EVENT_IDX), the number asked for is that of the next request to be served: the
+        // driver has passed that one, and would say nothing of the one that is waited for.
+        let next = self.queue.next_avail();
+        self.queue.set_next_avail(offered);
+        let more = self.listen(mem);
+        self.queue.set_next_avail(next);
+        more
+    }
+
     /// How many requests the driver has ever made available, modulo 2^16; none where its ring cannot be read.
     pub fn offered(&self, mem: &GuestMemory) -> Option<u16> {
         self.queue.avail_idx(mem, Ordering::Acquire).ok().map(|index| index.0)

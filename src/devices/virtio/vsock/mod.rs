@@ -235,11 +235,10 @@ impl Vsock {
             }
         }
         // Asked before it is looked at: the driver notifies of what comes later.
-        queue.listen(memory);
-        if let Moved::Told(then) = self.moved
-            && queue.offered(memory) != Some(then)
-        {
-            self.moved = Moved::No;
+        match self.moved {
+            Moved::Told(then) if queue.listen_beyond(memory, then) => self.moved = Moved::No,
+            Moved::Untold => drop(queue.listen(memory)),
+            _ => {}
         }
         self.moved == Moved::No
     }
