@@ -211,6 +211,11 @@ impl Link {
         Ok(())
     }
 
+    /// Whether the kernel has taken all that was sent.
+    pub fn is_sent(&self) -> bool {
+        self.rest.is_empty()
+    }
+
     /// Sends what the peer takes of `bytes`; how much that was.
     fn push(&mut self, bytes: &[u8]) -> Result<usize, Error> {
         let (mut done, mut wake) = (0, self.wake);

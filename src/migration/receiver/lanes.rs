@@ -1,6 +1,7 @@
 //! The further connections of an arrival: a thread each, which writes what comes on it into memory. The migration's own thread has the
 //! first connection, lets the others join, and at the end of each pass waits until that has come on all of them.
 
+use std::collections::VecDeque;
 use std::net::Shutdown;
 use std::os::fd::{OwnedFd, RawFd};
 use std::sync::Arc;
@@ -16,6 +17,9 @@ use crate::migration::threads::{self, Machine, Mine};
 use crate::migration::wire::Frame;
 use crate::sys::poll::Poll;
 use crate::sys::socket;
+
+/// How many passes a connection may be ahead of the first, which a source that is fast and has little to send can be.
+const MOST_AHEAD: usize = 1 << 16;
 
 /// A connection that has joined.
 #[derive(Debug)]
@@ -46,8 +50,10 @@ struct Seat {
     thread: Machine<News, Joined>,
     /// The connection, once it has joined.
     socket: Option<OwnedFd>,
-    pass: u32,
-    pages: u64,
+    /// The pass that has ended, and the pages that had come by then.
+    ended: (u32, u64),
+    /// The ends of passes that have come and that the first connection has not come to: which, and the pages by then.
+    ahead: VecDeque<(u32, u64)>,
 }
 
 /// The further connections, as the migration's thread has them.
@@ -74,7 +80,7 @@ impl Lanes {
         let (mut seats, mut lanes) = (Vec::new(), Vec::new());
         for _ in 1..connections {
             let (mine, thread) = threads::pair(wake.clone()).map_err(host)?;
-            seats.push(Seat { thread, socket: None, pass: 0, pages: 0 });
+            seats.push(Seat { thread, socket: None, ended: (0, 0), ahead: VecDeque::new() });
             lanes.push(Lane(mine));
         }
         Ok((Self { seats, wake, frames: Arc::default(), known: 0 }, lanes))
@@ -120,12 +126,21 @@ impl Lanes {
         for (number, seat) in (1..).zip(&mut self.seats) {
             while let Some(news) = seat.thread.heard() {
                 match news {
-                    News::PassEnded { pass, pages } => (seat.pass, seat.pages) = (pass, pages),
+                    News::PassEnded { .. } if seat.ahead.len() == MOST_AHEAD => {
+                        return Err(format!("connection {number}: {MOST_AHEAD} passes ahead of the first"));
+                    }
+                    News::PassEnded { pass, pages } => seat.ahead.push_back((pass, pages)),
                     News::Broken(why) => return Err(format!("connection {number}: {why}")),
                 }
             }
+            // No further than to this pass: the source counts what it has sent by then.
+            while seat.ended.0 < pass
+                && let Some(ended) = seat.ahead.pop_front()
+            {
+                seat.ended = ended;
+            }
         }
-        Ok(self.seats.iter().all(|seat| seat.pass >= pass))
+        Ok(self.seats.iter().all(|seat| seat.ended.0 >= pass))
     }
 
     /// Whether anything has come on them since this was last asked.
@@ -134,9 +149,9 @@ impl Lanes {
         std::mem::replace(&mut self.known, frames) != frames
     }
 
-    /// Pages that have come on them by the end of the last pass.
+    /// Pages that have come on them by the end of the last pass that has ended on all connections.
     pub fn pages(&self) -> u64 {
-        self.seats.iter().map(|seat| seat.pages).sum()
+        self.seats.iter().map(|seat| seat.ended.1).sum()
     }
 }
 
@@ -202,5 +217,30 @@ impl Joined {
                 Some(_) => return Err("the source sent more than pages".into()),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A source that has overrun sends its next pass while the end of the last one is still looked at.
+    #[test]
+    fn pages_are_counted_up_to_the_pass_that_is_asked_for() {
+        let (mut lanes, threads) = Lanes::new(3).unwrap();
+        let say =
+            |lane: usize, pass, pages| assert!(threads[lane].0.say(News::PassEnded { pass, pages }).is_ok());
+        say(0, 1, 10);
+        say(0, 2, 25);
+        say(0, 2, 25);
+        assert_eq!(lanes.have_ended(1), Ok(false));
+        say(1, 1, 7);
+        assert_eq!((lanes.have_ended(1), lanes.pages()), (Ok(true), 17));
+        assert_eq!(lanes.have_ended(2), Ok(false));
+        // It had no time for the end of the second.
+        say(1, 3, 9);
+        assert_eq!((lanes.have_ended(2), lanes.pages()), (Ok(true), 34));
+        say(0, 3, 26);
+        assert_eq!((lanes.have_ended(3), lanes.pages()), (Ok(true), 35));
     }
 }

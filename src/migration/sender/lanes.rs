@@ -55,8 +55,9 @@ enum Order {
 
 /// What it says.
 enum News {
-    /// It has joined, or has sent its part, or was stopped.
-    Done,
+    /// It has joined, or has come to an end with its part of a pass: with all of it, and the word that this was all, or short of that,
+    /// because its time was over or it was stopped.
+    Done { whole: bool },
     /// Its connection is of no use any more.
     Broken(String),
 }
@@ -77,6 +78,8 @@ pub(super) struct Lanes {
     lanes: Vec<(Machine<News, Order>, OwnedFd)>,
     /// How many have not done what they were told last.
     busy: usize,
+    /// Whether one of them was short of its part.
+    short: bool,
     wake: Arc<vmm_sys_util::eventfd::EventFd>,
 }
 
@@ -102,7 +105,7 @@ impl Lanes {
             let share = Share::new(number, of);
             started.push(Lane { link, share, number, common: common.clone(), liveness, mine });
         }
-        Ok((Self { common, lanes, busy: 0, wake }, started))
+        Ok((Self { common, lanes, busy: 0, short: false, wake }, started))
     }
 
     /// Whether there are any.
@@ -137,7 +140,7 @@ impl Lanes {
 
     fn order(&mut self, order: Order) {
         self.common.stop.store(false, Ordering::Relaxed);
-        self.busy = self.lanes.len();
+        (self.busy, self.short) = (self.lanes.len(), false);
         self.lanes.iter().for_each(|(lane, _)| lane.tell(order));
     }
 
@@ -157,12 +160,20 @@ impl Lanes {
         for (number, (lane, _)) in (1..).zip(&self.lanes) {
             while let Some(news) = lane.heard() {
                 match news {
-                    News::Done => self.busy -= 1,
+                    News::Done { whole } => {
+                        self.busy -= 1;
+                        self.short |= !whole;
+                    }
                     News::Broken(why) => return Err(format!("connection {number}: {why}")),
                 }
             }
         }
         Ok(self.busy == 0)
+    }
+
+    /// Whether one that is done was short of its part.
+    pub fn are_short(&self) -> bool {
+        self.short
     }
 
     /// Has them leave what is left of a pass, and waits until they have: at most until the end of a frame, or of the pass's time.
@@ -203,10 +214,10 @@ impl Lane {
         loop {
             let Ok(order) = self.mine.wait() else { return };
             let done = match order {
-                Order::Join => self.join(),
+                Order::Join => self.join().map(|()| true),
                 Order::Pass { number, until } => self.pass(number, until),
             };
-            let news = done.map_or_else(News::Broken, |()| News::Done);
+            let news = done.map_or_else(News::Broken, |whole| News::Done { whole });
             let broken = matches!(news, News::Broken(_));
             let said: Result<(), Orphaned> = self.mine.say(news);
             if said.is_err() || broken {
@@ -235,7 +246,8 @@ impl Lane {
         }
     }
 
-    fn pass(&mut self, number: u32, until: Option<Instant>) -> Result<(), String> {
+    /// Sends its part of a pass; whether the kernel has taken all of it, up to the word that this was all.
+    fn pass(&mut self, number: u32, until: Option<Instant>) -> Result<bool, String> {
         let common = self.common.clone();
         let began = Instant::now();
         let (mut at, mut pace) = (At::default(), Pace::default());
@@ -248,13 +260,13 @@ impl Lane {
             pace.set(cap);
             while let Some(wait) = pace.holds_back(began.elapsed()) {
                 if common.stop.load(Ordering::Relaxed) {
-                    return Ok(());
+                    return Ok(false);
                 }
                 std::thread::sleep(wait.min(Duration::from_millis(20)));
                 pace.set(Some(common.cap.load(Ordering::Relaxed)).filter(|cap| *cap > 0));
             }
             if common.stop.load(Ordering::Relaxed) || late(Instant::now()) {
-                return Ok(());
+                return Ok(false);
             }
             common.owed.settle(outgoing, run.clone());
             let taken = block.fill(outgoing, run, number, self.link.encoder());
@@ -267,6 +279,7 @@ impl Lane {
             pages += taken.pages + taken.zeroes;
             pace.sent(bytes, began.elapsed());
         }
-        self.link.say(&Message::PassEnd { pass: number, pages }).map_err(|error| error.to_string())
+        self.link.say(&Message::PassEnd { pass: number, pages }).map_err(|error| error.to_string())?;
+        Ok(self.link.is_sent())
     }
 }

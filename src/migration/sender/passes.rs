@@ -164,6 +164,10 @@ impl Sending {
                 return self.pass_ends();
             }
             return match self.lanes.are_done() {
+                Ok(true) if self.lanes.are_short() => {
+                    self.go_on_or_overrun();
+                    Ok(None)
+                }
                 Ok(true) => self.pass_ends(),
                 Ok(false) => {
                     self.wait_for(PERIOD);
@@ -184,6 +188,18 @@ impl Sending {
         self.spared += taken.spared;
         self.plan.sent(bytes, self.began.elapsed());
         Ok(None)
+    }
+
+    /// A further connection had no time for all of its part of a final pass. The pass overruns ([`Self::late`]), unless the time that it
+    /// has was made longer meanwhile: what is left of it is sent then.
+    fn go_on_or_overrun(&mut self) {
+        let until = self.until();
+        if until.is_some_and(|until| Instant::now() >= until) {
+            return;
+        }
+        let Some(pass) = &self.pass else { return };
+        self.lanes.pass(pass.number, until);
+        self.link.iter_mut().for_each(|link| link.set_until(until));
     }
 
     fn pass_ends(&mut self) -> Result<Option<Event>, Orphaned> {
