@@ -59,11 +59,13 @@ pub enum Mistake {
     DisksUnchecked,
     /// Memory that shows a file, and that nobody has looked at, is taken for empty.
     ShownLeftOut,
+    /// vCPUs that write little are slowed down like those that write much.
+    AllThrottledAlike,
 }
 
 impl Mistake {
     /// Their names as they are planted.
-    pub const NAMES: [(&str, Self); 20] = [
+    pub const NAMES: [(&str, Self); 21] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -84,6 +86,7 @@ impl Mistake {
         ("vmgenid-unchanged", Self::VmGenIdUnchanged),
         ("disks-unchecked", Self::DisksUnchecked),
         ("shown-left-out", Self::ShownLeftOut),
+        ("all-throttled-alike", Self::AllThrottledAlike),
     ];
 }
 

@@ -1,6 +1,7 @@
 //! The `write` workload on real KVM: what it must have written is computed by the model and compared page by page.
 
 mod bed;
+mod plants;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,6 +10,7 @@ use std::time::{Duration, Instant};
 use bed::kvm;
 use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
 use std::process::ExitCode;
+use vellum::control::Throttling;
 use vellum::dirty::{self, Method};
 use vellum::guests::control::{Control, phase};
 use vellum::guests::guest::GuestConfig;
@@ -16,11 +18,16 @@ use vellum::guests::model::{self, Model};
 use vellum::guests::program::{Code, Privilege, write_code};
 use vellum::guests::{Guest, Hot, Order, WriteConfig};
 use vellum::memory::{Backing, Memory, MemoryConfig};
+use vellum::migration::plan::{Measured, Plan};
 use vellum::vm::counters::Counters;
 use vellum::vm::vcpu::{self, Throttle};
 
 fn main() -> ExitCode {
+    plants::plant();
     let mut trials = Trials::from_args();
+    trials.add("planted_all-throttled-alike_is_caught", kvm().and(ring()).and(undisturbed()), || {
+        plants::caught("all-throttled-alike", "a_vcpu_that_only_reads_keeps_its_time", "of its share")
+    });
     let mut case = |name: &str, ram: u64, vcpus: usize, config: WriteConfig| {
         trials.add(name, kvm(), move || run(MemoryConfig::new(ram), vcpus, &config));
     };
@@ -367,4 +374,75 @@ fn a_full_ring_stops_nobody_and_loses_nothing() -> Result<(), Failed> {
         tracker.enable(false)?;
     }
     Ok(())
+}
+
+/// A host that nothing else keeps busy, as far as whoever asks for it knows.
+fn undisturbed() -> Need {
+    match std::env::var("VELLUM_MIGRATION") {
+        Ok(all) if all == "all" => Ok(()),
+        _ => {
+            Err("compares how far vCPUs come, which other work disturbs; VELLUM_MIGRATION=all has it run"
+                .into())
+        }
+    }
+}
+
+/// The rings tell which of two vCPUs writes: a plan to keep the guest within what a slow link takes slows that one down, and the other,
+/// which only reads, keeps its time.
+#[trial(kvm(), ring(), undisturbed())]
+fn a_vcpu_that_only_reads_keeps_its_time() -> Result<(), Failed> {
+    const PERIOD: Duration = Duration::from_millis(10);
+    let kvm = vellum::vm::open()?;
+    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(8 << 20))?;
+    let mut guest =
+        Guest::build(&kvm, memory, GuestConfig { dirty_ring: Some(4096), ..GuestConfig::new(2) })?;
+    let write =
+        WriteConfig { order: Order::Random, write_percent: 50.0, passes: 0, ..WriteConfig::default() };
+    guest.program(&write)?;
+    // It draws as the other does, and never comes out below.
+    guest.control(1).write_below.store(0, Ordering::Relaxed);
+    let (vm, quiesced) = guest.quiesced()?;
+    let mut tracker = dirty::tracker(Method::Ring, vm, &quiesced, None)?;
+    guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id()))?;
+    tracker.enable(true)?;
+    let throttle = Throttle::new(&guest.vcpus);
+    let progress = || [0, 1].map(|vcpu| guest.control(vcpu).done.load(Ordering::Relaxed));
+    // How far both come while `each_period` is called, and the one that reads has come far enough.
+    let run = |each_period: &dyn Fn()| -> Result<[u64; 2], Failed> {
+        let before = progress();
+        let came = || [0, 1].map(|vcpu| progress()[vcpu] - before[vcpu]);
+        for _ in 0..100 {
+            each_period();
+            std::thread::sleep(PERIOD);
+        }
+        eventually(LIMIT, "both come far enough", || {
+            each_period();
+            Ok(came().iter().all(|came| *came > 0).then_some(()))
+        })?;
+        Ok(came())
+    };
+    guest.resume();
+    let before = tracker.written();
+    let free = run(&|| ())?;
+    tracker.collect()?;
+    let wrote: Vec<u64> = tracker.written().iter().zip(&before).map(|(now, before)| now - before).collect();
+    ensure(wrote[0] > 1000 && wrote[1] < wrote[0] / 100, || format!("{wrote:?} pages were written"))?;
+    // A hundredth of what is written is what the link takes.
+    let took = Duration::from_secs(1);
+    let mut plan = Plan::new(PERIOD, None, None).throttling(Throttling::DirtyLimit);
+    plan.wrote(wrote);
+    plan.pass_ended(Measured { pages: 2048, bytes: 2048 * 4096, took, dirty: 100 * 2048 }, took);
+    let slow = run(&|| throttle.nap_each(|vcpu| Some(PERIOD * plan.taken_from(vcpu) / 100)))?;
+    throttle.wake();
+    guest.request_stop();
+    guest.wait_all_rung()?;
+    let share = |[writes, reads]: [u64; 2]| writes as f64 / reads as f64;
+    let (taken, left) = ([0, 1].map(|vcpu| plan.taken_from(vcpu)), share(slow) / share(free));
+    // Where both are slowed down alike, the one that reads comes a fraction as far as before.
+    let kept = slow[1] as f64 / free[1] as f64;
+    ensure(left < 0.5 && kept > 0.5, || {
+        format!(
+            "the reader keeps {kept:.2}, the writer {left:.2} of its share: {free:?} {slow:?}, {taken:?} % taken"
+        )
+    })
 }

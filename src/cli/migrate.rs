@@ -56,7 +56,7 @@ pub struct MigrateArgs {
     connections: u32,
 
     /// Slow a guest down that writes faster than the link takes: off; steps, a step for each pass that leaves too much; dirty-limit,
-    /// to half of what the link takes
+    /// to half of what the link takes, and of a machine with dirty rings only the vCPUs that write more than their share
     #[arg(long, value_name = "HOW", value_parser = args::THROTTLING, default_value = "off", hide_possible_values = true)]
     throttle: Throttling,
 

@@ -243,7 +243,8 @@ pub enum Throttling {
     Off,
     /// More and more of its time is taken, a step for each pass that did not pay.
     Steps,
-    /// As much is taken as leaves it half of what the link takes to write, from the first pass on that did not pay.
+    /// As much is taken as leaves it half of what the link takes to write, from the first pass on that did not pay: where dirty rings tell
+    /// who writes, from those vCPUs alone that write more than their share.
     DirtyLimit,
 }
 
@@ -405,7 +406,7 @@ pub enum Event {
         /// How long all of it was expected to take when the first pass had ended, in milliseconds; none before, and where there was
         /// no end in sight.
         expected_total_ms: Option<u64>,
-        /// Percent of its time that is taken from the guest.
+        /// Percent of its time that is taken from the guest, from the vCPU that loses most.
         throttle_percent: u32,
     },
     /// It is on its way, and a pass over memory has ended.

@@ -389,6 +389,12 @@ pub trait DirtyTracker: Send {
         &mut self.slots_mut().logs
     }
 
+    /// How many pages each vCPU has written until the last collection, one as often as KVM has named it; empty for a tracker that does not
+    /// know who writes.
+    fn written(&self) -> Vec<u64> {
+        Vec::new()
+    }
+
     /// Tracks memslot `id` of the tracker's VM from now on, wherever it moves.
     ///
     /// # Errors

@@ -53,6 +53,10 @@ impl DirtyTracker for RingTracker {
         Ok(())
     }
 
+    fn written(&self) -> Vec<u64> {
+        self.ring.written()
+    }
+
     fn get(&mut self) -> Result<(), Error> {
         if self.ring.has_backup_bitmap() {
             self.slots.fetch()?;

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use super::pace::Pace;
 use crate::control::{Then, Throttling};
+use crate::plant::{self, Mistake};
 use crate::sys::mmap::PAGE_SIZE;
 
 /// What one pass measured.
@@ -82,6 +83,10 @@ pub struct Plan {
     throttling: Throttling,
     /// Percent of its time that is taken from the guest.
     taken: u32,
+    /// The same of each vCPU, once it is known who writes; `taken` is the most of them then.
+    each: Vec<u32>,
+    /// How many pages each has written in the last pass, where that is known.
+    written: Vec<u64>,
     /// What [`Self::estimate`] said after the first pass.
     estimate: Option<Estimate>,
     /// The cap on bandwidth.
@@ -100,6 +105,8 @@ impl Plan {
             passes: 0,
             throttling: Throttling::Off,
             taken: 0,
+            each: Vec::new(),
+            written: Vec::new(),
             estimate: None,
             pace: Pace::new(bandwidth),
         }
@@ -111,9 +118,20 @@ impl Plan {
         self
     }
 
-    /// Percent of its time that is to be taken from the guest while it runs.
+    /// Percent of its time that is to be taken from the guest while it runs: from the vCPU that loses most, where they differ.
     pub fn taken(&self) -> u32 {
         self.taken
+    }
+
+    /// Percent of its time that is to be taken from vCPU `vcpu`.
+    pub fn taken_from(&self, vcpu: usize) -> u32 {
+        let own = self.each.get(vcpu).filter(|_| !plant::is(Mistake::AllThrottledAlike));
+        own.copied().unwrap_or(self.taken)
+    }
+
+    /// How many pages each vCPU has written in the pass that has ended; of none where nobody knows. Said before [`Plan::pass_ended`].
+    pub fn wrote(&mut self, pages: Vec<u64>) {
+        self.written = pages;
     }
 
     /// What was to be expected when the first pass had ended: `None` before, and where there was no end in sight.
@@ -177,23 +195,38 @@ impl Plan {
             };
         }
         if !pays && !fits {
-            self.taken = self.take_more(measured);
+            self.take_more(measured);
         }
         Decision::Again
     }
 
     /// How much is taken after a pass that did not pay.
-    fn take_more(&self, measured: Measured) -> u32 {
-        let most = |percent: u32| percent.clamp(self.taken, MOST_TAKEN);
+    fn take_more(&mut self, measured: Measured) {
+        let all: u64 = self.written.iter().sum();
         match self.throttling {
-            Throttling::Off => 0,
-            Throttling::Steps if self.taken == 0 => FIRST_STEP,
-            Throttling::Steps => most(self.taken + STEP),
+            Throttling::Off => {}
+            Throttling::Steps if self.taken == 0 => self.taken = FIRST_STEP,
+            Throttling::Steps => self.taken = (self.taken + STEP).min(MOST_TAKEN),
             Throttling::DirtyLimit => {
-                // What it writes with the time that it has left says what it would write with all of it.
-                let free = measured.dirty_rate() * PAGE_SIZE as f64 * 100.0 / f64::from(100 - self.taken);
-                let keeps = (self.link / 2.0 / free.max(1.0)).min(1.0);
-                most((100.0 * (1.0 - keeps)).ceil() as u32)
+                let rate = measured.dirty_rate() * PAGE_SIZE as f64;
+                // What a vCPU writes with the time that it has left says what it would write with all of it.
+                let free = |rate: f64, taken: u32| rate * 100.0 / f64::from(100 - taken);
+                let limited = |free: f64, limit: f64, taken: u32| {
+                    let keeps = (limit / free.max(1.0)).min(1.0);
+                    ((100.0 * (1.0 - keeps)).ceil() as u32).clamp(taken, MOST_TAKEN)
+                };
+                let budget = self.link / 2.0;
+                if all == 0 {
+                    self.taken = limited(free(rate, self.taken), budget, self.taken);
+                    return;
+                }
+                let taken: Vec<u32> = (0..self.written.len()).map(|vcpu| self.taken_from(vcpu)).collect();
+                let parts = self.written.iter().map(|pages| rate * *pages as f64 / all as f64);
+                let free: Vec<f64> = parts.zip(&taken).map(|(rate, taken)| free(rate, *taken)).collect();
+                let limit = limit_of_each(&free, budget);
+                let each = free.iter().zip(&taken).map(|(free, taken)| limited(*free, limit, *taken));
+                self.each = each.collect();
+                self.taken = self.each.iter().copied().max().unwrap_or(0);
             }
         }
     }
@@ -253,6 +286,23 @@ impl Plan {
     pub fn holds_back(&self, now: Duration) -> Option<Duration> {
         self.pace.holds_back(now)
     }
+}
+
+/// How much each of those may have who want so much, so that together they have no more than `budget`: who wants less leaves the rest to
+/// the others. Infinite where there is enough for all.
+fn limit_of_each(wanted: &[f64], budget: f64) -> f64 {
+    let mut rising = wanted.to_vec();
+    rising.sort_by(f64::total_cmp);
+    let (mut left, mut others) = (budget, rising.len());
+    for want in rising {
+        let limit = left / others as f64;
+        if want > limit {
+            return limit;
+        }
+        left -= want;
+        others -= 1;
+    }
+    f64::INFINITY
 }
 
 #[cfg(test)]
@@ -374,6 +424,34 @@ mod tests {
         // However fast it writes, it keeps some of its time.
         let (_, taken, _) = simulate_throttled(&mut plan(Throttling::Steps), 65_536, 1000.0 * twice);
         assert_eq!(taken, MOST_TAKEN);
+    }
+
+    #[test]
+    fn who_wants_little_is_not_limited_and_leaves_the_rest_to_others() {
+        assert_eq!(limit_of_each(&[], 10.0), f64::INFINITY);
+        assert_eq!(limit_of_each(&[3.0, 4.0, 3.0], 10.0), f64::INFINITY);
+        assert_eq!(limit_of_each(&[0.0, 100.0], 10.0), 10.0);
+        assert_eq!(limit_of_each(&[2.0, 100.0, 50.0], 10.0), 4.0);
+        assert_eq!(limit_of_each(&[100.0, 100.0], 10.0), 5.0);
+    }
+
+    #[test]
+    fn only_vcpus_above_their_share_are_slowed_down() {
+        let mut plan = Plan::new(LIMIT, None, None).throttling(Throttling::DirtyLimit);
+        let second = Duration::from_secs(1);
+        // The link takes 100 MiB/s, and they write 200: 160, 40, next to nothing, and nothing.
+        let pages = (2.0 * LINK / PAGE) as u64;
+        let measured = |dirty| Measured { pages, bytes: LINK as u64, took: second, dirty };
+        plan.wrote(vec![pages * 8 / 10, pages * 2 / 10, 1, 0]);
+        assert_eq!(plan.pass_ended(measured(pages), second), Decision::Again);
+        // Of 50 MiB/s each may have 25.
+        let taken: Vec<u32> = (0..4).map(|vcpu| plan.taken_from(vcpu)).collect();
+        assert!((84..=85).contains(&taken[0]) && (37..=38).contains(&taken[1]), "{taken:?}");
+        assert_eq!((&taken[2..], plan.taken()), (&[0, 0][..], taken[0]));
+        // A pass by which nobody knows who writes takes no less from any.
+        plan.wrote(vec![0; 4]);
+        plan.pass_ended(measured(pages), 2 * second);
+        assert!((0..4).all(|vcpu| plan.taken_from(vcpu) >= taken[vcpu]));
     }
 
     #[test]

@@ -145,6 +145,11 @@ impl Owed {
         }
     }
 
+    /// How many pages each vCPU has written, where the tracker knows ([`DirtyTracker::written`]).
+    pub fn written(&self) -> Vec<u64> {
+        self.log().tracker.as_ref().map_or_else(Vec::new, |tracker| tracker.written())
+    }
+
     /// How long the longest clear has taken since this was last asked.
     pub fn longest_clear(&self) -> Duration {
         std::mem::take(&mut self.log().longest)

@@ -26,6 +26,8 @@ pub(super) struct Pass {
     began: Instant,
     sent_before: u64,
     spared_before: u64,
+    /// What each vCPU had written by then, where that is known.
+    written: Vec<u64>,
     owed_before: u64,
     /// How long it took to collect what is owed.
     harvest: Duration,
@@ -102,6 +104,7 @@ impl Sending {
             began: Instant::now(),
             sent_before: self.sent(),
             spared_before: self.spared(),
+            written: self.common.owed.written(),
             owed_before: self.common.owed.count(),
             harvest: std::mem::take(&mut self.harvest),
             at: At::default(),
@@ -146,7 +149,8 @@ impl Sending {
         let taken = self.plan.taken();
         if !paused && taken > 0 && self.napped.elapsed() >= PERIOD {
             self.napped = Instant::now();
-            self.throttle.nap(PERIOD * taken / 100);
+            let from = |vcpu: usize| self.plan.taken_from(vcpu);
+            self.throttle.nap_each(|vcpu| (from(vcpu) > 0).then(|| PERIOD * from(vcpu) / 100));
         }
         if !paused && let Some(wait) = self.plan.holds_back(self.began.elapsed()) {
             let mut poll = Poll::default();
@@ -236,6 +240,8 @@ impl Sending {
             dirty: self.common.owed.count(),
         };
         told.dirty = measured.dirty;
+        let written = self.common.owed.written();
+        self.plan.wrote(written.iter().zip(&pass.written).map(|(now, before)| now - before).collect());
         self.machine.say(Said::Word(Word::Pass(told)))?;
         let decision = self.plan.pass_ended(measured, self.began.elapsed());
         Ok(match decision {

@@ -24,10 +24,16 @@ impl Throttle {
     /// Has each vCPU that runs leave the guest for `time` from now, whatever it was told to sleep before; returns at once. What is
     /// left of it when a vCPU pauses is forgotten.
     pub fn nap(&self, time: Duration) {
-        let until = Instant::now() + time;
+        self.nap_each(|_| Some(time));
+    }
+
+    /// The same for as long as `time` says for each vCPU by its number; one for which it says nothing is left alone.
+    pub fn nap_each(&self, time: impl Fn(usize) -> Option<Duration>) {
+        let now = Instant::now();
         for shared in &self.0 {
+            let Some(time) = time(shared.index) else { continue };
             let mut inner = shared.lock();
-            inner.nap = Some(until);
+            inner.nap = Some(now + time);
             shared.drowsy.store(true, Ordering::SeqCst);
             inner.interrupt();
             drop(inner);

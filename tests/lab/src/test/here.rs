@@ -83,7 +83,7 @@ pub fn migration(options: &Options, tally: &mut Tally) -> Result<()> {
     if options.setup {
         setup::sshd(tally);
     }
-    for program in programs::named(&["interrupts", "migrate"])? {
+    for program in programs::named(&["interrupts", "migrate", "workload"])? {
         eprintln!("lab: {bed}: {}", program.path.display());
         let mut command = command(&program);
         command.args(&options.arguments).env("VELLUM_MIGRATION", "all");
