@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
 
-use crate::bed::kvm;
+use crate::bed::real;
 use crate::home::Home;
 use crate::snapshot::{files, points};
 use crate::{ends_with, every_page_is_right, succeeds};
@@ -35,7 +35,7 @@ fn chain(home: &Home, dir: &Path, memory: &str, more: u64) -> Result<crate::home
     Ok(here)
 }
 
-#[trial(kvm())]
+#[trial(real())]
 fn a_chain_that_was_merged_goes_on_where_it_was() -> Result<(), Failed> {
     let home = Home::new()?;
     let dir = home.path("snap");
@@ -63,7 +63,7 @@ fn a_chain_that_was_merged_goes_on_where_it_was() -> Result<(), Failed> {
 }
 
 /// Killed anywhere, it leaves the old chain or the new one, and nothing more once somebody else has written.
-#[trial(kvm())]
+#[trial(real())]
 fn a_merge_that_is_killed_leaves_a_whole_chain() -> Result<(), Failed> {
     let home = Home::new()?;
     let first = home.path("snap");
