@@ -7,13 +7,13 @@ use std::net::TcpListener;
 use harness::{Failed, ensure, trial};
 use vellum::migration::message::Message;
 
-use crate::bed::kvm;
+use crate::bed::real;
 use crate::home::{Home, VELLUM};
 use crate::relay::{Part, changed};
 use crate::{ends_with, every_page_is_right, moved, succeeds, with};
 
 /// Under load, by unix socket, TCP, a command, and several connections; every page is compared, and in the end its stamp looked at.
-#[trial(kvm())]
+#[trial(real())]
 fn pages_come_as_they_were_over_each_kind_of_connection() -> Result<(), Failed> {
     let home = Home::new()?;
     // A port that nobody has: the kernel's choice, given back.
@@ -53,7 +53,7 @@ fn pages_come_as_they_were_over_each_kind_of_connection() -> Result<(), Failed> 
 }
 
 /// A target of version 1, and one that has another compression: the guest stays, and hears why.
-#[trial(kvm())]
+#[trial(real())]
 fn a_target_without_the_compression_is_a_misfit() -> Result<(), Failed> {
     let old = |part: &mut Part| {
         if let Part::Message(Message::Hello { versions }) = part {

@@ -5,12 +5,12 @@ use std::fs;
 use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually, trial};
 use vellum::plant::{IMPOSSIBLE, POSSIBLE};
 
-use crate::bed::kvm;
+use crate::bed::{kvm, real};
 use crate::home::Home;
 use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 
 /// Each point of a chain, in slots of which none begins where a layer does, is right; the machine is then moved, saved, and restored again.
-#[trial(kvm())]
+#[trial(real())]
 fn memory_that_shows_files_is_right_and_moves_and_is_saved() -> Result<(), Failed> {
     let home = Home::new()?;
     let write = "--workload write,order=random,rate=20000,write=80";
@@ -65,7 +65,7 @@ fn memory_that_shows_files_is_right_and_moves_and_is_saved() -> Result<(), Faile
 }
 
 /// What clones of one snapshot have of their own is what they wrote, and not what they have.
-#[trial(kvm())]
+#[trial(real())]
 fn clones_share_the_pages_that_they_do_not_write() -> Result<(), Failed> {
     let home = Home::new()?;
     let here = home.run("here", "run --memory 64m --passes 0 --workload write,rate=20000,warm")?;
@@ -91,7 +91,7 @@ fn clones_share_the_pages_that_they_do_not_write() -> Result<(), Failed> {
 }
 
 /// A layer that becomes shorter under a machine ends it with the file's name.
-#[trial(kvm())]
+#[trial(real())]
 fn a_layer_that_becomes_shorter_is_named() -> Result<(), Failed> {
     let home = Home::new()?;
     let here = home.run("here", "run --memory 32m --passes 0 --workload write,rate=20000")?;
