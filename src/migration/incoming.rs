@@ -1,8 +1,12 @@
 //! A machine that is to come: the payload of a session that waits for it, and then the machine itself. Here is the event loop's side
-//! of an arrival, which does what the [`receiver`](super::receiver)'s thread demands.
+//! of an arrival, which does what the [`receiver`](super::receiver)'s thread demands; [`assembly`] makes the machine, and [`payload`] is what the
+//! session sees.
 //!
 //! What the guest sees comes from the source: how many vCPUs, which interrupt controller, how much memory, which devices. What the
 //! host sees is this process's own: what backs memory, where disks, networks and the serial port lead.
+
+mod assembly;
+mod payload;
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,38 +14,30 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvm_ioctls::Kvm;
-use serde_json::{Value, json};
+use serde_json::Value;
 use vmm_sys_util::eventfd::EventFd;
 
+use self::assembly::{Refused, assemble};
 use super::fence::{Fence, Word};
-use super::fit::{self, Parts, Tsc};
 use super::loading::{Loading, Way};
-use super::message::Misfit;
 use super::mobile::{Error, HELD, HELD_VERSION, HeldState, Mobile, now};
 use super::populating::Populating;
 use super::receiver::lanes::Lanes;
 use super::receiver::{Demand, Done, Place, Receiving, Said, Told};
 use super::threads::{self, Teller};
 use crate::arch::clocks::Meanwhile;
-use crate::arch::layout;
-use crate::control::{self, Came, Do, Event};
+use crate::control::{self, Came, Event};
 use crate::devices::console;
-use crate::dirty::{self, DirtyTracker, Method};
-use crate::guests::guest::{Guest, GuestConfig};
 use crate::guests::run::Run;
-use crate::guests::state as guest_state;
-use crate::machine::{self, Machine, Opened, Origin};
-use crate::memory::{Memory, MemoryConfig, Room, Slot, short_size};
+use crate::machine::{Machine, Opened};
+use crate::memory::{MemoryConfig, Room};
 use crate::payload::section::Sections;
-use crate::payload::state::{self, cut_like};
-use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves};
+use crate::payload::{Payload, Section};
 use crate::plant::{self, Mistake};
 use crate::sandbox::{Sandbox, ThreadKind};
 use crate::snapshot::disk;
 use crate::snapshot::source::Source;
 use crate::sys::pagemap::Pagemap;
-use crate::vm::lifecycle::Exit;
-use crate::vm::vcpu::Throttle;
 
 /// What this process has for a machine that comes.
 pub struct Host {
@@ -370,271 +366,4 @@ fn start_lanes(connections: u32, sandbox: Sandbox) -> Result<Lanes, String> {
         started.map_err(|error| format!("the thread of connection {number}: {error}"))?;
     }
     Ok(lanes)
-}
-
-/// Why a machine cannot come here.
-enum Refused {
-    Misfits(Vec<Misfit>),
-    Failed(String),
-}
-
-impl From<String> for Refused {
-    fn from(why: String) -> Self {
-        Self::Failed(why)
-    }
-}
-
-fn failed(error: impl std::fmt::Display) -> Refused {
-    Refused::Failed(error.to_string())
-}
-
-/// Maps as much memory as the source has, cut as it is there.
-fn map(room: &Room, config: MemoryConfig, size: u64, places: &[state::Place]) -> Result<Memory, Refused> {
-    let config = MemoryConfig { size, slots: 1, ..config };
-    let mut memory = Memory::map_within(room, layout::RAM, config).map_err(|error| {
-        Refused::Misfits(vec![Misfit {
-            what: "memory".into(),
-            source: short_size(size),
-            target: error.to_string(),
-            remedy: "use a target with more memory, or another backing there".into(),
-        }])
-    })?;
-    cut_like(&mut memory, places).map_err(failed)?;
-    Ok(memory)
-}
-
-fn fits(theirs: &Parts<'_>, ours: &Parts<'_>, tsc: Tsc) -> Result<(), Refused> {
-    let misfits = fit::misfits(theirs, ours, tsc);
-    if misfits.is_empty() { Ok(()) } else { Err(Refused::Misfits(misfits)) }
-}
-
-/// Makes the like of what `config` describes.
-fn assemble(host: Host, config: Value) -> Result<Arrived, Refused> {
-    let Host { kvm, devices, serial, memory, room, pagemap, other_tsc, sandbox } = host;
-    if config["kind"] == "built-in" {
-        if let Some(name) = devices.names().next() {
-            return Err(Refused::Misfits(vec![Misfit {
-                what: name.to_owned(),
-                source: "a guest without devices".into(),
-                target: "a device".into(),
-                remedy: "leave it out there".into(),
-            }]));
-        }
-        let described = guest_state::Description::from_json(config).map_err(failed)?;
-        let mut config = described.run(memory).map_err(failed)?;
-        // The host's side, as what backs memory is: whether the source had one says nothing here.
-        config.dirty_ring = devices.dirty_ring();
-        let memory = map(&room, memory, described.memory, described.ram())?;
-        let enter = move |index: usize| {
-            sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
-        };
-        let guest = GuestConfig {
-            page: config.page,
-            cpuid: config.cpuid.clone(),
-            dirty_ring: config.dirty_ring,
-            enter: Arc::new(enter),
-            ..GuestConfig::new(config.vcpus)
-        };
-        let guest = Guest::start(&kvm, memory, guest).map_err(failed)?;
-        let mut run = Run::new(guest, config).map_err(failed)?;
-        let here = run.description();
-        let [theirs, ours] = [&described, &here].map(|guest| Parts {
-            cpuid: &guest.cpuid,
-            tsc_khz: Some(guest.tsc_khz),
-            devices: &[],
-        });
-        fits(&theirs, &ours, Tsc { scales: run.guest.scales_tsc(), allowed: other_tsc })?;
-        if other_tsc {
-            run.guest.allow_other_tsc();
-        }
-        return Ok(Arrived::BuiltIn(Box::new(Mobile::new(run, sandbox, pagemap).map_err(failed)?)));
-    }
-    let described = machine::state::Description::from_json(config).map_err(failed)?;
-    let memory = map(&room, memory, described.memory, &described.slots)?;
-    let devices = devices.become_like(&described).map_err(failed)?;
-    let board = devices.assemble(&kvm, || Ok(memory)).map_err(failed)?;
-    let origin = Origin::State { test_devices: described.test_devices };
-    let mut machine = board.start(origin, serial, sandbox).map_err(failed)?;
-    let here = machine.description();
-    let [theirs, ours] = [&described, &here].map(|machine| Parts {
-        cpuid: &machine.cpuid,
-        tsc_khz: machine.tsc_khz,
-        devices: &machine.devices,
-    });
-    fits(&theirs, &ours, Tsc { scales: machine.scales_tsc(), allowed: other_tsc })?;
-    if other_tsc {
-        machine.allow_other_tsc();
-    }
-    Ok(Arrived::Pc(Box::new(Mobile::new(machine, sandbox, pagemap).map_err(failed)?)))
-}
-
-impl Payload for Incoming {
-    type Error = Error;
-
-    fn serves(&mut self) -> Serves {
-        let mut serves = self.payload().map(Payload::serves).unwrap_or_default();
-        if !std::mem::replace(&mut self.served, true) {
-            serves.wakes.push(self.wake.clone());
-        }
-        serves
-    }
-
-    fn confinement(&self) -> ThreadKind {
-        ThreadKind::Receiver
-    }
-
-    fn start(&mut self) -> Result<(), Error> {
-        let Some(bringer) = self.bringer.take() else { return Ok(()) };
-        let sandbox = self.sandbox;
-        let body = move || match sandbox.enter(ThreadKind::Migration, "migration") {
-            Ok(()) => bringer.run(),
-            Err(error) => tracing::error!("{error}"),
-        };
-        // It ends when this side of its channels is gone, or when the source has understood.
-        let started = std::thread::Builder::new().name("migration".into()).spawn(body);
-        started.map(drop).map_err(|error| Error::Host("the thread of the migration", error))
-    }
-
-    fn poll(&mut self) -> Result<Option<Exit>, Error> {
-        let _ = self.wake.read();
-        self.serve();
-        let over = self.over;
-        if let Some(payload) = self.payload() {
-            return payload.poll();
-        }
-        if over {
-            let gone = || Error::Gone("no machine has come: the source has gone".into());
-            return Err(self.gone.take().unwrap_or_else(gone));
-        }
-        Ok(None)
-    }
-
-    fn pause(&mut self) -> Result<(), Error> {
-        self.payload().map_or(Err(Error::Absent), Payload::pause)
-    }
-
-    fn resume(&mut self) {
-        if let Some(payload) = self.payload() {
-            payload.resume();
-        }
-    }
-
-    fn request_end(&mut self) -> bool {
-        match self.payload() {
-            Some(payload) => payload.request_end(),
-            None => false,
-        }
-    }
-
-    fn outline(&self) -> Outline {
-        self.view().map(Payload::outline).unwrap_or_default()
-    }
-
-    fn progress(&self) -> Option<Progress> {
-        self.view().and_then(Payload::progress)
-    }
-
-    fn is_paused(&self) -> bool {
-        self.view().is_some_and(Payload::is_paused)
-    }
-
-    fn tracker(&self) -> Option<&'static str> {
-        self.view().and_then(Payload::tracker)
-    }
-
-    fn standing(&self) -> Option<&'static str> {
-        match self.view() {
-            Some(payload) => payload.standing(),
-            None => Some(self.standing),
-        }
-    }
-
-    fn news(&mut self) -> Vec<Event> {
-        let mut news = std::mem::take(&mut self.news);
-        if let Some(payload) = self.payload() {
-            news.append(&mut payload.news());
-        }
-        news
-    }
-
-    fn ask(&mut self, what: &Do, descriptors: Vec<OwnedFd>) -> Result<Value, String> {
-        if let Some(payload) = self.payload() {
-            return payload.ask(what, descriptors);
-        }
-        match what {
-            Do::Resume { force: true } => self.thread.tell(Told::Force),
-            Do::MigrateCancel {} => self.thread.tell(Told::Cancel("it was cancelled on the target".into())),
-            _ => return Err(Error::Absent.to_string()),
-        }
-        Ok(json!({}))
-    }
-
-    fn stop(&mut self) {
-        if let Some(payload) = self.payload() {
-            payload.stop();
-        }
-    }
-
-    fn describe(&self) -> Value {
-        self.view().map_or(Value::Null, Payload::describe)
-    }
-
-    fn memory(&self) -> Vec<Slot> {
-        self.view().map(Payload::memory).unwrap_or_default()
-    }
-
-    fn ram(&self) -> Memory {
-        self.view().map(Payload::ram).expect("nobody asks for the memory of a machine that has not come")
-    }
-
-    fn disks(&self) -> Vec<Disk> {
-        self.view().map(Payload::disks).unwrap_or_default()
-    }
-
-    fn throttle(&self) -> Throttle {
-        // Of no vCPU, while there is none.
-        self.view().map_or_else(|| Throttle::new(&[]), Payload::throttle)
-    }
-
-    fn track(&mut self, method: Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
-        self.payload().map_or(Err(dirty::Error::TooLate), |payload| payload.track(method))
-    }
-
-    fn save(&mut self) -> Result<Vec<Section>, Error> {
-        self.payload().map_or(Err(Error::Absent), Payload::save)
-    }
-
-    fn restore(&mut self, sections: Vec<Section>, meanwhile: Meanwhile) -> Result<(), Error> {
-        self.payload().map_or(Err(Error::Absent), |payload| payload.restore(sections, meanwhile))
-    }
-
-    fn commit(&mut self) -> Result<(), Error> {
-        self.payload().map_or(Err(Error::Absent), Payload::commit)
-    }
-
-    fn renew(&mut self) -> Result<(), Error> {
-        self.payload().map_or(Err(Error::Absent), Payload::renew)
-    }
-
-    fn release(&mut self) {
-        if let Some(payload) = self.payload() {
-            payload.release();
-        }
-    }
-
-    fn retake(&mut self) -> Result<(), Error> {
-        self.payload().map_or(Err(Error::Absent), Payload::retake)
-    }
-
-    fn take_typed(&mut self) -> Vec<u8> {
-        self.payload().map(Payload::take_typed).unwrap_or_default()
-    }
-
-    fn give_typed(&mut self, typed: &[u8]) {
-        self.payload().into_iter().for_each(|payload| payload.give_typed(typed));
-    }
-
-    fn flushed(&mut self) -> bool {
-        self.payload().is_none_or(Payload::flushed)
-    }
 }

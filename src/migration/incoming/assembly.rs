@@ -1,0 +1,115 @@
+//! A machine like the one that a source describes, made of what this process has; or every reason why it cannot be.
+
+use std::io;
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::{Arrived, Host};
+use crate::arch::layout;
+use crate::guests::guest::{Guest, GuestConfig};
+use crate::guests::run::Run;
+use crate::guests::state as guest_state;
+use crate::machine::{self, Origin};
+use crate::memory::{Memory, MemoryConfig, Room, short_size};
+use crate::migration::fit::{self, Parts, Tsc};
+use crate::migration::message::Misfit;
+use crate::migration::mobile::Mobile;
+use crate::payload::state::{self, cut_like};
+use crate::sandbox::ThreadKind;
+
+/// Why a machine cannot come here.
+pub(super) enum Refused {
+    Misfits(Vec<Misfit>),
+    Failed(String),
+}
+
+impl From<String> for Refused {
+    fn from(why: String) -> Self {
+        Self::Failed(why)
+    }
+}
+
+fn failed(error: impl std::fmt::Display) -> Refused {
+    Refused::Failed(error.to_string())
+}
+
+/// Maps as much memory as the source has, cut as it is there.
+fn map(room: &Room, config: MemoryConfig, size: u64, places: &[state::Place]) -> Result<Memory, Refused> {
+    let config = MemoryConfig { size, slots: 1, ..config };
+    let mut memory = Memory::map_within(room, layout::RAM, config).map_err(|error| {
+        Refused::Misfits(vec![Misfit {
+            what: "memory".into(),
+            source: short_size(size),
+            target: error.to_string(),
+            remedy: "use a target with more memory, or another backing there".into(),
+        }])
+    })?;
+    cut_like(&mut memory, places).map_err(failed)?;
+    Ok(memory)
+}
+
+fn fits(theirs: &Parts<'_>, ours: &Parts<'_>, tsc: Tsc) -> Result<(), Refused> {
+    let misfits = fit::misfits(theirs, ours, tsc);
+    if misfits.is_empty() { Ok(()) } else { Err(Refused::Misfits(misfits)) }
+}
+
+/// Makes the like of what `config` describes.
+pub(super) fn assemble(host: Host, config: Value) -> Result<Arrived, Refused> {
+    let Host { kvm, devices, serial, memory, room, pagemap, other_tsc, sandbox } = host;
+    if config["kind"] == "built-in" {
+        if let Some(name) = devices.names().next() {
+            return Err(Refused::Misfits(vec![Misfit {
+                what: name.to_owned(),
+                source: "a guest without devices".into(),
+                target: "a device".into(),
+                remedy: "leave it out there".into(),
+            }]));
+        }
+        let described = guest_state::Description::from_json(config).map_err(failed)?;
+        let mut config = described.run(memory).map_err(failed)?;
+        // The host's side, as what backs memory is: whether the source had one says nothing here.
+        config.dirty_ring = devices.dirty_ring();
+        let memory = map(&room, memory, described.memory, described.ram())?;
+        let enter = move |index: usize| {
+            sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
+        };
+        let guest = GuestConfig {
+            page: config.page,
+            cpuid: config.cpuid.clone(),
+            dirty_ring: config.dirty_ring,
+            enter: Arc::new(enter),
+            ..GuestConfig::new(config.vcpus)
+        };
+        let guest = Guest::start(&kvm, memory, guest).map_err(failed)?;
+        let mut run = Run::new(guest, config).map_err(failed)?;
+        let here = run.description();
+        let [theirs, ours] = [&described, &here].map(|guest| Parts {
+            cpuid: &guest.cpuid,
+            tsc_khz: Some(guest.tsc_khz),
+            devices: &[],
+        });
+        fits(&theirs, &ours, Tsc { scales: run.guest.scales_tsc(), allowed: other_tsc })?;
+        if other_tsc {
+            run.guest.allow_other_tsc();
+        }
+        return Ok(Arrived::BuiltIn(Box::new(Mobile::new(run, sandbox, pagemap).map_err(failed)?)));
+    }
+    let described = machine::state::Description::from_json(config).map_err(failed)?;
+    let memory = map(&room, memory, described.memory, &described.slots)?;
+    let devices = devices.become_like(&described).map_err(failed)?;
+    let board = devices.assemble(&kvm, || Ok(memory)).map_err(failed)?;
+    let origin = Origin::State { test_devices: described.test_devices };
+    let mut machine = board.start(origin, serial, sandbox).map_err(failed)?;
+    let here = machine.description();
+    let [theirs, ours] = [&described, &here].map(|machine| Parts {
+        cpuid: &machine.cpuid,
+        tsc_khz: machine.tsc_khz,
+        devices: &machine.devices,
+    });
+    fits(&theirs, &ours, Tsc { scales: machine.scales_tsc(), allowed: other_tsc })?;
+    if other_tsc {
+        machine.allow_other_tsc();
+    }
+    Ok(Arrived::Pc(Box::new(Mobile::new(machine, sandbox, pagemap).map_err(failed)?)))
+}
