@@ -1,7 +1,7 @@
 //! What becomes of the guest when the link is late or cut, or one side ends, in the hand-over most of all.
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
 use std::sync::atomic::Ordering;
@@ -15,7 +15,9 @@ use vellum::sys::mmap::PAGE_SIZE;
 use crate::bed::real;
 use crate::home::Home;
 use crate::images::Code;
-use crate::relay::{Fault, bytes, held_back, held_back_until_again, relay, until_fit};
+use crate::relay::{
+    Fault, bytes, held_back, held_back_until_again, next_frame, relay, unconfirmed, until_fit,
+};
 use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 
 /// READY comes too late: the guest runs on, and the next attempt moves it. Both kinds restore twice then.
@@ -65,19 +67,14 @@ fn full_from_pass(home: &Home, pass: u32) -> Result<(Sender<()>, Receiver<()>), 
         let mut decoder = Decoder::new(None, PAGE_SIZE as u32);
         let mut reached = Some(reached);
         loop {
-            let mut head = [0; HEADER];
-            source.read_exact(&mut head)?;
-            let header = decoder.header(&head).map_err(std::io::Error::other)?;
-            let mut payload = vec![0; header.len as usize];
-            source.read_exact(&mut payload)?;
-            let frame = decoder.payload(&header, &payload).map_err(std::io::Error::other)?;
+            let (header, raw) = next_frame(&mut source, &mut decoder)?;
+            let frame = decoder.payload(&header, &raw[HEADER..]).map_err(std::io::Error::other)?;
             if matches!(frame, Frame::Run(run, _) if run.pass == pass)
                 && let Some(reached) = reached.take()
             {
                 let _ = (reached.send(()), until.recv());
             }
-            target.write_all(&head)?;
-            target.write_all(&payload)?;
+            target.write_all(&raw)?;
         }
     });
     Ok((release, full))
@@ -166,13 +163,8 @@ fn a_source_that_is_ended_after_commit_leaves_the_guest_to_the_target() -> Resul
         let home = Home::new()?;
         let here = home.run("here", "run --memory 16m --passes 0")?;
         let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
-        let after = until_fit() + bytes(&[Message::Ready { attempt: 1 }]);
-        let (courier, release) = held_back(&home, after, "--liveness 1h")?;
-        eventually(LIMIT, "the target runs", || {
-            Ok((home.standing("there").as_deref() == Some("running")).then_some(()))
-        })?;
+        let (courier, release) = unconfirmed(&home)?;
         let standing = home.standing("here");
-        ensure(standing.as_deref() == Some("handover-unconfirmed"), || format!("it is {standing:?}"))?;
         let paused = home.vellum("ctl here pause")?;
         let refused = String::from_utf8_lossy(&paused.stderr).contains("is being handed over");
         ensure(paused.status.code() == Some(1) && refused, || format!("{paused:?}"))?;

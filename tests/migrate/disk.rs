@@ -4,12 +4,11 @@ use std::fs;
 use std::path::PathBuf;
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
-use vellum::migration::message::Message;
 
 use crate::bed::real;
 use crate::home::Home;
 use crate::numbered;
-use crate::relay::{bytes, held_back, until_fit};
+use crate::relay::unconfirmed;
 
 /// A guest that writes numbers to its disk, flushes and says each. While the source is still there, and the target is killed in the midst
 /// of its writing: no number is left out or said twice, what was flushed is in the image, and nothing older was written over it.
@@ -30,13 +29,7 @@ fn a_disk_has_one_writer_and_keeps_what_was_flushed() -> Result<(), Failed> {
         let said = |file: &PathBuf| Ok((fs::metadata(file)?.len() > 4 * 5 * SECTORS as u64).then_some(()));
         eventually(LIMIT, "it writes", || said(&out))?;
         let mut there = home.receive("there", &devices(&far))?;
-        let after = until_fit() + bytes(&[Message::Ready { attempt: 1 }]);
-        let (courier, release) = held_back(&home, after, "--liveness 1h")?;
-        eventually(LIMIT, "the target runs", || {
-            Ok((home.standing("there").as_deref() == Some("running")).then_some(()))
-        })?;
-        let standing = home.standing("here");
-        ensure(standing.as_deref() == Some("handover-unconfirmed"), || format!("it is {standing:?}"))?;
+        let (courier, release) = unconfirmed(&home)?;
         let before = fs::read(&out)?;
         eventually(LIMIT, "it writes on", || said(&far))?;
         there.child.kill()?;

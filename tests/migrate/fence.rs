@@ -1,7 +1,7 @@
 //! Two processes of one host share a fence: a link that is lost around COMMIT, with or without one of them, is decided by that, and nobody
 //! connects again or asks.
 
-use std::io::{Read, Write};
+use std::io::Write;
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -17,6 +17,7 @@ use vellum::sys::socket;
 
 use crate::bed::real;
 use crate::home::Home;
+use crate::relay::next_frame;
 use crate::{ends_with, every_page_is_right, succeeds};
 
 /// A relay that carries the fence, too, and cuts the link at COMMIT, which it delivers or not; before that it kills `victim`.
@@ -42,19 +43,14 @@ fn cut_at_commit(home: &Home, deliver: bool, victim: Option<u32>) -> Result<(), 
         let hello = first.first_chunk().expect("a whole header");
         assert_eq!(decoder.header(hello).expect("a header").len as usize, count - HEADER);
         loop {
-            let mut head = [0; HEADER];
-            source.read_exact(&mut head)?;
-            let header = decoder.header(&head).map_err(std::io::Error::other)?;
-            let mut payload = vec![0; header.len as usize];
-            source.read_exact(&mut payload)?;
-            let frame = decoder.payload(&header, &payload).map_err(std::io::Error::other)?;
+            let (header, raw) = next_frame(&mut source, &mut decoder)?;
+            let frame = decoder.payload(&header, &raw[HEADER..]).map_err(std::io::Error::other)?;
             let commit = matches!(frame, Frame::Message(Message::Commit { .. }));
             if let Some(victim) = victim.filter(|_| commit) {
                 let _ = Command::new("kill").args(["-KILL", &victim.to_string()]).status();
             }
             if !commit || deliver {
-                target.write_all(&head)?;
-                target.write_all(&payload)?;
+                target.write_all(&raw)?;
             }
             if commit {
                 let _ = (source.shutdown(Shutdown::Both), target.shutdown(Shutdown::Both));

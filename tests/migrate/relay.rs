@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use harness::Failed;
+use harness::{Failed, LIMIT, ensure, eventually};
 use serde_json::Value;
 use vellum::migration::message::{Message, SessionId};
-use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Section};
+use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Header, Section};
 use vellum::sys::mmap::PAGE_SIZE;
 
 use crate::home::{Home, Process};
@@ -99,6 +99,29 @@ pub fn held_back(home: &Home, after: u64, more: &str) -> Result<(Process, Sender
     Ok((home.courier(&line)?, release))
 }
 
+/// The next frame that comes, header and payload as they are; and what the header says.
+pub fn next_frame(from: &mut UnixStream, decoder: &mut Decoder) -> std::io::Result<(Header, Vec<u8>)> {
+    let mut raw = vec![0; HEADER];
+    from.read_exact(&mut raw)?;
+    let head = raw.first_chunk().expect("as many bytes as a header has");
+    let header = decoder.header(head).map_err(std::io::Error::other)?;
+    raw.resize(HEADER + header.len as usize, 0);
+    from.read_exact(&mut raw[HEADER..])?;
+    Ok((header, raw))
+}
+
+/// A migration that the target has taken, while the source does not hear of it: the courier, and what lets it hear when it is dropped.
+pub fn unconfirmed(home: &Home) -> Result<(Process, Sender<()>), Failed> {
+    let after = until_fit() + bytes(&[Message::Ready { attempt: 1 }]);
+    let held = held_back(home, after, "--liveness 1h")?;
+    eventually(LIMIT, "the target runs", || {
+        Ok((home.standing("there").as_deref() == Some("running")).then_some(()))
+    })?;
+    let standing = home.standing("here");
+    ensure(standing.as_deref() == Some("handover-unconfirmed"), || format!("it is {standing:?}"))?;
+    Ok(held)
+}
+
 /// A part of a stream that can be read and changed.
 pub enum Part {
     Message(Message),
@@ -119,16 +142,11 @@ pub fn changed(from: &Path, to: PathBuf, change: impl Fn(&mut Part) + Send + 'st
         let mut decoder = Decoder::new(None, PAGE_SIZE as u32);
         let mut encoder = Encoder::new(SessionId([0; 16]));
         loop {
-            let mut head = [0; HEADER];
-            if let Err(error) = source.read_exact(&mut head) {
-                let _ = target.shutdown(Shutdown::Both);
-                return Err(error);
-            }
-            let header = decoder.header(&head).map_err(std::io::Error::other)?;
+            let next = next_frame(&mut source, &mut decoder);
+            let (header, raw) = next.inspect_err(|_| drop(target.shutdown(Shutdown::Both)))?;
             encoder.set_session(decoder.session().expect("a frame has come"));
-            let mut payload = vec![0; header.len as usize];
-            source.read_exact(&mut payload)?;
-            let frame = match decoder.payload(&header, &payload).map_err(std::io::Error::other)? {
+            let payload = &raw[HEADER..];
+            let frame = match decoder.payload(&header, payload).map_err(std::io::Error::other)? {
                 Frame::Message(message) => {
                     let mut part = Part::Message(message);
                     change(&mut part);
@@ -142,7 +160,7 @@ pub fn changed(from: &Path, to: PathBuf, change: impl Fn(&mut Part) + Send + 'st
                     let body = serde_json::to_vec(&state)?;
                     encoder.section(&Section { name: &name, version, body: &body })
                 }
-                _ => [&encoder.header(header.kind, &[&payload])[..], &payload].concat(),
+                _ => [&encoder.header(header.kind, &[payload])[..], payload].concat(),
             };
             target.write_all(&frame)?;
         }

@@ -1,7 +1,7 @@
 //! `--verify`: every page is compared while both sides stand still, and a page that came wrong ends the migration.
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 
@@ -12,6 +12,7 @@ use vellum::sys::mmap::PAGE_SIZE;
 use crate::bed::kvm;
 use crate::home::Home;
 use crate::images::Code;
+use crate::relay::next_frame;
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
 /// How many pages were compared, as the courier says it.
@@ -92,11 +93,8 @@ fn carry(mut from: UnixStream, mut to: UnixStream, lose: bool) -> std::io::Resul
     let mut encoder: Option<Encoder> = None;
     let mut done = false;
     loop {
-        let mut head = [0; HEADER];
-        from.read_exact(&mut head)?;
-        let header = decoder.header(&head).map_err(std::io::Error::other)?;
-        let mut payload = vec![0; header.len as usize];
-        from.read_exact(&mut payload)?;
+        let (header, mut raw) = next_frame(&mut from, &mut decoder)?;
+        let mut payload = raw.split_off(HEADER);
         let is_frame = decoder.payload(&header, &payload);
         assert!(matches!(
             is_frame,
