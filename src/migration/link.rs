@@ -81,6 +81,8 @@ pub struct Link {
     until: Option<Instant>,
     /// What was left to send then, and goes before anything else.
     rest: Vec<u8>,
+    /// Whether the peer has closed it, and what was sent last is lost.
+    closed: bool,
     /// What has come with messages before it was admitted.
     descriptor: Option<OwnedFd>,
     /// Whether pages and state may come, which are much larger than messages.
@@ -109,6 +111,7 @@ impl Link {
             wake: None,
             until: None,
             rest: Vec::new(),
+            closed: false,
             descriptor: None,
             admitted: false,
             sent: 0,
@@ -195,9 +198,22 @@ impl Link {
 
     /// Sends frames whole, or as much of them as the peer takes [in time](Link::set_until).
     ///
+    /// A peer that has closed the link may have said why, or more. The first time that something cannot be sent for that reason, the
+    /// error is left to [`Link::receive`], which has the peer's last words first.
+    ///
     /// # Errors
     /// Where the peer is gone, or takes nothing for too long.
     pub fn send(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        match self.send_or_keep(bytes) {
+            Err(Error::Closed) if !self.closed => {
+                self.closed = true;
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    fn send_or_keep(&mut self, bytes: &[u8]) -> Result<(), Error> {
         if !self.rest.is_empty() {
             let rest = std::mem::take(&mut self.rest);
             let sent = self.push(&rest)?;
@@ -292,7 +308,9 @@ impl Link {
             match received {
                 Ok(0) => return Err(Error::Closed),
                 Ok(count) => self.filled += count,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return if self.closed { Err(Error::Closed) } else { Ok(None) };
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error.into()),
             }
@@ -357,6 +375,18 @@ mod tests {
         link.set_liveness(Duration::from_millis(1));
         let all = vec![0; 64 << 20];
         assert!(matches!(link.send(&all), Err(Error::Silent(_))));
+    }
+
+    #[test]
+    fn the_last_words_of_a_peer_are_heard_by_one_who_speaks() {
+        let (mut there, mut link) = pair();
+        let abort = Message::Abort { why: "the disk is gone".into() };
+        there.write_all(&Encoder::new(SESSION).message(&abort)).unwrap();
+        drop(there);
+        link.say(&Message::Query {}).unwrap();
+        assert_eq!(link.receive().unwrap(), Some(Frame::Message(abort)));
+        assert!(matches!(link.receive(), Err(Error::Closed)));
+        assert!(matches!(link.say(&Message::Query {}), Err(Error::Closed)));
     }
 
     /// A peer that takes nothing for a while has lost nothing of what was sent to it meanwhile.

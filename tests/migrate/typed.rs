@@ -52,8 +52,6 @@ fn what_is_typed_in_the_final_pass_gets_to_the_guest_once() -> Result<(), Failed
             comes(&out, &[b"before ", TYPED].concat())?;
             keys.write_all(b" after")?;
             comes(&out, &[b"before ", TYPED, b" after"].concat())?;
-            // It had said READY, and has not heard that it is not needed.
-            succeeds(&home.vellum("ctl there stop")?)?;
             ends_with(there, 1)?;
             drop(release);
             succeeds(&home.vellum("ctl here stop")?)?;
