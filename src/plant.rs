@@ -59,13 +59,15 @@ pub enum Mistake {
     DisksUnchecked,
     /// Memory that shows a file, and that nobody has looked at, is taken for empty.
     ShownLeftOut,
+    /// Memory that was untouched at first, and of which the log says nothing, is not looked at again.
+    SilenceLeftOut,
     /// vCPUs that write little are slowed down like those that write much.
     AllThrottledAlike,
 }
 
 impl Mistake {
     /// Their names as they are planted.
-    pub const NAMES: [(&str, Self); 21] = [
+    pub const NAMES: [(&str, Self); 22] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -86,6 +88,7 @@ impl Mistake {
         ("vmgenid-unchanged", Self::VmGenIdUnchanged),
         ("disks-unchecked", Self::DisksUnchecked),
         ("shown-left-out", Self::ShownLeftOut),
+        ("silence-left-out", Self::SilenceLeftOut),
         ("all-throttled-alike", Self::AllThrottledAlike),
     ];
 }

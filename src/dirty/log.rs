@@ -97,16 +97,17 @@ impl DirtyTracker for LogTracker {
         Ok(())
     }
 
-    fn clear_chunks(&mut self, index: usize, pages: Range<u64>) -> Result<u64, Error> {
+    fn clear_chunks(&mut self, index: usize, pages: Range<u64>) -> Result<Range<u64>, Error> {
         let Some(log) = self.slots.logs.get(index).filter(|_| self.method.is_manual()) else {
-            return Ok(u64::MAX);
+            return Ok(0..u64::MAX);
         };
-        let chunks = pages.start / self.chunk..pages.end.min(log.pages()).div_ceil(self.chunk);
+        let count = log.pages();
+        let chunks = pages.start / self.chunk..pages.end.min(count).div_ceil(self.chunk);
         for chunk in chunks.clone() {
             let words = self.clear_chunk(&self.slots.logs[index], chunk)?;
             self.slots.logs[index].words[words].fill(0);
         }
-        Ok(chunks.end * self.chunk)
+        Ok(chunks.start * self.chunk..count.min(chunks.end * self.chunk))
     }
 }
 

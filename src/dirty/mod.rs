@@ -369,13 +369,13 @@ pub trait DirtyTracker: Send {
     }
 
     /// Clears and protects what [`DirtyTracker::get`] or [`DirtyTracker::collect_deferred`] read of the chunks that hold `pages` of the
-    /// `index`th tracked slot, and takes it out of [`DirtyTracker::logs`]: a second call does nothing. Those pages may be read when this
-    /// returns, and the slot's further pages before the one that it returns. A slot that is not tracked has nothing to clear.
+    /// `index`th tracked slot, and takes it out of [`DirtyTracker::logs`]: a second call does nothing. The slot's pages of those chunks,
+    /// which it returns, may be read from then on. A slot that is not tracked has nothing to clear.
     ///
     /// # Errors
     /// Where KVM refuses; what could not be cleared is still in the logs.
-    fn clear_chunks(&mut self, _index: usize, _pages: Range<u64>) -> Result<u64, Error> {
-        Ok(u64::MAX)
+    fn clear_chunks(&mut self, _index: usize, _pages: Range<u64>) -> Result<Range<u64>, Error> {
+        Ok(0..u64::MAX)
     }
 
     /// The latest collection, slot by slot.

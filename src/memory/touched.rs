@@ -4,6 +4,7 @@
 //! log of writes is on, the answer and the log together name every page that is not zero.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Backing, Memory, Slot};
@@ -12,48 +13,52 @@ use crate::sys::mmap::PAGE_SIZE;
 use crate::sys::pagemap::{self, Pagemap};
 
 impl Memory {
-    /// The pages of `slot`, which is of this memory or an alias, that may be other than zero, a bit a page; `None` where nobody can
-    /// tell, as with huge pages and with shared memory that has no descriptor, or where `pagemap` is missing.
+    /// Tells `found` which of the pages `pages` of `slot`, which is of this memory or an alias, may be other than zero, as runs; false
+    /// where nobody can tell, as with huge pages and with shared memory that has no descriptor, or where `pagemap` is missing.
     ///
     /// # Errors
     /// What the kernel says.
-    pub fn touched(&self, pagemap: Option<&Pagemap>, slot: &Slot) -> io::Result<Option<Vec<u64>>> {
-        let mut words = vec![0u64; slot.bitmap_words()];
-        let mut mark = |run: std::ops::Range<u64>| {
-            for page in run {
-                words[(page / 64) as usize] |= 1 << (page % 64);
-            }
-        };
+    pub fn touched(
+        &self,
+        pagemap: Option<&Pagemap>,
+        slot: &Slot,
+        pages: Range<u64>,
+        mut found: impl FnMut(Range<u64>),
+    ) -> io::Result<bool> {
+        let (first, count) = (pages.start, pages.end - pages.start);
+        let offset = slot.offset() + first * PAGE_SIZE;
         // What shows a file is what that has, whoever has looked at it.
         let shown = self.shown.get().filter(|_| !plant::is(Mistake::ShownLeftOut));
         for shown in shown.into_iter().flatten() {
-            let (start, end) = (shown.start.max(slot.offset()), shown.end.min(slot.range().end));
+            let (start, end) = (shown.start.max(offset), shown.end.min(offset + count * PAGE_SIZE));
             if start < end {
-                mark((start - slot.offset()) / PAGE_SIZE..(end - slot.offset()) / PAGE_SIZE);
+                found((start - slot.offset()) / PAGE_SIZE..(end - slot.offset()) / PAGE_SIZE);
             }
         }
+        let found = |run: Range<u64>| found(first + run.start..first + run.end);
         match (self.config.backing, pagemap, &self.file) {
             (Backing::Anonymous | Backing::Thp, Some(pagemap), _) => {
-                pagemap.there(slot.mapping(), slot.offset(), slot.pages(), &mut mark)?;
+                pagemap.there(slot.mapping(), offset, count, found)?;
             }
-            (Backing::Memfd, _, Some(file)) => pagemap::data(file, slot.offset(), slot.pages(), &mut mark)?,
-            _ => return Ok(None),
+            (Backing::Memfd, _, Some(file)) => pagemap::data(file, offset, count, found)?,
+            _ => return Ok(false),
         }
-        Ok(Some(words))
+        Ok(true)
     }
 
-    /// The pages of `slot`, of this memory or another, that may be other than zero, a bit a page: all of them where nobody can tell.
-    pub fn perhaps_touched(&self, pagemap: Option<&Pagemap>, slot: &Slot) -> Vec<u64> {
+    /// Tells `found` which of the pages `pages` of `slot`, of this memory or another, may be other than zero, as runs: all of them
+    /// where nobody can tell.
+    pub fn perhaps_touched(
+        &self,
+        pagemap: Option<&Pagemap>,
+        slot: &Slot,
+        pages: Range<u64>,
+        mut found: impl FnMut(Range<u64>),
+    ) {
         let is_ram = Arc::ptr_eq(slot.mapping(), &self.mapping);
-        let known = is_ram.then(|| self.touched(pagemap, slot).ok().flatten()).flatten();
-        known.unwrap_or_else(|| {
-            let mut words = vec![u64::MAX; slot.bitmap_words()];
-            let rest = slot.pages() % 64;
-            if let (Some(last), 1..) = (words.last_mut(), rest) {
-                *last = (1 << rest) - 1;
-            }
-            words
-        })
+        if !is_ram || !matches!(self.touched(pagemap, slot, pages.clone(), &mut found), Ok(true)) {
+            found(pages);
+        }
     }
 }
 
@@ -79,24 +84,32 @@ mod tests {
             }
             for _ in 0..2 {
                 for (slot, page) in memory.slots().iter().zip(pages) {
-                    let Some(words) = memory.touched(Some(&pagemap), slot).unwrap() else {
-                        assert_eq!(backing, Backing::Shmem);
-                        let all = memory.perhaps_touched(Some(&pagemap), slot);
-                        let count: u32 = all.iter().map(|word| word.count_ones()).sum();
-                        assert_eq!(u64::from(count), slot.pages());
-                        continue;
-                    };
                     let page = page - slot.offset() / PAGE_SIZE;
-                    assert_eq!(words[page as usize / 64] >> (page % 64) & 1, 1, "{backing}: page {page}");
+                    let told = |within: Range<u64>| {
+                        let mut told = Vec::new();
+                        let known = memory.touched(Some(&pagemap), slot, within, |run| told.extend(run));
+                        (known.unwrap(), told)
+                    };
+                    let (known, told_of) = told(0..slot.pages());
+                    assert_eq!(known, backing != Backing::Shmem);
+                    if !known {
+                        let mut all = 0;
+                        let count = |run: Range<u64>| all += run.end - run.start;
+                        memory.perhaps_touched(Some(&pagemap), slot, 0..slot.pages(), count);
+                        assert_eq!(all, slot.pages());
+                        continue;
+                    }
+                    assert!(told_of.contains(&page), "{backing}: page {page}");
                     // A huge page is there as a whole.
                     let most = if backing == Backing::Thp { 512 } else { 1 };
-                    let count: u32 = words.iter().map(|word| word.count_ones()).sum();
-                    assert!((1..=most).contains(&count), "{backing}: {count} pages");
+                    assert!((1..=most).contains(&told_of.len()), "{backing}: {told_of:?}");
+                    assert_eq!(told(page..page + 1).1, [page], "{backing}");
+                    assert!(told(page + 1024..page + 1100).1.is_empty(), "{backing}");
                 }
             }
             let private = matches!(backing, Backing::Anonymous | Backing::Thp);
             assert_eq!(
-                memory.touched(None, &memory.slots()[0]).unwrap().is_none(),
+                !memory.touched(None, &memory.slots()[0], 0..1, |_| ()).unwrap(),
                 private || backing == Backing::Shmem
             );
         }

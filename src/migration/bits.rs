@@ -36,6 +36,22 @@ impl Bits {
         }
     }
 
+    /// The same, those left out that are set in `but`.
+    pub fn add_but(&self, words: &[u64], but: &Self) {
+        for ((mine, word), but) in self.0.iter().zip(words).zip(&but.0) {
+            let word = word & !but.load(Ordering::Relaxed);
+            if word != 0 {
+                mine.fetch_or(word, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// As those of `other` are now.
+    pub fn copy_from(&self, other: &Self) {
+        let words = self.0.iter().zip(&other.0);
+        words.for_each(|(mine, other)| mine.store(other.load(Ordering::Relaxed), Ordering::Relaxed));
+    }
+
     /// All of them, a bit a page.
     pub fn words(&self) -> Vec<u64> {
         self.0.iter().map(|word| word.load(Ordering::Relaxed)).collect()

@@ -18,7 +18,7 @@ use super::populating::Populating;
 use super::share::MOST_CONNECTIONS;
 use super::target::{Action, Event, State, Target};
 use super::threads::{Mine, Orphaned};
-use super::verify::{Comparison, Touched};
+use super::verify::{self, Comparison};
 use super::wire::Frame;
 use crate::control::Disk;
 use crate::memory::{Memory, Slot};
@@ -317,11 +317,8 @@ impl Receiving {
     /// What has been compared so far of memory that stands still.
     fn comparison(&mut self) -> Comparison {
         self.comparing.take().unwrap_or_else(|| {
-            let touched = |place: &Place| -> Vec<Touched> {
-                let (ram, pagemap) = (&place.ram, place.pagemap.as_deref());
-                let slots = place.memory.iter();
-                slots.map(|slot| (slot.clone(), ram.perhaps_touched(pagemap, slot))).collect()
-            };
+            let touched =
+                |place: &Place| verify::touched(&place.ram, place.pagemap.as_deref(), place.memory.iter());
             Comparison::new(self.place.as_ref().map(touched).unwrap_or_default())
         })
     }

@@ -10,10 +10,12 @@
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 use crc_fast::checksum;
 
+use super::bits::Bits;
 use super::wire::{MOST_SUMS, Run, SUM};
 use crate::dirty::scan;
-use crate::memory::Slot;
+use crate::memory::{Memory, Slot};
 use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::pagemap::Pagemap;
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Of so many pages that differ the addresses are told.
@@ -21,6 +23,20 @@ pub const MOST_TOLD: usize = 16;
 
 /// A memslot, and which of its pages may be other than zero, a bit a page.
 pub type Touched = (Slot, Vec<u64>);
+
+/// Which pages of `slots` may be other than zero, asked while nobody writes to them.
+pub fn touched<'a>(
+    ram: &Memory,
+    pagemap: Option<&Pagemap>,
+    slots: impl Iterator<Item = &'a Slot>,
+) -> Vec<Touched> {
+    let touched = |slot: &Slot| {
+        let pages = Bits::new(slot.pages());
+        ram.perhaps_touched(pagemap, slot, 0..slot.pages(), |run| pages.set(run));
+        (slot.clone(), pages.words())
+    };
+    slots.map(touched).collect()
+}
 
 /// Sums pages, one at a time.
 struct Summer(Box<[u8; PAGE]>);

@@ -5,7 +5,7 @@ use std::fs;
 use std::net::TcpListener;
 
 use harness::{Failed, ensure, trial};
-use vellum::migration::message::Message;
+use vellum::migration::message::{Message, VERSION};
 
 use crate::bed::real;
 use crate::home::{Home, VELLUM};
@@ -49,6 +49,28 @@ fn pages_come_as_they_were_over_each_kind_of_connection() -> Result<(), Failed> 
     }
     succeeds(&home.vellum("ctl m4 stop")?)?;
     ends_with(here, 0)?;
+    every_page_is_right(&json)
+}
+
+/// A source that speaks no version but the one before: its guest moves as it did then.
+#[trial(real())]
+fn a_source_of_the_version_before_is_understood() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let here = home.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
+    let json = home.path("json");
+    let there = home.receive("there", &format!("--json {}", json.display()))?;
+    let relay = home.path("relay.in");
+    changed(&relay, home.path("there.in"), |part| match part {
+        Part::Message(Message::Hello { versions }) => *versions = [VERSION - 1; 2],
+        Part::Message(Message::Config { compression, .. }) => *compression = None,
+        _ => (),
+    })?;
+    let limits = "--liveness 5m --downtime 1s --timeout 3s,then=force";
+    let line = format!("migrate here --verify {limits} --to unix:{}", relay.display());
+    succeeds(&home.vellum(&line)?)?;
+    ends_with(here, 15)?;
+    succeeds(&home.vellum("ctl there stop")?)?;
+    ends_with(there, 0)?;
     every_page_is_right(&json)
 }
 

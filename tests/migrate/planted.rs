@@ -38,7 +38,7 @@ const DIFFERS: &str = "the target's memory differs in";
 /// How often a mistake may go by: some are about what is written in a fraction of a millisecond.
 const TRIES: usize = 5;
 
-const CASES: [Case; 8] = [
+const CASES: [Case; 9] = [
     // Without a limit all pages are written all the time, and owed.
     Case {
         mistakes: &["dropped-bit"],
@@ -64,6 +64,13 @@ const CASES: [Case; 8] = [
         mistakes: &["own-slot-left-out"],
         guest: Guest::BuiltIn("--memory 8m --workload write,rate=4000"),
         migrate: "--verify --downtime 1s --timeout 10s,then=force",
+        says: DIFFERS,
+    },
+    // It comes to memory that nobody had touched only once it is under way, and stays there.
+    Case {
+        mistakes: &["silence-left-out"],
+        guest: Guest::BuiltIn("--memory 1g,slots=3 --workload write,order=sequential,rate=20000"),
+        migrate: "--verify --bandwidth 80m --tracker initially-set --downtime 10ms --timeout 3s,then=force",
         says: DIFFERS,
     },
     Case {

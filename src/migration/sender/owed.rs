@@ -6,6 +6,9 @@
 //! What KVM's log has of a page is cleared between the two, chunk by chunk, by whoever comes to the chunk first: [`Owed::next`] hands out
 //! no page of which that has not been done. What is named and neither cleared nor sent when a pass ends is named again by the next
 //! collection.
+//!
+//! A log in which all is set at first says nothing of a chunk until that is cleared for the first time, and a chunk that nobody has
+//! touched is never cleared. Of such memory [`Silence`] tells what is news.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -26,13 +29,53 @@ struct Region {
     pages: Bits,
 }
 
+/// Of one memslot, what its log does not say. What is touched there is news: in a chunk that was never cleared, every page has been
+/// owed since it was first touched, or is zero as the target's is.
+struct Silence {
+    /// The pages of which the log says nothing yet.
+    unsaid: Bits,
+    /// Those that were so when it was last asked what has been touched: what was touched between that and the clear of their chunk
+    /// is in no log either.
+    due: Bits,
+    /// Those that nobody had touched by then.
+    untouched: Bits,
+}
+
+impl Silence {
+    /// Nothing is known of `slot`.
+    fn new(slot: &Slot) -> Self {
+        let all = || {
+            let bits = Bits::new(slot.pages());
+            bits.set(0..slot.pages());
+            bits
+        };
+        Self { unsaid: all(), due: all(), untouched: all() }
+    }
+
+    /// Tells `news` which of the pages that are due were touched since it was last asked; whether the log says everything from now on.
+    fn ask(&self, ram: &Memory, pagemap: Option<&Pagemap>, slot: &Slot, news: &Bits) -> bool {
+        let mut rest = 0..slot.pages();
+        while let Some(due) = self.due.first_run(rest.clone()) {
+            rest.start = due.end;
+            ram.perhaps_touched(pagemap, slot, due, |mut touched| {
+                while let Some(run) = self.untouched.first_run(touched.clone()) {
+                    touched.start = run.end;
+                    self.untouched.clear(run.clone());
+                    news.set(run);
+                }
+            });
+        }
+        self.due.copy_from(&self.unsaid);
+        self.unsaid.first_run(0..slot.pages()).is_none()
+    }
+}
+
 /// Who says what has been written.
 #[derive(Default)]
 struct Log {
     tracker: Option<Box<dyn DirtyTracker>>,
-    /// Of a log in which all was set at first, which says nothing of any page, until its first collection: what had been touched
-    /// when it began, memslot by memslot.
-    touched: Option<Vec<Vec<u64>>>,
+    /// Memslot by memslot, as long as there is something that the log does not say.
+    silence: Option<Vec<Silence>>,
     /// How long the longest clear took.
     longest: Duration,
 }
@@ -97,14 +140,24 @@ impl Owed {
             tracker.get()?;
         }
         // Asked after the log is on: what is touched from now on is in that.
-        let touched: Vec<_> = self.slots().map(|slot| ram.perhaps_touched(pagemap, slot)).collect();
-        touched.iter().enumerate().for_each(|(region, words)| self.add(region, words));
+        let silence: Vec<_> = self.slots().map(Silence::new).collect();
+        self.ask(&silence, ram, pagemap);
         if !all_set {
             tracker.collect_deferred()?;
-            self.add_all(tracker.logs());
+            self.regions.iter().zip(tracker.logs()).for_each(|(region, log)| region.pages.add(&log.words));
         }
-        log.touched = all_set.then_some(touched);
+        log.silence = all_set.then_some(silence);
         Ok(())
+    }
+
+    /// Owes what was touched of memory of which the log says nothing; whether the log says everything from now on.
+    fn ask(&self, silence: &[Silence], ram: &Memory, pagemap: Option<&Pagemap>) -> bool {
+        let asked = self
+            .regions
+            .iter()
+            .zip(silence)
+            .map(|(region, silence)| silence.ask(ram, pagemap, region.outgoing.slot(), &region.pages));
+        asked.fold(true, |all, said| all & said)
     }
 
     /// Owes what has been written since the last collection, too.
@@ -113,17 +166,8 @@ impl Owed {
     /// Where KVM refuses.
     pub fn collect(&self, ram: &Memory, pagemap: Option<&Pagemap>) -> Result<(), dirty::Error> {
         let mut log = self.log();
-        let Log { tracker: Some(tracker), touched, .. } = &mut *log else { return Ok(()) };
-        if let Some(before) = touched {
-            // The chunks of which nothing was sent. What was touched until they were cleared is in no log.
-            for (region, (slot, before)) in self.slots().zip(before).enumerate() {
-                tracker.clear_chunks(region, 0..slot.pages())?;
-                let mut words = ram.perhaps_touched(pagemap, slot);
-                words.iter_mut().zip(before).for_each(|(word, before)| *word &= !*before);
-                self.add(region, &words);
-            }
-            *touched = None;
-        }
+        let Log { tracker: Some(tracker), silence, .. } = &mut *log else { return Ok(()) };
+        silence.take_if(|silence| !plant::is(Mistake::SilenceLeftOut) && self.ask(silence, ram, pagemap));
         tracker.collect_deferred()?;
         if plant::is(Mistake::DroppedBit) {
             let first = |log: &mut SlotLog| {
@@ -131,7 +175,13 @@ impl Owed {
             };
             let _ = tracker.logs_mut().iter_mut().filter_map(first).count();
         }
-        self.add_all(tracker.logs());
+        for (at, (region, log)) in self.regions.iter().zip(tracker.logs()).enumerate() {
+            match silence {
+                // There all bits are set, and stay so until their chunk is cleared.
+                Some(silence) => region.pages.add_but(&log.words, &silence[at].unsaid),
+                None => region.pages.add(&log.words),
+            }
+        }
         Ok(())
     }
 
@@ -158,10 +208,6 @@ impl Owed {
     /// From now on those of memslot `region` are owed that are set in `words`, too.
     pub fn add(&self, region: usize, words: &[u64]) {
         self.regions[region].pages.add(words);
-    }
-
-    fn add_all(&self, logs: &[SlotLog]) {
-        self.regions.iter().zip(logs).for_each(|(region, log)| region.pages.add(&log.words));
     }
 
     /// How many pages are owed.
@@ -196,18 +242,20 @@ impl Owed {
     /// Clears the log of the chunks that hold `pages`, unless it is clear; up to which page it is then.
     fn clear(&self, region: usize, pages: Range<u64>) -> Result<u64, dirty::Error> {
         let mut log = self.log();
-        let Some(tracker) = &mut log.tracker else { return Ok(u64::MAX) };
+        let Log { tracker: Some(tracker), silence, longest } = &mut *log else { return Ok(u64::MAX) };
         let since = Instant::now();
         let cleared = match plant::is(Mistake::ReadBeforeClear) {
             false => tracker.clear_chunks(region, pages)?,
             true => {
                 // That of the memslot before, whose pages have been sent.
                 region.checked_sub(1).map(|before| tracker.clear_chunks(before, 0..u64::MAX)).transpose()?;
-                u64::MAX
+                0..u64::MAX
             }
         };
-        log.longest = log.longest.max(since.elapsed());
-        Ok(cleared)
+        let said = cleared.start..cleared.end.min(self.regions[region].outgoing.slot().pages());
+        silence.iter().for_each(|silence| silence[region].unsaid.clear(said.clone()));
+        *longest = since.elapsed().max(*longest);
+        Ok(cleared.end)
     }
 
     /// Nothing of the same memory is owed.

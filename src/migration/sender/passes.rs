@@ -13,7 +13,7 @@ use crate::migration::message::Message;
 use crate::migration::plan::{Decision, Measured};
 use crate::migration::source::Event;
 use crate::migration::threads::Orphaned;
-use crate::migration::verify::Sums;
+use crate::migration::verify::{self, Sums};
 use crate::migration::wire;
 use crate::payload::Section;
 use crate::plant::{self, Mistake};
@@ -270,8 +270,8 @@ impl Sending {
 
     /// Has the memory of both sides compared, which stand still.
     pub(super) fn compare(&mut self, attempt: u32) {
-        let touched = |slot: &Slot| (slot.clone(), self.ram.perhaps_touched(self.pagemap.as_deref(), slot));
-        self.comparing = Some((attempt, Sums::new(self.common.owed.slots().map(touched).collect())));
+        let memory = verify::touched(&self.ram, self.pagemap.as_deref(), self.common.owed.slots());
+        self.comparing = Some((attempt, Sums::new(memory)));
     }
 
     /// Sends the sums of the next pages, or what ends them.
