@@ -54,6 +54,8 @@ pub enum Field {
     Memory,
     /// The machine's name, and with it its control socket.
     Name,
+    /// Whether memory comes as somebody wants it.
+    OnDemand,
     /// Which faults a userfaultfd handles.
     PageFaults,
     /// Which CPUs vCPUs run on.

@@ -61,13 +61,17 @@ pub enum Mistake {
     ShownLeftOut,
     /// Memory that was untouched at first, and of which the log says nothing, is not looked at again.
     SilenceLeftOut,
+    /// Pages of a snapshot are not compared with their sums.
+    SumsUnchecked,
+    /// As much is brought as a page of the usual size has, where pages are huge.
+    SmallCopy,
     /// vCPUs that write little are slowed down like those that write much.
     AllThrottledAlike,
 }
 
 impl Mistake {
     /// Their names as they are planted.
-    pub const NAMES: [(&str, Self); 22] = [
+    pub const NAMES: [(&str, Self); 24] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -89,6 +93,8 @@ impl Mistake {
         ("disks-unchecked", Self::DisksUnchecked),
         ("shown-left-out", Self::ShownLeftOut),
         ("silence-left-out", Self::SilenceLeftOut),
+        ("sums-unchecked", Self::SumsUnchecked),
+        ("small-copy", Self::SmallCopy),
         ("all-throttled-alike", Self::AllThrottledAlike),
     ];
 }

@@ -201,7 +201,7 @@ fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
             thread.join().unwrap();
         }
         // … the others are started when they are needed, under main's filter.
-        ThreadKind::Disk | ThreadKind::Migration | ThreadKind::Connection => {
+        ThreadKind::Disk | ThreadKind::Migration | ThreadKind::Connection | ThreadKind::Fetching => {
             sandbox.enter(ThreadKind::Main, "main").unwrap();
             std::thread::Builder::new().name(name).spawn(work).unwrap().join().unwrap();
         }

@@ -105,28 +105,45 @@ pub fn memory_without_size(text: &str) -> Result<MemoryConfig, String> {
     read().map_err(|e| e.to_string())
 }
 
+/// How memory comes out of a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// All of it is read before the guest runs.
+    Eager,
+    /// It shows the files.
+    Map,
+    /// It is fetched as somebody wants it.
+    Demand,
+}
+
 /// How memory comes out of a snapshot, and what backs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RestoredMemory {
-    /// Whether it shows the files, instead of being read.
-    pub mapped: bool,
+    /// How it comes.
+    pub way: Way,
     /// What backs it, whose size is not this side's to say.
     pub config: MemoryConfig,
 }
 
-/// `eager` or `map`, and [`memory_without_size`].
+/// `eager`, `map` or `demand`, and [`memory_without_size`].
 pub fn restored_memory(text: &str) -> Result<RestoredMemory, String> {
     let (first, rest) = text.split_once(',').unwrap_or((text, ""));
-    let (mapped, rest) = match first {
-        "eager" => (false, rest),
-        "map" => (true, rest),
-        _ => (false, text),
+    let (way, rest) = match first {
+        "eager" => (Way::Eager, rest),
+        "map" => (Way::Map, rest),
+        "demand" => (Way::Demand, rest),
+        _ => (Way::Eager, text),
     };
     let config = if rest.is_empty() { MemoryConfig::new(0) } else { memory_without_size(rest)? };
     let private = matches!(config.backing, Backing::Anonymous | Backing::Thp);
-    match mapped && (config.prealloc || config.lock || !private) {
-        true => Err("map shows files in memory that is anonymous or thp, and neither prealloc nor lock is possible with it".into()),
-        false => Ok(RestoredMemory { mapped, config }),
+    match way {
+        Way::Map if config.prealloc || config.lock || !private => {
+            Err("map shows files in memory that is anonymous or thp, and neither prealloc nor lock is possible with it".into())
+        }
+        Way::Demand if config.prealloc => {
+            Err("demand brings memory as it is wanted, and prealloc has it there before: eager would work".into())
+        }
+        way => Ok(RestoredMemory { way, config }),
     }
 }
 

@@ -366,6 +366,17 @@ pub struct Came {
     pub runs: u64,
 }
 
+/// Memory that came as somebody wanted it, and is all there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fetched {
+    /// How often somebody waited for it.
+    pub faults: u64,
+    /// Pages that were brought, of the usual size.
+    pub pages: u64,
+    /// How long all of it took, in microseconds.
+    pub us: u64,
+}
+
 /// What a machine tells those who listen.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
@@ -465,6 +476,8 @@ pub enum Event {
         #[serde(default)]
         disks: Vec<Disk>,
     },
+    /// All of its memory is there, which came as somebody wanted it.
+    Fetched(Fetched),
     /// A snapshot of it is over: it knows that its files have their names.
     SnapshotOver {},
     /// No snapshot comes of it, and it goes on as before.

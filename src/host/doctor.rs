@@ -206,8 +206,14 @@ fn userfaultfd() -> Check {
     if sys::host::userfaultfd_by_device().is_ok() {
         return Check::ok(name, "faults of KVM are handled for this user, by /dev/userfaultfd");
     }
-    let remedy = match error.raw_os_error() {
-        Some(libc::ENOSYS) => "boot a kernel with CONFIG_USERFAULTFD for postcopy migration",
+    let remedy = remedy_for_userfaultfd(&error);
+    Check::warn(name, format!("faults of KVM are not handled for this user ({error})"), remedy)
+}
+
+/// What to do where the kernel gives no userfaultfd, for this reason.
+pub fn remedy_for_userfaultfd(error: &std::io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::ENOSYS) => "boot a kernel with CONFIG_USERFAULTFD for memory that comes on demand",
         // Docker's own filter forbids the call where this does not help.
         Some(libc::EPERM) if kvm::in_container() => {
             "on the host sudo sysctl vm.unprivileged_userfaultfd=1, and start the container with --security-opt \
@@ -216,8 +222,7 @@ fn userfaultfd() -> Check {
         _ => {
             "sudo sysctl vm.unprivileged_userfaultfd=1, or give this user /dev/userfaultfd or CAP_SYS_PTRACE"
         }
-    };
-    Check::warn(name, format!("faults of KVM are not handled for this user ({error})"), remedy)
+    }
 }
 
 fn locked_memory() -> Check {

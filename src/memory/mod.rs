@@ -125,7 +125,7 @@ pub struct Memory {
     pub file: Option<Arc<std::fs::File>>,
     /// The same by guest-physical address.
     pub guest: GuestMemory,
-    /// Which bytes of the mapping show files.
+    /// Which bytes of the mapping show files, or are brought out of them when they are wanted.
     pub(crate) shown: Arc<OnceLock<Vec<Range<u64>>>>,
     slots: Vec<Slot>,
 }

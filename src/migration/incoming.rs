@@ -19,6 +19,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use self::assembly::{Refused, assemble};
 use super::fence::{Fence, Word};
+use super::fetching::{self, Fetching};
 use super::loading::{Loading, Way};
 use super::mobile::{Error, HELD, HELD_VERSION, HeldState, Mobile, now};
 use super::populating::Populating;
@@ -53,6 +54,8 @@ pub struct Host {
     pub room: Room,
     /// Tells which of its memory somebody has touched.
     pub pagemap: Option<Arc<Pagemap>>,
+    /// What it takes to bring memory as it is wanted, where it is to come so.
+    pub fetching: Option<fetching::Opened>,
     /// Whether a guest is taken whose TSC has a frequency that this host cannot give it.
     pub other_tsc: bool,
     /// What each thread enters.
@@ -233,6 +236,7 @@ impl Incoming {
                 Said::Gone(why) => self.gone = Some(Error::Gone(format!("no machine has come: {why}"))),
                 Said::Refused(why) => self.gone = Some(Error::Refused(why)),
                 Said::DiskChanged(why) => self.gone = Some(Error::DiskChanged(why)),
+                Said::Fetched(fetched) => self.news.push(Event::Fetched(fetched)),
                 Said::Over => self.over = true,
             }
         }
@@ -258,8 +262,15 @@ impl Incoming {
     }
 
     fn judge(&mut self, config: Value, connections: u32) -> Done {
-        let Some(host) = self.host.take() else { return Done::Failed("a machine has come already".into()) };
+        let Some(mut host) = self.host.take() else {
+            return Done::Failed("a machine has come already".into());
+        };
         let pagemap = host.pagemap.clone();
+        let fetching = host.fetching.take().map(|opened| Fetching::start(opened, self.sandbox)).transpose();
+        let fetching = match fetching {
+            Ok(fetching) => fetching,
+            Err(why) => return Done::Failed(why),
+        };
         let lanes = match start_lanes(connections, self.sandbox) {
             Ok(lanes) => lanes,
             Err(why) => return Done::Failed(why),
@@ -276,7 +287,7 @@ impl Incoming {
                 if matches!(self.standing, "waiting") {
                     self.standing = "incoming";
                 }
-                Done::Fits(Place { memory, ram, pagemap, lanes, populating })
+                Done::Fits(Box::new(Place { memory, ram, pagemap, lanes, populating, fetching }))
             }
             Err(Refused::Misfits(misfits)) => Done::Misfits(misfits),
             Err(Refused::Failed(why)) => Done::Failed(why),

@@ -1,14 +1,17 @@
 //! The thread that reads a snapshot: it makes the machine of [`crate::snapshot`]'s files that a [`receiver`](super::receiver) makes of
 //! what comes over a link, and has the same things done with it.
 
+use std::ops::Range;
 use std::time::Duration;
 
+use super::fetching::{Fetching, Work};
 use super::pages::fresh;
 use super::receiver::{Demand, Done, Place, Said, Told};
 use super::threads::{Mine, Orphaned};
 use crate::snapshot::Error;
 use crate::snapshot::layer::{AT_ONCE, Layers, Reader};
 use crate::snapshot::source::Source;
+use crate::snapshot::working_set::WorkingSet;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::sys::sigbus;
 
@@ -49,6 +52,11 @@ pub enum Way {
         /// How many mappings this process can have yet.
         mappings: u64,
     },
+    /// It comes as it is wanted, and in between ([`fetching`](super::fetching)).
+    Demand {
+        /// Whether what the recorded restore wanted comes first.
+        prefetch: bool,
+    },
 }
 
 /// The thread.
@@ -82,7 +90,7 @@ impl Loading {
         let Some(source) = self.source.take() else { return Ok(()) };
         let chosen = source.choose(self.point)?;
         let place = match self.demand(Demand::Judge(chosen.machine, 1))? {
-            Done::Fits(place) => place,
+            Done::Fits(place) => *place,
             Done::Misfits(misfits) => {
                 let each = misfits.iter().map(|misfit| {
                     let (what, there, here) = (&misfit.what, &misfit.source, &misfit.target);
@@ -109,13 +117,26 @@ impl Loading {
             show(&place, &layers, mappings)?;
         }
         self.fill(&place, &layers)?;
+        if let (Way::Demand { prefetch }, Some(fetching)) = (self.way, &place.fetching) {
+            let first = match (prefetch, &chosen.working_set) {
+                (true, Some(file)) => Some(WorkingSet::read(file, pages)?),
+                (true, None) => return Err(End::Refused("no restore of this snapshot was recorded".into())),
+                (false, _) => None,
+            };
+            fetch(&place, layers, first, fetching)?;
+        }
         if let Some(populating) = &place.populating {
             while !populating.is_done(LOOK).map_err(End::Gone)? {
                 self.hear()?;
             }
         }
         self.demand(Demand::Restore(chosen.sections))?;
-        self.demand(Demand::Start(None)).map(drop)
+        self.demand(Demand::Start(None))?;
+        if let Some(fetching) = place.fetching {
+            fetching.runs();
+            fetching.is_over().map(Said::Fetched).map_or(Ok(()), |said| self.machine.say(said))?;
+        }
+        Ok(())
     }
 
     /// Writes the pages of the snapshot into memory that was just made.
@@ -174,8 +195,8 @@ impl Loading {
     }
 }
 
-/// Maps the pages of the files over RAM.
-fn show(place: &Place, layers: &Layers, mappings: u64) -> Result<(), End> {
+/// What of a snapshot's content is in RAM: where in its mapping, which pages of the machine these are, and which layer has them.
+fn content<'a>(place: &Place, layers: &'a Layers) -> Vec<(u64, Range<u64>, &'a Reader)> {
     let (mut first, mut runs) = (0, Vec::new());
     for (slot, fresh) in place.memory.iter().zip(fresh(&place.memory)) {
         let end = first + slot.pages();
@@ -183,16 +204,35 @@ fn show(place: &Place, layers: &Layers, mappings: u64) -> Result<(), End> {
         while let Some((run, from)) = layers.next_of(at..end, u64::MAX).filter(|_| fresh) {
             at = run.end;
             // What is zero, memory that was just made is already.
-            runs.extend(from.map(|layer| (slot, (run.start - first) * PAGE_SIZE, run, layer)));
+            runs.extend(from.map(|layer| (slot.offset() + (run.start - first) * PAGE_SIZE, run, layer)));
         }
         first = end;
     }
+    runs
+}
+
+/// Has the pages of the files brought into RAM when somebody wants them.
+fn fetch(place: &Place, layers: Layers, first: Option<WorkingSet>, fetching: &Fetching) -> Result<(), End> {
+    let content = content(place, &layers);
+    if content.iter().any(|(at, run, _)| *at != run.start * PAGE_SIZE) {
+        return Err(End::Gone("its memory does not begin with RAM, in one piece".into()));
+    }
+    // Whoever asks what of memory was ever touched, while some of it has not been brought yet, is told of that too.
+    let will_be = content.iter().map(|(at, run, _)| *at..at + (run.end - run.start) * PAGE_SIZE);
+    let _ = place.ram.shown.set(will_be.collect());
+    let (mapping, page) = (place.ram.mapping.clone(), place.ram.config.backing.page_size());
+    fetching.begin(Work { mapping, page, layers, first }).map_err(End::Gone)
+}
+
+/// Maps the pages of the files over RAM.
+fn show(place: &Place, layers: &Layers, mappings: u64) -> Result<(), End> {
+    let runs = content(place, layers);
     check(runs.len() as u64, mappings).map_err(End::Refused)?;
     let mut shown = Vec::with_capacity(runs.len());
-    for (slot, offset, run, layer) in runs {
-        let (at, bytes) = (slot.offset() + offset, (run.end - run.start) * PAGE_SIZE);
+    for (at, run, layer) in runs {
+        let bytes = (run.end - run.start) * PAGE_SIZE;
         let (file, name) = layer.file();
-        let mapped = slot.mapping().show(at, bytes, file, run.start * PAGE_SIZE);
+        let mapped = place.ram.mapping.show(at, bytes, file, run.start * PAGE_SIZE);
         mapped.map_err(|error| End::Gone(format!("{name}: mapping it: {error}")))?;
         shown.push(at..at + bytes);
     }

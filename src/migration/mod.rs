@@ -17,6 +17,7 @@
 //! | [`link`] | one connection: a stream socket that carries frames |
 //! | [`sender`], [`receiver`] | each side's thread, which drives its machine |
 //! | [`populating`] | memory of a target that is to be there in full |
+//! | [`fetching`] | memory out of a snapshot that comes when somebody wants it |
 //! | [`saving`], [`loading`] | the same between a machine and the files of a [`snapshot`](crate::snapshot) |
 //! | [`threads`] | what that thread and the event loop's say to each other |
 //! | [`mobile`], [`incoming`] | each side's payload, which does on the event loop's thread what the other thread demands |
@@ -53,6 +54,7 @@
 
 pub mod bits;
 pub mod fence;
+pub mod fetching;
 pub mod fit;
 pub mod incoming;
 pub mod link;

@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use self::lanes::Lanes;
 use super::fence::{Fence, Word};
+use super::fetching::Fetching;
 use super::link::Link;
 use super::message::{Message, Misfit, SessionId};
 use super::pages::{Incoming, fresh};
@@ -20,7 +21,7 @@ use super::target::{Action, Event, State, Target};
 use super::threads::{Mine, Orphaned};
 use super::verify::{self, Comparison};
 use super::wire::Frame;
-use crate::control::Disk;
+use crate::control::{Disk, Fetched};
 use crate::memory::{Memory, Slot};
 use crate::payload::Section;
 use crate::sys::mmap::PAGE_SIZE;
@@ -55,13 +56,15 @@ pub struct Place {
     pub lanes: Lanes,
     /// Where all of its memory is to be there: the thread that sees to that.
     pub populating: Option<Populating>,
+    /// Where it comes as it is wanted: the thread that brings it.
+    pub fetching: Option<Fetching>,
 }
 
 /// The answer to a [`Demand`].
 #[derive(Debug)]
 pub enum Done {
     /// It fits, and its memory is here.
-    Fits(Place),
+    Fits(Box<Place>),
     /// It does not.
     Misfits(Vec<Misfit>),
     /// To [`Demand::Claim`]: they are not, and how.
@@ -100,6 +103,8 @@ pub enum Said {
     Refused(String),
     /// The same, where its disks are not as they were.
     DiskChanged(String),
+    /// All memory is there, which came as it was wanted.
+    Fetched(Fetched),
     /// The source has understood, or needs nothing any more.
     Over,
 }
@@ -442,7 +447,7 @@ impl Receiving {
                     self.memory = Arc::new(slots.map(|(slot, fresh)| Incoming::new(slot, fresh)).collect());
                     // Their time begins now: they had to wait for the judgement.
                     self.strangers.iter_mut().for_each(|(_, since)| *since = Instant::now());
-                    self.place = Some(place);
+                    self.place = Some(*place);
                     self.pending.push(Event::Judged(Vec::new()));
                 }
                 Done::Misfits(misfits) => self.pending.push(Event::Judged(misfits)),

@@ -20,6 +20,7 @@ pub fn by(kind: ThreadKind) -> Vec<Rule> {
         ThreadKind::Disk => &[FILES],
         ThreadKind::Migration => &[FILES, SOCKETS],
         ThreadKind::Connection => &[SOCKETS],
+        ThreadKind::Fetching => &[READS],
         ThreadKind::Main => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE],
         ThreadKind::Receiver => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE, ASSEMBLY],
     };
@@ -50,11 +51,12 @@ fn requests(kind: ThreadKind) -> Rule {
         ThreadKind::Vcpu => &[RUN, RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE],
         ThreadKind::Disk => &[DEVICES],
         ThreadKind::Connection => &[CLEARS],
+        ThreadKind::Fetching => &[FAULTS],
         ThreadKind::Migration => &[RINGS, MEMORY, CLONES, MACHINE, MACHINE_HERE],
         ThreadKind::Main => {
             &[RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE, MEMORY, CLONES, MACHINE, MACHINE_HERE, DESCRIPTORS]
         }
-        // vCPU threads are started under it.
+        // vCPU threads are started under it, and the one that answers faults.
         ThreadKind::Receiver => &[
             RUN,
             RINGS,
@@ -68,6 +70,7 @@ fn requests(kind: ThreadKind) -> Rule {
             DESCRIPTORS,
             ASSEMBLY,
             ASSEMBLY_HERE,
+            FAULTS,
         ],
     };
     let mut values = lists.concat();
@@ -158,6 +161,9 @@ const FILES: &[c_long] = &[
     SYS_fdatasync,
     SYS_sync_file_range,
 ];
+
+/// Files that are open already, of which pages are read.
+const READS: &[c_long] = &[SYS_pread64, SYS_fsync];
 
 /// Sockets that are connected already; descriptors come through them.
 const SOCKETS: &[c_long] = &[

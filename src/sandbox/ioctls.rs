@@ -152,6 +152,9 @@ pub const ASSEMBLY_HERE: &[u32] = &[
 #[cfg(target_arch = "aarch64")]
 pub const ASSEMBLY_HERE: &[u32] = &[];
 
+/// Memory whose pages come when somebody wants them.
+pub const FAULTS: &[u32] = crate::sys::uffd::REQUESTS;
+
 /// Restoring the terminal, which a dying process does from any thread: tcsetattr(3) reads before it writes, and newer
 /// C libraries use the second form.
 pub const TERMINAL_RESTORE: &[u32] =

@@ -84,14 +84,23 @@ pub enum ThreadKind {
     Migration,
     /// One of several connections of a migration: sends pages, or receives and stores them.
     Connection,
+    /// Answers for memory that is not there, out of files.
+    Fetching,
     /// Main while it waits for a machine of another process, which it makes out of what that says.
     Receiver,
 }
 
 impl ThreadKind {
     /// Every kind.
-    pub const ALL: [Self; 6] =
-        [Self::Main, Self::Vcpu, Self::Disk, Self::Migration, Self::Connection, Self::Receiver];
+    pub const ALL: [Self; 7] = [
+        Self::Main,
+        Self::Vcpu,
+        Self::Disk,
+        Self::Migration,
+        Self::Connection,
+        Self::Fetching,
+        Self::Receiver,
+    ];
 }
 
 impl fmt::Display for ThreadKind {
@@ -102,6 +111,7 @@ impl fmt::Display for ThreadKind {
             Self::Disk => "disk",
             Self::Migration => "migration",
             Self::Connection => "connection",
+            Self::Fetching => "fetching",
             Self::Receiver => "receiver",
         })
     }

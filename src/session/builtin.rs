@@ -30,7 +30,7 @@ pub struct Outcome {
 /// Where it cannot be started, or cannot go on.
 pub fn run(process: &Config, config: &RunConfig) -> Result<Outcome, Error> {
     let process = Config { limit: config.duration, ..process.clone() };
-    let mut session = Session::open(&process, [])?;
+    let mut session = Session::open(&process, [], None)?;
     let mut facts = Facts::collect(String::new());
     // What is asked for is looked at before what the host has: it is wrong with KVM and without.
     let memory = progress::map(config.memory)?;

@@ -13,12 +13,16 @@ use crate::arch::clocks::Meanwhile;
 use crate::host::Facts;
 use crate::machine::{self, Opened};
 use crate::memory::{MemoryConfig, Room};
+use crate::migration::fetching::{self, Recording};
 use crate::migration::incoming::{Arrival, Arrived, Door, Host, Incoming};
 use crate::migration::loading::Way;
 use crate::migration::mobile;
 use crate::snapshot::source::Source;
+use crate::snapshot::working_set::Unnamed;
+use crate::sys::guard::Naming;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::socket::Listener;
+use crate::sys::uffd::{Mode, Uffd};
 use crate::sys::{kick, sigbus};
 use crate::vm;
 use crate::vm::lifecycle::Exit;
@@ -49,8 +53,24 @@ pub struct Restore {
     pub paused: bool,
     /// Whether its disks need not be as they were.
     pub disk_changed: bool,
-    /// Whether its memory shows the files, instead of being read.
-    pub mapped: bool,
+    /// How its memory comes.
+    pub memory: Brings,
+}
+
+/// How memory comes out of a snapshot: as [`Way`], before anything is opened for it.
+#[derive(Debug)]
+pub enum Brings {
+    /// All of it is read.
+    Eager,
+    /// It shows the files.
+    Map,
+    /// It is fetched as somebody wants it.
+    Demand {
+        /// Whether what the recorded restore wanted comes first.
+        prefetch: bool,
+        /// Whether what this one wants is recorded, for how long, and in which directory.
+        record: Option<(Duration, PathBuf)>,
+    },
 }
 
 /// What a source may do.
@@ -124,6 +144,10 @@ pub fn run(
     config: machine::Config,
     Lenience { liveness, other_tsc }: Lenience,
 ) -> Result<Outcome, Error> {
+    let (fetching, naming) = match &listen {
+        Listen::Snapshot(restore) => fetching(&restore.memory)?,
+        _ => (None, None),
+    };
     let kvm = vm::open()?;
     let serial = config.serial.open().map_err(machine::Error::from)?;
     if let Some(entries) = config.dirty_ring {
@@ -135,7 +159,7 @@ pub fn run(
         Listen::Unix(path) => Some(path.clone()),
         _ => None,
     };
-    let mut session = Session::open(process, devices.sockets().chain(path.as_deref()))?;
+    let mut session = Session::open(process, devices.sockets().chain(path.as_deref()), naming)?;
     let process_comes = Arrival::Process(liveness);
     let (accept, socket, arrival) = match listen {
         Listen::Unix(path) => {
@@ -143,9 +167,13 @@ pub fn run(
         }
         Listen::Tcp(listener) => (Some(Accept::Tcp(listener)), None, process_comes),
         Listen::Connected(socket) => (None, Some(socket), process_comes),
-        Listen::Snapshot(Restore { source, point, meanwhile, paused, disk_changed, mapped }) => {
+        Listen::Snapshot(Restore { source, point, meanwhile, paused, disk_changed, memory }) => {
             let source = Box::new(source);
-            let way = if mapped { map()? } else { Way::Eager };
+            let way = match memory {
+                Brings::Eager => Way::Eager,
+                Brings::Map => map()?,
+                Brings::Demand { prefetch, .. } => Way::Demand { prefetch },
+            };
             (None, None, Arrival::Snapshot { source, point, meanwhile, paused, disk_changed, way })
         }
     };
@@ -156,7 +184,7 @@ pub fn run(
     let pagemap = Pagemap::open().ok().map(Arc::new);
     let sandbox = session.confine()?;
     facts.sandbox = session.sandbox_status();
-    let host = Host { kvm, devices, serial, memory, room, pagemap, other_tsc, sandbox };
+    let host = Host { kvm, devices, serial, memory, room, pagemap, fetching, other_tsc, sandbox };
     let mut incoming = Incoming::new(host, arrival).map_err(|error| Error::Host("eventfd", error))?;
     if let Some(listener) = accept {
         session.serve(Arc::new(Mutex::new(Entrance { listener, door: incoming.door() })));
@@ -172,6 +200,18 @@ pub fn run(
         None if end.exit != Exit::PowerOff => Outcome::Kernel(kernel::Outcome::none(end)),
         None => return Err(mobile::Error::Gone("it was stopped before a machine came".into()).into()),
     })
+}
+
+/// What memory that is fetched needs of a process that is not confined yet; and what its guard is to name.
+fn fetching(memory: &Brings) -> Result<(Option<fetching::Opened>, Option<Naming>), Error> {
+    let Brings::Demand { record, .. } = memory else { return Ok((None, None)) };
+    let uffd = Uffd::new(Mode::Missing).map_err(Error::Userfaultfd)?;
+    let Some((lasts, dir)) = record else {
+        return Ok((Some(fetching::Opened { uffd, recording: None }), None));
+    };
+    let (file, naming) = Unnamed::create(dir)?;
+    let recording = Some(Recording { lasts: *lasts, file });
+    Ok((Some(fetching::Opened { uffd, recording }), Some(naming)))
 }
 
 /// Whatever takes mappings once a machine runs: threads and their stacks, the heap.

@@ -44,7 +44,7 @@ pub fn ready(
     let kvm = vm::open()?;
     let mut image = Image::open(boot)?;
     let opened = Opened::open(config)?;
-    let mut session = Session::open(process, opened.sockets())?;
+    let mut session = Session::open(process, opened.sockets(), None)?;
     let board = opened.assemble(&kvm, || progress::map(memory))?;
     let entry = board.boot(&mut image)?;
     let serial = board.open_serial()?;

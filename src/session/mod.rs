@@ -30,13 +30,15 @@ use crate::control::server::{Asked, Control, Listeners};
 use crate::control::{Do, Event, Status};
 use crate::fault::{Blame, Fault, Field};
 use crate::guests::guest;
+use crate::host::doctor;
 use crate::machine;
 use crate::memory;
 use crate::migration::mobile;
 use crate::payload::{Payload, Serves, Subscriber};
 use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox};
-use crate::sys::guard;
+use crate::snapshot;
+use crate::sys::guard::{self, Naming};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::program::{SETTLING, release_start_up_code};
 use crate::sys::signal::{ENDING, SignalFd};
@@ -99,6 +101,12 @@ pub enum Error {
     /// Privileges.
     #[error(transparent)]
     User(#[from] user::Error),
+    /// A file of a snapshot.
+    #[error(transparent)]
+    Snapshot(#[from] snapshot::Error),
+    /// Memory cannot come as it is wanted.
+    #[error("no userfaultfd that sees KVM's faults ({0}): {remedy}", remedy = doctor::remedy_for_userfaultfd(.0))]
+    Userfaultfd(#[source] io::Error),
     /// The event loop.
     #[error("the event loop: {0}")]
     EventLoop(#[from] event_manager::Error),
@@ -131,6 +139,8 @@ impl Fault for Error {
             Self::Listen(_) => Blame::user(Field::Listen),
             Self::Sandbox(error) => error.blame(),
             Self::User(error) => error.blame(),
+            Self::Snapshot(error) => error.blame(),
+            Self::Userfaultfd(_) => Blame::user(Field::OnDemand),
             Self::EventLoop(_) | Self::Host(..) => Blame::HOST,
         }
     }
@@ -205,16 +215,20 @@ impl MutEventSubscriber for Wakes {
 
 impl Session {
     /// Takes over the process: blocks signals, binds the control socket, and starts the guard, which removes it and `sockets`
-    /// when this process is gone. Called before there are threads.
+    /// when this process is gone, and names a file when that is written. Called before there are threads.
     ///
     /// # Errors
     /// Where the host refuses, or the control socket's name is taken.
-    pub fn open<'a>(config: &'a Config, sockets: impl IntoIterator<Item = &'a Path>) -> Result<Self, Error> {
+    pub fn open<'a>(
+        config: &'a Config,
+        sockets: impl IntoIterator<Item = &'a Path>,
+        naming: Option<Naming>,
+    ) -> Result<Self, Error> {
         let (ask, asked) = channel();
         let control = config.control.as_deref().map(|path| Control::bind(path, ask)).transpose();
         let control = control.map_err(Error::Control)?;
         let names = config.control.as_deref().into_iter().chain(sockets);
-        guard::start(names.filter_map(|path| Name::new(path).ok()).collect())
+        guard::start(names.filter_map(|path| Name::new(path).ok()).collect(), naming)
             .map_err(|error| Error::Host("the guard of its sockets", error))?;
         let descriptor = SignalFd::new(&ENDING).map_err(|error| Error::Host("signalfd", error))?;
         let (caught, signals) = channel();

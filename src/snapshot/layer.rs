@@ -17,6 +17,7 @@ use crc_fast::checksum;
 
 use super::Error;
 use crate::memory::Slot;
+use crate::plant::{self, Mistake};
 use crate::sys::file::punch;
 use crate::sys::mmap::PAGE_SIZE;
 
@@ -261,10 +262,17 @@ impl Reader {
     pub fn read(&self, pages: Range<u64>, to: &mut [u8]) -> Result<(), Error> {
         assert_eq!(to.len() as u64, (pages.end - pages.start) * PAGE_SIZE);
         let file = || format!("ram-{}", self.label);
-        self.ram.read_exact_at(to, pages.start * PAGE_SIZE).map_err(Error::io(&file(), "reading it"))?;
+        let offset = pages.start * PAGE_SIZE;
+        self.ram.read_exact_at(to, offset).map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => {
+                Error::Damaged { file: file(), offset, what: "it has become shorter".into() }
+            }
+            _ => Error::io(&file(), "reading it")(error),
+        })?;
         let (contents, _) = to.as_chunks::<PAGE>();
         for (page, content) in pages.zip(contents) {
-            if self.page(page) != Page::Present(sum(content)) {
+            let differs = self.page(page) != Page::Present(sum(content));
+            if differs && !plant::is(Mistake::SumsUnchecked) {
                 let what = format!("page {page} of the machine is not the one that was written");
                 return Err(Error::Damaged { file: file(), offset: page * PAGE_SIZE, what });
             }
@@ -297,6 +305,11 @@ impl Reader {
 pub struct Layers(pub Vec<Reader>);
 
 impl Layers {
+    /// How many pages each has.
+    pub fn pages(&self) -> u64 {
+        self.0.first().map_or(0, |layer| layer.map.len() as u64)
+    }
+
     /// The layer that has page `page`, and what it has: `None` where none has.
     fn of(&self, page: u64) -> Option<(usize, Page)> {
         let told =

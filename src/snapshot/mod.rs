@@ -7,6 +7,7 @@
 //! ram-N           the pages of point N, each at its offset among all pages of the machine; sparse
 //! map-N           for each page of the machine what of it is in ram-N, and the sum of that (layer)
 //! state-N         what the machine is, and its state (state)
+//! working-set     which pages a restore wanted first (working_set), where one was asked to record that
 //! disk0-N …       clones of its disks, where these were asked for; otherwise they are named in the manifest alone
 //! ```
 //!
@@ -23,6 +24,7 @@
 //! | [`source`] | the directory: points are opened |
 //! | [`store`] | the directory: points are added |
 //! | [`merge`] | points become one |
+//! | [`working_set`] | what a machine wants first when it is restored |
 //!
 //! Here are the files alone. The threads that write and read them have the machine's memory, and are
 //! [`crate::migration`]'s: a snapshot is a migration into files, and a restore is one out of them.
@@ -34,6 +36,7 @@ pub mod merge;
 pub mod source;
 pub mod state;
 pub mod store;
+pub mod working_set;
 
 use std::fs::File;
 use std::io;

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::layer::sum;
 use super::manifest::{self, Manifest, Point};
-use super::{Error, Files, state};
+use super::{Error, Files, state, working_set};
 use crate::payload::Section;
 use crate::sys::file::{Lock, lock};
 
@@ -48,6 +48,8 @@ pub struct Source {
     manifest: File,
     /// By what their names end in.
     points: HashMap<String, Files>,
+    /// Which pages a restore wanted first.
+    working_set: Option<File>,
 }
 
 /// A point that is to be restored.
@@ -59,6 +61,8 @@ pub struct Chosen {
     pub sections: Vec<Section>,
     /// Its layers, the full one first, with what the list says of each.
     pub layers: Vec<(Point, Files)>,
+    /// Which pages a restore wanted first, where one was recorded.
+    pub working_set: Option<File>,
 }
 
 fn is_missing(error: &Error) -> bool {
@@ -83,7 +87,11 @@ impl Source {
             // Where points were merged meanwhile, some of these may be those of before, and some be gone.
             let same = open(dir, manifest::NAME).and_then(|again| is_same(&again, &list))?;
             if same {
-                return Ok(Self { manifest: list, points });
+                let working_set = match open(dir, working_set::NAME) {
+                    Err(error) if is_missing(&error) => None,
+                    file => Some(file?),
+                };
+                return Ok(Self { manifest: list, points, working_set });
             }
         }
     }
@@ -115,6 +123,11 @@ impl Source {
             }
         }
         Ok(points)
+    }
+
+    /// Whether a restore of it was recorded.
+    pub fn has_working_set(&self) -> bool {
+        self.working_set.is_some()
     }
 
     /// What the list says.
@@ -158,7 +171,7 @@ impl Source {
             return Err(Error::Damaged { file: name, offset: 0, what });
         }
         let (machine, sections) = state::parse(&bytes, &name)?;
-        Ok(Chosen { machine, sections, layers })
+        Ok(Chosen { machine, sections, layers, working_set: self.working_set })
     }
 }
 

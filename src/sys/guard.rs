@@ -1,16 +1,69 @@
 //! A process that outlives this one by a moment, to remove the names of its sockets: a confined VMM may unlink nothing, and
-//! one that is killed cannot.
+//! one that is killed cannot. Nor may it name a file, which its guard does once it says so.
 //!
-//! It is forked before there are threads, guest memory or a sandbox. It closes every descriptor, hears no signal but
-//! SIGKILL, belongs to no terminal, and reads nothing that the VMM could write: it only waits for its end.
+//! It is forked before there are threads, guest memory or a sandbox. It closes every descriptor but those two of a file to be named, hears
+//! no signal but SIGKILL, belongs to no terminal, and reads nothing that the VMM could write: it only waits for its end, and for that word.
 
+use std::ffi::CString;
+use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use vmm_sys_util::eventfd::EventFd;
 
 use super::socket::Name;
 
-/// Starts the guard of `names`. It removes those that are sockets on which nobody listens any more.
-pub fn start(names: Vec<Name>) -> io::Result<()> {
-    if names.is_empty() {
+/// A file that was opened without a name (O_TMPFILE) and that the guard names.
+#[derive(Debug)]
+pub struct Naming {
+    file: File,
+    said: EventFd,
+    before: CString,
+    name: CString,
+}
+
+impl Naming {
+    /// `file` is to be called `name`, in place of what has that name, once `said` is written to. For a moment it is called `before`.
+    ///
+    /// # Errors
+    /// Where a path has a zero byte, or there is no descriptor left.
+    pub fn new(file: &File, said: &EventFd, before: &Path, name: &Path) -> io::Result<Self> {
+        let path = |path: &Path| CString::new(path.as_os_str().as_bytes());
+        Ok(Self {
+            file: file.try_clone()?,
+            said: said.try_clone()?,
+            before: path(before)?,
+            name: path(name)?,
+        })
+    }
+
+    /// Names it: in the guard, where the file is descriptor [`FILE`].
+    fn perform(&self) {
+        let (here, follow) = (libc::AT_FDCWD, libc::AT_SYMLINK_FOLLOW);
+        let file = c"/proc/self/fd/2";
+        // SAFETY: strings that end with a zero byte and live until the calls return. Where one fails the old file stays.
+        unsafe {
+            libc::unlink(self.before.as_ptr());
+            if libc::linkat(here, file.as_ptr(), here, self.before.as_ptr(), follow) == 0 {
+                libc::rename(self.before.as_ptr(), self.name.as_ptr());
+            }
+        }
+    }
+}
+
+/// The guard's descriptors: its process, the word, and the file.
+const PROCESS: libc::c_int = 0;
+const SAID: libc::c_int = 1;
+const FILE: libc::c_int = 2;
+
+/// Starts the guard of `names`, and of a file to be named. It removes those names that are sockets on which nobody listens any more.
+///
+/// # Errors
+/// Where the host refuses a process.
+pub fn start(names: Vec<Name>, naming: Option<Naming>) -> io::Result<()> {
+    if names.is_empty() && naming.is_none() {
         return Ok(());
     }
     // Unlike the end of a pipe, which may come before, a pidfd becomes readable when everything of the process is closed.
@@ -21,7 +74,7 @@ pub fn start(names: Vec<Name>) -> io::Result<()> {
     }
     // SAFETY: the child calls nothing that allocates or locks, so it does not matter what other threads were doing.
     match unsafe { libc::fork() } {
-        0 => watch(this, &names),
+        0 => watch(this, &names, naming.as_ref()),
         child => {
             let result = if child < 0 { Err(io::Error::last_os_error()) } else { Ok(()) };
             // SAFETY: it was opened above and given to nobody.
@@ -31,19 +84,41 @@ pub fn start(names: Vec<Name>) -> io::Result<()> {
     }
 }
 
-fn watch(process: libc::c_int, names: &[Name]) -> ! {
+fn watch(process: libc::c_int, names: &[Name], naming: Option<&Naming>) -> ! {
     // SAFETY: calls with numbers and with pointers to what lives until the end; no other thread is in this process. Every
-    // descriptor but the pidfd is closed for good, and nobody here owns one of them.
+    // descriptor but those that it keeps is closed for good, and nobody here owns one of them.
     unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
         libc::sigfillset(&mut all);
         libc::sigprocmask(libc::SIG_SETMASK, &all, std::ptr::null_mut());
         libc::prctl(libc::PR_SET_NAME, c"vellum-guard".as_ptr());
         libc::setsid();
-        libc::dup2(process, 0);
-        libc::syscall(libc::SYS_close_range, 1, u32::MAX, 0);
-        let mut end = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
-        while libc::poll(&mut end, 1, -1) < 1 {}
+        libc::dup2(process, PROCESS);
+        let kept = match naming {
+            None => PROCESS,
+            Some(naming) => {
+                libc::dup2(naming.said.as_raw_fd(), SAID);
+                libc::dup2(naming.file.as_raw_fd(), FILE)
+            }
+        };
+        libc::syscall(libc::SYS_close_range, kept + 1, u32::MAX, 0);
+    }
+    let wait_for = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    // The kernel passes over a negative one.
+    let mut fds = [wait_for(PROCESS), wait_for(if naming.is_some() { SAID } else { -1 })];
+    loop {
+        // SAFETY: two valid pollfds for the duration of the call.
+        if unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) } < 1 {
+            continue;
+        }
+        // What was said before the end is heard.
+        if let (true, Some(naming)) = (fds[1].revents != 0, naming) {
+            naming.perform();
+            fds[1].fd = -1;
+        }
+        if fds[0].revents != 0 {
+            break;
+        }
     }
     for name in names {
         // What cannot be removed is found stale by the next to want it.

@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 
 use vmm_sys_util::eventfd::EventFd;
 
@@ -60,6 +60,13 @@ struct Continue {
     mapped: i64,
 }
 
+#[repr(C)]
+struct Zeropage {
+    range: Range,
+    mode: u64,
+    zeroed: i64,
+}
+
 /// `_IOWR(0xAA, number, T)`.
 const fn request<T>(number: u64) -> u64 {
     3 << 30 | (size_of::<T>() as u64) << 16 | 0xaa << 8 | number
@@ -68,8 +75,11 @@ const fn request<T>(number: u64) -> u64 {
 const UFFDIO_API: u64 = request::<Api>(0x3f);
 const UFFDIO_REGISTER: u64 = request::<Register>(0x00);
 const UFFDIO_COPY: u64 = request::<Copy>(0x03);
+const UFFDIO_ZEROPAGE: u64 = request::<Zeropage>(0x04);
 const UFFDIO_CONTINUE: u64 = request::<Continue>(0x07);
 const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
+/// What a thread asks of a descriptor that answers for missing pages.
+pub const REQUESTS: &[u32] = &[UFFDIO_REGISTER as u32, UFFDIO_COPY as u32, UFFDIO_ZEROPAGE as u32];
 const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
 const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 const FEATURE_MINOR_HUGETLBFS: u64 = 1 << 9;
@@ -148,6 +158,11 @@ impl Uffd {
         }
     }
 
+    /// Readable where there are faults.
+    pub fn descriptor(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+
     /// Takes faults that are waiting, as host-virtual addresses; returns how many, which is 0 where another reader was
     /// faster.
     pub fn take(&self, addresses: &mut [u64; BATCH]) -> io::Result<usize> {
@@ -183,6 +198,21 @@ impl Uffd {
             };
             let result = call(&self.0, UFFDIO_COPY, &mut copy);
             (result, copy.copied)
+        })
+    }
+
+    /// Fills `[offset, offset + len)` of `mapping`, of pages of the usual size, with zeroes, and lets those go on that wait for it. What
+    /// is there stays as it is.
+    ///
+    /// # Errors
+    /// What the kernel says: EINVAL for huge pages of a pool, which are [copied](Self::copy).
+    pub fn zero(&self, mapping: &Mapping, offset: u64, len: u64, page: u64) -> io::Result<()> {
+        let start = inside(mapping, offset, len)?;
+        resolve(len, page, |done| {
+            let range = Range { start: start + done, len: len - done };
+            let mut zero = Zeropage { range, mode: 0, zeroed: 0 };
+            let result = call(&self.0, UFFDIO_ZEROPAGE, &mut zero);
+            (result, zero.zeroed)
         })
     }
 

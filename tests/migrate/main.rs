@@ -17,6 +17,7 @@ mod numbered;
 mod planted;
 mod relay;
 mod snapshot;
+mod snapshot_demand;
 mod snapshot_disks;
 mod snapshot_map;
 mod snapshot_merge;
@@ -43,6 +44,7 @@ use vellum::sys::mmap::PAGE_SIZE;
 fn main() -> ExitCode {
     let mut trials = Trials::from_args();
     planted::add(&mut trials);
+    snapshot_demand::add(&mut trials);
     snapshot_disks::add(&mut trials);
     snapshot_map::add(&mut trials);
     trips::add_long(&mut trials);

@@ -217,7 +217,7 @@ fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
 /// A kernel that counts on its serial port goes on where it was stopped: no byte is lost, and none comes twice.
 #[trial(kvm())]
 fn a_pc_goes_on_where_its_snapshot_stopped_it() -> Result<(), Failed> {
-    for (irqchip, memory) in [("split", "eager"), ("kernel", "map")] {
+    for (irqchip, memory) in [("split", "eager"), ("kernel", "map"), ("split", "demand")] {
         let home = Home::new()?;
         let kernel = counting(&home)?;
         let (out, far, dir) = (home.path("out"), home.path("far"), home.path("snap"));

@@ -56,7 +56,7 @@ fn fits(theirs: &Parts<'_>, ours: &Parts<'_>, tsc: Tsc) -> Result<(), Refused> {
 
 /// Makes the like of what `config` describes.
 pub(super) fn assemble(host: Host, config: Value) -> Result<Arrived, Refused> {
-    let Host { kvm, devices, serial, memory, room, pagemap, other_tsc, sandbox } = host;
+    let Host { kvm, devices, serial, memory, room, pagemap, other_tsc, sandbox, .. } = host;
     if config["kind"] == "built-in" {
         if let Some(name) = devices.names().next() {
             return Err(Refused::Misfits(vec![Misfit {

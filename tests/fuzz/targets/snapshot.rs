@@ -1,4 +1,4 @@
-//! The files of a snapshot: the list of points, a map, and a state, as somebody may have written them.
+//! The files of a snapshot: the list of points, a map, a state, and a working set, as somebody may have written them.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -6,6 +6,7 @@ use std::os::unix::fs::FileExt;
 use vellum::snapshot::layer::{Layers, Reader, sum};
 use vellum::snapshot::manifest::{self, Manifest};
 use vellum::snapshot::state;
+use vellum::snapshot::working_set::WorkingSet;
 use vellum::sys::mmap::{PAGE_SIZE, memfd};
 
 /// How many pages the machine has.
@@ -30,6 +31,13 @@ pub fn snapshot(data: &[u8]) {
     if let Ok((machine, sections)) = state::parse(data, "state-0") {
         let written = state::bytes(&machine, &sections).unwrap();
         assert_eq!(state::parse(&written, "state-0").unwrap(), (machine, sections));
+    }
+    // As it is, and as one whose sum is right.
+    let summed = [data, &sum(data).to_le_bytes()].concat();
+    for bytes in [data, &summed] {
+        if let Ok(set) = WorkingSet::parse(bytes, PAGES) {
+            assert!(set.firsts.iter().all(|first| *first < PAGES) && set.bytes() == bytes);
+        }
     }
     let entries = &data[..data.len().min(PAGES as usize * 8)];
     let map = file(entries, PAGES * 8);

@@ -1,0 +1,287 @@
+//! `vellum restore --memory demand`: memory that comes as somebody wants it. With `--record=1h` it comes so alone, and nothing unasked.
+
+use std::fs;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually, trial};
+use vellum::plant::{IMPOSSIBLE, POSSIBLE};
+use vellum::snapshot::working_set::{self, WorkingSet};
+use vellum::sys::mmap::PAGE_SIZE;
+
+use crate::bed::{huge_pages, kvm, real};
+use crate::home::{Home, Machine, VELLUM};
+use crate::{ends_with, every_page_is_right, succeeds, with};
+
+/// A snapshot of a guest that has written to all of its memory, and was stopped with it.
+fn taken(home: &Home, memory: &str, write: &str) -> Result<PathBuf, Failed> {
+    let here =
+        home.run("here", &format!("run --cpus 2 --memory {memory} --passes 0 --workload write,{write}"))?;
+    home.has_written("here", 20_000)?;
+    let dir = home.path("snap");
+    succeeds(&home.vellum(&format!("snapshot here {} --stop --downtime 1s --timeout 3s", dir.display()))?)?;
+    ends_with(here, 0)?;
+    Ok(dir)
+}
+
+/// Whether a machine has a userfaultfd.
+fn has_userfaultfd(machine: &Machine) -> Result<bool, Failed> {
+    let mut links = fs::read_dir(format!("/proc/{}/fd", machine.child.id()))?
+        .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+    Ok(links.any(|link| link.to_string_lossy().contains("userfaultfd")))
+}
+
+fn is_all_there(machine: &Machine) -> Result<(), Failed> {
+    eventually(LIMIT, "all of it is there", || Ok((!has_userfaultfd(machine)?).then_some(())))
+}
+
+/// On each backing: by faults alone and stopped at once, when all was there, moved at once, and saved at once.
+fn is_right_on(backing: &str) -> Result<(), Failed> {
+    let home = Home::new()?;
+    let dir = taken(&home, "32m,slots=3", "order=random,rate=20000,write=80,warm")?;
+    let json = |name: &str| home.path(&format!("{name}.json"));
+    let restore = |name: &str, dir: &Path, more: &str| {
+        let memory = format!("--memory demand,backing={backing} --json {}", json(name).display());
+        home.restore(name, &format!("{} {memory} {more}", dir.display()))
+    };
+    let stop = |name: &str, machine: Machine| -> Result<(), Failed> {
+        succeeds(&home.vellum(&format!("ctl {name} stop"))?)?;
+        ends_with(machine, 0)?;
+        every_page_is_right(&json(name))
+    };
+    let asked = restore("asked", &dir, "--record=1h")?;
+    ensure(has_userfaultfd(&asked)?, || "it came unasked".into())?;
+    stop("asked", asked)?;
+    let whole = restore("whole", &dir, "")?;
+    is_all_there(&whole)?;
+    home.has_written("whole", 21_000)?;
+    stop("whole", whole)?;
+    let moves = restore("moves", &dir, "--record=1h")?;
+    let receive = format!("--memory backing={backing} --json {}", json("there").display());
+    let there = home.receive("there", &receive)?;
+    succeeds(&home.migrate("moves", "there", "--verify --downtime 1s --timeout 3s,then=force")?)?;
+    ends_with(moves, 15)?;
+    stop("there", there)?;
+    let saves = restore("saves", &dir, "--record=1h")?;
+    let again = home.path("again.snap");
+    succeeds(
+        &home.vellum(&format!("snapshot saves {} --stop --downtime 1s --timeout 3s", again.display()))?,
+    )?;
+    ends_with(saves, 0)?;
+    let last = restore("last", &again, "")?;
+    stop("last", last)
+}
+
+#[trial(real())]
+fn anonymous_memory_that_comes_on_demand_is_right() -> Result<(), Failed> {
+    is_right_on("anonymous")
+}
+
+#[trial(real())]
+fn transparent_huge_pages_that_come_on_demand_are_right() -> Result<(), Failed> {
+    is_right_on("thp")
+}
+
+#[trial(real())]
+fn shared_memory_that_comes_on_demand_is_right() -> Result<(), Failed> {
+    is_right_on("shmem")?;
+    is_right_on("memfd")
+}
+
+#[trial(real(), huge_pages(2 << 20, 16))]
+fn huge_pages_that_come_on_demand_are_right() -> Result<(), Failed> {
+    is_right_on("hugetlb-2m")
+}
+
+/// On another KVM than this one, too: a guest, its devices' state and the VMM's own writes find what they want.
+#[trial(kvm())]
+fn a_guest_finds_its_pages_on_demand() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let dir = taken(&home, "8m", "order=random,warm")?;
+    let json = home.path("end.json");
+    let host = format!("{} --memory demand --json {}", dir.display(), json.display());
+    for more in ["", "--record=1h"] {
+        let again = home.restore("again", &format!("{host} {more}"))?;
+        succeeds(&home.vellum("ctl again pause")?)?;
+        succeeds(&home.vellum("ctl again resume")?)?;
+        succeeds(&home.vellum("ctl again stop")?)?;
+        ends_with(again, 0)?;
+        every_page_is_right(&json)?;
+    }
+    Ok(())
+}
+
+/// What a restore has wanted is written down, and the next one begins with it; each refuses what makes no sense.
+#[trial(real())]
+fn what_is_wanted_is_recorded_and_prefetched() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let dir = taken(&home, "32m", "order=random,hot=10,share=100,rate=20000,warm")?;
+    let path = dir.display().to_string();
+    let refused = |arguments: &str, says: &str| -> Result<(), Failed> {
+        let said = String::from_utf8(with(home.vellum(&format!("restore {path} {arguments}"))?, 2)?.stderr)?;
+        ensure(said.contains(says) && said.lines().count() == 1, || format!("not {says:?}: {said}"))
+    };
+    refused("--prefetch", "--prefetch: it goes with --memory demand alone")?;
+    refused("--record --memory map", "--record: it goes with --memory demand alone")?;
+    refused("--memory demand --prefetch", "snap was recorded: --record does that")?;
+    let recorded = dir.join(working_set::NAME);
+    let machine = home.restore("records", &format!("{path} --memory demand --record=500ms"))?;
+    eventually(LIMIT, "it is recorded", || Ok(recorded.exists().then_some(())))?;
+    is_all_there(&machine)?;
+    succeeds(&home.vellum("ctl records stop")?)?;
+    ends_with(machine, 0)?;
+    let bytes = fs::read(&recorded)?;
+    ensure(fs::metadata(&recorded)?.permissions().mode() & 0o777 == 0o600, || "others may read it".into())?;
+    // A state of the machine has as many pages as its layers.
+    let pages = fs::metadata(dir.join("ram-0"))?.len() / PAGE_SIZE;
+    let set = WorkingSet::parse(&bytes, pages)?;
+    let some = (1..=pages as usize).contains(&set.firsts.len());
+    ensure(set.unit == 1 && some, || format!("{} entries", set.firsts.len()))?;
+    for backing in ["anonymous", "memfd"] {
+        let json = home.path("end.json");
+        let more = format!("--memory demand,backing={backing} --prefetch --json {}", json.display());
+        let machine = home.restore("again", &format!("{path} {more}"))?;
+        is_all_there(&machine)?;
+        succeeds(&home.vellum("ctl again stop")?)?;
+        ends_with(machine, 0)?;
+        every_page_is_right(&json)?;
+    }
+    // It is replaced as a whole, and by what is none nothing is brought.
+    let mut planted = bytes.clone();
+    planted[40] ^= 1;
+    fs::write(&recorded, &planted)?;
+    refused("--memory demand --prefetch", "working-set, byte ")?;
+    let machine = home.restore("records", &format!("{path} --memory demand --record=1ms"))?;
+    eventually(LIMIT, "it is replaced", || {
+        Ok(WorkingSet::parse(&fs::read(&recorded)?, pages).is_ok().then_some(()))
+    })?;
+    succeeds(&home.vellum("ctl records stop")?)?;
+    ends_with(machine, 0)?;
+    let names = crate::snapshot::files(&dir)?;
+    ensure(names == ["manifest.json", "map-0", "ram-0", "state-0", "working-set"], || format!("{names:?}"))
+}
+
+/// A damaged page that is found while the guest runs ends it, with the file and the place: whether it does.
+fn ends_by_a_damaged_page(mistake: Option<&'static str>) -> Result<bool, Failed> {
+    let home = Home::planted(mistake)?;
+    let dir = taken(&home, "16m", "order=random,warm")?;
+    let file = fs::File::options().read(true).write(true).open(dir.join("ram-0"))?;
+    // Of a page that stamps do not cover in full.
+    let (page, mut byte) = (1000, [0]);
+    file.read_exact_at(&mut byte, page * PAGE_SIZE + 4000)?;
+    file.write_all_at(&[byte[0] ^ 1], page * PAGE_SIZE + 4000)?;
+    let mut machine = home.run("again", &format!("restore {} --memory demand", dir.display()))?;
+    let mut ended = None;
+    eventually(LIMIT, "it ends, or all is there", || {
+        ended = machine.child.try_wait()?;
+        let there = ended.is_none()
+            && home.standing("again").as_deref() == Some("running")
+            && !has_userfaultfd(&machine)?;
+        Ok((ended.is_some() || there).then_some(()))
+    })?;
+    if ended.is_none() {
+        return Ok(false);
+    }
+    let said = String::from_utf8(with(machine.end()?, 1)?.stderr)?;
+    let line = format!("ram-0, byte {}: page {page} of the machine is not the one", page * PAGE_SIZE);
+    ensure(said.contains(&line) && said.lines().count() == 1, || said.clone())?;
+    Ok(true)
+}
+
+#[trial(real())]
+fn a_damaged_page_is_given_to_nobody() -> Result<(), Failed> {
+    ensure(ends_by_a_damaged_page(None)?, || "it runs on".into())
+}
+
+/// Files that become shorter are named, too.
+#[trial(real())]
+fn a_file_that_becomes_shorter_is_named_on_demand() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let dir = taken(&home, "16m", "order=random,rate=20000,warm")?;
+    let restore = format!("{} --memory demand --record=1h --paused", dir.display());
+    let mut again = home.restore("again", &restore)?;
+    fs::File::options().write(true).open(dir.join("ram-0"))?.set_len(0)?;
+    // It may end before it answers.
+    home.vellum("ctl again resume")?;
+    eventually(LIMIT, "it ends", || Ok(again.child.try_wait()?))?;
+    let said = String::from_utf8(with(again.end()?, 1)?.stderr)?;
+    ensure(said.contains("ram-0, byte ") && said.contains("it has become shorter"), || said.clone())
+}
+
+/// Who may have no userfaultfd is told how to get one, before anything starts.
+#[trial(real())]
+fn who_may_have_no_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed> {
+    let home = Home::new()?;
+    let dir = taken(&home, "8m", "rate=20000")?;
+    for (path, mode) in [(&home.0, 0o755), (&dir, 0o755)] {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
+    }
+    for entry in fs::read_dir(&dir)? {
+        fs::set_permissions(entry?.path(), fs::Permissions::from_mode(0o644))?;
+    }
+    // Where everybody may have one, nobody is refused.
+    let free = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    let mut nobody = Command::new("setpriv");
+    nobody.args(["--reuid=65534", "--regid=65534", "--clear-groups", VELLUM, "restore"]).arg(&dir);
+    let output = nobody.args(["--memory", "demand"]).output();
+    let Ok(output) = output.map_err(drop).and_then(|output| match output.status.code() {
+        Some(2) if free.trim() == "0" => Ok(output),
+        _ => Err(()),
+    }) else {
+        return Ok(Completion::ignored_with("needs root, setpriv(1), and vm.unprivileged_userfaultfd=0"));
+    };
+    let said = String::from_utf8(output.stderr)?;
+    let named = said.contains("--memory demand: ") && said.contains("vm.unprivileged_userfaultfd=1");
+    ensure(named && said.lines().count() == 1, || said.clone())?;
+    Ok(Completion::Completed)
+}
+
+/// Whether a machine of which nothing was brought yet has every page right where it moves to.
+fn moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
+    let home = Home::planted(mistake)?;
+    let dir = taken(&home, "16m", "rate=20000,warm")?;
+    let again = home.restore("again", &format!("{} --memory demand --record=1h --paused", dir.display()))?;
+    let there = home.receive("there", "")?;
+    succeeds(&home.migrate("again", "there", "--downtime 1s --timeout 3s,then=force")?)?;
+    ends_with(again, 15)?;
+    succeeds(&home.vellum("ctl there stop")?)?;
+    Ok(there.end()?.status.success())
+}
+
+/// Whether huge pages come.
+fn comes_on_huge_pages(mistake: Option<&'static str>) -> Result<bool, Failed> {
+    let home = Home::planted(mistake)?;
+    let dir = taken(&home, "16m", "order=random,warm")?;
+    let json = home.path("end.json");
+    let memory = format!("--memory demand,backing=hugetlb-2m --json {}", json.display());
+    let mut machine = home.run("again", &format!("restore {} {memory}", dir.display()))?;
+    let over = eventually(LIMIT, "it ends, or all is there", || {
+        let ended = machine.child.try_wait()?.is_some();
+        let runs = !ended && home.standing("again").as_deref() == Some("running");
+        Ok((ended || (runs && !has_userfaultfd(&machine)?)).then_some(ended))
+    })?;
+    if over {
+        return Ok(false);
+    }
+    succeeds(&home.vellum("ctl again stop")?)?;
+    ends_with(machine, 0)?;
+    every_page_is_right(&json).map(|()| true)
+}
+
+/// What is planted here, and caught.
+pub fn add(trials: &mut Trials) {
+    type Right = fn(Option<&'static str>) -> Result<bool, Failed>;
+    let planted: [(&str, _, Right); 3] = [
+        ("sums-unchecked", kvm(), ends_by_a_damaged_page),
+        ("shown-left-out", kvm(), moves),
+        ("small-copy", kvm().and_then(|()| huge_pages(2 << 20, 8)), comes_on_huge_pages),
+    ];
+    for (mistake, need, is_right) in planted {
+        trials.add(format!("planted_{mistake}_is_caught_on_demand"), need, move || match POSSIBLE {
+            true => ensure(!is_right(Some(mistake))? && is_right(None)?, || "nobody notices".into())
+                .map(|()| Completion::Completed),
+            false => Ok(Completion::ignored_with(IMPOSSIBLE)),
+        });
+    }
+}

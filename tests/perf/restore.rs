@@ -1,0 +1,120 @@
+//! `cargo bench --bench restore`: a guest that is restored and goes over its working set, by each way in which its memory can come.
+//!
+//! A kernel of a few bytes has written to all of its 512 MiB, and goes round and round over an eighth of that, a page in each eight, and says
+//! on its serial port when it has been round. Measured is the time from the start of `vellum restore` until it has said that twice: until
+//! one round at least was whole. The snapshot's pages are in the page cache, or nothing of them is (`dd oflag=nocache`).
+//!
+//! The rivals take turns; printed are medians with quartiles, and the median of the ratios of each round's demand with `--prefetch` to
+//! demand without.
+
+#[path = "../home/mod.rs"]
+mod home;
+#[path = "../images/mod.rs"]
+mod images;
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Instant;
+
+use harness::{Failed, LIMIT, ensure, eventually};
+use home::Home;
+use images::Code;
+use vellum::snapshot::working_set;
+
+const ROUNDS: usize = 15;
+const WAYS: [&str; 4] = ["eager", "map", "demand", "demand --prefetch"];
+
+/// Writes to each page of 512 MiB but the first 8, and then to every eighth, round by round.
+fn kernel() -> Vec<u8> {
+    // mov ebx, 8 MiB; fill: mov [rbx], ebx; add ebx, 4096; cmp ebx, 512 MiB; jb fill
+    let mut code = vec![0xbb, 0, 0, 0x80, 0, 0x89, 0x1b, 0x81, 0xc3, 0, 0x10, 0, 0];
+    code.extend([0x81, 0xfb, 0, 0, 0, 0x20, 0x72, 0xf0]);
+    // mov dx, 0x3f8; round: out dx, al; mov ebx, 8 MiB
+    code.extend([0x66, 0xba, 0xf8, 0x03, 0xee, 0xbb, 0, 0, 0x80, 0]);
+    // next: add dword [rbx], 1; add ebx, 32768; cmp ebx, 512 MiB; jb next; jmp round
+    code.extend([
+        0x83, 0x03, 1, 0x81, 0xc3, 0, 0x80, 0, 0, 0x81, 0xfb, 0, 0, 0, 0x20, 0x72, 0xef, 0xeb, 0xe7,
+    ]);
+    Code::default().bytes(&code).elf64()
+}
+
+/// A median and its quartiles.
+fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
+    samples.sort_by(f64::total_cmp);
+    [samples[samples.len() / 2], samples[samples.len() / 4], samples[samples.len() - 1 - samples.len() / 4]]
+}
+
+fn len(path: &Path) -> u64 {
+    fs::metadata(path).map_or(0, |data| data.len())
+}
+
+/// Has nothing of `file` in the page cache.
+fn forget(file: &Path) -> Result<(), Failed> {
+    let to = format!("of={}", file.display());
+    let output =
+        Command::new("dd").args([&to, "oflag=nocache", "conv=notrunc,fdatasync", "count=0"]).output()?;
+    ensure(output.status.success(), || format!("{output:?}"))
+}
+
+/// Milliseconds until a machine has been round.
+fn round(home: &Home, dir: &Path, how: &str) -> Result<f64, Failed> {
+    let serial = home.0.join("again.out");
+    let _ = fs::remove_file(&serial);
+    let line =
+        format!("restore {} --serial file={} --name again --memory {how}", dir.display(), serial.display());
+    let start = Instant::now();
+    let machine = home::Process::spawn(&mut home.command(&line))?;
+    while len(&serial) < 2 {
+        ensure(start.elapsed() < LIMIT, || format!("{how}: it does not go round"))?;
+        std::thread::sleep(std::time::Duration::from_micros(100));
+    }
+    let took = start.elapsed().as_secs_f64() * 1e3;
+    home.ctl("again stop")?;
+    machine.output()?;
+    Ok(took)
+}
+
+fn main() -> Result<(), Failed> {
+    // `cargo test --benches` asks every benchmark whether it works.
+    if let Err(error) = vellum::vm::open() {
+        println!("skipped: {error}");
+        return Ok(());
+    }
+    let home = Home::new()?;
+    let (image, out, dir) = (home.0.join("kernel"), home.0.join("out"), home.0.join("snap"));
+    fs::write(&image, kernel())?;
+    let line = format!("run --kernel {} --memory 512m --serial file={}", image.display(), out.display());
+    let here = home.start("here", &mut home.command(&line))?;
+    eventually(LIMIT, "it goes round", || Ok((len(&out) > 2).then_some(())))?;
+    let saved = home.vellum(&format!("snapshot here {} --paused --stop", dir.display()))?;
+    ensure(saved.status.success(), || format!("{saved:?}"))?;
+    here.end()?;
+    let line = format!("restore {} --serial null --memory demand --record=3s", dir.display());
+    let records = home.start("records", &mut home.command(&line))?;
+    eventually(LIMIT, "it is recorded", || Ok(dir.join(working_set::NAME).exists().then_some(())))?;
+    home.ctl("records stop")?;
+    records.end()?;
+    println!("working set: {} bytes of a record", len(&dir.join(working_set::NAME)));
+    for cached in [true, false] {
+        let mut all = WAYS.map(|_| Vec::new());
+        for turn in 0..ROUNDS {
+            for at in 0..WAYS.len() {
+                let way = (turn + at) % WAYS.len();
+                if !cached {
+                    forget(&dir.join("ram-0"))?;
+                }
+                all[way].push(round(&home, &dir, WAYS[way])?);
+            }
+        }
+        let ratios = all[3].iter().zip(&all[2]).map(|(with, without)| with / without).collect();
+        println!("the snapshot is {}in the page cache:", if cached { "" } else { "not " });
+        for (way, samples) in WAYS.iter().zip(all) {
+            let [median, low, high] = quartiles(samples);
+            println!("  {way:18} {median:8.1} ms (quartiles {low:.1} to {high:.1}, {ROUNDS} rounds)");
+        }
+        let [ratio, low, high] = quartiles(ratios);
+        println!("  with --prefetch, of what it takes without: {ratio:.3} (quartiles {low:.3} to {high:.3})");
+    }
+    Ok(())
+}
