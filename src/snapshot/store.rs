@@ -17,6 +17,21 @@ fn is_name(name: &str) -> bool {
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
 
+/// Whether a writer may have left this that died before its first point was in the list.
+fn is_left_of_the_first(entry: &fs::DirEntry) -> bool {
+    let name = entry.file_name();
+    let known = name.to_str().is_some_and(|name| match name.strip_suffix("-0") {
+        Some(kind) => matches!(kind, "ram" | "map" | "state") || is_name(kind),
+        None => name == new_list(),
+    });
+    known && entry.file_type().is_ok_and(|kind| kind.is_file())
+}
+
+/// The name of a list that is not in force yet.
+fn new_list() -> String {
+    format!(".{}.new", manifest::NAME)
+}
+
 /// A directory to which a point is being added. No other process can do that meanwhile.
 #[derive(Debug)]
 pub struct Store {
@@ -52,8 +67,10 @@ impl Store {
             Ok(found) => store.manifest = source::read_manifest(&found)?,
             Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 let mut all = fs::read_dir(dir).map_err(Error::io(&file, "reading it"))?;
-                if all.next().is_some() {
-                    let what = "it is not empty, and holds no snapshot".into();
+                // What a writer left that died before there was a list is removed below, or replaced.
+                if let Some(other) = all.find(|entry| !entry.as_ref().is_ok_and(is_left_of_the_first)) {
+                    let name = other.map(|entry| entry.file_name()).unwrap_or_default();
+                    let what = format!("it holds no snapshot, and is not empty: there is {}", name.display());
                     return Err(Error::Unfit { file, what });
                 }
             }
@@ -156,6 +173,7 @@ impl Store {
 
     /// Removes what the list does not have: left by a writer that died, or joined into another point. Of no consequence where it fails.
     fn sweep(&self) {
+        let _ = fs::remove_file(self.dir.join(new_list()));
         let Ok(all) = fs::read_dir(&self.dir) else { return };
         let listed = |kind: &str, label: &str| {
             let mut points = self.manifest.points.iter();
@@ -183,7 +201,7 @@ impl Store {
         let said = |what| Error::io(manifest::NAME, what);
         (&list).write_all(&self.manifest.bytes()).map_err(said("writing it"))?;
         list.sync_all().map_err(said("writing it"))?;
-        let new = format!(".{}.new", manifest::NAME);
+        let new = new_list();
         self.name(&list, &new)?;
         let renamed = fs::rename(self.dir.join(&new), self.dir.join(manifest::NAME));
         if renamed.is_err() {
@@ -210,5 +228,42 @@ impl Drop for Store {
             // Nothing came into it.
             let _ = fs::remove_dir(&self.dir);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_first_writer_left_that_died_is_no_obstacle_and_anything_else_is() {
+        let dir = std::env::temp_dir().join(format!("vellum-store-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&dir);
+        fs::create_dir(&dir).unwrap();
+        let left = ["ram-0", "map-0", "state-0", ".manifest.json.new"];
+        let there = || {
+            let mut names: Vec<_> =
+                fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+            names.sort();
+            names
+        };
+        let fill = || left.iter().for_each(|name| fs::write(dir.join(name), "left").unwrap());
+        for other in ["notes", "ram-1", "ram-0.1", "disk-0", "manifest.json.new"] {
+            fill();
+            fs::write(dir.join(other), "mine").unwrap();
+            let before = there();
+            let said = Store::open(&dir).unwrap_err().to_string();
+            assert!(said.contains(&format!("is not empty: there is {other}")), "{said}");
+            assert_eq!(there(), before);
+            fs::remove_file(dir.join(other)).unwrap();
+        }
+        fs::create_dir(dir.join("disk0-0")).unwrap();
+        assert!(Store::open(&dir).unwrap_err().to_string().contains("there is disk0-0"));
+        fs::remove_dir(dir.join("disk0-0")).unwrap();
+        // A clone of a disk may be some machine's by now.
+        fs::write(dir.join("disk0-0"), "clone").unwrap();
+        assert_eq!(Store::open(&dir).unwrap().next(), 0);
+        assert_eq!(there(), ["disk0-0"]);
+        fs::remove_dir_all(dir).unwrap();
     }
 }
