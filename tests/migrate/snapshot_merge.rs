@@ -1,16 +1,17 @@
 //! `vellum snapshot merge`: a chain becomes one point while its machine goes on, whole or not at all.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use harness::{Failed, LIMIT, ensure, eventually, trial};
+use harness::{Completion, Failed, LIMIT, ensure, eventually, trial};
 
 use crate::bed::real;
 use crate::home::Home;
 use crate::snapshot::{files, points};
-use crate::{ends_with, every_page_is_right, succeeds};
+use crate::{ends_with, every_page_is_right, succeeds, with};
 
 /// A point of `dir` that is restored has every page right.
 fn is_right_at(home: &Home, dir: &Path, point: u64) -> Result<(), Failed> {
@@ -112,4 +113,80 @@ fn a_merge_that_is_killed_leaves_a_whole_chain() -> Result<(), Failed> {
     }
     println!("killed in {took:?}: {old} old, {new} new");
     Ok(())
+}
+
+/// A file system of its own in memory, of so many pages.
+struct Small<'a>(&'a Path);
+
+impl Small<'_> {
+    fn has(&self, how: &str, pages: u64) -> bool {
+        let size = format!("{how}size={}", pages * 4096);
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &size, "none"]).arg(self.0).stderr(Stdio::null());
+        mount.status().is_ok_and(|status| status.success())
+    }
+}
+
+impl Drop for Small<'_> {
+    fn drop(&mut self) {
+        // Of no consequence where it was never mounted.
+        let _ = Command::new("umount").arg(self.0).stderr(Stdio::null()).status();
+    }
+}
+
+/// A file system that is full, wherever in it that is, leaves the old chain and nothing more; with room for all of it, it is merged.
+#[trial(real())]
+fn a_merge_without_room_leaves_the_chain_as_it_was() -> Result<Completion, Failed> {
+    let home = Home::new()?;
+    let first = home.path("snap");
+    let here = chain(&home, &first, "8m", 2)?;
+    succeeds(&home.vellum("ctl here stop")?)?;
+    ends_with(here, 0)?;
+    // In pages, of which the kernel counts eighths.
+    let used = |dir: &Path, name: &str| -> Result<u64, Failed> {
+        Ok(fs::metadata(dir.join(name))?.blocks().div_ceil(8))
+    };
+    let path = home.path("small");
+    fs::create_dir(&path)?;
+    let small = Small(&path);
+    if !small.has("", 64 << 20 >> 12) {
+        return Ok(Completion::ignored_with("needs a tmpfs of its own: root, and mount(8)"));
+    }
+    let dir = path.join("snap");
+    let copy = || Command::new("cp").args(["-r", "--sparse=always"]).args([&first, &dir]).output();
+    succeeds(&copy()?)?;
+    let merge = format!("snapshot merge {}", dir.display());
+    succeeds(&home.vellum(&merge)?)?;
+    let pages = used(&dir, "ram-2.1")?;
+    let map = used(&dir, "map-2.1")?;
+    fs::remove_dir_all(&dir)?;
+    succeeds(&copy()?)?;
+    let before = files(&dir)?;
+    let mut taken = 0;
+    for name in &before {
+        taken += used(&dir, name)?;
+    }
+    // Within the pages, and then wherever else a page is needed: the map, the list, the directory.
+    let steps = [0, pages / 3, pages - 1].into_iter().chain(pages..pages + map + 4);
+    let mut refused = 0;
+    for room in steps {
+        ensure(small.has("remount,", taken + room), || format!("no room for {room} pages more"))?;
+        let output = home.vellum(&merge)?;
+        if output.status.success() {
+            break;
+        }
+        let said = String::from_utf8(with(output, 1)?.stderr)?;
+        ensure(said.contains("No space left on device") && said.lines().count() == 1, || said.clone())?;
+        ensure(files(&dir)? == before, || format!("{room} pages: {:?}", files(&dir)))?;
+        ensure(points(&home, &dir)?.len() == 3, || format!("{room} pages: points are gone"))?;
+        succeeds(&home.vellum(&format!("snapshot verify {}", dir.display()))?)?;
+        refused += 1;
+    }
+    // The pages do not fit thrice, nor does the map.
+    ensure(refused > 3, || format!("refused {refused} times"))?;
+    ensure(files(&dir)? == ["manifest.json", "map-2.1", "ram-2.1", "state-2"], || {
+        format!("{:?}", files(&dir))
+    })?;
+    is_right_at(&home, &dir, 2)?;
+    Ok(Completion::Completed)
 }
