@@ -30,8 +30,9 @@ use crate::sys::{seccomp, terminal};
 
 /// Bytes that are brought before faults are looked at again: a fault waits for no more than that.
 const STEP: u64 = 128 << 10;
-/// So many pages that were wanted one after the other are brought in the order in which they lie in the files.
-const SORTED: usize = 1024;
+/// So many pages that were wanted one after the other are brought in the order in which they lie in the files, while the kernel reads
+/// as many more.
+const SORTED: usize = 256;
 /// How often the clock is looked at while the order is recorded.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -157,8 +158,9 @@ struct Thread {
     missing: Bits,
     /// Up to where the rest has been brought.
     at: u64,
-    /// What is brought first, the last of it first.
-    first: Vec<Range<u64>>,
+    /// What is brought first, the last of it first, and of that the part that is under way.
+    first: Vec<Vec<Range<u64>>>,
+    window: Vec<Range<u64>>,
     buffer: Vec<u8>,
     told: Receiver<Told>,
     /// Units in the order in which they were wanted, and which they are.
@@ -195,6 +197,7 @@ impl Thread {
             missing,
             at: 0,
             first,
+            window: Vec::new(),
             buffer: vec![0; (step * page) as usize],
             mapping,
             told,
@@ -212,12 +215,16 @@ impl Thread {
     }
 
     fn run(mut self) -> Result<Fetched, String> {
+        self.announce(self.first.last());
         loop {
             self.answer()?;
             if self.recording.is_some() {
                 self.record()?;
-            } else if let Some(run) = self.first.pop() {
+            } else if let Some(run) = self.window.pop() {
                 self.supply(run)?;
+            } else if let Some(window) = self.first.pop() {
+                self.window = window;
+                self.announce(self.first.last());
             } else if let Some(run) = self.missing.first_run_of(self.at..self.units, self.step()) {
                 self.at = run.end;
                 self.bring(run)?;
@@ -232,6 +239,12 @@ impl Thread {
 
     fn step(&self) -> u64 {
         self.buffer.len() as u64 / self.page
+    }
+
+    /// Has the kernel read a part of what is brought first.
+    fn announce(&self, window: Option<&Vec<Range<u64>>>) {
+        let runs = window.into_iter().flat_map(|window| window.iter().rev());
+        self.layers.announce(runs.map(|run| run.start * self.unit..run.end * self.unit));
     }
 
     /// Answers all who wait.
@@ -333,28 +346,28 @@ impl Thread {
     }
 }
 
-/// Runs of units, a step each at most, in the order of `set`, the last first.
-fn in_order(set: &WorkingSet, unit: u64, units: u64, step: u64) -> Vec<Range<u64>> {
+/// Runs of units, a step each at most, in the order of `set`: a part of it each, the last first, and in that the last first.
+fn in_order(set: &WorkingSet, unit: u64, units: u64, step: u64) -> Vec<Vec<Range<u64>>> {
     let of = |first: &u64| {
         let end = (first + u64::from(set.unit)).div_ceil(unit);
         // Pages of a memslot that is not RAM come otherwise.
         first / unit..end.min(units)
     };
-    let mut runs: Vec<Range<u64>> = Vec::new();
-    for window in set.firsts.chunks(SORTED) {
+    let runs = |window: &[u64]| {
         let mut window: Vec<u64> = window.iter().flat_map(of).collect();
         window.sort_unstable();
         window.dedup();
-        let begun = runs.len();
+        let mut runs: Vec<Range<u64>> = Vec::new();
         for at in window {
-            match runs[begun..].last_mut() {
+            match runs.last_mut() {
                 Some(run) if run.end == at && run.end - run.start < step => run.end += 1,
                 _ => runs.push(at..at + 1),
             }
         }
-    }
-    runs.reverse();
-    runs
+        runs.reverse();
+        runs
+    };
+    set.firsts.chunks(SORTED).rev().map(runs).collect()
 }
 
 #[cfg(test)]
@@ -366,7 +379,7 @@ mod tests {
         let set = |unit, firsts| WorkingSet { unit, pages: 4096, firsts };
         let runs = |set: &WorkingSet, unit, step| -> Vec<(u64, u64)> {
             let runs = in_order(set, unit, 4096 / unit, step);
-            runs.iter().rev().map(|run| (run.start, run.end)).collect()
+            runs.iter().rev().flat_map(|part| part.iter().rev()).map(|run| (run.start, run.end)).collect()
         };
         assert_eq!(runs(&set(1, vec![9, 3, 2, 3, 4]), 1, 32), [(2, 5), (9, 10)]);
         assert_eq!(runs(&set(1, vec![4, 3, 2, 1]), 1, 2), [(1, 3), (3, 5)]);
@@ -378,6 +391,6 @@ mod tests {
         assert_eq!(runs(&set(1, far), 1, 4096), [(2000, 2000 + SORTED as u64), (5, 6)]);
         // Pages beyond RAM are not fetched.
         assert_eq!(runs(&set(1, vec![4095, 2]), 512, 32), [(0, 1), (7, 8)]);
-        assert!(in_order(&set(1, vec![4095]), 1, 4000, 32).is_empty());
+        assert!(in_order(&set(1, vec![4095]), 1, 4000, 32).concat().is_empty());
     }
 }

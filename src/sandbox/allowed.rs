@@ -22,7 +22,7 @@ pub fn by(kind: ThreadKind) -> Vec<Rule> {
         ThreadKind::Connection => &[SOCKETS],
         ThreadKind::Fetching => &[READS],
         ThreadKind::Main => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE],
-        ThreadKind::Receiver => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE, ASSEMBLY],
+        ThreadKind::Receiver => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE, ASSEMBLY, READS],
     };
     rules.extend(lists.iter().flat_map(|list| *list).map(|&call| any(call)));
     rules.push(requests(kind));
@@ -163,7 +163,7 @@ const FILES: &[c_long] = &[
 ];
 
 /// Files that are open already, of which pages are read.
-const READS: &[c_long] = &[SYS_pread64, SYS_fsync];
+const READS: &[c_long] = &[SYS_pread64, SYS_fadvise64, SYS_fsync];
 
 /// Sockets that are connected already; descriptors come through them.
 const SOCKETS: &[c_long] = &[

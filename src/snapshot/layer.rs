@@ -11,6 +11,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
+use std::ptr;
 
 use crc_fast::CrcAlgorithm::Crc32Iscsi;
 use crc_fast::checksum;
@@ -18,7 +19,7 @@ use crc_fast::checksum;
 use super::Error;
 use crate::memory::Slot;
 use crate::plant::{self, Mistake};
-use crate::sys::file::punch;
+use crate::sys::file::{punch, will_need};
 use crate::sys::mmap::PAGE_SIZE;
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -26,6 +27,8 @@ const PAGE: usize = PAGE_SIZE as usize;
 pub const ENTRY: u64 = 8;
 /// Pages that are written or read by one call.
 pub const AT_ONCE: u64 = 256;
+/// Pages between two that are wanted which cost less to read with them than to leave out.
+const GAP: u64 = 16;
 
 /// The sum of `bytes` as files have it.
 pub fn sum(bytes: &[u8]) -> u32 {
@@ -252,6 +255,10 @@ impl Reader {
         self.map[page as usize]
     }
 
+    fn announce(&self, pages: &Range<u64>) {
+        will_need(&self.ram, pages.start * PAGE_SIZE, (pages.end - pages.start) * PAGE_SIZE);
+    }
+
     /// Reads the content of `pages`, all of which it has, into `to`, and compares their sums.
     ///
     /// # Errors
@@ -315,6 +322,28 @@ impl Layers {
         let told =
             |(at, layer): (usize, &Reader)| Some((at, layer.page(page))).filter(|(_, p)| *p != Page::Absent);
         self.0.iter().enumerate().rev().find_map(told)
+    }
+
+    /// Has the kernel begin to read what the layers have of `runs`, which ascend, and what lies between them where that is little.
+    pub fn announce(&self, runs: impl Iterator<Item = Range<u64>>) {
+        let mut span: Option<(&Reader, Range<u64>)> = None;
+        for run in runs {
+            let mut at = run.start;
+            while let Some((part, from)) = self.next_of(at..run.end, u64::MAX) {
+                at = part.end;
+                let Some(layer) = from else { continue };
+                match &mut span {
+                    Some((same, span)) if ptr::eq(*same, layer) && part.start <= span.end + GAP => {
+                        span.end = part.end;
+                    }
+                    _ => {
+                        span.iter().for_each(|(layer, span)| layer.announce(span));
+                        span = Some((layer, part));
+                    }
+                }
+            }
+        }
+        span.iter().for_each(|(layer, span)| layer.announce(span));
     }
 
     /// The first pages of `pages` of which something is known, alike and in one layer, up to [`AT_ONCE`]: which, whether they are zero, and

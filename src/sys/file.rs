@@ -61,6 +61,13 @@ pub fn punch(file: &File, offset: u64, len: u64) -> io::Result<()> {
     }
 }
 
+/// Has the kernel begin to read `len` bytes of `file` from `offset` on, which somebody will want soon. Of no consequence where it does not.
+pub fn will_need(file: &File, offset: u64, len: u64) {
+    let (from, bytes) = (offset as libc::off_t, len as libc::off_t);
+    // SAFETY: takes numbers only.
+    let _ = unsafe { libc::posix_fadvise(file.as_raw_fd(), from, bytes, libc::POSIX_FADV_WILLNEED) };
+}
+
 /// Makes `to` a clone of `from`: the same content in the same blocks, which a write to either parts (FICLONE, ioctl_ficlone(2)).
 ///
 /// # Errors

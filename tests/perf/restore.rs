@@ -87,7 +87,7 @@ fn main() -> Result<(), Failed> {
     let line = format!("run --kernel {} --memory 512m --serial file={}", image.display(), out.display());
     let here = home.start("here", &mut home.command(&line))?;
     eventually(LIMIT, "it goes round", || Ok((len(&out) > 2).then_some(())))?;
-    let saved = home.vellum(&format!("snapshot here {} --paused --stop", dir.display()))?;
+    let saved = home.vellum(&format!("snapshot here {} --stop --downtime 10s", dir.display()))?;
     ensure(saved.status.success(), || format!("{saved:?}"))?;
     here.end()?;
     let line = format!("restore {} --serial null --memory demand --record=3s", dir.display());
