@@ -12,7 +12,7 @@ use vellum::sys::mmap::PAGE_SIZE;
 
 use crate::bed::{huge_pages, kvm, real};
 use crate::home::{Home, Machine, VELLUM};
-use crate::{ends_with, every_page_is_right, succeeds, with};
+use crate::{ends_with, every_page_is_right, numbered, succeeds, with};
 
 /// A snapshot of a guest that has written to all of its memory, and was stopped with it.
 fn taken(home: &Home, memory: &str, write: &str) -> Result<PathBuf, Failed> {
@@ -108,6 +108,37 @@ fn a_guest_finds_its_pages_on_demand() -> Result<(), Failed> {
         succeeds(&home.vellum("ctl again stop")?)?;
         ends_with(again, 0)?;
         every_page_is_right(&json)?;
+    }
+    Ok(())
+}
+
+/// A disk's thread, its rings and the restore of its device wait for pages as vCPUs do: each number that the guest has written and said is
+/// followed by the next.
+#[trial(real())]
+fn a_disk_finds_its_pages_on_demand() -> Result<(), Failed> {
+    for memory in ["anonymous,lock", "shmem"] {
+        let home = Home::new()?;
+        let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| home.path(name));
+        fs::write(&kernel, numbered::kernel())?;
+        fs::write(&disk, [0; 512 * numbered::SECTORS as usize])?;
+        let devices = |serial: &Path| format!("--disk {} --serial file={}", disk.display(), serial.display());
+        let said = |file: &Path| Ok((fs::metadata(file)?.len() > 200).then_some(()));
+        let here =
+            home.run("here", &format!("run --kernel {} --memory 32m {}", kernel.display(), devices(&out)))?;
+        eventually(LIMIT, "it writes", || said(&out))?;
+        let dir = home.path("snap");
+        succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+        ends_with(here, 0)?;
+        let host = format!("--memory demand,{memory} --record=1h {}", devices(&far));
+        let again = home.restore("again", &format!("{} {host}", dir.display()))?;
+        eventually(LIMIT, "it writes on", || said(&far))?;
+        ensure(has_userfaultfd(&again)?, || "it came unasked".into())?;
+        succeeds(&home.vellum("ctl again stop")?)?;
+        ends_with(again, 0)?;
+        let all = [fs::read(&out)?, fs::read(&far)?].concat();
+        let numbers = all.as_chunks::<4>().0.iter().map(|number| u32::from_le_bytes(*number));
+        let wrong = numbers.zip(1..).find(|(number, due)| number != due);
+        ensure(wrong.is_none(), || format!("said and due: {wrong:?}"))?;
     }
     Ok(())
 }
