@@ -183,6 +183,20 @@ impl Guest {
         Ok(guest)
     }
 
+    /// One that comes out of a snapshot: `vellum restore`, with a vsock and `flags`; it runs when this returns.
+    pub fn restored(dir: &str, flags: &[&str]) -> Result<Self, Failed> {
+        let scratch = Scratch::new();
+        let (name, vsock) = (scratch.short_name(), scratch.path("vsock"));
+        let mut command = Command::new(VELLUM);
+        command.args(["restore", dir, "--name", &name, "--vsock"]).arg(&vsock).args(flags);
+        let mut guest = Self::spawn(scratch, command, name, vsock)?;
+        let runs = guest.status_when(|status| status["state"] == "running");
+        if let (Err(_), Ok(Some(_))) = (&runs, guest.child.try_wait()) {
+            return Err(format!("it ended: {}", guest.wait()?.errors).into());
+        }
+        runs.map(|_| guest)
+    }
+
     fn spawn(scratch: Scratch, mut command: Command, name: String, vsock: PathBuf) -> Result<Self, Failed> {
         let mut child =
             command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;

@@ -10,11 +10,13 @@ mod between;
 mod ends;
 mod guest;
 mod moves;
+mod saves;
 mod segments;
 mod typed;
 mod vmlinux;
 mod whole;
 mod wires;
+mod work;
 
 use std::process::ExitCode;
 
@@ -67,6 +69,12 @@ fn main() -> ExitCode {
             let image = image.clone();
             let need = need.and_then(|()| guest::taps()).and_then(|()| wires::bridges());
             trials.add(name, need, move || moves::under_load(&image, irqchip));
+        }
+        for irqchip in ["split", "kernel"] {
+            let name = format!("linux_{}_comes_out_of_a_snapshot_{irqchip}_irqchip", image.version);
+            let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
+            let image = image.clone();
+            trials.add(name, need, move || saves::and_restored(&image, irqchip));
         }
         let name = format!("linux_{}_moves_between_hosts", image.version);
         let guest = image.clone();

@@ -1,0 +1,99 @@
+//! A Linux guest is saved while it works, and comes back in each way: what it had is there, its clocks are as asked for, its devices
+//! work, and its random numbers are others each time.
+
+use std::fs;
+use std::time::Instant;
+
+use harness::{Failed, ensure, eventually};
+
+use crate::guest::{Guest, Image, Scratch};
+use crate::wires::{Outage, Wires};
+use crate::work::{self, Clock, count};
+
+/// Data that the guest has the sum of.
+const DATA_MIB: u64 = 16;
+/// How its memory comes back, and what its clocks do about the time since.
+const WAYS: [(&str, &str); 2] = [("eager", "advance"), ("map", "stand-still")];
+
+/// 2 vCPUs are saved while they work, go on, and are saved again, upon which the machine ends; then both points come back.
+pub fn and_restored(image: &Image, irqchip: &str) -> Result<(), Failed> {
+    let scratch = Scratch::new();
+    let [disk, kept, dir] = ["disk", "kept", "saved"].map(|name| scratch.path(name));
+    work::empty(&disk)?;
+    let wires = Wires::new(&scratch)?;
+    let [net, tap] = wires.flags(0);
+    let devices = ["--disk".into(), disk.display().to_string(), net, tap, "--rng".into(), "--balloon".into()];
+    let devices: Vec<&str> = devices.iter().map(String::as_str).collect();
+    let step = |what: &str| eprintln!("linux {} {irqchip} saves: {what}", image.version);
+
+    let flags = [&["--cpus", "2", "--memory", "256m", "--irqchip", irqchip][..], &devices].concat();
+    let mut guest = Guest::start(image, "", &flags)?;
+    step("boots");
+    guest.ready()?;
+    wires.up(&guest)?;
+    work::begin(&guest, DATA_MIB)?;
+    eventually(harness::LIMIT, "the disk's writer has begun", || Ok((count(&guest)? > 0).then_some(())))?;
+    let into = dir.display().to_string();
+    let save = |guest: &Guest, more: &[&str]| {
+        let saved = guest.vellum(&[&["snapshot", guest.name(), &into, "--downtime", "5s"], more].concat())?;
+        ensure(saved.status.success(), || format!("{saved:?}"))
+    };
+    step("is saved while it works");
+    save(&guest, &["--follow"])?;
+    let flushed = count(&guest)?;
+    work::is_as_it_was(&guest)?;
+    let still = count(&guest)?;
+    ensure(still > flushed, || format!("the disk's writer stands still at {still}"))?;
+    step("is saved again, and ends");
+    let (flushed, before) = (count(&guest)?, Clock::read(&guest)?);
+    save(&guest, &["--stop"])?;
+    let since = Instant::now();
+    guest.wait()?.with(0)?;
+    fs::copy(&disk, &kept)?;
+
+    let mut random = Vec::new();
+    for (turn, (memory, clock)) in WAYS.into_iter().enumerate() {
+        step(&format!("comes back, {memory}"));
+        let mut flags = vec!["--memory", memory, "--clock", clock];
+        if turn > 0 {
+            // It has been written to since: by the machine that came back before.
+            let vsock = scratch.path("vsock").display().to_string();
+            let refused = guest.vellum(&[&["restore", &into, "--vsock", &vsock][..], &devices].concat())?;
+            let said = String::from_utf8_lossy(&refused.stderr);
+            let right = refused.status.code() == Some(2) && said.contains("--disk-changed");
+            ensure(right, || format!("{refused:?}"))?;
+            fs::copy(&kept, &disk)?;
+            flags.push("--disk-changed");
+        }
+        flags.extend(&devices);
+        let gone = since.elapsed().as_secs_f64();
+        let mut back = Guest::restored(&into, &flags)?;
+        work::is_as_it_was(&back)?;
+        let after = Clock::read(&back)?;
+        match clock {
+            "advance" => after.agrees_with(&before)?,
+            _ => after.stood_still(&before, gone)?,
+        }
+        random.push(back.shell("head -c 32 /dev/urandom | sha256sum")?);
+        // Linux knows of VM generations by ACPI since 5.18, and by the device that Vellum has where that is compiled in.
+        let knows = back.shell("ls /sys/bus/acpi/drivers/vmgenid 2>/dev/null; true")?.contains("VM_GEN");
+        let reseeds = back.shell("dmesg | grep -c 'crng reseeded due to virtual machine fork'; true")?;
+        eprintln!("vmgenid: {knows}, reseeded {} times", reseeds.trim());
+        ensure(!knows || reseeds.trim() != "0", || "its random numbers are those of the snapshot".into())?;
+        let went = count(&back)?;
+        ensure(went >= flushed, || format!("its disk was at {flushed}, and is at {went}"))?;
+        eventually(harness::LIMIT, "the disk's writer goes on", || Ok((count(&back)? > went).then_some(())))?;
+        Outage::watch()?.longest()?;
+        let last = count(&back)?;
+        back.ctl(&["stop"])?;
+        back.wait()?.with(0)?;
+        work::holds(&disk, last)?;
+    }
+    ensure(random[0] != random[1], || "both have the same random numbers".into())?;
+    step("comes back as it was first");
+    let mut first = Guest::restored(&into, &[&["--at", "0", "--disk-changed"][..], &devices].concat())?;
+    work::is_as_it_was(&first)?;
+    ensure(count(&first)? > 0, || "it knows nothing of its disk".into())?;
+    first.ctl(&["stop"])?;
+    first.wait()?.with(0).map(drop)
+}
