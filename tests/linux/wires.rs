@@ -84,7 +84,7 @@ pub struct Outage {
 impl Outage {
     /// Begins, once the guest answers.
     pub fn watch() -> Result<Self, Failed> {
-        eventually(LIMIT, "the guest's network answers", || Ok(answers().then_some(())))?;
+        answers_soon()?;
         let over = Arc::new(AtomicBool::new(false));
         let done = over.clone();
         let asker = std::thread::spawn(move || {
@@ -104,12 +104,17 @@ impl Outage {
 
     /// The longest time between two answers, of which the last comes now.
     pub fn longest(self) -> Result<Duration, Failed> {
-        eventually(LIMIT, "the guest's network answers again", || Ok(answers().then_some(())))?;
+        answers_soon()?;
         self.over.store(true, Ordering::Relaxed);
         let (answered, longest) = self.asker.join().map_err(|_| "who asks has panicked")?;
         ensure(answered > 0, || "the guest's network never answered".into())?;
         Ok(longest)
     }
+}
+
+/// That the guest's network answers, or does again.
+pub fn answers_soon() -> Result<(), Failed> {
+    eventually(LIMIT, "the guest's network answers", || Ok(answers().then_some(())))
 }
 
 fn answers() -> bool {
