@@ -1,7 +1,10 @@
 //! What differs from one architecture to the next, behind one interface: the rest of Vellum names `arch::…` and never
 //! an architecture.
 //!
-//! Two rooms, `x86_64` and `aarch64`; exactly one is compiled.
+//! Two rooms, `x86_64` and `aarch64`; exactly one is compiled. What both are described with is beside them.
+
+pub mod fixed;
+pub mod meanwhile;
 
 #[cfg(target_arch = "x86_64")]
 pub mod x86_64;

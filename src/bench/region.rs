@@ -1,5 +1,7 @@
 //! The memory of a benchmark: whether this host has as much, where it starts, and how it is had.
 
+use std::ops::Range;
+
 use super::Error;
 use crate::arch::layout;
 use crate::fault::Field;
@@ -55,16 +57,18 @@ impl Region {
 pub(super) fn check_offset(offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> {
     let align = backing.best_mapping().max(2 << 20);
     let end = offset.saturating_add(bytes);
-    let in_gap = end > layout::GAP_START && offset < layout::GAP_END;
-    if offset.is_multiple_of(align) && !in_gap && end <= layout::MAX_ADDRESS {
+    let has_room = |range: &Range<u64>| range.start <= offset && end <= range.end;
+    let ranges = layout::RAM.0;
+    if offset.is_multiple_of(align) && ranges.iter().any(has_room) {
         return Ok(());
     }
+    let names: Vec<_> =
+        ranges.iter().map(|range| format!("{:#x} to {:#x}", range.start, range.end)).collect();
+    let would = ranges.iter().map(|range| range.start).next_back().unwrap_or(layout::RAM_START);
     let why = format!(
-        "{offset:#x}: memory must start at a multiple of {} and keep clear of {:#x} to {:#x}; {:#x} would work",
+        "{offset:#x}: memory must start at a multiple of {} and lie within {}; {would:#x} would work",
         short_size(align),
-        layout::GAP_START,
-        layout::GAP_END,
-        layout::GAP_END
+        names.join(" or "),
     );
     Err(Error::Asked(Field::GuestAddress, why))
 }

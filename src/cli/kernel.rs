@@ -8,16 +8,13 @@ use clap::Args;
 
 use super::devices::DeviceArgs;
 use super::{Failure, keyvalue, run::failure};
-use crate::arch::boot::Protocol;
+use crate::arch::boot::{DEFAULT_CMDLINE, Protocol};
 use crate::arch::irqchip::Mode;
 use crate::devices::console::{Opened, Target};
 use crate::machine::{self, BootConfig};
 use crate::memory::MemoryConfig;
 use crate::session::{self, kernel::Outcome};
 use crate::vm::lifecycle::Exit;
-
-/// What a Linux guest is told unless `--nodefaults` says otherwise: its console, and to end rather than to hang.
-const DEFAULT_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1";
 
 /// A guest with a kernel.
 #[derive(Debug, Args)]
@@ -46,7 +43,7 @@ pub struct KernelArgs {
     protocol: Option<Protocol>,
 
     /// The interrupt controller: split between KVM and Vellum, or all in KVM with an 8259 and a PIT
-    #[arg(long, value_name = "WHERE", default_value = "split", requires = "kernel")]
+    #[arg(long, value_name = "WHERE", value_enum, default_value_t, requires = "kernel")]
     irqchip: Mode,
 
     /// Where the serial port leads: terminal (Ctrl-a x ends the guest), file=PATH, pty or null

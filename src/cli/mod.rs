@@ -6,13 +6,11 @@
 pub mod args;
 pub mod bench;
 pub mod control;
-#[cfg(target_arch = "x86_64")]
 pub mod devices;
 pub mod doctor;
 mod flags;
 mod habits;
 mod host;
-#[cfg(target_arch = "x86_64")]
 pub mod kernel;
 pub mod migrate;
 pub mod receive;

@@ -1,26 +1,20 @@
 //! What a guest finds besides memory and CPUs.
 //!
-//! [`bus`] leads an access to a device. The PC's own devices are one short file each; those that a guest ends by
+//! [`bus`] leads an access to a device. A board's own devices are one short file each; those that a guest ends by
 //! ([`i8042`], [`acpi_pm`], [`pvpanic`], [`debug_exit`]) answer a write with an [`Ending`]. [`virtio`] holds the
 //! paravirtual devices and the transport that carries them.
 
 pub mod bus;
 
-#[cfg(target_arch = "x86_64")]
 pub mod acpi_pm;
 pub mod console;
-#[cfg(target_arch = "x86_64")]
 pub mod debug_exit;
-#[cfg(target_arch = "x86_64")]
 pub mod i8042;
-#[cfg(target_arch = "x86_64")]
-mod ioapic;
-#[cfg(target_arch = "x86_64")]
+mod irqchip;
+pub mod pl031;
 pub mod pvpanic;
-#[cfg(target_arch = "x86_64")]
 pub mod rtc;
 pub mod serial;
-#[cfg(target_arch = "x86_64")]
 pub mod test_device;
 pub mod virtio;
 pub mod vmgenid;

@@ -1,6 +1,6 @@
 //! The real-time clock and its CMOS memory (MC146818), read only where the time is concerned: it is the host's, in UTC.
 //!
-//! No interrupt, hence no alarm: ACPI announces none.
+//! No interrupt, hence no alarm: ACPI announces none. Boards without ports have it behind other registers ([`super::pl031`]).
 
 use std::sync::Mutex;
 
@@ -67,6 +67,16 @@ impl Rtc {
         Ok(())
     }
 
+    /// Seconds since 1970 by this clock.
+    pub fn seconds(&self) -> u64 {
+        seconds(&self.state())
+    }
+
+    /// Sets it to so many.
+    pub fn set_seconds(&self, seconds: u64) {
+        self.state().ahead = seconds.wrapping_sub(clocks::now() / 1_000_000_000) as i64;
+    }
+
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
         self.0.lock().expect("no one panics while holding the clock")
     }
@@ -77,8 +87,8 @@ impl BusDevice for Rtc {
         let state = self.state();
         data.fill(0xff);
         if offset == 1 {
-            let now = (clocks::now() / 1_000_000_000).saturating_add_signed(state.ahead);
-            data[0] = time_cell(state.index, now).unwrap_or(state.cells[usize::from(state.index)]);
+            data[0] =
+                time_cell(state.index, seconds(&state)).unwrap_or(state.cells[usize::from(state.index)]);
         }
     }
 
@@ -94,6 +104,10 @@ impl BusDevice for Rtc {
         }
         None
     }
+}
+
+fn seconds(state: &State) -> u64 {
+    (clocks::now() / 1_000_000_000).saturating_add_signed(state.ahead)
 }
 
 /// What cell `index` reads `unix` seconds after 1970, where it is the clock's and not memory.

@@ -15,7 +15,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvm_bindings::kvm_cpuid_entry2;
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -24,7 +23,7 @@ use super::control::Control;
 pub use super::error::Error;
 use super::stamp::Stamp;
 use super::{Region, WriteConfig};
-use crate::arch::cpuid::{self, Choice, Cpuid};
+use crate::arch::cpuid::{self, Choice, Cpuid, Leaf};
 use crate::arch::irqchip::{self, Irqchip};
 use crate::arch::state::Context;
 use crate::arch::{layout, regs};
@@ -106,10 +105,10 @@ pub struct Guest {
     pub bell: Arc<Bell>,
     /// The guest's TSC ticks per second.
     pub tsc_hz: u64,
-    /// The CR3 that its vCPUs start with.
-    pub cr3: u64,
+    /// The root of the page tables that its vCPUs start with, guest-physical.
+    pub root: u64,
     /// What its first vCPU sees of CPUID.
-    pub(super) cpuid: Vec<kvm_cpuid_entry2>,
+    pub(super) cpuid: Vec<Leaf>,
     /// What of KVM its state depends on.
     pub(super) context: Context,
     /// KVM's counters of all of it, or why there are none.
@@ -165,7 +164,7 @@ impl Guest {
         }
         let base = layout::WORKLOAD_BASE;
         let low = base..layout::DOORBELL + PAGE_SIZE;
-        let cr3 = machine::build_tables(
+        let root = machine::build_tables(
             &mut |word, entry| store(tables + word * 8, entry),
             base + tables,
             low,
@@ -176,9 +175,7 @@ impl Guest {
         let make = || Vm::with_dirty_ring(kvm, memory, config.dirty_ring);
         let (supported, vm) = cpuid::supported_beside(kvm, make);
         let vm = vm?;
-        if let Some(mode) = config.irqchip {
-            Irqchip::new(&vm.fd, mode)?;
-        }
+        let irqchip = config.irqchip.map(|mode| Irqchip::new(&vm.fd, mode)).transpose()?;
         let slot = Slot::new(vm.memory.slots().len() as u32, base, &own, 0..own.len());
         let slot = slot.map_err(VmError::from)?;
         vm.memslots().set(&slot, 0)?;
@@ -191,8 +188,8 @@ impl Guest {
         let vcpus = Vec::with_capacity(config.vcpus);
         let context = Context::new(kvm, &vm.fd, config.irqchip.is_some());
         let context = context.map_err(|error| state::Error::State(0, error))?;
-        let first = cpuid.for_vcpu(0)?.as_slice().to_vec();
-        let mut guest = Self { vcpus, vm, slot, bell, tsc_hz: 0, cr3, cpuid: first, context, counters };
+        let first = cpuid.leaves()?;
+        let mut guest = Self { vcpus, vm, slot, bell, tsc_hz: 0, root, cpuid: first, context, counters };
         for index in 0..config.vcpus {
             // Hundreds of vCPUs take seconds.
             if let Some(signal) = signal::take() {
@@ -202,7 +199,7 @@ impl Guest {
             let entry = Entry {
                 code: base + config.code.entry,
                 control: base + PAGE_SIZE + control_bytes * index as u64,
-                cr3,
+                root,
                 privilege: config.privilege,
             };
             let (cpuid, has_irqchip) = (cpuid.for_vcpu(index as u32)?, config.irqchip.is_some());
@@ -232,6 +229,7 @@ impl Guest {
             vcpu.give(fd, prepare, on_exit(index, guest.bell.clone(), guest.vm.memory.guest.clone()));
             guest.vcpus.push(vcpu);
         }
+        irqchip.map_or(Ok(()), |irqchip| irqchip.complete(config.vcpus))?;
         Ok(guest)
     }
 
@@ -255,7 +253,7 @@ impl Guest {
 
     /// The first entries of the root of the guest's page tables: its own slot, and RAM.
     pub fn root_entries(&self) -> [u64; 2] {
-        let root = (self.cr3 - self.slot.gpa()) as usize / 8;
+        let root = (self.root - self.slot.gpa()) as usize / 8;
         [0, 1].map(|index| self.slot.mapping().words()[root + index].load(Ordering::Relaxed))
     }
 

@@ -2,7 +2,6 @@
 //!
 //! The order in which parts are saved and restored is that of [`crate::payload::state`]; here is which parts there are.
 
-use kvm_bindings::kvm_cpuid_entry2;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -12,6 +11,7 @@ use super::model::Model;
 use super::run::{Run, RunConfig};
 use super::{WriteConfig, journal, program::GuestPage};
 use crate::arch::clocks::Meanwhile;
+use crate::arch::cpuid::Leaf;
 use crate::memory::MemoryConfig;
 use crate::payload::section::{self, Section, Sections};
 use crate::payload::state::{self, Place, Processors};
@@ -47,7 +47,7 @@ pub struct Description {
     /// What was asked for in CPU features, where anything was.
     pub features: Option<String>,
     /// What its first vCPU sees of CPUID.
-    pub cpuid: Vec<kvm_cpuid_entry2>,
+    pub cpuid: Vec<Leaf>,
     /// The frequency of its TSCs in kHz.
     pub tsc_khz: u32,
 }

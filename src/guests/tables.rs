@@ -8,6 +8,7 @@ use std::mem::offset_of;
 use std::sync::atomic::Ordering;
 
 use super::guest::{self, Guest};
+use crate::arch::layout;
 use crate::guests::program::RAM_VA;
 use crate::sys::mmap::PAGE_SIZE;
 
@@ -73,14 +74,14 @@ pub const TABLE_BYTES: u64 = 4 * PAGE_SIZE;
 pub const MOST_PAGES: u64 = 512;
 
 /// Where the tables begin in RAM: behind the frames.
-const TABLES_GPA: u64 = MOST_PAGES * PAGE_SIZE;
+const BEHIND_FRAMES: u64 = MOST_PAGES * PAGE_SIZE;
 
 /// The third entry of the root: nothing else is there.
 const WINDOW: u64 = 2 << 39;
 
 /// How much RAM `count` tables need.
 pub fn ram(count: u64) -> u64 {
-    (TABLES_GPA + count * TABLE_BYTES).next_multiple_of(2 << 20)
+    (BEHIND_FRAMES + count * TABLE_BYTES).next_multiple_of(2 << 20)
 }
 
 /// How many shadow pages KVM needs for `count` tables so that it recycles none: each table's four, and what RAM and the
@@ -93,18 +94,18 @@ pub fn shadow_pages(count: u64) -> u64 {
 pub fn program(guest: &Guest, count: u64, pages: u64) {
     let block = guest.block(0);
     let set = |offset: usize, value: u64| block[offset / 8].store(value, Ordering::Relaxed);
-    set(offset_of!(Tables, doorbell), crate::arch::layout::DOORBELL);
-    set(offset_of!(Tables, tables_va), RAM_VA + TABLES_GPA);
-    set(offset_of!(Tables, tables_gpa), TABLES_GPA);
+    set(offset_of!(Tables, doorbell), layout::DOORBELL);
+    set(offset_of!(Tables, tables_va), RAM_VA + BEHIND_FRAMES);
+    set(offset_of!(Tables, tables_gpa), layout::RAM_START + BEHIND_FRAMES);
     set(offset_of!(Tables, count), count);
     visit(guest, Visit::all(count));
     set(offset_of!(Tables, pages), pages);
-    set(offset_of!(Tables, frames), 0);
+    set(offset_of!(Tables, frames), layout::RAM_START);
     set(offset_of!(Tables, window), WINDOW);
     for (index, entry) in guest.root_entries().into_iter().enumerate() {
         set(offset_of!(Tables, shared) + index * 8, entry);
     }
-    set(offset_of!(Tables, home), guest.cr3);
+    set(offset_of!(Tables, home), guest.root);
 }
 
 /// Which tables a command visits, in which order.

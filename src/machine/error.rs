@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use super::{MOST_CPUS, virtio};
-use crate::arch::{acpi, boot, gsi, irqchip, regs};
+use crate::arch::{boot, gsi, irqchip, regs, tables};
 use crate::devices::vmgenid;
 use crate::fault::{Blame, Fault, Field};
 use crate::payload::state::Error as StateError;
@@ -63,7 +63,7 @@ pub enum Error {
     Serial(#[from] crate::devices::console::OpenError),
     /// The tables.
     #[error(transparent)]
-    Acpi(#[from] acpi::Error),
+    Tables(#[from] tables::Error),
     /// The first registers.
     #[error(transparent)]
     Regs(#[from] regs::Error),
@@ -93,7 +93,7 @@ impl Fault for Error {
             Self::Virtio(error) => error.blame(),
             Self::VmGenId(error) => error.blame(),
             Self::Serial(_) => Blame::user(Field::Serial),
-            Self::Acpi(error) => error.blame(),
+            Self::Tables(error) => error.blame(),
             Self::Regs(error) => error.blame(),
             Self::State(error) => error.blame(),
             Self::Bus(_) | Self::Host(..) => Blame::HOST,

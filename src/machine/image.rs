@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::Error;
 use crate::arch::boot::{self, BootRequest, Entry, Protocol};
+use crate::arch::tables::Tables;
 use crate::fault::{Fault, Field};
 use crate::memory::{GuestMemory, short_size};
 use crate::sys::file::{Lock, lock};
@@ -49,15 +50,15 @@ impl Image {
         Ok(Self { config, kernel, initrd })
     }
 
-    /// Loads them into `memory`, of `size` bytes, whose ACPI tables begin at `rsdp`.
-    pub(super) fn load(&mut self, memory: &GuestMemory, size: u64, rsdp: u64) -> Result<Entry, Error> {
+    /// Loads them into `memory`, of `size` bytes, which `tables` describe.
+    pub(super) fn load(&mut self, memory: &GuestMemory, size: u64, tables: &Tables) -> Result<Entry, Error> {
         let config = &self.config;
         let name = config.kernel.file_name().unwrap_or_default().to_string_lossy();
         let request = BootRequest {
             name: &name,
             cmdline: &config.cmdline,
             protocol: config.protocol,
-            rsdp: Some(rsdp),
+            tables: Some(tables),
         };
         boot::load(memory, &mut self.kernel, self.initrd.as_mut(), &request).map_err(|error| {
             let value = match error.field() {

@@ -23,7 +23,6 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -31,17 +30,18 @@ pub use self::error::Error;
 pub use self::image::{BootConfig, Image};
 use self::run::on_exit;
 use self::virtio::Virtio;
-use crate::arch::boot::{self, Entry};
-use crate::arch::cpuid::{self, Choice, Cpuid};
+use crate::arch::boot::Entry;
+use crate::arch::cpuid::{self, Choice, Cpuid, Leaf};
+use crate::arch::fixed::{Addresses, Device, Parts};
 use crate::arch::irqchip::{Irqchip, Mode};
 use crate::arch::state::Context;
-use crate::arch::{acpi, ioapic, layout, ports, regs};
-use crate::devices::bus::Bus;
+use crate::arch::{clocks, layout, regs, tables};
+use crate::devices::bus::{Bus, BusDevice};
 use crate::devices::console::{self, Console, Target};
 use crate::devices::rtc::Rtc;
 use crate::devices::serial::Serial;
 use crate::devices::vmgenid::VmGenId;
-use crate::devices::{acpi_pm, debug_exit, i8042, pvpanic, test_device};
+use crate::devices::{acpi_pm, debug_exit, i8042, pl031, pvpanic, test_device};
 use crate::memory::{self, GuestMemory, Memory};
 #[cfg(doc)]
 use crate::payload::Payload;
@@ -49,7 +49,7 @@ use crate::payload::state::{Error as StateError, Processors};
 use crate::sandbox::{Sandbox, ThreadKind};
 use crate::vm::counters::{Counters, Snapshot};
 use crate::vm::vcpu::{self, Ended, Thread, Vcpu};
-use crate::vm::{Vm, ioctl};
+use crate::vm::{Processor, Vm};
 
 /// What is asked for. Its memory is mapped by whoever makes it.
 #[derive(Clone, Debug)]
@@ -128,7 +128,7 @@ pub enum Origin<'a> {
 /// What of a machine's guest is told by nothing else that it has.
 struct Features {
     irqchip: Mode,
-    cpuid: Vec<kvm_cpuid_entry2>,
+    cpuid: Vec<Leaf>,
     tsc_khz: Option<u32>,
     test_devices: bool,
 }
@@ -220,8 +220,6 @@ impl Opened {
         let Self { config, virtio } = self;
         let make = || -> Result<_, Error> {
             let vm = Vm::with_dirty_ring(kvm, map()?, config.dirty_ring)?;
-            // Intel hosts need it for guests in real mode, and refuse to run without.
-            ioctl("KVM_SET_TSS_ADDR", vm.fd.set_tss_address(layout::KVM_TSS as usize))?;
             let irqchip = Arc::new(Irqchip::new(&vm.fd, config.irqchip)?);
             Ok((vm, irqchip))
         };
@@ -241,9 +239,14 @@ impl Board {
     /// Where it is no kernel, or does not fit into this memory.
     pub fn boot(&self, image: &mut Image) -> Result<Entry, Error> {
         let memory = &self.vm.memory.guest;
-        let (cpus, vmgenid) = (0..self.config.cpus as u32, self.config.vmgenid);
-        let rsdp = acpi::write(memory, cpus, &self.virtio.places(), vmgenid)?;
-        image.load(memory, self.vm.memory.config.size, rsdp)
+        let parts = Parts {
+            cpus: self.config.cpus as u32,
+            irqchip: self.config.irqchip,
+            virtio: self.virtio.places(),
+            vmgenid: self.config.vmgenid,
+        };
+        let tables = tables::prepare(memory, parts)?;
+        image.load(memory, self.vm.memory.config.size, &tables)
     }
 
     /// Starts the threads and wires everything to KVM. `sandbox` is in force for the process already; each thread enters it.
@@ -261,9 +264,12 @@ impl Board {
         let host = |call| move |error| Error::Host(call, error);
         let wakes = run::Wakes::new().map_err(host("eventfd"))?;
         let vcpus = spawn_vcpus(&config, sandbox, &wakes.ended)?;
+        let create = |index| vm.create_vcpu(index);
+        let processors = (0..config.cpus).map(create).collect::<Result<Vec<_>, _>>()?;
+        irqchip.complete(config.cpus)?;
         let output = opened.output.as_ref().map(File::try_clone).transpose().map_err(host("dup"))?;
         let serial = Arc::new(Serial::new(output).map_err(host("eventfd"))?);
-        irqchip.gsis().connect(&irqchip.gsis().claim(ports::COM1_GSI)?, serial.irq())?;
+        irqchip.gsis().connect(&irqchip.gsis().claim(layout::SERIAL_GSI)?, serial.irq())?;
         let rtc = Arc::new(Rtc::default());
         let (pio, mut mmio) = buses(&irqchip, &serial, &rtc, test_devices)?;
         let memory = Arc::new(vm.memory.guest.clone());
@@ -271,8 +277,10 @@ impl Board {
             config.vmgenid.map(|at| generation(memory.clone(), at, origin, &irqchip)).transpose()?;
         let virtio = virtio.attach(&vm.fd, irqchip.gsis(), &mut mmio, &memory, sandbox)?;
         let (pio, mmio) = (Arc::new(pio), Arc::new(mmio));
-        let tsc_khz = give_vcpus(&vm, &vcpus, &cpuid, origin, &irqchip, (&pio, &mmio))?;
-        let cpuid = cpuid.for_vcpu(0)?.as_slice().to_vec();
+        let tsc_khz = processors.first().and_then(|processor| clocks::khz(processor));
+        let memory = &vm.memory.guest;
+        give_vcpus(processors, memory, &vcpus, &cpuid, origin, &irqchip, (&pio, &mmio))?;
+        let cpuid = cpuid.leaves()?;
         let features = Features { irqchip: config.irqchip, cpuid, tsc_khz, test_devices };
         let counters = config.counters.then(|| Counters::open(&vm.fd, &vcpus).ok()).flatten();
         let pty = opened.pty.clone();
@@ -324,11 +332,18 @@ fn buses(
     tests: bool,
 ) -> Result<(Bus, Bus), Error> {
     let (mut pio, mut mmio) = (Bus::default(), Bus::default());
-    pio.add(ports::COM1.into(), ports::COM_PORTS, serial.clone())?;
-    pio.add(ports::RTC_INDEX.into(), ports::RTC_PORTS, rtc.clone())?;
-    pio.add(ports::I8042_COMMAND.into(), 1, Arc::new(i8042::I8042))?;
-    pio.add(ports::PVPANIC.into(), 1, Arc::new(pvpanic::PvPanic))?;
-    pio.add(ports::SLEEP_CONTROL.into(), ports::SLEEP_PORTS, Arc::new(acpi_pm::AcpiPm))?;
+    for fixed in layout::FIXED {
+        let device: Arc<dyn BusDevice> = match fixed.device {
+            Device::Serial => serial.clone(),
+            Device::Cmos => rtc.clone(),
+            Device::Pl031 => Arc::new(pl031::Pl031(rtc.clone())),
+            Device::I8042 => Arc::new(i8042::I8042),
+            Device::PvPanic => Arc::new(pvpanic::PvPanic),
+            Device::Sleep => Arc::new(acpi_pm::AcpiPm),
+        };
+        let bus = if fixed.on == Addresses::Ports { &mut pio } else { &mut mmio };
+        bus.add(fixed.base, fixed.len, device)?;
+    }
     if tests {
         pio.add(debug_exit::PORT.into(), debug_exit::PORTS, Arc::new(debug_exit::DebugExit))?;
         let scratch = |bytes| Arc::new(test_device::Scratch::new(bytes));
@@ -339,8 +354,8 @@ fn buses(
         let lines = test_device::Lines(Box::new(move |gsi, asserted| irqchip.set_line(gsi, asserted)));
         pio.add(test_device::LINES.into(), test_device::LINE_PORTS, Arc::new(lines))?;
     }
-    if let Some(ioapic) = irqchip.ioapic() {
-        mmio.add(ioapic::BASE, ioapic::SIZE, ioapic.clone())?;
+    if let Some((base, len)) = irqchip.registers() {
+        mmio.add(base, len, irqchip.clone())?;
     }
     Ok((pio, mmio))
 }
@@ -353,7 +368,7 @@ fn generation(
     irqchip: &Irqchip,
 ) -> Result<VmGenId, Error> {
     let vmgenid = VmGenId::new(memory, at)?;
-    irqchip.gsis().connect(&irqchip.gsis().claim(ports::GED_GSI)?, vmgenid.renewed())?;
+    irqchip.gsis().connect(&irqchip.gsis().claim(layout::GENERATION_GSI)?, vmgenid.renewed())?;
     if matches!(origin, Origin::Boot(_)) {
         vmgenid.draw()?;
     }
@@ -361,10 +376,10 @@ fn generation(
 }
 
 impl Origin<'_> {
-    /// kvm-unit-tests, which are multiboot kernels, need devices that no other guest may stumble on.
+    /// Tests need devices that no other guest may stumble on.
     fn has_test_devices(self) -> bool {
         match self {
-            Self::Boot(entry) => matches!(entry, Entry::Protected { eax: boot::MULTIBOOT_MAGIC, .. }),
+            Self::Boot(entry) => entry.is_of_test(),
             Self::State { test_devices } => test_devices,
         }
     }
@@ -388,48 +403,33 @@ fn spawn_vcpus(config: &Config, sandbox: Sandbox, ended: &Arc<EventFd>) -> Resul
     (0..config.cpus).map(spawn).collect()
 }
 
-/// What a vCPU begins with where a kernel is booted.
-struct First {
-    cpuid: CpuId,
-    /// Where the kernel is entered, for the one that enters it.
-    entry: Option<(Entry, GuestMemory)>,
-}
-
-impl First {
-    /// Sets it, on the vCPU's own thread.
-    fn set(self, fd: &VcpuFd) -> Result<(), Error> {
-        ioctl("KVM_SET_CPUID2", fd.set_cpuid2(&self.cpuid))?;
-        regs::set_msrs(fd)?;
-        Ok(self.entry.map_or(Ok(()), |(entry, memory)| regs::set(fd, &entry, &memory))?)
-    }
-}
-
-/// Makes the vCPUs, and gives each to its thread. Returns the frequency of their TSCs in kHz, where KVM tells it.
+/// Gives each vCPU to its thread.
 fn give_vcpus(
-    vm: &Vm,
+    processors: Vec<Processor>,
+    memory: &GuestMemory,
     threads: &[Vcpu],
     cpuid: &Cpuid,
     origin: Origin<'_>,
     irqchip: &Arc<Irqchip>,
     (ports, mmio): (&Arc<Bus>, &Arc<Bus>),
-) -> Result<Option<u32>, Error> {
-    let mut tsc_khz = None;
-    for (index, thread) in threads.iter().enumerate() {
-        let fd = vm.create_vcpu(index)?;
-        if index == 0 {
-            tsc_khz = fd.get_tsc_khz().ok();
-        }
+) -> Result<(), Error> {
+    for (index, (fd, thread)) in processors.into_iter().zip(threads).enumerate() {
         // Another machine's state brings its own.
         let first = match origin {
-            Origin::Boot(entry) => Some(First {
-                cpuid: cpuid.for_vcpu(index as u32)?,
-                entry: (index == 0).then(|| (*entry, vm.memory.guest.clone())),
-            }),
+            Origin::Boot(entry) => {
+                let entered = (index == 0).then(|| (*entry, memory.clone()));
+                Some((cpuid.for_vcpu(index as u32)?, entered))
+            }
             Origin::State { .. } => None,
         };
-        let prepare = move |fd: &VcpuFd| Ok(first.map_or(Ok(()), |first| first.set(fd))?);
+        let prepare = move |fd: &VcpuFd| {
+            let begin = |(setup, entered): (_, Option<(Entry, GuestMemory)>)| {
+                regs::begin(fd, &setup, entered.as_ref().map(|(entry, memory)| (entry, memory)))
+            };
+            Ok(first.map_or(Ok(()), begin)?)
+        };
         let (irqchip, ports, mmio) = (irqchip.clone(), ports.clone(), mmio.clone());
         thread.give(fd, prepare, move |exit: VcpuExit<'_>| on_exit(exit, &ports, &mmio, &irqchip));
     }
-    Ok(tsc_khz)
+    Ok(())
 }

@@ -2,12 +2,12 @@
 //!
 //! The order in which parts are saved and restored is that of [`crate::payload::state`]; here is which parts there are.
 
-use kvm_bindings::kvm_cpuid_entry2;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{Error, Machine};
 use crate::arch::clocks::Meanwhile;
+use crate::arch::cpuid::Leaf;
 use crate::arch::irqchip::{self, Mode};
 use crate::devices::virtio::transport;
 use crate::devices::vmgenid::VmGenId;
@@ -47,7 +47,7 @@ pub struct Description {
     /// The interrupt controller.
     pub irqchip: Mode,
     /// What its first vCPU sees of CPUID.
-    pub cpuid: Vec<kvm_cpuid_entry2>,
+    pub cpuid: Vec<Leaf>,
     /// The frequency of its TSCs in kHz, where KVM tells it.
     pub tsc_khz: Option<u32>,
     /// Whether it has the devices of kvm-unit-tests.
@@ -170,7 +170,7 @@ impl Machine {
         let (vm, quiesced) = self.quiesced()?;
         let processors = Processors::save(&quiesced, &vm.fd, &context, cpuid)?;
         let state = State {
-            irqchip: self.irqchip.save(&processors.vectors())?,
+            irqchip: self.irqchip.save(&processors.held())?,
             processors,
             serial: self.serial.save(),
             rtc: self.rtc.save(),

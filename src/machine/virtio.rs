@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use kvm_ioctls::{IoEventAddress, VmFd};
 
-use crate::arch::acpi::VirtioMmio;
+use crate::arch::fixed::VirtioMmio;
 use crate::arch::gsi::{self, Gsi, Gsis};
 use crate::arch::layout;
 use crate::devices::bus::{Bus, Overlap};
@@ -145,14 +145,11 @@ impl Opened {
 }
 
 impl Placed {
-    /// Where the devices will be, for the ACPI tables.
+    /// Where the devices will be, for the board's tables.
     pub fn places(&self) -> Vec<VirtioMmio> {
-        let size = mmio::REGION_SIZE as u32;
-        let place = |(at, (_, gsi)): (usize, &(Device, Gsi))| VirtioMmio {
-            base: base(at) as u32,
-            size,
-            gsi: gsi.number(),
-        };
+        let size = mmio::REGION_SIZE;
+        let place =
+            |(at, (_, gsi)): (usize, &(Device, Gsi))| VirtioMmio { base: base(at), size, gsi: gsi.number() };
         self.0.iter().enumerate().map(place).collect()
     }
 

@@ -1,9 +1,8 @@
 //! Whether a machine fits on a target: what the source's has that the one assembled here lacks, all of it in one answer and before a
 //! page is sent. Memory is not here: it has been mapped by then, or could not be.
 
-use kvm_bindings::kvm_cpuid_entry2;
-
 use super::message::Misfit;
+use crate::arch::cpuid::Leaf;
 use crate::arch::{clocks, cpuid};
 use crate::machine::state::Device;
 
@@ -11,7 +10,7 @@ use crate::machine::state::Device;
 #[derive(Clone, Copy, Debug)]
 pub struct Parts<'a> {
     /// What its first vCPU sees of CPUID.
-    pub cpuid: &'a [kvm_cpuid_entry2],
+    pub cpuid: &'a [Leaf],
     /// The frequency of its TSC in kHz, where it is known.
     pub tsc_khz: Option<u32>,
     /// Its virtio devices.
@@ -108,8 +107,8 @@ mod tests {
         Device { name: name.to_owned(), device }
     }
 
-    fn leaf(function: u32, ecx: u32) -> kvm_cpuid_entry2 {
-        kvm_cpuid_entry2 { function, ecx, ..Default::default() }
+    fn leaf(function: u32, ecx: u32) -> Leaf {
+        Leaf { function, ecx, ..Default::default() }
     }
 
     #[test]

@@ -53,8 +53,8 @@ pub struct Config {
     pub sandbox: sandbox::Mode,
 }
 
-/// Where guest memory of a test must end: below the gap, so that addresses and offsets are the same.
-pub const MOST: u64 = crate::arch::layout::GAP_START;
+/// How large guest memory of a test may be: in one piece, so that offsets are addresses but for where RAM starts.
+pub const MOST: u64 = crate::arch::layout::ONE_PIECE;
 
 /// Why the test could not be held.
 #[derive(Debug, thiserror::Error)]

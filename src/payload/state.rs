@@ -9,14 +9,13 @@
 
 use std::sync::Arc;
 
-use kvm_bindings::kvm_cpuid_entry2;
 use kvm_ioctls::VmFd;
 use serde::{Deserialize, Serialize};
 
 use super::section::{self, Section, Sections};
-use crate::arch::clocks::{Clock, Meanwhile};
-use crate::arch::ioapic::Vectors;
-use crate::arch::irqchip::{self, Irqchip};
+use crate::arch::clocks::{self, Clock, Meanwhile};
+use crate::arch::cpuid::Leaf;
+use crate::arch::irqchip::{self, Held, Irqchip};
 use crate::arch::state::{self, Context};
 use crate::fault::{Blame, Fault};
 use crate::memory::{self, Memory, Slot};
@@ -118,7 +117,7 @@ pub struct Processors {
     vcpus: Arc<Vec<state::State>>,
     clock: Clock,
     /// What the machine's description says of CPUID. A KVM may tell of a vCPU more than it was given.
-    pub cpuid: Vec<kvm_cpuid_entry2>,
+    pub cpuid: Vec<Leaf>,
 }
 
 /// `vcpu0` and so on.
@@ -141,7 +140,7 @@ impl Processors {
         quiesced: &Quiesced<'_>,
         vm: &VmFd,
         context: &Context,
-        cpuid: Vec<kvm_cpuid_entry2>,
+        cpuid: Vec<Leaf>,
     ) -> Result<Self, Error> {
         let context = context.clone();
         let vcpus = first(quiesced.each(move |fd| state::State::save(fd, &context))?)?;
@@ -168,12 +167,9 @@ impl Processors {
         Ok(Self { vcpus: Arc::new(vcpus), clock, cpuid })
     }
 
-    /// The vectors that their local APICs have.
-    pub fn vectors(&self) -> Vectors {
-        self.vcpus
-            .iter()
-            .map(state::State::vectors)
-            .fold(Vectors::default(), |all, of| std::array::from_fn(|at| all[at] | of[at]))
+    /// What they hold of interrupts.
+    pub fn held(&self) -> Held {
+        state::held(&self.vcpus)
     }
 
     /// Restores a machine in the order that the module's head gives. `devices` restores what this knows nothing of. Returns the
@@ -205,7 +201,7 @@ impl Processors {
         if !plant::is(Mistake::NoClock) {
             self.clock.restore(vm, meanwhile).map_err(Error::Clock)?;
         }
-        let khz = quiesced.first(|fd| fd.get_tsc_khz().ok()).map_err(Error::from)?;
+        let khz = quiesced.first(clocks::khz).map_err(Error::from)?;
         Ok(khz)
     }
 

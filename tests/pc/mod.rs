@@ -86,9 +86,7 @@ impl Pc {
         let cpuid = CpuId::from_entries(&machine.description().cpuid)?;
         let memory = machine.vm.memory.guest.clone();
         machine.vcpus[0].with(move |fd| -> Result<(), Failed> {
-            fd.set_cpuid2(&cpuid)?;
-            regs::set_msrs(fd)?;
-            Ok(regs::set(fd, &entry, &memory)?)
+            Ok(regs::begin(fd, &cpuid, Some((&entry, &memory)))?)
         })??;
         Ok(Self { machine, serial })
     }

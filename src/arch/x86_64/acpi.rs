@@ -20,6 +20,7 @@ use acpi_tables::{
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
 
 use super::{ioapic, ports};
+use crate::arch::fixed::VirtioMmio;
 use crate::fault::{Blame, Fault, Field};
 
 /// Where the RSDP is written: the start of the ROM area that old kernels search (ACPI 6.5, 5.2.5.1).
@@ -34,17 +35,6 @@ const OEM_TABLE_ID: [u8; 8] = *b"VELLUM  ";
 const BOOT_NO_VGA: u16 = 1 << 2;
 /// MADT: processor enabled.
 const ENABLED: u32 = 1;
-
-/// A virtio-mmio device, as a kernel should find it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct VirtioMmio {
-    /// The guest-physical address of its registers.
-    pub base: u32,
-    /// Their size in bytes.
-    pub size: u32,
-    /// Its interrupt, edge triggered.
-    pub gsi: u32,
-}
 
 /// Why the tables could not be written.
 #[derive(Debug, thiserror::Error)]
@@ -173,7 +163,7 @@ fn dsdt(virtio: &[VirtioMmio], vmgenid: Option<u64>) -> Sdt {
     device(&mut aml, "PEVT", &"QEMU0001", 0, vec![&port(ports::PVPANIC, 1)]);
     for (uid, d) in (0u32..).zip(virtio) {
         // The host bus enumerates what has no parent: an id of Linux's, see drivers/virtio/virtio_mmio.c.
-        let (memory, gsi) = (Memory32Fixed::new(true, d.base, d.size), interrupt(d.gsi));
+        let (memory, gsi) = (Memory32Fixed::new(true, d.base as u32, d.size as u32), interrupt(d.gsi));
         device(&mut aml, &format!("V{uid:03X}"), &"LNRO0005", uid, vec![&memory, &gsi]);
     }
     if let Some(at) = vmgenid {

@@ -7,8 +7,6 @@
 //! them are shifted by what the first one's has to be ([`Tsc::onward`]). A KVM that does not tell offsets (before Linux 5.16) is
 //! given values, and takes those that lie within a second of each other for one.
 
-use std::time::Duration;
-
 use kvm_bindings::{
     KVM_CAP_ADJUST_CLOCK, KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, Msrs, kvm_clock_data, kvm_msr_entry,
 };
@@ -16,36 +14,13 @@ use kvm_ioctls::{VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::state::{Error, call};
-use crate::sys::{clock, kvm_vcpu};
+pub use crate::arch::meanwhile::{Meanwhile, now};
+use crate::sys::kvm_vcpu;
 
 /// IA32_TIME_STAMP_COUNTER.
 pub(super) const MSR_TSC: u32 = 0x10;
 /// By how much two TSC frequencies may differ to be the same for KVM (`tsc_tolerance_ppm`, arch/x86/kvm/x86.c).
 const TOLERANCE_PPM: u64 = 250;
-
-/// What becomes of the time between saving and restoring.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Meanwhile {
-    /// It passes for the guest, too, by the hosts' real time: a migration.
-    Passes,
-    /// The guest goes on where it was: a snapshot.
-    Stands,
-}
-
-impl Meanwhile {
-    /// How long it has been for the guest from real time `then` to `now`, both in nanoseconds.
-    pub fn passed(self, then: u64, now: u64) -> Duration {
-        match self {
-            Self::Passes => Duration::from_nanos(now.saturating_sub(then)),
-            Self::Stands => Duration::ZERO,
-        }
-    }
-}
-
-/// The host's real time in nanoseconds.
-pub fn now() -> u64 {
-    clock::realtime().as_nanos() as u64
-}
 
 /// Whether a guest whose TSC has `saved` kHz goes on with it on a host where guests have `here` kHz, and which scales TSCs or not.
 /// KVM would take a higher frequency without scaling, and imitate it by jumps.
@@ -59,6 +34,11 @@ pub fn tsc_fits(saved: u32, here: u32, scales: bool) -> Result<(), Error> {
     } else {
         Err(Error::TscFrequency { saved, here })
     }
+}
+
+/// The frequency of a vCPU's TSC in kHz, where KVM tells it.
+pub fn khz(vcpu: &VcpuFd) -> Option<u32> {
+    vcpu.get_tsc_khz().ok()
 }
 
 /// A vCPU's TSC.

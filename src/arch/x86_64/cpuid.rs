@@ -126,6 +126,12 @@ pub fn supported_beside<T>(kvm: &Kvm, work: impl FnOnce() -> T) -> (Supported, T
     })
 }
 
+/// What a description has of what a guest sees of its processor.
+pub type Leaf = kvm_cpuid_entry2;
+
+/// What a vCPU is set up with.
+pub type Setup = CpuId;
+
 /// The CPUID of a machine.
 #[derive(Clone, Debug)]
 pub struct Cpuid {
@@ -191,11 +197,19 @@ impl Cpuid {
         Ok(cpuid)
     }
 
+    /// What its first vCPU sees.
+    ///
+    /// # Errors
+    /// Where KVM's own limit on leaves is exceeded.
+    pub fn leaves(&self) -> Result<Vec<Leaf>, Error> {
+        Ok(self.for_vcpu(0)?.as_slice().to_vec())
+    }
+
     /// The table for vCPU `index`, whose APIC id is `index` too.
     ///
     /// # Errors
     /// Where KVM's own limit on leaves is exceeded.
-    pub fn for_vcpu(&self, index: u32) -> Result<CpuId, Error> {
+    pub fn for_vcpu(&self, index: u32) -> Result<Setup, Error> {
         let mut entries = self.entries.clone();
         for entry in &mut entries {
             match entry.function {

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::arch::gsi::Gsis;
 use crate::arch::ioapic::{self, Ioapic, PINS, Vectors};
+use crate::arch::layout;
 use crate::fault::{Blame, Fault, Field};
 
 /// Which form, as `--irqchip` names it.
@@ -27,6 +28,9 @@ pub enum Mode {
     /// Everything in KVM, with a PIT.
     Kernel,
 }
+
+/// What vCPUs hold of interrupts, which the controller's state depends on: the vectors that their local APICs have.
+pub type Held = Vectors;
 
 /// The interrupt controller of a machine. vCPUs are made after it.
 pub struct Irqchip {
@@ -74,6 +78,8 @@ impl Irqchip {
     /// # Errors
     /// Where KVM refuses.
     pub fn new(vm: &Arc<VmFd>, mode: Mode) -> Result<Self, Error> {
+        // Intel hosts need it for guests in real mode, and refuse to run without.
+        vm.set_tss_address(layout::KVM_TSS as usize).map_err(|e| Error::Ioctl("KVM_SET_TSS_ADDR", e))?;
         let gsis = Arc::new(Gsis::new(vm.clone()));
         let ioapic = match mode {
             Mode::Split => {
@@ -98,12 +104,39 @@ impl Irqchip {
         Ok(Self { vm: vm.clone(), gsis, ioapic })
     }
 
+    /// All vCPUs, so many, have been made. From now on events can be [connected](Gsis::connect).
+    ///
+    /// # Errors
+    /// Never: local APICs come with their vCPUs.
+    pub fn complete(&self, _cpus: usize) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// Where its registers are that KVM does not have, which belong on the memory bus: the first address and how many.
+    pub fn registers(&self) -> Option<(u64, u64)> {
+        self.ioapic.as_ref().map(|_| (ioapic::BASE, ioapic::SIZE))
+    }
+
+    /// The guest reads one of these registers.
+    pub fn read(&self, offset: u64, data: &mut [u8]) {
+        if let Some(ioapic) = &self.ioapic {
+            ioapic.read(offset, data);
+        }
+    }
+
+    /// The guest writes one of these registers.
+    pub fn write(&self, offset: u64, data: &[u8]) {
+        if let Some(ioapic) = &self.ioapic {
+            ioapic.write(offset, data);
+        }
+    }
+
     /// Who has which interrupt.
     pub fn gsis(&self) -> &Gsis {
         &self.gsis
     }
 
-    /// The I/O APIC, which belongs on the memory bus, where it is not KVM's.
+    /// The I/O APIC, where it is not KVM's.
     pub fn ioapic(&self) -> Option<&Arc<Ioapic>> {
         self.ioapic.as_ref()
     }
@@ -129,7 +162,7 @@ impl Irqchip {
     ///
     /// # Errors
     /// Where KVM refuses.
-    pub fn save(&self, held: &Vectors) -> Result<State, Error> {
+    pub fn save(&self, held: &Held) -> Result<State, Error> {
         if let Some(ioapic) = &self.ioapic {
             return Ok(State::Split(ioapic.save(held)));
         }

@@ -11,6 +11,8 @@
 //! 0x1_0000_0000  4 GiB    RAM, the rest
 //! ```
 
+use super::ports;
+use crate::arch::fixed::{Device, Fixed};
 use crate::memory::plan::Space;
 
 /// Where RAM below 4 GiB ends at the latest.
@@ -36,3 +38,20 @@ pub const VMGENID: u64 = 0xd_f010;
 
 /// Where RAM goes.
 pub const RAM: Space = Space(&[0..GAP_START, GAP_END..MAX_ADDRESS]);
+/// Where RAM starts.
+pub const RAM_START: u64 = RAM.0[0].start;
+/// How many bytes of RAM lie in one piece from its start on.
+pub const ONE_PIECE: u64 = RAM.0[0].end - RAM_START;
+
+/// The devices that every board has.
+pub const FIXED: &[Fixed] = &[
+    Fixed::on_ports(Device::Serial, ports::COM1, ports::COM_PORTS),
+    Fixed::on_ports(Device::Cmos, ports::RTC_INDEX, ports::RTC_PORTS),
+    Fixed::on_ports(Device::I8042, ports::I8042_COMMAND, 1),
+    Fixed::on_ports(Device::PvPanic, ports::PVPANIC, 1),
+    Fixed::on_ports(Device::Sleep, ports::SLEEP_CONTROL, ports::SLEEP_PORTS),
+];
+/// The interrupt of the serial port.
+pub const SERIAL_GSI: u32 = ports::COM1_GSI;
+/// The interrupt by which a guest hears of a new VM generation ID.
+pub const GENERATION_GSI: u32 = ports::GED_GSI;

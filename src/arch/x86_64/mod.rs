@@ -11,3 +11,4 @@ pub mod layout;
 pub mod ports;
 pub mod regs;
 pub mod state;
+pub mod tables;

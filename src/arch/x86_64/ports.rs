@@ -1,6 +1,8 @@
 //! The I/O ports of the board, and the values that its ACPI tables name: one place for the tables, the boot protocols and the
 //! devices behind the ports (`devices/`).
 
+pub use crate::arch::fixed::{I8042_RESET, SLEEP_S5};
+
 /// The first port of the first serial port of a PC.
 pub const COM1: u16 = 0x3f8;
 /// How many ports a serial port has.
@@ -15,8 +17,6 @@ pub const RTC_INDEX: u16 = 0x70;
 pub const RTC_PORTS: u64 = 2;
 /// The command and status port of the i8042.
 pub const I8042_COMMAND: u16 = 0x64;
-/// The i8042 command that pulses the reset line.
-pub const I8042_RESET: u8 = 0xfe;
 /// pvpanic's port; ACPI names it by the device QEMU0001.
 pub const PVPANIC: u16 = 0x505;
 /// The ACPI sleep control register's port; the sleep status register follows it.
@@ -25,5 +25,3 @@ pub const SLEEP_CONTROL: u16 = 0x600;
 pub const SLEEP_STATUS: u16 = SLEEP_CONTROL + 1;
 /// How many ports the two sleep registers take.
 pub const SLEEP_PORTS: u64 = 2;
-/// The sleep type that `\_S5` names.
-pub const SLEEP_S5: u8 = 5;

@@ -5,6 +5,7 @@ use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
 
 use super::boot::{Entry, GDT, PAGE_TABLES};
+use super::cpuid::Setup;
 use crate::fault::{Blame, Fault, Field};
 
 /// CR0: protected mode, numeric errors by exception, extension type (always 1), paging.
@@ -52,11 +53,25 @@ impl Fault for Error {
     }
 }
 
+/// Sets what a vCPU begins with where a kernel is booted, on its own thread; `entry` for the one that enters the kernel.
+///
+/// # Errors
+/// Where KVM refuses, or guest memory has no RAM at [`GDT`].
+pub fn begin<M: GuestMemoryBackend>(
+    vcpu: &VcpuFd,
+    setup: &Setup,
+    entry: Option<(&Entry, &M)>,
+) -> Result<(), Error> {
+    vcpu.set_cpuid2(setup).map_err(|e| Error::Ioctl("KVM_SET_CPUID2", e))?;
+    set_msrs(vcpu)?;
+    entry.map_or(Ok(()), |(entry, memory)| set(vcpu, entry, memory))
+}
+
 /// Makes `vcpu` start at `entry`, and writes the GDT that its segments come from.
 ///
 /// # Errors
 /// Where KVM refuses, or guest memory has no RAM at [`GDT`].
-pub fn set<M: GuestMemoryBackend>(vcpu: &VcpuFd, entry: &Entry, memory: &M) -> Result<(), Error> {
+fn set<M: GuestMemoryBackend>(vcpu: &VcpuFd, entry: &Entry, memory: &M) -> Result<(), Error> {
     let (regs, sregs) = {
         let sregs = vcpu.get_sregs().map_err(|e| Error::Ioctl("KVM_GET_SREGS", e))?;
         registers(entry, sregs)
@@ -71,7 +86,7 @@ pub fn set<M: GuestMemoryBackend>(vcpu: &VcpuFd, entry: &Entry, memory: &M) -> R
 ///
 /// # Errors
 /// Where KVM refuses the call as such.
-pub fn set_msrs(vcpu: &VcpuFd) -> Result<(), Error> {
+fn set_msrs(vcpu: &VcpuFd) -> Result<(), Error> {
     let pairs = [(MSR_MISC_ENABLE, FAST_STRINGS), (MSR_MTRR_DEF_TYPE, MTRR_ON_WRITE_BACK)];
     for (index, data) in pairs {
         let entry = kvm_msr_entry { index, data, ..Default::default() };

@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use super::clocks::{MSR_TSC, Meanwhile, Onward, Tsc, tsc_fits};
 use super::ioapic::Vectors;
+use super::irqchip::Held;
 use crate::fault::{Blame, Fault};
 use crate::plant::{self, Mistake};
 use crate::sys::kvm_vcpu::{self, XSAVE_MAX, XsaveSize};
@@ -198,7 +199,7 @@ impl State {
     }
 
     /// The vectors that its local APIC has, as requested or in service (Intel SDM vol. 3, 12.8.4).
-    pub fn vectors(&self) -> Vectors {
+    fn vectors(&self) -> Vectors {
         let Some(lapic) = &self.lapic else { return Vectors::default() };
         let word = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|byte| lapic.regs[at + byte] as u8));
         // Eight registers of each kind, 16 bytes apart.
@@ -319,6 +320,14 @@ impl State {
             pdptrs,
         }
     }
+}
+
+/// What all of a machine's vCPUs hold of interrupts.
+pub fn held(vcpus: &[State]) -> Held {
+    vcpus
+        .iter()
+        .map(State::vectors)
+        .fold(Held::default(), |all, of| std::array::from_fn(|at| all[at] | of[at]))
 }
 
 /// Whether the guest uses virtualization, by its registers, the flags of its nested state and whether there is more than flags.

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{Config, Error, Rng, Tally};
+use crate::arch::layout::{RAM, RAM_START};
 use crate::dirty::{DirtyTracker, Method, SlotLog, tracker};
 use crate::guests::guest::{self, Guest, GuestConfig, Woke};
 use crate::guests::program::RAM_VA;
@@ -61,13 +62,13 @@ impl<'a> Leg<'a> {
         mut rng: Rng,
         tally: &'a mut Tally,
     ) -> Result<Self, Error> {
-        let base = config.slot_base.unwrap_or(0);
+        let base = config.slot_base.unwrap_or(RAM_START);
         let (first, size) = crate::oracle::ram(base, config.size, backing);
-        let mut memory =
-            Memory::map(crate::arch::layout::RAM, MemoryConfig { backing, ..MemoryConfig::new(size) })?;
+        let mut memory = Memory::map(RAM, MemoryConfig { backing, ..MemoryConfig::new(size) })?;
         memory.start_at(first)?;
         let tested = (base - first) / PAGE_SIZE..size / PAGE_SIZE;
-        let cuts = if base == 0 { draw_cuts(&mut rng, tested.end) } else { vec![tested.start] };
+        let cuts =
+            if config.slot_base.is_none() { draw_cuts(&mut rng, tested.end) } else { vec![tested.start] };
         memory.cut_at(&cuts.iter().map(|page| page * PAGE_SIZE).collect::<Vec<_>>())?;
         let within = |slot: &&Slot| slot.offset() / PAGE_SIZE >= tested.start;
         let slots: Vec<Slot> = memory.slots().iter().filter(within).cloned().collect();

@@ -4,6 +4,7 @@
 use std::io::Cursor;
 
 use vellum::arch::boot::{BootRequest, Entry, Protocol, load};
+use vellum::arch::tables::Tables;
 use vellum::fault::Fault;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
@@ -12,7 +13,8 @@ pub fn loaders(data: &[u8]) {
     let ranges = [(GuestAddress(0), 8 << 20), (GuestAddress(1 << 32), 1 << 20)];
     let memory = GuestMemoryMmap::<()>::from_ranges(&ranges).unwrap();
     for protocol in [None, Some(Protocol::Linux64), Some(Protocol::Multiboot), Some(Protocol::Pvh)] {
-        let request = BootRequest { name: "fuzz", cmdline: "console=ttyS0", protocol, rsdp: Some(0xe_0000) };
+        let tables = Tables { rsdp: 0xe_0000 };
+        let request = BootRequest { name: "fuzz", cmdline: "console=ttyS0", protocol, tables: Some(&tables) };
         match load(&memory, &mut Cursor::new(data), Some(&mut Cursor::new(data)), &request) {
             Ok(Entry::Long { rip, .. }) => assert!(memory.address_in_range(GuestAddress(rip)), "{rip:#x}"),
             Ok(Entry::Protected { eip, .. }) => {

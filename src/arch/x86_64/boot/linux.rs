@@ -131,7 +131,7 @@ fn enter<M: GuestMemoryBackend>(
         params.hdr.ramdisk_image = initrd.start as u32;
         params.hdr.ramdisk_size = (initrd.end - initrd.start) as u32;
     }
-    params.acpi_rsdp_addr = request.rsdp.unwrap_or(0);
+    params.acpi_rsdp_addr = request.tables.map_or(0, |tables| tables.rsdp);
     let map = memory_map(placement.memory);
     params.e820_entries = map.len() as u8;
     for (slot, entry) in params.e820_table.iter_mut().zip(&map) {

@@ -26,11 +26,12 @@ mod pvh;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
 
+use super::tables::Tables;
 use crate::fault::{Blame, Fault, Field};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, ReadVolatile};
 
 pub use memory_map::{MapEntry, RangeKind, memory_map};
-pub use multiboot::LOADER_MAGIC as MULTIBOOT_MAGIC;
+use multiboot::LOADER_MAGIC as MULTIBOOT_MAGIC;
 
 /// Where the GDT that every protocol's segments refer to is written.
 pub const GDT: u64 = 0x500;
@@ -53,6 +54,9 @@ const HIGH: u64 = 0x10_0000;
 /// `COMMAND_LINE_SIZE` (arch/x86/include/asm/setup.h), for kernels that do not tell.
 const LINUX_CMDLINE: usize = 2048;
 const PAGE: u64 = 4096;
+
+/// What a Linux guest is told unless it is told nothing: its console, and to end rather than to hang.
+pub const DEFAULT_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1";
 
 /// A way to enter a kernel. The first that an image offers is taken, in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -98,6 +102,13 @@ pub enum Entry {
     },
 }
 
+impl Entry {
+    /// Whether a kernel that is entered so is a test (kvm-unit-tests are multiboot kernels), with devices that no other guest may stumble on.
+    pub fn is_of_test(&self) -> bool {
+        matches!(self, Self::Protected { eax: MULTIBOOT_MAGIC, .. })
+    }
+}
+
 /// What is asked of the loader besides the images.
 #[derive(Clone, Copy, Debug)]
 pub struct BootRequest<'a> {
@@ -107,8 +118,8 @@ pub struct BootRequest<'a> {
     pub cmdline: &'a str,
     /// The protocol to use; `None` for the first that the image offers.
     pub protocol: Option<Protocol>,
-    /// The guest-physical address of the ACPI RSDP, where there is one.
-    pub rsdp: Option<u64>,
+    /// The tables that describe the machine, where there are any.
+    pub tables: Option<&'a Tables>,
 }
 
 /// Why an image cannot be booted.

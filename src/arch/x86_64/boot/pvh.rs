@@ -30,7 +30,7 @@ pub(super) fn load<M: GuestMemoryBackend>(
         magic: MAGIC,
         version: 1,
         cmdline_paddr: placement.write_cmdline(request.cmdline, LINUX_CMDLINE - 1)?,
-        rsdp_paddr: request.rsdp.unwrap_or(0),
+        rsdp_paddr: request.tables.map_or(0, |tables| tables.rsdp),
         memmap_paddr: MEMORY_MAP,
         ..hvm_start_info::default()
     };

@@ -10,12 +10,13 @@ pub mod touch;
 
 use std::mem::offset_of;
 
-use kvm_bindings::{CpuId, kvm_regs, kvm_segment};
+use kvm_bindings::{kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
 
+use crate::arch::cpuid::Setup;
 use crate::guests::control::{BUCKETS, Control, SLICES, SUB_BITS, doorbell, flags, order};
+use crate::guests::program::{Code, Entry, Privilege};
 use crate::guests::stamp::Stamp;
-use crate::sys::mmap::PAGE_SIZE;
 use crate::vm::{Error, ioctl};
 
 // The `write` workload. A function of the System V ABI in everything but its return: rdi holds the control block, and
@@ -362,15 +363,6 @@ unsafe extern "C" {
     static vellum_workload_write_end: u8;
 }
 
-/// Position-independent guest code.
-#[derive(Clone, Copy, Debug)]
-pub struct Code {
-    /// Its bytes, as a function that takes the control block and returns with [`flags::RETURN`].
-    pub bytes: &'static [u8],
-    /// Where a guest enters, from the start of `bytes`.
-    pub entry: u64,
-}
-
 /// The code of the `write` workload.
 pub fn write_code() -> Code {
     let start = &raw const vellum_workload_write;
@@ -383,122 +375,21 @@ pub fn write_code() -> Code {
     Code { bytes, entry }
 }
 
-/// The privilege that a workload's code runs with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Privilege {
-    /// CPL 3.
-    User,
-    /// CPL 0.
-    Kernel,
-}
-
-/// Where guest RAM starts in a workload's address space; RAM is contiguous there, whatever gaps its guest-physical
-/// addresses have.
-pub const RAM_VA: u64 = 1 << 39;
-
-/// The page size of the guest's own tables over RAM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum GuestPage {
-    /// 4 KiB: a host that shadows guest tables then shadows 4 KiB pages whatever the backing.
-    Small,
-    /// 2 MiB.
-    Large,
-}
-
 const PRESENT: u64 = 1 << 0;
 const WRITABLE: u64 = 1 << 1;
 const USER: u64 = 1 << 2;
 // Set in advance: a processor, or KVM in its stead, that sets them while a pass is timed would be part of the figure.
 const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
-const LARGE: u64 = 1 << 7;
+const PAGE_SIZE_BIT: u64 = 1 << 7;
 /// An entry that leads to another table.
 pub(super) const TABLE: u64 = PRESENT | WRITABLE | USER | ACCESSED;
 /// An entry that maps a 4 KiB page.
 pub(super) const LEAF: u64 = TABLE | DIRTY;
-
-const ENTRIES: u64 = 512;
-const LARGE_SIZE: u64 = 2 << 20;
-
-/// How many pages [`build_tables`] needs for `ram` bytes.
-pub fn table_pages(ram: u64, page: GuestPage) -> u64 {
-    let directories = ram.div_ceil(1 << 30);
-    let small = if page == GuestPage::Small { ram.div_ceil(LARGE_SIZE) } else { 0 };
-    // The root; below it a PDPT and a directory for the slot and the doorbell; the rest for RAM.
-    1 + 2 + ram.div_ceil(1 << 39) + directories + small
-}
-
-/// Builds four-level page tables into `words` (zeroed), which the guest sees at `base`.
-///
-/// `low` is mapped one to one in large pages, and must lie in one GiB; `ram` gives `(guest-physical, bytes)` parts
-/// that appear one after the other from [`RAM_VA`]. Returns CR3.
-pub fn build_tables(
-    words: &mut dyn FnMut(u64, u64),
-    base: u64,
-    low: std::ops::Range<u64>,
-    ram: impl Iterator<Item = (u64, u64)> + Clone,
-    page: GuestPage,
-) -> u64 {
-    // Tables are handed out one after the other, so `put(table, index, entry)` writes one of their words.
-    let mut put = |table: u64, index: u64, entry: u64| words(table * ENTRIES + index, entry);
-    let at = |table: u64| base + table * PAGE_SIZE;
-    let (root, low_pdpt, low_directory) = (0, 1, 2);
-    let mut free = 3;
-    put(root, 0, at(low_pdpt) | TABLE);
-    put(low_pdpt, low.start >> 30, at(low_directory) | TABLE);
-    for gpa in low.step_by(LARGE_SIZE as usize) {
-        put(low_directory, (gpa >> 21) % ENTRIES, gpa | LEAF | LARGE);
-    }
-    let (mut pdpt, mut directory, mut table) = (0, 0, 0);
-    let mut va = RAM_VA;
-    for (gpa, len) in ram {
-        let mut done = 0;
-        while done < len {
-            if va.is_multiple_of(1 << 39) {
-                pdpt = free;
-                free += 1;
-                put(root, va >> 39, at(pdpt) | TABLE);
-            }
-            if va.is_multiple_of(1 << 30) {
-                directory = free;
-                free += 1;
-                put(pdpt, (va >> 30) % ENTRIES, at(directory) | TABLE);
-            }
-            let step = match page {
-                GuestPage::Large => {
-                    put(directory, (va >> 21) % ENTRIES, (gpa + done) | LEAF | LARGE);
-                    LARGE_SIZE
-                }
-                GuestPage::Small => {
-                    if va.is_multiple_of(LARGE_SIZE) {
-                        table = free;
-                        free += 1;
-                        put(directory, (va >> 21) % ENTRIES, at(table) | TABLE);
-                    }
-                    put(table, (va >> 12) % ENTRIES, (gpa + done) | LEAF);
-                    PAGE_SIZE
-                }
-            };
-            va += step;
-            done += step;
-        }
-    }
-    at(root)
-}
-
-/// Where a vCPU starts.
-#[derive(Clone, Copy, Debug)]
-pub struct Entry {
-    /// Guest-virtual address of the first instruction.
-    pub code: u64,
-    /// The control block, handed over in RDI.
-    pub control: u64,
-    /// Page tables.
-    pub cr3: u64,
-    /// CPL.
-    pub privilege: Privilege,
-}
+/// An entry that maps a 2 MiB page.
+pub(super) const LARGE: u64 = LEAF | PAGE_SIZE_BIT;
+/// The same where the doorbell is, which needs nothing of its own.
+pub(super) const DOORBELL: u64 = LARGE;
 
 /// Bit 1, which is always set, and IF (SDM volume 1, 3.4.3). Nothing interrupts these guests; but Bochs 3.0 does not tell its
 /// kernel of an interrupt while a guest runs that was entered with IF as clear as the kernel's own: one that makes no exits
@@ -506,7 +397,7 @@ pub struct Entry {
 const RFLAGS: u64 = 1 << 1 | 1 << 9;
 
 /// Puts a fresh vCPU into long mode at `entry`.
-pub fn set_entry(fd: &VcpuFd, cpuid: &CpuId, entry: Entry) -> Result<(), Error> {
+pub fn set_entry(fd: &VcpuFd, cpuid: &Setup, entry: Entry) -> Result<(), Error> {
     // First of all: KVM judges guest-physical addresses and long-mode segments by CPUID.
     ioctl("KVM_SET_CPUID2", fd.set_cpuid2(cpuid))?;
     let mut sregs = ioctl("KVM_GET_SREGS", fd.get_sregs())?;
@@ -521,7 +412,7 @@ pub fn set_entry(fd: &VcpuFd, cpuid: &CpuId, entry: Entry) -> Result<(), Error> 
     const PAE_OSFXSR_OSXMMEXCPT: u64 = 1 << 5 | 1 << 9 | 1 << 10;
     const LME_LMA_NXE: u64 = 1 << 8 | 1 << 10 | 1 << 11;
     sregs.cr0 = PE_MP_ET_NE_WP_PG;
-    sregs.cr3 = entry.cr3;
+    sregs.cr3 = entry.root;
     sregs.cr4 = PAE_OSFXSR_OSXMMEXCPT;
     sregs.efer = LME_LMA_NXE;
     ioctl("KVM_SET_SREGS", fd.set_sregs(&sregs))?;

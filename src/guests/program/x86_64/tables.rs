@@ -2,7 +2,8 @@
 
 use std::mem::offset_of;
 
-use super::{Code, LEAF, TABLE};
+use super::{LEAF, TABLE};
+use crate::guests::program::Code;
 use crate::guests::tables::{Command, TABLE_BYTES, Tables};
 
 //   rdi  control block            r8   this table, guest-virtual

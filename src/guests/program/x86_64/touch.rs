@@ -2,7 +2,7 @@
 
 use std::mem::offset_of;
 
-use super::Code;
+use crate::guests::program::Code;
 use crate::guests::touch::Touch;
 
 //   rdi  control block      rbx  blocks left      r8   this block      r9   page in the run      r10  pages left

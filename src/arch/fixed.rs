@@ -1,0 +1,82 @@
+//! What every board is described with, whatever its architecture: devices at places of their own, and what a board's tables say of a
+//! machine. The machine wires the devices; each architecture says where they are (`layout::FIXED`) and writes its own tables.
+
+/// A device that a board has at a place of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// The serial port.
+    Serial,
+    /// The real-time clock as a PC has it (MC146818): an index and a data port.
+    Cmos,
+    /// The real-time clock as Arm's boards have it (PL031).
+    Pl031,
+    /// The keyboard controller's reset line.
+    I8042,
+    /// pvpanic.
+    PvPanic,
+    /// ACPI's sleep registers.
+    Sleep,
+}
+
+/// Which addresses a device answers to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Addresses {
+    /// I/O ports.
+    Ports,
+    /// Guest-physical memory.
+    Memory,
+}
+
+/// Where a device is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fixed {
+    /// Which device.
+    pub device: Device,
+    /// On which bus.
+    pub on: Addresses,
+    /// Its first address.
+    pub base: u64,
+    /// How many addresses it has.
+    pub len: u64,
+}
+
+impl Fixed {
+    /// `device` on ports.
+    pub const fn on_ports(device: Device, base: u16, len: u64) -> Self {
+        Self { device, on: Addresses::Ports, base: base as u64, len }
+    }
+
+    /// `device` in memory.
+    pub const fn in_memory(device: Device, base: u64, len: u64) -> Self {
+        Self { device, on: Addresses::Memory, base, len }
+    }
+}
+
+/// The i8042 command that pulses the reset line.
+pub const I8042_RESET: u8 = 0xfe;
+/// The sleep type that `\_S5` names (ACPI 6.5, 7.4.2).
+pub const SLEEP_S5: u8 = 5;
+
+/// A virtio-mmio device, as a kernel should find it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VirtioMmio {
+    /// The guest-physical address of its registers.
+    pub base: u64,
+    /// Their size in bytes.
+    pub size: u64,
+    /// Its interrupt, edge triggered.
+    pub gsi: u32,
+}
+
+/// What the tables of a machine say beside what every board of its architecture has.
+#[derive(Clone, Debug)]
+pub struct Parts<Mode> {
+    /// How many vCPUs.
+    pub cpus: u32,
+    /// The interrupt controller.
+    pub irqchip: Mode,
+    /// Its virtio devices.
+    pub virtio: Vec<VirtioMmio>,
+    /// The guest-physical address of its VM generation ID, if it has one.
+    pub vmgenid: Option<u64>,
+}
