@@ -19,7 +19,7 @@ use crate::arch::clocks::Meanwhile;
 use crate::control::{DirtyRings, Do, Event};
 use crate::devices::virtio::blk::DiskImage;
 use crate::dirty::{self, DirtyTracker};
-use crate::memory::{Memory, Slot};
+use crate::memory::{Backing, Memory, Slot};
 use crate::sandbox::ThreadKind;
 use crate::vm::lifecycle::Exit;
 use crate::vm::ring::DirtyRing;
@@ -44,6 +44,8 @@ pub struct Outline {
     pub vcpus: usize,
     /// Its RAM in bytes.
     pub memory: u64,
+    /// What backs that.
+    pub backing: Option<Backing>,
     /// What the guest has lent of it, if there is a balloon.
     pub balloon: Option<u64>,
     /// The unix socket that leads to the guest's sockets, if there is one.

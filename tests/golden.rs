@@ -6,7 +6,9 @@
 use std::path::PathBuf;
 
 use serde_json::Value;
-use vellum::migration::message::{COMPRESSES, Message, Misfit, SessionId, Standing, VERSION, ZSTD};
+use vellum::migration::message::{
+    COMPRESSES, HANDS_OVER, Message, Misfit, SessionId, Standing, VERSION, ZSTD,
+};
 use vellum::migration::pack::Packer;
 use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, Run, SUM, Section as Part, Sum};
 use vellum::payload::Section;
@@ -35,6 +37,7 @@ fn messages(version: u32) -> Vec<Message> {
             config: serde_json::json!({"kind": "pc", "cpus": 2}),
             connections: 2,
             compression: None,
+            handed: false,
         },
         Message::Fit {},
         Message::Misfit { misfits: vec![misfit()] },
@@ -58,7 +61,10 @@ fn messages(version: u32) -> Vec<Message> {
     ];
     if version >= COMPRESSES {
         let compression = Some(ZSTD.to_owned());
-        all.push(Message::Config { config: Value::Null, connections: 1, compression });
+        all.push(Message::Config { config: Value::Null, connections: 1, compression, handed: false });
+    }
+    if version >= HANDS_OVER {
+        all.push(Message::Config { config: Value::Null, connections: 1, compression: None, handed: true });
     }
     // Whoever adds one is led here, and adds it above.
     for message in &all {

@@ -89,6 +89,7 @@ impl World {
                         config: serde_json::Value::Null,
                         connections: 1,
                         compression: None,
+                        handed: false,
                     });
                 }
                 source::Action::Copy => self.send_to_target(Message::PassEnd { pass: 1, pages: 1 }),

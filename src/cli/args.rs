@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::{PossibleValue, TypedValueParser};
 
 use super::keyvalue::{self, KeyValues, list, number, one_of, size};
-use crate::control::{Compression, Throttling};
+use crate::control::{Compression, Link, Throttling};
 use crate::dirty::Method;
 use crate::guests::program::GuestPage;
 use crate::guests::{Hot, Order, WriteConfig};
@@ -45,6 +45,8 @@ pub const TRACKER: Offering<Parse<Tracker>> =
     Offering(tracker, &["bitmap", "manual-protect", "initially-set", "ring"]);
 /// The words of `--compress`.
 pub const COMPRESSION: Offering<Parse<Compression>> = Offering(compression, &["zstd"]);
+/// The words of `--link`.
+pub const LINK: Offering<Parse<Link>> = Offering(link, &["stream", "memfd"]);
 /// The words of `--throttle`.
 pub const THROTTLING: Offering<Parse<Throttling>> = Offering(throttling, &["off", "steps", "dirty-limit"]);
 /// The words of `--backing`.
@@ -83,6 +85,10 @@ fn throttling(text: &str) -> Result<Throttling, String> {
     let names =
         [("off", Throttling::Off), ("steps", Throttling::Steps), ("dirty-limit", Throttling::DirtyLimit)];
     one_of("throttle", text, &names)
+}
+
+fn link(text: &str) -> Result<Link, String> {
+    one_of("link", text, &[("stream", Link::Stream), ("memfd", Link::Memfd)])
 }
 
 fn compression(text: &str) -> Result<Compression, String> {

@@ -14,7 +14,7 @@ use clap::Args;
 
 use super::{Failure, Flags, args, keyvalue, print, say};
 use crate::control::client::{Client, Error};
-use crate::control::{Compression, Do, Event, Loses, Migrate, Status, Then, Throttling, names};
+use crate::control::{Compression, Do, Event, Link, Loses, Migrate, Status, Then, Throttling, names};
 use crate::dirty::Method;
 use crate::fault::Fault;
 use crate::migration::fence::Fence;
@@ -38,6 +38,11 @@ pub struct MigrateArgs {
     /// Follow a migration that another `vellum migrate` has begun; with --to, connect again after a cut
     #[arg(long)]
     attach: bool,
+
+    /// How memory gets there: stream, its pages are sent; memfd, to another process of this host, which is handed a descriptor by --to
+    /// unix:PATH, so that nothing is copied. It takes memory that has one: vellum run --memory SIZE,backing=memfd
+    #[arg(long, value_name = "HOW", value_parser = args::LINK, default_value = "stream", hide_possible_values = true)]
+    link: Link,
 
     /// How long the guest may stand still: a limit
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "300ms")]
@@ -258,7 +263,10 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
         if let Some(tracker) = args.tracker {
             check(tracker.method, &has)?;
         }
-        let chooses = args.tracker.is_none() && has.dirty_ring.is_none();
+        let chooses = args.tracker.is_none() && has.dirty_ring.is_none() && args.link == Link::Stream;
+        if args.link == Link::Memfd {
+            check_memfd(args, &has)?;
+        }
         let target = args.to.as_ref().ok_or_else(|| Failure::usage("--to ADDRESS says where to"))?;
         for _ in 0..args.connections {
             connections.push(connect(target, args.insecure_network)?);
@@ -279,6 +287,7 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
             verify: args.verify,
             connections: args.connections,
             fence: true,
+            link: args.link,
         });
         let fence = Fence::file().map_err(Failure::host)?;
         let sockets = connections.iter().map(|connection| connection.socket.as_fd());
@@ -286,6 +295,40 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
         machine.ask_with(&asked, &sockets).map_err(failure)?;
     }
     follow(args, &mut events, &mut machine, &mut connections)
+}
+
+/// Whether the machine that is as `status` says can be handed over.
+fn check_memfd(args: &MigrateArgs, status: &Status) -> Result<(), Failure> {
+    let wrong = |why: String| Err(Failure::usage(format!("--link memfd: {why}")));
+    let others = [
+        (args.connections > 1, "--connections"),
+        (args.compress.is_some(), "--compress"),
+        (args.bandwidth.is_some(), "--bandwidth"),
+        (args.throttle != Throttling::Off, "--throttle"),
+        (args.tracker.is_some(), "--tracker"),
+    ];
+    if let Some((_, flag)) = others.into_iter().find(|(given, _)| *given) {
+        return wrong(format!("no page is sent, so {flag} says nothing; leave it out"));
+    }
+    if !matches!(args.to, Some(Target::Unix(_)) | None) {
+        return wrong("descriptors come only over --to unix:PATH".into());
+    }
+    has_a_descriptor(&args.machine, status).or_else(wrong)
+}
+
+/// Why a machine that is as `status` says has no memory that another process can be handed.
+pub(super) fn has_a_descriptor(name: &str, status: &Status) -> Result<(), String> {
+    let backing = status.backing.as_deref().unwrap_or("unknown");
+    let huge = match backing {
+        "memfd" => return Ok(()),
+        shared if shared.starts_with("shared-") => return Ok(()),
+        huge if huge.starts_with("hugetlb-") => format!("shared-{huge}"),
+        _ => "memfd".into(),
+    };
+    Err(format!(
+        "the memory of {name} is {backing}, of which no other process can be handed a descriptor; start it with --memory \
+         SIZE,backing={huge}"
+    ))
 }
 
 pub(super) fn failure(error: impl Fault + 'static) -> Failure {

@@ -148,6 +148,9 @@ pub struct Migrate {
     /// Whether every page is compared before it is handed over, while it stands still on both sides.
     #[serde(default)]
     pub verify: bool,
+    /// How its memory gets there.
+    #[serde(default)]
+    pub link: Link,
 }
 
 /// What is asked of a snapshot.
@@ -223,6 +226,17 @@ fn is_nothing(count: &u64) -> bool {
     *count == 0
 }
 
+/// How memory gets to the target of a migration.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Link {
+    /// Its pages are sent.
+    #[default]
+    Stream,
+    /// The target is another process of this host, and is handed a descriptor.
+    Memfd,
+}
+
 /// What becomes of a migration whose time is over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -277,6 +291,9 @@ pub struct Status {
     pub vcpus: usize,
     /// Its RAM in bytes.
     pub memory: u64,
+    /// What backs that: `anonymous`, `memfd`, …
+    #[serde(default)]
+    pub backing: Option<String>,
     /// What the guest has lent of it, if there is a balloon.
     pub balloon: Option<u64>,
     /// The unix socket that leads to the guest's sockets.

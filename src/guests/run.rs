@@ -188,6 +188,7 @@ impl Payload for Run {
         Outline {
             vcpus: self.guest.vcpus.len(),
             memory: self.guest.vm.memory.config.size,
+            backing: Some(self.guest.vm.memory.config.backing),
             dirty_ring: self.guest.vm.dirty_ring.as_deref().map(Into::into),
             ..Outline::default()
         }

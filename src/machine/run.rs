@@ -102,6 +102,7 @@ impl Payload for Machine {
         Outline {
             vcpus: self.vcpus.len(),
             memory: self.vm.memory.config.size,
+            backing: Some(self.vm.memory.config.backing),
             balloon: self.virtio.find::<BalloonHandle>().map(|(balloon, _)| balloon.actual()),
             dirty_ring: self.vm.dirty_ring.as_deref().map(Into::into),
             vsock: self.virtio.find::<SocketPath>().map(|(path, _)| path.0.clone()),

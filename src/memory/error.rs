@@ -76,6 +76,9 @@ pub enum Error {
         /// What the kernel said.
         source: io::Error,
     },
+    /// What another process has handed over is no memory of this machine.
+    #[error("the memory that was handed over {0}")]
+    Handed(String),
     /// Preallocation hit the end of the host's memory.
     #[error("{0}; ask for less, free memory on the host, or leave it off")]
     Populate(#[source] io::Error),
@@ -96,7 +99,7 @@ impl Fault for Error {
             Self::Slots(..) | Self::LargeSlot(..) => Blame::user(Field::Slots),
             Self::Unavailable { field, .. } => Blame::user(*field),
             // Whoever asks for such a slot is this program.
-            Self::Slot { .. } => Blame::HOST,
+            Self::Slot { .. } | Self::Handed(_) => Blame::HOST,
             // Nothing is wrong, and nothing is to be mended.
             Self::Interrupted(_) => Blame::HOST,
             Self::Shortage(_, shortage) => shortage.blame(),

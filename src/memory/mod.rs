@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 mod error;
+mod handed;
 pub mod plan;
 mod slot;
 mod touched;
@@ -175,13 +176,25 @@ impl Memory {
         if !size.is_multiple_of(page) {
             return Err(Error::Unaligned { size, backing });
         }
-        let slots = cut(space, config)?;
+        cut(space, config)?;
         if let Some(free) = room.huge.filter(|free| *free < size / page) {
             let source = io::Error::other(format!("{free} of {} pages are free", size / page));
             return Err(Error::Map { size, backing, source });
         }
         error::afford(config, &room.memory)?;
         let (mapping, file) = map(config).map_err(|source| Error::Map { size, backing, source })?;
+        Self::lay(space, config, mapping, file)
+    }
+
+    /// RAM at `space` that `mapping` is.
+    fn lay(
+        space: Space,
+        config: MemoryConfig,
+        mapping: Mapping,
+        file: Option<std::fs::File>,
+    ) -> Result<Self, Error> {
+        let MemoryConfig { size, backing, .. } = config;
+        let slots = cut(space, config)?;
         let mapping = Arc::new(mapping);
         let regions = space.parts(size).scan(0, |offset, (gpa, len)| {
             let at = *offset;
@@ -338,6 +351,12 @@ fn map(config: MemoryConfig) -> io::Result<(Mapping, Option<std::fs::File>)> {
         Backing::Shmem => (Mapping::new(size, align, Source::SharedAnonymous)?, None),
         Backing::Memfd => shared(size, align, None)?,
     };
+    advise(&mapping, backing)?;
+    Ok((mapping, file))
+}
+
+/// Tells the kernel how memory of this backing is used.
+fn advise(mapping: &Mapping, backing: Backing) -> io::Result<()> {
     match backing {
         Backing::Thp => mapping.advise(libc::MADV_HUGEPAGE)?,
         // A host with THP set to `always` would otherwise give what was not asked for. A kernel without THP
@@ -348,12 +367,12 @@ fn map(config: MemoryConfig) -> io::Result<(Mapping, Option<std::fs::File>)> {
         Backing::Hugetlb(_) | Backing::SharedHugetlb(_) => {}
     }
     // A core dump of the VMM must not hold the guest's secrets, nor be as large as its memory.
-    mapping.advise(libc::MADV_DONTDUMP)?;
-    Ok((mapping, file))
+    mapping.advise(libc::MADV_DONTDUMP)
 }
 
 fn shared(size: u64, align: u64, huge_log2: Option<u32>) -> io::Result<(Mapping, Option<std::fs::File>)> {
-    let file = mmap::memfd(c"vellum-guest", size, huge_log2)?;
+    // Another process may be handed it, and finds no end of it where there was none.
+    let file = mmap::sealed_memfd(c"vellum-guest", size, huge_log2)?;
     Ok((Mapping::new(size, align, Source::Shared(&file))?, Some(file)))
 }
 

@@ -49,7 +49,7 @@ impl Fence {
     /// # Errors
     /// Where the kernel has no such files.
     pub fn file() -> io::Result<File> {
-        sealed_memfd(c"vellum-fence", PAGE_SIZE)
+        sealed_memfd(c"vellum-fence", PAGE_SIZE, None)
     }
 
     /// The one in this file, which somebody else may have made.
@@ -108,7 +108,7 @@ mod tests {
     fn a_file_that_could_shrink_is_none() {
         let plain = crate::sys::mmap::memfd(c"vellum-test", PAGE_SIZE, None).unwrap();
         assert!(Fence::new(plain.into()).is_err());
-        let long = sealed_memfd(c"vellum-test", 2 * PAGE_SIZE).unwrap();
+        let long = sealed_memfd(c"vellum-test", 2 * PAGE_SIZE, None).unwrap();
         assert!(Fence::new(long.into()).is_err());
         assert!(Fence::new(File::open("/dev/null").unwrap().into()).is_err());
         assert!(Fence::file().unwrap().set_len(0).is_err());

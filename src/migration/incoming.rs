@@ -14,7 +14,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvm_ioctls::Kvm;
-use serde_json::Value;
 use vmm_sys_util::eventfd::EventFd;
 
 use self::assembly::{Refused, assemble};
@@ -24,7 +23,7 @@ use super::loading::{Loading, Way};
 use super::mobile::{Error, HELD, HELD_VERSION, HeldState, Mobile, now};
 use super::populating::Populating;
 use super::receiver::lanes::Lanes;
-use super::receiver::{Demand, Done, Place, Receiving, Said, Told};
+use super::receiver::{Demand, Done, Offer, Place, Receiving, Said, Told};
 use super::threads::{self, Teller};
 use crate::arch::clocks::Meanwhile;
 use crate::control::{self, Came, Event};
@@ -244,7 +243,7 @@ impl Incoming {
 
     fn answer(&mut self, demand: Demand) -> Done {
         match demand {
-            Demand::Judge(config, connections) => self.judge(config, connections),
+            Demand::Judge(offer) => self.judge(offer),
             Demand::Claim(disks) => self.claim(&disks),
             Demand::Restore(sections) => match self.restore(sections) {
                 Ok(()) => Done::Done,
@@ -261,7 +260,7 @@ impl Incoming {
         }
     }
 
-    fn judge(&mut self, config: Value, connections: u32) -> Done {
+    fn judge(&mut self, Offer { config, connections, ram }: Offer) -> Done {
         let Some(mut host) = self.host.take() else {
             return Done::Failed("a machine has come already".into());
         };
@@ -275,7 +274,7 @@ impl Incoming {
             Ok(lanes) => lanes,
             Err(why) => return Done::Failed(why),
         };
-        match assemble(host, config) {
+        match assemble(host, config, ram) {
             Ok(machine) => {
                 let (memory, ram) = (machine.view().memory(), machine.view().ram());
                 let populate = || Populating::start(ram.clone(), self.sandbox);

@@ -15,6 +15,9 @@ use crate::sys::socket;
 /// How long a peer may be silent where it is its turn, unless the user says otherwise.
 pub const LIVENESS: Duration = Duration::from_secs(10);
 
+/// What may come with the first message: a fence, and a machine's RAM.
+const MOST_DESCRIPTORS: usize = 2;
+
 /// Why a connection is of no use any more.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -84,7 +87,7 @@ pub struct Link {
     /// Whether the peer has closed it, and what was sent last is lost.
     closed: bool,
     /// What has come with messages before it was admitted.
-    descriptor: Option<OwnedFd>,
+    descriptors: Vec<OwnedFd>,
     /// Whether pages and state may come, which are much larger than messages.
     admitted: bool,
     /// Bytes sent so far.
@@ -112,7 +115,7 @@ impl Link {
             until: None,
             rest: Vec::new(),
             closed: false,
-            descriptor: None,
+            descriptors: Vec::new(),
             admitted: false,
             sent: 0,
         })
@@ -171,20 +174,20 @@ impl Link {
         self.send(&frame)
     }
 
-    /// Sends the first message, and with it a descriptor, which comes only over a unix socket.
+    /// Sends the first message, and with it descriptors, which come only over a unix socket.
     ///
     /// # Errors
     /// As [`Link::send`].
-    pub fn say_with(&mut self, message: &Message, descriptor: BorrowedFd<'_>) -> Result<(), Error> {
+    pub fn say_with(&mut self, message: &Message, descriptors: &[BorrowedFd<'_>]) -> Result<(), Error> {
         let frame = self.encoder.message(message);
-        let sent = socket::send_with(&self.socket, &frame, &[descriptor])?;
+        let sent = socket::send_with(&self.socket, &frame, descriptors)?;
         self.sent += sent as u64;
         self.send(&frame[sent..])
     }
 
-    /// The descriptor that has come with the first message, if one has.
-    pub fn take_descriptor(&mut self) -> Option<OwnedFd> {
-        self.descriptor.take()
+    /// The descriptors that have come with the first message.
+    pub fn take_descriptors(&mut self) -> Vec<OwnedFd> {
+        std::mem::take(&mut self.descriptors)
     }
 
     /// Sends a part of the state.
@@ -303,8 +306,9 @@ impl Link {
                 true => socket::receive_some(&self.socket, buffer),
                 false => socket::receive(&self.socket, buffer, &mut came),
             };
-            // One is enough for anybody; others are closed.
-            self.descriptor = self.descriptor.take().or(came.pop());
+            // Others are closed.
+            came.truncate(MOST_DESCRIPTORS - self.descriptors.len());
+            self.descriptors.append(&mut came);
             match received {
                 Ok(0) => return Err(Error::Closed),
                 Ok(count) => self.filled += count,

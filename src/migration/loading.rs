@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::fetching::{Fetching, Work};
 use super::pages::fresh;
-use super::receiver::{Demand, Done, Place, Said, Told};
+use super::receiver::{Demand, Done, Offer, Place, Said, Told};
 use super::threads::{Mine, Orphaned};
 use crate::snapshot::Error;
 use crate::snapshot::layer::{AT_ONCE, Layers, Reader};
@@ -89,7 +89,7 @@ impl Loading {
     fn load(&mut self) -> Result<(), End> {
         let Some(source) = self.source.take() else { return Ok(()) };
         let chosen = source.choose(self.point)?;
-        let place = match self.demand(Demand::Judge(chosen.machine, 1))? {
+        let place = match self.demand(Demand::Judge(Offer::new(chosen.machine)))? {
             Done::Fits(place) => *place,
             Done::Misfits(misfits) => {
                 let each = misfits.iter().map(|misfit| {

@@ -5,11 +5,13 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 /// The newest version of the wire that is spoken here.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// The oldest.
 pub const OLDEST: u32 = 1;
 /// The first in which pages may be compressed.
 pub const COMPRESSES: u32 = 2;
+/// The first in which a machine's memory may be handed over as a descriptor.
+pub const HANDS_OVER: u32 = 3;
 /// The compression that there is.
 pub const ZSTD: &str = "zstd";
 
@@ -94,6 +96,9 @@ pub enum Message {
         /// How they may be compressed, from version 2 on: the name of one that the target must know.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         compression: Option<String>,
+        /// Whether its RAM has come as a descriptor with HELLO, from version 3 on: no page of that follows.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        handed: bool,
     },
     /// It fits.
     Fit {},

@@ -27,7 +27,7 @@ use super::message::SessionId;
 use super::saving::{self, Saving, Since};
 use super::sender::{Demand, Done, Moving, Options, Said, Sending, Told, Word};
 use super::threads;
-use crate::control::{Event, Left, Loses, Migrate, Snapshot};
+use crate::control::{self, Event, Left, Loses, Migrate, Snapshot};
 use crate::dirty::log::ends_on_a_huge_page;
 use crate::dirty::{self, DirtyTracker, Method};
 use crate::payload::{Payload, Section};
@@ -147,6 +147,10 @@ impl<P: Payload> Mobile<P> {
 
     fn leave(&mut self, asked: &Migrate, mut sockets: Vec<OwnedFd>) -> Result<Value, String> {
         self.is_idle()?;
+        let hands_over = asked.link == control::Link::Memfd;
+        if hands_over {
+            self.can_hand_over(asked)?;
+        }
         // The log of dirty pages is the migration's from here on.
         self.since = None;
         let method = asked.tracker.as_deref().map(method).transpose()?;
@@ -159,6 +163,7 @@ impl<P: Payload> Mobile<P> {
             method,
             liveness: Duration::from_millis(asked.liveness_ms.max(1)),
             verify: asked.verify,
+            hands_over,
         };
         let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
         let session = SessionId::random().map_err(refused)?;
@@ -213,6 +218,20 @@ impl<P: Payload> Mobile<P> {
         let errand = Errand::Snapshot { stop: asked.stop };
         self.begin(errand, thread_end, GiveUp::default(), distrust, || saving.run())?;
         Ok(json!({}))
+    }
+
+    /// Whether its RAM can be another process's too.
+    fn can_hand_over(&self, asked: &Migrate) -> Result<(), String> {
+        let backing = self.machine.ram().config.backing;
+        if !backing.can_be_handed_over() {
+            return Err(format!(
+                "its memory is {backing}, of which no other process can be handed a descriptor"
+            ));
+        }
+        if asked.connections != 1 || !asked.fence {
+            return Err("memory is handed over by one connection, with a fence".into());
+        }
+        Ok(())
     }
 
     /// Only one migration or snapshot is under way at a time: the log of dirty pages is one user's.

@@ -47,6 +47,10 @@
 //! by its session and its number (JOIN, JOINED), and every pass ends with a PASS_END on all of them, which both sides wait for. Until
 //! READY the cut of one is the cut of all. From then on only the first counts.
 //!
+//! Where both are on one host, RAM may be handed over as a descriptor that comes with HELLO, beside the fence, without which it is not
+//! done: CONFIG says so, no passes follow, and the last pages are those of other memory. Both have the same RAM from FIT on. The target
+//! writes nothing there before COMMIT, and the source nothing after it.
+//!
 //! Two copies never run: the source runs until it has sent COMMIT, and afterwards only where the target has said that it never ran
 //! and never will, or where the operator insists. After a cut QUERY asks the target what became of it; every message from COMMIT
 //! on may be repeated and does nothing the second time. Between two processes of one host the [`fence`] decides at once, and nobody

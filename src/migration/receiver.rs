@@ -3,6 +3,7 @@
 
 pub mod lanes;
 
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,8 +32,8 @@ use crate::sys::poll::Poll;
 /// What the event loop's thread is to do.
 #[derive(Debug)]
 pub enum Demand {
-    /// Compare this configuration with the host, and assemble the machine where it fits; its pages come over so many connections.
-    Judge(Value, u32),
+    /// Compare this configuration with the host, and assemble the machine where it fits.
+    Judge(Offer),
     /// Take the locks of its disks, which must be as they were.
     Claim(Vec<Disk>),
     /// Restore the state.
@@ -41,6 +42,24 @@ pub enum Demand {
     Start(Option<Arc<Fence>>),
     /// Give everything back.
     Free,
+}
+
+/// A machine that is to come.
+#[derive(Debug)]
+pub struct Offer {
+    /// What it is.
+    pub config: Value,
+    /// Over how many connections its pages come.
+    pub connections: u32,
+    /// Its RAM, where that was handed over.
+    pub ram: Option<File>,
+}
+
+impl Offer {
+    /// One whose memory is still to be filled.
+    pub fn new(config: Value) -> Self {
+        Self { config, connections: 1, ram: None }
+    }
 }
 
 /// Memory for what comes.
@@ -58,6 +77,13 @@ pub struct Place {
     pub populating: Option<Populating>,
     /// Where it comes as it is wanted: the thread that brings it.
     pub fetching: Option<Fetching>,
+}
+
+impl Place {
+    /// Whether memslot `region` is a part of RAM.
+    fn is_ram(&self, region: u32) -> bool {
+        self.memory.get(region as usize).is_some_and(|slot| self.ram.holds(slot))
+    }
 }
 
 /// The answer to a [`Demand`].
@@ -123,6 +149,9 @@ pub struct Receiving {
     link: Option<Link>,
     session: Option<SessionId>,
     fence: Option<Arc<Fence>>,
+    /// RAM, if it has come as a descriptor; and whether it is the machine's.
+    ram: Option<File>,
+    handed: bool,
     strangers: Vec<(Link, Instant)>,
     place: Option<Place>,
     memory: Arc<Vec<Incoming>>,
@@ -151,6 +180,8 @@ impl Receiving {
             link: None,
             session: None,
             fence: None,
+            ram: None,
+            handed: false,
             strangers: Vec::new(),
             place: None,
             memory: Arc::default(),
@@ -275,6 +306,12 @@ impl Receiving {
                     return Some(Event::Said(message));
                 }
                 Ok(Some(Frame::Run(run, data))) if receiving => match run.check(&self.regions) {
+                    Ok(())
+                        if self.handed
+                            && self.place.as_ref().is_some_and(|place| place.is_ram(run.region)) =>
+                    {
+                        Err(format!("{run:?} came, which was handed over"))
+                    }
                     Ok(()) if self.place.as_ref().is_some_and(|place| !place.lanes.first().holds(&run)) => {
                         Err(format!("{run:?} came, which is another connection's"))
                     }
@@ -365,7 +402,9 @@ impl Receiving {
                 self.session = link.session();
                 if first {
                     // What is none is not shared, and WELCOME says so.
-                    let fence = link.take_descriptor().and_then(|file| Fence::new(file).ok());
+                    let mut came = link.take_descriptors().into_iter();
+                    let fence = came.next().and_then(|file| Fence::new(file).ok());
+                    self.ram = came.next().map(File::from);
                     self.target.fenced = fence.is_some();
                     self.fence = fence.map(Arc::new);
                 }
@@ -410,6 +449,13 @@ impl Receiving {
         }
     }
 
+    /// Has a machine like this one made.
+    fn judge(&mut self, config: Value, connections: u32, handed: bool) -> Result<Done, Orphaned> {
+        let ram = self.ram.take().filter(|_| handed);
+        self.handed = ram.is_some();
+        self.demand(Demand::Judge(Offer { config, connections, ram }))
+    }
+
     /// Waits until all memory is there that is to be. What is told meanwhile is kept for later.
     fn populated(&mut self) -> Result<Result<(), String>, Orphaned> {
         while let Some(populating) = self.place.as_ref().and_then(|place| place.populating.as_ref()) {
@@ -439,7 +485,10 @@ impl Receiving {
                     self.pending.push(event);
                 }
             }
-            Action::Judge { config, connections } => match self.demand(Demand::Judge(config, connections))? {
+            Action::Judge { handed: true, connections, .. } if self.ram.is_none() || connections != 1 => {
+                self.pending.push(Event::Judged(vec![not_handed()]));
+            }
+            Action::Judge { config, connections, handed } => match self.judge(config, connections, handed)? {
                 Done::Fits(place) => {
                     self.regions = place.memory.iter().map(Slot::pages).collect();
                     let fresh = fresh(&place.memory);
@@ -448,7 +497,12 @@ impl Receiving {
                     // Their time begins now: they had to wait for the judgement.
                     self.strangers.iter_mut().for_each(|(_, since)| *since = Instant::now());
                     self.place = Some(*place);
-                    self.pending.push(Event::Judged(Vec::new()));
+                    // The guest is paused as soon as it fits: what takes long comes before.
+                    let populated = if handed { self.populated()? } else { Ok(()) };
+                    self.pending.push(match populated {
+                        Ok(()) => Event::Judged(Vec::new()),
+                        Err(why) => Event::Failed(why),
+                    });
                 }
                 Done::Misfits(misfits) => self.pending.push(Event::Judged(misfits)),
                 Done::Failed(why) => self.pending.push(Event::Failed(why)),
@@ -517,6 +571,16 @@ impl Receiving {
             }
         }
         Ok(())
+    }
+}
+
+/// Memory that should have come, and has not.
+fn not_handed() -> Misfit {
+    Misfit {
+        what: "memory".into(),
+        source: "handed over as a descriptor, over one connection".into(),
+        target: "not come".into(),
+        remedy: "connect the two by a unix socket with nothing in between, or have it copied".into(),
     }
 }
 

@@ -3,12 +3,13 @@
 //!
 //! Here is what it hears and what follows from that; [`passes`] has the passes over memory, [`owed`] what is still to be sent.
 
+mod handing;
 mod lanes;
 pub(super) mod owed;
 mod passes;
 mod words;
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -123,6 +124,7 @@ impl Sending {
             source: Source::new()
                 .verifying(options.verify)
                 .compressing(options.compress)
+                .handing_over(options.hands_over)
                 .fenced(fence.is_some()),
             describe,
             link: None,
@@ -171,9 +173,12 @@ impl Sending {
     /// Goes on until the guest has moved or stays, or the event loop's thread is gone.
     pub fn run(mut self) {
         let hello = Message::Hello { versions: [OLDEST, VERSION] };
+        let memory = self.handed_over();
         match (&mut self.link, &self.fence) {
             (Some(link), Some(fence)) => {
-                if let Err(error) = link.say_with(&hello, fence.descriptor()) {
+                let descriptors =
+                    [fence.descriptor()].into_iter().chain(memory.as_ref().map(|file| file.as_fd()));
+                if let Err(error) = link.say_with(&hello, &descriptors.collect::<Vec<_>>()) {
                     let event = self.cut(error.to_string());
                     self.pending.push(event);
                 }
@@ -397,9 +402,11 @@ impl Sending {
                 let config = self.describe.clone();
                 let connections = self.share.of();
                 let compression = self.options.compress.then(|| ZSTD.to_owned());
-                self.say(&Message::Config { config, connections, compression });
+                let handed = self.options.hands_over;
+                self.say(&Message::Config { config, connections, compression, handed });
                 self.waits = Some(Instant::now());
             }
+            Action::Copy if self.options.hands_over => self.hand_over()?,
             Action::Copy => self.copy()?,
             Action::Finish { attempt } => self.finish(attempt)?,
             Action::Compare { attempt } => {

@@ -2,7 +2,7 @@
 //! else. Whoever drives it carries out the [`Action`]s in their order and brings [`Event`]s.
 
 use super::fence::Word;
-use super::message::{COMPRESSES, Message, Standing, ZSTD};
+use super::message::{COMPRESSES, HANDS_OVER, Message, Standing, ZSTD};
 use crate::plant::{self, Mistake};
 
 /// Where the source is.
@@ -102,6 +102,8 @@ pub struct Source {
     attempt: u32,
     verifies: bool,
     compresses: bool,
+    /// Whether RAM is handed over, and not copied.
+    hands_over: bool,
     /// Whether it has a fence to offer; then whether the target shares it.
     fenced: bool,
 }
@@ -109,7 +111,14 @@ pub struct Source {
 impl Source {
     /// A source that has said HELLO.
     pub fn new() -> Self {
-        Self { state: State::Greeting, attempt: 1, verifies: false, compresses: false, fenced: false }
+        Self {
+            state: State::Greeting,
+            attempt: 1,
+            verifies: false,
+            compresses: false,
+            hands_over: false,
+            fenced: false,
+        }
     }
 
     /// Whether the guest runs here, or is paused for the user's reasons alone.
@@ -126,6 +135,12 @@ impl Source {
     /// The same source, whose pages are to be compressed.
     pub fn compressing(mut self, compresses: bool) -> Self {
         self.compresses = compresses;
+        self
+    }
+
+    /// The same source, whose RAM is handed over as a descriptor.
+    pub fn handing_over(mut self, hands_over: bool) -> Self {
+        self.hands_over = hands_over;
         self
     }
 
@@ -162,6 +177,20 @@ impl Source {
                 let why = format!(
                     "compression: {ZSTD} here, none there, which speaks version {version} of the wire; choose no compression, or give the \
                      target a Vellum that has it"
+                );
+                self.stay(why.clone(), Some(M::Abort { why }))
+            }
+            // Two that have the same memory must never both run it, whatever becomes of their link.
+            (State::Greeting, Event::Said(M::Welcome { version, fence }))
+                if self.hands_over && (version < HANDS_OVER || !fence) =>
+            {
+                let there = match version < HANDS_OVER {
+                    true => format!("the target speaks version {version} of the wire, which cannot take it"),
+                    false => "the target has not got the descriptors that came with the first message".into(),
+                };
+                let why = format!(
+                    "memory is to be handed over, and {there}; choose no such link, or give both a Vellum that has it and nothing in \
+                     between"
                 );
                 self.stay(why.clone(), Some(M::Abort { why }))
             }

@@ -76,6 +76,8 @@ pub enum Action {
         config: serde_json::Value,
         /// Over how many connections its pages come.
         connections: u32,
+        /// Whether its RAM has come as a descriptor.
+        handed: bool,
     },
     /// Restore vCPUs, interrupt controller and devices, all but what writes guest memory; [`Event::Restored`] follows.
     Restore {
@@ -156,9 +158,9 @@ impl Target {
                 let why = format!("it does not fit here: {misfits:?}");
                 vec![Action::Send(M::Misfit { misfits }), Action::Free, Action::Report(why)]
             }
-            (State::Welcomed, Event::Said(M::Config { config, connections, .. })) => {
+            (State::Welcomed, Event::Said(M::Config { config, connections, handed, .. })) => {
                 self.state = State::Judging;
-                vec![Action::Judge { config, connections }]
+                vec![Action::Judge { config, connections, handed }]
             }
             (State::Judging, Event::Judged(misfits)) if misfits.is_empty() => {
                 self.state = State::Receiving;

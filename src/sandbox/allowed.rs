@@ -85,8 +85,12 @@ fn commands(kind: ThreadKind) -> Rule {
         // The locks of a machine's disks go to the process where it goes on.
         commands.push(F_OFD_SETLK);
     }
+    if kind == ThreadKind::Receiver {
+        // What it makes as a machine's memory is sealed.
+        commands.push(F_ADD_SEALS);
+    }
     if matches!(kind, ThreadKind::Main | ThreadKind::Receiver | ThreadKind::Migration) {
-        // Of what comes as the fence of a migration.
+        // Of what comes as the fence of a migration, or as a machine's memory.
         commands.push(F_GET_SEALS);
     }
     one_of(SYS_fcntl, 1, &commands.iter().map(|&command| command as u32).collect::<Vec<_>>())
@@ -197,7 +201,7 @@ const EVENTS: &[c_long] = &[
 const MAIN: &[c_long] = &[SYS_seccomp, SYS_sched_setaffinity];
 
 /// Mapping guest memory, for a machine that is made when the sandbox is in force already.
-const ASSEMBLY: &[c_long] = &[SYS_memfd_create, SYS_mlock2, SYS_mlock, SYS_sysinfo];
+const ASSEMBLY: &[c_long] = &[SYS_memfd_create, SYS_fstatfs, SYS_mlock2, SYS_mlock, SYS_sysinfo];
 
 #[cfg(target_arch = "x86_64")]
 const MAIN_HERE: &[c_long] = &[SYS_epoll_wait];

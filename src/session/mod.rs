@@ -433,6 +433,7 @@ impl Session {
             .into(),
             vcpus: outline.vcpus,
             memory: outline.memory,
+            backing: outline.backing.map(|backing| backing.to_string()),
             balloon: outline.balloon,
             vsock: outline.vsock.map(|path| path.display().to_string()),
             dirty_ring: outline.dirty_ring,

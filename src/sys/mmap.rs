@@ -255,9 +255,18 @@ impl Drop for Mapping {
 
 /// An anonymous file in memory, of `1 << huge_log2` byte pages where that is given, `len` bytes long.
 pub fn memfd(name: &std::ffi::CStr, len: u64, huge_log2: Option<u32>) -> io::Result<File> {
+    memfd_with(name, len, huge_log2, 0)
+}
+
+fn memfd_with(
+    name: &std::ffi::CStr,
+    len: u64,
+    huge_log2: Option<u32>,
+    flags: libc::c_uint,
+) -> io::Result<File> {
     let huge = huge_log2.map_or(0, |log2| libc::MFD_HUGETLB | (log2 << libc::MAP_HUGE_SHIFT));
     // SAFETY: the name is a C string; the call makes a new descriptor and touches nothing else.
-    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | huge) };
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | huge | flags) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -267,19 +276,12 @@ pub fn memfd(name: &std::ffi::CStr, len: u64, huge_log2: Option<u32>) -> io::Res
     Ok(file)
 }
 
-/// A file in memory whose length nobody can change any more.
+/// The same, whose length nobody can change any more.
 ///
 /// # Errors
 /// What the kernel says.
-pub fn sealed_memfd(name: &std::ffi::CStr, len: u64) -> io::Result<File> {
-    // SAFETY: as in `memfd`.
-    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor is new and ours alone.
-    let file = unsafe { File::from_raw_fd(fd) };
-    file.set_len(len)?;
+pub fn sealed_memfd(name: &std::ffi::CStr, len: u64, huge_log2: Option<u32>) -> io::Result<File> {
+    let file = memfd_with(name, len, huge_log2, libc::MFD_ALLOW_SEALING)?;
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
     // SAFETY: takes numbers only.
     check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
@@ -297,6 +299,26 @@ pub fn seals_hold(file: &File) -> io::Result<bool> {
         seals => Ok(seals & libc::F_SEAL_SHRINK != 0),
     }
 }
+
+/// The size of the pages of a file in memory where these are huge ones of the host's pool.
+///
+/// # Errors
+/// What the kernel says.
+pub fn huge_pages_of(file: &File) -> io::Result<Option<u64>> {
+    let mut of = std::mem::MaybeUninit::<libc::statfs>::zeroed();
+    // SAFETY: fstatfs fills a statfs, which zeroed bytes are too.
+    let of = unsafe {
+        check(libc::fstatfs(file.as_raw_fd(), of.as_mut_ptr()))?;
+        of.assume_init()
+    };
+    // Both are of other types with glibc and musl.
+    #[allow(clippy::unnecessary_cast, reason = "it depends on the C library")]
+    let (kind, size) = (of.f_type as i64, of.f_bsize as u64);
+    Ok((kind == HUGETLBFS).then_some(size))
+}
+
+/// HUGETLBFS_MAGIC (include/uapi/linux/magic.h).
+const HUGETLBFS: i64 = 0x9584_58f6;
 
 #[cfg(test)]
 mod tests {

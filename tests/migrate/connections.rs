@@ -44,6 +44,7 @@ fn a_guest_that_writes_moves_over_several_connections() -> Result<(), Failed> {
 fn under_way(home: &Home, sockets: &[UnixStream]) -> Result<(Client, SessionId), Failed> {
     let mut machine = Client::connect(&home.socket("here"))?;
     let asked = Do::Migrate(Migrate {
+        link: Default::default(),
         downtime_ms: 300,
         timeout_ms: None,
         then: Then::Cancel,

@@ -13,6 +13,7 @@ mod fits;
 mod home;
 #[path = "../images/mod.rs"]
 mod images;
+mod memfd;
 mod numbered;
 mod planted;
 mod relay;

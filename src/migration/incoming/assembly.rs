@@ -1,5 +1,6 @@
 //! A machine like the one that a source describes, made of what this process has; or every reason why it cannot be.
 
+use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use crate::guests::guest::{Guest, GuestConfig};
 use crate::guests::run::Run;
 use crate::guests::state as guest_state;
 use crate::machine::{self, Origin};
-use crate::memory::{Memory, MemoryConfig, Room, short_size};
+use crate::memory::{Backing, Memory, MemoryConfig, Room, short_size};
 use crate::migration::fit::{self, Parts, Tsc};
 use crate::migration::message::Misfit;
 use crate::migration::mobile::Mobile;
@@ -34,15 +35,28 @@ fn failed(error: impl std::fmt::Display) -> Refused {
     Refused::Failed(error.to_string())
 }
 
-/// Maps as much memory as the source has, cut as it is there.
-fn map(room: &Room, config: MemoryConfig, size: u64, places: &[state::Place]) -> Result<Memory, Refused> {
+/// Where memory comes from: as much as the source has is mapped, or what it has handed over.
+struct Source {
+    room: Room,
+    handed: Option<File>,
+}
+
+/// Memory as the source has it, cut as it is there.
+fn map(from: Source, config: MemoryConfig, size: u64, places: &[state::Place]) -> Result<Memory, Refused> {
     let config = MemoryConfig { size, slots: 1, ..config };
-    let mut memory = Memory::map_within(room, layout::RAM, config).map_err(|error| {
+    let (mapped, remedy) = match from.handed {
+        Some(file) => (Memory::adopt(layout::RAM, config, file), "have it copied"),
+        None => {
+            let mapped = Memory::map_within(&from.room, layout::RAM, config);
+            (mapped, "use a target with more memory, or another backing there")
+        }
+    };
+    let mut memory = mapped.map_err(|error| {
         Refused::Misfits(vec![Misfit {
             what: "memory".into(),
             source: short_size(size),
             target: error.to_string(),
-            remedy: "use a target with more memory, or another backing there".into(),
+            remedy: remedy.into(),
         }])
     })?;
     cut_like(&mut memory, places).map_err(failed)?;
@@ -55,8 +69,12 @@ fn fits(theirs: &Parts<'_>, ours: &Parts<'_>, tsc: Tsc) -> Result<(), Refused> {
 }
 
 /// Makes the like of what `config` describes.
-pub(super) fn assemble(host: Host, config: Value) -> Result<Arrived, Refused> {
-    let Host { kvm, devices, serial, memory, room, pagemap, other_tsc, sandbox, .. } = host;
+pub(super) fn assemble(host: Host, config: Value, handed: Option<File>) -> Result<Arrived, Refused> {
+    let Host { kvm, devices, serial, mut memory, room, pagemap, other_tsc, sandbox, .. } = host;
+    if let Some(file) = &handed {
+        memory.backing = Backing::of_handed(file).map_err(failed)?;
+    }
+    let from = Source { room, handed };
     if config["kind"] == "built-in" {
         if let Some(name) = devices.names().next() {
             return Err(Refused::Misfits(vec![Misfit {
@@ -70,7 +88,7 @@ pub(super) fn assemble(host: Host, config: Value) -> Result<Arrived, Refused> {
         let mut config = described.run(memory).map_err(failed)?;
         // The host's side, as what backs memory is: whether the source had one says nothing here.
         config.dirty_ring = devices.dirty_ring();
-        let memory = map(&room, memory, described.memory, described.ram())?;
+        let memory = map(from, memory, described.memory, described.ram())?;
         let enter = move |index: usize| {
             sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
         };
@@ -96,7 +114,7 @@ pub(super) fn assemble(host: Host, config: Value) -> Result<Arrived, Refused> {
         return Ok(Arrived::BuiltIn(Box::new(Mobile::new(run, sandbox, pagemap).map_err(failed)?)));
     }
     let described = machine::state::Description::from_json(config).map_err(failed)?;
-    let memory = map(&room, memory, described.memory, &described.slots)?;
+    let memory = map(from, memory, described.memory, &described.slots)?;
     let devices = devices.become_like(&described).map_err(failed)?;
     let board = devices.assemble(&kvm, || Ok(memory)).map_err(failed)?;
     let origin = Origin::State { test_devices: described.test_devices };

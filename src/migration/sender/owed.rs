@@ -185,6 +185,12 @@ impl Owed {
         Ok(())
     }
 
+    /// All memory but `ram` is owed.
+    pub fn owe_all_but(&self, ram: &Memory) {
+        let others = self.regions.iter().filter(|region| !ram.holds(region.outgoing.slot()));
+        others.for_each(|region| region.pages.set(0..region.outgoing.slot().pages()));
+    }
+
     /// Nobody follows any more who writes; KVM's log is switched off.
     pub fn unfollow(&self) {
         let log = std::mem::take(&mut *self.log());

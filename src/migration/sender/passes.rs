@@ -138,6 +138,9 @@ impl Sending {
         if !skipped && let Err(error) = self.collect() {
             return self.give_up_for(error.to_string());
         }
+        if self.options.hands_over {
+            self.common.owed.owe_all_but(&self.ram);
+        }
         self.begin(Some((attempt, sections)));
         Ok(())
     }

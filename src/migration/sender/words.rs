@@ -35,6 +35,8 @@ pub struct Options {
     pub compress: bool,
     /// Whether all memory is compared while both sides stand still.
     pub verify: bool,
+    /// Whether RAM is handed over as a descriptor, and not copied.
+    pub hands_over: bool,
 }
 
 /// What the event loop's thread is to do with the machine.
