@@ -28,6 +28,8 @@ pub enum Field {
     Cmdline,
     /// When the dirty log is collected.
     Collect,
+    /// The CPU model.
+    CpuModel,
     /// CPU features.
     Cpuid,
     /// How many vCPUs.

@@ -1,10 +1,16 @@
 //! `vellum doctor`: what this host offers.
 
+use std::path::PathBuf;
+
 use clap::Args;
 
 use super::{Failure, print};
+use crate::arch::cpuid;
+use crate::arch::cpuid::model::Listed;
 use crate::host::doctor::{self, Check};
+use crate::host::kvm;
 use crate::oracle::edges::{self, EdgeVerdict};
+use crate::vm;
 use crate::vm::lifecycle::Exit;
 
 /// Say what this host offers, and what to do about what it lacks
@@ -15,12 +21,24 @@ pub struct DoctorArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
+
+    /// Print which CPU features guests of this host can be shown, as a file for vellum run --cpu FILE and for --cpu-common
+    #[arg(long, conflicts_with = "json")]
+    cpu_json: bool,
+
+    /// Print what the hosts have in common of which --cpu-json wrote these files, as a file for vellum run --cpu FILE
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["json", "cpu_json"])]
+    cpu_common: Vec<PathBuf>,
 }
 
 /// Does what was asked.
 pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
+    if args.cpu_json || !args.cpu_common.is_empty() {
+        return model(&args.cpu_common);
+    }
     let mut diagnosis = doctor::examine();
     if diagnosis.ok {
+        diagnosis.checks.extend(level());
         diagnosis.checks.push(dirty_log());
     }
     let text = if args.json {
@@ -31,6 +49,30 @@ pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
     };
     print(text)?;
     Ok(if diagnosis.ok { Exit::PowerOff } else { Exit::Error })
+}
+
+/// A CPU model: what these files have in common, or this host's KVM offers.
+fn model(files: &[PathBuf]) -> Result<Exit, Failure> {
+    let read =
+        |path: &PathBuf| Listed::read(path).map_err(|error| Failure::usage(format!("--cpu-common {error}")));
+    let listed = match files {
+        [] => {
+            let kvm = vm::open().map_err(Failure::host)?;
+            let vm = kvm::create_vm(&kvm).map_err(Failure::host)?;
+            cpuid::listed(&kvm, &vm).map_err(Failure::host)?
+        }
+        files => Listed::common(&files.iter().map(read).collect::<Result<Vec<_>, _>>()?),
+    };
+    let json = serde_json::to_string_pretty(&listed).map_err(Failure::host)?;
+    print(format_args!("{json}\n"))?;
+    Ok(Exit::PowerOff)
+}
+
+/// The highest level that guests can be shown.
+fn level() -> Option<Check> {
+    let kvm = vm::open().ok()?;
+    let level = cpuid::level(&kvm, &kvm::create_vm(&kvm).ok()?).ok()??;
+    Some(Check::ok("CPU model", format_args!("{level}; vellum run --cpu")))
 }
 
 /// The one check that runs a guest.

@@ -233,6 +233,10 @@ fn spawn(mut command: Command) -> Result<Connection, Failure> {
     Ok(Connection { socket: mine.into(), child: Some(child) })
 }
 
+/// What would have avoided that a target lacks CPU features.
+const AVOIDS: &str =
+    "\nvellum run --cpu x86-64-v2, or --cpu FILE of vellum doctor --cpu-common, shows a guest what both have";
+
 /// How long one look at what the machine says takes.
 pub(super) const LOOK: Duration = Duration::from_millis(200);
 /// How often a cut link is tried again, and for how long.
@@ -414,7 +418,8 @@ fn follow(
             }
             Event::Stayed { why } => {
                 bar.finish_and_clear();
-                return Err(Failure::host(format!("{} stays where it is: {why}", args.machine)));
+                let hint = if why.contains("CPU feature ") { AVOIDS } else { "" };
+                return Err(Failure::host(format!("{} stays where it is: {why}{hint}", args.machine)));
             }
             Event::Moved { us, compared, tracker, tracker_why, left, .. } => {
                 bar.finish_and_clear();

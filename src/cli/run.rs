@@ -8,6 +8,7 @@ use super::args::Pin;
 use super::result::ResultArgs;
 use super::{Failure, Flags, args, kernel, keyvalue};
 use crate::arch::cpuid::Choice;
+use crate::arch::cpuid::model::Model;
 use crate::control::names;
 use crate::fault::Field;
 use crate::guests::run::RunConfig;
@@ -74,6 +75,11 @@ pub struct RunArgs {
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
 
+    /// The CPU that the guest is shown: host, all that this host's KVM offers; x86-64-v2, x86-64-v3 or x86-64-v4, a level of the psABI, and no
+    /// feature beyond it, for a guest that is to migrate to other CPUs; or a FILE that `vellum doctor --cpu-common` has written
+    #[arg(long, value_name = "MODEL", default_value = "host", hide_default_value = true)]
+    cpu: Model,
+
     /// CPU features, +NAME or -NAME, as in -pv-eoi,-steal-time; may be repeated
     #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
     cpuid: Vec<Choice>,
@@ -115,6 +121,7 @@ impl From<LogLevel> for tracing::Level {
 pub(super) const FLAGS: Flags = &[&[
     (Field::Backing, "--memory backing="),
     (Field::Cmdline, "--cmdline"),
+    (Field::CpuModel, "--cpu"),
     (Field::Cpuid, "--cpuid"),
     (Field::Cpus, "--cpus"),
     (Field::GuestPage, "--workload page="),
@@ -152,7 +159,7 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
         let config = machine::Config {
             cpus: args.cpus.count,
             pins,
-            cpuid: cpuid(&args.cpuid),
+            cpuid: cpuid(&args),
             counters: args.loglevel == LogLevel::Debug,
             dirty_ring: args.dirty_ring,
             ..machine::Config::default()
@@ -174,7 +181,7 @@ pub fn run_workload(args: &RunArgs) -> Result<builtin::Outcome, Failure> {
         memory: args.memory,
         write,
         page: args.workload.page,
-        cpuid: cpuid(&args.cpuid),
+        cpuid: cpuid(args),
         dirty_ring: args.dirty_ring,
         duration: args.duration,
         fill: args.workload.fill,
@@ -197,10 +204,10 @@ fn process(args: &RunArgs) -> Result<session::Config, Failure> {
     Ok(session::Config { control, sandbox: args.sandbox, user: args.user, limit: None })
 }
 
-/// All of `--cpuid` in one.
-fn cpuid(lists: &[Choice]) -> Choice {
-    let mut all = Choice::default();
-    lists.iter().cloned().for_each(|later| all.append(later));
+/// `--cpu`, and all of `--cpuid` in one.
+fn cpuid(args: &RunArgs) -> Choice {
+    let mut all = Choice::of(args.cpu.clone());
+    args.cpuid.iter().cloned().for_each(|later| all.append(later));
     all
 }
 

@@ -305,7 +305,10 @@ fn describe(config: &RunConfig, facts: Facts) -> Report {
     report.ask("stride", write.stride);
     report.ask("guest_page", if *page == GuestPage::Small { "4k" } else { "2m" });
     report.ask("latency", write.latency);
-    if *cpuid != Choice::default() {
+    if cpuid.model != Default::default() {
+        report.ask("cpu", cpuid.model.to_string());
+    }
+    if cpuid.switches() {
         report.ask("cpuid", cpuid.to_string());
     }
     if let Some(entries) = dirty_ring {

@@ -165,7 +165,7 @@ impl Run {
             slots: ram.chain([&guest.slot]).map(Place::from).collect(),
             write: config.write.clone(),
             page: config.page,
-            features: (config.cpuid != Default::default()).then(|| config.cpuid.to_string()),
+            features: config.cpuid.switches().then(|| config.cpuid.to_string()),
             cpuid: guest.cpuid.clone(),
             tsc_khz: (guest.tsc_hz / 1000) as u32,
         }

@@ -3,6 +3,7 @@
 
 use super::message::Misfit;
 use crate::arch::cpuid::Leaf;
+use crate::arch::cpuid::model::Level;
 use crate::arch::{clocks, cpuid};
 use crate::machine::state::Device;
 
@@ -32,8 +33,11 @@ pub struct Tsc {
 /// Every misfit of a machine like `source` with the one that was assembled here.
 pub fn misfits(source: &Parts<'_>, here: &Parts<'_>, tsc: Tsc) -> Vec<Misfit> {
     let mut found = Vec::new();
-    for feature in cpuid::lacking(source.cpuid, here.cpuid) {
-        let remedy = format!("start the guest with -{feature} among its CPU features");
+    let lacking = cpuid::lacking(source.cpuid, here.cpuid);
+    let model = Level::without(lacking.iter().copied());
+    for feature in lacking {
+        let model = model.map_or_else(|| "a CPU model".into(), |level| format!("the CPU model {level}"));
+        let remedy = format!("start the guest with {model}, or with -{feature} among its CPU features");
         found.push(misfit(&format!("CPU feature {feature}"), "present", "missing", &remedy));
     }
     if let (Some(theirs), Some(ours)) = (source.tsc_khz, here.tsc_khz)

@@ -1,11 +1,13 @@
-//! A Linux guest moves to a host with another kernel, by TCP, and back. Two hosts run this at the same time: `cargo lab test pair` boots
+//! A Linux guest moves to a host with another kernel and another CPU, by TCP, and back. Two hosts run this at the same time: `cargo lab test pair` boots
 //! them with a network between them, and says to each by `VELLUM_WIRE` which end it has.
 
+use std::process::Command;
 use std::time::Duration;
 
 use harness::{Failed, Need, ensure, eventually};
 
 use crate::guest::{Guest, Image, Scratch, host};
+use crate::home::{Home, VELLUM};
 
 /// How long one host waits for the other, which may have to boot a guest first.
 const PATIENCE: Duration = Duration::from_secs(15 * 60);
@@ -28,17 +30,63 @@ pub fn hosts() -> Need {
     end().map(drop).ok_or("needs two hosts with a network between them: cargo lab test pair".into())
 }
 
-/// The guest `image`, number `at`, begins on the host of that number, goes to the other one and comes back.
-pub fn there_and_back(image: &Image, at: u8) -> Result<(), Failed> {
+/// Joins the network; which end of it this host has.
+fn connected() -> Result<u8, Failed> {
     let end = end().ok_or("there is one host")?;
     // The trial before may have done it.
     let _ = host(&["ip", "addr", "add", &format!("10.78.0.{}/24", end + 1), "dev", "eth0"]);
     host(&["ip", "link", "set", "eth0", "up"])?;
-    let address = |of: u8| format!("tcp:10.78.0.{}:{}", of + 1, 7000 + u16::from(at));
+    Ok(end)
+}
+
+/// Where host `of` waits for the guest of this number.
+fn address(of: u8, at: u8) -> String {
+    format!("tcp:10.78.0.{}:{}", of + 1, 7000 + u16::from(at))
+}
+
+/// A guest that sees all that its host's CPU has does not go to one that lacks some of it: the features are named, and the flag. The
+/// first host's CPU has more than the second's.
+pub fn stays_where_its_cpu_is() -> Result<(), Failed> {
+    const AT: u8 = 9;
+    let end = connected()?;
+    let there = address(1, AT);
+    if end == 1 {
+        let waits = Command::new(VELLUM)
+            .args(["receive", "--insecure-network", "--liveness", "5m", "--listen", &there])
+            .output()?;
+        return ensure(waits.status.code() == Some(1), || format!("{waits:?}"));
+    }
+    let home = Home::new()?;
+    let line = "run --memory 8m --passes 0 --workload write,rate=100";
+    let guest = home.start("whole", &mut home.command(line))?;
+    let said = eventually(PATIENCE, "the other host answers", || {
+        let output = home.vellum(&format!("migrate whole --insecure-network --liveness 5m --to {there}"))?;
+        ensure(output.status.code() == Some(1), || format!("{output:?}"))?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        Ok((!said.contains("is `vellum receive` waiting there?")).then_some(said))
+    })?;
+    eprint!("{said}");
+    let named = [
+        "CPU feature avx2: present here, missing there",
+        "the CPU model x86-64-v2",
+        "vellum run --cpu x86-64-v2",
+    ];
+    ensure(named.iter().all(|part| said.contains(part)), || said.clone())?;
+    ensure(home.ctl("whole status")?.contains("\"running\""), || "it does not run on".into())?;
+    home.ctl("whole stop")?;
+    let end = guest.end()?;
+    ensure(end.status.success(), || format!("{end:?}"))
+}
+
+/// The guest `image`, number `at`, begins on the host of that number, goes to the other one and comes back.
+pub fn there_and_back(image: &Image, at: u8) -> Result<(), Failed> {
+    let end = connected()?;
+    let address = |of: u8| address(of, at);
     let step = |what: &str| eprintln!("linux {} between hosts: {what}", image.version);
     if end == at % 2 {
         step("boots");
-        let mut guest = Guest::start(image, "", &["--cpus", "2", "--memory", "256m", "--rng"])?;
+        let mut guest =
+            Guest::start(image, "", &["--cpus", "2", "--memory", "256m", "--rng", "--cpu", "x86-64-v2"])?;
         guest.ready()?;
         guest.shell(WORKERS)?;
         step("goes");

@@ -9,6 +9,8 @@ mod bed;
 mod between;
 mod ends;
 mod guest;
+#[path = "../home/mod.rs"]
+mod home;
 mod moves;
 mod saves;
 mod segments;
@@ -55,6 +57,8 @@ fn main() -> ExitCode {
     if images.is_empty() {
         trials.add("linux_guests", guests(), || Ok::<(), Failed>(()));
     }
+    let need = bed::kvm().and_then(|()| between::hosts());
+    trials.add("a_guest_of_the_whole_cpu_stays_between_hosts", need, between::stays_where_its_cpu_is);
     for (at, image) in images.iter().enumerate() {
         for (irqchip, tap) in [("split", whole::Tap::Ours), ("kernel", whole::Tap::Others)] {
             let name = format!("linux_{}_with_every_device_{irqchip}_irqchip", image.version);

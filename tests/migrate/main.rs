@@ -4,6 +4,7 @@
 mod bed;
 mod compressed;
 mod connections;
+mod cpu;
 mod cuts;
 mod disk;
 mod faults;

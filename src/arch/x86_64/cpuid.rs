@@ -2,7 +2,11 @@
 //!
 //! Start with [`Cpuid::of_vm`], once per machine, then [`Cpuid::for_vcpu`]. One package, one thread a core, the APIC id
 //! is the vCPU's number. Registers and bits are those of the Intel SDM vol. 2 (CPUID) and the AMD APM vol. 3,
-//! appendix E; KVM's own leaf is Documentation/virt/kvm/x86/cpuid.rst.
+//! appendix E; KVM's own leaf is Documentation/virt/kvm/x86/cpuid.rst. Which features have names is in `features`; what a guest is
+//! shown that is to go on on other CPUs, in [`model`].
+
+mod features;
+pub mod model;
 
 use std::fmt;
 
@@ -12,30 +16,19 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Kvm, VmFd};
 
-/// `--cpuid`: features switched on and off, in the order given.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Choice(Vec<(bool, &'static Feature)>);
-
-/// A feature by the name under which `--cpuid` knows it.
-#[derive(Debug, PartialEq, Eq)]
-struct Feature {
-    name: &'static str,
-    leaf: u32,
-    subleaf: u32,
-    register: Register,
-    /// Bits that go together.
-    bits: u32,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Register {
-    Eax,
-    Ebx,
-    Ecx,
-    Edx,
-}
+pub use self::features::lacking;
+use self::features::{FEATURES, Feature, Register, nearest};
+use self::model::{Listed, Model};
 use crate::fault::{Blame, Fault, Field};
-use Register::{Eax, Ebx, Ecx, Edx};
+
+/// What a guest is shown of a CPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Choice {
+    /// Of which model it is.
+    pub model: Model,
+    /// `--cpuid`: features switched on and off, in the order given. Beside a model, on is as much as KVM has.
+    switched: Vec<(bool, &'static Feature)>,
+}
 
 /// Why a choice of features cannot be had.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -49,6 +42,9 @@ pub enum Error {
     /// KVM does not have it.
     #[error("+{0}: this host's KVM does not offer it; leave it out")]
     NotOffered(&'static str),
+    /// The model has what KVM does not.
+    #[error("{0}: this host's KVM does not offer {1}{2}")]
+    Lacking(String, String, String),
     /// KVM does not say what it supports.
     #[error("KVM_GET_SUPPORTED_CPUID: {0}")]
     Supported(#[source] kvm_ioctls::Error),
@@ -61,6 +57,7 @@ impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
             Self::Sign(_) | Self::Unknown(..) | Self::NotOffered(_) => Blame::user(Field::Cpuid),
+            Self::Lacking(..) => Blame::user(Field::CpuModel),
             Self::Supported(_) | Self::TooMany => Blame::HOST,
         }
     }
@@ -81,13 +78,15 @@ impl std::str::FromStr for Choice {
                 None => Err(Error::Unknown(item.into(), nearest(name))),
             }
         };
-        s.split(',').map(parse).collect::<Result<_, _>>().map(Self)
+        let switched = s.split(',').map(parse).collect::<Result<_, _>>()?;
+        Ok(Self { model: Model::Host, switched })
     }
 }
 
+/// What is switched; the model is not said.
 impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (at, (on, feature)) in self.0.iter().enumerate() {
+        for (at, (on, feature)) in self.switched.iter().enumerate() {
             let comma = if at > 0 { "," } else { "" };
             write!(f, "{comma}{}{}", if *on { '+' } else { '-' }, feature.name)?;
         }
@@ -96,15 +95,20 @@ impl fmt::Display for Choice {
 }
 
 impl Choice {
+    /// A model, and nothing switched.
+    pub fn of(model: Model) -> Self {
+        Self { model, switched: Vec::new() }
+    }
+
     /// Adds a later `--cpuid` to an earlier one.
     pub fn append(&mut self, mut later: Self) {
-        self.0.append(&mut later.0);
+        self.switched.append(&mut later.switched);
     }
-}
 
-fn nearest(name: &str) -> &'static str {
-    let close = |f: &&Feature| strsim::jaro_winkler(f.name, name);
-    FEATURES.iter().max_by(|a, b| close(a).total_cmp(&close(b))).expect("the list is not empty").name
+    /// Whether anything is switched.
+    pub fn switches(&self) -> bool {
+        !self.switched.is_empty()
+    }
 }
 
 /// What `KVM_GET_SUPPORTED_CPUID` says.
@@ -132,6 +136,30 @@ pub type Leaf = kvm_cpuid_entry2;
 /// What a vCPU is set up with.
 pub type Setup = CpuId;
 
+/// What guests of this host can be shown, in words that a file can hold.
+///
+/// # Errors
+/// Where KVM does not say.
+pub fn listed(kvm: &Kvm, vm: &VmFd) -> Result<Listed, Error> {
+    let all = Choice {
+        switched: FEATURES.iter().filter(|f| f.name == "invtsc").map(|f| (true, f)).collect(),
+        ..Choice::default()
+    };
+    let supported = || kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
+    let cpuid = Cpuid::of_vm(supported(), vm, &all, 1)
+        .or_else(|_| Cpuid::of_vm(supported(), vm, &Choice::default(), 1))?;
+    Ok(Listed::of(&cpuid.entries))
+}
+
+/// The highest level of the psABI that guests of this host can be shown, if any.
+///
+/// # Errors
+/// As [`listed`].
+pub fn level(kvm: &Kvm, vm: &VmFd) -> Result<Option<&'static str>, Error> {
+    let cpuid = Cpuid::of_vm(kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES), vm, &Choice::default(), 1)?;
+    Ok(model::Level::of(&cpuid.entries))
+}
+
 /// The CPUID of a machine.
 #[derive(Clone, Debug)]
 pub struct Cpuid {
@@ -148,8 +176,6 @@ const INVARIANT_TSC: u32 = 1 << 8;
 /// Leaf 0x8000_0001, ECX: all threads of the package are cores; leaf 0x8000_001e is there.
 const CMP_LEGACY: u32 = 1 << 1;
 const TOPOEXT: u32 = 1 << 22;
-/// KVM's feature leaf; its signature is in the leaf before.
-const KVM_FEATURES: u32 = 0x4000_0001;
 
 impl Cpuid {
     /// What guests of `vm` with `vcpus` vCPUs see: what KVM supports ([`supported_beside`]), changed by `choice`.
@@ -178,12 +204,13 @@ impl Cpuid {
             leaf.ecx = (leaf.ecx & !TSC_DEADLINE) | HYPERVISOR | if tsc_deadline { TSC_DEADLINE } else { 0 };
         }
         let offered = cpuid.clone();
+        choice.model.mask(&mut cpuid.entries)?;
         // A guest that trusts its TSC prefers it to kvm-clock, and neither survives a migration to a host with another
         // frequency; so it takes +invtsc to have it.
         if let Some(leaf) = cpuid.leaf(0x8000_0007, 0) {
             leaf.edx &= !INVARIANT_TSC;
         }
-        for (on, feature) in &choice.0 {
+        for (on, feature) in &choice.switched {
             let has = offered.register(feature).unwrap_or(0) & feature.bits;
             match cpuid.register_mut(feature) {
                 Some(register) if !on => *register &= !feature.bits,
@@ -288,10 +315,10 @@ impl Cpuid {
     fn register_mut(&mut self, feature: &Feature) -> Option<&mut u32> {
         let leaf = self.leaf(feature.leaf, feature.subleaf)?;
         Some(match feature.register {
-            Eax => &mut leaf.eax,
-            Ebx => &mut leaf.ebx,
-            Ecx => &mut leaf.ecx,
-            Edx => &mut leaf.edx,
+            Register::Eax => &mut leaf.eax,
+            Register::Ebx => &mut leaf.ebx,
+            Register::Ecx => &mut leaf.ecx,
+            Register::Edx => &mut leaf.edx,
         })
     }
 
@@ -300,116 +327,9 @@ impl Cpuid {
     }
 }
 
-/// The features that `source` has and `here` lacks, by the names that `--cpuid` knows. Of those that have no name none is told:
-/// what KVM cannot give a guest it refuses when the guest is restored.
-pub fn lacking(source: &[kvm_cpuid_entry2], here: &[kvm_cpuid_entry2]) -> Vec<&'static str> {
-    let bits = |entries: &[kvm_cpuid_entry2], feature: &Feature| {
-        let leaf =
-            |entry: &&kvm_cpuid_entry2| (entry.function, entry.index) == (feature.leaf, feature.subleaf);
-        let register = |entry: &kvm_cpuid_entry2| match feature.register {
-            Eax => entry.eax,
-            Ebx => entry.ebx,
-            Ecx => entry.ecx,
-            Edx => entry.edx,
-        };
-        entries.iter().find(leaf).map_or(0, register) & feature.bits
-    };
-    let lacks = |feature: &&Feature| bits(source, feature) & !bits(here, feature) != 0;
-    FEATURES.iter().filter(lacks).map(|feature| feature.name).collect()
-}
-
-const fn bit(name: &'static str, leaf: u32, subleaf: u32, register: Register, bit: u32) -> Feature {
-    Feature { name, leaf, subleaf, register, bits: 1 << bit }
-}
-const fn kvm(name: &'static str, bits: u32) -> Feature {
-    Feature { name, leaf: KVM_FEATURES, subleaf: 0, register: Eax, bits }
-}
-
-/// What `--cpuid` can name: KVM's paravirtual features first, then what is worth hiding from a guest. Names are
-/// Linux's (/proc/cpuinfo) with - for _.
-static FEATURES: &[Feature] = &[
-    kvm("pvclock", 1 | 1 << 3 | 1 << 24),
-    kvm("nop-io-delay", 1 << 1),
-    kvm("async-pf", 1 << 4 | 1 << 10 | 1 << 14),
-    kvm("steal-time", 1 << 5),
-    kvm("pv-eoi", 1 << 6),
-    kvm("pv-unhalt", 1 << 7),
-    kvm("pv-tlb-flush", 1 << 9),
-    kvm("pv-send-ipi", 1 << 11),
-    kvm("poll-control", 1 << 12),
-    kvm("pv-sched-yield", 1 << 13),
-    bit("pni", 1, 0, Ecx, 0),
-    bit("pclmulqdq", 1, 0, Ecx, 1),
-    bit("monitor", 1, 0, Ecx, 3),
-    bit("vmx", 1, 0, Ecx, 5),
-    bit("ssse3", 1, 0, Ecx, 9),
-    bit("fma", 1, 0, Ecx, 12),
-    bit("cx16", 1, 0, Ecx, 13),
-    bit("pcid", 1, 0, Ecx, 17),
-    bit("sse4-1", 1, 0, Ecx, 19),
-    bit("sse4-2", 1, 0, Ecx, 20),
-    bit("x2apic", 1, 0, Ecx, 21),
-    bit("movbe", 1, 0, Ecx, 22),
-    bit("popcnt", 1, 0, Ecx, 23),
-    bit("tsc-deadline-timer", 1, 0, Ecx, 24),
-    bit("aes", 1, 0, Ecx, 25),
-    bit("xsave", 1, 0, Ecx, 26),
-    bit("avx", 1, 0, Ecx, 28),
-    bit("f16c", 1, 0, Ecx, 29),
-    bit("rdrand", 1, 0, Ecx, 30),
-    bit("hypervisor", 1, 0, Ecx, 31),
-    bit("pse", 1, 0, Edx, 3),
-    bit("mce", 1, 0, Edx, 7),
-    bit("mtrr", 1, 0, Edx, 12),
-    bit("pge", 1, 0, Edx, 13),
-    bit("mca", 1, 0, Edx, 14),
-    bit("pat", 1, 0, Edx, 16),
-    bit("clflush", 1, 0, Edx, 19),
-    bit("fsgsbase", 7, 0, Ebx, 0),
-    bit("tsc-adjust", 7, 0, Ebx, 1),
-    bit("bmi1", 7, 0, Ebx, 3),
-    bit("hle", 7, 0, Ebx, 4),
-    bit("avx2", 7, 0, Ebx, 5),
-    bit("smep", 7, 0, Ebx, 7),
-    bit("bmi2", 7, 0, Ebx, 8),
-    bit("erms", 7, 0, Ebx, 9),
-    bit("invpcid", 7, 0, Ebx, 10),
-    bit("rtm", 7, 0, Ebx, 11),
-    bit("avx512f", 7, 0, Ebx, 16),
-    bit("rdseed", 7, 0, Ebx, 18),
-    bit("adx", 7, 0, Ebx, 19),
-    bit("smap", 7, 0, Ebx, 20),
-    bit("clflushopt", 7, 0, Ebx, 23),
-    bit("clwb", 7, 0, Ebx, 24),
-    bit("sha-ni", 7, 0, Ebx, 29),
-    bit("umip", 7, 0, Ecx, 2),
-    bit("pku", 7, 0, Ecx, 3),
-    bit("waitpkg", 7, 0, Ecx, 5),
-    bit("vaes", 7, 0, Ecx, 9),
-    bit("la57", 7, 0, Ecx, 16),
-    bit("rdpid", 7, 0, Ecx, 22),
-    bit("fsrm", 7, 0, Edx, 4),
-    bit("arch-capabilities", 7, 0, Edx, 29),
-    bit("arat", 6, 0, Eax, 2),
-    bit("xsaveopt", 0xd, 1, Eax, 0),
-    bit("xsavec", 0xd, 1, Eax, 1),
-    bit("xsaves", 0xd, 1, Eax, 3),
-    bit("lahf-lm", 0x8000_0001, 0, Ecx, 0),
-    bit("svm", 0x8000_0001, 0, Ecx, 2),
-    bit("abm", 0x8000_0001, 0, Ecx, 5),
-    bit("sse4a", 0x8000_0001, 0, Ecx, 6),
-    bit("3dnowprefetch", 0x8000_0001, 0, Ecx, 8),
-    bit("topoext", 0x8000_0001, 0, Ecx, 22),
-    bit("perfctr-core", 0x8000_0001, 0, Ecx, 23),
-    bit("syscall", 0x8000_0001, 0, Edx, 11),
-    bit("nx", 0x8000_0001, 0, Edx, 20),
-    bit("pdpe1gb", 0x8000_0001, 0, Edx, 26),
-    bit("rdtscp", 0x8000_0001, 0, Edx, 27),
-    bit("invtsc", 0x8000_0007, 0, Edx, 8),
-];
-
 #[cfg(test)]
 mod tests {
+    use super::features::KVM_FEATURES;
     use super::*;
 
     fn entry(function: u32, index: u32, eax: u32, ebx: u32, ecx: u32, edx: u32) -> kvm_cpuid_entry2 {

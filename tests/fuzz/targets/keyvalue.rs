@@ -1,5 +1,7 @@
-//! The key=value arguments: any text is a configuration or one line that says what is wrong.
+//! The key=value arguments, and the file of a CPU model that is one: any text is a configuration or one line that says what is wrong.
 
+#[cfg(target_arch = "x86_64")]
+use vellum::arch::cpuid::model::Listed;
 use vellum::cli::args;
 use vellum::devices::virtio::KINDS;
 use vellum::keyvalue;
@@ -18,4 +20,12 @@ pub fn keyvalue(data: &[u8]) {
     one_line(keyvalue::size(&text, 1).err());
     one_line(keyvalue::list(&text).err());
     one_line(keyvalue::duration(&text).err());
+    #[cfg(target_arch = "x86_64")]
+    match Listed::parse(&text) {
+        Ok(listed) => {
+            let again = serde_json::to_string(&Listed::common(&[listed])).expect("plain data");
+            assert!(Listed::parse(&again).is_ok());
+        }
+        Err(error) => one_line(Some(error)),
+    }
 }

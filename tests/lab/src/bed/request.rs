@@ -61,6 +61,8 @@ impl Wire {
 pub struct Request {
     /// The processor that is emulated.
     pub bed: Emulated,
+    /// Its model, by the emulator's name; the bed's own, where none is given.
+    pub cpu: Option<&'static str>,
     /// A processor with page-modification logging.
     pub pml: bool,
     /// Its kernel.
@@ -94,6 +96,7 @@ impl Request {
     pub fn new(kernel: HostKernel) -> Self {
         Self {
             bed: BEDS[0],
+            cpu: None,
             pml: false,
             kernel,
             second_stage: true,

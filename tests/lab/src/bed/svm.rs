@@ -146,7 +146,14 @@ fn qemu(start: &Start, sleep: &str) -> Result<Command> {
         ]),
     };
     command
-        .args(["-cpu", "EPYC,+svm,+npt", "-nodefaults", "-no-reboot", "-display", "none"])
+        .args([
+            "-cpu",
+            &format!("{},+svm,+npt", request.cpu.unwrap_or("EPYC")),
+            "-nodefaults",
+            "-no-reboot",
+            "-display",
+            "none",
+        ])
         .args(["-m", &format!("{}M", request.memory_mib)])
         .arg("-kernel")
         .arg(request.kernel.image())
