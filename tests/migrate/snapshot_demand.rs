@@ -32,6 +32,12 @@ fn has_userfaultfd(machine: &Machine) -> Result<bool, Failed> {
     Ok(links.any(|link| link.to_string_lossy().contains("userfaultfd")))
 }
 
+/// Whether it runs and needs no userfaultfd any more. A process that is just ending has no descriptors either, but it does not answer: so
+/// it is asked last.
+fn runs_with_all_there(home: &Home, name: &str, machine: &Machine) -> Result<bool, Failed> {
+    Ok(!has_userfaultfd(machine)? && home.standing(name).as_deref() == Some("running"))
+}
+
 fn is_all_there(machine: &Machine) -> Result<(), Failed> {
     eventually(LIMIT, "all of it is there", || Ok((!has_userfaultfd(machine)?).then_some(())))
 }
@@ -206,9 +212,7 @@ fn ends_by_a_damaged_page(mistake: Option<&'static str>) -> Result<bool, Failed>
     let mut ended = None;
     eventually(LIMIT, "it ends, or all is there", || {
         ended = machine.child.try_wait()?;
-        let there = ended.is_none()
-            && home.standing("again").as_deref() == Some("running")
-            && !has_userfaultfd(&machine)?;
+        let there = ended.is_none() && runs_with_all_there(&home, "again", &machine)?;
         Ok((ended.is_some() || there).then_some(()))
     })?;
     if ended.is_none() {
@@ -289,8 +293,7 @@ fn comes_on_huge_pages(mistake: Option<&'static str>) -> Result<bool, Failed> {
     let mut machine = home.run("again", &format!("restore {} {memory}", dir.display()))?;
     let over = eventually(LIMIT, "it ends, or all is there", || {
         let ended = machine.child.try_wait()?.is_some();
-        let runs = !ended && home.standing("again").as_deref() == Some("running");
-        Ok((ended || (runs && !has_userfaultfd(&machine)?)).then_some(ended))
+        Ok((ended || runs_with_all_there(&home, "again", &machine)?).then_some(ended))
     })?;
     if over {
         return Ok(false);
