@@ -20,6 +20,7 @@
 //! | [`devices`] | the bus, the PC's own devices, virtio |
 //! | [`arch`] | the board: layout, boot protocols, registers, CPUID, tables, interrupt controller |
 //! | [`vm`] | KVM's VM: memslots, dirty rings, vCPU threads, counters |
+//! | [`share`] | a directory of the host's as a file system of a guest's: FUSE, and the process that serves it |
 //! | [`sandbox`] | what a running VMM gives up: seccomp a thread kind, Landlock, privileges |
 //! | [`control`] | the control socket: requests, answers, events; and the guest agent's client |
 //! | [`memory`] | guest memory: where RAM lies, its mapping, its memslots, the VMM's own write log |
@@ -59,6 +60,7 @@ pub mod plant;
 pub mod report;
 pub mod sandbox;
 pub mod session;
+pub mod share;
 pub mod snapshot;
 pub mod sys;
 pub mod vm;

@@ -13,6 +13,8 @@ mod control;
 mod keyvalue;
 #[path = "fuzz/targets/migration.rs"]
 mod migration;
+#[path = "fuzz/targets/share.rs"]
+mod share;
 #[path = "fuzz/targets/snapshot.rs"]
 mod snapshot;
 #[cfg(target_arch = "x86_64")]
@@ -34,6 +36,7 @@ const TARGETS: &[(&str, Target)] = &[
     #[cfg(target_arch = "x86_64")]
     ("keyvalue", keyvalue::keyvalue),
     ("migration", migration::migration),
+    ("share", share::share),
     ("snapshot", snapshot::snapshot),
     #[cfg(target_arch = "x86_64")]
     ("state", state::state),

@@ -188,7 +188,7 @@ fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
         }
     };
     match kind {
-        ThreadKind::Main | ThreadKind::Receiver => work(),
+        ThreadKind::Main | ThreadKind::Receiver | ThreadKind::FileServer => work(),
         // vCPUs are there before main enters, …
         ThreadKind::Vcpu => {
             let (ready, entered) = mpsc::sync_channel(0);
@@ -201,7 +201,11 @@ fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
             thread.join().unwrap();
         }
         // … the others are started when they are needed, under main's filter.
-        ThreadKind::Disk | ThreadKind::Migration | ThreadKind::Connection | ThreadKind::Fetching => {
+        ThreadKind::Disk
+        | ThreadKind::Migration
+        | ThreadKind::Connection
+        | ThreadKind::Fetching
+        | ThreadKind::Share => {
             sandbox.enter(ThreadKind::Main, "main").unwrap();
             std::thread::Builder::new().name(name).spawn(work).unwrap().join().unwrap();
         }

@@ -36,6 +36,7 @@ use crate::fault::{Fault, Field, Whose};
 use crate::keyvalue;
 use crate::plant::{self, Mistake, POSSIBLE, VARIABLE};
 use crate::sandbox;
+use crate::share::process;
 use crate::vm::lifecycle::Exit;
 
 /// A lightweight VMM for KVM, for people who work on guest memory
@@ -69,6 +70,9 @@ enum Command {
     Exec(control::ExecArgs),
     Report(report::ReportArgs),
     Test(test::TestArgs),
+    /// What serves a shared directory: started by `vellum run --share`
+    #[command(name = process::WORD, hide = true)]
+    ServeShare,
     /// Print a completion script, as in: vellum completions bash > ~/.local/share/bash-completion/completions/vellum
     Completions {
         /// For which shell
@@ -183,6 +187,7 @@ pub fn main() -> ExitCode {
         Command::Exec(args) => control::exec(args),
         Command::Report(args) => report::run(&args),
         Command::Test(args) => test::run(args),
+        Command::ServeShare => process::serve().map(|()| Exit::PowerOff).map_err(Failure::host),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "vellum", &mut script);

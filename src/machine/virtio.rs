@@ -22,7 +22,7 @@ use crate::devices::virtio::vsock::SocketPath;
 use crate::devices::virtio::{DeviceConfig, Hang, KINDS, OpenError, PATIENCE, VirtioDevice};
 use crate::fault::{Blame, Fault, Field};
 use crate::memory::GuestMemory;
-use crate::sandbox::{Sandbox, ThreadKind};
+use crate::sandbox::Sandbox;
 
 /// What is asked for, in the order in which devices of one kind are numbered.
 #[derive(Clone, Debug, Default)]
@@ -37,6 +37,9 @@ pub enum Error {
     /// Two of a kind of which a machine has one.
     #[error("a machine can have one {0}")]
     Second(&'static str),
+    /// Two devices that their guest could not tell apart.
+    #[error("two of them are called '{1}', by which their guest could not tell them apart")]
+    Twice(&'static str, String),
     /// Too many.
     #[error("{0} virtio devices: a guest can have {most} at most", most = gsi::FREE.len())]
     TooMany(usize),
@@ -65,7 +68,7 @@ impl Fault for Error {
         match self {
             Self::Open(key, error) => Blame { whose: error.whose(), field: Some(Field::Device(key)) },
             Self::Locked(_, error) => error.blame(),
-            Self::Second(key) => Blame::user(Field::Device(key)),
+            Self::Second(key) | Self::Twice(key, _) => Blame::user(Field::Device(key)),
             Self::TooMany(_) => Blame::USER,
             Self::Gsi(error) => error.blame(),
             Self::Kvm(..) | Self::Bus(_) | Self::Hangs(..) | Self::Host(..) => Blame::HOST,
@@ -110,9 +113,15 @@ impl Opened {
         let mut devices = Vec::new();
         for kind in KINDS {
             let asked = config.0.iter().filter(|config| config.kind().key == kind.key);
-            for (at, config) in asked.enumerate() {
+            for (at, config) in asked.clone().enumerate() {
                 if at > 0 && !kind.repeats {
                     return Err(Error::Second(kind.key));
+                }
+                let like = |other: &&Arc<dyn DeviceConfig>| other.own_name() == config.own_name();
+                if let Some(own) = config.own_name()
+                    && asked.clone().take(at).any(|other| like(&other))
+                {
+                    return Err(Error::Twice(kind.key, own.to_owned()));
                 }
                 let name = if kind.repeats { format!("{}{at}", kind.key) } else { kind.key.to_owned() };
                 let device = if unlocked { config.open_unlocked() } else { config.open() };
@@ -170,7 +179,7 @@ impl Placed {
         for (at, (Device { name, mut device, handle }, gsi)) in self.0.into_iter().enumerate() {
             let host = |error| Error::Host(name.clone(), error);
             let thread = name.clone();
-            let enter = move || sandbox.enter(ThreadKind::Disk, &thread).map_err(io::Error::other);
+            let enter = move |kind| sandbox.enter(kind, &thread).map_err(io::Error::other);
             device.start(Box::new(enter)).map_err(host)?;
             let device = Mmio::new(device, memory.clone()).map_err(host)?;
             gsis.connect(&gsi, device.interrupt().config_event())?;

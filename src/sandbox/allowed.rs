@@ -1,7 +1,7 @@
 //! The system calls that each kind of thread may make.
 //!
 //! Whatever the C library and the standard library call behind the code's back is here too, for glibc and musl. No list
-//! has a call that takes a path, makes a socket or runs a program. A call that is missing here shows itself under
+//! but that of a file server has a call that takes a path, and none has one that makes a socket or runs a program. A call that is missing here shows itself under
 //! `--sandbox log` in the kernel's log, under `on` in the line that ends the process.
 
 use libc::*;
@@ -23,11 +23,13 @@ pub fn by(kind: ThreadKind) -> Vec<Rule> {
         ThreadKind::Fetching => &[READS],
         ThreadKind::Main => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE],
         ThreadKind::Receiver => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE, ASSEMBLY, READS],
+        ThreadKind::Share => &[FILES, SOCKETS],
+        ThreadKind::FileServer => &[FILES, SOCKETS, TREES],
     };
     rules.extend(lists.iter().flat_map(|list| *list).map(|&call| any(call)));
     rules.push(requests(kind));
     rules.push(commands(kind));
-    if kind != ThreadKind::Vcpu {
+    if !matches!(kind, ThreadKind::Vcpu | ThreadKind::FileServer) {
         rules.extend(stat_of_descriptors());
     }
     if matches!(kind, ThreadKind::Main | ThreadKind::Receiver) {
@@ -49,7 +51,8 @@ fn requests(kind: ThreadKind) -> Rule {
     use ioctls::*;
     let lists: &[&[u32]] = match kind {
         ThreadKind::Vcpu => &[RUN, RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE],
-        ThreadKind::Disk => &[DEVICES],
+        ThreadKind::Disk | ThreadKind::Share => &[DEVICES],
+        ThreadKind::FileServer => &[],
         ThreadKind::Connection => &[CLEARS],
         ThreadKind::Fetching => &[FAULTS],
         ThreadKind::Migration => &[RINGS, MEMORY, CLONES, MACHINE, MACHINE_HERE],
@@ -168,6 +171,32 @@ const FILES: &[c_long] = &[
 
 /// Files that are open already, of which pages are read.
 const READS: &[c_long] = &[SYS_pread64, SYS_fadvise64, SYS_fsync];
+
+/// Directories, beneath the one that Landlock allows. No list but this one has calls that take a path.
+const TREES: &[c_long] = &[
+    SYS_openat,
+    SYS_openat2,
+    SYS_statx,
+    SYS_fstat,
+    SYS_newfstatat,
+    SYS_fstatfs,
+    SYS_readlinkat,
+    SYS_getdents64,
+    SYS_mkdirat,
+    SYS_mknodat,
+    SYS_symlinkat,
+    SYS_linkat,
+    SYS_unlinkat,
+    SYS_renameat2,
+    SYS_fchmodat,
+    SYS_fchownat,
+    SYS_utimensat,
+    SYS_copy_file_range,
+    SYS_getxattr,
+    SYS_listxattr,
+    SYS_setxattr,
+    SYS_removexattr,
+];
 
 /// Sockets that are connected already; descriptors come through them.
 const SOCKETS: &[c_long] = &[

@@ -17,11 +17,14 @@ mod violation;
 
 use std::fmt;
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use landlock::{ABI, Access, AccessFs, AccessNet, LandlockStatus, Ruleset, RulesetAttr, Scope};
+use landlock::{
+    ABI, Access, AccessFs, AccessNet, LandlockStatus, PathBeneath, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetError, Scope,
+};
 
 use crate::fault::{Blame, Fault, Field};
 use crate::sys::seccomp;
@@ -88,11 +91,15 @@ pub enum ThreadKind {
     Fetching,
     /// Main while it waits for a machine of another process, which it makes out of what that says.
     Receiver,
+    /// Carries requests between a guest and the server of a shared directory, and reads and writes its files.
+    Share,
+    /// That server, in a process of its own.
+    FileServer,
 }
 
 impl ThreadKind {
     /// Every kind.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
         Self::Main,
         Self::Vcpu,
         Self::Disk,
@@ -100,6 +107,8 @@ impl ThreadKind {
         Self::Connection,
         Self::Fetching,
         Self::Receiver,
+        Self::Share,
+        Self::FileServer,
     ];
 }
 
@@ -113,6 +122,8 @@ impl fmt::Display for ThreadKind {
             Self::Connection => "connection",
             Self::Fetching => "fetching",
             Self::Receiver => "receiver",
+            Self::Share => "share",
+            Self::FileServer => "file-server",
         })
     }
 }
@@ -174,8 +185,26 @@ impl Sandbox {
         seccomp::no_new_privileges().map_err(|error| Error::Setup("prctl(PR_SET_NO_NEW_PRIVS)", error))?;
         seccomp::on_trap(violation::report).map_err(|error| Error::Setup("sigaction(SIGSYS)", error))?;
         if self.mode == Mode::On {
-            self.landlock = restrict_paths();
+            self.landlock = restrict_paths::<BorrowedFd<'_>>(None);
         }
+        Ok(())
+    }
+
+    /// As [`Sandbox::process`], for a process that may reach what lies beneath `directory`: to read it, and where it is `writable` to
+    /// change it.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn process_beneath(&mut self, directory: &impl AsFd, writable: bool) -> Result<(), Error> {
+        if self.mode == Mode::Off {
+            return Ok(());
+        }
+        seccomp::no_new_privileges().map_err(|error| Error::Setup("prctl(PR_SET_NO_NEW_PRIVS)", error))?;
+        seccomp::on_trap(violation::report).map_err(|error| Error::Setup("sigaction(SIGSYS)", error))?;
+        let rights = if writable { AccessFs::from_all(NEWEST) } else { AccessFs::from_read(NEWEST) };
+        // To run nothing, and to talk to no device.
+        let rights = rights & !(AccessFs::Execute | AccessFs::IoctlDev);
+        self.landlock = restrict_paths(Some(PathBeneath::new(directory.as_fd(), rights)));
         Ok(())
     }
 
@@ -210,15 +239,18 @@ pub fn is_in_force() -> bool {
     IN_FORCE.load(Ordering::Relaxed)
 }
 
-/// Denies every access that the kernel's Landlock knows, with no exception; returns its ABI. Seccomp forbids the same
+/// The newest of Landlock's interfaces that is known here.
+const NEWEST: ABI = ABI::V9;
+
+/// Denies every access that the kernel's Landlock knows, but for `allowed`; returns its ABI. Seccomp forbids the same
 /// calls, so that a kernel without Landlock loses the second lock and not the first.
-fn restrict_paths() -> Option<i32> {
-    let newest = ABI::V9;
+fn restrict_paths<F: AsFd>(allowed: Option<PathBeneath<F>>) -> Option<i32> {
     let status = Ruleset::default()
-        .handle_access(AccessFs::from_all(newest))
-        .and_then(|rules| rules.handle_access(AccessNet::from_all(newest)))
-        .and_then(|rules| rules.scope(Scope::from_all(newest)))
+        .handle_access(AccessFs::from_all(NEWEST))
+        .and_then(|rules| rules.handle_access(AccessNet::from_all(NEWEST)))
+        .and_then(|rules| rules.scope(Scope::from_all(NEWEST)))
         .and_then(|rules| rules.create())
+        .and_then(|rules| rules.add_rules(allowed.into_iter().map(Ok::<_, RulesetError>)))
         .and_then(|rules| rules.restrict_self())
         .ok()?;
     match status.landlock {

@@ -3,11 +3,14 @@
 use std::io;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 use crate::fault::{Blame, Fault, Field};
 use crate::sys::identity;
 
 /// Whom to become.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct User {
     /// The user's number.
     pub uid: u32,

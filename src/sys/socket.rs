@@ -406,6 +406,20 @@ pub fn send_with(stream: &impl AsRawFd, bytes: &[u8], descriptors: &[BorrowedFd<
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
+/// Two connected unix sockets that keep packets apart (SOCK_SEQPACKET).
+///
+/// # Errors
+/// Where the host has no descriptors left.
+pub fn packets() -> io::Result<(OwnedFd, OwnedFd)> {
+    let mut pair = [0; 2];
+    // SAFETY: the kernel fills both numbers.
+    if unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, pair.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptors are new, and nobody else's.
+    Ok(unsafe { (OwnedFd::from_raw_fd(pair[0]), OwnedFd::from_raw_fd(pair[1])) })
+}
+
 fn new_socket() -> io::Result<OwnedFd> {
     // SAFETY: a plain system call.
     let fd = unsafe {

@@ -66,7 +66,7 @@ fn a_guest_that_writes_moves_and_loses_nothing() -> Result<(), Failed> {
     // An emulated processor needs as long for a page as others for a hundred; and once is as good as often for what differs there.
     let trips = match Facts::collect(String::new()).emulated {
         true => Trips { mib: 8, hops: 1, rate: 2000, limits, last: u64::MAX },
-        false => Trips { mib: 64, hops: 3, rate: 20_000, limits, last: u64::MAX },
+        false => Trips { mib: 256, hops: 6, rate: 20_000, limits, last: u64::MAX },
     };
     WAYS.into_iter().try_for_each(|way| go(way, trips))
 }

@@ -29,7 +29,7 @@ impl Image {
 
 pub fn blk(config: &BlkConfig) -> Blk {
     let mut disk = Blk::open(config).unwrap();
-    disk.start(Box::new(|| Ok(()))).unwrap();
+    disk.start(Box::new(|_| Ok(()))).unwrap();
     disk
 }
 

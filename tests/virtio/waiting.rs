@@ -80,7 +80,7 @@ fn of_a_disk_with_several_queues() {
     let config = BlkConfig { queues: QUEUES as u16, ..BlkConfig::new(&image.0) };
     let disk = || {
         let mut disk = Blk::open_unlocked(&config).unwrap();
-        disk.start(Box::new(|| Ok(()))).unwrap();
+        disk.start(Box::new(|_| Ok(()))).unwrap();
         disk
     };
     let chain =

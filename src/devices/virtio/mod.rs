@@ -5,7 +5,7 @@
 //!
 //! Start reading at [`VirtioDevice`], then [`transport`], which drives one, and [`mmio`], the thin codec by which a guest
 //! reaches its registers. [`queue`] takes requests off a ring, [`slices`] is a request's bytes, [`interrupt`] the way back
-//! to the driver. Then one file a device: [`rng`] is the shortest, [`blk`] the only one with a thread of its own; the
+//! to the driver. Then one file a device: [`rng`] is the shortest, [`blk`] and [`fs`] have a thread of their own ([`worker`]); the
 //! others run on the event loop. What announces the devices to a guest (ACPI, FDT) and wires their eventfds to KVM lives
 //! with the machine, not here.
 //!
@@ -16,6 +16,7 @@
 pub mod balloon;
 pub mod blk;
 pub mod console;
+pub mod fs;
 pub mod interrupt;
 pub mod mmio;
 pub mod net;
@@ -25,6 +26,7 @@ pub mod rng;
 pub mod slices;
 pub mod transport;
 pub mod vsock;
+pub mod worker;
 
 use std::any::Any;
 use std::fmt;
@@ -37,6 +39,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::fault::Fault;
 use crate::memory::GuestMemory;
+use crate::sandbox::ThreadKind;
 use queue::{Chain, Served, VirtQueue};
 
 /// Makes the list of all kinds of device, and the type of their saved states.
@@ -73,6 +76,7 @@ kinds! {
     Console = console,
     Rng = rng,
     Balloon = balloon,
+    Share = fs,
 }
 
 /// What a kind of device is, beside what it does: `KIND` of its file.
@@ -95,6 +99,11 @@ pub trait DeviceConfig: fmt::Debug + Send + Sync {
     /// Its kind.
     fn kind(&self) -> &'static Kind;
 
+    /// What its guest knows it by, where no other device of its kind may have the same.
+    fn own_name(&self) -> Option<&str> {
+        None
+    }
+
     /// Opens the files, taps and sockets that it needs of the host. Nothing is left behind on failure.
     ///
     /// # Errors
@@ -114,8 +123,8 @@ pub trait DeviceConfig: fmt::Debug + Send + Sync {
 /// Why a device cannot be opened.
 pub type OpenError = Box<dyn Fault + Send + Sync>;
 
-/// The first act of a thread that a device starts: it gives up what it does not need.
-pub type Enter = Box<dyn FnOnce() -> io::Result<()> + Send>;
+/// The first act of a thread that a device starts: it gives up what a thread of its kind does not need.
+pub type Enter = Box<dyn FnOnce(ThreadKind) -> io::Result<()> + Send>;
 
 /// How long a device may take to finish what is in flight before it is said to hang: longer than any request to a disk
 /// that works, and short enough for whoever waits.
@@ -202,6 +211,11 @@ pub trait VirtioDevice: Send {
 
     /// Its machine has come from another process, and runs here from now on: tells the world, where that has to know.
     fn arrived(&mut self) {}
+
+    /// Why its machine can be neither saved nor moved, if it cannot.
+    fn stays(&self) -> Option<&'static str> {
+        None
+    }
 
     /// What a new process needs to carry on, beyond the transport's registers. Called while quiesced.
     fn save(&self) -> DeviceState;

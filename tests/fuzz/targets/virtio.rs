@@ -45,7 +45,7 @@ fn disk() -> Driver {
     let file = unsafe { File::from_raw_fd(libc::memfd_create(c"fuzz".as_ptr(), libc::MFD_CLOEXEC)) };
     file.set_len(64 * 512).unwrap();
     let mut disk = Blk::open(&BlkConfig::new(format!("/proc/self/fd/{}", file.as_raw_fd()))).unwrap();
-    disk.start(Box::new(|| Ok(()))).unwrap();
+    disk.start(Box::new(|_| Ok(()))).unwrap();
     Driver::new(disk)
 }
 

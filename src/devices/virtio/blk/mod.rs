@@ -5,7 +5,6 @@
 //! is locked while it is open (open file description locks, as QEMU does), so that two writers cannot share it.
 
 mod requests;
-mod worker;
 
 use std::any::Any;
 use std::fs::{File, OpenOptions};
@@ -19,14 +18,15 @@ use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
+use super::worker::Worker;
 use super::{
     Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
 use crate::fault::{Blame, Fault, Field};
 use crate::keyvalue::{self, KeyValues, number, path};
+use crate::sandbox::ThreadKind;
 use crate::sys::file::{Lock, lock, unlock};
 use requests::{Disk, Id};
-use worker::Worker;
 
 /// The unit of a disk's capacity, whatever its block size.
 const SECTOR: u64 = 512;
@@ -164,7 +164,7 @@ pub struct Blk {
     disk: Option<Disk>,
     /// The same open file, whose lock this device has.
     image: Arc<DiskImage>,
-    worker: Option<Worker>,
+    worker: Option<Worker<Disk>>,
 }
 
 /// The file that a disk is, for whoever wants to know of it what the guest does not.
@@ -279,7 +279,7 @@ impl VirtioDevice for Blk {
 
     fn start(&mut self, enter: Enter) -> io::Result<()> {
         if let Some(disk) = self.disk.take() {
-            self.worker = Some(Worker::start(disk, enter)?);
+            self.worker = Some(Worker::start("disk", disk, || enter(ThreadKind::Disk))?);
         }
         Ok(())
     }

@@ -10,8 +10,10 @@ use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use super::{MAX_ZERO_SECTORS, MAX_ZERO_SEGMENTS, SECTOR};
+use crate::devices::virtio::Active;
 use crate::devices::virtio::queue::Chain;
 use crate::devices::virtio::slices::Slices;
+use crate::devices::virtio::worker::Work;
 
 /// What a file system without FALLOC_FL_ZERO_RANGE gets written.
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
@@ -73,9 +75,20 @@ impl From<io::Error> for Refusal {
     }
 }
 
-impl Disk {
-    /// Answers one request, which it says before it begins; the number of bytes written to the guest is the result.
-    pub fn answer(&self, chain: &mut Chain<'_>, begins: impl FnOnce(Request)) -> u32 {
+impl Work for Disk {
+    type Told = Id;
+    type Request = Request;
+
+    fn target(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn begin(&mut self, active: &Active, id: Id) {
+        self.id = id;
+        self.write_through = !active.has(VIRTIO_BLK_F_FLUSH);
+    }
+
+    fn answer(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Request)) -> u32 {
         // Without a status byte there is nobody to answer.
         let Some(status) = chain.writable.take_last_byte() else { return 0 };
         let code = match self.execute(chain, begins) {
@@ -86,7 +99,9 @@ impl Disk {
         status.copy_from(&[code as u8]);
         chain.writable.consumed() as u32 + 1
     }
+}
 
+impl Disk {
     fn execute(&self, chain: &mut Chain<'_>, begins: impl FnOnce(Request)) -> Result<(), Refusal> {
         let header: [u8; 16] = chain.readable.read_array().ok_or(Refusal::Malformed)?;
         let kind = u32::from_le_bytes(header[0..4].try_into().expect("4 bytes"));

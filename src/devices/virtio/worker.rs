@@ -1,8 +1,10 @@
-//! The thread that does a disk's work, and how the queues pass between it and the device.
+//! A thread that does a device's work, and how the queues pass between it and the device: for devices whose requests go to files, which
+//! may take long.
 //!
 //! A request may hang for ever (a hard-mounted NFS server that is gone): whoever asks for the queues waits only as long as
 //! it wants to, and takes its word back if it has waited in vain.
 
+use std::fmt;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,34 +12,49 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use virtio_bindings::virtio_blk::VIRTIO_BLK_F_FLUSH;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::requests::{Disk, Id, Request};
-use crate::devices::virtio::queue::Chain;
-use crate::devices::virtio::{Active, Enter, Hang, PATIENCE};
+use super::queue::Chain;
+use super::{Active, Hang, PATIENCE};
 use crate::sys::poll::Poll;
 
+/// What the thread does.
+pub trait Work: Send + 'static {
+    /// What it is told with the queues.
+    type Told: Send;
+    /// A request, for whoever asks what the thread is at.
+    type Request: fmt::Display + Send;
+
+    /// What requests go to, in messages.
+    fn target(&self) -> String;
+
+    /// It has `active`'s queues from now on.
+    fn begin(&mut self, active: &Active, told: Self::Told);
+
+    /// Answers one request, which it says before it begins; the number of bytes written to the guest is the result.
+    fn answer(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Self::Request)) -> u32;
+}
+
 /// A handle on the thread. Dropping it ends the thread, unless that hangs.
-pub struct Worker {
-    shared: Arc<Shared>,
+pub struct Worker<W: Work> {
+    shared: Arc<Shared<W>>,
     thread: Option<JoinHandle<()>>,
     /// It did not answer when it was last asked: nobody waits for it again at the end.
     hangs: bool,
 }
 
 /// Who has the queues.
-enum Queues {
+enum Queues<T> {
     Nobody,
     /// On their way to the worker.
-    Given(Active, Id),
+    Given(Active, T),
     Worker,
     /// On their way back.
     Returned(Active),
 }
 
-struct Shared {
-    queues: Mutex<Queues>,
+struct Shared<W: Work> {
+    queues: Mutex<Queues<W::Told>>,
     changed: Condvar,
     /// The worker is to return them: looked at between requests. Written under the lock of `queues`.
     stop: AtomicBool,
@@ -46,13 +63,13 @@ struct Shared {
     /// Wakes a worker that waits for requests.
     wake: EventFd,
     /// The request that is being served.
-    busy: Mutex<Option<(Request, Instant)>>,
+    busy: Mutex<Option<(W::Request, Instant)>>,
     /// What it goes to.
-    path: String,
+    target: String,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Queues> {
+impl<W: Work> Shared<W> {
+    fn lock(&self) -> MutexGuard<'_, Queues<W::Told>> {
         self.queues.lock().expect("nobody panics with the queues")
     }
 
@@ -65,17 +82,24 @@ impl Shared {
     fn hang(&self, asked: Instant) -> Hang {
         let busy = self.busy.lock().expect("nobody panics with it");
         let (what, since) = match &*busy {
-            Some((request, since)) => (format!("{request} of {}", self.path), *since),
-            None => (format!("the thread of {}", self.path), asked),
+            Some((request, since)) => (format!("{request} of {}", self.target), *since),
+            None => (format!("the thread of {}", self.target), asked),
         };
         Hang { what, since: since.elapsed() }
     }
 }
 
-impl Worker {
-    /// Starts the thread. Its first act is `enter`, where it gives up what it does not need; it is there when that has
+impl<W: Work> Worker<W> {
+    /// Starts the thread, `name`. Its first act is `enter`, where it gives up what it does not need; it is there when that has
     /// succeeded.
-    pub fn start(disk: Disk, enter: Enter) -> io::Result<Self> {
+    ///
+    /// # Errors
+    /// Where the host refuses the thread, or what it is to give up.
+    pub fn start(
+        name: &str,
+        mut work: W,
+        enter: impl FnOnce() -> io::Result<()> + Send + 'static,
+    ) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             queues: Mutex::new(Queues::Nobody),
             changed: Condvar::new(),
@@ -83,25 +107,25 @@ impl Worker {
             over: AtomicBool::new(false),
             wake: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             busy: Mutex::new(None),
-            path: disk.path.display().to_string(),
+            target: work.target(),
         });
         let (entered, ready) = std::sync::mpsc::channel();
         let mine = shared.clone();
-        let thread = std::thread::Builder::new().name("disk".into()).spawn(move || {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
             let result = enter();
             let failed = result.is_err();
             if entered.send(result).is_ok() && !failed {
-                work(&mine, disk);
+                run(&mine, &mut work);
             }
         })?;
-        let gone = || io::Error::other("the disk's worker is gone");
+        let gone = || io::Error::other("the device's worker is gone");
         ready.recv().unwrap_or_else(|_| Err(gone()))?;
         Ok(Worker { shared, thread: Some(thread), hangs: false })
     }
 
     /// Gives it the queues.
-    pub fn give(&self, active: Active, id: Id) {
-        *self.shared.lock() = Queues::Given(active, id);
+    pub fn give(&self, active: Active, told: W::Told) {
+        *self.shared.lock() = Queues::Given(active, told);
         self.shared.changed.notify_all();
     }
 
@@ -116,7 +140,7 @@ impl Worker {
         shared.stop.store(true, Ordering::Release);
         shared.changed.notify_all();
         let _ = shared.wake.write(1);
-        let at_work = |queues: &mut Queues| matches!(queues, Queues::Worker);
+        let at_work = |queues: &mut Queues<W::Told>| matches!(queues, Queues::Worker);
         queues = shared
             .changed
             .wait_timeout_while(queues, patience, at_work)
@@ -134,7 +158,7 @@ impl Worker {
     }
 }
 
-impl Drop for Worker {
+impl<W: Work> Drop for Worker<W> {
     fn drop(&mut self) {
         self.shared.over.store(true, Ordering::Release);
         // Whoever has been told of a hang once need not wait for it again.
@@ -146,20 +170,19 @@ impl Drop for Worker {
             (Ok(_), Some(thread)) => drop(thread.join()),
             // The kernel ends the thread with the process, or when the request comes back. Until then it holds the guest's
             // memory that the request is about.
-            (Err(hang), _) => tracing::error!("disk: {hang}; it is left behind"),
+            (Err(hang), _) => tracing::error!("virtio: {hang}; it is left behind"),
             (Ok(_), None) => {}
         }
     }
 }
 
 /// The thread's own part.
-fn work(shared: &Shared, mut disk: Disk) {
-    while let Some((mut active, id)) = wait_for_queues(shared) {
-        disk.id = id;
-        disk.write_through = !active.has(VIRTIO_BLK_F_FLUSH);
+fn run<W: Work>(shared: &Shared<W>, work: &mut W) {
+    while let Some((mut active, told)) = wait_for_queues(shared) {
+        work.begin(&active, told);
         loop {
-            if let Err(error) = serve(shared, &disk, &mut active) {
-                tracing::error!("the disk {} serves no more requests: {error}", shared.path);
+            if let Err(error) = serve(shared, work, &mut active) {
+                tracing::error!("{} serves no more requests: {error}", shared.target);
                 // Until it is reset, or the machine pauses and resumes.
                 drop(shared.changed.wait_while(shared.lock(), |_| !shared.is_asked()));
             }
@@ -174,13 +197,14 @@ fn work(shared: &Shared, mut disk: Disk) {
     }
 }
 
-fn wait_for_queues(shared: &Shared) -> Option<(Active, Id)> {
-    let nothing =
-        |queues: &mut Queues| !matches!(queues, Queues::Given(..)) && !shared.over.load(Ordering::Acquire);
+fn wait_for_queues<W: Work>(shared: &Shared<W>) -> Option<(Active, W::Told)> {
+    let nothing = |queues: &mut Queues<W::Told>| {
+        !matches!(queues, Queues::Given(..)) && !shared.over.load(Ordering::Acquire)
+    };
     let mut queues =
         shared.changed.wait_while(shared.lock(), nothing).expect("nobody panics with the queues");
     match std::mem::replace(&mut *queues, Queues::Worker) {
-        Queues::Given(active, id) => Some((active, id)),
+        Queues::Given(active, told) => Some((active, told)),
         other => {
             *queues = other;
             None
@@ -189,7 +213,7 @@ fn wait_for_queues(shared: &Shared) -> Option<(Active, Id)> {
 }
 
 /// Serves all queues in turn until it is asked to stop.
-fn serve(shared: &Shared, disk: &Disk, active: &mut Active) -> io::Result<()> {
+fn serve<W: Work>(shared: &Shared<W>, work: &mut W, active: &mut Active) -> io::Result<()> {
     let Active { memory, queues, .. } = active;
     let mut doorbells = Poll::default();
     queues
@@ -204,7 +228,7 @@ fn serve(shared: &Shared, disk: &Disk, active: &mut Active) -> io::Result<()> {
             if shared.is_asked() {
                 return Ok(());
             }
-            busy |= queue.serve_one(memory, &mut chain, |chain| answer(shared, disk, chain));
+            busy |= queue.serve_one(memory, &mut chain, |chain| answer(shared, work, chain));
         }
         // Every queue must listen before the worker sleeps, so no `any` here.
         if busy || queues.iter_mut().fold(false, |news, queue| news | queue.listen(memory)) {
@@ -219,9 +243,9 @@ fn serve(shared: &Shared, disk: &Disk, active: &mut Active) -> io::Result<()> {
 }
 
 /// Answers one request, and lets others see meanwhile which it is.
-fn answer(shared: &Shared, disk: &Disk, chain: &mut Chain<'_>) -> u32 {
+fn answer<W: Work>(shared: &Shared<W>, work: &mut W, chain: &mut Chain<'_>) -> u32 {
     let busy = |request| *shared.busy.lock().expect("nobody panics with it") = request;
-    let written = disk.answer(chain, |request| busy(Some((request, Instant::now()))));
+    let written = work.answer(chain, |request| busy(Some((request, Instant::now()))));
     busy(None);
     written
 }

@@ -1,0 +1,373 @@
+//! A directory of the host's (virtio 1.2, section 5.11): its guest mounts it by its tag, with the file system `virtiofs`.
+//!
+//! What requests do is [`crate::share`]'s, in a process of its own. Here they are carried there and back by a worker thread, which reads
+//! and writes the files that are open itself (`requests`). There is no DAX window.
+
+mod requests;
+
+use std::any::Any;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::worker::Worker;
+use super::{
+    Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
+};
+use crate::fault::{Blame, Fault, Field};
+use crate::keyvalue::{self, KeyValues, path};
+use crate::sandbox::user::User;
+use crate::sandbox::{self, ThreadKind};
+use crate::share::process::{Client, open_root};
+use crate::share::{Cache, Config};
+use crate::sys::identity;
+use requests::Requests;
+
+/// VIRTIO_ID_FS (virtio 1.2, section 5).
+const VIRTIO_ID_FS: u32 = 26;
+/// Bytes of a tag in configuration space, padded with zeroes.
+const TAG: usize = 36;
+/// The queue for what must not wait (FORGET), and the one for all else.
+const QUEUE_SIZES: [u16; 2] = [64, 256];
+
+/// What a shared directory is.
+pub static KIND: Kind = Kind {
+    key: "share",
+    about: "A directory of the host's, which the guest mounts by its tag, as in `mount -t virtiofs TAG /mnt`: \
+        `DIR[:TAG][,ro|rw|overlay][,cache=auto|always|none][,user=UID:GID][,as-root][,setid][,devices][,privileged-xattrs]`",
+    value: Some("DIR"),
+    repeats: true,
+    parse: |text| match parse(text) {
+        Ok(config) => Ok(Arc::new(config)),
+        Err(error) => Err(error.to_string()),
+    },
+};
+
+/// What may be done with a directory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// The guest reads it.
+    #[default]
+    ReadOnly,
+    /// The guest changes it.
+    ReadWrite,
+    /// The guest reads it, and what it changes stays in its own memory.
+    Overlay,
+}
+
+/// A shared directory as it is asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FsConfig {
+    /// The directory.
+    pub path: PathBuf,
+    /// What its guest mounts it by: 1 to 36 bytes.
+    pub tag: String,
+    /// What may be done with it.
+    pub mode: Mode,
+    /// What its guest may keep.
+    pub cache: Cache,
+    /// Whom its server acts as; where this process is root and nobody is named, the owner of the directory.
+    pub user: Option<User>,
+    /// Its server may act as root.
+    pub as_root: bool,
+    /// The guest may set setuid and setgid bits.
+    pub setid: bool,
+    /// The guest may make device nodes.
+    pub devices: bool,
+    /// The guest may set attributes in `security.` and `trusted.`.
+    pub privileged_xattrs: bool,
+}
+
+impl FsConfig {
+    /// `path`, read-only, by its own name.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        let path = path.into();
+        let tag = path.file_name().map_or("root".into(), |name| name.to_string_lossy().into_owned());
+        Self {
+            path,
+            tag,
+            mode: Mode::default(),
+            cache: Cache::default(),
+            user: None,
+            as_root: false,
+            setid: false,
+            devices: false,
+            privileged_xattrs: false,
+        }
+    }
+}
+
+const KEYS: [&str; 11] = [
+    "path",
+    "ro",
+    "rw",
+    "overlay",
+    "cache",
+    "user",
+    "as-root",
+    "setid",
+    "devices",
+    "privileged-xattrs",
+    "tag",
+];
+
+fn parse(text: &str) -> Result<FsConfig, keyvalue::Error> {
+    let kv = KeyValues::parse(text, Some("path"), &KEYS)?;
+    let whole = kv.required("path", path)?;
+    // A directory whose own name has a colon in it is told from its tag by tag=.
+    let mut config = match whole.to_str().and_then(|text| text.rsplit_once(':')) {
+        Some((path, tag)) if kv.text("tag").is_none() && !path.is_empty() && !tag.contains('/') => {
+            FsConfig { tag: tag.into(), ..FsConfig::new(path) }
+        }
+        _ => FsConfig::new(whole),
+    };
+    if let Some(tag) = kv.text("tag") {
+        config.tag = tag.into();
+    }
+    let modes = [("ro", Mode::ReadOnly), ("rw", Mode::ReadWrite), ("overlay", Mode::Overlay)];
+    let mut chosen = Vec::new();
+    for (key, mode) in modes {
+        if kv.switch(key)?.unwrap_or(false) {
+            chosen.push((key, mode));
+        }
+    }
+    match chosen[..] {
+        [] => {}
+        [(_, mode)] => config.mode = mode,
+        [(one, _), (other, _), ..] => {
+            let reason = format!("it excludes {one}");
+            return Err(keyvalue::Error::Value { key: other.into(), value: "on".into(), reason });
+        }
+    }
+    let caches = [("auto", Cache::Auto), ("always", Cache::Always), ("none", Cache::None)];
+    let cache = kv.with("cache", |text| keyvalue::one_of("cache", text, &caches))?;
+    config.cache = cache.unwrap_or_default();
+    config.user = kv.with("user", str::parse::<User>)?;
+    config.as_root = kv.switch("as-root")?.unwrap_or(false);
+    config.setid = kv.switch("setid")?.unwrap_or(false);
+    config.devices = kv.switch("devices")?.unwrap_or(false);
+    config.privileged_xattrs = kv.switch("privileged-xattrs")?.unwrap_or(false);
+    Ok(config)
+}
+
+/// Why a directory cannot be shared.
+#[derive(Debug, thiserror::Error)]
+pub enum FsError {
+    /// It cannot be opened.
+    #[error("directory {path}: {source}; share one that exists and that this user can read")]
+    Open {
+        /// Which.
+        path: PathBuf,
+        /// What the kernel says.
+        source: io::Error,
+    },
+    /// Its server does not start.
+    #[error("directory {path}: {source}")]
+    Serve {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A tag that no guest could name.
+    #[error("tag '{0}' has {len} bytes: 1 to {TAG} fit, as in DIR:data", len = .0.len())]
+    Tag(String),
+    /// Whoever serves it would be root.
+    #[error("directory {0} belongs to root, and so its server would act as root: user=UID:GID names somebody else, as-root allows it")]
+    Root(PathBuf),
+    /// Somebody else is asked for by who may not become that.
+    #[error("directory {0}: user=: only root may act as somebody else; leave it out")]
+    User(PathBuf),
+}
+
+impl Fault for FsError {
+    fn blame(&self) -> Blame {
+        let field = Field::Device(KIND.key);
+        match self {
+            Self::Serve { .. } => Blame::host(field),
+            Self::Open { .. } | Self::Tag(_) | Self::Root(_) | Self::User(_) => Blame::user(field),
+        }
+    }
+}
+
+impl DeviceConfig for FsConfig {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
+    fn own_name(&self) -> Option<&str> {
+        Some(&self.tag)
+    }
+
+    fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        let device = Fs::open(self).map_err(|error| Box::new(error) as OpenError)?;
+        Ok(Box::new(device))
+    }
+}
+
+/// A shared directory, for who tells its guest to mount it.
+#[derive(Debug)]
+pub struct Shared {
+    /// What it is mounted by.
+    pub tag: String,
+    /// What may be done with it.
+    pub mode: Mode,
+}
+
+/// The device: what its vCPUs see, and the way to the worker.
+pub struct Fs {
+    config: [u8; TAG + 4],
+    shared: Arc<Shared>,
+    requests: Option<Requests>,
+    worker: Option<Worker<Requests>>,
+}
+
+/// What its guest has open is the server's, which does not move.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {}
+
+impl Fs {
+    /// Opens the directory, and starts its server.
+    ///
+    /// # Errors
+    /// Why it cannot be shared.
+    pub fn open(config: &FsConfig) -> Result<Self, FsError> {
+        let tag = config.tag.as_bytes();
+        if tag.is_empty() || tag.len() > TAG || tag.contains(&0) {
+            return Err(FsError::Tag(config.tag.clone()));
+        }
+        let path = &config.path;
+        let open_error = |source| FsError::Open { path: path.clone(), source };
+        let root = open_root(path).map_err(open_error)?;
+        let owner = root.metadata().map_err(open_error)?;
+        let user = whom(config, owner.uid(), owner.gid())?;
+        let served = Config {
+            writable: config.mode == Mode::ReadWrite,
+            cache: config.cache,
+            setid: config.setid,
+            devices: config.devices,
+            privileged_xattrs: config.privileged_xattrs,
+        };
+        let client = Client::start(&root, served, user, sandbox::Mode::On);
+        let client = client.map_err(|source| FsError::Serve { path: path.clone(), source })?;
+        let mut space = [0; TAG + 4];
+        space[..tag.len()].copy_from_slice(tag);
+        space[TAG..].copy_from_slice(&1u32.to_le_bytes());
+        Ok(Self {
+            config: space,
+            shared: Arc::new(Shared { tag: config.tag.clone(), mode: config.mode }),
+            requests: Some(Requests::new(client, path)),
+            worker: None,
+        })
+    }
+}
+
+/// Whom the server acts as: `None` for whoever this process is. `uid` and `gid` own the directory.
+fn whom(config: &FsConfig, uid: u32, gid: u32) -> Result<Option<User>, FsError> {
+    let (me, _) = identity::effective();
+    match config.user {
+        Some(user) if me != 0 && user.uid != me => Err(FsError::User(config.path.clone())),
+        Some(User { uid: 0, .. }) if !config.as_root => Err(FsError::Root(config.path.clone())),
+        Some(user) => Ok(Some(user).filter(|_| me == 0)),
+        None if me != 0 || config.as_root => Ok(None),
+        None if uid == 0 => Err(FsError::Root(config.path.clone())),
+        None => Ok(Some(User { uid, gid })),
+    }
+}
+
+impl VirtioDevice for Fs {
+    fn kind(&self) -> u32 {
+        VIRTIO_ID_FS
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &QUEUE_SIZES
+    }
+
+    fn read_config(&self, offset: usize, data: &mut [u8]) {
+        read_space(&self.config, offset, data);
+    }
+
+    fn on_event_loop(&self) -> bool {
+        false
+    }
+
+    fn handle(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        Some(self.shared.clone())
+    }
+
+    fn start(&mut self, enter: Enter) -> io::Result<()> {
+        if let Some(requests) = self.requests.take() {
+            self.worker = Some(Worker::start("share", requests, || enter(ThreadKind::Share))?);
+        }
+        Ok(())
+    }
+
+    fn activate(&mut self, active: Active) {
+        self.worker.as_ref().expect("it is started before its driver runs").give(active, ());
+    }
+
+    fn quiesce(&mut self, patience: Duration) -> Result<Option<Active>, Hang> {
+        self.worker.as_mut().map_or(Ok(None), |worker| worker.take(patience))
+    }
+
+    fn stays(&self) -> Option<&'static str> {
+        Some("what its guest has open of a directory is here alone")
+    }
+
+    fn save(&self) -> DeviceState {
+        DeviceState::Share(State {})
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
+        match state {
+            DeviceState::Share(State {}) => Ok(()),
+            other => Err(RestoreError::kind(&KIND, &other)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_has_a_tag_and_one_mode() {
+        let config = |text| parse(text).unwrap();
+        assert_eq!(config("/a/b"), FsConfig { tag: "b".into(), ..FsConfig::new("/a/b") });
+        assert_eq!(config("/"), FsConfig { tag: "root".into(), ..FsConfig::new("/") });
+        let mode = Mode::ReadWrite;
+        assert_eq!(config("/a/b:data,rw"), FsConfig { tag: "data".into(), mode, ..FsConfig::new("/a/b") });
+        assert_eq!(config("/a:b/c").tag, "c");
+        assert_eq!(config("/a:b,tag=x").path, PathBuf::from("/a:b"));
+        assert_eq!(config("/a,cache=always,user=1:2").user, Some(User { uid: 1, gid: 2 }));
+        for (text, says) in [
+            ("/a,ro,rw", "rw=on: it excludes ro"),
+            ("/a,cache=alway", "did you mean 'always'"),
+            ("/a,overlya", "did you mean 'overlay'"),
+            ("/a,user=root", "UID:GID"),
+        ] {
+            let error = parse(text).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+
+    /// Nobody serves as root without having been asked to.
+    #[test]
+    fn a_directory_of_roots_is_not_served_by_root() {
+        if identity::effective().0 != 0 {
+            return;
+        }
+        let config = FsConfig::new("/x");
+        assert!(matches!(whom(&config, 0, 0), Err(FsError::Root(_))));
+        assert_eq!(whom(&config, 7, 8).unwrap(), Some(User { uid: 7, gid: 8 }));
+        assert_eq!(whom(&FsConfig { as_root: true, ..config.clone() }, 0, 0).unwrap(), None);
+        let root = FsConfig { user: Some(User { uid: 0, gid: 0 }), ..config };
+        assert!(matches!(whom(&root, 7, 8), Err(FsError::Root(_))));
+    }
+}

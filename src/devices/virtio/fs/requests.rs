@@ -1,0 +1,169 @@
+//! How a request comes to the server of a directory, and what is done without it: reading and writing files that are open.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::devices::virtio::Active;
+use crate::devices::virtio::queue::Chain;
+use crate::devices::virtio::slices::Slices;
+use crate::devices::virtio::worker::Work;
+use crate::share::fuse::{self, Header, IN_HEADER, OUT_HEADER, TRANSFER, Transfer, out_header};
+use crate::share::process::Client;
+use crate::share::server::{MOST_ANSWER, MOST_REQUEST};
+
+/// The opcode with which a guest that mounts the directory begins, having nothing open.
+const INIT: u32 = 26;
+
+/// What the worker has.
+pub struct Requests {
+    client: Client,
+    path: PathBuf,
+    /// The files that are open, by the server's numbers.
+    files: HashMap<u64, File>,
+    request: Vec<u8>,
+    answer: Vec<u8>,
+    /// The server has ended, and that has been said.
+    over: bool,
+}
+
+/// A request, for whoever asks what a directory's thread is at: its opcode.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked(u32);
+
+impl fmt::Display for Asked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            fuse::READ => f.write_str("a read"),
+            fuse::WRITE => f.write_str("a write"),
+            other => write!(f, "a FUSE request of type {other}"),
+        }
+    }
+}
+
+impl Requests {
+    /// By way of `client`, of the directory `path`.
+    pub fn new(client: Client, path: &Path) -> Self {
+        Self {
+            client,
+            path: path.into(),
+            files: HashMap::new(),
+            request: vec![0; MOST_REQUEST],
+            answer: vec![0; MOST_ANSWER],
+            over: false,
+        }
+    }
+
+    /// Bytes of the file of `transfer`, into `data`: how many.
+    fn read(&self, transfer: Transfer, data: &mut Slices<'_>) -> Result<usize, i32> {
+        let file = self.files.get(&transfer.fh).ok_or(libc::EBADF)?;
+        let most = (transfer.size as usize).min(data.left());
+        moved(most, |done| data.preadv(file, at(transfer, done)?, most - done))
+    }
+
+    fn write(&self, transfer: Transfer, data: &mut Slices<'_>) -> Result<usize, i32> {
+        let file = self.files.get(&transfer.fh).ok_or(libc::EBADF)?;
+        let most = transfer.size as usize;
+        if most > data.left() {
+            return Err(libc::EINVAL);
+        }
+        moved(most, |done| data.pwritev(file, at(transfer, done)?, most - done))
+    }
+
+    /// Has the server answer: how many bytes [`Requests::answer`] has then.
+    fn ask(&mut self, opcode: u32, len: usize) -> Result<usize, i32> {
+        let asked = self.client.ask(&self.request[..len], &mut self.answer);
+        let (len, descriptor) = asked.map_err(|error| {
+            if error.raw_os_error() != Some(libc::EINVAL) && !std::mem::replace(&mut self.over, true) {
+                tracing::error!("share {}: {error}: every request fails from now on", self.path.display());
+            }
+            error.raw_os_error().unwrap_or(libc::EIO)
+        })?;
+        if let (Some(descriptor), Some(fh)) = (descriptor, fuse::opened(opcode, &self.answer[..len])) {
+            self.files.insert(fh, descriptor.into());
+        }
+        Ok(len)
+    }
+}
+
+/// Where the next bytes of `transfer` lie in their file.
+fn at(transfer: Transfer, done: usize) -> io::Result<u64> {
+    let at = transfer.offset.checked_add(done as u64).filter(|&at| i64::try_from(at).is_ok());
+    at.ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))
+}
+
+/// Goes on until `most` bytes are moved, or no more are to be had.
+fn moved(most: usize, mut part: impl FnMut(usize) -> io::Result<usize>) -> Result<usize, i32> {
+    let mut done = 0;
+    while done < most {
+        match part(done) {
+            Ok(0) => break,
+            Ok(count) => done += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            // What has been moved counts; the next request comes upon the error.
+            Err(_) if done > 0 => break,
+            Err(error) => return Err(error.raw_os_error().unwrap_or(libc::EIO)),
+        }
+    }
+    Ok(done)
+}
+
+impl Work for Requests {
+    type Told = ();
+    type Request = Asked;
+
+    fn target(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn begin(&mut self, _active: &Active, (): ()) {}
+
+    fn answer(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Asked)) -> u32 {
+        let Chain { readable, writable, .. } = chain;
+        let total = readable.left();
+        let Some(bytes) = readable.read_array::<IN_HEADER>() else { return 0 };
+        // Without a header there is nobody to answer.
+        let Some(header) = Header::parse(&bytes, total) else { return 0 };
+        begins(Asked(header.opcode));
+        let fail = |writable: &mut Slices<'_>, error| writable.write(&out_header(0, error, header.unique)) as u32;
+        if let fuse::READ | fuse::WRITE = header.opcode {
+            let Some(transfer) = readable.read_array::<TRANSFER>() else { return fail(writable, libc::EINVAL) };
+            let transfer = Transfer::parse(&transfer);
+            if header.opcode == fuse::WRITE {
+                return match self.write(transfer, readable) {
+                    Err(error) => fail(writable, error),
+                    Ok(count) => {
+                        let header = writable.write(&out_header(8, 0, header.unique));
+                        (header + writable.write(&(count as u64).to_ne_bytes())) as u32
+                    }
+                };
+            }
+            let mut head = Slices::default();
+            writable.split_front(OUT_HEADER, &mut head);
+            return match self.read(transfer, writable) {
+                Err(error) => fail(&mut head, error),
+                Ok(count) => (head.write(&out_header(count, 0, header.unique)) + count) as u32,
+            };
+        }
+        if total > MOST_REQUEST {
+            return fail(writable, libc::EINVAL);
+        }
+        self.request[..IN_HEADER].copy_from_slice(&bytes);
+        readable.read(&mut self.request[IN_HEADER..total]);
+        if header.opcode == INIT {
+            self.files.clear();
+        }
+        let answered = self.ask(header.opcode, total);
+        if header.opcode == fuse::RELEASE
+            && let Some(fh) = self.request[IN_HEADER..total].first_chunk()
+        {
+            self.files.remove(&u64::from_ne_bytes(*fh));
+        }
+        match answered {
+            Ok(len) => writable.write(&self.answer[..len]) as u32,
+            Err(error) => fail(writable, error),
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! What changes the directory: made, renamed, removed, and given other attributes.
+
+use std::ffi::CStr;
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+
+use rustix::fs::{self, AtFlags, FileType, Gid, Mode, OFlags, RenameFlags, Timespec, Timestamps, Uid, XattrFlags};
+
+use super::fuse::{Answer, Change, Header, Request, change};
+use super::nodes::{self, Id};
+use super::server::{Done, Handle, Server, errno, name_of, path_of};
+
+/// Bits of a mode that give whoever runs a file the rights of somebody else.
+const SETID: u32 = libc::S_ISUID | libc::S_ISGID;
+
+/// The names of attributes that the host's kernel believes.
+const PRIVILEGED: [&[u8]; 2] = [b"security.", b"trusted."];
+
+impl Server {
+    pub(super) fn changes(&mut self, header: Header, request: Request<'_>, answer: &mut Answer) -> Done {
+        if !self.config.writable {
+            return Err(libc::EROFS);
+        }
+        let node = header.node;
+        match request {
+            Request::SetAttr(change) => self.set(node, &change, answer)?,
+            Request::Symlink { name, target } => self.make(header, name, answer, |directory| {
+                fs::symlinkat(target, directory, name)
+            })?,
+            Request::MkDir { mode, name } => {
+                let mode = self.mode(mode)?;
+                self.make(header, name, answer, |directory| fs::mkdirat(directory, name, mode))?;
+            }
+            Request::MkNod { mode, rdev, name } => {
+                let kind = FileType::from_raw_mode(mode);
+                let device = matches!(kind, FileType::CharacterDevice | FileType::BlockDevice);
+                if kind == FileType::Directory || kind == FileType::Symlink || device && !self.config.devices {
+                    return Err(libc::EPERM);
+                }
+                let mode = self.mode(mode)?;
+                // As the guest's kernel gives numbers of devices (new_encode_dev).
+                let (major, minor) = ((rdev >> 8) & 0xfff, (rdev & 0xff) | ((rdev >> 12) & !0xff));
+                let device = fs::makedev(major, minor);
+                self.make(header, name, answer, |directory| fs::mknodat(directory, name, kind, mode, device))?;
+            }
+            Request::Create { flags, mode, name } => return self.create(header, name, flags, mode, answer),
+            Request::Link { node: file, name } => {
+                let (file, directory) = (self.get(file)?, self.get(node)?);
+                fs::linkat(&self.proc, &name_of(&file), &*directory, name, AtFlags::SYMLINK_FOLLOW).map_err(errno)?;
+                self.enter(&directory, node, name, answer)?;
+            }
+            Request::Unlink { name } => self.remove(node, name, AtFlags::empty())?,
+            Request::RmDir { name } => self.remove(node, name, AtFlags::REMOVEDIR)?,
+            Request::Rename { name, to, new, flags } => self.rename(node, name, to, new, flags)?,
+            Request::SetXattr { name, value, flags } => {
+                self.may_set(name)?;
+                let flags = XattrFlags::from_bits(flags).ok_or(libc::EINVAL)?;
+                fs::setxattr(&path_of(&*self.get(node)?), name, value, flags).map_err(errno)?;
+            }
+            Request::RemoveXattr { name } => {
+                self.may_set(name)?;
+                fs::removexattr(&path_of(&*self.get(node)?), name).map_err(errno)?;
+            }
+            _ => return Err(libc::ENOSYS),
+        }
+        Ok(None)
+    }
+
+    fn get(&mut self, node: u64) -> Result<Rc<OwnedFd>, i32> {
+        self.nodes.get(node).map_err(errno)
+    }
+
+    fn may_set(&self, name: &CStr) -> Result<(), i32> {
+        let privileged = PRIVILEGED.iter().any(|prefix| name.to_bytes().starts_with(prefix));
+        if privileged && !self.config.privileged_xattrs { Err(libc::EPERM) } else { Ok(()) }
+    }
+
+    /// The permissions of `mode`, where the guest may give them.
+    fn mode(&self, mode: u32) -> Result<Mode, i32> {
+        if mode & SETID != 0 && !self.config.setid {
+            return Err(libc::EPERM);
+        }
+        Ok(Mode::from_bits_truncate(mode & 0o7777))
+    }
+
+    /// Makes `name` in the directory of the header, gives it to whoever asks, and tells the guest of it.
+    fn make(
+        &mut self,
+        header: Header,
+        name: &CStr,
+        answer: &mut Answer,
+        make: impl FnOnce(&OwnedFd) -> rustix::io::Result<()>,
+    ) -> Result<(), i32> {
+        let directory = self.get(header.node)?;
+        make(&directory).map_err(errno)?;
+        self.give(header, &directory, name)?;
+        self.enter(&directory, header.node, name, answer).map(drop)
+    }
+
+    /// Where the server may: what was made belongs to whoever made it in the guest.
+    fn give(&self, header: Header, directory: &OwnedFd, name: &CStr) -> Result<(), i32> {
+        if !self.gives_away {
+            return Ok(());
+        }
+        let (uid, gid) = (Uid::from_raw(header.uid), Gid::from_raw(header.gid));
+        fs::chownat(directory, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW).map_err(errno)
+    }
+
+    fn create(&mut self, header: Header, name: &CStr, flags: u32, mode: u32, answer: &mut Answer) -> Done {
+        let (node, taken, mode) = (header.node, self.allowed(flags)?, self.mode(mode)?);
+        let directory = self.get(node)?;
+        let new = taken | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
+        let file = match fs::openat(&*directory, name, new, mode) {
+            Ok(file) => {
+                self.give(header, &directory, name)?;
+                self.enter(&directory, node, name, answer)?;
+                file
+            }
+            // The host has made it meanwhile. What it is decides whether it may be opened.
+            Err(rustix::io::Errno::EXIST) if flags.cast_signed() & libc::O_EXCL == 0 => {
+                let found = self.enter(&directory, node, name, answer)?;
+                self.open_node(found, flags).inspect_err(|_| self.nodes.forget(found, 1))?
+            }
+            Err(error) => return Err(errno(error)),
+        };
+        let file = Rc::new(file);
+        let fh = self.keep(Handle::File(file.clone()))?;
+        answer.opened(fh, self.open_flags());
+        Ok(Some(file))
+    }
+
+    /// What the guest knows of what `directory` has by `name` keeps its descriptor, for it loses its name.
+    fn lose(&mut self, directory: &OwnedFd, name: &CStr) -> Result<(), i32> {
+        let Ok(stat) = nodes::look_at(directory, name) else { return Ok(()) };
+        match self.nodes.known(Id::from(&stat)) {
+            Some(node) => self.nodes.pin(node).map_err(errno),
+            None => Ok(()),
+        }
+    }
+
+    fn remove(&mut self, node: u64, name: &CStr, how: AtFlags) -> Result<(), i32> {
+        let directory = self.get(node)?;
+        self.lose(&directory, name)?;
+        fs::unlinkat(&*directory, name, how).map_err(errno)
+    }
+
+    fn rename(&mut self, node: u64, name: &CStr, to: u64, new: &CStr, flags: u32) -> Result<(), i32> {
+        let flags = RenameFlags::from_bits(flags).ok_or(libc::EINVAL)?;
+        if flags.contains(RenameFlags::WHITEOUT) && !self.config.devices {
+            return Err(libc::EINVAL);
+        }
+        let (from, onto) = (self.get(node)?, self.get(to)?);
+        let moved = nodes::look_at(&from, name).map_err(errno)?;
+        let replaced = nodes::look_at(&onto, new).ok();
+        if !flags.contains(RenameFlags::EXCHANGE) {
+            self.lose(&onto, new)?;
+        }
+        fs::renameat_with(&*from, name, &*onto, new, flags).map_err(errno)?;
+        if let Some(known) = self.nodes.known(Id::from(&moved)) {
+            self.nodes.put(known, to, new);
+        }
+        if flags.contains(RenameFlags::EXCHANGE)
+            && let Some(known) = replaced.and_then(|stat| self.nodes.known(Id::from(&stat)))
+        {
+            self.nodes.put(known, node, name);
+        }
+        Ok(())
+    }
+
+    fn set(&mut self, node: u64, to: &Change, answer: &mut Answer) -> Result<(), i32> {
+        let has = |bit: u32| to.valid & bit != 0;
+        let descriptor = self.get(node)?;
+        let fh = has(change::FH).then_some(to.fh);
+        if has(change::MODE) {
+            let mode = self.mode(to.mode)?;
+            fs::chmodat(&self.proc, &name_of(&descriptor), mode, AtFlags::empty()).map_err(errno)?;
+        }
+        if has(change::UID) || has(change::GID) {
+            let uid = has(change::UID).then(|| Uid::from_raw(to.uid));
+            let gid = has(change::GID).then(|| Gid::from_raw(to.gid));
+            fs::chownat(&*descriptor, c"", uid, gid, AtFlags::EMPTY_PATH).map_err(errno)?;
+        }
+        if has(change::SIZE) {
+            let file = match fh.map(|fh| self.file(fh)) {
+                Some(file) => file?,
+                None => Rc::new(self.open_node(node, libc::O_WRONLY.cast_unsigned())?),
+            };
+            fs::ftruncate(&*file, to.size).map_err(errno)?;
+        }
+        if has(change::ATIME | change::MTIME) {
+            let time = |(seconds, nanoseconds): (u64, u32), given, now| {
+                let nanoseconds = match (has(given), has(now)) {
+                    (_, true) => fs::UTIME_NOW,
+                    (true, false) => nanoseconds.into(),
+                    (false, false) => fs::UTIME_OMIT,
+                };
+                Timespec { tv_sec: seconds.cast_signed(), tv_nsec: nanoseconds }
+            };
+            let times = Timestamps {
+                last_access: time(to.atime, change::ATIME, change::ATIME_NOW),
+                last_modification: time(to.mtime, change::MTIME, change::MTIME_NOW),
+            };
+            fs::utimensat(&self.proc, &name_of(&descriptor), &times, AtFlags::empty()).map_err(errno)?;
+        }
+        self.attr(node, fh, answer)
+    }
+}

@@ -1,0 +1,179 @@
+//! Opening, listing and keeping files: what does not change the directory that they lie in.
+
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+
+use rustix::fs::{self, FallocateFlags, FileType, Mode, OFlags, RawDir, SeekFrom};
+use rustix::io::Errno;
+
+use super::fuse::{Answer, Request, open};
+use super::nodes;
+use super::server::{Done, Handle, MOST_LIST, Server, errno, name_of};
+use super::Cache;
+
+impl Server {
+    pub(super) fn files(&mut self, node: u64, request: Request<'_>, answer: &mut Answer) -> Done {
+        match request {
+            Request::Open { flags } => {
+                let file = Rc::new(self.open_node(node, flags)?);
+                let fh = self.keep(Handle::File(file.clone()))?;
+                answer.opened(fh, self.open_flags());
+                return Ok(Some(file));
+            }
+            Request::OpenDir => {
+                let descriptor = self.nodes.get(node).map_err(errno)?;
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+                let directory = fs::openat(&self.proc, &name_of(&descriptor), flags, Mode::empty());
+                let fh = self.keep(Handle::Directory(directory.map_err(errno)?))?;
+                let cached = self.config.cache == Cache::Always;
+                answer.opened(fh, if cached { open::KEEP_CACHE | open::CACHE_DIR } else { 0 });
+            }
+            Request::ReadDir { fh, offset, size, plus } => self.list(node, fh, offset, size, plus, answer)?,
+            // Nothing is kept here that would have to be written.
+            Request::Flush { .. } => {}
+            Request::FSync { fh, data } => sync(&*self.file(fh)?, data)?,
+            Request::FSyncDir { fh, data } => match self.handles.get(&fh) {
+                Some(Handle::Directory(directory)) => sync(directory, data)?,
+                _ => return Err(libc::EBADF),
+            },
+            Request::Allocate { fh, offset, len, mode } => {
+                let mode = FallocateFlags::from_bits(mode).ok_or(libc::EOPNOTSUPP)?;
+                fs::fallocate(&*self.file(fh)?, mode, offset, len).map_err(errno)?;
+            }
+            Request::Seek { fh, offset, whence } => {
+                let to = match whence as i32 {
+                    libc::SEEK_DATA => SeekFrom::Data(offset),
+                    libc::SEEK_HOLE => SeekFrom::Hole(offset),
+                    _ => return Err(libc::EINVAL),
+                };
+                answer.u64s([fs::seek(&*self.file(fh)?, to).map_err(errno)?]);
+            }
+            Request::Copy { from, from_at, to, to_at, len } => {
+                let (from, to) = (self.file(from)?, self.file(to)?);
+                let (mut from_at, mut to_at) = (from_at, to_at);
+                // A large one would keep others waiting: the guest goes on where this one ends.
+                let len = len.min(64 << 20) as usize;
+                let copied = fs::copy_file_range(&*from, Some(&mut from_at), &*to, Some(&mut to_at), len);
+                answer.u32s([copied.map_err(errno)? as u32, 0]);
+            }
+            _ => return Err(libc::ENOSYS),
+        }
+        Ok(None)
+    }
+
+    /// What the guest may keep of a file that it opens.
+    pub(super) fn open_flags(&self) -> u32 {
+        match self.config.cache {
+            Cache::Auto => 0,
+            Cache::Always => open::KEEP_CACHE,
+            Cache::None => open::DIRECT_IO,
+        }
+    }
+
+    /// Opens `node` for what it holds, which only a regular file is.
+    pub(super) fn open_node(&mut self, node: u64, flags: u32) -> Result<OwnedFd, i32> {
+        let flags = self.allowed(flags)?;
+        let descriptor = self.nodes.get(node).map_err(errno)?;
+        let stat = nodes::look(&descriptor).map_err(errno)?;
+        match FileType::from_raw_mode(stat.stx_mode.into()) {
+            FileType::RegularFile => {}
+            FileType::Directory => return Err(libc::EISDIR),
+            FileType::Symlink => return Err(libc::ELOOP),
+            // To open one would have an effect on the host. The guest has its own.
+            _ => return Err(libc::EACCES),
+        }
+        fs::openat(&self.proc, &name_of(&descriptor), flags, Mode::empty()).map_err(errno)
+    }
+
+    /// What of `flags` a file is opened with.
+    pub(super) fn allowed(&self, flags: u32) -> Result<OFlags, i32> {
+        let asked = flags.cast_signed();
+        let mut taken = asked & (libc::O_ACCMODE | libc::O_TRUNC | libc::O_DSYNC | libc::O_SYNC);
+        if self.writeback {
+            // The guest's cache reads the rest of a page of which a part is written, and knows where the end is.
+            if taken & libc::O_ACCMODE == libc::O_WRONLY {
+                taken = taken & !libc::O_ACCMODE | libc::O_RDWR;
+            }
+        } else {
+            taken |= asked & libc::O_APPEND;
+        }
+        if taken & libc::O_ACCMODE == libc::O_ACCMODE {
+            return Err(libc::EINVAL);
+        }
+        if !self.config.writable && (taken & libc::O_ACCMODE != libc::O_RDONLY || taken & libc::O_TRUNC != 0) {
+            return Err(libc::EROFS);
+        }
+        Ok(OFlags::from_bits_retain(taken.cast_unsigned()) | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY)
+    }
+
+    fn list(
+        &mut self,
+        node: u64,
+        fh: u64,
+        offset: u64,
+        size: u32,
+        plus: bool,
+        answer: &mut Answer,
+    ) -> Result<(), i32> {
+        let directory = match self.handles.remove(&fh) {
+            Some(Handle::Directory(directory)) => directory,
+            Some(other) => {
+                let empty = matches!(other, Handle::Nothing);
+                self.handles.insert(fh, other);
+                return if empty { Ok(()) } else { Err(libc::ENOTDIR) };
+            }
+            None => return Err(libc::EBADF),
+        };
+        let listed = self.list_from(&directory, node, offset, (size as usize).min(MOST_LIST), plus, answer);
+        self.handles.insert(fh, Handle::Directory(directory));
+        listed
+    }
+
+    fn list_from(
+        &mut self,
+        directory: &OwnedFd,
+        node: u64,
+        offset: u64,
+        most: usize,
+        plus: bool,
+        answer: &mut Answer,
+    ) -> Result<(), i32> {
+        // Offsets are those of the host's file system, and as good as it takes them.
+        fs::seek(directory, SeekFrom::Start(offset)).map_err(errno)?;
+        let mut buffer = Vec::with_capacity(most.clamp(4 << 10, 32 << 10));
+        let mut entries = RawDir::new(directory, buffer.spare_capacity_mut());
+        while let Some(entry) = entries.next() {
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(Errno::INTR) => continue,
+                Err(error) => return if answer.len() > 0 { Ok(()) } else { Err(errno(error)) },
+            };
+            let before = answer.len();
+            let (name, next) = (entry.file_name(), entry.next_entry_cookie());
+            let mut found = None;
+            if plus {
+                let itself = matches!(name.to_bytes(), b"." | b"..");
+                // One that is gone by now, or that may not be looked at, is an entry without a node.
+                match itself.then_some(0).map_or_else(|| self.enter(directory, node, name, answer), Err) {
+                    Ok(node) => found = Some(node),
+                    Err(_) => answer.entry(0, &Default::default(), self.valid()),
+                }
+            }
+            // The type of a file is in its entry as in its mode (IFTODT).
+            let kind = entry.file_type().as_raw_mode() >> 12;
+            answer.dirent(entry.ino(), next, kind, name.to_bytes());
+            if answer.len() > most {
+                answer.truncate(before);
+                if let Some(node) = found {
+                    self.nodes.forget(node, 1);
+                }
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn sync(file: &OwnedFd, data: bool) -> Result<(), i32> {
+    if data { fs::fdatasync(file) } else { fs::fsync(file) }.map_err(errno)
+}

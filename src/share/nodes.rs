@@ -1,0 +1,394 @@
+//! The files and directories that a guest knows of, and their descriptors.
+//!
+//! A node is known by device and inode number. It is reached by a descriptor that was opened with O_PATH, which says and allows nothing
+//! but which file it is. A guest may know more files than a process may have descriptors: those of the nodes that were not used for
+//! longest are closed, and opened again beneath the directory that they were found in. A file that is another one by then is stale
+//! (ESTALE), and the guest looks for it anew. A file whose name the guest has taken away keeps its descriptor.
+
+use std::collections::{HashMap, VecDeque};
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+
+use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags, Statx, StatxFlags, openat2, statx};
+
+use super::fuse::ROOT;
+
+/// Which file it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Id {
+    /// The device that it lies on.
+    pub device: (u32, u32),
+    /// Its number there.
+    pub ino: u64,
+}
+
+impl From<&Statx> for Id {
+    fn from(stat: &Statx) -> Self {
+        Self { device: (stat.stx_dev_major, stat.stx_dev_minor), ino: stat.stx_ino }
+    }
+}
+
+/// What a node is, as far as it matters here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Whatever can be reached.
+    File,
+    /// The root of a file system that is not shared (proc, sysfs, …): an empty directory.
+    Hidden,
+}
+
+struct Node {
+    id: Id,
+    kind: Kind,
+    /// How often the guest was told of it and has not forgotten it.
+    lookups: u64,
+    /// How many nodes are found by it.
+    children: u64,
+    /// The directory that it was last found in, and by which name.
+    place: Option<(u64, CString)>,
+    descriptor: Option<Rc<OwnedFd>>,
+    /// It cannot be opened again.
+    pinned: bool,
+    /// It was used since its descriptor was last thought of closing.
+    used: bool,
+}
+
+/// All of them.
+pub struct Nodes {
+    nodes: HashMap<u64, Node>,
+    numbers: HashMap<Id, u64>,
+    next: u64,
+    /// Those with a descriptor, the one that was opened first at the front.
+    open: VecDeque<u64>,
+    /// How many may have one.
+    most: usize,
+}
+
+/// What statx(2) is asked for.
+const ASKED: StatxFlags = StatxFlags::BASIC_STATS.union(StatxFlags::MNT_ID);
+
+/// What `descriptor` is.
+///
+/// # Errors
+/// What the kernel says.
+pub fn look(descriptor: &OwnedFd) -> io::Result<Statx> {
+    Ok(statx(descriptor, c"", AtFlags::EMPTY_PATH | AtFlags::SYMLINK_NOFOLLOW, ASKED)?)
+}
+
+/// What is called `name` in `directory`. Nothing is mounted for that.
+///
+/// # Errors
+/// What the kernel says.
+pub fn look_at(directory: &OwnedFd, name: &CStr) -> io::Result<Statx> {
+    let how = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    Ok(statx(directory, name, how, ASKED)?)
+}
+
+fn gone(errno: i32) -> io::Error {
+    io::Error::from_raw_os_error(errno)
+}
+
+impl Nodes {
+    /// Of the directory behind `root`; `most` of all nodes may have a descriptor.
+    ///
+    /// # Errors
+    /// What the kernel says of `root`.
+    pub fn new(root: OwnedFd, most: usize) -> io::Result<Self> {
+        let id = Id::from(&look(&root)?);
+        let node = Node {
+            id,
+            kind: Kind::File,
+            lookups: 1,
+            children: 0,
+            place: None,
+            descriptor: Some(Rc::new(root)),
+            pinned: true,
+            used: true,
+        };
+        Ok(Self {
+            nodes: HashMap::from([(ROOT, node)]),
+            numbers: HashMap::from([(id, ROOT)]),
+            next: ROOT + 1,
+            open: VecDeque::new(),
+            most: most.max(8),
+        })
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// How many of them have a descriptor that may be closed.
+    pub fn open(&self) -> usize {
+        self.open.len()
+    }
+
+    fn node(&self, number: u64) -> io::Result<&Node> {
+        self.nodes.get(&number).ok_or_else(|| gone(libc::ESTALE))
+    }
+
+    /// What node `number` is.
+    ///
+    /// # Errors
+    /// ESTALE where there is none.
+    pub fn kind(&self, number: u64) -> io::Result<Kind> {
+        Ok(self.node(number)?.kind)
+    }
+
+    /// Which file node `number` is.
+    ///
+    /// # Errors
+    /// ESTALE where there is none.
+    pub fn id(&self, number: u64) -> io::Result<Id> {
+        Ok(self.node(number)?.id)
+    }
+
+    /// The node of `id`, if the guest knows it.
+    pub fn known(&self, id: Id) -> Option<u64> {
+        self.numbers.get(&id).copied()
+    }
+
+    /// The guest is told once more of the file `id`, which `parent` has by `name`: its number.
+    pub fn found(&mut self, id: Id, kind: Kind, parent: u64, name: &CStr) -> u64 {
+        let number = match self.numbers.get(&id) {
+            Some(&number) => number,
+            None => {
+                let number = self.next;
+                self.next += 1;
+                let (lookups, children) = (0, 0);
+                let (place, descriptor, pinned, used) = (None, None, false, false);
+                let node = Node { id, kind, lookups, children, place, descriptor, pinned, used };
+                self.nodes.insert(number, node);
+                self.numbers.insert(id, number);
+                number
+            }
+        };
+        self.put(number, parent, name);
+        if let Some(node) = self.nodes.get_mut(&number) {
+            node.lookups += 1;
+        }
+        number
+    }
+
+    /// Node `number` is called `name` in `parent` from now on.
+    pub fn put(&mut self, number: u64, parent: u64, name: &CStr) {
+        // The root is where it is; and nothing lies in itself.
+        if number == ROOT || number == parent {
+            return;
+        }
+        let Some(node) = self.nodes.get_mut(&number) else { return };
+        if node.place.as_ref().is_some_and(|(old, called)| *old == parent && called.as_c_str() == name) {
+            return;
+        }
+        let before = node.place.replace((parent, name.to_owned()));
+        if let Some(node) = self.nodes.get_mut(&parent) {
+            node.children += 1;
+        }
+        if let Some((parent, _)) = before {
+            self.leave(parent);
+        }
+    }
+
+    /// One node less is found by `parent`.
+    fn leave(&mut self, parent: u64) {
+        if let Some(node) = self.nodes.get_mut(&parent) {
+            node.children -= 1;
+            self.drop_unknown(parent);
+        }
+    }
+
+    /// The guest forgets that it was told of node `number` so many times.
+    pub fn forget(&mut self, number: u64, lookups: u64) {
+        if number != ROOT
+            && let Some(node) = self.nodes.get_mut(&number)
+        {
+            // More than it was told is a lie that harms nobody else.
+            node.lookups = node.lookups.saturating_sub(lookups);
+            self.drop_unknown(number);
+        }
+    }
+
+    /// The guest forgets all.
+    pub fn forget_all(&mut self) {
+        self.nodes.retain(|number, _| *number == ROOT);
+        self.numbers.retain(|_, number| *number == ROOT);
+        self.open.clear();
+        if let Some(root) = self.nodes.get_mut(&ROOT) {
+            root.children = 0;
+        }
+    }
+
+    /// Drops node `number`, and those above it that nobody else needs, where neither the guest knows it nor another is found by it.
+    fn drop_unknown(&mut self, mut number: u64) {
+        while number != ROOT
+            && let Some(node) = self.nodes.get(&number)
+            && node.lookups == 0
+            && node.children == 0
+        {
+            let Some(node) = self.nodes.remove(&number) else { return };
+            self.numbers.remove(&node.id);
+            // Those that were dropped stand in `open` until somebody comes by.
+            let Some((parent, _)) = node.place else { return };
+            let Some(above) = self.nodes.get_mut(&parent) else { return };
+            above.children -= 1;
+            number = parent;
+        }
+    }
+
+    /// The descriptor of node `number`.
+    ///
+    /// # Errors
+    /// ESTALE where there is no such node, or another file is where it was.
+    pub fn get(&mut self, number: u64) -> io::Result<Rc<OwnedFd>> {
+        let mut below = Vec::new();
+        let mut at = number;
+        // Up to a directory that is open, and down again.
+        let mut descriptor = loop {
+            let node = self.nodes.get_mut(&at).ok_or_else(|| gone(libc::ESTALE))?;
+            node.used = true;
+            if let Some(descriptor) = &node.descriptor {
+                break descriptor.clone();
+            }
+            below.push(at);
+            // Renames can make a circle of places that were right one after the other.
+            let (parent, _) = node.place.as_ref().filter(|_| below.len() < 4096).ok_or_else(|| gone(libc::ESTALE))?;
+            at = *parent;
+        };
+        while let Some(at) = below.pop() {
+            descriptor = self.reopen(at, &descriptor)?;
+        }
+        Ok(descriptor)
+    }
+
+    fn reopen(&mut self, number: u64, parent: &OwnedFd) -> io::Result<Rc<OwnedFd>> {
+        self.make_room()?;
+        let node = self.nodes.get_mut(&number).ok_or_else(|| gone(libc::ESTALE))?;
+        let (_, name) = node.place.as_ref().ok_or_else(|| gone(libc::ESTALE))?;
+        let opened = open_beneath(parent, name).map_err(|error| match error.raw_os_error() {
+            Some(libc::ENOENT | libc::ENOTDIR | libc::ELOOP | libc::EXDEV) => gone(libc::ESTALE),
+            _ => error,
+        })?;
+        if Id::from(&look(&opened)?) != node.id {
+            return Err(gone(libc::ESTALE));
+        }
+        let descriptor = Rc::new(opened);
+        node.descriptor = Some(descriptor.clone());
+        self.open.push_back(number);
+        Ok(descriptor)
+    }
+
+    /// Closes the descriptor that was not used for longest, where there are as many as there may be.
+    fn make_room(&mut self) -> io::Result<()> {
+        // Each is passed over once for having been used.
+        for _ in 0..2 * self.open.len() {
+            if self.open.len() < self.most {
+                return Ok(());
+            }
+            let Some(number) = self.open.pop_front() else { break };
+            match self.nodes.get_mut(&number) {
+                Some(node) if node.pinned || node.used => {
+                    node.used = false;
+                    self.open.push_back(number);
+                }
+                Some(node) => node.descriptor = None,
+                None => {}
+            }
+        }
+        if self.open.len() < self.most { Ok(()) } else { Err(gone(libc::ENFILE)) }
+    }
+
+    /// Node `number` is about to lose the name by which it was found: it keeps its descriptor.
+    ///
+    /// # Errors
+    /// As [`Nodes::get`].
+    pub fn pin(&mut self, number: u64) -> io::Result<()> {
+        self.get(number)?;
+        if let Some(node) = self.nodes.get_mut(&number) {
+            node.pinned = true;
+        }
+        Ok(())
+    }
+}
+
+/// What is called `name` in `directory`, without opening what it holds. A symbolic link is opened itself.
+fn open_beneath(directory: &OwnedFd, name: &CStr) -> io::Result<OwnedFd> {
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(openat2(directory, name, flags, Mode::empty(), resolve)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn root(path: &std::path::Path) -> OwnedFd {
+        fs::File::open(path).unwrap().into()
+    }
+
+    fn directory(name: &str) -> std::path::PathBuf {
+        let path = std::env::temp_dir().join(format!("vellum-nodes-{name}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir(&path).unwrap();
+        path
+    }
+
+    /// As a lookup does it.
+    fn find(nodes: &mut Nodes, parent: u64, name: &CStr) -> io::Result<u64> {
+        let directory = nodes.get(parent)?;
+        let id = Id::from(&look_at(&directory, name)?);
+        Ok(nodes.found(id, Kind::File, parent, name))
+    }
+
+    #[test]
+    fn more_files_than_descriptors_are_reached() {
+        let path = directory("many");
+        fs::create_dir_all(path.join("a/b")).unwrap();
+        let names: Vec<CString> = (0..100).map(|n| CString::new(format!("f{n}")).unwrap()).collect();
+        for name in &names {
+            fs::write(path.join("a/b").join(name.to_str().unwrap()), name.to_bytes()).unwrap();
+        }
+        let mut nodes = Nodes::new(root(&path), 8).unwrap();
+        let a = find(&mut nodes, ROOT, c"a").unwrap();
+        let b = find(&mut nodes, a, c"b").unwrap();
+        let files: Vec<u64> = names.iter().map(|name| find(&mut nodes, b, name).unwrap()).collect();
+        for _ in 0..2 {
+            for &file in &files {
+                let id = Id::from(&look(&nodes.get(file).unwrap()).unwrap());
+                assert_eq!(id, nodes.id(file).unwrap());
+                assert!(nodes.open() <= 8);
+            }
+        }
+        // Directories that the guest has forgotten stay for as long as a file is found by them.
+        nodes.forget(b, 1);
+        nodes.forget(a, 1);
+        assert!(nodes.get(files[0]).is_ok());
+        files.iter().for_each(|&file| nodes.forget(file, 1));
+        assert_eq!(nodes.len(), 1);
+        fs::remove_dir_all(&path).unwrap();
+    }
+
+    #[test]
+    fn another_file_by_the_same_name_is_stale_and_one_without_a_name_is_kept() {
+        let path = directory("stale");
+        for name in ["kept", "replaced"] {
+            fs::write(path.join(name), "old").unwrap();
+        }
+        let mut nodes = Nodes::new(root(&path), 8).unwrap();
+        let kept = find(&mut nodes, ROOT, c"kept").unwrap();
+        let replaced = find(&mut nodes, ROOT, c"replaced").unwrap();
+        nodes.pin(kept).unwrap();
+        fs::write(path.join("new"), "new").unwrap();
+        fs::rename(path.join("new"), path.join("replaced")).unwrap();
+        fs::remove_file(path.join("kept")).unwrap();
+        assert!(nodes.get(kept).is_ok());
+        assert_eq!(nodes.get(replaced).unwrap_err().raw_os_error(), Some(libc::ESTALE));
+        // It is found anew, as another node.
+        assert_ne!(find(&mut nodes, ROOT, c"replaced").unwrap(), replaced);
+        fs::remove_dir_all(&path).unwrap();
+    }
+}

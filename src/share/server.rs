@@ -1,0 +1,337 @@
+//! One request, one answer.
+//!
+//! A request never blocks on the guest, and none is kept: whoever calls [`Server::answer`] has the answer when it returns, and with it the
+//! descriptor of a file that it opened.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::rc::Rc;
+
+use rustix::fs::{self, FileType, Mode, OFlags, Statx};
+
+use super::fuse::{self, Answer, Attributes, Bad, Header, IN_HEADER, Request, Valid, init};
+use super::mounts::Mounts;
+use super::nodes::{self, Id, Kind, Nodes};
+use super::{Cache, Config};
+
+/// The most bytes that one write has: 256 pages.
+pub const MOST_WRITE: u32 = 1 << 20;
+/// The most bytes of a request without the data of a write: an extended attribute is at most 64 KiB.
+pub const MOST_REQUEST: usize = 80 << 10;
+/// The most bytes of an answer without the data of a read.
+pub const MOST_ANSWER: usize = 80 << 10;
+/// The most bytes of a list of a directory's entries.
+pub(super) const MOST_LIST: usize = 64 << 10;
+
+/// What a guest has open.
+pub(super) enum Handle {
+    /// A regular file, and its name in [`Server::proc`].
+    File(Rc<OwnedFd>),
+    /// A directory.
+    Directory(OwnedFd),
+    /// A directory that is hidden: it is empty.
+    Nothing,
+}
+
+/// The server of one directory.
+pub struct Server {
+    pub(super) config: Config,
+    pub(super) nodes: Nodes,
+    pub(super) handles: HashMap<u64, Handle>,
+    next_handle: u64,
+    most_handles: usize,
+    mounts: Mounts,
+    /// /proc/self/fd, by which a node that is open with O_PATH is opened for what it holds.
+    pub(super) proc: OwnedFd,
+    /// Whether new files are given to whoever makes them in the guest.
+    pub(super) gives_away: bool,
+    /// The guest collects writes.
+    pub(super) writeback: bool,
+    submounts: bool,
+}
+
+/// What a request comes to: an error number where it fails.
+pub(super) type Done = Result<Option<Rc<OwnedFd>>, i32>;
+
+/// The error number of what the kernel says.
+pub(super) fn errno(error: impl Into<io::Error>) -> i32 {
+    error.into().raw_os_error().unwrap_or(libc::EIO)
+}
+
+impl Server {
+    /// Of the directory behind `root`, in a process that may have `descriptors` of them.
+    ///
+    /// # Errors
+    /// Where there is no /proc, or the kernel refuses something of `root`.
+    pub fn new(root: OwnedFd, config: Config, descriptors: usize) -> io::Result<Self> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let proc = fs::open(c"/proc/self/fd", flags, Mode::empty())?;
+        // Modes come with the guest's umask taken off.
+        rustix::process::umask(Mode::empty());
+        Ok(Self {
+            config,
+            // A part each for what is known and what is open; a request needs some beside them.
+            nodes: Nodes::new(root, descriptors / 2)?,
+            handles: HashMap::new(),
+            next_handle: 1,
+            most_handles: descriptors / 3,
+            mounts: Mounts::open()?,
+            proc,
+            gives_away: rustix::process::geteuid().is_root(),
+            writeback: false,
+            submounts: false,
+        })
+    }
+
+    /// Answers `request` in `answer`, unless none is expected; with the descriptor of a file that was opened.
+    pub fn answer(&mut self, request: &[u8], answer: &mut Answer) -> Option<Rc<OwnedFd>> {
+        answer.begin();
+        let header = request.first_chunk::<IN_HEADER>().and_then(|bytes| Header::parse(bytes, request.len()));
+        // Who sends no header waits for no answer.
+        let header = header?;
+        let (done, answered) = match Request::parse(header.opcode, &request[IN_HEADER..]) {
+            Ok(request) => (self.perform(header, request, answer), request.is_answered()),
+            Err(Bad(error)) => (Err(error), true),
+        };
+        if answered {
+            answer.finish(header.unique, done.as_ref().err().copied().unwrap_or(0));
+        }
+        done.ok().flatten()
+    }
+
+    fn perform(&mut self, header: Header, request: Request<'_>, answer: &mut Answer) -> Done {
+        let node = header.node;
+        match request {
+            Request::Init { minor, readahead, flags } => {
+                self.init(minor, readahead, flags, answer);
+                return Ok(None);
+            }
+            Request::Destroy => {
+                self.handles.clear();
+                self.nodes.forget_all();
+                return Ok(None);
+            }
+            Request::Forget { lookups } => {
+                self.nodes.forget(node, lookups);
+                return Ok(None);
+            }
+            Request::BatchForget { nodes } => {
+                fuse::forgotten(nodes).for_each(|(node, lookups)| self.nodes.forget(node, lookups));
+                return Ok(None);
+            }
+            Request::Release { fh } => {
+                self.handles.remove(&fh);
+                return Ok(None);
+            }
+            _ => {}
+        }
+        if self.nodes.kind(node).map_err(errno)? == Kind::Hidden {
+            return self.hidden(node, request, answer);
+        }
+        match request {
+            Request::Lookup { name } => {
+                let directory = self.nodes.get(node).map_err(errno)?;
+                self.enter(&directory, node, name, answer)?;
+            }
+            Request::GetAttr { fh } => {
+                let attributes = self.attributes(node, fh)?;
+                answer.attr(&attributes, self.valid());
+            }
+            Request::ReadLink => {
+                let descriptor = self.nodes.get(node).map_err(errno)?;
+                let target = fs::readlinkat(&*descriptor, c"", Vec::new()).map_err(errno)?;
+                answer.raw(target.to_bytes());
+            }
+            Request::StatFs => {
+                let descriptor = self.nodes.get(node).map_err(errno)?;
+                let stat = fs::fstatfs(&*descriptor).map_err(errno)?;
+                answer.u64s([stat.f_blocks, stat.f_bfree, stat.f_bavail, stat.f_files, stat.f_ffree]);
+                answer.u32s([stat.f_bsize as u32, fuse::NAME_MAX as u32, stat.f_frsize as u32, 0]);
+                answer.u32s([0; 6]);
+            }
+            Request::GetXattr { name, size } => self.get_xattr(node, Some(name), size, answer)?,
+            Request::ListXattr { size } => self.get_xattr(node, None, size, answer)?,
+            // Whoever reads or writes has the descriptor itself.
+            Request::Transfer => return Err(libc::EBADF),
+            Request::Open { .. }
+            | Request::Flush { .. }
+            | Request::FSync { .. }
+            | Request::OpenDir
+            | Request::ReadDir { .. }
+            | Request::FSyncDir { .. }
+            | Request::Allocate { .. }
+            | Request::Seek { .. }
+            | Request::Copy { .. } => return self.files(node, request, answer),
+            _ => return self.changes(header, request, answer),
+        }
+        Ok(None)
+    }
+
+    fn init(&mut self, minor: u32, readahead: u32, offered: u32, answer: &mut Answer) {
+        let mut wanted = init::ASYNC_READ
+            | init::ATOMIC_O_TRUNC
+            | init::BIG_WRITES
+            | init::DO_READDIRPLUS
+            | init::READDIRPLUS_AUTO
+            | init::PARALLEL_DIROPS
+            | init::MAX_PAGES
+            | init::SUBMOUNTS;
+        wanted |= match self.config.cache {
+            Cache::Auto => init::AUTO_INVAL_DATA,
+            Cache::Always if self.config.writable => init::CACHE_SYMLINKS | init::WRITEBACK_CACHE,
+            Cache::Always => init::CACHE_SYMLINKS,
+            Cache::None => 0,
+        };
+        let flags = wanted & offered;
+        self.writeback = flags & init::WRITEBACK_CACHE != 0;
+        self.submounts = flags & init::SUBMOUNTS != 0;
+        answer.init(minor, readahead, flags, MOST_WRITE);
+    }
+
+    /// A directory of which nothing is shared: it is there, and empty.
+    fn hidden(&mut self, node: u64, request: Request<'_>, answer: &mut Answer) -> Done {
+        match request {
+            Request::GetAttr { .. } => {
+                let attributes = self.attributes(node, None)?;
+                answer.attr(&attributes, self.valid());
+            }
+            Request::OpenDir => {
+                let fh = self.keep(Handle::Nothing)?;
+                answer.opened(fh, 0);
+            }
+            Request::ReadDir { .. } | Request::FSyncDir { .. } | Request::Flush { .. } => {}
+            Request::Lookup { .. } => return Err(libc::ENOENT),
+            _ => return Err(libc::EROFS),
+        }
+        Ok(None)
+    }
+
+    /// Tells the guest of what `directory`, node `parent`, has by `name`.
+    pub(super) fn enter(
+        &mut self,
+        directory: &OwnedFd,
+        parent: u64,
+        name: &CStr,
+        answer: &mut Answer,
+    ) -> Result<u64, i32> {
+        let stat = nodes::look_at(directory, name).map_err(errno)?;
+        let (kind, submount) = self.reached(&stat, parent)?;
+        let node = self.nodes.found(Id::from(&stat), kind, parent, name);
+        answer.entry(node, &attributes(&stat, kind, submount), self.valid());
+        Ok(node)
+    }
+
+    /// What is reached from `parent`, and whether another file system begins there.
+    fn reached(&mut self, stat: &Statx, parent: u64) -> Result<(Kind, bool), i32> {
+        let crosses = Id::from(stat).device != self.nodes.id(parent).map_err(errno)?.device;
+        if !crosses {
+            return Ok((Kind::File, false));
+        }
+        let directory = FileType::from_raw_mode(stat.stx_mode.into()) == FileType::Directory;
+        match self.mounts.is_shared(stat.stx_mnt_id) {
+            true => Ok((Kind::File, directory && self.submounts)),
+            false if directory => Ok((Kind::Hidden, false)),
+            // A file of such a file system that is mounted on another file.
+            false => Err(libc::EACCES),
+        }
+    }
+
+    fn attributes(&mut self, node: u64, fh: Option<u64>) -> Result<Attributes, i32> {
+        let stat = match fh.and_then(|fh| self.handles.get(&fh)) {
+            Some(Handle::File(file)) => nodes::look(file),
+            _ => self.nodes.get(node).and_then(|descriptor| nodes::look(&descriptor)),
+        };
+        let kind = self.nodes.kind(node).map_err(errno)?;
+        Ok(attributes(&stat.map_err(errno)?, kind, false))
+    }
+
+    /// Adds the attributes of `node` as they are now.
+    pub(super) fn attr(&mut self, node: u64, fh: Option<u64>, answer: &mut Answer) -> Result<(), i32> {
+        let attributes = self.attributes(node, fh)?;
+        answer.attr(&attributes, self.valid());
+        Ok(())
+    }
+
+    /// For how long the guest may believe what it is told.
+    pub(super) fn valid(&self) -> Valid {
+        match self.config.cache {
+            // Whoever opens a file looks for it first, and is told its attributes.
+            Cache::Auto => Valid { entry: 0, attributes: 1 },
+            Cache::Always => Valid { entry: 3600, attributes: 3600 },
+            Cache::None => Valid { entry: 0, attributes: 0 },
+        }
+    }
+
+    /// Keeps what the guest has opened: by which number.
+    pub(super) fn keep(&mut self, handle: Handle) -> Result<u64, i32> {
+        if self.handles.len() >= self.most_handles {
+            return Err(libc::ENFILE);
+        }
+        let number = self.next_handle;
+        self.next_handle += 1;
+        self.handles.insert(number, handle);
+        Ok(number)
+    }
+
+    /// The file that is open as `fh`.
+    pub(super) fn file(&self, fh: u64) -> Result<Rc<OwnedFd>, i32> {
+        match self.handles.get(&fh) {
+            Some(Handle::File(file)) => Ok(file.clone()),
+            _ => Err(libc::EBADF),
+        }
+    }
+
+    fn get_xattr(&mut self, node: u64, name: Option<&CStr>, size: u32, answer: &mut Answer) -> Result<(), i32> {
+        let descriptor = self.nodes.get(node).map_err(errno)?;
+        let mut value = vec![0; (size as usize).min(64 << 10)];
+        let path = path_of(&descriptor);
+        let len = match name {
+            Some(name) => fs::getxattr(&path, name, &mut value[..]),
+            None => fs::listxattr(&path, &mut value[..]),
+        };
+        let len = len.map_err(errno)?;
+        match size {
+            // How long it is was all that was asked.
+            0 => answer.u32s([len as u32, 0]),
+            _ => answer.raw(value.get(..len).ok_or(libc::ERANGE)?),
+        }
+        Ok(())
+    }
+}
+
+/// A path that leads to what `descriptor` is, where the kernel takes no descriptor that was opened with O_PATH. It does not follow a
+/// symbolic link.
+pub(super) fn path_of(descriptor: &OwnedFd) -> CString {
+    CString::new(format!("/proc/self/fd/{}", descriptor.as_raw_fd())).expect("no zero byte in it")
+}
+
+/// As [`path_of`], in [`Server::proc`].
+pub(super) fn name_of(descriptor: &OwnedFd) -> CString {
+    CString::new(descriptor.as_raw_fd().to_string()).expect("no zero byte in it")
+}
+
+fn attributes(stat: &Statx, kind: Kind, submount: bool) -> Attributes {
+    let time = |time: &fs::StatxTimestamp| (time.tv_sec.cast_unsigned(), time.tv_nsec);
+    let shown = Attributes {
+        ino: stat.stx_ino,
+        size: stat.stx_size,
+        blocks: stat.stx_blocks,
+        atime: time(&stat.stx_atime),
+        mtime: time(&stat.stx_mtime),
+        ctime: time(&stat.stx_ctime),
+        mode: stat.stx_mode.into(),
+        nlink: stat.stx_nlink,
+        uid: stat.stx_uid,
+        gid: stat.stx_gid,
+        // As the guest's kernel takes numbers of devices (new_decode_dev).
+        rdev: (stat.stx_rdev_minor & 0xff) | (stat.stx_rdev_major << 8) | ((stat.stx_rdev_minor & !0xff) << 12),
+        blksize: stat.stx_blksize,
+        submount,
+    };
+    match kind {
+        Kind::File => shown,
+        Kind::Hidden => Attributes { mode: libc::S_IFDIR | 0o555, size: 0, blocks: 0, nlink: 2, uid: 0, gid: 0, ..shown },
+    }
+}

@@ -1,0 +1,70 @@
+//! Requests to the server of a shared directory: whatever a guest sends, the server answers, and neither panics nor leaves the directory.
+//!
+//! Each request is two bytes of opcode and node, one of how many bytes follow as its arguments, and these. What comes beyond the last
+//! whole one is a request as it is, header included.
+
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use vellum::share::fuse::{Answer, IN_HEADER, OUT_HEADER};
+use vellum::share::process::open_root;
+use vellum::share::server::Server;
+use vellum::share::{Cache, Config};
+
+/// A directory with something of each kind in it, beside a file that no request may change.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let name = format!("vellum-fuzz-share-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir_all(path.join("shared/d")).unwrap();
+        fs::write(path.join("outside"), "untouched").unwrap();
+        File::create(path.join("shared/f")).unwrap();
+        std::os::unix::fs::symlink("../outside", path.join("shared/l")).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// It would fill the disk.
+const ALLOCATE: u8 = 43;
+
+/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+pub fn share(data: &[u8]) {
+    let Some((&first, mut rest)) = data.split_first() else { return };
+    let config = Config {
+        writable: first & 1 != 0,
+        cache: [Cache::Auto, Cache::Always, Cache::None][usize::from(first >> 1) % 3],
+        ..Config::default()
+    };
+    let directory = Directory::new();
+    let root = open_root(&directory.0.join("shared")).unwrap();
+    let mut server = Server::new(root.into(), config, 64).unwrap();
+    let mut answer = Answer::default();
+    while let [opcode, node, len, more @ ..] = rest {
+        let Some((body, next)) = more.split_at_checked(usize::from(*len)) else { break };
+        rest = next;
+        if *opcode == ALLOCATE {
+            continue;
+        }
+        let mut request = vec![0; IN_HEADER];
+        request[..4].copy_from_slice(&((IN_HEADER + body.len()) as u32).to_ne_bytes());
+        request[4] = *opcode;
+        request[16] = *node;
+        request.extend_from_slice(body);
+        let opened = server.answer(&request, &mut answer);
+        let error = i32::from_ne_bytes(answer.bytes()[4..8].try_into().unwrap());
+        assert!(error <= 0 && error > -4096, "{error}");
+        assert!(error == 0 || answer.bytes().len() == OUT_HEADER && opened.is_none());
+    }
+    server.answer(rest, &mut answer);
+    assert_eq!(fs::read(directory.0.join("outside")).unwrap(), b"untouched");
+}

@@ -1,0 +1,302 @@
+//! Requests as no guest's kernel makes them, and more files than a process may have descriptors.
+
+use std::ffi::CString;
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
+
+use harness::{Failed, Need, ensure, trial};
+use vellum::sandbox::Mode;
+use vellum::share::fuse::{CREATE, IN_HEADER, OPEN, OUT_HEADER, RELEASE, ROOT, opened};
+use vellum::share::process::{Client, open_root};
+use vellum::share::server::MOST_ANSWER;
+use vellum::share::Config;
+use vellum::sys::host;
+
+const LOOKUP: u32 = 1;
+const FORGET: u32 = 2;
+const GETATTR: u32 = 3;
+const SETATTR: u32 = 4;
+const SYMLINK: u32 = 6;
+const MKNOD: u32 = 8;
+const MKDIR: u32 = 9;
+const UNLINK: u32 = 10;
+const RENAME: u32 = 12;
+const LINK: u32 = 13;
+const SETXATTR: u32 = 21;
+const INIT: u32 = 26;
+const OPENDIR: u32 = 27;
+const READDIR: u32 = 28;
+
+/// A guest that says what it likes.
+struct Guest {
+    client: Client,
+    answer: Vec<u8>,
+}
+
+impl Guest {
+    fn new(path: &Path, config: Config) -> Result<Self, Failed> {
+        let client = Client::start(&open_root(path)?, config, None, Mode::On)?;
+        let mut guest = Self { client, answer: vec![0; MOST_ANSWER] };
+        let words = [7u32, 39, 1 << 16, u32::MAX];
+        guest.ask(INIT, 0, &words.map(u32::to_ne_bytes).concat())?.0.map_err(|error| format!("INIT: {error}"))?;
+        Ok(guest)
+    }
+
+    /// The answer behind its header, or its error number; and a descriptor.
+    #[allow(clippy::type_complexity, reason = "what came, and what came along")]
+    fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Result<(Result<Vec<u8>, i32>, Option<OwnedFd>), Failed> {
+        let mut request = vec![0; IN_HEADER];
+        request[..4].copy_from_slice(&((IN_HEADER + body.len()) as u32).to_ne_bytes());
+        request[4..8].copy_from_slice(&opcode.to_ne_bytes());
+        request[8..16].copy_from_slice(&7u64.to_ne_bytes());
+        request[16..24].copy_from_slice(&node.to_ne_bytes());
+        request.extend_from_slice(body);
+        let (len, descriptor) = self.client.ask(&request, &mut self.answer)?;
+        let answer = &self.answer[..len];
+        if len == 0 {
+            return Ok((Ok(Vec::new()), None));
+        }
+        ensure(answer[8..16] == 7u64.to_ne_bytes(), || "it is another request's answer".into())?;
+        let error = -i32::from_ne_bytes(answer[4..8].try_into()?);
+        Ok((if error == 0 { Ok(answer[OUT_HEADER..].to_vec()) } else { Err(error) }, descriptor))
+    }
+
+    fn error(&mut self, opcode: u32, node: u64, body: &[u8]) -> Result<i32, Failed> {
+        let (answer, descriptor) = self.ask(opcode, node, body)?;
+        ensure(descriptor.is_none() || answer.is_ok(), || "a refusal came with a descriptor".into())?;
+        Ok(answer.err().unwrap_or(0))
+    }
+
+    fn lookup(&mut self, parent: u64, name: &str) -> Result<u64, Failed> {
+        let (answer, _) = self.ask(LOOKUP, parent, &text(name))?;
+        let answer = answer.map_err(|error| format!("{name}: {error}"))?;
+        Ok(u64::from_ne_bytes(answer[..8].try_into()?))
+    }
+}
+
+fn text(name: &str) -> Vec<u8> {
+    CString::new(name).expect("no zero byte").into_bytes_with_nul()
+}
+
+fn writable() -> Config {
+    Config { writable: true, ..Config::default() }
+}
+
+/// No name leads out of the directory, and no file that is none is opened.
+#[trial]
+fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
+    let directory = super::Directory::new()?;
+    fs::create_dir(directory.path("inside"))?;
+    fs::write(directory.path("inside/file"), "data")?;
+    symlink("/etc/passwd", directory.path("absolute"))?;
+    symlink("../..", directory.path("up"))?;
+    symlink("/proc/self/root", directory.path("magic"))?;
+    let fifo = CString::new(directory.path("fifo").as_os_str().as_bytes())?;
+    // SAFETY: the path is a string that ends in a zero.
+    ensure(unsafe { libc::mkfifo(fifo.as_ptr(), 0o600) } == 0, || "no FIFO".into())?;
+    let mut guest = Guest::new(&directory.0, writable())?;
+    for name in ["..", ".", "", "inside/file", "/etc", "inside/../.."] {
+        let error = guest.error(LOOKUP, ROOT, &text(name))?;
+        ensure(error == libc::EINVAL, || format!("{name:?}: {error}"))?;
+        let error = guest.error(MKDIR, ROOT, &[&[0; 8], &text(name)[..]].concat())?;
+        ensure(error == libc::EINVAL, || format!("mkdir {name:?}: {error}"))?;
+        let renamed = [&ROOT.to_ne_bytes()[..], &text("inside"), &text(name)].concat();
+        let error = guest.error(RENAME, ROOT, &renamed)?;
+        ensure(error == libc::EINVAL, || format!("rename to {name:?}: {error}"))?;
+    }
+    let flags = (libc::O_RDWR.cast_unsigned() as u64).to_ne_bytes();
+    for (name, expected) in
+        [("absolute", libc::ELOOP), ("up", libc::ELOOP), ("magic", libc::ELOOP), ("fifo", libc::EACCES), ("inside", libc::EISDIR)]
+    {
+        let node = guest.lookup(ROOT, name)?;
+        let error = guest.error(OPEN, node, &flags)?;
+        ensure(error == expected, || format!("open {name}: {error}"))?;
+        // Nor is anything found in them, or made through them.
+        if name != "inside" {
+            let error = guest.error(LOOKUP, node, &text("file"))?;
+            ensure(error == libc::ENOTDIR, || format!("in {name}: {error}"))?;
+            let error = guest.error(MKDIR, node, &[&[0; 8], &text("made")[..]].concat())?;
+            ensure(error == libc::ENOTDIR, || format!("made in {name}: {error}"))?;
+            let create = [&[2u8, 0, 0, 0][..], &[0; 12], &text(name)].concat();
+            let error = guest.error(CREATE, ROOT, &create)?;
+            ensure(error == expected, || format!("created over {name}: {error}"))?;
+        }
+    }
+    // Numbers that were never given, and requests that are cut short.
+    for node in [0, 2000, u64::MAX] {
+        for opcode in [LOOKUP, GETATTR, OPEN, OPENDIR, UNLINK] {
+            let error = guest.error(opcode, node, &[b'a', 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])?;
+            ensure(error == libc::ESTALE, || format!("{opcode} of {node}: {error}"))?;
+        }
+    }
+    for opcode in 0..60 {
+        guest.error(opcode, ROOT, &[])?;
+        guest.error(opcode, ROOT, &[0xff; 3])?;
+    }
+    let mut names: Vec<_> = fs::read_dir(&directory.0)?.map(|entry| entry.map(|entry| entry.file_name())).collect::<Result<_, _>>()?;
+    names.sort();
+    ensure(names == ["absolute", "fifo", "inside", "magic", "up"], || format!("{names:?}"))
+}
+
+/// Of what is shared to be read nothing changes, whatever a guest asks for.
+#[trial]
+fn what_is_read_only_does_not_change() -> Result<(), Failed> {
+    let directory = super::Directory::new()?;
+    fs::write(directory.path("file"), "data")?;
+    let before = fs::metadata(directory.path("file"))?;
+    let mut guest = Guest::new(&directory.0, Config::default())?;
+    let file = guest.lookup(ROOT, "file")?;
+    let name = text("new");
+    let requests: [(u32, u64, Vec<u8>); 9] = [
+        (MKDIR, ROOT, [&[0; 8], &name[..]].concat()),
+        (MKNOD, ROOT, [&(libc::S_IFREG | 0o600).to_ne_bytes()[..], &[0; 12], &name].concat()),
+        (SYMLINK, ROOT, [&name[..], &text("target")].concat()),
+        (UNLINK, ROOT, text("file")),
+        (RENAME, ROOT, [&ROOT.to_ne_bytes()[..], &text("file"), &name].concat()),
+        (LINK, ROOT, [&file.to_ne_bytes()[..], &name].concat()),
+        (CREATE, ROOT, [&(libc::O_RDWR).to_ne_bytes()[..], &[0; 12], &name].concat()),
+        (SETATTR, file, [&[8u8][..], &[0; 87]].concat()),
+        (SETXATTR, file, [&[1u8, 0, 0, 0, 0, 0, 0, 0][..], &text("user.a"), b"x"].concat()),
+    ];
+    for (opcode, node, body) in requests {
+        let error = guest.error(opcode, node, &body)?;
+        ensure(error == libc::EROFS, || format!("{opcode}: {error}"))?;
+    }
+    for flags in [libc::O_RDWR, libc::O_WRONLY, libc::O_RDONLY | libc::O_TRUNC] {
+        let error = guest.error(OPEN, file, &(flags.cast_unsigned() as u64).to_ne_bytes())?;
+        ensure(error == libc::EROFS, || format!("{flags:#x}: {error}"))?;
+    }
+    // The descriptor that comes writes nothing either.
+    let (answer, descriptor) = guest.ask(OPEN, file, &[0; 8])?;
+    ensure(answer.is_ok(), || "it is not opened".into())?;
+    let file = fs::File::from(descriptor.ok_or("it came without a descriptor")?);
+    ensure(std::os::unix::fs::FileExt::write_at(&file, b"x", 0).is_err(), || "it is writable".into())?;
+    let after = fs::metadata(directory.path("file"))?;
+    ensure((before.ctime_nsec(), before.len()) == (after.ctime_nsec(), after.len()), || "it has changed".into())
+}
+
+/// What would give a guest's file rights on the host is refused, unless it was asked for by name.
+#[trial]
+fn privileged_changes_are_refused_unless_asked_for() -> Result<(), Failed> {
+    for allowed in [false, true] {
+        let directory = super::Directory::new()?;
+        fs::write(directory.path("file"), "")?;
+        let config = Config { setid: allowed, devices: allowed, privileged_xattrs: allowed, ..writable() };
+        let mut guest = Guest::new(&directory.0, config)?;
+        let file = guest.lookup(ROOT, "file")?;
+        let mut change = vec![0; 88];
+        change[0] = 1;
+        change[68..72].copy_from_slice(&(libc::S_IFREG | 0o4755).to_ne_bytes());
+        let error = guest.error(SETATTR, file, &change)?;
+        let mode = fs::metadata(directory.path("file"))?.permissions().mode() & 0o7777;
+        ensure((error == 0, mode == 0o4755) == (allowed, allowed), || format!("setid: {error}, {mode:o}"))?;
+        let device = [&(libc::S_IFCHR | 0o600).to_ne_bytes()[..], &0x103u32.to_ne_bytes(), &[0; 8], &text("null")].concat();
+        let error = guest.error(MKNOD, ROOT, &device)?;
+        // A host that runs tests in a user namespace forbids it, too.
+        ensure(if allowed && host::is_root() { error == 0 || error == libc::EPERM } else { error == libc::EPERM }, || {
+            format!("device: {error}")
+        })?;
+        let attribute = [&[1u8, 0, 0, 0, 0, 0, 0, 0][..], &text("trusted.a"), b"x"].concat();
+        let error = guest.error(SETXATTR, file, &attribute)?;
+        ensure(allowed || error == libc::EPERM, || format!("attribute: {error}"))?;
+    }
+    Ok(())
+}
+
+fn root() -> Need {
+    if host::is_root() { Ok(()) } else { Err("needs root: run the tests with sudo".into()) }
+}
+
+/// The host's proc, sysfs and devices are not the guest's: what is there is an empty directory.
+#[trial(root())]
+fn pseudo_file_systems_are_hidden() -> Result<(), Failed> {
+    let mut guest = Guest::new(Path::new("/"), Config::default())?;
+    for name in ["proc", "sys", "dev"] {
+        let node = guest.lookup(ROOT, name)?;
+        for inside in ["self", "kernel", "null", "mem", "1"] {
+            let error = guest.error(LOOKUP, node, &text(inside))?;
+            ensure(error == libc::ENOENT, || format!("{name}/{inside}: {error}"))?;
+        }
+        let (answer, _) = guest.ask(OPENDIR, node, &[0; 8])?;
+        let fh = answer.map_err(|error| format!("{name}: {error}"))?[..8].to_vec();
+        let list = [&fh[..], &[0; 8], &4096u32.to_ne_bytes(), &[0; 20]].concat();
+        let (answer, _) = guest.ask(READDIR, node, &list)?;
+        ensure(answer == Ok(Vec::new()), || format!("{name} has something: {answer:?}"))?;
+    }
+    // What is beside them is there.
+    let etc = guest.lookup(ROOT, "etc")?;
+    guest.lookup(etc, "passwd").map(drop)
+}
+
+/// How many files a process may have open.
+fn limit(most: u64) -> Result<u64, Failed> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the kernel fills it in, and reads it.
+    unsafe {
+        ensure(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0, || "getrlimit".into())?;
+        let before = std::mem::replace(&mut limit.rlim_cur, most);
+        ensure(libc::setrlimit(libc::RLIMIT_NOFILE, &limit) == 0, || "setrlimit".into())?;
+        Ok(before)
+    }
+}
+
+/// A guest knows 100,000 files where a process may have 512 descriptors, and opens each; none leaks.
+#[trial]
+fn more_files_are_known_than_there_are_descriptors() -> Result<(), Failed> {
+    const DIRECTORIES: usize = 100;
+    const FILES: usize = 1000;
+    let directory = super::Directory::new()?;
+    for at in 0..DIRECTORIES {
+        let inside = directory.path(&at.to_string());
+        fs::create_dir(&inside)?;
+        for file in 0..FILES {
+            fs::File::create(inside.join(file.to_string()))?;
+        }
+    }
+    let before = limit(512)?;
+    let guest = Guest::new(&directory.0, Config::default());
+    limit(before)?;
+    let mut guest = guest?;
+    let mut nodes = Vec::new();
+    for at in 0..DIRECTORIES {
+        let inside = guest.lookup(ROOT, &at.to_string())?;
+        for file in 0..FILES {
+            nodes.push((guest.lookup(inside, &file.to_string())?, at, file));
+        }
+    }
+    for &(node, at, file) in nodes.iter().rev() {
+        let (answer, descriptor) = guest.ask(OPEN, node, &[0; 8])?;
+        let answer = answer.map_err(|error| format!("{at}/{file}: {error}"))?;
+        // One in a thousand is looked at: it is the file of that name.
+        if file == 7 {
+            let there = fs::File::from(descriptor.ok_or("no descriptor")?).metadata()?.ino();
+            let here = fs::metadata(directory.path(&format!("{at}/{file}")))?.ino();
+            ensure(there == here, || format!("{at}/{file} is another file"))?;
+        }
+        let error = guest.error(RELEASE, node, &[&answer[..8], &[0; 16]].concat())?;
+        ensure(error == 0, || format!("release: {error}"))?;
+    }
+    // All forgotten, all gone: the same numbers are stale.
+    for &(node, ..) in &nodes {
+        guest.error(FORGET, node, &1u64.to_ne_bytes())?;
+    }
+    let error = guest.error(GETATTR, nodes[0].0, &[0; 16])?;
+    ensure(error == libc::ESTALE, || format!("it is known yet: {error}"))
+}
+
+/// The number of an open file is read where it is.
+#[trial]
+fn an_opened_file_is_named_by_its_answer() -> Result<(), Failed> {
+    let directory = super::Directory::new()?;
+    let mut guest = Guest::new(&directory.0, writable())?;
+    let create = [&(libc::O_RDWR).to_ne_bytes()[..], &(libc::S_IFREG | 0o644).to_ne_bytes(), &[0; 8], &text("new")].concat();
+    let (answer, descriptor) = guest.ask(CREATE, ROOT, &create)?;
+    let answer = answer.map_err(|error| format!("create: {error}"))?;
+    let whole = [&[0; OUT_HEADER][..], &answer].concat();
+    let fh = opened(CREATE, &whole).ok_or("no number")?;
+    ensure(descriptor.is_some() && fh > 0, || format!("{fh}"))?;
+    ensure(directory.path("new").exists(), || "it is not there".into())
+}

@@ -1,0 +1,52 @@
+//! The server of a shared directory, as the process that it is. What a guest's kernel would do with it this host's does: it mounts the
+//! directory by /dev/fuse. Requests that no kernel makes are made by hand.
+
+#[path = "../bed/mod.rs"]
+#[allow(dead_code, reason = "other programs need more of it")]
+mod bed;
+mod by_hand;
+mod mounted;
+mod mount;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use harness::Trials;
+use vellum::share::process;
+
+fn main() -> ExitCode {
+    if std::env::args().nth(1).as_deref() == Some(process::WORD) {
+        return match process::serve() {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("share: {error}");
+                ExitCode::FAILURE
+            }
+        };
+    }
+    Trials::from_args().run()
+}
+
+/// A directory of a test's own, which goes with it.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new() -> std::io::Result<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("vellum-share-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir(&path)?;
+        Ok(Self(path))
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
