@@ -16,7 +16,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 pub use self::section::Section;
 use crate::arch::clocks::Meanwhile;
-use crate::control::{DirtyRings, Do, Event};
+use crate::control::{DirtyRings, Do, Event, Stays};
 use crate::devices::virtio::blk::DiskImage;
 use crate::dirty::{self, DirtyTracker};
 use crate::memory::{Backing, Memory, Slot};
@@ -54,6 +54,8 @@ pub struct Outline {
     pub dirty_ring: Option<DirtyRings>,
     /// The names of its disks.
     pub disks: Vec<String>,
+    /// What keeps it from being saved and from moving, if anything does.
+    pub stays: Option<Stays>,
 }
 
 /// A disk of a machine.

@@ -180,6 +180,12 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("--disk DIR/fifo", "neither a file nor a block device"),
         ("--disk DIR", "neither a file nor a block device"),
         ("--disk DIR/disk --disk DIR/disk", "add `readonly`"),
+        ("--share DIR/nothing,as-root", "--share: directory DIR/nothing: No such file"),
+        ("--share DIR/disk,as-root", "--share: directory DIR/disk: Not a directory"),
+        ("--share DIR:a,as-root --share DIR:a,ro,as-root", "--share: two of them are called 'a'"),
+        ("--share DIR:a,ro,rw", "rw=on: it excludes ro"),
+        ("--share DIR:a,writable", "unknown key 'writable'"),
+        ("--share DIR:0123456789012345678901234567890123456,as-root", "has 37 bytes"),
         (
             "--disk DIR/disk,readonly --disk DIR/disk",
             "in use already, by another process or another disk of this machine",

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
-use super::{Failure, Flags, args, keyvalue, print, say};
+use super::{Failure, Flags, args, devices, keyvalue, print, say};
 use crate::control::client::{Client, Error};
-use crate::control::{Compression, Do, Event, Link, Loses, Migrate, Status, Then, Throttling, names};
+use crate::control::{Compression, Do, Event, Link, Loses, Migrate, Status, Stays, Then, Throttling, names};
 use crate::dirty::Method;
 use crate::fault::Fault;
 use crate::migration::fence::Fence;
@@ -264,6 +264,7 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
         }
     } else {
         let has = status(&mut machine)?;
+        may_leave(&has)?;
         if let Some(tracker) = args.tracker {
             check(tracker.method, &has)?;
         }
@@ -350,6 +351,17 @@ pub(super) fn loses() -> Loses {
 
 pub(super) fn status(machine: &mut Client) -> Result<Status, Failure> {
     serde_json::from_value(machine.ask(&Do::Status {}).map_err(failure)?).map_err(Failure::host)
+}
+
+/// Whether the machine that is as `status` says can be saved and moved.
+pub(super) fn may_leave(status: &Status) -> Result<(), Failure> {
+    match &status.stays {
+        None => Ok(()),
+        Some(Stays { key, name, why }) => Err(Failure::usage(format!(
+            "{} {name}: {why}; a machine with one can be neither saved nor moved",
+            devices::flag(key)
+        ))),
+    }
 }
 
 /// Whether pages of the machine that is as `status` says can be collected by `method`.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
-use super::migrate::{LOOK, check, failure, loses, status};
+use super::migrate::{LOOK, check, failure, loses, may_leave, status};
 use super::{Failure, args, print};
 use crate::control::client::{Client, Error};
 use crate::control::{Do, Event, Loses, Snapshot, names};
@@ -137,6 +137,7 @@ fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
     events.ask(&Do::Events {}).map_err(failure)?;
     let mut machine = Client::connect(&path).map_err(failure)?;
     let has = status(&mut machine)?;
+    may_leave(&has)?;
     if let Some(tracker) = args.tracker {
         check(tracker.method, &has)?;
     }

@@ -307,6 +307,20 @@ pub struct Status {
     /// The names of its disks.
     #[serde(default)]
     pub disks: Vec<String>,
+    /// What keeps it from being saved and from moving, if anything does.
+    #[serde(default)]
+    pub stays: Option<Stays>,
+}
+
+/// A device that keeps its machine where it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stays {
+    /// Its kind, by the key that the command line has for it.
+    pub key: String,
+    /// Its name.
+    pub name: String,
+    /// Why.
+    pub why: String,
 }
 
 /// The dirty rings of a machine.

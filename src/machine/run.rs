@@ -107,6 +107,7 @@ impl Payload for Machine {
             dirty_ring: self.vm.dirty_ring.as_deref().map(Into::into),
             vsock: self.virtio.find::<SocketPath>().map(|(path, _)| path.0.clone()),
             disks: self.virtio.all::<DiskImage>().map(|(name, _)| name.to_owned()).collect(),
+            stays: self.virtio.stays(),
         }
     }
 

@@ -16,6 +16,7 @@ use kvm_ioctls::{IoEventAddress, VmFd};
 use crate::arch::fixed::VirtioMmio;
 use crate::arch::gsi::{self, Gsi, Gsis};
 use crate::arch::layout;
+use crate::control::Stays;
 use crate::devices::bus::{Bus, Overlap};
 use crate::devices::virtio::mmio::{self, Mmio};
 use crate::devices::virtio::vsock::SocketPath;
@@ -231,6 +232,14 @@ impl Virtio {
     pub fn check_resets(&self) -> Result<(), Error> {
         let hangs = |wired: &Wired| Some(Error::Hangs(wired.name.clone(), wired.device.hang()?));
         self.0.iter().find_map(hangs).map_or(Ok(()), Err)
+    }
+
+    /// The first device that keeps the machine where it is, if there is one.
+    pub fn stays(&self) -> Option<Stays> {
+        self.0.iter().find_map(|Wired { name, device, .. }| {
+            let (key, why) = device.stays()?;
+            Some(Stays { key: key.into(), name: name.clone(), why: why.into() })
+        })
     }
 
     /// Starts all devices where they stopped.

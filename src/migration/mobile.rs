@@ -27,7 +27,7 @@ use super::message::SessionId;
 use super::saving::{self, Saving, Since};
 use super::sender::{Demand, Done, Moving, Options, Said, Sending, Told, Word};
 use super::threads;
-use crate::control::{self, Event, Left, Loses, Migrate, Snapshot};
+use crate::control::{self, Event, Left, Loses, Migrate, Snapshot, Stays};
 use crate::dirty::log::ends_on_a_huge_page;
 use crate::dirty::{self, DirtyTracker, Method};
 use crate::payload::{Payload, Section};
@@ -234,8 +234,11 @@ impl<P: Payload> Mobile<P> {
         Ok(())
     }
 
-    /// Only one migration or snapshot is under way at a time: the log of dirty pages is one user's.
+    /// Only one migration or snapshot is under way at a time: the log of dirty pages is one user's. And not every machine can leave.
     fn is_idle(&self) -> Result<(), String> {
+        if let Some(Stays { name, why, .. }) = self.machine.outline().stays {
+            return Err(format!("{name}: {why}"));
+        }
         match self.leaving.as_ref().map(|leaving| leaving.errand) {
             None => Ok(()),
             Some(Errand::Migration) => {

@@ -439,6 +439,7 @@ impl Session {
             dirty_ring: outline.dirty_ring,
             tracker: payload.tracker().map(str::to_owned),
             disks: outline.disks,
+            stays: outline.stays,
         }
     }
 

@@ -4,7 +4,9 @@ use std::ffi::CStr;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 
-use rustix::fs::{self, AtFlags, FileType, Gid, Mode, OFlags, RenameFlags, Timespec, Timestamps, Uid, XattrFlags};
+use rustix::fs::{
+    self, AtFlags, FileType, Gid, Mode, OFlags, RenameFlags, Timespec, Timestamps, Uid, XattrFlags,
+};
 
 use super::fuse::{Answer, Change, Header, Request, change};
 use super::nodes::{self, Id};
@@ -24,9 +26,9 @@ impl Server {
         let node = header.node;
         match request {
             Request::SetAttr(change) => self.set(node, &change, answer)?,
-            Request::Symlink { name, target } => self.make(header, name, answer, |directory| {
-                fs::symlinkat(target, directory, name)
-            })?,
+            Request::Symlink { name, target } => {
+                self.make(header, name, answer, |directory| fs::symlinkat(target, directory, name))?
+            }
             Request::MkDir { mode, name } => {
                 let mode = self.mode(mode)?;
                 self.make(header, name, answer, |directory| fs::mkdirat(directory, name, mode))?;
@@ -34,19 +36,23 @@ impl Server {
             Request::MkNod { mode, rdev, name } => {
                 let kind = FileType::from_raw_mode(mode);
                 let device = matches!(kind, FileType::CharacterDevice | FileType::BlockDevice);
-                if kind == FileType::Directory || kind == FileType::Symlink || device && !self.config.devices {
+                if kind == FileType::Directory || kind == FileType::Symlink || device && !self.config.devices
+                {
                     return Err(libc::EPERM);
                 }
                 let mode = self.mode(mode)?;
                 // As the guest's kernel gives numbers of devices (new_encode_dev).
                 let (major, minor) = ((rdev >> 8) & 0xfff, (rdev & 0xff) | ((rdev >> 12) & !0xff));
                 let device = fs::makedev(major, minor);
-                self.make(header, name, answer, |directory| fs::mknodat(directory, name, kind, mode, device))?;
+                self.make(header, name, answer, |directory| {
+                    fs::mknodat(directory, name, kind, mode, device)
+                })?;
             }
             Request::Create { flags, mode, name } => return self.create(header, name, flags, mode, answer),
             Request::Link { node: file, name } => {
                 let (file, directory) = (self.get(file)?, self.get(node)?);
-                fs::linkat(&self.proc, &name_of(&file), &*directory, name, AtFlags::SYMLINK_FOLLOW).map_err(errno)?;
+                fs::linkat(&self.proc, &name_of(&file), &*directory, name, AtFlags::SYMLINK_FOLLOW)
+                    .map_err(errno)?;
                 self.enter(&directory, node, name, answer)?;
             }
             Request::Unlink { name } => self.remove(node, name, AtFlags::empty())?,

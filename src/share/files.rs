@@ -6,10 +6,10 @@ use std::rc::Rc;
 use rustix::fs::{self, FallocateFlags, FileType, Mode, OFlags, RawDir, SeekFrom};
 use rustix::io::Errno;
 
+use super::Cache;
 use super::fuse::{Answer, Request, open};
 use super::nodes;
 use super::server::{Done, Handle, MOST_LIST, Server, errno, name_of};
-use super::Cache;
 
 impl Server {
     pub(super) fn files(&mut self, node: u64, request: Request<'_>, answer: &mut Answer) -> Done {
@@ -100,10 +100,14 @@ impl Server {
         if taken & libc::O_ACCMODE == libc::O_ACCMODE {
             return Err(libc::EINVAL);
         }
-        if !self.config.writable && (taken & libc::O_ACCMODE != libc::O_RDONLY || taken & libc::O_TRUNC != 0) {
+        if !self.config.writable && (taken & libc::O_ACCMODE != libc::O_RDONLY || taken & libc::O_TRUNC != 0)
+        {
             return Err(libc::EROFS);
         }
-        Ok(OFlags::from_bits_retain(taken.cast_unsigned()) | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY)
+        Ok(OFlags::from_bits_retain(taken.cast_unsigned())
+            | OFlags::CLOEXEC
+            | OFlags::NONBLOCK
+            | OFlags::NOCTTY)
     }
 
     fn list(

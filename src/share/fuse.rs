@@ -157,39 +157,120 @@ pub struct Change {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "fuse.h says what they are")]
 pub enum Request<'r> {
-    Init { minor: u32, readahead: u32, flags: u32 },
+    Init {
+        minor: u32,
+        readahead: u32,
+        flags: u32,
+    },
     Destroy,
-    Lookup { name: &'r CStr },
-    Forget { lookups: u64 },
-    BatchForget { nodes: &'r [u8] },
-    GetAttr { fh: Option<u64> },
+    Lookup {
+        name: &'r CStr,
+    },
+    Forget {
+        lookups: u64,
+    },
+    BatchForget {
+        nodes: &'r [u8],
+    },
+    GetAttr {
+        fh: Option<u64>,
+    },
     SetAttr(Change),
     ReadLink,
-    Symlink { name: &'r CStr, target: &'r CStr },
-    MkNod { mode: u32, rdev: u32, name: &'r CStr },
-    MkDir { mode: u32, name: &'r CStr },
-    Unlink { name: &'r CStr },
-    RmDir { name: &'r CStr },
-    Rename { name: &'r CStr, to: u64, new: &'r CStr, flags: u32 },
-    Link { node: u64, name: &'r CStr },
-    Open { flags: u32 },
-    Create { flags: u32, mode: u32, name: &'r CStr },
+    Symlink {
+        name: &'r CStr,
+        target: &'r CStr,
+    },
+    MkNod {
+        mode: u32,
+        rdev: u32,
+        name: &'r CStr,
+    },
+    MkDir {
+        mode: u32,
+        name: &'r CStr,
+    },
+    Unlink {
+        name: &'r CStr,
+    },
+    RmDir {
+        name: &'r CStr,
+    },
+    Rename {
+        name: &'r CStr,
+        to: u64,
+        new: &'r CStr,
+        flags: u32,
+    },
+    Link {
+        node: u64,
+        name: &'r CStr,
+    },
+    Open {
+        flags: u32,
+    },
+    Create {
+        flags: u32,
+        mode: u32,
+        name: &'r CStr,
+    },
     /// A read or write of a file that is open, which the VMM does itself.
     Transfer,
     StatFs,
-    Release { fh: u64 },
-    Flush { fh: u64 },
-    FSync { fh: u64, data: bool },
-    SetXattr { name: &'r CStr, value: &'r [u8], flags: u32 },
-    GetXattr { name: &'r CStr, size: u32 },
-    ListXattr { size: u32 },
-    RemoveXattr { name: &'r CStr },
+    Release {
+        fh: u64,
+    },
+    Flush {
+        fh: u64,
+    },
+    FSync {
+        fh: u64,
+        data: bool,
+    },
+    SetXattr {
+        name: &'r CStr,
+        value: &'r [u8],
+        flags: u32,
+    },
+    GetXattr {
+        name: &'r CStr,
+        size: u32,
+    },
+    ListXattr {
+        size: u32,
+    },
+    RemoveXattr {
+        name: &'r CStr,
+    },
     OpenDir,
-    ReadDir { fh: u64, offset: u64, size: u32, plus: bool },
-    FSyncDir { fh: u64, data: bool },
-    Allocate { fh: u64, offset: u64, len: u64, mode: u32 },
-    Seek { fh: u64, offset: u64, whence: u32 },
-    Copy { from: u64, from_at: u64, to: u64, to_at: u64, len: u64 },
+    ReadDir {
+        fh: u64,
+        offset: u64,
+        size: u32,
+        plus: bool,
+    },
+    FSyncDir {
+        fh: u64,
+        data: bool,
+    },
+    Allocate {
+        fh: u64,
+        offset: u64,
+        len: u64,
+        mode: u32,
+    },
+    Seek {
+        fh: u64,
+        offset: u64,
+        whence: u32,
+    },
+    Copy {
+        from: u64,
+        from_at: u64,
+        to: u64,
+        to_at: u64,
+        len: u64,
+    },
 }
 
 /// The opcode of a read.
@@ -444,7 +525,9 @@ impl Answer {
 
     fn attributes(&mut self, of: &Attributes) {
         self.u64s([of.ino, of.size, of.blocks, of.atime.0, of.mtime.0, of.ctime.0]);
-        self.u32s([of.atime.1, of.mtime.1, of.ctime.1, of.mode, of.nlink, of.uid, of.gid, of.rdev, of.blksize]);
+        self.u32s([
+            of.atime.1, of.mtime.1, of.ctime.1, of.mode, of.nlink, of.uid, of.gid, of.rdev, of.blksize,
+        ]);
         self.u32s([of.submount.into()]);
     }
 
@@ -551,7 +634,10 @@ mod tests {
         let attribute = [&100u32.to_ne_bytes()[..], &0u32.to_ne_bytes(), b"user.a\0short"].concat();
         assert_eq!(Request::parse(21, &attribute), Err(Bad(libc::EINVAL)));
         assert_eq!(Request::parse(999, &[]), Err(Bad(libc::ENOSYS)));
-        assert_eq!(Request::parse(26, &[7, 0, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), Err(Bad(libc::EPROTO)));
+        assert_eq!(
+            Request::parse(26, &[7, 0, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+            Err(Bad(libc::EPROTO))
+        );
     }
 
     #[test]

@@ -83,7 +83,8 @@ fn is_shared(kind: &str) -> bool {
 
 /// The type of mount `id` in the text of mountinfo (proc_pid_mountinfo(5)): the word behind the lone hyphen.
 fn kind(text: &str, id: u64) -> Option<&str> {
-    let line = text.lines().find(|line| line.split(' ').next().and_then(|word| word.parse().ok()) == Some(id))?;
+    let line =
+        text.lines().find(|line| line.split(' ').next().and_then(|word| word.parse().ok()) == Some(id))?;
     line.split_once(" - ")?.1.split(' ').next()
 }
 
@@ -99,7 +100,9 @@ mod tests {
         assert_eq!(kind(text, 22), Some("ext4"));
         assert_eq!(kind(text, 24), Some("fuse.sshfs"));
         assert_eq!(kind(text, 2), None);
-        for (name, shared) in [("ext4", true), ("tmpfs", true), ("proc", false), ("fuse.sshfs", false), ("overlay", true)] {
+        for (name, shared) in
+            [("ext4", true), ("tmpfs", true), ("proc", false), ("fuse.sshfs", false), ("overlay", true)]
+        {
             assert_eq!(is_shared(name), shared, "{name}");
         }
     }

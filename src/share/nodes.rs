@@ -254,7 +254,8 @@ impl Nodes {
             }
             below.push(at);
             // Renames can make a circle of places that were right one after the other.
-            let (parent, _) = node.place.as_ref().filter(|_| below.len() < 4096).ok_or_else(|| gone(libc::ESTALE))?;
+            let (parent, _) =
+                node.place.as_ref().filter(|_| below.len() < 4096).ok_or_else(|| gone(libc::ESTALE))?;
             at = *parent;
         };
         while let Some(at) = below.pop() {

@@ -17,9 +17,9 @@ use std::process::{Command, Stdio};
 
 use serde::{Deserialize, Serialize};
 
+use super::Config;
 use super::fuse::Answer;
 use super::server::{MOST_ANSWER, MOST_REQUEST, Server};
-use super::Config;
 use crate::sandbox::user::User;
 use crate::sandbox::{self, Sandbox, ThreadKind};
 use crate::sys::poll::Poll;
@@ -119,6 +119,8 @@ fn receive(socket: &OwnedFd, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) 
 /// # Errors
 /// Where it was not started by [`Client::start`].
 pub fn serve() -> io::Result<()> {
+    // Where processes are listed it is told from its VMM, whose program it is.
+    rustix::thread::set_name(c"vellum-share")?;
     let socket = io::stdin().as_fd().try_clone_to_owned()?;
     let (mut request, mut descriptors) = (vec![0; MOST_REQUEST], Vec::new());
     let len = receive(&socket, &mut request, &mut descriptors)?;
@@ -147,12 +149,14 @@ pub fn serve() -> io::Result<()> {
 /// Becomes what it is to be, for good.
 fn prepare(root: OwnedFd, task: &Task) -> Result<Server, String> {
     if let Some(User { uid, gid }) = task.user {
-        identity::become_user(uid, gid).map_err(|error| format!("its server cannot act as {uid}:{gid}: {error}"))?;
+        identity::become_user(uid, gid)
+            .map_err(|error| format!("its server cannot act as {uid}:{gid}: {error}"))?;
     }
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1 << 20);
     let mode = if task.confined { sandbox::Mode::On } else { sandbox::Mode::Off };
     let mut sandbox = Sandbox::new(mode);
-    let server = Server::new(root.try_clone().map_err(|error| error.to_string())?, task.config, limit as usize);
+    let server =
+        Server::new(root.try_clone().map_err(|error| error.to_string())?, task.config, limit as usize);
     let server = server.map_err(|error| format!("its server cannot read it: {error}"))?;
     sandbox.process_beneath(&root, task.config.writable).map_err(|error| error.to_string())?;
     sandbox.enter(ThreadKind::FileServer, "share").map_err(|error| error.to_string())?;

@@ -283,7 +283,13 @@ impl Server {
         }
     }
 
-    fn get_xattr(&mut self, node: u64, name: Option<&CStr>, size: u32, answer: &mut Answer) -> Result<(), i32> {
+    fn get_xattr(
+        &mut self,
+        node: u64,
+        name: Option<&CStr>,
+        size: u32,
+        answer: &mut Answer,
+    ) -> Result<(), i32> {
         let descriptor = self.nodes.get(node).map_err(errno)?;
         let mut value = vec![0; (size as usize).min(64 << 10)];
         let path = path_of(&descriptor);
@@ -326,12 +332,16 @@ fn attributes(stat: &Statx, kind: Kind, submount: bool) -> Attributes {
         uid: stat.stx_uid,
         gid: stat.stx_gid,
         // As the guest's kernel takes numbers of devices (new_decode_dev).
-        rdev: (stat.stx_rdev_minor & 0xff) | (stat.stx_rdev_major << 8) | ((stat.stx_rdev_minor & !0xff) << 12),
+        rdev: (stat.stx_rdev_minor & 0xff)
+            | (stat.stx_rdev_major << 8)
+            | ((stat.stx_rdev_minor & !0xff) << 12),
         blksize: stat.stx_blksize,
         submount,
     };
     match kind {
         Kind::File => shown,
-        Kind::Hidden => Attributes { mode: libc::S_IFDIR | 0o555, size: 0, blocks: 0, nlink: 2, uid: 0, gid: 0, ..shown },
+        Kind::Hidden => {
+            Attributes { mode: libc::S_IFDIR | 0o555, size: 0, blocks: 0, nlink: 2, uid: 0, gid: 0, ..shown }
+        }
     }
 }

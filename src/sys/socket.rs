@@ -413,7 +413,10 @@ pub fn send_with(stream: &impl AsRawFd, bytes: &[u8], descriptors: &[BorrowedFd<
 pub fn packets() -> io::Result<(OwnedFd, OwnedFd)> {
     let mut pair = [0; 2];
     // SAFETY: the kernel fills both numbers.
-    if unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, pair.as_mut_ptr()) } != 0 {
+    if unsafe {
+        libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, pair.as_mut_ptr())
+    } != 0
+    {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: the descriptors are new, and nobody else's.

@@ -65,7 +65,7 @@ impl Home {
 
     pub fn start(&self, name: &str, command: &mut Command) -> Result<Machine, Failed> {
         command.args(["--name", name]).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut machine = Machine { child: Process::spawn(command)?, guards: Vec::new() };
+        let mut machine = Machine { child: Process::spawn(command)?, children: Vec::new() };
         let socket = self.socket(name);
         let answers = || Client::connect(&socket).is_ok_and(|mut client| client.ask(&Do::Status {}).is_ok());
         let up = eventually(LIMIT, "the machine answers", || {
@@ -75,7 +75,8 @@ impl Home {
         if !up {
             return Err(format!("it has ended: {:?}", machine.child.output()?).into());
         }
-        machine.guards = children(machine.child.id())?;
+        let children = children(machine.child.id())?;
+        machine.children = children.into_iter().filter_map(|pid| Some((pid, process(pid)?))).collect();
         Ok(machine)
     }
 }
@@ -86,11 +87,11 @@ impl Drop for Home {
     }
 }
 
-/// A machine, with the processes that guard its sockets.
+/// A machine, with the processes that it has started: their numbers and names.
 pub struct Machine {
     /// The machine's process.
     pub child: Process,
-    guards: Vec<u32>,
+    children: Vec<(u32, String)>,
 }
 
 /// A process that does not outlive the test that started it, however that ends.
@@ -133,13 +134,20 @@ impl Drop for Process {
 }
 
 impl Machine {
-    /// Waits for its end and for the end of its guards, of which there must be one.
+    /// Waits for its end and for the end of its guard, of which there must be one and nothing else.
     pub fn end(self) -> Result<Output, Failed> {
+        self.end_with(&["vellum-guard"])
+    }
+
+    /// Waits for its end and for that of the processes that it has started, which are called `names` in any order.
+    pub fn end_with(self, names: &[&str]) -> Result<Output, Failed> {
         let output = self.child.output()?;
-        ensure(self.guards.len() == 1, || format!("its guards are {:?}", self.guards))?;
-        for guard in self.guards {
-            eventually(LIMIT, "the guard ends", || {
-                Ok((process(guard).as_deref() != Some("vellum-guard")).then_some(()))
+        let mut found: Vec<&str> = self.children.iter().map(|(_, name)| name.as_str()).collect();
+        found.sort_unstable();
+        ensure(found == names, || format!("it has started {found:?}"))?;
+        for (child, name) in &self.children {
+            eventually(LIMIT, "what it has started ends", || {
+                Ok((process(*child).as_ref() != Some(name)).then_some(()))
             })?;
         }
         Ok(output)

@@ -66,6 +66,35 @@ fn a_tsc_of_another_frequency_is_refused_unless_that_is_allowed() -> Result<(), 
     Ok(())
 }
 
+/// A machine that has a directory of this host's goes nowhere: the flag is named, and it runs on.
+#[trial(real())]
+fn a_machine_with_a_shared_directory_stays() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (kernel, shared) = (home.path("kernel"), home.path("shared"));
+    fs::write(&kernel, Code::default().spin().elf64())?;
+    fs::create_dir(&shared)?;
+    let share = format!("--share {}:data,as-root", shared.display());
+    let here =
+        home.run("here", &format!("run --kernel {} --memory 16m --serial null {share}", kernel.display()))?;
+    let snapshot = format!("snapshot here {}", home.path("snap").display());
+    for line in [&format!("migrate here --to unix:{}", home.path("nobody").display()), &snapshot] {
+        let said = String::from_utf8(with(home.vellum(line)?, 2)?.stderr)?;
+        let named = said.contains("--share: share0: ") && said.contains("neither saved nor moved");
+        ensure(named && said.lines().count() == 1, || said.clone())?;
+    }
+    // Nor can it be talked into it by somebody else's client.
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
+    let mut client = vellum::control::client::Client::connect(&home.socket("here"))?;
+    let asked = r#"{"downtime_ms":1,"timeout_ms":1,"chain":"x","number":0}"#;
+    let asked = vellum::control::Do::Snapshot(serde_json::from_str(asked)?);
+    let descriptors = [&ours, &theirs, &ours].map(std::os::fd::AsFd::as_fd);
+    let refused = client.ask_with(&asked, &descriptors).err().map(|error| error.to_string());
+    ensure(refused.as_ref().is_some_and(|why| why.contains("share0: ")), || format!("{refused:?}"))?;
+    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+    succeeds(&home.vellum("ctl here stop")?)?;
+    with(here.end_with(&["vellum-guard", "vellum-share"])?, 0).map(drop)
+}
+
 /// KiB of the mappings of process `pid` that hold at least `least` KiB: pages that are there.
 fn resident(pid: u32, least: u64) -> Result<u64, Failed> {
     let maps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;

@@ -9,10 +9,10 @@ use std::path::Path;
 
 use harness::{Failed, Need, ensure, trial};
 use vellum::sandbox::Mode;
+use vellum::share::Config;
 use vellum::share::fuse::{CREATE, IN_HEADER, OPEN, OUT_HEADER, RELEASE, ROOT, opened};
 use vellum::share::process::{Client, open_root};
 use vellum::share::server::MOST_ANSWER;
-use vellum::share::Config;
 use vellum::sys::host;
 
 const LOOKUP: u32 = 1;
@@ -41,13 +41,21 @@ impl Guest {
         let client = Client::start(&open_root(path)?, config, None, Mode::On)?;
         let mut guest = Self { client, answer: vec![0; MOST_ANSWER] };
         let words = [7u32, 39, 1 << 16, u32::MAX];
-        guest.ask(INIT, 0, &words.map(u32::to_ne_bytes).concat())?.0.map_err(|error| format!("INIT: {error}"))?;
+        guest
+            .ask(INIT, 0, &words.map(u32::to_ne_bytes).concat())?
+            .0
+            .map_err(|error| format!("INIT: {error}"))?;
         Ok(guest)
     }
 
     /// The answer behind its header, or its error number; and a descriptor.
     #[allow(clippy::type_complexity, reason = "what came, and what came along")]
-    fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Result<(Result<Vec<u8>, i32>, Option<OwnedFd>), Failed> {
+    fn ask(
+        &mut self,
+        opcode: u32,
+        node: u64,
+        body: &[u8],
+    ) -> Result<(Result<Vec<u8>, i32>, Option<OwnedFd>), Failed> {
         let mut request = vec![0; IN_HEADER];
         request[..4].copy_from_slice(&((IN_HEADER + body.len()) as u32).to_ne_bytes());
         request[4..8].copy_from_slice(&opcode.to_ne_bytes());
@@ -108,9 +116,13 @@ fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
         ensure(error == libc::EINVAL, || format!("rename to {name:?}: {error}"))?;
     }
     let flags = (libc::O_RDWR.cast_unsigned() as u64).to_ne_bytes();
-    for (name, expected) in
-        [("absolute", libc::ELOOP), ("up", libc::ELOOP), ("magic", libc::ELOOP), ("fifo", libc::EACCES), ("inside", libc::EISDIR)]
-    {
+    for (name, expected) in [
+        ("absolute", libc::ELOOP),
+        ("up", libc::ELOOP),
+        ("magic", libc::ELOOP),
+        ("fifo", libc::EACCES),
+        ("inside", libc::EISDIR),
+    ] {
         let node = guest.lookup(ROOT, name)?;
         let error = guest.error(OPEN, node, &flags)?;
         ensure(error == expected, || format!("open {name}: {error}"))?;
@@ -136,7 +148,9 @@ fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
         guest.error(opcode, ROOT, &[])?;
         guest.error(opcode, ROOT, &[0xff; 3])?;
     }
-    let mut names: Vec<_> = fs::read_dir(&directory.0)?.map(|entry| entry.map(|entry| entry.file_name())).collect::<Result<_, _>>()?;
+    let mut names: Vec<_> = fs::read_dir(&directory.0)?
+        .map(|entry| entry.map(|entry| entry.file_name()))
+        .collect::<Result<_, _>>()?;
     names.sort();
     ensure(names == ["absolute", "fifo", "inside", "magic", "up"], || format!("{names:?}"))
 }
@@ -175,7 +189,9 @@ fn what_is_read_only_does_not_change() -> Result<(), Failed> {
     let file = fs::File::from(descriptor.ok_or("it came without a descriptor")?);
     ensure(std::os::unix::fs::FileExt::write_at(&file, b"x", 0).is_err(), || "it is writable".into())?;
     let after = fs::metadata(directory.path("file"))?;
-    ensure((before.ctime_nsec(), before.len()) == (after.ctime_nsec(), after.len()), || "it has changed".into())
+    ensure((before.ctime_nsec(), before.len()) == (after.ctime_nsec(), after.len()), || {
+        "it has changed".into()
+    })
 }
 
 /// What would give a guest's file rights on the host is refused, unless it was asked for by name.
@@ -193,12 +209,19 @@ fn privileged_changes_are_refused_unless_asked_for() -> Result<(), Failed> {
         let error = guest.error(SETATTR, file, &change)?;
         let mode = fs::metadata(directory.path("file"))?.permissions().mode() & 0o7777;
         ensure((error == 0, mode == 0o4755) == (allowed, allowed), || format!("setid: {error}, {mode:o}"))?;
-        let device = [&(libc::S_IFCHR | 0o600).to_ne_bytes()[..], &0x103u32.to_ne_bytes(), &[0; 8], &text("null")].concat();
+        let device =
+            [&(libc::S_IFCHR | 0o600).to_ne_bytes()[..], &0x103u32.to_ne_bytes(), &[0; 8], &text("null")]
+                .concat();
         let error = guest.error(MKNOD, ROOT, &device)?;
         // A host that runs tests in a user namespace forbids it, too.
-        ensure(if allowed && host::is_root() { error == 0 || error == libc::EPERM } else { error == libc::EPERM }, || {
-            format!("device: {error}")
-        })?;
+        ensure(
+            if allowed && host::is_root() {
+                error == 0 || error == libc::EPERM
+            } else {
+                error == libc::EPERM
+            },
+            || format!("device: {error}"),
+        )?;
         let attribute = [&[1u8, 0, 0, 0, 0, 0, 0, 0][..], &text("trusted.a"), b"x"].concat();
         let error = guest.error(SETXATTR, file, &attribute)?;
         ensure(allowed || error == libc::EPERM, || format!("attribute: {error}"))?;
@@ -292,7 +315,9 @@ fn more_files_are_known_than_there_are_descriptors() -> Result<(), Failed> {
 fn an_opened_file_is_named_by_its_answer() -> Result<(), Failed> {
     let directory = super::Directory::new()?;
     let mut guest = Guest::new(&directory.0, writable())?;
-    let create = [&(libc::O_RDWR).to_ne_bytes()[..], &(libc::S_IFREG | 0o644).to_ne_bytes(), &[0; 8], &text("new")].concat();
+    let create =
+        [&(libc::O_RDWR).to_ne_bytes()[..], &(libc::S_IFREG | 0o644).to_ne_bytes(), &[0; 8], &text("new")]
+            .concat();
     let (answer, descriptor) = guest.ask(CREATE, ROOT, &create)?;
     let answer = answer.map_err(|error| format!("create: {error}"))?;
     let whole = [&[0; OUT_HEADER][..], &answer].concat();

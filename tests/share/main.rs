@@ -5,8 +5,8 @@
 #[allow(dead_code, reason = "other programs need more of it")]
 mod bed;
 mod by_hand;
-mod mounted;
 mod mount;
+mod mounted;
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -13,10 +13,10 @@ use std::thread::JoinHandle;
 
 use harness::{Failed, Need};
 use vellum::sandbox::Mode;
+use vellum::share::Config;
 use vellum::share::fuse::{Header, IN_HEADER, READ, RELEASE, TRANSFER, Transfer, WRITE, opened, out_header};
 use vellum::share::process::{Client, open_root};
 use vellum::share::server::{MOST_ANSWER, MOST_WRITE};
-use vellum::share::Config;
 use vellum::sys::host;
 
 /// What mounting takes.
@@ -40,11 +40,21 @@ impl Mount {
     pub fn new(shared: &Path, path: PathBuf, config: Config) -> Result<Self, Failed> {
         let client = Client::start(&open_root(shared)?, config, None, Mode::On)?;
         let fuse = File::options().read(true).write(true).open("/dev/fuse")?;
-        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions", fuse.as_raw_fd());
-        let [source, target, kind, options] = ["vellum", path.to_str().ok_or("a path")?, "fuse", &options].map(|text| CString::new(text).expect("no zero byte"));
+        let options = format!(
+            "fd={},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions",
+            fuse.as_raw_fd()
+        );
+        let [source, target, kind, options] = ["vellum", path.to_str().ok_or("a path")?, "fuse", &options]
+            .map(|text| CString::new(text).expect("no zero byte"));
         // SAFETY: strings that end in a zero.
         let mounted = unsafe {
-            libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), libc::MS_NOSUID | libc::MS_NODEV, options.as_ptr().cast())
+            libc::mount(
+                source.as_ptr(),
+                target.as_ptr(),
+                kind.as_ptr(),
+                libc::MS_NOSUID | libc::MS_NODEV,
+                options.as_ptr().cast(),
+            )
         };
         if mounted != 0 {
             return Err(format!("mount: {}", std::io::Error::last_os_error()).into());
@@ -70,17 +80,22 @@ fn serve(mut fuse: File, client: &Client) {
     loop {
         let len = match fuse.read(&mut request) {
             Ok(len) => len,
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINTR | libc::EAGAIN)) => continue,
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINTR | libc::EAGAIN)) => {
+                continue;
+            }
             Err(_) => return,
         };
         let bytes = &request[..len];
-        let header = Header::parse(bytes.first_chunk().expect("the kernel sends whole headers"), len).expect("the kernel's");
-        let transfer = |at: usize| Transfer::parse(bytes[at..at + TRANSFER].try_into().expect("whole arguments"));
+        let header = Header::parse(bytes.first_chunk().expect("the kernel sends whole headers"), len)
+            .expect("the kernel's");
+        let transfer =
+            |at: usize| Transfer::parse(bytes[at..at + TRANSFER].try_into().expect("whole arguments"));
         let (data, extra) = match header.opcode {
             READ => {
                 let Transfer { fh, offset, size } = transfer(IN_HEADER);
                 let mut data = vec![0; size as usize];
-                let read = files.get(&fh).ok_or(libc::EBADF).and_then(|file| read_all(file, &mut data, offset));
+                let read =
+                    files.get(&fh).ok_or(libc::EBADF).and_then(|file| read_all(file, &mut data, offset));
                 (read.map(|len| data[..len].to_vec()), None)
             }
             WRITE => {
@@ -97,7 +112,9 @@ fn serve(mut fuse: File, client: &Client) {
                     files.insert(fh, descriptor.into());
                 }
                 if opcode == RELEASE {
-                    files.remove(&u64::from_ne_bytes(bytes[IN_HEADER..IN_HEADER + 8].try_into().expect("8 bytes")));
+                    files.remove(&u64::from_ne_bytes(
+                        bytes[IN_HEADER..IN_HEADER + 8].try_into().expect("8 bytes"),
+                    ));
                 }
                 (Ok(Vec::new()), Some(len))
             }

@@ -48,7 +48,9 @@ fn files_are_made_changed_renamed_and_removed() -> Result<(), Failed> {
         fs::set_permissions(&a, fs::Permissions::from_mode(0o640))?;
         fs::rename(&a, &b)?;
         ensure(fs::read(both.here.path("dir/b"))? == b"one", || "the host does not see it".into())?;
-        ensure(fs::metadata(both.here.path("dir/b"))?.permissions().mode() & 0o777 == 0o640, || "its mode".into())?;
+        ensure(fs::metadata(both.here.path("dir/b"))?.permissions().mode() & 0o777 == 0o640, || {
+            "its mode".into()
+        })?;
         fs::hard_link(&b, both.path("c"))?;
         ensure(fs::metadata(both.path("c"))?.nlink() == 2, || "it has one link".into())?;
         symlink("dir/b", both.path("link"))?;
@@ -62,7 +64,9 @@ fn files_are_made_changed_renamed_and_removed() -> Result<(), Failed> {
         file.set_times(times)?;
         drop(file);
         let seen = fs::metadata(both.here.path("c"))?;
-        ensure((seen.mtime(), seen.mtime_nsec()) == (5, 6), || format!("{}.{}", seen.mtime(), seen.mtime_nsec()))?;
+        ensure((seen.mtime(), seen.mtime_nsec()) == (5, 6), || {
+            format!("{}.{}", seen.mtime(), seen.mtime_nsec())
+        })?;
         // A file without a name is used on.
         let mut open = File::options().read(true).write(true).open(both.path("c"))?;
         fs::remove_file(both.path("c"))?;
@@ -74,7 +78,9 @@ fn files_are_made_changed_renamed_and_removed() -> Result<(), Failed> {
         ensure(text == "ONE tw", || text.clone())?;
         open.set_permissions(fs::Permissions::from_mode(0o600))?;
         drop(open);
-        ensure(fs::read(both.path("link")).is_err_and(|error| error.kind() == ErrorKind::NotFound), || "it is there".into())?;
+        ensure(fs::read(both.path("link")).is_err_and(|error| error.kind() == ErrorKind::NotFound), || {
+            "it is there".into()
+        })?;
         ensure(fs::remove_dir(both.path("nothing")).is_err(), || "nothing is removed".into())?;
         fs::remove_dir(both.path("dir"))?;
         fs::remove_file(both.path("link"))?;
@@ -100,8 +106,11 @@ fn all_entries_of_a_directory_are_listed_once() -> Result<(), Failed> {
         }
         // Their types, too.
         fs::create_dir(both.path("z"))?;
-        let kind = fs::read_dir(&both.mount.path)?.find_map(|entry| entry.ok().filter(|entry| entry.file_name() == "z"));
-        ensure(kind.is_some_and(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())), || "a directory".into())?;
+        let kind = fs::read_dir(&both.mount.path)?
+            .find_map(|entry| entry.ok().filter(|entry| entry.file_name() == "z"));
+        ensure(kind.is_some_and(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())), || {
+            "a directory".into()
+        })?;
     }
     Ok(())
 }
@@ -162,7 +171,9 @@ fn a_file_holds_what_was_written_to_it() -> Result<(), Failed> {
                             count => read += count,
                         }
                     }
-                    let due = model.get((at as usize).min(model.len())..(at as usize + len).min(model.len())).unwrap_or(&[]);
+                    let due = model
+                        .get((at as usize).min(model.len())..(at as usize + len).min(model.len()))
+                        .unwrap_or(&[]);
                     ensure(&data[..read] == due, || format!("{cache:?}, step {step}: {len} bytes at {at}"))?;
                 }
                 7 => {
@@ -203,7 +214,12 @@ fn a_tree_of_names_is_what_the_host_would_have_made_of_it() -> Result<(), Failed
                 let (one, other) = (root.join(&one), root.join(&other));
                 let done = match what {
                     0 | 1 => fs::create_dir(one),
-                    2 => File::options().create_new(true).write(true).mode(0o644).open(one).and_then(|mut file| file.write_all(&[step as u8])),
+                    2 => File::options()
+                        .create_new(true)
+                        .write(true)
+                        .mode(0o644)
+                        .open(one)
+                        .and_then(|mut file| file.write_all(&[step as u8])),
                     3 => fs::rename(one, other),
                     4 => fs::remove_file(one),
                     5 => fs::remove_dir(one),
@@ -213,7 +229,9 @@ fn a_tree_of_names_is_what_the_host_would_have_made_of_it() -> Result<(), Failed
                 done.map_err(|error| error.raw_os_error().unwrap_or(0))
             };
             let (mounted, direct) = (act(&both.mount.path), act(&plain.0));
-            ensure(mounted == direct, || format!("{cache:?}, step {step}: {what} {one} {other}: {mounted:?}, not {direct:?}"))?;
+            ensure(mounted == direct, || {
+                format!("{cache:?}, step {step}: {what} {one} {other}: {mounted:?}, not {direct:?}")
+            })?;
         }
         let (mounted, here, direct) = (tree(&both.mount.path)?, tree(&both.here.0)?, tree(&plain.0)?);
         ensure(mounted == direct && here == direct, || format!("{cache:?}: {mounted:?}\n{direct:?}"))?;

@@ -212,8 +212,8 @@ pub trait VirtioDevice: Send {
     /// Its machine has come from another process, and runs here from now on: tells the world, where that has to know.
     fn arrived(&mut self) {}
 
-    /// Why its machine can be neither saved nor moved, if it cannot.
-    fn stays(&self) -> Option<&'static str> {
+    /// Why its machine can be neither saved nor moved, if it cannot; with the key of its kind.
+    fn stays(&self) -> Option<(&'static str, &'static str)> {
         None
     }
 

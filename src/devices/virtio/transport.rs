@@ -181,6 +181,11 @@ impl Transport {
         self.lock().device.retake()
     }
 
+    /// Why the machine can be neither saved nor moved because of this device.
+    pub fn stays(&self) -> Option<(&'static str, &'static str)> {
+        self.lock().device.stays()
+    }
+
     /// The machine has come from another process.
     pub fn arrived(&self) {
         self.lock().device.arrived();

@@ -18,7 +18,8 @@ struct Directory(PathBuf);
 impl Directory {
     fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let name = format!("vellum-fuzz-share-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let name =
+            format!("vellum-fuzz-share-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let path = std::env::temp_dir().join(name);
         fs::create_dir_all(path.join("shared/d")).unwrap();
         fs::write(path.join("outside"), "untouched").unwrap();

@@ -177,7 +177,9 @@ pub enum FsError {
     #[error("tag '{0}' has {len} bytes: 1 to {TAG} fit, as in DIR:data", len = .0.len())]
     Tag(String),
     /// Whoever serves it would be root.
-    #[error("directory {0} belongs to root, and so its server would act as root: user=UID:GID names somebody else, as-root allows it")]
+    #[error(
+        "directory {0} belongs to root, and so its server would act as root: user=UID:GID names somebody else, as-root allows it"
+    )]
     Root(PathBuf),
     /// Somebody else is asked for by who may not become that.
     #[error("directory {0}: user=: only root may act as somebody else; leave it out")]
@@ -316,8 +318,8 @@ impl VirtioDevice for Fs {
         self.worker.as_mut().map_or(Ok(None), |worker| worker.take(patience))
     }
 
-    fn stays(&self) -> Option<&'static str> {
-        Some("what its guest has open of a directory is here alone")
+    fn stays(&self) -> Option<(&'static str, &'static str)> {
+        Some((KIND.key, "what its guest has open of a directory is here alone"))
     }
 
     fn save(&self) -> DeviceState {

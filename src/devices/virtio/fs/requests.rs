@@ -127,9 +127,12 @@ impl Work for Requests {
         // Without a header there is nobody to answer.
         let Some(header) = Header::parse(&bytes, total) else { return 0 };
         begins(Asked(header.opcode));
-        let fail = |writable: &mut Slices<'_>, error| writable.write(&out_header(0, error, header.unique)) as u32;
+        let fail =
+            |writable: &mut Slices<'_>, error| writable.write(&out_header(0, error, header.unique)) as u32;
         if let fuse::READ | fuse::WRITE = header.opcode {
-            let Some(transfer) = readable.read_array::<TRANSFER>() else { return fail(writable, libc::EINVAL) };
+            let Some(transfer) = readable.read_array::<TRANSFER>() else {
+                return fail(writable, libc::EINVAL);
+            };
             let transfer = Transfer::parse(&transfer);
             if header.opcode == fuse::WRITE {
                 return match self.write(transfer, readable) {
