@@ -51,7 +51,7 @@ impl Server {
             Request::Create { flags, mode, name } => return self.create(header, name, flags, mode, answer),
             Request::Link { node: file, name } => {
                 let (file, directory) = (self.get(file)?, self.get(node)?);
-                fs::linkat(&self.proc, &name_of(&file), &*directory, name, AtFlags::SYMLINK_FOLLOW)
+                fs::linkat(&self.proc, name_of(&file), &*directory, name, AtFlags::SYMLINK_FOLLOW)
                     .map_err(errno)?;
                 self.enter(&directory, node, name, answer)?;
             }
@@ -61,11 +61,11 @@ impl Server {
             Request::SetXattr { name, value, flags } => {
                 self.may_set(name)?;
                 let flags = XattrFlags::from_bits(flags).ok_or(libc::EINVAL)?;
-                fs::setxattr(&path_of(&*self.get(node)?), name, value, flags).map_err(errno)?;
+                fs::setxattr(path_of(&*self.get(node)?), name, value, flags).map_err(errno)?;
             }
             Request::RemoveXattr { name } => {
                 self.may_set(name)?;
-                fs::removexattr(&path_of(&*self.get(node)?), name).map_err(errno)?;
+                fs::removexattr(path_of(&*self.get(node)?), name).map_err(errno)?;
             }
             _ => return Err(libc::ENOSYS),
         }
@@ -179,7 +179,7 @@ impl Server {
         let fh = has(change::FH).then_some(to.fh);
         if has(change::MODE) {
             let mode = self.mode(to.mode)?;
-            fs::chmodat(&self.proc, &name_of(&descriptor), mode, AtFlags::empty()).map_err(errno)?;
+            fs::chmodat(&self.proc, name_of(&descriptor), mode, AtFlags::empty()).map_err(errno)?;
         }
         if has(change::UID) || has(change::GID) {
             let uid = has(change::UID).then(|| Uid::from_raw(to.uid));
@@ -206,7 +206,7 @@ impl Server {
                 last_access: time(to.atime, change::ATIME, change::ATIME_NOW),
                 last_modification: time(to.mtime, change::MTIME, change::MTIME_NOW),
             };
-            fs::utimensat(&self.proc, &name_of(&descriptor), &times, AtFlags::empty()).map_err(errno)?;
+            fs::utimensat(&self.proc, name_of(&descriptor), &times, AtFlags::empty()).map_err(errno)?;
         }
         self.attr(node, fh, answer)
     }

@@ -23,7 +23,7 @@ impl Server {
             Request::OpenDir => {
                 let descriptor = self.nodes.get(node).map_err(errno)?;
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-                let directory = fs::openat(&self.proc, &name_of(&descriptor), flags, Mode::empty());
+                let directory = fs::openat(&self.proc, name_of(&descriptor), flags, Mode::empty());
                 let fh = self.keep(Handle::Directory(directory.map_err(errno)?))?;
                 let cached = self.config.cache == Cache::Always;
                 answer.opened(fh, if cached { open::KEEP_CACHE | open::CACHE_DIR } else { 0 });
@@ -82,7 +82,7 @@ impl Server {
             // To open one would have an effect on the host. The guest has its own.
             _ => return Err(libc::EACCES),
         }
-        fs::openat(&self.proc, &name_of(&descriptor), flags, Mode::empty()).map_err(errno)
+        fs::openat(&self.proc, name_of(&descriptor), flags, Mode::empty()).map_err(errno)
     }
 
     /// What of `flags` a file is opened with.
@@ -150,9 +150,9 @@ impl Server {
             let entry = match entry {
                 Ok(entry) => entry,
                 Err(Errno::INTR) => continue,
-                Err(error) => return if answer.len() > 0 { Ok(()) } else { Err(errno(error)) },
+                Err(error) => return if answer.size() > 0 { Ok(()) } else { Err(errno(error)) },
             };
-            let before = answer.len();
+            let before = answer.size();
             let (name, next) = (entry.file_name(), entry.next_entry_cookie());
             let mut found = None;
             if plus {
@@ -166,7 +166,7 @@ impl Server {
             // The type of a file is in its entry as in its mode (IFTODT).
             let kind = entry.file_type().as_raw_mode() >> 12;
             answer.dirent(entry.ino(), next, kind, name.to_bytes());
-            if answer.len() > most {
+            if answer.size() > most {
                 answer.truncate(before);
                 if let Some(node) = found {
                     self.nodes.forget(node, 1);

@@ -482,7 +482,7 @@ impl Answer {
     }
 
     /// Bytes behind the header.
-    pub fn len(&self) -> usize {
+    pub fn size(&self) -> usize {
         self.bytes.len() - OUT_HEADER
     }
 
@@ -498,7 +498,7 @@ impl Answer {
         if error != 0 {
             self.bytes.truncate(OUT_HEADER);
         }
-        let header = out_header(self.len(), error, unique);
+        let header = out_header(self.size(), error, unique);
         self.bytes[..OUT_HEADER].copy_from_slice(&header);
         self.expected = true;
     }
@@ -568,7 +568,7 @@ impl Answer {
         self.u64s([ino, next]);
         self.u32s([name.len() as u32, kind]);
         self.raw(name);
-        self.bytes.resize(OUT_HEADER + self.len().next_multiple_of(8), 0);
+        self.bytes.resize(OUT_HEADER + self.size().next_multiple_of(8), 0);
     }
 }
 
@@ -618,7 +618,7 @@ mod tests {
             let mut answer = Answer::default();
             answer.begin();
             write(&mut answer, valid);
-            answer.len()
+            answer.size()
         };
         assert_eq!(size(|answer, valid| answer.entry(1, &Attributes::default(), valid)), 128);
         assert_eq!(size(|answer, valid| answer.attr(&Attributes::default(), valid)), 104);

@@ -117,7 +117,7 @@ impl Nodes {
     }
 
     /// How many there are.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.nodes.len()
     }
 
@@ -369,7 +369,7 @@ mod tests {
         nodes.forget(a, 1);
         assert!(nodes.get(files[0]).is_ok());
         files.iter().for_each(|&file| nodes.forget(file, 1));
-        assert_eq!(nodes.len(), 1);
+        assert_eq!(nodes.count(), 1);
         fs::remove_dir_all(&path).unwrap();
     }
 

@@ -1,9 +1,6 @@
 //! The server of a shared directory, as the process that it is. What a guest's kernel would do with it this host's does: it mounts the
 //! directory by /dev/fuse. Requests that no kernel makes are made by hand.
 
-#[path = "../bed/mod.rs"]
-#[allow(dead_code, reason = "other programs need more of it")]
-mod bed;
 mod by_hand;
 mod mount;
 mod mounted;
