@@ -164,7 +164,8 @@ fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
     let descriptors: Vec<_> = descriptors.map(AsFd::as_fd).collect();
     machine.ask_with(&asked, &descriptors).map_err(failure)?;
     let (point, us) = written(args, name, &mut events, &mut machine)?;
-    let (present, zero, full) = (point.present, point.zero, point.full);
+    let (present, zero) = (point.present, point.zero);
+    let kind = kind(&point, store.newest());
     let number = match store.add(&files, point) {
         Ok(number) => number,
         Err(error) => {
@@ -181,13 +182,29 @@ fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
             None => "it stands still".into(),
         };
         let size = short_size(present * PAGE_SIZE);
-        let kind = if full { "whole" } else { "what has changed" };
         let dir = dir.display();
         print(format_args!(
             "point {number} of {dir}, {kind}: {present} pages ({size}), {zero} zero; {stood}\n"
         ))?;
     }
     Ok(Exit::PowerOff)
+}
+
+/// What `point` has, in words, and what following the guest has cost it; `before` is when the point before was taken.
+fn kind(point: &Point, before: Option<u64>) -> String {
+    match before {
+        None => "whole".into(),
+        Some(_) if point.full => {
+            "whole, because nobody has followed who writes since the point before".into()
+        }
+        Some(before) => {
+            let seconds = point.taken.saturating_sub(before) as f64 / 1e9;
+            let faults = point.present + point.zero;
+            format!(
+                "what has changed in {seconds:.1} s, for {faults} or more faults of the guest's on pages that it wrote to"
+            )
+        }
+    }
 }
 
 /// Waits until it is written; what the list is to say of it, and how long the guest stood still.

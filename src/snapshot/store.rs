@@ -99,6 +99,11 @@ impl Store {
         &self.manifest.chain
     }
 
+    /// When the newest point was taken, in nanoseconds since 1970, where there is one.
+    pub fn newest(&self) -> Option<u64> {
+        self.manifest.points.last().map(|point| point.taken)
+    }
+
     /// The number of the point that comes next.
     pub fn next(&self) -> u32 {
         self.manifest.points.last().map_or(0, |point| point.number + 1)

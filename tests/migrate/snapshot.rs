@@ -149,7 +149,10 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
         succeeds(&home.migrate("here", "there", "--downtime 1s --timeout 3s,then=force")?)?;
         ends_with(here, 15)?;
         let line = format!("snapshot there {} --follow --downtime 1s --timeout 3s", dir.display());
-        succeeds(&home.vellum(&line)?)?;
+        let output = home.vellum(&line)?;
+        succeeds(&output)?;
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        ensure(said.contains("whole, because nobody has followed"), || said.clone())?;
         succeeds(&home.vellum("snapshot end there")?)?;
         succeeds(&home.vellum(&line)?)?;
         ensure(kinds(5)? == [true, true], || format!("{:?}", kinds(5)))?;
