@@ -57,6 +57,8 @@ pub fn examine() -> Diagnosis {
     let kvm = kvm::open();
     let mut checks = vec![node(&kvm)];
     checks.extend(kvm.as_ref().ok().map(capabilities));
+    #[cfg(target_arch = "aarch64")]
+    checks.extend(kvm.as_ref().ok().and_then(|kvm| Some(stage2(&super::stage2::examine(kvm).ok()?))));
     checks.push(module(&facts));
     checks.extend(hugepages::sizes().into_iter().map(huge_pages));
     checks.extend([thp(&facts), userfaultfd(), locked_memory(), tun(), seccomp(), landlock()]);
@@ -115,6 +117,21 @@ fn without_path(name: &str, unusable: &kvm::Unusable) -> Check {
     let problem = unusable.problem.to_string();
     let found = problem.strip_prefix(name).unwrap_or(&problem).trim_start_matches([' ', ':']);
     Check::fail(name, found, &unusable.remedy)
+}
+
+#[cfg(target_arch = "aarch64")]
+fn stage2(found: &super::stage2::Stage2) -> Check {
+    let host = match found.vhe {
+        Some(true) => "VHE",
+        Some(false) => "nVHE",
+        None => "VHE or nVHE, which this kernel does not show",
+    };
+    let gics = found.gics.join(", ");
+    let text = format!("{host}; guest-physical addresses of {} bits; {gics}", found.bits);
+    if found.gics.is_empty() {
+        return Check::warn("stage 2", text, "without a GIC in KVM no Linux guest runs");
+    }
+    Check::ok("stage 2", text)
 }
 
 fn capabilities(kvm: &Kvm) -> Check {

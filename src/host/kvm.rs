@@ -274,7 +274,7 @@ pub fn offer(kvm: &Kvm) -> Offer {
     let mut descriptions: Vec<String> =
         missing().map(|capability| format!("{} (no {})", capability.name, capability.without)).collect();
     if ring == 0 {
-        descriptions.push("DIRTY_LOG_RING (no dirty ring; Linux 5.11 has it, on Arm 6.1)".into());
+        descriptions.push("DIRTY_LOG_RING (no dirty ring; Linux 5.11 has it, on Arm 6.2)".into());
     }
     Offer {
         present: CAPABILITIES.len() - missing().count() + usize::from(ring > 0),

@@ -10,6 +10,8 @@ pub mod facts;
 pub mod hugepages;
 pub mod idle;
 pub mod kvm;
+#[cfg(target_arch = "aarch64")]
+mod stage2;
 mod sysfs;
 pub mod topology;
 

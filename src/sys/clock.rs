@@ -23,3 +23,14 @@ pub fn realtime() -> Duration {
     // A host that believes to be before 1970 has no time yet.
     Duration::new(now.tv_sec.max(0) as u64, now.tv_nsec.unsigned_abs() as u32)
 }
+
+/// Ticks per second of Arm's generic timer, whose counter programs and guests read alike (CNTFRQ_EL0).
+#[cfg(target_arch = "aarch64")]
+pub fn counter_hz() -> u64 {
+    let hz: u64;
+    // SAFETY: the register can be read at EL0 on Linux and has no side effects.
+    unsafe {
+        std::arch::asm!("mrs {hz}, cntfrq_el0", hz = out(reg) hz, options(nomem, nostack, preserves_flags))
+    };
+    hz
+}

@@ -12,6 +12,8 @@ pub mod host;
 pub mod identity;
 pub mod kick;
 pub mod kvm;
+#[cfg(target_arch = "aarch64")]
+pub mod kvm_device;
 #[cfg(target_arch = "x86_64")]
 pub mod kvm_vcpu;
 pub mod mmap;

@@ -8,12 +8,10 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
+use crate::architecture::Architecture;
 use crate::cache::Cache;
 use crate::debian::{self, Archive};
 use crate::{Error, Result, tool};
-
-/// The target of `.cargo/config.toml`, whose programs are static. It is named here too, because cargo lets CARGO_BUILD_TARGET win.
-pub const TARGET: &str = "x86_64-unknown-linux-musl";
 
 /// The workspace that this laboratory was built from.
 pub fn workspace() -> PathBuf {
@@ -53,10 +51,15 @@ pub fn build(arguments: &[&str]) -> Result<Vec<Executable>> {
     executables(Command::new(cargo()).args(arguments))
 }
 
-/// Runs cargo with `arguments` for [`TARGET`] in the profile for beds; gives the executables.
+/// Runs cargo with `arguments` for static programs of x86-64 in the profile for beds; gives the executables.
 pub fn build_static(arguments: &[&str]) -> Result<Vec<Executable>> {
+    build_for(Architecture::X86, arguments)
+}
+
+/// The same for `architecture`.
+pub fn build_for(architecture: Architecture, arguments: &[&str]) -> Result<Vec<Executable>> {
     let mut command = Command::new(cargo());
-    command.args(arguments).args(["--profile", "bed", "--quiet", "--target", TARGET]);
+    command.args(arguments).args(["--profile", "bed", "--quiet", "--target", architecture.target()]);
     executables(&mut command)
 }
 
@@ -100,9 +103,14 @@ pub struct Programs {
 }
 
 impl Programs {
-    /// Builds them.
+    /// Builds them for hosts of x86-64.
     pub fn build() -> Result<Self> {
-        let built = build_static(&["build", "--package", "vellum", "--package", "lab", "--bins"])?;
+        Self::build_for(Architecture::X86)
+    }
+
+    /// Builds them for hosts of `architecture`.
+    pub fn build_for(architecture: Architecture) -> Result<Self> {
+        let built = build_for(architecture, &["build", "--package", "vellum", "--package", "lab", "--bins"])?;
         let path = |name: &str| {
             let found = built.iter().find(|program| program.name == name).map(|program| program.path.clone());
             found.ok_or_else(|| Error::Usage(format!("cargo built no program called {name}")))
@@ -116,15 +124,29 @@ impl Programs {
 pub struct Kernel {
     /// `linux-image-6.1.0-56-cloud-amd64 6.1.192-2`: what stands in reports.
     pub package: String,
-    /// The bzImage.
+    /// The bzImage, or the Image.
     pub image: PathBuf,
     modules: PathBuf,
 }
 
-/// Debian's cloud kernels by version: the metapackage, where its suites are.
-const CLOUD: [(&str, &str); 2] =
-    [("6.1", "linux-image-cloud-amd64"), ("6.12", "linux-image-6.12-cloud-amd64")];
+/// Debian's cloud kernels by version: the metapackage but for the architecture, where its suites are.
+const CLOUD: [(&str, &str); 2] = [("6.1", "linux-image-cloud"), ("6.12", "linux-image-6.12-cloud")];
 const BOOKWORM: &[&str] = &["bookworm", "bookworm-security"];
+
+/// Debian's static busybox for `architecture`, fetched if need be: this machine's own may be of another one.
+pub fn busybox(cache: &Cache, architecture: Architecture) -> Result<PathBuf> {
+    let record = format!("busybox-{}", architecture.debian());
+    let package = debian::recorded(cache, &record, || {
+        Archive::open(cache, architecture, BOOKWORM)?.resolve("busybox-static")
+    })?;
+    let name = format!("debian/{}_{}_{}", package.name, package.version, architecture.debian());
+    let tree = cache.entry(&name, |dir| {
+        let deb = Archive::open(cache, architecture, BOOKWORM)?.download(&package, dir)?;
+        debian::unpack(&deb, dir)?;
+        fs::remove_file(&deb).map_err(Error::file("remove", &deb))
+    })?;
+    Ok(tree.join("bin/busybox"))
+}
 
 impl Kernel {
     /// The versions there are.
@@ -132,18 +154,28 @@ impl Kernel {
         CLOUD.iter().map(|(version, _)| *version)
     }
 
-    /// Debian's cloud kernel of that version, fetched if need be.
+    /// Debian's cloud kernel of that version for x86-64, fetched if need be.
     pub fn debian(cache: &Cache, version: &str) -> Result<Self> {
+        Self::debian_for(cache, Architecture::X86, version)
+    }
+
+    /// The same for `architecture`.
+    pub fn debian_for(cache: &Cache, architecture: Architecture, version: &str) -> Result<Self> {
         let (_, meta) = CLOUD.iter().find(|(known, _)| *known == version).ok_or_else(|| {
             Error::Usage(format!("Debian has no cloud kernel {version} here: 6.1 and 6.12 are known"))
         })?;
-        let package = debian::recorded(cache, &format!("linux-{version}"), || {
-            Archive::open(cache, BOOKWORM)?.resolve_meta(meta, "linux-image-")
+        let meta = format!("{meta}-{}", architecture.debian());
+        let record = match architecture {
+            Architecture::X86 => format!("linux-{version}"),
+            Architecture::Arm => format!("linux-{version}-{}", architecture.debian()),
+        };
+        let package = debian::recorded(cache, &record, || {
+            Archive::open(cache, architecture, BOOKWORM)?.resolve_meta(&meta, "linux-image-")
         })?;
         let name = format!("debian/{}_{}", package.name, package.version);
         let tree = cache.entry(&name, |dir| {
             cache.need_mib(400)?;
-            let archive = Archive::open(cache, BOOKWORM)?;
+            let archive = Archive::open(cache, architecture, BOOKWORM)?;
             let deb = archive.download(&package, dir)?;
             debian::unpack(&deb, dir)?;
             fs::remove_file(&deb).map_err(Error::file("remove", &deb))

@@ -12,6 +12,7 @@ use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
+use crate::architecture::Architecture;
 use crate::cache::Cache;
 use crate::{Error, Result, tool};
 
@@ -33,20 +34,25 @@ pub struct Package {
 /// Some suites of Debian, seen through apt.
 pub struct Archive {
     state: PathBuf,
+    architecture: Architecture,
     suites: &'static [&'static str],
 }
 
 impl Archive {
     /// `suites` are read together; the newest version among them wins.
-    pub fn open(cache: &Cache, suites: &'static [&'static str]) -> Result<Self> {
+    pub fn open(cache: &Cache, architecture: Architecture, suites: &'static [&'static str]) -> Result<Self> {
         tool::need("apt-get")?;
-        let state = cache.dir(&format!("apt/{}", suites.join("+")))?;
+        let mut name = format!("apt/{}", suites.join("+"));
+        if architecture != Architecture::X86 {
+            name = format!("{name}-{}", architecture.debian());
+        }
+        let state = cache.dir(&name)?;
         let _lock = cache.lock("apt")?;
         for part in ["lists/partial", "cache/archives/partial"] {
             fs::create_dir_all(state.join(part)).map_err(Error::file("create", state.join(part)))?;
         }
         fs::write(state.join("status"), "").map_err(Error::file("create", state.join("status")))?;
-        let this = Self { state, suites };
+        let this = Self { state, architecture, suites };
         this.refresh()?;
         Ok(this)
     }
@@ -175,6 +181,9 @@ impl Archive {
             format!("Dir::Etc::sourcelist={state}/sources.list"),
             "Dir::Etc::sourceparts=/dev/null".into(),
             // What this machine prefers, pins or has installed is no matter here.
+            // A package of the architecture and of none other, whatever this machine is.
+            format!("APT::Architecture={}", self.architecture.debian()),
+            format!("APT::Architectures={}", self.architecture.debian()),
             "APT::Default-Release=".into(),
             "Dir::Etc::preferences=/dev/null".into(),
             "Dir::Etc::preferencesparts=/dev/null".into(),

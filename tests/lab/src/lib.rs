@@ -9,6 +9,7 @@
 //! The laboratory depends on `vellum`, never the reverse, and nothing here runs under plain `cargo test` except unit
 //! tests: no network, no emulator, no installation.
 
+pub mod architecture;
 pub mod artifacts;
 pub mod bed;
 pub mod cache;

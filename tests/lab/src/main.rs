@@ -243,7 +243,7 @@ fn shipped(text: &str) -> std::result::Result<(PathBuf, String), String> {
 impl Host {
     fn request(self, cache: &Cache, bed: Emulated) -> Result<Request> {
         let kernel = if Kernel::versions().any(|version| version == self.kernel) {
-            HostKernel::Debian(Kernel::debian(cache, &self.kernel)?)
+            HostKernel::Debian(Kernel::debian_for(cache, bed.architecture(), &self.kernel)?)
         } else {
             let path = PathBuf::from(&self.kernel);
             if !path.is_file() {
@@ -335,7 +335,8 @@ fn run(bed: Emulated, host: Host, out: &Path, command: Vec<String>) -> Result<u8
     let cache = Cache::open()?;
     let mut request = host.request(&cache, bed)?;
     request.commands.push(command);
-    let outcome = bed::run(&cache, &Programs::build()?, &request, pass_on).map_err(named)?;
+    let outcome =
+        bed::run(&cache, &Programs::build_for(bed.architecture())?, &request, pass_on).map_err(named)?;
     outcome.write_files(out)?;
     Ok(u8::try_from(outcome.code()).unwrap_or(1))
 }
@@ -344,7 +345,7 @@ fn shell(bed: Emulated, host: Host) -> Result<()> {
     bed.ready()?;
     let cache = Cache::open()?;
     let request = host.request(&cache, bed)?;
-    bed::shell(&cache, &Programs::build()?, &request)
+    bed::shell(&cache, &Programs::build_for(bed.architecture())?, &request)
 }
 
 fn build_kernel(base: &str, with: &[String], variant: Option<&str>) -> Result<()> {

@@ -8,7 +8,8 @@ use std::process::{Command, Stdio};
 use crate::{Error, Result};
 
 /// Debian's package for each program the laboratory calls.
-const PACKAGES: [(&str, &str); 23] = [
+const PACKAGES: [(&str, &str); 24] = [
+    ("qemu-system-aarch64", "qemu-system-arm"),
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
     ("xz", "xz-utils"),

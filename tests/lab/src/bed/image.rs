@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::{HostKernel, Pace, Request};
-use crate::artifacts::Programs;
+use crate::architecture::Architecture;
+use crate::artifacts::{self, Programs};
+use crate::cache::Cache;
 use crate::initramfs::Initramfs;
 use crate::wire::{JOB_PATH, Job};
 use crate::{Error, Result, tool};
@@ -26,12 +28,21 @@ pub fn busybox() -> Result<PathBuf> {
 }
 
 /// Packs what the host sees. Our programs are in /bin, together with busybox's.
-pub fn pack(dir: &Path, programs: &Programs, request: &Request, shell: bool) -> Result<PathBuf> {
+pub fn pack(
+    cache: &Cache,
+    dir: &Path,
+    programs: &Programs,
+    request: &Request,
+    shell: bool,
+) -> Result<PathBuf> {
     let mut image = Initramfs::new();
     image.copy(&programs.init, "/init")?;
     image.copy(&programs.vellum, "/bin/vellum")?;
     let busybox = busybox()?;
-    image.copy(&busybox, "/bin/busybox")?;
+    match request.bed.architecture() {
+        Architecture::X86 => image.copy(&busybox, "/bin/busybox")?,
+        other => image.copy(&artifacts::busybox(cache, other)?, "/bin/busybox")?,
+    }
     for name in tool::text(Command::new(&busybox).arg("--list"))?.lines().filter(|name| *name != "busybox") {
         image.link(&format!("/bin/{name}"), "busybox");
     }

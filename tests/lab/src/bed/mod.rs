@@ -3,6 +3,7 @@
 //! An [`Emulator`] is all that differs between beds: each is a file of its own and a line in [`BEDS`]. What they share
 //! is [`Request`], [`image`] (the initramfs), and [`run`](self::run()) with the results line and the time limit.
 
+pub mod arm64;
 pub mod image;
 mod request;
 mod run;
@@ -17,13 +18,14 @@ use std::process::Command;
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
 
+use crate::architecture::Architecture;
 use crate::cache::Cache;
 use crate::{Error, Result};
 pub use request::{AT_ONCE, HostKernel, Pace, Request, Wire};
 pub use run::{Outcome, Ran, run, shell};
 
 /// Every emulated host. The first is the one that is meant where none is named.
-pub static BEDS: [Emulated; 2] = [svm::BED, vmx::BED];
+pub static BEDS: [Emulated; 3] = [svm::BED, vmx::BED, arm64::BED];
 
 /// A program that emulates a host with a KVM in it.
 pub trait Emulator: Sync {
@@ -38,6 +40,11 @@ pub trait Emulator: Sync {
 
     /// The programs of this machine that the bed calls.
     fn programs(&self) -> &'static [&'static str];
+
+    /// Its processor's.
+    fn architecture(&self) -> Architecture {
+        Architecture::X86
+    }
 
     /// KVM's modules, where the host's kernel has them as modules.
     fn modules(&self) -> &'static [&'static str];

@@ -118,7 +118,7 @@ pub fn run(
 /// Boots the host once and hears it to its end.
 fn once(cache: &Cache, programs: &Programs, request: &Request, watch: impl FnMut(&Frame)) -> Result<Outcome> {
     let scratch = Scratch::new(cache)?;
-    let initrd = image::pack(&scratch.0, programs, request, false)?;
+    let initrd = image::pack(cache, &scratch.0, programs, request, false)?;
     let start = Start { cache, request, initrd: &initrd, dir: &scratch.0 };
     let mut host = Host::start(&start)?;
     host.hear(watch).map_err(|end| last_words(&start, end))
@@ -127,7 +127,7 @@ fn once(cache: &Cache, programs: &Programs, request: &Request, watch: impl FnMut
 /// Boots the host with a shell on this terminal.
 pub fn shell(cache: &Cache, programs: &Programs, request: &Request) -> Result<()> {
     let scratch = Scratch::new(cache)?;
-    let initrd = image::pack(&scratch.0, programs, request, true)?;
+    let initrd = image::pack(cache, &scratch.0, programs, request, true)?;
     let mut command = request.bed.shell(&Start { cache, request, initrd: &initrd, dir: &scratch.0 })?;
     eprintln!("lab: Ctrl-A X ends the host at once; `exit` does it properly");
     let status = spawn(&mut command)?.wait().map_err(Error::file("wait for", command.get_program()))?;

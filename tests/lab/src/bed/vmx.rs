@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::{Emulated, Emulator, Pace, Ports, Request, Results, Start, image};
+use crate::architecture::Architecture;
 use crate::cache::Cache;
 use crate::debian::{self, Archive};
 use crate::{Error, Result, doctor, tool};
@@ -131,12 +132,14 @@ impl Bochs {
     /// Fetched and built if need be.
     fn get(cache: &Cache) -> Result<Self> {
         Vmx.ready()?;
-        let package = debian::recorded(cache, "bochs", || Archive::open(cache, SUITE)?.resolve("bochs"))?;
+        let package = debian::recorded(cache, "bochs", || {
+            Archive::open(cache, Architecture::X86, SUITE)?.resolve("bochs")
+        })?;
         let built = cache.entry(&format!("bochs/{}", package.version), |out| {
             cache.need_mib(600)?;
             let source = out.join("source");
             fs::create_dir(&source).map_err(Error::file("create", &source))?;
-            let tarball = Archive::open(cache, SUITE)?.download_source("bochs", out)?;
+            let tarball = Archive::open(cache, Architecture::X86, SUITE)?.download_source("bochs", out)?;
             tool::output(
                 Command::new("tar")
                     .arg("-xf")
@@ -152,7 +155,7 @@ impl Bochs {
             fs::remove_dir_all(&source).map_err(Error::file("remove", &source))
         })?;
         let data = cache.entry("bochs/data", |out| {
-            let archive = Archive::open(cache, SUITE)?;
+            let archive = Archive::open(cache, Architecture::X86, SUITE)?;
             for name in DATA {
                 let deb = archive.download(&archive.resolve(name)?, out)?;
                 debian::unpack(&deb, out)?;

@@ -145,6 +145,7 @@ fn load(path: &str, parameters: &[String]) -> io::Result<()> {
 /// Machines that stay, so that the kernel patches its own code once, now, and not whenever a first machine comes or a last
 /// one goes, under running CPUs: QEMU may go on with code that is there no more (`lab::bed::svm`). The keys are
 /// preempt_notifier_key in the scheduler, and KVM's apic_hw_disabled, apic_sw_disabled and kvm_has_noapic_vcpu.
+#[cfg(target_arch = "x86_64")]
 #[expect(clippy::disallowed_methods, reason = "neither of them has memory")]
 fn hold_kvm() -> io::Result<()> {
     const APIC_ENABLED: u64 = 1 << 11;
@@ -158,6 +159,12 @@ fn hold_kvm() -> io::Result<()> {
     let without = kvm.create_vm()?;
     let other = without.create_vcpu(0)?;
     std::mem::forget((with_apic, vcpu, without, other));
+    Ok(())
+}
+
+/// Only the processors of x86-64 have code patched under them that QEMU then goes on with.
+#[cfg(not(target_arch = "x86_64"))]
+fn hold_kvm() -> io::Result<()> {
     Ok(())
 }
 

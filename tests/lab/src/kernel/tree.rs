@@ -16,6 +16,7 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 
 use super::Base;
+use crate::architecture::Architecture;
 use crate::cache::{Cache, digest};
 use crate::debian::{self, Archive, Package};
 use crate::{Error, Result, tool};
@@ -48,7 +49,7 @@ impl Tree {
         let source = cache.entry(&format!("{key}/source"), |dir| {
             // The sources take 1.2 GiB and an object directory half of that.
             cache.need_mib(4096)?;
-            let deb = Archive::open(cache, base.suites)?.download(&package, dir)?;
+            let deb = Archive::open(cache, Architecture::X86, base.suites)?.download(&package, dir)?;
             eprintln!("lab: unpacking {} {}", package.name, package.version);
             let script = format!(
                 "set -o pipefail; dpkg-deb --fsys-tarfile '{}' | tar -xO ./usr/src/{}.tar.xz | tar -xJ --strip-components=1",
@@ -66,7 +67,7 @@ impl Tree {
         match base.frozen {
             Some(version) => Ok(Package { name: base.package.into(), version: version.into() }),
             None => debian::recorded(cache, base.package, || {
-                Archive::open(cache, base.suites)?.resolve(base.package)
+                Archive::open(cache, Architecture::X86, base.suites)?.resolve(base.package)
             }),
         }
     }

@@ -11,6 +11,7 @@ use harness::record;
 use super::programs::{self, Place};
 use super::tally::Tally;
 use super::{Bed, HUGEPAGES, Options, here};
+use crate::architecture::Architecture;
 use crate::artifacts::{self, Executable, Kernel, Programs};
 use crate::bed::{self, Emulated, HostKernel, Pace, Request, Wire, svm};
 use crate::cache::Cache;
@@ -24,7 +25,8 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
     // The laboratory's own promises come first: what follows relies on them.
     here::promises(bed, options, tally)?;
     let cache = Cache::open()?;
-    let kernel = Kernel::debian(&cache, "6.1")?;
+    let architecture = bed.architecture();
+    let kernel = Kernel::debian_for(&cache, architecture, "6.1")?;
     let host = |npt| {
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
         (request.bed, request.second_stage) = (bed, npt);
@@ -35,7 +37,7 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
         (bed.mode(npt), request)
     };
     let hosts = modes(options).into_iter().map(host).collect();
-    run(&cache, (bed.name(), hosts), &programs::built_for(Place::Kvm)?, &[], &options.arguments, tally)
+    run(&cache, (bed.name(), hosts), &programs::built_on(architecture)?, &[], &options.arguments, tally)
 }
 
 /// Every test of a Linux guest, with both of Debian's kernels and their ELF images; where the bed was not asked for by name,
@@ -138,7 +140,8 @@ fn run(
     arguments: &[String],
     tally: &mut Tally,
 ) -> Result<()> {
-    let programs = Programs::build()?;
+    let architecture = hosts.first().map_or(Architecture::X86, |(_, request)| request.bed.architecture());
+    let programs = Programs::build_for(architecture)?;
     let tally = Mutex::new(tally);
     // One host keeps one CPU busy.
     side_by_side(&hosts, |(name, request)| {

@@ -9,6 +9,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
+use crate::architecture::Architecture;
 use crate::artifacts::{self, Executable};
 use crate::{Error, Result};
 
@@ -104,11 +105,27 @@ pub fn built_for(place: Place) -> Result<Vec<Executable>> {
     built_at(place, "vellum", "Cargo.toml", artifacts::build_static)
 }
 
+/// Those that run wherever there is a KVM of this architecture, built static for it. Programs with guest code of their own are of x86-64.
+pub fn built_on(architecture: Architecture) -> Result<Vec<Executable>> {
+    match architecture {
+        Architecture::X86 => built_for(Place::Kvm),
+        Architecture::Arm => named_for(architecture, &ON_ARM),
+    }
+}
+
+/// What has no guest code of x86-64's.
+const ON_ARM: [&str; 3] = ["dirty_log", "run", "workload"];
+
 /// These programs of vellum's, built static.
 pub fn named(names: &[&str]) -> Result<Vec<Executable>> {
+    named_for(Architecture::X86, names)
+}
+
+/// The same for `architecture`.
+fn named_for(architecture: Architecture, names: &[&str]) -> Result<Vec<Executable>> {
     let arguments = ["test", "--no-run", "--package", "vellum"].into_iter();
     let arguments: Vec<&str> = arguments.chain(names.iter().flat_map(|name| ["--test", name])).collect();
-    Ok(artifacts::build_static(&arguments)?.into_iter().filter(|program| program.test).collect())
+    Ok(artifacts::build_for(architecture, &arguments)?.into_iter().filter(|program| program.test).collect())
 }
 
 /// The laboratory's own that boot emulated hosts.

@@ -1,0 +1,128 @@
+//! The Image: its header, the forms that it comes in, and where it goes.
+
+use std::io::{self, Read, Seek, SeekFrom};
+use std::ops::Range;
+
+use flate2::read::GzDecoder;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+
+use super::{Error, Image};
+
+/// The header's size, and where its parts are.
+const HEADER: usize = 64;
+const TEXT_OFFSET: usize = 8;
+const IMAGE_SIZE: usize = 16;
+const FLAGS: usize = 24;
+const MAGIC: (usize, &[u8; 4]) = (56, b"ARM\x64");
+/// Bit 0 of the flags: the kernel is big-endian.
+const BIG_ENDIAN: u64 = 1;
+/// An image is loaded at its text offset from a multiple of this.
+const ALIGNMENT: u64 = 2 << 20;
+/// `image_size` of kernels before Linux 3.17 is 0: this much is certainly free behind them.
+const UNSAID: u64 = 16 << 20;
+
+/// A gzip file's first bytes (RFC 1952, 2.3.1).
+const GZIP: [u8; 2] = [0x1f, 0x8b];
+/// A zboot image's (drivers/firmware/efi/libstub/zboot-header.S): "MZ", "zimg", where the payload is, how long it is, and how it is
+/// compressed.
+const ZBOOT: (usize, &[u8; 4]) = (4, b"zimg");
+const PAYLOAD: usize = 8;
+const PAYLOAD_LEN: usize = 12;
+const COMPRESSION: Range<usize> = 24..32;
+
+/// How much is copied at once.
+const CHUNK: usize = 1 << 20;
+
+fn read(source: io::Error) -> Error {
+    Error::Read { image: Image::Kernel, source }
+}
+
+/// Loads the Image that `source` is or has in it into `free`, and returns what it occupies. It is entered at its start.
+pub(super) fn load<M: GuestMemoryBackend>(
+    memory: &M,
+    source: &mut (impl Read + Seek),
+    free: Range<u64>,
+) -> Result<Range<u64>, Error> {
+    source.seek(SeekFrom::Start(0)).map_err(read)?;
+    let mut start = Vec::new();
+    source.by_ref().take(HEADER as u64).read_to_end(&mut start).map_err(read)?;
+    let has = |at: usize, bytes: &[u8]| start.get(at..at + bytes.len()) == Some(bytes);
+    let word =
+        |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|byte| start.get(at + byte).copied().unwrap_or(0)));
+    let unpacked = |error: io::Error| Error::Malformed(format!("it cannot be unpacked: {error}"));
+    if has(0, &GZIP) {
+        source.seek(SeekFrom::Start(0)).map_err(read)?;
+        return place(memory, &mut GzDecoder::new(source), free, unpacked);
+    }
+    if has(0, b"MZ") && has(ZBOOT.0, ZBOOT.1) {
+        let compression = start.get(COMPRESSION).unwrap_or_default();
+        let name = String::from_utf8_lossy(compression).trim_end_matches('\0').to_owned();
+        if name != "gzip" {
+            return Err(Error::Malformed(format!(
+                "a zboot image packed with {name:?}, of which gzip alone is known"
+            )));
+        }
+        source.seek(SeekFrom::Start(word(PAYLOAD).into())).map_err(read)?;
+        let payload = source.take(word(PAYLOAD_LEN).into());
+        return place(memory, &mut GzDecoder::new(payload), free, unpacked);
+    }
+    if !has(MAGIC.0, MAGIC.1) {
+        return Err(Error::NotAKernel { start: start.get(..8).unwrap_or(&start).to_vec() });
+    }
+    source.seek(SeekFrom::Start(0)).map_err(read)?;
+    place(memory, source, free, read)
+}
+
+/// Copies an Image out of `source`.
+fn place<M: GuestMemoryBackend>(
+    memory: &M,
+    source: &mut impl Read,
+    free: Range<u64>,
+    failed: impl Fn(io::Error) -> Error,
+) -> Result<Range<u64>, Error> {
+    let mut header = [0; HEADER];
+    source.read_exact(&mut header).map_err(&failed)?;
+    let field = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| header[at + byte]));
+    if header[MAGIC.0..MAGIC.0 + MAGIC.1.len()] != *MAGIC.1 {
+        return Err(Error::NotAKernel { start: header[..8].to_vec() });
+    }
+    if field(FLAGS) & BIG_ENDIAN != 0 {
+        return Err(Error::Malformed("it is big-endian".into()));
+    }
+    let (offset, size) = (field(TEXT_OFFSET), field(IMAGE_SIZE));
+    let size = if size == 0 { UNSAID } else { size };
+    if offset >= ALIGNMENT {
+        return Err(Error::Malformed(format!("it wants to be {offset:#x} bytes behind a multiple of 2 MiB")));
+    }
+    let start = free.start.next_multiple_of(ALIGNMENT) + offset;
+    let end = start.saturating_add(size);
+    let refuse = |end| Err(Error::Place { start, end, ram: free.end });
+    if end > free.end {
+        return refuse(end);
+    }
+    let mut at = start;
+    let mut chunk = vec![0; CHUNK];
+    chunk[..HEADER].copy_from_slice(&header);
+    let mut filled = HEADER;
+    loop {
+        // What has been read is written whole chunks at a time: decoders give small pieces.
+        while filled < chunk.len() {
+            match source.read(&mut chunk[filled..]) {
+                Ok(0) => break,
+                Ok(more) => filled += more,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(failed(error)),
+            }
+        }
+        if filled == 0 {
+            break;
+        }
+        let behind = at.saturating_add(filled as u64);
+        if behind > free.end {
+            return refuse(behind);
+        }
+        memory.write_slice(&chunk[..filled], GuestAddress(at)).map_err(|error| Error::Memory(at, error))?;
+        (at, filled) = (behind, 0);
+    }
+    Ok(start..end.max(at))
+}

@@ -1,0 +1,13 @@
+//! Arm's 64-bit architecture: the physical layout, how its kernels are booted, what they are told, and the state of its vCPUs.
+
+pub mod boot;
+pub mod clocks;
+pub mod cpuid;
+mod fdt;
+mod gic;
+pub mod gsi;
+pub mod irqchip;
+pub mod layout;
+pub mod regs;
+pub mod state;
+pub mod tables;

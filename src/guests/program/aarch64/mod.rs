@@ -1,0 +1,426 @@
+//! Workloads without an operating system on Arm: the code, the entries of the page tables it runs on, and the registers it starts
+//! with.
+//!
+//! The code runs at EL1 with the MMU on; it has no stack, no exception vectors and no interrupts, and leaves the guest by a write to the
+//! doorbell page, which no memslot backs.
+
+pub mod tables;
+pub mod touch;
+
+use std::mem::offset_of;
+
+use kvm_bindings::KVM_ARM_VCPU_POWER_OFF;
+use kvm_ioctls::VcpuFd;
+
+use crate::arch::cpuid::Setup;
+use crate::arch::regs::{MAIR_EL1, PC, PSTATE, PSTATE_EL1H, SCTLR_EL1, TCR_EL1, TTBR0_EL1, set, x};
+use crate::guests::control::{BUCKETS, Control, SLICES, SUB_BITS, doorbell, flags, order};
+use crate::guests::program::{Code, Entry};
+use crate::guests::stamp::Stamp;
+use crate::sys::clock;
+use crate::vm::{Error, ioctl};
+
+// The `write` workload. A function of Arm's procedure call standard in everything but its return: x0 holds the control block, and with
+// flags::RETURN it returns to its caller after ringing the doorbell, so that a plain process can run it too.
+//
+//   x0  control block             x4  page index relative to the hot set's end, sequential order
+//   x1  the latest stamp's        x5  accesses left in this pass
+//       writer word               x6  the stamp's writer word at the start of the pass
+//   x2  xorshift state            x7  shuffle state
+//   x3  deadline, counter         x8 to x17  scratch
+std::arch::global_asm!(
+    ".pushsection .rodata.vellum_workload_write, \"a\", %progbits",
+    ".balign 64",
+    ".globl vellum_workload_write",
+    ".globl vellum_workload_write_guest",
+    ".globl vellum_workload_write_end",
+    "vellum_workload_write:",
+    // Nothing that a caller keeps is used, so that a guest, which has no stack, enters at the same place.
+    "vellum_workload_write_guest:",
+    "1:  ldr x2, [x0, {seed}]",
+    "    ldr x1, [x0, {written}]",
+    "    ldr x8, [x0, {writer}]",
+    "    add x1, x1, x8",
+    "    ldr x7, [x0, {shuffle}]",
+    "    mrs x3, cntvct_el0",
+    "    str x3, [x0, {started}]",
+    // One pass.
+    "2:  ldr x5, [x0, {pages}]",
+    "    mov x6, x1",
+    "    mov x4, xzr",
+    "    ldr x8, [x0, {done}]",
+    "    str x8, [x0, {pass_start}]",
+    // One access.
+    "3:  ldr x8, [x0, {stop}]",
+    "    cbnz x8, 80f",
+    "    ldr x16, [x0, {flags}]",
+    "    ldr x15, [x0, {hot_pages}]",
+    "    tst w16, {DRAW}",
+    "    b.eq 5f",
+    "    eor x2, x2, x2, lsl #13",
+    "    eor x2, x2, x2, lsr #7",
+    "    eor x2, x2, x2, lsl #17",
+    // The hot set: decided by the low half, placed by a multiplicative hash of the whole.
+    "    mov w9, w2",
+    "    ldr x10, [x0, {hot_below}]",
+    "    cmp x9, x10",
+    "    b.hs 5f",
+    "    movz x8, #0x7c15",
+    "    movk x8, #0x7f4a, lsl #16",
+    "    movk x8, #0x79b9, lsl #32",
+    "    movk x8, #0x9e37, lsl #48",
+    "    mul x8, x8, x2",
+    "    umulh x14, x8, x15",
+    "    b 7f",
+    // The rest, in its order.
+    "5:  ldr x13, [x0, {pages}]",
+    "    sub x13, x13, x15",
+    "    ldr x8, [x0, {order}]",
+    "    cmp x8, {RANDOM}",
+    "    b.eq 51f",
+    "    b.hi 52f",
+    "    mov x14, x4",
+    "    add x4, x4, #1",
+    "    cmp x4, x13",
+    "    b.lo 6f",
+    "    mov x4, xzr",
+    "    b 6f",
+    "51: movz x8, #0xef95",
+    "    movk x8, #0xde82, lsl #16",
+    "    movk x8, #0x2543, lsl #32",
+    "    movk x8, #0xd134, lsl #48",
+    "    mul x8, x8, x2",
+    "    umulh x14, x8, x13",
+    "    b 6f",
+    "52: ldr x8, [x0, {shuffle_mul}]",
+    "    ldr x9, [x0, {shuffle_add}]",
+    "    madd x7, x7, x8, x9",
+    "    ldr x8, [x0, {shuffle_mask}]",
+    "    and x7, x7, x8",
+    "    cmp x7, x13",
+    "    b.hs 52b",
+    "    mov x14, x7",
+    "6:  add x14, x14, x15",
+    // x14: the page. x13: its address.
+    "7:  ldr x8, [x0, {stride}]",
+    "    ldr x9, [x0, {region}]",
+    "    madd x13, x14, x8, x9",
+    // Read or write: the high half decides.
+    "    lsr x8, x2, #32",
+    "    ldr x9, [x0, {write_below}]",
+    "    cmp x8, x9",
+    "    b.lo 8f",
+    "    ldr x8, [x13]",
+    "    b 70f",
+    // Stamp. The first access to the page is a store: a load would first fault in a page of zeroes to read, and a second fault would have to
+    // break it. x16: when it began; x14: who wrote the page before. Who writes it is stored last, with all that was before it: whoever
+    // sees that sees the rest. Neither reading of the counter is fenced: docs/benchmarks.md says what is timed then.
+    "8:  add x1, x1, #1",
+    "    ldr x9, [x0, {epoch}]",
+    "    ldr x15, [x0, {first_page}]",
+    "    add x15, x15, x14",
+    "    add x17, x13, {s_writer}",
+    "    mov w8, {TIMED}",
+    "    tst w16, w8",
+    "    b.ne 81f",
+    "    str x9, [x13, {s_epoch}]",
+    "    ldr x14, [x17]",
+    "    str x15, [x13, {s_page}]",
+    "    stlr x1, [x17]",
+    "    b 83f",
+    "81: tst w16, {JOURNAL}",
+    "    b.ne 91f",
+    "    mrs x16, cntvct_el0",
+    "    str x9, [x13, {s_epoch}]",
+    "    ldr x14, [x17]",
+    "    str x15, [x13, {s_page}]",
+    "    stlr x1, [x17]",
+    "    mrs x8, cntvct_el0",
+    "    sub x8, x8, x16",
+    "    ldr x10, [x0, {slowest}]",
+    "    cmp x8, x10",
+    "    b.ls 82f",
+    "    str x8, [x0, {slowest}]",
+    // Bucket: below 16 itself, else ((log2 - 4) << 4) + (ticks >> (log2 - 4)).
+    "82: orr x10, x8, {SUB}",
+    "    clz x9, x10",
+    "    mov x11, {MOST_SHIFT}",
+    "    sub x9, x11, x9",
+    "    lsr x8, x8, x9",
+    "    add x8, x8, x9, lsl {SUB_BITS}",
+    "    add x10, x0, x8, lsl #3",
+    "    ldr x11, [x10, {latency}]",
+    "    add x11, x11, #1",
+    "    str x11, [x10, {latency}]",
+    // x14: who wrote the page before. Not the first write of the page in this pass, if it was this vCPU's since then.
+    "83: sub x8, x1, x6",
+    "    sub x14, x14, x6",
+    "    sub x8, x8, #1",
+    "    sub x14, x14, #1",
+    "    cmp x14, x8",
+    "    b.lo 69f",
+    "    ldr x8, [x0, {distinct}]",
+    "    add x8, x8, #1",
+    "    str x8, [x0, {distinct}]",
+    "    ldr x8, [x0, {interval}]",
+    "    cbz x8, 69f",
+    "    ldr x9, [x0, {pass}]",
+    "    ldr x10, [x0, {warm}]",
+    "    cmp x9, x10",
+    "    b.lo 69f",
+    // Paced: wait for the deadline; after a stall no more than `burst` is caught up.
+    "    add x3, x3, x8",
+    "84: mrs x8, cntvct_el0",
+    "    ldr x9, [x0, {burst}]",
+    "    sub x9, x8, x9",
+    "    cmp x3, x9",
+    "    csel x3, x9, x3, lt",
+    "    cmp x8, x3",
+    "    b.ge 69f",
+    "    ldr x9, [x0, {stop}]",
+    "    cbnz x9, 69f",
+    "    yield",
+    "    b 84b",
+    "69: ldr x8, [x0, {writer}]",
+    "    sub x8, x1, x8",
+    "    str x8, [x0, {written}]",
+    "70: ldr x8, [x0, {done}]",
+    "    add x8, x8, #1",
+    "    str x8, [x0, {done}]",
+    "    subs x5, x5, #1",
+    "    b.ne 3b",
+    // The end of a pass.
+    "    mrs x8, cntvct_el0",
+    "    ldr x9, [x0, {pass}]",
+    "    and x10, x9, {PASS_MASK}",
+    "    add x10, x0, x10, lsl #3",
+    "    str x8, [x10, {pass_ends}]",
+    "    add x9, x9, #1",
+    "    str x9, [x0, {pass}]",
+    "    mov w8, {DONE}",
+    "    ldr x10, [x0, {passes}]",
+    "    cmp x9, x10",
+    "    b.eq 90f",
+    "    ldr x10, [x0, {flags}]",
+    "    tst w10, {LOCKSTEP}",
+    "    b.eq 2b",
+    "    mov w8, {PASS}",
+    "    b 90f",
+    "80: mov w8, {STOPPED}",
+    // Ring, and start over with whatever the host has written meanwhile.
+    "90: str x2, [x0, {seed}]",
+    "    str x7, [x0, {shuffle}]",
+    "    mrs x9, cntvct_el0",
+    "    str x9, [x0, {ended}]",
+    "    ldr x9, [x0, {doorbell}]",
+    "    dmb ish",
+    "    str w8, [x9]",
+    "    ldr x10, [x0, {flags}]",
+    "    tst w10, {RETURN}",
+    "    b.eq 1b",
+    "    ret",
+    // The same write where a journal is kept, out of the way of those that keep none. A write belongs to the phase in which it begins. A
+    // guest that is moved in the middle of one learns of it at the next, and the gap of its move is the one before.
+    "91: ldr x8, [x0, {phase}]",
+    "    str x8, [x0, {writing}]",
+    "    mrs x16, cntvct_el0",
+    "    str x9, [x13, {s_epoch}]",
+    "    ldr x14, [x17]",
+    "    str x15, [x13, {s_page}]",
+    "    stlr x1, [x17]",
+    "    mrs x8, cntvct_el0",
+    "    ldr x15, [x0, {writing}]",
+    // x8: the end; x9: the gap since the write before; x13: the gap before that.
+    "    ldr x9, [x0, {last}]",
+    "    sub x9, x8, x9",
+    "    str x8, [x0, {last}]",
+    "    ldr x10, [x0, {origin}]",
+    "    cbz x10, 97f",
+    "    ldr x10, [x0, {gap}]",
+    "    cmp x9, x10",
+    "    b.ls 92f",
+    "    str x9, [x0, {gap}]",
+    "    str x8, [x0, {gap_end}]",
+    "92: ldr x13, [x0, {gap_before}]",
+    "    str x9, [x0, {gap_before}]",
+    "    ldr x10, [x0, {seen}]",
+    "    cmp x15, x10",
+    "    b.eq 94f",
+    "    str x15, [x0, {seen}]",
+    "    mov x10, x8",
+    "    cmp x9, x13",
+    "    b.hs 93f",
+    "    sub x10, x10, x9",
+    "    mov x9, x13",
+    "93: add x11, x0, x15, lsl #3",
+    "    str x9, [x11, {entered_gap}]",
+    "    str x10, [x11, {entered}]",
+    "94: ldr x10, [x0, {origin}]",
+    "    sub x10, x8, x10",
+    "    ldr x9, [x0, {slice_shift}]",
+    "    lsr x10, x10, x9",
+    "    mov x9, {LAST_SLICE}",
+    "    cmp x10, x9",
+    "    csel x10, x9, x10, hi",
+    "    ldr x9, [x0, {distinct}]",
+    "    add x11, x0, x10, lsl #3",
+    "    str x9, [x11, {slices}]",
+    "    sub x8, x8, x16",
+    "    add x11, x0, x15, lsl #3",
+    "    ldr x10, [x11, {slowest}]",
+    "    cmp x8, x10",
+    "    b.ls 95f",
+    "    str x8, [x11, {slowest}]",
+    // The bucket as above, in the histogram of the phase.
+    "95: mov x10, {BUCKETS}",
+    "    mul x15, x15, x10",
+    "    orr x10, x8, {SUB}",
+    "    clz x9, x10",
+    "    mov x11, {MOST_SHIFT}",
+    "    sub x9, x11, x9",
+    "    lsr x8, x8, x9",
+    "    add x8, x8, x9, lsl {SUB_BITS}",
+    "    add x8, x8, x15",
+    "    add x10, x0, x8, lsl #3",
+    "    ldr x11, [x10, {latency}]",
+    "    add x11, x11, #1",
+    "    str x11, [x10, {latency}]",
+    "    b 83b",
+    "97: str x8, [x0, {origin}]",
+    "    b 94b",
+    "vellum_workload_write_end:",
+    ".popsection",
+    seed = const offset_of!(Control, seed),
+    written = const offset_of!(Control, written),
+    shuffle = const offset_of!(Control, shuffle),
+    started = const offset_of!(Control, started),
+    ended = const offset_of!(Control, ended),
+    pages = const offset_of!(Control, pages),
+    done = const offset_of!(Control, done),
+    pass_start = const offset_of!(Control, pass_start),
+    stop = const offset_of!(Control, stop),
+    flags = const offset_of!(Control, flags),
+    hot_pages = const offset_of!(Control, hot_pages),
+    hot_below = const offset_of!(Control, hot_below),
+    order = const offset_of!(Control, order),
+    shuffle_mul = const offset_of!(Control, shuffle_mul),
+    shuffle_add = const offset_of!(Control, shuffle_add),
+    shuffle_mask = const offset_of!(Control, shuffle_mask),
+    stride = const offset_of!(Control, stride),
+    region = const offset_of!(Control, region),
+    first_page = const offset_of!(Control, first_page),
+    write_below = const offset_of!(Control, write_below),
+    writer = const offset_of!(Control, writer),
+    distinct = const offset_of!(Control, distinct),
+    interval = const offset_of!(Control, interval),
+    burst = const offset_of!(Control, burst),
+    epoch = const offset_of!(Control, epoch),
+    slowest = const offset_of!(Control, slowest),
+    latency = const offset_of!(Control, latency),
+    phase = const offset_of!(Control, phase),
+    slice_shift = const offset_of!(Control, slice_shift),
+    warm = const offset_of!(Control, warm),
+    origin = const offset_of!(Control, origin),
+    last = const offset_of!(Control, last),
+    gap_before = const offset_of!(Control, gap_before),
+    gap = const offset_of!(Control, gap),
+    gap_end = const offset_of!(Control, gap_end),
+    writing = const offset_of!(Control, writing),
+    seen = const offset_of!(Control, seen),
+    entered_gap = const offset_of!(Control, entered_gap),
+    entered = const offset_of!(Control, entered),
+    slices = const offset_of!(Control, slices),
+    pass = const offset_of!(Control, pass),
+    pass_ends = const offset_of!(Control, pass_ends),
+    passes = const offset_of!(Control, passes),
+    doorbell = const offset_of!(Control, doorbell),
+    s_writer = const offset_of!(Stamp, writer),
+    s_epoch = const offset_of!(Stamp, epoch),
+    s_page = const offset_of!(Stamp, page),
+    DRAW = const flags::DRAW,
+    TIMED = const flags::LATENCY | flags::JOURNAL,
+    JOURNAL = const flags::JOURNAL,
+    LAST_SLICE = const SLICES - 1,
+    BUCKETS = const BUCKETS,
+    LOCKSTEP = const flags::LOCKSTEP,
+    RETURN = const flags::RETURN,
+    RANDOM = const order::RANDOM,
+    DONE = const doorbell::DONE,
+    PASS = const doorbell::PASS,
+    STOPPED = const doorbell::STOPPED,
+    SUB_BITS = const SUB_BITS,
+    SUB = const 1u64 << SUB_BITS,
+    MOST_SHIFT = const 63 - SUB_BITS,
+    PASS_MASK = const crate::guests::control::PASS_ENDS - 1,
+);
+
+unsafe extern "C" {
+    static vellum_workload_write: u8;
+    static vellum_workload_write_guest: u8;
+    static vellum_workload_write_end: u8;
+}
+
+/// The code of the `write` workload.
+pub fn write_code() -> Code {
+    let start = &raw const vellum_workload_write;
+    let end = &raw const vellum_workload_write_end;
+    let entry = &raw const vellum_workload_write_guest;
+    // SAFETY: the three symbols are labels of the one section above, in this order, in memory that is never written.
+    let (bytes, entry) = unsafe {
+        (std::slice::from_raw_parts(start, end.offset_from(start) as usize), entry.offset_from(start) as u64)
+    };
+    Code { bytes, entry }
+}
+
+// Descriptors of stage 1 (Arm DDI 0487, D8.3): memory that EL1 reads, writes and executes, write-back and shared by all vCPUs.
+const VALID: u64 = 1 << 0;
+const TABLE_OR_PAGE: u64 = 1 << 1;
+const DEVICE: u64 = 1 << 2;
+const INNER_SHAREABLE: u64 = 3 << 8;
+// Set in advance: a processor that sets it while a pass is timed would be part of the figure.
+const ACCESSED: u64 = 1 << 10;
+const NO_EXECUTION: u64 = 3 << 53;
+/// An entry that leads to another table.
+pub(super) const TABLE: u64 = VALID | TABLE_OR_PAGE;
+/// An entry that maps a 4 KiB page.
+pub(super) const LEAF: u64 = LARGE | TABLE_OR_PAGE;
+/// An entry that maps a 2 MiB block.
+pub(super) const LARGE: u64 = VALID | INNER_SHAREABLE | ACCESSED;
+/// The same where the doorbell is: nothing reads it ahead.
+pub(super) const DOORBELL: u64 = VALID | DEVICE | ACCESSED | NO_EXECUTION;
+
+/// Attributes 0 and 1 (MAIR_EL1): write-back memory, and devices without gathering, reordering or early acknowledgement.
+const MEMORY_AND_DEVICE: u64 = 0xff;
+/// TCR_EL1: 48 bits of address below, none above; tables in write-back memory that vCPUs share; pages of 4 KiB; 40 bits of
+/// guest-physical address.
+const TABLES: u64 = 16 | 1 << 8 | 1 << 10 | 3 << 12 | 1 << 23 | 2 << 32;
+/// SCTLR_EL1: the MMU and caches on, and the bits that are always 1.
+const MMU_AND_CACHES: u64 = 1 | 1 << 2 | 1 << 12 | 0x30d0_0800;
+
+/// Makes a fresh vCPU run at `entry`.
+pub fn set_entry(fd: &VcpuFd, setup: &Setup, entry: Entry) -> Result<(), Error> {
+    let mut setup = *setup;
+    // All of them run from the beginning.
+    setup.features[0] &= !(1 << KVM_ARM_VCPU_POWER_OFF);
+    ioctl("KVM_ARM_VCPU_INIT", fd.vcpu_init(&setup))?;
+    let values = [
+        (PSTATE, PSTATE_EL1H),
+        (PC, entry.code),
+        (x(0), entry.control),
+        (MAIR_EL1, MEMORY_AND_DEVICE),
+        (TCR_EL1, TABLES),
+        (TTBR0_EL1, entry.root),
+        (SCTLR_EL1, MMU_AND_CACHES),
+    ];
+    values.into_iter().try_for_each(|(register, value)| ioctl("KVM_SET_ONE_REG", set(fd, register, value)))
+}
+
+/// Every vCPU runs at once: none was switched off.
+pub fn set_runnable(_fd: &VcpuFd) -> Result<(), Error> {
+    Ok(())
+}
+
+/// The ticks per second of the guest's counter.
+pub fn tsc_hz(_fd: &VcpuFd) -> Result<u64, Error> {
+    Ok(clock::counter_hz())
+}

@@ -1,0 +1,64 @@
+//! What Arm hosts differ in: where the kernel runs, how wide a guest's addresses are, which interrupt controllers a guest can have.
+
+use kvm_bindings::{
+    KVM_CAP_ARM_VM_IPA_SIZE, KVM_CREATE_DEVICE_TEST, kvm_create_device,
+    kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2, kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3,
+};
+use kvm_ioctls::Kvm;
+
+use super::kvm;
+
+/// What there is.
+pub struct Stage2 {
+    /// Whether the kernel is at EL2 itself (VHE) or only KVM's lower part is (nVHE); `None` where it cannot be told.
+    pub vhe: Option<bool>,
+    /// Bits of a guest-physical address.
+    pub bits: u32,
+    /// The versions of the GIC that a guest can have.
+    pub gics: Vec<&'static str>,
+}
+
+/// Asks KVM, and the host's timer interrupt.
+///
+/// # Errors
+/// Where there can be no VM.
+pub fn examine(of: &Kvm) -> Result<Stage2, kvm::Unusable> {
+    let vm = kvm::create_vm(of)?;
+    // A KVM that does not know it has 40.
+    let bits = match of.check_extension_raw(KVM_CAP_ARM_VM_IPA_SIZE.into()) {
+        ..=0 => 40,
+        bits => bits as u32,
+    };
+    let has = |type_| {
+        let mut device = kvm_create_device { type_, fd: 0, flags: KVM_CREATE_DEVICE_TEST };
+        vm.create_device(&mut device).is_ok()
+    };
+    let versions = [
+        ("GICv3", kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3),
+        ("GICv2", kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2),
+    ];
+    let gics = versions.into_iter().filter(|(_, type_)| has(*type_)).map(|(name, _)| name).collect();
+    let interrupts = std::fs::read_to_string("/proc/interrupts").unwrap_or_default();
+    Ok(Stage2 { vhe: vhe(&interrupts), bits, gics })
+}
+
+/// Of a kernel's list of interrupts: one at EL2 has the hypervisor's timer for its own, private interrupt 10, which is INTID 26; one
+/// at EL1 has another (`arch_timer_select_ppi`, drivers/clocksource/arm_arch_timer.c).
+fn vhe(interrupts: &str) -> Option<bool> {
+    let line = interrupts.lines().find(|line| line.trim_end().ends_with("arch_timer"))?;
+    let controller = line.split_whitespace().position(|word| word.starts_with("GIC"))?;
+    let number: u32 = line.split_whitespace().nth(controller + 1)?.parse().ok()?;
+    Some(number == 26)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_at_el2_is_told_by_its_timer() {
+        let line =
+            |number| format!("           CPU0\n 11:       1291     GICv3  {number} Level     arch_timer\n");
+        assert_eq!((vhe(&line(26)), vhe(&line(27)), vhe("")), (Some(true), Some(false), None));
+    }
+}

@@ -1,0 +1,42 @@
+//! The attributes of KVM's devices, of 32 and 64 bits (api.rst, 4.80): kvm-ioctls has them with the address of the value alone.
+
+use kvm_bindings::kvm_device_attr;
+use kvm_ioctls::{DeviceFd, Error};
+
+/// A value that an attribute has: 32 or 64 bits, as KVM says of its group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    /// 32 bits.
+    Word,
+    /// 64 bits.
+    Double,
+}
+
+/// Reads attribute `attr` of `group`.
+///
+/// # Errors
+/// Where KVM refuses.
+pub fn get(device: &DeviceFd, group: u32, attr: u64, width: Width) -> Result<u64, Error> {
+    // Wide enough for either; Arm's KVM is little-endian, so that a word is the lower half.
+    let mut value = 0u64;
+    let mut request = kvm_device_attr { group, attr, addr: &raw mut value as u64, flags: 0 };
+    // SAFETY: KVM writes at most 64 bits to the address, which is that of a local of as many.
+    unsafe { device.get_device_attr(&mut request) }?;
+    Ok(if width == Width::Word { value & u64::from(u32::MAX) } else { value })
+}
+
+/// Writes attribute `attr` of `group`.
+///
+/// # Errors
+/// Where KVM refuses.
+pub fn set(device: &DeviceFd, group: u32, attr: u64, value: u64) -> Result<(), Error> {
+    device.set_device_attr(&kvm_device_attr { group, attr, addr: &raw const value as u64, flags: 0 })
+}
+
+/// Has the device do what `attr` of `group` stands for, which has no value.
+///
+/// # Errors
+/// Where KVM refuses.
+pub fn tell(device: &DeviceFd, group: u32, attr: u64) -> Result<(), Error> {
+    device.set_device_attr(&kvm_device_attr { group, attr, addr: 0, flags: 0 })
+}
