@@ -87,24 +87,31 @@ pub struct Blame {
     pub whose: Whose,
     /// The field that it is about, where it is about one.
     pub field: Option<Field>,
+    /// Whether this host lacks what was asked for, so that another one may have it: a test is skipped there, and has not failed.
+    pub lacking: bool,
 }
 
 impl Blame {
     /// The host's, and about no field.
-    pub const HOST: Self = Self { whose: Whose::Host, field: None };
+    pub const HOST: Self = Self { whose: Whose::Host, field: None, lacking: false };
     /// The user's, and about no field or about several.
-    pub const USER: Self = Self { whose: Whose::User, field: None };
+    pub const USER: Self = Self { whose: Whose::User, field: None, lacking: false };
     /// The guest's.
-    pub const GUEST: Self = Self { whose: Whose::Guest, field: None };
+    pub const GUEST: Self = Self { whose: Whose::Guest, field: None, lacking: false };
 
     /// The user's, who gave `field` a value that does not work.
     pub const fn user(field: Field) -> Self {
-        Self { whose: Whose::User, field: Some(field) }
+        Self { whose: Whose::User, field: Some(field), lacking: false }
     }
 
     /// The host's, which cannot do what `field` asks for.
     pub const fn host(field: Field) -> Self {
-        Self { whose: Whose::Host, field: Some(field) }
+        Self { whose: Whose::Host, field: Some(field), lacking: false }
+    }
+
+    /// The same, of something that this host lacks.
+    pub const fn lacking(self) -> Self {
+        Self { lacking: true, ..self }
     }
 }
 

@@ -58,7 +58,7 @@ fn two_cpus() -> Need {
 }
 
 fn has(method: Method) -> Need {
-    let Ok(available) = Method::available() else { return Ok(()) };
+    let Ok((available, _)) = Method::available() else { return Ok(()) };
     if available.contains(&method) {
         Ok(())
     } else {
@@ -82,6 +82,7 @@ fn config(method: Method, backing: Backing) -> Config {
         slot_base: None,
         clear_chunk: None,
         lose: 0,
+        left_out: Vec::new(),
         sandbox: Default::default(),
     }
 }

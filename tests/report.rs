@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use vellum::host::Facts;
 use vellum::report::output::{Kind, Writer};
-use vellum::report::{Counter, Histogram, Label, Mark, Premise, Report, Sample, Series, json, terminal};
+use vellum::report::{
+    Case, Counter, Histogram, Label, Mark, Premise, Report, Sample, Series, Status, json, terminal,
+};
 
 #[path = "fuzz/targets/report.rs"]
 mod fuzz;
@@ -24,6 +26,10 @@ fn produced() -> Report {
         vec![Sample { value: 7.0, vcpu: Some(1), ..Sample::default() }],
     );
     report.set_headline("dirty_memory");
+    report.cases = vec![
+        Case { seconds: Some(0.5), seed: Some(u64::MAX), ..Case::new("ring/thp", Status::Pass) },
+        Case::new("ring/shmem", Status::Skip).because("none").mended_by("mount one"),
+    ];
     report.cut_short = Some("ended in round 4 of 9".into());
     report.fail(Some("round 2".into()), Premise::Recycled { pages: 3 });
     report.fail(None, Premise::OneCpu);
@@ -160,6 +166,18 @@ fn what_is_written_is_what_the_schema_says() {
     assert_eq!(check(&example()), [""; 0]);
 }
 
+/// A result of the version before is read as if it had been written today, and has no cases.
+#[test]
+fn the_last_version_is_read() {
+    let old = json::read(Path::new("tests/golden/report-2.json")).unwrap();
+    assert_eq!(old, json::read(Path::new("tests/data/dirty-log.json")).unwrap());
+    assert_eq!(old[0].all_cases().len(), 1);
+    let before = std::fs::read_to_string("tests/golden/report-2.json").unwrap();
+    let older = before.replacen("\"schema\": 2", "\"schema\": 1", 1);
+    let error = json::parse(older.as_bytes(), Path::new("r.json")).unwrap_err().to_string();
+    assert!(error.contains("schema version 1") && error.contains("reads versions 2 to 3"), "{error}");
+}
+
 #[test]
 fn schema_and_reader_agree_on_what_is_wrong() {
     type Fault = (&'static str, fn(&mut Value));
@@ -177,6 +195,10 @@ fn schema_and_reader_agree_on_what_is_wrong() {
         (".host.memory", |v| v["host"]["memory"] = (-1).into()),
         (".figures[0]", |v| v["figures"][0]["median"] = 1.into()),
         (".figures[0]", |v| v["figures"][0]["value"] = "fast".into()),
+        (".cases[0].status", |v| v["cases"] = serde_json::json!([{"name": "a", "status": "xfail"}])),
+        (".cases[0].seconds", |v| {
+            v["cases"] = serde_json::json!([{"name": "a", "status": "pass", "seconds": -1}])
+        }),
         (".counters[0].after", |v| v["counters"][0]["after"] = 1.5.into()),
         (".series[0].points[0]", |v| v["series"][0]["points"][0] = serde_json::json!([1])),
         (".marks[0]", |v| drop(v["marks"][0].as_object_mut().unwrap().remove("end"))),
@@ -295,8 +317,8 @@ fn names_and_units_of_any_length_can_be_shown() {
 
 #[test]
 fn messages_name_the_file_the_fault_and_the_remedy() {
-    let other = example().to_string().replacen("\"schema\":2", "\"schema\":7", 1);
-    let deep = format!("{{\"schema\":2,\"asked\":{{\"x\":{}{}}}}}", "[".repeat(100_000), "]".repeat(100_000));
+    let other = example().to_string().replacen("\"schema\":3", "\"schema\":7", 1);
+    let deep = format!("{{\"schema\":3,\"asked\":{{\"x\":{}{}}}}}", "[".repeat(100_000), "]".repeat(100_000));
     let twice = {
         let mut value = example();
         value["figures"][1]["name"] = value["figures"][0]["name"].clone();

@@ -341,7 +341,7 @@ fn a_vcpu_that_cannot_start_is_an_error() -> Result<(), Failed> {
 }
 
 fn ring() -> Need {
-    let Ok(available) = Method::available() else { return Ok(()) };
+    let Ok((available, _)) = Method::available() else { return Ok(()) };
     let lacks = || format!("needs a KVM with the {} tracker", Method::Ring.name());
     available.contains(&Method::Ring).then_some(()).ok_or_else(lacks)
 }

@@ -81,7 +81,7 @@ impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
             Self::Asked(field, _) => Blame::user(*field),
-            Self::Lacking(_) => Blame::USER,
+            Self::Lacking(_) => Blame::USER.lacking(),
             Self::Machine(error) => error.blame(),
             Self::Dirty(error) => error.blame(),
             Self::Host(..) => Blame::HOST,

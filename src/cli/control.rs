@@ -248,7 +248,7 @@ pub fn exec(args: ExecArgs) -> Result<Exit, Failure> {
     let verbatim = args.request.is_some();
     let request = args.request.unwrap_or(Request::Exec { command: args.command });
     let failed = |error: agent::Error| match error {
-        agent::Error::Refused(message) => Failure { exit: Exit::AgentCommand, message },
+        agent::Error::Refused(message) => Failure::ended(Exit::AgentCommand, message),
         other => failure(other),
     };
     let mut exit = Exit::PowerOff;

@@ -98,7 +98,7 @@ impl HostArgs {
         let lenience = Lenience { liveness, other_tsc: self.tsc_mismatch == TscMismatch::Allow };
         let result = self.result.open()?;
         match incoming::run(&process, listen, memory, config, lenience).map_err(failure) {
-            Ok(Outcome::BuiltIn(outcome)) => result.deliver(&outcome.report).map(|()| outcome.exit),
+            Ok(Outcome::BuiltIn(outcome)) => result.deliver(&outcome.report, None).map(|()| outcome.exit),
             // Only a built-in guest has a result.
             Ok(Outcome::Kernel(outcome)) => {
                 result.discard();

@@ -220,7 +220,7 @@ fn connect(target: &Target, insecure: bool) -> Result<Connection, Failure> {
 
 fn unreachable(address: &str, error: &io::Error) -> Failure {
     let message = format!("--to {address}: {error}; is `vellum receive` waiting there?");
-    Failure { exit: Exit::Error, message }
+    Failure::ended(Exit::Error, message)
 }
 
 /// Starts what leads to the target by its standard input and output.

@@ -11,6 +11,7 @@ pub mod doctor;
 mod flags;
 mod habits;
 mod host;
+mod judged;
 pub mod kernel;
 pub mod migrate;
 pub mod receive;
@@ -85,14 +86,21 @@ enum Command {
 pub struct Failure {
     /// The exit status.
     pub exit: Exit,
+    /// Whether this host lacks what was asked for: a test is skipped for that.
+    pub lacking: bool,
     /// The line to print.
     pub message: String,
 }
 
 impl Failure {
+    /// How a command ended that did not do what it was asked for.
+    pub fn ended(exit: Exit, message: impl Into<String>) -> Self {
+        Self { exit, lacking: false, message: message.into() }
+    }
+
     /// Bad input.
     pub fn usage(error: impl Into<Box<dyn StdError>>) -> Self {
-        Self { exit: Exit::Usage, message: chain(error.into().as_ref()) }
+        Self::ended(Exit::Usage, chain(error.into().as_ref()))
     }
 
     /// What `error` says, behind the flag of the field that it is about.
@@ -111,12 +119,12 @@ impl Failure {
             Some(flag) => format!("{flag} {}", chain(error)),
             None => chain(error),
         };
-        Self { exit, message }
+        Self { exit, lacking: error.blame().lacking, message }
     }
 
     /// The VMM or the host failed.
     pub fn host(error: impl Into<Box<dyn StdError>>) -> Self {
-        Self { exit: Exit::Error, message: chain(error.into().as_ref()) }
+        Self::ended(Exit::Error, chain(error.into().as_ref()))
     }
 }
 
@@ -166,9 +174,16 @@ pub fn main() -> ExitCode {
         say(&failure.message);
         return ExitCode::from(failure.exit.code());
     }
+    let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+    let exits = judged::exits_as(&words);
     let command = match quick().map_or_else(read, Ok) {
         Ok(command) => command,
-        Err(error) => return refusal::refuse(&error),
+        Err(error) => {
+            let refused = refusal::refuse(&error);
+            let status =
+                exits.status(&refused.map_or(Ok(Exit::PowerOff), |exit| Err(Failure::ended(exit, ""))));
+            return ExitCode::from(status);
+        }
     };
     let result = match command {
         Command::Doctor(args) => doctor::run(&args),
@@ -194,11 +209,10 @@ pub fn main() -> ExitCode {
             print(String::from_utf8_lossy(&script)).map(|_| Exit::PowerOff)
         }
     };
-    let exit = result.unwrap_or_else(|failure| {
+    if let Err(failure) = &result {
         say(&failure.message);
-        failure.exit
-    });
-    ExitCode::from(exit.code())
+    }
+    ExitCode::from(exits.status(&result))
 }
 
 /// Plants the mistake that the environment names, where this program can make any: for the command, and for test programs.

@@ -1,8 +1,6 @@
 //! What is said of a command line that is wrong: clap's paragraphs as one line, with the reason and what would work where clap
 //! knows only the rule.
 
-use std::process::ExitCode;
-
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, CommandFactory};
@@ -11,20 +9,20 @@ use super::kernel::KernelArgs;
 use super::{Cli, keyvalue};
 use crate::vm::lifecycle::Exit;
 
-/// Prints help as it is, and an error of the command line as one line.
-pub(super) fn refuse(error: &clap::Error) -> ExitCode {
+/// Prints help as it is, and an error of the command line as one line; how that ends, `None` where it was asked for.
+pub(super) fn refuse(error: &clap::Error) -> Option<Exit> {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             let _ = error.print();
-            ExitCode::SUCCESS
+            None
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             let _ = error.print();
-            ExitCode::from(Exit::Usage.code())
+            Some(Exit::Usage)
         }
         _ => {
             super::say(&one_line(error));
-            ExitCode::from(Exit::Usage.code())
+            Some(Exit::Usage)
         }
     }
 }

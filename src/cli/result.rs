@@ -6,6 +6,7 @@ use clap::Args;
 
 use super::Failure;
 use crate::report::output::{Kind, Writer};
+use crate::report::view::View;
 use crate::report::{Report, json, terminal};
 
 /// The argument, for every command that has a result.
@@ -23,6 +24,11 @@ pub struct Place {
 }
 
 impl ResultArgs {
+    /// Whether the JSON goes to standard output.
+    pub fn is_stdout(&self) -> bool {
+        self.json.as_deref() == Some(std::path::Path::new("-"))
+    }
+
     /// Opens what is to be written.
     pub fn open(&self) -> Result<Place, Failure> {
         let open = |path| Writer::open(path, Kind::Results);
@@ -35,7 +41,7 @@ impl ResultArgs {
     pub fn deliver<T>(&self, work: impl FnOnce() -> Result<(Report, T), Failure>) -> Result<T, Failure> {
         let place = self.open()?;
         match work() {
-            Ok((report, besides)) => place.deliver(&report).map(|()| besides),
+            Ok((report, besides)) => place.deliver(&report, None).map(|()| besides),
             Err(failure) => {
                 place.discard();
                 Err(failure)
@@ -45,11 +51,16 @@ impl ResultArgs {
 }
 
 impl Place {
-    /// Delivers the result.
-    pub fn deliver(self, report: &Report) -> Result<(), Failure> {
+    /// Delivers the result; on the terminal in this form, or as tables.
+    pub fn deliver(self, report: &Report, form: Option<&View>) -> Result<(), Failure> {
         let Self { writer, width } = self;
         if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
-            super::print(terminal::render(report, width))?;
+            match form {
+                Some(form) => {
+                    super::print(form.render(std::slice::from_ref(report)).map_err(Failure::host)?)?
+                }
+                None => super::print(terminal::render(report, width))?,
+            };
         }
         if let Some(writer) = writer {
             let text = json::text(std::slice::from_ref(report)).map_err(Failure::host)?;

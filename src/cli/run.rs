@@ -192,7 +192,7 @@ pub fn run_workload(args: &RunArgs) -> Result<builtin::Outcome, Failure> {
 /// What is said of a machine that cannot be run, or that was ended before it was.
 pub(super) fn failure(error: session::Error) -> Failure {
     match error.interrupted() {
-        Some(signal) => Failure { exit: Exit::Signal(signal), message: error.to_string() },
+        Some(signal) => Failure::ended(Exit::Signal(signal), error.to_string()),
         None => Failure::of(&error, FLAGS),
     }
 }

@@ -94,13 +94,22 @@ impl Method {
 }
 
 impl Method {
-    /// All that this host has.
-    pub fn available() -> Result<Vec<Self>, vm::Error> {
+    /// All that this host has, and why it has not got the others.
+    pub fn available() -> Result<(Vec<Self>, Vec<Absent>), vm::Error> {
         let probe = crate::host::kvm::create_vm(&vm::open()?)?;
-        let has = |method: &Self| method.check(&probe).is_ok();
-        Ok(Self::NAMES.into_iter().map(|(_, method)| method).filter(has).collect())
+        let (mut available, mut absent) = (Vec::new(), Vec::new());
+        for (_, method) in Self::NAMES {
+            match method.check(&probe) {
+                Ok(()) => available.push(method),
+                Err(why) => absent.push((method, why)),
+            }
+        }
+        Ok((available, absent))
     }
 }
+
+/// A method that this host does not have, and why.
+pub type Absent = (Method, Error);
 
 /// Why pages cannot be tracked.
 #[derive(Debug, thiserror::Error)]
@@ -185,7 +194,8 @@ impl From<vcpu::Error> for Error {
 impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
-            Self::Absent { .. } | Self::RingWithInitiallySet => Blame::user(Field::Tracker),
+            Self::Absent { .. } => Blame::user(Field::Tracker).lacking(),
+            Self::RingWithInitiallySet => Blame::user(Field::Tracker),
             Self::Vm(error) => error.blame(),
             Self::NotStill(error) => error.blame(),
             Self::TooLate

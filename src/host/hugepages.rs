@@ -69,7 +69,7 @@ pub enum Shortage {
 
 impl Fault for Shortage {
     fn blame(&self) -> Blame {
-        Blame::user(Field::Backing)
+        Blame::user(Field::Backing).lacking()
     }
 }
 

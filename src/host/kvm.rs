@@ -37,7 +37,7 @@ pub struct Unusable {
 
 impl Fault for Unusable {
     fn blame(&self) -> Blame {
-        Blame::HOST
+        Blame::HOST.lacking()
     }
 }
 

@@ -67,7 +67,7 @@ pub enum Error {
 impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
-            Self::Open(key, error) => Blame { whose: error.whose(), field: Some(Field::Device(key)) },
+            Self::Open(key, error) => Blame { field: Some(Field::Device(key)), ..error.blame() },
             Self::Locked(_, error) => error.blame(),
             Self::Second(key) | Self::Twice(key, _) => Blame::user(Field::Device(key)),
             Self::TooMany(_) => Blame::USER,

@@ -15,7 +15,7 @@ use crate::dirty::{Error as DirtyError, Method};
 use crate::guests::{guest, mix};
 use crate::host::{self, Facts};
 use crate::memory::{self, Backing, short_size};
-use crate::report::{Label, Report};
+use crate::report::{Case, Label, Report, Status};
 use crate::sandbox;
 use crate::vm::{self, vcpu};
 
@@ -49,8 +49,21 @@ pub struct Config {
     pub clear_chunk: Option<u64>,
     /// Bits to take out of each tracker's collections: the test of the test.
     pub lose: u64,
+    /// What would have been tested too, had this host got it.
+    pub left_out: Vec<LeftOut>,
     /// Whether vCPU threads are confined, each on its own.
     pub sandbox: sandbox::Mode,
+}
+
+/// What this host does not have.
+#[derive(Clone, Debug)]
+pub struct LeftOut {
+    /// A tracker, or all of those that are tested.
+    pub method: Option<Method>,
+    /// A backing, or all of those that are tested.
+    pub backing: Option<Backing>,
+    /// What is lacking, with the remedy.
+    pub why: String,
 }
 
 /// How large guest memory of a test may be: in one piece, so that offsets are addresses but for where RAM starts.
@@ -134,6 +147,23 @@ pub struct Tally {
     pub backings: Vec<Backing>,
     /// The most 2 MiB mappings that KVM had when a log was switched on.
     pub pages_2m: Option<u64>,
+    /// What was seen on each backing, in the order in which they had their turn.
+    pub parts: Vec<Part>,
+}
+
+/// What was seen with one tracker on one backing.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Which.
+    pub backing: Backing,
+    /// Events checked.
+    pub events: u64,
+    /// Pages lost.
+    pub lost: u64,
+    /// Bits unexplained, stamps misplaced, and injected losses that went unnoticed.
+    pub wrong: u64,
+    /// How long its machines ran.
+    pub seconds: f64,
 }
 
 impl Tally {
@@ -154,6 +184,7 @@ impl Tally {
             legs: 0,
             backings: Vec::new(),
             pages_2m: None,
+            parts: Vec::new(),
         }
     }
 
@@ -168,6 +199,26 @@ impl Tally {
             && self.lost > 0
             && self.lost == self.lost_at_edges
             && Self { lost: 0, ..self.clone() }.is_clean()
+    }
+
+    /// What is wrong besides losses.
+    fn wrong(&self) -> u64 {
+        self.unexplained + self.misplaced + (self.injected[0] - self.injected[1])
+    }
+
+    /// Adds what has come since `before`, when a machine with `backing` was begun.
+    fn add_part(&mut self, before: &Self, backing: Backing, seconds: f64) {
+        let at = self.parts.iter().position(|part| part.backing == backing).unwrap_or_else(|| {
+            self.parts.push(Part { backing, events: 0, lost: 0, wrong: 0, seconds: 0.0 });
+            self.parts.len() - 1
+        });
+        let (events, lost) = (self.events - before.events, self.lost - before.lost);
+        let wrong = self.wrong() - before.wrong();
+        let part = &mut self.parts[at];
+        part.events += events;
+        part.lost += lost;
+        part.wrong += wrong;
+        part.seconds += seconds;
     }
 
     fn name(&mut self, what: impl fmt::Display, leg: &str) {
@@ -239,8 +290,11 @@ pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Held, Error
             tally.legs += 1;
             let seed = mix(config.seed ^ mix(tally.legs ^ (nth as u64) << 32));
             let until = until.zip(turn).map(|(until, turn)| until.min(Instant::now() + turn));
+            let (before, begun) = (tally.clone(), Instant::now());
             let leg = Leg::build(&kvm, config, method, backing, Rng(seed), &mut tally);
-            match leg.and_then(|leg| leg.run(budget, until, watch)) {
+            let ended = leg.and_then(|leg| leg.run(budget, until, watch));
+            tally.add_part(&before, backing, begun.elapsed().as_secs_f64());
+            match ended {
                 Err(Error::Run(guest::Error::Interrupted(signal))) => held.interrupted = Some(signal),
                 ended => ended?,
             }
@@ -291,11 +345,50 @@ impl Held {
     }
 }
 
+/// A case for each tracker on each backing, those that were left out or not reached among them.
+fn cases(config: &Config, held: &Held) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let seeded = |case: Case| Case { seed: Some(config.seed), ..case };
+    for &method in &config.methods {
+        let tally = held.tallies.iter().find(|tally| tally.method == method);
+        for backing in &config.backings {
+            let name = format!("{}/{backing}", method.name());
+            let part = tally.and_then(|tally| tally.parts.iter().find(|part| part.backing == *backing));
+            let case = match part.filter(|part| part.events > 0 || part.lost + part.wrong > 0) {
+                Some(part) if part.lost + part.wrong == 0 => Case::new(name, Status::Pass),
+                Some(part) => Case::new(name, Status::Fail).because(format!(
+                    "{} pages lost, {} bits unexplained or stamps misplaced in {} events",
+                    part.lost, part.wrong, part.events
+                )),
+                None if held.interrupted.is_some() => Case::new(name, Status::Skip)
+                    .because("the test was ended before it came to this")
+                    .mended_by("let it run"),
+                None => Case::new(name, Status::Skip)
+                    .because("the test was over before it came to this")
+                    .mended_by("give it more time or events"),
+            };
+            cases.push(seeded(Case { seconds: part.map(|part| part.seconds), ..case }));
+        }
+        for left_out in config.left_out.iter().filter(|left_out| left_out.method.is_none()) {
+            let backing = left_out.backing.map_or("all".to_owned(), |backing| backing.to_string());
+            cases
+                .push(Case::new(format!("{}/{backing}", method.name()), Status::Skip).because(&left_out.why));
+        }
+    }
+    for left_out in &config.left_out {
+        if let Some(method) = left_out.method {
+            cases.push(Case::new(method.name(), Status::Skip).because(&left_out.why));
+        }
+    }
+    cases
+}
+
 /// The result of a test that was held.
 pub fn report(config: &Config, held: &Held, facts: Facts) -> Report {
     let mut report = Report::new("test dirty-log", facts);
     let tested = || held.tallies.iter().filter(|tally| !tally.backings.is_empty());
     report.cut_short = held.cut_short(config);
+    report.cases = cases(config, held);
     let names = |names: &mut dyn Iterator<Item = String>| names.collect::<Vec<_>>().join(",");
     // What was not reached is named above, and not as if it had been used.
     if tested().next().is_some() {
@@ -350,6 +443,12 @@ pub fn report(config: &Config, held: &Held, facts: Facts) -> Report {
         if let Some(pages) = tally.pages_2m {
             figure("most_pages_mapped_2m", "pages", pages);
         }
+        for part in tally.parts.iter().filter(|part| part.events > 0) {
+            // As the case is called: whoever adds up events over many results finds them by it.
+            let index = format!("{}/{}", tally.method.name(), part.backing);
+            report.figure(Label::of("events", &index), "events", part.events as f64);
+            report.figure(Label::of("pages_lost", &index), "pages", part.lost as f64);
+        }
         report.notes.extend(tally.names.iter().cloned());
         let more =
             (tally.lost + tally.unexplained + tally.misplaced).saturating_sub(tally.names.len() as u64);
@@ -378,6 +477,7 @@ mod tests {
             slot_base: None,
             clear_chunk: None,
             lose: 0,
+            left_out: Vec::new(),
             sandbox: sandbox::Mode::Off,
         }
     }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use serde_json::ser::Formatter;
 
-use super::{Label, Report, SCHEMA};
+use super::{Label, OLDEST, Report, SCHEMA};
 
 /// The largest file that is read. A result with a point each millisecond for an hour is a tenth of it.
 pub const LIMIT: u64 = 64 << 20;
@@ -50,7 +50,7 @@ pub enum Error {
         why: String,
     },
     /// A result of another time.
-    #[error("{}: schema version {found}, written by Vellum {by}; this is Vellum {}, which reads version {SCHEMA}: read it with the Vellum that wrote it, or measure again", path.display(), env!("CARGO_PKG_VERSION"))]
+    #[error("{}: schema version {found}, written by Vellum {by}; this is Vellum {}, which reads versions {OLDEST} to {SCHEMA}: read it with the Vellum that wrote it, or measure again", path.display(), env!("CARGO_PKG_VERSION"))]
     OtherSchema {
         /// Which file.
         path: PathBuf,
@@ -150,7 +150,8 @@ pub fn parse(bytes: &[u8], path: &Path) -> Result<Vec<Report>, Error> {
         let end = stream.byte_offset();
         match header.schema {
             None => return Err(no_result("it has no `schema`".into())),
-            Some(Value::Number(n)) if n.as_u64() == Some(SCHEMA.into()) => {}
+            Some(Value::Number(n))
+                if n.as_u64().is_some_and(|n| (OLDEST.into()..=SCHEMA.into()).contains(&n)) => {}
             Some(Value::Number(n)) => {
                 let by = header.vellum.as_ref().and_then(Value::as_str).unwrap_or("(it does not say)");
                 let by = super::printable(by).chars().take(40).collect();
@@ -159,8 +160,10 @@ pub fn parse(bytes: &[u8], path: &Path) -> Result<Vec<Report>, Error> {
             Some(_) => return Err(no_result("its `schema` is not a number".into())),
         }
         let which = results.len() + 1;
-        let result: Report = serde_json::from_slice(&bytes[start..end])
+        let mut result: Report = serde_json::from_slice(&bytes[start..end])
             .map_err(|e| no_result(format!("result {which} in it: {}", super::printable(&e.to_string()))))?;
+        // Version 2 had no cases, and nothing else has changed: what is read is as if it had been written today.
+        result.schema = SCHEMA;
         check(&result).map_err(|e| no_result(format!("result {which} in it: {}", super::printable(&e))))?;
         results.push(result);
         start = end;
@@ -183,6 +186,15 @@ pub fn check(result: &Report) -> Result<(), String> {
         }
     }
     finite("at", [result.at])?;
+    let mut names = std::collections::HashSet::new();
+    for case in &result.cases {
+        if !names.insert(case.name.as_str()) {
+            return Err(format!("two cases are called `{}`", case.name));
+        }
+        if case.seconds.is_some_and(|seconds| !(0.0..=f64::MAX).contains(&seconds)) {
+            return Err(format!("case `{}`: its seconds are none", case.name));
+        }
+    }
     if let Some(headline) = result.headline.as_ref().filter(|headline| !labels.contains(headline)) {
         return Err(format!("its headline `{headline}` is none of its figures"));
     }

@@ -5,7 +5,7 @@
 //! (`bench/`, the built-in guests), and how the host is examined ([`crate::host`]).
 //!
 //! Start reading here for the type; [`figure`] has its samples and [`premise`] what must have held, [`json`] writes and reads
-//! it, [`units`] says how a number looks, [`terminal`] and [`html`] print it, and [`compare`] weighs two sets of them.
+//! it, [`view`] has the forms in which other programs want its [`case`]s, [`units`] says how a number looks, [`terminal`] and [`html`] print it, and [`compare`] weighs two sets of them.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -16,6 +16,7 @@ use serde_json::Value;
 
 use crate::host::Facts;
 
+pub mod case;
 pub mod compare;
 pub mod figure;
 pub mod html;
@@ -26,12 +27,19 @@ pub mod premise;
 mod table;
 pub mod terminal;
 pub mod units;
+pub mod view;
 
+pub use case::{Case, Status};
 pub use figure::{Figure, Label, Sample};
 pub use premise::{Failed, Premise};
 
 /// The version of the JSON form. Raised whenever a reader of the previous version would misread the new one.
-pub const SCHEMA: u32 = 2;
+///
+/// 3: results have cases.
+pub const SCHEMA: u32 = 3;
+
+/// The oldest version that is read.
+pub const OLDEST: u32 = 2;
 
 /// One result.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -63,6 +71,9 @@ pub struct Report {
     /// The one figure that the measurement was made for: a comparison judges it by itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub headline: Option<Label>,
+    /// What it consists of, each part with how it ended; empty where the whole is one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cases: Vec<Case>,
     /// The figures, in the order in which they should be read.
     pub figures: Vec<Figure>,
     /// KVM's own counters before and after.
@@ -157,6 +168,7 @@ impl Report {
             invalid: Vec::new(),
             notes: Vec::new(),
             headline: None,
+            cases: Vec::new(),
             figures: Vec::new(),
             counters: Vec::new(),
             series: Vec::new(),

@@ -1,8 +1,10 @@
 //! Progress on a terminal. In a pipe nothing is said.
 
 use std::fmt;
-use std::io::{self, IsTerminal};
-use std::time::Duration;
+use std::io::{self, IsTerminal, Write};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
@@ -24,6 +26,37 @@ pub fn bar(length: u64, template: &str) -> ProgressBar {
     };
     let style = style.with_key("rate", rate);
     ProgressBar::with_draw_target((length > 0).then_some(length), target).with_style(style)
+}
+
+/// Says on standard error, for as long as it lives, that something goes on: for whoever ends what is silent.
+pub struct Heartbeat {
+    over: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Heartbeat {
+    /// A line `every` so often, with what `bar` says, be it shown or not.
+    pub fn start(bar: ProgressBar, every: Duration) -> Self {
+        let (over, end) = mpsc::channel();
+        let begun = Instant::now();
+        let thread = thread::spawn(move || {
+            // Signals are for the thread that waits for guests.
+            let _blocked = signal::Blocked::all();
+            while end.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
+                let line = format!("vellum: {:.0} s: {}", begun.elapsed().as_secs_f64(), bar.message());
+                // Nobody listens any more, perhaps.
+                let _ = writeln!(io::stderr(), "{}", line.trim_end_matches([':', ' ']));
+            }
+        });
+        Self { over: Some(over), thread: Some(thread) }
+    }
+}
+
+impl Drop for Heartbeat {
+    fn drop(&mut self) {
+        drop(self.over.take());
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
 }
 
 /// The bar of a payload that tells how far it has come; hidden for one that does not.

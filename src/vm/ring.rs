@@ -101,7 +101,7 @@ pub enum Error {
 impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
-            Self::Absent => Blame::user(Field::Tracker),
+            Self::Absent => Blame::user(Field::Tracker).lacking(),
             Self::Size { .. } => Blame::user(Field::RingEntries),
             Self::Ioctl(_) => Blame::HOST,
         }

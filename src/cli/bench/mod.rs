@@ -14,7 +14,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use indicatif::ProgressBar;
 
-use super::result::ResultArgs;
+use super::judged::JudgedArgs;
 use super::{Failure, Flags, args, keyvalue};
 use crate::arch::irqchip;
 use crate::bench::{Common, Error, Region};
@@ -63,7 +63,7 @@ enum What {
 #[derive(Debug, Args)]
 struct Output {
     #[command(flatten)]
-    result: ResultArgs,
+    result: JudgedArgs,
 
     /// Confine the vCPU threads: on, log or off
     #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
@@ -192,13 +192,14 @@ impl Output {
         flags: Flags,
         measure: impl FnOnce() -> Result<Report, Error>,
     ) -> Result<Exit, Failure> {
-        self.result.deliver(|| {
+        let name = format!("bench {}", crate::cli::word(2).unwrap_or_default());
+        self.result.deliver(&name, &self.progress, || {
             signal::remember(&signal::ENDING).map_err(Failure::host)?;
             self.progress.enable_steady_tick(Duration::from_secs(1));
             let measured = measure();
             self.progress.finish_and_clear();
             let report = measured.map_err(|error| match error.interrupted() {
-                Some(signal) => Failure { exit: Exit::Signal(signal), message: error.to_string() },
+                Some(signal) => Failure::ended(Exit::Signal(signal), error.to_string()),
                 None => Failure::of(&error, flags),
             })?;
             let exit = match signal::last() {

@@ -1,9 +1,10 @@
 //! `vellum test dirty-edges`.
 
 use clap::Args;
+use indicatif::ProgressBar;
 
 use super::dirty_log::address;
-use crate::cli::result::ResultArgs;
+use crate::cli::judged::JudgedArgs;
 use crate::cli::{Failure, Flags, args, keyvalue};
 use crate::dirty::Method;
 use crate::fault::Field;
@@ -45,7 +46,7 @@ pub(super) struct DirtyEdgesArgs {
     race: bool,
 
     #[command(flatten)]
-    result: ResultArgs,
+    result: JudgedArgs,
 
     /// Confine the vCPU thread: on, log or off
     #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
@@ -101,21 +102,21 @@ pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
         mind,
         sandbox: args.sandbox,
     };
-    args.result.deliver(|| {
+    args.result.deliver("test dirty-edges", &ProgressBar::hidden(), || {
         signal::remember(&signal::ENDING).map_err(Failure::host)?;
         let interrupted = |error: &soak::Error| match error {
             soak::Error::Run(guest::Error::Interrupted(signal)) => Some(Exit::Signal(*signal)),
             _ => None,
         };
         let (report, lost) = edges::run(&config).map_err(|error| match interrupted(&error) {
-            Some(exit) => Failure { exit, message: error.to_string() },
+            Some(exit) => Failure::ended(exit, error.to_string()),
             None => Failure::of(&error, FLAGS),
         })?;
         let exit = match (lost.len(), signal::last()) {
             (0, Some(signal)) => Ok(Exit::Signal(signal)),
             (0, None) if report.invalid.is_empty() => Ok(Exit::PowerOff),
             (0, None) => Ok(Exit::Error),
-            (lost, _) => Err(Failure { exit: Exit::Error, message: blame(lost) }),
+            (lost, _) => Err(Failure::ended(Exit::Error, blame(lost))),
         };
         Ok((report, exit))
     })?

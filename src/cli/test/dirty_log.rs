@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use clap::Args;
+use indicatif::ProgressBar;
 
-use crate::cli::result::ResultArgs;
+use crate::cli::judged::JudgedArgs;
 use crate::cli::{Failure, Flags, args, keyvalue};
 use crate::dirty::Method;
 use crate::fault::Field;
@@ -12,7 +13,7 @@ use crate::host::{Facts, hugepages};
 use crate::memory::Backing;
 use crate::oracle::edges::{self, EdgeVerdict};
 use crate::oracle::judge::Mode;
-use crate::oracle::soak;
+use crate::oracle::soak::{self, LeftOut};
 use crate::report::Report;
 use crate::sandbox;
 use crate::session::progress::bar;
@@ -73,7 +74,7 @@ pub(super) struct DirtyLogArgs {
     clear_chunk: Option<u64>,
 
     #[command(flatten)]
-    result: ResultArgs,
+    result: JudgedArgs,
 
     /// Confine the vCPU threads: on, log or off
     #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
@@ -126,14 +127,13 @@ pub(super) fn address(text: &str) -> Result<u64, String> {
 
 /// Does what was asked.
 pub(super) fn run(args: &DirtyLogArgs) -> Result<Exit, Failure> {
-    let config = config(args)?;
-    args.result.deliver(|| soak(&config))?
+    let progress = bar(0, "{elapsed_precise}  {msg}  (Ctrl-C ends it)");
+    args.result.deliver("test dirty-log", &progress, || soak(&config(args)?, &progress))?
 }
 
 /// The result, and how the command ends.
-fn soak(config: &soak::Config) -> Result<(Report, Result<Exit, Failure>), Failure> {
+fn soak(config: &soak::Config, progress: &ProgressBar) -> Result<(Report, Result<Exit, Failure>), Failure> {
     signal::remember(&signal::ENDING).map_err(Failure::host)?;
-    let progress = bar(0, "{elapsed_precise}  {msg}  (Ctrl-C ends it)");
     let result = soak::run(config, &mut |tally| {
         progress.set_message(format!(
             "{}: {} events, {} lost",
@@ -171,7 +171,7 @@ fn soak(config: &soak::Config) -> Result<(Report, Result<Exit, Failure>), Failur
                 tally.misplaced,
                 config.seed
             );
-            Err(Failure { exit: Exit::Error, message })
+            Err(Failure::ended(Exit::Error, message))
         }
         None => Ok(held.interrupted.map_or(Exit::PowerOff, Exit::Signal)),
     };
@@ -179,13 +179,22 @@ fn soak(config: &soak::Config) -> Result<(Report, Result<Exit, Failure>), Failur
 }
 
 fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
+    let mut left_out = Vec::new();
     let methods = match args.tracker.as_slice() {
-        [] => Method::available().map_err(|error| Failure::of(&error, FLAGS))?,
+        [] => {
+            let (methods, absent) = Method::available().map_err(|error| Failure::of(&error, FLAGS))?;
+            left_out.extend(absent.into_iter().map(|(method, why)| LeftOut {
+                method: Some(method),
+                backing: None,
+                why: why.to_string(),
+            }));
+            methods
+        }
         some => some.iter().map(|tracker| tracker.method).collect(),
     };
     let entries = args.tracker.iter().find_map(|tracker| tracker.entries);
     let backings = match args.backing.as_slice() {
-        [] => backings(args.slot_base.unwrap_or(0), args.memory),
+        [] => backings(args.slot_base.unwrap_or(0), args.memory, &mut left_out),
         some => some.to_vec(),
     };
     if args.slot_base.unwrap_or(0) + args.memory > soak::MOST {
@@ -210,16 +219,23 @@ fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
         slot_base: args.slot_base,
         clear_chunk: args.clear_chunk,
         lose: args.inject.unwrap_or(0),
+        left_out,
         sandbox: args.sandbox,
     })
 }
 
-/// Every backing that this host can give `size` bytes of, where the first memslot is at `base`.
-fn backings(base: u64, size: u64) -> Vec<Backing> {
+/// Every backing that this host can give `size` bytes of, where the first memslot is at `base`; the others are left out.
+fn backings(base: u64, size: u64, left_out: &mut Vec<LeftOut>) -> Vec<Backing> {
     let mut backings = vec![Backing::Anonymous, Backing::Thp, Backing::Shmem, Backing::Memfd];
     for page in hugepages::sizes() {
-        if hugepages::check(page, crate::oracle::ram(base, size, Backing::Hugetlb(page)).1).is_ok() {
-            backings.extend([Backing::Hugetlb(page), Backing::SharedHugetlb(page)]);
+        let both = [Backing::Hugetlb(page), Backing::SharedHugetlb(page)];
+        match hugepages::check(page, crate::oracle::ram(base, size, both[0]).1) {
+            Ok(()) => backings.extend(both),
+            Err(why) => left_out.extend(both.map(|backing| LeftOut {
+                method: None,
+                backing: Some(backing),
+                why: why.to_string(),
+            })),
         }
     }
     backings

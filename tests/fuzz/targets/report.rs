@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use vellum::report::view::View;
 use vellum::report::{compare, html, json, terminal};
 
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
@@ -13,6 +14,13 @@ pub fn report(data: &[u8]) {
     }
     let page = html::render(&results);
     assert!(!page.contains("<script"), "a result brings a script");
+    let views = [View::Ktap, View::Junit, View::Kcidb { origin: "fuzz".into() }];
+    for text in views.map(|view| view.render(&results).unwrap()) {
+        assert!(
+            !text.contains('\u{1b}') && !text.contains("<script"),
+            "a result moves the cursor, or brings a script"
+        );
+    }
     let side = compare::Side { name: "fuzz", results: &results };
     if let Ok(comparison) = compare::compare(side, side) {
         assert!(!comparison.text(80).contains('\u{1b}'), "a result moves the cursor");

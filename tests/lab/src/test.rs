@@ -10,6 +10,7 @@ mod here;
 mod hosts;
 mod kernels;
 mod programs;
+mod readers;
 mod setup;
 mod tally;
 

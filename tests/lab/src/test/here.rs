@@ -12,7 +12,7 @@ use harness::record;
 
 use super::programs::{self, Place};
 use super::tally::Tally;
-use super::{Options, setup};
+use super::{Options, readers, setup};
 use crate::artifacts::{self, Executable};
 use crate::bed::Emulated;
 use crate::{Error, Result, doctor, tool};
@@ -27,6 +27,7 @@ pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
     if options.setup {
         setup::browser(tally);
         setup::sshd(tally);
+        readers::prepare(tally);
     }
     eprintln!("lab: {LOCAL}: every test program of the workspace");
     let programs = match programs::built_here() {
@@ -113,6 +114,9 @@ fn files(dir: &Path) -> Result<Vec<PathBuf>> {
 fn command(program: &Executable) -> Command {
     let mut command = Command::new(&program.path);
     command.current_dir(program.package()).env("CARGO_MANIFEST_DIR", program.package());
+    if let Some(dir) = readers::find() {
+        command.env(readers::VARIABLE, dir);
+    }
     command
 }
 

@@ -26,7 +26,7 @@ pub fn packages(programs: &[&'static str], consent: bool, bed: &str, tally: &mut
     Ok(false)
 }
 
-fn is_root() -> bool {
+pub(super) fn is_root() -> bool {
     // SAFETY: geteuid has no preconditions.
     unsafe { libc::geteuid() == 0 }
 }
@@ -53,7 +53,7 @@ pub fn sshd(tally: &mut Tally) {
     }
 }
 
-fn install(packages: &BTreeSet<&str>) -> Result<()> {
+pub(super) fn install(packages: &BTreeSet<&str>) -> Result<()> {
     let cache = Cache::open()?;
     let _lock = cache.lock("packages")?;
     // In a directory of our own: where others install too, theirs may be emptied before we have unpacked.
