@@ -1,4 +1,4 @@
-//! Results as other programs read them: KTAP, JUnit, KCIDB. All are views of the cases of a [`Report`](super::Report); JSON, which has everything, is
+//! Results as other programs read them: KTAP, JUnit, KCIDB. All are views of the cases of a [`Report`]; JSON, which has everything, is
 //! [`super::json`]'s.
 //!
 //! Whoever reads one of these never meets a name as it is in a result: line ends, control characters and what the format itself uses are
