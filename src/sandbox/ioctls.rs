@@ -150,7 +150,10 @@ pub const ASSEMBLY_HERE: &[u32] = &[
 
 /// As above, what only this architecture has.
 #[cfg(target_arch = "aarch64")]
-pub const ASSEMBLY_HERE: &[u32] = &[];
+pub const ASSEMBLY_HERE: &[u32] = &[
+    ior::<kvm_vcpu_init>(0xaf),      // KVM_ARM_PREFERRED_TARGET
+    iowr::<kvm_create_device>(0xe0), // KVM_CREATE_DEVICE: the interrupt controller
+];
 
 /// Memory whose pages come when somebody wants them.
 pub const FAULTS: &[u32] = crate::sys::uffd::REQUESTS;

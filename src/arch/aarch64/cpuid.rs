@@ -3,6 +3,8 @@
 //! SVE, pointer authentication, the PMU and memory tagging are such features, and no vCPU here has them: a guest then has no state
 //! that another host could lack.
 
+pub mod model;
+
 use std::fmt;
 
 use kvm_bindings::{
@@ -12,13 +14,17 @@ use kvm_bindings::{
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
+use self::model::{Listed, Model};
 use super::state::{self, MOST_REGISTERS};
 use crate::fault::{Blame, Fault, Field};
 use crate::host;
 
-/// `--cpuid`: features switched on and off. There is none to choose from yet.
+/// `--cpu` and `--cpuid`: what guests are shown. There is nothing to switch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Choice(());
+pub struct Choice {
+    /// The CPU model.
+    pub model: Model,
+}
 
 /// Why a choice of features cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -61,6 +67,16 @@ impl fmt::Display for Choice {
 }
 
 impl Choice {
+    /// A model, and nothing switched.
+    pub fn of(model: Model) -> Self {
+        Self { model }
+    }
+
+    /// Whether anything is switched.
+    pub fn switches(&self) -> bool {
+        false
+    }
+
     /// Adds a later `--cpuid` to an earlier one.
     pub fn append(&mut self, _later: Self) {}
 }
@@ -134,6 +150,22 @@ pub(super) const fn sysreg(op0: u64, op1: u64, crn: u64, crm: u64, op2: u64) -> 
 pub(super) fn is_id(register: u64) -> bool {
     let crm = register >> 3 & 0xf;
     register & !0x7f == sysreg(3, 0, 0, 0, 0) && (1..=7).contains(&crm)
+}
+
+/// What KVM offers.
+///
+/// # Errors
+/// Where it does not say.
+pub fn listed(kvm: &Kvm, _vm: &VmFd) -> Result<Listed, Error> {
+    supported(kvm).map(|(_, leaves)| Listed::of(&leaves))
+}
+
+/// The highest level that guests can be shown: Arm has no levels here.
+///
+/// # Errors
+/// Never.
+pub fn level(_kvm: &Kvm, _vm: &VmFd) -> Result<Option<&'static str>, Error> {
+    Ok(None)
 }
 
 /// The processors of a machine.
