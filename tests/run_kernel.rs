@@ -150,6 +150,7 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
     fs::write(at("kernel"), &kernel)?;
     fs::write(at("half"), &kernel[..100])?;
     fs::write(at("noise"), [0x5a; 3000])?;
+    fs::write(at("seed"), "#cloud-config\n")?;
     size("odd", 1000)?;
     size("none", 0)?;
     size("disk", 1 << 20)?;
@@ -180,6 +181,15 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("--disk DIR/fifo", "neither a file nor a block device"),
         ("--disk DIR", "neither a file nor a block device"),
         ("--disk DIR/disk --disk DIR/disk", "add `readonly`"),
+        ("--disk DIR/disk,overlay=DIR/noise", "overlay DIR/noise: it is no overlay"),
+        ("--disk DIR/disk,overlay=DIR/fifo/x", "overlay DIR/fifo/x: Not a directory"),
+        ("--disk DIR/disk,ro,overlay=discard", "a disk is read-only, or"),
+        ("--disk DIR/disk --disk DIR/disk,overlay=discard", "DIR/disk is in use already"),
+        ("--disk DIR/disk,overlay=discard --disk DIR/disk,overlay=discard", "OK"),
+        ("--cloud-init user-data=DIR/nothing", "--cloud-init: DIR/nothing: No such file"),
+        ("--cloud-init user-data=DIR/noise", "cloud-init ignores user data that begins with"),
+        ("--cloud-init DIR/seed", "unknown key 'DIR/seed'"),
+        ("--cloud-init user-data=DIR/seed,network-config=DIR/seed", "OK"),
         ("--share DIR/nothing,as-root", "--share: directory DIR/nothing: No such file"),
         ("--share DIR/disk,as-root", "--share: directory DIR/disk: Not a directory"),
         ("--share DIR:a,as-root --share DIR:a,ro,as-root", "--share: two of them are called 'a'"),

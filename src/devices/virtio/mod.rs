@@ -15,6 +15,7 @@
 
 pub mod balloon;
 pub mod blk;
+pub mod cidata;
 pub mod console;
 pub mod fs;
 pub mod interrupt;
@@ -45,8 +46,8 @@ use queue::{Chain, Served, VirtQueue};
 /// Makes the list of all kinds of device, and the type of their saved states.
 macro_rules! kinds {
     ($($name:ident = $module:ident),* $(,)?) => {
-        /// All kinds of device, in the order in which a guest finds them.
-        pub static KINDS: &[&Kind] = &[$(&$module::KIND),*];
+        /// All kinds of device, in the order in which a guest finds them. The last is a disk that is made of files.
+        pub static KINDS: &[&Kind] = &[$(&$module::KIND,)* &cidata::KIND];
 
         /// A device's own part of its saved state.
         #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

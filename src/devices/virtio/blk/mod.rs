@@ -4,6 +4,7 @@
 //! preadv and pwritev straight between file and guest memory. That is what a reset waits for: one request. The image
 //! is locked while it is open (open file description locks, as QEMU does), so that two writers cannot share it.
 
+pub mod overlay;
 mod requests;
 
 use std::any::Any;
@@ -26,7 +27,8 @@ use crate::fault::{Blame, Fault, Field};
 use crate::keyvalue::{self, KeyValues, number, path};
 use crate::sandbox::ThreadKind;
 use crate::sys::file::{Lock, lock, unlock};
-use requests::{Disk, Id};
+use overlay::{Overlay, Place};
+use requests::{Disk, Id, Image};
 
 /// The unit of a disk's capacity, whatever its block size.
 const SECTOR: u64 = 512;
@@ -43,7 +45,7 @@ const MAX_ZERO_SEGMENTS: u32 = 16;
 /// What a disk is.
 pub static KIND: Kind = Kind {
     key: "disk",
-    about: "A disk, raw: `PATH[,readonly][,serial=TEXT][,queues=N]`",
+    about: "A disk, raw: `PATH[,readonly][,overlay=FILE|discard][,serial=TEXT][,queues=N]`",
     value: Some("PATH"),
     repeats: true,
     parse: |text| match parse(text) {
@@ -59,6 +61,8 @@ pub struct BlkConfig {
     pub path: PathBuf,
     /// The guest may not write; several read-only users may share the image.
     pub readonly: bool,
+    /// Where what the guest writes goes, if not to the image.
+    pub overlay: Option<Place>,
     /// What the guest reads as the disk's serial number; at most 20 bytes.
     pub serial: Option<String>,
     /// Request queues, 1 to 16.
@@ -68,7 +72,7 @@ pub struct BlkConfig {
 impl BlkConfig {
     /// A writable disk with one queue.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        BlkConfig { path: path.into(), readonly: false, serial: None, queues: 1 }
+        BlkConfig { path: path.into(), readonly: false, overlay: None, serial: None, queues: 1 }
     }
 }
 
@@ -86,11 +90,18 @@ impl DeviceConfig for BlkConfig {
     }
 }
 
-/// `PATH[,readonly][,serial=TEXT][,queues=N]`; `ro` is kvmtool's word.
+/// `PATH[,readonly][,overlay=FILE|discard][,serial=TEXT][,queues=N]`; `ro` is kvmtool's word.
 fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
-    let kv = KeyValues::parse(text, Some("path"), &["path", "readonly", "ro", "serial", "queues"])?;
+    let kv =
+        KeyValues::parse(text, Some("path"), &["path", "readonly", "ro", "overlay", "serial", "queues"])?;
     let mut config = BlkConfig::new(kv.required("path", path)?);
     config.readonly = kv.switch("readonly")?.or(kv.switch("ro")?).unwrap_or(false);
+    let readonly = config.readonly;
+    config.overlay = kv.with("overlay", |text| match text {
+        _ if readonly => Err("a disk is read-only, or what is written to it goes to an overlay"),
+        "discard" => Ok(Place::Discard),
+        text => path(text).map(Place::File),
+    })?;
     config.serial = kv.text("serial").map(str::to_owned);
     config.queues = kv.with("queues", |text| number(text, 1..=MAX_QUEUES))?.unwrap_or(1);
     Ok(config)
@@ -116,6 +127,16 @@ pub enum BlkError {
         path: PathBuf,
         /// How it was to be opened.
         readonly: bool,
+    },
+    /// What was to be written beside it.
+    #[error("disk {path}: overlay {over}: {source}")]
+    Overlay {
+        /// Which disk.
+        path: PathBuf,
+        /// Where that was to go.
+        over: PathBuf,
+        /// Why it cannot.
+        source: overlay::Error,
     },
     /// It is a directory, a pipe or the like.
     #[error("disk {path} is neither a file nor a block device")]
@@ -165,6 +186,10 @@ pub struct Blk {
     /// The same open file, whose lock this device has.
     image: Arc<DiskImage>,
     worker: Option<Worker<Disk>>,
+    /// What its guest has written is beside its image.
+    overlaid: bool,
+    /// It is no disk of the user's, who knows nothing of it.
+    own: bool,
 }
 
 /// The file that a disk is, for whoever wants to know of it what the guest does not.
@@ -209,6 +234,25 @@ impl Blk {
         }
     }
 
+    /// A read-only disk of the `bytes` of `file`, which is this machine's alone: no disk of the user's.
+    ///
+    /// # Errors
+    /// Where there is no descriptor left.
+    pub fn in_memory(file: File, bytes: u64, name: &str) -> io::Result<Self> {
+        let image = DiskImage { file: file.try_clone()?, path: name.into(), readonly: true };
+        let (sectors, id) = (bytes / SECTOR, Id::default());
+        let disk = Disk {
+            image: Image::Raw(file),
+            path: name.into(),
+            sectors,
+            readonly: true,
+            write_through: false,
+            id,
+        };
+        let state = State { sectors, readonly: true, serial: String::new() };
+        Ok(Self { own: true, ..Self::new(disk, image, state, 1) })
+    }
+
     /// As [`Blk::open`], but locks nothing before [`VirtioDevice::retake`].
     ///
     /// # Errors
@@ -220,28 +264,43 @@ impl Blk {
         }
         let serial = config.serial.clone().unwrap_or_default();
         let id = id(&serial).ok_or_else(|| BlkError::Serial(serial.clone()))?;
-        let (file, size) = open_image(&config.path, readonly)?;
+        let (file, size) = open_image(&config.path, readonly || config.overlay.is_some())?;
         let open_error = |source| BlkError::Open { path: config.path.clone(), readonly, source };
         // Where this process is cannot be asked once it is confined, nor in whose snapshots the path stands.
         let path = std::path::absolute(&config.path).map_err(open_error)?;
-        let image = DiskImage { file: file.try_clone().map_err(open_error)?, path, readonly };
         let sectors = size / SECTOR;
+        let (disk, image) = match &config.overlay {
+            None => {
+                let image = DiskImage { file: file.try_clone().map_err(open_error)?, path, readonly };
+                (Image::Raw(file), image)
+            }
+            Some(place) => over(config, file, size, place)?,
+        };
+        let disk =
+            Disk { image: disk, path: config.path.clone(), sectors, readonly, write_through: false, id };
+        let state = State { sectors, readonly, serial };
+        Ok(Self { overlaid: config.overlay.is_some(), ..Self::new(disk, image, state, queues) })
+    }
+
+    fn new(disk: Disk, image: DiskImage, state: State, queues: u16) -> Self {
         let mut features = 1 << VIRTIO_BLK_F_SEG_MAX | 1 << VIRTIO_BLK_F_BLK_SIZE | 1 << VIRTIO_BLK_F_FLUSH;
-        features |= if readonly {
+        features |= if state.readonly {
             1 << VIRTIO_BLK_F_RO
         } else {
             1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES
         };
         features |= if queues > 1 { 1 << VIRTIO_BLK_F_MQ } else { 0 };
-        Ok(Blk {
-            config: config_space(sectors, queues),
+        Blk {
+            config: config_space(state.sectors, queues),
             features,
-            state: State { sectors, readonly, serial },
+            state,
             queue_sizes: vec![QUEUE_SIZE; queues.into()],
-            disk: Some(Disk { file, path: config.path.clone(), sectors, readonly, write_through: false, id }),
+            disk: Some(disk),
             image: Arc::new(image),
             worker: None,
-        })
+            overlaid: false,
+            own: false,
+        }
     }
 }
 
@@ -274,7 +333,7 @@ impl VirtioDevice for Blk {
     }
 
     fn handle(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        Some(self.image.clone())
+        (!self.own).then(|| self.image.clone() as _)
     }
 
     fn start(&mut self, enter: Enter) -> io::Result<()> {
@@ -301,6 +360,11 @@ impl VirtioDevice for Blk {
 
     fn retake(&mut self) -> Result<(), OpenError> {
         Ok(self.lock()?)
+    }
+
+    fn stays(&self) -> Option<(&'static str, &'static str)> {
+        let why = "of what its guest has written beside the image this process alone has the map";
+        self.overlaid.then_some((KIND.key, why))
     }
 
     fn save(&self) -> DeviceState {
@@ -338,6 +402,29 @@ fn config_space(sectors: u64, queues: u16) -> [u8; 60] {
     put(52, &MAX_ZERO_SEGMENTS.to_le_bytes());
     put(56, &[1]);
     space
+}
+
+/// The image of a disk whose guest writes beside `base`, which nobody may write to meanwhile.
+fn over(config: &BlkConfig, base: File, size: u64, place: &Place) -> Result<(Image, DiskImage), BlkError> {
+    let disk = config.path.clone();
+    let (over, lasts) = match place {
+        Place::File(path) => (path.clone(), true),
+        Place::Discard => ("discard".into(), false),
+    };
+    let failed = |source| BlkError::Overlay { path: disk.clone(), over: over.clone(), source };
+    let io = |source: io::Error| failed(source.into());
+    if !lock(&base, Lock::Shared).map_err(io)? {
+        return Err(BlkError::Locked { path: disk.clone(), readonly: true });
+    }
+    let file = if lasts { overlay::open_file(&over) } else { overlay::unnamed() }.map_err(io)?;
+    // Before it is read: whoever has it may be writing to its map. The machine's own lock is of the same open file.
+    if !lock(&file, Lock::Exclusive).map_err(io)? {
+        return Err(BlkError::Locked { path: over.clone(), readonly: false });
+    }
+    let path = if lasts { std::path::absolute(&over).map_err(io)? } else { disk.clone() };
+    let image = DiskImage { file: file.try_clone().map_err(io)?, path, readonly: false };
+    let overlay = Overlay::new(base, size, file, lasts).map_err(failed)?;
+    Ok((Image::Over(Box::new(overlay)), image))
 }
 
 fn open_image(path: &Path, readonly: bool) -> Result<(File, u64), BlkError> {

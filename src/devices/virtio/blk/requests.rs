@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
+use super::overlay::Overlay;
 use super::{MAX_ZERO_SECTORS, MAX_ZERO_SEGMENTS, SECTOR};
 use crate::devices::virtio::Active;
 use crate::devices::virtio::queue::Chain;
@@ -18,10 +19,43 @@ use crate::devices::virtio::worker::Work;
 /// What a file system without FALLOC_FL_ZERO_RANGE gets written.
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
+/// What the guest's requests go to.
+pub enum Image {
+    /// An image or a block device.
+    Raw(File),
+    /// What is written goes beside it.
+    Over(Box<Overlay>),
+}
+
+impl Image {
+    /// Reads from `at` on into the next bytes of `data`: how many.
+    fn read(&self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
+        match self {
+            Self::Raw(file) => data.preadv(file, at, usize::MAX),
+            Self::Over(overlay) => overlay.read(data, at),
+        }
+    }
+
+    /// Writes the next bytes of `data` from `at` on: how many.
+    fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
+        match self {
+            Self::Raw(file) => data.pwritev(file, at, usize::MAX),
+            Self::Over(overlay) => overlay.write(data, at),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Self::Raw(file) => file.sync_data(),
+            Self::Over(overlay) => overlay.flush(),
+        }
+    }
+}
+
 /// The image, and what a request does to it.
 pub struct Disk {
     /// What the guest's requests go to.
-    pub file: File,
+    pub image: Image,
     /// Its name, for messages.
     pub path: PathBuf,
     /// Its size.
@@ -102,7 +136,7 @@ impl Work for Disk {
 }
 
 impl Disk {
-    fn execute(&self, chain: &mut Chain<'_>, begins: impl FnOnce(Request)) -> Result<(), Refusal> {
+    fn execute(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Request)) -> Result<(), Refusal> {
         let header: [u8; 16] = chain.readable.read_array().ok_or(Refusal::Malformed)?;
         let kind = u32::from_le_bytes(header[0..4].try_into().expect("4 bytes"));
         let sector = u64::from_le_bytes(header[8..16].try_into().expect("8 bytes"));
@@ -116,13 +150,13 @@ impl Disk {
         })
     }
 
-    fn perform(&self, kind: u32, sector: u64, chain: &mut Chain<'_>) -> Result<(), Refusal> {
+    fn perform(&mut self, kind: u32, sector: u64, chain: &mut Chain<'_>) -> Result<(), Refusal> {
         match kind {
             VIRTIO_BLK_T_IN => {
                 let data = &mut chain.writable;
                 let mut at = self.extent(sector, data.left() as u64)?;
                 while data.left() > 0 {
-                    at += moved(data.preadv(&self.file, at, usize::MAX))?;
+                    at += moved(self.image.read(data, at))?;
                 }
                 Ok(())
             }
@@ -131,11 +165,11 @@ impl Disk {
                 let data = &mut chain.readable;
                 let mut at = self.extent(sector, data.left() as u64)?;
                 while data.left() > 0 {
-                    at += moved(data.pwritev(&self.file, at, usize::MAX))?;
+                    at += moved(self.image.write(data, at))?;
                 }
                 Ok(self.settle()?)
             }
-            VIRTIO_BLK_T_FLUSH => Ok(self.file.sync_data()?),
+            VIRTIO_BLK_T_FLUSH => Ok(self.image.flush()?),
             VIRTIO_BLK_T_GET_ID => {
                 chain.writable.write(&self.id);
                 Ok(())
@@ -152,8 +186,8 @@ impl Disk {
         if self.readonly { Err(Refusal::Malformed) } else { Ok(()) }
     }
 
-    fn settle(&self) -> io::Result<()> {
-        if self.write_through { self.file.sync_data() } else { Ok(()) }
+    fn settle(&mut self) -> io::Result<()> {
+        if self.write_through { self.image.flush() } else { Ok(()) }
     }
 
     /// Where `len` bytes at `sector` begin in the file, if they are whole sectors inside the disk.
@@ -167,7 +201,7 @@ impl Disk {
     }
 
     /// Discard and write-zeroes: segments of (sector u64, sectors u32, flags u32).
-    fn zero(&self, segments: &mut Slices<'_>, discard: bool) -> Result<(), Refusal> {
+    fn zero(&mut self, segments: &mut Slices<'_>, discard: bool) -> Result<(), Refusal> {
         let count = segments.left() / 16;
         if !segments.left().is_multiple_of(16) || count == 0 || count > MAX_ZERO_SEGMENTS as usize {
             return Err(Refusal::Malformed);
@@ -185,39 +219,41 @@ impl Disk {
             }
             let len = u64::from(sectors) * SECTOR;
             let at = self.extent(sector, len)?;
-            match (len, discard) {
-                (0, _) => {}
-                (_, true) if self.allocate(FallocateMode::PunchHole, at, len)? => {}
-                (_, true) => return Err(Refusal::Unsupported),
-                (_, false) => {
+            match (&mut self.image, len, discard) {
+                (_, 0, _) => {}
+                // What is discarded may read as anything, and so as zeroes.
+                (Image::Over(overlay), ..) => overlay.zero(at, len)?,
+                (Image::Raw(file), _, true) if allocate(file, FallocateMode::PunchHole, at, len)? => {}
+                (_, _, true) => return Err(Refusal::Unsupported),
+                (Image::Raw(file), _, false) => {
                     let mode = if unmap { FallocateMode::PunchHole } else { FallocateMode::ZeroRange };
-                    if !self.allocate(mode, at, len)? {
-                        self.write_zeros(at, len)?;
+                    if !allocate(file, mode, at, len)? {
+                        write_zeros(file, at, len)?;
                     }
                 }
             }
         }
         Ok(self.settle()?)
     }
+}
 
-    /// fallocate(2); false where this file system does not know `mode`.
-    fn allocate(&self, mode: FallocateMode, at: u64, len: u64) -> io::Result<bool> {
-        match fallocate(&self.file, mode, true, at, len) {
-            Ok(()) => Ok(true),
-            Err(error) if error.errno() == libc::EOPNOTSUPP => Ok(false),
-            Err(error) => Err(error.into()),
-        }
+/// fallocate(2); false where this file system does not know `mode`.
+fn allocate(file: &File, mode: FallocateMode, at: u64, len: u64) -> io::Result<bool> {
+    match fallocate(file, mode, true, at, len) {
+        Ok(()) => Ok(true),
+        Err(error) if error.errno() == libc::EOPNOTSUPP => Ok(false),
+        Err(error) => Err(error.into()),
     }
+}
 
-    fn write_zeros(&self, at: u64, len: u64) -> io::Result<()> {
-        let (mut at, end) = (at, at + len);
-        while at < end {
-            let part = (end - at).min(ZEROS.len() as u64) as usize;
-            self.file.write_all_at(&ZEROS[..part], at)?;
-            at += part as u64;
-        }
-        Ok(())
+fn write_zeros(file: &File, at: u64, len: u64) -> io::Result<()> {
+    let (mut at, end) = (at, at + len);
+    while at < end {
+        let part = (end - at).min(ZEROS.len() as u64) as usize;
+        file.write_all_at(&ZEROS[..part], at)?;
+        at += part as u64;
     }
+    Ok(())
 }
 
 /// A transfer that makes no progress is one past the end of a file that somebody has truncated.

@@ -1,0 +1,349 @@
+//! What a cloud image is told when it boots for the first time: files on a small disk labelled CIDATA, as cloud-init's NoCloud source
+//! and its like look for. The disk is made in memory, as ISO 9660 (ECMA-119) with Rock Ridge names (SUSP, RRIP), which every such image
+//! reads: user-data, meta-data and network-config have names that plain ISO 9660 has no room for.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::blk::Blk;
+use super::{DeviceConfig, Kind, OpenError, VirtioDevice};
+use crate::fault::{Blame, Fault, Field};
+use crate::keyvalue::{self, KeyValues, path};
+use crate::sys::mmap;
+
+/// What a seed is.
+pub static KIND: Kind = Kind {
+    key: "cloud-init",
+    about: "A disk labelled CIDATA that tells a cloud image what to do when it boots for the first time: \
+        `user-data=FILE[,meta-data=FILE][,network-config=FILE]`",
+    value: Some("user-data=FILE"),
+    repeats: false,
+    parse: |text| match parse(text) {
+        Ok(seed) => Ok(Arc::new(seed)),
+        Err(error) => Err(error.to_string()),
+    },
+};
+
+/// Bytes of a sector.
+const SECTOR: usize = 2048;
+/// Bytes of one file at most: what is typed by hand is far below it.
+const MOST: u64 = 16 << 20;
+/// Where the volume's descriptors begin, its path tables, its directory, and its files (in sectors).
+const DESCRIPTORS: usize = 16;
+const PATHS: [usize; 2] = [18, 19];
+const DIRECTORY: usize = 20;
+const FILES: usize = 21;
+
+/// How cloud-init knows what user data is, by its first line (cloudinit/handlers, INCLUSION_TYPES_MAP).
+const FIRST_LINES: [&str; 9] = [
+    "#cloud-config",
+    "#!",
+    "#include",
+    "#include-once",
+    "#cloud-boothook",
+    "#cloud-config-archive",
+    "#cloud-config-jsonp",
+    "#part-handler",
+    "## template: jinja",
+];
+
+/// The files.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Seed {
+    /// What is to be done.
+    pub user_data: PathBuf,
+    /// What instance it is; without a file, one that has the machine's name for it.
+    pub meta_data: Option<PathBuf>,
+    /// How its network is set up.
+    pub network_config: Option<PathBuf>,
+}
+
+/// Why there is no such disk.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file that cannot be read.
+    #[error("{}: {source}", .path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// What the kernel says.
+        source: io::Error,
+    },
+    /// Larger than any that makes sense.
+    #[error("{}: it has more than {} MiB", .0.display(), MOST >> 20)]
+    Large(PathBuf),
+    /// Nothing would come of it, without a word.
+    #[error("{}: cloud-init ignores user data that begins with '{first}'; {remedy}", .path.display())]
+    FirstLine {
+        /// Which.
+        path: PathBuf,
+        /// Its first line.
+        first: String,
+        /// What would work.
+        remedy: String,
+    },
+    /// No memory for it.
+    #[error("memory for it: {0}")]
+    Memory(io::Error),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Memory(_) => Blame::host(Field::Device(KIND.key)),
+            _ => Blame::user(Field::Device(KIND.key)),
+        }
+    }
+}
+
+fn parse(text: &str) -> Result<Seed, keyvalue::Error> {
+    let kv = KeyValues::parse(text, None, &["user-data", "meta-data", "network-config"])?;
+    Ok(Seed {
+        user_data: kv.required("user-data", path)?,
+        meta_data: kv.with("meta-data", path)?,
+        network_config: kv.with("network-config", path)?,
+    })
+}
+
+impl DeviceConfig for Seed {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
+    fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        let made =
+            make(self).and_then(|(disk, bytes)| Blk::in_memory(disk, bytes, KIND.key).map_err(Error::Memory));
+        let disk = made.map_err(|error| Box::new(error) as OpenError)?;
+        Ok(Box::new(disk))
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, Error> {
+    let failed = |source| Error::Read { path: path.into(), source };
+    let mut bytes = Vec::new();
+    File::open(path).map_err(failed)?.take(MOST + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > MOST { Err(Error::Large(path.into())) } else { Ok(bytes) }
+}
+
+/// Whether cloud-init knows what `data` is.
+fn check(path: &Path, data: &[u8]) -> Result<(), Error> {
+    // Compressed data and MIME messages tell themselves.
+    if data.starts_with(&[0x1f, 0x8b])
+        || data.to_ascii_lowercase().starts_with(b"content-type:")
+        || data.to_ascii_lowercase().starts_with(b"mime-version:")
+    {
+        return Ok(());
+    }
+    let line = data.split(|byte| *byte == b'\n').next().unwrap_or_default();
+    let first: String = String::from_utf8_lossy(line).trim_end().chars().take(60).collect();
+    let word = first.split(' ').next().unwrap_or_default();
+    let known = |start: &str| match start {
+        "#!" => first.starts_with("#!"),
+        "## template: jinja" => first.starts_with("## template: jinja"),
+        start => word == start,
+    };
+    if FIRST_LINES.into_iter().any(known) {
+        return Ok(());
+    }
+    let typed = first.replace(' ', "");
+    let slips = |start: &&str| strsim::osa_distance(&typed, start);
+    let meant = FIRST_LINES.into_iter().min_by_key(slips).expect("there are some");
+    let near = slips(&meant) <= 2 && typed.len() > 4;
+    let remedy = match near {
+        true => format!("did you mean '{meant}'?"),
+        false => "its first line is '#cloud-config', or that of a script".into(),
+    };
+    Err(Error::FirstLine { path: path.into(), first: first.escape_debug().to_string(), remedy })
+}
+
+/// The disk, as a file in memory: how many bytes it has.
+///
+/// # Errors
+/// Which file cannot be read, or would be ignored.
+pub fn make(seed: &Seed) -> Result<(File, u64), Error> {
+    let user_data = read(&seed.user_data)?;
+    check(&seed.user_data, &user_data)?;
+    let meta_data = match &seed.meta_data {
+        Some(path) => read(path)?,
+        // An instance that cloud-init has not seen yet is set up; so one that it has seen in this form is not, again.
+        None => {
+            let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &user_data);
+            format!("instance-id: vellum-{sum:08x}\n").into_bytes()
+        }
+    };
+    let mut files = vec![("meta-data", "METADATA.;1", meta_data), ("user-data", "USERDATA.;1", user_data)];
+    if let Some(path) = &seed.network_config {
+        files.insert(1, ("network-config", "NETWORKC.;1", read(path)?));
+    }
+    let image = image(&files);
+    let memory = mmap::memfd(c"cidata", image.len() as u64, None).map_err(Error::Memory)?;
+    memory.write_all_at(&image, 0).map_err(Error::Memory)?;
+    Ok((memory, image.len() as u64))
+}
+
+/// A number in both orders of bytes (ECMA-119, 7.3.3).
+fn both32(number: u32) -> [u8; 8] {
+    let mut bytes = [0; 8];
+    bytes[..4].copy_from_slice(&number.to_le_bytes());
+    bytes[4..].copy_from_slice(&number.to_be_bytes());
+    bytes
+}
+
+/// As [`both32`] (7.2.3).
+fn both16(number: u16) -> [u8; 4] {
+    let mut bytes = [0; 4];
+    bytes[..2].copy_from_slice(&number.to_le_bytes());
+    bytes[2..].copy_from_slice(&number.to_be_bytes());
+    bytes
+}
+
+/// When all of it was made: 2000, since nobody asks (9.1.5).
+const WHEN: [u8; 7] = [100, 1, 1, 0, 0, 0, 0];
+
+/// An entry of a directory (9.1), with `system`, a multiple of two bytes of system use fields, behind it.
+fn record(at: usize, len: usize, flags: u8, name: &[u8], system: &[u8]) -> Vec<u8> {
+    let mut record = vec![0, 0];
+    record.extend(both32(at as u32));
+    record.extend(both32(len as u32));
+    record.extend(WHEN);
+    record.extend([flags, 0, 0]);
+    record.extend(both16(1));
+    record.push(name.len() as u8);
+    record.extend(name);
+    record.resize(record.len().next_multiple_of(2), 0);
+    record.extend(system);
+    record.resize(record.len().next_multiple_of(2), 0);
+    record[0] = record.len() as u8;
+    record
+}
+
+/// The mode of a file, and its owner, root (RRIP 4.1.1).
+fn px(mode: u32, links: u32) -> Vec<u8> {
+    let mut field = b"PX\x24\x01".to_vec();
+    [mode, links, 0, 0].into_iter().for_each(|number| field.extend(both32(number)));
+    field
+}
+
+/// The name of a file (RRIP 4.1.4).
+fn nm(name: &str) -> Vec<u8> {
+    [&[b'N', b'M', 5 + name.len() as u8, 1, 0], name.as_bytes()].concat()
+}
+
+/// Where system use fields begin (SUSP 5.3), and that they are Rock Ridge's (5.5).
+fn sp_and_er() -> Vec<u8> {
+    let id = b"RRIP_1991A";
+    let mut fields = b"SP\x07\x01\xbe\xef\x00".to_vec();
+    fields.extend([b'E', b'R', 8 + id.len() as u8, 1, id.len() as u8, 0, 0, 1]);
+    fields.extend(id);
+    fields
+}
+
+/// Text, padded with blanks.
+fn padded(text: &str, len: usize) -> Vec<u8> {
+    let mut bytes = text.as_bytes().to_vec();
+    bytes.resize(len, b' ');
+    bytes
+}
+
+/// A volume with `files`: their names, those that ISO 9660 has room for, and what is in them, in the order of the latter.
+fn image(files: &[(&str, &str, Vec<u8>)]) -> Vec<u8> {
+    let directory = || -> Vec<u8> {
+        let itself = [sp_and_er(), px(0o40555, 2)].concat();
+        let mut entries = record(DIRECTORY, SECTOR, 2, &[0], &itself);
+        entries.extend(record(DIRECTORY, SECTOR, 2, &[1], &px(0o40555, 2)));
+        let mut at = FILES;
+        for (name, short, data) in files {
+            let system = [px(0o100444, 1), nm(name)].concat();
+            entries.extend(record(at, data.len(), 0, short.as_bytes(), &system));
+            at += data.len().div_ceil(SECTOR);
+        }
+        entries
+    };
+    let sectors = FILES + files.iter().map(|(.., data)| data.len().div_ceil(SECTOR)).sum::<usize>();
+    // A disk of some more is not cut at its end by who reads ahead.
+    let mut image = vec![0; sectors.next_multiple_of(32) * SECTOR];
+    let mut put =
+        |sector: usize, bytes: &[u8]| image[sector * SECTOR..][..bytes.len()].copy_from_slice(bytes);
+
+    // The primary volume descriptor (8.4), then the one that ends them (8.3).
+    let mut volume = b"\x01CD001\x01\x00".to_vec();
+    volume.extend(padded("LINUX", 32));
+    volume.extend(padded("CIDATA", 32));
+    volume.extend([0; 8]);
+    volume.extend(both32(sectors.next_multiple_of(32) as u32));
+    volume.extend([0; 32]);
+    volume.extend([both16(1), both16(1), both16(SECTOR as u16)].concat());
+    volume.extend(both32(10));
+    volume.extend((PATHS[0] as u32).to_le_bytes());
+    volume.extend([0; 4]);
+    volume.extend((PATHS[1] as u32).to_be_bytes());
+    volume.extend([0; 4]);
+    volume.extend(record(DIRECTORY, SECTOR, 2, &[0], &[]));
+    volume.extend(padded("", 128 * 4 + 37 * 3));
+    // Four times that are not given (8.4.26.1).
+    for _ in 0..4 {
+        volume.extend(*b"0000000000000000\0");
+    }
+    volume.push(1);
+    put(DESCRIPTORS, &volume);
+    put(DESCRIPTORS + 1, b"\xffCD001\x01");
+    // Path tables with the root alone (9.4), in each order of bytes.
+    let root = |at: [u8; 4], number: [u8; 2]| [&[1, 0][..], &at, &number, &[0, 0]].concat();
+    put(PATHS[0], &root((DIRECTORY as u32).to_le_bytes(), 1u16.to_le_bytes()));
+    put(PATHS[1], &root((DIRECTORY as u32).to_be_bytes(), 1u16.to_be_bytes()));
+    put(DIRECTORY, &directory());
+    let mut at = FILES;
+    for (.., data) in files {
+        put(at, data);
+        at += data.len().div_ceil(SECTOR);
+    }
+    image
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn user_data_that_would_be_ignored_is_refused() {
+        let path = Path::new("user-data");
+        for good in [
+            "#cloud-config\nusers: []\n",
+            "#!/bin/sh\n",
+            "#include https://x\n",
+            "#cloud-config # x\n",
+            "MIME-Version: 1.0\n",
+            "## template: jinja\n#cloud-config\n",
+        ] {
+            check(path, good.as_bytes()).unwrap();
+        }
+        check(path, &[0x1f, 0x8b, 8]).unwrap();
+        for (bad, says) in [
+            ("#cloudconfig\n", "did you mean '#cloud-config'?"),
+            ("# cloud-config\n", "did you mean '#cloud-config'?"),
+            ("users: []\n", "its first line is '#cloud-config'"),
+            ("", "begins with ''"),
+            ("#cloud-config-\u{1b}[31m\n", "\\u{1b}"),
+        ] {
+            let error = check(path, bad.as_bytes()).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_volume_has_its_parts_where_the_standard_has_them() {
+        let image = image(&[
+            ("meta-data", "METADATA.;1", b"a".to_vec()),
+            ("user-data", "USERDATA.;1", vec![7; 5000]),
+        ]);
+        let volume = &image[16 * SECTOR..17 * SECTOR];
+        assert_eq!((&volume[..6], &volume[40..46]), (&b"\x01CD001"[..], &b"CIDATA"[..]));
+        // The root's record lies at byte 157 (counted from 1), the version of the structure at 882.
+        assert_eq!((volume[156], volume[881]), (34, 1));
+        assert_eq!(u32::from_le_bytes(volume[80..84].try_into().unwrap()) as usize * SECTOR, image.len());
+        assert_eq!(image[22 * SECTOR..][..5000], vec![7; 5000]);
+    }
+}
