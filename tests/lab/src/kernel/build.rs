@@ -1,5 +1,6 @@
 //! Building an image: sources, configuration, make; kept under a key of everything that went in.
 
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
@@ -212,7 +213,23 @@ pub fn command(tree: &Tree, objects: &Path) -> Command {
         .env("KBUILD_BUILD_HOST", "lab")
         .env("KBUILD_BUILD_VERSION", "1")
         .env("LC_ALL", "C");
+    if let Some(path) = remembering(std::env::var_os("PATH").as_deref()) {
+        command.env("PATH", path).env("CCACHE_DIR", tree.home.join("ccache"));
+    }
     command
+}
+
+/// The search path on which compilers are ccache's links to itself, where Debian's ccache is installed: a file that a series
+/// changed and the next one changes back is compiled once. make's own words stay the same, so nothing is built anew for
+/// ccache's sake; it tells compilers from each other by itself.
+fn remembering(path: Option<&OsStr>) -> Option<OsString> {
+    const LINKS: &str = "/usr/lib/ccache";
+    Path::new(LINKS).join(COMPILER).exists().then(|| {
+        let mut with_links = OsString::from(LINKS);
+        with_links.push(":");
+        with_links.push(path.unwrap_or(OsStr::new("/usr/bin:/bin")));
+        with_links
+    })
 }
 
 fn make(tree: &Tree, objects: &Path, label: &str) -> Result<()> {
