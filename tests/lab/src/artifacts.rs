@@ -204,36 +204,37 @@ impl Kernel {
     /// The modules called `names` and all that they need, in the order in which they load. A name that this kernel has
     /// built in, or does not have, is passed over.
     pub fn modules(&self, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
-        let mut files = BTreeMap::new();
-        index(&self.modules.join("kernel"), &mut files)?;
-        let mut loaded = Vec::new();
-        for name in names {
-            self.load(&files, name, &mut loaded)?;
-        }
-        Ok(loaded)
+        modules_in(&self.modules.join("kernel"), names)
     }
+}
 
-    fn load(
-        &self,
-        files: &BTreeMap<String, PathBuf>,
-        name: &str,
-        loaded: &mut Vec<(String, Vec<u8>)>,
-    ) -> Result<()> {
-        let name = name.replace('-', "_");
-        let Some(path) = files.get(&name).filter(|_| !loaded.iter().any(|(done, _)| *done == name)) else {
-            return Ok(());
-        };
-        let image = if path.extension().is_some_and(|extension| extension == "xz") {
-            tool::output(Command::new("xz").arg("-dc").arg(path))?
-        } else {
-            fs::read(path).map_err(Error::file("read", path))?
-        };
-        for dependency in dependencies(&image) {
-            self.load(files, &dependency, loaded)?;
-        }
-        loaded.push((name, image));
-        Ok(())
+/// The modules below `dir` that are called `names`, and all that they need, in the order in which they load. A name that is not
+/// there is passed over.
+pub fn modules_in(dir: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
+    let mut files = BTreeMap::new();
+    index(dir, &mut files)?;
+    let mut loaded = Vec::new();
+    for name in names {
+        load(&files, name, &mut loaded)?;
     }
+    Ok(loaded)
+}
+
+fn load(files: &BTreeMap<String, PathBuf>, name: &str, loaded: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
+    let name = name.replace('-', "_");
+    let Some(path) = files.get(&name).filter(|_| !loaded.iter().any(|(done, _)| *done == name)) else {
+        return Ok(());
+    };
+    let image = if path.extension().is_some_and(|extension| extension == "xz") {
+        tool::output(Command::new("xz").arg("-dc").arg(path))?
+    } else {
+        fs::read(path).map_err(Error::file("read", path))?
+    };
+    for dependency in dependencies(&image) {
+        load(files, &dependency, loaded)?;
+    }
+    loaded.push((name, image));
+    Ok(())
 }
 
 /// Every module below `dir` by its name, with `-` as `_`.

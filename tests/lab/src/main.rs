@@ -193,7 +193,8 @@ enum KernelCommand {
 /// How an emulated host is made.
 #[derive(Args)]
 struct Host {
-    /// The host's kernel: 6.1 or 6.12 of Debian's, or the file of a bzImage with KVM built in
+    /// The host's kernel: 6.1 or 6.12 of Debian's, or the file of a bzImage with KVM built in, or with KVM's modules in the
+    /// directory `modules` beside it
     #[arg(long, default_value = "6.1")]
     kernel: String,
     /// Nested paging: 1 uses it, 0 makes KVM shadow the guest's page tables

@@ -16,6 +16,9 @@ use crate::{Error, Result, tool};
 /// Modules that a host has beside KVM's own.
 const MODULES: [&str; 6] = ["bridge", "msr", "tun", "virtio_pci", "virtio_blk", "virtio_net"];
 
+/// The directory beside a bzImage that holds KVM's modules, where they are not built in.
+const BESIDE: &str = "modules";
+
 /// Debian has another busybox too, which needs a libc that no emulated host has.
 pub fn busybox() -> Result<PathBuf> {
     const INTERPRETER: &[u8] = b"/ld-linux-x86-64.so.2\0";
@@ -59,12 +62,19 @@ pub fn pack(
         image.copy(from, to)?;
     }
     let mut job = job(request, shell);
-    if let HostKernel::Debian(kernel) = &request.kernel {
-        for (name, module) in kernel.modules(&[request.bed.modules(), &MODULES].concat())? {
-            let path = format!("/modules/{name}.ko");
-            image.file(&path, 0o644, &module);
-            job.modules.push(path);
-        }
+    let names = [request.bed.modules(), &MODULES].concat();
+    let modules = match &request.kernel {
+        HostKernel::Debian(kernel) => kernel.modules(&names)?,
+        HostKernel::Image(bzimage) => match bzimage.with_file_name(BESIDE) {
+            beside if beside.is_dir() => artifacts::modules_in(&beside, &names)?,
+            // All that it needs is built in.
+            _ => Vec::new(),
+        },
+    };
+    for (name, module) in modules {
+        let path = format!("/modules/{name}.ko");
+        image.file(&path, 0o644, &module);
+        job.modules.push(path);
     }
     image.file(JOB_PATH, 0o644, &serde_json::to_vec(&job).expect("a job is plain data"));
     let path = dir.join("initrd");

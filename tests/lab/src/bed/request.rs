@@ -11,7 +11,7 @@ use crate::artifacts::Kernel;
 pub enum HostKernel {
     /// One of Debian's, with KVM as modules.
     Debian(Kernel),
-    /// A bzImage with KVM built in.
+    /// A bzImage with KVM built in, or with KVM's modules beside it.
     Image(PathBuf),
 }
 
