@@ -42,6 +42,10 @@ pub enum Request {
         /// For how long.
         seconds: u64,
     },
+    /// A token that goes round a ring of processes: what a context switch costs.
+    LatCtx(LatCtx),
+    /// Groups of senders and receivers that all talk at once.
+    Hackbench(Hackbench),
     /// Switch the guest off.
     PowerOff,
 }
@@ -91,8 +95,70 @@ pub struct DiskWork {
     pub passes: u64,
 }
 
+/// A ring of processes on one CPU, as lmbench's `lat_ctx -s KIB TASKS`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LatCtx {
+    /// How many processes.
+    #[serde(default = "two")]
+    pub tasks: u64,
+    /// How often the token goes round in a measurement.
+    #[serde(default = "ten_thousand")]
+    pub rounds: u64,
+    /// How many measurements.
+    #[serde(default = "five")]
+    pub repeat: u64,
+    /// What each process reads when it has the token, in KiB.
+    #[serde(default)]
+    pub kib: u64,
+}
+
+/// `hackbench GROUPS`: in each group every sender writes to every receiver.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Hackbench {
+    /// How many groups.
+    #[serde(default = "one")]
+    pub groups: u64,
+    /// Senders of a group, and as many receivers.
+    #[serde(default = "twenty")]
+    pub pairs: u64,
+    /// Threads of one process instead of a process each.
+    #[serde(default)]
+    pub threads: bool,
+    /// Pipes instead of unix sockets.
+    #[serde(default)]
+    pub pipes: bool,
+    /// What each sender writes to each receiver.
+    #[serde(default = "hundred")]
+    pub messages: u64,
+    /// The length of a message.
+    #[serde(default = "hundred")]
+    pub bytes: u64,
+}
+
 fn one() -> u64 {
     1
+}
+
+fn two() -> u64 {
+    2
+}
+
+fn five() -> u64 {
+    5
+}
+
+fn twenty() -> u64 {
+    20
+}
+
+fn hundred() -> u64 {
+    100
+}
+
+fn ten_thousand() -> u64 {
+    10_000
 }
 
 /// What the guest tells.
@@ -162,6 +228,26 @@ pub enum Event {
         /// By how much the wall clock left the monotonic one, in nanoseconds.
         drift_ns: i64,
     },
+    /// A measurement of a ring of processes. A context switch took `(ring_ns - own_ns) / switches`.
+    LatCtx {
+        /// Which one, from 1.
+        repeat: u64,
+        /// How often one task gave the token to the next.
+        switches: u64,
+        /// How long all of it took, in nanoseconds.
+        ring_ns: u64,
+        /// The same for a task that gave the token to itself as often.
+        own_ns: u64,
+    },
+    /// All senders and receivers are done.
+    Hackbench {
+        /// How many there were.
+        tasks: u64,
+        /// How many messages there were.
+        messages: u64,
+        /// Nanoseconds from when all might begin until the last one had ended.
+        ns: u64,
+    },
     /// The request is done.
     Done,
     /// The request has failed, or is none.
@@ -189,6 +275,13 @@ mod tests {
             panic!("memory work")
         };
         assert_eq!((work.mib, work.rate_mib, work.pattern, work.seconds), (64, 0, Pattern::Random, 3));
+        let Request::LatCtx(ring) = parse(r#"{"do":"lat-ctx"}"#).unwrap() else { panic!("a ring") };
+        assert_eq!((ring.tasks, ring.kib), (2, 0));
+        let Request::Hackbench(work) = parse(r#"{"do":"hackbench","groups":5,"pipes":true}"#).unwrap() else {
+            panic!("groups")
+        };
+        assert_eq!((work.groups, work.pairs, work.messages, work.bytes), (5, 20, 100, 100));
+        assert_eq!((work.threads, work.pipes), (false, true));
         for wrong in
             [r#"{"do":"exec"}"#, r#"{"do":"memory","mib":1,"seconds":1,"hot":1}"#, r#"{"do":"format"}"#, "{"]
         {

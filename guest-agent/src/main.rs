@@ -2,24 +2,52 @@
 //!
 //! Requests come by vsock, and by the console, where each line is one. What follows `--` on the kernel's command line is
 //! done first: `-- exec uname -a`, or one request in JSON, and the guest switches itself off afterwards.
+//!
+//! Where it is not PID 1 it takes one request of tasks that switch as its argument, tells what it measures, and ends: PID 1 starts it
+//! so, and on a host one can do it by hand.
 
 mod serve;
+mod switching;
 mod sys;
 mod work;
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader};
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread;
 
-use guest_agent::{Event, PORT};
+use guest_agent::{Event, PORT, Request};
 use serve::Children;
 
-fn main() {
+fn main() -> ExitCode {
+    if std::process::id() != 1 {
+        return alone();
+    }
     if let Err(error) = run() {
         println!("agent: {error}");
     }
     println!("agent: {}", sys::power_off());
+    ExitCode::FAILURE
+}
+
+/// One request of tasks that switch, in this process.
+fn alone() -> ExitCode {
+    let tell = &mut |event| serve::tell(&mut io::stdout().lock(), &event);
+    let done = std::env::args().nth(1).ok_or_else(|| io::Error::other("a request is expected")).and_then(
+        |request| match serde_json::from_str(&request).map_err(io::Error::other)? {
+            Request::LatCtx(work) => switching::lat_ctx(&work, tell),
+            Request::Hackbench(work) => switching::hackbench(&work, tell),
+            _ => Err(io::Error::other("only PID 1 of a guest does that")),
+        },
+    );
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 fn run() -> io::Result<()> {

@@ -144,6 +144,7 @@ fn perform(
         Request::Disk(work) => work::disk(&work, &mut |event| tell(event)),
         Request::Zero { path, offset, bytes, unmap } => work::zero(&path, offset, bytes, unmap),
         Request::Clock { seconds } => work::clock(seconds, &mut |event| tell(event)),
+        Request::LatCtx(_) | Request::Hackbench(_) => apart(&request, tell, children),
         Request::PowerOff => Err(sys::power_off()),
     }
 }
@@ -164,6 +165,31 @@ fn exec(
         scope.spawn(|| pass_on("stderr", stderr, tell));
     });
     tell(Event::Exit { code: children.wait(child.id()) })
+}
+
+/// Has another process of this program do `request`, which forks, and passes its events on.
+fn apart(
+    request: &Request,
+    tell: &(impl Fn(Event) -> io::Result<()> + Sync),
+    children: &Children,
+) -> io::Result<()> {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg(serde_json::to_string(request)?).stdin(Stdio::null());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = children.start(&mut command)?;
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    let mut told = Ok(());
+    for line in stdout.into_iter().flat_map(|pipe| io::BufReader::new(pipe).lines()) {
+        // It is read to its end even when nobody listens any more, or it would never end.
+        told = told.and_then(|()| tell(serde_json::from_str(&line?)?));
+    }
+    let mut said = String::new();
+    // A few words at most, at its end.
+    stderr.map_or(Ok(0), |mut pipe| pipe.read_to_string(&mut said))?;
+    match children.wait(child.id()) {
+        0 => told,
+        code => Err(io::Error::other(format!("{} (status {code})", said.trim()))),
+    }
 }
 
 /// Passes a command's output on until it ends; if nobody listens any more the command sees a closed pipe.

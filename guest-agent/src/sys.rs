@@ -103,3 +103,60 @@ pub fn clock(id: libc::clockid_t) -> i64 {
     unsafe { libc::clock_gettime(id, &mut time) };
     time.tv_sec * 1_000_000_000 + time.tv_nsec
 }
+
+/// A child that does `work` and ends, with 1 where that fails. It ends with its parent. The caller sees to it that `work` allocates
+/// nothing where it has other threads, which might hold the allocator's lock.
+pub fn fork(work: impl FnOnce() -> io::Result<()>) -> io::Result<libc::pid_t> {
+    // SAFETY: the child returns from nothing that it did not call itself: it ends by _exit.
+    match check(unsafe { libc::fork() }.into())? {
+        0 => {
+            let worked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                // SAFETY: a plain system call.
+                unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+                work()
+            }));
+            // SAFETY: a plain system call.
+            unsafe { libc::_exit(i32::from(!matches!(worked, Ok(Ok(()))))) }
+        }
+        child => Ok(child as libc::pid_t),
+    }
+}
+
+/// Waits for this child: its exit code, or 128 and its signal.
+pub fn wait(child: libc::pid_t) -> io::Result<i32> {
+    let mut status = 0;
+    // SAFETY: `status` outlives the call.
+    check(unsafe { libc::waitpid(child, &mut status, 0) }.into())?;
+    Ok(if libc::WIFEXITED(status) { libc::WEXITSTATUS(status) } else { 128 + libc::WTERMSIG(status) })
+}
+
+/// Ends a child that has not been waited for.
+pub fn kill(child: libc::pid_t) -> io::Result<()> {
+    // SAFETY: a plain system call.
+    check(unsafe { libc::kill(child, libc::SIGKILL) }.into()).map(drop)
+}
+
+/// Keeps this thread, and whom it forks, on the CPU where it is.
+pub fn stay_on_this_cpu() -> io::Result<()> {
+    // SAFETY: cpu_set_t is plain data, for which all zeroes is a value.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: plain system calls; CPU_SET stays within the set, which outlives the second call.
+    let result = unsafe {
+        let cpu = check(libc::sched_getcpu().into())?;
+        libc::CPU_SET(cpu as usize, &mut set);
+        libc::sched_setaffinity(0, size_of_val(&set), &set)
+    };
+    check(result.into()).map(drop)
+}
+
+/// Waits until `file` can be read, and reads nothing.
+pub fn wait_readable(file: &File) -> io::Result<()> {
+    let mut poll = libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    loop {
+        // SAFETY: one structure, which outlives the call.
+        match check(unsafe { libc::poll(&mut poll, 1, -1) }.into()) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result.map(drop),
+        }
+    }
+}

@@ -106,6 +106,17 @@ fn the_agent_works_on_the_serial_port_alone() -> Result<(), Failed> {
     ensure(passes.len() == 3 && passes.iter().all(right), || format!("{passes:?}"))?;
     let clock = answer(r#"{"do":"clock","seconds":1}"#)?;
     ensure(matches!(clock[..], [Event::Clock { backwards: 0, .. }]), || format!("{clock:?}"))?;
+    let ring = answer(r#"{"do":"lat-ctx","tasks":3,"rounds":20,"repeat":2}"#)?;
+    let went_round = |event: &Event| matches!(event, Event::LatCtx { switches: 60, ring_ns: 1.., .. });
+    ensure(ring.len() == 2 && ring.iter().all(went_round), || format!("{ring:?}"))?;
+    for more in ["", r#","pipes":true"#, r#","threads":true"#] {
+        let all = answer(&format!(r#"{{"do":"hackbench","pairs":3,"messages":2{more}}}"#))?;
+        let came = matches!(all[..], [Event::Hackbench { tasks: 6, messages: 18, ns: 1.. }]);
+        ensure(came, || format!("{more}: {all:?}"))?;
+    }
+    let refused = answer(r#"{"do":"lat-ctx","tasks":1}"#)?;
+    let named = |event: &Event| matches!(event, Event::Error { message } if message.contains("2 to 400"));
+    ensure(refused.len() == 1 && refused.iter().all(named), || format!("{refused:?}"))?;
     let refused = answer(r#"{"do":"memory","mib":0,"seconds":1}"#);
     ensure(matches!(&refused, Ok(all) if matches!(all[..], [Event::Error { .. }])), || {
         format!("{refused:?}")
