@@ -32,6 +32,8 @@ pub enum Field {
     CpuModel,
     /// CPU features.
     Cpuid,
+    /// Whether a guest may load CR3 without an exit.
+    Cr3Cache,
     /// How many vCPUs.
     Cpus,
     /// A device of the guest's, by the key of its kind (`devices/virtio`).

@@ -16,7 +16,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 pub use self::section::Section;
 use crate::arch::clocks::Meanwhile;
-use crate::control::{DirtyRings, Do, Event, Stays};
+use crate::control::{Cr3Cache, DirtyRings, Do, Event, Stays};
 use crate::devices::virtio::blk::DiskImage;
 use crate::dirty::{self, DirtyTracker};
 use crate::memory::{Backing, Memory, Slot};
@@ -52,6 +52,8 @@ pub struct Outline {
     pub vsock: Option<PathBuf>,
     /// Its dirty rings, if it has any.
     pub dirty_ring: Option<DirtyRings>,
+    /// Its CR3 cache, if it has one.
+    pub cr3_cache: Option<Cr3Cache>,
     /// The names of its disks.
     pub disks: Vec<String>,
     /// What keeps it from being saved and from moving, if anything does.

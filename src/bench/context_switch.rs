@@ -3,12 +3,43 @@
 //! Where KVM shadows guest tables, each load leaves the guest or, with the CR3-target list, does not. The loop that
 //! does everything but the load is timed too, before the switches and after them, and its mean is taken off: what disturbs
 //! the host for longer than a round is then in both. The exits are KVM's own count. Each round has a machine of its own.
+//!
+//! With the CR3 cache the guest registers a page with KVM, looks there for each table, and loads what it finds; the search is part of the
+//! switch.
 
 pub use super::shadow::Tables;
+use std::io;
+
+use clap::ValueEnum;
+
 use super::{Common, Counted, Error, of_rounds};
 use crate::guests::program::GuestPage;
 use crate::guests::tables::{self, Command};
 use crate::report::{Label, Premise, Report};
+use crate::vm::{self, cr3_cache::Choice};
+
+/// Whether the guest loads CR3 by way of the CR3 cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Cached {
+    /// It does not.
+    #[default]
+    Off,
+    /// It does.
+    On,
+    /// The one and the other, a round each in turn.
+    Both,
+}
+
+impl Cached {
+    /// What a round of each kind has.
+    fn each(self) -> &'static [bool] {
+        match self {
+            Self::Off => &[false],
+            Self::On => &[true],
+            Self::Both => &[false, true],
+        }
+    }
+}
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -21,6 +52,15 @@ pub struct Config {
     pub switches: u64,
     /// Pages read after each load: the working set that a switch has to find again.
     pub reads: u64,
+    /// Whether the loads go by way of the CR3 cache.
+    pub cr3_cache: Cached,
+}
+
+/// What a round is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Kind {
+    tables: u64,
+    cached: bool,
 }
 
 /// What one round measured.
@@ -34,6 +74,8 @@ struct Measured {
     exits: Option<u64>,
     /// The same of page faults.
     faults: Option<u64>,
+    /// How many loads found their table in the page of the CR3 cache, with one.
+    hits: Option<u64>,
 }
 
 impl Measured {
@@ -48,41 +90,57 @@ impl Measured {
 
 /// Measures.
 pub fn run(config: &Config) -> Result<Report, Error> {
+    if config.cr3_cache != Cached::Off {
+        // Before anything is measured without it.
+        Choice::On.decided(&vm::open()?).map_err(vm::Error::from)?;
+    }
     let mut report = config.common.report("context-switch");
     config.tables.ask(&mut report);
     report.ask("switches", config.switches);
     report.ask("reads", config.reads);
+    if config.cr3_cache != Cached::Off {
+        let both = config.cr3_cache == Cached::Both;
+        report.ask("cr3_cache", if both { "both" } else { "on" });
+    }
     config.common.ask(&mut report);
     let parts = config.tables.parts(&config.common);
-    let mut rounds: Vec<(u64, Vec<Measured>)> = Vec::new();
+    let mut rounds: Vec<(Kind, Vec<Measured>)> = Vec::new();
     config.common.each(&mut report, &parts, |report, part| {
-        let measured = one(report, config, part.tables, part.round.is_first())?;
-        if let Err(premise) = measured.premise() {
-            report.fail(Some(part.to_string()), premise);
-        }
-        match rounds.iter_mut().find(|(count, _)| *count == part.tables) {
-            Some((_, rounds)) => rounds.push(measured),
-            None => rounds.push((part.tables, vec![measured])),
+        for &cached in config.cr3_cache.each() {
+            let kind = Kind { tables: part.tables, cached };
+            let measured = one(report, config, kind, part.round.is_first())?;
+            if let Err(premise) = measured.premise() {
+                report.fail(Some(part.to_string()), premise);
+            }
+            match rounds.iter_mut().find(|(other, _)| *other == kind) {
+                Some((_, rounds)) => rounds.push(measured),
+                None => rounds.push((kind, vec![measured])),
+            }
         }
         Ok(())
     })?;
-    for (count, rounds) in &rounds {
+    for (Kind { tables: count, cached }, rounds) in &rounds {
         let each = |seconds: f64| seconds * 1e9 / config.switches as f64;
         let per_switch = |count: Option<u64>| Some(count? as f64 / config.switches as f64);
-        let label = |name| Label::of(name, count);
+        // One kind alone has the same names as the other, so that two results can be compared.
+        let prefix = if *cached && config.cr3_cache == Cached::Both { "cached_" } else { "" };
+        let label = |name| Label::of(format!("{prefix}{name}"), count);
         report.samples(label("switch"), "ns", of_rounds(rounds, |r| Some(each(r.switches - r.empty))));
         report.samples(label("loop"), "ns", of_rounds(rounds, |r| Some(each(r.empty))));
         report.samples(label("exits_per_switch"), "", of_rounds(rounds, |r| per_switch(r.exits)));
         report.samples(label("faults_per_switch"), "", of_rounds(rounds, |r| per_switch(r.faults)));
-    }
-    if let Some((count, _)) = rounds.last() {
-        report.set_headline(Label::of("switch", count));
+        if *cached {
+            report.samples(label("hits_per_switch"), "", of_rounds(rounds, |r| per_switch(r.hits)));
+        }
+        report.set_headline(label("switch"));
     }
     Ok(report)
 }
 
-fn one(report: &mut Report, config: &Config, count: u64, first: bool) -> Result<Measured, Error> {
-    let guest = config.tables.guest(&config.common, count, GuestPage::Large)?;
+fn one(report: &mut Report, config: &Config, kind: Kind, first: bool) -> Result<Measured, Error> {
+    let Kind { tables: count, cached } = kind;
+    let cr3_cache = if cached { Choice::On } else { Choice::Off };
+    let guest = config.tables.guest(&config.common, count, GuestPage::Large, cr3_cache)?;
     let pages = config.reads.max(1);
     tables::program(&guest, count, pages);
     tables::set_switches(&guest, config.switches, config.reads);
@@ -90,9 +148,13 @@ fn one(report: &mut Report, config: &Config, count: u64, first: bool) -> Result<
     for command in [Command::Build, Command::Touch] {
         tables::perform(&guest, command)?;
     }
+    if cached && let refused @ ..=0 = tables::register(&guest)? {
+        let error = io::Error::from_raw_os_error(i32::try_from(-refused).unwrap_or(libc::EINVAL));
+        return Err(Error::Host("the guest's registration of its page of the CR3 cache", error));
+    }
     let before = tables::perform(&guest, Command::Loop)?;
     let warm = counted.now();
-    let switches = tables::perform(&guest, Command::Switch)?;
+    let switches = tables::perform(&guest, if cached { Command::SwitchCached } else { Command::Switch })?;
     let now = counted.now();
     let after = tables::perform(&guest, Command::Loop)?;
     let grown = |name: &str| Some(now.get(name)?.saturating_sub(*warm.get(name)?));
@@ -101,9 +163,15 @@ fn one(report: &mut Report, config: &Config, count: u64, first: bool) -> Result<
         empty: (before + after) / 2.0,
         exits: grown("exits"),
         faults: grown("pf_taken"),
+        hits: cached.then(|| tables::hits(&guest)),
     };
     let now = counted.now();
-    config.tables.finish(report, counted, &now, count, count * pages.div_ceil(8), first);
+    let of = if cached && config.cr3_cache == Cached::Both {
+        format!("{count} cached")
+    } else {
+        count.to_string()
+    };
+    config.tables.finish(report, counted, &now, &of, count * pages.div_ceil(8), first);
     Ok(measured)
 }
 
@@ -113,7 +181,7 @@ mod tests {
 
     #[test]
     fn a_loop_that_takes_as_long_as_the_switches_is_no_result() {
-        let of = |switches, empty| Measured { switches, empty, exits: None, faults: None };
+        let of = |switches, empty| Measured { switches, empty, exits: None, faults: None, hits: None };
         assert_eq!(of(2e-3, 1e-3).premise(), Ok(()));
         let premise = of(1e-3, 1.14e-3).premise().unwrap_err();
         assert!(premise.to_string().contains("1000.0 µs with the work and 1140.0 µs without"), "{premise}");

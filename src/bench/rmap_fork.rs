@@ -20,6 +20,7 @@ use crate::guests::Guest;
 use crate::guests::program::GuestPage;
 use crate::guests::tables::{self, Command, Visit};
 use crate::report::{Label, Premise, Report, Sample};
+use crate::vm::cr3_cache;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -160,7 +161,7 @@ fn whole(
     let mut rounds = Vec::new();
     config.common.each(report, &parts, |report, &part| {
         let count = part.tables;
-        let guest = tables.guest(&config.common, count, GuestPage::Large)?;
+        let guest = tables.guest(&config.common, count, GuestPage::Large, cr3_cache::Choice::Off)?;
         tables::program(&guest, count, config.pages);
         let counted = Counted::start(&guest, report);
         let build = tables::perform(&guest, Command::Build)?;
@@ -173,7 +174,7 @@ fn whole(
         let mapped = count * config.pages.div_ceil(8);
         let first = part.drop == drops[0] && part.round.is_first();
         let now = counted.now();
-        tables.finish(report, counted, &now, count, mapped, first);
+        tables.finish(report, counted, &now, &count.to_string(), mapped, first);
         rounds.push((part, Phases { build, touch, clear, free }));
         Ok(())
     })?;
@@ -240,7 +241,7 @@ fn chains(
     let count = tables.counts[0];
     let mut rounds = Vec::new();
     config.common.each(report, &config.common.rounds(), |report, round| {
-        let guest = tables.guest(&config.common, count, GuestPage::Large)?;
+        let guest = tables.guest(&config.common, count, GuestPage::Large, cr3_cache::Choice::Off)?;
         tables::program(&guest, count, config.pages);
         let counted = Counted::start(&guest, report);
         let on = |visit, command| {
@@ -276,7 +277,7 @@ fn chains(
         rounds.push(measured);
         let now = counted.now();
         let mapped = fresh * config.pages.div_ceil(8);
-        tables.finish(report, counted, &now, count, mapped, round.is_first());
+        tables.finish(report, counted, &now, &count.to_string(), mapped, round.is_first());
         Ok(())
     })?;
     Ok(rounds)

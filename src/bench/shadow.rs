@@ -14,6 +14,7 @@ use crate::host::Paging;
 use crate::memory::MemoryConfig;
 use crate::report::{Premise, Report};
 use crate::vm::counters::Snapshot;
+use crate::vm::cr3_cache;
 use crate::{sys, vm};
 
 /// Page tables of a guest.
@@ -56,29 +57,38 @@ impl Tables {
         self.mmu_pages.unwrap_or_else(|| tables::shadow_pages(count))
     }
 
-    /// A machine of one vCPU with room for `count` tables; `page` is the page size of those that it starts with.
-    pub(super) fn guest(&self, common: &Common, count: u64, page: GuestPage) -> Result<Guest, Error> {
+    /// A machine of one vCPU with room for `count` tables; `page` is the page size of those that it starts with, and `cr3_cache` whether
+    /// it may load CR3 without an exit.
+    pub(super) fn guest(
+        &self,
+        common: &Common,
+        count: u64,
+        page: GuestPage,
+        cr3_cache: cr3_cache::Choice,
+    ) -> Result<Guest, Error> {
         let kvm = vm::open()?;
+        let cr3_cache = cr3_cache.decided(&kvm).map_err(vm::Error::from)?;
         let memory = populated(MemoryConfig::new(tables::ram(count)))?;
-        let config =
-            GuestConfig { code: code::code(), privilege: Privilege::Kernel, page, ..common.guest(1) };
+        let (code, privilege) = (code::code(), Privilege::Kernel);
+        let config = GuestConfig { code, privilege, page, cr3_cache, ..common.guest(1) };
         let guest = Guest::build(&kvm, memory, config)?;
         sys::kvm::set_mmu_pages(&guest.vm.fd, self.budget(count))
             .map_err(|e| Error::Host("KVM_SET_NR_MMU_PAGES", e))?;
         Ok(guest)
     }
 
-    /// Holds a finished round with `count` tables to its premises; the counters of the `first` one go into the result.
+    /// Holds a finished round to its premises; the counters of the `first` one of a kind go into the result. `of` is how many tables it
+    /// had, and what else tells it from rounds of another kind.
     pub(super) fn finish(
         &self,
         report: &mut Report,
         counted: Counted,
         now: &Snapshot,
-        count: u64,
+        of: &str,
         mapped: u64,
         first: bool,
     ) {
-        let part = format!("{count} tables");
+        let part = format!("{of} tables");
         if report.host.paging != Paging::Shadow {
             report.fail(None, not_shadowed(report.host.paging));
         }
@@ -86,8 +96,9 @@ impl Tables {
             .into_iter()
             .for_each(|premise| report.fail(Some(part.clone()), premise));
         if first {
-            let index = count.to_string();
-            counted.finish(report, now, (self.counts.len() > 1).then_some(index.as_str()));
+            let several =
+                self.counts.len() > 1 || self.counts.first().map(u64::to_string).as_deref() != Some(of);
+            counted.finish(report, now, several.then_some(of));
         }
     }
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use guest_agent::{Event, Request};
+use serde_json::Value;
 
 use super::{Failure, keyvalue, print};
 use crate::control::client::{Client, Error};
@@ -17,6 +18,7 @@ use crate::devices::console::{Opened, Target};
 use crate::fault::Fault;
 use crate::memory::short_size;
 use crate::sys::socket::Name;
+use crate::vm::counters;
 use crate::vm::lifecycle::Exit;
 
 /// Tell a running machine what to do
@@ -170,7 +172,10 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
         }
     };
     let descriptors: Vec<_> = outputs.iter().flat_map(|opened| &opened.output).map(File::as_fd).collect();
-    let answer = client.ask_with(&what, &descriptors).map_err(failure)?;
+    let mut answer = client.ask_with(&what, &descriptors).map_err(failure)?;
+    if what == (Do::Status {}) {
+        count(&mut answer);
+    }
     outputs.iter().for_each(Opened::hand_over);
     if answer.as_object().is_some_and(|fields| !fields.is_empty()) {
         print(format_args!("{answer}\n"))?;
@@ -189,6 +194,15 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
         _ => {}
     }
     Ok(Exit::PowerOff)
+}
+
+/// Adds KVM's counters of the CR3 cache, or why they cannot be read.
+fn count(status: &mut Value) {
+    let Some(name) = status["cr3_cache"]["debugfs"].as_str() else { return };
+    status["cr3_cache"]["counters"] = match counters::of_other(name, "cr3_cache_") {
+        Ok(counters) => counters.into_iter().collect(),
+        Err(error) => format!("debugfs cannot be read ({error})").into(),
+    };
 }
 
 /// `vellum list`

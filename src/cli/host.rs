@@ -16,6 +16,7 @@ use crate::sandbox::Mode;
 use crate::sandbox::user::User;
 use crate::session;
 use crate::session::incoming::{self, Lenience, Listen, Outcome};
+use crate::vm::cr3_cache;
 use crate::vm::lifecycle::Exit;
 
 /// `--tsc-mismatch`
@@ -49,6 +50,12 @@ pub(super) struct HostArgs {
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = args::RING_ENTRIES, value_parser = args::ring_entries)]
     dirty_ring: Option<u32>,
 
+    /// Let a guest with a kernel, on shadow paging, load CR3 without an exit: on; auto, where this host can; off. It does so if it was
+    /// started with `vellum run --cr3-cache` and has registered with KVM, here or where it comes from; and sees where its shadow page
+    /// tables are in this host's memory
+    #[arg(long, value_name = "WHETHER", value_enum, default_value = "off", hide_possible_values = true)]
+    cr3_cache: cr3_cache::Choice,
+
     /// What becomes of a guest whose TSC has a frequency that is not this host's and that it cannot scale to: refuse; allow, and
     /// then a guest that tells time by its TSC is wrong from then on, and one with kvmclock is not
     #[arg(long, value_name = "WHAT", value_enum, default_value = "refuse", hide_possible_values = true)]
@@ -64,6 +71,7 @@ pub(super) struct HostArgs {
 /// Which flag each field comes from.
 pub(super) const FLAGS: &[(Field, &str)] = &[
     (Field::Backing, "--memory backing="),
+    (Field::Cr3Cache, "--cr3-cache on:"),
     (Field::Lock, "--memory lock:"),
     (Field::Memory, "--memory:"),
     (Field::Name, "--name:"),
@@ -92,6 +100,7 @@ impl HostArgs {
         let config = machine::Config {
             serial: self.serial.clone(),
             dirty_ring: self.dirty_ring,
+            cr3_cache: self.cr3_cache,
             virtio: self.devices.clone().config(),
             ..machine::Config::default()
         };

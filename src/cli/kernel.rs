@@ -14,6 +14,7 @@ use crate::devices::console::{Opened, Target};
 use crate::machine::{self, BootConfig};
 use crate::memory::MemoryConfig;
 use crate::session::{self, kernel::Outcome};
+use crate::vm::cr3_cache;
 use crate::vm::lifecycle::Exit;
 
 /// A guest with a kernel.
@@ -54,6 +55,18 @@ pub struct KernelArgs {
     #[arg(long, requires = "kernel")]
     no_vmgenid: bool,
 
+    /// Let a guest on shadow paging load CR3 without an exit, as at context switches, if it knows how: on; auto, where this host can;
+    /// off. It sees where its shadow page tables are in the host's memory
+    #[arg(
+        long,
+        value_name = "WHETHER",
+        value_enum,
+        default_value = "off",
+        hide_possible_values = true,
+        requires = "kernel"
+    )]
+    cr3_cache: cr3_cache::Choice,
+
     /// End the guest after a time, as in 30s, with status 124
     #[arg(long, value_name = "TIME", requires = "kernel", value_parser = keyvalue::duration)]
     timeout: Option<Duration>,
@@ -70,12 +83,12 @@ pub fn run(
     config: machine::Config,
     process: session::Config,
 ) -> Result<Exit, Failure> {
-    let KernelArgs { initrd, protocol, irqchip, serial, timeout, devices, .. } = args;
+    let KernelArgs { initrd, protocol, irqchip, serial, cr3_cache, timeout, devices, .. } = args;
     let defaults = (!args.nodefaults).then_some(DEFAULT_CMDLINE);
     let parts: Vec<&str> = defaults.into_iter().chain(args.cmdline.iter().map(String::as_str)).collect();
     let (cmdline, virtio) = (parts.join(" "), devices.config());
     let vmgenid = if args.no_vmgenid { None } else { config.vmgenid };
-    let config = machine::Config { irqchip, serial, virtio, vmgenid, ..config };
+    let config = machine::Config { irqchip, serial, virtio, vmgenid, cr3_cache, ..config };
     let boot = BootConfig { kernel, initrd, cmdline, protocol };
     let process = session::Config { limit: timeout, ..process };
     let mut ready = session::kernel::ready(&process, memory, config, boot).map_err(failure)?;

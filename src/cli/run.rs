@@ -124,6 +124,7 @@ pub(super) const FLAGS: Flags = &[&[
     (Field::CpuModel, "--cpu"),
     (Field::Cpuid, "--cpuid"),
     (Field::Cpus, "--cpus"),
+    (Field::Cr3Cache, "--cr3-cache on:"),
     (Field::GuestPage, "--workload page="),
     (Field::Initrd, "--initrd"),
     (Field::Irqchip, "--irqchip:"),

@@ -301,6 +301,9 @@ pub struct Status {
     /// The dirty rings of its vCPUs, if it has any.
     #[serde(default)]
     pub dirty_ring: Option<DirtyRings>,
+    /// Its CR3 cache, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cr3_cache: Option<Cr3Cache>,
     /// How its dirty pages are collected, while a migration is under way.
     #[serde(default)]
     pub tracker: Option<String>,
@@ -330,6 +333,15 @@ pub struct DirtyRings {
     pub entries: u32,
     /// How often one was full.
     pub full: u64,
+}
+
+/// The CR3 cache of a machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cr3Cache {
+    /// How many address spaces each vCPU can switch among without an exit.
+    pub entries: u32,
+    /// What debugfs calls the VM, whose counters it has. A confined machine cannot open them: `vellum ctl` adds them.
+    pub debugfs: String,
 }
 
 /// A pass over memory that has ended. Times are microseconds of the host's CLOCK_MONOTONIC, which all its processes share.

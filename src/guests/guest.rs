@@ -33,6 +33,7 @@ use crate::payload::state;
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
 use crate::sys::signal;
 use crate::vm::counters::{self, Counters};
+use crate::vm::cr3_cache;
 use crate::vm::lifecycle::Exit;
 use crate::vm::quiesced::Quiesced;
 use crate::vm::vcpu::{self, Flow, Vcpu};
@@ -63,6 +64,8 @@ pub struct GuestConfig {
     pub irqchip: Option<irqchip::Mode>,
     /// CPU features.
     pub cpuid: Choice,
+    /// Whether it may load CR3 without an exit.
+    pub cr3_cache: cr3_cache::Choice,
 }
 
 impl GuestConfig {
@@ -79,6 +82,7 @@ impl GuestConfig {
             dirty_ring: None,
             irqchip: None,
             cpuid: Choice::default(),
+            cr3_cache: cr3_cache::Choice::Off,
         }
     }
 }
@@ -172,7 +176,7 @@ impl Guest {
             config.page,
         );
         let own = Arc::new(own);
-        let make = || Vm::with_dirty_ring(kvm, memory, config.dirty_ring);
+        let make = || Vm::with_dirty_ring(kvm, memory, config.dirty_ring)?.with_cr3_cache(config.cr3_cache);
         let (supported, vm) = cpuid::supported_beside(kvm, make);
         let vm = vm?;
         let irqchip = config.irqchip.map(|mode| Irqchip::new(&vm.fd, mode)).transpose()?;
@@ -182,12 +186,16 @@ impl Guest {
         if config.slot_flags != 0 {
             vm.memory.slots().iter().try_for_each(|slot| vm.memslots().set(slot, config.slot_flags))?;
         }
-        let cpuid = Cpuid::of_vm(supported, &vm.fd, &config.cpuid, config.vcpus as u32)?;
+        let mut cpuid = Cpuid::of_vm(supported, &vm.fd, &config.cpuid, config.vcpus as u32)?;
+        if vm.cr3_cache.is_some() {
+            cpuid.show_cr3_cache();
+        }
         let bell = Arc::new(Bell::new(config.vcpus).map_err(Error::Map)?);
         let counters = Counters::of_vm(&vm.fd);
         let vcpus = Vec::with_capacity(config.vcpus);
         let context = Context::new(kvm, &vm.fd, config.irqchip.is_some());
-        let context = context.map_err(|error| state::Error::State(0, error))?;
+        let mut context = context.map_err(|error| state::Error::State(0, error))?;
+        context.has_cr3_cache = vm.cr3_cache.is_some();
         let first = cpuid.leaves()?;
         let mut guest = Self { vcpus, vm, slot, bell, tsc_hz: 0, root, cpuid: first, context, counters };
         for index in 0..config.vcpus {

@@ -202,7 +202,7 @@ impl Run {
             return Err(state::Error::NotRestored.into());
         };
         let quiesced = Quiesced::new(&mut self.guest.vcpus, || ()).map_err(state::Error::from)?;
-        processors.commit(&quiesced)?;
+        processors.commit(&quiesced, &self.guest.context)?;
         journal::enter(&self.guest, phase::MOVED);
         self.guest.bell.set_rung(rung);
         self.arrived = None;

@@ -28,6 +28,10 @@ pub enum Command {
     Switch = 4,
     /// The same without the loads: what the loop itself costs.
     Loop = 5,
+    /// Registers its page of the CR3 cache with KVM.
+    Register = 6,
+    /// As [`Command::Switch`], but loads what that page says, where it says anything.
+    SwitchCached = 7,
 }
 
 /// The control block as the code reads it. All words; the host writes while the vCPU does not run.
@@ -63,8 +67,16 @@ pub struct Tables {
     pub switches: u64,
     /// How many pages it reads after each; at most `pages`.
     pub reads: u64,
+    /// Guest-virtual address of the page that [`Command::Register`] registers.
+    pub cache_va: u64,
+    /// The same, guest-physical.
+    pub cache_gpa: u64,
     /// Written by the guest: TSC ticks that the command took.
     pub ticks: u64,
+    /// Written by the guest: what KVM answered to the registration.
+    pub registered: u64,
+    /// Written by the guest: how many of the last switches found their table in the page.
+    pub hits: u64,
 }
 
 /// A root, a PDPT, a directory and a table.
@@ -79,9 +91,14 @@ const BEHIND_FRAMES: u64 = MOST_PAGES * PAGE_SIZE;
 /// The third entry of the root: nothing else is there.
 const WINDOW: u64 = 2 << 39;
 
+/// Where in RAM the page of the CR3 cache is: behind the tables.
+pub fn cache_offset(count: u64) -> u64 {
+    BEHIND_FRAMES + count * TABLE_BYTES
+}
+
 /// How much RAM `count` tables need.
 pub fn ram(count: u64) -> u64 {
-    (BEHIND_FRAMES + count * TABLE_BYTES).next_multiple_of(2 << 20)
+    (cache_offset(count) + PAGE_SIZE).next_multiple_of(2 << 20)
 }
 
 /// How many shadow pages KVM needs for `count` tables so that it recycles none: each table's four, and what RAM and the
@@ -106,6 +123,19 @@ pub fn program(guest: &Guest, count: u64, pages: u64) {
         set(offset_of!(Tables, shared) + index * 8, entry);
     }
     set(offset_of!(Tables, home), guest.root);
+    set(offset_of!(Tables, cache_va), RAM_VA + cache_offset(count));
+    set(offset_of!(Tables, cache_gpa), layout::RAM_START + cache_offset(count));
+}
+
+/// Has vCPU 0 register its page of the CR3 cache: how many address spaces it can switch among without an exit, or KVM's error, negative.
+pub fn register(guest: &Guest) -> Result<i64, guest::Error> {
+    perform(guest, Command::Register)?;
+    Ok(guest.block(0)[offset_of!(Tables, registered) / 8].load(Ordering::Relaxed) as i64)
+}
+
+/// How many loads of the last [`Command::SwitchCached`] found their table in the page.
+pub fn hits(guest: &Guest) -> u64 {
+    guest.block(0)[offset_of!(Tables, hits) / 8].load(Ordering::Relaxed)
 }
 
 /// Which tables a command visits, in which order.

@@ -60,6 +60,7 @@ pub fn examine() -> Diagnosis {
     #[cfg(target_arch = "aarch64")]
     checks.extend(kvm.as_ref().ok().and_then(|kvm| Some(stage2(&super::stage2::examine(kvm).ok()?))));
     checks.push(module(&facts));
+    checks.extend(kvm.as_ref().ok().map(cr3_cache));
     checks.extend(hugepages::sizes().into_iter().map(huge_pages));
     checks.extend([thp(&facts), userfaultfd(), locked_memory(), tun(), seccomp(), landlock()]);
     checks.push(Check::ok("CPUs", format!("{}; {}", topology::cpus(), facts.cpu)));
@@ -165,6 +166,19 @@ fn module(facts: &Facts) -> Check {
     let nx = facts.nx_huge_pages.as_deref().unwrap_or("?");
     let (tdp, split) = (flag(facts.tdp_mmu), flag(facts.eager_page_split));
     Check::ok(name, format!("{module}, {paging}; tdp_mmu={tdp} eager_page_split={split} nx_huge_pages={nx}"))
+}
+
+fn cr3_cache(kvm: &Kvm) -> Check {
+    let name = "CR3 cache";
+    match super::cr3_cache::entries(kvm) {
+        Ok(entries) => Check::ok(
+            name,
+            format!("a guest that knows of it switches among {entries} address spaces without an exit"),
+        ),
+        Err(super::cr3_cache::Unavailable { why, remedy }) => {
+            Check::warn(name, format!("none: {why}"), remedy)
+        }
+    }
 }
 
 fn huge_pages(page_size: u64) -> Check {

@@ -5,6 +5,7 @@
 
 mod cgroup;
 mod cpu;
+pub mod cr3_cache;
 pub mod doctor;
 pub mod facts;
 pub mod hugepages;

@@ -48,6 +48,7 @@ use crate::payload::Payload;
 use crate::payload::state::{Error as StateError, Processors};
 use crate::sandbox::{Sandbox, ThreadKind};
 use crate::vm::counters::{Counters, Snapshot};
+use crate::vm::cr3_cache;
 use crate::vm::vcpu::{self, Ended, Thread, Vcpu};
 use crate::vm::{Processor, Vm};
 
@@ -72,6 +73,8 @@ pub struct Config {
     pub counters: bool,
     /// Entries of each vCPU's dirty ring, where there is to be one.
     pub dirty_ring: Option<u32>,
+    /// Whether a guest on shadow paging may load CR3 without an exit.
+    pub cr3_cache: cr3_cache::Choice,
     /// Whether it runs in another process yet, which has the locks of its disks.
     pub incoming: bool,
 }
@@ -89,6 +92,7 @@ impl Default for Config {
             vmgenid: Some(layout::VMGENID),
             counters: false,
             dirty_ring: None,
+            cr3_cache: cr3_cache::Choice::Off,
             incoming: false,
         }
     }
@@ -219,15 +223,19 @@ impl Opened {
     ) -> Result<Board, Error> {
         let Self { config, virtio } = self;
         let make = || -> Result<_, Error> {
-            let vm = Vm::with_dirty_ring(kvm, map()?, config.dirty_ring)?;
+            let vm = Vm::with_dirty_ring(kvm, map()?, config.dirty_ring)?.with_cr3_cache(config.cr3_cache)?;
             let irqchip = Arc::new(Irqchip::new(&vm.fd, config.irqchip)?);
             Ok((vm, irqchip))
         };
         let (supported, made) = cpuid::supported_beside(kvm, make);
         let (vm, irqchip) = made?;
-        let cpuid = Cpuid::of_vm(supported, &vm.fd, &config.cpuid, config.cpus as u32)?;
+        let mut cpuid = Cpuid::of_vm(supported, &vm.fd, &config.cpuid, config.cpus as u32)?;
+        if vm.cr3_cache.is_some() {
+            cpuid.show_cr3_cache();
+        }
         let virtio = virtio.place(irqchip.gsis())?;
-        let context = Context::new(kvm, &vm.fd, true).map_err(|error| StateError::State(0, error))?;
+        let mut context = Context::new(kvm, &vm.fd, true).map_err(|error| StateError::State(0, error))?;
+        context.has_cr3_cache = vm.cr3_cache.is_some();
         Ok(Board { config, vm, irqchip, virtio, cpuid, context })
     }
 }

@@ -14,7 +14,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::{Error, Machine};
 use crate::arch::clocks::Meanwhile;
 use crate::arch::irqchip::Irqchip;
-use crate::control::Do;
+use crate::control::{Cr3Cache, Do};
 use crate::devices::Ending;
 use crate::devices::bus::Bus;
 use crate::devices::console::{self, Console};
@@ -25,6 +25,7 @@ use crate::devices::vmgenid::VmGenId;
 use crate::dirty::{self, DirtyTracker};
 use crate::memory::{Memory, Slot, short_size};
 use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves, Subscriber};
+use crate::vm::counters;
 use crate::vm::lifecycle::Exit;
 use crate::vm::vcpu::{self, Flow, Throttle, Vcpu};
 
@@ -105,6 +106,10 @@ impl Payload for Machine {
             backing: Some(self.vm.memory.config.backing),
             balloon: self.virtio.find::<BalloonHandle>().map(|(balloon, _)| balloon.actual()),
             dirty_ring: self.vm.dirty_ring.as_deref().map(Into::into),
+            cr3_cache: self
+                .vm
+                .cr3_cache
+                .map(|entries| Cr3Cache { entries, debugfs: counters::name(&self.vm.fd) }),
             vsock: self.virtio.find::<SocketPath>().map(|(path, _)| path.0.clone()),
             disks: self.virtio.all::<DiskImage>().map(|(name, _)| name.to_owned()).collect(),
             stays: self.virtio.stays(),

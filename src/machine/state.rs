@@ -213,7 +213,7 @@ impl Machine {
         self.virtio.retake()?;
         let committed = Quiesced::new(&mut self.vcpus, || ())
             .map_err(state::Error::from)
-            .and_then(|quiesced| processors.commit(&quiesced));
+            .and_then(|quiesced| processors.commit(&quiesced, &self.context));
         if let Err(error) = committed {
             self.virtio.release();
             return Err(error.into());

@@ -225,10 +225,10 @@ impl Processors {
     ///
     /// # Errors
     /// Where KVM refuses.
-    pub fn commit(&self, quiesced: &Quiesced<'_>) -> Result<(), Error> {
+    pub fn commit(&self, quiesced: &Quiesced<'_>, context: &Context) -> Result<(), Error> {
         let results = quiesced.each_its_own(|index| {
-            let states = self.vcpus.clone();
-            move |fd: &_| states[index].commit(fd)
+            let (states, context) = (self.vcpus.clone(), context.clone());
+            move |fd: &_| states[index].commit(fd, &context)
         })?;
         first(results).map(drop)
     }

@@ -4,6 +4,9 @@
 use kvm_bindings::*;
 use vmm_sys_util::ioctl::{_IOC_NONE, _IOC_READ, _IOC_WRITE, ioctl_expr};
 
+#[cfg(target_arch = "x86_64")]
+use crate::sys::cr3_cache;
+
 const fn io(number: u32) -> u32 {
     ioctl_expr(_IOC_NONE, KVMIO, number, 0) as u32
 }
@@ -39,33 +42,35 @@ pub const VCPU_STATE: &[u32] = &[
 /// As above, what only this architecture has.
 #[cfg(target_arch = "x86_64")]
 pub const VCPU_STATE_HERE: &[u32] = &[
-    ior::<kvm_sregs>(0x83),         // KVM_GET_SREGS
-    iow::<kvm_sregs>(0x84),         // KVM_SET_SREGS
-    ior::<kvm_sregs2>(0xcc),        // KVM_GET_SREGS2
-    iow::<kvm_sregs2>(0xcd),        // KVM_SET_SREGS2
-    iowr::<kvm_translation>(0x85),  // KVM_TRANSLATE
-    iowr::<kvm_msrs>(0x88),         // KVM_GET_MSRS
-    iow::<kvm_msrs>(0x89),          // KVM_SET_MSRS
-    ior::<kvm_fpu>(0x8c),           // KVM_GET_FPU
-    iow::<kvm_fpu>(0x8d),           // KVM_SET_FPU
-    ior::<kvm_lapic_state>(0x8e),   // KVM_GET_LAPIC
-    iow::<kvm_lapic_state>(0x8f),   // KVM_SET_LAPIC
-    iow::<kvm_cpuid2>(0x90),        // KVM_SET_CPUID2
-    iowr::<kvm_cpuid2>(0x91),       // KVM_GET_CPUID2
-    io(0x9a),                       // KVM_NMI
-    ior::<kvm_debugregs>(0xa1),     // KVM_GET_DEBUGREGS
-    iow::<kvm_debugregs>(0xa2),     // KVM_SET_DEBUGREGS
-    io(0xa2),                       // KVM_SET_TSC_KHZ
-    io(0xa3),                       // KVM_GET_TSC_KHZ
-    ior::<kvm_xsave>(0xa4),         // KVM_GET_XSAVE
-    iow::<kvm_xsave>(0xa5),         // KVM_SET_XSAVE
-    ior::<kvm_xsave>(0xcf),         // KVM_GET_XSAVE2
-    ior::<kvm_xcrs>(0xa6),          // KVM_GET_XCRS
-    iow::<kvm_xcrs>(0xa7),          // KVM_SET_XCRS
-    io(0xad),                       // KVM_KVMCLOCK_CTRL
-    iow::<kvm_device_attr>(0xe1),   // KVM_SET_DEVICE_ATTR: the TSC's offset
-    iow::<kvm_device_attr>(0xe2),   // KVM_GET_DEVICE_ATTR
-    iowr::<kvm_nested_state>(0xbe), // KVM_GET_NESTED_STATE
+    ior::<kvm_sregs>(0x83),                // KVM_GET_SREGS
+    iow::<kvm_sregs>(0x84),                // KVM_SET_SREGS
+    ior::<kvm_sregs2>(0xcc),               // KVM_GET_SREGS2
+    iow::<kvm_sregs2>(0xcd),               // KVM_SET_SREGS2
+    iowr::<kvm_translation>(0x85),         // KVM_TRANSLATE
+    iowr::<kvm_msrs>(0x88),                // KVM_GET_MSRS
+    iow::<kvm_msrs>(0x89),                 // KVM_SET_MSRS
+    ior::<kvm_fpu>(0x8c),                  // KVM_GET_FPU
+    iow::<kvm_fpu>(0x8d),                  // KVM_SET_FPU
+    ior::<kvm_lapic_state>(0x8e),          // KVM_GET_LAPIC
+    iow::<kvm_lapic_state>(0x8f),          // KVM_SET_LAPIC
+    iow::<kvm_cpuid2>(0x90),               // KVM_SET_CPUID2
+    iowr::<kvm_cpuid2>(0x91),              // KVM_GET_CPUID2
+    io(0x9a),                              // KVM_NMI
+    ior::<kvm_debugregs>(0xa1),            // KVM_GET_DEBUGREGS
+    iow::<kvm_debugregs>(0xa2),            // KVM_SET_DEBUGREGS
+    io(0xa2),                              // KVM_SET_TSC_KHZ
+    io(0xa3),                              // KVM_GET_TSC_KHZ
+    ior::<kvm_xsave>(0xa4),                // KVM_GET_XSAVE
+    iow::<kvm_xsave>(0xa5),                // KVM_SET_XSAVE
+    ior::<kvm_xsave>(0xcf),                // KVM_GET_XSAVE2
+    ior::<kvm_xcrs>(0xa6),                 // KVM_GET_XCRS
+    iow::<kvm_xcrs>(0xa7),                 // KVM_SET_XCRS
+    io(0xad),                              // KVM_KVMCLOCK_CTRL
+    iow::<kvm_device_attr>(0xe1),          // KVM_SET_DEVICE_ATTR: the TSC's offset
+    iow::<kvm_device_attr>(0xe2),          // KVM_GET_DEVICE_ATTR
+    iowr::<kvm_nested_state>(0xbe),        // KVM_GET_NESTED_STATE
+    ior::<cr3_cache::Raw>(cr3_cache::GET), // KVM_GET_CR3_CACHE
+    iow::<cr3_cache::Raw>(cr3_cache::SET), // KVM_SET_CR3_CACHE
 ];
 
 /// As above, what only this architecture has.

@@ -154,7 +154,8 @@ pub fn run(
         let probe = crate::host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
         vm::ring::check(&probe, entries).map_err(vm::Error::from)?;
     }
-    let devices = Opened::open(machine::Config { incoming: true, ..config })?;
+    let cr3_cache = config.cr3_cache.decided(&kvm).map_err(vm::Error::from)?;
+    let devices = Opened::open(machine::Config { cr3_cache, incoming: true, ..config })?;
     let path = match &listen {
         Listen::Unix(path) => Some(path.clone()),
         _ => None,

@@ -43,7 +43,8 @@ pub fn ready(
 ) -> Result<Ready, Error> {
     let kvm = vm::open()?;
     let mut image = Image::open(boot)?;
-    let opened = Opened::open(config)?;
+    let cr3_cache = config.cr3_cache.decided(&kvm).map_err(vm::Error::from)?;
+    let opened = Opened::open(machine::Config { cr3_cache, ..config })?;
     let mut session = Session::open(process, opened.sockets(), None)?;
     let board = opened.assemble(&kvm, || progress::map(memory))?;
     let entry = board.boot(&mut image)?;

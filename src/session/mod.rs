@@ -437,6 +437,7 @@ impl Session {
             balloon: outline.balloon,
             vsock: outline.vsock.map(|path| path.display().to_string()),
             dirty_ring: outline.dirty_ring,
+            cr3_cache: outline.cr3_cache,
             tracker: payload.tracker().map(str::to_owned),
             disks: outline.disks,
             stays: outline.stays,

@@ -4,6 +4,7 @@
 
 pub mod affinity;
 pub mod clock;
+pub mod cr3_cache;
 pub mod dirty;
 pub mod file;
 pub mod guard;

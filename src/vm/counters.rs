@@ -31,6 +31,9 @@ enum Source {
     Debugfs(Debugfs),
 }
 
+/// Where debugfs has a directory for each VM.
+const DEBUGFS: &str = "/sys/kernel/debug/kvm";
+
 /// How often debugfs can be read without opening anything.
 const READINGS: usize = 4;
 
@@ -103,7 +106,7 @@ impl Counters {
     pub fn of_vm(vm: &VmFd) -> Result<Self, Error> {
         match sys::kvm::stats_fd(vm) {
             Ok(file) => Ok(Self(Source::Binary(vec![Stats::new(file).map_err(Error::Read)?]))),
-            Err(binary) => Self::debugfs(Path::new("/sys/kernel/debug/kvm"), vm, binary),
+            Err(binary) => Self::debugfs(Path::new(DEBUGFS), vm, binary),
         }
     }
 
@@ -121,7 +124,7 @@ impl Counters {
 
     /// A directory a VM, named by its creator and descriptor; vCPUs are summed in it.
     fn debugfs(root: &Path, vm: &VmFd, binary: io::Error) -> Result<Self, Error> {
-        let path = root.join(format!("{}-{}", std::process::id(), vm.as_raw_fd()));
+        let path = root.join(name(vm));
         match Debugfs::open(path.clone()) {
             Ok(debugfs) => Ok(Self(Source::Debugfs(debugfs))),
             Err(debugfs) => Err(Error::None { binary, path, debugfs }),
@@ -144,6 +147,27 @@ impl Counters {
         }
         Ok(snapshot)
     }
+}
+
+/// What debugfs calls `vm`: by its creator and descriptor.
+pub fn name(vm: &VmFd) -> String {
+    format!("{}-{}", std::process::id(), vm.as_raw_fd())
+}
+
+/// The counters in debugfs whose names begin with `prefix`, of the VM of another process that debugfs calls so.
+///
+/// # Errors
+/// Where they cannot be read.
+pub fn of_other(name: &str, prefix: &str) -> io::Result<Snapshot> {
+    // It comes from another process, and is to be no path.
+    if name.contains(|c: char| !c.is_ascii_digit() && c != '-') {
+        return Err(io::Error::other("no name of a VM"));
+    }
+    let debugfs = Debugfs::open(Path::new(DEBUGFS).join(name))?;
+    let mut snapshot = Snapshot::new();
+    debugfs.read(&mut snapshot);
+    snapshot.retain(|name, _| name.starts_with(prefix));
+    Ok(snapshot)
 }
 
 impl Debugfs {

@@ -4,6 +4,7 @@
 //! ends.
 
 pub mod counters;
+pub mod cr3_cache;
 pub mod exits;
 pub mod lifecycle;
 pub mod memslots;
@@ -47,6 +48,9 @@ pub enum Error {
     /// Dirty rings.
     #[error(transparent)]
     Ring(#[from] ring::Error),
+    /// The CR3 cache.
+    #[error(transparent)]
+    Cr3Cache(#[from] cr3_cache::Error),
     /// KVM has no such memslot.
     #[error("there is no memslot {0}")]
     NoSlot(u32),
@@ -68,6 +72,7 @@ impl Fault for Error {
             Self::Memory(error) => error.blame(),
             Self::Vcpu(error) => error.blame(),
             Self::Ring(error) => error.blame(),
+            Self::Cr3Cache(error) => error.blame(),
             Self::Cpus { .. } => Blame::user(Field::Cpus),
         }
     }
@@ -92,6 +97,8 @@ pub struct Vm {
     pub memory: Memory,
     /// The ring that each vCPU has, where the machine was made with one.
     pub dirty_ring: Option<Arc<DirtyRing>>,
+    /// How many address spaces each vCPU can switch among without an exit, where it may do that at all.
+    pub cr3_cache: Option<u32>,
     memslots: Arc<Memslots>,
 }
 
@@ -128,7 +135,16 @@ impl Vm {
         let ring = |entries| DirtyRing::enable(&fd, &memslots, entries).map(Arc::new);
         let dirty_ring = entries.map(ring).transpose()?;
         memory.slots().iter().try_for_each(|slot| memslots.set(slot, 0))?;
-        Ok(Self { fd, memory, dirty_ring, memslots })
+        Ok(Self { fd, memory, dirty_ring, cr3_cache: None, memslots })
+    }
+
+    /// Lets its guest load CR3 without an exit, if that is the choice. It has no vCPU yet; the guest has to be told in CPUID.
+    pub fn with_cr3_cache(mut self, choice: cr3_cache::Choice) -> Result<Self, Error> {
+        self.cr3_cache = match choice {
+            cr3_cache::Choice::Off => None,
+            _ => Some(cr3_cache::enable(&self.fd)?),
+        };
+        Ok(self)
     }
 
     /// Its memslots.

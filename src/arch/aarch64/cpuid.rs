@@ -193,6 +193,9 @@ impl Cpuid {
         Ok(self.leaves.clone())
     }
 
+    /// Nothing: no VM here has a CR3 cache.
+    pub fn show_cr3_cache(&mut self) {}
+
     /// What vCPU `index` is set up with: all but the first wait for PSCI's CPU_ON.
     ///
     /// # Errors

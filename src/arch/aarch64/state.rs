@@ -108,6 +108,8 @@ fn call<T, E: Into<io::Error>>(call: &'static str, result: Result<T, E>) -> Resu
 pub struct Context {
     setup: kvm_vcpu_init,
     has_events: bool,
+    /// Whether the machine's vCPUs have CR3 caches: never.
+    pub has_cr3_cache: bool,
     /// Whether a guest's counter can have another frequency than the host's: never.
     pub scales_tsc: bool,
     /// Whether a guest whose counter has another frequency is taken nonetheless.
@@ -122,7 +124,8 @@ impl Context {
     pub fn new(_kvm: &Kvm, vm: &VmFd, _has_irqchip: bool) -> Result<Self, Error> {
         let setup = call("KVM_ARM_PREFERRED_TARGET", setup(vm))?;
         let has_events = vm.check_extension_raw(KVM_CAP_VCPU_EVENTS.into()) > 0;
-        Ok(Self { setup, has_events, scales_tsc: false, allows_other_tsc: false })
+        let (has_cr3_cache, scales_tsc, allows_other_tsc) = (false, false, false);
+        Ok(Self { setup, has_events, has_cr3_cache, scales_tsc, allows_other_tsc })
     }
 }
 
@@ -229,7 +232,7 @@ impl State {
     ///
     /// # Errors
     /// Never.
-    pub fn commit(&self, _vcpu: &VcpuFd) -> Result<(), Error> {
+    pub fn commit(&self, _vcpu: &VcpuFd, _context: &Context) -> Result<(), Error> {
         Ok(())
     }
 }

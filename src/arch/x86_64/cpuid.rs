@@ -20,6 +20,7 @@ pub use self::features::lacking;
 use self::features::{FEATURES, Feature, Register, nearest};
 use self::model::{Listed, Model};
 use crate::fault::{Blame, Fault, Field};
+use crate::sys::cr3_cache;
 
 /// What a guest is shown of a CPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -230,6 +231,13 @@ impl Cpuid {
     /// Where KVM's own limit on leaves is exceeded.
     pub fn leaves(&self) -> Result<Vec<Leaf>, Error> {
         Ok(self.for_vcpu(0)?.as_slice().to_vec())
+    }
+
+    /// Tells the guest that KVM lets it load CR3 without an exit. KVM leaves that bit to whoever has enabled it for the VM.
+    pub fn show_cr3_cache(&mut self) {
+        if let Some(leaf) = self.leaf(features::KVM_FEATURES, 0) {
+            leaf.eax |= cr3_cache::FEATURE;
+        }
     }
 
     /// The table for vCPU `index`, whose APIC id is `index` too.

@@ -6,8 +6,12 @@
 //! the timer's mode; SET_REGS drops pending exceptions, so VCPU_EVENTS comes after it. Saving begins with MP_STATE,
 //! because asking for it may process a pending INIT or SIPI and so change the rest.
 //!
-//! [`State::restore`] does not touch guest memory: KVM's own MSRs by which a guest has KVM write to its memory come with
-//! [`State::commit`], when nobody else runs on that memory.
+//! [`State::restore`] does not touch guest memory: KVM's own MSRs by which a guest has KVM write to its memory, and its page of the CR3
+//! cache, come with [`State::commit`], when nobody else runs on that memory.
+//!
+//! Asking where a vCPU's page of the CR3 cache is empties it, so that no address of this host's memory leaves it: that has to be done
+//! before memory is saved, or harvested for the last time. Where the machine has no such cache what was registered elsewhere is
+//! forgotten. It must not be brought back later: without a cache the guest cannot say that it uses the page for something else now.
 //!
 //! The clock of the whole VM ([`super::clocks::Clock`]) is restored after all vCPUs, whose TSCs it is compared with.
 
@@ -26,7 +30,9 @@ use super::ioapic::Vectors;
 use super::irqchip::Held;
 use crate::fault::{Blame, Fault};
 use crate::plant::{self, Mistake};
+use crate::sys::cr3_cache::{self, Registration};
 use crate::sys::kvm_vcpu::{self, XSAVE_MAX, XsaveSize};
+use crate::sys::mmap::PAGE_SIZE;
 
 /// IA32_TSC_DEADLINE.
 const MSR_TSC_DEADLINE: u32 = 0x6e0;
@@ -68,6 +74,9 @@ pub struct State {
     /// (index, value), the TSC's deadline last.
     msrs: Vec<(u32, u64)>,
     events: kvm_vcpu_events,
+    /// Where its page of the CR3 cache is, if the guest has registered one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    cr3_cache: Option<Registration>,
 }
 
 /// Why a vCPU's state cannot be saved or restored.
@@ -136,6 +145,8 @@ pub struct Context {
     xsave: XsaveSize,
     has_irqchip: bool,
     has_nested: bool,
+    /// Whether the machine's vCPUs have CR3 caches.
+    pub has_cr3_cache: bool,
     /// Whether a guest's TSC can have another frequency than the host's.
     pub scales_tsc: bool,
     /// Whether a guest whose TSC has another frequency, which this host cannot give it, is taken nonetheless.
@@ -158,7 +169,8 @@ impl Context {
         let xsave = call("KVM_CAP_XSAVE2", XsaveSize::of(vm))?;
         msrs.retain(|index| *index != MSR_TSC);
         let scales_tsc = vm.check_extension_raw(KVM_CAP_TSC_CONTROL.into()) > 0;
-        Ok(Self { msrs, xsave, has_irqchip, has_nested, scales_tsc, allows_other_tsc: false })
+        let (has_cr3_cache, allows_other_tsc) = (false, false);
+        Ok(Self { msrs, xsave, has_irqchip, has_nested, has_cr3_cache, scales_tsc, allows_other_tsc })
     }
 }
 
@@ -195,6 +207,10 @@ impl State {
             },
             msrs: get_msrs(vcpu, &context.msrs)?,
             events: call("KVM_GET_VCPU_EVENTS", vcpu.get_vcpu_events())?,
+            cr3_cache: match context.has_cr3_cache {
+                true => call("KVM_GET_CR3_CACHE", cr3_cache::get(vcpu))?,
+                false => None,
+            },
         })
     }
 
@@ -251,6 +267,9 @@ impl State {
         if self.msrs.iter().any(|(index, _)| *index == MSR_TSC) {
             return Err(Error::Implausible("a second TSC"));
         }
+        if self.cr3_cache.is_some_and(|registered| !is_possible(&registered)) {
+            return Err(Error::Implausible("a page of the CR3 cache that no guest can have registered"));
+        }
         if self.lapic.is_some() != context.has_irqchip {
             return Err(Error::Implausible("a local APIC where there is none, or none where there is one"));
         }
@@ -286,7 +305,10 @@ impl State {
     ///
     /// # Errors
     /// Where an ioctl fails.
-    pub fn commit(&self, vcpu: &VcpuFd) -> Result<(), Error> {
+    pub fn commit(&self, vcpu: &VcpuFd, context: &Context) -> Result<(), Error> {
+        if let Some(registered) = self.cr3_cache.filter(|_| context.has_cr3_cache) {
+            call("KVM_SET_CR3_CACHE", cr3_cache::set(vcpu, &registered))?;
+        }
         set_msrs(vcpu, &self.msrs(true))
     }
 
@@ -337,6 +359,14 @@ fn is_nested(sregs: &kvm_sregs, flags: u32, data: bool) -> bool {
     data || flags & !KVM_STATE_NESTED_GIF_SET != 0
         || sregs.cr4 & CR4_VMXE != 0
         || sregs.efer & EFER_SVME != 0 && !gif
+}
+
+/// Whether KVM takes such a registration where there is memory.
+fn is_possible(registered: &Registration) -> bool {
+    let Registration { gpa, section, section_len } = *registered;
+    gpa % PAGE_SIZE == 0
+        && (1..=cr3_cache::MAX_SECTION).contains(&section_len)
+        && section.checked_add(section_len).is_some()
 }
 
 /// Reads what of `indices` this vCPU has, in the order in which it can be set.

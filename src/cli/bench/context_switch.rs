@@ -3,8 +3,9 @@
 use clap::Args;
 
 use super::{Output, SHADOW, ShadowArgs};
-use crate::bench::context_switch::{self, Config, Tables};
+use crate::bench::context_switch::{self, Cached, Config, Tables};
 use crate::cli::{Failure, Flags, keyvalue};
+use crate::fault::Field;
 use crate::guests::tables::MOST_PAGES;
 use crate::vm::lifecycle::Exit;
 
@@ -27,6 +28,11 @@ pub struct ContextSwitchArgs {
         value_parser = |text: &str| keyvalue::number(text, 0..=MOST_PAGES))]
     reads: u64,
 
+    /// Whether the guest loads CR3 by way of the CR3 cache, which takes a kernel with the patches for it: off, on, or both, of which
+    /// figures then have names of their own
+    #[arg(long, value_name = "WHETHER", value_enum, default_value = "off", hide_possible_values = true)]
+    cr3_cache: Cached,
+
     #[command(flatten)]
     shadow: ShadowArgs,
 
@@ -35,12 +41,12 @@ pub struct ContextSwitchArgs {
 }
 
 /// Which flag each field comes from.
-pub(super) const FLAGS: Flags = &[SHADOW];
+pub(super) const FLAGS: Flags = &[SHADOW, &[(Field::Cr3Cache, "--cr3-cache:")]];
 
 pub(super) fn run(args: ContextSwitchArgs) -> Result<Exit, Failure> {
-    let ContextSwitchArgs { tables, switches, reads, shadow, output } = args;
+    let ContextSwitchArgs { tables, switches, reads, cr3_cache, shadow, output } = args;
     let tables = Tables { counts: tables, mmu_pages: shadow.mmu_pages };
     output.deliver(FLAGS, || {
-        context_switch::run(&Config { common: shadow.common(&output), tables, switches, reads })
+        context_switch::run(&Config { common: shadow.common(&output), tables, switches, reads, cr3_cache })
     })
 }

@@ -1,0 +1,209 @@
+//! The CR3 cache, on a KVM that has it (a host kernel with `kernel-patches/5.10/cr3-cache`, kvm_intel.ept=0) and on one that has not.
+
+mod bed;
+
+use std::process::{Command, ExitCode};
+use std::sync::atomic::Ordering;
+
+use bed::kvm;
+use harness::{Failed, Need, Trials, ensure, trial};
+use vellum::arch::clocks::Meanwhile;
+use vellum::arch::layout;
+use vellum::arch::state::Context;
+use vellum::bench::context_switch::{self, Cached, Config, Tables};
+use vellum::bench::{self, Common};
+use vellum::fault::{Blame, Fault, Field};
+use vellum::guests::Guest;
+use vellum::guests::guest::GuestConfig;
+use vellum::guests::program::Privilege;
+use vellum::guests::program::tables::code;
+use vellum::guests::tables::{self, Command as Do, perform};
+use vellum::host::cr3_cache::entries;
+use vellum::memory::{Memory, MemoryConfig};
+use vellum::payload::state::{Error, Processors};
+use vellum::report::Report;
+use vellum::sys::mmap::Mapping;
+use vellum::vm::counters;
+use vellum::vm::cr3_cache::Choice;
+
+/// Page tables that a vCPU switches among, and how often.
+const TABLES: u64 = 2;
+const SWITCHES: u64 = 1000;
+
+fn main() -> ExitCode {
+    vellum::sys::heap::keep_to_one();
+    Trials::from_args().run()
+}
+
+fn cache() -> Need {
+    kvm()?;
+    match entries(&vellum::vm::open().map_err(|error| error.to_string())?) {
+        Ok(_) => Ok(()),
+        Err(why) => Err(format!("needs a CR3 cache: {why}")),
+    }
+}
+
+fn no_cache() -> Need {
+    kvm()?;
+    match cache() {
+        Ok(()) => Err("needs a KVM without a CR3 cache, and this one has it".into()),
+        Err(_) => Ok(()),
+    }
+}
+
+fn measure(cr3_cache: Cached, counts: &[u64]) -> Result<Report, bench::Error> {
+    let tables = Tables { counts: counts.to_vec(), mmu_pages: None };
+    context_switch::run(&Config {
+        common: Common::default(),
+        tables,
+        switches: 20 * SWITCHES,
+        reads: 1,
+        cr3_cache,
+    })
+}
+
+#[trial(no_cache())]
+fn where_there_is_none_it_is_refused_with_the_reason() -> Result<(), Failed> {
+    let Err(error) = measure(Cached::On, &[2]) else { return Err("it was measured".into()) };
+    ensure(error.blame() == Blame::user(Field::Cr3Cache), || format!("{:?}", error.blame()))?;
+    let why = entries(&vellum::vm::open()?).expect_err("none").to_string();
+    ensure(error.to_string() == why, || format!("{error}"))?;
+    // Whether the file is a kernel is not looked at before.
+    for (command, status) in [
+        (&["run", "-k", "/proc/self/exe", "--cr3-cache", "on"][..], 2),
+        (&["receive", "--listen", "unix:/nowhere/at/all", "--cr3-cache", "on"], 2),
+        (&["bench", "context-switch", "2", "--cr3-cache", "both"], 2),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_vellum")).args(command).output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure(output.status.code() == Some(status), || format!("{command:?}: {:?} {said}", output.status))?;
+        ensure(said.lines().count() == 1 && said.contains("--cr3-cache") && said.contains(&why), || {
+            format!("{command:?}: {said}")
+        })?;
+    }
+    ensure(Choice::Auto.decided(&vellum::vm::open()?)? == Choice::Off, || "auto is not off".into())
+}
+
+/// The kernel series' own promise, as the VMM's guest sees it.
+#[trial(cache())]
+fn the_built_in_guest_switches_without_an_exit() -> Result<(), Failed> {
+    let report = measure(Cached::Both, &[2, 4])?;
+    let value = |name: &str, tables: u64| -> Result<f64, Failed> {
+        let of = |figure: &&vellum::report::Figure| {
+            figure.label.name == name && figure.label.index.as_deref() == Some(&*tables.to_string())
+        };
+        let figure = report.figures.iter().find(of).ok_or_else(|| format!("no {name}[{tables}]"))?;
+        figure.values().next().ok_or_else(|| "no sample".into())
+    };
+    for tables in [2, 4] {
+        let (without, with) = (value("exits_per_switch", tables)?, value("cached_exits_per_switch", tables)?);
+        ensure(without >= 1.0 && with < 0.001, || format!("{tables} tables: {without} and {with} exits"))?;
+        let hits = value("cached_hits_per_switch", tables)?;
+        ensure(hits > 0.999 && hits <= 1.0, || format!("{tables} tables: {hits} hits"))?;
+    }
+    Ok(())
+}
+
+/// A vCPU that switches among its tables, the page of its cache, and what its state depends on.
+struct Machine {
+    guest: Guest,
+    context: Context,
+}
+
+impl Machine {
+    fn new(cr3_cache: Choice) -> Result<Self, Failed> {
+        let kvm = vellum::vm::open()?;
+        let memory = Memory::map(layout::RAM, MemoryConfig::new(tables::ram(TABLES)))?;
+        let config =
+            GuestConfig { code: code(), privilege: Privilege::Kernel, cr3_cache, ..GuestConfig::new(1) };
+        let guest = Guest::build(&kvm, memory, config)?;
+        let mut context = Context::new(&kvm, &guest.vm.fd, false)?;
+        context.has_cr3_cache = guest.vm.cr3_cache.is_some();
+        Ok(Self { guest, context })
+    }
+
+    /// Registered, with both tables in its page.
+    fn warm() -> Result<Self, Failed> {
+        let machine = Self::new(Choice::On)?;
+        tables::program(&machine.guest, TABLES, 1);
+        tables::set_switches(&machine.guest, SWITCHES, 1);
+        perform(&machine.guest, Do::Build)?;
+        perform(&machine.guest, Do::Touch)?;
+        let entries = tables::register(&machine.guest)?;
+        ensure(entries > 1, || format!("the registration gave {entries}"))?;
+        let hits = machine.switch()?;
+        ensure(hits >= SWITCHES - 10, || format!("{hits} hits"))?;
+        ensure(machine.published() > 0, || "its page is empty".into())?;
+        Ok(machine)
+    }
+
+    fn switch(&self) -> Result<u64, Failed> {
+        perform(&self.guest, Do::SwitchCached)?;
+        Ok(tables::hits(&self.guest))
+    }
+
+    /// How many entries its page has.
+    fn published(&self) -> usize {
+        let words = self.guest.vm.memory.mapping.words();
+        let page = tables::cache_offset(TABLES) as usize / 8;
+        (0..4).filter(|entry| words[page + 2 * entry].load(Ordering::Relaxed) != 0).count()
+    }
+
+    fn save(&mut self) -> Result<Processors, Failed> {
+        let context = self.context.clone();
+        let (vm, quiesced) = self.guest.quiesced()?;
+        Ok(Processors::save(&quiesced, &vm.fd, &context, Vec::new())?)
+    }
+
+    /// Goes on where `source` is.
+    fn take_over(&mut self, source: &Self, state: &Processors) -> Result<(), Failed> {
+        copy(&source.guest.vm.memory.mapping, &self.guest.vm.memory.mapping);
+        copy(source.guest.slot.mapping(), self.guest.slot.mapping());
+        let context = self.context.clone();
+        let (vm, quiesced) = self.guest.quiesced()?;
+        let no_devices = || Ok::<_, Error>(());
+        state.restore(&quiesced, &vm.fd, &context, Meanwhile::Stands, None, no_devices)?;
+        Ok(state.commit(&quiesced, &context)?)
+    }
+}
+
+fn copy(from: &Mapping, to: &Mapping) {
+    for (from, to) in from.words().iter().zip(to.words()) {
+        to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
+#[trial(cache())]
+fn what_is_saved_has_no_address_of_this_host_and_a_vcpu_that_moves_stays_registered() -> Result<(), Failed> {
+    let mut source = Machine::warm()?;
+    let state = source.save()?;
+    ensure(source.published() == 0, || "entries in what is saved".into())?;
+    let mut target = Machine::new(Choice::On)?;
+    target.take_over(&source, &state)?;
+    let hits = target.switch()?;
+    ensure(hits >= SWITCHES - 10, || format!("{hits} hits after the move"))?;
+    // Saving is no end: it goes on where it is, too.
+    let hits = source.switch()?;
+    ensure(hits >= SWITCHES - 10, || format!("{hits} hits after saving"))?;
+    let counted = counters::of_other(&counters::name(&source.guest.vm.fd), "cr3_cache_")?;
+    ensure(counted.get("cr3_cache_drop_saved").is_some_and(|saved| *saved > 0), || format!("{counted:?}"))
+}
+
+#[trial(cache())]
+fn a_vcpu_that_moves_to_a_machine_without_one_loads_its_own_values() -> Result<(), Failed> {
+    let mut source = Machine::warm()?;
+    let state = source.save()?;
+    let mut target = Machine::new(Choice::Off)?;
+    target.take_over(&source, &state)?;
+    let hits = target.switch()?;
+    ensure(hits == 0 && target.published() == 0, || format!("{hits} hits"))?;
+    // What was registered there is forgotten, on the way back too: nobody has asked the guest for its page meanwhile.
+    let state = target.save()?;
+    let mut back = Machine::new(Choice::On)?;
+    back.take_over(&target, &state)?;
+    let hits = back.switch()?;
+    ensure(hits == 0 && back.published() == 0, || format!("{hits} hits after the way back"))?;
+    ensure(tables::register(&back.guest)? > 1, || "it cannot register anew".into())?;
+    let hits = back.switch()?;
+    ensure(hits >= SWITCHES - 10, || format!("{hits} hits after it has registered anew"))
+}
