@@ -3,6 +3,7 @@
 //! A payload owns vCPUs, memory and devices, and knows nothing of signals, sockets, time limits or the terminal: those are the
 //! session's (`session/`), which asks one payload after every turn of its event loop.
 
+pub mod lent;
 pub mod section;
 pub mod state;
 
@@ -14,6 +15,7 @@ use event_manager::MutEventSubscriber;
 use serde_json::Value;
 use vmm_sys_util::eventfd::EventFd;
 
+use self::lent::Lent;
 pub use self::section::Section;
 use crate::arch::clocks::Meanwhile;
 use crate::control::{Cr3Cache, DirtyRings, Do, Event, Stays};
@@ -210,6 +212,17 @@ pub trait Payload {
     /// Where the host has no random numbers.
     fn renew(&mut self) -> Result<(), Self::Error> {
         Ok(())
+    }
+
+    /// Adds what it has open on the host, for a process that is to take it over. It goes on here as before.
+    ///
+    /// # Errors
+    /// In words for whoever asked.
+    fn lend(&mut self, lent: &mut Lent) -> Result<(), String>;
+
+    /// When it has moved to a process that stands in for this one: what ties the two together, once.
+    fn successor(&mut self) -> Option<OwnedFd> {
+        None
     }
 
     /// Gives up the locks of its disks, so that another process can take them; while it is paused.

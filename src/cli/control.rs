@@ -75,6 +75,15 @@ pub(super) enum Ctl {
         #[arg(long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20))]
         bandwidth: Option<u64>,
     },
+    /// Let it go on in another build of Vellum, in a new process, under the same name and with all that it has open; its memory is handed
+    /// over and must have a descriptor (--memory SIZE,backing=memfd). Whoever started it notices nothing: its process waits for the new one
+    Upgrade {
+        /// The other build, as in ./vellum
+        binary: PathBuf,
+        /// How long the guest may stand still: a limit
+        #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "5s")]
+        downtime: Duration,
+    },
     /// Print what happens to it, a JSON line each, until it ends
     Events,
     /// Let its serial port's output go elsewhere: file=PATH, which is truncated, or null
@@ -153,9 +162,14 @@ fn failure(error: impl Fault + 'static) -> Failure {
 
 /// `vellum ctl`
 pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
+    if let Ctl::Upgrade { binary, downtime } = &args.what {
+        return super::upgrade::run(&args.machine, binary, *downtime);
+    }
     let mut client = connect(&args.machine)?;
     let mut outputs = Vec::new();
     let what = match args.what {
+        // Above.
+        Ctl::Upgrade { .. } => return Ok(Exit::PowerOff),
         Ctl::Pause => Do::Pause {},
         Ctl::Resume { force } => Do::Resume { force },
         Ctl::Status => Do::Status {},

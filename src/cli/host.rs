@@ -96,7 +96,13 @@ impl HostArgs {
         let failure = |error: session::Error| Failure::of(&error, flags);
         let control = self.name.as_deref().map(names::socket).transpose();
         let control = control.map_err(|error| Failure::of(&error, flags))?;
-        let process = session::Config { control, sandbox: self.sandbox, user: self.user, limit: None };
+        let process = session::Config {
+            control,
+            sandbox: self.sandbox,
+            user: self.user,
+            result: self.result.path(),
+            ..session::Config::default()
+        };
         let config = machine::Config {
             serial: self.serial.clone(),
             dirty_ring: self.dirty_ring,
@@ -107,6 +113,9 @@ impl HostArgs {
         let lenience = Lenience { liveness, other_tsc: self.tsc_mismatch == TscMismatch::Allow };
         let result = self.result.open()?;
         match incoming::run(&process, listen, memory, config, lenience).map_err(failure) {
+            // It was delivered by another process, to the same place.
+            Ok(Outcome::Succeeded(exit)) => Ok(exit),
+            Ok(Outcome::BuiltIn(outcome)) if outcome.succeeded => Ok(outcome.exit),
             Ok(Outcome::BuiltIn(outcome)) => result.deliver(&outcome.report, None).map(|()| outcome.exit),
             // Only a built-in guest has a result.
             Ok(Outcome::Kernel(outcome)) => {

@@ -91,7 +91,7 @@ pub fn run(
     let config = machine::Config { irqchip, serial, virtio, vmgenid, cr3_cache, ..config };
     let boot = BootConfig { kernel, initrd, cmdline, protocol };
     let process = session::Config { limit: timeout, ..process };
-    let mut ready = session::kernel::ready(&process, memory, config, boot).map_err(failure)?;
+    let ready = session::kernel::ready(&process, memory, config, boot).map_err(failure)?;
     let machine = &ready.machine;
     if let Some(pty) = &machine.pty {
         tracing::info!("the serial port is {pty}");

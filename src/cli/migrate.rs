@@ -293,6 +293,7 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
             connections: args.connections,
             fence: true,
             link: args.link,
+            succeeded: false,
         });
         let fence = Fence::file().map_err(Failure::host)?;
         let sockets = connections.iter().map(|connection| connection.socket.as_fd());

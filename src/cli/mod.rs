@@ -21,7 +21,9 @@ pub mod restore;
 mod result;
 pub mod run;
 pub mod snapshot;
+mod take_over;
 mod test;
+mod upgrade;
 
 use std::error::Error as StdError;
 use std::ffi::OsString;
@@ -212,7 +214,9 @@ pub fn main() -> ExitCode {
     if let Err(failure) = &result {
         say(&failure.message);
     }
-    ExitCode::from(exits.status(&result))
+    let status = exits.status(&result);
+    crate::session::tether::report(status);
+    ExitCode::from(status)
 }
 
 /// Plants the mistake that the environment names, where this program can make any: for the command, and for test programs.

@@ -28,7 +28,7 @@ use crate::vm::lifecycle::{self, Exit};
 pub struct ReceiveArgs {
     /// Where the source connects: unix:PATH, tcp:HOST:PORT, or fd:N, a stream socket that is connected already; without it,
     /// where `vellum migrate --to ssh:HOST:NAME` looks for the machine of this name
-    #[arg(long, value_name = "ADDRESS", required_unless_present_any = ["name", "relay"])]
+    #[arg(long, value_name = "ADDRESS", required_unless_present_any = ["name", "relay", "take_over"])]
     listen: Option<Address>,
 
     /// Let it listen on an address that others than this host reach, where anybody may send a machine and read along
@@ -43,6 +43,10 @@ pub struct ReceiveArgs {
     /// other host
     #[arg(long, value_name = "NAME", conflicts_with_all = ["listen", "name"])]
     relay: Option<String>,
+
+    /// Take over what `vellum ctl NAME upgrade` lists in the file of this descriptor
+    #[arg(long, value_name = "N", hide = true, exclusive = true)]
+    take_over: Option<i32>,
 
     #[command(flatten)]
     host: HostArgs,
@@ -99,6 +103,9 @@ fn waiting_place(name: &str) -> Result<PathBuf, Failure> {
 
 /// Does what was asked.
 pub fn run(args: ReceiveArgs) -> Result<Exit, Failure> {
+    if let Some(file) = args.take_over {
+        return super::take_over::run(file);
+    }
     if let Some(name) = &args.relay {
         return super::migrate::relay(&waiting_place(name)?);
     }

@@ -29,6 +29,17 @@ impl ResultArgs {
         self.json.as_deref() == Some(std::path::Path::new("-"))
     }
 
+    /// The same place as that of another process.
+    pub fn at(path: Option<PathBuf>) -> Self {
+        Self { json: path }
+    }
+
+    /// Where it is, wherever a process is.
+    pub fn path(&self) -> Option<PathBuf> {
+        let path = self.json.as_ref()?;
+        Some(if path.as_os_str() == "-" { path.clone() } else { std::path::absolute(path).ok()? })
+    }
+
     /// Opens what is to be written.
     pub fn open(&self) -> Result<Place, Failure> {
         let open = |path| Writer::open(path, Kind::Results);

@@ -167,7 +167,16 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
         };
         return kernel::run(args.kernel, image, args.memory, config, process);
     }
-    args.result.deliver(|| run_workload(&args).map(|outcome| (outcome.report, outcome.exit)))
+    let place = args.result.open()?;
+    match run_workload(&args) {
+        // It was delivered by the process that stood in for this one, to the same place.
+        Ok(outcome) if outcome.succeeded => Ok(outcome.exit),
+        Ok(outcome) => place.deliver(&outcome.report).map(|()| outcome.exit),
+        Err(failure) => {
+            place.discard();
+            Err(failure)
+        }
+    }
 }
 
 /// Runs the built-in guest.
@@ -202,7 +211,13 @@ pub(super) fn failure(error: session::Error) -> Failure {
 fn process(args: &RunArgs) -> Result<session::Config, Failure> {
     let control = args.name.as_deref().map(names::socket).transpose();
     let control = control.map_err(|error| Failure::of(&error, FLAGS))?;
-    Ok(session::Config { control, sandbox: args.sandbox, user: args.user, limit: None })
+    Ok(session::Config {
+        control,
+        sandbox: args.sandbox,
+        user: args.user,
+        result: args.result.path(),
+        ..session::Config::default()
+    })
 }
 
 /// `--cpu`, and all of `--cpuid` in one.

@@ -1,7 +1,7 @@
 //! The client's side: one connection, one request after the other.
 
 use std::io::{self, BufRead, BufReader, Read};
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use super::Do;
 use crate::fault::{Blame, Fault};
+use crate::sys::poll::Poll;
 use crate::sys::socket;
 
 /// Why a machine does not do what it is told.
@@ -67,6 +68,8 @@ fn process(pid: Option<i32>) -> String {
 
 /// How long a machine has for an answer. A pause waits for what its devices have in flight, and is bounded itself.
 pub const PATIENCE: Duration = Duration::from_secs(10);
+/// The longest answer that comes with descriptors, in bytes.
+const MOST_LENT: usize = 1 << 20;
 
 /// A connection to a machine.
 pub struct Client {
@@ -140,6 +143,42 @@ impl Client {
                 Some(error) => Err(Error::Refused(error.to_owned())),
                 None => Ok(answer["ok"].take()),
             };
+        }
+    }
+
+    /// Asks for what comes with descriptors: once, on a connection of its own.
+    ///
+    /// # Errors
+    /// As [`Client::ask`].
+    pub fn borrow(path: &Path, what: &Do) -> Result<(Value, Vec<OwnedFd>), Error> {
+        let client = Self::connect(path)?;
+        let stream = client.stream.get_ref();
+        let mut request = serde_json::to_value(what).expect("plain data");
+        request["id"] = 1.into();
+        let closed = || Error::Closed { path: path.into() };
+        socket::send(stream, format!("{request}\n").as_bytes(), &[]).map_err(|_| closed())?;
+        let (mut line, mut descriptors) = (Vec::new(), Vec::new());
+        while line.last() != Some(&b'\n') && line.len() <= MOST_LENT {
+            let mut poll = Poll::default();
+            poll.readable(stream.as_raw_fd());
+            if !poll.wait(Some(PATIENCE)).map_err(|_| closed())? {
+                let pid = socket::peer_pid(stream).ok();
+                return Err(Error::Silent { path: path.into(), patience: PATIENCE, pid });
+            }
+            let mut part = vec![0; 64 << 10];
+            match socket::receive(stream, &mut part, &mut descriptors) {
+                Ok(count @ 1..) => line.extend_from_slice(&part[..count]),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                _ => return Err(closed()),
+            }
+        }
+        let text = String::from_utf8_lossy(&line).into_owned();
+        let Ok(mut answer) = serde_json::from_slice::<Value>(&line) else {
+            return Err(Error::Answer { path: path.into(), line: text });
+        };
+        match answer["error"].as_str() {
+            Some(error) => Err(Error::Refused(error.to_owned())),
+            None => Ok((answer["ok"].take(), descriptors)),
         }
     }
 

@@ -75,6 +75,12 @@ pub enum Do {
     SnapshotCancel {},
     /// Follow no longer who writes to memory.
     SnapshotEnd {},
+    /// Lend descriptors of all that the machine has open, for a process that is to take it over. The answer is a [`Lending`], and those
+    /// from this number on come with it, as many as one message takes.
+    Lend {
+        /// From which one on.
+        from: usize,
+    },
     /// Let what the guest writes to its serial port go to the file, pipe, socket or terminal whose descriptor comes with
     /// this. What has not been read yet goes there too.
     Serial {
@@ -92,7 +98,8 @@ impl Do {
             // More than can come in one message are refused.
             Self::Snapshot(asked) => 3 + asked.clones.min(MOST_DESCRIPTORS as u32) as usize,
             Self::Migrate(asked) => {
-                asked.connections.clamp(1, MOST_DESCRIPTORS as u32) as usize + usize::from(asked.fence)
+                let connections = asked.connections.clamp(1, MOST_DESCRIPTORS as u32) as usize;
+                connections + usize::from(asked.fence) + usize::from(asked.succeeded)
             }
             Self::Pause {}
             | Self::Resume { .. }
@@ -104,9 +111,20 @@ impl Do {
             | Self::SnapshotNamed {}
             | Self::SnapshotCancel {}
             | Self::SnapshotEnd {}
+            | Self::Lend { .. }
             | Self::Events {} => 0,
         }
     }
+}
+
+/// What is lent.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Lending {
+    /// A `payload::lent::List`.
+    pub list: serde_json::Value,
+    /// How many descriptors it names.
+    pub descriptors: usize,
 }
 
 /// What is asked of a migration.
@@ -151,6 +169,9 @@ pub struct Migrate {
     /// How its memory gets there.
     #[serde(default)]
     pub link: Link,
+    /// Whether the target stands in for this process: the last descriptor ties the two together.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub succeeded: bool,
 }
 
 /// What is asked of a snapshot.

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::io::{self, Write};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::mpsc::Sender;
@@ -36,11 +36,26 @@ pub struct Asked {
 impl Asked {
     /// Answers: with what `ok` holds, or with an error in words.
     pub fn answer(self, result: Result<Value, String>) {
+        self.answer_with(result, &[]);
+    }
+
+    /// The same, with descriptors.
+    pub fn answer_with(self, result: Result<Value, String>, descriptors: &[OwnedFd]) {
         let line = match result {
             Ok(ok) => json!({"id": self.id, "ok": ok}),
             Err(error) => json!({"id": self.id, "error": error}),
         };
-        send(&self.reply, &line);
+        if descriptors.is_empty() {
+            send(&self.reply, &line);
+            return;
+        }
+        let line = format!("{line}\n");
+        let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+        let sent = socket::send_with(&self.reply, line.as_bytes(), &descriptors);
+        if !matches!(sent, Ok(count) if count == line.len()) {
+            // As in `send`.
+            let _ = self.reply.shutdown(std::net::Shutdown::Both);
+        }
     }
 }
 
@@ -53,6 +68,11 @@ impl Listeners {
     pub fn tell(&self, event: &Event) {
         let line = serde_json::to_value(event).expect("plain data");
         self.lock().retain(|_, stream| send(stream, &line));
+    }
+
+    /// Nobody listens any more.
+    pub fn clear(&self) {
+        self.lock().clear();
     }
 
     /// Whether nobody listens.
@@ -88,6 +108,24 @@ impl Control {
         let listener = Listener::bind(path)?;
         let (owner, _) = identity::effective();
         Ok(Control { listener, clients: HashMap::new(), listeners: Listeners::default(), asked, owner })
+    }
+
+    /// The same on a socket that another process listens at yet.
+    ///
+    /// # Errors
+    /// Where it is none.
+    pub fn lent(socket: OwnedFd, path: &Path, asked: Sender<Asked>) -> io::Result<Self> {
+        let listener = Listener::lent(socket, path)?;
+        let (owner, _) = identity::effective();
+        Ok(Control { listener, clients: HashMap::new(), listeners: Listeners::default(), asked, owner })
+    }
+
+    /// Another descriptor of its socket, for a process that is to have it.
+    ///
+    /// # Errors
+    /// Where there is none left.
+    pub fn lend(&self) -> io::Result<OwnedFd> {
+        self.listener.lend()
     }
 
     /// Those who listen for events.

@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
+use serde::{Deserialize, Serialize};
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
 use super::serial::Serial;
@@ -31,7 +32,8 @@ pub const MOST_HELD: usize = 4096;
 const ESCAPE: u8 = 1;
 
 /// Where a serial port leads, as `--serial` names it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Target {
     /// Standard input and output; a terminal in raw mode.
     #[default]
@@ -58,6 +60,7 @@ impl std::str::FromStr for Target {
 }
 
 /// A target that has been opened.
+#[derive(Debug)]
 pub struct Opened {
     /// What the guest writes goes here.
     pub output: Option<File>,
@@ -68,9 +71,38 @@ pub struct Opened {
     /// Kept open, so that the pseudo-terminal does not hang up.
     slave: Option<File>,
     file: Option<Untouched>,
+    /// Whether the input is a terminal that is raw already: another process has it so, and gives it back.
+    raw: bool,
+}
+
+/// What a serial port leads to, of a process that another one is to take it over from.
+pub struct Lent {
+    /// Where what the guest writes goes.
+    pub output: Option<File>,
+    /// Where what it reads comes from.
+    pub input: Option<File>,
+    /// What keeps a pseudo-terminal from hanging up.
+    pub slave: Option<File>,
+    /// Whether the input is a terminal that is raw.
+    pub raw: bool,
 }
 
 impl Opened {
+    /// What another process has opened.
+    pub fn lent(output: Option<File>, input: Option<File>, slave: Option<File>) -> Self {
+        Self { output, input, pty: None, slave, file: None, raw: false }
+    }
+
+    /// The same, and the input is a terminal that is raw, which that process sees to.
+    pub fn raw(self, raw: bool) -> Self {
+        Self { raw, ..self }
+    }
+
+    /// What keeps a pseudo-terminal from hanging up.
+    pub fn slave(&self) -> Option<&File> {
+        self.slave.as_ref()
+    }
+
     /// The machine starts: a file loses what it held before.
     pub fn begin(&self) {
         self.file.iter().for_each(Untouched::begin);
@@ -83,6 +115,7 @@ impl Opened {
 }
 
 /// A file that is as it was found until the machine starts. One that did not exist goes away again if it never does.
+#[derive(Debug)]
 struct Untouched {
     file: File,
     path: PathBuf,
@@ -136,7 +169,7 @@ impl Target {
     /// What cannot be opened, and what would work.
     pub fn open(&self) -> Result<Opened, OpenError> {
         let fail = |value: &Path, source| OpenError::Open { value: value.to_owned(), source };
-        let mut opened = Opened { output: None, input: None, pty: None, slave: None, file: None };
+        let mut opened = Opened { output: None, input: None, pty: None, slave: None, file: None, raw: false };
         match self {
             Self::Null => {}
             Self::Terminal => {
@@ -213,7 +246,7 @@ pub struct Console {
     /// What is to become of `output` when the event loop no longer watches it.
     next: Option<File>,
     file: Option<Untouched>,
-    _slave: Option<File>,
+    slave: Option<File>,
     keys: Keys,
     /// What has been read and the guest has not been given.
     held: VecDeque<u8>,
@@ -235,8 +268,9 @@ impl Console {
     /// The console of `serial`, which must write to a duplicate of `opened.output`. A terminal becomes raw;
     /// [`terminal::restore`] undoes that.
     pub fn new(serial: Arc<Serial>, opened: Opened, quit: Arc<EventFd>) -> io::Result<Self> {
-        let mut keys = Keys { escape: false, pending: false };
+        let mut keys = Keys { escape: opened.raw, pending: false };
         if let Some(input) = &opened.input
+            && !opened.raw
             && opened.pty.is_none()
             && input.is_terminal()
             && terminal::in_foreground(input.as_fd())
@@ -251,7 +285,7 @@ impl Console {
             output,
             next: None,
             file,
-            _slave: slave,
+            slave,
             keys,
             held: VecDeque::new(),
             holds: None,
@@ -274,6 +308,20 @@ impl Console {
         // It can only fail by overflowing, and then it is signalled anyway.
         let _ = self.serial.wake().write(1);
         Ok(())
+    }
+
+    /// Descriptors of what it leads to.
+    ///
+    /// # Errors
+    /// Where there is none left.
+    pub fn lend(&self) -> io::Result<Lent> {
+        let clone = |file: &Option<File>| file.as_ref().map(File::try_clone).transpose();
+        Ok(Lent {
+            output: clone(if self.next.is_some() { &self.next } else { &self.output })?,
+            input: clone(&self.input)?,
+            slave: clone(&self.slave)?,
+            raw: self.keys.escape,
+        })
     }
 
     /// From now on what is typed is held: the port's state has been saved, or is about to be.
@@ -544,7 +592,7 @@ mod tests {
         let (reader, writer) = io::pipe().unwrap();
         let serial = Arc::new(Serial::new(None).unwrap());
         let input = Some(File::from(std::os::fd::OwnedFd::from(reader)));
-        let opened = Opened { output: None, input, pty: None, slave: None, file: None };
+        let opened = Opened { output: None, input, pty: None, slave: None, file: None, raw: false };
         let quit = Arc::new(EventFd::new(0).unwrap());
         (serial.clone(), Console::new(serial, opened, quit).unwrap(), writer)
     }

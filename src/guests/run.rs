@@ -17,6 +17,7 @@ use crate::dirty::{self, DirtyTracker};
 use crate::guests::program::GuestPage;
 use crate::host::{Facts, Paging};
 use crate::memory::{Backing, Memory, MemoryConfig, Slot, short_size};
+use crate::payload::lent::Lent;
 use crate::payload::state::Processors;
 use crate::payload::{Outline, Payload, Progress, Section, Serves};
 use crate::plant::{self, Mistake};
@@ -258,6 +259,12 @@ impl Payload for Run {
 
     fn commit(&mut self) -> Result<(), Self::Error> {
         self.commit_state()
+    }
+
+    fn lend(&mut self, lent: &mut Lent) -> Result<(), String> {
+        lent.list.lock = self.config.memory.lock;
+        lent.list.dirty_ring = self.config.dirty_ring;
+        Ok(())
     }
 
     fn release(&mut self) {}

@@ -11,6 +11,7 @@ use kvm_ioctls::VcpuExit;
 use serde_json::{Value, json};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use super::virtio::Wired;
 use super::{Error, Machine};
 use crate::arch::clocks::Meanwhile;
 use crate::arch::irqchip::Irqchip;
@@ -24,9 +25,11 @@ use crate::devices::virtio::vsock::SocketPath;
 use crate::devices::vmgenid::VmGenId;
 use crate::dirty::{self, DirtyTracker};
 use crate::memory::{Memory, Slot, short_size};
+use crate::payload::lent::{self, Lent};
 use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves, Subscriber};
 use crate::vm::counters;
 use crate::vm::lifecycle::Exit;
+use crate::vm::ring::DirtyRing;
 use crate::vm::vcpu::{self, Flow, Throttle, Vcpu};
 
 /// What tells the session to ask the machine.
@@ -207,6 +210,22 @@ impl Payload for Machine {
 
     fn renew(&mut self) -> Result<(), Self::Error> {
         Ok(self.vmgenid.as_ref().map_or(Ok(()), VmGenId::renew)?)
+    }
+
+    fn lend(&mut self, lent: &mut Lent) -> Result<(), String> {
+        let refused = |error: io::Error| format!("the host refuses a descriptor: {error}");
+        lent.list.lock = self.vm.memory.config.lock;
+        lent.list.dirty_ring = self.vm.dirty_ring.as_deref().map(DirtyRing::entries);
+        let console::Lent { output, input, slave, raw } = self.console().lend().map_err(refused)?;
+        let [output, input, slave] = [output, input, slave].map(|file| file.map(|file| lent.add(file)));
+        lent.list.serial = Some(lent::Serial { output, input, slave, raw });
+        for Wired { name, device, asked, .. } in &self.virtio.0 {
+            let written = asked.written.clone().ok_or_else(|| format!("{name}: its path is no text"))?;
+            let descriptors = device.lend().map_err(refused)?;
+            let descriptors = descriptors.into_iter().map(|descriptor| lent.add(descriptor)).collect();
+            lent.list.devices.push(lent::Device { kind: asked.kind.to_owned(), written, descriptors });
+        }
+        Ok(())
     }
 
     fn release(&mut self) {

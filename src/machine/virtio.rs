@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvm_ioctls::{IoEventAddress, VmFd};
+use serde_json::Value;
 
 use crate::arch::fixed::VirtioMmio;
 use crate::arch::gsi::{self, Gsi, Gsis};
@@ -85,6 +86,16 @@ struct Device {
     name: String,
     device: Box<dyn VirtioDevice>,
     handle: Option<Handle>,
+    asked: Asked,
+}
+
+/// What was asked for in a device, for a process that is to take it over.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    /// The key of its kind.
+    pub kind: &'static str,
+    /// Of that kind's own form; `None` where it cannot be written.
+    pub written: Option<Value>,
 }
 
 /// Devices with all that they need of the host.
@@ -99,6 +110,8 @@ pub struct Wired {
     pub name: String,
     /// Its registers.
     pub device: Mmio,
+    /// What was asked for.
+    pub asked: Asked,
     handle: Option<Handle>,
 }
 
@@ -127,7 +140,8 @@ impl Opened {
                 let name = if kind.repeats { format!("{}{at}", kind.key) } else { kind.key.to_owned() };
                 let device = if unlocked { config.open_unlocked() } else { config.open() };
                 let device = device.map_err(|error| Error::Open(kind.key, error))?;
-                devices.push(Device { name, handle: device.handle(), device });
+                let asked = Asked { kind: kind.key, written: config.written().ok() };
+                devices.push(Device { name, handle: device.handle(), device, asked });
             }
         }
         if devices.len() > gsi::FREE.len() { Err(Error::TooMany(devices.len())) } else { Ok(Opened(devices)) }
@@ -177,7 +191,7 @@ impl Placed {
         sandbox: Sandbox,
     ) -> Result<Virtio, Error> {
         let mut wired = Vec::new();
-        for (at, (Device { name, mut device, handle }, gsi)) in self.0.into_iter().enumerate() {
+        for (at, (Device { name, mut device, handle, asked }, gsi)) in self.0.into_iter().enumerate() {
             let host = |error| Error::Host(name.clone(), error);
             let thread = name.clone();
             let enter = move |kind| sandbox.enter(kind, &thread).map_err(io::Error::other);
@@ -189,7 +203,7 @@ impl Placed {
                 vm.register_ioevent(doorbell, &address, queue).map_err(|e| Error::Kvm("KVM_IOEVENTFD", e))?;
             }
             bus.add(base(at), mmio::REGION_SIZE, Arc::new(device.clone()))?;
-            wired.push(Wired { name, device, handle });
+            wired.push(Wired { name, device, asked, handle });
         }
         Ok(Virtio(wired))
     }
@@ -337,7 +351,12 @@ mod tests {
                 device.set(Register::DriverFeatures, 1 << (VIRTIO_F_VERSION_1 - 32));
                 device.set(Register::Status, VIRTIO_CONFIG_S_FEATURES_OK);
                 device.set(Register::Status, VIRTIO_CONFIG_S_DRIVER_OK);
-                Wired { name: format!("fake{at}"), device, handle: None }
+                Wired {
+                    name: format!("fake{at}"),
+                    device,
+                    asked: Asked { kind: "fake", written: None },
+                    handle: None,
+                }
             });
             (Virtio(wired.collect()), runs)
         };

@@ -30,6 +30,7 @@ use super::threads;
 use crate::control::{self, Event, Left, Loses, Migrate, Snapshot, Stays};
 use crate::dirty::log::ends_on_a_huge_page;
 use crate::dirty::{self, DirtyTracker, Method};
+use crate::memory::Backing;
 use crate::payload::{Payload, Section};
 use crate::sandbox::{Sandbox, ThreadKind};
 use crate::snapshot::Files;
@@ -81,6 +82,8 @@ pub struct Mobile<P> {
     /// Who has written to memory since its last snapshot, where that is followed.
     since: Option<Box<Since>>,
     moved: bool,
+    /// What ties this process to the one that its machine moves to, where that stands in for this one.
+    successor: Option<OwnedFd>,
     /// A snapshot was its end.
     stopped: bool,
 }
@@ -126,6 +129,7 @@ impl<P: Payload> Mobile<P> {
             pagemap,
             since,
             moved,
+            successor: None,
             stopped,
         })
     }
@@ -169,6 +173,10 @@ impl<P: Payload> Mobile<P> {
         let session = SessionId::random().map_err(refused)?;
         let distrust = self.distrust(method, asked.loses);
         let give_up = GiveUp::default();
+        let successor = match asked.succeeded {
+            true => Some(sockets.pop().ok_or("it takes another descriptor")?),
+            false => None,
+        };
         let fence = match asked.fence {
             true => {
                 sockets.pop().map(Fence::new).transpose().map_err(|error| format!("the fence: {error}"))?
@@ -188,6 +196,7 @@ impl<P: Payload> Mobile<P> {
             std::thread::Builder::new().name(name).spawn(body).map_err(refused)?;
         }
         self.begin(Errand::Migration, thread_end, give_up, distrust, || sending.run())?;
+        self.successor = successor;
         Ok(json!({ "session": format!("{session:?}") }))
     }
 
@@ -224,9 +233,7 @@ impl<P: Payload> Mobile<P> {
     fn can_hand_over(&self, asked: &Migrate) -> Result<(), String> {
         let backing = self.machine.ram().config.backing;
         if !backing.can_be_handed_over() {
-            return Err(format!(
-                "its memory is {backing}, of which no other process can be handed a descriptor"
-            ));
+            return Err(not_handed_over(backing));
         }
         if asked.connections != 1 || !asked.fence {
             return Err("memory is handed over by one connection, with a fence".into());
@@ -499,6 +506,7 @@ impl<P: Payload> Mobile<P> {
     /// Nothing has come of it.
     fn stay(&mut self, why: String) {
         let errand = self.leaving.take().map(|leaving| leaving.errand);
+        self.successor = None;
         self.go_on();
         self.news.push(match errand {
             Some(Errand::Snapshot { .. }) => {
@@ -518,6 +526,10 @@ impl<P: Payload> Mobile<P> {
             self.stay(why.into());
         }
     }
+}
+
+fn not_handed_over(backing: Backing) -> String {
+    format!("its memory is {backing}, of which no other process can be handed a descriptor")
 }
 
 fn refused(error: io::Error) -> String {

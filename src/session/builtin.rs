@@ -9,6 +9,7 @@ use crate::guests::guest::{Guest, GuestConfig};
 use crate::guests::run::{Run, RunConfig};
 use crate::host::Facts;
 use crate::migration::mobile::Mobile;
+use crate::payload::Payload;
 use crate::report::Report;
 use crate::sandbox::ThreadKind;
 use crate::vm;
@@ -20,6 +21,8 @@ pub struct Outcome {
     pub report: Report,
     /// How the run ended.
     pub exit: Exit,
+    /// Another process stood in for this one, and had the result.
+    pub succeeded: bool,
     /// When the first doorbell rang, on CLOCK_MONOTONIC.
     pub first_doorbell: Option<Duration>,
 }
@@ -54,7 +57,12 @@ pub fn run(process: &Config, config: &RunConfig) -> Result<Outcome, Error> {
     let run = Run::new(Guest::start(&kvm, memory, guest)?, config.clone())?;
     let mut mobile = Mobile::new(run, sandbox, pagemap).map_err(|e| Error::Host("eventfd", e))?;
     let end = session.run(&mut mobile)?;
-    Ok(Outcome::of(mobile, facts, end))
+    let successor = mobile.successor();
+    let outcome = Outcome::of(mobile, facts, end);
+    Ok(match successor {
+        Some(successor) => Outcome { exit: session.wait_for(successor), succeeded: true, ..outcome },
+        None => outcome,
+    })
 }
 
 impl Outcome {
@@ -80,6 +88,6 @@ impl Outcome {
             Cause::Guest | Cause::Limit => None,
         };
         let exit = if right { end.exit } else { Exit::Error };
-        Self { report, exit, first_doorbell }
+        Self { report, exit, succeeded: false, first_doorbell }
     }
 }

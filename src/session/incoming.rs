@@ -10,6 +10,7 @@ use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 
 use super::{Config, End, Error, Session, builtin, kernel};
 use crate::arch::clocks::Meanwhile;
+use crate::devices::console;
 use crate::host::Facts;
 use crate::machine::{self, Opened};
 use crate::memory::{MemoryConfig, Room};
@@ -17,6 +18,7 @@ use crate::migration::fetching::{self, Recording};
 use crate::migration::incoming::{Arrival, Arrived, Door, Host, Incoming};
 use crate::migration::loading::Way;
 use crate::migration::mobile;
+use crate::payload::Payload;
 use crate::snapshot::source::Source;
 use crate::snapshot::working_set::Unnamed;
 use crate::sys::guard::Naming;
@@ -36,6 +38,8 @@ pub enum Listen {
     Tcp(TcpListener),
     /// It is connected already.
     Connected(OwnedFd),
+    /// The same, and this process is to stand in for it: what its serial port leads to is lent.
+    Lent(OwnedFd, console::Opened),
     /// Nobody connects: it is in files.
     Snapshot(Restore),
 }
@@ -88,6 +92,8 @@ pub enum Outcome {
     Kernel(kernel::Outcome),
     /// A built-in guest.
     BuiltIn(Box<builtin::Outcome>),
+    /// Another process stood in for this one, and ended so.
+    Succeeded(Exit),
 }
 
 /// The event loop's part in those who connect.
@@ -149,7 +155,10 @@ pub fn run(
         _ => (None, None),
     };
     let kvm = vm::open()?;
-    let serial = config.serial.open().map_err(machine::Error::from)?;
+    let (listen, serial) = match listen {
+        Listen::Lent(socket, serial) => (Listen::Connected(socket), serial),
+        listen => (listen, config.serial.open().map_err(machine::Error::from)?),
+    };
     if let Some(entries) = config.dirty_ring {
         let probe = crate::host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
         vm::ring::check(&probe, entries).map_err(vm::Error::from)?;
@@ -167,7 +176,7 @@ pub fn run(
             (Some(Accept::Unix(Listener::bind(&path).map_err(Error::Listen)?)), None, process_comes)
         }
         Listen::Tcp(listener) => (Some(Accept::Tcp(listener)), None, process_comes),
-        Listen::Connected(socket) => (None, Some(socket), process_comes),
+        Listen::Connected(socket) | Listen::Lent(socket, _) => (None, Some(socket), process_comes),
         Listen::Snapshot(Restore { source, point, meanwhile, paused, disk_changed, memory }) => {
             let source = Box::new(source);
             let way = match memory {
@@ -194,6 +203,10 @@ pub fn run(
         incoming.door().connected(socket);
     }
     let end: End = session.run(&mut incoming)?;
+    if let Some(successor) = incoming.successor() {
+        drop(incoming);
+        return Ok(Outcome::Succeeded(session.wait_for(successor)));
+    }
     Ok(match incoming.into_machine() {
         Some(Arrived::Pc(mut machine)) => Outcome::Kernel(kernel::Outcome::of(&mut machine.machine, end)),
         Some(Arrived::BuiltIn(run)) => Outcome::BuiltIn(Box::new(builtin::Outcome::of(*run, facts, end))),

@@ -4,6 +4,7 @@ use super::{Config, End, Error, Session, progress};
 use crate::machine::{BootConfig, Image, Machine, Opened, Origin};
 use crate::memory::MemoryConfig;
 use crate::migration::mobile::Mobile;
+use crate::payload::Payload;
 use crate::vm;
 use crate::{machine, vm::counters::Snapshot, vm::lifecycle::Exit, vm::vcpu::Ended};
 
@@ -61,10 +62,13 @@ impl Ready {
     ///
     /// # Errors
     /// Where it cannot go on.
-    pub fn run(&mut self) -> Result<Outcome, Error> {
-        let Self { machine, session, .. } = self;
-        let end = session.run(machine)?;
-        Ok(Outcome::of(&mut machine.machine, end))
+    pub fn run(self) -> Result<Outcome, Error> {
+        let Self { mut machine, mut session, _image } = self;
+        let end = session.run(&mut machine)?;
+        let outcome = Outcome::of(&mut machine.machine, end);
+        let Some(successor) = machine.successor() else { return Ok(outcome) };
+        drop((machine, _image));
+        Ok(Outcome::none(End { exit: session.wait_for(successor), ..end }))
     }
 }
 

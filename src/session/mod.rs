@@ -15,34 +15,38 @@ pub mod incoming;
 pub mod kernel;
 pub mod log;
 pub mod progress;
+pub mod tether;
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use serde_json::json;
+use event_manager::{
+    EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberId, SubscriberOps,
+};
+use serde_json::{Value, json};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::control::server::{Asked, Control, Listeners};
-use crate::control::{Do, Event, Status};
+use crate::control::{Do, Event, Lending, Status};
 use crate::fault::{Blame, Fault, Field};
 use crate::guests::guest;
 use crate::host::doctor;
 use crate::machine;
 use crate::memory;
 use crate::migration::mobile;
-use crate::payload::{Payload, Serves, Subscriber};
+use crate::payload::{Payload, Serves, Subscriber, lent};
 use crate::sandbox::user::{self, User};
 use crate::sandbox::{self, Sandbox};
 use crate::snapshot;
 use crate::sys::guard::{self, Naming};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::program::{SETTLING, release_start_up_code};
-use crate::sys::signal::{ENDING, SignalFd};
-use crate::sys::socket::{Name, SocketError};
+use crate::sys::signal::{ENDING, KILL, SignalFd};
+use crate::sys::socket::{self, MOST_DESCRIPTORS, Name, SocketError};
 use crate::sys::terminal;
 use crate::vm::lifecycle::Exit;
 
@@ -62,12 +66,25 @@ pub struct Config {
     pub user: Option<User>,
     /// How long the machine may run.
     pub limit: Option<Duration>,
+    /// Where its result goes, for a process that takes it over.
+    pub result: Option<PathBuf>,
+    /// What was lent by the process that this one is to stand in for: its control socket, and the [tether].
+    pub lent: Option<Lent>,
+}
+
+/// What a process has of the one that it is to stand in for.
+#[derive(Clone, Debug)]
+pub struct Lent {
+    /// The control socket, at which the other listens until its machine runs here.
+    pub control: Option<Arc<OwnedFd>>,
+    /// What ties the two together.
+    pub tether: Arc<OwnedFd>,
 }
 
 impl Default for Config {
     /// No control socket, no sandbox, no limit.
     fn default() -> Self {
-        Self { control: None, sandbox: sandbox::Mode::Off, user: None, limit: None }
+        Self { control: None, sandbox: sandbox::Mode::Off, user: None, limit: None, result: None, lent: None }
     }
 }
 
@@ -175,8 +192,15 @@ pub struct Session {
     asked: Receiver<Asked>,
     listeners: Listeners,
     sandbox: Sandbox,
-    user: Option<User>,
-    limit: Option<Duration>,
+    /// What was asked for.
+    config: Config,
+    /// When its time is over.
+    deadline: Option<Instant>,
+    /// The control socket; and whether it is not served before the machine runs here.
+    control: Option<Arc<Mutex<Control>>>,
+    held: bool,
+    /// What the event loop serves beside signals.
+    served: Vec<SubscriberId>,
 }
 
 /// The event loop's part in signals.
@@ -225,7 +249,15 @@ impl Session {
         naming: Option<Naming>,
     ) -> Result<Self, Error> {
         let (ask, asked) = channel();
-        let control = config.control.as_deref().map(|path| Control::bind(path, ask)).transpose();
+        let lent = config.lent.as_ref().and_then(|lent| lent.control.clone());
+        let bind = |path: &Path| match &lent {
+            Some(socket) => socket
+                .try_clone()
+                .and_then(|socket| Control::lent(socket, path, ask))
+                .map_err(|source| SocketError::Io { path: path.into(), source }),
+            None => Control::bind(path, ask),
+        };
+        let control = config.control.as_deref().map(bind).transpose();
         let control = control.map_err(Error::Control)?;
         let names = config.control.as_deref().into_iter().chain(sockets);
         guard::start(names.filter_map(|path| Name::new(path).ok()).collect(), naming)
@@ -233,14 +265,28 @@ impl Session {
         let descriptor = SignalFd::new(&ENDING).map_err(|error| Error::Host("signalfd", error))?;
         let (caught, signals) = channel();
         let mut events = EventManager::<Subscriber>::new()?;
-        events.add_subscriber(Arc::new(Mutex::new(Signals { descriptor, caught })));
+        events.add_subscriber(Arc::new(Mutex::new(Signals { descriptor, caught: caught.clone() })));
         let listeners = control.as_ref().map(Control::listeners).unwrap_or_default();
-        if let Some(control) = control {
-            events.add_subscriber(Arc::new(Mutex::new(control)));
+        let mut session = Self {
+            events,
+            signals,
+            asked,
+            listeners,
+            sandbox: Sandbox::new(config.sandbox),
+            config: config.clone(),
+            deadline: None,
+            control: control.map(|control| Arc::new(Mutex::new(control))),
+            held: lent.is_some(),
+            served: Vec::new(),
+        };
+        if let Some(lent) = &config.lent {
+            tether::tie(lent.tether.clone());
+            session.serve(Arc::new(Mutex::new(tether::Ours(lent.tether.clone(), caught))));
         }
-        let Config { sandbox, user, limit, .. } = *config;
-        let sandbox = Sandbox::new(sandbox);
-        Ok(Self { events, signals, asked, listeners, sandbox, user, limit })
+        if let Some(control) = session.control.clone().filter(|_| !session.held) {
+            session.serve(control);
+        }
+        Ok(session)
     }
 
     /// Gives up privileges and paths, for the whole process. What is returned goes to each thread that is started from now on,
@@ -249,7 +295,7 @@ impl Session {
     /// # Errors
     /// Where the kernel refuses.
     pub fn confine(&mut self) -> Result<Sandbox, Error> {
-        if let Some(user) = self.user {
+        if let Some(user) = self.config.user {
             user::drop_privileges(user)?;
         }
         self.sandbox.process()?;
@@ -278,7 +324,7 @@ impl Session {
 
     /// Has the event loop serve one more.
     pub fn serve(&mut self, subscriber: Subscriber) {
-        self.events.add_subscriber(subscriber);
+        self.served.push(self.events.add_subscriber(subscriber));
     }
 
     /// Runs `payload` until it ends, by itself or by the user, or until its time is over.
@@ -292,7 +338,8 @@ impl Session {
         self.serve_for(payload);
         self.sandbox.enter(payload.confinement(), "main")?;
         payload.start()?;
-        let deadline = self.limit.map(|limit| Instant::now() + limit);
+        let deadline = self.config.limit.map(|limit| Instant::now() + limit);
+        self.deadline = deadline;
         let end = self.turns(payload, deadline)?;
         self.listeners.tell(&Event::Ended { status: end.exit.code() });
         payload.stop();
@@ -305,7 +352,7 @@ impl Session {
     where
         Error: From<P::Error>,
     {
-        let bar = progress::of(payload.progress(), self.limit);
+        let bar = progress::of(payload.progress(), self.config.limit);
         let mut told = Instant::now();
         let mut settled = false;
         let mut ending: Option<Cause> = None;
@@ -313,6 +360,16 @@ impl Session {
             let polled = payload.poll();
             payload.news().iter().for_each(|event| self.listeners.tell(event));
             self.serve_for(payload);
+            let comes =
+                matches!(payload.standing(), Some("waiting" | "incoming" | "uncommitted" | "restoring"));
+            if self.held
+                && !comes
+                && let Some(control) = self.control.clone()
+            {
+                // Until now the process that it comes from has answered.
+                self.held = false;
+                self.serve(control);
+            }
             if let Some(exit) = polled? {
                 bar.finish_and_clear();
                 let cause = ending.unwrap_or(Cause::Guest);
@@ -348,7 +405,7 @@ impl Session {
             }
             cause = self.obey(payload).or(cause);
             if let Ok(signal) = self.signals.try_recv() {
-                if matches!(ending, Some(Cause::Signal(_))) {
+                if signal == KILL || matches!(ending, Some(Cause::Signal(_))) {
                     // Asked twice: a guest that does not come to its end is not waited for.
                     return Ok(End { exit: Exit::Signal(signal), cause: Cause::Signal(signal) });
                 }
@@ -382,6 +439,13 @@ impl Session {
         let mut cause = None;
         while let Ok(mut asked) = self.asked.try_recv() {
             let descriptors = std::mem::take(&mut asked.descriptors);
+            if let Do::Lend { from } = asked.what {
+                match self.lend(payload, from) {
+                    Ok((list, lent)) => asked.answer_with(Ok(list), &lent),
+                    Err(error) => asked.answer(Err(error)),
+                }
+                continue;
+            }
             let answer = match &asked.what {
                 Do::Pause {} => self.pause(payload).map(|us| json!({ "us": us })),
                 Do::Resume { force: false } => {
@@ -400,6 +464,72 @@ impl Session {
             asked.answer(answer);
         }
         cause
+    }
+
+    /// What another process takes to stand in for this one: the list of it, and its descriptors from number `from` on.
+    fn lend<P: Payload>(&self, payload: &mut P, from: usize) -> Result<(Value, Vec<OwnedFd>), String> {
+        let refused = |error: io::Error| format!("the host refuses a descriptor: {error}");
+        let mut lent = lent::Lent::default();
+        lent.list.version = lent::VERSION;
+        let standard = [lent.add_copy(io::stdin()), lent.add_copy(io::stdout()), lent.add_copy(io::stderr())];
+        lent.list.standard = standard.into_iter().collect::<Result<_, _>>().map_err(refused)?;
+        lent.list.sandbox = self.config.sandbox.to_string();
+        lent.list.user = self.config.user.map(|user| (user.uid, user.gid));
+        let left = self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        lent.list.limit_ms = left.map(|left| left.as_millis() as u64);
+        lent.list.result = self.config.result.clone();
+        if let (Some(control), Some(path)) = (&self.control, &self.config.control) {
+            let socket = control.lock().expect("nobody panics with it").lend().map_err(refused)?;
+            lent.list.control = Some(lent::Socket { path: path.clone(), descriptor: lent.add(socket) });
+        }
+        if let Some(ours) = &self.config.lent {
+            lent.list.tether = Some(lent.add_copy(&*ours.tether).map_err(refused)?);
+        }
+        payload.lend(&mut lent)?;
+        let lending = Lending {
+            list: serde_json::to_value(&lent.list).map_err(|error| error.to_string())?,
+            descriptors: lent.descriptors.len(),
+        };
+        let part = lent.descriptors.into_iter().skip(from).take(MOST_DESCRIPTORS).collect();
+        Ok((serde_json::to_value(lending).expect("plain data"), part))
+    }
+
+    /// Waits for the process that stands in for this one, once nothing of the machine is left here: signals go on to it, and its exit
+    /// status is this one's. One that stands in for another itself needs not: the new one has its tether.
+    pub fn wait_for(&mut self, successor: OwnedFd) -> Exit {
+        self.control = None;
+        self.listeners.clear();
+        for served in std::mem::take(&mut self.served) {
+            let _ = self.events.remove_subscriber(served);
+        }
+        if self.config.lent.take().is_some() {
+            tether::untie();
+            return Exit::Moved;
+        }
+        let (tell, told) = channel();
+        let successor = Arc::new(successor);
+        self.serve(Arc::new(Mutex::new(tether::Theirs(successor.clone(), tell))));
+        loop {
+            if let Ok(said) = told.try_recv() {
+                return said.map_or_else(
+                    || {
+                        tracing::error!(
+                            "the process that has taken this one's machine over has ended without a word"
+                        );
+                        Exit::Error
+                    },
+                    Exit::Guest,
+                );
+            }
+            if let Err(error) = self.events.run_with_timeout(-1) {
+                tracing::error!("the event loop: {error}");
+                return Exit::Error;
+            }
+            while let Ok(signal) = self.signals.try_recv() {
+                // One that is gone is heard of next.
+                let _ = socket::send_some(&successor, &[signal as u8]);
+            }
+        }
     }
 
     /// Pauses the machine, if it is not paused; how long that took, in microseconds.

@@ -169,6 +169,14 @@ pub fn name(file: &File, path: &Path) -> io::Result<()> {
     }
 }
 
+/// The descriptor `fd` that this process was started with, for good: once. `None` where there is none.
+pub fn taken(fd: RawFd) -> Option<OwnedFd> {
+    // SAFETY: takes numbers only; what is beyond the standard ones belongs to nobody who was not told.
+    let there = fd > 2 && unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
+    // SAFETY: it is open, and its caller's, who takes it once.
+    there.then(|| unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
 /// A copy of the descriptor `fd` that this process was started with; `None` where there is none.
 pub fn inherited(fd: RawFd) -> Option<OwnedFd> {
     // SAFETY: takes numbers only; what comes back is new, and nobody else's.

@@ -1,8 +1,31 @@
 //! The program's own code, as the kernel maps it.
 
+use std::io;
+use std::os::fd::RawFd;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::time::Duration;
 
 use super::mmap::PAGE_SIZE;
+
+/// Has the program of `command` inherit these descriptors by their numbers, and belong to no terminal: it may read and write one that it
+/// is given, whoever is in its foreground.
+pub fn detached_with(command: &mut Command, descriptors: Vec<RawFd>) {
+    let prepare = move || {
+        // SAFETY: both take numbers only, and may be called after a fork.
+        unsafe {
+            libc::setsid();
+            for descriptor in &descriptors {
+                if libc::fcntl(*descriptor, libc::F_SETFD, 0) != 0 {
+                    return Err(io::Error::last_os_error());
+                }
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: it allocates nothing and takes no lock.
+    unsafe { command.pre_exec(prepare) };
+}
 
 /// How long nothing must have happened before start-up counts as over.
 pub const SETTLING: Duration = Duration::from_millis(50);

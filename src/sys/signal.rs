@@ -13,6 +13,9 @@ use std::sync::atomic::{AtomicI32, Ordering};
 /// The signals by which a user ends a program.
 pub const ENDING: [i32; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
 
+/// The one that no process survives.
+pub const KILL: i32 = libc::SIGKILL;
+
 /// A descriptor that is readable when one of its signals has arrived.
 #[derive(Debug)]
 pub struct SignalFd(File);

@@ -6,6 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Why a socket cannot be had.
@@ -51,9 +52,31 @@ pub struct Listener {
     /// Given up for a moment where there are no other descriptors left, so that a client can be turned away. One that were left
     /// waiting would wake the event loop again and again.
     spare: Mutex<Option<OwnedFd>>,
+    /// Another process listens there, too: the name is the last one's, and its guard's.
+    shared: AtomicBool,
 }
 
 impl Listener {
+    /// One that another process listens at.
+    ///
+    /// # Errors
+    /// Where it is no listening unix socket, or there is no descriptor left.
+    pub fn lent(socket: OwnedFd, path: &Path) -> io::Result<Self> {
+        let socket = UnixListener::from(socket);
+        socket.local_addr()?;
+        let spare = Mutex::new(Some(socket.try_clone()?.into()));
+        Ok(Self { socket, path: path.into(), spare, shared: AtomicBool::new(true) })
+    }
+
+    /// Another descriptor of it, for a process that is to listen there.
+    ///
+    /// # Errors
+    /// Where there is none left.
+    pub fn lend(&self) -> io::Result<OwnedFd> {
+        self.shared.store(true, Ordering::Relaxed);
+        Ok(self.socket.try_clone()?.into())
+    }
+
     /// Binds `path`. A socket that nobody listens on any more is replaced, a live one is refused.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let io_error = |source| SocketError::Io { path: path.into(), source };
@@ -85,7 +108,7 @@ impl Listener {
             });
         }
         let spare = Mutex::new(Some(socket.try_clone().map_err(io_error)?));
-        Ok(Listener { socket: socket.into(), path: path.into(), spare })
+        Ok(Listener { socket: socket.into(), path: path.into(), spare, shared: AtomicBool::new(false) })
     }
 
     /// Where it listens.
@@ -133,7 +156,9 @@ impl AsRawFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         // A sandbox forbids it and leaves it to the guard.
-        let _ = std::fs::remove_file(&self.path);
+        if !self.shared.load(Ordering::Relaxed) {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 

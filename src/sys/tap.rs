@@ -106,6 +106,14 @@ impl Tap {
         Tap { name: name.into(), file: fd.into() }
     }
 
+    /// Another descriptor of it.
+    ///
+    /// # Errors
+    /// Where there is none left.
+    pub fn try_clone(&self) -> io::Result<OwnedFd> {
+        Ok(self.file.try_clone()?.into())
+    }
+
     /// The length in bytes of the header before each packet.
     pub fn set_header_size(&self, bytes: i32) -> Result<(), TapError> {
         // SAFETY: TUNSETVNETHDRSZ reads one int.

@@ -45,6 +45,7 @@ fn under_way(home: &Home, sockets: &[UnixStream]) -> Result<(Client, SessionId),
     let mut machine = Client::connect(&home.socket("here"))?;
     let asked = Do::Migrate(Migrate {
         link: Default::default(),
+        succeeded: false,
         downtime_ms: 300,
         timeout_ms: None,
         then: Then::Cancel,

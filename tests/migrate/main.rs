@@ -26,6 +26,7 @@ mod snapshot_merge;
 mod ssh;
 mod trips;
 mod typed;
+mod upgrade;
 mod verify;
 
 use std::fs;

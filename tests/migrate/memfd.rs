@@ -15,6 +15,9 @@ use crate::{counting, ends_with, every_page_is_right, has_counted, moved, succee
 
 const WORKLOAD: &str = "--passes 0 --workload write,order=random,rate=20000,write=80";
 
+/// Where a snapshot need not be short.
+pub const SOON: &str = "--downtime 1s --timeout 3s";
+
 /// However loaded this host is.
 const PATIENT: &str = "--link memfd --downtime 1m";
 
@@ -50,7 +53,7 @@ fn goes_on_and_on(backing: &str) -> Result<(), Failed> {
         here = there;
         if at == 1 {
             let dir = home.path("snap");
-            succeeds(&home.vellum(&format!("snapshot m2 {} --follow", dir.display()))?)?;
+            succeeds(&home.vellum(&format!("snapshot m2 {} --follow {SOON}", dir.display()))?)?;
         }
     }
     succeeds(&home.vellum("ctl m3 stop")?)?;
@@ -70,7 +73,7 @@ fn the_snapshot_after_a_hand_over_is_whole() -> Result<(), Failed> {
     let here = home.run("m0", &format!("run --memory 16m,backing=memfd {WORKLOAD}"))?;
     let dir = home.path("snap");
     let snapshot = |name: &str| -> Result<String, Failed> {
-        let output = home.vellum(&format!("snapshot {name} {} --follow", dir.display()))?;
+        let output = home.vellum(&format!("snapshot {name} {} --follow {SOON}", dir.display()))?;
         succeeds(&output)?;
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     };

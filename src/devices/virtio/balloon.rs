@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use event_manager::EventOps;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
@@ -42,15 +43,20 @@ pub static KIND: Kind = Kind {
     value: None,
     repeats: false,
     parse: |_| Ok(Arc::new(BalloonConfig)),
+    read: |written| Ok(Arc::new(serde_json::from_value::<BalloonConfig>(written)?)),
 };
 
 /// A balloon, which has nothing to configure.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BalloonConfig;
 
 impl DeviceConfig for BalloonConfig {
     fn kind(&self) -> &'static Kind {
         &KIND
+    }
+
+    fn written(&self) -> std::io::Result<Value> {
+        super::lent::write(self)
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {

@@ -6,13 +6,16 @@
 use std::any::Any;
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 
+use super::lent::{self, Unfit};
 use super::queue::Served;
 use super::{Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice};
 use crate::devices::console::{self as host, Target};
@@ -38,10 +41,11 @@ pub static KIND: Kind = Kind {
         }
         Ok(target) => Ok(Arc::new(ConsoleConfig(target))),
     },
+    read: |written| Ok(Arc::new(serde_json::from_value::<ConsoleConfig>(written)?)),
 };
 
 /// A console, and where it leads.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConsoleConfig(pub Target);
 
 /// Why there is no console.
@@ -67,6 +71,21 @@ impl Fault for ConsoleError {
 impl DeviceConfig for ConsoleConfig {
     fn kind(&self) -> &'static Kind {
         &KIND
+    }
+
+    fn written(&self) -> io::Result<Value> {
+        lent::write(&match &self.0 {
+            Target::File(path) => Self(Target::File(lent::absolute(path)?)),
+            target => Self(target.clone()),
+        })
+    }
+
+    fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        let mut lent = lent.into_iter().map(File::from);
+        let output = lent.next().ok_or_else(|| Unfit::boxed(&KIND, "no descriptor"))?;
+        let input = lent.next();
+        let opened = Arc::new(host::Opened::lent(None, None, lent.next()));
+        Ok(Box::new(Console { opened: Some(opened), ..Console::new(input, output) }))
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
@@ -241,6 +260,12 @@ impl VirtioDevice for Console {
             }
             _ => self.transmit(ops),
         }
+    }
+
+    fn lend(&mut self) -> io::Result<Vec<OwnedFd>> {
+        let slave = self.opened.as_ref().and_then(|opened| opened.slave());
+        let files = [Some(&self.output), self.input.as_ref().map(|input| &input.file), slave];
+        files.into_iter().flatten().map(|file| Ok(file.try_clone()?.into())).collect()
     }
 
     fn save(&self) -> DeviceState {

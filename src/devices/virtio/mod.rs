@@ -19,6 +19,7 @@ pub mod cidata;
 pub mod console;
 pub mod fs;
 pub mod interrupt;
+pub mod lent;
 pub mod mmio;
 pub mod net;
 pub mod queue;
@@ -32,11 +33,13 @@ pub mod worker;
 use std::any::Any;
 use std::fmt;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use event_manager::{EventOps, Events};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::fault::Fault;
 use crate::memory::GuestMemory;
@@ -93,6 +96,8 @@ pub struct Kind {
     pub repeats: bool,
     /// Reads its arguments.
     pub parse: fn(&str) -> Result<Arc<dyn DeviceConfig>, String>,
+    /// Reads what [`DeviceConfig::written`] has written.
+    pub read: fn(Value) -> Result<Arc<dyn DeviceConfig>, serde_json::Error>,
 }
 
 /// A device that is asked for.
@@ -110,6 +115,22 @@ pub trait DeviceConfig: fmt::Debug + Send + Sync {
     /// # Errors
     /// What is wrong with them, and whose fault that is.
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError>;
+
+    /// What is asked for, for another process of this host, wherever that is in the file system.
+    ///
+    /// # Errors
+    /// Where a path is no text, or this process is nowhere.
+    fn written(&self) -> io::Result<Value> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    /// As [`DeviceConfig::open_unlocked`], with what [`VirtioDevice::lend`] gave in the process where it runs yet.
+    ///
+    /// # Errors
+    /// Where these are not what such a device has.
+    fn take_over(&self, _lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        self.open_unlocked()
+    }
 
     /// As [`DeviceConfig::open`], for a machine that runs in another process yet: it takes no lock that the other may have, until
     /// [`VirtioDevice::retake`].
@@ -208,6 +229,15 @@ pub trait VirtioDevice: Send {
     /// Who else has one.
     fn retake(&mut self) -> Result<(), OpenError> {
         Ok(())
+    }
+
+    /// Descriptors of all that it has open on the host, for a process that takes it over ([`DeviceConfig::take_over`]). This one may run it
+    /// on nonetheless.
+    ///
+    /// # Errors
+    /// Where there is no descriptor left.
+    fn lend(&mut self) -> io::Result<Vec<OwnedFd>> {
+        Ok(Vec::new())
     }
 
     /// Its machine has come from another process, and runs here from now on: tells the world, where that has to know.

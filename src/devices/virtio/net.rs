@@ -5,14 +5,17 @@
 
 use std::io;
 use std::net::Ipv4Addr;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 use virtio_bindings::virtio_net::*;
 
+use super::lent::{self, Unfit};
 use super::queue::Served;
 use super::{
     Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
@@ -50,10 +53,12 @@ pub static KIND: Kind = Kind {
         Ok(config) => Ok(Arc::new(config)),
         Err(error) => Err(error.to_string()),
     },
+    read: |written| Ok(Arc::new(serde_json::from_value::<NetConfig>(written)?)),
 };
 
 /// A network interface as it is asked for.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct NetConfig {
     /// The tap device's name.
     pub tap: String,
@@ -88,6 +93,16 @@ impl Fault for NetError {
 impl DeviceConfig for NetConfig {
     fn kind(&self) -> &'static Kind {
         &KIND
+    }
+
+    fn written(&self) -> io::Result<Value> {
+        lent::write(self)
+    }
+
+    fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        let tap = lent.into_iter().next().ok_or_else(|| Unfit::boxed(&KIND, "no descriptor"))?;
+        // The guest's address comes with its state.
+        Ok(Box::new(Net::on(Tap::from_fd(&self.tap, tap), self.mac.unwrap_or_default())))
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
@@ -293,6 +308,10 @@ impl VirtioDevice for Net {
         if let Err(error) = self.tap.send(&announcement(self.mac)) {
             tracing::warn!("{}: the network is not told that the guest is here: {error}", self.tap.name());
         }
+    }
+
+    fn lend(&mut self) -> io::Result<Vec<OwnedFd>> {
+        Ok(vec![self.tap.try_clone()?])
     }
 
     fn save(&self) -> DeviceState {

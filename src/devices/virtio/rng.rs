@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use event_manager::EventOps;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 
 use super::queue::Served;
@@ -23,10 +24,11 @@ pub static KIND: Kind = Kind {
     value: None,
     repeats: false,
     parse: |_| Ok(Arc::new(RngConfig)),
+    read: |written| Ok(Arc::new(serde_json::from_value::<RngConfig>(written)?)),
 };
 
 /// An entropy source, which has nothing to configure.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngConfig;
 
 /// The host has no entropy to give.
@@ -43,6 +45,10 @@ impl Fault for RngError {
 impl DeviceConfig for RngConfig {
     fn kind(&self) -> &'static Kind {
         &KIND
+    }
+
+    fn written(&self) -> io::Result<Value> {
+        super::lent::write(self)
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {

@@ -7,6 +7,7 @@
 //! of 0 to the status register has returned, so that write returns when the request has.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -184,6 +185,14 @@ impl Transport {
     /// Why the machine can be neither saved nor moved because of this device.
     pub fn stays(&self) -> Option<(&'static str, &'static str)> {
         self.lock().device.stays()
+    }
+
+    /// Descriptors of all that the device has open on the host.
+    ///
+    /// # Errors
+    /// Where there is none left.
+    pub fn lend(&self) -> io::Result<Vec<OwnedFd>> {
+        self.lock().device.lend()
     }
 
     /// The machine has come from another process.

@@ -11,6 +11,7 @@ use crate::dirty::{self, DirtyTracker, Method};
 use crate::memory::{Memory, Slot};
 use crate::migration::mobile::Error;
 use crate::migration::receiver::Told;
+use crate::payload::lent::Lent;
 use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves};
 use crate::sandbox::ThreadKind;
 use crate::vm::lifecycle::Exit;
@@ -162,6 +163,14 @@ impl Payload for Incoming {
 
     fn renew(&mut self) -> Result<(), Error> {
         self.payload().map_or(Err(Error::Absent), Payload::renew)
+    }
+
+    fn lend(&mut self, lent: &mut Lent) -> Result<(), String> {
+        self.payload().map_or(Err(Error::Absent.to_string()), |payload| payload.lend(lent))
+    }
+
+    fn successor(&mut self) -> Option<OwnedFd> {
+        self.payload().and_then(Payload::successor)
     }
 
     fn release(&mut self) {

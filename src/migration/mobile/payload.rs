@@ -6,13 +6,14 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::leaving::Errand;
-use super::{Error, Mobile};
+use super::{Error, Mobile, not_handed_over};
 use crate::arch::clocks::Meanwhile;
 use crate::control::{Do, Event};
 use crate::dirty::{self, DirtyTracker, Method};
 use crate::memory::{Memory, Slot};
 use crate::migration::sender::Told;
 use crate::migration::share::MOST_CONNECTIONS;
+use crate::payload::lent::Lent;
 use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves};
 use crate::sys::sigbus;
 use crate::vm::lifecycle::Exit;
@@ -232,6 +233,19 @@ where
 
     fn renew(&mut self) -> Result<(), Error> {
         Ok(self.machine.renew()?)
+    }
+
+    fn lend(&mut self, lent: &mut Lent) -> Result<(), String> {
+        self.is_idle()?;
+        let backing = self.machine.ram().config.backing;
+        if !backing.can_be_handed_over() {
+            return Err(not_handed_over(backing));
+        }
+        self.machine.lend(lent)
+    }
+
+    fn successor(&mut self) -> Option<OwnedFd> {
+        self.successor.take().filter(|_| self.moved)
     }
 
     fn release(&mut self) {

@@ -1,7 +1,9 @@
-//! What peers send: the lines of the control socket, and those of the guest agent.
+//! What peers send: the lines of the control socket, those of the guest agent, and the list of what a process hands over to another.
 
 use guest_agent::{Event, Request};
 use vellum::control::{Do, parse};
+use vellum::devices::virtio::lent::Lent;
+use vellum::payload::lent::List;
 
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn control(data: &[u8]) {
@@ -13,6 +15,15 @@ pub fn control(data: &[u8]) {
             assert_eq!(parse(line.to_string().as_bytes()), Ok(request));
         }
         Err((_, error)) => assert!(!error.is_empty()),
+    }
+    if let Ok(list) = List::parse(data, 8) {
+        assert_eq!(List::parse(&serde_json::to_vec(&list).unwrap(), 8).as_ref(), Ok(&list));
+        for device in list.devices {
+            assert!(
+                Lent::new(&device.kind, device.written, Vec::new())
+                    .map_or_else(|error| !error.is_empty(), |_| true)
+            );
+        }
     }
     let _ = serde_json::from_slice::<Do>(data);
     let _ = serde_json::from_slice::<Request>(data);

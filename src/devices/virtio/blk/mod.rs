@@ -10,15 +10,18 @@ mod requests;
 use std::any::Any;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
+use super::lent::{self, Unfit};
 use super::worker::Worker;
 use super::{
     Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
@@ -52,10 +55,12 @@ pub static KIND: Kind = Kind {
         Ok(config) => Ok(Arc::new(config)),
         Err(error) => Err(error.to_string()),
     },
+    read: |written| Ok(Arc::new(serde_json::from_value::<BlkConfig>(written)?)),
 };
 
 /// A disk as it is asked for.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct BlkConfig {
     /// The image or block device.
     pub path: PathBuf,
@@ -79,6 +84,15 @@ impl BlkConfig {
 impl DeviceConfig for BlkConfig {
     fn kind(&self) -> &'static Kind {
         &KIND
+    }
+
+    fn written(&self) -> io::Result<Value> {
+        lent::write(&Self { path: lent::absolute(&self.path)?, ..self.clone() })
+    }
+
+    fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        let file = lent.into_iter().next().ok_or_else(|| Unfit::boxed(&KIND, "no descriptor"))?;
+        Ok(Box::new(Blk::on(self, file.into())?))
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
@@ -258,14 +272,24 @@ impl Blk {
     /// # Errors
     /// Why it is no disk.
     pub fn open_unlocked(config: &BlkConfig) -> Result<Self, BlkError> {
+        let readonly = config.readonly || config.overlay.is_some();
+        Self::on(config, open_image(&config.path, readonly)?)
+    }
+
+    /// A disk on an image that is open.
+    fn on(config: &BlkConfig, mut file: File) -> Result<Self, BlkError> {
         let (queues, readonly) = (config.queues, config.readonly);
         if queues == 0 || queues > MAX_QUEUES {
             return Err(BlkError::Queues(queues));
         }
         let serial = config.serial.clone().unwrap_or_default();
         let id = id(&serial).ok_or_else(|| BlkError::Serial(serial.clone()))?;
-        let (file, size) = open_image(&config.path, readonly || config.overlay.is_some())?;
         let open_error = |source| BlkError::Open { path: config.path.clone(), readonly, source };
+        // Unlike its metadata this is right for block devices too.
+        let size = file.seek(SeekFrom::End(0)).map_err(open_error)?;
+        if size == 0 || !size.is_multiple_of(SECTOR) {
+            return Err(BlkError::Size { path: config.path.clone(), size });
+        }
         // Where this process is cannot be asked once it is confined, nor in whose snapshots the path stands.
         let path = std::path::absolute(&config.path).map_err(open_error)?;
         let sectors = size / SECTOR;
@@ -367,6 +391,10 @@ impl VirtioDevice for Blk {
         self.overlaid.then_some((KIND.key, why))
     }
 
+    fn lend(&mut self) -> io::Result<Vec<OwnedFd>> {
+        Ok(vec![self.image.file.as_fd().try_clone_to_owned()?])
+    }
+
     fn save(&self) -> DeviceState {
         DeviceState::Disk(self.state.clone())
     }
@@ -427,18 +455,13 @@ fn over(config: &BlkConfig, base: File, size: u64, place: &Place) -> Result<(Ima
     Ok((Image::Over(Box::new(overlay)), image))
 }
 
-fn open_image(path: &Path, readonly: bool) -> Result<(File, u64), BlkError> {
+fn open_image(path: &Path, readonly: bool) -> Result<File, BlkError> {
     let open_error = |source| BlkError::Open { path: path.into(), readonly, source };
     let kind = std::fs::metadata(path).map_err(open_error)?.file_type();
     if !kind.is_file() && !kind.is_block_device() {
         return Err(BlkError::Kind { path: path.into() });
     }
-    let mut file = OpenOptions::new().read(true).write(!readonly).open(path).map_err(open_error)?;
-    // Unlike its metadata this is right for block devices too.
-    let size = file.seek(SeekFrom::End(0)).map_err(open_error)?;
-    if size == 0 || !size.is_multiple_of(SECTOR) {
-        return Err(BlkError::Size { path: path.into(), size });
-    }
+    let file = OpenOptions::new().read(true).write(!readonly).open(path).map_err(open_error)?;
     let mut magic = [0; QCOW.len()];
     if file.read_exact_at(&mut magic, 0).is_ok() && magic == QCOW {
         let path = path.display();
@@ -446,5 +469,5 @@ fn open_image(path: &Path, readonly: bool) -> Result<(File, u64), BlkError> {
             "disk {path} is a qcow2 image, and its guest sees it raw; `qemu-img convert -O raw` makes it one"
         );
     }
-    Ok((file, size))
+    Ok(file)
 }

@@ -45,6 +45,8 @@ pub static KIND: Kind = Kind {
         Ok(config) => Ok(Arc::new(config)),
         Err(error) => Err(error.to_string()),
     },
+    // A machine that has one stays in its process.
+    read: |_| Err(serde::de::Error::custom("no share goes from one process to another")),
 };
 
 /// What may be done with a directory.

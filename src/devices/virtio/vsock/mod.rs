@@ -13,8 +13,8 @@ mod packet;
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
-use std::io::Read;
-use std::os::fd::{AsRawFd, RawFd};
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,8 +22,10 @@ use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
 
+use super::lent::{self, Unfit};
 use super::queue::{Chain, Served};
 use super::slices::Slices;
 use super::{
@@ -61,10 +63,12 @@ pub static KIND: Kind = Kind {
         Ok(config) => Ok(Arc::new(config)),
         Err(error) => Err(error.to_string()),
     },
+    read: |written| Ok(Arc::new(serde_json::from_value::<VsockConfig>(written)?)),
 };
 
 /// A socket device as it is asked for.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct VsockConfig {
     /// The unix socket.
     pub path: PathBuf,
@@ -92,6 +96,16 @@ impl Fault for VsockError {
 impl DeviceConfig for VsockConfig {
     fn kind(&self) -> &'static Kind {
         &KIND
+    }
+
+    fn written(&self) -> io::Result<Value> {
+        lent::write(&Self { path: lent::absolute(&self.path)?, ..self.clone() })
+    }
+
+    fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        let socket = lent.into_iter().next().ok_or_else(|| Unfit::boxed(&KIND, "no descriptor"))?;
+        let listener = Listener::lent(socket, &self.path).map_err(|error| Unfit::boxed(&KIND, error))?;
+        Ok(Box::new(Vsock { waits: true, ..Vsock::on(self, listener) }))
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
@@ -125,6 +139,8 @@ pub struct Vsock {
     hub: Hub,
     moved: Moved,
     active: Option<Active>,
+    /// It runs in another process yet, which takes those who connect.
+    waits: bool,
 }
 
 /// What the guest knows of a move to another process, where none of its connections are. Its driver forgets all that it has when it
@@ -175,8 +191,12 @@ impl Vsock {
         if config.cid <= HOST_CID as u32 || config.cid == u32::MAX {
             return Err(VsockError::Cid(config.cid));
         }
+        Ok(Self::on(config, Listener::bind(&config.path)?))
+    }
+
+    fn on(config: &VsockConfig, listener: Listener) -> Self {
         let hub = Hub {
-            listener: Listener::bind(&config.path)?,
+            listener,
             cid: config.cid.into(),
             connections: HashMap::new(),
             by_fd: HashMap::new(),
@@ -188,7 +208,7 @@ impl Vsock {
             next_port: FIRST_HOST_PORT,
         };
         let path = Arc::new(SocketPath(config.path.clone()));
-        Ok(Vsock { path, hub, moved: Moved::No, active: None })
+        Vsock { path, hub, moved: Moved::No, active: None, waits: false }
     }
 
     fn take_packets(&mut self) {
@@ -476,11 +496,20 @@ impl VirtioDevice for Vsock {
 
     fn ready(&mut self, events: Events, ops: &mut EventOps) {
         match events.data() {
+            LISTENER if self.waits => {}
             LISTENER => self.hub.accept(ops),
             _ => self.hub.stream_ready(&events),
         }
         self.give_packets();
         self.hub.bury(ops);
+    }
+
+    fn lend(&mut self) -> io::Result<Vec<OwnedFd>> {
+        Ok(vec![self.hub.listener.lend()?])
+    }
+
+    fn arrived(&mut self) {
+        self.waits = false;
     }
 
     fn save(&self) -> DeviceState {

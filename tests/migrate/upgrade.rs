@@ -1,0 +1,162 @@
+//! `vellum ctl NAME upgrade`: a machine goes on in another process, and whoever started it notices nothing.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::process::Command;
+
+use harness::{Failed, LIMIT, ensure, eventually, trial};
+use vellum::control::Do;
+use vellum::control::client::Client;
+
+use crate::bed::{kvm, real};
+use crate::home::{Home, VELLUM, process};
+use crate::{counting, ends_with, every_page_is_right, has_counted, succeeds, with};
+
+const WORKLOAD: &str = "--passes 0 --workload write,order=random,rate=20000,write=80";
+
+/// The process that has the machine `name`.
+fn pid(home: &Home, name: &str) -> Result<u32, Failed> {
+    let status = Client::connect(&home.socket(name))?.ask(&Do::Status {})?;
+    Ok(status["pid"].as_u64().ok_or("no pid")? as u32)
+}
+
+/// Upgrades `name` to a build of its own path; the process that has it then.
+fn upgrade(home: &Home, name: &str) -> Result<u32, Failed> {
+    let (before, build) = (pid(home, name)?, home.path("other-build"));
+    if !build.exists() {
+        symlink(VELLUM, &build)?;
+    }
+    succeeds(&home.vellum(&format!("ctl {name} upgrade --downtime 1m {}", build.display()))?)?;
+    let now = eventually(LIMIT, "it answers in the new process", || {
+        Ok(pid(home, name).ok().filter(|now| *now != before))
+    })?;
+    Ok(now)
+}
+
+fn kill(pid: u32, signal: &str) -> Result<(), Failed> {
+    succeeds(&Command::new("kill").args([signal, &pid.to_string()]).output()?)
+}
+
+/// Twice, moved and saved in between as any machine: every page is right, and the process that was started first, which has no memory of
+/// the guest's any more, ends as the last one does.
+#[trial(kvm())]
+fn a_guest_goes_on_in_another_build_and_its_first_process_ends_with_it() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let json = home.path("json");
+    let line =
+        format!("run --cpus 2 --memory 32m,slots=3,backing=memfd {WORKLOAD} --json {}", json.display());
+    let first = home.run("m", &line)?;
+    home.has_written("m", 2 * (32 << 20) / 4096)?;
+    let second = upgrade(&home, "m")?;
+    let maps = fs::read_to_string(format!("/proc/{}/maps", first.child.id()))?;
+    ensure(!maps.contains("vellum-guest"), || format!("its memory is there: {maps}"))?;
+    let dir = home.path("snap");
+    let saved = home.vellum(&format!("snapshot m {} --follow {}", dir.display(), crate::memfd::SOON))?;
+    succeeds(&saved)?;
+    let third = upgrade(&home, "m")?;
+    eventually(LIMIT, "the one in between ends", || Ok(process(second).is_none().then_some(())))?;
+    let saved = home.vellum(&format!("snapshot m {} --follow {}", dir.display(), crate::memfd::SOON))?;
+    succeeds(&saved)?;
+    // Nobody followed the guest across the upgrade.
+    ensure(String::from_utf8_lossy(&saved.stdout).contains("whole"), || format!("{saved:?}"))?;
+    ensure(process(third).is_some() && process(first.child.id()).is_some(), || "one has ended".into())?;
+    succeeds(&home.vellum("ctl m stop")?)?;
+    ends_with(first, 0)?;
+    every_page_is_right(&json)?;
+    ensure(!home.socket("m").exists(), || "its control socket is still there".into())?;
+    for point in 0..2 {
+        let json = home.path(&format!("{point}.json"));
+        let again =
+            home.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
+        succeeds(&home.vellum("ctl again stop")?)?;
+        ends_with(again, 0)?;
+        every_page_is_right(&json)?;
+    }
+    Ok(())
+}
+
+/// A disk with its lock, a serial port, a vsock, a console: each goes over, and the guest counts on without a gap.
+#[trial(kvm())]
+fn a_pc_goes_on_with_all_that_it_has_open() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let kernel = counting(&home)?;
+    let [out, disk, vsock] = ["out", "disk", "vsock"].map(|name| home.path(name));
+    fs::write(&disk, [0; 4096])?;
+    let devices = format!(
+        "--serial file={} --disk {} --vsock {} --console pty --rng --balloon",
+        out.display(),
+        disk.display(),
+        vsock.display()
+    );
+    let line = format!("run --kernel {} --memory 32m,backing=memfd {devices}", kernel.display());
+    let first = home.run("m", &line)?;
+    let grows = || -> Result<(), Failed> {
+        let was = fs::metadata(&out)?.len();
+        eventually(LIMIT, "it counts", || Ok((fs::metadata(&out)?.len() > was + 512).then_some(())))
+    };
+    grows()?;
+    for _ in 0..2 {
+        upgrade(&home, "m")?;
+        grows()?;
+        ensure(vsock.exists(), || "its vsock is gone".into())?;
+        // The lock went over, too.
+        let second =
+            format!("run --kernel {} --memory 32m --serial null --disk {}", kernel.display(), disk.display());
+        let refused = with(home.vellum(&second)?, 2)?;
+        ensure(String::from_utf8_lossy(&refused.stderr).contains("in use"), || format!("{refused:?}"))?;
+    }
+    succeeds(&home.vellum("ctl m stop")?)?;
+    ends_with(first, 0)?;
+    ensure(!vsock.exists() && !home.socket("m").exists(), || "a socket is left behind".into())?;
+    has_counted(&[out])
+}
+
+/// A signal to the first process ends the guest in the second one, which has the result; a first process that is killed takes the second
+/// with it, and a second one that is killed is missed.
+#[trial(real())]
+fn signals_and_ends_go_from_one_process_to_the_other() -> Result<(), Failed> {
+    for (of_first, signal, status) in
+        [(true, "-TERM", Some(128 + 15)), (true, "-KILL", None), (false, "-KILL", Some(1))]
+    {
+        let home = Home::new()?;
+        let json = home.path("json");
+        let line = format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display());
+        let first = home.run("m", &line)?;
+        let second = upgrade(&home, "m")?;
+        kill(if of_first { first.child.id() } else { second }, signal)?;
+        let output = first.child.output()?;
+        ensure(output.status.code() == status, || format!("{signal}: {output:?}"))?;
+        eventually(LIMIT, "the other ends", || Ok(process(second).is_none().then_some(())))?;
+        if signal == "-TERM" {
+            every_page_is_right(&json)?;
+        }
+    }
+    Ok(())
+}
+
+/// Memory without a descriptor, a program that is none, or is none of these: the machine runs on where it was.
+#[trial(real())]
+fn an_upgrade_that_cannot_be_leaves_the_machine_as_it_was() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let json = home.path("json");
+    let _anonymous = home.run("anonymous", "run --memory 8m --passes 0")?;
+    let memfd = format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display());
+    let machine = home.run("memfd", &memfd)?;
+    let before = pid(&home, "memfd")?;
+    for (name, binary, status, says) in [
+        ("anonymous", VELLUM, 2, "--memory SIZE,backing=memfd"),
+        ("memfd", "/nonexistent/vellum", 2, "/nonexistent/vellum"),
+        ("memfd", "/bin/false", 1, "stays in the process that it is in"),
+        ("memfd", "/bin/cat", 1, "stays in the process that it is in"),
+    ] {
+        let refused = with(home.vellum(&format!("ctl {name} upgrade {binary}"))?, status)?;
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        ensure(said.contains(says) && said.lines().count() == 1, || said.clone())?;
+        ensure(home.standing(name).as_deref() == Some("running"), || format!("{name} does not run on"))?;
+    }
+    ensure(pid(&home, "memfd")? == before, || "it is another process".into())?;
+    home.has_written("memfd", 4 * (8 << 20) / 4096)?;
+    succeeds(&home.vellum("ctl memfd stop")?)?;
+    ends_with(machine, 0)?;
+    every_page_is_right(&json)
+}
