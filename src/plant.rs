@@ -67,11 +67,13 @@ pub enum Mistake {
     SmallCopy,
     /// vCPUs that write little are slowed down like those that write much.
     AllThrottledAlike,
+    /// What a masked vector owes its driver is not taken along.
+    PendingLeftOut,
 }
 
 impl Mistake {
     /// Their names as they are planted.
-    pub const NAMES: [(&str, Self); 24] = [
+    pub const NAMES: [(&str, Self); 25] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -96,6 +98,7 @@ impl Mistake {
         ("sums-unchecked", Self::SumsUnchecked),
         ("small-copy", Self::SmallCopy),
         ("all-throttled-alike", Self::AllThrottledAlike),
+        ("pending-left-out", Self::PendingLeftOut),
     ];
 }
 

@@ -13,6 +13,9 @@ mod control;
 mod keyvalue;
 #[path = "fuzz/targets/migration.rs"]
 mod migration;
+#[cfg(target_arch = "x86_64")]
+#[path = "fuzz/targets/pci.rs"]
+mod pci;
 #[path = "fuzz/targets/share.rs"]
 mod share;
 #[path = "fuzz/targets/snapshot.rs"]
@@ -37,6 +40,8 @@ const TARGETS: &[(&str, Target)] = &[
     ("keyvalue", keyvalue::keyvalue),
     ("migration", migration::migration),
     ("share", share::share),
+    #[cfg(target_arch = "x86_64")]
+    ("pci", pci::pci),
     ("snapshot", snapshot::snapshot),
     #[cfg(target_arch = "x86_64")]
     ("state", state::state),

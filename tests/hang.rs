@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use harness::{Failed, Need, Trials, ensure, eventually, trial};
-use vellum::devices::bus::BusDevice;
 use vellum::devices::virtio::PATIENCE;
 use vellum::devices::virtio::blk::BlkConfig;
+use vellum::devices::virtio::registers::Register;
+use vellum::devices::virtio::transport::Codec;
 use vellum::memory::{Memory, MemoryConfig};
 use vellum::sys::mmap::PAGE_SIZE;
 use vellum::sys::uffd::{BATCH, Mode, Uffd};
@@ -25,6 +26,12 @@ mod disk;
 #[allow(dead_code, reason = "the test `virtio` uses more of it")]
 mod driver;
 mod plants;
+#[path = "virtio/reach.rs"]
+#[allow(dead_code, reason = "the test `virtio` uses more of it")]
+mod reach;
+
+/// How this test reaches its disk: what hangs is behind either codec.
+const CODEC: Codec = Codec::Mmio;
 
 use disk::{HEADER, Image, STATUS, blk, header};
 use driver::*;
@@ -81,7 +88,7 @@ impl Hanging {
 #[trial(userfaultfd())]
 fn a_request_that_hangs_is_named_and_the_disk_goes_on() -> Result<(), Failed> {
     let mut disk = Hanging::new("named")?;
-    let hang = disk.driver.mmio.quiesce(Duration::from_millis(1)).expect_err("it hangs");
+    let hang = disk.driver.device.quiesce(Duration::from_millis(1)).expect_err("it hangs");
     let path = disk.image.0.display();
     ensure(hang.what == format!("a read of 512 bytes at sector 1 of {path}"), || hang.to_string())?;
     // The request comes back, and those after it are served as if nobody had asked.
@@ -90,7 +97,7 @@ fn a_request_that_hangs_is_named_and_the_disk_goes_on() -> Result<(), Failed> {
     header(&disk.driver, VIRTIO_BLK_T_IN, 2);
     disk.driver.submit(0, &[readable(HEADER, 16), writable(HELD, 512), writable(STATUS, 1)]);
     ensure(disk.driver.wait_used(0).1 == 513, || "the disk does not go on".into())?;
-    disk.driver.mmio.quiesce(PATIENCE)?;
+    disk.driver.device.quiesce(PATIENCE)?;
     Ok(())
 }
 
@@ -99,9 +106,9 @@ fn a_reset_waits_for_the_request_until_the_machine_is_over() -> Result<(), Faile
     let disk = Hanging::new("reset")?;
     let before = disk.driver.status();
     std::thread::scope(|scope| {
-        let mmio = &disk.driver.mmio;
-        scope.spawn(|| mmio.write(VIRTIO_MMIO_STATUS.into(), &0u32.to_le_bytes()));
-        disk.driver.mmio.abandon();
+        let device = &disk.driver.device;
+        scope.spawn(|| device.set(Register::Status, 0));
+        disk.driver.device.abandon();
     });
     ensure(disk.driver.status() == before, || "reset although a request may still write".into())?;
     disk.release()?;
@@ -114,21 +121,21 @@ fn a_reset_waits_for_the_request_until_the_machine_is_over() -> Result<(), Faile
 fn a_reset_that_waits_too_long_is_told_without_the_device() -> Result<(), Failed> {
     let disk = Hanging::new("waits")?;
     std::thread::scope(|scope| {
-        let mmio = &disk.driver.mmio;
-        scope.spawn(|| mmio.write(VIRTIO_MMIO_STATUS.into(), &0u32.to_le_bytes()));
-        let hang = eventually(10 * PATIENCE, "the hang", || Ok(mmio.hang()));
+        let device = &disk.driver.device;
+        scope.spawn(|| device.set(Register::Status, 0));
+        let hang = eventually(10 * PATIENCE, "the hang", || Ok(device.hang()));
         let released = disk.release();
         let said = hang?.what.starts_with("a read of 512 bytes at sector 1 of ");
         ensure(said, || "it names something else".into()).and(released)
     })?;
     ensure(disk.driver.status() == 0, || "not reset although nothing hangs".into())?;
-    ensure(disk.driver.mmio.hang().is_none(), || "it still hangs".into())
+    ensure(disk.driver.device.hang().is_none(), || "it still hangs".into())
 }
 
 #[trial(userfaultfd())]
 fn a_machine_ends_although_a_disk_hangs() -> Result<(), Failed> {
     let Hanging { driver, memory, uffd, image } = Hanging::new("end")?;
-    driver.mmio.quiesce(Duration::from_millis(1)).expect_err("it hangs");
+    driver.device.quiesce(Duration::from_millis(1)).expect_err("it hangs");
     drop(driver);
     // What the request writes to is there as long as it hangs.
     ensure(Arc::strong_count(&memory.mapping) > 1, || "unmapped under a request".into())?;

@@ -1,6 +1,8 @@
 //! What every board is described with, whatever its architecture: devices at places of their own, and what a board's tables say of a
 //! machine. The machine wires the devices; each architecture says where they are (`layout::FIXED`) and writes its own tables.
 
+use std::ops::Range;
+
 /// A device that a board has at a place of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
@@ -68,6 +70,36 @@ pub struct VirtioMmio {
     pub gsi: u32,
 }
 
+/// How a kernel finds the virtio devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Virtio {
+    /// Each by itself.
+    Mmio(Vec<VirtioMmio>),
+    /// On a bus.
+    Pci(PciHost),
+}
+
+impl Virtio {
+    /// Those that are found by themselves.
+    pub fn mmio(&self) -> &[VirtioMmio] {
+        match self {
+            Self::Mmio(devices) => devices,
+            Self::Pci(_) => &[],
+        }
+    }
+}
+
+/// Where a PCI host bridge, of one bus, is reached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PciHost {
+    /// The address port of its configuration spaces; the data port follows it.
+    pub ports: u16,
+    /// Its configuration spaces in memory.
+    pub ecam: Range<u64>,
+    /// Where BARs can be, below 4 GiB.
+    pub window: Range<u64>,
+}
+
 /// What the tables of a machine say beside what every board of its architecture has.
 #[derive(Clone, Debug)]
 pub struct Parts<Mode> {
@@ -76,7 +108,7 @@ pub struct Parts<Mode> {
     /// The interrupt controller.
     pub irqchip: Mode,
     /// Its virtio devices.
-    pub virtio: Vec<VirtioMmio>,
+    pub virtio: Virtio,
     /// The guest-physical address of its VM generation ID, if it has one.
     pub vmgenid: Option<u64>,
 }

@@ -11,6 +11,7 @@ use super::{Failure, keyvalue, run::failure};
 use crate::arch::boot::{DEFAULT_CMDLINE, Protocol};
 use crate::arch::irqchip::Mode;
 use crate::devices::console::{Opened, Target};
+use crate::devices::virtio::transport::Codec;
 use crate::machine::{self, BootConfig};
 use crate::memory::MemoryConfig;
 use crate::session::{self, kernel::Outcome};
@@ -46,6 +47,11 @@ pub struct KernelArgs {
     /// The interrupt controller: split between KVM and Vellum, or all in KVM with an 8259 and a PIT
     #[arg(long, value_name = "WHERE", value_enum, default_value_t, requires = "kernel")]
     irqchip: Mode,
+
+    /// How the guest reaches its virtio devices: mmio, a page of registers each, which the ACPI tables name; or pci, a bus that it
+    /// enumerates, with an interrupt for each queue (MSI-X)
+    #[arg(long, value_name = "HOW", default_value = "mmio", requires = "kernel")]
+    transport: Codec,
 
     /// Where the serial port leads: terminal (Ctrl-a x ends the guest), file=PATH, pty or null
     #[arg(long, value_name = "WHERE", default_value = "terminal", requires = "kernel")]
@@ -83,12 +89,12 @@ pub fn run(
     config: machine::Config,
     process: session::Config,
 ) -> Result<Exit, Failure> {
-    let KernelArgs { initrd, protocol, irqchip, serial, cr3_cache, timeout, devices, .. } = args;
+    let KernelArgs { initrd, protocol, irqchip, transport, serial, cr3_cache, timeout, devices, .. } = args;
     let defaults = (!args.nodefaults).then_some(DEFAULT_CMDLINE);
     let parts: Vec<&str> = defaults.into_iter().chain(args.cmdline.iter().map(String::as_str)).collect();
     let (cmdline, virtio) = (parts.join(" "), devices.config());
     let vmgenid = if args.no_vmgenid { None } else { config.vmgenid };
-    let config = machine::Config { irqchip, serial, virtio, vmgenid, cr3_cache, ..config };
+    let config = machine::Config { irqchip, transport, serial, virtio, vmgenid, cr3_cache, ..config };
     let boot = BootConfig { kernel, initrd, cmdline, protocol };
     let process = session::Config { limit: timeout, ..process };
     let ready = session::kernel::ready(&process, memory, config, boot).map_err(failure)?;

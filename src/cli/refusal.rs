@@ -194,6 +194,7 @@ mod tests {
             let value = match flag.get_id().as_str() {
                 "protocol" => "pvh",
                 "irqchip" => "split",
+                "transport" => "pci",
                 "serial" | "console" => "null",
                 "timeout" => "3s",
                 "net" => "tap=tap0",

@@ -46,19 +46,6 @@ impl ResultArgs {
         let writer = self.json.as_deref().map(open).transpose().map_err(Failure::usage)?;
         Ok(Place { writer, width: super::report::width() })
     }
-
-    /// Opens what is to be written, does `work`, and delivers its result; what `work` says besides is returned. Where it
-    /// fails, no file is left behind.
-    pub fn deliver<T>(&self, work: impl FnOnce() -> Result<(Report, T), Failure>) -> Result<T, Failure> {
-        let place = self.open()?;
-        match work() {
-            Ok((report, besides)) => place.deliver(&report, None).map(|()| besides),
-            Err(failure) => {
-                place.discard();
-                Err(failure)
-            }
-        }
-    }
 }
 
 impl Place {

@@ -171,7 +171,7 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
     match run_workload(&args) {
         // It was delivered by the process that stood in for this one, to the same place.
         Ok(outcome) if outcome.succeeded => Ok(outcome.exit),
-        Ok(outcome) => place.deliver(&outcome.report).map(|()| outcome.exit),
+        Ok(outcome) => place.deliver(&outcome.report, None).map(|()| outcome.exit),
         Err(failure) => {
             place.discard();
             Err(failure)

@@ -2,7 +2,8 @@
 //!
 //! [`bus`] leads an access to a device. A board's own devices are one short file each; those that a guest ends by
 //! ([`i8042`], [`acpi_pm`], [`pvpanic`], [`debug_exit`]) answer a write with an [`Ending`]. [`virtio`] holds the
-//! paravirtual devices and the transport that carries them.
+//! paravirtual devices and the transport that carries them, [`pci`] the bus that some of them are on, [`line`] an interrupt that can be
+//! masked.
 
 pub mod bus;
 
@@ -11,6 +12,8 @@ pub mod console;
 pub mod debug_exit;
 pub mod i8042;
 mod irqchip;
+pub mod line;
+pub mod pci;
 pub mod pl031;
 pub mod pvpanic;
 pub mod rtc;

@@ -40,6 +40,7 @@ use crate::devices::bus::{Bus, BusDevice};
 use crate::devices::console::{self, Console, Target};
 use crate::devices::rtc::Rtc;
 use crate::devices::serial::Serial;
+use crate::devices::virtio::transport::Codec;
 use crate::devices::vmgenid::VmGenId;
 use crate::devices::{acpi_pm, debug_exit, i8042, pl031, pvpanic, test_device};
 use crate::memory::{self, GuestMemory, Memory};
@@ -67,6 +68,8 @@ pub struct Config {
     pub serial: Target,
     /// Virtio devices.
     pub virtio: virtio::Config,
+    /// How its guest reaches them.
+    pub transport: Codec,
     /// The guest-physical address of its VM generation ID, if it is to have one.
     pub vmgenid: Option<u64>,
     /// Whether KVM's counters are to be read at the end.
@@ -89,6 +92,7 @@ impl Default for Config {
             cpuid: Choice::default(),
             serial: Target::default(),
             virtio: virtio::Config::default(),
+            transport: Codec::default(),
             vmgenid: Some(layout::VMGENID),
             counters: false,
             dirty_ring: None,
@@ -194,7 +198,7 @@ impl Opened {
         self.config.dirty_ring
     }
 
-    /// The same for the like of `description`: so many vCPUs, its interrupt controller, its VM generation ID.
+    /// The same for the like of `description`: so many vCPUs, its interrupt controller, its transport, its VM generation ID.
     ///
     /// # Errors
     /// Where no machine has so many.
@@ -203,7 +207,7 @@ impl Opened {
             return Err(Error::Cpus(description.cpus));
         }
         (self.config.cpus, self.config.irqchip) = (description.cpus, description.irqchip);
-        self.config.vmgenid = description.vmgenid;
+        (self.config.vmgenid, self.config.transport) = (description.vmgenid, description.transport);
         Ok(self)
     }
 
@@ -233,7 +237,7 @@ impl Opened {
         if vm.cr3_cache.is_some() {
             cpuid.show_cr3_cache();
         }
-        let virtio = virtio.place(irqchip.gsis())?;
+        let virtio = virtio.place(config.transport, irqchip.gsis())?;
         let mut context = Context::new(kvm, &vm.fd, true).map_err(|error| StateError::State(0, error))?;
         context.has_cr3_cache = vm.cr3_cache.is_some();
         Ok(Board { config, vm, irqchip, virtio, cpuid, context })
@@ -279,11 +283,12 @@ impl Board {
         let serial = Arc::new(Serial::new(output).map_err(host("eventfd"))?);
         irqchip.gsis().connect(&irqchip.gsis().claim(layout::SERIAL_GSI)?, serial.irq())?;
         let rtc = Arc::new(Rtc::default());
-        let (pio, mut mmio) = buses(&irqchip, &serial, &rtc, test_devices)?;
+        let (mut pio, mut mmio) = buses(&irqchip, &serial, &rtc, test_devices)?;
         let memory = Arc::new(vm.memory.guest.clone());
         let vmgenid =
             config.vmgenid.map(|at| generation(memory.clone(), at, origin, &irqchip)).transpose()?;
-        let virtio = virtio.attach(&vm.fd, irqchip.gsis(), &mut mmio, &memory, sandbox)?;
+        let board = virtio::Board { vm: &vm.fd, gsis: irqchip.gsis(), memory: &memory, sandbox };
+        let virtio = virtio.attach(&board, &mut pio, &mut mmio)?;
         let (pio, mmio) = (Arc::new(pio), Arc::new(mmio));
         let tsc_khz = processors.first().and_then(|processor| clocks::khz(processor));
         let memory = &vm.memory.guest;

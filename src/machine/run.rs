@@ -54,7 +54,7 @@ impl Payload for Machine {
         if std::mem::replace(&mut self.served, true) {
             return Serves::default();
         }
-        let devices = self.virtio.0.iter().map(|wired| wired.device.subscriber());
+        let devices = self.virtio.devices.iter().map(|wired| wired.device.subscriber());
         let subscribers = std::iter::once(self.console.clone() as Subscriber).chain(devices).collect();
         Serves { subscribers, wakes: vec![self.wakes.ended.clone(), self.wakes.quit.clone()] }
     }
@@ -219,7 +219,7 @@ impl Payload for Machine {
         let console::Lent { output, input, slave, raw } = self.console().lend().map_err(refused)?;
         let [output, input, slave] = [output, input, slave].map(|file| file.map(|file| lent.add(file)));
         lent.list.serial = Some(lent::Serial { output, input, slave, raw });
-        for Wired { name, device, asked, .. } in &self.virtio.0 {
+        for Wired { name, device, asked, .. } in &self.virtio.devices {
             let written = asked.written.clone().ok_or_else(|| format!("{name}: its path is no text"))?;
             let descriptors = device.lend().map_err(refused)?;
             let descriptors = descriptors.into_iter().map(|descriptor| lent.add(descriptor)).collect();

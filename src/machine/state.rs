@@ -5,11 +5,13 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::virtio::PciBus;
 use super::{Error, Machine};
 use crate::arch::clocks::Meanwhile;
 use crate::arch::cpuid::Leaf;
 use crate::arch::irqchip::{self, Mode};
-use crate::devices::virtio::transport;
+use crate::devices::virtio::transport::{self, Codec};
+use crate::devices::virtio::{RestoreError, pci};
 use crate::devices::vmgenid::VmGenId;
 use crate::devices::{rtc, serial};
 use crate::payload::section::{self, Section, Sections};
@@ -23,6 +25,10 @@ const IRQCHIP: u16 = 1;
 const SERIAL: u16 = 1;
 const RTC: u16 = 1;
 const VIRTIO: u16 = 1;
+const PCI: u16 = 1;
+
+/// The section of the PCI bus, which is no name of a device.
+const BUS: &str = "pci";
 
 /// The one kind of machine that is described here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,6 +61,9 @@ pub struct Description {
     /// The guest-physical address of its VM generation ID, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vmgenid: Option<u64>,
+    /// How its guest reaches its virtio devices.
+    #[serde(default, skip_serializing_if = "Codec::is_mmio")]
+    pub transport: Codec,
     /// Its virtio devices in the order of their places.
     pub devices: Vec<Device>,
 }
@@ -86,8 +95,20 @@ pub struct State {
     irqchip: irqchip::State,
     serial: serial::State,
     rtc: rtc::State,
+    /// Of the PCI bus, where there is one.
+    pci: Option<PciState>,
     /// In the order of the devices.
     virtio: Vec<transport::State>,
+}
+
+/// The state of a PCI bus.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PciState {
+    /// The address register of the configuration spaces.
+    address: u32,
+    /// In the order of the devices.
+    functions: Vec<pci::State>,
 }
 
 impl State {
@@ -106,6 +127,7 @@ impl State {
             irqchip: sections.take("irqchip", IRQCHIP)?,
             serial: sections.take("serial", SERIAL)?,
             rtc: sections.take("rtc", RTC)?,
+            pci: sections.has(BUS).then(|| sections.take(BUS, PCI)).transpose()?,
             virtio: devices.into_iter().map(|name| sections.take(name, VIRTIO)).collect::<Result<_, _>>()?,
         };
         sections.end()?;
@@ -118,9 +140,28 @@ impl State {
         sections.push(Section::new("irqchip", IRQCHIP, &self.irqchip));
         sections.push(Section::new("serial", SERIAL, &self.serial));
         sections.push(Section::new("rtc", RTC, &self.rtc));
+        sections.extend(self.pci.iter().map(|pci| Section::new(BUS, PCI, pci)));
         let devices = devices.into_iter().zip(&self.virtio);
         sections.extend(devices.map(|(name, device)| Section::new(name, VIRTIO, device)));
         sections
+    }
+}
+
+impl PciBus {
+    fn save(&self) -> PciState {
+        let functions = self.functions.iter().map(|function| function.save_function()).collect();
+        PciState { address: self.host.address(), functions }
+    }
+
+    fn restore(&self, state: &PciState) -> Result<(), state::Error> {
+        if state.functions.len() != self.functions.len() {
+            let what = "another number of functions than there are devices";
+            return Err(section::Error::Implausible { name: BUS.into(), what }.into());
+        }
+        self.host.set_address(state.address);
+        let damaged = |error: RestoreError| state::Error::Device(BUS.into(), error.into());
+        let mut functions = self.functions.iter().zip(&state.functions);
+        functions.try_for_each(|(function, state)| function.restore_function(state).map_err(damaged))
     }
 }
 
@@ -148,7 +189,7 @@ impl Machine {
 
     /// What it is.
     pub fn description(&self) -> Description {
-        let devices = self.virtio.0.iter();
+        let devices = self.virtio.devices.iter();
         Description {
             kind: Kind::Pc,
             cpus: self.vcpus.len(),
@@ -159,6 +200,7 @@ impl Machine {
             tsc_khz: self.features.tsc_khz,
             test_devices: self.features.test_devices,
             vmgenid: self.vmgenid.as_ref().map(VmGenId::at),
+            transport: if self.virtio.pci.is_some() { Codec::Pci } else { Codec::Mmio },
             devices: devices
                 .map(|wired| Device { name: wired.name.clone(), device: wired.device.describe() })
                 .collect(),
@@ -174,9 +216,10 @@ impl Machine {
             processors,
             serial: self.serial.save(),
             rtc: self.rtc.save(),
-            virtio: self.virtio.0.iter().map(|wired| wired.device.save()).collect(),
+            pci: self.virtio.pci.as_ref().map(PciBus::save),
+            virtio: self.virtio.devices.iter().map(|wired| wired.device.save()).collect(),
         };
-        Ok(state.sections(self.virtio.0.iter().map(|wired| wired.name.as_str())))
+        Ok(state.sections(self.virtio.devices.iter().map(|wired| wired.name.as_str())))
     }
 
     pub(super) fn restore_state(
@@ -185,8 +228,8 @@ impl Machine {
         meanwhile: Meanwhile,
     ) -> Result<(), Error> {
         self.vcpus.iter().try_for_each(Vcpu::ready)?;
-        let names = self.virtio.0.iter().map(|wired| wired.name.as_str());
-        let State { processors, irqchip, serial, rtc, virtio } =
+        let names = self.virtio.devices.iter().map(|wired| wired.name.as_str());
+        let State { processors, irqchip, serial, rtc, pci, virtio } =
             State::read(sections, self.vcpus.len(), names).map_err(state::Error::from)?;
         let quiesced = Quiesced::new(&mut self.vcpus, || ())?;
         let devices = || -> Result<(), Error> {
@@ -195,7 +238,14 @@ impl Machine {
             };
             self.serial.restore(serial).map_err(|error| damaged("serial", error.into()))?;
             self.rtc.restore(rtc, meanwhile).map_err(|error| damaged("rtc", error.into()))?;
-            for (wired, state) in self.virtio.0.iter().zip(virtio) {
+            // First: what devices signal goes to the vectors that their drivers have chosen.
+            match (&self.virtio.pci, pci) {
+                (None, None) => {}
+                (Some(bus), Some(state)) => bus.restore(&state)?,
+                (Some(_), None) => return Err(state::Error::from(section::Error::Missing(BUS.into())).into()),
+                (None, Some(_)) => return Err(state::Error::from(section::Error::Unknown(BUS.into())).into()),
+            }
+            for (wired, state) in self.virtio.devices.iter().zip(virtio) {
                 wired.device.restore(state).map_err(|error| damaged(&wired.name, error.into()))?;
             }
             Ok(())
@@ -219,7 +269,7 @@ impl Machine {
             return Err(error.into());
         }
         self.arrived = None;
-        self.virtio.0.iter().for_each(|wired| wired.device.arrived());
+        self.virtio.devices.iter().for_each(|wired| wired.device.arrived());
         Ok(())
     }
 }

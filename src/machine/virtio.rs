@@ -1,25 +1,32 @@
 //! A machine's virtio devices: where each lies, and how KVM and the event loop reach it.
 //!
 //! In steps, because interrupts and the sandbox lie between them: [`Opened::open`] opens files, taps and sockets,
-//! [`Opened::place`] gives each device its address and interrupt, and [`Placed::attach`], with nothing left to open, starts
+//! [`Opened::place`] gives each device its address and interrupts, and [`Placed::attach`], with nothing left to open, starts
 //! what threads they have and wires doorbells (ioeventfd) and interrupts (irqfd). Which kinds there are and what they do is
-//! `devices/virtio`'s.
+//! `devices/virtio`'s. By virtio-mmio a device has a page and a pin of the I/O APIC; on the PCI bus a BAR, which its guest may move,
+//! and a number for each of its messages.
 
 use std::any::Any;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use kvm_ioctls::{IoEventAddress, VmFd};
+use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
 use serde_json::Value;
+use vmm_sys_util::eventfd::EventFd;
 
-use crate::arch::fixed::VirtioMmio;
+use crate::arch::fixed::{self, PciHost, VirtioMmio};
 use crate::arch::gsi::{self, Gsi, Gsis};
 use crate::arch::layout;
 use crate::control::Stays;
 use crate::devices::bus::{Bus, Overlap};
+use crate::devices::pci::host::{ECAM_SIZE, Ecam, Host, PORTS, Ports, Window};
+use crate::devices::pci::msix::Message;
+use crate::devices::pci::{self as bus, Function};
 use crate::devices::virtio::mmio::{self, Mmio};
+use crate::devices::virtio::pci::{self, Pci};
+use crate::devices::virtio::transport::{Codec, Transport};
 use crate::devices::virtio::vsock::SocketPath;
 use crate::devices::virtio::{DeviceConfig, Hang, KINDS, OpenError, PATIENCE, VirtioDevice};
 use crate::fault::{Blame, Fault, Field};
@@ -43,8 +50,11 @@ pub enum Error {
     #[error("two of them are called '{1}', by which their guest could not tell them apart")]
     Twice(&'static str, String),
     /// Too many.
-    #[error("{0} virtio devices: a guest can have {most} at most", most = gsi::FREE.len())]
-    TooMany(usize),
+    #[error("{0} virtio devices: a guest can have {1} at most")]
+    TooMany(usize, usize),
+    /// There is no PCI on this architecture's board.
+    #[error("a machine of this architecture has no PCI bus; its devices are reached by mmio")]
+    NoBus,
     /// KVM.
     #[error("{0}: {1}")]
     Kvm(&'static str, #[source] kvm_ioctls::Error),
@@ -71,7 +81,7 @@ impl Fault for Error {
             Self::Open(key, error) => Blame { field: Some(Field::Device(key)), ..error.blame() },
             Self::Locked(_, error) => error.blame(),
             Self::Second(key) | Self::Twice(key, _) => Blame::user(Field::Device(key)),
-            Self::TooMany(_) => Blame::USER,
+            Self::TooMany(..) | Self::NoBus => Blame::USER,
             Self::Gsi(error) => error.blame(),
             Self::Kvm(..) | Self::Bus(_) | Self::Hangs(..) | Self::Host(..) => Blame::HOST,
         }
@@ -81,7 +91,7 @@ impl Fault for Error {
 type Handle = Arc<dyn Any + Send + Sync>;
 
 /// A device that is open.
-struct Device {
+pub struct Device {
     /// `disk0`, `net0`, `vsock`, …
     name: String,
     device: Box<dyn VirtioDevice>,
@@ -102,21 +112,57 @@ pub struct Asked {
 pub struct Opened(Vec<Device>);
 
 /// Devices with their interrupts.
-pub struct Placed(Vec<(Device, Gsi)>);
+pub enum Placed {
+    /// By virtio-mmio: a pin each.
+    Mmio(Vec<(Device, Gsi)>),
+    /// On the PCI bus: a number for each vector.
+    Pci {
+        /// With their numbers.
+        devices: Vec<(Device, Vec<Gsi>)>,
+        /// Where the bus is.
+        place: PciHost,
+    },
+}
 
 /// A device that its guest can reach.
 pub struct Wired {
     /// `disk0`, `net0`, `vsock`, …
     pub name: String,
     /// Its registers.
-    pub device: Mmio,
+    pub device: Transport,
     /// What was asked for.
     pub asked: Asked,
     handle: Option<Handle>,
 }
 
+/// A machine's PCI bus.
+pub struct PciBus {
+    /// The bridge.
+    pub host: Arc<Host>,
+    /// What the devices are on the bus, in their order.
+    pub functions: Vec<Arc<Pci>>,
+}
+
 /// A machine's devices, wired.
-pub struct Virtio(pub Vec<Wired>);
+#[derive(Default)]
+pub struct Virtio {
+    /// In the order of their places.
+    pub devices: Vec<Wired>,
+    /// The bus that they are on, if they are on one.
+    pub pci: Option<PciBus>,
+}
+
+/// What devices are wired to.
+pub struct Board<'a> {
+    /// KVM's VM.
+    pub vm: &'a Arc<VmFd>,
+    /// Its interrupts.
+    pub gsis: &'a Arc<Gsis>,
+    /// Guest memory.
+    pub memory: &'a Arc<GuestMemory>,
+    /// Already in force for the process, it is entered by the threads that devices start.
+    pub sandbox: Sandbox,
+}
 
 impl Opened {
     /// Opens what `config` asks for. Nothing is left behind on failure. `unlocked`: for a machine that runs elsewhere yet.
@@ -144,7 +190,7 @@ impl Opened {
                 devices.push(Device { name, handle: device.handle(), device, asked });
             }
         }
-        if devices.len() > gsi::FREE.len() { Err(Error::TooMany(devices.len())) } else { Ok(Opened(devices)) }
+        Ok(Opened(devices))
     }
 
     /// The names of the devices.
@@ -158,66 +204,162 @@ impl Opened {
         handles.filter_map(|handle| handle.downcast_ref::<SocketPath>()).map(|path| path.0.as_path())
     }
 
-    /// Gives each device its interrupt.
+    /// Gives each device its interrupts.
     ///
     /// # Errors
     /// Where there are too few.
-    pub fn place(self, gsis: &Gsis) -> Result<Placed, Error> {
-        let placed = self.0.into_iter().map(|device| Ok((device, gsis.pick()?)));
-        placed.collect::<Result<_, gsi::Error>>().map(Placed).map_err(Error::Gsi)
+    pub fn place(self, codec: Codec, gsis: &Gsis) -> Result<Placed, Error> {
+        let (most, place) = match codec {
+            Codec::Mmio => (gsi::FREE.len(), None),
+            // The first is the host bridge.
+            Codec::Pci => (bus::DEVICES - 1, Some(layout::PCI.ok_or(Error::NoBus)?)),
+        };
+        if self.0.len() > most {
+            return Err(Error::TooMany(self.0.len(), most));
+        }
+        let devices = self.0.into_iter();
+        let messages = |device: &Device| {
+            (0..pci::vectors(&*device.device)).map(|_| gsis.message()).collect::<Result<_, _>>()
+        };
+        let placed = match place {
+            None => {
+                devices.map(|device| Ok((device, gsis.pick()?))).collect::<Result<_, _>>().map(Placed::Mmio)
+            }
+            Some(place) => {
+                let placed = devices.map(|device| messages(&device).map(|gsis| (device, gsis)));
+                let devices = placed.collect::<Result<_, _>>();
+                devices.map(|devices| Placed::Pci { devices, place })
+            }
+        };
+        placed.map_err(Error::Gsi)
     }
 }
 
 impl Placed {
     /// Where the devices will be, for the board's tables.
-    pub fn places(&self) -> Vec<VirtioMmio> {
+    pub fn places(&self) -> fixed::Virtio {
         let size = mmio::REGION_SIZE;
         let place =
             |(at, (_, gsi)): (usize, &(Device, Gsi))| VirtioMmio { base: base(at), size, gsi: gsi.number() };
-        self.0.iter().enumerate().map(place).collect()
+        match self {
+            Self::Mmio(devices) => fixed::Virtio::Mmio(devices.iter().enumerate().map(place).collect()),
+            Self::Pci { place, .. } => fixed::Virtio::Pci(place.clone()),
+        }
     }
 
-    /// Puts the devices on `bus` and wires them to KVM. The sandbox, already in force for the process, is entered by the
-    /// threads that they start.
+    /// Puts the devices on the buses of ports and of memory, and wires them to KVM.
     ///
     /// # Errors
     /// Where KVM or the host refuses.
-    pub fn attach(
-        self,
-        vm: &VmFd,
-        gsis: &Gsis,
-        bus: &mut Bus,
-        memory: &Arc<GuestMemory>,
-        sandbox: Sandbox,
-    ) -> Result<Virtio, Error> {
-        let mut wired = Vec::new();
-        for (at, (Device { name, mut device, handle, asked }, gsi)) in self.0.into_iter().enumerate() {
-            let host = |error| Error::Host(name.clone(), error);
-            let thread = name.clone();
-            let enter = move |kind| sandbox.enter(kind, &thread).map_err(io::Error::other);
-            device.start(Box::new(enter)).map_err(host)?;
-            let device = Mmio::new(device, memory.clone()).map_err(host)?;
-            gsis.connect(&gsi, device.interrupt().config_event())?;
-            let address = IoEventAddress::Mmio(base(at) + mmio::DOORBELLS);
-            for (queue, doorbell) in (0u32..).zip(device.doorbells()) {
-                vm.register_ioevent(doorbell, &address, queue).map_err(|e| Error::Kvm("KVM_IOEVENTFD", e))?;
-            }
-            bus.add(base(at), mmio::REGION_SIZE, Arc::new(device.clone()))?;
-            wired.push(Wired { name, device, asked, handle });
+    pub fn attach(self, board: &Board<'_>, ports: &mut Bus, memory: &mut Bus) -> Result<Virtio, Error> {
+        match self {
+            Self::Mmio(devices) => attach_mmio(devices, board, memory),
+            Self::Pci { devices, place } => attach_pci(devices, &place, board, ports, memory),
         }
-        Ok(Virtio(wired))
     }
+}
+
+/// Starts what thread a device has.
+fn start(Device { name, device, .. }: &mut Device, sandbox: Sandbox) -> Result<(), Error> {
+    let thread = name.clone();
+    let enter = move |kind| sandbox.enter(kind, &thread).map_err(io::Error::other);
+    device.start(Box::new(enter)).map_err(|error| Error::Host(name.clone(), error))
+}
+
+fn attach_mmio(devices: Vec<(Device, Gsi)>, board: &Board<'_>, bus: &mut Bus) -> Result<Virtio, Error> {
+    let mut wired = Virtio::default();
+    for (at, (mut device, gsi)) in devices.into_iter().enumerate() {
+        start(&mut device, board.sandbox)?;
+        let Device { name, device, handle, asked } = device;
+        let device =
+            Mmio::new(device, board.memory.clone()).map_err(|error| Error::Host(name.clone(), error))?;
+        for line in device.interrupt().lines().iter() {
+            board.gsis.connect(&gsi, line.event())?;
+        }
+        let address = IoEventAddress::Mmio(base(at) + mmio::DOORBELLS);
+        for (queue, doorbell) in (0u32..).zip(device.doorbells()) {
+            board
+                .vm
+                .register_ioevent(doorbell, &address, queue)
+                .map_err(|e| Error::Kvm("KVM_IOEVENTFD", e))?;
+        }
+        wired.devices.push(Wired { name, device: Transport::clone(&device), asked, handle });
+        bus.add(base(at), mmio::REGION_SIZE, Arc::new(device))?;
+    }
+    Ok(wired)
+}
+
+fn attach_pci(
+    devices: Vec<(Device, Vec<Gsi>)>,
+    place: &PciHost,
+    board: &Board<'_>,
+    ports: &mut Bus,
+    memory: &mut Bus,
+) -> Result<Virtio, Error> {
+    let (mut wired, mut functions) = (Vec::new(), Vec::new());
+    for (at, (mut device, gsis)) in devices.into_iter().enumerate() {
+        start(&mut device, board.sandbox)?;
+        let Device { name, device, handle, asked } = device;
+        let host = |error| Error::Host(name.clone(), error);
+        let lines = pci::lines(&*device).map_err(host)?;
+        for (gsi, line) in gsis.iter().zip(lines.iter()) {
+            board.gsis.connect(gsi, line.event())?;
+        }
+        let kvm =
+            pci::Kvm { route: router(board.gsis.clone(), gsis), move_doorbells: mover(board.vm.clone()) };
+        let base = place.window.start + at as u64 * pci::BAR_SIZE;
+        let memory = board.memory.clone();
+        let window = place.window.clone();
+        let function = Pci::new(device, memory, lines, window, base as u32, kvm).map_err(host)?;
+        wired.push(Wired { name, device: Transport::clone(&function), asked, handle });
+        functions.push(Arc::new(function));
+    }
+    let behind = functions.iter().map(|function| function.clone() as Arc<dyn Function>);
+    let host = Arc::new(Host::new(behind, place.window.clone()));
+    let window = place.window.end - place.window.start;
+    ports.add(place.ports.into(), PORTS, Arc::new(Ports(host.clone())))?;
+    memory.add(place.ecam.start, ECAM_SIZE, Arc::new(Ecam(host.clone())))?;
+    memory.add(place.window.start, window, Arc::new(Window(host.clone())))?;
+    Ok(Virtio { devices: wired, pci: Some(PciBus { host, functions }) })
+}
+
+/// Tells KVM which message each vector of a device sends.
+fn router(all: Arc<Gsis>, gsis: Vec<Gsi>) -> bus::msix::Route {
+    Box::new(move |vector, message: Message| {
+        all.route(&gsis[vector], message.address, message.data);
+    })
+}
+
+/// Has KVM take a device's doorbells where its BAR is.
+fn mover(vm: Arc<VmFd>) -> pci::Move {
+    let taken = Mutex::new(Vec::<(usize, u64)>::new());
+    Box::new(move |doorbells: &[Arc<EventFd>], base| {
+        let mut taken = taken.lock().expect("nobody panics with it");
+        for (queue, at) in taken.drain(..) {
+            let gone = vm.unregister_ioevent(&doorbells[queue], &IoEventAddress::Mmio(at), NoDatamatch);
+            gone.unwrap_or_else(|error| tracing::error!(%error, "KVM_IOEVENTFD"));
+        }
+        let places = base.into_iter().flat_map(|base| (base..).step_by(pci::DOORBELL_STRIDE as usize));
+        for ((queue, doorbell), at) in doorbells.iter().enumerate().zip(places) {
+            // KVM refuses where a guest has put another BAR over this one: its writes come by the bus then.
+            if vm.register_ioevent(doorbell, &IoEventAddress::Mmio(at), NoDatamatch).is_ok() {
+                taken.push((queue, at));
+            }
+        }
+    })
 }
 
 impl Virtio {
     /// The handle of this type and the device that it is of, if there is one.
-    pub fn find<T: Any + Send + Sync>(&self) -> Option<(&T, &Mmio)> {
-        self.0.iter().find_map(|wired| Some((wired.handle.as_ref()?.downcast_ref()?, &wired.device)))
+    pub fn find<T: Any + Send + Sync>(&self) -> Option<(&T, &Transport)> {
+        self.devices.iter().find_map(|wired| Some((wired.handle.as_ref()?.downcast_ref()?, &wired.device)))
     }
 
     /// All handles of this type, with the names of their devices.
     pub fn all<T: Any + Send + Sync>(&self) -> impl Iterator<Item = (&str, Arc<T>)> {
-        self.0.iter().filter_map(|wired| Some((wired.name.as_str(), wired.handle.clone()?.downcast().ok()?)))
+        self.devices
+            .iter()
+            .filter_map(|wired| Some((wired.name.as_str(), wired.handle.clone()?.downcast().ok()?)))
     }
 
     /// Stops all devices: afterwards none touches guest memory.
@@ -226,7 +368,7 @@ impl Virtio {
     /// Which device hangs. All go on then.
     pub fn quiesce(&self) -> Result<(), Error> {
         let deadline = Instant::now() + PATIENCE;
-        let hangs = self.0.iter().find_map(|Wired { name, device, .. }| {
+        let hangs = self.devices.iter().find_map(|Wired { name, device, .. }| {
             let left = deadline.saturating_duration_since(Instant::now());
             device.quiesce(left).err().map(|hang| Error::Hangs(name.clone(), hang))
         });
@@ -245,12 +387,12 @@ impl Virtio {
     /// Which device that is.
     pub fn check_resets(&self) -> Result<(), Error> {
         let hangs = |wired: &Wired| Some(Error::Hangs(wired.name.clone(), wired.device.hang()?));
-        self.0.iter().find_map(hangs).map_or(Ok(()), Err)
+        self.devices.iter().find_map(hangs).map_or(Ok(()), Err)
     }
 
     /// The first device that keeps the machine where it is, if there is one.
     pub fn stays(&self) -> Option<Stays> {
-        self.0.iter().find_map(|Wired { name, device, .. }| {
+        self.devices.iter().find_map(|Wired { name, device, .. }| {
             let (key, why) = device.stays()?;
             Some(Stays { key: key.into(), name: name.clone(), why: why.into() })
         })
@@ -258,12 +400,12 @@ impl Virtio {
 
     /// Starts all devices where they stopped.
     pub fn resume(&self) {
-        self.0.iter().for_each(|wired| wired.device.resume());
+        self.devices.iter().for_each(|wired| wired.device.resume());
     }
 
     /// Gives up all locks on the host's files.
     pub fn release(&self) {
-        self.0.iter().for_each(|wired| wired.device.release());
+        self.devices.iter().for_each(|wired| wired.device.release());
     }
 
     /// Takes them.
@@ -271,7 +413,7 @@ impl Virtio {
     /// # Errors
     /// Which device cannot have its own. None has one then.
     pub fn retake(&self) -> Result<(), Error> {
-        let taken = self.0.iter().try_for_each(|wired| {
+        let taken = self.devices.iter().try_for_each(|wired| {
             wired.device.retake().map_err(|error| Error::Locked(wired.name.clone(), error))
         });
         taken.inspect_err(|_| self.release())
@@ -279,7 +421,7 @@ impl Virtio {
 
     /// The machine is over: no vCPU waits for a device any more. Before the vCPUs' threads are joined.
     pub fn abandon(&self) {
-        self.0.iter().for_each(|wired| wired.device.abandon());
+        self.devices.iter().for_each(|wired| wired.device.abandon());
     }
 }
 
@@ -353,12 +495,12 @@ mod tests {
                 device.set(Register::Status, VIRTIO_CONFIG_S_DRIVER_OK);
                 Wired {
                     name: format!("fake{at}"),
-                    device,
+                    device: Transport::clone(&device),
                     asked: Asked { kind: "fake", written: None },
                     handle: None,
                 }
             });
-            (Virtio(wired.collect()), runs)
+            (Virtio { devices: wired.collect(), pci: None }, runs)
         };
         let running = |runs: &[Arc<Mutex<Option<Active>>>]| -> Vec<bool> {
             runs.iter().map(|run| run.lock().unwrap().is_some()).collect()

@@ -97,6 +97,11 @@ impl Sections {
         serde_json::from_slice(&section.body).map_err(|error| Error::Body { name: name.into(), error })
     }
 
+    /// Whether there is a section of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+
     /// All that came has been taken.
     ///
     /// # Errors

@@ -86,6 +86,8 @@ pub const DEVICES: &[u32] = &[
     iow::<kvm_msi>(0xa5),       // KVM_SIGNAL_MSI
     // A guest that programs its I/O APIC changes them.
     iow::<kvm_irq_routing>(0x6a), // KVM_SET_GSI_ROUTING
+    // One that moves a BAR moves the doorbells that are in it.
+    iow::<kvm_ioeventfd>(0x79), // KVM_IOEVENTFD
 ];
 
 /// What a vCPU does beside when its dirty ring is full.

@@ -153,7 +153,7 @@ impl Guest {
     fn drive(&self) {
         const FEATURES_OK: u32 =
             VIRTIO_CONFIG_S_ACKNOWLEDGE | VIRTIO_CONFIG_S_DRIVER | VIRTIO_CONFIG_S_FEATURES_OK;
-        let device = &self.pc.machine.virtio.0[0].device;
+        let device = &self.pc.machine.virtio.devices[0].device;
         for (register, value) in [
             (VIRTIO_MMIO_STATUS, VIRTIO_CONFIG_S_ACKNOWLEDGE | VIRTIO_CONFIG_S_DRIVER),
             (VIRTIO_MMIO_DRIVER_FEATURES_SEL, 1),
@@ -230,7 +230,7 @@ impl Guest {
 
 fn events(pc: &Pc) -> Result<EventManager<Subscriber>, Failed> {
     let mut events = EventManager::<Subscriber>::new().map_err(|error| error.to_string())?;
-    events.add_subscriber(pc.machine.virtio.0[0].device.subscriber());
+    events.add_subscriber(pc.machine.virtio.devices[0].device.subscriber());
     Ok(events)
 }
 

@@ -1,13 +1,17 @@
 //! A driver in this process: it programs the transport's registers and writes rings, buffers and lies into memory
-//! that the device shares. Tests and fuzz targets use it.
+//! that the device shares. Tests and fuzz targets use it, by either codec; `CODEC` of the module that it is in says which by default.
 
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::CODEC;
+use super::reach::Reach;
 use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
 use vellum::devices::bus::BusDevice;
-use vellum::devices::virtio::mmio::Mmio;
+use vellum::devices::line::Line;
+use vellum::devices::virtio::transport::Codec;
+pub use vellum::devices::virtio::transport::Transport;
 use vellum::devices::virtio::{PATIENCE, VirtioDevice};
 use vellum::memory::{GuestMemory, MemoryConfig};
 use virtio_bindings::virtio_config::*;
@@ -50,7 +54,8 @@ pub fn writable(addr: u64, len: u32) -> Buf {
 type EventLoop = EventManager<Arc<Mutex<dyn MutEventSubscriber + Send>>>;
 
 pub struct Driver {
-    pub mmio: Mmio,
+    pub device: Transport,
+    pub reach: Reach,
     pub mem: Arc<GuestMemory>,
     events: EventLoop,
     queues: Vec<Ring>,
@@ -82,10 +87,16 @@ impl Driver {
 
     /// The same on memory that is there already.
     pub fn on(device: impl VirtioDevice + 'static, mem: Arc<GuestMemory>) -> Self {
-        let mmio = Mmio::new(Box::new(device), mem.clone()).expect("eventfds");
+        Self::by(CODEC, device, mem)
+    }
+
+    /// The same by either codec.
+    pub fn by(codec: Codec, device: impl VirtioDevice + 'static, mem: Arc<GuestMemory>) -> Self {
+        let reach = Reach::new(codec, Box::new(device), mem.clone()).expect("eventfds");
+        let device = reach.transport().clone();
         let mut events = EventLoop::new().expect("epoll");
-        events.add_subscriber(mmio.subscriber());
-        Driver { mmio, mem, events, queues: Vec::new() }
+        events.add_subscriber(device.subscriber());
+        Driver { device, reach, mem, events, queues: Vec::new() }
     }
 
     /// Ends the old process of a migration: its memory and its driver's rings are the new one's.
@@ -101,27 +112,25 @@ impl Driver {
     /// The device goes on in `device`, as in another process: quiesced, saved as the text that is sent, restored on the same
     /// memory. `meanwhile` is what the driver does between, to which nobody answers before the end.
     pub fn move_to(mut self, device: impl VirtioDevice + 'static, meanwhile: impl FnOnce(&mut Self)) -> Self {
-        self.mmio.quiesce(PATIENCE).expect("nothing hangs");
+        self.device.quiesce(PATIENCE).expect("nothing hangs");
         meanwhile(&mut self);
         self.run();
-        let state = serde_json::to_string(&self.mmio.save()).expect("plain data");
+        let state = serde_json::to_string(&self.reach.save()).expect("plain data");
         let (mem, rings) = self.into_parts();
         let mut new = Driver::on(device, mem);
         new.take_rings(rings);
-        new.mmio.restore(serde_json::from_str(&state).expect("what was saved")).expect("the same device");
-        new.mmio.resume();
+        new.reach.restore(serde_json::from_str(&state).expect("what was saved")).expect("the same device");
+        new.device.resume();
         new.run();
         new
     }
 
     pub fn get(&self, register: u32) -> u32 {
-        let mut word = [0; 4];
-        self.mmio.read(register.into(), &mut word);
-        u32::from_le_bytes(word)
+        self.reach.get(register)
     }
 
     pub fn set(&self, register: u32, value: u32) {
-        self.mmio.write(register.into(), &value.to_le_bytes());
+        self.reach.set(register, value);
     }
 
     pub fn status(&self) -> u32 {
@@ -147,6 +156,7 @@ impl Driver {
     pub fn start_with(&mut self, features: u64) {
         self.negotiate(features);
         self.make_queues();
+        self.reach.choose_vectors();
         self.set(VIRTIO_MMIO_STATUS, READY);
         self.run();
     }
@@ -166,23 +176,29 @@ impl Driver {
     pub fn make_queues(&mut self) {
         self.queues.clear();
         for index in 0.. {
-            self.set(VIRTIO_MMIO_QUEUE_SEL, index);
-            let max = self.get(VIRTIO_MMIO_QUEUE_NUM_MAX) as u16;
-            if max == 0 {
-                break;
-            }
-            let size = max.min(QUEUE_SIZE);
+            let Some(size) = self.prepare_queue(index) else { break };
             let zeros = [0; 0x1000];
             self.mem.write_slice(&zeros, GuestAddress(Self::descriptors(index as usize))).unwrap();
             self.mem.write_slice(&zeros, GuestAddress(Self::available(index as usize))).unwrap();
             self.mem.write_slice(&zeros, GuestAddress(Self::used(index as usize))).unwrap();
-            self.set(VIRTIO_MMIO_QUEUE_NUM, size.into());
-            self.set(VIRTIO_MMIO_QUEUE_DESC_LOW, Self::descriptors(index as usize) as u32);
-            self.set(VIRTIO_MMIO_QUEUE_AVAIL_LOW, Self::available(index as usize) as u32);
-            self.set(VIRTIO_MMIO_QUEUE_USED_LOW, Self::used(index as usize) as u32);
             self.set(VIRTIO_MMIO_QUEUE_READY, 1);
             self.queues.push(Ring { size, next_descriptor: 0, available: 0, seen_used: 0 });
         }
+    }
+
+    /// Programs a queue but for making it ready; its size, if there is such a queue.
+    pub fn prepare_queue(&self, index: u32) -> Option<u16> {
+        self.set(VIRTIO_MMIO_QUEUE_SEL, index);
+        let max = self.get(VIRTIO_MMIO_QUEUE_NUM_MAX) as u16;
+        if max == 0 {
+            return None;
+        }
+        let size = max.min(QUEUE_SIZE);
+        self.set(VIRTIO_MMIO_QUEUE_NUM, size.into());
+        self.set(VIRTIO_MMIO_QUEUE_DESC_LOW, Self::descriptors(index as usize) as u32);
+        self.set(VIRTIO_MMIO_QUEUE_AVAIL_LOW, Self::available(index as usize) as u32);
+        self.set(VIRTIO_MMIO_QUEUE_USED_LOW, Self::used(index as usize) as u32);
+        Some(size)
     }
 
     pub fn descriptors(queue: usize) -> u64 {
@@ -299,14 +315,13 @@ impl Driver {
                 return value;
             }
             assert!(Instant::now() < limit, "the device does not answer");
-            let mut fd = libc::pollfd {
-                fd: self.mmio.interrupt().config_event().as_raw_fd(),
-                events: libc::POLLIN,
-                revents: 0,
-            };
-            // SAFETY: one valid pollfd.
-            unsafe { libc::poll(&mut fd, 1, 1000) };
-            let _ = self.mmio.interrupt().config_event().read();
+            let lines = self.device.interrupt().lines();
+            let poll =
+                |line: &Line| libc::pollfd { fd: line.event().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            let mut fds: Vec<_> = lines.iter().map(poll).collect();
+            // SAFETY: so many valid pollfds.
+            unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as u64, 1000) };
+            lines.iter().for_each(|line| drop(line.event().read()));
         }
     }
 
@@ -322,7 +337,21 @@ impl Driver {
 
     pub fn config(&self, offset: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0xaa; len];
-        self.mmio.read(u64::from(VIRTIO_MMIO_CONFIG) + offset, &mut bytes);
+        self.reach.config(offset, &mut bytes);
         bytes
+    }
+
+    /// Reads in BAR 0 of a device on PCI.
+    pub fn of_bar(&self, offset: u64, len: usize) -> Vec<u8> {
+        let Reach::Pci { window, .. } = &self.reach else { panic!("it is not on PCI") };
+        let mut bytes = vec![0xaa; len];
+        window.read(offset, &mut bytes);
+        bytes
+    }
+
+    /// Writes there.
+    pub fn in_bar(&self, offset: u64, data: &[u8]) {
+        let Reach::Pci { window, .. } = &self.reach else { panic!("it is not on PCI") };
+        window.write(offset, data);
     }
 }

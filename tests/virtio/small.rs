@@ -4,7 +4,6 @@ use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
-use vellum::devices::bus::BusDevice;
 use vellum::devices::virtio::balloon::{Balloon, Stat};
 use vellum::devices::virtio::console::Console;
 use vellum::devices::virtio::rng::Rng;
@@ -58,8 +57,8 @@ fn a_balloon_keeps_its_size_and_its_target_in_a_new_process() {
     let (balloon, handle) = Balloon::new();
     let mut driver = Driver::new(balloon);
     driver.start();
-    handle.set_target(5 * PAGE, &driver.mmio);
-    driver.mmio.write(0x104, &2u32.to_le_bytes());
+    handle.set_target(5 * PAGE, &driver.device);
+    driver.set(VIRTIO_MMIO_CONFIG + 4, 2);
     // The driver's request for statistics stays with the device, wherever that is.
     driver.submit(2, &[readable(BUFFERS, 0)]);
     driver.run();
@@ -71,7 +70,7 @@ fn a_balloon_keeps_its_size_and_its_target_in_a_new_process() {
     });
     assert_eq!((handle.actual(), driver.config(0, 4)), (2 * PAGE, 5u32.to_le_bytes().to_vec()));
     assert!(driver.used_now(0).is_some() && is_zero(&driver, 0x182));
-    handle.refresh_stats(&driver.mmio);
+    handle.refresh_stats(&driver.device);
     driver.wait_used(2);
 }
 
@@ -186,7 +185,7 @@ fn a_balloon_drops_the_pages_it_is_given() {
     let (balloon, handle) = Balloon::new();
     let mut driver = Driver::new(balloon);
     driver.start();
-    handle.set_target(3 * PAGE, &driver.mmio);
+    handle.set_target(3 * PAGE, &driver.device);
     assert_ne!(driver.get(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0);
     assert_eq!(driver.config(0, 4), 3u32.to_le_bytes());
 
@@ -203,7 +202,7 @@ fn a_balloon_drops_the_pages_it_is_given() {
         assert_eq!(is_zero(&driver, page), pages.contains(&page), "page {page:#x}");
     }
 
-    driver.mmio.write(0x104, &3u32.to_le_bytes());
+    driver.set(VIRTIO_MMIO_CONFIG + 4, 3);
     assert_eq!(handle.actual(), 3 * PAGE);
     driver.put(BUFFERS, &0x182u32.to_le_bytes());
     driver.submit(1, &[readable(BUFFERS, 4)]);
@@ -253,7 +252,7 @@ fn balloon_statistics_come_when_asked_for() {
     report(&mut driver, 1000);
     assert_eq!(handle.stats(), [Stat { tag: 4, value: 1000 }]);
     assert_eq!(driver.used_now(2), None, "the device keeps the request until it wants news");
-    handle.refresh_stats(&driver.mmio);
+    handle.refresh_stats(&driver.device);
     driver.wait_used(2);
     report(&mut driver, 2000);
     assert_eq!(handle.stats(), [Stat { tag: 4, value: 2000 }]);

@@ -171,7 +171,7 @@ fn of_a_balloon() {
         driver.put(at(1), &[4, 0, 9, 0, 0, 0, 0, 0, 0, 0]);
         [0x182 << 12, 0x184 << 12].iter().for_each(|page| driver.put(*page, &[9; 4096]));
     };
-    let wake = |driver: &mut Driver| handles.borrow()[1].refresh_stats(&driver.mmio);
+    let wake = |driver: &mut Driver| handles.borrow()[1].refresh_stats(&driver.device);
     let driver = move_with(balloon, &chains, fill, wake);
     assert_eq!(handles.borrow()[1].stats().iter().map(|stat| stat.value).collect::<Vec<_>>(), [9]);
     assert!([0x182 << 12, 0x184 << 12].iter().all(|page| driver.fetch(*page, 4096) == [0; 4096]));

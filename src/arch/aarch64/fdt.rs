@@ -59,7 +59,7 @@ pub fn build(parts: &Parts<Mode>, told: &Told<'_>) -> Result<Vec<u8>, Error> {
     processors(&mut fdt, parts.cpus)?;
     controller(&mut fdt, parts)?;
     devices(&mut fdt)?;
-    for device in &parts.virtio {
+    for device in parts.virtio.mmio() {
         let node = fdt.begin_node(&format!("virtio_mmio@{:x}", device.base))?;
         fdt.property_string("compatible", "virtio,mmio")?;
         fdt.property_array_u64("reg", &[device.base, device.size])?;

@@ -93,6 +93,17 @@ impl Gsis {
         FREE.into_iter().find_map(|number| take(&mut taken, number)).ok_or(Error::None)
     }
 
+    /// A number for a message of a device's own: there is none, since this board has no bus whose devices send any.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn message(&self) -> Result<Gsi, Error> {
+        Err(Error::None)
+    }
+
+    /// Has a signal of `gsi`, which is a [message's](Gsis::message), write `data` to `address`.
+    pub fn route(&self, _gsi: &Gsi, _address: u64, _data: u32) {}
+
     /// Lets each signal of `event` be one edge of `gsi`. KVM takes it when the controller is complete.
     ///
     /// # Errors

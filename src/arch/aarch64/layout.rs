@@ -15,7 +15,7 @@
 //!
 //! Every address is a multiple of 64 KiB, the largest page that a host or a guest can have.
 
-use crate::arch::fixed::{Device, Fixed};
+use crate::arch::fixed::{Device, Fixed, PciHost};
 use crate::memory::plan::Space;
 
 /// The distributor of the interrupt controller, 64 KiB.
@@ -61,6 +61,8 @@ pub const ONE_PIECE: u64 = RAM.0[0].end - RAM_START;
 pub const FDT: u64 = RAM_START;
 /// How large it may be.
 pub const FDT_SIZE: u64 = 1 << 20;
+/// There is no PCI.
+pub const PCI: Option<PciHost> = None;
 /// Where the VM generation ID is.
 pub const VMGENID: u64 = RAM_START + 0x1f_f010;
 /// Where an image may be loaded: what is below is written by the loader.

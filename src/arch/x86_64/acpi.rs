@@ -1,4 +1,4 @@
-//! The ACPI tables that describe a machine: RSDP, XSDT, FADT, MADT and a DSDT.
+//! The ACPI tables that describe a machine: RSDP, XSDT, FADT, MADT, a DSDT, and MCFG where there is PCI.
 //!
 //! The hardware-reduced profile (ACPI 6.5, 4.1): no PM timer, no SCI, no 8259, so that a kernel asks for nothing that a
 //! split interrupt controller lacks. Power-off goes through the sleep control register, reset through the i8042's
@@ -8,11 +8,12 @@
 use acpi_tables::{
     Aml,
     aml::{
-        Device, EISAName, IO, Interrupt, Memory32Fixed, Method, Name, Notify, Package, Path,
-        ResourceTemplate, Scope,
+        AddressSpace as Resource, AddressSpaceCacheable, Device, EISAName, IO, Interrupt, Memory32Fixed,
+        Method, Name, Notify, Package, Path, ResourceTemplate, Scope,
     },
     fadt::{FADTBuilder, Flags},
     gas::{AccessSize, AddressSpace, GAS},
+    mcfg::MCFG,
     rsdp::Rsdp,
     sdt::Sdt,
     xsdt::XSDT,
@@ -20,7 +21,7 @@ use acpi_tables::{
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
 
 use super::{ioapic, ports};
-use crate::arch::fixed::VirtioMmio;
+use crate::arch::fixed::{PciHost, Virtio};
 use crate::fault::{Blame, Fault, Field};
 
 /// Where the RSDP is written: the start of the ROM area that old kernels search (ACPI 6.5, 5.2.5.1).
@@ -64,7 +65,7 @@ impl Fault for Error {
 pub fn write<M: GuestMemoryBackend>(
     memory: &M,
     apic_ids: impl IntoIterator<Item = u32>,
-    virtio: &[VirtioMmio],
+    virtio: &Virtio,
     vmgenid: Option<u64>,
 ) -> Result<u64, Error> {
     let mut tables = Vec::new();
@@ -83,6 +84,11 @@ pub fn write<M: GuestMemoryBackend>(
     let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE_ID, 1);
     xsdt.add_entry(fadt);
     xsdt.add_entry(madt);
+    if let Virtio::Pci(host) = virtio {
+        let mut mcfg = MCFG::new(OEM_ID, OEM_TABLE_ID, 1);
+        mcfg.add_ecam(host.ecam.start, 0, 0, 0);
+        xsdt.add_entry(place(&|sink| mcfg.to_aml_bytes(sink)));
+    }
     let xsdt = place(&|sink| xsdt.to_aml_bytes(sink));
 
     let mut all = Vec::new();
@@ -141,7 +147,7 @@ fn madt(apic_ids: impl IntoIterator<Item = u32>) -> Sdt {
 }
 
 /// The DSDT: the legacy devices, the virtio devices, the VM generation ID, and what `\_S5` writes to the sleep control register.
-fn dsdt(virtio: &[VirtioMmio], vmgenid: Option<u64>) -> Sdt {
+fn dsdt(virtio: &Virtio, vmgenid: Option<u64>) -> Sdt {
     let mut aml = Vec::new();
     let port = |base: u16, len: u8| IO::new(base, base, 1, len);
     let interrupt = |gsi| Interrupt::new(true, true, false, false, gsi);
@@ -161,10 +167,16 @@ fn dsdt(virtio: &[VirtioMmio], vmgenid: Option<u64>) -> Sdt {
         vec![&port(ports::RTC_INDEX, ports::RTC_PORTS as u8)],
     );
     device(&mut aml, "PEVT", &"QEMU0001", 0, vec![&port(ports::PVPANIC, 1)]);
-    for (uid, d) in (0u32..).zip(virtio) {
-        // The host bus enumerates what has no parent: an id of Linux's, see drivers/virtio/virtio_mmio.c.
-        let (memory, gsi) = (Memory32Fixed::new(true, d.base as u32, d.size as u32), interrupt(d.gsi));
-        device(&mut aml, &format!("V{uid:03X}"), &"LNRO0005", uid, vec![&memory, &gsi]);
+    match virtio {
+        Virtio::Mmio(devices) => {
+            for (uid, d) in (0u32..).zip(devices) {
+                // The host bus enumerates what has no parent: an id of Linux's, see drivers/virtio/virtio_mmio.c.
+                let (memory, gsi) =
+                    (Memory32Fixed::new(true, d.base as u32, d.size as u32), interrupt(d.gsi));
+                device(&mut aml, &format!("V{uid:03X}"), &"LNRO0005", uid, vec![&memory, &gsi]);
+            }
+        }
+        Virtio::Pci(host) => bridge(&mut aml, host),
     }
     if let Some(at) = vmgenid {
         generation(&mut aml, at, &interrupt(ports::GED_GSI));
@@ -176,6 +188,22 @@ fn dsdt(virtio: &[VirtioMmio], vmgenid: Option<u64>) -> Sdt {
     let mut dsdt = Sdt::new(*b"DSDT", 36, 2, OEM_ID, OEM_TABLE_ID, 1);
     dsdt.append_slice(&aml);
     dsdt
+}
+
+/// The host bridge (PCI Firmware 3.3, section 4). It routes no interrupts, since its functions send messages.
+fn bridge(aml: &mut Vec<u8>, host: &PciHost) {
+    // PCI Express, for its configuration spaces in memory; and PCI, for kernels that know only that.
+    let (hid, cid) = (EISAName::new("PNP0A08"), EISAName::new("PNP0A03"));
+    let (hid, cid) = (Name::new("_HID".into(), &hid), Name::new("_CID".into(), &cid));
+    let [uid, segment, bus] = ["_UID", "_SEG", "_BBN"].map(|name| Name::new(name.into(), &0u8));
+    let buses = Resource::new_bus_number(0u16, 0);
+    let ports = IO::new(host.ports, host.ports, 1, ports::PCI_PORTS);
+    let window = (host.window.start as u32, (host.window.end - 1) as u32);
+    let window = Resource::new_memory(AddressSpaceCacheable::NotCacheable, true, window.0, window.1, None);
+    let resources = ResourceTemplate::new(vec![&buses, &ports, &window]);
+    let resources = Name::new("_CRS".into(), &resources);
+    let device = Device::new("PCI0".into(), vec![&hid, &cid, &uid, &segment, &bus, &resources]);
+    Scope::new("_SB_".into(), vec![&device]).to_aml_bytes(aml);
 }
 
 /// The VM generation ID at `at`, and the event device that notifies a guest of a new one.
@@ -210,6 +238,8 @@ fn device(aml: &mut Vec<u8>, name: &str, id: &dyn Aml, uid: u32, resources: Vec<
 mod tests {
     use vm_memory::GuestMemoryMmap;
 
+    use crate::arch::fixed::VirtioMmio;
+
     use super::*;
 
     /// Reads the tables back as a kernel would: from the RSDP down, checking every checksum on the way.
@@ -243,7 +273,7 @@ mod tests {
             VirtioMmio { base: 0xd000_0000, size: 0x1000, gsi: 5 },
             VirtioMmio { base: 0xd000_1000, size: 0x1000, gsi: 6 },
         ];
-        write(&memory, [0, 1, 0x1ff], &virtio, None).unwrap();
+        write(&memory, [0, 1, 0x1ff], &Virtio::Mmio(virtio.into()), None).unwrap();
         let tables = walk(&memory);
         let names: Vec<_> = tables.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, [*b"FACP", *b"APIC", *b"DSDT"]);
@@ -272,9 +302,31 @@ mod tests {
     }
 
     #[test]
+    fn a_bus_is_found_with_its_configuration_spaces_and_its_window() {
+        let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
+        let host = PciHost {
+            ports: ports::PCI_ADDRESS,
+            ecam: 0xe000_0000..0xe010_0000,
+            window: 0xe800_0000..0xf000_0000,
+        };
+        write(&memory, [0], &Virtio::Pci(host), None).unwrap();
+        let tables = walk(&memory);
+        let names: Vec<_> = tables.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names, [*b"FACP", *b"APIC", *b"MCFG", *b"DSDT"]);
+        // Behind the header and 8 reserved bytes: the base, the segment, the first and the last bus.
+        assert_eq!(tables[2].1[44..], [0, 0, 0, 0xe0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        let dsdt = &tables[3].1;
+        let count = |needle: &[u8]| dsdt.windows(needle.len()).filter(|w| *w == needle).count();
+        assert_eq!((count(b"PCI0"), count(b"LNRO0005")), (1, 0));
+        // A 32-bit address space descriptor of memory: no granularity, from, to, no translation, so many bytes.
+        let window = [0, 0, 0, 0, 0, 0, 0, 0xe8, 0xff, 0xff, 0xff, 0xef, 0, 0, 0, 0, 0, 0, 0, 8];
+        assert_eq!(count(&window), 1);
+    }
+
+    #[test]
     fn a_generation_id_is_found_and_its_event_notifies_it() {
         let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
-        write(&memory, [0], &[], Some(0x1_000d_f010)).unwrap();
+        write(&memory, [0], &Virtio::Mmio(Vec::new()), Some(0x1_000d_f010)).unwrap();
         let tables = walk(&memory);
         let dsdt = &tables[2].1;
         let count = |needle: &[u8]| dsdt.windows(needle.len()).filter(|w| *w == needle).count();
@@ -289,6 +341,9 @@ mod tests {
     #[test]
     fn tables_that_do_not_fit_are_refused() {
         let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
-        assert!(matches!(write(&memory, 0..20_000, &[], None), Err(Error::TooLarge(_))));
+        assert!(matches!(
+            write(&memory, 0..20_000, &Virtio::Mmio(Vec::new()), None),
+            Err(Error::TooLarge(_))
+        ));
     }
 }

@@ -27,7 +27,9 @@ const READ_ONLY: u64 = 1 << 12 | REMOTE_IRR;
 const LEVEL: u64 = 1 << 15;
 const MASKED: u64 = 1 << 16;
 /// Where MSIs go (Intel SDM vol. 3, 12.11.1).
-const MSI_BASE: u32 = 0xfee0_0000;
+pub const MSI_BASE: u32 = 0xfee0_0000;
+/// The bits of an address that say so.
+const MSI_AREA: u64 = !0xf_ffff;
 
 /// An interrupt message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +41,11 @@ pub struct Msi {
 }
 
 impl Msi {
+    /// What a device writes to `address`; `None` where no local APIC takes it.
+    pub fn at(address: u64, data: u32) -> Option<Self> {
+        (address & MSI_AREA == u64::from(MSI_BASE)).then_some(Self { address: address as u32, data })
+    }
+
     /// What a redirection entry sends (Intel SDM vol. 3, 12.11.1 and 12.11.2).
     fn of(entry: u64) -> Self {
         let destination = (entry >> 56) as u32;

@@ -132,7 +132,7 @@ impl Irqchip {
     }
 
     /// Who has which interrupt.
-    pub fn gsis(&self) -> &Gsis {
+    pub fn gsis(&self) -> &Arc<Gsis> {
         &self.gsis
     }
 

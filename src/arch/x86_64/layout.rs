@@ -7,12 +7,14 @@
 //!   0xc000_0000             a workload's own slot: code, control blocks, page tables (`guests/`)
 //!   0xd000_0000             the doorbell: never backed, a write leaves the guest
 //!   0xd800_0000             virtio-mmio devices
+//!   0xe000_0000             configuration spaces of the PCI bus (ECAM), where there is one; the memory map reserves it
+//!   0xe800_0000             BARs of its functions
 //!   0xfec0_0000             IOAPIC, LAPIC, KVM's TSS pages
 //! 0x1_0000_0000  4 GiB    RAM, the rest
 //! ```
 
 use super::ports;
-use crate::arch::fixed::{Device, Fixed};
+use crate::arch::fixed::{Device, Fixed, PciHost};
 use crate::memory::plan::Space;
 
 /// Where RAM below 4 GiB ends at the latest.
@@ -27,6 +29,12 @@ pub const WORKLOAD_END: u64 = 0xd000_0000;
 pub const DOORBELL: u64 = 0xd000_0000;
 /// Where virtio-mmio devices start, a page each.
 pub const VIRTIO_BASE: u64 = 0xd800_0000;
+/// Where PCI is reached: one bus, 1 MiB of configuration spaces.
+pub const PCI: Option<PciHost> = Some(PciHost {
+    ports: ports::PCI_ADDRESS,
+    ecam: 0xe000_0000..0xe010_0000,
+    window: 0xe800_0000..0xf000_0000,
+});
 /// Three pages that KVM wants on Intel hosts for real mode (`KVM_SET_TSS_ADDR`).
 pub const KVM_TSS: u64 = 0xfffb_d000;
 /// The largest guest-physical address plus one that four levels of page tables and KVM both reach.

@@ -17,6 +17,10 @@ pub const RTC_INDEX: u16 = 0x70;
 pub const RTC_PORTS: u64 = 2;
 /// The command and status port of the i8042.
 pub const I8042_COMMAND: u16 = 0x64;
+/// The address port of PCI's configuration spaces; the data port follows it.
+pub const PCI_ADDRESS: u16 = 0xcf8;
+/// How many ports the two take.
+pub const PCI_PORTS: u8 = 8;
 /// pvpanic's port; ACPI names it by the device QEMU0001.
 pub const PVPANIC: u16 = 0x505;
 /// The ACPI sleep control register's port; the sleep status register follows it.

@@ -4,11 +4,16 @@
 
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
 use super::blk::Blk;
+use super::lent::{self, Unfit};
 use super::{DeviceConfig, Kind, OpenError, VirtioDevice};
 use crate::fault::{Blame, Fault, Field};
 use crate::keyvalue::{self, KeyValues, path};
@@ -25,6 +30,7 @@ pub static KIND: Kind = Kind {
         Ok(seed) => Ok(Arc::new(seed)),
         Err(error) => Err(error.to_string()),
     },
+    read: |written| Ok(Arc::new(serde_json::from_value::<Seed>(written)?)),
 };
 
 /// Bytes of a sector.
@@ -51,7 +57,8 @@ const FIRST_LINES: [&str; 9] = [
 ];
 
 /// The files.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Seed {
     /// What is to be done.
     pub user_data: PathBuf,
@@ -111,6 +118,19 @@ fn parse(text: &str) -> Result<Seed, keyvalue::Error> {
 impl DeviceConfig for Seed {
     fn kind(&self) -> &'static Kind {
         &KIND
+    }
+
+    fn written(&self) -> io::Result<Value> {
+        lent::write(self)
+    }
+
+    /// The files may be others by now: the disk that was made of them goes along.
+    fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        let disk = lent.into_iter().next().ok_or_else(|| Unfit::boxed(&KIND, "no descriptor"))?;
+        let disk = File::from(disk);
+        let bytes = disk.metadata().map(|stat| stat.len());
+        let taken = bytes.and_then(|bytes| Blk::in_memory(disk, bytes, KIND.key)).map_err(Error::Memory);
+        Ok(Box::new(taken.map_err(|error| Box::new(error) as OpenError)?))
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {

@@ -2,16 +2,20 @@
 //! for a reset.
 //!
 //! The registers behind it are read and written without the device's mutex, because the driver's interrupt handler reads
-//! them on every interrupt. Interrupts are edges: every call that has news writes an eventfd.
+//! them on every interrupt. Interrupts are edges: every call that has news signals a line.
 
 use std::error::Error;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
 
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use crate::devices::line::Line;
+
+/// No line: what a driver writes for a source that is not to interrupt (VIRTIO_MSI_NO_VECTOR, virtio 1.2, section 4.1.5.1.2).
+pub const NO_VECTOR: u16 = 0xffff;
 
 /// A device's interrupts.
 pub struct Interrupt {
@@ -19,12 +23,13 @@ pub struct Interrupt {
     status: AtomicU32,
     generation: AtomicU32,
     broken: AtomicBool,
-    /// For KVM_IRQFD, without a resample fd: one for each queue, then one for the configuration space. On a transport
-    /// with a single line they are the same.
-    events: Box<[Arc<EventFd>]>,
+    lines: Arc<[Line]>,
+    /// The line of each queue, and at last that of the configuration space, where the driver chooses them; there is one line
+    /// otherwise.
+    vectors: Option<Box<[AtomicU16]>>,
 }
 
-/// What of it outlives a migration.
+/// What of it outlives a migration, beside the vectors.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
@@ -34,36 +39,53 @@ pub struct State {
 }
 
 impl Interrupt {
-    /// Nothing raised yet, and one line for everything that a device with so many queues says.
-    pub fn on_one_line(queues: usize) -> io::Result<Self> {
-        let event = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
-        Ok(Interrupt {
-            status: AtomicU32::new(0),
-            generation: AtomicU32::new(0),
-            broken: AtomicBool::new(false),
-            events: vec![event; queues + 1].into(),
-        })
+    /// Nothing raised yet, and one line for everything that a device says.
+    ///
+    /// # Errors
+    /// Where the host refuses a descriptor.
+    pub fn on_one_line() -> io::Result<Self> {
+        Ok(Self::on(Arc::new([Line::new(false)?]), None))
     }
 
-    /// What queue `index` writes when it interrupts.
-    pub fn queue_event(&self, index: u16) -> &EventFd {
-        &self.events[usize::from(index).min(self.events.len() - 1)]
+    /// Nothing raised yet, for a device with so many queues whose driver has still to choose among `lines`.
+    pub fn on_vectors(queues: usize, lines: Arc<[Line]>) -> Self {
+        let vectors = (0..=queues).map(|_| AtomicU16::new(NO_VECTOR)).collect();
+        Self::on(lines, Some(vectors))
     }
 
-    /// What a change of the configuration space writes.
-    pub fn config_event(&self) -> &EventFd {
-        self.events.last().expect("there is always one for the configuration space")
+    fn on(lines: Arc<[Line]>, vectors: Option<Box<[AtomicU16]>>) -> Self {
+        let status = AtomicU32::new(0);
+        Self { status, generation: AtomicU32::new(0), broken: AtomicBool::new(false), lines, vectors }
+    }
+
+    /// All of its lines.
+    pub fn lines(&self) -> &Arc<[Line]> {
+        &self.lines
+    }
+
+    /// The vectors that the driver has chosen: of each queue, and at last of the configuration space.
+    pub fn vectors(&self) -> impl Iterator<Item = u16> + '_ {
+        self.vectors.iter().flatten().map(|vector| vector.load(Ordering::SeqCst))
+    }
+
+    /// The driver chooses the vector of queue `source`, or of the configuration space behind the last queue. One that there is not
+    /// becomes [`NO_VECTOR`], by which the driver sees that it is refused.
+    pub fn set_vector(&self, source: usize, vector: u16) {
+        if let Some(chosen) = self.vectors.as_ref().and_then(|vectors| vectors.get(source)) {
+            let there = usize::from(vector) < self.lines.len();
+            chosen.store(if there { vector } else { NO_VECTOR }, Ordering::SeqCst);
+        }
     }
 
     /// Used buffers are waiting in queue `index`.
     pub fn queue(&self, index: u16) {
-        self.raise(VIRTIO_MMIO_INT_VRING, self.queue_event(index));
+        self.raise(VIRTIO_MMIO_INT_VRING, self.line(index.into()));
     }
 
     /// The configuration space has changed.
     pub fn config(&self) {
         self.generation.fetch_add(1, Ordering::Release);
-        self.raise(VIRTIO_MMIO_INT_CONFIG, self.config_event());
+        self.raise(VIRTIO_MMIO_INT_CONFIG, self.config_line());
     }
 
     /// The driver has broken the rules: the device stands still until it is reset.
@@ -71,7 +93,7 @@ impl Interrupt {
         if !self.broken.swap(true, Ordering::AcqRel) {
             tracing::warn!("virtio: {why}; the device waits for a reset");
         }
-        self.raise(VIRTIO_MMIO_INT_CONFIG, self.config_event());
+        self.raise(VIRTIO_MMIO_INT_CONFIG, self.config_line());
     }
 
     /// Whether the device waits for a reset.
@@ -89,6 +111,11 @@ impl Interrupt {
         self.status.fetch_and(!bits, Ordering::AcqRel);
     }
 
+    /// The status register, which is zero then.
+    pub fn take_status(&self) -> u32 {
+        self.status.swap(0, Ordering::AcqRel)
+    }
+
     /// How often the configuration space has changed, for drivers that read more of it than one access holds.
     pub fn config_generation(&self) -> u32 {
         self.generation.load(Ordering::Acquire)
@@ -98,29 +125,39 @@ impl Interrupt {
     pub(super) fn reset(&self) {
         self.status.store(0, Ordering::Release);
         self.broken.store(false, Ordering::Release);
+        self.vectors.iter().flatten().for_each(|vector| vector.store(NO_VECTOR, Ordering::SeqCst));
     }
 
     pub(super) fn save(&self) -> State {
         State { status: self.status(), config_generation: self.config_generation(), broken: self.is_broken() }
     }
 
-    /// Takes over what `save` gave. What the driver has not acknowledged is raised again, for it may have been on its way.
+    /// Takes over what `save` gave. What the driver has not acknowledged is raised again, for it may have been on its way; with
+    /// vectors it acknowledges nothing, and all of those that it has chosen are raised.
     pub(super) fn restore(&self, state: &State) {
         self.generation.store(state.config_generation, Ordering::Release);
         self.broken.store(state.broken, Ordering::Release);
         self.status.store(state.status, Ordering::Release);
         if state.status != 0 {
-            self.events.iter().for_each(|event| signal(event));
+            let chosen = |at: &usize| self.vectors.is_none() || self.vectors().any(|v| usize::from(v) == *at);
+            (0..self.lines.len()).filter(chosen).for_each(|at| self.lines[at].signal());
         }
     }
 
-    fn raise(&self, bit: u32, event: &EventFd) {
-        self.status.fetch_or(bit, Ordering::AcqRel);
-        signal(event);
+    fn config_line(&self) -> Option<&Line> {
+        self.line(self.vectors.as_ref().map_or(0, |vectors| vectors.len() - 1))
     }
-}
 
-fn signal(event: &EventFd) {
-    // It fails only where the counter is full, and then the interrupt is on its way already.
-    let _ = event.write(1);
+    fn line(&self, source: usize) -> Option<&Line> {
+        let vector = |vectors: &[AtomicU16]| vectors.get(source).map(|vector| vector.load(Ordering::SeqCst));
+        let at = self.vectors.as_deref().map_or(Some(0), vector)?;
+        self.lines.get(usize::from(at))
+    }
+
+    fn raise(&self, bit: u32, line: Option<&Line>) {
+        self.status.fetch_or(bit, Ordering::AcqRel);
+        if let Some(line) = line {
+            line.signal();
+        }
+    }
 }

@@ -33,7 +33,7 @@ pub struct Mmio(Transport);
 impl Mmio {
     /// A device in its reset state.
     pub fn new(device: Box<dyn VirtioDevice>, memory: Arc<GuestMemory>) -> io::Result<Self> {
-        let interrupt = Interrupt::on_one_line(device.queue_sizes().len())?;
+        let interrupt = Interrupt::on_one_line()?;
         Ok(Mmio(Transport::new(device, memory, interrupt)?))
     }
 }

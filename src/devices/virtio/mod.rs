@@ -3,7 +3,7 @@
 //! Whoever adds a device writes its file and puts it on the list of [`KINDS`]: the command line, the machine, saved states and
 //! messages know it by that.
 //!
-//! Start reading at [`VirtioDevice`], then [`transport`], which drives one, and [`mmio`], the thin codec by which a guest
+//! Start reading at [`VirtioDevice`], then [`transport`], which drives one, and [`mmio`] and [`pci`], the thin codecs by which a guest
 //! reaches its registers. [`queue`] takes requests off a ring, [`slices`] is a request's bytes, [`interrupt`] the way back
 //! to the driver. Then one file a device: [`rng`] is the shortest, [`blk`] and [`fs`] have a thread of their own ([`worker`]); the
 //! others run on the event loop. What announces the devices to a guest (ACPI, FDT) and wires their eventfds to KVM lives
@@ -22,6 +22,7 @@ pub mod interrupt;
 pub mod lent;
 pub mod mmio;
 pub mod net;
+pub mod pci;
 pub mod queue;
 pub mod registers;
 pub mod rng;

@@ -1,5 +1,5 @@
 //! What every virtio transport does, however a driver reaches its registers: feature negotiation, the status machine,
-//! queues, reset, quiescing, saved state (virtio 1.2, sections 2 and 3). [`super::mmio`] is the codec in front of it.
+//! queues, reset, quiescing, saved state (virtio 1.2, sections 2 and 3). [`super::mmio`] and [`super::pci`] are the codecs in front of it.
 //!
 //! A guest's accesses arrive on vCPU threads, the device runs on the event loop, and one mutex a device lies between
 //! them. Doorbells, interrupt status and acknowledgement, which every request needs, are outside that mutex. Only a
@@ -35,6 +35,24 @@ const TRANSPORT_FEATURES: u64 =
 
 /// No device has a longer configuration space.
 const CONFIG_SPACE: usize = 256;
+
+/// Which codec a guest reaches its devices by, as `--transport` names it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Codec {
+    /// A page of registers each, which the tables name.
+    #[default]
+    Mmio,
+    /// Functions on a PCI bus, which a guest enumerates.
+    Pci,
+}
+
+impl Codec {
+    /// Whether it is what machines had before there was a choice.
+    pub fn is_mmio(&self) -> bool {
+        *self == Self::Mmio
+    }
+}
 
 /// How often a vCPU that waits for a reset looks whether the machine is over.
 const GLANCE: Duration = Duration::from_millis(100);

@@ -8,12 +8,15 @@ use vellum::arch::tables::Tables;
 use vellum::fault::Fault;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
+/// What is beside RAM.
+const RESERVED: std::ops::Range<u64> = 0xe000_0000..0xe010_0000;
+
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn loaders(data: &[u8]) {
     let ranges = [(GuestAddress(0), 8 << 20), (GuestAddress(1 << 32), 1 << 20)];
     let memory = GuestMemoryMmap::<()>::from_ranges(&ranges).unwrap();
     for protocol in [None, Some(Protocol::Linux64), Some(Protocol::Multiboot), Some(Protocol::Pvh)] {
-        let tables = Tables { rsdp: 0xe_0000 };
+        let tables = Tables { rsdp: 0xe_0000, ecam: Some(RESERVED) };
         let request = BootRequest { name: "fuzz", cmdline: "console=ttyS0", protocol, tables: Some(&tables) };
         match load(&memory, &mut Cursor::new(data), Some(&mut Cursor::new(data)), &request) {
             Ok(Entry::Long { rip, .. }) => assert!(memory.address_in_range(GuestAddress(rip)), "{rip:#x}"),

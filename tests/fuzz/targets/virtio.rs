@@ -1,7 +1,7 @@
 //! Virtio queues and devices: whatever a driver writes into registers, rings and buffers, the device neither panics nor
 //! spins, and works again after a reset.
 //!
-//! The first byte chooses the device; then come operations of 12 bytes each.
+//! The first byte chooses the device and, with its highest bit, the codec; then come operations of 12 bytes each.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd};
@@ -14,6 +14,7 @@ use vellum::devices::virtio::blk::{Blk, BlkConfig};
 use vellum::devices::virtio::console::Console;
 use vellum::devices::virtio::net::Net;
 use vellum::devices::virtio::rng::Rng;
+use vellum::devices::virtio::transport::Codec;
 use vellum::devices::virtio::vsock::{Vsock, VsockConfig};
 use vellum::sys::tap::Tap;
 use virtio_bindings::virtio_mmio::*;
@@ -21,6 +22,12 @@ use virtio_bindings::virtio_mmio::*;
 #[allow(dead_code, reason = "tests use more of it")]
 #[path = "../../virtio/driver.rs"]
 mod driver;
+#[allow(dead_code, reason = "tests use more of it")]
+#[path = "../../virtio/reach.rs"]
+mod reach;
+
+/// The input says which.
+const CODEC: Codec = Codec::Mmio;
 
 use driver::*;
 
@@ -40,47 +47,49 @@ const REGISTERS: [u32; 12] = [
 ];
 
 /// A disk of 64 sectors that is nowhere in the file system.
-fn disk() -> Driver {
+fn disk(codec: Codec) -> Driver {
     // SAFETY: the name is a string that ends in a zero, and the descriptor is nobody else's.
     let file = unsafe { File::from_raw_fd(libc::memfd_create(c"fuzz".as_ptr(), libc::MFD_CLOEXEC)) };
     file.set_len(64 * 512).unwrap();
     let mut disk = Blk::open(&BlkConfig::new(format!("/proc/self/fd/{}", file.as_raw_fd()))).unwrap();
     disk.start(Box::new(|_| Ok(()))).unwrap();
-    Driver::new(disk)
+    Driver::by(codec, disk, memory())
 }
 
-fn network() -> (Driver, UnixDatagram) {
+fn network(codec: Codec) -> (Driver, UnixDatagram) {
     let (ours, theirs) = UnixDatagram::pair().unwrap();
     theirs.set_nonblocking(true).unwrap();
     // The first frame that comes in.
     ours.send(&[0; 76]).unwrap();
-    (Driver::new(Net::on(Tap::from_fd("pair", theirs.into()), [2, 0, 0, 0, 0, 7])), ours)
+    let net = Net::on(Tap::from_fd("pair", theirs.into()), [2, 0, 0, 0, 0, 7]);
+    (Driver::by(codec, net, memory()), ours)
 }
 
-fn vsock() -> Driver {
+fn vsock(codec: Codec) -> Driver {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let name = format!("vellum-fuzz-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     let config = VsockConfig { path: std::env::temp_dir().join(name), cid: 7 };
-    Driver::new(Vsock::open(&config).unwrap())
+    Driver::by(codec, Vsock::open(&config).unwrap(), memory())
 }
 
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn virtio(data: &[u8]) {
-    let Some((&device, operations)) = data.split_first() else { return };
+    let Some((&first, operations)) = data.split_first() else { return };
+    let (device, codec) = (first & 0x7f, if first & 0x80 == 0 { Codec::Mmio } else { Codec::Pci });
     let null = || File::options().write(true).open("/dev/null").unwrap();
     let zero = || File::open("/dev/zero").unwrap();
     let mut _wire = None;
     let mut driver = match device % 6 {
-        0 => Driver::new(Rng::new().unwrap()),
-        1 => Driver::new(Console::new(Some(zero()), null())),
-        2 => Driver::new(Balloon::new().0),
+        0 => Driver::by(codec, Rng::new().unwrap(), memory()),
+        1 => Driver::by(codec, Console::new(Some(zero()), null()), memory()),
+        2 => Driver::by(codec, Balloon::new().0, memory()),
         3 => {
-            let (driver, wire) = network();
+            let (driver, wire) = network(codec);
             _wire = Some(wire);
             driver
         }
-        4 => vsock(),
-        _ => disk(),
+        4 => vsock(codec),
+        _ => disk(codec),
     };
     let queues = [1, 2, 2, 2, 3, 1][usize::from(device % 6)];
     driver.start();

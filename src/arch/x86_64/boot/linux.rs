@@ -132,7 +132,7 @@ fn enter<M: GuestMemoryBackend>(
         params.hdr.ramdisk_size = (initrd.end - initrd.start) as u32;
     }
     params.acpi_rsdp_addr = request.tables.map_or(0, |tables| tables.rsdp);
-    let map = memory_map(placement.memory);
+    let map = memory_map(placement.memory, request.reserved());
     params.e820_entries = map.len() as u8;
     for (slot, entry) in params.e820_table.iter_mut().zip(&map) {
         *slot = boot_e820_entry { addr: entry.start, size: entry.size, r#type: entry.kind as u32 };

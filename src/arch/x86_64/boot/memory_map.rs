@@ -42,8 +42,9 @@ pub(super) fn ram<M: GuestMemoryBackend>(memory: &M) -> Vec<Range<u64>> {
     joined
 }
 
-/// The map of a machine whose RAM is `memory`: that RAM, with a PC's reserved range between the EBDA and 1 MiB cut out.
-pub fn memory_map<M: GuestMemoryBackend>(memory: &M) -> Vec<MapEntry> {
+/// The map of a machine whose RAM is `memory`: that RAM, with a PC's reserved range between the EBDA and 1 MiB cut out, and what is
+/// `reserved` beside it.
+pub fn memory_map<M: GuestMemoryBackend>(memory: &M, reserved: &[Range<u64>]) -> Vec<MapEntry> {
     let entry = |start, end: u64, kind| MapEntry { start, size: end - start, kind };
     let mut map = Vec::new();
     for Range { start, end } in ram(memory) {
@@ -55,5 +56,7 @@ pub fn memory_map<M: GuestMemoryBackend>(memory: &M) -> Vec<MapEntry> {
             map.push(entry(start.max(HIGH), end, RangeKind::Ram));
         }
     }
+    map.extend(reserved.iter().map(|range| entry(range.start, range.end, RangeKind::Reserved)));
+    map.sort_by_key(|entry| entry.start);
     map
 }

@@ -122,6 +122,13 @@ pub struct BootRequest<'a> {
     pub tables: Option<&'a Tables>,
 }
 
+impl BootRequest<'_> {
+    /// What the memory map reserves beside RAM.
+    fn reserved(&self) -> &[Range<u64>] {
+        self.tables.map_or(&[], |tables| tables.ecam.as_slice())
+    }
+}
+
 /// Why an image cannot be booted.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each message says what its fields are")]

@@ -115,7 +115,7 @@ pub(super) fn load<M: GuestMemoryBackend>(
     };
     let cmdline = placement.write_cmdline(&cmdline, CMDLINE_AREA - 1)?;
 
-    let map = memory_map(placement.memory);
+    let map = memory_map(placement.memory, request.reserved());
     let mut entries = Vec::new();
     for entry in &map {
         // The size field does not count itself.

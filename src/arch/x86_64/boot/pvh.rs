@@ -43,7 +43,7 @@ pub(super) fn load<M: GuestMemoryBackend>(
         placement.write(LISTS, module.as_slice())?;
         (info.nr_modules, info.modlist_paddr) = (1, LISTS);
     }
-    for (i, entry) in (0u64..).zip(memory_map(placement.memory)) {
+    for (i, entry) in (0u64..).zip(memory_map(placement.memory, request.reserved())) {
         let entry = hvm_memmap_table_entry {
             addr: entry.start,
             size: entry.size,

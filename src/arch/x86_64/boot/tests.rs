@@ -28,7 +28,8 @@ fn boot_as(
     protocol: Option<Protocol>,
     cmdline: &str,
 ) -> Result<Entry, Error> {
-    let request = BootRequest { name: "k", cmdline, protocol, tables: Some(&Tables { rsdp: 0xe_0000 }) };
+    let request =
+        BootRequest { name: "k", cmdline, protocol, tables: Some(&Tables { rsdp: 0xe_0000, ecam: None }) };
     load(memory, &mut Cursor::new(kernel), initrd.map(Cursor::new).as_mut(), &request)
 }
 

@@ -18,6 +18,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use crc_fast::{CrcAlgorithm::Crc32Iscsi, checksum};
+use serde::{Deserialize, Serialize};
 use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use crate::devices::virtio::slices::Slices;
@@ -33,7 +34,8 @@ const MAP: u64 = 4096;
 const MAP_PAGE: u64 = 4096;
 
 /// Where what is written goes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Place {
     /// To a file, which is made where there is none.
     File(PathBuf),
