@@ -170,8 +170,8 @@ fn state_is_read_and_written_again(name: &str, again: impl Fn(Value, Vec<Section
 
 #[test]
 fn the_state_of_a_pc_is_read_and_written_as_its_version_has_it() {
-    // The second has a VM generation ID, which machines had not when the first was saved.
-    for name in ["pc-1.json", "pc-2.json"] {
+    // The second has a VM generation ID, and the third its devices on a PCI bus, which machines had not when the first was saved.
+    for name in ["pc-1.json", "pc-2.json", "pc-3.json"] {
         state_is_read_and_written_again(name, |description, read| {
             let description = machine::state::Description::from_json(description).expect("it is one");
             let state = machine::state::State::read(read, 1, ["disk0"]).expect("it is one");
