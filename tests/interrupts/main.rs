@@ -25,12 +25,11 @@ use guest::{Control, want};
 use harness::{Failed, LIMIT, Need, Random, Trials, ensure, eventually};
 use pc::{Pc, hand_over};
 use vellum::arch::irqchip::Mode;
-use vellum::devices::bus::BusDevice;
+use vellum::devices::virtio::registers::{Half, Register};
 use vellum::devices::virtio::rng::RngConfig;
 use vellum::host::Facts;
 use vellum::payload::Payload;
 use virtio_bindings::virtio_config::*;
-use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::VRING_DESC_F_WRITE;
 use vm_memory::{ByteValued, Bytes, GuestAddress};
 
@@ -155,19 +154,19 @@ impl Guest {
             VIRTIO_CONFIG_S_ACKNOWLEDGE | VIRTIO_CONFIG_S_DRIVER | VIRTIO_CONFIG_S_FEATURES_OK;
         let device = &self.pc.machine.virtio.devices[0].device;
         for (register, value) in [
-            (VIRTIO_MMIO_STATUS, VIRTIO_CONFIG_S_ACKNOWLEDGE | VIRTIO_CONFIG_S_DRIVER),
-            (VIRTIO_MMIO_DRIVER_FEATURES_SEL, 1),
-            (VIRTIO_MMIO_DRIVER_FEATURES, 1 << (VIRTIO_F_VERSION_1 - 32)),
-            (VIRTIO_MMIO_STATUS, FEATURES_OK),
-            (VIRTIO_MMIO_QUEUE_SEL, 0),
-            (VIRTIO_MMIO_QUEUE_NUM, 16),
-            (VIRTIO_MMIO_QUEUE_DESC_LOW, guest::DESCRIPTORS as u32),
-            (VIRTIO_MMIO_QUEUE_AVAIL_LOW, guest::AVAILABLE as u32),
-            (VIRTIO_MMIO_QUEUE_USED_LOW, guest::USED as u32),
-            (VIRTIO_MMIO_QUEUE_READY, 1),
-            (VIRTIO_MMIO_STATUS, FEATURES_OK | VIRTIO_CONFIG_S_DRIVER_OK),
+            (Register::Status, VIRTIO_CONFIG_S_ACKNOWLEDGE | VIRTIO_CONFIG_S_DRIVER),
+            (Register::DriverFeaturesSelect, 1),
+            (Register::DriverFeatures, 1 << (VIRTIO_F_VERSION_1 - 32)),
+            (Register::Status, FEATURES_OK),
+            (Register::QueueSelect, 0),
+            (Register::QueueSize, 16),
+            (Register::QueueDescriptors(Half::Low), guest::DESCRIPTORS as u32),
+            (Register::QueueAvailable(Half::Low), guest::AVAILABLE as u32),
+            (Register::QueueUsed(Half::Low), guest::USED as u32),
+            (Register::QueueReady, 1),
+            (Register::Status, FEATURES_OK | VIRTIO_CONFIG_S_DRIVER_OK),
         ] {
-            device.write(register.into(), &value.to_le_bytes());
+            device.set(register, value);
         }
     }
 
