@@ -124,7 +124,7 @@ fn boot(
     image: &[u8],
     change: impl FnOnce(&mut machine::Config, &mut BootConfig),
 ) -> Result<(Outcome, String), Failed> {
-    let (mut ready, serial) = build(image, PATIENCE, change)?;
+    let (ready, serial) = build(image, PATIENCE, change)?;
     let outcome = ready.run()?;
     let said = std::fs::read_to_string(&serial)?;
     std::fs::remove_file(serial)?;
