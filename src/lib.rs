@@ -8,6 +8,7 @@
 //! | room | what lives there |
 //! |---|---|
 //! | [`cli`] | one file a subcommand: arguments and the names of flags, and nothing that does work |
+//! | [`fleet`] | one plan on many hosts: its tasks, what they leave, and the merge; all that knows Slurm |
 //! | [`mod@bench`] | one file a benchmark: a workload, a schedule, and its figures |
 //! | [`oracle`] | whether a dirty log loses pages: what judges a tracker, and the tests that ask it |
 //! | [`session`] | the process around a machine: signals, privileges, sandbox, control socket, event loop, progress |
@@ -40,6 +41,7 @@
 //! - How a machine moves to another process: [`migration`], whose map is the protocol's too.
 //! - What a machine can be told while it runs: [`control::Do`].
 //! - What a result is: [`report::Report`].
+//! - How many hosts run one plan: [`fleet::plan`], [`fleet::merge`].
 
 pub mod arch;
 pub mod bench;
@@ -48,6 +50,7 @@ pub mod control;
 pub mod devices;
 pub mod dirty;
 pub mod fault;
+pub mod fleet;
 pub mod guests;
 pub mod host;
 pub mod keyvalue;

@@ -9,6 +9,7 @@ pub mod control;
 pub mod devices;
 pub mod doctor;
 mod flags;
+pub mod fleet;
 mod habits;
 mod host;
 mod judged;
@@ -42,9 +43,12 @@ use crate::sandbox;
 use crate::share::process;
 use crate::vm::lifecycle::Exit;
 
+/// The version, with the commit where this was built from a clone.
+pub const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), env!("VELLUM_COMMIT"));
+
 /// A lightweight VMM for KVM, for people who work on guest memory
 #[derive(Debug, Parser)]
-#[command(name = "vellum", version, max_term_width = 100, arg_required_else_help = true)]
+#[command(name = "vellum", version = VERSION, max_term_width = 100, arg_required_else_help = true)]
 #[command(after_help = "Start with `vellum doctor`, then `vellum run`: it needs no kernel image.")]
 struct Cli {
     #[command(subcommand)]
@@ -60,6 +64,7 @@ enum Command {
     Snapshot(snapshot::SnapshotArgs),
     Restore(Box<restore::RestoreArgs>),
     Bench(Box<bench::BenchArgs>),
+    Fleet(fleet::FleetArgs),
     Ctl(control::CtlArgs),
     /// The same as ctl NAME pause
     Pause(control::MachineArgs),
@@ -195,6 +200,7 @@ pub fn main() -> ExitCode {
         Command::Snapshot(args) => snapshot::run(&args),
         Command::Restore(args) => restore::run(*args),
         Command::Bench(args) => bench::run(*args),
+        Command::Fleet(args) => fleet::run(&args),
         Command::Ctl(args) => control::ctl(args),
         Command::Pause(args) => control::ctl(args.with(control::Ctl::Pause)),
         Command::Resume(args) => control::ctl(args.with(control::Ctl::Resume { force: false })),

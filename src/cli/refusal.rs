@@ -28,7 +28,7 @@ pub(super) fn refuse(error: &clap::Error) -> Option<Exit> {
 }
 
 /// Clap's paragraphs as one line, without the usage that `--help` shows better.
-fn one_line(error: &clap::Error) -> String {
+pub(super) fn one_line(error: &clap::Error) -> String {
     let text = error.to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);
     if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(typed))) =

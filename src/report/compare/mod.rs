@@ -18,6 +18,7 @@ mod stats;
 pub(super) mod text;
 
 use serde::{Deserialize, Serialize};
+pub use stats::mean_interval;
 
 use self::stats::{Estimate, Known, holm, paired, unpaired};
 use super::figure::{Label, median};

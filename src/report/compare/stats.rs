@@ -181,6 +181,14 @@ fn simpson(f: impl Fn(f64) -> f64, from: f64, to: f64) -> f64 {
     (0..=STEPS).map(weighted).sum::<f64>() * step / 3.0
 }
 
+/// The mean of `values`, two at least, and how far to both sides its interval of confidence 1 - `alpha` reaches: Student's.
+pub fn mean_interval(values: &[f64], alpha: f64) -> (f64, f64) {
+    let n = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / n;
+    let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (n - 1.0);
+    (mean, (variance / n).sqrt() * quantile(alpha, n - 1.0))
+}
+
 /// The distance from zero beyond which `alpha` of Student's distribution lies.
 fn quantile(alpha: f64, freedom: f64) -> f64 {
     let (mut low, mut high) = (0.0, 1.0);

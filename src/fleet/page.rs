@@ -1,0 +1,264 @@
+//! What a merge shows: on a terminal, and as a page. Names come from results, and so from anywhere: each is escaped where it is shown.
+
+use std::fmt::Write as _;
+
+use super::merge::{Events, Lines, Merged, interval};
+use crate::report::html::{escape, head_of_page};
+use crate::report::printable;
+use crate::report::units::{grouped, humanised};
+
+/// A table: its title, its heads, its rows.
+struct Table {
+    title: String,
+    heads: Vec<&'static str>,
+    rows: Vec<Vec<String>>,
+}
+
+/// The page.
+pub fn html(merged: &Merged) -> String {
+    let mut out = head_of_page(&format!("fleet {}", merged.plan));
+    let _ = writeln!(
+        out,
+        "<article>\n<h1>fleet {}</h1>\n<p>{}</p>",
+        escape(&merged.plan),
+        escape(&summary(merged))
+    );
+    for loss in &merged.losses {
+        let _ = writeln!(
+            out,
+            "<div class=\"invalid\"><p><strong>LOST</strong> on <strong>{}</strong> (Linux {}), {} with seed {}, attempt {}: {}</p>\n<pre class=\"command\">$ {}</pre></div>",
+            escape(&loss.node),
+            escape(&loss.kernel),
+            escape(&loss.test),
+            loss.seed,
+            loss.attempt,
+            escape(&loss.what),
+            loss.again.lines().map(escape).collect::<Vec<_>>().join("\n$ ")
+        );
+    }
+    for line in wrong(merged) {
+        let _ = writeln!(out, "<p class=\"invalid\">{}</p>", escape(&line));
+    }
+    for line in noted(merged) {
+        let _ = writeln!(out, "<p class=\"note\">{}</p>", escape(&line));
+    }
+    out.push_str("<section class=\"tables\">\n");
+    for table in tables(merged) {
+        let _ = writeln!(out, "<h2>{}</h2>\n<div class=\"scroll\"><table><thead><tr>", escape(&table.title));
+        table.heads.iter().for_each(|head| {
+            let _ = write!(out, "<th>{}</th>", escape(head));
+        });
+        out.push_str("</tr></thead>\n<tbody>\n");
+        for row in &table.rows {
+            out.push_str("<tr>");
+            for (at, cell) in row.iter().enumerate() {
+                let tag = if at == 0 { "th" } else { "td" };
+                let _ = write!(out, "<{tag}>{}</{tag}>", escape(cell));
+            }
+            out.push_str("</tr>\n");
+        }
+        out.push_str("</tbody></table></div>\n");
+    }
+    out.push_str("</section>\n</article>\n</body>\n</html>\n");
+    out
+}
+
+/// The same for a terminal.
+pub fn text(merged: &Merged) -> String {
+    let mut out = format!("fleet {}: {}\n", printable(&merged.plan), summary(merged));
+    for loss in &merged.losses {
+        let _ = writeln!(
+            out,
+            "LOST     on {} (Linux {}), {} with seed {}, attempt {}: {}\n         $ {}",
+            printable(&loss.node),
+            printable(&loss.kernel),
+            printable(&loss.test),
+            loss.seed,
+            loss.attempt,
+            printable(&loss.what),
+            loss.again.lines().map(printable).collect::<Vec<_>>().join("\n         $ ")
+        );
+    }
+    for line in wrong(merged).into_iter().chain(noted(merged)) {
+        let _ = writeln!(out, "{}", printable(&line));
+    }
+    for table in tables(merged) {
+        let _ = writeln!(out, "\n{}", printable(&table.title));
+        let shown: Vec<Vec<String>> = std::iter::once(table.heads.iter().map(ToString::to_string).collect())
+            .chain(table.rows.iter().map(|row| row.iter().map(|cell| short(&printable(cell))).collect()))
+            .collect();
+        let width =
+            |at: usize| shown.iter().map(|row: &Vec<String>| row[at].chars().count()).max().unwrap_or(0);
+        let widths: Vec<usize> = (0..table.heads.len()).map(width).collect();
+        for row in shown {
+            let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+            let _ = writeln!(out, "  {}", cells.collect::<Vec<_>>().join("  ").trim_end());
+        }
+    }
+    out
+}
+
+fn short(text: &str) -> String {
+    const MOST: usize = 48;
+    match text.chars().count() {
+        ..=MOST => text.into(),
+        _ => text.chars().take(MOST - 1).chain(['…']).collect(),
+    }
+}
+
+fn summary(merged: &Merged) -> String {
+    let hosts = merged.hosts.len();
+    format!(
+        "{} of {} tasks have a result, on {hosts} host{}; {}",
+        grouped(merged.ended.into()),
+        grouped(merged.tasks.into()),
+        if hosts == 1 { "" } else { "s" },
+        match merged.all_losses {
+            0 => "no page was lost".to_owned(),
+            1 => "1 RUN LOST PAGES".to_owned(),
+            n => format!("{n} RUNS LOST PAGES"),
+        }
+    )
+}
+
+/// What somebody has to look at.
+fn wrong(merged: &Merged) -> Vec<String> {
+    let mut lines = Vec::new();
+    if merged.all_losses > merged.losses.len() as u64 {
+        lines.push(format!("LOST     {} more runs", merged.all_losses - merged.losses.len() as u64));
+    }
+    add(&mut lines, "FAILED", &merged.failed);
+    add(&mut lines, "VANISHED", &merged.vanished);
+    if merged.all_missing > 0 {
+        let ranges = merged
+            .missing
+            .iter()
+            .map(|(from, to)| if from == to { from.to_string() } else { format!("{from}-{to}") });
+        let mut ranges: Vec<String> = ranges.take(20).collect();
+        if merged.missing.len() > 20 {
+            ranges.push("…".into());
+        }
+        lines.push(format!("MISSING  {} tasks: {}", merged.all_missing, ranges.join(",")));
+    }
+    add(&mut lines, "REFUSED", &merged.refused);
+    if merged.vellums.len() > 1 {
+        let each = merged.vellums.iter().map(|(vellum, results)| format!("{results} by {vellum}"));
+        lines.push(format!("MIXED    results of several Vellums: {}", each.collect::<Vec<_>>().join(", ")));
+    }
+    if merged.too_many {
+        lines.push("REFUSED  more kinds of figures than are kept".into());
+    }
+    lines
+}
+
+/// What is as it may be.
+fn noted(merged: &Merged) -> Vec<String> {
+    let mut lines = Vec::new();
+    add(&mut lines, "requeued", &merged.requeued);
+    add(&mut lines, "doubled", &merged.doubled);
+    lines.extend(merged.skipped.iter().map(|(reason, count)| format!("skipped  {count} cases: {reason}")));
+    lines
+}
+
+fn add(lines: &mut Vec<String>, name: &str, what: &Lines) {
+    lines.extend(what.first.iter().map(|line| format!("{name:<8} {line}")));
+    let more = what.count - what.first.len() as u64;
+    if more > 0 {
+        lines.push(format!("{name:<8} {more} more"));
+    }
+}
+
+fn tables(merged: &Merged) -> Vec<Table> {
+    let mut tables = Vec::new();
+    let hosts = merged.hosts.iter().map(|(name, host)| {
+        let kernels: Vec<&str> = host.kernels.iter().map(String::as_str).collect();
+        let numbers = [host.tasks, host.cases[0], host.cases[1], host.cases[2]].map(|n| grouped(n.into()));
+        let tail = [host.lost, host.events].map(|n| grouped(n as i128));
+        [name.clone(), kernels.join(", "), host.cpu.clone()].into_iter().chain(numbers).chain(tail).collect()
+    });
+    tables.push(Table {
+        title: "Hosts".into(),
+        heads: vec!["host", "kernel", "CPU", "tasks", "passed", "failed", "skipped", "pages lost", "events"],
+        rows: hosts.collect(),
+    });
+    if !merged.events.is_empty() {
+        let rows = merged.events.iter().map(|(alike, events)| {
+            let said = bound(events);
+            let [kernel, tracker, backing, cpu] =
+                [&alike.kernel, &alike.tracker, &alike.backing, &alike.cpu].map(String::clone);
+            vec![kernel, cpu, tracker, backing, grouped(events.events as i128), said]
+        });
+        tables.push(Table {
+            title: "The oracle's events, summed over what is alike".into(),
+            heads: vec!["kernel", "CPU", "tracker", "backing", "events", "what that says of these hosts"],
+            rows: rows.collect(),
+        });
+    }
+    let mut figures: Vec<Vec<String>> = Vec::new();
+    for (kind, hosts) in &merged.figures {
+        let name = [&kind.test, &kind.figure, &kind.kernel, &kind.cpu].map(String::clone);
+        match interval(hosts) {
+            Some((mean, half)) => {
+                let said =
+                    format!("{} ± {} (95 %)", humanised(&kind.unit, mean), humanised(&kind.unit, half));
+                figures.push(name.into_iter().chain([format!("{} hosts", hosts.len()), said]).collect());
+            }
+            None => figures.extend(hosts.iter().map(|(node, mean)| {
+                let value = humanised(&kind.unit, mean.sum / mean.count as f64);
+                name.iter()
+                    .cloned()
+                    .chain([node.clone(), format!("{value} (mean of {})", mean.count)])
+                    .collect()
+            })),
+        }
+    }
+    if !figures.is_empty() {
+        tables.push(Table {
+            title: "Figures: a host each where there are few, else over hosts".into(),
+            heads: vec!["test", "figure", "kernel", "CPU", "host", "value"],
+            rows: figures,
+        });
+    }
+    tables
+}
+
+fn bound(events: &Events) -> String {
+    match events.bound() {
+        Some(rate) => format!(
+            "no page lost in {} events: below {rate:.1e} per event at 95 %",
+            grouped(events.events as i128)
+        ),
+        None if events.lost > 0.0 => format!("{} pages LOST", grouped(events.lost as i128)),
+        None => "nothing".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::merge::{Host, Loss};
+    use super::*;
+
+    #[test]
+    fn a_lost_page_comes_first_and_no_name_does_harm() {
+        let bad = "<script>alert(1)</script>\u{1b}[2J$(id)";
+        let mut merged = Merged { plan: "n".into(), tasks: 2, ended: 1, all_losses: 1, ..Merged::default() };
+        merged.losses.push(Loss {
+            node: bad.into(),
+            kernel: bad.into(),
+            test: "a".into(),
+            seed: 7,
+            attempt: 0,
+            what: bad.into(),
+            again: "try 7".into(),
+        });
+        merged.hosts.insert(bad.into(), Host::default());
+        merged.skipped.insert(bad.into(), 3);
+        for shown in [html(&merged), text(&merged)] {
+            assert!(!shown.contains('\u{1b}'), "{shown}");
+            let (lost, hosts) = (shown.find("LOST<").or(shown.find("LOST  ")), shown.find("Hosts"));
+            assert!(lost.is_some() && lost < hosts, "{shown}");
+            assert!(shown.contains("try 7"));
+        }
+        assert!(!html(&merged).contains("<script"));
+    }
+}

@@ -1,0 +1,329 @@
+//! All that knows Slurm. Nothing of a plan reaches a shell or a line that sbatch reads: the batch script is a constant, which gets the
+//! program, the plan's file and a number as arguments, and options go to sbatch as arguments of its own.
+//!
+//! A task's number is the array's base, which is an argument, and the index that Slurm gives (SLURM_ARRAY_TASK_ID). A task that is
+//! requeued waits in the state BeginTime first, for as long as AuthInfo=cred_expire says, 120 s by default.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::Error;
+use super::plan::{Plan, results};
+use super::result::{self, SHARD};
+
+/// What Slurm runs. It has neither a line of sbatch's nor anything of a plan.
+const SCRIPT: &str = "#!/bin/sh\nexec \"$1\" fleet task \"$2\" \"$3\"\n";
+
+/// The longest list of an array's indices that is handed over at once, in characters.
+const LIST: usize = 8000;
+
+/// What the controller allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Indices of an array are below this (MaxArraySize).
+    pub array: u64,
+    /// Jobs that it keeps at once, each task of an array one (MaxJobCount).
+    pub jobs: u64,
+}
+
+/// What has become of a submission.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Submitted {
+    /// Arrays.
+    pub arrays: u64,
+    /// Tasks in them.
+    pub tasks: u64,
+    /// Tasks that had a result.
+    pub ended: u64,
+    /// Tasks that Slurm had already.
+    pub there: u64,
+    /// Tasks for which Slurm had no room.
+    pub left: u64,
+}
+
+/// Where tasks are.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Standing {
+    /// With a result.
+    pub ended: u64,
+    /// In Slurm's queue, by Slurm's word for their state.
+    pub queued: BTreeMap<String, u64>,
+    /// Neither.
+    pub nowhere: u64,
+}
+
+fn call(program: &str, arguments: &[String]) -> Result<String, Error> {
+    let output = Command::new(program)
+        .args(arguments)
+        // What is asked of squeue and sinfo, whatever the user likes to see.
+        .envs([("SQUEUE_FORMAT", "%F %K %T"), ("SINFO_FORMAT", "%f")])
+        .output().map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => Error::Slurm(format!(
+            "{program} is missing: apt-get install slurm-client, or run the plain commands, which `vellum fleet plan` prints"
+        )),
+        _ => Error::Slurm(format!("{program}: {error}")),
+    })?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    let said: Vec<&str> = said.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    Err(Error::Slurm(format!("{program}: {}", said.join("; "))))
+}
+
+fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|word| (*word).to_owned()).collect()
+}
+
+/// The controller's limits.
+///
+/// # Errors
+/// Where there is no Slurm, or it does not answer.
+pub fn limits() -> Result<Limits, Error> {
+    limits_in(&call("scontrol", &words(&["show", "config"]))?).map_err(Error::Slurm)
+}
+
+fn limits_in(text: &str) -> Result<Limits, String> {
+    let value = |name: &str| {
+        let line = text.lines().find(|line| line.split('=').next().is_some_and(|key| key.trim() == name));
+        let value = line
+            .and_then(|line| line.split_once('='))
+            .and_then(|(_, value)| value.trim().parse::<u64>().ok());
+        value.filter(|&value| value > 0).ok_or_else(|| format!("scontrol show config says no {name}"))
+    };
+    Ok(Limits { array: value("MaxArraySize")?, jobs: value("MaxJobCount")? })
+}
+
+/// The features that some node has.
+fn features() -> Result<BTreeSet<String>, Error> {
+    let text = call("sinfo", &words(&["--noheader"]))?;
+    Ok(text.split([',', '\n']).map(str::trim).map(str::to_owned).collect())
+}
+
+/// Where arrays are written down: the number of each, and its base.
+fn record(plan: &Path) -> PathBuf {
+    plan.with_file_name("jobs")
+}
+
+fn recorded(plan: &Path) -> BTreeMap<u64, u64> {
+    let text = fs::read_to_string(record(plan)).unwrap_or_default();
+    let pair = |line: &str| {
+        let (job, base) = line.split_once(' ')?;
+        Some((job.parse().ok()?, base.parse().ok()?))
+    };
+    text.lines().filter_map(pair).collect()
+}
+
+/// The tasks of this plan that Slurm has, with its words for their states, and how many jobs it has at all.
+fn queue(plan: &Path) -> Result<(BTreeMap<u64, String>, u64), Error> {
+    let (jobs, mut tasks, mut all) = (recorded(plan), BTreeMap::new(), 0);
+    let text = call("squeue", &words(&["--noheader", "--array"]))?;
+    for line in text.lines() {
+        all += 1;
+        let mut parts = line.split_whitespace();
+        let (Some(job), Some(index), Some(state)) = (parts.next(), parts.next(), parts.next()) else {
+            continue;
+        };
+        if let (Ok(job), Ok(index)) = (job.parse::<u64>(), index.parse::<u64>())
+            && let Some(base) = jobs.get(&job)
+        {
+            tasks.insert(base + index, state.to_owned());
+        }
+    }
+    Ok((tasks, all))
+}
+
+/// Whether tasks have a result, by the names in the directory of each thousand.
+fn ended(results: &Path, shard: u64) -> BTreeSet<u64> {
+    let names = fs::read_dir(result::shard(results, shard)).into_iter().flatten().flatten();
+    let of = |entry: fs::DirEntry| match result::named(&entry.file_name().to_string_lossy())? {
+        (index, _, true) => Some(index),
+        _ => None,
+    };
+    names.filter_map(of).collect()
+}
+
+/// Hands over what has no result and is not in the queue, as far as there is room; `node` is the only host that may run it.
+///
+/// # Errors
+/// Where Slurm is not there, refuses, or no node has what a test needs.
+pub fn submit(file: &Path, plan: &Plan, node: Option<&str>, more: &[String]) -> Result<Submitted, Error> {
+    let limits = limits()?;
+    let there = features()?;
+    for test in &plan.tests {
+        if let Some(feature) = test.features.iter().find(|feature| !there.contains(*feature)) {
+            let known: Vec<&str> = there.iter().map(String::as_str).collect();
+            let meant = crate::keyvalue::meant(feature, known.iter().copied());
+            return Err(Error::Asked(format!(
+                "test {}: no node of this cluster has the feature {feature}{meant}; nodes have {}",
+                test.name,
+                known.join(", ")
+            )));
+        }
+    }
+    let (queued, jobs) = queue(file)?;
+    let mut room = limits.jobs.saturating_sub(jobs);
+    let mut submitted = Submitted::default();
+    let results = results(file);
+    fs::create_dir_all(&results).map_err(Error::file("made", &results))?;
+    let script = file.with_file_name("task.sh");
+    result::place(&script, SCRIPT.as_bytes())?;
+    // What goes into one array: of one set of features and one limit of time, from one base on.
+    let mut group: Vec<u64> = Vec::new();
+    let mut of: Option<(usize, u64)> = None;
+    let (mut done, mut shard) = (BTreeSet::new(), None);
+    let position = |index: u64| {
+        let task = plan.task(index)?;
+        plan.tests.iter().position(|test| test.name == task.test.name)
+    };
+    let send =
+        |group: &mut Vec<u64>, of: Option<(usize, u64)>, submitted: &mut Submitted| -> Result<(), Error> {
+            let Some((test, base)) = of.filter(|_| !group.is_empty()) else { return Ok(()) };
+            for list in lists(group, base) {
+                array(file, &script, plan, test, base, &list, node, more)?;
+                submitted.arrays += 1;
+            }
+            submitted.tasks += group.len() as u64;
+            group.clear();
+            Ok(())
+        };
+    for index in 0..plan.len() {
+        if shard != Some(index / SHARD) {
+            shard = Some(index / SHARD);
+            done = ended(&results, index / SHARD);
+        }
+        if done.contains(&index) {
+            submitted.ended += 1;
+            continue;
+        }
+        if queued.contains_key(&index) {
+            submitted.there += 1;
+            continue;
+        }
+        if room == 0 {
+            submitted.left += 1;
+            continue;
+        }
+        let Some(test) = position(index) else { continue };
+        let here = (test, index / limits.array * limits.array);
+        if of != Some(here) {
+            send(&mut group, of, &mut submitted)?;
+            of = Some(here);
+        }
+        group.push(index);
+        room -= 1;
+    }
+    send(&mut group, of, &mut submitted)?;
+    Ok(submitted)
+}
+
+/// Indices from a base on, as sbatch takes them: `3,7-9`, in lists of at most [`LIST`] characters.
+fn lists(indices: &[u64], base: u64) -> Vec<String> {
+    let mut lists = vec![String::new()];
+    let mut at = 0;
+    while at < indices.len() {
+        let from = at;
+        while at + 1 < indices.len() && indices[at + 1] == indices[at] + 1 {
+            at += 1;
+        }
+        let (first, last) = (indices[from] - base, indices[at] - base);
+        let part = if first == last { first.to_string() } else { format!("{first}-{last}") };
+        if lists.last().is_some_and(|list| list.len() + part.len() > LIST) {
+            lists.push(String::new());
+        }
+        if let Some(list) = lists.last_mut() {
+            if !list.is_empty() {
+                list.push(',');
+            }
+            list.push_str(&part);
+        }
+        at += 1;
+    }
+    lists
+}
+
+#[expect(clippy::too_many_arguments, reason = "each is one of sbatch's, and there is one caller")]
+fn array(
+    file: &Path,
+    script: &Path,
+    plan: &Plan,
+    test: usize,
+    base: u64,
+    list: &str,
+    node: Option<&str>,
+    more: &[String],
+) -> Result<(), Error> {
+    let test = &plan.tests[test];
+    let program = std::env::current_exe().map_err(Error::file("found", "this program"))?;
+    let mut arguments = words(&["--parsable", "--exclusive", "--requeue", "--open-mode=append"]);
+    arguments.push(format!("--array={list}"));
+    arguments.push(format!("--job-name=vellum-{}", plan.name));
+    arguments.push(format!("--chdir={}", file.parent().unwrap_or(Path::new("/")).display()));
+    // What a task says besides its result is of interest where it has none.
+    arguments.push(format!("--output={}", file.with_file_name("said").display()));
+    arguments.push(["--ti", "me="].concat() + &test.minutes.to_string());
+    if !test.features.is_empty() {
+        let all: Vec<&str> = test.features.iter().map(String::as_str).collect();
+        arguments.push(format!("--constraint={}", all.join("&")));
+    }
+    arguments.extend(node.map(|node| format!("--nodelist={node}")));
+    arguments.extend(more.iter().cloned());
+    arguments.extend([script, &program, file].map(|path| path.to_string_lossy().into_owned()));
+    arguments.push(base.to_string());
+    let said = call("sbatch", &arguments)?;
+    let job = said.trim().split(';').next().unwrap_or_default();
+    let job: u64 = job.parse().map_err(|_| Error::Slurm(format!("sbatch says no job but {said:?}")))?;
+    let path = record(file);
+    let mut file =
+        OpenOptions::new().create(true).append(true).open(&path).map_err(Error::file("written", &path))?;
+    writeln!(file, "{job} {base}").and_then(|()| file.sync_all()).map_err(Error::file("written", &path))
+}
+
+/// Where the tasks of the plan are; without Slurm, by their results alone.
+///
+/// # Errors
+/// Where Slurm is there and does not answer.
+pub fn standing(file: &Path, plan: &Plan) -> Result<Standing, Error> {
+    let queued = if record(file).exists() { queue(file)?.0 } else { BTreeMap::new() };
+    let (mut standing, results) = (Standing::default(), results(file));
+    for shard in 0..plan.len().div_ceil(SHARD) {
+        let done = ended(&results, shard);
+        for index in shard * SHARD..((shard + 1) * SHARD).min(plan.len()) {
+            match queued.get(&index) {
+                _ if done.contains(&index) => standing.ended += 1,
+                Some(state) => *standing.queued.entry(state.clone()).or_default() += 1,
+                None => standing.nowhere += 1,
+            }
+        }
+    }
+    Ok(standing)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_read_as_scontrol_prints_them() {
+        let text = "Configuration data as of 2026\nMaxArraySize            = 1001\nMaxJobCount             = 10000\nMaxJobId = 7\n";
+        assert_eq!(limits_in(text), Ok(Limits { array: 1001, jobs: 10_000 }));
+        assert!(limits_in("MaxArraySize = 0\n").unwrap_err().contains("MaxArraySize"));
+    }
+
+    #[test]
+    fn indices_are_ranges_from_their_base_on() {
+        assert_eq!(lists(&[1003, 1007, 1008, 1009, 1011], 1001), ["2,6-8,10"]);
+        let odd: Vec<u64> = (0..5000).map(|n| 2 * n).collect();
+        let all = lists(&odd, 0);
+        assert!(all.len() > 1 && all.iter().all(|list| list.len() <= LIST + 1 && !list.starts_with(',')));
+        assert_eq!(all.iter().map(|list| list.split(',').count()).sum::<usize>(), 5000);
+    }
+
+    #[test]
+    fn the_script_says_nothing_to_sbatch() {
+        assert!(!SCRIPT.contains("#SBATCH") && SCRIPT.lines().count() == 2);
+    }
+}
