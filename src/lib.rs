@@ -23,6 +23,7 @@
 //! | [`vm`] | KVM's VM: memslots, dirty rings, vCPU threads, counters |
 //! | [`share`] | a directory of the host's as a file system of a guest's: FUSE, and the process that serves it |
 //! | [`sandbox`] | what a running VMM gives up: seccomp a thread kind, Landlock, privileges |
+//! | [`launch`] | what a kernel needs around it so that a command runs in it: modules, initramfs, standard streams |
 //! | [`control`] | the control socket: requests, answers, events; and the guest agent's client |
 //! | [`memory`] | guest memory: where RAM lies, its mapping, its memslots, the VMM's own write log |
 //! | [`report`] | the one result type and its faces: terminal, JSON, HTML |
@@ -39,6 +40,7 @@
 //! - What a guest without an OS does: [`guests`], its assembly in `guests/program/`.
 //! - How dirty pages are collected: [`dirty::DirtyTracker`]; how one that is lost is found: [`oracle::judge`].
 //! - How a machine moves to another process: [`migration`], whose map is the protocol's too.
+//! - How a command runs in a kernel that was just built: [`mod@launch`].
 //! - What a machine can be told while it runs: [`control::Do`].
 //! - What a result is: [`report::Report`].
 //! - How many hosts run one plan: [`fleet::plan`], [`fleet::merge`].
@@ -54,6 +56,7 @@ pub mod fleet;
 pub mod guests;
 pub mod host;
 pub mod keyvalue;
+pub mod launch;
 pub mod machine;
 pub mod memory;
 pub mod migration;

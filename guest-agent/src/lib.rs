@@ -2,11 +2,26 @@
 //!
 //! The host connects to [`PORT`] of the guest's vsock, sends one [`Request`], and reads [`Event`]s until the guest closes
 //! the connection. On the serial port, where there is no vsock, the same lines follow each other.
+//!
+//! A guest that was started for one command connects to [`STREAM_PORT`] of its host instead, once it is up, and reads one
+//! [`Launch`] there, a line too; [`frame`]s follow in both directions.
+
+pub mod frame;
+pub mod init;
+mod serve;
+mod stream;
+mod switching;
+mod sys;
+mod work;
 
 use serde::{Deserialize, Serialize};
 
 /// The vsock port on which the agent listens.
 pub const PORT: u32 = 1024;
+/// The host's vsock port on which the launcher of one command waits for its guest.
+pub const STREAM_PORT: u32 = 1025;
+/// The file of an initramfs that says that the guest is there for one command.
+pub const LAUNCH: &str = "/vellum/launch";
 /// The longest request, in bytes: a line beyond it is refused.
 pub const MAX_REQUEST: usize = 64 << 10;
 
@@ -48,6 +63,20 @@ pub enum Request {
     Hackbench(Hackbench),
     /// Switch the guest off.
     PowerOff,
+}
+
+/// A command with its standard streams.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Launch {
+    /// The program, found by PATH, and its arguments.
+    pub command: Vec<String>,
+    /// Where it runs; `/` without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub directory: Option<String>,
+    /// As whom, a number or a name of the guest's /etc/passwd; as root without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
 }
 
 /// Pages of memory written at a rate, each with a stamp that the next write to it verifies.

@@ -3,13 +3,13 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::io::{self, BufRead, Read, Write};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 
-use guest_agent::{Event, MAX_REQUEST, Request};
-
-use crate::{sys, work};
+use crate::init::NAME;
+use crate::{Event, MAX_REQUEST, Request, sys, work};
 
 /// Children and how they ended. PID 1 inherits every orphan, so one thread waits for all processes, and whoever started
 /// one asks here.
@@ -38,7 +38,7 @@ impl Children {
     }
 
     /// Starts a command; its end is in the result of [`Children::wait`].
-    fn start(&self, command: &mut Command) -> io::Result<std::process::Child> {
+    pub(crate) fn start(&self, command: &mut Command) -> io::Result<std::process::Child> {
         let mut state = self.lock();
         let child = command.spawn()?;
         state.0 += 1;
@@ -46,7 +46,12 @@ impl Children {
         Ok(child)
     }
 
-    fn wait(&self, pid: u32) -> i32 {
+    /// Runs a command to its end.
+    pub(crate) fn run(&self, command: &mut Command) -> io::Result<i32> {
+        Ok(self.wait(self.start(command)?.id()))
+    }
+
+    pub(crate) fn wait(&self, pid: u32) -> i32 {
         let state = self.changed.wait_while(self.lock(), |(_, ended)| !ended.contains_key(&pid));
         let mut state = state.expect("nobody panics with it");
         state.0 -= 1;
@@ -85,7 +90,7 @@ pub fn every(
 }
 
 /// A line, or as much of one as is needed to see that it is too long; nothing at the end.
-fn line(input: &mut impl BufRead) -> io::Result<Option<Vec<u8>>> {
+pub(crate) fn line(input: &mut impl BufRead) -> io::Result<Option<Vec<u8>>> {
     let mut line = Vec::new();
     input.take(MAX_REQUEST as u64 + 1).read_until(b'\n', &mut line)?;
     Ok((!line.is_empty()).then_some(line))
@@ -174,7 +179,7 @@ fn apart(
     children: &Children,
 ) -> io::Result<()> {
     let mut command = Command::new("/proc/self/exe");
-    command.arg(serde_json::to_string(request)?).stdin(Stdio::null());
+    command.arg0(NAME).arg(serde_json::to_string(request)?).stdin(Stdio::null());
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = children.start(&mut command)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());

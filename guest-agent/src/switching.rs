@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
-use guest_agent::{Event, Hackbench, LatCtx};
+use crate::{Event, Hackbench, LatCtx};
 
 use crate::sys;
 

@@ -50,6 +50,39 @@ pub fn wait_any() -> io::Result<(u32, i32)> {
     Ok((pid as u32, code))
 }
 
+/// A connection to `port` of the host.
+pub fn connect_vsock(port: u32) -> io::Result<File> {
+    let address = libc::sockaddr_vm {
+        svm_family: libc::AF_VSOCK as u16,
+        svm_reserved1: 0,
+        svm_port: port,
+        svm_cid: libc::VMADDR_CID_HOST,
+        svm_zero: [0; 4],
+    };
+    // SAFETY: plain system calls; the descriptor is nobody else's, and the address outlives its call with its right length.
+    unsafe {
+        let fd = check(libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0).into())?;
+        let socket = File::from_raw_fd(fd as i32);
+        let size = size_of_val(&address) as u32;
+        check(libc::connect(socket.as_raw_fd(), (&raw const address).cast(), size).into())?;
+        Ok(socket)
+    }
+}
+
+/// Has the loopback interface up.
+pub fn loopback_up() -> io::Result<()> {
+    // SAFETY: ifreq is plain data, for which all zeroes is a value; it outlives the call.
+    unsafe {
+        let fd = check(libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0).into())?;
+        let socket = OwnedFd::from_raw_fd(fd as i32);
+        let mut request: libc::ifreq = std::mem::zeroed();
+        request.ifr_name[0] = b'l' as libc::c_char;
+        request.ifr_name[1] = b'o' as libc::c_char;
+        request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
+        check(libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS as _, &raw const request).into()).map(drop)
+    }
+}
+
 /// A vsock socket that listens on `port` for whoever is on the host.
 pub fn listen_vsock(port: u32) -> io::Result<OwnedFd> {
     let address = libc::sockaddr_vm {

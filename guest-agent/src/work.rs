@@ -7,9 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use guest_agent::{DiskWork, Event, MemoryWork, Pattern};
-
-use crate::sys;
+use crate::{DiskWork, Event, MemoryWork, Pattern, sys};
 
 const PAGE: u64 = 4096;
 /// Words from one page's stamp to the next.

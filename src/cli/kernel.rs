@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::devices::DeviceArgs;
+use super::launch::{self, LaunchArgs, Ready};
 use super::{Failure, keyvalue, run::failure};
 use crate::arch::boot::{DEFAULT_CMDLINE, Protocol};
 use crate::arch::irqchip::Mode;
@@ -22,19 +23,20 @@ use crate::vm::lifecycle::Exit;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "A guest with a kernel")]
 pub struct KernelArgs {
-    /// Boot this: a bzImage, an ELF vmlinux, a PVH or multiboot image
-    #[arg(short, long, value_name = "FILE")]
+    /// Boot this: a bzImage, an ELF vmlinux, a PVH or multiboot image; or the kernel of a tree in which one was built (O= too), of an
+    /// unpacked linux-image package, or `host`, this host's own
+    #[arg(short, long, value_name = "FILE|DIR|host")]
     #[arg(conflicts_with_all = ["workload", "passes", "duration", "json"])]
     pub kernel: Option<PathBuf>,
 
     /// The initial RAM disk, or a multiboot image's module
     #[arg(short, long, value_name = "FILE", requires = "kernel")]
-    initrd: Option<PathBuf>,
+    pub(super) initrd: Option<PathBuf>,
 
     /// The kernel's command line, put after the defaults (console=ttyS0 reboot=k panic=-1)
     #[arg(short = 'p', long = "cmdline", visible_alias = "params", value_name = "TEXT", requires = "kernel")]
     #[arg(allow_hyphen_values = true)]
-    cmdline: Vec<String>,
+    pub(super) cmdline: Vec<String>,
 
     /// Leave out what is there by default: the beginning of the command line
     #[arg(long, requires = "kernel")]
@@ -55,7 +57,7 @@ pub struct KernelArgs {
 
     /// Where the serial port leads: terminal (Ctrl-a x ends the guest), file=PATH, pty or null
     #[arg(long, value_name = "WHERE", default_value = "terminal", requires = "kernel")]
-    serial: Target,
+    pub(super) serial: Target,
 
     /// Give it no VM generation ID, by which it notices that it was restored from a snapshot and draws other random numbers
     #[arg(long, requires = "kernel")]
@@ -78,7 +80,10 @@ pub struct KernelArgs {
     timeout: Option<Duration>,
 
     #[command(flatten)]
-    devices: DeviceArgs<true>,
+    pub(super) devices: DeviceArgs<true>,
+
+    #[command(flatten)]
+    pub(super) launch: LaunchArgs,
 }
 
 /// Boots `kernel` on a machine of `memory` and `config` with what else `args` say, and waits for its end.
@@ -89,15 +94,32 @@ pub fn run(
     config: machine::Config,
     process: session::Config,
 ) -> Result<Exit, Failure> {
+    if let Some(plan) = launch::plan(&args.launch, &kernel, args.initrd.as_deref())? {
+        return launch::run(plan, args, memory, config, process);
+    }
+    boot(args, kernel, memory, config, process, Ready::none())
+}
+
+/// Boots it in this process; `ready` ends as soon as the machine has all that it needs of the host.
+pub(super) fn boot(
+    args: KernelArgs,
+    kernel: PathBuf,
+    memory: MemoryConfig,
+    config: machine::Config,
+    process: session::Config,
+    told: Ready,
+) -> Result<Exit, Failure> {
     let KernelArgs { initrd, protocol, irqchip, transport, serial, cr3_cache, timeout, devices, .. } = args;
     let defaults = (!args.nodefaults).then_some(DEFAULT_CMDLINE);
     let parts: Vec<&str> = defaults.into_iter().chain(args.cmdline.iter().map(String::as_str)).collect();
-    let (cmdline, virtio) = (parts.join(" "), devices.config());
+    let (cmdline, mut virtio) = (parts.join(" "), devices.config());
+    virtio.0.extend(told.devices);
     let vmgenid = if args.no_vmgenid { None } else { config.vmgenid };
     let config = machine::Config { irqchip, transport, serial, virtio, vmgenid, cr3_cache, ..config };
     let boot = BootConfig { kernel, initrd, cmdline, protocol };
     let process = session::Config { limit: timeout, ..process };
     let ready = session::kernel::ready(&process, memory, config, boot).map_err(failure)?;
+    drop(told.word);
     let machine = &ready.machine;
     if let Some(pty) = &machine.pty {
         tracing::info!("the serial port is {pty}");

@@ -14,6 +14,7 @@ mod habits;
 mod host;
 mod judged;
 pub mod kernel;
+mod launch;
 pub mod migrate;
 pub mod receive;
 mod refusal;
@@ -171,6 +172,10 @@ fn print(text: impl Display) -> Result<bool, Failure> {
 
 /// The program.
 pub fn main() -> ExitCode {
+    // A guest that was started for a command has this program as its PID 1.
+    if guest_agent::init::is_agent() {
+        return guest_agent::init::main();
+    }
     crate::sys::heap::keep_to_one();
     say_panics();
     if let Some(line) = habits::other_program() {

@@ -7,6 +7,7 @@ pub mod clock;
 pub mod cr3_cache;
 pub mod dirty;
 pub mod file;
+pub mod fork;
 pub mod guard;
 pub mod heap;
 pub mod host;

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use crate::artifacts::{Kernel, build_static};
 use crate::cache::Cache;
-use crate::initramfs::Initramfs;
+use crate::initramfs::{Initramfs, copy};
 use crate::{Error, Result, tool};
 
 /// The modules that a guest needs.
@@ -32,7 +32,7 @@ impl Guest {
         let agent = built.first().ok_or_else(|| Error::Usage("cargo built no guest agent".into()))?;
 
         let mut image = Initramfs::new();
-        image.copy(&agent.path, "/init")?;
+        copy(&mut image, &agent.path, "/init")?;
         let names: Vec<&str> =
             MODULES.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
         let mut order = String::new();
@@ -42,7 +42,7 @@ impl Guest {
         }
         image.file("/modules/order", 0o644, order.as_bytes());
         let busybox = tool::need("busybox")?;
-        image.copy(&busybox, "/bin/busybox")?;
+        copy(&mut image, &busybox, "/bin/busybox")?;
         for name in
             tool::text(Command::new(&busybox).arg("--list"))?.lines().filter(|name| *name != "busybox")
         {

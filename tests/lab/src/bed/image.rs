@@ -9,7 +9,7 @@ use super::{HostKernel, Pace, Request};
 use crate::architecture::Architecture;
 use crate::artifacts::{self, Programs};
 use crate::cache::Cache;
-use crate::initramfs::Initramfs;
+use crate::initramfs::{Initramfs, copy};
 use crate::wire::{JOB_PATH, Job};
 use crate::{Error, Result, tool};
 
@@ -39,12 +39,12 @@ pub fn pack(
     shell: bool,
 ) -> Result<PathBuf> {
     let mut image = Initramfs::new();
-    image.copy(&programs.init, "/init")?;
-    image.copy(&programs.vellum, "/bin/vellum")?;
+    copy(&mut image, &programs.init, "/init")?;
+    copy(&mut image, &programs.vellum, "/bin/vellum")?;
     let busybox = busybox()?;
     match request.bed.architecture() {
-        Architecture::X86 => image.copy(&busybox, "/bin/busybox")?,
-        other => image.copy(&artifacts::busybox(cache, other)?, "/bin/busybox")?,
+        Architecture::X86 => copy(&mut image, &busybox, "/bin/busybox")?,
+        other => copy(&mut image, &artifacts::busybox(cache, other)?, "/bin/busybox")?,
     }
     for name in tool::text(Command::new(&busybox).arg("--list"))?.lines().filter(|name| *name != "busybox") {
         image.link(&format!("/bin/{name}"), "busybox");
@@ -59,7 +59,7 @@ pub fn pack(
         image.directory(path);
     }
     for (from, to) in &request.files {
-        image.copy(from, to)?;
+        copy(&mut image, from, to)?;
     }
     let mut job = job(request, shell);
     let names = [request.bed.modules(), &MODULES].concat();

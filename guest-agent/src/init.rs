@@ -6,21 +6,26 @@
 //! Where it is not PID 1 it takes one request of tasks that switch as its argument, tells what it measures, and ends: PID 1 starts it
 //! so, and on a host one can do it by hand.
 
-mod serve;
-mod switching;
-mod sys;
-mod work;
-
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread;
 
-use guest_agent::{Event, PORT, Request};
-use serve::Children;
+use crate::serve::Children;
+use crate::{Event, LAUNCH, PORT, Request, serve, stream, switching, sys, work};
 
-fn main() -> ExitCode {
+/// What the kernel calls the first process of a guest, and that calls those of its own program that it starts.
+pub const NAME: &str = "/init";
+
+/// Whether this process is the agent of a guest by its name.
+pub fn is_agent() -> bool {
+    std::env::args_os().next().is_some_and(|name| name == NAME)
+}
+
+/// Does PID 1's work until the guest is switched off; as any other process, one request.
+pub fn main() -> ExitCode {
     if std::process::id() != 1 {
         return alone();
     }
@@ -59,11 +64,15 @@ fn run() -> io::Result<()> {
         sys::mount(kind, target)
             .or_else(|e| if e.raw_os_error() == Some(libc::EBUSY) { Ok(()) } else { Err(e) })?;
     }
+    mount_more();
     let failed_modules = work::load_modules();
     let children = Arc::<Children>::default();
     let reaper = children.clone();
     thread::spawn(move || reaper.reap());
 
+    if Path::new(LAUNCH).exists() {
+        return launched(&failed_modules, &children);
+    }
     let mut console = OpenOptions::new().write(true).open("/dev/console")?;
     let words = std::env::args_os().skip(1);
     let arguments: Vec<String> = words.map(|word| word.to_string_lossy().into_owned()).collect();
@@ -86,13 +95,46 @@ fn run() -> io::Result<()> {
     }
 }
 
+/// What commands expect beside that. A kernel without one of these file systems runs commands all the same. Descriptors of
+/// another root (a share that is to be it) are mounted here, before anything is started.
+fn mount_more() {
+    for (kind, target) in [
+        ("devpts", "/dev/pts"),
+        ("tmpfs", "/dev/shm"),
+        ("cgroup2", "/sys/fs/cgroup"),
+        ("debugfs", "/sys/kernel/debug"),
+        ("tracefs", "/sys/kernel/tracing"),
+    ] {
+        // sysfs has the directories of what the kernel has.
+        let _ = std::fs::create_dir_all(target);
+        let _ = sys::mount(kind, target);
+    }
+    for (name, target) in [("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")]
+    {
+        let _ = std::os::unix::fs::symlink(target, format!("/dev/{name}"));
+    }
+    let _ = sys::loopback_up();
+}
+
+/// Runs the command for which this guest was started: its host waits at [`STREAM_PORT`](crate::STREAM_PORT).
+fn launched(failed_modules: &[String], children: &Children) -> io::Result<()> {
+    failed_modules.iter().for_each(|failed| println!("agent: module {failed}"));
+    if Path::new("/bin/busybox").exists() && !Path::new("/bin/sh").exists() {
+        let mut install = std::process::Command::new("/bin/busybox");
+        children.run(install.args(["--install", "-s", "/bin"]))?;
+    }
+    let connection = sys::connect_vsock(crate::STREAM_PORT)
+        .map_err(|error| io::Error::other(format!("no connection to the host by vsock: {error}")))?;
+    stream::serve(connection, children)
+}
+
 /// The request that the command line holds, as a line. The kernel passes on whatever it does not know itself, so what
 /// comes before the request is not for us.
 fn request(arguments: &[String]) -> Option<String> {
     let start = arguments.iter().position(|word| word == "exec" || word.starts_with('{'))?;
     match &arguments[start..] {
         [word, command @ ..] if word == "exec" => {
-            let request = guest_agent::Request::Exec { command: command.to_vec() };
+            let request = crate::Request::Exec { command: command.to_vec() };
             serde_json::to_string(&request).ok()
         }
         json => Some(json.join(" ")),

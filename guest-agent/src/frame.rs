@@ -1,0 +1,81 @@
+//! A command's standard streams on one connection: each piece behind its kind, a byte, and its length, 4 bytes with the least first.
+//!
+//! To the guest go [`INPUT`], whose empty piece is the end of it, and [`CLOSED`]; from the guest come [`OUTPUT`], [`ERRORS`], and at
+//! last [`EXIT`] or [`FAILED`]. Whoever does not take what it is sent lets the other side wait: the connection's own flow control is
+//! the only one.
+
+use std::io::{self, Read, Write};
+
+/// For standard input; an empty piece is its end.
+pub const INPUT: u8 = 0;
+/// From standard output.
+pub const OUTPUT: u8 = 1;
+/// From standard error.
+pub const ERRORS: u8 = 2;
+/// The command has ended: its exit status or 128 and its signal, 4 bytes.
+pub const EXIT: u8 = 3;
+/// The command could not be started: why, as text.
+pub const FAILED: u8 = 4;
+/// Nobody reads a stream any more, [`OUTPUT`] or [`ERRORS`]: a byte.
+pub const CLOSED: u8 = 5;
+
+/// The longest piece.
+pub const MAX: usize = 64 << 10;
+
+/// Writes one piece.
+///
+/// # Errors
+/// Where the connection is gone.
+pub fn write(to: &mut impl Write, kind: u8, data: &[u8]) -> io::Result<()> {
+    let length = u32::try_from(data.len()).map_err(io::Error::other)?;
+    let mut piece = Vec::with_capacity(5 + data.len());
+    piece.push(kind);
+    piece.extend(length.to_le_bytes());
+    piece.extend(data);
+    to.write_all(&piece)
+}
+
+/// Reads one piece into `data`, and gives its kind; `None` where the connection has ended before it began.
+///
+/// # Errors
+/// Where it is longer than [`MAX`] or cut off.
+pub fn read(from: &mut impl Read, data: &mut Vec<u8>) -> io::Result<Option<u8>> {
+    let mut kind = [0];
+    loop {
+        match from.read(&mut kind) {
+            Ok(0) => return Ok(None),
+            Ok(_) => break,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let mut length = [0; 4];
+    from.read_exact(&mut length)?;
+    let length = u32::from_le_bytes(length) as usize;
+    if length > MAX {
+        return Err(io::Error::other(format!("a piece of {length} bytes, where {MAX} at most are possible")));
+    }
+    data.resize(length, 0);
+    from.read_exact(data)?;
+    Ok(Some(kind[0]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_come_as_they_were_sent_and_long_or_cut_ones_are_refused() {
+        let mut bytes = Vec::new();
+        write(&mut bytes, OUTPUT, b"a\0\xff").unwrap();
+        write(&mut bytes, INPUT, b"").unwrap();
+        let (mut from, mut data) = (&bytes[..], Vec::new());
+        assert_eq!(read(&mut from, &mut data).unwrap(), Some(OUTPUT));
+        assert_eq!(data, b"a\0\xff");
+        assert_eq!(read(&mut from, &mut data).unwrap(), Some(INPUT));
+        assert!(data.is_empty());
+        assert_eq!(read(&mut from, &mut data).unwrap(), None);
+        assert!(read(&mut &bytes[..6], &mut data).is_err());
+        assert!(read(&mut &[OUTPUT, 1, 0, 1, 0][..], &mut data).unwrap_err().to_string().contains("65537"));
+    }
+}

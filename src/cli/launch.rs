@@ -1,0 +1,171 @@
+//! `vellum run -k KERNEL -- COMMAND`: one command in a guest, with its standard streams and its exit status.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use clap::Args;
+use guest_agent::Launch;
+
+use super::kernel::{self, KernelArgs};
+use super::run::FLAGS;
+use super::{Failure, print, say};
+use crate::control::names;
+use crate::devices::console::Target;
+use crate::devices::virtio::DeviceConfig;
+use crate::devices::virtio::vsock::VsockConfig;
+use crate::launch::client::{self, Ended, Guest};
+use crate::launch::kernel::Kernel;
+use crate::launch::{Error, config, image};
+use crate::memory::MemoryConfig;
+use crate::sys::fork::{Forked, fork};
+use crate::sys::mmap::memfd;
+use crate::vm::lifecycle::Exit;
+use crate::{machine, session};
+
+/// A command for the guest.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "A command in a guest with a kernel")]
+pub struct LaunchArgs {
+    /// Where the command runs in the guest
+    #[arg(long, value_name = "DIR", requires = "command")]
+    guest_dir: Option<String>,
+
+    /// As whom: a number, or a name of the guest's /etc/passwd
+    #[arg(long, value_name = "USER", requires = "command")]
+    guest_user: Option<String>,
+
+    /// Write there how it ended, as JSON, which tells a command's status from Vellum's own: {"ended":"command","status":0}
+    #[arg(long, value_name = "FILE", requires = "command")]
+    status_file: Option<PathBuf>,
+
+    /// Print what a kernel's configuration must have for this, as a fragment for its merge_config.sh, and end
+    #[arg(long, requires = "kernel")]
+    kconfig: bool,
+
+    /// A command and its arguments, run in the guest with this process's standard streams; its exit status is vellum's. The guest's
+    /// root is the initramfs: --initrd's, or one with this host's static busybox
+    #[arg(last = true, value_name = "COMMAND", requires = "kernel")]
+    command: Vec<String>,
+}
+
+/// What has to be known before a machine is made.
+pub(super) struct Plan {
+    kernel: Kernel,
+    initrd: OwnedFd,
+    launch: Launch,
+    status_file: Option<PathBuf>,
+}
+
+/// What a machine has beside its arguments, and what tells that it is ready: its end, when this is dropped.
+pub(super) struct Ready {
+    pub word: Option<OwnedFd>,
+    pub devices: Option<Arc<dyn DeviceConfig>>,
+}
+
+impl Ready {
+    /// Nothing more, and nobody to be told.
+    pub fn none() -> Self {
+        Self { word: None, devices: None }
+    }
+}
+
+fn failure(error: Error) -> Failure {
+    Failure::of(&error, FLAGS)
+}
+
+/// What is to be launched around `named`; `None` where an image is just to be booted.
+pub(super) fn plan(args: &LaunchArgs, named: &Path, initrd: Option<&Path>) -> Result<Option<Plan>, Failure> {
+    if args.kconfig {
+        print(config::fragment())?;
+        std::process::exit(0);
+    }
+    if args.command.is_empty() {
+        return Ok(None);
+    }
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let kernel = Kernel::find(named, release.trim()).map_err(failure)?;
+    image::check(&kernel).map_err(failure)?;
+    let program = args.command.first().map(String::as_str);
+    let archive = image::pack(&kernel, initrd, program).map_err(failure)?;
+    let initrd = memfd(c"vellum-initramfs", 0, None)
+        .and_then(|mut file| file.write_all(&archive).map(|()| OwnedFd::from(file)));
+    let initrd = initrd.map_err(|error| Failure::host(format!("a file in memory: {error}")))?;
+    let launch = Launch {
+        command: args.command.clone(),
+        directory: args.guest_dir.clone(),
+        user: args.guest_user.clone(),
+    };
+    Ok(Some(Plan { kernel, initrd, launch, status_file: args.status_file.clone() }))
+}
+
+/// Makes the machine in a process of its own, and runs the command.
+pub(super) fn run(
+    plan: Plan,
+    mut args: KernelArgs,
+    memory: MemoryConfig,
+    config: machine::Config,
+    process: session::Config,
+) -> Result<Exit, Failure> {
+    let host = |error: io::Error| Failure::host(format!("a pipe: {error}"));
+    // Opened before anything runs, so that a path that cannot be written costs nothing.
+    let status_file = plan.status_file.as_ref().map(|path| {
+        File::create(path)
+            .map_err(|error| Failure::usage(format!("--status-file {}: {error}", path.display())))
+    });
+    let status_file = status_file.transpose()?;
+    let directory = names::directory().map_err(|error| Failure::of(&error, FLAGS))?;
+    let vsock = directory.join(format!("launch-{}.vsock", std::process::id()));
+    let (console, output) = io::pipe().map_err(host)?;
+    let (ready, word) = io::pipe().map_err(host)?;
+    let (output, word) = (OwnedFd::from(output), OwnedFd::from(word));
+    match fork(&output).map_err(|error| Failure::host(format!("fork: {error}")))? {
+        Forked::Child => {
+            drop((console, ready, output));
+            args.initrd = Some(format!("/proc/self/fd/{}", plan.initrd.as_raw_fd()).into());
+            args.serial = Target::Terminal;
+            let devices: Arc<dyn DeviceConfig> = Arc::new(VsockConfig { path: vsock, cid: 3 });
+            let told = Ready { word: Some(word), devices: Some(devices) };
+            kernel::boot(args, plan.kernel.image, memory, config, process, told)
+        }
+        Forked::Parent(child) => {
+            drop((output, word));
+            let console = File::from(OwnedFd::from(console));
+            let ready = File::from(OwnedFd::from(ready));
+            let guest = Guest { child, console, ready, vsock: &vsock };
+            let ended = client::run(guest, &plan.launch).map_err(failure)?;
+            if let Some(mut file) = status_file {
+                let text = serde_json::to_string(&ended).map_err(Failure::host)?;
+                writeln!(file, "{text}").map_err(|error| Failure::host(format!("--status-file: {error}")))?;
+            }
+            Ok(tell(ended))
+        }
+    }
+}
+
+/// Says what is not the command's own end; the status.
+fn tell(ended: Ended) -> Exit {
+    match ended {
+        Ended::Command { status } => Exit::Guest(status),
+        Ended::NotStarted { reason } => {
+            say(&reason);
+            Exit::AgentCommand
+        }
+        // The machine's process has said it.
+        Ended::Machine { status: status @ (1 | 2), .. } => Exit::Guest(status),
+        Ended::Machine { status, reason, console } => {
+            console.lines().for_each(|line| say(&format!("console: {line}")));
+            let what = match status {
+                0 => "it was switched off",
+                10 => "it was reset",
+                11 => "it panicked",
+                124 => "the time of --timeout is over",
+                _ => "its machine ended",
+            };
+            say(&format!("the guest has not run its command to the end: {what}; {reason}"));
+            Exit::Guest(if status == 0 { 1 } else { status })
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! The initramfs of a guest that runs one command: this very program as PID 1, the modules of its kernel that Vellum's devices need, and
+//! what a static program of this host's or an initrd of the user's has to add.
+
+use std::fs;
+use std::path::Path;
+
+use super::initramfs::Initramfs;
+use super::kernel::Kernel;
+use super::{Error, config};
+
+/// The modules that Vellum's devices need. Their dependencies need not be named.
+const MODULES: &str = include_str!("../../resources/guest-image/modules");
+/// Symbols of a configuration and the modules that they become.
+const MODULE_OF: [(&str, &str); 2] =
+    [("VIRTIO_MMIO", "virtio_mmio"), ("VIRTIO_VSOCKETS", "vmw_vsock_virtio_transport")];
+
+/// Refuses a kernel that could not run a command, where its configuration tells.
+///
+/// # Errors
+/// What it lacks.
+pub fn check(kernel: &Kernel) -> Result<(), Error> {
+    let Some(text) = &kernel.config else { return Ok(()) };
+    let lacks = config::lacks(text);
+    if !lacks.is_empty() {
+        let lacks = lacks.iter().map(|symbol| format!("CONFIG_{symbol}")).collect::<Vec<_>>().join(", ");
+        return Err(Error::Lacks { image: kernel.image.clone(), lacks });
+    }
+    for symbol in config::modules(text) {
+        let module = MODULE_OF.iter().find(|(of, _)| *of == symbol).map(|(_, module)| *module);
+        if module.is_some_and(|module| !kernel.has(module)) {
+            let symbol = format!("CONFIG_{symbol}");
+            return Err(Error::NoModules {
+                image: kernel.image.clone(),
+                symbol,
+                place: kernel.place.clone(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The archive for `kernel` and the program `command`, which is taken from this host where it is the path of a static one. `initrd` is the
+/// user's own archive; what both have is as here.
+///
+/// # Errors
+/// Where a file cannot be had.
+pub fn pack(kernel: &Kernel, initrd: Option<&Path>, command: Option<&str>) -> Result<Vec<u8>, Error> {
+    let mut archive = match initrd {
+        Some(path) => fs::read(path).map_err(|source| Error::File { path: path.into(), source })?,
+        None => Vec::new(),
+    };
+    // An archive behind another one begins at a multiple of 4 bytes.
+    archive.resize(archive.len().next_multiple_of(4), 0);
+    let mut image = Initramfs::new();
+    image.file("/init", 0o755, &this_program()?);
+    image.file(guest_agent::LAUNCH, 0o644, b"{}\n");
+    let names: Vec<&str> =
+        MODULES.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+    let mut order = String::new();
+    for module in kernel.load(&names)? {
+        image.file(&format!("/modules/{}.ko", module.name), 0o644, &module.content);
+        order += &format!("{}\n", module.name);
+    }
+    image.file("/modules/order", 0o644, order.as_bytes());
+    if initrd.is_none() {
+        for path in ["/bin/busybox", "/usr/bin/busybox"] {
+            if let Some(content) = static_program(Path::new(path)) {
+                image.file("/bin/busybox", 0o755, &content);
+                break;
+            }
+        }
+    }
+    if let Some(path) = command.filter(|path| path.starts_with('/'))
+        && let Some(content) = static_program(Path::new(path))
+    {
+        image.file(path, 0o755, &content);
+    }
+    archive.extend(image.finish());
+    Ok(archive)
+}
+
+/// A file of this host's, where it is a program that needs no other.
+fn static_program(path: &Path) -> Option<Vec<u8>> {
+    let content = fs::read(path).ok()?;
+    stripped(&content).filter(|_| !is_dynamic(&content)).map(|_| content)
+}
+
+/// This program, without what only debuggers read of it.
+fn this_program() -> Result<Vec<u8>, Error> {
+    let content = fs::read("/proc/self/exe").map_err(|error| Error::Host("/proc/self/exe", error))?;
+    let name = std::env::current_exe().unwrap_or_default();
+    match stripped(&content) {
+        Some(program) if !is_dynamic(&content) => Ok(program),
+        _ => Err(Error::NotStatic(name)),
+    }
+}
+
+/// The program headers of a 64-bit ELF file, little-endian as both of Vellum's architectures are: type, offset, size in the file.
+fn segments(elf: &[u8]) -> Option<Vec<(u32, u64, u64)>> {
+    let half = |at: usize| Some(u16::from_le_bytes(elf.get(at..at.checked_add(2)?)?.try_into().ok()?));
+    let word = |at: usize| Some(u32::from_le_bytes(elf.get(at..at.checked_add(4)?)?.try_into().ok()?));
+    let long = |at: usize| Some(u64::from_le_bytes(elf.get(at..at.checked_add(8)?)?.try_into().ok()?));
+    // ELFCLASS64, ELFDATA2LSB
+    if !elf.starts_with(b"\x7fELF\x02\x01") {
+        return None;
+    }
+    let (start, size, count) = (usize::try_from(long(32)?).ok()?, half(54)?, half(56)?);
+    (0..usize::from(count))
+        .map(|nth| {
+            let at = start.checked_add(nth * usize::from(size))?;
+            Some((word(at)?, long(at.checked_add(8)?)?, long(at.checked_add(32)?)?))
+        })
+        .collect()
+}
+
+/// Whether a program asks for an interpreter (PT_INTERP), which loads its libraries.
+fn is_dynamic(elf: &[u8]) -> bool {
+    segments(elf).is_none_or(|segments| segments.iter().any(|(kind, ..)| *kind == 3))
+}
+
+/// A program up to the end of what is loaded, without its section headers.
+fn stripped(elf: &[u8]) -> Option<Vec<u8>> {
+    let ends = segments(elf)?.into_iter().map(|(_, offset, size)| offset.checked_add(size));
+    let end = usize::try_from(ends.collect::<Option<Vec<_>>>()?.into_iter().max()?).ok()?;
+    let mut program = elf.get(..end.max(64))?.to_vec();
+    // e_shoff; e_shnum and e_shstrndx
+    program[40..48].fill(0);
+    program[60..64].fill(0);
+    Some(program)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_program_is_static_and_smaller_without_its_symbols() {
+        let whole = fs::metadata("/proc/self/exe").unwrap().len() as usize;
+        let program = this_program().unwrap();
+        assert!(program.len() < whole && segments(&program).is_some(), "{} of {whole}", program.len());
+        assert_eq!(stripped(&program).as_deref(), Some(&program[..]));
+    }
+
+    #[test]
+    fn what_is_cut_or_no_program_is_none() {
+        let program = this_program().unwrap();
+        for end in [0, 5, 40, 63, 64, 100, program.len() - 1] {
+            assert_eq!(stripped(&program[..end]), None, "{end}");
+            assert!(is_dynamic(&program[..end]) || end >= 64 + 56, "{end}");
+        }
+        let mut wild = program[..4096].to_vec();
+        wild[32..40].fill(0xff);
+        assert_eq!(stripped(&wild), None);
+    }
+}

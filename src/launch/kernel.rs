@@ -1,0 +1,284 @@
+//! Where a kernel and its modules lie: a file, a built tree, an unpacked linux-image package, or this host's own.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use super::Error;
+
+/// The most that a module may become when it is unpacked.
+const MOST: u64 = 256 << 20;
+
+/// A kernel that has been found.
+#[derive(Clone, Debug, Default)]
+pub struct Kernel {
+    /// Its image.
+    pub image: PathBuf,
+    /// Its configuration, as text, where that is there.
+    pub config: Option<String>,
+    /// Where its modules are.
+    pub place: PathBuf,
+    /// Its modules' files by their names, with `_` for `-`.
+    modules: BTreeMap<String, PathBuf>,
+}
+
+/// A module and its content, unpacked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Module {
+    /// Its name.
+    pub name: String,
+    /// The ELF file.
+    pub content: Vec<u8>,
+    /// The modules that it needs.
+    pub needs: Vec<String>,
+}
+
+fn file(path: &Path) -> impl Fn(std::io::Error) -> Error {
+    move |source| Error::File { path: path.into(), source }
+}
+
+impl Kernel {
+    /// Finds what `--kernel` names; `release` is this host's kernel's.
+    ///
+    /// # Errors
+    /// Where there is none.
+    pub fn find(named: &Path, release: &str) -> Result<Self, Error> {
+        if named == Path::new("host") && !named.exists() {
+            let image = PathBuf::from(format!("/boot/vmlinuz-{release}"));
+            return match fs::File::open(&image) {
+                Ok(_) => Self::installed(Path::new("/"), image, release),
+                Err(_) => Err(Error::NoHostKernel(image)),
+            };
+        }
+        if !fs::metadata(named).map_err(file(named))?.is_dir() {
+            return Self::of_image(named);
+        }
+        if named.join("arch/x86/boot/bzImage").is_file() {
+            return Self::built(named);
+        }
+        let images: Vec<String> = fs::read_dir(named.join("boot"))
+            .map_err(|_| Error::NoTree(named.into()))?
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+            .filter(|name| name.starts_with("vmlinuz-"))
+            .collect();
+        match &images[..] {
+            [] => Err(Error::NoTree(named.into())),
+            [image] => Self::installed(named, named.join("boot").join(image), &image["vmlinuz-".len()..]),
+            several => Err(Error::Several(named.into(), several.join(", "))),
+        }
+    }
+
+    /// An image with what lies around it, where it is in a tree or a package.
+    fn of_image(image: &Path) -> Result<Self, Error> {
+        let name = image.file_name().unwrap_or_default().to_string_lossy();
+        let parent = image.parent().unwrap_or(Path::new(""));
+        if image.ends_with("arch/x86/boot/bzImage")
+            && let Some(tree) = image.ancestors().nth(4)
+        {
+            return Self::built(if tree.as_os_str().is_empty() { Path::new(".") } else { tree });
+        }
+        match name.strip_prefix("vmlinuz-").filter(|_| parent.ends_with("boot")) {
+            Some(release) => Self::installed(&parent.join(".."), image.into(), release),
+            None => Ok(Self { image: image.into(), place: parent.into(), ..Self::default() }),
+        }
+    }
+
+    /// A kernel below `root` as distributions install it.
+    fn installed(root: &Path, image: PathBuf, release: &str) -> Result<Self, Error> {
+        let config = fs::read_to_string(root.join(format!("boot/config-{release}"))).ok();
+        // Where /lib is not a link to it, packages have one of the two.
+        let places = ["lib/modules", "usr/lib/modules"].map(|place| root.join(place).join(release));
+        let place = places.iter().find(|place| place.is_dir()).unwrap_or(&places[0]).clone();
+        let mut modules = BTreeMap::new();
+        index(&place.join("kernel"), &mut modules);
+        Ok(Self { image, config, place, modules })
+    }
+
+    /// A tree in which a kernel was built, its objects in place or by O=.
+    fn built(tree: &Path) -> Result<Self, Error> {
+        let config = fs::read_to_string(tree.join(".config")).ok();
+        let order = fs::read_to_string(tree.join("modules.order")).unwrap_or_default();
+        let mut modules = BTreeMap::new();
+        // Since 6.3 the objects are named, not the modules that they become; and before 5.x they had `kernel/` in front.
+        for line in order.lines() {
+            let path = line.strip_prefix("kernel/").unwrap_or(line);
+            let path = tree.join(path).with_extension("ko");
+            if let Some(name) = name(&path).filter(|_| path.is_file()) {
+                modules.insert(name, path);
+            }
+        }
+        Ok(Self { image: tree.join("arch/x86/boot/bzImage"), config, place: tree.into(), modules })
+    }
+
+    /// Whether it has a module of that name.
+    pub fn has(&self, name: &str) -> bool {
+        self.modules.contains_key(&name.replace('-', "_"))
+    }
+
+    /// The modules called `names` and all that they need, in the order in which they load. A name that is none of its modules is
+    /// passed over: it is built in, or the configuration tells.
+    ///
+    /// # Errors
+    /// Where one cannot be read.
+    pub fn load(&self, names: &[&str]) -> Result<Vec<Module>, Error> {
+        let mut loaded = Vec::new();
+        for name in names {
+            self.load_one(name, &mut Vec::new(), &mut loaded)?;
+        }
+        Ok(loaded)
+    }
+
+    fn load_one(&self, name: &str, within: &mut Vec<String>, loaded: &mut Vec<Module>) -> Result<(), Error> {
+        let name = name.replace('-', "_");
+        let Some(path) = self.modules.get(&name) else { return Ok(()) };
+        // Files may claim to need each other.
+        if within.contains(&name) || loaded.iter().any(|module| module.name == name) {
+            return Ok(());
+        }
+        let content = read(path)?;
+        let needs = needs(&content);
+        within.push(name.clone());
+        for needed in &needs {
+            self.load_one(needed, within, loaded)?;
+        }
+        within.pop();
+        loaded.push(Module { name, content, needs });
+        Ok(())
+    }
+}
+
+/// A module's name by its file's.
+fn name(path: &Path) -> Option<String> {
+    match path.file_name()?.to_str()?.split_once('.')? {
+        (name, "ko" | "ko.gz" | "ko.xz" | "ko.zst") => Some(name.replace('-', "_")),
+        _ => None,
+    }
+}
+
+/// Every module below `dir`.
+fn index(dir: &Path, modules: &mut BTreeMap<String, PathBuf>) {
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        let path = entry.path();
+        // No links: they could lead in circles.
+        match entry.file_type() {
+            Ok(kind) if kind.is_dir() => index(&path, modules),
+            Ok(_) => drop(name(&path).map(|name| modules.insert(name, path))),
+            Err(_) => {}
+        }
+    }
+}
+
+/// A module's content, unpacked.
+fn read(path: &Path) -> Result<Vec<u8>, Error> {
+    let packed = fs::read(path).map_err(file(path))?;
+    unpack(packed).map_err(|why| Error::Module { path: path.into(), why })
+}
+
+fn unpack(packed: Vec<u8>) -> Result<Vec<u8>, String> {
+    let mut content = Vec::new();
+    if packed.starts_with(&[0x1f, 0x8b]) {
+        let mut reader = flate2::read::GzDecoder::new(&packed[..]).take(MOST + 1);
+        reader.read_to_end(&mut content).map_err(|error| error.to_string())?;
+    } else if packed.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) {
+        let decoder =
+            ruzstd::decoding::StreamingDecoder::new(&packed[..]).map_err(|error| error.to_string())?;
+        decoder.take(MOST + 1).read_to_end(&mut content).map_err(|error| error.to_string())?;
+    } else if packed.starts_with(&[0xfd, b'7', b'z', b'X', b'Z', 0]) {
+        lzma_rs::xz_decompress(&mut &packed[..], &mut content).map_err(|error| format!("{error:?}"))?;
+    } else {
+        content = packed;
+    }
+    if content.len() as u64 > MOST {
+        return Err(format!("it becomes more than {} MiB", MOST >> 20));
+    }
+    if !content.starts_with(b"\x7fELF") {
+        return Err("no ELF file, nor one packed by gzip, xz or zstd".into());
+    }
+    Ok(content)
+}
+
+/// What a module says it needs: `depends=` in its .modinfo section, which modpost writes. Neither a built tree nor an unpacked
+/// package has a modules.dep.
+fn needs(content: &[u8]) -> Vec<String> {
+    let mark = b"\0depends=";
+    let Some(at) = content.windows(mark.len()).position(|window| window == mark) else { return Vec::new() };
+    let value = content[at + mark.len()..].split(|&byte| byte == 0).next().unwrap_or_default();
+    let names = String::from_utf8_lossy(value).into_owned();
+    names.split(',').filter(|name| !name.is_empty()).map(|name| name.replace('-', "_")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn module(needs: &str) -> Vec<u8> {
+        format!("\x7fELF\0license=GPL\0depends={needs}\0retpoline=Y\0").into_bytes()
+    }
+
+    fn put(path: &Path, content: &[u8]) {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+
+    fn scratch(name: &str) -> PathBuf {
+        let dir = std::env::temp_dir().join(format!("vellum-launch-{}-{name}", std::process::id()));
+        let _ = fs::remove_dir_all(&dir);
+        fs::create_dir_all(&dir).unwrap();
+        dir
+    }
+
+    #[test]
+    fn a_built_tree_has_its_modules_by_their_order() {
+        let tree = scratch("tree");
+        put(&tree.join("arch/x86/boot/bzImage"), b"");
+        put(&tree.join(".config"), b"CONFIG_ACPI=y\n");
+        put(&tree.join("modules.order"), b"drivers/a-one.o\nkernel/net/two.ko\nnot/built.o\n");
+        put(&tree.join("drivers/a-one.ko"), &module("two"));
+        // A circle, as no kernel has it.
+        put(&tree.join("net/two.ko"), &module("a-one"));
+        for named in [tree.clone(), tree.join("arch/x86/boot/bzImage")] {
+            let kernel = Kernel::find(&named, "").unwrap();
+            assert!(kernel.image.ends_with("arch/x86/boot/bzImage") && kernel.config.is_some());
+            let loaded = kernel.load(&["a-one", "built", "absent"]).unwrap();
+            assert_eq!(loaded.iter().map(|module| &module.name[..]).collect::<Vec<_>>(), ["two", "a_one"]);
+        }
+        fs::remove_dir_all(tree).unwrap();
+    }
+
+    #[test]
+    fn a_package_has_its_modules_packed_in_each_way() {
+        let root = scratch("package");
+        put(&root.join("boot/vmlinuz-6.1"), b"");
+        put(&root.join("boot/config-6.1"), b"x");
+        let modules = root.join("lib/modules/6.1/kernel");
+        let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gz.write_all(&module("")).unwrap();
+        put(&modules.join("gz.ko.gz"), &gz.finish().unwrap());
+        let mut xz = Vec::new();
+        lzma_rs::xz_compress(&mut &module("gz")[..], &mut xz).unwrap();
+        put(&modules.join("deep/xz.ko.xz"), &xz);
+        put(&modules.join("bad.ko"), b"text");
+        let kernel = Kernel::find(&root, "").unwrap();
+        let loaded = kernel.load(&["xz"]).unwrap();
+        assert_eq!(loaded.iter().map(|module| &module.name[..]).collect::<Vec<_>>(), ["gz", "xz"]);
+        assert_eq!(loaded[1].content, module("gz"));
+        let bad = kernel.load(&["bad"]).unwrap_err().to_string();
+        assert!(bad.contains("bad.ko") && bad.contains("gzip"), "{bad}");
+        put(&root.join("boot/vmlinuz-6.2"), b"");
+        assert!(Kernel::find(&root, "").unwrap_err().to_string().contains("several kernels"));
+        fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_tree_says_what_one_is() {
+        let empty = scratch("empty");
+        let error = Kernel::find(&empty, "").unwrap_err().to_string();
+        assert!(error.contains("arch/x86/boot/bzImage") && error.contains("boot/vmlinuz-*"), "{error}");
+        assert!(matches!(Kernel::find(&empty.join("absent"), ""), Err(Error::File { .. })));
+        assert!(matches!(Kernel::find(Path::new("host"), "no-release"), Err(Error::NoHostKernel(_))));
+        fs::remove_dir_all(empty).unwrap();
+    }
+}

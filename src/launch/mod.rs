@@ -1,0 +1,89 @@
+//! A kernel and what it needs around it so that a command runs in it: the kernel and its modules where they were built or unpacked
+//! ([`kernel`]), what its configuration lacks ([`config`]), the initramfs with this very program as PID 1 ([`image`]), and the command's
+//! standard streams ([`client`]).
+//!
+//! The machine is an ordinary one, in a process of its own, with a vsock. Its guest connects to the host once it is up, and is told
+//! what to run ([`guest_agent::Launch`]). A root file system other than the initramfs is to be mounted by the guest before that
+//! (`guest_agent::init`), from a tag that is in the file [`guest_agent::LAUNCH`] of the initramfs ([`image::pack`] writes it).
+
+pub mod client;
+pub mod config;
+pub mod console;
+pub mod image;
+pub mod initramfs;
+pub mod kernel;
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::fault::{Blame, Fault, Field};
+
+/// Why there is no guest for a command.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file or directory.
+    #[error("{path}: {source}")]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// What the kernel says.
+        source: io::Error,
+    },
+    /// Nothing to boot there.
+    #[error(
+        "{0}: neither a built kernel tree (arch/x86/boot/bzImage) nor an unpacked linux-image package (boot/vmlinuz-*)"
+    )]
+    NoTree(PathBuf),
+    /// More than one kernel in a package's directory.
+    #[error("{0}: several kernels, {1}: name one of them")]
+    Several(PathBuf, String),
+    /// This host's kernel is not where distributions have it.
+    #[error("host: {0} cannot be read: name a kernel's file or directory")]
+    NoHostKernel(PathBuf),
+    /// The modules of a kernel whose configuration says that it has some.
+    #[error(
+        "{image}: its configuration has {symbol} as a module, and there is none in {place}: build them (make modules), or unpack the \
+         whole package"
+    )]
+    NoModules {
+        /// The kernel.
+        image: PathBuf,
+        /// What is a module.
+        symbol: String,
+        /// Where they were looked for.
+        place: PathBuf,
+    },
+    /// What a kernel lacks.
+    #[error("{image}: its configuration lacks {lacks}: --kconfig prints the fragment to merge into it")]
+    Lacks {
+        /// The kernel.
+        image: PathBuf,
+        /// The symbols.
+        lacks: String,
+    },
+    /// A module that cannot be unpacked.
+    #[error("module {path}: {why}")]
+    Module {
+        /// Which.
+        path: PathBuf,
+        /// Why not.
+        why: String,
+    },
+    /// This program is not one that runs in an initramfs by itself.
+    #[error(
+        "{0}: this vellum is no static program, which it must be to be a guest's PID 1: build it for a -musl target"
+    )]
+    NotStatic(PathBuf),
+    /// The host refuses.
+    #[error("{0}: {1}")]
+    Host(&'static str, #[source] io::Error),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Host(..) | Self::NotStatic(_) => Blame::HOST,
+            _ => Blame::user(Field::Kernel),
+        }
+    }
+}
