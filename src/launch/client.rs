@@ -223,7 +223,7 @@ mod tests {
             (Some(Ended::Command { status: 7 }), &b"a\0"[..], &b"\xff"[..])
         );
         assert!(back.lock().unwrap().is_empty());
-        let cut = receive(&mut &said[..8], &mut out, &mut err, &back).unwrap();
+        let cut = receive(&mut &said[..7], &mut out, &mut err, &back).unwrap();
         assert_eq!(cut, None);
         assert!(receive(&mut &pieces(&[(9, b"")])[..], &mut out, &mut err, &back).is_err());
     }

@@ -61,7 +61,10 @@ pub fn pack(kernel: &Kernel, initrd: Option<&Path>, command: Option<&str>) -> Re
         image.file(&format!("/modules/{}.ko", module.name), 0o644, &module.content);
         order += &format!("{}\n", module.name);
     }
-    image.file("/modules/order", 0o644, order.as_bytes());
+    // Without modules of our own, the user's archive may have some.
+    if !order.is_empty() {
+        image.file("/modules/order", 0o644, order.as_bytes());
+    }
     if initrd.is_none() {
         for path in ["/bin/busybox", "/usr/bin/busybox"] {
             if let Some(content) = static_program(Path::new(path)) {

@@ -11,6 +11,7 @@ mod ends;
 mod guest;
 #[path = "../home/mod.rs"]
 mod home;
+mod launch;
 mod moves;
 mod pci;
 mod saves;
