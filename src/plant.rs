@@ -65,6 +65,8 @@ pub enum Mistake {
     SumsUnchecked,
     /// As much is brought as a page of the usual size has, where pages are huge.
     SmallCopy,
+    /// Pages of a file that follow after the hand-over are taken out of the mapping alone, and stay in the file.
+    KeptInCache,
     /// vCPUs that write little are slowed down like those that write much.
     AllThrottledAlike,
     /// What a masked vector owes its driver is not taken along.
@@ -73,7 +75,7 @@ pub enum Mistake {
 
 impl Mistake {
     /// Their names as they are planted.
-    pub const NAMES: [(&str, Self); 25] = [
+    pub const NAMES: [(&str, Self); 26] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -97,6 +99,7 @@ impl Mistake {
         ("silence-left-out", Self::SilenceLeftOut),
         ("sums-unchecked", Self::SumsUnchecked),
         ("small-copy", Self::SmallCopy),
+        ("kept-in-cache", Self::KeptInCache),
         ("all-throttled-alike", Self::AllThrottledAlike),
         ("pending-left-out", Self::PendingLeftOut),
     ];

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 use vellum::migration::message::{
-    COMPRESSES, HANDS_OVER, Message, Misfit, SessionId, Standing, VERSION, ZSTD,
+    COMPRESSES, HANDS_OVER, Message, Misfit, POSTCOPIES, SessionId, Standing, VERSION, Waited, ZSTD,
 };
 use vellum::migration::pack::Packer;
 use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, Run, SUM, Section as Part, Sum};
@@ -38,6 +38,7 @@ fn messages(version: u32) -> Vec<Message> {
             connections: 2,
             compression: None,
             handed: false,
+            postcopy: false,
         },
         Message::Fit {},
         Message::Misfit { misfits: vec![misfit()] },
@@ -45,7 +46,7 @@ fn messages(version: u32) -> Vec<Message> {
         Message::Joined {},
         Message::PassEnd { pass: 1, pages: 70 },
         Message::Again { attempt: 2 },
-        Message::Final { attempt: 2, pages: 80, sections: 7 },
+        Message::Final { attempt: 2, pages: 80, sections: 7, lacking: None },
         Message::Ready { attempt: 2 },
         Message::Compare { attempt: 2, pages: 80 },
         Message::Compared { attempt: 2, pages: 80, wrong: 1, first: vec![0x1000] },
@@ -61,10 +62,37 @@ fn messages(version: u32) -> Vec<Message> {
     ];
     if version >= COMPRESSES {
         let compression = Some(ZSTD.to_owned());
-        all.push(Message::Config { config: Value::Null, connections: 1, compression, handed: false });
+        all.push(Message::Config {
+            config: Value::Null,
+            connections: 1,
+            compression,
+            handed: false,
+            postcopy: false,
+        });
     }
     if version >= HANDS_OVER {
-        all.push(Message::Config { config: Value::Null, connections: 1, compression: None, handed: true });
+        all.push(Message::Config {
+            config: Value::Null,
+            connections: 1,
+            compression: None,
+            handed: true,
+            postcopy: false,
+        });
+    }
+    if version >= POSTCOPIES {
+        let waited = Waited { vcpus_us: vec![7, 0], faults: 3, median_us: 2, longest_us: 5 };
+        all.extend([
+            Message::Config {
+                config: Value::Null,
+                connections: 1,
+                compression: None,
+                handed: false,
+                postcopy: true,
+            },
+            Message::Final { attempt: 1, pages: 3, sections: 7, lacking: Some(65) },
+            Message::Lacking { pages: 512 },
+            Message::Complete { waited },
+        ]);
     }
     // Whoever adds one is led here, and adds it above.
     for message in &all {
@@ -78,6 +106,7 @@ fn messages(version: u32) -> Vec<Message> {
             Message::Compare { .. } | Message::Compared { .. } | Message::Commit { .. } => {}
             Message::Done {} | Message::Bye { .. } | Message::Refused { .. } | Message::Abort { .. } => {}
             Message::Query {} | Message::Status { .. } => {}
+            Message::Lacking { .. } | Message::Complete { .. } => {}
         }
     }
     all
@@ -103,6 +132,9 @@ fn written() -> Vec<u8> {
     let packed = packer.pack(&page).expect("it repeats");
     bytes.extend(encoder.header(Kind::Packed, &[&run.bytes(), &own, packed]));
     [&run.bytes()[..], &own, packed].into_iter().for_each(|part| bytes.extend(part));
+    let map = Run { region: 0, pass: 1, first: 64, pages: 70 };
+    bytes.extend(encoder.missing(&map, &[u64::MAX - 2, 1 << 5]));
+    bytes.extend(encoder.wanted(&run));
     bytes
 }
 
@@ -123,7 +155,7 @@ fn frames_of_every_version_are_read() {
             rest = behind;
         }
         assert!(rest.is_empty() && decoder.session() == Some(SESSION));
-        let kinds = if version >= COMPRESSES { 5 } else { 4 };
+        let kinds = 4 + usize::from(version >= COMPRESSES) + 2 * usize::from(version >= POSTCOPIES);
         assert_eq!((&heard, others), (&messages(version), kinds), "version {version}");
     }
 }

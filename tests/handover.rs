@@ -7,7 +7,7 @@ mod plants;
 use std::collections::{HashSet, VecDeque};
 
 use vellum::migration::fence::Word;
-use vellum::migration::message::{Message, Misfit};
+use vellum::migration::message::{Message, Misfit, VERSION, Waited};
 use vellum::migration::{source, target};
 
 /// How often each fault may still come.
@@ -24,6 +24,8 @@ struct Faults {
     differs: bool,
     /// Whether both are on one host.
     fenced: bool,
+    /// Whether the guest runs on the target before its memory is there.
+    ahead: bool,
 }
 
 /// Both sides, what is under way between them, and whether the guest runs here or there.
@@ -50,15 +52,25 @@ struct World {
     word: Option<Word>,
     /// Whether the source takes its locks as soon as they are free.
     retaking: bool,
+    /// Whether the target lacks some of the guest's memory, and whether the source sends that.
+    lacks: bool,
+    streams: bool,
     faults: Faults,
 }
 
 impl World {
     fn new(faults: Faults) -> Self {
+        let mut target = target::Target::new();
+        target.fenced = faults.fenced;
         Self {
-            source: Some(source::Source::new().verifying(faults.verifies).fenced(faults.fenced)),
-            target: Some(target::Target { fenced: faults.fenced, ..target::Target::new() }),
-            to_target: VecDeque::from([Message::Hello { versions: [1, 1] }]),
+            source: Some(
+                source::Source::new()
+                    .verifying(faults.verifies)
+                    .fenced(faults.fenced)
+                    .postcopying(faults.ahead),
+            ),
+            target: Some(target),
+            to_target: VecDeque::from([Message::Hello { versions: [1, VERSION] }]),
             to_source: VecDeque::new(),
             leftovers: VecDeque::new(),
             linked: true,
@@ -71,6 +83,8 @@ impl World {
             differs: faults.differs,
             word: faults.fenced.then_some(Word::Open),
             retaking: false,
+            lacks: false,
+            streams: false,
             faults,
         }
     }
@@ -81,7 +95,9 @@ impl World {
 
     fn source(&mut self, event: source::Event) {
         let Some(source) = &mut self.source else { return };
-        for action in source.step(event) {
+        let actions = source.step(event);
+        let ahead = source.is_ahead();
+        for action in actions {
             match action {
                 source::Action::Send(message) => self.send_to_target(message),
                 source::Action::Offer => {
@@ -90,12 +106,14 @@ impl World {
                         connections: 1,
                         compression: None,
                         handed: false,
+                        postcopy: self.faults.ahead,
                     });
                 }
                 source::Action::Copy => self.send_to_target(Message::PassEnd { pass: 1, pages: 1 }),
                 source::Action::Finish { attempt } => {
                     self.runs_here = false;
-                    self.send_to_target(Message::Final { attempt, pages: 1, sections: 1 });
+                    let lacking = ahead.then_some(1);
+                    self.send_to_target(Message::Final { attempt, pages: 1, sections: 1, lacking });
                 }
                 source::Action::Compare { attempt } => {
                     self.send_to_target(Message::Compare { attempt, pages: 1 });
@@ -115,7 +133,19 @@ impl World {
                     let word = self.step(Word::Committed, Word::Withdrawn);
                     self.source(source::Event::Fenced(word));
                 }
-                source::Action::End => assert!(!self.runs_here, "{self:#?}"),
+                source::Action::End => {
+                    assert!(!self.runs_here, "{self:#?}");
+                    assert!(
+                        !self.lacks || self.target.is_none(),
+                        "the target lacks what is here alone: {self:#?}"
+                    );
+                }
+                source::Action::Stream => self.streams = true,
+                source::Action::Sever => {
+                    assert!(!self.linked || !self.noticed[0], "it is linked: {self:#?}");
+                    self.streams = false;
+                }
+                source::Action::Serve => {}
                 source::Action::Undo | source::Action::Reconnect | source::Action::Report(_) => {}
             }
         }
@@ -131,7 +161,22 @@ impl World {
                     }
                 }
                 target::Action::Judge { .. } => self.pending = Some(target::Event::Judged(Vec::new())),
-                target::Action::Restore { .. } => self.pending = Some(target::Event::Restored),
+                target::Action::Restore { lacking, .. } => {
+                    self.lacks = lacking.is_some();
+                    self.pending = Some(target::Event::Restored);
+                }
+                target::Action::Lack => {
+                    if self.linked {
+                        self.to_source.push_back(Message::Lacking { pages: 1 });
+                    }
+                }
+                target::Action::Complete => {
+                    assert!(!self.lacks, "it is not complete: {self:#?}");
+                    if self.linked {
+                        self.to_source.push_back(Message::Complete { waited: Waited::default() });
+                    }
+                }
+                target::Action::Sever => assert!(self.lacks, "it lacks nothing: {self:#?}"),
                 target::Action::Compare { attempt, pages } => {
                     let wrong = u64::from(self.differs);
                     let first = vec![4096; wrong as usize];
@@ -150,7 +195,7 @@ impl World {
                 }
                 target::Action::Free => {
                     assert!(!self.runs_there, "a guest that runs is freed: {self:#?}");
-                    (self.locked_there, self.pending) = (false, None);
+                    (self.locked_there, self.pending, self.lacks) = (false, None, false);
                     self.locked_here |= std::mem::take(&mut self.retaking);
                 }
                 target::Action::Settle => {
@@ -278,8 +323,11 @@ impl World {
         if self.can_link() {
             add(&World::link);
         }
+        if self.can_complete() {
+            add(&World::complete);
+        }
         if self.source.as_ref().is_some_and(|source| source.state == source::State::Copying) {
-            add(&|world| world.source(source::Event::Converged));
+            add(&World::pauses);
         }
         if self.faults.overruns > 0 {
             add(&|world| {
@@ -346,7 +394,30 @@ impl World {
         self.target(target::Event::Cut);
     }
 
+    /// The plan has come to the final pass.
+    fn pauses(&mut self) {
+        let event = if self.faults.ahead { source::Event::Ahead } else { source::Event::Converged };
+        self.source(event);
+    }
+
+    /// All that the target lacks can come.
+    fn can_complete(&self) -> bool {
+        let target = self.target.as_ref().is_some_and(|target| target.state == target::State::Running);
+        self.lacks && self.streams && self.linked && target && self.source.is_some()
+    }
+
+    fn complete(&mut self) {
+        self.lacks = false;
+        self.target(target::Event::Whole);
+    }
+
     fn can_link(&self) -> bool {
+        let severed = self.source.as_ref().is_some_and(|source| source.state == source::State::Severed);
+        let lives = self.target.as_ref().is_some_and(|target| target.state == target::State::Running);
+        // An operator brings another link, also where the fence has decided.
+        if severed && lives {
+            return !self.linked && self.noticed == [true; 2];
+        }
         let wants = self.source.as_ref().is_some_and(|source| {
             matches!(source.state, source::State::Unconfirmed { .. } | source::State::Committing)
         });
@@ -380,7 +451,9 @@ impl World {
             } else if self.can_link() {
                 self.link();
             } else if self.source.as_ref().is_some_and(|s| s.state == source::State::Copying) {
-                self.source(source::Event::Converged);
+                self.pauses();
+            } else if self.can_complete() {
+                self.complete();
             } else {
                 return self;
             }
@@ -411,12 +484,16 @@ fn enumerate(faults: Faults) -> (usize, usize) {
                 let forsaken = end.linked && end.runs_here && target.state == target::State::Gone;
                 assert!(!forsaken, "nobody sends it away: {world:#?}\nleads to {end:#?}");
                 assert!(end.runs_here != end.runs_there, "not one copy runs: {world:#?}\nleads to {end:#?}");
+                assert!(!(end.runs_there && end.lacks), "memory never comes: {world:#?}\nleads to {end:#?}");
                 moved += usize::from(end.runs_there);
             }
             // Without its target a source that has not committed has the guest.
             [false, true] => {
                 let state = &end.source.as_ref().expect("it lives").state;
-                let unknown = matches!(state, source::State::Unconfirmed { .. } | source::State::Moved);
+                let unknown = matches!(
+                    state,
+                    source::State::Unconfirmed { .. } | source::State::Moved | source::State::Severed
+                );
                 assert!(end.runs_here || unknown, "{world:#?}\nleads to {end:#?}");
                 // The fence says whether it ever ran there.
                 let decided = end.runs_here != (end.word == Some(Word::Ran));
@@ -446,6 +523,7 @@ const NONE: Faults = Faults {
     verifies: false,
     differs: false,
     fenced: false,
+    ahead: false,
 };
 
 #[test]
@@ -503,6 +581,24 @@ fn on_one_host_nobody_has_to_ask() {
     ] {
         let (_, moved) = enumerate(Faults { fenced: true, ..faults });
         assert!(moved > 0);
+    }
+}
+
+/// A guest that runs ahead of its memory: whatever is cut, all of that comes as long as both sides live, and a source stays until it has.
+/// Where one dies the other is left, paused, and nobody runs a copy by itself.
+#[test]
+fn a_guest_ahead_of_its_memory_gets_all_of_it() {
+    for faults in [
+        Faults { cuts: 3, overruns: 1, ..NONE },
+        Faults { cuts: 1, deaths: 2, ..NONE },
+        Faults { cuts: 1, repeats: 2, ..NONE },
+        Faults { cuts: 2, cancels: 2, ..NONE },
+        Faults { cuts: 1, failures: 1, cancels: 1, ..NONE },
+    ] {
+        for fenced in [false, true] {
+            let (_, moved) = enumerate(Faults { ahead: true, fenced, ..faults.clone() });
+            assert!(moved > 0);
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::{PossibleValue, TypedValueParser};
 
 use super::keyvalue::{self, KeyValues, list, number, one_of, size};
-use crate::control::{Compression, Link, Throttling};
+use crate::control::{Compression, Link, Mode, Throttling};
 use crate::dirty::Method;
 use crate::guests::program::GuestPage;
 use crate::guests::{Hot, Order, WriteConfig};
@@ -49,6 +49,8 @@ pub const COMPRESSION: Offering<Parse<Compression>> = Offering(compression, &["z
 pub const LINK: Offering<Parse<Link>> = Offering(link, &["stream", "memfd"]);
 /// The words of `--throttle`.
 pub const THROTTLING: Offering<Parse<Throttling>> = Offering(throttling, &["off", "steps", "dirty-limit"]);
+/// The words of `--mode` of a migration.
+pub const MODE: Offering<Parse<Mode>> = Offering(mode, &["precopy", "postcopy", "hybrid"]);
 /// The words of `--backing`.
 pub const BACKING: Offering<Parse<Backing>> = Offering(
     backing,
@@ -79,6 +81,11 @@ pub fn memory(text: &str) -> Result<MemoryConfig, String> {
         Ok(config)
     };
     read().map_err(|e| e.to_string())
+}
+
+fn mode(text: &str) -> Result<Mode, String> {
+    let names = [("precopy", Mode::Precopy), ("postcopy", Mode::Postcopy), ("hybrid", Mode::Hybrid)];
+    one_of("mode", text, &names)
 }
 
 fn throttling(text: &str) -> Result<Throttling, String> {

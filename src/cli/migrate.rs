@@ -14,7 +14,9 @@ use clap::Args;
 
 use super::{Failure, Flags, args, devices, keyvalue, print, say};
 use crate::control::client::{Client, Error};
-use crate::control::{Compression, Do, Event, Link, Loses, Migrate, Status, Stays, Then, Throttling, names};
+use crate::control::{
+    Compression, Do, Event, Link, Loses, Migrate, Mode, Status, Stays, Then, Throttling, names,
+};
 use crate::dirty::Method;
 use crate::fault::Fault;
 use crate::migration::fence::Fence;
@@ -44,11 +46,21 @@ pub struct MigrateArgs {
     #[arg(long, value_name = "HOW", value_parser = args::LINK, default_value = "stream", hide_possible_values = true)]
     link: Link,
 
+    /// When memory goes: precopy, before the guest runs on the target; postcopy, after that, each page as it is wanted there and the rest
+    /// meanwhile; hybrid, a pass before and what was written during it after. Once a guest runs there ahead of its memory, it can go on
+    /// only while both processes live
+    #[arg(long, value_name = "WHEN", value_parser = args::MODE, default_value = "precopy", hide_possible_values = true)]
+    mode: Mode,
+
+    /// Go on with a postcopy whose link was cut: connect again, and send what the target says that it lacks
+    #[arg(long, requires = "to", conflicts_with = "attach")]
+    recover: bool,
+
     /// How long the guest may stand still: a limit
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "300ms")]
     downtime: Duration,
 
-    /// How long all of it may take, and what then: `TIME[,then=cancel|force]`
+    /// How long all of it may take, and what then: `TIME[,then=cancel|force|postcopy]`
     #[arg(long, value_name = "TIME", value_parser = timeout)]
     timeout: Option<(Duration, Then)>,
 
@@ -100,6 +112,8 @@ Examples:
   vellum receive --listen unix:/tmp/there.sock --name there &
   vellum migrate web --to unix:/tmp/there.sock
   vellum migrate web --to ssh:other.example:web --downtime 100ms --timeout 5m,then=force
+  vellum migrate web --to ssh:other.example:web --mode hybrid
+  vellum migrate web --to ssh:other.example:web --recover      after a link that was cut in a postcopy
 
 Exit status: 0 the guest has moved, 1 it stays where it was, 2 usage.";
 
@@ -141,7 +155,7 @@ impl FromStr for Target {
 
 fn timeout(text: &str) -> Result<(Duration, Then), String> {
     let kv = keyvalue::KeyValues::parse(text, Some("time"), &["time", "then"]).map_err(|e| e.to_string())?;
-    let names = [("cancel", Then::Cancel), ("force", Then::Force)];
+    let names = [("cancel", Then::Cancel), ("force", Then::Force), ("postcopy", Then::Postcopy)];
     let read = || -> Result<_, keyvalue::Error> {
         let then = kv.with("then", |text| keyvalue::one_of("then", text, &names))?;
         Ok((kv.required("time", keyvalue::duration)?, then.unwrap_or_default()))
@@ -254,9 +268,18 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
     events.wait_within(LOOK);
     let mut machine = Client::connect(&path).map_err(failure)?;
     let mut connections = Vec::new();
-    if args.attach {
+    if args.recover {
+        let state = status(&mut machine)?.state;
+        if state != "postcopy-paused" {
+            return Err(Failure::usage(format!(
+                "--recover: {} is {state}: nothing to recover",
+                args.machine
+            )));
+        }
+        recover(args, &mut machine, &mut connections)?;
+    } else if args.attach {
         match status(&mut machine)?.state.as_str() {
-            "migrating" => {}
+            "migrating" | "postcopy" => {}
             "handover-unconfirmed" => connections.push(again(args, &mut machine)?),
             state => {
                 return Err(Failure::usage(format!("{} is {state}: nothing to attach to", args.machine)));
@@ -273,7 +296,20 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
             check_memfd(args, &has)?;
         }
         let target = args.to.as_ref().ok_or_else(|| Failure::usage("--to ADDRESS says where to"))?;
-        for _ in 0..args.connections {
+        let follows = args.mode != Mode::Precopy || matches!(args.timeout, Some((_, Then::Postcopy)));
+        if follows && args.link == Link::Memfd {
+            return Err(Failure::usage(
+                "--link memfd: all memory is there at once, and none can follow by --mode postcopy or hybrid, or then=postcopy",
+            ));
+        }
+        if follows && args.verify {
+            return Err(Failure::usage(
+                "--verify: memory is compared before the guest is handed over, and by --mode postcopy or hybrid, or then=postcopy, it \
+                 comes after that",
+            ));
+        }
+        // One more for pages that somebody waits for.
+        for _ in 0..args.connections + u32::from(follows) {
             connections.push(connect(target, args.insecure_network)?);
         }
         if args.paused {
@@ -291,6 +327,7 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
             liveness_ms: args.liveness.unwrap_or(LIVENESS).as_millis() as u64,
             verify: args.verify,
             connections: args.connections,
+            mode: args.mode,
             fence: true,
             link: args.link,
             succeeded: false,
@@ -429,12 +466,25 @@ fn follow(
                 connections.clear();
                 connections.push(again(args, machine)?);
             }
+            Event::Ahead { us } => {
+                bar.finish_and_clear();
+                let ms = us as f64 / 1000.0;
+                say(&format!("{} runs there after {ms:.1} ms; the rest of its memory follows", args.machine));
+            }
+            Event::Severed {} => {
+                bar.finish_and_clear();
+                return Err(Failure::host(format!(
+                    "the link was cut, and some of the guest's memory is here alone: it waits there for what it lacks; `vellum migrate {} \
+                     --recover --to ADDRESS` goes on",
+                    args.machine
+                )));
+            }
             Event::Stayed { why } => {
                 bar.finish_and_clear();
                 let hint = if why.contains("CPU feature ") { AVOIDS } else { "" };
                 return Err(Failure::host(format!("{} stays where it is: {why}{hint}", args.machine)));
             }
-            Event::Moved { us, compared, tracker, tracker_why, left, .. } => {
+            Event::Moved { us, compared, tracker, tracker_why, waited, left, .. } => {
                 bar.finish_and_clear();
                 if let (Some(tracker), Some(why)) = (tracker, tracker_why) {
                     say(&format!("dirty pages were collected by {tracker}: {why}"));
@@ -449,7 +499,17 @@ fn follow(
                     });
                     let (name, pages) = (&args.machine, pages.unwrap_or_default());
                     let saved = saved.unwrap_or_default();
-                    print(format_args!("{name} has moved; it stood still for {ms:.1} ms{saved}{pages}\n"))?;
+                    let waited = waited.map(|waited| {
+                        let most = waited.vcpus_us.iter().max().copied().unwrap_or(0) as f64 / 1000.0;
+                        format!(
+                            "; it waited {} times for pages there, no vCPU for more than {most:.1} ms",
+                            waited.faults
+                        )
+                    });
+                    let waited = waited.unwrap_or_default();
+                    print(format_args!(
+                        "{name} has moved; it stood still for {ms:.1} ms{waited}{saved}{pages}\n"
+                    ))?;
                 }
                 ended = Some(Exit::PowerOff);
             }
@@ -481,6 +541,21 @@ fn describe(
         text = format!("{text}, would stand still for {downtime} ms");
     }
     text
+}
+
+/// Brings two more connections to a target that lacks memory.
+fn recover(
+    args: &MigrateArgs,
+    machine: &mut Client,
+    connections: &mut Vec<Connection>,
+) -> Result<(), Failure> {
+    let Some(target) = &args.to else { return Err(Failure::usage("--to ADDRESS says where to")) };
+    for _ in 0..2 {
+        connections.push(connect(target, args.insecure_network)?);
+    }
+    let sockets: Vec<_> = connections.iter().map(|connection| connection.socket.as_fd()).collect();
+    machine.ask_with(&Do::MigrateRecover {}, &sockets).map_err(failure)?;
+    Ok(())
 }
 
 /// Brings another connection after a cut.

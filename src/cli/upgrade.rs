@@ -15,7 +15,7 @@ use super::migrate::{LOOK, failure, has_a_descriptor, status};
 use super::take_over::Inherited;
 use super::{Failure, print, say};
 use crate::control::client::{Client, Error};
-use crate::control::{Do, Event, Lending, Link, Loses, Migrate, Then, Throttling, names};
+use crate::control::{Do, Event, Lending, Link, Loses, Migrate, Mode, Then, Throttling, names};
 use crate::migration::fence::Fence;
 use crate::migration::link::LIVENESS;
 use crate::payload::lent::List;
@@ -59,6 +59,7 @@ pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Ex
         verify: false,
         link: Link::Memfd,
         succeeded: true,
+        mode: Mode::Precopy,
     });
     let fence = Fence::file().map_err(Failure::host)?;
     let sockets = [link.as_fd(), fence.as_fd(), tether.as_fd()];

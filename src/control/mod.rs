@@ -55,6 +55,9 @@ pub enum Do {
     Migrate(Migrate),
     /// The descriptor that comes with this is another connection to the target of a migration whose link was cut.
     MigrateLink {},
+    /// The two descriptors that come with this are new connections to the target of a migration whose link was cut while the target
+    /// lacked memory: one for the migration, and one for pages that somebody waits for.
+    MigrateRecover {},
     /// Give a migration up.
     MigrateCancel {},
     /// Change the limits of a migration that is under way.
@@ -96,10 +99,14 @@ impl Do {
         match self {
             Self::Serial { .. } | Self::MigrateLink {} => 1,
             // More than can come in one message are refused.
+            Self::MigrateRecover {} => 2,
             Self::Snapshot(asked) => 3 + asked.clones.min(MOST_DESCRIPTORS as u32) as usize,
             Self::Migrate(asked) => {
                 let connections = asked.connections.clamp(1, MOST_DESCRIPTORS as u32) as usize;
-                connections + usize::from(asked.fence) + usize::from(asked.succeeded)
+                connections
+                    + usize::from(asked.fence)
+                    + usize::from(asked.postcopies())
+                    + usize::from(asked.succeeded)
             }
             Self::Pause {}
             | Self::Resume { .. }
@@ -172,6 +179,30 @@ pub struct Migrate {
     /// Whether the target stands in for this process: the last descriptor ties the two together.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub succeeded: bool,
+    /// When its memory goes.
+    #[serde(default)]
+    pub mode: Mode,
+}
+
+impl Migrate {
+    /// Whether the guest may have to run on the target before all of its memory is there: one more connection then comes with this,
+    /// behind the others.
+    pub fn postcopies(&self) -> bool {
+        self.mode != Mode::Precopy || self.timeout_ms.is_some() && self.then == Then::Postcopy
+    }
+}
+
+/// When memory goes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// All of it before the guest runs on the target.
+    #[default]
+    Precopy,
+    /// After that.
+    Postcopy,
+    /// A pass before that, and what was written meanwhile after it.
+    Hybrid,
 }
 
 /// What is asked of a snapshot.
@@ -267,6 +298,8 @@ pub enum Then {
     Cancel,
     /// It moves, however long it has to stand still.
     Force,
+    /// It moves, and what is left of its memory follows.
+    Postcopy,
 }
 
 /// Whether a guest that writes faster than its link takes is slowed down.
@@ -299,6 +332,8 @@ pub enum Phase {
     Copying,
     /// The last pages and the state, while it stands still.
     Final,
+    /// What the target lacks, while it runs there.
+    Postcopy,
 }
 
 /// A machine in a few words.
@@ -306,7 +341,7 @@ pub enum Phase {
 pub struct Status {
     /// Its process.
     pub pid: u32,
-    /// `running`, `paused`, `migrating`, `snapshotting`, `handover-unconfirmed`; of a machine that is to come, `waiting`, `incoming` or `uncommitted`.
+    /// `running`, `paused`, `migrating`, `snapshotting`, `handover-unconfirmed`, `postcopy`, `postcopy-paused`; of a machine that is to come, `waiting`, `incoming` or `uncommitted`.
     pub state: String,
     /// How many vCPUs it has.
     pub vcpus: usize,
@@ -441,6 +476,20 @@ pub struct Fetched {
     pub us: u64,
 }
 
+/// How long a guest has waited for pages that came only when somebody wanted them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Waited {
+    /// Each vCPU in all, in microseconds.
+    pub vcpus_us: Vec<u64>,
+    /// How often somebody waited, devices and Vellum itself included.
+    pub faults: u64,
+    /// For how long half of these waited at most, in microseconds.
+    pub median_us: u64,
+    /// For how long the one that waited longest did, in microseconds.
+    pub longest_us: u64,
+}
+
 /// What a machine tells those who listen.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
@@ -488,6 +537,15 @@ pub enum Event {
     Pass(Pass),
     /// The link was cut after the target was told to run it: nobody here knows whether it does. Another connection resolves it.
     Unconfirmed {},
+    /// It runs on the target, and what that lacks of its memory is sent.
+    Ahead {
+        /// How long it stood still here until that was known, in microseconds.
+        us: u64,
+    },
+    /// The link was cut while the target lacked some of its memory: whoever wants that waits. Another link goes on.
+    Severed {},
+    /// For how long its guest has waited for pages that followed it here.
+    Waited(Waited),
     /// A migration is over, and it runs here as before.
     Stayed {
         /// Why.
@@ -509,6 +567,9 @@ pub enum Event {
         /// Its dirty rings, if it has any.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         dirty_ring: Option<DirtyRings>,
+        /// For how long it has waited on the target for pages that followed it, where such were.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        waited: Option<Waited>,
         /// When what of it was done.
         left: Left,
     },

@@ -22,7 +22,7 @@ pub struct WriteLog {
     on: AtomicBool,
     /// Whether a word may have a bit: most collections find none, and need not look at the words.
     marked: AtomicBool,
-    _mapping: Arc<Mapping>,
+    mapping: Arc<Mapping>,
 }
 
 /// The log of a part of a region: borrowed, for there is one with each slice of guest memory.
@@ -38,7 +38,7 @@ impl WriteLog {
     pub fn new(mapping: Arc<Mapping>, len: u64) -> io::Result<Self> {
         let bytes = len.div_ceil(PAGE_SIZE).div_ceil(64) * 8;
         let words = Mapping::new(bytes, PAGE_SIZE, Source::Anonymous)?;
-        Ok(Self { words, on: AtomicBool::new(false), marked: AtomicBool::new(false), _mapping: mapping })
+        Ok(Self { words, on: AtomicBool::new(false), marked: AtomicBool::new(false), mapping })
     }
 
     /// Switches it on, and says whether it was off before.
@@ -75,6 +75,13 @@ impl WriteLog {
                 }
             }
         }
+    }
+}
+
+impl WriteLog {
+    /// Whether pages of the region are not to be given back to the host ([`Mapping::is_kept`]).
+    pub fn keeps(&self) -> bool {
+        self.mapping.is_kept()
     }
 }
 

@@ -29,9 +29,26 @@ impl Bits {
         });
     }
 
+    /// Clears those of `pages`; how many were set.
+    pub fn take(&self, pages: Range<u64>) -> u64 {
+        let mut set = 0;
+        each_word(pages, |word, mask| {
+            set += u64::from((self.0[word].fetch_and(!mask, Ordering::Relaxed) & mask).count_ones());
+        });
+        set
+    }
+
     /// Sets those that are set in `words`.
     pub fn add(&self, words: &[u64]) {
         for (mine, word) in self.0.iter().zip(words).filter(|(_, word)| **word != 0) {
+            mine.fetch_or(*word, Ordering::Relaxed);
+        }
+    }
+
+    /// The same of words of which the first is of page `first`, a multiple of 64.
+    pub fn add_at(&self, first: u64, words: &[u64]) {
+        let from = (first / 64) as usize;
+        for (mine, word) in self.0[from..].iter().zip(words) {
             mine.fetch_or(*word, Ordering::Relaxed);
         }
     }
@@ -109,6 +126,7 @@ mod tests {
         bits.clear(64..70);
         bits.add(&[0, 0, 0, 0, 1 << 43]);
         assert_eq!(bits.count(), 197 - 6 + 1);
+        assert_eq!((bits.take(250..280), bits.count()), (0, 192));
         let mut found = Vec::new();
         let mut at = 0;
         while let Some(run) = bits.first_run(at..300) {

@@ -18,13 +18,14 @@ use vmm_sys_util::eventfd::EventFd;
 
 use self::assembly::{Refused, assemble};
 use super::fence::{Fence, Word};
-use super::fetching::{self, Fetching};
+use super::fetching::{self, Fetching, Gate};
 use super::loading::{Loading, Way};
+use super::message::Misfit;
 use super::mobile::{Error, HELD, HELD_VERSION, HeldState, Mobile, now};
 use super::populating::Populating;
 use super::receiver::lanes::Lanes;
 use super::receiver::{Demand, Done, Offer, Place, Receiving, Said, Told};
-use super::threads::{self, Teller};
+use super::threads;
 use crate::arch::clocks::Meanwhile;
 use crate::control::{self, Came, Event};
 use crate::devices::console;
@@ -38,6 +39,7 @@ use crate::sandbox::{Sandbox, ThreadKind};
 use crate::snapshot::disk;
 use crate::snapshot::source::Source;
 use crate::sys::pagemap::Pagemap;
+use crate::sys::uffd::Uffd;
 
 /// What this process has for a machine that comes.
 pub struct Host {
@@ -55,6 +57,8 @@ pub struct Host {
     pub pagemap: Option<Arc<Pagemap>>,
     /// What it takes to bring memory as it is wanted, where it is to come so.
     pub fetching: Option<fetching::Opened>,
+    /// Where faults arrive of a guest that runs before all of its memory has come; or why there is no such thing, and what to do about it.
+    pub userfault: Option<Result<Uffd, String>>,
     /// Whether a guest is taken whose TSC has a frequency that this host cannot give it.
     pub other_tsc: bool,
     /// What each thread enters.
@@ -103,6 +107,8 @@ pub struct Incoming {
     standing: &'static str,
     /// Whether it runs here.
     runs: bool,
+    /// Whether some of its memory is missing, and whether what has that is cut off.
+    lacks: Option<bool>,
     /// Why it will not come.
     gone: Option<Error>,
     over: bool,
@@ -158,17 +164,6 @@ impl Bringer {
     }
 }
 
-/// Hands connections to an arrival: the listener's side.
-#[derive(Clone)]
-pub struct Door(Teller<Told>);
-
-impl Door {
-    /// Somebody has connected.
-    pub fn connected(&self, socket: OwnedFd) {
-        self.0.tell(Told::Connected(socket));
-    }
-}
-
 impl Incoming {
     /// A machine that is to come to `host`.
     ///
@@ -199,6 +194,7 @@ impl Incoming {
             served: false,
             standing,
             runs: false,
+            lacks: None,
             gone: None,
             over: false,
             came: Came::default(),
@@ -211,9 +207,15 @@ impl Incoming {
         })
     }
 
-    /// Where those who connect are handed in.
-    pub fn door(&self) -> Door {
-        Door(self.thread.teller())
+    /// Has the thread of the migration let in who connects to this socket: the event loop's may be the one that waits for what a source
+    /// has which connects there anew.
+    pub fn listen(&self, socket: OwnedFd) {
+        self.thread.tell(Told::Listen(socket));
+    }
+
+    /// Somebody has connected already.
+    pub fn connected(&self, socket: OwnedFd) {
+        self.thread.tell(Told::Connected(socket));
     }
 
     /// The machine, if it has come and has run here.
@@ -235,6 +237,13 @@ impl Incoming {
                 Said::Gone(why) => self.gone = Some(Error::Gone(format!("no machine has come: {why}"))),
                 Said::Refused(why) => self.gone = Some(Error::Refused(why)),
                 Said::DiskChanged(why) => self.gone = Some(Error::DiskChanged(why)),
+                Said::Lacks(lacks) => {
+                    if self.lacks != lacks && lacks == Some(true) {
+                        self.news.push(Event::Severed {});
+                    }
+                    self.lacks = lacks;
+                }
+                Said::Waited(waited) => self.news.push(Event::Waited(waited)),
                 Said::Fetched(fetched) => self.news.push(Event::Fetched(fetched)),
                 Said::Over => self.over = true,
             }
@@ -249,7 +258,7 @@ impl Incoming {
                 Ok(()) => Done::Done,
                 Err(error) => Done::Failed(error),
             },
-            Demand::Start(fence) => match self.begin(fence.as_deref()) {
+            Demand::Start(fence, gate) => match self.begin(fence.as_deref(), gate.as_deref()) {
                 Ok(()) => Done::Done,
                 Err(error) => Done::Failed(error),
             },
@@ -260,11 +269,16 @@ impl Incoming {
         }
     }
 
-    fn judge(&mut self, Offer { config, connections, ram }: Offer) -> Done {
+    fn judge(&mut self, Offer { config, connections, ram, postcopy }: Offer) -> Done {
         let Some(mut host) = self.host.take() else {
             return Done::Failed("a machine has come already".into());
         };
         let pagemap = host.pagemap.clone();
+        match host.userfault.take().filter(|_| postcopy) {
+            Some(Ok(uffd)) => host.fetching = Some(fetching::Opened { uffd, recording: None }),
+            Some(Err(why)) => return Done::Misfits(vec![why_not(why)]),
+            None => {}
+        }
         let fetching = host.fetching.take().map(|opened| Fetching::start(opened, self.sandbox)).transpose();
         let fetching = match fetching {
             Ok(fetching) => fetching,
@@ -278,15 +292,18 @@ impl Incoming {
             Ok(machine) => {
                 let (memory, ram) = (machine.view().memory(), machine.view().ram());
                 let populate = || Populating::start(ram.clone(), self.sandbox);
-                let populating = match ram.config.prealloc.then(populate).transpose() {
+                // Memory that may follow when the guest runs is made to be there when nothing follows any more.
+                let early = ram.config.prealloc && !postcopy;
+                let populating = match early.then(populate).transpose() {
                     Ok(populating) => populating,
                     Err(why) => return Done::Failed(why),
                 };
+                let vcpus = machine.view().throttle();
                 self.machine = Some(machine);
                 if matches!(self.standing, "waiting") {
                     self.standing = "incoming";
                 }
-                Done::Fits(Box::new(Place { memory, ram, pagemap, lanes, populating, fetching }))
+                Done::Fits(Box::new(Place { memory, ram, pagemap, lanes, populating, fetching, vcpus }))
             }
             Err(Refused::Misfits(misfits)) => Done::Misfits(misfits),
             Err(Refused::Failed(why)) => Done::Failed(why),
@@ -328,7 +345,7 @@ impl Incoming {
         Ok(())
     }
 
-    fn begin(&mut self, fence: Option<&Fence>) -> Result<(), String> {
+    fn begin(&mut self, fence: Option<&Fence>, gate: Option<&Gate>) -> Result<(), String> {
         let machine = self.machine.as_mut().ok_or("nothing has been assembled")?;
         let refused = || Err("the source has taken it back".to_owned());
         if fence.is_some_and(|fence| fence.step(Word::Committed, Word::Committed) != Word::Committed) {
@@ -340,6 +357,9 @@ impl Incoming {
         }
         // What a process that only runs a machine does not need is given up before its guest runs.
         self.sandbox.enter(ThreadKind::Main, "main").map_err(|error| error.to_string())?;
+        if gate.is_some_and(|gate| !gate.runs()) {
+            return Err("the link to the source was cut".into());
+        }
         // From here on it is this side's, whatever becomes of the other.
         if fence.is_some_and(|fence| fence.step(Word::Committed, Word::Ran) != Word::Ran) {
             return refused();
@@ -360,6 +380,16 @@ impl Incoming {
 
     fn view(&self) -> Option<&dyn Payload<Error = Error>> {
         self.machine.as_ref().filter(|_| self.runs).map(Arrived::view)
+    }
+}
+
+/// A host on which no guest runs before all of its memory has come.
+fn why_not(why: String) -> Misfit {
+    Misfit {
+        what: "postcopy".into(),
+        source: "asked for".into(),
+        target: why,
+        remedy: "or migrate by precopy".into(),
     }
 }
 

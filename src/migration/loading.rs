@@ -89,7 +89,7 @@ impl Loading {
     fn load(&mut self) -> Result<(), End> {
         let Some(source) = self.source.take() else { return Ok(()) };
         let chosen = source.choose(self.point)?;
-        let place = match self.demand(Demand::Judge(Offer::new(chosen.machine)))? {
+        let mut place = match self.demand(Demand::Judge(Offer::new(chosen.machine)))? {
             Done::Fits(place) => *place,
             Done::Misfits(misfits) => {
                 let each = misfits.iter().map(|misfit| {
@@ -117,13 +117,13 @@ impl Loading {
             show(&place, &layers, mappings)?;
         }
         self.fill(&place, &layers)?;
-        if let (Way::Demand { prefetch }, Some(fetching)) = (self.way, &place.fetching) {
+        if let (Way::Demand { prefetch }, Some(fetching)) = (self.way, place.fetching.take()) {
             let first = match (prefetch, &chosen.working_set) {
                 (true, Some(file)) => Some(WorkingSet::read(file, pages)?),
                 (true, None) => return Err(End::Refused("no restore of this snapshot was recorded".into())),
                 (false, _) => None,
             };
-            fetch(&place, layers, first, fetching)?;
+            place.fetching = Some(fetch(&place, layers, first, fetching)?);
         }
         if let Some(populating) = &place.populating {
             while !populating.is_done(LOOK).map_err(End::Gone)? {
@@ -131,7 +131,7 @@ impl Loading {
             }
         }
         self.demand(Demand::Restore(chosen.sections))?;
-        self.demand(Demand::Start(None))?;
+        self.demand(Demand::Start(None, None))?;
         if let Some(fetching) = place.fetching {
             fetching.runs();
             fetching.is_over().map(Said::Fetched).map_or(Ok(()), |said| self.machine.say(said))?;
@@ -212,7 +212,12 @@ fn content<'a>(place: &Place, layers: &'a Layers) -> Vec<(u64, Range<u64>, &'a R
 }
 
 /// Has the pages of the files brought into RAM when somebody wants them.
-fn fetch(place: &Place, layers: Layers, first: Option<WorkingSet>, fetching: &Fetching) -> Result<(), End> {
+fn fetch(
+    place: &Place,
+    layers: Layers,
+    first: Option<WorkingSet>,
+    mut fetching: Fetching,
+) -> Result<Fetching, End> {
     let content = content(place, &layers);
     if content.iter().any(|(at, run, _)| *at != run.start * PAGE_SIZE) {
         return Err(End::Gone("its memory does not begin with RAM, in one piece".into()));
@@ -221,7 +226,8 @@ fn fetch(place: &Place, layers: Layers, first: Option<WorkingSet>, fetching: &Fe
     let will_be = content.iter().map(|(at, run, _)| *at..at + (run.end - run.start) * PAGE_SIZE);
     let _ = place.ram.shown.set(will_be.collect());
     let (mapping, page) = (place.ram.mapping.clone(), place.ram.config.backing.page_size());
-    fetching.begin(Work { mapping, page, layers, first }).map_err(End::Gone)
+    fetching.begin(Work { mapping, page, layers, first }).map_err(End::Gone)?;
+    Ok(fetching)
 }
 
 /// Maps the pages of the files over RAM.

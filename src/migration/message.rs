@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+pub use crate::control::Waited;
+
 /// The newest version of the wire that is spoken here.
 pub const VERSION: u32 = 3;
 /// The oldest.
@@ -12,6 +14,8 @@ pub const OLDEST: u32 = 1;
 pub const COMPRESSES: u32 = 2;
 /// The first in which a machine's memory may be handed over as a descriptor.
 pub const HANDS_OVER: u32 = 3;
+/// The first in which a guest may run on the target before all of its memory is there.
+pub const POSTCOPIES: u32 = 3;
 /// The compression that there is.
 pub const ZSTD: &str = "zstd";
 
@@ -99,6 +103,10 @@ pub enum Message {
         /// Whether its RAM has come as a descriptor with HELLO, from version 3 on: no page of that follows.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         handed: bool,
+        /// Whether the guest may have to run before all of its memory has come, from version 3 on. One more connection joins then, as the
+        /// number behind the last: pages that somebody waits for are asked for and come on that.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        postcopy: bool,
     },
     /// It fits.
     Fit {},
@@ -134,6 +142,9 @@ pub enum Message {
         pages: u64,
         /// How many sections of state belong to this attempt.
         sections: u32,
+        /// Where memory follows while the guest runs on the target: how many pages of it, the map of which has been sent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        lacking: Option<u64>,
     },
     /// The target has restored it and could run it.
     Ready {
@@ -165,6 +176,16 @@ pub enum Message {
     },
     /// It runs on the target.
     Done {},
+    /// The target has sent the map of the pages that it lacks: the source is to send them.
+    Lacking {
+        /// How many.
+        pages: u64,
+    },
+    /// The target lacks nothing any more.
+    Complete {
+        /// For how long each vCPU has waited for pages.
+        waited: Waited,
+    },
     /// The source has understood, and ends.
     Bye {
         /// What was typed for the guest from the pause for the final pass on, which it has not been given.

@@ -155,6 +155,9 @@ impl<P: Payload> Mobile<P> {
         if hands_over {
             self.can_hand_over(asked)?;
         }
+        if hands_over && asked.postcopies() {
+            return Err("memory that is handed over is there at once: none of it can follow".into());
+        }
         // The log of dirty pages is the migration's from here on.
         self.since = None;
         let method = asked.tracker.as_deref().map(method).transpose()?;
@@ -168,6 +171,8 @@ impl<P: Payload> Mobile<P> {
             liveness: Duration::from_millis(asked.liveness_ms.max(1)),
             verify: asked.verify,
             hands_over,
+            mode: asked.mode,
+            postcopies: asked.postcopies(),
         };
         let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
         let session = SessionId::random().map_err(refused)?;
@@ -184,8 +189,15 @@ impl<P: Payload> Mobile<P> {
             false => None,
         };
         let sending = Sending::new(sockets, fence, session, options, self.moving(), mine, give_up.clone());
-        let (sending, lanes) = sending.map_err(|error| error.to_string())?;
+        let (sending, lanes, server) = sending.map_err(|error| error.to_string())?;
         let sandbox = self.sandbox;
+        if let Some(server) = server {
+            let body = move || match sandbox.enter(ThreadKind::Connection, "serving") {
+                Ok(()) => server.run(),
+                Err(error) => server.fail(error.to_string()),
+            };
+            std::thread::Builder::new().name("serving".into()).spawn(body).map_err(refused)?;
+        }
         for (number, lane) in (1..).zip(lanes) {
             let name = format!("migration{number}");
             let body = move || match sandbox.enter(ThreadKind::Connection, &format!("migration{number}")) {
@@ -292,6 +304,8 @@ impl<P: Payload> Mobile<P> {
             steps: [0; 3],
             tracker: None,
             distrust,
+            ahead: None,
+            severed: false,
         });
         Ok(())
     }
@@ -485,10 +499,26 @@ impl<P: Payload> Mobile<P> {
             }
             Word::Pass(pass) => self.news.push(Event::Pass(pass)),
             Word::Unconfirmed => self.news.push(Event::Unconfirmed {}),
+            Word::Ahead => {
+                if let Some(leaving) = &mut self.leaving {
+                    let us = leaving.paused.map_or(0, |since| since.elapsed().as_micros() as u64);
+                    leaving.ahead = Some(us);
+                    self.news.push(Event::Ahead { us });
+                }
+            }
+            Word::Severed(severed) => {
+                if let Some(leaving) = &mut self.leaving {
+                    leaving.severed = severed;
+                }
+                if severed {
+                    self.news.push(Event::Severed {});
+                }
+            }
             Word::Stayed(why) => self.stay(why),
-            Word::Moved { compared, left } => {
+            Word::Moved { compared, waited, left } => {
                 let paused = self.leaving.as_ref().and_then(|leaving| leaving.paused);
                 let us = paused.map_or(0, |since| since.elapsed().as_micros() as u64);
+                let us = self.leaving.as_ref().and_then(|leaving| leaving.ahead).unwrap_or(us);
                 let tracker = self.leaving.as_ref().and_then(|leaving| leaving.tracker);
                 let tracker = tracker.map(|method| method.name().to_owned());
                 let tracker_why =
@@ -496,7 +526,7 @@ impl<P: Payload> Mobile<P> {
                 let dirty_ring = self.machine.outline().dirty_ring;
                 let [pausing, paused, saved] = self.leaving.as_ref().map_or([0; 3], |leaving| leaving.steps);
                 let left = Left { pausing, paused, saved, ..left };
-                self.news.push(Event::Moved { us, compared, tracker, tracker_why, dirty_ring, left });
+                self.news.push(Event::Moved { us, compared, tracker, tracker_why, dirty_ring, waited, left });
                 self.moved = true;
                 self.leaving = None;
             }

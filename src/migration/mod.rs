@@ -17,7 +17,8 @@
 //! | [`link`] | one connection: a stream socket that carries frames |
 //! | [`sender`], [`receiver`] | each side's thread, which drives its machine |
 //! | [`populating`] | memory of a target that is to be there in full |
-//! | [`fetching`] | memory out of a snapshot that comes when somebody wants it |
+//! | [`fetching`] | memory that comes when somebody wants it, out of a snapshot or from a source that has handed over its guest |
+//! | [`landing`] | which of it is missing, and how what comes gets into it |
 //! | [`saving`], [`loading`] | the same between a machine and the files of a [`snapshot`](crate::snapshot) |
 //! | [`threads`] | what that thread and the event loop's say to each other |
 //! | [`mobile`], [`incoming`] | each side's payload, which does on the event loop's thread what the other thread demands |
@@ -51,6 +52,24 @@
 //! done: CONFIG says so, no passes follow, and the last pages are those of other memory. Both have the same RAM from FIT on. The target
 //! writes nothing there before COMMIT, and the source nothing after it.
 //!
+//! # Postcopy
+//!
+//! The guest may have to run on the target before all of its memory is there. FINAL says then how many pages follow, of which the map has
+//! been sent. The target empties those, and whatever shares a huge page with them, and has faults on them reported from here on: to
+//! restore the state may want them already. Behind DONE:
+//!
+//! ```text
+//!              <-------------------------  the map of what is missing, LACKING: what the target says, not what the source has sent
+//!   all of that, on all connections -->
+//!              <-------------------------  pages that somebody waits for, on a connection of their own
+//!   these, there ---------------------->
+//!              <-------------------------  COMPLETE: the target lacks nothing any more
+//!   BYE        ------------------------->
+//! ```
+//!
+//! A cut between DONE and COMPLETE leaves both sides waiting for another link (`postcopy-paused`); QUERY on that is answered by RAN and
+//! by the map anew. Neither can go on without the other then.
+//!
 //! Two copies never run: the source runs until it has sent COMMIT, and afterwards only where the target has said that it never ran
 //! and never will, or where the operator insists. After a cut QUERY asks the target what became of it; every message from COMMIT
 //! on may be repeated and does nothing the second time. Between two processes of one host the [`fence`] decides at once, and nobody
@@ -61,6 +80,7 @@ pub mod fence;
 pub mod fetching;
 pub mod fit;
 pub mod incoming;
+pub mod landing;
 pub mod link;
 pub mod loading;
 pub mod message;

@@ -12,10 +12,11 @@
 //! [`Incoming`] as long as no page is under way on two of them in one pass.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 
 use super::bits::Bits;
+use super::landing::Landing;
 use super::pack::Packer;
 use super::wire::{Encoder, HEADER, Kind, MOST_PAGES, PACKED, RUN, Run, Sum};
 use crate::memory::Slot;
@@ -63,6 +64,11 @@ impl Outgoing {
     /// The memslot.
     pub fn slot(&self) -> &Slot {
         &self.slot
+    }
+
+    /// From now on the target is told of those of `pages` too that are zero.
+    pub fn tell(&self, pages: Range<u64>) {
+        self.sent.set(pages);
     }
 
     /// Whether the first page of `run` is zero, and up to where the pages after it are the same.
@@ -247,6 +253,8 @@ pub struct Incoming {
     slot: Slot,
     /// The pages that may be other than zero.
     written: Bits,
+    /// Where they go from when the guest runs here and some of them are still to come.
+    landing: OnceLock<Arc<Landing>>,
 }
 
 impl Incoming {
@@ -257,7 +265,13 @@ impl Incoming {
         if !fresh {
             written.set(0..slot.pages());
         }
-        Self { slot, written }
+        Self { slot, written, landing: OnceLock::new() }
+    }
+
+    /// From now on what comes goes into this, and nothing that is there is written over.
+    pub fn land(&self, landing: &Arc<Landing>) {
+        // Nobody else sets it.
+        let _ = self.landing.set(landing.clone());
     }
 
     /// Writes the pages of `run`, which has been checked ([`Run::check`]): `data`, or zeroes where there is none.
@@ -268,6 +282,13 @@ impl Incoming {
         let pages = run.first..run.first + u64::from(run.pages);
         let offset = |page: u64| self.slot.offset() + page * PAGE_SIZE;
         assert!(pages.end <= self.slot.pages(), "{run:?} of {:?}", self.slot);
+        if let Some(landing) = self.landing.get() {
+            let first = offset(pages.start) / PAGE_SIZE;
+            if let Err(why) = landing.take(first..first + u64::from(run.pages), data) {
+                super::fetching::end(&why);
+            }
+            return;
+        }
         if let Some(data) = data {
             assert_eq!(data.len() as u64, u64::from(run.pages) * PAGE_SIZE, "{run:?}");
             if run.pages >= WORTH_A_CALL && self.written.first_run(pages.clone()).is_none() {

@@ -53,6 +53,8 @@ pub enum Decision {
     Again,
     /// The last one, with the guest paused.
     Converged,
+    /// The last one, and what is left then follows while the guest runs on the target.
+    Ahead,
     /// The guest stays.
     GiveUp(String),
 }
@@ -191,6 +193,7 @@ impl Plan {
         {
             return match then {
                 Then::Force => Decision::Converged,
+                Then::Postcopy => Decision::Ahead,
                 Then::Cancel => Decision::GiveUp(self.too_late(timeout)),
             };
         }
@@ -275,6 +278,11 @@ impl Plan {
             );
         }
         why
+    }
+
+    /// Whether the rest is to follow when the guest runs on the target, also in the middle of a pass, `now` after the beginning.
+    pub fn is_to_follow(&self, now: Duration) -> bool {
+        matches!(self.timeout, Some((timeout, Then::Postcopy)) if now >= timeout)
     }
 
     /// So many bytes have been sent, `now` after the beginning.

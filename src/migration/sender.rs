@@ -7,6 +7,8 @@ mod handing;
 mod lanes;
 pub(super) mod owed;
 mod passes;
+mod postcopy;
+mod serving;
 mod words;
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,7 +21,10 @@ pub use self::lanes::Lane;
 use self::lanes::{Common, Lanes};
 use self::owed::Owed;
 use self::passes::Pass;
+pub use self::serving::Server;
+use self::serving::Serving;
 pub use self::words::{Demand, Done, Moving, Options, Progress, Said, Told, Word, Written};
+use super::bits::Bits;
 use super::fence::{Fence, Word as Decided};
 use super::link::{self, GiveUp, Link};
 use super::message::{Message, OLDEST, SessionId, VERSION, ZSTD};
@@ -30,7 +35,7 @@ use super::source::{Action, Event, Source, State};
 use super::threads::{Mine, Orphaned};
 use super::verify::Sums;
 use super::wire::Frame;
-use crate::control::{Left, Phase};
+use crate::control::{Left, Phase, Waited};
 use crate::memory::Memory;
 use crate::sys::clock::{self, micros};
 use crate::sys::mmap::PAGE_SIZE;
@@ -58,6 +63,14 @@ pub struct Sending {
     /// Bytes that compression has spared the link on the first connection.
     spared: u64,
     pass: Option<Pass>,
+    /// The connection for pages that the target wants, before it joins, and whoever sends those.
+    faults: Option<OwnedFd>,
+    serving: Option<Serving>,
+    /// What the target has said that it lacks: a bit a page, of each memslot.
+    lacking: Vec<Bits>,
+    /// Whether the pass under way sends that.
+    streaming: bool,
+    waited: Option<Waited>,
     /// The attempt whose memory is being compared, and what is left to send of that.
     comparing: Option<(u32, Sums)>,
     /// How many pages both sides have found alike.
@@ -111,7 +124,8 @@ impl Sending {
         what: Moving,
         machine: Mine<Said, Told>,
         give_up: GiveUp,
-    ) -> Result<(Self, Vec<Lane>), link::Error> {
+    ) -> Result<(Self, Vec<Lane>, Option<Server>), link::Error> {
+        let faults = options.postcopies.then(|| sockets.pop()).flatten();
         let Moving { describe, memory, ram, pagemap, throttle } = what;
         let further = sockets.split_off(1);
         let socket = sockets.remove(0);
@@ -119,12 +133,15 @@ impl Sending {
         let cap = options.bandwidth.map(|all| all / u64::from(connections));
         let common = Arc::new(Common::new(Owed::new(memory), cap, options.compress));
         let (lanes, threads) = Lanes::new(further, session, common.clone(), options.liveness)?;
+        let serving = faults.as_ref().map(|_| Serving::new(connections, common.clone(), options.liveness));
+        let (serving, server) = serving.transpose()?.unzip();
         let now = Instant::now();
         let mut sending = Self {
             source: Source::new()
                 .verifying(options.verify)
                 .compressing(options.compress)
                 .handing_over(options.hands_over)
+                .postcopying(options.postcopies)
                 .fenced(fence.is_some()),
             describe,
             link: None,
@@ -139,6 +156,11 @@ impl Sending {
             block: Block::new().packing(options.compress),
             spared: 0,
             pass: None,
+            faults,
+            serving,
+            lacking: Vec::new(),
+            streaming: false,
+            waited: None,
             comparing: None,
             compared: None,
             left: Left { began: micros(clock::monotonic()), ..Left::default() },
@@ -160,7 +182,7 @@ impl Sending {
             options,
         };
         sending.link = Some(sending.linked(socket)?);
-        Ok((sending, threads))
+        Ok((sending, threads, server))
     }
 
     fn linked(&self, socket: OwnedFd) -> Result<Link, link::Error> {
@@ -216,7 +238,8 @@ impl Sending {
             return Ok(Some(event));
         }
         if self.joining == Some(true) && self.source.state == State::Copying {
-            match self.lanes.are_done() {
+            let served = self.serving.as_mut().map_or(Ok(true), Serving::has_joined);
+            match self.lanes.are_done().and_then(|done| Ok(done & served?)) {
                 Ok(true) => {
                     self.joining = Some(false);
                     self.copy()?;
@@ -225,6 +248,9 @@ impl Sending {
                 Err(why) => return Ok(Some(self.cut(why))),
             }
             return Ok(None);
+        }
+        if let Some(event) = self.served() {
+            return Ok(Some(event));
         }
         if self.pass.is_some() {
             if let Some(event) = self.go_on()? {
@@ -259,6 +285,7 @@ impl Sending {
                 self.link = self.linked(socket).ok();
                 self.link.is_some().then_some(Event::Linked)
             }
+            Told::Recovered(socket, faults) => self.recovered(socket, faults),
             Told::Set { downtime, bandwidth } => {
                 let cap = bandwidth.map(|all| all / u64::from(self.share.of()));
                 self.plan.set(downtime, cap);
@@ -275,6 +302,12 @@ impl Sending {
         let heard = match self.link.as_mut()?.receive() {
             Ok(None) => return None,
             Ok(Some(Frame::Message(message))) => Ok(message),
+            Ok(Some(Frame::Missing(run, bits))) if self.source.state == State::Serving => {
+                return match self.lacks(&run, &bits) {
+                    Ok(()) => None,
+                    Err(why) => Some(self.cut(why)),
+                };
+            }
             Ok(Some(_)) => Err("the target sent pages or state".to_owned()),
             Err(error) => Err(error.to_string()),
         };
@@ -283,6 +316,18 @@ impl Sending {
                 self.waits = None;
                 if let Message::Compared { pages, wrong: 0, .. } = message {
                     self.compared = Some(pages);
+                }
+                if let Message::Complete { waited } = &message {
+                    self.waited = Some(waited.clone());
+                }
+                if let Message::Lacking { pages } = message
+                    && self.lacking.iter().map(Bits::count).sum::<u64>() != pages
+                {
+                    return Some(
+                        self.cut(format!(
+                            "the target said that it lacks {pages} pages, and did not say which"
+                        )),
+                    );
                 }
                 Event::Said(message)
             }
@@ -296,6 +341,7 @@ impl Sending {
             self.sent_before += link.sent;
         }
         self.lanes.cut();
+        self.serving.iter_mut().for_each(Serving::cut);
         (self.broken, self.waits) = (Some(why), None);
         Event::Cut
     }
@@ -315,12 +361,22 @@ impl Sending {
         {
             return Some(Event::Cancel(why));
         }
+        // Once there is something to follow.
+        let copying = self.source.state == State::Copying && self.pass.is_some();
+        if copying && self.plan.is_to_follow(self.began.elapsed()) {
+            return Some(match self.lanes.stop() {
+                Ok(()) => Event::Ahead,
+                Err(why) => self.cut(why),
+            });
+        }
         None
     }
 
     /// When a final pass that is under way is given up.
     fn until(&self) -> Option<Instant> {
-        Some(self.paused? + self.plan.most_downtime(self.began.elapsed())?)
+        // What is sent while the guest stands still is little, where the rest follows.
+        let paused = self.paused.filter(|_| !self.source.is_ahead())?;
+        Some(paused + self.plan.most_downtime(self.began.elapsed())?)
     }
 
     /// Changes the word of the fence, where there is one; what it says then.
@@ -339,7 +395,8 @@ impl Sending {
         if let Some(link) = &self.link {
             poll.readable(link.descriptor());
         }
-        if self.source.state == State::Copying || self.source.state == State::Finishing {
+        self.serving.iter().for_each(|serving| poll.readable(serving.descriptor()));
+        if matches!(self.source.state, State::Copying | State::Finishing | State::Serving) {
             poll.readable(self.lanes.descriptor());
         }
         let _ = poll.wait(Some(time));
@@ -402,8 +459,8 @@ impl Sending {
                 let config = self.describe.clone();
                 let connections = self.share.of();
                 let compression = self.options.compress.then(|| ZSTD.to_owned());
-                let handed = self.options.hands_over;
-                self.say(&Message::Config { config, connections, compression, handed });
+                let (handed, postcopy) = (self.options.hands_over, self.options.postcopies);
+                self.say(&Message::Config { config, connections, compression, handed, postcopy });
                 self.waits = Some(Instant::now());
             }
             Action::Copy if self.options.hands_over => self.hand_over()?,
@@ -419,7 +476,9 @@ impl Sending {
             }
             Action::Release => {
                 // All pages are there: nobody needs them any more.
-                self.lanes.cut();
+                if !self.source.is_ahead() {
+                    self.lanes.cut();
+                }
                 self.demand(Demand::Release)?;
             }
             Action::Retake => {
@@ -450,8 +509,26 @@ impl Sending {
             Action::Undo => {
                 (self.pass, self.comparing, self.paused) = (None, None, None);
                 self.lanes.cut();
+                self.serving.iter_mut().for_each(Serving::cut);
                 self.throttle.wake();
                 self.common.owed.unfollow();
+            }
+            Action::Serve => {
+                // The map of what the target lacks comes next.
+                self.link.iter_mut().for_each(Link::admit);
+                // Nobody writes here any more.
+                self.common.owed.unfollow();
+                self.throttle.wake();
+                self.machine.say(Said::Word(Word::Ahead))?;
+            }
+            Action::Stream => self.stream(),
+            Action::Sever => {
+                (self.pass, self.streaming) = (None, false);
+                let why = self.broken.take().unwrap_or_default();
+                tracing::warn!(
+                    "the link was cut ({why}), and the target lacks some of the guest's memory; another link goes on"
+                );
+                self.machine.say(Said::Word(Word::Severed(true)))?;
             }
             Action::Reconnect => {
                 if let Some(link) = self.link.take() {
@@ -462,7 +539,11 @@ impl Sending {
             Action::End => {
                 let (bytes, spared) = (self.sent(), self.spared());
                 let left = Left { passes: self.passes, bytes, spared, ..self.left };
-                self.machine.say(Said::Word(Word::Moved { compared: self.compared, left }))?;
+                self.machine.say(Said::Word(Word::Moved {
+                    compared: self.compared,
+                    waited: self.waited.take(),
+                    left,
+                }))?;
             }
             Action::Report(why) => {
                 let why = match self.broken.take() {
@@ -481,7 +562,11 @@ impl Sending {
         }
         self.told_at = Instant::now();
         let progress = Progress {
-            phase: if self.paused.is_some() { Phase::Final } else { Phase::Copying },
+            phase: match () {
+                () if self.source.state == State::Serving => Phase::Postcopy,
+                () if self.paused.is_some() => Phase::Final,
+                () => Phase::Copying,
+            },
             pass: self.passes,
             sent: self.sent(),
             spared: self.spared(),

@@ -2,7 +2,7 @@
 //! else. Whoever drives it carries out the [`Action`]s in their order and brings [`Event`]s.
 
 use super::fence::Word;
-use super::message::{COMPRESSES, HANDS_OVER, Message, Standing, ZSTD};
+use super::message::{COMPRESSES, HANDS_OVER, Message, POSTCOPIES, Standing, ZSTD};
 use crate::plant::{self, Mistake};
 
 /// Where the source is.
@@ -25,6 +25,10 @@ pub enum State {
         /// Whether the operator wants it back.
         withdraw: bool,
     },
+    /// The guest runs on the target, which lacks some of its memory: that is sent.
+    Serving,
+    /// The link was cut meanwhile: both stand still until there is another.
+    Severed,
     /// The guest runs on the target. This process ends.
     Moved,
     /// The guest runs here, as before.
@@ -42,6 +46,8 @@ pub enum Event {
     Linked,
     /// The plan says that the rest can be sent while the guest stands still.
     Converged,
+    /// The plan says that the guest is to run on the target before the rest is sent.
+    Ahead,
     /// The final pass takes too long.
     Overrun,
     /// The operator does not want it any more, or its time is over, or the guest has ended by itself.
@@ -73,6 +79,12 @@ pub enum Action {
     },
     /// Let the guest run on: it had been paused for the final pass.
     Resume,
+    /// The guest runs on the target: have the pages that it asks for sent, and wait for the map of those that it lacks.
+    Serve,
+    /// Send all that the target lacks by its map.
+    Stream,
+    /// The target waits for pages and there is no link to it: tell the operator.
+    Sever,
     /// Give up locks and addresses that the target needs in order to run the guest.
     Release,
     /// Take them again, once the target has given them up.
@@ -104,6 +116,11 @@ pub struct Source {
     compresses: bool,
     /// Whether RAM is handed over, and not copied.
     hands_over: bool,
+    /// Whether the guest may have to run on the target before all of its memory is there, and whether this attempt has it so.
+    postcopies: bool,
+    ahead: bool,
+    /// Whether the link was cut after COMMIT, and there was no other.
+    cut: bool,
     /// Whether it has a fence to offer; then whether the target shares it.
     fenced: bool,
 }
@@ -117,6 +134,9 @@ impl Source {
             verifies: false,
             compresses: false,
             hands_over: false,
+            postcopies: false,
+            ahead: false,
+            cut: false,
             fenced: false,
         }
     }
@@ -144,6 +164,17 @@ impl Source {
         self
     }
 
+    /// The same source, whose guest may have to run on the target before all of its memory is there.
+    pub fn postcopying(mut self, postcopies: bool) -> Self {
+        self.postcopies = postcopies;
+        self
+    }
+
+    /// Whether the guest runs, or is to run, on the target before all of its memory is there.
+    pub fn is_ahead(&self) -> bool {
+        self.ahead
+    }
+
     /// The same source, which has a fence to offer.
     pub fn fenced(mut self, offers: bool) -> Self {
         self.fenced = offers;
@@ -157,9 +188,12 @@ impl Source {
                 self.before_commit(event)
             }
             State::Committing | State::Unconfirmed { .. } => self.after_commit(event),
+            State::Serving | State::Severed => self.behind(event),
             State::Moved => match event {
                 // The target has not heard BYE, and asks to hear it.
-                Event::Said(Message::Done {} | Message::Status { standing: Standing::Ran }) => {
+                Event::Said(
+                    Message::Done {} | Message::Status { standing: Standing::Ran } | Message::Complete { .. },
+                ) => {
                     vec![Action::Send(Message::BYE)]
                 }
                 _ => Vec::new(),
@@ -194,6 +228,15 @@ impl Source {
                 );
                 self.stay(why.clone(), Some(M::Abort { why }))
             }
+            (State::Greeting, Event::Said(M::Welcome { version, .. }))
+                if self.postcopies && version < POSTCOPIES =>
+            {
+                let why = format!(
+                    "the target speaks version {version} of the wire, which has no postcopy; choose precopy, or give the target a Vellum \
+                     that has it"
+                );
+                self.stay(why.clone(), Some(M::Abort { why }))
+            }
             (State::Greeting, Event::Said(M::Welcome { fence, .. })) => {
                 self.fenced &= fence;
                 self.state = State::Offering;
@@ -214,8 +257,14 @@ impl Source {
                 self.state = State::Finishing;
                 vec![Action::Finish { attempt: self.attempt }]
             }
+            (State::Copying, Event::Ahead) if self.postcopies => {
+                self.state = State::Finishing;
+                self.ahead = true;
+                vec![Action::Finish { attempt: self.attempt }]
+            }
             (State::Finishing, Event::Said(M::Ready { attempt })) if attempt == self.attempt => {
-                if self.verifies {
+                // What is not there yet cannot be compared.
+                if self.verifies && !self.ahead {
                     self.state = State::Comparing;
                     return vec![Action::Compare { attempt }];
                 }
@@ -237,14 +286,15 @@ impl Source {
                 );
                 self.stay(why.clone(), Some(M::Abort { why }))
             }
-            (State::Finishing, Event::Overrun) => {
+            // What is sent while the guest stands still is little then, and has no limit.
+            (State::Finishing, Event::Overrun) if !self.ahead => {
                 self.state = State::Copying;
                 self.attempt += 1;
                 vec![Action::Resume, Action::Send(M::Again { attempt: self.attempt }), Action::Copy]
             }
             // What is still under way of an attempt that was given up, and what the plan says too late.
             (_, Event::Said(M::Ready { .. }) | Event::Overrun | Event::Converged | Event::Linked)
-            | (_, Event::Fenced(_)) => Vec::new(),
+            | (_, Event::Ahead | Event::Fenced(_)) => Vec::new(),
             (_, Event::Cut) => self.stay("the link was cut before the hand-over".into(), None),
             (_, Event::Cancel(why)) => {
                 let abort = M::Abort { why: why.clone() };
@@ -270,10 +320,12 @@ impl Source {
         use Message as M;
         let withdraw = self.state == State::Unconfirmed { withdraw: true };
         match event {
-            Event::Said(M::Done {} | M::Status { standing: Standing::Ran }) => {
-                self.state = State::Moved;
-                vec![Action::Send(M::BYE), Action::End]
-            }
+            Event::Cut => self.cut = true,
+            Event::Linked => self.cut = false,
+            _ => {}
+        }
+        match event {
+            Event::Said(M::Done {} | M::Status { standing: Standing::Ran }) => self.ran(),
             Event::Said(M::Refused { why }) => self.take_back(why, Some(M::BYE)),
             Event::Said(M::Status { standing: Standing::Gone }) => {
                 self.take_back("the target has given it up".into(), Some(M::BYE))
@@ -285,10 +337,7 @@ impl Source {
                 self.state = State::Committing;
                 vec![Action::Send(M::Commit { attempt: self.attempt })]
             }
-            Event::Fenced(Word::Ran) => {
-                self.state = State::Moved;
-                vec![Action::Send(M::BYE), Action::End]
-            }
+            Event::Fenced(Word::Ran) => self.ran(),
             Event::Fenced(Word::Withdrawn) => {
                 let why = "the target has not run it and never will".to_owned();
                 self.take_back(why, Some(M::BYE))
@@ -310,7 +359,49 @@ impl Source {
                 Vec::new()
             }
             Event::Force => self.take_back("the operator took it back".into(), None),
-            Event::Said(_) | Event::Converged | Event::Overrun | Event::Fenced(_) => Vec::new(),
+            Event::Said(_) | Event::Converged | Event::Ahead | Event::Overrun | Event::Fenced(_) => {
+                Vec::new()
+            }
+        }
+    }
+
+    /// The guest runs on the target.
+    fn ran(&mut self) -> Vec<Action> {
+        if !self.ahead {
+            self.state = State::Moved;
+            return vec![Action::Send(Message::BYE), Action::End];
+        }
+        if self.cut {
+            self.state = State::Severed;
+            return vec![Action::Serve, Action::Sever];
+        }
+        self.state = State::Serving;
+        vec![Action::Serve]
+    }
+
+    /// The guest runs on the target, and what the target lacks is here alone: nothing but that it lacks nothing any more ends this
+    /// side.
+    fn behind(&mut self, event: Event) -> Vec<Action> {
+        use Message as M;
+        match event {
+            Event::Said(M::Complete { .. }) => {
+                self.state = State::Moved;
+                vec![Action::Send(M::BYE), Action::End]
+            }
+            Event::Said(M::Lacking { .. }) if self.state == State::Serving => vec![Action::Stream],
+            Event::Cut if self.state == State::Serving => {
+                self.state = State::Severed;
+                vec![Action::Sever]
+            }
+            Event::Linked => {
+                self.state = State::Serving;
+                vec![Action::Send(M::Query {})]
+            }
+            // As it was when it stood still for the hand-over: whoever says this knows that the target is gone.
+            Event::Force if self.state == State::Severed => {
+                self.take_back("the operator took it back, as it was at the hand-over".into(), None)
+            }
+            _ => Vec::new(),
         }
     }
 

@@ -41,6 +41,8 @@ pub enum State {
 pub enum Event {
     /// The source says something.
     Said(Message),
+    /// All memory is there, of which some followed while the guest ran.
+    Whole,
     /// The link is cut, or the source has been silent for too long.
     Cut,
     /// There is a link again.
@@ -78,6 +80,8 @@ pub enum Action {
         connections: u32,
         /// Whether its RAM has come as a descriptor.
         handed: bool,
+        /// Whether it may have to run before all of them have come.
+        postcopy: bool,
     },
     /// Restore vCPUs, interrupt controller and devices, all but what writes guest memory; [`Event::Restored`] follows.
     Restore {
@@ -85,7 +89,15 @@ pub enum Action {
         pages: u64,
         /// How many sections of state.
         sections: u32,
+        /// Of how many pages the map says that they follow, where it runs before they have come.
+        lacking: Option<u64>,
     },
+    /// Say which pages are missing here: their map, and [`Message::Lacking`].
+    Lack,
+    /// Say that none is: [`Message::Complete`].
+    Complete,
+    /// Pages are missing, and there is no link to the source: tell the operator.
+    Sever,
     /// Compare this memory with the sums that have come, of so many pages; [`Event::Compared`] follows.
     Compare {
         /// Of which attempt.
@@ -112,12 +124,17 @@ pub struct Target {
     pub state: State,
     /// Whether it shares a fence with the source: known before HELLO is heard.
     pub fenced: bool,
+    /// Whether the guest runs, or is to run, before all of its memory is there; and whether that is there now.
+    ahead: bool,
+    whole: bool,
+    /// Whether the link is cut.
+    cut: bool,
 }
 
 impl Target {
     /// A target that waits for a source.
     pub fn new() -> Self {
-        Self { state: State::Listening, fenced: false }
+        Self { state: State::Listening, fenced: false, ahead: false, whole: false, cut: false }
     }
 
     /// Whether the guest runs here.
@@ -125,8 +142,20 @@ impl Target {
         self.state == State::Running
     }
 
+    /// Whether the guest is to run, or runs, while some of its memory is missing here.
+    pub fn lacks(&self) -> bool {
+        self.ahead && !self.whole
+    }
+
     /// What follows from `event`.
     pub fn step(&mut self, event: Event) -> Vec<Action> {
+        match event {
+            // The end of one connection after the other.
+            Event::Cut if self.cut && self.state == State::Running => return Vec::new(),
+            Event::Cut => self.cut = true,
+            Event::Linked => self.cut = false,
+            _ => {}
+        }
         match self.state {
             State::Ready { .. } | State::Starting | State::Running | State::Gone => self.handed_over(event),
             State::Ended => Vec::new(),
@@ -158,9 +187,9 @@ impl Target {
                 let why = format!("it does not fit here: {misfits:?}");
                 vec![Action::Send(M::Misfit { misfits }), Action::Free, Action::Report(why)]
             }
-            (State::Welcomed, Event::Said(M::Config { config, connections, handed, .. })) => {
+            (State::Welcomed, Event::Said(M::Config { config, connections, handed, postcopy, .. })) => {
                 self.state = State::Judging;
-                vec![Action::Judge { config, connections, handed }]
+                vec![Action::Judge { config, connections, handed, postcopy }]
             }
             (State::Judging, Event::Judged(misfits)) if misfits.is_empty() => {
                 self.state = State::Receiving;
@@ -172,9 +201,10 @@ impl Target {
                 vec![Action::Send(M::Misfit { misfits }), Action::Free, Action::Report(why)]
             }
             (State::Receiving, Event::Said(M::PassEnd { .. } | M::Again { .. })) => Vec::new(),
-            (State::Receiving, Event::Said(M::Final { attempt, pages, sections })) => {
+            (State::Receiving, Event::Said(M::Final { attempt, pages, sections, lacking })) => {
                 self.state = State::Restoring { attempt };
-                vec![Action::Restore { pages, sections }]
+                self.ahead = lacking.is_some();
+                vec![Action::Restore { pages, sections, lacking }]
             }
             (State::Restoring { .. }, Event::Said(M::Again { .. })) => {
                 self.state = State::Receiving;
@@ -192,6 +222,10 @@ impl Target {
             // The answer to an attempt that was given up meanwhile.
             (State::Receiving, Event::Restored) => Vec::new(),
             (_, Event::Linked) => Vec::new(),
+            (_, Event::Whole) => {
+                self.whole = true;
+                Vec::new()
+            }
             // Behind an ABORT.
             (_, Event::Said(M::Bye { .. })) => Vec::new(),
             (_, Event::Cut) => {
@@ -237,6 +271,13 @@ impl Target {
                 actions.push(Action::Report(why));
                 actions
             }
+            // It has never run, and cannot without its source.
+            (State::Ready { .. }, Event::Cut) if self.ahead => {
+                self.state = self.gone();
+                let why = "the link was cut before the hand-over".to_owned();
+                vec![Action::Withdraw, Action::Free, Action::Report(why)]
+            }
+            (State::Ready { .. }, Event::Force) if self.ahead => Vec::new(),
             // Nobody has to be asked, nor may insist: who is first at the fence has the guest.
             (State::Ready { .. }, Event::Cut) if self.fenced => vec![Action::Settle],
             (State::Ready { .. }, Event::Force) if self.fenced => Vec::new(),
@@ -254,15 +295,33 @@ impl Target {
             }
             (State::Starting, Event::Started) => {
                 self.state = State::Running;
-                vec![Action::Send(M::Done {})]
+                let mut actions = vec![Action::Send(M::Done {})];
+                actions.extend(self.rest());
+                if self.cut && self.lacks() {
+                    actions.push(Action::Sever);
+                }
+                actions
             }
             (State::Starting, Event::NotStarted(why)) => {
                 self.state = self.gone();
                 let refused = Action::Send(M::Refused { why: why.clone() });
                 vec![Action::Withdraw, Action::Free, refused, Action::Report(why)]
             }
-            (State::Running, Event::Said(M::Commit { .. })) => vec![Action::Send(M::Done {})],
-            (State::Running, Event::Said(M::Query {} | M::Abort { .. })) => status(Standing::Ran),
+            (State::Running, Event::Said(M::Commit { .. })) => {
+                [Action::Send(M::Done {})].into_iter().chain(self.rest()).collect()
+            }
+            (State::Running, Event::Said(M::Query {} | M::Abort { .. })) => {
+                status(Standing::Ran).into_iter().chain(self.rest()).collect()
+            }
+            (State::Running, Event::Whole) => {
+                self.whole = true;
+                vec![Action::Complete]
+            }
+            (_, Event::Whole) => {
+                self.whole = true;
+                Vec::new()
+            }
+            (State::Running, Event::Cut) if self.lacks() => vec![Action::Sever],
             (State::Gone, Event::Said(M::Query {} | M::Abort { .. } | M::Commit { .. })) => {
                 status(Standing::Gone)
             }
@@ -273,6 +332,11 @@ impl Target {
             // Cuts decide nothing here, and what comes twice does nothing.
             _ => Vec::new(),
         }
+    }
+
+    /// What is said behind that the guest runs here, where it runs ahead of its memory.
+    fn rest(&self) -> Option<Action> {
+        self.ahead.then_some(if self.whole { Action::Complete } else { Action::Lack })
     }
 
     /// Where a target is that will never run it: by the fence the source sees that, and needs nobody to say it.

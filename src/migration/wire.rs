@@ -16,6 +16,8 @@
 //!  44  u32 CRC32C of the 44 bytes before              8  u64 first page of the region
 //!                                                    16  u32 pages
 //!                                                    20  u32 0
+//! missing, from version 3 on: a run, then a bit a page in words of 64, set where the page is missing; the rest of the last word is 0
+//! wanted, from version 3 on: a run
 //! packed, from version 2 on: a run, u32 CRC32C of what the payload would be as `pages`, u32 0, the pages as a frame of Zstandard
 //! ```
 //!
@@ -42,6 +44,9 @@ pub const MOST_SUMS: u32 = 512;
 /// Bytes between a run and its packed pages: the sum of both as they are restored.
 pub const PACKED: usize = 8;
 
+/// The most pages of which one frame says whether they are missing.
+pub const MOST_MAPPED: u32 = 1 << 15;
+
 const MAGIC: [u8; 4] = *b"VLMG";
 
 /// What a frame carries.
@@ -59,16 +64,22 @@ pub enum Kind {
     Sums,
     /// A [`Run`] and its pages [compressed](super::pack).
     Packed,
+    /// A [`Run`] and which of its pages are missing, a bit each.
+    Missing,
+    /// A [`Run`] of pages that somebody waits for.
+    Wanted,
 }
 
 impl Kind {
-    const ALL: [(u16, Self); 6] = [
+    const ALL: [(u16, Self); 8] = [
         (1, Self::Message),
         (2, Self::Section),
         (3, Self::Pages),
         (4, Self::Zeroes),
         (5, Self::Sums),
         (6, Self::Packed),
+        (7, Self::Missing),
+        (8, Self::Wanted),
     ];
 
     fn number(self) -> u16 {
@@ -83,7 +94,8 @@ impl Kind {
             // vCPUs take some 40 KiB each; the largest machine has hundreds.
             Self::Section => 64 << 20,
             Self::Pages => RUN as u32 + MOST_PAGES * page,
-            Self::Zeroes => RUN as u32,
+            Self::Zeroes | Self::Wanted => RUN as u32,
+            Self::Missing => RUN as u32 + MOST_MAPPED / 8,
             Self::Sums => RUN as u32 + MOST_SUMS * SUM as u32,
             // Those that do not get shorter go as they are.
             Self::Packed => (RUN + PACKED) as u32 + MOST_PAGES * page,
@@ -257,6 +269,18 @@ impl Encoder {
         [&self.header(Kind::Sums, &[&run, sums])[..], &run, sums].concat()
     }
 
+    /// Which pages of `run` are missing as a frame, a bit each.
+    pub fn missing(&mut self, run: &Run, bits: &[u64]) -> Vec<u8> {
+        let (run, bits) = (run.bytes(), bits.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>());
+        [&self.header(Kind::Missing, &[&run, &bits])[..], &run, &bits].concat()
+    }
+
+    /// That somebody waits for the pages of `run` as a frame.
+    pub fn wanted(&mut self, run: &Run) -> Vec<u8> {
+        let run = run.bytes();
+        [&self.header(Kind::Wanted, &[&run])[..], &run].concat()
+    }
+
     /// A part of the state as a frame.
     pub fn section(&mut self, section: &Section<'_>) -> Vec<u8> {
         let mut payload = Vec::with_capacity(4 + section.name.len() + section.body.len());
@@ -344,7 +368,7 @@ impl Decoder {
                 .map(Frame::Message)
                 .map_err(|error| malformed(error.to_string())),
             Kind::Section => section(payload).map(Frame::Section).map_err(malformed),
-            Kind::Pages | Kind::Zeroes | Kind::Sums => {
+            Kind::Pages | Kind::Zeroes | Kind::Sums | Kind::Wanted => {
                 let (run, data) = run(payload).map_err(malformed)?;
                 let each = match header.kind {
                     Kind::Pages => u64::from(self.page),
@@ -357,8 +381,26 @@ impl Decoder {
                 Ok(match header.kind {
                     Kind::Pages => Frame::Run(run, Some(data)),
                     Kind::Sums => Frame::Sums(run, data),
+                    Kind::Wanted => Frame::Wanted(run),
                     _ => Frame::Run(run, None),
                 })
+            }
+            Kind::Missing => {
+                let (run, data) = run(payload).map_err(malformed)?;
+                let words = data.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
+                let bits: Vec<u64> = words.collect();
+                if run.pages > MOST_MAPPED || data.len() as u64 != u64::from(run.pages.div_ceil(64)) * 8 {
+                    return Err(malformed(format!(
+                        "{} bytes for a bit each of {} pages",
+                        data.len(),
+                        run.pages
+                    )));
+                }
+                let beyond = bits.last().map_or(0, |last| last & !(u64::MAX >> ((64 - run.pages % 64) % 64)));
+                if beyond != 0 || !run.first.is_multiple_of(64) {
+                    return Err(malformed("a bit of no page, or a first page that is none of 64".into()));
+                }
+                Ok(Frame::Missing(run, bits))
             }
             Kind::Packed => {
                 let (run, data) = run(payload).map_err(malformed)?;
@@ -392,6 +434,10 @@ pub enum Frame<'a> {
     Run(Run, Option<&'a [u8]>),
     /// Pages with a sum of each.
     Sums(Run, &'a [u8]),
+    /// Pages, and which of them are missing, a bit each: as many words as they need, and no bit beyond them.
+    Missing(Run, Vec<u64>),
+    /// Pages that somebody waits for.
+    Wanted(Run),
 }
 
 /// A part of the state: which, in which version, and its JSON.

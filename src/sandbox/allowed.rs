@@ -18,11 +18,11 @@ pub fn by(kind: ThreadKind) -> Vec<Rule> {
     let lists: &[&[c_long]] = match kind {
         ThreadKind::Vcpu => &[],
         ThreadKind::Disk => &[FILES],
-        ThreadKind::Migration => &[FILES, SOCKETS],
+        ThreadKind::Migration => &[FILES, SOCKETS, ACCEPTS, LOCKS],
         ThreadKind::Connection => &[SOCKETS],
-        ThreadKind::Fetching => &[READS],
+        ThreadKind::Fetching => &[READS, SOCKETS, LOCKS],
         ThreadKind::Main => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE],
-        ThreadKind::Receiver => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE, ASSEMBLY, READS],
+        ThreadKind::Receiver => &[FILES, SOCKETS, EVENTS, MAIN, MAIN_HERE, ASSEMBLY, READS, LOCKS],
         ThreadKind::Share => &[FILES, SOCKETS],
         ThreadKind::FileServer => &[FILES, SOCKETS, TREES],
     };
@@ -53,9 +53,9 @@ fn requests(kind: ThreadKind) -> Rule {
         ThreadKind::Vcpu => &[RUN, RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE],
         ThreadKind::Disk | ThreadKind::Share => &[DEVICES],
         ThreadKind::FileServer => &[],
-        ThreadKind::Connection => &[CLEARS],
+        ThreadKind::Connection => &[CLEARS, FAULTS],
         ThreadKind::Fetching => &[FAULTS],
-        ThreadKind::Migration => &[RINGS, MEMORY, CLONES, MACHINE, MACHINE_HERE],
+        ThreadKind::Migration => &[RINGS, MEMORY, CLONES, MACHINE, MACHINE_HERE, FAULTS],
         ThreadKind::Main => {
             &[RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE, MEMORY, CLONES, MACHINE, MACHINE_HERE, DESCRIPTORS]
         }
@@ -197,6 +197,12 @@ const TREES: &[c_long] = &[
     SYS_setxattr,
     SYS_removexattr,
 ];
+
+/// Who connects to a socket that listens already: a source whose link was cut.
+const ACCEPTS: &[c_long] = &[SYS_accept4];
+
+/// Memory that is locked once all of it is there, and not before.
+const LOCKS: &[c_long] = &[SYS_mlock2, SYS_munlock];
 
 /// Sockets that are connected already; descriptors come through them.
 const SOCKETS: &[c_long] = &[

@@ -1,12 +1,10 @@
 //! A machine that comes from another process and the session around it, put together.
 
 use std::net::TcpListener;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
-
-use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 
 use super::{Config, End, Error, Session, builtin, kernel};
 use crate::arch::clocks::Meanwhile;
@@ -15,7 +13,7 @@ use crate::host::Facts;
 use crate::machine::{self, Opened};
 use crate::memory::{MemoryConfig, Room};
 use crate::migration::fetching::{self, Recording};
-use crate::migration::incoming::{Arrival, Arrived, Door, Host, Incoming};
+use crate::migration::incoming::{Arrival, Arrived, Host, Incoming};
 use crate::migration::loading::Way;
 use crate::migration::mobile;
 use crate::payload::Payload;
@@ -96,44 +94,16 @@ pub enum Outcome {
     Succeeded(Exit),
 }
 
-/// The event loop's part in those who connect.
-struct Entrance {
-    listener: Accept,
-    door: Door,
-}
-
 enum Accept {
     Unix(Listener),
     Tcp(TcpListener),
 }
 
-impl Accept {
-    fn accept(&self) -> Option<OwnedFd> {
+impl AsFd for Accept {
+    fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
-            Self::Unix(listener) => listener.accept().ok().map(OwnedFd::from),
-            Self::Tcp(listener) => listener.accept().ok().map(|(stream, _)| OwnedFd::from(stream)),
-        }
-    }
-}
-
-impl AsRawFd for Accept {
-    fn as_raw_fd(&self) -> i32 {
-        match self {
-            Self::Unix(listener) => listener.as_raw_fd(),
-            Self::Tcp(listener) => listener.as_raw_fd(),
-        }
-    }
-}
-
-impl MutEventSubscriber for Entrance {
-    fn init(&mut self, ops: &mut EventOps<'_>) {
-        // A socket can always be watched.
-        let _ = ops.add(Events::new(&self.listener, EventSet::IN));
-    }
-
-    fn process(&mut self, _: Events, _: &mut EventOps<'_>) {
-        while let Some(socket) = self.listener.accept() {
-            self.door.connected(socket);
+            Self::Unix(listener) => listener.as_fd(),
+            Self::Tcp(listener) => listener.as_fd(),
         }
     }
 }
@@ -187,6 +157,10 @@ pub fn run(
             (None, None, Arrival::Snapshot { source, point, meanwhile, paused, disk_changed, way })
         }
     };
+    // For a guest that runs before all of its memory has come; whether one does, its source says.
+    let comes = matches!(arrival, Arrival::Process(_));
+    let uffd = || Uffd::new(Mode::Missing).map_err(|error| Error::Userfaultfd(error).to_string());
+    let userfault = comes.then(uffd);
     let mut facts = Facts::collect(String::new());
     let room = Room::read(memory.backing);
     kick::install().map_err(|error| Error::Host("the signal that interrupts vCPUs", error))?;
@@ -194,13 +168,15 @@ pub fn run(
     let pagemap = Pagemap::open().ok().map(Arc::new);
     let sandbox = session.confine()?;
     facts.sandbox = session.sandbox_status();
-    let host = Host { kvm, devices, serial, memory, room, pagemap, fetching, other_tsc, sandbox };
+    let host = Host { kvm, devices, serial, memory, room, pagemap, fetching, userfault, other_tsc, sandbox };
     let mut incoming = Incoming::new(host, arrival).map_err(|error| Error::Host("eventfd", error))?;
-    if let Some(listener) = accept {
-        session.serve(Arc::new(Mutex::new(Entrance { listener, door: incoming.door() })));
+    // It listens for as long as this is here.
+    if let Some(listener) = &accept {
+        let listens = listener.as_fd().try_clone_to_owned();
+        incoming.listen(listens.map_err(|error| Error::Host("the socket that listens", error))?);
     }
     if let Some(socket) = socket {
-        incoming.door().connected(socket);
+        incoming.connected(socket);
     }
     let end: End = session.run(&mut incoming)?;
     if let Some(successor) = incoming.successor() {

@@ -128,6 +128,11 @@ impl Kick {
         Self { page, thread: unsafe { libc::gettid() } }
     }
 
+    /// The thread.
+    pub fn thread(&self) -> u32 {
+        self.thread as u32
+    }
+
     /// Makes the current or the next `KVM_RUN` of the vCPU return with `EINTR`.
     pub fn kick(&self) {
         self.page.set_immediate_exit(true);

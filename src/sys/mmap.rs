@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The base page size of every host that Vellum runs on.
 pub const PAGE_SIZE: u64 = 4096;
@@ -19,6 +19,8 @@ const CACHE_LINE: usize = 64;
 pub struct Mapping {
     addr: NonNull<u8>,
     len: usize,
+    /// Whether its pages stay, whoever would give them back.
+    kept: AtomicBool,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread.
@@ -109,7 +111,7 @@ impl Mapping {
             }
         }
         let addr = NonNull::new(addr.cast()).ok_or_else(too_big)?;
-        Ok(Self { addr, len })
+        Ok(Self { addr, len, kept: AtomicBool::new(false) })
     }
 
     /// Where it starts.
@@ -235,6 +237,23 @@ impl Mapping {
             }
             result => result,
         }
+    }
+
+    /// Whether pages of it are not to be given back to the host, whatever a guest says of them: while some of it is still to come, a
+    /// page that was given back would look like one that is missing.
+    pub fn is_kept(&self) -> bool {
+        self.kept.load(Ordering::Acquire)
+    }
+
+    /// Has it so, or no longer.
+    pub fn keep(&self, kept: bool) {
+        self.kept.store(kept, Ordering::Release);
+    }
+
+    /// Locks it no longer.
+    pub fn unlock(&self) -> io::Result<()> {
+        // SAFETY: locking changes no content, and the range is ours.
+        check(unsafe { libc::munlock(self.as_ptr().cast(), self.len) })
     }
 
     /// Locks it in memory; with `on_fault`, only what is touched.

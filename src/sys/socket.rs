@@ -147,6 +147,12 @@ impl Listener {
     }
 }
 
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
 impl AsRawFd for Listener {
     fn as_raw_fd(&self) -> RawFd {
         self.socket.as_raw_fd()
@@ -242,6 +248,22 @@ pub fn receive_some(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
     // SAFETY: the kernel writes no more than `buffer` has room for.
     let came = unsafe { libc::recv(socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), flags) };
     usize::try_from(came).map_err(|_| io::Error::last_os_error())
+}
+
+/// The next connection of a socket that listens, without waiting for one. It is non-blocking.
+///
+/// # Errors
+/// What the kernel says: `WouldBlock` where there is none.
+pub fn accept(listener: &OwnedFd) -> io::Result<OwnedFd> {
+    let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    let none = std::ptr::null_mut();
+    // SAFETY: the descriptor is open, no address is asked for, and the call makes a new descriptor.
+    let fd = unsafe { libc::accept4(listener.as_raw_fd(), none, none.cast(), flags) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: it is new and ours alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Ends a connection, whoever waits at it.

@@ -74,16 +74,20 @@ const fn request<T>(number: u64) -> u64 {
 
 const UFFDIO_API: u64 = request::<Api>(0x3f);
 const UFFDIO_REGISTER: u64 = request::<Register>(0x00);
+const UFFDIO_UNREGISTER: u64 = 2 << 30 | (size_of::<Range>() as u64) << 16 | 0xaa << 8 | 0x01;
 const UFFDIO_COPY: u64 = request::<Copy>(0x03);
 const UFFDIO_ZEROPAGE: u64 = request::<Zeropage>(0x04);
 const UFFDIO_CONTINUE: u64 = request::<Continue>(0x07);
 const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
 /// What a thread asks of a descriptor that answers for missing pages.
-pub const REQUESTS: &[u32] = &[UFFDIO_REGISTER as u32, UFFDIO_COPY as u32, UFFDIO_ZEROPAGE as u32];
+pub const REQUESTS: &[u32] =
+    &[UFFDIO_REGISTER as u32, UFFDIO_UNREGISTER as u32, UFFDIO_COPY as u32, UFFDIO_ZEROPAGE as u32];
 const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
 const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 const FEATURE_MINOR_HUGETLBFS: u64 = 1 << 9;
 const FEATURE_MINOR_SHMEM: u64 = 1 << 10;
+/// Faults say which thread they are of.
+const FEATURE_THREAD_ID: u64 = 1 << 8;
 const EVENT_PAGEFAULT: u8 = 0x12;
 /// `struct uffd_msg`.
 const MESSAGE: usize = 32;
@@ -125,7 +129,7 @@ impl Uffd {
         // SAFETY: the descriptor is new and ours alone.
         let file = unsafe { File::from_raw_fd(fd) };
         let features = match mode {
-            Mode::Missing => FEATURE_MISSING_HUGETLBFS | FEATURE_MISSING_SHMEM,
+            Mode::Missing => FEATURE_MISSING_HUGETLBFS | FEATURE_MISSING_SHMEM | FEATURE_THREAD_ID,
             Mode::Minor => FEATURE_MINOR_HUGETLBFS | FEATURE_MINOR_SHMEM,
         };
         call(&file, UFFDIO_API, &mut Api { api: 0xaa, features, ioctls: 0 })?;
@@ -138,6 +142,12 @@ impl Uffd {
         let start = inside(mapping, offset, len)?;
         let mode = if mode == Mode::Missing { 1 } else { 4 };
         call(&self.0, UFFDIO_REGISTER, &mut Register { range: Range { start, len }, mode, ioctls: 0 })
+    }
+
+    /// Reports none there any more. Whoever waits goes on.
+    pub fn unregister(&self, mapping: &Mapping, offset: u64, len: u64) -> io::Result<()> {
+        let start = inside(mapping, offset, len)?;
+        call(&self.0, UFFDIO_UNREGISTER, &mut Range { start, len })
     }
 
     /// Waits until there are faults, or `quit` is readable: then false.
@@ -166,6 +176,14 @@ impl Uffd {
     /// Takes faults that are waiting, as host-virtual addresses; returns how many, which is 0 where another reader was
     /// faster.
     pub fn take(&self, addresses: &mut [u64; BATCH]) -> io::Result<usize> {
+        let mut faults = [(0, 0); BATCH];
+        let count = self.take_faults(&mut faults)?;
+        addresses.iter_mut().zip(&faults[..count]).for_each(|(to, (address, _))| *to = *address);
+        Ok(count)
+    }
+
+    /// The same, each with the thread that waits: for [`Mode::Missing`].
+    pub fn take_faults(&self, faults: &mut [(u64, u32); BATCH]) -> io::Result<usize> {
         let mut buffer = [0u8; MESSAGE * BATCH];
         let read = match (&self.0).read(&mut buffer) {
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
@@ -174,9 +192,10 @@ impl Uffd {
         let mut count = 0;
         for message in buffer[..read].chunks_exact(MESSAGE) {
             if message[0] == EVENT_PAGEFAULT {
-                let mut word = [0; 8];
+                let (mut word, mut thread) = ([0; 8], [0; 4]);
                 word.copy_from_slice(&message[16..24]);
-                addresses[count] = u64::from_ne_bytes(word);
+                thread.copy_from_slice(&message[24..28]);
+                faults[count] = (u64::from_ne_bytes(word), u32::from_ne_bytes(thread));
                 count += 1;
             }
         }

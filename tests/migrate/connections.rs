@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
 use vellum::control::client::Client;
-use vellum::control::{Do, Loses, Migrate, Then, Throttling};
+use vellum::control::{Do, Loses, Migrate, Mode, Then, Throttling};
 use vellum::migration::message::{Message, SessionId};
 use vellum::migration::wire::Encoder;
 
@@ -57,6 +57,7 @@ fn under_way(home: &Home, sockets: &[UnixStream]) -> Result<(Client, SessionId),
         liveness_ms: 10_000,
         verify: false,
         connections: sockets.len() as u32,
+        mode: Mode::Precopy,
         fence: false,
     });
     let sockets: Vec<_> = sockets.iter().map(AsFd::as_fd).collect();

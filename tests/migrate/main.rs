@@ -17,6 +17,7 @@ mod images;
 mod memfd;
 mod numbered;
 mod planted;
+mod postcopy;
 mod relay;
 mod snapshot;
 mod snapshot_demand;
@@ -47,6 +48,7 @@ use vellum::sys::mmap::PAGE_SIZE;
 fn main() -> ExitCode {
     let mut trials = Trials::from_args();
     planted::add(&mut trials);
+    postcopy::add(&mut trials);
     snapshot_demand::add(&mut trials);
     snapshot_disks::add(&mut trials);
     snapshot_map::add(&mut trials);

@@ -207,7 +207,7 @@ pub fn discard(slice: &Slice<'_>) {
     let addr = slice.ptr_guard_mut().as_ptr();
     let skip = addr.align_offset(PAGE);
     let len = slice.len().saturating_sub(skip) & !(PAGE - 1);
-    if len == 0 {
+    if len == 0 || slice.bitmap().log().keeps() {
         return;
     }
     // SAFETY: the range is inside a mapping of guest memory, whose contents nothing in this process relies on.

@@ -9,6 +9,7 @@ use crate::arch::clocks::Meanwhile;
 use crate::control::{Do, Event};
 use crate::dirty::{self, DirtyTracker, Method};
 use crate::memory::{Memory, Slot};
+use crate::migration::fetching;
 use crate::migration::mobile::Error;
 use crate::migration::receiver::Told;
 use crate::payload::lent::Lent;
@@ -59,6 +60,10 @@ impl Payload for Incoming {
     }
 
     fn pause(&mut self) -> Result<(), Error> {
+        if self.lacks == Some(true) {
+            // A vCPU that waits for a page cannot be had out of the guest by every kernel.
+            return Err(Error::Severed);
+        }
         self.payload().map_or(Err(Error::Absent), Payload::pause)
     }
 
@@ -69,6 +74,10 @@ impl Payload for Incoming {
     }
 
     fn request_end(&mut self) -> bool {
+        if self.lacks == Some(true) {
+            // What waits for pages would wait for ever, and so would whoever waits for that.
+            fetching::end("the machine was ended while the link to the source was cut");
+        }
         match self.payload() {
             Some(payload) => payload.request_end(),
             None => false,
@@ -93,7 +102,8 @@ impl Payload for Incoming {
 
     fn standing(&self) -> Option<&'static str> {
         match self.view() {
-            Some(payload) => payload.standing(),
+            Some(_) if self.lacks == Some(true) => Some("postcopy-paused"),
+            Some(payload) => payload.standing().or(self.lacks.map(|_| "postcopy")),
             None => Some(self.standing),
         }
     }

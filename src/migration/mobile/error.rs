@@ -30,6 +30,11 @@ pub enum Error {
     /// It stands still for the hand-over, and what is asked of it now would not reach the target.
     #[error("the machine is being handed over to another process; ask it there")]
     HandedOver,
+    /// It lacks memory that nobody brings at the moment.
+    #[error(
+        "part of its memory is at the source still, and the link to that is cut: vellum migrate --recover goes on there"
+    )]
+    Severed,
     /// There is no machine here yet.
     #[error("the machine has not come yet")]
     Absent,
@@ -45,9 +50,12 @@ impl Fault for Error {
             Self::Guest(error) => error.blame(),
             Self::Refused(_) => Blame::USER,
             Self::DiskChanged(_) => Blame::user(Field::DiskChanged),
-            Self::Gone(_) | Self::Shortened(_) | Self::HandedOver | Self::Absent | Self::Host(..) => {
-                Blame::HOST
-            }
+            Self::Gone(_)
+            | Self::Shortened(_)
+            | Self::HandedOver
+            | Self::Severed
+            | Self::Absent
+            | Self::Host(..) => Blame::HOST,
         }
     }
 }

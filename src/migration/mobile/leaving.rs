@@ -35,6 +35,10 @@ pub(super) struct Leaving {
     pub(super) tracker: Option<Method>,
     /// Why they are not collected in the way that costs the guest least.
     pub(super) distrust: Option<&'static str>,
+    /// For how long the guest had stood still, in microseconds, when it ran on the target, which lacks some of its memory.
+    pub(super) ahead: Option<u64>,
+    /// Whether the link to that is cut.
+    pub(super) severed: bool,
 }
 
 impl Leaving {

@@ -109,6 +109,12 @@ where
     }
 
     fn standing(&self) -> Option<&'static str> {
+        let leaving = self.leaving.as_ref().filter(|leaving| leaving.ahead.is_some());
+        match leaving.map(|leaving| leaving.severed) {
+            Some(true) => return Some("postcopy-paused"),
+            Some(false) => return Some("postcopy"),
+            None => {}
+        }
         match () {
             () if self.held.unconfirmed => Some("handover-unconfirmed"),
             () => self.leaving.as_ref().map(|leaving| match leaving.errand {
@@ -146,6 +152,7 @@ where
                 self.leaving.as_ref().ok_or(under_way)?.tell(told);
             }
             Do::MigrateLink {}
+            | Do::MigrateRecover {}
             | Do::MigrateCancel {}
             | Do::MigrateSet { .. }
             | Do::Resume { force: true }
@@ -162,6 +169,26 @@ where
             Do::MigrateLink {} => {
                 let socket = descriptors.pop().ok_or("it takes a descriptor")?;
                 self.leaving.as_ref().ok_or(under_way)?.tell(Told::Linked(socket));
+            }
+            Do::MigrateRecover {} => {
+                let (Some(faults), Some(socket)) = (descriptors.pop(), descriptors.pop()) else {
+                    return Err("it takes two descriptors".into());
+                };
+                let leaving = self.leaving.as_ref().ok_or(under_way)?;
+                if !leaving.severed {
+                    return Err("the link to its target is not cut: there is nothing to recover".into());
+                }
+                leaving.tell(Told::Recovered(socket, faults));
+            }
+            Do::MigrateCancel {} | Do::Resume { force: true }
+                if self
+                    .leaving
+                    .as_ref()
+                    .is_some_and(|leaving| leaving.ahead.is_some() && !leaving.severed) =>
+            {
+                return Err(
+                    "the guest runs on the target already, and needs what is here of its memory".into()
+                );
             }
             Do::MigrateCancel {} => {
                 let leaving = self.leaving.as_ref().ok_or(under_way)?;

@@ -44,6 +44,14 @@ impl Common {
     }
 }
 
+impl Common {
+    /// So much has been sent that somebody waited for.
+    pub fn served(&self, bytes: u64, pages: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.pages.fetch_add(pages, Ordering::Relaxed);
+    }
+}
+
 /// What a thread is told.
 #[derive(Clone, Copy)]
 enum Order {

@@ -211,6 +211,45 @@ impl Owed {
         std::mem::take(&mut self.log().longest)
     }
 
+    /// A memslot, as the target knows it.
+    pub fn outgoing(&self, region: usize) -> &Outgoing {
+        &self.regions[region].outgoing
+    }
+
+    /// Owes what was ever touched of memory that nobody has followed, and that stands still.
+    pub fn owe_touched(&self, ram: &Memory, pagemap: Option<&Pagemap>) {
+        for region in &self.regions {
+            let slot = region.outgoing.slot();
+            ram.perhaps_touched(pagemap, slot, 0..slot.pages(), |run| region.pages.set(run));
+        }
+    }
+
+    /// Owes nothing of RAM for the moment: which of its pages were owed, a bit each, by their memslots. The target is told of each of
+    /// them then, those too that are zero.
+    pub fn defer(&self) -> Vec<(u32, Bits)> {
+        let mut deferred = Vec::new();
+        let fresh = fresh(&self.slots().cloned().collect::<Vec<_>>());
+        for (region, _) in self.regions.iter().zip(fresh).filter(|(_, fresh)| *fresh) {
+            let pages = region.outgoing.slot().pages();
+            let bits = Bits::new(pages);
+            bits.add(&region.pages.words());
+            region.pages.clear(0..pages);
+            deferred.push((region.outgoing.region(), bits));
+        }
+        deferred
+    }
+
+    /// Of memslot `region` those are owed that are set in `bits`, and no others.
+    pub fn owe(&self, region: u32, bits: &Bits) {
+        let Region { outgoing, pages } = &self.regions[region as usize];
+        pages.copy_from(bits);
+        let mut rest = 0..outgoing.slot().pages();
+        while let Some(run) = bits.first_run(rest.clone()) {
+            rest.start = run.end;
+            outgoing.tell(run);
+        }
+    }
+
     /// From now on those of memslot `region` are owed that are set in `words`, too.
     pub fn add(&self, region: usize, words: &[u64]) {
         self.regions[region].pages.add(words);

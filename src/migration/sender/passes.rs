@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 use super::owed::At;
 use super::words::{Demand, Done, Said, Word};
 use super::{PERIOD, Sending};
-use crate::control;
+use crate::control::{self, Mode};
 use crate::dirty;
 use crate::memory::Slot;
+use crate::migration::bits::Bits;
 use crate::migration::message::Message;
 use crate::migration::plan::{Decision, Measured};
-use crate::migration::source::Event;
+use crate::migration::source::{Event, State};
 use crate::migration::threads::Orphaned;
 use crate::migration::verify::{self, Sums};
 use crate::migration::wire;
@@ -22,27 +23,41 @@ use crate::sys::poll::Poll;
 
 /// A pass under way.
 pub(super) struct Pass {
-    number: u32,
-    began: Instant,
-    sent_before: u64,
-    spared_before: u64,
+    pub(super) number: u32,
+    pub(super) began: Instant,
+    pub(super) sent_before: u64,
+    pub(super) spared_before: u64,
     /// What each vCPU had written by then, where that is known.
-    written: Vec<u64>,
-    owed_before: u64,
+    pub(super) written: Vec<u64>,
+    pub(super) owed_before: u64,
     /// How long it took to collect what is owed.
-    harvest: Duration,
-    at: At,
+    pub(super) harvest: Duration,
+    pub(super) at: At,
     /// Set in the final pass: the attempt, and the state that follows the pages.
-    last: Option<(u32, Vec<Section>)>,
+    pub(super) last: Option<Last>,
+}
+
+/// What ends a migration's passes: the attempt, the state that follows the pages, and the pages that follow when the guest runs on the
+/// target, where there are such.
+pub(super) struct Last {
+    attempt: u32,
+    sections: Vec<Section>,
+    deferred: Option<Vec<(u32, Bits)>>,
 }
 
 impl Sending {
     /// Begins to follow who writes, or goes on with it, and begins a pass, once all connections have joined.
     pub(super) fn copy(&mut self) -> Result<(), Orphaned> {
         self.pass = None;
-        if self.joining.is_none() && !self.lanes.is_empty() {
+        if self.joining.is_none() && (!self.lanes.is_empty() || self.serving.is_some()) {
             self.joining = Some(true);
             self.lanes.join();
+            self.join_faults();
+            return Ok(());
+        }
+        if self.options.mode == Mode::Postcopy {
+            // Nothing goes before the guest, and nobody needs to know what it writes.
+            self.pending.push(Event::Ahead);
             return Ok(());
         }
         // What is left of a pass that was given up is owed.
@@ -90,7 +105,7 @@ impl Sending {
         self.spared + self.lanes.spared()
     }
 
-    fn begin(&mut self, last: Option<(u32, Vec<Section>)>) {
+    fn begin(&mut self, last: Option<Last>) {
         self.passes += 1;
         let until = if last.is_some() { self.until() } else { None };
         if let Some(link) = &mut self.link {
@@ -140,8 +155,11 @@ impl Sending {
         }
         if self.options.hands_over {
             self.common.owed.owe_all_but(&self.ram);
+        } else if !self.common.owed.is_followed() {
+            self.common.owed.owe_touched(&self.ram, self.pagemap.as_deref());
         }
-        self.begin(Some((attempt, sections)));
+        let deferred = self.source.is_ahead().then(|| self.common.owed.defer());
+        self.begin(Some(Last { attempt, sections, deferred }));
         Ok(())
     }
 
@@ -149,7 +167,7 @@ impl Sending {
     pub(super) fn go_on(&mut self) -> Result<Option<Event>, Orphaned> {
         let Some(pass) = &mut self.pass else { return Ok(None) };
         let paused = pass.last.is_some();
-        let taken = self.plan.taken();
+        let taken = if self.streaming { 0 } else { self.plan.taken() };
         if !paused && taken > 0 && self.napped.elapsed() >= PERIOD {
             self.napped = Instant::now();
             let from = |vcpu: usize| self.plan.taken_from(vcpu);
@@ -211,6 +229,9 @@ impl Sending {
 
     fn pass_ends(&mut self) -> Result<Option<Event>, Orphaned> {
         let Some(pass) = self.pass.take() else { return Ok(None) };
+        if self.streaming {
+            self.stream_ends();
+        }
         let pages = self.pages;
         self.say(&Message::PassEnd { pass: pass.number, pages });
         let bytes = self.sent() - pass.sent_before;
@@ -226,10 +247,14 @@ impl Sending {
             harvest: micros(pass.harvest),
             clear: micros(self.common.owed.longest_clear()),
         };
-        if let Some((attempt, sections)) = pass.last {
+        if let Some(last) = pass.last {
             self.left.sent = told.ended;
             self.machine.say(Said::Word(Word::Pass(told)))?;
-            return Ok(self.end(attempt, &sections));
+            return Ok(self.end(&last));
+        }
+        if self.source.state == State::Serving {
+            self.machine.say(Said::Word(Word::Pass(told)))?;
+            return Ok(None);
         }
         // What has been written meanwhile decides whether another pass pays.
         if let Err(error) = self.collect() {
@@ -248,6 +273,8 @@ impl Sending {
         self.machine.say(Said::Word(Word::Pass(told)))?;
         let decision = self.plan.pass_ended(measured, self.began.elapsed());
         Ok(match decision {
+            Decision::Again if self.options.mode == Mode::Hybrid => Some(Event::Ahead),
+            Decision::Ahead => Some(Event::Ahead),
             Decision::Again => {
                 self.begin(None);
                 None
@@ -258,7 +285,12 @@ impl Sending {
     }
 
     /// All pages are there: sends the state and what says that this is all.
-    fn end(&mut self, attempt: u32, sections: &[Section]) -> Option<Event> {
+    fn end(&mut self, last: &Last) -> Option<Event> {
+        let Last { attempt, sections, deferred } = last;
+        let lacking = match deferred.as_ref().map(|deferred| self.send_deferred(deferred)).transpose() {
+            Ok(lacking) => lacking,
+            Err(error) => return Some(self.cut(error.to_string())),
+        };
         for Section { name, version, body } in sections {
             let link = self.link.as_mut()?;
             if let Err(error) = link.section(&wire::Section { name, version: *version, body }) {
@@ -266,7 +298,7 @@ impl Sending {
             }
         }
         let (pages, sections) = (self.pages + self.lanes.pages(), sections.len() as u32);
-        self.say(&Message::Final { attempt, pages, sections });
+        self.say(&Message::Final { attempt: *attempt, pages, sections, lacking });
         self.waits = Some(Instant::now());
         None
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::control::{Disk, Left, Pass, Phase, Then, Throttling};
+use crate::control::{Disk, Left, Mode, Pass, Phase, Then, Throttling, Waited};
 use crate::dirty::{DirtyTracker, Method};
 use crate::memory::{Memory, Slot};
 use crate::migration::plan::Measured;
@@ -37,6 +37,10 @@ pub struct Options {
     pub verify: bool,
     /// Whether RAM is handed over as a descriptor, and not copied.
     pub hands_over: bool,
+    /// When memory goes.
+    pub mode: Mode,
+    /// Whether the guest may have to run on the target before all of it is there.
+    pub postcopies: bool,
 }
 
 /// What the event loop's thread is to do with the machine.
@@ -79,12 +83,18 @@ pub enum Word {
     Pass(Pass),
     /// The link was cut after COMMIT: the courier is to bring another one.
     Unconfirmed,
+    /// The guest runs on the target, which lacks some of its memory.
+    Ahead,
+    /// The link was cut meanwhile, or, otherwise, there is one again.
+    Severed(bool),
     /// The guest stays, and why.
     Stayed(String),
     /// The guest runs on the target.
     Moved {
         /// How many pages were compared before, where that was asked for.
         compared: Option<u64>,
+        /// For how long it has waited there for pages that followed it.
+        waited: Option<Waited>,
         /// What this thread knows of it.
         left: Left,
     },
@@ -162,6 +172,8 @@ pub enum Told {
     Named,
     /// A new connection to the target.
     Linked(OwnedFd),
+    /// The same where the target lacks memory, with one for pages that somebody waits for.
+    Recovered(OwnedFd, OwnedFd),
     /// Other limits from now on.
     Set {
         /// How long the guest may stand still.

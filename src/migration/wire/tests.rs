@@ -31,6 +31,10 @@ fn what_is_sent_comes() {
     let sums = [7; 2 * SUM];
     assert_eq!(decode(&mut decoder, &encoder.sums(&run, &sums)), Ok(Frame::Sums(run, &sums)));
     assert!(decode(&mut decoder, &encoder.sums(&run, &sums[1..])).is_err());
+    let wide = Run { first: 64, pages: 70, ..run };
+    let frame = encoder.missing(&wide, &[5, 1 << 5]);
+    assert_eq!(decode(&mut decoder, &frame), Ok(Frame::Missing(wide, vec![5, 1 << 5])));
+    assert_eq!(decode(&mut decoder, &encoder.wanted(&run)), Ok(Frame::Wanted(run)));
     assert_eq!(decoder.session(), Some(SESSION));
 }
 
@@ -102,6 +106,26 @@ fn lengths_and_places_are_bounded() {
         let run = Run { region, pass: 1, first, pages: 2 };
         assert_eq!(run.check(&[8, 8]).is_ok(), fits, "{run:?}");
     }
+}
+
+#[test]
+fn a_map_has_a_bit_for_each_of_its_pages_and_no_other() {
+    let run = Run { region: 0, pass: 1, first: 64, pages: 70 };
+    for (run, bits) in [
+        (run, vec![0]),
+        (run, vec![0; 3]),
+        (run, vec![0, 1 << 6]),
+        (Run { first: 1, ..run }, vec![0; 2]),
+        (Run { pages: u32::MAX, ..run }, vec![0; 2]),
+    ] {
+        let frame = Encoder::new(SESSION).missing(&run, &bits);
+        let error = decode(&mut Decoder::new(None, PAGE), &frame).unwrap_err();
+        assert!(matches!(error, Error::Malformed(Kind::Missing, _)), "{run:?}: {error}");
+    }
+    let whole = Run { pages: MOST_MAPPED, ..run };
+    let bits = vec![u64::MAX; (MOST_MAPPED / 64) as usize];
+    let frame = Encoder::new(SESSION).missing(&whole, &bits);
+    assert_eq!(decode(&mut Decoder::new(None, PAGE), &frame), Ok(Frame::Missing(whole, bits)));
 }
 
 /// Frames of this version as they were first written: they are read for as long as the version is.

@@ -27,6 +27,11 @@ impl Throttle {
         self.nap_each(|_| Some(time));
     }
 
+    /// The thread of each vCPU, in their order; 0 where it has ended.
+    pub fn threads(&self) -> Vec<u32> {
+        self.0.iter().map(|shared| shared.lock().kick.as_ref().map_or(0, |kick| kick.thread())).collect()
+    }
+
     /// The same for as long as `time` says for each vCPU by its number; one for which it says nothing is left alone.
     pub fn nap_each(&self, time: impl Fn(usize) -> Option<Duration>) {
         let now = Instant::now();

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use vellum::memory::Slot;
 use vellum::migration::message::Message;
 use vellum::migration::verify::{Comparison, MOST_TOLD};
-use vellum::migration::wire::{Decoder, Frame, HEADER, MOST_PAGES, SUM};
+use vellum::migration::wire::{Decoder, Frame, HEADER, MOST_MAPPED, MOST_PAGES, SUM};
 use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source};
 
 const PAGE: u32 = 4096;
@@ -57,6 +57,11 @@ fn read(mut data: &[u8]) {
                 if run.check(&REGIONS).is_ok() {
                     comparison.get_or_insert_with(compare).take(&run, sums);
                 }
+            }
+            Ok(Frame::Missing(run, bits)) => {
+                assert!(run.pages <= MOST_MAPPED && bits.len() == run.pages.div_ceil(64) as usize);
+                let set: u32 = bits.iter().map(|word| word.count_ones()).sum();
+                assert!(set <= run.pages, "a bit of no page");
             }
             Ok(Frame::Message(Message::Compare { .. })) => {
                 if let Some(mut all) = comparison.take() {

@@ -1,0 +1,207 @@
+//! Memory whose pages come from a source that has handed over its guest. Those that somebody waits for are asked for on a connection of
+//! their own, ahead of the rest, which comes on the migration's own connections to other threads.
+//!
+//! When the connection is cut, whoever waits goes on waiting, and a vCPU that does cannot be taken out of the guest by older kernels
+//! (before Linux 6.2): nothing here needs that it is. With the next connection everything that somebody waits for is asked for again.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::Duration;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::{Following, Said, Told};
+use crate::memory::{Memory, Slot};
+use crate::migration::fence::{Fence, Word};
+use crate::migration::landing::Landing;
+pub use crate::migration::link::Link;
+use crate::migration::message::Waited;
+use crate::migration::wire::{Frame, Run};
+use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::poll::Poll;
+
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Whether the guest may run: decided once, by whoever comes first, the event loop's thread that lets it run or the one that cannot bring
+/// a page which that waits for.
+#[derive(Debug, Default)]
+pub struct Gate {
+    word: AtomicU8,
+    /// The same between the two sides, where both are on one host.
+    pub fence: Option<Arc<Fence>>,
+}
+
+const OPEN: u8 = 0;
+const RAN: u8 = 1;
+const SHUT: u8 = 2;
+
+impl Gate {
+    /// One that is shared with the source as `fence`, where there is that.
+    pub fn new(fence: Option<Arc<Fence>>) -> Self {
+        Self { word: AtomicU8::new(OPEN), fence }
+    }
+
+    /// Lets the guest run, where that has not been decided otherwise.
+    pub fn runs(&self) -> bool {
+        self.word.compare_exchange(OPEN, RAN, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+    }
+
+    fn has_run(&self) -> bool {
+        self.word.load(Ordering::SeqCst) == RAN
+    }
+
+    /// Has it never run; whether that is so.
+    fn shut(&self) -> bool {
+        let shut = self.word.compare_exchange(OPEN, SHUT, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        if shut && let Some(fence) = &self.fence {
+            fence.step(Word::Open, Word::Withdrawn);
+            fence.step(Word::Committed, Word::Withdrawn);
+        }
+        shut
+    }
+}
+
+/// What comes next.
+pub(super) enum Next {
+    More,
+    Whole,
+    /// Nobody needs it any more.
+    Forsaken,
+}
+
+/// The connection, and what is asked for on it.
+pub(super) struct Asking {
+    landing: Arc<Landing>,
+    ram: Memory,
+    link: Option<Link>,
+    gate: Arc<Gate>,
+    vcpus: Vec<u32>,
+    told: Receiver<Told>,
+    wake: Arc<EventFd>,
+    /// What is to be said of a link that broke while something was asked for.
+    broken: Option<String>,
+}
+
+impl Asking {
+    pub fn new(following: Following, told: Receiver<Told>, wake: Arc<EventFd>) -> Self {
+        let Following { landing, ram, link, gate, vcpus } = following;
+        Self { landing, ram, link: Some(link), gate, vcpus, told, wake, broken: None }
+    }
+
+    /// `thread` waits for a unit.
+    pub fn supply(&mut self, unit: u64, thread: u32) -> Result<(), String> {
+        let first = self.landing.waits(unit, thread);
+        if self.landing.missing().first_run(unit..unit + 1).is_none() {
+            return self.landing.zero(unit..unit + 1);
+        }
+        if first {
+            self.ask(unit);
+        }
+        Ok(())
+    }
+
+    /// Asks for a unit: of as many memslots as it lies in.
+    fn ask(&mut self, unit: u64) {
+        let pages = unit * self.landing.unit()..(unit + 1) * self.landing.unit();
+        let Some(link) = &mut self.link else { return };
+        for (region, slot) in (0u32..).zip(self.ram.slots()) {
+            let (start, end) =
+                (pages.start.max(first_of(slot)), pages.end.min(first_of(slot) + slot.pages()));
+            if start >= end {
+                continue;
+            }
+            let run = Run { region, pass: 1, first: start - first_of(slot), pages: (end - start) as u32 };
+            let frame = link.encoder().wanted(&run);
+            if let Err(error) = link.send(&frame) {
+                self.broken = Some(error.to_string());
+                return;
+            }
+        }
+    }
+
+    /// Takes what comes, or waits for it.
+    pub fn go_on(&mut self, say: &dyn Fn(Said)) -> Result<Next, String> {
+        if self.landing.left() == 0 {
+            return Ok(Next::Whole);
+        }
+        let _ = self.wake.read();
+        loop {
+            match self.told.try_recv() {
+                Ok(Told::Link(link)) => {
+                    (self.link, self.broken) = (Some(*link), None);
+                    self.landing.awaited().into_iter().for_each(|unit| self.ask(unit));
+                }
+                Ok(Told::Cut) => self.link = None,
+                Ok(_) => {}
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => return Ok(Next::Forsaken),
+            }
+        }
+        if let Err(why) =
+            self.hear()?.map_or(Ok(()), Err).and_then(|()| self.broken.take().map_or(Ok(()), Err))
+        {
+            self.link = None;
+            say(Said::Cut(why));
+        }
+        if self.link.is_none()
+            && !self.gate.has_run()
+            && !self.landing.awaited().is_empty()
+            && self.gate.shut()
+        {
+            // Whoever waits is the thread that would have to be told.
+            return Err("the link to the source was cut before the guest ran here; it never will".into());
+        }
+        let mut poll = Poll::default();
+        poll.readable(self.landing.uffd().descriptor());
+        poll.readable(std::os::fd::AsRawFd::as_raw_fd(&*self.wake));
+        self.link.iter().for_each(|link| poll.readable(link.descriptor()));
+        poll.wait(Some(LOOK)).map_err(|error| format!("poll: {error}"))?;
+        Ok(Next::More)
+    }
+
+    /// Takes what has come; why nothing more will, where that is so.
+    fn hear(&mut self) -> Result<Option<String>, String> {
+        let Some(link) = &mut self.link else { return Ok(None) };
+        loop {
+            match link.receive() {
+                Ok(None) => return Ok(None),
+                Ok(Some(Frame::Run(run, data))) => {
+                    let Some(slot) = self.ram.slots().get(run.region as usize) else {
+                        return Ok(Some(format!("{run:?} came, which is no RAM")));
+                    };
+                    if let Err(error) =
+                        run.check(&[&vec![0; run.region as usize][..], &[slot.pages()]].concat())
+                    {
+                        return Ok(Some(error.to_string()));
+                    }
+                    let first = first_of(slot) + run.first;
+                    self.landing.take(first..first + u64::from(run.pages), data)?;
+                }
+                Ok(Some(_)) => return Ok(Some("the source sent more than pages".into())),
+                Err(error) => return Ok(Some(error.to_string())),
+            }
+        }
+    }
+
+    /// Nothing is missing any more: has the memory be like any other.
+    pub fn finish(self) -> Result<(Waited, Option<Link>), String> {
+        self.landing.unregister()?;
+        let waited = self.landing.waited(&self.vcpus);
+        self.ram.mapping.keep(false);
+        if self.ram.config.lock {
+            self.ram.mapping.lock(true).map_err(|error| format!("locking memory: {error}"))?;
+        }
+        if self.ram.config.prealloc
+            && let Err(error) = self.ram.populate_here(|_| true)
+        {
+            return Err(format!("populating memory: {error}"));
+        }
+        Ok((waited, self.link))
+    }
+}
+
+/// The first page of a memslot, counted over its mapping.
+fn first_of(slot: &Slot) -> u64 {
+    slot.offset() / PAGE_SIZE
+}

@@ -1,0 +1,227 @@
+//! Memory whose pages are read out of the files of a snapshot.
+
+use std::ops::Range;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use super::{Recording, Told};
+use crate::migration::bits::Bits;
+use crate::migration::landing::Landing;
+use crate::snapshot::layer::Layers;
+use crate::snapshot::working_set::WorkingSet;
+use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::poll::Poll;
+
+/// Bytes that are brought before faults are looked at again: a fault waits for no more than that.
+const STEP: u64 = 128 << 10;
+/// So many pages that were wanted one after the other are brought in the order in which they lie in the files, while the kernel reads
+/// as many more.
+const SORTED: usize = 256;
+/// How often the clock is looked at while the order is recorded.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// What of it there is.
+pub(super) struct Files {
+    recording: Option<Recording>,
+    layers: Layers,
+    /// Up to where the rest has been brought.
+    at: u64,
+    /// What is brought first, the last of it first, and of that the part that is under way.
+    first: Vec<Vec<Range<u64>>>,
+    window: Vec<Range<u64>>,
+    buffer: Vec<u8>,
+    told: Receiver<Told>,
+    /// Units in the order in which they were wanted, and which they are.
+    order: Vec<u64>,
+    wanted: Bits,
+    /// Since when the machine has run.
+    runs: Option<Instant>,
+}
+
+/// The units that the snapshot has something of.
+pub(super) fn missing(layers: &Layers, unit: u64, units: u64) -> Bits {
+    let missing = Bits::new(units);
+    let mut at = 0;
+    while let Some((run, from)) = layers.next_of(at..units * unit, u64::MAX) {
+        at = run.end;
+        if from.is_some() {
+            missing.set(run.start / unit..run.end.div_ceil(unit));
+        }
+    }
+    missing
+}
+
+impl Files {
+    /// What `landing` is filled with, `first` of it first.
+    pub fn new(
+        landing: &Landing,
+        layers: Layers,
+        first: Option<WorkingSet>,
+        recording: Option<Recording>,
+        told: Receiver<Told>,
+    ) -> Self {
+        let (unit, units) = (landing.unit(), landing.units());
+        let page = unit * PAGE_SIZE;
+        let step = (STEP / page).max(1);
+        let first = first.map(|set| in_order(&set, unit, units, step)).unwrap_or_default();
+        let files = Self {
+            recording,
+            layers,
+            at: 0,
+            first,
+            window: Vec::new(),
+            buffer: vec![0; (step * page) as usize],
+            told,
+            order: Vec::new(),
+            wanted: Bits::new(units),
+            runs: None,
+        };
+        files.announce(files.first.last(), unit);
+        files
+    }
+
+    /// Somebody waits for a unit.
+    pub fn supply(&mut self, landing: &Landing, unit: u64) -> Result<(), String> {
+        self.bring_or_zero(landing, unit..unit + 1)?;
+        if self.recording.is_some() && self.wanted.first_run(unit..unit + 1).is_none() {
+            self.wanted.set(unit..unit + 1);
+            self.order.push(unit);
+        }
+        Ok(())
+    }
+
+    /// What is to be in `run` is there then, or was before.
+    fn bring_or_zero(&mut self, landing: &Landing, run: Range<u64>) -> Result<(), String> {
+        let mut at = run.start;
+        while at < run.end {
+            let next = landing.missing().first_run(at..run.end).unwrap_or(run.end..run.end);
+            if next.start > at {
+                landing.zero(at..next.start)?;
+            }
+            at = next.end;
+            if !next.is_empty() {
+                self.bring(landing, next)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings a part of the rest, or waits for faults while the order is recorded; false where all is there.
+    pub fn go_on(&mut self, landing: &Landing) -> Result<bool, String> {
+        let step = self.buffer.len() as u64 / (landing.unit() * PAGE_SIZE);
+        if self.recording.is_some() {
+            self.record(landing)?;
+        } else if let Some(run) = self.window.pop() {
+            self.bring_or_zero(landing, run)?;
+        } else if let Some(window) = self.first.pop() {
+            self.window = window;
+            self.announce(self.first.last(), landing.unit());
+        } else if let Some(run) = landing.missing().first_run_of(self.at..landing.units(), step) {
+            self.at = run.end;
+            self.bring(landing, run)?;
+        } else {
+            return Ok(false);
+        }
+        Ok(true)
+    }
+
+    /// Has the kernel read a part of what is brought first.
+    fn announce(&self, window: Option<&Vec<Range<u64>>>, unit: u64) {
+        let runs = window.into_iter().flat_map(|window| window.iter().rev());
+        self.layers.announce(runs.map(|run| run.start * unit..run.end * unit));
+    }
+
+    /// Brings `run`, which is missing, one step at most.
+    fn bring(&mut self, landing: &Landing, run: Range<u64>) -> Result<(), String> {
+        let unit = landing.unit();
+        let pages = run.start * unit..run.end * unit;
+        let all = &mut self.buffer[..((pages.end - pages.start) * PAGE_SIZE) as usize];
+        if unit > 1 {
+            // Of a huge page the snapshot need not have all.
+            all.fill(0);
+        }
+        let mut at = pages.start;
+        while let Some((found, from)) = self.layers.next_of(at..pages.end, u64::MAX) {
+            at = found.end;
+            let Some(layer) = from else { continue };
+            let bytes = [found.start, found.end].map(|page| ((page - pages.start) * PAGE_SIZE) as usize);
+            layer.read(found, &mut all[bytes[0]..bytes[1]]).map_err(|error| error.to_string())?;
+        }
+        landing.put(run, all)
+    }
+
+    /// Waits for faults, until the order has been recorded for long enough, and writes it down then.
+    fn record(&mut self, landing: &Landing) -> Result<(), String> {
+        let Some(lasts) = self.recording.as_ref().map(|recording| recording.lasts) else { return Ok(()) };
+        if self.runs.is_none() && self.told.try_recv().is_ok() {
+            self.runs = Some(Instant::now());
+        }
+        let left = self.runs.map_or(LOOK, |since| lasts.saturating_sub(since.elapsed()));
+        if !left.is_zero() {
+            let mut poll = Poll::default();
+            poll.readable(landing.uffd().descriptor());
+            return poll.wait(Some(left.min(LOOK))).map(drop).map_err(|error| format!("poll: {error}"));
+        }
+        let Some(recording) = self.recording.take() else { return Ok(()) };
+        let set = WorkingSet {
+            unit: landing.unit() as u32,
+            pages: self.layers.pages(),
+            firsts: self.order.drain(..).map(|unit| unit * landing.unit()).collect(),
+        };
+        match recording.file.finish(&set) {
+            Ok(()) => tracing::info!("the working set of {} pages is recorded", set.firsts.len()),
+            // The guest needs none.
+            Err(error) => tracing::warn!("the working set is not recorded: {error}"),
+        }
+        Ok(())
+    }
+}
+
+/// Runs of units, a step each at most, in the order of `set`: a part of it each, the last first, and in that the last first.
+fn in_order(set: &WorkingSet, unit: u64, units: u64, step: u64) -> Vec<Vec<Range<u64>>> {
+    let of = |first: &u64| {
+        let end = (first + u64::from(set.unit)).div_ceil(unit);
+        // Pages of a memslot that is not RAM come otherwise.
+        first / unit..end.min(units)
+    };
+    let runs = |window: &[u64]| {
+        let mut window: Vec<u64> = window.iter().flat_map(of).collect();
+        window.sort_unstable();
+        window.dedup();
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        for at in window {
+            match runs.last_mut() {
+                Some(run) if run.end == at && run.end - run.start < step => run.end += 1,
+                _ => runs.push(at..at + 1),
+            }
+        }
+        runs.reverse();
+        runs
+    };
+    set.firsts.chunks(SORTED).rev().map(runs).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_wanted_is_brought_in_that_order_by_and_large() {
+        let set = |unit, firsts| WorkingSet { unit, pages: 4096, firsts };
+        let runs = |set: &WorkingSet, unit, step| -> Vec<(u64, u64)> {
+            let runs = in_order(set, unit, 4096 / unit, step);
+            runs.iter().rev().flat_map(|part| part.iter().rev()).map(|run| (run.start, run.end)).collect()
+        };
+        assert_eq!(runs(&set(1, vec![9, 3, 2, 3, 4]), 1, 32), [(2, 5), (9, 10)]);
+        assert_eq!(runs(&set(1, vec![4, 3, 2, 1]), 1, 2), [(1, 3), (3, 5)]);
+        // Recorded with huge pages, and wanted in small ones, and the other way round.
+        assert_eq!(runs(&set(4, vec![8, 4]), 1, 32), [(4, 12)]);
+        assert_eq!(runs(&set(1, vec![1030, 1, 2, 600]), 512, 1), [(0, 1), (1, 2), (2, 3)]);
+        // What lies in different windows is not mixed.
+        let far: Vec<u64> = (0..SORTED as u64).map(|at| 2000 + at).chain([5]).collect();
+        assert_eq!(runs(&set(1, far), 1, 4096), [(2000, 2000 + SORTED as u64), (5, 6)]);
+        // Pages beyond RAM are not fetched.
+        assert_eq!(runs(&set(1, vec![4095, 2]), 512, 32), [(0, 1), (7, 8)]);
+        assert!(in_order(&set(1, vec![4095]), 1, 4000, 32).concat().is_empty());
+    }
+}

@@ -1,0 +1,291 @@
+//! Guest memory that is not all there while its guest runs: which of it is missing, and how what comes gets into it. Faults on it are
+//! answered by the thread of [`fetching`](super::fetching); what comes is put in by whichever thread reads it.
+//!
+//! Pages of what backs the memory are counted as units, of so many pages each: the kernel takes a huge page of a pool as a whole, so
+//! that its parts are gathered until all of them have come. What is here already is never written over: a page that comes twice, on
+//! two connections, comes late the second time, when the guest may have written to it.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::bits::Bits;
+use super::message::Waited;
+use crate::plant::{self, Mistake};
+use crate::sys::mmap::{Mapping, PAGE_SIZE};
+use crate::sys::uffd::{Mode, Uffd};
+
+/// Of so many waits it is remembered how long they took.
+const MOST_REMEMBERED: usize = 1 << 16;
+
+/// A unit of which some pages have come.
+struct Gathered {
+    bytes: Box<[u8]>,
+    came: Bits,
+    left: u64,
+}
+
+/// Who waits for what, and how long others have waited.
+#[derive(Default)]
+struct Waiting {
+    /// Unit, thread, and since when.
+    now: Vec<(u64, u32, Instant)>,
+    /// In all, by thread.
+    total: HashMap<u32, Duration>,
+    each: Vec<u64>,
+    faults: u64,
+}
+
+/// The memory.
+pub struct Landing {
+    uffd: Uffd,
+    mapping: Arc<Mapping>,
+    page: u64,
+    unit: u64,
+    missing: Bits,
+    /// How many units are missing.
+    left: AtomicU64,
+    brought: AtomicU64,
+    gathered: Mutex<HashMap<u64, Gathered>>,
+    waiting: Mutex<Waiting>,
+    /// Written to once nothing is missing.
+    whole: Arc<EventFd>,
+}
+
+impl std::fmt::Debug for Landing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Landing({} units missing)", self.left())
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Landing {
+    /// All of `mapping`, backed by pages of `page` bytes, of which those units are missing whose bits are set.
+    /// `whole` is written to once none is.
+    pub fn new(uffd: Uffd, mapping: Arc<Mapping>, page: u64, missing: Bits, whole: Arc<EventFd>) -> Self {
+        let left = AtomicU64::new(missing.count());
+        let (gathered, waiting) = (Mutex::default(), Mutex::default());
+        let (unit, brought) = (page / PAGE_SIZE, AtomicU64::new(0));
+        Self { uffd, mapping, page, unit, missing, left, brought, gathered, waiting, whole }
+    }
+
+    /// Where faults arrive.
+    pub fn uffd(&self) -> &Uffd {
+        &self.uffd
+    }
+
+    /// Pages of a unit.
+    pub fn unit(&self) -> u64 {
+        self.unit
+    }
+
+    /// How many units there are.
+    pub fn units(&self) -> u64 {
+        self.mapping.len() / self.page
+    }
+
+    /// The units that are missing.
+    pub fn missing(&self) -> &Bits {
+        &self.missing
+    }
+
+    /// How many these are.
+    pub fn left(&self) -> u64 {
+        self.left.load(Ordering::Acquire)
+    }
+
+    /// Pages of the usual size that were brought.
+    pub fn brought(&self) -> u64 {
+        self.brought.load(Ordering::Relaxed)
+    }
+
+    /// The unit of a host-virtual address of the mapping.
+    pub fn unit_at(&self, address: u64) -> u64 {
+        (address - self.mapping.as_ptr() as u64) / self.page
+    }
+
+    /// Has faults on it reported from now on.
+    ///
+    /// # Errors
+    /// Where the kernel refuses.
+    pub fn register(&self) -> Result<(), String> {
+        let registered = self.uffd.register(&self.mapping, 0, self.mapping.len(), Mode::Missing);
+        registered.map_err(|error| format!("userfaultfd for the guest's memory: {error}"))
+    }
+
+    /// Has nothing reported any more: who still waits finds zeroes where nothing is.
+    ///
+    /// # Errors
+    /// Where the kernel refuses.
+    pub fn unregister(&self) -> Result<(), String> {
+        let done = self.uffd.unregister(&self.mapping, 0, self.mapping.len());
+        done.map_err(|error| format!("UFFDIO_UNREGISTER: {error}"))
+    }
+
+    /// Empties the units that are missing of whatever has come before. In a file their pages stay unless they are punched out
+    /// (MADV_REMOVE), whatever becomes of their mapping (MADV_DONTNEED): a page that is there would be found, and nobody asked for it.
+    /// Said after [`Self::register`]: the kernel gathers no huge page around a hole of memory that is registered.
+    ///
+    /// # Errors
+    /// Where the kernel refuses.
+    pub fn empty(&self, shared: bool) -> Result<(), String> {
+        let advice = match shared && !plant::is(Mistake::KeptInCache) {
+            true => libc::MADV_REMOVE,
+            false => libc::MADV_DONTNEED,
+        };
+        let mut at = 0;
+        while let Some(run) = self.missing.first_run(at..self.units()) {
+            at = run.end;
+            let (offset, len) = (run.start * self.page, (run.end - run.start) * self.page);
+            let done = self.mapping.advise_range(offset, len, advice);
+            done.map_err(|error| format!("emptying memory that follows: {error}"))?;
+        }
+        Ok(())
+    }
+
+    /// The pages of `first..`, counted over the mapping, as many as `data` has or `pages` says, have come: zeroes without `data`.
+    ///
+    /// # Errors
+    /// Where the kernel does not take them.
+    pub fn take(&self, pages: Range<u64>, data: Option<&[u8]>) -> Result<(), String> {
+        let bytes = |run: &Range<u64>| {
+            let [start, end] = [run.start, run.end].map(|page| ((page - pages.start) * PAGE_SIZE) as usize);
+            data.map(|data| &data[start..end])
+        };
+        if self.unit == 1 {
+            let mut at = pages.start;
+            while let Some(run) = self.missing.first_run(at..pages.end) {
+                at = run.end;
+                match bytes(&run) {
+                    Some(data) => self.put(run, data)?,
+                    None => self.put_zeroes(run)?,
+                }
+            }
+            return Ok(());
+        }
+        for page in pages.clone() {
+            let unit = page / self.unit;
+            if self.missing.first_run(unit..unit + 1).is_none() {
+                continue;
+            }
+            if let Some(whole) = self.gather(unit, page % self.unit, bytes(&(page..page + 1))) {
+                self.put(unit..unit + 1, &whole)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A page of a unit has come; all of them, when it was the last.
+    fn gather(&self, unit: u64, page: u64, data: Option<&[u8]>) -> Option<Box<[u8]>> {
+        let mut gathered = locked(&self.gathered);
+        let one = gathered.entry(unit).or_insert_with(|| Gathered {
+            bytes: vec![0; self.page as usize].into(),
+            came: Bits::new(self.unit),
+            left: self.unit,
+        });
+        if one.came.first_run(page..page + 1).is_some() {
+            return None;
+        }
+        one.came.set(page..page + 1);
+        one.left -= 1;
+        if let Some(data) = data {
+            one.bytes[(page * PAGE_SIZE) as usize..][..PAGE_SIZE as usize].copy_from_slice(data);
+        }
+        (one.left == 0).then(|| gathered.remove(&unit).map(|one| one.bytes))?
+    }
+
+    /// `data` is what is to be in the units `run`, which were missing.
+    ///
+    /// # Errors
+    /// Where the kernel does not take it.
+    pub fn put(&self, run: Range<u64>, data: &[u8]) -> Result<(), String> {
+        let data = if plant::is(Mistake::SmallCopy) { &data[..PAGE_SIZE as usize] } else { data };
+        let copied = self.uffd.copy(&self.mapping, run.start * self.page, data, self.page);
+        copied.map_err(|error| format!("UFFDIO_COPY: {error}"))?;
+        self.is_there(run);
+        Ok(())
+    }
+
+    fn put_zeroes(&self, run: Range<u64>) -> Result<(), String> {
+        self.zero(run.clone())?;
+        self.is_there(run);
+        Ok(())
+    }
+
+    /// Answers those who wait for the units `run`, of which nothing is to come, with zeroes.
+    ///
+    /// # Errors
+    /// Where the kernel does not take them.
+    pub fn zero(&self, run: Range<u64>) -> Result<(), String> {
+        let (offset, len) = (run.start * self.page, (run.end - run.start) * self.page);
+        let zeroed = if self.page == PAGE_SIZE {
+            self.uffd.zero(&self.mapping, offset, len, self.page)
+        } else {
+            self.uffd.copy(&self.mapping, offset, &vec![0; len as usize], self.page)
+        };
+        zeroed.map_err(|error| format!("UFFDIO_ZEROPAGE: {error}"))
+    }
+
+    /// Said after the page is there, not before: a fault that comes again is answered with zeroes from here on.
+    fn is_there(&self, run: Range<u64>) {
+        let taken = self.missing.take(run.clone());
+        self.brought.fetch_add(taken * self.unit, Ordering::Relaxed);
+        let mut waiting = locked(&self.waiting);
+        let Waiting { now, total, each, .. } = &mut *waiting;
+        now.retain(|(unit, thread, since)| {
+            let waits = !run.contains(unit);
+            if !waits {
+                let took = since.elapsed();
+                *total.entry(*thread).or_default() += took;
+                if each.len() < MOST_REMEMBERED {
+                    each.push(took.as_micros() as u64);
+                }
+            }
+            waits
+        });
+        drop(waiting);
+        if taken > 0 && self.left.fetch_sub(taken, Ordering::AcqRel) == taken {
+            let _ = self.whole.write(1);
+        }
+    }
+
+    /// `thread` waits for `unit` from now on; whether nobody has before.
+    pub fn waits(&self, unit: u64, thread: u32) -> bool {
+        let mut waiting = locked(&self.waiting);
+        waiting.faults += 1;
+        let first = waiting.now.iter().all(|(other, ..)| *other != unit);
+        if self.missing.first_run(unit..unit + 1).is_some() {
+            waiting.now.push((unit, thread, Instant::now()));
+        }
+        first
+    }
+
+    /// The units that somebody waits for.
+    pub fn awaited(&self) -> Vec<u64> {
+        let mut units: Vec<u64> = locked(&self.waiting).now.iter().map(|(unit, ..)| *unit).collect();
+        units.sort_unstable();
+        units.dedup();
+        units
+    }
+
+    /// For how long was waited in all, by vCPUs whose threads are `vcpus`.
+    pub fn waited(&self, vcpus: &[u32]) -> Waited {
+        let waiting = locked(&self.waiting);
+        let mut each = waiting.each.clone();
+        each.sort_unstable();
+        let us = |thread: &u32| waiting.total.get(thread).map_or(0, |time| time.as_micros() as u64);
+        Waited {
+            vcpus_us: vcpus.iter().map(us).collect(),
+            faults: waiting.faults,
+            median_us: each.get(each.len() / 2).copied().unwrap_or(0),
+            longest_us: each.last().copied().unwrap_or(0),
+        }
+    }
+}

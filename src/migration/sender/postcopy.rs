@@ -1,0 +1,126 @@
+//! What a source does whose guest runs on the target before all of its memory is there: it says which pages follow, sends what the target
+//! lacks, and begins anew by what the target says where the link was cut.
+
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+
+use super::Sending;
+use super::owed::At;
+use super::passes::Pass;
+use super::words::{Said, Word};
+use crate::migration::bits::Bits;
+use crate::migration::link;
+use crate::migration::receiver::send_map;
+use crate::migration::source::{Event, State};
+use crate::migration::wire::Run;
+
+impl Sending {
+    /// Has the connection for pages that the target wants join the migration.
+    pub(super) fn join_faults(&mut self) {
+        let Some(link) = self.faults.take().map(|socket| self.linked(socket)) else { return };
+        let Some(serving) = &mut self.serving else { return };
+        if let Err(error) = link.and_then(|link| serving.serve(link)) {
+            let event = self.cut(error.to_string());
+            self.pending.push(event);
+        }
+    }
+
+    /// Whether whoever sends what the target wants is still there.
+    pub(super) fn served(&mut self) -> Option<Event> {
+        if !matches!(
+            self.source.state,
+            State::Copying | State::Finishing | State::Committing | State::Serving
+        ) {
+            return None;
+        }
+        let why = self.serving.as_mut()?.has_joined().err()?;
+        Some(self.cut(why))
+    }
+
+    /// Sends the map of what follows; of how many pages.
+    pub(super) fn send_deferred(&mut self, deferred: &[(u32, Bits)]) -> Result<u64, link::Error> {
+        let mut count = 0;
+        for (region, bits) in deferred {
+            let pages = self.common.owed.outgoing(*region as usize).slot().pages();
+            if let Some(link) = &mut self.link {
+                send_map(link, *region, bits, pages)?;
+            }
+            count += bits.count();
+        }
+        Ok(count)
+    }
+
+    /// A part of the map of what the target lacks.
+    pub(super) fn lacks(&mut self, run: &Run, bits: &[u64]) -> Result<(), String> {
+        let regions: Vec<u64> = self.common.owed.slots().map(|slot| slot.pages()).collect();
+        run.check(&regions).map_err(|error| error.to_string())?;
+        if self.lacking.is_empty() {
+            self.lacking = regions.iter().map(|pages| Bits::new(*pages)).collect();
+        }
+        self.lacking[run.region as usize].add_at(run.first, bits);
+        Ok(())
+    }
+
+    /// Begins to send what the target lacks by its map, whatever has been sent before.
+    pub(super) fn stream(&mut self) {
+        for (region, bits) in (0..).zip(std::mem::take(&mut self.lacking)) {
+            self.common.owed.owe(region, &bits);
+        }
+        self.passes += 1;
+        self.streaming = true;
+        self.waits = None;
+        self.link.iter_mut().for_each(|link| link.set_until(None));
+        if !self.lanes.is_empty() {
+            self.lanes.pass(self.passes, None);
+        }
+        let owed = self.common.owed.count();
+        self.pass = Some(Pass::behind(self.passes, self.sent(), self.spared(), owed));
+    }
+
+    /// The pass that sends what the target lacks has come to its end: it is the target's turn to say that it lacks nothing.
+    pub(super) fn stream_ends(&mut self) {
+        (self.pass, self.streaming) = (None, false);
+        self.waits = Some(Instant::now());
+    }
+
+    /// There are new connections to a target that lacks memory.
+    pub(super) fn recovered(&mut self, socket: OwnedFd, faults: OwnedFd) -> Option<Event> {
+        if self.source.state != State::Severed {
+            return None;
+        }
+        self.lacking.clear();
+        let serve = |sending: &mut Self| -> Result<(), link::Error> {
+            let mut own = sending.linked(socket)?;
+            own.admit();
+            sending.link = Some(own);
+            let link = sending.linked(faults)?;
+            sending.serving.as_mut().map_or(Ok(()), |serving| serving.serve(link))
+        };
+        if let Err(error) = serve(self) {
+            tracing::warn!("the new connections to the target are of no use: {error}");
+            self.link = None;
+            return None;
+        }
+        if self.machine.say(Said::Word(Word::Severed(false))).is_err() {
+            return None;
+        }
+        Some(Event::Linked)
+    }
+}
+
+impl Pass {
+    /// One that sends `owed` pages while the guest runs on the target.
+    fn behind(number: u32, sent_before: u64, spared_before: u64, owed_before: u64) -> Self {
+        Self {
+            number,
+            began: Instant::now(),
+            sent_before,
+            spared_before,
+            written: Vec::new(),
+            owed_before,
+            harvest: std::time::Duration::ZERO,
+            at: At::default(),
+            last: None,
+        }
+    }
+}

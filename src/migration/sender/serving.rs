@@ -1,0 +1,150 @@
+//! The connection on which a target asks for pages that somebody waits for, and its thread, which sends these at once: beside the thread
+//! that sends the rest, and beside whatever cap there is on that. The guest stands still here by then.
+
+use std::net::Shutdown;
+use std::os::fd::{OwnedFd, RawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::lanes::Common;
+use crate::migration::link::{self, Link};
+use crate::migration::message::Message;
+use crate::migration::pages::Block;
+use crate::migration::threads::{self, Machine, Mine};
+use crate::migration::wire::{Frame, MOST_PAGES};
+use crate::sys::poll::Poll;
+use crate::sys::socket;
+
+/// What the thread says.
+enum News {
+    /// The connection is one of the migration's.
+    Joined,
+    /// It is of no use any more.
+    Broken(String),
+}
+
+/// The thread, before it is started.
+pub struct Server {
+    number: u32,
+    common: Arc<Common>,
+    liveness: Duration,
+    mine: Mine<News, Link>,
+}
+
+/// The thread, as that of the migration has it.
+pub(super) struct Serving {
+    thread: Machine<News, Link>,
+    wake: Arc<vmm_sys_util::eventfd::EventFd>,
+    socket: Option<OwnedFd>,
+    joined: bool,
+}
+
+impl Serving {
+    /// For the connection of this number.
+    pub fn new(number: u32, common: Arc<Common>, liveness: Duration) -> Result<(Self, Server), link::Error> {
+        let wake = threads::event()?;
+        let (mine, thread) = threads::pair(wake.clone())?;
+        Ok((Self { thread, wake, socket: None, joined: false }, Server { number, common, liveness, mine }))
+    }
+
+    /// Has what is asked for on this connection sent from now on.
+    pub fn serve(&mut self, link: Link) -> Result<(), link::Error> {
+        // What the last one has said means nothing any more.
+        while self.thread.heard().is_some() {}
+        (self.socket, self.joined) = (Some(link.duplicate()?), false);
+        self.thread.tell(link);
+        Ok(())
+    }
+
+    /// Readable when there is news.
+    pub fn descriptor(&self) -> RawFd {
+        std::os::fd::AsRawFd::as_raw_fd(&*self.wake)
+    }
+
+    /// Whether the connection is one of the migration's, or why it never will be.
+    pub fn has_joined(&mut self) -> Result<bool, String> {
+        let _ = self.wake.read();
+        while let Some(news) = self.thread.heard() {
+            match news {
+                News::Joined => self.joined = true,
+                News::Broken(_) if self.socket.is_none() => {}
+                News::Broken(why) => return Err(format!("the connection for pages that are wanted: {why}")),
+            }
+        }
+        Ok(self.joined)
+    }
+
+    /// Cuts the connection.
+    pub fn cut(&mut self) {
+        if let Some(socket) = self.socket.take() {
+            socket::shut(&socket, Shutdown::Both);
+        }
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.cut();
+    }
+}
+
+impl Server {
+    /// It cannot be started.
+    pub fn fail(self, why: String) {
+        let _ = self.mine.say(News::Broken(why));
+    }
+
+    /// Goes on until the migration's thread is gone.
+    pub fn run(self) {
+        while let Ok(link) = self.mine.wait() {
+            let Err(why) = self.serve(link);
+            if self.mine.say(News::Broken(why)).is_err() {
+                return;
+            }
+        }
+    }
+
+    fn serve(&self, mut link: Link) -> Result<std::convert::Infallible, String> {
+        let say = |error: link::Error| error.to_string();
+        link.say(&Message::Join { connection: self.number }).map_err(say)?;
+        let since = Instant::now();
+        let mut joined = false;
+        let mut block = Block::new();
+        loop {
+            let run = match link.receive().map_err(say)? {
+                Some(Frame::Message(Message::Joined {})) if !joined => {
+                    joined = true;
+                    link.admit();
+                    self.mine.say(News::Joined).map_err(|_| String::new())?;
+                    continue;
+                }
+                Some(Frame::Wanted(run)) if joined => run,
+                Some(frame) => return Err(format!("the target said {frame:?} on it")),
+                None if !joined && since.elapsed() > self.liveness => {
+                    return Err(format!("the target has been silent for {:?}", self.liveness));
+                }
+                None => {
+                    let mut poll = Poll::default();
+                    poll.readable(link.descriptor());
+                    let _ = poll.wait(Some(self.liveness));
+                    continue;
+                }
+            };
+            let regions: Vec<u64> = self.common.owed.slots().map(|slot| slot.pages()).collect();
+            run.check(&regions).map_err(|error| error.to_string())?;
+            let outgoing = self.common.owed.outgoing(run.region as usize);
+            let (mut at, end) = (run.first, run.first + u64::from(run.pages));
+            while at < end {
+                let part = at..end.min(at + u64::from(MOST_PAGES));
+                at = part.end;
+                // The other connections need not send them any more.
+                self.common.owed.settle(outgoing, part.clone());
+                outgoing.tell(part.clone());
+                let taken = block.fill(outgoing, part, 1, link.encoder());
+                let before = link.sent;
+                link.send(block.bytes()).map_err(say)?;
+                self.common.served(link.sent - before, taken.pages + taken.zeroes);
+            }
+        }
+    }
+}

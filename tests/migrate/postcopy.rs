@@ -1,0 +1,427 @@
+//! A guest that runs on the target before all of its memory is there: on every backing, whatever is cut, and whoever dies.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually, trial};
+use vellum::plant::{IMPOSSIBLE, POSSIBLE};
+
+use crate::bed::{huge_pages, kvm, real};
+use crate::home::{Home, Machine, VELLUM};
+use crate::{ends_with, every_page_is_right, moved, numbered, succeeds, with};
+
+/// A guest that has written to all of its memory, on `memory`.
+fn writes(home: &Home, memory: &str) -> Result<Machine, Failed> {
+    let workload = "--passes 0 --workload write,order=random,rate=20000,write=80,warm";
+    let here = home.run("here", &format!("run --cpus 2 --memory {memory} {workload}"))?;
+    home.has_written("here", 20_000)?;
+    Ok(here)
+}
+
+fn stops(home: &Home, name: &str, machine: Machine) -> Result<(), Failed> {
+    succeeds(&home.vellum(&format!("ctl {name} stop"))?)?;
+    ends_with(machine, 0)?;
+    every_page_is_right(&home.path(&format!("{name}.json")))
+}
+
+fn receives(home: &Home, name: &str, memory: &str) -> Result<Machine, Failed> {
+    home.receive(name, &format!("--memory {memory} --json {}", home.path(&format!("{name}.json")).display()))
+}
+
+/// What the source says of the pages that somebody waited for.
+fn waited(output: &Output) -> Result<u64, Failed> {
+    let moved = moved(output)?;
+    let vcpus = moved["waited"]["vcpus_us"].as_array().map(Vec::len);
+    ensure(vcpus == Some(2), || format!("not of each vCPU: {moved}"))?;
+    Ok(moved["waited"]["faults"].as_u64().ok_or("no faults are told")?)
+}
+
+/// From one backing to another: by each way, after which the guest is at once moved again, with every page compared, and saved.
+fn is_right(from: &str, to: &str) -> Result<(), Failed> {
+    for (mode, limits) in [
+        ("--mode postcopy", ""),
+        ("--mode hybrid", "--downtime 1ms"),
+        ("--timeout 100ms,then=postcopy", "--downtime 1ms --bandwidth 20m"),
+    ] {
+        let home = Home::new()?;
+        let here = writes(&home, &format!("32m,slots=3,backing={from}"))?;
+        let there = receives(&home, "there", to)?;
+        let output = home.migrate("here", "there", &format!("{mode} {limits} --json"))?;
+        succeeds(&output)?;
+        ends_with(here, 15)?;
+        let faults = waited(&output)?;
+        ensure(mode != "--mode postcopy" || faults > 0, || "nobody has waited".into())?;
+        let last = receives(&home, "last", from)?;
+        succeeds(&home.migrate("there", "last", "--verify --downtime 1s --timeout 3s,then=force")?)?;
+        ends_with(there, 15)?;
+        let dir = home.path("snap");
+        succeeds(&home.vellum(&format!("snapshot last {} --downtime 1s --timeout 3s", dir.display()))?)?;
+        stops(&home, "last", last)?;
+        let json = home.path("again.json");
+        let again = home.restore("again", &format!("{} --json {}", dir.display(), json.display()))?;
+        stops(&home, "again", again)?;
+    }
+    Ok(())
+}
+
+#[trial(real())]
+fn anonymous_memory_follows_its_guest() -> Result<(), Failed> {
+    is_right("anonymous", "thp")
+}
+
+#[trial(real())]
+fn shared_memory_follows_its_guest() -> Result<(), Failed> {
+    is_right("thp", "shmem")?;
+    is_right("shmem", "memfd")
+}
+
+#[trial(real(), huge_pages(2 << 20, 32))]
+fn huge_pages_follow_their_guest_and_are_put_together_of_small_ones() -> Result<(), Failed> {
+    is_right("anonymous", "hugetlb-2m")?;
+    is_right("hugetlb-2m", "memfd")?;
+    is_right("shmem", "shared-hugetlb-2m")
+}
+
+/// On another KVM than this one, too, and over several connections.
+#[trial(kvm())]
+fn a_guest_runs_ahead_of_its_memory() -> Result<(), Failed> {
+    for more in ["", "--connections 3"] {
+        let home = Home::new()?;
+        let here = writes(&home, "8m")?;
+        let there = receives(&home, "there", "anonymous")?;
+        succeeds(&home.migrate("here", "there", &format!("--mode postcopy {more}"))?)?;
+        ends_with(here, 15)?;
+        stops(&home, "there", there)?;
+    }
+    Ok(())
+}
+
+/// What is to be there in full, or locked, is when the last page has come.
+#[trial(real())]
+fn memory_that_is_to_be_there_in_full_is_so_in_the_end() -> Result<(), Failed> {
+    for memory in ["anonymous,prealloc", "shmem,lock", "memfd,prealloc,lock"] {
+        let home = Home::new()?;
+        let here = writes(&home, "16m")?;
+        let there = receives(&home, "there", memory)?;
+        succeeds(&home.migrate("here", "there", "--mode hybrid --downtime 1ms")?)?;
+        ends_with(here, 15)?;
+        stops(&home, "there", there)?;
+    }
+    Ok(())
+}
+
+/// A disk's rings are looked at when its device is restored, by the event loop's thread, before the guest runs: pages come by then.
+#[trial(real())]
+fn a_disk_finds_its_pages_behind_the_guest() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| home.path(name));
+    fs::write(&kernel, numbered::kernel())?;
+    fs::write(&disk, [0; 512 * numbered::SECTORS as usize])?;
+    let devices = |serial: &PathBuf| format!("--disk {} --serial file={}", disk.display(), serial.display());
+    let said = |file: &PathBuf| Ok((fs::metadata(file)?.len() > 200).then_some(()));
+    let here =
+        home.run("here", &format!("run --kernel {} --memory 32m {}", kernel.display(), devices(&out)))?;
+    eventually(LIMIT, "it writes", || said(&out))?;
+    let there = home.receive("there", &devices(&far))?;
+    succeeds(&home.migrate("here", "there", "--mode postcopy")?)?;
+    ends_with(here, 15)?;
+    eventually(LIMIT, "it writes on", || said(&far))?;
+    succeeds(&home.vellum("ctl there stop")?)?;
+    ends_with(there, 0)?;
+    let all = [fs::read(&out)?, fs::read(&far)?].concat();
+    let numbers = all.as_chunks::<4>().0.iter().map(|number| u32::from_le_bytes(*number));
+    let wrong = numbers.zip(1..).find(|(number, due)| number != due);
+    ensure(wrong.is_none(), || format!("said and due: {wrong:?}"))
+}
+
+/// A relay that carries any number of connections, and cuts all of them at once after so many bytes to the target.
+struct Cutter {
+    left: AtomicI64,
+    carried: AtomicU64,
+    sockets: Mutex<Vec<UnixStream>>,
+}
+
+impl Cutter {
+    fn new(home: &Home) -> Result<Arc<Self>, Failed> {
+        let listener = UnixListener::bind(home.path("relay.in"))?;
+        let to = home.path("there.in");
+        let cutter = Arc::new(Self {
+            left: AtomicI64::new(i64::MAX),
+            carried: AtomicU64::new(0),
+            sockets: Mutex::default(),
+        });
+        let carrier = cutter.clone();
+        std::thread::spawn(move || {
+            while let Ok((source, _)) = listener.accept() {
+                let Ok(target) = UnixStream::connect(&to) else { continue };
+                carrier.carry(&source, &target);
+            }
+        });
+        Ok(cutter)
+    }
+
+    fn carry(self: &Arc<Self>, source: &UnixStream, target: &UnixStream) {
+        for there in [true, false] {
+            let (Ok(here), Ok(far)) = (source.try_clone(), target.try_clone()) else { return };
+            let (mut from, mut to) = if there { (here, far) } else { (far, here) };
+            if let (Ok(mut sockets), Ok(own)) = (self.sockets.lock(), from.try_clone()) {
+                sockets.push(own);
+            }
+            let cutter = self.clone();
+            std::thread::spawn(move || {
+                let mut buffer = vec![0; 16 << 10];
+                while let Ok(count @ 1..) = from.read(&mut buffer) {
+                    let mut pass = count;
+                    if there {
+                        cutter.carried.fetch_add(count as u64, Ordering::Relaxed);
+                        let left = cutter.left.fetch_sub(count as i64, Ordering::SeqCst);
+                        pass = count.min(left.max(0) as usize);
+                    }
+                    let sent = to.write_all(&buffer[..pass]);
+                    if pass < count {
+                        cutter.cut();
+                    }
+                    if sent.is_err() || pass < count {
+                        break;
+                    }
+                }
+                let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+            });
+        }
+    }
+
+    /// Cuts every connection that there is, once so many bytes more have gone to the target.
+    fn after(&self, bytes: u64) {
+        self.left.store(bytes as i64, Ordering::SeqCst);
+    }
+
+    fn cut(&self) {
+        let sockets = std::mem::take(&mut *self.sockets.lock().expect("nobody panics with it"));
+        sockets.iter().for_each(|socket| drop(socket.shutdown(Shutdown::Both)));
+        self.left.store(i64::MAX, Ordering::SeqCst);
+    }
+}
+
+fn both_are_paused(home: &Home) -> Result<(), Failed> {
+    eventually(LIMIT, "both sides are paused", || {
+        let both = ["here", "there"].map(|name| home.standing(name));
+        Ok(both.iter().all(|standing| standing.as_deref() == Some("postcopy-paused")).then_some(()))
+    })
+}
+
+fn recovers(home: &Home) -> Result<Output, Failed> {
+    home.vellum(&format!("migrate here --recover --to unix:{}", home.path("relay.in").display()))
+}
+
+/// Cut anywhere, and cut again in the recovery: each page is right in the end.
+fn survives_cuts(memory: &str, rounds: usize) -> Result<(), Failed> {
+    let seed = u64::from(std::process::id());
+    eprintln!("seed {seed}");
+    let mut state = seed | 1;
+    let mut random = move |below: u64| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state % below.max(1)
+    };
+    let (mut whole, mut severed, mut again) = (0, 0, 0);
+    for round in 0..=rounds {
+        let home = Home::new()?;
+        let here = writes(&home, "8m")?;
+        let there = receives(&home, "there", memory)?;
+        let cutter = Cutter::new(&home)?;
+        // The first is not cut, and shows how much there is.
+        let cuts = [random(whole), random(whole / 2)];
+        if round > 0 {
+            cutter.after(cuts[0]);
+        }
+        let output = home.migrate("here", "relay", "--mode postcopy")?;
+        if round == 0 {
+            succeeds(&output)?;
+            whole = cutter.carried.load(Ordering::Relaxed);
+        }
+        let context = |output: &Output| format!("round {round}, cut at {cuts:?} of {whole}: {output:?}");
+        if output.status.code() == Some(1)
+            && String::from_utf8_lossy(&output.stderr).contains("stays where it is")
+        {
+            ends_with(there, 1)?;
+            succeeds(&home.vellum("ctl here stop")?)?;
+            ends_with(here, 0)?;
+            continue;
+        }
+        if output.status.code() == Some(1) {
+            ensure(String::from_utf8_lossy(&output.stderr).contains("--recover"), || context(&output))?;
+            severed += 1;
+            both_are_paused(&home)?;
+            cutter.after(cuts[1]);
+            let second = recovers(&home)?;
+            if second.status.code() == Some(1) {
+                again += 1;
+                both_are_paused(&home)?;
+                let third = recovers(&home)?;
+                with(third, 0)?;
+            } else {
+                ensure(second.status.success(), || context(&second))?;
+            }
+        }
+        ends_with(here, 15)?;
+        stops(&home, "there", there)?;
+    }
+    eprintln!("severed {severed}, and again {again}, of {rounds}");
+    ensure(severed > 0, || format!("none of {rounds} was cut behind its hand-over"))
+}
+
+#[trial(real())]
+fn a_link_that_is_cut_and_cut_again_loses_no_page() -> Result<(), Failed> {
+    survives_cuts("anonymous", 6)
+}
+
+#[trial(real())]
+fn shared_memory_survives_cuts() -> Result<(), Failed> {
+    survives_cuts("memfd", 3)
+}
+
+#[trial(real(), huge_pages(2 << 20, 8))]
+fn huge_pages_survive_cuts() -> Result<(), Failed> {
+    survives_cuts("hugetlb-2m", 3)
+}
+
+/// A guest that runs on the target, cut off from the rest of its memory.
+fn severed(home: &Home) -> Result<(Machine, Machine), Failed> {
+    let here = home.run(
+        "here",
+        &format!(
+            "run --cpus 2 --memory 16m --passes 0 --workload write,order=random,rate=20000,warm --json {}",
+            home.path("here.json").display()
+        ),
+    )?;
+    home.has_written("here", 20_000)?;
+    let there = receives(home, "there", "anonymous")?;
+    let cutter = Cutter::new(home)?;
+    cutter.after(8 << 20);
+    with(home.migrate("here", "relay", "--mode postcopy")?, 1)?;
+    both_are_paused(home)?;
+    Ok((here, there))
+}
+
+/// Where the target dies the source has the guest as it was at the hand-over, for whoever insists; where the source dies the target
+/// says that it cannot go on.
+#[trial(real())]
+fn the_death_of_either_side_is_told() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (here, there) = severed(&home)?;
+    let paused = home.vellum("ctl there pause")?;
+    let refused = String::from_utf8_lossy(&paused.stderr).contains("--recover");
+    ensure(paused.status.code() == Some(1) && refused, || format!("{paused:?}"))?;
+    let cancelled = home.vellum("ctl here migrate-cancel")?;
+    ensure(home.standing("here").as_deref() == Some("postcopy-paused"), || format!("{cancelled:?}"))?;
+    drop(there);
+    succeeds(&home.vellum("ctl here resume --force")?)?;
+    eventually(LIMIT, "it runs", || Ok((home.standing("here").as_deref() == Some("running")).then_some(())))?;
+    stops(&home, "here", here)?;
+
+    let home = Home::new()?;
+    let (here, there) = severed(&home)?;
+    drop(here);
+    ensure(home.standing("there").as_deref() == Some("postcopy-paused"), || "it does not wait".into())?;
+    // What it is ended by may find it gone before it answers.
+    let _ = home.vellum("ctl there stop")?;
+    let said = String::from_utf8_lossy(&ends_with(there, 1)?.stderr).into_owned();
+    ensure(said.contains("without the source it cannot go on"), || said.clone())
+}
+
+/// What makes no sense is one line, and nothing has changed.
+#[trial(real())]
+fn what_cannot_follow_is_refused() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let here = home.run("here", "run --memory 8m --passes 0")?;
+    for (arguments, says) in [
+        ("--mode sideways --to unix:x", "hybrid"),
+        ("--mode postcopy --verify --to unix:x", "--verify: memory is compared before"),
+        ("--recover --to unix:x", "--recover: here is running: nothing to recover"),
+        ("--timeout 1s,then=perhaps --to unix:x", "postcopy"),
+    ] {
+        let output = with(home.vellum(&format!("migrate here {arguments}"))?, 2)?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure(said.contains(says), || format!("not {says:?}: {said}"))?;
+    }
+    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+    succeeds(&home.vellum("ctl here stop")?)?;
+    ends_with(here, 0).map(drop)
+}
+
+/// A target that may have no userfaultfd is a misfit, which names the remedy, before a page has gone.
+#[trial(real())]
+fn a_target_without_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed> {
+    let free = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    let root = Command::new("setpriv").arg("--version").output().is_ok_and(|output| output.status.success());
+    let home = Home::new()?;
+    let nothing = home.path("nothing");
+    fs::write(&nothing, "")?;
+    fs::set_permissions(&nothing, fs::Permissions::from_mode(0o000))?;
+    // What there may be of a device is hidden from it, and so is what root may do.
+    let hides = format!("mount --bind {} /dev/userfaultfd", nothing.display());
+    let hides = if PathBuf::from("/dev/userfaultfd").exists() { hides } else { "true".into() };
+    let may = Command::new("unshare").args(["-m", "sh", "-c", &hides]).output();
+    if free.trim() != "0" || !root || !may.is_ok_and(|output| output.status.success()) {
+        return Ok(Completion::ignored_with("needs root, setpriv(1), and vm.unprivileged_userfaultfd=0"));
+    }
+    let here = home.run("here", "run --memory 8m --passes 0")?;
+    let gone = "-sys_ptrace,-dac_override,-dac_read_search";
+    let line = format!(
+        "{hides} && exec setpriv --bounding-set {gone} --inh-caps {gone} {VELLUM} receive --liveness 5m --listen unix:{} \"$@\"",
+        home.path("there.in").display()
+    );
+    let mut command = Command::new("unshare");
+    command.args(["-m", "sh", "-c", &line, "sh"]).env("XDG_RUNTIME_DIR", &home.0).stdin(Stdio::null());
+    let there = home.start("there", &mut command)?;
+    let output = with(home.migrate("here", "there", "--mode postcopy")?, 1)?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let named = said.contains("postcopy: asked for here") && said.contains("vm.unprivileged_userfaultfd=1");
+    ensure(named && said.lines().count() == 1, || said.clone())?;
+    ends_with(there, 1)?;
+    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+    succeeds(&home.vellum("ctl here stop")?)?;
+    ends_with(here, 0)?;
+    Ok(Completion::Completed)
+}
+
+/// Whether a guest comes by `mode` to a target on `memory` with every page right.
+fn comes(mistake: Option<&'static str>, mode: &str, memory: &str) -> Result<bool, Failed> {
+    let home = Home::planted(mistake)?;
+    let here = writes(&home, "16m")?;
+    let there = receives(&home, "there", memory)?;
+    let output = home.migrate("here", "there", &format!("{mode} --downtime 1ms --liveness 10s"))?;
+    if !output.status.success() {
+        drop(here);
+        return Ok(false);
+    }
+    ends_with(here, 15)?;
+    succeeds(&home.vellum("ctl there stop")?)?;
+    Ok(there.end()?.status.success())
+}
+
+/// What is planted here, and caught.
+pub fn add(trials: &mut Trials) {
+    let planted = [
+        // A page that is sent and then written again is found where it was.
+        ("kept-in-cache", kvm(), "--mode hybrid", "memfd"),
+        ("small-copy", kvm().and_then(|()| huge_pages(2 << 20, 8)), "--mode postcopy", "hugetlb-2m"),
+    ];
+    for (mistake, need, mode, memory) in planted {
+        trials.add(format!("planted_{mistake}_is_caught_behind_the_guest"), need, move || match POSSIBLE {
+            true => ensure(!comes(Some(mistake), mode, memory)? && comes(None, mode, memory)?, || {
+                "nobody notices".into()
+            })
+            .map(|()| Completion::Completed),
+            false => Ok(Completion::ignored_with(IMPOSSIBLE)),
+        });
+    }
+}
