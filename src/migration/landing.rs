@@ -289,3 +289,36 @@ impl Landing {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::migration::threads;
+    use crate::sys::mmap::Source;
+
+    /// What is there is not written over by what comes late, and what a file held before is not found.
+    #[test]
+    fn what_follows_is_put_where_nothing_is_and_once() {
+        for (source, shared) in [(Source::Anonymous, false), (Source::SharedAnonymous, true)] {
+            let Ok(uffd) = Uffd::new(Mode::Missing) else {
+                eprintln!("needs a userfaultfd that sees KVM's faults (vellum doctor)");
+                return;
+            };
+            let mapping = Arc::new(Mapping::new(8 * PAGE_SIZE, PAGE_SIZE, source).unwrap());
+            let word = |page: u64| &mapping.words()[(page * PAGE_SIZE / 8) as usize];
+            (0..8).for_each(|page| word(page).store(1, Ordering::Relaxed));
+            let missing = Bits::new(8);
+            missing.set(2..5);
+            let landing = Landing::new(uffd, mapping.clone(), PAGE_SIZE, missing, threads::event().unwrap());
+            landing.register().unwrap();
+            landing.empty(shared).unwrap();
+            landing.take(1..5, Some(&[2; 4 * PAGE_SIZE as usize])).unwrap();
+            assert_eq!((landing.left(), landing.brought()), (0, 3));
+            landing.take(2..3, None).unwrap();
+            landing.unregister().unwrap();
+            let found: Vec<u64> = (0..8).map(|page| word(page).load(Ordering::Relaxed)).collect();
+            let came = u64::from_ne_bytes([2; 8]);
+            assert_eq!(found, [1, 1, came, came, came, 1, 1, 1]);
+        }
+    }
+}
