@@ -220,3 +220,23 @@ pub fn discard(slice: &Slice<'_>) {
         slice.bitmap().mark_dirty(skip, len);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+
+    use crate::memory::plan::Space;
+    use crate::memory::{Memory, MemoryConfig};
+
+    /// A page that is given back while others are still to come would be taken for one of those.
+    #[test]
+    fn nothing_is_given_back_of_memory_that_is_kept() {
+        let memory = Memory::map(Space(&[0..1 << 30]), MemoryConfig::new(1 << 20)).unwrap();
+        memory.guest.write_obj(7u64, GuestAddress(4096)).unwrap();
+        for (kept, left) in [(true, 7u64), (false, 0)] {
+            memory.mapping.keep(kept);
+            super::discard(&memory.guest.get_slice(GuestAddress(4096), 4096).unwrap());
+            assert_eq!(memory.guest.read_obj::<u64>(GuestAddress(4096)).unwrap(), left);
+        }
+    }
+}
