@@ -792,8 +792,8 @@ impl Receiving {
                     self.landing.as_ref().map_or(0, |landing| landing.left() * landing.unit() * PAGE_SIZE);
                 let why = self.broken.take().unwrap_or_default();
                 tracing::warn!(
-                    "the link was cut ({why}), and {} of this guest's memory is at the source alone: who wants that waits until `vellum \
-                     migrate --recover` there brings another link; without the source it cannot go on",
+                    "the link was cut ({why}), and {} of this guest's memory is at the source alone: who wants that waits until the migration \
+                     is recovered there; without the source it cannot go on",
                     crate::memory::short_size(left)
                 );
                 self.machine.say(Said::Lacks(Some(true)))?;

@@ -318,7 +318,7 @@ fn the_death_of_either_side_is_told() -> Result<(), Failed> {
     let home = Home::new()?;
     let (here, there) = severed(&home)?;
     let paused = home.vellum("ctl there pause")?;
-    let refused = String::from_utf8_lossy(&paused.stderr).contains("--recover");
+    let refused = String::from_utf8_lossy(&paused.stderr).contains("is recovered there");
     ensure(paused.status.code() == Some(1) && refused, || format!("{paused:?}"))?;
     let cancelled = home.vellum("ctl here migrate-cancel")?;
     ensure(home.standing("here").as_deref() == Some("postcopy-paused"), || format!("{cancelled:?}"))?;

@@ -32,7 +32,7 @@ pub enum Error {
     HandedOver,
     /// It lacks memory that nobody brings at the moment.
     #[error(
-        "part of its memory is at the source still, and the link to that is cut: vellum migrate --recover goes on there"
+        "part of its memory is at the source still, and the link to that is cut: it goes on when the migration is recovered there"
     )]
     Severed,
     /// There is no machine here yet.
