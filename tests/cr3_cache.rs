@@ -173,6 +173,27 @@ fn copy(from: &Mapping, to: &Mapping) {
     }
 }
 
+/// The guest's side without a cache: its page may name its own tables, which any KVM takes.
+#[trial(kvm())]
+fn the_guest_loads_what_its_page_has_and_its_own_value_where_it_has_none() -> Result<(), Failed> {
+    let machine = Machine::new(Choice::Off)?;
+    tables::program(&machine.guest, TABLES, 1);
+    tables::set_switches(&machine.guest, SWITCHES, 1);
+    perform(&machine.guest, Do::Build)?;
+    perform(&machine.guest, Do::Touch)?;
+    let words = machine.guest.vm.memory.mapping.words();
+    for (entry, table, hits) in [(3, 0, SWITCHES / 2), (0, 1, SWITCHES)] {
+        let before = machine.switch()?;
+        ensure(before < hits, || format!("{before} hits before table {table} is there"))?;
+        let at = tables::cache_offset(TABLES) as usize / 8 + 2 * entry;
+        let root = layout::RAM_START + tables::cache_offset(table);
+        words[at..at + 2].iter().for_each(|word| word.store(root, Ordering::Relaxed));
+        let after = machine.switch()?;
+        ensure(after == hits, || format!("{after} hits with entry {entry} of table {table}"))?;
+    }
+    Ok(())
+}
+
 #[trial(cache())]
 fn what_is_saved_has_no_address_of_this_host_and_a_vcpu_that_moves_stays_registered() -> Result<(), Failed> {
     let mut source = Machine::warm()?;
