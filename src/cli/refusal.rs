@@ -195,6 +195,7 @@ mod tests {
                 "protocol" => "pvh",
                 "irqchip" => "split",
                 "transport" => "pci",
+                "cr3_cache" => "on",
                 "serial" | "console" => "null",
                 "timeout" => "3s",
                 "net" => "tap=tap0",
