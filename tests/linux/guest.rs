@@ -1,7 +1,6 @@
 //! A Linux guest under `vellum run`, as a user would start it, with hands on all of its ends: its console, its agent,
 //! its control socket, its exit.
 
-use std::fmt;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -64,29 +63,6 @@ impl Image {
     /// The initramfs.
     pub fn initrd(&self) -> String {
         self.dir.join("initrd").display().to_string()
-    }
-}
-
-/// What a guest's interrupts and devices come by.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Board {
-    /// `--irqchip`.
-    pub irqchip: &'static str,
-    /// `--transport`.
-    pub transport: &'static str,
-}
-
-impl Board {
-    /// The flags that ask for it.
-    pub fn flags(self) -> [&'static str; 4] {
-        ["--irqchip", self.irqchip, "--transport", self.transport]
-    }
-}
-
-/// As trials name it: the transport that was there first goes without saying.
-impl fmt::Display for Board {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}_irqchip{}", self.irqchip, if self.transport == "mmio" { "" } else { "_on_pci" })
     }
 }
 

@@ -13,7 +13,6 @@ mod guest;
 mod home;
 mod launch;
 mod moves;
-mod pci;
 mod saves;
 mod segments;
 mod typed;
@@ -24,16 +23,8 @@ mod work;
 
 use std::process::ExitCode;
 
-use guest::{Board, Image};
+use guest::Image;
 use harness::{Failed, Need, Trials};
-
-/// Each interrupt controller with each transport.
-const BOARDS: [Board; 4] = [
-    Board { irqchip: "split", transport: "mmio" },
-    Board { irqchip: "kernel", transport: "mmio" },
-    Board { irqchip: "split", transport: "pci" },
-    Board { irqchip: "kernel", transport: "pci" },
-];
 
 /// A guest with a kernel needs a KVM that runs one; shadow paging without hardware below it does not (kvm_pvm).
 fn hardware() -> Need {
@@ -70,31 +61,25 @@ fn main() -> ExitCode {
     let need = bed::kvm().and_then(|()| between::hosts());
     trials.add("a_guest_of_the_whole_cpu_stays_between_hosts", need, between::stays_where_its_cpu_is);
     for (at, image) in images.iter().enumerate() {
-        for board in BOARDS {
-            let name = format!("linux_{}_with_every_device_{board}", image.version);
-            // One guest of an ordinary run has every device, one moves, one enumerates a bus.
-            let need = if at == 0 && board == BOARDS[0] { guests() } else { whole_matrix() };
-            let image = image.clone();
-            trials.add(name, need.and(guest::taps()), move || whole::every_device(&image, board));
-        }
-        for board in BOARDS {
-            let name = format!("linux_{}_moves_under_load_{board}", image.version);
-            let need = if at == 0 && board == BOARDS[0] { guests() } else { whole_matrix() };
-            let image = image.clone();
-            let need = need.and_then(|()| guest::taps()).and_then(|()| wires::bridges());
-            trials.add(name, need, move || moves::under_load(&image, board));
-        }
-        for board in BOARDS {
-            let name = format!("linux_{}_comes_out_of_a_snapshot_{board}", image.version);
-            let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
-            let image = image.clone();
-            trials.add(name, need, move || saves::and_restored(&image, board));
-        }
-        for irqchip in ["split", "kernel"] {
-            let name = format!("linux_{}_enumerates_a_pci_bus_{irqchip}_irqchip", image.version);
+        for (irqchip, tap) in [("split", whole::Tap::Ours), ("kernel", whole::Tap::Others)] {
+            let name = format!("linux_{}_with_every_device_{irqchip}_irqchip", image.version);
             let need = if at == 0 && irqchip == "split" { guests() } else { whole_matrix() };
             let image = image.clone();
-            trials.add(name, need, move || pci::enumerates(&image, irqchip));
+            trials.add(name, need.and(guest::taps()), move || whole::every_device(&image, irqchip, tap));
+        }
+        for irqchip in ["split", "kernel"] {
+            let name = format!("linux_{}_moves_under_load_{irqchip}_irqchip", image.version);
+            // One guest of an ordinary run moves, too.
+            let need = if at == 0 && irqchip == "split" { guests() } else { whole_matrix() };
+            let image = image.clone();
+            let need = need.and_then(|()| guest::taps()).and_then(|()| wires::bridges());
+            trials.add(name, need, move || moves::under_load(&image, irqchip));
+        }
+        for irqchip in ["split", "kernel"] {
+            let name = format!("linux_{}_comes_out_of_a_snapshot_{irqchip}_irqchip", image.version);
+            let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
+            let image = image.clone();
+            trials.add(name, need, move || saves::and_restored(&image, irqchip));
         }
         let name = format!("linux_{}_moves_between_hosts", image.version);
         let guest = image.clone();

@@ -3,7 +3,7 @@
 use guest_agent::{Event, MemoryWork, Pattern, Request};
 use harness::{Failed, LIMIT, ensure, eventually};
 
-use crate::guest::{Board, Guest, Image, Scratch};
+use crate::guest::{Guest, Image, Scratch};
 use crate::wires::{Outage, Told, Wires};
 use crate::work::{self, Clock, count};
 
@@ -13,7 +13,7 @@ const DATA_MIB: u64 = 48;
 const LOAD: u64 = 90;
 
 /// 2 vCPUs move twice while the agent writes memory, others write a disk, look at the clocks and tell over TCP.
-pub fn under_load(image: &Image, board: Board) -> Result<(), Failed> {
+pub fn under_load(image: &Image, irqchip: &str) -> Result<(), Failed> {
     let scratch = Scratch::new();
     let disk = scratch.path("disk");
     work::empty(&disk)?;
@@ -22,10 +22,9 @@ pub fn under_load(image: &Image, board: Board) -> Result<(), Failed> {
         let [net, tap] = wires.flags(moves);
         ["--disk".into(), disk.display().to_string(), net, tap, "--rng".into(), "--balloon".into()]
     };
-    let step = |what: &str| eprintln!("linux {} {board} moves: {what}", image.version);
+    let step = |what: &str| eprintln!("linux {} {irqchip} moves: {what}", image.version);
 
-    let mut flags = ["--cpus", "2", "--memory", "320m"].map(str::to_owned).to_vec();
-    flags.extend(board.flags().map(str::to_owned));
+    let mut flags = ["--cpus", "2", "--memory", "320m", "--irqchip", irqchip].map(str::to_owned).to_vec();
     flags.extend(devices(0));
     let mut guest = Guest::start(image, "", &flags.iter().map(String::as_str).collect::<Vec<_>>())?;
     step("boots");

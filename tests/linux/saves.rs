@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use harness::{Failed, ensure, eventually};
 
-use crate::guest::{Board, Guest, Image, Scratch};
+use crate::guest::{Guest, Image, Scratch};
 use crate::wires::{Wires, answers_soon};
 use crate::work::{self, Clock, count};
 
@@ -16,7 +16,7 @@ const DATA_MIB: u64 = 16;
 const WAYS: [(&str, &str); 3] = [("eager", "advance"), ("map", "stand-still"), ("demand", "advance")];
 
 /// 2 vCPUs are saved while they work, go on, and are saved again, upon which the machine ends; then both points come back.
-pub fn and_restored(image: &Image, board: Board) -> Result<(), Failed> {
+pub fn and_restored(image: &Image, irqchip: &str) -> Result<(), Failed> {
     let scratch = Scratch::new();
     let [disk, kept, dir] = ["disk", "kept", "saved"].map(|name| scratch.path(name));
     work::empty(&disk)?;
@@ -24,9 +24,9 @@ pub fn and_restored(image: &Image, board: Board) -> Result<(), Failed> {
     let [net, tap] = wires.flags(0);
     let devices = ["--disk".into(), disk.display().to_string(), net, tap, "--rng".into(), "--balloon".into()];
     let devices: Vec<&str> = devices.iter().map(String::as_str).collect();
-    let step = |what: &str| eprintln!("linux {} {board} saves: {what}", image.version);
+    let step = |what: &str| eprintln!("linux {} {irqchip} saves: {what}", image.version);
 
-    let flags = [&["--cpus", "2", "--memory", "256m"][..], &board.flags(), &devices].concat();
+    let flags = [&["--cpus", "2", "--memory", "256m", "--irqchip", irqchip][..], &devices].concat();
     let mut guest = Guest::start(image, "", &flags)?;
     step("boots");
     guest.ready()?;

@@ -13,7 +13,7 @@ use vellum::control::Do;
 use vellum::control::client::Client;
 use vellum::control::names;
 
-use crate::guest::{Board, Ended, Guest, Image, Scratch, host, noise};
+use crate::guest::{Ended, Guest, Image, Scratch, host, noise};
 use crate::segments::Segments;
 
 const MIB: u64 = 1 << 20;
@@ -36,8 +36,7 @@ pub enum Tap {
 }
 
 /// 2 vCPUs, 1 GiB, two disks, a network, a vsock, a console, entropy and a balloon.
-pub fn every_device(image: &Image, board: Board) -> Result<(), Failed> {
-    let tap = if board.irqchip == "split" { Tap::Ours } else { Tap::Others };
+pub fn every_device(image: &Image, irqchip: &str, tap: Tap) -> Result<(), Failed> {
     let seed = std::process::id().into();
     eprintln!("seed {seed}");
     let scratch = Scratch::new();
@@ -51,15 +50,15 @@ pub fn every_device(image: &Image, board: Board) -> Result<(), Failed> {
     let mut flag = |name: &str, value: String| flags.extend([name.to_owned(), value]);
     flag("--cpus", "2".into());
     flag("--memory", "1g".into());
+    flag("--irqchip", irqchip.into());
     flag("--disk", format!("{},readonly,serial=known", known.display()));
     flag("--disk", format!("{},queues=2", written.display()));
     flag("--net", network.flag());
     flag("--vsock", scratch.path("vsock").display().to_string());
     flag("--console", format!("file={}", console.display()));
     flags.extend(["--rng".to_owned(), "--balloon".into()]);
-    flags.extend(board.flags().map(str::to_owned));
     // A run of many steps says where it is.
-    let step = |what: &str| eprintln!("linux {} {board}: {what}", image.version);
+    let step = |what: &str| eprintln!("linux {} {irqchip}: {what}", image.version);
     let mut guest = Guest::start_as(scratch, image, "", flags)?;
     step("boots");
     guest.ready()?;
