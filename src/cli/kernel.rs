@@ -23,8 +23,8 @@ use crate::vm::lifecycle::Exit;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "A guest with a kernel")]
 pub struct KernelArgs {
-    /// Boot this: a bzImage, an ELF vmlinux, a PVH or multiboot image; or the kernel of a tree in which one was built (O= too), of an
-    /// unpacked linux-image package, or `host`, this host's own
+    /// Boot this: a bzImage, an ELF vmlinux, a PVH or multiboot image; with a COMMAND also the kernel of a tree in which one was built
+    /// (O= too), of an unpacked linux-image package, or `host`, this host's own
     #[arg(short, long, value_name = "FILE|DIR|host")]
     #[arg(conflicts_with_all = ["workload", "passes", "duration", "json"])]
     pub kernel: Option<PathBuf>,
