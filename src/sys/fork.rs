@@ -77,6 +77,7 @@ mod tests {
 
     /// Forked by a shell, since a test program has threads.
     #[test]
+    #[allow(clippy::zombie_processes, reason = "it is waited for by what is tested")]
     fn the_kernel_says_how_a_child_ended() {
         for (line, code) in [("exit 7", 7), ("kill -9 $$", 128 + 9)] {
             let child = Command::new("sh").args(["-c", line]).spawn().unwrap();

@@ -75,8 +75,13 @@ impl Home {
         if !up {
             return Err(format!("it has ended: {:?}", machine.child.output()?).into());
         }
-        let children = children(machine.child.id())?;
-        machine.children = children.into_iter().filter_map(|pid| Some((pid, process(pid)?))).collect();
+        let (children, own) = (children(machine.child.id())?, process(machine.child.id()));
+        // A guard has the machine's own name until it gives itself another.
+        machine.children = eventually(LIMIT, "what it has started has names", || {
+            let named = children.iter().filter_map(|pid| Some((*pid, process(*pid)?)));
+            let named: Vec<(u32, String)> = named.collect();
+            Ok(named.iter().all(|(_, name)| Some(name) != own.as_ref()).then_some(named))
+        })?;
         Ok(machine)
     }
 }

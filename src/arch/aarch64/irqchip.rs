@@ -34,7 +34,7 @@ pub type Held = ();
 /// The interrupt controller of a machine. vCPUs are made after it, and then it is [completed](Irqchip::complete).
 pub struct Irqchip {
     vm: Arc<VmFd>,
-    gsis: Gsis,
+    gsis: Arc<Gsis>,
     mode: Mode,
     device: DeviceFd,
     cpus: OnceLock<u64>,
@@ -114,7 +114,13 @@ impl Irqchip {
         }
         kvm_device::set(&device, KVM_DEV_ARM_VGIC_GRP_NR_IRQS, 0, (FIRST_SHARED + SHARED).into())
             .map_err(|e| Error::Ioctl("the number of interrupts", e))?;
-        Ok(Self { vm: vm.clone(), gsis: Gsis::new(vm.clone()), mode, device, cpus: OnceLock::new() })
+        Ok(Self {
+            vm: vm.clone(),
+            gsis: Arc::new(Gsis::new(vm.clone())),
+            mode,
+            device,
+            cpus: OnceLock::new(),
+        })
     }
 
     /// All vCPUs, so many, have been made. From now on events can be [connected](Gsis::connect).
@@ -142,7 +148,7 @@ impl Irqchip {
     pub fn write(&self, _offset: u64, _data: &[u8]) {}
 
     /// Who has which interrupt.
-    pub fn gsis(&self) -> &Gsis {
+    pub fn gsis(&self) -> &Arc<Gsis> {
         &self.gsis
     }
 

@@ -231,7 +231,8 @@ mod tests {
     /// A page that is given back while others are still to come would be taken for one of those.
     #[test]
     fn nothing_is_given_back_of_memory_that_is_kept() {
-        let memory = Memory::map(Space(&[0..1 << 30]), MemoryConfig::new(1 << 20)).unwrap();
+        const BELOW: &[std::ops::Range<u64>] = std::slice::from_ref(&(0..1 << 30));
+        let memory = Memory::map(Space(BELOW), MemoryConfig::new(1 << 20)).unwrap();
         memory.guest.write_obj(7u64, GuestAddress(4096)).unwrap();
         for (kept, left) in [(true, 7u64), (false, 0)] {
             memory.mapping.keep(kept);
