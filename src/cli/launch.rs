@@ -73,7 +73,11 @@ impl Ready {
 }
 
 fn failure(error: Error) -> Failure {
-    Failure::of(&error, FLAGS)
+    let mut failure = Failure::of(&error, FLAGS);
+    if matches!(error, Error::Lacks { .. }) {
+        failure.message += "; --kconfig prints the fragment to merge into it";
+    }
+    failure
 }
 
 /// What is to be launched around `named`; `None` where an image is just to be booted.

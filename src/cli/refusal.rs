@@ -129,10 +129,11 @@ pub(super) fn check(matches: &ArgMatches) -> Result<(), clap::Error> {
     }
     let flags = KernelArgs::augment_args(clap::Command::new("run"));
     let given = flags.get_arguments().find(|flag| typed(flag.get_id().as_str()));
-    match given.and_then(clap::Arg::get_long) {
+    match given {
         None => Ok(()),
         Some(flag) => {
-            let text = format!("--{flag}: {NO_KERNEL}");
+            let named = flag.get_long().map_or("-- COMMAND".into(), |flag| format!("--{flag}"));
+            let text = format!("{named}: {NO_KERNEL}");
             Err(Cli::command().error(ErrorKind::MissingRequiredArgument, text))
         }
     }
@@ -146,10 +147,12 @@ fn missing(error: &clap::Error) -> Option<String> {
         return None;
     };
     match wanted.as_slice() {
-        [kernel] if kernel.starts_with("--kernel") => Some(NO_KERNEL.into()),
-        [command] if command.contains("COMMAND") => {
-            Some("COMMAND is missing: give one behind --, as in `-- uname -a`, or use --request JSON".into())
-        }
+        // A command in a guest needs both.
+        [kernel, ..] if kernel.starts_with("--kernel") => Some(NO_KERNEL.into()),
+        [command] if command.contains("COMMAND") => Some(
+            "COMMAND is missing: give one behind --, as in `-- uname -a`, or to vellum exec --request JSON"
+                .into(),
+        ),
         _ => None,
     }
 }
@@ -200,15 +203,17 @@ mod tests {
                 "timeout" => "3s",
                 "net" => "tap=tap0",
                 "network" => "mode=none",
+                "cloud-init" => "user-data=x",
                 _ => "x",
             };
-            let mut words =
-                vec!["vellum".to_owned(), "run".into(), format!("--{}", flag.get_long().unwrap())];
+            // A command in the guest stands behind all flags.
+            let mut words = vec![flag.get_long().map_or("--".to_owned(), |flag| format!("--{flag}"))];
             words.extend(flag.get_action().takes_values().then(|| value.to_owned()));
             let built_in =
                 [&["--passes", "1"][..], &["-w", "write"], &["--json", "o"], &["--duration", "1s"], &[]];
             for more in built_in {
-                let words = words.iter().map(String::as_str).chain(more.iter().copied());
+                let words = words.iter().map(String::as_str);
+                let words = ["vellum", "run"].into_iter().chain(more.iter().copied()).chain(words);
                 let message = read_from(words).map(drop).map_err(|error| one_line(&error));
                 let message = message.expect_err(&format!("{:?} {more:?}", flag.get_long()));
                 assert!(message.contains("--kernel FILE is missing"), "{message}");

@@ -2,7 +2,7 @@
 //!
 //! [`bus`] leads an access to a device. A board's own devices are one short file each; those that a guest ends by
 //! ([`i8042`], [`acpi_pm`], [`pvpanic`], [`debug_exit`]) answer a write with an [`Ending`]. [`virtio`] holds the
-//! paravirtual devices and the transport that carries them, [`pci`] the bus that some of them are on, [`line`] an interrupt that can be
+//! paravirtual devices and the transport that carries them, [`pci`] the bus that some of them are on, [`mod@line`] an interrupt that can be
 //! masked.
 
 pub mod bus;

@@ -25,10 +25,10 @@ pub fn cause(console: &str) -> String {
             "Failed to execute /init (error -8)",
             "the kernel runs no 64-bit ELF programs: CONFIG_BINFMT_ELF, CONFIG_64BIT",
         ),
-        ("Initramfs unpacking failed", "the initramfs was not unpacked: is there memory enough (--memory)?"),
+        ("Initramfs unpacking failed", "the initramfs was not unpacked: has the guest memory enough?"),
         ("Unable to mount root fs", "the kernel has no initramfs: CONFIG_BLK_DEV_INITRD"),
-        ("Out of memory", "the guest's memory is used up (--memory)"),
-        ("System is deadlocked on memory", "the guest's memory is used up (--memory)"),
+        ("Out of memory", "the guest's memory is used up"),
+        ("System is deadlocked on memory", "the guest's memory is used up"),
         ("agent: ", "the guest agent could not go on"),
     ];
     if let Some((_, cause)) = CAUSES.iter().find(|(sign, _)| console.contains(sign)) {

@@ -54,7 +54,7 @@ pub enum Error {
         place: PathBuf,
     },
     /// What a kernel lacks.
-    #[error("{image}: its configuration lacks {lacks}: --kconfig prints the fragment to merge into it")]
+    #[error("{image}: its configuration lacks {lacks}")]
     Lacks {
         /// The kernel.
         image: PathBuf,

@@ -80,7 +80,7 @@ mod tests {
     #[allow(clippy::zombie_processes, reason = "it is waited for by what is tested")]
     fn the_kernel_says_how_a_child_ended() {
         for (line, code) in [("exit 7", 7), ("kill -9 $$", 128 + 9)] {
-            let child = Command::new("sh").args(["-c", line]).spawn().unwrap();
+            let child = Command::new("sh").args(["-ec", line]).spawn().unwrap();
             assert_eq!(super::Child(child.id() as i32).wait().unwrap(), code);
         }
     }
