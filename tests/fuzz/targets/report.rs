@@ -15,11 +15,11 @@ pub fn report(data: &[u8]) {
     let page = html::render(&results);
     assert!(!page.contains("<script"), "a result brings a script");
     let views = [View::Ktap, View::Junit, View::Kcidb { origin: "fuzz".into() }];
-    for text in views.map(|view| view.render(&results).unwrap()) {
-        assert!(
-            !text.contains('\u{1b}') && !text.contains("<script"),
-            "a result moves the cursor, or brings a script"
-        );
+    for view in views {
+        let text = view.render(&results).unwrap();
+        assert!(!text.contains('\u{1b}'), "a result moves the cursor: {view:?}");
+        // Markup means something in XML alone.
+        assert!(!matches!(view, View::Junit) || !text.contains("<script"), "a result brings a script");
     }
     let side = compare::Side { name: "fuzz", results: &results };
     if let Ok(comparison) = compare::compare(side, side) {
