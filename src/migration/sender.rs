@@ -395,7 +395,9 @@ impl Sending {
         if let Some(link) = &self.link {
             poll.readable(link.descriptor());
         }
-        self.serving.iter().for_each(|serving| poll.readable(serving.descriptor()));
+        if let Some(serving) = self.serving.as_ref().filter(|_| self.serves()) {
+            poll.readable(serving.descriptor());
+        }
         if matches!(self.source.state, State::Copying | State::Finishing | State::Serving) {
             poll.readable(self.lanes.descriptor());
         }

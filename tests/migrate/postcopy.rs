@@ -9,8 +9,9 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
-use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually, trial};
+use harness::{Completion, Failed, LIMIT, Random, Trials, ensure, eventually, trial};
 use vellum::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::bed::{huge_pages, kvm, real};
@@ -209,11 +210,16 @@ impl Cutter {
     }
 }
 
+/// The source waits to be recovered, and so does the target: or it runs whole, where the last of its memory had come and the cut took
+/// its word for that.
 fn both_are_paused(home: &Home) -> Result<(), Failed> {
-    eventually(LIMIT, "both sides are paused", || {
-        let both = ["here", "there"].map(|name| home.standing(name));
-        Ok(both.iter().all(|standing| standing.as_deref() == Some("postcopy-paused")).then_some(()))
-    })
+    let standings = || ["here", "there"].map(|name| home.standing(name));
+    let paused = eventually(LIMIT, "both sides are paused", || {
+        let [here, there] = standings();
+        let settled = matches!(there.as_deref(), Some("postcopy-paused" | "running"));
+        Ok((here.as_deref() == Some("postcopy-paused") && settled).then_some(()))
+    });
+    paused.map_err(|error| format!("{error:?}: {:?}", standings()).into())
 }
 
 fn recovers(home: &Home) -> Result<Output, Failed> {
@@ -222,15 +228,7 @@ fn recovers(home: &Home) -> Result<Output, Failed> {
 
 /// Cut anywhere, and cut again in the recovery: each page is right in the end.
 fn survives_cuts(memory: &str, rounds: usize) -> Result<(), Failed> {
-    let seed = u64::from(std::process::id());
-    eprintln!("seed {seed}");
-    let mut state = seed | 1;
-    let mut random = move |below: u64| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state % below.max(1)
-    };
+    let mut random = Random::new();
     let (mut whole, mut severed, mut again) = (0, 0, 0);
     for round in 0..=rounds {
         let home = Home::new()?;
@@ -238,7 +236,7 @@ fn survives_cuts(memory: &str, rounds: usize) -> Result<(), Failed> {
         let there = receives(&home, "there", memory)?;
         let cutter = Cutter::new(&home)?;
         // The first is not cut, and shows how much there is.
-        let cuts = [random(whole), random(whole / 2)];
+        let cuts = [whole, whole / 2].map(|bytes| random.below(bytes));
         if round > 0 {
             cutter.after(cuts[0]);
         }
@@ -309,6 +307,24 @@ fn severed(home: &Home) -> Result<(Machine, Machine), Failed> {
     with(home.migrate("here", "relay", "--mode postcopy")?, 1)?;
     both_are_paused(home)?;
     Ok((here, there))
+}
+
+/// A source that waits to be recovered sleeps meanwhile.
+#[trial(real())]
+fn a_source_that_waits_to_be_recovered_takes_no_time() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (here, there) = severed(&home)?;
+    let taken = || -> Result<u64, Failed> {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", here.child.id()))?;
+        let fields = stat.rsplit(") ").next().unwrap_or_default().split(' ').skip(11).take(2);
+        Ok(fields.map(str::parse::<u64>).sum::<Result<u64, _>>()?)
+    };
+    // Of one that does not sleep this is about as long as it is looked at. Both in hundredths of a second.
+    let (before, began) = (taken()?, Instant::now());
+    std::thread::sleep(Duration::from_secs(1));
+    let (took, of) = (taken()? - before, began.elapsed().as_millis() as u64 / 10);
+    drop((here, there));
+    ensure(took < of / 4, || format!("{took} of {of} hundredths of a second"))
 }
 
 /// Where the target dies the source has the guest as it was at the hand-over, for whoever insists; where the source dies the target

@@ -25,12 +25,14 @@ impl Sending {
         }
     }
 
+    /// Whether it matters now what whoever sends what the target wants says. Nobody reads it otherwise, so that nobody may wait for it.
+    pub(super) fn serves(&self) -> bool {
+        matches!(self.source.state, State::Copying | State::Finishing | State::Committing | State::Serving)
+    }
+
     /// Whether whoever sends what the target wants is still there.
     pub(super) fn served(&mut self) -> Option<Event> {
-        if !matches!(
-            self.source.state,
-            State::Copying | State::Finishing | State::Committing | State::Serving
-        ) {
+        if !self.serves() {
             return None;
         }
         let why = self.serving.as_mut()?.has_joined().err()?;
