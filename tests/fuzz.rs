@@ -8,6 +8,8 @@ mod loaders;
 
 #[path = "fuzz/targets/control.rs"]
 mod control;
+#[path = "fuzz/targets/fleet.rs"]
+mod fleet;
 #[cfg(target_arch = "x86_64")]
 #[path = "fuzz/targets/keyvalue.rs"]
 mod keyvalue;
@@ -36,6 +38,7 @@ const TARGETS: &[(&str, Target)] = &[
     #[cfg(target_arch = "x86_64")]
     ("loaders", loaders::loaders),
     ("control", control::control),
+    ("fleet", fleet::fleet),
     #[cfg(target_arch = "x86_64")]
     ("keyvalue", keyvalue::keyvalue),
     ("migration", migration::migration),

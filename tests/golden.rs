@@ -6,6 +6,7 @@
 use std::path::PathBuf;
 
 use serde_json::Value;
+use vellum::fleet::result;
 use vellum::migration::message::{
     COMPRESSES, HANDS_OVER, Message, Misfit, POSTCOPIES, SessionId, Standing, VERSION, Waited, ZSTD,
 };
@@ -172,6 +173,22 @@ fn frames_are_written_as_their_version_has_them() {
         same,
         "what version {VERSION} of the wire writes has changed: raise message::VERSION, and add its file"
     );
+}
+
+/// What a task of a fleet leaves: a header, and a result behind it.
+#[test]
+fn results_of_a_fleet_are_read_and_written_as_their_version_has_them() {
+    for version in 1..=result::VERSION {
+        let bytes = golden(&format!("fleet-{version}"));
+        let (header, reports) =
+            result::parse(&bytes).unwrap_or_else(|why| panic!("version {version}: {why}"));
+        assert_eq!((header.index, header.attempt, header.runs[0].seed), (1007, 2, 70), "version {version}");
+        assert_eq!((header.node.as_str(), header.job.as_deref(), reports.len()), ("n1", Some("17"), 1));
+        let first = |bytes: &[u8]| bytes.split(|&byte| byte == b'\n').next().map(<[u8]>::to_vec);
+        let written = first(&result::text(&header, &reports).unwrap());
+        let same = version < result::VERSION || written == first(&bytes);
+        assert!(same, "the header is written otherwise: raise result::VERSION, and add its file");
+    }
 }
 
 fn sections(all: Vec<Section>) -> Vec<(String, u16, Value)> {

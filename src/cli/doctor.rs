@@ -7,6 +7,8 @@ use clap::Args;
 use super::{Failure, print};
 use crate::arch::cpuid;
 use crate::arch::cpuid::model::Listed;
+use crate::fleet::features;
+use crate::host::Facts;
 use crate::host::doctor::{self, Check};
 use crate::host::kvm;
 use crate::oracle::edges::{self, EdgeVerdict};
@@ -29,12 +31,20 @@ pub struct DoctorArgs {
     /// Print what the hosts have in common of which --cpu-json wrote these files, as a file for vellum run --cpu FILE
     #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["json", "cpu_json"])]
     cpu_common: Vec<PathBuf>,
+
+    /// Print what this host has as features of a node, for its line in slurm.conf; nothing is changed
+    #[arg(long, conflicts_with_all = ["json", "cpu_json", "cpu_common"])]
+    slurm_features: bool,
 }
 
 /// Does what was asked.
 pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
     if args.cpu_json || !args.cpu_common.is_empty() {
         return model(&args.cpu_common);
+    }
+    if args.slurm_features {
+        let all: Vec<String> = features::here(&Facts::collect("off".into())).into_iter().collect();
+        return print(format_args!("Feature={}\n", all.join(","))).map(|_| Exit::PowerOff);
     }
     let mut diagnosis = doctor::examine();
     if diagnosis.ok {

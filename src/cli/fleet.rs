@@ -23,6 +23,17 @@ pub struct FleetArgs {
 }
 
 const EXAMPLES: &str = "\
+A plan, nightly.toml:
+  name = \"nightly\"
+  [[test]]
+  name = \"oracle\"
+  run = \"test dirty-log\"            # or bench NAME; never a command
+  features = [\"ept\", \"kernel_6_12\"] # what a host needs, as vellum doctor --slurm-features calls it
+  seeds = 1000                       # from first_seed = 1 on, per_task = 1 of them in a task, all of them times = 1
+  minutes = 30                       # the longest that a task may take
+  [test.arguments]
+  tracker = [\"manual-protect\", \"ring\"]
+  duration = \"10s\"
 Examples:
   vellum fleet plan nightly.toml --into /shared/nightly
   vellum fleet submit /shared/nightly/plan.toml
@@ -115,6 +126,21 @@ fn failure(error: Error) -> Failure {
     Failure::of(&error, &[])
 }
 
+/// The same where Slurm is asked: without it the tasks are commands like others.
+fn of_slurm(error: Error, plan: &Path) -> Failure {
+    let missing = matches!(error, Error::NoSlurm(_));
+    let mut failure = failure(error);
+    if missing {
+        let dir = plan.parent().unwrap_or(Path::new("/"));
+        let [dir, plan] = [dir, plan].map(|path| quote::word(&path.to_string_lossy()));
+        failure.message += &format!(
+            "; or without Slurm: `vellum fleet plan {plan} --into {dir} --commands shell` prints the tasks as plain commands, with ssh \
+             in place of shell for a loop over ssh"
+        );
+    }
+    failure
+}
+
 /// Whether a command line would be taken, and which argument takes a seed.
 fn check(words: &[String]) -> Result<Option<String>, String> {
     let cli = Cli::command();
@@ -164,7 +190,7 @@ pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
         }
         What::Status { plan } => {
             let (file, plan) = read(plan)?;
-            let standing = slurm::standing(&file, &plan).map_err(failure)?;
+            let standing = slurm::standing(&file, &plan).map_err(|error| of_slurm(error, &file))?;
             let queued: Vec<String> =
                 standing.queued.iter().map(|(state, n)| format!(", {n} {}", state.to_lowercase())).collect();
             let rest = match standing.nowhere {
@@ -299,7 +325,7 @@ fn keep(text: &str, dir: &Path) -> Result<PathBuf, Failure> {
 }
 
 fn submit(file: &Path, plan: &Plan, node: Option<&str>, option: &[String]) -> Result<Exit, Failure> {
-    let done = slurm::submit(file, plan, node, option).map_err(failure)?;
+    let done = slurm::submit(file, plan, node, option).map_err(|error| of_slurm(error, file))?;
     let mut out = format!("{}: {} tasks in {} arrays", plan.name, done.tasks, done.arrays);
     for (count, what) in [(done.ended, "have a result"), (done.there, "are in the queue already")] {
         if count > 0 {

@@ -142,20 +142,12 @@ impl JudgedArgs {
                 if let Some(form) = form.filter(|_| failure.lacking || failure.exit != Exit::Usage) {
                     let status = if failure.lacking { Status::Skip } else { Status::Crash };
                     let mut report = Report::new(name, Facts::collect("off".into()));
-                    report.cases.push(because(Case::new(name, status), &failure.message));
+                    report.cases.push(Case::new(name, status).explained(&failure.message));
                     print(form.render(&[report]).map_err(Failure::host)?)?;
                 }
                 Err(failure)
             }
         }
-    }
-}
-
-/// What a message says is wrong, and what it says would work.
-fn because(case: Case, message: &str) -> Case {
-    match message.split_once(": ").or_else(|| message.rsplit_once("; ")) {
-        Some((reason, remedy)) => case.because(reason).mended_by(remedy),
-        None => case.because(message),
     }
 }
 

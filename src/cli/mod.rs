@@ -34,6 +34,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 pub use flags::Flags;
+pub use judged::{Form, origin};
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
@@ -87,6 +88,11 @@ enum Command {
         /// For which shell
         shell: clap_complete::Shell,
     },
+}
+
+/// The whole command line, for those who write pages and completions of it.
+pub fn command() -> clap::Command {
+    Cli::command()
 }
 
 /// Why a command did not succeed.

@@ -4,186 +4,25 @@
 //! tasks in the order of their numbers, a directory at a time, and keeps sums: memory grows with hosts and kinds of figures, and not
 //! with tasks. Files are read as [`result`] reads them, which trusts none.
 
+mod count;
+mod merged;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
+pub use merged::{Alike, Events, FEW, Host, Kind, Lines, Loss, Mean, Merged, interval};
+
 use super::plan::{Plan, Task};
 use super::result::{self, Header, SHARD};
-use crate::report::compare::mean_interval;
-use crate::report::{Report, Status, printable};
+use crate::report::{Report, printable};
+use merged::NAMED;
 
-/// How many of a kind are named; the rest are counted.
-const NAMED: usize = 200;
+/// The most files of a thousand tasks that are looked at: each has been begun more often than any batch system would.
+const FILES: usize = 100 * SHARD as usize;
 
-/// The most kinds of figures that are kept: results that are no results could name any number.
-const KINDS: usize = 20_000;
-
-/// Hosts below which a figure has no interval: the host is what is drawn, and few say little of others.
-pub const FEW: usize = 5;
-
-/// Lines, as many as are named, and how many there were.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Lines {
-    /// The first of them.
-    pub first: Vec<String>,
-    /// All.
-    pub count: u64,
-}
-
-impl Lines {
-    fn add(&mut self, line: impl FnOnce() -> String) {
-        self.count += 1;
-        if self.first.len() < NAMED {
-            self.first.push(line());
-        }
-    }
-}
-
-/// A page that a log lost.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Loss {
-    /// The host.
-    pub node: String,
-    /// Its kernel.
-    pub kernel: String,
-    /// The test.
-    pub test: String,
-    /// The seed with which it happened.
-    pub seed: u64,
-    /// Which attempt of the task.
-    pub attempt: u64,
-    /// What the result says.
-    pub what: String,
-    /// The command that tries that seed there again.
-    pub again: String,
-}
-
-/// What events of the oracle's are summed over: nothing else is alike.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Alike {
-    /// The host's kernel.
-    pub kernel: String,
-    /// The tracker.
-    pub tracker: String,
-    /// What backs guest memory.
-    pub backing: String,
-    /// The processor; marked where it is emulated.
-    pub cpu: String,
-}
-
-/// Events, and what came of them.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Events {
-    /// Checked.
-    pub events: f64,
-    /// Pages lost.
-    pub lost: f64,
-}
-
-impl Events {
-    /// Below which rate per event losses lie with 95 % confidence, where none was seen (1 - 0.05^(1/n)).
-    pub fn bound(&self) -> Option<f64> {
-        (self.lost == 0.0 && self.events > 0.0).then(|| -(0.05f64.ln() / self.events).exp_m1())
-    }
-}
-
-/// A host's share.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Host {
-    /// Its kernels: more than one where it was booted anew meanwhile.
-    pub kernels: BTreeSet<String>,
-    /// Its processor.
-    pub cpu: String,
-    /// Tasks whose result counts.
-    pub tasks: u64,
-    /// Cases that passed, failed, crashed or were late, and were skipped.
-    pub cases: [u64; 3],
-    /// Pages lost.
-    pub lost: f64,
-    /// Events checked.
-    pub events: f64,
-}
-
-/// The mean of a figure on a host.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Mean {
-    /// Of so many results.
-    pub count: u64,
-    /// Their sum.
-    pub sum: f64,
-}
-
-/// Which figure.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Kind {
-    /// The test.
-    pub test: String,
-    /// The figure.
-    pub figure: String,
-    /// Its unit.
-    pub unit: String,
-    /// The kernel.
-    pub kernel: String,
-    /// The processor.
-    pub cpu: String,
-}
-
-/// All of it.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Merged {
-    /// The plan's name.
-    pub plan: String,
-    /// Its tasks.
-    pub tasks: u64,
-    /// Those with a result.
-    pub ended: u64,
-    /// Pages lost, of any attempt.
-    pub losses: Vec<Loss>,
-    /// How many there were.
-    pub all_losses: u64,
-    /// Cases that failed, crashed or were late, besides these.
-    pub failed: Lines,
-    /// Reasons for which something was skipped, and how often.
-    pub skipped: BTreeMap<String, u64>,
-    /// Tasks without any trace, as ranges.
-    pub missing: Vec<(u64, u64)>,
-    /// How many.
-    pub all_missing: u64,
-    /// Tasks that began and have no result.
-    pub vanished: Lines,
-    /// Tasks that a batch system began more than once.
-    pub requeued: Lines,
-    /// Tasks with more than one result, of which one counts.
-    pub doubled: Lines,
-    /// Files that are none of this plan's results, and why.
-    pub refused: Lines,
-    /// How many results are of which Vellum.
-    pub vellums: BTreeMap<String, u64>,
-    /// The oracle's events.
-    pub events: BTreeMap<Alike, Events>,
-    /// Hosts by name.
-    pub hosts: BTreeMap<String, Host>,
-    /// Figures of benchmarks, a mean a host.
-    pub figures: BTreeMap<Kind, BTreeMap<String, Mean>>,
-    /// Whether there were more kinds of figures than are kept.
-    pub too_many: bool,
-}
-
-impl Merged {
-    /// Whether everything has come, and all of it was well.
-    pub fn is_well(&self) -> bool {
-        self.all_losses == 0
-            && self.failed.count + self.vanished.count + self.refused.count + self.all_missing == 0
-            && self.vellums.len() < 2
-    }
-}
-
-/// The interval of a figure over hosts, with the host as the unit of replication: mean and half of the width at 95 %; `None` for few.
-pub fn interval(hosts: &BTreeMap<String, Mean>) -> Option<(f64, f64)> {
-    let means: Vec<f64> = hosts.values().map(|mean| mean.sum / mean.count as f64).collect();
-    (means.len() >= FEW).then(|| mean_interval(&means, 0.05))
-}
+/// The longest name of anything that is kept, in bytes: of a host, a kernel, a figure.
+const LONGEST: usize = 300;
 
 /// Merges what lies in `results`. `again` writes the command that tries a seed of a test on a host again.
 pub fn merge(plan: &Plan, results: &Path, again: &dyn Fn(&str, u64, &str) -> String) -> Merged {
@@ -245,7 +84,13 @@ fn files(dir: &Path, merged: &mut Merged) -> BTreeMap<u64, Vec<Named>> {
         merged.refused.add(|| format!("{}: a symbolic link, which is not followed", shown(dir)));
         return names;
     }
-    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+    for (number, entry) in fs::read_dir(dir).into_iter().flatten().flatten().enumerate() {
+        if number >= FILES {
+            merged
+                .refused
+                .add(|| format!("{}: more than {FILES} files; the rest is not looked at", shown(dir)));
+            break;
+        }
         let name = entry.file_name().to_string_lossy().into_owned();
         match result::named(&name) {
             Some((index, attempt, ended)) => names.entry(index).or_default().push((attempt, name, ended)),
@@ -289,7 +134,7 @@ fn one(
     let mut told = BTreeSet::new();
     for (header, reports) in &whole {
         for (run, report) in header.runs.iter().zip(reports) {
-            let lost = lost(report);
+            let lost = count::lost(report);
             if lost > 0.0 && told.insert((header.node.clone(), header.attempt, run.seed)) {
                 merged.all_losses += 1;
                 if merged.losses.len() < NAMED {
@@ -327,7 +172,7 @@ fn one(
         (a.attempt, a.ended).partial_cmp(&(b.attempt, b.ended)).unwrap_or(std::cmp::Ordering::Equal)
     });
     match (last, begun.last()) {
-        (Some((header, reports)), _) => count(&header, &reports, merged),
+        (Some((header, reports)), _) => count::count(&header, &reports, merged),
         (None, Some((attempt, node))) => merged.vanished.add(|| {
             let node = node.as_deref().unwrap_or("an unknown host");
             format!("task {index}: begun on {} (attempt {attempt}), and no result", printable(node))
@@ -356,6 +201,16 @@ fn fits(
         return Err("a result of another plan".into());
     }
     let seeds = (task.first..task.first + task.count).eq(header.runs.iter().map(|run| run.seed));
+    let names = read.1.iter().flat_map(|report| {
+        let labels = report.figures.iter().map(|figure| &figure.label);
+        let labels = labels.flat_map(|label| [Some(&label.name), label.index.as_ref()]).flatten();
+        labels
+            .chain(report.figures.iter().map(|figure| &figure.unit))
+            .chain([&report.host.kernel, &report.host.cpu])
+    });
+    if names.chain([&header.node, &header.vellum]).any(|name| name.len() > LONGEST) {
+        return Err(format!("it has a name of more than {LONGEST} bytes"));
+    }
     let same = (header.index, header.attempt, header.round, header.first)
         == (task.index, attempt, task.round, task.first);
     match same && seeds && header.test == task.test.name {
@@ -364,102 +219,6 @@ fn fits(
             "it says that it is of task {}, attempt {}, or of other seeds",
             header.index, header.attempt
         )),
-    }
-}
-
-/// The pages that a test's result says were lost.
-fn lost(report: &Report) -> f64 {
-    let figures = |name: &str| {
-        report.figures.iter().filter(|figure| figure.label.name == name).map(|figure| figure.value()).sum()
-    };
-    match report.name.as_str() {
-        "test dirty-log" => figures("pages_lost"),
-        name if name.starts_with("test ") => figures("lost"),
-        _ => 0.0,
-    }
-}
-
-/// Adds the result that counts.
-fn count(header: &Header, reports: &[Report], merged: &mut Merged) {
-    merged.ended += 1;
-    *merged.vellums.entry(header.vellum.clone()).or_default() += 1;
-    let host = merged.hosts.entry(header.node.clone()).or_default();
-    host.tasks += 1;
-    for (run, report) in header.runs.iter().zip(reports) {
-        let lossy = lost(report);
-        host.kernels.insert(report.host.kernel.clone());
-        host.cpu.clone_from(&report.host.cpu);
-        host.lost += lossy;
-        for case in report.all_cases() {
-            match case.status {
-                Status::Pass => host.cases[0] += 1,
-                Status::Skip => {
-                    host.cases[2] += 1;
-                    let reason =
-                        case.reason.unwrap_or_else(|| "no reason given".into()).chars().take(200).collect();
-                    if merged.skipped.len() < NAMED || merged.skipped.contains_key(&reason) {
-                        *merged.skipped.entry(reason).or_default() += 1;
-                    }
-                }
-                _ => {
-                    host.cases[1] += 1;
-                    if lossy == 0.0 {
-                        merged.failed.add(|| {
-                            let (why, name): (String, _) =
-                                (case.why().chars().take(300).collect(), printable(&case.name));
-                            format!(
-                                "task {} on {}, seed {}, {name}: {}",
-                                header.index,
-                                printable(&header.node),
-                                run.seed,
-                                printable(&why)
-                            )
-                        });
-                    }
-                }
-            }
-        }
-        let emulated = if report.host.emulated { " (emulated)" } else { "" };
-        let (kernel, cpu) = (report.host.kernel.clone(), format!("{}{emulated}", report.host.cpu));
-        for figure in &report.figures {
-            let (name, index) = (figure.label.name.as_str(), figure.label.index.as_deref());
-            if report.name == "test dirty-log" {
-                let Some((tracker, backing)) = index.and_then(|index| index.split_once('/')) else {
-                    continue;
-                };
-                let (tracker, backing) = (tracker.to_owned(), backing.to_owned());
-                let alike = Alike { kernel: kernel.clone(), tracker, backing, cpu: cpu.clone() };
-                if merged.events.len() >= KINDS && !merged.events.contains_key(&alike) {
-                    merged.too_many = true;
-                    continue;
-                }
-                let events = merged.events.entry(alike).or_default();
-                match name {
-                    "events" => {
-                        events.events += figure.value();
-                        host.events += figure.value();
-                    }
-                    "pages_lost" => events.lost += figure.value(),
-                    _ => {}
-                }
-            } else if report.name.starts_with("bench ") && report.invalid.is_empty() {
-                let (test, unit) = (header.test.clone(), figure.unit.clone());
-                let kind = Kind {
-                    test,
-                    figure: figure.label.to_string(),
-                    unit,
-                    kernel: kernel.clone(),
-                    cpu: cpu.clone(),
-                };
-                if merged.figures.len() >= KINDS && !merged.figures.contains_key(&kind) {
-                    merged.too_many = true;
-                    continue;
-                }
-                let mean = merged.figures.entry(kind).or_default().entry(header.node.clone()).or_default();
-                mean.count += 1;
-                mean.sum += figure.value();
-            }
-        }
     }
 }
 
@@ -472,7 +231,7 @@ fn shown(path: &Path) -> String {
 mod tests {
     use super::*;
     use crate::host::Facts;
-    use crate::report::{Case, Label};
+    use crate::report::{Case, Label, Status};
 
     /// A plan of three tasks, in a directory of its own.
     fn planned(name: &str) -> (Plan, PathBuf) {
@@ -555,10 +314,11 @@ mod tests {
         .unwrap();
         fs::write(other.with_file_name("nonsense"), "x").unwrap();
         fs::write(other.with_file_name("00005000-0-far.json"), "x").unwrap();
+        leave(&plan, &results, 1, 1, &"n".repeat(LONGEST + 1), 0.0);
         std::os::unix::fs::symlink("/etc/passwd", other.with_file_name("00000002-0-link.json")).unwrap();
         fs::create_dir(results.join("..data")).unwrap();
         let all = merged(&plan, &results);
-        assert_eq!((all.ended, all.refused.count, all.all_missing), (1, 7, 2), "{:?}", all.refused);
+        assert_eq!((all.ended, all.refused.count, all.all_missing), (1, 8, 2), "{:?}", all.refused);
         for why in [
             "cut short",
             "another plan",
@@ -567,6 +327,7 @@ mod tests {
             "not one of 0 to 2",
             "symbolic link",
             "no directory",
+            "a name of more than",
         ] {
             assert!(all.refused.first.iter().any(|line| line.contains(why)), "{why}: {:?}", all.refused);
         }

@@ -45,15 +45,18 @@ pub enum Error {
     /// What was asked for does not go with the plan.
     #[error("{0}")]
     Asked(String),
-    /// Slurm, or its absence.
+    /// Slurm.
     #[error("{0}")]
     Slurm(String),
+    /// There is none here.
+    #[error("{0} is missing: apt-get install slurm-client")]
+    NoSlurm(String),
 }
 
 impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
-            Self::File { .. } | Self::Slurm(_) => Blame::HOST,
+            Self::File { .. } | Self::Slurm(_) | Self::NoSlurm(_) => Blame::HOST,
             Self::Plan { .. } | Self::Asked(_) => Blame::USER,
         }
     }

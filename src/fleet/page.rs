@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::merge::{Events, Lines, Merged, interval};
+use super::merge::{Events, Lines, Loss, Merged, interval};
 use crate::report::html::{escape, head_of_page};
 use crate::report::printable;
 use crate::report::units::{grouped, humanised};
@@ -24,16 +24,10 @@ pub fn html(merged: &Merged) -> String {
         escape(&summary(merged))
     );
     for loss in &merged.losses {
+        let [who, how, again] = shown(loss, &|text| escape(text), "\n$ ");
         let _ = writeln!(
             out,
-            "<div class=\"invalid\"><p><strong>LOST</strong> on <strong>{}</strong> (Linux {}), {} with seed {}, attempt {}: {}</p>\n<pre class=\"command\">$ {}</pre></div>",
-            escape(&loss.node),
-            escape(&loss.kernel),
-            escape(&loss.test),
-            loss.seed,
-            loss.attempt,
-            escape(&loss.what),
-            loss.again.lines().map(escape).collect::<Vec<_>>().join("\n$ ")
+            "<div class=\"invalid\"><p><strong>LOST</strong> on <strong>{who}</strong> {how}</p>\n<pre class=\"command\">$ {again}</pre></div>"
         );
     }
     for line in wrong(merged) {
@@ -67,17 +61,8 @@ pub fn html(merged: &Merged) -> String {
 pub fn text(merged: &Merged) -> String {
     let mut out = format!("fleet {}: {}\n", printable(&merged.plan), summary(merged));
     for loss in &merged.losses {
-        let _ = writeln!(
-            out,
-            "LOST     on {} (Linux {}), {} with seed {}, attempt {}: {}\n         $ {}",
-            printable(&loss.node),
-            printable(&loss.kernel),
-            printable(&loss.test),
-            loss.seed,
-            loss.attempt,
-            printable(&loss.what),
-            loss.again.lines().map(printable).collect::<Vec<_>>().join("\n         $ ")
-        );
+        let [who, how, again] = shown(loss, &|text| printable(text).into_owned(), "\n         $ ");
+        let _ = writeln!(out, "LOST     on {who} {how}\n         $ {again}");
     }
     for line in wrong(merged).into_iter().chain(noted(merged)) {
         let _ = writeln!(out, "{}", printable(&line));
@@ -96,6 +81,14 @@ pub fn text(merged: &Merged) -> String {
         }
     }
     out
+}
+
+/// Where a page was lost, how, and what tries it again, with each name made harmless; a line of the last stands `between` its lines.
+fn shown(loss: &Loss, harmless: &dyn Fn(&str) -> String, between: &str) -> [String; 3] {
+    let Loss { node, kernel, test, seed, attempt, what, again } = loss;
+    let [kernel, test, what] = [kernel, test, what].map(|text| harmless(text));
+    let again = again.lines().map(harmless).collect::<Vec<_>>().join(between);
+    [harmless(node), format!("(Linux {kernel}), {test} with seed {seed}, attempt {attempt}: {what}"), again]
 }
 
 fn short(text: &str) -> String {
@@ -146,7 +139,7 @@ fn wrong(merged: &Merged) -> Vec<String> {
         lines.push(format!("MIXED    results of several Vellums: {}", each.collect::<Vec<_>>().join(", ")));
     }
     if merged.too_many {
-        lines.push("REFUSED  more kinds of figures than are kept".into());
+        lines.push("REFUSED  more hosts or kinds of figures than are kept".into());
     }
     lines
 }
@@ -235,7 +228,7 @@ fn bound(events: &Events) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::merge::{Host, Loss};
+    use super::super::merge::Host;
     use super::*;
 
     #[test]

@@ -35,6 +35,9 @@ const LARGEST: u64 = 1 << 20;
 /// The most tasks of a plan.
 const MOST: u64 = 10_000_000;
 
+/// The longest name of a plan or a test.
+const LONGEST: usize = 64;
+
 /// Arguments that the fleet gives itself.
 const OWN: [&str; 6] = ["json", "format", "origin", "exit", "heartbeat", "seed"];
 
@@ -266,7 +269,10 @@ impl Test {
         }
         test.insert("arguments".into(), Value::Table(arguments));
         let mut whole = Table::new();
-        whole.insert("name".into(), text(&format!("{plan}-{}-{seed}", self.name)));
+        let mut name = format!("{plan}-{}-{seed}", self.name);
+        // Of letters, digits, - and _ alone, as both names are.
+        name.truncate(LONGEST);
+        whole.insert("name".into(), text(&name));
         whole.insert("test".into(), Value::Array(vec![Value::Table(test)]));
         toml::to_string(&whole).expect("a table of plain values")
     }
@@ -281,7 +287,10 @@ fn of(written: WrittenTest, check: Check) -> Result<Test, String> {
         ));
     }
     for (key, value) in &written.arguments {
-        if key.is_empty() || !key.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-') {
+        if key.is_empty()
+            || key.starts_with('-')
+            || !key.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
+        {
             return Err(format!("arguments: {key:?} is no name of an argument"));
         }
         if OWN.contains(&key.as_str()) {
@@ -348,9 +357,9 @@ fn known(table: &Table, keys: &[&str], what: &str) -> Result<(), String> {
 /// A name that is the same in a file's name, a table and a shell.
 fn label(name: &str) -> Result<(), String> {
     let right = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
-    match (1..=64).contains(&name.len()) && name.chars().all(right) && !name.starts_with('-') {
+    match (1..=LONGEST).contains(&name.len()) && name.chars().all(right) && !name.starts_with('-') {
         true => Ok(()),
-        false => Err(format!("name = {name:?}: up to 64 letters, digits, - and _")),
+        false => Err(format!("name = {name:?}: up to {LONGEST} letters, digits, - and _")),
     }
 }
 

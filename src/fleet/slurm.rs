@@ -2,7 +2,7 @@
 //! program, the plan's file and a number as arguments, and options go to sbatch as arguments of its own.
 //!
 //! A task's number is the array's base, which is an argument, and the index that Slurm gives (SLURM_ARRAY_TASK_ID). A task that is
-//! requeued waits in the state BeginTime first, for as long as AuthInfo=cred_expire says, 120 s by default.
+//! requeued waits in the state BeginTime first, for as long as AuthInfo=cred_expire says: 120 s by default, 5 s at least.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, OpenOptions};
@@ -60,12 +60,11 @@ fn call(program: &str, arguments: &[String]) -> Result<String, Error> {
         .args(arguments)
         // What is asked of squeue and sinfo, whatever the user likes to see.
         .envs([("SQUEUE_FORMAT", "%F %K %T"), ("SINFO_FORMAT", "%f")])
-        .output().map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => Error::Slurm(format!(
-            "{program} is missing: apt-get install slurm-client, or run the plain commands, which `vellum fleet plan` prints"
-        )),
-        _ => Error::Slurm(format!("{program}: {error}")),
-    })?;
+        .output()
+        .map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => Error::NoSlurm(program.into()),
+            _ => Error::Slurm(format!("{program}: {error}")),
+        })?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }

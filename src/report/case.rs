@@ -65,6 +65,14 @@ impl Case {
         Self { remedy: Some(remedy.into()), ..self }
     }
 
+    /// The same, with what a message says is wrong as the reason, and what it says would work as the remedy.
+    pub fn explained(self, message: &str) -> Self {
+        match message.split_once(": ").or_else(|| message.rsplit_once("; ")) {
+            Some((reason, remedy)) => self.because(reason).mended_by(remedy),
+            None => self.because(message),
+        }
+    }
+
     /// Reason and remedy as one line; empty where there is neither.
     pub fn why(&self) -> String {
         [&self.reason, &self.remedy].into_iter().flatten().map(String::as_str).collect::<Vec<_>>().join(": ")

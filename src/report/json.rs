@@ -129,11 +129,12 @@ struct Header {
 
 /// The results in `bytes`, one after another with or without white space between; `path` is for the messages.
 ///
-/// Whatever the bytes are, this ends in time and memory linear in their length (serde_json stops at 128 levels).
+/// Whatever the bytes are, this ends in time and memory linear in their length (serde_json stops at 128 levels). What is a result is gone
+/// over once; only what is none is looked at again, for the reason.
 pub fn parse(bytes: &[u8], path: &Path) -> Result<Vec<Report>, Error> {
     let no_result = |why: String| Error::NoResult { path: path.into(), why };
-    let mut results = Vec::new();
-    let mut stream = serde_json::Deserializer::from_slice(bytes).into_iter::<Header>();
+    let mut results: Vec<Report> = Vec::new();
+    let mut stream = serde_json::Deserializer::from_slice(bytes).into_iter::<Report>();
     let mut start = 0;
     loop {
         start += bytes[start..].iter().take_while(|b| b.is_ascii_whitespace()).count();
@@ -145,28 +146,50 @@ pub fn parse(bytes: &[u8], path: &Path) -> Result<Vec<Report>, Error> {
             Some(b'{') => {}
             Some(_) => return Err(no_result(format!("no JSON object begins at byte {start}"))),
         }
-        let Some(header) = stream.next() else { return Ok(results) };
-        let header = header.map_err(|e| no_result(format!("not JSON as it should be: {e}")))?;
-        let end = stream.byte_offset();
-        match header.schema {
-            None => return Err(no_result("it has no `schema`".into())),
-            Some(Value::Number(n))
-                if n.as_u64().is_some_and(|n| (OLDEST.into()..=SCHEMA.into()).contains(&n)) => {}
-            Some(Value::Number(n)) => {
-                let by = header.vellum.as_ref().and_then(Value::as_str).unwrap_or("(it does not say)");
-                let by = super::printable(by).chars().take(40).collect();
-                return Err(Error::OtherSchema { path: path.into(), found: n.to_string(), by });
-            }
-            Some(_) => return Err(no_result("its `schema` is not a number".into())),
-        }
         let which = results.len() + 1;
-        let mut result: Report = serde_json::from_slice(&bytes[start..end])
-            .map_err(|e| no_result(format!("result {which} in it: {}", super::printable(&e.to_string()))))?;
+        let mut result = match stream.next() {
+            Some(Ok(result)) if (OLDEST..=SCHEMA).contains(&result.schema) => result,
+            _ => return Err(why_none(bytes, which, path)),
+        };
         // Version 2 had no cases, and nothing else has changed: what is read is as if it had been written today.
         result.schema = SCHEMA;
         check(&result).map_err(|e| no_result(format!("result {which} in it: {}", super::printable(&e))))?;
         results.push(result);
-        start = end;
+        start = stream.byte_offset();
+    }
+}
+
+/// Why the object of that number, from 1 on, is no result: by its header first, because one of another version may have any fields.
+fn why_none(bytes: &[u8], which: usize, path: &Path) -> Error {
+    let no_result = |why: String| Error::NoResult { path: path.into(), why };
+    let of_it = |error: &serde_json::Error| {
+        no_result(format!("result {which} in it: {}", super::printable(&error.to_string())))
+    };
+    let mut stream = serde_json::Deserializer::from_slice(bytes).into_iter::<Header>();
+    let before = stream.by_ref().take(which - 1).count();
+    let start = stream.byte_offset();
+    match stream.next() {
+        Some(Ok(header)) => match header.schema {
+            None => no_result("it has no `schema`".into()),
+            Some(Value::Number(n))
+                if n.as_u64().is_some_and(|n| (OLDEST.into()..=SCHEMA.into()).contains(&n)) =>
+            {
+                match serde_json::from_slice::<Report>(&bytes[start..stream.byte_offset()]) {
+                    Err(error) => of_it(&error),
+                    Ok(_) => {
+                        no_result(format!("{before} results in it can be read, and what follows cannot"))
+                    }
+                }
+            }
+            Some(Value::Number(n)) => {
+                let by = header.vellum.as_ref().and_then(Value::as_str).unwrap_or("(it does not say)");
+                let by = super::printable(by).chars().take(40).collect();
+                Error::OtherSchema { path: path.into(), found: n.to_string(), by }
+            }
+            Some(_) => no_result("its `schema` is not a number".into()),
+        },
+        Some(Err(error)) => no_result(format!("not JSON as it should be: {error}")),
+        None => no_result("it ends where a result was to begin".into()),
     }
 }
 

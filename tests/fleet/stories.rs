@@ -1,0 +1,303 @@
+//! What happens to a plan on a cluster, told in the namespaces.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use harness::{Failed, ensure};
+use vellum::fleet::merge::{self, Merged};
+use vellum::fleet::plan::{self, Plan};
+use vellum::fleet::result;
+
+use super::cluster::{Cluster, output, vellum};
+
+/// Tells the story of that name.
+pub fn tell(name: &str) -> ExitCode {
+    let told = match name {
+        "short" => short(),
+        "thousand" => thousand(),
+        "deaths" => deaths(),
+        "full" => full(),
+        "oracle" => oracle(),
+        _ => Err(format!("{name}: no such story").into()),
+    };
+    match told {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{}", error.message().unwrap_or("it failed"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// A part of a plan: a test of the oracle that takes no time to speak of.
+fn quick(name: &str, seeds: u64) -> String {
+    format!(
+        "[[test]]\nname = \"{name}\"\nrun = \"test dirty-log\"\nfeatures = [\"kvm\"]\nseeds = {seeds}\n[test.arguments]\n{SMALL}events = 2000\n"
+    )
+}
+
+const SMALL: &str = "memory = \"4m\"\nbacking = \"anonymous\"\ntracker = \"bitmap\"\ncpus = 1\n";
+
+/// One that goes on for so long.
+fn slow(name: &str, seconds: u64) -> String {
+    format!(
+        "[[test]]\nname = \"{name}\"\nrun = \"test dirty-log\"\n[test.arguments]\n{SMALL}duration = \"{seconds}s\"\n"
+    )
+}
+
+/// One that loses a page.
+fn planted() -> String {
+    format!(
+        "[[test]]\nname = \"planted\"\nrun = \"test dirty-log\"\nfirst_seed = 4711\n[test.arguments]\n{SMALL}events = 2000\ninject = \"lose=1\"\n"
+    )
+}
+
+/// All of a plan, merged by the library, whose command has said the same.
+fn merged(file: &Path) -> Result<Merged, Failed> {
+    let plan = Plan::read(file, &|_| Ok(Some("--seed".into()))).map_err(|error| error.to_string())?;
+    let merged =
+        merge::merge(&plan, &plan::results(file), &|test, seed, node| format!("{test} {seed} {node}"));
+    let said = output(&["fleet", "merge", &file.to_string_lossy()])?;
+    let well = if merged.is_well() { 0 } else { 1 };
+    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    ensure(said.status.code() == Some(well), || format!("merge ended with {}: {text}", said.status))?;
+    // Whatever became of attempts, what is summed is one result a task.
+    let counted: u64 = merged.hosts.values().map(|host| host.tasks).sum();
+    ensure(counted == merged.ended && merged.ended <= merged.tasks, || {
+        format!("{counted} are counted: {text}")
+    })?;
+    let (events, alone) = (merged.events.values().map(|events| events.events).sum::<f64>(), events(file)?);
+    ensure(events == alone, || format!("{events} events are summed, and the results have {alone}: {text}"))?;
+    Ok(merged)
+}
+
+/// The events of the last result of each task, by what its file says and nothing else.
+fn events(file: &Path) -> Result<f64, Failed> {
+    let mut last: BTreeMap<u64, ((u64, f64), f64)> = BTreeMap::new();
+    for path in results(file)? {
+        let bytes = fs::read(&path)?;
+        let (header, reports) = result::parse(&bytes).map_err(|why| format!("{}: {why}", path.display()))?;
+        let figures = reports.iter().flat_map(|report| &report.figures);
+        let events = figures.filter(|figure| figure.label.name == "events" && figure.label.index.is_some());
+        let (of, events) = ((header.attempt, header.ended), events.map(|figure| figure.value()).sum());
+        let kept = last.entry(header.index).or_insert((of, events));
+        if of >= kept.0 {
+            *kept = (of, events);
+        }
+    }
+    Ok(last.values().map(|(_, events)| events).sum())
+}
+
+/// The results of a plan.
+fn results(file: &Path) -> Result<Vec<PathBuf>, Failed> {
+    let mut all = Vec::new();
+    for shard in fs::read_dir(plan::results(file)).into_iter().flatten() {
+        for entry in fs::read_dir(shard?.path())? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == "json") {
+                all.push(path);
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn is_whole(merged: &Merged) -> Result<(), Failed> {
+    let gone = (merged.all_missing, merged.vanished.count, merged.refused.count, merged.failed.count);
+    ensure(merged.ended == merged.tasks && gone == (0, 0, 0, 0), || format!("{merged:#?}"))
+}
+
+/// Two nodes, a lost page, a task that is requeued, a result that is there twice.
+fn short() -> Result<(), Failed> {
+    let cluster = Cluster::start(2)?;
+    let text = format!("name = \"short\"\n{}{}{}", slow("slow", 8), planted(), quick("quick", 6));
+    let plan = cluster.plan("short", &text)?;
+    let said = cluster.submit(&plan)?;
+    ensure(said.contains("8 tasks in 3 arrays"), || said.clone())?;
+    let again = cluster.submit(&plan)?;
+    ensure(again.contains("0 tasks in 0 arrays"), || again.clone())?;
+    let job = cluster.job("the slow task runs", |job| job.index == 0 && job.state == "RUNNING")?;
+    cluster.eventually("it has left its mark", |_| Ok(mark(&plan, 0)?.then_some(())))?;
+    cluster.client("scontrol", &["requeue", &job.id])?;
+    let status = vellum(&["fleet", "status", &plan.to_string_lossy()])?;
+    ensure(status.contains("of 8 tasks have a result"), || status.clone())?;
+    cluster.drained()?;
+    let twice = results(&plan)?.pop().ok_or("no result")?;
+    let name = twice.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let (stem, _) = name.rsplit_once('-').ok_or("no name of a result")?;
+    fs::copy(&twice, twice.with_file_name(format!("{stem}-twice.json")))?;
+    let merged = merged(&plan)?;
+    is_whole(&merged)?;
+    let lost: Vec<_> = merged.losses.iter().map(|loss| (loss.test.as_str(), loss.seed)).collect();
+    ensure(lost == [("planted", 4711)] && merged.all_losses == 1, || format!("{merged:#?}"))?;
+    ensure(merged.requeued.count == 1 && merged.doubled.count == 1, || format!("{merged:#?}"))
+}
+
+/// A thousand tasks on three nodes, one of which loses a page; the controller dies once, and a node is taken away once.
+fn thousand() -> Result<(), Failed> {
+    let mut cluster = Cluster::start(3)?;
+    let text = format!("name = \"thousand\"\n{}{}{}", quick("first", 600), planted(), quick("second", 399));
+    let plan = cluster.plan("thousand", &text)?;
+    let said = cluster.submit(&plan)?;
+    // An index of an array is below 501.
+    ensure(said.contains("1000 tasks in 4 arrays"), || said.clone())?;
+    let have = |so_many: usize| Ok((results(&plan)?.len() >= so_many).then_some(()));
+    cluster.eventually("200 results", |_| have(200))?;
+    cluster.kill_controller()?;
+    cluster.start_controller()?;
+    cluster.eventually("500 results", |_| have(500))?;
+    cluster.client("scontrol", &["update", "NodeName=n2", "State=DOWN", "Reason=test"])?;
+    cluster.eventually("600 results", |_| have(600))?;
+    cluster.client("scontrol", &["update", "NodeName=n2", "State=RESUME"])?;
+    cluster.drained()?;
+    let all = merged(&plan)?;
+    is_whole(&all)?;
+    ensure(all.tasks == 1000 && all.all_losses == 1 && all.hosts.len() == 3, || format!("{all:#?}"))?;
+    let loss = &all.losses[0];
+    println!("1 of {} tasks lost a page: {} with seed {} on {}", all.tasks, loss.test, loss.seed, loss.node);
+    let again = ["fleet", "rerun", &plan.to_string_lossy(), "4711", "--times", "5", "--host", &loss.node];
+    vellum(&again)?;
+    cluster.drained()?;
+    let rerun = merged(&cluster.dir.join(format!("thousand/again-planted-4711-5-{}/plan.toml", loss.node)))?;
+    let there = rerun.hosts.keys().eq([&loss.node]);
+    ensure(rerun.all_losses == 5 && rerun.ended == 5 && there, || format!("{rerun:#?}"))
+}
+
+/// Daemons are killed while a task runs, and a node is set down.
+fn deaths() -> Result<(), Failed> {
+    let mut cluster = Cluster::start(3)?;
+    // A node's daemon dies: the controller gives its task to another one, and the task that it had started runs on.
+    let text = format!("name = \"daemon\"\n{}{}", slow("slow", 40), quick("quick", 12));
+    let plan = cluster.plan("daemon", &text)?;
+    cluster.submit(&plan)?;
+    let first = cluster.job("the slow task runs", |job| job.state == "RUNNING" && job.index == 0)?;
+    cluster.eventually("it has left its mark", |_| Ok(mark(&plan, 0)?.then_some(())))?;
+    cluster.kill_node(&first.node)?;
+    let second = cluster.job("it runs elsewhere", |job| {
+        job.id == first.id && job.state == "RUNNING" && job.node != first.node
+    })?;
+    cluster.drained()?;
+    cluster.eventually("both attempts have ended", |_| Ok((results(&plan)?.len() == 14).then_some(())))?;
+    let all = merged(&plan)?;
+    is_whole(&all)?;
+    let named = format!("attempt 0 on {}, attempt 1 on {}", first.node, second.node);
+    ensure(all.doubled.first.iter().any(|line| line.contains(&named)), || format!("{named}: {all:#?}"))?;
+    println!("slurmd of {} killed: {}", first.node, all.doubled.first.join("; "));
+    cluster.start_node(&first.node)?;
+
+    // The controller dies, and another one takes up what it has saved.
+    let text = format!("name = \"controller\"\n{}{}", slow("slow", 10), quick("quick", 12));
+    let plan = cluster.plan("controller", &text)?;
+    cluster.submit(&plan)?;
+    cluster.job("the slow task runs", |job| job.state == "RUNNING" && job.index == 0)?;
+    cluster.eventually("it has left its mark", |_| Ok(mark(&plan, 0)?.then_some(())))?;
+    cluster.kill_controller()?;
+    // Without one nothing is known of the queue, and that is said.
+    let status = output(&["fleet", "status", &plan.to_string_lossy()])?;
+    ensure(status.status.code() == Some(1), || format!("{status:?}"))?;
+    cluster.start_controller()?;
+    cluster.drained()?;
+    let all = merged(&plan)?;
+    is_whole(&all)?;
+    ensure(all.ended == 13, || format!("{all:#?}"))?;
+    println!("slurmctld killed: {} of {} tasks have a result", all.ended, all.tasks);
+
+    // A node is set down: its task is ended there, and requeued elsewhere.
+    let text = format!("name = \"node\"\n{}{}", slow("slow", 15), quick("quick", 6));
+    let plan = cluster.plan("node", &text)?;
+    cluster.submit(&plan)?;
+    let first = cluster.job("the slow task runs", |job| job.state == "RUNNING" && job.index == 0)?;
+    cluster.eventually("it has left its mark", |_| Ok(mark(&plan, 0)?.then_some(())))?;
+    cluster
+        .client("scontrol", &["update", &format!("NodeName={}", first.node), "State=DOWN", "Reason=test"])?;
+    let second = cluster.job("it runs elsewhere", |job| job.id == first.id && job.state == "RUNNING")?;
+    ensure(second.node != first.node, || format!("{second:?}"))?;
+    cluster.drained()?;
+    let all = merged(&plan)?;
+    is_whole(&all)?;
+    ensure(all.requeued.count == 1 && all.ended == 7, || format!("{all:#?}"))?;
+    println!("{} set down: {}", first.node, all.requeued.first.join("; "));
+    Ok(())
+}
+
+/// Whether an attempt of a task has said that it began.
+fn mark(plan: &Path, attempt: u64) -> Result<bool, Failed> {
+    let shard = result::shard(&plan::results(plan), 0);
+    let names = fs::read_dir(shard).into_iter().flatten().flatten();
+    let begun = |name: String| {
+        result::named(&name).is_some_and(|(index, of, ended)| (index, of, ended) == (0, attempt, false))
+    };
+    Ok(names.into_iter().any(|entry| begun(entry.file_name().to_string_lossy().into_owned())))
+}
+
+/// The shared directory is on a small file system that is full.
+fn full() -> Result<(), Failed> {
+    let cluster = Cluster::start(2)?;
+    let disk = cluster.dir.join("disk");
+    fs::create_dir(&disk)?;
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=1m", "none"]).arg(&disk).output()?;
+    ensure(mounted.status.success(), || format!("{mounted:?}"))?;
+    let plan = cluster.plan_in(&disk.join("plan"), &format!("name = \"full\"\n{}", quick("quick", 8)))?;
+    // All of it but a few pages: the files of a submission fit, and some marks, and hardly a result.
+    let filler = disk.join("filler");
+    let mut kept = 1 << 20;
+    while fs::write(&filler, vec![0; kept]).is_err() {
+        kept -= 4096;
+    }
+    fs::write(&filler, vec![0; kept - 6 * 4096])?;
+    cluster.submit(&plan)?;
+    cluster.drained()?;
+    let none = merged(&plan)?;
+    ensure(none.ended < none.tasks && none.refused.count == 0 && none.failed.count == 0, || {
+        format!("{none:#?}")
+    })?;
+    let named = none.ended + none.all_missing + none.vanished.count;
+    ensure(named == none.tasks, || format!("{named} are named: {none:#?}"))?;
+    println!(
+        "full: {} of {} have a result, {} vanished, {} are missing",
+        none.ended, none.tasks, none.vanished.count, none.all_missing
+    );
+    let temporary = fs::read_dir(result::shard(&plan::results(&plan), 0)).into_iter().flatten().flatten();
+    let left: Vec<_> = temporary
+        .map(|entry| entry.file_name())
+        .filter(|name| name.to_string_lossy().starts_with('.'))
+        .collect();
+    ensure(left.is_empty(), || format!("{left:?}"))?;
+    fs::remove_file(&filler)?;
+    cluster.submit(&plan)?;
+    cluster.drained()?;
+    let all = merged(&plan)?;
+    is_whole(&all)?;
+    ensure(all.is_well(), || format!("{all:#?}"))
+}
+
+/// A real use: every tracker on every backing that this host has.
+fn oracle() -> Result<(), Failed> {
+    let cluster = Cluster::start(3)?;
+    let trackers = ["bitmap", "manual-protect", "initially-set", "ring"];
+    let tests = trackers.map(|tracker| {
+        format!(
+            "[[test]]\nname = \"{tracker}\"\nrun = \"test dirty-log\"\nfeatures = [\"kvm\"]\nseeds = 6\nminutes = 20\n\
+             [test.arguments]\ntracker = \"{tracker}\"\nmemory = \"32m\"\nevents = \"30k\"\n"
+        )
+    });
+    let plan = cluster.plan("oracle", &format!("name = \"oracle\"\n{}", tests.concat()))?;
+    cluster.submit(&plan)?;
+    cluster.drained()?;
+    let all = merged(&plan)?;
+    is_whole(&all)?;
+    ensure(all.all_losses == 0 && all.hosts.len() == 3, || format!("{all:#?}"))?;
+    for tracker in trackers {
+        ensure(all.events.keys().any(|alike| alike.tracker == tracker), || {
+            format!("{tracker}: {:#?}", all.events)
+        })?;
+    }
+    println!("{}", vellum(&["fleet", "merge", &plan.to_string_lossy()])?);
+    let page = std::env::var("VELLUM_FLEET_PAGE")
+        .unwrap_or_else(|_| cluster.dir.join("page.html").display().to_string());
+    vellum(&["fleet", "merge", &plan.to_string_lossy(), "--html", &page])?;
+    let page = fs::read_to_string(&page)?;
+    ensure(cluster.nodes.iter().all(|node| page.contains(&format!("<th>{node}</th>"))), || page.clone())
+}

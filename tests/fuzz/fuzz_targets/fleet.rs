@@ -1,0 +1,5 @@
+#![no_main]
+#[path = "../targets/fleet.rs"]
+mod target;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| target::fleet(data));
