@@ -18,12 +18,13 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use vellum::report::compare::{self as weighing, Compared, Policy, Replicate, Weighed, weigh};
-use vellum::report::{Label, Report, html, terminal};
+use vellum::report::{Case, Label, Report, Status, html, terminal};
 
 use self::boot::{Boot, Hosts, Sample};
 use crate::artifacts::Programs;
 use crate::bed::{self, BEDS, Emulated};
 use crate::cache::Cache;
+use crate::form;
 use crate::kernel::build::{self, Image};
 use crate::kernel::series::{self, Bench, Series, by_host};
 use crate::kernel::tree;
@@ -144,6 +145,35 @@ pub fn list(cache: &Cache) -> Result<String> {
         }
     }
     Ok(list)
+}
+
+/// What a comparison that is kept in `dir` says, as a result: a case and a ratio a row.
+pub fn as_report(dir: &Path, name: &str) -> Report {
+    let mut report = form::report(name);
+    let kept = fs::read(dir.join("comparison.json")).ok();
+    let Some(comparison) = kept.and_then(|bytes| serde_json::from_slice::<Comparison>(&bytes).ok()) else {
+        let case = Case::new(name, Status::Skip)
+            .because("there is no table yet")
+            .mended_by("collect the boots that are left");
+        form::add(&mut report, case);
+        return report;
+    };
+    report.notes.push(format!("before: {}; after: {}", comparison.before, comparison.after));
+    for row in &comparison.rows {
+        let what = format!("{}/{}/{}", row.bed, row.bench, row.figure.of.label);
+        let case = Case::new(&what, Status::Pass);
+        match row.figure.ratio {
+            Some(ratio) => {
+                report.figure(Label::of("ratio", &what), "x", ratio);
+                form::add(&mut report, case);
+            }
+            None => form::add(
+                &mut report,
+                Case { status: Status::Skip, ..case.because("it has no ratio: a side is zero") },
+            ),
+        }
+    }
+    report
 }
 
 /// Compares the pristine kernel with the patched one, or with the pristine one of `other`; prints the table, and keeps it and

@@ -249,6 +249,11 @@ pub fn forget(cache: &Cache) -> Result<()> {
     }
 }
 
+/// The address of the mirror that this machine uses.
+pub fn mirror() -> Result<String> {
+    Ok(Mirror::discover()?.main)
+}
+
 /// Where Debian's archives are.
 #[derive(Debug, PartialEq)]
 struct Mirror {

@@ -12,12 +12,14 @@ use lab::artifacts::{Kernel, Programs};
 use lab::bed::{self, BEDS, Emulated, HostKernel, Pace, Request, svm};
 use lab::cache::Cache;
 use lab::compare::Processor;
+use lab::form::{self, Output};
 use lab::guest::Guest;
 use lab::kernel::post::{self, Poster};
 use lab::kernel::tree::Tree;
 use lab::kernel::{Base, build, check, series};
 use lab::wire::Frame;
-use lab::{Error, Result, compare, debian, doctor, kvm_unit_tests, test};
+use lab::{Error, Result, artifacts, compare, debian, doctor, kvm_unit_tests, release, test};
+use vellum::cli::{Form, origin};
 
 /// Vellum's laboratory: emulated hosts, kernels and their patches, and every test that this machine can run.
 #[derive(Parser)]
@@ -66,6 +68,8 @@ enum What {
         /// With `fuzz`: how long all targets take together, as in 90s, 10m or 1h [default: 10m]
         #[arg(long, value_name = "TIME", value_parser = vellum::keyvalue::duration)]
         time: Option<Duration>,
+        #[command(flatten)]
+        form: Formed,
         /// Arguments for the test programs, as `cargo test` hands them on: part of a name, `--exact`, `--skip NAME`
         #[arg(last = true, value_name = "ARGS")]
         arguments: Vec<String>,
@@ -93,10 +97,16 @@ enum What {
         /// Where the table and the results are kept; by default in the cache, for `cargo lab list`
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
+        #[command(flatten)]
+        form: Formed,
     },
     /// Hold a series to its promises: applies, checkpatch, warnings, boots, the oracle, selftests; and its base's stack with
     /// lockdep and KASAN
-    Check { series: Vec<String> },
+    Check {
+        series: Vec<String>,
+        #[command(flatten)]
+        form: Formed,
+    },
     /// Write a series as mails, for `git send-email`: addressed by get_maintainer, with a cover letter and, given a clone, the
     /// base-commit; checkpatch has to find nothing
     Post {
@@ -138,8 +148,39 @@ enum What {
         #[command(flatten)]
         host: Host,
     },
+    /// Make and try what is given away, of the commit that is checked out: two builds compared, licences, a list of what is in it, and
+    /// a Debian package that is installed into a fresh Debian and removed again. What needs a tool that is not there is skipped
+    Release {
+        /// Consent to install Debian's packages (as root), and cargo-deb into the laboratory's cache
+        #[arg(long)]
+        setup: bool,
+        /// A static program that was built elsewhere, to be packed as it is: nothing is built here
+        #[arg(long, value_name = "FILE")]
+        prebuilt: Option<PathBuf>,
+        /// Where the package and the list go [default: target/package]
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
     /// Forget which versions Debian's packages had: the next use asks again
     Update,
+}
+
+/// The form in which other programs want to read how each part ended.
+#[derive(Args)]
+struct Formed {
+    /// Print how each part ended in a form that other programs read; all else goes to standard error
+    #[arg(long, value_name = "FORM", value_enum)]
+    format: Option<Form>,
+    /// Who submits to KCIDB, as agreed with its operators: a-z, 0-9 and _
+    #[arg(long, value_name = "NAME", value_parser = origin, required_if_eq("format", "kcidb"))]
+    origin: Option<String>,
+}
+
+impl Formed {
+    /// Standard output, where a form is wanted there.
+    fn output(&self) -> Result<Option<Output>> {
+        self.format.map(|format| Output::claim(format.view(self.origin.as_deref()))).transpose()
+    }
 }
 
 /// The hosts of a comparison.
@@ -302,21 +343,30 @@ fn perform(what: What) -> Result<u8> {
         What::Guest { kernel, vmlinux, dir } => done(make_guest(&kernel, vmlinux, &dir)),
         What::Run { bed, host, out, command } => run(bed, host, &out, command),
         What::Shell { bed, host } => done(shell(bed, host)),
-        What::Test { bed, setup, prebuilt, npt, time, arguments } => {
-            test::run(&test::Options { bed, setup, prebuilt, npt, time, arguments })
+        What::Test { bed, setup, prebuilt, npt, time, form, arguments } => {
+            test::run(test::Options { bed, setup, prebuilt, npt, time, arguments, form: form.output()? })
         }
         What::Kernel { command: KernelCommand::Build { base, with, variant } } => {
             done(build_kernel(&base, &with, variant.as_deref()))
         }
         What::Kernel { command: KernelCommand::Source { base, with } } => done(make_source(&base, &with)),
         What::List => done(list()),
-        What::Compare { series, bed, pml, on, out } => done(compare(&series, bed, pml, on.as_deref(), out)),
-        What::Check { series } => done(check_series(&series)),
+        What::Compare { series, bed, pml, on, out, form } => {
+            let output = form.output()?;
+            let kept = compare(&series, bed, pml, on.as_deref(), out)?;
+            let name = format!("lab compare {series}");
+            done(output.map_or(Ok(()), |output| output.deliver(&compare::as_report(&kept, &name))))
+        }
+        What::Check { series, form } => done(check_series(&series, form.output()?)),
         What::Post { series, from, sign_off, linux, out } => {
             let poster = Poster { from: &from, sign_off, linux: linux.as_deref() };
             post::post(&Cache::open()?, &series::named(&series)?, &poster, &out).map(|()| 0)
         }
         What::KvmUnitTests { dir, only, irqchip, host } => unit_tests_of_kvm(&dir, &only, irqchip, host),
+        What::Release { setup, prebuilt, out } => {
+            let out = out.unwrap_or_else(|| artifacts::workspace().join("target/package"));
+            release::run(&release::Options { setup, prebuilt, out })
+        }
         What::Update => done(debian::forget(&Cache::open()?)),
     }
 }
@@ -372,7 +422,8 @@ fn list() -> Result<()> {
     Ok(())
 }
 
-fn compare(series: &str, hosts: Hosts, pml: bool, on: Option<&str>, out: Option<PathBuf>) -> Result<()> {
+/// Compares, and says where what came of it is kept.
+fn compare(series: &str, hosts: Hosts, pml: bool, on: Option<&str>, out: Option<PathBuf>) -> Result<PathBuf> {
     let cache = Cache::open()?;
     let series = series::named(series)?;
     let other = on.map(Base::named).transpose()?;
@@ -388,7 +439,8 @@ fn compare(series: &str, hosts: Hosts, pml: bool, on: Option<&str>, out: Option<
             bed.ready()?;
             let processor = Processor { bed, pml };
             let out = out.unwrap_or_else(|| compare::kept(&cache, &series, other, processor));
-            compare::compare(&cache, &series, other, processor, &out)
+            compare::compare(&cache, &series, other, processor, &out)?;
+            Ok(out)
         }
         Hosts::Metal if pml => {
             Err(Error::Usage("--pml: metal has the processor that it has; leave it out".into()))
@@ -398,15 +450,20 @@ fn compare(series: &str, hosts: Hosts, pml: bool, on: Option<&str>, out: Option<
         )),
         Hosts::Metal => {
             let out = out.unwrap_or_else(|| compare::kept_of_metal(&cache, &series));
-            compare::metal::compare(&cache, &series, &out)
+            compare::metal::compare(&cache, &series, &out)?;
+            Ok(out)
         }
     }
 }
 
-fn check_series(names: &[String]) -> Result<()> {
+fn check_series(names: &[String], output: Option<Output>) -> Result<()> {
     BEDS[0].ready()?;
     let cache = Cache::open()?;
-    series::chosen(names)?.iter().try_for_each(|series| check::check(&cache, series))
+    let mut report = form::report("lab check");
+    let done = series::chosen(names)?.iter().try_for_each(|series| check::check(&cache, series, &mut report));
+    // A form is of what was tried, whatever came of it.
+    output.map_or(Ok(()), |output| output.deliver(&report))?;
+    done
 }
 
 fn unit_tests_of_kvm(

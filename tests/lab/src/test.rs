@@ -11,8 +11,9 @@ mod hosts;
 mod kernels;
 mod programs;
 mod readers;
-mod setup;
-mod tally;
+pub(crate) mod setup;
+mod slurm;
+pub(crate) mod tally;
 
 use std::path::PathBuf;
 use std::sync::LazyLock;
@@ -23,6 +24,7 @@ use clap::builder::PossibleValue;
 use harness::record::{self, Record};
 
 use crate::bed::{BEDS, Emulated, svm};
+use crate::form::Output;
 use crate::{Error, Result, kernel};
 use tally::Tally;
 
@@ -45,6 +47,8 @@ pub enum Bed {
     Fuzz,
     /// Live migration, for as long as it takes to see all of it.
     Migration,
+    /// Plans on a Slurm cluster of this machine alone.
+    Fleet,
 }
 
 impl ValueEnum for Bed {
@@ -54,7 +58,7 @@ impl ValueEnum for Bed {
             [Bed::Local, Bed::Metal]
                 .into_iter()
                 .chain(emulated)
-                .chain([Bed::Linux, Bed::Pair, Bed::Kernels, Bed::Fuzz, Bed::Migration])
+                .chain([Bed::Linux, Bed::Pair, Bed::Kernels, Bed::Fuzz, Bed::Migration, Bed::Fleet])
                 .collect()
         });
         &ALL
@@ -91,6 +95,11 @@ impl ValueEnum for Bed {
                 "Live migration with all that it has: hours on this machine, then Linux guests on emulated AMD hosts; only when asked for"
                     .into(),
             ),
+            Bed::Fleet => (
+                "fleet",
+                "Plans on a Slurm cluster in namespaces of its own, daemons that are killed included; a run without a bed has a short one"
+                    .into(),
+            ),
         };
         Some(PossibleValue::new(name).help(help))
     }
@@ -110,6 +119,8 @@ pub struct Options {
     pub time: Option<Duration>,
     /// What the test programs are told: which tests, above all.
     pub arguments: Vec<String>,
+    /// Where each test goes as a case of one result, where that is wanted.
+    pub form: Option<Output>,
 }
 
 /// Huge pages that `--setup` reserves: what the largest bed test asks for.
@@ -137,7 +148,7 @@ impl Options {
         }
         if !self.arguments.is_empty() && matches!(self.bed, None | Some(Bed::Kernels | Bed::Pair)) {
             return Err(Error::Usage(format!(
-                "-- {}: arguments are for the test programs of one bed: local, metal, svm, linux, fuzz or migration",
+                "-- {}: arguments are for the test programs of one bed: local, metal, svm, linux, fuzz, fleet or migration",
                 self.arguments.join(" ")
             )));
         }
@@ -146,10 +157,16 @@ impl Options {
 }
 
 /// Runs the tests; the exit code is 0 where none failed.
-pub fn run(options: &Options) -> Result<u8> {
+pub fn run(mut options: Options) -> Result<u8> {
     options.check()?;
+    let form = options.form.take();
+    let options = &options;
     let wants = |bed| options.bed.is_none_or(|asked| asked == bed);
-    let mut tally = Tally::new(Record::new(std::env::var_os(record::VARIABLE).map(PathBuf::from)));
+    let record = Record::new(std::env::var_os(record::VARIABLE).map(PathBuf::from));
+    let mut tally = match &form {
+        Some(_) => Tally::kept(record, "lab test"),
+        None => Tally::new(record),
+    };
     let on_host = wants(Bed::Local) || options.bed == Some(Bed::Metal);
     if on_host {
         let _signals = setup::Signals::catch();
@@ -188,6 +205,11 @@ pub fn run(options: &Options) -> Result<u8> {
         let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
         here::migration(options, &mut tally)?;
     }
+    if options.bed == Some(Bed::Fleet) {
+        let _signals = setup::Signals::catch();
+        let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
+        here::fleet(options, &mut tally)?;
+    }
     // Arguments name trials of this machine's part.
     let moves =
         options.bed == Some(Bed::Pair) || options.bed == Some(Bed::Migration) && options.arguments.is_empty();
@@ -201,11 +223,16 @@ pub fn run(options: &Options) -> Result<u8> {
                 npt: options.npt,
                 time: None,
                 arguments: vec!["moves_under_load".into()],
+                form: None,
             };
             hosts::linux(&under_load, &mut tally)?;
         }
         hosts::pair(options, &mut tally)?;
     }
     tally.close();
-    Ok(u8::from(tally.failed() > 0))
+    let failed = tally.failed() > 0;
+    if let (Some(form), Some(report)) = (form, tally.into_report()) {
+        form.deliver(&report)?;
+    }
+    Ok(u8::from(failed))
 }

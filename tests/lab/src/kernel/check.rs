@@ -12,34 +12,48 @@ use super::complaints::complaints;
 use super::selftests::{self, Results};
 use super::series::{self, Series};
 use super::tree::{self, Tree};
+use vellum::report::{Case, Report, Status};
+
 use crate::artifacts::Programs;
 use crate::bed::{HostKernel, Request};
 use crate::cache::Cache;
+use crate::form;
 use crate::lanes::side_by_side;
 use crate::{Error, Result, tool};
 
 /// Holds `series` to its promises; each step says what it saw and how long it took. Images, and what the selftests and the
-/// commands did on them, are kept: after a stop the next check goes on from there.
-pub fn check(cache: &Cache, series: &Series) -> Result<()> {
+/// commands did on them, are kept: after a stop the next check goes on from there. Each step is a case of `report`, the one that ends
+/// it too.
+pub fn check(cache: &Cache, series: &Series, report: &mut Report) -> Result<()> {
     let tree = Tree::open(cache, series.base)?;
-    let timed = |step: &dyn Fn() -> Result<()>| {
-        let start = Instant::now();
-        step()?;
-        println!("  ({:.0} s)", start.elapsed().as_secs_f64());
+    let mut timed = |name: &str, step: &dyn Fn() -> Result<()>| {
+        let (start, done) = (Instant::now(), step());
+        let seconds = start.elapsed().as_secs_f64();
+        let case = Case::new(format!("{}/{}/{name}", series.base.name, series.name), Status::Pass);
+        let case = Case { seconds: Some(seconds), ..case };
+        form::add(
+            report,
+            match &done {
+                Ok(()) => case,
+                Err(error) => Case { status: Status::Fail, ..case.because(error.to_string()) },
+            },
+        );
+        done?;
+        println!("  ({seconds:.0} s)");
         Ok(())
     };
-    timed(&|| applies(cache, &tree, series))?;
-    timed(&|| checkpatch(&tree.source, series, &[]))?;
-    timed(&|| warnings(cache, &tree, series))?;
-    timed(&|| elsewhere(cache, &tree, series))?;
-    timed(&|| in_user_space(cache, &tree, series))?;
+    timed("applies", &|| applies(cache, &tree, series))?;
+    timed("checkpatch", &|| checkpatch(&tree.source, series, &[]))?;
+    timed("warnings", &|| warnings(cache, &tree, series))?;
+    timed("other architectures", &|| elsewhere(cache, &tree, series))?;
+    timed("in user space", &|| in_user_space(cache, &tree, series))?;
     let build = |variant| build::build(cache, series.base, std::slice::from_ref(series), variant);
-    timed(&|| boots::once_each(cache, &build(None)?, &series.about.test))?;
-    timed(&|| {
+    timed("boots under its tests", &|| boots::once_each(cache, &build(None)?, &series.about.test))?;
+    timed("selftests as before", &|| {
         let before = build::build(cache, series.base, &[], None)?;
         selftests_alike(cache, &tree, series, &before, &build(None)?)
     })?;
-    timed(&|| {
+    timed("with its stack, lockdep and KASAN", &|| {
         // A kernel that checks itself takes the longest to build and to run. One with the whole stack serves each series.
         let stack = stack_of(series)?;
         let image = build::build(cache, series.base, &stack, Some(build::DEBUG))?;

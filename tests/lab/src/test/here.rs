@@ -12,7 +12,7 @@ use harness::record;
 
 use super::programs::{self, Place};
 use super::tally::Tally;
-use super::{Options, readers, setup};
+use super::{Options, readers, setup, slurm};
 use crate::artifacts::{self, Executable};
 use crate::bed::Emulated;
 use crate::{Error, Result, doctor, tool};
@@ -28,6 +28,7 @@ pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
         setup::browser(tally);
         setup::sshd(tally);
         readers::prepare(tally);
+        slurm::prepare(tally);
     }
     eprintln!("lab: {LOCAL}: every test program of the workspace");
     let programs = match programs::built_here() {
@@ -93,6 +94,20 @@ pub fn migration(options: &Options, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
+/// Plans on a Slurm cluster, with everything that can happen to it.
+pub fn fleet(options: &Options, tally: &mut Tally) -> Result<()> {
+    if options.setup {
+        slurm::prepare(tally);
+    }
+    for program in programs::named(&["fleet"])? {
+        eprintln!("lab: fleet: {}", program.path.display());
+        let mut command = command(&program);
+        command.args(&options.arguments).env("VELLUM_FLEET", "all");
+        keep_record(&mut command, "fleet", &program.name, tally)?;
+    }
+    Ok(())
+}
+
 /// What the laboratory promises of `bed`'s hosts.
 pub fn promises(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
     for program in programs::promises()? {
@@ -116,6 +131,9 @@ fn command(program: &Executable) -> Command {
     command.current_dir(program.package()).env("CARGO_MANIFEST_DIR", program.package());
     if let Some(dir) = readers::find() {
         command.env(readers::VARIABLE, dir);
+    }
+    if let Some(dir) = slurm::find() {
+        command.env(slurm::VARIABLE, dir);
     }
     command
 }

@@ -19,14 +19,14 @@ pub fn run(tally: &mut Tally) -> Result<()> {
     }
     for series in &all {
         let name = format!("{}/{}", series.base.name, series.name);
-        record(tally, &format!("{name} applies and compiles"), applies_and_compiles(&cache, series));
+        tally.stage(BED, &format!("{name} applies and compiles"), applies_and_compiles(&cache, series));
     }
     // The other bases move, so their kernels are built when somebody asks for them.
     for base in BASES.iter().filter(|base| base.frozen.is_some()) {
         let stack = series::of_base(base, &["all".to_owned()])?;
         if !stack.is_empty() {
-            record(
-                tally,
+            tally.stage(
+                BED,
                 &format!("{} with all of its series boots", base.name),
                 stack_boots(&cache, &stack),
             );
@@ -48,17 +48,4 @@ fn stack_boots(cache: &Cache, stack: &[Series]) -> Result<()> {
     let tests: Vec<_> =
         stack.iter().flat_map(|series| series.about.test.clone()).filter(|test| !test.multi).collect();
     boots::every_time(cache, &image, &tests)
-}
-
-fn record(tally: &mut Tally, what: &str, result: Result<()>) {
-    match result {
-        Ok(()) => {
-            tally.show(&format!("{BED}: {what}: ok"));
-            tally.pass(BED, what);
-        }
-        Err(error) => {
-            tally.show(&format!("{BED}: {what}: FAILED\n{error}"));
-            tally.fail(BED, what);
-        }
-    }
 }

@@ -26,7 +26,7 @@ pub fn packages(programs: &[&'static str], consent: bool, bed: &str, tally: &mut
     Ok(false)
 }
 
-pub(super) fn is_root() -> bool {
+pub(crate) fn is_root() -> bool {
     // SAFETY: geteuid has no preconditions.
     unsafe { libc::geteuid() == 0 }
 }

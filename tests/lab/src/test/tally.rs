@@ -3,6 +3,9 @@
 use std::collections::BTreeMap;
 
 use harness::record::{self, Line, Outcome, Record};
+use vellum::report::{Case, Report, Status};
+
+use crate::{Result, form};
 
 /// What happened, over all beds.
 pub struct Tally {
@@ -12,12 +15,24 @@ pub struct Tally {
     failures: Vec<String>,
     /// Skipped tests by where and why.
     skipped: BTreeMap<(String, String), Vec<String>>,
+    /// All of them, where somebody wants to have them.
+    report: Option<Report>,
 }
 
 impl Tally {
     /// Nothing has happened yet; what will is written into `record`, too.
     pub fn new(record: Record) -> Self {
-        Self { record, passed: 0, failures: Vec::new(), skipped: BTreeMap::new() }
+        Self { record, passed: 0, failures: Vec::new(), skipped: BTreeMap::new(), report: None }
+    }
+
+    /// The same, which keeps each as a case of a result of that name.
+    pub fn kept(record: Record, name: &str) -> Self {
+        Self { report: Some(form::report(name)), ..Self::new(record) }
+    }
+
+    /// What has happened, as cases; none of them where they were not kept.
+    pub fn into_report(self) -> Option<Report> {
+        self.report
     }
 
     /// A line for whoever looks on. Where the record is kept, standard output may be it.
@@ -43,7 +58,7 @@ impl Tally {
     }
 
     /// Counts what `lines` say; an error where they are not a whole record.
-    pub fn lines(&mut self, bed: &str, prefix: &str, lines: &str) -> Result<(), String> {
+    pub fn lines(&mut self, bed: &str, prefix: &str, lines: &str) -> std::result::Result<(), String> {
         let (mut counted, mut end) = (0, None);
         let (lines, rest) = record::parse(lines);
         for line in lines {
@@ -64,6 +79,15 @@ impl Tally {
     }
 
     fn count(&mut self, bed: &str, what: &str, outcome: Outcome) {
+        if let Some(report) = &mut self.report {
+            let case = |status| Case::new(format!("{bed}/{what}"), status);
+            let case = match &outcome {
+                Outcome::Passed => case(Status::Pass),
+                Outcome::Failed(why) => case(Status::Fail).because(why),
+                Outcome::Skipped(why) => case(Status::Skip).explained(why),
+            };
+            form::add(report, case);
+        }
         match &outcome {
             Outcome::Passed => self.passed += 1,
             Outcome::Failed(_) => self.failures.push(format!("{bed}: {what}")),
@@ -83,6 +107,20 @@ impl Tally {
     /// A test failed.
     pub fn fail(&mut self, bed: &str, what: &str) {
         self.count(bed, what, Outcome::Failed("it stands above".into()));
+    }
+
+    /// One that is no program's came to this, which is said.
+    pub fn stage(&mut self, bed: &str, what: &str, result: Result<()>) {
+        match result {
+            Ok(()) => {
+                self.show(&format!("{bed}: {what}: ok"));
+                self.pass(bed, what);
+            }
+            Err(error) => {
+                self.show(&format!("{bed}: {what}: FAILED\n{error}"));
+                self.fail(bed, what);
+            }
+        }
     }
 
     /// A test was not run.
