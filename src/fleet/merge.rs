@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-pub use merged::{Alike, Events, FEW, Host, Kind, Lines, Loss, Mean, Merged, interval};
+pub use merged::{Alike, Events, FEW, Host, Kind, Lines, Loss, Mean, Merged, interval, short};
 
 use super::plan::{Plan, Task};
 use super::result::{self, Header, SHARD};

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::merge::{Events, Lines, Loss, Merged, interval};
+use super::merge::{Events, Lines, Loss, Merged, interval, short};
 use crate::report::html::{escape, head_of_page};
 use crate::report::printable;
 use crate::report::units::{grouped, humanised};
@@ -69,8 +69,13 @@ pub fn text(merged: &Merged) -> String {
     }
     for table in tables(merged) {
         let _ = writeln!(out, "\n{}", printable(&table.title));
+        // What the last column says is a sentence, and nothing stands behind it.
+        let most = |at: usize| if at + 1 == table.heads.len() { 120 } else { 48 };
+        let cells = |row: &Vec<String>| {
+            row.iter().enumerate().map(|(at, cell)| short(&printable(cell), most(at))).collect()
+        };
         let shown: Vec<Vec<String>> = std::iter::once(table.heads.iter().map(ToString::to_string).collect())
-            .chain(table.rows.iter().map(|row| row.iter().map(|cell| short(&printable(cell))).collect()))
+            .chain(table.rows.iter().map(cells))
             .collect();
         let width =
             |at: usize| shown.iter().map(|row: &Vec<String>| row[at].chars().count()).max().unwrap_or(0);
@@ -89,14 +94,6 @@ fn shown(loss: &Loss, harmless: &dyn Fn(&str) -> String, between: &str) -> [Stri
     let [kernel, test, what] = [kernel, test, what].map(|text| harmless(text));
     let again = again.lines().map(harmless).collect::<Vec<_>>().join(between);
     [harmless(node), format!("(Linux {kernel}), {test} with seed {seed}, attempt {attempt}: {what}"), again]
-}
-
-fn short(text: &str) -> String {
-    const MOST: usize = 48;
-    match text.chars().count() {
-        ..=MOST => text.into(),
-        _ => text.chars().take(MOST - 1).chain(['…']).collect(),
-    }
 }
 
 fn summary(merged: &Merged) -> String {

@@ -126,7 +126,21 @@ impl Cluster {
 
     /// Waits until the queue is empty.
     pub fn drained(&self) -> Result<(), Failed> {
-        self.eventually("the queue is empty", |cluster| Ok(cluster.jobs()?.is_empty().then_some(())))
+        self.eventually("the queue is empty", |cluster| {
+            cluster.resume()?;
+            Ok(cluster.jobs()?.is_empty().then_some(()))
+        })
+    }
+
+    /// What an administrator does where a controller that died gives a number of a job, which it had not saved, a second time: it drains
+    /// the nodes that know the first.
+    pub fn resume(&self) -> Result<(), Failed> {
+        for node in &self.nodes {
+            if self.state(node)?.starts_with("drain") {
+                self.client("scontrol", &["update", &format!("NodeName={node}"), "State=RESUME"])?;
+            }
+        }
+        Ok(())
     }
 
     /// Waits; each look costs processes, so that there are not many in a second.
@@ -210,7 +224,7 @@ fn configuration(dir: &Path, slurm: &Path, nodes: usize, features: &str) -> Stri
          SlurmdPidFile={dir}/%n.pid\n\
          SlurmdTimeout=5\n\
          SlurmctldTimeout=5\n\
-         ReturnToService=2\n\
+         ReturnToService=1\n\
          ProctrackType=proctrack/linuxproc\n\
          TaskPlugin=task/none\n\
          JobAcctGatherType=jobacct_gather/none\n\

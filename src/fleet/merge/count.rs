@@ -1,8 +1,11 @@
 //! What the result of a task that counts adds to the sums.
 
-use super::merged::{Alike, HOSTS, KINDS, Kind, MEANS, Merged, NAMED};
+use super::merged::{Alike, HOSTS, KINDS, Kind, MEANS, Merged, NAMED, short};
 use crate::fleet::result::Header;
 use crate::report::{Report, Status, printable};
+
+/// How much of what a case says is shown, in characters.
+const SAID: usize = 400;
 
 /// Kernels of one host that are named: it was booted anew in between.
 const KERNELS: usize = 16;
@@ -59,8 +62,7 @@ fn cases(header: &Header, seed: u64, report: &Report, merged: &mut Merged) {
             Status::Pass => host.cases[0] += 1,
             Status::Skip => {
                 host.cases[2] += 1;
-                let reason =
-                    case.reason.unwrap_or_else(|| "no reason given".into()).chars().take(200).collect();
+                let reason = short(case.reason.as_deref().unwrap_or("no reason given"), SAID);
                 if merged.skipped.len() < NAMED || merged.skipped.contains_key(&reason) {
                     *merged.skipped.entry(reason).or_default() += 1;
                 }
@@ -70,8 +72,7 @@ fn cases(header: &Header, seed: u64, report: &Report, merged: &mut Merged) {
                 // What lost a page is named as that.
                 if lossy == 0.0 {
                     merged.failed.add(|| {
-                        let [why, name] =
-                            [case.why(), case.name].map(|text| text.chars().take(300).collect::<String>());
+                        let [why, name] = [case.why(), case.name].map(|text| short(&text, SAID));
                         let (node, name, why) = (printable(&header.node), printable(&name), printable(&why));
                         format!("task {} on {node}, seed {seed}, {name}: {why}", header.index)
                     });

@@ -183,3 +183,11 @@ pub fn interval(hosts: &BTreeMap<String, Mean>) -> Option<(f64, f64)> {
     let means: Vec<f64> = hosts.values().map(|mean| mean.sum / mean.count as f64).collect();
     (means.len() >= FEW).then(|| mean_interval(&means, 0.05))
 }
+
+/// At most `most` characters of a text.
+pub fn short(text: &str, most: usize) -> String {
+    match text.chars().count() > most {
+        false => text.into(),
+        true => text.chars().take(most - 1).chain(['…']).collect(),
+    }
+}
