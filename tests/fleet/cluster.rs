@@ -133,8 +133,14 @@ impl Cluster {
     }
 
     /// What an administrator does where a controller that died gives a number of a job, which it had not saved, a second time: it drains
-    /// the nodes that know the first.
+    /// the nodes that know the first, and holds the second.
     pub fn resume(&self) -> Result<(), Failed> {
+        let text = self.client("squeue", &["--noheader", "--array", "--format=%F_%K %r"])?;
+        for held in
+            text.lines().filter(|line| line.contains("held")).filter_map(|line| line.split(' ').next())
+        {
+            self.client("scontrol", &["release", held])?;
+        }
         for node in &self.nodes {
             if self.state(node)?.starts_with("drain") {
                 self.client("scontrol", &["update", &format!("NodeName={node}"), "State=RESUME"])?;

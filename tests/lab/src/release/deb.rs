@@ -49,8 +49,15 @@ pub fn make(cache: &Cache, setup: bool, clone: &Checkout, tally: &mut Tally) -> 
         let cargo = clone.cargo();
         let mut command = Command::new(program);
         command.envs(cargo.get_envs().filter_map(|(key, value)| Some((key, value?)))).current_dir(&clone.dir);
-        let said =
-            tool::text(command.args(["--no-build", "--locked", "--target", TARGET, "--package", "vellum"]))?;
+        let said = tool::text(command.args([
+            "--no-build",
+            "--strip",
+            "--locked",
+            "--target",
+            TARGET,
+            "--package",
+            "vellum",
+        ]))?;
         made = said.lines().map(str::trim).find(|line| line.ends_with(".deb")).map(PathBuf::from);
         held(made.as_ref().is_some_and(|deb| deb.is_file()), || format!("cargo-deb says {said:?}"))
     });
@@ -131,11 +138,9 @@ pub fn install(
         let bash = "source /usr/share/bash-completion/completions/vellum && complete -p vellum";
         inside_of(&root, &["bash".as_ref(), "-ec".as_ref(), bash.as_ref()])?;
         let listed = words("dpkg -L vellum")?;
-        for file in [
-            "/usr/bin/vellum",
-            "/usr/share/vellum/report.schema.json",
-            "/usr/share/doc/vellum/CHANGELOG.md.gz",
-        ] {
+        for file in
+            ["/usr/bin/vellum", "/usr/share/vellum/report.schema.json", "/usr/share/doc/vellum/CHANGELOG.md"]
+        {
             held(listed.lines().any(|line| line == file), || {
                 format!("{file} is not in the package: {listed}")
             })?;
