@@ -71,11 +71,19 @@ pub enum Mistake {
     AllThrottledAlike,
     /// What a masked vector owes its driver is not taken along.
     PendingLeftOut,
+    /// What a snapshot has taken that came to nothing is not owed to the next one.
+    OwedForgotten,
+    /// Pages of a snapshot lie where the memslot before theirs has its own.
+    LayerOffByASlot,
+    /// A guest that goes on is not told that it stood still.
+    KvmclockCtrlLeftOut,
+    /// MSRs by which KVM writes to guest memory are restored with the others, before the guest is the target's.
+    WritingMsrsEarly,
 }
 
 impl Mistake {
     /// Their names as they are planted.
-    pub const NAMES: [(&str, Self); 26] = [
+    pub const NAMES: [(&str, Self); 30] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -102,6 +110,10 @@ impl Mistake {
         ("kept-in-cache", Self::KeptInCache),
         ("all-throttled-alike", Self::AllThrottledAlike),
         ("pending-left-out", Self::PendingLeftOut),
+        ("owed-forgotten", Self::OwedForgotten),
+        ("layer-off-by-a-slot", Self::LayerOffByASlot),
+        ("kvmclock-ctrl-left-out", Self::KvmclockCtrlLeftOut),
+        ("writing-msrs-early", Self::WritingMsrsEarly),
     ];
 }
 

@@ -9,6 +9,7 @@ mod plants;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Instant;
 
 use bed::kvm;
 use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
@@ -65,6 +66,12 @@ fn main() -> ExitCode {
             "vmgenid-unchanged",
             "a_restored_pc_has_another_generation_id_and_is_told",
             "it has the ID of another",
+        ),
+        ("kvmclock-ctrl-left-out", "a_guest_is_told_that_it_stood_still", "the flag is set"),
+        (
+            "writing-msrs-early",
+            "kvm_writes_to_memory_after_the_commit_alone",
+            "it was written before the commit",
         ),
     ] {
         trials
@@ -409,6 +416,34 @@ fn clocks_go_on() -> Result<(), Failed> {
     ensure((1000 * HOUR..1001 * HOUR).contains(&clock.nanoseconds), || format!("{clock:?}"))
 }
 
+/// What each move takes from a clock, or adds, is not added up; and none goes back.
+#[trial(kvm())]
+fn a_clock_is_right_after_twenty_moves() -> Result<(), Failed> {
+    const MOST: u64 = 50_000_000;
+    let read = |pc: &Pc| Ok::<_, Failed>(Clock::save(&pc.machine.vm.fd)?.nanoseconds);
+    let mut pc = paused(|_| ())?;
+    let (before, first) = (Instant::now(), read(&pc)?);
+    let within = Instant::now();
+    let mut last = first;
+    for hop in 1..=20 {
+        let mut next = restored(&mut pc)?;
+        next.machine.commit()?;
+        next.machine.start()?;
+        next.machine.pause()?;
+        let now = read(&next)?;
+        ensure(now > last, || format!("move {hop}: it went from {last} back to {now}"))?;
+        (last, pc) = (now, next);
+    }
+    let after = Instant::now();
+    let last = read(&pc)?;
+    let (least, most) = ((after - within).as_nanos() as u64, before.elapsed().as_nanos() as u64);
+    let passed = last - first;
+    eprintln!("{passed} ns passed there, {least} to {most} here");
+    ensure((least.saturating_sub(MOST)..=most + MOST).contains(&passed), || {
+        format!("{passed} ns passed there, {least} to {most} here")
+    })
+}
+
 #[trial(tsc_offsets())]
 fn tscs_stay_as_far_from_each_other_as_they_were() -> Result<(), Failed> {
     /// Ticks by which the second is ahead of the first, and both of the host's.
@@ -448,6 +483,33 @@ fn kvm_writes_to_memory_after_the_commit_alone() -> Result<(), Failed> {
     ensure(wall(&target)? != [0; 12], || "it was forgotten".into())?;
     let time = target.machine.vcpus[0].with(|fd| get_msr(fd, MSR_KVM_SYSTEM_TIME_NEW))??;
     ensure(time == TIME | 1, || format!("the system time's page is {time:#x}"))
+}
+
+/// KVM_KVMCLOCK_CTRL writes nothing when it is called: the flag is in the guest's clock page when the guest has been entered again, after
+/// a pause, and where it was restored.
+#[trial(kvm())]
+fn a_guest_is_told_that_it_stood_still() -> Result<(), Failed> {
+    const MSR_KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
+    const TIME: u64 = 0x18_1000;
+    /// Where `struct pvclock_vcpu_time_info` has its flags, and PVCLOCK_GUEST_STOPPED (Documentation/virt/kvm/x86/msr.rst).
+    const FLAGS: GuestAddress = GuestAddress(TIME + 29);
+    const STOPPED: u8 = 1 << 1;
+    let mut source = paused(|_| ())?;
+    source.machine.vcpus[0].with(|fd| set_msr(fd, MSR_KVM_SYSTEM_TIME_NEW, TIME | 1))??;
+    let told = |pc: &Pc| -> Result<(), Failed> {
+        let flags = || pc.machine.vm.memory.guest.read_obj::<u8>(FLAGS);
+        let limit = plants::limit();
+        eventually(limit, "the flag is set", || Ok((flags()? & STOPPED != 0).then_some(())))
+    };
+    source.machine.start()?;
+    told(&source)?;
+    source.machine.pause()?;
+    // As the guest does that has seen it.
+    source.machine.vm.memory.guest.write_obj(0u8, FLAGS)?;
+    let mut target = restored(&mut source)?;
+    target.machine.commit()?;
+    target.machine.start()?;
+    told(&target)
 }
 
 /// What moves a machine has nothing left to open: main and vCPU threads do it all in their sandboxes.

@@ -26,6 +26,7 @@ use crate::control::{Disk, Phase, Then};
 use crate::dirty::{self, Method};
 use crate::memory::{Memory, Slot};
 use crate::payload::{self, Section};
+use crate::plant::{self, Mistake};
 use crate::snapshot::layer::{self, Writer};
 use crate::snapshot::{Files, disk, state};
 use crate::sys::pagemap::Pagemap;
@@ -212,11 +213,12 @@ impl Saving {
                 (since.chain, since.point) = (self.place.chain.clone(), self.place.number);
             }
             // What it has taken is owed to the next one.
-            false if !self.full => {
+            false if !self.full && !plant::is(Mistake::OwedForgotten) => {
                 for (region, taken) in self.taken.iter().enumerate() {
                     since.owed.add(region, &taken.words());
                 }
             }
+            false if !self.full => {}
             _ => return Ok(()),
         }
         self.machine.say(Said::Kept(Box::new(since)))

@@ -24,6 +24,7 @@ mod snapshot_demand;
 mod snapshot_disks;
 mod snapshot_map;
 mod snapshot_merge;
+mod snapshot_space;
 mod ssh;
 mod trips;
 mod typed;
@@ -52,6 +53,7 @@ fn main() -> ExitCode {
     snapshot_demand::add(&mut trials);
     snapshot_disks::add(&mut trials);
     snapshot_map::add(&mut trials);
+    snapshot_space::add(&mut trials);
     trips::add_long(&mut trials);
     trials.run()
 }

@@ -12,6 +12,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use harness::{Completion, Failed, LIMIT, Random, Trials, ensure, eventually, trial};
+use vellum::control::Do;
+use vellum::control::client::Client;
 use vellum::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::bed::{huge_pages, kvm, real};
@@ -325,6 +327,30 @@ fn a_source_that_waits_to_be_recovered_takes_no_time() -> Result<(), Failed> {
     let (took, of) = (taken()? - before, began.elapsed().as_millis() as u64 / 10);
     drop((here, there));
     ensure(took < of / 4, || format!("{took} of {of} hundredths of a second"))
+}
+
+/// vCPUs that wait for pages cannot be taken out of the guest before Linux 6.2, and nobody tries: the machine answers, says what can be
+/// done, and is recovered as it is.
+#[trial(kvm())]
+fn a_vcpu_that_waits_for_its_page_is_in_nobodys_way() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (here, there) = severed(&home)?;
+    // Each vCPU comes to a page that is missing, and then nothing is written any more.
+    let mut events = Client::connect(&home.socket("there"))?;
+    events.ask(&Do::Events {})?;
+    let mut alike = (0, 0);
+    eventually(LIMIT, "its vCPUs wait", || {
+        if let Some(done) = events.line()?["done"].as_u64() {
+            alike = (done, if alike.0 == done { alike.1 + 1 } else { 0 });
+        }
+        Ok((alike.1 > 3).then_some(()))
+    })?;
+    let paused = with(home.vellum("ctl there pause")?, 1)?;
+    let said = String::from_utf8_lossy(&paused.stderr).into_owned();
+    ensure(said.contains("is recovered there") && said.lines().count() == 1, || said.clone())?;
+    succeeds(&recovers(&home)?)?;
+    ends_with(here, 15)?;
+    stops(&home, "there", there)
 }
 
 /// Where the target dies the source has the guest as it was at the hand-over, for whoever insists; where the source dies the target

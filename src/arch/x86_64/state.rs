@@ -298,6 +298,9 @@ impl State {
         if !deadline_first {
             set_msrs(vcpu, &self.msrs(false))?;
         }
+        if plant::is(Mistake::WritingMsrsEarly) {
+            set_msrs(vcpu, &self.msrs(true))?;
+        }
         call("KVM_SET_VCPU_EVENTS", vcpu.set_vcpu_events(&self.events))
     }
 

@@ -1,0 +1,94 @@
+//! The map of a layer as whoever reads it has it: a machine may have far more memory than it has touched, and of what it has not there
+//! is nothing here either.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use crc_fast::CrcAlgorithm::Crc32Iscsi;
+use crc_fast::Digest;
+
+use super::{ENTRY, Page};
+use crate::snapshot::Error;
+use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::pagemap;
+
+/// Pages whose entries are one page of the file.
+const PART: u64 = PAGE_SIZE / ENTRY;
+
+/// What a layer has of each page, in parts; those are left out that have nothing.
+#[derive(Debug)]
+pub(super) struct Map {
+    parts: Vec<Option<Box<[Page]>>>,
+    /// How many pages there are.
+    pub pages: u64,
+}
+
+impl Map {
+    /// The map of so many `pages` in `file`, which is as long, is called `name` and has this sum.
+    ///
+    /// # Errors
+    /// Where it cannot be read, or is not what was written.
+    pub fn read(file: &File, name: &str, pages: u64, crc: u32) -> Result<Self, Error> {
+        let (bytes, parts) = (pages * ENTRY, pages.div_ceil(PART));
+        let (mut runs, zeroes) = (Vec::new(), [0; PAGE_SIZE as usize]);
+        if pagemap::data(file, 0, parts, |run| runs.push(run)).is_err() {
+            // Where the file system does not tell, all of it is looked at.
+            runs = vec![0..parts];
+        }
+        let mut this = Self { parts: vec![None; parts as usize], pages };
+        let (mut all, mut at) = (Digest::new(Crc32Iscsi), 0);
+        let mut part = [0; PAGE_SIZE as usize];
+        let of = |number: u64| (bytes - number * PAGE_SIZE).min(PAGE_SIZE) as usize;
+        let mut wrong = None;
+        for run in runs {
+            (at..run.start).for_each(|hole| all.update(&zeroes[..of(hole)]));
+            for number in run.clone() {
+                let part = &mut part[..of(number)];
+                file.read_exact_at(part, number * PAGE_SIZE).map_err(Error::io(name, "reading it"))?;
+                all.update(part);
+                match decoded(part) {
+                    Ok(entries) => this.parts[number as usize] = entries,
+                    Err((index, entry)) => {
+                        wrong.get_or_insert((
+                            number * PAGE_SIZE + index,
+                            format!("{entry:#x} is no entry of a map"),
+                        ));
+                    }
+                }
+            }
+            at = run.end;
+        }
+        (at..parts).for_each(|hole| all.update(&zeroes[..of(hole)]));
+        let found = all.finalize() as u32;
+        if found != crc {
+            wrong = Some((0, format!("its sum is {found:#010x}, not {crc:#010x}")));
+        }
+        match wrong {
+            None => Ok(this),
+            Some((offset, what)) => Err(Error::Damaged { file: name.into(), offset, what }),
+        }
+    }
+
+    /// What there is of a page.
+    pub fn get(&self, page: u64) -> Page {
+        let part = &self.parts[(page / PART) as usize];
+        part.as_ref().map_or(Page::Absent, |entries| entries[(page % PART) as usize])
+    }
+
+    /// The first page from `page` on in a part that has something; how many pages there are, where there is none.
+    pub fn skip(&self, page: u64) -> u64 {
+        let parts = self.parts.iter().enumerate().skip((page / PART) as usize);
+        let next = parts.filter(|(_, part)| part.is_some()).map(|(number, _)| number as u64 * PART).next();
+        next.map_or(self.pages, |first| first.max(page))
+    }
+}
+
+/// The entries of a part, if it has any that say something; or the offset of one that is none, and what it is.
+fn decoded(part: &[u8]) -> Result<Option<Box<[Page]>>, (u64, u64)> {
+    let entries = part.as_chunks::<{ ENTRY as usize }>().0.iter().map(|entry| u64::from_le_bytes(*entry));
+    let pages: Box<[Page]> = (0..)
+        .zip(entries)
+        .map(|(index, entry)| Page::decode(entry).ok_or((index * ENTRY, entry)))
+        .collect::<Result<_, _>>()?;
+    Ok(pages.iter().any(|page| *page != Page::Absent).then_some(pages))
+}
