@@ -248,6 +248,8 @@ pub struct Console {
     file: Option<Untouched>,
     slave: Option<File>,
     keys: Keys,
+    /// Whether another process was given its descriptors.
+    lent: bool,
     /// What has been read and the guest has not been given.
     held: VecDeque<u8>,
     /// While the guest is given nothing: how much may be held.
@@ -287,6 +289,7 @@ impl Console {
             file,
             slave,
             keys,
+            lent: false,
             held: VecDeque::new(),
             holds: None,
             quit,
@@ -310,11 +313,13 @@ impl Console {
         Ok(())
     }
 
-    /// Descriptors of what it leads to.
+    /// Descriptors of what it leads to. A terminal stays raw when this is taken apart: another process may have it by then, and the end of
+    /// this one gives it back.
     ///
     /// # Errors
     /// Where there is none left.
-    pub fn lend(&self) -> io::Result<Lent> {
+    pub fn lend(&mut self) -> io::Result<Lent> {
+        self.lent = true;
         let clone = |file: &Option<File>| file.as_ref().map(File::try_clone).transpose();
         Ok(Lent {
             output: clone(if self.next.is_some() { &self.next } else { &self.output })?,
@@ -532,7 +537,7 @@ impl Keys {
 
 impl Drop for Console {
     fn drop(&mut self) {
-        if self.keys.escape {
+        if self.keys.escape && !self.lent {
             terminal::restore();
         }
     }

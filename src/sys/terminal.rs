@@ -3,14 +3,15 @@
 use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// The terminal that is raw, and how it was before. One process has one terminal, and a panic hook must find it.
-static RAW: Mutex<Option<(RawFd, libc::termios)>> = Mutex::new(None);
+/// The terminal that is raw, and how it was before. One process has one terminal, and a panic hook must find it. The descriptor is this
+/// one's own: whoever had it made raw may have been taken apart by the time at which it is given back.
+static RAW: Mutex<Option<(OwnedFd, libc::termios)>> = Mutex::new(None);
 
 /// Whether `fd` is a terminal whose foreground this process is in; the background may not change a terminal's mode.
 pub fn in_foreground(fd: BorrowedFd<'_>) -> bool {
@@ -33,8 +34,9 @@ pub fn set_raw(fd: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: `raw` is a valid termios.
     unsafe { libc::cfmakeraw(&mut raw) };
     raw.c_oflag = old.c_oflag;
-    set(fd.as_raw_fd(), &raw)?;
-    *RAW.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some((fd.as_raw_fd(), old));
+    let own = fd.try_clone_to_owned()?;
+    set(own.as_raw_fd(), &raw)?;
+    *RAW.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some((own, old));
     Ok(())
 }
 
@@ -45,7 +47,7 @@ pub fn restore() {
         && let Some((fd, old)) = raw.take()
     {
         // Nothing is left to be done for a terminal that has gone away.
-        let _ = set(fd, &old);
+        let _ = set(fd.as_raw_fd(), &old);
     }
 }
 

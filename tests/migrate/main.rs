@@ -2,6 +2,7 @@
 
 #[path = "../bed/mod.rs"]
 mod bed;
+mod clock_pages;
 mod compressed;
 mod connections;
 mod cpu;
@@ -29,6 +30,7 @@ mod ssh;
 mod trips;
 mod typed;
 mod upgrade;
+mod upgrade_ends;
 mod verify;
 
 use std::fs;
@@ -49,6 +51,7 @@ use vellum::sys::mmap::PAGE_SIZE;
 fn main() -> ExitCode {
     let mut trials = Trials::from_args();
     planted::add(&mut trials);
+    clock_pages::add(&mut trials);
     postcopy::add(&mut trials);
     snapshot_demand::add(&mut trials);
     snapshot_disks::add(&mut trials);

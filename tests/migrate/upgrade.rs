@@ -15,13 +15,13 @@ use crate::{counting, ends_with, every_page_is_right, has_counted, succeeds, wit
 const WORKLOAD: &str = "--passes 0 --workload write,order=random,rate=20000,write=80";
 
 /// The process that has the machine `name`.
-fn pid(home: &Home, name: &str) -> Result<u32, Failed> {
+pub fn pid(home: &Home, name: &str) -> Result<u32, Failed> {
     let status = Client::connect(&home.socket(name))?.ask(&Do::Status {})?;
     Ok(status["pid"].as_u64().ok_or("no pid")? as u32)
 }
 
 /// Upgrades `name` to a build of its own path; the process that has it then.
-fn upgrade(home: &Home, name: &str) -> Result<u32, Failed> {
+pub fn upgrade(home: &Home, name: &str) -> Result<u32, Failed> {
     let (before, build) = (pid(home, name)?, home.path("other-build"));
     if !build.exists() {
         symlink(VELLUM, &build)?;

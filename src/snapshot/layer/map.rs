@@ -33,7 +33,8 @@ impl Map {
         let (mut runs, zeroes) = (Vec::new(), [0; PAGE_SIZE as usize]);
         if pagemap::data(file, 0, parts, |run| runs.push(run)).is_err() {
             // Where the file system does not tell, all of it is looked at.
-            runs = vec![0..parts];
+            runs.clear();
+            runs.push(0..parts);
         }
         let mut this = Self { parts: vec![None; parts as usize], pages };
         let (mut all, mut at) = (Digest::new(Crc32Iscsi), 0);

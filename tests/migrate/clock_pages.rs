@@ -1,0 +1,236 @@
+//! Pages of a guest's to which KVM writes by itself: its clocks, and the time that was stolen from it. They are written when the guest has
+//! been handed over, and neither before nor elsewhere; what KVM has written is brought along.
+//!
+//! The guests are of a few bytes: they tell KVM of a page of each kind, and count on their serial port from then on, or spin.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use vellum::plant::{IMPOSSIBLE, POSSIBLE};
+
+use crate::bed::{kvm, real};
+use crate::fence::cut_at_commit;
+use crate::home::{Home, Machine};
+use crate::images::Code;
+use crate::relay::{held_back, until_fit};
+use crate::{ends_with, succeeds, with};
+
+/// KVM's MSRs (Documentation/virt/kvm/x86/msr.rst), and where the guests have their pages.
+const MSR_WALL_CLOCK: u32 = 0x4b56_4d00;
+const MSR_SYSTEM_TIME: u32 = 0x4b56_4d01;
+const MSR_STEAL_TIME: u32 = 0x4b56_4d03;
+const WALL: u32 = 0x18_0000;
+const TIME: u32 = 0x18_1000;
+const STOLEN: u32 = 0x18_2000;
+/// In the first memslot, which begins at address 0.
+const RAM: &str = "ram-0";
+/// What the wall clock's version is before KVM has written it: even, and no number that KVM comes to where it finds zeroes.
+const BEFORE: u32 = 1000;
+/// Where `struct pvclock_vcpu_time_info` has its flags, and PVCLOCK_GUEST_STOPPED.
+const FLAGS: u64 = TIME as u64 + 29;
+const STOPPED: u8 = 1 << 1;
+
+/// Tells KVM the value of an MSR.
+fn wrmsr(code: Code, index: u32, value: u32) -> Code {
+    // mov ecx, index; mov eax, value; xor edx, edx; wrmsr
+    let code = code.bytes(&[0xb9]).bytes(&index.to_le_bytes()).bytes(&[0xb8]).bytes(&value.to_le_bytes());
+    code.bytes(&[0x31, 0xd2, 0x0f, 0x30])
+}
+
+/// A guest whose clocks KVM keeps, and that counts, as `name`, on memory of this backing; where it writes.
+fn counts(home: &Home, name: &str, backing: &str) -> Result<(Machine, PathBuf), Failed> {
+    let (kernel, out) = (home.path("kernel"), home.path(&format!("{name}.out")));
+    // mov dword [WALL], BEFORE
+    let code =
+        Code::default().bytes(&[0xc7, 0x04, 0x25]).bytes(&WALL.to_le_bytes()).bytes(&BEFORE.to_le_bytes());
+    let code = wrmsr(wrmsr(code, MSR_WALL_CLOCK, WALL), MSR_SYSTEM_TIME, TIME | 1);
+    // mov dx, 0x3f8; next: out dx, al; mov ecx, 256; wait: dec ecx; jnz wait; jmp next
+    let code =
+        code.bytes(&[0x66, 0xba, 0xf8, 0x03, 0xee, 0xb9, 0, 1, 0, 0, 0xff, 0xc9, 0x75, 0xfc, 0xeb, 0xf4]);
+    fs::write(&kernel, code.elf64())?;
+    let (kernel, serial) = (kernel.display(), out.display());
+    let line = format!("run --kernel {kernel} --memory 32m,backing={backing} --serial file={serial}");
+    let machine = home.run(name, &line)?;
+    grows(&out)?;
+    Ok((machine, out))
+}
+
+/// That a guest runs, which writes there.
+fn grows(out: &PathBuf) -> Result<(), Failed> {
+    let len = || fs::metadata(out).map_or(0, |data| data.len());
+    let was = len();
+    eventually(LIMIT, "it counts", || Ok((len() > was + 16).then_some(())))
+}
+
+/// The machine `name` ends in a snapshot, paused before, so that nothing of that lets it go on: how often KVM has written the wall clock, and
+/// whether the guest was told that it stood still.
+fn ended(home: &Home, name: &str, machine: Machine) -> Result<(u32, bool), Failed> {
+    let dir = home.path(&format!("{name}.snap"));
+    succeeds(&home.vellum(&format!("ctl {name} pause"))?)?;
+    succeeds(&home.vellum(&format!("snapshot {name} {} --stop --downtime 1m", dir.display()))?)?;
+    ends_with(machine, 0)?;
+    let (mut version, mut flags) = ([0; 4], [0]);
+    let file = File::open(dir.join(RAM))?;
+    file.read_exact_at(&mut version, WALL.into())?;
+    file.read_exact_at(&mut flags, FLAGS)?;
+    // KVM adds one before it writes, and one afterwards.
+    let version = u32::from_le_bytes(version);
+    let written =
+        version.checked_sub(BEFORE).ok_or_else(|| format!("its page was not brought: {version}"))? / 2;
+    Ok((written, flags[0] & STOPPED != 0))
+}
+
+/// Its page is missing when KVM is told of the wall clock, upon which KVM writes there: it is brought, and then written. KVM has two MSRs
+/// of that clock, old and new, and writes for each.
+#[trial(kvm())]
+fn a_clock_s_page_that_is_still_to_come_is_brought_and_written() -> Result<(), Failed> {
+    for mode in ["postcopy", "hybrid"] {
+        let home = Home::new()?;
+        let (here, _) = counts(&home, "here", "anonymous")?;
+        let far = home.path("far");
+        let there = home.receive("there", &format!("--serial file={}", far.display()))?;
+        succeeds(&home.migrate("here", "there", &format!("--mode {mode}"))?)?;
+        ends_with(here, 15)?;
+        grows(&far)?;
+        let (written, told) = ended(&home, "there", there)?;
+        ensure(written > 1 && told, || format!("{mode}: written {written} times, told: {told}"))?;
+    }
+    Ok(())
+}
+
+/// How often the wall clock was written of a guest whose target, which has its memory already, dies at COMMIT: it goes on where it was.
+fn stays(mistake: Option<&'static str>) -> Result<bool, Failed> {
+    let home = Home::planted(mistake)?;
+    let (here, out) = counts(&home, "here", "memfd")?;
+    let there = home.receive("there", "--serial null")?;
+    cut_at_commit(&home, false, Some(there.child.id()))?;
+    with(home.migrate("here", "relay", "--liveness 1h --link memfd --downtime 1m")?, 1)?;
+    drop(there);
+    grows(&out)?;
+    Ok(ended(&home, "here", here)?.0 == 1)
+}
+
+/// The same memory in both processes: KVM writes to it for the one that has the guest.
+#[trial(kvm())]
+fn kvm_writes_to_memory_that_is_handed_over_when_it_has_been() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (here, _) = counts(&home, "here", "memfd")?;
+    let far = home.path("far");
+    let there = home.receive("there", &format!("--serial file={}", far.display()))?;
+    succeeds(&home.migrate("here", "there", "--link memfd --downtime 1m")?)?;
+    ends_with(here, 15)?;
+    grows(&far)?;
+    let (written, told) = ended(&home, "there", there)?;
+    ensure(written > 1 && told, || format!("written {written} times, told: {told}"))?;
+    ensure(stays(None)?, || "the target has written to memory of a guest that stayed".into())
+}
+
+/// Whether a guest is told that it stood still: one that was never paused is not; one that moved, one that was restored and one whose
+/// migration was given up while it stood still are.
+fn is_told(mistake: Option<&'static str>) -> Result<bool, Failed> {
+    let home = Home::planted(mistake)?;
+    let (first, _) = counts(&home, "first", "anonymous")?;
+    let (_, told) = ended(&home, "first", first)?;
+    ensure(!told, || "it was told before it was paused".into())?;
+    let out = home.path("out");
+    let from = home.path("first.snap");
+    let line = format!("{} --serial file={}", from.display(), out.display());
+    // As paused as it was.
+    let restored = home.restore("restored", &line)?;
+    succeeds(&home.vellum("ctl restored resume")?)?;
+    grows(&out)?;
+    let mut all = vec![ended(&home, "restored", restored)?.1];
+
+    let (here, out) = counts(&home, "here", "anonymous")?;
+    let there = home.receive("there", "--serial null")?;
+    let (courier, release) = held_back(&home, until_fit(), "--downtime 1h")?;
+    eventually(LIMIT, "it stands still", || {
+        Ok((home.standing("there").as_deref() == Some("uncommitted")).then_some(()))
+    })?;
+    succeeds(&home.vellum("ctl here migrate-cancel")?)?;
+    with(courier.output()?, 1)?;
+    ends_with(there, 1)?;
+    drop(release);
+    grows(&out)?;
+    all.push(ended(&home, "here", here)?.1);
+    let same = all.iter().all(|told| *told == all[0]);
+    ensure(same, || format!("restored and cancelled: {all:?}"))?;
+    Ok(all[0])
+}
+
+#[trial(real())]
+fn a_guest_that_goes_on_is_told_that_it_stood_still() -> Result<(), Failed> {
+    ensure(is_told(None)?, || "nobody told it".into())
+}
+
+/// KVM tells guests how long their vCPUs could not run.
+fn steal_time() -> Need {
+    const KVM_CPUID_FEATURES: u32 = 0x4000_0001;
+    const STEAL_TIME: u32 = 1 << 5;
+    kvm()?;
+    let kvm = vellum::vm::open().map_err(|error| error.to_string())?;
+    let all = kvm.get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES).map_err(|e| e.to_string())?;
+    let offers = |entry: &kvm_bindings::kvm_cpuid_entry2| {
+        entry.function == KVM_CPUID_FEATURES && entry.eax & STEAL_TIME != 0
+    };
+    match all.as_slice().iter().any(offers) {
+        true => Ok(()),
+        false => Err("needs a KVM that tells stolen time: a kernel with CONFIG_SCHED_INFO".into()),
+    }
+}
+
+/// Whether each page is alike after moves of a guest that writes nothing: KVM does, when its vCPUs are entered and put.
+fn stolen_moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
+    let home = Home::planted(mistake)?;
+    let kernel = home.path("kernel");
+    let code = wrmsr(Code::default(), MSR_STEAL_TIME, STOLEN | 1);
+    fs::write(&kernel, code.print("A").spin().elf64())?;
+    let out = home.path("out");
+    let line = format!("run --kernel {} --memory 32m --serial file={}", kernel.display(), out.display());
+    let mut here = home.run("m0", &line)?;
+    eventually(LIMIT, "it has begun", || Ok((fs::metadata(&out)?.len() > 0).then_some(())))?;
+    for at in 0..5 {
+        let (from, to) = (format!("m{at}"), format!("m{}", at + 1));
+        let there = home.receive(&to, "--serial null")?;
+        let moved = home.migrate(&from, &to, "--verify --downtime 1m")?;
+        if !moved.status.success() {
+            let said = String::from_utf8_lossy(&moved.stderr).into_owned();
+            ensure(said.contains("the target's memory differs in"), || said.clone())?;
+            return Ok(false);
+        }
+        ends_with(here, 15)?;
+        here = there;
+    }
+    let dir = home.path("snap");
+    succeeds(&home.vellum(&format!("snapshot m5 {} --stop --downtime 1m", dir.display()))?)?;
+    ends_with(here, 0)?;
+    let mut page = [0; 64];
+    File::open(dir.join(RAM))?.read_exact_at(&mut page, STOLEN.into())?;
+    ensure(page != [0; 64], || "KVM has written nothing there".into())?;
+    Ok(true)
+}
+
+#[trial(steal_time())]
+fn what_kvm_writes_when_a_vcpu_is_put_moves_too() -> Result<(), Failed> {
+    ensure(stolen_moves(None)?, || "the target's memory differs".into())
+}
+
+/// What is planted here, and caught.
+pub fn add(trials: &mut Trials) {
+    type Right = fn(Option<&'static str>) -> Result<bool, Failed>;
+    let planted: [(&str, Need, Right); 3] = [
+        ("writing-msrs-early", kvm(), stays),
+        ("kvmclock-ctrl-left-out", real(), is_told),
+        ("harvest-before-save", steal_time(), stolen_moves),
+    ];
+    for (mistake, need, is_right) in planted {
+        trials.add(format!("planted_{mistake}_is_caught_by_pages_of_kvm_s"), need, move || match POSSIBLE {
+            true => {
+                ensure(!is_right(Some(mistake))?, || "nobody notices".into()).map(|()| Completion::Completed)
+            }
+            false => Ok(Completion::ignored_with(IMPOSSIBLE)),
+        });
+    }
+}
