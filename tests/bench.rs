@@ -392,6 +392,34 @@ fn moved_and_measured(vcpus: usize) -> Result<Vec<(f64, f64)>, Failed> {
     Ok(downtime.into_iter().zip(machines).collect())
 }
 
+/// What the guest waited for a page stands beside the barest answer, in each round; and before it moved nobody waited for anything.
+#[trial(kvm())]
+fn a_guest_whose_memory_follows_it_is_measured() -> Result<Completion, Failed> {
+    if vellum::sys::uffd::Uffd::new(vellum::sys::uffd::Mode::Missing).is_err() {
+        return Ok(Completion::ignored_with("needs a userfaultfd that sees KVM's faults: vellum doctor"));
+    }
+    for mode in ["postcopy", "hybrid"] {
+        let (output, mut report) =
+            migration(&format!("-b 8m --mode {mode} --dirty-rate 16m --around 500ms --repeat 2"))?;
+        report.invalid.retain(|failed| !matches!(failed.premise, Premise::RateMissed { .. }));
+        bed::premises(&report)?;
+        json::check(&report).map_err(Failed::from)?;
+        ensure(report.asked["mode"] == mode, || format!("{output:?}"))?;
+        let [ours, bare, ratio] = ["fault_latency_p50", "bare_fault_latency_p50", "fault_latency_ratio"]
+            .map(|name| rounds(&report, name));
+        let (ours, bare, ratio) = (ours?, bare?, ratio?);
+        let quotients = ours.iter().zip(&bare).map(|(ours, bare)| ours / bare);
+        let alike = quotients.zip(&ratio).all(|(quotient, ratio)| (quotient - ratio).abs() < 1e-9);
+        ensure(ratio.len() == 2 && alike, || format!("{ours:?} by {bare:?} are {ratio:?}"))?;
+        ensure(bare.iter().all(|&seconds| seconds > 0.0), || format!("{bare:?}"))?;
+        // A hybrid move may have left nothing that somebody waits for.
+        let faults = rounds(&report, "faults")?;
+        ensure(mode == "hybrid" || faults.iter().all(|&faults| faults > 0.0), || format!("{faults:?}"))?;
+        ensure(rounds(&report, "link_speed")?.iter().all(|&speed| speed > 0.0), || "no speed".into())?;
+    }
+    Ok(Completion::Completed)
+}
+
 /// No guest writes a terabyte a second; the result says so, and is no success.
 #[trial(kvm())]
 fn a_rate_that_is_missed_makes_a_result_invalid() -> Result<(), Failed> {
@@ -428,6 +456,7 @@ fn what_excludes_each_other_is_one_line() -> Result<(), Failed> {
         ("migration -b 2m --connections 17", "--connections", "1 to 16"),
         ("migration -b 2m -c 70000", "-c", "0 to 65535"),
         ("migration -b 2m --bandwidth 3k", "--bandwidth", "1m or more"),
+        ("migration -b 2m --mode sideways", "--mode", "hybrid"),
         ("migration -b 2m --preset sweep --dirty-rate 1m", "--preset", "--dirty-rate"),
     ] {
         let output =

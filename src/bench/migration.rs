@@ -6,8 +6,13 @@
 //! ([`guests::journal`](crate::guests::journal)), which moves with it: how long it stood still is what it says itself, by its own
 //! clock, from its last write here to its first there. What the two processes say of their parts stands beside it.
 //!
-//! `process` has the processes, `round` one move of a guest, `measured` what was measured and its figures.
+//! Where its memory follows the guest ([`Mode::Postcopy`]), the stream of it has half of what a connection carries, unless another cap was
+//! asked for; and what the guest waited for a page stands beside the barest answer to such a fault, beside such a stream, which is
+//! measured right before the guest moves.
+//!
+//! `process` has the processes, `round` one move of a guest, `answer` that barest answer, `measured` what was measured and its figures.
 
+mod answer;
 mod measured;
 mod process;
 mod round;
@@ -17,11 +22,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{Common, Error, Region};
+use crate::control::Mode;
 use crate::dirty::Method;
 use crate::guests::{Hot, Order};
 use crate::memory::short_size;
 use crate::report::{Label, Report};
 use crate::sys::affinity;
+use crate::sys::uffd::{self, Uffd};
 use crate::vm;
 
 /// What to measure.
@@ -41,6 +48,8 @@ pub struct Config {
     pub order: Order,
     /// The hot set of each vCPU.
     pub hot: Option<Hot>,
+    /// When memory goes.
+    pub mode: Mode,
     /// Over how many connections pages go.
     pub connections: u32,
     /// Bytes a second at most.
@@ -96,6 +105,11 @@ impl Config {
         self.dirty_rate.0.map(share)
     }
 
+    /// Whether memory comes when the guest runs on the target.
+    pub fn follows(&self) -> bool {
+        self.mode != Mode::Precopy
+    }
+
     /// Refuses what contradicts itself or this host.
     fn check(&self) -> Result<(), Error> {
         self.region.check(self.region.backing.best_mapping())?;
@@ -106,6 +120,13 @@ impl Config {
             if method == Method::Ring {
                 vm::ring::check(&probe, self.ring_entries).map_err(vm::Error::from)?;
             }
+        }
+        if self.follows() {
+            Uffd::new(uffd::Mode::Missing).map_err(|error| {
+                Error::Lacking(format!(
+                    "memory that follows takes a userfaultfd, see `vellum doctor`: {error}"
+                ))
+            })?;
         }
         // Both processes have all of it.
         let both = Region { bytes: self.region.bytes.saturating_mul(2), ..self.region };
@@ -128,8 +149,10 @@ impl Config {
         if self.method == Some(Method::Ring) {
             report.ask("ring_entries", self.ring_entries);
         }
+        report.ask("mode", self.mode.name());
         report.ask("connections", self.connections);
-        report.ask("bandwidth", self.bandwidth.map_or("off".into(), |bytes| serde_json::json!(bytes)));
+        let cap = if self.follows() { "half of what a connection carries" } else { "off" };
+        report.ask("bandwidth", self.bandwidth.map_or(cap.into(), |bytes| serde_json::json!(bytes)));
         report.ask("downtime_limit_seconds", self.downtime.as_secs_f64());
         report.ask("timeout_seconds", self.timeout.as_secs_f64());
         report.ask("left_alone_seconds", self.around.as_secs_f64());

@@ -1,8 +1,9 @@
 //! What was measured, a value a round, and how it becomes figures and pictures.
 
+use super::answer::Answer;
 use crate::bench::dirty_log::QUANTILES;
 use crate::bench::of_rounds;
-use crate::control::{Left, Pass};
+use crate::control::{Left, Pass, Waited};
 use crate::guests::journal::PHASES;
 use crate::guests::run::BUCKET_RESOLUTION;
 use crate::report::{Figure, Histogram, Label, Mark, Premise, Report, Series};
@@ -21,6 +22,10 @@ pub(super) struct Round {
     pub(super) before: f64,
     pub(super) during: f64,
     pub(super) after: f64,
+    /// For how long the guest waited for its memory, where that followed it.
+    pub(super) waited: Option<Waited>,
+    /// What such a wait costs at least.
+    pub(super) bare: Answer,
     /// How dirty pages were collected.
     pub(super) tracker: String,
     /// Pages that do not hold what the guest wrote, if there are any.
@@ -66,6 +71,13 @@ impl Parts {
 impl Round {
     fn latency(&self, phase: &str) -> Option<&Histogram> {
         self.latencies.iter().find(|histogram| histogram.index.as_deref() == Some(phase))
+    }
+
+    /// The median of what the barest answer took.
+    fn bare_fault(&self) -> Option<f64> {
+        let mut each = self.bare.each.clone();
+        each.sort_by(f64::total_cmp);
+        each.get(each.len() / 2).copied()
     }
 
     /// Bytes a second while pages were sent.
@@ -141,6 +153,15 @@ fn figures(report: &mut Report, column: Option<&str>, rounds: &[Round]) {
     put("progress", Some("during"), "pages/s", &|r| Some(r.during));
     put("progress", Some("after"), "pages/s", &|r| Some(r.after));
     put("progress_lost", None, "%", &|r| Some(100.0 * (1.0 - r.during / r.before)));
+    let waited = |r: &Round, us: &dyn Fn(&Waited) -> u64| r.waited.as_ref().map(|w| us(w) as f64 / 1e6);
+    let fault = |r: &Round| waited(r, &|w| w.median_us);
+    put("faults", None, "", &|r| r.waited.as_ref().map(|w| w.faults as f64));
+    put("fault_latency_p50", None, "s", &fault);
+    put("fault_latency_max", None, "s", &|r| waited(r, &|w| w.longest_us));
+    put("bare_fault_latency_p50", None, "s", &Round::bare_fault);
+    put("fault_latency_ratio", None, "", &|r| Some(fault(r)? / r.bare_fault()?));
+    put("blocktime_longest", None, "s", &|r| waited(r, &|w| w.vcpus_us.iter().max().copied().unwrap_or(0)));
+    put("link_speed", None, "bytes/s", &|r| r.waited.as_ref().map(|_| r.bare.speed));
     for phase in PHASES {
         for (name, q) in QUANTILES {
             let samples = of_rounds(rounds, |r| r.latency(phase)?.quantile(q));

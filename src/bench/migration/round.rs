@@ -2,12 +2,13 @@
 
 use std::time::{Duration, Instant};
 
+use super::answer::{self, Answer};
 use super::measured::{Parts, Round};
 use super::process::{Directory, Process, printed};
 use super::{Config, Paths};
 use crate::bench::Error;
 use crate::control::client::{self, Client};
-use crate::control::{Came, Do, Event, Left, Pass};
+use crate::control::{Came, Do, Event, Left, Pass, Waited};
 use crate::guests::guest;
 use crate::guests::journal::MOVED;
 use crate::report::{Mark, Premise, Report, Series, json};
@@ -50,7 +51,16 @@ pub(super) fn measure(report: &mut Report, config: &Config, part: &str) -> Resul
     })?;
     let alone = micros();
     pair.leave_alone(config.around)?;
-    let (passes, left, tracker) = pair.move_guest(config)?;
+    // What a connection carries here, of which the stream is to have half, and what the barest answer takes beside such a stream.
+    let measured = |result: std::io::Result<Answer>| {
+        result.map_err(|error| Error::Host("a userfaultfd and two connections", error))
+    };
+    let answer = config.follows().then(answer::measure).transpose();
+    let answer = measured(answer.map(|answer| answer.unwrap_or_default()))?;
+    let bandwidth = config.bandwidth.or(config.follows().then_some((answer.speed / 2.0) as u64));
+    let courier = Config { bandwidth, ..config.clone() };
+    let told = pair.move_guest(&courier)?;
+    let whole = micros();
     let came = pair.until(|pair| {
         Ok(match pair.event(&mut target)? {
             Some(Event::Arrived { came }) => Some(came),
@@ -60,7 +70,8 @@ pub(super) fn measure(report: &mut Report, config: &Config, part: &str) -> Resul
     pair.leave_alone(config.around)?;
     stop.ask(&Do::Stop {}).map_err(unheard)?;
     let result = pair.result()?;
-    let round = Moved { alone, passes, left, came, tracker, result }.round()?;
+    let mut round = Moved { alone, whole, told, came, result }.round(config.follows())?;
+    round.bare = answer;
     if let Some(wrong) = &round.wrong {
         report.fail(Some(part.to_owned()), wrong.clone());
     }
@@ -152,23 +163,23 @@ impl Pair {
     }
 
     /// Has a courier move the guest, and says what the source has said of it.
-    fn move_guest(&mut self, config: &Config) -> Result<(Vec<Pass>, Left, String), Error> {
+    fn move_guest(&mut self, config: &Config) -> Result<Told, Error> {
         let words = (config.lines.courier)(config, &Paths::of(&self.directory));
         let mut courier = Process::start(&self.directory, "the migration", "courier", &words)?;
         let status = self.until(|_| courier.ended())?;
         if !status.success() {
             return Err(courier.failed());
         }
-        let (mut passes, mut left) = (Vec::new(), None);
+        let (mut passes, mut moved) = (Vec::new(), None);
         for line in printed(&self.directory, "courier")?.lines() {
             match serde_json::from_str(line) {
                 Ok(Event::Pass(pass)) => passes.push(pass),
-                Ok(Event::Moved { left: told, tracker, .. }) => left = Some((told, tracker)),
+                Ok(Event::Moved { left, tracker, waited, .. }) => moved = Some((left, tracker, waited)),
                 _ => {}
             }
         }
-        let (left, tracker) = left.ok_or_else(|| courier.failed())?;
-        Ok((passes, left, tracker.unwrap_or_default()))
+        let (left, tracker, waited) = moved.ok_or_else(|| courier.failed())?;
+        Ok(Told { passes, left, tracker: tracker.unwrap_or_default(), waited: waited.unwrap_or_default() })
     }
 
     /// The result that the target leaves when its guest has ended.
@@ -193,22 +204,31 @@ impl Pair {
     }
 }
 
+/// What the courier has said.
+struct Told {
+    passes: Vec<Pass>,
+    left: Left,
+    tracker: String,
+    waited: Waited,
+}
+
 /// What the three have said.
 struct Moved {
     /// When the guest had filled its memory.
     alone: u64,
-    passes: Vec<Pass>,
-    left: Left,
+    /// When the courier had ended: nothing of its memory was missing any more.
+    whole: u64,
+    told: Told,
     came: Came,
-    tracker: String,
     result: Report,
 }
 
 impl Moved {
     /// All of it on one clock, which begins when the guest is left alone. The guest's is known by the moment at which it went on, when
     /// the target let it go.
-    fn round(self) -> Result<Round, Error> {
-        let Self { alone, passes, left, came, tracker, mut result } = self;
+    fn round(self, follows: bool) -> Result<Round, Error> {
+        let Self { alone, whole, told, came, mut result } = self;
+        let Told { passes, left, tracker, waited } = told;
         let missing = |what: &str| {
             Error::Host("the result of the target", std::io::Error::other(format!("it has no {what}")))
         };
@@ -229,8 +249,10 @@ impl Moved {
         let end = series.iter().flat_map(|series| series.points.last()).map(|point| point.0);
         let end = end.fold(f64::INFINITY, f64::min);
         let before = rate(0.0, seconds(left.began));
-        let during = rate(seconds(left.began), seconds(left.pausing));
-        let after = rate(seconds(came.runs), end);
+        // Where memory follows, it is on its way for as long as the guest waits for it.
+        let over = seconds(if follows { whole } else { left.pausing });
+        let during = rate(seconds(left.began), over);
+        let after = rate(seconds(came.runs).max(if follows { over } else { f64::MIN }), end);
         series.iter_mut().for_each(|series| series.points.retain(|(at, _)| *at >= 0.0));
         let mark = |pass: &Pass| Mark {
             name: if pass.last { "last pass" } else { "passes" }.into(),
@@ -263,6 +285,8 @@ impl Moved {
             after,
             tracker,
             wrong,
+            waited: follows.then_some(waited),
+            bare: Answer::default(),
             latencies: result.histograms.into_iter().filter(|of| of.index.is_some()).collect(),
             series,
             marks,

@@ -8,6 +8,7 @@ use super::{Output, cpu};
 use crate::bench::migration::{self, Config, Lines, Paths, Rate};
 use crate::bench::{Common, Region};
 use crate::cli::{Failure, Flags, args, keyvalue};
+use crate::control::Mode;
 use crate::dirty::Method;
 use crate::fault::Field;
 use crate::guests::{Hot, Order};
@@ -55,11 +56,16 @@ pub struct MigrationArgs {
     #[arg(long, value_name = "ORDER", default_value = "sequential", value_parser = pattern)]
     pattern: Pattern,
 
+    /// When memory goes: precopy, before the guest runs on the target; postcopy, after that; hybrid, all of it before and what was written
+    /// meanwhile after. Where it follows, what the guest waits for a page stands beside the barest answer to such a fault
+    #[arg(long, value_name = "WHEN", value_parser = args::MODE, default_value = "precopy", hide_possible_values = true)]
+    mode: Mode,
+
     /// Send pages over so many connections at once, 1 to 16
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=16u32))]
     connections: u32,
 
-    /// At most so much a second over the link, as in 400m
+    /// At most so much a second over the link, as in 400m [default: all that it carries; half of that where memory follows the guest]
     #[arg(long, value_name = "SIZE", value_parser = |text: &str| match keyvalue::size(text, 1 << 20)? {
         bytes if bytes >= 1 << 20 => Ok(bytes),
         _ => Err("1m or more".to_owned()),
@@ -95,6 +101,7 @@ Examples:
   vellum bench migration
   vellum bench migration -b 2g --dirty-rate 256m --bandwidth 1g --downtime 30ms --repeat 15 --json result.json
   vellum bench migration --pattern shuffled,hot=10,share=90 --dirty-rate max --json hot.json
+  vellum bench migration --mode postcopy --repeat 15 --json postcopy.json
   vellum bench migration --preset sweep -b 256m --repeat 1";
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -160,6 +167,7 @@ pub(super) fn run(args: MigrationArgs) -> Result<Exit, Failure> {
         dirty_rate: args.dirty_rate,
         order: args.pattern.order,
         hot: args.pattern.hot,
+        mode: args.mode,
         connections: args.connections,
         bandwidth: args.bandwidth,
         downtime: args.downtime,
@@ -212,9 +220,12 @@ fn courier(config: &Config, paths: &Paths) -> Vec<String> {
     let ms = |time: Duration| format!("{}ms", time.as_secs_f64() * 1e3);
     let (connections, downtime, timeout) = (config.connections, ms(config.downtime), ms(config.timeout));
     let listen = paths.listen.display();
-    let mut line = format!(
-        "migrate source --json --connections {connections} --downtime {downtime} --timeout {timeout},then=force --to unix:{listen}"
-    );
+    let mut line =
+        format!("migrate source --json --connections {connections} --downtime {downtime} --to unix:{listen}");
+    match config.mode {
+        Mode::Precopy => line = format!("{line} --timeout {timeout},then=force"),
+        mode => line = format!("{line} --mode {}", mode.name()),
+    }
     if let Some(bytes) = config.bandwidth {
         line = format!("{line} --bandwidth {}k", bytes.div_ceil(1024));
     }
