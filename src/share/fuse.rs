@@ -273,6 +273,8 @@ pub enum Request<'r> {
     },
 }
 
+/// The opcode with which a guest that mounts a directory begins, having nothing open.
+pub const INIT: u32 = 26;
 /// The opcode of a read.
 pub const READ: u32 = 15;
 /// The opcode of a write.
@@ -347,7 +349,7 @@ impl<'r> Request<'r> {
             }
             23 => Self::ListXattr { size: of.u32()? },
             24 => Self::RemoveXattr { name: of.name()? },
-            26 => {
+            INIT => {
                 let major = of.u32()?;
                 let (minor, readahead, flags) = (of.u32()?, of.u32()?, of.u32()?);
                 match major == MAJOR && minor >= OLDEST {
@@ -635,7 +637,7 @@ mod tests {
         assert_eq!(Request::parse(21, &attribute), Err(Bad(libc::EINVAL)));
         assert_eq!(Request::parse(999, &[]), Err(Bad(libc::ENOSYS)));
         assert_eq!(
-            Request::parse(26, &[7, 0, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+            Request::parse(INIT, &[7, 0, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
             Err(Bad(libc::EPROTO))
         );
     }

@@ -14,9 +14,6 @@ use crate::share::fuse::{self, Header, IN_HEADER, OUT_HEADER, TRANSFER, Transfer
 use crate::share::process::Client;
 use crate::share::server::{MOST_ANSWER, MOST_REQUEST};
 
-/// The opcode with which a guest that mounts the directory begins, having nothing open.
-const INIT: u32 = 26;
-
 /// What the worker has.
 pub struct Requests {
     client: Client,
@@ -155,7 +152,7 @@ impl Work for Requests {
         }
         self.request[..IN_HEADER].copy_from_slice(&bytes);
         readable.read(&mut self.request[IN_HEADER..total]);
-        if header.opcode == INIT {
+        if header.opcode == fuse::INIT {
             self.files.clear();
         }
         let answered = self.ask(header.opcode, total);
