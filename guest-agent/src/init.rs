@@ -6,7 +6,7 @@
 //! Where it is not PID 1 it takes one request of tasks that switch as its argument, tells what it measures, and ends: PID 1 starts it
 //! so, and on a host one can do it by hand.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufReader};
 use std::path::Path;
 use std::process::ExitCode;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::thread;
 
 use crate::serve::Children;
-use crate::{Event, LAUNCH, PORT, Request, serve, stream, switching, sys, work};
+use crate::{Event, LAUNCH, Mounts, PORT, Request, mounts, serve, stream, switching, sys, work};
 
 /// What the kernel calls the first process of a guest, and that calls those of its own program that it starts.
 pub const NAME: &str = "/init";
@@ -56,22 +56,27 @@ fn alone() -> ExitCode {
 }
 
 fn run() -> io::Result<()> {
-    for (kind, target) in
-        [("devtmpfs", "/dev"), ("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", "/tmp"), ("tmpfs", "/run")]
-    {
-        std::fs::create_dir_all(target)?;
-        // The kernel may have mounted /dev already.
-        sys::mount(kind, target)
-            .or_else(|e| if e.raw_os_error() == Some(libc::EBUSY) { Ok(()) } else { Err(e) })?;
+    mounts::base()?;
+    let mut failed_modules = work::load_modules("order");
+    // In the archive, which is out of sight once another root is there.
+    let launch = fs::read(LAUNCH).ok();
+    let asked: Option<Mounts> = launch.as_deref().map(serde_json::from_slice).transpose()?;
+    if let Some(asked) = &asked {
+        if !asked.shares.is_empty() {
+            // Of an archive that is there for guests without shares, too.
+            failed_modules.extend(work::load_modules("shares"));
+        }
+        mounts::root(&asked.shares)?;
     }
-    mount_more();
-    let failed_modules = work::load_modules();
+    mounts::more();
     let children = Arc::<Children>::default();
     let reaper = children.clone();
     thread::spawn(move || reaper.reap());
 
-    if Path::new(LAUNCH).exists() {
-        return launched(&failed_modules, &children);
+    if let Some(asked) = &asked {
+        mounts::shares(&asked.shares)?;
+        let archive = !asked.shares.iter().any(|share| share.place == "/");
+        return launched(&failed_modules, archive, &children);
     }
     let mut console = OpenOptions::new().write(true).open("/dev/console")?;
     let words = std::env::args_os().skip(1);
@@ -95,31 +100,11 @@ fn run() -> io::Result<()> {
     }
 }
 
-/// What commands expect beside that. A kernel without one of these file systems runs commands all the same. Descriptors of
-/// another root (a share that is to be it) are mounted here, before anything is started.
-fn mount_more() {
-    for (kind, target) in [
-        ("devpts", "/dev/pts"),
-        ("tmpfs", "/dev/shm"),
-        ("cgroup2", "/sys/fs/cgroup"),
-        ("debugfs", "/sys/kernel/debug"),
-        ("tracefs", "/sys/kernel/tracing"),
-    ] {
-        // sysfs has the directories of what the kernel has.
-        let _ = std::fs::create_dir_all(target);
-        let _ = sys::mount(kind, target);
-    }
-    for (name, target) in [("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")]
-    {
-        let _ = std::os::unix::fs::symlink(target, format!("/dev/{name}"));
-    }
-    let _ = sys::loopback_up();
-}
-
 /// Runs the command for which this guest was started: its host waits at [`STREAM_PORT`](crate::STREAM_PORT).
-fn launched(failed_modules: &[String], children: &Children) -> io::Result<()> {
+/// `archive`: the root is the archive's, and not one of the host's, to which nothing is added.
+fn launched(failed_modules: &[String], archive: bool, children: &Children) -> io::Result<()> {
     failed_modules.iter().for_each(|failed| println!("agent: module {failed}"));
-    if Path::new("/bin/busybox").exists() && !Path::new("/bin/sh").exists() {
+    if archive && Path::new("/bin/busybox").exists() && !Path::new("/bin/sh").exists() {
         let mut install = std::process::Command::new("/bin/busybox");
         children.run(install.args(["--install", "-s", "/bin"]))?;
     }

@@ -8,6 +8,7 @@
 
 pub mod frame;
 pub mod init;
+mod mounts;
 mod serve;
 mod stream;
 mod switching;
@@ -20,7 +21,7 @@ use serde::{Deserialize, Serialize};
 pub const PORT: u32 = 1024;
 /// The host's vsock port on which the launcher of one command waits for its guest.
 pub const STREAM_PORT: u32 = 1025;
-/// The file of an initramfs that says that the guest is there for one command.
+/// The file of an initramfs that says that the guest is there for one command; it holds [`Mounts`].
 pub const LAUNCH: &str = "/vellum/launch";
 /// The longest request, in bytes: a line beyond it is refused.
 pub const MAX_REQUEST: usize = 64 << 10;
@@ -77,6 +78,39 @@ pub struct Launch {
     /// As whom, a number or a name of the guest's /etc/passwd; as root without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
+}
+
+/// What a guest that is there for one command mounts before that.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mounts {
+    /// Directories of the host's. The one whose place is `/` is mounted first and becomes the root.
+    #[serde(default)]
+    pub shares: Vec<Mount>,
+}
+
+/// A directory of the host's that a guest mounts (virtiofs).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mount {
+    /// What the device calls it.
+    pub tag: String,
+    /// Where: an absolute path.
+    pub place: String,
+    /// What the guest may do with it.
+    pub access: Access,
+}
+
+/// What a guest may do with a directory of its host's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Access {
+    /// Read it.
+    Ro,
+    /// Change it.
+    Rw,
+    /// Change what it sees of it: the changes stay in the guest's memory (overlayfs).
+    Overlay,
 }
 
 /// Pages of memory written at a rate, each with a stamp that the next write to it verifies.

@@ -11,10 +11,32 @@ fn check(result: i64) -> io::Result<i64> {
 
 /// mount(2) of a file system without a device.
 pub fn mount(kind: &str, target: &str) -> io::Result<()> {
-    let (kind, target) = (CString::new(kind)?, CString::new(target)?);
+    mount_from(kind, kind, target, 0, "")
+}
+
+/// mount(2).
+pub fn mount_from(
+    source: &str,
+    kind: &str,
+    target: &str,
+    flags: libc::c_ulong,
+    options: &str,
+) -> io::Result<()> {
+    let [source, kind, target, options] = [source, kind, target, options].map(CString::new);
+    let (source, kind, target, options) = (source?, kind?, target?, options?);
     // SAFETY: all strings end in a zero and outlive the call.
-    let result = unsafe { libc::mount(kind.as_ptr(), target.as_ptr(), kind.as_ptr(), 0, std::ptr::null()) };
+    let result = unsafe {
+        libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, options.as_ptr().cast())
+    };
     check(result.into()).map(drop)
+}
+
+/// Has what is mounted at `place` become the root of this process, as switch_root(8) does.
+pub fn switch_root(place: &str) -> io::Result<()> {
+    std::env::set_current_dir(place)?;
+    mount_from(".", "", "/", libc::MS_MOVE, "")?;
+    std::os::unix::fs::chroot(".")?;
+    std::env::set_current_dir("/")
 }
 
 /// finit_module(2).

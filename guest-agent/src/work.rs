@@ -192,8 +192,8 @@ pub fn facts() -> io::Result<Event> {
 }
 
 /// The modules of the image that could not be loaded. `/modules/order` names them, dependencies first.
-pub fn load_modules() -> Vec<String> {
-    let order = std::fs::read_to_string("/modules/order").unwrap_or_default();
+pub fn load_modules(order: &str) -> Vec<String> {
+    let order = std::fs::read_to_string(format!("/modules/{order}")).unwrap_or_default();
     let load = |name: &str| {
         let result = File::open(format!("/modules/{name}.ko")).and_then(|file| sys::load_module(&file));
         match result {

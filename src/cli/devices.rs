@@ -1,14 +1,17 @@
 //! The arguments that give a guest devices: a flag for each of [`KINDS`], and kvmtool's words for one of them.
 
+use std::any::Any;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 
 use super::keyvalue::{self, KeyValues};
+use crate::devices::virtio::fs::FsConfig;
 use crate::devices::virtio::net::{self, NetConfig};
 use crate::devices::virtio::{DeviceConfig, KINDS, Kind};
 use crate::machine::virtio::Config;
+use crate::sandbox::Mode;
 
 /// Devices of a guest. With `FOR_KERNEL` they need a kernel to be booted, which is the argument `kernel`.
 #[derive(Clone, Debug, Default)]
@@ -21,6 +24,20 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
     /// What a machine is to be built with.
     pub fn config(self) -> Config {
         Config(self.0)
+    }
+
+    /// The directories among them.
+    pub fn shares(&self) -> impl Iterator<Item = &FsConfig> {
+        self.0.iter().filter_map(|config| (&**config as &dyn Any).downcast_ref())
+    }
+
+    /// Confines the servers of directories as `--sandbox` says.
+    pub fn confine(&mut self, sandbox: Mode) {
+        for config in &mut self.0 {
+            if let Some(share) = (&**config as &dyn Any).downcast_ref::<FsConfig>() {
+                *config = Arc::new(FsConfig { sandbox, ..share.clone() });
+            }
+        }
     }
 }
 

@@ -94,7 +94,7 @@ pub fn run(
     config: machine::Config,
     process: session::Config,
 ) -> Result<Exit, Failure> {
-    if let Some(plan) = launch::plan(&args.launch, &kernel, args.initrd.as_deref())? {
+    if let Some(plan) = launch::plan(&args, &kernel)? {
         return launch::run(plan, args, memory, config, process);
     }
     boot(args, kernel, memory, config, process, Ready::none())
@@ -109,7 +109,9 @@ pub(super) fn boot(
     process: session::Config,
     told: Ready,
 ) -> Result<Exit, Failure> {
-    let KernelArgs { initrd, protocol, irqchip, transport, serial, cr3_cache, timeout, devices, .. } = args;
+    let KernelArgs { initrd, protocol, irqchip, transport, serial, cr3_cache, timeout, mut devices, .. } =
+        args;
+    devices.confine(process.sandbox);
     let defaults = (!args.nodefaults).then_some(DEFAULT_CMDLINE);
     let parts: Vec<&str> = defaults.into_iter().chain(args.cmdline.iter().map(String::as_str)).collect();
     let (cmdline, mut virtio) = (parts.join(" "), devices.config());

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Args;
-use guest_agent::Launch;
+use guest_agent::{Access, Launch, Mount, Mounts};
 
 use super::kernel::{self, KernelArgs};
 use super::run::FLAGS;
@@ -15,6 +15,7 @@ use super::{Failure, print, say};
 use crate::control::names;
 use crate::devices::console::Target;
 use crate::devices::virtio::DeviceConfig;
+use crate::devices::virtio::fs::{FsConfig, Mode, ROOT_TAG};
 use crate::devices::virtio::vsock::VsockConfig;
 use crate::launch::client::{self, Ended, Guest};
 use crate::launch::kernel::Kernel;
@@ -24,6 +25,9 @@ use crate::sys::fork::{Forked, fork};
 use crate::sys::mmap::memfd;
 use crate::vm::lifecycle::Exit;
 use crate::{machine, session};
+
+/// Where the guest of a command has the directories of its host's.
+const PLACE: &str = "/mnt";
 
 /// A command for the guest.
 #[derive(Debug, Args)]
@@ -46,7 +50,8 @@ pub struct LaunchArgs {
     kconfig: bool,
 
     /// A command and its arguments, run in the guest with this process's standard streams; its exit status is vellum's. The guest's
-    /// root is the initramfs: --initrd's, or one with this host's static busybox
+    /// root is the initramfs: --initrd's, or one with this host's static busybox. Directories of --share are below /mnt, by
+    /// their tags
     #[arg(last = true, value_name = "COMMAND", requires = "kernel")]
     command: Vec<String>,
 }
@@ -81,19 +86,25 @@ fn failure(error: Error) -> Failure {
 }
 
 /// What is to be launched around `named`; `None` where an image is just to be booted.
-pub(super) fn plan(args: &LaunchArgs, named: &Path, initrd: Option<&Path>) -> Result<Option<Plan>, Failure> {
+pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failure> {
+    let args = &all.launch;
     if args.kconfig {
         print(config::fragment())?;
         std::process::exit(0);
     }
     if args.command.is_empty() {
-        return Ok(None);
+        return match all.devices.shares().any(|share| share.root) {
+            true => Err(Failure::usage("--root: a COMMAND is needed, behind --, which runs there")),
+            false => Ok(None),
+        };
     }
+    let shares = all.devices.shares().map(mount).collect::<Result<_, _>>()?;
+    let mounts = Mounts { shares };
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let kernel = Kernel::find(named, release.trim()).map_err(failure)?;
-    image::check(&kernel).map_err(failure)?;
+    image::check(&kernel, &mounts).map_err(failure)?;
     let program = args.command.first().map(String::as_str);
-    let archive = image::pack(&kernel, initrd, program).map_err(failure)?;
+    let archive = image::pack(&kernel, all.initrd.as_deref(), &mounts, program).map_err(failure)?;
     let initrd = memfd(c"vellum-initramfs", 0, None)
         .and_then(|mut file| file.write_all(&archive).map(|()| OwnedFd::from(file)));
     let initrd = initrd.map_err(|error| Failure::host(format!("a file in memory: {error}")))?;
@@ -103,6 +114,23 @@ pub(super) fn plan(args: &LaunchArgs, named: &Path, initrd: Option<&Path>) -> Re
         user: args.guest_user.clone(),
     };
     Ok(Some(Plan { kernel, initrd, launch, status_file: args.status_file.clone() }))
+}
+
+/// Where the guest of a command mounts a directory. Its tag is the name of its place.
+fn mount(share: &FsConfig) -> Result<Mount, Failure> {
+    let FsConfig { tag, mode, root, .. } = share;
+    if !root && (tag.contains('/') || [".", "..", ROOT_TAG].contains(&&tag[..])) {
+        return Err(Failure::usage(format!(
+            "--share: tag '{tag}' is no name for a directory, and {PLACE}/TAG is where the guest of a command has it: DIR:data"
+        )));
+    }
+    let access = match mode {
+        Mode::ReadOnly => Access::Ro,
+        Mode::ReadWrite => Access::Rw,
+        Mode::Overlay => Access::Overlay,
+    };
+    let place = if *root { "/".into() } else { format!("{PLACE}/{tag}") };
+    Ok(Mount { tag: tag.clone(), place, access })
 }
 
 /// Makes the machine in a process of its own, and runs the command.

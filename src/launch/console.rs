@@ -16,10 +16,14 @@ pub fn tail(console: &str) -> String {
 
 /// What most likely kept the guest from running its command.
 pub fn cause(console: &str) -> String {
-    const CAUSES: [(&str, &str); 7] = [
+    const CAUSES: [(&str, &str); 8] = [
         (
             "agent: no connection to the host by vsock",
             "the kernel has no virtio-vsock driver: CONFIG_VIRTIO_VSOCKETS",
+        ),
+        (
+            "agent: share ",
+            "the guest could not mount a directory: has its kernel CONFIG_VIRTIO_FS and CONFIG_OVERLAY_FS, and may its server read it?",
         ),
         (
             "Failed to execute /init (error -8)",

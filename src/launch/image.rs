@@ -4,6 +4,9 @@
 use std::fs;
 use std::path::Path;
 
+use guest_agent::{Access, Mounts};
+
+use super::config::{NEEDED, SHARED, Symbol};
 use super::initramfs::Initramfs;
 use super::kernel::Kernel;
 use super::{Error, config};
@@ -11,22 +14,38 @@ use super::{Error, config};
 /// The modules that Vellum's devices need. Their dependencies need not be named.
 const MODULES: &str = include_str!("../../resources/guest-image/modules");
 /// Symbols of a configuration and the modules that they become.
-const MODULE_OF: [(&str, &str); 2] =
-    [("VIRTIO_MMIO", "virtio_mmio"), ("VIRTIO_VSOCKETS", "vmw_vsock_virtio_transport")];
+const MODULE_OF: [(&str, &str); 4] = [
+    ("VIRTIO_MMIO", "virtio_mmio"),
+    ("VIRTIO_VSOCKETS", "vmw_vsock_virtio_transport"),
+    ("VIRTIO_FS", "virtiofs"),
+    ("OVERLAY_FS", "overlay"),
+];
 
-/// Refuses a kernel that could not run a command, where its configuration tells.
+/// The module that a symbol becomes.
+fn module_of(symbol: &str) -> Option<&'static str> {
+    MODULE_OF.iter().find(|(of, _)| *of == symbol).map(|(_, module)| *module)
+}
+
+/// What a kernel needs to mount `mounts`.
+fn shared(mounts: &Mounts) -> &'static [Symbol] {
+    let overlays = mounts.shares.iter().any(|share| share.access == Access::Overlay);
+    &SHARED[..if mounts.shares.is_empty() { 0 } else { 1 + usize::from(overlays) }]
+}
+
+/// Refuses a kernel that could not mount `mounts` and run a command, where its configuration tells.
 ///
 /// # Errors
 /// What it lacks.
-pub fn check(kernel: &Kernel) -> Result<(), Error> {
+pub fn check(kernel: &Kernel, mounts: &Mounts) -> Result<(), Error> {
     let Some(text) = &kernel.config else { return Ok(()) };
-    let lacks = config::lacks(text);
+    let needed = || NEEDED.iter().chain(shared(mounts));
+    let lacks = config::lacks(text, needed());
     if !lacks.is_empty() {
         let lacks = lacks.iter().map(|symbol| format!("CONFIG_{symbol}")).collect::<Vec<_>>().join(", ");
         return Err(Error::Lacks { image: kernel.image.clone(), lacks });
     }
-    for symbol in config::modules(text) {
-        let module = MODULE_OF.iter().find(|(of, _)| *of == symbol).map(|(_, module)| *module);
+    for symbol in config::modules(text, needed()) {
+        let module = module_of(symbol);
         if module.is_some_and(|module| !kernel.has(module)) {
             let symbol = format!("CONFIG_{symbol}");
             return Err(Error::NoModules {
@@ -39,12 +58,17 @@ pub fn check(kernel: &Kernel) -> Result<(), Error> {
     Ok(())
 }
 
-/// The archive for `kernel` and the program `command`, which is taken from this host where it is the path of a static one. `initrd` is the
-/// user's own archive; what both have is as here.
+/// The archive for `kernel`, what its guest is to mount, and the program `command`, which is taken from this host where it is the path of
+/// a static one and the root is the archive's. `initrd` is the user's own archive; what both have is as here.
 ///
 /// # Errors
 /// Where a file cannot be had.
-pub fn pack(kernel: &Kernel, initrd: Option<&Path>, command: Option<&str>) -> Result<Vec<u8>, Error> {
+pub fn pack(
+    kernel: &Kernel,
+    initrd: Option<&Path>,
+    mounts: &Mounts,
+    command: Option<&str>,
+) -> Result<Vec<u8>, Error> {
     let mut archive = match initrd {
         Some(path) => fs::read(path).map_err(|source| Error::File { path: path.into(), source })?,
         None => Vec::new(),
@@ -53,9 +77,10 @@ pub fn pack(kernel: &Kernel, initrd: Option<&Path>, command: Option<&str>) -> Re
     archive.resize(archive.len().next_multiple_of(4), 0);
     let mut image = Initramfs::new();
     image.file("/init", 0o755, &this_program()?);
-    image.file(guest_agent::LAUNCH, 0o644, b"{}\n");
+    image.file(guest_agent::LAUNCH, 0o644, &serde_json::to_vec(mounts).expect("plain data"));
+    let own = MODULES.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
     let names: Vec<&str> =
-        MODULES.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+        own.chain(shared(mounts).iter().filter_map(|(symbol, ..)| module_of(symbol))).collect();
     let mut order = String::new();
     for module in kernel.load(&names)? {
         image.file(&format!("/modules/{}.ko", module.name), 0o644, &module.content);
@@ -65,7 +90,9 @@ pub fn pack(kernel: &Kernel, initrd: Option<&Path>, command: Option<&str>) -> Re
     if !order.is_empty() {
         image.file("/modules/order", 0o644, order.as_bytes());
     }
-    if initrd.is_none() {
+    // Whether the archive is the guest's root.
+    let is_root = !mounts.shares.iter().any(|share| share.place == "/");
+    if initrd.is_none() && is_root {
         for path in ["/bin/busybox", "/usr/bin/busybox"] {
             if let Some(content) = static_program(Path::new(path)) {
                 image.file("/bin/busybox", 0o755, &content);
@@ -73,7 +100,7 @@ pub fn pack(kernel: &Kernel, initrd: Option<&Path>, command: Option<&str>) -> Re
             }
         }
     }
-    if let Some(path) = command.filter(|path| path.starts_with('/'))
+    if let Some(path) = command.filter(|path| is_root && path.starts_with('/'))
         && let Some(content) = static_program(Path::new(path))
     {
         image.file(path, 0o755, &content);

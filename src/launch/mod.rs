@@ -3,8 +3,8 @@
 //! standard streams ([`client`]).
 //!
 //! The machine is an ordinary one, in a process of its own, with a vsock. Its guest connects to the host once it is up, and is told
-//! what to run ([`guest_agent::Launch`]). A root file system other than the initramfs is to be mounted by the guest before that
-//! (`guest_agent::init`), from a tag that is in the file [`guest_agent::LAUNCH`] of the initramfs ([`image::pack`] writes it).
+//! what to run ([`guest_agent::Launch`]). Before that it mounts directories of the host's, one of which may be its
+//! root, by the tags that are in the file [`guest_agent::LAUNCH`] of the initramfs ([`image::pack`] writes it).
 
 pub mod client;
 pub mod config;

@@ -102,7 +102,7 @@ pub struct Kind {
 }
 
 /// A device that is asked for.
-pub trait DeviceConfig: fmt::Debug + Send + Sync {
+pub trait DeviceConfig: Any + fmt::Debug + Send + Sync {
     /// Its kind.
     fn kind(&self) -> &'static Kind;
 

@@ -10,6 +10,8 @@ use crate::cache::Cache;
 use crate::initramfs::{Initramfs, copy};
 use crate::{Error, Result, tool};
 
+/// The modules that a guest needs beside those to mount directories of its host's.
+const SHARES: [&str; 2] = ["virtiofs", "overlay"];
 /// The modules that a guest needs.
 const MODULES: &str = include_str!("../../../resources/guest-image/modules");
 
@@ -35,12 +37,14 @@ impl Guest {
         copy(&mut image, &agent.path, "/init")?;
         let names: Vec<&str> =
             MODULES.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
-        let mut order = String::new();
-        for (name, module) in kernel.modules(&names)? {
-            image.file(&format!("/modules/{name}.ko"), 0o644, &module);
-            order += &format!("{name}\n");
+        for (list, names) in [("order", &names[..]), ("shares", &SHARES)] {
+            let mut order = String::new();
+            for (name, module) in kernel.modules(names)? {
+                image.file(&format!("/modules/{name}.ko"), 0o644, &module);
+                order += &format!("{name}\n");
+            }
+            image.file(&format!("/modules/{list}"), 0o644, order.as_bytes());
         }
-        image.file("/modules/order", 0o644, order.as_bytes());
         let busybox = tool::need("busybox")?;
         copy(&mut image, &busybox, "/bin/busybox")?;
         for name in

@@ -5,10 +5,9 @@
 
 mod requests;
 
-use std::any::Any;
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -49,6 +48,24 @@ pub static KIND: Kind = Kind {
     read: |_| Err(serde::de::Error::custom("no share goes from one process to another")),
 };
 
+/// A shared directory that is its guest's root.
+pub static ROOT: Kind = Kind {
+    key: "root",
+    about: "The root of a guest that runs a COMMAND: a directory of the host's, or `host`, its own root. What the guest changes of it stays \
+        in the guest's memory, unless it is ro or rw; the rest is as of --share: \
+        `DIR|host[,overlay|ro|rw][,cache=auto|always|none][,user=UID:GID][,as-root][,setid][,devices][,privileged-xattrs]`",
+    value: Some("DIR|host"),
+    repeats: false,
+    parse: |text| match parse_root(text) {
+        Ok(config) => Ok(Arc::new(config)),
+        Err(error) => Err(error.to_string()),
+    },
+    read: KIND.read,
+};
+
+/// The tag of a guest's root.
+pub const ROOT_TAG: &str = "vellum-root";
+
 /// What may be done with a directory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
@@ -68,6 +85,8 @@ pub struct FsConfig {
     pub path: PathBuf,
     /// What its guest mounts it by: 1 to 36 bytes.
     pub tag: String,
+    /// It is its guest's root.
+    pub root: bool,
     /// What may be done with it.
     pub mode: Mode,
     /// What its guest may keep.
@@ -82,6 +101,8 @@ pub struct FsConfig {
     pub devices: bool,
     /// The guest may set attributes in `security.` and `trusted.`.
     pub privileged_xattrs: bool,
+    /// Whether its server is confined.
+    pub sandbox: sandbox::Mode,
 }
 
 impl FsConfig {
@@ -92,6 +113,7 @@ impl FsConfig {
         Self {
             path,
             tag,
+            root: false,
             mode: Mode::default(),
             cache: Cache::default(),
             user: None,
@@ -99,6 +121,7 @@ impl FsConfig {
             setid: false,
             devices: false,
             privileged_xattrs: false,
+            sandbox: sandbox::Mode::On,
         }
     }
 }
@@ -117,6 +140,7 @@ const KEYS: [&str; 11] = [
     "tag",
 ];
 
+/// `--share`.
 fn parse(text: &str) -> Result<FsConfig, keyvalue::Error> {
     let kv = KeyValues::parse(text, Some("path"), &KEYS)?;
     let whole = kv.required("path", path)?;
@@ -130,6 +154,20 @@ fn parse(text: &str) -> Result<FsConfig, keyvalue::Error> {
     if let Some(tag) = kv.text("tag") {
         config.tag = tag.into();
     }
+    modify(config, &kv)
+}
+
+/// `--root`. This host's own is called `host`, unless there is a directory of that name.
+fn parse_root(text: &str) -> Result<FsConfig, keyvalue::Error> {
+    let kv = KeyValues::parse(text, Some("path"), &KEYS[..KEYS.len() - 1])?;
+    let path = kv.required("path", path)?;
+    let path = if path == Path::new("host") && !path.exists() { PathBuf::from("/") } else { path };
+    let config = FsConfig { tag: ROOT_TAG.into(), root: true, mode: Mode::Overlay, ..FsConfig::new(path) };
+    modify(config, &kv)
+}
+
+/// What both have.
+fn modify(mut config: FsConfig, kv: &KeyValues) -> Result<FsConfig, keyvalue::Error> {
     let modes = [("ro", Mode::ReadOnly), ("rw", Mode::ReadWrite), ("overlay", Mode::Overlay)];
     let mut chosen = Vec::new();
     for (key, mode) in modes {
@@ -200,7 +238,7 @@ impl Fault for FsError {
 
 impl DeviceConfig for FsConfig {
     fn kind(&self) -> &'static Kind {
-        &KIND
+        if self.root { &ROOT } else { &KIND }
     }
 
     fn own_name(&self) -> Option<&str> {
@@ -213,19 +251,10 @@ impl DeviceConfig for FsConfig {
     }
 }
 
-/// A shared directory, for who tells its guest to mount it.
-#[derive(Debug)]
-pub struct Shared {
-    /// What it is mounted by.
-    pub tag: String,
-    /// What may be done with it.
-    pub mode: Mode,
-}
-
 /// The device: what its vCPUs see, and the way to the worker.
 pub struct Fs {
     config: [u8; TAG + 4],
-    shared: Arc<Shared>,
+    key: &'static str,
     requests: Option<Requests>,
     worker: Option<Worker<Requests>>,
 }
@@ -257,14 +286,14 @@ impl Fs {
             devices: config.devices,
             privileged_xattrs: config.privileged_xattrs,
         };
-        let client = Client::start(&root, served, user, sandbox::Mode::On);
+        let client = Client::start(&root, served, user, config.sandbox);
         let client = client.map_err(|source| FsError::Serve { path: path.clone(), source })?;
         let mut space = [0; TAG + 4];
         space[..tag.len()].copy_from_slice(tag);
         space[TAG..].copy_from_slice(&1u32.to_le_bytes());
         Ok(Self {
             config: space,
-            shared: Arc::new(Shared { tag: config.tag.clone(), mode: config.mode }),
+            key: config.kind().key,
             requests: Some(Requests::new(client, path)),
             worker: None,
         })
@@ -301,10 +330,6 @@ impl VirtioDevice for Fs {
         false
     }
 
-    fn handle(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        Some(self.shared.clone())
-    }
-
     fn start(&mut self, enter: Enter) -> io::Result<()> {
         if let Some(requests) = self.requests.take() {
             self.worker = Some(Worker::start("share", requests, || enter(ThreadKind::Share))?);
@@ -321,7 +346,7 @@ impl VirtioDevice for Fs {
     }
 
     fn stays(&self) -> Option<(&'static str, &'static str)> {
-        Some((KIND.key, "what its guest has open of a directory is here alone"))
+        Some((self.key, "what its guest has open of a directory is here alone"))
     }
 
     fn save(&self) -> DeviceState {
@@ -359,6 +384,16 @@ mod tests {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");
         }
+    }
+
+    #[test]
+    fn a_root_is_an_overlay_unless_told_otherwise() {
+        let config = |text| parse_root(text).unwrap();
+        let root = config("host");
+        assert_eq!((&*root.path, root.mode, root.kind().key), (Path::new("/"), Mode::Overlay, "root"));
+        let root = config("/a:b,rw");
+        assert_eq!((&*root.path, root.mode, &*root.tag), (Path::new("/a:b"), Mode::ReadWrite, ROOT_TAG));
+        assert!(parse_root("/a,tag=b").is_err() && parse_root("/a,ro,rw").is_err());
     }
 
     /// Nobody serves as root without having been asked to.

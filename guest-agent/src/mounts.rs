@@ -1,0 +1,96 @@
+//! What is mounted in a guest: the kernel's own file systems, and directories of the host's.
+
+use std::fs;
+use std::io;
+
+use crate::{Access, Mount, sys};
+
+/// Where what becomes the root is mounted first.
+const ROOT: &str = "/vellum/root";
+/// Where the parts of overlays are, a directory each.
+const PARTS: &str = "/vellum/overlay";
+
+/// The file systems that no command can do without.
+pub fn base() -> io::Result<()> {
+    for (kind, target) in
+        [("devtmpfs", "/dev"), ("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", "/tmp"), ("tmpfs", "/run")]
+    {
+        let mount = || {
+            directory(target)?;
+            sys::mount(kind, target)
+        };
+        match mount() {
+            // The kernel may have mounted /dev already.
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
+            other => other.map_err(named(target))?,
+        }
+    }
+    Ok(())
+}
+
+/// What commands expect beside that. A kernel without one of these file systems runs commands all the same.
+pub fn more() {
+    for (kind, target) in [
+        ("devpts", "/dev/pts"),
+        ("tmpfs", "/dev/shm"),
+        ("cgroup2", "/sys/fs/cgroup"),
+        ("debugfs", "/sys/kernel/debug"),
+        ("tracefs", "/sys/kernel/tracing"),
+    ] {
+        // sysfs has the directories of what the kernel has.
+        let _ = fs::create_dir_all(target);
+        let _ = sys::mount(kind, target);
+    }
+    for (name, target) in [("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")]
+    {
+        let _ = std::os::unix::fs::symlink(target, format!("/dev/{name}"));
+    }
+    let _ = sys::loopback_up();
+}
+
+/// Has the directory that is to be the root be it, if `shares` has one; the modules that this needs are loaded.
+pub fn root(shares: &[Mount]) -> io::Result<()> {
+    let Some(root) = shares.iter().find(|share| share.place == "/") else { return Ok(()) };
+    share(root, "root", ROOT)?;
+    sys::switch_root(ROOT).map_err(named("share as /"))?;
+    base()
+}
+
+/// Mounts the other directories.
+pub fn shares(shares: &[Mount]) -> io::Result<()> {
+    let others = shares.iter().filter(|share| share.place != "/").enumerate();
+    others.map(|(at, mount)| share(mount, &at.to_string(), &mount.place)).collect()
+}
+
+/// Mounts one at `place`. The parts of an overlay are known by `name`, for tags may have commas and colons, which part the options of
+/// its mount.
+fn share(share: &Mount, name: &str, place: &str) -> io::Result<()> {
+    let named = named(&format!("share {}", share.tag));
+    directory(place).map_err(&named)?;
+    let mount = |place: &str, flags| sys::mount_from(&share.tag, "virtiofs", place, flags, "");
+    match share.access {
+        Access::Rw => mount(place, 0).map_err(named),
+        Access::Ro => mount(place, libc::MS_RDONLY).map_err(named),
+        Access::Overlay => {
+            // A tmpfs of their own, in which the layers may be: the root of an initramfs may not be one.
+            let parts = format!("{PARTS}/{name}");
+            let [below, above, work] = ["below", "above", "work"].map(|part| format!("{parts}/{part}"));
+            directory(&parts).and_then(|()| sys::mount("tmpfs", &parts)).map_err(&named)?;
+            [&below, &above, &work].into_iter().try_for_each(fs::create_dir_all).map_err(&named)?;
+            mount(&below, libc::MS_RDONLY).map_err(&named)?;
+            let layers = format!("lowerdir={below},upperdir={above},workdir={work}");
+            sys::mount_from("overlay", "overlay", place, 0, &layers)
+                .map_err(self::named(&format!("share {}: overlay", share.tag)))
+        }
+    }
+}
+
+/// Makes a directory where there is none; one that is there need not be on a file system that can be written to.
+fn directory(path: &str) -> io::Result<()> {
+    if fs::metadata(path).is_ok_and(|found| found.is_dir()) { Ok(()) } else { fs::create_dir_all(path) }
+}
+
+fn named(what: &str) -> impl Fn(io::Error) -> io::Error + use<> {
+    let what = what.to_owned();
+    move |error| io::Error::new(error.kind(), format!("{what}: {error}"))
+}
