@@ -444,15 +444,17 @@ fn over(config: &BlkConfig, base: File, size: u64, place: &Place) -> Result<(Ima
     if !lock(&base, Lock::Shared).map_err(io)? {
         return Err(BlkError::Locked { path: disk.clone(), readonly: true });
     }
-    let file = if lasts { overlay::open_file(&over) } else { overlay::unnamed() }.map_err(io)?;
-    // Before it is read: whoever has it may be writing to its map. The machine's own lock is of the same open file.
-    if !lock(&file, Lock::Exclusive).map_err(io)? {
-        return Err(BlkError::Locked { path: over.clone(), readonly: false });
-    }
-    let path = if lasts { std::path::absolute(&over).map_err(io)? } else { disk.clone() };
-    let image = DiskImage { file: file.try_clone().map_err(io)?, path, readonly: false };
-    let overlay = Overlay::new(base, size, file, lasts).map_err(failed)?;
-    Ok((Image::Over(Box::new(overlay)), image))
+    let work = |file: File| {
+        // Before it is read: whoever has it may be writing to its map. The machine's own lock is of the same open file.
+        if !lock(&file, Lock::Exclusive).map_err(io)? {
+            return Err(BlkError::Locked { path: over.clone(), readonly: false });
+        }
+        let path = if lasts { std::path::absolute(&over).map_err(io)? } else { disk.clone() };
+        let image = DiskImage { file: file.try_clone().map_err(io)?, path, readonly: false };
+        let overlay = Overlay::new(base, size, file, lasts).map_err(failed)?;
+        Ok((Image::Over(Box::new(overlay)), image))
+    };
+    if lasts { overlay::with_file(&over, io, work) } else { work(overlay::unnamed().map_err(io)?) }
 }
 
 fn open_image(path: &Path, readonly: bool) -> Result<File, BlkError> {

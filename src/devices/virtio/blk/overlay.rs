@@ -151,12 +151,34 @@ impl Identity {
     }
 }
 
-/// Opens the file at `path` for what is written beside a base, or makes it; without locking it.
+/// Opens the file at `path` for what is written beside a base, or makes it, without locking it, and has `work` done with it. A file that
+/// was made for work that fails is gone again.
 ///
 /// # Errors
-/// What the kernel says.
-pub fn open_file(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+/// What the kernel says, by `failed`, or of `work`.
+pub fn with_file<T, E>(
+    path: &Path,
+    failed: impl FnOnce(io::Error) -> E,
+    work: impl FnOnce(File) -> Result<T, E>,
+) -> Result<T, E> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(0o600);
+    let (file, made) = match options.clone().create_new(true).open(path) {
+        Ok(file) => (file, true),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            // A link that leads to nothing is there, too.
+            match options.create(true).truncate(false).open(path) {
+                Ok(file) => (file, false),
+                Err(error) => return Err(failed(error)),
+            }
+        }
+        Err(error) => return Err(failed(error)),
+    };
+    work(file).inspect_err(|_| {
+        if made {
+            let _ = std::fs::remove_file(path);
+        }
+    })
 }
 
 /// A file that goes with who has it open: where temporary files are, or in memory.
@@ -451,6 +473,18 @@ mod tests {
 
     /// Random writes, zeroes and flushes; then a loss of power at 1,000 places, with any of the sectors lost that were not flushed. What
     /// was flushed is there, each other sector is one that was written since, or as it was flushed, and the base is as it was.
+    #[test]
+    fn a_file_that_was_made_in_vain_is_gone_and_one_that_was_there_stays() {
+        let path = std::env::temp_dir().join(format!("vellum-overlay-{}", std::process::id()));
+        let vain = || with_file(&path, |error| error.to_string(), |_| Err::<(), _>("full".to_owned()));
+        assert_eq!(vain().unwrap_err(), "full");
+        assert!(!path.exists());
+        with_file(&path, |error| error, |file| file.write_all_at(b"x", 0)).unwrap();
+        assert_eq!(vain().unwrap_err(), "full");
+        assert_eq!(std::fs::read(&path).unwrap(), b"x");
+        std::fs::remove_file(path).unwrap();
+    }
+
     #[test]
     fn what_was_flushed_outlives_a_loss_of_power() {
         let clock = || std::time::UNIX_EPOCH.elapsed().map_or(1, |elapsed| elapsed.as_nanos() as u64);
