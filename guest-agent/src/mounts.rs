@@ -58,8 +58,8 @@ pub fn root(shares: &[Mount]) -> io::Result<()> {
 
 /// Mounts the other directories.
 pub fn shares(shares: &[Mount]) -> io::Result<()> {
-    let others = shares.iter().filter(|share| share.place != "/").enumerate();
-    others.map(|(at, mount)| share(mount, &at.to_string(), &mount.place)).collect()
+    let mut others = shares.iter().filter(|share| share.place != "/").enumerate();
+    others.try_for_each(|(at, mount)| share(mount, &at.to_string(), &mount.place))
 }
 
 /// Mounts one at `place`. The parts of an overlay are known by `name`, for tags may have commas and colons, which part the options of
