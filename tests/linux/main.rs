@@ -73,7 +73,13 @@ fn main() -> ExitCode {
             let need = if at == 0 && irqchip == "split" { guests() } else { whole_matrix() };
             let image = image.clone();
             let need = need.and_then(|()| guest::taps()).and_then(|()| wires::bridges());
-            trials.add(name, need, move || moves::under_load(&image, irqchip));
+            trials.add(name, need, move || moves::under_load(&image, irqchip, moves::THERE_AND_BACK));
+        }
+        for irqchip in ["split", "kernel"] {
+            let name = format!("linux_{}_goes_on_in_each_other_way_{irqchip}_irqchip", image.version);
+            let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
+            let image = image.clone();
+            trials.add(name, need, move || moves::under_load(&image, irqchip, moves::IN_OTHER_WAYS));
         }
         for irqchip in ["split", "kernel"] {
             let name = format!("linux_{}_comes_out_of_a_snapshot_{irqchip}_irqchip", image.version);

@@ -1,9 +1,12 @@
-//! A Linux guest moves to another process while it works, and there and back again: memory, disk, clocks, network and vsock.
+//! A Linux guest moves to another process while it works, in each way in which it can, again and again: memory, disk, clocks, network and
+//! vsock.
+
+use std::os::unix::fs::symlink;
 
 use guest_agent::{Event, MemoryWork, Pattern, Request};
 use harness::{Failed, LIMIT, ensure, eventually};
 
-use crate::guest::{Guest, Image, Scratch};
+use crate::guest::{Ended, Guest, Image, Scratch, VELLUM};
 use crate::wires::{Outage, Told, Wires};
 use crate::work::{self, Clock, count};
 
@@ -12,19 +15,69 @@ const DATA_MIB: u64 = 48;
 /// For how many seconds the guest writes memory in each hop, which must be over before.
 const LOAD: u64 = 90;
 
-/// 2 vCPUs move twice while the agent writes memory, others write a disk, look at the clocks and tell over TCP.
-pub fn under_load(image: &Image, irqchip: &str) -> Result<(), Failed> {
+/// How a guest gets to another process.
+#[derive(Clone, Copy, Debug)]
+pub enum Way {
+    /// Its memory by a stream, and each page compared.
+    Stream,
+    /// Its memory as a descriptor.
+    Memfd,
+    /// The guest first, and then its memory.
+    Postcopy,
+    /// All of its memory once, the guest, and what it has written meanwhile.
+    Hybrid,
+    /// In place: another build of Vellum, with the name and all that the machine has open.
+    Upgrade,
+}
+
+/// Two moves by streams.
+pub const THERE_AND_BACK: &[Way] = &[Way::Stream; 2];
+/// Each other way; what came in one of them goes on in the next.
+pub const IN_OTHER_WAYS: &[Way] = &[Way::Upgrade, Way::Memfd, Way::Postcopy, Way::Hybrid];
+
+impl Way {
+    /// Whether the machine that the guest comes to is begun for it, with the host's side of its devices.
+    fn has_target(self) -> bool {
+        !matches!(self, Self::Upgrade)
+    }
+
+    /// How it is asked for.
+    fn flags(self) -> &'static [&'static str] {
+        match self {
+            Self::Stream => &["--downtime", "5s", "--verify"],
+            Self::Memfd => &["--downtime", "1m", "--link", "memfd"],
+            Self::Postcopy => &["--downtime", "1m", "--mode", "postcopy"],
+            Self::Hybrid => &["--downtime", "1m", "--mode", "hybrid"],
+            Self::Upgrade => &["--downtime", "1m"],
+        }
+    }
+
+    /// What is said of a guest that has moved by it.
+    fn says(self) -> &'static str {
+        match self {
+            Self::Stream => "pages were compared, all alike",
+            Self::Postcopy | Self::Hybrid => "waited",
+            Self::Memfd | Self::Upgrade => "",
+        }
+    }
+}
+
+/// 2 vCPUs move by each of `ways` while the agent writes memory, others write a disk, look at the clocks and tell over TCP.
+pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Failed> {
     let scratch = Scratch::new();
     let disk = scratch.path("disk");
     work::empty(&disk)?;
     let wires = Wires::new(&scratch)?;
-    let devices = |moves: usize| {
-        let [net, tap] = wires.flags(moves);
+    let devices = |machine: usize| {
+        let [net, tap] = wires.flags(machine);
         ["--disk".into(), disk.display().to_string(), net, tap, "--rng".into(), "--balloon".into()]
     };
     let step = |what: &str| eprintln!("linux {} {irqchip} moves: {what}", image.version);
 
-    let mut flags = ["--cpus", "2", "--memory", "320m", "--irqchip", irqchip].map(str::to_owned).to_vec();
+    // What is handed over has to have a descriptor.
+    let handed = ways.iter().any(|way| matches!(way, Way::Memfd | Way::Upgrade));
+    let memory = if handed { "320m,backing=memfd" } else { "320m" };
+    let mut flags = ["--cpus", "2", "--memory", memory, "--irqchip", irqchip].map(str::to_owned).to_vec();
     flags.extend(devices(0));
     let mut guest = Guest::start(image, "", &flags.iter().map(String::as_str).collect::<Vec<_>>())?;
     step("boots");
@@ -32,8 +85,9 @@ pub fn under_load(image: &Image, irqchip: &str) -> Result<(), Failed> {
     wires.up(&guest)?;
     work::begin(&guest, DATA_MIB)?;
     let mut told = Told::begin(&guest)?;
-    for hop in 1..=2 {
-        step(&format!("hop {hop}"));
+    let mut machines = 0;
+    for (hop, way) in (1..).zip(ways) {
+        step(&format!("hop {hop}, {way:?}"));
         // By the serial port, which moves with the guest: a vsock connection would be reset.
         let load = MemoryWork { mib: 64, rate_mib: 8, pattern: Pattern::Random, seconds: LOAD, seed: hop };
         guest.type_line(&serde_json::to_string(&Request::Memory(load))?)?;
@@ -48,17 +102,10 @@ pub fn under_load(image: &Image, irqchip: &str) -> Result<(), Failed> {
             Ok((vsock_connections(&guest)? > connections).then_some(()))
         })?;
 
-        let devices = devices(hop as usize);
-        let (there, address) = Guest::to_come(&devices.iter().map(String::as_str).collect::<Vec<_>>())?;
         let outage = Outage::watch()?;
-        let arguments = ["migrate", guest.name(), "--to", &address, "--downtime", "5s", "--verify"];
-        let moved = guest.vellum(&arguments)?;
-        ensure(moved.status.success(), || format!("hop {hop}: {moved:?}"))?;
-        let said = String::from_utf8_lossy(&moved.stdout).into_owned();
-        ensure(said.contains("pages were compared, all alike"), || said.clone())?;
-        eprint!("{said}");
-        let ended = guest.wait()?.with(15)?;
-        guest = there;
+        machines += usize::from(way.has_target());
+        let devices = devices(machines);
+        let ended = goes(&mut guest, *way, &devices.iter().map(String::as_str).collect::<Vec<_>>())?;
         eprintln!("its network was silent for {:.0?} at most", outage.longest()?);
 
         // The clocks: as far as the host's, and never back; a connection of before goes on.
@@ -75,7 +122,7 @@ pub fn under_load(image: &Image, irqchip: &str) -> Result<(), Failed> {
         ensure(still > flushed, || format!("the disk's writer stands still at {still}"))?;
         guest.shell("dd if=/dev/hwrng bs=64 count=1 2>/dev/null | sha256sum")?;
         // What the guest said by the serial port, from machine to machine without a byte too few.
-        serial += &ended.console;
+        serial += ended.as_ref().map_or("", |ended| &ended.console);
         ensure(!serial.contains("\"event\":\"done\""), || "the load was over before the move was".into())?;
         guest.hears(&mut serial, "\"event\":\"done\"")?;
         seconds_are_right(&serial)?;
@@ -90,6 +137,34 @@ pub fn under_load(image: &Image, irqchip: &str) -> Result<(), Failed> {
     let ended = guest.wait()?.with(0)?;
     ensure(ended.errors.is_empty(), || format!("vellum had to say: {}", ended.errors))?;
     work::holds(&disk, flushed)
+}
+
+/// The guest goes on in another process by `way`, where `devices` are the host's side of its devices; what was left of the machine that it
+/// left, if that has ended.
+fn goes(guest: &mut Guest, way: Way, devices: &[&str]) -> Result<Option<Ended>, Failed> {
+    if !way.has_target() {
+        let process = |guest: &Guest| Ok::<_, Failed>(guest.ctl(&["status"])?["pid"].as_u64());
+        let (first, scratch) = (process(guest)?, Scratch::new());
+        let build = scratch.path("other-build");
+        symlink(VELLUM, &build)?;
+        let build = build.display().to_string();
+        let line = [&["ctl", guest.name(), "upgrade"], way.flags(), &[&build]].concat();
+        let upgraded = guest.vellum(&line)?;
+        ensure(upgraded.status.success(), || format!("{way:?}: {upgraded:?}"))?;
+        eprint!("{}", String::from_utf8_lossy(&upgraded.stdout));
+        let now = guest.status_when(|status| status["state"] == "running")?;
+        ensure(now["pid"].as_u64() != first, || format!("it is in the process that it was in: {now}"))?;
+        return Ok(None);
+    }
+    let (there, address) = Guest::to_come(devices)?;
+    let moved = guest.vellum(&[&["migrate", guest.name(), "--to", &address], way.flags()].concat())?;
+    ensure(moved.status.success(), || format!("{way:?}: {moved:?}"))?;
+    let said = String::from_utf8_lossy(&moved.stdout).into_owned();
+    ensure(said.contains(way.says()), || said.clone())?;
+    eprint!("{said}");
+    let ended = guest.wait()?.with(15)?;
+    *guest = there;
+    Ok(Some(ended))
 }
 
 /// The agent's connections: its threads.

@@ -1,4 +1,5 @@
 //! What the benchmarks of starting share: the floors of `tests/perf/floor.c`, and how a program is started that was installed.
+#![allow(dead_code, reason = "each benchmark uses its part")]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

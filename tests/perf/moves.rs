@@ -2,6 +2,8 @@
 //!
 //! - A guest with 128 GiB of which it has touched 1 GiB moves beside one that has 1 GiB and has touched all of it. Both are paused
 //!   first, so that both send the same pages, once.
+//! - A guest whose memory is handed over as a descriptor stands still for how long: one of 8 GiB beside one of 256 MiB, both of which have
+//!   touched 256 MiB.
 //! - The target of a migration that is under way is killed: how long until the source says that its guest runs on.
 //!
 //! The rivals take turns; printed are medians, and the median of the ratios of each round's two, with quartiles.
@@ -13,13 +15,15 @@ use std::time::Instant;
 
 use harness::{Failed, LIMIT, ensure, eventually};
 use home::{Home, Machine};
+use serde_json::Value;
 use vellum::control::Do;
 use vellum::control::client::Client;
 use vellum::sys::mmap::PAGE_SIZE;
 
 const ROUNDS: usize = 15;
-/// What the guests have touched.
+/// What the guests have touched that are moved, and those that are handed over.
 const TOUCHED: u64 = 1 << 30;
+const HANDED: u64 = 256 << 20;
 
 /// A median and its quartiles.
 fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
@@ -32,16 +36,41 @@ fn receive(home: &Home) -> Result<Machine, Failed> {
     home.start("there", &mut home.command(&format!("receive --listen unix:{}", socket.display())))
 }
 
-/// Milliseconds that a paused guest of `memory` takes to move, once it has written to [`TOUCHED`] bytes.
-fn moves(memory: &str) -> Result<f64, Failed> {
-    let home = Home::new()?;
-    let arguments = format!("run --memory {memory} --passes 0 --workload write,order=sequential");
+/// A guest of `memory` that has written to so many bytes of it.
+fn written(home: &Home, memory: &str, bytes: u64, more: &str) -> Result<Machine, Failed> {
+    let arguments = format!("run --memory {memory} --passes 0 --workload write,order=sequential{more}");
     let here = home.start("here", &mut home.command(&arguments))?;
     let mut client = Client::connect(&home.socket("here"))?;
     client.ask(&Do::Events {})?;
     eventually(LIMIT, "it has written enough", || {
-        Ok((client.line()?["done"].as_u64() >= Some(TOUCHED / PAGE_SIZE)).then_some(()))
+        Ok((client.line()?["done"].as_u64() >= Some(bytes / PAGE_SIZE)).then_some(()))
     })?;
+    Ok(here)
+}
+
+/// For how many milliseconds a guest of `memory` stands still that is handed over while it runs.
+fn handed(memory: &str) -> Result<f64, Failed> {
+    let home = Home::new()?;
+    // It goes over the same 256 MiB in each.
+    let here = written(&home, &format!("{memory},backing=memfd"), HANDED, ",rate=100000")?;
+    let there = receive(&home)?;
+    let to = home.0.join("there.in");
+    let line = format!("migrate here --link memfd --downtime 10s --json --to unix:{}", to.display());
+    let moved = home.vellum(&line)?;
+    ensure(moved.status.success(), || format!("{moved:?}"))?;
+    let told: Vec<Value> =
+        serde_json::Deserializer::from_slice(&moved.stdout).into_iter().collect::<Result<_, _>>()?;
+    let stood = told.iter().find(|event| event["event"] == "moved").and_then(|event| event["us"].as_u64());
+    here.end()?;
+    home.ctl("there stop")?;
+    there.end()?;
+    Ok(stood.ok_or("nobody said for how long")? as f64 / 1e3)
+}
+
+/// Milliseconds that a paused guest of `memory` takes to move, once it has written to [`TOUCHED`] bytes.
+fn moves(memory: &str) -> Result<f64, Failed> {
+    let home = Home::new()?;
+    let here = written(&home, memory, TOUCHED, "")?;
     home.ctl("here pause")?;
     let there = receive(&home)?;
     let start = Instant::now();
@@ -78,28 +107,39 @@ fn closed() -> Result<f64, Failed> {
     Ok(took)
 }
 
+/// The large one and the small one by turns: the medians and quartiles of each, and of each round's ratio.
+fn in_turn(measure: impl Fn(bool) -> Result<f64, Failed>) -> Result<[[f64; 3]; 3], Failed> {
+    let [mut larges, mut smalls, mut ratios] = [const { Vec::new() }; 3];
+    for round in 0..ROUNDS {
+        let (mut large, mut small) = (0.0, 0.0);
+        for turn in 0..2 {
+            if (round + turn) % 2 == 0 {
+                large = measure(true)?;
+            } else {
+                small = measure(false)?;
+            }
+        }
+        larges.push(large);
+        smalls.push(small);
+        ratios.push(large / small);
+    }
+    Ok([larges, smalls, ratios].map(quartiles))
+}
+
 fn main() -> Result<(), Failed> {
     // `cargo test --benches` asks every benchmark whether it works.
     if let Err(error) = vellum::vm::open() {
         println!("skipped: {error}");
         return Ok(());
     }
-    let (mut sparse, mut dense, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
-    for round in 0..ROUNDS {
-        let (mut large, mut small) = (0.0, 0.0);
-        for turn in 0..2 {
-            if (round + turn) % 2 == 0 {
-                large = moves("128g")?;
-            } else {
-                small = moves("1g")?;
-            }
-        }
-        sparse.push(large);
-        dense.push(small);
-        ratios.push(large / small);
-    }
-    let ([large, ..], [small, ..], [ratio, low, high]) =
-        (quartiles(sparse), quartiles(dense), quartiles(ratios));
+    let [[large, ..], [small, least, most], [ratio, low, high]] =
+        in_turn(|large| handed(if large { "8g" } else { "256m" }))?;
+    println!(
+        "handed over by memfd: 256 MiB {small:.1} ms (quartiles {least:.1} to {most:.1}), goal less than 20; 8 GiB {large:.1} ms; ratio \
+         {ratio:.3} (quartiles {low:.3} to {high:.3}, {ROUNDS} rounds), goal 1.3 at most"
+    );
+    let [[large, ..], [small, ..], [ratio, low, high]] =
+        in_turn(|large| moves(if large { "128g" } else { "1g" }))?;
     println!(
         "128 GiB of which 1 GiB is touched: {large:.0} ms; 1 GiB: {small:.0} ms; ratio {ratio:.3} (quartiles {low:.3} to {high:.3}, \
          {ROUNDS} rounds); goal 1.5 at most"

@@ -1,0 +1,197 @@
+//! `cargo bench --bench snapshot`: what a snapshot costs to write, and how soon a machine that shows its files runs.
+//!
+//! - A paused guest of 512 MiB, which has written to all of it, is saved, beside a process that writes as many bytes of memory into a file,
+//!   a mebibyte at a time, and has them on the disk (pwrite(2), fsync(2)).
+//! - From exec to the first byte on the serial port: `vellum run` of a kernel of a few bytes with 256 MiB, and `vellum restore --memory map`
+//!   of a machine of 256 MiB and of one of 8 GiB, both of which have touched 192 MiB. Their files are in the page cache.
+//!
+//! The rivals take turns; printed are medians, and the median of the ratios of each round's two, with quartiles.
+
+mod floor;
+#[path = "../home/mod.rs"]
+mod home;
+#[path = "../images/mod.rs"]
+mod images;
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use floor::installed;
+use harness::{Failed, LIMIT, ensure, eventually};
+use home::Home;
+use images::Code;
+use vellum::control::Do;
+use vellum::control::client::Client;
+use vellum::sys::mmap::PAGE_SIZE;
+
+/// Bytes that are written, how many at a time by who does it bare, and how often.
+const BYTES: u64 = 512 << 20;
+const BLOCK: usize = 1 << 20;
+const WRITES: usize = 9;
+/// How often machines are started.
+const STARTS: usize = 60;
+
+/// A median and its quartiles.
+fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
+    samples.sort_by(f64::total_cmp);
+    [samples[samples.len() / 2], samples[samples.len() / 4], samples[samples.len() - 1 - samples.len() / 4]]
+}
+
+/// Each of `one` by that of `other`.
+fn ratios(one: &[f64], other: &[f64]) -> [f64; 3] {
+    quartiles(one.iter().zip(other).map(|(one, other)| one / other).collect())
+}
+
+fn ms(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64() * 1e3
+}
+
+/// Writes as much as the guest has.
+fn bare(file: &Path, content: &[u8]) -> Result<f64, Failed> {
+    let start = Instant::now();
+    let to = File::create_new(file)?;
+    for at in (0..BYTES).step_by(BLOCK) {
+        to.write_all_at(&content[at as usize..][..BLOCK], at)?;
+    }
+    to.sync_all()?;
+    let took = ms(start);
+    fs::remove_file(file)?;
+    Ok(took)
+}
+
+fn writing(home: &Home) -> Result<(), Failed> {
+    let line = "run --memory 512m --passes 0 --workload write,order=sequential";
+    let here = home.start("here", &mut home.command(line))?;
+    let mut client = Client::connect(&home.socket("here"))?;
+    client.ask(&Do::Events {})?;
+    eventually(LIMIT, "it has written to all of its memory", || {
+        Ok((client.line()?["done"].as_u64() >= Some(BYTES / PAGE_SIZE)).then_some(()))
+    })?;
+    home.ctl("here pause")?;
+    let content: Vec<u8> = (0..BYTES / 8).flat_map(|word| word.to_ne_bytes()).collect();
+    // Beside each other on the disk where the compiler's output is, not on one in memory.
+    let at = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    let (dir, file) = (at.join("saved"), at.join("bare"));
+    let (mut saved, mut written) = (Vec::new(), Vec::new());
+    for round in 0..WRITES {
+        for turn in 0..2 {
+            if (round + turn) % 2 == 0 {
+                let _ = fs::remove_dir_all(&dir);
+                let start = Instant::now();
+                let output = home.vellum(&format!("snapshot here {}", dir.display()))?;
+                saved.push(ms(start));
+                ensure(output.status.success(), || format!("{output:?}"))?;
+            } else {
+                let _ = fs::remove_file(&file);
+                written.push(bare(&file, &content)?);
+            }
+        }
+    }
+    fs::remove_dir_all(&dir)?;
+    drop(here);
+    let ([ours, ..], [theirs, ..]) = (quartiles(saved.clone()), quartiles(written.clone()));
+    let [ratio, low, high] = ratios(&written, &saved);
+    println!(
+        "512 MiB, a snapshot: {ours:.0} ms; pwrite and fsync: {theirs:.0} ms; as fast as that {ratio:.3} times (quartiles {low:.3} to \
+         {high:.3}, {WRITES} rounds); goal 0.9 at least"
+    );
+    Ok(())
+}
+
+/// Writes to all of memory from 8 MiB to 200 MiB, and then, for ever, on the serial port.
+fn touches() -> Vec<u8> {
+    // mov ebx, 8 MiB; fill: mov [rbx], ebx; add ebx, 4096; cmp ebx, 200 MiB; jb fill
+    let mut code = vec![0xbb, 0, 0, 0x80, 0, 0x89, 0x1b, 0x81, 0xc3, 0, 0x10, 0, 0];
+    code.extend([0x81, 0xfb, 0, 0, 0x80, 0x0c, 0x72, 0xf0]);
+    // mov dx, 0x3f8; mov al, 'V'; on: out dx, al; jmp on
+    code.extend([0x66, 0xba, 0xf8, 0x03, 0xb0, b'V', 0xee, 0xeb, 0xfd]);
+    Code::default().bytes(&code).elf64()
+}
+
+/// Milliseconds until a machine's first byte.
+fn first_byte(command: &mut Command) -> Result<f64, Failed> {
+    let start = Instant::now();
+    let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
+    let mut byte = [0];
+    let came = child.stdout.as_mut().ok_or("piped")?.read_exact(&mut byte);
+    let took = ms(start);
+    child.kill()?;
+    let status = child.wait()?;
+    ensure(came.is_ok() && byte == *b"V", || format!("{byte:?}, {status:?}"))?;
+    Ok(took)
+}
+
+fn starting(home: &Home) -> Result<(), Failed> {
+    let (touches_all, prints) = (home.0.join("touches"), home.0.join("prints"));
+    fs::write(&touches_all, touches())?;
+    fs::write(&prints, Code::default().print("V").spin().elf64())?;
+    let vellum = installed(Path::new(home::VELLUM));
+    let dir = |memory: &str| PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("shown-{memory}"));
+    for memory in ["256m", "8g"] {
+        let _ = fs::remove_dir_all(dir(memory));
+        let out = home.0.join("out");
+        let line =
+            format!("run -k {} --memory {memory} --serial file={}", touches_all.display(), out.display());
+        let here = home.start("here", &mut home.command(&line))?;
+        eventually(LIMIT, "it has written", || Ok((fs::metadata(&out)?.len() > 0).then_some(())))?;
+        let saved = home.vellum(&format!("snapshot here {} --stop --downtime 1m", dir(memory).display()))?;
+        ensure(saved.status.success(), || format!("{saved:?}"))?;
+        here.end()?;
+        fs::remove_file(out)?;
+    }
+    let run = || {
+        let mut command = Command::new(&vellum);
+        command.args(["run", "-m", "256m", "-k"]).arg(&prints);
+        command
+    };
+    let restore = |memory: &str| {
+        let mut command = Command::new(&vellum);
+        command.arg("restore").arg(dir(memory)).args(["--memory", "map"]);
+        command
+    };
+    let mut all = [const { Vec::new() }; 3];
+    for round in 0..STARTS {
+        for turn in 0..3 {
+            let which = (round + turn) % 3;
+            let mut command = match which {
+                0 => run(),
+                1 => restore("256m"),
+                _ => restore("8g"),
+            };
+            all[which].push(first_byte(&mut command)?);
+        }
+    }
+    for memory in ["256m", "8g"] {
+        fs::remove_dir_all(dir(memory))?;
+    }
+    let [ran, small, large] = all;
+    let median = |of: &[f64]| quartiles(of.to_vec())[0];
+    println!(
+        "exec to the first byte: run {:.2} ms; restored by map, 256 MiB {:.2} ms, 8 GiB {:.2} ms ({STARTS} rounds)",
+        median(&ran),
+        median(&small),
+        median(&large)
+    );
+    let [ratio, low, high] = ratios(&small, &ran);
+    println!(
+        "  256 MiB restored, of what it takes to run: {ratio:.3} (quartiles {low:.3} to {high:.3}); goal 1.5 at most"
+    );
+    let [ratio, low, high] = ratios(&large, &small);
+    println!("  8 GiB, of what 256 MiB take: {ratio:.3} (quartiles {low:.3} to {high:.3}); goal 1.2 at most");
+    Ok(())
+}
+
+fn main() -> Result<(), Failed> {
+    // `cargo test --benches` asks every benchmark whether it works.
+    if let Err(error) = vellum::vm::open() {
+        println!("skipped: {error}");
+        return Ok(());
+    }
+    let home = Home::new()?;
+    starting(&home)?;
+    writing(&home)
+}
