@@ -20,7 +20,7 @@ pub const NEEDED: [Symbol; 11] = [
 
 /// What a guest needs beside that which mounts directories of the host's, and the last of it for overlays.
 pub const SHARED: [Symbol; 2] = [
-    ("VIRTIO_FS", true, "directories of the host's: --share and --root"),
+    ("VIRTIO_FS", true, "directories of the host's"),
     ("OVERLAY_FS", true, "changes to these that stay in the guest's memory"),
 ];
 

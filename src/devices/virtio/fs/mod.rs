@@ -52,7 +52,7 @@ pub static KIND: Kind = Kind {
 pub static ROOT: Kind = Kind {
     key: "root",
     about: "The root of a guest that runs a COMMAND: a directory of the host's, or `host`, its own root. What the guest changes of it stays \
-        in the guest's memory, unless it is ro or rw; the rest is as of --share: \
+        in the guest's memory, unless it is ro or rw; the rest is as of any shared directory: \
         `DIR|host[,overlay|ro|rw][,cache=auto|always|none][,user=UID:GID][,as-root][,setid][,devices][,privileged-xattrs]`",
     value: Some("DIR|host"),
     repeats: false,
