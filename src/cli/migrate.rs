@@ -1,17 +1,14 @@
 //! `vellum migrate`: the courier of a migration. It connects to the target, hands the connection to the machine, and says how far it
 //! is; the machine itself opens nothing. Ended before the hand-over it gives the migration up; killed, it stops nothing.
 
-use std::io::{self, Read, Write};
-use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::str::FromStr;
+pub mod address;
+
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 
+use self::address::{Connection, Target, connect};
 use super::{Failure, Flags, args, devices, keyvalue, print, say};
 use crate::control::client::{Client, Error};
 use crate::control::{
@@ -22,7 +19,7 @@ use crate::fault::Fault;
 use crate::migration::fence::Fence;
 use crate::migration::link::LIVENESS;
 use crate::oracle::edges::{self, EdgeVerdict};
-use crate::sys::{signal, socket};
+use crate::sys::signal;
 use crate::vm::lifecycle::Exit;
 
 /// Move a running machine to another process, on this host or another, where `vellum receive` waits
@@ -120,39 +117,6 @@ Exit status: 0 the guest has moved, 1 it stays where it was, 2 usage.";
 /// No flag of its own.
 const FLAGS: Flags = &[];
 
-/// Where a target is, as typed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Target {
-    /// `unix:PATH`
-    Unix(PathBuf),
-    /// `tcp:HOST:PORT`
-    Tcp(String),
-    /// `ssh:[USER@]HOST:NAME`: the host, and the machine's name there.
-    Ssh(String, String),
-    /// `exec:COMMAND`
-    Exec(String),
-}
-
-impl FromStr for Target {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text.split_once(':') {
-            Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
-            Some(("tcp", address)) if address.contains(':') => Ok(Self::Tcp(address.into())),
-            Some(("ssh", rest)) => match rest.rsplit_once(':') {
-                // ssh takes what begins with a hyphen for an option.
-                Some((host, name)) if !host.is_empty() && !host.starts_with('-') && !name.is_empty() => {
-                    Ok(Self::Ssh(host.into(), name.into()))
-                }
-                _ => Err("use ssh:[USER@]HOST:NAME, the name being that of `vellum receive` there".into()),
-            },
-            Some(("exec", command)) if !command.is_empty() => Ok(Self::Exec(command.into())),
-            _ => Err("use unix:PATH, tcp:HOST:PORT, ssh:[USER@]HOST:NAME or exec:COMMAND".into()),
-        }
-    }
-}
-
 fn timeout(text: &str) -> Result<(Duration, Then), String> {
     let kv = keyvalue::KeyValues::parse(text, Some("time"), &["time", "then"]).map_err(|e| e.to_string())?;
     let names = [("cancel", Then::Cancel), ("force", Then::Force), ("postcopy", Then::Postcopy)];
@@ -161,90 +125,6 @@ fn timeout(text: &str) -> Result<(Duration, Then), String> {
         Ok((kv.required("time", keyvalue::duration)?, then.unwrap_or_default()))
     };
     read().map_err(|e| e.to_string())
-}
-
-/// Why an address is no place for a guest's memory in the clear, if it is none.
-pub(super) fn off_loopback(address: &SocketAddr) -> Option<String> {
-    let ip = match address.ip() {
-        IpAddr::V6(ip) => ip.to_canonical(),
-        ip => ip,
-    };
-    (!ip.is_loopback()).then(|| {
-        format!(
-            "{ip} is not on loopback, and memory would go there in the clear; ssh:HOST:NAME is encrypted, \
-             --insecure-network allows it nonetheless"
-        )
-    })
-}
-
-/// A connection to the target, with the process that leads there, where one does.
-struct Connection {
-    socket: OwnedFd,
-    child: Option<Child>,
-}
-
-impl Drop for Connection {
-    fn drop(&mut self) {
-        if let Some(child) = &mut self.child {
-            // It ends with its connection; not to leave it behind is all that is wanted.
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-fn connect(target: &Target, insecure: bool) -> Result<Connection, Failure> {
-    let plain = |socket: OwnedFd| Connection { socket, child: None };
-    match target {
-        Target::Unix(path) => {
-            let stream = socket::connect(path, LIVENESS);
-            let stream = stream.map_err(|e| unreachable(&format!("unix:{}", path.display()), &e))?;
-            stream.set_write_timeout(None).map_err(Failure::host)?;
-            stream.set_read_timeout(None).map_err(Failure::host)?;
-            Ok(plain(stream.into()))
-        }
-        Target::Tcp(address) => {
-            let name = format!("tcp:{address}");
-            let resolved =
-                address.to_socket_addrs().map_err(|error| Failure::usage(format!("--to {name}: {error}")))?;
-            let mut last = io::Error::other("no such host");
-            for address in resolved {
-                if !insecure && let Some(why) = off_loopback(&address) {
-                    return Err(Failure::usage(format!("--to {name}: {why}")));
-                }
-                match TcpStream::connect_timeout(&address, LIVENESS) {
-                    Ok(stream) => return Ok(plain(stream.into())),
-                    Err(error) => last = error,
-                }
-            }
-            Err(unreachable(&name, &last))
-        }
-        Target::Ssh(host, name) => {
-            let mut command = Command::new("ssh");
-            command.args(["-T", host, "vellum", "receive", "--relay", name]);
-            spawn(command)
-        }
-        Target::Exec(line) => {
-            let mut command = Command::new("/bin/sh");
-            command.args(["-c", line]);
-            spawn(command)
-        }
-    }
-}
-
-fn unreachable(address: &str, error: &io::Error) -> Failure {
-    let message = format!("--to {address}: {error}; is `vellum receive` waiting there?");
-    Failure::ended(Exit::Error, message)
-}
-
-/// Starts what leads to the target by its standard input and output.
-fn spawn(mut command: Command) -> Result<Connection, Failure> {
-    let (mine, theirs) = UnixStream::pair().map_err(Failure::host)?;
-    let input: OwnedFd = theirs.try_clone().map_err(Failure::host)?.into();
-    command.stdin(Stdio::from(input)).stdout(Stdio::from(OwnedFd::from(theirs)));
-    let named = command.get_program().to_string_lossy().into_owned();
-    let child = command.spawn().map_err(|error| Failure::host(format!("{named}: {error}")))?;
-    Ok(Connection { socket: mine.into(), child: Some(child) })
 }
 
 /// What would have avoided that a target lacks CPU features.
@@ -581,30 +461,4 @@ fn again(args: &MigrateArgs, machine: &mut Client) -> Result<Connection, Failure
             Err(_) => std::thread::sleep(AGAIN),
         }
     }
-}
-
-/// `vellum receive --relay`: carries bytes between this process's standard input and output and the machine that waits at `path`.
-pub(super) fn relay(path: &Path) -> Result<Exit, Failure> {
-    let stream = socket::connect(path, LIVENESS);
-    let stream = stream.map_err(|error| Failure::host(format!("--relay {}: {error}", path.display())))?;
-    stream.set_write_timeout(None).map_err(Failure::host)?;
-    stream.set_read_timeout(None).map_err(Failure::host)?;
-    let back = stream.try_clone().map_err(Failure::host)?;
-    let there = std::thread::spawn(move || {
-        carry(io::stdin().lock(), &stream, || drop(stream.shutdown(Shutdown::Write)))
-    });
-    carry(&back, io::stdout().lock(), || ());
-    // Its peer is gone: what still comes in would go nowhere.
-    drop(there);
-    Ok(Exit::PowerOff)
-}
-
-fn carry(mut from: impl Read, mut to: impl Write, end: impl FnOnce()) {
-    let mut buffer = vec![0; 256 << 10];
-    while let Ok(count @ 1..) = from.read(&mut buffer) {
-        if to.write_all(&buffer[..count]).and_then(|()| to.flush()).is_err() {
-            break;
-        }
-    }
-    end();
 }

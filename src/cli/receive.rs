@@ -10,7 +10,7 @@ use clap::Args;
 
 use super::args;
 use super::host::{self, HostArgs};
-use super::migrate::off_loopback;
+use super::migrate::address::{off_loopback, relay};
 use super::{Failure, Flags};
 use crate::control::names;
 use crate::fault::Field;
@@ -107,7 +107,7 @@ pub fn run(args: ReceiveArgs) -> Result<Exit, Failure> {
         return super::take_over::run(file);
     }
     if let Some(name) = &args.relay {
-        return super::migrate::relay(&waiting_place(name)?);
+        return relay(&waiting_place(name)?);
     }
     log::start(tracing::Level::INFO, Beside::Console);
     let listen = match (&args.listen, &args.host.name) {

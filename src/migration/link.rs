@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use super::bits::Bits;
 use super::message::{Message, SessionId};
-use super::wire::{self, Decoder, Encoder, Frame, HEADER, Header, Kind, Section};
+use super::wire::{self, Decoder, Encoder, Frame, HEADER, Header, Kind, MOST_MAPPED, Run, Section};
 use crate::sys::poll::Poll;
 use crate::sys::socket;
 
@@ -197,6 +198,23 @@ impl Link {
     pub fn section(&mut self, section: &Section<'_>) -> Result<(), Error> {
         let frame = self.encoder.section(section);
         self.send(&frame)
+    }
+
+    /// Sends a map of `pages` pages of memslot `region`, of which those in `bits` are missing; nothing of parts where none is.
+    ///
+    /// # Errors
+    /// As [`Link::send`].
+    pub fn send_map(&mut self, region: u32, bits: &Bits, pages: u64) -> Result<(), Error> {
+        let words = bits.words();
+        for (at, words) in (0..).step_by(MOST_MAPPED as usize).zip(words.chunks(MOST_MAPPED as usize / 64)) {
+            if words.iter().all(|word| *word == 0) {
+                continue;
+            }
+            let run = Run { region, pass: 1, first: at, pages: (pages - at).min(MOST_MAPPED.into()) as u32 };
+            let frame = self.encoder.missing(&run, words);
+            self.send(&frame)?;
+        }
+        Ok(())
     }
 
     /// Sends frames whole, or as much of them as the peer takes [in time](Link::set_until).

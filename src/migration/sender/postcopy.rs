@@ -10,7 +10,6 @@ use super::passes::Pass;
 use super::words::{Said, Word};
 use crate::migration::bits::Bits;
 use crate::migration::link;
-use crate::migration::receiver::send_map;
 use crate::migration::source::{Event, State};
 use crate::migration::wire::Run;
 
@@ -45,7 +44,7 @@ impl Sending {
         for (region, bits) in deferred {
             let pages = self.common.owed.outgoing(*region as usize).slot().pages();
             if let Some(link) = &mut self.link {
-                send_map(link, *region, bits, pages)?;
+                link.send_map(*region, bits, pages)?;
             }
             count += bits.count();
         }

@@ -1,0 +1,238 @@
+//! What comes to the target's thread: connections, their first messages, and the source's frames. Pages and state are taken on the way;
+//! everything else is an [`Event`].
+
+use std::fs::File;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::{MOST_STRANGERS, Place, Receiving, Told};
+use crate::migration::bits::Bits;
+use crate::migration::fence::Fence;
+use crate::migration::fetching::Fetching;
+use crate::migration::link::Link;
+use crate::migration::message::Message;
+use crate::migration::target::{Event, State};
+use crate::migration::verify::{self, Comparison};
+use crate::migration::wire::Frame;
+use crate::payload::Section;
+use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::socket;
+
+/// The most sections, and the most bytes in them: a PC of 255 vCPUs has some 300, of 40 KiB each.
+const MOST_SECTIONS: usize = 4096;
+const MOST_STATE: usize = 256 << 20;
+
+impl Receiving {
+    pub(super) fn event(&mut self, told: Told) -> Option<Event> {
+        match told {
+            Told::Done(_) => None,
+            Told::Listen(listener) => {
+                self.listener = Some(listener);
+                None
+            }
+            Told::Force => Some(Event::Force),
+            Told::Cancel(why) => Some(Event::Cancel(why)),
+            Told::Connected(socket) => {
+                if self.strangers.len() < MOST_STRANGERS
+                    && let Ok(link) = Link::new(socket, self.session, PAGE_SIZE as u32)
+                {
+                    self.strangers.push((link, Instant::now()));
+                }
+                None
+            }
+        }
+    }
+
+    /// Lets in who connects.
+    pub(super) fn accept(&mut self) {
+        let Some(listener) = &self.listener else { return };
+        let mut came = Vec::new();
+        while self.strangers.len() + came.len() < MOST_STRANGERS
+            && let Ok(socket) = socket::accept(listener)
+        {
+            came.push(socket);
+        }
+        for socket in came {
+            self.event(Told::Connected(socket));
+        }
+    }
+
+    /// Whether a further connection is cut while pages come; whether they are at the end of a pass that has ended on the first.
+    pub(super) fn lanes_are_cut(&mut self) -> Option<Event> {
+        if self.target.state != State::Receiving {
+            return None;
+        }
+        let lanes = &mut self.place.as_mut()?.lanes;
+        if lanes.have_moved() {
+            self.heard = Instant::now();
+        }
+        match lanes.have_ended(self.barrier.unwrap_or(0)) {
+            Ok(true) => self.barrier = None,
+            Ok(false) => {}
+            Err(why) => return Some(self.cut(why)),
+        }
+        None
+    }
+
+    /// The next message of the source; pages and state are taken on the way.
+    pub(super) fn heard(&mut self) -> Option<Event> {
+        loop {
+            if self.barrier.is_some() {
+                return None;
+            }
+            let link = self.link.as_mut()?;
+            let receiving = self.target.state == State::Receiving;
+            let behind = self.target.state == State::Running && self.target.lacks();
+            let ready = matches!(self.target.state, State::Ready { .. });
+            let taken = match link.receive() {
+                Ok(None) => return None,
+                Ok(Some(Frame::Message(message))) => {
+                    self.heard = Instant::now();
+                    if let Message::PassEnd { pass, .. } = message {
+                        self.barrier = Some(pass).filter(|_| receiving);
+                    }
+                    return Some(Event::Said(message));
+                }
+                Ok(Some(Frame::Run(run, data))) if receiving => match run.check(&self.regions) {
+                    Ok(())
+                        if self.handed
+                            && self.place.as_ref().is_some_and(|place| place.is_ram(run.region)) =>
+                    {
+                        Err(format!("{run:?} came, which was handed over"))
+                    }
+                    Ok(()) if self.place.as_ref().is_some_and(|place| !place.lanes.first().holds(&run)) => {
+                        Err(format!("{run:?} came, which is another connection's"))
+                    }
+                    Ok(()) => {
+                        self.pages += u64::from(run.pages);
+                        self.memory[run.region as usize].take(&run, data);
+                        Ok(())
+                    }
+                    Err(error) => Err(error.to_string()),
+                },
+                // Nothing that is there is written over, whatever connection it comes on.
+                Ok(Some(Frame::Run(run, data))) if behind && (run.region as usize) < self.memory.len() => {
+                    run.check(&self.regions).map_err(|error| error.to_string()).map(|()| {
+                        self.memory[run.region as usize].take(&run, data);
+                    })
+                }
+                // All has been there when it came.
+                Ok(Some(Frame::Run(..))) if self.landing.is_some() => Ok(()),
+                Ok(Some(Frame::Missing(run, bits))) if receiving => match run.check(&self.regions) {
+                    Ok(()) => {
+                        if self.lacking.is_empty() {
+                            self.lacking = self.regions.iter().map(|pages| Bits::new(*pages)).collect();
+                        }
+                        self.lacking[run.region as usize].add_at(run.first, &bits);
+                        Ok(())
+                    }
+                    Err(error) => Err(error.to_string()),
+                },
+                Ok(Some(Frame::Sums(run, sums))) if ready => match run.check(&self.regions) {
+                    Ok(()) => {
+                        let sums = sums.to_vec();
+                        let mut comparison = self.comparison();
+                        comparison.take(&run, &sums);
+                        self.comparing = Some(comparison);
+                        Ok(())
+                    }
+                    Err(error) => Err(error.to_string()),
+                },
+                Ok(Some(Frame::Section(section))) if receiving => {
+                    self.sections.push(Section {
+                        name: section.name.to_owned(),
+                        version: section.version,
+                        body: section.body.to_vec(),
+                    });
+                    // More than any machine has: a peer that fills this process's memory.
+                    let bytes: usize = self.sections.iter().map(|section| section.body.len()).sum();
+                    if self.sections.len() > MOST_SECTIONS || bytes > MOST_STATE {
+                        Err("the source sends more state than any machine has".to_owned())
+                    } else {
+                        Ok(())
+                    }
+                }
+                Ok(Some(_)) => Err("the source sent pages or state out of turn".to_owned()),
+                Err(error) => Err(error.to_string()),
+            };
+            self.heard = Instant::now();
+            if let Err(why) = taken {
+                return Some(self.cut(why));
+            }
+        }
+    }
+
+    /// What has been compared so far of memory that stands still.
+    pub(super) fn comparison(&mut self) -> Comparison {
+        self.comparing.take().unwrap_or_else(|| {
+            let touched =
+                |place: &Place| verify::touched(&place.ram, place.pagemap.as_deref(), place.memory.iter());
+            Comparison::new(self.place.as_ref().map(touched).unwrap_or_default())
+        })
+    }
+
+    pub(super) fn cut(&mut self, why: String) -> Event {
+        self.link = None;
+        self.place.iter_mut().for_each(|place| place.lanes.cut());
+        // The cut of one is the cut of all.
+        self.place.iter().filter_map(|place| place.fetching.as_ref()).for_each(Fetching::cut);
+        self.broken = Some(why);
+        Event::Cut
+    }
+
+    /// The first message of somebody who has connected: a source that begins, or the one that was here and was cut off.
+    pub(super) fn stranger(&mut self) -> Option<Event> {
+        let mut at = 0;
+        while at < self.strangers.len() {
+            let (link, since) = &mut self.strangers[at];
+            let said = match link.receive() {
+                Ok(None) if since.elapsed() < self.liveness => {
+                    at += 1;
+                    continue;
+                }
+                Ok(Some(Frame::Message(message))) => Some(message),
+                _ => None,
+            };
+            let (mut link, _) = self.strangers.swap_remove(at);
+            let first = matches!(said, Some(Message::Hello { .. })) && self.session.is_none();
+            let again = self.session.is_some() && link.session() == self.session;
+            let again = again && matches!(said, Some(Message::Query {} | Message::Abort { .. }));
+            if let (Some(Message::Join { connection }), true) = (&said, self.session.is_some())
+                && link.session() == self.session
+                && Some(*connection) == self.faults_number
+            {
+                self.joined(link);
+                continue;
+            }
+            if let (Some(Message::Join { connection }), true) = (&said, self.session.is_some())
+                && link.session() == self.session
+                && self.target.state == State::Receiving
+                && let Some(place) = &mut self.place
+            {
+                // One that is none of its numbers, or whose number is taken, is closed.
+                place.lanes.join(*connection, link, &self.memory, &self.regions);
+                continue;
+            }
+            if let Some(message) = said.filter(|_| first || again) {
+                self.session = link.session();
+                if first {
+                    // What is none is not shared, and WELCOME says so.
+                    let mut came = link.take_descriptors().into_iter();
+                    let fence = came.next().and_then(|file| Fence::new(file).ok());
+                    self.ram = came.next().map(File::from);
+                    self.target.fenced = fence.is_some();
+                    self.fence = fence.map(Arc::new);
+                }
+                link.admit();
+                self.link = Some(link);
+                self.heard = Instant::now();
+                if again {
+                    self.pending.push(Event::Said(message));
+                    return Some(Event::Linked);
+                }
+                return Some(Event::Said(message));
+            }
+        }
+        None
+    }
+}
