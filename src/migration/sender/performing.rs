@@ -1,0 +1,170 @@
+//! What [`Source`](crate::migration::source::Source) wants done, done: by the event loop's thread, where it is about the machine.
+
+use std::time::{Duration, Instant};
+
+use super::{Demand, Done, PERIOD, Said, Sending, Serving, Told, Word};
+use crate::control::Left;
+use crate::migration::fence::Word as Decided;
+use crate::migration::link::Link;
+use crate::migration::message::{Message, ZSTD};
+use crate::migration::source::{Action, Event, State};
+use crate::migration::threads::Orphaned;
+
+/// How long a source that takes its guest back waits for the locks of its disks.
+const RETAKING: Duration = Duration::from_secs(1);
+
+impl Sending {
+    /// Sends a message; where that fails, the link is cut.
+    pub(super) fn say(&mut self, message: &Message) {
+        if let Some(link) = &mut self.link
+            && let Err(error) = link.say(message)
+        {
+            let event = self.cut(error.to_string());
+            self.pending.push(event);
+        }
+    }
+
+    /// Says the last word, with what was typed for the guest since it was paused.
+    fn take_leave(&mut self) -> Result<(), Orphaned> {
+        let typed = match self.demand(Demand::Typed)? {
+            Done::Typed(typed) => typed,
+            _ => Vec::new(),
+        };
+        if self.link.is_none() && !typed.is_empty() {
+            tracing::warn!(
+                "{} bytes that were typed in the hand-over do not get to the guest: the link was cut",
+                typed.len()
+            );
+        }
+        self.link.iter_mut().for_each(|link| link.set_until(None));
+        self.say(&Message::Bye { typed });
+        Ok(())
+    }
+
+    /// Has something done with the machine. What else is told meanwhile is kept for later.
+    pub(super) fn demand(&mut self, demand: Demand) -> Result<Done, Orphaned> {
+        self.machine.say(Said::Demand(demand))?;
+        loop {
+            match self.machine.wait()? {
+                Told::Done(done) => return Ok(done),
+                told => {
+                    let event = self.event(told);
+                    self.pending.extend(event);
+                }
+            }
+        }
+    }
+
+    pub(super) fn perform(&mut self, action: Action) -> Result<(), Orphaned> {
+        match action {
+            Action::Send(Message::Bye { .. }) if self.source.state == State::Moved => self.take_leave()?,
+            Action::Send(message) => {
+                // Its time is that of a pass; what is said goes, however long that takes.
+                self.link.iter_mut().for_each(|link| link.set_until(None));
+                let awaits = matches!(message, Message::Commit { .. } | Message::Query {});
+                self.say(&message);
+                if awaits {
+                    self.waits = Some(Instant::now());
+                }
+            }
+            Action::Offer => {
+                let config = self.describe.clone();
+                let connections = self.share.of();
+                let compression = self.options.compress.then(|| ZSTD.to_owned());
+                let (handed, postcopy) = (self.options.hands_over, self.options.postcopies);
+                self.say(&Message::Config { config, connections, compression, handed, postcopy });
+                self.waits = Some(Instant::now());
+            }
+            Action::Copy if self.options.hands_over => self.hand_over()?,
+            Action::Copy => self.copy()?,
+            Action::Finish { attempt } => self.finish(attempt)?,
+            Action::Compare { attempt } => {
+                self.link.iter_mut().for_each(|link| link.set_until(None));
+                self.compare(attempt);
+            }
+            Action::Resume => {
+                self.paused = None;
+                self.demand(Demand::Resume)?;
+            }
+            Action::Release => {
+                // All pages are there: nobody needs them any more.
+                if !self.source.is_ahead() {
+                    self.lanes.cut();
+                }
+                self.demand(Demand::Release)?;
+            }
+            Action::Retake => {
+                // A target that has lost the race at the fence gives them up when it sees that.
+                let since = Instant::now();
+                while let Done::Failed(why) = self.demand(Demand::Retake)? {
+                    if since.elapsed() > RETAKING {
+                        tracing::error!("its disks cannot be locked again: {why}");
+                        break;
+                    }
+                    std::thread::sleep(PERIOD);
+                }
+            }
+            Action::Commit { attempt } => {
+                let decided = self.fence(Decided::Open, Decided::Committed);
+                if decided == Decided::Committed {
+                    self.link.iter_mut().for_each(|link| link.set_until(None));
+                    self.say(&Message::Commit { attempt });
+                    self.waits = Some(Instant::now());
+                } else {
+                    self.pending.push(Event::Fenced(decided));
+                }
+            }
+            Action::Settle => {
+                let decided = self.fence(Decided::Committed, Decided::Withdrawn);
+                self.pending.push(Event::Fenced(decided));
+            }
+            Action::Undo => {
+                (self.pass, self.comparing, self.paused) = (None, None, None);
+                self.lanes.cut();
+                self.serving.iter_mut().for_each(Serving::cut);
+                self.throttle.wake();
+                self.common.owed.unfollow();
+            }
+            Action::Serve => {
+                // The map of what the target lacks comes next.
+                self.link.iter_mut().for_each(Link::admit);
+                // Nobody writes here any more.
+                self.common.owed.unfollow();
+                self.throttle.wake();
+                self.machine.say(Said::Word(Word::Ahead))?;
+            }
+            Action::Stream => self.stream(),
+            Action::Sever => {
+                (self.pass, self.streaming) = (None, false);
+                let why = self.broken.take().unwrap_or_default();
+                tracing::warn!(
+                    "the link was cut ({why}), and the target lacks some of the guest's memory; another link goes on"
+                );
+                self.machine.say(Said::Word(Word::Severed(true)))?;
+            }
+            Action::Reconnect => {
+                if let Some(link) = self.link.take() {
+                    self.sent_before += link.sent;
+                }
+                self.machine.say(Said::Word(Word::Unconfirmed))?;
+            }
+            Action::End => {
+                let (bytes, spared) = (self.sent(), self.spared());
+                let left = Left { passes: self.passes, bytes, spared, ..self.left };
+                self.machine.say(Said::Word(Word::Moved {
+                    compared: self.compared,
+                    waited: self.waited.take(),
+                    left,
+                }))?;
+            }
+            Action::Report(why) => {
+                let why = match self.broken.take() {
+                    Some(broken) => format!("{why}: {broken}"),
+                    None => why,
+                };
+                self.machine.say(Said::Word(Word::Stayed(why)))?;
+            }
+        }
+        Ok(())
+    }
+}
