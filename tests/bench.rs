@@ -12,7 +12,7 @@ use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial
 use vellum::bench::{Common, Region, access_tracking, demand_paging, memslot, page_table};
 use vellum::guests::guest::GuestConfig;
 use vellum::guests::program::Privilege;
-use vellum::guests::program::tables::code;
+use vellum::guests::program::tables_code;
 use vellum::guests::tables::{self, Command as Do, perform};
 use vellum::guests::touch::{self, Plan};
 use vellum::guests::{Guest, WriteConfig};
@@ -170,7 +170,7 @@ fn demand_paging(mode: Mode, backing: Backing) -> Result<(), Failed> {
 #[trial(kvm())]
 fn blocks_are_touched_where_the_plan_says() -> Result<(), Failed> {
     let kvm = vellum::vm::open()?;
-    let config = GuestConfig { code: guests::program::touch::code(), ..GuestConfig::new(2) };
+    let config = GuestConfig { code: guests::program::touch_code(), ..GuestConfig::new(2) };
     let guest =
         Guest::build(&kvm, Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(2 << 20))?, config)?;
     let runs = Plan { first: true, offset: 8192, run: 3, ..Plan::every(4096, 1 << 20, true) };
@@ -496,7 +496,7 @@ fn tables_lead_to_the_same_frames_and_are_cleared() -> Result<(), Failed> {
     let (count, pages) = (3u64, 5u64);
     let kvm = vellum::vm::open()?;
     let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(tables::ram(count)))?;
-    let config = GuestConfig { code: code(), privilege: Privilege::Kernel, ..GuestConfig::new(1) };
+    let config = GuestConfig { code: tables_code(), privilege: Privilege::Kernel, ..GuestConfig::new(1) };
     let guest = Guest::build(&kvm, memory, config)?;
     tables::program(&guest, count, pages);
     let words = guest.vm.memory.mapping.words();

@@ -16,7 +16,7 @@ use vellum::fault::{Blame, Fault, Field};
 use vellum::guests::Guest;
 use vellum::guests::guest::GuestConfig;
 use vellum::guests::program::Privilege;
-use vellum::guests::program::tables::code;
+use vellum::guests::program::tables_code;
 use vellum::guests::tables::{self, Command as Do, perform};
 use vellum::host::cr3_cache::entries;
 use vellum::memory::{Memory, MemoryConfig};
@@ -114,8 +114,12 @@ impl Machine {
     fn new(cr3_cache: Choice) -> Result<Self, Failed> {
         let kvm = vellum::vm::open()?;
         let memory = Memory::map(layout::RAM, MemoryConfig::new(tables::ram(TABLES)))?;
-        let config =
-            GuestConfig { code: code(), privilege: Privilege::Kernel, cr3_cache, ..GuestConfig::new(1) };
+        let config = GuestConfig {
+            code: tables_code(),
+            privilege: Privilege::Kernel,
+            cr3_cache,
+            ..GuestConfig::new(1)
+        };
         let guest = Guest::build(&kvm, memory, config)?;
         let mut context = Context::new(&kvm, &guest.vm.fd, false)?;
         context.has_cr3_cache = guest.vm.cr3_cache.is_some();

@@ -11,7 +11,7 @@ use super::{Common, Counted, Error, Region, huge_premise, of_rounds};
 use crate::fault::Field;
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
-use crate::guests::program::touch as code;
+use crate::guests::program::touch_code;
 use crate::guests::touch::Plan;
 use crate::memory::{Backing, Memory, MemoryConfig};
 use crate::report::{Premise, Report};
@@ -94,7 +94,7 @@ fn one(report: &mut Report, config: &Config, idle: &PageIdle, first: bool) -> Re
         &kvm,
         memory,
         GuestConfig {
-            code: code::code(),
+            code: touch_code(),
             page: config.common.page(&report.host),
             ..config.common.guest(vcpus)
         },

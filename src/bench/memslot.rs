@@ -16,7 +16,7 @@ use super::{Common, Counted, Error};
 use crate::fault::Field;
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
-use crate::guests::program::touch as code;
+use crate::guests::program::touch_code;
 use crate::guests::touch::{self, Plan};
 use crate::host::topology;
 use crate::memory::{Backing, MemoryConfig, Slot, short_size};
@@ -151,7 +151,7 @@ fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error
         let why = format!("{}: create needs one more, so {most} at most", config.slots);
         return Err(Error::Asked(Field::Slots, why));
     }
-    let guest = Guest::build(&kvm, memory, GuestConfig { code: code::code(), ..config.common.guest(1) })?;
+    let guest = Guest::build(&kvm, memory, GuestConfig { code: touch_code(), ..config.common.guest(1) })?;
     let counted = Counted::start(&guest, report);
     let mut runs = Vec::new();
     for _ in 0..config.common.repeat {

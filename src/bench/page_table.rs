@@ -13,7 +13,7 @@ use super::region::{check_offset, place, populated};
 use super::{Common, Counted, Error, Region, huge_premise, of_rounds};
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
-use crate::guests::program::touch as code;
+use crate::guests::program::touch_code;
 use crate::guests::touch::Plan;
 use crate::host::hugepages;
 use crate::memory::{Backing, Memory, MemoryConfig, short_size};
@@ -159,7 +159,7 @@ fn one(report: &mut Report, config: &Config, index: Option<&str>, first: bool) -
         &kvm,
         memory,
         GuestConfig {
-            code: code::code(),
+            code: touch_code(),
             page: config.common.page(&report.host),
             ..config.common.guest(vcpus)
         },

@@ -7,8 +7,7 @@ use super::region::populated;
 use super::{Common, Counted, Error, Round};
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
-use crate::guests::program::tables as code;
-use crate::guests::program::{GuestPage, Privilege};
+use crate::guests::program::{GuestPage, Privilege, tables_code};
 use crate::guests::tables;
 use crate::host::Paging;
 use crate::memory::MemoryConfig;
@@ -69,7 +68,7 @@ impl Tables {
         let kvm = vm::open()?;
         let cr3_cache = cr3_cache.decided(&kvm).map_err(vm::Error::from)?;
         let memory = populated(MemoryConfig::new(tables::ram(count)))?;
-        let (code, privilege) = (code::code(), Privilege::Kernel);
+        let (code, privilege) = (tables_code(), Privilege::Kernel);
         let config = GuestConfig { code, privilege, page, cr3_cache, ..common.guest(1) };
         let guest = Guest::build(&kvm, memory, config)?;
         sys::kvm::set_mmu_pages(&guest.vm.fd, self.budget(count))

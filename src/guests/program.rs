@@ -1,6 +1,9 @@
 //! The code that a guest without an operating system runs, and how a vCPU is made to enter it, behind one interface: the
 //! rest of Vellum names `program::…` and never an architecture.
 
+#[macro_use]
+mod sections;
+
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
 mod paging;
@@ -10,6 +13,7 @@ mod x86_64;
 #[cfg(target_arch = "aarch64")]
 pub use aarch64::*;
 pub use paging::{build_tables, table_pages};
+pub use sections::{tables_code, touch_code, write_code};
 #[cfg(target_arch = "x86_64")]
 pub use x86_64::*;
 

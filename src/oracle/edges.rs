@@ -27,7 +27,7 @@ use super::soak::Error;
 use crate::dirty::{self, DirtyTracker, Method};
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
-use crate::guests::program::touch as code;
+use crate::guests::program::touch_code;
 use crate::guests::touch::Plan;
 use crate::host::Facts;
 use crate::memory::{Backing, Memory, MemoryConfig, short_size};
@@ -173,7 +173,7 @@ fn look(config: &Config) -> Result<Seen, Error> {
     let mut guest = Guest::build(
         &kvm,
         memory,
-        GuestConfig { code: code::code(), enter, dirty_ring, ..GuestConfig::new(1) },
+        GuestConfig { code: touch_code(), enter, dirty_ring, ..GuestConfig::new(1) },
     )?;
     let vm = guest.vm.fd.clone();
     let manual_protect = |flags| {

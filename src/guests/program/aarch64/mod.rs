@@ -4,19 +4,16 @@
 //! The code runs at EL1 with the MMU on; it has no stack, no exception vectors and no interrupts, and leaves the guest by a write to the
 //! doorbell page, which no memslot backs.
 
-pub mod tables;
-pub mod touch;
-
-use std::mem::offset_of;
+mod tables;
+mod touch;
 
 use kvm_bindings::KVM_ARM_VCPU_POWER_OFF;
 use kvm_ioctls::VcpuFd;
 
 use crate::arch::cpuid::Setup;
 use crate::arch::regs::{MAIR_EL1, PC, PSTATE, PSTATE_EL1H, SCTLR_EL1, TCR_EL1, TTBR0_EL1, set, x};
-use crate::guests::control::{BUCKETS, Control, SLICES, SUB_BITS, doorbell, flags, order};
-use crate::guests::program::{Code, Entry};
-use crate::guests::stamp::Stamp;
+use crate::guests::control::SUB_BITS;
+use crate::guests::program::Entry;
 use crate::sys::clock;
 use crate::vm::{Error, ioctl};
 
@@ -28,7 +25,7 @@ use crate::vm::{Error, ioctl};
 //       writer word               x6  the stamp's writer word at the start of the pass
 //   x2  xorshift state            x7  shuffle state
 //   x3  deadline, counter         x8 to x17  scratch
-std::arch::global_asm!(
+write_section!(
     ".pushsection .rodata.vellum_workload_write, \"a\", %progbits",
     ".balign 64",
     ".globl vellum_workload_write",
@@ -289,88 +286,9 @@ std::arch::global_asm!(
     "97: str x8, [x0, {origin}]",
     "    b 94b",
     "vellum_workload_write_end:",
-    ".popsection",
-    seed = const offset_of!(Control, seed),
-    written = const offset_of!(Control, written),
-    shuffle = const offset_of!(Control, shuffle),
-    started = const offset_of!(Control, started),
-    ended = const offset_of!(Control, ended),
-    pages = const offset_of!(Control, pages),
-    done = const offset_of!(Control, done),
-    pass_start = const offset_of!(Control, pass_start),
-    stop = const offset_of!(Control, stop),
-    flags = const offset_of!(Control, flags),
-    hot_pages = const offset_of!(Control, hot_pages),
-    hot_below = const offset_of!(Control, hot_below),
-    order = const offset_of!(Control, order),
-    shuffle_mul = const offset_of!(Control, shuffle_mul),
-    shuffle_add = const offset_of!(Control, shuffle_add),
-    shuffle_mask = const offset_of!(Control, shuffle_mask),
-    stride = const offset_of!(Control, stride),
-    region = const offset_of!(Control, region),
-    first_page = const offset_of!(Control, first_page),
-    write_below = const offset_of!(Control, write_below),
-    writer = const offset_of!(Control, writer),
-    distinct = const offset_of!(Control, distinct),
-    interval = const offset_of!(Control, interval),
-    burst = const offset_of!(Control, burst),
-    epoch = const offset_of!(Control, epoch),
-    slowest = const offset_of!(Control, slowest),
-    latency = const offset_of!(Control, latency),
-    phase = const offset_of!(Control, phase),
-    slice_shift = const offset_of!(Control, slice_shift),
-    warm = const offset_of!(Control, warm),
-    origin = const offset_of!(Control, origin),
-    last = const offset_of!(Control, last),
-    gap_before = const offset_of!(Control, gap_before),
-    gap = const offset_of!(Control, gap),
-    gap_end = const offset_of!(Control, gap_end),
-    writing = const offset_of!(Control, writing),
-    seen = const offset_of!(Control, seen),
-    entered_gap = const offset_of!(Control, entered_gap),
-    entered = const offset_of!(Control, entered),
-    slices = const offset_of!(Control, slices),
-    pass = const offset_of!(Control, pass),
-    pass_ends = const offset_of!(Control, pass_ends),
-    passes = const offset_of!(Control, passes),
-    doorbell = const offset_of!(Control, doorbell),
-    s_writer = const offset_of!(Stamp, writer),
-    s_epoch = const offset_of!(Stamp, epoch),
-    s_page = const offset_of!(Stamp, page),
-    DRAW = const flags::DRAW,
-    TIMED = const flags::LATENCY | flags::JOURNAL,
-    JOURNAL = const flags::JOURNAL,
-    LAST_SLICE = const SLICES - 1,
-    BUCKETS = const BUCKETS,
-    LOCKSTEP = const flags::LOCKSTEP,
-    RETURN = const flags::RETURN,
-    RANDOM = const order::RANDOM,
-    DONE = const doorbell::DONE,
-    PASS = const doorbell::PASS,
-    STOPPED = const doorbell::STOPPED,
-    SUB_BITS = const SUB_BITS,
-    SUB = const 1u64 << SUB_BITS,
+    ".popsection";
     MOST_SHIFT = const 63 - SUB_BITS,
-    PASS_MASK = const crate::guests::control::PASS_ENDS - 1,
 );
-
-unsafe extern "C" {
-    static vellum_workload_write: u8;
-    static vellum_workload_write_guest: u8;
-    static vellum_workload_write_end: u8;
-}
-
-/// The code of the `write` workload.
-pub fn write_code() -> Code {
-    let start = &raw const vellum_workload_write;
-    let end = &raw const vellum_workload_write_end;
-    let entry = &raw const vellum_workload_write_guest;
-    // SAFETY: the three symbols are labels of the one section above, in this order, in memory that is never written.
-    let (bytes, entry) = unsafe {
-        (std::slice::from_raw_parts(start, end.offset_from(start) as usize), entry.offset_from(start) as u64)
-    };
-    Code { bytes, entry }
-}
 
 // Descriptors of stage 1 (Arm DDI 0487, D8.3): memory that EL1 reads, writes and executes, write-back and shared by all vCPUs.
 const VALID: u64 = 1 << 0;

@@ -1,18 +1,15 @@
 //! The code of [`crate::guests::tables`]: EL1, no stack. To load a table is to write TTBR0_EL1 and to forget all translations, as a
 //! processor without address space identifiers has to.
 
-use std::mem::offset_of;
-
 use super::{LEAF, TABLE};
-use crate::guests::program::Code;
-use crate::guests::tables::{Command, TABLE_BYTES, Tables};
+use crate::guests::tables::{Command, TABLE_BYTES};
 
 //   x0  control block            x5  visits left
 //   x1  counter at the start     x6  this table's number
 //   x2  frames                   x7  this table, guest-virtual
 //   x3  window                   x8  this table, guest-physical
 //   x4  the command              x9 to x12  scratch
-std::arch::global_asm!(
+tables_section!(
     ".pushsection .rodata.vellum_workload_tables, \"a\", %progbits",
     ".balign 64",
     ".globl vellum_workload_tables",
@@ -187,43 +184,10 @@ std::arch::global_asm!(
     "    str w10, [x9]",
     "    b 1b",
     "vellum_workload_tables_end:",
-    ".popsection",
-    command = const offset_of!(Tables, command),
-    doorbell = const offset_of!(Tables, doorbell),
-    tables_va = const offset_of!(Tables, tables_va),
-    tables_gpa = const offset_of!(Tables, tables_gpa),
-    count = const offset_of!(Tables, count),
-    first = const offset_of!(Tables, first),
-    step = const offset_of!(Tables, step),
-    visits = const offset_of!(Tables, visits),
-    pages = const offset_of!(Tables, pages),
-    frames = const offset_of!(Tables, frames),
-    window = const offset_of!(Tables, window),
-    shared = const offset_of!(Tables, shared),
-    home = const offset_of!(Tables, home),
-    switches = const offset_of!(Tables, switches),
-    reads = const offset_of!(Tables, reads),
-    ticks = const offset_of!(Tables, ticks),
-    TOUCH = const Command::Touch as u64,
-    FREE = const Command::Free as u64,
+    ".popsection";
     SWITCH = const Command::Switch as u64,
-    TABLE_SHIFT = const TABLE_BYTES.trailing_zeros(),
     TABLE_BYTES = const TABLE_BYTES,
     TABLE_WORDS = const TABLE_BYTES / 8,
     TABLE = const TABLE,
     LEAF = const LEAF,
 );
-
-unsafe extern "C" {
-    static vellum_workload_tables: u8;
-    static vellum_workload_tables_end: u8;
-}
-
-/// The code.
-pub fn code() -> Code {
-    let start = &raw const vellum_workload_tables;
-    let end = &raw const vellum_workload_tables_end;
-    // SAFETY: both symbols are labels of the one section above, in this order, in memory that is never written.
-    let bytes = unsafe { std::slice::from_raw_parts(start, end.offset_from(start) as usize) };
-    Code { bytes, entry: 0 }
-}

@@ -1,12 +1,7 @@
 //! The code of [`crate::guests::touch`]: no stack.
 
-use std::mem::offset_of;
-
-use crate::guests::program::Code;
-use crate::guests::touch::Touch;
-
 //   x0  control block      x1  blocks left      x2   this block      x8  page in the run      x10  pages left
-std::arch::global_asm!(
+touch_section!(
     ".pushsection .rodata.vellum_workload_touch, \"a\", %progbits",
     ".balign 64",
     ".globl vellum_workload_touch",
@@ -48,29 +43,5 @@ std::arch::global_asm!(
     "    str w10, [x9]",
     "    b 1b",
     "vellum_workload_touch_end:",
-    ".popsection",
-    ticks = const offset_of!(Touch, ticks),
-    blocks = const offset_of!(Touch, blocks),
-    region = const offset_of!(Touch, region),
-    stride = const offset_of!(Touch, stride),
-    first = const offset_of!(Touch, first),
-    write = const offset_of!(Touch, write),
-    block = const offset_of!(Touch, block),
-    offset = const offset_of!(Touch, offset),
-    run = const offset_of!(Touch, run),
-    doorbell = const offset_of!(Touch, doorbell),
+    ".popsection";
 );
-
-unsafe extern "C" {
-    static vellum_workload_touch: u8;
-    static vellum_workload_touch_end: u8;
-}
-
-/// The code.
-pub fn code() -> Code {
-    let start = &raw const vellum_workload_touch;
-    let end = &raw const vellum_workload_touch_end;
-    // SAFETY: both symbols are labels of the one section above, in this order, in memory that is never written.
-    let bytes = unsafe { std::slice::from_raw_parts(start, end.offset_from(start) as usize) };
-    Code { bytes, entry: 0 }
-}

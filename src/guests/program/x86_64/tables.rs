@@ -3,8 +3,7 @@
 use std::mem::offset_of;
 
 use super::{LEAF, TABLE};
-use crate::guests::program::Code;
-use crate::guests::tables::{Command, TABLE_BYTES, Tables};
+use crate::guests::tables::{Command, Tables};
 use crate::sys::cr3_cache;
 
 //   rdi  control block            r8   this table, guest-virtual
@@ -12,7 +11,7 @@ use crate::sys::cr3_cache;
 //   rbx  frames                   r10  visits left
 //   rbp  window                   r11  this table's number
 //   r12  the command              rax rcx rdx   scratch
-std::arch::global_asm!(
+tables_section!(
     ".pushsection .rodata.vellum_workload_tables, \"a\", @progbits",
     ".balign 64",
     ".globl vellum_workload_tables",
@@ -207,48 +206,15 @@ std::arch::global_asm!(
     "    mov [rcx], eax",
     "    jmp vellum_workload_tables",
     "vellum_workload_tables_end:",
-    ".popsection",
-    command = const offset_of!(Tables, command),
-    doorbell = const offset_of!(Tables, doorbell),
-    tables_va = const offset_of!(Tables, tables_va),
-    tables_gpa = const offset_of!(Tables, tables_gpa),
-    count = const offset_of!(Tables, count),
-    first = const offset_of!(Tables, first),
-    step = const offset_of!(Tables, step),
-    visits = const offset_of!(Tables, visits),
-    pages = const offset_of!(Tables, pages),
-    frames = const offset_of!(Tables, frames),
-    window = const offset_of!(Tables, window),
-    shared = const offset_of!(Tables, shared),
-    home = const offset_of!(Tables, home),
-    switches = const offset_of!(Tables, switches),
-    reads = const offset_of!(Tables, reads),
+    ".popsection";
     cache_va = const offset_of!(Tables, cache_va),
     cache_gpa = const offset_of!(Tables, cache_gpa),
     registered = const offset_of!(Tables, registered),
     hits = const offset_of!(Tables, hits),
-    ticks = const offset_of!(Tables, ticks),
-    TOUCH = const Command::Touch as u64,
-    FREE = const Command::Free as u64,
     LOOP = const Command::Loop as u64,
     REGISTER = const Command::Register as u64,
     HYPERCALL = const cr3_cache::HYPERCALL,
     REGISTERS = const cr3_cache::REGISTER,
-    TABLE_SHIFT = const TABLE_BYTES.trailing_zeros(),
     TABLE = const TABLE,
     LEAF = const LEAF,
 );
-
-unsafe extern "C" {
-    static vellum_workload_tables: u8;
-    static vellum_workload_tables_end: u8;
-}
-
-/// The code, for CPL 0.
-pub fn code() -> Code {
-    let start = &raw const vellum_workload_tables;
-    let end = &raw const vellum_workload_tables_end;
-    // SAFETY: both symbols are labels of the one section above, in this order, in memory that is never written.
-    let bytes = unsafe { std::slice::from_raw_parts(start, end.offset_from(start) as usize) };
-    Code { bytes, entry: 0 }
-}

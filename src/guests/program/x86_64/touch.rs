@@ -1,12 +1,7 @@
 //! The code of [`crate::guests::touch`]: CPL 3, no stack.
 
-use std::mem::offset_of;
-
-use crate::guests::program::Code;
-use crate::guests::touch::Touch;
-
 //   rdi  control block      rbx  blocks left      r8   this block      r9   page in the run      r10  pages left
-std::arch::global_asm!(
+touch_section!(
     ".pushsection .rodata.vellum_workload_touch, \"a\", @progbits",
     ".balign 64",
     ".globl vellum_workload_touch",
@@ -54,29 +49,5 @@ std::arch::global_asm!(
     "    mov [rcx], eax",
     "    jmp vellum_workload_touch",
     "vellum_workload_touch_end:",
-    ".popsection",
-    ticks = const offset_of!(Touch, ticks),
-    blocks = const offset_of!(Touch, blocks),
-    region = const offset_of!(Touch, region),
-    stride = const offset_of!(Touch, stride),
-    first = const offset_of!(Touch, first),
-    write = const offset_of!(Touch, write),
-    block = const offset_of!(Touch, block),
-    offset = const offset_of!(Touch, offset),
-    run = const offset_of!(Touch, run),
-    doorbell = const offset_of!(Touch, doorbell),
+    ".popsection";
 );
-
-unsafe extern "C" {
-    static vellum_workload_touch: u8;
-    static vellum_workload_touch_end: u8;
-}
-
-/// The code, for CPL 3.
-pub fn code() -> Code {
-    let start = &raw const vellum_workload_touch;
-    let end = &raw const vellum_workload_touch_end;
-    // SAFETY: both symbols are labels of the one section above, in this order, in memory that is never written.
-    let bytes = unsafe { std::slice::from_raw_parts(start, end.offset_from(start) as usize) };
-    Code { bytes, entry: 0 }
-}

@@ -1,0 +1,163 @@
+//! What the code of every architecture has in common: the names by which it knows its control block and what is in that, and where in this
+//! program its bytes are. Operands of one architecture alone follow its lines, after a semicolon.
+
+use super::Code;
+
+/// The `write` workload, of [`Control`](crate::guests::control::Control).
+macro_rules! write_section {
+    ($($line:literal),+; $($own:ident = const $value:expr),* $(,)?) => {
+        std::arch::global_asm!(
+            $($line),+,
+            seed = const ::std::mem::offset_of!($crate::guests::control::Control, seed),
+            written = const ::std::mem::offset_of!($crate::guests::control::Control, written),
+            shuffle = const ::std::mem::offset_of!($crate::guests::control::Control, shuffle),
+            started = const ::std::mem::offset_of!($crate::guests::control::Control, started),
+            ended = const ::std::mem::offset_of!($crate::guests::control::Control, ended),
+            pages = const ::std::mem::offset_of!($crate::guests::control::Control, pages),
+            done = const ::std::mem::offset_of!($crate::guests::control::Control, done),
+            pass_start = const ::std::mem::offset_of!($crate::guests::control::Control, pass_start),
+            stop = const ::std::mem::offset_of!($crate::guests::control::Control, stop),
+            flags = const ::std::mem::offset_of!($crate::guests::control::Control, flags),
+            hot_pages = const ::std::mem::offset_of!($crate::guests::control::Control, hot_pages),
+            hot_below = const ::std::mem::offset_of!($crate::guests::control::Control, hot_below),
+            order = const ::std::mem::offset_of!($crate::guests::control::Control, order),
+            shuffle_mul = const ::std::mem::offset_of!($crate::guests::control::Control, shuffle_mul),
+            shuffle_add = const ::std::mem::offset_of!($crate::guests::control::Control, shuffle_add),
+            shuffle_mask = const ::std::mem::offset_of!($crate::guests::control::Control, shuffle_mask),
+            stride = const ::std::mem::offset_of!($crate::guests::control::Control, stride),
+            region = const ::std::mem::offset_of!($crate::guests::control::Control, region),
+            first_page = const ::std::mem::offset_of!($crate::guests::control::Control, first_page),
+            write_below = const ::std::mem::offset_of!($crate::guests::control::Control, write_below),
+            writer = const ::std::mem::offset_of!($crate::guests::control::Control, writer),
+            distinct = const ::std::mem::offset_of!($crate::guests::control::Control, distinct),
+            interval = const ::std::mem::offset_of!($crate::guests::control::Control, interval),
+            burst = const ::std::mem::offset_of!($crate::guests::control::Control, burst),
+            epoch = const ::std::mem::offset_of!($crate::guests::control::Control, epoch),
+            slowest = const ::std::mem::offset_of!($crate::guests::control::Control, slowest),
+            latency = const ::std::mem::offset_of!($crate::guests::control::Control, latency),
+            phase = const ::std::mem::offset_of!($crate::guests::control::Control, phase),
+            slice_shift = const ::std::mem::offset_of!($crate::guests::control::Control, slice_shift),
+            warm = const ::std::mem::offset_of!($crate::guests::control::Control, warm),
+            origin = const ::std::mem::offset_of!($crate::guests::control::Control, origin),
+            last = const ::std::mem::offset_of!($crate::guests::control::Control, last),
+            gap_before = const ::std::mem::offset_of!($crate::guests::control::Control, gap_before),
+            gap = const ::std::mem::offset_of!($crate::guests::control::Control, gap),
+            gap_end = const ::std::mem::offset_of!($crate::guests::control::Control, gap_end),
+            writing = const ::std::mem::offset_of!($crate::guests::control::Control, writing),
+            seen = const ::std::mem::offset_of!($crate::guests::control::Control, seen),
+            entered_gap = const ::std::mem::offset_of!($crate::guests::control::Control, entered_gap),
+            entered = const ::std::mem::offset_of!($crate::guests::control::Control, entered),
+            slices = const ::std::mem::offset_of!($crate::guests::control::Control, slices),
+            pass = const ::std::mem::offset_of!($crate::guests::control::Control, pass),
+            pass_ends = const ::std::mem::offset_of!($crate::guests::control::Control, pass_ends),
+            passes = const ::std::mem::offset_of!($crate::guests::control::Control, passes),
+            doorbell = const ::std::mem::offset_of!($crate::guests::control::Control, doorbell),
+            s_writer = const ::std::mem::offset_of!($crate::guests::stamp::Stamp, writer),
+            s_epoch = const ::std::mem::offset_of!($crate::guests::stamp::Stamp, epoch),
+            s_page = const ::std::mem::offset_of!($crate::guests::stamp::Stamp, page),
+            DRAW = const $crate::guests::control::flags::DRAW,
+            TIMED = const $crate::guests::control::flags::LATENCY | $crate::guests::control::flags::JOURNAL,
+            JOURNAL = const $crate::guests::control::flags::JOURNAL,
+            LAST_SLICE = const $crate::guests::control::SLICES - 1,
+            BUCKETS = const $crate::guests::control::BUCKETS,
+            LOCKSTEP = const $crate::guests::control::flags::LOCKSTEP,
+            RETURN = const $crate::guests::control::flags::RETURN,
+            RANDOM = const $crate::guests::control::order::RANDOM,
+            DONE = const $crate::guests::control::doorbell::DONE,
+            PASS = const $crate::guests::control::doorbell::PASS,
+            STOPPED = const $crate::guests::control::doorbell::STOPPED,
+            SUB_BITS = const $crate::guests::control::SUB_BITS,
+            SUB = const 1u64 << $crate::guests::control::SUB_BITS,
+            PASS_MASK = const $crate::guests::control::PASS_ENDS - 1,
+            $($own = const $value,)*
+        );
+    };
+}
+
+/// That of [`Tables`](crate::guests::tables::Tables).
+macro_rules! tables_section {
+    ($($line:literal),+; $($own:ident = const $value:expr),* $(,)?) => {
+        std::arch::global_asm!(
+            $($line),+,
+            command = const ::std::mem::offset_of!($crate::guests::tables::Tables, command),
+            doorbell = const ::std::mem::offset_of!($crate::guests::tables::Tables, doorbell),
+            tables_va = const ::std::mem::offset_of!($crate::guests::tables::Tables, tables_va),
+            tables_gpa = const ::std::mem::offset_of!($crate::guests::tables::Tables, tables_gpa),
+            count = const ::std::mem::offset_of!($crate::guests::tables::Tables, count),
+            first = const ::std::mem::offset_of!($crate::guests::tables::Tables, first),
+            step = const ::std::mem::offset_of!($crate::guests::tables::Tables, step),
+            visits = const ::std::mem::offset_of!($crate::guests::tables::Tables, visits),
+            pages = const ::std::mem::offset_of!($crate::guests::tables::Tables, pages),
+            frames = const ::std::mem::offset_of!($crate::guests::tables::Tables, frames),
+            window = const ::std::mem::offset_of!($crate::guests::tables::Tables, window),
+            shared = const ::std::mem::offset_of!($crate::guests::tables::Tables, shared),
+            home = const ::std::mem::offset_of!($crate::guests::tables::Tables, home),
+            switches = const ::std::mem::offset_of!($crate::guests::tables::Tables, switches),
+            reads = const ::std::mem::offset_of!($crate::guests::tables::Tables, reads),
+            ticks = const ::std::mem::offset_of!($crate::guests::tables::Tables, ticks),
+            TOUCH = const $crate::guests::tables::Command::Touch as u64,
+            FREE = const $crate::guests::tables::Command::Free as u64,
+            TABLE_SHIFT = const $crate::guests::tables::TABLE_BYTES.trailing_zeros(),
+            $($own = const $value,)*
+        );
+    };
+}
+
+/// That of [`Touch`](crate::guests::touch::Touch).
+macro_rules! touch_section {
+    ($($line:literal),+; $($own:ident = const $value:expr),* $(,)?) => {
+        std::arch::global_asm!(
+            $($line),+,
+            ticks = const ::std::mem::offset_of!($crate::guests::touch::Touch, ticks),
+            blocks = const ::std::mem::offset_of!($crate::guests::touch::Touch, blocks),
+            region = const ::std::mem::offset_of!($crate::guests::touch::Touch, region),
+            stride = const ::std::mem::offset_of!($crate::guests::touch::Touch, stride),
+            first = const ::std::mem::offset_of!($crate::guests::touch::Touch, first),
+            write = const ::std::mem::offset_of!($crate::guests::touch::Touch, write),
+            block = const ::std::mem::offset_of!($crate::guests::touch::Touch, block),
+            offset = const ::std::mem::offset_of!($crate::guests::touch::Touch, offset),
+            run = const ::std::mem::offset_of!($crate::guests::touch::Touch, run),
+            doorbell = const ::std::mem::offset_of!($crate::guests::touch::Touch, doorbell),
+            $($own = const $value,)*
+        );
+    };
+}
+
+unsafe extern "C" {
+    static vellum_workload_write: u8;
+    static vellum_workload_write_guest: u8;
+    static vellum_workload_write_end: u8;
+    static vellum_workload_tables: u8;
+    static vellum_workload_tables_end: u8;
+    static vellum_workload_touch: u8;
+    static vellum_workload_touch_end: u8;
+}
+
+/// The code of the `write` workload.
+pub fn write_code() -> Code {
+    between(
+        &raw const vellum_workload_write,
+        &raw const vellum_workload_write_guest,
+        &raw const vellum_workload_write_end,
+    )
+}
+
+/// The code of [`crate::guests::tables`], which needs [`Privilege::Kernel`](super::Privilege::Kernel).
+pub fn tables_code() -> Code {
+    let start = &raw const vellum_workload_tables;
+    between(start, start, &raw const vellum_workload_tables_end)
+}
+
+/// The code of [`crate::guests::touch`].
+pub fn touch_code() -> Code {
+    let start = &raw const vellum_workload_touch;
+    between(start, start, &raw const vellum_workload_touch_end)
+}
+
+fn between(start: *const u8, entry: *const u8, end: *const u8) -> Code {
+    // SAFETY: the three are labels of one section above, in this order, in memory that is never written.
+    let (bytes, entry) = unsafe {
+        (std::slice::from_raw_parts(start, end.offset_from(start) as usize), entry.offset_from(start) as u64)
+    };
+    Code { bytes, entry }
+}
