@@ -317,12 +317,12 @@ impl Name {
         Ok(Self { address: address(bytes), aside: address(&[bytes, aside.as_bytes()].concat()) })
     }
 
-    /// Removes it if nobody listens there; false if somebody does.
+    /// Removes it if it is a socket and nobody listens there; false if somebody does, or if it is no socket.
     ///
     /// Between a look and an unlink somebody else could have put a socket of his own there. So the name is moved away
     /// first, which only one can do, looked at again, and put back if it was not what it seemed.
     pub fn remove_stale(&self) -> io::Result<bool> {
-        if is_live(&self.address)? {
+        if !is_stale(&self.address)? {
             return Ok(false);
         }
         let (path, aside) = (self.address.sun_path.as_ptr(), self.aside.sun_path.as_ptr());
@@ -331,16 +331,33 @@ impl Name {
             let error = io::Error::last_os_error();
             return if error.kind() == io::ErrorKind::NotFound { Ok(true) } else { Err(error) };
         }
-        let live = is_live(&self.aside);
+        let stale = is_stale(&self.aside);
         // SAFETY: as above. The link fails if there is yet another socket by now.
         unsafe {
-            if !matches!(live, Ok(false)) {
+            if !matches!(stale, Ok(true)) {
                 libc::link(aside, path);
             }
             libc::unlink(aside);
         }
-        live.map(|live| !live)
+        stale
     }
+}
+
+/// Whether nobody needs what is at `address`: a socket on which nobody listens, or nothing. A connection to a file of another kind is
+/// refused, as one to such a socket is.
+fn is_stale(address: &libc::sockaddr_un) -> io::Result<bool> {
+    let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: the path is a string that ends within its array, as `address` made it; the call fills `stat`, which is read where it did.
+    let mode = unsafe {
+        match libc::lstat(address.sun_path.as_ptr(), stat.as_mut_ptr()) {
+            0 => stat.assume_init().st_mode,
+            _ => {
+                let error = io::Error::last_os_error();
+                return if error.kind() == io::ErrorKind::NotFound { Ok(true) } else { Err(error) };
+            }
+        }
+    };
+    Ok(mode & libc::S_IFMT == libc::S_IFSOCK && !is_live(address)?)
 }
 
 /// Whether somebody listens at `address`; false too where nothing is.
@@ -489,4 +506,26 @@ fn address(bytes: &[u8]) -> libc::sockaddr_un {
         *to = *from as libc::c_char;
     }
     address
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_socket_without_a_listener_is_stale() {
+        let dir = std::env::temp_dir().join(format!("vellum-stale-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let (path, file) = (dir.join("socket"), dir.join("file"));
+        std::fs::write(&file, "somebody's").unwrap();
+        assert!(!Name::new(&file).unwrap().remove_stale().unwrap());
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "somebody's");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let name = Name::new(&path).unwrap();
+        assert!(!name.remove_stale().unwrap() && path.exists());
+        drop(listener);
+        assert!(name.remove_stale().unwrap() && !path.exists());
+        assert!(name.remove_stale().unwrap(), "there is nothing any more");
+        std::fs::remove_dir_all(dir).unwrap();
+    }
 }

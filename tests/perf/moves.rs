@@ -36,9 +36,14 @@ fn receive(home: &Home) -> Result<Machine, Failed> {
     home.start("there", &mut home.command(&format!("receive --listen unix:{}", socket.display())))
 }
 
-/// A guest of `memory` that has written to so many bytes of it.
-fn written(home: &Home, memory: &str, bytes: u64, more: &str) -> Result<Machine, Failed> {
-    let arguments = format!("run --memory {memory} --passes 0 --workload write,order=sequential{more}");
+/// A guest with `memory` bytes that writes to the first `bytes` of them alone, over and over again, and has written to all of these.
+fn written(home: &Home, bytes: u64, memory: u64, backing: &str, more: &str) -> Result<Machine, Failed> {
+    let percent = bytes as f64 * 100.0 / memory as f64;
+    let hot = if bytes < memory { format!(",hot={percent},share=100") } else { String::new() };
+    let arguments = format!(
+        "run --memory {}m{backing} --passes 0 --workload write,order=sequential{hot}{more}",
+        memory >> 20
+    );
     let here = home.start("here", &mut home.command(&arguments))?;
     let mut client = Client::connect(&home.socket("here"))?;
     client.ask(&Do::Events {})?;
@@ -49,10 +54,9 @@ fn written(home: &Home, memory: &str, bytes: u64, more: &str) -> Result<Machine,
 }
 
 /// For how many milliseconds a guest of `memory` stands still that is handed over while it runs.
-fn handed(memory: &str) -> Result<f64, Failed> {
+fn handed(memory: u64) -> Result<f64, Failed> {
     let home = Home::new()?;
-    // It goes over the same 256 MiB in each.
-    let here = written(&home, &format!("{memory},backing=memfd"), HANDED, ",rate=100000")?;
+    let here = written(&home, HANDED, memory, ",backing=memfd", ",rate=100000")?;
     let there = receive(&home)?;
     let to = home.0.join("there.in");
     let line = format!("migrate here --link memfd --downtime 10s --json --to unix:{}", to.display());
@@ -68,9 +72,9 @@ fn handed(memory: &str) -> Result<f64, Failed> {
 }
 
 /// Milliseconds that a paused guest of `memory` takes to move, once it has written to [`TOUCHED`] bytes.
-fn moves(memory: &str) -> Result<f64, Failed> {
+fn moves(memory: u64) -> Result<f64, Failed> {
     let home = Home::new()?;
-    let here = written(&home, memory, TOUCHED, "")?;
+    let here = written(&home, TOUCHED, memory, "", "")?;
     home.ctl("here pause")?;
     let there = receive(&home)?;
     let start = Instant::now();
@@ -133,13 +137,13 @@ fn main() -> Result<(), Failed> {
         return Ok(());
     }
     let [[large, ..], [small, least, most], [ratio, low, high]] =
-        in_turn(|large| handed(if large { "8g" } else { "256m" }))?;
+        in_turn(|large| handed(if large { 8 << 30 } else { HANDED }))?;
     println!(
         "handed over by memfd: 256 MiB {small:.1} ms (quartiles {least:.1} to {most:.1}), goal less than 20; 8 GiB {large:.1} ms; ratio \
          {ratio:.3} (quartiles {low:.3} to {high:.3}, {ROUNDS} rounds), goal 1.3 at most"
     );
     let [[large, ..], [small, ..], [ratio, low, high]] =
-        in_turn(|large| moves(if large { "128g" } else { "1g" }))?;
+        in_turn(|large| moves(if large { 128 << 30 } else { TOUCHED }))?;
     println!(
         "128 GiB of which 1 GiB is touched: {large:.0} ms; 1 GiB: {small:.0} ms; ratio {ratio:.3} (quartiles {low:.3} to {high:.3}, \
          {ROUNDS} rounds); goal 1.5 at most"
