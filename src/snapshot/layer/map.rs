@@ -5,7 +5,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use crc_fast::CrcAlgorithm::Crc32Iscsi;
-use crc_fast::Digest;
+use crc_fast::{Digest, checksum, checksum_combine};
 
 use super::{ENTRY, Page};
 use crate::snapshot::Error;
@@ -30,21 +30,22 @@ impl Map {
     /// Where it cannot be read, or is not what was written.
     pub fn read(file: &File, name: &str, pages: u64, crc: u32) -> Result<Self, Error> {
         let (bytes, parts) = (pages * ENTRY, pages.div_ceil(PART));
-        let (mut runs, zeroes) = (Vec::new(), [0; PAGE_SIZE as usize]);
+        let mut runs = Vec::new();
         if pagemap::data(file, 0, parts, |run| runs.push(run)).is_err() {
             // Where the file system does not tell, all of it is looked at.
             runs.clear();
             runs.push(0..parts);
         }
         let mut this = Self { parts: vec![None; parts as usize], pages };
-        let (mut all, mut at) = (Digest::new(Crc32Iscsi), 0);
+        let (mut sum, mut at) = (0, 0);
         let mut part = [0; PAGE_SIZE as usize];
-        let of = |number: u64| (bytes - number * PAGE_SIZE).min(PAGE_SIZE) as usize;
         let mut wrong = None;
         for run in runs {
-            (at..run.start).for_each(|hole| all.update(&zeroes[..of(hole)]));
-            for number in run.clone() {
-                let part = &mut part[..of(number)];
+            let (start, end) = (run.start * PAGE_SIZE, (run.end * PAGE_SIZE).min(bytes));
+            sum = checksum_combine(Crc32Iscsi, sum, sum_of_zeroes(start - at), start - at);
+            let mut all = Digest::new(Crc32Iscsi);
+            for number in run {
+                let part = &mut part[..(bytes - number * PAGE_SIZE).min(PAGE_SIZE) as usize];
                 file.read_exact_at(part, number * PAGE_SIZE).map_err(Error::io(name, "reading it"))?;
                 all.update(part);
                 match decoded(part) {
@@ -57,10 +58,10 @@ impl Map {
                     }
                 }
             }
-            at = run.end;
+            sum = checksum_combine(Crc32Iscsi, sum, all.finalize(), end - start);
+            at = end;
         }
-        (at..parts).for_each(|hole| all.update(&zeroes[..of(hole)]));
-        let found = all.finalize() as u32;
+        let found = checksum_combine(Crc32Iscsi, sum, sum_of_zeroes(bytes - at), bytes - at) as u32;
         if found != crc {
             wrong = Some((0, format!("its sum is {found:#010x}, not {crc:#010x}")));
         }
@@ -84,6 +85,22 @@ impl Map {
     }
 }
 
+/// The sum of so many bytes that are zero, none of which is looked at: a hole may be larger than all that there is.
+fn sum_of_zeroes(bytes: u64) -> u64 {
+    let (pages, rest) = (bytes / PAGE_SIZE, (bytes % PAGE_SIZE) as usize);
+    let zeroes = [0; PAGE_SIZE as usize];
+    let page = checksum(Crc32Iscsi, &zeroes);
+    let (mut sum, mut done) = (0, 0);
+    // As many pages as the bits of their number say, from the highest on: what there is twice, and one more.
+    for bit in (0..u64::BITS - pages.leading_zeros()).rev() {
+        (sum, done) = (checksum_combine(Crc32Iscsi, sum, sum, done), 2 * done);
+        if pages >> bit & 1 == 1 {
+            (sum, done) = (checksum_combine(Crc32Iscsi, sum, page, PAGE_SIZE), done + PAGE_SIZE);
+        }
+    }
+    checksum_combine(Crc32Iscsi, sum, checksum(Crc32Iscsi, &zeroes[..rest]), rest as u64)
+}
+
 /// The entries of a part, if it has any that say something; or the offset of one that is none, and what it is.
 fn decoded(part: &[u8]) -> Result<Option<Box<[Page]>>, (u64, u64)> {
     let entries = part.as_chunks::<{ ENTRY as usize }>().0.iter().map(|entry| u64::from_le_bytes(*entry));
@@ -92,4 +109,16 @@ fn decoded(part: &[u8]) -> Result<Option<Box<[Page]>>, (u64, u64)> {
         .map(|(index, entry)| Page::decode(entry).ok_or((index * ENTRY, entry)))
         .collect::<Result<_, _>>()?;
     Ok(pages.iter().any(|page| *page != Page::Absent).then_some(pages))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zeroes_need_not_be_looked_at() {
+        for bytes in [0, 1, 8, 4095, 4096, 4097, 12_288, 100_000, 1 << 20, (1 << 20) + 8] {
+            assert_eq!(sum_of_zeroes(bytes), checksum(Crc32Iscsi, &vec![0; bytes as usize]), "{bytes}");
+        }
+    }
 }
