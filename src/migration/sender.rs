@@ -192,6 +192,7 @@ impl Sending {
 
     /// Goes on until the guest has moved or stays, or the event loop's thread is gone.
     pub fn run(mut self) {
+        clock::wait_exactly();
         let hello = Message::Hello { versions: [OLDEST, VERSION] };
         let memory = self.handed_over();
         match (&mut self.link, &self.fence) {

@@ -110,7 +110,8 @@ fn base() -> Vec<Rule> {
     rules.push(one_of(SYS_rt_sigaction, 0, &[SIGABRT as u32, 32, 33]));
     // Threads of this process only: vCPUs are kicked so, and abort raises so.
     rules.push(one_of(SYS_tgkill, 0, &[std::process::id()]));
-    rules.push(one_of(SYS_prctl, 0, &[PR_SET_NAME as u32, PR_SET_VMA as u32]));
+    // Names of threads and of memory, and waits that end when they are due.
+    rules.push(one_of(SYS_prctl, 0, &[PR_SET_NAME as u32, PR_SET_VMA as u32, PR_SET_TIMERSLACK as u32]));
     rules
 }
 

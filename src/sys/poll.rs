@@ -1,4 +1,4 @@
-//! poll(2), for threads whose sandbox has no epoll.
+//! ppoll(2), for threads whose sandbox has no epoll.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -24,11 +24,17 @@ impl Poll {
     /// # Errors
     /// Where the kernel refuses to wait.
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
-        // Rounded up, so that the last millisecond is not spent spinning.
-        let timeout =
-            timeout.map_or(-1, |left| i32::try_from(left.as_micros().div_ceil(1000)).unwrap_or(i32::MAX));
-        // SAFETY: the vector holds as many entries as it says; the kernel writes their `revents`.
-        match unsafe { libc::poll(self.0.as_mut_ptr(), self.0.len() as libc::nfds_t, timeout) } {
+        // In nanoseconds: who keeps to a rate waits for less than the millisecond that poll(2) counts in.
+        let timeout = timeout.map(|left| libc::timespec {
+            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: left.subsec_nanos().into(),
+        });
+        let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: the vector holds as many entries as it says; the kernel writes their `revents`. The time, where there is one, outlives
+        // the call.
+        match unsafe {
+            libc::ppoll(self.0.as_mut_ptr(), self.0.len() as libc::nfds_t, timeout, std::ptr::null())
+        } {
             -1 => match io::Error::last_os_error() {
                 error if error.kind() == io::ErrorKind::Interrupted => Ok(false),
                 error => Err(error),

@@ -12,6 +12,7 @@ use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use crate::migration::pace::Pace;
+use crate::sys::clock;
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
 use crate::sys::poll::Poll;
 use crate::sys::uffd::{BATCH, Mode, Uffd};
@@ -44,6 +45,7 @@ fn stream<'scope>(
 ) -> io::Result<UnixStream> {
     let (mut from, to) = UnixStream::pair()?;
     scope.spawn(move || {
+        clock::wait_exactly();
         let (block, began, mut pace) = (vec![1; BLOCK], Instant::now(), Pace::new(cap));
         while !over.load(Ordering::Relaxed) && from.write_all(&block).is_ok() {
             pace.sent(BLOCK as u64, began.elapsed());

@@ -15,6 +15,7 @@ use crate::migration::pages::Block;
 use crate::migration::share::Share;
 use crate::migration::threads::{self, Machine, Mine, Orphaned};
 use crate::migration::wire::Frame;
+use crate::sys::clock;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::sys::poll::Poll;
 use crate::sys::socket;
@@ -219,6 +220,7 @@ impl Lane {
 
     /// Goes on until the migration's thread is gone, or the connection.
     pub fn run(mut self) {
+        clock::wait_exactly();
         loop {
             let Ok(order) = self.mine.wait() else { return };
             let done = match order {
