@@ -7,11 +7,11 @@
 mod count;
 mod merged;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-pub use merged::{Alike, Events, FEW, Host, Kind, Lines, Loss, Mean, Merged, interval, short};
+pub use merged::{Alike, Events, FEW, Host, Kind, Lines, Loss, Mean, Merged, Tried, interval, short};
 
 use super::plan::{Plan, Task};
 use super::result::{self, Header, SHARD};
@@ -20,6 +20,12 @@ use merged::NAMED;
 
 /// The most files of a thousand tasks that are looked at: each has been begun more often than any batch system would.
 const FILES: usize = 100 * SHARD as usize;
+
+/// The most files of one task that are looked at.
+const ATTEMPTS: usize = 100;
+
+/// Results of one task that are named where there are several.
+const SHOWN: usize = 8;
 
 /// The longest name of anything that is kept, in bytes: of a host, a kernel, a figure.
 const LONGEST: usize = 300;
@@ -103,7 +109,7 @@ fn files(dir: &Path, merged: &mut Merged) -> BTreeMap<u64, Vec<Named>> {
     names
 }
 
-/// One task, from its files.
+/// One task, from its files: one of them is in memory at a time, and the last whole one so far.
 fn one(
     plan: &Plan,
     task: &Task,
@@ -112,80 +118,101 @@ fn one(
     merged: &mut Merged,
     again: &dyn Fn(&str, u64, &str) -> String,
 ) {
-    let mut whole: Vec<(Header, Vec<Report>)> = Vec::new();
-    let mut begun = Vec::new();
-    for (attempt, name, ended) in names {
+    let index = task.index;
+    let over = names.len().saturating_sub(ATTEMPTS);
+    if over > 0 {
+        merged.refused.add(|| format!("task {index}: {over} of {} files are not looked at", names.len()));
+    }
+    let (mut last, mut begun): (Option<(Header, Vec<Report>)>, Option<(u64, String)>) = (None, None);
+    let (mut known, mut whole) = (Vec::new(), Vec::new());
+    for (attempt, name, ended) in &names[over..] {
         let path = dir.join(name);
         let read = result::read_file(&path);
         if !ended {
-            begun.push((
-                *attempt,
-                read.map(|node| String::from_utf8_lossy(&node).chars().take(64).collect::<String>()),
-            ));
+            let node =
+                read.map_or("an unknown host".into(), |node| String::from_utf8_lossy(&node).into_owned());
+            begun = Some((*attempt, short(&node, 64)));
             continue;
         }
-        match read.and_then(|bytes| result::parse(&bytes)).and_then(|read| fits(plan, task, *attempt, read)) {
-            Ok(read) => whole.push(read),
+        let read = match read.and_then(|bytes| result::parse(&bytes)) {
+            Ok(read) => fits(plan, task, *attempt, &read).map(|()| read),
+            Err(why) => Err(why),
+        };
+        match read {
+            Ok((header, reports)) => {
+                whole.push(format!("attempt {attempt} on {}", printable(&header.node)));
+                // A copy of a result tells of nothing that has not been told.
+                let which = (*attempt, header.node.clone(), header.job.clone(), header.began.to_bits());
+                if !known.contains(&which) {
+                    known.push(which);
+                    losses(&header, &reports, merged, again);
+                }
+                let later = |(last, _): &(Header, Vec<Report>)| {
+                    (header.attempt, header.ended) >= (last.attempt, last.ended)
+                };
+                if last.as_ref().is_none_or(later) {
+                    last = Some((header, reports));
+                }
+            }
             Err(why) => merged.refused.add(|| format!("{}: {}", shown(&path), printable(&why))),
         }
     }
-    let index = task.index;
-    // A lost page stands, whatever came of the attempt otherwise; one that two copies of a result tell of is one.
-    let mut told = BTreeSet::new();
-    for (header, reports) in &whole {
-        for (run, report) in header.runs.iter().zip(reports) {
-            let lost = count::lost(report);
-            if lost > 0.0 && told.insert((header.node.clone(), header.attempt, run.seed)) {
-                merged.all_losses += 1;
-                if merged.losses.len() < NAMED {
-                    let note =
-                        report.notes.iter().find(|note| note.contains("LOST")).or(report.notes.first());
-                    merged.losses.push(Loss {
-                        node: header.node.clone(),
-                        kernel: report.host.kernel.clone(),
-                        test: header.test.clone(),
-                        seed: run.seed,
-                        attempt: header.attempt,
-                        what: note.map_or_else(
-                            || format!("{lost} pages lost"),
-                            |note| note.chars().take(300).collect(),
-                        ),
-                        again: again(&header.test, run.seed, &header.node),
-                    });
-                }
-            }
-        }
-    }
-    let attempts = names.iter().map(|(attempt, ..)| *attempt).max().unwrap_or(0);
-    if attempts > 0 {
+    if let Some(attempts) = names.iter().map(|(attempt, ..)| *attempt).max().filter(|&most| most > 0) {
         merged.requeued.add(|| format!("task {index}: begun {} times", attempts + 1));
     }
     if whole.len() > 1 {
         merged.doubled.add(|| {
-            let of = whole
-                .iter()
-                .map(|(header, _)| format!("attempt {} on {}", header.attempt, printable(&header.node)));
-            format!("task {index}: {}; the last counts", of.collect::<Vec<_>>().join(", "))
+            let more = whole.len().saturating_sub(SHOWN);
+            let first = if more > 0 { format!("{more} before, ") } else { String::new() };
+            format!("task {index}: {first}{}; the last counts", whole[more..].join(", "))
         });
     }
-    let last = whole.into_iter().max_by(|(a, _), (b, _)| {
-        (a.attempt, a.ended).partial_cmp(&(b.attempt, b.ended)).unwrap_or(std::cmp::Ordering::Equal)
-    });
-    match (last, begun.last()) {
+    match (last, begun) {
         (Some((header, reports)), _) => count::count(&header, &reports, merged),
         (None, Some((attempt, node))) => merged.vanished.add(|| {
-            let node = node.as_deref().unwrap_or("an unknown host");
-            format!("task {index}: begun on {} (attempt {attempt}), and no result", printable(node))
+            format!("task {index}: begun on {} (attempt {attempt}), and no result", printable(&node))
         }),
-        (None, None) => {
-            merged.all_missing += 1;
-            let room = merged.missing.len() < NAMED;
-            match merged.missing.last_mut() {
-                Some((_, end)) if *end + 1 == index => *end = index,
-                _ if room => merged.missing.push((index, index)),
-                _ => {}
-            }
+        (None, None) => missing(index, merged),
+    }
+}
+
+/// A lost page stands, whatever came of the attempt otherwise.
+fn losses(
+    header: &Header,
+    reports: &[Report],
+    merged: &mut Merged,
+    again: &dyn Fn(&str, u64, &str) -> String,
+) {
+    for (run, report) in header.runs.iter().zip(reports) {
+        let lost = count::lost(report);
+        count::tried(header, report, lost, merged);
+        if lost == 0.0 {
+            continue;
         }
+        merged.all_losses += 1;
+        if merged.losses.len() < NAMED {
+            let note = report.notes.iter().find(|note| note.contains("LOST")).or(report.notes.first());
+            merged.losses.push(Loss {
+                node: header.node.clone(),
+                kernel: report.host.kernel.clone(),
+                test: header.test.clone(),
+                seed: run.seed,
+                attempt: header.attempt,
+                what: note.map_or_else(|| format!("{lost} pages lost"), |note| short(note, 300)),
+                again: again(&header.test, run.seed, &header.node),
+            });
+        }
+    }
+}
+
+/// Nothing is known of this task.
+fn missing(index: u64, merged: &mut Merged) {
+    merged.all_missing += 1;
+    let room = merged.missing.len() < NAMED;
+    match merged.missing.last_mut() {
+        Some((_, end)) if *end + 1 == index => *end = index,
+        _ if room => merged.missing.push((index, index)),
+        _ => {}
     }
 }
 
@@ -194,27 +221,26 @@ fn fits(
     plan: &Plan,
     task: &Task,
     attempt: u64,
-    read: (Header, Vec<Report>),
-) -> Result<(Header, Vec<Report>), String> {
-    let header = &read.0;
+    (header, reports): &(Header, Vec<Report>),
+) -> Result<(), String> {
     if header.plan != plan.digest {
         return Err("a result of another plan".into());
     }
     let seeds = (task.first..task.first + task.count).eq(header.runs.iter().map(|run| run.seed));
-    let names = read.1.iter().flat_map(|report| {
+    let names = reports.iter().flat_map(|report| {
         let labels = report.figures.iter().map(|figure| &figure.label);
         let labels = labels.flat_map(|label| [Some(&label.name), label.index.as_ref()]).flatten();
         labels
             .chain(report.figures.iter().map(|figure| &figure.unit))
             .chain([&report.host.kernel, &report.host.cpu])
     });
-    if names.chain([&header.node, &header.vellum]).any(|name| name.len() > LONGEST) {
+    if names.chain([&header.node, &header.vellum]).chain(&header.job).any(|name| name.len() > LONGEST) {
         return Err(format!("it has a name of more than {LONGEST} bytes"));
     }
     let same = (header.index, header.attempt, header.round, header.first)
         == (task.index, attempt, task.round, task.first);
     match same && seeds && header.test == task.test.name {
-        true => Ok(read),
+        true => Ok(()),
         false => Err(format!(
             "it says that it is of task {}, attempt {}, or of other seeds",
             header.index, header.attempt
@@ -290,10 +316,28 @@ mod tests {
             (1, 2, 1, 0)
         );
         assert!(all.vanished.first[0].contains("n3\\u{1b}"), "{:?}", all.vanished);
+        // Attempts all count where it is asked how often a host loses pages, and copies do not.
+        let tried: Vec<_> = all.tried.iter().map(|(of, runs)| (of.node.as_str(), *runs)).collect();
+        assert_eq!(tried, [("n1", [2, 1]), ("n2", [1, 0])]);
         assert!(!all.is_well());
         assert_eq!(all, merged(&plan, &results), "twice the same");
         fs::remove_file(mark).unwrap();
         assert_eq!(merged(&plan, &results).missing, [(2, 2)]);
+        fs::remove_dir_all(results).unwrap();
+    }
+
+    /// However many files somebody leaves for one task, a few are read, and not more than one of them is kept.
+    #[test]
+    fn a_task_with_any_number_of_results_is_bounded_and_said() {
+        let (plan, results) = planned("many");
+        let kept = leave(&plan, &results, 0, 0, "n1", 1.0);
+        for copy in 0..ATTEMPTS + 20 {
+            fs::hard_link(&kept, kept.with_file_name(format!("00000000-0-0{copy:04}.json"))).unwrap();
+        }
+        let all = merged(&plan, &results);
+        assert_eq!((all.ended, all.all_losses, all.doubled.count), (1, 1, 1));
+        assert!(all.doubled.first[0].len() < 300, "{:?}", all.doubled);
+        assert!(all.refused.first[0].contains("21 of 121 files"), "{:?}", all.refused);
         fs::remove_dir_all(results).unwrap();
     }
 

@@ -1,5 +1,6 @@
 //! What a merge shows: on a terminal, and as a page. Names come from results, and so from anywhere: each is escaped where it is shown.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use super::merge::{Events, Lines, Loss, Merged, interval, short};
@@ -171,6 +172,21 @@ fn tables(merged: &Merged) -> Vec<Table> {
         heads: vec!["host", "kernel", "CPU", "tasks", "passed", "failed", "skipped", "pages lost", "events"],
         rows: hosts.collect(),
     });
+    // Of the tests that lost pages somewhere: how often each host did, and each kernel that it had.
+    let lossy: BTreeSet<&str> =
+        merged.tried.iter().filter(|(_, [_, lost])| *lost > 0).map(|(of, _)| of.test.as_str()).collect();
+    if !lossy.is_empty() {
+        let rows =
+            merged.tried.iter().filter(|(of, _)| lossy.contains(of.test.as_str())).map(|(of, runs)| {
+                let [runs, lost] = runs.map(|n| grouped(n.into()));
+                vec![of.test.clone(), of.node.clone(), of.kernel.clone(), lost, runs]
+            });
+        tables.push(Table {
+            title: "How often pages were lost".into(),
+            heads: vec!["test", "host", "kernel", "runs that lost pages", "of runs"],
+            rows: rows.collect(),
+        });
+    }
     if !merged.events.is_empty() {
         let rows = merged.events.iter().map(|(alike, events)| {
             let said = bound(events);

@@ -1,6 +1,6 @@
 //! What the result of a task that counts adds to the sums.
 
-use super::merged::{Alike, HOSTS, KINDS, Kind, MEANS, Merged, NAMED, short};
+use super::merged::{Alike, HOSTS, KINDS, Kind, MEANS, Merged, NAMED, Tried, short};
 use crate::fleet::result::Header;
 use crate::report::{Report, Status, printable};
 
@@ -20,6 +20,19 @@ pub(super) fn lost(report: &Report) -> f64 {
         name if name.starts_with("test ") => figures("lost"),
         _ => 0.0,
     }
+}
+
+/// Adds a run of any attempt to how often its test lost pages on this host with this kernel.
+pub(super) fn tried(header: &Header, report: &Report, lost: f64, merged: &mut Merged) {
+    let of =
+        Tried { test: header.test.clone(), node: header.node.clone(), kernel: report.host.kernel.clone() };
+    if merged.tried.len() >= HOSTS && !merged.tried.contains_key(&of) {
+        merged.too_many = true;
+        return;
+    }
+    let [runs, lossy] = merged.tried.entry(of).or_default();
+    *runs += 1;
+    *lossy += u64::from(lost > 0.0);
 }
 
 /// Adds the result that counts.

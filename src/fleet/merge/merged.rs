@@ -56,6 +56,17 @@ pub struct Loss {
     pub again: String,
 }
 
+/// What was tried where.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Tried {
+    /// The test.
+    pub test: String,
+    /// The host.
+    pub node: String,
+    /// Its kernel.
+    pub kernel: String,
+}
+
 /// What events of the oracle's are summed over: nothing else is alike.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Alike {
@@ -139,6 +150,8 @@ pub struct Merged {
     pub losses: Vec<Loss>,
     /// How many there were.
     pub all_losses: u64,
+    /// How many runs of a test there were on a host with a kernel, whole attempts all of them, and how many of them lost pages.
+    pub tried: BTreeMap<Tried, [u64; 2]>,
     /// Cases that failed, crashed or were late, besides these.
     pub failed: Lines,
     /// Reasons for which something was skipped, and how often.
@@ -175,6 +188,7 @@ impl Merged {
         self.all_losses == 0
             && self.failed.count + self.vanished.count + self.refused.count + self.all_missing == 0
             && self.vellums.len() < 2
+            && !self.too_many
     }
 }
 
