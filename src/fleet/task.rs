@@ -3,7 +3,7 @@
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::{ChildStderr, Command, Stdio};
+use std::process::{ChildStderr, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -52,13 +52,13 @@ pub fn run(file: &Path, plan: &Plan, task: &Task, runner: &Runner) -> Result<boo
                 let why = format!("this host lacks {}", lacks.join(", "));
                 let case =
                     Case::new(&name, Status::Skip).because(why).mended_by("run the task on one that has it");
-                (0, alone(&name, case))
+                (0, alone(&name, facts.clone(), case))
             }
         };
         runs.push(Run { seed, exit });
         reports.push(report);
     }
-    let well = reports.iter().all(|report| !report.status().is_bad()) && runs.iter().all(|run| run.exit == 0);
+    let well = reports.iter().all(|report| !report.status().is_bad());
     let header = Header {
         fleet: result::VERSION,
         plan: plan.digest.clone(),
@@ -95,38 +95,66 @@ fn one(task: &Task, seed: u64, name: &str, as_json: &str) -> (i32, Report) {
     command.args(task.test.command(seed)).arg(as_json);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     signal::end_with_parent(&mut command);
-    let crash =
-        |why: String| alone(name, Case { seed: Some(seed), ..Case::new(name, Status::Crash).because(why) });
     let mut child = match command.spawn() {
         Ok(child) => child,
-        Err(error) => return (1, crash(format!("it could not be started: {error}"))),
+        Err(error) => return (1, crashed(name, seed, format!("it could not be started: {error}"))),
     };
     let said = child.stderr.take().map(|stderr| thread::spawn(move || last_of(stderr)));
     let mut bytes = Vec::new();
     let read = child.stdout.take().map(|stdout| stdout.take(json::LIMIT).read_to_end(&mut bytes));
     let status = match child.wait() {
         Ok(status) => status,
-        Err(error) => return (1, crash(error.to_string())),
+        Err(error) => return (1, crashed(name, seed, error.to_string())),
     };
     let said = said.and_then(|said| said.join().ok()).unwrap_or_default();
+    let result = match read {
+        Some(Ok(_)) => json::parse(&bytes, Path::new("its result")).map_err(|error| error.to_string()),
+        Some(Err(error)) => Err(error.to_string()),
+        None => Err("it has no standard output".into()),
+    };
+    judged(name, seed, status, result.map(|mut results| results.remove(0)), said)
+}
+
+/// What a run comes to: its result, if it ended as that says; with the status that a shell would have of it.
+fn judged(
+    name: &str,
+    seed: u64,
+    status: ExitStatus,
+    result: Result<Report, String>,
+    said: String,
+) -> (i32, Report) {
     let exit = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
-    let result = json::parse(&bytes, Path::new("its result")).map(|mut results| results.remove(0));
-    match (read, result) {
-        (Some(Ok(_)), Ok(report)) => (exit, report),
-        (_, result) => {
-            let why = match (status.signal(), result) {
-                (Some(signal), _) => format!("ended by signal {signal}"),
-                (None, Err(error)) if said.is_empty() => error.to_string(),
-                _ => said,
-            };
-            (exit, crash(why))
+    let ended = || match status.signal() {
+        Some(signal) => format!("ended by signal {signal}"),
+        None => format!("ended with status {exit}"),
+    };
+    match result {
+        // What can be tried nowhere here ends with a status of its own, and is no crash.
+        Ok(report) if exit == 0 || report.status() != Status::Pass => (exit, report),
+        Ok(mut report) => {
+            let why = format!("{} although its result is that of one that passed; {said}", ended());
+            report.cases.push(of_run(seed, Case::new(format!("vellum {name}"), Status::Crash).because(why)));
+            (exit, report)
         }
+        Err(_) if status.signal().is_some() => (exit, crashed(name, seed, ended())),
+        Err(why) if said.is_empty() => (exit, crashed(name, seed, why)),
+        Err(_) => (exit, crashed(name, seed, said)),
     }
 }
 
+fn of_run(seed: u64, case: Case) -> Case {
+    Case { seed: Some(seed), ..case }
+}
+
+/// The result of a run that left none.
+fn crashed(name: &str, seed: u64, why: String) -> Report {
+    let case = of_run(seed, Case::new(name, Status::Crash).because(why));
+    alone(name, Facts::collect("off".into()), case)
+}
+
 /// A result of this one case.
-fn alone(name: &str, case: Case) -> Report {
-    let mut report = Report::new(name, Facts::collect("off".into()));
+fn alone(name: &str, facts: Facts, case: Case) -> Report {
+    let mut report = Report::new(name, facts);
     report.cases.push(case);
     report
 }
@@ -146,4 +174,32 @@ fn last_of(mut stderr: ChildStderr) -> String {
 
 fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever a result says, a run that ended otherwise is named; one that could not be tried is not.
+    #[test]
+    fn a_run_is_well_where_it_ended_as_its_result_says() {
+        let of = |status| alone("test x", Facts::collect("off".into()), Case::new("a", status));
+        let case = |status: i32, result: Result<Report, String>, said: &str| {
+            let (exit, report) = judged("test x", 7, ExitStatus::from_raw(status), result, said.into());
+            let last = report.cases.last().cloned().unwrap();
+            assert!(report.status() == last.status || report.cases.len() == 1, "{report:?}");
+            (exit, last.status, last.why())
+        };
+        assert_eq!(case(0, Ok(of(Status::Pass)), ""), (0, Status::Pass, String::new()));
+        assert_eq!(case(1 << 8, Ok(of(Status::Skip)), "no KVM"), (1, Status::Skip, String::new()));
+        assert_eq!(case(1 << 8, Ok(of(Status::Fail)), ""), (1, Status::Fail, String::new()));
+        let (exit, status, why) = case(11, Ok(of(Status::Pass)), "");
+        assert!((exit, status) == (139, Status::Crash) && why.contains("signal 11"), "{why}");
+        let (exit, status, why) = case(1 << 8, Ok(of(Status::Pass)), "no room");
+        assert!((exit, status) == (1, Status::Crash) && why.contains("status 1") && why.contains("no room"));
+        let (exit, status, why) = case(9, Err("cut short".into()), "x");
+        assert_eq!((exit, status, why.as_str()), (137, Status::Crash, "ended by signal 9"));
+        assert_eq!(case(2 << 8, Err("cut short".into()), "why").2, "why");
+        assert_eq!(case(0, Err("cut short".into()), "").2, "cut short");
+    }
 }
