@@ -28,6 +28,7 @@ use toml::{Table, Value};
 
 use super::{Error, features};
 use crate::keyvalue;
+use crate::report::printable;
 
 /// The largest plan that is read, in bytes: a thousand tests are a tenth of it.
 const LARGEST: u64 = 1 << 20;
@@ -135,9 +136,12 @@ impl Plan {
     /// Where it cannot be read, or something in it would not work.
     pub fn read(path: &Path, check: Check) -> Result<Self, Error> {
         let mut text = String::new();
-        let file = File::open(path).map_err(Error::file("read", path))?;
-        file.take(LARGEST + 1).read_to_string(&mut text).map_err(Error::file("read", path))?;
-        Self::parse(&text, check).map_err(|why| Error::Plan { path: path.into(), why })
+        let wrong = |why| Error::Plan { path: path.into(), why };
+        let read = |file: File| file.take(LARGEST + 1).read_to_string(&mut text);
+        File::open(path)
+            .and_then(read)
+            .map_err(|error| wrong(format!("cannot be read: {error}; name a plan, which is a TOML file")))?;
+        Self::parse(&text, check).map_err(wrong)
     }
 
     /// The plan that `text` is.
@@ -148,14 +152,17 @@ impl Plan {
         if text.len() as u64 > LARGEST {
             return Err(format!("longer than {} KiB, which no plan is", LARGEST >> 10));
         }
-        let table: Table = text.parse().map_err(|error: toml::de::Error| one_line(&error))?;
+        let table: Table = text.parse().map_err(|error: toml::de::Error| one_line(&error, text))?;
         known(&table, &["name", "test"], "a plan")?;
         let keys =
             ["name", "run", "arguments", "features", "first_seed", "seeds", "per_task", "times", "minutes"];
-        for test in table.get("test").and_then(Value::as_array).into_iter().flatten() {
-            known(test.as_table().ok_or("test: [[test]] begins one")?, &keys, "a test")?;
+        let begins = "test: [[test]] begins each, in two pairs of brackets";
+        let tests = table.get("test").map(|tests| tests.as_array().ok_or(begins)).transpose()?;
+        for test in tests.into_iter().flatten() {
+            known(test.as_table().ok_or(begins)?, &keys, "a test")?;
         }
-        let Written { name, test } = table.try_into().map_err(|error: toml::de::Error| one_line(&error))?;
+        let Written { name, test } =
+            table.try_into().map_err(|error: toml::de::Error| one_line(&error, text))?;
         label(&name)?;
         let mut tests: Vec<Test> = Vec::new();
         for written in test {
@@ -347,7 +354,8 @@ fn known(table: &Table, keys: &[&str], what: &str) -> Result<(), String> {
     match table.keys().find(|key| !keys.contains(&key.as_str())) {
         None => Ok(()),
         Some(key) => Err(format!(
-            "unknown key '{key}'{}: {what} has {}",
+            "unknown key '{}'{}: {what} has {}",
+            printable(key),
             keyvalue::meant(key, keys.iter().copied()),
             keys.join(", ")
         )),
@@ -363,8 +371,17 @@ fn label(name: &str) -> Result<(), String> {
     }
 }
 
-fn one_line(error: &toml::de::Error) -> String {
-    error.to_string().lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ")
+/// What is wrong and where, without the lines of the file itself.
+fn one_line(error: &toml::de::Error, text: &str) -> String {
+    let before = error.span().and_then(|span| text.get(..span.start));
+    let place = before.map_or(String::new(), |before| {
+        let line = before.matches('\n').count() + 1;
+        let column = before.chars().rev().take_while(|&c| c != '\n').count() + 1;
+        format!("line {line}, column {column}: ")
+    });
+    let said = if before.is_some() { error.message().to_owned() } else { error.to_string() };
+    let said: Vec<&str> = said.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    format!("{place}{}", printable(&said.join("; ")))
 }
 
 fn digest(bytes: &[u8]) -> String {
@@ -417,6 +434,13 @@ mod tests {
     }
 
     #[test]
+    fn one_test_without_its_second_brackets_is_told_what_lacks() {
+        let first = PLAN.split("[[test]]\nname = \"b\"").next().unwrap();
+        assert!(parse(first).is_ok());
+        assert!(parse(&first.replace("[[test]]", "[test]")).unwrap_err().contains("two pairs"));
+    }
+
+    #[test]
     fn bad_plans_are_refused_in_one_line_with_what_would_work() {
         for (from, to, why) in [
             ("seeds =", "sedes =", "did you mean 'seeds'"),
@@ -431,13 +455,14 @@ mod tests {
             ("name = \"b\"", "name = \"a\"", "two tests are called a"),
             ("name = \"b\"", "name = \"../b\"", "letters, digits"),
             ("times = 2", "times = 900000\nminutes = 1", "from 1"),
-            ("name = \"n\"", "name = ", "TOML"),
+            ("name = \"n\"", "name = ", "line 1, column 8: "),
+            ("seeds =", "\"a\\u001b\\n\" =", "unknown key 'a\\u{1b}\\n'"),
         ] {
             let planted = PLAN.replacen(from, to, 1);
             assert_ne!(planted, PLAN, "{from}");
             match parse(&planted) {
                 Err(error) => {
-                    assert!((error.contains(why) || why == "TOML") && !error.contains('\n'), "{to}: {error}")
+                    assert!(error.contains(why) && !error.contains(['\n', '\u{1b}']), "{to}: {error}")
                 }
                 Ok(plan) => assert!(why == "from 1" && plan.len() > 1_000_000, "{to} is taken"),
             }

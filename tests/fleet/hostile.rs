@@ -51,6 +51,11 @@ fn a_plan_that_would_not_work_is_one_line() -> Result<(), Failed> {
         one_line(&output(&["fleet", "plan", &file.to_string_lossy()])?, 2, words)?;
     }
     ensure(!Path::new("pwned").exists(), || "a shell has read a plan".into())?;
+    one_line(
+        &output(&["fleet", "merge", &dir.join("none.toml").to_string_lossy()])?,
+        2,
+        &["none.toml", "TOML"],
+    )?;
     fs::remove_dir_all(dir)?;
     Ok(())
 }
