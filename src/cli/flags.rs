@@ -85,8 +85,9 @@ mod tests {
 
     /// The first of `flags` that `literal` names. What stands behind the name of another program is that program's.
     fn named<'a>(literal: &str, flags: &'a BTreeSet<String>) -> Option<&'a String> {
-        const PROGRAMS: [&str; 11] = [
-            "cat", "dmesg", "grep", "id", "ls", "mknod", "modprobe", "mount", "prlimit", "truncate", "ulimit",
+        const PROGRAMS: [&str; 12] = [
+            "cat", "dmesg", "grep", "id", "ls", "mknod", "modprobe", "mount", "prlimit", "sbatch",
+            "truncate", "ulimit",
         ];
         let mut program = false;
         for word in literal.split(|c: char| c.is_whitespace() || "\"`()[]'=,".contains(c)) {

@@ -6,7 +6,7 @@ use clap::{Args, CommandFactory, Subcommand, ValueEnum};
 
 use super::{Cli, Failure, keyvalue, print, read_from};
 use crate::fleet::plan::{Plan, results};
-use crate::fleet::result::place;
+use crate::fleet::result::{SHARD, ended, place};
 use crate::fleet::{Error, merge, page, quote, slurm, task};
 use crate::report::output::{Kind, Writer};
 use crate::vm::lifecycle::{self, Exit};
@@ -105,6 +105,9 @@ enum What {
         index: u64,
     },
 }
+
+/// How much of a long list of commands is printed at once, in bytes.
+const AT_ONCE: usize = 64 << 10;
 
 /// For whom a command is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -234,8 +237,13 @@ pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
             if !here {
                 return submit(&file, &plan, host.as_deref(), &[]);
             }
-            for index in 0..plan.len() {
-                one(&file, &plan, index, 0)?;
+            // As with Slurm: what has a result has been tried.
+            for number in 0..plan.len().div_ceil(SHARD) {
+                let tried = ended(&results(&file), number);
+                let range = number * SHARD..((number + 1) * SHARD).min(plan.len());
+                for index in range.filter(|index| !tried.contains(index)) {
+                    one(&file, &plan, index, 0)?;
+                }
             }
             let merged = merge::merge(&plan, &results(&file), &|test, seed, node| {
                 again(&file, &plan, test, seed, node)
@@ -276,8 +284,13 @@ fn plan(file: &Path, into: Option<&Path>, commands: Option<Where>) -> Result<Exi
                 Where::Ssh => quote::line_for_ssh(&words),
             };
             out.push('\n');
+            // A plan may have millions of tasks.
+            let ends = index + 1 == plan.len() || out.len() > AT_ONCE;
+            if ends && !print(std::mem::take(&mut out))? {
+                break;
+            }
         }
-        return print(out).map(|_| Exit::PowerOff);
+        return Ok(Exit::PowerOff);
     }
     let mut out = format!(
         "{}: {} tasks of {} tests, digest {}\n",

@@ -1,6 +1,7 @@
 //! What a task leaves in the shared directory, and reading it again without trusting it: a header of one line, and the results of its runs
 //! behind it. The file appears whole or not at all; its name says which task it is of, and no two tasks have one name.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -92,6 +93,16 @@ pub fn named(name: &str) -> Option<(u64, u64, bool)> {
     let right =
         parts.next().is_none() && unique.len() <= 40 && unique.bytes().all(|b| b.is_ascii_alphanumeric());
     right.then_some((number(index)?, number(attempt)?, ended))
+}
+
+/// The tasks that have a result, of those in the directory of this number; by the names of files alone.
+pub fn ended(results: &Path, number: u64) -> BTreeSet<u64> {
+    let names = fs::read_dir(shard(results, number)).into_iter().flatten().flatten();
+    let of = |entry: fs::DirEntry| match named(&entry.file_name().to_string_lossy())? {
+        (index, _, true) => Some(index),
+        _ => None,
+    };
+    names.filter_map(of).collect()
 }
 
 /// Puts a file of this content there, whole or not at all, and on disk when this returns.

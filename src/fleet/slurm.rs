@@ -14,8 +14,9 @@ use super::Error;
 use super::plan::{Plan, results};
 use super::result::{self, SHARD};
 
-/// What Slurm runs. It has neither a line of sbatch's nor anything of a plan.
-const SCRIPT: &str = "#!/bin/sh\nexec \"$1\" fleet task \"$2\" \"$3\"\n";
+/// What Slurm runs, in the plan's directory. It has neither a line of sbatch's nor anything of a plan. What a task says besides its result
+/// is of interest where it has none.
+const SCRIPT: &str = "#!/bin/sh\nexec \"$1\" fleet task \"$2\" \"$3\" >>said 2>&1\n";
 
 /// The longest list of an array's indices that is handed over at once, in characters.
 const LIST: usize = 8000;
@@ -55,9 +56,11 @@ pub struct Standing {
     pub nowhere: u64,
 }
 
-fn call(program: &str, arguments: &[String]) -> Result<String, Error> {
+/// What one of Slurm's programs says; its name is the first word.
+fn call(line: &[String]) -> Result<String, Error> {
+    let program = &line[0];
     let output = Command::new(program)
-        .args(arguments)
+        .args(&line[1..])
         // What is asked of squeue and sinfo, whatever the user likes to see.
         .envs([("SQUEUE_FORMAT", "%F %K %T"), ("SINFO_FORMAT", "%f")])
         .output()
@@ -73,8 +76,8 @@ fn call(program: &str, arguments: &[String]) -> Result<String, Error> {
     Err(Error::Slurm(format!("{program}: {}", said.join("; "))))
 }
 
-fn words(words: &[&str]) -> Vec<String> {
-    words.iter().map(|word| (*word).to_owned()).collect()
+fn words(line: &str) -> Vec<String> {
+    line.split(' ').map(str::to_owned).collect()
 }
 
 /// The controller's limits.
@@ -82,7 +85,7 @@ fn words(words: &[&str]) -> Vec<String> {
 /// # Errors
 /// Where there is no Slurm, or it does not answer.
 pub fn limits() -> Result<Limits, Error> {
-    limits_in(&call("scontrol", &words(&["show", "config"]))?).map_err(Error::Slurm)
+    limits_in(&call(&words("scontrol show config"))?).map_err(Error::Slurm)
 }
 
 fn limits_in(text: &str) -> Result<Limits, String> {
@@ -98,7 +101,7 @@ fn limits_in(text: &str) -> Result<Limits, String> {
 
 /// The features that some node has.
 fn features() -> Result<BTreeSet<String>, Error> {
-    let text = call("sinfo", &words(&["--noheader"]))?;
+    let text = call(&words("sinfo --noheader"))?;
     Ok(text.split([',', '\n']).map(str::trim).map(str::to_owned).collect())
 }
 
@@ -107,19 +110,20 @@ fn record(plan: &Path) -> PathBuf {
     plan.with_file_name("jobs")
 }
 
+/// It lies where results do, and is trusted no more than these: what is none of its lines is nothing.
 fn recorded(plan: &Path) -> BTreeMap<u64, u64> {
-    let text = fs::read_to_string(record(plan)).unwrap_or_default();
+    let bytes = result::read_file(&record(plan)).unwrap_or_default();
     let pair = |line: &str| {
         let (job, base) = line.split_once(' ')?;
         Some((job.parse().ok()?, base.parse().ok()?))
     };
-    text.lines().filter_map(pair).collect()
+    String::from_utf8_lossy(&bytes).lines().filter_map(pair).collect()
 }
 
 /// The tasks of this plan that Slurm has, with its words for their states, and how many jobs it has at all.
 fn queue(plan: &Path) -> Result<(BTreeMap<u64, String>, u64), Error> {
     let (jobs, mut tasks, mut all) = (recorded(plan), BTreeMap::new(), 0);
-    let text = call("squeue", &words(&["--noheader", "--array"]))?;
+    let text = call(&words("squeue --noheader --array"))?;
     for line in text.lines() {
         all += 1;
         let mut parts = line.split_whitespace();
@@ -127,22 +131,12 @@ fn queue(plan: &Path) -> Result<(BTreeMap<u64, String>, u64), Error> {
             continue;
         };
         if let (Ok(job), Ok(index)) = (job.parse::<u64>(), index.parse::<u64>())
-            && let Some(base) = jobs.get(&job)
+            && let Some(task) = jobs.get(&job).and_then(|base| base.checked_add(index))
         {
-            tasks.insert(base + index, state.to_owned());
+            tasks.insert(task, state.to_owned());
         }
     }
     Ok((tasks, all))
-}
-
-/// Whether tasks have a result, by the names in the directory of each thousand.
-fn ended(results: &Path, shard: u64) -> BTreeSet<u64> {
-    let names = fs::read_dir(result::shard(results, shard)).into_iter().flatten().flatten();
-    let of = |entry: fs::DirEntry| match result::named(&entry.file_name().to_string_lossy())? {
-        (index, _, true) => Some(index),
-        _ => None,
-    };
-    names.filter_map(of).collect()
 }
 
 /// Hands over what has no result and is not in the queue, as far as there is room; `node` is the only host that may run it.
@@ -170,52 +164,44 @@ pub fn submit(file: &Path, plan: &Plan, node: Option<&str>, more: &[String]) -> 
     fs::create_dir_all(&results).map_err(Error::file("made", &results))?;
     let script = file.with_file_name("task.sh");
     result::place(&script, SCRIPT.as_bytes())?;
-    // What goes into one array: of one set of features and one limit of time, from one base on.
-    let mut group: Vec<u64> = Vec::new();
-    let mut of: Option<(usize, u64)> = None;
+    // What goes into one array: tasks for hosts with the same features, of the same limit of time, from one base on. There are never more
+    // tasks in here than the controller has room for.
+    let mut groups: BTreeMap<(&BTreeSet<String>, u64, u64), Vec<u64>> = BTreeMap::new();
     let (mut done, mut shard) = (BTreeSet::new(), None);
-    let position = |index: u64| {
-        let task = plan.task(index)?;
-        plan.tests.iter().position(|test| test.name == task.test.name)
-    };
-    let send =
-        |group: &mut Vec<u64>, of: Option<(usize, u64)>, submitted: &mut Submitted| -> Result<(), Error> {
-            let Some((test, base)) = of.filter(|_| !group.is_empty()) else { return Ok(()) };
-            for list in lists(group, base) {
-                array(file, &script, plan, test, base, &list, node, more)?;
-                submitted.arrays += 1;
-            }
-            submitted.tasks += group.len() as u64;
-            group.clear();
-            Ok(())
-        };
     for index in 0..plan.len() {
         if shard != Some(index / SHARD) {
             shard = Some(index / SHARD);
-            done = ended(&results, index / SHARD);
+            done = result::ended(&results, index / SHARD);
         }
         if done.contains(&index) {
             submitted.ended += 1;
-            continue;
-        }
-        if queued.contains_key(&index) {
+        } else if queued.contains_key(&index) {
             submitted.there += 1;
-            continue;
-        }
-        if room == 0 {
+        } else if room == 0 {
             submitted.left += 1;
-            continue;
+        } else if let Some(task) = plan.task(index) {
+            let base = index / limits.array * limits.array;
+            groups.entry((&task.test.features, task.test.minutes, base)).or_default().push(index);
+            room -= 1;
         }
-        let Some(test) = position(index) else { continue };
-        let here = (test, index / limits.array * limits.array);
-        if of != Some(here) {
-            send(&mut group, of, &mut submitted)?;
-            of = Some(here);
-        }
-        group.push(index);
-        room -= 1;
     }
-    send(&mut group, of, &mut submitted)?;
+    // What the plan has first is handed over first.
+    let mut groups: Vec<_> = groups.into_iter().collect();
+    groups.sort_by_key(|(_, tasks)| tasks[0]);
+    for ((features, minutes, base), tasks) in groups {
+        let mut options = of_all(file, plan, minutes);
+        if !features.is_empty() {
+            let all: Vec<&str> = features.iter().map(String::as_str).collect();
+            options.push(format!("--constraint={}", all.join("&")));
+        }
+        options.extend(node.map(|node| format!("--nodelist={node}")));
+        options.extend(more.iter().cloned());
+        for list in lists(&tasks, base) {
+            array(file, &script, &options, base, &list)?;
+            submitted.arrays += 1;
+        }
+        submitted.tasks += tasks.len() as u64;
+    }
     Ok(submitted)
 }
 
@@ -244,35 +230,25 @@ fn lists(indices: &[u64], base: u64) -> Vec<String> {
     lists
 }
 
-#[expect(clippy::too_many_arguments, reason = "each is one of sbatch's, and there is one caller")]
-fn array(
-    file: &Path,
-    script: &Path,
-    plan: &Plan,
-    test: usize,
-    base: u64,
-    list: &str,
-    node: Option<&str>,
-    more: &[String],
-) -> Result<(), Error> {
-    let test = &plan.tests[test];
+/// What sbatch is told of every array.
+fn of_all(file: &Path, plan: &Plan, minutes: u64) -> Vec<String> {
+    // The script itself says where its output goes: for sbatch that would be a pattern, the directory included, in which `%j` is the
+    // job's number.
+    let line = format!("sbatch --parsable --exclusive --requeue --time={minutes} --output=/dev/null");
+    let mut options = words(&line);
+    options.push(format!("--job-name=vellum-{}", plan.name));
+    options.push(format!("--chdir={}", file.parent().unwrap_or(Path::new("/")).display()));
+    options
+}
+
+/// Hands over an array, and writes down its number and its base.
+fn array(file: &Path, script: &Path, options: &[String], base: u64, list: &str) -> Result<(), Error> {
     let program = std::env::current_exe().map_err(Error::file("found", "this program"))?;
-    let mut arguments = words(&["--parsable", "--exclusive", "--requeue", "--open-mode=append"]);
-    arguments.push(format!("--array={list}"));
-    arguments.push(format!("--job-name=vellum-{}", plan.name));
-    arguments.push(format!("--chdir={}", file.parent().unwrap_or(Path::new("/")).display()));
-    // What a task says besides its result is of interest where it has none.
-    arguments.push(format!("--output={}", file.with_file_name("said").display()));
-    arguments.push(["--ti", "me="].concat() + &test.minutes.to_string());
-    if !test.features.is_empty() {
-        let all: Vec<&str> = test.features.iter().map(String::as_str).collect();
-        arguments.push(format!("--constraint={}", all.join("&")));
-    }
-    arguments.extend(node.map(|node| format!("--nodelist={node}")));
-    arguments.extend(more.iter().cloned());
-    arguments.extend([script, &program, file].map(|path| path.to_string_lossy().into_owned()));
-    arguments.push(base.to_string());
-    let said = call("sbatch", &arguments)?;
+    let mut line = options.to_vec();
+    line.push(format!("--array={list}"));
+    line.extend([script, &program, file].map(|path| path.to_string_lossy().into_owned()));
+    line.push(base.to_string());
+    let said = call(&line)?;
     let job = said.trim().split(';').next().unwrap_or_default();
     let job: u64 = job.parse().map_err(|_| Error::Slurm(format!("sbatch says no job but {said:?}")))?;
     let path = record(file);
@@ -289,7 +265,7 @@ pub fn standing(file: &Path, plan: &Plan) -> Result<Standing, Error> {
     let queued = if record(file).exists() { queue(file)?.0 } else { BTreeMap::new() };
     let (mut standing, results) = (Standing::default(), results(file));
     for shard in 0..plan.len().div_ceil(SHARD) {
-        let done = ended(&results, shard);
+        let done = result::ended(&results, shard);
         for index in shard * SHARD..((shard + 1) * SHARD).min(plan.len()) {
             match queued.get(&index) {
                 _ if done.contains(&index) => standing.ended += 1,

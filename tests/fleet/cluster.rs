@@ -236,7 +236,7 @@ fn configuration(dir: &Path, slurm: &Path, nodes: usize, features: &str) -> Stri
          JobAcctGatherType=jobacct_gather/none\n\
          SelectType=select/linear\n\
          SchedulerType=sched/builtin\n\
-         SchedulerParameters=batch_sched_delay=0\n\
+         SchedulerParameters=batch_sched_delay=0,sched_interval=2\n\
          SwitchType=switch/none\n\
          MpiDefault=none\n\
          PluginDir={}\n\
@@ -245,7 +245,7 @@ fn configuration(dir: &Path, slurm: &Path, nodes: usize, features: &str) -> Stri
          KillWait=2\n\
          MinJobAge=2\n\
          MaxArraySize=501\n\
-         MaxJobCount=2000\n\
+         MaxJobCount=900\n\
          NodeName=n[1-{nodes}] NodeAddr=192.0.2.1 NodeHostname=cluster Port=[17001-{}] CPUs=1 {features} State=UNKNOWN\n\
          PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n",
         plugins.display(),
