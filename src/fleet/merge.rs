@@ -123,7 +123,8 @@ fn one(
     if over > 0 {
         merged.refused.add(|| format!("task {index}: {over} of {} files are not looked at", names.len()));
     }
-    let (mut last, mut begun): (Option<(Header, Vec<Report>)>, Option<(u64, String)>) = (None, None);
+    let mut last: Option<(Header, Vec<Report>)> = None;
+    let mut begun: Option<(u64, String)> = None;
     let (mut known, mut whole) = (Vec::new(), Vec::new());
     for (attempt, name, ended) in &names[over..] {
         let path = dir.join(name);
