@@ -400,7 +400,7 @@ fn a_guest_whose_memory_follows_it_is_measured() -> Result<Completion, Failed> {
     }
     for mode in ["postcopy", "hybrid"] {
         let (output, mut report) =
-            migration(&format!("-b 8m --mode {mode} --dirty-rate 16m --around 500ms --repeat 2"))?;
+            migration(&format!("-b 32m --mode {mode} --dirty-rate 64m --around 500ms --repeat 2"))?;
         report.invalid.retain(|failed| !matches!(failed.premise, Premise::RateMissed { .. }));
         bed::premises(&report)?;
         json::check(&report).map_err(Failed::from)?;
@@ -412,9 +412,10 @@ fn a_guest_whose_memory_follows_it_is_measured() -> Result<Completion, Failed> {
         let alike = quotients.zip(&ratio).all(|(quotient, ratio)| (quotient - ratio).abs() < 1e-9);
         ensure(ratio.len() == 2 && alike, || format!("{ours:?} by {bare:?} are {ratio:?}"))?;
         ensure(bare.iter().all(|&seconds| seconds > 0.0), || format!("{bare:?}"))?;
-        // A hybrid move may have left nothing that somebody waits for.
+        // A hybrid move may have left nothing that somebody waits for; and all may be there before the guest wants any of it, but hardly
+        // in each round.
         let faults = rounds(&report, "faults")?;
-        ensure(mode == "hybrid" || faults.iter().all(|&faults| faults > 0.0), || format!("{faults:?}"))?;
+        ensure(mode == "hybrid" || faults.iter().any(|&faults| faults > 0.0), || format!("{faults:?}"))?;
         ensure(rounds(&report, "link_speed")?.iter().all(|&speed| speed > 0.0), || "no speed".into())?;
     }
     Ok(Completion::Completed)
