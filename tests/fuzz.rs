@@ -104,3 +104,25 @@ fn every_target_survives_changes_to_its_corpus() {
         }
     }
 }
+
+/// The shell's own lock file names all that the library depends on, or it could not be built as it was left.
+#[test]
+fn the_lock_file_knows_what_the_library_depends_on() {
+    let read = |name: &str| {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
+        std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    };
+    let (ours, lock): (toml::Table, toml::Table) =
+        (read("Cargo.toml").parse().unwrap(), read("tests/fuzz/Cargo.lock").parse().unwrap());
+    let packages = lock["package"].as_array().unwrap();
+    let library = packages.iter().find(|package| package["name"].as_str() == Some("vellum")).unwrap();
+    let locked = library["dependencies"].as_array().unwrap();
+    let locked: Vec<&str> = locked.iter().filter_map(|name| name.as_str()?.split(' ').next()).collect();
+    let missing: Vec<&String> = ours["dependencies"]
+        .as_table()
+        .unwrap()
+        .keys()
+        .filter(|name| !locked.contains(&name.as_str()))
+        .collect();
+    assert!(missing.is_empty(), "cargo metadata in tests/fuzz writes {missing:?} into its Cargo.lock");
+}
