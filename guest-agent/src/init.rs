@@ -58,15 +58,11 @@ fn alone() -> ExitCode {
 fn run() -> io::Result<()> {
     mounts::base()?;
     let mut failed_modules = work::load_modules("order");
-    // In the archive, which is out of sight once another root is there.
     let launch = fs::read(LAUNCH).ok();
     let asked: Option<Mounts> = launch.as_deref().map(serde_json::from_slice).transpose()?;
-    if let Some(asked) = &asked {
-        if !asked.shares.is_empty() {
-            // Of an archive that is there for guests without shares, too.
-            failed_modules.extend(work::load_modules("shares"));
-        }
-        mounts::root(&asked.shares)?;
+    if asked.as_ref().is_some_and(|asked| !asked.shares.is_empty()) {
+        // Of an archive that is there for guests without shares, too.
+        failed_modules.extend(work::load_modules("shares"));
     }
     mounts::more();
     let children = Arc::<Children>::default();
@@ -75,8 +71,7 @@ fn run() -> io::Result<()> {
 
     if let Some(asked) = &asked {
         mounts::shares(&asked.shares)?;
-        let archive = !asked.shares.iter().any(|share| share.place == "/");
-        return launched(&failed_modules, archive, &children);
+        return launched(&failed_modules, &children);
     }
     let mut console = OpenOptions::new().write(true).open("/dev/console")?;
     let words = std::env::args_os().skip(1);
@@ -101,10 +96,9 @@ fn run() -> io::Result<()> {
 }
 
 /// Runs the command for which this guest was started: its host waits at [`STREAM_PORT`](crate::STREAM_PORT).
-/// `archive`: the root is the archive's, and not one of the host's, to which nothing is added.
-fn launched(failed_modules: &[String], archive: bool, children: &Children) -> io::Result<()> {
+fn launched(failed_modules: &[String], children: &Children) -> io::Result<()> {
     failed_modules.iter().for_each(|failed| println!("agent: module {failed}"));
-    if archive && Path::new("/bin/busybox").exists() && !Path::new("/bin/sh").exists() {
+    if Path::new("/bin/busybox").exists() && !Path::new("/bin/sh").exists() {
         let mut install = std::process::Command::new("/bin/busybox");
         children.run(install.args(["--install", "-s", "/bin"]))?;
     }

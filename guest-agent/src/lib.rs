@@ -84,7 +84,7 @@ pub struct Launch {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Mounts {
-    /// Directories of the host's. The one whose place is `/` is mounted first and becomes the root.
+    /// Directories of the host's.
     #[serde(default)]
     pub shares: Vec<Mount>,
 }

@@ -5,8 +5,6 @@ use std::io;
 
 use crate::{Access, Mount, sys};
 
-/// Where what becomes the root is mounted first.
-const ROOT: &str = "/vellum/root";
 /// Where the parts of overlays are, a directory each.
 const PARTS: &str = "/vellum/overlay";
 
@@ -48,23 +46,14 @@ pub fn more() {
     let _ = sys::loopback_up();
 }
 
-/// Has the directory that is to be the root be it, if `shares` has one; the modules that this needs are loaded.
-pub fn root(shares: &[Mount]) -> io::Result<()> {
-    let Some(root) = shares.iter().find(|share| share.place == "/") else { return Ok(()) };
-    share(root, "root", ROOT)?;
-    sys::switch_root(ROOT).map_err(named("share as /"))?;
-    base()
-}
-
-/// Mounts the other directories.
+/// Mounts directories of the host's; the modules that this needs are loaded.
 pub fn shares(shares: &[Mount]) -> io::Result<()> {
-    let mut others = shares.iter().filter(|share| share.place != "/").enumerate();
-    others.try_for_each(|(at, mount)| share(mount, &at.to_string(), &mount.place))
+    shares.iter().enumerate().try_for_each(|(at, mount)| share(mount, at))
 }
 
-/// Mounts one at `place`. The parts of an overlay are known by `name`, for tags may have commas and colons, which part the options of
-/// its mount.
-fn share(share: &Mount, name: &str, place: &str) -> io::Result<()> {
+/// Mounts one. The parts of an overlay are known by its number, for tags may have commas and colons, which part the options of its mount.
+fn share(share: &Mount, number: usize) -> io::Result<()> {
+    let place = share.place.as_str();
     let named = named(&format!("share {}", share.tag));
     directory(place).map_err(&named)?;
     let mount = |place: &str, flags| sys::mount_from(&share.tag, "virtiofs", place, flags, "");
@@ -73,7 +62,7 @@ fn share(share: &Mount, name: &str, place: &str) -> io::Result<()> {
         Access::Ro => mount(place, libc::MS_RDONLY).map_err(named),
         Access::Overlay => {
             // A tmpfs of their own, in which the layers may be: the root of an initramfs may not be one.
-            let parts = format!("{PARTS}/{name}");
+            let parts = format!("{PARTS}/{number}");
             let [below, above, work] = ["below", "above", "work"].map(|part| format!("{parts}/{part}"));
             directory(&parts).and_then(|()| sys::mount("tmpfs", &parts)).map_err(&named)?;
             [&below, &above, &work].into_iter().try_for_each(fs::create_dir_all).map_err(&named)?;

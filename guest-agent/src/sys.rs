@@ -31,14 +31,6 @@ pub fn mount_from(
     check(result.into()).map(drop)
 }
 
-/// Has what is mounted at `place` become the root of this process, as switch_root(8) does.
-pub fn switch_root(place: &str) -> io::Result<()> {
-    std::env::set_current_dir(place)?;
-    mount_from(".", "", "/", libc::MS_MOVE, "")?;
-    std::os::unix::fs::chroot(".")?;
-    std::env::set_current_dir("/")
-}
-
 /// finit_module(2).
 pub fn load_module(file: &File) -> io::Result<()> {
     // SAFETY: the parameters are an empty string.

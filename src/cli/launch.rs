@@ -15,7 +15,7 @@ use super::{Failure, print, say};
 use crate::control::names;
 use crate::devices::console::Target;
 use crate::devices::virtio::DeviceConfig;
-use crate::devices::virtio::fs::{FsConfig, Mode, ROOT_TAG};
+use crate::devices::virtio::fs::{FsConfig, Mode};
 use crate::devices::virtio::vsock::VsockConfig;
 use crate::launch::client::{self, Ended, Guest};
 use crate::launch::kernel::Kernel;
@@ -93,10 +93,7 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
         std::process::exit(0);
     }
     if args.command.is_empty() {
-        return match all.devices.shares().any(|share| share.root) {
-            true => Err(Failure::usage("--root: a COMMAND is needed, behind --, which runs there")),
-            false => Ok(None),
-        };
+        return Ok(None);
     }
     let shares = all.devices.shares().map(mount).collect::<Result<_, _>>()?;
     let mounts = Mounts { shares };
@@ -118,8 +115,8 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
 
 /// Where the guest of a command mounts a directory. Its tag is the name of its place.
 fn mount(share: &FsConfig) -> Result<Mount, Failure> {
-    let FsConfig { tag, mode, root, .. } = share;
-    if !root && (tag.contains('/') || [".", "..", ROOT_TAG].contains(&&tag[..])) {
+    let FsConfig { tag, mode, .. } = share;
+    if tag.contains('/') || [".", ".."].contains(&&tag[..]) {
         return Err(Failure::usage(format!(
             "--share: tag '{tag}' is no name for a directory, and {PLACE}/TAG is where the guest of a command has it: DIR:data"
         )));
@@ -129,8 +126,7 @@ fn mount(share: &FsConfig) -> Result<Mount, Failure> {
         Mode::ReadWrite => Access::Rw,
         Mode::Overlay => Access::Overlay,
     };
-    let place = if *root { "/".into() } else { format!("{PLACE}/{tag}") };
-    Ok(Mount { tag: tag.clone(), place, access })
+    Ok(Mount { tag: tag.clone(), place: format!("{PLACE}/{tag}"), access })
 }
 
 /// Makes the machine in a process of its own, and runs the command.

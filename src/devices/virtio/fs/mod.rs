@@ -7,7 +7,7 @@ mod requests;
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -48,24 +48,6 @@ pub static KIND: Kind = Kind {
     read: |_| Err(serde::de::Error::custom("no share goes from one process to another")),
 };
 
-/// A shared directory that is its guest's root.
-pub static ROOT: Kind = Kind {
-    key: "root",
-    about: "The root of a guest that runs a COMMAND: a directory of the host's, or `host`, its own root. What the guest changes of it stays \
-        in the guest's memory, unless it is ro or rw; the rest is as of any shared directory: \
-        `DIR|host[,overlay|ro|rw][,cache=auto|always|none][,user=UID:GID][,as-root][,setid][,devices][,privileged-xattrs]`",
-    value: Some("DIR|host"),
-    repeats: false,
-    parse: |text| match parse_root(text) {
-        Ok(config) => Ok(Arc::new(config)),
-        Err(error) => Err(error.to_string()),
-    },
-    read: KIND.read,
-};
-
-/// The tag of a guest's root.
-pub const ROOT_TAG: &str = "vellum-root";
-
 /// What may be done with a directory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
@@ -85,8 +67,6 @@ pub struct FsConfig {
     pub path: PathBuf,
     /// What its guest mounts it by: 1 to 36 bytes.
     pub tag: String,
-    /// It is its guest's root.
-    pub root: bool,
     /// What may be done with it.
     pub mode: Mode,
     /// What its guest may keep.
@@ -113,7 +93,6 @@ impl FsConfig {
         Self {
             path,
             tag,
-            root: false,
             mode: Mode::default(),
             cache: Cache::default(),
             user: None,
@@ -154,20 +133,6 @@ fn parse(text: &str) -> Result<FsConfig, keyvalue::Error> {
     if let Some(tag) = kv.text("tag") {
         config.tag = tag.into();
     }
-    modify(config, &kv)
-}
-
-/// `--root`. This host's own is called `host`, unless there is a directory of that name.
-fn parse_root(text: &str) -> Result<FsConfig, keyvalue::Error> {
-    let kv = KeyValues::parse(text, Some("path"), &KEYS[..KEYS.len() - 1])?;
-    let path = kv.required("path", path)?;
-    let path = if path == Path::new("host") && !path.exists() { PathBuf::from("/") } else { path };
-    let config = FsConfig { tag: ROOT_TAG.into(), root: true, mode: Mode::Overlay, ..FsConfig::new(path) };
-    modify(config, &kv)
-}
-
-/// What both have.
-fn modify(mut config: FsConfig, kv: &KeyValues) -> Result<FsConfig, keyvalue::Error> {
     let modes = [("ro", Mode::ReadOnly), ("rw", Mode::ReadWrite), ("overlay", Mode::Overlay)];
     let mut chosen = Vec::new();
     for (key, mode) in modes {
@@ -238,7 +203,7 @@ impl Fault for FsError {
 
 impl DeviceConfig for FsConfig {
     fn kind(&self) -> &'static Kind {
-        if self.root { &ROOT } else { &KIND }
+        &KIND
     }
 
     fn own_name(&self) -> Option<&str> {
@@ -384,16 +349,6 @@ mod tests {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");
         }
-    }
-
-    #[test]
-    fn a_root_is_an_overlay_unless_told_otherwise() {
-        let config = |text| parse_root(text).unwrap();
-        let root = config("host");
-        assert_eq!((&*root.path, root.mode, root.kind().key), (Path::new("/"), Mode::Overlay, "root"));
-        let root = config("/a:b,rw");
-        assert_eq!((&*root.path, root.mode, &*root.tag), (Path::new("/a:b"), Mode::ReadWrite, ROOT_TAG));
-        assert!(parse_root("/a,tag=b").is_err() && parse_root("/a,ro,rw").is_err());
     }
 
     /// Nobody serves as root without having been asked to.
