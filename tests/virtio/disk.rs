@@ -17,7 +17,7 @@ pub struct Image(pub PathBuf);
 
 impl Image {
     pub fn new(name: &str, contents: &[u8]) -> Self {
-        let path = std::env::temp_dir().join(format!("vellum-blk-{}-{name}", std::process::id()));
+        let path = own_path(name);
         std::fs::File::create(&path).unwrap().write_all(contents).unwrap();
         Image(path)
     }

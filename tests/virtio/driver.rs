@@ -2,6 +2,7 @@
 //! that the device shares. Tests and fuzz targets use it, by either codec; `CODEC` of the module that it is in says which by default.
 
 use std::os::fd::AsRawFd;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -42,6 +43,11 @@ pub struct Buf {
 }
 
 /// A buffer for the device to read.
+/// Where the file of a test is: each test runs once for each codec, at the same time.
+pub fn own_path(name: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("vellum-virtio-{}-{CODEC:?}-{name}", std::process::id()))
+}
+
 pub fn readable(addr: u64, len: u32) -> Buf {
     Buf { addr, len, writable: false }
 }

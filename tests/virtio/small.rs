@@ -160,7 +160,7 @@ fn a_console_without_a_host_neither_spins_nor_stops_the_guest() {
 
 #[test]
 fn a_regular_file_is_read_to_its_end() {
-    let path = std::env::temp_dir().join(format!("vellum-console-{}", std::process::id()));
+    let path = own_path("console");
     std::fs::write(&path, b"from a file").unwrap();
     let input = std::fs::File::open(&path).unwrap();
     std::fs::remove_file(&path).unwrap();

@@ -44,7 +44,7 @@ struct Guest {
 
 impl Guest {
     fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("vellum-vsock-{}-{name}", std::process::id()));
+        let path = own_path(&format!("vsock-{name}"));
         let device = Vsock::open(&VsockConfig { path: path.clone(), cid: CID as u32 }).unwrap();
         let mut driver = Driver::new(device);
         driver.start();

@@ -183,8 +183,7 @@ const CID: u32 = 7;
 fn vsock() -> Vsock {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    let name = format!("vellum-vsock-{}-waiting-{count}", std::process::id());
-    Vsock::open(&VsockConfig { path: std::env::temp_dir().join(name), cid: CID }).unwrap()
+    Vsock::open(&VsockConfig { path: own_path(&format!("waiting-{count}")), cid: CID }).unwrap()
 }
 
 /// A driver has more event buffers than one, and notifies of what it was asked to notify of (VIRTIO_F_EVENT_IDX): that must be the one
