@@ -296,12 +296,18 @@ impl Thread {
 
     /// Until all is there: what was brought then; `None` where nobody needs it any more.
     fn run(mut self, say: &dyn Fn(Said)) -> Result<Option<Whole>, String> {
+        let mut faults = true;
         loop {
-            self.answer()?;
+            if faults {
+                self.answer()?;
+            }
             let more = match &mut self.origin {
                 Origin::Files(files) => files.go_on(&self.landing)?,
                 Origin::Source(asking) => match asking.go_on(say)? {
-                    asking::Next::More => true,
+                    asking::Next::More { faults: came } => {
+                        faults = came;
+                        true
+                    }
                     asking::Next::Whole => false,
                     asking::Next::Forsaken => return Ok(None),
                 },
@@ -337,7 +343,8 @@ impl Thread {
                     Origin::Source(asking) => asking.supply(unit, *thread)?,
                 }
             }
-            if taken == 0 {
+            // With room left there were no more.
+            if taken < BATCH {
                 return Ok(());
             }
         }

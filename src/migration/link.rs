@@ -73,10 +73,14 @@ pub struct Link {
     socket: OwnedFd,
     encoder: Encoder,
     decoder: Decoder,
-    /// What has come of the frame under way: its header, then its payload.
+    /// What has come and has not been taken: from `taken` to `filled`.
     input: Vec<u8>,
+    taken: usize,
     filled: usize,
+    /// The header of the frame under way, once that has been taken.
     header: Option<Header>,
+    /// How many bytes are read at once where a header is due.
+    at_once: usize,
     liveness: Duration,
     give_up: GiveUp,
     /// What wakes a thread that is to look at `give_up`.
@@ -108,8 +112,10 @@ impl Link {
             encoder: Encoder::new(session.unwrap_or(SessionId([0; 16]))),
             decoder: Decoder::new(session, page),
             input: vec![0; HEADER],
+            taken: 0,
             filled: 0,
             header: None,
+            at_once: HEADER,
             liveness: LIVENESS,
             give_up: GiveUp::default(),
             wake: None,
@@ -130,6 +136,17 @@ impl Link {
     /// Takes pages and state from now on, too. Until then nobody makes this process allocate more than a message needs.
     pub fn admit(&mut self) {
         self.admitted = true;
+    }
+
+    /// From now on what follows a header is read with it, up to so many bytes in all: a frame that is as short comes by one call of the
+    /// kernel. Whoever waits for the descriptor afterwards asks [`Link::has_more`] first.
+    pub fn read_ahead(&mut self, bytes: usize) {
+        self.at_once = bytes.max(HEADER);
+    }
+
+    /// Whether something has been read that [`Link::receive`] has not given yet: its descriptor does not tell of that.
+    pub fn has_more(&self) -> bool {
+        self.taken < self.filled
     }
 
     /// Ends a [`Link::send`] that waits, where it says so and `wake` becomes readable.
@@ -297,29 +314,37 @@ impl Link {
     /// # Errors
     /// Where the peer is gone, or what came is no frame.
     pub fn receive(&mut self) -> Result<Option<Frame<'_>>, Error> {
-        let header = loop {
+        let (header, payload) = loop {
             let due = self.header.map_or(HEADER, |header| header.len as usize);
-            if self.filled == due {
-                self.filled = 0;
+            if self.filled - self.taken >= due {
+                let part = self.taken..self.taken + due;
+                self.taken = part.end;
                 match self.header.take() {
-                    Some(header) => break header,
+                    Some(header) => break (header, part),
                     None => {
-                        let bytes = self.input[..HEADER].try_into().expect("as many as a header has");
+                        let bytes = self.input[part].try_into().expect("as many as a header has");
                         let header = self.decoder.header(bytes)?;
                         if !self.admitted && header.kind != Kind::Message {
                             return Err(Error::OutOfTurn);
-                        }
-                        // Grows with what has been announced, which the kind of the frame bounds.
-                        if self.input.len() < header.len as usize {
-                            self.input.resize(header.len as usize, 0);
                         }
                         self.header = Some(header);
                         continue;
                     }
                 }
             }
+            if self.taken == self.filled {
+                (self.taken, self.filled) = (0, 0);
+            }
+            // Of a payload no more is read than it has: the large ones need not be moved then.
+            let most = if self.admitted && self.header.is_none() { self.at_once } else { due };
+            if self.input.len() < self.taken + most {
+                self.input.copy_within(self.taken..self.filled, 0);
+                (self.taken, self.filled) = (0, self.filled - self.taken);
+                // Grows with what has been announced, which the kind of the frame bounds.
+                self.input.resize(self.input.len().max(most), 0);
+            }
             let mut came = Vec::new();
-            let buffer = &mut self.input[self.filled..due];
+            let buffer = &mut self.input[self.filled..self.taken + most];
             let received = match self.admitted {
                 true => socket::receive_some(&self.socket, buffer),
                 false => socket::receive(&self.socket, buffer, &mut came),
@@ -341,7 +366,7 @@ impl Link {
         if let Some(session) = self.decoder.session() {
             self.encoder.set_session(session);
         }
-        Ok(Some(self.decoder.payload(&header, &self.input[..header.len as usize])?))
+        Ok(Some(self.decoder.payload(&header, &self.input[payload])?))
     }
 }
 
@@ -372,6 +397,33 @@ mod tests {
         assert_eq!(link.session(), Some(SESSION));
         drop(there);
         assert!(matches!(link.receive(), Err(Error::Closed)));
+    }
+
+    /// What was read ahead is given, wherever a frame ends in what came, and no frame is given before all of it is there.
+    #[test]
+    fn what_is_read_ahead_is_not_lost() {
+        let mut encoder = Encoder::new(SESSION);
+        let bodies: Vec<Vec<u8>> = (0..40).map(|at: u8| vec![at; usize::from(at) * 97]).collect();
+        let all: Vec<u8> = bodies
+            .iter()
+            .flat_map(|body| encoder.section(&Section { name: "vcpu0", version: 1, body }))
+            .collect();
+        for at_once in [HEADER, 100, 1000, 8192] {
+            for part in [1, 13, HEADER, 1000, 7777, all.len()] {
+                let (mut there, mut link) = pair();
+                link.admit();
+                link.read_ahead(at_once);
+                let mut came = Vec::new();
+                for bytes in all.chunks(part) {
+                    there.write_all(bytes).unwrap();
+                    while let Some(frame) = link.receive().unwrap() {
+                        let Frame::Section(section) = frame else { panic!("{frame:?}") };
+                        came.push(section.body.to_vec());
+                    }
+                }
+                assert_eq!((came, link.has_more()), (bodies.clone(), false), "{at_once} {part}");
+            }
+        }
     }
 
     /// A header alone would make the other side allocate what it announces.

@@ -9,6 +9,11 @@ use std::time::Duration;
 pub struct Poll(Vec<libc::pollfd>);
 
 impl Poll {
+    /// Waits for none any more. What it has allocated stays, for those who wait often.
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+
     /// Waits until this one can be read, too.
     pub fn readable(&mut self, fd: RawFd) {
         self.0.push(libc::pollfd { fd, events: libc::POLLIN, revents: 0 });

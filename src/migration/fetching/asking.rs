@@ -4,6 +4,7 @@
 //! When the connection is cut, whoever waits goes on waiting, and a vCPU that does cannot be taken out of the guest by older kernels
 //! (before Linux 6.2): nothing here needs that it is. With the next connection everything that somebody waits for is asked for again.
 
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError};
@@ -62,9 +63,15 @@ impl Gate {
     }
 }
 
+/// Bytes that are read at once from the source: a page of the usual size, and what its frame says of it.
+const AT_ONCE: usize = PAGE_SIZE as usize + (1 << 10);
+
 /// What comes next.
 pub(super) enum Next {
-    More,
+    /// Something has come, which `faults` says may be a fault.
+    More {
+        faults: bool,
+    },
     Whole,
     /// Nobody needs it any more.
     Forsaken,
@@ -81,12 +88,18 @@ pub(super) struct Asking {
     wake: Arc<EventFd>,
     /// What is to be said of a link that broke while something was asked for.
     broken: Option<String>,
+    poll: Poll,
+    /// Which of `wake` and the link may have something: what has nothing costs no call of the kernel.
+    woken: bool,
+    speaks: bool,
 }
 
 impl Asking {
     pub fn new(following: Following, told: Receiver<Told>, wake: Arc<EventFd>) -> Self {
-        let Following { landing, ram, link, gate, vcpus } = following;
-        Self { landing, ram, link: Some(link), gate, vcpus, told, wake, broken: None }
+        let Following { landing, ram, mut link, gate, vcpus } = following;
+        link.read_ahead(AT_ONCE);
+        let (link, broken, poll) = (Some(link), None, Poll::default());
+        Self { landing, ram, link, gate, vcpus, told, wake, broken, poll, woken: true, speaks: true }
     }
 
     /// `thread` waits for a unit.
@@ -125,11 +138,14 @@ impl Asking {
         if self.landing.left() == 0 {
             return Ok(Next::Whole);
         }
-        let _ = self.wake.read();
-        loop {
+        if self.woken {
+            let _ = self.wake.read();
+        }
+        while self.woken {
             match self.told.try_recv() {
-                Ok(Told::Link(link)) => {
-                    (self.link, self.broken) = (Some(*link), None);
+                Ok(Told::Link(mut link)) => {
+                    link.read_ahead(AT_ONCE);
+                    (self.link, self.broken, self.speaks) = (Some(*link), None, true);
                     self.landing.awaited().into_iter().for_each(|unit| self.ask(unit));
                 }
                 Ok(Told::Cut) => self.link = None,
@@ -152,18 +168,21 @@ impl Asking {
             // Whoever waits is the thread that would have to be told.
             return Err("the link to the source was cut before the guest ran here; it never will".into());
         }
-        let mut poll = Poll::default();
-        poll.readable(self.landing.uffd().descriptor());
-        poll.readable(std::os::fd::AsRawFd::as_raw_fd(&*self.wake));
-        self.link.iter().for_each(|link| poll.readable(link.descriptor()));
-        poll.wait(Some(LOOK)).map_err(|error| format!("poll: {error}"))?;
-        Ok(Next::More)
+        let wake = self.wake.as_raw_fd();
+        let (faults, link) = (self.landing.uffd().descriptor(), self.link.as_ref().map(Link::descriptor));
+        self.poll.clear();
+        [faults, wake].into_iter().chain(link).for_each(|fd| self.poll.readable(fd));
+        self.poll.wait(Some(LOOK)).map_err(|error| format!("poll: {error}"))?;
+        self.woken = self.poll.is_ready(wake);
+        self.speaks = link.is_some_and(|link| self.poll.is_ready(link));
+        Ok(Next::More { faults: self.poll.is_ready(faults) })
     }
 
     /// Takes what has come; why nothing more will, where that is so.
     fn hear(&mut self) -> Result<Option<String>, String> {
         let Some(link) = &mut self.link else { return Ok(None) };
-        loop {
+        while self.speaks || link.has_more() {
+            self.speaks = false;
             match link.receive() {
                 Ok(None) => return Ok(None),
                 Ok(Some(Frame::Run(run, data))) => {
@@ -182,6 +201,7 @@ impl Asking {
                 Err(error) => return Ok(Some(error.to_string())),
             }
         }
+        Ok(None)
     }
 
     /// Nothing is missing any more: has the memory be like any other.

@@ -15,6 +15,9 @@ use crate::migration::wire::{Frame, MOST_PAGES};
 use crate::sys::poll::Poll;
 use crate::sys::socket;
 
+/// Bytes that are read at once: some requests, which many vCPUs may make in a moment.
+const AT_ONCE: usize = 1 << 10;
+
 /// What the thread says.
 enum News {
     /// The connection is one of the migration's.
@@ -110,11 +113,23 @@ impl Server {
         let since = Instant::now();
         let mut joined = false;
         let mut block = Block::new();
+        let regions: Vec<u64> = self.common.owed.slots().map(|slot| slot.pages()).collect();
+        let mut poll = Poll::default();
+        let mut came = false;
         loop {
-            let run = match link.receive().map_err(say)? {
+            // What follows a frame may be here; after a part of one the rest has to come.
+            if !came || !link.has_more() {
+                poll.clear();
+                poll.readable(link.descriptor());
+                let _ = poll.wait(Some(self.liveness));
+            }
+            let frame = link.receive().map_err(say)?;
+            came = frame.is_some();
+            let run = match frame {
                 Some(Frame::Message(Message::Joined {})) if !joined => {
                     joined = true;
                     link.admit();
+                    link.read_ahead(AT_ONCE);
                     self.mine.say(News::Joined).map_err(|_| String::new())?;
                     continue;
                 }
@@ -123,14 +138,8 @@ impl Server {
                 None if !joined && since.elapsed() > self.liveness => {
                     return Err(format!("the target has been silent for {:?}", self.liveness));
                 }
-                None => {
-                    let mut poll = Poll::default();
-                    poll.readable(link.descriptor());
-                    let _ = poll.wait(Some(self.liveness));
-                    continue;
-                }
+                None => continue,
             };
-            let regions: Vec<u64> = self.common.owed.slots().map(|slot| slot.pages()).collect();
             run.check(&regions).map_err(|error| error.to_string())?;
             let outgoing = self.common.owed.outgoing(run.region as usize);
             let (mut at, end) = (run.first, run.first + u64::from(run.pages));
