@@ -8,15 +8,20 @@ use super::fetching::{Fetching, Work};
 use super::pages::fresh;
 use super::receiver::{Demand, Done, Offer, Place, Said, Told};
 use super::threads::{Mine, Orphaned};
-use crate::snapshot::Error;
 use crate::snapshot::layer::{AT_ONCE, Layers, Reader};
+use crate::snapshot::manifest::Point;
 use crate::snapshot::source::Source;
 use crate::snapshot::working_set::WorkingSet;
+use crate::snapshot::{Error, Files};
 use crate::sys::mmap::PAGE_SIZE;
 use crate::sys::sigbus;
 
 /// How often somebody who does not want it any more is looked for, while memory is populated.
 const LOOK: Duration = Duration::from_millis(100);
+
+/// The most pages whose maps are read before it is known that the machine can be made here: those of 1 TiB, for which a file that is one hole
+/// costs some mebibytes.
+const BEFOREHAND: u64 = 1 << 28;
 
 /// Why no machine comes of it.
 enum End {
@@ -89,7 +94,16 @@ impl Loading {
     fn load(&mut self) -> Result<(), End> {
         let Some(source) = self.source.take() else { return Ok(()) };
         let chosen = source.choose(self.point)?;
-        let mut place = match self.demand(Demand::Judge(Offer::new(chosen.machine)))? {
+        let disks = chosen.layers.last().map(|(point, _)| point.disks.clone()).unwrap_or_default();
+        self.machine.say(Said::Demand(Demand::Judge(Offer::new(chosen.machine))))?;
+        // The maps are read while the machine is made, unless they tell of so many pages that it has to be known first to have them.
+        let told: Vec<(u32, u64)> =
+            chosen.layers.iter().map(|(point, _)| (point.number, point.pages)).collect();
+        let all = told.iter().fold(0, |all: u64, (_, pages)| all.saturating_add(*pages));
+        let (now, later) =
+            if all <= BEFOREHAND { (chosen.layers, Vec::new()) } else { (Vec::new(), chosen.layers) };
+        let now = readers(now);
+        let mut place = match self.answer()? {
             Done::Fits(place) => *place,
             Done::Misfits(misfits) => {
                 let each = misfits.iter().map(|misfit| {
@@ -100,18 +114,14 @@ impl Loading {
             }
             _ => return Err(End::Gone("the machine cannot be made".into())),
         };
-        let disks = chosen.layers.last().map(|(point, _)| point.disks.clone()).unwrap_or_default();
         self.demand(Demand::Claim(disks))?;
         let pages = place.memory.iter().map(|slot| slot.pages()).sum();
-        let mut layers = Vec::new();
-        for (point, files) in chosen.layers {
-            if point.pages != pages {
-                let what =
-                    format!("point {} has {} pages, and its machine {pages}", point.number, point.pages);
-                return Err(End::Refused(format!("{what}; it is damaged")));
-            }
-            layers.push(Reader::new(files.ram, &files.map, &point.label(), pages, point.map_crc)?);
+        if let Some((number, has)) = told.iter().find(|(_, has)| *has != pages) {
+            let what = format!("point {number} has {has} pages, and its machine {pages}");
+            return Err(End::Refused(format!("{what}; it is damaged")));
         }
+        let mut layers = now?;
+        layers.extend(readers(later)?);
         let layers = Layers(layers);
         if let Way::Map { mappings } = self.way {
             show(&place, &layers, mappings)?;
@@ -173,6 +183,10 @@ impl Loading {
 
     fn demand(&self, what: Demand) -> Result<Done, End> {
         self.machine.say(Said::Demand(what))?;
+        self.answer()
+    }
+
+    fn answer(&self) -> Result<Done, End> {
         loop {
             match self.machine.wait()? {
                 Told::Done(Done::Failed(why)) => return Err(End::Refused(why)),
@@ -193,6 +207,14 @@ impl Loading {
         }
         Ok(())
     }
+}
+
+/// Opens layers, and reads their maps.
+fn readers(layers: Vec<(Point, Files)>) -> Result<Vec<Reader>, Error> {
+    let each = layers
+        .into_iter()
+        .map(|(point, files)| Reader::new(files.ram, &files.map, &point.label(), point.pages, point.map_crc));
+    each.collect()
 }
 
 /// What of a snapshot's content is in RAM: where in its mapping, which pages of the machine these are, and which layer has them.

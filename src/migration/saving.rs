@@ -281,7 +281,12 @@ impl Saving {
             let region = outgoing.region() as usize;
             self.taken[region].set(run.clone());
             let Some(writer) = &mut self.writer else { return Ok(()) };
-            self.bytes += writer.write(region, outgoing.slot(), run).map_err(failed("writing pages"))?;
+            self.bytes +=
+                writer.write(region, outgoing.slot(), run.clone()).map_err(failed("writing pages"))?;
+            // Pages that are written again in a later pass go to the disk once, at the end; and a guest that is paused waits for no disk.
+            if self.passes == 1 {
+                writer.write_back(region, run);
+            }
         }
     }
 

@@ -22,7 +22,7 @@ use self::map::Map;
 use super::Error;
 use crate::memory::Slot;
 use crate::plant::{self, Mistake};
-use crate::sys::file::{punch, will_need};
+use crate::sys::file::{begin_write_back, punch, will_need};
 use crate::sys::mmap::PAGE_SIZE;
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -30,6 +30,8 @@ const PAGE: usize = PAGE_SIZE as usize;
 pub const ENTRY: u64 = 8;
 /// Pages that are written or read by one call.
 pub const AT_ONCE: u64 = 256;
+/// Pages that the disk is asked to take at once: enough for it to write at its full speed.
+const BACK_AT_ONCE: u64 = 2048;
 /// Pages whose entries in the map are written by one call.
 const MAP_AT_ONCE: usize = 8192;
 /// Pages between two that are wanted which cost less to read with them than to leave out.
@@ -78,6 +80,8 @@ pub struct Writer {
     /// The first page of each region.
     firsts: Vec<u64>,
     buffer: Vec<u8>,
+    /// Pages that follow each other and that the disk has not been asked to take.
+    behind: Range<u64>,
 }
 
 impl Writer {
@@ -102,7 +106,7 @@ impl Writer {
     pub fn of_pages(ram: File, pages: u64) -> io::Result<Self> {
         ram.set_len(pages * PAGE_SIZE)?;
         let buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
-        Ok(Self { ram, map: vec![Page::Absent; pages as usize], firsts: Vec::new(), buffer })
+        Ok(Self { ram, map: vec![Page::Absent; pages as usize], firsts: Vec::new(), buffer, behind: 0..0 })
     }
 
     /// Where the content of the pages `run` of the machine, [`AT_ONCE`] at most, is put before they are [stored](Self::store).
@@ -135,6 +139,23 @@ impl Writer {
             first = end;
         }
         Ok(written)
+    }
+
+    /// Pages `run` of region `region` were [written](Self::write) and will hardly be again: the disk is to take them while others are read
+    /// and summed, [`BACK_AT_ONCE`] of them at a time.
+    pub fn write_back(&mut self, region: usize, run: Range<u64>) {
+        let first = self.firsts[region];
+        let run = first + run.start..first + run.end;
+        if self.behind.end == run.start {
+            self.behind.end = run.end;
+        } else {
+            self.behind = run;
+        }
+        let pages = self.behind.end - self.behind.start;
+        if pages >= BACK_AT_ONCE {
+            begin_write_back(&self.ram, self.behind.start * PAGE_SIZE, pages * PAGE_SIZE);
+            self.behind.start = self.behind.end;
+        }
     }
 
     /// Writes what is in the [buffer](Self::buffer), the pages `run` of the machine; gives the bytes that went into the file.
@@ -375,7 +396,10 @@ impl Layers {
             None => false,
         };
         let most = pages.end.min(first.saturating_add(most));
-        let end = (first + 1..most).find(|page| !alike(*page)).unwrap_or(most);
+        let end = match &self.0[..] {
+            [layer] => layer.map.alike(first..most),
+            _ => (first + 1..most).find(|page| !alike(*page)).unwrap_or(most),
+        };
         Some((first..end, (!zero).then(|| &self.0[layer])))
     }
 }

@@ -68,6 +68,14 @@ pub fn will_need(file: &File, offset: u64, len: u64) {
     let _ = unsafe { libc::posix_fadvise(file.as_raw_fd(), from, bytes, libc::POSIX_FADV_WILLNEED) };
 }
 
+/// Has the kernel begin to write `len` bytes of `file` from `offset` on to the disk, without waiting for that (sync_file_range(2)): a later
+/// fsync(2) has the less to do. It promises nothing, and is of no consequence where the kernel refuses.
+pub fn begin_write_back(file: &File, offset: u64, len: u64) {
+    let (from, bytes) = (offset as libc::off64_t, len as libc::off64_t);
+    // SAFETY: takes numbers only.
+    let _ = unsafe { libc::sync_file_range(file.as_raw_fd(), from, bytes, libc::SYNC_FILE_RANGE_WRITE) };
+}
+
 /// Makes `to` a clone of `from`: the same content in the same blocks, which a write to either parts (FICLONE, ioctl_ficlone(2)).
 ///
 /// # Errors

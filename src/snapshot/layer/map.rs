@@ -2,6 +2,8 @@
 //! is nothing here either.
 
 use std::fs::File;
+use std::mem::discriminant;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use crc_fast::CrcAlgorithm::Crc32Iscsi;
@@ -14,6 +16,8 @@ use crate::sys::pagemap;
 
 /// Pages whose entries are one page of the file.
 const PART: u64 = PAGE_SIZE / ENTRY;
+/// Parts that are read at once.
+const AT_ONCE: u64 = 16;
 
 /// What a layer has of each page, in parts; those are left out that have nothing.
 #[derive(Debug)]
@@ -38,23 +42,24 @@ impl Map {
         }
         let mut this = Self { parts: vec![None; parts as usize], pages };
         let (mut sum, mut at) = (0, 0);
-        let mut part = [0; PAGE_SIZE as usize];
+        let mut buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
         let mut wrong = None;
         for run in runs {
             let (start, end) = (run.start * PAGE_SIZE, (run.end * PAGE_SIZE).min(bytes));
             sum = checksum_combine(Crc32Iscsi, sum, sum_of_zeroes(start - at), start - at);
             let mut all = Digest::new(Crc32Iscsi);
-            for number in run {
-                let part = &mut part[..(bytes - number * PAGE_SIZE).min(PAGE_SIZE) as usize];
-                file.read_exact_at(part, number * PAGE_SIZE).map_err(Error::io(name, "reading it"))?;
-                all.update(part);
-                match decoded(part) {
-                    Ok(entries) => this.parts[number as usize] = entries,
-                    Err((index, entry)) => {
-                        wrong.get_or_insert((
-                            number * PAGE_SIZE + index,
-                            format!("{entry:#x} is no entry of a map"),
-                        ));
+            for first in run.clone().step_by(AT_ONCE as usize) {
+                let offset = first * PAGE_SIZE;
+                let read = &mut buffer[..(end - offset).min(AT_ONCE * PAGE_SIZE) as usize];
+                file.read_exact_at(read, offset).map_err(Error::io(name, "reading it"))?;
+                all.update(read);
+                for (number, part) in (first..).zip(read.chunks(PAGE_SIZE as usize)) {
+                    match decoded(part) {
+                        Ok(entries) => this.parts[number as usize] = entries,
+                        Err((index, entry)) => {
+                            let what = format!("{entry:#x} is no entry of a map");
+                            wrong.get_or_insert((number * PAGE_SIZE + index, what));
+                        }
                     }
                 }
             }
@@ -75,6 +80,27 @@ impl Map {
     pub fn get(&self, page: u64) -> Page {
         let part = &self.parts[(page / PART) as usize];
         part.as_ref().map_or(Page::Absent, |entries| entries[(page % PART) as usize])
+    }
+
+    /// Where the pages from `pages.start` on end of which there is the same as of that one: absent, zero, or present.
+    pub fn alike(&self, pages: Range<u64>) -> u64 {
+        let kind = discriminant(&self.get(pages.start));
+        let mut at = pages.start;
+        while at < pages.end {
+            let end = pages.end.min((at / PART + 1) * PART);
+            match &self.parts[(at / PART) as usize] {
+                Some(entries) => {
+                    let part = &entries[(at % PART) as usize..][..(end - at) as usize];
+                    if let Some(other) = part.iter().position(|page| discriminant(page) != kind) {
+                        return at + other as u64;
+                    }
+                }
+                None if discriminant(&Page::Absent) != kind => return at,
+                None => {}
+            }
+            at = end;
+        }
+        pages.end
     }
 
     /// The first page from `page` on in a part that has something; how many pages there are, where there is none.
