@@ -361,7 +361,7 @@ fn follow(
             }
             Event::Stayed { why } => {
                 bar.finish_and_clear();
-                let hint = if why.contains("CPU feature ") { AVOIDS } else { "" };
+                let hint = if why.contains("CPU feature") { AVOIDS } else { "" };
                 return Err(Failure::host(format!("{} stays where it is: {why}{hint}", args.machine)));
             }
             Event::Moved { us, compared, tracker, tracker_why, waited, left, .. } => {

@@ -34,11 +34,15 @@ pub struct Tsc {
 pub fn misfits(source: &Parts<'_>, here: &Parts<'_>, tsc: Tsc) -> Vec<Misfit> {
     let mut found = Vec::new();
     let lacking = cpuid::lacking(source.cpuid, here.cpuid);
-    let model = Level::without(lacking.iter().copied());
-    for feature in lacking {
+    // One misfit, however many these are: another generation's CPU may lack dozens, and one flag is the remedy for all.
+    if !lacking.is_empty() {
+        let model = Level::without(lacking.iter().copied());
         let model = model.map_or_else(|| "a CPU model".into(), |level| format!("the CPU model {level}"));
-        let remedy = format!("start the guest with {model}, or with -{feature} among its CPU features");
-        found.push(misfit(&format!("CPU feature {feature}"), "present", "missing", &remedy));
+        let without: Vec<String> = lacking.iter().map(|feature| format!("-{feature}")).collect();
+        let remedy =
+            format!("start the guest with {model}, or with {} among its CPU features", without.join(","));
+        let features = if lacking.len() == 1 { "CPU feature" } else { "CPU features" };
+        found.push(misfit(&format!("{features} {}", lacking.join(", ")), "present", "missing", &remedy));
     }
     if let (Some(theirs), Some(ours)) = (source.tsc_khz, here.tsc_khz)
         && clocks::tsc_fits(theirs, ours, tsc.scales).is_err()
@@ -117,7 +121,7 @@ mod tests {
 
     #[test]
     fn all_that_does_not_fit_is_in_one_answer() {
-        let there = [leaf(1, 1 << 28 | 1 << 0 | 1 << 27)];
+        let there = [leaf(1, 1 << 28 | 1 << 0 | 1 << 27 | 1 << 25)];
         let devices = [
             device("disk0", BLOCK, 7, 1, &[0, 8]),
             device("disk1", BLOCK, 7, 1, &[0, 8]),
@@ -140,7 +144,7 @@ mod tests {
         let target = Parts { cpuid: &here, tsc_khz: Some(2_001_000), devices: &ours };
         let found = misfits(&source, &target, scales(false));
         let what: Vec<&str> = found.iter().map(|misfit| misfit.what.as_str()).collect();
-        assert_eq!(what, ["CPU feature avx", "TSC", "disk0", "disk1", "disk2", "rng", "console"]);
+        assert_eq!(what, ["CPU features aes, avx", "TSC", "disk0", "disk1", "disk2", "rng", "console"]);
         assert!(misfits(&source, &target, scales(true)).iter().all(|misfit| misfit.what != "TSC"));
         assert!(found.iter().all(|misfit| !misfit.remedy.is_empty() && misfit.source != misfit.target));
         let tsc = |source: u32, here: u32, allowed| {

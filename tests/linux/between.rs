@@ -67,7 +67,9 @@ pub fn stays_where_its_cpu_is() -> Result<(), Failed> {
     })?;
     eprint!("{said}");
     let named = [
-        "CPU feature avx2: present here, missing there",
+        "CPU features ",
+        "avx2, ",
+        ": present here, missing there",
         "the CPU model x86-64-v2",
         "vellum run --cpu x86-64-v2",
     ];

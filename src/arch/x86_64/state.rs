@@ -18,9 +18,9 @@
 use std::io;
 
 use kvm_bindings::{
-    CpuId, KVM_CAP_NESTED_STATE, KVM_CAP_TSC_CONTROL, KVM_MAX_CPUID_ENTRIES, KVM_STATE_NESTED_GIF_SET, Msrs,
-    kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
-    kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
+    CpuId, KVM_CAP_NESTED_STATE, KVM_CAP_TSC_CONTROL, KVM_CAP_XCRS, KVM_MAX_CPUID_ENTRIES,
+    KVM_STATE_NESTED_GIF_SET, Msrs, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state,
+    kvm_msr_entry, kvm_regs, kvm_sregs, kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
 };
 use kvm_ioctls::{Kvm, KvmNestedStateBuffer, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
@@ -145,6 +145,8 @@ pub struct Context {
     xsave: XsaveSize,
     has_irqchip: bool,
     has_nested: bool,
+    /// Whether the host's CPU has XSAVE, and with it XCR0.
+    has_xcrs: bool,
     /// Whether the machine's vCPUs have CR3 caches.
     pub has_cr3_cache: bool,
     /// Whether a guest's TSC can have another frequency than the host's.
@@ -166,11 +168,21 @@ impl Context {
         msrs.sort_unstable();
         msrs.dedup();
         let has_nested = vm.check_extension_raw(KVM_CAP_NESTED_STATE.into()) > 0;
+        let has_xcrs = vm.check_extension_raw(KVM_CAP_XCRS.into()) > 0;
         let xsave = call("KVM_CAP_XSAVE2", XsaveSize::of(vm))?;
         msrs.retain(|index| *index != MSR_TSC);
         let scales_tsc = vm.check_extension_raw(KVM_CAP_TSC_CONTROL.into()) > 0;
         let (has_cr3_cache, allows_other_tsc) = (false, false);
-        Ok(Self { msrs, xsave, has_irqchip, has_nested, has_cr3_cache, scales_tsc, allows_other_tsc })
+        Ok(Self {
+            msrs,
+            xsave,
+            has_irqchip,
+            has_nested,
+            has_xcrs,
+            has_cr3_cache,
+            scales_tsc,
+            allows_other_tsc,
+        })
     }
 }
 
@@ -283,7 +295,10 @@ impl State {
             Some(more) => call("KVM_SET_SREGS2", kvm_vcpu::set_sregs2(vcpu, &self.sregs2(more)))?,
             None => call("KVM_SET_SREGS", vcpu.set_sregs(&self.sregs))?,
         }
-        call("KVM_SET_XCRS", vcpu.set_xcrs(&self.xcrs))?;
+        // A CPU without XSAVE has no XCR0. A guest that fits there is not shown it, and has never changed its own.
+        if context.has_xcrs {
+            call("KVM_SET_XCRS", vcpu.set_xcrs(&self.xcrs))?;
+        }
         call("KVM_SET_XSAVE", kvm_vcpu::set_xsave(vcpu, context.xsave, &self.xsave))?;
         call("KVM_SET_DEBUGREGS", vcpu.set_debug_regs(&self.debugregs))?;
         // The timer of the local APIC and the TSC's deadline look at it.
