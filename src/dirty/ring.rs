@@ -16,12 +16,14 @@ use crate::vm::ring::{DirtyRing, Failed, Stray};
 pub struct RingTracker {
     ring: Arc<DirtyRing>,
     slots: Slots,
+    /// Whether KVM's log of the tracked slots is on.
+    logged: bool,
 }
 
 impl RingTracker {
     /// Follows `ring`, which is that of `vm`.
     pub(super) fn new(vm: &Vm, quiesced: &Quiesced<'_>, ring: Arc<DirtyRing>) -> Result<Self, Error> {
-        Ok(Self { ring, slots: Slots::new(vm, quiesced)? })
+        Ok(Self { ring, slots: Slots::new(vm, quiesced)?, logged: false })
     }
 }
 
@@ -58,7 +60,8 @@ impl DirtyTracker for RingTracker {
     }
 
     fn get(&mut self) -> Result<(), Error> {
-        if self.ring.has_backup_bitmap() {
+        // A memslot has a bitmap beside the rings as long as its log is on; rings still have what was written before it went off.
+        if self.ring.has_backup_bitmap() && self.logged {
             self.slots.fetch()?;
         } else {
             self.slots.follow()?;
@@ -83,7 +86,9 @@ impl DirtyTracker for RingTracker {
             // What an earlier log has left there.
             self.ring.forget()?;
         }
-        self.slots.enable(on)
+        self.slots.enable(on)?;
+        self.logged = on;
+        Ok(())
     }
 }
 
