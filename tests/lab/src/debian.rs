@@ -193,6 +193,8 @@ impl Archive {
             // The cache may be where apt's own user cannot write.
             format!("APT::Sandbox::User={}", std::env::var("USER").unwrap_or_else(|_| "root".into())),
             "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false".into(),
+            // Where apt-file is installed, apt fetches this too, and fails where a mirror is being renewed.
+            "Acquire::IndexTargets::deb::Contents-deb::DefaultEnabled=false".into(),
             "Acquire::Languages=none".into(),
             // An old suite's Release file has expired by design.
             "Acquire::Check-Valid-Until=false".into(),
