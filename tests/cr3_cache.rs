@@ -2,7 +2,9 @@
 
 mod bed;
 
+use std::collections::BTreeMap;
 use std::process::{Command, ExitCode};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bed::kvm;
@@ -19,10 +21,10 @@ use vellum::guests::program::Privilege;
 use vellum::guests::program::tables_code;
 use vellum::guests::tables::{self, Command as Do, perform};
 use vellum::host::cr3_cache::entries;
-use vellum::memory::{Memory, MemoryConfig};
+use vellum::memory::{Memory, MemoryConfig, Slot};
 use vellum::payload::state::{Error, Processors};
 use vellum::report::Report;
-use vellum::sys::mmap::Mapping;
+use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source};
 use vellum::vm::counters;
 use vellum::vm::cr3_cache::Choice;
 
@@ -104,6 +106,79 @@ fn the_built_in_guest_switches_without_an_exit() -> Result<(), Failed> {
     Ok(())
 }
 
+/// What is published stays while a guest switches among more tables than there are entries.
+#[trial(cache())]
+fn some_of_too_many_tables_are_switched_to_without_an_exit() -> Result<(), Failed> {
+    let machine = Machine::of(5, Choice::On)?;
+    tables::program(&machine.guest, 5, 1);
+    tables::set_switches(&machine.guest, SWITCHES, 1);
+    perform(&machine.guest, Do::Build)?;
+    perform(&machine.guest, Do::Touch)?;
+    ensure(tables::register(&machine.guest)? == 4, || "it has not 4 entries".into())?;
+    // The least recently used root would always be the next one, and none would hit.
+    let hits = machine.switch()?;
+    ensure(hits > SWITCHES / 4, || format!("{hits} hits of {SWITCHES}"))
+}
+
+/// A guest that does what it should not, in an order that is drawn; it may lose itself, and nothing else may happen. VELLUM_CR3_STEPS are how many
+/// steps, VELLUM_SEED draws them again. With kvm.cr3_cache_check=1 KVM looks at each entry whether all that is published is a root.
+#[trial(cache())]
+fn a_guest_that_misbehaves_loses_at_most_itself() -> Result<(), Failed> {
+    const BURST: u64 = 1000;
+    let number = |name: &str, otherwise: u64| -> Result<u64, Failed> {
+        std::env::var(name).ok().map_or(Ok(otherwise), |text| Ok(text.parse()?))
+    };
+    let seed = number("VELLUM_SEED", u64::from(std::process::id()))?;
+    let bursts = number("VELLUM_CR3_STEPS", 20 * BURST)?.div_ceil(BURST);
+    println!("VELLUM_SEED={seed} VELLUM_CR3_STEPS={}", bursts * BURST);
+    let (mut guest_draws, mut draws) = (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1, seed);
+    let mut draw = |below: u64| {
+        draws = draws.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (draws >> 33) % below
+    };
+    let (mut machine, mut lost, mut hits) = (Machine::misbehaving()?, 0, 0);
+    let mut counted = BTreeMap::new();
+    for burst in 0..bursts {
+        let what = match tables::misbehave(&machine.guest, &mut guest_draws, BURST) {
+            Ok(wrong) => {
+                ensure(wrong == 0, || {
+                    format!("seed {seed}, burst {burst}: {wrong} switches went elsewhere")
+                })?;
+                hits += tables::hits(&machine.guest);
+                // Something from outside, before it goes on.
+                match draw(8) {
+                    0..3 => machine.zap().map(|()| None)?,
+                    3 | 4 => machine.save().map(|_| None)?,
+                    // Any number; or one like an address, as likely as not of a root.
+                    5 => Some(tables::load(&machine.guest, draw(1 << 31) << draw(22))),
+                    _ => None,
+                }
+            }
+            Err(error) => Some(Err(error)),
+        };
+        if let Some(Err(error)) = what {
+            ensure(error.to_string().contains("triple fault"), || {
+                format!("seed {seed}, burst {burst}: {error}")
+            })?;
+            lost += 1;
+            // What it draws from has not come back.
+            guest_draws = draw(1 << 31) << 31 | draw(1 << 31) | 1;
+            machine.add_counted(&mut counted)?;
+            machine = Machine::misbehaving()?;
+        }
+    }
+    machine.add_counted(&mut counted)?;
+    println!("{hits} hits, {lost} machines lost, {counted:?}");
+    ensure(hits > bursts && lost <= bursts / 3, || format!("seed {seed}: {hits} hits, {lost} lost"))?;
+    for name in
+        ["switches", "misses", "restarts", "overwritten", "skipped", "drop_lru", "drop_zap", "drop_flush"]
+    {
+        let count = counted.get(&format!("cr3_cache_{name}")).copied().unwrap_or_default();
+        ensure(count > 0 || bursts < 20, || format!("seed {seed}: no {name}: {counted:?}"))?;
+    }
+    Ok(())
+}
+
 /// A vCPU that switches among its tables, the page of its cache, and what its state depends on.
 struct Machine {
     guest: Guest,
@@ -112,8 +187,12 @@ struct Machine {
 
 impl Machine {
     fn new(cr3_cache: Choice) -> Result<Self, Failed> {
+        Self::of(TABLES, cr3_cache)
+    }
+
+    fn of(count: u64, cr3_cache: Choice) -> Result<Self, Failed> {
         let kvm = vellum::vm::open()?;
-        let memory = Memory::map(layout::RAM, MemoryConfig::new(tables::ram(TABLES)))?;
+        let memory = Memory::map(layout::RAM, MemoryConfig::new(tables::ram(count)))?;
         let config = GuestConfig {
             code: tables_code(),
             privilege: Privilege::Kernel,
@@ -124,6 +203,31 @@ impl Machine {
         let mut context = Context::new(&kvm, &guest.vm.fd, false)?;
         context.has_cr3_cache = guest.vm.cr3_cache.is_some();
         Ok(Self { guest, context })
+    }
+
+    /// With more tables than entries, that can be told from each other, and one for KVM to write to.
+    fn misbehaving() -> Result<Self, Failed> {
+        const COUNT: u64 = 9;
+        let machine = Self::of(COUNT, Choice::On)?;
+        tables::program(&machine.guest, COUNT, 1);
+        perform(&machine.guest, Do::Build)?;
+        tables::number(&machine.guest, COUNT);
+        Ok(machine)
+    }
+
+    /// Has KVM forget all roots: a memslot comes and goes.
+    fn zap(&self) -> Result<(), Failed> {
+        let (slots, last) = (self.guest.vm.memslots(), self.guest.vm.memory.slots().len() as u32 + 1);
+        let mapping = Arc::new(Mapping::new(1 << 21, 1 << 21, Source::Anonymous)?);
+        slots.set(&Slot::new(last, 1 << 44, &mapping, 0..PAGE_SIZE)?, 0)?;
+        Ok(slots.delete(last)?)
+    }
+
+    fn add_counted(&self, sums: &mut BTreeMap<String, u64>) -> Result<(), Failed> {
+        for (name, count) in counters::of_other(&counters::name(&self.guest.vm.fd), "cr3_cache_")? {
+            *sums.entry(name).or_default() += count;
+        }
+        Ok(())
     }
 
     /// Registered, with both tables in its page.

@@ -32,6 +32,11 @@ pub enum Command {
     Register = 6,
     /// As [`Command::Switch`], but loads what that page says, where it says anything.
     SwitchCached = 7,
+    /// So many steps as [`Tables::switches`] says of what a guest should not do with the CR3 cache, drawn from [`Tables::seed`], among
+    /// switches, each of which it looks at. The last table is for KVM to write to. Ends registered.
+    Misbehave = 8,
+    /// Loads [`Tables::value`] into CR3 and goes on, if there is anything to go on with.
+    Load = 9,
 }
 
 /// The control block as the code reads it. All words; the host writes while the vCPU does not run.
@@ -77,6 +82,12 @@ pub struct Tables {
     pub registered: u64,
     /// Written by the guest: how many of the last switches found their table in the page.
     pub hits: u64,
+    /// What [`Command::Misbehave`] draws from, and goes on with the next time; not 0.
+    pub seed: u64,
+    /// Written by the guest: how many switches of [`Command::Misbehave`] ended in another table than they were to.
+    pub wrong: u64,
+    /// What [`Command::Load`] loads.
+    pub value: u64,
 }
 
 /// A root, a PDPT, a directory and a table.
@@ -95,6 +106,9 @@ const WINDOW: u64 = 2 << 39;
 pub fn cache_offset(count: u64) -> u64 {
     BEHIND_FRAMES + count * TABLE_BYTES
 }
+
+/// Where in the first page that a table maps its number is: behind what KVM writes to a page of the CR3 cache, which any may become.
+pub(crate) const NUMBER: u64 = 128;
 
 /// How much RAM `count` tables need.
 pub fn ram(count: u64) -> u64 {
@@ -136,6 +150,35 @@ pub fn register(guest: &Guest) -> Result<i64, guest::Error> {
 /// How many loads of the last [`Command::SwitchCached`] found their table in the page.
 pub fn hits(guest: &Guest) -> u64 {
     guest.block(0)[offset_of!(Tables, hits) / 8].load(Ordering::Relaxed)
+}
+
+/// Has the first page that each table maps be one that holds the table's number, for [`Command::Misbehave`] to look at.
+pub fn number(guest: &Guest, count: u64) {
+    let words = guest.vm.memory.mapping.words();
+    for table in 0..count {
+        words[((table * PAGE_SIZE + NUMBER) / 8) as usize].store(table, Ordering::Relaxed);
+        let first = &words[((BEHIND_FRAMES + table * TABLE_BYTES + 3 * PAGE_SIZE) / 8) as usize];
+        // Each maps the frames in their order.
+        first.store(first.load(Ordering::Relaxed) + table * PAGE_SIZE, Ordering::Relaxed);
+    }
+}
+
+/// Has vCPU 0 misbehave for so many steps; the state to go on with from the next time. How many of its switches ended in another table than they
+/// were to.
+pub fn misbehave(guest: &Guest, seed: &mut u64, steps: u64) -> Result<u64, guest::Error> {
+    let block = guest.block(0);
+    let at = |offset: usize| &block[offset / 8];
+    at(offset_of!(Tables, seed)).store(*seed, Ordering::Relaxed);
+    at(offset_of!(Tables, switches)).store(steps, Ordering::Relaxed);
+    perform(guest, Command::Misbehave)?;
+    *seed = at(offset_of!(Tables, seed)).load(Ordering::Relaxed);
+    Ok(at(offset_of!(Tables, wrong)).load(Ordering::Relaxed))
+}
+
+/// Has vCPU 0 load `value` into CR3.
+pub fn load(guest: &Guest, value: u64) -> Result<(), guest::Error> {
+    guest.block(0)[offset_of!(Tables, value) / 8].store(value, Ordering::Relaxed);
+    perform(guest, Command::Load).map(|_| ())
 }
 
 /// Which tables a command visits, in which order.

@@ -16,6 +16,10 @@ pub const FEATURE: u32 = 1 << 20;
 pub const HYPERCALL: u64 = 120;
 /// The operation of that hypercall that registers a page.
 pub const REGISTER: u64 = 0;
+/// The one that forgets all roots of the vCPU, and with them all entries.
+pub const FLUSH: u64 = 1;
+/// The one that ends a registration.
+pub const UNREGISTER: u64 = 2;
 /// A section is no longer than this.
 pub const MAX_SECTION: u64 = 256;
 
