@@ -8,7 +8,7 @@ use rustix::io::Errno;
 
 use super::Cache;
 use super::fuse::{Answer, Request, open};
-use super::nodes;
+use super::nodes::{self, Id};
 use super::server::{Done, Handle, MOST_LIST, Server, errno, name_of};
 
 impl Server {
@@ -144,6 +144,7 @@ impl Server {
     ) -> Result<(), i32> {
         // Offsets are those of the host's file system, and as good as it takes them.
         fs::seek(directory, SeekFrom::Start(offset)).map_err(errno)?;
+        let device = self.nodes.id(node).map_err(errno)?.device;
         let mut buffer = Vec::with_capacity(most.clamp(4 << 10, 32 << 10));
         let mut entries = RawDir::new(directory, buffer.spare_capacity_mut());
         while let Some(entry) = entries.next() {
@@ -165,7 +166,8 @@ impl Server {
             }
             // The type of a file is in its entry as in its mode (IFTODT).
             let kind = entry.file_type().as_raw_mode() >> 12;
-            answer.dirent(entry.ino(), next, kind, name.to_bytes());
+            let ino = self.ino(Id { device, ino: entry.ino() });
+            answer.dirent(ino, next, kind, name.to_bytes());
             if answer.size() > most {
                 answer.truncate(before);
                 if let Some(node) = found {

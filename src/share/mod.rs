@@ -44,6 +44,9 @@ pub enum Cache {
 pub struct Config {
     /// Whether the guest may change the directory.
     pub writable: bool,
+    /// Whether the guest is not told where other file systems are mounted beneath it: all of them are one to it. An overlay needs that:
+    /// the lower layer of overlayfs may have no automounts, as which a guest's kernel sees them (EREMOTE).
+    pub joined: bool,
     /// What it may keep.
     pub cache: Cache,
     /// Whether it may set setuid and setgid bits.

@@ -50,6 +50,8 @@ pub struct Server {
     /// The guest collects writes.
     pub(super) writeback: bool,
     submounts: bool,
+    /// Where the guest sees one file system: the devices of those that it is made of, the directory's own first.
+    devices: Vec<(u32, u32)>,
 }
 
 /// What a request comes to: an error number where it fails.
@@ -70,10 +72,12 @@ impl Server {
         let proc = fs::open(c"/proc/self/fd", flags, Mode::empty())?;
         // Modes come with the guest's umask taken off.
         rustix::process::umask(Mode::empty());
+        // A part each for what is known and what is open; a request needs some beside them.
+        let nodes = Nodes::new(root, descriptors / 2)?;
         Ok(Self {
             config,
-            // A part each for what is known and what is open; a request needs some beside them.
-            nodes: Nodes::new(root, descriptors / 2)?,
+            devices: vec![nodes.id(fuse::ROOT)?.device],
+            nodes,
             handles: HashMap::new(),
             next_handle: 1,
             most_handles: descriptors / 3,
@@ -176,8 +180,10 @@ impl Server {
             | init::DO_READDIRPLUS
             | init::READDIRPLUS_AUTO
             | init::PARALLEL_DIROPS
-            | init::MAX_PAGES
-            | init::SUBMOUNTS;
+            | init::MAX_PAGES;
+        if !self.config.joined {
+            wanted |= init::SUBMOUNTS;
+        }
         wanted |= match self.config.cache {
             Cache::Auto => init::AUTO_INVAL_DATA,
             Cache::Always if self.config.writable => init::CACHE_SYMLINKS | init::WRITEBACK_CACHE,
@@ -219,8 +225,24 @@ impl Server {
         let stat = nodes::look_at(directory, name).map_err(errno)?;
         let (kind, submount) = self.reached(&stat, parent)?;
         let node = self.nodes.found(Id::from(&stat), kind, parent, name);
-        answer.entry(node, &attributes(&stat, kind, submount), self.valid());
+        let ino = self.ino(Id::from(&stat));
+        answer.entry(node, &attributes(&stat, ino, kind, submount), self.valid());
         Ok(node)
+    }
+
+    /// The number that the guest sees of the file `id`. Where several file systems are one to it, those of all but the directory's own
+    /// have the number of their device in the upper 16 bits, so that no two files have one number. Only a number of more than 48 bits, as
+    /// overlayfs and some others make them, may be another file's by chance.
+    pub(super) fn ino(&mut self, id: Id) -> u64 {
+        if self.submounts {
+            return id.ino;
+        }
+        let known = self.devices.iter().position(|device| *device == id.device);
+        let device = known.unwrap_or_else(|| {
+            self.devices.push(id.device);
+            self.devices.len() - 1
+        });
+        id.ino ^ ((device as u64) << 48)
     }
 
     /// What is reached from `parent`, and whether another file system begins there.
@@ -244,7 +266,9 @@ impl Server {
             _ => self.nodes.get(node).and_then(|descriptor| nodes::look(&descriptor)),
         };
         let kind = self.nodes.kind(node).map_err(errno)?;
-        Ok(attributes(&stat.map_err(errno)?, kind, false))
+        let stat = stat.map_err(errno)?;
+        let ino = self.ino(Id::from(&stat));
+        Ok(attributes(&stat, ino, kind, false))
     }
 
     /// Adds the attributes of `node` as they are now.
@@ -318,10 +342,10 @@ pub(super) fn name_of(descriptor: &OwnedFd) -> CString {
     CString::new(descriptor.as_raw_fd().to_string()).expect("no zero byte in it")
 }
 
-fn attributes(stat: &Statx, kind: Kind, submount: bool) -> Attributes {
+fn attributes(stat: &Statx, ino: u64, kind: Kind, submount: bool) -> Attributes {
     let time = |time: &fs::StatxTimestamp| (time.tv_sec.cast_unsigned(), time.tv_nsec);
     let shown = Attributes {
-        ino: stat.stx_ino,
+        ino,
         size: stat.stx_size,
         blocks: stat.stx_blocks,
         atime: time(&stat.stx_atime),

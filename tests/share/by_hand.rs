@@ -295,6 +295,45 @@ fn pseudo_file_systems_are_hidden() -> Result<(), Failed> {
     guest.lookup(etc, "passwd").map(drop)
 }
 
+/// An overlay's lower layer has no automounts, and yet no two files with one number.
+#[trial(root())]
+fn joined_file_systems_are_one_to_the_guest() -> Result<(), Failed> {
+    let directory = super::Directory::new()?;
+    let place = directory.path("mounted");
+    fs::create_dir(&place)?;
+    let path = CString::new(place.as_os_str().as_bytes())?;
+    // SAFETY: strings that end in a zero.
+    let mounted =
+        unsafe { libc::mount(c"tmpfs".as_ptr(), path.as_ptr(), c"tmpfs".as_ptr(), 0, std::ptr::null()) };
+    ensure(mounted == 0, || format!("mount: {}", std::io::Error::last_os_error()))?;
+    let seen = || -> Result<(), Failed> {
+        fs::write(place.join("inside"), "x")?;
+        let own = fs::metadata(&place)?.ino();
+        for joined in [true, false] {
+            let mut guest = Guest::new(&directory.0, Config { joined, ..Config::default() })?;
+            // Of fuse_entry_out: the node, and in its attributes the inode's number and the flags.
+            let mut look = |node: u64, name: &str| -> Result<(u64, u64, u32), Failed> {
+                let (answer, _) = guest.ask(LOOKUP, node, &text(name))?;
+                let answer = answer.map_err(|error| format!("{name}: {error}"))?;
+                let word = |at: usize| answer[at..at + 8].try_into().map(u64::from_ne_bytes);
+                Ok((word(0)?, word(40)?, u32::from_ne_bytes(answer[124..128].try_into()?)))
+            };
+            let (node, ino, flags) = look(ROOT, "mounted")?;
+            let right = if joined { (1 << 48 ^ own, 0) } else { (own, 1) };
+            ensure((ino, flags) == right, || format!("joined {joined}: {ino:x} {flags}, {own:x} here"))?;
+            let (_, ino, flags) = look(node, "inside")?;
+            let own = fs::metadata(place.join("inside"))?.ino();
+            let right = if joined { (1 << 48 ^ own, 0) } else { (own, 0) };
+            ensure((ino, flags) == right, || format!("joined {joined}: {ino:x} {flags}, {own:x} here"))?;
+        }
+        Ok(())
+    };
+    let outcome = seen();
+    // SAFETY: as above.
+    unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
+    outcome
+}
+
 /// How many files a process may have open.
 fn limit(most: u64) -> Result<u64, Failed> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };

@@ -43,6 +43,7 @@ pub fn share(data: &[u8]) {
     let Some((&first, mut rest)) = data.split_first() else { return };
     let config = Config {
         writable: first & 1 != 0,
+        joined: first & 8 != 0,
         cache: [Cache::Auto, Cache::Always, Cache::None][usize::from(first >> 1) % 3],
         ..Config::default()
     };

@@ -246,6 +246,7 @@ impl Fs {
         let user = whom(config, owner.uid(), owner.gid())?;
         let served = Config {
             writable: config.mode == Mode::ReadWrite,
+            joined: config.mode == Mode::Overlay,
             cache: config.cache,
             setid: config.setid,
             devices: config.devices,
