@@ -1,6 +1,6 @@
 //! A command's standard streams on one connection: each piece behind its kind, a byte, and its length, 4 bytes with the least first.
 //!
-//! To the guest go [`INPUT`], whose empty piece is the end of it, and [`CLOSED`]; from the guest come [`OUTPUT`], [`ERRORS`], and at
+//! To the guest go [`INPUT`], whose empty piece is the end of it, [`CLOSED`] and [`RESIZED`]; from the guest come [`OUTPUT`], [`ERRORS`], and at
 //! last [`EXIT`] or [`FAILED`]. Whoever does not take what it is sent lets the other side wait: the connection's own flow control is
 //! the only one.
 
@@ -18,6 +18,8 @@ pub const EXIT: u8 = 3;
 pub const FAILED: u8 = 4;
 /// Nobody reads a stream any more, [`OUTPUT`] or [`ERRORS`]: a byte.
 pub const CLOSED: u8 = 5;
+/// The user's terminal has another size: its lines and the characters of one, 2 bytes each, the least first.
+pub const RESIZED: u8 = 6;
 
 /// The longest piece.
 pub const MAX: usize = 64 << 10;

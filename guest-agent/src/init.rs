@@ -71,7 +71,7 @@ fn run() -> io::Result<()> {
 
     if let Some(asked) = &asked {
         mounts::shares(&asked.shares)?;
-        return launched(&failed_modules, &children);
+        return launched(&failed_modules, children);
     }
     let mut console = OpenOptions::new().write(true).open("/dev/console")?;
     let words = std::env::args_os().skip(1);
@@ -80,10 +80,7 @@ fn run() -> io::Result<()> {
         serve::one(&mut request.as_bytes(), &mut console, &children)?;
         return Ok(());
     }
-    if let Ok(socket) = sys::listen_vsock(PORT) {
-        let children = children.clone();
-        thread::spawn(move || serve::vsock(socket, children));
-    }
+    listen(&children);
     let requests = File::open("/dev/console")?;
     // A console that is no terminal has nothing to change.
     let _ = sys::uncook(&requests);
@@ -95,8 +92,16 @@ fn run() -> io::Result<()> {
     }
 }
 
+/// Takes requests by vsock, where the kernel has that.
+fn listen(children: &Arc<Children>) {
+    if let Ok(socket) = sys::listen_vsock(PORT) {
+        let children = children.clone();
+        thread::spawn(move || serve::vsock(socket, children));
+    }
+}
+
 /// Runs the command for which this guest was started: its host waits at [`STREAM_PORT`](crate::STREAM_PORT).
-fn launched(failed_modules: &[String], children: &Children) -> io::Result<()> {
+fn launched(failed_modules: &[String], children: Arc<Children>) -> io::Result<()> {
     failed_modules.iter().for_each(|failed| println!("agent: module {failed}"));
     if Path::new("/bin/busybox").exists() && !Path::new("/bin/sh").exists() {
         let mut install = std::process::Command::new("/bin/busybox");
@@ -104,7 +109,8 @@ fn launched(failed_modules: &[String], children: &Children) -> io::Result<()> {
     }
     let connection = sys::connect_vsock(crate::STREAM_PORT)
         .map_err(|error| io::Error::other(format!("no connection to the host by vsock: {error}")))?;
-    stream::serve(connection, children)
+    listen(&children);
+    stream::serve(connection, &children)
 }
 
 /// The request that the command line holds, as a line. The kernel passes on whatever it does not know itself, so what

@@ -9,10 +9,11 @@
 pub mod frame;
 pub mod init;
 mod mounts;
-mod serve;
-mod stream;
+pub mod serve;
+pub mod stream;
 mod switching;
 mod sys;
+mod terminal;
 mod work;
 
 use serde::{Deserialize, Serialize};
@@ -62,6 +63,8 @@ pub enum Request {
     LatCtx(LatCtx),
     /// Groups of senders and receivers that all talk at once.
     Hackbench(Hackbench),
+    /// Run a command with its standard streams, or with a terminal: [`frame`]s follow instead of [`Event`]s. Only by vsock.
+    Launch(Launch),
     /// Switch the guest off.
     PowerOff,
 }
@@ -70,7 +73,7 @@ pub enum Request {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Launch {
-    /// The program, found by PATH, and its arguments.
+    /// The program, found by PATH, and its arguments. Without one, on a terminal, it is the user's shell.
     pub command: Vec<String>,
     /// Where it runs; `/` without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -78,6 +81,21 @@ pub struct Launch {
     /// As whom, a number or a name of the guest's /etc/passwd; as root without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
+    /// All three streams are a terminal of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub terminal: Option<Terminal>,
+}
+
+/// A terminal as the host's user has it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Terminal {
+    /// What it understands, as TERM names it.
+    pub kind: String,
+    /// Its lines.
+    pub rows: u16,
+    /// Characters of a line.
+    pub columns: u16,
 }
 
 /// What a guest that is there for one command mounts before that.

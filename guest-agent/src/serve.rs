@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::fs::File;
 use std::io::{self, BufRead, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
@@ -9,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 
 use crate::init::NAME;
-use crate::{Event, MAX_REQUEST, Request, sys, work};
+use crate::{Event, MAX_REQUEST, Request, stream, sys, work};
 
 /// Children and how they ended. PID 1 inherits every orphan, so one thread waits for all processes, and whoever started
 /// one asks here.
@@ -150,6 +151,9 @@ fn perform(
         Request::Zero { path, offset, bytes, unmap } => work::zero(&path, offset, bytes, unmap),
         Request::Clock { seconds } => work::clock(seconds, &mut |event| tell(event)),
         Request::LatCtx(_) | Request::Hackbench(_) => apart(&request, tell, children),
+        Request::Launch(_) => {
+            Err(io::Error::other("a command with its streams needs a connection of its own: vsock"))
+        }
         Request::PowerOff => Err(sys::power_off()),
     }
 }
@@ -223,10 +227,23 @@ pub fn vsock(socket: std::os::fd::OwnedFd, children: Arc<Children>) {
     while let Ok(connection) = sys::accept(&socket) {
         let children = children.clone();
         thread::spawn(move || {
-            let Ok(mut output) = connection.try_clone() else { return };
             // A host that has gone away is no news to anybody.
-            let _ = one(&mut io::BufReader::new(connection), &mut output, &children);
+            let _ = connected(connection, &children);
         });
+    }
+}
+
+/// Serves one connection: a request, or a command with its streams.
+///
+/// # Errors
+/// Where the host has gone.
+pub fn connected(connection: File, children: &Children) -> io::Result<()> {
+    let mut output = connection.try_clone()?;
+    let mut input = io::BufReader::new(connection);
+    let Some(line) = line(&mut input)? else { return Ok(()) };
+    match serde_json::from_slice(&line) {
+        Ok(Request::Launch(launch)) => stream::run(Ok(launch), input, output, children),
+        _ => answer(&line, &mut output, children),
     }
 }
 

@@ -1,86 +1,187 @@
-//! One command with its standard streams on a connection, binary-safe, with flow control and ends both ways.
+//! One command with its standard streams on a connection, binary-safe, with flow control and ends both ways; or with a terminal.
 
 use std::fs::File;
-use std::io::{self, BufReader, Read, Write};
+use std::io::{self, BufReader, PipeReader, PipeWriter, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::process::{ChildStdin, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
 use crate::serve::{Children, line};
-use crate::{Launch, frame};
+use crate::{Launch, frame, sys, terminal};
 
 /// Which of a command's outputs somebody at the other end still reads.
 #[derive(Default)]
 struct Closed([AtomicBool; 2]);
 
+/// A command that runs, and this side of its streams.
+struct Running {
+    id: u32,
+    input: File,
+    outputs: Vec<(u8, File)>,
+    /// Of a terminal, which others may keep open: what says that it is over for this command all the same.
+    over: Option<(PipeReader, PipeWriter)>,
+}
+
 /// Reads what to run from `connection`, runs it, and returns when the other end has heard how it ended and closed the connection.
+///
+/// # Errors
+/// Where the other end has gone.
 pub fn serve(connection: File, children: &Children) -> io::Result<()> {
-    let output = Arc::new(Mutex::new(connection.try_clone()?));
+    let output = connection.try_clone()?;
     let mut input = BufReader::new(connection);
     let Some(asked) = line(&mut input)? else { return Ok(()) };
+    run(serde_json::from_slice(&asked).map_err(io::Error::other), input, output, children)
+}
+
+/// Runs what was `asked` for on `input`, what the other end says, and `output`.
+///
+/// # Errors
+/// Where the other end has gone.
+pub fn run(
+    asked: io::Result<Launch>,
+    mut input: BufReader<File>,
+    output: File,
+    children: &Children,
+) -> io::Result<()> {
+    let output = Mutex::new(output);
     let tell =
         |kind, data: &[u8]| frame::write(&mut *output.lock().expect("nobody panics with it"), kind, data);
-    let started =
-        serde_json::from_slice(&asked).map_err(io::Error::other).and_then(|launch| start(&launch, children));
-    let mut child = match started {
-        Ok(child) => child,
+    let Running { id, input: stdin, outputs, over } = match asked.and_then(|launch| start(&launch, children))
+    {
+        Ok(running) => running,
         Err(error) => {
             tell(frame::FAILED, error.to_string().as_bytes())?;
             return drain(&mut input);
         }
     };
-    let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
     let closed = Arc::new(Closed::default());
     let heard = closed.clone();
+    let (ended, says) = over.unzip();
+    if says.is_some() {
+        // Whoever has a terminal is told at once that there is one at this end, too.
+        tell(frame::OUTPUT, &[])?;
+    }
+    let gone = says.as_ref().map(PipeWriter::try_clone).transpose()?;
     // Ends with the connection.
-    let listener = thread::spawn(move || listen(&mut input, stdin, &heard));
-    thread::scope(|scope| {
-        scope.spawn(|| pass_on(stdout, frame::OUTPUT, &closed.0[0], &tell));
-        scope.spawn(|| pass_on(stderr, frame::ERRORS, &closed.0[1], &tell));
+    let listener = thread::spawn(move || {
+        let listened = listen(&mut input, stdin, &heard);
+        // Without the other end a terminal hangs up.
+        say(gone);
+        listened
     });
-    tell(frame::EXIT, &children.wait(child.id()).to_le_bytes())?;
+    let status = thread::scope(|scope| {
+        for (kind, pipe) in outputs {
+            let (closed, ended, tell) = (&closed.0[usize::from(kind == frame::ERRORS)], &ended, &tell);
+            scope.spawn(move || pass_on(pipe, kind, closed, ended.as_ref(), tell));
+        }
+        let status = children.wait(id);
+        say(says);
+        status
+    });
+    tell(frame::EXIT, &status.to_le_bytes())?;
     listener.join().unwrap_or(Ok(()))
 }
 
-fn start(launch: &Launch, children: &Children) -> io::Result<std::process::Child> {
-    let (program, arguments) =
-        launch.command.split_first().ok_or_else(|| io::Error::other("an empty command"))?;
-    let mut command = Command::new(program);
-    command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    command.env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
-    command.env("HOME", "/root").current_dir(launch.directory.as_deref().unwrap_or("/"));
-    if let Some(user) = &launch.user {
-        let passwd = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
-        let (uid, gid) = identity(user, &passwd).ok_or_else(|| {
+/// Says that a terminal is over.
+fn say(over: Option<PipeWriter>) {
+    // Whoever does not listen knows.
+    drop(over.map(|mut over| over.write_all(&[0])));
+}
+
+fn start(launch: &Launch, children: &Children) -> io::Result<Running> {
+    let passwd = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    let account = match &launch.user {
+        Some(user) => Some(account(user, &passwd).ok_or_else(|| {
             io::Error::other(format!(
                 "--guest-user {user}: neither a number nor a name of the guest's /etc/passwd"
             ))
-        })?;
+        })?),
+        None => None,
+    };
+    let shell = match (&launch.command[..], &launch.terminal) {
+        ([], Some(_)) => Some(shell(account.clone().or_else(|| self::account("0", &passwd)))),
+        _ => None,
+    };
+    let (program, arguments) = match &shell {
+        Some(shell) => (shell, &[][..]),
+        None => launch.command.split_first().ok_or_else(|| io::Error::other("an empty command"))?,
+    };
+    let mut command = Command::new(program);
+    if shell.is_some() {
+        // As whoever logs in has it: it reads its profile.
+        command.arg0(format!("-{}", program.rsplit('/').next().unwrap_or_default()));
+    }
+    command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
+    let home = account.as_ref().map(|account| &account.home[..]).filter(|home| !home.is_empty());
+    command.env("HOME", home.unwrap_or("/root")).current_dir(launch.directory.as_deref().unwrap_or("/"));
+    let owner = account.map(|account| (account.uid, account.gid));
+    let master = launch.terminal.as_ref().map(|asked| terminal::give(&mut command, asked, owner));
+    let master = master.transpose()?;
+    if let Some((uid, gid)) = owner {
         command.uid(uid).gid(gid);
     }
-    children.start(&mut command).map_err(|error| {
+    let started = children.start(&mut command);
+    // The terminal's own end is the command's alone.
+    drop(command);
+    let mut child = started.map_err(|error| {
         let place = launch.directory.as_ref().map(|place| format!(" in {place}")).unwrap_or_default();
         io::Error::other(format!("{program}{place}: {error}"))
-    })
+    })?;
+    let id = child.id();
+    if let Some(master) = master {
+        let outputs = vec![(frame::OUTPUT, master.try_clone()?)];
+        return Ok(Running { id, input: master, outputs, over: Some(io::pipe()?) });
+    }
+    let file = |stream: Option<OwnedFd>| {
+        stream.map(File::from).ok_or_else(|| io::Error::other("a command without its streams"))
+    };
+    let input = file(child.stdin.take().map(OwnedFd::from))?;
+    let outputs = vec![
+        (frame::OUTPUT, file(child.stdout.take().map(OwnedFd::from))?),
+        (frame::ERRORS, file(child.stderr.take().map(OwnedFd::from))?),
+    ];
+    Ok(Running { id, input, outputs, over: None })
 }
 
-/// The numbers of a user and of the user's group.
-fn identity(user: &str, passwd: &str) -> Option<(u32, u32)> {
+/// A user of the guest's.
+#[derive(Clone, Debug, PartialEq)]
+struct Account {
+    uid: u32,
+    gid: u32,
+    home: String,
+    shell: String,
+}
+
+/// The user of that name or number, whom /etc/passwd need not have.
+fn account(user: &str, passwd: &str) -> Option<Account> {
     let known =
         passwd.lines().map(|line| line.split(':').collect::<Vec<_>>()).find_map(|fields| match fields[..] {
-            [name, _, uid, gid, ..] if name == user || uid == user => {
-                Some((uid.parse().ok()?, gid.parse().ok()?))
-            }
+            [name, _, uid, gid, _, home, shell, ..] if name == user || uid == user => Some(Account {
+                uid: uid.parse().ok()?,
+                gid: gid.parse().ok()?,
+                home: home.into(),
+                shell: shell.into(),
+            }),
             _ => None,
         });
-    known.or_else(|| user.parse().ok().map(|number| (number, number)))
+    let unknown = |number| Account { uid: number, gid: number, home: String::new(), shell: String::new() };
+    known.or_else(|| user.parse().ok().map(unknown))
+}
+
+/// The shell of `account`, where it is there.
+fn shell(account: Option<Account>) -> String {
+    let own = account.map(|account| account.shell).filter(|shell| std::path::Path::new(shell).is_file());
+    own.unwrap_or_else(|| "/bin/sh".into())
 }
 
 /// What comes from the host, to the end of the connection.
-fn listen(input: &mut impl Read, mut stdin: Option<ChildStdin>, closed: &Closed) -> io::Result<()> {
+fn listen(input: &mut impl Read, stdin: File, closed: &Closed) -> io::Result<()> {
     let mut data = Vec::new();
+    let mut stdin = Some(stdin);
     while let Some(kind) = frame::read(input, &mut data)? {
         match (kind, &data[..]) {
             (frame::INPUT, []) => stdin = None,
@@ -88,22 +189,34 @@ fn listen(input: &mut impl Read, mut stdin: Option<ChildStdin>, closed: &Closed)
             (frame::INPUT, data) => stdin = stdin.filter(|mut stdin| stdin.write_all(data).is_ok()),
             (frame::CLOSED, [frame::OUTPUT]) => closed.0[0].store(true, Ordering::Relaxed),
             (frame::CLOSED, [frame::ERRORS]) => closed.0[1].store(true, Ordering::Relaxed),
+            (frame::RESIZED, &[a, b, c, d]) => {
+                let [rows, columns] = [[a, b], [c, d]].map(u16::from_le_bytes);
+                // A command without a terminal has no size.
+                drop(stdin.as_ref().map(|terminal| sys::resize(terminal, rows, columns)));
+            }
             _ => return Err(io::Error::other(format!("a piece of kind {kind}"))),
         }
     }
     Ok(())
 }
 
-/// What a command writes, until it ends or nobody reads it: the command's next write to the pipe fails then.
+/// What a command writes, until it ends or nobody reads it: the command's next write to the pipe fails then. `over` says that a terminal
+/// is over for the command when all that it wrote has been read.
 fn pass_on(
-    pipe: Option<impl Read>,
+    mut pipe: File,
     kind: u8,
     closed: &AtomicBool,
+    over: Option<&PipeReader>,
     tell: &impl Fn(u8, &[u8]) -> io::Result<()>,
 ) {
-    let Some(mut pipe) = pipe else { return };
     let mut buffer = vec![0; frame::MAX];
-    while let Ok(count @ 1..) = pipe.read(&mut buffer) {
+    loop {
+        if let Some(over) = over
+            && !matches!(sys::wait_either([pipe.as_raw_fd(), over.as_raw_fd()]), Ok([true, _]))
+        {
+            return;
+        }
+        let Ok(count @ 1..) = pipe.read(&mut buffer) else { return };
         if closed.load(Ordering::Relaxed) || tell(kind, &buffer[..count]).is_err() {
             return;
         }
@@ -121,9 +234,12 @@ mod tests {
     #[test]
     fn a_user_is_a_name_or_a_number() {
         let passwd = "root:x:0:0::/:/bin/sh\nnobody:x:65534:65533::/:/bin/sh\n";
-        assert_eq!(identity("nobody", passwd), Some((65534, 65533)));
-        assert_eq!(identity("65534", passwd), Some((65534, 65533)));
-        assert_eq!(identity("7", passwd), Some((7, 7)));
-        assert_eq!(identity("nobdy", passwd), None);
+        let identity = |user| account(user, passwd).map(|account| (account.uid, account.gid));
+        assert_eq!(identity("nobody"), Some((65534, 65533)));
+        assert_eq!(identity("65534"), Some((65534, 65533)));
+        assert_eq!(identity("7"), Some((7, 7)));
+        assert_eq!(identity("nobdy"), None);
+        assert_eq!(shell(account("root", passwd)), "/bin/sh");
+        assert_eq!(shell(account("nobody", "nobody:x:1:1::/:/no/shell\n")), "/bin/sh");
     }
 }

@@ -3,7 +3,9 @@
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 
 fn check(result: i64) -> io::Result<i64> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
@@ -198,12 +200,48 @@ pub fn stay_on_this_cpu() -> io::Result<()> {
 
 /// Waits until `file` can be read, and reads nothing.
 pub fn wait_readable(file: &File) -> io::Result<()> {
-    let mut poll = libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    wait_either([file.as_raw_fd()]).map(drop)
+}
+
+/// Waits until one of them can be read or has ended: which of them.
+pub fn wait_either<const N: usize>(descriptors: [RawFd; N]) -> io::Result<[bool; N]> {
+    let mut polls = descriptors.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
     loop {
-        // SAFETY: one structure, which outlives the call.
-        match check(unsafe { libc::poll(&mut poll, 1, -1) }.into()) {
+        // SAFETY: as many structures as it is told, which outlive the call.
+        match check(unsafe { libc::poll(polls.as_mut_ptr(), N as libc::nfds_t, -1) }.into()) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            result => return result.map(drop),
+            result => return result.map(|_| polls.map(|poll| poll.revents != 0)),
         }
     }
+}
+
+/// Has the slave of the pseudo-terminal `master` be one that can be opened: its number, as /dev/pts names it.
+pub fn unlock_terminal(master: &File) -> io::Result<u32> {
+    let (mut number, unlocked) = (0u32, 0i32);
+    // SAFETY: both calls take a pointer to an int, which outlives them.
+    unsafe {
+        check(libc::ioctl(master.as_raw_fd(), libc::TIOCSPTLCK as _, &raw const unlocked).into())?;
+        check(libc::ioctl(master.as_raw_fd(), libc::TIOCGPTN as _, &raw mut number).into())?;
+    }
+    Ok(number)
+}
+
+/// Gives a terminal its size; whoever has it in front is told (SIGWINCH).
+pub fn resize(terminal: &File, rows: u16, columns: u16) -> io::Result<()> {
+    let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    // SAFETY: the call reads a winsize, which outlives it.
+    check(unsafe { libc::ioctl(terminal.as_raw_fd(), libc::TIOCSWINSZ as _, &raw const size) }.into())
+        .map(drop)
+}
+
+/// Has what `command` starts be in a session of its own, whose terminal is its standard input.
+pub fn lead_terminal(command: &mut Command) {
+    let lead = || {
+        // SAFETY: system calls that take numbers; 0 is the terminal by then.
+        check(unsafe { libc::setsid() }.into())
+            .and_then(|_| check(unsafe { libc::ioctl(0, libc::TIOCSCTTY as _, 0) }.into()))
+            .map(drop)
+    };
+    // SAFETY: between fork and exec it makes these two system calls, and neither allocates nor locks.
+    unsafe { command.pre_exec(lead) };
 }

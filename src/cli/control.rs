@@ -8,7 +8,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use guest_agent::{Event, Request};
+use guest_agent::{Event, Launch, Request};
 use serde_json::Value;
 
 use super::{Failure, keyvalue, print};
@@ -16,6 +16,8 @@ use crate::control::client::{Client, Error};
 use crate::control::{Do, Status, agent, names};
 use crate::devices::console::{Opened, Target};
 use crate::fault::Fault;
+use crate::launch::client::Ended;
+use crate::launch::streams::{self, Streams};
 use crate::memory::short_size;
 use crate::sys::socket::Name;
 use crate::vm::counters;
@@ -142,8 +144,12 @@ pub struct ExecArgs {
     /// Any request of the agent's instead, in JSON, as in {"do":"facts"}; what it answers is printed as it comes
     #[arg(long, value_name = "JSON", value_parser = request, conflicts_with = "command")]
     request: Option<Request>,
+    /// With a terminal, which this one is to the command, and without a command to the shell of the guest's root: Ctrl-a x leaves it,
+    /// Ctrl-a Ctrl-a is one Ctrl-a
+    #[arg(short, long, conflicts_with = "request")]
+    terminal: bool,
     /// The command and its arguments
-    #[arg(last = true, required_unless_present = "request")]
+    #[arg(last = true, required_unless_present_any = ["request", "terminal"])]
     command: Vec<String>,
 }
 
@@ -273,6 +279,9 @@ pub fn exec(args: ExecArgs) -> Result<Exit, Failure> {
     let status = connect(&args.machine)?.ask(&Do::Status {}).map_err(failure)?;
     let path = status["vsock"].as_str();
     let path = path.ok_or_else(|| Failure::usage("this machine has no vsock: start it with --vsock PATH"))?;
+    if args.terminal {
+        return terminal(path.as_ref(), args.command);
+    }
     let verbatim = args.request.is_some();
     let request = args.request.unwrap_or(Request::Exec { command: args.command });
     let failed = |error: agent::Error| match error {
@@ -302,4 +311,24 @@ pub fn exec(args: ExecArgs) -> Result<Exit, Failure> {
         }
     }
     Ok(exit)
+}
+
+/// `vellum exec --terminal`
+fn terminal(vsock: &Path, command: Vec<String>) -> Result<Exit, Failure> {
+    let terminal = streams::own_terminal();
+    if terminal.is_none() {
+        return Err(Failure::usage(
+            "--terminal: standard input or output is none; without --terminal a COMMAND needs none",
+        ));
+    }
+    let request = Request::Launch(Launch { command, terminal, ..Launch::default() });
+    let request = serde_json::to_string(&request).map_err(Failure::host)?;
+    let host = |error: std::io::Error| Failure::host(format!("the guest's connection: {error}"));
+    let streams = Streams::new(true).map_err(host)?;
+    let stream = agent::connect(vsock, agent::PATIENCE).map_err(failure)?;
+    match streams.converse(stream, &request).map_err(host)? {
+        Some(Ended::Command { status }) => Ok(Exit::Guest(status)),
+        Some(Ended::NotStarted { reason }) => Err(Failure::ended(Exit::AgentCommand, reason)),
+        Some(Ended::Machine { .. }) | None => Err(failure(agent::Error::Closed)),
+    }
 }

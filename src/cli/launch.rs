@@ -109,6 +109,7 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
         command: args.command.clone(),
         directory: args.guest_dir.clone(),
         user: args.guest_user.clone(),
+        terminal: None,
     };
     Ok(Some(Plan { kernel, initrd, launch, status_file: args.status_file.clone() }))
 }

@@ -64,22 +64,36 @@ pub const PATIENCE: Duration = Duration::from_secs(30);
 /// # Errors
 /// Where nobody listens.
 pub fn ask(path: &Path, request: &Request, patience: Duration) -> Result<Answer, Error> {
-    let failed = |source: io::Error| match source.kind() {
+    let mut stream = connect(path, patience)?;
+    let request = serde_json::to_string(request).expect("plain data");
+    stream.write_all(format!("{request}\n").as_bytes()).map_err(failed(path))?;
+    Ok(Answer { path: path.into(), stream: Some(BufReader::new(stream)) })
+}
+
+fn failed(path: &Path) -> impl Fn(io::Error) -> Error + Copy {
+    move |source| match source.kind() {
         io::ErrorKind::WouldBlock => Error::Silent,
         _ => Error::Socket { path: path.into(), source },
-    };
+    }
+}
+
+/// A connection to the agent behind `path`, which waits for a request.
+///
+/// # Errors
+/// As [`ask`].
+pub fn connect(path: &Path, patience: Duration) -> Result<UnixStream, Error> {
+    let failed = failed(path);
     let mut stream = socket::connect(path, patience).map_err(failed)?;
     stream.write_all(format!("CONNECT {PORT}\n").as_bytes()).map_err(failed)?;
-    let mut stream = BufReader::new(stream);
     let mut greeting = String::new();
-    (&mut stream).take(64).read_line(&mut greeting).map_err(failed)?;
+    // An agent says nothing of itself: all that comes now is the greeting.
+    BufReader::new(&stream).take(64).read_line(&mut greeting).map_err(failed)?;
     if !greeting.starts_with("OK ") {
         return Err(Error::Silent);
     }
-    let request = serde_json::to_string(request).expect("plain data");
-    stream.get_mut().write_all(format!("{request}\n").as_bytes()).map_err(failed)?;
-    stream.get_mut().set_read_timeout(None).map_err(failed)?;
-    Ok(Answer { path: path.into(), stream: Some(stream) })
+    stream.set_read_timeout(None).map_err(failed)?;
+    stream.set_write_timeout(None).map_err(failed)?;
+    Ok(stream)
 }
 
 impl Iterator for Answer {

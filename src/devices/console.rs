@@ -23,13 +23,10 @@ use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 use super::serial::Serial;
 use crate::sys::file::{is_locked, is_writable, set_nonblocking};
 use crate::sys::poll::Poll;
-use crate::sys::terminal;
+use crate::sys::terminal::{self, Keys};
 
 /// How much of what is typed is held while the guest is handed over: what a terminal's line holds. More stays where it is.
 pub const MOST_HELD: usize = 4096;
-
-/// Ctrl-a.
-const ESCAPE: u8 = 1;
 
 /// Where a serial port leads, as `--serial` names it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -277,7 +274,7 @@ impl Console {
             && input.is_terminal()
             && terminal::in_foreground(input.as_fd())
         {
-            terminal::set_raw(input.as_fd())?;
+            terminal::set_raw(input.as_fd(), terminal::Output::Processed)?;
             keys.escape = true;
         }
         let Opened { output, input, slave, file, .. } = opened;
@@ -501,37 +498,6 @@ impl MutEventSubscriber for Console {
             // A hang-up without anything left to read.
             _ => self.close_input(ops),
         }
-    }
-}
-
-/// The escape key's state.
-struct Keys {
-    /// Whether there is an escape key: on terminals only.
-    escape: bool,
-    /// Whether the key before was the escape key.
-    pending: bool,
-}
-
-impl Keys {
-    /// Hands on what of the first `n` of `bytes` is for the guest; whether it is to end.
-    fn press(&mut self, bytes: &mut [u8], n: usize, receive: impl FnOnce(&[u8])) -> bool {
-        let (mut kept, mut quit) = (0, false);
-        for i in 0..n {
-            let key = bytes[i];
-            let after_escape = std::mem::take(&mut self.pending);
-            match key {
-                ESCAPE if self.escape && !after_escape => {
-                    self.pending = true;
-                    continue;
-                }
-                b'x' if after_escape => quit = true,
-                b'a' if after_escape => bytes[kept] = ESCAPE,
-                _ => bytes[kept] = key,
-            }
-            kept += usize::from(!quit);
-        }
-        receive(&bytes[..kept]);
-        quit
     }
 }
 

@@ -1,6 +1,6 @@
 //! A kernel and what it needs around it so that a command runs in it: the kernel and its modules where they were built or unpacked
-//! ([`kernel`]), what its configuration lacks ([`config`]), the initramfs with this very program as PID 1 ([`image`]), and the command's
-//! standard streams ([`client`]).
+//! ([`kernel`]), what its configuration lacks ([`config`]), the initramfs with this very
+//! program as PID 1 ([`image`]), and the command's standard streams or terminal ([`streams`], [`client`]).
 //!
 //! The machine is an ordinary one, in a process of its own, with a vsock. Its guest connects to the host once it is up, and is told
 //! what to run ([`guest_agent::Launch`]). Before that it mounts directories of the host's, one of which may be its
@@ -12,6 +12,7 @@ pub mod console;
 pub mod image;
 pub mod initramfs;
 pub mod kernel;
+pub mod streams;
 
 use std::io;
 use std::path::PathBuf;

@@ -13,6 +13,9 @@ use std::sync::atomic::{AtomicI32, Ordering};
 /// The signals by which a user ends a program.
 pub const ENDING: [i32; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
 
+/// The one by which a terminal says that its size has changed.
+pub const SIZE: i32 = libc::SIGWINCH;
+
 /// The one that no process survives.
 pub const KILL: i32 = libc::SIGKILL;
 

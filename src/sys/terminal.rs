@@ -13,15 +13,59 @@ use std::time::Duration;
 /// one's own: whoever had it made raw may have been taken apart by the time at which it is given back.
 static RAW: Mutex<Option<(OwnedFd, libc::termios)>> = Mutex::new(None);
 
+/// Ctrl-a.
+const ESCAPE: u8 = 1;
+
+/// The keys of a terminal that all go to a guest but the escape key: Ctrl-a x is for this process, Ctrl-a Ctrl-a (or Ctrl-a a) is one
+/// Ctrl-a for the guest.
+#[derive(Debug)]
+pub struct Keys {
+    /// Whether there is an escape key: on terminals only.
+    pub escape: bool,
+    /// Whether the key before was the escape key.
+    pub pending: bool,
+}
+
+impl Keys {
+    /// Hands on what of the first `n` of `bytes` is for the guest; whether it is to end.
+    pub fn press(&mut self, bytes: &mut [u8], n: usize, receive: impl FnOnce(&[u8])) -> bool {
+        let (mut kept, mut quit) = (0, false);
+        for i in 0..n {
+            let key = bytes[i];
+            let after_escape = std::mem::take(&mut self.pending);
+            match key {
+                ESCAPE if self.escape && !after_escape => {
+                    self.pending = true;
+                    continue;
+                }
+                b'x' if after_escape => quit = true,
+                b'a' if after_escape => bytes[kept] = ESCAPE,
+                _ => bytes[kept] = key,
+            }
+            kept += usize::from(!quit);
+        }
+        receive(&bytes[..kept]);
+        quit
+    }
+}
+
 /// Whether `fd` is a terminal whose foreground this process is in; the background may not change a terminal's mode.
 pub fn in_foreground(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: neither call takes memory.
     unsafe { libc::tcgetpgrp(fd.as_raw_fd()) == libc::getpgrp() }
 }
 
-/// Gives every key to the guest: no echo, no line editing, no signals. Output stays processed, so that this process's
-/// own lines still look right. [`restore`] undoes it.
-pub fn set_raw(fd: BorrowedFd<'_>) -> io::Result<()> {
+/// What becomes of what is written to a terminal that is raw.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// It is processed as before: a newline begins a line, so that this process's own lines still look right.
+    Processed,
+    /// It is as it is: what is written comes from a terminal, which has processed it.
+    AsIs,
+}
+
+/// Gives every key to the guest: no echo, no line editing, no signals. [`restore`] undoes it.
+pub fn set_raw(fd: BorrowedFd<'_>, output: Output) -> io::Result<()> {
     let mut old = MaybeUninit::<libc::termios>::uninit();
     // SAFETY: tcgetattr fills `old` where it succeeds.
     let old = unsafe {
@@ -33,7 +77,9 @@ pub fn set_raw(fd: BorrowedFd<'_>) -> io::Result<()> {
     let mut raw = old;
     // SAFETY: `raw` is a valid termios.
     unsafe { libc::cfmakeraw(&mut raw) };
-    raw.c_oflag = old.c_oflag;
+    if output == Output::Processed {
+        raw.c_oflag = old.c_oflag;
+    }
     let own = fd.try_clone_to_owned()?;
     set(own.as_raw_fd(), &raw)?;
     *RAW.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some((own, old));
@@ -61,13 +107,18 @@ fn set(fd: RawFd, mode: &libc::termios) -> io::Result<()> {
 
 /// How many characters a line of the terminal `fd` has; `None` where it does not say.
 pub fn columns(fd: BorrowedFd<'_>) -> Option<usize> {
+    Some(usize::from(size(fd).1)).filter(|columns| *columns > 0)
+}
+
+/// The lines of the terminal `fd`, and the characters of one; 0 where it does not say.
+pub fn size(fd: BorrowedFd<'_>) -> (u16, u16) {
     let mut size = MaybeUninit::<libc::winsize>::zeroed();
     // SAFETY: TIOCGWINSZ fills a winsize, which zeroed bytes are too.
     let size = unsafe {
         libc::ioctl(fd.as_raw_fd(), libc::TIOCGWINSZ, size.as_mut_ptr());
         size.assume_init()
     };
-    (size.ws_col > 0).then_some(size.ws_col.into())
+    (size.ws_row, size.ws_col)
 }
 
 /// Whether a write of a byte to `fd` would not block. Files always take one.
@@ -171,7 +222,7 @@ mod tests {
         };
         cooked.c_lflag |= libc::ECHO | libc::ICANON;
         set(slave.as_raw_fd(), &cooked).unwrap();
-        set_raw(slave.as_fd()).unwrap();
+        set_raw(slave.as_fd(), Output::Processed).unwrap();
         assert_eq!(lflag() & (libc::ECHO | libc::ICANON), 0);
         restore();
         assert_eq!(lflag(), cooked.c_lflag);

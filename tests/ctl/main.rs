@@ -6,6 +6,7 @@ mod bed;
 mod home;
 #[path = "../images/mod.rs"]
 mod images;
+mod terminal;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -22,6 +23,16 @@ use vellum::control::client::{Client, Error};
 use vellum::control::{Do, Status};
 
 fn main() -> ExitCode {
+    let mut words = std::env::args().skip(1);
+    if words.next().as_deref() == Some(terminal::WORD) {
+        return match terminal::agent(words) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("agent: {error}");
+                ExitCode::FAILURE
+            }
+        };
+    }
     Trials::from_args().run()
 }
 

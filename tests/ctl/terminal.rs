@@ -1,0 +1,258 @@
+//! `vellum exec --terminal`: a terminal at both ends. The guest's is the agent's own code, in a process of this test's, at the end of a
+//! unix socket in place of a vsock.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+
+use guest_agent::serve::{Children, connected};
+use guest_agent::{Launch, Request, frame};
+use harness::{Failed, Need, ensure, trial};
+use serde_json::{Value, json};
+use vellum::sys::terminal::open_pty;
+
+use crate::home::{Home, VELLUM};
+
+/// By which word this program is such a guest.
+pub const WORD: &str = "agent-of-a-guest";
+
+/// Serves `control`, as a machine with a vsock does, and `vsock`, as its guest.
+pub fn agent(mut paths: impl Iterator<Item = String>) -> io::Result<()> {
+    let [control, vsock] = [paths.next(), paths.next()].map(Option::unwrap_or_default);
+    let (machine, guest) = (UnixListener::bind(control)?, UnixListener::bind(&vsock)?);
+    let children = Arc::<Children>::default();
+    let reaper = children.clone();
+    std::thread::spawn(move || reaper.reap());
+    std::thread::spawn(move || {
+        for stream in guest.incoming().flatten() {
+            let children = children.clone();
+            std::thread::spawn(move || {
+                let mut line = Vec::new();
+                while line.last() != Some(&b'\n') {
+                    let mut byte = [0];
+                    (&stream).read_exact(&mut byte)?;
+                    line.push(byte[0]);
+                }
+                (&stream).write_all(b"OK 1\n")?;
+                connected(File::from(OwnedFd::from(stream)), &children)
+            });
+        }
+    });
+    println!("ready");
+    for stream in machine.incoming() {
+        answer(&stream?, &vsock)?;
+    }
+    Ok(())
+}
+
+fn answer(stream: &UnixStream, vsock: &str) -> io::Result<()> {
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line)?;
+    let asked: Value = serde_json::from_str(&line)?;
+    let mut stream = stream;
+    writeln!(stream, "{}", json!({"id": asked["id"], "ok": {"vsock": vsock}}))
+}
+
+/// Such a guest, which ends with this.
+struct Guest {
+    process: Child,
+    control: PathBuf,
+}
+
+impl Guest {
+    fn start(home: &Home) -> Result<Self, Failed> {
+        let [control, vsock] = ["control", "vsock"].map(|name| home.0.join(name));
+        let mut command = Command::new(std::env::current_exe()?);
+        command.arg(WORD).args([&control, &vsock]).stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut process = command.spawn()?;
+        let mut line = String::new();
+        BufReader::new(process.stdout.take().ok_or("a pipe")?).read_line(&mut line)?;
+        ensure(line == "ready\n", || format!("the guest: {line:?}"))?;
+        Ok(Self { process, control })
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// A user's terminal with `vellum exec --terminal` on it.
+struct User {
+    master: File,
+    /// Kept, so that it does not hang up.
+    _slave: File,
+    name: String,
+    process: Child,
+}
+
+impl User {
+    fn start(guest: &Guest, command: &[&str]) -> Result<Self, Failed> {
+        let (master, slave, name) = open_pty()?;
+        let terminal = |arguments: &[&str]| stty(&name, arguments);
+        terminal(&["sane"])?;
+        terminal(&["rows", "33", "cols", "77"])?;
+        let process = Command::new("setsid")
+            .args(["-c", VELLUM, "exec", "--terminal"])
+            .arg(&guest.control)
+            .arg("--")
+            .args(command)
+            .env("TERM", "vt220")
+            .stdin(slave.try_clone()?)
+            .stdout(slave.try_clone()?)
+            .stderr(slave.try_clone()?)
+            .spawn()?;
+        Ok(Self { master, _slave: slave, name, process })
+    }
+
+    /// Reads until `text` has come.
+    fn wait_for(&mut self, text: &str) -> Result<(), Failed> {
+        let mut said = Vec::new();
+        while !said.ends_with(text.as_bytes()) {
+            let mut byte = [0];
+            self.master.read_exact(&mut byte).map_err(|error| {
+                format!("{error} behind {:?}, and no {text:?}", String::from_utf8_lossy(&said))
+            })?;
+            said.push(byte[0]);
+        }
+        Ok(())
+    }
+
+    /// It has ended with `status`, and the terminal is as it was.
+    fn ended(mut self, status: i32) -> Result<(), Failed> {
+        let ended = self.process.wait()?;
+        ensure(ended.code() == Some(status), || format!("{ended}, and not {status}"))?;
+        let mode = stty(&self.name, &["-a"])?;
+        ensure(mode.contains(" echo ") && mode.contains(" icanon ") && mode.contains(" opost "), || {
+            format!("the terminal stays raw: {mode}")
+        })
+    }
+}
+
+fn stty(name: &str, arguments: &[&str]) -> Result<String, Failed> {
+    let output = Command::new("stty").args(["-F", name]).args(arguments).output()?;
+    ensure(output.status.success(), || format!("stty {arguments:?}: {output:?}"))?;
+    // Each word between spaces.
+    let said = String::from_utf8_lossy(&output.stdout).replace(';', "");
+    Ok(format!(" {} ", said.split_whitespace().collect::<Vec<_>>().join(" ")))
+}
+
+fn setsid() -> Need {
+    match Command::new("setsid").args(["-c", "true"]).stdin(Stdio::null()).output() {
+        Ok(_) => Ok(()),
+        Err(error) => Err(format!("needs setsid ({error}): apt-get install util-linux")),
+    }
+}
+
+#[trial(setsid())]
+fn a_terminal_has_its_size_its_keys_and_the_commands_status() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let guest = Guest::start(&home)?;
+    let script = "stty size; echo $TERM; tty; until [ \"$(stty size)\" = '40 100' ]; do :; done; echo resized
+        trap 'echo interrupted; exit 9' INT; read line; echo \"<$line>\"; cat";
+    let mut user = User::start(&guest, &["sh", "-c", script])?;
+    user.wait_for("33 77\r\nvt220\r\n/dev/pts/")?;
+    let mode = stty(&user.name, &["-a"])?;
+    ensure(mode.contains(" -icanon ") && mode.contains(" -opost "), || format!("it is not raw: {mode}"))?;
+    stty(&user.name, &["rows", "40", "cols", "100"])?;
+    user.wait_for("resized\r\n")?;
+    // Ctrl-a and a newline are the guest's, which has its own line editing and echo.
+    user.master.write_all(b"ab\x7fc\x01\x01\r")?;
+    user.wait_for("<ac\x01>\r\n")?;
+    user.master.write_all(b"\x03")?;
+    user.wait_for("interrupted\r\n")?;
+    user.ended(9)
+}
+
+/// Whoever keeps the terminal open behind its command keeps nobody.
+#[trial(setsid())]
+fn a_terminal_is_over_with_its_command() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let guest = Guest::start(&home)?;
+    // 64 KiB that are still on their way when it ends, and a process that takes no notice of a hang-up.
+    let script = "(trap '' HUP; exec sleep 20) & head -c 65536 /dev/zero | tr '\\0' x; echo end; exit 4";
+    let mut user = User::start(&guest, &["sh", "-c", script])?;
+    user.wait_for(&format!("{}end\r\n", "x".repeat(65536)))?;
+    user.ended(4)?;
+    // A shell where nothing else is named.
+    let mut user = User::start(&guest, &[])?;
+    user.master.write_all(b"exit 6\r")?;
+    user.wait_for("exit 6")?;
+    let ended = user.process.wait()?;
+    ensure(ended.code() == Some(6), || format!("a shell: {ended}"))?;
+    User::start(&guest, &["/nonexistent/program"])?.ended(14)
+}
+
+#[trial(setsid())]
+fn a_terminal_is_given_back_at_every_end() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let mut guest = Guest::start(&home)?;
+    let on = |guest: &Guest| -> Result<User, Failed> {
+        let mut user = User::start(guest, &["sh", "-c", "trap '' INT; echo on; exec sleep 1000"])?;
+        user.wait_for("on\r\n")?;
+        Ok(user)
+    };
+    for (signal, status) in [("-TERM", 143), ("-INT", 130), ("-HUP", 129)] {
+        let user = on(&guest)?;
+        let killed = Command::new("kill").args([signal, &user.process.id().to_string()]).status()?;
+        ensure(killed.success(), || format!("kill {signal}: {killed}"))?;
+        user.ended(status)?;
+    }
+    let mut user = on(&guest)?;
+    user.master.write_all(b"\x01x")?;
+    user.ended(129)?;
+    let user = on(&guest)?;
+    guest.process.kill()?;
+    guest.process.wait()?;
+    user.ended(1)
+}
+
+/// The same agent with streams apart: as the command of `vellum run -k KERNEL -- COMMAND` has them.
+#[trial]
+fn streams_come_apart_without_a_terminal() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let _guest = Guest::start(&home)?;
+    let mut stream = UnixStream::connect(home.0.join("vsock"))?;
+    let command = ["sh", "-c", "cat; echo no >&2; exit 7"].map(str::to_owned).to_vec();
+    let request = Request::Launch(Launch { command, ..Launch::default() });
+    stream.write_all(format!("CONNECT 1024\n{}\n", serde_json::to_string(&request)?).as_bytes())?;
+    let data: Vec<u8> = (0..300_000u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let (mut to, sent) = (stream.try_clone()?, data.clone());
+    let writer = std::thread::spawn(move || {
+        sent.chunks(frame::MAX).try_for_each(|piece| frame::write(&mut to, frame::INPUT, piece))?;
+        frame::write(&mut to, frame::INPUT, &[])
+    });
+    let mut greeting = [0; 5];
+    stream.read_exact(&mut greeting)?;
+    let (mut piece, mut outputs) = (Vec::new(), [Vec::new(), Vec::new()]);
+    let status = loop {
+        match frame::read(&mut stream, &mut piece)?.ok_or("it ended early")? {
+            frame::OUTPUT => outputs[0].extend_from_slice(&piece),
+            frame::ERRORS => outputs[1].extend_from_slice(&piece),
+            frame::EXIT => break i32::from_le_bytes(piece[..].try_into()?),
+            other => return Err(format!("a piece of kind {other}").into()),
+        }
+    };
+    writer.join().expect("it does not panic")?;
+    let [out, errors] = outputs;
+    ensure(status == 7 && errors == b"no\n" && out == data, || {
+        format!("status {status}, {} of {} bytes, {errors:?}", out.len(), data.len())
+    })
+}
+
+#[trial]
+fn what_is_no_terminal_is_refused() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let guest = Guest::start(&home)?;
+    let output = home.vellum(&format!("exec --terminal {} -- true", Path::new(&guest.control).display()))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure(output.status.code() == Some(2) && said.contains("--terminal: standard input"), || {
+        format!("{output:?}")
+    })
+}
