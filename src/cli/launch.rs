@@ -99,7 +99,7 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
     let mounts = Mounts { shares };
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let kernel = Kernel::find(named, release.trim()).map_err(failure)?;
-    image::check(&kernel, &mounts).map_err(failure)?;
+    image::check(&kernel, &mounts, all.initrd.is_some()).map_err(failure)?;
     let program = args.command.first().map(String::as_str);
     let archive = image::pack(&kernel, all.initrd.as_deref(), &mounts, program).map_err(failure)?;
     let initrd = memfd(c"vellum-initramfs", 0, None)

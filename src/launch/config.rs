@@ -1,5 +1,36 @@
 //! What a guest's kernel must have been configured with, and what a configuration lacks of it.
 
+use std::io::Read;
+
+/// The most that a configuration may have: one with everything has 300 KiB.
+const MOST: u64 = 4 << 20;
+
+/// The configuration in `image`, a kernel with CONFIG_IKCONFIG (kernel/configs.c): gzip's between two marks. An image that unpacks itself
+/// has it in what it unpacks, which is looked into where that is gzip's, zstd's or plain xz's.
+pub fn within(image: &[u8]) -> Option<String> {
+    let kernel = payload(image).and_then(|packed| super::kernel::unpack(packed.to_vec()).ok());
+    let image = kernel.as_deref().unwrap_or(image);
+    let mark = b"IKCFG_ST\x1f\x8b";
+    let at = image.windows(mark.len()).position(|window| window == mark)?;
+    let mut text = String::new();
+    flate2::read::GzDecoder::new(&image[at + 8..]).take(MOST).read_to_string(&mut text).ok()?;
+    text.contains("CONFIG_").then_some(text)
+}
+
+/// What a bzImage unpacks (Documentation/arch/x86/boot.rst: setup_sects, payload_offset, payload_length). But for gzip's it ends with its
+/// unpacked length, 4 bytes.
+fn payload(image: &[u8]) -> Option<&[u8]> {
+    let word = |at: usize| Some(u32::from_le_bytes(image.get(at..at + 4)?.try_into().ok()?) as usize);
+    if image.get(0x202..0x206)? != b"HdrS" {
+        return None;
+    }
+    // The setup code is 4 sectors where it says 0; the boot sector comes before.
+    let sectors = usize::from(if image[0x1f1] == 0 { 4 } else { image[0x1f1] }) + 1;
+    let start = word(0x248)?.checked_add(sectors * 512)?;
+    let packed = image.get(start..start.checked_add(word(0x24c)?)?)?;
+    if packed.starts_with(&[0x1f, 0x8b]) { Some(packed) } else { packed.get(..packed.len().checked_sub(4)?) }
+}
+
 /// A symbol, whether it may be a module, and what for.
 pub type Symbol = (&'static str, bool, &'static str);
 
@@ -76,6 +107,34 @@ pub fn fragment() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_configuration_is_found_in_an_image() {
+        use std::io::Write;
+        let gzip = |data: &[u8]| {
+            let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+            packed.write_all(data).unwrap();
+            packed.finish().unwrap()
+        };
+        let text = "# Linux\nCONFIG_ACPI=y\n";
+        let mut kernel = b"\x7fELF....IKCFG_ST?".to_vec();
+        kernel.extend([&b"IKCFG_ST"[..], &gzip(text.as_bytes()), b"IKCFG_ED"].concat());
+        assert_eq!(within(&kernel).as_deref(), Some(text));
+        let packed = gzip(&kernel);
+        let mut image = vec![0; 2 * 512 + 16];
+        image[0x1f1] = 1;
+        image[0x202..0x206].copy_from_slice(b"HdrS");
+        image[0x248] = 16;
+        image[0x24c..0x250].copy_from_slice(&(packed.len() as u32).to_le_bytes());
+        image.extend(&packed);
+        assert_eq!(within(&image).as_deref(), Some(text));
+        for end in [0, 0x1f0, 0x204, 0x24b, 2 * 512 + 16] {
+            assert_eq!(within(&image[..end]), None, "{end}");
+        }
+        image[0x248..0x250].fill(0xff);
+        assert_eq!(payload(&image), None);
+        assert_eq!(within(&kernel[..kernel.len() - 20]), None);
+    }
 
     #[test]
     fn the_fragment_lacks_nothing_and_each_missing_line_is_named() {

@@ -32,17 +32,21 @@ fn shared(mounts: &Mounts) -> &'static [Symbol] {
     &SHARED[..if mounts.shares.is_empty() { 0 } else { 1 + usize::from(overlays) }]
 }
 
-/// Refuses a kernel that could not mount `mounts` and run a command, where its configuration tells.
+/// Refuses a kernel that could not mount `mounts` and run a command, where its configuration tells. With an initrd of the user's, that may
+/// have the modules of an image that is alone.
 ///
 /// # Errors
 /// What it lacks.
-pub fn check(kernel: &Kernel, mounts: &Mounts) -> Result<(), Error> {
+pub fn check(kernel: &Kernel, mounts: &Mounts, initrd: bool) -> Result<(), Error> {
     let Some(text) = &kernel.config else { return Ok(()) };
     let needed = || NEEDED.iter().chain(shared(mounts));
     let lacks = config::lacks(text, needed());
     if !lacks.is_empty() {
         let lacks = lacks.iter().map(|symbol| format!("CONFIG_{symbol}")).collect::<Vec<_>>().join(", ");
         return Err(Error::Lacks { image: kernel.image.clone(), lacks });
+    }
+    if initrd && !kernel.has_modules() {
+        return Ok(());
     }
     for symbol in config::modules(text, needed()) {
         let module = module_of(symbol);

@@ -5,7 +5,7 @@ use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use super::Error;
+use super::{Error, config};
 
 /// The most that a module may become when it is unpacked.
 const MOST: u64 = 256 << 20;
@@ -15,7 +15,7 @@ const MOST: u64 = 256 << 20;
 pub struct Kernel {
     /// Its image.
     pub image: PathBuf,
-    /// Its configuration, as text, where that is there.
+    /// Its configuration, as text, where that is beside it or in it.
     pub config: Option<String>,
     /// Where its modules are.
     pub place: PathBuf,
@@ -44,6 +44,20 @@ impl Kernel {
     /// # Errors
     /// Where there is none.
     pub fn find(named: &Path, release: &str) -> Result<Self, Error> {
+        let mut kernel = Self::named(named, release)?;
+        if kernel.config.is_none() {
+            // An image that cannot be read is somebody else's to refuse.
+            kernel.config = fs::read(&kernel.image).ok().and_then(|image| config::within(&image));
+        }
+        Ok(kernel)
+    }
+
+    /// Whether it has modules.
+    pub fn has_modules(&self) -> bool {
+        !self.modules.is_empty()
+    }
+
+    fn named(named: &Path, release: &str) -> Result<Self, Error> {
         if named == Path::new("host") && !named.exists() {
             let image = PathBuf::from(format!("/boot/vmlinuz-{release}"));
             return match fs::File::open(&image) {
@@ -175,7 +189,8 @@ fn read(path: &Path) -> Result<Vec<u8>, Error> {
     unpack(packed).map_err(|why| Error::Module { path: path.into(), why })
 }
 
-fn unpack(packed: Vec<u8>) -> Result<Vec<u8>, String> {
+/// What is packed by gzip, xz or zstd, or not at all: an ELF file.
+pub(super) fn unpack(packed: Vec<u8>) -> Result<Vec<u8>, String> {
     let mut content = Vec::new();
     if packed.starts_with(&[0x1f, 0x8b]) {
         let mut reader = flate2::read::GzDecoder::new(&packed[..]).take(MOST + 1);
