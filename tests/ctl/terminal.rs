@@ -6,8 +6,9 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
+use std::thread::JoinHandle;
 
 use guest_agent::serve::{Children, connected};
 use guest_agent::{Launch, Request, frame};
@@ -86,10 +87,10 @@ impl Drop for Guest {
 /// A user's terminal with `vellum exec --terminal` on it.
 struct User {
     master: File,
-    /// Kept, so that it does not hang up.
-    _slave: File,
     name: String,
-    process: Child,
+    id: u32,
+    /// Waits for the process and keeps the terminal until then: what is read from its master ends with the process.
+    end: JoinHandle<Result<(ExitStatus, String), String>>,
 }
 
 impl User {
@@ -98,7 +99,7 @@ impl User {
         let terminal = |arguments: &[&str]| stty(&name, arguments);
         terminal(&["sane"])?;
         terminal(&["rows", "33", "cols", "77"])?;
-        let process = Command::new("setsid")
+        let mut process = Command::new("setsid")
             .args(["-c", VELLUM, "exec", "--terminal"])
             .arg(&guest.control)
             .arg("--")
@@ -108,7 +109,14 @@ impl User {
             .stdout(slave.try_clone()?)
             .stderr(slave.try_clone()?)
             .spawn()?;
-        Ok(Self { master, _slave: slave, name, process })
+        let (id, terminal) = (process.id(), name.clone());
+        let end = std::thread::spawn(move || {
+            let ended = process.wait().map_err(|error| error.to_string())?;
+            let mode = stty(&terminal, &["-a"]).map_err(|failed| format!("{failed:?}"))?;
+            drop(slave);
+            Ok((ended, mode))
+        });
+        Ok(Self { master, name, id, end })
     }
 
     /// Reads until `text` has come.
@@ -124,11 +132,14 @@ impl User {
         Ok(())
     }
 
+    fn end(self) -> Result<(ExitStatus, String), Failed> {
+        Ok(self.end.join().map_err(|_| "whoever waits for it has panicked")??)
+    }
+
     /// It has ended with `status`, and the terminal is as it was.
-    fn ended(mut self, status: i32) -> Result<(), Failed> {
-        let ended = self.process.wait()?;
+    fn ended(self, status: i32) -> Result<(), Failed> {
+        let (ended, mode) = self.end()?;
         ensure(ended.code() == Some(status), || format!("{ended}, and not {status}"))?;
-        let mode = stty(&self.name, &["-a"])?;
         ensure(mode.contains(" echo ") && mode.contains(" icanon ") && mode.contains(" opost "), || {
             format!("the terminal stays raw: {mode}")
         })
@@ -165,6 +176,9 @@ fn a_terminal_has_its_size_its_keys_and_the_commands_status() -> Result<(), Fail
     // Ctrl-a and a newline are the guest's, which has its own line editing and echo.
     user.master.write_all(b"ab\x7fc\x01\x01\r")?;
     user.wait_for("<ac\x01>\r\n")?;
+    // A shell that is interrupted before it has started what it waits for waits all the same: cat is there once it says so itself.
+    user.master.write_all(b"there\r")?;
+    user.wait_for("there\r\nthere\r\n")?;
     user.master.write_all(b"\x03")?;
     user.wait_for("interrupted\r\n")?;
     user.ended(9)
@@ -184,7 +198,7 @@ fn a_terminal_is_over_with_its_command() -> Result<(), Failed> {
     let mut user = User::start(&guest, &[])?;
     user.master.write_all(b"exit 6\r")?;
     user.wait_for("exit 6")?;
-    let ended = user.process.wait()?;
+    let (ended, _) = user.end()?;
     ensure(ended.code() == Some(6), || format!("a shell: {ended}"))?;
     User::start(&guest, &["/nonexistent/program"])?.ended(14)
 }
@@ -200,7 +214,7 @@ fn a_terminal_is_given_back_at_every_end() -> Result<(), Failed> {
     };
     for (signal, status) in [("-TERM", 143), ("-INT", 130), ("-HUP", 129)] {
         let user = on(&guest)?;
-        let killed = Command::new("kill").args([signal, &user.process.id().to_string()]).status()?;
+        let killed = Command::new("kill").args([signal, &user.id.to_string()]).status()?;
         ensure(killed.success(), || format!("kill {signal}: {killed}"))?;
         user.ended(status)?;
     }
