@@ -44,6 +44,8 @@ pub enum Field {
     GuestAddress,
     /// The page size of the guest's own tables.
     GuestPage,
+    /// How much Arm's KVM splits at a time.
+    EagerSplit,
     /// The initial RAM disk.
     Initrd,
     /// Which interrupt controllers there are, and where.

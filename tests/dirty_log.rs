@@ -540,6 +540,7 @@ fn bench_config(method: Method) -> dirty_log::Config {
         // Less than the memory has pages, so that it fills up.
         ring_entries: 1024,
         chunk: method.is_manual().then_some(128),
+        eager_split: None,
         run_while_disabling: true,
         seed: 1,
         phys_offset: Some(1 << 32),

@@ -51,6 +51,8 @@ pub struct Config {
     pub ring_entries: u32,
     /// Pages that one clear covers; `None` for whole memslots.
     pub chunk: Option<u64>,
+    /// How many bytes of blocks KVM splits at a time as soon as they are logged; `None` for what it does by itself.
+    pub eager_split: Option<u64>,
     /// Whether vCPUs run while the log is switched off.
     pub run_while_disabling: bool,
     /// The seed of random orders.
@@ -190,6 +192,9 @@ fn ask(report: &mut Report, config: &Config, method: Method) {
     report.ask("overlap", config.overlap);
     report.ask("slots", config.slots);
     report.ask("clear_chunk", config.chunk.map_or("slot".into(), |pages| serde_json::json!(pages)));
+    if let Some(bytes) = config.eager_split {
+        report.ask("eager_split", bytes);
+    }
     report.ask("run_while_disabling", config.run_while_disabling);
     report.ask("seed", config.seed);
     if let Some(offset) = config.phys_offset {

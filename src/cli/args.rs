@@ -66,9 +66,9 @@ pub const BACKING: Offering<Parse<Backing>> = Offering(
     ],
 );
 
-/// `--memory SIZE[,backing=…][,prealloc=on|off][,lock=on|off][,slots=N]`.
+/// `--memory SIZE[,backing=…][,prealloc=on|off][,lock=on|off][,slots=N][,eager-split=SIZE]`.
 pub fn memory(text: &str) -> Result<MemoryConfig, String> {
-    let keys = &["size", "backing", "prealloc", "lock", "slots"];
+    let keys = &["size", "backing", "prealloc", "lock", "slots", "eager-split"];
     let kv = KeyValues::parse(text, Some("size"), keys).map_err(|e| e.to_string())?;
     let read = || -> Result<MemoryConfig, keyvalue::Error> {
         let mut config = MemoryConfig::new(kv.required("size", |text| size(text, 1 << 20))?);
@@ -78,6 +78,7 @@ pub fn memory(text: &str) -> Result<MemoryConfig, String> {
         config.prealloc = kv.switch("prealloc")?.unwrap_or(false);
         config.lock = kv.switch("lock")?.unwrap_or(false);
         config.slots = kv.with("slots", |text| number(text, 1..=32_764))?.unwrap_or(1);
+        config.eager_split = kv.with("eager-split", |text| size(text, 1))?;
         Ok(config)
     };
     read().map_err(|e| e.to_string())

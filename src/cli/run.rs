@@ -31,8 +31,9 @@ pub struct RunArgs {
     #[arg(short, long, value_name = "N", value_parser = args::cpus, default_value = "1")]
     cpus: args::Cpus,
 
-    /// Guest memory: `SIZE[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock][,slots=N]`;
-    /// sizes take k, m, g, t, and a bare number is in MiB
+    /// Guest memory: `SIZE[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock][,slots=N]`
+    /// `[,eager-split=SIZE]`; sizes take k, m, g, t, and a bare number is in MiB; eager-split has Arm's KVM split blocks of that size
+    /// as soon as they are logged
     #[arg(short, long, value_name = "SIZE", value_parser = args::memory, default_value = "256m")]
     #[arg(default_value_if("kernel", clap::builder::ArgPredicate::IsPresent, "512m"))]
     memory: MemoryConfig,
@@ -139,6 +140,7 @@ pub(super) const FLAGS: Flags = &[&[
     (Field::Sandbox, "--sandbox:"),
     (Field::Serial, "--serial"),
     (Field::Slots, "--memory slots="),
+    (Field::EagerSplit, "--memory eager-split:"),
     (Field::Tracker, "--dirty-ring:"),
     (Field::User, "--user"),
 ]];

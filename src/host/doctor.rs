@@ -60,7 +60,8 @@ pub fn examine() -> Diagnosis {
     #[cfg(target_arch = "aarch64")]
     checks.extend(kvm.as_ref().ok().and_then(|kvm| Some(stage2(&super::stage2::examine(kvm).ok()?))));
     checks.push(module(&facts));
-    checks.extend(kvm.as_ref().ok().map(cr3_cache));
+    // Arm has no CR3.
+    checks.extend(kvm.as_ref().ok().filter(|_| facts.paging != Paging::Stage2).map(cr3_cache));
     checks.extend(hugepages::sizes().into_iter().map(huge_pages));
     checks.extend([thp(&facts), userfaultfd(), locked_memory(), tun(), seccomp(), landlock()]);
     checks.push(Check::ok("CPUs", format!("{}; {}", topology::cpus(), facts.cpu)));

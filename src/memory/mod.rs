@@ -103,12 +103,14 @@ pub struct MemoryConfig {
     pub lock: bool,
     /// Into how many memslots RAM is cut, on each side of the gap evenly by size.
     pub slots: u32,
+    /// How many bytes of blocks KVM splits at a time as soon as they are logged, where it can be told (Arm).
+    pub eager_split: Option<u64>,
 }
 
 impl MemoryConfig {
     /// `size` bytes, all else as on an unadorned command line.
     pub fn new(size: u64) -> Self {
-        Self { size, backing: Backing::Anonymous, prealloc: false, lock: false, slots: 1 }
+        Self { size, backing: Backing::Anonymous, prealloc: false, lock: false, slots: 1, eager_split: None }
     }
 }
 

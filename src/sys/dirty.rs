@@ -8,9 +8,9 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use kvm_bindings::{
-    KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP,
-    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_PAGE_OFFSET, kvm_clear_dirty_log, kvm_dirty_gfn,
-    kvm_dirty_log, kvm_enable_cap,
+    KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE, KVM_CAP_ARM_SUPPORTED_BLOCK_SIZES, KVM_CAP_DIRTY_LOG_RING,
+    KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
+    KVM_DIRTY_LOG_PAGE_OFFSET, kvm_clear_dirty_log, kvm_dirty_gfn, kvm_dirty_log, kvm_enable_cap,
 };
 use kvm_ioctls::{VcpuFd, VmFd};
 use vmm_sys_util::ioctl::{ioctl, ioctl_with_mut_ref, ioctl_with_ref};
@@ -48,6 +48,22 @@ pub fn set_manual_protect(vm: &VmFd, bits: u32) -> io::Result<()> {
 
 fn enable(vm: &VmFd, cap: u32, argument: u32) -> io::Result<()> {
     let cap = kvm_enable_cap { cap, args: [argument.into(), 0, 0, 0], ..Default::default() };
+    vm.enable_cap(&cap).map_err(|error| io::Error::from_raw_os_error(error.errno()))
+}
+
+/// The sizes of blocks that Arm's KVM can be told to split at a time, as the sum of them; 0 where it cannot be told.
+pub fn block_sizes(vm: &VmFd) -> u64 {
+    if vm.check_extension_raw(KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE.into()) < 0 {
+        return 0;
+    }
+    // What is returned is an int whose bits are sizes up to 1 GiB (arch/arm64/kvm/arm.c).
+    u64::from(vm.check_extension_raw(KVM_CAP_ARM_SUPPORTED_BLOCK_SIZES.into()).max(0).cast_unsigned())
+}
+
+/// Has Arm's KVM split so many bytes at a time as soon as they are logged, in a VM that has no memslots yet.
+pub fn set_eager_split(vm: &VmFd, bytes: u64) -> io::Result<()> {
+    let args = [bytes, 0, 0, 0];
+    let cap = kvm_enable_cap { cap: KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE, args, ..Default::default() };
     vm.enable_cap(&cap).map_err(|error| io::Error::from_raw_os_error(error.errno()))
 }
 

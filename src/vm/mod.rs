@@ -5,6 +5,7 @@
 
 pub mod counters;
 pub mod cr3_cache;
+pub mod eager_split;
 pub mod exits;
 pub mod lifecycle;
 pub mod memslots;
@@ -51,6 +52,9 @@ pub enum Error {
     /// The CR3 cache.
     #[error(transparent)]
     Cr3Cache(#[from] cr3_cache::Error),
+    /// Blocks that are split at once.
+    #[error(transparent)]
+    EagerSplit(#[from] eager_split::Error),
     /// KVM has no such memslot.
     #[error("there is no memslot {0}")]
     NoSlot(u32),
@@ -73,6 +77,7 @@ impl Fault for Error {
             Self::Vcpu(error) => error.blame(),
             Self::Ring(error) => error.blame(),
             Self::Cr3Cache(error) => error.blame(),
+            Self::EagerSplit(error) => error.blame(),
             Self::Cpus { .. } => Blame::user(Field::Cpus),
         }
     }
@@ -134,6 +139,9 @@ impl Vm {
         let memslots = Arc::new(Memslots::new(fd.clone()));
         let ring = |entries| DirtyRing::enable(&fd, &memslots, entries).map(Arc::new);
         let dirty_ring = entries.map(ring).transpose()?;
+        if let Some(bytes) = memory.config.eager_split {
+            eager_split::enable(&fd, bytes)?;
+        }
         memory.slots().iter().try_for_each(|slot| memslots.set(slot, 0))?;
         Ok(Self { fd, memory, dirty_ring, cr3_cache: None, memslots })
     }

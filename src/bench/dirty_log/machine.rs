@@ -45,8 +45,12 @@ impl<'a> Run<'a> {
         kvm: &kvm_ioctls::Kvm,
         report: &'a mut Report,
     ) -> Result<Self, Error> {
-        let memory =
-            MemoryConfig { backing: config.region.backing, slots: config.slots, ..MemoryConfig::new(total) };
+        let memory = MemoryConfig {
+            backing: config.region.backing,
+            slots: config.slots,
+            eager_split: config.eager_split,
+            ..MemoryConfig::new(total)
+        };
         let mut memory = Memory::map(crate::arch::layout::RAM, memory)?;
         place(&mut memory, config.phys_offset)?;
         let dirty_ring = (method == Method::Ring).then_some(config.ring_entries);

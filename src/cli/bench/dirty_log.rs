@@ -67,6 +67,10 @@ pub struct DirtyLogArgs {
     #[arg(long, value_name = "NAME", value_parser = args::TRACKER, hide_possible_values = true)]
     tracker: Option<args::Tracker>,
 
+    /// Have Arm's KVM split blocks as soon as they are logged, so many bytes at a time, as in 2m
+    #[arg(long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1))]
+    eager_split: Option<u64>,
+
     /// Clear in chunks of so many pages, a multiple of 64, instead of whole memslots
     #[arg(long, value_name = "PAGES", value_parser = args::clear_chunk)]
     clear_chunk: Option<u64>,
@@ -126,6 +130,7 @@ pub(super) const FLAGS: Flags = &[
     &[
         (Field::ClearChunk, "--clear-chunk"),
         (Field::Collect, "--collect"),
+        (Field::EagerSplit, "--eager-split:"),
         (Field::GuestAddress, "-p"),
         (Field::RingEntries, "--tracker ring,entries="),
         (Field::Slots, "-x"),
@@ -164,6 +169,7 @@ pub(super) fn run(args: DirtyLogArgs) -> Result<Exit, Failure> {
         method,
         ring_entries: args.tracker.and_then(|tracker| tracker.entries).unwrap_or(RING_ENTRIES),
         chunk: args.clear_chunk,
+        eager_split: args.eager_split,
         run_while_disabling: args.run_while_disabling,
         seed: args.seed,
         phys_offset: args.phys_offset,
