@@ -1,11 +1,14 @@
 //! The architectures whose hosts are emulated: what cargo and Debian call them.
 
-/// An architecture.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+use clap::ValueEnum;
+
+/// An architecture. The command line and files call it as the kernel does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub enum Architecture {
     /// x86-64.
     X86,
     /// Arm, 64 bits.
+    #[value(name = "arm64")]
     Arm,
 }
 

@@ -1,11 +1,12 @@
 //! Linux guests: one of Debian's kernels, and an initramfs with the guest agent. `resources/guest-image` is the recipe.
-//! The kernel comes as a bzImage, and the ELF image in it can be had too.
+//! The kernel comes as a bzImage, and the ELF image in it can be had too; of Arm's it is an Image, and there is no other.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::artifacts::{Kernel, build_static};
+use crate::architecture::Architecture;
+use crate::artifacts::{self, Kernel, build_for};
 use crate::cache::Cache;
 use crate::initramfs::{Initramfs, copy};
 use crate::{Error, Result, tool};
@@ -20,17 +21,17 @@ const MODULES: &str = include_str!("../../../resources/guest-image/modules");
 pub struct Guest {
     /// The package of its kernel, as reports name it.
     pub package: String,
-    /// Its bzImage.
+    /// Its bzImage, or its Image.
     pub kernel: PathBuf,
     /// Its initramfs.
     pub initrd: PathBuf,
 }
 
 impl Guest {
-    /// Makes a guest of Debian's kernel `version` in `dir`.
-    pub fn make(cache: &Cache, version: &str, dir: &Path) -> Result<Self> {
-        let kernel = Kernel::debian(cache, version)?;
-        let built = build_static(&["build", "--package", "guest-agent", "--bins"])?;
+    /// Makes a guest of Debian's kernel `version` for `architecture` in `dir`.
+    pub fn make(cache: &Cache, architecture: Architecture, version: &str, dir: &Path) -> Result<Self> {
+        let kernel = Kernel::debian_for(cache, architecture, version)?;
+        let built = build_for(architecture, &["build", "--package", "guest-agent", "--bins"])?;
         let agent = built.first().ok_or_else(|| Error::Usage("cargo built no guest agent".into()))?;
 
         let mut image = Initramfs::new();
@@ -46,7 +47,10 @@ impl Guest {
             image.file(&format!("/modules/{list}"), 0o644, order.as_bytes());
         }
         let busybox = tool::need("busybox")?;
-        copy(&mut image, &busybox, "/bin/busybox")?;
+        match architecture {
+            Architecture::X86 => copy(&mut image, &busybox, "/bin/busybox")?,
+            other => copy(&mut image, &artifacts::busybox(cache, other)?, "/bin/busybox")?,
+        }
         for name in
             tool::text(Command::new(&busybox).arg("--list"))?.lines().filter(|name| *name != "busybox")
         {

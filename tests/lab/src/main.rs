@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use clap::builder::PossibleValue;
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
+use lab::architecture::Architecture;
 use lab::artifacts::{Kernel, Programs};
 use lab::bed::{self, BEDS, Emulated, HostKernel, Pace, Request, svm};
 use lab::cache::Cache;
@@ -130,7 +131,10 @@ enum What {
         /// Which kernel: 6.1 or 6.12
         #[arg(long, default_value = "6.1")]
         kernel: String,
-        /// The ELF image too, which the other two ways of booting need
+        /// Whose: x86, or arm64 for hosts of 64-bit Arm
+        #[arg(long, value_name = "ARCH", default_value = "x86")]
+        arch: Architecture,
+        /// The ELF image too, which the other two ways of booting x86 need
         #[arg(long)]
         vmlinux: bool,
         /// Where it goes, as `vmlinuz`, `initrd` and `vmlinux`
@@ -234,8 +238,8 @@ enum KernelCommand {
 /// How an emulated host is made.
 #[derive(Args)]
 struct Host {
-    /// The host's kernel: 6.1 or 6.12 of Debian's, or the file of a bzImage with KVM built in, or with KVM's modules in the
-    /// directory `modules` beside it
+    /// The host's kernel: 6.1 or 6.12 of Debian's, or the file of a bzImage (on Arm: an Image) with KVM built in, or with KVM's
+    /// modules in the directory `modules` beside it
     #[arg(long, default_value = "6.1")]
     kernel: String,
     /// Nested paging: 1 uses it, 0 makes KVM shadow the guest's page tables
@@ -340,7 +344,7 @@ fn perform(what: What) -> Result<u8> {
     let done = |result: Result<()>| result.map(|()| 0);
     match what {
         What::Doctor => Ok(doctor::print()),
-        What::Guest { kernel, vmlinux, dir } => done(make_guest(&kernel, vmlinux, &dir)),
+        What::Guest { kernel, arch, vmlinux, dir } => done(make_guest(&kernel, arch, vmlinux, &dir)),
         What::Run { bed, host, out, command } => run(bed, host, &out, command),
         What::Shell { bed, host } => done(shell(bed, host)),
         What::Test { bed, setup, prebuilt, npt, time, form, arguments } => {
@@ -371,8 +375,11 @@ fn perform(what: What) -> Result<u8> {
     }
 }
 
-fn make_guest(kernel: &str, vmlinux: bool, dir: &Path) -> Result<()> {
-    let guest = Guest::make(&Cache::open()?, kernel, dir)?;
+fn make_guest(kernel: &str, arch: Architecture, vmlinux: bool, dir: &Path) -> Result<()> {
+    if vmlinux && arch != Architecture::X86 {
+        return Err(Error::Usage("--vmlinux: kernels of x86 alone boot as ELF images; leave it out".into()));
+    }
+    let guest = Guest::make(&Cache::open()?, arch, kernel, dir)?;
     if vmlinux {
         guest.unpack_vmlinux()?;
     }

@@ -35,7 +35,9 @@ pub fn complaints(log: &str) -> Vec<String> {
     begins
         .map(|first| {
             let rest = lines[first + 1..].iter().take_while(|line| !is_first(line));
-            let calls = rest.clone().skip_while(|line| !line.contains("Call Trace")).skip(1);
+            // `Call Trace` on x86, `Call trace` on Arm.
+            let traces = |line: &&&str| ["Call Trace", "Call trace"].iter().any(|mark| line.contains(mark));
+            let calls = rest.clone().skip_while(|line| !traces(line)).skip(1);
             // Those with a question mark are what happened to be on the stack.
             let calls = calls.take_while(|line| line.starts_with(' ')).filter(|line| !line.contains('?'));
             let calls: Vec<String> = calls.take(DEPTH).map(|line| lasting(line)).collect();

@@ -100,7 +100,7 @@ type Made = (&'static str, Guest, PathBuf);
 fn guests(cache: &Cache, every: bool) -> Result<Vec<Made>> {
     let versions = Kernel::versions().take(if every { usize::MAX } else { 1 });
     let make = |version: &'static str| {
-        let guest = Guest::make(cache, version, &guests_dir().join(version))?;
+        let guest = Guest::make(cache, Architecture::X86, version, &guests_dir().join(version))?;
         let vmlinux = guest.unpack_vmlinux()?;
         Ok((version, guest, vmlinux))
     };
