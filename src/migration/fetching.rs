@@ -147,7 +147,7 @@ impl Fetching {
             if let Err(error) = sandbox.enter(ThreadKind::Fetching, "fetching") {
                 return speaks(Said::Answers(Err(error.to_string())));
             }
-            let thread = match told.recv() {
+            let mut thread = match told.recv() {
                 Ok(Told::Begin(work)) => Thread::of_files(*work, recording, told, wakes),
                 Ok(Told::Follow(following)) => Thread::of_a_source(*following, told, wakes),
                 _ => return,
@@ -158,9 +158,13 @@ impl Fetching {
             if fails {
                 return;
             }
+            // Where it fails the process ends while this thread still has its userfaultfd: once that is closed, whoever waits finds zeroes.
             match thread.run(&speaks) {
-                Ok(Some(whole)) => speaks(Said::Over(Box::new(whole))),
-                Ok(None) => {}
+                Ok(true) => match thread.finish() {
+                    Ok(whole) => speaks(Said::Over(Box::new(whole))),
+                    Err(why) => end(&why),
+                },
+                Ok(false) => {}
                 Err(why) => end(&why),
             }
         };
@@ -294,8 +298,8 @@ impl Thread {
         Self { landing, origin: Origin::Source(Box::new(asking)), began: Instant::now(), faults: 0 }
     }
 
-    /// Until all is there: what was brought then; `None` where nobody needs it any more.
-    fn run(mut self, say: &dyn Fn(Said)) -> Result<Option<Whole>, String> {
+    /// Until all is there; false where nobody needs it any more.
+    fn run(&mut self, say: &dyn Fn(Said)) -> Result<bool, String> {
         let mut faults = true;
         loop {
             if faults {
@@ -309,13 +313,17 @@ impl Thread {
                         true
                     }
                     asking::Next::Whole => false,
-                    asking::Next::Forsaken => return Ok(None),
+                    asking::Next::Forsaken => return Ok(false),
                 },
             };
             if !more {
-                break;
+                return Ok(true);
             }
         }
+    }
+
+    /// All is there: what was brought.
+    fn finish(self) -> Result<Whole, String> {
         let us = self.began.elapsed().as_micros() as u64;
         let (waited, link) = match self.origin {
             // The descriptor is closed with this: who still waits finds zeroes.
@@ -323,7 +331,7 @@ impl Thread {
             Origin::Source(asking) => asking.finish()?,
         };
         let fetched = Fetched { faults: self.faults, pages: self.landing.brought(), us };
-        Ok(Some(Whole { fetched, waited, link }))
+        Ok(Whole { fetched, waited, link })
     }
 
     /// Answers all who wait.
