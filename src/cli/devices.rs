@@ -8,6 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 
 use super::keyvalue::{self, KeyValues};
 use crate::devices::virtio::fs::FsConfig;
+use crate::devices::virtio::net::user::Forward;
 use crate::devices::virtio::net::{self, NetConfig};
 use crate::devices::virtio::{DeviceConfig, KINDS, Kind};
 use crate::machine::virtio::Config;
@@ -51,6 +52,13 @@ impl<const FOR_KERNEL: bool> Args for DeviceArgs<FOR_KERNEL> {
         let command = command.next_help_heading("Devices");
         let bound = |arg: Arg| if FOR_KERNEL { arg.requires("kernel") } else { arg };
         let command = KINDS.iter().fold(command, |command, kind| command.arg(bound(arg(kind))));
+        let forward =
+            Arg::new("forward").long("forward").value_name("[tcp:|udp:][ADDRESS:]HOSTPORT:GUESTPORT");
+        let forward = forward.value_parser(forward_of).action(ArgAction::Append);
+        let command = command.arg(bound(forward.requires("net").help(
+            "Lead a port of the host to one of the guest's, of TCP unless udp: is said, on 127.0.0.1 unless an address is given; with \
+             --net user; may be repeated",
+        )));
         let about = "The network in kvmtool's words: `mode=none`, or \
             `mode=tap[,tapif=NAME][,guest_mac=ADDRESS][,host_ip=ADDRESS]`";
         let words = Arg::new("network").value_name("mode=none|tap").value_parser(network).help(about);
@@ -93,6 +101,10 @@ impl<const FOR_KERNEL: bool> FromArgMatches for DeviceArgs<FOR_KERNEL> {
                 );
             }
         }
+        let forwards: Vec<Forward> = matches.get_many("forward").into_iter().flatten().cloned().collect();
+        if !forwards.is_empty() {
+            forward(&mut devices, matches, &forwards)?;
+        }
         let networks = matches.get_many::<Network>("network").into_iter().flatten();
         devices.extend(
             networks.filter_map(|network| Some(Arc::new(network.0.clone()?) as Arc<dyn DeviceConfig>)),
@@ -104,6 +116,35 @@ impl<const FOR_KERNEL: bool> FromArgMatches for DeviceArgs<FOR_KERNEL> {
         *self = Self::from_arg_matches(matches)?;
         Ok(())
     }
+}
+
+fn forward_of(text: &str) -> Result<Forward, &'static str> {
+    text.parse()
+}
+
+/// Gives the one interface that passt serves its forwards.
+fn forward(
+    devices: &mut [Arc<dyn DeviceConfig>],
+    matches: &ArgMatches,
+    forwards: &[Forward],
+) -> Result<(), clap::Error> {
+    let refuse =
+        |text: &str| clap::Error::raw(clap::error::ErrorKind::InvalidValue, format!("--forward: {text}\n"));
+    let written = matches.get_raw("net").into_iter().flatten().filter_map(|text| text.to_str());
+    let mut served = written.enumerate().filter_map(|(at, text)| Some((at, net::parse(text).ok()?)));
+    let mut served = served.by_ref().filter(|(_, config)| config.user.is_some());
+    let Some((at, mut config)) = served.next() else { return Err(refuse("it needs --net user")) };
+    if served.next().is_some() {
+        return Err(refuse("with several of --net user give each its own, as in --net user,forward=8080:80"));
+    }
+    if let Some(user) = &mut config.user {
+        user.forwards.extend_from_slice(forwards);
+    }
+    let mut networks = devices.iter_mut().filter(|device| device.kind().key == net::KIND.key);
+    if let Some(device) = networks.nth(at) {
+        *device = Arc::new(config);
+    }
+    Ok(())
 }
 
 /// `--network`, which may ask for none.
@@ -127,6 +168,7 @@ fn network(text: &str) -> Result<Network, String> {
             create: tapif.is_none(),
             host: tapif.is_none().then_some((address, 24)),
             mac: kv.with("guest_mac", net::mac)?,
+            user: None,
         };
         Ok(Network(tap.then_some(config)))
     };
@@ -156,12 +198,12 @@ mod tests {
         let expected = [
             r#"BlkConfig { path: "a,b.img", readonly: true, overlay: None, serial: Some("s1"), queues: 4 }"#,
             r#"BlkConfig { path: "c", readonly: false, overlay: None, serial: None, queues: 1 }"#,
-            r#"NetConfig { tap: "tap0", create: true, host: Some((10.0.0.1, 24)), mac: None }"#,
+            r#"NetConfig { tap: "tap0", create: true, host: Some((10.0.0.1, 24)), mac: None, user: None }"#,
             r#"VsockConfig { path: "v", cid: 9 }"#,
             "ConsoleConfig(Null)",
             "RngConfig",
             "BalloonConfig",
-            r#"NetConfig { tap: "vellum0", create: true, host: Some((192.168.33.1, 24)), mac: Some([2, 0, 0, 0, 0, 10]) }"#,
+            r#"NetConfig { tap: "vellum0", create: true, host: Some((192.168.33.1, 24)), mac: Some([2, 0, 0, 0, 0, 10]), user: None }"#,
         ];
         assert_eq!(found, expected);
         assert!(parse(&["--rng", "--rng"]).is_err() && parse(&["--vsock", "a", "--vsock", "b"]).is_err());

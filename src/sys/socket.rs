@@ -250,6 +250,30 @@ pub fn receive_some(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
     usize::try_from(came).map_err(|_| io::Error::last_os_error())
 }
 
+/// Reads what has come into `buffer` without taking it, and says how much that was; 0 where the peer has closed.
+///
+/// # Errors
+/// `WouldBlock` where nothing has come, and what else recv(2) says.
+pub fn peek(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
+    let flags = libc::MSG_DONTWAIT | libc::MSG_PEEK;
+    // SAFETY: the kernel writes no more than `buffer` has room for.
+    let came = unsafe { libc::recv(socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), flags) };
+    usize::try_from(came).map_err(|_| io::Error::last_os_error())
+}
+
+/// How many bytes have come (FIONREAD, unix(7)).
+///
+/// # Errors
+/// Where it is no stream socket.
+pub fn queued(socket: &OwnedFd) -> io::Result<usize> {
+    let mut count: libc::c_int = 0;
+    // SAFETY: FIONREAD writes one int.
+    match unsafe { libc::ioctl(socket.as_raw_fd(), libc::FIONREAD as _, &raw mut count) } {
+        0 => Ok(count.max(0) as usize),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// The next connection of a socket that listens, without waiting for one. It is non-blocking.
 ///
 /// # Errors

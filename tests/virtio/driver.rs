@@ -282,6 +282,12 @@ impl Driver {
         panic!("the event loop does not come to rest");
     }
 
+    /// Waits for the event loop to have something to do, at most so long.
+    #[allow(dead_code, reason = "the test `passt` alone has a guest that waits")]
+    pub fn idle(&mut self, milliseconds: i32) {
+        self.events.run_with_timeout(milliseconds).expect("epoll");
+    }
+
     /// The next used element, (head, written), if the device has given one back.
     pub fn used_now(&mut self, queue: usize) -> Option<(u16, u32)> {
         let ring = &mut self.queues[queue];

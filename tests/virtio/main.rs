@@ -19,6 +19,7 @@ mod on_mmio {
     mod reach;
     mod small;
     mod transport;
+    mod user;
     mod vsock;
     mod waiting;
 }
@@ -39,6 +40,7 @@ mod on_pci {
     mod reach;
     mod small;
     mod transport;
+    mod user;
     mod vsock;
     mod waiting;
 }

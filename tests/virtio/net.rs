@@ -133,7 +133,7 @@ fn an_interface_keeps_its_address_and_loses_no_packet_in_a_new_process() {
 #[test]
 fn a_tap_that_is_not_there_is_named_with_the_remedy() {
     let open = |tap: &str| {
-        let config = NetConfig { tap: tap.into(), create: false, host: None, mac: None };
+        let config = NetConfig { tap: tap.into(), create: false, host: None, mac: None, user: None };
         let Err(NetError::Tap(error)) = Net::open(&config) else { panic!("opened `{tap}`") };
         error
     };

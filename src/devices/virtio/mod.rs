@@ -308,6 +308,13 @@ impl Active {
         }
     }
 
+    /// Tells the driver that the configuration space has changed.
+    pub fn config_changed(&self) {
+        if let Some(queue) = self.queues.first() {
+            queue.interrupt().config();
+        }
+    }
+
     /// Whether the driver has accepted this feature bit.
     pub fn has(&self, feature: u32) -> bool {
         self.features & (1 << feature) != 0

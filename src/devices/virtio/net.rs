@@ -1,11 +1,14 @@
-//! Network interface (virtio 1.2, section 5.1) on a tap device of the host.
+//! Network interface (virtio 1.2, section 5.1) on a tap device of the host, or on [passt's stream](user).
 //!
 //! Packets move between tap and guest memory without a copy in between, each with the header that both sides share
-//! (IFF_VNET_HDR), so checksums and segmentation go through undone. One receive and one transmit queue.
+//! (IFF_VNET_HDR), so checksums and segmentation go through undone; passt takes and gives whole frames, so that there a guest is offered
+//! neither. One receive and one transmit queue.
+
+pub mod user;
 
 use std::io;
 use std::net::Ipv4Addr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,8 +18,10 @@ use serde_json::Value;
 use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 use virtio_bindings::virtio_net::*;
 
+use self::user::{Forward, Moved, Stream, User};
 use super::lent::{self, Unfit};
 use super::queue::Served;
+use super::slices::Slices;
 use super::{
     Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
@@ -46,8 +51,10 @@ const OFFLOADS: [(u32, u32); 5] = [
 /// What a network interface is.
 pub static KIND: Kind = Kind {
     key: "net",
-    about: "A network interface on a tap: tap=NAME[,mac=ADDRESS]; with create[,host=ADDRESS/LENGTH] the tap is made",
-    value: Some("tap=NAME"),
+    about: "A network interface. On a tap: tap=NAME[,mac=ADDRESS]; with create[,host=ADDRESS/LENGTH] the tap is made. Without \
+        one, by passt, which needs no privileges: user[,host-loopback][,forward=LIST][,socket=PATH][,mac=ADDRESS]; host-loopback: \
+        the guest reaches what listens on the host's loopback, by the gateway's address; socket: of a passt that runs already",
+    value: Some("tap=NAME|user"),
     repeats: true,
     parse: |text| match parse(text) {
         Ok(config) => Ok(Arc::new(config)),
@@ -60,7 +67,7 @@ pub static KIND: Kind = Kind {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NetConfig {
-    /// The tap device's name.
+    /// The tap device's name; empty without one.
     pub tap: String,
     /// Make the tap, and bring it up; it goes away with the machine. Otherwise it must be there.
     pub create: bool,
@@ -68,6 +75,9 @@ pub struct NetConfig {
     pub host: Option<(Ipv4Addr, u8)>,
     /// The guest's hardware address; a random one by default.
     pub mac: Option<[u8; 6]>,
+    /// What there is in the place of a tap.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<User>,
 }
 
 /// Why there is no network.
@@ -76,6 +86,9 @@ pub enum NetError {
     /// The tap device.
     #[error(transparent)]
     Tap(#[from] tap::TapError),
+    /// passt.
+    #[error(transparent)]
+    User(#[from] user::Error),
     /// No random hardware address.
     #[error("/dev/urandom: {0}")]
     Random(io::Error),
@@ -84,7 +97,7 @@ pub enum NetError {
 impl Fault for NetError {
     fn blame(&self) -> Blame {
         match self {
-            NetError::Tap(_) => Blame::user(Field::Device(KIND.key)),
+            NetError::Tap(_) | NetError::User(_) => Blame::user(Field::Device(KIND.key)),
             NetError::Random(_) => Blame::host(Field::Device(KIND.key)),
         }
     }
@@ -100,9 +113,19 @@ impl DeviceConfig for NetConfig {
     }
 
     fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
-        let tap = lent.into_iter().next().ok_or_else(|| Unfit::boxed(&KIND, "no descriptor"))?;
+        let mac = self.mac.unwrap_or_default();
+        let mut lent = lent.into_iter();
         // The guest's address comes with its state.
-        Ok(Box::new(Net::on(Tap::from_fd(&self.tap, tap), self.mac.unwrap_or_default())))
+        let net = match (&self.user, lent.next()) {
+            (None, None) => return Err(Unfit::boxed(&KIND, "no descriptor")),
+            (None, Some(tap)) => Net::on(Tap::from_fd(&self.tap, tap), mac),
+            (Some(user), Some(socket)) => Net::on_stream(Stream::on(socket, user.host_loopback), mac),
+            // Its passt had ended there already.
+            (Some(user), None) => {
+                Net::on_stream(Stream::open(user).map_err(NetError::from).map_err(boxed)?, mac)
+            }
+        };
+        Ok(Box::new(net))
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
@@ -113,8 +136,22 @@ impl DeviceConfig for NetConfig {
     }
 }
 
-/// `tap=NAME[,mac=ADDRESS][,create][,host=ADDRESS/LENGTH]`.
-fn parse(text: &str) -> Result<NetConfig, keyvalue::Error> {
+fn boxed(error: NetError) -> OpenError {
+    Box::new(error)
+}
+
+/// `tap=NAME[,mac=ADDRESS][,create][,host=ADDRESS/LENGTH]`, or `user[,host-loopback][,forward=LIST][,socket=PATH][,mac=ADDRESS]`.
+pub fn parse(text: &str) -> Result<NetConfig, keyvalue::Error> {
+    if text == "user" || text.starts_with("user,") {
+        let kv = KeyValues::parse(text, None, &["user", "host-loopback", "forward", "socket", "mac"])?;
+        let user = User {
+            host_loopback: kv.switch("host-loopback")?.unwrap_or(false),
+            forwards: kv.with("forward", forwards)?.unwrap_or_default(),
+            socket: kv.with("socket", |path| Ok::<_, String>(path.into()))?,
+        };
+        let mac = kv.with("mac", mac)?;
+        return Ok(NetConfig { tap: String::new(), create: false, host: None, mac, user: Some(user) });
+    }
     let kv = KeyValues::parse(text, None, &["tap", "mac", "create", "host"])?;
     let host = kv.with("host", host)?;
     Ok(NetConfig {
@@ -122,7 +159,12 @@ fn parse(text: &str) -> Result<NetConfig, keyvalue::Error> {
         create: kv.switch("create")?.unwrap_or(host.is_some()),
         host,
         mac: kv.with("mac", mac)?,
+        user: None,
     })
+}
+
+fn forwards(text: &str) -> Result<Vec<Forward>, &'static str> {
+    text.split(',').map(str::parse).collect()
 }
 
 /// A hardware address of one interface.
@@ -144,14 +186,22 @@ fn host(text: &str) -> Result<(Ipv4Addr, u8), &'static str> {
     Ok((address.parse().map_err(|_| EXPECTED)?, length))
 }
 
+/// What is at the other end of the wire.
+enum Side {
+    Tap(Tap),
+    User(Stream),
+}
+
 /// The device.
 pub struct Net {
-    tap: Tap,
+    side: Side,
     mac: [u8; 6],
-    /// The tap may have packets: it is edge-triggered, and is read until it says that it has none.
+    /// There may be packets: the other end is edge-triggered, and is read until it says that it has none.
     readable: bool,
     /// The tap's offloads follow the driver's features from the first event on.
     configured: bool,
+    /// The link is down, and the driver has not been told.
+    untold: bool,
     active: Option<Active>,
 }
 
@@ -163,24 +213,38 @@ pub struct State {
 }
 
 impl Net {
-    /// Attaches to the tap device, or makes it.
+    /// Attaches to the tap device, or makes it; or starts passt.
     pub fn open(config: &NetConfig) -> Result<Self, NetError> {
+        let mac = config.mac.map_or_else(random_mac, Ok).map_err(NetError::Random)?;
+        if let Some(user) = &config.user {
+            return Ok(Net::on_stream(Stream::open(user)?, mac));
+        }
         let tap = Tap::open(&config.tap, config.create)?;
         tap.set_header_size(HEADER as i32)?;
         if config.create {
             tap.bring_up(config.host)?;
         }
-        let mac = config.mac.map_or_else(random_mac, Ok).map_err(NetError::Random)?;
         Ok(Net::on(tap, mac))
     }
 
     /// A device on a tap that is open: non-blocking, and every packet with a header of 12 bytes.
     pub fn on(tap: Tap, mac: [u8; 6]) -> Self {
-        Net { tap, mac, readable: true, configured: false, active: None }
+        Self::with(Side::Tap(tap), mac)
     }
 
-    fn receive(&mut self) {
-        let Some(active) = &mut self.active else { return };
+    /// A device on passt's stream.
+    pub fn on_stream(stream: Stream, mac: [u8; 6]) -> Self {
+        Self::with(Side::User(stream), mac)
+    }
+
+    fn with(side: Side, mac: [u8; 6]) -> Self {
+        Net { side, mac, readable: true, configured: false, untold: false, active: None }
+    }
+
+    /// False where there is nobody at the other end any more.
+    fn receive(&mut self) -> bool {
+        let Some(active) = &mut self.active else { return true };
+        let mut there = true;
         active.serve(RECEIVE, |chain| {
             if !self.readable {
                 return Served::Later;
@@ -189,46 +253,119 @@ impl Net {
             if chain.writable.left() < HEADER {
                 return Served::Done(0);
             }
+            let tap = match &mut self.side {
+                Side::Tap(tap) => tap,
+                Side::User(stream) => {
+                    let mut header = [0; HEADER];
+                    header[NUM_BUFFERS] = 1;
+                    let mut rest = Slices::default();
+                    chain.writable.write_at(0, &header);
+                    let mut first = Slices::default();
+                    chain.writable.split_front(HEADER, &mut first);
+                    let all = chain.writable.left();
+                    chain.writable.split_front(all, &mut rest);
+                    return match stream.receive(&mut rest) {
+                        Moved::Whole(count) => Served::Done((HEADER + count) as u32),
+                        moved => {
+                            self.readable = false;
+                            there = moved != Moved::Gone;
+                            Served::Later
+                        }
+                    };
+                }
+            };
             chain.writable.write_at(NUM_BUFFERS, &1u16.to_le_bytes());
-            match chain.writable.readv(&self.tap, MAX_PACKET) {
+            match chain.writable.readv(tap, MAX_PACKET) {
                 Ok(count) => Served::Done(count as u32),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => Served::Later,
                 Err(error) => {
                     // Where there is another reason the interface is down or gone: nothing to read until it tells of
                     // something new.
                     if error.kind() != io::ErrorKind::WouldBlock {
-                        tracing::warn!("{}: {error}", self.tap.name());
+                        tracing::warn!("{}: {error}", tap.name());
                     }
                     self.readable = false;
                     Served::Later
                 }
             }
         });
+        there
     }
 
-    fn transmit(&mut self) {
-        let Some(active) = &mut self.active else { return };
+    /// False where there is nobody at the other end any more.
+    fn transmit(&mut self) -> bool {
+        let Some(active) = &mut self.active else { return true };
+        let mut there = true;
         active.serve(TRANSMIT, |chain| {
+            let tap = match &mut self.side {
+                Side::Tap(tap) => tap,
+                Side::User(stream) => {
+                    return match stream.send(&mut chain.readable) {
+                        Moved::Whole(_) => Served::Done(0),
+                        Moved::Later => Served::Later,
+                        Moved::Gone => {
+                            there = false;
+                            Served::Done(0)
+                        }
+                    };
+                }
+            };
             // A packet that the tap does not take is lost, as on any wire.
             if (HEADER..=MAX_PACKET).contains(&chain.readable.left())
-                && let Err(error) = chain.readable.writev(&self.tap, MAX_PACKET)
+                && let Err(error) = chain.readable.writev(tap, MAX_PACKET)
             {
-                tracing::debug!("{}: a packet of the guest is lost: {error}", self.tap.name());
+                tracing::debug!("{}: a packet of the guest is lost: {error}", tap.name());
             }
             Served::Done(0)
         });
+        there
     }
 
     /// Runs on the event loop, where the tap's ioctl is allowed.
     fn configure(&mut self) {
-        let Some(active) = &self.active else { return };
+        let (Some(active), Side::Tap(tap)) = (&self.active, &self.side) else { return };
         if !std::mem::replace(&mut self.configured, true) {
             let offloads =
                 OFFLOADS.iter().filter(|(feature, _)| active.has(*feature)).map(|(_, offload)| offload);
-            if let Err(error) = self.tap.set_offloads(offloads.fold(0, |all, one| all | one)) {
+            if let Err(error) = tap.set_offloads(offloads.fold(0, |all, one| all | one)) {
                 tracing::warn!("{error}");
             }
         }
+    }
+
+    /// passt has ended: the link is down, and the guest goes on without.
+    fn hang_up(&mut self, ops: &mut EventOps) {
+        let Side::User(stream) = &mut self.side else { return };
+        let Some(socket) = stream.socket() else { return };
+        tracing::warn!("passt has ended: the guest's network link is down");
+        let _ = ops.remove(Events::empty(&Raw(socket)));
+        stream.close();
+        self.untold = true;
+        self.tell();
+    }
+
+    /// Tells the driver that the link is not what it was.
+    fn tell(&mut self) {
+        if let Some(active) = self.active.as_ref().filter(|_| self.untold) {
+            active.config_changed();
+            self.untold = false;
+        }
+    }
+
+    fn is_up(&self) -> bool {
+        match &self.side {
+            Side::Tap(_) => true,
+            Side::User(stream) => stream.socket().is_some(),
+        }
+    }
+}
+
+/// What the event loop wants of a descriptor.
+struct Raw<'a>(&'a OwnedFd);
+
+impl AsRawFd for Raw<'_> {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
     }
 }
 
@@ -261,6 +398,9 @@ impl VirtioDevice for Net {
     }
 
     fn features(&self) -> u64 {
+        if matches!(self.side, Side::User(_)) {
+            return 1 << VIRTIO_NET_F_MAC | 1 << VIRTIO_NET_F_STATUS;
+        }
         let host = [VIRTIO_NET_F_CSUM, VIRTIO_NET_F_HOST_TSO4, VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_HOST_ECN];
         let bits = host.iter().chain(OFFLOADS.iter().map(|(feature, _)| feature));
         bits.fold(1 << VIRTIO_NET_F_MAC | 1 << VIRTIO_NET_F_HOST_UFO, |all, bit| all | 1 << bit)
@@ -271,13 +411,20 @@ impl VirtioDevice for Net {
     }
 
     fn read_config(&self, offset: usize, data: &mut [u8]) {
-        read_space(&self.mac, offset, data);
+        let mut space = [0; 8];
+        space[..6].copy_from_slice(&self.mac);
+        // The status, which a driver on a tap does not look at.
+        if matches!(self.side, Side::User(_)) && self.is_up() {
+            space[6] = VIRTIO_NET_S_LINK_UP as u8;
+        }
+        read_space(&space, offset, data);
     }
 
     fn activate(&mut self, active: Active) {
         self.configured = false;
         self.readable = true;
         self.active = Some(active);
+        self.tell();
     }
 
     fn quiesce(&mut self, _patience: Duration) -> Result<Option<Active>, Hang> {
@@ -285,33 +432,62 @@ impl VirtioDevice for Net {
     }
 
     fn watch(&mut self, ops: &mut EventOps) {
-        let events = Events::with_data(&self.tap, 0, EventSet::IN | EventSet::EDGE_TRIGGERED);
-        ops.add(events).expect("a tap can be polled");
+        let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
+        let events = match &self.side {
+            Side::Tap(tap) => Events::with_data(tap, 0, edges),
+            Side::User(stream) => match stream.socket() {
+                // What waits to be sent goes on when there is room.
+                Some(socket) => Events::with_data(&Raw(socket), 0, edges | EventSet::OUT),
+                None => return,
+            },
+        };
+        ops.add(events).expect("taps and sockets can be polled");
     }
 
-    fn notified(&mut self, index: u16, _ops: &mut EventOps) {
+    fn notified(&mut self, index: u16, ops: &mut EventOps) {
         self.configure();
-        match index {
+        let there = match index {
             RECEIVE => self.receive(),
             _ => self.transmit(),
+        };
+        if !there {
+            self.hang_up(ops);
         }
     }
 
-    fn ready(&mut self, _events: Events, _ops: &mut EventOps) {
+    fn ready(&mut self, events: Events, ops: &mut EventOps) {
         self.readable = true;
         self.configure();
-        self.receive();
+        let ends = EventSet::HANG_UP | EventSet::ERROR;
+        let there = self.receive() && (!matches!(self.side, Side::User(_)) || self.transmit());
+        // Whoever is not active yet reads nothing, and would not see the end.
+        if !there || self.active.is_none() && events.event_set().intersects(ends) {
+            self.hang_up(ops);
+        }
     }
 
     /// Switches learn from any packet behind which port an address is.
     fn arrived(&mut self) {
-        if let Err(error) = self.tap.send(&announcement(self.mac)) {
-            tracing::warn!("{}: the network is not told that the guest is here: {error}", self.tap.name());
+        let packet = announcement(self.mac);
+        match &mut self.side {
+            Side::Tap(tap) => {
+                if let Err(error) = tap.send(&packet) {
+                    tracing::warn!("{}: the network is not told that the guest is here: {error}", tap.name());
+                }
+            }
+            Side::User(stream) => {
+                let _ = stream.send_own(&packet[HEADER..]);
+                // The link may have been down where it came from, or be down here.
+                self.untold = true;
+            }
         }
     }
 
     fn lend(&mut self) -> io::Result<Vec<OwnedFd>> {
-        Ok(vec![self.tap.try_clone()?])
+        match &mut self.side {
+            Side::Tap(tap) => Ok(vec![tap.try_clone()?]),
+            Side::User(stream) => Ok(stream.lend()?.into_iter().collect()),
+        }
     }
 
     fn save(&self) -> DeviceState {

@@ -82,6 +82,10 @@ pub struct VirtQueue {
 }
 
 impl VirtQueue {
+    pub(super) fn interrupt(&self) -> &Interrupt {
+        &self.interrupt
+    }
+
     pub(super) fn new(index: u16, queue: Queue, event: Arc<EventFd>, interrupt: Arc<Interrupt>) -> Self {
         VirtQueue { index, queue, event, interrupt }
     }

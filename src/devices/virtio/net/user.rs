@@ -1,0 +1,449 @@
+//! The host's side of a network interface without a tap: passt, a process that turns the guest's connections into sockets of this user's.
+//! It needs no privileges and confines itself (passt(1)).
+//!
+//! Frames go over a stream socket, each behind its length in four bytes, most significant first (passt(1), `--fd`; QEMU's `-netdev stream`).
+//! They are whole: neither checksums nor segmentation are left to this side, and there is no header of virtio's.
+//!
+//! A frame that has come in part stays in the socket, so that this side holds none of it. One that the socket took in part is sent to its
+//! end before the next.
+
+use std::fs;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::HEADER;
+use crate::devices::virtio::slices::Slices;
+use crate::sys::{program, socket};
+
+/// What stands before each frame.
+const LENGTH: usize = 4;
+/// The longest frame: a full IP packet, Ethernet and a VLAN tag.
+pub(super) const MAX_FRAME: usize = 65535 + 18;
+/// An Ethernet header is the least that can be sent.
+const MIN_FRAME: usize = 14;
+/// What the guest is told by DHCP: buffers of drivers without offloads hold frames of that.
+const MTU: &str = "1500";
+/// The resolver that a guest can ask, which passt leads to the host's own, wherever that listens.
+pub const RESOLVER: Ipv4Addr = Ipv4Addr::new(169, 254, 1, 1);
+
+/// A network without a tap as it is asked for.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct User {
+    /// Whether the guest reaches what listens on the host's loopback, by the gateway's address.
+    pub host_loopback: bool,
+    /// Ports of the host that lead to the guest's.
+    pub forwards: Vec<Forward>,
+    /// A passt that runs already, by its socket.
+    pub socket: Option<PathBuf>,
+}
+
+/// A port of the host that leads to one of the guest's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Forward {
+    /// Whether it is of UDP.
+    pub udp: bool,
+    /// Where on the host.
+    pub address: IpAddr,
+    /// Which of the host's.
+    pub host: u16,
+    /// Which of the guest's.
+    pub guest: u16,
+}
+
+impl FromStr for Forward {
+    type Err = &'static str;
+
+    /// `[tcp:|udp:][ADDRESS:]HOSTPORT:GUESTPORT`.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        const EXPECTED: &str =
+            "[tcp:|udp:][ADDRESS:]HOSTPORT:GUESTPORT is expected, as in 8080:80 or udp:127.0.0.1:5353:53";
+        let (udp, rest) = match text.split_once(':') {
+            Some(("tcp", rest)) => (false, rest),
+            Some(("udp", rest)) => (true, rest),
+            _ => (false, text),
+        };
+        let (rest, guest) = rest.rsplit_once(':').ok_or(EXPECTED)?;
+        let (address, host) =
+            rest.rsplit_once(':').map_or((None, rest), |(address, host)| (Some(address), host));
+        let address = match address {
+            None => IpAddr::V4(Ipv4Addr::LOCALHOST),
+            Some(address) => {
+                let bare =
+                    address.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(address);
+                bare.parse().map_err(|_| EXPECTED)?
+            }
+        };
+        let port = |text: &str| text.parse().ok().filter(|port| *port > 0).ok_or(EXPECTED);
+        Ok(Self { udp, address, host: port(host)?, guest: port(guest)? })
+    }
+}
+
+/// Why there is no such network.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// passt is not installed.
+    #[error("passt is not installed: on Debian and Ubuntu it is in the package passt (apt install passt)")]
+    Missing,
+    /// passt has nothing to take the guest's addresses from.
+    #[error(
+        "this host has no default route, from whose interface passt takes the guest's addresses: `ip route` shows none that begins with `default`"
+    )]
+    NoRoute,
+    /// It does not start.
+    #[error("passt does not start: {0}")]
+    Refused(String),
+    /// A port that is to lead to the guest.
+    #[error("{0}: a port in use? `ss -lntu` lists them; ports below 1024 are root's")]
+    Port(String),
+    /// A socket that was named.
+    #[error("{}: {source}; `passt --socket PATH` listens at one", path.display())]
+    Socket {
+        /// Which.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// The host.
+    #[error("a pair of sockets: {0}")]
+    Host(#[from] io::Error),
+}
+
+/// What came of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Moved {
+    /// It went; how many bytes of the guest's were written.
+    Whole(usize),
+    /// It does not go now.
+    Later,
+    /// There is nobody at the other end any more.
+    Gone,
+}
+
+/// The stream to passt.
+pub struct Stream {
+    socket: Option<OwnedFd>,
+    /// Whether the guest may send to the host's loopback.
+    host_loopback: bool,
+    /// What the socket has not taken of the frame that was sent last.
+    unsent: Vec<u8>,
+}
+
+impl Stream {
+    /// Starts passt, or connects to one.
+    ///
+    /// # Errors
+    /// What is missing, and what would help.
+    pub fn open(user: &User) -> Result<Self, Error> {
+        let socket = match &user.socket {
+            Some(path) => socket::connect(path, std::time::Duration::from_secs(5))
+                .map_err(|source| Error::Socket { path: path.clone(), source })?,
+            None => start(user)?,
+        };
+        socket.set_nonblocking(true)?;
+        Ok(Self::on(socket.into(), user.host_loopback))
+    }
+
+    /// One on a connected stream socket that does not block.
+    pub fn on(socket: OwnedFd, host_loopback: bool) -> Self {
+        Self { socket: Some(socket), host_loopback, unsent: Vec::new() }
+    }
+
+    /// The socket, while somebody is at its other end.
+    pub fn socket(&self) -> Option<&OwnedFd> {
+        self.socket.as_ref()
+    }
+
+    /// Forgets the socket; where that is watched it is watched no more before.
+    pub(super) fn close(&mut self) {
+        (self.socket, self.unsent) = (None, Vec::new());
+    }
+
+    /// Another descriptor of the socket, for a process that takes it over.
+    ///
+    /// # Errors
+    /// Where a frame is half sent, of which that process would know nothing.
+    pub(super) fn lend(&mut self) -> io::Result<Option<OwnedFd>> {
+        if self.flush() != Moved::Whole(0) && self.socket.is_some() {
+            return Err(io::Error::other("passt has not taken a frame to its end; try again"));
+        }
+        self.socket.as_ref().map(OwnedFd::try_clone).transpose()
+    }
+
+    /// Sends what is left of the last frame.
+    fn flush(&mut self) -> Moved {
+        let Some(socket) = &self.socket else { return Moved::Gone };
+        while !self.unsent.is_empty() {
+            match socket::send_some(socket, &self.unsent) {
+                Ok(count) => drop(self.unsent.drain(..count)),
+                Err(error) => return not_now(&error),
+            }
+        }
+        Moved::Whole(0)
+    }
+
+    /// Sends a guest's packet, whose header of virtio's is left out. One of no sensible length is dropped, and one to the host's loopback
+    /// where that is out of the guest's reach.
+    pub(super) fn send(&mut self, packet: &mut Slices<'_>) -> Moved {
+        match self.flush() {
+            Moved::Whole(_) => {}
+            other => return other,
+        }
+        let len = packet.left().saturating_sub(HEADER);
+        if !(MIN_FRAME..=MAX_FRAME).contains(&len) {
+            return Moved::Whole(0);
+        }
+        packet.skip(HEADER);
+        let mut frame = vec![0; LENGTH + len];
+        frame[..LENGTH].copy_from_slice(&(len as u32).to_be_bytes());
+        packet.read(&mut frame[LENGTH..]);
+        if !self.host_loopback && is_to_loopback(&frame[LENGTH..]) {
+            return Moved::Whole(0);
+        }
+        self.send_frame(frame)
+    }
+
+    /// Sends a frame of this side's own.
+    pub(super) fn send_own(&mut self, frame: &[u8]) -> Moved {
+        match self.flush() {
+            Moved::Whole(_) => self.send_frame([&(frame.len() as u32).to_be_bytes(), frame].concat()),
+            other => other,
+        }
+    }
+
+    fn send_frame(&mut self, frame: Vec<u8>) -> Moved {
+        let Some(socket) = &self.socket else { return Moved::Gone };
+        match socket::send_some(socket, &frame) {
+            Ok(count) => {
+                self.unsent = frame;
+                self.unsent.drain(..count);
+                Moved::Whole(0)
+            }
+            Err(error) => not_now(&error),
+        }
+    }
+
+    /// Puts the next frame into a guest's buffers, behind their header. What they have no room for is lost with its frame, as on any
+    /// wire.
+    pub(super) fn receive(&mut self, to: &mut Slices<'_>) -> Moved {
+        loop {
+            let Some(socket) = &self.socket else { return Moved::Gone };
+            let mut length = [0; LENGTH];
+            let len = match socket::peek(socket, &mut length) {
+                Ok(0) => return Moved::Gone,
+                Ok(LENGTH) => u32::from_be_bytes(length) as usize,
+                Ok(_) => return Moved::Later,
+                Err(error) => return not_now(&error),
+            };
+            if !(MIN_FRAME..=MAX_FRAME).contains(&len) {
+                // Behind a length that is none nothing can be found again.
+                tracing::warn!("passt: a frame of {len} bytes: the stream is broken");
+                return Moved::Gone;
+            }
+            match socket::queued(socket) {
+                Ok(queued) if queued < LENGTH + len => return Moved::Later,
+                Ok(_) => {}
+                Err(error) => return not_now(&error),
+            }
+            // All of it is there, so that nothing of this stops on the way.
+            if !discard(socket, LENGTH) {
+                return Moved::Gone;
+            }
+            if to.left() < len {
+                tracing::debug!("passt: a frame of {len} bytes is longer than the guest's buffer");
+                if !discard(socket, len) {
+                    return Moved::Gone;
+                }
+                continue;
+            }
+            let mut left = len;
+            while left > 0 {
+                match to.readv(socket, left) {
+                    Ok(count) if count > 0 => left -= count,
+                    _ => return Moved::Gone,
+                }
+            }
+            return Moved::Whole(len);
+        }
+    }
+}
+
+/// Whether a frame is to an address by which a host means itself: passts of before 2023-11 connect to whatever address a guest names.
+fn is_to_loopback(frame: &[u8]) -> bool {
+    let (Some(ethertype), Some(packet)) = (frame.get(12..14), frame.get(14..)) else { return false };
+    match ethertype {
+        // The destination is at byte 16 (RFC 791, 3.1); 0.0.0.0/8 is this host too.
+        [0x08, 0x00] => packet.get(16).is_some_and(|first| matches!(first, 0 | 127)),
+        // And at byte 24 (RFC 8200, 3): `::`, `::1`, and those that hold an address of IPv4.
+        [0x86, 0xdd] => packet.get(24..34).is_some_and(|start| start.iter().all(|byte| *byte == 0)),
+        _ => false,
+    }
+}
+
+fn not_now(error: &io::Error) -> Moved {
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Moved::Later,
+        _ => Moved::Gone,
+    }
+}
+
+/// Reads past `count` bytes that are there.
+fn discard(socket: &OwnedFd, count: usize) -> bool {
+    let mut buffer = [0; 4096];
+    let mut left = count;
+    while left > 0 {
+        let part = left.min(buffer.len());
+        match socket::receive_some(socket, &mut buffer[..part]) {
+            Ok(count) if count > 0 => left -= count,
+            _ => return false,
+        }
+    }
+    true
+}
+
+/// Starts passt at the other end of the socket that is returned. It is there when this returns, and ends with the socket.
+fn start(user: &User) -> Result<UnixStream, Error> {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    if !has_default(&read("/proc/net/route"), &read("/proc/net/ipv6_route")) {
+        return Err(Error::NoRoute);
+    }
+    let (ours, theirs) = UnixStream::pair()?;
+    let mut command = Command::new("passt");
+    command.arg("--fd").arg(theirs.as_raw_fd().to_string()).args(arguments(user));
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    program::detached_with(&mut command, vec![theirs.as_raw_fd()]);
+    // It goes to the background when it is ready, and this ends.
+    let ended = command.output().map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => Error::Missing,
+        _ => Error::Refused(error.to_string()),
+    })?;
+    if ended.status.success() {
+        return Ok(ours);
+    }
+    let said = String::from_utf8_lossy(&ended.stderr);
+    // Its last line is the reason, unless it is about the log of this host; those before it say what it found out.
+    let mut lines = said.lines().rev().map(str::trim);
+    let last = lines.find(|line| !line.is_empty() && !line.ends_with("to syslog"));
+    let last =
+        last.map_or_else(|| ended.status.to_string(), |line| line.trim_end_matches(", exiting").to_owned());
+    Err(if last.contains("bind any port") { Error::Port(last) } else { Error::Refused(last) })
+}
+
+/// What passt is told beside its socket.
+///
+/// Without `--dns`, for passts of before 2023-11 forget the host's own resolver for it. One on loopback they tell no guest of by DHCP.
+fn arguments(user: &User) -> Vec<String> {
+    let resolver = RESOLVER.to_string();
+    let mut arguments: Vec<String> =
+        ["--quiet", "--mtu", MTU, "--dns-forward", &resolver].map(str::to_owned).into();
+    if !user.host_loopback {
+        arguments.push("--no-map-gw".into());
+    }
+    for (flag, udp) in [("--tcp-ports", false), ("--udp-ports", true)] {
+        let mut forwards = user.forwards.iter().filter(|forward| forward.udp == udp).peekable();
+        if forwards.peek().is_none() {
+            arguments.extend([flag.to_owned(), "none".to_owned()]);
+        }
+        for Forward { address, host, guest, .. } in forwards {
+            arguments.extend([flag.to_owned(), format!("{address}/{host}:{guest}")]);
+        }
+    }
+    arguments
+}
+
+/// Whether packets for anywhere leave this host (Documentation/networking/proc_net: /proc/net/route has the destination and the mask in
+/// hexadecimal, ipv6_route the destination and its length).
+fn has_default(v4: &str, v6: &str) -> bool {
+    let four = v4.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let mut four = four.filter(|fields| fields.len() > 7);
+    let mut six = v6.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let zero = |text: &str| text.bytes().all(|byte| byte == b'0');
+    four.any(|fields| zero(fields[1]) && zero(fields[7]))
+        || six.any(|fields| fields.len() > 9 && zero(fields[0]) && fields[1] == "00" && fields[9] != "lo")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forwards_are_read_as_they_are_written() {
+        let read = |text: &str| {
+            text.parse::<Forward>().ok().map(|f| (f.udp, f.address.to_string(), f.host, f.guest))
+        };
+        let local = "127.0.0.1".to_owned();
+        assert_eq!(read("8080:80"), Some((false, local.clone(), 8080, 80)));
+        assert_eq!(read("tcp:8080:80"), read("8080:80"));
+        assert_eq!(read("udp:53:5353"), Some((true, local, 53, 5353)));
+        assert_eq!(read("0.0.0.0:22:22"), Some((false, "0.0.0.0".into(), 22, 22)));
+        assert_eq!(read("udp:[::1]:1:2"), Some((true, "::1".into(), 1, 2)));
+        for bad in
+            ["", "80", "sctp:1:2", "a:b", "1:2:3:4", "0:80", "80:0", "70000:80", "tcp:80", "host:1:2", "1:"]
+        {
+            assert_eq!(read(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn passt_is_told_what_was_asked_for() {
+        let user = User {
+            forwards: vec!["8080:80".parse().unwrap(), "udp:0.0.0.0:5:6".parse().unwrap()],
+            ..User::default()
+        };
+        let told = arguments(&user).join(" ");
+        assert!(
+            told.contains("--tcp-ports 127.0.0.1/8080:80") && told.contains("--udp-ports 0.0.0.0/5:6"),
+            "{told}"
+        );
+        assert!(told.contains("--no-map-gw"), "{told}");
+        let told = arguments(&User { host_loopback: true, ..User::default() }).join(" ");
+        assert!(
+            told.contains("--tcp-ports none --udp-ports none") && !told.contains("--no-map-gw"),
+            "{told}"
+        );
+        assert!(told.contains("--dns-forward 169.254.1.1"), "{told}");
+    }
+
+    #[test]
+    fn frames_to_a_loopback_are_known() {
+        let v4 = |to: [u8; 4]| [&[0; 12][..], &[8, 0], &[0x45; 16], &to, b"data"].concat();
+        let v6 = |to: &str| {
+            let to: std::net::Ipv6Addr = to.parse().unwrap();
+            [&[0; 12][..], &[0x86, 0xdd], &[0x60; 24], &to.octets()].concat()
+        };
+        for inside in [v4([127, 0, 0, 1]), v4([127, 9, 9, 9]), v4([0; 4])] {
+            assert!(is_to_loopback(&inside));
+        }
+        for inside in ["::", "::1", "::ffff:127.0.0.1", "::127.0.0.1"] {
+            assert!(is_to_loopback(&v6(inside)), "{inside}");
+        }
+        for outside in
+            [v4([192, 0, 2, 1]), v4([255; 4]), v6("fe80::1"), v6("64:ff9b::7f00:1"), vec![], vec![8; 14]]
+        {
+            assert!(!is_to_loopback(&outside), "{outside:?}");
+        }
+        // An ARP request that happens to have zeros there.
+        assert!(!is_to_loopback(&[&[0xff; 12][..], &[8, 6], &[0; 28]].concat()));
+    }
+
+    #[test]
+    fn a_default_route_is_one_to_anywhere() {
+        const HEAD: &str =
+            "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT\n";
+        let v4 = |line: &str| format!("{HEAD}{line}\n");
+        assert!(has_default(&v4("eth0\t00000000\t0102A8C0\t0003\t0\t0\t100\t00000000\t0\t0\t0"), ""));
+        assert!(!has_default(&v4("eth0\t0000A8C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0"), ""));
+        let v6 = |device: &str| {
+            format!("{z} 00 {z} 00 {z} 00000400 00000001 00000000 00000003 {device}\n", z = "0".repeat(32))
+        };
+        assert!(has_default(HEAD, &v6("eth0")) && !has_default(HEAD, &v6("lo")) && !has_default("", ""));
+    }
+}

@@ -1,0 +1,387 @@
+//! A network interface on a real passt: the tests' own driver has the guest's side, and smoltcp its TCP/IP, so that no KVM is needed and no
+//! guest; what Linux makes of it is in tests/linux.
+
+mod guest;
+mod own;
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream, UdpSocket};
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Stdio};
+use std::thread;
+
+use harness::{Failed, LIMIT, Need, Random, Trials, ensure, eventually, trial};
+use smoltcp::socket::tcp::State;
+use vellum::devices::virtio::net::user::RESOLVER;
+use vellum::devices::virtio::transport::Codec;
+
+#[path = "../bed/mod.rs"]
+mod bed;
+#[path = "../virtio/driver.rs"]
+#[allow(dead_code, reason = "the test `virtio` uses more of it")]
+mod driver;
+#[path = "../home/mod.rs"]
+mod home;
+#[path = "../images/mod.rs"]
+mod images;
+#[path = "../virtio/reach.rs"]
+#[allow(dead_code, reason = "the test `virtio` uses more of it")]
+mod reach;
+
+/// How this test reaches its interface: what is behind it is the same by either codec.
+const CODEC: Codec = Codec::Mmio;
+
+use bed::kvm;
+use guest::Guest;
+use home::{Home, VELLUM};
+use images::Code;
+use own::{GATEWAY, HOST};
+
+/// What is sent through it in one piece.
+const MUCH: usize = 64 << 20;
+/// The guest's port that is led to.
+const PORT: u16 = 5000;
+
+fn main() -> ExitCode {
+    own::enter();
+    Trials::from_args().run()
+}
+
+fn passt() -> Need {
+    let found = Command::new("passt").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    found.map(drop).map_err(|_| String::from("needs passt: apt install passt"))?;
+    own::network()
+}
+
+/// A port of the host that is free now.
+fn free() -> Result<u16, Failed> {
+    Ok(UdpSocket::bind("127.0.0.1:0")?.local_addr()?.port())
+}
+
+#[trial(passt())]
+fn dhcp_gives_the_host_s_address_and_dns_a_resolver_on_loopback() -> Result<(), Failed> {
+    let mut guest = Guest::new("user")?;
+    let lease = guest.dhcp()?;
+    ensure(lease.address == HOST && lease.router == Some(GATEWAY), || {
+        format!("{}, {:?}", lease.address, lease.router)
+    })?;
+    let server = UdpSocket::bind((own::RESOLVER, 53))?;
+    server.set_read_timeout(Some(LIMIT))?;
+    let answer = Ipv4Addr::new(198, 51, 100, 7);
+    let answers = thread::spawn(move || -> std::io::Result<Vec<u8>> {
+        let mut query = [0; 512];
+        let (len, from) = server.recv_from(&mut query)?;
+        // The question again, as a response (RFC 1035, 4.1), and an address for the name at byte 12.
+        let mut response = query[..len].to_vec();
+        (response[2], response[3], response[7]) = (0x81, 0x80, 1);
+        response.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4]);
+        response.extend(answer.octets());
+        server.send_to(&response, from)?;
+        Ok(query[12..len].to_vec())
+    });
+    let found = guest.resolve("vellum.example", RESOLVER)?;
+    ensure(found == [answer.into()], || format!("{found:?}"))?;
+    let asked = answers.join().expect("it does not panic")?;
+    ensure(asked.starts_with(b"\x06vellum\x07example\0"), || format!("{asked:?}"))
+}
+
+/// What the host says first.
+const FIRST: &[u8] = b"to the guest";
+
+/// The guest's end of a connection that came by a forward, and the host's, which has said [`FIRST`]: Debian 12's passt leaves the guest's
+/// SYN-ACK unanswered until there is something to send.
+fn connected(guest: &mut Guest, port: u16) -> Result<(smoltcp::iface::SocketHandle, TcpStream), Failed> {
+    let handle = guest.listen(PORT)?;
+    let stream = TcpStream::connect(("127.0.0.1", port))?;
+    stream.set_read_timeout(Some(LIMIT))?;
+    (&stream).write_all(FIRST)?;
+    guest.until("a connection", |guest| guest.tcp(handle).may_send().then_some(()))?;
+    Ok((handle, stream))
+}
+
+#[trial(passt())]
+fn a_forward_leads_in_by_tcp() -> Result<(), Failed> {
+    let (port, other) = (free()?, free()?);
+    let mut guest = Guest::new(&format!("user,forward=[{port}:{PORT},{HOST}:{other}:{PORT}]"))?;
+    guest.dhcp()?;
+    let (handle, mut stream) = connected(&mut guest, port)?;
+    let heard = guest.receive(handle)?;
+    ensure(heard == FIRST, || format!("{heard:?}"))?;
+    guest.send(handle, b"from the guest")?;
+    guest.tcp(handle).close();
+    let host = thread::spawn(move || {
+        let mut said = String::new();
+        stream.read_to_string(&mut said).map(|_| said)
+    });
+    guest.until("the host has all of it", |_| host.is_finished().then_some(()))?;
+    let said = host.join().expect("it does not panic")?;
+    ensure(said == "from the guest", || said)?;
+    // At the address that was given and at no other.
+    ensure(TcpStream::connect((HOST, port)).is_err(), || "the first forward is everywhere".into())?;
+    ensure(TcpStream::connect(("127.0.0.1", other)).is_err(), || "the second forward is everywhere".into())?;
+    TcpStream::connect((HOST, other))?;
+    Ok(())
+}
+
+#[trial(passt())]
+fn a_forward_leads_in_by_udp() -> Result<(), Failed> {
+    let port = free()?;
+    // Debian 12's passt loses a guest's answers by UDP to senders on the host itself where the gateway does not stand for it.
+    let mut guest = Guest::new(&format!("user,host-loopback,forward=[udp:{port}:{PORT}]"))?;
+    guest.dhcp()?;
+    let handle = guest.udp(PORT)?;
+    let client = UdpSocket::bind("127.0.0.1:0")?;
+    client.set_nonblocking(true)?;
+    client.send_to(b"to the guest", ("127.0.0.1", port))?;
+    let sender = guest.until("a datagram", |guest| {
+        let (data, about) = guest.udp_socket(handle).recv().ok()?;
+        (data == b"to the guest").then_some(about.endpoint)
+    })?;
+    guest.udp_socket(handle).send_slice(b"from the guest", sender).map_err(|error| format!("{error:?}"))?;
+    let mut heard = [0; 64];
+    let len = guest.until("an answer", |_| client.recv(&mut heard).ok())?;
+    ensure(heard[..len] == *b"from the guest", || format!("{:?}", &heard[..len]))
+}
+
+fn checksum(bytes: &[u8]) -> u64 {
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes)
+}
+
+#[trial(passt())]
+fn sixty_four_mebibytes_go_through_each_way_unharmed() -> Result<(), Failed> {
+    let mut random = Random::new();
+    let bytes: Vec<u8> = (0..MUCH / 8).flat_map(|_| random.below(u64::MAX).to_le_bytes()).collect();
+    let sum = checksum(&bytes);
+    let port = free()?;
+    let mut guest = Guest::new(&format!("user,forward={port}:{PORT}"))?;
+    guest.dhcp()?;
+    let (handle, mut stream) = connected(&mut guest, port)?;
+    let host = thread::spawn(move || -> std::io::Result<Vec<u8>> {
+        stream.write_all(&bytes)?;
+        let mut back = Vec::new();
+        stream.read_to_end(&mut back).map(|_| back)
+    });
+    let mut heard = Vec::with_capacity(FIRST.len() + MUCH);
+    while heard.len() < FIRST.len() + MUCH {
+        let more = guest.receive(handle)?;
+        ensure(!more.is_empty(), || format!("an end after {} bytes", heard.len()))?;
+        heard.extend(more);
+    }
+    let heard = heard.split_off(FIRST.len());
+    ensure(checksum(&heard) == sum, || "something else has come".into())?;
+    guest.send(handle, &heard)?;
+    guest.tcp(handle).close();
+    guest.until("the host has all of it", |_| host.is_finished().then_some(()))?;
+    let back = host.join().expect("it does not panic")?;
+    ensure((back.len(), checksum(&back)) == (MUCH, sum), || format!("{} bytes have come back", back.len()))
+}
+
+/// A listener on the host's loopback, who has a connection or has none.
+struct Loopback(TcpListener, UdpSocket);
+
+impl Loopback {
+    fn new() -> Result<Self, Failed> {
+        let tcp = TcpListener::bind("127.0.0.1:0")?;
+        let udp = UdpSocket::bind(tcp.local_addr()?)?;
+        tcp.set_nonblocking(true)?;
+        udp.set_nonblocking(true)?;
+        Ok(Self(tcp, udp))
+    }
+
+    fn port(&self) -> u16 {
+        self.0.local_addr().expect("it is bound").port()
+    }
+
+    fn is_reached(&self) -> (bool, bool) {
+        let nothing = |error: std::io::Error| error.kind() != ErrorKind::WouldBlock;
+        let tcp = self.0.accept().map_or_else(nothing, |_| true);
+        (tcp, self.1.recv(&mut [0; 16]).map_or_else(nothing, |_| true))
+    }
+}
+
+#[trial(passt())]
+fn the_host_s_loopback_is_reached_where_that_was_asked_for_and_else_not() -> Result<(), Failed> {
+    for asked in [true, false] {
+        let there = Loopback::new()?;
+        let mut guest = Guest::new(if asked { "user,host-loopback" } else { "user" })?;
+        guest.dhcp()?;
+        let datagrams = guest.udp(PORT)?;
+        let to = (GATEWAY, there.port());
+        guest.udp_socket(datagrams).send_slice(b"x", to).map_err(|error| format!("{error:?}"))?;
+        if asked {
+            guest.connect(GATEWAY, there.port())?.ok_or("the gateway refuses")?;
+            let mut reached = (false, false);
+            guest.until("a connection and a datagram", |_| {
+                let now = there.is_reached();
+                reached = (reached.0 | now.0, reached.1 | now.1);
+                (reached == (true, true)).then_some(())
+            })?;
+            continue;
+        }
+        // A passt may leave what it cannot connect to without an answer.
+        let connection = guest.begin_connect(GATEWAY, there.port())?;
+        // Nor by the addresses that mean it: they are the guest's own, and no driver sends them anywhere.
+        for address in [Ipv4Addr::LOCALHOST, Ipv4Addr::new(127, 1, 2, 3), Ipv4Addr::UNSPECIFIED] {
+            guest.strays(address, there.port());
+        }
+        // passt takes frames in order: what came before an answer to a second question has had its effect.
+        guest.dhcp()?;
+        let (reached, state) = (there.is_reached(), guest.tcp(connection).state());
+        ensure(reached == (false, false) && state != State::Established, || {
+            format!("TCP and UDP: {reached:?}, {state}")
+        })?;
+    }
+    Ok(())
+}
+
+/// The passt that was given this port, by its command line.
+fn passt_of(port: u16) -> Result<Option<u32>, Failed> {
+    let told = format!("127.0.0.1/{port}:{PORT}");
+    for entry in std::fs::read_dir("/proc")?.flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let is_it = line.split(|byte| *byte == 0).any(|word| word == told.as_bytes());
+        if is_it && home::process(pid).is_some_and(|name| name.starts_with("passt")) {
+            return Ok(Some(pid));
+        }
+    }
+    Ok(None)
+}
+
+fn kill(pid: u32) -> Result<(), Failed> {
+    let killed = Command::new("kill").args(["-KILL", &pid.to_string()]).status()?;
+    ensure(killed.success(), || format!("kill {pid}"))
+}
+
+#[trial(passt())]
+fn a_passt_that_is_killed_takes_the_link_down() -> Result<(), Failed> {
+    let port = free()?;
+    let mut guest = Guest::new(&format!("user,forward={port}:{PORT}"))?;
+    guest.dhcp()?;
+    ensure(guest.wire.driver.config(6, 2) == [1, 0], || "the link is not up".into())?;
+    kill(passt_of(port)?.ok_or("there is no passt")?)?;
+    guest.until("the link goes down", |guest| (guest.wire.driver.config(6, 2) == [0, 0]).then_some(()))
+}
+
+/// It ends with the interface.
+#[trial(passt())]
+fn no_passt_is_left_behind() -> Result<(), Failed> {
+    let port = free()?;
+    let guest = Guest::new(&format!("user,forward={port}:{PORT}"))?;
+    ensure(passt_of(port)?.is_some(), || "there is none".into())?;
+    drop(guest);
+    eventually(LIMIT, "passt ends", || Ok(passt_of(port)?.is_none().then_some(())))
+}
+
+#[trial(passt())]
+fn a_guest_that_moves_keeps_its_address_and_loses_its_connections() -> Result<(), Failed> {
+    let (before, after) = (free()?, free()?);
+    let mut guest = Guest::new(&format!("user,forward={before}:{PORT}"))?;
+    let address = guest.dhcp()?.address;
+    let (_, mut old) = connected(&mut guest, before)?;
+    let mut guest = guest.moved_to(&format!("user,forward={after}:{PORT}"))?;
+    // What held it has ended with the interface that was left.
+    let end = old.read(&mut [0; 16]);
+    ensure(matches!(end, Ok(0) | Err(_)), || format!("{end:?}"))?;
+    // Its address is good before it asks anybody, and the one that it would be given.
+    let (handle, _stream) = connected(&mut guest, after)?;
+    let heard = guest.receive(handle)?;
+    ensure(heard == FIRST, || format!("{heard:?}"))?;
+    let again = guest.dhcp()?.address;
+    ensure(again == address, || format!("{address}, and then {again}"))
+}
+
+/// A kernel that runs for ever, in a file below `home`.
+fn spinning(home: &Home) -> Result<PathBuf, Failed> {
+    let kernel = home.0.join("kernel");
+    std::fs::write(&kernel, Code::default().spin().elf64())?;
+    Ok(kernel)
+}
+
+fn is_running(home: &Home, name: &str) -> Result<bool, Failed> {
+    let status: serde_json::Value = serde_json::from_str(&home.ctl(&format!("{name} status"))?)?;
+    Ok(status["state"] == "running")
+}
+
+#[trial(kvm(), passt())]
+fn a_machine_outlives_its_passt_and_takes_it_along() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let kernel = spinning(&home)?;
+    for killed in [true, false] {
+        let port = free()?;
+        let run = format!("run --net user --forward {port}:{PORT} -k {}", kernel.display());
+        let machine = home.start("p", &mut home.command(&run))?;
+        let pid = passt_of(port)?.ok_or("there is no passt")?;
+        if killed {
+            kill(pid)?;
+            eventually(LIMIT, "passt is gone", || Ok(passt_of(port)?.is_none().then_some(())))?;
+            ensure(is_running(&home, "p")?, || "it does not run on".into())?;
+        }
+        home.ctl("p stop")?;
+        let output = machine.end()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure(said.contains("passt has ended") == killed, || format!("{output:?}"))?;
+        eventually(LIMIT, "passt ends", || Ok(passt_of(port)?.is_none().then_some(())))?;
+    }
+    Ok(())
+}
+
+#[trial(kvm(), passt())]
+fn a_machine_moves_to_a_passt_of_its_own() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (kernel, port) = (spinning(&home)?, free()?);
+    let run = format!("run --net user --forward {port}:{PORT} -k {}", kernel.display());
+    let machine = home.start("p", &mut home.command(&run))?;
+    let old = passt_of(port)?.ok_or("there is no passt")?;
+    let (address, other) = (format!("unix:{}", home.0.join("in").display()), free()?);
+    let receive = format!("receive --listen {address} --net user --forward {other}:{PORT}");
+    let there = home.start("q", &mut home.command(&receive))?;
+    let output = home.vellum(&format!("migrate p --to {address}"))?;
+    ensure(output.status.success(), || format!("{output:?}"))?;
+    machine.end()?;
+    eventually(LIMIT, "the first passt ends", || Ok((home::process(old).is_none()).then_some(())))?;
+    ensure(is_running(&home, "q")? && passt_of(other)?.is_some(), || "it does not run there".into())?;
+    home.ctl("q stop")?;
+    there.end()?;
+    eventually(LIMIT, "passt ends", || Ok(passt_of(other)?.is_none().then_some(())))
+}
+
+/// Whether `command` is refused by one line, with status 2, that names `flag` and says `says`.
+fn refused(command: &mut Command, flag: &str, says: &str) -> Result<(), Failed> {
+    let output = command.output()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    let line = said.lines().count() == 1 && said.contains(flag) && said.contains(says);
+    ensure(line && output.status.code() == Some(2), || format!("{flag}, {says}: {output:?}"))
+}
+
+#[trial(kvm(), passt())]
+fn a_port_in_use_is_named() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let kernel = spinning(&home)?;
+    let taken = TcpListener::bind("127.0.0.1:0")?;
+    let port = taken.local_addr()?.port();
+    let run = format!("run --net user --forward {port}:80 -k {}", kernel.display());
+    refused(&mut home.command(&run), "--net", &format!("127.0.0.1/{port}:80"))
+}
+
+#[trial]
+fn what_is_missing_is_named_with_the_remedy() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let run = |arguments: &str| home.command(&format!("run -k {VELLUM} {arguments}"));
+    refused(&mut run("--forward 80:80"), "--net", "required")?;
+    refused(&mut run("--net tap=x --forward 80:80"), "--forward", "--net user")?;
+    refused(&mut run("--net user --forward eighty:80"), "--forward", "HOSTPORT:GUESTPORT")?;
+    refused(&mut run("--net user,hostloopback"), "--net", "did you mean 'host-loopback'")?;
+    refused(&mut run("--net user,socket=/nonexistent"), "--net", "/nonexistent")
+}
+
+/// A host without passt, and one without a default route.
+#[trial(kvm(), passt())]
+fn a_host_without_a_route_or_without_passt_says_so() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let run = format!("run --net user -k {}", spinning(&home)?.display());
+    let mut alone = Command::new("unshare");
+    alone.args(["-n", VELLUM]).args(run.split_whitespace());
+    refused(&mut alone, "--net", "no default route")?;
+    refused(home.command(&run).env("PATH", &home.0), "--net", "apt install passt")
+}
