@@ -40,6 +40,8 @@ pub enum Field {
     Device(&'static str),
     /// Whether a disk that is not as it was is taken.
     DiskChanged,
+    /// Where a debugger connects.
+    Gdb,
     /// Where memory starts in the guest's physical address space.
     GuestAddress,
     /// The page size of the guest's own tables.

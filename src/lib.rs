@@ -17,6 +17,8 @@
 //! | [`machine`] | the PC with a kernel: its board, devices, boot |
 //! | [`guests`] | guests without an OS: code, control block, stamps, and the model that knows what they must have written |
 //! | [`payload`] | what a session runs: a machine of either kind, as the process around it sees it |
+//! | [`dump`] | a machine's memory as a core dump: the ELF file, and what a kernel says of itself |
+//! | [`gdb`] | a debugger's way into a machine: GDB's protocol, breakpoints, registers |
 //! | [`dirty`] | who wrote which page since somebody last asked: trackers and scan |
 //! | [`devices`] | the bus, the PC's own devices, virtio |
 //! | [`arch`] | the board: layout, boot protocols, registers, CPUID, tables, interrupt controller |
@@ -40,6 +42,7 @@
 //! - What a guest without an OS does: [`guests`], its assembly in `guests/program/`.
 //! - How dirty pages are collected: [`dirty::DirtyTracker`]; how one that is lost is found: [`oracle::judge`].
 //! - How a machine moves to another process: [`migration`], whose map is the protocol's too.
+//! - How a debugger stops a machine: [`gdb::Debugger`].
 //! - How a command runs in a kernel that was just built: [`mod@launch`].
 //! - What a machine can be told while it runs: [`control::Do`].
 //! - What a result is: [`report::Report`].
@@ -51,8 +54,10 @@ pub mod cli;
 pub mod control;
 pub mod devices;
 pub mod dirty;
+pub mod dump;
 pub mod fault;
 pub mod fleet;
+pub mod gdb;
 pub mod guests;
 pub mod host;
 pub mod keyvalue;

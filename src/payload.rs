@@ -18,6 +18,7 @@ use vmm_sys_util::eventfd::EventFd;
 use self::lent::Lent;
 pub use self::section::Section;
 use crate::arch::clocks::Meanwhile;
+use crate::arch::core::Core;
 use crate::control::{Cr3Cache, DirtyRings, Do, Event, Stays};
 use crate::devices::virtio::blk::DiskImage;
 use crate::dirty::{self, DirtyTracker};
@@ -25,7 +26,7 @@ use crate::memory::{Backing, Memory, Slot};
 use crate::sandbox::ThreadKind;
 use crate::vm::lifecycle::Exit;
 use crate::vm::ring::DirtyRing;
-use crate::vm::vcpu::Throttle;
+use crate::vm::vcpu::{Reins, Throttle};
 
 /// Something that the session's event loop serves.
 pub type Subscriber = Arc<Mutex<dyn MutEventSubscriber + Send>>;
@@ -175,6 +176,21 @@ pub trait Payload {
 
     /// Takes time from its vCPUs.
     fn throttle(&self) -> Throttle;
+
+    /// Whether its guest has panicked, which has ended so.
+    fn has_panicked(&self, exit: Exit) -> bool {
+        exit == Exit::Panic
+    }
+
+    /// The registers of the vCPU by which its guest has ended, and which that was.
+    fn last_core(&self) -> Option<(usize, Core)> {
+        None
+    }
+
+    /// Its vCPUs for its debugger; none of a machine that nobody debugs.
+    fn reins(&self) -> Reins {
+        Reins::new(&[])
+    }
 
     /// Follows who writes to [`Payload::memory`], from now on what the VMM writes, and from [`DirtyTracker::enable`] on what the
     /// guest writes. While it is paused.

@@ -114,7 +114,7 @@ fn build(
     let mut boot = BootConfig::new(kernel.clone());
     change(&mut config, &mut boot);
     let process = session::Config { limit: Some(limit), ..session::Config::default() };
-    let ready = session::kernel::ready(&process, MemoryConfig::new(16 << 20), config, boot)?;
+    let ready = session::kernel::ready(&process, MemoryConfig::new(16 << 20), config, boot, None)?;
     std::fs::remove_file(kernel)?;
     Ok((ready, serial))
 }

@@ -8,8 +8,14 @@ mod loaders;
 
 #[path = "fuzz/targets/control.rs"]
 mod control;
+#[cfg(target_arch = "x86_64")]
+#[path = "fuzz/targets/dump.rs"]
+mod dump;
 #[path = "fuzz/targets/fleet.rs"]
 mod fleet;
+#[cfg(target_arch = "x86_64")]
+#[path = "fuzz/targets/gdb.rs"]
+mod gdb;
 #[cfg(target_arch = "x86_64")]
 #[path = "fuzz/targets/keyvalue.rs"]
 mod keyvalue;
@@ -39,6 +45,10 @@ const TARGETS: &[(&str, Target)] = &[
     ("loaders", loaders::loaders),
     ("control", control::control),
     ("fleet", fleet::fleet),
+    #[cfg(target_arch = "x86_64")]
+    ("dump", dump::dump),
+    #[cfg(target_arch = "x86_64")]
+    ("gdb", gdb::gdb),
     #[cfg(target_arch = "x86_64")]
     ("keyvalue", keyvalue::keyvalue),
     ("migration", migration::migration),

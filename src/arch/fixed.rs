@@ -12,6 +12,8 @@ pub enum Device {
     Cmos,
     /// The real-time clock as Arm's boards have it (PL031).
     Pl031,
+    /// A PC's system control port B.
+    SystemControl,
     /// The keyboard controller's reset line.
     I8042,
     /// pvpanic.

@@ -86,6 +86,15 @@ pub(super) enum Ctl {
         #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "5s")]
         downtime: Duration,
     },
+    /// Give its guest a non-maskable interrupt, by which a kernel with unknown_nmi_panic panics
+    Nmi,
+    /// Have its kernel obey a magic SysRq key, by a break of the serial line and that key, as in `sysrq t`: it works where user space hangs,
+    /// on a kernel whose serial port is its console and is open
+    Sysrq {
+        /// The key: a letter or a digit, as in c for a crash
+        #[arg(value_parser = key)]
+        key: char,
+    },
     /// Print what happens to it, a JSON line each, until it ends
     Events,
     /// Let its serial port's output go elsewhere: file=PATH, which is truncated, or null
@@ -93,6 +102,14 @@ pub(super) enum Ctl {
         /// Where to
         to: Elsewhere,
     },
+}
+
+fn key(text: &str) -> Result<char, &'static str> {
+    let mut chars = text.chars();
+    let key = chars.next().filter(|key| key.is_ascii_alphanumeric() && chars.next().is_none());
+    key.ok_or(
+        "a letter or a digit is expected, as in t for all tasks, c for a crash; h has the kernel list them",
+    )
 }
 
 /// A place for output that this process can open for the machine.
@@ -185,6 +202,8 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
         Ctl::MigrateSet { downtime, bandwidth } => {
             Do::MigrateSet { downtime_ms: downtime.map(|time| time.as_millis() as u64), bandwidth }
         }
+        Ctl::Nmi => Do::Nmi {},
+        Ctl::Sysrq { key } => Do::Sysrq { key },
         Ctl::Events => Do::Events {},
         Ctl::Serial { to } => {
             outputs.push(to.open()?);

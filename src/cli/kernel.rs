@@ -1,20 +1,24 @@
 //! `vellum run --kernel`: a guest with a kernel of its own. The short forms are kvmtool's, so that scripts written for
 //! `lkvm run` work.
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
 
 use super::devices::DeviceArgs;
 use super::launch::{self, LaunchArgs, Ready};
-use super::{Failure, keyvalue, run::failure};
+use super::{Failure, dump, keyvalue, run::failure};
 use crate::arch::boot::{DEFAULT_CMDLINE, Protocol};
 use crate::arch::irqchip::Mode;
 use crate::devices::console::{Opened, Target};
 use crate::devices::virtio::transport::Codec;
+use crate::gdb;
 use crate::machine::{self, BootConfig};
 use crate::memory::MemoryConfig;
+use crate::migration::mobile::OnPanic;
 use crate::session::{self, kernel::Outcome};
 use crate::vm::cr3_cache;
 use crate::vm::lifecycle::Exit;
@@ -79,6 +83,11 @@ pub struct KernelArgs {
     #[arg(long, value_name = "TIME", requires = "kernel", value_parser = keyvalue::duration)]
     timeout: Option<Duration>,
 
+    /// What to do when the guest panics, before it ends: dump[=FILE], write its memory into FILE, which is what `vellum dump` writes
+    /// [default: vellum-PID.core]. A kernel whose pvpanic is a module is heard to panic on its serial port
+    #[arg(long, value_name = "dump[=FILE]", value_parser = on_panic, requires = "kernel")]
+    on_panic: Option<PathBuf>,
+
     #[command(flatten)]
     pub(super) devices: DeviceArgs<true>,
 
@@ -113,14 +122,27 @@ pub(super) fn boot(
         args;
     devices.confine(process.sandbox);
     let defaults = (!args.nodefaults).then_some(DEFAULT_CMDLINE);
-    let parts: Vec<&str> = defaults.into_iter().chain(args.cmdline.iter().map(String::as_str)).collect();
+    // Symbols are where the image has them, and not where a random number puts them.
+    let fixed = process.gdb.as_ref().map(|_| "nokaslr");
+    let parts: Vec<&str> =
+        defaults.into_iter().chain(fixed).chain(args.cmdline.iter().map(String::as_str)).collect();
     let (cmdline, mut virtio) = (parts.join(" "), devices.config());
     virtio.0.extend(told.devices);
     let vmgenid = if args.no_vmgenid { None } else { config.vmgenid };
     let config = machine::Config { irqchip, transport, serial, virtio, vmgenid, cr3_cache, ..config };
+    if let Some(gdb) = &process.gdb {
+        tracing::info!("{}", gdb::command(&gdb.socket, symbols(&kernel).as_deref()));
+    }
     let boot = BootConfig { kernel, initrd, cmdline, protocol };
     let process = session::Config { limit: timeout, ..process };
-    let ready = session::kernel::ready(&process, memory, config, boot).map_err(failure)?;
+    let on_panic = args.on_panic.as_deref().map(|path| {
+        let dump = dump::on_panic(path).map_err(|failure| failure.under("--on-panic dump="));
+        dump.map(|(file, written, naming)| {
+            (OnPanic { file, name: path.display().to_string(), written }, naming)
+        })
+    });
+    let ready =
+        session::kernel::ready(&process, memory, config, boot, on_panic.transpose()?).map_err(failure)?;
     drop(told.word);
     let machine = &ready.machine;
     if let Some(pty) = &machine.pty {
@@ -132,6 +154,26 @@ pub(super) fn boot(
     let outcome = ready.run().map_err(failure)?;
     tell(&outcome);
     Ok(outcome.exit)
+}
+
+/// `dump[=FILE]`.
+fn on_panic(text: &str) -> Result<PathBuf, &'static str> {
+    match text.split_once('=') {
+        None if text == "dump" => Ok(format!("vellum-{}.core", std::process::id()).into()),
+        Some(("dump", path)) if !path.is_empty() => Ok(path.into()),
+        _ => Err("dump or dump=FILE is expected"),
+    }
+}
+
+/// The file with the symbols of the kernel `image`: the vmlinux of the tree that it was built in, or itself.
+fn symbols(image: &Path) -> Option<PathBuf> {
+    let is_elf = |path: &Path| {
+        let mut magic = [0; 4];
+        File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"\x7fELF"
+    };
+    // arch/x86/boot/bzImage.
+    let beside = image.ancestors().skip(1).take(4).map(|directory| directory.join("vmlinux"));
+    std::iter::once(image.to_owned()).chain(beside).find(|path| is_elf(path))
 }
 
 /// Says how it ended, where that is not what everybody expects.

@@ -8,6 +8,7 @@ pub mod bench;
 pub mod control;
 pub mod devices;
 pub mod doctor;
+pub mod dump;
 mod flags;
 pub mod fleet;
 mod habits;
@@ -67,6 +68,7 @@ enum Command {
     Restore(Box<restore::RestoreArgs>),
     Bench(Box<bench::BenchArgs>),
     Fleet(fleet::FleetArgs),
+    Dump(dump::DumpArgs),
     Ctl(control::CtlArgs),
     /// The same as ctl NAME pause
     Pause(control::MachineArgs),
@@ -110,6 +112,11 @@ impl Failure {
     /// How a command ended that did not do what it was asked for.
     pub fn ended(exit: Exit, message: impl Into<String>) -> Self {
         Self { exit, lacking: false, message: message.into() }
+    }
+
+    /// The same, behind the flag that it is about.
+    fn under(self, flag: &str) -> Self {
+        Self { message: format!("{flag}{}", self.message), ..self }
     }
 
     /// Bad input.
@@ -212,6 +219,7 @@ pub fn main() -> ExitCode {
         Command::Restore(args) => restore::run(*args),
         Command::Bench(args) => bench::run(*args),
         Command::Fleet(args) => fleet::run(&args),
+        Command::Dump(args) => dump::run(&args),
         Command::Ctl(args) => control::ctl(args),
         Command::Pause(args) => control::ctl(args.with(control::Ctl::Pause)),
         Command::Resume(args) => control::ctl(args.with(control::Ctl::Resume { force: false })),

@@ -204,6 +204,8 @@ mod tests {
                 "net" => "tap=tap0",
                 "network" => "mode=none",
                 "cloud-init" => "user-data=x",
+                "on_panic" => "dump",
+                "forward" => "80:80",
                 _ => "x",
             };
             // A command in the guest stands behind all flags.

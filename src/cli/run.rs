@@ -17,7 +17,7 @@ use crate::memory::MemoryConfig;
 use crate::sandbox::Mode;
 use crate::sandbox::user::User;
 use crate::session::log::{self, Beside};
-use crate::session::{self, builtin};
+use crate::session::{self, Gdb, builtin};
 use crate::sys::host::allowed_cpus;
 use crate::vm::lifecycle::{self, Exit};
 
@@ -90,6 +90,11 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = args::RING_ENTRIES, value_parser = args::ring_entries)]
     dirty_ring: Option<u32>,
 
+    /// Let GDB connect at a unix socket: `SOCK[,wait]`; wait: the guest does not run before GDB lets it. A kernel is told nokaslr, so that
+    /// its symbols are where they are. GDB's command line is printed
+    #[arg(long, value_name = "SOCK", value_parser = gdb)]
+    gdb: Option<Gdb>,
+
     /// How much Vellum itself says on standard error while the guest runs; debug adds KVM's counters of a guest with a kernel
     #[arg(long, value_name = "LEVEL", default_value = "info")]
     loglevel: LogLevel,
@@ -126,6 +131,7 @@ pub(super) const FLAGS: Flags = &[&[
     (Field::Cpuid, "--cpuid"),
     (Field::Cpus, "--cpus"),
     (Field::Cr3Cache, "--cr3-cache on:"),
+    (Field::Gdb, "--gdb:"),
     (Field::GuestPage, "--workload page="),
     (Field::Initrd, "--initrd"),
     (Field::Irqchip, "--irqchip:"),
@@ -185,6 +191,9 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
 pub fn run_workload(args: &RunArgs) -> Result<builtin::Outcome, Failure> {
     log::start(args.loglevel.into(), Beside::Progress);
     let (pins, process) = (pins(&args.cpus, Pin::Auto)?, process(args)?);
+    if let Some(gdb) = &process.gdb {
+        tracing::info!("{}", crate::gdb::command(&gdb.socket, None));
+    }
     let mut write = args.workload.write.clone();
     write.passes = args.passes;
     let config = RunConfig {
@@ -218,7 +227,17 @@ fn process(args: &RunArgs) -> Result<session::Config, Failure> {
         sandbox: args.sandbox,
         user: args.user,
         result: args.result.path(),
+        gdb: args.gdb.clone(),
         ..session::Config::default()
+    })
+}
+
+/// `SOCK[,wait]`.
+fn gdb(text: &str) -> Result<Gdb, keyvalue::Error> {
+    let kv = keyvalue::KeyValues::parse(text, Some("socket"), &["socket", "wait"])?;
+    Ok(Gdb {
+        socket: kv.required("socket", |path| Ok::<_, String>(path.into()))?,
+        waits: kv.switch("wait")?.unwrap_or(false),
     })
 }
 

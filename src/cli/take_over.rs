@@ -89,6 +89,7 @@ pub(super) fn run(file: RawFd) -> Result<Exit, Failure> {
         limit: list.limit_ms.map(Duration::from_millis),
         result: list.result.clone(),
         lent: Some(session::Lent { control: control.map(Arc::new), tether: Arc::new(tether) }),
+        gdb: None,
     };
     let serial = match list.serial {
         Some(Serial { output, input, slave, raw }) => {

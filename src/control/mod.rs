@@ -84,6 +84,15 @@ pub enum Do {
         /// From which one on.
         from: usize,
     },
+    /// Write its memory into the empty file whose descriptor comes with this, as a core dump.
+    Dump {},
+    /// Give its guest a non-maskable interrupt.
+    Nmi {},
+    /// Have its kernel obey a key of its magic ones: a break of the serial line, and that key.
+    Sysrq {
+        /// Which, a character of ASCII.
+        key: char,
+    },
     /// Let what the guest writes to its serial port go to the file, pipe, socket or terminal whose descriptor comes with
     /// this. What has not been read yet goes there too.
     Serial {
@@ -97,7 +106,7 @@ impl Do {
     /// How many descriptors come with it.
     pub fn descriptors(&self) -> usize {
         match self {
-            Self::Serial { .. } | Self::MigrateLink {} => 1,
+            Self::Serial { .. } | Self::MigrateLink {} | Self::Dump {} => 1,
             // More than can come in one message are refused.
             Self::MigrateRecover {} => 2,
             Self::Snapshot(asked) => 3 + asked.clones.min(MOST_DESCRIPTORS as u32) as usize,
@@ -119,6 +128,8 @@ impl Do {
             | Self::SnapshotCancel {}
             | Self::SnapshotEnd {}
             | Self::Lend { .. }
+            | Self::Nmi {}
+            | Self::Sysrq { .. }
             | Self::Events {} => 0,
         }
     }
@@ -352,7 +363,7 @@ pub enum Phase {
 pub struct Status {
     /// Its process.
     pub pid: u32,
-    /// `running`, `paused`, `migrating`, `snapshotting`, `handover-unconfirmed`, `postcopy`, `postcopy-paused`; of a machine that is to come, `waiting`, `incoming` or `uncommitted`.
+    /// `running`, `paused`, `debugged`, `dumping`, `migrating`, `snapshotting`, `handover-unconfirmed`, `postcopy`, `postcopy-paused`; of a machine that is to come, `waiting`, `incoming` or `uncommitted`.
     pub state: String,
     /// How many vCPUs it has.
     pub vcpus: usize,
@@ -618,6 +629,24 @@ pub enum Event {
     SnapshotOver {},
     /// No snapshot comes of it, and it goes on as before.
     NoSnapshot {
+        /// Why.
+        why: String,
+    },
+    /// A dump of it is written.
+    Dumped {
+        /// How long the file is.
+        bytes: u64,
+        /// How much of it is no hole.
+        content: u64,
+        /// Which kernel its guest has, where that says so in its memory.
+        release: Option<String>,
+        /// By how much that kernel's addresses were moved at random.
+        kaslr: Option<u64>,
+        /// By how much its image lies elsewhere than it was linked to.
+        phys_base: Option<i64>,
+    },
+    /// No dump comes of it, and it goes on as before.
+    NotDumped {
         /// Why.
         why: String,
     },

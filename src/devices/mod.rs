@@ -18,6 +18,7 @@ pub mod pl031;
 pub mod pvpanic;
 pub mod rtc;
 pub mod serial;
+pub mod system_control;
 pub mod test_device;
 pub mod virtio;
 pub mod vmgenid;

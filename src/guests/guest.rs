@@ -230,6 +230,7 @@ impl Guest {
                 index,
                 pin: config.pins.as_ref().and_then(|pins| pins.get(index).copied()),
                 describe: regs::describe,
+                keep: |_| None,
                 enter: Box::new(move || enter(index)),
                 on_end: Box::new(move || bell.end()),
             };

@@ -25,7 +25,7 @@ use crate::report::{Figure, Histogram, Label, Premise, Report, Sample};
 use crate::vm::counters::Snapshot;
 use crate::vm::exits::Exits;
 use crate::vm::lifecycle::Exit;
-use crate::vm::vcpu::Throttle;
+use crate::vm::vcpu::{Reins, Throttle};
 
 /// What to run.
 #[derive(Clone, Debug)]
@@ -206,6 +206,8 @@ impl Payload for Run {
             Do::Balloon { .. } => {
                 "this machine was started without a balloon: the built-in guest has no devices"
             }
+            Do::Nmi {} => "a built-in guest has no handler of interrupts that cannot be masked",
+            Do::Sysrq { .. } => "a built-in guest has no kernel that would obey",
             _ => "this machine has no serial port: the built-in guest has no devices",
         }
         .into())
@@ -233,6 +235,10 @@ impl Payload for Run {
 
     fn throttle(&self) -> Throttle {
         Throttle::new(&self.guest.vcpus)
+    }
+
+    fn reins(&self) -> Reins {
+        Reins::new(&self.guest.vcpus)
     }
 
     fn track(&mut self, method: dirty::Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {

@@ -31,6 +31,7 @@ pub use self::image::{BootConfig, Image};
 use self::run::on_exit;
 use self::virtio::Virtio;
 use crate::arch::boot::Entry;
+use crate::arch::core::Core;
 use crate::arch::cpuid::{self, Choice, Cpuid, Leaf};
 use crate::arch::fixed::{Addresses, Device, Parts};
 use crate::arch::irqchip::{Irqchip, Mode};
@@ -42,7 +43,7 @@ use crate::devices::rtc::Rtc;
 use crate::devices::serial::Serial;
 use crate::devices::virtio::transport::Codec;
 use crate::devices::vmgenid::VmGenId;
-use crate::devices::{acpi_pm, debug_exit, i8042, pl031, pvpanic, test_device};
+use crate::devices::{acpi_pm, debug_exit, i8042, pl031, pvpanic, system_control, test_device};
 use crate::memory::{self, GuestMemory, Memory};
 #[cfg(doc)]
 use crate::payload::Payload;
@@ -350,6 +351,7 @@ fn buses(
             Device::Serial => serial.clone(),
             Device::Cmos => rtc.clone(),
             Device::Pl031 => Arc::new(pl031::Pl031(rtc.clone())),
+            Device::SystemControl => Arc::new(system_control::SystemControl),
             Device::I8042 => Arc::new(i8042::I8042),
             Device::PvPanic => Arc::new(pvpanic::PvPanic),
             Device::Sleep => Arc::new(acpi_pm::AcpiPm),
@@ -406,6 +408,7 @@ fn spawn_vcpus(config: &Config, sandbox: Sandbox, ended: &Arc<EventFd>) -> Resul
             index,
             pin: config.pins.as_ref().map(|pins| pins[index]),
             describe: regs::describe,
+            keep: |fd| Some(Box::new(Core::read(fd).ok()?)),
             enter: Box::new(move || {
                 sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
             }),

@@ -14,6 +14,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::virtio::Wired;
 use super::{Error, Machine};
 use crate::arch::clocks::Meanwhile;
+use crate::arch::core::Core;
 use crate::arch::irqchip::Irqchip;
 use crate::control::{Cr3Cache, Do};
 use crate::devices::Ending;
@@ -30,7 +31,7 @@ use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves, Subscrib
 use crate::vm::counters;
 use crate::vm::lifecycle::Exit;
 use crate::vm::ring::DirtyRing;
-use crate::vm::vcpu::{self, Flow, Throttle, Vcpu};
+use crate::vm::vcpu::{self, Flow, Reins, Throttle, Vcpu};
 
 /// What tells the session to ask the machine.
 pub(super) struct Wakes {
@@ -143,6 +144,14 @@ impl Payload for Machine {
                 }
                 self.console().lead_to(file).map_err(|error| error.to_string())?;
             }
+            Do::Nmi {} => nmi(&self.vcpus)?,
+            Do::Sysrq { key } => {
+                let key = u8::try_from(*key).ok().filter(u8::is_ascii_graphic);
+                let key = key.ok_or("a key is a letter or a digit, as in b")?;
+                if !self.serial.send_break(key) {
+                    return Err("its serial port has received more than its guest has read".into());
+                }
+            }
             _ => return Err("a machine with a kernel cannot do that".into()),
         }
         Ok(json!({}))
@@ -185,6 +194,19 @@ impl Payload for Machine {
 
     fn throttle(&self) -> Throttle {
         Throttle::new(&self.vcpus)
+    }
+
+    /// A panic of a kernel without pvpanic, which is a module, ends in a reset once its console has said so.
+    fn has_panicked(&self, exit: Exit) -> bool {
+        exit == Exit::Panic || matches!(exit, Exit::Reset | Exit::TripleFault) && self.serial.has_panicked()
+    }
+
+    fn last_core(&self) -> Option<(usize, Core)> {
+        self.ended.as_ref().and_then(|(index, ended)| Some((*index, *ended.kept.as_ref()?.downcast_ref()?)))
+    }
+
+    fn reins(&self) -> Reins {
+        Reins::new(&self.vcpus)
     }
 
     fn track(&mut self, method: dirty::Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
@@ -241,6 +263,20 @@ impl Machine {
     fn console(&self) -> MutexGuard<'_, Console> {
         self.console.lock().expect("nobody panics with it")
     }
+}
+
+/// Gives the first vCPU, which is paused, a non-maskable interrupt, as a chipset does.
+#[cfg(target_arch = "x86_64")]
+fn nmi(vcpus: &[Vcpu]) -> Result<(), String> {
+    let given =
+        vcpus.first().ok_or("it has no vCPU")?.with(|fd| fd.nmi()).map_err(|error| error.to_string())?;
+    given.map_err(|error| format!("KVM_NMI: {error}"))
+}
+
+/// Gives the first vCPU a non-maskable interrupt.
+#[cfg(not(target_arch = "x86_64"))]
+fn nmi(_: &[Vcpu]) -> Result<(), String> {
+    Err("Arm guests have no such interrupt here".into())
 }
 
 /// What an exit means.

@@ -1,9 +1,12 @@
 //! A machine that can leave: any payload, and beside it the migration that takes it to another process. Here is the event loop's
 //! side of a migration, which does what the [`sender`](super::sender)'s thread demands.
 //!
-//! Why a machine stands still is a set: the user has paused it, a migration is in its final pass, the target may run it. It goes on
+//! Why a machine stands still is a set: the user has paused it, a migration is in its final pass, the target may run it, its debugger
+//! looks at it ([`debugged`]), it is dumped ([`dumping`]). It goes on
 //! when none of these is left.
 
+mod debugged;
+mod dumping;
 mod error;
 mod leaving;
 mod payload;
@@ -19,6 +22,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use vmm_sys_util::eventfd::EventFd;
 
+pub use self::dumping::OnPanic;
 pub use self::error::Error;
 use self::leaving::{Errand, Leaving};
 use super::fence::Fence;
@@ -30,6 +34,7 @@ use super::threads;
 use crate::control::{self, Event, Left, Loses, Migrate, Snapshot, Stays};
 use crate::dirty::log::ends_on_a_huge_page;
 use crate::dirty::{self, DirtyTracker, Method};
+use crate::gdb::Debugger;
 use crate::memory::Backing;
 use crate::payload::{Payload, Section};
 use crate::sandbox::{Sandbox, ThreadKind};
@@ -44,11 +49,13 @@ struct Held {
     user: bool,
     migration: bool,
     unconfirmed: bool,
+    debugger: bool,
+    dump: bool,
 }
 
 impl Held {
     fn any(self) -> bool {
-        self.user || self.migration || self.unconfirmed
+        self.user || self.migration || self.unconfirmed || self.debugger || self.dump
     }
 }
 
@@ -86,6 +93,12 @@ pub struct Mobile<P> {
     successor: Option<OwnedFd>,
     /// A snapshot was its end.
     stopped: bool,
+    /// Its debugger, where one may come.
+    debugger: Option<Debugger>,
+    /// A dump that is under way.
+    dumping: Option<dumping::Errand>,
+    /// Where it is dumped to when its guest panics.
+    on_panic: Option<OnPanic>,
 }
 
 /// What CLOCK_MONOTONIC says, in microseconds.
@@ -131,6 +144,9 @@ impl<P: Payload> Mobile<P> {
             moved,
             successor: None,
             stopped,
+            debugger: None,
+            dumping: None,
+            on_panic: None,
         })
     }
 
@@ -255,8 +271,11 @@ impl<P: Payload> Mobile<P> {
 
     /// Only one migration or snapshot is under way at a time: the log of dirty pages is one user's. And not every machine can leave.
     fn is_idle(&self) -> Result<(), String> {
-        if let Some(Stays { name, why, .. }) = self.machine.outline().stays {
+        if let Some(Stays { name, why, .. }) = self.outline().stays {
             return Err(format!("{name}: {why}"));
+        }
+        if self.dumping.is_some() {
+            return Err("a dump of this machine is under way".into());
         }
         match self.leaving.as_ref().map(|leaving| leaving.errand) {
             None => Ok(()),
@@ -402,6 +421,18 @@ impl<P: Payload> Mobile<P> {
     /// Whether nothing of it runs: held, or not begun.
     fn stands(&self) -> bool {
         self.held.any() || !self.begun
+    }
+
+    /// Lets it run, for the first time or again, unless something holds it still.
+    fn let_run(&mut self) -> Result<(), P::Error> {
+        if self.held.any() {
+            return Ok(());
+        }
+        if std::mem::replace(&mut self.begun, true) {
+            self.machine.resume();
+            return Ok(());
+        }
+        self.machine.start()
     }
 
     /// The migration holds it no more.

@@ -32,6 +32,7 @@ pub const VCPU_STATE: &[u32] = &[
     iow::<kvm_regs>(0x82),        // KVM_SET_REGS
     ior::<kvm_mp_state>(0x98),    // KVM_GET_MP_STATE
     iow::<kvm_mp_state>(0x99),    // KVM_SET_MP_STATE
+    iow::<kvm_guest_debug>(0x9b), // KVM_SET_GUEST_DEBUG
     ior::<kvm_vcpu_events>(0x9f), // KVM_GET_VCPU_EVENTS
     iow::<kvm_vcpu_events>(0xa0), // KVM_SET_VCPU_EVENTS
     iow::<kvm_one_reg>(0xab),     // KVM_GET_ONE_REG

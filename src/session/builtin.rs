@@ -42,6 +42,7 @@ pub fn run(process: &Config, config: &RunConfig) -> Result<Outcome, Error> {
         progress::fill(&memory)?;
     }
     let pagemap = Session::pagemap(&process);
+    let door = session.door(&kvm)?;
     let sandbox = session.confine()?;
     facts.sandbox = session.sandbox_status();
     let enter =
@@ -56,6 +57,7 @@ pub fn run(process: &Config, config: &RunConfig) -> Result<Outcome, Error> {
     };
     let run = Run::new(Guest::start(&kvm, memory, guest)?, config.clone())?;
     let mut mobile = Mobile::new(run, sandbox, pagemap).map_err(|e| Error::Host("eventfd", e))?;
+    door.into_iter().for_each(|door| mobile.debug(door));
     let end = session.run(&mut mobile)?;
     let successor = mobile.successor();
     let outcome = Outcome::of(mobile, facts, end);

@@ -1,10 +1,14 @@
 //! A PC with a kernel and the session around it, put together.
 
+use std::sync::Arc;
+
 use super::{Config, End, Error, Session, progress};
 use crate::machine::{BootConfig, Image, Machine, Opened, Origin};
 use crate::memory::MemoryConfig;
-use crate::migration::mobile::Mobile;
+use crate::migration::mobile::{Mobile, OnPanic};
 use crate::payload::Payload;
+use crate::sys::guard::Naming;
+use crate::sys::pagemap::Pagemap;
 use crate::vm;
 use crate::{machine, vm::counters::Snapshot, vm::lifecycle::Exit, vm::vcpu::Ended};
 
@@ -32,7 +36,8 @@ pub struct Outcome {
     pub counters: Option<Snapshot>,
 }
 
-/// Makes a machine of `memory` with `config`'s devices that is to boot `boot`, and takes over this process for it.
+/// Makes a machine of `memory` with `config`'s devices that is to boot `boot`, and takes over this process for it. If its guest panics it
+/// is dumped to `on_panic`.
 ///
 /// # Errors
 /// [`Error`]; files are opened and checked first, so that bad input costs nothing and leaves nothing behind.
@@ -41,19 +46,28 @@ pub fn ready(
     memory: MemoryConfig,
     config: machine::Config,
     boot: BootConfig,
+    on_panic: Option<(OnPanic, Naming)>,
 ) -> Result<Ready, Error> {
     let kvm = vm::open()?;
     let mut image = Image::open(boot)?;
     let cr3_cache = config.cr3_cache.decided(&kvm).map_err(vm::Error::from)?;
     let opened = Opened::open(machine::Config { cr3_cache, ..config })?;
-    let mut session = Session::open(process, opened.sockets(), None)?;
+    let (on_panic, naming) = on_panic.unzip();
+    let mut session = Session::open(process, opened.sockets(), naming)?;
     let board = opened.assemble(&kvm, || progress::map(memory))?;
     let entry = board.boot(&mut image)?;
     let serial = board.open_serial()?;
-    let pagemap = Session::pagemap(process);
+    let pagemap = match on_panic {
+        Some(_) => Pagemap::open().ok().map(Arc::new),
+        None => Session::pagemap(process),
+    };
+    let door = session.door(&kvm)?;
     let sandbox = session.confine()?;
     let machine = board.start(Origin::Boot(&entry), serial, sandbox)?;
-    let machine = Mobile::new(machine, sandbox, pagemap).map_err(|error| Error::Host("eventfd", error))?;
+    let mut machine =
+        Mobile::new(machine, sandbox, pagemap).map_err(|error| Error::Host("eventfd", error))?;
+    door.into_iter().for_each(|door| machine.debug(door));
+    on_panic.into_iter().for_each(|to| machine.dump_on_panic(to));
     Ok(Ready { machine, session, _image: image })
 }
 

@@ -27,12 +27,14 @@ use std::time::{Duration, Instant};
 use event_manager::{
     EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberId, SubscriberOps,
 };
+use kvm_ioctls::Kvm;
 use serde_json::{Value, json};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::control::server::{Asked, Control, Listeners};
 use crate::control::{Do, Event, Lending, Status};
 use crate::fault::{Blame, Fault, Field};
+use crate::gdb;
 use crate::guests::guest;
 use crate::host::doctor;
 use crate::machine;
@@ -46,7 +48,7 @@ use crate::sys::guard::{self, Naming};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::program::{SETTLING, release_start_up_code};
 use crate::sys::signal::{ENDING, KILL, SignalFd};
-use crate::sys::socket::{self, MOST_DESCRIPTORS, Name, SocketError};
+use crate::sys::socket::{self, Listener, MOST_DESCRIPTORS, Name, SocketError};
 use crate::sys::terminal;
 use crate::vm::lifecycle::Exit;
 
@@ -70,6 +72,17 @@ pub struct Config {
     pub result: Option<PathBuf>,
     /// What was lent by the process that this one is to stand in for: its control socket, and the [tether].
     pub lent: Option<Lent>,
+    /// Where a debugger may connect.
+    pub gdb: Option<Gdb>,
+}
+
+/// Where a debugger may connect.
+#[derive(Clone, Debug)]
+pub struct Gdb {
+    /// The unix socket.
+    pub socket: PathBuf,
+    /// Whether the machine waits for it before it runs.
+    pub waits: bool,
 }
 
 /// What a process has of the one that it is to stand in for.
@@ -84,7 +97,15 @@ pub struct Lent {
 impl Default for Config {
     /// No control socket, no sandbox, no limit.
     fn default() -> Self {
-        Self { control: None, sandbox: sandbox::Mode::Off, user: None, limit: None, result: None, lent: None }
+        Self {
+            control: None,
+            sandbox: sandbox::Mode::Off,
+            user: None,
+            limit: None,
+            result: None,
+            lent: None,
+            gdb: None,
+        }
     }
 }
 
@@ -106,6 +127,9 @@ pub enum Error {
     /// KVM.
     #[error(transparent)]
     Vm(#[from] crate::vm::Error),
+    /// Its debugger.
+    #[error(transparent)]
+    Gdb(#[from] gdb::Error),
     /// The control socket.
     #[error("{0}")]
     Control(#[source] SocketError),
@@ -152,6 +176,7 @@ impl Fault for Error {
             Self::Memory(error) => error.blame(),
             Self::Mobile(error) => error.blame(),
             Self::Vm(error) => error.blame(),
+            Self::Gdb(error) => error.blame(),
             Self::Control(_) => Blame::user(Field::Name),
             Self::Listen(_) => Blame::user(Field::Listen),
             Self::Sandbox(error) => error.blame(),
@@ -199,6 +224,8 @@ pub struct Session {
     /// The control socket; and whether it is not served before the machine runs here.
     control: Option<Arc<Mutex<Control>>>,
     held: bool,
+    /// Where a debugger is to connect.
+    gdb: Option<Listener>,
     /// What the event loop serves beside signals.
     served: Vec<SubscriberId>,
 }
@@ -259,7 +286,10 @@ impl Session {
         };
         let control = config.control.as_deref().map(bind).transpose();
         let control = control.map_err(Error::Control)?;
-        let names = config.control.as_deref().into_iter().chain(sockets);
+        let gdb = config.gdb.as_ref().map(|gdb| Listener::bind(&gdb.socket)).transpose();
+        let gdb = gdb.map_err(gdb::Error::Socket)?;
+        let door = config.gdb.as_ref().map(|gdb| gdb.socket.as_path());
+        let names = config.control.as_deref().into_iter().chain(door).chain(sockets);
         guard::start(names.filter_map(|path| Name::new(path).ok()).collect(), naming)
             .map_err(|error| Error::Host("the guard of its sockets", error))?;
         let descriptor = SignalFd::new(&ENDING).map_err(|error| Error::Host("signalfd", error))?;
@@ -277,6 +307,7 @@ impl Session {
             deadline: None,
             control: control.map(|control| Arc::new(Mutex::new(control))),
             held: lent.is_some(),
+            gdb,
             served: Vec::new(),
         };
         if let Some(lent) = &config.lent {
@@ -300,6 +331,12 @@ impl Session {
         }
         self.sandbox.process()?;
         Ok(self.sandbox)
+    }
+
+    /// Where a debugger may connect, if this KVM can debug a guest.
+    fn door(&mut self, kvm: &Kvm) -> Result<Option<gdb::Door>, Error> {
+        let Some(gdb) = &self.config.gdb else { return Ok(None) };
+        Ok(self.gdb.take().map(|listener| gdb::Door::open(listener, gdb.waits, kvm)).transpose()?)
     }
 
     /// What tells which memory of this process was ever touched, for machines that can be told to move; before [`Session::confine`].

@@ -14,6 +14,7 @@ pub mod host;
 pub mod identity;
 pub mod kick;
 pub mod kvm;
+pub mod kvm_debug;
 #[cfg(target_arch = "aarch64")]
 pub mod kvm_device;
 #[cfg(target_arch = "x86_64")]

@@ -21,6 +21,19 @@ pub fn real() -> Need {
     }
 }
 
+/// A processor that stops its guests at breakpoints.
+pub fn breakpoints() -> Need {
+    let amd = std::path::Path::new("/sys/module/kvm_amd").exists();
+    if amd && vellum::host::Facts::collect(String::new()).emulated {
+        return Err(
+            "needs a processor that intercepts int3 and obeys DR7 in a guest, which QEMU's SVM does not \
+             (target/i386/tcg: raise_interrupt2, helper_vmrun): cargo lab test vmx, or metal"
+                .into(),
+        );
+    }
+    Ok(())
+}
+
 /// `count` free huge pages of `size` bytes.
 pub fn huge_pages(size: u64, count: u64) -> Need {
     vellum::host::hugepages::check(size, size * count)

@@ -60,6 +60,13 @@ impl Image {
         path.is_file().then(|| path.display().to_string()).ok_or_else(missing)
     }
 
+    /// The ELF image with symbols and what unwinds the stack, or how to get it.
+    pub fn symbols(&self) -> Result<String, String> {
+        let path = self.dir.join("vmlinux.symbols");
+        let missing = || format!("needs {}, a kernel's symbols: cargo lab test linux", path.display());
+        path.is_file().then(|| path.display().to_string()).ok_or_else(missing)
+    }
+
     /// The initramfs.
     pub fn initrd(&self) -> String {
         self.dir.join("initrd").display().to_string()

@@ -7,10 +7,12 @@
 #[path = "../bed/mod.rs"]
 mod bed;
 mod between;
+mod debugged;
 mod ends;
 mod guest;
 #[path = "../home/mod.rs"]
 mod home;
+mod inside;
 mod launch;
 mod moves;
 mod saves;

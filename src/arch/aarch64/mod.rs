@@ -2,12 +2,15 @@
 
 pub mod boot;
 pub mod clocks;
+pub mod core;
 pub mod cpuid;
+pub mod debug;
 mod fdt;
 mod gic;
 pub mod gsi;
 pub mod irqchip;
 pub mod layout;
+pub mod paging;
 pub mod regs;
 pub mod state;
 pub mod tables;

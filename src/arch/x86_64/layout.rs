@@ -55,6 +55,7 @@ pub const ONE_PIECE: u64 = RAM.0[0].end - RAM_START;
 pub const FIXED: &[Fixed] = &[
     Fixed::on_ports(Device::Serial, ports::COM1, ports::COM_PORTS),
     Fixed::on_ports(Device::Cmos, ports::RTC_INDEX, ports::RTC_PORTS),
+    Fixed::on_ports(Device::SystemControl, ports::SYSTEM_CONTROL, 1),
     Fixed::on_ports(Device::I8042, ports::I8042_COMMAND, 1),
     Fixed::on_ports(Device::PvPanic, ports::PVPANIC, 1),
     Fixed::on_ports(Device::Sleep, ports::SLEEP_CONTROL, ports::SLEEP_PORTS),

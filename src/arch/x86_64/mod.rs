@@ -3,11 +3,14 @@
 pub mod acpi;
 pub mod boot;
 pub mod clocks;
+pub mod core;
 pub mod cpuid;
+pub mod debug;
 pub mod gsi;
 pub mod ioapic;
 pub mod irqchip;
 pub mod layout;
+pub mod paging;
 pub mod ports;
 pub mod regs;
 pub mod state;

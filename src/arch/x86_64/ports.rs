@@ -15,6 +15,8 @@ pub const GED_GSI: u32 = 9;
 pub const RTC_INDEX: u16 = 0x70;
 /// How many ports the real-time clock has.
 pub const RTC_PORTS: u64 = 2;
+/// System control port B: why there is a non-maskable interrupt, and the output of the PIT's timer 2.
+pub const SYSTEM_CONTROL: u16 = 0x61;
 /// The command and status port of the i8042.
 pub const I8042_COMMAND: u16 = 0x64;
 /// The address port of PCI's configuration spaces; the data port follows it.

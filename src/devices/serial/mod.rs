@@ -8,6 +8,7 @@ mod output;
 
 use std::fs::File;
 use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde::{Deserialize, Serialize};
@@ -26,9 +27,22 @@ const FIFO: usize = 64;
 /// The transmit register, behind DLAB the low byte of the divisor.
 const DATA: u64 = 0;
 
+/// The line status register, and its bit of a break: the byte that is next was none, but a line that was held low (16550's data sheet).
+const LSR: u64 = 5;
+const BREAK: u8 = 1 << 4;
+/// LCR's bit by which the data register is the divisor's.
+const DLAB: u8 = 1 << 7;
+
+/// What Linux says on its console when it panics.
+const PANIC: &[u8] = b"Kernel panic - not syncing";
+
 /// The serial port.
 pub struct Serial {
     uart: Mutex<Uart<Irq, Drained, Output>>,
+    /// How many bytes the guest reads before it comes to a break, if one is on its way. Locked after the port.
+    brk: Mutex<Option<usize>>,
+    /// How much of [`PANIC`] was said last; all of it stays so.
+    said: AtomicUsize,
     irq: Arc<EventFd>,
     drained: Arc<EventFd>,
 }
@@ -47,6 +61,9 @@ pub struct State {
     msr: u8,
     scr: u8,
     received: Vec<u8>,
+    /// Which of the received bytes stands for a break.
+    #[serde(default, rename = "break", skip_serializing_if = "Option::is_none")]
+    brk: Option<usize>,
 }
 
 /// A saved state that no port can have had.
@@ -84,7 +101,7 @@ impl Serial {
         let (irq, drained) = (eventfd()?, eventfd()?);
         let output = Output::new(output, drained.clone());
         let uart = Uart::with_events(Irq(irq.clone()), Drained(drained.clone()), output);
-        Ok(Self { uart: Mutex::new(uart), irq, drained })
+        Ok(Self { uart: Mutex::new(uart), brk: Mutex::new(None), said: AtomicUsize::new(0), irq, drained })
     }
 
     /// The interrupt, for `KVM_IRQFD`: edge triggered.
@@ -106,6 +123,40 @@ impl Serial {
     pub fn receive(&self, bytes: &[u8]) {
         // The port refuses when it is full, which the caller has excluded, and an eventfd that overflows is signalled.
         let _ = self.lock().enqueue_raw_bytes(bytes);
+    }
+
+    /// Gives the guest a break, and then `key`: its kernel obeys that as one of its magic keys (Documentation/admin-guide/sysrq.rst). False
+    /// where it has no room, or the guest has not come to an earlier break yet.
+    pub fn send_break(&self, key: u8) -> bool {
+        let mut uart = self.lock();
+        let mut brk = self.brk();
+        let before = FIFO - uart.fifo_capacity();
+        if brk.is_some() || uart.fifo_capacity() < 2 {
+            return false;
+        }
+        *brk = Some(before);
+        drop(brk);
+        // A break comes as a zero.
+        let _ = uart.enqueue_raw_bytes(&[0, key]);
+        true
+    }
+
+    /// Whether the guest's kernel has said that it panicked.
+    pub fn has_panicked(&self) -> bool {
+        self.said.load(Ordering::Relaxed) == PANIC.len()
+    }
+
+    /// The guest writes a byte. Linux's words repeat no beginning of theirs, so that a mismatch begins anew.
+    fn hear(&self, byte: u8) {
+        let said = self.said.load(Ordering::Relaxed);
+        if said < PANIC.len() {
+            let said = if PANIC[said] == byte { said + 1 } else { usize::from(PANIC[0] == byte) };
+            self.said.store(said, Ordering::Relaxed);
+        }
+    }
+
+    fn brk(&self) -> MutexGuard<'_, Option<usize>> {
+        self.brk.lock().expect("no one panics with it")
     }
 
     /// Lets output go to `file` from now on, beginning with what waits.
@@ -137,7 +188,10 @@ impl Serial {
 
     /// What [`Serial::restore`] needs.
     pub fn save(&self) -> State {
-        let s = self.lock().state();
+        let (s, brk) = {
+            let uart = self.lock();
+            (uart.state(), *self.brk())
+        };
         State {
             dll: s.baud_divisor_low,
             dlm: s.baud_divisor_high,
@@ -149,6 +203,7 @@ impl Serial {
             msr: s.modem_status,
             scr: s.scratch,
             received: s.in_buffer,
+            brk,
         }
     }
 
@@ -158,7 +213,7 @@ impl Serial {
     /// Where the state is not one that `save` can have given.
     pub fn restore(&self, s: State) -> Result<(), RestoreError> {
         let received = s.received.len();
-        if received > FIFO {
+        if received > FIFO || s.brk.is_some_and(|at| at >= received) {
             return Err(RestoreError(received));
         }
         let state = SerialState {
@@ -177,6 +232,7 @@ impl Serial {
         let output = std::mem::replace(uart.writer_mut(), Output::new(None, self.drained.clone()));
         *uart = Uart::from_state(&state, Irq(self.irq.clone()), Drained(self.drained.clone()), output)
             .map_err(|_| RestoreError(received))?;
+        *self.brk() = s.brk;
         Ok(())
     }
 
@@ -188,13 +244,22 @@ impl Serial {
 impl BusDevice for Serial {
     fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
-        data[0] = self.lock().read(offset as u8);
+        let mut uart = self.lock();
+        data[0] = uart.read(offset as u8);
+        let mut brk = self.brk();
+        match (offset, *brk) {
+            (LSR, Some(0)) => data[0] |= BREAK,
+            // The byte was read that was next.
+            (DATA, Some(before)) if uart.state().line_control & DLAB == 0 => *brk = before.checked_sub(1),
+            _ => {}
+        }
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> Option<Ending> {
         // It fails where the interrupt's eventfd overflows, and then the interrupt is pending anyway.
         let _ = self.lock().write(offset as u8, data[0]);
         if offset == DATA {
+            self.hear(data[0]);
             self.carry(TURN);
             self.lock().writer_mut().tell();
         }
@@ -269,6 +334,45 @@ mod tests {
         }
         assert!(serial.flush());
         assert_eq!(serial.unread(), 3, "every byte that nobody has read");
+    }
+
+    #[test]
+    fn a_break_is_told_with_its_byte_and_with_no_other() {
+        let serial = Serial::new(None).unwrap();
+        let read = |serial: &Serial, offset| {
+            let mut data = [0];
+            serial.read(offset, &mut data);
+            data[0]
+        };
+        serial.receive(b"ab");
+        assert!(serial.send_break(b'c'));
+        assert!(!serial.send_break(b'd'), "one at a time");
+        assert_eq!((read(&serial, 5) & BREAK, read(&serial, 0)), (0, b'a'));
+        // It moves with its port.
+        let copy = Serial::new(None).unwrap();
+        copy.restore(serde_json::from_str(&serde_json::to_string(&serial.save()).unwrap()).unwrap()).unwrap();
+        assert_eq!((read(&copy, 5) & BREAK, read(&copy, 0)), (0, b'b'));
+        assert_eq!((read(&copy, 5) & BREAK, read(&copy, 5) & BREAK, read(&copy, 0)), (BREAK, BREAK, 0));
+        assert_eq!((read(&copy, 5) & BREAK, read(&copy, 0)), (0, b'c'));
+        assert!(copy.send_break(b'd'));
+        copy.receive(&[b'x'; 62]);
+        assert!(!copy.send_break(b'e'));
+        let bad = State { brk: Some(64), ..copy.save() };
+        assert!(copy.restore(bad).is_err());
+        // A saved port without one is as it was before there were breaks.
+        assert!(!serde_json::to_string(&Serial::new(None).unwrap().save()).unwrap().contains("break"));
+    }
+
+    #[test]
+    fn a_panic_is_heard() {
+        let serial = Serial::new(None).unwrap();
+        let say = |text: &str| text.bytes().for_each(|byte| assert!(serial.write(0, &[byte]).is_none()));
+        say("KKernel panic - not synKernel panic - not syncin\n");
+        assert!(!serial.has_panicked());
+        say("[ 1.0] KKernel panic - not syncing: VFS\n");
+        assert!(serial.has_panicked());
+        say("x");
+        assert!(serial.has_panicked());
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::memory::{Memory, Slot};
 use crate::migration::sender::Told;
 use crate::migration::share::MOST_CONNECTIONS;
 use crate::payload::lent::Lent;
-use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves};
+use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves, Subscriber};
 use crate::sys::sigbus;
 use crate::vm::lifecycle::Exit;
 use crate::vm::vcpu::Throttle;
@@ -30,20 +30,25 @@ where
         if !std::mem::replace(&mut self.served, true) {
             serves.wakes.push(self.wake.clone());
         }
+        let wire = self.debugger.as_mut().and_then(|debugger| debugger.serves());
+        serves.subscribers.extend(wire.map(|wire| wire as Subscriber));
         serves
     }
 
     fn start(&mut self) -> Result<(), Error> {
-        if self.held.any() {
-            return Ok(());
-        }
-        self.begun = true;
-        Ok(self.machine.start()?)
+        Ok(self.let_run()?)
     }
 
     fn poll(&mut self) -> Result<Option<Exit>, Error> {
         let _ = self.wake.read();
         self.serve();
+        self.serve_debugger();
+        if let Some(exit) = self.serve_dump() {
+            return Ok(self.over(exit));
+        }
+        if self.is_dumping_its_end() {
+            return Ok(None);
+        }
         if self.moved {
             return Ok(Some(Exit::Moved));
         }
@@ -58,10 +63,12 @@ where
             Some(file) => Error::Shortened(file),
             None => error.into(),
         })?;
-        if ended.is_some() {
-            self.call_off("the guest has ended");
+        let Some(exit) = ended else { return Ok(None) };
+        self.call_off("the guest has ended");
+        if self.dumps(exit) {
+            return Ok(None);
         }
-        Ok(ended)
+        Ok(self.over(exit))
     }
 
     fn pause(&mut self) -> Result<(), Error> {
@@ -77,12 +84,7 @@ where
 
     fn resume(&mut self) {
         self.held.user = false;
-        if self.held.any() {
-            return;
-        }
-        if self.begun {
-            self.machine.resume();
-        } else if let Err(error) = self.start() {
+        if let Err(error) = self.let_run() {
             tracing::error!("it cannot be started: {error}");
         }
     }
@@ -93,11 +95,13 @@ where
             return false;
         }
         self.call_off("its machine is being ended");
+        self.dismiss_debugger();
         self.machine.request_end()
     }
 
     fn outline(&self) -> Outline {
-        self.machine.outline()
+        let outline = self.machine.outline();
+        Outline { stays: self.stays_for_debugger().or(outline.stays), ..outline }
     }
 
     fn progress(&self) -> Option<Progress> {
@@ -117,6 +121,8 @@ where
         }
         match () {
             () if self.held.unconfirmed => Some("handover-unconfirmed"),
+            () if self.held.debugger => Some("debugged"),
+            () if self.dumping.is_some() => Some("dumping"),
             () => self.leaving.as_ref().map(|leaving| match leaving.errand {
                 Errand::Migration => "migrating",
                 Errand::Snapshot { .. } => "snapshotting",
@@ -211,6 +217,22 @@ where
                 } else {
                     leaving.tell(Told::Force);
                 }
+            }
+            Do::Dump {} => {
+                let file = descriptors.pop().ok_or("it takes a descriptor")?;
+                self.dump(file.into())?;
+            }
+            // vCPUs are asked while they stand still.
+            Do::Nmi {} => {
+                let stood = self.stands();
+                if !stood {
+                    self.machine.pause().map_err(|error| error.to_string())?;
+                }
+                let answer = self.machine.ask(what, descriptors);
+                if !stood {
+                    self.machine.resume();
+                }
+                return answer;
             }
             what => return self.machine.ask(what, descriptors),
         }

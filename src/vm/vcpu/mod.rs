@@ -11,22 +11,25 @@
 //! ```
 //!
 //! What an exit *means* is not decided here: the loop hands it to a closure (`guests/` rings doorbells, a machine with
-//! devices asks its bus) and obeys the [`Flow`] that comes back.
+//! devices asks its bus) and obeys the [`Flow`] that comes back. What a debugger has to do with it is `debug.rs`'s.
 
 mod cycle;
+mod debug;
 mod run;
 #[cfg(test)]
 mod tests;
 mod throttle;
 
+use std::any::Any;
 use std::error::Error as StdError;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use kvm_bindings::kvm_guest_debug;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use super::Processor;
@@ -38,6 +41,7 @@ use crate::sys::kick::{self, Kick, RunPage};
 
 use cycle::Command;
 pub use cycle::Flow;
+pub use debug::{Reins, SLOTS, Trap, Traps};
 pub use throttle::Throttle;
 
 /// Where a vCPU is.
@@ -105,7 +109,12 @@ pub struct Ended {
     pub error: Option<kvm_ioctls::Error>,
     /// The registers and the last exits, a line each, where the guest or KVM failed.
     pub trace: Option<String>,
+    /// What [`Thread::keep`] has kept of it.
+    pub kept: Option<Kept>,
 }
+
+/// What is kept of a vCPU that has ended, of a type that is its machine's own.
+pub type Kept = Box<dyn Any + Send>;
 
 /// Why what a vCPU begins with cannot be set.
 pub type Unprepared = Box<dyn StdError + Send + Sync>;
@@ -128,6 +137,8 @@ struct Inner {
     flushed: u64,
     /// Until when it is to sleep instead of running.
     nap: Option<Instant>,
+    /// How it is debugged.
+    debug: kvm_guest_debug,
 }
 
 impl Inner {
@@ -147,7 +158,12 @@ struct Shared {
     flushes: AtomicU64,
     /// Whether it may have to sleep.
     drowsy: AtomicBool,
+    /// Its debugger, if it has one.
+    traps: OnceLock<Arc<Traps>>,
+    /// Whether its debugger keeps it from running.
+    parked: AtomicBool,
     describe: fn(&VcpuFd) -> String,
+    keep: fn(&VcpuFd) -> Option<Kept>,
     inner: Mutex<Inner>,
     changed: Condvar,
 }
@@ -174,6 +190,48 @@ impl Shared {
         let until = |inner: &mut Inner| inner.life.is_none() && !stopped();
         let inner = self.changed.wait_while(self.lock(), until);
         inner.unwrap_or_else(PoisonError::into_inner).life.take()
+    }
+
+    /// [`Vcpu::begin`].
+    fn begin<R: Send + 'static>(
+        &self,
+        call: impl FnOnce(&VcpuFd) -> R + Send + 'static,
+    ) -> Result<Answer<R>, Error> {
+        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+        {
+            let mut inner = self.wait_unless(
+                |inner| inner.state != RunState::Running && inner.call.is_none(),
+                || Ok::<_, Error>(()),
+            )?;
+            if inner.state == RunState::Exited {
+                return Err(Error::Gone(self.index));
+            }
+            inner.call = Some(Box::new(move |fd| {
+                let _ = sender.send(call(fd));
+            }));
+        }
+        self.changed.notify_all();
+        Ok(Answer { index: self.index, receiver })
+    }
+
+    /// Waits for what must come soon, and meanwhile asks `hopeful` again and again whether it still can.
+    fn wait_unless<E: From<Error>>(
+        &self,
+        until: impl Fn(&Inner) -> bool,
+        hopeful: impl Fn() -> Result<(), E>,
+    ) -> Result<MutexGuard<'_, Inner>, E> {
+        let deadline = Instant::now() + PATIENCE;
+        let mut inner = self.lock();
+        while !until(&inner) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::Unresponsive(self.index, PATIENCE).into());
+            }
+            hopeful()?;
+            let changed = self.changed.wait_timeout(inner, left.min(ASKING));
+            inner = changed.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(inner)
     }
 }
 
@@ -207,6 +265,8 @@ pub struct Thread {
     pub pin: Option<usize>,
     /// The registers as a failure's report has them.
     pub describe: fn(&VcpuFd) -> String,
+    /// What its machine wants to have of a vCPU whose guest has ended in another way than by switching itself off.
+    pub keep: fn(&VcpuFd) -> Option<Kept>,
     /// The last act of its own: entering the sandbox.
     pub enter: Box<dyn FnOnce() -> io::Result<()> + Send>,
     /// Told once when the vCPU has exited, or never will run ([`Vcpu::take_failed`]), on its own thread.
@@ -217,14 +277,17 @@ impl Vcpu {
     /// Starts the thread, which pins and confines itself while whoever called goes on to make the vCPU: each takes as long
     /// as the other. It runs nothing before [`Vcpu::give`].
     pub fn spawn(thread: Thread) -> Result<Self, Error> {
-        let Thread { index, pin, describe, enter, on_end } = thread;
+        let Thread { index, pin, describe, keep, enter, on_end } = thread;
         kick::install().map_err(|e| Error::Spawn(index, e))?;
         let shared = Arc::new(Shared {
             index,
             command: AtomicU8::new(Command::Pause as u8),
             flushes: AtomicU64::new(0),
             drowsy: AtomicBool::new(false),
+            traps: OnceLock::new(),
+            parked: AtomicBool::new(false),
             describe,
+            keep,
             inner: Mutex::new(Inner {
                 state: RunState::Running,
                 kick: None,
@@ -235,6 +298,7 @@ impl Vcpu {
                 ended: None,
                 flushed: 0,
                 nap: None,
+                debug: kvm_guest_debug::default(),
             }),
             changed: Condvar::new(),
         });
@@ -323,9 +387,11 @@ impl Vcpu {
         }
     }
 
-    /// Lets it run.
+    /// Lets it run, unless its debugger keeps it.
     pub fn resume(&self) {
-        self.command(Command::Run);
+        if !self.shared.parked.load(Ordering::SeqCst) {
+            self.command(Command::Run);
+        }
     }
 
     /// Asks it to pause; [`Vcpu::wait_paused`] tells when it has.
@@ -381,18 +447,7 @@ impl Vcpu {
         &self,
         call: impl FnOnce(&VcpuFd) -> R + Send + 'static,
     ) -> Result<Answer<R>, Error> {
-        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
-        {
-            let mut inner = self.wait(|inner| inner.state != RunState::Running && inner.call.is_none())?;
-            if inner.state == RunState::Exited {
-                return Err(Error::Gone(self.shared.index));
-            }
-            inner.call = Some(Box::new(move |fd| {
-                let _ = sender.send(call(fd));
-            }));
-        }
-        self.shared.changed.notify_all();
-        Ok(Answer { index: self.shared.index, receiver })
+        self.shared.begin(call)
     }
 
     fn command(&self, command: Command) {
@@ -404,27 +459,7 @@ impl Vcpu {
     }
 
     fn wait(&self, until: impl Fn(&Inner) -> bool) -> Result<MutexGuard<'_, Inner>, Error> {
-        self.wait_unless(until, || Ok(()))
-    }
-
-    /// Waits for what must come soon, and meanwhile asks `hopeful` again and again whether it still can.
-    fn wait_unless<E: From<Error>>(
-        &self,
-        until: impl Fn(&Inner) -> bool,
-        hopeful: impl Fn() -> Result<(), E>,
-    ) -> Result<MutexGuard<'_, Inner>, E> {
-        let deadline = Instant::now() + PATIENCE;
-        let mut inner = self.shared.lock();
-        while !until(&inner) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(Error::Unresponsive(self.shared.index, PATIENCE).into());
-            }
-            hopeful()?;
-            let changed = self.shared.changed.wait_timeout(inner, left.min(ASKING));
-            inner = changed.unwrap_or_else(PoisonError::into_inner).0;
-        }
-        Ok(inner)
+        self.shared.wait_unless(until, || Ok(()))
     }
 }
 
@@ -450,7 +485,7 @@ pub fn pause_all_unless<E: From<Error>>(
     let start = Instant::now();
     vcpus.iter().for_each(Vcpu::request_pause);
     let paused = |inner: &Inner| inner.state != RunState::Running;
-    vcpus.iter().try_for_each(|vcpu| vcpu.wait_unless(paused, &hopeful).map(drop))?;
+    vcpus.iter().try_for_each(|vcpu| vcpu.shared.wait_unless(paused, &hopeful).map(drop))?;
     Ok(start.elapsed())
 }
 

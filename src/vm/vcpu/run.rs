@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use super::cycle::{After, Command, Cycle, Returned, Step};
+use super::debug::{self, Whose};
 use super::{Ended, Flow, RunState, Shared};
 #[cfg(target_arch = "x86_64")]
 use crate::plant::{self, Mistake};
@@ -100,15 +101,27 @@ pub(super) fn run(
             }
             Step::End => break (Exit::PowerOff, None),
         }
+        let mut own = None;
         let result = match vcpu.run() {
             Ok(exit) => {
                 let reason = recent.note(&exit);
                 exits.count(reason);
-                // No business of whoever runs the guest: neither the guest nor a device has anything to do with it.
-                Ok((reason != Reason::DirtyRingFull).then(|| on_exit(exit)))
+                // Neither a full ring nor what a debugger planted is any business of whoever runs the guest: neither the guest nor a
+                // device has anything to do with it.
+                Ok(match debug::whose(shared, &exit) {
+                    Some(Whose::Debugger) => Some(Flow::Pause),
+                    Some(Whose::Guest(flag)) => {
+                        own = Some(flag);
+                        Some(Flow::Continue)
+                    }
+                    None => (reason != Reason::DirtyRingFull).then(|| on_exit(exit)),
+                })
             }
             Err(error) => Err(error),
         };
+        if let (Some(flag), Some(fd)) = (own, vcpu.fd()) {
+            debug::give_back(shared, fd, flag);
+        }
         let returned = match result {
             Ok(Some(flow)) => Returned::Exit(flow),
             Ok(None) if vcpu.relieve() => Returned::Exit(Flow::Continue),
@@ -133,7 +146,8 @@ pub(super) fn run(
         let registers = vcpu.fd().map(shared.describe).unwrap_or_default();
         format!("{registers}\n{}", recent.describe())
     });
-    Ended { exit, error, trace }
+    let kept = vcpu.fd().filter(|_| exit != Exit::PowerOff).and_then(shared.keep);
+    Ended { exit, error, trace, kept }
 }
 
 /// Says that the vCPU is paused, and serves calls until there is another command, which it returns.

@@ -87,6 +87,7 @@ fn spawn(enter: Box<dyn FnOnce() -> io::Result<()> + Send>, end: Sender<()>) -> 
         index: 0,
         pin: None,
         describe: |_| String::new(),
+        keep: |_| None,
         enter,
         on_end: Box::new(move || end.send(()).expect("the test waits")),
     };

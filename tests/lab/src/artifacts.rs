@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::architecture::Architecture;
 use crate::cache::Cache;
-use crate::debian::{self, Archive};
+use crate::debian::{self, Archive, Package};
 use crate::{Error, Result, tool};
 
 /// The workspace that this laboratory was built from.
@@ -119,6 +119,9 @@ impl Programs {
     }
 }
 
+/// What an ELF image with symbols is called.
+pub const SYMBOLS: &str = "vmlinux.symbols";
+
 /// An unpacked kernel of Debian's.
 #[derive(Clone, Debug)]
 pub struct Kernel {
@@ -133,19 +136,23 @@ pub struct Kernel {
 const CLOUD: [(&str, &str); 2] = [("6.1", "linux-image-cloud"), ("6.12", "linux-image-6.12-cloud")];
 const BOOKWORM: &[&str] = &["bookworm", "bookworm-security"];
 
-/// Debian's static busybox for `architecture`, fetched if need be: this machine's own may be of another one.
-pub fn busybox(cache: &Cache, architecture: Architecture) -> Result<PathBuf> {
-    let record = format!("busybox-{}", architecture.debian());
-    let package = debian::recorded(cache, &record, || {
-        Archive::open(cache, architecture, BOOKWORM)?.resolve("busybox-static")
-    })?;
-    let name = format!("debian/{}_{}_{}", package.name, package.version, architecture.debian());
-    let tree = cache.entry(&name, |dir| {
+/// The files of Debian's package `name` for `architecture`, fetched if need be.
+pub fn package(cache: &Cache, architecture: Architecture, name: &str) -> Result<PathBuf> {
+    // Records of before there were others than busybox say so.
+    let record = format!("{}-{}", name.trim_end_matches("-static"), architecture.debian());
+    let package =
+        debian::recorded(cache, &record, || Archive::open(cache, architecture, BOOKWORM)?.resolve(name))?;
+    let entry = format!("debian/{}_{}_{}", package.name, package.version, architecture.debian());
+    cache.entry(&entry, |dir| {
         let deb = Archive::open(cache, architecture, BOOKWORM)?.download(&package, dir)?;
         debian::unpack(&deb, dir)?;
         fs::remove_file(&deb).map_err(Error::file("remove", &deb))
-    })?;
-    Ok(tree.join("bin/busybox"))
+    })
+}
+
+/// Debian's static busybox for `architecture`: this machine's own may be of another one.
+pub fn busybox(cache: &Cache, architecture: Architecture) -> Result<PathBuf> {
+    Ok(package(cache, architecture, "busybox-static")?.join("bin/busybox"))
 }
 
 impl Kernel {
@@ -199,6 +206,26 @@ impl Kernel {
             image: only("boot", "vmlinuz-")?,
             modules: only("lib/modules", "")?,
         })
+    }
+
+    /// Its ELF image with symbols and what unwinds the stack, out of its package for debuggers, fetched if need be; without the rest of
+    /// what is in there, which is ten times as much.
+    pub fn symbols(&self, cache: &Cache) -> Result<PathBuf> {
+        const THERE: &str = "usr/lib/debug/boot";
+        let (name, version) = self.package.split_once(' ').unwrap_or((&self.package, ""));
+        let package = Package { name: format!("{name}-dbg"), version: version.to_owned() };
+        let entry = cache.entry(&format!("debian/{}_{}", package.name, package.version), |dir| {
+            cache.need_mib(2048)?;
+            let deb = Archive::open(cache, Architecture::X86, BOOKWORM)?.download(&package, dir)?;
+            let image = debian::unpack_only(&deb, THERE, "vmlinux-", dir)?;
+            let mut objcopy = Command::new(tool::need("objcopy")?);
+            // A kernel's own relocations are for its KASLR, and would mislead a debugger.
+            objcopy.args(["--strip-debug", "--keep-section=.debug_frame", "--remove-relocations=*"]);
+            tool::output(objcopy.args([&image, &dir.join(SYMBOLS)]))?;
+            fs::remove_file(&deb).map_err(Error::file("remove", &deb))?;
+            fs::remove_dir_all(dir.join("usr")).map_err(Error::file("remove", dir.join("usr")))
+        })?;
+        Ok(entry.join(SYMBOLS))
     }
 
     /// The modules called `names` and all that they need, in the order in which they load. A name that this kernel has

@@ -7,7 +7,7 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
@@ -217,6 +217,22 @@ fn complaints(error: Error) -> String {
 /// Unpacks a package's files.
 pub fn unpack(deb: &Path, to: &Path) -> Result<()> {
     tool::output(Command::new("dpkg-deb").arg("-x").args([deb, to])).map(drop)
+}
+
+/// Unpacks of a package's files the one in the directory `at` whose name begins with `prefix`, and says where it is.
+pub fn unpack_only(deb: &Path, at: &str, prefix: &str, to: &Path) -> Result<PathBuf> {
+    let mut files = Command::new("dpkg-deb");
+    files.arg("--fsys-tarfile").arg(deb).stdout(Stdio::piped());
+    let mut files = files.spawn().map_err(Error::file("start", "dpkg-deb"))?;
+    let archive = files.stdout.take().map_or_else(Stdio::null, Stdio::from);
+    let mut tar = Command::new(tool::need("tar")?);
+    let pattern = format!("./{at}/{prefix}*");
+    let unpacked = tool::fed(tar.args(["-x", "--wildcards", "-C"]).arg(to).arg(pattern), archive);
+    files.wait().map_err(Error::file("wait for", "dpkg-deb"))?;
+    unpacked?;
+    let entries = fs::read_dir(to.join(at)).map_err(Error::file("read", to.join(at)))?;
+    let found = entries.filter_map(|entry| Some(entry.ok()?.path())).next();
+    found.ok_or_else(|| Error::Package(format!("{} holds no {at}/{prefix}…", deb.display())))
 }
 
 /// What `name` was resolved to: as recorded, else by asking `resolve`.

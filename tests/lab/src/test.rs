@@ -5,6 +5,7 @@
 //! shipped in, where `lab test metal` runs them as it would on any machine. What came of it is counted from records
 //! ([`tally`]), never from what is printed. A bed that is missing is an entry of the skip list, never a silent pass.
 
+mod debuggers;
 mod fuzz;
 mod here;
 mod hosts;

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use crate::{Error, Result};
 
 /// Debian's package for each program the laboratory calls.
-const PACKAGES: [(&str, &str); 26] = [
+const PACKAGES: [(&str, &str); 28] = [
     ("ip", "iproute2"),
     ("unshare", "util-linux"),
     ("qemu-system-aarch64", "qemu-system-arm"),
@@ -18,6 +18,8 @@ const PACKAGES: [(&str, &str); 26] = [
     ("tar", "tar"),
     ("make", "build-essential"),
     ("ld", "binutils"),
+    ("ldd", "libc-bin"),
+    ("objcopy", "binutils"),
     ("gcc", "build-essential"),
     ("g++", "build-essential"),
     ("patch", "patch"),
@@ -79,11 +81,14 @@ pub fn bound(command: &mut Command, signal: libc::c_int) -> &mut Command {
 
 /// Runs to the end and gives what it printed; both streams are quoted if it fails.
 pub fn output(command: &mut Command) -> Result<Vec<u8>> {
+    fed(command, Stdio::null())
+}
+
+/// As [`output`], with `input` as its standard input.
+pub fn fed(command: &mut Command, input: Stdio) -> Result<Vec<u8>> {
     // make and its like stop what they have begun.
-    let out = bound(command, libc::SIGTERM)
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|error| cannot_start(command, error))?;
+    let out =
+        bound(command, libc::SIGTERM).stdin(input).output().map_err(|error| cannot_start(command, error))?;
     if out.status.success() {
         return Ok(out.stdout);
     }

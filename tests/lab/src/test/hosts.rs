@@ -10,7 +10,7 @@ use harness::record;
 
 use super::programs::{self, Place};
 use super::tally::Tally;
-use super::{Bed, HUGEPAGES, Options, here};
+use super::{Bed, HUGEPAGES, Options, debuggers, here};
 use crate::architecture::Architecture;
 use crate::artifacts::{self, Executable, Kernel, Programs};
 use crate::bed::{self, Emulated, HostKernel, Pace, Request, Wire, svm};
@@ -27,8 +27,13 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
     let cache = Cache::open()?;
     let architecture = bed.architecture();
     let kernel = Kernel::debian_for(&cache, architecture, "6.1")?;
+    let debuggers = match architecture {
+        Architecture::X86 => brought(debuggers::programs(&cache), tally),
+        Architecture::Arm => Vec::new(),
+    };
     let host = |npt| {
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
+        request.files.extend(debuggers.iter().cloned());
         (request.bed, request.second_stage) = (bed, npt);
         // Time that counts instructions makes the tests' own time limits independent of how busy this machine is.
         request.memory_mib = 4096;
@@ -46,8 +51,11 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     let cache = Cache::open()?;
     let whole = options.bed == Some(Bed::Linux);
     let kernel = Kernel::debian(&cache, "6.1")?;
+    // A slice does without.
+    let debuggers = if whole { brought(debuggers::with_symbols(&cache), tally) } else { Vec::new() };
     let host = |npt| {
         let mut request = for_linux(Request::new(HostKernel::Debian(kernel.clone())), npt);
+        request.files.extend(debuggers.iter().cloned());
         // One test takes minutes; all of them, an hour.
         request.time_limit = Duration::from_secs(if whole { 120 } else { 25 } * 60);
         if whole {
@@ -58,6 +66,14 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     let hosts = modes(options).into_iter().map(host).collect();
     let guests = guests(&cache, whole)?;
     run(&cache, ("linux", hosts), &programs::built_for(Place::Linux)?, &guests, &options.arguments, tally)
+}
+
+/// What debuggers there are for a host: what cannot be had the trials name themselves.
+fn brought(debuggers: Result<Vec<debuggers::Placed>>, tally: &mut Tally) -> Vec<debuggers::Placed> {
+    debuggers.unwrap_or_else(|error| {
+        tally.show(&format!("lab: without debuggers: {error}"));
+        Vec::new()
+    })
 }
 
 /// The processors of two hosts. What they share is the level x86-64-v2, as whose guests Linux moves between them.

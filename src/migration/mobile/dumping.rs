@@ -1,0 +1,166 @@
+//! A machine that is dumped: it stands still for that, beside whatever else holds it, and each turn of the event loop writes a part.
+//! Where it is to be dumped when its guest panics it has come to its end already, which is told when the dump is written.
+
+use std::fs::File;
+use std::io;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::Mobile;
+use crate::arch::core::{Core, IMPOSSIBLE};
+use crate::control::Event;
+use crate::dump::{Dumped, Dumping};
+use crate::payload::Payload;
+use crate::vm::lifecycle::Exit;
+
+/// Where a guest that panics is dumped to.
+#[derive(Debug)]
+pub struct OnPanic {
+    /// The file, without a name.
+    pub file: File,
+    /// What it will be called.
+    pub name: String,
+    /// Has it named, by the process's guard.
+    pub written: EventFd,
+}
+
+/// A dump that is under way.
+pub(super) struct Errand {
+    dumping: Dumping,
+    /// How the guest has ended, where that is why.
+    ended: Option<(Exit, OnPanic)>,
+}
+
+impl<P: Payload> Mobile<P> {
+    /// Has a guest that panics be dumped.
+    pub fn dump_on_panic(&mut self, to: OnPanic) {
+        self.on_panic = Some(to);
+    }
+
+    /// Begins to dump it into `file`.
+    pub(super) fn dump(&mut self, file: File) -> Result<(), String> {
+        if let Some(why) = IMPOSSIBLE {
+            return Err(why.into());
+        }
+        if self.dumping.is_some() {
+            return Err("a dump of this machine is under way".into());
+        }
+        if self.leaving.is_some() {
+            return Err(
+                "it is on its way to another process or into a snapshot, and is dumped before or afterwards"
+                    .into(),
+            );
+        }
+        if !file.metadata().is_ok_and(|about| about.is_file() && about.len() == 0) {
+            return Err("it takes a file that is empty".into());
+        }
+        if !self.stands() {
+            self.machine.pause().map_err(|error| error.to_string())?;
+        }
+        self.held.dump = true;
+        self.begin_dump(file, None);
+        Ok(())
+    }
+
+    fn begin_dump(&mut self, file: File, ended: Option<(Exit, OnPanic)>) {
+        let reins = self.machine.reins();
+        let last = self.machine.last_core();
+        let core = |index| match &last {
+            // The one that has ended is asked no more.
+            Some((ended, core)) if *ended == index => *core,
+            _ => reins.with(index, Core::read).ok().and_then(Result::ok).unwrap_or_default(),
+        };
+        let cores = (0..reins.count()).map(core).collect();
+        let ram = self.machine.ram();
+        let slots = ram.slots().to_vec();
+        self.dumping =
+            Some(Errand { dumping: Dumping::new(file, cores, ram, slots, self.pagemap.clone()), ended });
+        self.come_again();
+    }
+
+    fn come_again(&self) {
+        // It can only fail by overflowing, and then it is signalled anyway.
+        let _ = self.wake.write(1);
+    }
+
+    /// The guest has ended so: whether it is dumped first.
+    pub(super) fn dumps(&mut self, exit: Exit) -> bool {
+        if !self.machine.has_panicked(exit) {
+            return false;
+        }
+        let Some(to) = self.on_panic.take() else { return false };
+        if let Err(error) = self.machine.pause() {
+            tracing::error!("{}: the guest has panicked, and is not dumped: {error}", to.name);
+            return false;
+        }
+        match to.file.try_clone() {
+            Ok(file) => self.begin_dump(file, Some((exit, to))),
+            Err(error) => {
+                tracing::error!("{}: the guest has panicked, and is not dumped: {error}", to.name);
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Goes on with the dump; how the guest has ended, once it is written where that was why.
+    pub(super) fn serve_dump(&mut self) -> Option<Exit> {
+        let errand = self.dumping.as_mut()?;
+        let done = match errand.dumping.turn() {
+            Ok(None) => {
+                self.come_again();
+                return None;
+            }
+            Ok(Some(dumped)) => Ok(dumped),
+            Err(error) => Err(error),
+        };
+        let Errand { dumping, ended } = self.dumping.take()?;
+        let Some((exit, to)) = ended else {
+            // Whoever asked has it on the disk.
+            self.news.push(told(done));
+            self.held.dump = false;
+            if !self.stands() {
+                self.machine.resume();
+            }
+            return None;
+        };
+        match done.and_then(|dumped| dumping.sync().map(|()| dumped)) {
+            Ok(dumped) => {
+                let _ = to.written.write(1);
+                tracing::info!(
+                    "{}: the guest has panicked, and this is its dump{}",
+                    to.name,
+                    without(&dumped)
+                );
+            }
+            Err(error) => tracing::error!("{}: the guest has panicked, and is not dumped: {error}", to.name),
+        }
+        Some(exit)
+    }
+
+    /// Whether the guest has ended, and its dump is not over.
+    pub(super) fn is_dumping_its_end(&self) -> bool {
+        self.dumping.as_ref().is_some_and(|errand| errand.ended.is_some())
+    }
+}
+
+fn told(done: io::Result<Dumped>) -> Event {
+    match done {
+        Ok(Dumped { bytes, content, vmcoreinfo }) => Event::Dumped {
+            bytes,
+            content,
+            release: vmcoreinfo.as_ref().map(|info| info.release.clone()),
+            kaslr: vmcoreinfo.as_ref().map(|info| info.kaslr),
+            phys_base: vmcoreinfo.map(|info| info.phys_base as i64),
+        },
+        Err(error) => Event::NotDumped { why: error.to_string() },
+    }
+}
+
+/// What is said of a dump without VMCOREINFO.
+fn without(dumped: &Dumped) -> &'static str {
+    match dumped.vmcoreinfo {
+        Some(_) => "",
+        None => "; without VMCOREINFO, which was not found in its memory",
+    }
+}

@@ -1,0 +1,32 @@
+//! A guest's memory, as whoever dumps it looks for its kernel's note there and walks its page tables. The input is memory: first the
+//! note's page, then tables, which the walks begin at any of.
+
+use vellum::arch::paging::Tables;
+use vellum::dump::vmcoreinfo::{self, Vmcoreinfo};
+
+/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+pub fn dump(data: &[u8]) {
+    let read = |at: u64| {
+        let at = usize::try_from(at).ok()?;
+        Some(u64::from_le_bytes(data.get(at..at.checked_add(8)?)?.try_into().ok()?))
+    };
+    if let Some(len) = vmcoreinfo::length(data) {
+        assert!(len <= 24 + 4096);
+    }
+    for levels in [4, 5] {
+        for root in [0, 0x1000, u64::MAX] {
+            let tables = Tables { root, levels };
+            for (at, physical) in tables.upper_half(read) {
+                // What is mapped is found by a walk, at that place.
+                assert_eq!(tables.walk(at, read), Some(physical), "{at:#x}");
+            }
+        }
+    }
+    if let Some(info) = Vmcoreinfo::parse(data) {
+        assert!(info.note.len() <= 24 + 4096);
+        let current = [info.tables, Tables { root: 0x1000, levels: 4 }];
+        if info.holds(&current, read) {
+            let _ = info.direct_mapping(&[info.tables.root], read);
+        }
+    }
+}

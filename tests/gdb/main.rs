@@ -1,0 +1,378 @@
+//! A debugger at a machine's socket: GDB's own where it is installed, and a client of these tests that says exactly what it means to.
+
+#[path = "../bed/mod.rs"]
+mod bed;
+#[path = "../home/mod.rs"]
+mod home;
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
+
+use bed::{breakpoints, kvm};
+use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use home::{Home, Machine};
+use serde_json::Value;
+
+fn main() -> ExitCode {
+    Trials::from_args().run()
+}
+
+/// A client of the protocol.
+struct Client(UnixStream);
+
+impl Client {
+    fn connect(path: &Path) -> Result<Self, Failed> {
+        let stream = eventually(LIMIT, "the debugger's socket", || Ok(UnixStream::connect(path).ok()))?;
+        stream.set_read_timeout(Some(LIMIT))?;
+        let mut client = Self(stream);
+        // Packets are answered by a `+` until both agree to leave that out.
+        ensure(client.ask("QStartNoAckMode")? == "OK", || "QStartNoAckMode".into())?;
+        client.0.write_all(b"+")?;
+        Ok(client)
+    }
+
+    fn send(&mut self, packet: &str) -> Result<(), Failed> {
+        let sum = packet.bytes().fold(0u8, |sum, byte| sum.wrapping_add(byte));
+        Ok(self.0.write_all(format!("${packet}#{sum:02x}").as_bytes())?)
+    }
+
+    /// The next packet, without its run-length encoding.
+    fn receive(&mut self) -> Result<String, Failed> {
+        let mut byte = [0];
+        let mut next = || -> Result<u8, Failed> {
+            self.0.read_exact(&mut byte)?;
+            Ok(byte[0])
+        };
+        while next()? != b'$' {}
+        let mut text = String::new();
+        loop {
+            match next()? {
+                b'#' => break,
+                b'*' => {
+                    let count = usize::from(next()? - 29);
+                    let last = text.chars().next_back().ok_or("a repetition of nothing")?;
+                    text.extend(std::iter::repeat_n(last, count));
+                }
+                other => text.push(char::from(other)),
+            }
+        }
+        next()?;
+        next()?;
+        Ok(text)
+    }
+
+    fn ask(&mut self, packet: &str) -> Result<String, Failed> {
+        self.send(packet)?;
+        self.receive()
+    }
+
+    /// The general registers and RIP of the vCPU that was told of last.
+    fn registers(&mut self) -> Result<Vec<u64>, Failed> {
+        let text = self.ask("g")?;
+        let bytes = bytes(&text)?;
+        let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight"));
+        Ok(bytes.chunks_exact(8).take(17).map(word).collect())
+    }
+
+    fn memory(&mut self, at: u64, len: usize) -> Result<Vec<u8>, Failed> {
+        let text = self.ask(&format!("m{at:x},{len:x}"))?;
+        bytes(&text)
+    }
+}
+
+const RIP: usize = 16;
+
+fn bytes(text: &str) -> Result<Vec<u8>, Failed> {
+    let byte = |at: usize| u8::from_str_radix(&text[at..at + 2], 16);
+    let bytes = (0..text.len() / 2).map(|at| byte(at * 2)).collect::<Result<_, _>>();
+    bytes.map_err(|_| format!("{text:?} is no hexadecimal").into())
+}
+
+/// A built-in guest that waits for its debugger, and where that connects.
+fn waiting(home: &Home, flags: &str) -> Result<(Machine, PathBuf), Failed> {
+    let socket = home.0.join("gdb");
+    let command = format!("run --memory 16m --gdb {},wait {flags}", socket.display());
+    Ok((home.start("g", &mut home.command(&command))?, socket))
+}
+
+fn state(home: &Home) -> Result<String, Failed> {
+    let status: Value = serde_json::from_str(&home.ctl("g status")?)?;
+    Ok(status["state"].as_str().unwrap_or_default().to_owned())
+}
+
+#[trial(kvm())]
+fn a_guest_waits_for_its_debugger_and_ends_right_without_it() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (machine, socket) = waiting(&home, "--passes 2")?;
+    let mode = fs::metadata(&socket)?.permissions().mode();
+    ensure(mode & 0o777 == 0o600, || format!("{mode:o}"))?;
+    ensure(state(&home)? == "debugged", || "it runs".into())?;
+    let mut client = Client::connect(&socket)?;
+    ensure(client.ask("?")?.starts_with("T05"), || "why it stands".into())?;
+    let registers = client.registers()?;
+    let code = client.memory(registers[RIP], 16)?;
+    ensure(code.iter().any(|byte| *byte != 0), || format!("at {:#x}: {code:x?}", registers[RIP]))?;
+    // Nothing is where nothing is mapped.
+    ensure(client.ask("m7fffffff0000,8")?.starts_with('E'), || "memory that is not there".into())?;
+    // A second one is turned away.
+    let mut second = UnixStream::connect(&socket)?;
+    second.set_read_timeout(Some(LIMIT))?;
+    ensure(second.read(&mut [0; 16])? == 0, || "a second debugger".into())?;
+    ensure(client.ask("D")? == "OK", || "detaching".into())?;
+    let output = machine.end()?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    ensure(output.status.success() && said.contains("wrong_stamps"), || format!("{output:?}"))?;
+    let told = format!("gdb -ex 'target remote {}'", socket.display());
+    ensure(String::from_utf8_lossy(&output.stderr).contains(&told), || format!("no {told:?}: {output:?}"))?;
+    ensure(!socket.exists(), || "the socket is left behind".into())
+}
+
+/// A KVM that hands out what a debugger plants. kvm_pvm says that it does, and gives a step's exception to the guest, which has no handler.
+fn debugs() -> Need {
+    let modules = ["kvm_intel", "kvm_amd"].map(|name| format!("/sys/module/{name}"));
+    kvm()?;
+    let can = modules.iter().any(|path| Path::new(path).exists());
+    can.then_some(()).ok_or_else(|| {
+        "needs a KVM that hands a debugger its exceptions, kvm-intel or kvm-amd: cargo lab test svm".into()
+    })
+}
+
+#[trial(debugs())]
+fn a_step_goes_one_instruction_on() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (machine, socket) = waiting(&home, "--passes 1")?;
+    let mut client = Client::connect(&socket)?;
+    for _ in 0..3 {
+        let before = client.registers()?[RIP];
+        let stopped = client.ask("vCont;s:1")?;
+        ensure(stopped.starts_with("T05"), || stopped.clone())?;
+        let after = client.registers()?[RIP];
+        ensure(before != after && after.abs_diff(before) < 4096, || format!("{before:#x}, then {after:#x}"))?;
+    }
+    ensure(client.ask("D")? == "OK", || "detaching".into())?;
+    ensure(machine.end()?.status.success(), || "its end".into())
+}
+
+#[trial(kvm())]
+fn a_guest_is_interrupted_and_let_go() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (machine, socket) = waiting(&home, "--passes 0")?;
+    let mut client = Client::connect(&socket)?;
+    client.send("vCont;c")?;
+    eventually(LIMIT, "it runs", || Ok((state(&home)? == "running").then_some(())))?;
+    client.0.write_all(&[3])?;
+    let stopped = client.receive()?;
+    ensure(stopped.starts_with("T02"), || stopped)?;
+    ensure(state(&home)? == "debugged", || "it runs on".into())?;
+    // A debugger that is gone without a word holds nobody.
+    drop(client);
+    eventually(LIMIT, "it runs on", || Ok((state(&home)? == "running").then_some(())))?;
+    home.ctl("g stop")?;
+    ensure(machine.end()?.status.success(), || "its end".into())
+}
+
+/// The address of an instruction that the guest comes to again and again: where it was when it was interrupted.
+fn in_its_loop(home: &Home, client: &mut Client) -> Result<u64, Failed> {
+    client.send("vCont;c")?;
+    eventually(LIMIT, "it runs", || Ok((state(home)? == "running").then_some(())))?;
+    client.0.write_all(&[3])?;
+    ensure(client.receive()?.starts_with("T02"), || "interrupting it".into())?;
+    Ok(client.registers()?[RIP])
+}
+
+/// Sets a breakpoint of this kind where a guest is that loops, and lets it come there again.
+fn stops_at_a_breakpoint(kind: usize) -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (machine, socket) = waiting(&home, "--passes 0")?;
+    let mut client = Client::connect(&socket)?;
+    let at = in_its_loop(&home, &mut client)?;
+    let set = client.ask(&format!("Z{kind},{at:x},1"))?;
+    ensure(set == "OK", || format!("Z{kind} at {at:#x}: {set}"))?;
+    // It stands before it: a step leads past.
+    ensure(client.ask(&format!("z{kind},{at:x},1"))? == "OK", || "taking it out".into())?;
+    ensure(client.ask("vCont;s:1")?.starts_with("T05"), || "a step".into())?;
+    ensure(client.ask(&format!("Z{kind},{at:x},1"))? == "OK", || "putting it back".into())?;
+    let stopped = client.ask("vCont;c")?;
+    let word = ["swbreak", "hwbreak"][kind];
+    ensure(stopped.contains(word), || format!("Z{kind}: {stopped}"))?;
+    ensure(client.registers()?[RIP] == at, || "another place".into())?;
+    // Code that is read shows no breakpoint once it is taken out.
+    ensure(client.ask(&format!("z{kind},{at:x},1"))? == "OK", || "taking it out".into())?;
+    ensure(client.memory(at, 1)? != [0xcc], || "the breakpoint is left behind".into())?;
+    detached(&home, &mut client)?;
+    let output = machine.end()?;
+    ensure(output.status.success(), || format!("{output:?}"))
+}
+
+/// Detaches from the guest, sees it run on, and asks for its end.
+fn detached(home: &Home, client: &mut Client) -> Result<(), Failed> {
+    ensure(client.ask("D")? == "OK", || "detaching".into())?;
+    eventually(LIMIT, "it runs on", || Ok((state(home)? == "running").then_some(())))?;
+    home.ctl("g stop").map(drop)
+}
+
+#[trial(debugs(), breakpoints())]
+fn a_breakpoint_in_its_code_stops_it() -> Result<(), Failed> {
+    stops_at_a_breakpoint(0)
+}
+
+#[trial(debugs(), breakpoints())]
+fn a_breakpoint_in_the_processor_stops_it() -> Result<(), Failed> {
+    stops_at_a_breakpoint(1)
+}
+
+/// Whoever writes there is stopped behind the instruction that did.
+#[trial(debugs(), breakpoints())]
+fn a_watchpoint_stops_it() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (machine, socket) = waiting(&home, "--passes 0")?;
+    let mut client = Client::connect(&socket)?;
+    in_its_loop(&home, &mut client)?;
+    // The first word of a page in the middle of its memory, which it stamps in each pass.
+    let at = 8 << 20;
+    let before = client.memory(at, 8)?;
+    ensure(client.ask(&format!("Z2,{at:x},8"))? == "OK", || "a watchpoint".into())?;
+    let stopped = client.ask("vCont;c")?;
+    ensure(stopped.contains(&format!("watch:{at:x}")), || stopped.clone())?;
+    ensure(client.memory(at, 8)? != before, || format!("{before:x?} is still there"))?;
+    ensure(client.ask(&format!("z2,{at:x},8"))? == "OK", || "taking it out".into())?;
+    detached(&home, &mut client)?;
+    let output = machine.end()?;
+    ensure(output.status.success(), || format!("{output:?}"))
+}
+
+#[trial(kvm())]
+fn a_user_s_pause_and_a_debugger_s_do_not_undo_each_other() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (machine, socket) = waiting(&home, "--passes 0")?;
+    home.ctl("g pause")?;
+    let mut client = Client::connect(&socket)?;
+    ensure(client.ask("?")?.starts_with("T05"), || "why it stands".into())?;
+    client.send("vCont;c")?;
+    eventually(LIMIT, "the user has it paused", || Ok((state(&home)? == "paused").then_some(())))?;
+    home.ctl("g resume")?;
+    ensure(state(&home)? == "running", || "it was resumed".into())?;
+    client.0.write_all(&[3])?;
+    ensure(client.receive()?.starts_with("T02"), || "interrupting it".into())?;
+    home.ctl("g pause")?;
+    home.ctl("g resume")?;
+    ensure(state(&home)? == "debugged", || "it runs although it is debugged".into())?;
+    // Neither moves nor is saved.
+    for arguments in [
+        format!("migrate g --to unix:{}", home.0.join("x").display()),
+        format!("snapshot g {}", home.0.join("s").display()),
+    ] {
+        let output = home.vellum(&arguments)?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure(output.status.code() == Some(2) && said.contains("--gdb"), || {
+            format!("{arguments}: {output:?}")
+        })?;
+    }
+    // Its end is asked for, whoever debugs it.
+    home.ctl("g stop")?;
+    ensure(machine.end()?.status.success(), || "its end".into())
+}
+
+/// Bytes that are no protocol end the session, and nothing else.
+#[trial(kvm())]
+fn a_client_that_is_no_debugger_does_no_harm() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (machine, socket) = waiting(&home, "--passes 0")?;
+    for noise in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        b"$vCont;c:ffffffff#ff$",
+        &[0xff; 5000],
+        b"$m0,ffffffffffff#5a",
+        b"\x03\x03\x03",
+    ] {
+        let mut client = UnixStream::connect(&socket)?;
+        client.set_read_timeout(Some(Duration::from_millis(50)))?;
+        client.write_all(noise)?;
+        let _ = client.read(&mut [0; 4096]);
+        drop(client);
+        // The next is served as if there had been nobody.
+        let mut good = eventually(LIMIT, "another client is served", || Ok(Client::connect(&socket).ok()))?;
+        ensure(good.ask("?")?.starts_with("T05"), || "why it stands".into())?;
+        ensure(good.ask("D")? == "OK", || "detaching".into())?;
+    }
+    home.ctl("g stop")?;
+    ensure(machine.end()?.status.success(), || "its end".into())
+}
+
+#[trial]
+fn bad_places_for_a_debugger_are_one_line() -> Result<(), Failed> {
+    let home = Home::new()?;
+    fs::write(home.0.join("file"), "kept")?;
+    let file = home.0.join("file");
+    for (value, says) in [
+        (file.display().to_string(), "is no socket"),
+        ("/nonexistent/gdb".into(), "/nonexistent/gdb"),
+        ("x,weit".into(), "did you mean 'wait'"),
+    ] {
+        let output = home.vellum(&format!("run --memory 16m --gdb {value}"))?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        let line = said.lines().last().unwrap_or_default();
+        ensure(output.status.code() == Some(2) && line.contains(says) && line.contains("--gdb"), || {
+            format!("{value}: {output:?}")
+        })?;
+    }
+    ensure(fs::read_to_string(&file)? == "kept", || "a file was touched".into())
+}
+
+fn gdb() -> Need {
+    let found = Command::new("gdb").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    found.map(drop).map_err(|_| "needs gdb: apt install gdb".into())
+}
+
+/// GDB's own client: registers by its description, memory, threads, and a way out.
+#[trial(kvm(), gdb())]
+fn gdb_looks_and_detaches() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (machine, socket) = waiting(&home, "--passes 2 -c 2")?;
+    let target = format!("target remote {}", socket.display());
+    let said =
+        gdb_says(&[&target, "info threads", "info registers rip eflags cr3 gs_base", "x/2i $rip", "detach"])?;
+    for word in ["vCPU 0", "vCPU 1", "cr3", "gs_base", "mov", "detached"] {
+        ensure(said.contains(word), || format!("{word:?} is missing in:\n{said}"))?;
+    }
+    let output = machine.end()?;
+    ensure(output.status.success(), || format!("{output:?}"))
+}
+
+/// What GDB says to these commands.
+fn gdb_says(lines: &[&str]) -> Result<String, Failed> {
+    let mut command = Command::new("gdb");
+    command.args(["-nx", "-batch", "-ex", "set architecture i386:x86-64"]);
+    for line in lines {
+        command.args(["-ex", line]);
+    }
+    let output = command.stdin(Stdio::null()).output()?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
+}
+
+/// The same with a step.
+#[trial(debugs(), gdb())]
+fn gdb_steps_and_detaches() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (machine, socket) = waiting(&home, "--passes 2 -c 2")?;
+    let target = format!("target remote {}", socket.display());
+    let said = gdb_says(&[
+        &target,
+        "info threads",
+        "info registers rip eflags cr3 gs_base",
+        "set $before = $rip",
+        "stepi",
+        "printf \"stepped %d\\n\", $rip != $before",
+        "detach",
+    ])?;
+    for word in ["vCPU 0", "vCPU 1", "cr3", "gs_base", "stepped 1", "detached"] {
+        ensure(said.contains(word), || format!("{word:?} is missing in:\n{said}"))?;
+    }
+    let output = machine.end()?;
+    ensure(output.status.success(), || format!("{output:?}"))
+}

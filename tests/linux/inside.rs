@@ -1,0 +1,108 @@
+//! A Linux guest seen from outside: dumped while it runs and when it panics, with what its kernel says of itself; interrupted, and told to crash
+//! by its serial line.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
+
+use crate::guest::{Guest, Image, Scratch};
+use crate::whole_matrix;
+
+/// A guest, and a makedumpfile, by which the kdump of distributions reads what a kernel leaves.
+fn makedumpfile() -> Need {
+    whole_matrix()?;
+    let found = Command::new("makedumpfile").arg("-v").stdin(Stdio::null()).output();
+    found
+        .map(drop)
+        .map_err(|_| "needs makedumpfile: apt install makedumpfile, or cargo lab test linux".into())
+}
+
+/// The kernel's log in the dump at `path`, which makedumpfile finds by VMCOREINFO and the page tables alone; and has it leave out what is
+/// free, which takes the kernel's own lists of pages.
+fn log_in(path: &Path, scratch: &Scratch) -> Result<String, Failed> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let (log, small) = (scratch.path(&format!("{name}.log")), scratch.path(&format!("{name}.kdump")));
+    for (flags, to) in [(&["--dump-dmesg"][..], &log), (&["-c", "-d", "31"], &small)] {
+        let output =
+            Command::new("makedumpfile").args(flags).arg(path).arg(to).stdin(Stdio::null()).output()?;
+        ensure(output.status.success(), || format!("makedumpfile {flags:?}: {output:?}"))?;
+    }
+    let (whole, left) = (fs::metadata(path)?.len(), fs::metadata(&small)?.len());
+    ensure(left > 0 && left < whole / 4, || format!("{left} bytes of {whole} are left"))?;
+    Ok(String::from_utf8_lossy(&fs::read(log)?).into_owned())
+}
+
+/// Where a kernel's text lies that was not moved.
+const TEXT: u64 = 0xffff_ffff_8100_0000;
+
+/// Whether the dump at `path` has VMCOREINFO among its notes.
+fn has_vmcoreinfo(path: &Path) -> Result<bool, Failed> {
+    let mut head = vec![0; 64 << 10];
+    let count = File::open(path)?.read_at(&mut head, 0)?;
+    Ok(head[..count].windows(21).any(|window| window == b"VMCOREINFO\0\0OSRELEASE"))
+}
+
+#[trial(makedumpfile())]
+fn a_guest_is_dumped_and_its_kernel_is_known() -> Result<(), Failed> {
+    let image = Image::oldest()?;
+    let scratch = Scratch::new();
+    let (running, panic) = (scratch.path("running"), scratch.path("panic"));
+    let on_panic = format!("dump={}", panic.display());
+    let mut guest = Guest::start(&image, "sysrq_always_enabled", &["--cpus", "2", "--on-panic", &on_panic])?;
+    guest.ready()?;
+    let output = guest.vellum(&["dump", guest.name(), &running.display().to_string()])?;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    ensure(output.status.success(), || format!("{output:?}"))?;
+    let release = guest.shell("uname -r")?;
+    ensure(said.contains(&format!("Linux {},", release.trim())), || said.clone())?;
+    // A random number moves it, and the dump knows by how much.
+    let text = guest.shell("grep ' _stext$' /proc/kallsyms")?;
+    let text = u64::from_str_radix(text.split(' ').next().unwrap_or_default(), 16)?;
+    ensure(said.contains(&format!("KASLR {:#x},", text - TEXT)), || format!("{text:#x}: {said}"))?;
+    ensure(has_vmcoreinfo(&running)?, || "no VMCOREINFO".into())?;
+    let log = log_in(&running, &scratch)?;
+    ensure(log.contains("Linux version"), || log.clone())?;
+    // One that is paused stays so.
+    let paused = scratch.path("paused");
+    guest.ctl(&["pause"])?;
+    let output = guest.vellum(&["dump", guest.name(), &paused.display().to_string()])?;
+    ensure(output.status.success(), || format!("{output:?}"))?;
+    guest.status_when(|status| status["state"] == "paused")?;
+    guest.ctl(&["resume"])?;
+    ensure(log_in(&paused, &scratch)?.contains("Linux version"), || "no log of the paused guest".into())?;
+    for path in [&running, &paused] {
+        fs::remove_file(path)?;
+    }
+    guest.ctl(&["nmi"])?;
+    let mut heard = String::new();
+    guest.hears(&mut heard, "NMI received")?;
+    guest.ctl(&["sysrq", "c"])?;
+    let ended = guest.wait()?.with(11)?;
+    ensure(ended.console.contains("sysrq: Trigger a crash"), || ended.console.clone())?;
+    eventually(LIMIT, "the dump of the panic has its name", || Ok(panic.exists().then_some(())))?;
+    ensure(has_vmcoreinfo(&panic)?, || "no VMCOREINFO of the panic".into())?;
+    let log = log_in(&panic, &scratch)?;
+    ensure(
+        log.contains("NMI received") && log.contains("Kernel panic - not syncing: sysrq triggered crash"),
+        || log,
+    )
+}
+
+/// Its console alone says so: the module by which a guest reports a panic is not there yet.
+#[trial(makedumpfile())]
+fn a_kernel_that_panics_before_its_modules_is_dumped() -> Result<(), Failed> {
+    let image = Image::oldest()?;
+    let scratch = Scratch::new();
+    let panic = scratch.path("panic");
+    let on_panic = format!("dump={}", panic.display());
+    let mut guest = Guest::start(&image, "rdinit=/nothing", &["--on-panic", &on_panic])?;
+    let ended = guest.wait()?.with(10)?;
+    ensure(ended.console.contains("Kernel panic - not syncing"), || ended.console.clone())?;
+    eventually(LIMIT, "the dump of the panic has its name", || Ok(panic.exists().then_some(())))?;
+    ensure(has_vmcoreinfo(&panic)?, || "no VMCOREINFO of the panic".into())?;
+    let log = log_in(&panic, &scratch)?;
+    ensure(log.contains("Kernel panic - not syncing"), || log)
+}
