@@ -4,13 +4,14 @@
 //! mail needs is added here: whom the kernel's MAINTAINERS names, the commit that the series is against, and a cover letter
 //! before more than one patch, from the file `COVER` beside them (its subject, a blank line, its text).
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::check::{self, report};
 use super::series::Series;
-use super::tree::Tree;
+use super::tree::{self, Tree};
 use crate::cache::Cache;
 use crate::{Error, Result, tool};
 
@@ -63,12 +64,20 @@ pub fn post(cache: &Cache, series: &Series, poster: &Poster, out: &Path) -> Resu
             stat
         }
         None => {
+            let stat = applied_to_debians(cache, &tree, series, &tag, &mails)?;
+            let (count, version) = (mails.len(), &tree.package.version);
+            report(
+                &series.name,
+                &format!(
+                    "git am takes the {count} patches on the files of Debian's {version} that they touch"
+                ),
+            );
             println!(
-                "{}: no base-commit is in the mails, and no diffstat in the cover letter: a clone is needed that has {tag} \
-                 (--linux DIR, after git clone --depth 1 --branch {tag} of the stable tree)",
+                "{}: no base-commit is in the mails: a clone is needed that has {tag} (--linux DIR, after git clone \
+                 --depth 1 --branch {tag} of the stable tree)",
                 series.name
             );
-            String::new()
+            stat
         }
     };
     if mails.len() > 1 {
@@ -100,6 +109,9 @@ fn commit(linux: &Path, tag: &str) -> Result<String> {
     })?;
     Ok(hash.trim().to_owned())
 }
+
+/// Who applies patches here: nobody's name gets into a mail by that.
+const COMMITTER: [&str; 4] = ["-c", "user.name=lab", "-c", "user.email=lab@localhost"];
 
 fn git(repository: &Path) -> Command {
     let mut git = Command::new("git");
@@ -201,12 +213,48 @@ fn applied(linux: &Path, tag: &str, mails: &[PathBuf]) -> Result<String> {
         // What the patches touch is enough of a work tree.
         tool::output(git(&at).args(["sparse-checkout", "set", "--no-cone", "/Makefile"]))?;
         tool::output(git(&at).args(["checkout", "--quiet"]))?;
-        let committer = ["-c", "user.name=lab", "-c", "user.email=lab@localhost", "am"];
-        tool::output(git(&at).args(committer).args(&mails))?;
+        tool::output(git(&at).args(COMMITTER).arg("am").args(&mails))?;
         tool::text(git(&at).args(["diff", "--stat", "--summary", tag, "HEAD"]))
     })();
     tool::output(git(linux).args(["worktree", "remove", "--force"]).arg(&at))?;
     stat
+}
+
+/// The same in a repository that has of `tag` what the patches touch, from Debian's source.
+fn applied_to_debians(
+    cache: &Cache,
+    tree: &Tree,
+    series: &Series,
+    tag: &str,
+    mails: &[PathBuf],
+) -> Result<String> {
+    let at = absolute(mails[0].parent().unwrap_or(Path::new(".")))?.join("linux");
+    fs::create_dir_all(&at).map_err(Error::file("create", &at))?;
+    let made = (|| {
+        {
+            let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
+            tree.carry(&[])?;
+            let mut files = BTreeSet::from([PathBuf::from("Makefile")]);
+            for patch in &series.patches {
+                let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
+                files.extend(tree::paths_in(&text).map_err(|path| tree::outside(patch, &path))?);
+            }
+            for file in files {
+                let (from, to) = (tree.source.join(&file), at.join(&file));
+                // What a patch adds is not there yet.
+                if from.is_file() {
+                    tree::copy(&from, &to)?;
+                }
+            }
+        }
+        tool::output(git(&at).args(["init", "--quiet"]))?;
+        tool::output(git(&at).args(["add", "--all"]))?;
+        tool::output(git(&at).args(COMMITTER).args(["commit", "--quiet", "-m", tag]))?;
+        tool::output(git(&at).args(["tag", tag]))?;
+        applied(&at, tag, mails)
+    })();
+    tree::remove(&at)?;
+    made
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {

@@ -190,7 +190,7 @@ fn apply(dir: &Path, patch: &Path) -> Result<()> {
 }
 
 /// The files that a patch changes, by its `---` and `+++` lines; the offending one where it would leave the tree.
-fn paths_in(patch: &str) -> std::result::Result<BTreeSet<PathBuf>, String> {
+pub(super) fn paths_in(patch: &str) -> std::result::Result<BTreeSet<PathBuf>, String> {
     let mut paths = BTreeSet::new();
     for line in patch.lines() {
         let Some(name) = line.strip_prefix("--- a/").or_else(|| line.strip_prefix("+++ b/")) else {
@@ -206,7 +206,7 @@ fn paths_in(patch: &str) -> std::result::Result<BTreeSet<PathBuf>, String> {
     Ok(paths)
 }
 
-fn outside(patch: &Path, path: &str) -> Error {
+pub(super) fn outside(patch: &Path, path: &str) -> Error {
     Error::Series(format!("{} changes {path}, which is outside the tree", patch.display()))
 }
 
@@ -248,7 +248,7 @@ fn write_if_different(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// Copies by way of a rename, so that a file is never half there. The time is now.
-fn copy(from: &Path, to: &Path) -> Result<()> {
+pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
     create_parent(to)?;
     let mut name = to.as_os_str().to_owned();
     name.push(".new");
