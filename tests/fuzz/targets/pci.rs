@@ -16,7 +16,7 @@ const WINDOW: std::ops::Range<u64> = 0xe800_0000..0xe810_0000;
 const ENABLE: u32 = 1 << 31;
 
 /// A balloon's function: several queues, a configuration space that is written to, and nothing of the host's.
-fn function(memory: &Arc<GuestMemory>, at: Arc<Mutex<Option<u64>>>) -> Arc<Pci> {
+pub fn function(memory: &Arc<GuestMemory>, at: Arc<Mutex<Option<u64>>>) -> Arc<Pci> {
     let device = Box::new(Balloon::new().0);
     let lines = lines(&*device).unwrap();
     let move_doorbells = Box::new(move |_: &[_], base| *at.lock().unwrap() = base);

@@ -72,25 +72,32 @@ fn vsock(codec: Codec) -> Driver {
     Driver::by(codec, Vsock::open(&config).unwrap(), memory())
 }
 
+/// What the devices are called in a saved state.
+pub const KEYS: [&str; 6] = ["rng", "console", "balloon", "net", "vsock", "disk"];
+
+/// The device of that number, and what keeps its other end.
+pub fn device(number: usize, codec: Codec) -> (Driver, Option<UnixDatagram>) {
+    let null = || File::options().write(true).open("/dev/null").unwrap();
+    let zero = || File::open("/dev/zero").unwrap();
+    let driver = match KEYS[number] {
+        "rng" => Driver::by(codec, Rng::new().unwrap(), memory()),
+        "console" => Driver::by(codec, Console::new(Some(zero()), null()), memory()),
+        "balloon" => Driver::by(codec, Balloon::new().0, memory()),
+        "net" => {
+            let (driver, wire) = network(codec);
+            return (driver, Some(wire));
+        }
+        "vsock" => vsock(codec),
+        _ => disk(codec),
+    };
+    (driver, None)
+}
+
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn virtio(data: &[u8]) {
     let Some((&first, operations)) = data.split_first() else { return };
     let (device, codec) = (first & 0x7f, if first & 0x80 == 0 { Codec::Mmio } else { Codec::Pci });
-    let null = || File::options().write(true).open("/dev/null").unwrap();
-    let zero = || File::open("/dev/zero").unwrap();
-    let mut _wire = None;
-    let mut driver = match device % 6 {
-        0 => Driver::by(codec, Rng::new().unwrap(), memory()),
-        1 => Driver::by(codec, Console::new(Some(zero()), null()), memory()),
-        2 => Driver::by(codec, Balloon::new().0, memory()),
-        3 => {
-            let (driver, wire) = network(codec);
-            _wire = Some(wire);
-            driver
-        }
-        4 => vsock(codec),
-        _ => disk(codec),
-    };
+    let (mut driver, _wire) = self::device(usize::from(device % 6), codec);
     let queues = [1, 2, 2, 2, 3, 1][usize::from(device % 6)];
     driver.start();
     for operation in operations.chunks_exact(12).take(64) {
