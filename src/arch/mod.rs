@@ -3,6 +3,7 @@
 //!
 //! Two rooms, `x86_64` and `aarch64`; exactly one is compiled. What both are described with is beside them.
 
+pub mod begun;
 pub mod fixed;
 pub mod meanwhile;
 

@@ -279,6 +279,7 @@ fn quick() -> Option<Command> {
     let name = word(1)?;
     let command = match name.as_str() {
         "run" => run::RunArgs::augment_args(clap::Command::new("run")),
+        "restore" => restore::RestoreArgs::augment_args(clap::Command::new("restore")),
         "test" => test::TestArgs::augment_args(clap::Command::new("test")),
         _ => return None,
     };

@@ -23,11 +23,13 @@ use super::control::Control;
 pub use super::error::Error;
 use super::stamp::Stamp;
 use super::{Region, WriteConfig};
+use crate::arch::begun::Begun;
 use crate::arch::cpuid::{self, Choice, Cpuid, Leaf};
 use crate::arch::irqchip::{self, Irqchip};
 use crate::arch::state::Context;
 use crate::arch::{layout, regs};
 use crate::guests::program::{self as machine, Code, Entry, GuestPage, Privilege};
+use crate::host::kvm::create_vm;
 use crate::memory::{GuestMemory, Memory, Slot};
 use crate::payload::state;
 use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
@@ -66,6 +68,8 @@ pub struct GuestConfig {
     pub cpuid: Choice,
     /// Whether it may load CR3 without an exit.
     pub cr3_cache: cr3_cache::Choice,
+    /// What of it was made before, if anything.
+    pub begun: Option<Begun>,
 }
 
 impl GuestConfig {
@@ -83,6 +87,7 @@ impl GuestConfig {
             irqchip: None,
             cpuid: Choice::default(),
             cr3_cache: cr3_cache::Choice::Off,
+            begun: None,
         }
     }
 }
@@ -176,8 +181,11 @@ impl Guest {
             config.page,
         );
         let own = Arc::new(own);
-        let make = || Vm::with_dirty_ring(kvm, memory, config.dirty_ring)?.with_cr3_cache(config.cr3_cache);
-        let (supported, vm) = cpuid::supported_beside(kvm, make);
+        let make = |vm| Vm::over(vm, memory, config.dirty_ring)?.with_cr3_cache(config.cr3_cache);
+        let (supported, vm) = match config.begun {
+            Some(Begun { vm, supported }) => (supported, make(vm)),
+            None => cpuid::supported_beside(kvm, || make(create_vm(kvm)?)),
+        };
         let vm = vm?;
         let irqchip = config.irqchip.map(|mode| Irqchip::new(&vm.fd, mode)).transpose()?;
         let slot = Slot::new(vm.memory.slots().len() as u32, base, &own, 0..own.len());

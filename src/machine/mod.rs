@@ -23,13 +23,14 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use vmm_sys_util::eventfd::EventFd;
 
 pub use self::error::Error;
 pub use self::image::{BootConfig, Image};
 use self::run::on_exit;
 use self::virtio::Virtio;
+use crate::arch::begun::Begun;
 use crate::arch::boot::Entry;
 use crate::arch::core::Core;
 use crate::arch::cpuid::{self, Choice, Cpuid, Leaf};
@@ -44,6 +45,7 @@ use crate::devices::serial::Serial;
 use crate::devices::virtio::transport::Codec;
 use crate::devices::vmgenid::VmGenId;
 use crate::devices::{acpi_pm, debug_exit, i8042, pl031, pvpanic, system_control, test_device};
+use crate::host::kvm::{Unusable, create_vm};
 use crate::memory::{self, GuestMemory, Memory};
 #[cfg(doc)]
 use crate::payload::Payload;
@@ -52,7 +54,7 @@ use crate::sandbox::{Sandbox, ThreadKind};
 use crate::vm::counters::{Counters, Snapshot};
 use crate::vm::cr3_cache;
 use crate::vm::vcpu::{self, Ended, Thread, Vcpu};
-use crate::vm::{Processor, Vm};
+use crate::vm::{self, Processor, Vm};
 
 /// What is asked for. Its memory is mapped by whoever makes it.
 #[derive(Clone, Debug)]
@@ -217,22 +219,27 @@ impl Opened {
         self.virtio.sockets()
     }
 
-    /// Makes the VM over what `map` maps.
+    /// Makes the VM over what `map` maps; of one that has [begun](Begun), if it has.
     ///
     /// # Errors
     /// Where there is no such memory, or KVM refuses.
     pub fn assemble(
         self,
         kvm: &Kvm,
+        begun: Option<Begun>,
         map: impl FnOnce() -> Result<Memory, memory::Error>,
     ) -> Result<Board, Error> {
         let Self { config, virtio } = self;
-        let make = || -> Result<_, Error> {
-            let vm = Vm::with_dirty_ring(kvm, map()?, config.dirty_ring)?.with_cr3_cache(config.cr3_cache)?;
+        let make = |vm: Result<VmFd, Unusable>| -> Result<_, Error> {
+            let vm = vm.map_err(vm::Error::from)?;
+            let vm = Vm::over(vm, map()?, config.dirty_ring)?.with_cr3_cache(config.cr3_cache)?;
             let irqchip = Arc::new(Irqchip::new(&vm.fd, config.irqchip)?);
             Ok((vm, irqchip))
         };
-        let (supported, made) = cpuid::supported_beside(kvm, make);
+        let (supported, made) = match begun {
+            Some(Begun { vm, supported }) => (supported, make(Ok(vm))),
+            None => cpuid::supported_beside(kvm, || make(create_vm(kvm))),
+        };
         let (vm, irqchip) = made?;
         let mut cpuid = Cpuid::of_vm(supported, &vm.fd, &config.cpuid, config.cpus as u32)?;
         if vm.cr3_cache.is_some() {

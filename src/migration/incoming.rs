@@ -26,6 +26,7 @@ use super::populating::Populating;
 use super::receiver::lanes::Lanes;
 use super::receiver::{Demand, Done, Offer, Place, Receiving, Said, Told};
 use super::threads;
+use crate::arch::begun::Begun;
 use crate::arch::clocks::Meanwhile;
 use crate::control::{self, Came, Event};
 use crate::devices::console;
@@ -45,6 +46,8 @@ use crate::sys::uffd::Uffd;
 pub struct Host {
     /// KVM, opened before the sandbox was entered.
     pub kvm: Kvm,
+    /// What of a machine was made of it, while it was not known which one comes.
+    pub begun: Option<Begun>,
     /// The host's side of its devices.
     pub devices: Opened,
     /// Where its serial port leads.
@@ -253,7 +256,6 @@ impl Incoming {
     fn answer(&mut self, demand: Demand) -> Done {
         match demand {
             Demand::Judge(offer) => self.judge(offer),
-            Demand::Claim(disks) => self.claim(&disks),
             Demand::Restore(sections) => match self.restore(sections) {
                 Ok(()) => Done::Done,
                 Err(error) => Done::Failed(error),
@@ -269,7 +271,7 @@ impl Incoming {
         }
     }
 
-    fn judge(&mut self, Offer { config, connections, ram, postcopy }: Offer) -> Done {
+    fn judge(&mut self, Offer { config, connections, ram, postcopy, disks }: Offer) -> Done {
         let Some(mut host) = self.host.take() else {
             return Done::Failed("a machine has come already".into());
         };
@@ -300,6 +302,9 @@ impl Incoming {
                 };
                 let vcpus = machine.view().throttle();
                 self.machine = Some(machine);
+                if let Some(claimed) = disks.and_then(|disks| self.claim(&disks).err()) {
+                    return claimed;
+                }
                 if matches!(self.standing, "waiting") {
                     self.standing = "incoming";
                 }
@@ -311,24 +316,18 @@ impl Incoming {
     }
 
     /// Looks at the disks once nobody else can write to them.
-    fn claim(&mut self, then: &[control::Disk]) -> Done {
-        let Some(machine) = &mut self.machine else {
-            return Done::Failed("nothing has been assembled".into());
-        };
-        if let Err(error) = machine.payload().retake() {
-            return Done::Failed(error.to_string());
-        }
+    fn claim(&mut self, then: &[control::Disk]) -> Result<(), Done> {
+        let machine = self.machine.as_mut().ok_or(Done::Failed("nothing has been assembled".into()))?;
+        machine.payload().retake().map_err(|error| Done::Failed(error.to_string()))?;
         match disk::differences(then, &machine.view().disks()) {
             Ok(Some(what)) if !self.disk_changed && !plant::is(Mistake::DisksUnchecked) => {
-                Done::DiskChanged(what)
+                return Err(Done::DiskChanged(what));
             }
-            Ok(Some(what)) => {
-                tracing::warn!("{what}");
-                Done::Done
-            }
-            Ok(None) => Done::Done,
-            Err(why) => Done::Failed(why),
+            Ok(Some(what)) => tracing::warn!("{what}"),
+            Ok(None) => {}
+            Err(why) => return Err(Done::Failed(why)),
         }
+        Ok(())
     }
 
     fn restore(&mut self, sections: Vec<Section>) -> Result<(), String> {

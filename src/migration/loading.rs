@@ -95,7 +95,8 @@ impl Loading {
         let Some(source) = self.source.take() else { return Ok(()) };
         let chosen = source.choose(self.point)?;
         let disks = chosen.layers.last().map(|(point, _)| point.disks.clone()).unwrap_or_default();
-        self.machine.say(Said::Demand(Demand::Judge(Offer::new(chosen.machine))))?;
+        let offer = Offer { disks: Some(disks), ..Offer::new(chosen.machine) };
+        self.machine.say(Said::Demand(Demand::Judge(offer)))?;
         // The maps are read while the machine is made, unless they tell of so many pages that it has to be known first to have them.
         let told: Vec<(u32, u64)> =
             chosen.layers.iter().map(|(point, _)| (point.number, point.pages)).collect();
@@ -114,7 +115,6 @@ impl Loading {
             }
             _ => return Err(End::Gone("the machine cannot be made".into())),
         };
-        self.demand(Demand::Claim(disks))?;
         let pages = place.memory.iter().map(|slot| slot.pages()).sum();
         if let Some((number, has)) = told.iter().find(|(_, has)| *has != pages) {
             let what = format!("point {number} has {has} pages, and its machine {pages}");
@@ -151,7 +151,8 @@ impl Loading {
 
     /// Writes the pages of the snapshot into memory that was just made.
     fn fill(&self, place: &Place, layers: &Layers) -> Result<(), End> {
-        let mut buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
+        // Made where there is something to read: in the other ways there seldom is, and 256 page faults are a part of what a start takes.
+        let mut buffer = Vec::new();
         let mut first = 0;
         for (slot, fresh) in place.memory.iter().zip(fresh(&place.memory)) {
             let end = first + slot.pages();
@@ -160,6 +161,7 @@ impl Loading {
                 first = end;
                 continue;
             }
+            buffer.resize((AT_ONCE * PAGE_SIZE) as usize, 0);
             while let Some((run, from)) = layers.next(at..end) {
                 self.hear()?;
                 at = run.end;

@@ -39,8 +39,6 @@ use crate::vm::vcpu::Throttle;
 pub enum Demand {
     /// Compare this configuration with the host, and assemble the machine where it fits.
     Judge(Offer),
-    /// Take the locks of its disks, which must be as they were.
-    Claim(Vec<Disk>),
     /// Restore the state.
     Restore(Vec<Section>),
     /// Take locks, write what was held back, and run, where neither the fence nor the gate says that it is too late.
@@ -60,12 +58,14 @@ pub struct Offer {
     pub ram: Option<File>,
     /// Whether it may have to run before all of its pages have come.
     pub postcopy: bool,
+    /// What its disks were, where nobody has them who gives them up later: their locks are taken, and they must be as they were.
+    pub disks: Option<Vec<Disk>>,
 }
 
 impl Offer {
     /// One whose memory is still to be filled.
     pub fn new(config: Value) -> Self {
-        Self { config, connections: 1, ram: None, postcopy: false }
+        Self { config, connections: 1, ram: None, postcopy: false, disks: None }
     }
 }
 
@@ -102,7 +102,7 @@ pub enum Done {
     Fits(Box<Place>),
     /// It does not.
     Misfits(Vec<Misfit>),
-    /// To [`Demand::Claim`]: they are not, and how.
+    /// It does, and its disks are not as they were: how they are.
     DiskChanged(String),
     /// It is done.
     Done,

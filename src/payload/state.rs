@@ -188,20 +188,20 @@ impl Processors {
     ) -> Result<Option<u32>, E> {
         let devices_first = plant::is(Mistake::DevicesBeforeLapics);
         let vcpus = || self.restore_vcpus(quiesced, context, meanwhile);
+        let mut khz = None;
         if !devices_first {
-            vcpus()?;
+            khz = vcpus()?;
         }
         if let Some((irqchip, state)) = irqchip {
             irqchip.restore(state).map_err(Error::from)?;
         }
         devices()?;
         if devices_first {
-            vcpus()?;
+            khz = vcpus()?;
         }
         if !plant::is(Mistake::NoClock) {
             self.clock.restore(vm, meanwhile).map_err(Error::Clock)?;
         }
-        let khz = quiesced.first(clocks::khz).map_err(Error::from)?;
         Ok(khz)
     }
 
@@ -210,15 +210,23 @@ impl Processors {
         quiesced: &Quiesced<'_>,
         context: &Context,
         meanwhile: Meanwhile,
-    ) -> Result<(), Error> {
+    ) -> Result<Option<u32>, Error> {
         let (states, asked) = (self.vcpus.clone(), context.clone());
-        let onward = quiesced.first(move |fd| states[0].onward(fd, &asked, meanwhile))?;
-        let onward = onward.map_err(|error| Error::State(0, error))?;
-        let results = quiesced.each_its_own(|index| {
+        // By the first one's TSC the others know how long it has been. Its thread does all that it has to do at once: to wake it, and to be
+        // woken by it, takes longer than that.
+        let first = quiesced.first(move |fd| {
+            let onward = states[0].onward(fd, &asked, meanwhile)?;
+            states[0].restore(fd, &asked, onward, meanwhile)?;
+            Ok((onward, clocks::khz(fd)))
+        })?;
+        let (onward, khz) = first.map_err(|error| Error::State(0, error))?;
+        let results = quiesced.others_their_own(|index| {
             let (states, context) = (self.vcpus.clone(), context.clone());
             move |fd: &_| states[index].restore(fd, &context, onward, meanwhile)
         })?;
-        first(results).map(drop)
+        let named = |(index, result): (usize, Result<_, _>)| result.map_err(|e| Error::State(index, e));
+        (1..).zip(results).try_for_each(named)?;
+        Ok(khz)
     }
 
     /// Restores what makes KVM write to guest memory.

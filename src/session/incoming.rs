@@ -168,7 +168,19 @@ pub fn run(
     let pagemap = Pagemap::open().ok().map(Arc::new);
     let sandbox = session.confine()?;
     facts.sandbox = session.sandbox_status();
-    let host = Host { kvm, devices, serial, memory, room, pagemap, fetching, userfault, other_tsc, sandbox };
+    let host = Host {
+        kvm,
+        begun: None,
+        devices,
+        serial,
+        memory,
+        room,
+        pagemap,
+        fetching,
+        userfault,
+        other_tsc,
+        sandbox,
+    };
     let mut incoming = Incoming::new(host, arrival).map_err(|error| Error::Host("eventfd", error))?;
     // It listens for as long as this is here.
     if let Some(listener) = &accept {
@@ -204,8 +216,8 @@ fn fetching(memory: &Brings) -> Result<(Option<fetching::Opened>, Option<Naming>
     Ok((Some(fetching::Opened { uffd, recording }), Some(naming)))
 }
 
-/// Whatever takes mappings once a machine runs: threads and their stacks, the heap.
-const SPARE_MAPPINGS: u64 = 2000;
+/// Whatever takes mappings beside those of files: the program and what it opens, threads and their stacks, the heap.
+const OTHER_MAPPINGS: u64 = 2000;
 
 /// What memory that shows files needs of a process that is not confined yet.
 fn map() -> Result<Way, Error> {
@@ -213,7 +225,5 @@ fn map() -> Result<Way, Error> {
     sigbus::install().map_err(host("the handler of SIGBUS"))?;
     let most =
         std::fs::read_to_string("/proc/sys/vm/max_map_count").map_err(host("/proc/sys/vm/max_map_count"))?;
-    let now = std::fs::read_to_string("/proc/self/maps").map_err(host("/proc/self/maps"))?;
-    let taken = now.lines().count() as u64 + SPARE_MAPPINGS;
-    Ok(Way::Map { mappings: most.trim().parse().unwrap_or(u64::MAX).saturating_sub(taken) })
+    Ok(Way::Map { mappings: most.trim().parse().unwrap_or(u64::MAX).saturating_sub(OTHER_MAPPINGS) })
 }

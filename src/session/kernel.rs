@@ -54,7 +54,7 @@ pub fn ready(
     let opened = Opened::open(machine::Config { cr3_cache, ..config })?;
     let (on_panic, naming) = on_panic.unzip();
     let mut session = Session::open(process, opened.sockets(), naming)?;
-    let board = opened.assemble(&kvm, || progress::map(memory))?;
+    let board = opened.assemble(&kvm, None, || progress::map(memory))?;
     let entry = board.boot(&mut image)?;
     let serial = board.open_serial()?;
     let pagemap = match on_panic {

@@ -18,7 +18,7 @@ use std::ptr;
 use crc_fast::CrcAlgorithm::Crc32Iscsi;
 use crc_fast::{Digest, checksum};
 
-use self::map::Map;
+use self::map::{Kind, Map, Page};
 use super::Error;
 use crate::memory::Slot;
 use crate::plant::{self, Mistake};
@@ -40,37 +40,6 @@ const GAP: u64 = 16;
 /// The sum of `bytes` as files have it.
 pub fn sum(bytes: &[u8]) -> u32 {
     checksum(Crc32Iscsi, bytes) as u32
-}
-
-/// What a layer has of a page.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Page {
-    /// Nothing: it is as in the point before, and in a full point it was never touched, so that it is as a new machine has it.
-    #[default]
-    Absent,
-    /// It is zero.
-    Zero,
-    /// Its content, with this sum.
-    Present(u32),
-}
-
-impl Page {
-    fn encode(self) -> u64 {
-        match self {
-            Self::Absent => 0,
-            Self::Zero => 1 << 32,
-            Self::Present(sum) => 2 << 32 | u64::from(sum),
-        }
-    }
-
-    fn decode(entry: u64) -> Option<Self> {
-        match (entry >> 32, entry as u32) {
-            (0, 0) => Some(Self::Absent),
-            (1, 0) => Some(Self::Zero),
-            (2, sum) => Some(Self::Present(sum)),
-            _ => None,
-        }
-    }
 }
 
 /// A layer that is being written.
@@ -244,6 +213,8 @@ pub struct Written {
 pub struct Reader {
     ram: File,
     map: Map,
+    /// The map's file, which has the sums.
+    sums: File,
     /// What the names of its files end in.
     label: String,
 }
@@ -264,18 +235,14 @@ impl Reader {
                 return Err(Error::Damaged { file: name.clone(), offset: len, what });
             }
         }
+        let sums = map.try_clone().map_err(Error::io(&map_name, "another descriptor of it"))?;
         let map = Map::read(map, &map_name, pages, map_crc)?;
-        Ok(Self { ram, map, label: label.into() })
+        Ok(Self { ram, map, sums, label: label.into() })
     }
 
     /// Its pages, each at its offset, and what it is called.
     pub fn file(&self) -> (&File, String) {
         (&self.ram, format!("ram-{}", self.label))
-    }
-
-    /// What it has of page `page` of the machine.
-    pub fn page(&self, page: u64) -> Page {
-        self.map.get(page)
     }
 
     fn announce(&self, pages: &Range<u64>) {
@@ -291,24 +258,34 @@ impl Reader {
     /// Where `to` is of another size.
     pub fn read(&self, pages: Range<u64>, to: &mut [u8]) -> Result<(), Error> {
         assert_eq!(to.len() as u64, (pages.end - pages.start) * PAGE_SIZE);
-        let file = || format!("ram-{}", self.label);
-        let offset = pages.start * PAGE_SIZE;
-        self.ram.read_exact_at(to, offset).map_err(|error| match error.kind() {
-            io::ErrorKind::UnexpectedEof => {
-                Error::Damaged { file: file(), offset, what: "it has become shorter".into() }
-            }
-            _ => Error::io(&file(), "reading it")(error),
-        })?;
-        let (contents, _) = to.as_chunks::<PAGE>();
-        for (page, content) in pages.zip(contents) {
-            let differs = self.page(page) != Page::Present(sum(content));
-            if differs && !plant::is(Mistake::SumsUnchecked) {
-                let what = format!("page {page} of the machine is not the one that was written");
-                return Err(Error::Damaged { file: file(), offset: page * PAGE_SIZE, what });
+        let ram = || format!("ram-{}", self.label);
+        read_exactly(&self.ram, ram, to, pages.start * PAGE_SIZE)?;
+        let mut entries = [0; (AT_ONCE * ENTRY) as usize];
+        for (contents, first) in to.chunks(AT_ONCE as usize * PAGE).zip(pages.step_by(AT_ONCE as usize)) {
+            let (contents, _) = contents.as_chunks::<PAGE>();
+            let entries = &mut entries[..contents.len() * ENTRY as usize];
+            read_exactly(&self.sums, || format!("map-{}", self.label), entries, first * ENTRY)?;
+            let (entries, _) = entries.as_chunks::<{ ENTRY as usize }>();
+            for (page, (content, entry)) in (first..).zip(contents.iter().zip(entries)) {
+                let differs = Page::decode(u64::from_le_bytes(*entry)) != Some(Page::Present(sum(content)));
+                if differs && !plant::is(Mistake::SumsUnchecked) {
+                    let what = format!("page {page} of the machine is not the one that was written");
+                    return Err(Error::Damaged { file: ram(), offset: page * PAGE_SIZE, what });
+                }
             }
         }
         Ok(())
     }
+}
+
+/// Fills `to` with what `file` has at `offset`, which was as long when it was opened.
+fn read_exactly(file: &File, name: impl Fn() -> String, to: &mut [u8], offset: u64) -> Result<(), Error> {
+    file.read_exact_at(to, offset).map_err(|error| match error.kind() {
+        io::ErrorKind::UnexpectedEof => {
+            Error::Damaged { file: name(), offset, what: "it has become shorter".into() }
+        }
+        _ => Error::io(&name(), "reading it")(error),
+    })
 }
 
 impl Reader {
@@ -318,7 +295,7 @@ impl Reader {
     /// As [`Self::read`].
     pub fn verify(&self) -> Result<u64, Error> {
         let mut buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
-        let is_present = |page: u64| matches!(self.page(page), Page::Present(_));
+        let is_present = |page: u64| self.map.get(page) == Kind::Present;
         let (pages, mut at, mut read) = (self.map.pages, 0, 0);
         while let Some(first) = (at..pages).find(|page| is_present(*page)) {
             let most = pages.min(first + AT_ONCE);
@@ -341,9 +318,10 @@ impl Layers {
     }
 
     /// The layer that has page `page`, and what it has: `None` where none has.
-    fn of(&self, page: u64) -> Option<(usize, Page)> {
-        let told =
-            |(at, layer): (usize, &Reader)| Some((at, layer.page(page))).filter(|(_, p)| *p != Page::Absent);
+    fn of(&self, page: u64) -> Option<(usize, Kind)> {
+        let told = |(at, layer): (usize, &Reader)| {
+            Some((at, layer.map.get(page))).filter(|(_, kind)| *kind != Kind::Absent)
+        };
         self.0.iter().enumerate().rev().find_map(told)
     }
 
@@ -389,9 +367,9 @@ impl Layers {
                 None => first += 1,
             }
         };
-        let zero = kind == Page::Zero;
+        let zero = kind == Kind::Zero;
         let alike = |page: u64| match self.of(page) {
-            Some((_, Page::Zero)) => zero,
+            Some((_, Kind::Zero)) => zero,
             Some((at, _)) => !zero && at == layer,
             None => false,
         };

@@ -134,7 +134,11 @@ impl Vm {
     /// Makes a VM over `memory` whose vCPUs have dirty rings of so many entries: KVM wants to know before it has
     /// memslots (for the backup bitmap) and vCPUs (for the rings).
     pub fn with_dirty_ring(kvm: &Kvm, memory: Memory, entries: Option<u32>) -> Result<Self, Error> {
-        let fd = host::kvm::create_vm(kvm)?;
+        Self::over(host::kvm::create_vm(kvm)?, memory, entries)
+    }
+
+    /// The same of a VM that has nothing yet.
+    pub fn over(fd: VmFd, memory: Memory, entries: Option<u32>) -> Result<Self, Error> {
         let fd = Arc::new(fd);
         let memslots = Arc::new(Memslots::new(fd.clone()));
         let ring = |entries| DirtyRing::enable(&fd, &memslots, entries).map(Arc::new);

@@ -47,9 +47,18 @@ impl<'a> Quiesced<'a> {
         &self,
         call: impl Fn(usize) -> C,
     ) -> Result<Vec<R>, Error> {
-        let begin = |vcpu: &Vcpu| vcpu.begin(call(vcpu.index()));
-        let begun = self.vcpus.iter().map(begin).collect::<Result<Vec<_>, _>>()?;
-        begun.into_iter().map(Answer::wait).collect()
+        each(self.vcpus, call)
+    }
+
+    /// The same for all but the first.
+    ///
+    /// # Errors
+    /// Where one has exited.
+    pub fn others_their_own<R: Send + 'static, C: FnOnce(&VcpuFd) -> R + Send + 'static>(
+        &self,
+        call: impl Fn(usize) -> C,
+    ) -> Result<Vec<R>, Error> {
+        each(self.vcpus.get(1..).unwrap_or_default(), call)
     }
 
     /// Runs `call` for the first vCPU, on its own thread.
@@ -62,4 +71,13 @@ impl<'a> Quiesced<'a> {
     ) -> Result<R, Error> {
         self.vcpus.first().ok_or(Error::Gone(0))?.with(call)
     }
+}
+
+/// Runs what `call` gives for each of `vcpus` on its own thread, on all of them at once.
+fn each<R: Send + 'static, C: FnOnce(&VcpuFd) -> R + Send + 'static>(
+    vcpus: &[Vcpu],
+    call: impl Fn(usize) -> C,
+) -> Result<Vec<R>, Error> {
+    let begun = vcpus.iter().map(|vcpu| vcpu.begin(call(vcpu.index()))).collect::<Result<Vec<_>, _>>()?;
+    begun.into_iter().map(Answer::wait).collect()
 }

@@ -65,7 +65,7 @@ impl Pc {
     pub fn board(change: impl FnOnce(&mut machine::Config)) -> Result<(Board, PathBuf), Failed> {
         let (config, serial) = Self::config(change);
         let memory = Memory::map(layout::RAM, MemoryConfig { slots: 3, ..MemoryConfig::new(RAM) })?;
-        Ok((Opened::open(config)?.assemble(&vellum::vm::open()?, || Ok(memory))?, serial))
+        Ok((Opened::open(config)?.assemble(&vellum::vm::open()?, None, || Ok(memory))?, serial))
     }
 
     /// One that waits at the entry of `image`.
@@ -118,7 +118,7 @@ impl Pc {
         cut_like(&mut memory, &description.slots)?;
         let opened = Opened::open(config)?.become_like(&description)?;
         let origin = Origin::State { test_devices: description.test_devices };
-        Ok((opened.assemble(&vellum::vm::open()?, || Ok(memory))?, serial, origin))
+        Ok((opened.assemble(&vellum::vm::open()?, None, || Ok(memory))?, serial, origin))
     }
 
     /// The like of what `described` says.

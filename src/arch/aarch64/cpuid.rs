@@ -103,7 +103,8 @@ pub fn supported_beside<T>(kvm: &Kvm, work: impl FnOnce() -> T) -> (Supported, T
     (supported(kvm), done)
 }
 
-fn supported(kvm: &Kvm) -> Supported {
+/// Asks KVM.
+pub fn supported(kvm: &Kvm) -> Supported {
     let vm = host::kvm::create_vm(kvm).map_err(Error::Host)?;
     let ioctl = |call| move |error| Error::Ioctl(call, error);
     let setup = setup(&vm).map_err(ioctl("KVM_ARM_PREFERRED_TARGET"))?;

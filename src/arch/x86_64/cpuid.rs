@@ -115,10 +115,15 @@ impl Choice {
 /// What `KVM_GET_SUPPORTED_CPUID` says.
 pub type Supported = Result<CpuId, kvm_ioctls::Error>;
 
-/// Asks KVM what it supports, on a thread of its own, while `work` is done: it takes KVM about as long as making a VM, because it
-/// executes CPUID for every leaf, and CPUID leaves a host that is itself a guest.
+/// Asks KVM what it supports. It takes KVM about as long as making a VM, because it executes CPUID for every leaf, and CPUID leaves a host
+/// that is itself a guest.
+pub fn supported(kvm: &Kvm) -> Supported {
+    kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+}
+
+/// Asks it on a thread of its own, while `work` is done.
 pub fn supported_beside<T>(kvm: &Kvm, work: impl FnOnce() -> T) -> (Supported, T) {
-    let ask = || kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
+    let ask = || supported(kvm);
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().stack_size(64 << 10).spawn_scoped(scope, ask);
         let done = work();
@@ -146,9 +151,8 @@ pub fn listed(kvm: &Kvm, vm: &VmFd) -> Result<Listed, Error> {
         switched: FEATURES.iter().filter(|f| f.name == "invtsc").map(|f| (true, f)).collect(),
         ..Choice::default()
     };
-    let supported = || kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
-    let cpuid = Cpuid::of_vm(supported(), vm, &all, 1)
-        .or_else(|_| Cpuid::of_vm(supported(), vm, &Choice::default(), 1))?;
+    let cpuid = Cpuid::of_vm(supported(kvm), vm, &all, 1)
+        .or_else(|_| Cpuid::of_vm(supported(kvm), vm, &Choice::default(), 1))?;
     Ok(Listed::of(&cpuid.entries))
 }
 
@@ -157,7 +161,7 @@ pub fn listed(kvm: &Kvm, vm: &VmFd) -> Result<Listed, Error> {
 /// # Errors
 /// As [`listed`].
 pub fn level(kvm: &Kvm, vm: &VmFd) -> Result<Option<&'static str>, Error> {
-    let cpuid = Cpuid::of_vm(kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES), vm, &Choice::default(), 1)?;
+    let cpuid = Cpuid::of_vm(supported(kvm), vm, &Choice::default(), 1)?;
     Ok(model::Level::of(&cpuid.entries))
 }
 

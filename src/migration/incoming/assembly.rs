@@ -70,7 +70,7 @@ fn fits(theirs: &Parts<'_>, ours: &Parts<'_>, tsc: Tsc) -> Result<(), Refused> {
 
 /// Makes the like of what `config` describes.
 pub(super) fn assemble(host: Host, config: Value, handed: Option<File>) -> Result<Arrived, Refused> {
-    let Host { kvm, devices, serial, mut memory, room, pagemap, other_tsc, sandbox, .. } = host;
+    let Host { kvm, begun, devices, serial, mut memory, room, pagemap, other_tsc, sandbox, .. } = host;
     if let Some(file) = &handed {
         memory.backing = Backing::of_handed(file).map_err(failed)?;
     }
@@ -97,6 +97,7 @@ pub(super) fn assemble(host: Host, config: Value, handed: Option<File>) -> Resul
             cpuid: config.cpuid.clone(),
             dirty_ring: config.dirty_ring,
             enter: Arc::new(enter),
+            begun,
             ..GuestConfig::new(config.vcpus)
         };
         let guest = Guest::start(&kvm, memory, guest).map_err(failed)?;
@@ -116,7 +117,7 @@ pub(super) fn assemble(host: Host, config: Value, handed: Option<File>) -> Resul
     let described = machine::state::Description::from_json(config).map_err(failed)?;
     let memory = map(from, memory, described.memory, &described.slots)?;
     let devices = devices.become_like(&described).map_err(failed)?;
-    let board = devices.assemble(&kvm, || Ok(memory)).map_err(failed)?;
+    let board = devices.assemble(&kvm, begun, || Ok(memory)).map_err(failed)?;
     let origin = Origin::State { test_devices: described.test_devices };
     let mut machine = board.start(origin, serial, sandbox).map_err(failed)?;
     let here = machine.description();

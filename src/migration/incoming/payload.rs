@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use serde_json::{Value, json};
 
 use super::Incoming;
+use crate::arch::begun::Begun;
 use crate::arch::clocks::Meanwhile;
 use crate::control::{Do, Event};
 use crate::dirty::{self, DirtyTracker, Method};
@@ -42,7 +43,12 @@ impl Payload for Incoming {
         };
         // It ends when this side of its channels is gone, or when the source has understood.
         let started = std::thread::Builder::new().name("migration".into()).spawn(body);
-        started.map(drop).map_err(|error| Error::Host("the thread of the migration", error))
+        started.map_err(|error| Error::Host("the thread of the migration", error))?;
+        // What comes is being read, or waited for.
+        if let Some(host) = &mut self.host {
+            host.begun = Begun::new(&host.kvm);
+        }
+        Ok(())
     }
 
     fn poll(&mut self) -> Result<Option<Exit>, Error> {

@@ -39,7 +39,7 @@ impl Receiving {
     ) -> Result<Done, Orphaned> {
         let ram = self.ram.take().filter(|_| handed);
         self.handed = ram.is_some();
-        self.demand(Demand::Judge(Offer { config, connections, ram, postcopy }))
+        self.demand(Demand::Judge(Offer { config, connections, ram, postcopy, disks: None }))
     }
 
     /// Waits until all memory is there that is to be. What is told meanwhile is kept for later.

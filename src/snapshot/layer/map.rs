@@ -1,15 +1,14 @@
-//! The map of a layer as whoever reads it has it: a machine may have far more memory than it has touched, and of what it has not there
-//! is nothing here either.
+//! The map of a layer as whoever reads it has it: what there is of each page, without its sum, which is read with the page. A machine may
+//! have far more memory than it has touched, and of what it has not there is nothing here either.
 
 use std::fs::File;
-use std::mem::discriminant;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use crc_fast::CrcAlgorithm::Crc32Iscsi;
 use crc_fast::{Digest, checksum, checksum_combine};
 
-use super::{ENTRY, Page};
+use super::ENTRY;
 use crate::snapshot::Error;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::sys::pagemap;
@@ -19,10 +18,66 @@ const PART: u64 = PAGE_SIZE / ENTRY;
 /// Parts that are read at once.
 const AT_ONCE: u64 = 16;
 
-/// What a layer has of each page, in parts; those are left out that have nothing.
+/// What a layer has of a page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Page {
+    /// Nothing: it is as in the point before, and in a full point it was never touched, so that it is as a new machine has it.
+    #[default]
+    Absent,
+    /// It is zero.
+    Zero,
+    /// Its content, with this sum.
+    Present(u32),
+}
+
+/// What a layer has of a page, but for its sum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Absent,
+    Zero,
+    Present,
+}
+
+impl Page {
+    fn kind(self) -> Kind {
+        match self {
+            Self::Absent => Kind::Absent,
+            Self::Zero => Kind::Zero,
+            Self::Present(_) => Kind::Present,
+        }
+    }
+
+    pub(super) fn encode(self) -> u64 {
+        match self {
+            Self::Absent => 0,
+            Self::Zero => 1 << 32,
+            Self::Present(sum) => 2 << 32 | u64::from(sum),
+        }
+    }
+
+    pub(super) fn decode(entry: u64) -> Option<Self> {
+        match (entry >> 32, entry as u32) {
+            (0, 0) => Some(Self::Absent),
+            (1, 0) => Some(Self::Zero),
+            (2, sum) => Some(Self::Present(sum)),
+            _ => None,
+        }
+    }
+}
+
+/// Pages whose entries are one page of the file.
+#[derive(Clone, Debug)]
+enum Part {
+    /// Of all there is the same.
+    Alike(Kind),
+    /// Of each.
+    Each(Box<[Kind]>),
+}
+
+/// What a layer has of each page, in parts.
 #[derive(Debug)]
 pub(super) struct Map {
-    parts: Vec<Option<Box<[Page]>>>,
+    parts: Vec<Part>,
     /// How many pages there are.
     pub pages: u64,
 }
@@ -40,7 +95,7 @@ impl Map {
             runs.clear();
             runs.push(0..parts);
         }
-        let mut this = Self { parts: vec![None; parts as usize], pages };
+        let mut this = Self { parts: vec![Part::Alike(Kind::Absent); parts as usize], pages };
         let (mut sum, mut at) = (0, 0);
         let mut buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
         let mut wrong = None;
@@ -54,8 +109,8 @@ impl Map {
                 file.read_exact_at(read, offset).map_err(Error::io(name, "reading it"))?;
                 all.update(read);
                 for (number, part) in (first..).zip(read.chunks(PAGE_SIZE as usize)) {
-                    match decoded(part) {
-                        Ok(entries) => this.parts[number as usize] = entries,
+                    match Part::decode(part) {
+                        Ok(part) => this.parts[number as usize] = part,
                         Err((index, entry)) => {
                             let what = format!("{entry:#x} is no entry of a map");
                             wrong.get_or_insert((number * PAGE_SIZE + index, what));
@@ -77,26 +132,28 @@ impl Map {
     }
 
     /// What there is of a page.
-    pub fn get(&self, page: u64) -> Page {
-        let part = &self.parts[(page / PART) as usize];
-        part.as_ref().map_or(Page::Absent, |entries| entries[(page % PART) as usize])
+    pub fn get(&self, page: u64) -> Kind {
+        match &self.parts[(page / PART) as usize] {
+            Part::Alike(kind) => *kind,
+            Part::Each(kinds) => kinds[(page % PART) as usize],
+        }
     }
 
     /// Where the pages from `pages.start` on end of which there is the same as of that one: absent, zero, or present.
     pub fn alike(&self, pages: Range<u64>) -> u64 {
-        let kind = discriminant(&self.get(pages.start));
+        let kind = self.get(pages.start);
         let mut at = pages.start;
         while at < pages.end {
             let end = pages.end.min((at / PART + 1) * PART);
             match &self.parts[(at / PART) as usize] {
-                Some(entries) => {
-                    let part = &entries[(at % PART) as usize..][..(end - at) as usize];
-                    if let Some(other) = part.iter().position(|page| discriminant(page) != kind) {
+                Part::Each(kinds) => {
+                    let part = &kinds[(at % PART) as usize..][..(end - at) as usize];
+                    if let Some(other) = part.iter().position(|other| *other != kind) {
                         return at + other as u64;
                     }
                 }
-                None if discriminant(&Page::Absent) != kind => return at,
-                None => {}
+                Part::Alike(other) if *other != kind => return at,
+                Part::Alike(_) => {}
             }
             at = end;
         }
@@ -106,7 +163,8 @@ impl Map {
     /// The first page from `page` on in a part that has something; how many pages there are, where there is none.
     pub fn skip(&self, page: u64) -> u64 {
         let parts = self.parts.iter().enumerate().skip((page / PART) as usize);
-        let next = parts.filter(|(_, part)| part.is_some()).map(|(number, _)| number as u64 * PART).next();
+        let has_any = |part: &Part| !matches!(part, Part::Alike(Kind::Absent));
+        let next = parts.filter(|(_, part)| has_any(part)).map(|(number, _)| number as u64 * PART).next();
         next.map_or(self.pages, |first| first.max(page))
     }
 }
@@ -127,14 +185,19 @@ fn sum_of_zeroes(bytes: u64) -> u64 {
     checksum_combine(Crc32Iscsi, sum, checksum(Crc32Iscsi, &zeroes[..rest]), rest as u64)
 }
 
-/// The entries of a part, if it has any that say something; or the offset of one that is none, and what it is.
-fn decoded(part: &[u8]) -> Result<Option<Box<[Page]>>, (u64, u64)> {
-    let entries = part.as_chunks::<{ ENTRY as usize }>().0.iter().map(|entry| u64::from_le_bytes(*entry));
-    let pages: Box<[Page]> = (0..)
-        .zip(entries)
-        .map(|(index, entry)| Page::decode(entry).ok_or((index * ENTRY, entry)))
-        .collect::<Result<_, _>>()?;
-    Ok(pages.iter().any(|page| *page != Page::Absent).then_some(pages))
+impl Part {
+    /// What the entries say; or the offset of one that is none, and what it is.
+    fn decode(entries: &[u8]) -> Result<Self, (u64, u64)> {
+        let mut kinds = [Kind::Absent; PART as usize];
+        let mut alike = true;
+        let entries = entries.as_chunks::<{ ENTRY as usize }>().0;
+        for (index, entry) in entries.iter().enumerate() {
+            let entry = u64::from_le_bytes(*entry);
+            kinds[index] = Page::decode(entry).ok_or((index as u64 * ENTRY, entry))?.kind();
+            alike &= kinds[index] == kinds[0];
+        }
+        Ok(if alike { Self::Alike(kinds[0]) } else { Self::Each(kinds[..entries.len()].into()) })
+    }
 }
 
 #[cfg(test)]

@@ -126,3 +126,16 @@ fn damage_is_named_with_file_and_offset() {
     let said = Reader::new(ram, &map, "0", PAGES, sum(&entries)).unwrap_err().to_string();
     assert!(said.starts_with("map-0, byte 24: 0x500000000 is no entry"), "{said}");
 }
+
+/// Sums are read with their pages.
+#[test]
+fn a_map_that_becomes_shorter_is_named() {
+    let slots = slots();
+    (0..10).for_each(|page| put(&slots[0], page, 3));
+    let good = written(&slots, &[(0, 0..10)]);
+    let layer = reader(&good, 4).unwrap();
+    good.1.set_len(5 * ENTRY).unwrap();
+    let said = layer.read(0..10, &mut vec![0; 10 * PAGE]).unwrap_err().to_string();
+    assert_eq!(said, "map-4, byte 0: it has become shorter; it is damaged");
+    layer.read(0..5, &mut vec![0; 5 * PAGE]).unwrap();
+}
