@@ -4,18 +4,20 @@
  *
  * A vCPU is a task that is in turns the guest's CPU and KVM.  As a CPU it walks
  * the tables without any lock, through a TLB and a cache of tables, and sets
- * accessed and dirty bits.  As KVM it handles its faults under mmu_lock held for
- * read.  One more task does what holds mmu_lock for write, and one is RCU.  Tasks take
- * turns on one thread, at random, at each read and write of an SPTE and each lock: a seed
- * gives the same run again.  Rules that are checked:
+ * accessed and dirty bits.  As KVM it handles its faults without mmu_lock where that
+ * will do, else under mmu_lock held for read.  One more task does what holds mmu_lock
+ * for write, and one is RCU.  Tasks take turns on one thread, at random, at each read and
+ * write of an SPTE and each lock: a seed gives the same run again.  Rules that are checked:
  *
  *   - the host takes a page away: no CPU gets to it once the MMU notifier is done,
  *     and if a CPU has written to it since KVM last said so, KVM has said so by then;
  *   - nothing is mapped where a TLB still has what was mapped before;
  *   - a fault takes no write access away, and sets no dirty bit behind the dirty log's back;
- *   - while a slot is logged, what a CPU has written since its bit was last cleared has its bit set;
+ *   - aging, which flushes no TLB, takes no write access away either;
+ *   - while a slot is logged, what a CPU has written since its bit was last cleared has its
+ *     bit set, or a fault without mmu_lock that made it writable is about to set that;
  *   - no CPU writes to a gfn that is write-protected, as a page table of a nested guest is;
- *   - whoever holds mmu_lock for read walks the tables under RCU, and who holds it
+ *   - whoever does not hold mmu_lock for write walks the tables under RCU, and who holds it
  *     for write does not look at a table once it is removed;
  *   - nothing is written to a table once it is removed, and it is freed after a grace
  *     period; nobody reads it then, CPUs neither;
@@ -44,6 +46,7 @@ typedef uint32_t u32;
 typedef uint8_t u8;
 typedef u64 gfn_t, gpa_t, hpa_t, kvm_pfn_t;
 typedef unsigned long ulong;
+typedef unsigned int uint;
 
 #define VCPUS 3
 /* Tasks behind the vCPUs */
@@ -76,6 +79,8 @@ struct task {
 	char mmu_lock, spinlock;
 	/* A CPU has just set the dirty bit of a page: 0, or its page frame number */
 	u64 dirtied;
+	/* Without mmu_lock it has made a gfn writable, and is going to tell the dirty log: 0 for none */
+	u64 to_log;
 	/* Odd in a read-side section of RCU */
 	unsigned long rcu_sections;
 };
@@ -117,6 +122,18 @@ static void wide_window(void)
 		turn();
 	}
 	window();
+}
+
+/*
+ * Between a look at an SPTE and what is made of it, where no lock keeps faults without
+ * mmu_lock out: for so long that others get something done, which takes many turns.
+ */
+static void after_a_look(u32 one_in, u32 most)
+{
+	if (!rnd(one_in)) {
+		self->sleeps = turns + rnd(most);
+		turn();
+	}
 }
 
 /* The kernel's basics */
@@ -171,6 +188,7 @@ static void after_store(u64 spte);
 static void written_to(u64 *sptep);
 static void replaced(u64 old, u64 new);
 static void set_logged(u64 gfn);
+static u64 gfn_at(u64 *sptep);
 static bool tlbs_have(u64 *sptep);
 static u64 flushes, tlb_hits, cached_walks;
 
@@ -189,9 +207,11 @@ static u64 cmpxchg64(u64 *p, u64 expected, u64 new)
 		not_removed(p);
 		if (!old && tlbs_have(p))
 			die("an SPTE is set while a TLB still has what was there before");
-		if (self->mmu_lock == 'r')
+		if (self->mmu_lock != 'w')
 			replaced(old, new);
 		*p = new;
+		if (!self->mmu_lock)
+			self->to_log = gfn_at(p);
 		written_to(p);
 	}
 	window();
@@ -389,7 +409,9 @@ static void rcu_task(void)
 #define PG_LEVEL_1G 3
 #define KVM_MAX_HUGEPAGE_LEVEL PG_LEVEL_1G
 #define KVM_PAGES_PER_HPAGE(level) (1ul << (((level) - 1) * 9))
+#define PFERR_PRESENT_MASK 1
 #define PFERR_WRITE_MASK 2
+#define PFERR_RSVD_MASK 8
 #define PFERR_FETCH_MASK 16
 #define INVALID_PAGE (~0ull)
 #define VALID_PAGE(x) ((x) != INVALID_PAGE)
@@ -452,6 +474,14 @@ struct kvm_vcpu {
 		u64 pf_fixed;
 	} stat;
 };
+
+/* Between what it makes writable and this, a fault without mmu_lock may be held up. */
+static void kvm_vcpu_mark_page_dirty(struct kvm_vcpu *vcpu, gfn_t gfn)
+{
+	wide_window();
+	set_logged(gfn);
+	self->to_log = 0;
+}
 
 static struct kvm vm;
 static struct kvm_vcpu vcpus[VCPUS];
@@ -697,9 +727,22 @@ typedef struct {
 #define pte_write(pte) false
 #define pte_pfn(pte) 0
 
+#define is_accessed_spte(spte) ({ after_a_look(4, 10000); (is_accessed_spte)(spte); })
+
 /* The code under test */
 #include "tdp_iter.c"
 #include "tdp_mmu.c"
+
+/* Shadow pages, which there are none of */
+#define walk_shadow_page_lockless_begin(vcpu) BUG()
+#define walk_shadow_page_lockless_end(vcpu) BUG()
+#define shadow_last_sptep(vcpu, addr, spte, level) ({ BUG(); (u64 *)NULL; })
+#define restore_acc_track_spte(spte) ({ BUG(); (spte); })
+#define trace_fast_page_fault(...) ((void)0)
+#define kvm_tdp_mmu_last_sptep(...) ({ u64 *__p = (kvm_tdp_mmu_last_sptep)(__VA_ARGS__); after_a_look(32, 400000); __p; })
+#define KERN_WARNING ""
+#define printk_once(...) ((void)0)
+#include "fast.c"
 
 /*
  * The guest: two areas of 1 GiB, in each of them a few pages, none of which is the
@@ -771,6 +814,8 @@ struct tlb_entry {
 
 struct cpu {
 	bool guest_mode;
+	/* Its last fault was on something that is mapped. */
+	bool present;
 	/* Ranges that it was asked to flush, and how many */
 	int pending;
 	struct {
@@ -853,13 +898,21 @@ static void flush_pending(struct cpu *cpu)
 	cpu->pending = 0;
 }
 
+/* The first gfn that an SPTE maps */
+static u64 gfn_at(u64 *sptep)
+{
+	struct kvm_mmu_page *sp = sptep_to_sp(sptep);
+
+	return sp->gfn + KVM_PAGES_PER_HPAGE(sp->role.level - !sp->root_count) * (sptep - sp->spt);
+}
+
 /* A CPU outside of the guest that was asked for a flush will do that first. */
 static bool tlbs_have(u64 *sptep)
 {
 	struct kvm_mmu_page *sp = sptep_to_sp(sptep);
 	/* role.level: a table's is that of the SPTE it hangs on, the root's is its own. */
 	gfn_t pages = KVM_PAGES_PER_HPAGE(sp->role.level - !sp->root_count);
-	gfn_t gfn = sp->gfn + pages * (sptep - sp->spt);
+	gfn_t gfn = gfn_at(sptep);
 	struct tlb_entry *entry;
 	struct cpu *cpu;
 	bool found = false;
@@ -932,6 +985,7 @@ static bool cpu_access(struct cpu *cpu, hpa_t root, gfn_t gfn, bool write)
 		return true;
 	}
 
+	cpu->present = false;
 	cached = 2 + rnd(3);
 	if (cached < 4 && cpu->walk_cache[cached - 1].table &&
 	    cpu->walk_cache[cached - 1].gfn == (gfn & -KVM_PAGES_PER_HPAGE(cached + 1))) {
@@ -955,8 +1009,10 @@ retry:
 		cpu->walk_cache[level - 2].table = table;
 		window();
 	}
-	if (write && !(spte & PT_WRITABLE_MASK))
+	if (write && !(spte & PT_WRITABLE_MASK)) {
+		cpu->present = true;
 		return false;
+	}
 	if (!cpu_set_bits(sptep, spte, write))
 		goto retry;
 	window();
@@ -977,7 +1033,7 @@ retry:
 }
 
 static unsigned long faults_wanted;
-static u64 results[8];
+static u64 results[8], fast;
 
 static int handle_fault(struct kvm_vcpu *vcpu, gfn_t gfn, bool write)
 {
@@ -988,6 +1044,11 @@ static int handle_fault(struct kvm_vcpu *vcpu, gfn_t gfn, bool write)
 	int r, root;
 
 	window();
+	r = fast_page_fault(vcpu, gfn << PAGE_SHIFT, code | (cpus[self - tasks].present ? PFERR_PRESENT_MASK : 0), true);
+	if (r != RET_PF_INVALID) {
+		fast++;
+		return r;
+	}
 	pfn = pfn_of(gfn);
 	host_level[self - tasks] = draw == 0 ? PG_LEVEL_1G : draw < 12 ? PG_LEVEL_2M : PG_LEVEL_4K;
 	window();
@@ -1044,6 +1105,31 @@ static void vcpu_task(void)
 	}
 }
 
+/* What TLBs may write to, the tables let them write to, unless a flush is under way: nothing else would flush them. */
+static void no_writer_is_forgotten(void)
+{
+	struct tlb_entry *entry;
+	struct cpu *cpu;
+	int level;
+	u64 *sptep;
+
+	for (cpu = cpus; cpu < cpus + VCPUS; cpu++) {
+		for (entry = cpu->tlb; entry < cpu->tlb + 4; entry++) {
+			if (!entry->level || !entry->dirty || to_be_flushed(cpu, entry->gfn, KVM_PAGES_PER_HPAGE(entry->level)))
+				continue;
+			sptep = __va(vcpus[0].arch.mmu->root_hpa);
+			for (level = 4;; level--) {
+				sptep += SHADOW_PT_INDEX(entry->gfn << PAGE_SHIFT, level);
+				if (!is_shadow_present_pte(*sptep) || is_last_spte(*sptep, level))
+					break;
+				sptep = __va(*sptep & PT64_BASE_ADDR_MASK);
+			}
+			if (is_shadow_present_pte(*sptep) && !is_writable_pte(*sptep))
+				die("aging takes write access away, and no TLB is flushed");
+		}
+	}
+}
+
 /* The host takes an area away, and has another one instead. */
 static void replace_area(int area)
 {
@@ -1072,6 +1158,17 @@ static void replace_area(int area)
 	write_unlock(&vm.mmu_lock);
 }
 
+/* Whoever made it writable has yet to set its bit, and does so before its vCPU stops: a later look will find it. */
+static bool is_going_to_be_logged(gfn_t gfn)
+{
+	int i;
+
+	for (i = 0; i < VCPUS; i++)
+		if (tasks[i].to_log == gfn)
+			return true;
+	return false;
+}
+
 /* The dirty log is enabled, collected in part, or disabled. */
 static void use_log(struct kvm_memory_slot *slot)
 {
@@ -1091,15 +1188,18 @@ static void use_log(struct kvm_memory_slot *slot)
 		logging = false;
 	} else {
 		for (pte = 0; pte < PTES; pte++) {
-			if (to_be_logged[area][pmd][pte] && !logged[area][pmd][pte])
+			if (to_be_logged[area][pmd][pte] && !logged[area][pmd][pte] &&
+			    !is_going_to_be_logged(gfn_of(area, pmd, pte)))
 				die("a page was written to, and is not in the dirty log");
 			mask |= logged[area][pmd][pte] ? BIT(pte) : 0;
+			/* First, as KVM does: faults that do not take mmu_lock may set it again from here on. */
+			logged[area][pmd][pte] = false;
 		}
 		kvm_tdp_mmu_clear_dirty_pt_masked(&vm, slot, gfn_of(area, pmd, 0), mask, true);
 		kvm_flush_remote_tlbs_with_address(&vm, gfn_of(area, pmd, 0), PTES);
 		for (pte = 0; pte < PTES; pte++)
 			if (mask & BIT(pte))
-				logged[area][pmd][pte] = to_be_logged[area][pmd][pte] = false;
+				to_be_logged[area][pmd][pte] = false;
 	}
 	write_unlock(&vm.mmu_lock);
 }
@@ -1120,11 +1220,12 @@ static void manager_task(void)
 {
 	struct kvm_memory_slot *slot = &vm.slots.slot;
 	struct kvm_mmu_page *sp;
+	bool young;
 	gfn_t gfn;
 
 	while (!done) {
 		gfn = gfn_of(rnd(AREAS), rnd(PMDS), 0) & -512;
-		switch (rnd(10)) {
+		switch (rnd(12)) {
 		case 0:
 			replace_area(rnd(AREAS));
 			break;
@@ -1147,8 +1248,19 @@ static void manager_task(void)
 			write_unlock(&vm.mmu_lock);
 			break;
 		case 4:
+		case 9:
+		case 10:
+			/* What was just write-protected is what faults make writable. */
+			if (logging) {
+				write_lock(&vm.mmu_lock);
+				if (kvm_tdp_mmu_wrprot_slot(&vm, slot, PG_LEVEL_4K))
+					kvm_flush_remote_tlbs(&vm);
+				write_unlock(&vm.mmu_lock);
+			}
 			write_lock(&vm.mmu_lock);
-			if (kvm_tdp_mmu_age_hva_range(&vm, gfn * PAGE_SIZE, (gfn + 512) * PAGE_SIZE))
+			young = kvm_tdp_mmu_age_hva_range(&vm, 0, AREAS * AREA_GFNS * PAGE_SIZE);
+			no_writer_is_forgotten();
+			if (young && rnd(2))
 				kvm_flush_remote_tlbs(&vm);
 			write_unlock(&vm.mmu_lock);
 			break;
@@ -1262,8 +1374,8 @@ int main(int argc, char **argv)
 	if (linked != listed + 1 || linked != tables)
 		die("%ld tables are linked, %ld listed besides the root, %ld not freed", linked, listed, tables);
 
-	printf("faults: %lu fixed, %lu spurious, %lu to be retried, %lu emulated; %lu flushes, %lu TLB hits, %lu walks from a cached table\n",
-	       results[RET_PF_FIXED], results[RET_PF_SPURIOUS], results[RET_PF_RETRY], results[RET_PF_EMULATE], flushes,
+	printf("faults: %lu without mmu_lock, %lu fixed, %lu spurious, %lu to be retried, %lu emulated; %lu flushes, %lu TLB hits, %lu walks from a cached table\n",
+	       fast, results[RET_PF_FIXED], results[RET_PF_SPURIOUS], results[RET_PF_RETRY], results[RET_PF_EMULATE], flushes,
 	       tlb_hits, cached_walks);
 	printf("%ld tables, all linked and listed\n", linked);
 
