@@ -244,7 +244,7 @@ impl Net {
     /// False where there is nobody at the other end any more.
     fn receive(&mut self) -> bool {
         let Some(active) = &mut self.active else { return true };
-        let mut there = true;
+        let (mut there, mut head) = (true, Slices::default());
         active.serve(RECEIVE, |chain| {
             if !self.readable {
                 return Served::Later;
@@ -256,16 +256,14 @@ impl Net {
             let tap = match &mut self.side {
                 Side::Tap(tap) => tap,
                 Side::User(stream) => {
-                    let mut header = [0; HEADER];
-                    header[NUM_BUFFERS] = 1;
-                    let mut rest = Slices::default();
-                    chain.writable.write_at(0, &header);
-                    let mut first = Slices::default();
-                    chain.writable.split_front(HEADER, &mut first);
-                    let all = chain.writable.left();
-                    chain.writable.split_front(all, &mut rest);
-                    return match stream.receive(&mut rest) {
-                        Moved::Whole(count) => Served::Done((HEADER + count) as u32),
+                    chain.writable.split_front(HEADER, &mut head);
+                    return match stream.receive(&mut chain.writable) {
+                        Moved::Whole(count) => {
+                            let mut header = [0; HEADER];
+                            header[NUM_BUFFERS] = 1;
+                            head.write(&header);
+                            Served::Done((HEADER + count) as u32)
+                        }
                         moved => {
                             self.readable = false;
                             there = moved != Moved::Gone;

@@ -133,8 +133,9 @@ pub struct Stream {
     socket: Option<OwnedFd>,
     /// Whether the guest may send to the host's loopback.
     host_loopback: bool,
-    /// What the socket has not taken of the frame that was sent last.
-    unsent: Vec<u8>,
+    /// The frame that was sent last, and how much of it the socket has taken.
+    frame: Vec<u8>,
+    taken: usize,
 }
 
 impl Stream {
@@ -154,7 +155,7 @@ impl Stream {
 
     /// One on a connected stream socket that does not block.
     pub fn on(socket: OwnedFd, host_loopback: bool) -> Self {
-        Self { socket: Some(socket), host_loopback, unsent: Vec::new() }
+        Self { socket: Some(socket), host_loopback, frame: Vec::new(), taken: 0 }
     }
 
     /// The socket, while somebody is at its other end.
@@ -164,7 +165,7 @@ impl Stream {
 
     /// Forgets the socket; where that is watched it is watched no more before.
     pub(super) fn close(&mut self) {
-        (self.socket, self.unsent) = (None, Vec::new());
+        self.socket = None;
     }
 
     /// Another descriptor of the socket, for a process that takes it over.
@@ -181,9 +182,9 @@ impl Stream {
     /// Sends what is left of the last frame.
     fn flush(&mut self) -> Moved {
         let Some(socket) = &self.socket else { return Moved::Gone };
-        while !self.unsent.is_empty() {
-            match socket::send_some(socket, &self.unsent) {
-                Ok(count) => drop(self.unsent.drain(..count)),
+        while self.taken < self.frame.len() {
+            match socket::send_some(socket, &self.frame[self.taken..]) {
+                Ok(count) => self.taken += count,
                 Err(error) => return not_now(&error),
             }
         }
@@ -202,29 +203,36 @@ impl Stream {
             return Moved::Whole(0);
         }
         packet.skip(HEADER);
-        let mut frame = vec![0; LENGTH + len];
-        frame[..LENGTH].copy_from_slice(&(len as u32).to_be_bytes());
-        packet.read(&mut frame[LENGTH..]);
-        if !self.host_loopback && is_to_loopback(&frame[LENGTH..]) {
+        self.frame.resize(LENGTH + len, 0);
+        self.frame[..LENGTH].copy_from_slice(&(len as u32).to_be_bytes());
+        packet.read(&mut self.frame[LENGTH..]);
+        if !self.host_loopback && is_to_loopback(&self.frame[LENGTH..]) {
+            self.taken = self.frame.len();
             return Moved::Whole(0);
         }
-        self.send_frame(frame)
+        self.begin()
     }
 
     /// Sends a frame of this side's own.
     pub(super) fn send_own(&mut self, frame: &[u8]) -> Moved {
         match self.flush() {
-            Moved::Whole(_) => self.send_frame([&(frame.len() as u32).to_be_bytes(), frame].concat()),
+            Moved::Whole(_) => {
+                self.frame.clear();
+                self.frame.extend((frame.len() as u32).to_be_bytes());
+                self.frame.extend(frame);
+                self.begin()
+            }
             other => other,
         }
     }
 
-    fn send_frame(&mut self, frame: Vec<u8>) -> Moved {
+    /// Sends the frame that has been made, to its end as soon as the socket takes that, or nothing of it.
+    fn begin(&mut self) -> Moved {
+        self.taken = self.frame.len();
         let Some(socket) = &self.socket else { return Moved::Gone };
-        match socket::send_some(socket, &frame) {
+        match socket::send_some(socket, &self.frame) {
             Ok(count) => {
-                self.unsent = frame;
-                self.unsent.drain(..count);
+                self.taken = count;
                 Moved::Whole(0)
             }
             Err(error) => not_now(&error),
