@@ -6,6 +6,7 @@
 pub mod begun;
 pub mod fixed;
 pub mod meanwhile;
+pub mod watch;
 
 #[cfg(target_arch = "aarch64")]
 pub mod aarch64;

@@ -20,7 +20,8 @@ use gdbstub::target::ext::thread_extra_info::{ThreadExtraInfo, ThreadExtraInfoOp
 use gdbstub::target::{self, TargetError, TargetResult};
 use vm_memory::{Bytes, GuestAddress};
 
-use crate::arch::debug::{self, Access, BREAKPOINT, BYTES, Watch};
+use crate::arch::debug::{self, BREAKPOINT, BYTES};
+use crate::arch::watch::{Access, Watch};
 use crate::memory::{GuestMemory, Slot};
 use crate::sys::mmap::PAGE_SIZE;
 use crate::vm::vcpu::{Reins, SLOTS, Trap, Traps};
@@ -456,12 +457,12 @@ impl SwBreakpoint for Target {
 impl HwBreakpoint for Target {
     fn add_hw_breakpoint(&mut self, addr: u64, _: usize) -> TargetResult<bool, Self> {
         self.still()?;
-        Ok(self.add_watch(Watch::new(addr, 1, Access::Execute)))
+        Ok(self.add_watch(debug::watch(addr, 1, Access::Execute)))
     }
 
     fn remove_hw_breakpoint(&mut self, addr: u64, _: usize) -> TargetResult<bool, Self> {
         self.still()?;
-        Ok(self.remove_watch(Watch::new(addr, 1, Access::Execute)))
+        Ok(self.remove_watch(debug::watch(addr, 1, Access::Execute)))
     }
 }
 
@@ -476,12 +477,12 @@ fn access(kind: WatchKind) -> Access {
 impl HwWatchpoint for Target {
     fn add_hw_watchpoint(&mut self, addr: u64, len: u64, kind: WatchKind) -> TargetResult<bool, Self> {
         self.still()?;
-        Ok(self.add_watch(Watch::new(addr, len, access(kind))))
+        Ok(self.add_watch(debug::watch(addr, len, access(kind))))
     }
 
     fn remove_hw_watchpoint(&mut self, addr: u64, len: u64, kind: WatchKind) -> TargetResult<bool, Self> {
         self.still()?;
-        Ok(self.remove_watch(Watch::new(addr, len, access(kind))))
+        Ok(self.remove_watch(debug::watch(addr, len, access(kind))))
     }
 }
 

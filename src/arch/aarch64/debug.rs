@@ -3,6 +3,7 @@
 use kvm_bindings::kvm_guest_debug;
 use kvm_ioctls::VcpuFd;
 
+use crate::arch::watch::{Access, Watch};
 use crate::vm::vcpu::SLOTS;
 
 /// Why there is no debugger here.
@@ -64,33 +65,9 @@ pub fn physical(_: &VcpuFd, _: u64) -> Option<u64> {
     None
 }
 
-/// What a hardware breakpoint looks for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// The instruction there.
-    Execute,
-    /// A write.
-    Write,
-    /// A read or a write.
-    Any,
-}
-
-/// A hardware breakpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Watch {
-    /// Its address.
-    pub at: u64,
-    /// How many bytes.
-    pub bytes: u64,
-    /// What it looks for.
-    pub access: Access,
-}
-
-impl Watch {
-    /// None.
-    pub fn new(_: u64, _: u64, _: Access) -> Option<Self> {
-        None
-    }
+/// None.
+pub fn watch(_: u64, _: u64, _: Access) -> Option<Watch> {
+    None
 }
 
 /// Nothing is debugged.

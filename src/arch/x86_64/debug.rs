@@ -6,6 +6,7 @@
 use kvm_bindings::*;
 use kvm_ioctls::VcpuFd;
 
+use crate::arch::watch::{Access, Watch};
 use crate::vm::vcpu::SLOTS;
 
 /// Whether a KVM whose KVM_SET_GUEST_DEBUG takes these flags can keep interrupts from a vCPU that takes a single step.
@@ -205,34 +206,10 @@ pub fn physical(vcpu: &VcpuFd, at: u64) -> Option<u64> {
     vcpu.translate_gva(at).ok().filter(|found| found.valid != 0).map(|found| found.physical_address)
 }
 
-/// What a hardware breakpoint looks for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// The instruction there.
-    Execute,
-    /// A write.
-    Write,
-    /// A read or a write: the processor knows no reads alone.
-    Any,
-}
-
-/// A hardware breakpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Watch {
-    /// Its linear address.
-    pub at: u64,
-    /// How many bytes: 1, 2, 4 or 8 at a multiple of that; 1 for instructions.
-    pub bytes: u64,
-    /// What it looks for.
-    pub access: Access,
-}
-
-impl Watch {
-    /// One, if the processor can have it.
-    pub fn new(at: u64, bytes: u64, access: Access) -> Option<Self> {
-        let possible = matches!(bytes, 1 | 2 | 4 | 8) && at.is_multiple_of(bytes);
-        (possible && (access != Access::Execute || bytes == 1)).then_some(Self { at, bytes, access })
-    }
+/// A hardware breakpoint, if the processor can have it: of 1, 2, 4 or 8 bytes at a multiple of that, and of 1 for instructions.
+pub fn watch(at: u64, bytes: u64, access: Access) -> Option<Watch> {
+    let possible = matches!(bytes, 1 | 2 | 4 | 8) && at.is_multiple_of(bytes);
+    (possible && (access != Access::Execute || bytes == 1)).then_some(Watch { at, bytes, access })
 }
 
 /// How KVM is to debug a vCPU with these hardware breakpoints and with others `planted` in its code, that is to take a single `step`, meanwhile
@@ -310,7 +287,6 @@ mod tests {
 
     #[test]
     fn breakpoints_become_debug_registers() {
-        let watch = |at, bytes, access| Watch::new(at, bytes, access);
         for (at, bytes, access) in [
             (1, 2, Access::Write),
             (0, 3, Access::Any),
