@@ -185,10 +185,12 @@ impl Bochs {
         let (data, disk) = (self.data.display(), disk.display());
         let (console, results) = (console.display(), results.display());
         let memory = request.memory_mib;
+        // Bochs keeps no more than that in its own memory, and the rest, once it is touched, in a file.
+        let kept = memory.min(2048);
         format!(
             "display_library: nogui\n\
              cpu: model={model}, count=1, ips={IPS}, reset_on_triple_fault=0, ignore_bad_msrs=1\n\
-             memory: guest={memory}, host={memory}\n\
+             memory: guest={memory}, host={kept}\n\
              romimage: file={data}/usr/share/bochs/BIOS-bochs-latest\n\
              vgaromimage: file={data}/usr/share/vgabios/vgabios.bin\n\
              clock: sync=none, time0=946684800\n\
