@@ -17,6 +17,7 @@ use bed::{breakpoints, kvm};
 use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
 use home::{Home, Machine};
 use serde_json::Value;
+use vellum::guests::program::RAM_VA;
 
 fn main() -> ExitCode {
     Trials::from_args().run()
@@ -234,7 +235,7 @@ fn a_watchpoint_stops_it() -> Result<(), Failed> {
     let mut client = Client::connect(&socket)?;
     in_its_loop(&home, &mut client)?;
     // The first word of a page in the middle of its memory, which it stamps in each pass.
-    let at = 8 << 20;
+    let at = RAM_VA + (8 << 20);
     let before = client.memory(at, 8)?;
     ensure(client.ask(&format!("Z2,{at:x},8"))? == "OK", || "a watchpoint".into())?;
     let stopped = client.ask("vCont;c")?;
