@@ -63,7 +63,7 @@ const CASES: [Case; 9] = [
     Case {
         mistakes: &["own-slot-left-out"],
         guest: Guest::BuiltIn("--memory 8m --workload write,rate=4000"),
-        migrate: "--verify --downtime 1s --timeout 10s,then=force",
+        migrate: "--verify --bandwidth 40m --downtime 10ms --timeout 10s,then=force",
         says: DIFFERS,
     },
     // It comes to memory that nobody had touched only once it is under way, and stays there.

@@ -150,6 +150,9 @@ impl Guest {
             next_port,
         } = self;
         let wire = Wire { driver: driver.move_to(interface(net)?, |_| ()), sent, given_back, other };
+        // As its machine does once it runs: a passt that has heard nothing of its guest does not know its MAC address, and begins a connection
+        // with one SYN only.
+        wire.driver.device.arrived();
         Ok(Self { wire, interface: own, sockets, started, next_port })
     }
 
