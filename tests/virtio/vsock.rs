@@ -388,6 +388,7 @@ fn a_reset_ends_all_connections() {
 #[test]
 fn a_restored_guest_hears_that_its_connections_are_gone() {
     let mut guest = Guest::new("restored");
+    let (_lost, port) = guest.connection(1);
     guest.driver.submit(EVENT, &[writable(BUFFERS + 0x30000, 4)]);
     guest.driver.put(BUFFERS + 0x30000, &[0xff; 4]);
     guest.driver.run();
@@ -407,6 +408,8 @@ fn a_restored_guest_hears_that_its_connections_are_gone() {
     driver.submit(EVENT, &[writable(BUFFERS + 0x30000, 4)]);
     assert_eq!(driver.wait_used(RECEIVE).1, 44);
     assert_eq!(driver.fetch(BUFFERS + 0x40000 + 30, 2), REQUEST.to_le_bytes());
+    // The guest has the lost connection's socket yet, and answers a request of the same ports with a reset.
+    assert_ne!(driver.fetch(BUFFERS + 0x40000 + 16, 4), port.to_le_bytes());
 }
 
 #[test]

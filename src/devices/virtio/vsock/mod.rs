@@ -33,6 +33,7 @@ use super::{
 };
 use crate::fault::{Blame, Fault, Field};
 use crate::keyvalue::{self, KeyValues, number, path};
+use crate::sys::random;
 use crate::sys::socket::{Listener, SocketError};
 use connection::{Connection, Fate, Ports};
 use packet::{HEADER, HOST_CID, Header, STREAM, op};
@@ -52,6 +53,8 @@ const MAX_RESETS: usize = 256;
 const MAX_GREETING: usize = 19;
 /// Host ports are given out from here on, out of the way of ports that mean something.
 const FIRST_HOST_PORT: u32 = 1 << 30;
+/// VMADDR_PORT_ANY (include/uapi/linux/vm_sockets.h), which is no port.
+const ANY_PORT: u32 = u32::MAX;
 
 /// What a socket device is.
 pub static KIND: Kind = Kind {
@@ -114,6 +117,16 @@ impl DeviceConfig for VsockConfig {
             Err(error) => Err(Box::new(error)),
         }
     }
+}
+
+/// The host port that is given out first, drawn for each process. A guest that has moved keeps the sockets of its lost connections until
+/// their owners close them, and Linux answers a request that has the ports of such a socket with a reset: two processes that a guest goes
+/// through must not count from the same number.
+fn first_port() -> u32 {
+    let mut drawn = [0; 4];
+    // Without randomness the ports are right too, and only likelier to be those of a lost connection.
+    let _ = random::fill(&mut drawn);
+    FIRST_HOST_PORT + u32::from_le_bytes(drawn) % (ANY_PORT - FIRST_HOST_PORT)
 }
 
 /// `PATH[,cid=N]`.
@@ -205,7 +218,7 @@ impl Vsock {
             ready: VecDeque::new(),
             resets: VecDeque::new(),
             dead: Vec::new(),
-            next_port: FIRST_HOST_PORT,
+            next_port: first_port(),
         };
         let path = Arc::new(SocketPath(config.path.clone()));
         Vsock { path, hub, moved: Moved::No, active: None, waits: false }
@@ -353,7 +366,7 @@ impl Hub {
     fn free_port(&mut self, guest: u32) -> u32 {
         loop {
             let host = self.next_port;
-            self.next_port = host.checked_add(1).unwrap_or(FIRST_HOST_PORT);
+            self.next_port = if host + 1 == ANY_PORT { FIRST_HOST_PORT } else { host + 1 };
             if !self.connections.contains_key(&Ports { host, guest }) {
                 return host;
             }
