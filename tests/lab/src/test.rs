@@ -24,7 +24,7 @@ use clap::ValueEnum;
 use clap::builder::PossibleValue;
 use harness::record::{self, Record};
 
-use crate::bed::{BEDS, Emulated, svm};
+use crate::bed::{BEDS, Emulated, arm64, svm};
 use crate::form::Output;
 use crate::{Error, Result, kernel};
 use tally::Tally;
@@ -183,6 +183,10 @@ pub fn run(mut options: Options) -> Result<u8> {
         && setup::packages(bed.programs(), options.setup, bed.name(), &mut tally)?
     {
         hosts::emulated(bed, options, &mut tally)?;
+    }
+    // That of another architecture is built and tried in short there.
+    if options.bed.is_none() && setup::packages(arm64::BED.programs(), options.setup, "arm64", &mut tally)? {
+        hosts::short(arm64::BED, &mut tally)?;
     }
     if wants(Bed::Linux) {
         let needs = [svm::BED.programs(), &["lz4", "zstd"]].concat();

@@ -45,6 +45,46 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
     run(&cache, (bed.name(), hosts), &programs::built_on(architecture)?, &[], &options.arguments, tally)
 }
 
+/// What a run without a bed has of Arm's: the built-in guest, the oracle in short, and one migration.
+const SHORT: [(&str, &str); 3] = [
+    ("the built-in guest runs", "vellum run --memory 32m --passes 2"),
+    ("the oracle loses nothing", "vellum test dirty-log --memory 8m --events 2k --seed 1"),
+    (
+        "a guest that writes moves",
+        "vellum bench migration --bytes 16m --dirty-rate 1m --around 200ms --downtime 2s --repeat 1",
+    ),
+];
+
+/// [`SHORT`] on one host of `bed`.
+pub fn short(bed: Emulated, tally: &mut Tally) -> Result<()> {
+    let cache = Cache::open()?;
+    let kernel = Kernel::debian_for(&cache, bed.architecture(), "6.1")?;
+    let name = format!("{} {}", bed.name(), bed.mode(true));
+    eprintln!("lab: {name}: {} commands on {}", SHORT.len(), kernel.package);
+    let mut request = Request { bed, memory_mib: 1024, ..Request::new(HostKernel::Debian(kernel)) };
+    request.commands =
+        SHORT.iter().map(|(_, line)| line.split_whitespace().map(str::to_owned).collect()).collect();
+    let ended = bed::run(&cache, &Programs::build_for(bed.architecture())?, &request, |_| ());
+    let outcome = match ended {
+        Ok(outcome) => outcome,
+        // The host is itself under test.
+        Err(error) => {
+            eprintln!("lab: {name}: {error}");
+            tally.fail(&name, "the emulated host did not finish");
+            return Ok(());
+        }
+    };
+    for ((what, line), ran) in SHORT.iter().zip(&outcome.ran) {
+        let said = || String::from_utf8_lossy(&[ran.stdout.as_slice(), &ran.stderr].concat()).into_owned();
+        let ended = match ran.exit.as_ref().map(|exit| exit.code) {
+            Some(0) => Ok(()),
+            code => Err(Error::Refused(format!("`{line}` ended with {}:\n{}", code.unwrap_or(-1), said()))),
+        };
+        tally.stage(&name, what, ended);
+    }
+    Ok(())
+}
+
 /// Every test of a Linux guest, with both of Debian's kernels and their ELF images; where the bed was not asked for by name,
 /// the older kernel with every device, and one that moves.
 pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
