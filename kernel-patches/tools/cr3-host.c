@@ -38,6 +38,8 @@ typedef unsigned long ulong;
 #define X86_CR4_PCIDE BIT(17)
 #define X86_CR3_PCID_MASK 0xfffull
 #define X86_CR3_PCID_NOFLUSH BIT(63)
+#define X86_CR3_LAM_U57 BIT(61)
+#define X86_CR3_LAM_U48 BIT(62)
 #define __PT_BASE_ADDR_MASK GENMASK_ULL(51, 12)
 #define PT64_ROOT_4LEVEL 4
 #define KVM_MMU_NUM_PREV_ROOTS 3
@@ -219,6 +221,7 @@ static unsigned long kvm_rip_read(struct kvm_vcpu *vcpu) { return rip; }
 static void kvm_rip_write(struct kvm_vcpu *vcpu, unsigned long to) { rip = to; }
 static bool is_guest_mode(struct kvm_vcpu *vcpu) { return nested; }
 static bool is_smm(struct kvm_vcpu *vcpu) { return smm; }
+#define kvm_read_cr3(vcpu) ((vcpu)->arch.cr3)
 #define kvm_read_cr4_bits(vcpu, bits) (cr4_pcide)
 #define kvm_is_cr4_bit_set(vcpu, bit) (cr4_pcide)
 #define gpa_to_gfn(gpa) ((gpa) >> PAGE_SHIFT)
@@ -290,7 +293,8 @@ static void kvm_mmu_unload(struct kvm_vcpu *vcpu) { FREE_ROOTS(KVM_MMU_ROOTS_ALL
 /* What the guest loads for a space.  The last three are such as KVM must not publish, for it could not tell them from others. */
 static u64 value_of(int space)
 {
-	u64 value = BASE + space % (SPACES - 2) * PAGE_SIZE;
+	/* And so their page directories are others' as well. */
+	u64 value = BASE + space % (SPACES - 3) * PAGE_SIZE;
 
 	if (cr4_pcide)
 		value |= space + 1;
@@ -388,18 +392,24 @@ static void look_at_targets(void)
 
 static void load_root(void)
 {
+	gfn_t gfn = (vcpu->arch.cr3 & GENMASK_ULL(51, 12)) >> PAGE_SHIFT;
 	u32 at;
 
 	if (VALID_PAGE(ROOT_HPA))
 		return;
-	do
-		at = rnd(PAGES);
-	while (pages[at].root_count);
+	/* A page directory has one root, whatever else is in CR3. */
+	for (at = 0; at < PAGES; at++)
+		if (pages[at].root_count && pages[at].gfn == gfn && pages[at].role.word == ROLE.word)
+			break;
+	if (at == PAGES) {
+		do
+			at = rnd(PAGES);
+		while (pages[at].root_count);
+		pages[at] = (struct kvm_mmu_page){ .role = ROLE, .gfn = gfn };
+	}
+	pages[at].root_count++;
 	ROOT_HPA = BASE + at * PAGE_SIZE;
 	ROOT_PGD = vcpu->arch.cr3;
-	pages[at] = (struct kvm_mmu_page){
-		.role = ROLE, .gfn = (vcpu->arch.cr3 & GENMASK_ULL(51, 12)) >> PAGE_SHIFT, .root_count = 1,
-	};
 	/* As kvm_mmu_load() does. */
 	mmu.roots_added = true;
 	ROOT_PUBLISHED = false;
@@ -418,7 +428,8 @@ static void enter(void)
 	load_root();
 	if (!stock && kvm_cr3_cache_update(vcpu))
 		fail("the vCPU cannot be entered");
-	vmcs.cr3 = ROOT_HPA | (cr4_pcide ? vcpu->arch.cr3 & 0xfff : 0);
+	vmcs.cr3 = ROOT_HPA | (cr4_pcide ? vcpu->arch.cr3 & 0xfff : 0) |
+		   (vcpu->arch.cr3 & (X86_CR3_LAM_U48 | X86_CR3_LAM_U57));
 	if (CACHE->registered)
 		vmcs.cr3 ^= KVM_CR3_CACHE_HOST_BIT;
 	look_at_targets();
