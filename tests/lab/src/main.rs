@@ -15,6 +15,7 @@ use lab::cache::Cache;
 use lab::compare::Processor;
 use lab::form::{self, Output};
 use lab::guest::Guest;
+use lab::kernel::check::Step;
 use lab::kernel::post::{self, Poster};
 use lab::kernel::tree::Tree;
 use lab::kernel::{Base, build, check, series};
@@ -101,12 +102,21 @@ enum What {
         #[command(flatten)]
         form: Formed,
     },
-    /// Hold a series to its promises: applies, checkpatch, warnings, boots, the oracle, selftests; and its base's stack with
-    /// lockdep and KASAN
+    /// Hold a series to its promises: applies, checkpatch, warnings, other configurations, boots, the oracle, selftests; and its
+    /// base's stack with lockdep and KASAN
     Check {
         series: Vec<String>,
+        /// This step alone, or these
+        #[arg(long, value_name = "STEP")]
+        only: Vec<Step>,
         #[command(flatten)]
         form: Formed,
+    },
+    /// Run the kernel's own KVM selftests on a base's kernel as Debian has it and with its whole stack, which must end alike; those that
+    /// a series adds must fail on the one and pass on the other
+    Selftests {
+        /// 5.10, 6.12 or 7.2
+        base: String,
     },
     /// Write a series as mails, for `git send-email`: addressed by get_maintainer, with a cover letter and, given a clone, the
     /// base-commit; checkpatch has to find nothing
@@ -229,7 +239,7 @@ enum KernelCommand {
         /// Series to apply, in the order of the base's `series` file; `all` for all of them
         #[arg(long, value_name = "SERIES", num_args = 1..)]
         with: Vec<String>,
-        /// A configuration on top: debug, lock-stat
+        /// A configuration on top: debug, lock-stat, preempt
         #[arg(long)]
         variant: Option<String>,
     },
@@ -361,7 +371,11 @@ fn perform(what: What) -> Result<u8> {
             let name = format!("lab compare {series}");
             done(output.map_or(Ok(()), |output| output.deliver(&compare::as_report(&kept, &name))))
         }
-        What::Check { series, form } => done(check_series(&series, form.output()?)),
+        What::Check { series, only, form } => done(check_series(&series, &only, form.output()?)),
+        What::Selftests { base } => {
+            BEDS[0].ready()?;
+            done(check::selftests_of(&Cache::open()?, Base::named(&base)?))
+        }
         What::Post { series, from, sign_off, linux, out } => {
             let poster = Poster { from: &from, sign_off, linux: linux.as_deref() };
             post::post(&Cache::open()?, &series::named(&series)?, &poster, &out).map(|()| 0)
@@ -463,11 +477,12 @@ fn compare(series: &str, hosts: Hosts, pml: bool, on: Option<&str>, out: Option<
     }
 }
 
-fn check_series(names: &[String], output: Option<Output>) -> Result<()> {
+fn check_series(names: &[String], only: &[Step], output: Option<Output>) -> Result<()> {
     BEDS[0].ready()?;
     let cache = Cache::open()?;
     let mut report = form::report("lab check");
-    let done = series::chosen(names)?.iter().try_for_each(|series| check::check(&cache, series, &mut report));
+    let done =
+        series::chosen(names)?.iter().try_for_each(|series| check::check(&cache, series, only, &mut report));
     // A form is of what was tried, whatever came of it.
     output.map_or(Ok(()), |output| output.deliver(&report))?;
     done

@@ -18,11 +18,15 @@ use crate::{Error, Result, artifacts, doctor, tool};
 /// Two versions of gcc would be two experiments.
 pub const COMPILER: &str = "gcc-12";
 
-/// What can be put on top of a base's configuration.
-pub const VARIANTS: [&str; 2] = [DEBUG, "lock-stat"];
+/// What can be put on top of a base's configuration. Some bases lack some of it ([`Config::known`]), and some are to
+/// compile alone: no emulated host boots 32 bits, has the graphics of `gvt`, or is given the modules of `modules`.
+pub const VARIANTS: [&str; 7] = [DEBUG, "lock-stat", MODULES, "preempt", "werror", "i386", "gvt"];
 
 /// The variant whose kernel checks itself: lockdep, KASAN, sleeping in atomic context.
 pub const DEBUG: &str = "debug";
+
+/// The variant whose KVM is modules.
+pub const MODULES: &str = "modules";
 
 /// A built kernel.
 #[derive(Clone, Debug)]
@@ -51,27 +55,39 @@ pub struct Config {
 }
 
 impl Config {
-    /// That of `base`, with `variant` (`debug`, `lock-stat`) on top; of both, and of what is measured, also what this base
+    /// That of `base`, with `variant` (one of [`VARIANTS`]) on top; of both, and of what is measured, also what this base
     /// needs for it.
     pub fn new(base: &Base, variant: Option<&str>) -> Result<Self> {
-        let dir = artifacts::workspace().join("resources/kernel");
+        let dir = directory();
         if let Some(unknown) = variant.filter(|variant| !VARIANTS.contains(variant)) {
-            return Err(Error::Usage(format!("--variant {unknown}: {} are known", VARIANTS.join(" and "))));
+            return Err(Error::Usage(format!("--variant {unknown}: {} are known", VARIANTS.join(", "))));
+        }
+        if let Some(lacking) = variant.filter(|variant| !Self::known(base, variant)) {
+            let known: Vec<&str> =
+                VARIANTS.into_iter().filter(|variant| Self::known(base, variant)).collect();
+            return Err(Error::Usage(format!(
+                "--variant {lacking}: {} has {} alone (resources/kernel)",
+                base.name,
+                known.join(", ")
+            )));
         }
         // Nothing is measured on a kernel that checks itself.
         let measured = (variant != Some(DEBUG)).then_some("measured");
         let mut fragments = Vec::new();
         let mut asked = Vec::new();
         for part in ["x86"].into_iter().chain(measured).chain(variant) {
-            let of_base = dir.join(format!("{part}-{}.config", base.name));
-            let mut of_part = vec![dir.join(format!("{part}.config"))];
-            of_part.extend(of_base.is_file().then_some(of_base));
+            let of_part = fragments_of(&dir, part, base);
             // x86.config names what only some bases have.
             asked.extend((part != "x86").then(|| of_part.clone()).into_iter().flatten());
             fragments.extend(of_part);
         }
         let name = variant.map_or("x86".to_owned(), |variant| format!("x86-{variant}"));
         Ok(Self { name, fragments, asked })
+    }
+
+    /// Whether `variant` can be put on top of `base`: whether it has a fragment there.
+    pub fn known(base: &Base, variant: &str) -> bool {
+        !fragments_of(&directory(), variant, base).is_empty()
     }
 
     /// What the fragments of [`Self::asked`] say and a kernel's configuration does not have: a debug kernel without its
@@ -92,10 +108,21 @@ impl Config {
         Ok(tree.home.join(format!("build-{}-{}", self.name, digest([text.as_slice()]))))
     }
 
-    fn text(&self) -> Result<Vec<u8>> {
+    /// All that it is made of.
+    pub fn text(&self) -> Result<Vec<u8>> {
         let read = |path: &PathBuf| fs::read(path).map_err(Error::file("read", path));
         Ok(self.fragments.iter().map(read).collect::<Result<Vec<_>>>()?.concat())
     }
+}
+
+fn directory() -> PathBuf {
+    artifacts::workspace().join("resources/kernel")
+}
+
+/// The fragments of `part` that `base` has: that of every base, then its own.
+fn fragments_of(dir: &Path, part: &str, base: &Base) -> Vec<PathBuf> {
+    let names = [format!("{part}.config"), format!("{part}-{}.config", base.name)];
+    names.map(|name| dir.join(name)).into_iter().filter(|path| path.is_file()).collect()
 }
 
 /// Whether a configuration has a fragment's line; a symbol that it does not know is not set.
@@ -178,7 +205,7 @@ pub fn configure(tree: &Tree, config: &Config, objects: &Path) -> Result<()> {
     tool::output(&mut merge)?;
     tool::output(command(tree, objects).arg("olddefconfig"))?;
     let got = fs::read_to_string(&dotconfig).map_err(Error::file("read", &dotconfig))?;
-    if !["CONFIG_KVM_AMD=y", "CONFIG_SERIAL_8250_CONSOLE=y"].iter().all(|symbol| got.contains(symbol)) {
+    if !["CONFIG_KVM_AMD=", "CONFIG_SERIAL_8250_CONSOLE=y"].iter().all(|symbol| got.contains(symbol)) {
         return Err(Error::Package(format!(
             "{} {} does not take the configuration in resources/kernel: {} lacks KVM or the console",
             tree.package.name,
@@ -281,6 +308,20 @@ mod tests {
             "# CONFIG_C is not set",
         ];
         assert_eq!(lines.map(|line| in_force(line, dotconfig)), [true, false, false, true, true]);
+    }
+
+    #[test]
+    fn a_base_has_the_variants_that_have_a_fragment_for_it() {
+        let [old, .., new] = &super::super::BASES;
+        for variant in VARIANTS {
+            assert!(Config::known(old, variant), "{variant}");
+            assert_eq!(Config::known(new, variant), variant != "gvt", "{variant}");
+        }
+        let error = Config::new(new, Some("gvt")).err().unwrap().to_string();
+        assert!(error.contains("--variant gvt: 7.2 has") && error.contains("i386"), "{error}");
+        let fragments = |variant| Config::new(old, Some(variant)).unwrap().fragments;
+        let last = |variant| fragments(variant).last().unwrap().file_name().unwrap().to_owned();
+        assert_eq!([last("i386"), last("preempt")], ["i386-5.10.config", "preempt.config"]);
     }
 
     #[test]

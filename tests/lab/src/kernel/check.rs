@@ -1,17 +1,21 @@
 //! `cargo lab check`: what a maintainer would try before reading a series.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
+use clap::ValueEnum;
+use clap::builder::PossibleValue;
+
+use super::Base;
 use super::boots;
-use super::build::{self, Config, Image};
+use super::build::{self, Image};
 use super::complaints::complaints;
+use super::objects;
 use super::selftests::{self, Results};
 use super::series::{self, Series};
-use super::tree::{self, Tree};
+use super::tree::Tree;
 use vellum::report::{Case, Report, Status};
 
 use crate::artifacts::Programs;
@@ -21,16 +25,67 @@ use crate::form;
 use crate::lanes::side_by_side;
 use crate::{Error, Result, tool};
 
-/// Holds `series` to its promises; each step says what it saw and how long it took. Images, and what the selftests and the
-/// commands did on them, are kept: after a stop the next check goes on from there. Each step is a case of `report`, the one that ends
-/// it too.
-pub fn check(cache: &Cache, series: &Series, report: &mut Report) -> Result<()> {
+/// One of the things that a series is held to, as messages and `--only` call it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Without fuzz, alone and in its base's stack.
+    Applies,
+    /// checkpatch.pl finds nothing.
+    Checkpatch,
+    /// No new one, patch by patch, with W=1.
+    Warnings,
+    /// What it touches compiles under [`objects::configurations`].
+    Configurations,
+    /// KVM of other architectures that it touches compiles.
+    Architectures,
+    /// Its tool passes, and catches what is planted.
+    UserSpace,
+    /// Its image boots under the oracle and its tests.
+    Boots,
+    /// The kernel's own end as they did before.
+    Selftests,
+    /// Its base's whole stack with lockdep and KASAN.
+    Lockdep,
+}
+
+impl Step {
+    /// The name that it has in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Applies => "applies",
+            Self::Checkpatch => "checkpatch",
+            Self::Warnings => "warnings",
+            Self::Configurations => "other configurations",
+            Self::Architectures => "other architectures",
+            Self::UserSpace => "in user space",
+            Self::Boots => "boots",
+            Self::Selftests => "selftests",
+            Self::Lockdep => "lockdep",
+        }
+    }
+}
+
+impl ValueEnum for Step {
+    fn value_variants<'a>() -> &'a [Self] {
+        use Step::*;
+        &[Applies, Checkpatch, Warnings, Configurations, Architectures, UserSpace, Boots, Selftests, Lockdep]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(self.name()))
+    }
+}
+
+/// Holds `series` to its promises, or to those of the steps `only`; each step says what it saw and how long it took. What was compiled,
+/// images, and what the selftests and the commands did on them, are kept: after a stop the next check goes on from there. Each step is
+/// a case of `report`, the one that ends it too.
+pub fn check(cache: &Cache, series: &Series, only: &[Step], report: &mut Report) -> Result<()> {
     let tree = Tree::open(cache, series.base)?;
-    let mut timed = |name: &str, step: &dyn Fn() -> Result<()>| {
-        let (start, done) = (Instant::now(), step());
+    for &step in Step::value_variants().iter().filter(|step| only.is_empty() || only.contains(step)) {
+        let (start, done) = (Instant::now(), take(step, cache, &tree, series));
         let seconds = start.elapsed().as_secs_f64();
-        let case = Case::new(format!("{}/{}/{name}", series.base.name, series.name), Status::Pass);
-        let case = Case { seconds: Some(seconds), ..case };
+        let case = format!("{}/{}/{}", series.base.name, series.name, step.name());
+        let case = Case { seconds: Some(seconds), ..Case::new(case, Status::Pass) };
         form::add(
             report,
             match &done {
@@ -39,67 +94,98 @@ pub fn check(cache: &Cache, series: &Series, report: &mut Report) -> Result<()> 
             },
         );
         done?;
-        println!("  ({seconds:.0} s)");
-        Ok(())
-    };
-    timed("applies", &|| applies(cache, &tree, series))?;
-    timed("checkpatch", &|| checkpatch(&tree.source, series, &[]))?;
-    timed("warnings", &|| warnings(cache, &tree, series))?;
-    timed("other architectures", &|| elsewhere(cache, &tree, series))?;
-    timed("in user space", &|| in_user_space(cache, &tree, series))?;
-    let build = |variant| build::build(cache, series.base, std::slice::from_ref(series), variant);
-    timed("boots under its tests", &|| boots::once_each(cache, &build(None)?, &series.about.test))?;
-    timed("selftests as before", &|| {
-        let before = build::build(cache, series.base, &[], None)?;
-        selftests_alike(cache, &tree, series, &before, &build(None)?)
-    })?;
-    timed("with its stack, lockdep and KASAN", &|| {
-        // A kernel that checks itself takes the longest to build and to run. One with the whole stack serves each series.
-        let stack = stack_of(series)?;
-        let image = build::build(cache, series.base, &stack, Some(build::DEBUG))?;
-        boots::once_each(cache, &image, &series.about.test)?;
-        selftests_without_splat(cache, &tree, series, &image)
-    })
+        println!("  ({}: {seconds:.0} s)", step.name());
+    }
+    Ok(())
 }
 
+fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
+    let build = |variant| build::build(cache, series.base, std::slice::from_ref(series), variant);
+    match step {
+        Step::Applies => applies(cache, tree, series),
+        Step::Checkpatch => checkpatch(&tree.source, series, &[]),
+        Step::Warnings => objects::warnings(cache, tree, series),
+        Step::Configurations => objects::configurations(cache, tree, series),
+        Step::Architectures => objects::elsewhere(cache, tree, series),
+        Step::UserSpace => in_user_space(cache, tree, series),
+        Step::Boots => boots::once_each(cache, &build(None)?, &series.about.test),
+        Step::Selftests => {
+            let before = build::build(cache, series.base, &[], None)?;
+            selftests_alike(cache, tree, &series.patches, &hosts(series), &before, &build(None)?)
+        }
+        Step::Lockdep => {
+            // A kernel that checks itself takes the longest to build and to run. One with the whole stack serves each series.
+            let image = build::build(cache, series.base, &stack_of(series.base)?, Some(build::DEBUG))?;
+            boots::once_each(cache, &image, &series.about.test)?;
+            selftests_without_splat(cache, tree, series, &image)
+        }
+    }
+}
+
+/// Runs the KVM selftests of `base`, and those that its series add, on its kernel as Debian has it and with its whole stack, with
+/// nested paging and without.
+pub fn selftests_of(cache: &Cache, base: &Base) -> Result<()> {
+    let stack = stack_of(base)?;
+    if stack.is_empty() {
+        return Err(Error::Usage(format!("{} has no series: there is nothing to compare", base.name)));
+    }
+    let tree = Tree::open(cache, base)?;
+    let image = |series| build::build(cache, base, series, None);
+    let hosts = [(true, Vec::new()), (false, Vec::new())];
+    selftests_alike(cache, &tree, &series::stacked(&stack), &hosts, &image(&[])?, &image(&stack)?)
+}
+
+/// A host, by whether it has nested paging and by its parameters.
+type Paging = (bool, Vec<String>);
+
 /// The hosts on which a series matters: both modes, and those that its own commands ask for.
-fn hosts(series: &Series, image: &Image) -> Vec<Request> {
-    let mut hosts: Vec<(bool, Vec<String>)> = vec![(true, Vec::new()), (false, Vec::new())];
+fn hosts(series: &Series) -> Vec<Paging> {
+    let mut hosts: Vec<Paging> = vec![(true, Vec::new()), (false, Vec::new())];
     for bench in series.about.bench.iter().chain(&series.about.test) {
         let host = (bench.npt, bench.parameters.clone());
         if !hosts.contains(&host) {
             hosts.push(host);
         }
     }
-    let request = |(npt, parameters)| Request {
-        second_stage: npt,
-        parameters,
+    hosts
+}
+
+fn boot_of(image: &Image, (npt, parameters): &Paging) -> Request {
+    Request {
+        second_stage: *npt,
+        parameters: parameters.clone(),
         ..Request::new(HostKernel::Image(image.bzimage()))
-    };
-    hosts.into_iter().map(request).collect()
+    }
 }
 
 /// How often a selftest that ended otherwise is asked again, before and after: a race in the test itself ends one way or
 /// the other on either kernel.
 const AGAIN: usize = 6;
 
-fn selftests_alike(cache: &Cache, tree: &Tree, series: &Series, before: &Image, after: &Image) -> Result<()> {
-    let tests = selftests::build(cache, tree, &series.patches)?;
+fn selftests_alike(
+    cache: &Cache,
+    tree: &Tree,
+    patches: &[PathBuf],
+    hosts: &[Paging],
+    before: &Image,
+    after: &Image,
+) -> Result<()> {
+    let tests = selftests::build(cache, tree, patches)?;
     let programs = Programs::build()?;
-    let pairs = hosts(series, before).into_iter().zip(hosts(series, after));
-    let asked: Vec<(&Image, Request)> = pairs.flat_map(|(old, new)| [(before, old), (after, new)]).collect();
+    let both = |host| [before, after].map(|image| (image, boot_of(image, host)));
+    let asked: Vec<(&Image, Request)> = hosts.iter().flat_map(both).collect();
     let results =
         side_by_side(&asked, |(image, host)| selftests::run(cache, &programs, image, &tests, host.clone()))?;
     for (asked, results) in asked.chunks(2).zip(results.chunks(2)) {
         let ([_, (_, new_host)], [old, new]) = (asked, results) else { unreachable!("they come in pairs") };
         let host = new_host.label();
         let mut differences = old.differences(new);
-        for name in selftests::added(&series.patches)? {
+        for name in selftests::added(patches)? {
             use selftests::Verdict::{Fail, Pass};
             let ended = [old, new].map(|results| results.verdicts.get(&name).copied());
             let [Some(Fail(_)), Some(Pass)] = ended else {
                 return Err(Error::Series(format!(
-                    "{} {host}: {name}, which the series adds, must fail before it and pass after: {ended:?}",
+                    "{} {host}: {name}, which a patch adds, must fail before it and pass after: {ended:?}",
                     after.label
                 )));
             };
@@ -153,7 +239,7 @@ fn selftests_alike(cache: &Cache, tree: &Tree, series: &Series, before: &Image, 
 fn selftests_without_splat(cache: &Cache, tree: &Tree, series: &Series, image: &Image) -> Result<()> {
     let tests = selftests::build(cache, tree, &series.patches)?;
     let programs = Programs::build()?;
-    let hosts = hosts(series, image);
+    let hosts: Vec<Request> = hosts(series).iter().map(|host| boot_of(image, host)).collect();
     let ask = |image: &Image, hosts: &[Request]| {
         side_by_side(hosts, |host| selftests::run(cache, &programs, image, &tests, host.clone()))
     };
@@ -201,7 +287,7 @@ fn selftests_without_splat(cache: &Cache, tree: &Tree, series: &Series, image: &
 pub fn applies(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
     tree.carry(&series.patches)?;
-    let stack = stack_of(series)?;
+    let stack = stack_of(series.base)?;
     tree.carry(&series::stacked(&stack))?;
     tree.carry(&[])?;
     report(
@@ -215,8 +301,8 @@ pub fn applies(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     Ok(())
 }
 
-fn stack_of(series: &Series) -> Result<Vec<Series>> {
-    Ok(series::all()?.into_iter().filter(|other| other.base == series.base).collect())
+fn stack_of(base: &Base) -> Result<Vec<Series>> {
+    series::of_base(base, &["all".to_owned()])
 }
 
 /// Whether the checkpatch of `source` has nothing to say: that MAINTAINERS may want an entry for a new file, and that the
@@ -243,54 +329,13 @@ pub fn checkpatch(source: &Path, series: &Series, more: &[&str]) -> Result<()> {
     }
 }
 
-/// Compiles what each patch touches with W=1, patch by patch, and compares its warnings with the pristine ones. The
-/// object directory is its own: W=1 changes every command line.
-pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
-    build::require_tools()?;
-    let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
-    let config = Config::new(series.base, None)?;
-    let mut objects = config.objects(tree)?.into_os_string();
-    objects.push("-w1");
-    let objects = PathBuf::from(objects);
-    let mut targets = Vec::new();
-    for patch in &series.patches {
-        let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
-        targets.extend(sources_in(&text).filter_map(targets_of));
-    }
-    targets.sort();
-    targets.dedup();
-    tree.carry(&[])?;
-    build::configure(tree, &config, &objects)?;
-    // An object that is not rebuilt repeats no warning, and would then seem to gain those that it always had.
-    for target in targets.iter().map(String::as_str).chain(["virt/kvm"]) {
-        tree::remove(&objects.join(target))?;
-    }
-    let mut seen = compile(tree, &objects, build::command(tree, &objects), &targets)?;
-    for (index, patch) in series.patches.iter().enumerate() {
-        tree.carry(&series.patches[..=index])?;
-        let now = compile(tree, &objects, build::command(tree, &objects), &targets)?;
-        // An object that was not rebuilt repeats no warning: only what is new and is more than before counts.
-        for (warning, count) in &now {
-            if count > seen.get(warning).unwrap_or(&0) {
-                return Err(Error::Series(format!("{} adds a warning (W=1): {warning}", patch.display())));
-            }
-        }
-        for (warning, count) in now {
-            // A part that was rebuilt alone repeats some of a header's warnings only.
-            let most = seen.entry(warning).or_default();
-            *most = count.max(*most);
-        }
-    }
-    tree.carry(&[])?;
-    let (patches, targets) = (series.patches.len(), targets.join(", "));
-    report(&series.name, &format!("{patches} patches compile with W=1 without a new warning: {targets}"));
-    Ok(())
-}
-
 /// Runs the series' own tool on the patched sources, where it has one, then on each mistake that is planted there: it must
 /// pass the one, and fail the others with what they say.
 pub fn in_user_space(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
-    let Some(line) = &series.about.tool else { return Ok(()) };
+    let Some(line) = &series.about.tool else {
+        report(&series.name, "has no tool");
+        return Ok(());
+    };
     let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
     let source = tree.source.to_string_lossy();
     let run = |patches: &[PathBuf]| {
@@ -333,146 +378,6 @@ fn says(planted: &Path) -> Result<String> {
     })
 }
 
-/// Compilers of Debian's for the other architectures that have KVM; it has none for loongarch.
-const ELSEWHERE: [(&str, &str); 4] = [
-    ("arm64", "aarch64-linux-gnu-"),
-    ("powerpc", "powerpc64le-linux-gnu-"),
-    ("riscv", "riscv64-linux-gnu-"),
-    ("s390", "s390x-linux-gnu-"),
-];
-
-/// Compiles, with W=1, KVM of the other architectures that the series touches and that there is a compiler for, pristine and
-/// patched; says of what else it touches that it was not compiled.
-pub fn elsewhere(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
-    let mut files = BTreeSet::new();
-    for patch in &series.patches {
-        let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
-        files.extend(sources_in(&text).filter(|file| targets_of(file).is_none()).map(str::to_owned));
-    }
-    if files.is_empty() {
-        return Ok(());
-    }
-    let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
-    for (arch, prefix) in ELSEWHERE {
-        let kvm = format!("arch/{arch}/kvm/");
-        let here = format!("arch/{arch}/");
-        if !files.iter().any(|file| file.starts_with(&here)) || tool::find(&format!("{prefix}gcc")).is_none()
-        {
-            continue;
-        }
-        let objects = tree.home.join(format!("build-{arch}-w1"));
-        let make = || {
-            let mut make = build::command(tree, &objects);
-            // The last one counts.
-            make.args([format!("ARCH={arch}"), format!("CROSS_COMPILE={prefix}"), format!("CC={prefix}gcc")]);
-            make
-        };
-        tree.carry(&[])?;
-        if !objects.join(".config").is_file() {
-            fs::create_dir_all(&objects).map_err(Error::file("create", &objects))?;
-            tool::output(make().arg("defconfig"))?;
-            let config = tree.source.join("scripts/config");
-            tool::output(
-                Command::new(config).arg("--file").arg(objects.join(".config")).args(["-e", "KVM"]),
-            )?;
-            tool::output(make().arg("olddefconfig"))?;
-        }
-        tree::remove(&objects.join(&kvm))?;
-        let targets = [kvm.clone()];
-        let before = compile(tree, &objects, make(), &targets)?;
-        tree.carry(&series.patches)?;
-        let after = compile(tree, &objects, make(), &targets)?;
-        tree.carry(&[])?;
-        if let Some((warning, _)) =
-            after.iter().find(|(warning, count)| *count > before.get(*warning).unwrap_or(&0))
-        {
-            return Err(Error::Series(format!("{}: {kvm}: a new warning (W=1): {warning}", series.name)));
-        }
-        files.retain(|file| !file.starts_with(&here));
-        report(&series.name, &format!("{kvm} compiles with W=1 without a new warning"));
-    }
-    if !files.is_empty() {
-        let files: Vec<String> = files.into_iter().collect();
-        report(
-            &series.name,
-            &format!("not compiled here, for want of a compiler or a configuration: {}", files.join(", ")),
-        );
-    }
-    Ok(())
-}
-
-/// The C files and headers that a patch changes.
-fn sources_in(patch: &str) -> impl Iterator<Item = &str> {
-    let files = patch.lines().filter_map(|line| line.strip_prefix("+++ b/"));
-    files.filter(|file| file.ends_with(".c") || file.ends_with(".h"))
-}
-
-/// What to compile for a file on x86: all of KVM where KVM's own is changed, for its generic half is built from there and its
-/// headers are included from everywhere in it; else the objects of the directory; for another header KVM as well, which is
-/// what the series are about. Nothing for what this configuration does not build.
-fn targets_of(file: &str) -> Option<String> {
-    const KVM: [&str; 6] = [
-        "arch/x86/kvm/",
-        "arch/x86/include/",
-        "virt/kvm/",
-        "include/linux/",
-        "include/uapi/linux/",
-        "include/asm-generic/",
-    ];
-    match file.rsplit_once('/') {
-        _ if KVM.iter().any(|dir| file.starts_with(dir)) => Some("arch/x86/kvm/".to_owned()),
-        Some((dir, _)) if ["kernel/", "mm/", "arch/x86/"].iter().any(|built| file.starts_with(built)) => {
-            Some(format!("{dir}/"))
-        }
-        _ => None,
-    }
-}
-
-/// Warnings by text, with the line numbers taken out: a patch moves lines.
-fn compile(
-    tree: &Tree,
-    objects: &Path,
-    mut make: Command,
-    targets: &[String],
-) -> Result<BTreeMap<String, usize>> {
-    let mut found = BTreeMap::new();
-    if targets.is_empty() {
-        return Ok(found);
-    }
-    tree.date_for(objects)?;
-    let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-    make.args([&format!("-j{jobs}"), "W=1"]).args(targets);
-    tool::lines(&mut make, |line| {
-        if let Some((place, text)) = line.split_once(": warning: ") {
-            let file = place.split(':').next().unwrap_or(place);
-            *found.entry(format!("{file}: {text}")).or_default() += 1;
-        }
-    })?;
-    Ok(found)
-}
-
 pub(super) fn report(what: &str, seen: &str) {
     println!("{what}: {seen}");
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_path_with_kvm_in_it_is_not_always_of_x86s_kvm() {
-        let patch = "+++ b/arch/x86/mm/tlb.c\n+++ b/virt/kvm/kvm_main.c\n+++ b/Documentation/a.rst\n";
-        assert_eq!(sources_in(patch).collect::<Vec<_>>(), ["arch/x86/mm/tlb.c", "virt/kvm/kvm_main.c"]);
-        let target = |file| targets_of(file).unwrap_or_default();
-        assert_eq!(target("arch/x86/mm/tlb.c"), "arch/x86/mm/");
-        assert_eq!(target("kernel/locking/qrwlock.c"), "kernel/locking/");
-        for kvm in ["virt/kvm/kvm_main.c", "include/linux/kvm_host.h", "arch/x86/include/asm/kvm_host.h"] {
-            assert_eq!(target(kvm), "arch/x86/kvm/", "{kvm}");
-        }
-        for other in
-            ["drivers/gpu/drm/i915/gvt/kvmgt.c", "arch/arm64/kvm/mmu.c", "tools/testing/selftests/kvm/a.c"]
-        {
-            assert_eq!(targets_of(other), None, "{other}");
-        }
-    }
 }

@@ -6,7 +6,7 @@ use crate::Result;
 use crate::cache::Cache;
 use crate::kernel::series::{self, Series};
 use crate::kernel::tree::Tree;
-use crate::kernel::{BASES, boots, build, check};
+use crate::kernel::{BASES, boots, build, check, objects};
 
 const BED: &str = "kernels";
 
@@ -38,7 +38,7 @@ pub fn run(tally: &mut Tally) -> Result<()> {
 fn applies_and_compiles(cache: &Cache, series: &Series) -> Result<()> {
     let tree = Tree::open(cache, series.base)?;
     check::applies(cache, &tree, series)?;
-    check::warnings(cache, &tree, series)?;
+    objects::warnings(cache, &tree, series)?;
     check::in_user_space(cache, &tree, series)
 }
 
