@@ -108,8 +108,10 @@ impl Server {
         if !self.gives_away {
             return Ok(());
         }
-        let (uid, gid) = (Uid::from_raw(header.uid), Gid::from_raw(header.gid));
-        fs::chownat(directory, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW).map_err(errno)
+        // A directory with its set-group-ID bit hands its own group on, which what was made has already.
+        let hands_on = u32::from(nodes::look(directory).map_err(errno)?.stx_mode) & libc::S_ISGID != 0;
+        let (uid, gid) = (Uid::from_raw(header.uid), (!hands_on).then(|| Gid::from_raw(header.gid)));
+        fs::chownat(directory, name, Some(uid), gid, AtFlags::SYMLINK_NOFOLLOW).map_err(errno)
     }
 
     fn create(&mut self, header: Header, name: &CStr, flags: u32, mode: u32, answer: &mut Answer) -> Done {

@@ -40,6 +40,9 @@ impl Server {
                 let mode = FallocateFlags::from_bits(mode).ok_or(libc::EOPNOTSUPP)?;
                 fs::fallocate(&*self.file(fh)?, mode, offset, len).map_err(errno)?;
             }
+            // Of what the guest has collected and not written yet the host would say that it is a hole, and whoever copies what is none would lose
+            // it. Without this call the guest takes all of a file for data.
+            Request::Seek { .. } if self.writeback => return Err(libc::ENOSYS),
             Request::Seek { fh, offset, whence } => {
                 let to = match whence as i32 {
                     libc::SEEK_DATA => SeekFrom::Data(offset),

@@ -270,7 +270,7 @@ fn device_nodes_and_trusted_attributes_are_made_where_they_are_asked_for() -> Re
     ensure(value[..len] == *b"x", || format!("attribute: {:?}", &value[..len]))
 }
 
-fn root() -> Need {
+pub fn root() -> Need {
     if host::is_root() { Ok(()) } else { Err("needs root: run the tests with sudo".into()) }
 }
 

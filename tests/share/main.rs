@@ -1,9 +1,15 @@
 //! The server of a shared directory, as the process that it is. What a guest's kernel would do with it this host's does: it mounts the
 //! directory by /dev/fuse. Requests that no kernel makes are made by hand.
 
+mod at_once;
 mod by_hand;
+mod checks;
+mod escapes;
+mod file;
 mod mount;
 mod mounted;
+mod posix;
+mod posix_changes;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -13,16 +19,18 @@ use harness::Trials;
 use vellum::share::process;
 
 fn main() -> ExitCode {
-    if std::env::args().nth(1).as_deref() == Some(process::WORD) {
-        return match process::serve() {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                eprintln!("share: {error}");
-                ExitCode::FAILURE
-            }
-        };
+    let ended = match std::env::args().nth(1).as_deref() {
+        Some(process::WORD) => process::serve().map_err(|error| error.to_string()),
+        Some(mount::WORD) => mount::carry().map_err(|error| error.message().unwrap_or_default().to_owned()),
+        _ => return Trials::from_args().run(),
+    };
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("share: {error}");
+            ExitCode::FAILURE
+        }
     }
-    Trials::from_args().run()
 }
 
 /// A directory of a test's own, which goes with it.

@@ -1,15 +1,19 @@
-//! A directory as this host's kernel sees it by way of its server: mounted through /dev/fuse, with a thread that does what the device
-//! does in a VMM.
+//! A directory as this host's kernel sees it by way of its server: mounted through /dev/fuse.
+//!
+//! What the device does in a VMM a process of its own does here, the carrier: a test that waits for its own mount, in a page fault or at
+//! its end, waits for nobody in itself. Whoever holds /dev/fuse may end: the kernel then aborts the connection, and who waits for it
+//! has an error. So a test may fail and cannot hang.
 
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fs::File;
-use std::io::{Read, Write};
-use std::os::fd::AsRawFd;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::thread::JoinHandle;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use harness::{Failed, Need};
 use vellum::sandbox::Mode;
@@ -17,7 +21,14 @@ use vellum::share::Config;
 use vellum::share::fuse::{Header, IN_HEADER, READ, RELEASE, TRANSFER, Transfer, WRITE, opened, out_header};
 use vellum::share::process::{Client, open_root};
 use vellum::share::server::{MOST_ANSWER, MOST_WRITE};
-use vellum::sys::host;
+use vellum::sys::{host, signal};
+
+/// The word of the command line by which this program is the carrier.
+pub const WORD: &str = "carry";
+/// After how many seconds a carrier ends that nobody has ended: no trial takes as long.
+const LONGEST: u32 = 900;
+/// What the carrier has for its end once the mount is gone.
+const PATIENCE: Duration = Duration::from_secs(20);
 
 /// What mounting takes.
 pub fn fuse() -> Need {
@@ -32,13 +43,22 @@ pub fn fuse() -> Need {
 
 pub struct Mount {
     pub path: PathBuf,
-    thread: Option<JoinHandle<()>>,
+    carrier: Child,
 }
 
 impl Mount {
     /// Shows `shared` at `path`, an empty directory.
     pub fn new(shared: &Path, path: PathBuf, config: Config) -> Result<Self, Failed> {
-        let client = Client::start(&open_root(shared)?, config, None, Mode::On)?;
+        Self::recorded(shared, path, config, None)
+    }
+
+    /// The same; what is written to files, and when that was asked to last, is added to `record`, for [`acts`] to read.
+    pub fn recorded(
+        shared: &Path,
+        path: PathBuf,
+        config: Config,
+        record: Option<&Path>,
+    ) -> Result<Self, Failed> {
         let fuse = File::options().read(true).write(true).open("/dev/fuse")?;
         let options = format!(
             "fd={},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions",
@@ -57,24 +77,124 @@ impl Mount {
             )
         };
         if mounted != 0 {
-            return Err(format!("mount: {}", std::io::Error::last_os_error()).into());
+            return Err(format!("mount: {}", io::Error::last_os_error()).into());
         }
-        let thread = std::thread::spawn(move || serve(fuse, &client));
-        Ok(Self { path, thread: Some(thread) })
+        let mut command = Command::new("/proc/self/exe");
+        command
+            .arg(WORD)
+            .arg(shared)
+            .arg(serde_json::to_string(&config)?)
+            .args(record)
+            .stdin(Stdio::from(fuse));
+        signal::end_with_parent(&mut command);
+        let carrier = command.spawn();
+        // The command's own copy of /dev/fuse goes with it.
+        drop(command);
+        match carrier {
+            Ok(carrier) => Ok(Self { path, carrier }),
+            Err(error) => {
+                unmount(&path);
+                Err(error.into())
+            }
+        }
+    }
+
+    /// The process that serves it.
+    pub fn server(&self) -> Result<u32, Failed> {
+        let list = format!("/proc/{0}/task/{0}/children", self.carrier.id());
+        let children = std::fs::read_to_string(&list)?;
+        let first = children.split_whitespace().next().and_then(|pid| pid.parse().ok());
+        first.ok_or_else(|| format!("{list}: {children:?}").into())
     }
 }
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        let path = CString::new(self.path.as_os_str().as_bytes()).expect("no zero byte");
-        // SAFETY: a string that ends in a zero.
-        unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
-        drop(self.thread.take().map(JoinHandle::join));
+        unmount(&self.path);
+        let end = Instant::now() + PATIENCE;
+        while Instant::now() < end && matches!(self.carrier.try_wait(), Ok(None)) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // Something is open yet, or the server hangs: what waits for it has an error.
+        let _ = self.carrier.kill();
+        let _ = self.carrier.wait();
+    }
+}
+
+fn unmount(path: &Path) {
+    let path = CString::new(path.as_os_str().as_bytes()).expect("no zero byte");
+    // SAFETY: a string that ends in a zero.
+    unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
+}
+
+/// What the carrier does.
+pub fn carry() -> Result<(), Failed> {
+    // SAFETY: nobody handles the signal, which ends the process.
+    unsafe { libc::alarm(LONGEST) };
+    let (shared, config) = (std::env::args_os().nth(2), std::env::args().nth(3));
+    let config: Config = serde_json::from_str(&config.ok_or("no configuration")?)?;
+    let fuse = File::from(io::stdin().as_fd().try_clone_to_owned()?);
+    // The server has /dev/fuse no more than a VMM's has.
+    let nothing = File::open("/dev/null")?;
+    // SAFETY: descriptors that are open.
+    unsafe { libc::dup2(nothing.as_raw_fd(), 0) };
+    let client =
+        Client::start(&open_root(Path::new(&shared.ok_or("no directory")?))?, config, None, Mode::On)?;
+    let record = std::env::args_os().nth(4).map(|path| File::options().append(true).create(true).open(path));
+    serve(fuse, &client, record.transpose()?);
+    Ok(())
+}
+
+/// What was done to a file.
+pub enum Act {
+    /// There are these bytes from there on.
+    Write(u64, Vec<u8>),
+    /// All before is to last.
+    Sync,
+}
+
+const FSYNC: u32 = 20;
+const FALLOCATE: u32 = 43;
+
+/// What stands in `record`.
+#[allow(dead_code, reason = "the test `power` records")]
+pub fn acts(record: &[u8]) -> Vec<Act> {
+    let (mut acts, mut left) = (Vec::new(), record);
+    while let Some((word, rest)) = left.split_first_chunk::<8>() {
+        left = rest;
+        match u64::from_le_bytes(*word) {
+            u64::MAX => acts.push(Act::Sync),
+            at => {
+                let (len, rest) = left.split_first_chunk::<8>().expect("a length");
+                let (data, rest) = rest.split_at(u64::from_le_bytes(*len) as usize);
+                acts.push(Act::Write(at, data.to_vec()));
+                left = rest;
+            }
+        }
+    }
+    acts
+}
+
+/// An act as it stands in a record, where the request is one.
+fn noted(opcode: u32, bytes: &[u8]) -> Option<Vec<u8>> {
+    let word = |at: usize| bytes[IN_HEADER + at..][..8].try_into().map(u64::from_ne_bytes).expect("8 bytes");
+    match opcode {
+        WRITE => {
+            let data = &bytes[IN_HEADER + TRANSFER..];
+            Some([&word(8).to_le_bytes()[..], &(data.len() as u64).to_le_bytes(), data].concat())
+        }
+        // Of a range the disk's overlay makes zeroes, and no other use.
+        FALLOCATE => {
+            let zeroes = vec![0; word(16) as usize];
+            Some([&word(8).to_le_bytes()[..], &word(16).to_le_bytes(), &zeroes].concat())
+        }
+        FSYNC => Some(u64::MAX.to_le_bytes().to_vec()),
+        _ => None,
     }
 }
 
 /// Carries requests until the mount is gone.
-fn serve(mut fuse: File, client: &Client) {
+fn serve(mut fuse: File, client: &Client, mut record: Option<File>) {
     let mut files: HashMap<u64, File> = HashMap::new();
     let (mut request, mut answer) = (vec![0; MOST_WRITE as usize + (64 << 10)], vec![0; MOST_ANSWER]);
     loop {
@@ -125,6 +245,11 @@ fn serve(mut fuse: File, client: &Client) {
             (Ok(data), None) => [&out_header(data.len(), 0, header.unique)[..], &data].concat(),
             (Err(error), None) => out_header(0, error, header.unique).to_vec(),
         };
+        if let Some(record) = &mut record
+            && let Some(act) = noted(header.opcode, bytes)
+        {
+            record.write_all(&act).expect("room for the record");
+        }
         // Whoever asked may have been killed meanwhile.
         let _ = fuse.write(&whole);
     }

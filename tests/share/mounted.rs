@@ -13,30 +13,30 @@ use crate::Directory;
 use crate::mount::{Mount, fuse};
 
 /// A directory, and where it is mounted.
-struct Both {
+pub struct Both {
     // Unmounted before the directories go.
-    mount: Mount,
-    here: Directory,
+    pub mount: Mount,
+    pub here: Directory,
     _there: Directory,
 }
 
 impl Both {
-    fn new(config: Config) -> Result<Self, Failed> {
+    pub fn new(config: Config) -> Result<Self, Failed> {
         let (here, there) = (Directory::new()?, Directory::new()?);
         let mount = Mount::new(&here.0, there.0.clone(), config)?;
         Ok(Self { mount, here, _there: there })
     }
 
-    fn path(&self, name: &str) -> std::path::PathBuf {
+    pub fn path(&self, name: &str) -> std::path::PathBuf {
         self.mount.path.join(name)
     }
 }
 
-fn writable(cache: Cache) -> Config {
+pub fn writable(cache: Cache) -> Config {
     Config { writable: true, cache, ..Config::default() }
 }
 
-const CACHES: [Cache; 3] = [Cache::Auto, Cache::Always, Cache::None];
+pub const CACHES: [Cache; 3] = [Cache::Auto, Cache::Always, Cache::None];
 
 #[trial(fuse())]
 fn files_are_made_changed_renamed_and_removed() -> Result<(), Failed> {
@@ -240,7 +240,7 @@ fn a_tree_of_names_is_what_the_host_would_have_made_of_it() -> Result<(), Failed
 }
 
 /// Names, types, numbers of links and contents.
-fn tree(root: &Path) -> Result<BTreeMap<String, String>, Failed> {
+pub fn tree(root: &Path) -> Result<BTreeMap<String, String>, Failed> {
     let mut found = BTreeMap::new();
     let mut left = vec![root.to_owned()];
     while let Some(path) = left.pop() {

@@ -15,6 +15,11 @@ impl Random {
         Self(seed | 1)
     }
 
+    /// Another one, of another thread's.
+    pub fn split(&mut self) -> Self {
+        Self(self.below(u64::MAX) | 1)
+    }
+
     /// A number below `bound`; 0 where that is 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         self.0 ^= self.0 << 13;

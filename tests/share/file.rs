@@ -1,0 +1,177 @@
+//! One file, used in every way at random, as fsx does it: what it holds is what a model in memory says, by each of the ways to read it.
+//!
+//! A known difference: what goes past the guest's cache can be mapped by nobody who would write to it (`cache=none`; mmap says ENODEV). The
+//! kernel allows it only where FUSE_DIRECT_IO_ALLOW_MMAP is agreed on, and then has what is mapped in its cache after all.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use harness::{Failed, Random, ensure, trial};
+use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
+
+use vellum::share::Cache;
+
+use crate::Directory;
+use crate::mount::fuse;
+use crate::mounted::{Both, CACHES, writable};
+
+const MOST: u64 = 512 << 10;
+const STEPS: u32 = 600;
+
+#[trial(fuse())]
+fn a_file_is_used_in_every_way_at_once() -> Result<(), Failed> {
+    let mut random = Random::new();
+    let plain = Directory::new()?;
+    exercise(&plain.path("file"), &plain.path("file"), true, &mut random)
+        .map_err(|error| said("the host's", &error))?;
+    for cache in CACHES {
+        let both = Both::new(writable(cache))?;
+        exercise(&both.path("file"), &both.here.path("file"), cache != Cache::None, &mut random)
+            .map_err(|error| said(&format!("{cache:?}"), &error))?;
+    }
+    Ok(())
+}
+
+fn said(which: &str, error: &Failed) -> Failed {
+    format!("{which}: {}", error.message().unwrap_or("?")).into()
+}
+
+/// `there` is the file as the host has it; it may be mapped where `maps` says so.
+fn exercise(path: &Path, there: &Path, maps: bool, random: &mut Random) -> Result<(), Failed> {
+    let open = || File::options().read(true).write(true).create(true).truncate(false).open(path);
+    let (mut file, mut model, mut log) = (open()?, Vec::<u8>::new(), Vec::new());
+    for step in 0..STEPS {
+        let act = random.below(13);
+        let at = random.below(MOST);
+        let longest = [100, 5000, 70_000, MOST][random.below(4) as usize];
+        let len = (1 + random.below(longest)).min(MOST - at);
+        let range = at as usize..(at + len) as usize;
+        log.push(format!("{step}: {act} {at:#x} {len:#x}"));
+        let done = || -> Result<(), Failed> {
+            let data: Vec<u8> = (0..len).map(|byte| (byte + u64::from(step) * 7) as u8 | 1).collect();
+            match act {
+                0 | 1 => {
+                    file.write_all_at(&data, at)?;
+                    put(&mut model, &data, at);
+                }
+                2 | 3 => {
+                    let mut data = vec![0; len as usize];
+                    let mut have = 0;
+                    while have < data.len() {
+                        match file.read_at(&mut data[have..], at + have as u64)? {
+                            0 => break,
+                            count => have += count,
+                        }
+                    }
+                    ensure(
+                        data[..have] == model[range.start.min(model.len())..range.end.min(model.len())],
+                        || "another read".into(),
+                    )?;
+                }
+                4 | 5 if !maps => {
+                    let ended = mapped(&file, 0, 1, |_| ());
+                    ensure(ended.is_err(), || {
+                        "it can be mapped: the list of differences is too long".into()
+                    })?;
+                }
+                4 => {
+                    // A mapping goes to the end of the file: beyond it is no page.
+                    let end = (at + len).min(model.len() as u64);
+                    if at < end {
+                        let data = &data[..(end - at) as usize];
+                        mapped(&file, at, data.len(), |bytes| bytes.copy_from_slice(data))?;
+                        put(&mut model, data, at);
+                    }
+                }
+                5 => {
+                    let end = (at + len).min(model.len() as u64);
+                    if at < end {
+                        let right = &model[at as usize..end as usize];
+                        let same = mapped(&file, at, right.len(), |bytes| bytes == right)?;
+                        ensure(same, || "another mapping".into())?;
+                    }
+                }
+                6 => {
+                    file.set_len(at)?;
+                    model.resize(at as usize, 0);
+                }
+                7 => {
+                    let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                    fallocate(&file, how, at, len)?;
+                    let end = range.end.min(model.len());
+                    model[range.start.min(end)..end].fill(0);
+                }
+                8 => {
+                    fallocate(&file, FallocateFlags::ZERO_RANGE, at, len)?;
+                    put(&mut model, &vec![0; len as usize], at);
+                }
+                9 => {
+                    fallocate(&file, FallocateFlags::empty(), at, len)?;
+                    model.resize(model.len().max(range.end), 0);
+                }
+                10 => {
+                    // Elsewhere in the same file, where they do not overlap.
+                    let to = random.below(MOST);
+                    let len = len.min(at.abs_diff(to)).min(MOST - to);
+                    let copied = copy_file_range(
+                        &file,
+                        Some(&mut at.clone()),
+                        &file,
+                        Some(&mut to.clone()),
+                        len as usize,
+                    )?;
+                    let from = model.iter().skip(at as usize).take(copied).copied().collect::<Vec<u8>>();
+                    ensure(from.len() == copied, || format!("{copied} bytes copied"))?;
+                    put(&mut model, &from, to);
+                }
+                11 => {
+                    file.sync_all()?;
+                    ensure(fs::read(there)? == model, || "the host has something else".into())?;
+                    // What is read next comes from there again.
+                    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
+                }
+                _ => file = open()?,
+            }
+            ensure(file.metadata()?.len() == model.len() as u64, || {
+                format!("{} bytes, and not {}", file.metadata().map_or(0, |it| it.len()), model.len())
+            })
+        };
+        let mut done = done;
+        done().map_err(|error: Failed| {
+            let last = log[log.len().saturating_sub(12)..].join("\n");
+            Failed::from(format!("{}, after\n{last}", error.message().unwrap_or("?")))
+        })?;
+    }
+    drop(file);
+    ensure(fs::read(path)? == model, || "at the end".into())
+}
+
+fn put(model: &mut Vec<u8>, data: &[u8], at: u64) {
+    if data.is_empty() {
+        return;
+    }
+    let end = at as usize + data.len();
+    model.resize(model.len().max(end), 0);
+    model[at as usize..end].copy_from_slice(data);
+}
+
+/// Does `work` with `len` bytes at `at` of `file`, in a shared mapping.
+fn mapped<T>(file: &File, at: u64, len: usize, work: impl FnOnce(&mut [u8]) -> T) -> Result<T, Failed> {
+    let skip = at as usize % 4096;
+    let (access, from) = (libc::PROT_READ | libc::PROT_WRITE, (at as usize - skip) as i64);
+    // SAFETY: a new mapping; nobody makes the file shorter while it is there.
+    let start = unsafe {
+        libc::mmap(std::ptr::null_mut(), skip + len, access, libc::MAP_SHARED, file.as_raw_fd(), from)
+    };
+    if start == libc::MAP_FAILED {
+        return Err(format!("mmap: {}", io::Error::last_os_error()).into());
+    }
+    // SAFETY: it was mapped as long as that, and nobody else has a reference into it.
+    let done = work(unsafe { std::slice::from_raw_parts_mut(start.cast::<u8>().add(skip), len) });
+    // SAFETY: the same mapping, to which no reference is left.
+    unsafe { libc::munmap(start, skip + len) };
+    Ok(done)
+}
