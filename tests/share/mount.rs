@@ -146,6 +146,7 @@ pub fn carry() -> Result<(), Failed> {
 }
 
 /// What was done to a file.
+#[allow(dead_code, reason = "the test `power` records")]
 pub enum Act {
     /// There are these bytes from there on.
     Write(u64, Vec<u8>),
