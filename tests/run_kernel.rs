@@ -151,11 +151,20 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
     fs::write(at("half"), &kernel[..100])?;
     fs::write(at("noise"), [0x5a; 3000])?;
     fs::write(at("seed"), "#cloud-config\n")?;
+    fs::write(at("typo"), "# cloud-config\n")?;
     size("odd", 1000)?;
     size("none", 0)?;
     size("disk", 1 << 20)?;
     size("large", 9 << 20)?;
     ensure(Command::new("mkfifo").arg(at("fifo")).status()?.success(), || "mkfifo".into())?;
+    let over = format!("{},overlay={}", at("disk"), at("over"));
+    let made = Command::new(env!("CARGO_BIN_EXE_vellum"))
+        .args(["run", "-k", &at("kernel"), "--disk", &over])
+        .stdin(Stdio::null())
+        .status()?;
+    ensure(made.success(), || format!("--disk {over}: {made}"))?;
+    fs::copy(at("over"), at("short"))?;
+    fs::File::options().write(true).open(at("short"))?.set_len(8192)?;
     let live = UnixListener::bind(at("live.sock"))?;
     let contents = || -> Result<Vec<_>, Failed> {
         let mut names = Vec::new();
@@ -183,11 +192,15 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("--disk DIR/disk --disk DIR/disk", "add `readonly`"),
         ("--disk DIR/disk,overlay=DIR/noise", "overlay DIR/noise: it is no overlay"),
         ("--disk DIR/disk,overlay=DIR/fifo/x", "overlay DIR/fifo/x: Not a directory"),
+        ("--disk DIR/disk,overlay=DIR/over", "OK"),
+        ("--disk DIR/large,overlay=DIR/over", "overlay DIR/over: it is of another base"),
+        ("--disk DIR/disk,overlay=DIR/short", "overlay DIR/short: it is cut short: it has 8192 bytes of"),
         ("--disk DIR/disk,ro,overlay=discard", "a disk is read-only, or"),
         ("--disk DIR/disk --disk DIR/disk,overlay=discard", "DIR/disk is in use already"),
         ("--disk DIR/disk,overlay=discard --disk DIR/disk,overlay=discard", "OK"),
         ("--cloud-init user-data=DIR/nothing", "--cloud-init: DIR/nothing: No such file"),
         ("--cloud-init user-data=DIR/noise", "cloud-init ignores user data that begins with"),
+        ("--cloud-init user-data=DIR/typo", "did you mean '#cloud-config'?"),
         ("--cloud-init DIR/seed", "unknown key 'DIR/seed'"),
         ("--cloud-init user-data=DIR/seed,network-config=DIR/seed", "OK"),
         ("--share DIR/nothing,as-root", "--share: directory DIR/nothing: No such file"),
