@@ -3,8 +3,9 @@
 mod bed;
 mod images;
 
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output, Stdio};
@@ -13,6 +14,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use bed::kvm;
 use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
 use images::Code;
+use vellum::sys::host::is_root;
 use vellum::sys::terminal::open_pty;
 
 fn main() -> ExitCode {
@@ -165,6 +167,8 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
     ensure(made.success(), || format!("--disk {over}: {made}"))?;
     fs::copy(at("over"), at("short"))?;
     fs::File::options().write(true).open(at("short"))?.set_len(8192)?;
+    fs::create_dir(at("closed"))?;
+    fs::set_permissions(at("closed"), Permissions::from_mode(0o0))?;
     let live = UnixListener::bind(at("live.sock"))?;
     let contents = || -> Result<Vec<_>, Failed> {
         let mut names = Vec::new();
@@ -179,7 +183,8 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("-k DIR/half", "--kernel DIR/half: the kernel is truncated"),
         ("-k DIR/none", "not a kernel"),
         ("-k DIR/fifo", "--kernel DIR/fifo: not a regular file"),
-        ("-k DIR", "--kernel DIR: not a regular file"),
+        ("-k DIR", "--kernel DIR: neither a built kernel tree"),
+        ("-k DIR -- true", "--kernel DIR: neither a built kernel tree"),
         ("-i DIR", "--initrd DIR: not a regular file"),
         ("-i DIR/fifo", "--initrd DIR/fifo: not a regular file"),
         ("-i DIR/large -m 8", "--initrd DIR/large: the initrd's 9437184 bytes do not fit"),
@@ -206,6 +211,16 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("--share DIR/nothing,as-root", "--share: directory DIR/nothing: No such file"),
         ("--share DIR/disk,as-root", "--share: directory DIR/disk: Not a directory"),
         ("--share DIR:a,as-root --share DIR:a,ro,as-root", "--share: two of them are called 'a'"),
+        (
+            "--share DIR/closedWHOM",
+            "--share: directory DIR/closed: its server cannot read it: Permission denied",
+        ),
+        ("--root DIR/nothing,as-root -- true", "--root: directory DIR/nothing: No such file"),
+        ("--root DIR/disk,as-root -- true", "--root: directory DIR/disk: Not a directory"),
+        ("--root DIR/closedWHOM -- true", "--root: directory DIR/closed: its server cannot read it"),
+        ("--root DIR,rw -- true", "unknown key 'rw'"),
+        ("--root DIR,as-root", "--root: without a command it is for a terminal"),
+        ("--guest-dir /etc", "--guest-dir needs a command"),
         ("--share DIR:a,ro,rw", "rw=on: it excludes ro"),
         ("--share DIR:a,writable", "unknown key 'writable'"),
         ("--share DIR:0123456789012345678901234567890123456,as-root", "has 37 bytes"),
@@ -231,12 +246,14 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("--irqchip both", "split, kernel"),
         ("--network mode=user", "none and tap"),
     ] {
-        let here = |text: &str| text.replace("DIR", dir.to_str().unwrap());
+        let whom = if is_root() { ",user=65534:65534" } else { "" };
+        let here = |text: &str| text.replace("WHOM", whom).replace("DIR", dir.to_str().unwrap());
         let mut command = Command::new(env!("CARGO_BIN_EXE_vellum"));
-        command.arg("run").args(here(flags).split(' ')).env("XDG_RUNTIME_DIR", &dir).stdin(Stdio::null());
+        command.arg("run").env("XDG_RUNTIME_DIR", &dir).stdin(Stdio::null());
         if !flags.contains("-k ") {
             command.args(["-k", &at("kernel")]);
         }
+        command.args(here(flags).split(' '));
         let _live =
             flags.contains("--name live").then(|| UnixListener::bind(at("vellum/live.sock"))).transpose()?;
         let run = command.output()?;
@@ -251,6 +268,7 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ensure(left == before && sockets == 0, || format!("{flags}: left {left:?}, {sockets} sockets"))?;
     }
     drop(live);
+    fs::set_permissions(at("closed"), Permissions::from_mode(0o700))?;
     fs::remove_dir_all(dir)?;
     Ok(())
 }

@@ -64,13 +64,20 @@ fn run() -> io::Result<()> {
         // Of an archive that is there for guests without shares, too.
         failed_modules.extend(work::load_modules("shares"));
     }
+    let beside = mounts::beside_modules();
+    mounts::shares(asked.as_ref().map_or(&[], |asked| &asked.shares))?;
+    if let Some(tag) = asked.as_ref().and_then(|asked| asked.modules.as_deref())
+        && let Err(error) = mounts::modules(tag, &beside)
+    {
+        // Most commands do without.
+        failed_modules.push(format!("for modprobe: {error}"));
+    }
     mounts::more();
     let children = Arc::<Children>::default();
     let reaper = children.clone();
     thread::spawn(move || reaper.reap());
 
-    if let Some(asked) = &asked {
-        mounts::shares(&asked.shares)?;
+    if asked.is_some() {
         return launched(&failed_modules, children);
     }
     let mut console = OpenOptions::new().write(true).open("/dev/console")?;

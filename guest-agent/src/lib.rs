@@ -24,6 +24,8 @@ pub const PORT: u32 = 1024;
 pub const STREAM_PORT: u32 = 1025;
 /// The file of an initramfs that says that the guest is there for one command; it holds [`Mounts`].
 pub const LAUNCH: &str = "/vellum/launch";
+/// The directory of an initramfs with what modprobe is to find beside the modules themselves, which are then in `kernel` there.
+pub const MODULES: &str = "/vellum/modules";
 /// The longest request, in bytes: a line beyond it is refused.
 pub const MAX_REQUEST: usize = 64 << 10;
 
@@ -105,6 +107,10 @@ pub struct Mounts {
     /// Directories of the host's.
     #[serde(default)]
     pub shares: Vec<Mount>,
+    /// The tag of the one that has the modules of its kernel: as /lib/modules/RELEASE, or as `kernel` in there, beside the files in
+    /// [`MODULES`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub modules: Option<String>,
 }
 
 /// A directory of the host's that a guest mounts (virtiofs).

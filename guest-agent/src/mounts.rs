@@ -1,12 +1,16 @@
 //! What is mounted in a guest: the kernel's own file systems, and directories of the host's.
 
+use std::ffi::OsString;
 use std::fs;
 use std::io;
+use std::path::Path;
 
-use crate::{Access, Mount, sys};
+use crate::{Access, MODULES, Mount, sys};
 
 /// Where the parts of overlays are, a directory each.
-const PARTS: &str = "/vellum/overlay";
+const PARTS: &str = "/run/vellum/overlay";
+/// Where a directory is mounted that is to be the root, until it is.
+const NEW_ROOT: &str = "/vellum/root";
 
 /// The file systems that no command can do without.
 pub fn base() -> io::Result<()> {
@@ -46,9 +50,25 @@ pub fn more() {
     let _ = sys::loopback_up();
 }
 
-/// Mounts directories of the host's; the modules that this needs are loaded.
+/// Mounts directories of the host's; the modules that this needs are loaded. One whose place is `/` comes first: all else is in it from
+/// then on, with file systems of the kernel's of its own.
 pub fn shares(shares: &[Mount]) -> io::Result<()> {
-    shares.iter().enumerate().try_for_each(|(at, mount)| share(mount, at))
+    let (root, others): (Vec<_>, Vec<_>) =
+        shares.iter().enumerate().partition(|(_, share)| share.place == "/");
+    for (at, root) in root {
+        share(&Mount { place: NEW_ROOT.into(), ..root.clone() }, at)?;
+        switch_root().map_err(named("the root"))?;
+        base()?;
+    }
+    others.into_iter().try_for_each(|(at, mount)| share(mount, at))
+}
+
+/// Has what is mounted at [`NEW_ROOT`] be the root. The initramfs stays below it, and cannot be left by pivot_root(2).
+fn switch_root() -> io::Result<()> {
+    std::env::set_current_dir(NEW_ROOT)?;
+    sys::mount_from(".", "", "/", libc::MS_MOVE, "")?;
+    std::os::unix::fs::chroot(".")?;
+    std::env::set_current_dir("/")
 }
 
 /// Mounts one. The parts of an overlay are known by its number, for tags may have commas and colons, which part the options of its mount.
@@ -72,6 +92,26 @@ fn share(share: &Mount, number: usize) -> io::Result<()> {
                 .map_err(self::named(&format!("share {}: overlay", share.tag)))
         }
     }
+}
+
+/// What of the initramfs modprobe is to find, while it can be seen.
+pub fn beside_modules() -> Vec<(OsString, Vec<u8>)> {
+    let entries = fs::read_dir(MODULES).into_iter().flatten().flatten();
+    entries.filter_map(|entry| Some((entry.file_name(), fs::read(entry.path()).ok()?))).collect()
+}
+
+/// Has the modules of this kernel where modprobe looks for them: the directory `tag`, `beside` these files.
+pub fn modules(tag: &str, beside: &[(OsString, Vec<u8>)]) -> io::Result<()> {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
+    let mut place = format!("/lib/modules/{}", release.trim());
+    directory(&place)?;
+    if !beside.is_empty() {
+        sys::mount("tmpfs", &place)?;
+        beside.iter().try_for_each(|(name, content)| fs::write(Path::new(&place).join(name), content))?;
+        place += "/kernel";
+        directory(&place)?;
+    }
+    sys::mount_from(tag, "virtiofs", &place, libc::MS_RDONLY, "")
 }
 
 /// Makes a directory where there is none; one that is there need not be on a file system that can be written to.

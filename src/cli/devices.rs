@@ -27,6 +27,11 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
         Config(self.0)
     }
 
+    /// Whether one of them is of this kind.
+    pub fn has(&self, kind: &Kind) -> bool {
+        self.0.iter().any(|config| config.kind().key == kind.key)
+    }
+
     /// The directories among them.
     pub fn shares(&self) -> impl Iterator<Item = &FsConfig> {
         self.0.iter().filter_map(|config| (&**config as &dyn Any).downcast_ref())

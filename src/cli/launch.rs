@@ -3,11 +3,12 @@
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Args;
-use guest_agent::{Access, Launch, Mount, Mounts};
+use guest_agent::{Access, Launch, Mount, Mounts, Terminal};
 
 use super::kernel::{self, KernelArgs};
 use super::run::FLAGS;
@@ -15,16 +16,26 @@ use super::{Failure, print, say};
 use crate::control::names;
 use crate::devices::console::Target;
 use crate::devices::virtio::DeviceConfig;
-use crate::devices::virtio::fs::{FsConfig, Mode};
+use crate::devices::virtio::fs::{self as share, FsConfig, Mode};
+use crate::devices::virtio::rng::{self, RngConfig};
 use crate::devices::virtio::vsock::VsockConfig;
 use crate::launch::client::{self, Ended, Guest};
 use crate::launch::kernel::Kernel;
+use crate::launch::modules::{self, Named};
+use crate::launch::streams::own_terminal;
 use crate::launch::{Error, config, image};
 use crate::memory::MemoryConfig;
+use crate::sandbox::user::User;
 use crate::sys::fork::{Forked, fork};
+use crate::sys::identity;
 use crate::sys::mmap::memfd;
 use crate::vm::lifecycle::Exit;
 use crate::{machine, session};
+
+/// What the modules are mounted by. No directory of --share has a tag with a slash.
+const MODULES_TAG: &str = "/lib/modules";
+/// Whom Linux has for nobody in particular.
+const NOBODY: User = User { uid: 65534, gid: 65534 };
 
 /// Where the guest of a command has the directories of its host's.
 const PLACE: &str = "/mnt";
@@ -34,15 +45,15 @@ const PLACE: &str = "/mnt";
 #[command(next_help_heading = "A command in a guest with a kernel")]
 pub struct LaunchArgs {
     /// Where the command runs in the guest
-    #[arg(long, value_name = "DIR", requires = "command")]
+    #[arg(long, value_name = "DIR", requires = "kernel")]
     guest_dir: Option<String>,
 
     /// As whom: a number, or a name of the guest's /etc/passwd
-    #[arg(long, value_name = "USER", requires = "command")]
+    #[arg(long, value_name = "USER", requires = "kernel")]
     guest_user: Option<String>,
 
     /// Write there how it ended, as JSON, which tells a command's status from Vellum's own: {"ended":"command","status":0}
-    #[arg(long, value_name = "FILE", requires = "command")]
+    #[arg(long, value_name = "FILE", requires = "kernel")]
     status_file: Option<PathBuf>,
 
     /// Print what a kernel's configuration must have for this, as a fragment for its merge_config.sh, and end
@@ -50,8 +61,8 @@ pub struct LaunchArgs {
     kconfig: bool,
 
     /// A command and its arguments, run in the guest with this process's standard streams; its exit status is vellum's. The guest's
-    /// root is the initramfs: --initrd's, or one with this host's static busybox. Directories of --share are below /mnt, by
-    /// their tags
+    /// root is that of --root, or the initramfs: --initrd's, or one with this host's static busybox. Directories of --share are below
+    /// /mnt, by their tags. Without a command a terminal has the user's shell, where --root is given or --kernel is no image
     #[arg(last = true, value_name = "COMMAND", requires = "kernel")]
     command: Vec<String>,
 }
@@ -60,6 +71,7 @@ pub struct LaunchArgs {
 pub(super) struct Plan {
     kernel: Kernel,
     initrd: OwnedFd,
+    modules: Option<FsConfig>,
     launch: Launch,
     status_file: Option<PathBuf>,
 }
@@ -67,13 +79,13 @@ pub(super) struct Plan {
 /// What a machine has beside its arguments, and what tells that it is ready: its end, when this is dropped.
 pub(super) struct Ready {
     pub word: Option<OwnedFd>,
-    pub devices: Option<Arc<dyn DeviceConfig>>,
+    pub devices: Vec<Arc<dyn DeviceConfig>>,
 }
 
 impl Ready {
     /// Nothing more, and nobody to be told.
     pub fn none() -> Self {
-        Self { word: None, devices: None }
+        Self { word: None, devices: Vec::new() }
     }
 }
 
@@ -92,16 +104,24 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
         print(config::fragment())?;
         std::process::exit(0);
     }
-    if args.command.is_empty() {
-        return Ok(None);
+    // Whatever is neither a directory nor this host's own is an image, or said to be none.
+    let is_image = !named.is_dir() && (named != Path::new("host") || named.exists());
+    let has_root = all.devices.has(&share::ROOT);
+    if args.command.is_empty() && !has_root && is_image {
+        return alone(args).map(|()| None);
     }
     let shares = all.devices.shares().map(mount).collect::<Result<_, _>>()?;
-    let mounts = Mounts { shares };
+    let mut mounts = Mounts { shares, modules: None };
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let kernel = Kernel::find(named, release.trim()).map_err(failure)?;
+    let terminal = if args.command.is_empty() { Some(terminal(has_root, named)?) } else { None };
     image::check(&kernel, &mounts, all.initrd.is_some()).map_err(failure)?;
+    let modules = modules(&kernel);
+    mounts.modules = modules.as_ref().map(|(share, _)| share.tag.clone());
+    let (modules, beside) = modules.unzip();
     let program = args.command.first().map(String::as_str);
-    let archive = image::pack(&kernel, all.initrd.as_deref(), &mounts, program).map_err(failure)?;
+    let archive = image::pack(&kernel, all.initrd.as_deref(), &mounts, &beside.unwrap_or_default(), program)
+        .map_err(failure)?;
     let initrd = memfd(c"vellum-initramfs", 0, None)
         .and_then(|mut file| file.write_all(&archive).map(|()| OwnedFd::from(file)));
     let initrd = initrd.map_err(|error| Failure::host(format!("a file in memory: {error}")))?;
@@ -109,14 +129,63 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
         command: args.command.clone(),
         directory: args.guest_dir.clone(),
         user: args.guest_user.clone(),
-        terminal: None,
+        terminal,
     };
-    Ok(Some(Plan { kernel, initrd, launch, status_file: args.status_file.clone() }))
+    Ok(Some(Plan { kernel, initrd, modules, launch, status_file: args.status_file.clone() }))
+}
+
+/// The modules of `kernel` for the guest's modprobe, and what is to be beside them: none where its configuration has no driver for them, or
+/// their server could not read them.
+fn modules(kernel: &Kernel) -> Option<(FsConfig, Vec<Named>)> {
+    let lacks =
+        kernel.config.as_ref().is_some_and(|text| !config::lacks(text, &config::SHARED[..1]).is_empty());
+    if !kernel.has_modules() || lacks {
+        return None;
+    }
+    let found = modules::of(kernel)?;
+    let directory = fs::metadata(&found.directory).ok()?;
+    let is_roots = identity::effective().0 == 0 && directory.uid() == 0;
+    if is_roots && directory.mode() & 0o5 != 0o5 {
+        say(&format!(
+            "{}: nobody but root may read it: the guest's modprobe will find no modules",
+            found.directory.display()
+        ));
+        return None;
+    }
+    // Modules are no secret: what belongs to root is read as nobody.
+    let user = is_roots.then_some(NOBODY);
+    let share = FsConfig { tag: MODULES_TAG.into(), user, ..FsConfig::new(found.directory) };
+    Some((share, found.beside))
+}
+
+/// Refuses what an image that is just booted has no use for.
+fn alone(args: &LaunchArgs) -> Result<(), Failure> {
+    let given = [
+        ("--guest-dir", args.guest_dir.is_some()),
+        ("--guest-user", args.guest_user.is_some()),
+        ("--status-file", args.status_file.is_some()),
+    ];
+    match given.iter().find(|(_, is_given)| *is_given) {
+        Some((flag, _)) => Err(Failure::usage(format!("{flag} needs a command: -- COMMAND"))),
+        None => Ok(()),
+    }
+}
+
+/// The terminal for the shell of a guest without a command.
+fn terminal(has_root: bool, named: &Path) -> Result<Terminal, Failure> {
+    own_terminal().ok_or_else(|| {
+        let named = named.display();
+        let why = if has_root { "--root".into() } else { format!("--kernel {named}") };
+        Failure::usage(format!("{why}: without a command it is for a terminal, and this is none: -- COMMAND"))
+    })
 }
 
 /// Where the guest of a command mounts a directory. Its tag is the name of its place.
 fn mount(share: &FsConfig) -> Result<Mount, Failure> {
-    let FsConfig { tag, mode, .. } = share;
+    let FsConfig { tag, mode, root, .. } = share;
+    if *root {
+        return Ok(Mount { tag: tag.clone(), place: "/".into(), access: Access::Overlay });
+    }
     if tag.contains('/') || [".", ".."].contains(&&tag[..]) {
         return Err(Failure::usage(format!(
             "--share: tag '{tag}' is no name for a directory, and {PLACE}/TAG is where the guest of a command has it: DIR:data"
@@ -155,8 +224,13 @@ pub(super) fn run(
             drop((console, ready, output));
             args.initrd = Some(format!("/proc/self/fd/{}", plan.initrd.as_raw_fd()).into());
             args.serial = Target::Terminal;
-            let devices: Arc<dyn DeviceConfig> = Arc::new(VsockConfig { path: vsock, cid: 3 });
-            let told = Ready { word: Some(word), devices: Some(devices) };
+            let mut devices: Vec<Arc<dyn DeviceConfig>> = vec![Arc::new(VsockConfig { path: vsock, cid: 3 })];
+            if !args.devices.has(&rng::KIND) {
+                devices.push(Arc::new(RngConfig));
+            }
+            let modules = plan.modules.map(|share| FsConfig { sandbox: process.sandbox, ..share });
+            devices.extend(modules.map(|share| Arc::new(share) as Arc<dyn DeviceConfig>));
+            let told = Ready { word: Some(word), devices };
             kernel::boot(args, plan.kernel.image, memory, config, process, told)
         }
         Forked::Parent(child) => {

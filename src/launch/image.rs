@@ -9,6 +9,7 @@ use guest_agent::{Access, Mounts};
 use super::config::{NEEDED, SHARED, Symbol};
 use super::initramfs::Initramfs;
 use super::kernel::Kernel;
+use super::modules::Named;
 use super::{Error, config};
 
 /// The modules that Vellum's devices need. Their dependencies need not be named.
@@ -63,7 +64,7 @@ pub fn check(kernel: &Kernel, mounts: &Mounts, initrd: bool) -> Result<(), Error
 }
 
 /// The archive for `kernel`, what its guest is to mount, and the program `command`, which is taken from this host where it is the path of
-/// a static one and the root is the archive's. `initrd` is the user's own archive; what both have is as here.
+/// a static one and the root is the archive's. `modules` is what modprobe is to find beside them. `initrd` is the user's own archive; what both have is as here.
 ///
 /// # Errors
 /// Where a file cannot be had.
@@ -71,6 +72,7 @@ pub fn pack(
     kernel: &Kernel,
     initrd: Option<&Path>,
     mounts: &Mounts,
+    modules: &[Named],
     command: Option<&str>,
 ) -> Result<Vec<u8>, Error> {
     let mut archive = match initrd {
@@ -83,8 +85,11 @@ pub fn pack(
     image.file("/init", 0o755, &this_program()?);
     image.file(guest_agent::LAUNCH, 0o644, &serde_json::to_vec(mounts).expect("plain data"));
     let own = MODULES.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
-    let names: Vec<&str> =
-        own.chain(shared(mounts).iter().filter_map(|(symbol, ..)| module_of(symbol))).collect();
+    let shared = if mounts.modules.is_some() { &SHARED[..1] } else { &[] }.iter().chain(shared(mounts));
+    let names: Vec<&str> = own.chain(shared.filter_map(|(symbol, ..)| module_of(symbol))).collect();
+    for (name, content) in modules {
+        image.file(&format!("{}/{name}", guest_agent::MODULES), 0o644, content);
+    }
     let mut order = String::new();
     for module in kernel.load(&names)? {
         image.file(&format!("/modules/{}.ko", module.name), 0o644, &module.content);

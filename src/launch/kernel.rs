@@ -17,8 +17,10 @@ pub struct Kernel {
     pub image: PathBuf,
     /// Its configuration, as text, where that is beside it or in it.
     pub config: Option<String>,
-    /// Where its modules are.
+    /// Where its modules are, and what is known of them: the tree, or /lib/modules/RELEASE.
     pub place: PathBuf,
+    /// The directory that is `kernel` in /lib/modules/RELEASE.
+    pub objects: PathBuf,
     /// Its modules' files by their names, with `_` for `-`.
     modules: BTreeMap<String, PathBuf>,
 }
@@ -55,6 +57,11 @@ impl Kernel {
     /// Whether it has modules.
     pub fn has_modules(&self) -> bool {
         !self.modules.is_empty()
+    }
+
+    /// The names of its modules, and their files.
+    pub fn files(&self) -> impl Iterator<Item = (&str, &Path)> {
+        self.modules.iter().map(|(name, path)| (name.as_str(), path.as_path()))
     }
 
     fn named(named: &Path, release: &str) -> Result<Self, Error> {
@@ -105,8 +112,9 @@ impl Kernel {
         let places = ["lib/modules", "usr/lib/modules"].map(|place| root.join(place).join(release));
         let place = places.iter().find(|place| place.is_dir()).unwrap_or(&places[0]).clone();
         let mut modules = BTreeMap::new();
-        index(&place.join("kernel"), &mut modules);
-        Ok(Self { image, config, place, modules })
+        let objects = place.join("kernel");
+        index(&objects, &mut modules);
+        Ok(Self { image, config, place, objects, modules })
     }
 
     /// A tree in which a kernel was built, its objects in place or by O=.
@@ -122,7 +130,8 @@ impl Kernel {
                 modules.insert(name, path);
             }
         }
-        Ok(Self { image: tree.join("arch/x86/boot/bzImage"), config, place: tree.into(), modules })
+        let (place, objects) = (tree.to_owned(), tree.to_owned());
+        Ok(Self { image: tree.join("arch/x86/boot/bzImage"), config, place, objects, modules })
     }
 
     /// Whether it has a module of that name.
@@ -184,7 +193,7 @@ fn index(dir: &Path, modules: &mut BTreeMap<String, PathBuf>) {
 }
 
 /// A module's content, unpacked.
-fn read(path: &Path) -> Result<Vec<u8>, Error> {
+pub(super) fn read(path: &Path) -> Result<Vec<u8>, Error> {
     let packed = fs::read(path).map_err(file(path))?;
     unpack(packed).map_err(|why| Error::Module { path: path.into(), why })
 }

@@ -1,5 +1,5 @@
 //! A kernel and what it needs around it so that a command runs in it: the kernel and its modules where they were built or unpacked
-//! ([`kernel`]), what its configuration lacks ([`config`]), the initramfs with this very
+//! ([`kernel`]) and as modprobe wants them ([`modules`]), what its configuration lacks ([`config`]), the initramfs with this very
 //! program as PID 1 ([`image`]), and the command's standard streams or terminal ([`streams`], [`client`]).
 //!
 //! The machine is an ordinary one, in a process of its own, with a vsock. Its guest connects to the host once it is up, and is told
@@ -12,6 +12,7 @@ pub mod console;
 pub mod image;
 pub mod initramfs;
 pub mod kernel;
+pub mod modules;
 pub mod streams;
 
 use std::io;

@@ -15,6 +15,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use rustix::fs::{Mode, OFlags};
 use serde::{Deserialize, Serialize};
 
 use super::Config;
@@ -30,6 +31,8 @@ pub const WORD: &str = "serve-share";
 
 /// What stands for an answer where none is expected.
 const NONE: [u8; 1] = [0];
+/// What stands before the reason where the directory may not be read, which is nobody's fault but of who shares it.
+const UNREADABLE: &[u8] = b"unreadable: ";
 
 /// What the server is told first, with the descriptor of the directory.
 #[derive(Debug, Serialize, Deserialize)]
@@ -51,7 +54,8 @@ impl Client {
     /// returns.
     ///
     /// # Errors
-    /// Where the host refuses a process, or the server says why it cannot.
+    /// Where the host refuses a process, or the server says why it cannot: [`io::ErrorKind::PermissionDenied`] where that is because it
+    /// may not read the directory.
     pub fn start(root: &File, config: Config, user: Option<User>, mode: sandbox::Mode) -> io::Result<Self> {
         let (socket, far) = socket::packets()?;
         let mut command = Command::new("/proc/self/exe");
@@ -71,7 +75,13 @@ impl Client {
         match &answer[..len] {
             b"ready" => Ok(client),
             b"" => Err(io::Error::other("its server has ended")),
-            why => Err(io::Error::other(String::from_utf8_lossy(why).into_owned())),
+            why => {
+                let text = |why| String::from_utf8_lossy(why).into_owned();
+                Err(match why.strip_prefix(UNREADABLE) {
+                    Some(why) => io::Error::new(io::ErrorKind::PermissionDenied, text(why)),
+                    None => io::Error::other(text(why)),
+                })
+            }
         }
     }
 
@@ -155,6 +165,12 @@ fn prepare(root: OwnedFd, task: &Task) -> Result<Server, String> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1 << 20);
     let mode = if task.confined { sandbox::Mode::On } else { sandbox::Mode::Off };
     let mut sandbox = Sandbox::new(mode);
+    // What it cannot list it cannot serve: said now, and not to the guest.
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    rustix::fs::openat(&root, c".", flags, Mode::empty()).map_err(|error| {
+        let mark = String::from_utf8_lossy(UNREADABLE);
+        format!("{mark}its server cannot read it: {}", io::Error::from(error))
+    })?;
     let server =
         Server::new(root.try_clone().map_err(|error| error.to_string())?, task.config, limit as usize);
     let server = server.map_err(|error| format!("its server cannot read it: {error}"))?;

@@ -67,6 +67,14 @@ impl Image {
         path.is_file().then(|| path.display().to_string()).ok_or_else(missing)
     }
 
+    /// The package that its kernel is out of, unpacked, or how to get it.
+    pub fn package(&self) -> Result<String, String> {
+        let path = self.dir.join("package");
+        let missing =
+            || format!("needs {}, its kernel's package unpacked: cargo lab test linux", path.display());
+        path.is_dir().then(|| path.display().to_string()).ok_or_else(missing)
+    }
+
     /// The initramfs.
     pub fn initrd(&self) -> String {
         self.dir.join("initrd").display().to_string()

@@ -15,6 +15,7 @@ mod home;
 mod inside;
 mod launch;
 mod moves;
+mod root;
 mod saves;
 mod segments;
 mod typed;
@@ -40,6 +41,9 @@ fn hardware() -> Need {
 
 /// A KVM and a guest for it.
 fn guests() -> Need {
+    if has_a_root() {
+        return Err("is left to hosts without a disk".into());
+    }
     bed::kvm().and_then(|()| hardware()).and_then(|()| Image::all().map(drop))
 }
 
@@ -49,6 +53,22 @@ fn whole_matrix() -> Need {
     match std::env::var("VELLUM_LINUX") {
         Ok(value) if value == "all" => Ok(()),
         _ => Err("is left to the whole matrix: cargo lab test linux".into()),
+    }
+}
+
+/// What is asked of a host whose root is a disk's, and nothing else is.
+fn has_a_root() -> bool {
+    std::env::var("VELLUM_LINUX").is_ok_and(|value| value == "root")
+}
+
+/// A host with a root that is no initramfs, which a guest can have for its own.
+fn on_a_root() -> Need {
+    bed::kvm().and_then(|()| hardware()).and_then(|()| Image::all().map(drop))?;
+    match has_a_root() {
+        true => Ok(()),
+        false => {
+            Err("needs a host whose root is on a disk: cargo lab test linux, or VELLUM_LINUX=root".into())
+        }
     }
 }
 
@@ -88,6 +108,23 @@ fn main() -> ExitCode {
             let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
             let image = image.clone();
             trials.add(name, need, move || saves::and_restored(&image, irqchip));
+        }
+        let name = format!("linux_{}_has_the_hosts_root", image.version);
+        let need = if at == 0 { guests() } else { whole_matrix() };
+        let guest = image.clone();
+        trials.add(name, need, move || root::is_the_guests(&guest));
+        let name = format!("linux_{}_runs_on_the_hosts_root", image.version);
+        let guest = image.clone();
+        trials.add(name, on_a_root(), move || root::is_as_it_was(&guest));
+        let name = format!("linux_{}_modprobe_finds_on_the_hosts_root", image.version);
+        let guest = image.clone();
+        let need = on_a_root().and_then(|()| guest.package().map(drop));
+        trials.add(name, need, move || root::modprobe_finds(&guest));
+        if at == 0 {
+            let guest = image.clone();
+            trials.add("a_shell_has_the_hosts_root", on_a_root(), move || {
+                root::a_shell_has_the_terminal(&guest)
+            });
         }
         let name = format!("linux_{}_moves_between_hosts", image.version);
         let guest = image.clone();

@@ -134,7 +134,7 @@ fn the_agent_works_on_the_serial_port_alone() -> Result<(), Failed> {
 }
 
 /// Reads from `file` until it has said `word`.
-fn until(file: &mut impl Read, word: &str) -> Result<String, Failed> {
+pub fn until(file: &mut impl Read, word: &str) -> Result<String, Failed> {
     let mut said = String::new();
     let mut byte = [0];
     while !said.contains(word) {

@@ -50,8 +50,9 @@ use queue::{Chain, Served, VirtQueue};
 /// Makes the list of all kinds of device, and the type of their saved states.
 macro_rules! kinds {
     ($($name:ident = $module:ident),* $(,)?) => {
-        /// All kinds of device, in the order in which a guest finds them. The last is a disk that is made of files.
-        pub static KINDS: &[&Kind] = &[$(&$module::KIND,)* &cidata::KIND];
+        /// All kinds of device, in the order in which a guest finds them. The last two are a disk that is made of files, and a directory
+        /// that is its guest's root.
+        pub static KINDS: &[&Kind] = &[$(&$module::KIND,)* &cidata::KIND, &fs::ROOT];
 
         /// A device's own part of its saved state.
         #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -208,6 +208,11 @@ impl Kernel {
         })
     }
 
+    /// What its package is unpacked in.
+    pub fn package_dir(&self) -> &Path {
+        self.image.ancestors().nth(2).unwrap_or(Path::new("/"))
+    }
+
     /// Its ELF image with symbols and what unwinds the stack, out of its package for debuggers, fetched if need be; without the rest of
     /// what is in there, which is ten times as much.
     pub fn symbols(&self, cache: &Cache) -> Result<PathBuf> {

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use crate::{Error, Result};
 
 /// Debian's package for each program the laboratory calls.
-const PACKAGES: [(&str, &str); 28] = [
+const PACKAGES: [(&str, &str); 29] = [
     ("ip", "iproute2"),
     ("unshare", "util-linux"),
     ("qemu-system-aarch64", "qemu-system-arm"),
@@ -37,6 +37,7 @@ const PACKAGES: [(&str, &str); 28] = [
     ("/usr/include/openssl/bio.h", "libssl-dev"),
     ("syslinux", "syslinux"),
     ("mcopy", "mtools"),
+    ("mke2fs", "e2fsprogs"),
     ("mkfs.fat", "dosfstools"),
 ];
 

@@ -33,6 +33,9 @@ pub struct Job {
     pub env: Vec<(String, String)>,
     /// Two CPUs at once.
     pub races: bool,
+    /// Its root is on its disk; there are the directories and files of what it booted into that it has there too, by their paths here and
+    /// there.
+    pub root: Option<Vec<(String, String)>>,
     /// An interactive shell on the console instead of commands.
     pub shell: bool,
 }

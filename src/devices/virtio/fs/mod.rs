@@ -7,7 +7,7 @@ mod requests;
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -48,6 +48,24 @@ pub static KIND: Kind = Kind {
     read: |_| Err(serde::de::Error::custom("no share goes from one process to another")),
 };
 
+/// What a shared directory is that is the root of a guest which is there for a command.
+pub static ROOT: Kind = Kind {
+    key: "root",
+    about: "The root of a COMMAND's guest: a directory of this host's, or `host`, this host's own root. What the guest changes stays in \
+        its memory. Whoever started Vellum reads it, or where that is root the directory's owner, UID:GID, or with as-root root: \
+        `DIR|host[,overlay][,cache=auto|always|none][,user=UID:GID][,as-root]`",
+    value: Some("DIR|host"),
+    repeats: false,
+    parse: |text| match root(text) {
+        Ok(config) => Ok(Arc::new(config)),
+        Err(error) => Err(error.to_string()),
+    },
+    read: KIND.read,
+};
+
+/// What the root is mounted by. No other directory of such a guest has a tag with a slash.
+const ROOT_TAG: &str = "/dev/root";
+
 /// What may be done with a directory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
@@ -83,6 +101,8 @@ pub struct FsConfig {
     pub privileged_xattrs: bool,
     /// Whether its server is confined.
     pub sandbox: sandbox::Mode,
+    /// Its guest has it for its root.
+    pub root: bool,
 }
 
 impl FsConfig {
@@ -101,6 +121,7 @@ impl FsConfig {
             devices: false,
             privileged_xattrs: false,
             sandbox: sandbox::Mode::On,
+            root: false,
         }
     }
 }
@@ -148,15 +169,38 @@ fn parse(text: &str) -> Result<FsConfig, keyvalue::Error> {
             return Err(keyvalue::Error::Value { key: other.into(), value: "on".into(), reason });
         }
     }
-    let caches = [("auto", Cache::Auto), ("always", Cache::Always), ("none", Cache::None)];
-    let cache = kv.with("cache", |text| keyvalue::one_of("cache", text, &caches))?;
-    config.cache = cache.unwrap_or_default();
+    config.cache = cache(&kv)?;
     config.user = kv.with("user", str::parse::<User>)?;
     config.as_root = kv.switch("as-root")?.unwrap_or(false);
     config.setid = kv.switch("setid")?.unwrap_or(false);
     config.devices = kv.switch("devices")?.unwrap_or(false);
     config.privileged_xattrs = kv.switch("privileged-xattrs")?.unwrap_or(false);
     Ok(config)
+}
+
+/// A root: a directory, or `host`, which is this host's own root where there is no directory of that name.
+fn root(text: &str) -> Result<FsConfig, keyvalue::Error> {
+    let kv = KeyValues::parse(text, Some("path"), &["path", "overlay", "cache", "user", "as-root"])?;
+    let path = kv.required("path", path)?;
+    let path = if path == Path::new("host") && !path.exists() { "/".into() } else { path };
+    if kv.switch("overlay")? == Some(false) {
+        let reason = "a root is always copy on write: leave it out".into();
+        return Err(keyvalue::Error::Value { key: "overlay".into(), value: "off".into(), reason });
+    }
+    Ok(FsConfig {
+        tag: ROOT_TAG.into(),
+        mode: Mode::Overlay,
+        cache: cache(&kv)?,
+        user: kv.with("user", str::parse::<User>)?,
+        as_root: kv.switch("as-root")?.unwrap_or(false),
+        root: true,
+        ..FsConfig::new(path)
+    })
+}
+
+fn cache(kv: &KeyValues) -> Result<Cache, keyvalue::Error> {
+    let caches = [("auto", Cache::Auto), ("always", Cache::Always), ("none", Cache::None)];
+    Ok(kv.with("cache", |text| keyvalue::one_of("cache", text, &caches))?.unwrap_or_default())
 }
 
 /// Why a directory cannot be shared.
@@ -195,7 +239,10 @@ impl Fault for FsError {
     fn blame(&self) -> Blame {
         let field = Field::Device(KIND.key);
         match self {
-            Self::Serve { .. } => Blame::host(field),
+            Self::Serve { source, .. } if source.kind() != io::ErrorKind::PermissionDenied => {
+                Blame::host(field)
+            }
+            Self::Serve { .. } => Blame::user(field),
             Self::Open { .. } | Self::Tag(_) | Self::Root(_) | Self::User(_) => Blame::user(field),
         }
     }
@@ -203,7 +250,7 @@ impl Fault for FsError {
 
 impl DeviceConfig for FsConfig {
     fn kind(&self) -> &'static Kind {
-        &KIND
+        if self.root { &ROOT } else { &KIND }
     }
 
     fn own_name(&self) -> Option<&str> {
@@ -348,6 +395,21 @@ mod tests {
             ("/a,user=root", "UID:GID"),
         ] {
             let error = parse(text).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_root_is_a_directory_or_the_hosts_own() {
+        let config = root("/a/b,user=1:2").unwrap();
+        assert_eq!(
+            (&*config.path, config.mode, config.kind().key),
+            (Path::new("/a/b"), Mode::Overlay, "root")
+        );
+        assert_eq!(config.user, Some(User { uid: 1, gid: 2 }));
+        assert_eq!(root("host,overlay").unwrap().path, Path::new("/"));
+        for (text, says) in [("/a,rw", "rw"), ("/a,overlay=off", "leave it out"), ("/a,cache=n", "none")] {
+            let error = root(text).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");
         }
     }

@@ -16,6 +16,9 @@ use crate::{Error, Result, tool};
 /// Modules that a host has beside KVM's own.
 const MODULES: [&str; 6] = ["bridge", "msr", "tun", "virtio_pci", "virtio_blk", "virtio_net"];
 
+/// Those of a host whose root is on a disk, and which has a route to nowhere.
+const ON_DISK: [&str; 2] = ["ext4", "dummy"];
+
 /// The directory beside a bzImage that holds KVM's modules, where they are not built in.
 const BESIDE: &str = "modules";
 
@@ -62,7 +65,8 @@ pub fn pack(
         copy(&mut image, from, to)?;
     }
     let mut job = job(request, shell);
-    let names = [request.bed.modules(), &MODULES].concat();
+    let on_disk: &[&str] = if request.root.is_some() { &ON_DISK } else { &[] };
+    let names = [request.bed.modules(), &MODULES, on_disk].concat();
     let modules = match &request.kernel {
         HostKernel::Debian(kernel) => kernel.modules(&names)?,
         HostKernel::Image(bzimage) => match bzimage.with_file_name(BESIDE) {
@@ -93,6 +97,27 @@ fn job(request: &Request, shell: bool) -> Job {
         commands: request.commands.clone(),
         env: request.env.clone(),
         races: request.pace == Pace::Races,
+        root: request.root.as_ref().map(|_| shown(request)),
         shell,
     }
+}
+
+/// What a host with a root on its disk has there of what it boots into: programs where it looks for them, and whole directories.
+fn shown(request: &Request) -> Vec<(String, String)> {
+    let mut shown = vec![("/bin/vellum".to_owned(), "/usr/local/bin/vellum".to_owned())];
+    let files = request.files.iter().map(|(_, to)| to);
+    for path in request.directories.iter().chain(files) {
+        let (from, to) = match path.strip_prefix("/bin/") {
+            Some(name) => (path.clone(), format!("/usr/local/bin/{name}")),
+            None => {
+                let top = path.split('/').find(|part| !part.is_empty()).unwrap_or_default();
+                (format!("/{top}"), format!("/{top}"))
+            }
+        };
+        // What is below /tmp goes along with it.
+        if to != "/tmp" && !shown.iter().any(|(known, _)| *known == from) {
+            shown.push((from, to));
+        }
+    }
+    shown
 }

@@ -4,6 +4,7 @@
 //! is [`Request`], [`image`] (the initramfs), and [`run`](self::run()) with the results line and the time limit.
 
 pub mod arm64;
+pub mod disk;
 pub mod image;
 mod request;
 mod run;

@@ -79,6 +79,9 @@ pub struct Request {
     pub parameters: Vec<String>,
     /// A network to another host, as its eth0.
     pub wire: Option<Wire>,
+    /// A disk with the root that it has, an ext4 image which it leaves as it is; without one, what it boots into is its root. Hosts of
+    /// `svm` have one.
+    pub root: Option<PathBuf>,
     /// Files from this machine, and where they are to be in the host.
     pub files: Vec<(PathBuf, String)>,
     /// Directories that are to be in the host.
@@ -105,6 +108,7 @@ impl Request {
             hugepages: 0,
             parameters: Vec::new(),
             wire: None,
+            root: None,
             files: Vec::new(),
             directories: Vec::new(),
             env: Vec::new(),

@@ -160,6 +160,10 @@ fn qemu(start: &Start, sleep: &str) -> Result<Command> {
         .arg("-initrd")
         .arg(initrd)
         .args(["-append", &request.command_line()]);
+    if let Some(root) = &request.root {
+        let drive = format!("file={},format=raw,if=none,id=root,snapshot=on", root.display());
+        command.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=root"]);
+    }
     if let Some(wire) = &request.wire {
         let [here, there] = [wire.end, 1 - wire.end].map(|end| wire.ends[end].display());
         let ends = format!("local.type=unix,local.path={here},remote.type=unix,remote.path={there}");

@@ -70,6 +70,11 @@ fn run() -> io::Result<()> {
     if let Err(error) = loopback_up() {
         complaints.push(format!("lo: {error}"));
     }
+    if let Some(shown) = &job.root
+        && let Err(error) = on_disk(shown)
+    {
+        complaints.push(format!("a root on a disk: {error}"));
+    }
     let refused: Vec<String> = job.parameters.iter().filter_map(|p| parameter::refused(p)).collect();
     if job.shell {
         complaints.iter().chain(&refused).for_each(|complaint| eprintln!("bed-init: {complaint}"));
@@ -119,6 +124,43 @@ fn mount_with(source: &str, kind: &str, at: &str, flags: libc::c_ulong) -> io::R
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Has the disk for the root, with what is mounted and `shown` of what was the root before; a directory of devices that are none; and a way
+/// out by an interface that leads nowhere.
+fn on_disk(shown: &[(String, String)]) -> io::Result<()> {
+    const DISK: &str = "/disk";
+    fs::create_dir_all(DISK)?;
+    mount_with("/dev/vda", "ext4", DISK, 0)?;
+    for at in ["/proc", "/sys", "/dev", "/tmp", "/run", OUT_DIR] {
+        fs::create_dir_all(format!("{DISK}{at}"))?;
+        mount_with(at, "none", &format!("{DISK}{at}"), libc::MS_MOVE)?;
+    }
+    for (from, to) in shown {
+        let to = format!("{DISK}{to}");
+        if fs::metadata(from)?.is_dir() { fs::create_dir_all(&to) } else { File::create(&to).map(drop) }?;
+        mount_with(from, "none", &to, libc::MS_BIND | libc::MS_REC)?;
+    }
+    std::env::set_current_dir(DISK)?;
+    mount_with(".", "none", "/", libc::MS_MOVE)?;
+    std::os::unix::fs::chroot(".")?;
+    std::env::set_current_dir("/")?;
+    mount_with("tmpfs", "tmpfs", "/mnt", libc::MS_NODEV)?;
+    for line in [
+        "link add dummy0 type dummy",
+        "address add 192.0.2.1/24 dev dummy0",
+        "link set dummy0 up",
+        "route add default via 192.0.2.2",
+    ] {
+        let output = Command::new("/bin/ip").args(line.split(' ')).output()?;
+        if !output.status.success() {
+            return Err(io::Error::other(format!(
+                "ip {line}: {}",
+                String::from_utf8_lossy(&output.stderr).trim()
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Loads one module with those of `parameters` that are its own.
@@ -213,7 +255,7 @@ fn prepare(job: &Job, command: &mut Command) {
     command
         .current_dir(OUT_DIR)
         .env_clear()
-        .env("PATH", "/bin:/sbin:/usr/bin")
+        .env("PATH", "/bin:/sbin:/usr/bin:/usr/local/bin")
         .env("HOME", "/tmp")
         .env("TERM", "linux")
         .env("XDG_RUNTIME_DIR", "/run")

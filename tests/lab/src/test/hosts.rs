@@ -10,10 +10,10 @@ use harness::record;
 
 use super::programs::{self, Place};
 use super::tally::Tally;
-use super::{Bed, HUGEPAGES, Options, debuggers, here};
+use super::{Bed, HUGEPAGES, Options, debuggers, here, setup};
 use crate::architecture::Architecture;
 use crate::artifacts::{self, Executable, Kernel, Programs};
-use crate::bed::{self, Emulated, HostKernel, Pace, Request, Wire, svm};
+use crate::bed::{self, Emulated, HostKernel, Pace, Request, Wire, disk, svm};
 use crate::cache::Cache;
 use crate::guest::Guest;
 use crate::lanes::side_by_side;
@@ -103,9 +103,55 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
         }
         (svm::BED.mode(npt), request)
     };
-    let hosts = modes(options).into_iter().map(host).collect();
+    let mut hosts: Vec<_> = modes(options).into_iter().map(host).collect();
+    if whole && setup::packages(&disk::PROGRAMS, options.setup, "linux", tally)? {
+        match disk::debian(&cache) {
+            Ok(root) => {
+                let packages = packages(&cache)?;
+                hosts.extend(modes(options).into_iter().map(|npt| on_a_disk(&kernel, npt, &root, &packages)));
+            }
+            Err(error) => tally.skip("linux", "hosts whose root is on a disk", &error.to_string()),
+        }
+    }
     let guests = guests(&cache, whole)?;
     run(&cache, ("linux", hosts), &programs::built_for(Place::Linux)?, &guests, &options.arguments, tally)
+}
+
+/// A host with a root of its own, for those tests alone which need that.
+fn on_a_disk(kernel: &Kernel, npt: bool, root: &Path, packages: &[(PathBuf, String)]) -> (String, Request) {
+    let mut request = for_linux(Request::new(HostKernel::Debian(kernel.clone())), npt);
+    request.files.extend(packages.iter().cloned());
+    request.root = Some(root.to_owned());
+    request.env.push(("VELLUM_LINUX".into(), "root".into()));
+    request.time_limit = Duration::from_secs(60 * 60);
+    (format!("{} on a disk", svm::BED.mode(npt)), request)
+}
+
+/// The files of the guests' kernels as their packages have them.
+fn packages(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
+    let mut files = Vec::new();
+    for version in Kernel::versions() {
+        let kernel = Kernel::debian(cache, version)?;
+        let package = kernel.package_dir();
+        let mut left = vec![package.join("boot"), package.join("lib/modules")];
+        while let Some(dir) = left.pop() {
+            for entry in fs::read_dir(&dir).map_err(Error::file("read", &dir))? {
+                let entry = entry.map_err(Error::file("read", &dir))?;
+                let path = entry.path();
+                match entry.file_type().map_err(Error::file("read", &path))? {
+                    kind if kind.is_dir() => left.push(path),
+                    kind if kind.is_file()
+                        && !entry.file_name().to_string_lossy().starts_with("System.map") =>
+                    {
+                        let within = path.strip_prefix(package).unwrap_or(&path).display();
+                        files.push((path.clone(), format!("/guests/{version}/package/{within}")));
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+    Ok(files)
 }
 
 /// What debuggers there are for a host: what cannot be had the trials name themselves.

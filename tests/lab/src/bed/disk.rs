@@ -1,0 +1,43 @@
+//! The disk of an emulated host that has a root of its own: Debian on ext4, as machines have it and an initramfs has not.
+//!
+//! It is made once and kept in the cache. A host writes into memory of its emulator's, so that each finds it as it was made.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::cache::Cache;
+use crate::debian;
+use crate::test::setup;
+use crate::{Error, Result, tool};
+
+/// The Debian.
+const SUITE: &str = "bookworm";
+/// What it has beside the essential: what commands in a guest may want to call, and what the host itself does.
+const PACKAGES: &str = "iproute2,kmod,attr,strace";
+/// How large the file system is, in MiB; the file is sparse.
+const MIB: u32 = 1024;
+
+/// The programs of this machine that make it.
+pub const PROGRAMS: [&str; 2] = ["mmdebstrap", "mke2fs"];
+
+/// The image, made if need be, which takes root.
+pub fn debian(cache: &Cache) -> Result<PathBuf> {
+    let made = cache.entry(&format!("disk/{SUITE}"), |dir| {
+        if !setup::is_root() {
+            return Err(Error::Usage("a disk with a Debian needs root to be made: run it as root".into()));
+        }
+        eprintln!("lab: a disk with a {SUITE} for emulated hosts");
+        let root = dir.join("root");
+        let mut command = Command::new(tool::need("mmdebstrap")?);
+        let include = format!("--include={PACKAGES}");
+        command.args(["--variant=minbase", &include, "--quiet", SUITE]).arg(&root).arg(debian::mirror()?);
+        tool::output(&mut command)?;
+        let image = dir.join("root.ext4");
+        let mut command = Command::new(tool::need("mke2fs")?);
+        command.args(["-q", "-t", "ext4", "-d"]).arg(&root).arg(&image).arg(format!("{MIB}M"));
+        tool::output(&mut command)?;
+        fs::remove_dir_all(&root).map_err(Error::file("remove", &root))
+    });
+    Ok(made?.join("root.ext4"))
+}
