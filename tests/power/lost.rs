@@ -1,0 +1,261 @@
+//! Power is lost.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use harness::{Failed, Need, Random, ensure, trial};
+use vellum::share::{Cache, Config};
+
+use crate::disk::disk;
+use crate::mount::{Act, Mount, acts, fuse};
+use crate::{Scratch, ask, overlaid};
+
+/// How often it is lost, unless VELLUM_CUTS says another number.
+const CUTS: u32 = 50;
+const SECTOR: usize = 512;
+const BYTES: u64 = 16 << 20;
+
+fn ext4() -> Need {
+    fuse()?;
+    if !fs::read_to_string("/proc/filesystems").is_ok_and(|all| all.contains("ext4")) {
+        return Err("needs a kernel with ext4: modprobe ext4".into());
+    }
+    if !Path::new("/dev/loop-control").exists() {
+        return Err("needs loop devices: modprobe loop".into());
+    }
+    let found = Command::new("e2fsck").arg("-V").stderr(Stdio::null()).status();
+    found.map(drop).map_err(|_| "needs mkfs.ext4, e2fsck and debugfs: apt install e2fsprogs".into())
+}
+
+/// Runs a command: its status, and what it said.
+fn run(line: &[&str]) -> Result<(Option<i32>, String), Failed> {
+    let output = Command::new(line[0]).args(&line[1..]).stdin(Stdio::null()).output()?;
+    let said = [&output.stdout[..], &output.stderr].concat();
+    Ok((output.status.code(), String::from_utf8_lossy(&said).into_owned()))
+}
+
+fn works(line: &[&str]) -> Result<String, Failed> {
+    let (status, said) = run(line)?;
+    ensure(status == Some(0), || format!("{line:?}: {status:?}: {said}"))?;
+    Ok(said)
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a name of this test's own")
+}
+
+/// A file whose contents were to last, and after how many acts on the disk they were said to.
+struct Promise {
+    name: String,
+    contents: Vec<u8>,
+    acts: usize,
+}
+
+/// What ext4 did to a disk whose contents were in the file `disk` before.
+fn workload(
+    scratch: &Scratch,
+    original: &[u8],
+    random: &mut Random,
+) -> Result<(Vec<Act>, Vec<Promise>), Failed> {
+    let [there, mounted, record] = ["there", "mounted", "record"].map(|name| scratch.path(name));
+    fs::create_dir(&there)?;
+    fs::create_dir(&mounted)?;
+    fs::write(there.join("disk"), original)?;
+    let config = Config { writable: true, cache: Cache::None, ..Config::default() };
+    let mount = Mount::recorded(&there, mounted.clone(), config, Some(&record))?;
+    let root = scratch.path("root");
+    fs::create_dir(&root)?;
+    works(&["mount", "-o", "loop,commit=1", text(&mounted.join("disk")), text(&root)])?;
+    let worked = used(&root, &record, random);
+    works(&["umount", text(&root)])?;
+    let promises = worked?;
+    drop(mount);
+    Ok((acts(&fs::read(&record)?), promises))
+}
+
+/// Uses a file system as programs do that want their data to last.
+fn used(root: &Path, record: &Path, random: &mut Random) -> Result<Vec<Promise>, Failed> {
+    let mut promises = Vec::new();
+    for step in 0..60u32 {
+        let directory = root.join(format!("d{}", step / 10));
+        fs::create_dir_all(&directory)?;
+        // What is written and soon gone, without ever being asked to last.
+        for number in 0..random.below(6) {
+            let short = directory.join(format!("short{number}"));
+            fs::write(&short, vec![step as u8; random.below(20_000) as usize])?;
+            if random.below(2) == 0 {
+                fs::remove_file(&short)?
+            } else {
+                fs::rename(&short, root.join("moved"))?
+            }
+        }
+        let contents: Vec<u8> =
+            (0..random.below(60_000)).map(|at| (at * u64::from(step + 1)) as u8).collect();
+        let (new, name) = (directory.join("new"), format!("d{}/f{step}", step / 10));
+        let mut file = File::create(&new)?;
+        file.write_all(&contents)?;
+        file.sync_all()?;
+        fs::rename(&new, root.join(&name))?;
+        File::open(&directory)?.sync_all()?;
+        promises.push(Promise { name, contents, acts: acts(&fs::read(record)?).len() });
+    }
+    Ok(promises)
+}
+
+#[trial(ext4())]
+fn what_was_flushed_outlives_a_loss_of_power() -> Result<(), Failed> {
+    let (mut random, scratch) = (Random::new(), Scratch::new("lost")?);
+    let base = scratch.path("base");
+    // Where nothing was ever written there is something, so that what is lost is not what was there by chance.
+    fs::write(&base, (0..BYTES).map(|at| (at / 512) as u8 | 1).collect::<Vec<u8>>())?;
+    // Half of a superblock is none where it has a checksum, and there is no journal of it; everything else is in the journal.
+    works(&[
+        "mkfs.ext4",
+        "-q",
+        "-F",
+        "-E",
+        "nodiscard",
+        "-O",
+        "^metadata_csum",
+        "-J",
+        "size=4",
+        text(&base),
+    ])?;
+    let original = fs::read(&base)?;
+    let (asked, promises) = workload(&scratch, &original, &mut random)?;
+    let [there, mounted, record] = ["over", "over-mounted", "over-record"].map(|name| scratch.path(name));
+    fs::create_dir(&there)?;
+    fs::create_dir(&mounted)?;
+    let over = mounted.join("overlay");
+    // It is made, and so is there, before it is used.
+    drop(disk(&overlaid(base.clone(), there.join("overlay"))));
+    let begin = fs::read(there.join("overlay"))?;
+    let config = Config { writable: true, cache: Cache::None, ..Config::default() };
+    let mount = Mount::recorded(&there, mounted, config, Some(&record))?;
+    let mut driver = disk(&overlaid(base.clone(), over));
+    driver.start();
+    // How much was recorded when each act began.
+    let mut starts = Vec::with_capacity(asked.len() + 1);
+    let length = || fs::metadata(&record).map_or(0, |it| it.len());
+    for act in &asked {
+        starts.push(length());
+        match act {
+            Act::Write(at, data) => ask::write(&mut driver, *at, data),
+            Act::Sync => ask::flush(&mut driver),
+        }
+    }
+    starts.push(length());
+    drop(driver);
+    drop(mount);
+    let done = acts(&fs::read(&record)?);
+    let syncs = done.iter().filter(|act| matches!(act, Act::Sync)).count();
+    eprintln!("{} acts of ext4's, {} of the overlay's, {syncs} of them syncs", asked.len(), done.len());
+    ensure(syncs > 100 && promises.len() == 60, || "that is no workload".into())?;
+    let cuts = std::env::var("VELLUM_CUTS").ok().and_then(|text| text.parse().ok()).unwrap_or(CUTS);
+    let trial = Cut { base: &base, original, asked, starts, begin, done, promises };
+    let mut repaired = 0;
+    for cut in 0..cuts {
+        let at = random.below(trial.done.len() as u64 + 1) as usize;
+        // By turns when the most is under way: right before the overlay asks for what it has written to last.
+        let next = trial.done[at..].iter().position(|act| matches!(act, Act::Sync)).unwrap_or(0);
+        let at = at + if cut % 2 == 0 { next } else { 0 };
+        let lost = trial.lost(at, &mut random, &scratch).map_err(|error| {
+            Failed::from(format!("loss {cut}, after {at} acts: {}", error.message().unwrap_or("?")))
+        })?;
+        repaired += u32::from(lost);
+    }
+    eprintln!("{cuts} losses of power, the journal was needed after {repaired}");
+    ensure(fs::read(&base)? == trial.original, || "the base has changed".into())
+}
+
+/// All that is known of a run.
+struct Cut<'a> {
+    base: &'a Path,
+    original: Vec<u8>,
+    asked: Vec<Act>,
+    starts: Vec<u64>,
+    begin: Vec<u8>,
+    done: Vec<Act>,
+    promises: Vec<Promise>,
+}
+
+impl Cut<'_> {
+    /// The length of a record of the first `count` acts on the overlay.
+    fn recorded(&self, count: usize) -> u64 {
+        let len = |act: &Act| match act {
+            Act::Write(_, data) => 16 + data.len() as u64,
+            Act::Sync => 8,
+        };
+        self.done[..count].iter().map(len).sum()
+    }
+
+    /// Power is lost after `cut` acts on the overlay; whether the journal was needed.
+    fn lost(&self, cut: usize, random: &mut Random, scratch: &Scratch) -> Result<bool, Failed> {
+        let mut medium = self.begin.clone();
+        let synced = self.done[..cut].iter().rposition(|act| matches!(act, Act::Sync)).unwrap_or(0);
+        // All that was not synced, nothing, or any part of it.
+        let share = random.below(5);
+        for (number, act) in self.done[..cut].iter().enumerate() {
+            let Act::Write(at, data) = act else { continue };
+            for (part, bytes) in data.chunks(SECTOR).enumerate() {
+                if number < synced || random.below(4) < share {
+                    medium[*at as usize + part * SECTOR..][..bytes.len()].copy_from_slice(bytes);
+                }
+            }
+        }
+        let over: PathBuf = scratch.path("after");
+        fs::write(&over, medium)?;
+        let mut driver = disk(&overlaid(self.base.to_owned(), over));
+        driver.start();
+        let found = ask::read(&mut driver, 0, BYTES as usize);
+        drop(driver);
+        let flushed = self.is_old_or_new(self.recorded(cut), &found)?;
+        let image = scratch.path("image");
+        fs::write(&image, found)?;
+        let (status, said) = run(&["e2fsck", "-p", text(&image)])?;
+        ensure(matches!(status, Some(0 | 1)), || format!("e2fsck -p: {status:?}: {said}"))?;
+        let all = works(&["e2fsck", "-fn", text(&image)]);
+        all.map_err(|error| format!("more than the journal: {}", error.message().unwrap_or("?")))?;
+        // One of the files that were to last.
+        let kept: Vec<&Promise> = self.promises.iter().filter(|promise| promise.acts <= flushed).collect();
+        if let Some(promise) = kept.get(random.below(kept.len() as u64) as usize) {
+            let out = scratch.path("out");
+            let _ = fs::remove_file(&out);
+            run(&["debugfs", "-R", &format!("dump /{} {}", promise.name, out.display()), text(&image)])?;
+            let is = fs::read(&out).unwrap_or_default();
+            ensure(out.exists() && is == promise.contents, || {
+                format!("{}: {} bytes", promise.name, is.len())
+            })?;
+        }
+        Ok(said.contains("recovering journal"))
+    }
+
+    /// Compares `found` with what may be there when so much was recorded: how many of the acts that were asked for were flushed.
+    fn is_old_or_new(&self, recorded: u64, found: &[u8]) -> Result<usize, Failed> {
+        let ended = |act: usize| self.starts[act + 1] <= recorded;
+        let is_flush = |act: usize| matches!(self.asked[act], Act::Sync);
+        // A flush has ended where a later act has recorded something, or there is no more of it.
+        let flushed =
+            (0..self.asked.len()).rev().find(|act| is_flush(*act) && ended(*act)).map_or(0, |act| act + 1);
+        let mut old = self.original.clone();
+        let mut new: HashMap<usize, Vec<&[u8]>> = HashMap::new();
+        for (number, act) in self.asked.iter().enumerate() {
+            let Act::Write(at, data) = act else { continue };
+            if number < flushed {
+                old[*at as usize..][..data.len()].copy_from_slice(data);
+            } else if self.starts[number] <= recorded {
+                for (part, bytes) in data.chunks(SECTOR).enumerate() {
+                    new.entry(*at as usize / SECTOR + part).or_default().push(bytes);
+                }
+            }
+        }
+        for (number, (found, old)) in found.chunks(SECTOR).zip(old.chunks(SECTOR)).enumerate() {
+            let may = || new.get(&number).is_some_and(|any| any.contains(&found));
+            ensure(found == old || may(), || format!("sector {number} is neither old nor new"))?;
+        }
+        Ok(flushed)
+    }
+}

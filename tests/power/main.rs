@@ -1,0 +1,127 @@
+//! A disk with an overlay loses power, or its machine is killed: what was flushed is there, and of the rest each sector is old or new.
+//!
+//! An ext4 of this host's works on a disk by way of /dev/fuse, where what it writes and flushes is recorded. The tests' own driver does that
+//! again on a disk with an overlay, whose file lies on such a mount, too: the record is what the overlay wrote, and when it asked for that to
+//! last. Power is lost at any place of that record.
+
+mod killed;
+mod lost;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use harness::Trials;
+use vellum::devices::virtio::blk::BlkConfig;
+use vellum::devices::virtio::blk::overlay::Place;
+use vellum::devices::virtio::transport::Codec;
+use vellum::share::process;
+
+#[path = "../virtio/disk.rs"]
+#[allow(dead_code, reason = "the test `virtio` uses more of it")]
+mod disk;
+#[path = "../virtio/driver.rs"]
+#[allow(dead_code, reason = "the test `virtio` uses more of it")]
+mod driver;
+#[path = "../share/mount.rs"]
+#[allow(dead_code, reason = "the test `share` uses more of it")]
+mod mount;
+#[path = "../virtio/reach.rs"]
+#[allow(dead_code, reason = "the test `virtio` uses more of it")]
+mod reach;
+
+/// How this test reaches its disk: what is behind it is the same by either codec.
+const CODEC: Codec = Codec::Mmio;
+
+fn main() -> ExitCode {
+    let ended = match std::env::args().nth(1).as_deref() {
+        Some(process::WORD) => process::serve().map_err(|error| error.to_string()),
+        Some(mount::WORD) => mount::carry().map_err(|error| error.message().unwrap_or_default().to_owned()),
+        Some(killed::WORD) => killed::write(),
+        _ => {
+            let mut trials = Trials::from_args();
+            // A process that another trial starts has this one's descriptors until it runs its program, and with them an overlay's lock.
+            trials.one_at_a_time();
+            return trials.run();
+        }
+    };
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("power: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Where a trial has its files, which go with it.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> std::io::Result<Self> {
+        let path = std::env::temp_dir().join(format!("vellum-power-{}-{name}", std::process::id()));
+        std::fs::create_dir(&path)?;
+        Ok(Self(path))
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A disk of `base`, with an overlay in the file `over`.
+fn overlaid(base: PathBuf, over: PathBuf) -> BlkConfig {
+    BlkConfig { overlay: Some(Place::File(over)), ..BlkConfig::new(base) }
+}
+
+/// What a driver asks of a disk.
+mod ask {
+    use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
+
+    use crate::disk::{DATA, STATUS, header};
+    use crate::driver::{Buf, Driver, readable, writable};
+
+    /// Bytes of a request.
+    pub const MOST: usize = 64 << 10;
+
+    fn request(driver: &mut Driver, kind: u32, at: u64, data: &[Buf]) {
+        header(driver, kind, at / 512);
+        let mut chain = vec![readable(crate::disk::HEADER, 16)];
+        chain.extend(data);
+        chain.push(writable(STATUS, 1));
+        driver.submit(0, &chain);
+        driver.wait_used(0);
+        assert_eq!(driver.fetch(STATUS, 1), [0], "request {kind} at {at}");
+    }
+
+    pub fn write(driver: &mut Driver, at: u64, data: &[u8]) {
+        for (number, part) in data.chunks(MOST).enumerate() {
+            driver.put(DATA, part);
+            request(
+                driver,
+                VIRTIO_BLK_T_OUT,
+                at + (number * MOST) as u64,
+                &[readable(DATA, part.len() as u32)],
+            );
+        }
+    }
+
+    pub fn read(driver: &mut Driver, at: u64, len: usize) -> Vec<u8> {
+        let mut all = Vec::with_capacity(len);
+        while all.len() < len {
+            let part = MOST.min(len - all.len());
+            request(driver, VIRTIO_BLK_T_IN, at + all.len() as u64, &[writable(DATA, part as u32)]);
+            all.extend(driver.fetch(DATA, part));
+        }
+        all
+    }
+
+    pub fn flush(driver: &mut Driver) {
+        request(driver, VIRTIO_BLK_T_FLUSH, 0, &[]);
+    }
+}
