@@ -21,6 +21,22 @@ impl Architecture {
         }
     }
 
+    /// What the kernel's make calls it, and the fragments of its configuration.
+    pub fn kernel(self) -> &'static str {
+        match self {
+            Self::X86 => "x86",
+            Self::Arm => "arm64",
+        }
+    }
+
+    /// What the names of its compilers begin with, as Debian has them on a machine of x86-64.
+    pub fn prefix(self) -> &'static str {
+        match self {
+            Self::X86 => "",
+            Self::Arm => "aarch64-linux-gnu-",
+        }
+    }
+
     /// What Debian calls it.
     pub fn debian(self) -> &'static str {
         match self {

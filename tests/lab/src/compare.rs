@@ -21,6 +21,7 @@ use vellum::report::compare::{self as weighing, Compared, Policy, Replicate, Wei
 use vellum::report::{Case, Label, Report, Status, html, terminal};
 
 use self::boot::{Boot, Hosts, Sample};
+use crate::architecture::Architecture;
 use crate::artifacts::Programs;
 use crate::bed::{self, BEDS, Emulated};
 use crate::cache::Cache;
@@ -196,16 +197,24 @@ pub fn compare(
             processor.bed.name()
         )));
     }
-    let base = series.base;
+    let (base, architecture) = (series.base, processor.bed.architecture());
+    if series.architecture()? == Architecture::Arm && architecture != Architecture::Arm {
+        return Err(Error::Usage(format!(
+            "--bed {}: {} changes files of arm64 alone; use --bed arm64, or leave it out",
+            processor.bed.name(),
+            series.name
+        )));
+    }
     let kernels = |variant| -> Result<[Image; 2]> {
         let after = match other {
-            None => build::build(cache, base, std::slice::from_ref(series), variant),
-            Some(other) => build::build(cache, other, &[], variant),
+            None => build::build_for(cache, architecture, base, std::slice::from_ref(series), variant),
+            Some(other) => build::build_for(cache, architecture, other, &[], variant),
         };
-        Ok([build::build(cache, base, &[], variant)?, after?])
+        Ok([build::build_for(cache, architecture, base, &[], variant)?, after?])
     };
     let [before, after] = kernels(None)?;
-    let hosts = Hosts { cache, programs: Programs::build()?, processor, kept: out.join("boots") };
+    let hosts =
+        Hosts { cache, programs: Programs::build_for(architecture)?, processor, kept: out.join("boots") };
     let mut rows = Vec::new();
     let mut results = Vec::new();
     for group in by_host(&benches) {

@@ -87,9 +87,9 @@ enum What {
     Compare {
         /// The series, as `cargo lab list` calls it
         series: String,
-        /// The hosts that it is measured on
-        #[arg(long, default_value = BEDS[0].name())]
-        bed: Hosts,
+        /// The hosts that it is measured on [default: svm, or arm64 for a series of arm64's]
+        #[arg(long)]
+        bed: Option<Hosts>,
         /// On vmx: a processor with page-modification logging
         #[arg(long)]
         pml: bool,
@@ -242,6 +242,9 @@ enum KernelCommand {
         /// A configuration on top: debug, lock-stat, preempt
         #[arg(long)]
         variant: Option<String>,
+        /// What it is for [default: x86, or arm64 where all its series change files of arm64 alone]
+        #[arg(long, value_enum)]
+        arch: Option<Architecture>,
     },
 }
 
@@ -360,8 +363,8 @@ fn perform(what: What) -> Result<u8> {
         What::Test { bed, setup, prebuilt, npt, time, form, arguments } => {
             test::run(test::Options { bed, setup, prebuilt, npt, time, arguments, form: form.output()? })
         }
-        What::Kernel { command: KernelCommand::Build { base, with, variant } } => {
-            done(build_kernel(&base, &with, variant.as_deref()))
+        What::Kernel { command: KernelCommand::Build { base, with, variant, arch } } => {
+            done(build_kernel(&base, &with, variant.as_deref(), arch))
         }
         What::Kernel { command: KernelCommand::Source { base, with } } => done(make_source(&base, &with)),
         What::List => done(list()),
@@ -420,10 +423,17 @@ fn shell(bed: Emulated, host: Host) -> Result<()> {
     bed::shell(&cache, &Programs::build_for(bed.architecture())?, &request)
 }
 
-fn build_kernel(base: &str, with: &[String], variant: Option<&str>) -> Result<()> {
+fn build_kernel(
+    base: &str,
+    with: &[String],
+    variant: Option<&str>,
+    arch: Option<Architecture>,
+) -> Result<()> {
     let base = Base::named(base)?;
-    let image = build::build(&Cache::open()?, base, &series::of_base(base, with)?, variant)?;
-    println!("{}", image.bzimage().display());
+    let series = series::of_base(base, with)?;
+    let architecture = arch.map_or_else(|| series::architecture(&series), Ok)?;
+    let image = build::build_for(&Cache::open()?, architecture, base, &series, variant)?;
+    println!("{}", image.file().display());
     Ok(())
 }
 
@@ -444,7 +454,13 @@ fn list() -> Result<()> {
 }
 
 /// Compares, and says where what came of it is kept.
-fn compare(series: &str, hosts: Hosts, pml: bool, on: Option<&str>, out: Option<PathBuf>) -> Result<PathBuf> {
+fn compare(
+    series: &str,
+    hosts: Option<Hosts>,
+    pml: bool,
+    on: Option<&str>,
+    out: Option<PathBuf>,
+) -> Result<PathBuf> {
     let cache = Cache::open()?;
     let series = series::named(series)?;
     let other = on.map(Base::named).transpose()?;
@@ -454,7 +470,8 @@ fn compare(series: &str, hosts: Hosts, pml: bool, on: Option<&str>, out: Option<
             series.base.name, series.name
         )));
     }
-    match hosts {
+    let architecture = series.architecture()?;
+    match hosts.unwrap_or(Hosts::Emulated(Emulated::of(architecture))) {
         Hosts::Emulated(bed) => {
             has_pml(bed, pml)?;
             bed.ready()?;
@@ -469,6 +486,9 @@ fn compare(series: &str, hosts: Hosts, pml: bool, on: Option<&str>, out: Option<
         Hosts::Metal if other.is_some() => Err(Error::Usage(
             "--on: metal compares a series with its base alone; leave it out, or measure on svm".into(),
         )),
+        Hosts::Metal if architecture != Architecture::X86 => Err(Error::Usage(
+            "--bed metal: packages are made for x86-64 alone, and this series changes files of arm64; measure on arm64".into(),
+        )),
         Hosts::Metal => {
             let out = out.unwrap_or_else(|| compare::kept_of_metal(&cache, &series));
             compare::metal::compare(&cache, &series, &out)?;
@@ -478,11 +498,13 @@ fn compare(series: &str, hosts: Hosts, pml: bool, on: Option<&str>, out: Option<
 }
 
 fn check_series(names: &[String], only: &[Step], output: Option<Output>) -> Result<()> {
-    BEDS[0].ready()?;
     let cache = Cache::open()?;
     let mut report = form::report("lab check");
-    let done =
-        series::chosen(names)?.iter().try_for_each(|series| check::check(&cache, series, only, &mut report));
+    let all = series::chosen(names)?;
+    for series in &all {
+        Emulated::of(series.architecture()?).ready()?;
+    }
+    let done = all.iter().try_for_each(|series| check::check(&cache, series, only, &mut report));
     // A form is of what was tried, whatever came of it.
     output.map_or(Ok(()), |output| output.deliver(&report))?;
     done

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use crate::{Error, Result};
 
 /// Debian's package for each program the laboratory calls.
-const PACKAGES: [(&str, &str); 29] = [
+const PACKAGES: [(&str, &str); 32] = [
     ("ip", "iproute2"),
     ("unshare", "util-linux"),
     ("qemu-system-aarch64", "qemu-system-arm"),
@@ -32,7 +32,10 @@ const PACKAGES: [(&str, &str); 29] = [
     ("dpkg-deb", "dpkg"),
     ("git", "git"),
     ("gcc-12", "gcc-12"),
+    ("aarch64-linux-gnu-gcc-12", "gcc-12-aarch64-linux-gnu"),
+    ("aarch64-linux-gnu-ld", "binutils-aarch64-linux-gnu"),
     // A file that is no program: what needs it is compiled.
+    ("/usr/aarch64-linux-gnu/include/stdio.h", "libc6-dev-arm64-cross"),
     ("/usr/include/libelf.h", "libelf-dev"),
     ("/usr/include/openssl/bio.h", "libssl-dev"),
     ("syslinux", "syslinux"),

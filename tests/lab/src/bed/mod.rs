@@ -128,6 +128,12 @@ pub enum Results {
 pub struct Emulated(&'static dyn Emulator);
 
 impl Emulated {
+    /// The first bed whose hosts are of `architecture`.
+    pub fn of(architecture: Architecture) -> Self {
+        let bed = BEDS.into_iter().find(|bed| bed.architecture() == architecture);
+        bed.expect("each architecture is that of a bed")
+    }
+
     /// `svm npt=0`, `vmx ept=1 pml`: a host as figures and messages name it.
     pub fn label(self, second_stage: bool, pml: bool) -> String {
         let pml = if pml { " pml" } else { "" };

@@ -11,12 +11,12 @@ use crate::artifacts::Kernel;
 pub enum HostKernel {
     /// One of Debian's, with KVM as modules.
     Debian(Kernel),
-    /// A bzImage with KVM built in, or with KVM's modules beside it.
+    /// A bzImage (on Arm: an Image) with KVM built in, or with KVM's modules beside it.
     Image(PathBuf),
 }
 
 impl HostKernel {
-    /// Its bzImage.
+    /// What boots of it.
     pub fn image(&self) -> &Path {
         match self {
             HostKernel::Debian(kernel) => &kernel.image,

@@ -8,7 +8,7 @@ use vellum::report::{Figure, Report, json};
 
 use super::{Processor, ROUNDS, locks};
 use crate::artifacts::Programs;
-use crate::bed::{self, HostKernel, Outcome, Request};
+use crate::bed::{self, Outcome};
 use crate::cache::{Cache, digest};
 use crate::kernel::build::Image;
 use crate::kernel::series::Bench;
@@ -86,7 +86,7 @@ fn measure(
     group: &[&Bench],
     processor: Processor,
 ) -> Result<Outcome> {
-    let mut request = Request::new(HostKernel::Image(image.bzimage()));
+    let mut request = image.host();
     (request.bed, request.pml) = (processor.bed, processor.pml);
     group[0].describe_host(&mut request);
     // Many commands share a boot.

@@ -8,7 +8,7 @@ use super::check::report;
 use super::complaints::complaints;
 use super::series::{self, Bench};
 use crate::artifacts::Programs;
-use crate::bed::{self, BEDS, HostKernel, Request};
+use crate::bed;
 use crate::cache::{Cache, digest};
 use crate::lanes::side_by_side;
 use crate::wire::Frame;
@@ -19,7 +19,7 @@ const ORACLE: &str = "vellum test dirty-log --memory 32m --events 20k --seed 1";
 
 /// Boots `image` with the oracle and `tests`.
 pub fn every_time(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
-    let (oracles, programs) = (oracles(), Programs::build()?);
+    let (oracles, programs) = (oracles(), Programs::build_for(image.architecture)?);
     let groups = series::by_host(&oracles.iter().chain(tests).collect::<Vec<_>>());
     each(&groups, |group| boot(cache, &programs, image, group))
 }
@@ -27,14 +27,14 @@ pub fn every_time(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
 /// The same, less what this `vellum` has passed on `image` before: one image with its base's whole stack serves the check
 /// of each series, and a kernel that checks itself takes minutes for the oracle.
 pub fn once_each(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
-    let (oracles, programs) = (oracles(), Programs::build()?);
+    let (oracles, programs) = (oracles(), Programs::build_for(image.architecture)?);
     // What a command runs: vellum, and the series' scripts.
     let mut ran = Vec::new();
     for path in series::scripts()?.into_iter().map(|(path, _)| path).chain([programs.vellum.clone()]) {
         ran.push(fs::read(&path).map_err(Error::file("read", &path))?);
     }
     let ran = digest(ran.iter().map(Vec::as_slice));
-    let (name, emulator) = (&image.name, BEDS[0].version()?);
+    let (name, emulator) = (&image.name, image.host().bed.version()?);
     let entry = |bench: &Bench| {
         let command = digest([format!("{bench:?}").as_bytes(), ran.as_bytes(), emulator.as_bytes()]);
         format!("boots/{name}-{command}")
@@ -66,7 +66,7 @@ fn oracles() -> [Bench; 2] {
 
 /// One boot: the commands of `group`, all for the same host, and its kernel's log.
 fn boot(cache: &Cache, programs: &Programs, image: &Image, group: &[&Bench]) -> Result<()> {
-    let mut request = Request::new(HostKernel::Image(image.bzimage()));
+    let mut request = image.host();
     group[0].describe_host(&mut request);
     // Many commands share a boot, and a kernel that checks itself takes minutes for the oracle.
     request.time_limit *= u32::try_from(group.len() + 1).unwrap_or(u32::MAX);

@@ -11,7 +11,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::series::{self, Series};
 use super::tree::Tree;
-use super::{Base, PROGRAMS};
+use super::{Base, CROSS_PROGRAMS, PROGRAMS};
+use crate::architecture::Architecture;
+use crate::bed::{Emulated, HostKernel, Request};
 use crate::cache::{Cache, digest};
 use crate::{Error, Result, artifacts, doctor, tool};
 
@@ -33,7 +35,9 @@ pub const MODULES: &str = "modules";
 pub struct Image {
     /// `5.10.223-1+pte-list-desc`: what stands in reports.
     pub label: String,
-    /// Holds `bzImage`, `vmlinux`, `config` and `label`.
+    /// What it is for.
+    pub architecture: Architecture,
+    /// Holds `bzImage` (on Arm: `Image`), `vmlinux`, `config` and `label`.
     pub dir: PathBuf,
     /// `5.10.223-1/pte-list-desc-KEY`: what is found out about it is kept under that name.
     pub name: String,
@@ -41,13 +45,27 @@ pub struct Image {
 
 impl Image {
     /// What boots.
-    pub fn bzimage(&self) -> PathBuf {
-        self.dir.join("bzImage")
+    pub fn file(&self) -> PathBuf {
+        self.dir.join(target(self.architecture))
+    }
+
+    /// A host that boots it, of the bed that emulates its architecture.
+    pub fn host(&self) -> Request {
+        Request { bed: Emulated::of(self.architecture), ..Request::new(HostKernel::Image(self.file())) }
+    }
+}
+
+/// What make is asked for, and what it makes below `arch/NAME/boot`.
+fn target(architecture: Architecture) -> &'static str {
+    match architecture {
+        Architecture::X86 => "bzImage",
+        Architecture::Arm => "Image",
     }
 }
 
 /// A configuration: which fragments are merged, and the object directory that belongs to them.
 pub struct Config {
+    architecture: Architecture,
     name: String,
     fragments: Vec<PathBuf>,
     /// Those whose every line has to be in force.
@@ -55,9 +73,14 @@ pub struct Config {
 }
 
 impl Config {
-    /// That of `base`, with `variant` (one of [`VARIANTS`]) on top; of both, and of what is measured, also what this base
+    /// That of `base` for x86, with `variant` (one of [`VARIANTS`]) on top; of both, and of what is measured, also what this base
     /// needs for it.
     pub fn new(base: &Base, variant: Option<&str>) -> Result<Self> {
+        Self::new_for(Architecture::X86, base, variant)
+    }
+
+    /// The same for `architecture`.
+    pub fn new_for(architecture: Architecture, base: &Base, variant: Option<&str>) -> Result<Self> {
         let dir = directory();
         if let Some(unknown) = variant.filter(|variant| !VARIANTS.contains(variant)) {
             return Err(Error::Usage(format!("--variant {unknown}: {} are known", VARIANTS.join(", "))));
@@ -75,14 +98,15 @@ impl Config {
         let measured = (variant != Some(DEBUG)).then_some("measured");
         let mut fragments = Vec::new();
         let mut asked = Vec::new();
-        for part in ["x86"].into_iter().chain(measured).chain(variant) {
+        let own = architecture.kernel();
+        for part in [own].into_iter().chain(measured).chain(variant) {
             let of_part = fragments_of(&dir, part, base);
-            // x86.config names what only some bases have.
-            asked.extend((part != "x86").then(|| of_part.clone()).into_iter().flatten());
+            // That of an architecture names what only some bases have.
+            asked.extend((part != own).then(|| of_part.clone()).into_iter().flatten());
             fragments.extend(of_part);
         }
-        let name = variant.map_or("x86".to_owned(), |variant| format!("x86-{variant}"));
-        Ok(Self { name, fragments, asked })
+        let name = variant.map_or(own.to_owned(), |variant| format!("{own}-{variant}"));
+        Ok(Self { architecture, name, fragments, asked })
     }
 
     /// Whether `variant` can be put on top of `base`: whether it has a fragment there.
@@ -136,10 +160,21 @@ fn in_force(line: &str, dotconfig: &str) -> bool {
     }
 }
 
-/// The image of `base` with `series`, built if need be.
+/// The image of `base` with `series`, built if need be: for Arm, if all of these are for Arm alone.
 pub fn build(cache: &Cache, base: &Base, series: &[Series], variant: Option<&str>) -> Result<Image> {
-    require_tools()?;
-    let config = Config::new(base, variant)?;
+    build_for(cache, series::architecture(series)?, base, series, variant)
+}
+
+/// The same for `architecture`.
+pub fn build_for(
+    cache: &Cache,
+    architecture: Architecture,
+    base: &Base,
+    series: &[Series],
+    variant: Option<&str>,
+) -> Result<Image> {
+    require_tools_for(architecture)?;
+    let config = Config::new_for(architecture, base, variant)?;
     let patches = series::stacked(series);
     let names: Vec<&str> = series.iter().map(|series| series.name.as_str()).chain(variant).collect();
     let tree = Tree::open(cache, base)?;
@@ -147,7 +182,7 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], variant: Option<&str
         .chain(names.iter().copied())
         .collect::<Vec<_>>()
         .join("+");
-    let mut parts = vec![config.text()?, toolchain()?.into()];
+    let mut parts = vec![config.text()?, toolchain_for(architecture)?.into()];
     for patch in &patches {
         let text = fs::read(patch).map_err(Error::file("read", patch))?;
         parts.push(change(&text).to_vec());
@@ -161,16 +196,21 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], variant: Option<&str
         tree.carry(&patches)?;
         let objects = config.objects(&tree)?;
         configure(&tree, &config, &objects)?;
-        make(&tree, &objects, &label)?;
-        keep(&objects, out, &label)
+        make(&tree, architecture, &objects, &label)?;
+        keep(&objects, architecture, out, &label)
     })?;
-    Ok(Image { label, dir, name: format!("{}/{name}", tree.package.version) })
+    Ok(Image { label, architecture, dir, name: format!("{}/{name}", tree.package.version) })
 }
 
-/// The compiler and the linker, with their versions.
+/// The compiler and the linker for x86, with their versions.
 pub fn toolchain() -> Result<String> {
+    toolchain_for(Architecture::X86)
+}
+
+/// The same for `architecture`.
+pub fn toolchain_for(architecture: Architecture) -> Result<String> {
     let first = |program: &str| -> Result<String> {
-        let said = tool::text(Command::new(program).arg("--version"))?;
+        let said = tool::text(Command::new(format!("{}{program}", architecture.prefix())).arg("--version"))?;
         Ok(said.lines().next().unwrap_or_default().to_owned())
     };
     Ok(format!("{}; {}", first(COMPILER)?, first("ld")?))
@@ -185,7 +225,16 @@ pub fn change(patch: &[u8]) -> &[u8] {
 
 /// Names every package that is missing, at once.
 pub fn require_tools() -> Result<()> {
-    match doctor::install_line(&doctor::missing(PROGRAMS)) {
+    require_tools_for(Architecture::X86)
+}
+
+/// The same where kernels are for `architecture`.
+pub fn require_tools_for(architecture: Architecture) -> Result<()> {
+    let programs = match architecture {
+        Architecture::X86 => PROGRAMS.to_vec(),
+        Architecture::Arm => [PROGRAMS, CROSS_PROGRAMS].concat(),
+    };
+    match doctor::install_line(&doctor::missing(&programs)) {
         None => Ok(()),
         Some(line) => Err(Error::Package(format!("building kernels lacks Debian's packages: {line}"))),
     }
@@ -198,14 +247,18 @@ pub fn configure(tree: &Tree, config: &Config, objects: &Path) -> Result<()> {
         return Ok(());
     }
     fs::create_dir_all(objects).map_err(Error::file("create", objects))?;
-    tool::output(command(tree, objects).arg("tinyconfig"))?;
+    tool::output(command_for(tree, config.architecture, objects).arg("tinyconfig"))?;
     let dotconfig = objects.join(".config");
     let mut merge = Command::new(tree.source.join("scripts/kconfig/merge_config.sh"));
     merge.args(["-m", "-O"]).arg(objects).arg(&dotconfig).args(&config.fragments).current_dir(&tree.source);
     tool::output(&mut merge)?;
-    tool::output(command(tree, objects).arg("olddefconfig"))?;
+    tool::output(command_for(tree, config.architecture, objects).arg("olddefconfig"))?;
     let got = fs::read_to_string(&dotconfig).map_err(Error::file("read", &dotconfig))?;
-    if !["CONFIG_KVM_AMD=", "CONFIG_SERIAL_8250_CONSOLE=y"].iter().all(|symbol| got.contains(symbol)) {
+    let needed = match config.architecture {
+        Architecture::X86 => ["CONFIG_KVM_AMD=", "CONFIG_SERIAL_8250_CONSOLE=y"],
+        Architecture::Arm => ["CONFIG_KVM=y", "CONFIG_SERIAL_AMBA_PL011_CONSOLE=y"],
+    };
+    if !needed.iter().all(|symbol| got.contains(symbol)) {
         return Err(Error::Package(format!(
             "{} {} does not take the configuration in resources/kernel: {} lacks KVM or the console",
             tree.package.name,
@@ -226,20 +279,33 @@ pub fn configure(tree: &Tree, config: &Config, objects: &Path) -> Result<()> {
     fs::write(&stamp, wanted).map_err(Error::file("write", &stamp))
 }
 
-/// `make` in the tree, with all that decides what it builds.
+/// `make` in the tree for x86, with all that decides what it builds.
 pub fn command(tree: &Tree, objects: &Path) -> Command {
+    command_for(tree, Architecture::X86, objects)
+}
+
+/// The same for `architecture`.
+pub fn command_for(tree: &Tree, architecture: Architecture, objects: &Path) -> Command {
     let mut command = Command::new("make");
+    let prefix = architecture.prefix();
     command
         .arg("-C")
         .arg(&tree.source)
         .arg(format!("O={}", objects.display()))
-        .args(["ARCH=x86", &format!("CC={COMPILER}"), &format!("HOSTCC={COMPILER}")])
+        .args([
+            &format!("ARCH={}", architecture.kernel()),
+            &format!("CC={prefix}{COMPILER}"),
+            &format!("HOSTCC={COMPILER}"),
+        ])
         // Before and after must differ by the code alone.
         .env("KBUILD_BUILD_TIMESTAMP", "1970-01-01")
         .env("KBUILD_BUILD_USER", "vellum")
         .env("KBUILD_BUILD_HOST", "lab")
         .env("KBUILD_BUILD_VERSION", "1")
         .env("LC_ALL", "C");
+    if !prefix.is_empty() {
+        command.arg(format!("CROSS_COMPILE={prefix}"));
+    }
     if let Some(path) = remembering(std::env::var_os("PATH").as_deref()) {
         command.env("PATH", path).env("CCACHE_DIR", tree.home.join("ccache"));
     }
@@ -259,10 +325,11 @@ fn remembering(path: Option<&OsStr>) -> Option<OsString> {
     })
 }
 
-fn make(tree: &Tree, objects: &Path, label: &str) -> Result<()> {
+fn make(tree: &Tree, architecture: Architecture, objects: &Path, label: &str) -> Result<()> {
     tree.date_for(objects)?;
     let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-    watched(command(tree, objects).args([&format!("-j{jobs}"), "bzImage"]), label)
+    let mut make = command_for(tree, architecture, objects);
+    watched(make.args([&format!("-j{jobs}"), target(architecture)]), label)
 }
 
 /// Runs `make`, and shows on a terminal that it lives.
@@ -285,8 +352,10 @@ pub fn watched(make: &mut Command, label: &str) -> Result<()> {
     built
 }
 
-fn keep(objects: &Path, out: &Path, label: &str) -> Result<()> {
-    for (from, to) in [("arch/x86/boot/bzImage", "bzImage"), ("vmlinux", "vmlinux"), (".config", "config")] {
+fn keep(objects: &Path, architecture: Architecture, out: &Path, label: &str) -> Result<()> {
+    let image = target(architecture);
+    let built = format!("arch/{}/boot/{image}", architecture.kernel());
+    for (from, to) in [(built.as_str(), image), ("vmlinux", "vmlinux"), (".config", "config")] {
         let from = objects.join(from);
         fs::copy(&from, out.join(to)).map_err(Error::file("copy", &from))?;
     }

@@ -110,12 +110,13 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
         Step::UserSpace => in_user_space(cache, tree, series),
         Step::Boots => boots::once_each(cache, &build(None)?, &series.about.test),
         Step::Selftests => {
-            let before = build::build(cache, series.base, &[], None)?;
+            let before = build::build_for(cache, series.architecture()?, series.base, &[], None)?;
             selftests_alike(cache, tree, &series.patches, &hosts(series), &before, &build(None)?)
         }
         Step::Lockdep => {
             // A kernel that checks itself takes the longest to build and to run. One with the whole stack serves each series.
-            let image = build::build(cache, series.base, &stack_of(series.base)?, Some(build::DEBUG))?;
+            let (arch, stack) = (series.architecture()?, stack_of(series.base)?);
+            let image = build::build_for(cache, arch, series.base, &stack, Some(build::DEBUG))?;
             boots::once_each(cache, &image, &series.about.test)?;
             selftests_without_splat(cache, tree, series, &image)
         }
@@ -151,11 +152,7 @@ fn hosts(series: &Series) -> Vec<Paging> {
 }
 
 fn boot_of(image: &Image, (npt, parameters): &Paging) -> Request {
-    Request {
-        second_stage: *npt,
-        parameters: parameters.clone(),
-        ..Request::new(HostKernel::Image(image.bzimage()))
-    }
+    Request { second_stage: *npt, parameters: parameters.clone(), ..image.host() }
 }
 
 /// How often a selftest that ended otherwise is asked again, before and after: a race in the test itself ends one way or
@@ -170,8 +167,8 @@ fn selftests_alike(
     before: &Image,
     after: &Image,
 ) -> Result<()> {
-    let tests = selftests::build(cache, tree, patches)?;
-    let programs = Programs::build()?;
+    let tests = selftests::build(cache, tree, after.architecture, patches)?;
+    let programs = Programs::build_for(after.architecture)?;
     let both = |host| [before, after].map(|image| (image, boot_of(image, host)));
     let asked: Vec<(&Image, Request)> = hosts.iter().flat_map(both).collect();
     let results =
@@ -237,8 +234,8 @@ fn selftests_alike(
 }
 
 fn selftests_without_splat(cache: &Cache, tree: &Tree, series: &Series, image: &Image) -> Result<()> {
-    let tests = selftests::build(cache, tree, &series.patches)?;
-    let programs = Programs::build()?;
+    let tests = selftests::build(cache, tree, image.architecture, &series.patches)?;
+    let programs = Programs::build_for(image.architecture)?;
     let hosts: Vec<Request> = hosts(series).iter().map(|host| boot_of(image, host)).collect();
     let ask = |image: &Image, hosts: &[Request]| {
         side_by_side(hosts, |host| selftests::run(cache, &programs, image, &tests, host.clone()))
@@ -250,8 +247,8 @@ fn selftests_without_splat(cache: &Cache, tree: &Tree, series: &Series, image: &
     // The pristine kernel takes long to build: it is asked only where there is something to ask.
     let doubtful: Vec<usize> = (0..hosts.len()).filter(|&index| complain(&results[index])).collect();
     if !doubtful.is_empty() {
-        let before = build::build(cache, series.base, &[], Some(build::DEBUG))?;
-        let kernel = HostKernel::Image(before.bzimage());
+        let before = build::build_for(cache, image.architecture, series.base, &[], Some(build::DEBUG))?;
+        let kernel = HostKernel::Image(before.file());
         let same: Vec<Request> = doubtful
             .iter()
             .map(|&index| Request { kernel: kernel.clone(), ..hosts[index].clone() })

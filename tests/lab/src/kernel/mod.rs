@@ -54,6 +54,10 @@ impl Base {
     }
 }
 
+/// What the building of kernels for Arm calls beside that: the compiler, and a C library for the kernel's selftests.
+pub const CROSS_PROGRAMS: &[&str] =
+    &["aarch64-linux-gnu-gcc-12", "aarch64-linux-gnu-ld", "/usr/aarch64-linux-gnu/include/stdio.h"];
+
 /// What the building of kernels calls, beyond what the emulated hosts need.
 pub const PROGRAMS: &[&str] = &[
     "apt-get",

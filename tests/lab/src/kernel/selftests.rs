@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::build::{self, Image};
 use super::tree::Tree;
+use crate::architecture::Architecture;
 use crate::artifacts::Programs;
 use crate::bed::{self, Request};
 use crate::cache::{Cache, digest};
@@ -127,9 +128,14 @@ pub fn added(patches: &[PathBuf]) -> Result<Vec<String>> {
 }
 
 /// The tests of `tree`, and those that `patches` add to them, static, by name; the kernel's headers are the pristine ones.
-pub fn build(cache: &Cache, tree: &Tree, patches: &[PathBuf]) -> Result<Vec<(String, PathBuf)>> {
+pub fn build(
+    cache: &Cache,
+    tree: &Tree,
+    architecture: Architecture,
+    patches: &[PathBuf],
+) -> Result<Vec<(String, PathBuf)>> {
     let mut own = Vec::new();
-    let mut key = vec![build::toolchain()?.into_bytes()];
+    let mut key = vec![build::toolchain_for(architecture)?.into_bytes()];
     for patch in patches {
         let text = fs::read(patch).map_err(Error::file("read", patch))?;
         if String::from_utf8_lossy(&text).contains("\n+++ b/tools/testing/selftests/kvm/") {
@@ -137,24 +143,32 @@ pub fn build(cache: &Cache, tree: &Tree, patches: &[PathBuf]) -> Result<Vec<(Str
             key.push(build::change(&text).to_vec());
         }
     }
-    let name = match own.is_empty() {
-        true => "selftests".to_owned(),
-        false => format!("selftests-{}", digest(key.iter().map(Vec::as_slice))),
+    let mut name = match architecture {
+        Architecture::X86 => "selftests".to_owned(),
+        Architecture::Arm => "selftests-arm64".to_owned(),
     };
+    if !own.is_empty() {
+        name += &format!("-{}", digest(key.iter().map(Vec::as_slice)));
+    }
     let dir = cache.entry(&format!("kernel/{}/{name}", tree.package.version), |out| {
-        build::require_tools()?;
+        build::require_tools_for(architecture)?;
         let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
         cache.need_mib(512)?;
         tree.carry(&own)?;
         eprintln!("lab: building the KVM selftests of {}", tree.package.version);
         let (objects, tests) = (out.join("objects"), out.join("tests"));
         fs::create_dir_all(&objects).map_err(Error::file("create", &objects))?;
-        tool::output(build::command(tree, &objects).args(["-s", "headers"]))?;
+        tool::output(build::command_for(tree, architecture, &objects).args(["-s", "headers"]))?;
         let headers = objects.join("usr/include");
         let jobs = std::thread::available_parallelism().map_or(1, usize::from);
         let mut make = std::process::Command::new("make");
         make.arg("-C").arg(tree.source.join("tools/testing/selftests/kvm"));
-        make.args(["-s", &format!("-j{jobs}"), "ARCH=x86_64", &format!("CC={}", build::COMPILER), "all"]);
+        let (prefix, arch) = match architecture {
+            Architecture::X86 => ("", "x86_64"),
+            Architecture::Arm => (architecture.prefix(), "arm64"),
+        };
+        make.args(["-s", &format!("-j{jobs}"), &format!("ARCH={arch}"), "all"]);
+        make.args([format!("CC={prefix}{}", build::COMPILER), format!("CROSS_COMPILE={prefix}")]);
         make.arg(format!("OUTPUT={}", tests.display()));
         // Its own installation of headers would write into the source tree.
         make.args([
@@ -167,7 +181,7 @@ pub fn build(cache: &Cache, tree: &Tree, patches: &[PathBuf]) -> Result<Vec<(Str
         let made = tool::output(&mut make);
         tree.carry(&[])?;
         made?;
-        keep_programs(&tests, out)?;
+        keep_programs(&tests, out, prefix)?;
         for done in [objects, tests] {
             fs::remove_dir_all(&done).map_err(Error::file("remove", &done))?;
         }
@@ -183,14 +197,15 @@ pub fn build(cache: &Cache, tree: &Tree, patches: &[PathBuf]) -> Result<Vec<(Str
 }
 
 /// Strips the executables below `from` into `to`. Which directory they were built in differs from base to base.
-fn keep_programs(from: &Path, to: &Path) -> Result<()> {
+fn keep_programs(from: &Path, to: &Path, prefix: &str) -> Result<()> {
     for entry in fs::read_dir(from).map_err(Error::file("read", from))? {
         let path = entry.map_err(Error::file("read", from))?.path();
         if path.is_dir() {
-            keep_programs(&path, to)?;
+            keep_programs(&path, to, prefix)?;
         } else if is_program(&path)? {
             let name = path.file_name().expect("an entry of a directory has a name");
-            tool::output(std::process::Command::new("strip").arg("-o").arg(to.join(name)).arg(&path))?;
+            let strip = format!("{prefix}strip");
+            tool::output(std::process::Command::new(strip).arg("-o").arg(to.join(name)).arg(&path))?;
         }
     }
     Ok(())

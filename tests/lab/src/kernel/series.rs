@@ -2,13 +2,15 @@
 //!
 //! `series.toml` in a series says what it claims and how that is measured; its README documents the form.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
+use super::tree::{outside, paths_in};
 use super::{BASES, Base};
+use crate::architecture::Architecture;
 use crate::bed::{Emulated, Pace, Request};
 use crate::{Error, Result, artifacts};
 
@@ -229,6 +231,28 @@ pub fn of_base(base: &Base, names: &[String]) -> Result<Vec<Series>> {
     Ok(of_base)
 }
 
+impl Series {
+    /// What it is for: Arm, where it changes that architecture's files alone.
+    pub fn architecture(&self) -> Result<Architecture> {
+        let mut files = BTreeSet::new();
+        for patch in &self.patches {
+            let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
+            files.extend(paths_in(&text).map_err(|path| outside(patch, &path))?);
+        }
+        // The kernel's tests and documents are of whatever is tested and documented in them.
+        files.retain(|file| !file.starts_with("tools") && !file.starts_with("Documentation"));
+        let arm = !files.is_empty() && files.iter().all(|file| file.starts_with("arch/arm64"));
+        Ok(if arm { Architecture::Arm } else { Architecture::X86 })
+    }
+}
+
+/// What a kernel with `series` is built for, where nobody says so.
+pub fn architecture(series: &[Series]) -> Result<Architecture> {
+    let all = series.iter().map(Series::architecture).collect::<Result<Vec<_>>>()?;
+    let arm = !all.is_empty() && all.iter().all(|one| *one == Architecture::Arm);
+    Ok(if arm { Architecture::Arm } else { Architecture::X86 })
+}
+
 /// The patches of `series` on top of each other: each series' own, then what it adds to those below it.
 pub fn stacked(series: &[Series]) -> Vec<PathBuf> {
     let mut patches = Vec::new();
@@ -268,7 +292,7 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     }
     for test in &about.test {
         let why = match test {
-            test if !test.beds.is_empty() => "beds are for [[bench]]: tests run on svm",
+            test if !test.beds.is_empty() => "beds are for [[bench]]: tests run on svm, or on arm64",
             test if !test.locks.is_empty() => "locks are for [[bench]]: a test has no figures",
             test if test.own_base => "own-base is for [[bench]]: tests run on the series' own base",
             _ => continue,
@@ -318,7 +342,7 @@ mod tests {
             }
             let beds = series.about.bench.iter().flat_map(|bench| &bench.beds);
             beds.for_each(|bed| {
-                assert!(["svm", "vmx", "metal"].contains(&bed.as_str()), "{}: {bed}", series.name)
+                assert!(["svm", "vmx", "arm64", "metal"].contains(&bed.as_str()), "{}: {bed}", series.name)
             });
         }
     }
@@ -340,6 +364,17 @@ mod tests {
         let paths = |names: &[&str]| names.iter().map(PathBuf::from).collect::<Vec<_>>();
         assert_eq!(stacked(&stack), paths(&["a/1", "b/1", "b/a", "c/1", "c/b"]));
         assert_eq!(stacked(&stack[1..2]), paths(&["b/1"]));
+    }
+
+    #[test]
+    fn a_series_that_changes_arms_files_alone_is_for_arm() {
+        let of = |name: &str| named(name).unwrap().architecture().unwrap();
+        assert_eq!(of("5.10/arm64-stage2"), Architecture::Arm);
+        assert_eq!(of("5.10/pte-list-desc"), Architecture::X86);
+        let both = ["5.10/arm64-stage2", "5.10/pte-list-desc"].map(|name| named(name).unwrap());
+        assert_eq!(architecture(&both).unwrap(), Architecture::X86);
+        assert_eq!(architecture(&both[..1]).unwrap(), Architecture::Arm);
+        assert_eq!(architecture(&[]).unwrap(), Architecture::X86);
     }
 
     #[test]
