@@ -149,6 +149,7 @@ struct vm {
 
 static int kvm, has_cache, failed, checks;
 static const char *test;
+static bool with_irqchip;	/* of the VMs that are created now */
 
 static void die(const char *what)
 {
@@ -298,6 +299,8 @@ static void create_over(struct vm *vm, bool with_cache, bool feature)
 	must(ioctl(vm->fd, KVM_SET_TSS_ADDR, 0xfffbd000), "KVM_SET_TSS_ADDR");
 	if (with_cache)
 		must(enable(vm), "KVM_ENABLE_CAP");
+	if (with_irqchip)
+		must(ioctl(vm->fd, KVM_CREATE_IRQCHIP, 0), "KVM_CREATE_IRQCHIP");
 	set_slots(vm);
 	vm->vcpu = must(ioctl(vm->fd, KVM_CREATE_VCPU, 0), "KVM_CREATE_VCPU");
 	vm->run = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, vm->vcpu, 0);
@@ -476,6 +479,45 @@ static void test_hits(bool pcid)
 	check(!published(&vm), "entries after the registration is gone");
 	switches(&vm, SPACES, 1000, true);
 	check(!vm.mailbox->hits && !published(&vm), "hits after the registration is gone");
+	end(&vm);
+}
+
+/* Without PCIDs PWT is part of CR3, and none of the root. */
+static void test_same_root(void)
+{
+	struct vm vm;
+
+	begin(&vm, "two values of one root", false);
+	vm.mailbox->space[1].genuine = vm.mailbox->space[1].key = PML4(0) | 1 << 3;
+	vm.mailbox->space[1].number = vm.mailbox->space[0].number;
+	for (int i = 0; i < 50; i++) {
+		switches(&vm, 1 + i % 3, 1 + i % 2, true);
+		check(with(&vm, OP_READ_CR3, 0, 0, 0, 0) == vm.mailbox->space[vm.mailbox->at].genuine,
+		      "CR3 reads as %" PRIx64 " in space %" PRIu64, vm.mailbox->ret, (uint64_t)vm.mailbox->at);
+	}
+	end(&vm);
+}
+
+/* As from another vCPU: user space may latch one, and it is taken when the state is asked for. */
+static void test_init(void)
+{
+	struct kvm_vcpu_events events;
+	struct kvm_cr3_cache state;
+	struct kvm_mp_state mp;
+	struct vm vm;
+
+	with_irqchip = true;
+	begin(&vm, "INIT", false);
+	with_irqchip = false;
+	warm(&vm, 3);
+	must(ioctl(vm.vcpu, KVM_GET_VCPU_EVENTS, &events), "KVM_GET_VCPU_EVENTS");
+	events.flags = KVM_VCPUEVENT_VALID_SMM;
+	events.smi.latched_init = 1;
+	must(ioctl(vm.vcpu, KVM_SET_VCPU_EVENTS, &events), "KVM_SET_VCPU_EVENTS");
+	must(ioctl(vm.vcpu, KVM_GET_MP_STATE, &mp), "KVM_GET_MP_STATE");
+	check(!published(&vm), "%d entries after INIT", published(&vm));
+	must(ioctl(vm.vcpu, KVM_GET_CR3_CACHE, &state), "KVM_GET_CR3_CACHE");
+	check(!state.flags, "the vCPU is registered after INIT");
 	end(&vm);
 }
 
@@ -1155,7 +1197,9 @@ int main(int argc, char **argv)
 		test_migration(pcid);
 		test_flush_all(pcid);
 	}
+	test_same_root();
 	test_registration();
+	test_init();
 	test_roles();
 	test_flush();
 	test_pcid();
