@@ -1,4 +1,4 @@
-//! The CR3 cache, on a KVM that has it (a host kernel with `kernel-patches/5.10/cr3-cache`, kvm_intel.ept=0) and on one that has not.
+//! The CR3 cache, on a KVM that has it (a host kernel with the series `cr3-cache` of `kernel-patches/`, kvm_intel.ept=0) and on one that has not.
 
 mod bed;
 

@@ -339,7 +339,9 @@ fn keep(text: &str, dir: &Path) -> Result<PathBuf, Failure> {
 
 fn submit(file: &Path, plan: &Plan, node: Option<&str>, option: &[String]) -> Result<Exit, Failure> {
     let done = slurm::submit(file, plan, node, option).map_err(|error| of_slurm(error, file))?;
-    let mut out = format!("{}: {} tasks in {} arrays", plan.name, done.tasks, done.arrays);
+    let plural = |count| if count == 1 { "" } else { "s" };
+    let (tasks, arrays) = (plural(done.tasks), plural(done.arrays));
+    let mut out = format!("{}: {} task{tasks} in {} array{arrays}", plan.name, done.tasks, done.arrays);
     for (count, what) in [(done.ended, "have a result"), (done.there, "are in the queue already")] {
         if count > 0 {
             out += &format!("; {count} {what}");

@@ -6,7 +6,7 @@ use super::{Facts, Paging, sysfs};
 use crate::sys::cr3_cache::CAPABILITY;
 
 /// Where the patches are.
-const SERIES: &str = "kernel-patches/5.10/cr3-cache";
+const SERIES: &str = "kernel-patches/6.12/cr3-cache or 5.10/cr3-cache";
 
 /// Why there is no CR3 cache here, and what to do about it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -1,4 +1,4 @@
-//! The CR3 cache, which only a KVM with `kernel-patches/5.10/cr3-cache` or a port of it has: its numbers, and its ioctls of a vCPU
+//! The CR3 cache, which only a KVM with the series `cr3-cache` of `kernel-patches/` has: its numbers, and its ioctls of a vCPU
 //! (arch/x86/include/uapi/asm/kvm_cr3_cache.h of the series).
 
 use std::io;

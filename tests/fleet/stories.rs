@@ -154,7 +154,7 @@ fn thousand() -> Result<(), Failed> {
     };
     cluster.eventually("200 results", |cluster| have(cluster, 200))?;
     let said = cluster.submit(&plan)?;
-    ensure(said.contains("100 tasks in 1 arrays") && !said.contains("left"), || said.clone())?;
+    ensure(said.contains("100 tasks in 1 array") && !said.contains("left"), || said.clone())?;
     cluster.kill_controller()?;
     cluster.start_controller()?;
     cluster.eventually("500 results", |cluster| have(cluster, 500))?;
