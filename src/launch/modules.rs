@@ -340,7 +340,7 @@ mod tests {
             ("two-alias", &["twofold", "two"]),
         ] {
             let mut modprobe = Command::new("modprobe");
-            modprobe.args(["-S", "9.9", "--show-depends", asked, "-d"]).arg(&dir);
+            modprobe.args(["--set-version=9.9", "--show-depends", asked, "--dirname"]).arg(&dir);
             let Ok(output) = modprobe.output() else {
                 eprintln!("skipped: modprobe: the trials with a guest prove the same");
                 break;
