@@ -27,11 +27,13 @@ impl Server {
         match request {
             Request::SetAttr(change) => self.set(node, &change, answer)?,
             Request::Symlink { name, target } => {
-                self.make(header, name, answer, |directory| fs::symlinkat(target, directory, name))?
+                let kind = FileType::Symlink;
+                self.make(header, name, kind, answer, |directory| fs::symlinkat(target, directory, name))?
             }
             Request::MkDir { mode, name } => {
                 let mode = self.mode(mode)?;
-                self.make(header, name, answer, |directory| fs::mkdirat(directory, name, mode))?;
+                let kind = FileType::Directory;
+                self.make(header, name, kind, answer, |directory| fs::mkdirat(directory, name, mode))?;
             }
             Request::MkNod { mode, rdev, name } => {
                 let kind = FileType::from_raw_mode(mode);
@@ -44,7 +46,7 @@ impl Server {
                 // As the guest's kernel gives numbers of devices (new_encode_dev).
                 let (major, minor) = ((rdev >> 8) & 0xfff, (rdev & 0xff) | ((rdev >> 12) & !0xff));
                 let device = fs::makedev(major, minor);
-                self.make(header, name, answer, |directory| {
+                self.make(header, name, kind, answer, |directory| {
                     fs::mknodat(directory, name, kind, mode, device)
                 })?;
             }
@@ -53,7 +55,8 @@ impl Server {
                 let (file, directory) = (self.get(file)?, self.get(node)?);
                 fs::linkat(&self.proc, name_of(&file), &*directory, name, AtFlags::SYMLINK_FOLLOW)
                     .map_err(errno)?;
-                self.enter(&directory, node, name, answer)?;
+                let kind = FileType::from_raw_mode(nodes::look(&file).map_err(errno)?.stx_mode.into());
+                self.made(&directory, node, name, kind, answer)?;
             }
             Request::Unlink { name } => self.remove(node, name, AtFlags::empty())?,
             Request::RmDir { name } => self.remove(node, name, AtFlags::REMOVEDIR)?,
@@ -94,13 +97,32 @@ impl Server {
         &mut self,
         header: Header,
         name: &CStr,
+        kind: FileType,
         answer: &mut Answer,
         make: impl FnOnce(&OwnedFd) -> rustix::io::Result<()>,
     ) -> Result<(), i32> {
         let directory = self.get(header.node)?;
         make(&directory).map_err(errno)?;
         self.give(header, &directory, name)?;
-        self.enter(&directory, header.node, name, answer).map(drop)
+        self.made(&directory, header.node, name, kind, answer).map(drop)
+    }
+
+    /// Tells the guest of what was made, a file of the type `kind`. The host may have put another one in its place meanwhile: to a guest's
+    /// kernel an answer of another type is an error of its disk (EIO); told that it is stale, it looks again.
+    fn made(
+        &mut self,
+        directory: &OwnedFd,
+        node: u64,
+        name: &CStr,
+        kind: FileType,
+        answer: &mut Answer,
+    ) -> Result<u64, i32> {
+        let found = self.enter(directory, node, name, answer)?;
+        if self.nodes.id(found).map_err(errno)?.file_type == kind.as_raw_mode() {
+            return Ok(found);
+        }
+        self.nodes.forget(found, 1);
+        Err(libc::ESTALE)
     }
 
     /// Where the server may: what was made belongs to whoever made it in the guest.
@@ -121,12 +143,12 @@ impl Server {
         let file = match fs::openat(&*directory, name, new, mode) {
             Ok(file) => {
                 self.give(header, &directory, name)?;
-                self.enter(&directory, node, name, answer)?;
+                self.made(&directory, node, name, FileType::RegularFile, answer)?;
                 file
             }
             // The host has made it meanwhile. What it is decides whether it may be opened.
             Err(rustix::io::Errno::EXIST) if flags.cast_signed() & libc::O_EXCL == 0 => {
-                let found = self.enter(&directory, node, name, answer)?;
+                let found = self.made(&directory, node, name, FileType::RegularFile, answer)?;
                 self.open_node(found, flags).inspect_err(|_| self.nodes.forget(found, 1))?
             }
             Err(error) => return Err(errno(error)),

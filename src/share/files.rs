@@ -8,7 +8,7 @@ use rustix::io::Errno;
 
 use super::Cache;
 use super::fuse::{Answer, Request, open};
-use super::nodes::{self, Id};
+use super::nodes;
 use super::server::{Done, Handle, MOST_LIST, Server, errno, name_of};
 
 impl Server {
@@ -169,7 +169,7 @@ impl Server {
             }
             // The type of a file is in its entry as in its mode (IFTODT).
             let kind = entry.file_type().as_raw_mode() >> 12;
-            let ino = self.ino(Id { device, ino: entry.ino() });
+            let ino = self.ino(device, entry.ino());
             answer.dirent(ino, next, kind, name.to_bytes());
             if answer.size() > most {
                 answer.truncate(before);

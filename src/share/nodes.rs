@@ -1,6 +1,6 @@
 //! The files and directories that a guest knows of, and their descriptors.
 //!
-//! A node is known by device and inode number. It is reached by a descriptor that was opened with O_PATH, which says and allows nothing
+//! A node is known by device, inode number and type. It is reached by a descriptor that was opened with O_PATH, which says and allows nothing
 //! but which file it is. A guest may know more files than a process may have descriptors: those of the nodes that were not used for
 //! longest are closed, and opened again beneath the directory that they were found in. A file that is another one by then is stale
 //! (ESTALE), and the guest looks for it anew. A file whose name the guest has taken away keeps its descriptor.
@@ -22,11 +22,14 @@ pub struct Id {
     pub device: (u32, u32),
     /// Its number there.
     pub ino: u64,
+    /// Its type, as S_IFMT has it: a number that one file had goes to the next one that is made, be that a directory.
+    pub file_type: u32,
 }
 
 impl From<&Statx> for Id {
     fn from(stat: &Statx) -> Self {
-        Self { device: (stat.stx_dev_major, stat.stx_dev_minor), ino: stat.stx_ino }
+        let file_type = u32::from(stat.stx_mode) & libc::S_IFMT;
+        Self { device: (stat.stx_dev_major, stat.stx_dev_minor), ino: stat.stx_ino, file_type }
     }
 }
 
@@ -370,6 +373,18 @@ mod tests {
         assert!(nodes.get(files[0]).is_ok());
         files.iter().for_each(|&file| nodes.forget(file, 1));
         assert_eq!(nodes.count(), 1);
+        fs::remove_dir_all(&path).unwrap();
+    }
+
+    #[test]
+    fn a_number_that_another_type_of_file_had_is_another_node() {
+        let path = directory("type");
+        let mut nodes = Nodes::new(root(&path), 8).unwrap();
+        let file = Id { device: (1, 2), ino: 3, file_type: libc::S_IFREG };
+        let first = nodes.found(file, Kind::File, ROOT, c"a");
+        assert_eq!(nodes.found(file, Kind::File, ROOT, c"b"), first);
+        let other = Id { file_type: libc::S_IFDIR, ..file };
+        assert_ne!(nodes.found(other, Kind::File, ROOT, c"a"), first);
         fs::remove_dir_all(&path).unwrap();
     }
 

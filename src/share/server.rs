@@ -225,24 +225,25 @@ impl Server {
         let stat = nodes::look_at(directory, name).map_err(errno)?;
         let (kind, submount) = self.reached(&stat, parent)?;
         let node = self.nodes.found(Id::from(&stat), kind, parent, name);
-        let ino = self.ino(Id::from(&stat));
+        let id = Id::from(&stat);
+        let ino = self.ino(id.device, id.ino);
         answer.entry(node, &attributes(&stat, ino, kind, submount), self.valid());
         Ok(node)
     }
 
-    /// The number that the guest sees of the file `id`. Where several file systems are one to it, those of all but the directory's own
+    /// The number that the guest sees of the file `ino` of `device`. Where several file systems are one to it, those of all but the directory's own
     /// have the number of their device in the upper 16 bits, so that no two files have one number. Only a number of more than 48 bits, as
     /// overlayfs and some others make them, may be another file's by chance.
-    pub(super) fn ino(&mut self, id: Id) -> u64 {
+    pub(super) fn ino(&mut self, device: (u32, u32), ino: u64) -> u64 {
         if self.submounts {
-            return id.ino;
+            return ino;
         }
-        let known = self.devices.iter().position(|device| *device == id.device);
-        let device = known.unwrap_or_else(|| {
-            self.devices.push(id.device);
+        let known = self.devices.iter().position(|known| *known == device);
+        let nth = known.unwrap_or_else(|| {
+            self.devices.push(device);
             self.devices.len() - 1
         });
-        id.ino ^ ((device as u64) << 48)
+        ino ^ ((nth as u64) << 48)
     }
 
     /// What is reached from `parent`, and whether another file system begins there.
@@ -267,7 +268,8 @@ impl Server {
         };
         let kind = self.nodes.kind(node).map_err(errno)?;
         let stat = stat.map_err(errno)?;
-        let ino = self.ino(Id::from(&stat));
+        let id = Id::from(&stat);
+        let ino = self.ino(id.device, id.ino);
         Ok(attributes(&stat, ino, kind, false))
     }
 
