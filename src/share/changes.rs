@@ -118,11 +118,14 @@ impl Server {
         answer: &mut Answer,
     ) -> Result<u64, i32> {
         let found = self.enter(directory, node, name, answer)?;
-        if self.nodes.id(found).map_err(errno)?.file_type == kind.as_raw_mode() {
-            return Ok(found);
-        }
-        self.nodes.forget(found, 1);
-        Err(libc::ESTALE)
+        self.is(found, kind).inspect_err(|_| self.nodes.forget(found, 1))?;
+        Ok(found)
+    }
+
+    /// Whether `node` is of the type `kind`.
+    fn is(&self, node: u64, kind: FileType) -> Result<(), i32> {
+        let is = self.nodes.id(node).map_err(errno)?.file_type == kind.as_raw_mode();
+        if is { Ok(()) } else { Err(libc::ESTALE) }
     }
 
     /// Where the server may: what was made belongs to whoever made it in the guest.
@@ -148,8 +151,10 @@ impl Server {
             }
             // The host has made it meanwhile. What it is decides whether it may be opened.
             Err(rustix::io::Errno::EXIST) if flags.cast_signed() & libc::O_EXCL == 0 => {
-                let found = self.made(&directory, node, name, FileType::RegularFile, answer)?;
-                self.open_node(found, flags).inspect_err(|_| self.nodes.forget(found, 1))?
+                let found = self.enter(&directory, node, name, answer)?;
+                let opened = self.open_node(found, flags);
+                let opened = opened.and_then(|file| self.is(found, FileType::RegularFile).map(|()| file));
+                opened.inspect_err(|_| self.nodes.forget(found, 1))?
             }
             Err(error) => return Err(errno(error)),
         };
