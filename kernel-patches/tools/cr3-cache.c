@@ -612,10 +612,8 @@ static void test_flush_all(bool pcid)
 
 	begin(&vm, pcid ? "flushes of all, with PCIDs" : "flushes of all", pcid);
 	for (int i = 0; i < 24; i++) {
-		uint64_t number = i / 4 & 1 ? 2 : 5;
+		uint64_t number = i & 1 ? 2 : 5;
 
-		if (!pcid && i % 4 == 3)
-			continue;
 		warm(&vm, 4);
 		with(&vm, OP_LOAD, vm.mailbox->space[0].genuine, 0, 0, 0);
 		with(&vm, OP_POKE, OWN(2, 2), NUMBER(number) | PTE, 0, 0);
@@ -632,7 +630,8 @@ static void test_flush_all(bool pcid)
 			check(published(&vm) <= 1, "%d entries after the hypercall", published(&vm));
 			break;
 		case 3:
-			with(&vm, OP_INVPCID, 1, 3, 0, 0);
+			/* Without PCIDs all spaces have PCID 0. */
+			with(&vm, OP_INVPCID, 1, pcid ? 3 : 0, 0, 0);
 			break;
 		}
 		ask(&vm, 4, 16, true);
@@ -901,11 +900,17 @@ static void test_overwritten(void)
 	begin(&vm, "the page is written to by others", false);
 	for (int i = 0; i < 50; i++) {
 		struct kvm_cr3_cache_entry *entry;
+		uint64_t value;
 
 		warm(&vm, 4);
 		entry = (void *)&entries(&vm)[i % KVM_CR3_CACHE_ENTRIES];
+		value = entry->host_cr3;
+		/* Roots can be side by side in memory: another's value would be loaded, and lead there. */
+		for (int j = 0; j < KVM_CR3_CACHE_ENTRIES; j++)
+			if (value < entries(&vm)[j].host_cr3 + PAGE)
+				value = entries(&vm)[j].host_cr3 + PAGE;
 		/* 0 would be no entry: the guest does not load it, and nobody learns of it. */
-		entry->host_cr3 = i & 1 ? entry->host_cr3 + PAGE : 0x1234567890ull * (i + 1);
+		entry->host_cr3 = i & 1 ? value : 0x1234567890ull * (i + 1);
 		switches(&vm, 4, 8, true);
 	}
 	check(statistic(&vm, "cr3_cache_overwritten") >= 40, "%" PRIu64 " counted",
