@@ -6,13 +6,13 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
+use harness::{Failed, LIMIT, Need, ensure, eventually};
 
 use crate::guest::{Guest, Image, Scratch};
 use crate::whole_matrix;
 
 /// A guest, and a makedumpfile, by which the kdump of distributions reads what a kernel leaves.
-fn makedumpfile() -> Need {
+pub fn makedumpfile() -> Need {
     whole_matrix()?;
     let found = Command::new("makedumpfile").arg("-v").stdin(Stdio::null()).output();
     found
@@ -45,13 +45,12 @@ fn has_vmcoreinfo(path: &Path) -> Result<bool, Failed> {
     Ok(head[..count].windows(21).any(|window| window == b"VMCOREINFO\0\0OSRELEASE"))
 }
 
-#[trial(makedumpfile())]
-fn a_guest_is_dumped_and_its_kernel_is_known() -> Result<(), Failed> {
-    let image = Image::oldest()?;
+/// It runs, is paused and panics, and each time makedumpfile reads what was dumped of it.
+pub fn is_dumped(image: &Image) -> Result<(), Failed> {
     let scratch = Scratch::new();
     let (running, panic) = (scratch.path("running"), scratch.path("panic"));
     let on_panic = format!("dump={}", panic.display());
-    let mut guest = Guest::start(&image, "sysrq_always_enabled", &["--cpus", "2", "--on-panic", &on_panic])?;
+    let mut guest = Guest::start(image, "sysrq_always_enabled", &["--cpus", "2", "--on-panic", &on_panic])?;
     guest.ready()?;
     let output = guest.vellum(&["dump", guest.name(), &running.display().to_string()])?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -92,13 +91,11 @@ fn a_guest_is_dumped_and_its_kernel_is_known() -> Result<(), Failed> {
 }
 
 /// Its console alone says so: the module by which a guest reports a panic is not there yet.
-#[trial(makedumpfile())]
-fn a_kernel_that_panics_before_its_modules_is_dumped() -> Result<(), Failed> {
-    let image = Image::oldest()?;
+pub fn is_dumped_before_its_modules(image: &Image) -> Result<(), Failed> {
     let scratch = Scratch::new();
     let panic = scratch.path("panic");
     let on_panic = format!("dump={}", panic.display());
-    let mut guest = Guest::start(&image, "rdinit=/nothing", &["--on-panic", &on_panic])?;
+    let mut guest = Guest::start(image, "rdinit=/nothing", &["--on-panic", &on_panic])?;
     let ended = guest.wait()?.with(10)?;
     ensure(ended.console.contains("Kernel panic - not syncing"), || ended.console.clone())?;
     eventually(LIMIT, "the dump of the panic has its name", || Ok(panic.exists().then_some(())))?;

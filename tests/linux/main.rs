@@ -7,6 +7,7 @@
 #[path = "../bed/mod.rs"]
 mod bed;
 mod between;
+mod bus;
 mod debugged;
 mod ends;
 mod guest;
@@ -109,6 +110,18 @@ fn main() -> ExitCode {
             let image = image.clone();
             trials.add(name, need, move || saves::and_restored(&image, irqchip));
         }
+        for irqchip in ["split", "kernel"] {
+            let name = format!("linux_{}_works_moves_and_comes_back_on_pci_{irqchip}_irqchip", image.version);
+            let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
+            let image = image.clone();
+            trials.add(name, need, move || bus::works_moves_and_comes_back(&image, irqchip));
+        }
+        let name = format!("linux_{}_is_dumped", image.version);
+        let guest = image.clone();
+        trials.add(name, inside::makedumpfile(), move || inside::is_dumped(&guest));
+        let name = format!("linux_{}_is_dumped_before_its_modules", image.version);
+        let guest = image.clone();
+        trials.add(name, inside::makedumpfile(), move || inside::is_dumped_before_its_modules(&guest));
         let name = format!("linux_{}_has_the_hosts_root", image.version);
         let need = if at == 0 { guests() } else { whole_matrix() };
         let guest = image.clone();

@@ -141,7 +141,7 @@ pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Fail
 
 /// The guest goes on in another process by `way`, where `devices` are the host's side of its devices; what was left of the machine that it
 /// left, if that has ended.
-fn goes(guest: &mut Guest, way: Way, devices: &[&str]) -> Result<Option<Ended>, Failed> {
+pub fn goes(guest: &mut Guest, way: Way, devices: &[&str]) -> Result<Option<Ended>, Failed> {
     if !way.has_target() {
         let process = |guest: &Guest| Ok::<_, Failed>(guest.ctl(&["status"])?["pid"].as_u64());
         let (first, scratch) = (process(guest)?, Scratch::new());

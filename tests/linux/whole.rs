@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener};
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::thread;
 
 use guest_agent::{DiskWork, Event, MemoryWork, Pattern, Request};
@@ -117,7 +118,7 @@ fn system_ram(iomem: &str) -> u64 {
     iomem.lines().filter_map(range).sum()
 }
 
-fn entropy(guest: &Guest) -> Result<(), Failed> {
+pub fn entropy(guest: &Guest) -> Result<(), Failed> {
     let source = guest.shell("cat /sys/class/misc/hw_random/rng_current")?;
     ensure(source.starts_with("virtio_rng"), || format!("entropy comes from {source:?}"))?;
     let draw = || guest.shell("dd if=/dev/hwrng bs=64 count=1 2>/dev/null | sha256sum");
@@ -126,7 +127,7 @@ fn entropy(guest: &Guest) -> Result<(), Failed> {
 }
 
 /// Output, complaint and status of a command, to the byte; and an agent that goes on after a wrong one.
-fn vsock(guest: &Guest) -> Result<(), Failed> {
+pub fn vsock(guest: &Guest) -> Result<(), Failed> {
     let line = ["exec", guest.name(), "--", "sh", "-c", "echo out; echo err >&2; exit 7"];
     let output = guest.vellum(&line)?;
     let right = output.status.code() == Some(7) && output.stdout == b"out\n" && output.stderr == b"err\n";
@@ -139,12 +140,17 @@ fn vsock(guest: &Guest) -> Result<(), Failed> {
     ensure(matches!(facts, Event::Facts { cpus: 2, .. }), || format!("{facts:?}"))
 }
 
-/// Read: the guest's checksum is the host's. Written: each stamp is verified in the guest, and by [`after_erasing`] here.
-fn disks(guest: &Guest, known: &std::path::Path, written: &std::path::Path) -> Result<(), Failed> {
+/// The guest's checksum of `device` is the host's of the file behind it.
+pub fn is_read(guest: &Guest, device: &str, file: &Path) -> Result<(), Failed> {
     let sum = |text: String| text.split_whitespace().next().unwrap_or_default().to_owned();
-    let (ours, theirs) =
-        (sum(host(&["sha256sum", &known.to_string_lossy()])?), sum(guest.shell("sha256sum /dev/vda")?));
-    ensure(ours == theirs, || format!("{ours} was read as {theirs}"))?;
+    let ours = sum(host(&["sha256sum", &file.to_string_lossy()])?);
+    let theirs = sum(guest.shell(&format!("sha256sum {device}"))?);
+    ensure(ours == theirs, || format!("{ours} was read as {theirs}"))
+}
+
+/// Read: the guest's checksum is the host's. Written: each stamp is verified in the guest, and by [`after_erasing`] here.
+fn disks(guest: &Guest, known: &Path, written: &Path) -> Result<(), Failed> {
+    is_read(guest, "/dev/vda", known)?;
     let facts =
         guest.shell("cat /sys/block/vda/ro /sys/block/vda/serial; echo; ls /sys/block/vdb/mq | wc -l")?;
     let facts: Vec<&str> = facts.split_whitespace().collect();
