@@ -146,10 +146,11 @@ fn on_disk(shown: &[(String, String)]) -> io::Result<()> {
     std::os::unix::fs::chroot(".")?;
     std::env::set_current_dir("/")?;
     mount_with("tmpfs", "tmpfs", "/mnt", libc::MS_NODEV)?;
+    // The module makes a dummy0 of its own where it is loaded.
     for line in [
-        "link add dummy0 type dummy",
-        "address add 192.0.2.1/24 dev dummy0",
-        "link set dummy0 up",
+        "link add nowhere type dummy",
+        "address add 192.0.2.1/24 dev nowhere",
+        "link set nowhere up",
         "route add default via 192.0.2.2",
     ] {
         let output = Command::new("/bin/ip").args(line.split(' ')).output()?;
