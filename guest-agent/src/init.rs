@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::thread;
 
 use crate::serve::Children;
-use crate::{Event, LAUNCH, Mounts, PORT, Request, mounts, serve, stream, switching, sys, work};
+use crate::{Event, LAUNCH, Mounts, PORT, Request, mounts, port, serve, stream, switching, sys, work};
 
 /// What the kernel calls the first process of a guest, and that calls those of its own program that it starts.
 pub const NAME: &str = "/init";
@@ -107,15 +107,21 @@ fn listen(children: &Arc<Children>) {
     }
 }
 
-/// Runs the command for which this guest was started: its host waits at [`STREAM_PORT`](crate::STREAM_PORT).
+/// Runs the command for which this guest was started: its host waits at [`STREAM_PORT`](crate::STREAM_PORT), or at the other end of a console's
+/// port.
 fn launched(failed_modules: &[String], children: Arc<Children>) -> io::Result<()> {
     failed_modules.iter().for_each(|failed| println!("agent: module {failed}"));
     if Path::new("/bin/busybox").exists() && !Path::new("/bin/sh").exists() {
         let mut install = std::process::Command::new("/bin/busybox");
         children.run(install.args(["--install", "-s", "/bin"]))?;
     }
-    let connection = sys::connect_vsock(crate::STREAM_PORT)
-        .map_err(|error| io::Error::other(format!("no connection to the host by vsock: {error}")))?;
+    let connection = sys::connect_vsock(crate::STREAM_PORT).or_else(|vsock| {
+        port::open().map_err(|port| {
+            io::Error::other(format!(
+                "no connection to the host by vsock: {vsock}; by a virtio console: {port}"
+            ))
+        })
+    })?;
     listen(&children);
     stream::serve(connection, &children)
 }

@@ -4,11 +4,13 @@
 //! the connection. On the serial port, where there is no vsock, the same lines follow each other.
 //!
 //! A guest that was started for one command connects to [`STREAM_PORT`] of its host instead, once it is up, and reads one
-//! [`Launch`] there, a line too; [`frame`]s follow in both directions.
+//! [`Launch`] there, a line too; [`frame`]s follow in both directions. Where its kernel has no vsock the same goes by a port of a virtio
+//! console called [`STREAM_NAME`], after a [`GREETING`].
 
 pub mod frame;
 pub mod init;
 mod mounts;
+mod port;
 pub mod serve;
 pub mod stream;
 mod switching;
@@ -22,6 +24,10 @@ use serde::{Deserialize, Serialize};
 pub const PORT: u32 = 1024;
 /// The host's vsock port on which the launcher of one command waits for its guest.
 pub const STREAM_PORT: u32 = 1025;
+/// What that port of a virtio console is called which has the same waiting at its other end.
+pub const STREAM_NAME: &str = "vellum.stream";
+/// What the guest says first on that port.
+pub const GREETING: &[u8] = b"OK port\n";
 /// The file of an initramfs that says that the guest is there for one command; it holds [`Mounts`].
 pub const LAUNCH: &str = "/vellum/launch";
 /// The directory of an initramfs with what modprobe is to find beside the modules themselves, which are then in `kernel` there.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 
 use super::keyvalue::{self, KeyValues};
+use crate::devices::virtio::console::ConsoleConfig;
 use crate::devices::virtio::fs::FsConfig;
 use crate::devices::virtio::net::user::Forward;
 use crate::devices::virtio::net::{self, NetConfig};
@@ -35,6 +36,13 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
     /// The directories among them.
     pub fn shares(&self) -> impl Iterator<Item = &FsConfig> {
         self.0.iter().filter_map(|config| (&**config as &dyn Any).downcast_ref())
+    }
+
+    /// Takes the console out, to which something else is added.
+    pub fn take_console(&mut self) -> Option<ConsoleConfig> {
+        let is_one = |config: &Arc<dyn DeviceConfig>| (&**config as &dyn Any).is::<ConsoleConfig>();
+        let at = self.0.iter().position(is_one)?;
+        (&*self.0.remove(at) as &dyn Any).downcast_ref().cloned()
     }
 
     /// Confines the servers of directories as `--sandbox` says.

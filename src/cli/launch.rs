@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -16,10 +17,12 @@ use super::{Failure, print, say};
 use crate::control::names;
 use crate::devices::console::Target;
 use crate::devices::virtio::DeviceConfig;
+use crate::devices::virtio::console::PortConfig;
 use crate::devices::virtio::fs::{self as share, FsConfig, Mode};
 use crate::devices::virtio::rng::{self, RngConfig};
 use crate::devices::virtio::vsock::VsockConfig;
 use crate::launch::client::{self, Ended, Guest};
+use crate::launch::image::Way;
 use crate::launch::kernel::Kernel;
 use crate::launch::modules::{self, Named};
 use crate::launch::streams::own_terminal;
@@ -71,6 +74,7 @@ pub struct LaunchArgs {
 pub(super) struct Plan {
     kernel: Kernel,
     initrd: OwnedFd,
+    way: Way,
     modules: Option<FsConfig>,
     launch: Launch,
     status_file: Option<PathBuf>,
@@ -115,7 +119,7 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let kernel = Kernel::find(named, release.trim()).map_err(failure)?;
     let terminal = if args.command.is_empty() { Some(terminal(has_root, named)?) } else { None };
-    image::check(&kernel, &mounts, all.initrd.is_some()).map_err(failure)?;
+    let way = image::check(&kernel, &mounts, all.initrd.is_some()).map_err(failure)?;
     let modules = modules(&kernel);
     mounts.modules = modules.as_ref().map(|(share, _)| share.tag.clone());
     let (modules, beside) = modules.unzip();
@@ -131,7 +135,7 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
         user: args.guest_user.clone(),
         terminal,
     };
-    Ok(Some(Plan { kernel, initrd, modules, launch, status_file: args.status_file.clone() }))
+    Ok(Some(Plan { kernel, initrd, way, modules, launch, status_file: args.status_file.clone() }))
 }
 
 /// The modules of `kernel` for the guest's modprobe, and what is to be beside them: none where its configuration has no driver for them, or
@@ -215,16 +219,24 @@ pub(super) fn run(
     });
     let status_file = status_file.transpose()?;
     let directory = names::directory().map_err(|error| Failure::of(&error, FLAGS))?;
-    let vsock = directory.join(format!("launch-{}.vsock", std::process::id()));
+    let vsock =
+        (plan.way != Way::Port).then(|| directory.join(format!("launch-{}.vsock", std::process::id())));
+    let ends = if plan.way == Way::Vsock { None } else { Some(UnixStream::pair().map_err(host)?) };
+    let (port, end) = ends.unzip();
     let (console, output) = io::pipe().map_err(host)?;
     let (ready, word) = io::pipe().map_err(host)?;
     let (output, word) = (OwnedFd::from(output), OwnedFd::from(word));
     match fork(&output).map_err(|error| Failure::host(format!("fork: {error}")))? {
         Forked::Child => {
-            drop((console, ready, output));
+            drop((console, ready, output, port));
             args.initrd = Some(format!("/proc/self/fd/{}", plan.initrd.as_raw_fd()).into());
             args.serial = Target::Terminal;
-            let mut devices: Vec<Arc<dyn DeviceConfig>> = vec![Arc::new(VsockConfig { path: vsock, cid: 3 })];
+            let vsock = vsock.map(|path| Arc::new(VsockConfig { path, cid: 3 }) as Arc<dyn DeviceConfig>);
+            let mut devices: Vec<_> = vsock.into_iter().collect();
+            if let Some(end) = end {
+                let console = args.devices.take_console();
+                devices.push(Arc::new(PortConfig { name: guest_agent::STREAM_NAME.into(), end, console }));
+            }
             if !args.devices.has(&rng::KIND) {
                 devices.push(Arc::new(RngConfig));
             }
@@ -234,10 +246,10 @@ pub(super) fn run(
             kernel::boot(args, plan.kernel.image, memory, config, process, told)
         }
         Forked::Parent(child) => {
-            drop((output, word));
+            drop((output, word, end));
             let console = File::from(OwnedFd::from(console));
             let ready = File::from(OwnedFd::from(ready));
-            let guest = Guest { child, console, ready, vsock: &vsock };
+            let guest = Guest { child, console, ready, vsock: vsock.as_deref(), port };
             let ended = client::run(guest, &plan.launch).map_err(failure)?;
             if let Some(mut file) = status_file {
                 let text = serde_json::to_string(&ended).map_err(Failure::host)?;

@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -16,6 +17,7 @@ use serde::Serialize;
 use super::streams::Streams;
 use super::{Error, console};
 use crate::sys::fork::Child;
+use crate::sys::poll::Poll;
 use crate::sys::socket;
 
 /// How much of the console is kept: the last of it.
@@ -59,8 +61,10 @@ pub struct Guest<'a> {
     pub console: File,
     /// At its end when the machine is ready, or gone.
     pub ready: File,
-    /// The unix socket that leads to its vsock.
-    pub vsock: &'a Path,
+    /// The unix socket that leads to its vsock, if it has one.
+    pub vsock: Option<&'a Path>,
+    /// The other end of its console's port, if it has one.
+    pub port: Option<UnixStream>,
 }
 
 /// Has `guest` run what `launch` says, with this process's standard streams.
@@ -69,7 +73,7 @@ pub struct Guest<'a> {
 /// Where the host fails.
 pub fn run(guest: Guest<'_>, launch: &Launch) -> Result<Ended, Error> {
     let host = |what| move |error| Error::Host(what, error);
-    let Guest { child, mut console, mut ready, vsock } = guest;
+    let Guest { child, mut console, mut ready, vsock, port } = guest;
     // Before there is a thread that would take its signals.
     let streams = Streams::new(launch.terminal.is_some()).map_err(host("signals"))?;
     let heard = Arc::new(Mutex::new(Vec::new()));
@@ -77,7 +81,7 @@ pub fn run(guest: Guest<'_>, launch: &Launch) -> Result<Ended, Error> {
     let listener = thread::spawn(move || keep(&mut console, &said));
     ready.read_to_end(&mut Vec::new()).map_err(host("a pipe"))?;
     // A machine that is not there any more has no socket either.
-    let end = listen(vsock).ok().and_then(|stream| {
+    let end = connection(vsock, port).ok().and_then(|stream| {
         let line = serde_json::to_string(launch).ok()?;
         streams.converse(stream, &line).ok().flatten()
     });
@@ -103,28 +107,66 @@ fn keep(console: &mut impl Read, kept: &Mutex<Vec<u8>>) {
     }
 }
 
-/// The connection that the guest makes when it is up.
+/// The connection that the guest makes when it is up, by whichever way it takes first.
+fn connection(vsock: Option<&Path>, port: Option<UnixStream>) -> io::Result<UnixStream> {
+    let mut ways: Vec<UnixStream> = vsock.map(listen).transpose()?.into_iter().chain(port).collect();
+    loop {
+        let mut ready = Poll::default();
+        ways.iter().for_each(|way| ready.readable(way.as_raw_fd()));
+        ready.wait(None)?;
+        if let Some(at) = ways.iter().position(|way| ready.is_ready(way.as_raw_fd())) {
+            let way = ways.remove(at);
+            match is_greeted(&way) {
+                Ok(true) => return Ok(way),
+                other if ways.is_empty() => {
+                    return Err(other.err().unwrap_or(io::ErrorKind::InvalidData.into()));
+                }
+                // One that ends does so with its machine, or before its guest has taken the other.
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Waits for a guest's connection by vsock.
 fn listen(vsock: &Path) -> io::Result<UnixStream> {
     let mut stream = socket::connect(vsock, PATIENCE)?;
     stream.set_read_timeout(None)?;
     stream.set_write_timeout(None)?;
     stream.write_all(format!("LISTEN {STREAM_PORT}\n").as_bytes())?;
-    // Byte by byte: what follows the line is the guest's.
+    Ok(stream)
+}
+
+/// Whether the first line that comes is a greeting. It is read byte by byte: what follows the line is the guest's.
+fn is_greeted(mut stream: &UnixStream) -> io::Result<bool> {
     let mut greeting = Vec::new();
     while greeting.last() != Some(&b'\n') && greeting.len() < 64 {
         let mut byte = [0];
         stream.read_exact(&mut byte)?;
         greeting.push(byte[0]);
     }
-    match greeting.starts_with(b"OK ") {
-        true => Ok(stream),
-        false => Err(io::Error::other("no greeting")),
-    }
+    Ok(greeting.starts_with(b"OK "))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_way_that_the_guest_takes_is_the_connection() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let (other, gone) = UnixStream::pair().unwrap();
+        drop(gone);
+        theirs.write_all(&[guest_agent::GREETING, b"more"].concat()).unwrap();
+        let mut found = connection(None, Some(ours)).unwrap();
+        let mut more = [0; 4];
+        found.read_exact(&mut more).unwrap();
+        assert_eq!(&more, b"more");
+        assert!(connection(None, Some(other)).is_err(), "its machine has gone");
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        theirs.write_all(&[b'O'; 100]).unwrap();
+        assert!(connection(None, Some(ours)).is_err(), "a guest that says something else");
+    }
 
     #[test]
     fn a_status_file_tells_a_command_from_a_machine() {

@@ -35,7 +35,7 @@ fn payload(image: &[u8]) -> Option<&[u8]> {
 pub type Symbol = (&'static str, bool, &'static str);
 
 /// What every such guest needs.
-pub const NEEDED: [Symbol; 11] = [
+pub const NEEDED: [Symbol; 10] = [
     ("BLK_DEV_INITRD", false, "the initramfs"),
     ("BINFMT_ELF", false, "programs"),
     ("64BIT", false, "PID 1, a 64-bit program"),
@@ -46,7 +46,12 @@ pub const NEEDED: [Symbol; 11] = [
     ("TMPFS", false, "/tmp and /run"),
     ("SERIAL_8250_CONSOLE", false, "the console"),
     ("VIRTIO_MMIO", true, "the devices' transport"),
+];
+
+/// One of these every such guest needs, and the first rather: guests with the other have none but their command's streams.
+pub const STREAMS: [Symbol; 2] = [
     ("VIRTIO_VSOCKETS", true, "the command's standard streams"),
+    ("VIRTIO_CONSOLE", true, "the command's standard streams, where there is no vsock"),
 ];
 
 /// What a guest needs beside that which mounts directories of the host's, and the last of it for overlays.
@@ -73,6 +78,15 @@ pub fn lacks<'a>(config: &str, needed: impl IntoIterator<Item = &'a Symbol>) -> 
     needed.into_iter().filter_map(wanted).collect()
 }
 
+/// Whether a configuration has `symbol` at all, and if it has, as a module.
+pub fn is_module(config: &str, symbol: &str) -> Option<bool> {
+    match value(config, symbol) {
+        Some("y") => Some(false),
+        Some("m") => Some(true),
+        _ => None,
+    }
+}
+
 /// Which of `needed` a configuration has as modules.
 pub fn modules<'a>(
     config: &str,
@@ -84,13 +98,16 @@ pub fn modules<'a>(
 /// The fragment that makes a configuration complete, for scripts/kconfig/merge_config.sh of the kernel; the drivers that the other
 /// devices have are in it too.
 pub fn fragment() -> String {
-    let needed = NEEDED.iter().chain(&SHARED).map(|(symbol, _, why)| format!("# {why}\nCONFIG_{symbol}=y\n"));
+    let needed = NEEDED
+        .iter()
+        .chain(&STREAMS)
+        .chain(&SHARED)
+        .map(|(symbol, _, why)| format!("# {why}\nCONFIG_{symbol}=y\n"));
     let depends = ["TTY", "SERIAL_8250", "NET", "VSOCKETS", "VIRTIO_MENU", "FUSE_FS"]
         .map(|symbol| format!("CONFIG_{symbol}=y\n"));
     let more = [
         "VIRTIO_BLK",
         "VIRTIO_NET",
-        "VIRTIO_CONSOLE",
         "HW_RANDOM_VIRTIO",
         "VIRTIO_BALLOON",
         "UNIX98_PTYS",

@@ -19,7 +19,7 @@ pub fn cause(console: &str) -> String {
     const CAUSES: [(&str, &str); 8] = [
         (
             "agent: no connection to the host by vsock",
-            "the kernel has no virtio-vsock driver: CONFIG_VIRTIO_VSOCKETS",
+            "the kernel has neither a virtio-vsock driver nor one for a virtio console: CONFIG_VIRTIO_VSOCKETS, CONFIG_VIRTIO_CONSOLE",
         ),
         (
             "agent: share ",

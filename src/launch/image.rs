@@ -6,7 +6,7 @@ use std::path::Path;
 
 use guest_agent::{Access, Mounts};
 
-use super::config::{NEEDED, SHARED, Symbol};
+use super::config::{NEEDED, SHARED, STREAMS, Symbol};
 use super::initramfs::Initramfs;
 use super::kernel::Kernel;
 use super::modules::Named;
@@ -15,9 +15,10 @@ use super::{Error, config};
 /// The modules that Vellum's devices need. Their dependencies need not be named.
 const MODULES: &str = include_str!("../../resources/guest-image/modules");
 /// Symbols of a configuration and the modules that they become.
-const MODULE_OF: [(&str, &str); 4] = [
+const MODULE_OF: [(&str, &str); 5] = [
     ("VIRTIO_MMIO", "virtio_mmio"),
     ("VIRTIO_VSOCKETS", "vmw_vsock_virtio_transport"),
+    ("VIRTIO_CONSOLE", "virtio_console"),
     ("VIRTIO_FS", "virtiofs"),
     ("OVERLAY_FS", "overlay"),
 ];
@@ -33,34 +34,74 @@ fn shared(mounts: &Mounts) -> &'static [Symbol] {
     &SHARED[..if mounts.shares.is_empty() { 0 } else { 1 + usize::from(overlays) }]
 }
 
-/// Refuses a kernel that could not mount `mounts` and run a command, where its configuration tells. With an initrd of the user's, that may
-/// have the modules of an image that is alone.
+/// By which device a command's standard streams go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// A vsock, which the guest has other uses for, too.
+    Vsock,
+    /// A port of a console: there is no vsock.
+    Port,
+    /// Nobody can tell: the guest takes a vsock rather.
+    Either,
+}
+
+/// The way that `kernel` has, where its configuration tells. With an initrd of the user's, that may have its modules.
 ///
 /// # Errors
 /// What it lacks.
-pub fn check(kernel: &Kernel, mounts: &Mounts, initrd: bool) -> Result<(), Error> {
-    let Some(text) = &kernel.config else { return Ok(()) };
-    let needed = || NEEDED.iter().chain(shared(mounts));
-    let lacks = config::lacks(text, needed());
-    if !lacks.is_empty() {
-        let lacks = lacks.iter().map(|symbol| format!("CONFIG_{symbol}")).collect::<Vec<_>>().join(", ");
-        return Err(Error::Lacks { image: kernel.image.clone(), lacks });
+fn way(kernel: &Kernel, text: &str, initrd: bool) -> Result<Way, Error> {
+    let [vsock, port] = STREAMS.map(|(symbol, ..)| {
+        let is_module = config::is_module(text, symbol)?;
+        let is_there = module_of(symbol).is_some_and(|module| kernel.has(module));
+        Some(!is_module || is_there).filter(|sure| *sure || initrd && !kernel.has_modules())
+    });
+    match (vsock, port) {
+        (Some(true), _) => Ok(Way::Vsock),
+        (Some(false), _) => Ok(Way::Either),
+        (None, Some(_)) => Ok(Way::Port),
+        (None, None) => {
+            let symbol = STREAMS[0].0;
+            Err(match config::is_module(text, symbol) {
+                Some(_) => no_modules(kernel, symbol),
+                None => lacks(kernel, &[symbol]),
+            })
+        }
     }
+}
+
+fn lacks(kernel: &Kernel, symbols: &[&str]) -> Error {
+    let lacks = symbols.iter().map(|symbol| format!("CONFIG_{symbol}")).collect::<Vec<_>>().join(", ");
+    Error::Lacks { image: kernel.image.clone(), lacks }
+}
+
+fn no_modules(kernel: &Kernel, symbol: &str) -> Error {
+    let symbol = format!("CONFIG_{symbol}");
+    Error::NoModules { image: kernel.image.clone(), symbol, place: kernel.place.clone() }
+}
+
+/// Refuses a kernel that could not mount `mounts` and run a command, where its configuration tells. With an initrd of the user's, that may
+/// have the modules of an image that is alone. By which way the command's streams go.
+///
+/// # Errors
+/// What it lacks.
+pub fn check(kernel: &Kernel, mounts: &Mounts, initrd: bool) -> Result<Way, Error> {
+    let Some(text) = &kernel.config else { return Ok(Way::Either) };
+    let needed = || NEEDED.iter().chain(shared(mounts));
+    let missing = config::lacks(text, needed());
+    if !missing.is_empty() {
+        return Err(lacks(kernel, &missing));
+    }
+    let way = way(kernel, text, initrd)?;
     if initrd && !kernel.has_modules() {
-        return Ok(());
+        return Ok(way);
     }
     for symbol in config::modules(text, needed()) {
         let module = module_of(symbol);
         if module.is_some_and(|module| !kernel.has(module)) {
-            let symbol = format!("CONFIG_{symbol}");
-            return Err(Error::NoModules {
-                image: kernel.image.clone(),
-                symbol,
-                place: kernel.place.clone(),
-            });
+            return Err(no_modules(kernel, symbol));
         }
     }
-    Ok(())
+    Ok(way)
 }
 
 /// The archive for `kernel`, what its guest is to mount, and the program `command`, which is taken from this host where it is the path of
@@ -178,6 +219,24 @@ mod tests {
         let program = this_program().unwrap();
         assert!(program.len() < whole && segments(&program).is_some(), "{} of {whole}", program.len());
         assert_eq!(stripped(&program).as_deref(), Some(&program[..]));
+    }
+
+    #[test]
+    fn streams_go_by_what_the_kernel_has() {
+        let found =
+            |text: &str, initrd| way(&Kernel::default(), text, initrd).map_err(|error| error.to_string());
+        let (vsock, console) = ("CONFIG_VIRTIO_VSOCKETS=", "CONFIG_VIRTIO_CONSOLE=");
+        assert_eq!(found(&format!("{vsock}y\n{console}y\n"), false), Ok(Way::Vsock));
+        assert_eq!(
+            found(&format!("{vsock}m\n{console}y\n"), false),
+            Ok(Way::Port),
+            "its module is not there"
+        );
+        assert_eq!(found(&format!("{vsock}m\n"), true), Ok(Way::Either), "the archive may have its module");
+        assert_eq!(found(&format!("{console}y\n"), false), Ok(Way::Port));
+        assert!(found("", false).unwrap_err().contains("lacks CONFIG_VIRTIO_VSOCKETS"));
+        assert!(found(&format!("{console}m\n"), false).unwrap_err().contains("lacks CONFIG_VIRTIO_VSOCKETS"));
+        assert!(found(&format!("{vsock}m\n"), false).unwrap_err().contains("as a module"));
     }
 
     #[test]

@@ -16,6 +16,7 @@ mod on_mmio {
     mod misuse;
     mod mmio;
     mod net;
+    mod ports;
     mod reach;
     mod small;
     mod transport;
@@ -37,6 +38,7 @@ mod on_pci {
     mod misuse;
     mod net;
     mod pci;
+    mod ports;
     mod reach;
     mod small;
     mod transport;

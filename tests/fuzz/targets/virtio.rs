@@ -4,8 +4,8 @@
 //! The first byte chooses the device and, with its highest bit, the codec; then come operations of 12 bytes each.
 
 use std::fs::File;
-use std::os::fd::{AsRawFd, FromRawFd};
-use std::os::unix::net::UnixDatagram;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use vellum::devices::virtio::VirtioDevice;
@@ -72,20 +72,28 @@ fn vsock(codec: Codec) -> Driver {
     Driver::by(codec, Vsock::open(&config).unwrap(), memory())
 }
 
-/// What the devices are called in a saved state.
-pub const KEYS: [&str; 6] = ["rng", "console", "balloon", "net", "vsock", "disk"];
+/// What the devices are called in a saved state. The last one is a console with a port beside it.
+pub const KEYS: [&str; 7] = ["rng", "console", "balloon", "net", "vsock", "disk", "console"];
+/// Its number.
+pub const PORTS: usize = 6;
 
 /// The device of that number, and what keeps its other end.
-pub fn device(number: usize, codec: Codec) -> (Driver, Option<UnixDatagram>) {
+pub fn device(number: usize, codec: Codec) -> (Driver, Option<OwnedFd>) {
     let null = || File::options().write(true).open("/dev/null").unwrap();
     let zero = || File::open("/dev/zero").unwrap();
+    let console = || Console::new(Some(zero()), null());
     let driver = match KEYS[number] {
+        _ if number == PORTS => {
+            let (theirs, ours) = UnixStream::pair().unwrap();
+            let ports = Console::with_port(Some(console()), "fuzz", &theirs).unwrap();
+            return (Driver::by(codec, ports, memory()), Some(ours.into()));
+        }
         "rng" => Driver::by(codec, Rng::new().unwrap(), memory()),
-        "console" => Driver::by(codec, Console::new(Some(zero()), null()), memory()),
+        "console" => Driver::by(codec, console(), memory()),
         "balloon" => Driver::by(codec, Balloon::new().0, memory()),
         "net" => {
             let (driver, wire) = network(codec);
-            return (driver, Some(wire));
+            return (driver, Some(wire.into()));
         }
         "vsock" => vsock(codec),
         _ => disk(codec),
@@ -97,8 +105,9 @@ pub fn device(number: usize, codec: Codec) -> (Driver, Option<UnixDatagram>) {
 pub fn virtio(data: &[u8]) {
     let Some((&first, operations)) = data.split_first() else { return };
     let (device, codec) = (first & 0x7f, if first & 0x80 == 0 { Codec::Mmio } else { Codec::Pci });
-    let (mut driver, _wire) = self::device(usize::from(device % 6), codec);
-    let queues = [1, 2, 2, 2, 3, 1][usize::from(device % 6)];
+    let device = usize::from(device) % KEYS.len();
+    let (mut driver, _wire) = self::device(device, codec);
+    let queues = [1, 2, 2, 2, 3, 1, 6][device];
     driver.start();
     for operation in operations.chunks_exact(12).take(64) {
         let queue = usize::from(operation[1]) % queues;
@@ -127,10 +136,12 @@ pub fn virtio(data: &[u8]) {
     assert!(!driver.needs_reset());
     // What each can do without a word of anybody else: a read of sector 0, a packet that means nothing.
     driver.put(BUFFERS, &[0; 64]);
-    let (queue, request) = match device % 6 {
+    let (queue, request) = match device {
         0 | 2 => (0, vec![writable(BUFFERS, 16)]),
         1 => (1, vec![readable(BUFFERS, 16)]),
         3 | 4 => (1, vec![readable(BUFFERS, 60)]),
+        // What it says of port 0 means nothing; what it writes goes to the other.
+        PORTS => (5, vec![readable(BUFFERS, 16)]),
         _ => (0, vec![readable(BUFFERS, 16), writable(BUFFERS + 0x1000, 512), writable(BUFFERS + 0x800, 1)]),
     };
     driver.submit(queue, &request);

@@ -1,0 +1,335 @@
+//! Console (virtio 1.2, section 5.3): bytes in and bytes out, by one port; or by two, of which the second has a name and is no console
+//! (VIRTIO_CONSOLE_F_MULTIPORT), and the first is there only where it is asked for.
+//!
+//! Both ends of a [`port`] are file descriptors that somebody else opened. Input is armed for one event at a time: it may be a
+//! blocking terminal, which is read once when it says that it can be, and only while the guest has a buffer for it. What is told of ports is
+//! in [`control`]. When either direction of a named port has ended at the host, its guest is told that nobody is there any more: who reads it
+//! in the guest comes to the end behind all that was sent.
+
+mod control;
+mod port;
+
+use std::any::Any;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use event_manager::{EventOps, Events};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
+
+use super::lent::{self, Unfit};
+use super::queue::Served;
+use super::{
+    Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
+};
+use crate::devices::console::{self as host, Target};
+use crate::fault::{Blame, Fault, Field};
+use port::{Numbers, Port};
+
+/// The device has several ports, and a queue each way to tell of them.
+const F_MULTIPORT: u32 = 1;
+/// The console, its queues and events.
+const CONSOLE: Numbers = Numbers { receive: 0, transmit: 1, input: 0, output: 1 };
+/// What the driver is told of ports, and what it tells.
+const CONTROL_RECEIVE: u16 = 2;
+const CONTROL_TRANSMIT: u16 = 3;
+/// The port with a name.
+const NAMED: Numbers = Numbers { receive: 4, transmit: 5, input: 2, output: 3 };
+/// Queues of a console, with the named port's and without.
+const QUEUES: [u16; 6] = [64; 6];
+
+/// What a virtio console is.
+pub static KIND: Kind = Kind {
+    key: "console",
+    about: "A virtio console beside the serial port: file=PATH, pty or null",
+    value: Some("WHERE"),
+    repeats: false,
+    parse: |text| match text.parse() {
+        Ok(Target::Terminal) | Err(_) => {
+            Err("use file=PATH, pty or null; the terminal is the serial port's".into())
+        }
+        Ok(target) => Ok(Arc::new(ConsoleConfig(target))),
+    },
+    read: |written| Ok(Arc::new(serde_json::from_value::<ConsoleConfig>(written)?)),
+};
+
+/// A console, and where it leads.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ConsoleConfig(pub Target);
+
+/// Why there is no console.
+#[derive(Debug, thiserror::Error)]
+pub enum ConsoleError {
+    /// Where it leads cannot be opened.
+    #[error(transparent)]
+    Open(#[from] host::OpenError),
+    /// Nowhere is not there.
+    #[error("/dev/null: {0}")]
+    Null(#[source] io::Error),
+    /// The host refuses a descriptor.
+    #[error("a socket: {0}")]
+    Socket(#[source] io::Error),
+}
+
+impl Fault for ConsoleError {
+    fn blame(&self) -> Blame {
+        match self {
+            ConsoleError::Open(_) => Blame::user(Field::Device(KIND.key)),
+            ConsoleError::Null(_) | ConsoleError::Socket(_) => Blame::host(Field::Device(KIND.key)),
+        }
+    }
+}
+
+impl DeviceConfig for ConsoleConfig {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
+    fn written(&self) -> io::Result<Value> {
+        lent::write(&match &self.0 {
+            Target::File(path) => Self(Target::File(lent::absolute(path)?)),
+            target => Self(target.clone()),
+        })
+    }
+
+    fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        let mut lent = lent.into_iter().map(File::from);
+        let output = lent.next().ok_or_else(|| Unfit::boxed(&KIND, "no descriptor"))?;
+        let input = lent.next();
+        let opened = Arc::new(host::Opened::lent(None, None, lent.next()));
+        Ok(Box::new(Console { opened: Some(opened), ..Console::new(input, output) }))
+    }
+
+    fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        match self.console() {
+            Ok(console) => Ok(Box::new(console)),
+            Err(error) => Err(Box::new(error)),
+        }
+    }
+}
+
+impl ConsoleConfig {
+    fn console(&self) -> Result<Console, ConsoleError> {
+        let mut opened = self.0.open()?;
+        let null = || File::options().write(true).open("/dev/null");
+        let output = opened.output.take().map_or_else(null, Ok).map_err(ConsoleError::Null)?;
+        let input = opened.input.take();
+        Ok(Console { opened: Some(Arc::new(opened)), ..Console::new(input, output) })
+    }
+}
+
+/// A port with a name, which leads to a socket of this process's, beside a console where that is asked for too. Whoever has the other end
+/// has to have it open by the time that the guest looks.
+#[derive(Debug)]
+pub struct PortConfig {
+    /// What the guest knows the port by.
+    pub name: String,
+    /// Where it leads.
+    pub end: UnixStream,
+    /// The console beside it.
+    pub console: Option<ConsoleConfig>,
+}
+
+impl DeviceConfig for PortConfig {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
+    fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        let open = || -> Result<Console, ConsoleError> {
+            let beside = self.console.as_ref().map(ConsoleConfig::console).transpose()?;
+            Console::with_port(beside, &self.name, &self.end).map_err(ConsoleError::Socket)
+        };
+        match open() {
+            Ok(console) => Ok(Box::new(console)),
+            Err(error) => Err(Box::new(error)),
+        }
+    }
+}
+
+/// The device.
+pub struct Console {
+    /// The console, and the port with a name.
+    ports: [Option<Port>; 2],
+    /// Where the console leads, kept open: the handle on the device.
+    opened: Option<Arc<host::Opened>>,
+    active: Option<Active>,
+}
+
+/// What is saved of a console.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    /// Of the console's own port.
+    sent: usize,
+    /// Of each port, where one has a name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    ports: Option<[port::State; 2]>,
+}
+
+impl Console {
+    /// A console between the guest and these files. The output should not block (a file does not; a pipe, a socket or
+    /// a terminal should have O_NONBLOCK), for it is written on the event loop.
+    pub fn new(input: Option<File>, output: File) -> Self {
+        let console = Port::new(CONSOLE, None, input, output);
+        Console { ports: [Some(console), None], opened: None, active: None }
+    }
+
+    /// `console`, if there is one, and a port called `name` between the guest and `end`.
+    ///
+    /// # Errors
+    /// Where the host has no descriptor left.
+    pub fn with_port(console: Option<Self>, name: &str, end: &UnixStream) -> io::Result<Self> {
+        let file = || -> io::Result<File> { Ok(OwnedFd::from(end.try_clone()?).into()) };
+        let named = Port::new(NAMED, Some(name), Some(file()?), file()?);
+        end.set_nonblocking(true)?;
+        let console = console.unwrap_or(Console { ports: [None, None], opened: None, active: None });
+        let [beside, _] = console.ports;
+        Ok(Console { ports: [beside, Some(named)], ..console })
+    }
+
+    fn has_named(&self) -> bool {
+        self.ports[1].is_some()
+    }
+
+    /// Has `act` done with each port and its queues, and the driver told of ends that came of it.
+    fn with_ports(&mut self, ops: &mut EventOps, mut act: impl FnMut(&mut Port, &mut Active, &mut EventOps)) {
+        let Some(active) = &mut self.active else { return };
+        let several = active.has(F_MULTIPORT);
+        for port in self.ports.iter_mut().flatten().filter(|port| several || port.name.is_none()) {
+            let was_connected = port.is_connected();
+            act(port, active, ops);
+            if was_connected && !port.is_connected() {
+                control::owe_connection(port);
+            }
+        }
+        if several {
+            self.tell();
+        }
+    }
+
+    /// Tells the driver what it is owed, as far as it has buffers.
+    fn tell(&mut self) {
+        let (Some(active), ports) = (&mut self.active, &mut self.ports) else { return };
+        active.serve(CONTROL_RECEIVE, |chain| match control::next(ports) {
+            // A driver whose buffer is too short for it has the rest cut off.
+            Some(message) => Served::Done(chain.writable.write(&message) as u32),
+            None => Served::Later,
+        });
+    }
+
+    /// Takes in what the driver tells.
+    fn hear(&mut self, ops: &mut EventOps) {
+        let (Some(active), ports) = (&mut self.active, &mut self.ports) else { return };
+        if !active.has(F_MULTIPORT) {
+            return;
+        }
+        active.serve(CONTROL_TRANSMIT, |chain| {
+            if let Some(message) = chain.readable.read_array() {
+                control::hear(message, ports);
+            }
+            Served::Done(0)
+        });
+        self.with_ports(ops, Port::receive);
+    }
+}
+
+impl VirtioDevice for Console {
+    fn kind(&self) -> u32 {
+        VIRTIO_ID_CONSOLE
+    }
+
+    fn features(&self) -> u64 {
+        u64::from(self.has_named()) << F_MULTIPORT
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &QUEUES[..if self.has_named() { 6 } else { 2 }]
+    }
+
+    /// Columns and rows, 2 bytes each, which are not offered; how many ports there can be.
+    fn read_config(&self, offset: usize, data: &mut [u8]) {
+        let ports = if self.has_named() { self.ports.len() as u8 } else { 0 };
+        read_space(&[0, 0, 0, 0, ports, 0, 0, 0], offset, data);
+    }
+
+    fn handle(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        self.opened.clone().map(|opened| opened as Arc<dyn Any + Send + Sync>)
+    }
+
+    fn activate(&mut self, active: Active) {
+        self.active = Some(active);
+    }
+
+    fn quiesce(&mut self, _patience: Duration) -> Result<Option<Active>, Hang> {
+        Ok(self.active.take())
+    }
+
+    fn reset(&mut self) {
+        self.ports.iter_mut().flatten().for_each(|port| port.state = port::State::default());
+    }
+
+    fn watch(&mut self, ops: &mut EventOps) {
+        self.ports.iter_mut().flatten().for_each(|port| port.watch(ops));
+    }
+
+    fn notified(&mut self, index: u16, ops: &mut EventOps) {
+        match index {
+            CONTROL_TRANSMIT => self.hear(ops),
+            // Whoever is owed something is told at every turn.
+            _ => self.with_ports(ops, |port, active, ops| {
+                if port.has(index) {
+                    port.notified(index, active, ops);
+                }
+            }),
+        }
+    }
+
+    fn ready(&mut self, events: Events, ops: &mut EventOps) {
+        let data = events.data();
+        self.ports.iter_mut().flatten().for_each(|port| port.note(data));
+        self.with_ports(ops, |port, active, ops| port.ready(data, active, ops));
+    }
+
+    fn lend(&mut self) -> io::Result<Vec<OwnedFd>> {
+        let slave = self.opened.as_ref().and_then(|opened| opened.slave());
+        let console = self.ports[0].as_ref();
+        let input = console.and_then(|port| port.input.as_ref()).map(|input| &input.file);
+        let files = [console.map(|port| &port.output), input, slave];
+        files.into_iter().flatten().map(|file| Ok(file.try_clone()?.into())).collect()
+    }
+
+    fn stays(&self) -> Option<(&'static str, &'static str)> {
+        self.has_named()
+            .then_some((KIND.key, "who is at the other end of its named port is with this process"))
+    }
+
+    fn save(&self) -> DeviceState {
+        let state = |port: &Option<Port>| port.as_ref().map(|port| port.state.clone()).unwrap_or_default();
+        let ports = self.ports.each_ref().map(state);
+        DeviceState::Console(State { sent: ports[0].sent, ports: self.has_named().then_some(ports) })
+    }
+
+    fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
+        let DeviceState::Console(state) = state else { return Err(RestoreError::kind(&KIND, &state)) };
+        let alone = [port::State { sent: state.sent, ..Default::default() }, Default::default()];
+        if state.ports.is_some() != self.has_named() {
+            return Err(RestoreError::Field {
+                field: "ports",
+                value: if self.has_named() { "missing" } else { "there" }.into(),
+                reason: "is a console's whose ports are others",
+            });
+        }
+        for (port, state) in self.ports.iter_mut().zip(state.ports.unwrap_or(alone)) {
+            port.iter_mut().for_each(|port| port.state = state.clone());
+        }
+        // Who is there may have changed.
+        self.ports.iter_mut().flatten().filter(|port| port.name.is_some()).for_each(control::owe_connection);
+        Ok(())
+    }
+}
