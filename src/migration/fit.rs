@@ -105,7 +105,8 @@ fn misfit(what: &str, source: &str, target: &str, remedy: &str) -> Misfit {
     Misfit { what, source, target, remedy }
 }
 
-#[cfg(test)]
+// The features that it names are x86-64's.
+#[cfg(all(test, target_arch = "x86_64"))]
 mod tests {
     use super::*;
     use crate::devices::virtio::transport::Description;

@@ -17,7 +17,9 @@ const MAGIC: (usize, &[u8; 4]) = (56, b"ARM\x64");
 /// Bit 0 of the flags: the kernel is big-endian.
 const BIG_ENDIAN: u64 = 1;
 /// An image is loaded at its text offset from a multiple of this.
-const ALIGNMENT: u64 = 2 << 20;
+pub(super) const ALIGNMENT: u64 = 2 << 20;
+/// Where a flat binary is loaded, behind a multiple of that: the text offset of kernels of before Linux 5.8, for which kvmtool keeps it.
+const FLAT_OFFSET: u64 = 512 << 10;
 /// `image_size` of kernels before Linux 3.17 is 0: this much is certainly free behind them.
 const UNSAID: u64 = 16 << 20;
 
@@ -73,6 +75,22 @@ pub(super) fn load<M: GuestMemoryBackend>(
     place(memory, source, free, read)
 }
 
+/// Loads the flat binary that `source` is into `free`, and returns what it occupies. It is entered at its start.
+pub(super) fn load_flat<M: GuestMemoryBackend>(
+    memory: &M,
+    source: &mut (impl Read + Seek),
+    free: Range<u64>,
+) -> Result<Range<u64>, Error> {
+    source.seek(SeekFrom::Start(0)).map_err(read)?;
+    let start = free.start.next_multiple_of(ALIGNMENT) + FLAT_OFFSET;
+    let refuse = |end| Error::Place { start, end, ram: free.end };
+    if start >= free.end {
+        return Err(refuse(start));
+    }
+    let end = copy(memory, source, Vec::new(), start..free.end, refuse, read)?;
+    if end == start { Err(Error::Empty) } else { Ok(start..end) }
+}
+
 /// Copies an Image out of `source`.
 fn place<M: GuestMemoryBackend>(
     memory: &M,
@@ -96,14 +114,28 @@ fn place<M: GuestMemoryBackend>(
     }
     let start = free.start.next_multiple_of(ALIGNMENT) + offset;
     let end = start.saturating_add(size);
-    let refuse = |end| Err(Error::Place { start, end, ram: free.end });
+    let refuse = |end| Error::Place { start, end, ram: free.end };
     if end > free.end {
-        return refuse(end);
+        return Err(refuse(end));
     }
-    let mut at = start;
-    let mut chunk = vec![0; CHUNK];
-    chunk[..HEADER].copy_from_slice(&header);
-    let mut filled = HEADER;
+    let at = copy(memory, source, header.to_vec(), start..free.end, refuse, failed)?;
+    Ok(start..end.max(at))
+}
+
+/// Copies `first` and then all that `source` has to the start of `to`, and returns where it ends; `refuse` says of an end that is
+/// beyond `to` why.
+fn copy<M: GuestMemoryBackend>(
+    memory: &M,
+    source: &mut impl Read,
+    first: Vec<u8>,
+    to: Range<u64>,
+    refuse: impl Fn(u64) -> Error,
+    failed: impl Fn(io::Error) -> Error,
+) -> Result<u64, Error> {
+    let mut at = to.start;
+    let mut filled = first.len();
+    let mut chunk = first;
+    chunk.resize(CHUNK.max(filled), 0);
     loop {
         // What has been read is written whole chunks at a time: decoders give small pieces.
         while filled < chunk.len() {
@@ -115,14 +147,13 @@ fn place<M: GuestMemoryBackend>(
             }
         }
         if filled == 0 {
-            break;
+            return Ok(at);
         }
         let behind = at.saturating_add(filled as u64);
-        if behind > free.end {
-            return refuse(behind);
+        if behind > to.end {
+            return Err(refuse(behind));
         }
         memory.write_slice(&chunk[..filled], GuestAddress(at)).map_err(|error| Error::Memory(at, error))?;
         (at, filled) = (behind, 0);
     }
-    Ok(start..end.max(at))
 }

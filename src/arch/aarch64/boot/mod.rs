@@ -1,5 +1,5 @@
 //! The boot protocol of Arm's 64-bit Linux (Documentation/arch/arm64/booting.rst): how a kernel image gets into guest memory and how the
-//! first vCPU enters it.
+//! first vCPU enters it. A flat binary, as kvm-unit-tests builds them, is entered in the same way.
 //!
 //! Start with [`load`]: it looks at the image, unpacks it where it is compressed (Image.gz, or a zboot image, which is an EFI program with
 //! a compressed Image in it), places kernel and initrd, writes the device tree, and returns the [`Entry`]. Everything here works on
@@ -17,6 +17,7 @@ use std::ops::Range;
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, ReadVolatile};
 
+use self::image::ALIGNMENT;
 use super::fdt::{self, Told};
 use super::layout::{FDT, FDT_SIZE, KERNEL, RAM_START};
 use super::tables::Tables;
@@ -41,11 +42,17 @@ pub enum Protocol {
     /// An Image at its first instruction.
     #[value(name = "image")]
     Image,
+    /// A flat binary without a header at its first byte, which lies 512 KiB behind a multiple of 2 MiB; the device tree lies behind it
+    #[value(name = "flat")]
+    Flat,
 }
 
 impl std::fmt::Display for Protocol {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("image")
+        f.write_str(match self {
+            Self::Image => "image",
+            Self::Flat => "flat",
+        })
     }
 }
 
@@ -72,7 +79,7 @@ pub struct BootRequest<'a> {
     pub name: &'a str,
     /// The command line, without its NUL.
     pub cmdline: &'a str,
-    /// The protocol to use: there is one.
+    /// The protocol to use; an Image's where none is named.
     pub protocol: Option<Protocol>,
     /// What the machine is; without it the kernel is told of memory alone.
     pub tables: Option<&'a Tables>,
@@ -88,6 +95,9 @@ pub enum Error {
     /// Nothing that can be entered.
     #[error("not a kernel (it starts with {start:02x?}); use an arm64 Image, an Image.gz or a zboot image")]
     NotAKernel { start: Vec<u8> },
+    /// A flat binary of no bytes.
+    #[error("it is empty; use a flat binary, as kvm-unit-tests builds them")]
+    Empty,
     /// A kernel, but malformed or of another kind.
     #[error("not a bootable kernel: {0}; use a complete arm64 Image or Image.gz")]
     Malformed(String),
@@ -142,7 +152,7 @@ impl Fault for Error {
             Self::Read { image: Image::Initrd, .. } | Self::InitrdTooLarge { .. } => Field::Initrd,
             Self::CmdlineTooLong { .. } | Self::CmdlineNul => Field::Cmdline,
             Self::TooLittleMemory | Self::Memory(..) | Self::Place { .. } | Self::Tree(_) => Field::Memory,
-            Self::Read { .. } | Self::NotAKernel { .. } | Self::Malformed(_) => Field::Kernel,
+            Self::Read { .. } | Self::NotAKernel { .. } | Self::Empty | Self::Malformed(_) => Field::Kernel,
         })
     }
 }
@@ -172,8 +182,16 @@ pub fn load<M: GuestMemoryBackend>(
     if end < RAM_START + (4 << 20) {
         return Err(Error::TooLittleMemory);
     }
-    let kernel = image::load(memory, kernel, KERNEL..end)?;
+    let flat = request.protocol == Some(Protocol::Flat);
+    let kernel = match flat {
+        true => image::load_flat(memory, kernel, KERNEL..end)?,
+        false => image::load(memory, kernel, KERNEL..end)?,
+    };
     let initrd = initrd.map(|initrd| load_initrd(memory, initrd, kernel.end..end)).transpose()?;
+    let tree_at = match flat {
+        true => behind(&kernel, initrd.as_ref().map_or(end, |initrd| initrd.start))?,
+        false => FDT,
+    };
     let mut seed = [0; SEED];
     random::fill(&mut seed).map_err(|error| Error::Tree(error.to_string()))?;
     let told = Told { ram: &ram, cmdline: request.cmdline, initrd: initrd.as_ref(), seed: &seed };
@@ -185,9 +203,19 @@ pub fn load<M: GuestMemoryBackend>(
                 tree.len()
             )));
         }
-        memory.write_slice(&tree, GuestAddress(FDT)).map_err(|error| Error::Memory(FDT, error))?;
+        memory.write_slice(&tree, GuestAddress(tree_at)).map_err(|error| Error::Memory(tree_at, error))?;
     }
-    Ok(Entry { pc: kernel.start, fdt: FDT })
+    Ok(Entry { pc: kernel.start, fdt: tree_at })
+}
+
+/// Where a flat binary's device tree goes: as far behind `kernel` as there is room below `end`, since how much memory the binary uses
+/// behind its own end is not in it. The tree lies in one piece of 2 MiB, and no further away than Linux's initrd may.
+fn behind(kernel: &Range<u64>, end: u64) -> Result<u64, Error> {
+    let start = (end.min(INITRD_REACH) - FDT_SIZE) & !(ALIGNMENT - 1);
+    match start >= kernel.end {
+        true => Ok(start),
+        false => Err(Error::Place { start: kernel.start, end: kernel.end + ALIGNMENT + FDT_SIZE, ram: end }),
+    }
 }
 
 /// RAM as ranges apart from each other, in order.

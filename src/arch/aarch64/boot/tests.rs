@@ -4,7 +4,7 @@ use flate2::{Compression, write::GzEncoder};
 use vm_memory::GuestMemoryMmap;
 
 use super::*;
-use crate::arch::fixed::{Parts, VirtioMmio};
+use crate::arch::fixed::{Parts, Virtio, VirtioMmio};
 use crate::arch::irqchip::Mode;
 
 fn memory(mib: usize) -> GuestMemoryMmap {
@@ -39,15 +39,24 @@ fn zboot(payload: &[u8], compression: &[u8]) -> Vec<u8> {
 }
 
 fn tables() -> Tables {
-    let virtio = vec![VirtioMmio { base: 0xa00_0000, size: 0x1000, gsi: 2 }];
+    let virtio = Virtio::Mmio(vec![VirtioMmio { base: 0xa00_0000, size: 0x1000, gsi: 2 }]);
     Tables {
         parts: Parts { cpus: 2, irqchip: Mode::Gicv3, virtio, vmgenid: Some(super::super::layout::VMGENID) },
     }
 }
 
 fn boot(memory: &GuestMemoryMmap, kernel: Vec<u8>, initrd: Option<Vec<u8>>) -> Result<Entry, Error> {
+    boot_by(None, memory, kernel, initrd)
+}
+
+fn boot_by(
+    protocol: Option<Protocol>,
+    memory: &GuestMemoryMmap,
+    kernel: Vec<u8>,
+    initrd: Option<Vec<u8>>,
+) -> Result<Entry, Error> {
     let tables = tables();
-    let request = BootRequest { name: "k", cmdline: "console=ttyS0", protocol: None, tables: Some(&tables) };
+    let request = BootRequest { name: "k", cmdline: "console=ttyS0", protocol, tables: Some(&tables) };
     let mut initrd = initrd.map(Cursor::new);
     load(memory, &mut Cursor::new(kernel), initrd.as_mut(), &request)
 }
@@ -87,4 +96,30 @@ fn what_is_no_kernel_or_does_not_fit_is_refused() {
     let initrd = refused(image(0, 4 << 20, 0, 4096), Some(vec![0; 3 << 20]));
     assert!(matches!(initrd, Error::InitrdTooLarge { .. }), "{initrd}");
     assert!(matches!(boot(&memory(2), image(0, 0, 0, 64), None), Err(Error::TooLittleMemory)));
+}
+
+#[test]
+fn a_flat_binary_has_its_device_tree_behind_it() {
+    let flat =
+        |memory: &GuestMemoryMmap, kernel, initrd| boot_by(Some(Protocol::Flat), memory, kernel, initrd);
+    for initrd in [None, Some(vec![7; 100_000])] {
+        let (memory, kernel) = (memory(64), vec![0xd5; 3_000_001]);
+        let entry = flat(&memory, kernel.clone(), initrd).unwrap();
+        assert_eq!(entry, Entry { pc: KERNEL + 0x8_0000, fdt: RAM_START + (62 << 20) });
+        let mut there = vec![0; kernel.len() + 1];
+        memory.read_slice(&mut there, GuestAddress(entry.pc)).unwrap();
+        assert!(there[..kernel.len()] == kernel && there[kernel.len()] == 0);
+        let mut tree = [0; 4];
+        memory.read_slice(&mut tree, GuestAddress(entry.fdt)).unwrap();
+        assert_eq!(tree, [0xd0, 0x0d, 0xfe, 0xed]);
+    }
+    let refused = |mib, len, initrd: Option<usize>| {
+        flat(&memory(mib), vec![1; len], initrd.map(|len| vec![7; len])).unwrap_err()
+    };
+    assert!(matches!(refused(8, 0, None), Error::Empty));
+    assert!(matches!(refused(8, 6 << 20, None), Error::Place { .. }), "it ends beyond RAM");
+    assert!(matches!(refused(8, 5 << 20, None), Error::Place { .. }), "no room for the tree");
+    assert!(matches!(refused(8, 1 << 20, Some(4 << 20)), Error::Place { .. }), "no room beside the initrd");
+    // Without a header it is no Image.
+    assert!(matches!(boot(&memory(8), vec![1; 4096], None), Err(Error::NotAKernel { .. })));
 }
