@@ -94,8 +94,8 @@ impl Virtio {
 /// Where a PCI host bridge, of one bus, is reached.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciHost {
-    /// The address port of its configuration spaces; the data port follows it.
-    pub ports: u16,
+    /// The address port of its configuration spaces, where there are ports; the data port follows it.
+    pub ports: Option<u16>,
     /// Its configuration spaces in memory.
     pub ecam: Range<u64>,
     /// Where BARs can be, below 4 GiB.

@@ -52,9 +52,6 @@ pub enum Error {
     /// Too many.
     #[error("{0} virtio devices: a guest can have {1} at most")]
     TooMany(usize, usize),
-    /// There is no PCI on this architecture's board.
-    #[error("a machine of this architecture has no PCI bus; its devices are reached by mmio")]
-    NoBus,
     /// KVM.
     #[error("{0}: {1}")]
     Kvm(&'static str, #[source] kvm_ioctls::Error),
@@ -81,7 +78,7 @@ impl Fault for Error {
             Self::Open(key, error) => Blame { field: Some(Field::Device(key)), ..error.blame() },
             Self::Locked(_, error) => error.blame(),
             Self::Second(key) | Self::Twice(key, _) => Blame::user(Field::Device(key)),
-            Self::TooMany(..) | Self::NoBus => Blame::USER,
+            Self::TooMany(..) => Blame::USER,
             Self::Gsi(error) => error.blame(),
             Self::Kvm(..) | Self::Bus(_) | Self::Hangs(..) | Self::Host(..) => Blame::HOST,
         }
@@ -212,7 +209,7 @@ impl Opened {
         let (most, place) = match codec {
             Codec::Mmio => (gsi::FREE.len(), None),
             // The first is the host bridge.
-            Codec::Pci => (bus::DEVICES - 1, Some(layout::PCI.ok_or(Error::NoBus)?)),
+            Codec::Pci => (bus::DEVICES - 1, Some(layout::PCI)),
         };
         if self.0.len() > most {
             return Err(Error::TooMany(self.0.len(), most));
@@ -305,8 +302,10 @@ fn attach_pci(
         for (gsi, line) in gsis.iter().zip(lines.iter()) {
             board.gsis.connect(gsi, line.event())?;
         }
-        let kvm =
-            pci::Kvm { route: router(board.gsis.clone(), gsis), move_doorbells: mover(board.vm.clone()) };
+        let kvm = pci::Kvm {
+            route: router(board.gsis.clone(), gsis, bus::requester(at + 1)),
+            move_doorbells: mover(board.vm.clone()),
+        };
         let base = place.window.start + at as u64 * pci::BAR_SIZE;
         let memory = board.memory.clone();
         let window = place.window.clone();
@@ -317,16 +316,18 @@ fn attach_pci(
     let behind = functions.iter().map(|function| function.clone() as Arc<dyn Function>);
     let host = Arc::new(Host::new(behind, place.window.clone()));
     let window = place.window.end - place.window.start;
-    ports.add(place.ports.into(), PORTS, Arc::new(Ports(host.clone())))?;
+    if let Some(address) = place.ports {
+        ports.add(address.into(), PORTS, Arc::new(Ports(host.clone())))?;
+    }
     memory.add(place.ecam.start, ECAM_SIZE, Arc::new(Ecam(host.clone())))?;
     memory.add(place.window.start, window, Arc::new(Window(host.clone())))?;
     Ok(Virtio { devices: wired, pci: Some(PciBus { host, functions }) })
 }
 
 /// Tells KVM which message each vector of a device sends.
-fn router(all: Arc<Gsis>, gsis: Vec<Gsi>) -> bus::msix::Route {
+fn router(all: Arc<Gsis>, gsis: Vec<Gsi>, requester: u16) -> bus::msix::Route {
     Box::new(move |vector, message: Message| {
-        all.route(&gsis[vector], message.address, message.data);
+        all.route(&gsis[vector], requester, message.address, message.data);
     })
 }
 

@@ -9,13 +9,15 @@ use super::gic::affinity;
 use super::irqchip::Mode;
 use super::layout::{
     GENERATION_GSI, GIC_CPU, GIC_CPU_SIZE, GIC_DISTRIBUTOR, GIC_DISTRIBUTOR_SIZE, GIC_REDISTRIBUTOR_SIZE,
-    GIC_REDISTRIBUTORS, RTC, RTC_SIZE, SERIAL, SERIAL_GSI, SERIAL_SIZE,
+    GIC_REDISTRIBUTORS, GIC_TRANSLATION, GIC_TRANSLATION_SIZE, RTC, RTC_SIZE, SERIAL, SERIAL_GSI,
+    SERIAL_SIZE,
 };
-use crate::arch::fixed::Parts;
+use crate::arch::fixed::{Parts, PciHost, Virtio};
 
-/// The names of the interrupt controller and of the clock within the tree.
+/// The names of the interrupt controller, of the clock and of the translation service within the tree.
 const GIC: u32 = 1;
 const CLOCK: u32 = 2;
+const ITS: u32 = 3;
 /// Kinds of interrupts: shared and private peripheral ones.
 const SHARED: u32 = 0;
 const PRIVATE: u32 = 1;
@@ -66,6 +68,9 @@ pub fn build(parts: &Parts<Mode>, told: &Told<'_>) -> Result<Vec<u8>, Error> {
         fdt.property_array_u32("interrupts", &[SHARED, device.gsi, EDGE])?;
         fdt.property_null("dma-coherent")?;
         fdt.end_node(node)?;
+    }
+    if let Virtio::Pci(host) = &parts.virtio {
+        bridge(&mut fdt, host)?;
     }
     if let Some(at) = parts.vmgenid {
         generation(&mut fdt, at)?;
@@ -120,6 +125,9 @@ fn controller(fdt: &mut FdtWriter, parts: &Parts<Mode>) -> Result<(), Error> {
     fdt.property_null("interrupt-controller")?;
     fdt.property_array_u64("reg", [distributor, second].as_flattened())?;
     fdt.property_phandle(GIC)?;
+    if matches!(parts.virtio, Virtio::Pci(_)) {
+        translation(fdt)?;
+    }
     fdt.end_node(node)?;
 
     // GICv2 wants to know to which CPUs a private interrupt belongs.
@@ -129,6 +137,37 @@ fn controller(fdt: &mut FdtWriter, parts: &Parts<Mode>) -> Result<(), Error> {
     fdt.property_null("always-on")?;
     let interrupts = TIMERS.map(|number| [PRIVATE, number, cpus << 8 | LEVEL]);
     fdt.property_array_u32("interrupts", interrupts.as_flattened())?;
+    fdt.end_node(node)
+}
+
+/// The service that takes the messages of devices, within the interrupt controller's node.
+fn translation(fdt: &mut FdtWriter) -> Result<(), Error> {
+    let node = fdt.begin_node(&format!("its@{GIC_TRANSLATION:x}"))?;
+    fdt.property_string("compatible", "arm,gic-v3-its")?;
+    fdt.property_null("msi-controller")?;
+    fdt.property_u32("#msi-cells", 1)?;
+    fdt.property_array_u64("reg", &[GIC_TRANSLATION, GIC_TRANSLATION_SIZE])?;
+    fdt.property_phandle(ITS)?;
+    fdt.end_node(node)
+}
+
+/// The PCI host bridge (bindings/pci/host-generic-pci.yaml). It routes no interrupts, since its functions send messages: each is known to
+/// the translation service by its bus, device and function number.
+fn bridge(fdt: &mut FdtWriter, host: &PciHost) -> Result<(), Error> {
+    let (ecam, window) = (&host.ecam, &host.window);
+    let node = fdt.begin_node(&format!("pcie@{:x}", ecam.start))?;
+    fdt.property_string("compatible", "pci-host-ecam-generic")?;
+    fdt.property_string("device_type", "pci")?;
+    fdt.property_u32("#address-cells", 3)?;
+    fdt.property_u32("#size-cells", 2)?;
+    fdt.property_array_u32("bus-range", &[0, 0])?;
+    fdt.property_array_u64("reg", &[ecam.start, ecam.end - ecam.start])?;
+    // Memory of 32 bits; its address on the bus, that of the processors, its size.
+    let [start, size] = [window.start, window.end - window.start].map(|at| [(at >> 32) as u32, at as u32]);
+    let ranges = [&[0x0200_0000][..], &start, &start, &size].concat();
+    fdt.property_array_u32("ranges", &ranges)?;
+    fdt.property_array_u32("msi-map", &[0, ITS, 0, 0x1_0000])?;
+    fdt.property_null("dma-coherent")?;
     fdt.end_node(node)
 }
 

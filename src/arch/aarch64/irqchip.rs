@@ -1,18 +1,21 @@
-//! The interrupt controller, which is KVM's, in one of two versions, and its saved state ([`super::gic`]).
+//! The interrupt controller, which is KVM's, in one of two versions, and its saved state ([`super::gic`]). A GICv3 has a translation
+//! service beside it ([`super::its`]) where devices send messages.
 
 use std::sync::{Arc, OnceLock};
 
 use kvm_bindings::{
     KVM_ARM_IRQ_TYPE_SHIFT, KVM_ARM_IRQ_TYPE_SPI, KVM_DEV_ARM_VGIC_CTRL_INIT, KVM_DEV_ARM_VGIC_GRP_ADDR,
-    KVM_DEV_ARM_VGIC_GRP_CTRL, KVM_DEV_ARM_VGIC_GRP_NR_IRQS, KVM_VGIC_V2_ADDR_TYPE_CPU,
-    KVM_VGIC_V2_ADDR_TYPE_DIST, KVM_VGIC_V3_ADDR_TYPE_DIST, KVM_VGIC_V3_ADDR_TYPE_REDIST, kvm_create_device,
-    kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2, kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3,
+    KVM_DEV_ARM_VGIC_GRP_CTRL, KVM_DEV_ARM_VGIC_GRP_NR_IRQS, KVM_DEV_ARM_VGIC_SAVE_PENDING_TABLES,
+    KVM_VGIC_V2_ADDR_TYPE_CPU, KVM_VGIC_V2_ADDR_TYPE_DIST, KVM_VGIC_V3_ADDR_TYPE_DIST,
+    KVM_VGIC_V3_ADDR_TYPE_REDIST, kvm_create_device, kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2,
+    kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3,
 };
 use kvm_ioctls::{DeviceFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::gic;
 use super::gsi::{FIRST_SHARED, Gsis, SHARED};
+use super::its::{self, Its};
 use super::layout;
 use crate::fault::{Blame, Fault, Field};
 use crate::sys::kvm_device;
@@ -38,6 +41,7 @@ pub struct Irqchip {
     mode: Mode,
     device: DeviceFd,
     cpus: OnceLock<u64>,
+    its: OnceLock<Its>,
 }
 
 /// What of it outlives a migration.
@@ -47,6 +51,9 @@ pub struct State {
     mode: Mode,
     /// Group of attributes, attribute, value.
     registers: Vec<(u32, u64, u64)>,
+    /// Of the translation service, where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    its: Option<its::State>,
 }
 
 /// Why KVM refuses an interrupt controller.
@@ -67,6 +74,11 @@ pub enum Error {
         /// What KVM said.
         error: kvm_ioctls::Error,
     },
+    /// The tables of the translation service cannot be written to guest memory, or read there.
+    #[error(
+        "the tables of the interrupt translation service: {0}; has the guest named places for them that are not in its memory?"
+    )]
+    Tables(#[source] kvm_ioctls::Error),
     /// The state is of the other version.
     #[error("the saved machine has the other interrupt controller; use the same")]
     OtherMode,
@@ -79,7 +91,7 @@ impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
             Self::Ioctl(..) => Blame::host(Field::Irqchip),
-            Self::Register { .. } => Blame::HOST,
+            Self::Register { .. } | Self::Tables(_) => Blame::HOST,
             Self::OtherMode | Self::Implausible(_) => Blame::user(Field::Irqchip),
         }
     }
@@ -116,14 +128,16 @@ impl Irqchip {
             .map_err(|e| Error::Ioctl("the number of interrupts", e))?;
         Ok(Self {
             vm: vm.clone(),
-            gsis: Arc::new(Gsis::new(vm.clone())),
+            gsis: Arc::new(Gsis::new(vm.clone(), mode == Mode::Gicv3)),
             mode,
             device,
             cpus: OnceLock::new(),
+            its: OnceLock::new(),
         })
     }
 
-    /// All vCPUs, so many, have been made. From now on events can be [connected](Gsis::connect).
+    /// All vCPUs, so many, have been made, and the numbers of all messages are known. From now on events can be
+    /// [connected](Gsis::connect).
     ///
     /// # Errors
     /// Where KVM refuses: there are more than this version knows.
@@ -131,6 +145,10 @@ impl Irqchip {
         kvm_device::tell(&self.device, KVM_DEV_ARM_VGIC_GRP_CTRL, KVM_DEV_ARM_VGIC_CTRL_INIT.into())
             .map_err(|e| Error::Ioctl("KVM_DEV_ARM_VGIC_CTRL_INIT", e))?;
         self.cpus.get_or_init(|| cpus as u64);
+        if self.gsis.has_messages() {
+            let its = Its::new(&self.vm)?;
+            self.its.get_or_init(|| its);
+        }
         Ok(())
     }
 
@@ -168,11 +186,16 @@ impl Irqchip {
         gic::registers(self.mode, self.cpus.get().copied().unwrap_or(0))
     }
 
-    /// What [`Irqchip::restore`] needs.
+    /// What [`Irqchip::restore`] needs, beside what it has KVM write to guest memory.
     ///
     /// # Errors
     /// Where KVM refuses.
     pub fn save(&self, _held: &Held) -> Result<State, Error> {
+        let its = self.its.get().map(Its::save).transpose()?;
+        if its.is_some() {
+            let pending = KVM_DEV_ARM_VGIC_SAVE_PENDING_TABLES.into();
+            kvm_device::tell(&self.device, KVM_DEV_ARM_VGIC_GRP_CTRL, pending).map_err(Error::Tables)?;
+        }
         let mut registers = Vec::new();
         for gic::Register { group, attr, width, optional, .. } in self.plan() {
             match kvm_device::get(&self.device, group, attr, width) {
@@ -181,7 +204,7 @@ impl Irqchip {
                 Err(error) => return Err(Error::Register { group, attr, error }),
             }
         }
-        Ok(State { mode: self.mode, registers })
+        Ok(State { mode: self.mode, registers, its })
     }
 
     /// Takes over what [`Irqchip::save`] gave.
@@ -206,9 +229,14 @@ impl Irqchip {
             }
             kvm_device::set(&self.device, group, attr, value).map_err(refused)?;
         }
-        match saved.next() {
-            Some(_) => Err(Error::Implausible("registers that this machine has not")),
-            None => Ok(()),
+        if saved.next().is_some() {
+            return Err(Error::Implausible("registers that this machine has not"));
+        }
+        match (self.its.get(), state.its) {
+            (Some(its), Some(state)) => its.restore(&state),
+            (None, None) => Ok(()),
+            (Some(_), None) => Err(Error::Implausible("no translation service, which this machine has")),
+            (None, Some(_)) => Err(Error::Implausible("a translation service, which this machine has not")),
         }
     }
 }

@@ -1,12 +1,14 @@
 //! The guest-physical address map.
 //!
 //! ```text
-//! 0x0100_0000             the interrupt controller: distributor, GICv2's CPU interface
+//! 0x0100_0000             the interrupt controller: distributor, GICv2's CPU interface, GICv3's translation service
 //! 0x0400_0000             GICv3's redistributors, 128 KiB a vCPU
 //! 0x0900_0000             serial port, real-time clock
 //! 0x0a00_0000             virtio-mmio devices
 //! 0x1000_0000             a workload's own slot: code, control blocks, page tables (`guests/`)
 //! 0x3000_0000             the doorbell: never backed, a write leaves the guest
+//! 0x3800_0000             configuration spaces of the PCI bus (ECAM), where there is one
+//! 0x3a00_0000    96 MiB   its BARs
 //! 0x4000_0000  1 GiB      RAM, all of it in one piece
 //!   0x4000_0000             the device tree, at most 1 MiB
 //!   0x401f_f010             the VM generation ID, on a page of its own that the device tree reserves
@@ -26,6 +28,10 @@ pub const GIC_DISTRIBUTOR_SIZE: u64 = 0x1_0000;
 pub const GIC_CPU: u64 = 0x0102_0000;
 /// Its size.
 pub const GIC_CPU_SIZE: u64 = 0x2000;
+/// GICv3's translation service (Arm IHI 0069, 12.18): a frame of registers, and one to which devices write.
+pub const GIC_TRANSLATION: u64 = 0x0104_0000;
+/// Its size.
+pub const GIC_TRANSLATION_SIZE: u64 = 0x2_0000;
 /// GICv3's redistributors, one after the other.
 pub const GIC_REDISTRIBUTORS: u64 = 0x0400_0000;
 /// What each takes (Arm IHI 0069, 12.10): a frame for itself and one for SGIs and PPIs.
@@ -61,8 +67,9 @@ pub const ONE_PIECE: u64 = RAM.0[0].end - RAM_START;
 pub const FDT: u64 = RAM_START;
 /// How large it may be.
 pub const FDT_SIZE: u64 = 1 << 20;
-/// There is no PCI.
-pub const PCI: Option<PciHost> = None;
+/// Where PCI is reached: one bus, 1 MiB of configuration spaces.
+pub const PCI: PciHost =
+    PciHost { ports: None, ecam: 0x3800_0000..0x3810_0000, window: 0x3a00_0000..0x4000_0000 };
 /// Where the VM generation ID is.
 pub const VMGENID: u64 = RAM_START + 0x1f_f010;
 /// Where an image may be loaded: what is below is written by the loader.

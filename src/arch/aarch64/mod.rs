@@ -9,6 +9,7 @@ mod fdt;
 mod gic;
 pub mod gsi;
 pub mod irqchip;
+mod its;
 pub mod layout;
 pub mod paging;
 pub mod regs;

@@ -197,7 +197,7 @@ fn bridge(aml: &mut Vec<u8>, host: &PciHost) {
     let (hid, cid) = (Name::new("_HID".into(), &hid), Name::new("_CID".into(), &cid));
     let [uid, segment, bus] = ["_UID", "_SEG", "_BBN"].map(|name| Name::new(name.into(), &0u8));
     let buses = Resource::new_bus_number(0u16, 0);
-    let ports = IO::new(host.ports, host.ports, 1, ports::PCI_PORTS);
+    let ports = IO::new(ports::PCI_ADDRESS, ports::PCI_ADDRESS, 1, ports::PCI_PORTS);
     let window = (host.window.start as u32, (host.window.end - 1) as u32);
     let window = Resource::new_memory(AddressSpaceCacheable::NotCacheable, true, window.0, window.1, None);
     let resources = ResourceTemplate::new(vec![&buses, &ports, &window]);
@@ -305,7 +305,7 @@ mod tests {
     fn a_bus_is_found_with_its_configuration_spaces_and_its_window() {
         let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
         let host = PciHost {
-            ports: ports::PCI_ADDRESS,
+            ports: Some(ports::PCI_ADDRESS),
             ecam: 0xe000_0000..0xe010_0000,
             window: 0xe800_0000..0xf000_0000,
         };

@@ -95,8 +95,9 @@ impl Gsis {
         Ok(Gsi((PINS + others.len() - 1) as u32))
     }
 
-    /// Has a signal of `gsi`, which is a [message's](Gsis::message), write `data` to `address`; nothing where no local APIC takes it.
-    pub fn route(&self, gsi: &Gsi, address: u64, data: u32) {
+    /// Has a signal of `gsi`, which is a [message's](Gsis::message), write `data` to `address`; nothing where no local APIC takes it. Which
+    /// device sends it does not matter.
+    pub fn route(&self, gsi: &Gsi, _sender: u16, address: u64, data: u32) {
         let message = Msi::at(address, data);
         let mut routes = self.routes();
         let other = (gsi.0 as usize).checked_sub(PINS).and_then(|at| routes.others.get_mut(at));

@@ -30,11 +30,11 @@ pub const DOORBELL: u64 = 0xd000_0000;
 /// Where virtio-mmio devices start, a page each.
 pub const VIRTIO_BASE: u64 = 0xd800_0000;
 /// Where PCI is reached: one bus, 1 MiB of configuration spaces.
-pub const PCI: Option<PciHost> = Some(PciHost {
-    ports: ports::PCI_ADDRESS,
+pub const PCI: PciHost = PciHost {
+    ports: Some(ports::PCI_ADDRESS),
     ecam: 0xe000_0000..0xe010_0000,
     window: 0xe800_0000..0xf000_0000,
-});
+};
 /// Three pages that KVM wants on Intel hosts for real mode (`KVM_SET_TSS_ADDR`).
 pub const KVM_TSS: u64 = 0xfffb_d000;
 /// The largest guest-physical address plus one that four levels of page tables and KVM both reach.

@@ -15,6 +15,13 @@ use super::Ending;
 /// How many devices a bus can have (PCI 3.0, section 3.2.2.3.2); each has one function here. The first is the host bridge.
 pub const DEVICES: usize = 32;
 
+/// Who a device's requests come from, as a bridge and a translation service know it (PCI Express 5.0, section 2.2.6.2): bus 0, its number,
+/// function 0.
+pub fn requester(device: usize) -> u16 {
+    debug_assert!(device < DEVICES);
+    (device as u16) << 3
+}
+
 /// A function on the bus. Every access lies within what it is of, and has 1, 2, 4 or 8 bytes.
 pub trait Function: Send + Sync {
     /// The guest reads its configuration space.
