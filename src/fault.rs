@@ -76,6 +76,8 @@ pub enum Field {
     RingEntries,
     /// Seccomp and Landlock.
     Sandbox,
+    /// What the serial port is.
+    Uart,
     /// Where the serial port leads.
     Serial,
     /// Into how many memslots guest memory is cut.

@@ -3,6 +3,8 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 /// A device that a board has at a place of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
@@ -20,6 +22,25 @@ pub enum Device {
     PvPanic,
     /// ACPI's sleep registers.
     Sleep,
+}
+
+/// What the serial port is, as `--uart` names it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Uart {
+    /// A 16550, as a PC has it: ttyS0.
+    #[default]
+    #[value(name = "16550")]
+    Ns16550,
+    /// A PL011, as Arm's boards have it: ttyAMA0.
+    Pl011,
+}
+
+impl Uart {
+    /// Whether it is what machines had before there was a choice.
+    pub fn is_16550(&self) -> bool {
+        *self == Self::Ns16550
+    }
 }
 
 /// Which addresses a device answers to.
@@ -109,6 +130,8 @@ pub struct Parts<Mode> {
     pub cpus: u32,
     /// The interrupt controller.
     pub irqchip: Mode,
+    /// The serial port.
+    pub uart: Uart,
     /// Its virtio devices.
     pub virtio: Virtio,
     /// The guest-physical address of its VM generation ID, if it has one.

@@ -11,7 +11,8 @@ use clap::Args;
 use super::devices::DeviceArgs;
 use super::launch::{self, LaunchArgs, Ready};
 use super::{Failure, dump, keyvalue, run::failure};
-use crate::arch::boot::{DEFAULT_CMDLINE, Protocol};
+use crate::arch::boot::{Protocol, default_cmdline};
+use crate::arch::fixed::Uart;
 use crate::arch::irqchip::Mode;
 use crate::devices::console::{Opened, Target};
 use crate::devices::virtio::transport::Codec;
@@ -58,6 +59,10 @@ pub struct KernelArgs {
     /// enumerates, with an interrupt for each queue (MSI-X)
     #[arg(long, value_name = "HOW", default_value = "mmio", requires = "kernel")]
     transport: Codec,
+
+    /// What the serial port is; a PL011 is on Arm alone
+    #[arg(long, value_name = "KIND", value_enum, default_value_t, requires = "kernel")]
+    uart: Uart,
 
     /// Where the serial port leads: terminal (Ctrl-a x ends the guest), file=PATH, pty or null
     #[arg(long, value_name = "WHERE", default_value = "terminal", requires = "kernel")]
@@ -118,10 +123,20 @@ pub(super) fn boot(
     process: session::Config,
     told: Ready,
 ) -> Result<Exit, Failure> {
-    let KernelArgs { initrd, protocol, irqchip, transport, serial, cr3_cache, timeout, mut devices, .. } =
-        args;
+    let KernelArgs {
+        initrd,
+        protocol,
+        irqchip,
+        transport,
+        uart,
+        serial,
+        cr3_cache,
+        timeout,
+        mut devices,
+        ..
+    } = args;
     devices.confine(process.sandbox);
-    let defaults = (!args.nodefaults).then_some(DEFAULT_CMDLINE);
+    let defaults = (!args.nodefaults).then(|| default_cmdline(uart));
     // Symbols are where the image has them, and not where a random number puts them.
     let fixed = process.gdb.as_ref().map(|_| "nokaslr");
     let parts: Vec<&str> =
@@ -129,7 +144,7 @@ pub(super) fn boot(
     let (cmdline, mut virtio) = (parts.join(" "), devices.config());
     virtio.0.extend(told.devices);
     let vmgenid = if args.no_vmgenid { None } else { config.vmgenid };
-    let config = machine::Config { irqchip, transport, serial, virtio, vmgenid, cr3_cache, ..config };
+    let config = machine::Config { irqchip, transport, uart, serial, virtio, vmgenid, cr3_cache, ..config };
     if let Some(gdb) = &process.gdb {
         tracing::info!("{}", gdb::command(&gdb.socket, symbols(&kernel).as_deref()));
     }

@@ -198,6 +198,7 @@ mod tests {
                 "protocol" => "pvh",
                 "irqchip" => "split",
                 "transport" => "pci",
+                "uart" => "16550",
                 "cr3_cache" => "on",
                 "serial" | "console" => "null",
                 "timeout" => "3s",

@@ -145,6 +145,7 @@ pub(super) const FLAGS: Flags = &[&[
     (Field::RingEntries, "--dirty-ring="),
     (Field::Sandbox, "--sandbox:"),
     (Field::Serial, "--serial"),
+    (Field::Uart, "--uart:"),
     (Field::Slots, "--memory slots="),
     (Field::EagerSplit, "--memory eager-split:"),
     (Field::Tracker, "--dirty-ring:"),

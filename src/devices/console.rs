@@ -561,7 +561,7 @@ mod tests {
     /// A console over a pipe, and the pipe's other end.
     fn piped() -> (Arc<Serial>, Console, io::PipeWriter) {
         let (reader, writer) = io::pipe().unwrap();
-        let serial = Arc::new(Serial::new(None).unwrap());
+        let serial = Arc::new(Serial::new(crate::arch::fixed::Uart::default(), None).unwrap());
         let input = Some(File::from(std::os::fd::OwnedFd::from(reader)));
         let opened = Opened { output: None, input, pty: None, slave: None, file: None, raw: false };
         let quit = Arc::new(EventFd::new(0).unwrap());

@@ -44,7 +44,7 @@ pub fn cause(console: &str) -> String {
     match console.lines().rfind(|line| !line.trim().is_empty()) {
         Some(line) => format!("the last that it said was: {}", line.trim()),
         None => {
-            "it has said nothing on its serial port: CONFIG_SERIAL_8250_CONSOLE, and console=ttyS0".into()
+            "it has said nothing on its serial port: CONFIG_SERIAL_8250_CONSOLE and console=ttyS0 (of a PL011 CONFIG_SERIAL_AMBA_PL011_CONSOLE and console=ttyAMA0)".into()
         }
     }
 }

@@ -34,6 +34,9 @@ pub enum Error {
     /// More vCPUs than APIC ids that a kernel without interrupt remapping reaches.
     #[error("{0}: a Linux guest can have from 1 to {MOST_CPUS}")]
     Cpus(usize),
+    /// The serial port.
+    #[error("a PC has a 16550 alone; leave it out")]
+    Uart,
     /// KVM or memory.
     #[error(transparent)]
     Vm(#[from] vm::Error),
@@ -84,6 +87,7 @@ impl Fault for Error {
             Self::Open { field, .. } => Blame::user(*field),
             Self::Boot { error, .. } => error.blame(),
             Self::Cpus(_) => Blame::user(Field::Cpus),
+            Self::Uart => Blame::user(Field::Uart),
             Self::Vm(error) => error.blame(),
             Self::Memory(error) => error.blame(),
             Self::Vcpu(error) => error.blame(),

@@ -34,7 +34,7 @@ use crate::arch::begun::Begun;
 use crate::arch::boot::Entry;
 use crate::arch::core::Core;
 use crate::arch::cpuid::{self, Choice, Cpuid, Leaf};
-use crate::arch::fixed::{Addresses, Device, Parts};
+use crate::arch::fixed::{Addresses, Device, Parts, Uart};
 use crate::arch::irqchip::{Irqchip, Mode};
 use crate::arch::state::Context;
 use crate::arch::{clocks, layout, regs, tables};
@@ -67,7 +67,9 @@ pub struct Config {
     pub irqchip: Mode,
     /// CPU features.
     pub cpuid: Choice,
-    /// Where the serial port leads.
+    /// What the serial port is.
+    pub uart: Uart,
+    /// Where it leads.
     pub serial: Target,
     /// Virtio devices.
     pub virtio: virtio::Config,
@@ -93,6 +95,7 @@ impl Default for Config {
             pins: None,
             irqchip: Mode::default(),
             cpuid: Choice::default(),
+            uart: Uart::default(),
             serial: Target::default(),
             virtio: virtio::Config::default(),
             transport: Codec::default(),
@@ -187,6 +190,9 @@ impl Opened {
         if config.cpus == 0 || config.cpus > MOST_CPUS {
             return Err(Error::Cpus(config.cpus));
         }
+        if !layout::UARTS.contains(&config.uart) {
+            return Err(Error::Uart);
+        }
         let virtio = virtio::Opened::open(&config.virtio, config.incoming)?;
         Ok(Self { config, virtio })
     }
@@ -201,7 +207,8 @@ impl Opened {
         self.config.dirty_ring
     }
 
-    /// The same for the like of `description`: so many vCPUs, its interrupt controller, its transport, its VM generation ID.
+    /// The same for the like of `description`: so many vCPUs, its interrupt controller, its serial port, its transport, its VM
+    /// generation ID.
     ///
     /// # Errors
     /// Where no machine has so many.
@@ -209,7 +216,11 @@ impl Opened {
         if description.cpus == 0 || description.cpus > MOST_CPUS {
             return Err(Error::Cpus(description.cpus));
         }
+        if !layout::UARTS.contains(&description.uart) {
+            return Err(Error::Uart);
+        }
         (self.config.cpus, self.config.irqchip) = (description.cpus, description.irqchip);
+        self.config.uart = description.uart;
         (self.config.vmgenid, self.config.transport) = (description.vmgenid, description.transport);
         Ok(self)
     }
@@ -262,6 +273,7 @@ impl Board {
         let parts = Parts {
             cpus: self.config.cpus as u32,
             irqchip: self.config.irqchip,
+            uart: self.config.uart,
             virtio: self.virtio.places(),
             vmgenid: self.config.vmgenid,
         };
@@ -288,7 +300,7 @@ impl Board {
         let processors = (0..config.cpus).map(create).collect::<Result<Vec<_>, _>>()?;
         irqchip.complete(config.cpus)?;
         let output = opened.output.as_ref().map(File::try_clone).transpose().map_err(host("dup"))?;
-        let serial = Arc::new(Serial::new(output).map_err(host("eventfd"))?);
+        let serial = Arc::new(Serial::new(config.uart, output).map_err(host("eventfd"))?);
         irqchip.gsis().connect(&irqchip.gsis().claim(layout::SERIAL_GSI)?, serial.irq())?;
         let rtc = Arc::new(Rtc::default());
         let (mut pio, mut mmio) = buses(&irqchip, &serial, &rtc, test_devices)?;

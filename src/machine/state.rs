@@ -9,6 +9,7 @@ use super::virtio::PciBus;
 use super::{Error, Machine};
 use crate::arch::clocks::Meanwhile;
 use crate::arch::cpuid::Leaf;
+use crate::arch::fixed::Uart;
 use crate::arch::irqchip::{self, Mode};
 use crate::devices::virtio::transport::{self, Codec};
 use crate::devices::virtio::{RestoreError, pci};
@@ -23,6 +24,9 @@ use crate::vm::vcpu::Vcpu;
 /// The versions of the sections.
 const IRQCHIP: u16 = 1;
 const SERIAL: u16 = 1;
+/// The sections of either serial port.
+const NS16550: &str = "serial";
+const PL011: &str = "pl011";
 const RTC: u16 = 1;
 const VIRTIO: u16 = 1;
 const PCI: u16 = 1;
@@ -52,6 +56,9 @@ pub struct Description {
     pub slots: Vec<Place>,
     /// The interrupt controller.
     pub irqchip: Mode,
+    /// The serial port.
+    #[serde(default, skip_serializing_if = "Uart::is_16550")]
+    pub uart: Uart,
     /// What its first vCPU sees of CPUID.
     pub cpuid: Vec<Leaf>,
     /// The frequency of its TSCs in kHz, where KVM tells it.
@@ -125,7 +132,10 @@ impl State {
         let state = Self {
             processors: Processors::take(&mut sections, cpus)?,
             irqchip: sections.take("irqchip", IRQCHIP)?,
-            serial: sections.take("serial", SERIAL)?,
+            serial: match sections.has(PL011) {
+                true => serial::State::Pl011(sections.take(PL011, SERIAL)?),
+                false => serial::State::Ns16550(sections.take(NS16550, SERIAL)?),
+            },
             rtc: sections.take("rtc", RTC)?,
             pci: sections.has(BUS).then(|| sections.take(BUS, PCI)).transpose()?,
             virtio: devices.into_iter().map(|name| sections.take(name, VIRTIO)).collect::<Result<_, _>>()?,
@@ -138,7 +148,10 @@ impl State {
     pub fn sections<'a>(&self, devices: impl IntoIterator<Item = &'a str>) -> Vec<Section> {
         let mut sections = self.processors.sections();
         sections.push(Section::new("irqchip", IRQCHIP, &self.irqchip));
-        sections.push(Section::new("serial", SERIAL, &self.serial));
+        sections.push(match &self.serial {
+            serial::State::Ns16550(port) => Section::new(NS16550, SERIAL, port),
+            serial::State::Pl011(port) => Section::new(PL011, SERIAL, port),
+        });
         sections.push(Section::new("rtc", RTC, &self.rtc));
         sections.extend(self.pci.iter().map(|pci| Section::new(BUS, PCI, pci)));
         let devices = devices.into_iter().zip(&self.virtio);
@@ -196,6 +209,7 @@ impl Machine {
             memory: self.vm.memory.config.size,
             slots: self.vm.memory.slots().iter().map(Place::from).collect(),
             irqchip: self.features.irqchip,
+            uart: self.serial.kind(),
             cpuid: self.features.cpuid.clone(),
             tsc_khz: self.features.tsc_khz,
             test_devices: self.features.test_devices,

@@ -12,7 +12,7 @@ use super::layout::{
     GIC_REDISTRIBUTORS, GIC_TRANSLATION, GIC_TRANSLATION_SIZE, RTC, RTC_SIZE, SERIAL, SERIAL_GSI,
     SERIAL_SIZE,
 };
-use crate::arch::fixed::{Parts, PciHost, Virtio};
+use crate::arch::fixed::{Parts, PciHost, Uart, Virtio};
 
 /// The names of the interrupt controller, of the clock and of the translation service within the tree.
 const GIC: u32 = 1;
@@ -60,7 +60,7 @@ pub fn build(parts: &Parts<Mode>, told: &Told<'_>) -> Result<Vec<u8>, Error> {
     }
     processors(&mut fdt, parts.cpus)?;
     controller(&mut fdt, parts)?;
-    devices(&mut fdt)?;
+    devices(&mut fdt, parts.uart)?;
     for device in parts.virtio.mmio() {
         let node = fdt.begin_node(&format!("virtio_mmio@{:x}", device.base))?;
         fdt.property_string("compatible", "virtio,mmio")?;
@@ -172,7 +172,7 @@ fn bridge(fdt: &mut FdtWriter, host: &PciHost) -> Result<(), Error> {
 }
 
 /// The devices that every board has.
-fn devices(fdt: &mut FdtWriter) -> Result<(), Error> {
+fn devices(fdt: &mut FdtWriter, uart: Uart) -> Result<(), Error> {
     let node = fdt.begin_node("apb-pclk")?;
     fdt.property_string("compatible", "fixed-clock")?;
     fdt.property_u32("#clock-cells", 0)?;
@@ -182,9 +182,18 @@ fn devices(fdt: &mut FdtWriter) -> Result<(), Error> {
     fdt.end_node(node)?;
 
     let node = fdt.begin_node(&format!("serial@{SERIAL:x}"))?;
-    fdt.property_string("compatible", "ns16550a")?;
     fdt.property_array_u64("reg", &[SERIAL, SERIAL_SIZE])?;
-    fdt.property_u32("clock-frequency", 1_843_200)?;
+    match uart {
+        Uart::Ns16550 => {
+            fdt.property_string("compatible", "ns16550a")?;
+            fdt.property_u32("clock-frequency", 1_843_200)?;
+        }
+        Uart::Pl011 => {
+            fdt.property_string_list("compatible", vec!["arm,pl011".into(), "arm,primecell".into()])?;
+            fdt.property_array_u32("clocks", &[CLOCK, CLOCK])?;
+            fdt.property_string_list("clock-names", vec!["uartclk".into(), "apb_pclk".into()])?;
+        }
+    }
     fdt.property_array_u32("interrupts", &[SHARED, SERIAL_GSI, EDGE])?;
     fdt.end_node(node)?;
 

@@ -17,7 +17,7 @@
 //!
 //! Every address is a multiple of 64 KiB, the largest page that a host or a guest can have.
 
-use crate::arch::fixed::{Device, Fixed, PciHost};
+use crate::arch::fixed::{Device, Fixed, PciHost, Uart};
 use crate::memory::plan::Space;
 
 /// The distributor of the interrupt controller, 64 KiB.
@@ -38,8 +38,10 @@ pub const GIC_REDISTRIBUTORS: u64 = 0x0400_0000;
 pub const GIC_REDISTRIBUTOR_SIZE: u64 = 0x2_0000;
 /// The serial port.
 pub const SERIAL: u64 = 0x0900_0000;
-/// Its registers: a 16550's, a byte apart.
-pub const SERIAL_SIZE: u64 = 8;
+/// The room for its registers. A 16550's are a byte apart.
+pub const SERIAL_SIZE: u64 = 0x1000;
+/// What it can be.
+pub const UARTS: &[Uart] = &[Uart::Ns16550, Uart::Pl011];
 /// The real-time clock.
 pub const RTC: u64 = 0x0901_0000;
 /// Its size.

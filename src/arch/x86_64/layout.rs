@@ -14,7 +14,7 @@
 //! ```
 
 use super::ports;
-use crate::arch::fixed::{Device, Fixed, PciHost};
+use crate::arch::fixed::{Device, Fixed, PciHost, Uart};
 use crate::memory::plan::Space;
 
 /// Where RAM below 4 GiB ends at the latest.
@@ -29,6 +29,8 @@ pub const WORKLOAD_END: u64 = 0xd000_0000;
 pub const DOORBELL: u64 = 0xd000_0000;
 /// Where virtio-mmio devices start, a page each.
 pub const VIRTIO_BASE: u64 = 0xd800_0000;
+/// What its serial port can be.
+pub const UARTS: &[Uart] = &[Uart::Ns16550];
 /// Where PCI is reached: one bus, 1 MiB of configuration spaces.
 pub const PCI: PciHost = PciHost {
     ports: Some(ports::PCI_ADDRESS),

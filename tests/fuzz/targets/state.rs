@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use serde_json::Value;
 use vellum::arch::clocks::Meanwhile;
+use vellum::arch::fixed::Uart;
 use vellum::arch::ioapic::{self, Ioapic};
 use vellum::devices::bus::BusDevice;
 use vellum::devices::rtc::{self, Rtc};
-use vellum::devices::serial::{self, Serial};
+use vellum::devices::serial::{self, Serial, ns16550, pl011};
 use vellum::devices::virtio::transport::{self, Codec};
 use vellum::devices::virtio::{PATIENCE, pci as virtio_pci};
 use vellum::guests::{self, model};
@@ -21,7 +22,7 @@ use super::{pci, virtio};
 /// How many pages the guest has whose model is followed.
 const PAGES: u64 = 100;
 /// The sections that are no virtio device's, but for those of vCPUs.
-const OTHERS: [&str; 6] = ["clock", "cpuid", "irqchip", "serial", "rtc", "pci"];
+const OTHERS: [&str; 7] = ["clock", "cpuid", "irqchip", "serial", "pl011", "rtc", "pci"];
 
 /// The target. The input is a description and, in an array, sections as `[name, version, body]`.
 pub fn state(data: &[u8]) {
@@ -52,6 +53,17 @@ pub fn state(data: &[u8]) {
     }
 }
 
+/// Has a serial port of this kind restored, with a guest that reads it. Whether it took the state.
+fn is_port(kind: Uart, state: serial::State) -> bool {
+    let serial = Serial::new(kind, None).expect("an eventfd");
+    let taken = serial.restore(state).is_ok();
+    if taken {
+        answers(&serial, 0x50);
+        serial.save();
+    }
+    taken
+}
+
 /// Has what the section is of restored by it, if that takes it: it answers its guest, and can be saved. Whether it took it.
 fn restored(name: &str, body: &Value) -> bool {
     match name {
@@ -72,14 +84,12 @@ fn restored(name: &str, body: &Value) -> bool {
             true
         }
         "serial" => {
-            let Ok(state) = serde_json::from_value::<serial::State>(body.clone()) else { return false };
-            let serial = Serial::new(None).expect("an eventfd");
-            let taken = serial.restore(state).is_ok();
-            if taken {
-                answers(&serial, 8);
-                serial.save();
-            }
-            taken
+            let state = serde_json::from_value::<ns16550::State>(body.clone());
+            state.is_ok_and(|state| is_port(Uart::Ns16550, serial::State::Ns16550(state)))
+        }
+        "pl011" => {
+            let state = serde_json::from_value::<pl011::State>(body.clone());
+            state.is_ok_and(|state| is_port(Uart::Pl011, serial::State::Pl011(state)))
         }
         "rtc" => {
             let Ok(state) = serde_json::from_value::<rtc::State>(body.clone()) else { return false };
@@ -147,7 +157,7 @@ fn answers(device: &dyn BusDevice, registers: u64) {
 /// What is changed at random begins with what each device takes.
 #[test]
 fn each_device_takes_the_state_of_the_corpus() {
-    for (file, sections) in [("devices", 10), ("pc-pci", 9)] {
+    for (file, sections) in [("devices", 11), ("pc-pci", 9)] {
         let path = format!("{}/tests/fuzz/corpus/state/{file}", env!("CARGO_MANIFEST_DIR"));
         let (_, all): (Value, Vec<(String, u16, Value)>) =
             serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();

@@ -21,6 +21,7 @@ use self::image::ALIGNMENT;
 use super::fdt::{self, Told};
 use super::layout::{FDT, FDT_SIZE, KERNEL, RAM_START};
 use super::tables::Tables;
+use crate::arch::fixed::Uart;
 use crate::fault::{Blame, Fault, Field};
 use crate::sys::random;
 
@@ -34,7 +35,12 @@ const PAGE: u64 = 0x1_0000;
 const SEED: usize = 64;
 
 /// What a Linux guest is told unless it is told nothing: its console, and to end rather than to hang.
-pub const DEFAULT_CMDLINE: &str = "console=ttyS0 panic=-1";
+pub fn default_cmdline(uart: Uart) -> &'static str {
+    match uart {
+        Uart::Ns16550 => "console=ttyS0 panic=-1",
+        Uart::Pl011 => "console=ttyAMA0 panic=-1",
+    }
+}
 
 /// A way to enter a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

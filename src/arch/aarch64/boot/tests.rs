@@ -4,7 +4,7 @@ use flate2::{Compression, write::GzEncoder};
 use vm_memory::GuestMemoryMmap;
 
 use super::*;
-use crate::arch::fixed::{Parts, Virtio, VirtioMmio};
+use crate::arch::fixed::{Parts, Uart, Virtio, VirtioMmio};
 use crate::arch::irqchip::Mode;
 
 fn memory(mib: usize) -> GuestMemoryMmap {
@@ -41,7 +41,13 @@ fn zboot(payload: &[u8], compression: &[u8]) -> Vec<u8> {
 fn tables() -> Tables {
     let virtio = Virtio::Mmio(vec![VirtioMmio { base: 0xa00_0000, size: 0x1000, gsi: 2 }]);
     Tables {
-        parts: Parts { cpus: 2, irqchip: Mode::Gicv3, virtio, vmgenid: Some(super::super::layout::VMGENID) },
+        parts: Parts {
+            cpus: 2,
+            irqchip: Mode::Gicv3,
+            uart: Uart::default(),
+            virtio,
+            vmgenid: Some(super::super::layout::VMGENID),
+        },
     }
 }
 

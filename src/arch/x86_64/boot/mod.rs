@@ -27,6 +27,7 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
 
 use super::tables::Tables;
+use crate::arch::fixed::Uart;
 use crate::fault::{Blame, Fault, Field};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, ReadVolatile};
 
@@ -56,7 +57,9 @@ const LINUX_CMDLINE: usize = 2048;
 const PAGE: u64 = 4096;
 
 /// What a Linux guest is told unless it is told nothing: its console, and to end rather than to hang.
-pub const DEFAULT_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1";
+pub fn default_cmdline(_uart: Uart) -> &'static str {
+    "console=ttyS0 reboot=k panic=-1"
+}
 
 /// A way to enter a kernel. The first that an image offers is taken, in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
