@@ -17,6 +17,17 @@ use vellum::control::agent;
 /// Where the vellum is that is tested.
 pub const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
+/// The interrupt controllers that a machine of this architecture can have. A GICv2 needs a host that has one.
+pub const IRQCHIPS: &[&str] = match cfg!(target_arch = "aarch64") {
+    true => &["gicv3"],
+    false => &["split", "kernel"],
+};
+/// The clock that Linux takes there.
+pub const CLOCKSOURCE: &str = match cfg!(target_arch = "aarch64") {
+    true => "arch_sys_counter",
+    false => "kvm-clock",
+};
+
 /// Ends what hangs, in the host's time; nothing is asserted about it.
 const TIMEOUT: &str = "900s";
 

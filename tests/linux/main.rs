@@ -27,11 +27,14 @@ mod work;
 
 use std::process::ExitCode;
 
-use guest::Image;
+use guest::{IRQCHIPS, Image};
 use harness::{Failed, Need, Trials};
 
-/// A guest with a kernel needs a KVM that runs one; shadow paging without hardware below it does not (kvm_pvm).
+/// A guest with a kernel needs a KVM that runs one; shadow paging without hardware below it does not (kvm_pvm). On Arm there is no other.
 fn hardware() -> Need {
+    if cfg!(target_arch = "aarch64") {
+        return Ok(());
+    }
     let modules = ["kvm_intel", "kvm_amd"].map(|name| format!("/sys/module/{name}"));
     if modules.iter().any(|path| std::path::Path::new(path).exists()) {
         Ok(())
@@ -84,33 +87,33 @@ fn main() -> ExitCode {
     let need = bed::kvm().and_then(|()| between::hosts());
     trials.add("a_guest_of_the_whole_cpu_stays_between_hosts", need, between::stays_where_its_cpu_is);
     for (at, image) in images.iter().enumerate() {
-        for (irqchip, tap) in [("split", whole::Tap::Ours), ("kernel", whole::Tap::Others)] {
+        for (&irqchip, tap) in IRQCHIPS.iter().zip([whole::Tap::Ours, whole::Tap::Others]) {
             let name = format!("linux_{}_with_every_device_{irqchip}_irqchip", image.version);
-            let need = if at == 0 && irqchip == "split" { guests() } else { whole_matrix() };
+            let need = if at == 0 && irqchip == IRQCHIPS[0] { guests() } else { whole_matrix() };
             let image = image.clone();
             trials.add(name, need.and(guest::taps()), move || whole::every_device(&image, irqchip, tap));
         }
-        for irqchip in ["split", "kernel"] {
+        for &irqchip in IRQCHIPS {
             let name = format!("linux_{}_moves_under_load_{irqchip}_irqchip", image.version);
             // One guest of an ordinary run moves, too.
-            let need = if at == 0 && irqchip == "split" { guests() } else { whole_matrix() };
+            let need = if at == 0 && irqchip == IRQCHIPS[0] { guests() } else { whole_matrix() };
             let image = image.clone();
             let need = need.and_then(|()| guest::taps()).and_then(|()| wires::bridges());
             trials.add(name, need, move || moves::under_load(&image, irqchip, moves::THERE_AND_BACK));
         }
-        for irqchip in ["split", "kernel"] {
+        for &irqchip in IRQCHIPS {
             let name = format!("linux_{}_goes_on_in_each_other_way_{irqchip}_irqchip", image.version);
             let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
             let image = image.clone();
             trials.add(name, need, move || moves::under_load(&image, irqchip, moves::IN_OTHER_WAYS));
         }
-        for irqchip in ["split", "kernel"] {
+        for &irqchip in IRQCHIPS {
             let name = format!("linux_{}_comes_out_of_a_snapshot_{irqchip}_irqchip", image.version);
             let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
             let image = image.clone();
             trials.add(name, need, move || saves::and_restored(&image, irqchip));
         }
-        for irqchip in ["split", "kernel"] {
+        for &irqchip in IRQCHIPS {
             let name = format!("linux_{}_works_moves_and_comes_back_on_pci_{irqchip}_irqchip", image.version);
             let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
             let image = image.clone();

@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use guest_agent::{Event, MemoryWork, Pattern, Request};
 use harness::{Failed, LIMIT, ensure, eventually};
 
-use crate::guest::{Ended, Guest, Image, Scratch, VELLUM};
+use crate::guest::{CLOCKSOURCE, Ended, Guest, Image, Scratch, VELLUM};
 use crate::wires::{Outage, Told, Wires};
 use crate::work::{self, Clock, count};
 
@@ -130,7 +130,7 @@ pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Fail
     let Event::Facts { cpus: 2, clocksource, .. } = guest.ask_one(&Request::Facts)? else {
         return Err("no facts, or a CPU is lost".into());
     };
-    ensure(clocksource == "kvm-clock", || format!("its clock is {clocksource} now"))?;
+    ensure(clocksource == CLOCKSOURCE, || format!("its clock is {clocksource} now"))?;
     let flushed = count(&guest)?;
     // The machine ends without a word to its guest: what was flushed is on the disk.
     guest.ctl(&["stop"])?;

@@ -8,7 +8,7 @@ use guest_agent::{Event, Request};
 use harness::{Failed, ensure, trial};
 use vellum::sys::terminal::open_pty;
 
-use crate::guest::{Guest, Image, Scratch, VELLUM, for_this_bed, taps};
+use crate::guest::{CLOCKSOURCE, Guest, Image, Scratch, VELLUM, for_this_bed, taps};
 use crate::whole_matrix;
 
 /// Runs `vellum run` to its end, with what the bed needs put before `cmdline`.
@@ -164,7 +164,7 @@ fn a_terminal_is_the_guests_but_for_ctrl_a_x() -> Result<(), Failed> {
         .spawn()?;
     until(&mut master, "\"event\":\"ready\"")?;
     master.write_all(b"\x03{\"do\":\"facts\"}\r")?;
-    until(&mut master, "\"clocksource\":\"kvm-clock\"")?;
+    until(&mut master, &format!("\"clocksource\":\"{CLOCKSOURCE}\""))?;
     master.write_all(b"\x01x")?;
     let status = child.wait()?;
     ensure(status.code() == Some(0), || format!("{status:?}"))?;

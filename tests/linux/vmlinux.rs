@@ -4,7 +4,7 @@ use guest_agent::{Event, MemoryWork, Pattern, Request};
 use harness::{Failed, Need, Trials, ensure};
 
 use crate::bed;
-use crate::guest::{Guest, Image};
+use crate::guest::{CLOCKSOURCE, Guest, Image};
 
 /// What the guest writes, so that KVM maps it.
 const MIB: u64 = 256;
@@ -29,7 +29,7 @@ fn boots(image: &Image, vmlinux: &str, protocol: &str, backing: &str) -> Result<
     guest.ready()?;
     let facts = guest.ask_one(&Request::Facts)?;
     ensure(
-        matches!(&facts, Event::Facts { cpus: 2, clocksource, .. } if clocksource == "kvm-clock"),
+        matches!(&facts, Event::Facts { cpus: 2, clocksource, .. } if clocksource == CLOCKSOURCE),
         || format!("{facts:?}"),
     )?;
     let work = MemoryWork { mib: MIB, rate_mib: 0, pattern: Pattern::Sequential, seconds: 1, seed: 0 };

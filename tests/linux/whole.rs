@@ -14,7 +14,7 @@ use vellum::control::Do;
 use vellum::control::client::Client;
 use vellum::control::names;
 
-use crate::guest::{Ended, Guest, Image, Scratch, host, noise};
+use crate::guest::{CLOCKSOURCE, Ended, Guest, Image, Scratch, host, noise};
 use crate::segments::Segments;
 
 const MIB: u64 = 1 << 20;
@@ -99,7 +99,7 @@ fn processors_and_memory(guest: &Guest, image: &Image) -> Result<(), Failed> {
     let Event::Facts { cpus, clocksource, kernel, .. } = guest.ask_one(&Request::Facts)? else {
         return Err("no facts".into());
     };
-    let right = cpus == 2 && clocksource == "kvm-clock" && kernel.starts_with(&format!("{}.", image.version));
+    let right = cpus == 2 && clocksource == CLOCKSOURCE && kernel.starts_with(&format!("{}.", image.version));
     ensure(right, || format!("{cpus} CPUs, {clocksource}, {kernel}"))?;
     // All but the hole below 1 MiB, and the page that Linux takes for itself at 0.
     let ram = system_ram(&guest.shell("cat /proc/iomem")?);

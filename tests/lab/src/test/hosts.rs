@@ -27,9 +27,10 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
     let cache = Cache::open()?;
     let architecture = bed.architecture();
     let kernel = Kernel::debian_for(&cache, architecture, "6.1")?;
-    let debuggers = match architecture {
-        Architecture::X86 => brought(debuggers::programs(&cache), tally),
-        Architecture::Arm => Vec::new(),
+    // Linux guests of x86 have a bed of their own.
+    let (debuggers, guests) = match architecture {
+        Architecture::X86 => (brought(debuggers::programs(&cache), tally), Vec::new()),
+        Architecture::Arm => (Vec::new(), guests(&cache, architecture, false)?),
     };
     let host = |npt| {
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
@@ -38,11 +39,13 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
         // Time that counts instructions makes the tests' own time limits independent of how busy this machine is.
         request.memory_mib = 4096;
         request.hugepages = HUGEPAGES;
-        request.time_limit = Duration::from_secs(30 * 60);
+        request.time_limit = Duration::from_secs(if guests.is_empty() { 30 } else { 120 } * 60);
+        request.env.push(("VELLUM_LINUX".into(), "all".into()));
         (bed.mode(npt), request)
     };
     let hosts = modes(options).into_iter().map(host).collect();
-    run(&cache, (bed.name(), hosts), &programs::built_on(architecture)?, &[], &options.arguments, tally)
+    let tests = programs::built_on(architecture)?;
+    run(&cache, (bed.name(), hosts), &tests, &guests, &options.arguments, tally)
 }
 
 /// What a run without a bed has of Arm's: the built-in guest, the oracle in short, and one migration.
@@ -113,7 +116,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
             Err(error) => tally.skip("linux", "hosts whose root is on a disk", &error.to_string()),
         }
     }
-    let guests = guests(&cache, whole)?;
+    let guests = guests(&cache, Architecture::X86, whole)?;
     run(&cache, ("linux", hosts), &programs::built_for(Place::Linux)?, &guests, &options.arguments, tally)
 }
 
@@ -169,7 +172,7 @@ const MODELS: [&str; 2] = ["EPYC", "Nehalem,vendor=AuthenticAMD"];
 /// the other way round; and guests that see all of their host's CPU, and stay where that is more.
 pub fn pair(options: &Options, tally: &mut Tally) -> Result<()> {
     let cache = Cache::open()?;
-    let guests = guests(&cache, true)?;
+    let guests = guests(&cache, Architecture::X86, true)?;
     let tests = programs::built_for(Place::Linux)?;
     for npt in modes(options) {
         let dir = std::env::temp_dir().join(format!("vellum-wire-{}-{}", std::process::id(), u8::from(npt)));
@@ -195,15 +198,19 @@ pub fn pair(options: &Options, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// A guest for tests: its kernel's version, itself, and its ELF image.
-type Made = (&'static str, Guest, PathBuf);
+/// A guest for tests: its kernel's version, itself, and the ELF image that is in a bzImage.
+type Made = (&'static str, Guest, Option<PathBuf>);
 
 /// Those of every version, or of the oldest alone.
-fn guests(cache: &Cache, every: bool) -> Result<Vec<Made>> {
+fn guests(cache: &Cache, architecture: Architecture, every: bool) -> Result<Vec<Made>> {
     let versions = Kernel::versions().take(if every { usize::MAX } else { 1 });
     let make = |version: &'static str| {
-        let guest = Guest::make(cache, Architecture::X86, version, &guests_dir().join(version))?;
-        let vmlinux = guest.unpack_vmlinux()?;
+        let dir = match architecture {
+            Architecture::X86 => guests_dir().join(version),
+            other => guests_dir().join(other.debian()).join(version),
+        };
+        let guest = Guest::make(cache, architecture, version, &dir)?;
+        let vmlinux = (architecture == Architecture::X86).then(|| guest.unpack_vmlinux()).transpose()?;
         Ok((version, guest, vmlinux))
     };
     versions.map(make).collect()
@@ -266,7 +273,7 @@ fn run(
             request.env.push(("VELLUM_GUESTS".into(), "/guests".into()));
         }
         for (version, guest, vmlinux) in guests {
-            for file in [&guest.kernel, &guest.initrd, vmlinux] {
+            for file in [&guest.kernel, &guest.initrd].into_iter().chain(vmlinux) {
                 let name = file.file_name().unwrap_or_default().to_string_lossy();
                 request.files.push((file.clone(), format!("/guests/{version}/{name}")));
             }

@@ -114,7 +114,7 @@ pub fn built_on(architecture: Architecture) -> Result<Vec<Executable>> {
 }
 
 /// What has no guest code of x86-64's.
-const ON_ARM: [&str; 3] = ["dirty_log", "run", "workload"];
+const ON_ARM: [&str; 4] = ["dirty_log", "linux", "run", "workload"];
 
 /// These programs of vellum's, built static.
 pub fn named(names: &[&str]) -> Result<Vec<Executable>> {
