@@ -9,6 +9,7 @@
 //! was stopped goes on from there.
 
 pub mod boot;
+pub mod calls;
 pub mod locks;
 pub mod metal;
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use vellum::report::{Figure, Report, json};
 
+use super::calls::{self, Call};
 use super::{Processor, ROUNDS, locks};
 use crate::artifacts::Programs;
 use crate::bed::{self, Outcome};
@@ -93,7 +94,14 @@ fn measure(
     request.time_limit *= u32::try_from(group.len()).unwrap_or(u32::MAX);
     let command = |(index, bench): (usize, &&Bench)| {
         let command = bench.command(&format!("{index}.json"));
-        if bench.locks.is_empty() { command } else { locks::watched(command, &format!("{index}.locks")) }
+        let command = match bench.locks.is_empty() {
+            true => command,
+            false => locks::watched(command, &format!("{index}.locks")),
+        };
+        match calls_of(bench) {
+            calls if calls.is_empty() => command,
+            calls => calls::watched(command, &calls, &format!("{index}.calls")),
+        }
     };
     request.commands = group.iter().enumerate().map(command).collect();
     let outcome = bed::run(cache, programs, &request, |_| ())?;
@@ -107,7 +115,7 @@ fn measure(
                 image.label, bench.run, exit.code
             )));
         }
-        if exit.idle > IDLE_LIMIT && !bench.multi {
+        if exit.idle > IDLE_LIMIT && !bench.multi && bench.calls.is_empty() {
             return Err(Error::Refused(format!(
                 "{}: `{}` left its host idle for {:.1} % of the time, which counts as instructions here; more than {:.0} % is \
                  no measurement",
@@ -119,6 +127,11 @@ fn measure(
         }
     }
     Ok(outcome)
+}
+
+/// What of the kernel's functions it counts. They were checked when the series was read.
+fn calls_of(bench: &Bench) -> Vec<Call<'_>> {
+    bench.calls.iter().filter_map(|call| Call::parse(call).ok()).collect()
 }
 
 /// What one boot gave of one benchmark.
@@ -144,8 +157,10 @@ fn gave(index: usize, bench: &Bench, outcome: &Outcome, label: &str, instruction
         // A host that counts instructions draws the same identity in every boot.
         report.host.boot = label.to_owned();
     });
-    if bench.multi {
-        // Two CPUs at once have no clock that counts instructions: what a lock did is all that they tell.
+    let calls = calls_of(bench);
+    if bench.multi || !calls.is_empty() {
+        // What is probed takes longer. Two CPUs at once have no clock that counts instructions: what a lock did, and how often a
+        // function was called, is all that is told.
         figures.clear();
     }
     if !bench.locks.is_empty() {
@@ -156,6 +171,11 @@ fn gave(index: usize, bench: &Bench, outcome: &Outcome, label: &str, instruction
         for lock in &bench.locks {
             figures.extend(locks::figures(&text, lock, reports.first(), !bench.multi)?);
         }
+    }
+    if !calls.is_empty() {
+        let text = outcome.files.get(&format!("{index}.calls"));
+        let text = text.map_or("".into(), |bytes| String::from_utf8_lossy(bytes));
+        figures.extend(calls::figures(&text, &calls)?);
     }
     let figures = figures.into_iter().map(|figure| in_instructions(figure, instruction)).collect();
     Ok(Gave { sample: Sample { idle: exit.idle, figures }, reports })

@@ -67,7 +67,9 @@ pub fn figures(text: &str, calls: &[Call<'_>]) -> Result<Vec<Figure>> {
         let head = format!("# c{at}\n");
         let part = text.split_once(&head).map(|(_, rest)| rest.split("\n# c").next().unwrap_or_default());
         let part = part.filter(|part| part.contains("Hits:")).ok_or_else(|| {
-            Error::Refused(format!("the host has no histogram of {function}: is it called so there, and not inlined?"))
+            Error::Refused(format!(
+                "the host has no histogram of {function}: is it called so there, and not inlined?"
+            ))
         })?;
         let [hits, sum] = ["hitcount:", "n:"].map(|name| part.lines().map(|line| value(line, name)).sum());
         figures.push(Figure::once(format!("{function}_calls"), "times", hits));
@@ -115,7 +117,8 @@ Totals:
     fn calls_and_arguments_of_all_tasks_are_added() {
         let calls = [Call::parse("clean:2").unwrap(), Call::parse("never").unwrap()];
         let figures = figures(TEXT, &calls).unwrap();
-        let said: Vec<_> = figures.iter().map(|figure| (figure.label.name.as_str(), figure.value())).collect();
+        let said: Vec<_> =
+            figures.iter().map(|figure| (figure.label.name.as_str(), figure.value())).collect();
         assert_eq!(said, [("clean_calls", 13.0), ("clean_argument_2", 53248.0), ("never_calls", 0.0)]);
     }
 

@@ -22,7 +22,8 @@ pub const COMPILER: &str = "gcc-12";
 
 /// What can be put on top of a base's configuration. Some bases lack some of it ([`Config::known`]), and some are to
 /// compile alone: no emulated host boots 32 bits, has the graphics of `gvt`, or is given the modules of `modules`.
-pub const VARIANTS: [&str; 7] = [DEBUG, "lock-stat", MODULES, "preempt", "werror", "i386", "gvt"];
+pub const VARIANTS: [&str; 9] =
+    [DEBUG, "lock-stat", MODULES, "preempt", "werror", "i386", "gvt", "pages-16k", "pages-64k"];
 
 /// The variant whose kernel checks itself: lockdep, KASAN, sleeping in atomic context.
 pub const DEBUG: &str = "debug";

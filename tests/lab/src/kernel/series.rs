@@ -12,6 +12,7 @@ use super::tree::{outside, paths_in};
 use super::{BASES, Base};
 use crate::architecture::Architecture;
 use crate::bed::{Emulated, Pace, Request};
+use crate::compare::calls::Call;
 use crate::{Error, Result, artifacts};
 
 /// One series.
@@ -72,12 +73,15 @@ pub struct Bench {
     #[serde(default)]
     pub hugepages: u32,
     /// Two CPUs that run at once, for races: such a host's clock counts no instructions, so a benchmark on it has to name
-    /// `locks`.
+    /// `locks` or `calls`.
     #[serde(default)]
     pub multi: bool,
     /// Locks that are watched: parts of their names in /proc/lock_stat. The kernels are then built with `--variant lock-stat`.
     #[serde(default)]
     pub locks: Vec<String>,
+    /// Functions of the host's kernel whose calls are counted, and with `NAME:N` the sum of their N-th argument: nothing is timed then.
+    #[serde(default)]
+    pub calls: Vec<String>,
     /// On the series' own base alone: a kernel of another does so little of this work that its host idles.
     #[serde(default)]
     pub own_base: bool,
@@ -95,6 +99,7 @@ impl Bench {
             hugepages: 0,
             multi: false,
             locks: Vec::new(),
+            calls: Vec::new(),
             own_base: false,
         }
     }
@@ -282,17 +287,21 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     let text = fs::read_to_string(&about).map_err(Error::file("read", &about))?;
     let wrong = |why: String| Error::Series(format!("{}: {why}", dir.join("series.toml").display()));
     let about: About = toml::from_str(&text).map_err(|error| wrong(error.to_string()))?;
-    if let Some(bench) = about.bench.iter().find(|bench| bench.multi && bench.locks.is_empty()) {
-        let why = "multi is for [[test]] and for a [[bench]] with locks: other figures come from one CPU, whose clock counts \
+    let counts = |bench: &Bench| !bench.locks.is_empty() || !bench.calls.is_empty();
+    if let Some(bench) = about.bench.iter().find(|bench| bench.multi && !counts(bench)) {
+        let why = "multi is for [[test]] and for a [[bench]] with locks or calls: other figures come from one CPU, whose clock counts \
                    instructions";
         return Err(wrong(format!("`{}`: {why}", bench.run)));
     }
+    let calls = about.bench.iter().flat_map(|bench| &bench.calls);
+    calls.map(|call| Call::parse(call)).try_for_each(|call| call.map(drop)).map_err(wrong)?;
     if about.bench.iter().chain(&about.test).any(|bench| bench.run.trim().is_empty()) {
         return Err(wrong("`run` is empty: it is a command".into()));
     }
     for test in &about.test {
         let why = match test {
             test if !test.beds.is_empty() => "beds are for [[bench]]: tests run on svm, or on arm64",
+            test if !test.calls.is_empty() => "calls are for [[bench]]: a test has no figures",
             test if !test.locks.is_empty() => "locks are for [[bench]]: a test has no figures",
             test if test.own_base => "own-base is for [[bench]]: tests run on the series' own base",
             _ => continue,
