@@ -5,16 +5,19 @@
 //! *create* (one access to each page of the backing's size; even vCPUs write, odd ones read), *update* (with dirty
 //! logging on: small pages are written again; of each huge page the first 4 KiB are written, then its second half is
 //! read, so that a block becomes a table), and *adjust*, which was once called rebuild (logging off: every 4 KiB page is
-//! read, so that tables may become blocks again).
+//! read, so that tables may become blocks again). *execute*, where it is asked for, comes before *update*: an instruction
+//! in each page is executed, which an Arm host has mapped to be written and not to be executed.
 
 use std::time::Instant;
+
+use vm_memory::{Bytes, GuestAddress};
 
 use super::region::{check_offset, place, populated};
 use super::{Common, Counted, Error, Region, huge_premise, of_rounds};
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
-use crate::guests::program::touch_code;
-use crate::guests::touch::Plan;
+use crate::guests::program::{COME_BACK, touch_code};
+use crate::guests::touch::{Access, Plan};
 use crate::host::hugepages;
 use crate::memory::{Backing, Memory, MemoryConfig, short_size};
 use crate::report::{Label, Report};
@@ -30,9 +33,14 @@ pub struct Config {
     pub region: Region,
     /// Leaves the host's first touch of memory to the guest, and to *create*.
     pub unpopulated: bool,
+    /// Once memory is logged, has an instruction in each page of the backing's size executed.
+    pub execute: bool,
     /// Where memory starts in the guest's physical address space.
     pub phys_offset: Option<u64>,
 }
+
+/// Where in a page the instruction is that is executed: behind what is written.
+const INSTRUCTION: u64 = 16;
 
 /// A row of the tables with which the arm64 stage-2 series was posted (v2, March 2021, Kunpeng 920): backing, bytes,
 /// vCPUs.
@@ -106,6 +114,9 @@ pub fn run_seed(config: &Config) -> Result<Report, Error> {
 fn describe(report: &mut Report, config: &Config) {
     config.common.ask_page(report);
     report.ask("populated", !config.unpopulated);
+    if config.execute {
+        report.ask("execute", true);
+    }
     if let Some(offset) = config.phys_offset {
         report.ask("phys_offset", format!("{offset:#x}"));
     }
@@ -116,6 +127,7 @@ fn describe(report: &mut Report, config: &Config) {
 struct Stages {
     create: f64,
     enable: f64,
+    execute: Option<f64>,
     update: f64,
     disable: f64,
     adjust: f64,
@@ -123,15 +135,18 @@ struct Stages {
 
 /// The figures of `rounds`, under `index` where they are a row of several.
 fn add(report: &mut Report, index: Option<&str>, rounds: &[Stages]) {
-    let mut put = |name: &str, of: fn(&Stages) -> f64| {
+    let mut put = |name: &str, of: fn(&Stages) -> Option<f64>| {
         let label = Label { name: name.into(), index: index.map(str::to_owned) };
-        report.samples(label, "s", of_rounds(rounds, |stages| Some(of(stages))));
+        if rounds.iter().any(|stages| of(stages).is_some()) {
+            report.samples(label, "s", of_rounds(rounds, of));
+        }
     };
-    put("create_mappings", |stages| stages.create);
-    put("enable_logging", |stages| stages.enable);
-    put("update_mappings", |stages| stages.update);
-    put("disable_logging", |stages| stages.disable);
-    put("adjust_mappings", |stages| stages.adjust);
+    put("create_mappings", |stages| Some(stages.create));
+    put("enable_logging", |stages| Some(stages.enable));
+    put("execute", |stages| stages.execute);
+    put("update_mappings", |stages| Some(stages.update));
+    put("disable_logging", |stages| Some(stages.disable));
+    put("adjust_mappings", |stages| Some(stages.adjust));
 }
 
 fn measure(report: &mut Report, config: &Config, index: Option<&str>) -> Result<Vec<Stages>, Error> {
@@ -164,11 +179,20 @@ fn one(report: &mut Report, config: &Config, index: Option<&str>, first: bool) -
             ..config.common.guest(vcpus)
         },
     )?;
-    let counted = Counted::start(&guest, report);
     let page = backing.best_mapping();
+    if config.execute {
+        let slots = guest.vm.memory.slots().iter();
+        let pages = slots.flat_map(|slot| (slot.gpa()..slot.gpa() + slot.bytes()).step_by(page as usize));
+        let write = |at| guest.vm.memory.guest.write_slice(&COME_BACK, GuestAddress(at + INSTRUCTION));
+        pages.map(write).collect::<Result<(), _>>().expect("its own slots");
+    }
+    let counted = Counted::start(&guest, report);
     let create = stage(&guest, |vcpu| Plan::every(page, bytes, vcpu % 2 == 0))?;
     huge_premise(report, backing, config.common.page(&report.host), &counted.now());
     let enable = logging(&guest, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
+    let executes =
+        |_| Plan { offset: INSTRUCTION, access: Access::Execute, ..Plan::every(page, bytes, false) };
+    let execute = config.execute.then(|| stage(&guest, executes)).transpose()?;
     let update = stage(&guest, |_| match page {
         PAGE_SIZE => Plan::every(PAGE_SIZE, bytes, true),
         _ => Plan {
@@ -187,7 +211,7 @@ fn one(report: &mut Report, config: &Config, index: Option<&str>, first: bool) -
         let now = counted.now();
         counted.finish(report, &now, index);
     }
-    Ok(Stages { create, enable, update, disable, adjust })
+    Ok(Stages { create, enable, execute, update, disable, adjust })
 }
 
 /// Has every vCPU follow its plan, and returns how long that took until the last was done.

@@ -28,10 +28,22 @@ pub struct Touch {
     pub run: u64,
     /// Bytes from one page of the run to the next.
     pub stride: u64,
-    /// Whether the run is written, each page with how many of it were left, or else read.
-    pub write: u64,
+    /// What is done to each page of the run, as [`Access`] numbers it; what is written is how many of it were left.
+    pub access: u64,
     /// Written by the guest: TSC when it started and ended.
     pub ticks: [u64; 2],
+}
+
+/// What a run does to its pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Access {
+    /// Each is read.
+    Read = 0,
+    /// Each is written.
+    Write = 1,
+    /// The instruction in each is executed, which has to be [`COME_BACK`](super::program::COME_BACK).
+    Execute = 2,
 }
 
 /// What one vCPU does when it is resumed.
@@ -51,15 +63,16 @@ pub struct Plan {
     pub run: u64,
     /// Bytes from one page of the run to the next.
     pub stride: u64,
-    /// Whether the run is written, or else read.
-    pub write: bool,
+    /// What is done to each page of the run.
+    pub access: Access,
 }
 
 impl Plan {
     /// Every `stride` bytes of `bytes` from the start of RAM: written or read.
     pub fn every(stride: u64, bytes: u64, write: bool) -> Self {
         let run = bytes / stride;
-        Self { start: 0, blocks: 1, block: bytes, first: false, offset: 0, run, stride, write }
+        let access = if write { Access::Write } else { Access::Read };
+        Self { start: 0, blocks: 1, block: bytes, first: false, offset: 0, run, stride, access }
     }
 
     /// Sets up `vcpu`, which is paused.
@@ -74,7 +87,7 @@ impl Plan {
         set(offset_of!(Touch, offset), self.offset);
         set(offset_of!(Touch, run), self.run);
         set(offset_of!(Touch, stride), self.stride);
-        set(offset_of!(Touch, write), self.write.into());
+        set(offset_of!(Touch, access), self.access as u64);
     }
 }
 

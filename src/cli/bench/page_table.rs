@@ -25,6 +25,11 @@ pub struct PageTableArgs {
     #[arg(long)]
     unpopulated: bool,
 
+    /// Once memory is logged, first execute an instruction in each page of the backing's size: by it an Arm host, which maps what
+    /// is written without the right to execute it, splits its blocks
+    #[arg(long)]
+    execute: bool,
+
     /// Where memory starts in the guest's physical address space, as in 0x100000000
     #[arg(short = 'p', long, value_name = "ADDRESS", value_parser = keyvalue::address)]
     phys_offset: Option<u64>,
@@ -47,6 +52,7 @@ pub(super) fn run(args: PageTableArgs) -> Result<Exit, Failure> {
         common: args.region.common(&args.output)?,
         region: args.region.region(),
         unpopulated: args.unpopulated,
+        execute: args.execute,
         phys_offset: args.phys_offset,
     };
     args.output.deliver(FLAGS, || match args.preset {

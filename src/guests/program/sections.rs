@@ -113,7 +113,7 @@ macro_rules! touch_section {
             region = const ::std::mem::offset_of!($crate::guests::touch::Touch, region),
             stride = const ::std::mem::offset_of!($crate::guests::touch::Touch, stride),
             first = const ::std::mem::offset_of!($crate::guests::touch::Touch, first),
-            write = const ::std::mem::offset_of!($crate::guests::touch::Touch, write),
+            access = const ::std::mem::offset_of!($crate::guests::touch::Touch, access),
             block = const ::std::mem::offset_of!($crate::guests::touch::Touch, block),
             offset = const ::std::mem::offset_of!($crate::guests::touch::Touch, offset),
             run = const ::std::mem::offset_of!($crate::guests::touch::Touch, run),

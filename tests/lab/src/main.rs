@@ -239,7 +239,7 @@ enum KernelCommand {
         /// Series to apply, in the order of the base's `series` file; `all` for all of them
         #[arg(long, value_name = "SERIES", num_args = 1..)]
         with: Vec<String>,
-        /// A configuration on top: debug, lock-stat, preempt
+        /// A configuration on top: debug, lock-stat, preempt, of Arm's pages-16k, pages-64k
         #[arg(long)]
         variant: Option<String>,
         /// What it is for [default: x86, or arm64 where all its series change files of arm64 alone]
@@ -261,6 +261,9 @@ struct Host {
     /// On vmx: a processor with page-modification logging
     #[arg(long)]
     pml: bool,
+    /// On arm64: a board with a GICv2, which its guests have too then
+    #[arg(long)]
+    gicv2: bool,
     /// One CPU in real time, for Linux guests, instead of one whose clock counts instructions
     #[arg(long, conflicts_with = "multi")]
     real_time: bool,
@@ -324,9 +327,13 @@ impl Host {
         let flag = if self.multi { "--multi" } else { "--real-time" };
         bed.has_pace(pace).map_err(|why| Error::Usage(format!("{flag}: {why}")))?;
         has_pml(bed, self.pml)?;
+        if self.gicv2 && bed.architecture() != Architecture::Arm {
+            return Err(Error::Usage("--gicv2: boards of Arm's have a GIC; use arm64".into()));
+        }
         Ok(Request {
             bed,
             pml: self.pml,
+            gicv2: self.gicv2,
             second_stage: self.npt,
             pace,
             memory_mib: self.memory,

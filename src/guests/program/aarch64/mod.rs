@@ -7,6 +7,8 @@
 mod tables;
 mod touch;
 
+pub use touch::COME_BACK;
+
 use kvm_bindings::KVM_ARM_VCPU_POWER_OFF;
 use kvm_ioctls::VcpuFd;
 

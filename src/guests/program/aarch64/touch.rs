@@ -1,5 +1,8 @@
 //! The code of [`crate::guests::touch`]: no stack.
 
+/// The instruction that comes back from where a run executes: `ret`.
+pub const COME_BACK: [u8; 4] = 0xd65f_03c0u32.to_le_bytes();
+
 //   x0  control block      x1  blocks left      x2   this block      x8  page in the run      x10  pages left
 touch_section!(
     ".pushsection .rodata.vellum_workload_touch, \"a\", %progbits",
@@ -13,7 +16,7 @@ touch_section!(
     "    ldr x2, [x0, {region}]",
     "    ldr x3, [x0, {stride}]",
     "    ldr x4, [x0, {first}]",
-    "    ldr x5, [x0, {write}]",
+    "    ldr x5, [x0, {access}]",
     "    ldr x6, [x0, {block}]",
     "    ldr x7, [x0, {offset}]",
     "2:  cbz x4, 3f",
@@ -22,6 +25,8 @@ touch_section!(
     "    ldr x10, [x0, {run}]",
     "    cbz x10, 7f",
     "    cbz x5, 5f",
+    "    cmp x5, #2",
+    "    b.eq 6f",
     // Few instructions a page, lest they be what is measured where no access faults.
     "4:  str x10, [x8]",
     "    add x8, x8, x3",
@@ -32,6 +37,11 @@ touch_section!(
     "    add x8, x8, x3",
     "    subs x10, x10, #1",
     "    b.ne 5b",
+    "    b 7f",
+    "6:  blr x8",
+    "    add x8, x8, x3",
+    "    subs x10, x10, #1",
+    "    b.ne 6b",
     "7:  add x2, x2, x6",
     "    subs x1, x1, #1",
     "    b.ne 2b",

@@ -8,6 +8,8 @@
 mod tables;
 mod touch;
 
+pub use touch::COME_BACK;
+
 use kvm_bindings::{kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
 

@@ -1,5 +1,8 @@
 //! The code of [`crate::guests::touch`]: CPL 3, no stack.
 
+/// The instruction that comes back from where a run executes: `jmp rcx`.
+pub const COME_BACK: [u8; 2] = [0xff, 0xe1];
+
 //   rdi  control block      rbx  blocks left      r8   this block      r9   page in the run      r10  pages left
 touch_section!(
     ".pushsection .rodata.vellum_workload_touch, \"a\", @progbits",
@@ -15,7 +18,7 @@ touch_section!(
     "    mov r8, [rdi + {region}]",
     "    mov r11, [rdi + {stride}]",
     "    mov r12, [rdi + {first}]",
-    "    mov r13, [rdi + {write}]",
+    "    mov r13, [rdi + {access}]",
     "    mov r14, [rdi + {block}]",
     "2:  test r12, r12",
     "    jz 3f",
@@ -27,6 +30,8 @@ touch_section!(
     "    jz 7f",
     "    test r13, r13",
     "    jz 5f",
+    "    cmp r13, 2",
+    "    je 6f",
     // Few instructions a page, lest they be what is measured where no access faults.
     "4:  mov [r9], r10",
     "    add r9, r11",
@@ -37,6 +42,12 @@ touch_section!(
     "    add r9, r11",
     "    dec r10",
     "    jnz 5b",
+    "    jmp 7f",
+    "6:  lea rcx, [rip + 8f]",
+    "    jmp r9",
+    "8:  add r9, r11",
+    "    dec r10",
+    "    jnz 6b",
     "7:  add r8, r14",
     "    dec rbx",
     "    jnz 2b",

@@ -113,9 +113,10 @@ fn qemu(start: &Start, sleep: &str) -> Result<Command> {
             &format!("shift={ICOUNT_SHIFT},sleep={sleep}"),
         ]),
     };
+    let gic = if request.gicv2 { 2 } else { 3 };
     let processor = if request.second_stage { "cortex-a76" } else { "cortex-a72" };
     command
-        .args(["-M", "virt,virtualization=on,gic-version=3", "-cpu", processor])
+        .args(["-M", &format!("virt,virtualization=on,gic-version={gic}"), "-cpu", processor])
         .args(["-nodefaults", "-no-reboot", "-display", "none"])
         .args(["-m", &format!("{}M", request.memory_mib)])
         .arg("-kernel")

@@ -65,6 +65,8 @@ pub struct Request {
     pub cpu: Option<&'static str>,
     /// A processor with page-modification logging.
     pub pml: bool,
+    /// A board with a GICv2, of which Arm's are.
+    pub gicv2: bool,
     /// Its kernel.
     pub kernel: HostKernel,
     /// KVM uses the second stage (NPT, EPT), or shadows the guest's tables.
@@ -101,6 +103,7 @@ impl Request {
             bed: BEDS[0],
             cpu: None,
             pml: false,
+            gicv2: false,
             kernel,
             second_stage: true,
             pace: Pace::Counted,

@@ -43,7 +43,16 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
         request.env.push(("VELLUM_LINUX".into(), "all".into()));
         (bed.mode(npt), request)
     };
-    let hosts = modes(options).into_iter().map(host).collect();
+    let mut hosts: Vec<_> = modes(options).into_iter().map(host).collect();
+    if architecture == Architecture::Arm {
+        // Guests have their host's kind of interrupt controller.
+        hosts.extend(
+            modes(options)
+                .into_iter()
+                .map(host)
+                .map(|(name, request)| (format!("{name} with a GICv2"), Request { gicv2: true, ..request })),
+        );
+    }
     let tests = programs::built_on(architecture)?;
     run(&cache, (bed.name(), hosts), &tests, &guests, &options.arguments, tally)
 }
