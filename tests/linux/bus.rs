@@ -88,7 +88,7 @@ fn words(flags: &[String]) -> Vec<&str> {
 
 /// Each device is a function of the bus, and has vectors.
 fn are_on_the_bus(guest: &Guest) -> Result<(), Failed> {
-    let found = guest.shell("ls -d /sys/devices/pci0000:00/*/msi_irqs /sys/devices/pci0000:00/*/virtio*")?;
+    let found = guest.shell("ls -d /sys/bus/pci/devices/*/msi_irqs /sys/bus/pci/devices/*/virtio*")?;
     let with = |part: &str| found.lines().filter(|path| path.contains(part)).count();
     ensure(with("/msi_irqs") == DEVICES && with("/virtio") == DEVICES, || found.clone())
 }
