@@ -277,10 +277,16 @@ impl Machine {
         self.virtio.retake()?;
         let committed = Quiesced::new(&mut self.vcpus, || ())
             .map_err(state::Error::from)
-            .and_then(|quiesced| processors.commit(&quiesced, &self.context));
-        if let Err(error) = committed {
-            self.virtio.release();
-            return Err(error.into());
+            .and_then(|quiesced| processors.commit(&quiesced, &self.context))
+            .map_err(Error::from)
+            .and_then(|()| Ok(self.irqchip.commit()?));
+        match committed {
+            Ok(false) => {}
+            Ok(true) => self.virtio.devices.iter().for_each(|wired| wired.device.interrupt().raise_again()),
+            Err(error) => {
+                self.virtio.release();
+                return Err(error);
+            }
         }
         self.arrived = None;
         self.virtio.devices.iter().for_each(|wired| wired.device.arrived());

@@ -1,7 +1,7 @@
 //! The interrupt controller, which is KVM's, in one of two versions, and its saved state ([`super::gic`]). A GICv3 has a translation
 //! service beside it ([`super::its`]) where devices send messages.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use kvm_bindings::{
     KVM_ARM_IRQ_TYPE_SHIFT, KVM_ARM_IRQ_TYPE_SPI, KVM_DEV_ARM_VGIC_CTRL_INIT, KVM_DEV_ARM_VGIC_GRP_ADDR,
@@ -42,6 +42,8 @@ pub struct Irqchip {
     device: DeviceFd,
     cpus: OnceLock<u64>,
     its: OnceLock<Its>,
+    /// What [`Irqchip::commit`] gives it.
+    arrived: Mutex<Option<its::State>>,
 }
 
 /// What of it outlives a migration.
@@ -133,6 +135,7 @@ impl Irqchip {
             device,
             cpus: OnceLock::new(),
             its: OnceLock::new(),
+            arrived: Mutex::new(None),
         })
     }
 
@@ -207,7 +210,7 @@ impl Irqchip {
         Ok(State { mode: self.mode, registers, its })
     }
 
-    /// Takes over what [`Irqchip::save`] gave.
+    /// Takes over what [`Irqchip::save`] gave, but for what [`Irqchip::commit`] is for.
     ///
     /// # Errors
     /// Where KVM refuses, or the state is of the other version or of a machine with other vCPUs.
@@ -233,10 +236,26 @@ impl Irqchip {
             return Err(Error::Implausible("registers that this machine has not"));
         }
         match (self.its.get(), state.its) {
-            (Some(its), Some(state)) => its.restore(&state),
+            (Some(_), Some(state)) => {
+                *self.arrived.lock().expect("nobody panics with it") = Some(state);
+                Ok(())
+            }
             (None, None) => Ok(()),
             (Some(_), None) => Err(Error::Implausible("no translation service, which this machine has")),
             (None, Some(_)) => Err(Error::Implausible("a translation service, which this machine has not")),
+        }
+    }
+
+    /// Restores what makes KVM write to guest memory: it takes pending LPIs out of the tables there. Whether messages of devices that
+    /// were sent since [`Irqchip::restore`] are lost, since nobody knew them.
+    ///
+    /// # Errors
+    /// Where KVM refuses.
+    pub fn commit(&self) -> Result<bool, Error> {
+        let arrived = self.arrived.lock().expect("nobody panics with it").take();
+        match (self.its.get(), arrived) {
+            (Some(its), Some(state)) => its.restore(&state).map(|()| true),
+            _ => Ok(false),
         }
     }
 }

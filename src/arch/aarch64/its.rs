@@ -72,7 +72,8 @@ impl Its {
         Ok(State { registers, ctlr: self.get(CTLR)? })
     }
 
-    /// Takes over what [`Its::save`] gave, of which KVM reads the tables in guest memory; after the rest of the controller.
+    /// Takes over what [`Its::save`] gave, of which KVM reads the tables in guest memory, where it clears what is pending; after the
+    /// rest of the controller.
     ///
     /// # Errors
     /// Where KVM refuses.

@@ -138,7 +138,12 @@ impl Interrupt {
         self.generation.store(state.config_generation, Ordering::Release);
         self.broken.store(state.broken, Ordering::Release);
         self.status.store(state.status, Ordering::Release);
-        if state.status != 0 {
+        self.raise_again();
+    }
+
+    /// Raises what the driver has not acknowledged.
+    pub fn raise_again(&self) {
+        if self.status() != 0 {
             let chosen = |at: &usize| self.vectors.is_none() || self.vectors().any(|v| usize::from(v) == *at);
             (0..self.lines.len()).filter(chosen).for_each(|at| self.lines[at].signal());
         }
