@@ -182,9 +182,9 @@ fn one(report: &mut Report, config: &Config, index: Option<&str>, first: bool) -
     let page = backing.best_mapping();
     if config.execute {
         let slots = guest.vm.memory.slots().iter();
-        let pages = slots.flat_map(|slot| (slot.gpa()..slot.gpa() + slot.bytes()).step_by(page as usize));
+        let mut pages = slots.flat_map(|slot| (slot.gpa()..slot.gpa() + slot.bytes()).step_by(page as usize));
         let write = |at| guest.vm.memory.guest.write_slice(&COME_BACK, GuestAddress(at + INSTRUCTION));
-        pages.map(write).collect::<Result<(), _>>().expect("its own slots");
+        pages.try_for_each(write).expect("its own slots");
     }
     let counted = Counted::start(&guest, report);
     let create = stage(&guest, |vcpu| Plan::every(page, bytes, vcpu % 2 == 0))?;
