@@ -114,7 +114,12 @@ pub fn built_on(architecture: Architecture) -> Result<Vec<Executable>> {
 }
 
 /// What has no guest code of x86-64's.
-const ON_ARM: [&str; 4] = ["dirty_log", "linux", "run", "workload"];
+const ON_ARM: [&str; 3] = ["dirty_log", "run", "workload"];
+
+/// That with Linux guests, built static for hosts of `architecture`.
+pub fn linux_on(architecture: Architecture) -> Result<Vec<Executable>> {
+    named_for(architecture, &["linux"])
+}
 
 /// These programs of vellum's, built static.
 pub fn named(names: &[&str]) -> Result<Vec<Executable>> {
