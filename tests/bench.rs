@@ -200,9 +200,12 @@ fn page_table_stages() -> Result<(), Failed> {
         common: Common { repeat: 2, irqchip: Some(arch::irqchip::Mode::Kernel), ..Common::default() },
         region: Region { bytes: 8 << 20, backing: Backing::Anonymous, vcpus: 2 },
         unpopulated: false,
+        execute: true,
         phys_offset: Some(1 << 32),
     })?;
     bed::premises(&report)?;
+    let executed = report.figures.iter().find(|figure| figure.label.name == "execute");
+    ensure(executed.is_some_and(|figure| figure.samples.len() == 2), || format!("{executed:?}"))?;
     let grown = report.counters.iter().find(|c| c.name == "pf_fixed").map(|c| c.after - c.before);
     ensure(grown >= Some(2048), || format!("{grown:?} faults for 2048 pages that are written while logged"))?;
     json::check(&report).map_err(Failed::from)
