@@ -62,6 +62,12 @@ enum { KVM_REQ_MMU_RELOAD, KVM_REQ_MMU_FREE_OBSOLETE_ROOTS = 0, KVM_REQ_LOAD_MMU
 #define __read_mostly
 #define module_param(...)
 #define EXPORT_SYMBOL_GPL(...)
+#define __always_inline inline
+#define DECLARE_STATIC_KEY_FALSE(key) extern bool key
+#define DEFINE_STATIC_KEY_FALSE(key) bool key
+#define static_branch_unlikely(key) (*(key))
+#define static_branch_inc(key) (*(key) = true)
+#define static_branch_dec(key) (void)(key)
 #define likely(x) (x)
 #define unlikely(x) (x)
 #define BUILD_BUG_ON(x) _Static_assert(!(x), #x)
@@ -109,11 +115,13 @@ struct kvm_mmu {
 #else
 	hpa_t root_hpa;
 	gpa_t root_pgd;
-	bool root_published, direct_map;
+	bool direct_map;
 	u8 root_level, shadow_root_level;
 	struct { union kvm_mmu_page_role base; } mmu_role;
 	u64 pae_root[4];
 #endif
+	struct kvm_mmu_root_info published[KVM_MAX_CR3_TARGETS];
+	int nr_published;
 	bool roots_changed, roots_added;
 	struct kvm_mmu_root_info prev_roots[KVM_MMU_NUM_PREV_ROOTS];
 };
@@ -269,14 +277,12 @@ void kvm_mmu_free_roots(struct kvm *kvm, struct kvm_mmu *mmu, ulong roots);
 #define FREE_ROOTS(roots) kvm_mmu_free_roots(&kvm, &mmu, roots)
 #define ROOT_HPA mmu.root.hpa
 #define ROOT_PGD mmu.root.pgd
-#define ROOT_PUBLISHED mmu.root.published
 #define ROLE mmu.root_role
 #else
 void kvm_mmu_free_roots(struct kvm_vcpu *vcpu, struct kvm_mmu *mmu, ulong roots);
 #define FREE_ROOTS(roots) kvm_mmu_free_roots(vcpu, &mmu, roots)
 #define ROOT_HPA mmu.root_hpa
 #define ROOT_PGD mmu.root_pgd
-#define ROOT_PUBLISHED mmu.root_published
 #define ROLE mmu.mmu_role.base
 #endif
 static void kvm_mmu_unload(struct kvm_vcpu *vcpu) { FREE_ROOTS(KVM_MMU_ROOTS_ALL); }
@@ -412,7 +418,6 @@ static void load_root(void)
 	ROOT_PGD = vcpu->arch.cr3;
 	/* As kvm_mmu_load() does. */
 	mmu.roots_added = true;
-	ROOT_PUBLISHED = false;
 }
 
 /* vcpu_enter_guest() as far as it concerns the cache. */
@@ -748,6 +753,7 @@ int main(int argc, char **argv)
 
 	seed = state = strtoull(argv[2], NULL, 10);
 	kvm.arch.cr3_cache = true;
+	kvm_cr3_cache_vms = true;
 	ROOT_HPA = INVALID_PAGE;
 	for (int i = 0; i < KVM_MMU_NUM_PREV_ROOTS; i++)
 		mmu.prev_roots[i] = KVM_MMU_ROOT_INFO_INVALID;
