@@ -84,6 +84,7 @@ static void clear_asid_other(void) { fail("another context is to be flushed, as 
 static void invalidate_user_asid(u16 asid) { }
 static void write_cr3(u64 cr3);
 static bool kvm_cr3_cache_load(u64 cr3);
+static void kvm_cr3_cache_flush(void) { }
 #define inline
 #include EXTRACT
 
