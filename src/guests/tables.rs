@@ -30,7 +30,8 @@ pub enum Command {
     Loop = 5,
     /// Registers its page of the CR3 cache with KVM.
     Register = 6,
-    /// As [`Command::Switch`], but loads what that page says, where it says anything.
+    /// As [`Command::Switch`], but loads what that page says, where it says anything. Where it hardly ever does, it does without for a
+    /// while, by [`TRIAL`].
     SwitchCached = 7,
     /// So many steps as [`Tables::switches`] says of what a guest should not do with the CR3 cache, drawn from [`Tables::seed`], among
     /// switches, each of which it looks at. The last table is for KVM to write to. Ends registered.
@@ -82,6 +83,10 @@ pub struct Tables {
     pub registered: u64,
     /// Written by the guest: how many of the last switches found their table in the page.
     pub hits: u64,
+    /// Written by the guest: for how many of the last switches it looked into the page.
+    pub looked_up: u64,
+    /// The guest's own: for how many switches it last did without the page.
+    pub pause: u64,
     /// What [`Command::Misbehave`] draws from, and goes on with the next time; not 0.
     pub seed: u64,
     /// Written by the guest: how many switches of [`Command::Misbehave`] ended in another table than they were to.
@@ -89,6 +94,15 @@ pub struct Tables {
     /// What [`Command::Load`] loads.
     pub value: u64,
 }
+
+/// Of so many switches by way of the page of the CR3 cache three eighths have to find their table there. If fewer do, the guest does without
+/// the page, which it unregisters, for [`LEAST_PAUSE`] switches, and for twice as many each time that this happens again, up to
+/// [`LONGEST_PAUSE`]; for half as many next time where it does not. The same numbers as in the guest's series in `kernel-patches/`.
+pub const TRIAL: u64 = 64;
+/// How many switches it does without the page at first.
+pub const LEAST_PAUSE: u64 = 128;
+/// How many it does without it at most.
+pub const LONGEST_PAUSE: u64 = 16384;
 
 /// A root, a PDPT, a directory and a table.
 pub const TABLE_BYTES: u64 = 4 * PAGE_SIZE;
@@ -150,6 +164,11 @@ pub fn register(guest: &Guest) -> Result<i64, guest::Error> {
 /// How many loads of the last [`Command::SwitchCached`] found their table in the page.
 pub fn hits(guest: &Guest) -> u64 {
     guest.block(0)[offset_of!(Tables, hits) / 8].load(Ordering::Relaxed)
+}
+
+/// For how many loads of the last [`Command::SwitchCached`] the guest looked into the page.
+pub fn looked_up(guest: &Guest) -> u64 {
+    guest.block(0)[offset_of!(Tables, looked_up) / 8].load(Ordering::Relaxed)
 }
 
 /// Has the first page that each table maps be one that holds the table's number, for [`Command::Misbehave`] to look at.
