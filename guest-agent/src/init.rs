@@ -3,7 +3,7 @@
 //! Requests come by vsock, and by the console, where each line is one. What follows `--` on the kernel's command line is
 //! done first: `-- exec uname -a`, or one request in JSON, and the guest switches itself off afterwards.
 //!
-//! Where it is not PID 1 it takes one request of tasks that switch as its argument, tells what it measures, and ends: PID 1 starts it
+//! Where it is not PID 1 it takes one request of tasks that switch, or of processes, as its argument, tells what it measures, and ends: PID 1 starts it
 //! so, and on a host one can do it by hand.
 
 use std::fs::{self, File, OpenOptions};
@@ -14,7 +14,9 @@ use std::sync::Arc;
 use std::thread;
 
 use crate::serve::Children;
-use crate::{Event, LAUNCH, Mounts, PORT, Request, mounts, port, serve, stream, switching, sys, work};
+use crate::{
+    Event, LAUNCH, Mounts, PORT, Request, mounts, port, processes, serve, stream, switching, sys, work,
+};
 
 /// What the kernel calls the first process of a guest, and that calls those of its own program that it starts.
 pub const NAME: &str = "/init";
@@ -36,13 +38,14 @@ pub fn main() -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// One request of tasks that switch, in this process.
+/// One request of tasks that switch or of processes, in this process.
 fn alone() -> ExitCode {
     let tell = &mut |event| serve::tell(&mut io::stdout().lock(), &event);
     let done = std::env::args().nth(1).ok_or_else(|| io::Error::other("a request is expected")).and_then(
         |request| match serde_json::from_str(&request).map_err(io::Error::other)? {
             Request::LatCtx(work) => switching::lat_ctx(&work, tell),
             Request::Hackbench(work) => switching::hackbench(&work, tell),
+            Request::Processes(work) => processes::run(&work, tell),
             _ => Err(io::Error::other("only PID 1 of a guest does that")),
         },
     );

@@ -11,6 +11,7 @@ pub mod frame;
 pub mod init;
 mod mounts;
 mod port;
+mod processes;
 pub mod serve;
 pub mod stream;
 mod switching;
@@ -71,6 +72,8 @@ pub enum Request {
     LatCtx(LatCtx),
     /// Groups of senders and receivers that all talk at once.
     Hackbench(Hackbench),
+    /// Processes that fork, start programs, map, unmap and protect memory, and look at what is in it.
+    Processes(Processes),
     /// Run a command with its standard streams, or with a terminal: [`frame`]s follow instead of [`Event`]s. Only by vsock.
     Launch(Launch),
     /// Switch the guest off.
@@ -230,6 +233,28 @@ pub struct Hackbench {
     pub bytes: u64,
 }
 
+/// Processes that change their memory all at once; what they find is told as a sum, which depends on these numbers alone.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Processes {
+    /// How many.
+    #[serde(default = "twenty")]
+    pub processes: u64,
+    /// What each does, so many times, drawn.
+    #[serde(default = "hundred")]
+    pub steps: u64,
+    /// Whether they start programs, too.
+    #[serde(default = "yes")]
+    pub start: bool,
+    /// What is drawn from.
+    #[serde(default = "one")]
+    pub seed: u64,
+}
+
+fn yes() -> bool {
+    true
+}
+
 fn one() -> u64 {
     1
 }
@@ -311,6 +336,21 @@ pub enum Event {
         read_ns: u64,
         /// Blocks of 4 KiB that did not hold what was written to them.
         wrong: u64,
+    },
+    /// Processes have come to their end.
+    Processes {
+        /// How many children they forked that looked at their memory.
+        forked: u64,
+        /// How many programs they started.
+        started: u64,
+        /// How many areas they mapped.
+        mapped: u64,
+        /// How often they took access to one away.
+        protected: u64,
+        /// What was not as it should be.
+        wrong: u64,
+        /// Of all that was found.
+        sum: u64,
     },
     /// The clocks, watched for a while.
     Clock {

@@ -150,7 +150,7 @@ fn perform(
         Request::Disk(work) => work::disk(&work, &mut |event| tell(event)),
         Request::Zero { path, offset, bytes, unmap } => work::zero(&path, offset, bytes, unmap),
         Request::Clock { seconds } => work::clock(seconds, &mut |event| tell(event)),
-        Request::LatCtx(_) | Request::Hackbench(_) => apart(&request, tell, children),
+        Request::LatCtx(_) | Request::Hackbench(_) | Request::Processes(_) => apart(&request, tell, children),
         Request::Launch(_) => {
             Err(io::Error::other("a command with its streams needs a connection of its own: vsock"))
         }

@@ -185,6 +185,91 @@ pub fn kill(child: libc::pid_t) -> io::Result<()> {
     check(unsafe { libc::kill(child, libc::SIGKILL) }.into()).map(drop)
 }
 
+/// Has this process become this program, as the agent that it is, with `request`; returns where that fails. Nobody hears what it says.
+pub fn become_this_program(request: &CString) -> io::Error {
+    let name = CString::new(crate::init::NAME).expect("without a zero");
+    let arguments = [name.as_ptr(), request.as_ptr(), std::ptr::null()];
+    // SAFETY: strings that end in zeroes and arrays that end in null, which outlive the calls.
+    unsafe {
+        let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR);
+        if null >= 0 {
+            libc::dup2(null, 1);
+        }
+        libc::execve(c"/proc/self/exe".as_ptr(), arguments.as_ptr(), [std::ptr::null()].as_ptr());
+    }
+    io::Error::last_os_error()
+}
+
+const PAGE: usize = 4096;
+
+/// Pages of anonymous memory that are this process's and its children's.
+pub struct Pages {
+    address: *mut libc::c_void,
+    count: usize,
+}
+
+impl Pages {
+    /// mmap(2).
+    pub fn map(count: usize) -> io::Result<Self> {
+        let (protection, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: a new mapping, where nothing is.
+        let address = unsafe { libc::mmap(std::ptr::null_mut(), count * PAGE, protection, flags, -1, 0) };
+        if address == libc::MAP_FAILED {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(Self { address, count })
+        }
+    }
+
+    /// How many.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    fn word(&self, page: usize) -> *mut u64 {
+        assert!(page < self.count);
+        self.address.wrapping_byte_add(page * PAGE).cast()
+    }
+
+    /// The first word of a page.
+    pub fn get(&self, page: usize) -> u64 {
+        // SAFETY: within the mapping and aligned; where it may not be read the process ends.
+        unsafe { self.word(page).read_volatile() }
+    }
+
+    /// Writes the first word of a page.
+    pub fn set(&self, page: usize, value: u64) {
+        // SAFETY: as above; only this thread knows of the mapping.
+        unsafe { self.word(page).write_volatile(value) }
+    }
+
+    /// mprotect(2).
+    pub fn protect(&self, protection: libc::c_int) -> io::Result<()> {
+        // SAFETY: the mapping is this value's, and nobody has a reference into it.
+        check(unsafe { libc::mprotect(self.address, self.count * PAGE, protection) }.into()).map(drop)
+    }
+
+    /// Whether read(2) writes to the first page; a byte has to be there to be read.
+    pub fn is_written_from(&self, pipe: &impl AsRawFd) -> bool {
+        // SAFETY: the kernel looks whether it may write there.
+        unsafe { libc::read(pipe.as_raw_fd(), self.address, 1) == 1 }
+    }
+
+    /// Whether write(2) reads the first page.
+    pub fn is_read_into(&self, pipe: &impl AsRawFd) -> bool {
+        // SAFETY: the kernel looks whether it may read there.
+        unsafe { libc::write(pipe.as_raw_fd(), self.address, 1) == 1 }
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this value's, and nobody has a reference into it.
+        unsafe { libc::munmap(self.address, self.count * PAGE) };
+    }
+}
+
 /// Keeps this thread, and whom it forks, on the CPU where it is.
 pub fn stay_on_this_cpu() -> io::Result<()> {
     // SAFETY: cpu_set_t is plain data, for which all zeroes is a value.
