@@ -100,6 +100,8 @@ pub struct Programs {
     pub init: PathBuf,
     /// The laboratory itself, for running `metal`'s tests in there.
     pub lab: PathBuf,
+    /// Tasks that switch in a Linux guest, for comparisons.
+    pub guest_tasks: PathBuf,
 }
 
 impl Programs {
@@ -115,7 +117,12 @@ impl Programs {
             let found = built.iter().find(|program| program.name == name).map(|program| program.path.clone());
             found.ok_or_else(|| Error::Usage(format!("cargo built no program called {name}")))
         };
-        Ok(Self { vellum: path("vellum")?, init: path("bed-init")?, lab: path("lab")? })
+        Ok(Self {
+            vellum: path("vellum")?,
+            init: path("bed-init")?,
+            lab: path("lab")?,
+            guest_tasks: path("guest-tasks")?,
+        })
     }
 }
 

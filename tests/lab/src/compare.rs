@@ -13,7 +13,7 @@ pub mod calls;
 pub mod locks;
 pub mod metal;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -214,17 +214,26 @@ pub fn compare(
         Ok([build::build_for(cache, architecture, base, &[], variant)?, after?])
     };
     let [before, after] = kernels(None)?;
-    let hosts =
-        Hosts { cache, programs: Programs::build_for(architecture)?, processor, kept: out.join("boots") };
+    let mut guests = BTreeMap::new();
+    for name in benches.iter().filter_map(|bench| bench.guest.as_ref()) {
+        if !guests.contains_key(name) {
+            guests.insert(name.clone(), boot::guest_of(cache, name)?);
+        }
+    }
+    let programs = Programs::build_for(architecture)?;
+    let hosts = Hosts { cache, programs, processor, kept: out.join("boots"), guests };
     let mut rows = Vec::new();
     let mut results = Vec::new();
     for group in by_host(&benches) {
         let counting = if group[0].locks.is_empty() { None } else { Some(kernels(Some(locks::VARIANT))?) };
         let images = counting.as_ref().map_or([&before, &after], |[before, after]| [before, after]);
+        let patched: Vec<Bench> = group.iter().map(|bench| bench.on_the_patched()).collect();
+        // Of another base's kernel nothing is asked that it has not.
+        let sides = [group.clone(), if other.is_none() { patched.iter().collect() } else { group.clone() }];
         let mut boots: [Vec<Boot>; 2] = [Vec::new(), Vec::new()];
         for round in 1..=ROUNDS {
             for (side, image) in images.into_iter().enumerate() {
-                boots[side].push(hosts.boot(image, &group, round)?);
+                boots[side].push(hosts.boot(image, &sides[side], round)?);
             }
         }
         for (index, bench) in group.iter().enumerate() {
@@ -263,6 +272,7 @@ fn label(processor: Processor, bench: &Bench) -> String {
     words.extend(bench.parameters.iter().cloned());
     words.extend(bench.multi.then(|| bed::AT_ONCE.to_owned()));
     words.extend((!bench.locks.is_empty()).then(|| locks::VARIANT.to_owned()));
+    words.extend(bench.after.as_ref().map(|after| format!("B with {after}")));
     words.join(" ")
 }
 

@@ -31,11 +31,7 @@ impl Guest {
     /// Makes a guest of Debian's kernel `version` for `architecture` in `dir`.
     pub fn make(cache: &Cache, architecture: Architecture, version: &str, dir: &Path) -> Result<Self> {
         let kernel = Kernel::debian_for(cache, architecture, version)?;
-        let built = build_for(architecture, &["build", "--package", "guest-agent", "--bins"])?;
-        let agent = built.first().ok_or_else(|| Error::Usage("cargo built no guest agent".into()))?;
-
-        let mut image = Initramfs::new();
-        copy(&mut image, &agent.path, "/init")?;
+        let mut image = with_agent(cache, architecture)?;
         let names: Vec<&str> =
             MODULES.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
         for (list, names) in [("order", &names[..]), ("shares", &SHARES)] {
@@ -45,16 +41,6 @@ impl Guest {
                 order += &format!("{name}\n");
             }
             image.file(&format!("/modules/{list}"), 0o644, order.as_bytes());
-        }
-        let busybox = tool::need("busybox")?;
-        match architecture {
-            Architecture::X86 => copy(&mut image, &busybox, "/bin/busybox")?,
-            other => copy(&mut image, &artifacts::busybox(cache, other)?, "/bin/busybox")?,
-        }
-        for name in
-            tool::text(Command::new(&busybox).arg("--list"))?.lines().filter(|name| *name != "busybox")
-        {
-            image.link(&format!("/bin/{name}"), "busybox");
         }
 
         fs::create_dir_all(dir).map_err(Error::file("create", dir))?;
@@ -85,6 +71,32 @@ impl Guest {
         put(&path, &image)?;
         Ok(path)
     }
+}
+
+/// Writes the initramfs of a guest of x86 whose kernel has built in what it needs.
+pub fn without_modules(cache: &Cache, initrd: &Path) -> Result<()> {
+    let image = with_agent(cache, Architecture::X86)?;
+    if let Some(dir) = initrd.parent() {
+        fs::create_dir_all(dir).map_err(Error::file("create", dir))?;
+    }
+    put(initrd, &image.finish())
+}
+
+/// An initramfs with the guest agent and busybox.
+fn with_agent(cache: &Cache, architecture: Architecture) -> Result<Initramfs> {
+    let built = build_for(architecture, &["build", "--package", "guest-agent", "--bins"])?;
+    let agent = built.first().ok_or_else(|| Error::Usage("cargo built no guest agent".into()))?;
+    let mut image = Initramfs::new();
+    copy(&mut image, &agent.path, "/init")?;
+    let busybox = tool::need("busybox")?;
+    match architecture {
+        Architecture::X86 => copy(&mut image, &busybox, "/bin/busybox")?,
+        other => copy(&mut image, &artifacts::busybox(cache, other)?, "/bin/busybox")?,
+    }
+    for name in tool::text(Command::new(&busybox).arg("--list"))?.lines().filter(|name| *name != "busybox") {
+        image.link(&format!("/bin/{name}"), "busybox");
+    }
+    Ok(image)
 }
 
 /// Writes a file as a whole: another laboratory may be about to boot the one that was there.

@@ -67,6 +67,9 @@ enum What {
         /// On emulated hosts: only with nested paging (1), or only without (0)
         #[arg(long, value_name = "0|1", value_parser = switch)]
         npt: Option<bool>,
+        /// With `linux`: the hosts that the guests run on [default: svm]
+        #[arg(long = "bed", value_name = "BED")]
+        hosts: Option<Emulated>,
         /// With `fuzz`: how long all targets take together, as in 90s, 10m or 1h [default: 10m]
         #[arg(long, value_name = "TIME", value_parser = vellum::keyvalue::duration)]
         time: Option<Duration>,
@@ -367,9 +370,16 @@ fn perform(what: What) -> Result<u8> {
         What::Guest { kernel, arch, vmlinux, dir } => done(make_guest(&kernel, arch, vmlinux, &dir)),
         What::Run { bed, host, out, command } => run(bed, host, &out, command),
         What::Shell { bed, host } => done(shell(bed, host)),
-        What::Test { bed, setup, prebuilt, npt, time, form, arguments } => {
-            test::run(test::Options { bed, setup, prebuilt, npt, time, arguments, form: form.output()? })
-        }
+        What::Test { bed, setup, prebuilt, npt, hosts, time, form, arguments } => test::run(test::Options {
+            bed,
+            setup,
+            prebuilt,
+            npt,
+            hosts,
+            time,
+            arguments,
+            form: form.output()?,
+        }),
         What::Kernel { command: KernelCommand::Build { base, with, variant, arch } } => {
             done(build_kernel(&base, &with, variant.as_deref(), arch))
         }

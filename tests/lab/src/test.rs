@@ -24,6 +24,7 @@ use clap::ValueEnum;
 use clap::builder::PossibleValue;
 use harness::record::{self, Record};
 
+use crate::architecture::Architecture;
 use crate::bed::{BEDS, Emulated, arm64, svm};
 use crate::form::Output;
 use crate::{Error, Result, kernel};
@@ -116,6 +117,8 @@ pub struct Options {
     pub prebuilt: Option<PathBuf>,
     /// The one kind of emulated host that is wanted, or both.
     pub npt: Option<bool>,
+    /// The emulated hosts of [`Bed::Linux`], where not those of svm.
+    pub hosts: Option<Emulated>,
     /// How long all fuzz targets together take.
     pub time: Option<Duration>,
     /// What the test programs are told: which tests, above all.
@@ -141,6 +144,14 @@ impl Options {
             return Err(Error::Usage(
                 "--npt chooses among emulated hosts: cargo lab test svm, linux, pair or migration".into(),
             ));
+        }
+        if self.hosts.is_some() && self.bed != Some(Bed::Linux) {
+            return Err(Error::Usage(
+                "--bed names the hosts of Linux guests: cargo lab test linux --bed vmx".into(),
+            ));
+        }
+        if self.hosts.is_some_and(|bed| bed.architecture() != Architecture::X86) {
+            return Err(Error::Usage("--bed: the Linux guests here are of x86-64; use svm or vmx".into()));
         }
         if self.time.is_some() && self.bed != Some(Bed::Fuzz) {
             return Err(Error::Usage(
@@ -189,7 +200,7 @@ pub fn run(mut options: Options) -> Result<u8> {
         hosts::short(arm64::BED, &mut tally)?;
     }
     if wants(Bed::Linux) {
-        let needs = [svm::BED.programs(), &["lz4", "zstd"]].concat();
+        let needs = [options.hosts.unwrap_or(svm::BED).programs(), &["lz4", "zstd"]].concat();
         if setup::packages(&needs, options.setup, "linux", &mut tally)? {
             hosts::linux(options, &mut tally)?;
         }
@@ -226,6 +237,7 @@ pub fn run(mut options: Options) -> Result<u8> {
                 setup: options.setup,
                 prebuilt: None,
                 npt: options.npt,
+                hosts: None,
                 time: None,
                 arguments: vec!["moves_under_load".into()],
                 form: None,

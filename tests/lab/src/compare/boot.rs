@@ -1,5 +1,6 @@
 //! One boot of a comparison on an emulated host: what its benchmarks gave, and where that is kept until the comparison is done.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -8,12 +9,12 @@ use vellum::report::{Figure, Report, json};
 
 use super::calls::{self, Call};
 use super::{Processor, ROUNDS, locks};
-use crate::artifacts::Programs;
+use crate::artifacts::{self, Programs};
 use crate::bed::{self, Outcome};
 use crate::cache::{Cache, digest};
-use crate::kernel::build::Image;
-use crate::kernel::series::Bench;
-use crate::{Error, Result};
+use crate::kernel::build::{self, Image};
+use crate::kernel::series::{self, Bench};
+use crate::{Error, Result, guest};
 
 /// The share of a run that the host may idle.
 const IDLE_LIMIT: f64 = 0.01;
@@ -28,6 +29,26 @@ pub struct Hosts<'a> {
     pub processor: Processor,
     /// A file for each boot of this comparison that is done.
     pub kept: PathBuf,
+    /// What the benchmarks' Linux guests boot, by the series of their kernels.
+    pub guests: BTreeMap<String, Guest>,
+}
+
+/// A Linux guest of a benchmark.
+pub struct Guest {
+    /// Its kernel, as the cache calls it.
+    pub name: String,
+    /// Its files, and where they are in a host.
+    pub files: Vec<(PathBuf, String)>,
+}
+
+/// The guest whose kernel has the series `name`.
+pub fn guest_of(cache: &Cache, name: &str) -> Result<Guest> {
+    let series = series::named(name)?;
+    let image = build::build(cache, series.base, std::slice::from_ref(&series), None)?;
+    let initrd = artifacts::workspace().join("target/guests").join(name).join("initrd");
+    guest::without_modules(cache, &initrd)?;
+    let [kernel_there, initrd_there] = series::guest_files(name);
+    Ok(Guest { files: vec![(image.file(), kernel_there), (initrd, initrd_there)], name: image.name })
 }
 
 /// What one boot gave, benchmark by benchmark.
@@ -57,7 +78,7 @@ impl Hosts<'_> {
             return Ok(boot);
         }
         eprintln!("lab: {label}, on {host}: {} benchmarks", group.len());
-        let outcome = measure(self.cache, &self.programs, image, group, self.processor)?;
+        let outcome = self.measure(image, group)?;
         let instruction = self.processor.bed.nanoseconds_per_instruction();
         let gave = |(index, bench): (usize, &&Bench)| gave(index, bench, &outcome, &label, instruction);
         let boot = Boot { benches: group.iter().enumerate().map(gave).collect::<Result<_>>()? };
@@ -71,62 +92,68 @@ impl Hosts<'_> {
     /// What a boot's figures depend on: the laboratory too, which turns times into instructions and builds its own Bochs.
     fn key(&self, image: &Image, group: &[&Bench], round: usize) -> Result<String> {
         let mut parts = vec![format!("{} {group:?} {:?} {round}", image.name, self.processor).into_bytes()];
-        for program in [&self.programs.vellum, &self.programs.init, &self.programs.lab] {
-            parts.push(fs::read(program).map_err(Error::file("read", program))?);
+        let programs =
+            [&self.programs.vellum, &self.programs.init, &self.programs.lab, &self.programs.guest_tasks];
+        let guests = guests_of(group).into_iter().filter_map(|name| self.guests.get(name));
+        let files = guests.flat_map(|guest| guest.files.iter().map(|(file, _)| file));
+        for file in programs.into_iter().chain(files) {
+            parts.push(fs::read(file).map_err(Error::file("read", file))?);
         }
         parts.push(self.processor.bed.version()?.into_bytes());
         Ok(digest(parts.iter().map(Vec::as_slice)))
     }
+
+    /// Boots `image` and runs `group` on it; an error where a command failed or its host idled.
+    fn measure(&self, image: &Image, group: &[&Bench]) -> Result<Outcome> {
+        let mut request = image.host();
+        (request.bed, request.pml) = (self.processor.bed, self.processor.pml);
+        request.files.push((self.programs.guest_tasks.clone(), "/bin/guest-tasks".into()));
+        let guests = guests_of(group).into_iter().filter_map(|name| self.guests.get(name));
+        request.files.extend(guests.flat_map(|guest| guest.files.iter().cloned()));
+        group[0].describe_host(&mut request);
+        // Many commands share a boot.
+        request.time_limit *= u32::try_from(group.len()).unwrap_or(u32::MAX);
+        let command = |(index, bench): (usize, &&Bench)| {
+            let command = bench.command(&format!("{index}.json"));
+            let command = match bench.locks.is_empty() {
+                true => command,
+                false => locks::watched(command, &format!("{index}.locks")),
+            };
+            match calls_of(bench) {
+                calls if calls.is_empty() => command,
+                calls => calls::watched(command, &calls, &format!("{index}.calls")),
+            }
+        };
+        request.commands = group.iter().enumerate().map(command).collect();
+        let outcome = bed::run(self.cache, &self.programs, &request, |_| ())?;
+        for (bench, ran) in group.iter().zip(&outcome.ran) {
+            let Some(exit) = &ran.exit else { continue };
+            if exit.code != 0 {
+                let said = [ran.stdout.as_slice(), &ran.stderr].concat();
+                let said = String::from_utf8_lossy(&said).into_owned();
+                return Err(Error::Series(format!(
+                    "{}: `{}` ended with {}:\n{said}",
+                    image.label, bench.run, exit.code
+                )));
+            }
+            if exit.idle > IDLE_LIMIT && !bench.multi && !bench.timed && bench.calls.is_empty() {
+                return Err(Error::Refused(format!(
+                    "{}: `{}` left its host idle for {:.1} % of the time, which counts as instructions here; more than {:.0} % is \
+                     no measurement",
+                    image.label,
+                    bench.run,
+                    exit.idle * 100.0,
+                    IDLE_LIMIT * 100.0
+                )));
+            }
+        }
+        Ok(outcome)
+    }
 }
 
-/// Boots `image` and runs `group` on it; an error where a command failed or its host idled.
-fn measure(
-    cache: &Cache,
-    programs: &Programs,
-    image: &Image,
-    group: &[&Bench],
-    processor: Processor,
-) -> Result<Outcome> {
-    let mut request = image.host();
-    (request.bed, request.pml) = (processor.bed, processor.pml);
-    group[0].describe_host(&mut request);
-    // Many commands share a boot.
-    request.time_limit *= u32::try_from(group.len()).unwrap_or(u32::MAX);
-    let command = |(index, bench): (usize, &&Bench)| {
-        let command = bench.command(&format!("{index}.json"));
-        let command = match bench.locks.is_empty() {
-            true => command,
-            false => locks::watched(command, &format!("{index}.locks")),
-        };
-        match calls_of(bench) {
-            calls if calls.is_empty() => command,
-            calls => calls::watched(command, &calls, &format!("{index}.calls")),
-        }
-    };
-    request.commands = group.iter().enumerate().map(command).collect();
-    let outcome = bed::run(cache, programs, &request, |_| ())?;
-    for (bench, ran) in group.iter().zip(&outcome.ran) {
-        let Some(exit) = &ran.exit else { continue };
-        if exit.code != 0 {
-            let said = [ran.stdout.as_slice(), &ran.stderr].concat();
-            let said = String::from_utf8_lossy(&said).into_owned();
-            return Err(Error::Series(format!(
-                "{}: `{}` ended with {}:\n{said}",
-                image.label, bench.run, exit.code
-            )));
-        }
-        if exit.idle > IDLE_LIMIT && !bench.multi && bench.calls.is_empty() {
-            return Err(Error::Refused(format!(
-                "{}: `{}` left its host idle for {:.1} % of the time, which counts as instructions here; more than {:.0} % is \
-                 no measurement",
-                image.label,
-                bench.run,
-                exit.idle * 100.0,
-                IDLE_LIMIT * 100.0
-            )));
-        }
-    }
-    Ok(outcome)
+/// The series of the kernels that guests of `group` have, each once.
+fn guests_of<'a>(group: &[&'a Bench]) -> BTreeSet<&'a String> {
+    group.iter().filter_map(|bench| bench.guest.as_ref()).collect()
 }
 
 /// What of the kernel's functions it counts. They were checked when the series was read.
@@ -148,7 +175,10 @@ fn gave(index: usize, bench: &Bench, outcome: &Outcome, label: &str, instruction
     let Some(exit) = outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()) else {
         return Err(Error::Refused(format!("`{}`: nothing was heard of its end", bench.run)));
     };
-    let mut figures = vec![Figure::once("whole_run", "s", exit.seconds)];
+    let mut figures = Vec::new();
+    if !bench.timed {
+        figures.push(Figure::once("whole_run", "s", exit.seconds));
+    }
     let mut reports = written(bench, outcome.files.get(&format!("{index}.json")).map(Vec::as_slice))?;
     figures.extend(reports.iter().flat_map(figures_of));
     // Beside those of the other kernel, on one page, a result has to say whose it is.
@@ -178,7 +208,9 @@ fn gave(index: usize, bench: &Bench, outcome: &Outcome, label: &str, instruction
         figures.extend(calls::figures(&text, &calls)?);
     }
     let figures = figures.into_iter().map(|figure| in_instructions(figure, instruction)).collect();
-    Ok(Gave { sample: Sample { idle: exit.idle, figures }, reports })
+    // What is timed has its own shares, which the result would call itself invalid for.
+    let idle = if bench.timed { 0.0 } else { exit.idle };
+    Ok(Gave { sample: Sample { idle, figures }, reports })
 }
 
 /// What `bench` wrote where it was told to.

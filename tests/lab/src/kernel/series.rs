@@ -85,6 +85,15 @@ pub struct Bench {
     /// On the series' own base alone: a kernel of another does so little of this work that its host idles.
     #[serde(default)]
     pub own_base: bool,
+    /// The series whose kernel a Linux guest in there has, `BASE/NAME`; `{guest}` in the command is where that is and its initramfs.
+    #[serde(default)]
+    pub guest: Option<String>,
+    /// What the command has besides on the patched kernel, which the pristine one would refuse.
+    #[serde(default)]
+    pub after: Option<String>,
+    /// The command times parts of what it does, and looks how long the host idled in these: what else it ran is not measured.
+    #[serde(default)]
+    pub timed: bool,
 }
 
 impl Bench {
@@ -101,12 +110,26 @@ impl Bench {
             locks: Vec::new(),
             calls: Vec::new(),
             own_base: false,
+            guest: None,
+            after: None,
+            timed: false,
         }
     }
 
     /// Its words, with `{json}` as `result`.
     pub fn command(&self, result: &str) -> Vec<String> {
-        self.run.split_whitespace().map(|word| word.replace("{json}", result)).collect()
+        let guest = self.guest.as_ref().map_or(String::new(), |guest| {
+            let [kernel, initrd] = guest_files(guest);
+            format!("--kernel {kernel} --initrd {initrd}")
+        });
+        let run = self.run.replace("{guest}", &guest);
+        run.split_whitespace().map(|word| word.replace("{json}", result)).collect()
+    }
+
+    /// The same on the patched kernel.
+    pub fn on_the_patched(&self) -> Self {
+        let after = self.after.as_ref().map_or(String::new(), |after| format!(" {after}"));
+        Self { run: format!("{}{after}", self.run), ..self.clone() }
     }
 
     /// Whether it is for hosts of this kind.
@@ -138,6 +161,11 @@ impl Bench {
         request.hugepages = self.hugepages;
         request.pace = self.pace();
     }
+}
+
+/// Where in a host the kernel and the initramfs of the guests of the series `name` are.
+pub fn guest_files(name: &str) -> [String; 2] {
+    ["bzImage", "initrd"].map(|file| format!("/guests/{name}/{file}"))
 }
 
 /// Commands that one boot can serve, together.
@@ -298,8 +326,24 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     if about.bench.iter().chain(&about.test).any(|bench| bench.run.trim().is_empty()) {
         return Err(wrong("`run` is empty: it is a command".into()));
     }
+    for bench in &about.bench {
+        let emulated = !bench.beds.is_empty() && !bench.beds.iter().any(|bed| bed == "metal");
+        let why = match bench {
+            bench if bench.guest.is_some() != bench.run.contains("{guest}") => {
+                "`guest` is the series of the kernel that {guest} in the command stands for: both, or neither"
+            }
+            bench if (bench.guest.is_some() || bench.after.is_some() || bench.timed) && !emulated => {
+                "guest, after and timed are for emulated hosts: `beds` has to name some, and not metal"
+            }
+            _ => continue,
+        };
+        return Err(wrong(format!("`{}`: {why}", bench.run)));
+    }
     for test in &about.test {
         let why = match test {
+            test if test.guest.is_some() || test.after.is_some() || test.timed => {
+                "guest, after and timed are for [[bench]]: a test has no figures"
+            }
             test if !test.beds.is_empty() => "beds are for [[bench]]: tests run on svm, or on arm64",
             test if !test.calls.is_empty() => "calls are for [[bench]]: a test has no figures",
             test if !test.locks.is_empty() => "locks are for [[bench]]: a test has no figures",
@@ -350,6 +394,13 @@ mod tests {
                 );
             }
             let beds = series.about.bench.iter().flat_map(|bench| &bench.beds);
+            for guest in series.about.bench.iter().filter_map(|bench| bench.guest.as_ref()) {
+                assert!(
+                    named(guest).is_ok_and(|guest| !guest.patches.is_empty()),
+                    "{}: {guest}",
+                    series.name
+                );
+            }
             beds.for_each(|bed| {
                 assert!(["svm", "vmx", "arm64", "metal"].contains(&bed.as_str()), "{}: {bed}", series.name)
             });
@@ -373,6 +424,20 @@ mod tests {
         let paths = |names: &[&str]| names.iter().map(PathBuf::from).collect::<Vec<_>>();
         assert_eq!(stacked(&stack), paths(&["a/1", "b/1", "b/a", "c/1", "c/b"]));
         assert_eq!(stacked(&stack[1..2]), paths(&["b/1"]));
+    }
+
+    #[test]
+    fn a_guest_has_its_place_in_the_command_and_the_patched_kernel_its_own_words() {
+        let about = |more: &str| {
+            let text = format!(
+                "claim = 'x'\nheadline = 'f'\n[[bench]]\nrun = 'tasks {{guest}} --json {{json}}'\nbeds = ['vmx']\n{more}"
+            );
+            toml::from_str::<About>(&text).unwrap().bench.remove(0)
+        };
+        let bench = about("guest = '6.12/g'\nafter = '--cr3-cache on'");
+        let words = "tasks --kernel /guests/6.12/g/bzImage --initrd /guests/6.12/g/initrd --json 0.json";
+        assert_eq!(bench.command("0.json").join(" "), words);
+        assert_eq!(bench.on_the_patched().command("0.json").join(" "), format!("{words} --cr3-cache on"));
     }
 
     #[test]

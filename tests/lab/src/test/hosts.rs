@@ -118,22 +118,25 @@ pub fn short(bed: Emulated, tally: &mut Tally) -> Result<()> {
 /// the older kernel with every device, and one that moves.
 pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     let cache = Cache::open()?;
+    let bed = options.hosts.unwrap_or(svm::BED);
     let whole = options.bed == Some(Bed::Linux);
     let kernel = Kernel::debian(&cache, "6.1")?;
     // A slice does without.
     let debuggers = if whole { brought(debuggers::with_symbols(&cache), tally) } else { Vec::new() };
     let host = |npt| {
-        let mut request = for_linux(Request::new(HostKernel::Debian(kernel.clone())), npt);
+        let mut request = for_linux(bed, Request::new(HostKernel::Debian(kernel.clone())), npt);
         request.files.extend(debuggers.iter().cloned());
         // One test takes minutes; all of them, an hour.
         request.time_limit = Duration::from_secs(if whole { 120 } else { 25 } * 60);
         if whole {
             request.env.push(("VELLUM_LINUX".into(), "all".into()));
         }
-        (svm::BED.mode(npt), request)
+        let name = if bed == svm::BED { bed.mode(npt) } else { bed.label(npt, false) };
+        (name, request)
     };
     let mut hosts: Vec<_> = modes(options).into_iter().map(host).collect();
-    if whole && setup::packages(&disk::PROGRAMS, options.setup, "linux", tally)? {
+    // A root on a disk is for hosts that have one.
+    if whole && bed == svm::BED && setup::packages(&disk::PROGRAMS, options.setup, "linux", tally)? {
         match disk::debian(&cache) {
             Ok(root) => {
                 let packages = packages(&cache)?;
@@ -148,7 +151,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
 
 /// A host with a root of its own, for those tests alone which need that.
 fn on_a_disk(kernel: &Kernel, npt: bool, root: &Path, packages: &[(PathBuf, String)]) -> (String, Request) {
-    let mut request = for_linux(Request::new(HostKernel::Debian(kernel.clone())), npt);
+    let mut request = for_linux(svm::BED, Request::new(HostKernel::Debian(kernel.clone())), npt);
     request.files.extend(packages.iter().cloned());
     request.root = Some(root.to_owned());
     request.env.push(("VELLUM_LINUX".into(), "root".into()));
@@ -208,7 +211,7 @@ pub fn pair(options: &Options, tally: &mut Tally) -> Result<()> {
         for (end, version) in Kernel::versions().enumerate() {
             let kernel = Kernel::debian(&cache, version)?;
             let name = format!("{} with {version}", svm::BED.mode(npt));
-            let mut request = for_linux(Request::new(HostKernel::Debian(kernel)), npt);
+            let mut request = for_linux(svm::BED, Request::new(HostKernel::Debian(kernel)), npt);
             request.time_limit = Duration::from_secs(60 * 60);
             request.cpu = Some(MODELS[end]);
             request.wire = Some(Wire { ends: ends.clone(), end });
@@ -248,12 +251,13 @@ fn guests_dir() -> PathBuf {
 }
 
 /// A host on which Linux guests run.
-fn for_linux(request: Request, npt: bool) -> Request {
+fn for_linux(bed: Emulated, request: Request, npt: bool) -> Request {
+    // What Linux guests do wrong on QEMU's other hosts is the emulator's doing (`bed::svm`); Bochs has no others.
+    let pace = if bed.has_pace(Pace::Real).is_ok() { Pace::Real } else { Pace::Counted };
     Request {
-        bed: svm::BED,
+        bed,
         second_stage: npt,
-        // What Linux guests do wrong on other hosts is the emulator's doing (`bed::svm`).
-        pace: Pace::Real,
+        pace,
         memory_mib: 6144,
         // The largest guest on them has 1 GiB.
         hugepages: 512,
