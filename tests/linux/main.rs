@@ -16,6 +16,7 @@ mod home;
 mod inside;
 mod launch;
 mod moves;
+mod passt;
 mod root;
 mod saves;
 mod segments;
@@ -134,6 +135,9 @@ fn main() -> ExitCode {
         let name = format!("linux_{}_is_dumped_before_its_modules", image.version);
         let guest = image.clone();
         trials.add(name, inside::makedumpfile(), move || inside::is_dumped_before_its_modules(&guest));
+        let name = format!("linux_{}_has_a_network_by_passt_of_the_hosts_root", image.version);
+        let guest = image.clone();
+        trials.add(name, passt::passt(), move || passt::is_its_network(&guest));
         let name = format!("linux_{}_has_the_hosts_root", image.version);
         let need = if at == 0 { guests() } else { whole_matrix() };
         let guest = image.clone();

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
-use crate::cache::Cache;
+use crate::cache::{Cache, digest};
 use crate::debian;
 use crate::test::setup;
 use crate::{Error, Result, tool};
@@ -14,7 +14,7 @@ use crate::{Error, Result, tool};
 /// The Debian.
 const SUITE: &str = "bookworm";
 /// What it has beside the essential: what commands in a guest may want to call, and what the host itself does.
-const PACKAGES: &str = "iproute2,kmod,attr,strace";
+const PACKAGES: &str = "iproute2,kmod,attr,strace,passt,makedumpfile";
 /// How large the file system is, in MiB; the file is sparse.
 const MIB: u32 = 1024;
 
@@ -23,7 +23,7 @@ pub const PROGRAMS: [&str; 2] = ["mmdebstrap", "mke2fs"];
 
 /// The image, made if need be, which takes root.
 pub fn debian(cache: &Cache) -> Result<PathBuf> {
-    let made = cache.entry(&format!("disk/{SUITE}"), |dir| {
+    let made = cache.entry(&format!("disk/{SUITE}-{}", digest([PACKAGES.as_bytes()])), |dir| {
         if !setup::is_root() {
             return Err(Error::Usage("a disk with a Debian needs root to be made: run it as root".into()));
         }
