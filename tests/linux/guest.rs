@@ -82,17 +82,45 @@ impl Image {
         path.is_file().then(|| path.display().to_string()).ok_or_else(missing)
     }
 
-    /// The package that its kernel is out of, unpacked, or how to get it.
-    pub fn package(&self) -> Result<String, String> {
-        let path = self.dir.join("package");
-        let missing =
-            || format!("needs {}, its kernel's package unpacked: cargo lab test linux", path.display());
-        path.is_dir().then(|| path.display().to_string()).ok_or_else(missing)
+    /// What a command's guest is made of.
+    pub fn source(&self) -> Source {
+        Source { name: self.version.clone(), kernel: self.kernel(), initrd: Some(self.initrd()) }
     }
 
     /// The initramfs.
     pub fn initrd(&self) -> String {
         self.dir.join("initrd").display().to_string()
+    }
+}
+
+/// A kernel for a guest of one command, wherever it lies.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// As in `6.1`; also of what trials are called.
+    pub name: String,
+    /// An image, or the directory of an unpacked package or of a built tree.
+    pub kernel: String,
+    /// The archive with its modules, where it is an image.
+    pub initrd: Option<String>,
+}
+
+impl Source {
+    /// Those below `$VELLUM_GUESTS` that have modules for modprobe.
+    pub fn with_modules() -> Vec<Self> {
+        let entries = std::env::var_os("VELLUM_GUESTS").and_then(|dir| fs::read_dir(dir).ok());
+        let dirs = entries.into_iter().flatten().flatten().map(|entry| entry.path());
+        let dirs = dirs.flat_map(|dir| ["package", "tree"].map(|what| dir.join(what)));
+        let of = |dir: PathBuf| {
+            let name = dir.parent()?.file_name()?.to_string_lossy().into_owned();
+            Some(Self { name, kernel: dir.display().to_string(), initrd: None })
+        };
+        dirs.filter(|dir| dir.is_dir()).filter_map(of).collect()
+    }
+
+    /// The arguments that name it.
+    pub fn arguments(&self) -> Vec<&str> {
+        let initrd = self.initrd.iter().flat_map(|path| ["--initrd", path]);
+        ["--kernel", &self.kernel].into_iter().chain(initrd).collect()
     }
 }
 

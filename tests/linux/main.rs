@@ -28,7 +28,7 @@ mod work;
 
 use std::process::ExitCode;
 
-use guest::{Image, irqchips};
+use guest::{Image, Source, irqchips};
 use harness::{Failed, Need, Trials};
 
 /// A guest with a kernel needs a KVM that runs one; shadow paging without hardware below it does not (kvm_pvm). On Arm there is no other.
@@ -143,12 +143,8 @@ fn main() -> ExitCode {
         let guest = image.clone();
         trials.add(name, need, move || root::is_the_guests(&guest));
         let name = format!("linux_{}_runs_on_the_hosts_root", image.version);
-        let guest = image.clone();
+        let guest = image.source();
         trials.add(name, on_a_root(), move || root::is_as_it_was(&guest));
-        let name = format!("linux_{}_modprobe_finds_on_the_hosts_root", image.version);
-        let guest = image.clone();
-        let need = on_a_root().and_then(|()| guest.package().map(drop));
-        trials.add(name, need, move || root::modprobe_finds(&guest));
         if at == 0 {
             let guest = image.clone();
             trials.add("a_shell_has_the_hosts_root", on_a_root(), move || {
@@ -160,6 +156,10 @@ fn main() -> ExitCode {
         let need = guests().and_then(|()| between::hosts());
         trials.add(name, need, move || between::there_and_back(&guest, at as u8));
         vmlinux::add(&mut trials, image, &whole_matrix());
+    }
+    for kernel in Source::with_modules() {
+        let name = format!("linux_{}_modprobe_finds_on_the_hosts_root", kernel.name);
+        trials.add(name, on_a_root(), move || root::modprobe_finds(&kernel));
     }
     trials.run()
 }

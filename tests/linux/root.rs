@@ -11,7 +11,7 @@ use std::process::{Command, Output, Stdio};
 use harness::{Failed, ensure};
 use vellum::sys::terminal::open_pty;
 
-use crate::guest::{Image, Scratch, VELLUM, for_this_bed, noise};
+use crate::guest::{Image, Scratch, Source, VELLUM, for_this_bed, noise};
 use crate::typed::until;
 
 /// Whoever is root says that its files may be served by root.
@@ -19,11 +19,11 @@ fn host() -> &'static str {
     if vellum::sys::host::is_root() { "host,as-root" } else { "host,overlay" }
 }
 
-/// Runs `script` in a guest of `image` on this host's root, with `flags` and `input`.
-fn run(image: &Image, flags: &[&str], script: &str, input: &[u8]) -> Result<Output, Failed> {
+/// Runs `script` in a guest of `kernel` on this host's root, with `flags` and `input`.
+fn run(kernel: &Source, flags: &[&str], script: &str, input: &[u8]) -> Result<Output, Failed> {
     let (bed_flags, cmdline) = for_this_bed();
     let mut command = Command::new(VELLUM);
-    command.args(["run", "--kernel", &image.kernel(), "--initrd", &image.initrd(), "--timeout", "900s"]);
+    command.args(["run", "--timeout", "900s"]).args(kernel.arguments());
     command.args(["--root", host()]).args(flags).args(bed_flags);
     command.args(["--params", cmdline, "--", "sh", "-c", script]);
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
@@ -46,7 +46,7 @@ pub fn is_the_guests(image: &Image) -> Result<(), Failed> {
         [ \"$PWD\" = /etc ] && mkdir /made && echo x > /made/x && rm passwd && [ ! -e /etc/passwd ] || exit 23
         cat; echo no >&2; exit 7";
     let data = noise(23, 300_000);
-    let output = run(image, &["--guest-dir", "/etc"], script, &data)?;
+    let output = run(&image.source(), &["--guest-dir", "/etc"], script, &data)?;
     let errors = String::from_utf8_lossy(&output.stderr);
     ensure(output.status.code() == Some(7) && errors == "no\n", || format!("{}: {errors}", output.status))?;
     ensure(output.stdout == data, || format!("{} of {} bytes came back", output.stdout.len(), data.len()))?;
@@ -55,16 +55,16 @@ pub fn is_the_guests(image: &Image) -> Result<(), Failed> {
 
 /// Root in the guest has the root a second time, as if it could write to it, and tries; somebody else reads. Every name, mode, owner, time but
 /// that of the last access, and content on this host is as it was.
-pub fn is_as_it_was(image: &Image) -> Result<(), Failed> {
+pub fn is_as_it_was(kernel: &Source) -> Result<(), Failed> {
     let before = whole()?;
     let script = "mkdir /second && mount -t virtiofs /dev/root /second && cmp /etc/passwd /second/etc/passwd || exit 20
         ! echo x > /second/new && ! echo x >> /second/etc/passwd && ! rm /second/etc/passwd || exit 21
         ! chmod 777 /second/etc && ! touch /second/etc/passwd && ! ln /second/etc/passwd /second/link || exit 22
         rm -r /etc /bin 2>/dev/null; exit 7";
-    let output = run(image, &[], script, &[])?;
+    let output = run(kernel, &[], script, &[])?;
     let errors = String::from_utf8_lossy(&output.stderr);
     ensure(output.status.code() == Some(7), || format!("{}: {errors}", output.status))?;
-    let output = run(image, &["--guest-user", "nobody"], "id -u; cat > /tmp/x && cat /tmp/x", b"a\0b")?;
+    let output = run(kernel, &["--guest-user", "nobody"], "id -u; cat > /tmp/x && cat /tmp/x", b"a\0b")?;
     ensure(output.status.success() && output.stdout == b"65534\na\0b", || format!("{output:?}"))?;
     let after = whole()?;
     let differs = |path: &&PathBuf| before.get(*path) != after.get(*path);
@@ -72,19 +72,19 @@ pub fn is_as_it_was(image: &Image) -> Result<(), Failed> {
     ensure(before.len() > 100 && changed.is_empty(), || format!("{changed:?} of {}", before.len()))
 }
 
-/// Modules of an unpacked package are found by name, with what they need, and by alias: by kmod on this host's root, and by busybox in
-/// an initramfs. What is none is not found.
-pub fn modprobe_finds(image: &Image) -> Result<(), Failed> {
-    let package = image.package()?;
+/// Modules of an unpacked package, or of a tree in which none was installed, are found by name, with what they need, and by alias: by kmod on
+/// this host's root, and by busybox in an initramfs. What is none is not found.
+pub fn modprobe_finds(kernel: &Source) -> Result<(), Failed> {
+    let busybox = Image::oldest()?.initrd();
     let (bed_flags, cmdline) = for_this_bed();
     let script = "modprobe vfat && grep -q ^vfat /proc/modules && grep -q ^fat /proc/modules || exit 20
-        modprobe rtnl-link-ifb && grep -q ^ifb /proc/modules || exit 21
+        modprobe rtnl-link-dummy && grep -q ^dummy /proc/modules || exit 21
         ! modprobe no-such-module 2>/dev/null || exit 22
         ! touch /lib/modules/$(uname -r)/kernel/new 2>/dev/null || exit 23
         exit 7";
-    for root in [["--root", host()], ["--initrd", &image.initrd()]] {
+    for root in [["--root", host()], ["--initrd", &busybox]] {
         let mut command = Command::new(VELLUM);
-        command.args(["run", "--kernel", &package, "--timeout", "900s"]).args(root).args(bed_flags);
+        command.args(["run", "--timeout", "900s"]).args(kernel.arguments()).args(root).args(bed_flags);
         let output =
             command.args(["--params", cmdline, "--", "sh", "-c", script]).stdin(Stdio::null()).output()?;
         let errors = String::from_utf8_lossy(&output.stderr);

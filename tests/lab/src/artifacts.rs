@@ -141,6 +141,8 @@ pub struct Kernel {
 
 /// Debian's cloud kernels by version: the metapackage but for the architecture, where its suites are.
 const CLOUD: [(&str, &str); 2] = [("6.1", "linux-image-cloud"), ("6.12", "linux-image-6.12-cloud")];
+/// The same with drivers for real machines, under a name of its own.
+const GENERIC: (&str, &str) = (Kernel::GENERIC, "linux-image");
 const BOOKWORM: &[&str] = &["bookworm", "bookworm-security"];
 
 /// The files of Debian's package `name` for `architecture`, fetched if need be.
@@ -163,6 +165,9 @@ pub fn busybox(cache: &Cache, architecture: Architecture) -> Result<PathBuf> {
 }
 
 impl Kernel {
+    /// The version by which Debian's kernel for any machine is known here.
+    pub const GENERIC: &str = "generic-6.1";
+
     /// The versions there are.
     pub fn versions() -> impl Iterator<Item = &'static str> {
         CLOUD.iter().map(|(version, _)| *version)
@@ -175,9 +180,10 @@ impl Kernel {
 
     /// The same for `architecture`.
     pub fn debian_for(cache: &Cache, architecture: Architecture, version: &str) -> Result<Self> {
-        let (_, meta) = CLOUD.iter().find(|(known, _)| *known == version).ok_or_else(|| {
-            Error::Usage(format!("Debian has no cloud kernel {version} here: 6.1 and 6.12 are known"))
-        })?;
+        let (_, meta) =
+            CLOUD.iter().chain([&GENERIC]).find(|(known, _)| *known == version).ok_or_else(|| {
+                Error::Usage(format!("Debian has no cloud kernel {version} here: 6.1 and 6.12 are known"))
+            })?;
         let meta = format!("{meta}-{}", architecture.debian());
         let record = match architecture {
             Architecture::X86 => format!("linux-{version}"),
@@ -188,7 +194,7 @@ impl Kernel {
         })?;
         let name = format!("debian/{}_{}", package.name, package.version);
         let tree = cache.entry(&name, |dir| {
-            cache.need_mib(400)?;
+            cache.need_mib(800)?;
             let archive = Archive::open(cache, architecture, BOOKWORM)?;
             let deb = archive.download(&package, dir)?;
             debian::unpack(&deb, dir)?;

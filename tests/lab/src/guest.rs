@@ -14,7 +14,7 @@ use crate::{Error, Result, tool};
 /// The modules that a guest needs beside those to mount directories of its host's.
 const SHARES: [&str; 2] = ["virtiofs", "overlay"];
 /// The modules that a guest needs.
-const MODULES: &str = include_str!("../../../resources/guest-image/modules");
+pub const MODULES: &str = include_str!("../../../resources/guest-image/modules");
 
 /// A guest, ready to be given to `vellum run`.
 #[derive(Clone, Debug)]

@@ -22,14 +22,17 @@ pub const COMPILER: &str = "gcc-12";
 
 /// What can be put on top of a base's configuration. Some bases lack some of it ([`Config::known`]), and some are to
 /// compile alone: no emulated host boots 32 bits, has the graphics of `gvt`, or is given the modules of `modules`.
-pub const VARIANTS: [&str; 9] =
-    [DEBUG, "lock-stat", MODULES, "preempt", "werror", "i386", "gvt", "pages-16k", "pages-64k"];
+pub const VARIANTS: [&str; 10] =
+    [DEBUG, "lock-stat", MODULES, "preempt", "werror", "i386", "gvt", "pages-16k", "pages-64k", GUEST];
 
 /// The variant whose kernel checks itself: lockdep, KASAN, sleeping in atomic context.
 pub const DEBUG: &str = "debug";
 
 /// The variant whose KVM is modules.
 pub const MODULES: &str = "modules";
+
+/// The variant that is a guest, whose modules are built beside it: [`Image::tree`].
+pub const GUEST: &str = "guest";
 
 /// A built kernel.
 #[derive(Clone, Debug)]
@@ -48,6 +51,11 @@ impl Image {
     /// What boots.
     pub fn file(&self) -> PathBuf {
         self.dir.join(target(self.architecture))
+    }
+
+    /// What is left of the tree in which it was built that a guest's launcher looks for, where the variant is [`GUEST`].
+    pub fn tree(&self) -> PathBuf {
+        self.dir.join("tree")
     }
 
     /// A host that boots it, of the bed that emulates its architecture.
@@ -197,8 +205,11 @@ pub fn build_for(
         tree.carry(&patches)?;
         let objects = config.objects(&tree)?;
         configure(&tree, &config, &objects)?;
-        make(&tree, architecture, &objects, &label)?;
-        keep(&objects, architecture, out, &label)
+        let image = target(architecture);
+        let targets = if variant == Some(GUEST) { vec![image, "modules"] } else { vec![image] };
+        make(&tree, architecture, &objects, &targets, &label)?;
+        keep(&objects, architecture, out, &label)?;
+        if variant == Some(GUEST) { keep_tree(&objects, &out.join("tree")) } else { Ok(()) }
     })?;
     Ok(Image { label, architecture, dir, name: format!("{}/{name}", tree.package.version) })
 }
@@ -326,11 +337,17 @@ fn remembering(path: Option<&OsStr>) -> Option<OsString> {
     })
 }
 
-fn make(tree: &Tree, architecture: Architecture, objects: &Path, label: &str) -> Result<()> {
+fn make(
+    tree: &Tree,
+    architecture: Architecture,
+    objects: &Path,
+    targets: &[&str],
+    label: &str,
+) -> Result<()> {
     tree.date_for(objects)?;
     let jobs = std::thread::available_parallelism().map_or(1, usize::from);
     let mut make = command_for(tree, architecture, objects);
-    watched(make.args([&format!("-j{jobs}"), target(architecture)]), label)
+    watched(make.arg(format!("-j{jobs}")).args(targets), label)
 }
 
 /// Runs `make`, and shows on a terminal that it lives.
@@ -361,6 +378,22 @@ fn keep(objects: &Path, architecture: Architecture, out: &Path, label: &str) -> 
         fs::copy(&from, out.join(to)).map_err(Error::file("copy", &from))?;
     }
     fs::write(out.join("label"), label).map_err(Error::file("write", out.join("label")))
+}
+
+/// Keeps the kernel with its configuration and modules where they are below the object directory.
+fn keep_tree(objects: &Path, to: &Path) -> Result<()> {
+    let order = objects.join("modules.order");
+    let text = fs::read_to_string(&order).map_err(Error::file("read", &order))?;
+    let modules = text.lines().map(|line| Path::new(line).with_extension("ko"));
+    let beside =
+        ["arch/x86/boot/bzImage", ".config", "modules.order", "modules.builtin", "modules.builtin.modinfo"];
+    for file in beside.iter().map(PathBuf::from).chain(modules) {
+        let (from, to) = (objects.join(&file), to.join(&file));
+        let parent = to.parent().unwrap_or(&to);
+        fs::create_dir_all(parent).map_err(Error::file("create", parent))?;
+        fs::copy(&from, &to).map_err(Error::file("copy", &from))?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -15,7 +15,8 @@ use crate::architecture::Architecture;
 use crate::artifacts::{self, Executable, Kernel, Programs};
 use crate::bed::{self, Emulated, HostKernel, Pace, Request, Wire, disk, svm};
 use crate::cache::Cache;
-use crate::guest::Guest;
+use crate::guest::{self, Guest};
+use crate::kernel::{self, build};
 use crate::lanes::side_by_side;
 use crate::wire::Frame;
 use crate::{Error, Result};
@@ -139,7 +140,10 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     if whole && bed == svm::BED && setup::packages(&disk::PROGRAMS, options.setup, "linux", tally)? {
         match disk::debian(&cache) {
             Ok(root) => {
-                let packages = packages(&cache)?;
+                let mut packages = package(&cache)?;
+                if setup::packages(kernel::PROGRAMS, options.setup, "linux", tally)? {
+                    packages.extend(tree(&cache)?);
+                }
                 hosts.extend(modes(options).into_iter().map(|npt| on_a_disk(&kernel, npt, &root, &packages)));
             }
             Err(error) => tally.skip("linux", "hosts whose root is on a disk", &error.to_string()),
@@ -155,35 +159,66 @@ fn on_a_disk(kernel: &Kernel, npt: bool, root: &Path, packages: &[(PathBuf, Stri
     request.files.extend(packages.iter().cloned());
     request.root = Some(root.to_owned());
     request.env.push(("VELLUM_LINUX".into(), "root".into()));
-    request.time_limit = Duration::from_secs(60 * 60);
+    request.time_limit = Duration::from_secs(120 * 60);
     (format!("{} on a disk", svm::BED.mode(npt)), request)
 }
 
-/// The files of the guests' kernels as their packages have them.
-fn packages(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
-    let mut files = Vec::new();
-    for version in Kernel::versions() {
-        let kernel = Kernel::debian(cache, version)?;
-        let package = kernel.package_dir();
-        let mut left = vec![package.join("boot"), package.join("lib/modules")];
-        while let Some(dir) = left.pop() {
-            for entry in fs::read_dir(&dir).map_err(Error::file("read", &dir))? {
-                let entry = entry.map_err(Error::file("read", &dir))?;
-                let path = entry.path();
-                match entry.file_type().map_err(Error::file("read", &path))? {
-                    kind if kind.is_dir() => left.push(path),
-                    kind if kind.is_file()
-                        && !entry.file_name().to_string_lossy().starts_with("System.map") =>
-                    {
-                        let within = path.strip_prefix(package).unwrap_or(&path).display();
-                        files.push((path.clone(), format!("/guests/{version}/package/{within}")));
-                    }
-                    _ => {}
-                }
+/// The modules of Debian's kernel for any machine that its guests use here: of the rest there are hundreds of megabytes.
+const USED: [&str; 6] = ["virtiofs", "overlay", "dummy", "vfat", "virtio_pci", "virtio_rng"];
+/// What is left out even so: a command's streams go by a port of a virtio console then.
+const LEFT_OUT: &str = "vmw_vsock_virtio_transport";
+/// The base of which there is a guest in the tree in which it was built.
+const BUILT: &str = "7.2";
+
+/// The files of a guest's kernel as its package has them.
+fn package(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
+    let kernel = Kernel::debian(cache, Kernel::GENERIC)?;
+    let package = kernel.package_dir();
+    let names: Vec<&str> = guest::MODULES.lines().filter(|name| *name != LEFT_OUT).chain(USED).collect();
+    let used: Vec<String> = kernel.modules(&names)?.into_iter().map(|(name, _)| name).collect();
+    let is_used = |name: &str| match name.split_once(".ko") {
+        Some((module, _)) => used.contains(&module.replace('-', "_")),
+        None => !name.starts_with("System.map"),
+    };
+    let found = below(&[package.join("boot"), package.join("lib/modules")], is_used)?;
+    Ok(placed(package, found, Kernel::GENERIC, "package").collect())
+}
+
+/// The files of a guest's kernel where it was built, which is done if need be.
+fn tree(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
+    let tree = build::build(cache, kernel::Base::named(BUILT)?, &[], Some(build::GUEST))?.tree();
+    let found = below(std::slice::from_ref(&tree), |_| true)?;
+    Ok(placed(&tree, found, BUILT, "tree").collect())
+}
+
+/// All files below `directories` whose names are `wanted`.
+fn below(directories: &[PathBuf], wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>> {
+    let (mut files, mut left) = (Vec::new(), directories.to_vec());
+    while let Some(dir) = left.pop() {
+        for entry in fs::read_dir(&dir).map_err(Error::file("read", &dir))? {
+            let entry = entry.map_err(Error::file("read", &dir))?;
+            let path = entry.path();
+            match entry.file_type().map_err(Error::file("read", &path))? {
+                kind if kind.is_dir() => left.push(path),
+                kind if kind.is_file() && wanted(&entry.file_name().to_string_lossy()) => files.push(path),
+                _ => {}
             }
         }
     }
     Ok(files)
+}
+
+/// Where `files` of `dir` are in a host: as `what` of the guest called `name`.
+fn placed(
+    dir: &Path,
+    files: Vec<PathBuf>,
+    name: &str,
+    what: &str,
+) -> impl Iterator<Item = (PathBuf, String)> {
+    files.into_iter().map(move |path| {
+        let within = path.strip_prefix(dir).unwrap_or(&path).display().to_string();
+        (path, format!("/guests/{name}/{what}/{within}"))
+    })
 }
 
 /// What debuggers there are for a host: what cannot be had the trials name themselves.
