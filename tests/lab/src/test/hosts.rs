@@ -347,14 +347,19 @@ fn run(
         request.commands.push([&line[..], arguments].concat());
         // In there, standard output is the record, and what is said besides is for people.
         request.env.push((record::VARIABLE.into(), "/proc/self/fd/1".into()));
-        let (mut rows, mut lines) = (Rows::default(), Vec::new());
+        let (mut rows, mut lines, mut complaints) = (Rows::default(), Vec::new(), Vec::new());
         let outcome = bed::run(cache, &programs, &request, |frame| match frame {
             Frame::Stdout(bytes) => lines.extend_from_slice(bytes),
             // The other host speaks between its lines.
             Frame::Stderr(bytes) => rows.push(bytes, |row| locked(&tally).show(&format!("{bed}: {row}"))),
+            Frame::Boot(boot) => complaints.clone_from(&boot.complaints),
             _ => (),
         });
         let (lines, mut tally) = (String::from_utf8_lossy(&lines), locked(&tally));
+        if !outcome.as_ref().is_ok_and(|outcome| outcome.code() == 0) {
+            // What failed may have failed for want of that; and a host does without much of it.
+            complaints.iter().for_each(|lacks| tally.show(&format!("{bed}: the host itself: {lacks}")));
+        }
         match outcome {
             Ok(outcome) => tally.program(&bed, "", &lines, outcome.code() == 0),
             // The host is itself under test: one that dies is a failure, and the other one still has something to say.
