@@ -51,9 +51,10 @@ pub struct KernelArgs {
     #[arg(long, value_name = "HOW", requires = "kernel")]
     protocol: Option<Protocol>,
 
-    /// The interrupt controller: split between KVM and Vellum, or all in KVM with an 8259 and a PIT
-    #[arg(long, value_name = "WHERE", value_enum, default_value_t, requires = "kernel")]
-    irqchip: Mode,
+    /// The interrupt controller: split between KVM and Vellum, or all in KVM with an 8259 and a PIT [default: split; on Arm the newer
+    /// one of those that this host has]
+    #[arg(long, value_name = "WHERE", value_enum, requires = "kernel")]
+    irqchip: Option<Mode>,
 
     /// How the guest reaches its virtio devices: mmio, a page of registers each, which the ACPI tables name; or pci, a bus that it
     /// enumerates, with an interrupt for each queue (MSI-X)
@@ -143,6 +144,7 @@ pub(super) fn boot(
         defaults.into_iter().chain(fixed).chain(args.cmdline.iter().map(String::as_str)).collect();
     let (cmdline, mut virtio) = (parts.join(" "), devices.config());
     virtio.0.extend(told.devices);
+    let irqchip = irqchip.unwrap_or_else(Mode::of_host);
     let vmgenid = if args.no_vmgenid { None } else { config.vmgenid };
     let config = machine::Config { irqchip, transport, uart, serial, virtio, vmgenid, cr3_cache, ..config };
     if let Some(gdb) = &process.gdb {

@@ -1,12 +1,13 @@
 //! What Arm hosts differ in: where the kernel runs, how wide a guest's addresses are, which interrupt controllers a guest can have.
 
 use kvm_bindings::{
-    KVM_CAP_ARM_VM_IPA_SIZE, KVM_CREATE_DEVICE_TEST, kvm_create_device,
-    kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2, kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3,
+    KVM_CAP_ARM_VM_IPA_SIZE, kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2,
+    kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3,
 };
 use kvm_ioctls::Kvm;
 
 use super::kvm;
+use crate::sys::kvm_device;
 
 /// What there is.
 pub struct Stage2 {
@@ -29,15 +30,15 @@ pub fn examine(of: &Kvm) -> Result<Stage2, kvm::Unusable> {
         ..=0 => 40,
         bits => bits as u32,
     };
-    let has = |type_| {
-        let mut device = kvm_create_device { type_, fd: 0, flags: KVM_CREATE_DEVICE_TEST };
-        vm.create_device(&mut device).is_ok()
-    };
     let versions = [
         ("GICv3", kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3),
         ("GICv2", kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2),
     ];
-    let gics = versions.into_iter().filter(|(_, type_)| has(*type_)).map(|(name, _)| name).collect();
+    let gics = versions
+        .into_iter()
+        .filter(|(_, type_)| kvm_device::exists(&vm, *type_))
+        .map(|(name, _)| name)
+        .collect();
     let interrupts = std::fs::read_to_string("/proc/interrupts").unwrap_or_default();
     Ok(Stage2 { vhe: vhe(&interrupts), bits, gics })
 }

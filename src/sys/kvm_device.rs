@@ -1,7 +1,14 @@
 //! The attributes of KVM's devices, of 32 and 64 bits (api.rst, 4.80): kvm-ioctls has them with the address of the value alone.
 
-use kvm_bindings::kvm_device_attr;
-use kvm_ioctls::{DeviceFd, Error};
+use kvm_bindings::{KVM_CREATE_DEVICE_TEST, kvm_create_device, kvm_device_attr, kvm_device_type};
+use kvm_ioctls::{DeviceFd, Error, VmFd};
+
+/// Whether KVM has devices of this type; none is made.
+pub fn exists(vm: &VmFd, type_: kvm_device_type) -> bool {
+    let mut request = kvm_create_device { type_, fd: 0, flags: KVM_CREATE_DEVICE_TEST };
+    // KVM names no descriptor then, and what comes back would close number 0, which is somebody else's.
+    vm.create_device(&mut request).map(std::mem::forget).is_ok()
+}
 
 /// A value that an attribute has: 32 or 64 bits, as KVM says of its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use kvm_bindings::{
     KVM_VGIC_V3_ADDR_TYPE_REDIST, kvm_create_device, kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2,
     kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3,
 };
-use kvm_ioctls::{DeviceFd, VmFd};
+use kvm_ioctls::{DeviceFd, Kvm, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::gic;
@@ -18,6 +18,7 @@ use super::gsi::{FIRST_SHARED, Gsis, SHARED};
 use super::its::{self, Its};
 use super::layout;
 use crate::fault::{Blame, Fault, Field};
+use crate::host;
 use crate::sys::kvm_device;
 
 /// Which version, as `--irqchip` names it.
@@ -29,6 +30,18 @@ pub enum Mode {
     Gicv3,
     /// GICv2: the CPU interface in memory, 8 vCPUs at most. Hosts with a GICv2, and those whose GICv3 can imitate one.
     Gicv2,
+}
+
+impl Mode {
+    /// That of a machine for which none is named: the newer one of those that this host's KVM has. Where nobody can tell, making it
+    /// fails, and says why.
+    pub fn of_host() -> Self {
+        let vm = Kvm::new().ok().and_then(|kvm| host::kvm::create_vm(&kvm).ok());
+        let has = |type_| vm.as_ref().is_some_and(|vm| kvm_device::exists(vm, type_));
+        let older =
+            !has(kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3) && has(kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2);
+        if older { Self::Gicv2 } else { Self::Gicv3 }
+    }
 }
 
 /// What vCPUs hold of interrupts, which the controller's state depends on: nothing that it does not have.

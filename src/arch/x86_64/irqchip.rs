@@ -29,6 +29,13 @@ pub enum Mode {
     Kernel,
 }
 
+impl Mode {
+    /// That of a machine for which none is named.
+    pub fn of_host() -> Self {
+        Self::default()
+    }
+}
+
 /// What vCPUs hold of interrupts, which the controller's state depends on: the vectors that their local APICs have.
 pub type Held = Vectors;
 
