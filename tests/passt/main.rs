@@ -4,7 +4,7 @@
 mod guest;
 mod own;
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream, UdpSocket};
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
@@ -310,17 +310,21 @@ fn a_machine_outlives_its_passt_and_takes_it_along() -> Result<(), Failed> {
     for killed in [true, false] {
         let port = free()?;
         let run = format!("run --net user --forward {port}:{PORT} -k {}", kernel.display());
-        let machine = home.start("p", &mut home.command(&run))?;
+        let mut machine = home.start("p", &mut home.command(&run))?;
         let pid = passt_of(port)?.ok_or("there is no passt")?;
+        // Kept until the machine has ended, which may have more to say.
+        let mut stderr = machine.child.stderr.take().map(BufReader::new).ok_or("no standard error")?;
+        let mut said = String::new();
         if killed {
             kill(pid)?;
-            eventually(LIMIT, "passt is gone", || Ok(passt_of(port)?.is_none().then_some(())))?;
+            // It has to have noticed before it is stopped.
+            stderr.read_line(&mut said)?;
             ensure(is_running(&home, "p")?, || "it does not run on".into())?;
         }
         home.ctl("p stop")?;
-        let output = machine.end()?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure(said.contains("passt has ended") == killed, || format!("{output:?}"))?;
+        machine.end()?;
+        stderr.read_to_string(&mut said)?;
+        ensure(said.contains("passt has ended") == killed, || said.clone())?;
         eventually(LIMIT, "passt ends", || Ok(passt_of(port)?.is_none().then_some(())))?;
     }
     Ok(())
