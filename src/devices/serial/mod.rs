@@ -64,6 +64,15 @@ pub enum RestoreError {
     Other,
 }
 
+/// How many bytes a saved port has received, if its FIFO holds them and its break is one of them.
+fn fits(received: &[u8], brk: Option<usize>) -> Result<usize, RestoreError> {
+    let count = received.len();
+    match count > FIFO || brk.is_some_and(|at| at >= count) {
+        true => Err(RestoreError::Received(count)),
+        false => Ok(count),
+    }
+}
+
 impl Serial {
     /// A port of this kind whose output goes to `output`, or nowhere.
     ///

@@ -9,7 +9,7 @@ use vm_superio::serial::{Serial, SerialEvents, SerialState};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::output::Output;
-use super::{FIFO, RestoreError};
+use super::{FIFO, RestoreError, fits};
 
 /// The transmit register, behind DLAB the low byte of the divisor.
 const DATA: u64 = 0;
@@ -146,10 +146,7 @@ impl Ns16550 {
         drained: Arc<EventFd>,
         output: Output,
     ) -> Result<Self, RestoreError> {
-        let received = s.received.len();
-        if received > FIFO || s.brk.is_some_and(|at| at >= received) {
-            return Err(RestoreError::Received(received));
-        }
+        let received = fits(&s.received, s.brk)?;
         let state = SerialState {
             baud_divisor_low: s.dll,
             baud_divisor_high: s.dlm,

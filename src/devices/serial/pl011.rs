@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::output::Output;
-use super::{FIFO, RestoreError};
+use super::{FIFO, RestoreError, fits};
 
 /// Data, with the errors of what is read: of them there is a break, which is a framing error too.
 const DR: u64 = 0x00;
@@ -204,10 +204,7 @@ impl Pl011 {
         drained: Arc<EventFd>,
         output: Output,
     ) -> Result<Self, RestoreError> {
-        let received = s.received.len();
-        if received > FIFO || s.brk.is_some_and(|at| at >= received) {
-            return Err(RestoreError::Received(received));
-        }
+        fits(&s.received, s.brk)?;
         let mut kept = s.kept;
         kept.iter_mut().zip(KEPT).for_each(|(value, (_, bits))| *value &= bits);
         let port = Self {
