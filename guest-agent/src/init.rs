@@ -3,8 +3,8 @@
 //! Requests come by vsock, and by the console, where each line is one. What follows `--` on the kernel's command line is
 //! done first: `-- exec uname -a`, or one request in JSON, and the guest switches itself off afterwards.
 //!
-//! Where it is not PID 1 it takes one request of tasks that switch, or of processes, as its argument, tells what it measures, and ends: PID 1 starts it
-//! so, and on a host one can do it by hand.
+//! Where it is not PID 1 it takes one request of tasks that switch, or of processes, as its argument, tells what it measures, and ends:
+//! PID 1 starts it so, and on a host one can do it by hand.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufReader};
