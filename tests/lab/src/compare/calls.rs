@@ -71,6 +71,11 @@ pub fn figures(text: &str, calls: &[Call<'_>]) -> Result<Vec<Figure>> {
                 "the host has no histogram of {function}: is it called so there, and not inlined?"
             ))
         })?;
+        if !part.lines().any(|line| line.trim() == "Dropped: 0") {
+            return Err(Error::Refused(format!(
+                "the host's histogram of {function} was too small for its tasks"
+            )));
+        }
         let [hits, sum] = ["hitcount:", "n:"].map(|name| part.lines().map(|line| value(line, name)).sum());
         figures.push(Figure::once(format!("{function}_calls"), "times", hits));
         if let Some(number) = argument {
@@ -126,6 +131,14 @@ Totals:
     fn what_was_not_counted_is_told() {
         let calls = [Call::parse("a").unwrap(), Call::parse("b").unwrap(), Call::parse("c").unwrap()];
         assert!(figures(TEXT, &calls).unwrap_err().to_string().contains("no histogram of c"));
+    }
+
+    #[test]
+    fn a_histogram_that_lost_entries_is_refused() {
+        let lost = TEXT.replacen("Dropped: 0", "Dropped: 1", 1);
+        assert!(
+            figures(&lost, &[Call::parse("clean:2").unwrap()]).unwrap_err().to_string().contains("too small")
+        );
     }
 
     #[test]

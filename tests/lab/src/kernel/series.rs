@@ -332,6 +332,9 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
             bench if bench.guest.is_some() != bench.run.contains("{guest}") => {
                 "`guest` is the series of the kernel that {guest} in the command stands for: both, or neither"
             }
+            bench if !bench.calls.is_empty() && !emulated => {
+                "calls are for emulated hosts: `beds` has to name some, and not metal"
+            }
             bench if (bench.guest.is_some() || bench.after.is_some() || bench.timed) && !emulated => {
                 "guest, after and timed are for emulated hosts: `beds` has to name some, and not metal"
             }
