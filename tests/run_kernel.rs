@@ -169,6 +169,21 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
     fs::File::options().write(true).open(at("short"))?.set_len(8192)?;
     fs::create_dir(at("closed"))?;
     fs::set_permissions(at("closed"), Permissions::from_mode(0o0))?;
+    // Trees in which a kernel was built: of one without a thing that commands need, of one whose modules are not there.
+    let fragment = Command::new(env!("CARGO_BIN_EXE_vellum"))
+        .args(["run", "-k", &at("kernel"), "--kconfig"])
+        .stdin(Stdio::null())
+        .output()?;
+    let fragment = String::from_utf8(fragment.stdout)?;
+    for (tree, from, to) in [
+        ("lacks", "CONFIG_DEVTMPFS=y", "# CONFIG_DEVTMPFS is not set"),
+        ("modular", "CONFIG_VIRTIO_MMIO=y", "CONFIG_VIRTIO_MMIO=m"),
+    ] {
+        ensure(fragment.contains(from), || format!("--kconfig: {fragment}"))?;
+        fs::create_dir_all(at(&format!("{tree}/arch/x86/boot")))?;
+        fs::copy(at("kernel"), at(&format!("{tree}/arch/x86/boot/bzImage")))?;
+        fs::write(at(&format!("{tree}/.config")), fragment.replace(from, to))?;
+    }
     let live = UnixListener::bind(at("live.sock"))?;
     let contents = || -> Result<Vec<_>, Failed> {
         let mut names = Vec::new();
@@ -185,6 +200,13 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("-k DIR/fifo", "--kernel DIR/fifo: not a regular file"),
         ("-k DIR", "--kernel DIR: neither a built kernel tree"),
         ("-k DIR -- true", "--kernel DIR: neither a built kernel tree"),
+        ("-k DIR/lacks -- true", "its configuration lacks CONFIG_DEVTMPFS; --kconfig prints the fragment"),
+        ("-k DIR/lacks/arch/x86/boot/bzImage -- true", "its configuration lacks CONFIG_DEVTMPFS;"),
+        (
+            "-k DIR/modular -- true",
+            "CONFIG_VIRTIO_MMIO as a module, and there is none in DIR/modular: build them",
+        ),
+        ("-k DIR/modular --transport pci -- true", "lacks CONFIG_PCI_MSI, CONFIG_VIRTIO_PCI;"),
         ("-i DIR", "--initrd DIR: not a regular file"),
         ("-i DIR/fifo", "--initrd DIR/fifo: not a regular file"),
         ("-i DIR/large -m 8", "--initrd DIR/large: the initrd's 9437184 bytes do not fit"),

@@ -17,6 +17,7 @@ use crate::arch::irqchip::Mode;
 use crate::devices::console::{Opened, Target};
 use crate::devices::virtio::transport::Codec;
 use crate::gdb;
+use crate::launch::config::Board;
 use crate::machine::{self, BootConfig};
 use crate::memory::MemoryConfig;
 use crate::migration::mobile::OnPanic;
@@ -99,6 +100,13 @@ pub struct KernelArgs {
 
     #[command(flatten)]
     pub(super) launch: LaunchArgs,
+}
+
+impl KernelArgs {
+    /// What a guest's kernel needs drivers for.
+    pub(super) fn board(&self) -> Board {
+        Board { pl011: self.uart == Uart::Pl011, pci: self.transport == Codec::Pci }
+    }
 }
 
 /// Boots `kernel` on a machine of `memory` and `config` with what else `args` say, and waits for its end.

@@ -104,8 +104,9 @@ fn failure(error: Error) -> Failure {
 /// What is to be launched around `named`; `None` where an image is just to be booted.
 pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failure> {
     let args = &all.launch;
+    let board = all.board();
     if args.kconfig {
-        print(config::fragment())?;
+        print(config::fragment(board))?;
         std::process::exit(0);
     }
     // Whatever is neither a directory nor this host's own is an image, or said to be none.
@@ -119,7 +120,7 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let kernel = Kernel::find(named, release.trim()).map_err(failure)?;
     let terminal = if args.command.is_empty() { Some(terminal(has_root, named)?) } else { None };
-    let way = image::check(&kernel, &mounts, all.initrd.is_some()).map_err(failure)?;
+    let way = image::check(&kernel, board, &mounts, all.initrd.is_some()).map_err(failure)?;
     let modules = modules(&kernel);
     mounts.modules = modules.as_ref().map(|(share, _)| share.tag.clone());
     let (modules, beside) = modules.unzip();

@@ -35,18 +35,63 @@ fn payload(image: &[u8]) -> Option<&[u8]> {
 pub type Symbol = (&'static str, bool, &'static str);
 
 /// What every such guest needs.
-pub const NEEDED: [Symbol; 10] = [
+const NEEDED: [Symbol; 7] = [
     ("BLK_DEV_INITRD", false, "the initramfs"),
     ("BINFMT_ELF", false, "programs"),
     ("64BIT", false, "PID 1, a 64-bit program"),
-    ("ACPI", false, "the devices' places"),
     ("DEVTMPFS", false, "/dev"),
     ("PROC_FS", false, "/proc"),
     ("SYSFS", false, "/sys"),
     ("TMPFS", false, "/tmp and /run"),
-    ("SERIAL_8250_CONSOLE", false, "the console"),
-    ("VIRTIO_MMIO", true, "the devices' transport"),
 ];
+
+/// What a PC tells by its ACPI tables, a board of Arm's tells by a device tree, which its kernels cannot do without.
+const TOLD: &[Symbol] =
+    if cfg!(target_arch = "aarch64") { &[] } else { &[("ACPI", false, "the devices' places")] };
+
+/// A 16550 that a device tree names has one more driver, which says so.
+const NS16550: &[Symbol] = if cfg!(target_arch = "aarch64") {
+    &[("SERIAL_8250_CONSOLE", false, "the console"), ("SERIAL_OF_PLATFORM", false, "the console's place")]
+} else {
+    &[("SERIAL_8250_CONSOLE", false, "the console")]
+};
+const PL011: &[Symbol] = &[("SERIAL_AMBA_PL011_CONSOLE", false, "the console")];
+
+const MMIO: &[Symbol] = &[("VIRTIO_MMIO", true, "the devices' transport")];
+/// A PC's bus needs no driver of its own.
+const PCI: &[Symbol] = if cfg!(target_arch = "aarch64") {
+    &[
+        ("PCI_HOST_GENERIC", false, "the devices' bus"),
+        ("PCI_MSI", false, "the devices' interrupts"),
+        ("VIRTIO_PCI", true, "the devices' transport"),
+    ]
+} else {
+    &[("PCI_MSI", false, "the devices' interrupts"), ("VIRTIO_PCI", true, "the devices' transport")]
+};
+
+/// What of a guest's machine is as its user chose, and has one driver or another.
+#[derive(Clone, Copy, Debug)]
+pub struct Board {
+    /// The serial port, on which the console is, is a PL011, and no 16550.
+    pub pl011: bool,
+    /// The devices are on a PCI bus, and have no page of registers each.
+    pub pci: bool,
+}
+
+impl Board {
+    /// What every guest on such a machine needs.
+    pub fn needed(self) -> impl Iterator<Item = &'static Symbol> {
+        let (uart, transport) = (if self.pl011 { PL011 } else { NS16550 }, if self.pci { PCI } else { MMIO });
+        NEEDED.iter().chain(TOLD).chain(uart).chain(transport)
+    }
+
+    /// What those depend on, beside what every kernel has.
+    fn depends(self) -> impl Iterator<Item = &'static str> {
+        let uart = if self.pl011 { "SERIAL_AMBA_PL011" } else { "SERIAL_8250" };
+        let bus = self.pci.then_some("PCI");
+        ["TTY", uart].into_iter().chain(bus).chain(["NET", "VSOCKETS", "VIRTIO_MENU", "FUSE_FS"])
+    }
+}
 
 /// One of these every such guest needs, and the first rather: guests with the other have none but their command's streams.
 pub const STREAMS: [Symbol; 2] = [
@@ -95,16 +140,15 @@ pub fn modules<'a>(
     needed.into_iter().map(|(symbol, ..)| *symbol).filter(move |symbol| value(config, symbol) == Some("m"))
 }
 
-/// The fragment that makes a configuration complete, for scripts/kconfig/merge_config.sh of the kernel; the drivers that the other
-/// devices have are in it too.
-pub fn fragment() -> String {
-    let needed = NEEDED
-        .iter()
+/// The fragment that makes a configuration complete for `board`, for scripts/kconfig/merge_config.sh of the kernel; the drivers that the
+/// other devices have are in it too.
+pub fn fragment(board: Board) -> String {
+    let needed = board
+        .needed()
         .chain(&STREAMS)
         .chain(&SHARED)
         .map(|(symbol, _, why)| format!("# {why}\nCONFIG_{symbol}=y\n"));
-    let depends = ["TTY", "SERIAL_8250", "NET", "VSOCKETS", "VIRTIO_MENU", "FUSE_FS"]
-        .map(|symbol| format!("CONFIG_{symbol}=y\n"));
+    let depends = board.depends().map(|symbol| format!("CONFIG_{symbol}=y\n"));
     let more = [
         "VIRTIO_BLK",
         "VIRTIO_NET",
@@ -155,18 +199,30 @@ mod tests {
 
     #[test]
     fn the_fragment_lacks_nothing_and_each_missing_line_is_named() {
-        let whole = fragment();
-        let needed = || NEEDED.iter().chain(&SHARED);
-        assert_eq!(lacks(&whole, needed()), [""; 0]);
-        for &(symbol, module, _) in needed() {
-            let line = format!("CONFIG_{symbol}=y\n");
-            assert_eq!(
-                lacks(&whole.replace(&line, &format!("# CONFIG_{symbol} is not set\n")), needed()),
-                [symbol]
-            );
-            let modular = whole.replace(&line, &format!("CONFIG_{symbol}=m\n"));
-            assert_eq!(lacks(&modular, needed()).is_empty(), module, "{symbol}");
-            assert_eq!(modules(&modular, needed()).collect::<Vec<_>>(), [symbol]);
+        for (pl011, pci) in [(false, false), (false, true), (true, false), (true, true)] {
+            let board = Board { pl011, pci };
+            let whole = fragment(board);
+            let needed = || board.needed().chain(&SHARED);
+            assert_eq!(lacks(&whole, needed()), [""; 0]);
+            for &(symbol, module, _) in needed() {
+                let line = format!("CONFIG_{symbol}=y\n");
+                assert_eq!(
+                    lacks(&whole.replace(&line, &format!("# CONFIG_{symbol} is not set\n")), needed()),
+                    [symbol]
+                );
+                let modular = whole.replace(&line, &format!("CONFIG_{symbol}=m\n"));
+                assert_eq!(lacks(&modular, needed()).is_empty(), module, "{symbol}");
+                assert_eq!(modules(&modular, needed()).collect::<Vec<_>>(), [symbol]);
+            }
         }
+    }
+
+    #[test]
+    fn a_machine_needs_the_drivers_of_its_own_devices() {
+        let needs =
+            |pl011, pci, wanted: &str| Board { pl011, pci }.needed().any(|(symbol, ..)| *symbol == wanted);
+        assert!(needs(false, false, "SERIAL_8250_CONSOLE") && needs(false, false, "VIRTIO_MMIO"));
+        assert!(needs(true, true, "SERIAL_AMBA_PL011_CONSOLE") && needs(true, true, "VIRTIO_PCI"));
+        assert!(!needs(true, true, "SERIAL_8250_CONSOLE") && !needs(true, true, "VIRTIO_MMIO"));
     }
 }

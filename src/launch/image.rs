@@ -6,7 +6,7 @@ use std::path::Path;
 
 use guest_agent::{Access, Mounts};
 
-use super::config::{NEEDED, SHARED, STREAMS, Symbol};
+use super::config::{Board, SHARED, STREAMS, Symbol};
 use super::initramfs::Initramfs;
 use super::kernel::Kernel;
 use super::modules::Named;
@@ -15,8 +15,9 @@ use super::{Error, config};
 /// The modules that Vellum's devices need. Their dependencies need not be named.
 const MODULES: &str = include_str!("../../resources/guest-image/modules");
 /// Symbols of a configuration and the modules that they become.
-const MODULE_OF: [(&str, &str); 5] = [
+const MODULE_OF: [(&str, &str); 6] = [
     ("VIRTIO_MMIO", "virtio_mmio"),
+    ("VIRTIO_PCI", "virtio_pci"),
     ("VIRTIO_VSOCKETS", "vmw_vsock_virtio_transport"),
     ("VIRTIO_CONSOLE", "virtio_console"),
     ("VIRTIO_FS", "virtiofs"),
@@ -79,14 +80,14 @@ fn no_modules(kernel: &Kernel, symbol: &str) -> Error {
     Error::NoModules { image: kernel.image.clone(), symbol, place: kernel.place.clone() }
 }
 
-/// Refuses a kernel that could not mount `mounts` and run a command, where its configuration tells. With an initrd of the user's, that may
+/// Refuses a kernel that could not mount `mounts` on `board` and run a command, where its configuration tells. With an initrd of the user's, that may
 /// have the modules of an image that is alone. By which way the command's streams go.
 ///
 /// # Errors
 /// What it lacks.
-pub fn check(kernel: &Kernel, mounts: &Mounts, initrd: bool) -> Result<Way, Error> {
+pub fn check(kernel: &Kernel, board: Board, mounts: &Mounts, initrd: bool) -> Result<Way, Error> {
     let Some(text) = &kernel.config else { return Ok(Way::Either) };
-    let needed = || NEEDED.iter().chain(shared(mounts));
+    let needed = || board.needed().chain(shared(mounts));
     let missing = config::lacks(text, needed());
     if !missing.is_empty() {
         return Err(lacks(kernel, &missing));
