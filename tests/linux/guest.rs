@@ -105,16 +105,36 @@ pub struct Source {
 }
 
 impl Source {
-    /// Those below `$VELLUM_GUESTS` that have modules for modprobe.
+    /// The images, and what lies beside them below `$VELLUM_GUESTS` that is none.
+    pub fn all() -> Vec<Self> {
+        let images = Image::all().unwrap_or_default();
+        images.iter().map(Image::source).chain(Self::directories().filter(|it| !it.has_image())).collect()
+    }
+
+    /// Those of which there is no package.
+    pub fn trees() -> Vec<Self> {
+        Self::directories().filter(|it| it.kernel.ends_with("/tree")).collect()
+    }
+
+    /// Those that have modules for modprobe.
     pub fn with_modules() -> Vec<Self> {
+        Self::directories().collect()
+    }
+
+    fn directories() -> impl Iterator<Item = Self> {
         let entries = std::env::var_os("VELLUM_GUESTS").and_then(|dir| fs::read_dir(dir).ok());
         let dirs = entries.into_iter().flatten().flatten().map(|entry| entry.path());
-        let dirs = dirs.flat_map(|dir| ["package", "tree"].map(|what| dir.join(what)));
-        let of = |dir: PathBuf| {
-            let name = dir.parent()?.file_name()?.to_string_lossy().into_owned();
-            Some(Self { name, kernel: dir.display().to_string(), initrd: None })
-        };
-        dirs.filter(|dir| dir.is_dir()).filter_map(of).collect()
+        dirs.flat_map(|dir| ["package", "tree"].map(|what| dir.join(what))).filter(|dir| dir.is_dir()).map(
+            |dir| {
+                let name = dir.parent().and_then(Path::file_name).unwrap_or_default().to_string_lossy();
+                Self { name: name.into_owned(), kernel: dir.display().to_string(), initrd: None }
+            },
+        )
+    }
+
+    /// Whether an image of that kernel is there, too.
+    fn has_image(&self) -> bool {
+        Path::new(&self.kernel).with_file_name("vmlinuz").is_file()
     }
 
     /// The arguments that name it.

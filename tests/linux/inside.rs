@@ -2,18 +2,23 @@
 //! by its serial line.
 
 use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use harness::{Failed, LIMIT, Need, ensure, eventually};
 
-use crate::guest::{Guest, Image, Scratch};
+use crate::guest::{Guest, Image, Scratch, Source, VELLUM, for_this_bed};
 use crate::whole_matrix;
 
 /// A guest, and a makedumpfile, by which the kdump of distributions reads what a kernel leaves.
 pub fn makedumpfile() -> Need {
     whole_matrix()?;
+    has_makedumpfile()
+}
+
+pub fn has_makedumpfile() -> Need {
     let found = Command::new("makedumpfile").arg("-v").stdin(Stdio::null()).output();
     found
         .map(drop)
@@ -102,4 +107,36 @@ pub fn is_dumped_before_its_modules(image: &Image) -> Result<(), Failed> {
     ensure(has_vmcoreinfo(&panic)?, || "no VMCOREINFO of the panic".into())?;
     let log = log_in(&panic, &scratch)?;
     ensure(log.contains("Kernel panic - not syncing"), || log)
+}
+
+/// The guest of a command is dumped by its machine's name, and its kernel is newer than the makedumpfile that reads the log in there. (What
+/// that leaves out it finds by the layout of the kernel's own lists, which it does not know of that kernel.)
+pub fn of_a_tree_is_dumped(kernel: &Source) -> Result<(), Failed> {
+    let scratch = Scratch::new();
+    let (name, dump, log) = (scratch.short_name(), scratch.path("dump"), scratch.path("log"));
+    let (bed_flags, cmdline) = for_this_bed();
+    let archive = Image::oldest()?.initrd();
+    let mut command = Command::new(VELLUM);
+    command
+        .args(["run", "--name", &name, "--timeout", "900s", "--initrd", &archive])
+        .args(kernel.arguments());
+    command.args(bed_flags).args(["--params", cmdline, "--", "sh", "-c"]);
+    command.arg("uname -r; grep ' _stext$' /proc/kallsyms; cat");
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+    let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+    let mut line = || lines.next().ok_or("it ended early")?.map_err(Failed::from);
+    let (release, text) = (line()?, line()?);
+    let text = u64::from_str_radix(text.split(' ').next().unwrap_or_default(), 16)?;
+    let output = Command::new(VELLUM).args(["dump", &name]).arg(&dump).output()?;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    ensure(output.status.success() && said.contains(&format!("Linux {release},")), || format!("{output:?}"))?;
+    ensure(said.contains(&format!("KASLR {:#x},", text - TEXT)), || format!("{text:#x}: {said}"))?;
+    ensure(has_vmcoreinfo(&dump)?, || "no VMCOREINFO".into())?;
+    let output = Command::new("makedumpfile").arg("--dump-dmesg").args([&dump, &log]).output()?;
+    ensure(output.status.success(), || format!("makedumpfile: {output:?}"))?;
+    let log = String::from_utf8_lossy(&fs::read(log)?).into_owned();
+    ensure(log.contains(&format!("Linux version {release}")), || log)?;
+    drop(child.stdin.take());
+    let status = child.wait()?;
+    ensure(status.success(), || format!("{status}"))
 }

@@ -142,9 +142,6 @@ fn main() -> ExitCode {
         let need = if at == 0 { guests() } else { whole_matrix() };
         let guest = image.clone();
         trials.add(name, need, move || root::is_the_guests(&guest));
-        let name = format!("linux_{}_runs_on_the_hosts_root", image.version);
-        let guest = image.source();
-        trials.add(name, on_a_root(), move || root::is_as_it_was(&guest));
         if at == 0 {
             let guest = image.clone();
             trials.add("a_shell_has_the_hosts_root", on_a_root(), move || {
@@ -156,6 +153,16 @@ fn main() -> ExitCode {
         let need = guests().and_then(|()| between::hosts());
         trials.add(name, need, move || between::there_and_back(&guest, at as u8));
         vmlinux::add(&mut trials, image, &whole_matrix());
+    }
+    for kernel in Source::all() {
+        let name = format!("linux_{}_runs_on_the_hosts_root", kernel.name);
+        trials.add(name, on_a_root(), move || root::is_as_it_was(&kernel));
+    }
+    for kernel in Source::trees() {
+        let name = format!("linux_{}_is_dumped_on_the_hosts_root", kernel.name);
+        trials.add(name, on_a_root().and_then(|()| inside::has_makedumpfile()), move || {
+            inside::of_a_tree_is_dumped(&kernel)
+        });
     }
     for kernel in Source::with_modules() {
         let name = format!("linux_{}_modprobe_finds_on_the_hosts_root", kernel.name);

@@ -140,7 +140,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     if whole && bed == svm::BED && setup::packages(&disk::PROGRAMS, options.setup, "linux", tally)? {
         match disk::debian(&cache) {
             Ok(root) => {
-                let mut packages = package(&cache)?;
+                let mut packages = packages(&cache)?;
                 if setup::packages(kernel::PROGRAMS, options.setup, "linux", tally)? {
                     packages.extend(tree(&cache)?);
                 }
@@ -163,25 +163,30 @@ fn on_a_disk(kernel: &Kernel, npt: bool, root: &Path, packages: &[(PathBuf, Stri
     (format!("{} on a disk", svm::BED.mode(npt)), request)
 }
 
-/// The modules of Debian's kernel for any machine that its guests use here: of the rest there are hundreds of megabytes.
+/// The modules of Debian's kernels that their guests use here: of the rest there are hundreds of megabytes.
 const USED: [&str; 6] = ["virtiofs", "overlay", "dummy", "vfat", "virtio_pci", "virtio_rng"];
-/// What is left out even so: a command's streams go by a port of a virtio console then.
+/// What is left out of the kernel for any machine even so: a command's streams go by a port of a virtio console then.
 const LEFT_OUT: &str = "vmw_vsock_virtio_transport";
 /// The base of which there is a guest in the tree in which it was built.
 const BUILT: &str = "7.2";
 
-/// The files of a guest's kernel as its package has them.
-fn package(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
-    let kernel = Kernel::debian(cache, Kernel::GENERIC)?;
-    let package = kernel.package_dir();
-    let names: Vec<&str> = guest::MODULES.lines().filter(|name| *name != LEFT_OUT).chain(USED).collect();
-    let used: Vec<String> = kernel.modules(&names)?.into_iter().map(|(name, _)| name).collect();
-    let is_used = |name: &str| match name.split_once(".ko") {
-        Some((module, _)) => used.contains(&module.replace('-', "_")),
-        None => !name.starts_with("System.map"),
-    };
-    let found = below(&[package.join("boot"), package.join("lib/modules")], is_used)?;
-    Ok(placed(package, found, Kernel::GENERIC, "package").collect())
+/// The files of the guests' kernels as their packages have them, those of 6.12 packed.
+fn packages(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
+    let mut files = Vec::new();
+    for version in Kernel::versions().chain([Kernel::GENERIC]) {
+        let kernel = Kernel::debian(cache, version)?;
+        let is_wanted = |name: &&str| version != Kernel::GENERIC || *name != LEFT_OUT;
+        let names: Vec<&str> = guest::MODULES.lines().filter(is_wanted).chain(USED).collect();
+        let used: Vec<String> = kernel.modules(&names)?.into_iter().map(|(name, _)| name).collect();
+        let is_used = |name: &str| match name.split_once(".ko") {
+            Some((module, _)) => used.contains(&module.replace('-', "_")),
+            None => !name.starts_with("System.map"),
+        };
+        let package = kernel.package_dir();
+        let found = below(&[package.join("boot"), package.join("lib/modules")], is_used)?;
+        files.extend(placed(package, found, version, "package"));
+    }
+    Ok(files)
 }
 
 /// The files of a guest's kernel where it was built, which is done if need be.
