@@ -8,6 +8,7 @@
 mod bed;
 mod between;
 mod bus;
+mod cloud;
 mod debugged;
 mod ends;
 mod guest;

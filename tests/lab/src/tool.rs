@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use crate::{Error, Result};
 
 /// Debian's package for each program the laboratory calls.
-const PACKAGES: [(&str, &str); 32] = [
+const PACKAGES: [(&str, &str); 33] = [
     ("ip", "iproute2"),
     ("unshare", "util-linux"),
     ("qemu-system-aarch64", "qemu-system-arm"),
@@ -41,6 +41,7 @@ const PACKAGES: [(&str, &str); 32] = [
     ("syslinux", "syslinux"),
     ("mcopy", "mtools"),
     ("mke2fs", "e2fsprogs"),
+    ("sfdisk", "fdisk"),
     ("mkfs.fat", "dosfstools"),
 ];
 

@@ -84,6 +84,8 @@ pub struct Request {
     /// A disk with the root that it has, an ext4 image which it leaves as it is; without one, what it boots into is its root. Hosts of
     /// `svm` have one.
     pub root: Option<PathBuf>,
+    /// Other disks, raw images that it leaves as they are. Hosts of `svm` have them.
+    pub disks: Vec<PathBuf>,
     /// Files from this machine, and where they are to be in the host.
     pub files: Vec<(PathBuf, String)>,
     /// Directories that are to be in the host.
@@ -112,6 +114,7 @@ impl Request {
             parameters: Vec::new(),
             wire: None,
             root: None,
+            disks: Vec::new(),
             files: Vec::new(),
             directories: Vec::new(),
             env: Vec::new(),

@@ -160,9 +160,9 @@ fn qemu(start: &Start, sleep: &str) -> Result<Command> {
         .arg("-initrd")
         .arg(initrd)
         .args(["-append", &request.command_line()]);
-    if let Some(root) = &request.root {
-        let drive = format!("file={},format=raw,if=none,id=root,snapshot=on", root.display());
-        command.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=root"]);
+    for (number, disk) in request.root.iter().chain(&request.disks).enumerate() {
+        let drive = format!("file={},format=raw,if=none,id=disk{number},snapshot=on", disk.display());
+        command.args(["-drive", &drive, "-device", &format!("virtio-blk-pci,drive=disk{number}")]);
     }
     if let Some(wire) = &request.wire {
         let [here, there] = [wire.end, 1 - wire.end].map(|end| wire.ends[end].display());

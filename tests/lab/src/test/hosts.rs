@@ -144,7 +144,20 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
                 if setup::packages(kernel::PROGRAMS, options.setup, "linux", tally)? {
                     packages.extend(tree(&cache)?);
                 }
-                hosts.extend(modes(options).into_iter().map(|npt| on_a_disk(&kernel, npt, &root, &packages)));
+                let mut disks = Vec::new();
+                match disk::cloud(&cache) {
+                    Ok(cloud) => {
+                        packages.push((cloud.kernel, "/cloud/vmlinuz".into()));
+                        packages.push((cloud.initrd, "/cloud/initrd.img".into()));
+                        disks.push(cloud.disk);
+                    }
+                    Err(error) => tally.skip("linux", "a cloud image", &error.to_string()),
+                }
+                let host = |npt| {
+                    let (name, request) = on_a_disk(&kernel, npt, &root, &packages);
+                    (name, Request { disks: disks.clone(), ..request })
+                };
+                hosts.extend(modes(options).into_iter().map(host));
             }
             Err(error) => tally.skip("linux", "hosts whose root is on a disk", &error.to_string()),
         }
