@@ -102,6 +102,8 @@ pub struct Programs {
     pub lab: PathBuf,
     /// Tasks that switch in a Linux guest, for comparisons.
     pub guest_tasks: PathBuf,
+    /// What a command in a Linux guest costs.
+    pub guest_commands: PathBuf,
 }
 
 impl Programs {
@@ -122,8 +124,26 @@ impl Programs {
             init: path("bed-init")?,
             lab: path("lab")?,
             guest_tasks: path("guest-tasks")?,
+            guest_commands: path("guest-commands")?,
         })
     }
+}
+
+/// All files below `directories` whose names are `wanted`.
+pub fn files_below(directories: &[PathBuf], wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>> {
+    let (mut files, mut left) = (Vec::new(), directories.to_vec());
+    while let Some(dir) = left.pop() {
+        for entry in fs::read_dir(&dir).map_err(Error::file("read", &dir))? {
+            let entry = entry.map_err(Error::file("read", &dir))?;
+            let path = entry.path();
+            match entry.file_type().map_err(Error::file("read", &path))? {
+                kind if kind.is_dir() => left.push(path),
+                kind if kind.is_file() && wanted(&entry.file_name().to_string_lossy()) => files.push(path),
+                _ => {}
+            }
+        }
+    }
+    Ok(files)
 }
 
 /// What an ELF image with symbols is called.

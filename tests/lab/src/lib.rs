@@ -25,6 +25,7 @@ pub mod kvm_unit_tests;
 pub mod lanes;
 pub mod parameter;
 pub mod release;
+pub mod speed;
 pub mod test;
 pub mod tool;
 pub mod wire;

@@ -20,7 +20,7 @@ use lab::kernel::post::{self, Poster};
 use lab::kernel::tree::Tree;
 use lab::kernel::{Base, build, check, series};
 use lab::wire::Frame;
-use lab::{Error, Result, artifacts, compare, debian, doctor, kvm_unit_tests, release, test};
+use lab::{Error, Result, artifacts, compare, debian, doctor, kvm_unit_tests, release, speed, test};
 use vellum::cli::{Form, origin};
 
 /// Vellum's laboratory: emulated hosts, kernels and their patches, and every test that this machine can run.
@@ -105,6 +105,9 @@ enum What {
         #[command(flatten)]
         form: Formed,
     },
+    /// Say what a command in a guest of a kernel in its tree costs, and what its directories of the host's do, in instructions on an
+    /// emulated host, beside the bare boot of that kernel and the host's own files
+    Speed,
     /// Hold a series to its promises: applies, checkpatch, warnings, other configurations, boots, the oracle, selftests; and its
     /// base's stack with lockdep and KASAN
     Check {
@@ -391,6 +394,7 @@ fn perform(what: What) -> Result<u8> {
             let name = format!("lab compare {series}");
             done(output.map_or(Ok(()), |output| output.deliver(&compare::as_report(&kept, &name))))
         }
+        What::Speed => done(speed::of_commands(&Cache::open()?, pass_on)),
         What::Check { series, only, form } => done(check_series(&series, &only, form.output()?)),
         What::Selftests { base } => {
             BEDS[0].ready()?;

@@ -12,7 +12,7 @@ use super::programs::{self, Place};
 use super::tally::Tally;
 use super::{Bed, HUGEPAGES, Options, debuggers, here, setup};
 use crate::architecture::Architecture;
-use crate::artifacts::{self, Executable, Kernel, Programs};
+use crate::artifacts::{self, Executable, Kernel, Programs, files_below};
 use crate::bed::{self, Emulated, HostKernel, Pace, Request, Wire, disk, svm};
 use crate::cache::Cache;
 use crate::guest::{self, Guest};
@@ -196,7 +196,7 @@ fn packages(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
             None => !name.starts_with("System.map"),
         };
         let package = kernel.package_dir();
-        let found = below(&[package.join("boot"), package.join("lib/modules")], is_used)?;
+        let found = files_below(&[package.join("boot"), package.join("lib/modules")], is_used)?;
         files.extend(placed(package, found, version, "package"));
     }
     Ok(files)
@@ -205,25 +205,8 @@ fn packages(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
 /// The files of a guest's kernel where it was built, which is done if need be.
 fn tree(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
     let tree = build::build(cache, kernel::Base::named(BUILT)?, &[], Some(build::GUEST))?.tree();
-    let found = below(std::slice::from_ref(&tree), |_| true)?;
+    let found = files_below(std::slice::from_ref(&tree), |_| true)?;
     Ok(placed(&tree, found, BUILT, "tree").collect())
-}
-
-/// All files below `directories` whose names are `wanted`.
-fn below(directories: &[PathBuf], wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>> {
-    let (mut files, mut left) = (Vec::new(), directories.to_vec());
-    while let Some(dir) = left.pop() {
-        for entry in fs::read_dir(&dir).map_err(Error::file("read", &dir))? {
-            let entry = entry.map_err(Error::file("read", &dir))?;
-            let path = entry.path();
-            match entry.file_type().map_err(Error::file("read", &path))? {
-                kind if kind.is_dir() => left.push(path),
-                kind if kind.is_file() && wanted(&entry.file_name().to_string_lossy()) => files.push(path),
-                _ => {}
-            }
-        }
-    }
-    Ok(files)
 }
 
 /// Where `files` of `dir` are in a host: as `what` of the guest called `name`.
