@@ -2,12 +2,14 @@
 
 use std::fs;
 use std::io::Write;
-use std::process::{Command, Stdio};
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
 
 use harness::{Failed, ensure, trial};
+use vellum::share::Cache;
 
 use crate::guest::{Image, Scratch, VELLUM, for_this_bed, noise};
-use crate::{guests, whole_matrix};
+use crate::{guests, posix, whole_matrix};
 
 #[trial(whole_matrix())]
 fn a_command_has_its_streams_and_its_status() -> Result<(), Failed> {
@@ -42,6 +44,76 @@ fn streams(params: &str, bytes: usize) -> Result<(), Failed> {
         format!("{}: {errors}", output.status)
     })?;
     ensure(output.stdout == data, || format!("{} of {} bytes came back", output.stdout.len(), data.len()))
+}
+
+/// A vellum that runs `script` in a guest of the oldest kernel, with `flags`.
+fn command(flags: &[&str], params: &str, script: &str) -> Result<Command, Failed> {
+    let (image, (bed_flags, bed_cmdline)) = (Image::oldest()?, for_this_bed());
+    let mut command = Command::new(VELLUM);
+    command.args(["run", "--kernel", &image.kernel(), "--initrd", &image.initrd()]).args(flags);
+    let cmdline = format!("{bed_cmdline} {params}");
+    command.args(bed_flags).args(["--params", cmdline.trim(), "--", "sh", "-c", script]);
+    command.stdin(Stdio::null());
+    Ok(command)
+}
+
+/// Bytes go through three guests, as through three commands of a shell's.
+#[trial(whole_matrix())]
+fn three_guests_are_one_pipeline() -> Result<(), Failed> {
+    let limit = ["--timeout", "900s"];
+    let mut children = Vec::new();
+    let mut before: Option<Stdio> = None;
+    for script in ["gzip -c", "cat", "gunzip -c"] {
+        let mut command = command(&limit, "", script)?;
+        let stdin = before.take().unwrap_or_else(Stdio::piped);
+        let mut child = command.stdin(stdin).stdout(Stdio::piped()).spawn()?;
+        if children.len() < 2 {
+            before = child.stdout.take().map(Stdio::from);
+        }
+        children.push(child);
+    }
+    let data = noise(3, 300_000);
+    let mut stdin = children[0].stdin.take().expect("piped");
+    let sent = data.clone();
+    let writer = std::thread::spawn(move || stdin.write_all(&sent));
+    let output = children.pop().expect("the last").wait_with_output()?;
+    writer.join().expect("it does not panic")?;
+    ensure(output.status.success() && output.stdout == data, || {
+        format!("{}: {} of {} bytes came out", output.status, output.stdout.len(), data.len())
+    })?;
+    for mut child in children {
+        let status = child.wait()?;
+        ensure(status.success(), || format!("{status}"))?;
+    }
+    Ok(())
+}
+
+/// A command's status may be any number; what the guest's own end was, and why, is in lines of Vellum's and in the status file.
+#[trial(whole_matrix())]
+fn a_guest_that_ends_before_its_command_says_why() -> Result<(), Failed> {
+    let scratch = Scratch::new();
+    let file = scratch.path("status").display().to_string();
+    // A kernel without its first process looks for a root: one that is not there, or one that may yet come.
+    let (nothing, never) = ("rdinit=/none root=/dev/none", "rdinit=/none root=/dev/none rootwait");
+    for (limit, params, script, status, ended, says) in [
+        ("900s", "", "exit 11", 11, "\"ended\":\"command\"", ""),
+        ("900s", "", "echo c > /proc/sysrq-trigger", 11, "\"ended\":\"machine\"", "sysrq triggered crash"),
+        ("900s", nothing, "true", 11, "\"ended\":\"machine\"", "CONFIG_BLK_DEV_INITRD"),
+        ("150s", never, "true", 124, "\"ended\":\"machine\"", "Waiting for root device"),
+    ] {
+        let output = command(&["--timeout", limit, "--status-file", &file], params, script)?.output()?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        let told = fs::read_to_string(&file)?;
+        let whole = || format!("{script} {params}: {}: {told}: {errors}", output.status);
+        ensure(output.status.code() == Some(status) && told.contains(ended), whole)?;
+        ensure(told.contains(&format!("\"status\":{status}")) && told.contains(says), whole)?;
+        let ended = errors.lines().any(|line| {
+            line.starts_with("vellum: the guest has not run its command to the end: ") && line.contains(says)
+        });
+        let shown = errors.contains("\nvellum: console: ") || errors.starts_with("vellum: console: ");
+        ensure(if says.is_empty() { errors.is_empty() } else { ended && shown }, whole)?;
+    }
+    Ok(())
 }
 
 /// One guest with a directory of each kind: data both ways, what is refused, and what the host has of it afterwards.
@@ -82,4 +154,56 @@ fn directories_of_the_host_are_mounted() -> Result<(), Failed> {
         })?;
     }
     Ok(())
+}
+
+/// What this program is called with in a guest, before a directory and its way of caching.
+const IN_GUEST: &str = "checks-of-a-share";
+const CACHES: [(&str, Cache); 3] = [("auto", Cache::Auto), ("always", Cache::Always), ("none", Cache::None)];
+
+/// Where this is a guest, checks what POSIX says of a directory that it has of its host's. Nobody here knows vellum's own words.
+pub fn in_guest() -> Option<ExitCode> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [word, dir, cache] = &arguments[..] else { return None };
+    if word != IN_GUEST {
+        return None;
+    }
+    let cache = CACHES.iter().find(|(name, _)| name == cache).map(|(_, cache)| *cache);
+    match posix::checked(Path::new(dir), cache, true) {
+        Ok((done, wrong)) => {
+            println!("{done} checks");
+            wrong.iter().for_each(|line| println!("{line}"));
+            Some(ExitCode::from(u8::from(!wrong.is_empty())))
+        }
+        Err(error) => {
+            println!("{}", error.message().unwrap_or("?"));
+            Some(ExitCode::FAILURE)
+        }
+    }
+}
+
+/// The checks of the test `share`, by a guest's own virtiofs instead of /dev/fuse: the guest runs this very program.
+#[trial(whole_matrix())]
+fn calls_on_a_share_do_what_posix_says() -> Result<(), Failed> {
+    let (image, scratch) = (Image::oldest()?, Scratch::new());
+    let program = std::env::current_exe()?;
+    let directory = program.parent().ok_or("it is in no directory")?;
+    let (flags, cmdline) = for_this_bed();
+    let mut command = Command::new(VELLUM);
+    command.args(["run", "--kernel", &image.kernel(), "--initrd", &image.initrd(), "--timeout", "900s"]);
+    command.args(["--share", &format!("{}:tests,as-root", directory.display())]);
+    let mut script = String::from("ulimit -n 1024; failed=0");
+    for (name, _) in CACHES {
+        fs::create_dir_all(scratch.path(name))?;
+        let share = format!("{},rw,as-root,setid,devices,cache={name}", scratch.path(name).display());
+        command.args(["--share", &share]);
+        let file = program.file_name().unwrap_or_default().to_string_lossy();
+        script +=
+            &format!("; echo {name}: >&2; /mnt/tests/{file} {IN_GUEST} /mnt/{name} {name} >&2 || failed=1");
+    }
+    script += "; exit $failed";
+    command.args(flags).args(["--params", cmdline, "--", "sh", "-c", &script]).stdin(Stdio::null());
+    let output = command.output()?;
+    ensure(output.status.success(), || {
+        format!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr))
+    })
 }

@@ -8,6 +8,8 @@
 mod bed;
 mod between;
 mod bus;
+#[path = "../share/checks.rs"]
+mod checks;
 mod cloud;
 mod debugged;
 mod ends;
@@ -18,6 +20,10 @@ mod inside;
 mod launch;
 mod moves;
 mod passt;
+#[path = "../share/posix.rs"]
+mod posix;
+#[path = "../share/posix_changes.rs"]
+mod posix_changes;
 mod root;
 mod saves;
 mod segments;
@@ -87,6 +93,9 @@ fn on_a_root() -> Need {
 }
 
 fn main() -> ExitCode {
+    if let Some(ended) = launch::in_guest() {
+        return ended;
+    }
     let mut trials = Trials::from_args();
     // They weigh processes and count free pages.
     trials.one_at_a_time();

@@ -11,6 +11,7 @@ use vellum::share::{Cache, Config};
 
 use crate::Directory;
 use crate::mount::{Mount, fuse};
+use crate::posix::checked;
 
 /// A directory, and where it is mounted.
 pub struct Both {
@@ -37,6 +38,21 @@ pub fn writable(cache: Cache) -> Config {
 }
 
 pub const CACHES: [Cache; 3] = [Cache::Auto, Cache::Always, Cache::None];
+
+#[trial(fuse())]
+fn calls_do_what_posix_says() -> Result<(), Failed> {
+    let plain = Directory::new()?;
+    let (all, wrong) = checked(&plain.0, None, false)?;
+    ensure(wrong.is_empty(), || format!("the host's own file system:\n{}", wrong.join("\n")))?;
+    for cache in CACHES {
+        let config = Config { writable: true, setid: true, devices: true, cache, ..Config::default() };
+        let both = Both::new(config)?;
+        let (done, wrong) = checked(&both.mount.path, Some(cache), false)?;
+        ensure(wrong.is_empty(), || format!("{cache:?}: {} of {done}:\n{}", wrong.len(), wrong.join("\n")))?;
+        ensure(done == all, || format!("{cache:?}: {done} of {all}"))?;
+    }
+    Ok(())
+}
 
 #[trial(fuse())]
 fn files_are_made_changed_renamed_and_removed() -> Result<(), Failed> {
