@@ -251,6 +251,9 @@ enum KernelCommand {
         /// What it is for [default: x86, or arm64 where all its series change files of arm64 alone]
         #[arg(long, value_enum)]
         arch: Option<Architecture>,
+        /// A mistake of planted/ on top of its only series
+        #[arg(long, value_name = "NAME", requires = "with")]
+        planted: Option<String>,
     },
 }
 
@@ -273,7 +276,7 @@ struct Host {
     /// One CPU in real time, for Linux guests, instead of one whose clock counts instructions
     #[arg(long, conflicts_with = "multi")]
     real_time: bool,
-    /// Two CPUs at once, for races
+    /// Two CPUs at once, for races; on vmx they take turns of 16 instructions
     #[arg(long)]
     multi: bool,
     /// The host's memory in MiB
@@ -383,8 +386,8 @@ fn perform(what: What) -> Result<u8> {
             arguments,
             form: form.output()?,
         }),
-        What::Kernel { command: KernelCommand::Build { base, with, variant, arch } } => {
-            done(build_kernel(&base, &with, variant.as_deref(), arch))
+        What::Kernel { command: KernelCommand::Build { base, with, variant, arch, planted } } => {
+            done(build_kernel(&base, &with, variant.as_deref(), arch, planted.as_deref()))
         }
         What::Kernel { command: KernelCommand::Source { base, with } } => done(make_source(&base, &with)),
         What::List => done(list()),
@@ -449,9 +452,16 @@ fn build_kernel(
     with: &[String],
     variant: Option<&str>,
     arch: Option<Architecture>,
+    planted: Option<&str>,
 ) -> Result<()> {
     let base = Base::named(base)?;
-    let series = series::of_base(base, with)?;
+    let mut series = series::of_base(base, with)?;
+    if let Some(name) = planted {
+        let [only] = series.as_slice() else {
+            return Err(Error::Usage("--planted: a mistake is one series' own, so --with names one".into()));
+        };
+        series = vec![only.with_planted(name)?];
+    }
     let architecture = arch.map_or_else(|| series::architecture(&series), Ok)?;
     let image = build::build_for(&Cache::open()?, architecture, base, &series, variant)?;
     println!("{}", image.file().display());

@@ -10,7 +10,7 @@ mod fuzz;
 mod here;
 mod hosts;
 mod kernels;
-mod programs;
+pub(crate) mod programs;
 mod readers;
 pub(crate) mod setup;
 mod slurm;

@@ -68,6 +68,12 @@ pub trait Emulator: Sync {
     /// Whether hosts can run at `pace`; if not, why, and what to do instead.
     fn has_pace(&self, pace: Pace) -> std::result::Result<(), &'static str>;
 
+    /// Whether two CPUs take turns of a few instructions, so that locks are not waited for as on a processor. Such a clock counts
+    /// instructions all the same.
+    fn takes_turns(&self) -> bool {
+        false
+    }
+
     /// Names what this machine lacks, before anything is fetched or built.
     fn ready(&self) -> Result<()>;
 

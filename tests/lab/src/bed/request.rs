@@ -32,12 +32,13 @@ pub enum Pace {
     Counted,
     /// One CPU in real time: for Linux guests.
     Real,
-    /// Two CPUs at once in real time: for races.
+    /// Two CPUs at once in real time, or in turn where the emulator knows nothing else: for races.
     Races,
 }
 
-/// How labels name a host of [`Pace::Races`].
+/// How labels name a host of [`Pace::Races`], and one whose CPUs take turns.
 pub const AT_ONCE: &str = "two CPUs at once";
+const IN_TURN: &str = "two CPUs in turn";
 
 /// A network of two emulated hosts: each sends its frames to the other's socket. Frames to a host that is not up yet are lost, as
 /// on any network.
@@ -127,7 +128,8 @@ impl Request {
     pub fn label(&self) -> String {
         let mut words = vec![self.bed.label(self.second_stage, self.pml)];
         words.extend(self.parameters.iter().cloned());
-        words.extend((self.pace == Pace::Races).then(|| AT_ONCE.to_owned()));
+        let races = if self.bed.takes_turns() { IN_TURN } else { AT_ONCE };
+        words.extend((self.pace == Pace::Races).then(|| races.to_owned()));
         words.join(" ")
     }
 

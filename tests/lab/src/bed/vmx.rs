@@ -67,9 +67,13 @@ impl Emulator for Vmx {
 
     fn has_pace(&self, pace: Pace) -> std::result::Result<(), &'static str> {
         match pace {
-            Pace::Counted => Ok(()),
-            _ => Err("Bochs emulates one CPU here, by its instructions; leave it out, or use svm"),
+            Pace::Counted | Pace::Races => Ok(()),
+            Pace::Real => Err("Bochs's clock counts instructions; leave it out, or use svm"),
         }
+    }
+
+    fn takes_turns(&self) -> bool {
+        true
     }
 
     fn ready(&self) -> Result<()> {
@@ -185,11 +189,12 @@ impl Bochs {
         let (data, disk) = (self.data.display(), disk.display());
         let (console, results) = (console.display(), results.display());
         let memory = request.memory_mib;
+        let cpus = if request.pace == Pace::Races { 2 } else { 1 };
         // Bochs keeps no more than that in its own memory, and the rest, once it is touched, in a file.
         let kept = memory.min(2048);
         format!(
             "display_library: nogui\n\
-             cpu: model={model}, count=1, ips={IPS}, reset_on_triple_fault=0, ignore_bad_msrs=1\n\
+             cpu: model={model}, count={cpus}, ips={IPS}, reset_on_triple_fault=0, ignore_bad_msrs=1\n\
              memory: guest={memory}, host={kept}\n\
              romimage: file={data}/usr/share/bochs/BIOS-bochs-latest\n\
              vgaromimage: file={data}/usr/share/vgabios/vgabios.bin\n\

@@ -12,8 +12,9 @@ use super::{Processor, ROUNDS, locks};
 use crate::artifacts::{self, Programs};
 use crate::bed::{self, Outcome};
 use crate::cache::{Cache, digest};
+use crate::kernel::bench::{self, Bench};
 use crate::kernel::build::{self, Image};
-use crate::kernel::series::{self, Bench};
+use crate::kernel::series;
 use crate::{Error, Result, guest};
 
 /// The share of a run that the host may idle.
@@ -47,7 +48,7 @@ pub fn guest_of(cache: &Cache, name: &str) -> Result<Guest> {
     let image = build::build(cache, series.base, std::slice::from_ref(&series), None)?;
     let initrd = artifacts::workspace().join("target/guests").join(name).join("initrd");
     guest::without_modules(cache, &initrd)?;
-    let [kernel_there, initrd_there] = series::guest_files(name);
+    let [kernel_there, initrd_there] = bench::guest_files(name);
     Ok(Guest { files: vec![(image.file(), kernel_there), (initrd, initrd_there)], name: image.name })
 }
 

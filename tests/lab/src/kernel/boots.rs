@@ -1,49 +1,62 @@
 //! A patched image boots, in both modes, and survives: the oracle everywhere, the series' own tests on the hosts that they
 //! name, and no complaint in the kernel's log.
 
+use std::collections::BTreeSet;
 use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
 
-use super::build::Image;
+use super::bench::{self, Bench};
+use super::build::{self, Image};
 use super::check::report;
 use super::complaints::complaints;
-use super::series::{self, Bench};
-use crate::artifacts::Programs;
-use crate::bed;
+use super::series::{self, Series};
+use super::tree::Tree;
+use crate::artifacts::{self, Programs};
+use crate::bed::{self, Ran};
 use crate::cache::{Cache, digest};
 use crate::lanes::side_by_side;
+use crate::test::programs;
 use crate::wire::Frame;
-use crate::{Error, Result};
+use crate::{Error, Result, tool};
 
 /// What every patched host has to survive besides its series' own tests.
 const ORACLE: &str = "vellum test dirty-log --memory 32m --events 20k --seed 1";
 
-/// Boots `image` with the oracle and `tests`.
-pub fn every_time(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
+/// Boots `image`, whose kernel has the series `stack`, with the oracle and `tests`.
+pub fn every_time(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]) -> Result<()> {
     let (oracles, programs) = (oracles(), Programs::build_for(image.architecture)?);
-    let groups = series::by_host(&oracles.iter().chain(tests).collect::<Vec<_>>());
-    each(&groups, |group| boot(cache, &programs, image, group))
+    let groups = bench::by_host(&oracles.iter().chain(tests).collect::<Vec<_>>());
+    each(&groups, |group| boot(cache, &programs, image, group, &brought(cache, stack, group)?))
 }
 
 /// The same, less what this `vellum` has passed on `image` before: one image with its base's whole stack serves the check
 /// of each series, and a kernel that checks itself takes minutes for the oracle.
-pub fn once_each(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
+pub fn once_each(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]) -> Result<()> {
     let (oracles, programs) = (oracles(), Programs::build_for(image.architecture)?);
     // What a command runs: vellum, and the series' scripts.
     let mut ran = Vec::new();
-    for path in series::scripts()?.into_iter().map(|(path, _)| path).chain([programs.vellum.clone()]) {
+    for path in bench::scripts()?.into_iter().map(|(path, _)| path).chain([programs.vellum.clone()]) {
         ran.push(fs::read(&path).map_err(Error::file("read", &path))?);
     }
     let ran = digest(ran.iter().map(Vec::as_slice));
-    let (name, emulator) = (&image.name, image.host().bed.version()?);
-    let entry = |bench: &Bench| {
-        let command = digest([format!("{bench:?}").as_bytes(), ran.as_bytes(), emulator.as_bytes()]);
-        format!("boots/{name}-{command}")
+    let name = &image.name;
+    let entry = |bench: &Bench| -> Result<String> {
+        let emulator = bench.host(image).bed.version()?;
+        let mut parts = vec![format!("{bench:?}").into_bytes(), ran.clone().into(), emulator.into()];
+        for (path, _) in brought(cache, stack, &[bench])? {
+            parts.push(fs::read(&path).map_err(Error::file("read", &path))?);
+        }
+        Ok(format!("boots/{name}-{}", digest(parts.iter().map(Vec::as_slice))))
     };
-    let (known, new): (Vec<_>, Vec<_>) =
-        oracles.iter().chain(tests).partition(|bench| cache.path(&entry(bench)).exists());
-    each(&series::by_host(&new), |group| {
-        boot(cache, &programs, image, group)?;
-        group.iter().try_for_each(|bench| cache.entry(&entry(bench), |_| Ok(())).map(drop))
+    let (mut known, mut new) = (Vec::new(), Vec::new());
+    for bench in oracles.iter().chain(tests) {
+        let passed = cache.path(&entry(bench)?).exists();
+        if passed { &mut known } else { &mut new }.push(bench);
+    }
+    each(&bench::by_host(&new), |group| {
+        boot(cache, &programs, image, group, &brought(cache, stack, group)?)?;
+        group.iter().try_for_each(|bench| cache.entry(&entry(bench)?, |_| Ok(())).map(drop))
     })?;
     if !known.is_empty() {
         let marks = cache.path(&format!("boots/{name}-*"));
@@ -51,6 +64,55 @@ pub fn once_each(cache: &Cache, image: &Image, tests: &[Bench]) -> Result<()> {
         report(&image.label, &format!("{passed} (to run them again: rm -r {})", marks.display()));
     }
     Ok(())
+}
+
+/// The tests of `series` for its mistakes, each on a kernel that has it: they fail, and they or that kernel say what they are to.
+pub fn with_mistakes(cache: &Cache, series: &Series) -> Result<()> {
+    for test in &series.about.test {
+        let (Some(planted), Some(says)) = (&test.planted, &test.says) else { continue };
+        let stack = [series.with_planted(planted)?];
+        let image = build::build(cache, series.base, &stack, None)?;
+        let programs = Programs::build_for(image.architecture)?;
+        let ran = ran(cache, &programs, &image, &[test], &brought(cache, &stack, &[test])?)?;
+        let said = said(&ran);
+        let code = ran.first().and_then(|ran| ran.exit.as_ref()).map_or(0, |exit| exit.code);
+        let host = test.host(&image).label();
+        if code == 0 || !said.contains(says.as_str()) {
+            return Err(Error::Series(format!(
+                "{} {host}: `{}` must fail and say {says:?}; it ended with {code}:\n{said}",
+                image.label, test.run
+            )));
+        }
+        report(&image.label, &format!("{host}: `{}` fails, and {says:?} is said", test.run));
+    }
+    Ok(())
+}
+
+/// What the commands of `group` need besides: test programs, and the tools of the series of `stack`.
+fn brought(cache: &Cache, stack: &[Series], group: &[&Bench]) -> Result<Vec<(PathBuf, String)>> {
+    let mut files = Vec::new();
+    let set = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
+    let tools = set(group.iter().filter_map(|bench| bench.tool()).collect());
+    if let Some(base) = stack.first().map(|series| series.base).filter(|_| !tools.is_empty()) {
+        let tree = Tree::open(cache, base)?;
+        let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
+        tree.carry(&series::stacked(stack))?;
+        let dir = artifacts::workspace().join("target/guests").join(base.name);
+        fs::create_dir_all(&dir).map_err(Error::file("create", &dir))?;
+        for name in &tools {
+            let to = dir.join(name);
+            let mut tool = Command::new(series::directory().join("tools").join(name));
+            tool::output(tool.arg(&tree.source).arg(&to).env("CC", build::COMPILER))?;
+            files.push((to, format!("{}{name}", bench::TOOLS)));
+        }
+    }
+    let names = set(group.iter().filter_map(|bench| bench.program()).collect());
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    if !names.is_empty() {
+        let own = programs::named(&names)?.into_iter();
+        files.extend(own.map(|program| (program.path, format!("{}{}", bench::PROGRAMS, program.name))));
+    }
+    Ok(files)
 }
 
 /// Hosts that count instructions side by side; then, one after the other, those whose two CPUs race in real time.
@@ -64,15 +126,21 @@ fn oracles() -> [Bench; 2] {
     [Bench::plain(ORACLE, true), Bench::plain(ORACLE, false)]
 }
 
-/// One boot: the commands of `group`, all for the same host, and its kernel's log.
-fn boot(cache: &Cache, programs: &Programs, image: &Image, group: &[&Bench]) -> Result<()> {
-    let mut request = image.host();
-    group[0].describe_host(&mut request);
+/// One boot: the commands of `group`, all for the same host, and last its kernel's log.
+fn ran(
+    cache: &Cache,
+    programs: &Programs,
+    image: &Image,
+    group: &[&Bench],
+    brought: &[(PathBuf, String)],
+) -> Result<Vec<Ran>> {
+    let mut request = group[0].host(image);
     // Many commands share a boot, and a kernel that checks itself takes minutes for the oracle.
     request.time_limit *= u32::try_from(group.len() + 1).unwrap_or(u32::MAX);
     let host = request.label();
     request.commands = group.iter().map(|bench| bench.command("result.json")).collect();
-    request.files = series::scripts()?;
+    request.files = bench::scripts()?;
+    request.files.extend_from_slice(brought);
     // Splats are looked for last, when everything has run.
     request.commands.push(["dmesg".to_owned()].to_vec());
     let mut done = 0;
@@ -90,23 +158,40 @@ fn boot(cache: &Cache, programs: &Programs, image: &Image, group: &[&Bench]) -> 
         }
         _ => (),
     })?;
-    for (ran, line) in outcome.ran.iter().zip(&request.commands) {
+    Ok(outcome.ran)
+}
+
+/// One boot whose commands pass, and whose kernel does not complain.
+fn boot(
+    cache: &Cache,
+    programs: &Programs,
+    image: &Image,
+    group: &[&Bench],
+    brought: &[(PathBuf, String)],
+) -> Result<()> {
+    let ran = ran(cache, programs, image, group, brought)?;
+    let host = group[0].host(image).label();
+    for (ran, line) in ran.iter().zip(group.iter().map(|bench| bench.run.as_str()).chain(["dmesg"])) {
         let code = ran.exit.as_ref().map_or(1, |exit| exit.code);
         if code != 0 {
             let said = String::from_utf8_lossy(&ran.stdout);
-            let line = line.join(" ");
             return Err(Error::Series(format!(
                 "{} {host}: `{line}` ended with {code}:\n{said}",
                 image.label
             )));
         }
     }
-    let log = outcome.ran.last().map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned());
-    let log = log.unwrap_or_default();
+    let log = ran.last().map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned()).unwrap_or_default();
     if let Some(splat) = complaints(&log).first() {
         return Err(Error::Series(format!("{} {host}: the kernel complained:\n{splat}\n{log}", image.label)));
     }
     let passed = group.len();
     report(&image.label, &format!("boots on {host}; {passed} commands passed, no complaint from the kernel"));
     Ok(())
+}
+
+/// All that was printed, the kernel's log included.
+fn said(ran: &[Ran]) -> String {
+    let all = ran.iter().flat_map(|ran| [&ran.stdout, &ran.stderr]);
+    all.map(|bytes| String::from_utf8_lossy(bytes)).collect()
 }

@@ -2,10 +2,11 @@
 //!
 //! [`build`] makes an image and keeps it, keyed by everything that went into it. All images of a base come from one
 //! source tree and one object directory: a series is written into the tree in place ([`tree`]), touching only the files
-//! whose content changes, so that make rebuilds only what depends on them. [`series`] reads `kernel-patches/`, and
+//! whose content changes, so that make rebuilds only what depends on them. [`series`] reads `kernel-patches/`, [`bench`](mod@bench) is what shows a series, and
 //! [`check`] holds a series to what its directory promises: that its [`objects`] compile, that the image [`boots`], and leaves the kernel's own
 //! [`selftests`] as they were, among other things. [`post`] makes mails of one.
 
+pub mod bench;
 pub mod boots;
 pub mod build;
 pub mod check;

@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
+use super::bench::Bench;
 use super::tree::{outside, paths_in};
 use super::{BASES, Base};
 use crate::architecture::Architecture;
-use crate::bed::{Emulated, Pace, Request};
+use crate::bed::BEDS;
 use crate::compare::calls::Call;
 use crate::{Error, Result, artifacts};
 
@@ -51,163 +52,9 @@ pub struct About {
     pub test: Vec<Bench>,
 }
 
-/// A command inside an emulated host.
-#[derive(Clone, Debug, Deserialize, PartialEq)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct Bench {
-    /// The command, split at blanks. `{json}` in it is where it is to write its result.
-    pub run: String,
-    /// The host's second stage: `npt` of kvm-amd, `ept` of kvm-intel.
-    #[serde(default = "on")]
-    pub npt: bool,
-    /// The beds that it is for, `metal` among them, where not for all: what takes minutes on QEMU takes hours on Bochs.
-    #[serde(default)]
-    pub beds: Vec<String>,
-    /// Module parameters of the host's kernel.
-    #[serde(default)]
-    pub parameters: Vec<String>,
-    /// The host's memory in MiB.
-    #[serde(default = "two_gibibytes")]
-    pub memory: u32,
-    /// 2 MiB pages that the host reserves.
-    #[serde(default)]
-    pub hugepages: u32,
-    /// Two CPUs that run at once, for races: such a host's clock counts no instructions, so a benchmark on it has to name
-    /// `locks` or `calls`.
-    #[serde(default)]
-    pub multi: bool,
-    /// Locks that are watched: parts of their names in /proc/lock_stat. The kernels are then built with `--variant lock-stat`.
-    #[serde(default)]
-    pub locks: Vec<String>,
-    /// Functions of the host's kernel whose calls are counted, and with `NAME:N` the sum of their N-th argument: nothing is timed then.
-    #[serde(default)]
-    pub calls: Vec<String>,
-    /// On the series' own base alone: a kernel of another does so little of this work that its host idles.
-    #[serde(default)]
-    pub own_base: bool,
-    /// The series whose kernel a Linux guest in there has, `BASE/NAME`; `{guest}` in the command is where that is and its initramfs.
-    #[serde(default)]
-    pub guest: Option<String>,
-    /// What the command has besides on the patched kernel, which the pristine one would refuse.
-    #[serde(default)]
-    pub after: Option<String>,
-    /// The command times parts of what it does, and looks how long the host idled in these: what else it ran is not measured.
-    #[serde(default)]
-    pub timed: bool,
-}
-
-impl Bench {
-    /// `run` on a host without more to it.
-    pub fn plain(run: &str, npt: bool) -> Self {
-        Self {
-            run: run.to_owned(),
-            npt,
-            beds: Vec::new(),
-            parameters: Vec::new(),
-            memory: two_gibibytes(),
-            hugepages: 0,
-            multi: false,
-            locks: Vec::new(),
-            calls: Vec::new(),
-            own_base: false,
-            guest: None,
-            after: None,
-            timed: false,
-        }
-    }
-
-    /// Its words, with `{json}` as `result`.
-    pub fn command(&self, result: &str) -> Vec<String> {
-        let guest = self.guest.as_ref().map_or(String::new(), |guest| {
-            let [kernel, initrd] = guest_files(guest);
-            format!("--kernel {kernel} --initrd {initrd}")
-        });
-        let run = self.run.replace("{guest}", &guest);
-        run.split_whitespace().map(|word| word.replace("{json}", result)).collect()
-    }
-
-    /// The same on the patched kernel.
-    pub fn on_the_patched(&self) -> Self {
-        let after = self.after.as_ref().map_or(String::new(), |after| format!(" {after}"));
-        Self { run: format!("{}{after}", self.run), ..self.clone() }
-    }
-
-    /// Whether it is for hosts of this kind.
-    pub fn runs_on(&self, bed: Emulated) -> bool {
-        bed.has_pace(self.pace()).is_ok() && self.is_for(bed.name())
-    }
-
-    fn pace(&self) -> Pace {
-        if self.multi { Pace::Races } else { Pace::Counted }
-    }
-
-    /// Whether its `beds` have this one.
-    pub fn is_for(&self, bed: &str) -> bool {
-        self.beds.is_empty() || self.beds.iter().any(|name| name == bed)
-    }
-
-    /// Whether one boot can serve both.
-    pub fn same_host(&self, other: &Self) -> bool {
-        let host =
-            |b: &Self| (b.npt, b.parameters.clone(), b.memory, b.hugepages, b.multi, b.locks.is_empty());
-        host(self) == host(other)
-    }
-
-    /// Makes `request`'s host the one that this needs.
-    pub fn describe_host(&self, request: &mut Request) {
-        request.second_stage = self.npt;
-        request.parameters = self.parameters.clone();
-        request.memory_mib = self.memory;
-        request.hugepages = self.hugepages;
-        request.pace = self.pace();
-    }
-}
-
-/// Where in a host the kernel and the initramfs of the guests of the series `name` are.
-pub fn guest_files(name: &str) -> [String; 2] {
-    ["bzImage", "initrd"].map(|file| format!("/guests/{name}/{file}"))
-}
-
-/// Commands that one boot can serve, together.
-pub fn by_host<'a>(benches: &[&'a Bench]) -> Vec<Vec<&'a Bench>> {
-    let mut groups: Vec<Vec<&Bench>> = Vec::new();
-    for &bench in benches {
-        match groups.iter_mut().find(|group| group[0].same_host(bench)) {
-            Some(group) => group.push(bench),
-            None => groups.push(vec![bench]),
-        }
-    }
-    groups
-}
-
-fn on() -> bool {
-    true
-}
-
-fn two_gibibytes() -> u32 {
-    2048
-}
-
 /// Where the series are.
 pub fn directory() -> PathBuf {
     artifacts::workspace().join("kernel-patches")
-}
-
-/// The scripts that tests run inside a host, and where they are there: `tools/NAME.sh` is `/tools/NAME.sh`.
-pub fn scripts() -> Result<Vec<(PathBuf, String)>> {
-    let dir = directory().join("tools");
-    let entries = fs::read_dir(&dir).map_err(Error::file("read", &dir))?;
-    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-    let mut scripts: Vec<PathBuf> =
-        paths.filter(|path| path.extension().is_some_and(|extension| extension == "sh")).collect();
-    scripts.sort();
-    Ok(scripts
-        .into_iter()
-        .map(|path| {
-            let inside = format!("/tools/{}", path.file_name().unwrap_or_default().to_string_lossy());
-            (path, inside)
-        })
-        .collect())
 }
 
 /// Every series of every base, in stacking order.
@@ -279,6 +126,26 @@ impl Series {
     }
 }
 
+impl Series {
+    /// The same with its mistake `name` on top.
+    pub fn with_planted(&self, name: &str) -> Result<Self> {
+        let file = planted_file(name);
+        let planted = self
+            .planted
+            .iter()
+            .find(|path| path.ends_with(&file))
+            .ok_or_else(|| Error::Usage(format!("{}/{}: no {file}", self.base.name, self.name)))?;
+        Ok(Self {
+            base: self.base,
+            name: format!("{}+{name}", self.name),
+            patches: self.patches.iter().chain([planted]).cloned().collect(),
+            with: self.with.clone(),
+            planted: Vec::new(),
+            about: self.about.clone(),
+        })
+    }
+}
+
 /// What a kernel with `series` is built for, where nobody says so.
 pub fn architecture(series: &[Series]) -> Result<Architecture> {
     let all = series.iter().map(Series::architecture).collect::<Result<Vec<_>>>()?;
@@ -332,6 +199,9 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
             bench if bench.guest.is_some() != bench.run.contains("{guest}") => {
                 "`guest` is the series of the kernel that {guest} in the command stands for: both, or neither"
             }
+            bench if bench.bed.is_some() || bench.planted.is_some() || bench.says.is_some() => {
+                "bed, planted and says are for [[test]]: a comparison chooses its host, and nobody wants figures of a mistake"
+            }
             bench if !bench.calls.is_empty() && !emulated => {
                 "calls are for emulated hosts: `beds` has to name some, and not metal"
             }
@@ -347,7 +217,16 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
             test if test.guest.is_some() || test.after.is_some() || test.timed => {
                 "guest, after and timed are for [[bench]]: a test has no figures"
             }
-            test if !test.beds.is_empty() => "beds are for [[bench]]: tests run on svm, or on arm64",
+            test if !test.beds.is_empty() => "beds are for [[bench]]: a test has one `bed`",
+            test if test.bed.as_ref().is_some_and(|name| !BEDS.iter().any(|bed| bed.name() == name)) => {
+                "`bed` is one of the emulated hosts svm, vmx and arm64"
+            }
+            test if test.planted.is_some() != test.says.is_some() => {
+                "`planted` is a mistake, and `says` what is said of it: both, or neither"
+            }
+            test if test.planted.as_ref().is_some_and(|name| !dir.join(planted_file(name)).is_file()) => {
+                "`planted` is a file of planted/, without its .patch"
+            }
             test if !test.calls.is_empty() => "calls are for [[bench]]: a test has no figures",
             test if !test.locks.is_empty() => "locks are for [[bench]]: a test has no figures",
             test if test.own_base => "own-base is for [[bench]]: tests run on the series' own base",
@@ -355,12 +234,20 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
         };
         return Err(wrong(format!("`{}`: {why}", test.run)));
     }
-    let planted = dir.join("planted");
+    let planted = dir.join(PLANTED);
     let planted = if planted.is_dir() { patches_in(&planted)? } else { Vec::new() };
     if !planted.is_empty() && about.tool.is_none() {
         return Err(wrong("planted/ has mistakes, and there is no `tool` to catch them".into()));
     }
     Ok(Series { base, name: name.to_owned(), patches, with, planted, about })
+}
+
+/// Where a series has mistakes.
+const PLANTED: &str = "planted";
+
+/// That of `name` in a series' directory.
+fn planted_file(name: &str) -> String {
+    format!("{PLANTED}/{name}.patch")
 }
 
 fn patches_in(dir: &Path) -> Result<Vec<PathBuf>> {
@@ -430,20 +317,6 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_has_its_place_in_the_command_and_the_patched_kernel_its_own_words() {
-        let about = |more: &str| {
-            let text = format!(
-                "claim = 'x'\nheadline = 'f'\n[[bench]]\nrun = 'tasks {{guest}} --json {{json}}'\nbeds = ['vmx']\n{more}"
-            );
-            toml::from_str::<About>(&text).unwrap().bench.remove(0)
-        };
-        let bench = about("guest = '6.12/g'\nafter = '--cr3-cache on'");
-        let words = "tasks --kernel /guests/6.12/g/bzImage --initrd /guests/6.12/g/initrd --json 0.json";
-        assert_eq!(bench.command("0.json").join(" "), words);
-        assert_eq!(bench.on_the_patched().command("0.json").join(" "), format!("{words} --cr3-cache on"));
-    }
-
-    #[test]
     fn a_series_that_changes_arms_files_alone_is_for_arm() {
         let of = |name: &str| named(name).unwrap().architecture().unwrap();
         assert_eq!(of("5.10/arm64-stage2"), Architecture::Arm);
@@ -452,18 +325,6 @@ mod tests {
         assert_eq!(architecture(&both).unwrap(), Architecture::X86);
         assert_eq!(architecture(&both[..1]).unwrap(), Architecture::Arm);
         assert_eq!(architecture(&[]).unwrap(), Architecture::X86);
-    }
-
-    #[test]
-    fn commands_with_the_same_host_share_a_boot() {
-        let bench = |text: &str| toml::from_str::<Bench>(text).unwrap();
-        let benches =
-            [bench("run='a'"), bench("run='b'\nnpt=false"), bench("run='c'"), bench("run='d'\nmulti=true")];
-        let groups: Vec<Vec<&str>> = by_host(&benches.iter().collect::<Vec<_>>())
-            .iter()
-            .map(|group| group.iter().map(|bench| bench.run.as_str()).collect())
-            .collect();
-        assert_eq!(groups, [vec!["a", "c"], vec!["b"], vec!["d"]]);
     }
 
     #[test]

@@ -1,0 +1,269 @@
+//! What shows a series: commands inside emulated hosts, which are measured ([`super::series::About::bench`]) or have to end well
+//! ([`super::series::About::test`]), and what their hosts are to have for them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::build::Image;
+use super::series::directory;
+use crate::bed::{BEDS, Emulated, Pace, Request};
+use crate::{Error, Result};
+
+/// A command inside an emulated host.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Bench {
+    /// The command, split at blanks. `{json}` in it is where it is to write its result.
+    pub run: String,
+    /// The host's second stage: `npt` of kvm-amd, `ept` of kvm-intel.
+    #[serde(default = "on")]
+    pub npt: bool,
+    /// The beds that it is for, `metal` among them, where not for all: what takes minutes on QEMU takes hours on Bochs.
+    #[serde(default)]
+    pub beds: Vec<String>,
+    /// Module parameters of the host's kernel.
+    #[serde(default)]
+    pub parameters: Vec<String>,
+    /// The host's memory in MiB.
+    #[serde(default = "two_gibibytes")]
+    pub memory: u32,
+    /// 2 MiB pages that the host reserves.
+    #[serde(default)]
+    pub hugepages: u32,
+    /// Two CPUs that run at once, for races: such a host's clock counts no instructions, so a benchmark on it has to name
+    /// `locks` or `calls`.
+    #[serde(default)]
+    pub multi: bool,
+    /// Locks that are watched: parts of their names in /proc/lock_stat. The kernels are then built with `--variant lock-stat`.
+    #[serde(default)]
+    pub locks: Vec<String>,
+    /// Functions of the host's kernel whose calls are counted, and with `NAME:N` the sum of their N-th argument: nothing is timed then.
+    #[serde(default)]
+    pub calls: Vec<String>,
+    /// On the series' own base alone: a kernel of another does so little of this work that its host idles.
+    #[serde(default)]
+    pub own_base: bool,
+    /// The series whose kernel a Linux guest in there has, `BASE/NAME`; `{guest}` in the command is where that is and its initramfs.
+    #[serde(default)]
+    pub guest: Option<String>,
+    /// What the command has besides on the patched kernel, which the pristine one would refuse.
+    #[serde(default)]
+    pub after: Option<String>,
+    /// The command times parts of what it does, and looks how long the host idled in these: what else it ran is not measured.
+    #[serde(default)]
+    pub timed: bool,
+    /// The emulated host of a test, where it is not that of the series' architecture.
+    #[serde(default)]
+    pub bed: Option<String>,
+    /// A mistake of `planted/` that the kernel has on top of the series: the command must fail, and it or the kernel say `says`.
+    #[serde(default)]
+    pub planted: Option<String>,
+    /// What is then said.
+    #[serde(default)]
+    pub says: Option<String>,
+}
+
+impl Bench {
+    /// `run` on a host without more to it.
+    pub fn plain(run: &str, npt: bool) -> Self {
+        Self {
+            run: run.to_owned(),
+            npt,
+            beds: Vec::new(),
+            parameters: Vec::new(),
+            memory: two_gibibytes(),
+            hugepages: 0,
+            multi: false,
+            locks: Vec::new(),
+            calls: Vec::new(),
+            own_base: false,
+            guest: None,
+            after: None,
+            timed: false,
+            bed: None,
+            planted: None,
+            says: None,
+        }
+    }
+
+    /// Its words, with `{json}` as `result`.
+    pub fn command(&self, result: &str) -> Vec<String> {
+        let guest = self.guest.as_ref().map_or(String::new(), |guest| {
+            let [kernel, initrd] = guest_files(guest);
+            format!("--kernel {kernel} --initrd {initrd}")
+        });
+        let run = self.run.replace("{guest}", &guest);
+        run.split_whitespace().map(|word| word.replace("{json}", result)).collect()
+    }
+
+    /// The same on the patched kernel.
+    pub fn on_the_patched(&self) -> Self {
+        let after = self.after.as_ref().map_or(String::new(), |after| format!(" {after}"));
+        Self { run: format!("{}{after}", self.run), ..self.clone() }
+    }
+
+    /// Whether it is for hosts of this kind.
+    pub fn runs_on(&self, bed: Emulated) -> bool {
+        let as_meant = !self.multi || !bed.takes_turns();
+        as_meant && bed.has_pace(self.pace()).is_ok() && self.is_for(bed.name())
+    }
+
+    fn pace(&self) -> Pace {
+        if self.multi { Pace::Races } else { Pace::Counted }
+    }
+
+    /// The program of kernel-patches/tools that it runs, where it runs one that is built.
+    pub fn tool(&self) -> Option<&str> {
+        let name = self.run.split_whitespace().next()?.strip_prefix(TOOLS)?;
+        (!name.ends_with(".sh")).then_some(name)
+    }
+
+    /// Whether it is to see the mistake of this file.
+    pub fn is_of(&self, planted: &Path) -> bool {
+        self.planted.as_deref() == planted.file_stem().and_then(|stem| stem.to_str())
+    }
+
+    /// Whether its `beds` have this one.
+    pub fn is_for(&self, bed: &str) -> bool {
+        self.beds.is_empty() || self.beds.iter().any(|name| name == bed)
+    }
+
+    /// Whether one boot can serve both.
+    pub fn same_host(&self, other: &Self) -> bool {
+        let host = |b: &Self| {
+            (b.bed.clone(), b.npt, b.parameters.clone(), b.memory, b.hugepages, b.multi, b.locks.is_empty())
+        };
+        host(self) == host(other)
+    }
+
+    /// Whether the whole stack of a base can be tried with it in a run that is to be short: it is neither for other hosts than those of its
+    /// architecture, nor for another kernel.
+    pub fn is_plain(&self) -> bool {
+        self.bed.is_none() && self.planted.is_none()
+    }
+
+    /// The test program of this workspace that it runs, where it runs one.
+    pub fn program(&self) -> Option<&str> {
+        self.run.split_whitespace().next()?.strip_prefix(PROGRAMS)
+    }
+
+    /// The host that it needs, with the kernel `image`.
+    pub fn host(&self, image: &Image) -> Request {
+        let mut request = image.host();
+        self.describe_host(&mut request);
+        request
+    }
+
+    /// Makes `request`'s host the one that this needs.
+    pub fn describe_host(&self, request: &mut Request) {
+        request.second_stage = self.npt;
+        request.parameters = self.parameters.clone();
+        request.memory_mib = self.memory;
+        request.hugepages = self.hugepages;
+        request.pace = self.pace();
+        if let Some(bed) = BEDS.iter().find(|bed| self.bed.as_deref() == Some(bed.name())) {
+            request.bed = *bed;
+        }
+    }
+}
+
+/// Where in a host the test programs of this workspace are that a series' tests name.
+pub const PROGRAMS: &str = "/tests/";
+
+/// Where in a host what is in kernel-patches/tools is.
+pub const TOOLS: &str = "/tools/";
+
+/// Where in a host the kernel and the initramfs of the guests of the series `name` are.
+pub fn guest_files(name: &str) -> [String; 2] {
+    ["bzImage", "initrd"].map(|file| format!("/guests/{name}/{file}"))
+}
+
+/// Commands that one boot can serve, together.
+pub fn by_host<'a>(benches: &[&'a Bench]) -> Vec<Vec<&'a Bench>> {
+    let mut groups: Vec<Vec<&Bench>> = Vec::new();
+    for &bench in benches {
+        match groups.iter_mut().find(|group| group[0].same_host(bench)) {
+            Some(group) => group.push(bench),
+            None => groups.push(vec![bench]),
+        }
+    }
+    groups
+}
+
+fn on() -> bool {
+    true
+}
+
+fn two_gibibytes() -> u32 {
+    2048
+}
+
+/// The scripts that tests run inside a host, and where they are there: `tools/NAME.sh` is `/tools/NAME.sh`.
+pub fn scripts() -> Result<Vec<(PathBuf, String)>> {
+    let dir = directory().join("tools");
+    let entries = fs::read_dir(&dir).map_err(Error::file("read", &dir))?;
+    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    let mut scripts: Vec<PathBuf> =
+        paths.filter(|path| path.extension().is_some_and(|extension| extension == "sh")).collect();
+    scripts.sort();
+    Ok(scripts
+        .into_iter()
+        .map(|path| {
+            let inside = format!("{TOOLS}{}", path.file_name().unwrap_or_default().to_string_lossy());
+            (path, inside)
+        })
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::series::About;
+    use super::*;
+
+    #[test]
+    fn a_guest_has_its_place_in_the_command_and_the_patched_kernel_its_own_words() {
+        let about = |more: &str| {
+            let text = format!(
+                "claim = 'x'\nheadline = 'f'\n[[bench]]\nrun = 'tasks {{guest}} --json {{json}}'\nbeds = ['vmx']\n{more}"
+            );
+            toml::from_str::<About>(&text).unwrap().bench.remove(0)
+        };
+        let bench = about("guest = '6.12/g'\nafter = '--cr3-cache on'");
+        let words = "tasks --kernel /guests/6.12/g/bzImage --initrd /guests/6.12/g/initrd --json 0.json";
+        assert_eq!(bench.command("0.json").join(" "), words);
+        assert_eq!(bench.on_the_patched().command("0.json").join(" "), format!("{words} --cr3-cache on"));
+    }
+
+    #[test]
+    fn a_tests_first_word_says_what_its_host_is_to_have_and_its_bed_and_mistake_make_it_long() {
+        let test = |text: &str| toml::from_str::<Bench>(text).unwrap();
+        let own = |text: &str| {
+            let test = test(text);
+            (test.program().map(str::to_owned), test.tool().map(str::to_owned))
+        };
+        assert_eq!(own("run='/tests/cr3_cache misbehaves'"), (Some("cr3_cache".into()), None));
+        assert_eq!(own("run='/tools/cr3-cache test 1'"), (None, Some("cr3-cache".into())));
+        assert_eq!(own("run='sh /tools/x.sh'"), (None, None));
+        assert_eq!(own("run='/tools/x.sh'"), (None, None));
+        let planted = test("run='a'\nplanted='stale-root'\nsays='x'");
+        assert!(
+            planted.is_of(Path::new("planted/stale-root.patch")) && !planted.is_of(Path::new("root.patch"))
+        );
+        let elsewhere = test("run='a'\nbed='vmx'\nmulti=true");
+        assert!(test("run='a'").is_plain() && !planted.is_plain() && !elsewhere.is_plain());
+    }
+
+    #[test]
+    fn commands_with_the_same_host_share_a_boot() {
+        let bench = |text: &str| toml::from_str::<Bench>(text).unwrap();
+        let benches =
+            [bench("run='a'"), bench("run='b'\nnpt=false"), bench("run='c'"), bench("run='d'\nmulti=true")];
+        let groups: Vec<Vec<&str>> = by_host(&benches.iter().collect::<Vec<_>>())
+            .iter()
+            .map(|group| group.iter().map(|bench| bench.run.as_str()).collect())
+            .collect();
+        assert_eq!(groups, [vec!["a", "c"], vec!["b"], vec!["d"]]);
+    }
+}
