@@ -26,8 +26,19 @@ const PATIENCE: usize = 3000;
 const NAME: &str = "tasks";
 /// What the agent is called, by which it knows itself.
 const AGENT: &str = "/init";
-/// The reason of an exit that a load of CR3 has (Intel SDM, Appendix C): control-register accesses.
-const CR_ACCESS: &str = "exit_reason==28";
+/// What a guest left for and what KVM's shadow pages had of it: a figure's ending, a trace point, and which of its events. Reasons are
+/// of the Intel SDM, Appendix C: a load of CR3 is a control-register access. Without page table isolation Linux flushes everything,
+/// global pages too, by INVPCID or by CR4.PGE where the processor lacks that, and a page of its own by INVLPG.
+const COUNTED: [(&str, &str, Option<&str>); 7] = [
+    ("_cr_exits", "kvm/kvm_exit", Some("exit_reason==28")),
+    ("_exits", "kvm/kvm_exit", None),
+    ("_invlpg_exits", "kvm/kvm_exit", Some("exit_reason==14")),
+    ("_invpcid_exits", "kvm/kvm_exit", Some("exit_reason==58")),
+    ("_cr4_exits", "kvm/kvm_cr", Some("rw==1 && cr==4")),
+    // A root is looked for among the shadow pages; role.level of page tables of four levels alone has this bit.
+    ("_root_loads", "kvmmmu/kvm_mmu_get_page", Some("role & 4")),
+    ("_resyncs", "kvmmmu/kvm_mmu_sync_page", None),
+];
 /// What the guest's disk holds.
 const DISK_BYTES: u64 = 8 << 20;
 
@@ -104,8 +115,9 @@ fn run(cli: &Cli) -> io::Result<()> {
         match &guest {
             Some(guest) => {
                 let counted = guest.counted(request)?;
-                report.figure(figure("_cr_exits"), "exits/switch", counted.of_cr / counted.switches);
-                report.figure(figure("_exits"), "exits/switch", counted.exits / counted.switches);
+                for ((kind, ..), times) in COUNTED.iter().zip(&counted.times) {
+                    report.figure(figure(kind), "times/switch", times / counted.switches);
+                }
                 report.figure(figure("_ticks"), "ticks/switch", counted.ticks / counted.switches);
             }
             // What is timed is not the first of its kind.
@@ -199,8 +211,8 @@ struct Guest(Child);
 /// What a request did that was counted.
 struct Counted {
     switches: f64,
-    exits: f64,
-    of_cr: f64,
+    /// Of [`COUNTED`].
+    times: Vec<f64>,
     ticks: f64,
 }
 
@@ -243,12 +255,13 @@ impl Guest {
     /// Does `request`, and counts what the guest did for it.
     fn counted(&self, request: &str) -> io::Result<Counted> {
         let before = self.seen()?;
-        let (exits, of_cr) =
-            (TracePoint::count("kvm/kvm_exit", None)?, TracePoint::count("kvm/kvm_exit", Some(CR_ACCESS))?);
+        let points = COUNTED.iter().map(|(_, name, filter)| TracePoint::count(name, *filter));
+        let points = points.collect::<io::Result<Vec<_>>>()?;
         self.asked(request)?;
-        let (exits, of_cr) = (exits.so_far()?, of_cr.so_far()?);
+        let times = points.iter().map(TracePoint::so_far).collect::<io::Result<_>>()?;
+        drop(points);
         let after = self.seen()?;
-        Ok(Counted { switches: after.0 - before.0, exits, of_cr, ticks: after.1 - before.1 })
+        Ok(Counted { switches: after.0 - before.0, times, ticks: after.1 - before.1 })
     }
 
     /// Context switches and timer interrupts of the guest since it has booted.
