@@ -3,6 +3,7 @@
 mod bed;
 
 use std::collections::BTreeMap;
+use std::os::fd::AsRawFd;
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -25,7 +26,7 @@ use vellum::memory::{Memory, MemoryConfig, Slot};
 use vellum::payload::state::{Error, Processors};
 use vellum::report::Report;
 use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source};
-use vellum::vm::counters;
+use vellum::vm::counters::{self, Snapshot};
 use vellum::vm::cr3_cache::Choice;
 
 /// Page tables that a vCPU switches among, and how often.
@@ -224,10 +225,17 @@ impl Machine {
     }
 
     fn add_counted(&self, sums: &mut BTreeMap<String, u64>) -> Result<(), Failed> {
-        for (name, count) in counters::of_other(&counters::name(&self.guest.vm.fd), "cr3_cache_")? {
+        for (name, count) in self.counted()? {
             *sums.entry(name).or_default() += count;
         }
         Ok(())
+    }
+
+    /// KVM calls a machine's counters by the thread that has made it, which is this one, and not always the process's first.
+    fn counted(&self) -> Result<Snapshot, Failed> {
+        let thread = std::fs::read_link("/proc/thread-self")?;
+        let thread = thread.file_name().ok_or("/proc/thread-self names none")?.to_string_lossy().into_owned();
+        Ok(counters::of_other(&format!("{thread}-{}", self.guest.vm.fd.as_raw_fd()), "cr3_cache_")?)
     }
 
     /// Registered, with both tables in its page.
@@ -355,7 +363,7 @@ fn what_is_saved_has_no_address_of_this_host_and_a_vcpu_that_moves_stays_registe
     // Saving is no end: it goes on where it is, too.
     let hits = source.switch()?;
     ensure(hits >= SWITCHES - 10, || format!("{hits} hits after saving"))?;
-    let counted = counters::of_other(&counters::name(&source.guest.vm.fd), "cr3_cache_")?;
+    let counted = source.counted()?;
     ensure(counted.get("cr3_cache_drop_saved").is_some_and(|saved| *saved > 0), || format!("{counted:?}"))
 }
 

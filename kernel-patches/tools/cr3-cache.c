@@ -147,6 +147,7 @@ struct vm {
 	bool pcid;
 };
 
+#define MOST_FAILED	100
 static int kvm, has_cache, failed, checks;
 static const char *test;
 static bool with_irqchip;	/* of the VMs that are created now */
@@ -181,6 +182,11 @@ static bool report(bool holds, const char *format, ...)
 		va_end(args);
 		printf("\n");
 		fflush(stdout);
+		/* A guest that does not come back has the rest fail as well. */
+		if (failed == MOST_FAILED) {
+			printf("%d checks, %d failed: what follows is left out\n", checks, failed);
+			exit(1);
+		}
 	}
 	return holds;
 }
