@@ -199,7 +199,7 @@ fn page_table_stages() -> Result<(), Failed> {
     let report = page_table::run(&page_table::Config {
         common: Common { repeat: 2, irqchip: Some(arch::irqchip::Mode::Kernel), ..Common::default() },
         region: Region { bytes: 8 << 20, backing: Backing::Anonymous, vcpus: 2 },
-        unpopulated: false,
+        first_touch: page_table::FirstTouch::Before,
         execute: true,
         phys_offset: Some(1 << 32),
     })?;
@@ -208,6 +208,22 @@ fn page_table_stages() -> Result<(), Failed> {
     ensure(executed.is_some_and(|figure| figure.samples.len() == 2), || format!("{executed:?}"))?;
     let grown = report.counters.iter().find(|c| c.name == "pf_fixed").map(|c| c.after - c.before);
     ensure(grown >= Some(2048), || format!("{grown:?} faults for 2048 pages that are written while logged"))?;
+    json::check(&report).map_err(Failed::from)
+}
+
+/// Each page is created while every vCPU waits for it, and once by each of them.
+#[trial(kvm(), uffd(Mode::Missing))]
+fn vcpus_fault_together() -> Result<(), Failed> {
+    let report = page_table::run(&page_table::Config {
+        common: Common::default(),
+        region: Region { bytes: 2 << 20, backing: Backing::Anonymous, vcpus: 3 },
+        first_touch: page_table::FirstTouch::Together,
+        execute: false,
+        phys_offset: None,
+    })?;
+    bed::premises(&report)?;
+    let faults = report.find("faults_together").map(Figure::value);
+    ensure(faults == Some(3.0 * 512.0), || format!("{faults:?} faults for 512 pages and 3 vCPUs"))?;
     json::check(&report).map_err(Failed::from)
 }
 
@@ -448,6 +464,7 @@ fn what_excludes_each_other_is_one_line() -> Result<(), Failed> {
         ("demand-paging -b 4k -v 300", "-b: 4k", "8k would work"),
         ("memslot -b 4t --backing hugetlb-2m", "--backing hugetlb-2m", "get them with"),
         ("memslot -b 3m", "-b: 3m", "4m would work"),
+        ("page-table -b 2m -s thp --together", "-s thp", "hugetlb-2m would work"),
         ("page-table -p 0x1000", "-p 0x1000", "0x100000000 would work"),
         ("dirty-log -b 2m -x 3", "-x 3", "2 would work"),
         ("demand-paging -b 1m -u MINOR", "-u MINOR", "shmem or"),

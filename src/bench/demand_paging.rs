@@ -255,6 +255,11 @@ fn one(config: &Config, memory: MemoryConfig, round: Round, report: &mut Report)
 }
 
 fn part(mode: Mode, mapping: &Mapping, offset: u64, len: u64) -> Result<Part, Error> {
+    Ok(Part { uffd: reported(mode, mapping, offset, len)?, offset, len })
+}
+
+/// A descriptor on which faults in `[offset, offset + len)` of `mapping` arrive.
+pub(super) fn reported(mode: Mode, mapping: &Mapping, offset: u64, len: u64) -> Result<Uffd, Error> {
     let uffd = Uffd::new(mode).map_err(|e| match e.raw_os_error() {
         Some(libc::EPERM) => Error::Lacking(
             "userfaultfd: not permitted for KVM's faults: sudo sysctl vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd, or CAP_SYS_PTRACE".into(),
@@ -263,7 +268,7 @@ fn part(mode: Mode, mapping: &Mapping, offset: u64, len: u64) -> Result<Part, Er
         _ => Error::Host("userfaultfd", e),
     })?;
     uffd.register(mapping, offset, len, mode).map_err(|e| Error::Host("UFFDIO_REGISTER", e))?;
-    Ok(Part { uffd, offset, len })
+    Ok(uffd)
 }
 
 /// A handler: answers faults until it is told to quit.

@@ -7,21 +7,30 @@
 //! read, so that a block becomes a table), and *adjust*, which was once called rebuild (logging off: every 4 KiB page is
 //! read, so that tables may become blocks again). *execute*, where it is asked for, comes before *update*: an instruction
 //! in each page is executed, which an Arm host has mapped to be written and not to be executed.
+//!
+//! vCPUs that create the same mapping at once may each do work of which one's is enough. How often they meet is chance,
+//! unless their first touches are held until all of them wait for the same page: [`FirstTouch::Together`].
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
+use std::{io, thread};
 
 use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::EventFd;
 
+use super::demand_paging::reported;
 use super::region::{check_offset, place, populated};
 use super::{Common, Counted, Error, Region, huge_premise, of_rounds};
+use crate::fault::Field;
 use crate::guests::Guest;
 use crate::guests::guest::GuestConfig;
 use crate::guests::program::{COME_BACK, touch_code};
 use crate::guests::touch::{Access, Plan};
 use crate::host::hugepages;
 use crate::memory::{Backing, Memory, MemoryConfig, short_size};
-use crate::report::{Label, Report};
-use crate::sys::mmap::PAGE_SIZE;
+use crate::report::{Label, Premise, Report};
+use crate::sys::mmap::{Mapping, PAGE_SIZE};
+use crate::sys::uffd::{BATCH, Mode, Uffd};
 use crate::vm;
 
 /// What to measure.
@@ -31,12 +40,23 @@ pub struct Config {
     pub common: Common,
     /// The memory that all vCPUs share.
     pub region: Region,
-    /// Leaves the host's first touch of memory to the guest, and to *create*.
-    pub unpopulated: bool,
+    /// When the host's memory is there.
+    pub first_touch: FirstTouch,
     /// Once memory is logged, has an instruction in each page of the backing's size executed.
     pub execute: bool,
     /// Where memory starts in the guest's physical address space.
     pub phys_offset: Option<u64>,
+}
+
+/// When the host's memory is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FirstTouch {
+    /// Before the guest runs.
+    Before,
+    /// Once the guest touches it, in *create*.
+    Guest,
+    /// In *create*, page by page, as soon as every vCPU waits for the page: userfaultfd tells who does.
+    Together,
 }
 
 /// Where in a page the instruction is that is executed: behind what is written.
@@ -57,6 +77,10 @@ const SEED: [(&str, Backing, u64, usize); 6] = [
 pub fn run(config: &Config) -> Result<Report, Error> {
     let Region { bytes, backing, vcpus } = config.region;
     config.region.check(backing.best_mapping())?;
+    if config.first_touch == FirstTouch::Together && backing == Backing::Thp {
+        let why = "thp: its missing pages come as small ones; anonymous or hugetlb-2m would work";
+        return Err(Error::Asked(Field::Backing, why.into()));
+    }
     let mut report = config.common.report("page-table");
     report.ask("bytes", bytes);
     report.ask("backing", backing.to_string());
@@ -68,24 +92,24 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     Ok(report)
 }
 
-/// Measures every row of the seed's tables, scaled to this host; `config` gives what they do not.
-pub fn run_seed(config: &Config) -> Result<Report, Error> {
+/// Measures every row of the seed's tables, scaled to this host, its 80 vCPUs to `most`; `config` gives what they do not.
+pub fn run_seed(config: &Config, most: Option<usize>) -> Result<Report, Error> {
     let mut report = config.common.report("page-table");
     report.ask("preset", "seed");
     describe(&mut report, config);
     // The largest row in a quarter of the available memory, by a power of two; two vCPUs a CPU where the seed had 80.
+    let most = most.unwrap_or(2 * report.host.cpus as usize);
     let available = crate::host::topology::memory().available;
     let mut shrink = 1;
     while (20 << 30) / shrink > available / 4 {
         shrink *= 2;
     }
-    let cpus = report.host.cpus as usize;
     report.ask("memory_scale", format!("1/{shrink}"));
-    report.ask("vcpu_scale", format!("{}/80", 2 * cpus));
+    report.ask("vcpu_scale", format!("{most}/80"));
     for (label, backing, bytes, vcpus) in SEED {
         let page = backing.best_mapping();
         let bytes = (bytes / shrink / page).max(1) * page;
-        let vcpus = (vcpus * 2 * cpus / 80).max(1);
+        let vcpus = (vcpus * most / 80).max(1);
         if let Backing::Hugetlb(size) = backing
             && let Err(shortage) = hugepages::check(size, bytes)
         {
@@ -113,7 +137,10 @@ pub fn run_seed(config: &Config) -> Result<Report, Error> {
 
 fn describe(report: &mut Report, config: &Config) {
     config.common.ask_page(report);
-    report.ask("populated", !config.unpopulated);
+    report.ask("populated", config.first_touch == FirstTouch::Before);
+    if config.first_touch == FirstTouch::Together {
+        report.ask("together", true);
+    }
     if config.execute {
         report.ask("execute", true);
     }
@@ -123,30 +150,34 @@ fn describe(report: &mut Report, config: &Config) {
     config.common.ask(report);
 }
 
-/// The seconds of one round's stages, in their order.
+/// One round: the seconds of its stages, in their order, and the faults of vCPUs that were held to fault together.
 struct Stages {
     create: f64,
+    faults_together: Option<u64>,
     enable: f64,
     execute: Option<f64>,
     update: f64,
     disable: f64,
     adjust: f64,
+    adjust_exits: Option<u64>,
 }
 
 /// The figures of `rounds`, under `index` where they are a row of several.
 fn add(report: &mut Report, index: Option<&str>, rounds: &[Stages]) {
-    let mut put = |name: &str, of: fn(&Stages) -> Option<f64>| {
+    let mut put = |name: &str, unit: &str, of: fn(&Stages) -> Option<f64>| {
         let label = Label { name: name.into(), index: index.map(str::to_owned) };
         if rounds.iter().any(|stages| of(stages).is_some()) {
-            report.samples(label, "s", of_rounds(rounds, of));
+            report.samples(label, unit, of_rounds(rounds, of));
         }
     };
-    put("create_mappings", |stages| Some(stages.create));
-    put("enable_logging", |stages| Some(stages.enable));
-    put("execute", |stages| stages.execute);
-    put("update_mappings", |stages| Some(stages.update));
-    put("disable_logging", |stages| Some(stages.disable));
-    put("adjust_mappings", |stages| Some(stages.adjust));
+    put("create_mappings", "s", |stages| Some(stages.create));
+    put("faults_together", "faults", |stages| stages.faults_together.map(|faults| faults as f64));
+    put("enable_logging", "s", |stages| Some(stages.enable));
+    put("execute", "s", |stages| stages.execute);
+    put("update_mappings", "s", |stages| Some(stages.update));
+    put("disable_logging", "s", |stages| Some(stages.disable));
+    put("adjust_mappings", "s", |stages| Some(stages.adjust));
+    put("adjust_exits", "exits", |stages| stages.adjust_exits.map(|exits| exits as f64));
 }
 
 fn measure(report: &mut Report, config: &Config, index: Option<&str>) -> Result<Vec<Stages>, Error> {
@@ -167,9 +198,13 @@ fn one(report: &mut Report, config: &Config, index: Option<&str>, first: bool) -
     let kvm = vm::open()?;
     let Region { bytes, backing, vcpus } = config.region;
     let memory = MemoryConfig { backing, ..MemoryConfig::new(bytes) };
-    let mut memory =
-        if config.unpopulated { Memory::map(crate::arch::layout::RAM, memory)? } else { populated(memory)? };
+    let mut memory = match config.first_touch {
+        FirstTouch::Before => populated(memory)?,
+        FirstTouch::Guest | FirstTouch::Together => Memory::map(crate::arch::layout::RAM, memory)?,
+    };
     place(&mut memory, config.phys_offset)?;
+    let together = config.first_touch == FirstTouch::Together;
+    let missing = together.then(|| reported(Mode::Missing, &memory.mapping, 0, bytes)).transpose()?;
     let guest = Guest::build(
         &kvm,
         memory,
@@ -187,7 +222,18 @@ fn one(report: &mut Report, config: &Config, index: Option<&str>, first: bool) -
         pages.try_for_each(write).expect("its own slots");
     }
     let counted = Counted::start(&guest, report);
-    let create = stage(&guest, |vcpu| Plan::every(page, bytes, vcpu % 2 == 0))?;
+    let creates = || stage(&guest, |vcpu| Plan::every(page, bytes, vcpu % 2 == 0));
+    let (create, faults_together) = match missing {
+        Some(uffd) => {
+            let (create, faults) = held_until_all_wait(&uffd, &guest, page, creates)?;
+            let least = bytes / page * vcpus as u64;
+            if faults < least {
+                report.fail(index.map(str::to_owned), Premise::NotMissing { faults, least });
+            }
+            (create, Some(faults))
+        }
+        None => (creates()?, None),
+    };
     huge_premise(report, backing, config.common.page(&report.host), &counted.now());
     let enable = logging(&guest, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
     let executes =
@@ -205,13 +251,17 @@ fn one(report: &mut Report, config: &Config, index: Option<&str>, first: bool) -
         },
     })?;
     let disable = logging(&guest, 0)?;
+    // More than one a page of the backing's size, where vCPUs meet mappings that others are about to rebuild.
+    let exits = || counted.now().get("exits").copied();
+    let before = exits();
     let adjust = stage(&guest, |_| Plan::every(PAGE_SIZE, bytes, false))?;
+    let adjust_exits = before.and_then(|before| Some(exits()?.saturating_sub(before)));
     // One round's counters stand for all.
     if first {
         let now = counted.now();
         counted.finish(report, &now, index);
     }
-    Ok(Stages { create, enable, execute, update, disable, adjust })
+    Ok(Stages { create, faults_together, enable, execute, update, disable, adjust, adjust_exits })
 }
 
 /// Has every vCPU follow its plan, and returns how long that took until the last was done.
@@ -221,6 +271,58 @@ fn stage(guest: &Guest, plan: impl Fn(usize) -> Plan) -> Result<f64, Error> {
     guest.resume();
     guest.wait_all_rung()?;
     Ok(start.elapsed().as_secs_f64())
+}
+
+/// Has `creates` done while each page that is missing comes once every vCPU waits for it. Returns what it returned, and the
+/// faults that were answered.
+fn held_until_all_wait(
+    uffd: &Uffd,
+    guest: &Guest,
+    page: u64,
+    creates: impl FnOnce() -> Result<f64, Error>,
+) -> Result<(f64, u64), Error> {
+    let quit = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(|e| Error::Host("eventfd", e))?;
+    thread::scope(|scope| {
+        let answers = scope.spawn(|| {
+            let answered = answer_all(uffd, &guest.vm.memory.mapping, page, guest.vcpus.len(), &quit);
+            // A handler that fails leaves vCPUs waiting for ever: nothing sensible is left to be done.
+            answered.unwrap_or_else(|error| {
+                eprintln!("vellum: userfaultfd handler: {error}");
+                std::process::exit(1);
+            })
+        });
+        let created = creates();
+        if created.is_err() {
+            // A vCPU that waits for others which have stopped would not leave KVM_RUN.
+            let _ = uffd.unregister(&guest.vm.memory.mapping, 0, guest.vm.memory.mapping.len());
+        }
+        quit.write(1).map_err(|e| Error::Host("eventfd", e))?;
+        let faults = answers.join().expect("the answering thread does not panic");
+        Ok((created?, faults))
+    })
+}
+
+/// Fills each page of `mapping` once `vcpus` threads wait for it, until `quit`; returns how many waits ended by that.
+fn answer_all(uffd: &Uffd, mapping: &Mapping, page: u64, vcpus: usize, quit: &EventFd) -> io::Result<u64> {
+    let zeroes = vec![0; page as usize];
+    let base = mapping.as_ptr() as u64;
+    let mut waiting: BTreeMap<u64, BTreeSet<u32>> = BTreeMap::new();
+    let mut faults = [(0, 0); BATCH];
+    let mut answered = 0;
+    while uffd.wait(quit)? {
+        let count = uffd.take_faults(&mut faults)?;
+        for (address, thread) in &faults[..count] {
+            let offset = (address - base) / page * page;
+            let threads = waiting.entry(offset).or_default();
+            threads.insert(*thread);
+            if threads.len() == vcpus {
+                waiting.remove(&offset);
+                uffd.copy(mapping, offset, &zeroes, page)?;
+                answered += vcpus as u64;
+            }
+        }
+    }
+    Ok(answered)
 }
 
 /// Switches dirty logging of RAM's memslots, and returns how long that took.

@@ -74,7 +74,7 @@ fn unknown(typed: &str, first: Option<&str>) -> String {
 }
 
 /// Why two arguments exclude each other, by the one that says so, and what would work.
-const EXCLUSIONS: [(&str, &str); 5] = [
+const EXCLUSIONS: [(&str, &str); 6] = [
     (
         "--kernel",
         "a kernel is a guest of its own, which no workload runs in: leave out one of the two; --timeout ends it",
@@ -84,6 +84,10 @@ const EXCLUSIONS: [(&str, &str); 5] = [
     (
         "--lengths",
         "one table is timed for each length, so there are no others to make or drop: leave out one of the two",
+    ),
+    (
+        "--together",
+        "pages that are missing until every vCPU waits for them are only created, one backing at a time: leave out one of the two",
     ),
     ("--request", "a request takes the place of a command: leave out one of the two"),
 ];
@@ -239,6 +243,7 @@ mod tests {
             &["bench", "dirty-log", "-g", "--preset", "lazy"],
             &["bench", "page-table", "--preset", "seed", "-b", "1g"],
             &["bench", "page-table", "--pin", "1", "--preset", "seed"],
+            &["bench", "page-table", "--together", "--execute"],
             &["bench", "rmap-fork", "--lengths", "3", "--drop", "newest"],
             &["bench", "rmap-fork", "3", "--lengths", "3"],
             &["exec", "a", "--request", r#"{"do":"facts"}"#, "--", "ls"],

@@ -99,10 +99,9 @@ struct RegionArgs {
     #[arg(short = 's', long, value_name = "BACKING", default_value = "anonymous", value_parser = args::BACKING, hide_possible_values = true)]
     backing: Backing,
 
-    /// vCPUs
-    #[arg(short, long, value_name = "N", default_value_t = 1,
-        value_parser = |text: &str| keyvalue::number(text, 1..=65_536usize))]
-    vcpus: usize,
+    /// vCPUs [default: 1]
+    #[arg(short, long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 1..=65_536usize))]
+    vcpus: Option<usize>,
 
     /// CPUs to pin to, as in 1,2,3,0: one for each vCPU, and one more for the main thread if given
     #[arg(short = 'c', long, value_name = "LIST")]
@@ -135,11 +134,15 @@ const REGION: &[(Field, &str)] = &[
 
 impl RegionArgs {
     fn region(&self) -> Region {
-        Region { bytes: self.bytes, backing: self.backing, vcpus: self.vcpus }
+        Region { bytes: self.bytes, backing: self.backing, vcpus: self.vcpus() }
+    }
+
+    fn vcpus(&self) -> usize {
+        self.vcpus.unwrap_or(1)
     }
 
     fn common(&self, output: &Output) -> Result<Common, Failure> {
-        let pins = pins(self.pin.as_deref(), self.vcpus)?;
+        let pins = pins(self.pin.as_deref(), self.vcpus())?;
         Ok(Common {
             sandbox: output.sandbox,
             pins,

@@ -3,7 +3,7 @@
 use clap::{Args, ValueEnum};
 
 use super::{Output, REGION, RegionArgs};
-use crate::bench::page_table::{self, Config};
+use crate::bench::page_table::{self, Config, FirstTouch};
 use crate::cli::{Failure, Flags, keyvalue};
 use crate::fault::Field;
 use crate::vm::lifecycle::Exit;
@@ -13,8 +13,9 @@ use crate::vm::lifecycle::Exit;
 #[command(allow_negative_numbers = true)]
 #[command(mut_arg("bytes", |arg| arg.help("Memory in all, which all vCPUs share; sizes take k, m, g, t")))]
 pub struct PageTableArgs {
-    /// Run rows that others have published, scaled to this host; the scale is part of the result
-    #[arg(long, conflicts_with_all = ["bytes", "backing", "vcpus", "pin"])]
+    /// Run rows that others have published, scaled to this host; the scale is part of the result. -v is then what the row with the
+    /// most vCPUs has [default: two for each CPU]
+    #[arg(long, conflicts_with_all = ["bytes", "backing", "pin", "together"])]
     preset: Option<Preset>,
 
     #[command(flatten)]
@@ -24,6 +25,11 @@ pub struct PageTableArgs {
     /// kvm_page_table_test
     #[arg(long)]
     unpopulated: bool,
+
+    /// Have all vCPUs create each mapping at the same time: a page is missing until every vCPU waits for it, which userfaultfd
+    /// tells. create_mappings then includes that
+    #[arg(long, conflicts_with_all = ["unpopulated", "execute"])]
+    together: bool,
 
     /// Once memory is logged, first execute an instruction in each page of the backing's size: by it an Arm host, which maps what
     /// is written without the right to execute it, splits its blocks
@@ -51,12 +57,16 @@ pub(super) fn run(args: PageTableArgs) -> Result<Exit, Failure> {
     let config = Config {
         common: args.region.common(&args.output)?,
         region: args.region.region(),
-        unpopulated: args.unpopulated,
+        first_touch: match (args.together, args.unpopulated) {
+            (true, _) => FirstTouch::Together,
+            (_, true) => FirstTouch::Guest,
+            _ => FirstTouch::Before,
+        },
         execute: args.execute,
         phys_offset: args.phys_offset,
     };
     args.output.deliver(FLAGS, || match args.preset {
-        Some(Preset::Seed) => page_table::run_seed(&config),
+        Some(Preset::Seed) => page_table::run_seed(&config, args.region.vcpus),
         None => page_table::run(&config),
     })
 }

@@ -270,6 +270,7 @@ fn chosen<'a>(series: &'a Series, other: Option<&Base>, bed: Emulated) -> (Vec<&
 /// The host of a row.
 fn label(processor: Processor, bench: &Bench) -> String {
     let mut words = vec![processor.label(bench.npt)];
+    words.extend(bench.cpu.as_ref().map(|cpu| format!("-cpu {cpu}")));
     words.extend(bench.parameters.iter().cloned());
     words.extend(bench.multi.then(|| bed::AT_ONCE.to_owned()));
     words.extend((!bench.locks.is_empty()).then(|| locks::VARIANT.to_owned()));

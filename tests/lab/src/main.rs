@@ -270,6 +270,9 @@ struct Host {
     /// On vmx: a processor with page-modification logging
     #[arg(long)]
     pml: bool,
+    /// On svm and arm64: the processor's model, by QEMU's name for it: on Arm max,pauth=off [default: EPYC, cortex-a76 or cortex-a72]
+    #[arg(long, value_name = "MODEL")]
+    cpu: Option<String>,
     /// On arm64: a board with a GICv2, which its guests have too then
     #[arg(long)]
     gicv2: bool,
@@ -339,8 +342,12 @@ impl Host {
         if self.gicv2 && bed.architecture() != Architecture::Arm {
             return Err(Error::Usage("--gicv2: boards of Arm's have a GIC; use arm64".into()));
         }
+        if self.cpu.is_some() && bed.name() == "vmx" {
+            return Err(Error::Usage("--cpu: Bochs' model goes by --pml; svm and arm64 take one".into()));
+        }
         Ok(Request {
             bed,
+            cpu: self.cpu,
             pml: self.pml,
             gicv2: self.gicv2,
             second_stage: self.npt,

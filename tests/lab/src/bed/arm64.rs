@@ -114,7 +114,8 @@ fn qemu(start: &Start, sleep: &str) -> Result<Command> {
         ]),
     };
     let gic = if request.gicv2 { 2 } else { 3 };
-    let processor = if request.second_stage { "cortex-a76" } else { "cortex-a72" };
+    let own = if request.second_stage { "cortex-a76" } else { "cortex-a72" };
+    let processor = request.cpu.as_deref().unwrap_or(own);
     command
         .args(["-M", &format!("virt,virtualization=on,gic-version={gic}"), "-cpu", processor])
         .args(["-nodefaults", "-no-reboot", "-display", "none"])

@@ -63,7 +63,7 @@ pub struct Request {
     /// The processor that is emulated.
     pub bed: Emulated,
     /// Its model, by the emulator's name; the bed's own, where none is given.
-    pub cpu: Option<&'static str>,
+    pub cpu: Option<String>,
     /// A processor with page-modification logging.
     pub pml: bool,
     /// A board with a GICv2, of which Arm's are.
@@ -127,6 +127,7 @@ impl Request {
     /// The host, as messages name it.
     pub fn label(&self) -> String {
         let mut words = vec![self.bed.label(self.second_stage, self.pml)];
+        words.extend(self.cpu.as_ref().map(|cpu| format!("-cpu {cpu}")));
         words.extend(self.parameters.iter().cloned());
         let races = if self.bed.takes_turns() { IN_TURN } else { AT_ONCE };
         words.extend((self.pace == Pace::Races).then(|| races.to_owned()));

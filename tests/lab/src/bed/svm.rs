@@ -148,7 +148,7 @@ fn qemu(start: &Start, sleep: &str) -> Result<Command> {
     command
         .args([
             "-cpu",
-            &format!("{},+svm,+npt", request.cpu.unwrap_or("EPYC")),
+            &format!("{},+svm,+npt", request.cpu.as_deref().unwrap_or("EPYC")),
             "-nodefaults",
             "-no-reboot",
             "-display",

@@ -23,6 +23,9 @@ pub struct Bench {
     /// The beds that it is for, `metal` among them, where not for all: what takes minutes on QEMU takes hours on Bochs.
     #[serde(default)]
     pub beds: Vec<String>,
+    /// The processor's model, by the emulator's name for it, where it is not the bed's own: for one bed, then.
+    #[serde(default)]
+    pub cpu: Option<String>,
     /// Module parameters of the host's kernel.
     #[serde(default)]
     pub parameters: Vec<String>,
@@ -72,6 +75,7 @@ impl Bench {
             run: run.to_owned(),
             npt,
             beds: Vec::new(),
+            cpu: None,
             parameters: Vec::new(),
             memory: two_gibibytes(),
             hugepages: 0,
@@ -133,7 +137,8 @@ impl Bench {
     /// Whether one boot can serve both.
     pub fn same_host(&self, other: &Self) -> bool {
         let host = |b: &Self| {
-            (b.bed.clone(), b.npt, b.parameters.clone(), b.memory, b.hugepages, b.multi, b.locks.is_empty())
+            let parts = (b.npt, b.memory, b.hugepages, b.multi, b.locks.is_empty());
+            (parts, b.bed.clone(), b.parameters.clone(), b.cpu.clone())
         };
         host(self) == host(other)
     }
@@ -159,6 +164,7 @@ impl Bench {
     /// Makes `request`'s host the one that this needs.
     pub fn describe_host(&self, request: &mut Request) {
         request.second_stage = self.npt;
+        request.cpu.clone_from(&self.cpu);
         request.parameters = self.parameters.clone();
         request.memory_mib = self.memory;
         request.hugepages = self.hugepages;

@@ -202,6 +202,9 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
             bench if bench.bed.is_some() || bench.planted.is_some() || bench.says.is_some() => {
                 "bed, planted and says are for [[test]]: a comparison chooses its host, and nobody wants figures of a mistake"
             }
+            bench if bench.cpu.is_some() && bench.beds.len() != 1 => {
+                "cpu is an emulator's model: `beds` has to name that one bed"
+            }
             bench if !bench.calls.is_empty() && !emulated => {
                 "calls are for emulated hosts: `beds` has to name some, and not metal"
             }
@@ -227,6 +230,7 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
             test if test.planted.as_ref().is_some_and(|name| !dir.join(planted_file(name)).is_file()) => {
                 "`planted` is a file of planted/, without its .patch"
             }
+            test if test.cpu.is_some() => "cpu is for [[bench]]: tests run on the bed's own",
             test if !test.calls.is_empty() => "calls are for [[bench]]: a test has no figures",
             test if !test.locks.is_empty() => "locks are for [[bench]]: a test has no figures",
             test if test.own_base => "own-base is for [[bench]]: tests run on the series' own base",

@@ -249,7 +249,7 @@ pub fn pair(options: &Options, tally: &mut Tally) -> Result<()> {
             let name = format!("{} with {version}", svm::BED.mode(npt));
             let mut request = for_linux(svm::BED, Request::new(HostKernel::Debian(kernel)), npt);
             request.time_limit = Duration::from_secs(60 * 60);
-            request.cpu = Some(MODELS[end]);
+            request.cpu = Some(MODELS[end].to_owned());
             request.wire = Some(Wire { ends: ends.clone(), end });
             request.env.push(("VELLUM_WIRE".into(), end.to_string()));
             hosts.push((name, request));

@@ -1,0 +1,36 @@
+#!/bin/sh
+# How long the entry of a block is invalid while the block takes the place of its table: from the TLB invalidation by which the walker begins
+# to the function that installs the block. For a host whose clock counts instructions, an emulated one:
+#
+#     cargo lab run arm64 --kernel IMAGE --hugepages 40 --file .../invalid-time.sh:/invalid-time.sh -- sh /invalid-time.sh
+set -eu
+tracing=/sys/kernel/tracing
+mount -t tracefs none $tracing 2> /dev/null || :
+cd $tracing
+echo 8192 > buffer_size_kb
+for function in __kvm_tlb_flush_vmid_ipa __kvm_tlb_flush_vmid stage2_map_walker_try_leaf kvm_arch_commit_memory_region; do
+	echo "p:stage2/$function $function" >> kprobe_events
+done
+echo 1 > events/stage2/enable
+vellum bench page-table -b 64M -s anonymous_hugetlb > /dev/null
+echo 0 > events/stage2/enable
+# What counts comes after the last change of a memslot, by which logging ends. Lines are `task-pid [cpu] flags seconds: event: (...)`.
+awk '
+	/ kvm_arch_commit_memory_region: / { blocks = all = most = 0; split("", since) }
+	/ __kvm_tlb_flush_vmid(_ipa)?: / { since[$1] = $4 + 0 }
+	/ stage2_map_walker_try_leaf: / && $1 in since {
+		took = ($4 - since[$1]) * 1e6
+		delete since[$1]
+		blocks++
+		all += took
+		if (took > most)
+			most = took
+	}
+	END {
+		if (!blocks) {
+			print "no block took the place of a table" > "/dev/stderr"
+			exit 1
+		}
+		printf "%d blocks; their entries were invalid for %.1f us each, %.1f at most\n", blocks, all / blocks, most
+	}
+' trace
