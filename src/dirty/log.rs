@@ -12,8 +12,8 @@ use crate::sys::mmap::PAGE_SIZE;
 use crate::vm::Vm;
 use crate::vm::quiesced::Quiesced;
 
-/// Pages that one `KVM_CLEAR_DIRTY_LOG` can name: a 32-bit count, a multiple of 64.
-const MOST: u64 = (u32::MAX - 63) as u64;
+/// Pages that one `KVM_CLEAR_DIRTY_LOG` can name: a 32-bit count.
+const MOST: u64 = u32::MAX as u64;
 
 /// Whether a clear of `slot` with all bits set has a part that begins in one huge page and ends on the first page of the next. KVM
 /// clears 64 pages at a time, counted from the slot's start, and Linux 5.14 and later take such a part for one that touches one huge
@@ -55,7 +55,9 @@ impl LogTracker {
             let call = "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2";
             sys::set_manual_protect(&vm.fd, bits).map_err(|source| Error::Ioctl { call, source })?;
         }
-        let chunk = chunk.unwrap_or(MOST).clamp(64, MOST) / 64 * 64;
+        // KVM clears 64 of the host's pages at least.
+        let least = 64 * sys::in_one();
+        let chunk = chunk.unwrap_or(MOST).clamp(least, MOST) / least * least;
         Ok(Self { method, chunk, vm: vm.fd.clone(), slots: Slots::new(vm, quiesced)? })
     }
 }

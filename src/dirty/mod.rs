@@ -423,7 +423,7 @@ pub trait DirtyTracker: Send {
 /// The tracker for `method` on a machine that stands still, tracking no slot yet. The VMM's own writes are logged from now on,
 /// until the tracker is dropped. For the ring, the machine must have been built with one.
 ///
-/// `chunk` is how many pages one `KVM_CLEAR_DIRTY_LOG` clears, a multiple of 64; `None` for whole slots.
+/// `chunk` is how many pages one `KVM_CLEAR_DIRTY_LOG` clears, at least and in multiples of 64 of the host's; `None` for whole slots.
 pub fn tracker(
     method: Method,
     vm: &Vm,

@@ -32,7 +32,7 @@ use crate::guests::program::{self as machine, Code, Entry, GuestPage, Privilege}
 use crate::host::kvm::create_vm;
 use crate::memory::{GuestMemory, Memory, Slot};
 use crate::payload::state;
-use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
+use crate::sys::mmap::{Mapping, PAGE_SIZE, Source, host_page};
 use crate::sys::signal;
 use crate::vm::counters::{self, Counters};
 use crate::vm::cr3_cache;
@@ -162,7 +162,8 @@ impl Guest {
         if need > room {
             return Err(Error::TablesTooLarge { need, room });
         }
-        let own = Mapping::new(need, 2 << 20, Source::Anonymous).map_err(Error::Map)?;
+        let own = Mapping::new(need.next_multiple_of(host_page()), 2 << 20, Source::Anonymous)
+            .map_err(Error::Map)?;
         own.advise(libc::MADV_DONTDUMP).map_err(Error::Map)?;
         let store =
             |offset: u64, value: u64| own.words()[offset as usize / 8].store(value, Ordering::Relaxed);

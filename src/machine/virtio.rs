@@ -214,6 +214,10 @@ impl Opened {
         if self.0.len() > most {
             return Err(Error::TooMany(self.0.len(), most));
         }
+        if codec == Codec::Pci && self.0.is_empty() {
+            // The board's tables name what takes the messages of a bus, whether anything is on it or not.
+            gsis.message().map_err(Error::Gsi)?;
+        }
         let devices = self.0.into_iter();
         let messages = |device: &Device| {
             (0..pci::vectors(&*device.device)).map(|_| gsis.message()).collect::<Result<_, _>>()

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::{Backing, MemoryConfig, short_size};
 use crate::fault::{Blame, Fault, Field};
 use crate::host::{hugepages, topology};
-use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::mmap::host_page;
 
 /// Why guest memory cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -126,7 +126,7 @@ fn raise(limited_by: &Option<PathBuf>) -> &'static str {
 pub(super) fn afford(config: MemoryConfig, host: &topology::HostMemory) -> Result<(), Error> {
     let (available, limited_by) = (host.available, host.limited_by.clone());
     let size = config.size;
-    if available == 0 || size <= available || config.backing.page_size() > PAGE_SIZE {
+    if available == 0 || size <= available || config.backing.page_size() > host_page() {
         return Ok(());
     }
     let field = match config {

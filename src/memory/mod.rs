@@ -26,7 +26,7 @@ use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, mmap::MmapRegion
 use self::plan::Space;
 use crate::host::{hugepages, topology};
 use crate::memory::write_log::WriteLog;
-use crate::sys::mmap::{self, Mapping, PAGE_SIZE, Source};
+use crate::sys::mmap::{self, Mapping, Source, host_page};
 
 /// Guest memory as devices and loaders see it.
 pub type GuestMemory = GuestMemoryMmap<WriteLog>;
@@ -53,13 +53,14 @@ impl Backing {
     pub fn page_size(self) -> u64 {
         match self {
             Self::Hugetlb(size) | Self::SharedHugetlb(size) => size,
-            _ => PAGE_SIZE,
+            _ => host_page(),
         }
     }
 
     /// The page size at which KVM can map it at best.
     pub fn best_mapping(self) -> u64 {
-        if self == Self::Thp { 2 << 20 } else { self.page_size() }
+        // What one table of the last level maps, whose entries have 8 bytes each.
+        if self == Self::Thp { host_page() * (host_page() / 8) } else { self.page_size() }
     }
 
     /// The alignment in guest-physical and host-virtual space that lets KVM use the best mapping.
@@ -325,7 +326,7 @@ fn cut(space: Space, config: MemoryConfig) -> Result<Vec<(u64, u64, u64)>, Error
         return Err(out_of_range);
     }
     // KVM_MEM_MAX_NR_PAGES (include/linux/kvm_host.h).
-    let most = ((1 << 31) - 1) * PAGE_SIZE / page;
+    let most = ((1 << 31) - 1) * host_page() / page;
     let least = pages.div_ceil(most);
     if u64::from(config.slots) < least {
         return Err(Error::LargeSlot(config.slots, least));
@@ -399,6 +400,7 @@ mod tests {
     use vm_memory::Bytes;
 
     use super::*;
+    use crate::sys::mmap::PAGE_SIZE;
 
     const GIB: u64 = 1 << 30;
     const SPACE: Space = Space(&[0..3 * GIB, 4 * GIB..1 << 40]);

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Error;
-use crate::sys::mmap::{Mapping, PAGE_SIZE};
+use crate::sys::mmap::{Mapping, PAGE_SIZE, host_page};
 
 /// One memslot.
 ///
@@ -32,7 +32,7 @@ impl Slot {
     /// The bytes `range` of `mapping` as memslot `id` at guest-physical `gpa`.
     ///
     /// # Errors
-    /// Where the range is empty or not inside the mapping, anything is not a multiple of the page size, or the addresses
+    /// Where the range is empty or not inside the mapping, anything is not a multiple of the host's page, or the addresses
     /// wrap around.
     pub fn new(id: u32, gpa: u64, mapping: &Arc<Mapping>, range: Range<u64>) -> Result<Self, Error> {
         let refused = |what| Err(Error::Slot { id, what });
@@ -43,7 +43,7 @@ impl Slot {
         if start >= end || end > mapping.len() {
             return refused("it is not inside its mapping");
         }
-        if ![gpa, start, end].into_iter().all(|at| at.is_multiple_of(PAGE_SIZE)) {
+        if ![gpa, start, end].into_iter().all(|at| at.is_multiple_of(host_page())) {
             return refused("it does not begin and end at a page");
         }
         let len = end - start;
@@ -83,12 +83,13 @@ impl Slot {
         self.len
     }
 
-    /// Its size in pages.
+    /// Its size in pages of [`PAGE_SIZE`].
     pub fn pages(&self) -> u64 {
         self.len / PAGE_SIZE
     }
 
-    /// How many words KVM's dirty bitmap of it has (`kvm_dirty_bitmap_bytes`, include/linux/kvm_host.h).
+    /// How many words a bitmap of it has, a bit a page: as many as KVM's own (`kvm_dirty_bitmap_bytes`, include/linux/kvm_host.h), or more where
+    /// the host's pages are larger.
     pub fn bitmap_words(&self) -> usize {
         self.pages().div_ceil(64) as usize
     }

@@ -16,7 +16,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::bits::Bits;
 use super::message::Waited;
 use crate::plant::{self, Mistake};
-use crate::sys::mmap::{Mapping, PAGE_SIZE};
+use crate::sys::mmap::{Mapping, PAGE_SIZE, host_page};
 use crate::sys::uffd::{Mode, Uffd};
 
 /// Of so many waits it is remembered how long they took.
@@ -225,7 +225,7 @@ impl Landing {
     /// Where the kernel does not take them.
     pub fn zero(&self, run: Range<u64>) -> Result<(), String> {
         let (offset, len) = (run.start * self.page, (run.end - run.start) * self.page);
-        let zeroed = if self.page == PAGE_SIZE {
+        let zeroed = if self.page == host_page() {
             self.uffd.zero(&self.mapping, offset, len, self.page)
         } else {
             self.uffd.copy(&self.mapping, offset, &vec![0; len as usize], self.page)

@@ -8,12 +8,13 @@ use super::fetching::{Fetching, Work};
 use super::pages::fresh;
 use super::receiver::{Demand, Done, Offer, Place, Said, Told};
 use super::threads::{Mine, Orphaned};
+use crate::memory::short_size;
 use crate::snapshot::layer::{AT_ONCE, Layers, Reader};
 use crate::snapshot::manifest::Point;
 use crate::snapshot::source::Source;
 use crate::snapshot::working_set::WorkingSet;
 use crate::snapshot::{Error, Files};
-use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::mmap::{PAGE_SIZE, host_page};
 use crate::sys::sigbus;
 
 /// How often somebody who does not want it any more is looked for, while memory is populated.
@@ -258,6 +259,16 @@ fn fetch(
 fn show(place: &Place, layers: &Layers, mappings: u64) -> Result<(), End> {
     let runs = content(place, layers);
     check(runs.len() as u64, mappings).map_err(End::Refused)?;
+    let whole = |at: u64| at.is_multiple_of(host_page());
+    let of_pages = |(at, run, _): &&(u64, Range<u64>, _)| {
+        whole(*at) && whole(run.start * PAGE_SIZE) && whole(run.end * PAGE_SIZE)
+    };
+    if let Some((_, run, _)) = runs.iter().find(|piece| !of_pages(piece)) {
+        let (start, page) = (run.start * PAGE_SIZE, short_size(host_page()));
+        return Err(End::Refused(format!(
+            "what it has at {start:#x} does not begin and end on pages of this host, which have {page}: have memory read"
+        )));
+    }
     let mut shown = Vec::with_capacity(runs.len());
     for (at, run, layer) in runs {
         let bytes = (run.end - run.start) * PAGE_SIZE;

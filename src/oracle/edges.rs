@@ -34,7 +34,7 @@ use crate::memory::{Backing, Memory, MemoryConfig, short_size};
 use crate::report::{Premise, Report};
 use crate::sandbox::{self, Mode};
 use crate::sys::dirty as sys;
-use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::mmap::{PAGE_SIZE, host_page};
 use crate::sys::signal;
 use crate::vm;
 use crate::vm::Vm;
@@ -112,7 +112,7 @@ pub fn probe() -> Result<EdgeVerdict, Error> {
         return Ok(EdgeVerdict::Untested("this KVM has no initially-all-set log"));
     }
     drop(vm);
-    let (size, base) = (6 << 20, PAGE_SIZE);
+    let (size, base) = (6 << 20, host_page());
     let config = Config {
         method: Method::InitiallySet,
         backing: Backing::Thp,

@@ -40,6 +40,9 @@
 //!   around `KVM_EXIT_DIRTY_RING_FULL` is this case;
 //! * after the log was switched on: pages written between that and the first reading; with initially-set, all.
 //!
+//! Where the host's pages are larger, KVM has a bit for each of those, and what explains the bit of one of its pages explains all of
+//! them.
+//!
 //! Reads that map a page may mark it too (KVM maps writable what it may), so guests judged here write wherever they go.
 
 use std::fmt;
@@ -48,6 +51,7 @@ use std::sync::atomic::AtomicU64;
 
 use crate::dirty::{SlotLog, scan};
 use crate::guests::stamp::Stamp;
+use crate::sys::dirty;
 use crate::sys::mmap::PAGE_SIZE;
 
 /// Whether vCPUs were in the guest during a collection.
@@ -183,12 +187,27 @@ impl Oracle {
         examined: impl Fn(usize, usize) -> bool,
         pass: impl Fn(usize) -> u64,
     ) -> LogVerdict {
+        self.judge_by(dirty::in_one(), logs, words, mode, examined, pass)
+    }
+
+    /// The same, with a bit of KVM's for `in_one` pages.
+    fn judge_by(
+        &mut self,
+        in_one: u64,
+        logs: &[SlotLog],
+        words: &[AtomicU64],
+        mode: Mode,
+        examined: impl Fn(usize, usize) -> bool,
+        pass: impl Fn(usize) -> u64,
+    ) -> LogVerdict {
         let mut verdict = LogVerdict::default();
         let collection = self.collection;
         let mut unstamped = Vec::new();
         for (index, log) in logs.iter().enumerate() {
             let (first, gfn, slot) =
                 (log.slot().offset() / PAGE_SIZE, log.slot().gpa() / PAGE_SIZE, log.slot().id());
+            // Of the host's page in hand: a page without a stamp, how many have none, and whether anything explains its bit.
+            let (mut silent, mut silents, mut explained) = (None, 0, false);
             for in_slot in 0..log.pages() {
                 let word = (in_slot / 64) as usize;
                 if !examined(index, word) {
@@ -209,9 +228,18 @@ impl Oracle {
                     verdict.lost.push(Lost { place: place(), stamp, pass, collection });
                 }
                 if bit && !changed && seen.flags == 0 {
-                    unstamped.push(place());
+                    silent = silent.or_else(|| Some(place()));
+                    silents += 1;
                 } else if bit && !changed && seen.flags == MAY {
                     verdict.explained += 1;
+                }
+                explained |= changed || seen.flags != 0;
+                if (in_slot + 1).is_multiple_of(in_one) || in_slot + 1 == log.pages() {
+                    match silent.take() {
+                        Some(_) if explained => verdict.explained += silents,
+                        silent => unstamped.extend(silent),
+                    }
+                    (silents, explained) = (0, false);
                 }
                 if changed && now.vcpu().is_some() && now.page != page {
                     verdict.misplaced.push((place(), now));
@@ -369,6 +397,25 @@ mod tests {
         assert_eq!(bench.judge(0b11, Mode::Running).unexplained.len(), 2);
         bench.oracle.allow(0..PAGES);
         assert_eq!(bench.judge(0b111111, Mode::Quiesced).explained, 6);
+    }
+
+    #[test]
+    fn a_larger_page_of_the_host_is_explained_by_one_write() {
+        let mut bench = Bench::new();
+        let judge = |bench: &mut Bench, bits| {
+            bench.log.words[0] = bits;
+            let logs = std::slice::from_ref(&bench.log);
+            bench.oracle.judge_by(4, logs, bench.ram.words(), Mode::Quiesced, |_, _| true, |_| 5)
+        };
+        bench.write(1, 1);
+        let verdict = judge(&mut bench, 0b1111);
+        assert_eq!((verdict.checked, verdict.explained, verdict.unexplained.len()), (1, 3, 0));
+        // One vCPU has one store under way: one of the host's pages, and no two.
+        assert!(judge(&mut bench, 0b11_0000).unexplained.is_empty());
+        let verdict = judge(&mut bench, 0b11_1111);
+        assert_eq!(verdict.unexplained.iter().map(|place| place.in_slot).collect::<Vec<_>>(), [0, 4]);
+        bench.write(2, 2);
+        assert_eq!(judge(&mut bench, 0).lost.len(), 1);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! KVM's dirty log: the ioctls that kvm-ioctls lacks or makes allocate, and the dirty ring's shared memory.
 //!
-//! What to call when is the trackers' business (`dirty/`).
+//! KVM's logs know the host's pages. Here they become pages of [`PAGE_SIZE`], of which a host's has [`in_one`]: all of those of one are
+//! dirty, or none. What to call when is the trackers' business (`dirty/`).
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -15,7 +16,7 @@ use kvm_bindings::{
 use kvm_ioctls::{VcpuFd, VmFd};
 use vmm_sys_util::ioctl::{ioctl, ioctl_with_mut_ref, ioctl_with_ref};
 
-use super::mmap::PAGE_SIZE;
+use super::mmap::{PAGE_SIZE, host_page};
 use super::signal;
 use numbers::*;
 
@@ -67,23 +68,80 @@ pub fn set_eager_split(vm: &VmFd, bytes: u64) -> io::Result<()> {
     vm.enable_cap(&cap).map_err(|error| io::Error::from_raw_os_error(error.errno()))
 }
 
+/// Pages of [`PAGE_SIZE`] in one of the host's: a power of two that divides 64.
+pub fn in_one() -> u64 {
+    (host_page() / PAGE_SIZE).min(64)
+}
+
+/// Makes a bit for each of the host's pages, from the start of `words`, `each` bits.
+fn spread(words: &mut [u64], each: u64) {
+    if each == 1 {
+        return;
+    }
+    let held = 64 / each;
+    // Backwards, as a word takes its bits from one that is not behind it.
+    for index in (0..words.len()).rev() {
+        let first = index as u64 * held;
+        let bits = words[(first / 64) as usize] >> (first % 64);
+        let dirty = (0..held).filter(|bit| bits >> bit & 1 == 1);
+        words[index] = dirty.fold(0, |word, bit| word | u64::MAX >> (64 - each) << (bit * each));
+    }
+}
+
+/// The host's pages of which a bit is set in `words`, of which there are `each` at most.
+fn gather(words: &[u64], each: u64) -> u64 {
+    let held = 64 / each;
+    let any = |word: u64, bit: u64| u64::from(word >> (bit * each) & (u64::MAX >> (64 - each)) != 0);
+    let of_word = |word: u64| (0..held).fold(0, |bits, bit| bits | any(word, bit) << bit);
+    words.iter().zip(0..).fold(0, |bits, (word, nth)| bits | of_word(*word) << (nth * held))
+}
+
 /// Copies the dirty bitmap of slot `id` into `words`, a bit a page; clears and protects at once unless protection is
 /// manual.
 ///
 /// # Safety
 ///
-/// KVM writes a word for each 64 pages of the slot: `words` must be as long as the slot is in KVM's eyes.
+/// KVM writes a word for each 64 pages of the slot, which are the host's: `words` must have a bit for each page of the slot as KVM has it.
 pub unsafe fn get_log(vm: &VmFd, id: u32, words: &mut [u64]) -> io::Result<()> {
     let mut log = kvm_dirty_log { slot: id, ..Default::default() };
     log.__bindgen_anon_1.dirty_bitmap = words.as_mut_ptr().cast();
     // SAFETY: the kernel writes to `words` only, which is long enough (the caller's promise).
-    result(unsafe { ioctl_with_ref(vm, KVM_GET_DIRTY_LOG(), &log) }).map(drop)
+    result(unsafe { ioctl_with_ref(vm, KVM_GET_DIRTY_LOG(), &log) })?;
+    spread(words, in_one());
+    Ok(())
 }
 
 /// Clears and protects those of the `pages` pages from `first` on whose bits are set in `words`, bit 0 being `first`.
 ///
-/// `first` is a multiple of 64; `pages` is too, or reaches the slot's end.
+/// `first` is a multiple of 64 of the host's pages; `pages` is too, or reaches the slot's end.
 pub fn clear_log(vm: &VmFd, id: u32, first: u64, pages: u32, words: &[u64]) -> io::Result<()> {
+    let each = in_one();
+    let Some(words) = words.get(..pages.div_ceil(64) as usize) else {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    };
+    if each == 1 {
+        return clear_of_host(vm, id, first, pages, words);
+    }
+    let (mut at, end) = (first / each, (first + u64::from(pages)).div_ceil(each));
+    let mut gathered = [0; GATHERED];
+    for part in words.chunks(GATHERED * each as usize) {
+        let held = part
+            .chunks(each as usize)
+            .zip(&mut gathered)
+            .map(|(words, to)| *to = gather(words, each))
+            .count();
+        let count = (end - at).min(64 * held as u64);
+        clear_of_host(vm, id, at, count as u32, &gathered[..held])?;
+        at += count;
+    }
+    Ok(())
+}
+
+/// Words of the host's pages that are cleared at once where those are not [`PAGE_SIZE`].
+const GATHERED: usize = 128;
+
+/// The same of the host's own pages.
+fn clear_of_host(vm: &VmFd, id: u32, first: u64, pages: u32, words: &[u64]) -> io::Result<()> {
     if words.len() < pages.div_ceil(64) as usize {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
@@ -156,7 +214,7 @@ impl Ring {
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_SHARED,
                 vcpu.as_raw_fd(),
-                (u64::from(KVM_DIRTY_LOG_PAGE_OFFSET) * PAGE_SIZE) as libc::off_t,
+                (u64::from(KVM_DIRTY_LOG_PAGE_OFFSET) * host_page()) as libc::off_t,
             )
         };
         match NonNull::new(address) {
@@ -167,10 +225,10 @@ impl Ring {
         }
     }
 
-    /// Hands every dirty page `(slot, page in the slot)` to `page` and marks its entry as harvested; returns how many
+    /// Hands every dirty page `(slot, page in the slot)` of [`PAGE_SIZE`] to `page` and marks its entry as harvested; returns how many
     /// entries those were. The address space is in bits 16 and up of the slot.
     pub fn harvest(&mut self, mut page: impl FnMut(u32, u64)) -> u32 {
-        let mut count = 0;
+        let (mut count, each) = (0, in_one());
         // At most once round, so that a vCPU that is faster than we are cannot keep us here.
         while count < self.len {
             // SAFETY: the length is a power of two (`Ring::map`), so the masked index lies inside the mapping.
@@ -184,7 +242,9 @@ impl Ring {
             let (slot, offset) = unsafe {
                 (AtomicU32::from_ptr(&raw mut (*entry).slot), AtomicU64::from_ptr(&raw mut (*entry).offset))
             };
-            page(slot.load(Ordering::Relaxed), offset.load(Ordering::Relaxed));
+            let (slot, first) =
+                (slot.load(Ordering::Relaxed), offset.load(Ordering::Relaxed).saturating_mul(each));
+            (0..each).for_each(|nth| page(slot, first.saturating_add(nth)));
             flags.store(HARVESTED, Ordering::Release);
             self.next = self.next.wrapping_add(1);
             count += 1;
@@ -197,5 +257,31 @@ impl Drop for Ring {
     fn drop(&mut self) {
         // SAFETY: the mapping is ours, and no reference into it outlives `harvest`.
         unsafe { libc::munmap(self.entries.as_ptr().cast(), self.len as usize * size_of::<kvm_dirty_gfn>()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_of_larger_pages_are_bits_of_all_their_pages() {
+        for each in [1, 4, 16] {
+            let pages = [0, 1, 5, 16, 17, 63, 64, 100, 127];
+            let mut words = vec![0u64; 2 * each as usize];
+            pages.iter().for_each(|page| words[page / 64] |= 1 << (page % 64));
+            spread(&mut words, each);
+            for page in 0..128 * each {
+                let dirty = words[(page / 64) as usize] >> (page % 64) & 1 == 1;
+                assert_eq!(dirty, pages.contains(&((page / each) as usize)), "{page} of {each} in one");
+            }
+            let back: Vec<u64> = words.chunks(each as usize).map(|words| gather(words, each)).collect();
+            let host = |word: usize| {
+                pages.iter().filter(|page| *page / 64 == word).fold(0, |bits, page| bits | 1 << (page % 64))
+            };
+            assert_eq!(back, [host(0), host(1)], "{each} in one");
+            // One of a page's bits is enough.
+            assert_eq!(gather(&[1 << 63], each), 1 << (64 / each - 1));
+        }
     }
 }

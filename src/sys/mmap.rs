@@ -6,10 +6,22 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::ptr::NonNull;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// The base page size of every host that Vellum runs on.
+/// The page in which memory is followed, sent and kept: the least that a host has. One of [`host_page`] has one or more of them.
 pub const PAGE_SIZE: u64 = 4096;
+
+/// The size of this host's own pages: 4 KiB, or on Arm 16 or 64 KiB as its kernel was built. What is mapped, and what the kernel is told of
+/// a part of a mapping, begins and ends on one, and KVM's logs know no smaller page.
+pub fn host_page() -> u64 {
+    static SIZE: OnceLock<u64> = OnceLock::new();
+    *SIZE.get_or_init(|| {
+        // SAFETY: takes a number only.
+        let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+        u64::try_from(size).unwrap_or(PAGE_SIZE).max(PAGE_SIZE)
+    })
+}
 
 /// What a copy of many bytes is aligned to where it should be fast.
 const CACHE_LINE: usize = 64;
@@ -50,11 +62,11 @@ fn check(result: libc::c_int) -> io::Result<()> {
 }
 
 impl Mapping {
-    /// Maps `len` bytes, readable and writable, at a multiple of `align` (a power of two, at least a page).
+    /// Maps `len` bytes, readable and writable, at a multiple of `align`, a power of two, and of the host's page.
     pub fn new(len: u64, align: u64, source: Source<'_>) -> io::Result<Self> {
         let too_big = || io::Error::from_raw_os_error(libc::ENOMEM);
         let len = usize::try_from(len).map_err(|_| too_big())?;
-        let align = usize::try_from(align).map_err(|_| too_big())?;
+        let align = usize::try_from(align.max(host_page())).map_err(|_| too_big())?;
         let (flags, fd) = match source {
             Source::Anonymous => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1),
             Source::Huge { log2 } => {
@@ -99,7 +111,7 @@ impl Mapping {
             unsafe { libc::munmap(reserved, span) };
             return Err(error);
         }
-        let end = (start + len).next_multiple_of(PAGE_SIZE as usize);
+        let end = (start + len).next_multiple_of(host_page() as usize);
         let (head, tail) = (start - reserved as usize, (reserved as usize + span).saturating_sub(end));
         // SAFETY: head and tail are the parts of our reservation outside of the mapping, which reaches to the end of a page.
         unsafe {
@@ -191,13 +203,13 @@ impl Mapping {
     }
 
     /// Shows `[from, from + len)` of `file` at `[offset, offset + len)` from now on: privately, so that a write parts a page from the file. All
-    /// are multiples of the page size.
+    /// are multiples of [`host_page`].
     ///
     /// # Errors
     /// Where the range is not inside, or the kernel refuses: for lack of mappings (vm.max_map_count) above all.
     pub fn show(&self, offset: u64, len: u64, file: &File, from: u64) -> io::Result<()> {
         let end = offset.checked_add(len).filter(|&end| end <= self.len as u64 && len > 0);
-        if end.is_none() || !(offset | len | from).is_multiple_of(PAGE_SIZE) {
+        if end.is_none() || !(offset | len | from).is_multiple_of(host_page()) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
         // SAFETY: the range lies inside our own mapping, whose place it takes with the same access. Its content changes as others may change

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use super::mmap::{Mapping, PAGE_SIZE};
+use super::mmap::{Mapping, host_page};
 
 /// The two files. Shared by threads: every access names its place.
 #[derive(Debug)]
@@ -32,12 +32,12 @@ impl PageIdle {
 
     /// The frames behind `[offset, offset + len)` of `mapping`, of those pages that are there, in rising order.
     pub fn frames(&self, mapping: &Mapping, offset: u64, len: u64) -> io::Result<Vec<u64>> {
-        let first = (mapping.as_ptr() as u64 + offset) / PAGE_SIZE;
-        let mut frames = Vec::with_capacity((len / PAGE_SIZE) as usize);
+        let first = (mapping.as_ptr() as u64 + offset) / host_page();
+        let mut frames = Vec::with_capacity((len / host_page()) as usize);
         let mut buffer = vec![0; ENTRIES * 8];
         let mut page = 0;
-        while page < len / PAGE_SIZE {
-            let count = (len / PAGE_SIZE - page).min(ENTRIES as u64);
+        while page < len / host_page() {
+            let count = (len / host_page() - page).min(ENTRIES as u64);
             let bytes = &mut buffer[..count as usize * 8];
             self.pagemap.read_exact_at(bytes, (first + page) * 8)?;
             for entry in bytes.chunks_exact(8).map(word) {

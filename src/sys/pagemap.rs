@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 
 use vmm_sys_util::ioctl::ioctl_with_mut_ref;
 
-use super::mmap::{Mapping, PAGE_SIZE};
+use super::mmap::{Mapping, PAGE_SIZE, host_page};
 
 #[allow(
     missing_docs,
@@ -86,15 +86,27 @@ impl Pagemap {
         mut found: impl FnMut(Range<u64>),
     ) -> io::Result<()> {
         let start = mapping.as_ptr() as u64 + offset;
-        match self.scan(start, pages, &mut found) {
+        let end = start + pages * PAGE_SIZE;
+        // What the kernel tells is in pages of the host, of which a part may lie outside.
+        let mut found = |there: Range<u64>| {
+            let (from, to) = (there.start.max(start), there.end.min(end));
+            if from < to {
+                found((from - start) / PAGE_SIZE..(to - start) / PAGE_SIZE);
+            }
+        };
+        let whole = start / host_page() * host_page()..end.next_multiple_of(host_page());
+        match Self::scan(&self.0, whole.clone(), &mut found) {
             // Before Linux 6.7.
-            Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => self.read(start, pages, &mut found),
+            Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
+                Self::read(&self.0, whole, &mut found)
+            }
             result => result,
         }
     }
 
-    fn scan(&self, start: u64, pages: u64, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
-        let end = start + pages * PAGE_SIZE;
+    /// The addresses in `range`, of whole pages of the host, at which something is.
+    fn scan(file: &File, range: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+        let Range { start, end } = range;
         let mut regions = [Region::default(); REGIONS];
         let mut at = start;
         while at < end {
@@ -112,10 +124,10 @@ impl Pagemap {
             };
             // SAFETY: the argument is a pm_scan_arg; the kernel writes to it, and at most `vec_len` regions to `vec`, which are
             // ours. The flags, none, change nothing of the mapping.
-            let count = unsafe { ioctl_with_mut_ref(&self.0, numbers::PAGEMAP_SCAN(), &mut scan) };
+            let count = unsafe { ioctl_with_mut_ref(file, numbers::PAGEMAP_SCAN(), &mut scan) };
             let Ok(count) = usize::try_from(count) else { return Err(io::Error::last_os_error()) };
             for region in &regions[..count.min(REGIONS)] {
-                found((region.start - start) / PAGE_SIZE..(region.end - start) / PAGE_SIZE);
+                found(region.start..region.end);
             }
             if scan.walk_end <= at {
                 return Err(io::Error::other("PAGEMAP_SCAN does not advance"));
@@ -125,19 +137,22 @@ impl Pagemap {
         Ok(())
     }
 
-    fn read(&self, start: u64, pages: u64, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+    /// The same, entry by entry.
+    fn read(file: &File, range: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+        let first = range.start / host_page();
+        let pages = range.end / host_page() - first;
         let mut buffer = vec![0; ENTRIES * 8];
         let mut page = 0;
         while page < pages {
             let count = (pages - page).min(ENTRIES as u64);
             let bytes = &mut buffer[..count as usize * 8];
-            self.0.read_exact_at(bytes, (start / PAGE_SIZE + page) * 8)?;
+            file.read_exact_at(bytes, (first + page) * 8)?;
             let (entries, _) = bytes.as_chunks::<8>();
             let there = |index: &u64| u64::from_ne_bytes(entries[*index as usize]) & THERE != 0;
             let mut at = 0;
-            while let Some(first) = (at..count).find(there) {
-                at = (first..count).find(|index| !there(index)).unwrap_or(count);
-                found(page + first..page + at);
+            while let Some(begin) = (at..count).find(there) {
+                at = (begin..count).find(|index| !there(index)).unwrap_or(count);
+                found((first + page + begin) * host_page()..(first + page + at) * host_page());
             }
             page += count;
         }
@@ -198,11 +213,17 @@ mod tests {
         let pagemap = Pagemap::open().unwrap();
         let mut expected: Vec<Range<u64>> = std::iter::once(1..4).collect();
         expected.extend((10..1900).step_by(2).map(|page| page - 4..page - 3));
+        let first = mapping.as_ptr() as u64 + 4 * PAGE_SIZE;
+        let addresses = |pages: u64| first..first + pages * PAGE_SIZE;
+        let page = |run: Range<u64>| (run.start - first) / PAGE_SIZE..(run.end - first) / PAGE_SIZE;
         let mut runs = Vec::new();
-        pagemap.read(mapping.as_ptr() as u64 + 4 * PAGE_SIZE, 1900, &mut |run| runs.push(run)).unwrap();
+        Pagemap::read(&pagemap.0, addresses(1900), &mut |run| runs.push(page(run))).unwrap();
+        assert_eq!(runs, expected);
+        runs.clear();
+        pagemap.there(&mapping, 4 * PAGE_SIZE, 1900, |run| runs.push(run)).unwrap();
         assert_eq!(runs, expected);
         let mut scanned = Vec::new();
-        match pagemap.scan(mapping.as_ptr() as u64 + 4 * PAGE_SIZE, 1996, &mut |run| scanned.push(run)) {
+        match Pagemap::scan(&pagemap.0, addresses(1996), &mut |run| scanned.push(page(run))) {
             Ok(()) => {
                 // Without the page of zeroes, which the entries cannot tell from others.
                 expected.push(1995..1996);

@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::Duration;
 
-use super::mmap::PAGE_SIZE;
+use super::mmap::host_page;
 
 /// Has the program of `command` inherit these descriptors by their numbers, and belong to no terminal: it may read and write one that it
 /// is given, whoever is in its foreground.
@@ -60,8 +60,8 @@ extern "C" fn release(
         if header.p_type != libc::PT_LOAD || header.p_flags & libc::PF_W != 0 {
             continue;
         }
-        let start = (base + header.p_vaddr) & !(PAGE_SIZE - 1);
-        let end = (base + header.p_vaddr + header.p_memsz).next_multiple_of(PAGE_SIZE);
+        let start = (base + header.p_vaddr) & !(host_page() - 1);
+        let end = (base + header.p_vaddr + header.p_memsz).next_multiple_of(host_page());
         // SAFETY: the pages of a segment that may not be written to are the file's own, and so the same when they are read again.
         // Another segment, which may be written to, begins on a page of its own. Failure does no harm.
         unsafe { libc::madvise(start as *mut libc::c_void, (end - start) as usize, libc::MADV_DONTNEED) };

@@ -11,6 +11,7 @@ use vm_memory::bitmap::{Bitmap, MS};
 use vm_memory::volatile_memory::VolatileSlice;
 
 use crate::memory::GuestMemory;
+use crate::sys::mmap::host_page;
 
 /// A stretch of guest memory.
 pub type Slice<'m> = VolatileSlice<'m, MS<'m, GuestMemory>>;
@@ -202,11 +203,11 @@ impl<'m> Slices<'m> {
 /// Gives the whole pages of `slice` back to the host: they read as zeros from now on. On backings that cannot drop
 /// single small pages (hugetlb, locked memory) they stay.
 pub fn discard(slice: &Slice<'_>) {
-    /// Every host page size is a multiple of it; the kernel refuses what is not aligned to its own.
-    const PAGE: usize = 4096;
+    // What the kernel is told of a part of a page it does to all of it, where that part begins with the page.
+    let page = host_page() as usize;
     let addr = slice.ptr_guard_mut().as_ptr();
-    let skip = addr.align_offset(PAGE);
-    let len = slice.len().saturating_sub(skip) & !(PAGE - 1);
+    let skip = addr.align_offset(page);
+    let len = slice.len().saturating_sub(skip) & !(page - 1);
     if len == 0 || slice.bitmap().log().keeps() {
         return;
     }

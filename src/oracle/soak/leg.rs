@@ -13,7 +13,7 @@ use crate::guests::{Hot, Order, Region, WriteConfig};
 use crate::memory::{Backing, Memory, MemoryConfig, Slot};
 use crate::oracle::judge::{self, Lost, Mode, Oracle, Place};
 use crate::sandbox;
-use crate::sys::mmap::PAGE_SIZE;
+use crate::sys::mmap::{PAGE_SIZE, host_page};
 use crate::vm::counters::Counters;
 use crate::vm::vcpu;
 
@@ -478,6 +478,9 @@ fn draw_cuts(rng: &mut Rng, pages: u64) -> Vec<u64> {
             _ => rng.below(pages),
         });
     }
+    // Memslots begin on a page of the host.
+    let one = host_page() / PAGE_SIZE;
+    cuts.iter_mut().for_each(|cut| *cut = *cut / one * one);
     cuts.retain(|&cut| cut < pages);
     cuts.sort_unstable();
     cuts.dedup();
