@@ -48,7 +48,15 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
     // Those of x86 have a bed of their own.
     match architecture {
         Architecture::X86 => Ok(()),
-        Architecture::Arm => linux_on_arm(&cache, bed, &kernel, options, tally),
+        Architecture::Arm => {
+            linux_on_arm(&cache, bed, &kernel, options, tally)?;
+            // Arguments name trials.
+            let needs = [kernel::PROGRAMS, kernel::CROSS_PROGRAMS].concat();
+            if options.arguments.is_empty() && setup::packages(&needs, options.setup, bed.name(), tally)? {
+                larger_pages(&cache, bed, options, tally)?;
+            }
+            Ok(())
+        }
     }
 }
 
@@ -89,28 +97,94 @@ const SHORT: [(&str, &str); 3] = [
 pub fn short(bed: Emulated, tally: &mut Tally) -> Result<()> {
     let cache = Cache::open()?;
     let kernel = Kernel::debian_for(&cache, bed.architecture(), "6.1")?;
-    let name = format!("{} {}", bed.name(), bed.mode(true));
-    eprintln!("lab: {name}: {} commands on {}", SHORT.len(), kernel.package);
-    let mut request = Request { bed, memory_mib: 1024, ..Request::new(HostKernel::Debian(kernel)) };
+    let request = Request { bed, memory_mib: 1024, ..Request::new(HostKernel::Debian(kernel)) };
+    in_turn(&cache, &format!("{} {}", bed.name(), bed.mode(true)), request, &SHORT, tally)
+}
+
+/// Hosts whose pages are not of 4 KiB: the variant of their kernel, the processor (a Cortex-A72 has none of 16 KiB), a block, how many of
+/// those are reserved, and the memory that it takes.
+const LARGER: [(&str, bool, &str, u32, u32); 3] = [
+    ("pages-16k", true, "32M", 8, 1024),
+    ("pages-64k", true, "512M", 1, 2048),
+    ("pages-64k", false, "512M", 1, 2048),
+];
+
+/// The base of their kernels: one with a dirty ring on Arm.
+const LARGER_BASE: &str = "6.12";
+
+/// What they run besides, in blocks of their own: the bits that KVM clears stand for more than a page.
+const IN_BLOCKS: [(&str, &str); 3] = [
+    (
+        "the oracle loses nothing with each tracker",
+        "vellum test dirty-log --memory 32m --events 20k --seed 2",
+    ),
+    (
+        "nor where KVM clears a part at a time",
+        "vellum test dirty-log --memory 32m --events 10k --seed 3 --clear-chunk 64 --tracker manual-protect",
+    ),
+    (
+        "nor with blocks",
+        "vellum test dirty-log --memory BLOCKS --backing hugetlb-BLOCK --events 10k --seed 4",
+    ),
+];
+
+/// [`SHORT`] and [`IN_BLOCKS`] on hosts of `bed` with [`LARGER`] pages.
+fn larger_pages(cache: &Cache, bed: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
+    let base = kernel::Base::named(LARGER_BASE)?;
+    for (variant, second_stage, block, reserved, memory_mib) in LARGER {
+        if !modes(options).contains(&second_stage) {
+            continue;
+        }
+        let name = format!("{} {} {variant}", bed.name(), bed.mode(second_stage));
+        let image = match build::build_for(cache, bed.architecture(), base, &[], Some(variant)) {
+            Ok(image) => image,
+            Err(error) => {
+                tally.stage(&name, "its kernel", Err(error));
+                continue;
+            }
+        };
+        let mut request = Request { bed, second_stage, memory_mib, ..image.host() };
+        request.parameters = vec![format!("hugepagesz={block}"), format!("hugepages={reserved}")];
+        request.time_limit = Duration::from_secs(60 * 60);
+        let size = block.to_lowercase();
+        let blocks = if reserved == 1 { size.clone() } else { "128m".to_owned() };
+        let own =
+            IN_BLOCKS.map(|(what, line)| (what, line.replace("BLOCKS", &blocks).replace("BLOCK", &size)));
+        let commands: Vec<_> =
+            SHORT.into_iter().chain(own.iter().map(|(what, line)| (*what, line.as_str()))).collect();
+        in_turn(cache, &name, request, &commands, tally)?;
+    }
+    Ok(())
+}
+
+/// Runs `commands`, each with what it shows, on the host `request`, which `name` names.
+fn in_turn(
+    cache: &Cache,
+    name: &str,
+    mut request: Request,
+    commands: &[(&str, &str)],
+    tally: &mut Tally,
+) -> Result<()> {
+    eprintln!("lab: {name}: {} commands on {}", commands.len(), request.kernel.image().display());
     request.commands =
-        SHORT.iter().map(|(_, line)| line.split_whitespace().map(str::to_owned).collect()).collect();
-    let ended = bed::run(&cache, &Programs::build_for(bed.architecture())?, &request, |_| ());
+        commands.iter().map(|(_, line)| line.split_whitespace().map(str::to_owned).collect()).collect();
+    let ended = bed::run(cache, &Programs::build_for(request.bed.architecture())?, &request, |_| ());
     let outcome = match ended {
         Ok(outcome) => outcome,
         // The host is itself under test.
         Err(error) => {
             eprintln!("lab: {name}: {error}");
-            tally.fail(&name, "the emulated host did not finish");
+            tally.fail(name, "the emulated host did not finish");
             return Ok(());
         }
     };
-    for ((what, line), ran) in SHORT.iter().zip(&outcome.ran) {
+    for ((what, line), ran) in commands.iter().zip(&outcome.ran) {
         let said = || String::from_utf8_lossy(&[ran.stdout.as_slice(), &ran.stderr].concat()).into_owned();
         let ended = match ran.exit.as_ref().map(|exit| exit.code) {
             Some(0) => Ok(()),
             code => Err(Error::Refused(format!("`{line}` ended with {}:\n{}", code.unwrap_or(-1), said()))),
         };
-        tally.stage(&name, what, ended);
+        tally.stage(name, what, ended);
     }
     Ok(())
 }
