@@ -109,7 +109,7 @@ enum What {
     /// emulated host, beside the bare boot of that kernel and the host's own files
     Speed,
     /// Hold a series to its promises: applies, checkpatch, warnings, other configurations, boots, the oracle, selftests; and its
-    /// base's stack with lockdep and KASAN
+    /// base's stack as modules, and with lockdep and KASAN
     Check {
         series: Vec<String>,
         /// This step alone, or these
@@ -245,7 +245,7 @@ enum KernelCommand {
         /// Series to apply, in the order of the base's `series` file; `all` for all of them
         #[arg(long, value_name = "SERIES", num_args = 1..)]
         with: Vec<String>,
-        /// A configuration on top: debug, lock-stat, preempt, of Arm's pages-16k, pages-64k
+        /// A configuration on top: debug, lock-stat, modules, preempt, of Arm's pages-16k, pages-64k
         #[arg(long)]
         variant: Option<String>,
         /// What it is for [default: x86, or arm64 where all its series change files of arm64 alone]

@@ -20,15 +20,15 @@ use crate::{Error, Result, artifacts, doctor, tool};
 /// Two versions of gcc would be two experiments.
 pub const COMPILER: &str = "gcc-12";
 
-/// What can be put on top of a base's configuration. Some bases lack some of it ([`Config::known`]), and some are to
-/// compile alone: no emulated host boots 32 bits, has the graphics of `gvt`, or is given the modules of `modules`.
+/// What can be put on top of a base's configuration. Some bases lack some of it ([`Config::known`]), and `i386` and `gvt` are to
+/// compile alone: no emulated host boots the one, nor has the graphics of the other.
 pub const VARIANTS: [&str; 10] =
     [DEBUG, "lock-stat", MODULES, "preempt", "werror", "i386", "gvt", "pages-16k", "pages-64k", GUEST];
 
 /// The variant whose kernel checks itself: lockdep, KASAN, sleeping in atomic context.
 pub const DEBUG: &str = "debug";
 
-/// The variant whose KVM is modules.
+/// The variant whose KVM is modules, which an emulated host loads.
 pub const MODULES: &str = "modules";
 
 /// The variant that is a guest, whose modules are built beside it: [`Image::tree`].
@@ -41,7 +41,7 @@ pub struct Image {
     pub label: String,
     /// What it is for.
     pub architecture: Architecture,
-    /// Holds `bzImage` (on Arm: `Image`), `vmlinux`, `config` and `label`.
+    /// Holds `bzImage` (on Arm: `Image`), `vmlinux`, `config`, `label` and, of the variant [`MODULES`], `modules`.
     pub dir: PathBuf,
     /// `5.10.223-1/pte-list-desc-KEY`: what is found out about it is kept under that name.
     pub name: String,
@@ -206,10 +206,15 @@ pub fn build_for(
         let objects = config.objects(&tree)?;
         configure(&tree, &config, &objects)?;
         let image = target(architecture);
-        let targets = if variant == Some(GUEST) { vec![image, "modules"] } else { vec![image] };
+        let modules = matches!(variant, Some(GUEST | MODULES)).then_some("modules");
+        let targets: Vec<&str> = [image].into_iter().chain(modules).collect();
         make(&tree, architecture, &objects, &targets, &label)?;
         keep(&objects, architecture, out, &label)?;
-        if variant == Some(GUEST) { keep_tree(&objects, &out.join("tree")) } else { Ok(()) }
+        match variant {
+            Some(GUEST) => keep_tree(&objects, &out.join("tree")),
+            Some(MODULES) => keep_modules(&objects, &out.join("modules")),
+            _ => Ok(()),
+        }
     })?;
     Ok(Image { label, architecture, dir, name: format!("{}/{name}", tree.package.version) })
 }
@@ -378,6 +383,19 @@ fn keep(objects: &Path, architecture: Architecture, out: &Path, label: &str) -> 
         fs::copy(&from, out.join(to)).map_err(Error::file("copy", &from))?;
     }
     fs::write(out.join("label"), label).map_err(Error::file("write", out.join("label")))
+}
+
+/// Keeps the modules that make lists in modules.order, as `kernel/…/NAME.ko` up to 6.1 and as `…/NAME.o` since.
+fn keep_modules(objects: &Path, to: &Path) -> Result<()> {
+    let order = objects.join("modules.order");
+    let text = fs::read_to_string(&order).map_err(Error::file("read", &order))?;
+    fs::create_dir_all(to).map_err(Error::file("create", to))?;
+    for line in text.lines() {
+        let from = objects.join(line.strip_prefix("kernel/").unwrap_or(line)).with_extension("ko");
+        let to = to.join(from.file_name().unwrap_or_default());
+        fs::copy(&from, &to).map_err(Error::file("copy", &from))?;
+    }
+    Ok(())
 }
 
 /// Keeps the kernel with its configuration and modules where they are below the object directory.

@@ -15,10 +15,11 @@ use super::build::{self, Image};
 use super::complaints::complaints;
 use super::objects;
 use super::selftests::{self, Results};
-use super::series::{self, Series};
+use super::series::{self, Bench, Series};
 use super::tree::Tree;
 use vellum::report::{Case, Report, Status};
 
+use crate::architecture::Architecture;
 use crate::artifacts::Programs;
 use crate::bed::{HostKernel, Request};
 use crate::cache::Cache;
@@ -45,6 +46,8 @@ pub enum Step {
     Boots,
     /// The kernel's own end as they did before.
     Selftests,
+    /// Its base's whole stack as modules, which are loaded, unloaded and loaded again.
+    Modules,
     /// Its base's whole stack with lockdep and KASAN.
     Lockdep,
 }
@@ -61,6 +64,7 @@ impl Step {
             Self::UserSpace => "in user space",
             Self::Boots => "boots",
             Self::Selftests => "selftests",
+            Self::Modules => "modules",
             Self::Lockdep => "lockdep",
         }
     }
@@ -69,7 +73,18 @@ impl Step {
 impl ValueEnum for Step {
     fn value_variants<'a>() -> &'a [Self] {
         use Step::*;
-        &[Applies, Checkpatch, Warnings, Configurations, Architectures, UserSpace, Boots, Selftests, Lockdep]
+        &[
+            Applies,
+            Checkpatch,
+            Warnings,
+            Configurations,
+            Architectures,
+            UserSpace,
+            Boots,
+            Selftests,
+            Modules,
+            Lockdep,
+        ]
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
@@ -117,8 +132,20 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
             let before = build::build_for(cache, series.architecture()?, series.base, &[], None)?;
             selftests_alike(cache, tree, &series.patches, &hosts(series), &before, &build(None)?)
         }
+        // Kernels of the whole stack serve each of its series, and one that checks itself takes the longest to build and to run.
+        Step::Modules if series.architecture()? == Architecture::Arm => {
+            report(&series.name, "KVM is no module on Arm");
+            Ok(())
+        }
+        Step::Modules => {
+            let image = build::build(cache, series.base, &stack_of(series.base)?, Some(build::MODULES))?;
+            let loads = hosts(series).into_iter().map(|(npt, parameters)| Bench {
+                parameters,
+                ..Bench::plain("sh /tools/reload-kvm.sh", npt)
+            });
+            boots::once_each(cache, &image, &loads.collect::<Vec<_>>())
+        }
         Step::Lockdep => {
-            // A kernel that checks itself takes the longest to build and to run. One with the whole stack serves each series.
             let (arch, stack) = (series.architecture()?, stack_of(series.base)?);
             let image = build::build_for(cache, arch, series.base, &stack, Some(build::DEBUG))?;
             boots::once_each(cache, &image, &stack, &sound(series))?;
