@@ -251,7 +251,8 @@ fn one(report: &mut Report, config: &Config, index: Option<&str>, first: bool) -
         },
     })?;
     let disable = logging(&guest, 0)?;
-    // More than one a page of the backing's size, where vCPUs meet mappings that others are about to rebuild.
+    // More than one a page of the backing's size, where vCPUs meet mappings that others are about to rebuild; and what the host
+    // interrupts is an exit too.
     let exits = || counted.now().get("exits").copied();
     let before = exits();
     let adjust = stage(&guest, |_| Plan::every(PAGE_SIZE, bytes, false))?;

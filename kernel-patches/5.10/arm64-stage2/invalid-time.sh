@@ -1,14 +1,16 @@
 #!/bin/sh
 # How long the entry of a block is invalid while the block takes the place of its table: from the TLB invalidation by which the walker begins
-# to the call that installs the block. For a host whose clock counts instructions, an emulated one:
+# to the call that installs the block; and how many faults vCPUs take while all blocks come back, of which one a block is due. The first is
+# for a host whose clock counts instructions, the second for one whose CPUs run at once:
 #
-#     cargo lab run arm64 --kernel IMAGE --hugepages 40 --file .../invalid-time.sh:/invalid-time.sh -- sh /invalid-time.sh
+#     cargo lab run arm64 --kernel IMAGE --hugepages 40 --file .../invalid-time.sh:/invalid-time.sh -- sh /invalid-time.sh 64M 1
+#     cargo lab run arm64 --kernel IMAGE --multi --memory 4096 --hugepages 1088 --file … -- sh /invalid-time.sh 2G 4
 set -eu
 tracing=/sys/kernel/tracing
 mount -t tracefs none $tracing 2> /dev/null || :
 cd $tracing
 echo 8192 > buffer_size_kb
-for function in __kvm_tlb_flush_vmid_ipa __kvm_tlb_flush_vmid kvm_arch_commit_memory_region; do
+for function in __kvm_tlb_flush_vmid_ipa __kvm_tlb_flush_vmid kvm_arch_commit_memory_region kvm_handle_guest_abort; do
 	echo "p:stage2/$function $function" >> kprobe_events
 done
 if grep -q ' stage2_map_walker_try_leaf$' /proc/kallsyms; then
@@ -20,11 +22,12 @@ else
 fi
 echo 1 > events/stage2/enable
 # So little work leaves the host idle for a part of the time, for which vellum refuses its own figures.
-vellum bench page-table -b 64M -s anonymous_hugetlb > /dev/null || :
+vellum bench page-table -b "$1" -v "$2" -s anonymous_hugetlb > /dev/null || :
 echo 0 > events/stage2/enable
 # What counts comes after the last change of a memslot, by which logging ends. Lines are `task-pid [cpu] flags seconds: event: (...)`.
 awk '
-	/ kvm_arch_commit_memory_region: / { blocks = all = most = 0; split("", since) }
+	/ kvm_arch_commit_memory_region: / { faults = blocks = all = most = 0; split("", since) }
+	/ kvm_handle_guest_abort: / { faults++ }
 	/ __kvm_tlb_flush_vmid(_ipa)?: / { since[$1] = $4 + 0 }
 	/^ *vcpu.* install: / && $1 in since {
 		took = ($4 - since[$1]) * 1e6
@@ -39,6 +42,7 @@ awk '
 			print "no block took the place of a table" > "/dev/stderr"
 			exit 1
 		}
-		printf "%d blocks; their entries were invalid for %.1f us each, %.1f at most\n", blocks, all / blocks, most
+		printf "%d blocks, %d faults; ", blocks, faults
+		printf "entries were invalid for %.1f us each, %.1f at most\n", all / blocks, most
 	}
 ' trace

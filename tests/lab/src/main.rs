@@ -285,9 +285,12 @@ struct Host {
     /// The host's memory in MiB
     #[arg(long, value_name = "MIB", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(128..=65536))]
     memory: u32,
-    /// 2 MiB pages that the host reserves at boot
+    /// Huge pages that the host reserves at boot
     #[arg(long, value_name = "N", default_value_t = 0)]
     hugepages: u32,
+    /// Their size: 2M, 1G, on Arm 32M or 512M where the host's own pages have 16 or 64 KiB
+    #[arg(long, value_name = "SIZE", default_value = "2M")]
+    hugepage_size: String,
     /// A module parameter: kvm.eager_page_split=N
     #[arg(long, value_name = "MODULE.NAME=VALUE")]
     param: Vec<String>,
@@ -354,6 +357,7 @@ impl Host {
             pace,
             memory_mib: self.memory,
             hugepages: self.hugepages,
+            hugepage_size: self.hugepage_size,
             parameters: self.param,
             files: self.file,
             time_limit: Duration::from_secs(self.time_limit),

@@ -22,7 +22,7 @@ use clap::builder::PossibleValue;
 use crate::architecture::Architecture;
 use crate::cache::Cache;
 use crate::{Error, Result};
-pub use request::{AT_ONCE, HostKernel, Pace, Request, Wire};
+pub use request::{AT_ONCE, HUGEPAGE, HostKernel, Pace, Request, Wire};
 pub use run::{Outcome, Ran, run, shell};
 
 /// Every emulated host. The first is the one that is meant where none is named.

@@ -57,6 +57,9 @@ impl Wire {
     }
 }
 
+/// The size of huge pages where none is named.
+pub const HUGEPAGE: &str = "2M";
+
 /// What is asked of an emulated host.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -76,8 +79,10 @@ pub struct Request {
     pub pace: Pace,
     /// Its memory in MiB.
     pub memory_mib: u32,
-    /// 2 MiB pages reserved at boot.
+    /// Huge pages reserved at boot.
     pub hugepages: u32,
+    /// Their size, as the kernel's command line has it: 2M, 1G, of Arm's 32M and 512M.
+    pub hugepage_size: String,
     /// Module parameters beyond the second stage's: `kvm.eager_page_split=N`.
     pub parameters: Vec<String>,
     /// A network to another host, as its eth0.
@@ -112,6 +117,7 @@ impl Request {
             pace: Pace::Counted,
             memory_mib: 2048,
             hugepages: 0,
+            hugepage_size: HUGEPAGE.to_owned(),
             parameters: Vec::new(),
             wire: None,
             root: None,
@@ -155,7 +161,7 @@ impl Request {
             line.push_str(&parameter);
         }
         if self.hugepages > 0 {
-            line.push_str(&format!(" hugepagesz=2M hugepages={}", self.hugepages));
+            line.push_str(&format!(" hugepagesz={} hugepages={}", self.hugepage_size, self.hugepages));
         }
         line
     }

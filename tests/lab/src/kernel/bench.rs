@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::build::Image;
 use super::series::directory;
-use crate::bed::{BEDS, Emulated, Pace, Request};
+use crate::bed::{BEDS, Emulated, HUGEPAGE, Pace, Request};
 use crate::{Error, Result};
 
 /// A command inside an emulated host.
@@ -32,9 +32,12 @@ pub struct Bench {
     /// The host's memory in MiB.
     #[serde(default = "two_gibibytes")]
     pub memory: u32,
-    /// 2 MiB pages that the host reserves.
+    /// Huge pages that the host reserves.
     #[serde(default)]
     pub hugepages: u32,
+    /// Their size, as the kernel's command line has it.
+    #[serde(default = "two_mebibytes")]
+    pub hugepage_size: String,
     /// Two CPUs that run at once, for races: such a host's clock counts no instructions, so a benchmark on it has to name
     /// `locks` or `calls`.
     #[serde(default)]
@@ -79,6 +82,7 @@ impl Bench {
             parameters: Vec::new(),
             memory: two_gibibytes(),
             hugepages: 0,
+            hugepage_size: two_mebibytes(),
             multi: false,
             locks: Vec::new(),
             calls: Vec::new(),
@@ -138,7 +142,7 @@ impl Bench {
     pub fn same_host(&self, other: &Self) -> bool {
         let host = |b: &Self| {
             let parts = (b.npt, b.memory, b.hugepages, b.multi, b.locks.is_empty());
-            (parts, b.bed.clone(), b.parameters.clone(), b.cpu.clone())
+            (parts, b.bed.clone(), b.parameters.clone(), b.cpu.clone(), b.hugepage_size.clone())
         };
         host(self) == host(other)
     }
@@ -168,6 +172,7 @@ impl Bench {
         request.parameters = self.parameters.clone();
         request.memory_mib = self.memory;
         request.hugepages = self.hugepages;
+        request.hugepage_size.clone_from(&self.hugepage_size);
         request.pace = self.pace();
         if let Some(bed) = BEDS.iter().find(|bed| self.bed.as_deref() == Some(bed.name())) {
             request.bed = *bed;
@@ -200,6 +205,10 @@ pub fn by_host<'a>(benches: &[&'a Bench]) -> Vec<Vec<&'a Bench>> {
 
 fn on() -> bool {
     true
+}
+
+fn two_mebibytes() -> String {
+    HUGEPAGE.to_owned()
 }
 
 fn two_gibibytes() -> u32 {

@@ -144,7 +144,7 @@ fn larger_pages(cache: &Cache, bed: Emulated, options: &Options, tally: &mut Tal
             }
         };
         let mut request = Request { bed, second_stage, memory_mib, ..image.host() };
-        request.parameters = vec![format!("hugepagesz={block}"), format!("hugepages={reserved}")];
+        (request.hugepages, request.hugepage_size) = (reserved, block.to_owned());
         request.time_limit = Duration::from_secs(60 * 60);
         let size = block.to_lowercase();
         let blocks = if reserved == 1 { size.clone() } else { "128m".to_owned() };
