@@ -105,8 +105,8 @@ pub fn short(bed: Emulated, tally: &mut Tally) -> Result<()> {
 /// those are reserved, and the memory that it takes.
 const LARGER: [(&str, bool, &str, u32, u32); 3] = [
     ("pages-16k", true, "32M", 8, 1024),
-    ("pages-64k", true, "512M", 1, 2048),
-    ("pages-64k", false, "512M", 1, 2048),
+    ("pages-64k", true, "512M", 2, 4096),
+    ("pages-64k", false, "512M", 2, 4096),
 ];
 
 /// The base of their kernels: one with a dirty ring on Arm.
@@ -147,9 +147,9 @@ fn larger_pages(cache: &Cache, bed: Emulated, options: &Options, tally: &mut Tal
         (request.hugepages, request.hugepage_size) = (reserved, block.to_owned());
         request.time_limit = Duration::from_secs(60 * 60);
         let size = block.to_lowercase();
-        let blocks = if reserved == 1 { size.clone() } else { "128m".to_owned() };
+        let blocks = if block == "512M" { "512m" } else { "128m" };
         let own =
-            IN_BLOCKS.map(|(what, line)| (what, line.replace("BLOCKS", &blocks).replace("BLOCK", &size)));
+            IN_BLOCKS.map(|(what, line)| (what, line.replace("BLOCKS", blocks).replace("BLOCK", &size)));
         let commands: Vec<_> =
             SHORT.into_iter().chain(own.iter().map(|(what, line)| (*what, line.as_str()))).collect();
         in_turn(cache, &name, request, &commands, tally)?;
