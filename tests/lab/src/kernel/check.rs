@@ -15,7 +15,7 @@ use super::build::{self, Image};
 use super::complaints::complaints;
 use super::objects;
 use super::selftests::{self, Results};
-use super::series::{self, Bench, Series};
+use super::series::{self, Series};
 use super::tree::Tree;
 use vellum::report::{Case, Report, Status};
 
@@ -138,12 +138,13 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
             Ok(())
         }
         Step::Modules => {
-            let image = build::build(cache, series.base, &stack_of(series.base)?, Some(build::MODULES))?;
+            let stack = stack_of(series.base)?;
+            let image = build::build(cache, series.base, &stack, Some(build::MODULES))?;
             let loads = hosts(series).into_iter().map(|(npt, parameters)| Bench {
                 parameters,
                 ..Bench::plain("sh /tools/reload-kvm.sh", npt)
             });
-            boots::once_each(cache, &image, &loads.collect::<Vec<_>>())
+            boots::once_each(cache, &image, &stack, &loads.collect::<Vec<_>>())
         }
         Step::Lockdep => {
             let (arch, stack) = (series.architecture()?, stack_of(series.base)?);

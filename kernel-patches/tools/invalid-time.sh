@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: GPL-2.0-only
 # How long the entry of a block is invalid while the block takes the place of its table: from the TLB invalidation by which the walker begins
 # to the call that installs the block; and how many faults vCPUs take while all blocks come back, of which one a block is due. The first is
 # for a host whose clock counts instructions, the second for one whose CPUs run at once:
