@@ -229,9 +229,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
                 }
                 let host = |npt| {
                     let (name, request) = on_a_disk(&kernel, npt, &root, &packages);
-                    // On shadow paging it boots for longer than a trial may take on a busy machine.
-                    let disks = if npt { disks.clone() } else { Vec::new() };
-                    (name, Request { disks, ..request })
+                    (name, Request { disks: disks.clone(), ..request })
                 };
                 hosts.extend(modes(options).into_iter().map(host));
             }
