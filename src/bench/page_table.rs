@@ -29,7 +29,7 @@ use crate::guests::touch::{Access, Plan};
 use crate::host::hugepages;
 use crate::memory::{Backing, Memory, MemoryConfig, short_size};
 use crate::report::{Label, Premise, Report};
-use crate::sys::mmap::{Mapping, PAGE_SIZE};
+use crate::sys::mmap::{Mapping, PAGE_SIZE, host_page};
 use crate::sys::uffd::{BATCH, Mode, Uffd};
 use crate::vm;
 
@@ -239,9 +239,9 @@ fn one(report: &mut Report, config: &Config, index: Option<&str>, first: bool) -
     let executes =
         |_| Plan { offset: INSTRUCTION, access: Access::Execute, ..Plan::every(page, bytes, false) };
     let execute = config.execute.then(|| stage(&guest, executes)).transpose()?;
-    let update = stage(&guest, |_| match page {
-        PAGE_SIZE => Plan::every(PAGE_SIZE, bytes, true),
-        _ => Plan {
+    let update = stage(&guest, |_| match page == host_page() {
+        true => Plan::every(page, bytes, true),
+        false => Plan {
             blocks: bytes / page,
             block: page,
             first: true,

@@ -112,7 +112,10 @@ pub fn probe() -> Result<EdgeVerdict, Error> {
         return Ok(EdgeVerdict::Untested("this KVM has no initially-all-set log"));
     }
     drop(vm);
-    let (size, base) = (6 << 20, host_page());
+    if host_page() != PAGE_SIZE {
+        return Ok(EdgeVerdict::Untested("this host's pages are larger than 4 KiB"));
+    }
+    let (size, base) = (6 << 20, PAGE_SIZE);
     let config = Config {
         method: Method::InitiallySet,
         backing: Backing::Thp,

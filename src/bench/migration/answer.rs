@@ -13,11 +13,10 @@ use std::time::{Duration, Instant};
 
 use crate::migration::pace::Pace;
 use crate::sys::clock;
-use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
+use crate::sys::mmap::{Mapping, Source, host_page};
 use crate::sys::poll::Poll;
 use crate::sys::uffd::{BATCH, Mode, Uffd};
 
-const PAGE: usize = PAGE_SIZE as usize;
 /// Pages that are waited for.
 const FAULTS: u64 = 2000;
 /// What comes in at once, and into how much memory, over and over again.
@@ -59,7 +58,7 @@ fn stream<'scope>(
 
 /// Puts what comes into memory that has nothing there, until the other end is closed or `lasts` is over; how many bytes these were.
 fn take(mut from: UnixStream, lasts: Option<Duration>) -> io::Result<u64> {
-    let (uffd, room) = (Uffd::new(Mode::Missing)?, Mapping::new(ROOM, PAGE_SIZE, Source::Anonymous)?);
+    let (uffd, room) = (Uffd::new(Mode::Missing)?, Mapping::new(ROOM, host_page(), Source::Anonymous)?);
     uffd.register(&room, 0, ROOM, Mode::Missing)?;
     let (mut block, mut bytes, began) = (vec![0; BLOCK], 0, Instant::now());
     while lasts.is_none_or(|lasts| began.elapsed() < lasts) {
@@ -70,7 +69,7 @@ fn take(mut from: UnixStream, lasts: Option<Duration>) -> io::Result<u64> {
         if at == 0 {
             room.advise_range(0, ROOM, libc::MADV_DONTNEED)?;
         }
-        uffd.copy(&room, at, &block, PAGE_SIZE)?;
+        uffd.copy(&room, at, &block, host_page())?;
         bytes += BLOCK as u64;
     }
     Ok(bytes)
@@ -90,7 +89,8 @@ fn speed() -> io::Result<f64> {
 
 /// Answers each fault on `memory` by asking at `link`; how long each took.
 fn answers(uffd: &Uffd, memory: &Mapping, mut link: UnixStream) -> io::Result<Vec<f64>> {
-    let (mut each, mut faults, mut page) = (Vec::with_capacity(FAULTS as usize), [(0, 0); BATCH], [0; PAGE]);
+    let (mut each, mut faults) = (Vec::with_capacity(FAULTS as usize), [(0, 0); BATCH]);
+    let mut page = vec![0; host_page() as usize];
     while (each.len() as u64) < FAULTS {
         let mut poll = Poll::default();
         poll.readable(uffd.descriptor());
@@ -100,8 +100,8 @@ fn answers(uffd: &Uffd, memory: &Mapping, mut link: UnixStream) -> io::Result<Ve
             let since = Instant::now();
             link.write_all(&[0; ASKING])?;
             link.read_exact(&mut page)?;
-            let offset = (address - memory.as_ptr() as u64) / PAGE_SIZE * PAGE_SIZE;
-            uffd.copy(memory, offset, &page, PAGE_SIZE)?;
+            let offset = (address - memory.as_ptr() as u64) / host_page() * host_page();
+            uffd.copy(memory, offset, &page, host_page())?;
             each.push(since.elapsed().as_secs_f64());
         }
     }
@@ -113,19 +113,19 @@ pub(super) fn measure() -> io::Result<Answer> {
     let speed = speed()?;
     let over = AtomicBool::new(false);
     let uffd = Uffd::new(Mode::Missing)?;
-    let memory = Arc::new(Mapping::new(FAULTS * PAGE_SIZE, PAGE_SIZE, Source::Anonymous)?);
+    let memory = Arc::new(Mapping::new(FAULTS * host_page(), host_page(), Source::Anonymous)?);
     uffd.register(&memory, 0, memory.len(), Mode::Missing)?;
     let each = std::thread::scope(|scope| {
         let beside = stream(scope, Some((speed / 2.0) as u64), &over)?;
         scope.spawn(move || take(beside, None));
         let (mut serves, link) = UnixStream::pair()?;
         scope.spawn(move || {
-            let (mut asked, page) = ([0; ASKING], [1; PAGE]);
+            let (mut asked, page) = ([0; ASKING], vec![1; host_page() as usize]);
             while serves.read_exact(&mut asked).is_ok() && serves.write_all(&page).is_ok() {}
         });
         let touched = memory.clone();
         scope.spawn(move || {
-            let words = PAGE / 8;
+            let words = host_page() as usize / 8;
             touched.words().iter().step_by(words).for_each(|word| word.store(1, Ordering::Relaxed));
         });
         let each = answers(&uffd, &memory, link);

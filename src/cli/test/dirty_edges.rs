@@ -9,10 +9,11 @@ use crate::cli::{Failure, Flags, args, keyvalue};
 use crate::dirty::Method;
 use crate::fault::Field;
 use crate::guests::guest;
-use crate::memory::Backing;
+use crate::memory::{Backing, short_size};
 use crate::oracle::edges::{self, Mind};
 use crate::oracle::soak;
 use crate::sandbox::Mode;
+use crate::sys::mmap::{PAGE_SIZE, host_page};
 use crate::sys::signal;
 use crate::vm::lifecycle::{self, Exit};
 
@@ -33,9 +34,9 @@ pub(super) struct DirtyEdgesArgs {
     #[arg(short = 'b', long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20), default_value = "8m")]
     memory: u64,
 
-    /// Where it starts, guest-physical; host addresses are congruent modulo 2 MiB
-    #[arg(long, value_name = "ADDRESS", value_parser = address, default_value = "0x40001000")]
-    slot_base: u64,
+    /// Where it starts, guest-physical; host addresses are congruent modulo 2 MiB [default: 0x40001000]
+    #[arg(long, value_name = "ADDRESS", value_parser = address)]
+    slot_base: Option<u64>,
 
     /// Revoke KVM_DIRTY_LOG_INITIALLY_SET between switching the log on and clearing it
     #[arg(long)]
@@ -70,6 +71,13 @@ Examples:
 
 /// Does what was asked.
 pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
+    if host_page() != PAGE_SIZE {
+        let page = short_size(host_page());
+        return Err(Failure::usage(format!(
+            "test dirty-edges looks where 64 pages of 4k end on a huge one, and this host has pages of {page}; vellum test dirty-log would work"
+        )));
+    }
+    let slot_base = args.slot_base.unwrap_or(0x4000_1000);
     let method = args.tracker.method;
     if method == Method::Bitmap {
         return Err(Failure::usage(
@@ -90,15 +98,15 @@ pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
         let flag = if args.revoke { "--revoke" } else { "--race" };
         return Err(Failure::usage(format!("{flag}: only --tracker initially-set has something to revoke")));
     }
-    if args.slot_base + args.memory > soak::MOST {
-        let most = (soak::MOST - args.slot_base) >> 20;
+    if slot_base + args.memory > soak::MOST {
+        let most = (soak::MOST - slot_base) >> 20;
         return Err(Failure::usage(format!("--memory: at most {most}m fits below the gap at 3g here")));
     }
     let config = edges::Config {
         method,
         backing: args.backing,
         size: args.memory,
-        base: args.slot_base,
+        base: slot_base,
         mind,
         sandbox: args.sandbox,
     };

@@ -17,6 +17,7 @@ use crate::oracle::soak::{self, LeftOut};
 use crate::report::Report;
 use crate::sandbox;
 use crate::session::progress::bar;
+use crate::sys::mmap::host_page;
 use crate::sys::signal;
 use crate::vm::lifecycle::{self, Exit};
 
@@ -121,8 +122,15 @@ fn lose(text: &str) -> Result<u64, String> {
 pub(super) fn address(text: &str) -> Result<u64, String> {
     keyvalue::address(text)
         .ok()
-        .filter(|address| address.is_multiple_of(4096) && *address < soak::MOST)
-        .ok_or_else(|| format!("no multiple of 4096 below {:#x}, as in 0x40001000", soak::MOST))
+        .filter(|address| address.is_multiple_of(host_page()) && *address < soak::MOST)
+        .ok_or_else(|| {
+            format!(
+                "no multiple of {0} below {1:#x}, as in {2:#x}",
+                host_page(),
+                soak::MOST,
+                (1 << 30) + host_page()
+            )
+        })
 }
 
 /// Does what was asked.
