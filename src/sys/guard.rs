@@ -91,7 +91,6 @@ fn watch(process: libc::c_int, names: &[Name], naming: Option<&Naming>) -> ! {
         let mut all: libc::sigset_t = std::mem::zeroed();
         libc::sigfillset(&mut all);
         libc::sigprocmask(libc::SIG_SETMASK, &all, std::ptr::null_mut());
-        libc::prctl(libc::PR_SET_NAME, c"vellum-guard".as_ptr());
         libc::setsid();
         libc::dup2(process, PROCESS);
         let kept = match naming {
@@ -102,6 +101,8 @@ fn watch(process: libc::c_int, names: &[Name], naming: Option<&Naming>) -> ! {
             }
         };
         libc::syscall(libc::SYS_close_range, kept + 1, u32::MAX, 0);
+        // Last: until here it holds the machine's sockets, which another machine of that name would take for live ones.
+        libc::prctl(libc::PR_SET_NAME, c"vellum-guard".as_ptr());
     }
     let wait_for = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     // The kernel passes over a negative one.
