@@ -13,7 +13,8 @@ use crate::guests::{Hot, Order, Region, WriteConfig};
 use crate::memory::{Backing, Memory, MemoryConfig, Slot};
 use crate::oracle::judge::{self, Lost, Mode, Oracle, Place};
 use crate::sandbox;
-use crate::sys::mmap::{PAGE_SIZE, host_page};
+use crate::sys::dirty::in_one;
+use crate::sys::mmap::PAGE_SIZE;
 use crate::vm::counters::Counters;
 use crate::vm::vcpu;
 
@@ -479,8 +480,7 @@ fn draw_cuts(rng: &mut Rng, pages: u64) -> Vec<u64> {
         });
     }
     // Memslots begin on a page of the host.
-    let one = host_page() / PAGE_SIZE;
-    cuts.iter_mut().for_each(|cut| *cut = *cut / one * one);
+    cuts.iter_mut().for_each(|cut| *cut = *cut / in_one() * in_one());
     cuts.retain(|&cut| cut < pages);
     cuts.sort_unstable();
     cuts.dedup();
