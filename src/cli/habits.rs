@@ -2,7 +2,7 @@
 //! `-kernel` of QEMU is `-k ernel` to whoever reads short flags.
 
 /// Another program's flag, and the words for it here.
-const FLAGS: [(&str, &str); 37] = [
+const FLAGS: [(&str, &str); 46] = [
     // QEMU's
     ("-accel", "leave it out: Vellum always uses KVM"),
     ("-append", "--cmdline TEXT"),
@@ -14,6 +14,8 @@ const FLAGS: [(&str, &str); 37] = [
     ("-display", "leave it out: there is no display"),
     ("-drive", "--disk PATH"),
     ("-enable-kvm", "leave it out: Vellum always uses KVM"),
+    ("-fsdev", "--share DIR[:TAG]"),
+    ("-gdb", "--gdb SOCK[,wait]"),
     ("-hda", "--disk PATH"),
     ("-initrd", "--initrd FILE"),
     ("-kernel", "--kernel FILE"),
@@ -30,18 +32,26 @@ const FLAGS: [(&str, &str); 37] = [
     ("-qmp", "--name NAME, and then vellum ctl NAME"),
     ("-serial", "--serial WHERE"),
     ("-smp", "--cpus N"),
+    ("-virtfs", "--share DIR[:TAG]"),
     ("--append", "--cmdline TEXT"),
     ("--smp", "--cpus N"),
     // kvmtool's
     ("--hugetlbfs", "--memory SIZE,backing=hugetlb-2m"),
     ("--mem", "--memory SIZE"),
-    ("--9p", "leave it out: there are no shared directories"),
+    ("--9p", "--share DIR[:TAG]"),
     ("--tty", "--serial pty"),
+    // virtme's
+    ("--exec", "-- COMMAND, last"),
+    ("--kdir", "--kernel DIR"),
+    ("--kimg", "--kernel FILE"),
+    ("--pwd", "--guest-dir DIR"),
+    ("--rodir", "--share DIR[:TAG],ro"),
+    ("--rwdir", "--share DIR[:TAG],rw"),
     // Cloud Hypervisor's and Firecracker's
     ("--api-socket", "--name NAME, and then vellum ctl NAME"),
     ("--api-sock", "--name NAME, and then vellum ctl NAME"),
     ("--event-monitor", "--name NAME, and then vellum ctl NAME events"),
-    ("--fs", "leave it out: there are no shared directories"),
+    ("--fs", "--share DIR[:TAG]"),
     ("--seccomp", "--sandbox on, log or off"),
 ];
 
@@ -56,6 +66,8 @@ fn translate(words: &[String]) -> Option<String> {
     if run != "run" {
         return None;
     }
+    // What a guest is to do is its own.
+    let words = words.split(|word| word == "--").next().unwrap_or_default();
     // The value of the one before: a kernel's command line may hold anything.
     let free = |before: Option<&String>| {
         !before.is_some_and(|before| ["-p", "--cmdline", "--params", "--cpuid"].contains(&before.as_str()))
@@ -91,6 +103,7 @@ mod tests {
             ("run -k x --hugetlbfs /mnt", "backing=hugetlb-2m"),
             ("run -k x --tty 0", "--serial pty"),
             ("run --api-socket /tmp/s", "vellum ctl"),
+            ("run --rwdir /src -- true", "--share DIR[:TAG],rw"),
         ] {
             let line = said(line).unwrap_or_else(|| panic!("{line}: nothing"));
             assert!(line.contains(ours), "{line}");
@@ -104,6 +117,7 @@ mod tests {
             "run -k vmlinuz -i initrd -c4 -m512m",
             "run --cpuid -cpu",
             "run --name n --serial pty --sandbox off",
+            "run -k host -- find / -name x",
             "bench dirty-log -smp",
             "run",
         ] {
