@@ -67,7 +67,8 @@ fn unknown(typed: &str, first: Option<&str>) -> String {
     let cli = Cli::command();
     let outer = first.and_then(|first| cli.find_subcommand(first)).filter(|outer| outer.has_subcommands());
     let level = outer.unwrap_or(&cli);
-    let known: Vec<&str> = level.get_subcommands().map(clap::Command::get_name).collect();
+    let shown = level.get_subcommands().filter(|command| !command.is_hide_set());
+    let known: Vec<&str> = shown.map(clap::Command::get_name).collect();
     let meant = keyvalue::meant(typed, known.iter().copied());
     let after = outer.map_or(String::new(), |outer| format!(" of {}", outer.get_name()));
     format!("unknown command '{typed}'{after}{meant}: there are {}", known.join(", "))
