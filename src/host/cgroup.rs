@@ -4,6 +4,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use super::sysfs;
+
 /// One limit that applies to this process.
 #[derive(Debug)]
 pub struct Limit {
@@ -95,7 +97,7 @@ impl Directory {
 
 /// The directory of this process's group in the hierarchy that has `controller`.
 fn own_group(root: &Path, controller: &str) -> Option<(Directory, Version)> {
-    let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
+    let groups = sysfs::whole(&root.join("proc/self/cgroup"))?;
     let entry = |version| {
         groups.lines().find_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);
@@ -148,5 +150,5 @@ fn size_name(bytes: u64) -> String {
 }
 
 fn number(path: &Path) -> Option<u64> {
-    fs::read_to_string(path).ok()?.trim().parse().ok()
+    sysfs::whole(path)?.trim().parse().ok()
 }

@@ -1,9 +1,20 @@
-//! Small reads of sysfs and procfs: one line into the caller's buffer, nothing allocated.
+//! Small reads of sysfs and procfs: one line into the caller's buffer, nothing allocated; or all of a file.
 //!
 //! A file that is missing or closed to this user is no error here: what it would have said is unknown.
 
 use std::fs::File;
 use std::io::Read;
+use std::path::Path;
+
+/// What most of these files fit in. They do not say how long they are, and a reader that asks for little at first calls often.
+const USUAL: usize = 4096;
+
+/// All of `path`; `None` where it cannot be read or is not text.
+pub fn whole(path: &Path) -> Option<String> {
+    let mut text = String::with_capacity(USUAL);
+    File::open(path).ok()?.read_to_string(&mut text).ok()?;
+    Some(text)
+}
 
 /// The first line of `path`, trimmed; `None` where it cannot be read or is not text.
 pub fn read<'b>(path: &str, buffer: &'b mut [u8]) -> Option<&'b str> {
@@ -48,5 +59,7 @@ mod tests {
         assert_eq!((list(""), list("1-x")), (None, None));
         assert_eq!(read("/proc/sys/kernel/ostype", &mut [0; 32]), Some("Linux"));
         assert_eq!(read("/no/such/file", &mut [0; 32]), None);
+        assert_eq!(whole(Path::new("/proc/sys/kernel/ostype")).as_deref(), Some("Linux\n"));
+        assert_eq!(whole(Path::new("/no/such/file")), None);
     }
 }

@@ -84,13 +84,14 @@ pub(super) fn meminfo<const N: usize>(fields: [&str; N]) -> Option<[u64; N]> {
 }
 
 fn meminfo_under<const N: usize>(root: &Path, fields: [&str; N]) -> Option<[u64; N]> {
-    let text = fs::read_to_string(root.join("proc/meminfo")).ok()?;
+    let text = sysfs::whole(&root.join("proc/meminfo"))?;
     let mut bytes = [0; N];
     for (value, field) in bytes.iter_mut().zip(fields) {
         let of = |line: &str| {
-            Some(line.strip_prefix(field)?.strip_prefix(':')?.trim().strip_suffix(" kB")?.trim().to_owned())
+            let kib = line.strip_prefix(field)?.strip_prefix(':')?.trim().strip_suffix(" kB")?;
+            kib.trim().parse::<u64>().ok()
         };
-        *value = text.lines().find_map(of)?.parse::<u64>().ok()? * 1024;
+        *value = text.lines().find_map(of)? * 1024;
     }
     Some(bytes)
 }
