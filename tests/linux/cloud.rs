@@ -8,8 +8,8 @@ use std::process::Command;
 use harness::{Failed, Need, ensure, trial};
 use vellum::sys::terminal::open_pty;
 
+use crate::all_on_a_root;
 use crate::guest::{Scratch, VELLUM, for_this_bed, host};
-use crate::on_a_root;
 use crate::typed::until;
 
 /// Where the laboratory has its kernel and its initrd, and the disk.
@@ -22,7 +22,7 @@ const PASSWORD: &str = "wax tablet";
 const HOSTNAME: &str = "palimpsest";
 
 fn image() -> Need {
-    on_a_root()?;
+    all_on_a_root()?;
     match Path::new(FILES).is_dir() && Path::new(DISK).exists() {
         true => Ok(()),
         false => Err(format!("needs {FILES} and {DISK}, a cloud image: cargo lab test linux")),

@@ -2,7 +2,8 @@
 //! emulated hosts as on metal; `cargo lab test linux` brings hosts and guests.
 //!
 //! Each guest boots once and is asked for as much as fits, for a boot is what costs. The guests are those below
-//! `$VELLUM_GUESTS`. Without `$VELLUM_LINUX=all` only a slice runs: the oldest kernel with every device.
+//! `$VELLUM_GUESTS`. Without `$VELLUM_LINUX=all` only a slice runs: the oldest kernel with every device. With `root` (or `root,all`) those
+//! run, and they alone, whose guest has the root of a host that is no initramfs.
 
 #[path = "../bed/mod.rs"]
 mod bed;
@@ -61,11 +62,19 @@ fn guests() -> Need {
 
 /// The same, where more than a slice is asked for.
 fn whole_matrix() -> Need {
-    guests()?;
-    match std::env::var("VELLUM_LINUX") {
-        Ok(value) if value == "all" => Ok(()),
-        _ => Err("is left to the whole matrix: cargo lab test linux".into()),
+    guests().and_then(|()| more_than_a_slice())
+}
+
+fn more_than_a_slice() -> Need {
+    match is_asked_for("all") {
+        true => Ok(()),
+        false => Err("is left to the whole matrix: cargo lab test linux".into()),
     }
+}
+
+/// Whether `$VELLUM_LINUX`, words with commas between them, has `word`.
+fn is_asked_for(word: &str) -> bool {
+    std::env::var("VELLUM_LINUX").is_ok_and(|value| value.split(',').any(|asked| asked == word))
 }
 
 /// An interrupt controller that takes the messages of devices on a PCI bus.
@@ -78,7 +87,7 @@ fn messages(irqchip: &str) -> Need {
 
 /// What is asked of a host whose root is a disk's, and nothing else is.
 fn has_a_root() -> bool {
-    std::env::var("VELLUM_LINUX").is_ok_and(|value| value == "root")
+    is_asked_for("root")
 }
 
 /// A host with a root that is no initramfs, which a guest can have for its own.
@@ -87,9 +96,14 @@ fn on_a_root() -> Need {
     match has_a_root() {
         true => Ok(()),
         false => {
-            Err("needs a host whose root is on a disk: cargo lab test linux, or VELLUM_LINUX=root".into())
+            Err("needs a host whose root is on a disk: cargo lab test linux, or VELLUM_LINUX=root,all".into())
         }
     }
+}
+
+/// The same, where more than a slice is asked for.
+fn all_on_a_root() -> Need {
+    on_a_root().and_then(|()| more_than_a_slice())
 }
 
 fn main() -> ExitCode {
@@ -149,12 +163,11 @@ fn main() -> ExitCode {
         let guest = image.clone();
         trials.add(name, passt::passt(), move || passt::is_its_network(&guest));
         let name = format!("linux_{}_has_the_hosts_root", image.version);
-        let need = if at == 0 { guests() } else { whole_matrix() };
         let guest = image.clone();
-        trials.add(name, need, move || root::is_the_guests(&guest));
+        trials.add(name, whole_matrix(), move || root::is_the_guests(&guest));
         if at == 0 {
             let guest = image.clone();
-            trials.add("a_shell_has_the_hosts_root", on_a_root(), move || {
+            trials.add("a_shell_has_the_hosts_root", all_on_a_root(), move || {
                 root::a_shell_has_the_terminal(&guest)
             });
         }
@@ -164,19 +177,20 @@ fn main() -> ExitCode {
         trials.add(name, need, move || between::there_and_back(&guest, at as u8));
         vmlinux::add(&mut trials, image, &whole_matrix());
     }
-    for kernel in Source::all() {
+    for (at, kernel) in Source::all().into_iter().enumerate() {
         let name = format!("linux_{}_runs_on_the_hosts_root", kernel.name);
-        trials.add(name, on_a_root(), move || root::is_as_it_was(&kernel));
+        let need = if at == 0 { on_a_root() } else { all_on_a_root() };
+        trials.add(name, need, move || root::is_as_it_was(&kernel));
     }
     for kernel in Source::trees() {
         let name = format!("linux_{}_is_dumped_on_the_hosts_root", kernel.name);
-        trials.add(name, on_a_root().and_then(|()| inside::has_makedumpfile()), move || {
+        trials.add(name, all_on_a_root().and_then(|()| inside::has_makedumpfile()), move || {
             inside::of_a_tree_is_dumped(&kernel)
         });
     }
     for kernel in Source::with_modules() {
         let name = format!("linux_{}_modprobe_finds_on_the_hosts_root", kernel.name);
-        trials.add(name, on_a_root(), move || root::modprobe_finds(&kernel));
+        trials.add(name, all_on_a_root(), move || root::modprobe_finds(&kernel));
     }
     trials.run()
 }

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use harness::{Failed, LIMIT, Need, ensure, eventually};
 
 use crate::guest::{Guest, Image, Scratch, host, noise};
-use crate::{on_a_root, whole};
+use crate::{all_on_a_root, whole};
 
 /// Where the guest listens, and how /proc/net/tcp and tcp6 write that: the port, then a peer that is none, and the state.
 const PORT: u16 = 5000;
@@ -18,7 +18,7 @@ const BYTES: usize = 64 << 10;
 
 /// A passt, and a root that it can leave for an empty one, which that of an initramfs is not.
 pub fn passt() -> Need {
-    on_a_root()?;
+    all_on_a_root()?;
     let found = Command::new("passt").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
     found.map(drop).map_err(|_| "needs passt: apt install passt, or cargo lab test linux".into())
 }

@@ -190,7 +190,7 @@ fn in_turn(
 }
 
 /// Every test of a Linux guest, with both of Debian's kernels and their ELF images; where the bed was not asked for by name,
-/// the older kernel with every device, and one that moves.
+/// the older kernel with every device, one that moves, and one on the root of a host with a disk.
 pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     let cache = Cache::open()?;
     let bed = options.hosts.unwrap_or(svm::BED);
@@ -211,27 +211,29 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     };
     let mut hosts: Vec<_> = modes(options).into_iter().map(host).collect();
     // A root on a disk is for hosts that have one.
-    if whole && bed == svm::BED && setup::packages(&disk::PROGRAMS, options.setup, "linux", tally)? {
+    if bed == svm::BED && setup::packages(&disk::PROGRAMS, options.setup, "linux", tally)? {
         match disk::debian(&cache) {
-            Ok(root) => {
-                let mut packages = packages(&cache)?;
+            Ok(root) if whole => {
+                let mut host = on_a_disk(&kernel, root);
+                host.env.push(("VELLUM_LINUX".into(), "root,all".into()));
+                host.files.extend(packages(&cache)?);
                 if setup::packages(kernel::PROGRAMS, options.setup, "linux", tally)? {
-                    packages.extend(tree(&cache)?);
+                    host.files.extend(tree(&cache)?);
                 }
-                let mut disks = Vec::new();
                 match disk::cloud(&cache) {
                     Ok(cloud) => {
-                        packages.push((cloud.kernel, "/cloud/vmlinuz".into()));
-                        packages.push((cloud.initrd, "/cloud/initrd.img".into()));
-                        disks.push(cloud.disk);
+                        host.files.push((cloud.kernel, "/cloud/vmlinuz".into()));
+                        host.files.push((cloud.initrd, "/cloud/initrd.img".into()));
+                        host.disks.push(cloud.disk);
                     }
                     Err(error) => tally.skip("linux", "a cloud image", &error.to_string()),
                 }
-                let host = |npt| {
-                    let (name, request) = on_a_disk(&kernel, npt, &root, &packages);
-                    (name, Request { disks: disks.clone(), ..request })
-                };
-                hosts.extend(modes(options).into_iter().map(host));
+                hosts.extend(modes(options).into_iter().map(|npt| with_name(&host, npt)));
+            }
+            Ok(root) => {
+                let mut host = on_a_disk(&kernel, root);
+                host.env.push(("VELLUM_LINUX".into(), "root".into()));
+                hosts.push(with_name(&host, true));
             }
             Err(error) => tally.skip("linux", "hosts whose root is on a disk", &error.to_string()),
         }
@@ -241,13 +243,16 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
 }
 
 /// A host with a root of its own, for those tests alone which need that.
-fn on_a_disk(kernel: &Kernel, npt: bool, root: &Path, packages: &[(PathBuf, String)]) -> (String, Request) {
-    let mut request = for_linux(svm::BED, Request::new(HostKernel::Debian(kernel.clone())), npt);
-    request.files.extend(packages.iter().cloned());
-    request.root = Some(root.to_owned());
-    request.env.push(("VELLUM_LINUX".into(), "root".into()));
+fn on_a_disk(kernel: &Kernel, root: PathBuf) -> Request {
+    let mut request = for_linux(svm::BED, Request::new(HostKernel::Debian(kernel.clone())), true);
+    request.root = Some(root);
     request.time_limit = Duration::from_secs(120 * 60);
-    (format!("{} on a disk", svm::BED.mode(npt)), request)
+    request
+}
+
+/// That host with nested paging or without, and its name.
+fn with_name(host: &Request, npt: bool) -> (String, Request) {
+    (format!("{} on a disk", svm::BED.mode(npt)), Request { second_stage: npt, ..host.clone() })
 }
 
 /// The modules of Debian's kernels that their guests use here: of the rest there are hundreds of megabytes.
