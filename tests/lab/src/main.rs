@@ -412,7 +412,7 @@ fn perform(what: What) -> Result<u8> {
         What::Check { series, only, form } => done(check_series(&series, &only, form.output()?)),
         What::Selftests { base } => {
             BEDS[0].ready()?;
-            done(check::selftests_of(&Cache::open()?, Base::named(&base)?))
+            done(check::selftests_of(&Cache::open()?, Base::named(&base)?, Architecture::X86))
         }
         What::Post { series, from, sign_off, linux, out } => {
             let poster = Poster { from: &from, sign_off, linux: linux.as_deref() };

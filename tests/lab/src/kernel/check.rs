@@ -44,7 +44,7 @@ pub enum Step {
     UserSpace,
     /// Its image boots under the oracle and its tests.
     Boots,
-    /// The kernel's own end as they did before.
+    /// The kernel's own end on its base's whole stack as they do on the base.
     Selftests,
     /// Its base's whole stack as modules, which are loaded, unloaded and loaded again.
     Modules,
@@ -128,11 +128,9 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
             boots::with_mistakes(cache, series)?;
             boots::once_each(cache, &build(None)?, std::slice::from_ref(series), &sound(series))
         }
-        Step::Selftests => {
-            let before = build::build_for(cache, series.architecture()?, series.base, &[], None)?;
-            selftests_alike(cache, tree, &series.patches, &hosts(series), &before, &build(None)?)
-        }
-        // Kernels of the whole stack serve each of its series, and one that checks itself takes the longest to build and to run.
+        // Kernels of the whole stack serve each of its series: their selftests take minutes, and one that checks itself takes the longest
+        // to build and to run.
+        Step::Selftests => selftests_of(cache, series.base, series.architecture()?),
         Step::Modules if series.architecture()? == Architecture::Arm => {
             report(&series.name, "KVM is no module on Arm");
             Ok(())
@@ -140,7 +138,7 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
         Step::Modules => {
             let stack = stack_of(series.base)?;
             let image = build::build(cache, series.base, &stack, Some(build::MODULES))?;
-            let loads = hosts(series).into_iter().map(|(npt, parameters)| Bench {
+            let loads = hosts([series]).into_iter().map(|(npt, parameters)| Bench {
                 parameters,
                 ..Bench::plain("sh /tools/reload-kvm.sh", npt)
             });
@@ -150,7 +148,7 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
             let (arch, stack) = (series.architecture()?, stack_of(series.base)?);
             let image = build::build_for(cache, arch, series.base, &stack, Some(build::DEBUG))?;
             boots::once_each(cache, &image, &stack, &sound(series))?;
-            selftests_without_splat(cache, tree, series, &image)
+            selftests_without_splat(cache, series.base, &stack, &image)
         }
     }
 }
@@ -160,29 +158,42 @@ fn sound(series: &Series) -> Vec<Bench> {
     series.about.test.iter().filter(|test| test.planted.is_none()).cloned().collect()
 }
 
-/// Runs the KVM selftests of `base`, and those that its series add, on its kernel as Debian has it and with its whole stack, with
-/// nested paging and without.
-pub fn selftests_of(cache: &Cache, base: &Base) -> Result<()> {
+/// Runs the KVM selftests of `base`, and those that its series add, on its kernel as Debian has it and with its whole stack:
+/// with nested paging, without it, and as its series' own commands ask for it. What was run before is kept.
+pub fn selftests_of(cache: &Cache, base: &Base, architecture: Architecture) -> Result<()> {
     let stack = stack_of(base)?;
     if stack.is_empty() {
         return Err(Error::Usage(format!("{} has no series: there is nothing to compare", base.name)));
     }
     let tree = Tree::open(cache, base)?;
-    let image = |series| build::build(cache, base, series, None);
-    let hosts = [(true, Vec::new()), (false, Vec::new())];
+    let image = |series| build::build_for(cache, architecture, base, series, None);
+    let hosts = hosts(of_architecture(&stack, architecture)?);
     selftests_alike(cache, &tree, &series::stacked(&stack), &hosts, &image(&[])?, &image(&stack)?)
+}
+
+fn of_architecture(stack: &[Series], architecture: Architecture) -> Result<Vec<&Series>> {
+    let mut of_it = Vec::new();
+    for series in stack {
+        if series.architecture()? == architecture {
+            of_it.push(series);
+        }
+    }
+    Ok(of_it)
 }
 
 /// A host, by whether it has nested paging and by its parameters.
 type Paging = (bool, Vec<String>);
 
-/// The hosts on which a series matters: both modes, and those that its own commands ask for.
-fn hosts(series: &Series) -> Vec<Paging> {
+/// The hosts on which the series of `stack` matter: both modes, and those that their own commands ask for, where these are for hosts of
+/// the kind that their architecture has first.
+fn hosts<'a>(stack: impl IntoIterator<Item = &'a Series>) -> Vec<Paging> {
     let mut hosts: Vec<Paging> = vec![(true, Vec::new()), (false, Vec::new())];
-    for bench in series.about.bench.iter().chain(&series.about.test) {
-        let host = (bench.npt, bench.parameters.clone());
-        if !hosts.contains(&host) {
-            hosts.push(host);
+    for about in stack.into_iter().map(|series| &series.about) {
+        for bench in about.bench.iter().chain(&about.test).filter(|bench| bench.is_for_first_hosts()) {
+            let host = (bench.npt, bench.parameters.clone());
+            if !hosts.contains(&host) {
+                hosts.push(host);
+            }
         }
     }
     hosts
@@ -270,10 +281,12 @@ fn selftests_alike(
     Ok(())
 }
 
-fn selftests_without_splat(cache: &Cache, tree: &Tree, series: &Series, image: &Image) -> Result<()> {
-    let tests = selftests::build(cache, tree, image.architecture, &series.patches)?;
+fn selftests_without_splat(cache: &Cache, base: &Base, stack: &[Series], image: &Image) -> Result<()> {
+    let tree = Tree::open(cache, base)?;
+    let tests = selftests::build(cache, &tree, image.architecture, &series::stacked(stack))?;
     let programs = Programs::build_for(image.architecture)?;
-    let hosts: Vec<Request> = hosts(series).iter().map(|host| boot_of(image, host)).collect();
+    let hosts = hosts(of_architecture(stack, image.architecture)?);
+    let hosts: Vec<Request> = hosts.iter().map(|host| boot_of(image, host)).collect();
     let ask = |image: &Image, hosts: &[Request]| {
         side_by_side(hosts, |host| selftests::run(cache, &programs, image, &tests, host.clone()))
     };
@@ -284,7 +297,7 @@ fn selftests_without_splat(cache: &Cache, tree: &Tree, series: &Series, image: &
     // The pristine kernel takes long to build: it is asked only where there is something to ask.
     let doubtful: Vec<usize> = (0..hosts.len()).filter(|&index| complain(&results[index])).collect();
     if !doubtful.is_empty() {
-        let before = build::build_for(cache, image.architecture, series.base, &[], Some(build::DEBUG))?;
+        let before = build::build_for(cache, image.architecture, base, &[], Some(build::DEBUG))?;
         let kernel = HostKernel::Image(before.file());
         let same: Vec<Request> = doubtful
             .iter()
