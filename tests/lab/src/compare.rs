@@ -13,7 +13,7 @@ pub mod calls;
 pub mod locks;
 pub mod metal;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -215,12 +215,7 @@ pub fn compare(
         Ok([build::build_for(cache, architecture, base, &[], variant)?, after?])
     };
     let [before, after] = kernels(None)?;
-    let mut guests = BTreeMap::new();
-    for name in benches.iter().filter_map(|bench| bench.guest.as_ref()) {
-        if !guests.contains_key(name) {
-            guests.insert(name.clone(), boot::guest_of(cache, name)?);
-        }
-    }
+    let guests = boot::guests(cache, &benches)?;
     let programs = Programs::build_for(architecture)?;
     let hosts = Hosts { cache, programs, processor, kept: out.join("boots"), guests };
     let mut rows = Vec::new();

@@ -39,6 +39,19 @@ const COUNTED: [(&str, &str, Option<&str>); 7] = [
     ("_root_loads", "kvmmmu/kvm_mmu_get_page", Some("role & 4")),
     ("_resyncs", "kvmmmu/kvm_mmu_sync_page", None),
 ];
+/// Of the command line of every Linux guest that is measured here; page table isolation loads CR3 by itself.
+const UNHINDERED: &str = "pti=off mitigations=off";
+/// What a guest that has page table isolation is started with, and what its log then has of that and of the cache.
+const ISOLATION: [(&str, &str, &str); 2] = [
+    (
+        "pti=on",
+        "page tables isolation: enabled",
+        "CR3 cache: not with page table isolation (pti=off allows it)",
+    ),
+    ("pti=off", "page tables isolation: disabled on command line", "CR3 cache: on"),
+];
+/// How often KVM's guests that are there now have loaded CR3 without an exit.
+const HITS: &str = "/sys/kernel/debug/kvm/cr3_cache_switches";
 /// What the guest's disk holds.
 const DISK_BYTES: u64 = 8 << 20;
 
@@ -73,6 +86,9 @@ struct Cli {
     /// The guest may use the CR3 cache
     #[arg(long, requires = "kernel")]
     cr3_cache: bool,
+    /// Instead of measuring: a guest with page table isolation refuses the cache, and says so; with pti=off it uses it
+    #[arg(long, requires = "cr3_cache", conflicts_with_all = ["only", "json"])]
+    isolation: bool,
     /// The guest has no PCIDs
     #[arg(long, requires = "kernel")]
     no_pcid: bool,
@@ -83,8 +99,8 @@ struct Cli {
     #[arg(long)]
     only: Vec<String>,
     /// Where the result goes
-    #[arg(long)]
-    json: PathBuf,
+    #[arg(long, required_unless_present = "isolation")]
+    json: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -98,12 +114,17 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: &Cli) -> io::Result<()> {
+    if cli.isolation {
+        return ISOLATION.iter().try_for_each(|(parameter, isolation, cache)| {
+            isolated(cli, parameter, &[isolation, cache], *parameter == "pti=off")
+        });
+    }
     let mut report = Report::new("guest-tasks", Facts::collect("as the guest's own".into()));
     report.ask("guest", if cli.kernel.is_some() { "linux" } else { "none: the host itself" });
     report.ask("cr3_cache", cli.cr3_cache);
     report.ask("pcid", !cli.no_pcid);
     report.ask("memory_mib", cli.memory);
-    let guest = cli.kernel.as_ref().map(|_| Guest::start(cli)).transpose()?;
+    let guest = cli.kernel.as_ref().map(|_| Guest::start(cli, UNHINDERED)).transpose()?;
     for (name, request, times) in WORKLOADS {
         let wanted = cli.only.is_empty() || cli.only.iter().any(|part| name.contains(part.as_str()));
         // The host has no disk of its own.
@@ -152,7 +173,29 @@ fn run(cli: &Cli) -> io::Result<()> {
     if let Some(guest) = guest {
         guest.end()?;
     }
-    fs::write(&cli.json, json::text(&[report]).map_err(io::Error::other)?)
+    let text = json::text(&[report]).map_err(io::Error::other)?;
+    cli.json.as_ref().map_or(Ok(()), |path| fs::write(path, text))
+}
+
+/// A guest that is started with `parameter` says all of `says` in its log; its tasks switch, with hits or without.
+fn isolated(cli: &Cli, parameter: &str, says: &[&str], hits: bool) -> io::Result<()> {
+    let guest = Guest::start(cli, parameter)?;
+    let log = guest.text(&["dmesg"])?;
+    let of_it = log.lines().filter(|line| line.contains("CR3 cache") || line.contains("isolation:"));
+    let of_it = of_it.collect::<Vec<_>>().join("\n");
+    eprintln!("guest-tasks: {parameter}: the guest's log has\n{of_it}");
+    if let Some(missing) = says.iter().find(|line| !of_it.contains(**line)) {
+        return Err(io::Error::other(format!("{parameter}: the guest's log lacks {missing:?}")));
+    }
+    let (_, switch, _) = WORKLOADS[0];
+    guest.asked(switch)?;
+    let hit = fs::read_to_string(HITS).map_err(|error| io::Error::other(format!("{HITS}: {error}")))?;
+    eprintln!("guest-tasks: {parameter}: {} loads of CR3 without an exit", hit.trim());
+    if (hit.trim() != "0") != hits {
+        let wrong = if hits { "the guest does not use the cache" } else { "the guest uses the cache" };
+        return Err(io::Error::other(format!("{parameter}: {wrong}: {HITS} is {}", hit.trim())));
+    }
+    guest.end()
 }
 
 /// `lat_ctx[2]` as what a figure is called.
@@ -217,11 +260,10 @@ struct Counted {
 }
 
 impl Guest {
-    fn start(cli: &Cli) -> io::Result<Self> {
+    fn start(cli: &Cli, parameters: &str) -> io::Result<Self> {
         let disk = "/tmp/tasks-disk";
         fs::write(disk, vec![0; DISK_BYTES as usize])?;
-        // As for every Linux guest that is measured here; page table isolation loads CR3 by itself.
-        let mut line = "pti=off mitigations=off nokaslr pci=off noxsave quiet panic=-1 reboot=t".to_owned();
+        let mut line = format!("{parameters} nokaslr pci=off noxsave quiet panic=-1 reboot=t");
         if cli.no_pcid {
             line += " nopcid";
         }
@@ -264,10 +306,15 @@ impl Guest {
         Ok(Counted { switches: after.0 - before.0, times, ticks: after.1 - before.1 })
     }
 
+    /// What a command in there prints.
+    fn text(&self, command: &[&str]) -> io::Result<String> {
+        let events = self.asked(&serde_json::json!({"do": "exec", "command": command}).to_string())?;
+        Ok(events.iter().filter_map(|event| event.get("text")?.as_str()).collect())
+    }
+
     /// Context switches and timer interrupts of the guest since it has booted.
     fn seen(&self) -> io::Result<(f64, f64)> {
-        let events = self.asked(r#"{"do":"exec","command":["cat","/proc/stat","/proc/interrupts"]}"#)?;
-        let text: String = events.iter().filter_map(|event| event.get("text")?.as_str()).collect();
+        let text = self.text(&["cat", "/proc/stat", "/proc/interrupts"])?;
         let number = |word: &str| {
             let line = text.lines().find_map(|line| line.trim().strip_prefix(word))?;
             line.split_whitespace().next()?.parse::<f64>().ok()

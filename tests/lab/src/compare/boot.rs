@@ -14,11 +14,14 @@ use crate::bed::{self, Outcome};
 use crate::cache::{Cache, digest};
 use crate::kernel::bench::{self, Bench};
 use crate::kernel::build::{self, Image};
-use crate::kernel::series;
+use crate::kernel::series::{self, Series};
 use crate::{Error, Result, guest};
 
 /// The share of a run that the host may idle.
 const IDLE_LIMIT: f64 = 0.01;
+
+/// Where in a host the program is that has a Linux guest do what is measured.
+pub const GUEST_TASKS: &str = "/bin/guest-tasks";
 
 /// The hosts of one comparison.
 pub struct Hosts<'a> {
@@ -30,11 +33,11 @@ pub struct Hosts<'a> {
     pub processor: Processor,
     /// A file for each boot of this comparison that is done.
     pub kept: PathBuf,
-    /// What the benchmarks' Linux guests boot, by the series of their kernels.
+    /// What the benchmarks' Linux guests boot, by what these are called.
     pub guests: BTreeMap<String, Guest>,
 }
 
-/// A Linux guest of a benchmark.
+/// A Linux guest of a benchmark, or of a test.
 pub struct Guest {
     /// Its kernel, as the cache calls it.
     pub name: String,
@@ -42,10 +45,23 @@ pub struct Guest {
     pub files: Vec<(PathBuf, String)>,
 }
 
-/// The guest whose kernel has the series `name`.
-pub fn guest_of(cache: &Cache, name: &str) -> Result<Guest> {
-    let series = series::named(name)?;
-    let image = build::build(cache, series.base, std::slice::from_ref(&series), None)?;
+/// The guests of `benches`, by what they are called ([`Bench::guest_name`]).
+pub fn guests(cache: &Cache, benches: &[&Bench]) -> Result<BTreeMap<String, Guest>> {
+    let mut guests = BTreeMap::new();
+    for bench in benches {
+        if let (Some(series), Some(name)) = (&bench.guest, bench.guest_name())
+            && !guests.contains_key(&name)
+        {
+            let guest = guest_of(cache, &name, &series::named(series)?, bench.guest_variant.as_deref())?;
+            guests.insert(name, guest);
+        }
+    }
+    Ok(guests)
+}
+
+/// The guest `name`, whose kernel has `series` and is of that variant.
+fn guest_of(cache: &Cache, name: &str, series: &Series, variant: Option<&str>) -> Result<Guest> {
+    let image = build::build(cache, series.base, std::slice::from_ref(series), variant)?;
     let initrd = artifacts::workspace().join("target/guests").join(name).join("initrd");
     guest::without_modules(cache, &initrd)?;
     let [kernel_there, initrd_there] = bench::guest_files(name);
@@ -95,7 +111,7 @@ impl Hosts<'_> {
         let mut parts = vec![format!("{} {group:?} {:?} {round}", image.name, self.processor).into_bytes()];
         let programs =
             [&self.programs.vellum, &self.programs.init, &self.programs.lab, &self.programs.guest_tasks];
-        let guests = guests_of(group).into_iter().filter_map(|name| self.guests.get(name));
+        let guests = guests_of(group).into_iter().filter_map(|name| self.guests.get(&name));
         let files = guests.flat_map(|guest| guest.files.iter().map(|(file, _)| file));
         for file in programs.into_iter().chain(files) {
             parts.push(fs::read(file).map_err(Error::file("read", file))?);
@@ -108,8 +124,8 @@ impl Hosts<'_> {
     fn measure(&self, image: &Image, group: &[&Bench]) -> Result<Outcome> {
         let mut request = image.host();
         (request.bed, request.pml) = (self.processor.bed, self.processor.pml);
-        request.files.push((self.programs.guest_tasks.clone(), "/bin/guest-tasks".into()));
-        let guests = guests_of(group).into_iter().filter_map(|name| self.guests.get(name));
+        request.files.push((self.programs.guest_tasks.clone(), GUEST_TASKS.into()));
+        let guests = guests_of(group).into_iter().filter_map(|name| self.guests.get(&name));
         request.files.extend(guests.flat_map(|guest| guest.files.iter().cloned()));
         group[0].describe_host(&mut request);
         // Many commands share a boot.
@@ -152,9 +168,9 @@ impl Hosts<'_> {
     }
 }
 
-/// The series of the kernels that guests of `group` have, each once.
-fn guests_of<'a>(group: &[&'a Bench]) -> BTreeSet<&'a String> {
-    group.iter().filter_map(|bench| bench.guest.as_ref()).collect()
+/// What the guests of `group` are called, each once.
+fn guests_of(group: &[&Bench]) -> BTreeSet<String> {
+    group.iter().filter_map(|bench| bench.guest_name()).collect()
 }
 
 /// What of the kernel's functions it counts. They were checked when the series was read.

@@ -54,6 +54,9 @@ pub struct Bench {
     /// The series whose kernel a Linux guest in there has, `BASE/NAME`; `{guest}` in the command is where that is and its initramfs.
     #[serde(default)]
     pub guest: Option<String>,
+    /// What that kernel is configured for besides, one of [`VARIANTS`](super::build::VARIANTS).
+    #[serde(default)]
+    pub guest_variant: Option<String>,
     /// What the command has besides on the patched kernel, which the pristine one would refuse.
     #[serde(default)]
     pub after: Option<String>,
@@ -88,6 +91,7 @@ impl Bench {
             calls: Vec::new(),
             own_base: false,
             guest: None,
+            guest_variant: None,
             after: None,
             timed: false,
             bed: None,
@@ -98,12 +102,18 @@ impl Bench {
 
     /// Its words, with `{json}` as `result`.
     pub fn command(&self, result: &str) -> Vec<String> {
-        let guest = self.guest.as_ref().map_or(String::new(), |guest| {
-            let [kernel, initrd] = guest_files(guest);
+        let guest = self.guest_name().map_or(String::new(), |guest| {
+            let [kernel, initrd] = guest_files(&guest);
             format!("--kernel {kernel} --initrd {initrd}")
         });
         let run = self.run.replace("{guest}", &guest);
         run.split_whitespace().map(|word| word.replace("{json}", result)).collect()
+    }
+
+    /// What its guest is called: the series of its kernel, and that one's variant.
+    pub fn guest_name(&self) -> Option<String> {
+        let variant = self.guest_variant.as_ref().map_or(String::new(), |variant| format!("+{variant}"));
+        self.guest.as_ref().map(|series| format!("{series}{variant}"))
     }
 
     /// The same on the patched kernel.
@@ -193,7 +203,7 @@ pub const PROGRAMS: &str = "/tests/";
 /// Where in a host what is in kernel-patches/tools is.
 pub const TOOLS: &str = "/tools/";
 
-/// Where in a host the kernel and the initramfs of the guests of the series `name` are.
+/// Where in a host the kernel and the initramfs of the guests called `name` ([`Bench::guest_name`]) are.
 pub fn guest_files(name: &str) -> [String; 2] {
     ["bzImage", "initrd"].map(|file| format!("/guests/{name}/{file}"))
 }
@@ -256,6 +266,8 @@ mod tests {
         let words = "tasks --kernel /guests/6.12/g/bzImage --initrd /guests/6.12/g/initrd --json 0.json";
         assert_eq!(bench.command("0.json").join(" "), words);
         assert_eq!(bench.on_the_patched().command("0.json").join(" "), format!("{words} --cr3-cache on"));
+        let bench = about("guest = '6.12/g'\nguest-variant = 'pti'");
+        assert_eq!(bench.command("0.json").join(" "), words.replace("6.12/g", "6.12/g+pti"));
     }
 
     #[test]

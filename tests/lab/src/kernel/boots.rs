@@ -18,7 +18,7 @@ use crate::cache::{Cache, digest};
 use crate::lanes::side_by_side;
 use crate::test::programs;
 use crate::wire::Frame;
-use crate::{Error, Result, tool};
+use crate::{Error, Result, compare, tool};
 
 /// What every patched host has to survive besides its series' own tests.
 const ORACLE: &str = "vellum test dirty-log --memory 32m --events 20k --seed 1";
@@ -27,7 +27,7 @@ const ORACLE: &str = "vellum test dirty-log --memory 32m --events 20k --seed 1";
 pub fn every_time(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]) -> Result<()> {
     let (oracles, programs) = (oracles(), Programs::build_for(image.architecture)?);
     let groups = bench::by_host(&oracles.iter().chain(tests).collect::<Vec<_>>());
-    each(&groups, |group| boot(cache, &programs, image, group, &brought(cache, stack, group)?))
+    each(&groups, |group| boot(cache, &programs, image, group, &brought(cache, &programs, stack, group)?))
 }
 
 /// The same, less what this `vellum` has passed on `image` before: one image with its base's whole stack serves the check
@@ -44,7 +44,7 @@ pub fn once_each(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]
     let entry = |bench: &Bench| -> Result<String> {
         let emulator = bench.host(image).bed.version()?;
         let mut parts = vec![format!("{bench:?}").into_bytes(), ran.clone().into(), emulator.into()];
-        for (path, _) in brought(cache, stack, &[bench])? {
+        for (path, _) in brought(cache, &programs, stack, &[bench])? {
             parts.push(fs::read(&path).map_err(Error::file("read", &path))?);
         }
         Ok(format!("boots/{name}-{}", digest(parts.iter().map(Vec::as_slice))))
@@ -55,7 +55,7 @@ pub fn once_each(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]
         if passed { &mut known } else { &mut new }.push(bench);
     }
     each(&bench::by_host(&new), |group| {
-        boot(cache, &programs, image, group, &brought(cache, stack, group)?)?;
+        boot(cache, &programs, image, group, &brought(cache, &programs, stack, group)?)?;
         group.iter().try_for_each(|bench| cache.entry(&entry(bench)?, |_| Ok(())).map(drop))
     })?;
     if !known.is_empty() {
@@ -73,7 +73,7 @@ pub fn with_mistakes(cache: &Cache, series: &Series) -> Result<()> {
         let stack = [series.with_planted(planted)?];
         let image = build::build(cache, series.base, &stack, None)?;
         let programs = Programs::build_for(image.architecture)?;
-        let ran = ran(cache, &programs, &image, &[test], &brought(cache, &stack, &[test])?)?;
+        let ran = ran(cache, &programs, &image, &[test], &brought(cache, &programs, &stack, &[test])?)?;
         let said = said(&ran);
         let code = ran.first().and_then(|ran| ran.exit.as_ref()).map_or(0, |exit| exit.code);
         let host = test.host(&image).label();
@@ -88,9 +88,18 @@ pub fn with_mistakes(cache: &Cache, series: &Series) -> Result<()> {
     Ok(())
 }
 
-/// What the commands of `group` need besides: test programs, and the tools of the series of `stack`.
-fn brought(cache: &Cache, stack: &[Series], group: &[&Bench]) -> Result<Vec<(PathBuf, String)>> {
-    let mut files = Vec::new();
+/// What the commands of `group` need besides: Linux guests and what is done in them, test programs, and the tools of the series of `stack`.
+fn brought(
+    cache: &Cache,
+    programs: &Programs,
+    stack: &[Series],
+    group: &[&Bench],
+) -> Result<Vec<(PathBuf, String)>> {
+    let guests = compare::boot::guests(cache, group)?;
+    let mut files: Vec<_> = guests.into_values().flat_map(|guest| guest.files).collect();
+    if !files.is_empty() {
+        files.push((programs.guest_tasks.clone(), compare::boot::GUEST_TASKS.into()));
+    }
     let set = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
     let tools = set(group.iter().filter_map(|bench| bench.tool()).collect());
     if let Some(base) = stack.first().map(|series| series.base).filter(|_| !tools.is_empty()) {

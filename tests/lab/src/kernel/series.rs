@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::bench::Bench;
+use super::build::VARIANTS;
 use super::tree::{outside, paths_in};
 use super::{BASES, Base};
 use crate::architecture::Architecture;
@@ -193,12 +194,24 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     if about.bench.iter().chain(&about.test).any(|bench| bench.run.trim().is_empty()) {
         return Err(wrong("`run` is empty: it is a command".into()));
     }
+    for command in about.bench.iter().chain(&about.test) {
+        let why = match command {
+            command if command.guest.is_some() != command.run.contains("{guest}") => {
+                "`guest` is the series of the kernel that {guest} in the command stands for: both, or neither"
+            }
+            command if command.guest_variant.is_some() && command.guest.is_none() => {
+                "guest-variant is what the kernel of `guest` is configured for: there is no `guest`"
+            }
+            command if command.guest_variant.as_deref().is_some_and(|name| !VARIANTS.contains(&name)) => {
+                "`guest-variant` is one that `cargo lab kernel build --variant` knows"
+            }
+            _ => continue,
+        };
+        return Err(wrong(format!("`{}`: {why}", command.run)));
+    }
     for bench in &about.bench {
         let emulated = !bench.beds.is_empty() && !bench.beds.iter().any(|bed| bed == "metal");
         let why = match bench {
-            bench if bench.guest.is_some() != bench.run.contains("{guest}") => {
-                "`guest` is the series of the kernel that {guest} in the command stands for: both, or neither"
-            }
             bench if bench.bed.is_some() || bench.planted.is_some() || bench.says.is_some() => {
                 "bed, planted and says are for [[test]]: a comparison chooses its host, and nobody wants figures of a mistake"
             }
@@ -217,8 +230,8 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     }
     for test in &about.test {
         let why = match test {
-            test if test.guest.is_some() || test.after.is_some() || test.timed => {
-                "guest, after and timed are for [[bench]]: a test has no figures"
+            test if test.after.is_some() || test.timed => {
+                "after and timed are for [[bench]]: a test has no figures"
             }
             test if !test.beds.is_empty() => "beds are for [[bench]]: a test has one `bed`",
             test if test.bed.as_ref().is_some_and(|name| !BEDS.iter().any(|bed| bed.name() == name)) => {
@@ -288,7 +301,8 @@ mod tests {
                 );
             }
             let beds = series.about.bench.iter().flat_map(|bench| &bench.beds);
-            for guest in series.about.bench.iter().filter_map(|bench| bench.guest.as_ref()) {
+            let commands = series.about.bench.iter().chain(&series.about.test);
+            for guest in commands.filter_map(|command| command.guest.as_ref()) {
                 assert!(
                     named(guest).is_ok_and(|guest| !guest.patches.is_empty()),
                     "{}: {guest}",
