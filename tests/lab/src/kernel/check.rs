@@ -225,7 +225,7 @@ fn selftests_alike(
         let ([_, (_, new_host)], [old, new]) = (asked, results) else { unreachable!("they come in pairs") };
         let host = new_host.label();
         let mut differences = old.differences(new);
-        for name in selftests::added(patches)? {
+        for name in selftests::added(patches, after.architecture)? {
             use selftests::Verdict::{Fail, Pass};
             let ended = [old, new].map(|results| results.verdicts.get(&name).copied());
             let [Some(Fail(_)), Some(Pass)] = ended else {

@@ -115,14 +115,22 @@ impl Results {
     }
 }
 
-/// What the patches that change the selftests themselves say: the names of the tests that they add.
-pub fn added(patches: &[PathBuf]) -> Result<Vec<String>> {
+/// What the patches that change the selftests themselves say: the names of the tests that they add for all architectures, or for this one.
+pub fn added(patches: &[PathBuf], architecture: Architecture) -> Result<Vec<String>> {
+    // Their directories have had two names.
+    let own = match architecture {
+        Architecture::X86 => ["x86", "x86_64"],
+        Architecture::Arm => ["arm64", "aarch64"],
+    };
     const ADDED: &str = "--- /dev/null\n+++ b/tools/testing/selftests/kvm/";
     let mut names = Vec::new();
     for patch in patches {
         let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
         let files = text.split(ADDED).skip(1).filter_map(|rest| rest.lines().next()?.strip_suffix(".c"));
-        names.extend(files.filter_map(|file| Some(file.rsplit('/').next()?.to_owned())));
+        names.extend(files.filter_map(|file| match file.split_once('/') {
+            None => Some(file.to_owned()),
+            Some((directory, name)) => own.contains(&directory).then(|| name.to_owned()),
+        }));
     }
     Ok(names)
 }
@@ -336,10 +344,13 @@ mod tests {
         let dir = "tools/testing/selftests/kvm";
         let text = format!(
             "--- a/{dir}/Makefile\n+++ b/{dir}/Makefile\n--- /dev/null\n+++ b/{dir}/x86/one_test.c\n@@\n\
-             --- /dev/null\n+++ b/{dir}/two_test.c\n--- /dev/null\n+++ b/arch/x86/kvm/new.c\n"
+             --- /dev/null\n+++ b/{dir}/two_test.c\n--- /dev/null\n+++ b/arch/x86/kvm/new.c\n\
+             --- /dev/null\n+++ b/{dir}/aarch64/three_test.c\n"
         );
         fs::write(&file, text).unwrap();
-        assert_eq!(added(std::slice::from_ref(&file)).unwrap(), ["one_test", "two_test"]);
+        let added = |architecture| added(std::slice::from_ref(&file), architecture).unwrap();
+        assert_eq!(added(Architecture::X86), ["one_test", "two_test"]);
+        assert_eq!(added(Architecture::Arm), ["two_test", "three_test"]);
         fs::remove_file(&file).unwrap();
     }
 
