@@ -100,7 +100,9 @@ fn the_built_in_guest_switches_without_an_exit() -> Result<(), Failed> {
     };
     for tables in [2, 4] {
         let (without, with) = (value("exits_per_switch", tables)?, value("cached_exits_per_switch", tables)?);
-        ensure(without >= 1.0 && with < 0.001, || format!("{tables} tables: {without} and {with} exits"))?;
+        // A switch that misses is an exit, and hits are judged below. What else makes the vCPU exit are interrupts of its host, and the slower
+        // that is, as with KASAN or two CPUs that take turns, the more of them come in a switch's time: 0.0004 of the lab's, 0.0014 then.
+        ensure(without >= 1.0 && with < 0.01, || format!("{tables} tables: {without} and {with} exits"))?;
         let hits = value("cached_hits_per_switch", tables)?;
         ensure(hits > 0.999 && hits <= 1.0, || format!("{tables} tables: {hits} hits"))?;
     }
