@@ -198,12 +198,13 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     let kernel = Kernel::debian(&cache, "6.1")?;
     // A slice does without.
     let debuggers = if whole { brought(debuggers::with_symbols(&cache), tally) } else { Vec::new() };
+    // One test takes minutes; all of them, an hour, and on Bochs, where one with every device takes three minutes, perhaps two.
+    let all = if bed == svm::BED { 120 } else { 240 };
+    let limit = Duration::from_secs(if whole { all } else { 25 } * 60);
     let host = |npt| {
         let mut request = for_linux(bed, Request::new(HostKernel::Debian(kernel.clone())), npt);
         request.files.extend(debuggers.iter().cloned());
-        // One test takes minutes; all of them, an hour, and on Bochs, where one with every device takes three minutes, perhaps two.
-        let all = if bed == svm::BED { 120 } else { 240 };
-        request.time_limit = Duration::from_secs(if whole { all } else { 25 } * 60);
+        request.time_limit = limit;
         if whole {
             request.env.push(("VELLUM_LINUX".into(), "all".into()));
         }
@@ -215,7 +216,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     if bed == svm::BED && setup::packages(&disk::PROGRAMS, options.setup, "linux", tally)? {
         match disk::debian(&cache) {
             Ok(root) if whole => {
-                let mut host = on_a_disk(&kernel, root);
+                let mut host = on_a_disk(&kernel, root, limit);
                 host.env.push(("VELLUM_LINUX".into(), "root,all".into()));
                 host.files.extend(packages(&cache)?);
                 if setup::packages(kernel::PROGRAMS, options.setup, "linux", tally)? {
@@ -232,7 +233,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
                 hosts.extend(modes(options).into_iter().map(|npt| with_name(&host, npt)));
             }
             Ok(root) => {
-                let mut host = on_a_disk(&kernel, root);
+                let mut host = on_a_disk(&kernel, root, limit);
                 host.env.push(("VELLUM_LINUX".into(), "root".into()));
                 hosts.push(with_name(&host, true));
             }
@@ -244,10 +245,10 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
 }
 
 /// A host with a root of its own, for those tests alone which need that.
-fn on_a_disk(kernel: &Kernel, root: PathBuf) -> Request {
+fn on_a_disk(kernel: &Kernel, root: PathBuf, limit: Duration) -> Request {
     let mut request = for_linux(svm::BED, Request::new(HostKernel::Debian(kernel.clone())), true);
     request.root = Some(root);
-    request.time_limit = Duration::from_secs(120 * 60);
+    request.time_limit = limit;
     request
 }
 
