@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::build::Image;
 use super::series::directory;
-use crate::bed::{BEDS, Emulated, HUGEPAGE, Pace, Request, arm64, svm};
+use crate::bed::{BEDS, Emulated, HUGEPAGE, Pace, Request};
 use crate::{Error, Result};
 
 /// A command inside an emulated host.
@@ -173,13 +173,6 @@ impl Bench {
         let mut request = image.host();
         self.describe_host(&mut request);
         request
-    }
-
-    /// Whether it is for hosts of the kind that its series' architecture has first: of svm or arm64.
-    pub fn is_for_first_hosts(&self) -> bool {
-        let is_one = |name: &str| [svm::BED, arm64::BED].iter().any(|bed| bed.name() == name);
-        self.bed.as_deref().is_none_or(is_one)
-            && (self.beds.is_empty() || self.beds.iter().any(|name| is_one(name)))
     }
 
     /// Makes `request`'s host the one that this needs.

@@ -21,7 +21,7 @@ use vellum::report::{Case, Report, Status};
 
 use crate::architecture::Architecture;
 use crate::artifacts::Programs;
-use crate::bed::{HostKernel, Request};
+use crate::bed::{Emulated, HostKernel, Request};
 use crate::cache::Cache;
 use crate::form;
 use crate::lanes::side_by_side;
@@ -188,8 +188,13 @@ type Paging = (bool, Vec<String>);
 /// the kind that their architecture has first.
 fn hosts<'a>(stack: impl IntoIterator<Item = &'a Series>) -> Vec<Paging> {
     let mut hosts: Vec<Paging> = vec![(true, Vec::new()), (false, Vec::new())];
+    let is_for = |bench: &&Bench| {
+        [Architecture::X86, Architecture::Arm].map(Emulated::of).iter().any(|bed| {
+            bench.is_for(bed.name()) && bench.bed.as_deref().is_none_or(|asked| asked == bed.name())
+        })
+    };
     for about in stack.into_iter().map(|series| &series.about) {
-        for bench in about.bench.iter().chain(&about.test).filter(|bench| bench.is_for_first_hosts()) {
+        for bench in about.bench.iter().chain(&about.test).filter(is_for) {
             let host = (bench.npt, bench.parameters.clone());
             if !hosts.contains(&host) {
                 hosts.push(host);
@@ -433,4 +438,18 @@ fn says(planted: &Path) -> Result<String> {
 
 pub(super) fn report(what: &str, seen: &str) {
     println!("{what}: {seen}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_for_other_hosts_asks_for_none_here() {
+        let of = |name| hosts([&series::named(name).unwrap()]);
+        let both = [(true, Vec::new()), (false, Vec::new())];
+        assert_eq!(of("6.12/cr3-cache"), both);
+        let direct = (true, vec!["kvm.tdp_mmu=1".to_owned()]);
+        assert!(of("5.10/tdp-mmu-parallel-faults").contains(&direct));
+    }
 }
