@@ -47,7 +47,8 @@ static struct {
 static unsigned int seed;
 static unsigned long steps_done;
 static u64 rnd_state;
-static bool pcids, tlb_slots_without_pcid, registered;
+/* In a pause the CPU has no page registered. */
+static bool pcids, tlb_slots_without_pcid, registered, pauses;
 
 static void __attribute__((noreturn)) fail(const char *format, ...)
 {
@@ -84,6 +85,7 @@ static void clear_asid_other(void) { fail("another context is to be flushed, as 
 static void invalidate_user_asid(u16 asid) { }
 static void write_cr3(u64 cr3);
 static bool kvm_cr3_cache_load(u64 cr3);
+static bool kvm_cr3_cache_pauses(void) { return pauses; }
 static void kvm_cr3_cache_flush(void) { }
 #define inline
 #include EXTRACT
@@ -243,6 +245,7 @@ static void some_step(void)
 	case 14:
 		if (!rnd(8))
 			registered = !registered;
+		pauses = !registered && rnd(2);
 		break;
 	case 15:
 		if (!rnd(8))
@@ -266,6 +269,7 @@ int main(int argc, char **argv)
 		cpu_tlbstate.next_asid = 1;
 		hits = loads = flushes = 0;
 		registered = tlb_slots_without_pcid = true;
+		pauses = false;
 		for (int i = 0; i < MMS; i++)
 			start(&mms[i]);
 		switch_to(&mms[0]);

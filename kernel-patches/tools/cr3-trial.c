@@ -18,9 +18,16 @@ typedef uint16_t u16;
 /* What the functions under test use. */
 #define this_cpu_ptr(variable) (variable)
 #define this_cpu_read(variable) (variable)
+#define this_cpu_write(variable, value) ((variable) = (value))
+#define this_cpu_dec(variable) ((variable)--)
+#define static_branch_unlikely(key) true
+#ifndef __always_inline
+#define __always_inline inline
+#endif
 #define clamp(value, low, high) ((value) < (low) ? (low) : (value) > (high) ? (high) : (value))
 
 static void *cr3_cache_page;
+static unsigned int kvm_cr3_cache_left;
 /* Whether the host has the cache, and how often it was asked for it. */
 static bool offered;
 static unsigned long registered;
@@ -65,6 +72,7 @@ static void __attribute__((format(printf, 1, 2), noreturn)) fail(const char *for
 static void begin(void)
 {
 	memset(&cr3_cache_trial, 0, sizeof(cr3_cache_trial));
+	kvm_cr3_cache_left = 0;
 	cr3_cache_page = &cr3_cache_page;
 	offered = true;
 	registered = looked = 0;
@@ -78,8 +86,8 @@ static unsigned long loads(unsigned long n, unsigned long nth, bool flushes)
 	for (unsigned long i = 0; i < n; i++) {
 		published = nth && i % nth == nth - 1;
 		if (!published && flushes)
-			__kvm_cr3_cache_flush();
-		else if (__kvm_cr3_cache_load(0x1000) && !published)
+			kvm_cr3_cache_flush();
+		else if (kvm_cr3_cache_load(0x1000) && !published)
 			fail("a load that finds nothing is called a hit");
 	}
 	return looked - before;
