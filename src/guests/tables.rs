@@ -100,7 +100,7 @@ pub struct Tables {
 /// [`LONGEST_PAUSE`]; for half as many next time where it does not. The same numbers as in the guest's series in `kernel-patches/`.
 pub const TRIAL: u64 = 64;
 /// How many switches it does without the page at first.
-pub const LEAST_PAUSE: u64 = 128;
+pub const LEAST_PAUSE: u64 = 4096;
 /// How many it does without it at most.
 pub const LONGEST_PAUSE: u64 = 16384;
 
