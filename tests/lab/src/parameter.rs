@@ -2,12 +2,18 @@
 
 use std::fs;
 
+/// What the kernel reads long before modules have parameters, and has no file for: KVM's line in its log says what became of it.
+const EARLY: [&str; 1] = ["kvm-arm.mode"];
+
 /// Why `parameter` is not in force; `None` where it is. The kernel ignores a name that it does not know.
 pub fn refused(parameter: &str) -> Option<String> {
     let form = || parameter.split_once('.').and_then(|(module, rest)| Some((module, rest.split_once('=')?)));
     let Some((module, (name, value))) = form() else {
         return Some(format!("{parameter}: the form is MODULE.NAME=VALUE"));
     };
+    if EARLY.contains(&format!("{module}.{name}").as_str()) {
+        return None;
+    }
     let file = format!("/sys/module/{}/parameters/{name}", module.replace('-', "_"));
     let Ok(present) = fs::read_to_string(&file) else {
         return Some(format!("{parameter}: this kernel has no such parameter"));
@@ -34,6 +40,7 @@ mod tests {
     #[test]
     fn what_no_kernel_has_is_refused() {
         assert!(refused("no_such_module.flag=1").unwrap().contains("has no such parameter"));
+        assert_eq!(refused("kvm-arm.mode=nested"), None);
         assert!(refused("kvm=1").unwrap().contains("the form is"));
         assert!(refused("kvm.x").unwrap().contains("the form is"));
     }
