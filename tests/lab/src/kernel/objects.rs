@@ -173,10 +173,11 @@ fn built(tree: &Tree, objects: &Path, targets: &[String]) -> Result<Vec<String>>
     tree.date_for(objects)?;
     tool::output(build::command(tree, objects).arg("prepare"))?;
     for object in single {
-        // Nobody descends into a directory whose Makefile the one above includes.
-        let above = Path::new(&object).ancestors().skip(1).filter(|dir| dir.components().next().is_some());
+        // It may be the Makefile of a directory above that has it, and nobody descends into its own, or make has nothing to do there.
+        let mut above =
+            Path::new(&object).ancestors().skip(1).filter(|dir| dir.components().next().is_some());
         let dry = |dir: &Path| tool::text(build::command(tree, objects).arg("-n").arg(dir.join(""))).ok();
-        if above.filter_map(dry).next().is_some_and(|said| makes(&said, &object)) {
+        if above.any(|dir| dry(dir).is_some_and(|said| makes(&said, &object))) {
             built.push(object);
         }
     }
