@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: GPL-2.0-only
 # How long the entry of a block is invalid while the block takes the place of its table: from the TLB invalidation by which the walker begins
 # to the call that installs the block; and how many faults vCPUs take while all blocks come back, of which one a block is due, and how many
-# of these on a block whose entry another vCPU has made invalid. The first is for a host whose clock counts instructions, the others for one whose CPUs run at once:
+# of these on a block whose entry another vCPU has made invalid. The first is for a host whose clock counts instructions, the others for one
+# whose CPUs run at once:
 #
 #     cargo lab run arm64 --kernel IMAGE --hugepages 40 --file .../invalid-time.sh:/invalid-time.sh -- sh /invalid-time.sh 64M 1
 #     cargo lab run arm64 --kernel IMAGE --multi --memory 4096 --hugepages 1088 --file … -- sh /invalid-time.sh 2G 4
