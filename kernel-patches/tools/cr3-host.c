@@ -457,8 +457,6 @@ static void set_cr3(u64 value)
 	if ((value & ~X86_CR3_PCID_NOFLUSH) != (wanted & ~X86_CR3_PCID_NOFLUSH))
 		fail("KVM takes %llx for the guest's CR3", (unsigned long long)value);
 	value &= ~X86_CR3_PCID_NOFLUSH;
-	if (!stock)
-		kvm_cr3_cache_missed(vcpu);
 	if (value != vcpu->arch.cr3) {
 		if (!
 #if NEW
