@@ -5,6 +5,7 @@
 
 pub mod begun;
 pub mod fixed;
+pub mod images;
 pub mod meanwhile;
 pub mod watch;
 

@@ -12,16 +12,17 @@ mod image;
 #[cfg(test)]
 mod tests;
 
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, SeekFrom};
 use std::ops::Range;
 
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, ReadVolatile};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use self::image::ALIGNMENT;
 use super::fdt::{self, Told};
 use super::layout::{FDT, FDT_SIZE, KERNEL, RAM_START};
 use super::tables::Tables;
 use crate::arch::fixed::Uart;
+use crate::arch::images::{Image, Source};
 use crate::fault::{Blame, Fault, Field};
 use crate::sys::random;
 
@@ -134,24 +135,6 @@ pub enum Error {
     Memory(u64, #[source] vm_memory::GuestMemoryError),
 }
 
-/// Which image an error is about.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Image {
-    /// What is booted.
-    Kernel,
-    /// What is handed to it.
-    Initrd,
-}
-
-impl std::fmt::Display for Image {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Kernel => "the kernel",
-            Self::Initrd => "the initrd",
-        })
-    }
-}
-
 impl Fault for Error {
     fn blame(&self) -> Blame {
         Blame::user(match self {
@@ -162,10 +145,6 @@ impl Fault for Error {
         })
     }
 }
-
-/// What an image may be: a file, or bytes in a `Cursor`.
-pub trait Source: Read + ReadVolatile + Seek {}
-impl<T: Read + ReadVolatile + Seek> Source for T {}
 
 /// Loads `kernel` (and `initrd`) into `memory` and says how to enter it.
 ///

@@ -23,13 +23,14 @@ mod memory_map;
 mod multiboot;
 mod pvh;
 
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, SeekFrom};
 use std::ops::Range;
 
 use super::tables::Tables;
 use crate::arch::fixed::Uart;
+use crate::arch::images::{Image, Source};
 use crate::fault::{Blame, Fault, Field};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, ReadVolatile};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 pub use memory_map::{MapEntry, RangeKind, memory_map};
 use multiboot::LOADER_MAGIC as MULTIBOOT_MAGIC;
@@ -175,24 +176,6 @@ pub enum Error {
     Memory(u64, #[source] vm_memory::GuestMemoryError),
 }
 
-/// Which image an error is about.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Image {
-    /// What is booted.
-    Kernel,
-    /// What is handed to it.
-    Initrd,
-}
-
-impl std::fmt::Display for Image {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Kernel => "the kernel",
-            Self::Initrd => "the initrd",
-        })
-    }
-}
-
 impl Fault for Error {
     fn blame(&self) -> Blame {
         Blame::user(match self {
@@ -210,10 +193,6 @@ impl Fault for Error {
         })
     }
 }
-
-/// What an image may be: a file, or bytes in a `Cursor`.
-pub trait Source: Read + ReadVolatile + Seek {}
-impl<T: Read + ReadVolatile + Seek> Source for T {}
 
 /// Loads `kernel` (and `initrd`) into `memory` and says how to enter it.
 ///
