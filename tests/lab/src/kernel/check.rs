@@ -1,5 +1,6 @@
 //! `cargo lab check`: what a maintainer would try before reading a series.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -276,21 +277,33 @@ fn selftests_alike(
                 after.label, before.label
             )));
         }
-        let known = complaints(&old.log);
-        if let Some(splat) = complaints(&new.log).into_iter().find(|splat| !known.contains(splat)) {
+        let [known, complained] = [old, new].map(|run| complaints(&run.log));
+        if let Some(splat) = complained.iter().find(|splat| !known.contains(splat)) {
             return Err(Error::Series(format!(
                 "{} {host}: during the selftests the kernel complained, and {} did not:\n{splat}\n{}",
                 after.label, before.label, new.log
             )));
         }
-        let also =
-            if known.is_empty() { String::new() } else { format!("; both complain: {}", known.join("; ")) };
+        let also = of_complaints(&before.label, &known, &complained);
         report(
             &after.label,
             &format!("{host}: selftests end as on {}: {}{unsteady}{also}", before.label, new.summary()),
         );
     }
     Ok(())
+}
+
+/// Of the complaints `known` of the kernel `before`, which one with series makes too, among those that it `complained`, and which no more.
+fn of_complaints(before: &str, known: &[String], complained: &[String]) -> String {
+    let mut times = BTreeMap::new();
+    known.iter().for_each(|splat| *times.entry(splat).or_insert(0) += 1);
+    let (both, gone): (Vec<_>, Vec<_>) = times.into_iter().partition(|(splat, _)| complained.contains(splat));
+    let told = |what: &str, splats: Vec<(&String, u32)>| -> String {
+        let each: Vec<String> =
+            splats.iter().map(|(splat, times)| format!("{times} times {splat}")).collect();
+        if each.is_empty() { String::new() } else { format!("; {what}: {}", each.join("; ")) }
+    };
+    told("both complain", both) + &told(&format!("{before} alone complains"), gone)
 }
 
 fn selftests_without_splat(cache: &Cache, base: &Base, stack: &[Series], image: &Image) -> Result<()> {
@@ -458,5 +471,14 @@ mod tests {
         assert_eq!(of("6.12/cr3-cache"), both);
         let direct = (true, vec!["kvm.tdp_mmu=1".to_owned()]);
         assert!(of("5.10/tdp-mmu-parallel-faults").contains(&direct));
+    }
+
+    #[test]
+    fn a_complaint_that_a_series_mends_is_not_told_of_both() {
+        let [kept, mended] = ["BUG: kept", "WARNING: mended"].map(str::to_owned);
+        let known = [mended.clone(), kept.clone(), mended];
+        let said = of_complaints("7.2", &known, std::slice::from_ref(&kept));
+        assert_eq!(said, "; both complain: 1 times BUG: kept; 7.2 alone complains: 2 times WARNING: mended");
+        assert_eq!(of_complaints("7.2", &[], &[]), "");
     }
 }
