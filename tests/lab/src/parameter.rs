@@ -1,15 +1,24 @@
-//! Module parameters, `MODULE.NAME=VALUE`: whether one is in force in the kernel that runs this.
+//! Module parameters, `MODULE.NAME=VALUE`, and words of the kernel's own: whether one is in force in the kernel that runs this.
 
 use std::fs;
 
 /// What the kernel reads long before modules have parameters, and has no file for: KVM's line in its log says what became of it.
 const EARLY: [&str; 1] = ["kvm-arm.mode"];
 
+/// Words of the kernel's own, each with the flag that the processor has not any more by it.
+const FEATURES: [(&str, &str); 1] = [("nopcid", "pcid")];
+
 /// Why `parameter` is not in force; `None` where it is. The kernel ignores a name that it does not know.
 pub fn refused(parameter: &str) -> Option<String> {
+    if let Some((_, flag)) = FEATURES.iter().find(|(word, _)| *word == parameter) {
+        return match fs::read_to_string("/proc/cpuinfo") {
+            Ok(text) if !has(&text, flag) => None,
+            _ => Some(format!("{parameter}: the processor has {flag} all the same")),
+        };
+    }
     let form = || parameter.split_once('.').and_then(|(module, rest)| Some((module, rest.split_once('=')?)));
     let Some((module, (name, value))) = form() else {
-        return Some(format!("{parameter}: the form is MODULE.NAME=VALUE"));
+        return Some(format!("{parameter}: the form is MODULE.NAME=VALUE, or {}", FEATURES[0].0));
     };
     if EARLY.contains(&format!("{module}.{name}").as_str()) {
         return None;
@@ -22,6 +31,14 @@ pub fn refused(parameter: &str) -> Option<String> {
     // What is no switch may be written otherwise than it is read.
     let switches = [&present, &value].iter().all(|text| ["Y", "N"].contains(text));
     (switches && present != value).then(|| format!("{parameter}: it is {present}"))
+}
+
+/// Whether a processor of `cpuinfo` has `flag`.
+fn has(cpuinfo: &str, flag: &str) -> bool {
+    cpuinfo
+        .lines()
+        .filter(|line| line.starts_with("flags"))
+        .any(|line| line.split_whitespace().any(|word| word == flag))
 }
 
 /// The kernel prints a switch as Y and N, and takes it as 1 and 0 too.
@@ -43,6 +60,12 @@ mod tests {
         assert_eq!(refused("kvm-arm.mode=nested"), None);
         assert!(refused("kvm=1").unwrap().contains("the form is"));
         assert!(refused("kvm.x").unwrap().contains("the form is"));
+    }
+
+    #[test]
+    fn a_flag_is_a_word_of_its_own() {
+        let cpuinfo = "model name : pcid\nflags\t\t: fpu invpcid pse\n";
+        assert!(has(cpuinfo, "invpcid") && !has(cpuinfo, "pcid"));
     }
 
     #[test]
