@@ -262,7 +262,8 @@ pub fn endings(
 /// Where the cache has what `tests` did on `image` and that host: keyed by all that they depend on.
 fn entry(image: &Image, tests: &[(String, PathBuf)], request: &Request) -> Result<String> {
     let mut key = vec![request.parameters.join(" "), format!("{:?} {LIMIT}", request.second_stage)];
-    key.extend(tests.iter().map(|(name, _)| command(name).join(" ")));
+    // Where a program is built depends on the patches that are in it.
+    key.extend(tests.iter().map(|(name, built)| format!("{} {}", built.display(), command(name).join(" "))));
     key.push(request.bed.version()?);
     Ok(format!("selftests/{}-{}", image.name, digest(key.iter().map(String::as_bytes))))
 }
