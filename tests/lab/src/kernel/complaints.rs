@@ -51,6 +51,8 @@ pub fn complaints(log: &str) -> Vec<String> {
 
 /// The words of a line that two builds have in common.
 fn lasting(line: &str) -> String {
+    // As 7.2 has it: `WARNING: virt/kvm/kvm_main.c:431 at f+0x1/0x2, CPU#0: program/258`.
+    let line = line.split_once(", CPU#").map_or(line, |(line, _)| line);
     let words = line.split_whitespace().filter(|word| !word.chars().all(|c| c.is_ascii_digit()));
     let lasting = words.map(|word| {
         let (place, number) = word.rsplit_once(':').unwrap_or((word, ""));
@@ -79,6 +81,12 @@ mod tests {
             complaints(&log("1.5", 0, 12, 1)),
             ["WARNING: CPU: PID: at arch/x86/kvm/x86.c f, from g < i"]
         );
+    }
+
+    #[test]
+    fn who_ran_into_it_does_not_tell_it_from_others() {
+        let line = "[ 1.0] WARNING: virt/kvm/kvm_main.c:431 at f+0x1/0x2, CPU#0: program/258\n";
+        assert_eq!(complaints(line), ["WARNING: virt/kvm/kvm_main.c at f"]);
     }
 
     #[test]
