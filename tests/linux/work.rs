@@ -33,7 +33,9 @@ pub fn begin(guest: &Guest, mib: u64) -> Result<(), Failed> {
     guest.shell(&format!(
         "dd if=/dev/urandom of=/tmp/data bs=1M count={mib} 2>/dev/null && sha256sum /tmp/data > /tmp/sum"
     ))?;
-    guest.shell(WORKERS).map(drop)
+    guest.shell(WORKERS)?;
+    // What is counted is there from its first round on.
+    guest.shell("until [ -e /tmp/flushed ]; do :; done").map(drop)
 }
 
 /// That its data has the sum that it had, and that its clock never went back.
