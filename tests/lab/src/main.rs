@@ -291,7 +291,7 @@ struct Host {
     /// Their size: 2M, 1G, on Arm 32M or 512M where the host's own pages have 16 or 64 KiB
     #[arg(long, value_name = "SIZE", default_value = "2M")]
     hugepage_size: String,
-    /// A module parameter: kvm.eager_page_split=N
+    /// A module parameter, as kvm.eager_page_split=N, or nopcid: a processor of x86 without PCIDs
     #[arg(long, value_name = "MODULE.NAME=VALUE")]
     param: Vec<String>,
     /// A file of this machine and where it is to be in the host

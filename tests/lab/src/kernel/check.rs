@@ -293,7 +293,8 @@ fn selftests_alike(
     Ok(())
 }
 
-/// Of the complaints `known` of the kernel `before`, which one with series makes too, among those that it `complained`, and which no more.
+/// Which complaints of the kernel `before`, `known`, are also among those of the kernel with the series, `complained`, and which are its own
+/// alone; each with how often `before` made it.
 fn of_complaints(before: &str, known: &[String], complained: &[String]) -> String {
     let mut times = BTreeMap::new();
     known.iter().for_each(|splat| *times.entry(splat).or_insert(0) += 1);
