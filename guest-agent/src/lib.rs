@@ -76,6 +76,8 @@ pub enum Request {
     Processes(Processes),
     /// Run a command with its standard streams, or with a terminal: [`frame`]s follow instead of [`Event`]s. Only by vsock.
     Launch(Launch),
+    /// Start another kernel in this one's place, past the firmware: at once, or when this one panics.
+    Kexec(Kexec),
     /// Switch the guest off.
     PowerOff,
 }
@@ -279,6 +281,23 @@ fn ten_thousand() -> u64 {
     10_000
 }
 
+/// A kernel that takes the place of the one that runs (kexec_file_load(2)).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Kexec {
+    /// Its image, a file of the guest's.
+    pub kernel: String,
+    /// Its initramfs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub initrd: Option<String>,
+    /// Its command line.
+    #[serde(default)]
+    pub params: String,
+    /// Keep it until this kernel panics, in memory that was reserved for it (`crashkernel=`), instead of going there at once.
+    #[serde(default)]
+    pub on_panic: bool,
+}
+
 /// What the guest tells.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
@@ -402,6 +421,8 @@ mod tests {
             Request::Exec { command: vec!["ls".into()] }
         );
         assert_eq!(parse(r#"{"do":"power-off"}"#).unwrap(), Request::PowerOff);
+        let kexec = Kexec { kernel: "/k".into(), initrd: None, params: String::new(), on_panic: false };
+        assert_eq!(parse(r#"{"do":"kexec","kernel":"/k"}"#).unwrap(), Request::Kexec(kexec));
         let Request::Memory(work) =
             parse(r#"{"do":"memory","mib":64,"pattern":"random","seconds":3}"#).unwrap()
         else {

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 
 use crate::init::NAME;
-use crate::{Event, MAX_REQUEST, Request, stream, sys, work};
+use crate::{Event, Kexec, MAX_REQUEST, Request, stream, sys, work};
 
 /// Children and how they ended. PID 1 inherits every orphan, so one thread waits for all processes, and whoever started
 /// one asks here.
@@ -154,8 +154,18 @@ fn perform(
         Request::Launch(_) => {
             Err(io::Error::other("a command with its streams needs a connection of its own: vsock"))
         }
+        Request::Kexec(kexec) => load_kernel(&kexec),
         Request::PowerOff => Err(sys::power_off()),
     }
+}
+
+/// Returns where the kernel waits for a panic, or could not be started.
+fn load_kernel(kexec: &Kexec) -> io::Result<()> {
+    let open = |path: &String| File::open(path).map_err(|error| io::Error::other(format!("{path}: {error}")));
+    let (kernel, initrd) = (open(&kexec.kernel)?, kexec.initrd.as_ref().map(open).transpose()?);
+    sys::load_kernel(&kernel, initrd.as_ref(), &kexec.params, kexec.on_panic)
+        .map_err(|error| io::Error::other(format!("{}: kexec_file_load: {error}", kexec.kernel)))?;
+    if kexec.on_panic { Ok(()) } else { Err(sys::start_kernel()) }
 }
 
 fn exec(

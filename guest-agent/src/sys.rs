@@ -49,13 +49,39 @@ pub fn allocate(file: &File, mode: libc::c_int, offset: u64, bytes: u64) -> io::
 
 /// Flushes all disks and switches the machine off.
 pub fn power_off() -> io::Error {
+    leave(libc::RB_POWER_OFF)
+}
+
+/// Flushes all disks and goes to the kernel that [`load_kernel`] has loaded.
+pub fn start_kernel() -> io::Error {
+    leave(libc::RB_KEXEC)
+}
+
+fn leave(how: libc::c_int) -> io::Error {
     // SAFETY: plain system calls; PID 1 may make them.
     unsafe {
         libc::sync();
-        libc::reboot(libc::RB_POWER_OFF);
+        libc::reboot(how);
     }
     io::Error::last_os_error()
 }
+
+/// kexec_file_load(2), for [`start_kernel`] or for a panic.
+pub fn load_kernel(kernel: &File, initrd: Option<&File>, params: &str, on_panic: bool) -> io::Result<()> {
+    // include/uapi/linux/kexec.h: KEXEC_FILE_ON_CRASH, KEXEC_FILE_NO_INITRAMFS
+    let flags: libc::c_ulong = if on_panic { 2 } else { 0 } | if initrd.is_none() { 4 } else { 0 };
+    let params = CString::new(params)?;
+    let bytes = params.as_bytes_with_nul();
+    let initrd = initrd.map_or(-1, AsRawFd::as_raw_fd);
+    // SAFETY: the string ends in a zero, which is counted, and outlives the call, as both files do.
+    let result = unsafe {
+        libc::syscall(KEXEC_FILE_LOAD, kernel.as_raw_fd(), initrd, bytes.len(), bytes.as_ptr(), flags)
+    };
+    check(result).map(drop)
+}
+
+/// Its number (arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h), which the C library of Arm has not.
+const KEXEC_FILE_LOAD: libc::c_long = if cfg!(target_arch = "x86_64") { 320 } else { 294 };
 
 /// Waits for any child: its pid and its exit code, or 128 and its signal.
 pub fn wait_any() -> io::Result<(u32, i32)> {

@@ -18,6 +18,7 @@ mod guest;
 #[path = "../home/mod.rs"]
 mod home;
 mod inside;
+mod kexec;
 mod launch;
 mod moves;
 mod passt;

@@ -52,7 +52,11 @@ pub fn guests(cache: &Cache, benches: &[&Bench]) -> Result<BTreeMap<String, Gues
         if let (Some(series), Some(name)) = (&bench.guest, bench.guest_name())
             && !guests.contains_key(&name)
         {
-            let guest = guest_of(cache, &name, &series::named(series)?, bench.guest_variant.as_deref())?;
+            let mut series = series::named(series)?;
+            if let Some(planted) = &bench.guest_planted {
+                series = series.with_planted(planted)?;
+            }
+            let guest = guest_of(cache, &name, &series, bench.guest_variant.as_deref())?;
             guests.insert(name, guest);
         }
     }

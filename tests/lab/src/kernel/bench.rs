@@ -57,6 +57,9 @@ pub struct Bench {
     /// What that kernel is configured for besides, one of [`VARIANTS`](super::build::VARIANTS).
     #[serde(default)]
     pub guest_variant: Option<String>,
+    /// A mistake of that series' `planted/` that the guest's kernel has: the command must fail, and it or the host's kernel say `says`.
+    #[serde(default)]
+    pub guest_planted: Option<String>,
     /// What the command has besides on the patched kernel, which the pristine one would refuse.
     #[serde(default)]
     pub after: Option<String>,
@@ -92,6 +95,7 @@ impl Bench {
             own_base: false,
             guest: None,
             guest_variant: None,
+            guest_planted: None,
             after: None,
             timed: false,
             bed: None,
@@ -110,10 +114,12 @@ impl Bench {
         run.split_whitespace().map(|word| word.replace("{json}", result)).collect()
     }
 
-    /// What its guest is called: the series of its kernel, and that one's variant.
+    /// What its guest is called: the series of its kernel, that one's mistake, and its variant.
     pub fn guest_name(&self) -> Option<String> {
-        let variant = self.guest_variant.as_ref().map_or(String::new(), |variant| format!("+{variant}"));
-        self.guest.as_ref().map(|series| format!("{series}{variant}"))
+        let more =
+            [&self.guest_planted, &self.guest_variant].map(|name| name.as_ref().map(|it| format!("+{it}")));
+        let [planted, variant] = more.map(Option::unwrap_or_default);
+        self.guest.as_ref().map(|series| format!("{series}{planted}{variant}"))
     }
 
     /// The same on the patched kernel.
@@ -138,9 +144,21 @@ impl Bench {
         (!name.ends_with(".sh")).then_some(name)
     }
 
-    /// Whether it is to see the mistake of this file.
+    /// Whether it is to see a mistake.
+    pub fn sees_a_mistake(&self) -> bool {
+        self.planted.is_some() || self.guest_planted.is_some()
+    }
+
+    /// Whether it is to see the mistake of this file in its host's kernel.
     pub fn is_of(&self, planted: &Path) -> bool {
-        self.planted.as_deref() == planted.file_stem().and_then(|stem| stem.to_str())
+        self.planted.is_some() && self.planted.as_deref() == stem(planted)
+    }
+
+    /// The same in its guest's, which has that series.
+    pub fn is_of_its_guest(&self, series: &str, planted: &Path) -> bool {
+        self.guest.as_deref() == Some(series)
+            && self.guest_planted.is_some()
+            && self.guest_planted.as_deref() == stem(planted)
     }
 
     /// Whether its `beds` have this one.
@@ -160,7 +178,7 @@ impl Bench {
     /// Whether the whole stack of a base can be tried with it in a run that is to be short: it is neither for other hosts than those of its
     /// architecture, nor for another kernel.
     pub fn is_plain(&self) -> bool {
-        self.bed.is_none() && self.planted.is_none()
+        self.bed.is_none() && !self.sees_a_mistake()
     }
 
     /// The test program of this workspace that it runs, where it runs one.
@@ -242,6 +260,11 @@ pub fn scripts() -> Result<Vec<(PathBuf, String)>> {
         .collect())
 }
 
+/// A mistake's name.
+fn stem(planted: &Path) -> Option<&str> {
+    planted.file_stem()?.to_str()
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::series::About;
@@ -280,6 +303,12 @@ mod tests {
         );
         let elsewhere = test("run='a'\nbed='vmx'\nmulti=true");
         assert!(test("run='a'").is_plain() && !planted.is_plain() && !elsewhere.is_plain());
+        let guest =
+            test("run='a {guest}'\nguest='6.12/g'\nguest-planted='stays'\nguest-variant='kexec'\nsays='x'");
+        let is_of = |series, file| guest.is_of_its_guest(series, Path::new(file));
+        assert!(is_of("6.12/g", "planted/stays.patch") && !is_of("5.10/g", "planted/stays.patch"));
+        assert!(guest.sees_a_mistake() && !guest.is_of(Path::new("planted/stays.patch")));
+        assert_eq!(guest.guest_name().as_deref(), Some("6.12/g+stays+kexec"));
     }
 
     #[test]

@@ -66,14 +66,16 @@ pub fn once_each(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]
     Ok(())
 }
 
-/// The tests of `series` for its mistakes, each on a kernel that has it: they fail, and they or that kernel say what they are to.
+/// The tests of `series` for mistakes, each on a kernel, or with a guest, that has it: they fail, and they or that kernel say what they are
+/// to.
 pub fn with_mistakes(cache: &Cache, series: &Series) -> Result<()> {
     for test in &series.about.test {
-        let (Some(planted), Some(says)) = (&test.planted, &test.says) else { continue };
-        let stack = [series.with_planted(planted)?];
-        let image = build::build(cache, series.base, &stack, None)?;
+        let Some(says) = &test.says else { continue };
+        let planted = test.planted.as_ref().map(|name| series.with_planted(name)).transpose()?;
+        let stack = std::slice::from_ref(planted.as_ref().unwrap_or(series));
+        let image = build::build(cache, series.base, stack, None)?;
         let programs = Programs::build_for(image.architecture)?;
-        let ran = ran(cache, &programs, &image, &[test], &brought(cache, &programs, &stack, &[test])?)?;
+        let ran = ran(cache, &programs, &image, &[test], &brought(cache, &programs, stack, &[test])?)?;
         let said = said(&ran);
         let code = ran.first().and_then(|ran| ran.exit.as_ref()).map_or(0, |exit| exit.code);
         let host = test.host(&image).label();

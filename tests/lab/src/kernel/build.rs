@@ -22,8 +22,20 @@ pub const COMPILER: &str = "gcc-12";
 
 /// What can be put on top of a base's configuration. Some bases lack some of it ([`Config::known`]), and `i386` and `gvt` are to
 /// compile alone: no emulated host boots the one, nor has the graphics of the other.
-pub const VARIANTS: [&str; 11] =
-    [DEBUG, "lock-stat", MODULES, "preempt", "werror", "i386", "gvt", "pages-16k", "pages-64k", GUEST, "pti"];
+pub const VARIANTS: [&str; 12] = [
+    DEBUG,
+    "lock-stat",
+    MODULES,
+    "preempt",
+    "werror",
+    "i386",
+    "gvt",
+    "pages-16k",
+    "pages-64k",
+    GUEST,
+    "pti",
+    "kexec",
+];
 
 /// The variant whose kernel checks itself: lockdep, KASAN, sleeping in atomic context.
 pub const DEBUG: &str = "debug";

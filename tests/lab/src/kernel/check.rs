@@ -156,7 +156,7 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
 
 /// The tests of `series` that its kernel passes.
 fn sound(series: &Series) -> Vec<Bench> {
-    series.about.test.iter().filter(|test| test.planted.is_none()).cloned().collect()
+    series.about.test.iter().filter(|test| !test.sees_a_mistake()).cloned().collect()
 }
 
 /// Runs the KVM selftests of `base`, and those that its series add, on its kernel as Debian has it and with its whole stack:
@@ -420,7 +420,15 @@ pub fn in_user_space(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> 
     let caught = || -> Result<()> {
         run(&series.patches).map_err(|error| Error::Series(format!("{}: {error}", series.name)))?;
         report(&series.name, &format!("`{line}` passes"));
-        let booted = |planted: &&PathBuf| series.about.test.iter().any(|test| test.is_of(planted));
+        // A guest's series is booted by that of its host.
+        let (all, name) = (series::all()?, format!("{}/{}", series.base.name, series.name));
+        let booted = |planted: &&PathBuf| {
+            series.about.test.iter().any(|test| test.is_of(planted))
+                || all
+                    .iter()
+                    .flat_map(|host| &host.about.test)
+                    .any(|test| test.is_of_its_guest(&name, planted))
+        };
         let in_here = |planted: &&PathBuf| -> bool {
             // What no tool sees is for a kernel that has it.
             !booted(planted) || says(planted).is_ok()

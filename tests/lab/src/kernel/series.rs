@@ -202,6 +202,9 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
             command if command.guest_variant.is_some() && command.guest.is_none() => {
                 "guest-variant is what the kernel of `guest` is configured for: there is no `guest`"
             }
+            command if command.guest_planted.is_some() && command.guest.is_none() => {
+                "guest-planted is a mistake that the kernel of `guest` has: there is no `guest`"
+            }
             command if command.guest_variant.as_deref().is_some_and(|name| !VARIANTS.contains(&name)) => {
                 "`guest-variant` is one that `cargo lab kernel build --variant` knows"
             }
@@ -212,8 +215,8 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     for bench in &about.bench {
         let emulated = !bench.beds.is_empty() && !bench.beds.iter().any(|bed| bed == "metal");
         let why = match bench {
-            bench if bench.bed.is_some() || bench.planted.is_some() || bench.says.is_some() => {
-                "bed, planted and says are for [[test]]: a comparison chooses its host, and nobody wants figures of a mistake"
+            bench if bench.bed.is_some() || bench.sees_a_mistake() || bench.says.is_some() => {
+                "bed, planted, guest-planted and says are for [[test]]: a comparison chooses its host, and nobody wants figures of a mistake"
             }
             bench if bench.cpu.is_some() && bench.beds.len() != 1 => {
                 "cpu is an emulator's model: `beds` has to name that one bed"
@@ -237,11 +240,19 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
             test if test.bed.as_ref().is_some_and(|name| !BEDS.iter().any(|bed| bed.name() == name)) => {
                 "`bed` is one of the emulated hosts svm, vmx and arm64"
             }
-            test if test.planted.is_some() != test.says.is_some() => {
-                "`planted` is a mistake, and `says` what is said of it: both, or neither"
+            test if test.sees_a_mistake() != test.says.is_some() => {
+                "`planted` or `guest-planted` is a mistake, and `says` what is said of it: both, or neither"
             }
             test if test.planted.as_ref().is_some_and(|name| !dir.join(planted_file(name)).is_file()) => {
                 "`planted` is a file of planted/, without its .patch"
+            }
+            test if test
+                .guest
+                .as_ref()
+                .zip(test.guest_planted.as_ref())
+                .is_some_and(|(guest, name)| !root.join(guest).join(planted_file(name)).is_file()) =>
+            {
+                "`guest-planted` is a file of planted/ of the guest's series, without its .patch"
             }
             test if test.cpu.is_some() => "cpu is for [[bench]]: tests run on the bed's own",
             test if !test.calls.is_empty() => "calls are for [[bench]]: a test has no figures",

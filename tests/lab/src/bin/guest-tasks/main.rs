@@ -5,31 +5,31 @@
 //! Each is done twice: once counted, by KVM's trace points, which cost time themselves and are gone again when the other is timed. Idle is
 //! judged over what is timed, for starting a guest is waiting.
 
-use std::fs::{self, File};
-use std::io::{self, Read};
-use std::os::fd::{AsRawFd, FromRawFd};
+mod checks;
+mod guest;
+mod trace_point;
+
+use std::fs;
+use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use guest::Guest;
 use serde_json::Value;
 use vellum::host::{Facts, idle};
 use vellum::report::{Label, Premise, Report, Sample, json};
 
 /// The share of what is timed that the host may idle, as of everything that the laboratory measures.
 const IDLE_LIMIT: f64 = 0.01;
-/// How often a guest that boots is asked whether it is there, five times a second.
-const PATIENCE: usize = 3000;
-/// `vellum`'s own name for its guest here.
-const NAME: &str = "tasks";
 /// What the agent is called, by which it knows itself.
 const AGENT: &str = "/init";
 /// What a guest left for and what KVM's shadow pages had of it: a figure's ending, a trace point, and which of its events. Reasons are
 /// of the Intel SDM, Appendix C: a load of CR3 is a control-register access. Without page table isolation Linux flushes everything,
 /// global pages too, by INVPCID or by CR4.PGE where the processor lacks that, and a page of its own by INVLPG.
-const COUNTED: [(&str, &str, Option<&str>); 7] = [
+const COUNTED: [(&str, &str, Option<&str>); 8] = [
     ("_cr_exits", "kvm/kvm_exit", Some("exit_reason==28")),
     ("_exits", "kvm/kvm_exit", None),
     ("_invlpg_exits", "kvm/kvm_exit", Some("exit_reason==14")),
@@ -38,23 +38,11 @@ const COUNTED: [(&str, &str, Option<&str>); 7] = [
     // A root is looked for among the shadow pages; role.level of page tables of four levels alone has this bit.
     ("_root_loads", "kvmmmu/kvm_mmu_get_page", Some("role & 4")),
     ("_resyncs", "kvmmmu/kvm_mmu_sync_page", None),
+    // A page of the CR3 cache is registered, or no longer: trials begin and pauses.
+    ("_cr3_cache_calls", "kvm/kvm_hypercall", Some("nr==120")),
 ];
 /// Of the command line of every Linux guest that is measured here; page table isolation loads CR3 by itself.
 const UNHINDERED: &str = "pti=off mitigations=off";
-/// What a guest that has page table isolation is started with, and what its log then has of that and of the cache.
-const ISOLATION: [(&str, &str, &str); 2] = [
-    (
-        "pti=on",
-        "page tables isolation: enabled",
-        "CR3 cache: not with page table isolation (pti=off allows it)",
-    ),
-    ("pti=off", "page tables isolation: disabled on command line", "CR3 cache: on"),
-];
-/// How often KVM's guests that are there now have loaded CR3 without an exit.
-const HITS: &str = "/sys/kernel/debug/kvm/cr3_cache_switches";
-/// What the guest's disk holds.
-const DISK_BYTES: u64 = 8 << 20;
-
 /// What is done, by the names that figures have, and how often it is timed: what is short is.
 const WORKLOADS: [(&str, &str, u32); 8] = [
     ("lat_ctx[2]", r#"{"do":"lat-ctx","tasks":2,"rounds":1000,"repeat":1}"#, 3),
@@ -90,6 +78,9 @@ struct Cli {
     /// Instead of measuring: a guest with page table isolation refuses the cache, and says so; with pti=off it uses it
     #[arg(long, requires = "cr3_cache", conflicts_with_all = ["only", "json"])]
     isolation: bool,
+    /// Instead of measuring: a guest whose CPU, or whose kernel, goes has told the host that its page is none any more
+    #[arg(long, requires = "cr3_cache", conflicts_with_all = ["only", "json", "isolation"])]
+    teardown: bool,
     /// The guest has no PCIDs
     #[arg(long, requires = "kernel")]
     no_pcid: bool,
@@ -100,7 +91,7 @@ struct Cli {
     #[arg(long)]
     only: Vec<String>,
     /// Where the result goes
-    #[arg(long, required_unless_present = "isolation")]
+    #[arg(long, required_unless_present_any = ["isolation", "teardown"])]
     json: Option<PathBuf>,
 }
 
@@ -116,16 +107,17 @@ fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> io::Result<()> {
     if cli.isolation {
-        return ISOLATION.iter().try_for_each(|(parameter, isolation, cache)| {
-            isolated(cli, parameter, &[isolation, cache], *parameter == "pti=off")
-        });
+        return checks::isolation(cli);
+    }
+    if cli.teardown {
+        return checks::teardown(cli);
     }
     let mut report = Report::new("guest-tasks", Facts::collect("as the guest's own".into()));
     report.ask("guest", if cli.kernel.is_some() { "linux" } else { "none: the host itself" });
     report.ask("cr3_cache", cli.cr3_cache);
     report.ask("pcid", !cli.no_pcid);
     report.ask("memory_mib", cli.memory);
-    let guest = cli.kernel.as_ref().map(|_| Guest::start(cli, UNHINDERED)).transpose()?;
+    let guest = cli.kernel.as_ref().map(|_| Guest::start(cli, 1, UNHINDERED)).transpose()?;
     for (name, request, times) in WORKLOADS {
         let wanted = cli.only.is_empty() || cli.only.iter().any(|part| name.contains(part.as_str()));
         // The host has no disk of its own.
@@ -178,27 +170,6 @@ fn run(cli: &Cli) -> io::Result<()> {
     cli.json.as_ref().map_or(Ok(()), |path| fs::write(path, text))
 }
 
-/// A guest that is started with `parameter` says all of `says` in its log; its tasks switch, with hits or without.
-fn isolated(cli: &Cli, parameter: &str, says: &[&str], hits: bool) -> io::Result<()> {
-    let guest = Guest::start(cli, parameter)?;
-    let log = guest.text(&["dmesg"])?;
-    let of_it = log.lines().filter(|line| line.contains("CR3 cache") || line.contains("isolation:"));
-    let of_it = of_it.collect::<Vec<_>>().join("\n");
-    eprintln!("guest-tasks: {parameter}: the guest's log has\n{of_it}");
-    if let Some(missing) = says.iter().find(|line| !of_it.contains(**line)) {
-        return Err(io::Error::other(format!("{parameter}: the guest's log lacks {missing:?}")));
-    }
-    let (_, switch, _) = WORKLOADS[0];
-    guest.asked(switch)?;
-    let hit = fs::read_to_string(HITS).map_err(|error| io::Error::other(format!("{HITS}: {error}")))?;
-    eprintln!("guest-tasks: {parameter}: {} loads of CR3 without an exit", hit.trim());
-    if (hit.trim() != "0") != hits {
-        let wrong = if hits { "the guest does not use the cache" } else { "the guest uses the cache" };
-        return Err(io::Error::other(format!("{parameter}: {wrong}: {HITS} is {}", hit.trim())));
-    }
-    guest.end()
-}
-
 /// `lat_ctx[2]` as what a figure is called.
 fn label(name: &str) -> Label {
     match name.strip_suffix(']').and_then(|name| name.split_once('[')) {
@@ -247,163 +218,6 @@ fn said(command: &mut Command) -> io::Result<Vec<Value>> {
     }
     let lines = String::from_utf8_lossy(&output.stdout).into_owned();
     lines.lines().map(|line| serde_json::from_str(line).map_err(io::Error::other)).collect()
-}
-
-/// A Linux guest with the agent.
-struct Guest(Child);
-
-/// What a request did that was counted.
-struct Counted {
-    switches: f64,
-    /// Of [`COUNTED`].
-    times: Vec<f64>,
-    ticks: f64,
-}
-
-impl Guest {
-    fn start(cli: &Cli, parameters: &str) -> io::Result<Self> {
-        let disk = "/tmp/tasks-disk";
-        fs::write(disk, vec![0; DISK_BYTES as usize])?;
-        let mut line = format!("{parameters} nokaslr pci=off noxsave quiet panic=-1 reboot=t");
-        if cli.no_pcid {
-            line += " nopcid";
-        }
-        let mut command = Command::new("/bin/vellum");
-        command.arg("run").arg("--kernel").arg(cli.kernel.as_ref().ok_or_else(none)?);
-        command.arg("--initrd").arg(cli.initrd.as_ref().ok_or_else(none)?);
-        command.args(["--name", NAME, "--vsock", "/tmp/tasks-vsock", "--disk", disk, "--params", &line]);
-        command.args(["--memory", &format!("{}m", cli.memory), "--serial", "file=/tmp/tasks-console"]);
-        command.args(["--cr3-cache", if cli.cr3_cache { "on" } else { "off" }]);
-        let mut guest = Self(command.stdin(Stdio::null()).spawn()?);
-        for _ in 0..PATIENCE {
-            if guest.asked(r#"{"do":"facts"}"#).is_ok() {
-                // In little memory a kernel allows fewer tasks than five groups have.
-                guest.asked(
-                    r#"{"do":"exec","command":["sh","-c","echo 2000 > /proc/sys/kernel/threads-max"]}"#,
-                )?;
-                return Ok(guest);
-            }
-            if let Some(status) = guest.0.try_wait()? {
-                return Err(io::Error::other(format!("the guest ended: {status}: {}", console())));
-            }
-            std::thread::sleep(Duration::from_millis(200));
-        }
-        Err(io::Error::other(format!("no agent came up: {}", console())))
-    }
-
-    fn asked(&self, request: &str) -> io::Result<Vec<Value>> {
-        said(Command::new("/bin/vellum").args(["exec", NAME, "--request", request]))
-    }
-
-    /// Does `request`, and counts what the guest did for it.
-    fn counted(&self, request: &str) -> io::Result<Counted> {
-        let before = self.seen()?;
-        let points = COUNTED.iter().map(|(_, name, filter)| TracePoint::count(name, *filter));
-        let points = points.collect::<io::Result<Vec<_>>>()?;
-        self.asked(request)?;
-        let times = points.iter().map(TracePoint::so_far).collect::<io::Result<_>>()?;
-        drop(points);
-        let after = self.seen()?;
-        Ok(Counted { switches: after.0 - before.0, times, ticks: after.1 - before.1 })
-    }
-
-    /// What a command in there prints.
-    fn text(&self, command: &[&str]) -> io::Result<String> {
-        let events = self.asked(&serde_json::json!({"do": "exec", "command": command}).to_string())?;
-        Ok(events.iter().filter_map(|event| event.get("text")?.as_str()).collect())
-    }
-
-    /// Context switches and timer interrupts of the guest since it has booted.
-    fn seen(&self) -> io::Result<(f64, f64)> {
-        let text = self.text(&["cat", "/proc/stat", "/proc/interrupts"])?;
-        let number = |word: &str| {
-            let line = text.lines().find_map(|line| line.trim().strip_prefix(word))?;
-            line.split_whitespace().next()?.parse::<f64>().ok()
-        };
-        number("ctxt")
-            .zip(number("LOC:"))
-            .ok_or_else(|| io::Error::other(format!("no ctxt or LOC in: {text}")))
-    }
-
-    fn end(mut self) -> io::Result<()> {
-        self.asked(r#"{"do":"power-off"}"#).ok();
-        let status = self.0.wait()?;
-        if status.success() {
-            Ok(())
-        } else {
-            Err(io::Error::other(format!("the guest ended: {status}: {}", console())))
-        }
-    }
-}
-
-impl Drop for Guest {
-    fn drop(&mut self) {
-        // After `end` it is gone.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn none() -> io::Error {
-    io::Error::other("no guest was asked for")
-}
-
-fn console() -> String {
-    fs::read_to_string("/tmp/tasks-console").unwrap_or_default()
-}
-
-/// A trace point that is counted on the only CPU, until this is dropped.
-struct TracePoint(File);
-
-/// perf_event_open(2): struct perf_event_attr as of its first version.
-#[repr(C)]
-#[derive(Default)]
-struct Attributes {
-    kind: u32,
-    size: u32,
-    config: u64,
-    sample_period: u64,
-    sample_type: u64,
-    read_format: u64,
-    flags: u64,
-    wakeup_events: u32,
-    breakpoint: u32,
-    address: u64,
-}
-
-impl TracePoint {
-    fn count(name: &str, filter: Option<&str>) -> io::Result<Self> {
-        const TRACE_POINT: u32 = 2;
-        // _IOW('$', 6, char *)
-        const SET_FILTER: libc::c_ulong = 0x4008_2406;
-        let path = format!("/sys/kernel/tracing/events/{name}/id");
-        let id = fs::read_to_string(&path).map_err(|error| io::Error::other(format!("{path}: {error}")))?;
-        let size = size_of::<Attributes>() as u32;
-        let config = id.trim().parse().map_err(io::Error::other)?;
-        let attributes = Attributes { kind: TRACE_POINT, size, config, ..Attributes::default() };
-        // SAFETY: `attributes` outlives the call and says how long it is; all of every process on CPU 0.
-        let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, &raw const attributes, -1, 0, -1, 0) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the descriptor is new and nobody else's.
-        let counter = Self(unsafe { File::from_raw_fd(fd as i32) });
-        if let Some(filter) = filter {
-            let filter = std::ffi::CString::new(filter)?;
-            // SAFETY: the string ends in a zero and outlives the call.
-            let result = unsafe { libc::ioctl(counter.0.as_raw_fd(), SET_FILTER as _, filter.as_ptr()) };
-            if result < 0 {
-                return Err(io::Error::last_os_error());
-            }
-        }
-        Ok(counter)
-    }
-
-    fn so_far(&self) -> io::Result<f64> {
-        let mut bytes = [0; 8];
-        (&self.0).read_exact(&mut bytes)?;
-        Ok(u64::from_ne_bytes(bytes) as f64)
-    }
 }
 
 #[cfg(test)]
