@@ -63,11 +63,28 @@ enum { KVM_REQ_MMU_RELOAD, KVM_REQ_MMU_FREE_OBSOLETE_ROOTS = 0, KVM_REQ_LOAD_MMU
 #define module_param(...)
 #define EXPORT_SYMBOL_GPL(...)
 #define __always_inline inline
-#define DECLARE_STATIC_KEY_FALSE(key) extern bool key
-#define DEFINE_STATIC_KEY_FALSE(key) bool key
-#define static_branch_unlikely(key) (*(key))
-#define static_branch_inc(key) (*(key) = true)
-#define static_branch_dec(key) (void)(key)
+#define DECLARE_STATIC_KEY_FALSE(key) extern int key
+#define DEFINE_STATIC_KEY_FALSE(key) int key
+#define static_branch_unlikely(key) (*(key) > 0)
+#define static_branch_inc(key) (++*(key))
+#define static_branch_dec(key) (--*(key))
+/* Work is done at once, which is the earliest that it may be. */
+struct work_struct { int unused; };
+struct delayed_work { void (*function)(struct work_struct *work); };
+#define DECLARE_DELAYED_WORK(name, work) struct delayed_work name = { work }
+#define schedule_delayed_work(work, delay) (work)->function(NULL)
+#define flush_delayed_work(work) (void)(work)
+typedef int atomic_t;
+#define ATOMIC_INIT(value) (value)
+#define atomic_inc(value) (++*(value))
+static int atomic_xchg(atomic_t *value, int other)
+{
+	int before = *value;
+
+	*value = other;
+	return before;
+}
+#define WARN_ON(x) (void)(x)
 #define likely(x) (x)
 #define unlikely(x) (x)
 #define BUILD_BUG_ON(x) _Static_assert(!(x), #x)
@@ -507,6 +524,7 @@ static void forget_other_memory(void)
 
 static void new_vcpu(void)
 {
+	kvm_cr3_cache_release_key(vcpu);
 	FREE_ROOTS(KVM_MMU_ROOTS_ALL);
 	vcpu_now = (struct kvm_vcpu){ .kvm = &kvm, .arch = { .mmu = &mmu, .cr3 = cr3_of_guest } };
 	vcpu->arch.pv_cpuid.features = BIT(KVM_FEATURE_CR3_CACHE);
@@ -751,7 +769,6 @@ int main(int argc, char **argv)
 
 	seed = state = strtoull(argv[2], NULL, 10);
 	kvm.arch.cr3_cache = true;
-	kvm_cr3_cache_vms = true;
 	ROOT_HPA = INVALID_PAGE;
 	for (int i = 0; i < KVM_MMU_NUM_PREV_ROOTS; i++)
 		mmu.prev_roots[i] = KVM_MMU_ROOT_INFO_INVALID;
@@ -781,5 +798,10 @@ int main(int argc, char **argv)
 	       (unsigned long long)steps, (unsigned long long)hits, (unsigned long long)exits, (unsigned long long)seed);
 	if (hits < steps / 20)
 		fail("hardly a switch hits");
+	nested = false;
+	kvm_cr3_cache_unregister(vcpu);
+	kvm_cr3_cache_update(vcpu);
+	if (kvm_cr3_cache_in_use())
+		fail("nobody has a page, and each exit is still asked about it");
 	return 0;
 }
