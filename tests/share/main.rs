@@ -2,6 +2,7 @@
 //! directory by /dev/fuse. Requests that no kernel makes are made by hand.
 
 mod at_once;
+mod attributes;
 mod by_hand;
 mod checks;
 mod escapes;
