@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use clap::{Args, CommandFactory, Subcommand, ValueEnum};
 
 use super::{Cli, Failure, keyvalue, print, read_from};
-use crate::fleet::plan::{Plan, results};
+use crate::fleet::plan::{LARGEST, Plan, results};
 use crate::fleet::result::{SHARD, ended, place};
 use crate::fleet::{Error, merge, page, quote, slurm, task};
 use crate::report::output::{Kind, Writer};
+use crate::sys::open;
 use crate::vm::lifecycle::{self, Exit};
 
 /// Run one plan of tests and benchmarks on many hosts, and merge what they say
@@ -268,7 +269,7 @@ fn plan(file: &Path, into: Option<&Path>, commands: Option<Where>) -> Result<Exi
     let kept = match into {
         Some(dir) => {
             let text =
-                std::fs::read_to_string(file).map_err(|error| failure(Error::file("read", file)(error)))?;
+                open::read_text(file, LARGEST).map_err(|error| failure(Error::file("read", file)(error)))?;
             Some(keep(&text, dir)?)
         }
         None => None,
@@ -323,7 +324,7 @@ fn keep(text: &str, dir: &Path) -> Result<PathBuf, Failure> {
     std::fs::create_dir_all(dir).map_err(|error| failure(Error::file("made", dir)(error)))?;
     let dir = dir.canonicalize().map_err(|error| failure(Error::file("found", dir)(error)))?;
     let kept = dir.join("plan.toml");
-    match std::fs::read_to_string(&kept) {
+    match open::read_text(&kept, LARGEST) {
         Ok(there) if there == text => return Ok(kept),
         Ok(_) => {
             let shown = kept.display();

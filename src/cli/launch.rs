@@ -32,6 +32,7 @@ use crate::sandbox::user::User;
 use crate::sys::fork::{Forked, fork};
 use crate::sys::identity;
 use crate::sys::mmap::memfd;
+use crate::sys::open::{self, Kind};
 use crate::vm::lifecycle::Exit;
 use crate::{machine, session};
 
@@ -215,7 +216,7 @@ pub(super) fn run(
     let host = |error: io::Error| Failure::host(format!("a pipe: {error}"));
     // Opened before anything runs, so that a path that cannot be written costs nothing.
     let status_file = plan.status_file.as_ref().map(|path| {
-        File::create(path)
+        open::open(path, File::options().write(true).create(true).truncate(true), Kind::Output)
             .map_err(|error| Failure::usage(format!("--status-file {}: {error}", path.display())))
     });
     let status_file = status_file.transpose()?;

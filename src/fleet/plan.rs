@@ -19,8 +19,6 @@
 //! is ever handed to a batch system.
 
 use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -29,9 +27,10 @@ use toml::{Table, Value};
 use super::{Error, features};
 use crate::keyvalue;
 use crate::report::printable;
+use crate::sys::open;
 
 /// The largest plan that is read, in bytes: a thousand tests are a tenth of it.
-const LARGEST: u64 = 1 << 20;
+pub const LARGEST: u64 = 1 << 20;
 
 /// The most tasks of a plan.
 const MOST: u64 = 10_000_000;
@@ -135,11 +134,8 @@ impl Plan {
     /// # Errors
     /// Where it cannot be read, or something in it would not work.
     pub fn read(path: &Path, check: Check) -> Result<Self, Error> {
-        let mut text = String::new();
         let wrong = |why| Error::Plan { path: path.into(), why };
-        let read = |file: File| file.take(LARGEST + 1).read_to_string(&mut text);
-        File::open(path)
-            .and_then(read)
+        let text = open::read_text(path, LARGEST)
             .map_err(|error| wrong(format!("cannot be read: {error}; name a plan, which is a TOML file")))?;
         Self::parse(&text, check).map_err(wrong)
     }

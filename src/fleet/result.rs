@@ -4,7 +4,6 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -12,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Error;
 use crate::report::{Report, json, printable};
+use crate::sys::open::{self, Kind};
 
 /// The version of the header.
 pub const VERSION: u32 = 1;
@@ -139,17 +139,8 @@ pub fn text(header: &Header, reports: &[Report]) -> serde_json::Result<Vec<u8>> 
 /// Reads a file that lies where anybody may have put it: no link is followed, nothing but a file is opened, and no more is read than a
 /// result may have.
 pub fn read_file(path: &Path) -> Result<Vec<u8>, String> {
-    let file =
-        OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path).map_err(
-            |error| match error.raw_os_error() {
-                Some(libc::ELOOP) => "a symbolic link, which no result is".to_owned(),
-                _ => error.to_string(),
-            },
-        )?;
+    let file = open::for_reading(path, Kind::Unlinked).map_err(|error| error.to_string())?;
     let about = file.metadata().map_err(|error| error.to_string())?;
-    if !about.is_file() {
-        return Err("no file".into());
-    }
     if about.len() > LARGEST {
         return Err(format!("larger than {} MiB, which no result is", LARGEST >> 20));
     }
@@ -264,7 +255,7 @@ mod tests {
         assert_eq!(read("file").unwrap(), b"x");
         assert!(read("link").unwrap_err().contains("symbolic link"));
         assert!(read("large").unwrap_err().contains("larger"));
-        assert!(read_file(&dir).unwrap_err().contains("no file"));
+        assert!(read_file(&dir).unwrap_err().contains("a directory"));
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 3, "something temporary is left");
         fs::remove_dir_all(dir).unwrap();
     }

@@ -5,7 +5,7 @@
 //! requeued waits in the state BeginTime first, for as long as AuthInfo=cred_expire says: 120 s by default, 5 s at least.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, OpenOptions};
+use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,6 +13,7 @@ use std::process::Command;
 use super::Error;
 use super::plan::{Plan, results};
 use super::result::{self, SHARD};
+use crate::sys::open;
 
 /// What Slurm runs, in the plan's directory. It has neither a line of sbatch's nor anything of a plan. What a task says besides its result
 /// is of interest where it has none.
@@ -252,8 +253,8 @@ fn array(file: &Path, script: &Path, options: &[String], base: u64, list: &str) 
     let job = said.trim().split(';').next().unwrap_or_default();
     let job: u64 = job.parse().map_err(|_| Error::Slurm(format!("sbatch says no job but {said:?}")))?;
     let path = record(file);
-    let mut file =
-        OpenOptions::new().create(true).append(true).open(&path).map_err(Error::file("written", &path))?;
+    let mut file = open::open(&path, File::options().create(true).append(true), open::Kind::Regular)
+        .map_err(Error::file("written", &path))?;
     writeln!(file, "{job} {base}").and_then(|()| file.sync_all()).map_err(Error::file("written", &path))
 }
 

@@ -11,6 +11,7 @@ use super::initramfs::Initramfs;
 use super::kernel::Kernel;
 use super::modules::Named;
 use super::{Error, config};
+use crate::sys::open;
 
 /// The modules that Vellum's devices need. Their dependencies need not be named.
 const MODULES: &str = include_str!("../../resources/guest-image/modules");
@@ -118,7 +119,9 @@ pub fn pack(
     command: Option<&str>,
 ) -> Result<Vec<u8>, Error> {
     let mut archive = match initrd {
-        Some(path) => fs::read(path).map_err(|source| Error::File { path: path.into(), source })?,
+        Some(path) => {
+            open::read(path, u64::MAX).map_err(|source| Error::File { path: path.into(), source })?
+        }
         None => Vec::new(),
     };
     // An archive behind another one begins at a multiple of 4 bytes.
@@ -162,7 +165,7 @@ pub fn pack(
 
 /// A file of this host's, where it is a program that needs no other.
 fn static_program(path: &Path) -> Option<Vec<u8>> {
-    let content = fs::read(path).ok()?;
+    let content = super::read(path).ok()?;
     stripped(&content).filter(|_| !is_dynamic(&content)).map(|_| content)
 }
 

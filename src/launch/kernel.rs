@@ -6,6 +6,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use super::{Error, config};
+use crate::sys::open::{self, Kind};
 
 /// The most that a module may become when it is unpacked.
 const MOST: u64 = 256 << 20;
@@ -49,7 +50,7 @@ impl Kernel {
         let mut kernel = Self::named(named, release)?;
         if kernel.config.is_none() {
             // An image that cannot be read is somebody else's to refuse.
-            kernel.config = fs::read(&kernel.image).ok().and_then(|image| config::within(&image));
+            kernel.config = super::read(&kernel.image).ok().and_then(|image| config::within(&image));
         }
         Ok(kernel)
     }
@@ -67,7 +68,7 @@ impl Kernel {
     fn named(named: &Path, release: &str) -> Result<Self, Error> {
         if named == Path::new("host") && !named.exists() {
             let image = PathBuf::from(format!("/boot/vmlinuz-{release}"));
-            return match fs::File::open(&image) {
+            return match open::for_reading(&image, Kind::Regular) {
                 Ok(_) => Self::installed(Path::new("/"), image, release),
                 Err(_) => Err(Error::NoHostKernel(image)),
             };
@@ -107,7 +108,7 @@ impl Kernel {
 
     /// A kernel below `root` as distributions install it.
     fn installed(root: &Path, image: PathBuf, release: &str) -> Result<Self, Error> {
-        let config = fs::read_to_string(root.join(format!("boot/config-{release}"))).ok();
+        let config = super::read_text(&root.join(format!("boot/config-{release}"))).ok();
         // Where /lib is not a link to it, packages have one of the two.
         let places = ["lib/modules", "usr/lib/modules"].map(|place| root.join(place).join(release));
         let place = places.iter().find(|place| place.is_dir()).unwrap_or(&places[0]).clone();
@@ -119,8 +120,8 @@ impl Kernel {
 
     /// A tree in which a kernel was built, its objects in place or by O=.
     fn built(tree: &Path) -> Result<Self, Error> {
-        let config = fs::read_to_string(tree.join(".config")).ok();
-        let order = fs::read_to_string(tree.join("modules.order")).unwrap_or_default();
+        let config = super::read_text(&tree.join(".config")).ok();
+        let order = super::read_text(&tree.join("modules.order")).unwrap_or_default();
         let mut modules = BTreeMap::new();
         // Since 6.3 the objects are named, not the modules that they become; and before 5.x they had `kernel/` in front.
         for line in order.lines() {
@@ -194,7 +195,7 @@ fn index(dir: &Path, modules: &mut BTreeMap<String, PathBuf>) {
 
 /// A module's content, unpacked.
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, Error> {
-    let packed = fs::read(path).map_err(file(path))?;
+    let packed = super::read(path).map_err(file(path))?;
     unpack(packed).map_err(|why| Error::Module { path: path.into(), why })
 }
 

@@ -15,10 +15,11 @@ pub mod kernel;
 pub mod modules;
 pub mod streams;
 
-use std::io;
-use std::path::PathBuf;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
 
 use crate::fault::{Blame, Fault, Field};
+use crate::sys::open;
 
 /// Why there is no guest for a command.
 #[derive(Debug, thiserror::Error)]
@@ -88,4 +89,16 @@ impl Fault for Error {
             _ => Blame::user(Field::Kernel),
         }
     }
+}
+
+/// The content of a regular file, however long.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open::for_reading(path, open::Kind::Regular)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// As [`read`], for text.
+fn read_text(path: &Path) -> io::Result<String> {
+    String::from_utf8(read(path)?).map_err(io::Error::other)
 }

@@ -5,12 +5,12 @@
 //! kmod's libkmod/libkmod-index.c.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::thread;
 
 use super::kernel::{Kernel, read};
+use crate::sys::open;
 
 /// The most that the strings of a module may be.
 const MOST: u64 = 4 << 20;
@@ -57,9 +57,9 @@ pub fn of(kernel: &Kernel) -> Option<Modules> {
     }
     let mut beside: Vec<Named> = KEPT
         .iter()
-        .filter_map(|name| Some(((*name).to_owned(), fs::read(kernel.place.join(name)).ok()?)))
+        .filter_map(|name| Some(((*name).to_owned(), super::read(&kernel.place.join(name)).ok()?)))
         .collect();
-    let builtin = fs::read_to_string(kernel.place.join("modules.builtin")).unwrap_or_default();
+    let builtin = super::read_text(&kernel.place.join("modules.builtin")).unwrap_or_default();
     let builtin = builtin.lines().filter_map(|line| {
         let name = line.rsplit('/').next()?.strip_suffix(".ko")?;
         Some((name.replace('-', "_"), String::new()))
@@ -102,7 +102,7 @@ fn modinfo_of(path: &Path) -> Option<Vec<u8>> {
             Some(content.get(start..start.checked_add(usize::try_from(size).ok()?)?)?.to_vec())
         });
     }
-    let file = File::open(path).ok()?;
+    let file = open::for_reading(path, open::Kind::Regular).ok()?;
     modinfo(|offset, size| {
         let mut part = vec![0; usize::try_from(size).ok()?];
         file.read_exact_at(&mut part, offset).ok()?;
@@ -251,6 +251,7 @@ fn node(entries: &[(&[u8], &str)], has_prefix: bool, bytes: &mut Vec<u8>) -> u32
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::process::Command;
 
     use super::*;

@@ -2,7 +2,6 @@
 //! ([`crate::arch::boot`]).
 
 use std::fs::File;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use super::Error;
@@ -11,6 +10,7 @@ use crate::arch::tables::Tables;
 use crate::fault::{Fault, Field};
 use crate::memory::{GuestMemory, short_size};
 use crate::sys::file::{Lock, lock};
+use crate::sys::open::{self, Kind};
 
 /// What is to be booted.
 #[derive(Clone, Debug)]
@@ -79,15 +79,8 @@ impl Image {
 
 fn open(field: Field, path: &Path) -> Result<File, Error> {
     let refuse = |error| Error::Open { field, path: path.to_owned(), error };
-    // A pipe is opened only when somebody writes to it, and has no size.
-    match std::fs::metadata(path).map_err(refuse)?.is_file() {
-        true => {
-            let file = File::open(path).map_err(refuse)?;
-            // Says to others that somebody needs it, as a disk's lock does: output is not written over it. It can be read
-            // without.
-            let _ = lock(&file, Lock::Shared);
-            Ok(file)
-        }
-        false => Err(refuse(io::Error::other("not a regular file"))),
-    }
+    let file = open::for_reading(path, Kind::Regular).map_err(refuse)?;
+    // Says to others that somebody needs it, as a disk's lock does: output is not written over it. It can be read without.
+    let _ = lock(&file, Lock::Shared);
+    Ok(file)
 }

@@ -3,7 +3,6 @@
 //! Start reading at [`parse`] for what is believed of a file: nothing until [`check`] has passed. The schema that other tools
 //! read is `resources/report.schema.json`; the files themselves are [`super::output`]'s.
 
-use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -12,6 +11,7 @@ use serde_json::Value;
 use serde_json::ser::Formatter;
 
 use super::{Label, OLDEST, Report, SCHEMA};
+use crate::sys::open;
 
 /// The largest file that is read. A result with a point each millisecond for an hour is a tenth of it.
 pub const LIMIT: u64 = 64 << 20;
@@ -79,14 +79,13 @@ pub fn read(path: &Path) -> Result<Vec<Report>, Error> {
     if path == Path::new("-") {
         io::stdin().lock().take(LIMIT + 1).read_to_end(&mut bytes).map_err(failed)?;
     } else {
-        let file = File::open(path).map_err(failed)?;
-        if file.metadata().map_err(failed)?.is_dir() {
+        if path.is_dir() {
             return Err(Error::Directory {
                 path: path.into(),
                 what: "where a result file is needed; name the files in it",
             });
         }
-        file.take(LIMIT + 1).read_to_end(&mut bytes).map_err(failed)?;
+        bytes = open::read(path, LIMIT).map_err(failed)?;
     }
     if bytes.len() as u64 > LIMIT {
         return Err(Error::TooLarge { path: path.into() });

@@ -5,13 +5,13 @@
 //! nothing, so the room is allocated before the first byte is overwritten. A file that holds something else than a
 //! result, a disk image for instance, is not overwritten at all.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::{html, json};
-use crate::sys;
+use crate::sys::{self, open};
 
 /// Why a result could not be written. Each is one line, complete with what to do.
 #[derive(Debug, thiserror::Error)]
@@ -88,13 +88,15 @@ impl Writer {
             return Ok(Self { path: "standard output".into(), file: None, created: false, length: None });
         }
         let failed = |source| Error::Create { path: path.into(), source };
-        let (file, created) = match OpenOptions::new().write(true).create_new(true).open(path) {
+        let open =
+            |create| open::open(path, File::options().write(true).create_new(create), open::Kind::Output);
+        let (file, created) = match open(true) {
             Ok(file) => (file, true),
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                (OpenOptions::new().write(true).open(path).map_err(failed)?, false)
-            }
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => (open(false).map_err(failed)?, false),
             Err(e) => return Err(failed(e)),
         };
+        // Who reads a FIFO may be slower than this process writes, as with standard output.
+        open::wait(&file).map_err(failed)?;
         let about = file.metadata().map_err(failed)?;
         if about.is_file() && about.len() > 0 {
             let mut start = Vec::new();

@@ -1,9 +1,9 @@
 //! The directory of a snapshot as those who read it have it: files that are open, and what is chosen of them.
 
 use std::collections::HashMap;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use serde_json::Value;
@@ -13,21 +13,21 @@ use super::manifest::{self, Manifest, Point};
 use super::{Error, Files, state, working_set};
 use crate::payload::Section;
 use crate::sys::file::{Lock, lock};
+use crate::sys::open::{self, Kind};
 
 /// The most points of one directory: each has files open while it is restored.
 pub const MOST_POINTS: usize = 300;
 
-/// Opens a regular file of the directory for reading.
+/// Opens a regular file of the directory for reading. No link is followed: whoever made the directory would choose by it which of the
+/// host's files the guest has as its memory.
 pub(super) fn open(dir: &Path, name: &str) -> Result<File, Error> {
-    let mut options = OpenOptions::new();
-    // A pipe would have this wait for ever.
-    let opened = options.read(true).custom_flags(libc::O_NONBLOCK).open(dir.join(name));
-    let file = opened.map_err(Error::io(&dir.join(name).display().to_string(), "opening it"))?;
-    match file.metadata() {
-        Ok(data) if data.is_file() => Ok(file),
-        Ok(_) => Err(Error::Unfit { file: name.into(), what: "it is no regular file".into() }),
-        Err(error) => Err(Error::io(name, "what it is")(error)),
-    }
+    let path = dir.join(name);
+    open::for_reading(&path, Kind::Unlinked).map_err(|error| match error.kind() {
+        io::ErrorKind::InvalidInput => {
+            Error::Unfit { file: path.display().to_string(), what: error.to_string() }
+        }
+        _ => Error::io(&path.display().to_string(), "opening it")(error),
+    })
 }
 
 pub(super) fn read_manifest(file: &File) -> Result<Manifest, Error> {
@@ -178,4 +178,50 @@ impl Source {
 fn is_same(one: &File, other: &File) -> Result<bool, Error> {
     let of = |file: &File| file.metadata().map(|data| (data.dev(), data.ino()));
     of(one).and_then(|one| Ok(one == of(other)?)).map_err(Error::io(manifest::NAME, "what it is"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+    use std::process::Command;
+
+    use super::*;
+
+    const NAMES: [&str; 5] = [manifest::NAME, "ram-0", "map-0", "state-0", working_set::NAME];
+
+    /// Whoever made the directory may have put anything there: no file but its own regular ones becomes a machine's memory.
+    #[test]
+    fn links_and_what_is_no_regular_file_are_refused() {
+        let root = std::env::temp_dir().join(format!("vellum-source-{}", std::process::id()));
+        let dir = root.join("snapshot");
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(root.join("secret"), "secret").unwrap();
+        let fill = || NAMES.iter().for_each(|name| fs::write(dir.join(name), "{}").unwrap());
+        fill();
+        Source::open(&dir).unwrap();
+        for name in NAMES {
+            let place = dir.join(name);
+            let makes: [(&str, &dyn Fn()); 5] = [
+                ("a symbolic link", &|| symlink(root.join("secret"), &place).unwrap()),
+                ("a symbolic link", &|| symlink("other", &place).unwrap()),
+                ("a symbolic link", &|| symlink("nothing", &place).unwrap()),
+                ("a directory", &|| fs::create_dir(&place).unwrap()),
+                ("a FIFO", &|| assert!(Command::new("mkfifo").arg(&place).status().unwrap().success())),
+            ];
+            fs::write(dir.join("other"), "{}").unwrap();
+            for (what, make) in makes {
+                fs::remove_file(&place).unwrap();
+                make();
+                let error = Source::open(&dir).unwrap_err().to_string();
+                assert!(error.contains(&format!("{name}: it is {what}")), "{name}: {error}");
+                let _ = fs::remove_file(&place);
+                let _ = fs::remove_dir(&place);
+                fill();
+            }
+        }
+        // The directory itself may be reached by a link: that is its user's.
+        symlink("snapshot", root.join("link")).unwrap();
+        Source::open(&root.join("link")).unwrap();
+        fs::remove_dir_all(&root).unwrap();
+    }
 }

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use super::manifest::{self, Manifest, Point};
 use super::source::{self, MOST_POINTS};
 use super::{Error, Files};
+use crate::sys::open::{self, Kind};
 use crate::sys::{file, random};
 
 /// Whether a machine may call a device so: it becomes part of a file's name.
@@ -55,7 +56,10 @@ impl Store {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
             Err(error) => return Err(Error::io(&file, "making this directory")(error)),
         };
-        let here = File::open(dir).map_err(Error::io(&file, "opening it"))?;
+        let here = open::for_reading(dir, Kind::Directory).map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidInput => Error::Unfit { file: file.clone(), what: error.to_string() },
+            _ => Error::io(&file, "opening it")(error),
+        })?;
         let mut chain = [0; 16];
         random::fill(&mut chain).map_err(Error::io(&file, "its identity"))?;
         let manifest = Manifest::new(chain.iter().map(|byte| format!("{byte:02x}")).collect());

@@ -20,6 +20,7 @@ pub mod kvm_device;
 #[cfg(target_arch = "x86_64")]
 pub mod kvm_vcpu;
 pub mod mmap;
+pub mod open;
 pub mod page_idle;
 pub mod pagemap;
 pub mod poll;

@@ -8,8 +8,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -18,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::features::{FEATURES, Feature, KVM_FEATURES, Register, bits};
 use super::{Error, HYPERVISOR, TSC_DEADLINE};
+use crate::sys::open;
 
 /// What a guest is shown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -136,13 +135,11 @@ impl Listed {
     /// In words: what is wrong with the file, and what would work.
     pub fn read(path: &Path) -> Result<Self, String> {
         let wrong = |what: &dyn fmt::Display| format!("{}: {what}", path.display());
-        let mut text = String::new();
-        let file = File::open(path).map_err(|error| {
+        let text = open::read_text(path, MOST).map_err(|error| {
             wrong(&format_args!(
                 "{error}; use host, x86-64-v2, x86-64-v3, x86-64-v4, or a file with a CPU model"
             ))
         })?;
-        file.take(MOST + 1).read_to_string(&mut text).map_err(|error| wrong(&error))?;
         Self::parse(&text).map_err(|error| wrong(&error))
     }
 
