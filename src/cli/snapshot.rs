@@ -14,8 +14,8 @@ use crate::control::client::{Client, Error};
 use crate::control::{Do, Event, Loses, Snapshot, names};
 use crate::keyvalue;
 use crate::memory::short_size;
-use crate::snapshot::layer::Reader;
-use crate::snapshot::manifest::Point;
+use crate::snapshot::layer::{self, Reader};
+use crate::snapshot::manifest::{self, Point};
 use crate::snapshot::merge::merge;
 use crate::snapshot::source::Source;
 use crate::snapshot::store::Store;
@@ -318,6 +318,7 @@ fn verify(dir: &Path) -> Result<Exit, Failure> {
         let chosen =
             Source::open(dir).and_then(|source| source.choose(Some(point.number))).map_err(failure)?;
         let Some((point, files)) = chosen.layers.into_iter().next_back() else { continue };
+        layer::check_room(manifest::NAME, point.pages).map_err(failure)?;
         let reader = Reader::new(files.ram, &files.map, &point.label(), point.pages, point.map_crc);
         let present = reader.and_then(|reader| reader.verify()).map_err(failure)?;
         print(format_args!("point {}: {present} pages are as they were written\n", point.number))?;

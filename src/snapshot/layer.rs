@@ -23,6 +23,7 @@ use super::Error;
 use crate::memory::Slot;
 use crate::plant::{self, Mistake};
 use crate::sys::file::{begin_write_back, punch, will_need};
+use crate::sys::host::{self, table};
 use crate::sys::mmap::PAGE_SIZE;
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -40,6 +41,18 @@ const GAP: u64 = 16;
 /// The sum of `bytes` as files have it.
 pub fn sum(bytes: &[u8]) -> u32 {
     checksum(Crc32Iscsi, bytes) as u32
+}
+
+/// Whether this host has memory for the maps of a machine of so many pages, a number that a file tells.
+///
+/// # Errors
+/// Where it has not.
+pub fn check_room(name: &str, pages: u64) -> Result<(), Error> {
+    let bytes = pages.saturating_mul(size_of::<Page>() as u64);
+    host::check_room(bytes).map_err(|error| Error::Unfit {
+        file: name.into(),
+        what: format!("it tells of a machine of {pages} pages: {error}"),
+    })
 }
 
 /// A layer that is being written.
@@ -73,9 +86,10 @@ impl Writer {
     /// # Errors
     /// As [`Self::new`].
     pub fn of_pages(ram: File, pages: u64) -> io::Result<Self> {
+        let map = table(Page::Absent, pages)?;
         ram.set_len(pages * PAGE_SIZE)?;
         let buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
-        Ok(Self { ram, map: vec![Page::Absent; pages as usize], firsts: Vec::new(), buffer, behind: 0..0 })
+        Ok(Self { ram, map, firsts: Vec::new(), buffer, behind: 0..0 })
     }
 
     /// Where the content of the pages `run` of the machine, [`AT_ONCE`] at most, is put before they are [stored](Self::store).

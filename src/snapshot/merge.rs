@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::Error;
 use super::layer::{self, Layers, Reader, Writer};
-use super::manifest::Point;
+use super::manifest::{self, Point};
 use super::source::{Chosen, Source};
 use super::store::Store;
 use crate::sys::file::is_locked;
@@ -31,6 +31,7 @@ pub fn merge(dir: &Path, to: Option<u32>) -> Result<(u32, Point), Error> {
         }
     };
     let pages = last.pages;
+    layer::check_room(manifest::NAME, pages)?;
     let mut readers = Vec::with_capacity(layers.len());
     for (point, files) in layers {
         // This process has a lock on it too, by the same open file, which is in nobody's way but others'.

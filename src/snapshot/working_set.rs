@@ -23,6 +23,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::Error;
 use super::layer::sum;
 use crate::sys::guard::Naming;
+use crate::sys::host::table;
 
 /// Its name.
 pub const NAME: &str = "working-set";
@@ -120,7 +121,7 @@ impl WorkingSet {
             let what = format!("it has {len} bytes, where a machine of {pages} pages has {most} at most");
             return Err(Error::Damaged { file: NAME.into(), offset: most, what });
         }
-        let mut bytes = vec![0; len as usize];
+        let mut bytes = table(0, len).map_err(Error::io(NAME, "its size"))?;
         file.read_exact_at(&mut bytes, 0).map_err(Error::io(NAME, "reading it"))?;
         Self::parse(&bytes, pages)
     }

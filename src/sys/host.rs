@@ -97,6 +97,34 @@ fn close_new(fd: libc::c_long) -> io::Result<()> {
     Ok(())
 }
 
+/// A table of `len` times `value`, whose length a file tells: where the allocator refuses, it is an error, and the process goes on. Who may
+/// call sysinfo(2) asks [`check_room`] first.
+///
+/// # Errors
+/// How much memory it would take.
+pub fn table<T: Clone>(value: T, len: u64) -> io::Result<Vec<T>> {
+    let bytes = len.saturating_mul(size_of::<T>() as u64);
+    let mut table = Vec::new();
+    if len > isize::MAX as u64 || table.try_reserve_exact(len as usize).is_err() {
+        return Err(no_room(bytes));
+    }
+    table.resize(len as usize, value);
+    Ok(table)
+}
+
+/// Whether this host has memory for a table of so many bytes and for all else.
+///
+/// # Errors
+/// Where the table would take more than half of it.
+pub fn check_room(bytes: u64) -> io::Result<()> {
+    if bytes > total_memory() / 2 { Err(no_room(bytes)) } else { Ok(()) }
+}
+
+fn no_room(bytes: u64) -> io::Error {
+    let what = format!("it takes a table of {} MiB, for which this host has not the memory", bytes >> 20);
+    io::Error::new(io::ErrorKind::OutOfMemory, what)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -109,5 +137,15 @@ mod tests {
         let total = meminfo.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap();
         assert_eq!(total_memory(), total * 1024);
         assert!(!allowed_cpus().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_table_that_this_host_has_no_room_for_is_refused() {
+        assert_eq!(table(7u8, 3).unwrap(), [7; 3]);
+        for len in [1 << 55, u64::MAX] {
+            let error = table(0u64, len).unwrap_err();
+            assert!(error.to_string().contains("it takes a table of"), "{error}");
+        }
+        assert!(check_room(1 << 20).is_ok() && check_room(u64::MAX).is_err());
     }
 }

@@ -10,6 +10,7 @@ use crc_fast::{Digest, checksum, checksum_combine};
 
 use super::ENTRY;
 use crate::snapshot::Error;
+use crate::sys::host::table;
 use crate::sys::mmap::PAGE_SIZE;
 use crate::sys::pagemap;
 
@@ -95,7 +96,8 @@ impl Map {
             runs.clear();
             runs.push(0..parts);
         }
-        let mut this = Self { parts: vec![Part::Alike(Kind::Absent); parts as usize], pages };
+        let parts = table(Part::Alike(Kind::Absent), parts).map_err(Error::io(name, "its size"))?;
+        let mut this = Self { parts, pages };
         let (mut sum, mut at) = (0, 0);
         let mut buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
         let mut wrong = None;

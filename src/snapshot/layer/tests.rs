@@ -139,3 +139,16 @@ fn a_map_that_becomes_shorter_is_named() {
     assert_eq!(said, "map-4, byte 0: it has become shorter; it is damaged");
     layer.read(0..5, &mut vec![0; 5 * PAGE]).unwrap();
 }
+
+/// A manifest may tell any number of pages, and a sparse file is as long as it likes.
+#[test]
+fn a_machine_whose_maps_would_take_all_memory_is_refused() {
+    check_room("manifest.json", 1 << 18).unwrap();
+    for pages in [1 << 40, u64::MAX / 4096, u64::MAX] {
+        let error = check_room("manifest.json", pages).unwrap_err().to_string();
+        assert!(
+            error.starts_with(&format!("manifest.json: it tells of a machine of {pages} pages: it takes")),
+            "{error}"
+        );
+    }
+}

@@ -23,6 +23,7 @@ use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use crate::devices::virtio::slices::Slices;
 use crate::sys::mmap;
+use crate::sys::open::{self, Kind};
 
 /// Bytes of a block: what file systems write at least, and the host's page cache has.
 const BLOCK: u64 = 4096;
@@ -32,6 +33,9 @@ const HEADER: usize = 36;
 /// Where the map begins, and how much of it is written at once.
 const MAP: u64 = 4096;
 const MAP_PAGE: u64 = 4096;
+
+/// The largest base: its map has 512 MiB, of which memory is taken where something is written alone.
+const MAX_BASE: u64 = 16 << 40;
 
 /// Where what is written goes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,6 +73,9 @@ pub enum Error {
         /// When this one was.
         now_at: i64,
     },
+    /// A base that is too large.
+    #[error("a disk of {} TiB is larger than an overlay's base may be, {} TiB", .0 >> 40, MAX_BASE >> 40)]
+    Large(u64),
     /// Somebody has shortened it.
     #[error("it is cut short: it has {has} bytes of {due}")]
     Short {
@@ -163,11 +170,12 @@ pub fn with_file<T, E>(
 ) -> Result<T, E> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(0o600);
-    let (file, made) = match options.clone().create_new(true).open(path) {
+    let open = |options: &OpenOptions| open::open(path, options, Kind::Regular);
+    let (file, made) = match open(options.clone().create_new(true)) {
         Ok(file) => (file, true),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
             // A link that leads to nothing is there, too.
-            match options.create(true).truncate(false).open(path) {
+            match open(options.create(true).truncate(false)) {
                 Ok(file) => (file, false),
                 Err(error) => return Err(failed(error)),
             }
@@ -197,6 +205,9 @@ impl Overlay {
     /// # Errors
     /// Why it is none of this base's.
     pub fn new(base: File, bytes: u64, over: File, lasts: bool) -> Result<Self, Error> {
+        if bytes > MAX_BASE {
+            return Err(Error::Large(bytes));
+        }
         let blocks = bytes.div_ceil(BLOCK);
         let map = blocks.div_ceil(8).next_multiple_of(MAP_PAGE);
         let (data, identity) = (MAP + map, Identity::of(&base, bytes)?);
@@ -483,6 +494,12 @@ mod tests {
         assert_eq!(vain().unwrap_err(), "full");
         assert_eq!(std::fs::read(&path).unwrap(), b"x");
         std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_base_that_is_too_large_for_a_map_is_refused() {
+        let refused = Overlay::new(file(b""), 1 << 50, file(b""), false);
+        assert!(matches!(refused, Err(Error::Large(bytes)) if bytes == 1 << 50));
     }
 
     #[test]
