@@ -1,7 +1,6 @@
 //! `vellum run --kernel`: a guest with a kernel of its own. The short forms are kvmtool's, so that scripts written for
 //! `lkvm run` work.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -22,6 +21,7 @@ use crate::machine::{self, BootConfig};
 use crate::memory::MemoryConfig;
 use crate::migration::mobile::OnPanic;
 use crate::session::{self, kernel::Outcome};
+use crate::sys::open::{self, Kind};
 use crate::vm::cr3_cache;
 use crate::vm::lifecycle::Exit;
 
@@ -194,7 +194,8 @@ fn on_panic(text: &str) -> Result<PathBuf, &'static str> {
 fn symbols(image: &Path) -> Option<PathBuf> {
     let is_elf = |path: &Path| {
         let mut magic = [0; 4];
-        File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"\x7fELF"
+        open::for_reading(path, Kind::Regular).and_then(|mut file| file.read_exact(&mut magic)).is_ok()
+            && magic == *b"\x7fELF"
     };
     // arch/x86/boot/bzImage.
     let beside = image.ancestors().skip(1).take(4).map(|directory| directory.join("vmlinux"));
@@ -222,6 +223,10 @@ pub(super) fn tell(outcome: &Outcome) {
     }
     if outcome.lost_output > 0 {
         tracing::warn!("{} bytes of serial output were lost: nobody read them", outcome.lost_output);
+    }
+    if outcome.unwritten_output > 0 {
+        let lost = outcome.unwritten_output;
+        tracing::warn!("{lost} bytes of serial output were lost: its file could not be written");
     }
     for (name, value) in outcome.counters.iter().flatten().filter(|(_, value)| **value != 0) {
         tracing::debug!("KVM's {name} {value}");

@@ -7,7 +7,7 @@
 //! guest if that goes on here, and goes along if the guest has left ([`Console::take_held`]).
 
 use std::collections::VecDeque;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, IsTerminal, Read};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileTypeExt;
@@ -21,7 +21,8 @@ use serde::{Deserialize, Serialize};
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
 use super::serial::Serial;
-use crate::sys::file::{is_locked, is_writable, set_nonblocking};
+use crate::sys::file::{LogLock, is_writable, lock_log, set_nonblocking};
+use crate::sys::open::{self, Kind};
 use crate::sys::poll::Poll;
 use crate::sys::terminal::{self, Keys};
 
@@ -35,7 +36,7 @@ pub enum Target {
     /// Standard input and output; a terminal in raw mode.
     #[default]
     Terminal,
-    /// A file, which is truncated when the machine starts.
+    /// A file, which is truncated when the machine starts and appended to; a FIFO that somebody reads; or a character device.
     File(PathBuf),
     /// A new pseudo-terminal, whose path is printed.
     Pty,
@@ -118,33 +119,43 @@ struct Untouched {
     path: PathBuf,
     created: bool,
     begun: AtomicBool,
+    /// Another machine wrote to it when it was opened: the one that is to come here. What it has written stays.
+    shared: bool,
 }
 
 impl Untouched {
-    fn open(path: &Path) -> Result<Self, OpenError> {
-        let fail = |source| OpenError::Open { value: path.into(), source };
-        let open = |create: bool| OpenOptions::new().write(true).create_new(create).open(path);
+    /// Opens `path`, and locks it where it is a regular file. The lock goes along with the open file, to whoever is given that.
+    fn open(path: &Path, beside: bool) -> Result<Self, OpenError> {
+        let fail = |error| OpenError::Open { value: path.into(), error };
+        // Whoever makes the file shorter finds what comes next at its new end.
+        let open = |create| open::open(path, File::options().append(true).create_new(create), Kind::Output);
         let (file, created) = match open(false) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => (open(true), true),
             found => (found, false),
         };
         let file = file.map_err(fail)?;
+        // Many machines may write to one device.
+        let regular = file.metadata().map_err(fail)?.is_file();
         // File systems that know no locks have no disk that is locked either.
-        if is_locked(&file).unwrap_or(false) {
-            return Err(OpenError::Taken(path.into()));
+        let locked = if regular { lock_log(&file).unwrap_or(LogLock::Mine) } else { LogLock::Mine };
+        let shared = locked == LogLock::Writers;
+        let untouched = Self { file, path: path.into(), created, begun: AtomicBool::new(false), shared };
+        match locked {
+            LogLock::Others => Err(OpenError::Taken(path.into())),
+            LogLock::Writers if !beside => Err(OpenError::Written(path.into())),
+            _ => Ok(untouched),
         }
-        if !file.metadata().map_err(fail)?.is_file() {
-            set_nonblocking(&file).map_err(fail)?;
-        }
-        Ok(Self { file, path: path.into(), created, begun: AtomicBool::new(false) })
     }
 
     fn begin(&self) {
         let regular = self.file.metadata().is_ok_and(|metadata| metadata.is_file());
-        if !self.begun.swap(true, Ordering::Relaxed)
-            && regular
-            && let Err(error) = self.file.set_len(0)
-        {
+        if self.begun.swap(true, Ordering::Relaxed) || !regular {
+            return;
+        }
+        if self.shared {
+            // The other machine may have ended by now. If not, each line of both is in the file yet.
+            let _ = lock_log(&self.file);
+        } else if let Err(error) = self.file.set_len(0) {
             tracing::warn!("{}: what it held before is still there: {error}", self.path.display());
         }
     }
@@ -165,7 +176,20 @@ impl Target {
     /// # Errors
     /// What cannot be opened, and what would work.
     pub fn open(&self) -> Result<Opened, OpenError> {
-        let fail = |value: &Path, source| OpenError::Open { value: value.to_owned(), source };
+        self.open_for(false)
+    }
+
+    /// As [`Target::open`], for a machine that comes from another process: where that writes to the same file, both do, and nothing of it
+    /// is lost.
+    ///
+    /// # Errors
+    /// As [`Target::open`].
+    pub fn open_beside(&self) -> Result<Opened, OpenError> {
+        self.open_for(true)
+    }
+
+    fn open_for(&self, beside: bool) -> Result<Opened, OpenError> {
+        let fail = |value: &Path, error| OpenError::Open { value: value.to_owned(), error };
         let mut opened = Opened { output: None, input: None, pty: None, slave: None, file: None, raw: false };
         match self {
             Self::Null => {}
@@ -176,7 +200,7 @@ impl Target {
                 opened.input = Some(duplicate(io::stdin().as_fd()).map_err(fail)?);
             }
             Self::File(path) => {
-                let file = Untouched::open(path)?;
+                let file = Untouched::open(path, beside)?;
                 opened.output = Some(file.file.try_clone().map_err(|source| fail(path, source))?);
                 opened.file = Some(file);
             }
@@ -222,16 +246,19 @@ pub fn check_output(file: &File) -> Result<(), Unfit> {
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// The host refuses.
-    #[error("{}: cannot be opened; use pty, null, or file=PATH with a path that can be written", value.display())]
+    #[error("{}: cannot be opened: {error}; use pty, null, or file=PATH with a path that can be written", value.display())]
     Open {
         /// What was to be opened.
         value: PathBuf,
         /// What the host says.
-        source: io::Error,
+        error: io::Error,
     },
     /// It holds what a machine needs.
     #[error("{}: is a disk, kernel or initial RAM disk of this machine or of another that runs; use another file", .0.display())]
     Taken(PathBuf),
+    /// Another output goes there.
+    #[error("{}: is the output of another machine that runs, or another output of this one; use another file", .0.display())]
+    Written(PathBuf),
 }
 
 /// The event loop's part: carries keys to the guest as fast as it takes them, and output that had to wait.
@@ -552,6 +579,20 @@ mod tests {
         assert_eq!(std::fs::read(&path).unwrap(), b"");
         drop(opened);
         assert!(path.exists());
+        let opened = target.open().unwrap();
+        assert!(matches!(target.open(), Err(OpenError::Written(_))), "two machines write to it");
+        opened.begin();
+        io::Write::write_all(&mut opened.output.as_ref().unwrap(), b"one\n").unwrap();
+        // A machine that is to come here may have the same file, and wipes nothing.
+        let beside = target.open_beside().unwrap();
+        beside.begin();
+        io::Write::write_all(&mut beside.output.as_ref().unwrap(), b"two\n").unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"one\ntwo\n");
+        // Made shorter meanwhile, it has no hole.
+        std::fs::write(&path, "").unwrap();
+        io::Write::write_all(&mut opened.output.as_ref().unwrap(), b"three\n").unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"three\n");
+        drop((opened, beside));
         let disk = File::open(&path).unwrap();
         assert!(crate::sys::file::lock(&disk, crate::sys::file::Lock::Shared).unwrap());
         assert!(matches!(target.open(), Err(OpenError::Taken(_))));

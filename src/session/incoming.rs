@@ -127,7 +127,7 @@ pub fn run(
     let kvm = vm::open()?;
     let (listen, serial) = match listen {
         Listen::Lent(socket, serial) => (Listen::Connected(socket), serial),
-        listen => (listen, config.serial.open().map_err(machine::Error::from)?),
+        listen => (listen, config.serial.open_beside().map_err(machine::Error::from)?),
     };
     if let Some(entries) = config.dirty_ring {
         let probe = crate::host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;

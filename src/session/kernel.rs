@@ -32,6 +32,8 @@ pub struct Outcome {
     pub ended: Option<(usize, Ended)>,
     /// Bytes of serial output that nobody read.
     pub lost_output: u64,
+    /// Bytes of it that its file did not take.
+    pub unwritten_output: u64,
     /// KVM's counters at the end, where they were asked for and this KVM has them.
     pub counters: Option<Snapshot>,
 }
@@ -89,13 +91,13 @@ impl Ready {
 impl Outcome {
     /// Without a machine.
     pub(super) fn none(end: End) -> Self {
-        Self { exit: end.exit, ended: None, lost_output: 0, counters: None }
+        Self { exit: end.exit, ended: None, lost_output: 0, unwritten_output: 0, counters: None }
     }
 
     /// Of a machine that has ended so.
     pub(super) fn of(machine: &mut Machine, end: End) -> Self {
-        let lost_output = machine.serial.unread();
+        let (lost_output, unwritten_output) = (machine.serial.unread(), machine.serial.unwritten());
         let counters = machine.last_counters.take();
-        Self { exit: end.exit, ended: machine.ended.take(), lost_output, counters }
+        Self { exit: end.exit, ended: machine.ended.take(), lost_output, unwritten_output, counters }
     }
 }

@@ -109,7 +109,10 @@ pub fn set_nonblocking(file: &File) -> io::Result<()> {
 /// Whether another open file holds a lock that keeps this one from a writer's: one of [`lock`]'s, or of another program's that
 /// locks by fcntl(2).
 pub fn is_locked(file: &File) -> io::Result<bool> {
-    let mut range = whole(libc::F_WRLCK);
+    is_locked_within(file, whole(libc::F_WRLCK))
+}
+
+fn is_locked_within(file: &File, mut range: libc::flock) -> io::Result<bool> {
     // SAFETY: `range` is a valid struct flock for the duration of the call, which writes it.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &mut range) } != 0 {
         return Err(io::Error::last_os_error());
@@ -122,13 +125,43 @@ fn whole(kind: libc::c_int) -> libc::flock {
     libc::flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: 0, l_len: 0, l_pid: 0 }
 }
 
+/// The byte, far behind the end of any file, that the writer of a log locks: so its lock is told from a disk's, which is on all of a file.
+const LOG_BYTE: libc::off_t = libc::off_t::MAX - 1;
+
+/// Who has a file that a log is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogLock {
+    /// This open file, from now on.
+    Mine,
+    /// Another writer of a log.
+    Writers,
+    /// Another user, by a lock of [`lock`]'s or another program's.
+    Others,
+}
+
+/// Locks `file` as a log's writer, without waiting.
+///
+/// # Errors
+/// On a file system without locks.
+pub fn lock_log(file: &File) -> io::Result<LogLock> {
+    let all_but_log = libc::flock { l_len: LOG_BYTE, ..whole(libc::F_WRLCK) };
+    if is_locked_within(file, all_but_log)? {
+        return Ok(LogLock::Others);
+    }
+    let log = libc::flock { l_start: LOG_BYTE, l_len: 1, ..whole(libc::F_WRLCK) };
+    Ok(if set_lock(file, log)? { LogLock::Mine } else { LogLock::Writers })
+}
+
 /// Locks the whole file without waiting; false if somebody else's lock is in the way.
 pub fn lock(file: &File, lock: Lock) -> io::Result<bool> {
     let kind = match lock {
         Lock::Shared => libc::F_RDLCK,
         Lock::Exclusive => libc::F_WRLCK,
     };
-    let range = whole(kind);
+    set_lock(file, whole(kind))
+}
+
+fn set_lock(file: &File, range: libc::flock) -> io::Result<bool> {
     // SAFETY: `range` is a valid struct flock for the duration of the call.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &range) } == 0 {
         return Ok(true);

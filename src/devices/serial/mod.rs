@@ -162,6 +162,11 @@ impl Serial {
         self.lock().output().unread()
     }
 
+    /// How many bytes of output its file did not take.
+    pub fn unwritten(&self) -> u64 {
+        self.lock().output().unwritten()
+    }
+
     /// Writes so many chunks of output at most, with the port unlocked during each.
     fn carry(&self, most: usize) {
         for _ in 0..most {
@@ -242,6 +247,8 @@ impl BusDevice for Serial {
 mod tests {
     use std::io::{Read, Write};
 
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+
     use super::*;
 
     fn port(output: Option<File>) -> io::Result<Serial> {
@@ -309,6 +316,32 @@ mod tests {
         }
         assert!(serial.flush());
         assert_eq!(serial.unread(), 3, "every byte that nobody has read");
+    }
+
+    /// A file in memory whose size is sealed stands in for one on a full disk.
+    #[test]
+    fn output_goes_on_when_its_disk_has_room_again() {
+        use std::io::{Seek, SeekFrom};
+        let file = File::from(memfd_create("full", MemfdFlags::ALLOW_SEALING).unwrap());
+        file.set_len(4).unwrap();
+        fcntl_add_seals(&file, SealFlags::GROW).unwrap();
+        let mut position = file.try_clone().unwrap();
+        position.seek(SeekFrom::End(0)).unwrap();
+        let serial = port(Some(file)).unwrap();
+        for _ in 0..5 {
+            serial.write(0, b"x");
+        }
+        assert!(serial.flush(), "what is lost does not wait");
+        assert_eq!((serial.unread(), serial.unwritten()), (0, 5));
+        // There is room again.
+        position.rewind().unwrap();
+        serial.write(0, b"a");
+        serial.write(0, b"b");
+        assert_eq!((serial.flush(), serial.unread(), serial.unwritten()), (true, 0, 5));
+        position.rewind().unwrap();
+        let mut content = [0; 4];
+        position.read_exact(&mut content).unwrap();
+        assert_eq!(&content, b"ab\0\0");
     }
 
     #[test]

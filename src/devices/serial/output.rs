@@ -29,6 +29,10 @@ pub struct Output {
     backlog: VecDeque<u8>,
     /// Bytes that nobody will read.
     lost: u64,
+    /// Bytes that the file did not take, because its disk was full or it failed.
+    unwritten: u64,
+    /// How many of these there were when a write last succeeded; none where the last one did.
+    failing_since: Option<u64>,
     /// That has been said.
     told_of_loss: bool,
     /// Somebody writes a chunk at the moment.
@@ -47,6 +51,8 @@ enum Sink {
         file: Arc<File>,
         /// How many bytes at once it takes without blocking when it can be written to.
         most: usize,
+        /// It is a regular file, which may take what comes later where it does not take this.
+        is_file: bool,
         /// Whether the log has to end a line of this output before it writes one of its own.
         beside_stderr: bool,
     },
@@ -75,6 +81,8 @@ impl Output {
             sink,
             backlog: VecDeque::new(),
             lost: 0,
+            unwritten: 0,
+            failing_since: None,
             told_of_loss: false,
             writing: false,
             told: false,
@@ -91,6 +99,11 @@ impl Output {
     /// How many bytes nobody has read: lost, or still waiting.
     pub fn unread(&self) -> u64 {
         self.lost + self.backlog.len() as u64
+    }
+
+    /// How many bytes the file did not take.
+    pub fn unwritten(&self) -> u64 {
+        self.unwritten
     }
 
     /// Whether nothing has to wait for a reader. A chunk that another thread writes does not: that thread says so if it does.
@@ -122,6 +135,10 @@ impl Output {
         {
             Ok(count) => {
                 self.backlog.drain(..count);
+                if let Some(before) = self.failing_since.take() {
+                    let lost = self.unwritten - before;
+                    tracing::warn!("serial output is written again: {lost} bytes of it were lost");
+                }
                 if matches!(self.sink, Sink::To { beside_stderr: true, .. }) {
                     terminal::wrote(self.spare[count - 1]);
                 }
@@ -131,6 +148,17 @@ impl Output {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
             // Output goes elsewhere by now.
             Err(_) if !matches!(&self.sink, Sink::To { file, .. } if Arc::ptr_eq(file, &chunk.file)) => true,
+            // A disk that is full may have room again, and nothing tells when: each write is tried, and what it had is gone.
+            Err(error) if matches!(&self.sink, Sink::To { is_file: true, .. }) => {
+                if self.failing_since.is_none() {
+                    tracing::warn!("serial output is lost until its file can be written again: {error}");
+                    self.failing_since = Some(self.unwritten);
+                }
+                let lost = self.spare.len();
+                self.backlog.drain(..lost);
+                self.unwritten += lost as u64;
+                true
+            }
             Err(error) => {
                 tracing::warn!("serial output is lost from here on: {error}");
                 self.lost += self.backlog.len() as u64;
@@ -153,15 +181,17 @@ impl Output {
 
 impl Sink {
     fn new(file: File) -> Self {
-        let most = match file.metadata().map(|metadata| metadata.file_type()) {
-            Ok(kind) if kind.is_file() => FILE,
+        let kind = file.metadata().map(|metadata| metadata.file_type());
+        let is_file = kind.as_ref().is_ok_and(|kind| kind.is_file());
+        let most = match kind {
+            Ok(_) if is_file => FILE,
             Ok(kind) if kind.is_fifo() => PIPE,
             _ if is_nonblocking(&file) => PIPE,
             // A terminal waits until all that it is given fits.
             _ => 1,
         };
         let beside_stderr = terminal::beside_stderr(&file);
-        Sink::To { file: Arc::new(file), most, beside_stderr }
+        Sink::To { file: Arc::new(file), most, is_file, beside_stderr }
     }
 }
 

@@ -106,7 +106,14 @@ impl DeviceConfig for ConsoleConfig {
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
-        match self.console() {
+        match self.console(self.0.open()) {
+            Ok(console) => Ok(Box::new(console)),
+            Err(error) => Err(Box::new(error)),
+        }
+    }
+
+    fn open_unlocked(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
+        match self.console(self.0.open_beside()) {
             Ok(console) => Ok(Box::new(console)),
             Err(error) => Err(Box::new(error)),
         }
@@ -114,8 +121,8 @@ impl DeviceConfig for ConsoleConfig {
 }
 
 impl ConsoleConfig {
-    fn console(&self) -> Result<Console, ConsoleError> {
-        let mut opened = self.0.open()?;
+    fn console(&self, opened: Result<host::Opened, host::OpenError>) -> Result<Console, ConsoleError> {
+        let mut opened = opened?;
         let null = || File::options().write(true).open("/dev/null");
         let output = opened.output.take().map_or_else(null, Ok).map_err(ConsoleError::Null)?;
         let input = opened.input.take();
@@ -142,7 +149,7 @@ impl DeviceConfig for PortConfig {
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
         let open = || -> Result<Console, ConsoleError> {
-            let beside = self.console.as_ref().map(ConsoleConfig::console).transpose()?;
+            let beside = self.console.as_ref().map(|beside| beside.console(beside.0.open())).transpose()?;
             Console::with_port(beside, &self.name, &self.end).map_err(ConsoleError::Socket)
         };
         match open() {

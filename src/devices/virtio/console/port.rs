@@ -31,8 +31,10 @@ pub struct Port {
     pub output: File,
     /// The output is watched for room.
     output_watched: bool,
-    /// Output has been lost, and that has been said.
+    /// Nobody reads the output any more, and that has been said.
     lost: bool,
+    /// Bytes that the file did not take since a write last succeeded, because its disk was full or it failed.
+    unwritten: u64,
     /// What its guest has made of it.
     pub state: State,
 }
@@ -69,6 +71,7 @@ impl Port {
             output,
             output_watched: false,
             lost: false,
+            unwritten: 0,
             state,
         }
     }
@@ -145,16 +148,35 @@ impl Port {
     /// Lets out what the guest has written, as far as there is room.
     fn transmit(&mut self, active: &mut Active, ops: &mut EventOps) {
         let (sent, output, lost) = (&mut self.state.sent, &self.output, &mut self.lost);
+        let unwritten = &mut self.unwritten;
         let mut full = false;
         active.serve(self.numbers.transmit, |chain| {
             chain.readable.skip(*sent);
             while chain.readable.left() > 0 {
                 match chain.readable.writev(output, MAX_BYTES) {
-                    Ok(count @ 1..) => *sent += count,
+                    Ok(count @ 1..) => {
+                        *sent += count;
+                        match std::mem::take(unwritten) {
+                            0 => {}
+                            lost => tracing::warn!(
+                                "virtio console: output is written again: {lost} bytes of it were lost"
+                            ),
+                        }
+                    }
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                     Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                         full = true;
                         return Served::Later;
+                    }
+                    // A disk that is full may have room again: each write is tried, and what it had is gone.
+                    Err(error) if output.metadata().is_ok_and(|about| about.is_file()) => {
+                        if *unwritten == 0 {
+                            tracing::warn!(
+                                "virtio console: output is lost until its file can be written again: {error}"
+                            );
+                        }
+                        *unwritten += chain.readable.left() as u64;
+                        break;
                     }
                     // Nobody reads any more: the guest's words go nowhere, as with a cable pulled out.
                     gone => {
