@@ -2,8 +2,10 @@
 //! and its like look for. The disk is made in memory, as ISO 9660 (ECMA-119) with Rock Ridge names (SUSP, RRIP), which every such image
 //! reads: user-data, meta-data and network-config have names that plain ISO 9660 has no room for.
 
+mod user_data;
+
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -17,7 +19,7 @@ use super::lent::{self, Unfit};
 use super::{DeviceConfig, Kind, OpenError, VirtioDevice};
 use crate::fault::{Blame, Fault, Field};
 use crate::keyvalue::{self, KeyValues, path};
-use crate::sys::mmap;
+use crate::sys::{mmap, open};
 
 /// What a seed is.
 pub static KIND: Kind = Kind {
@@ -42,19 +44,6 @@ const DESCRIPTORS: usize = 16;
 const PATHS: [usize; 2] = [18, 19];
 const DIRECTORY: usize = 20;
 const FILES: usize = 21;
-
-/// How cloud-init knows what user data is, by its first line (cloudinit/handlers, INCLUSION_TYPES_MAP).
-const FIRST_LINES: [&str; 9] = [
-    "#cloud-config",
-    "#!",
-    "#include",
-    "#include-once",
-    "#cloud-boothook",
-    "#cloud-config-archive",
-    "#cloud-config-jsonp",
-    "#part-handler",
-    "## template: jinja",
-];
 
 /// The files.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,12 +72,12 @@ pub enum Error {
     #[error("{}: it has more than {} MiB", .0.display(), MOST >> 20)]
     Large(PathBuf),
     /// Nothing would come of it, without a word.
-    #[error("{}: cloud-init ignores user data that begins with '{first}'; {remedy}", .path.display())]
-    FirstLine {
+    #[error("{}: cloud-init ignores user data that {found}; {remedy}", .path.display())]
+    Ignored {
         /// Which.
         path: PathBuf,
-        /// Its first line.
-        first: String,
+        /// What it is, in words.
+        found: String,
         /// What would work.
         remedy: String,
     },
@@ -143,40 +132,8 @@ impl DeviceConfig for Seed {
 
 fn read(path: &Path) -> Result<Vec<u8>, Error> {
     let failed = |source| Error::Read { path: path.into(), source };
-    let mut bytes = Vec::new();
-    File::open(path).map_err(failed)?.take(MOST + 1).read_to_end(&mut bytes).map_err(failed)?;
+    let bytes = open::read(path, MOST).map_err(failed)?;
     if bytes.len() as u64 > MOST { Err(Error::Large(path.into())) } else { Ok(bytes) }
-}
-
-/// Whether cloud-init knows what `data` is.
-fn check(path: &Path, data: &[u8]) -> Result<(), Error> {
-    // Compressed data and MIME messages tell themselves.
-    if data.starts_with(&[0x1f, 0x8b])
-        || data.to_ascii_lowercase().starts_with(b"content-type:")
-        || data.to_ascii_lowercase().starts_with(b"mime-version:")
-    {
-        return Ok(());
-    }
-    let line = data.split(|byte| *byte == b'\n').next().unwrap_or_default();
-    let first: String = String::from_utf8_lossy(line).trim_end().chars().take(60).collect();
-    let word = first.split(' ').next().unwrap_or_default();
-    let known = |start: &str| match start {
-        "#!" => first.starts_with("#!"),
-        "## template: jinja" => first.starts_with("## template: jinja"),
-        start => word == start,
-    };
-    if FIRST_LINES.into_iter().any(known) {
-        return Ok(());
-    }
-    let typed = first.replace(' ', "");
-    let slips = |start: &&str| strsim::osa_distance(&typed, start);
-    let meant = FIRST_LINES.into_iter().min_by_key(slips).expect("there are some");
-    let near = slips(&meant) <= 2 && typed.len() > 4;
-    let remedy = match near {
-        true => format!("did you mean '{meant}'?"),
-        false => "its first line is '#cloud-config', or that of a script".into(),
-    };
-    Err(Error::FirstLine { path: path.into(), first: first.escape_debug().to_string(), remedy })
 }
 
 /// The disk, as a file in memory: how many bytes it has.
@@ -185,7 +142,11 @@ fn check(path: &Path, data: &[u8]) -> Result<(), Error> {
 /// Which file cannot be read, or would be ignored.
 pub fn make(seed: &Seed) -> Result<(File, u64), Error> {
     let user_data = read(&seed.user_data)?;
-    check(&seed.user_data, &user_data)?;
+    user_data::check(&user_data).map_err(|ignored| Error::Ignored {
+        path: seed.user_data.clone(),
+        found: ignored.found,
+        remedy: ignored.remedy,
+    })?;
     let meta_data = match &seed.meta_data {
         Some(path) => read(path)?,
         // An instance that cloud-init has not seen yet is set up; so one that it has seen in this form is not, again.
@@ -326,32 +287,6 @@ fn image(files: &[(&str, &str, Vec<u8>)]) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn user_data_that_would_be_ignored_is_refused() {
-        let path = Path::new("user-data");
-        for good in [
-            "#cloud-config\nusers: []\n",
-            "#!/bin/sh\n",
-            "#include https://x\n",
-            "#cloud-config # x\n",
-            "MIME-Version: 1.0\n",
-            "## template: jinja\n#cloud-config\n",
-        ] {
-            check(path, good.as_bytes()).unwrap();
-        }
-        check(path, &[0x1f, 0x8b, 8]).unwrap();
-        for (bad, says) in [
-            ("#cloudconfig\n", "did you mean '#cloud-config'?"),
-            ("# cloud-config\n", "did you mean '#cloud-config'?"),
-            ("users: []\n", "its first line is '#cloud-config'"),
-            ("", "begins with ''"),
-            ("#cloud-config-\u{1b}[31m\n", "\\u{1b}"),
-        ] {
-            let error = check(path, bad.as_bytes()).unwrap_err().to_string();
-            assert!(error.contains(says), "{error}");
-        }
-    }
 
     #[test]
     fn a_volume_has_its_parts_where_the_standard_has_them() {
