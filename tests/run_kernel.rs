@@ -154,6 +154,9 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
     fs::write(at("noise"), [0x5a; 3000])?;
     fs::write(at("seed"), "#cloud-config\n")?;
     fs::write(at("typo"), "# cloud-config\n")?;
+    fs::write(at("log"), "")?;
+    fs::write(at("cloud.img"), [&b"QFI\xfb\0\0\0\x03"[..], &[0; 1016]].concat())?;
+    fs::write(at("disk.xz"), b"\xfd7zXZ\0")?;
     size("odd", 1000)?;
     size("none", 0)?;
     size("disk", 1 << 20)?;
@@ -197,7 +200,7 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
     for (flags, says) in [
         ("-k DIR/half", "--kernel DIR/half: the kernel is truncated"),
         ("-k DIR/none", "not a kernel"),
-        ("-k DIR/fifo", "--kernel DIR/fifo: not a regular file"),
+        ("-k DIR/fifo", "--kernel DIR/fifo: it is a FIFO, and a regular file is needed"),
         ("-k DIR", "--kernel DIR: neither a built kernel tree"),
         ("-k DIR -- true", "--kernel DIR: neither a built kernel tree"),
         ("-k DIR/lacks -- true", "its configuration lacks CONFIG_DEVTMPFS; --kconfig prints the fragment"),
@@ -207,8 +210,8 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
             "CONFIG_VIRTIO_MMIO as a module, and there is none in DIR/modular: build them",
         ),
         ("-k DIR/modular --transport pci -- true", "lacks CONFIG_PCI_MSI, CONFIG_VIRTIO_PCI;"),
-        ("-i DIR", "--initrd DIR: not a regular file"),
-        ("-i DIR/fifo", "--initrd DIR/fifo: not a regular file"),
+        ("-i DIR", "--initrd DIR: it is a directory, and a regular file is needed"),
+        ("-i DIR/fifo", "--initrd DIR/fifo: it is a FIFO"),
         ("-i DIR/large -m 8", "--initrd DIR/large: the initrd's 9437184 bytes do not fit"),
         ("-i DIR/disk", "OK"),
         ("--disk DIR/odd", "DIR/odd has 1000 bytes"),
@@ -216,6 +219,15 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("--disk DIR/nothing", "DIR/nothing: No such file"),
         ("--disk DIR/fifo", "neither a file nor a block device"),
         ("--disk DIR", "neither a file nor a block device"),
+        (
+            "--disk DIR/cloud.img",
+            "a qcow2 image, and a disk here is raw: `qemu-img convert -O raw DIR/cloud.img DIR/cloud.raw`",
+        ),
+        ("--disk DIR/cloud.img,readonly", "a qcow2 image"),
+        ("--disk DIR/cloud.img,overlay=discard", "a qcow2 image"),
+        ("--disk DIR/cloud.img,force", "OK"),
+        ("--disk DIR/disk.xz", "`xz -dc DIR/disk.xz >DIR/disk.raw` makes it one"),
+        ("--disk DIR/disk,overlay=DIR/fifo", "overlay DIR/fifo: it is a FIFO"),
         ("--disk DIR/disk --disk DIR/disk", "add `readonly`"),
         ("--disk DIR/disk,overlay=DIR/noise", "overlay DIR/noise: it is no overlay"),
         ("--disk DIR/disk,overlay=DIR/fifo/x", "overlay DIR/fifo/x: Not a directory"),
@@ -229,6 +241,7 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("--cloud-init user-data=DIR/noise", "cloud-init ignores user data that begins with"),
         ("--cloud-init user-data=DIR/typo", "did you mean '#cloud-config'?"),
         ("--cloud-init DIR/seed", "unknown key 'DIR/seed'"),
+        ("--cloud-init user-data=DIR/none", "OK"),
         ("--cloud-init user-data=DIR/seed,network-config=DIR/seed", "OK"),
         ("--share DIR/nothing,as-root", "--share: directory DIR/nothing: No such file"),
         ("--share DIR/disk,as-root", "--share: directory DIR/disk: Not a directory"),
@@ -262,6 +275,12 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("--vsock DIR/v.sock --name n -k DIR/noise", "--kernel DIR/noise: not a kernel"),
         ("--vsock DIR/v.sock --name n --disk DIR/disk --serial file=DIR", "--serial DIR: cannot be opened"),
         ("--console file=DIR", "--console: DIR: cannot be opened"),
+        ("--serial file=DIR/fifo", "it is a FIFO that nobody reads: start its reader first"),
+        ("--console file=DIR/fifo", "it is a FIFO that nobody reads"),
+        (
+            "--console file=DIR/log --serial file=DIR/log",
+            "DIR/log: is the output of another machine that runs",
+        ),
         ("--name a/b", "--name: `a/b` is no machine's name"),
         ("--name live", "--name: socket DIR/vellum/live.sock is in use"),
         ("--timeout never", "30s"),

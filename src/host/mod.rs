@@ -3,6 +3,7 @@
 //! [`facts`] is the short answer that every result carries, [`doctor`] the long one that `vellum doctor` prints. The
 //! other files are what both ask.
 
+pub mod block;
 mod cgroup;
 mod cpu;
 pub mod cr3_cache;

@@ -4,14 +4,15 @@
 //! preadv and pwritev straight between file and guest memory. That is what a reset waits for: one request. The image
 //! is locked while it is open (open file description locks, as QEMU does), so that two writers cannot share it.
 
+pub mod format;
 pub mod overlay;
 mod requests;
 
 use std::any::Any;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,9 +28,12 @@ use super::{
     Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
 use crate::fault::{Blame, Fault, Field};
+use crate::host::block;
 use crate::keyvalue::{self, KeyValues, number, path};
 use crate::sandbox::ThreadKind;
-use crate::sys::file::{Lock, lock, unlock};
+use crate::sys::file::{Lock, is_locked, lock, unlock};
+use crate::sys::open;
+use format::Format;
 use overlay::{Overlay, Place};
 use requests::{Disk, Id, Image};
 
@@ -40,15 +44,13 @@ const QUEUE_SIZE: u16 = 256;
 const MAX_QUEUES: u16 = 16;
 /// The most that one discard or write-zeroes segment covers (32 MiB): it bounds the time of a request.
 const MAX_ZERO_SECTORS: u32 = 1 << 16;
-/// How an image begins that is not raw.
-const QCOW: [u8; 4] = *b"QFI\xfb";
 /// Segments of one discard or write-zeroes request.
 const MAX_ZERO_SEGMENTS: u32 = 16;
 
 /// What a disk is.
 pub static KIND: Kind = Kind {
     key: "disk",
-    about: "A disk, raw: `PATH[,readonly][,overlay=FILE|discard][,serial=TEXT][,queues=N]`",
+    about: "A disk, raw: `PATH[,readonly][,overlay=FILE|discard][,serial=TEXT][,queues=N][,force]`",
     value: Some("PATH"),
     repeats: true,
     parse: |text| match parse(text) {
@@ -72,12 +74,15 @@ pub struct BlkConfig {
     pub serial: Option<String>,
     /// Request queues, 1 to 16.
     pub queues: u16,
+    /// It is taken whoever else has it, and as raw however it begins.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
 }
 
 impl BlkConfig {
     /// A writable disk with one queue.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        BlkConfig { path: path.into(), readonly: false, overlay: None, serial: None, queues: 1 }
+        BlkConfig { path: path.into(), readonly: false, overlay: None, serial: None, queues: 1, force: false }
     }
 }
 
@@ -104,10 +109,10 @@ impl DeviceConfig for BlkConfig {
     }
 }
 
-/// `PATH[,readonly][,overlay=FILE|discard][,serial=TEXT][,queues=N]`; `ro` is kvmtool's word.
+/// `PATH[,readonly][,overlay=FILE|discard][,serial=TEXT][,queues=N][,force]`; `ro` is kvmtool's word.
 fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
-    let kv =
-        KeyValues::parse(text, Some("path"), &["path", "readonly", "ro", "overlay", "serial", "queues"])?;
+    let keys = ["path", "readonly", "ro", "overlay", "serial", "queues", "force"];
+    let kv = KeyValues::parse(text, Some("path"), &keys)?;
     let mut config = BlkConfig::new(kv.required("path", path)?);
     config.readonly = kv.switch("readonly")?.or(kv.switch("ro")?).unwrap_or(false);
     let readonly = config.readonly;
@@ -118,6 +123,7 @@ fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
     })?;
     config.serial = kv.text("serial").map(str::to_owned);
     config.queues = kv.with("queues", |text| number(text, 1..=MAX_QUEUES))?.unwrap_or(1);
+    config.force = kv.switch("force")?.unwrap_or(false);
     Ok(config)
 }
 
@@ -151,6 +157,28 @@ pub enum BlkError {
         over: PathBuf,
         /// Why it cannot.
         source: overlay::Error,
+    },
+    /// The host itself has it, or another program, and the guest would write to it.
+    #[error(
+        "disk {path} is {user}: to write to it twice destroys it; add `readonly`, or `force` to do that all the same"
+    )]
+    Used {
+        /// Which disk.
+        path: PathBuf,
+        /// Who has it, in words.
+        user: String,
+    },
+    /// It is not raw.
+    #[error(
+        "disk {path} is a {} image, and a disk here is raw: `{}` makes it one; `force` takes it as it is",
+        format.name(),
+        format.conversion(path)
+    )]
+    Format {
+        /// Which disk.
+        path: PathBuf,
+        /// What it is instead.
+        format: Format,
     },
     /// It is a directory, a pipe or the like.
     #[error("disk {path} is neither a file nor a block device")]
@@ -232,7 +260,7 @@ impl Blk {
     /// # Errors
     /// Why it is no disk.
     pub fn open(config: &BlkConfig) -> Result<Self, BlkError> {
-        let disk = Self::open_unlocked(config)?;
+        let disk = Self::on(config, open_image(config, true)?)?;
         disk.lock()?;
         Ok(disk)
     }
@@ -272,8 +300,7 @@ impl Blk {
     /// # Errors
     /// Why it is no disk.
     pub fn open_unlocked(config: &BlkConfig) -> Result<Self, BlkError> {
-        let readonly = config.readonly || config.overlay.is_some();
-        Self::on(config, open_image(&config.path, readonly)?)
+        Self::on(config, open_image(config, false)?)
     }
 
     /// A disk on an image that is open.
@@ -457,19 +484,47 @@ fn over(config: &BlkConfig, base: File, size: u64, place: &Place) -> Result<(Ima
     if lasts { overlay::with_file(&over, io, work) } else { work(overlay::unnamed().map_err(io)?) }
 }
 
-fn open_image(path: &Path, readonly: bool) -> Result<File, BlkError> {
-    let open_error = |source| BlkError::Open { path: path.into(), readonly, source };
-    let kind = std::fs::metadata(path).map_err(open_error)?.file_type();
-    if !kind.is_file() && !kind.is_block_device() {
-        return Err(BlkError::Kind { path: path.into() });
+/// Opens the image of a disk. A block device that the guest writes to is this process's alone where `exclusive`: file systems cannot be
+/// mounted from it meanwhile. Not where another Vellum has it still, of which the machine is to come here.
+fn open_image(config: &BlkConfig, exclusive: bool) -> Result<File, BlkError> {
+    let (path, readonly) = (config.path.clone(), config.readonly || config.overlay.is_some());
+    let open_error = |source| BlkError::Open { path: path.clone(), readonly, source };
+    let used = |user| BlkError::Used { path: path.clone(), user };
+    let about = std::fs::metadata(&path).map_err(open_error)?;
+    let (is_block, kind) = (about.file_type().is_block_device(), about.file_type());
+    if !kind.is_file() && !is_block {
+        return Err(BlkError::Kind { path });
     }
-    let file = OpenOptions::new().read(true).write(!readonly).open(path).map_err(open_error)?;
-    let mut magic = [0; QCOW.len()];
-    if file.read_exact_at(&mut magic, 0).is_ok() && magic == QCOW {
-        let path = path.display();
-        tracing::warn!(
-            "disk {path} is a qcow2 image, and its guest sees it raw; `qemu-img convert -O raw` makes it one"
-        );
+    let mut options = File::options();
+    options.read(true).write(!readonly);
+    let guarded = !readonly && !config.force;
+    let alone = guarded && exclusive && is_block;
+    let opened = open::open(&path, &options, if alone { open::Kind::Exclusive } else { open::Kind::Disk });
+    let file = match opened {
+        Err(error) if alone && error.raw_os_error() == Some(libc::EBUSY) => {
+            return Err(match block::user(&about) {
+                Some(user) => used(user),
+                None if is_another_machines(&path) => BlkError::Locked { path: path.clone(), readonly },
+                None => used("another program's, which has it for itself alone (O_EXCL)".into()),
+            });
+        }
+        opened => opened.map_err(open_error)?,
+    };
+    if guarded
+        && !alone
+        && let Some(user) = block::user(&file.metadata().map_err(open_error)?)
+    {
+        return Err(used(user));
+    }
+    if !config.force
+        && let Some(format) = Format::of(&file).map_err(open_error)?
+    {
+        return Err(BlkError::Format { path, format });
     }
     Ok(file)
+}
+
+/// Whether a machine has this block device, by its lock.
+fn is_another_machines(path: &Path) -> bool {
+    open::for_reading(path, open::Kind::Disk).and_then(|file| is_locked(&file)).unwrap_or(false)
 }

@@ -1,0 +1,146 @@
+//! Formats of disk images, told by how they begin. The one place that knows them: what is none of these is raw.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// A format that is not raw.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// QEMU's first format of its kind.
+    Qcow,
+    /// QEMU's, and that of most cloud images.
+    Qcow2,
+    /// VMware's: a sparse extent, or a descriptor of several files.
+    Vmdk,
+    /// Hyper-V's.
+    Vhdx,
+    /// Hyper-V's older one, where it is sparse.
+    Vhd,
+    /// VirtualBox's.
+    Vdi,
+    /// Compressed by gzip.
+    Gzip,
+    /// Compressed by bzip2.
+    Bzip2,
+    /// Compressed by xz.
+    Xz,
+    /// Compressed by zstd.
+    Zstd,
+}
+
+/// How many bytes tell a format.
+const HEAD: usize = 72;
+
+impl Format {
+    /// The format of `file`; `None` where it is raw.
+    ///
+    /// # Errors
+    /// Where it cannot be read.
+    pub fn of(file: &File) -> io::Result<Option<Self>> {
+        let (mut head, mut len) = ([0; HEAD], 0);
+        while len < HEAD {
+            match file.read_at(&mut head[len..], len as u64) {
+                Ok(0) => break,
+                Ok(count) => len += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(Self::told_by(&head[..len]))
+    }
+
+    fn told_by(head: &[u8]) -> Option<Self> {
+        let version = head.get(4..8).map(|bytes| u32::from_be_bytes(bytes.try_into().expect("4 bytes")));
+        Some(match head {
+            [b'Q', b'F', b'I', 0xfb, ..] if version == Some(1) => Self::Qcow,
+            [b'Q', b'F', b'I', 0xfb, ..] => Self::Qcow2,
+            [b'K', b'D', b'M', b'V', ..] | [b'C', b'O', b'W', b'D', ..] => Self::Vmdk,
+            _ if head.starts_with(b"# Disk DescriptorFile") => Self::Vmdk,
+            _ if head.starts_with(b"vhdxfile") => Self::Vhdx,
+            _ if head.starts_with(b"conectix") => Self::Vhd,
+            // Its creator's name comes first.
+            _ if head.starts_with(b"<<< ") && head.get(64..68) == Some(&[0x7f, 0x10, 0xda, 0xbe]) => {
+                Self::Vdi
+            }
+            [0x1f, 0x8b, 8, ..] => Self::Gzip,
+            [b'B', b'Z', b'h', b'1'..=b'9', b'1', b'A', b'Y', b'&', b'S', b'Y', ..] => Self::Bzip2,
+            [0xfd, b'7', b'z', b'X', b'Z', 0, ..] => Self::Xz,
+            [0x28, 0xb5, 0x2f, 0xfd, ..] => Self::Zstd,
+            _ => return None,
+        })
+    }
+
+    /// What it is called.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Qcow => "qcow",
+            Self::Qcow2 => "qcow2",
+            Self::Vmdk => "VMDK",
+            Self::Vhdx => "VHDX",
+            Self::Vhd => "VHD",
+            Self::Vdi => "VDI",
+            Self::Gzip => "gzip",
+            Self::Bzip2 => "bzip2",
+            Self::Xz => "xz",
+            Self::Zstd => "zstd",
+        }
+    }
+
+    /// The command that makes a raw image of the one at `path`.
+    pub fn conversion(self, path: &Path) -> String {
+        let raw = path.with_extension("raw");
+        let (from, to) = (path.display(), raw.display());
+        match self {
+            Self::Gzip => format!("gzip -dc {from} >{to}"),
+            Self::Bzip2 => format!("bzip2 -dc {from} >{to}"),
+            Self::Xz => format!("xz -dc {from} >{to}"),
+            Self::Zstd => format!("zstd -dc {from} >{to}"),
+            _ => format!("qemu-img convert -O raw {from} {to}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn formats_are_told_by_their_first_bytes() {
+        let vdi =
+            [&b"<<< Oracle VM VirtualBox Disk Image >>>\n"[..], &[0; 24], &[0x7f, 0x10, 0xda, 0xbe]].concat();
+        for (head, expected) in [
+            (&b"QFI\xfb\0\0\0\x01"[..], Some(Format::Qcow)),
+            (b"QFI\xfb\0\0\0\x02", Some(Format::Qcow2)),
+            (b"QFI\xfb\0\0\0\x03", Some(Format::Qcow2)),
+            (b"QFI\xfb", Some(Format::Qcow2)),
+            (b"KDMV\x01\0\0\0", Some(Format::Vmdk)),
+            (b"# Disk DescriptorFile\nversion=1\n", Some(Format::Vmdk)),
+            (b"vhdxfileM\0i\0", Some(Format::Vhdx)),
+            (b"conectix\0\0\0\x02", Some(Format::Vhd)),
+            (&vdi, Some(Format::Vdi)),
+            (&vdi[..66], None),
+            (b"\x1f\x8b\x08\0", Some(Format::Gzip)),
+            (b"BZh91AY&SY", Some(Format::Bzip2)),
+            (b"\xfd7zXZ\0", Some(Format::Xz)),
+            (b"\x28\xb5\x2f\xfd\x04", Some(Format::Zstd)),
+            (b"", None),
+            (b"QFI", None),
+            (b"\xfd7zXZ", None),
+            (b"BZhello", None),
+            (b"\xeb\x63\x90 a boot sector", None),
+            (&[0; HEAD], None),
+        ] {
+            assert_eq!(Format::told_by(head), expected, "{head:x?}");
+        }
+    }
+
+    #[test]
+    fn each_names_the_command_that_converts_it() {
+        let path = Path::new("/a/debian.qcow2");
+        let qcow2 = Format::Qcow2.conversion(path);
+        assert_eq!(qcow2, "qemu-img convert -O raw /a/debian.qcow2 /a/debian.raw");
+        assert_eq!(Format::Xz.conversion(Path::new("a.raw.xz")), "xz -dc a.raw.xz >a.raw.raw");
+    }
+}
