@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use bed::kvm;
-use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use harness::{Failed, LIMIT, Trials, ensure, eventually, tools, trial};
 use home::Home;
 use serde_json::Value;
 use vellum::control::Do;
@@ -118,12 +118,7 @@ fn memory_of(pid: u32) -> Result<File, Failed> {
     Err("the machine has no file of its memory".into())
 }
 
-fn readelf() -> Need {
-    let found = Command::new("readelf").arg("--version").output();
-    found.map(drop).map_err(|_| "needs readelf: apt install binutils".into())
-}
-
-#[trial(kvm(), readelf())]
+#[trial(kvm(), tools::program("readelf"))]
 fn readelf_reads_it() -> Result<(), Failed> {
     let home = Home::new()?;
     let machine = home.endless("d")?;

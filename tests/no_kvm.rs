@@ -50,8 +50,7 @@ fn root() -> Need {
     if !host::is_root() {
         return Err("needs root to make a device node: run the tests with sudo".into());
     }
-    let setpriv = Command::new("setpriv").arg("--version").output();
-    setpriv.map(drop).map_err(|error| format!("needs setpriv (util-linux): {error}"))
+    harness::tools::program("setpriv")
 }
 
 /// Runs a command in a mount namespace of its own, after `prepare` has changed its /dev.
@@ -60,7 +59,7 @@ fn within(prepare: &str, command: &[&str]) -> Result<Output, String> {
     // An ordinary user becomes root of a user namespace, which suffices to mount.
     unshare.args(if host::is_root() { &["--mount"][..] } else { &["--mount", "--map-root-user"][..] });
     unshare.args(["sh", "-c", &format!("{prepare} && exec \"$@\""), "sh"]).args(command);
-    let output = unshare.output().map_err(|error| format!("needs unshare (util-linux): {error}"))?;
+    let output = unshare.output().map_err(|_| harness::tools::lacks("unshare"))?;
     if command == ["true"] && !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         return Err(format!("needs a mount namespace: run as root, or allow user namespaces: {said}"));

@@ -3,15 +3,14 @@
 //! A probe script, which the page itself would forbid, is added to a copy of it and measures what headless Chromium
 //! laid out. The screenshots stay in the target's tmp directory, to be looked at.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
-use harness::{Failed, Trials};
+use harness::{Failed, Trials, tools};
 use serde_json::Value;
 use vellum::report::{Label, Premise, compare, html, json};
 
 fn main() -> ExitCode {
-    let browser = ["chromium", "chromium-browser", "google-chrome"].into_iter().find_map(on_path);
     let views = [
         ("desk_light", 1200, false),
         ("desk_dark", 1200, true),
@@ -20,16 +19,10 @@ fn main() -> ExitCode {
     ];
     let mut trials = Trials::from_args();
     for (name, width, dark) in views {
-        let browser = browser.clone().ok_or_else(|| {
-            "needs Chromium: cargo lab test --setup, or as root: apt-get install chromium".to_owned()
-        });
+        let browser = tools::find("chromium").ok_or_else(|| tools::lacks("chromium"));
         trials.add(name, browser.clone().map(drop), move || look(&browser?, name, width, dark));
     }
     trials.run()
-}
-
-fn on_path(name: &str) -> Option<PathBuf> {
-    std::env::split_paths(&std::env::var_os("PATH")?).map(|dir| dir.join(name)).find(|file| file.is_file())
 }
 
 /// Leaves its findings as JSON in the outer page's title, which `--dump-dom` prints.

@@ -12,7 +12,7 @@ use std::process::{Command, ExitCode, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use bed::kvm;
-use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, tools, trial};
 use images::Code;
 use vellum::sys::host::is_root;
 use vellum::sys::terminal::open_pty;
@@ -323,7 +323,7 @@ fn echo() -> Vec<u8> {
 fn setsid() -> Need {
     let works =
         Command::new("setsid").args(["--wait", "true"]).output().is_ok_and(|out| out.status.success());
-    if works { Ok(()) } else { Err("needs setsid --ctty --wait: apt install util-linux".into()) }
+    if works { Ok(()) } else { Err(tools::lacks("setsid")) }
 }
 
 /// Reads from `file` until it has given `text`.

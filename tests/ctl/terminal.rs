@@ -157,7 +157,7 @@ fn stty(name: &str, arguments: &[&str]) -> Result<String, Failed> {
 fn setsid() -> Need {
     match Command::new("setsid").args(["-c", "true"]).stdin(Stdio::null()).output() {
         Ok(_) => Ok(()),
-        Err(error) => Err(format!("needs setsid ({error}): apt-get install util-linux")),
+        Err(_) => Err(harness::tools::lacks("setsid")),
     }
 }
 

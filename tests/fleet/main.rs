@@ -13,7 +13,7 @@ mod stories;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-use harness::{Failed, Need, Trials, ensure, trial};
+use harness::{Failed, Need, Trials, ensure, tools, trial};
 use vellum::sys::signal;
 
 /// Which story is told, in the namespaces.
@@ -32,7 +32,7 @@ fn main() -> ExitCode {
 /// Where `cargo lab test --setup` has unpacked Slurm.
 fn directory() -> Result<PathBuf, String> {
     std::env::var_os("VELLUM_SLURM").map(PathBuf::from).filter(|dir| dir.is_dir()).ok_or_else(|| {
-        "needs Debian's slurm-wlm, unpacked into the laboratory's cache: cargo lab test fleet --setup".into()
+        format!("needs Debian's slurm-wlm, unpacked into the laboratory's cache: {}", tools::SETUP)
     })
 }
 
@@ -46,6 +46,7 @@ fn kvm() -> Need {
 
 /// Slurm's daemons give each task another user's rights, be they the same.
 fn namespaces() -> Need {
+    tools::program("ip")?;
     let tried =
         Command::new("unshare").args(["--net", "--uts", "--mount", "--pid", "--fork", "ip", "link"]).output();
     match tried {
@@ -54,7 +55,7 @@ fn namespaces() -> Need {
             "needs namespaces of its own, and so root: {}",
             String::from_utf8_lossy(&output.stderr).trim()
         )),
-        Err(error) => Err(format!("needs unshare and ip: apt-get install util-linux iproute2 ({error})")),
+        Err(_) => Err(tools::lacks("unshare")),
     }
 }
 

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output};
 
-use harness::{Failed, Need, Trials, ensure, trial};
+use harness::{Failed, Need, Trials, ensure, tools, trial};
 use serde_json::{Value, json};
 use vellum::host::Facts;
 use vellum::report::view::View;
@@ -21,7 +21,10 @@ fn main() -> ExitCode {
 /// Where `cargo lab test --setup` has put them.
 fn directory() -> Result<PathBuf, String> {
     std::env::var_os("VELLUM_READERS").map(PathBuf::from).filter(|dir| dir.is_dir()).ok_or_else(|| {
-        "needs the readers of other projects (PyPI, Debian and the kernel's source): cargo lab test local --setup".into()
+        format!(
+            "needs the readers of other projects (PyPI, Debian and the kernel's source): {}",
+            tools::SETUP
+        )
     })
 }
 
@@ -164,12 +167,8 @@ fn tmt(arguments: &str) -> Result<String, Failed> {
     Ok(format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)))
 }
 
-fn rsync() -> Need {
-    let found = Command::new("rsync").arg("--version").output();
-    found.map(drop).map_err(|_| "needs rsync, which tmt calls: as root: apt-get install rsync".into())
-}
-
-#[trial(readers(), kvm(), rsync())]
+/// tmt calls rsync.
+#[trial(readers(), kvm(), tools::program("rsync"))]
 fn tmt_runs_the_plan_and_hears_how_it_ended() -> Result<(), Failed> {
     let said = tmt(SHORT)?;
     ensure(said.contains("total: 1 test passed"), || said)?;

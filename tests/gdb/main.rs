@@ -14,7 +14,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use bed::{breakpoints, kvm};
-use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, tools, trial};
 use home::{Home, Machine};
 use serde_json::Value;
 use vellum::guests::program::RAM_VA;
@@ -326,8 +326,7 @@ fn bad_places_for_a_debugger_are_one_line() -> Result<(), Failed> {
 }
 
 fn gdb() -> Need {
-    let found = Command::new("gdb").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
-    found.map(drop).map_err(|_| "needs gdb: apt install gdb".into())
+    tools::program("gdb")
 }
 
 /// GDB's own client: registers by its description, memory, threads, and a way out.

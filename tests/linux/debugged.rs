@@ -12,9 +12,7 @@ use crate::whole_matrix;
 /// The oldest guest's symbols, and a GDB.
 fn gdb() -> Need {
     whole_matrix()?;
-    let found = Command::new("gdb").arg("--version").stdin(Stdio::null()).output();
-    let found = found.is_ok_and(|output| output.status.success());
-    found.then_some(()).ok_or_else(|| String::from("needs gdb: apt install gdb, or cargo lab test linux"))?;
+    harness::tools::program("gdb")?;
     Image::oldest()?.symbols().map(drop)
 }
 

@@ -19,10 +19,7 @@ pub fn makedumpfile() -> Need {
 }
 
 pub fn has_makedumpfile() -> Need {
-    let found = Command::new("makedumpfile").arg("-v").stdin(Stdio::null()).output();
-    found
-        .map(drop)
-        .map_err(|_| "needs makedumpfile: apt install makedumpfile, or cargo lab test linux".into())
+    harness::tools::program("makedumpfile")
 }
 
 /// The kernel's log in the dump at `path`, which makedumpfile finds by VMCOREINFO and the page tables alone; and has it leave out what is

@@ -3,7 +3,6 @@
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::process::{Command, Stdio};
 
 use harness::{Failed, LIMIT, Need, ensure, eventually};
 
@@ -19,8 +18,7 @@ const BYTES: usize = 64 << 10;
 /// A passt, and a root that it can leave for an empty one, which that of an initramfs is not.
 pub fn passt() -> Need {
     all_on_a_root()?;
-    let found = Command::new("passt").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
-    found.map(drop).map_err(|_| "needs passt: apt install passt, or cargo lab test linux".into())
+    harness::tools::program("passt")
 }
 
 /// What udhcpc runs when there is a lease: the interface gets the address.

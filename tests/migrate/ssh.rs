@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
+use harness::{Failed, LIMIT, Need, ensure, eventually, tools, trial};
 use vellum::migration::message::Message;
 
 use crate::bed::real;
@@ -14,19 +14,9 @@ use crate::home::{self, Home, Process};
 use crate::relay::{bytes, until_fit};
 use crate::{ends_with, every_page_is_right, succeeds};
 
-/// The server, which is in no user's PATH.
-fn sshd() -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let places = std::env::split_paths(&path).chain(["/usr/sbin".into()]);
-    places.map(|place| place.join("sshd")).find(|path| path.is_file())
-}
-
 fn needs() -> Need {
     real()?;
-    let client = Command::new("ssh").arg("-V").output().is_ok_and(|output| output.status.success());
-    (sshd().is_some() && client).then_some(()).ok_or_else(|| {
-        "needs ssh and sshd: cargo lab test --setup, or as root: apt-get install openssh-client openssh-server".into()
-    })
+    ["ssh", "ssh-keygen", "sshd"].into_iter().try_for_each(tools::program)
 }
 
 /// A server on loopback that lets this user in, and an `ssh` that knows the way.
@@ -54,7 +44,7 @@ impl Server {
         fs::write(home.path("sshd_config"), config)?;
         // Where it confines itself, in a system that has never started one.
         let _ = fs::create_dir("/run/sshd");
-        let path = sshd().ok_or("no sshd")?;
+        let path = tools::find("sshd").ok_or("no sshd")?;
         let sshd = Process::spawn(
             Command::new(path).args(["-D", "-e", "-f"]).arg(home.path("sshd_config")).stderr(Stdio::piped()),
         )?;

@@ -17,7 +17,7 @@ use crate::{counting, ends_with, has_counted, succeeds};
 fn setsid() -> Need {
     let works =
         Command::new("setsid").args(["--wait", "true"]).output().is_ok_and(|out| out.status.success());
-    if works { Ok(()) } else { Err("needs setsid --ctty --wait: apt install util-linux".into()) }
+    if works { Ok(()) } else { Err(harness::tools::lacks("setsid")) }
 }
 
 /// Every key but Ctrl-A x is the guest's, in the other build as in the first; that ends it, and then the terminal is as it was before.
@@ -60,11 +60,12 @@ fn a_terminal_is_the_guests_in_another_build_too_and_then_as_it_was() -> Result<
 
 /// Who may make a network namespace, and a tap in it.
 fn taps() -> Need {
+    ["unshare", "ip"].into_iter().try_for_each(harness::tools::program)?;
     let make = "ip tuntap add dev probe mode tap";
     let made = Command::new("unshare").args(["-n", "sh", "-c", make]).stderr(Stdio::null()).status();
     match made.is_ok_and(|status| status.success()) {
         true => Ok(()),
-        false => Err("needs a tap in a network namespace: root, unshare(1), ip(8), /dev/net/tun".into()),
+        false => Err("needs a tap in a network namespace: root, and /dev/net/tun".into()),
     }
 }
 

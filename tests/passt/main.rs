@@ -7,10 +7,10 @@ mod own;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream, UdpSocket};
 use std::path::PathBuf;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode};
 use std::thread;
 
-use harness::{Failed, LIMIT, Need, Random, Trials, ensure, eventually, trial};
+use harness::{Failed, LIMIT, Need, Random, Trials, ensure, eventually, tools, trial};
 use smoltcp::socket::tcp::State;
 use vellum::devices::virtio::net::user::RESOLVER;
 use vellum::devices::virtio::transport::Codec;
@@ -48,8 +48,7 @@ fn main() -> ExitCode {
 }
 
 fn passt() -> Need {
-    let found = Command::new("passt").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
-    found.map(drop).map_err(|_| String::from("needs passt: apt install passt"))?;
+    tools::program("passt")?;
     own::network()
 }
 

@@ -49,6 +49,7 @@ pub fn enter() {
 
 /// That there is one.
 pub fn network() -> Need {
-    let remedy = "needs a network of its own: root, unshare (util-linux), ip (iproute2) and veth interfaces";
+    ["unshare", "ip"].into_iter().try_for_each(harness::tools::program)?;
+    let remedy = "needs a network of its own: root, and veth interfaces";
     env::var_os(VARIABLE).map(drop).ok_or_else(|| remedy.into())
 }

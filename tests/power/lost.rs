@@ -26,8 +26,7 @@ fn ext4() -> Need {
     if !Path::new("/dev/loop-control").exists() {
         return Err("needs loop devices: modprobe loop".into());
     }
-    let found = Command::new("e2fsck").arg("-V").stderr(Stdio::null()).status();
-    found.map(drop).map_err(|_| "needs mkfs.ext4, e2fsck and debugfs: apt install e2fsprogs".into())
+    ["mkfs.ext4", "e2fsck", "debugfs"].into_iter().try_for_each(harness::tools::program)
 }
 
 /// Runs a command: its status, and what it said.

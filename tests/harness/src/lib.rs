@@ -7,6 +7,7 @@
 
 mod random;
 pub mod record;
+pub mod tools;
 mod wait;
 mod watchdog;
 

@@ -19,6 +19,12 @@ pub fn workspace() -> PathBuf {
     lab.join("../..").canonicalize().unwrap_or(lab)
 }
 
+/// Whether the workspace has changes that are in no commit.
+pub fn is_uncommitted() -> Result<bool> {
+    let changes = tool::text(Command::new("git").args(["status", "--porcelain"]).current_dir(workspace()))?;
+    Ok(!changes.trim().is_empty())
+}
+
 /// The cargo that runs us.
 pub fn cargo() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())

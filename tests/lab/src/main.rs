@@ -14,6 +14,7 @@ use lab::bed::{self, BEDS, Emulated, HostKernel, Pace, Request, svm};
 use lab::cache::Cache;
 use lab::compare::Processor;
 use lab::form::{self, Output};
+use lab::fresh::{self, Until};
 use lab::guest::Guest;
 use lab::kernel::check::Step;
 use lab::kernel::post::{self, Poster};
@@ -180,6 +181,16 @@ enum What {
         /// Where the package and the list go [default: target/package]
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
+    },
+    /// Run the README's two commands, of the commit that is checked out, on a machine that has nothing: a Debian 12 in a directory, with
+    /// an empty rustup. Takes root, and over an hour
+    Fresh {
+        /// The value of RUSTUP_AUTO_INSTALL [default: a machine with each]
+        #[arg(long, value_name = "0|1", value_parser = switch)]
+        auto_install: Option<bool>,
+        /// The last command
+        #[arg(long, value_enum, default_value_t)]
+        until: Until,
     },
     /// Forget which versions Debian's packages had: the next use asks again
     Update,
@@ -422,6 +433,10 @@ fn perform(what: What) -> Result<u8> {
         What::Release { setup, prebuilt, out } => {
             let out = out.unwrap_or_else(|| artifacts::workspace().join("target/package"));
             release::run(&release::Options { setup, prebuilt, out })
+        }
+        What::Fresh { auto_install, until } => {
+            let auto_install = auto_install.map_or_else(|| vec![false, true], |value| vec![value]);
+            fresh::run(&fresh::Options { auto_install, until })
         }
         What::Update => done(debian::forget(&Cache::open()?)),
     }

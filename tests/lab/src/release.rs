@@ -103,9 +103,7 @@ pub fn run(options: &Options) -> Result<u8> {
 }
 
 fn stages(cache: &Cache, options: &Options, scratch: &Path, tally: &mut Tally) -> Result<()> {
-    let dirty =
-        tool::text(Command::new("git").args(["status", "--porcelain"]).current_dir(artifacts::workspace()))?;
-    if !dirty.trim().is_empty() {
+    if artifacts::is_uncommitted()? {
         tally.show("lab: release: there are changes that are in no commit, and so not in this");
     }
     fs::create_dir_all(&options.out).map_err(Error::file("create", &options.out))?;

@@ -168,6 +168,16 @@ impl Options {
     }
 }
 
+/// Whether the tests on `bed`, or those of a run without one, call `tool`.
+fn needs(bed: Option<Bed>, tool: &str) -> bool {
+    match bed {
+        None | Some(Bed::Local | Bed::Metal | Bed::Migration) => true,
+        Some(Bed::Emulated(_) | Bed::Linux | Bed::Pair) => debuggers::TOOLS.contains(&tool),
+        Some(Bed::Fleet) => slurm::TOOLS.contains(&tool),
+        Some(Bed::Kernels | Bed::Fuzz) => false,
+    }
+}
+
 /// Runs the tests; the exit code is 0 where none failed.
 pub fn run(mut options: Options) -> Result<u8> {
     options.check()?;
@@ -179,6 +189,12 @@ pub fn run(mut options: Options) -> Result<u8> {
         Some(_) => Tally::kept(record, "lab test"),
         None => Tally::new(record),
     };
+    if setup::is_held_to(options.setup) {
+        tally.hold_to_setup();
+    }
+    if options.setup {
+        setup::tools(|tool| needs(options.bed, tool), &mut tally);
+    }
     let on_host = wants(Bed::Local) || options.bed == Some(Bed::Metal);
     if on_host {
         let _signals = setup::Signals::catch();

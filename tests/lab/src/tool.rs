@@ -7,10 +7,8 @@ use std::process::{Command, Stdio};
 
 use crate::{Error, Result};
 
-/// Debian's package for each program the laboratory calls.
-const PACKAGES: [(&str, &str); 33] = [
-    ("ip", "iproute2"),
-    ("unshare", "util-linux"),
+/// Debian's package for each program the laboratory calls; those that tests call are in [`harness::tools::TOOLS`].
+const PACKAGES: [(&str, &str); 30] = [
     ("qemu-system-aarch64", "qemu-system-arm"),
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
@@ -30,7 +28,6 @@ const PACKAGES: [(&str, &str); 33] = [
     ("apt-get", "apt"),
     ("apt-cache", "apt"),
     ("dpkg-deb", "dpkg"),
-    ("git", "git"),
     ("gcc-12", "gcc-12"),
     ("aarch64-linux-gnu-gcc-12", "gcc-12-aarch64-linux-gnu"),
     ("aarch64-linux-gnu-ld", "binutils-aarch64-linux-gnu"),
@@ -47,7 +44,8 @@ const PACKAGES: [(&str, &str); 33] = [
 
 /// The package that has `program`.
 pub fn package_of(program: &str) -> &str {
-    PACKAGES.iter().find(|(name, _)| *name == program).map_or(program, |(_, package)| package)
+    let rows = PACKAGES.iter().chain(harness::tools::TOOLS);
+    rows.clone().find(|(name, _)| *name == program).map_or(program, |(_, package)| package)
 }
 
 /// Where `program` is on the PATH, or a file by its absolute path.

@@ -8,13 +8,10 @@ use std::process::Command;
 
 use super::{BED, CARGO_DEB, Checkout, TARGET, find, held, stage, write_files};
 use crate::cache::Cache;
-use crate::debian;
+use crate::chroot;
 use crate::test::setup;
 use crate::test::tally::Tally;
 use crate::{Error, Result, artifacts, tool};
-
-/// Debian's suite of the fresh system.
-const SUITE: &str = "bookworm";
 
 /// The package, made in a clone that has the program; `None` where cargo-deb is not there or failed.
 pub fn make(cache: &Cache, setup: bool, clone: &Checkout, tally: &mut Tally) -> Result<Option<PathBuf>> {
@@ -96,19 +93,9 @@ pub fn install(
     if !setup::packages(&["mmdebstrap"], consent, BED, tally)? {
         return Ok(());
     }
-    let made = cache.entry(&format!("root/{SUITE}"), |dir| {
-        eprintln!("lab: release: a fresh {SUITE}");
-        let mirror = debian::mirror()?;
-        let tar = dir.join("root.tar");
-        let mut command = Command::new("mmdebstrap");
-        command
-            .args(["--variant=minbase", "--include=man-db,bash-completion", "--quiet", SUITE])
-            .arg(&tar)
-            .arg(mirror);
-        tool::output(&mut command).map(drop)
-    });
+    let made = chroot::archive(cache, &["man-db", "bash-completion"]);
     let tar = match made {
-        Ok(dir) => dir.join("root.tar"),
+        Ok(tar) => tar,
         Err(error) => {
             tally.skip(BED, what, &format!("no fresh Debian can be made: {error}"));
             return Ok(());
@@ -116,11 +103,7 @@ pub fn install(
     };
     stage(tally, what, || {
         let root = scratch.join("root");
-        fs::create_dir_all(&root).map_err(Error::file("create", &root))?;
-        tool::output(Command::new("tar").arg("-xf").arg(&tar).arg("-C").arg(&root).arg("--exclude=./dev/*"))?;
-        // dpkg's own processes want one.
-        let null = root.join("dev/null");
-        tool::output(Command::new("mknod").args(["-m", "666"]).arg(&null).args(["c", "1", "3"]))?;
+        chroot::unpack(&tar, &root)?;
         let name = package.file_name().unwrap_or_default();
         let (inside, before) = (Path::new("/").join(name), files(&root)?);
         fs::copy(package, root.join(name)).map_err(Error::file("copy", package))?;

@@ -12,6 +12,9 @@ use crate::{Error, Result, tool};
 const PROGRAMS: [(&str, &str); 2] =
     [("gdb-minimal", "usr/bin/gdb"), ("makedumpfile", "usr/bin/makedumpfile")];
 
+/// This machine's own, whose libraries are those of the programs too.
+pub const TOOLS: [&str; 2] = ["gdb", "makedumpfile"];
+
 /// Whose symbols there are: a debugger says the same of any kernel.
 const KERNEL: &str = "6.1";
 
@@ -48,7 +51,8 @@ fn libraries(package: &str, listed: &str) -> Result<Vec<Placed>> {
         match words[..] {
             [name, "=>", "not", "found"] => {
                 return Err(Error::Package(format!(
-                    "{package} needs {name}, which this machine has not: apt install {package}"
+                    "{package} needs {name}, which this machine lacks: {}, or as root: apt-get install gdb makedumpfile",
+                    harness::tools::SETUP
                 )));
             }
             [name, "=>", path, _] => {
@@ -77,6 +81,6 @@ mod tests {
             ["/lib/libc.so.6 /lib/x86_64-linux-gnu/libc.so.6", "/lib64/ld.so.2 /lib64/ld.so.2"]
         );
         let error = libraries("p", "\tlibx.so.1 => not found\n").unwrap_err().to_string();
-        assert!(error.contains("libx.so.1") && error.contains("apt install p"), "{error}");
+        assert!(error.contains("libx.so.1") && error.contains("apt-get install gdb makedumpfile"), "{error}");
     }
 }

@@ -11,13 +11,11 @@ use std::time::Duration;
 use harness::record;
 
 use super::programs::{self, Place};
-use super::tally::Tally;
+use super::tally::{LOCAL, Tally};
 use super::{Options, readers, setup, slurm};
 use crate::artifacts::{self, Executable};
 use crate::bed::Emulated;
 use crate::{Error, Result, doctor, tool};
-
-const LOCAL: &str = "local";
 
 /// For one test of libtest's: the slowest take seconds. Programs that keep a record watch over their trials themselves.
 const LIMIT: Duration = Duration::from_secs(600);
@@ -25,8 +23,6 @@ const LIMIT: Duration = Duration::from_secs(600);
 /// Every test of the workspace, as `cargo test` has them.
 pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
     if options.setup {
-        setup::browser(tally);
-        setup::sshd(tally);
         readers::prepare(tally);
         slurm::prepare(tally);
     }
@@ -81,9 +77,6 @@ pub fn migration(options: &Options, tally: &mut Tally) -> Result<()> {
     if let Err(why) = doctor::kvm() {
         tally.skip(bed, "all of its tests", &why);
         return Ok(());
-    }
-    if options.setup {
-        setup::sshd(tally);
     }
     for program in programs::named(&["interrupts", "migrate", "workload"])? {
         eprintln!("lab: {bed}: {}", program.path.display());

@@ -29,7 +29,7 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
     let architecture = bed.architecture();
     let kernel = Kernel::debian_for(&cache, architecture, "6.1")?;
     let debuggers = match architecture {
-        Architecture::X86 => brought(debuggers::programs(&cache), tally),
+        Architecture::X86 => brought(bed.name(), debuggers::programs(&cache), tally),
         Architecture::Arm => Vec::new(),
     };
     let host = |npt| {
@@ -197,7 +197,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
     let whole = options.bed == Some(Bed::Linux);
     let kernel = Kernel::debian(&cache, "6.1")?;
     // A slice does without.
-    let debuggers = if whole { brought(debuggers::with_symbols(&cache), tally) } else { Vec::new() };
+    let debuggers = if whole { brought("linux", debuggers::with_symbols(&cache), tally) } else { Vec::new() };
     // One test takes minutes; all of them, an hour, and on Bochs, where one with every device takes three minutes, perhaps two.
     let all = if bed == svm::BED { 120 } else { 240 };
     let limit = Duration::from_secs(if whole { all } else { 25 } * 60);
@@ -228,7 +228,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
                         host.files.push((cloud.initrd, "/cloud/initrd.img".into()));
                         host.disks.push(cloud.disk);
                     }
-                    Err(error) => tally.skip("linux", "a cloud image", &error.to_string()),
+                    Err(error) => tally.lack("linux", "a cloud image", &error.to_string()),
                 }
                 hosts.extend(modes(options).into_iter().map(|npt| with_name(&host, npt)));
             }
@@ -237,7 +237,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
                 host.env.push(("VELLUM_LINUX".into(), "root".into()));
                 hosts.push(with_name(&host, true));
             }
-            Err(error) => tally.skip("linux", "hosts whose root is on a disk", &error.to_string()),
+            Err(error) => tally.lack("linux", "hosts whose root is on a disk", &error.to_string()),
         }
     }
     let guests = guests(&cache, Architecture::X86, whole)?;
@@ -304,9 +304,13 @@ fn placed(
 }
 
 /// What debuggers there are for a host: what cannot be had the trials name themselves.
-fn brought(debuggers: Result<Vec<debuggers::Placed>>, tally: &mut Tally) -> Vec<debuggers::Placed> {
+fn brought(
+    bed: &str,
+    debuggers: Result<Vec<debuggers::Placed>>,
+    tally: &mut Tally,
+) -> Vec<debuggers::Placed> {
     debuggers.unwrap_or_else(|error| {
-        tally.show(&format!("lab: without debuggers: {error}"));
+        tally.lack(bed, "debuggers for its hosts", &error.to_string());
         Vec::new()
     })
 }

@@ -49,26 +49,13 @@ pub fn prepare(tally: &mut Tally) {
 }
 
 fn fetch() -> Result<()> {
-    let programs = [("rsync", "rsync"), ("python3", "python3")];
-    let mut missing: BTreeSet<&str> = programs
-        .iter()
-        .filter(|(program, _)| tool::find(program).is_none())
-        .map(|(_, package)| *package)
-        .collect();
-    // It has no program of its own: the module that makes environments needs it.
-    if find().is_none()
-        && !Command::new("python3")
-            .args(["-c", "import ensurepip"])
-            .output()
-            .is_ok_and(|o| o.status.success())
-    {
-        missing.insert("python3-venv");
-    }
-    if !missing.is_empty() && setup::is_root() {
-        setup::install(&missing)?;
-    }
     if find().is_some() {
         return Ok(());
+    }
+    // Its package has no program of its own: the module that makes environments needs it.
+    let ensurepip = Command::new("python3").args(["-c", "import ensurepip"]).output();
+    if !ensurepip.is_ok_and(|output| output.status.success()) && setup::is_root() {
+        setup::install(&BTreeSet::from(["python3-venv"]))?;
     }
     let cache = Cache::open()?;
     cache.need_mib(512)?;

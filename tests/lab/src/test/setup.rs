@@ -2,9 +2,10 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
+
+use harness::tools::{self, TOOLS};
 
 use super::tally::Tally;
 use crate::cache::Cache;
@@ -31,26 +32,24 @@ pub(crate) fn is_root() -> bool {
     unsafe { libc::geteuid() == 0 }
 }
 
-/// A browser for the tests of the HTML page, which say themselves what is missing without one.
-pub fn browser(tally: &mut Tally) {
-    const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
-    if !is_root() || BROWSERS.iter().any(|browser| tool::find(browser).is_some()) {
+/// The tools among [`TOOLS`] that `wanted` takes. A test that lacks one says so itself.
+pub fn tools(wanted: impl Fn(&str) -> bool, tally: &mut Tally) {
+    let lacking = TOOLS.iter().filter(|(name, _)| wanted(name) && tools::find(name).is_none());
+    let packages: BTreeSet<&str> = lacking.map(|(_, package)| *package).collect();
+    if packages.is_empty() || !is_root() || install(&packages).is_ok() {
         return;
     }
-    if let Err(error) = install(&BTreeSet::from(["chromium"])) {
-        tally.show(&format!("lab: without a browser: {error}"));
+    // One that cannot be had keeps none of the others away.
+    for package in packages {
+        if let Err(error) = install(&BTreeSet::from([package])) {
+            tally.show(&format!("lab: without {package}: {error}"));
+        }
     }
 }
 
-/// A server for the tests of `ssh:`, which say themselves what is missing without one.
-pub fn sshd(tally: &mut Tally) {
-    // It is in no user's PATH.
-    if !is_root() || Path::new("/usr/sbin/sshd").exists() {
-        return;
-    }
-    if let Err(error) = install(&BTreeSet::from(["openssh-client", "openssh-server"])) {
-        tally.show(&format!("lab: without an ssh server: {error}"));
-    }
+/// Whether CI holds this run to its consent: a test that is skipped although `--setup` could have installed what it needs fails.
+pub fn is_held_to(consent: bool) -> bool {
+    consent && is_root() && std::env::var_os("CI").is_some_and(|ci| ci == "true")
 }
 
 pub(super) fn install(packages: &BTreeSet<&str>) -> Result<()> {

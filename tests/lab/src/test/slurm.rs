@@ -3,7 +3,6 @@
 use std::fs;
 use std::path::PathBuf;
 
-use super::setup;
 use super::tally::Tally;
 use crate::architecture::Architecture;
 use crate::cache::Cache;
@@ -37,7 +36,7 @@ const RECORD: &str = "slurmctld";
 const SUITES: &[&str] = &["bookworm", "bookworm-security"];
 
 /// What namespaces are made of.
-const PROGRAMS: [&str; 2] = ["unshare", "ip"];
+pub const TOOLS: [&str; 3] = ["unshare", "ip", "mount"];
 
 /// Where it is, if it is.
 pub fn find() -> Option<PathBuf> {
@@ -53,8 +52,7 @@ fn name(package: &debian::Package) -> String {
 
 /// Fetches it; what cannot be had the test program names itself.
 pub fn prepare(tally: &mut Tally) {
-    let programs = setup::packages(&PROGRAMS, true, "fleet", tally);
-    if let Err(error) = programs.and_then(|_| fetch()) {
+    if let Err(error) = fetch() {
         tally.show(&format!("lab: without Slurm: {error}"));
     }
 }

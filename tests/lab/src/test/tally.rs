@@ -3,9 +3,13 @@
 use std::collections::BTreeMap;
 
 use harness::record::{self, Line, Outcome, Record};
+use harness::tools::SETUP;
 use vellum::report::{Case, Report, Status};
 
 use crate::{Result, form};
+
+/// This machine, where it is a bed.
+pub const LOCAL: &str = "local";
 
 /// What happened, over all beds.
 pub struct Tally {
@@ -17,17 +21,31 @@ pub struct Tally {
     skipped: BTreeMap<(String, String), Vec<String>>,
     /// All of them, where somebody wants to have them.
     report: Option<Report>,
+    /// Whether a skip that `--setup` could have prevented is a failure.
+    held_to_setup: bool,
 }
 
 impl Tally {
     /// Nothing has happened yet; what will is written into `record`, too.
     pub fn new(record: Record) -> Self {
-        Self { record, passed: 0, failures: Vec::new(), skipped: BTreeMap::new(), report: None }
+        Self {
+            record,
+            passed: 0,
+            failures: Vec::new(),
+            skipped: BTreeMap::new(),
+            report: None,
+            held_to_setup: false,
+        }
     }
 
     /// The same, which keeps each as a case of a result of that name.
     pub fn kept(record: Record, name: &str) -> Self {
         Self { report: Some(form::report(name)), ..Self::new(record) }
+    }
+
+    /// From now on what `--setup` could have installed must be there.
+    pub fn hold_to_setup(&mut self) {
+        self.held_to_setup = true;
     }
 
     /// What has happened, as cases; none of them where they were not kept.
@@ -79,6 +97,14 @@ impl Tally {
     }
 
     fn count(&mut self, bed: &str, what: &str, outcome: Outcome) {
+        let outcome = match outcome {
+            // Emulated hosts have their own programs, whatever is installed here.
+            Outcome::Skipped(why) if self.held_to_setup && bed == LOCAL && why.contains(SETUP) => {
+                self.show(&format!("{bed}: {what}: FAILED: skipped after --setup: {why}"));
+                Outcome::Failed(why)
+            }
+            outcome => outcome,
+        };
         if let Some(report) = &mut self.report {
             let case = |status| Case::new(format!("{bed}/{what}"), status);
             let case = match &outcome {
@@ -126,6 +152,16 @@ impl Tally {
     /// A test was not run.
     pub fn skip(&mut self, bed: &str, what: &str, why: &str) {
         self.count(bed, what, Outcome::Skipped(why.to_owned()));
+    }
+
+    /// What is needed for a test could not be made, which is a failure where `--setup` is to have seen to it.
+    pub fn lack(&mut self, bed: &str, what: &str, why: &str) {
+        if self.held_to_setup {
+            self.show(&format!("{bed}: {what}: FAILED: {why}"));
+            self.fail(bed, what);
+        } else {
+            self.skip(bed, what, why);
+        }
     }
 
     /// How many failed.
@@ -191,6 +227,22 @@ mod tests {
         assert_eq!(tally.failures, ["svm npt=1: boot::bad"]);
         let key = ("svm npt=1".to_owned(), "needs KVM".to_owned());
         assert_eq!(tally.skipped[&key], ["boot::left"]);
+    }
+
+    #[test]
+    fn after_setup_what_it_could_have_installed_is_no_reason_to_skip() {
+        let mut tally = tally();
+        let skips = |tally: &mut Tally| {
+            tally.skip(LOCAL, "gdb::looks", &harness::tools::lacks("gdb"));
+            tally.skip(LOCAL, "boot::runs", "needs KVM");
+            tally.skip("svm npt=1", "gdb::looks", &harness::tools::lacks("gdb"));
+            tally.lack("linux", "a disk", "mmdebstrap failed");
+        };
+        skips(&mut tally);
+        assert_eq!(tally.closing_line(), "0 passed, 0 failed, 4 skipped");
+        tally.hold_to_setup();
+        skips(&mut tally);
+        assert_eq!(tally.failures, ["local: gdb::looks", "linux: a disk"]);
     }
 
     #[test]

@@ -1,0 +1,77 @@
+//! The programs that tests call, with the Debian package of each: what a test that lacks one says, and what
+//! `cargo lab test --setup` installs. A program that a test may lack has a row here.
+
+use std::env;
+use std::path::PathBuf;
+
+use crate::Need;
+
+/// What every reason names that `--setup` does away with, where it runs as root.
+pub const SETUP: &str = "cargo lab test --setup";
+
+/// Each program of the tests that run on this machine, and Debian's package.
+pub const TOOLS: &[(&str, &str)] = &[
+    ("chromium", "chromium"),
+    ("cpio", "cpio"),
+    ("debugfs", "e2fsprogs"),
+    ("e2fsck", "e2fsprogs"),
+    // A GDB has the libraries of the one that emulated hosts get, too.
+    ("gdb", "gdb"),
+    ("git", "git"),
+    ("ip", "iproute2"),
+    // As with GDB.
+    ("makedumpfile", "makedumpfile"),
+    ("mkfs.ext4", "e2fsprogs"),
+    ("mkfs.xfs", "xfsprogs"),
+    ("modprobe", "kmod"),
+    ("mount", "mount"),
+    ("passt", "passt"),
+    ("python3", "python3"),
+    ("readelf", "binutils"),
+    ("rsync", "rsync"),
+    ("setpriv", "util-linux"),
+    ("setsid", "util-linux"),
+    ("ssh", "openssh-client"),
+    ("ssh-keygen", "openssh-client"),
+    ("sshd", "openssh-server"),
+    ("unshare", "util-linux"),
+];
+
+/// A browser goes by several names.
+const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
+
+/// Where `program` is: on the PATH, or where Debian has what is in no user's.
+pub fn find(program: &str) -> Option<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let places: Vec<PathBuf> =
+        env::split_paths(&path).chain(["/usr/sbin", "/sbin"].map(PathBuf::from)).collect();
+    let names = if program == BROWSERS[0] { &BROWSERS[..] } else { std::slice::from_ref(&program) };
+    names.iter().flat_map(|name| places.iter().map(move |place| place.join(name))).find(|file| file.is_file())
+}
+
+/// That `program` is there.
+pub fn program(program: &str) -> Need {
+    find(program).map(drop).ok_or_else(|| lacks(program))
+}
+
+/// What a test says that lacks `program`, or has one that cannot do what it is called for.
+pub fn lacks(program: &str) -> String {
+    let found = TOOLS.iter().find(|(name, _)| *name == program);
+    let (_, package) = found.unwrap_or_else(|| panic!("{program} has no row in the table of tools"));
+    format!("needs {program}: {SETUP}, or as root: apt-get install {package}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_lacking_names_the_package_and_setup() {
+        assert_eq!(lacks("sshd"), format!("needs sshd: {SETUP}, or as root: apt-get install openssh-server"));
+    }
+
+    #[test]
+    fn rows_are_sorted_and_each_program_has_one() {
+        assert!(TOOLS.is_sorted_by(|a, b| a.0 < b.0), "{TOOLS:?}");
+    }
+}
