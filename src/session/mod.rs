@@ -4,7 +4,7 @@
 //!
 //! The order of a start, each step once:
 //!
-//! 1. [`Session::open`]: signals are blocked, the control socket is bound, the guard is forked. There are no threads yet.
+//! 1. [`Session::open`]: signals are blocked, the guard is forked, the control socket is bound. There are no threads yet.
 //! 2. The machine's files are opened and its memory is mapped.
 //! 3. [`Session::confine`]: privileges are dropped, and no path can be opened any more.
 //! 4. The machine's threads are started; each enters the sandbox by itself.
@@ -231,6 +231,8 @@ pub struct Session {
 }
 
 /// The event loop's part in signals.
+    /// The guard, until it is known to have none of this process's descriptors.
+    guard: Option<guard::Started>,
 struct Signals {
     descriptor: SignalFd,
     caught: Sender<i32>,
@@ -287,11 +289,12 @@ impl Session {
         let control = config.control.as_deref().map(bind).transpose();
         let control = control.map_err(Error::Control)?;
         let gdb = config.gdb.as_ref().map(|gdb| Listener::bind(&gdb.socket)).transpose();
-        let gdb = gdb.map_err(gdb::Error::Socket)?;
+        // The guard first: it has no part in what is bound after it. It looks at the names when this process is gone.
         let door = config.gdb.as_ref().map(|gdb| gdb.socket.as_path());
         let names = config.control.as_deref().into_iter().chain(door).chain(sockets);
-        guard::start(names.filter_map(|path| Name::new(path).ok()).collect(), naming)
+        let guard = guard::start(names.filter_map(|path| Name::new(path).ok()).collect(), naming)
             .map_err(|error| Error::Host("the guard of its sockets", error))?;
+        let gdb = gdb.map_err(gdb::Error::Socket)?;
         let descriptor = SignalFd::new(&ENDING).map_err(|error| Error::Host("signalfd", error))?;
         let (caught, signals) = channel();
         let mut events = EventManager::<Subscriber>::new()?;
@@ -312,6 +315,7 @@ impl Session {
         };
         if let Some(lent) = &config.lent {
             tether::tie(lent.tether.clone());
+            guard: Some(guard),
             session.serve(Arc::new(Mutex::new(tether::Ours(lent.tether.clone(), caught))));
         }
         if let Some(control) = session.control.clone().filter(|_| !session.held) {
@@ -325,6 +329,7 @@ impl Session {
     ///
     /// # Errors
     /// Where the kernel refuses.
+        self.guard = None;
     pub fn confine(&mut self) -> Result<Sandbox, Error> {
         if let Some(user) = self.config.user {
             user::drop_privileges(user)?;

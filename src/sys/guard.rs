@@ -6,8 +6,8 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::io;
-use std::os::fd::AsRawFd;
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
@@ -58,14 +58,30 @@ const PROCESS: libc::c_int = 0;
 const SAID: libc::c_int = 1;
 const FILE: libc::c_int = 2;
 
+/// A guard that has been started. It has this process's descriptors until it has closed them, which is waited for when this goes: a
+/// socket of a process that has ended by then would be taken for a live one.
+#[derive(Debug)]
+pub struct Started(Option<File>);
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if let Some(mut open) = self.0.take() {
+            // The end of the pipe: nobody writes to it.
+            let _ = open.read(&mut [0]);
+        }
+    }
+}
+
 /// Starts the guard of `names`, and of a file to be named. It removes those names that are sockets on which nobody listens any more.
+/// Those that are bound only later it never has.
 ///
 /// # Errors
-/// Where the host refuses a process.
-pub fn start(names: Vec<Name>, naming: Option<Naming>) -> io::Result<()> {
+/// Where the host refuses a process or a pipe.
+pub fn start(names: Vec<Name>, naming: Option<Naming>) -> io::Result<Started> {
     if names.is_empty() && naming.is_none() {
-        return Ok(());
+        return Ok(Started(None));
     }
+    let (open, closes) = io::pipe()?;
     // Unlike the end of a pipe, which may come before, a pidfd becomes readable when everything of the process is closed.
     // SAFETY: takes numbers only.
     let this = unsafe { libc::syscall(libc::SYS_pidfd_open, std::process::id(), 0) } as libc::c_int;
@@ -76,7 +92,9 @@ pub fn start(names: Vec<Name>, naming: Option<Naming>) -> io::Result<()> {
     match unsafe { libc::fork() } {
         0 => watch(this, &names, naming.as_ref()),
         child => {
-            let result = if child < 0 { Err(io::Error::last_os_error()) } else { Ok(()) };
+            let open = File::from(OwnedFd::from(open));
+            let result = if child < 0 { Err(io::Error::last_os_error()) } else { Ok(Started(Some(open))) };
+            drop(closes);
             // SAFETY: it was opened above and given to nobody.
             unsafe { libc::close(this) };
             result
@@ -101,7 +119,7 @@ fn watch(process: libc::c_int, names: &[Name], naming: Option<&Naming>) -> ! {
             }
         };
         libc::syscall(libc::SYS_close_range, kept + 1, u32::MAX, 0);
-        // Last: until here it holds the machine's sockets, which another machine of that name would take for live ones.
+        // Last: until here it holds what was bound before it was started.
         libc::prctl(libc::PR_SET_NAME, c"vellum-guard".as_ptr());
     }
     let wait_for = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };

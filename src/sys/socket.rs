@@ -90,23 +90,11 @@ impl Listener {
                 return Err(SocketError::InUse(path.into()));
             }
         }
-        let address = name.address;
         let socket = new_socket().map_err(io_error)?;
-        let fd = socket.as_raw_fd();
-        // The mode that fchmod sets on an unbound socket is the one that bind gives its file: there is no moment at
-        // which somebody else could connect.
-        // SAFETY: plain system calls on a descriptor that is ours and an address that outlives them.
-        let bound = unsafe {
-            libc::fchmod(fd, 0o600) == 0
-                && libc::bind(fd, (&raw const address).cast(), size_of_val(&address) as u32) == 0
-                && libc::listen(fd, 128) == 0
-        };
-        if !bound {
-            return Err(match io::Error::last_os_error() {
-                e if e.kind() == io::ErrorKind::AddrInUse => SocketError::InUse(path.into()),
-                e => io_error(e),
-            });
-        }
+        name.listen(&socket).map_err(|error| match error.kind() {
+            io::ErrorKind::AddrInUse | io::ErrorKind::AlreadyExists => SocketError::InUse(path.into()),
+            _ => io_error(error),
+        })?;
         let spare = Mutex::new(Some(socket.try_clone().map_err(io_error)?));
         Ok(Listener { socket: socket.into(), path: path.into(), spare, shared: AtomicBool::new(false) })
     }
@@ -339,6 +327,32 @@ impl Name {
         }
         let aside = format!(".{:x}", std::process::id());
         Ok(Self { address: address(bytes), aside: address(&[bytes, aside.as_bytes()].concat()) })
+    }
+
+    /// Has `socket` listen there, if there is nothing. From the first moment at which something is: between bind(2) and listen(2) it
+    /// would be taken for a socket that nobody listens at any more. So it is bound aside, and gets its name when it listens.
+    fn listen(&self, socket: &OwnedFd) -> io::Result<()> {
+        let (fd, aside) = (socket.as_raw_fd(), self.aside.sun_path.as_ptr());
+        let check = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
+        // What a process of this number has left when it was killed.
+        if matches!(is_stale(&self.aside), Ok(true)) {
+            // SAFETY: a string that ends within its array, as `address` made it, here and below.
+            unsafe { libc::unlink(aside) };
+        }
+        // The mode that fchmod sets on an unbound socket is the one that bind gives its file: there is no moment at
+        // which somebody else could connect.
+        // SAFETY: plain system calls on a descriptor that is ours, and an address that outlives them.
+        check(unsafe { libc::fchmod(fd, 0o600) })?;
+        // SAFETY: as above.
+        check(unsafe { libc::bind(fd, (&raw const self.aside).cast(), size_of_val(&self.aside) as u32) })?;
+        // SAFETY: as above.
+        let listens = check(unsafe { libc::listen(fd, 128) });
+        // SAFETY: as above. A link takes nobody's place.
+        let named =
+            listens.and_then(|()| check(unsafe { libc::link(aside, self.address.sun_path.as_ptr()) }));
+        // SAFETY: as above.
+        unsafe { libc::unlink(aside) };
+        named
     }
 
     /// Removes it if it is a socket and nobody listens there; false if somebody does, or if it is no socket.
