@@ -94,7 +94,7 @@ impl HostArgs {
         flags: Flags,
     ) -> Result<Exit, Failure> {
         let failure = |error: session::Error| Failure::of(&error, flags);
-        let control = self.name.as_deref().map(names::socket).transpose();
+        let control = self.name.as_deref().map(names::own_socket).transpose();
         let control = control.map_err(|error| Failure::of(&error, flags))?;
         let process = session::Config {
             control,

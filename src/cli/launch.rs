@@ -220,7 +220,7 @@ pub(super) fn run(
             .map_err(|error| Failure::usage(format!("--status-file {}: {error}", path.display())))
     });
     let status_file = status_file.transpose()?;
-    let directory = names::directory().map_err(|error| Failure::of(&error, FLAGS))?;
+    let directory = names::make_directory().map_err(|error| Failure::of(&error, FLAGS))?;
     let vsock =
         (plan.way != Way::Port).then(|| directory.join(format!("launch-{}.vsock", std::process::id())));
     let ends = if plan.way == Way::Vsock { None } else { Some(UnixStream::pair().map_err(host)?) };

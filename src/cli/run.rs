@@ -221,7 +221,7 @@ pub(super) fn failure(error: session::Error) -> Failure {
 
 /// What is asked of the process, whatever the machine.
 fn process(args: &RunArgs) -> Result<session::Config, Failure> {
-    let control = args.name.as_deref().map(names::socket).transpose();
+    let control = args.name.as_deref().map(names::own_socket).transpose();
     let control = control.map_err(|error| Failure::of(&error, FLAGS))?;
     Ok(session::Config {
         control,

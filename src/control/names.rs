@@ -27,6 +27,14 @@ pub enum Error {
     /// It is somebody else's.
     #[error("{0} belongs to another user, who could pass for your machines; set XDG_RUNTIME_DIR")]
     Foreign(PathBuf),
+    /// Others may write to it.
+    #[error("{path} has mode {mode:04o}: others could pass for your machines there; chmod 700 {path}")]
+    Open {
+        /// The directory.
+        path: PathBuf,
+        /// Its mode.
+        mode: u32,
+    },
 }
 
 impl Fault for Error {
@@ -35,31 +43,78 @@ impl Fault for Error {
     }
 }
 
-/// The directory, of mode 0700, made if it is not there.
-pub fn directory() -> Result<PathBuf, Error> {
+/// Where the directory is. Nothing is made, and nothing is said of whether it is there.
+///
+/// XDG_RUNTIME_DIR counts where it is this user's, or is not there yet: root with another user's environment (sudo) would lock that user
+/// out with what it makes there, and could be shown machines that are none of root's.
+fn place() -> PathBuf {
+    let (own, _) = effective();
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute());
-    let path = match runtime {
+    let others = |path: &PathBuf| std::fs::metadata(path).is_ok_and(|metadata| metadata.uid() != own);
+    match runtime.filter(|path| !others(path)) {
         Some(runtime) => runtime.join("vellum"),
-        None if effective().0 == 0 => "/run/vellum".into(),
-        None => PathBuf::from(format!("/tmp/vellum-{}", effective().0)),
-    };
-    let error = |source| Error::Directory { path: path.clone(), source };
-    DirBuilder::new().recursive(true).mode(0o700).create(&path).map_err(error)?;
+        None if own == 0 => "/run/vellum".into(),
+        None => PathBuf::from(format!("/tmp/vellum-{own}")),
+    }
+}
+
+/// Whether nobody else can put a socket into the directory `path`; false where it is not there.
+fn is_private(path: &Path) -> Result<bool, Error> {
     // Anybody can make a directory in /tmp beforehand.
-    let metadata = std::fs::symlink_metadata(&path).map_err(error)?;
+    let metadata = match std::fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        Err(source) => return Err(Error::Directory { path: path.into(), source }),
+    };
     if metadata.uid() != effective().0 || !metadata.is_dir() {
-        return Err(Error::Foreign(path));
+        return Err(Error::Foreign(path.into()));
+    }
+    match metadata.mode() & 0o7777 {
+        mode if mode & 0o022 != 0 => Err(Error::Open { path: path.into(), mode }),
+        _ => Ok(true),
+    }
+}
+
+/// The directory, of mode 0700, made if it is not there: for those who put a socket there.
+///
+/// # Errors
+/// Where it cannot be made, or others could put sockets there.
+pub fn make_directory() -> Result<PathBuf, Error> {
+    let path = place();
+    if !is_private(&path)? {
+        let error = |source| Error::Directory { path: path.clone(), source };
+        DirBuilder::new().recursive(true).mode(0o700).create(&path).map_err(error)?;
+        is_private(&path)?;
     }
     Ok(path)
 }
 
-/// The socket of the machine `name`.
-pub fn socket(name: &str) -> Result<PathBuf, Error> {
+fn check(name: &str) -> Result<(), Error> {
     let sound = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.bytes().all(sound) {
         return Err(Error::Name(name.into()));
     }
-    Ok(directory()?.join(format!("{name}.sock")))
+    Ok(())
+}
+
+/// The socket that the machine `name` is to have; its directory is made.
+///
+/// # Errors
+/// As [`make_directory`], and where it is no name.
+pub fn own_socket(name: &str) -> Result<PathBuf, Error> {
+    check(name)?;
+    Ok(make_directory()?.join(format!("{name}.sock")))
+}
+
+/// The socket of the machine `name`, whether there is one or not.
+///
+/// # Errors
+/// Where others could have put it there, and where it is no name.
+pub fn socket(name: &str) -> Result<PathBuf, Error> {
+    check(name)?;
+    let path = place();
+    is_private(&path)?;
+    Ok(path.join(format!("{name}.sock")))
 }
 
 /// What the user typed: a path if it has a slash, else a name.
@@ -69,7 +124,10 @@ pub fn find(target: &str) -> Result<PathBuf, Error> {
 
 /// All names with a socket, sorted.
 pub fn all() -> Result<Vec<(String, PathBuf)>, Error> {
-    let path = directory()?;
+    let path = place();
+    if !is_private(&path)? {
+        return Ok(Vec::new());
+    }
     let entries = std::fs::read_dir(&path).map_err(|source| Error::Directory { path, source })?;
     let named = |path: PathBuf| Some((Path::new(path.file_name()?).file_stem()?.to_str()?.to_owned(), path));
     let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
