@@ -19,7 +19,8 @@ use self::lent::Lent;
 pub use self::section::Section;
 use crate::arch::clocks::Meanwhile;
 use crate::arch::core::Core;
-use crate::control::{Cr3Cache, DirtyRings, Do, Event, Stays};
+use crate::control::operation::{Asker, News, UnderWay};
+use crate::control::{Cr3Cache, DirtyRings, Do, Stays};
 use crate::devices::virtio::blk::DiskImage;
 use crate::dirty::{self, DirtyTracker};
 use crate::memory::{Backing, Memory, Slot};
@@ -146,7 +147,7 @@ pub trait Payload {
     }
 
     /// What those who listen to it are to be told since this was last asked.
-    fn news(&mut self) -> Vec<Event> {
+    fn news(&mut self) -> Vec<News> {
         Vec::new()
     }
 
@@ -154,7 +155,15 @@ pub trait Payload {
     ///
     /// # Errors
     /// In words for whoever asked.
-    fn ask(&mut self, what: &Do, descriptors: Vec<OwnedFd>) -> Result<Value, String>;
+    fn ask(&mut self, by: Asker, what: &Do, descriptors: Vec<OwnedFd>) -> Result<Value, String>;
+
+    /// A client has gone: what it owns ends, unless that goes on without it.
+    fn client_gone(&mut self, _connection: u64) {}
+
+    /// The operation that it has under way.
+    fn under_way(&self) -> Option<UnderWay> {
+        None
+    }
 
     /// Ends its vCPUs, where there are any left.
     fn stop(&mut self);

@@ -14,16 +14,17 @@ use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
 use harness::{LIMIT, eventually};
 use serde_json::{Value, json};
 use vellum::control::client::{Client, Error};
-use vellum::control::server::{Asked, Control};
+use vellum::control::operation::News;
+use vellum::control::server::{Control, Heard};
 use vellum::control::{Do, Event, MAX_LINE};
 use vellum::sys::socket::{self, MOST_DESCRIPTORS, SocketError};
 
-/// A machine that answers `status` with its path, refuses `resume`, tells of `pause`, writes into what comes with `serial`,
-/// and ends at `stop`.
+/// A machine that answers `status` with its path, refuses `resume`, tells of `pause`, at `nmi` of the end of an operation, writes into
+/// what comes with `serial`, and ends at `stop`.
 fn machine(name: &str) -> (PathBuf, JoinHandle<()>) {
     let path = std::env::temp_dir().join(format!("vellum-control-{}-{name}", std::process::id()));
-    let (ask, asked): (_, Receiver<Asked>) = channel();
-    let control = Control::bind(&path, ask).unwrap();
+    let (hear, heard): (_, Receiver<Heard>) = channel();
+    let control = Control::bind(&path, hear).unwrap();
     let told = path.clone();
     let thread = std::thread::spawn(move || {
         let listeners = control.listeners();
@@ -31,16 +32,22 @@ fn machine(name: &str) -> (PathBuf, JoinHandle<()>) {
         events.add_subscriber(Arc::new(Mutex::new(control)));
         loop {
             events.run().unwrap();
-            while let Ok(asked) = asked.try_recv() {
+            while let Ok(heard) = heard.try_recv() {
+                let Heard::Asked(asked) = heard else { continue };
                 match asked.what {
                     Do::Status {} => asked.answer(Ok(json!({"path": told}))),
                     Do::Pause {} => {
-                        listeners.tell(&Event::Paused { us: 5 });
+                        listeners.tell(&News { id: Some(asked.by.id), event: Event::Paused { us: 5 } });
                         asked.answer(Ok(json!({})));
                     }
                     Do::Serial { .. } => {
                         let [file] = &asked.descriptors[..] else { panic!("{:?}", asked.descriptors) };
                         File::from(file.try_clone().unwrap()).write_all(b"written by the machine").unwrap();
+                        asked.answer(Ok(json!({})));
+                    }
+                    Do::Nmi {} => {
+                        let event = Event::Stayed { why: "told to".into() };
+                        listeners.tell(&News { id: Some(asked.by.id), event });
                         asked.answer(Ok(json!({})));
                     }
                     Do::Stop {} => return asked.answer(Ok(json!({}))),
@@ -66,7 +73,8 @@ fn requests_are_answered_by_their_numbers_and_events_reach_who_listens() {
     };
     assert_eq!(reason, "not today");
     client.ask(&Do::Pause {}).unwrap();
-    assert_eq!(listener.line().unwrap(), json!({"event": "paused", "us": 5}));
+    let id = client.last_id();
+    assert_eq!(listener.line().unwrap(), json!({"event": "paused", "id": id, "us": 5}));
     client.ask(&Do::Stop {}).unwrap();
     thread.join().unwrap();
     assert!(!path.exists(), "the socket goes with the machine");
@@ -147,8 +155,9 @@ fn lines_that_are_hostile_are_answered_one_by_one() {
     stop(&path, thread);
 }
 
+/// Nothing is lost of how an operation ended, and of the rest it is said how much was.
 #[test]
-fn a_listener_that_does_not_read_is_left_behind() {
+fn a_listener_that_does_not_read_misses_no_end_and_knows_how_much_else() {
     let (path, thread) = machine("slow");
     let mut slow = Client::connect(&path).unwrap();
     slow.ask(&Do::Events {}).unwrap();
@@ -160,14 +169,54 @@ fn a_listener_that_does_not_read_is_left_behind() {
     // A unix socket holds some 200 KiB (net.core.wmem_max), and each event is accounted for with more than 500 bytes.
     for _ in 0..2000 {
         client.ask(&Do::Pause {}).unwrap();
-        assert_eq!(listener.line().unwrap(), json!({"event": "paused", "us": 5}));
+        assert_eq!(listener.line().unwrap()["event"], "paused");
     }
-    let mut heard = 0;
-    while slow.line().is_ok() {
-        heard += 1;
+    client.ask(&Do::Nmi {}).unwrap();
+    let (mut heard, mut missed) = (0, 0);
+    loop {
+        let line = slow.line().unwrap();
+        match line["event"].as_str() {
+            Some("paused") => heard += 1,
+            Some("missed") => missed += line["events"].as_u64().unwrap(),
+            _ => {
+                assert_eq!(line, json!({"event": "stayed", "id": client.last_id(), "why": "told to"}));
+                break;
+            }
+        }
     }
-    assert!(heard < 2000, "it was hung up when it had not read for too long, after {heard} events");
+    assert!(missed > 0 && heard + missed == 2000, "{heard} heard, {missed} missed");
+    // It reads again, and is told again.
+    client.ask(&Do::Pause {}).unwrap();
+    assert_eq!(slow.line().unwrap()["event"], "paused");
     stop(&path, thread);
+}
+
+/// Two on one machine, and each sees what came of its own request. A line of which a part has come is waited for without being lost.
+#[test]
+fn a_client_takes_no_events_of_another_s_request() {
+    let path = std::env::temp_dir().join(format!("vellum-control-{}-events", std::process::id()));
+    let listener = UnixListener::bind(&path).unwrap();
+    let mut client = Client::connect_within(&path, std::time::Duration::from_millis(50)).unwrap();
+    let (mut machine, _) = listener.accept().unwrap();
+    let answers = std::thread::spawn(move || {
+        let mut line = String::new();
+        BufReader::new(&machine).read_line(&mut line).unwrap();
+        let id = serde_json::from_str::<Value>(&line).unwrap()["id"].as_u64().unwrap();
+        let others = id ^ 1;
+        writeln!(machine, "{{\"event\":\"stayed\",\"id\":{others},\"why\":\"another's\"}}").unwrap();
+        writeln!(machine, "{{\"event\":\"resumed\"}}\n{{\"id\":{id},\"ok\":{{}}}}").unwrap();
+        write!(machine, "{{\"event\":\"stayed\",\"id\":{id},").unwrap();
+        (machine, id)
+    });
+    client.ask(&Do::Nmi {}).unwrap();
+    let (mut machine, id) = answers.join().unwrap();
+    assert_eq!(id, client.last_id());
+    assert_eq!(client.event_of(Some(id)).unwrap(), json!({"event": "resumed"}));
+    assert!(matches!(client.event_of(Some(id)), Err(Error::Silent { .. })), "half a line is none");
+    writeln!(machine, "\"why\":\"own\"}}").unwrap();
+    client.wait_for_ever();
+    assert_eq!(client.event_of(Some(id)).unwrap()["why"], "own");
+    std::fs::remove_file(path).unwrap();
 }
 
 #[test]
@@ -241,16 +290,16 @@ fn a_socket_that_nobody_serves_is_replaced_and_a_live_one_refused() {
     let path = std::env::temp_dir().join(format!("vellum-control-{}-stale", std::process::id()));
     drop(UnixListener::bind(&path).unwrap());
     assert!(path.exists(), "the standard library leaves the name");
-    let (ask, _asked) = channel();
-    let control = Control::bind(&path, ask).unwrap();
-    let (ask, _asked) = channel();
-    assert!(matches!(Control::bind(&path, ask), Err(SocketError::InUse(_))));
+    let (hear, _heard) = channel();
+    let control = Control::bind(&path, hear).unwrap();
+    let (hear, _heard) = channel();
+    assert!(matches!(Control::bind(&path, hear), Err(SocketError::InUse(_))));
     // What was only looked at is still there, and works.
     assert!(UnixStream::connect(&path).is_ok());
     drop(control);
     assert!(!path.exists());
     std::fs::write(&path, "").unwrap();
-    let (ask, _asked) = channel();
-    assert!(matches!(Control::bind(&path, ask), Err(SocketError::NotASocket(_))));
+    let (hear, _heard) = channel();
+    assert!(matches!(Control::bind(&path, hear), Err(SocketError::NotASocket(_))));
     std::fs::remove_file(path).unwrap();
 }

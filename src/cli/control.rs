@@ -198,7 +198,7 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
         Ctl::Status => Do::Status {},
         Ctl::Stop => Do::Stop {},
         Ctl::Balloon { size } => Do::Balloon { bytes: size },
-        Ctl::MigrateCancel => Do::MigrateCancel {},
+        Ctl::MigrateCancel => Do::MigrateCancel { of: None },
         Ctl::MigrateSet { downtime, bandwidth } => {
             Do::MigrateSet { downtime_ms: downtime.map(|time| time.as_millis() as u64), bandwidth }
         }
@@ -221,18 +221,32 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
     }
     client.wait_for_ever();
     match what {
-        Do::Events {} => {
-            while let Ok(event) = client.line() {
-                if !print(format_args!("{event}\n"))? {
-                    break;
-                }
-            }
-        }
+        Do::Events {} => return events(&mut client),
         // Its end closes the connection: whoever waited for it here may use the name, the disks and the tap again.
         Do::Stop {} => while client.line().is_ok() {},
         _ => {}
     }
     Ok(Exit::PowerOff)
+}
+
+/// Prints what happens until the machine ends. A connection that is cut before is not its end.
+fn events(machine: &mut Client) -> Result<Exit, Failure> {
+    let mut ended = false;
+    loop {
+        let event = match machine.line() {
+            Ok(event) => event,
+            Err(Error::Closed { .. }) if ended => return Ok(Exit::PowerOff),
+            Err(Error::Closed { .. }) => {
+                let why = "the machine has closed the connection before it said how it ended: what happened since is not told";
+                return Err(Failure::host(why));
+            }
+            Err(error) => return Err(failure(error)),
+        };
+        ended |= event["event"] == "ended";
+        if !print(format_args!("{event}\n"))? {
+            return Ok(Exit::PowerOff);
+        }
+    }
 }
 
 /// Adds KVM's counters of the CR3 cache, or why they cannot be read.
@@ -269,6 +283,7 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
                     status.state,
                     status.vcpus.to_string(),
                     short_size(status.memory),
+                    status.operation.map(|operation| operation.to_string()).unwrap_or_default(),
                 ]);
             }
             // A machine whose guard was killed with it leaves its socket.
@@ -277,17 +292,19 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
             }
             // And one that ends takes it away.
             Err(Error::Connect { source, .. }) if source.kind() == ErrorKind::NotFound => {}
+            Err(Error::Closed { .. }) => {}
             Err(Error::Silent { pid, .. }) if !args.json => {
                 let pid = pid.map_or("?".into(), |pid| pid.to_string());
-                lines.push([name, pid, "silent".into(), "?".into(), "?".into()]);
+                lines.push([name, pid, "silent".into(), "?".into(), "?".into(), String::new()]);
             }
             Err(error) => super::say(&format!("{name}: {error}")),
         }
     }
     if !args.json && !lines.is_empty() {
-        let head = ["NAME", "PID", "STATE", "VCPUS", "MEMORY"].map(str::to_owned);
-        for [name, pid, state, vcpus, memory] in std::iter::once(head).chain(lines) {
-            print(format_args!("{name:<20} {pid:>8} {state:<20} {vcpus:>5} {memory:>8}\n"))?;
+        let head = ["NAME", "PID", "STATE", "VCPUS", "MEMORY", "UNDER WAY"].map(str::to_owned);
+        for [name, pid, state, vcpus, memory, under_way] in std::iter::once(head).chain(lines) {
+            let line = format!("{name:<20} {pid:>8} {state:<20} {vcpus:>5} {memory:>8}  {under_way}");
+            print(format_args!("{}\n", line.trim_end()))?;
         }
     }
     Ok(Exit::PowerOff)

@@ -1,5 +1,5 @@
 //! `vellum dump`: the client of a dump. It makes the file, hands it to the machine, and names it when it is written and on the disk; the
-//! machine itself opens nothing. Killed, it leaves nothing behind, and the guest goes on when what it had asked for is written.
+//! machine itself opens nothing. Killed, it leaves nothing behind, and the guest goes on: the dump ends with its connection.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsFd;
@@ -9,9 +9,8 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EventFd};
 
-use super::migrate::{LOOK, failure};
+use super::migrate::{failure, heard, listen};
 use super::{Failure, print};
-use crate::control::client::{Client, Error};
 use crate::control::{Do, Event, names};
 use crate::memory::short_size;
 use crate::sys::file;
@@ -71,21 +70,15 @@ pub fn run(args: &DumpArgs) -> Result<Exit, Failure> {
     let path = names::find(&args.machine).map_err(failure)?;
     signal::remember(&signal::ENDING).map_err(Failure::host)?;
     let file = unnamed(&args.file)?;
-    // Who listens before anything begins misses nothing.
-    let mut events = Client::connect_within(&path, LOOK).map_err(failure)?;
-    events.ask(&Do::Events {}).map_err(failure)?;
-    let mut machine = Client::connect(&path).map_err(failure)?;
+    let mut machine = listen(&path)?;
     machine.ask_with(&Do::Dump {}, &[file.as_fd()]).map_err(failure)?;
+    let of = machine.last_id();
     let failed = |what: &str, error| Failure::host(format!("{}: {what}: {error}", args.file.display()));
     loop {
         if let Some(signal) = signal::take() {
             return Err(Failure::ended(Exit::Signal(signal), "the dump is given up"));
         }
-        let line = match events.line() {
-            Ok(line) => line,
-            Err(Error::Silent { .. }) => continue,
-            Err(_) => return Err(Failure::host("the machine has ended before the dump was written")),
-        };
+        let Some(line) = heard(&mut machine, Some(of), "the dump was written")? else { continue };
         match serde_json::from_value::<Event>(line) {
             Ok(Event::Dumped { bytes, content, release, kaslr, phys_base }) => {
                 file.sync_all().map_err(|error| failed("the disk", error))?;

@@ -1,12 +1,15 @@
 //! `vellum migrate`: the courier of a migration. It connects to the target, hands the connection to the machine, and says how far it
-//! is; the machine itself opens nothing. Ended before the hand-over it gives the migration up; killed, it stops nothing.
+//! is; the machine itself opens nothing. Ended before the hand-over it gives the migration up; killed, it stops nothing, and another one
+//! follows the migration with --attach.
 
 pub mod address;
 
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use serde_json::Value;
 
 use self::address::{Connection, Target, connect};
 use super::{Failure, Flags, args, devices, keyvalue, print, say};
@@ -132,7 +135,7 @@ const AVOIDS: &str =
     "\nvellum run --cpu x86-64-v2, or --cpu FILE of vellum doctor --cpu-common, shows a guest what both have";
 
 /// How long one look at what the machine says takes.
-pub(super) const LOOK: Duration = Duration::from_millis(200);
+const LOOK: Duration = Duration::from_millis(200);
 /// How often a cut link is tried again, and for how long.
 const AGAIN: Duration = Duration::from_secs(1);
 const PERSEVERANCE: Duration = Duration::from_secs(60);
@@ -141,15 +144,12 @@ const PERSEVERANCE: Duration = Duration::from_secs(60);
 pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
     let path = names::find(&args.machine).map_err(failure)?;
     signal::remember(&signal::ENDING).map_err(Failure::host)?;
-    // Who listens before anything begins misses nothing.
-    let mut events = Client::connect(&path).map_err(failure)?;
-    events.ask(&Do::Events {}).map_err(failure)?;
-    // A look at what it says is short; its answer may take as long as any.
-    events.wait_within(LOOK);
-    let mut machine = Client::connect(&path).map_err(failure)?;
+    let mut machine = listen(&path)?;
     let mut connections = Vec::new();
-    if args.recover {
-        let state = status(&mut machine)?.state;
+    let has = status(&mut machine)?;
+    let under_way = has.operation.and_then(|operation| operation.id);
+    let of = if args.recover {
+        let state = &has.state;
         if state != "postcopy-paused" {
             return Err(Failure::usage(format!(
                 "--recover: {} is {state}: nothing to recover",
@@ -157,16 +157,17 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
             )));
         }
         recover(args, &mut machine, &mut connections)?;
+        under_way
     } else if args.attach {
-        match status(&mut machine)?.state.as_str() {
+        match has.state.as_str() {
             "migrating" | "postcopy" => {}
             "handover-unconfirmed" => connections.push(again(args, &mut machine)?),
             state => {
                 return Err(Failure::usage(format!("{} is {state}: nothing to attach to", args.machine)));
             }
         }
+        under_way
     } else {
-        let has = status(&mut machine)?;
         may_leave(&has)?;
         if let Some(tracker) = args.tracker {
             check(tracker.method, &has)?;
@@ -216,8 +217,28 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
         let sockets = connections.iter().map(|connection| connection.socket.as_fd());
         let sockets: Vec<_> = sockets.chain([fence.as_fd()]).collect();
         machine.ask_with(&asked, &sockets).map_err(failure)?;
+        Some(machine.last_id())
+    };
+    follow(args, &mut machine, of, has.numbered, &mut connections)
+}
+
+/// A connection to the machine at `path` that hears what happens there: who listens before anything begins misses nothing.
+pub(super) fn listen(path: &Path) -> Result<Client, Failure> {
+    let mut machine = Client::connect(path).map_err(failure)?;
+    machine.ask(&Do::Events {}).map_err(failure)?;
+    // A look at what it says is short; its answer may take as long as any.
+    machine.wait_within(LOOK);
+    Ok(machine)
+}
+
+/// What the machine says of operation `of`, if it says something before `what` that is waited for.
+pub(super) fn heard(machine: &mut Client, of: Option<u64>, what: &str) -> Result<Option<Value>, Failure> {
+    match machine.event_of(of) {
+        Ok(line) => Ok(Some(line)),
+        Err(Error::Silent { .. }) => Ok(None),
+        Err(Error::Closed { .. }) => Err(Failure::host(format!("the machine has ended before {what}"))),
+        Err(error) => Err(failure(error)),
     }
-    follow(args, &mut events, &mut machine, &mut connections)
 }
 
 /// Whether the machine that is as `status` says can be handed over.
@@ -299,8 +320,9 @@ pub(super) fn check(method: Method, status: &Status) -> Result<(), Failure> {
 /// Says what happens until it is decided.
 fn follow(
     args: &MigrateArgs,
-    events: &mut Client,
     machine: &mut Client,
+    of: Option<u64>,
+    numbered: bool,
     connections: &mut Vec<Connection>,
 ) -> Result<Exit, Failure> {
     let bar = indicatif::ProgressBar::new(0);
@@ -310,16 +332,15 @@ fn follow(
     loop {
         if signal::take().is_some() {
             // Before the hand-over it stays here; after it, the target is asked first. Either way the machine says what came of it.
-            let _ = machine.ask(&Do::MigrateCancel {});
+            let _ = machine.ask(&Do::MigrateCancel { of: of.filter(|_| numbered) });
         }
-        let line = match events.line() {
-            Ok(line) => line,
-            Err(Error::Silent { .. }) => continue,
+        let line = match heard(machine, of, "the migration was over") {
+            Ok(Some(line)) => line,
+            Ok(None) => continue,
             // A machine that has moved ends, and its connection with it.
-            Err(_) => {
+            Err(failed) => {
                 bar.finish_and_clear();
-                return ended
-                    .ok_or_else(|| Failure::host("the machine has ended before the migration was over"));
+                return ended.ok_or(failed);
             }
         };
         if args.json {

@@ -1,5 +1,5 @@
 //! `vellum snapshot`: the client of a snapshot. It makes the files, hands them to the machine, and names them when they are written;
-//! the machine itself opens nothing. Killed, it leaves nothing behind, and the guest goes on.
+//! the machine itself opens nothing. Killed, it leaves nothing behind, and the guest goes on: the snapshot ends with its connection.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -8,10 +8,10 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
-use super::migrate::{LOOK, check, failure, loses, may_leave, status};
+use super::migrate::{check, failure, heard, listen, loses, may_leave, status};
 use super::{Failure, args, print};
 use crate::control::client::{Client, Error};
-use crate::control::{Do, Event, Loses, Snapshot, names};
+use crate::control::{Do, Event, Loses, Snapshot, Status, names};
 use crate::keyvalue;
 use crate::memory::short_size;
 use crate::snapshot::layer::{self, Reader};
@@ -132,10 +132,7 @@ pub fn run(args: &SnapshotArgs) -> Result<Exit, Failure> {
 fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
     let path = names::find(name).map_err(failure)?;
     signal::remember(&signal::ENDING).map_err(Failure::host)?;
-    // Who listens before anything begins misses nothing.
-    let mut events = Client::connect_within(&path, LOOK).map_err(failure)?;
-    events.ask(&Do::Events {}).map_err(failure)?;
-    let mut machine = Client::connect(&path).map_err(failure)?;
+    let mut machine = listen(&path)?;
     let has = status(&mut machine)?;
     may_leave(&has)?;
     if let Some(tracker) = args.tracker {
@@ -163,19 +160,20 @@ fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
     let descriptors = [&files.ram, &files.map, &files.state].into_iter().chain(&files.clones);
     let descriptors: Vec<_> = descriptors.map(AsFd::as_fd).collect();
     machine.ask_with(&asked, &descriptors).map_err(failure)?;
-    let (point, us) = written(args, name, &mut events, &mut machine)?;
+    let of = machine.last_id();
+    let (point, us) = written(args, name, &mut machine, &has)?;
     let (present, zero) = (point.present, point.zero);
     let kind = kind(&point, store.newest());
     let number = match store.add(&files, point) {
         Ok(number) => number,
         Err(error) => {
             // It says itself what it does then.
-            let _ = machine.ask(&Do::SnapshotCancel {});
+            let _ = machine.ask(&Do::SnapshotCancel { of: has.numbered.then_some(of) });
             return Err(failure(error));
         }
     };
     machine.ask(&Do::SnapshotNamed {}).map_err(failure)?;
-    over(&mut events);
+    over(&mut machine, of);
     if !args.json {
         let stood = match us {
             Some(us) => format!("it stood still for {:.1} ms", us as f64 / 1000.0),
@@ -211,18 +209,15 @@ fn kind(point: &Point, before: Option<u64>) -> String {
 fn written(
     args: &SnapshotArgs,
     name: &str,
-    events: &mut Client,
     machine: &mut Client,
+    has: &Status,
 ) -> Result<(Point, Option<u64>), Failure> {
+    let of = machine.last_id();
     loop {
         if signal::take().is_some() {
-            let _ = machine.ask(&Do::SnapshotCancel {});
+            let _ = machine.ask(&Do::SnapshotCancel { of: has.numbered.then_some(of) });
         }
-        let line = match events.line() {
-            Ok(line) => line,
-            Err(Error::Silent { .. }) => continue,
-            Err(_) => return Err(Failure::host("the machine has ended before the snapshot was written")),
-        };
+        let Some(line) = heard(machine, Some(of), "the snapshot was written")? else { continue };
         if args.json {
             print(format_args!("{line}\n"))?;
         }
@@ -265,9 +260,9 @@ fn written(
 }
 
 /// Waits until the machine is ready for another one, or has ended.
-fn over(events: &mut Client) {
+fn over(machine: &mut Client, of: u64) {
     loop {
-        match events.line() {
+        match machine.event_of(Some(of)) {
             Ok(line) if line["event"] == "snapshot-over" || line["event"] == "no-snapshot" => return,
             Ok(_) | Err(Error::Silent { .. }) => {}
             Err(_) => return,

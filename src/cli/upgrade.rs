@@ -11,10 +11,10 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::migrate::{LOOK, failure, has_a_descriptor, status};
+use super::migrate::{failure, has_a_descriptor, heard, listen, status};
 use super::take_over::Inherited;
 use super::{Failure, print, say};
-use crate::control::client::{Client, Error};
+use crate::control::client::Client;
 use crate::control::{Do, Event, Lending, Link, Loses, Migrate, Mode, Then, Throttling, names};
 use crate::migration::fence::Fence;
 use crate::migration::link::LIVENESS;
@@ -31,11 +31,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Exit, Failure> {
     let path = names::find(machine).map_err(failure)?;
     signal::remember(&signal::ENDING).map_err(Failure::host)?;
-    // Who listens before anything begins misses nothing.
-    let mut events = Client::connect(&path).map_err(failure)?;
-    events.ask(&Do::Events {}).map_err(failure)?;
-    events.wait_within(LOOK);
-    let mut client = Client::connect(&path).map_err(failure)?;
+    let mut client = listen(&path)?;
     let has = status(&mut client)?;
     has_a_descriptor(machine, &has).map_err(|why| Failure::usage(format!("upgrade: {why}")))?;
     let (list, descriptors) = borrow(&path)?;
@@ -68,15 +64,12 @@ pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Ex
         return Err(failure(error));
     }
     drop((link, tether));
+    let of = client.last_id();
     loop {
         if signal::take().is_some() {
-            let _ = client.ask(&Do::MigrateCancel {});
+            let _ = client.ask(&Do::MigrateCancel { of: has.numbered.then_some(of) });
         }
-        let line = match events.line() {
-            Ok(line) => line,
-            Err(Error::Silent { .. }) => continue,
-            Err(_) => return Err(Failure::host("the machine has ended before it was upgraded")),
-        };
+        let Some(line) = heard(&mut client, Some(of), "it was upgraded")? else { continue };
         match serde_json::from_value::<Event>(line) {
             Ok(Event::Stayed { why }) => {
                 end(&mut child);

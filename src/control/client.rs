@@ -1,7 +1,9 @@
-//! The client's side: one connection, one request after the other.
+//! The client's side: one connection, one request after the other. Events that come meanwhile are kept for who asks for them.
 
+use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,8 +12,9 @@ use serde_json::Value;
 
 use super::Do;
 use crate::fault::{Blame, Fault};
+use crate::sys::identity::effective;
 use crate::sys::poll::Poll;
-use crate::sys::socket;
+use crate::sys::{random, socket};
 
 /// Why a machine does not do what it is told.
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +26,16 @@ pub enum Error {
         path: PathBuf,
         /// What the kernel says.
         source: io::Error,
+    },
+    /// Another user's process is there.
+    #[error(
+        "{path}: a process of user {uid} listens there, who could pass for your machine; that user's `vellum` reaches it"
+    )]
+    Foreign {
+        /// The socket.
+        path: PathBuf,
+        /// Whose process it is.
+        uid: u32,
     },
     /// It went away in the middle.
     #[error("{path}: the machine has closed the connection")]
@@ -56,7 +69,7 @@ pub enum Error {
 impl Fault for Error {
     fn blame(&self) -> Blame {
         match self {
-            Self::Connect { .. } => Blame::USER,
+            Self::Connect { .. } | Self::Foreign { .. } => Blame::USER,
             Self::Closed { .. } | Self::Silent { .. } | Self::Answer { .. } | Self::Refused(_) => Blame::HOST,
         }
     }
@@ -71,11 +84,23 @@ pub const PATIENCE: Duration = Duration::from_secs(10);
 /// The longest answer that comes with descriptors, in bytes.
 const MOST_LENT: usize = 1 << 20;
 
+/// The longest line of a machine's, in bytes.
+const MAX_ANSWER: usize = 1 << 20;
+/// The bits of a client's first number: JSON readers that have only doubles still read those that follow.
+const NUMBERS: u64 = (1 << 48) - 1;
+
 /// A connection to a machine.
 pub struct Client {
     path: PathBuf,
+    /// How long it waits for an answer.
     patience: Duration,
+    /// How long it waits for what comes without a request.
+    look: Option<Duration>,
     stream: BufReader<UnixStream>,
+    /// What has come of a line that is not whole yet.
+    part: Vec<u8>,
+    /// Events that came before an answer.
+    events: VecDeque<Value>,
     last_id: u64,
 }
 
@@ -98,20 +123,31 @@ impl Client {
             _ => Error::Connect { path: path.into(), source },
         };
         let stream = socket::connect(path, patience).map_err(failed)?;
-        Ok(Client { path: path.into(), patience, stream: BufReader::new(stream), last_id: 0 })
+        may_be_trusted(path, &stream)?;
+        Ok(Client {
+            path: path.into(),
+            patience,
+            look: Some(patience),
+            stream: BufReader::new(stream),
+            part: Vec::new(),
+            events: VecDeque::new(),
+            last_id: first_id(),
+        })
     }
 
-    /// From now on it waits for so long for each line.
+    /// From now on it waits for so long for each line that is no answer.
     pub fn wait_within(&mut self, patience: Duration) {
-        self.patience = patience;
-        // It fails only for a time of 0.
-        let _ = self.stream.get_ref().set_read_timeout(Some(patience));
+        self.look = Some(patience);
     }
 
-    /// From now on a line may take as long as it takes, as events do.
+    /// From now on a line that is no answer may take as long as it takes, as events do.
     pub fn wait_for_ever(&mut self) {
-        // It fails only for a time of 0.
-        let _ = self.stream.get_ref().set_read_timeout(None);
+        self.look = None;
+    }
+
+    /// The number of the last request, which its answer and its events carry.
+    pub fn last_id(&self) -> u64 {
+        self.last_id
     }
 
     /// Sends a request and waits for its answer.
@@ -129,10 +165,14 @@ impl Client {
         // To nobody's request: why it hangs up, if it does.
         let mut said = None;
         loop {
-            let mut answer = match self.line() {
+            let mut answer = match self.next(Some(self.patience)) {
                 Err(Error::Closed { .. }) if let Some(why) = said => return Err(Error::Refused(why)),
                 line => line?,
             };
+            if answer["event"].is_string() {
+                self.events.push_back(answer);
+                continue;
+            }
             if answer["id"] != self.last_id {
                 if answer["id"] == 0 {
                     said = answer["error"].as_str().map(str::to_owned).or(said);
@@ -182,16 +222,46 @@ impl Client {
         }
     }
 
-    /// The next line, whatever it is.
+    /// The next line that is no answer.
     pub fn line(&mut self) -> Result<Value, Error> {
-        let mut line = String::new();
-        match (&mut self.stream).take(1 << 20).read_line(&mut line) {
-            Ok(1..) => {
-                serde_json::from_str(&line).map_err(|_| Error::Answer { path: self.path.clone(), line })
+        match self.events.pop_front() {
+            Some(event) => Ok(event),
+            None => self.next(self.look),
+        }
+    }
+
+    /// The next event of the request with this number, or of none. Builds before numbered events send them all without a number.
+    ///
+    /// # Errors
+    /// As [`Client::line`].
+    pub fn event_of(&mut self, id: Option<u64>) -> Result<Value, Error> {
+        loop {
+            let line = self.line()?;
+            if id.is_none() || line["id"].is_null() || line["id"].as_u64() == id {
+                return Ok(line);
             }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+        }
+    }
+
+    /// The next line, whatever it is.
+    fn next(&mut self, patience: Option<Duration>) -> Result<Value, Error> {
+        // It fails only for a time of 0.
+        let _ = self.stream.get_ref().set_read_timeout(patience);
+        let left = MAX_ANSWER.saturating_sub(self.part.len()) as u64;
+        let read = (&mut self.stream).take(left).read_until(b'\n', &mut self.part);
+        match read {
+            // What has come of a line stays for the next look.
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock) => {
                 let pid = socket::peer_pid(self.stream.get_ref()).ok();
-                Err(Error::Silent { path: self.path.clone(), patience: self.patience, pid })
+                let patience = patience.unwrap_or_default();
+                Err(Error::Silent { path: self.path.clone(), patience, pid })
+            }
+            Ok(_) if self.part.last() == Some(&b'\n') || self.part.len() >= MAX_ANSWER => {
+                let line = std::mem::take(&mut self.part);
+                serde_json::from_slice(&line).map_err(|_| Error::Answer {
+                    path: self.path.clone(),
+                    line: String::from_utf8_lossy(&line[..line.len().min(80)]).into_owned(),
+                })
             }
             _ => Err(Error::Closed { path: self.path.clone() }),
         }
@@ -199,7 +269,7 @@ impl Client {
 
     /// Why a request was not taken: what the machine has said before it hung up, to nobody's request, or that it hung up.
     fn unheard(&mut self) -> Error {
-        match self.line() {
+        match self.next(Some(self.patience)) {
             Ok(mut line) if line["id"] == 0 => match line["error"].take() {
                 Value::String(why) => Error::Refused(why),
                 _ => Error::Closed { path: self.path.clone() },
@@ -207,4 +277,29 @@ impl Client {
             _ => Error::Closed { path: self.path.clone() },
         }
     }
+}
+
+/// Whether who listens at `path` may be believed, and given descriptors: this user, root, and by root another user's machine in that
+/// user's own directory.
+fn may_be_trusted(path: &Path, stream: &UnixStream) -> Result<(), Error> {
+    let (own, _) = effective();
+    // Of who listened, as of when it did: a machine that has given up root since is root's.
+    let uid = socket::peer_uid(stream).map_err(|source| Error::Connect { path: path.into(), source })?;
+    let theirs = || {
+        let directory =
+            path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        std::fs::metadata(directory).is_ok_and(|metadata| metadata.uid() == uid)
+    };
+    match uid == own || uid == 0 || own == 0 && theirs() {
+        true => Ok(()),
+        false => Err(Error::Foreign { path: path.into(), uid }),
+    }
+}
+
+/// Numbers that no other client of the machine is likely to choose.
+fn first_id() -> u64 {
+    let mut bytes = [0; 8];
+    // Without randomness there is little else yet that could be a client.
+    let _ = random::fill(&mut bytes);
+    u64::from_le_bytes(bytes) & NUMBERS
 }

@@ -1,19 +1,25 @@
 //! The control socket of a running machine: JSON lines, `{"id","do",…}` answered by `{"id","ok"}` or `{"id","error"}`.
 //!
+//! The client chooses a request's number. What comes of a request carries it: the answer, and each [`Event`] on every connection
+//! that listens. Clients that share a machine choose different numbers: [`client`] begins with a random one. Builds before numbered
+//! events send them without, and take no part of that; [`Status::numbered`] tells them apart.
+//!
 //! A running machine opens no path. What a request needs of files and sockets the client opens, and sends the descriptors
 //! with the request's first byte (SCM_RIGHTS, unix(7)), as many as [`Do::descriptors`] says.
 //!
-//! Here are the words of both sides. [`server`] is the machine's side, on its event loop; [`client`] is what `vellum ctl`
+//! Here are the words of both sides. Which operations exclude each other is a table of [`operation`]. [`server`] is the machine's side, on its event loop; [`client`] is what `vellum ctl`
 //! and `list` use; [`names`] says where the socket of a named machine is; [`agent`] speaks to the agent in its guest. What
 //! a request does to the machine is decided where the machine runs (`machine/`).
 
 pub mod agent;
 pub mod client;
 pub mod names;
+pub mod operation;
 pub mod server;
 
 use serde::{Deserialize, Serialize};
 
+use self::operation::UnderWay;
 use crate::sys::socket::MOST_DESCRIPTORS;
 
 /// The longest request in bytes, its newline included.
@@ -59,7 +65,11 @@ pub enum Do {
     /// lacked memory: one for the migration, and one for pages that somebody waits for.
     MigrateRecover {},
     /// Give a migration up.
-    MigrateCancel {},
+    MigrateCancel {
+        /// The number of the request that began it; the one that is under way, where none is named.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        of: Option<u64>,
+    },
     /// Change the limits of a migration that is under way.
     MigrateSet {
         /// How long the guest may stand still, in milliseconds.
@@ -75,7 +85,11 @@ pub enum Do {
     /// They have been written, are on the disk, and have their names now.
     SnapshotNamed {},
     /// Give a snapshot up.
-    SnapshotCancel {},
+    SnapshotCancel {
+        /// As in [`Do::MigrateCancel`].
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        of: Option<u64>,
+    },
     /// Follow no longer who writes to memory.
     SnapshotEnd {},
     /// Lend descriptors of all that the machine has open, for a process that is to take it over. The answer is a [`Lending`], and those
@@ -122,10 +136,10 @@ impl Do {
             | Self::Status {}
             | Self::Stop {}
             | Self::Balloon { .. }
-            | Self::MigrateCancel {}
+            | Self::MigrateCancel { .. }
             | Self::MigrateSet { .. }
             | Self::SnapshotNamed {}
-            | Self::SnapshotCancel {}
+            | Self::SnapshotCancel { .. }
             | Self::SnapshotEnd {}
             | Self::Lend { .. }
             | Self::Nmi {}
@@ -363,8 +377,14 @@ pub enum Phase {
 pub struct Status {
     /// Its process.
     pub pid: u32,
-    /// `running`, `paused`, `debugged`, `dumping`, `migrating`, `snapshotting`, `handover-unconfirmed`, `postcopy`, `postcopy-paused`; of a machine that is to come, `waiting`, `incoming` or `uncommitted`.
+    /// `running`, `paused`, `debugged`, `dumping`, `migrating`, `upgrading`, `snapshotting`, `handover-unconfirmed`, `postcopy`, `postcopy-paused`; of a machine that is to come, `waiting`, `incoming` or `uncommitted`.
     pub state: String,
+    /// Whether its events carry the numbers of the requests that they come of.
+    #[serde(default)]
+    pub numbered: bool,
+    /// What it has under way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub operation: Option<UnderWay>,
     /// How many vCPUs it has.
     pub vcpus: usize,
     /// Its RAM in bytes.
@@ -660,6 +680,26 @@ pub enum Event {
         /// The exit status of its process.
         status: u8,
     },
+    /// This client did not read, and was not told of so many events: progress, and what other clients did. How an operation ended is told.
+    Missed {
+        /// How many.
+        events: u64,
+    },
+}
+
+impl Event {
+    /// Whether a client that does not read may miss it: the next one of its kind says as much, or nothing waits for it.
+    pub fn may_be_missed(&self) -> bool {
+        matches!(
+            self,
+            Self::Paused { .. }
+                | Self::Resumed {}
+                | Self::Progress { .. }
+                | Self::Migrating { .. }
+                | Self::Pass(_)
+                | Self::Missed { .. }
+        )
+    }
 }
 
 /// Reads a request; the error has the number to answer with, 0 if the line has none.

@@ -1,7 +1,9 @@
 //! The machine's side: clients on the event loop, requests into a channel.
 //!
-//! A client may be slow, silent or hostile: lines have an end, clients and their descriptors a number, and one that does not
-//! read what it is told loses its connection instead of holding up the machine.
+//! A client may be slow, stopped, silent or hostile: lines have an end, clients and their descriptors a number. What a client has not
+//! read waits in its socket, whose size the kernel bounds. Where a quarter of that is taken, events that may be missed are left out and
+//! counted, so that there is room for how its operation ends; what does not fit is never waited for. A client that does not read the
+//! answers to its own requests loses its connection.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -14,14 +16,24 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use serde_json::{Value, json};
 
+use super::operation::{Asker, News};
 use super::{Do, Event, MAX_LINE, Request, parse};
 use crate::sys::identity;
-use crate::sys::socket::{self, Listener, MOST_DESCRIPTORS, SocketError, peer_uid};
+use crate::sys::poll::Poll;
+use crate::sys::socket::{self, Listener, MOST_DESCRIPTORS, SocketError, peer_pid, peer_uid};
 
 /// Clients at a time.
 const MAX_CLIENTS: usize = 32;
 const LISTENER: u32 = 0;
 const CLIENT: u32 = 1;
+
+/// What the machine hears of its clients.
+pub enum Heard {
+    /// One asks for something.
+    Asked(Asked),
+    /// The one with this number has gone: nothing comes from it after this.
+    Gone(u64),
+}
 
 /// A request on its way to the machine.
 pub struct Asked {
@@ -29,7 +41,8 @@ pub struct Asked {
     pub what: Do,
     /// As many as it takes; of what kind is still to be checked.
     pub descriptors: Vec<OwnedFd>,
-    id: u64,
+    /// Who asks.
+    pub by: Asker,
     reply: UnixStream,
 }
 
@@ -42,8 +55,8 @@ impl Asked {
     /// The same, with descriptors.
     pub fn answer_with(self, result: Result<Value, String>, descriptors: &[OwnedFd]) {
         let line = match result {
-            Ok(ok) => json!({"id": self.id, "ok": ok}),
-            Err(error) => json!({"id": self.id, "error": error}),
+            Ok(ok) => json!({"id": self.by.id, "ok": ok}),
+            Err(error) => json!({"id": self.by.id, "error": error}),
         };
         if descriptors.is_empty() {
             send(&self.reply, &line);
@@ -59,15 +72,60 @@ impl Asked {
     }
 }
 
+/// One who listens for events.
+struct Listening {
+    stream: UnixStream,
+    /// How many it was not told of since it was last told something.
+    missed: u64,
+}
+
+impl Listening {
+    /// Tells it, if it reads; false if it is gone.
+    fn tell(&mut self, news: &News) -> bool {
+        if news.event.may_be_missed() && !has_room(&self.stream) {
+            self.missed += 1;
+            return true;
+        }
+        let missed = (self.missed > 0).then(|| News::from(Event::Missed { events: self.missed }));
+        for line in missed.iter().chain([news]).map(line) {
+            match (&self.stream).write(&line) {
+                Ok(count) if count == line.len() => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.missed += 1;
+                    return true;
+                }
+                _ => {
+                    let _ = self.stream.shutdown(std::net::Shutdown::Both);
+                    return false;
+                }
+            }
+            self.missed = 0;
+        }
+        true
+    }
+}
+
+fn line(what: &impl serde::Serialize) -> Vec<u8> {
+    let mut line = serde_json::to_vec(what).expect("plain data");
+    line.push(b'\n');
+    line
+}
+
+/// Whether its client has read so much that three quarters of the socket are free: what makes a unix socket writable (unix(7)).
+fn has_room(stream: &UnixStream) -> bool {
+    let mut poll = Poll::default();
+    poll.writable(stream.as_raw_fd());
+    poll.wait(Some(std::time::Duration::ZERO)).unwrap_or(true)
+}
+
 /// Those who listen for events, by their clients' descriptors. Clones share them.
 #[derive(Clone, Default)]
-pub struct Listeners(Arc<Mutex<HashMap<RawFd, UnixStream>>>);
+pub struct Listeners(Arc<Mutex<HashMap<RawFd, Listening>>>);
 
 impl Listeners {
     /// Tells them all.
-    pub fn tell(&self, event: &Event) {
-        let line = serde_json::to_value(event).expect("plain data");
-        self.lock().retain(|_, stream| send(stream, &line));
+    pub fn tell(&self, news: &News) {
+        self.lock().retain(|_, listening| listening.tell(news));
     }
 
     /// Nobody listens any more.
@@ -80,7 +138,7 @@ impl Listeners {
         self.lock().is_empty()
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<RawFd, UnixStream>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<RawFd, Listening>> {
         self.0.lock().expect("nobody panics with it")
     }
 }
@@ -90,34 +148,41 @@ pub struct Control {
     listener: Listener,
     clients: HashMap<RawFd, Client>,
     listeners: Listeners,
-    asked: Sender<Asked>,
+    heard: Sender<Heard>,
     /// Whose machine it is.
     owner: u32,
+    /// How many clients there have been.
+    came: u64,
 }
 
 struct Client {
     stream: UnixStream,
+    /// Which it is.
+    number: u64,
+    pid: Option<i32>,
     input: Vec<u8>,
     /// Those that have come and that no request has taken yet.
     descriptors: Vec<OwnedFd>,
 }
 
 impl Control {
-    /// Binds the socket at `path`; requests go into `asked`, which is looked at after every turn of the event loop.
-    pub fn bind(path: &Path, asked: Sender<Asked>) -> Result<Self, SocketError> {
-        let listener = Listener::bind(path)?;
+    /// Binds the socket at `path`; requests go into `heard`, which is looked at after every turn of the event loop.
+    pub fn bind(path: &Path, heard: Sender<Heard>) -> Result<Self, SocketError> {
+        Ok(Self::at(Listener::bind(path)?, heard))
+    }
+
+    fn at(listener: Listener, heard: Sender<Heard>) -> Self {
         let (owner, _) = identity::effective();
-        Ok(Control { listener, clients: HashMap::new(), listeners: Listeners::default(), asked, owner })
+        let (clients, listeners) = (HashMap::new(), Listeners::default());
+        Control { listener, clients, listeners, heard, owner, came: 0 }
     }
 
     /// The same on a socket that another process listens at yet.
     ///
     /// # Errors
     /// Where it is none.
-    pub fn lent(socket: OwnedFd, path: &Path, asked: Sender<Asked>) -> io::Result<Self> {
-        let listener = Listener::lent(socket, path)?;
-        let (owner, _) = identity::effective();
-        Ok(Control { listener, clients: HashMap::new(), listeners: Listeners::default(), asked, owner })
+    pub fn lent(socket: OwnedFd, path: &Path, heard: Sender<Heard>) -> io::Result<Self> {
+        Ok(Self::at(Listener::lent(socket, path)?, heard))
     }
 
     /// Another descriptor of its socket, for a process that is to have it.
@@ -144,9 +209,11 @@ impl Control {
                 continue;
             }
             if ops.add(Events::with_data(&stream, CLIENT, EventSet::IN)).is_ok() {
+                self.came += 1;
+                let (number, pid) = (self.came, peer_pid(&stream).ok());
                 self.clients.insert(
                     stream.as_raw_fd(),
-                    Client { stream, input: Vec::new(), descriptors: Vec::new() },
+                    Client { stream, number, pid, input: Vec::new(), descriptors: Vec::new() },
                 );
             }
         }
@@ -166,6 +233,8 @@ impl Control {
         if !alive && let Some(client) = self.clients.remove(&fd) {
             self.listeners.lock().remove(&fd);
             let _ = ops.remove(Events::empty(&client.stream));
+            // The receiver lives as long as the loop.
+            let _ = self.heard.send(Heard::Gone(client.number));
         }
     }
 
@@ -187,12 +256,13 @@ impl Control {
                 }
                 Ok(Request { id, what: Do::Events {} }) => {
                     let heard = send(&reply, &json!({"id": id, "ok": {}}));
-                    self.listeners.lock().insert(fd, reply);
+                    self.listeners.lock().insert(fd, Listening { stream: reply, missed: 0 });
                     heard
                 }
                 Ok(Request { id, what }) => {
                     let descriptors = client.descriptors.drain(..what.descriptors()).collect();
-                    self.asked.send(Asked { what, descriptors, id, reply }).is_ok()
+                    let by = Asker { connection: client.number, id, pid: client.pid };
+                    self.heard.send(Heard::Asked(Asked { what, descriptors, by, reply })).is_ok()
                 }
             };
             if !done {

@@ -13,6 +13,7 @@ use super::{Region, WriteConfig, journal};
 use crate::arch::clocks::Meanwhile;
 use crate::arch::cpuid::Choice;
 use crate::control::Do;
+use crate::control::operation::Asker;
 use crate::dirty::{self, DirtyTracker};
 use crate::guests::program::GuestPage;
 use crate::host::{Facts, Paging};
@@ -201,7 +202,7 @@ impl Payload for Run {
         Some(Progress { done, of: (of > 0).then_some(of) })
     }
 
-    fn ask(&mut self, what: &Do, _: Vec<OwnedFd>) -> Result<Value, String> {
+    fn ask(&mut self, _: Asker, what: &Do, _: Vec<OwnedFd>) -> Result<Value, String> {
         Err(match what {
             Do::Balloon { .. } => {
                 "this machine was started without a balloon: the built-in guest has no devices"

@@ -16,6 +16,7 @@ use super::{Error, Machine};
 use crate::arch::clocks::Meanwhile;
 use crate::arch::core::Core;
 use crate::arch::irqchip::Irqchip;
+use crate::control::operation::Asker;
 use crate::control::{Cr3Cache, Do};
 use crate::devices::Ending;
 use crate::devices::bus::Bus;
@@ -124,7 +125,7 @@ impl Payload for Machine {
         None
     }
 
-    fn ask(&mut self, what: &Do, mut descriptors: Vec<OwnedFd>) -> Result<Value, String> {
+    fn ask(&mut self, _: Asker, what: &Do, mut descriptors: Vec<OwnedFd>) -> Result<Value, String> {
         match what {
             Do::Balloon { bytes } => {
                 let balloon = self.virtio.find::<BalloonHandle>();

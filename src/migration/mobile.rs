@@ -8,7 +8,7 @@
 mod debugged;
 mod dumping;
 mod error;
-mod leaving;
+mod operation;
 mod payload;
 
 use std::fs::File;
@@ -24,13 +24,14 @@ use vmm_sys_util::eventfd::EventFd;
 
 pub use self::dumping::OnPanic;
 pub use self::error::Error;
-use self::leaving::{Errand, Leaving};
+use self::operation::{AtMostOne, Leaving, Operation, Work};
 use super::fence::Fence;
 use super::link::GiveUp;
 use super::message::SessionId;
 use super::saving::{self, Saving, Since};
 use super::sender::{Demand, Done, Moving, Options, Said, Sending, Told, Word};
 use super::threads;
+use crate::control::operation::{Asker, Kind, News};
 use crate::control::{self, Event, Left, Loses, Migrate, Snapshot, Stays};
 use crate::dirty::log::ends_on_a_huge_page;
 use crate::dirty::{self, DirtyTracker, Method};
@@ -74,7 +75,7 @@ pub(super) struct HeldState {
 /// A machine that can leave.
 pub struct Mobile<P> {
     // Dropped first: its thread uses the machine's memory.
-    leaving: Option<Leaving>,
+    operation: AtMostOne,
     /// The machine.
     pub machine: P,
     held: Held,
@@ -82,24 +83,25 @@ pub struct Mobile<P> {
     begun: bool,
     wake: Arc<EventFd>,
     served: bool,
-    news: Vec<Event>,
+    news: Vec<News>,
     sandbox: Sandbox,
     /// Tells which of its memory, which began empty here, somebody has touched.
     pagemap: Option<Arc<Pagemap>>,
     /// Who has written to memory since its last snapshot, where that is followed.
     since: Option<Box<Since>>,
     moved: bool,
-    /// What ties this process to the one that its machine moves to, where that stands in for this one.
+    /// What ties this process to the one that its machine has moved to, where that stands in for this one.
     successor: Option<OwnedFd>,
     /// A snapshot was its end.
     stopped: bool,
     /// Its debugger, where one may come.
     debugger: Option<Debugger>,
-    /// A dump that is under way.
-    dumping: Option<dumping::Errand>,
     /// Where it is dumped to when its guest panics.
     on_panic: Option<OnPanic>,
 }
+
+/// How much is told of a reason, in bytes.
+const MAX_REASON: usize = 2000;
 
 /// What CLOCK_MONOTONIC says, in microseconds.
 pub(super) fn now() -> u64 {
@@ -127,11 +129,11 @@ impl<P: Payload> Mobile<P> {
     /// Where the host refuses a descriptor.
     pub fn new(machine: P, sandbox: Sandbox, pagemap: Option<Arc<Pagemap>>) -> io::Result<Self> {
         let wake = threads::event()?;
-        let (leaving, held, news) = (None, Held::default(), Vec::new());
+        let (operation, held, news) = (AtMostOne::default(), Held::default(), Vec::new());
         let (begun, served, moved, stopped) = (false, false, false, false);
         let since = None;
         Ok(Self {
-            leaving,
+            operation,
             machine,
             held,
             begun,
@@ -145,7 +147,6 @@ impl<P: Payload> Mobile<P> {
             successor: None,
             stopped,
             debugger: None,
-            dumping: None,
             on_panic: None,
         })
     }
@@ -165,8 +166,8 @@ impl<P: Payload> Mobile<P> {
         self.held.user = true;
     }
 
-    fn leave(&mut self, asked: &Migrate, mut sockets: Vec<OwnedFd>) -> Result<Value, String> {
-        self.is_idle()?;
+    fn leave(&mut self, by: Asker, asked: &Migrate, mut sockets: Vec<OwnedFd>) -> Result<Value, String> {
+        self.may_leave()?;
         let hands_over = asked.link == control::Link::Memfd;
         if hands_over {
             self.can_hand_over(asked)?;
@@ -223,13 +224,15 @@ impl<P: Payload> Mobile<P> {
             // They end with the thread of the migration.
             std::thread::Builder::new().name(name).spawn(body).map_err(refused)?;
         }
-        self.begin(Errand::Migration, thread_end, give_up, distrust, || sending.run())?;
-        self.successor = successor;
+        let kind = if asked.succeeded { Kind::Upgrade } else { Kind::Migration };
+        let mut leaving = Leaving::new(thread_end, distrust);
+        (leaving.successor, leaving.give_up) = (successor, give_up);
+        self.begin(kind, by, leaving, || sending.run())?;
         Ok(json!({ "session": format!("{session:?}") }))
     }
 
-    fn snapshot(&mut self, asked: &Snapshot, files: Vec<OwnedFd>) -> Result<Value, String> {
-        self.is_idle()?;
+    fn snapshot(&mut self, by: Asker, asked: &Snapshot, files: Vec<OwnedFd>) -> Result<Value, String> {
+        self.may_leave()?;
         let mut files = files.into_iter().map(File::from);
         let mut next = || files.next().ok_or("it takes three descriptors");
         let (ram, map, state) = (next()?, next()?, next()?);
@@ -252,8 +255,9 @@ impl<P: Payload> Mobile<P> {
         let since = self.since.take().filter(|since| continues(since)).map(|since| *since);
         let place = saving::Place { files, chain: asked.chain.clone(), number: asked.number, disks };
         let saving = Saving::new(options, place, self.moving(), since, mine).map_err(refused)?;
-        let errand = Errand::Snapshot { stop: asked.stop };
-        self.begin(errand, thread_end, GiveUp::default(), distrust, || saving.run())?;
+        let mut leaving = Leaving::new(thread_end, distrust);
+        leaving.stop = asked.stop;
+        self.begin(Kind::Snapshot, by, leaving, || saving.run())?;
         Ok(json!({}))
     }
 
@@ -269,23 +273,12 @@ impl<P: Payload> Mobile<P> {
         Ok(())
     }
 
-    /// Only one migration or snapshot is under way at a time: the log of dirty pages is one user's. And not every machine can leave.
-    fn is_idle(&self) -> Result<(), String> {
+    /// Whether it may begin to leave: not every machine can, and none does two things at a time.
+    fn may_leave(&self) -> Result<(), String> {
         if let Some(Stays { name, why, .. }) = self.outline().stays {
             return Err(format!("{name}: {why}"));
         }
-        if self.dumping.is_some() {
-            return Err("a dump of this machine is under way".into());
-        }
-        match self.leaving.as_ref().map(|leaving| leaving.errand) {
-            None => Ok(()),
-            Some(Errand::Migration) => {
-                Err("a migration of this machine is under way; migrate-cancel ends it".into())
-            }
-            Some(Errand::Snapshot { .. }) => {
-                Err("a snapshot of this machine is under way; snapshot-cancel ends it".into())
-            }
-        }
+        self.is_idle()
     }
 
     fn moving(&self) -> Moving {
@@ -301,10 +294,9 @@ impl<P: Payload> Mobile<P> {
     /// Starts the thread that does it.
     fn begin(
         &mut self,
-        errand: Errand,
-        thread_end: threads::Machine<Said, Told>,
-        give_up: GiveUp,
-        distrust: Option<&'static str>,
+        kind: Kind,
+        by: Asker,
+        mut leaving: Leaving,
         run: impl FnOnce() + Send + 'static,
     ) -> Result<(), String> {
         let sandbox = self.sandbox;
@@ -312,26 +304,15 @@ impl<P: Payload> Mobile<P> {
             Ok(()) => run(),
             Err(error) => tracing::error!("{error}"),
         };
-        let thread = std::thread::Builder::new().name("migration".into()).spawn(body).map_err(refused)?;
-        self.leaving = Some(Leaving {
-            errand,
-            thread_end: Some(thread_end),
-            give_up,
-            thread: Some(thread),
-            paused: None,
-            stood: None,
-            steps: [0; 3],
-            tracker: None,
-            distrust,
-            ahead: None,
-            severed: false,
-        });
+        leaving.thread =
+            Some(std::thread::Builder::new().name("migration".into()).spawn(body).map_err(refused)?);
+        self.operation.begin(Operation::new(kind, Some(by), Work::Leaving(Box::new(leaving))));
         Ok(())
     }
 
     /// Does what the thread demands, and passes on what it says.
     fn serve(&mut self) {
-        while let Some(leaving) = &self.leaving {
+        while let Some(leaving) = self.operation.leaving() {
             // Asked first: what a thread said before it ended is there then.
             let ended = leaving.has_ended();
             let Some(said) = leaving.thread_end.as_ref().and_then(threads::Machine::heard) else {
@@ -345,7 +326,7 @@ impl<P: Payload> Mobile<P> {
             match said {
                 Said::Demand(demand) => {
                     let done = self.answer(demand);
-                    if let Some(leaving) = &self.leaving {
+                    if let Some(leaving) = self.operation.leaving() {
                         leaving.tell(Told::Done(done));
                     }
                 }
@@ -362,18 +343,18 @@ impl<P: Payload> Mobile<P> {
                 if !stood && let Err(error) = self.machine.pause() {
                     return Done::Failed(error.to_string());
                 }
-                let distrusted = self.leaving.as_ref().is_some_and(|leaving| leaving.distrust.is_some());
+                let distrusted = self.operation.leaving().is_some_and(|leaving| leaving.distrust.is_some());
                 let tracker = self.follow(method, distrusted);
                 if !stood {
                     self.machine.resume();
                 }
-                if let (Some(leaving), Ok(tracker)) = (&mut self.leaving, &tracker) {
+                if let (Some(leaving), Ok(tracker)) = (self.operation.leaving_mut(), &tracker) {
                     leaving.tracker = Some(tracker.method());
                 }
                 tracker.map_or_else(|error| Done::Failed(error.to_string()), Done::Tracker)
             }
             Demand::Save => {
-                if let Some(leaving) = &mut self.leaving {
+                if let Some(leaving) = self.operation.leaving_mut() {
                     leaving.paused = Some(Instant::now());
                 }
                 let pausing = now();
@@ -386,7 +367,7 @@ impl<P: Payload> Mobile<P> {
                 let paused = now();
                 match self.machine.save() {
                     Ok(mut sections) => {
-                        if let Some(leaving) = &mut self.leaving {
+                        if let Some(leaving) = self.operation.leaving_mut() {
                             leaving.steps = [pausing, paused, now()];
                         }
                         let held = HeldState { user: self.held.user };
@@ -398,7 +379,7 @@ impl<P: Payload> Mobile<P> {
             }
             Demand::Resume => {
                 self.go_on();
-                if let Some(leaving) = &mut self.leaving {
+                if let Some(leaving) = self.operation.leaving_mut() {
                     leaving.stood = leaving.paused.map(|since| since.elapsed());
                 }
                 Done::Done
@@ -492,7 +473,7 @@ impl<P: Payload> Mobile<P> {
         match word {
             Word::Progress(progress) => {
                 let pages = |pages: u64| pages.saturating_mul(PAGE_SIZE);
-                self.news.push(Event::Migrating {
+                self.tell(Event::Migrating {
                     phase: progress.phase,
                     pass: progress.pass,
                     sent: progress.sent,
@@ -506,9 +487,9 @@ impl<P: Payload> Mobile<P> {
                 });
             }
             Word::Written(written) => {
-                let stood = self.leaving.as_ref().and_then(|leaving| leaving.stood);
-                let tracker = self.leaving.as_ref().and_then(|leaving| leaving.tracker);
-                self.news.push(Event::Snapshot {
+                let stood = self.operation.leaving().and_then(|leaving| leaving.stood);
+                let tracker = self.operation.leaving().and_then(|leaving| leaving.tracker);
+                self.tell(Event::Snapshot {
                     full: written.full,
                     us: stood.map(|time| time.as_micros() as u64),
                     taken: written.taken,
@@ -524,69 +505,82 @@ impl<P: Payload> Mobile<P> {
                 });
             }
             Word::Named => {
-                let errand = self.leaving.take().map(|leaving| leaving.errand);
-                self.stopped = errand == Some(Errand::Snapshot { stop: true });
-                self.news.push(Event::SnapshotOver {});
+                self.stopped = self.operation.leaving().is_some_and(|leaving| leaving.stop);
+                self.tell(Event::SnapshotOver {});
+                self.operation.end();
             }
-            Word::Pass(pass) => self.news.push(Event::Pass(pass)),
-            Word::Unconfirmed => self.news.push(Event::Unconfirmed {}),
+            Word::Pass(pass) => self.tell(Event::Pass(pass)),
+            Word::Unconfirmed => self.tell(Event::Unconfirmed {}),
             Word::Ahead => {
-                if let Some(leaving) = &mut self.leaving {
+                if let Some(leaving) = self.operation.leaving_mut() {
                     let us = leaving.paused.map_or(0, |since| since.elapsed().as_micros() as u64);
                     leaving.ahead = Some(us);
-                    self.news.push(Event::Ahead { us });
+                    self.tell(Event::Ahead { us });
                 }
             }
             Word::Severed(severed) => {
-                if let Some(leaving) = &mut self.leaving {
+                if let Some(leaving) = self.operation.leaving_mut() {
                     leaving.severed = severed;
                 }
                 if severed {
-                    self.news.push(Event::Severed {});
+                    self.tell(Event::Severed {});
                 }
             }
             Word::Stayed(why) => self.stay(why),
             Word::Moved { compared, waited, left } => {
-                let paused = self.leaving.as_ref().and_then(|leaving| leaving.paused);
+                let paused = self.operation.leaving().and_then(|leaving| leaving.paused);
                 let us = paused.map_or(0, |since| since.elapsed().as_micros() as u64);
-                let us = self.leaving.as_ref().and_then(|leaving| leaving.ahead).unwrap_or(us);
-                let tracker = self.leaving.as_ref().and_then(|leaving| leaving.tracker);
+                let us = self.operation.leaving().and_then(|leaving| leaving.ahead).unwrap_or(us);
+                let tracker = self.operation.leaving().and_then(|leaving| leaving.tracker);
                 let tracker = tracker.map(|method| method.name().to_owned());
                 let tracker_why =
-                    self.leaving.as_ref().and_then(|leaving| leaving.distrust).map(str::to_owned);
+                    self.operation.leaving().and_then(|leaving| leaving.distrust).map(str::to_owned);
                 let dirty_ring = self.machine.outline().dirty_ring;
-                let [pausing, paused, saved] = self.leaving.as_ref().map_or([0; 3], |leaving| leaving.steps);
+                let [pausing, paused, saved] =
+                    self.operation.leaving().map_or([0; 3], |leaving| leaving.steps);
                 let left = Left { pausing, paused, saved, ..left };
-                self.news.push(Event::Moved { us, compared, tracker, tracker_why, dirty_ring, waited, left });
+                self.tell(Event::Moved { us, compared, tracker, tracker_why, dirty_ring, waited, left });
                 self.moved = true;
-                self.leaving = None;
+                self.successor = self.operation.leaving_mut().and_then(|leaving| leaving.successor.take());
+                self.operation.end();
             }
         }
     }
 
     /// Nothing has come of it.
     fn stay(&mut self, why: String) {
-        let errand = self.leaving.take().map(|leaving| leaving.errand);
-        self.successor = None;
-        self.go_on();
-        self.news.push(match errand {
-            Some(Errand::Snapshot { .. }) => {
+        let why = brief(why);
+        let event = match self.operation.kind() {
+            Some(Kind::Snapshot) => {
                 tracing::warn!("no snapshot: {why}");
                 Event::NoSnapshot { why }
             }
-            Some(Errand::Migration) | None => {
+            _ => {
                 tracing::warn!("the guest stays here: {why}");
                 Event::Stayed { why }
             }
-        });
+        };
+        self.tell(event);
+        self.operation.end();
+        self.go_on();
     }
 
-    /// Where one is under way, ends it for this reason.
+    /// Where one is under way that a thread does, ends it for this reason.
     fn call_off(&mut self, why: &str) {
-        if self.leaving.is_some() {
+        if self.operation.leaving().is_some() {
             self.stay(why.into());
         }
     }
+}
+
+/// What is said of a reason: a target may give one of a megabyte.
+fn brief(mut why: String) -> String {
+    let len = why.len();
+    if len > MAX_REASON {
+        why.truncate(why.floor_char_boundary(MAX_REASON));
+        why.push_str(&format!("… ({len} bytes in all)"));
+    }
+    why
 }
 
 fn not_handed_over(backing: Backing) -> String {
@@ -600,4 +594,17 @@ fn refused(error: io::Error) -> String {
 fn method(name: &str) -> Result<Method, String> {
     let known = Method::NAMES.iter().find(|(known, _)| *known == name);
     known.map(|(_, method)| *method).ok_or(format!("there is no tracker {name}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reason_of_a_megabyte_is_told_in_a_line_that_any_client_takes() {
+        assert_eq!(brief("it was cancelled".into()), "it was cancelled");
+        // Characters of three bytes, of which none is cut.
+        let told = brief("\u{20ac}".repeat(1 << 19));
+        assert!(told.len() < 2 * MAX_REASON && told.ends_with("\u{20ac}… (1572864 bytes in all)"), "{told}");
+    }
 }

@@ -173,8 +173,9 @@ pub struct Receiving {
     /// Set from the end of a pass until it has ended on every connection.
     barrier: Option<u32>,
     comparing: Option<Comparison>,
-    /// Where sources connect, if they do.
+    /// Where sources connect, if they do; and whether one was connected already, which where nobody listens is the only one.
     listener: Option<OwnedFd>,
+    connected: bool,
     /// The connection for pages that somebody waits for, until it is handed on, and its number.
     faults: Option<Link>,
     faults_number: Option<u32>,
@@ -214,6 +215,7 @@ impl Receiving {
             barrier: None,
             comparing: None,
             listener: None,
+            connected: false,
             faults: None,
             faults_number: None,
             lacking: Vec::new(),
@@ -278,6 +280,13 @@ impl Receiving {
         }
         if let Some(event) = self.stranger() {
             return Ok(Some(event));
+        }
+        if std::mem::take(&mut self.connected) {
+            let only = self.listener.is_none() && self.session.is_none();
+            self.connected = only && !self.strangers.is_empty();
+            if only && !self.connected {
+                return Ok(Some(Event::Cancel("its only connection has ended before a source spoke".into())));
+            }
         }
         if self.link.is_some() && self.awaits_the_source() && self.heard.elapsed() > self.liveness {
             let why = format!("the source has been silent for {:?}", self.liveness);

@@ -31,7 +31,8 @@ use kvm_ioctls::Kvm;
 use serde_json::{Value, json};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::control::server::{Asked, Control, Listeners};
+use crate::control::operation::News;
+use crate::control::server::{Control, Heard, Listeners};
 use crate::control::{Do, Event, Lending, Status};
 use crate::fault::{Blame, Fault, Field};
 use crate::gdb;
@@ -214,25 +215,27 @@ pub struct End {
 pub struct Session {
     events: EventManager<Subscriber>,
     signals: Receiver<i32>,
-    asked: Receiver<Asked>,
+    heard: Receiver<Heard>,
     listeners: Listeners,
     sandbox: Sandbox,
     /// What was asked for.
     config: Config,
     /// When its time is over.
     deadline: Option<Instant>,
-    /// The control socket; and whether it is not served before the machine runs here.
+    /// The control socket.
     control: Option<Arc<Mutex<Control>>>,
-    held: bool,
+    /// Signals that come over the tether go there. There until the machine runs here: before that the control socket and the tether are
+    /// those of the process that it comes from.
+    stands_in: Option<Sender<i32>>,
     /// Where a debugger is to connect.
     gdb: Option<Listener>,
     /// What the event loop serves beside signals.
     served: Vec<SubscriberId>,
+    /// The guard, until it is known to have none of this process's descriptors.
+    guard: Option<guard::Started>,
 }
 
 /// The event loop's part in signals.
-    /// The guard, until it is known to have none of this process's descriptors.
-    guard: Option<guard::Started>,
 struct Signals {
     descriptor: SignalFd,
     caught: Sender<i32>,
@@ -277,7 +280,7 @@ impl Session {
         sockets: impl IntoIterator<Item = &'a Path>,
         naming: Option<Naming>,
     ) -> Result<Self, Error> {
-        let (ask, asked) = channel();
+        let (ask, heard) = channel();
         let lent = config.lent.as_ref().and_then(|lent| lent.control.clone());
         let bind = |path: &Path| match &lent {
             Some(socket) => socket
@@ -286,14 +289,14 @@ impl Session {
                 .map_err(|source| SocketError::Io { path: path.into(), source }),
             None => Control::bind(path, ask),
         };
-        let control = config.control.as_deref().map(bind).transpose();
-        let control = control.map_err(Error::Control)?;
-        let gdb = config.gdb.as_ref().map(|gdb| Listener::bind(&gdb.socket)).transpose();
         // The guard first: it has no part in what is bound after it. It looks at the names when this process is gone.
         let door = config.gdb.as_ref().map(|gdb| gdb.socket.as_path());
         let names = config.control.as_deref().into_iter().chain(door).chain(sockets);
         let guard = guard::start(names.filter_map(|path| Name::new(path).ok()).collect(), naming)
             .map_err(|error| Error::Host("the guard of its sockets", error))?;
+        let control = config.control.as_deref().map(bind).transpose();
+        let control = control.map_err(Error::Control)?;
+        let gdb = config.gdb.as_ref().map(|gdb| Listener::bind(&gdb.socket)).transpose();
         let gdb = gdb.map_err(gdb::Error::Socket)?;
         let descriptor = SignalFd::new(&ENDING).map_err(|error| Error::Host("signalfd", error))?;
         let (caught, signals) = channel();
@@ -303,22 +306,18 @@ impl Session {
         let mut session = Self {
             events,
             signals,
-            asked,
+            heard,
             listeners,
             sandbox: Sandbox::new(config.sandbox),
             config: config.clone(),
             deadline: None,
             control: control.map(|control| Arc::new(Mutex::new(control))),
-            held: lent.is_some(),
+            stands_in: config.lent.as_ref().map(|_| caught),
             gdb,
             served: Vec::new(),
-        };
-        if let Some(lent) = &config.lent {
-            tether::tie(lent.tether.clone());
             guard: Some(guard),
-            session.serve(Arc::new(Mutex::new(tether::Ours(lent.tether.clone(), caught))));
-        }
-        if let Some(control) = session.control.clone().filter(|_| !session.held) {
+        };
+        if let Some(control) = session.control.clone().filter(|_| session.stands_in.is_none()) {
             session.serve(control);
         }
         Ok(session)
@@ -329,8 +328,8 @@ impl Session {
     ///
     /// # Errors
     /// Where the kernel refuses.
-        self.guard = None;
     pub fn confine(&mut self) -> Result<Sandbox, Error> {
+        self.guard = None;
         if let Some(user) = self.config.user {
             user::drop_privileges(user)?;
         }
@@ -383,7 +382,7 @@ impl Session {
         let deadline = self.config.limit.map(|limit| Instant::now() + limit);
         self.deadline = deadline;
         let end = self.turns(payload, deadline)?;
-        self.listeners.tell(&Event::Ended { status: end.exit.code() });
+        self.listeners.tell(&Event::Ended { status: end.exit.code() }.into());
         payload.stop();
         self.flush(payload, end.cause, deadline)?;
         Ok(end)
@@ -400,17 +399,12 @@ impl Session {
         let mut ending: Option<Cause> = None;
         loop {
             let polled = payload.poll();
-            payload.news().iter().for_each(|event| self.listeners.tell(event));
+            payload.news().iter().for_each(|news| self.listeners.tell(news));
             self.serve_for(payload);
             let comes =
                 matches!(payload.standing(), Some("waiting" | "incoming" | "uncommitted" | "restoring"));
-            if self.held
-                && !comes
-                && let Some(control) = self.control.clone()
-            {
-                // Until now the process that it comes from has answered.
-                self.held = false;
-                self.serve(control);
+            if !comes {
+                self.stand_in();
             }
             if let Some(exit) = polled? {
                 bar.finish_and_clear();
@@ -456,7 +450,7 @@ impl Session {
             }
             if let (None, Some(cause)) = (ending, cause) {
                 // Only a guest that runs sees that it is to end.
-                self.resume(payload);
+                self.resume(payload, None);
                 if !payload.request_end() {
                     return Ok(End { exit: abrupt(cause), cause });
                 }
@@ -464,22 +458,43 @@ impl Session {
             }
             if ending.is_some() {
                 // A guest that has been paused again meanwhile would never see that it is to end.
-                self.resume(payload);
+                self.resume(payload, None);
             }
             if let Some(progress) = payload.progress() {
                 bar.set_position(progress.done);
                 if told.elapsed() >= TELLING {
                     told = Instant::now();
-                    self.listeners.tell(&Event::Progress { done: progress.done, of: progress.of });
+                    let told = Event::Progress { done: progress.done, of: progress.of };
+                    self.listeners.tell(&told.into());
                 }
             }
+        }
+    }
+
+    /// The machine runs here, in place of the process that it comes from, if that lent its sockets: from now on clients and signals come
+    /// here, and this process's end is that one's.
+    fn stand_in(&mut self) {
+        let (Some(caught), Some(lent)) = (self.stands_in.take(), &self.config.lent) else { return };
+        tether::tie(lent.tether.clone());
+        let tether = tether::Ours(lent.tether.clone(), caught);
+        self.serve(Arc::new(Mutex::new(tether)));
+        if let Some(control) = self.control.clone() {
+            self.serve(control);
         }
     }
 
     /// Does what the control socket asks for; says so if the machine is to end.
     fn obey<P: Payload>(&mut self, payload: &mut P) -> Option<Cause> {
         let mut cause = None;
-        while let Ok(mut asked) = self.asked.try_recv() {
+        while let Ok(heard) = self.heard.try_recv() {
+            let mut asked = match heard {
+                Heard::Asked(asked) => asked,
+                Heard::Gone(connection) => {
+                    payload.client_gone(connection);
+                    continue;
+                }
+            };
+            let by = asked.by;
             let descriptors = std::mem::take(&mut asked.descriptors);
             if let Do::Lend { from } = asked.what {
                 match self.lend(payload, from) {
@@ -489,9 +504,9 @@ impl Session {
                 continue;
             }
             let answer = match &asked.what {
-                Do::Pause {} => self.pause(payload).map(|us| json!({ "us": us })),
+                Do::Pause {} => self.pause(payload, by.id).map(|us| json!({ "us": us })),
                 Do::Resume { force: false } => {
-                    self.resume(payload);
+                    self.resume(payload, Some(by.id));
                     Ok(json!({}))
                 }
                 Do::Status {} => Ok(serde_json::to_value(self.status(payload)).expect("plain data")),
@@ -501,7 +516,7 @@ impl Session {
                 }
                 // The server answers this one itself.
                 Do::Events {} => Ok(json!({})),
-                what => payload.ask(what, descriptors),
+                what => payload.ask(by, what, descriptors),
             };
             asked.answer(answer);
         }
@@ -575,21 +590,21 @@ impl Session {
     }
 
     /// Pauses the machine, if it is not paused; how long that took, in microseconds.
-    fn pause<P: Payload>(&mut self, payload: &mut P) -> Result<u64, String> {
+    fn pause<P: Payload>(&mut self, payload: &mut P, id: u64) -> Result<u64, String> {
         if payload.is_paused() {
             return Ok(0);
         }
         let start = Instant::now();
         payload.pause().map_err(|error| error.to_string())?;
         let us = start.elapsed().as_micros() as u64;
-        self.listeners.tell(&Event::Paused { us });
+        self.listeners.tell(&News { id: Some(id), event: Event::Paused { us } });
         Ok(us)
     }
 
-    fn resume<P: Payload>(&mut self, payload: &mut P) {
+    fn resume<P: Payload>(&mut self, payload: &mut P, id: Option<u64>) {
         if payload.is_paused() {
             payload.resume();
-            self.listeners.tell(&Event::Resumed {});
+            self.listeners.tell(&News { id, event: Event::Resumed {} });
         }
     }
 
@@ -603,6 +618,8 @@ impl Session {
                 None => "running",
             }
             .into(),
+            numbered: true,
+            operation: payload.under_way(),
             vcpus: outline.vcpus,
             memory: outline.memory,
             backing: outline.backing.map(|backing| backing.to_string()),

@@ -6,6 +6,7 @@ mod bed;
 mod home;
 #[path = "../images/mod.rs"]
 mod images;
+mod places;
 mod terminal;
 
 use std::fs::{self, File};
@@ -158,7 +159,7 @@ fn progress_is_told_to_who_listens() -> Result<(), Failed> {
     let (one, two) = (next(&mut listener, "progress")?, next(&mut listener, "progress")?);
     ensure(one == two, || format!("{one} and {two} while it was paused"))?;
     home.ctl("w resume")?;
-    ensure(listener.line()? == json!({"event": "resumed"}), || "resumed".into())?;
+    ensure(listener.line()?["event"] == "resumed", || "resumed".into())?;
     eventually(LIMIT, "pages go by again", || {
         let now = next(&mut listener, "progress")?;
         Ok((now["done"].as_u64() > two["done"].as_u64()).then_some(()))
@@ -167,6 +168,30 @@ fn progress_is_told_to_who_listens() -> Result<(), Failed> {
     let ended = next(&mut listener, "ended")?;
     ensure(ended == json!({"event": "ended", "status": 0}), || ended.to_string())?;
     machine.end().map(drop)
+}
+
+/// Whoever listens knows whether it has heard all of it: a machine that is killed has said nothing of its end.
+#[trial(kvm())]
+fn a_listener_knows_an_end_from_a_connection_that_is_cut() -> Result<(), Failed> {
+    for (killed, status) in [(false, Some(0)), (true, Some(1))] {
+        let home = Home::new()?;
+        let mut machine = home.endless("w")?;
+        let mut events = home.command("ctl w events");
+        let mut listener = home::Process::spawn(events.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
+        // It listens once it has said something.
+        listener.stdout.as_mut().ok_or("no output")?.read_exact(&mut [0])?;
+        if killed {
+            machine.child.kill()?;
+        } else {
+            home.ctl("w stop")?;
+        }
+        let output = listener.output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let lines = said.lines().count() == usize::from(killed);
+        ensure(output.status.code() == status && lines, || format!("killed: {killed}: {output:?}"))?;
+        machine.end()?;
+    }
+    Ok(())
 }
 
 /// A guest that says V, then sends back what it receives.

@@ -17,6 +17,8 @@ mod home;
 mod images;
 mod memfd;
 mod numbered;
+mod owners;
+mod pairs;
 mod planted;
 mod postcopy;
 mod relay;
@@ -50,6 +52,7 @@ use vellum::sys::mmap::PAGE_SIZE;
 
 fn main() -> ExitCode {
     let mut trials = Trials::from_args();
+    pairs::add(&mut trials);
     planted::add(&mut trials);
     clock_pages::add(&mut trials);
     postcopy::add(&mut trials);

@@ -133,7 +133,7 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
                 ensure(written["full"] == false && written["present"].as_u64() > Some(0), || {
                     written.to_string()
                 })?;
-                machine.ask(&Do::SnapshotCancel {})?;
+                machine.ask(&Do::SnapshotCancel { of: None })?;
                 eventually(LIMIT, "it is given up", || {
                     Ok((events.line()?["event"] == "no-snapshot").then_some(()))
                 })?;
@@ -342,11 +342,6 @@ fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
         ensure(String::from_utf8(second.stderr)?.contains("is under way"), || "two at once".into())?;
         succeeds(&Command::new("kill").args([signal, &client.id().to_string()]).output()?)?;
         client.wait()?;
-        if signal == "-KILL" {
-            // The machine does not know of it, and goes on until somebody does.
-            let mut machine = Client::connect(&home.socket("here"))?;
-            machine.ask(&Do::SnapshotCancel {})?;
-        }
         eventually(LIMIT, "it runs on", || {
             Ok((home.standing("here").as_deref() == Some("running")).then_some(()))
         })?;

@@ -1,7 +1,8 @@
 //! `vellum ctl NAME upgrade`: a machine goes on in another process, and whoever started it notices nothing.
 
-use std::fs;
-use std::os::unix::fs::symlink;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::PathBuf;
 use std::process::Command;
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
@@ -161,5 +162,65 @@ fn an_upgrade_that_cannot_be_leaves_the_machine_as_it_was() -> Result<(), Failed
     home.has_written("memfd", 4 * (8 << 20) / 4096)?;
     succeeds(&home.vellum("ctl memfd stop")?)?;
     ends_with(machine, 0)?;
+    every_page_is_right(&json)
+}
+
+/// A build that runs `script`, at the end of which `exec vellum "$@"` makes it a Vellum.
+fn build(home: &Home, name: &str, script: &str) -> Result<PathBuf, Failed> {
+    let path = home.path(name);
+    fs::write(&path, format!("#!/bin/sh\n{}\n", script.replace("exec vellum", &format!("exec {VELLUM}"))))?;
+    fs::set_permissions(&path, Permissions::from_mode(0o755))?;
+    Ok(path)
+}
+
+/// A process that stands in for another has that one's tether, and so has each that is to stand in for it: one that gets no machine takes
+/// none along. Each way in which an upgrade comes to nothing, before one that succeeds and after it.
+#[trial(real())]
+fn an_upgrade_that_fails_after_one_that_succeeded_leaves_the_guest_where_it_is() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let json = home.path("json");
+    let line = format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display());
+    let first = home.run("m", &line)?;
+    let ways =
+        [("false", "exit 1"), ("few", "ulimit -n 14; exec vellum \"$@\""), ("other", "exec vellum list")];
+    for _ in 0..3 {
+        let now = pid(&home, "m")?;
+        for (name, script) in ways {
+            let path = build(&home, name, script)?;
+            let refused = with(home.vellum(&format!("ctl m upgrade {}", path.display()))?, 1)?;
+            let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+            ensure(said.contains("m stays in the process that it is in"), || format!("{name}: {said}"))?;
+        }
+        // One that comes to be a Vellum only when the upgrade was cancelled, or when its client is gone.
+        for how in ["migrate-cancel", "-INT", "-KILL"] {
+            let gate = home.path("gate");
+            succeeds(&Command::new("mkfifo").arg(&gate).output()?)?;
+            let script = format!("read -r _ < {}; exec vellum \"$@\"", gate.display());
+            let client = home.courier(&format!("ctl m upgrade {}", build(&home, how, &script)?.display()))?;
+            eventually(LIMIT, "it is under way", || {
+                Ok((home.standing("m").as_deref() == Some("upgrading")).then_some(()))
+            })?;
+            match how {
+                "migrate-cancel" => succeeds(&home.vellum("ctl m migrate-cancel")?)?,
+                signal => kill(client.id(), signal)?,
+            }
+            eventually(LIMIT, "it is over", || {
+                Ok((home.standing("m").as_deref() == Some("running")).then_some(()))
+            })?;
+            fs::write(&gate, "go\n")?;
+            let status = if how == "-KILL" { None } else { Some(1) };
+            let output = client.output()?;
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            ensure(output.status.code() == status && (how == "-KILL" || said.contains("m stays")), || {
+                said.clone()
+            })?;
+            fs::remove_file(&gate)?;
+        }
+        ensure(pid(&home, "m")? == now, || "it is in another process".into())?;
+        upgrade(&home, "m")?;
+    }
+    home.has_written("m", 4 * (8 << 20) / 4096)?;
+    succeeds(&home.vellum("ctl m stop")?)?;
+    ends_with(first, 0)?;
     every_page_is_right(&json)
 }

@@ -7,7 +7,8 @@ use serde_json::{Value, json};
 use super::Incoming;
 use crate::arch::begun::Begun;
 use crate::arch::clocks::Meanwhile;
-use crate::control::{Do, Event};
+use crate::control::Do;
+use crate::control::operation::{Asker, News, UnderWay};
 use crate::dirty::{self, DirtyTracker, Method};
 use crate::memory::{Memory, Slot};
 use crate::migration::fetching;
@@ -114,21 +115,33 @@ impl Payload for Incoming {
         }
     }
 
-    fn news(&mut self) -> Vec<Event> {
-        let mut news = std::mem::take(&mut self.news);
+    fn news(&mut self) -> Vec<News> {
+        let mut news: Vec<News> = self.news.drain(..).map(News::from).collect();
         if let Some(payload) = self.payload() {
             news.append(&mut payload.news());
         }
         news
     }
 
-    fn ask(&mut self, what: &Do, descriptors: Vec<OwnedFd>) -> Result<Value, String> {
+    fn client_gone(&mut self, connection: u64) {
         if let Some(payload) = self.payload() {
-            return payload.ask(what, descriptors);
+            payload.client_gone(connection);
+        }
+    }
+
+    fn under_way(&self) -> Option<UnderWay> {
+        self.view().and_then(Payload::under_way)
+    }
+
+    fn ask(&mut self, by: Asker, what: &Do, descriptors: Vec<OwnedFd>) -> Result<Value, String> {
+        if let Some(payload) = self.payload() {
+            return payload.ask(by, what, descriptors);
         }
         match what {
             Do::Resume { force: true } => self.thread.tell(Told::Force),
-            Do::MigrateCancel {} => self.thread.tell(Told::Cancel("it was cancelled on the target".into())),
+            Do::MigrateCancel { of: None } => {
+                self.thread.tell(Told::Cancel("it was cancelled on the target".into()))
+            }
             _ => return Err(Error::Absent.to_string()),
         }
         Ok(json!({}))

@@ -7,8 +7,10 @@ use std::io;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::Mobile;
+use super::operation::{Operation, Work};
 use crate::arch::core::{Core, IMPOSSIBLE};
 use crate::control::Event;
+use crate::control::operation::{Asker, Kind};
 use crate::dump::{Dumped, Dumping};
 use crate::payload::Payload;
 use crate::vm::lifecycle::Exit;
@@ -38,19 +40,11 @@ impl<P: Payload> Mobile<P> {
     }
 
     /// Begins to dump it into `file`.
-    pub(super) fn dump(&mut self, file: File) -> Result<(), String> {
+    pub(super) fn dump(&mut self, by: Asker, file: File) -> Result<(), String> {
         if let Some(why) = IMPOSSIBLE {
             return Err(why.into());
         }
-        if self.dumping.is_some() {
-            return Err("a dump of this machine is under way".into());
-        }
-        if self.leaving.is_some() {
-            return Err(
-                "it is on its way to another process or into a snapshot, and is dumped before or afterwards"
-                    .into(),
-            );
-        }
+        self.is_idle()?;
         if !file.metadata().is_ok_and(|about| about.is_file() && about.len() == 0) {
             return Err("it takes a file that is empty".into());
         }
@@ -58,11 +52,11 @@ impl<P: Payload> Mobile<P> {
             self.machine.pause().map_err(|error| error.to_string())?;
         }
         self.held.dump = true;
-        self.begin_dump(file, None);
+        self.begin_dump(file, Some(by), None);
         Ok(())
     }
 
-    fn begin_dump(&mut self, file: File, ended: Option<(Exit, OnPanic)>) {
+    fn begin_dump(&mut self, file: File, by: Option<Asker>, ended: Option<(Exit, OnPanic)>) {
         let reins = self.machine.reins();
         let last = self.machine.last_core();
         let core = |index| match &last {
@@ -73,8 +67,8 @@ impl<P: Payload> Mobile<P> {
         let cores = (0..reins.count()).map(core).collect();
         let ram = self.machine.ram();
         let slots = ram.slots().to_vec();
-        self.dumping =
-            Some(Errand { dumping: Dumping::new(file, cores, ram, slots, self.pagemap.clone()), ended });
+        let errand = Errand { dumping: Dumping::new(file, cores, ram, slots, self.pagemap.clone()), ended };
+        self.operation.begin(Operation::new(Kind::Dump, by, Work::Dumping(Box::new(errand))));
         self.come_again();
     }
 
@@ -94,7 +88,7 @@ impl<P: Payload> Mobile<P> {
             return false;
         }
         match to.file.try_clone() {
-            Ok(file) => self.begin_dump(file, Some((exit, to))),
+            Ok(file) => self.begin_dump(file, None, Some((exit, to))),
             Err(error) => {
                 tracing::error!("{}: the guest has panicked, and is not dumped: {error}", to.name);
                 return false;
@@ -105,7 +99,7 @@ impl<P: Payload> Mobile<P> {
 
     /// Goes on with the dump; how the guest has ended, once it is written where that was why.
     pub(super) fn serve_dump(&mut self) -> Option<Exit> {
-        let errand = self.dumping.as_mut()?;
+        let errand = self.operation.dumping()?;
         let done = match errand.dumping.turn() {
             Ok(None) => {
                 self.come_again();
@@ -114,16 +108,12 @@ impl<P: Payload> Mobile<P> {
             Ok(Some(dumped)) => Ok(dumped),
             Err(error) => Err(error),
         };
-        let Errand { dumping, ended } = self.dumping.take()?;
-        let Some((exit, to)) = ended else {
-            // Whoever asked has it on the disk.
-            self.news.push(told(done));
-            self.held.dump = false;
-            if !self.stands() {
-                self.machine.resume();
-            }
+        if !self.operation.is_of_panic() {
+            self.end_dump(done);
             return None;
-        };
+        }
+        let Errand { dumping, ended } = self.operation.take_dump()?;
+        let (exit, to) = ended?;
         match done.and_then(|dumped| dumping.sync().map(|()| dumped)) {
             Ok(dumped) => {
                 let _ = to.written.write(1);
@@ -138,9 +128,24 @@ impl<P: Payload> Mobile<P> {
         Some(exit)
     }
 
-    /// Whether the guest has ended, and its dump is not over.
-    pub(super) fn is_dumping_its_end(&self) -> bool {
-        self.dumping.as_ref().is_some_and(|errand| errand.ended.is_some())
+    /// Tells whoever asked what has come of the dump, and lets the guest go on. Whoever asked has it on the disk.
+    pub(super) fn end_dump(&mut self, done: io::Result<Dumped>) {
+        self.over_with_dump(done);
+        if !self.stands() {
+            self.machine.resume();
+        }
+    }
+
+    /// The same for a guest that has ended.
+    pub(super) fn over_with_dump(&mut self, done: io::Result<Dumped>) {
+        self.tell(told(done));
+        self.operation.end();
+        self.held.dump = false;
+    }
+
+    /// Whether a client has it dumped.
+    pub(super) fn is_dumped_for_a_client(&self) -> bool {
+        self.operation.kind() == Some(Kind::Dump) && !self.operation.is_of_panic()
     }
 }
 

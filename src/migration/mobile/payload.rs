@@ -1,14 +1,15 @@
 //! A machine that can leave, as the session sees it: the machine's own answers, but where a migration or a snapshot has a say.
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::leaving::Errand;
 use super::{Error, Mobile, not_handed_over};
 use crate::arch::clocks::Meanwhile;
-use crate::control::{Do, Event};
+use crate::control::Do;
+use crate::control::operation::{Asker, Kind, News, UnderWay};
 use crate::dirty::{self, DirtyTracker, Method};
 use crate::memory::{Memory, Slot};
 use crate::migration::sender::Told;
@@ -46,7 +47,7 @@ where
         if let Some(exit) = self.serve_dump() {
             return Ok(self.over(exit));
         }
-        if self.is_dumping_its_end() {
+        if self.operation.is_of_panic() {
             return Ok(None);
         }
         if self.moved {
@@ -65,6 +66,9 @@ where
         })?;
         let Some(exit) = ended else { return Ok(None) };
         self.call_off("the guest has ended");
+        if self.is_dumped_for_a_client() {
+            self.over_with_dump(Err(io::Error::other("the guest has ended")));
+        }
         if self.dumps(exit) {
             return Ok(None);
         }
@@ -95,6 +99,10 @@ where
             return false;
         }
         self.call_off("its machine is being ended");
+        if self.is_dumped_for_a_client() {
+            // Only a guest that runs sees that it is to end.
+            self.end_dump(Err(io::Error::other("its machine is being ended")));
+        }
         self.dismiss_debugger();
         self.machine.request_end()
     }
@@ -113,7 +121,7 @@ where
     }
 
     fn standing(&self) -> Option<&'static str> {
-        let leaving = self.leaving.as_ref().filter(|leaving| leaving.ahead.is_some());
+        let leaving = self.operation.leaving().filter(|leaving| leaving.ahead.is_some());
         match leaving.map(|leaving| leaving.severed) {
             Some(true) => return Some("postcopy-paused"),
             Some(false) => return Some("postcopy"),
@@ -122,95 +130,97 @@ where
         match () {
             () if self.held.unconfirmed => Some("handover-unconfirmed"),
             () if self.held.debugger => Some("debugged"),
-            () if self.dumping.is_some() => Some("dumping"),
-            () => self.leaving.as_ref().map(|leaving| match leaving.errand {
-                Errand::Migration => "migrating",
-                Errand::Snapshot { .. } => "snapshotting",
-            }),
+            () => self.operation.kind().map(Kind::standing),
         }
     }
 
     fn tracker(&self) -> Option<&'static str> {
         let since = self.since.as_ref().map(|since| since.method());
-        Some(self.leaving.as_ref().and_then(|leaving| leaving.tracker).or(since)?.name())
+        Some(self.operation.leaving().and_then(|leaving| leaving.tracker).or(since)?.name())
     }
 
-    fn news(&mut self) -> Vec<Event> {
+    fn news(&mut self) -> Vec<News> {
         let mut news = self.machine.news();
         news.append(&mut self.news);
         news
     }
 
-    fn ask(&mut self, what: &Do, mut descriptors: Vec<OwnedFd>) -> Result<Value, String> {
+    fn client_gone(&mut self, connection: u64) {
+        self.end_of_client(connection);
+    }
+
+    fn under_way(&self) -> Option<UnderWay> {
+        self.operation.under_way()
+    }
+
+    fn ask(&mut self, by: Asker, what: &Do, mut descriptors: Vec<OwnedFd>) -> Result<Value, String> {
         let under_way = "no migration of this machine is under way";
-        let errand = self.leaving.as_ref().map(|leaving| leaving.errand);
+        let kind = self.operation.kind();
         match what {
-            Do::Snapshot(asked) => return self.snapshot(asked, descriptors),
+            Do::Snapshot(asked) => return self.snapshot(by, asked, descriptors),
             Do::SnapshotEnd {} => self.since = None,
-            Do::SnapshotNamed {} | Do::SnapshotCancel {} => {
-                let Some(Errand::Snapshot { .. }) = errand else {
-                    return Err("no snapshot of this machine is under way".into());
-                };
-                let told = match what {
-                    Do::SnapshotNamed {} => Told::Named,
-                    _ => Told::Cancel("it was cancelled".into()),
-                };
-                self.leaving.as_ref().ok_or(under_way)?.tell(told);
+            Do::SnapshotNamed {} | Do::SnapshotCancel { .. } if kind != Some(Kind::Snapshot) => {
+                return Err("no snapshot of this machine is under way".into());
+            }
+            Do::SnapshotNamed {} if !self.operation.is_of(by.connection) => {
+                return Err("the snapshot that is under way is another client's".into());
+            }
+            Do::SnapshotNamed {} => {
+                self.operation.leaving().ok_or(under_way)?.tell(Told::Named);
             }
             Do::MigrateLink {}
             | Do::MigrateRecover {}
-            | Do::MigrateCancel {}
+            | Do::MigrateCancel { .. }
             | Do::MigrateSet { .. }
             | Do::Resume { force: true }
-                if errand != Some(Errand::Migration) =>
+                if !matches!(kind, Some(Kind::Migration | Kind::Upgrade)) =>
             {
                 return Err(under_way.into());
             }
+            Do::SnapshotCancel { of: Some(of) } | Do::MigrateCancel { of: Some(of) }
+                if self.operation.id() != Some(*of) =>
+            {
+                return Err("it is over, and another one is under way".into());
+            }
+            Do::SnapshotCancel { .. } => self.cancel("it was cancelled"),
             Do::Migrate(asked) => {
                 if !(1..=MOST_CONNECTIONS).contains(&asked.connections) {
                     return Err(format!("connections: 1 to {MOST_CONNECTIONS} are possible"));
                 }
-                return self.leave(asked, descriptors);
+                return self.leave(by, asked, descriptors);
             }
             Do::MigrateLink {} => {
                 let socket = descriptors.pop().ok_or("it takes a descriptor")?;
-                self.leaving.as_ref().ok_or(under_way)?.tell(Told::Linked(socket));
+                self.operation.leaving().ok_or(under_way)?.tell(Told::Linked(socket));
             }
             Do::MigrateRecover {} => {
                 let (Some(faults), Some(socket)) = (descriptors.pop(), descriptors.pop()) else {
                     return Err("it takes two descriptors".into());
                 };
-                let leaving = self.leaving.as_ref().ok_or(under_way)?;
+                let leaving = self.operation.leaving().ok_or(under_way)?;
                 if !leaving.severed {
                     return Err("the link to its target is not cut: there is nothing to recover".into());
                 }
                 leaving.tell(Told::Recovered(socket, faults));
             }
-            Do::MigrateCancel {} | Do::Resume { force: true }
+            Do::MigrateCancel { .. } | Do::Resume { force: true }
                 if self
-                    .leaving
-                    .as_ref()
+                    .operation
+                    .leaving()
                     .is_some_and(|leaving| leaving.ahead.is_some() && !leaving.severed) =>
             {
                 return Err(
                     "the guest runs on the target already, and needs what is here of its memory".into()
                 );
             }
-            Do::MigrateCancel {} => {
-                let leaving = self.leaving.as_ref().ok_or(under_way)?;
-                // A link that takes nothing holds up nobody who has had enough. After COMMIT the target is asked first.
-                if !self.held.unconfirmed {
-                    leaving.give_up.now();
-                }
-                leaving.tell(Told::Cancel("it was cancelled".into()));
-            }
+            Do::MigrateCancel { .. } => self.cancel("it was cancelled"),
             Do::MigrateSet { downtime_ms, bandwidth } => {
                 let told =
                     Told::Set { downtime: downtime_ms.map(Duration::from_millis), bandwidth: *bandwidth };
-                self.leaving.as_ref().ok_or(under_way)?.tell(told);
+                self.operation.leaving().ok_or(under_way)?.tell(told);
             }
             Do::Resume { force: true } => {
-                let leaving = self.leaving.as_ref().ok_or(under_way)?;
+                let leaving = self.operation.leaving().ok_or(under_way)?;
                 if leaving.has_ended() {
                     self.machine.retake().map_err(|error| error.to_string())?;
                     self.stay("the operator took it back".into());
@@ -220,7 +230,7 @@ where
             }
             Do::Dump {} => {
                 let file = descriptors.pop().ok_or("it takes a descriptor")?;
-                self.dump(file.into())?;
+                self.dump(by, file.into())?;
             }
             // vCPUs are asked while they stand still.
             Do::Nmi {} => {
@@ -228,19 +238,19 @@ where
                 if !stood {
                     self.machine.pause().map_err(|error| error.to_string())?;
                 }
-                let answer = self.machine.ask(what, descriptors);
+                let answer = self.machine.ask(by, what, descriptors);
                 if !stood {
                     self.machine.resume();
                 }
                 return answer;
             }
-            what => return self.machine.ask(what, descriptors),
+            what => return self.machine.ask(by, what, descriptors),
         }
         Ok(json!({}))
     }
 
     fn stop(&mut self) {
-        self.leaving = None;
+        self.operation.end();
         self.machine.stop();
     }
 
@@ -285,7 +295,7 @@ where
     }
 
     fn lend(&mut self, lent: &mut Lent) -> Result<(), String> {
-        self.is_idle()?;
+        self.may_leave()?;
         let backing = self.machine.ram().config.backing;
         if !backing.can_be_handed_over() {
             return Err(not_handed_over(backing));

@@ -33,6 +33,7 @@ impl Receiving {
             Told::Force => Some(Event::Force),
             Told::Cancel(why) => Some(Event::Cancel(why)),
             Told::Connected(socket) => {
+                self.connected = true;
                 if self.strangers.len() < MOST_STRANGERS
                     && let Ok(link) = Link::new(socket, self.session, PAGE_SIZE as u32)
                 {

@@ -1,0 +1,123 @@
+//! Where machines have their sockets: in a directory that is the user's own and nobody else's, which those who only look do not make; and a
+//! name that is free once its machine is gone.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::net::UnixListener;
+use std::process::Command;
+
+use harness::{Failed, Need, ensure, trial};
+use vellum::sys::identity;
+
+use crate::bed::kvm;
+use crate::home::{Home, VELLUM};
+
+fn root() -> Need {
+    if identity::effective().0 == 0 { Ok(()) } else { Err("needs root, to act as another user".into()) }
+}
+
+/// Each command that asks a machine or looks for one.
+const READERS: [&str; 6] =
+    ["list", "ctl m status", "exec m -- true", "dump m core", "snapshot m dir", "migrate m --to unix:x"];
+
+#[trial]
+fn commands_that_read_make_nothing() -> Result<(), Failed> {
+    let home = Home::new()?;
+    for line in READERS {
+        let output = home.command(line).current_dir(&home.0).output()?;
+        let fits = if line == "list" { output.status.success() } else { output.status.code() == Some(2) };
+        ensure(fits, || format!("{line}: {output:?}"))?;
+        let left: Vec<_> = fs::read_dir(&home.0)?.flatten().collect();
+        ensure(left.is_empty(), || format!("{line} leaves {left:?}"))?;
+    }
+    // Nor where nothing can be made at all.
+    let nowhere = Command::new(VELLUM).arg("list").env("XDG_RUNTIME_DIR", "/proc/nowhere").output()?;
+    ensure(nowhere.status.success() && nowhere.stderr.is_empty(), || format!("{nowhere:?}"))
+}
+
+/// A directory in which others can put sockets is used by nobody.
+#[trial]
+fn a_directory_that_others_may_write_to_is_refused() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let dir = home.0.join("vellum");
+    fs::create_dir(&dir)?;
+    for mode in [0o777, 0o1777, 0o770] {
+        fs::set_permissions(&dir, Permissions::from_mode(mode))?;
+        for line in READERS.into_iter().chain(["run --name m --memory 8m", "receive --name m"]) {
+            let output = home.command(line).current_dir(&home.0).output()?;
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            let named = said.contains(&format!("mode {mode:04o}")) && said.contains("chmod 700");
+            ensure(output.status.code() == Some(2) && named && said.lines().count() == 1, || {
+                format!("{mode:o}: {line}: {output:?}")
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// Root with the environment of another user neither uses nor makes anything in that one's runtime directory.
+#[trial(root())]
+fn a_runtime_directory_of_another_user_is_not_used() -> Result<(), Failed> {
+    let home = Home::new()?;
+    chown(&home.0, Some(1000), Some(1000))?;
+    for line in ["list", "ctl m status"] {
+        home.vellum(line)?;
+        ensure(fs::read_dir(&home.0)?.next().is_none(), || format!("{line} leaves something"))?;
+    }
+    // What is there is not looked at: root's own directory is.
+    fs::create_dir(home.0.join("vellum"))?;
+    let _listener = UnixListener::bind(home.socket("theirs"))?;
+    let list = home.vellum("list")?;
+    let all = [list.stdout, list.stderr].concat();
+    ensure(!String::from_utf8_lossy(&all).contains("theirs"), || "another user's machine is listed".into())
+}
+
+/// A socket that another user's process listens at is not believed, whatever it says; and nothing is handed to it.
+#[trial(root())]
+fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let dir = home.0.join("vellum");
+    fs::create_dir(&dir)?;
+    fs::set_permissions(&home.0, Permissions::from_mode(0o711))?;
+    fs::set_permissions(&dir, Permissions::from_mode(0o777))?;
+    let socket = home.socket("m");
+    let path = socket.clone();
+    let listener = std::thread::spawn(move || {
+        // SAFETY: takes numbers only, and is of this thread alone, unlike the C library's call.
+        let becomes = unsafe { libc::syscall(libc::SYS_setresuid, -1, 1000, -1) };
+        assert_eq!(becomes, 0, "root may");
+        // Who listens is who the kernel says to those that connect (SO_PEERCRED).
+        UnixListener::bind(path)
+    });
+    let _theirs = listener.join().map_err(|_| "it cannot be another user")??;
+    fs::set_permissions(&dir, Permissions::from_mode(0o700))?;
+    for line in ["ctl m status", "list", "dump m core"] {
+        let output = home.command(line).current_dir(&home.0).output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure(said.contains("a process of user 1000 listens there") && said.lines().count() == 1, || {
+            format!("{line}: {output:?}")
+        })?;
+    }
+    Ok(())
+}
+
+/// A machine that has ended, of itself, by a signal and by SIGKILL, leaves its name free at once: its guard has no part in its sockets.
+#[trial(kvm())]
+fn a_name_is_free_when_its_machine_has_ended() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let vsock = home.0.join("vsock");
+    let kernel = home.0.join("kernel");
+    fs::write(&kernel, crate::images::Code::default().print("V").power_off().elf64())?;
+    for round in 0..60 {
+        let line = match round % 3 {
+            0 => "run --name n --memory 2m --passes 1".to_owned(),
+            // Nothing is there to be run, which is found after its sockets were bound.
+            1 => format!("run --name n --memory 2m -k {} --vsock {}", kernel.display(), vsock.display()),
+            _ => format!("run --name n --memory 100000g -k {} --vsock {}", kernel.display(), vsock.display()),
+        };
+        let output = home.vellum(&line)?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure(!said.contains("in use"), || format!("round {round}: {said}"))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,196 @@
+//! Each two operations of a machine by two clients at the same moment, of which one is killed at a random moment, or none. Afterwards
+//! every file is whole or not there, a client that says that it was done has had it done, `vellum list` explains how the machine stands,
+//! and its guest goes on with every page right.
+//!
+//! Each pair twice; twenty times with `VELLUM_MIGRATION=all`. `VELLUM_SEED` repeats the choices, but not what the scheduler does.
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use harness::Random;
+use harness::{Failed, LIMIT, Trials, ensure, eventually};
+use vellum::control::client::Client;
+use vellum::control::operation::Kind;
+use vellum::control::{Do, Status};
+
+use crate::bed::real;
+use crate::home::{Home, Machine, VELLUM};
+use crate::upgrade::upgrade;
+use crate::{ends_with, every_page_is_right, patient, succeeds};
+
+const KINDS: [Kind; 4] = [Kind::Snapshot, Kind::Dump, Kind::Migration, Kind::Upgrade];
+const MEMORY: u64 = 16 << 20;
+/// Within this time after both clients were started one of them is killed.
+const WINDOW_US: u64 = 150_000;
+
+pub fn add(trials: &mut Trials) {
+    let rounds = if std::env::var("VELLUM_MIGRATION").is_ok_and(|value| value == "all") { 20 } else { 2 };
+    let mut random = Random::new();
+    for first in KINDS {
+        for second in KINDS {
+            let mut random = random.split();
+            let name = format!("{}_and_{}_at_once_lose_nothing", first.name(), second.name());
+            trials.add(name, real(), move || {
+                (0..rounds).try_for_each(|round| {
+                    at_once([first, second], &mut random).map_err(|error| {
+                        Failed::from(format!("round {round}: {}", error.message().unwrap_or("?")))
+                    })
+                })
+            });
+        }
+    }
+}
+
+/// What client `at` is told to do. It names its own files and its own target.
+fn line(home: &Home, kind: Kind, at: usize) -> String {
+    match kind {
+        Kind::Snapshot => {
+            format!("snapshot m {} --downtime 1s --timeout 3s", home.path(&format!("s{at}")).display())
+        }
+        Kind::Dump => format!("dump m {}", home.path(&format!("d{at}")).display()),
+        Kind::Upgrade => format!("ctl m upgrade --downtime 1m {VELLUM}"),
+        Kind::Migration => {
+            let to = home.path(&format!("t{at}.in"));
+            format!(
+                "migrate m --to unix:{} {}",
+                to.display(),
+                patient("--bandwidth 200m --timeout 3s,then=force")
+            )
+        }
+    }
+}
+
+fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
+    let home = Home::new()?;
+    let json = |name: &str| home.path(&format!("{name}.json"));
+    let line_of_m = format!(
+        "run --memory 16m,backing=memfd --passes 0 --workload write,rate=20000 --json {}",
+        json("m").display()
+    );
+    let m = home.run("m", &line_of_m)?;
+    drop(home.has_written("m", MEMORY / 4096)?);
+    let whole = home.path("whole");
+    succeeds(&home.vellum(&format!("dump m {}", whole.display()))?)?;
+    let whole = pages(&whole)?;
+    // What stands in for another process ends as its last successor does.
+    if random.below(2) == 0 {
+        upgrade(&home, "m")?;
+    }
+    let mut targets: Vec<(String, Machine)> = Vec::new();
+    for (at, _) in kinds.iter().enumerate().filter(|(_, kind)| **kind == Kind::Migration) {
+        let name = format!("t{at}");
+        let target = home.receive(&name, &format!("--json {}", json(&name).display()))?;
+        targets.push((name, target));
+    }
+    let mut events = Client::connect(&home.socket("m"))?;
+    events.ask(&Do::Events {})?;
+
+    let mut clients = Vec::new();
+    for (at, kind) in kinds.iter().enumerate() {
+        clients.push(home.courier(&line(&home, *kind, at))?);
+    }
+    let (victim, moment) = (random.below(3) as usize, Duration::from_micros(random.below(WINDOW_US)));
+    thread::sleep(moment);
+    if let Some(victim) = clients.get_mut(victim) {
+        victim.kill()?;
+    }
+    is_explained(&home)?;
+    let mut ended = Vec::new();
+    for client in clients {
+        ended.push(client.output()?);
+    }
+    let context = format!("{kinds:?}, killed {victim} after {moment:?}: {ended:?}");
+    let wrong = |what: String| Failed::from(format!("{what}; {context}"));
+
+    // Where the guest is in the end.
+    let place = eventually(LIMIT, &context, || {
+        is_explained(&home)?;
+        let names = ["m"].into_iter().chain(targets.iter().map(|(name, _)| name.as_str()));
+        let runs = names.filter(|name| home.standing(name).as_deref() == Some("running"));
+        Ok(runs.map(str::to_owned).next())
+    })?;
+    let mut told = Vec::new();
+    events.wait_within(Duration::from_millis(1));
+    while let Ok(event) = events.line() {
+        told.push(event.to_string());
+    }
+    // The end of a client is noticed as such: nothing waits for what it will not say any more.
+    ensure(!told.iter().any(|event| event.contains("nobody named")), || context.clone())?;
+    for (at, (kind, output)) in kinds.iter().zip(&ended).enumerate() {
+        let done = output.status.success();
+        let said = String::from_utf8_lossy(&output.stderr);
+        if let Some(1..) = output.status.code() {
+            ensure(said.trim_end().lines().count() == 1, || format!("more than a line; {context}"))?;
+        }
+        match kind {
+            Kind::Migration if victim != at => {
+                let there = place == format!("t{at}");
+                ensure(done == there, || format!("its guest is in {place}; {context}"))?;
+            }
+            Kind::Snapshot => is_whole(&home, &format!("s{at}"), done)
+                .map_err(|error| wrong(format!("snapshot {at}: {}", error.message().unwrap_or("?"))))?,
+            Kind::Dump => {
+                let path = home.path(&format!("d{at}"));
+                ensure(path.exists() || !done, || format!("no dump; {context}"))?;
+                let found = if path.exists() { pages(&path)? } else { whole };
+                ensure(found >= whole, || format!("{found} pages of {whole} are in the dump; {context}"))?;
+            }
+            _ => {}
+        }
+    }
+    home.has_written(&place, 2 * MEMORY / 4096)?;
+    succeeds(&home.vellum(&format!("ctl {place} stop"))?)
+        .map_err(|_| wrong(format!("{place} does not obey")))?;
+    ends_with(m, if place == "m" { 0 } else { 15 })?;
+    // Its result is there when it has ended.
+    if let Some(at) = targets.iter().position(|(name, _)| *name == place) {
+        ends_with(targets.swap_remove(at).1, 0)?;
+    }
+    every_page_is_right(&json(&place))
+}
+
+/// How many pages of a dump are not zero.
+fn pages(dump: &Path) -> Result<usize, Failed> {
+    let mut bytes = Vec::new();
+    File::open(dump)?.read_to_end(&mut bytes)?;
+    ensure(bytes.starts_with(b"\x7fELF") && bytes.len() as u64 > MEMORY, || {
+        format!("{} bytes", bytes.len())
+    })?;
+    Ok(bytes.chunks(4096).filter(|page| page.iter().any(|byte| *byte != 0)).count())
+}
+
+/// A directory that has points has whole ones, of which machines can be made; one that has been `done` has a point.
+fn is_whole(home: &Home, name: &str, done: bool) -> Result<(), Failed> {
+    let dir = home.path(name);
+    let points = fs::read_dir(&dir).is_ok_and(|mut files| {
+        files.any(|file| file.is_ok_and(|file| file.file_name().to_string_lossy().starts_with("manifest")))
+    });
+    ensure(points || !done, || "it has no point".into())?;
+    if !points {
+        return Ok(());
+    }
+    succeeds(&home.vellum(&format!("snapshot verify {}", dir.display()))?)?;
+    let json = home.path(&format!("{name}.json"));
+    let again = home.restore("again", &format!("{} --json {}", dir.display(), json.display()))?;
+    succeeds(&home.vellum("ctl again stop")?)?;
+    ends_with(again, 0)?;
+    every_page_is_right(&json)
+}
+
+/// How a machine stands that does something is said with what that is; one that does nothing says nothing of the kind.
+fn is_explained(home: &Home) -> Result<(), Failed> {
+    let list = home.vellum("list --json")?;
+    ensure(list.status.success(), || format!("{list:?}"))?;
+    for line in String::from_utf8_lossy(&list.stdout).lines() {
+        let status: Status = serde_json::from_str(line).map_err(|error| format!("{line}: {error}"))?;
+        let told = status.operation.map(|operation| operation.kind.standing());
+        let busy = KINDS.map(Kind::standing).contains(&status.state.as_str());
+        let unconfirmed = status.state == "handover-unconfirmed";
+        let fits = unconfirmed || told == busy.then_some(status.state.as_str());
+        ensure(fits, || format!("not explained: {line}"))?;
+    }
+    Ok(())
+}
