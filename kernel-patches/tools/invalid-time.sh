@@ -1,9 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: GPL-2.0-only
-# How long the entry of a block is invalid while the block takes the place of its table: from the TLB invalidation by which the walker begins
-# to the call that installs the block; and how many faults vCPUs take while all blocks come back, of which one a block is due, and how many
-# of these on a block whose entry another vCPU has made invalid. The first is for a host whose clock counts instructions, the others for one
-# whose CPUs run at once:
+# How long the entry of a block is invalid while the block takes the place of its table: from the TLB invalidation, right after the entry was
+# made invalid, until what installs the block returns. Cache maintenance in between counts. Also how many faults vCPUs take while all blocks
+# come back, of which one a block is due, and how many of these are on a block whose entry another vCPU has made invalid. The first figure is
+# for a host whose clock counts instructions, the others for one whose CPUs run at once:
 #
 #     cargo lab run arm64 --kernel IMAGE --hugepages 40 --file .../invalid-time.sh:/invalid-time.sh -- sh /invalid-time.sh 64M 1
 #     cargo lab run arm64 --kernel IMAGE --multi --memory 4096 --hugepages 1088 --file … -- sh /invalid-time.sh 2G 4
@@ -16,10 +16,11 @@ for function in __kvm_tlb_flush_vmid_ipa __kvm_tlb_flush_vmid kvm_arch_commit_me
 	echo "p:stage2/$function $function" >> kprobe_events
 done
 if grep -q ' stage2_map_walker_try_leaf$' /proc/kallsyms; then
-	echo "p:stage2/install stage2_map_walker_try_leaf" >> kprobe_events
+	# Its return: what it does before the store is a part of the time.
+	echo "r:stage2/install stage2_map_walker_try_leaf" >> kprobe_events
 else
-	# Without the series the table is freed just before, when each of its entries has been visited. A probe of what visits them would be
-	# most of what is measured.
+	# Without the series that function is inlined. The table is freed just before the block is installed, when each of its entries has been
+	# visited, and nothing is cleaned after that. A probe of what visits them would be most of what is measured.
 	echo "p:stage2/install free_pages" >> kprobe_events
 fi
 echo 1 > events/stage2/enable

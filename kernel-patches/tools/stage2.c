@@ -17,6 +17,7 @@
  *     that are mapped, unless FWB; before instructions can be fetched from it, on mapping
  *     and on relaxing permissions, the instruction cache is invalidated for it, unless DIC, or
  *     VPIPT without VHE, where the TLB invalidation does it; nothing else is maintained;
+ *     and all of it while what the entry replaces is still valid;
  *   - what is unmapped is cleaned after that, exactly;
  *   - a table is freed when no entry leads to it, no TLB has the way to it, and it has no
  *     valid entry that is counted; nobody reads or writes it then;
@@ -175,6 +176,8 @@ static int stales;
 static struct area { u64 pa, size; } cleaned[8], invalidated[8], owed[1 << 20];
 static int cleans, invalidates, owing;
 static bool all_invalidated;
+/* An entry that was valid is not, and nothing has taken its place yet. */
+static bool broken;
 
 static enum { MAP, UNMAP, ATTRS, FLUSH, DESTROY } operation;
 static bool unordered, untold;
@@ -375,6 +378,8 @@ static void __flush_dcache_area(void *va, size_t size)
 
 	if (fwb)
 		fail("data is cleaned although the CPU has FWB");
+	if (operation == MAP && broken)
+		fail("data is cleaned while the entry is invalid");
 	clean_calls++;
 	clean_bytes += size;
 	if (operation == UNMAP) {
@@ -393,6 +398,8 @@ static void invalidate_icache_range(unsigned long start, unsigned long end)
 {
 	if (dic)
 		return;
+	if (operation == MAP && broken)
+		fail("instructions are invalidated while the entry is invalid");
 	icache_calls++;
 	icache_bytes += end - start;
 	if (invalidates == 8)
@@ -404,6 +411,8 @@ static void __flush_icache_all(void)
 {
 	if (dic)
 		return;
+	if (operation == MAP && broken)
+		fail("instructions are invalidated while the entry is invalid");
 	icache_calls++;
 	all_invalidated = true;
 }
@@ -504,12 +513,14 @@ static void store(u64 *ptep, u64 new)
 		untold |= ((old ^ new) & ~BIT(10)) != 0;
 	} else if (new & 1) {
 		becomes_valid(ipa, level, new);
+		broken = false;
 	} else if (old & 1) {
 		if (kvm_pte_table(old, level))
 			virt_to_page(__va(kvm_pte_to_phys(old)))->linked = false;
 		else if (operation == UNMAP && !fwb && ((old >> 2) & 0xf) == PLAIN_NORMAL)
 			owed[owing++] = (struct area){ kvm_pte_to_phys(old), size_at(level) };
 		now_stale(ipa, level, old);
+		broken = true;
 	}
 	*ptep = shadow[ptep - (u64 *)arena] = new;
 	unordered = true;
@@ -553,6 +564,9 @@ static void compare(u64 page)
 static void ended(u64 first, u64 count)
 {
 	operations++;
+	if (operation == MAP && broken)
+		fail("an entry that was valid is left invalid");
+	broken = false;
 	if (cleans)
 		fail("%#lx bytes are cleaned at %#lx, and not mapped", cleaned[0].size, cleaned[0].pa);
 	if (invalidates || all_invalidated)
