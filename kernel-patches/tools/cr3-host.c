@@ -57,7 +57,7 @@ typedef unsigned long ulong;
 #define GFP_KERNEL 0
 #define VCPU_EXREG_CR3 0
 #define MMIO_GVA_ANY 0
-enum { KVM_REQ_MMU_RELOAD, KVM_REQ_MMU_FREE_OBSOLETE_ROOTS = 0, KVM_REQ_LOAD_MMU_PGD, KVM_REQ_TLB_FLUSH_CURRENT, KVM_REQ_TRIPLE_FAULT };
+enum { KVM_REQ_MMU_RELOAD, KVM_REQ_MMU_FREE_OBSOLETE_ROOTS = 0, KVM_REQ_LOAD_MMU_PGD, KVM_REQ_TLB_FLUSH_CURRENT, KVM_REQ_TRIPLE_FAULT, KVM_REQ_VM_DEAD };
 
 #define __read_mostly
 #define module_param(...)
@@ -684,6 +684,8 @@ static void between(void)
 
 static void own_value(void)
 {
+	unsigned long value;
+
 	rip = SECTION + SECTION_LEN + 64;
 	if (is_target(wanted)) {
 		vmcs.cr3 = wanted & ~X86_CR3_PCID_NOFLUSH;
@@ -692,17 +694,24 @@ static void own_value(void)
 		return;
 	}
 	leave();
-	if (!stock && kvm_cr3_cache_load_exits(vcpu))
+	value = wanted;
+	if (!stock && (kvm_cr3_cache_load_exits(vcpu, &value) || value != wanted))
 		fail("KVM takes a load of the guest's own value for one of the section's");
 	set_cr3(wanted);
 	misses++;
 	enter();
 }
 
+/* Whether others write to the page without end, and the processor is one that does not find all of its list. */
+static bool hostile;
+
 /* The guest's section, from where RIP is. */
 static void by_section(bool stepped)
 {
-	const struct kvm_cr3_cache_entry *entries;
+	struct kvm_cr3_cache_entry *entries;
+	/* Another vCPU that writes to the page whenever this one has begun; a processor that does not look at bit 63 of the list. */
+	bool scribbled = hostile && !rnd(8), blind = hostile && !rnd(4);
+	unsigned long value;
 	int turns = 0;
 
 	rip = SECTION;
@@ -723,6 +732,10 @@ static void by_section(bool stepped)
 			break;
 		case 1 ... 4:
 			entries = which_backing < 0 ? NULL : backing[which_backing].entries;
+			if (entries && scribbled && CACHE->registered) {
+				entries[0].guest_cr3 = wanted;
+				entries[0].host_cr3 = BIT(40) | BIT(11) | BASE | (cr4_pcide ? BIT(63) : 0);
+			}
 			if (entries && entries[(rip - SECTION) / STEP - 1].guest_cr3 == wanted)
 				rdi = entries[(rip - SECTION) / STEP - 1].host_cr3;
 			break;
@@ -738,7 +751,7 @@ static void by_section(bool stepped)
 				enter();
 				return;
 			}
-			if (is_target(rdi)) {
+			if (is_target(rdi) && !(blind && rdi & X86_CR3_PCID_NOFLUSH)) {
 				vmcs.cr3 = rdi & ~X86_CR3_PCID_NOFLUSH;
 				cr3_of_guest = wanted & ~X86_CR3_PCID_NOFLUSH;
 				rip += STEP;
@@ -746,16 +759,23 @@ static void by_section(bool stepped)
 				return look("a load that did not exit");
 			}
 			leave();
-			if (!stock && kvm_cr3_cache_load_exits(vcpu)) {
+			value = rdi;
+			if (!stock && kvm_cr3_cache_load_exits(vcpu, &value)) {
 				if (kvm_test_request(KVM_REQ_TRIPLE_FAULT, vcpu))
 					return own_value();	/* the guest's end: another one begins */
+				if (is_target(rdi))
+					fail("KVM has the guest read again what it has published");
 				enter();
 				continue;
 			}
-			/* What somebody wrote to the page is not KVM's to see to on a host without it. */
-			if (stock && rdi & BIT(40))
-				rdi = wanted;
-			set_cr3(rdi);
+			/* What is written to the page again and again is not KVM's to see to, nor anything on a host without the cache. */
+			if (value & BIT(40) && (stock || scribbled))
+				value = wanted;
+			if (!stock && value != wanted)
+				fail("KVM takes %#lx, which exits, for %#lx", rdi, value);
+			set_cr3(value);
+			if (!stock)
+				misses++;
 			enter();
 			return;
 		}
@@ -779,9 +799,11 @@ int main(int argc, char **argv)
 	leave();
 	do_register(true);
 	enter();
-	for (; steps < most; steps++) {
+	/* The last tenth is hostile. */
+	for (; steps < most + most / 10; steps++) {
 		bool owes = !rnd(10);
 
+		hostile = steps >= most;
 		if (!rnd(10))
 			between();
 		wanted = random_space();
