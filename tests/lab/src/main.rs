@@ -122,7 +122,7 @@ enum What {
     /// Run the kernel's own KVM selftests on a base's kernel as Debian has it and with its whole stack, which must end alike; those that
     /// a series adds must fail on the one and pass on the other
     Selftests {
-        /// 5.10, 6.12 or 7.2
+        /// 5.10, 6.12, 7.2 or 7.3
         base: String,
     },
     /// Write a series as mails, for `git send-email`: addressed by get_maintainer, with a cover letter and, given a clone, the
@@ -243,7 +243,7 @@ impl ValueEnum for Hosts {
 enum KernelCommand {
     /// Make a base's source tree carry series, and print where it is
     Source {
-        /// 5.10, 6.12 or 7.2
+        /// 5.10, 6.12, 7.2 or 7.3
         base: String,
         /// Series to apply, in the order of the base's `series` file; `all` for all of them
         #[arg(long, value_name = "SERIES", num_args = 1..)]
@@ -251,7 +251,7 @@ enum KernelCommand {
     },
     /// Build an image and print where it is
     Build {
-        /// 5.10, 6.12 or 7.2
+        /// 5.10, 6.12, 7.2 or 7.3
         base: String,
         /// Series to apply, in the order of the base's `series` file; `all` for all of them
         #[arg(long, value_name = "SERIES", num_args = 1..)]

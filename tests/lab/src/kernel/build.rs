@@ -451,7 +451,7 @@ mod tests {
             assert_eq!(Config::known(new, variant), !["gvt", "pti"].contains(&variant), "{variant}");
         }
         let error = Config::new(new, Some("gvt")).err().unwrap().to_string();
-        assert!(error.contains("--variant gvt: 7.2 has") && error.contains("i386"), "{error}");
+        assert!(error.contains("--variant gvt: 7.3 has") && error.contains("i386"), "{error}");
         let fragments = |variant| Config::new(old, Some(variant)).unwrap().fragments;
         let last = |variant| fragments(variant).last().unwrap().file_name().unwrap().to_owned();
         assert_eq!([last("i386"), last("preempt")], ["i386-5.10.config", "preempt.config"]);

@@ -34,7 +34,7 @@ pub struct Base {
 }
 
 /// Every base.
-pub const BASES: [Base; 3] = [
+pub const BASES: [Base; 4] = [
     Base { name: "5.10", package: "linux-source-5.10", suites: &["bullseye"], frozen: Some("5.10.223-1") },
     Base {
         name: "6.12",
@@ -43,6 +43,7 @@ pub const BASES: [Base; 3] = [
         frozen: None,
     },
     Base { name: "7.2", package: "linux-source-7.2", suites: &["sid"], frozen: None },
+    Base { name: "7.3", package: "linux-source-7.3", suites: &["trixie-backports"], frozen: None },
 ];
 
 impl Base {
