@@ -15,13 +15,17 @@ pub(super) struct Directory(PathBuf);
 
 impl Directory {
     pub(super) fn new() -> Result<Self, Error> {
+        Self::below(&std::env::temp_dir())
+    }
+
+    /// `temp` may be relative. A runtime directory is absolute, or the processes take that of the user.
+    fn below(temp: &Path) -> Result<Self, Error> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("vellum-bench-{}-{number}", std::process::id()));
-        DirBuilder::new()
-            .mode(0o700)
-            .create(&path)
-            .map_err(|e| Error::Host("a directory for the sockets of the measurement", e))?;
+        let failed = |e| Error::Host("a directory for the sockets of the measurement", e);
+        let path = temp.join(format!("vellum-bench-{}-{number}", std::process::id()));
+        let path = std::path::absolute(path).map_err(failed)?;
+        DirBuilder::new().mode(0o700).create(&path).map_err(failed)?;
         Ok(Self(path))
     }
 
@@ -101,4 +105,16 @@ pub(super) fn printed(directory: &Directory, name: &str) -> Result<String, Error
 
 fn read(path: &Path) -> Result<String, Error> {
     fs::read_to_string(path).map_err(|e| Error::Host("what a process of the measurement has printed", e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_relative_temporary_directory_gives_an_absolute_one() {
+        let directory = Directory::below(Path::new("target")).unwrap();
+        let socket = directory.socket("a");
+        assert!(socket.is_absolute() && directory.0.is_dir(), "{}", socket.display());
+    }
 }
