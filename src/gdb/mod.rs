@@ -174,6 +174,7 @@ impl Debugger {
             // A debugger that has just come knows nothing of what was met before.
             while self.traps.next().is_some() {}
             let stub = GdbStub::builder(out)
+                .packet_buffer_size(wire::MAX_PACKET)
                 .build()
                 .ok()
                 .and_then(|stub| stub.run_state_machine(&mut self.target).ok());
@@ -189,9 +190,14 @@ impl Debugger {
                     self.stub = Some(idle.into());
                     return stand;
                 }
-                let Some(byte) = self.wire().next() else {
-                    self.stub = Some(idle.into());
-                    return wish(Wish::Nothing);
+                let next = self.wire().next();
+                let byte = match next {
+                    Ok(Some(byte)) => byte,
+                    Ok(None) => {
+                        self.stub = Some(idle.into());
+                        return wish(Wish::Nothing);
+                    }
+                    Err(wire::TooLong) => return self.keep(Err(TOO_LONG.into())),
                 };
                 let next = idle.incoming_data(&mut self.target, byte).map_err(|error| error.to_string());
                 let step = self.keep(next);
@@ -214,11 +220,12 @@ impl Debugger {
                 }
                 let byte = self.wire().next();
                 match byte {
-                    Some(byte) => {
+                    Err(wire::TooLong) => self.keep(Err(TOO_LONG.into())),
+                    Ok(Some(byte)) => {
                         let next = running.incoming_data(&mut self.target, byte);
                         self.keep(next.map_err(|error| error.to_string()))
                     }
-                    None => {
+                    Ok(None) => {
                         self.stub = Some(running.into());
                         wish(if stands { Wish::Go } else { Wish::Nothing })
                     }
@@ -285,6 +292,9 @@ impl Debugger {
         self.wire.lock().expect("nobody panics with it")
     }
 }
+
+/// Why a client is let go whose packets have no end.
+const TOO_LONG: &str = "its packet is longer than the 4096 bytes that it was told";
 
 /// What a step comes to.
 enum Step {
