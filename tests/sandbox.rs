@@ -168,7 +168,7 @@ fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
     }
     let kind = ThreadKind::ALL.into_iter().find(|known| known.to_string() == kind).unwrap();
     if action == "raw-then-open" {
-        terminal::set_raw(io::stdin().as_fd(), terminal::Output::Processed).unwrap();
+        terminal::set_raw(io::stdin().as_fd(), terminal::Output::Processed, None).unwrap();
     }
     if action == "drop-root" {
         drop_privileges(User { uid: 65534, gid: 65533 }).unwrap();

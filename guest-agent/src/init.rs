@@ -15,7 +15,7 @@ use std::thread;
 
 use crate::serve::Children;
 use crate::{
-    Event, LAUNCH, Mounts, PORT, Request, mounts, port, processes, serve, stream, switching, sys, work,
+    Event, LAUNCH, Mounts, PORT, Request, Word, mounts, port, processes, serve, stream, switching, sys, work,
 };
 
 /// What the kernel calls the first process of a guest, and that calls those of its own program that it starts.
@@ -84,8 +84,7 @@ fn run() -> io::Result<()> {
         return launched(&failed_modules, children);
     }
     let mut console = OpenOptions::new().write(true).open("/dev/console")?;
-    let words = std::env::args_os().skip(1);
-    let arguments: Vec<String> = words.map(|word| word.to_string_lossy().into_owned()).collect();
+    let arguments: Vec<Word> = std::env::args_os().skip(1).map(Word).collect();
     if let Some(request) = request(&arguments) {
         serve::one(&mut request.as_bytes(), &mut console, &children)?;
         return Ok(());
@@ -131,22 +130,25 @@ fn launched(failed_modules: &[String], children: Arc<Children>) -> io::Result<()
 
 /// The request that the command line holds, as a line. The kernel passes on whatever it does not know itself, so what
 /// comes before the request is not for us.
-fn request(arguments: &[String]) -> Option<String> {
-    let start = arguments.iter().position(|word| word == "exec" || word.starts_with('{'))?;
+fn request(arguments: &[Word]) -> Option<String> {
+    let is_request = |text: &str| text == "exec" || text.starts_with('{');
+    let start = arguments.iter().position(|word| word.text().is_some_and(is_request))?;
     match &arguments[start..] {
-        [word, command @ ..] if word == "exec" => {
+        [word, command @ ..] if word.text() == Some("exec") => {
             let request = crate::Request::Exec { command: command.to_vec() };
             serde_json::to_string(&request).ok()
         }
-        json => Some(json.join(" ")),
+        json => Some(json.iter().map(Word::to_string).collect::<Vec<_>>().join(" ")),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::*;
+
     #[test]
     fn the_request_is_found_behind_words_for_nobody() {
-        let request = |line: &str| super::request(&line.split(' ').map(str::to_owned).collect::<Vec<_>>());
+        let request = |line: &str| super::request(&line.split(' ').map(Word::from).collect::<Vec<_>>());
         assert_eq!(request("noxsave exec ls /").unwrap(), r#"{"do":"exec","command":["ls","/"]}"#);
         assert_eq!(request(r#"x {"do":"facts"}"#).unwrap(), r#"{"do":"facts"}"#);
         assert_eq!(request("noxsave"), None);

@@ -17,9 +17,13 @@ pub mod stream;
 mod switching;
 mod sys;
 mod terminal;
+mod tie;
+mod word;
 mod work;
 
 use serde::{Deserialize, Serialize};
+
+pub use word::Word;
 
 /// The vsock port on which the agent listens.
 pub const PORT: u32 = 1024;
@@ -43,7 +47,7 @@ pub enum Request {
     /// Run a command with its arguments; the answer ends with [`Event::Exit`].
     Exec {
         /// The program, found by PATH, and its arguments.
-        command: Vec<String>,
+        command: Vec<Word>,
     },
     /// What the guest finds: CPUs, memory, clock source, kernel.
     Facts,
@@ -87,16 +91,23 @@ pub enum Request {
 #[serde(deny_unknown_fields)]
 pub struct Launch {
     /// The program, found by PATH, and its arguments. Without one, on a terminal, it is the user's shell.
-    pub command: Vec<String>,
+    pub command: Vec<Word>,
     /// Where it runs; `/` without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub directory: Option<String>,
+    pub directory: Option<Word>,
     /// As whom, a number or a name of the guest's /etc/passwd; as root without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
     /// All three streams are a terminal of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub terminal: Option<Terminal>,
+    /// It has no streams and outlives the connection: its status, 0, says that it has started.
+    #[serde(default, skip_serializing_if = "is_no")]
+    pub detached: bool,
+}
+
+fn is_no(word: &bool) -> bool {
+    !word
 }
 
 /// A terminal as the host's user has it.
@@ -307,12 +318,15 @@ pub enum Event {
         /// Modules that could not be loaded, with the reason.
         failed_modules: Vec<String>,
     },
-    /// A command has written this; what is not UTF-8 is replaced.
+    /// A command has written this; what is not UTF-8 is replaced in the text.
     Output {
         /// `stdout` or `stderr`.
         stream: String,
         /// What it wrote.
         text: String,
+        /// The same where it is not UTF-8.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        bytes: Vec<u8>,
     },
     /// A command has ended.
     Exit {
@@ -445,7 +459,8 @@ mod tests {
 
     #[test]
     fn events_survive_their_line() {
-        let event = Event::Output { stream: "stdout".into(), text: "two\nlines \u{fffd}".into() };
+        let event =
+            Event::Output { stream: "stdout".into(), text: "two\nlines \u{fffd}".into(), bytes: vec![255] };
         let line = serde_json::to_string(&event).unwrap();
         assert!(!line.contains('\n'));
         assert_eq!(serde_json::from_str::<Event>(&line).unwrap(), event);

@@ -1,7 +1,7 @@
 //! Requests: read a line, do what it says, tell what happens.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{self, BufRead, Read, Write};
 use std::os::unix::process::CommandExt;
@@ -10,29 +10,55 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 
 use crate::init::NAME;
-use crate::{Event, Kexec, MAX_REQUEST, Request, stream, sys, work};
+use crate::tie::{self, Tie};
+use crate::{Event, Kexec, MAX_REQUEST, Request, Word, stream, sys, work};
 
 /// Children and how they ended. PID 1 inherits every orphan, so one thread waits for all processes, and whoever started
 /// one asks here.
 #[derive(Default)]
 pub struct Children {
-    /// How many commands run, and the ends that nobody has asked for yet.
-    state: Mutex<(usize, HashMap<u32, i32>)>,
+    state: Mutex<State>,
     changed: Condvar,
 }
 
+#[derive(Default)]
+struct State {
+    /// How many commands run.
+    running: usize,
+    /// The ends that nobody has asked for yet.
+    ended: HashMap<u32, i32>,
+    /// Those of the commands whose end nobody will ask for.
+    detached: HashSet<u32>,
+}
+
+impl State {
+    /// A command has ended, and whoever wanted to know does.
+    fn forget(&mut self) {
+        self.running -= 1;
+        if self.running == 0 {
+            // What is left are orphans, for whom nobody asks.
+            self.ended.clear();
+        }
+    }
+}
+
 impl Children {
-    fn lock(&self) -> MutexGuard<'_, (usize, HashMap<u32, i32>)> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("nobody panics with it")
     }
 
     /// Reaps for ever.
     pub fn reap(&self) -> ! {
         loop {
-            let running = self.changed.wait_while(self.lock(), |(running, _)| *running == 0);
-            drop(running.expect("nobody panics with it"));
+            let state = self.changed.wait_while(self.lock(), |state| state.running == 0);
+            drop(state.expect("nobody panics with it"));
             if let Ok((pid, code)) = sys::wait_any() {
-                self.lock().1.insert(pid, code);
+                let mut state = self.lock();
+                if state.detached.remove(&pid) {
+                    state.forget();
+                } else {
+                    state.ended.insert(pid, code);
+                }
                 self.changed.notify_all();
             }
         }
@@ -42,7 +68,7 @@ impl Children {
     pub(crate) fn start(&self, command: &mut Command) -> io::Result<std::process::Child> {
         let mut state = self.lock();
         let child = command.spawn()?;
-        state.0 += 1;
+        state.running += 1;
         self.changed.notify_all();
         Ok(child)
     }
@@ -53,15 +79,20 @@ impl Children {
     }
 
     pub(crate) fn wait(&self, pid: u32) -> i32 {
-        let state = self.changed.wait_while(self.lock(), |(_, ended)| !ended.contains_key(&pid));
+        let state = self.changed.wait_while(self.lock(), |state| !state.ended.contains_key(&pid));
         let mut state = state.expect("nobody panics with it");
-        state.0 -= 1;
-        let code = state.1.remove(&pid).expect("waited for it");
-        if state.0 == 0 {
-            // What is left are orphans, for whom nobody asks.
-            state.1.clear();
-        }
+        let code = state.ended.remove(&pid).expect("waited for it");
+        state.forget();
         code
+    }
+
+    /// Nobody waits for the command `pid`.
+    pub(crate) fn detach(&self, pid: u32) {
+        let mut state = self.lock();
+        match state.ended.remove(&pid) {
+            Some(_) => state.forget(),
+            None => drop(state.detached.insert(pid)),
+        }
     }
 }
 
@@ -71,7 +102,7 @@ pub fn one(
     output: &mut (impl Write + Send),
     children: &Children,
 ) -> io::Result<()> {
-    line(input)?.map_or(Ok(()), |line| answer(&line, output, children))
+    line(input)?.map_or(Ok(()), |line| answer(&line, output, None, children))
 }
 
 /// Reads requests to the end of `input`, and answers each.
@@ -81,7 +112,7 @@ pub fn every(
     children: &Children,
 ) -> io::Result<()> {
     while let Some(line) = line(input)? {
-        answer(&line, output, children)?;
+        answer(&line, output, None, children)?;
         if line.len() > MAX_REQUEST && !line.ends_with(b"\n") {
             // What is left of it is no request.
             input.skip_until(b'\n')?;
@@ -97,7 +128,13 @@ pub(crate) fn line(input: &mut impl BufRead) -> io::Result<Option<Vec<u8>>> {
     Ok((!line.is_empty()).then_some(line))
 }
 
-fn answer(line: &[u8], output: &mut (impl Write + Send), children: &Children) -> io::Result<()> {
+/// Does what `line` asks for. What it starts ends with `connection`, where the request has one of its own.
+fn answer(
+    line: &[u8],
+    output: &mut (impl Write + Send),
+    connection: Option<&File>,
+    children: &Children,
+) -> io::Result<()> {
     let output = Mutex::new(output);
     let tell = |event: Event| tell(&mut **output.lock().expect("nobody panics with it"), &event);
     let result = if line.len() > MAX_REQUEST {
@@ -106,7 +143,7 @@ fn answer(line: &[u8], output: &mut (impl Write + Send), children: &Children) ->
         // A serial line may carry any byte; what is no text is no request either.
         serde_json::from_str(&typed(&String::from_utf8_lossy(line)))
             .map_err(io::Error::other)
-            .and_then(|request| perform(request, &tell, children))
+            .and_then(|request| perform(request, &tell, connection, children))
     };
     match result {
         Ok(()) => tell(Event::Done),
@@ -141,16 +178,19 @@ pub fn tell(output: &mut impl Write, event: &Event) -> io::Result<()> {
 fn perform(
     request: Request,
     tell: &(impl Fn(Event) -> io::Result<()> + Sync),
+    connection: Option<&File>,
     children: &Children,
 ) -> io::Result<()> {
     match request {
-        Request::Exec { command } => exec(&command, tell, children),
+        Request::Exec { command } => exec(&command, tell, connection, children),
         Request::Facts => tell(work::facts()?),
         Request::Memory(work) => work::memory(&work, &mut |event| tell(event)),
         Request::Disk(work) => work::disk(&work, &mut |event| tell(event)),
         Request::Zero { path, offset, bytes, unmap } => work::zero(&path, offset, bytes, unmap),
         Request::Clock { seconds } => work::clock(seconds, &mut |event| tell(event)),
-        Request::LatCtx(_) | Request::Hackbench(_) | Request::Processes(_) => apart(&request, tell, children),
+        Request::LatCtx(_) | Request::Hackbench(_) | Request::Processes(_) => {
+            apart(&request, tell, connection, children)
+        }
         Request::Launch(_) => {
             Err(io::Error::other("a command with its streams needs a connection of its own: vsock"))
         }
@@ -169,43 +209,68 @@ fn load_kernel(kexec: &Kexec) -> io::Result<()> {
 }
 
 fn exec(
-    command: &[String],
+    command: &[Word],
     tell: &(impl Fn(Event) -> io::Result<()> + Sync),
+    connection: Option<&File>,
     children: &Children,
 ) -> io::Result<()> {
     let (program, arguments) = command.split_first().ok_or_else(|| io::Error::other("an empty command"))?;
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.process_group(0);
+    let (ended, over) = tie::over()?;
     let mut child =
         children.start(&mut command).map_err(|error| io::Error::other(format!("{program}: {error}")))?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-    thread::scope(|scope| {
-        scope.spawn(|| pass_on("stdout", stdout, tell));
-        scope.spawn(|| pass_on("stderr", stderr, tell));
+    let tie = Tie::new(child.id());
+    let code = thread::scope(|scope| {
+        if let Some(connection) = connection {
+            scope.spawn(|| tie.watch(connection, &ended));
+        }
+        let outputs = [
+            scope.spawn(|| pass_on("stdout", stdout, tell)),
+            scope.spawn(|| pass_on("stderr", stderr, tell)),
+        ];
+        let code = children.wait(child.id());
+        outputs.into_iter().for_each(|output| drop(output.join()));
+        tie.loosen();
+        drop(over);
+        code
     });
-    tell(Event::Exit { code: children.wait(child.id()) })
+    tell(Event::Exit { code })
 }
 
 /// Has another process of this program do `request`, which forks, and passes its events on.
 fn apart(
     request: &Request,
     tell: &(impl Fn(Event) -> io::Result<()> + Sync),
+    connection: Option<&File>,
     children: &Children,
 ) -> io::Result<()> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0(NAME).arg(serde_json::to_string(request)?).stdin(Stdio::null());
-    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    let (ended, over) = tie::over()?;
     let mut child = children.start(&mut command)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-    let mut told = Ok(());
-    for line in stdout.into_iter().flat_map(|pipe| io::BufReader::new(pipe).lines()) {
-        // It is read to its end even when nobody listens any more, or it would never end.
-        told = told.and_then(|()| tell(serde_json::from_str(&line?)?));
-    }
-    let mut said = String::new();
-    // A few words at most, at its end.
-    stderr.map_or(Ok(0), |mut pipe| pipe.read_to_string(&mut said))?;
-    match children.wait(child.id()) {
+    let tie = Tie::new(child.id());
+    let (mut told, mut said) = (Ok(()), String::new());
+    let code = thread::scope(|scope| {
+        if let Some(connection) = connection {
+            scope.spawn(|| tie.watch(connection, &ended));
+        }
+        for line in stdout.into_iter().flat_map(|pipe| io::BufReader::new(pipe).lines()) {
+            // It is read to its end even when nobody listens any more, or it would never end.
+            told = std::mem::replace(&mut told, Ok(())).and_then(|()| tell(serde_json::from_str(&line?)?));
+        }
+        // A few words at most, at its end.
+        let heard = stderr.map_or(Ok(0), |mut pipe| pipe.read_to_string(&mut said));
+        let code = children.wait(child.id());
+        tie.loosen();
+        drop(over);
+        heard.map(|_| code)
+    })?;
+    match code {
         0 => told,
         code => Err(io::Error::other(format!("{} (status {code})", said.trim()))),
     }
@@ -223,8 +288,9 @@ fn pass_on(stream: &str, pipe: Option<impl Read>, tell: &impl Fn(Event) -> io::R
             Err(error) if error.error_len().is_none() => error.valid_up_to(),
             _ => filled,
         };
-        let text = String::from_utf8_lossy(&buffer[..whole]).into_owned();
-        if tell(Event::Output { stream: stream.into(), text }).is_err() {
+        let text = String::from_utf8_lossy(&buffer[..whole]);
+        let bytes = if matches!(text, Cow::Owned(_)) { buffer[..whole].to_vec() } else { Vec::new() };
+        if tell(Event::Output { stream: stream.into(), text: text.into_owned(), bytes }).is_err() {
             return;
         }
         buffer.copy_within(whole..filled, 0);
@@ -249,11 +315,12 @@ pub fn vsock(socket: std::os::fd::OwnedFd, children: Arc<Children>) {
 /// Where the host has gone.
 pub fn connected(connection: File, children: &Children) -> io::Result<()> {
     let mut output = connection.try_clone()?;
+    let watched = connection.try_clone()?;
     let mut input = io::BufReader::new(connection);
     let Some(line) = line(&mut input)? else { return Ok(()) };
     match serde_json::from_slice(&line) {
         Ok(Request::Launch(launch)) => stream::run(Ok(launch), input, output, children),
-        _ => answer(&line, &mut output, children),
+        _ => answer(&line, &mut output, Some(&watched), children),
     }
 }
 

@@ -1,4 +1,5 @@
-//! One command with its standard streams on a connection, binary-safe, with flow control and ends both ways; or with a terminal.
+//! One command with its standard streams on a connection, binary-safe, with flow control and ends both ways; or with a terminal. It
+//! ends with the connection, unless it is detached.
 
 use std::fs::File;
 use std::io::{self, BufReader, PipeReader, PipeWriter, Read, Write};
@@ -10,7 +11,8 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use crate::serve::{Children, line};
-use crate::{Launch, frame, sys, terminal};
+use crate::tie::Tie;
+use crate::{Launch, Word, frame, sys, terminal};
 
 /// Which of a command's outputs somebody at the other end still reads.
 #[derive(Default)]
@@ -19,7 +21,7 @@ struct Closed([AtomicBool; 2]);
 /// A command that runs, and this side of its streams.
 struct Running {
     id: u32,
-    input: File,
+    input: Option<File>,
     outputs: Vec<(u8, File)>,
     /// Of a terminal, which others may keep open: what says that it is over for this command all the same.
     over: Option<(PipeReader, PipeWriter)>,
@@ -49,14 +51,21 @@ pub fn run(
     let output = Mutex::new(output);
     let tell =
         |kind, data: &[u8]| frame::write(&mut *output.lock().expect("nobody panics with it"), kind, data);
-    let Running { id, input: stdin, outputs, over } = match asked.and_then(|launch| start(&launch, children))
-    {
-        Ok(running) => running,
+    let started = asked.and_then(|launch| Ok((launch.detached, start(&launch, children)?)));
+    let Running { id, input: stdin, outputs, over } = match started {
+        Ok((true, running)) => {
+            children.detach(running.id);
+            tell(frame::EXIT, &0i32.to_le_bytes())?;
+            return drain(&mut input);
+        }
+        Ok((false, running)) => running,
         Err(error) => {
             tell(frame::FAILED, error.to_string().as_bytes())?;
             return drain(&mut input);
         }
     };
+    let tie = Arc::new(Tie::new(id));
+    let tied = tie.clone();
     let closed = Arc::new(Closed::default());
     let heard = closed.clone();
     let (ended, says) = over.unzip();
@@ -70,6 +79,7 @@ pub fn run(
         let listened = listen(&mut input, stdin, &heard);
         // Without the other end a terminal hangs up.
         say(gone);
+        tied.pull();
         listened
     });
     let status = thread::scope(|scope| {
@@ -81,6 +91,7 @@ pub fn run(
         say(says);
         status
     });
+    tie.loosen();
     tell(frame::EXIT, &status.to_le_bytes())?;
     listener.join().unwrap_or(Ok(()))
 }
@@ -105,6 +116,7 @@ fn start(launch: &Launch, children: &Children) -> io::Result<Running> {
         ([], Some(_)) => Some(shell(account.clone().or_else(|| self::account("0", &passwd)))),
         _ => None,
     };
+    let shell = shell.map(Word::from);
     let (program, arguments) = match &shell {
         Some(shell) => (shell, &[][..]),
         None => launch.command.split_first().ok_or_else(|| io::Error::other("an empty command"))?,
@@ -112,12 +124,22 @@ fn start(launch: &Launch, children: &Children) -> io::Result<Running> {
     let mut command = Command::new(program);
     if shell.is_some() {
         // As whoever logs in has it: it reads its profile.
-        command.arg0(format!("-{}", program.rsplit('/').next().unwrap_or_default()));
+        command.arg0(format!(
+            "-{}",
+            program.text().and_then(|path| path.rsplit('/').next()).unwrap_or_default()
+        ));
     }
-    command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let stream = || if launch.detached { Stdio::null() } else { Stdio::piped() };
+    command.args(arguments).stdin(stream()).stdout(stream()).stderr(stream());
+    if launch.terminal.is_none() {
+        // A terminal's command leads a session, and with it a group.
+        command.process_group(0);
+    }
     command.env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
     let home = account.as_ref().map(|account| &account.home[..]).filter(|home| !home.is_empty());
-    command.env("HOME", home.unwrap_or("/root")).current_dir(launch.directory.as_deref().unwrap_or("/"));
+    command
+        .env("HOME", home.unwrap_or("/root"))
+        .current_dir(launch.directory.as_ref().map_or("/".as_ref(), |place| &*place.0));
     let owner = account.map(|account| (account.uid, account.gid));
     let master = launch.terminal.as_ref().map(|asked| terminal::give(&mut command, asked, owner));
     let master = master.transpose()?;
@@ -132,9 +154,12 @@ fn start(launch: &Launch, children: &Children) -> io::Result<Running> {
         io::Error::other(format!("{program}{place}: {error}"))
     })?;
     let id = child.id();
+    if launch.detached {
+        return Ok(Running { id, input: None, outputs: Vec::new(), over: None });
+    }
     if let Some(master) = master {
         let outputs = vec![(frame::OUTPUT, master.try_clone()?)];
-        return Ok(Running { id, input: master, outputs, over: Some(io::pipe()?) });
+        return Ok(Running { id, input: Some(master), outputs, over: Some(io::pipe()?) });
     }
     let file = |stream: Option<OwnedFd>| {
         stream.map(File::from).ok_or_else(|| io::Error::other("a command without its streams"))
@@ -144,7 +169,7 @@ fn start(launch: &Launch, children: &Children) -> io::Result<Running> {
         (frame::OUTPUT, file(child.stdout.take().map(OwnedFd::from))?),
         (frame::ERRORS, file(child.stderr.take().map(OwnedFd::from))?),
     ];
-    Ok(Running { id, input, outputs, over: None })
+    Ok(Running { id, input: Some(input), outputs, over: None })
 }
 
 /// A user of the guest's.
@@ -179,14 +204,17 @@ fn shell(account: Option<Account>) -> String {
 }
 
 /// What comes from the host, to the end of the connection.
-fn listen(input: &mut impl Read, stdin: File, closed: &Closed) -> io::Result<()> {
+fn listen(input: &mut BufReader<File>, mut stdin: Option<File>, closed: &Closed) -> io::Result<()> {
     let mut data = Vec::new();
-    let mut stdin = Some(stdin);
+    // A command that does not read keeps nobody from hearing that the connection has ended.
+    stdin.as_ref().map(sys::set_nonblocking).transpose()?;
     while let Some(kind) = frame::read(input, &mut data)? {
         match (kind, &data[..]) {
             (frame::INPUT, []) => stdin = None,
             // A command that reads no more loses the rest, as in a pipe.
-            (frame::INPUT, data) => stdin = stdin.filter(|mut stdin| stdin.write_all(data).is_ok()),
+            (frame::INPUT, data) => {
+                stdin = stdin.filter(|stdin| give(stdin, data, input.get_ref()).is_ok());
+            }
             (frame::CLOSED, [frame::OUTPUT]) => closed.0[0].store(true, Ordering::Relaxed),
             (frame::CLOSED, [frame::ERRORS]) => closed.0[1].store(true, Ordering::Relaxed),
             (frame::RESIZED, &[a, b, c, d]) => {
@@ -195,6 +223,21 @@ fn listen(input: &mut impl Read, stdin: File, closed: &Closed) -> io::Result<()>
                 drop(stdin.as_ref().map(|terminal| sys::resize(terminal, rows, columns)));
             }
             _ => return Err(io::Error::other(format!("a piece of kind {kind}"))),
+        }
+    }
+    Ok(())
+}
+
+/// Writes `data` to `stdin`, which does not block, as far as that goes before the connection ends.
+fn give(mut stdin: &File, mut data: &[u8], connection: &File) -> io::Result<()> {
+    while !data.is_empty() {
+        if let [false, _] = sys::wait_writable(stdin, connection)? {
+            return Err(io::ErrorKind::BrokenPipe.into());
+        }
+        match stdin.write(data) {
+            Ok(count) => data = &data[count..],
+            Err(error) if matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {}
+            Err(error) => return Err(error),
         }
     }
     Ok(())
@@ -216,7 +259,12 @@ fn pass_on(
         {
             return;
         }
-        let Ok(count @ 1..) = pipe.read(&mut buffer) else { return };
+        let count = match pipe.read(&mut buffer) {
+            Ok(count @ 1..) => count,
+            // A terminal's input is the same file, which does not block.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+            _ => return,
+        };
         if closed.load(Ordering::Relaxed) || tell(kind, &buffer[..count]).is_err() {
             return;
         }

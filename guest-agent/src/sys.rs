@@ -211,6 +211,23 @@ pub fn kill(child: libc::pid_t) -> io::Result<()> {
     check(unsafe { libc::kill(child, libc::SIGKILL) }.into()).map(drop)
 }
 
+/// Signals a process group.
+pub fn signal_group(group: u32, signal: libc::c_int) -> io::Result<()> {
+    let group = libc::pid_t::try_from(group).map_err(io::Error::other)?;
+    // SAFETY: a plain system call.
+    check(unsafe { libc::killpg(group, signal) }.into()).map(drop)
+}
+
+/// From now on a write to `file` that would have to wait does not.
+pub fn set_nonblocking(file: &File) -> io::Result<()> {
+    // SAFETY: plain system calls.
+    unsafe {
+        let flags = check(libc::fcntl(file.as_raw_fd(), libc::F_GETFL).into())?;
+        let flags = flags as libc::c_int | libc::O_NONBLOCK;
+        check(libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags).into()).map(drop)
+    }
+}
+
 /// Has this process become this program, as the agent that it is, with `request`; returns where that fails. Nobody hears what it says.
 pub fn become_this_program(request: &CString) -> io::Error {
     let name = CString::new(crate::init::NAME).expect("without a zero");
@@ -316,7 +333,21 @@ pub fn wait_readable(file: &File) -> io::Result<()> {
 
 /// Waits until one of them can be read or has ended: which of them.
 pub fn wait_either<const N: usize>(descriptors: [RawFd; N]) -> io::Result<[bool; N]> {
-    let mut polls = descriptors.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+    poll(descriptors.map(|fd| (fd, libc::POLLIN)))
+}
+
+/// Waits until the other end of one of them is closed: of which.
+pub fn wait_for_end<const N: usize>(descriptors: [RawFd; N]) -> io::Result<[bool; N]> {
+    poll(descriptors.map(|fd| (fd, libc::POLLRDHUP)))
+}
+
+/// Waits until `file` takes something, or the other end of `connection` is closed: which of both.
+pub fn wait_writable(file: &impl AsRawFd, connection: &impl AsRawFd) -> io::Result<[bool; 2]> {
+    poll([(file.as_raw_fd(), libc::POLLOUT), (connection.as_raw_fd(), libc::POLLRDHUP)])
+}
+
+fn poll<const N: usize>(descriptors: [(RawFd, libc::c_short); N]) -> io::Result<[bool; N]> {
+    let mut polls = descriptors.map(|(fd, events)| libc::pollfd { fd, events, revents: 0 });
     loop {
         // SAFETY: as many structures as it is told, which outlive the call.
         match check(unsafe { libc::poll(polls.as_mut_ptr(), N as libc::nfds_t, -1) }.into()) {

@@ -1,5 +1,6 @@
 //! `vellum ctl`, `vellum list` and `vellum exec`: running machines.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::ErrorKind;
 use std::os::fd::AsFd;
@@ -8,7 +9,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use guest_agent::{Event, Launch, Request};
+use guest_agent::{Event, Launch, Request, Word};
 use serde_json::Value;
 
 use super::{Failure, keyvalue, print};
@@ -17,7 +18,7 @@ use crate::control::{Do, Status, agent, names};
 use crate::devices::console::{Opened, Target};
 use crate::fault::Fault;
 use crate::launch::client::Ended;
-use crate::launch::streams::{self, Streams};
+use crate::launch::streams::{self, Has, Outcome, Streams};
 use crate::memory::short_size;
 use crate::sys::socket::Name;
 use crate::vm::counters;
@@ -165,9 +166,13 @@ pub struct ExecArgs {
     /// Ctrl-a Ctrl-a is one Ctrl-a
     #[arg(short, long, conflicts_with = "request")]
     terminal: bool,
-    /// The command and its arguments
+    /// Start the command without streams, and leave it: it runs on when this ends
+    #[arg(short, long, conflicts_with_all = ["request", "terminal"])]
+    detach: bool,
+    /// The command and its arguments, run with this process's standard streams. It gets SIGHUP, and later SIGKILL, where this ends
+    /// before it
     #[arg(last = true, required_unless_present_any = ["request", "terminal"])]
-    command: Vec<String>,
+    command: Vec<OsString>,
 }
 
 fn request(text: &str) -> Result<Request, String> {
@@ -315,33 +320,26 @@ pub fn exec(args: ExecArgs) -> Result<Exit, Failure> {
     let status = connect(&args.machine)?.ask(&Do::Status {}).map_err(failure)?;
     let path = status["vsock"].as_str();
     let path = path.ok_or_else(|| Failure::usage("this machine has no vsock: start it with --vsock PATH"))?;
-    if args.terminal {
-        return terminal(path.as_ref(), args.command);
+    match args.request {
+        Some(request) => ask(path.as_ref(), &request),
+        None => launch(path.as_ref(), args),
     }
-    let verbatim = args.request.is_some();
-    let request = args.request.unwrap_or(Request::Exec { command: args.command });
+}
+
+/// `vellum exec --request`
+fn ask(vsock: &Path, request: &Request) -> Result<Exit, Failure> {
     let failed = |error: agent::Error| match error {
         agent::Error::Refused(message) => Failure::ended(Exit::AgentCommand, message),
         other => failure(other),
     };
     let mut exit = Exit::PowerOff;
-    for event in agent::ask(path.as_ref(), &request, agent::PATIENCE).map_err(failed)? {
-        let wanted = match event.map_err(failed)? {
-            event if verbatim => {
-                let line = serde_json::to_string(&event).map_err(Failure::host)?;
-                print(format_args!("{line}\n"))?
-            }
-            Event::Output { stream, text } if stream == "stderr" => {
-                eprint!("{text}");
-                true
-            }
-            Event::Output { text, .. } => print(text)?,
-            Event::Exit { code } => {
-                exit = Exit::Guest(code.clamp(0, 255) as u8);
-                true
-            }
-            _ => true,
-        };
+    for event in agent::ask(vsock, request, agent::PATIENCE).map_err(failed)? {
+        let event = event.map_err(failed)?;
+        let line = serde_json::to_string(&event).map_err(Failure::host)?;
+        let wanted = print(format_args!("{line}\n"))?;
+        if let Event::Exit { code } = event {
+            exit = Exit::Guest(code.clamp(0, 255) as u8);
+        }
         if !wanted {
             break;
         }
@@ -349,22 +347,30 @@ pub fn exec(args: ExecArgs) -> Result<Exit, Failure> {
     Ok(exit)
 }
 
-/// `vellum exec --terminal`
-fn terminal(vsock: &Path, command: Vec<String>) -> Result<Exit, Failure> {
-    let terminal = streams::own_terminal();
-    if terminal.is_none() {
+/// `vellum exec` of a command.
+fn launch(vsock: &Path, args: ExecArgs) -> Result<Exit, Failure> {
+    let terminal = if args.terminal { streams::own_terminal() } else { None };
+    let has = match () {
+        () if args.detach => Has::Nothing,
+        () if args.terminal => Has::Terminal,
+        () => Has::Streams,
+    };
+    if args.terminal && terminal.is_none() {
         return Err(Failure::usage(
             "--terminal: standard input or output is none; without --terminal a COMMAND needs none",
         ));
     }
-    let request = Request::Launch(Launch { command, terminal, ..Launch::default() });
+    let command = args.command.into_iter().map(Word::from).collect();
+    let request = Request::Launch(Launch { command, terminal, detached: args.detach, ..Launch::default() });
     let request = serde_json::to_string(&request).map_err(Failure::host)?;
     let host = |error: std::io::Error| Failure::host(format!("the guest's connection: {error}"));
-    let streams = Streams::new(true).map_err(host)?;
+    let streams = Streams::new(has).map_err(host)?;
     let stream = agent::connect(vsock, agent::PATIENCE).map_err(failure)?;
-    match streams.converse(stream, &request).map_err(host)? {
-        Some(Ended::Command { status }) => Ok(Exit::Guest(status)),
-        Some(Ended::NotStarted { reason }) => Err(Failure::ended(Exit::AgentCommand, reason)),
-        Some(Ended::Machine { .. }) | None => Err(failure(agent::Error::Closed)),
+    let Outcome { ended, unwritten } = streams.converse(stream, &request).map_err(host)?;
+    match (ended, unwritten) {
+        (Some(Ended::Command { .. }), Some(why)) => Err(Failure::host(why)),
+        (Some(Ended::Command { status }), None) => Ok(Exit::Guest(status)),
+        (Some(Ended::NotStarted { reason }), _) => Err(Failure::ended(Exit::AgentCommand, reason)),
+        (Some(Ended::Machine { .. }) | None, _) => Err(failure(agent::Error::Closed)),
     }
 }

@@ -1,5 +1,6 @@
 //! `vellum run -k KERNEL -- COMMAND`: one command in a guest, with its standard streams and its exit status.
 
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Args;
-use guest_agent::{Access, Launch, Mount, Mounts, Terminal};
+use guest_agent::{Access, Launch, Mount, Mounts, Terminal, Word};
 
 use super::kernel::{self, KernelArgs};
 use super::run::FLAGS;
@@ -50,7 +51,7 @@ const PLACE: &str = "/mnt";
 pub struct LaunchArgs {
     /// Where the command runs in the guest
     #[arg(long, value_name = "DIR", requires = "kernel")]
-    guest_dir: Option<String>,
+    guest_dir: Option<OsString>,
 
     /// As whom: a number, or a name of the guest's /etc/passwd
     #[arg(long, value_name = "USER", requires = "kernel")]
@@ -68,7 +69,7 @@ pub struct LaunchArgs {
     /// root is that of --root, or the initramfs: --initrd's, or one with this host's static busybox. Directories of --share are below
     /// /mnt, by their tags. Without a command a terminal has the user's shell, where --root is given or --kernel is no image
     #[arg(last = true, value_name = "COMMAND", requires = "kernel")]
-    command: Vec<String>,
+    command: Vec<OsString>,
 }
 
 /// What has to be known before a machine is made.
@@ -125,17 +126,18 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
     let modules = modules(&kernel);
     mounts.modules = modules.as_ref().map(|(share, _)| share.tag.clone());
     let (modules, beside) = modules.unzip();
-    let program = args.command.first().map(String::as_str);
+    let program = args.command.first().and_then(|word| word.to_str());
     let archive = image::pack(&kernel, all.initrd.as_deref(), &mounts, &beside.unwrap_or_default(), program)
         .map_err(failure)?;
     let initrd = memfd(c"vellum-initramfs", 0, None)
         .and_then(|mut file| file.write_all(&archive).map(|()| OwnedFd::from(file)));
     let initrd = initrd.map_err(|error| Failure::host(format!("a file in memory: {error}")))?;
     let launch = Launch {
-        command: args.command.clone(),
-        directory: args.guest_dir.clone(),
+        command: args.command.iter().map(Word::from).collect(),
+        directory: args.guest_dir.as_ref().map(Word::from),
         user: args.guest_user.clone(),
         terminal,
+        detached: false,
     };
     Ok(Some(Plan { kernel, initrd, way, modules, launch, status_file: args.status_file.clone() }))
 }
@@ -252,19 +254,22 @@ pub(super) fn run(
             let console = File::from(OwnedFd::from(console));
             let ready = File::from(OwnedFd::from(ready));
             let guest = Guest { child, console, ready, vsock: vsock.as_deref(), port };
-            let ended = client::run(guest, &plan.launch).map_err(failure)?;
+            let (ended, unwritten) = client::run(guest, &plan.launch).map_err(failure)?;
             if let Some(mut file) = status_file {
                 let text = serde_json::to_string(&ended).map_err(Failure::host)?;
                 writeln!(file, "{text}").map_err(|error| Failure::host(format!("--status-file: {error}")))?;
             }
-            Ok(tell(ended))
+            Ok(tell(ended, unwritten))
         }
     }
 }
 
 /// Says what is not the command's own end; the status.
-fn tell(ended: Ended) -> Exit {
+fn tell(ended: Ended, unwritten: Option<String>) -> Exit {
+    let fails = unwritten.is_some();
+    unwritten.iter().for_each(|why| say(why));
     match ended {
+        Ended::Command { .. } if fails => Exit::Error,
         Ended::Command { status } => Exit::Guest(status),
         Ended::NotStarted { reason } => {
             say(&reason);

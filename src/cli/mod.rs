@@ -306,7 +306,8 @@ fn word(nth: usize) -> Option<String> {
 
 /// Says `message` on standard error, in one line that a terminal can take.
 fn say(message: &str) {
-    eprintln!("vellum: {}", fit(message));
+    // Where nobody reads it the exit status says as much.
+    let _ = writeln!(io::stderr(), "vellum: {}", fit(message));
 }
 
 /// What of a message fits: whoever typed 100,000 characters knows them, and its end says what would work. Control characters are

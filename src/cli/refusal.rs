@@ -7,15 +7,19 @@ use clap::{ArgMatches, Args, CommandFactory};
 
 use super::kernel::KernelArgs;
 use super::{Cli, keyvalue};
+use crate::report::output::allow_broken_pipe;
 use crate::vm::lifecycle::Exit;
 
 /// Prints help as it is, and an error of the command line as one line; how that ends, `None` where it was asked for.
 pub(super) fn refuse(error: &clap::Error) -> Option<Exit> {
     match error.kind() {
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            let _ = error.print();
-            None
-        }
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match allow_broken_pipe(error.print()) {
+            Ok(()) => None,
+            Err(why) => {
+                super::say(&format!("standard output: {why}"));
+                Some(Exit::Error)
+            }
+        },
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             let _ = error.print();
             Some(Exit::Usage)

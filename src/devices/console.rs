@@ -291,17 +291,18 @@ const OUTPUT: u32 = 1;
 const WAKE: u32 = 2;
 
 impl Console {
-    /// The console of `serial`, which must write to a duplicate of `opened.output`. A terminal becomes raw;
-    /// [`terminal::restore`] undoes that.
+    /// The console of `serial`, which must write to a duplicate of `opened.output`. A terminal becomes raw, where this process is in its
+    /// foreground or once it is; [`terminal::restore`] undoes that.
     pub fn new(serial: Arc<Serial>, opened: Opened, quit: Arc<EventFd>) -> io::Result<Self> {
         let mut keys = Keys { escape: opened.raw, pending: false };
         if let Some(input) = &opened.input
             && !opened.raw
             && opened.pty.is_none()
             && input.is_terminal()
-            && terminal::in_foreground(input.as_fd())
+            && terminal::in_foreground(input.as_fd()).is_some()
         {
-            terminal::set_raw(input.as_fd(), terminal::Output::Processed)?;
+            let back = serial.wake().clone();
+            terminal::set_raw(input.as_fd(), terminal::Output::Processed, Some(back))?;
             keys.escape = true;
         }
         let Opened { output, input, slave, file, .. } = opened;
@@ -455,6 +456,8 @@ impl Console {
                 {
                     return;
                 }
+                // The wake tells when the terminal is this process's again.
+                Err(_) if terminal::is_behind() => return self.watch_input(ops, false),
                 Err(_) => return self.close_input(ops),
             }
         }

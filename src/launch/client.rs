@@ -14,7 +14,7 @@ use std::time::Duration;
 use guest_agent::{Launch, STREAM_PORT};
 use serde::Serialize;
 
-use super::streams::Streams;
+use super::streams::{Has, Outcome, Streams};
 use super::{Error, console};
 use crate::sys::fork::Child;
 use crate::sys::poll::Poll;
@@ -67,33 +67,36 @@ pub struct Guest<'a> {
     pub port: Option<UnixStream>,
 }
 
-/// Has `guest` run what `launch` says, with this process's standard streams.
+/// Has `guest` run what `launch` says, with this process's standard streams: how it ended, and why not all that it wrote is there.
 ///
 /// # Errors
 /// Where the host fails.
-pub fn run(guest: Guest<'_>, launch: &Launch) -> Result<Ended, Error> {
+pub fn run(guest: Guest<'_>, launch: &Launch) -> Result<(Ended, Option<String>), Error> {
     let host = |what| move |error| Error::Host(what, error);
     let Guest { child, mut console, mut ready, vsock, port } = guest;
     // Before there is a thread that would take its signals.
-    let streams = Streams::new(launch.terminal.is_some()).map_err(host("signals"))?;
+    let streams = Streams::new(if launch.terminal.is_some() { Has::Terminal } else { Has::Streams })
+        .map_err(host("signals"))?;
     let heard = Arc::new(Mutex::new(Vec::new()));
     let said = heard.clone();
     let listener = thread::spawn(move || keep(&mut console, &said));
     ready.read_to_end(&mut Vec::new()).map_err(host("a pipe"))?;
     // A machine that is not there any more has no socket either.
-    let end = connection(vsock, port).ok().and_then(|stream| {
+    let outcome = connection(vsock, port).ok().and_then(|stream| {
         let line = serde_json::to_string(launch).ok()?;
-        streams.converse(stream, &line).ok().flatten()
+        streams.converse(stream, &line).ok()
     });
+    let Outcome { ended, unwritten } = outcome.unwrap_or_default();
     let status = child.wait().map_err(host("waitpid"))?;
     // Its end has closed the pipe.
     let _ = listener.join();
-    if let Some(end) = end {
-        return Ok(end);
+    if let Some(ended) = ended {
+        return Ok((ended, unwritten));
     }
     let console = String::from_utf8_lossy(&heard.lock().expect("nobody panics with it")).into_owned();
     let status = if status == RESET && console::has_panicked(&console) { PANIC } else { status };
-    Ok(Ended::Machine { status, reason: console::cause(&console), console: console::tail(&console) })
+    let ended = Ended::Machine { status, reason: console::cause(&console), console: console::tail(&console) };
+    Ok((ended, unwritten))
 }
 
 /// Keeps the last of what comes from `console`.

@@ -4,15 +4,16 @@
 //! A terminal is raw for as long as the command has it: every key is the guest's, but for Ctrl-a x, by which the user leaves. It is given
 //! back at every end that this process lives to see. Its size goes along, and again whenever it changes.
 
-use std::io::{self, BufRead, BufReader, IsTerminal, Read, Write};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, IsTerminal, Read, Stdin, Write};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::process;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 
-use guest_agent::{Terminal, frame};
+use guest_agent::{Event, Terminal, frame};
 
 use super::client::Ended;
 use crate::sys::poll::Poll;
@@ -25,11 +26,31 @@ const LEFT: i32 = 129;
 /// The guest, once it is connected.
 type Guest = Arc<OnceLock<Arc<Mutex<UnixStream>>>>;
 
+/// What of this process's standard streams a command has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Has {
+    /// All three.
+    Streams,
+    /// The terminal that they are.
+    Terminal,
+    /// None: only whether it has started is heard.
+    Nothing,
+}
+
 /// This process's standard streams, for one command.
 #[derive(Debug)]
 pub struct Streams {
-    terminal: bool,
+    has: Has,
     guest: Guest,
+}
+
+/// What has come of a command.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// How it ended; `None` where the guest is gone before.
+    pub ended: Option<Ended>,
+    /// What it wrote is not all there: why.
+    pub unwritten: Option<String>,
 }
 
 /// The terminal that this process was started on; `None` where its standard input or output is none.
@@ -44,70 +65,144 @@ pub fn own_terminal() -> Option<Terminal> {
 }
 
 impl Streams {
-    /// With `terminal` they are one, and this process is to have no other thread yet that would take its signals.
+    /// Where a command has a terminal, this process is to have no other thread yet that would take its signals.
     ///
     /// # Errors
     /// Where the host refuses.
-    pub fn new(terminal: bool) -> io::Result<Self> {
+    pub fn new(has: Has) -> io::Result<Self> {
         let guest = Guest::default();
-        if terminal {
+        if has == Has::Terminal {
             // Both before a thread: one that does not block a signal would take it.
-            let (mut ends, mut sizes) = (SignalFd::new(&signal::ENDING)?, SignalFd::new(&[signal::SIZE])?);
-            thread::spawn(move || {
-                if let Some(signal) = next(&mut ends) {
-                    leave(128 + signal);
-                }
-            });
+            let (ends, sizes) = (SignalFd::new(&signal::ENDING)?, SignalFd::new(&[signal::SIZE])?);
+            let stops = SignalFd::new(&signal::STOPPING)?;
             let resized = guest.clone();
-            thread::spawn(move || while next(&mut sizes).is_some() && tell_size(&resized).is_ok() {});
+            thread::spawn(move || attend(ends, sizes, stops, &resized));
         }
-        Ok(Self { terminal, guest })
+        Ok(Self { has, guest })
     }
 
-    /// Sends `asked`, a line, and standard input, and writes what comes, until the command has ended; `None` where the guest is gone
-    /// before.
+    /// Sends `asked`, a line, and standard input, and writes what comes, until the command has ended.
     ///
     /// # Errors
     /// Where the guest does not speak as it should.
-    pub fn converse(self, stream: UnixStream, asked: &str) -> io::Result<Option<Ended>> {
+    pub fn converse(self, stream: UnixStream, asked: &str) -> io::Result<Outcome> {
         (&stream).write_all(format!("{asked}\n").as_bytes())?;
         let to_guest = Arc::new(Mutex::new(stream.try_clone()?));
         let mut input = BufReader::new(&stream);
-        if self.terminal && input.fill_buf()?.first() == Some(&b'{') {
-            // An agent of before there were terminals answers in its words.
-            let mut said = String::new();
-            input.take(64 << 10).read_line(&mut said)?;
-            return Ok(Some(Ended::NotStarted { reason: format!("the guest's agent: {}", said.trim()) }));
+        let is_terminal = self.has == Has::Terminal;
+        // A guest tells at once that it has a terminal, too.
+        if is_terminal && let Some(refused) = refused(&mut input)? {
+            return Ok(refused);
         }
-        let _raw = if self.terminal { Some(Raw::new()?) } else { None };
+        let _raw = if is_terminal { Some(Raw::new()?) } else { None };
         // Its size may have changed meanwhile.
         self.guest.get_or_init(|| to_guest.clone());
-        if self.terminal {
+        if is_terminal {
             tell_size(&self.guest)?;
         }
-        let (sends, escape) = (to_guest.clone(), self.terminal);
-        // Ends with the process where nobody closes standard input.
-        thread::spawn(move || {
-            let mut keys = Keys { escape, pending: false };
-            if send_input(&mut io::stdin().lock(), &sends, &mut keys) {
-                leave(LEFT);
-            }
-        });
-        let end = receive(&mut input, &mut io::stdout(), &mut io::stderr(), &to_guest)?;
+        if self.has != Has::Nothing {
+            let sends = to_guest.clone();
+            // Ends with the process where nobody closes standard input.
+            thread::spawn(move || {
+                let mut keys = Keys { escape: is_terminal, pending: false };
+                let mut input = BufReader::with_capacity(frame::MAX, Foreground(io::stdin()));
+                if send_input(&mut input, &sends, &mut keys) {
+                    leave(LEFT);
+                }
+            });
+        }
+        if let Some(refused) = refused(&mut input)? {
+            return Ok(refused);
+        }
+        let outputs = [own(io::stdout().as_fd())?, own(io::stderr().as_fd())?];
+        let outcome = receive(&mut input, outputs, &to_guest)?;
         // By which the guest knows that its end was heard.
         let _ = stream.shutdown(Shutdown::Both);
-        Ok(end)
+        Ok(outcome)
     }
 }
 
-/// While it lives the terminal is raw, if this process may change it.
+/// An agent of before it knew such requests, or such words in them, answers in its own words.
+fn refused(input: &mut impl BufRead) -> io::Result<Option<Outcome>> {
+    if input.fill_buf()?.first() != Some(&b'{') {
+        return Ok(None);
+    }
+    let mut said = String::new();
+    input.take(64 << 10).read_line(&mut said)?;
+    let why = match serde_json::from_str(&said) {
+        Ok(Event::Error { message }) => message,
+        _ => said.trim().into(),
+    };
+    let reason = format!(
+        "the guest's agent is older than this vellum and does not know that: {why}; --request '{{\"do\":\"exec\",…}}' may do"
+    );
+    Ok(Some(Outcome { ended: Some(Ended::NotStarted { reason }), unwritten: None }))
+}
+
+/// Attends to signals while a command has the terminal.
+fn attend(mut ends: SignalFd, mut sizes: SignalFd, mut stops: SignalFd, guest: &Guest) {
+    loop {
+        let mut ready = Poll::default();
+        [&ends, &sizes, &stops].iter().for_each(|signals| ready.readable(signals.as_raw_fd()));
+        if ready.wait(terminal::regain().then_some(terminal::LOOK)).is_err() {
+            return;
+        }
+        if let Some(signal) = ends.read() {
+            leave(128 + signal);
+        }
+        if let Some(signal) = stops.read() {
+            terminal::stop(signal);
+        }
+        if sizes.read().is_some() && tell_size(guest).is_err() {
+            return;
+        }
+    }
+}
+
+/// An output of this process's, without a buffer.
+fn own(fd: BorrowedFd<'_>) -> io::Result<Patient> {
+    Ok(Patient(File::from(fd.try_clone_to_owned()?)))
+}
+
+/// A file that is waited for where it does not block.
+struct Patient(File);
+
+impl Write for Patient {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        loop {
+            match self.0.write(data) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let mut ready = Poll::default();
+                    ready.writable(self.0.as_raw_fd());
+                    ready.wait(None)?;
+                }
+                written => return written,
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
+
+/// Standard input, of which nothing is read where it is a terminal that somebody else has in the foreground.
+struct Foreground(Stdin);
+
+impl Read for Foreground {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        terminal::read_in_foreground(self.0.as_fd(), to)
+    }
+}
+
+/// While it lives the terminal is raw, whenever this process may change it.
 struct Raw;
 
 impl Raw {
     fn new() -> io::Result<Self> {
         let input = io::stdin();
-        if terminal::in_foreground(input.as_fd()) {
-            terminal::set_raw(input.as_fd(), Output::AsIs)?;
+        if terminal::in_foreground(input.as_fd()).is_some() {
+            terminal::set_raw(input.as_fd(), Output::AsIs, None)?;
         }
         Ok(Self)
     }
@@ -123,18 +218,6 @@ impl Drop for Raw {
 fn leave(status: i32) -> ! {
     terminal::restore();
     process::exit(status)
-}
-
-/// Waits for the next of `signals`.
-fn next(signals: &mut SignalFd) -> Option<i32> {
-    loop {
-        if let Some(signal) = signals.read() {
-            return Some(signal);
-        }
-        let mut ready = Poll::default();
-        ready.readable(signals.as_raw_fd());
-        ready.wait(None).ok()?;
-    }
 }
 
 /// Tells a guest that is there of the size of this process's terminal.
@@ -174,48 +257,55 @@ fn send_input(input: &mut impl BufRead, to: &Mutex<impl Write>, keys: &mut Keys)
     }
 }
 
-/// Writes what comes from the guest; how the command ended.
+/// Writes what comes from the guest to `outputs`, standard output and error.
 fn receive(
     from: &mut impl Read,
-    stdout: &mut impl Write,
-    stderr: &mut impl Write,
+    outputs: [impl Write; 2],
     to_guest: &Mutex<impl Write + Send + 'static>,
-) -> io::Result<Option<Ended>> {
+) -> io::Result<Outcome> {
+    let [mut stdout, mut stderr] = outputs;
     let mut data = Vec::new();
     let mut closed = Vec::new();
+    let mut unwritten = None;
     while let Some(kind) = frame::read(from, &mut data)? {
-        let to: &mut dyn Write = match (kind, &data[..]) {
-            (frame::OUTPUT, _) => stdout,
-            (frame::ERRORS, _) => stderr,
+        let (to, name): (&mut dyn Write, _) = match (kind, &data[..]) {
+            (frame::OUTPUT, _) => (&mut stdout, "standard output"),
+            (frame::ERRORS, _) => (&mut stderr, "standard error"),
             (frame::EXIT, &[a, b, c, d]) => {
                 let status = i32::from_le_bytes([a, b, c, d]).clamp(0, 255) as u8;
-                return Ok(Some(Ended::Command { status }));
+                return Ok(Outcome { ended: Some(Ended::Command { status }), unwritten });
             }
             (frame::FAILED, why) => {
                 let reason = String::from_utf8_lossy(why).into_owned();
-                return Ok(Some(Ended::NotStarted { reason }));
+                return Ok(Outcome { ended: Some(Ended::NotStarted { reason }), unwritten });
             }
             _ => return Err(io::Error::other("a guest that speaks otherwise")),
         };
-        if !closed.contains(&kind) && to.write_all(&data).and_then(|()| to.flush()).is_err() {
-            // Nobody reads it any more, as behind `| head`: the command is to see the same.
+        if closed.contains(&kind) {
+            continue;
+        }
+        if let Err(error) = to.write_all(&data).and_then(|()| to.flush()) {
+            // The command is to see the same as where nobody reads it any more, as behind `| head`. That alone is no failure.
+            if error.kind() != io::ErrorKind::BrokenPipe {
+                unwritten.get_or_insert(format!("{name}: {error}"));
+            }
             closed.push(kind);
             frame::write(&mut *to_guest.lock().expect("nobody panics with it"), frame::CLOSED, &[kind])?;
         }
     }
-    Ok(None)
+    Ok(Outcome { ended: None, unwritten })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// A reader of whom nothing is left.
-    struct Gone;
+    /// An output to which every write fails.
+    struct Broken(io::ErrorKind);
 
-    impl Write for Gone {
+    impl Write for Broken {
         fn write(&mut self, _: &[u8]) -> io::Result<usize> {
-            Err(io::ErrorKind::BrokenPipe.into())
+            Err(self.0.into())
         }
         fn flush(&mut self) -> io::Result<()> {
             Ok(())
@@ -234,25 +324,38 @@ mod tests {
             pieces(&[(frame::OUTPUT, b"a\0"), (frame::ERRORS, b"\xff"), (frame::EXIT, &7i32.to_le_bytes())]);
         let (mut out, mut err) = (Vec::new(), Vec::new());
         let back = Mutex::new(Vec::new());
-        let end = receive(&mut &said[..], &mut out, &mut err, &back).unwrap();
-        assert_eq!(
-            (end, &out[..], &err[..]),
-            (Some(Ended::Command { status: 7 }), &b"a\0"[..], &b"\xff"[..])
-        );
+        let outcome = receive(&mut &said[..], [&mut out, &mut err], &back).unwrap();
+        assert_eq!((outcome.ended, outcome.unwritten), (Some(Ended::Command { status: 7 }), None));
+        assert_eq!((&out[..], &err[..]), (&b"a\0"[..], &b"\xff"[..]));
         assert!(back.lock().unwrap().is_empty());
-        let cut = receive(&mut &said[..7], &mut out, &mut err, &back).unwrap();
-        assert_eq!(cut, None);
-        assert!(receive(&mut &pieces(&[(9, b"")])[..], &mut out, &mut err, &back).is_err());
+        let cut = receive(&mut &said[..7], [&mut out, &mut err], &back).unwrap();
+        assert_eq!(cut, Outcome { ended: None, unwritten: None });
+        assert!(receive(&mut &pieces(&[(9, b"")])[..], [&mut out, &mut err], &back).is_err());
     }
 
     #[test]
-    fn an_output_that_nobody_reads_is_said_to_be_closed_once() {
+    fn an_output_that_takes_no_more_is_said_to_be_closed_once_and_a_reader_that_left_is_no_failure() {
         let said =
             pieces(&[(frame::OUTPUT, b"a"), (frame::OUTPUT, b"b"), (frame::EXIT, &141i32.to_le_bytes())]);
-        let back = Mutex::new(Vec::new());
-        let end = receive(&mut &said[..], &mut Gone, &mut Vec::new(), &back).unwrap();
-        assert_eq!(end, Some(Ended::Command { status: 141 }));
-        assert_eq!(back.into_inner().unwrap(), pieces(&[(frame::CLOSED, &[frame::OUTPUT])]));
+        for (kind, fails) in [(io::ErrorKind::BrokenPipe, false), (io::ErrorKind::StorageFull, true)] {
+            let back = Mutex::new(Vec::new());
+            let outcome = receive(&mut &said[..], [Broken(kind), Broken(kind)], &back).unwrap();
+            assert_eq!(outcome.ended, Some(Ended::Command { status: 141 }));
+            assert_eq!(outcome.unwritten.is_some_and(|why| why.starts_with("standard output: ")), fails);
+            assert_eq!(back.into_inner().unwrap(), pieces(&[(frame::CLOSED, &[frame::OUTPUT])]));
+        }
+    }
+
+    #[test]
+    fn an_agent_that_does_not_know_a_request_is_said_to_be_old() {
+        let mut said = &b"{\"event\":\"error\",\"message\":\"unknown field `detached`\"}\n"[..];
+        let Some(Outcome { ended: Some(Ended::NotStarted { reason }), .. }) = refused(&mut said).unwrap()
+        else {
+            panic!("it is no refusal")
+        };
+        assert!(reason.contains("older") && reason.contains("unknown field `detached`"), "{reason}");
+        assert_eq!(refused(&mut &pieces(&[(frame::OUTPUT, b"{")])[..]).unwrap(), None);
+        assert_eq!(refused(&mut &b""[..]).unwrap(), None);
     }
 
     #[test]

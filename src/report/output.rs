@@ -122,7 +122,10 @@ impl Writer {
     /// Puts `content` in the place of what was there. Makes no system call but `write`, `fallocate` and `ftruncate`.
     pub fn write(self, content: &[u8]) -> Result<(), Error> {
         let written = match (self.file, self.length) {
-            (None, _) => allow_broken_pipe(io::stdout().lock().write_all(content)),
+            (None, _) => {
+                let mut out = io::stdout().lock();
+                allow_broken_pipe(out.write_all(content).and_then(|()| out.flush()))
+            }
             (Some(file), Some(length)) => replace(&file, length, content),
             (Some(mut file), None) => file.write_all(content),
         };

@@ -167,14 +167,18 @@ pub const ASSEMBLY_HERE: &[u32] = &[
 pub const FAULTS: &[u32] = crate::sys::uffd::REQUESTS;
 
 /// Restoring the terminal, which a dying process does from any thread: tcsetattr(3) reads before it writes, and newer
-/// C libraries use the second form.
-pub const TERMINAL_RESTORE: &[u32] =
-    &[libc::TCSETS as u32, libc::TCSETS2 as u32, libc::TCGETS as u32, libc::TCGETS2 as u32];
+/// C libraries use the second form. What others have in the foreground is not restored.
+pub const TERMINAL_RESTORE: &[u32] = &[
+    libc::TCSETS as u32,
+    libc::TCSETS2 as u32,
+    libc::TCGETS as u32,
+    libc::TCGETS2 as u32,
+    libc::TIOCGPGRP as u32,
+];
 
 /// The terminal and descriptors as the event loop uses them.
 pub const DESCRIPTORS: &[u32] = &[
     libc::TIOCGWINSZ as u32,
-    libc::TIOCGPGRP as u32,
     libc::FIONBIO as u32,
     libc::FIONREAD as u32,
     // What the guest's network driver takes unfinished is known only when it runs.

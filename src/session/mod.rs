@@ -48,11 +48,13 @@ use crate::snapshot;
 use crate::sys::guard::{self, Naming};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::program::{SETTLING, release_start_up_code};
-use crate::sys::signal::{ENDING, KILL, SignalFd};
+use crate::sys::signal::{ENDING, KILL, REPEATS, STOPPING, SignalFd};
 use crate::sys::socket::{self, Listener, MOST_DESCRIPTORS, Name, SocketError};
 use crate::sys::terminal;
 use crate::vm::lifecycle::Exit;
 
+/// How long a guest that was asked to stop may take.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often those who listen hear of progress.
 const TELLING: Duration = Duration::from_secs(1);
 /// How often a terminal is redrawn.
@@ -248,7 +250,10 @@ impl MutEventSubscriber for Signals {
     }
 
     fn process(&mut self, _: Events, _: &mut EventOps<'_>) {
-        if let Some(signal) = self.descriptor.read() {
+        let Some(signal) = self.descriptor.read() else { return };
+        if STOPPING.contains(&signal) {
+            terminal::stop(signal);
+        } else {
             // The receiver lives as long as the loop.
             let _ = self.caught.send(signal);
         }
@@ -298,7 +303,8 @@ impl Session {
         let control = control.map_err(Error::Control)?;
         let gdb = config.gdb.as_ref().map(|gdb| Listener::bind(&gdb.socket)).transpose();
         let gdb = gdb.map_err(gdb::Error::Socket)?;
-        let descriptor = SignalFd::new(&ENDING).map_err(|error| Error::Host("signalfd", error))?;
+        let descriptor = SignalFd::new(&[&ENDING[..], &STOPPING].concat())
+            .map_err(|error| Error::Host("signalfd", error))?;
         let (caught, signals) = channel();
         let mut events = EventManager::<Subscriber>::new()?;
         events.add_subscriber(Arc::new(Mutex::new(Signals { descriptor, caught: caught.clone() })));
@@ -396,7 +402,8 @@ impl Session {
         let bar = progress::of(payload.progress(), self.config.limit);
         let mut told = Instant::now();
         let mut settled = false;
-        let mut ending: Option<Cause> = None;
+        let mut ending: Option<(Cause, Instant)> = None;
+        let mut asked: Option<(i32, Instant)> = None;
         loop {
             let polled = payload.poll();
             payload.news().iter().for_each(|news| self.listeners.tell(news));
@@ -408,7 +415,7 @@ impl Session {
             }
             if let Some(exit) = polled? {
                 bar.finish_and_clear();
-                let cause = ending.unwrap_or(Cause::Guest);
+                let cause = ending.map_or(Cause::Guest, |(cause, _)| cause);
                 let exit = match cause {
                     Cause::Signal(signal) if exit == Exit::PowerOff => Exit::Signal(signal),
                     _ => exit,
@@ -416,11 +423,17 @@ impl Session {
                 return Ok(End { exit, cause });
             }
             let left = deadline.filter(|_| ending.is_none());
+            if let Some((_, since)) = ending.as_mut().filter(|_| payload.standing().is_some()) {
+                // It moves, or another process has it: that comes to its own end.
+                *since = Instant::now();
+            }
+            let left = left.or(ending.map(|(_, since)| since + END_TIMEOUT));
             let left = left.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             // Without a terminal and listeners, only events and the deadline matter.
             let tells = payload.progress().is_some() && !self.listeners.is_empty();
             let waits = [
                 left,
+                terminal::regain().then_some(terminal::LOOK),
                 (!bar.is_hidden()).then_some(REDRAWING),
                 tells.then(|| TELLING.saturating_sub(told.elapsed())),
             ];
@@ -440,8 +453,12 @@ impl Session {
                 cause = Some(Cause::Limit);
             }
             cause = self.obey(payload).or(cause);
-            if let Ok(signal) = self.signals.try_recv() {
-                if signal == KILL || matches!(ending, Some(Cause::Signal(_))) {
+            let is_repeat = |signal| {
+                signal != KILL && asked.is_some_and(|(first, at)| first == signal && at.elapsed() < REPEATS)
+            };
+            if let Some(signal) = self.signals.try_recv().ok().filter(|signal| !is_repeat(*signal)) {
+                asked = Some((signal, Instant::now()));
+                if signal == KILL || matches!(ending, Some((Cause::Signal(_), _))) {
                     // Asked twice: a guest that does not come to its end is not waited for.
                     return Ok(End { exit: Exit::Signal(signal), cause: Cause::Signal(signal) });
                 }
@@ -454,9 +471,18 @@ impl Session {
                 if !payload.request_end() {
                     return Ok(End { exit: abrupt(cause), cause });
                 }
-                ending = Some(cause);
+                ending = Some((cause, Instant::now()));
             }
-            if ending.is_some() {
+            if let Some((cause, since)) = ending {
+                if since.elapsed() >= END_TIMEOUT && payload.standing().is_none() {
+                    tracing::warn!(
+                        "the guest has not stopped within {} s: it is cut off",
+                        END_TIMEOUT.as_secs()
+                    );
+                    // Its memory is read for the result.
+                    payload.pause()?;
+                    return Ok(End { exit: abrupt(cause), cause });
+                }
                 // A guest that has been paused again meanwhile would never see that it is to end.
                 self.resume(payload, None);
             }

@@ -8,10 +8,18 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::time::Duration;
 
 /// The signals by which a user ends a program.
-pub const ENDING: [i32; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
+pub const ENDING: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
+
+/// Those by which a shell's user stops a program and lets it go on. A program that reads them is not stopped where it uses a terminal from the
+/// background: it is refused.
+pub const STOPPING: [i32; 4] = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU, CONTINUE];
+
+/// The one that lets a stopped process go on.
+pub const CONTINUE: i32 = libc::SIGCONT;
 
 /// The one by which a terminal says that its size has changed.
 pub const SIZE: i32 = libc::SIGWINCH;
@@ -63,6 +71,20 @@ impl SignalFd {
 impl AsRawFd for SignalFd {
     fn as_raw_fd(&self) -> RawFd {
         self.0.as_raw_fd()
+    }
+}
+
+/// Stops this process as `signal` does, which is blocked in this thread; returns when it goes on. An orphaned process group is not
+/// stopped.
+pub fn stop_by(signal: i32) {
+    let mut set = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigemptyset initialises `set` before anything else looks at it; the other calls take it, or numbers.
+    unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        libc::sigaddset(set.as_mut_ptr(), signal);
+        libc::syscall(libc::SYS_tgkill, libc::getpid(), libc::syscall(libc::SYS_gettid), signal);
+        libc::pthread_sigmask(libc::SIG_UNBLOCK, set.as_ptr(), std::ptr::null_mut());
+        libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut());
     }
 }
 
@@ -124,17 +146,60 @@ pub fn end_with_parent(command: &mut Command) {
     }
 }
 
+/// Signals of one kind that come within this time count as one: timeout(1) signals its child and then the whole process group.
+pub const REPEATS: Duration = Duration::from_secs(1);
+
+/// When the first of a kind came, in milliseconds of the monotonic clock; 0 for not yet. A signal handler may use it.
+struct First(AtomicU64);
+
+/// What a signal is to those of its kind that came before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Arrival {
+    First,
+    Repeat,
+    Second,
+}
+
+impl First {
+    /// One comes at `now`, which is not 0.
+    fn comes(&self, now: u64) -> Arrival {
+        match self.0.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst) {
+            Ok(_) => Arrival::First,
+            Err(first) if now.saturating_sub(first) < REPEATS.as_millis() as u64 => Arrival::Repeat,
+            Err(_) => Arrival::Second,
+        }
+    }
+}
+
+/// One for each number of [`ENDING`], all of which are below it.
+static FIRST: [First; 32] = [const { First(AtomicU64::new(0)) }; 32];
+
 /// What came and nobody has taken yet, and what came last; 0 for none.
 static PENDING: AtomicI32 = AtomicI32::new(0);
 static LAST: AtomicI32 = AtomicI32::new(0);
 
 extern "C" fn note(signal: libc::c_int) {
-    PENDING.store(signal, Ordering::SeqCst);
-    LAST.store(signal, Ordering::SeqCst);
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` outlives the call, which signal handlers may make.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
+    let now = now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000;
+    match FIRST.get(signal as usize).map_or(Arrival::First, |first| first.comes(now.max(1))) {
+        Arrival::First => {
+            PENDING.store(signal, Ordering::SeqCst);
+            LAST.store(signal, Ordering::SeqCst);
+        }
+        Arrival::Repeat => {}
+        // SAFETY: signal handlers may make both calls. The signal is blocked here, so that it ends this process on the return.
+        Arrival::Second => unsafe {
+            libc::signal(signal, libc::SIG_DFL);
+            libc::raise(signal);
+        },
+    }
 }
 
 /// From now on `signals` are remembered instead of ending this process, each once: the second of a kind ends it, lest a
-/// program that does not ask could not be ended. A signal that was ignored (nohup) stays so.
+/// program that does not ask could not be ended. Repeats within [`REPEATS`] are no second one. A signal that was ignored
+/// (nohup) stays so.
 pub fn remember(signals: &[i32]) -> io::Result<()> {
     for &signal in signals {
         // SAFETY: an all-zero sigaction is valid, both pointers are to locals, and the handler only stores to atomics.
@@ -146,7 +211,6 @@ pub fn remember(signals: &[i32]) -> io::Result<()> {
             }
             action = std::mem::zeroed();
             action.sa_sigaction = note as *const () as usize;
-            action.sa_flags = libc::SA_RESETHAND;
             libc::sigaction(signal, &action, std::ptr::null_mut())
         };
         if result != 0 {
@@ -183,6 +247,14 @@ mod tests {
         unsafe { libc::raise(libc::SIGUSR2) };
         assert!(is_pending());
         assert_eq!((take(), take(), last()), (Some(libc::SIGUSR2), None, Some(libc::SIGUSR2)));
+    }
+
+    #[test]
+    fn a_repeat_within_a_second_is_no_second_signal() {
+        let first = First(AtomicU64::new(0));
+        let kinds = [5, 5, 1004, 1005, 9000].map(|now| first.comes(now));
+        let [once, repeat, second] = [Arrival::First, Arrival::Repeat, Arrival::Second];
+        assert_eq!(kinds, [once, repeat, repeat, second, second]);
     }
 
     #[test]

@@ -5,13 +5,71 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// The terminal that is raw, and how it was before. One process has one terminal, and a panic hook must find it. The descriptor is this
-/// one's own: whoever had it made raw may have been taken apart by the time at which it is given back.
-static RAW: Mutex<Option<(OwnedFd, libc::termios)>> = Mutex::new(None);
+use vmm_sys_util::eventfd::EventFd;
+
+use super::signal::{self, Blocked};
+
+/// The terminal that is to be raw. One process has one terminal, and a panic hook must find it.
+static RAW: Mutex<Option<Raw>> = Mutex::new(None);
+
+/// How often a terminal is looked at that is not this process's to change: no signal tells a process that runs in the background that it
+/// comes to the foreground.
+pub const LOOK: Duration = Duration::from_millis(200);
+
+/// A terminal that is raw while this process is in its foreground and runs.
+struct Raw {
+    /// Its own: whoever had the terminal made raw may have been taken apart by the time at which it is given back.
+    fd: OwnedFd,
+    output: Output,
+    /// This process's group.
+    group: libc::pid_t,
+    /// How it was before, while it is raw.
+    before: Option<libc::termios>,
+    /// Signalled when it is this process's again.
+    back: Option<Arc<EventFd>>,
+}
+
+impl Raw {
+    /// Whether others have it in the foreground.
+    fn is_behind(&self) -> bool {
+        // SAFETY: takes no memory.
+        let foreground = unsafe { libc::tcgetpgrp(self.fd.as_raw_fd()) };
+        foreground >= 0 && foreground != self.group
+    }
+
+    fn take_back(&mut self) -> io::Result<()> {
+        if self.is_behind() {
+            self.before = None;
+            return Ok(());
+        }
+        let now = get(self.fd.as_raw_fd())?;
+        if self.before.is_some() && now.c_lflag & (libc::ICANON | libc::ECHO | libc::ISIG) == 0 {
+            return Ok(());
+        }
+        let mut raw = now;
+        // SAFETY: `raw` is a valid termios.
+        unsafe { libc::cfmakeraw(&mut raw) };
+        if self.output == Output::Processed {
+            raw.c_oflag = now.c_oflag;
+        }
+        set(self.fd.as_raw_fd(), &raw)?;
+        self.before = Some(now);
+        // It can only fail by overflowing, and then it is signalled anyway.
+        drop(self.back.as_ref().map(|back| back.write(1)));
+        Ok(())
+    }
+
+    fn give_back(&mut self) {
+        if let Some(before) = self.before.take().filter(|_| !self.is_behind()) {
+            // Nothing is left to be done for a terminal that has gone away.
+            let _ = set(self.fd.as_raw_fd(), &before);
+        }
+    }
+}
 
 /// Ctrl-a.
 const ESCAPE: u8 = 1;
@@ -49,10 +107,30 @@ impl Keys {
     }
 }
 
-/// Whether `fd` is a terminal whose foreground this process is in; the background may not change a terminal's mode.
-pub fn in_foreground(fd: BorrowedFd<'_>) -> bool {
+/// Whether `fd` is this process's terminal, and it is in its foreground; the background may not change a terminal's mode.
+pub fn in_foreground(fd: BorrowedFd<'_>) -> Option<bool> {
     // SAFETY: neither call takes memory.
-    unsafe { libc::tcgetpgrp(fd.as_raw_fd()) == libc::getpgrp() }
+    let (foreground, own) = unsafe { (libc::tcgetpgrp(fd.as_raw_fd()), libc::getpgrp()) };
+    (foreground >= 0).then_some(foreground == own)
+}
+
+/// Reads from `fd`. Where that is this process's terminal and others have it in the foreground, it waits until they have not, and does
+/// not stop the process as a plain read does.
+pub fn read_in_foreground(fd: BorrowedFd<'_>, to: &mut [u8]) -> io::Result<usize> {
+    loop {
+        let read = {
+            // One that does not take SIGTTIN is told of an error.
+            let _blocked = Blocked::all();
+            // SAFETY: the kernel writes to `to`, as far as it goes.
+            unsafe { libc::read(fd.as_raw_fd(), to.as_mut_ptr().cast(), to.len()) }
+        };
+        match usize::try_from(read).map_err(|_| io::Error::last_os_error()) {
+            Err(error) if error.raw_os_error() == Some(libc::EIO) && in_foreground(fd) == Some(false) => {
+                std::thread::sleep(LOOK);
+            }
+            result => return result,
+        }
+    }
 }
 
 /// What becomes of what is written to a terminal that is raw.
@@ -64,36 +142,75 @@ pub enum Output {
     AsIs,
 }
 
-/// Gives every key to the guest: no echo, no line editing, no signals. [`restore`] undoes it.
-pub fn set_raw(fd: BorrowedFd<'_>, output: Output) -> io::Result<()> {
-    let mut old = MaybeUninit::<libc::termios>::uninit();
-    // SAFETY: tcgetattr fills `old` where it succeeds.
-    let old = unsafe {
-        if libc::tcgetattr(fd.as_raw_fd(), old.as_mut_ptr()) != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        old.assume_init()
-    };
-    let mut raw = old;
-    // SAFETY: `raw` is a valid termios.
-    unsafe { libc::cfmakeraw(&mut raw) };
-    if output == Output::Processed {
-        raw.c_oflag = old.c_oflag;
-    }
-    let own = fd.try_clone_to_owned()?;
-    set(own.as_raw_fd(), &raw)?;
-    *RAW.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some((own, old));
+/// Gives every key to the guest: no echo, no line editing, no signals. [`restore`] undoes it. Where this process is not in the foreground
+/// of `fd` it is raw once it is; `back` is signalled then.
+pub fn set_raw(fd: BorrowedFd<'_>, output: Output, back: Option<Arc<EventFd>>) -> io::Result<()> {
+    // SAFETY: takes no memory.
+    let group = unsafe { libc::getpgrp() };
+    let mut raw = Raw { fd: fd.try_clone_to_owned()?, output, group, before: None, back };
+    raw.take_back()?;
+    *RAW.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(raw);
     Ok(())
+}
+
+/// Whether there is a terminal that is to be raw, and others have it in the foreground.
+pub fn is_behind() -> bool {
+    RAW.lock().is_ok_and(|mut raw| {
+        let raw = raw.as_mut().filter(|raw| raw.is_behind());
+        raw.map(|raw| raw.before = None).is_some()
+    })
+}
+
+/// Makes the terminal raw that is to be and is not, if this process has come to its foreground; whether that is to be looked at again.
+pub fn regain() -> bool {
+    RAW.lock().is_ok_and(|mut raw| {
+        raw.as_mut().filter(|raw| raw.before.is_none()).is_some_and(|raw| {
+            // One that cannot be changed has gone away.
+            raw.take_back().is_ok() && raw.before.is_none()
+        })
+    })
+}
+
+/// Makes the terminal raw again where it is to be and this process has come to its foreground.
+pub fn take_back() {
+    if let Ok(mut raw) = RAW.lock()
+        && let Some(raw) = raw.as_mut()
+    {
+        // One that is not to be changed is as it is.
+        let _ = raw.take_back();
+    }
+}
+
+/// Does what one of [`STOPPING`](signal::STOPPING) is for, which this thread has read. While this process is stopped the terminal is as
+/// it was before.
+pub fn stop(signal: i32) {
+    if signal != signal::CONTINUE {
+        if let Ok(mut raw) = RAW.lock() {
+            raw.iter_mut().for_each(Raw::give_back);
+        }
+        signal::stop_by(signal);
+    }
+    take_back();
 }
 
 /// Gives the terminal back as [`set_raw`] found it. Does nothing where it is not raw. Never blocks, so that a panic hook
 /// may call it.
 pub fn restore() {
     if let Ok(mut raw) = RAW.try_lock()
-        && let Some((fd, old)) = raw.take()
+        && let Some(mut raw) = raw.take()
     {
-        // Nothing is left to be done for a terminal that has gone away.
-        let _ = set(fd.as_raw_fd(), &old);
+        raw.give_back();
+    }
+}
+
+fn get(fd: RawFd) -> io::Result<libc::termios> {
+    let mut mode = MaybeUninit::<libc::termios>::uninit();
+    // SAFETY: tcgetattr fills `mode` where it succeeds.
+    unsafe {
+        match libc::tcgetattr(fd, mode.as_mut_ptr()) {
+            0 => Ok(mode.assume_init()),
+            _ => Err(io::Error::last_os_error()),
+        }
     }
 }
 
@@ -204,27 +321,19 @@ mod tests {
         assert_eq!(&bytes, b"\r\x03");
         assert!(writable(master.as_fd()));
 
-        let lflag = || {
-            let mut mode = MaybeUninit::<libc::termios>::uninit();
-            // SAFETY: tcgetattr fills `mode`, which the assertion checks.
-            unsafe {
-                assert_eq!(libc::tcgetattr(slave.as_raw_fd(), mode.as_mut_ptr()), 0);
-                mode.assume_init().c_lflag
-            }
-        };
-        let mut cooked = {
-            let mut mode = MaybeUninit::<libc::termios>::uninit();
-            // SAFETY: as above.
-            unsafe {
-                assert_eq!(libc::tcgetattr(slave.as_raw_fd(), mode.as_mut_ptr()), 0);
-                mode.assume_init()
-            }
-        };
+        let lflag = || get(slave.as_raw_fd()).unwrap().c_lflag;
+        let mut cooked = get(slave.as_raw_fd()).unwrap();
         cooked.c_lflag |= libc::ECHO | libc::ICANON;
         set(slave.as_raw_fd(), &cooked).unwrap();
-        set_raw(slave.as_fd(), Output::Processed).unwrap();
+        set_raw(slave.as_fd(), Output::Processed, None).unwrap();
         assert_eq!(lflag() & (libc::ECHO | libc::ICANON), 0);
+        // Whoever had it meanwhile has changed it.
+        set(slave.as_raw_fd(), &cooked).unwrap();
+        take_back();
+        assert_eq!((lflag() & (libc::ECHO | libc::ICANON), is_behind(), regain()), (0, false, false));
         restore();
+        assert_eq!(lflag(), cooked.c_lflag);
+        take_back();
         assert_eq!(lflag(), cooked.c_lflag);
     }
 }

@@ -2,6 +2,7 @@
 
 #[path = "../bed/mod.rs"]
 mod bed;
+mod exec;
 #[path = "../home/mod.rs"]
 mod home;
 #[path = "../images/mod.rs"]

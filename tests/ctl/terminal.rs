@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use guest_agent::serve::{Children, connected};
-use guest_agent::{Launch, Request, frame};
-use harness::{Failed, Need, ensure, trial};
+use guest_agent::{Launch, Request, Word, frame};
+use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
 use serde_json::{Value, json};
 use vellum::sys::terminal::open_pty;
 
@@ -59,13 +59,13 @@ fn answer(stream: &UnixStream, vsock: &str) -> io::Result<()> {
 }
 
 /// Such a guest, which ends with this.
-struct Guest {
-    process: Child,
-    control: PathBuf,
+pub struct Guest {
+    pub process: Child,
+    pub control: PathBuf,
 }
 
 impl Guest {
-    fn start(home: &Home) -> Result<Self, Failed> {
+    pub fn start(home: &Home) -> Result<Self, Failed> {
         let [control, vsock] = ["control", "vsock"].map(|name| home.0.join(name));
         let mut command = Command::new(std::env::current_exe()?);
         command.arg(WORD).args([&control, &vsock]).stdin(Stdio::null()).stdout(Stdio::piped());
@@ -99,11 +99,14 @@ impl User {
         let terminal = |arguments: &[&str]| stty(&name, arguments);
         terminal(&["sane"])?;
         terminal(&["rows", "33", "cols", "77"])?;
-        let mut process = Command::new("setsid")
-            .args(["-c", VELLUM, "exec", "--terminal"])
-            .arg(&guest.control)
-            .arg("--")
-            .args(command)
+        let mut line = Command::new("setsid");
+        line.args(["-c", VELLUM, "exec", "--terminal"]).arg(&guest.control).arg("--").args(command);
+        Self::on((master, slave, name), &mut line)
+    }
+
+    /// `line` on this terminal.
+    fn on((master, slave, name): (File, File, String), line: &mut Command) -> Result<Self, Failed> {
+        let mut process = line
             .env("TERM", "vt220")
             .stdin(slave.try_clone()?)
             .stdout(slave.try_clone()?)
@@ -212,7 +215,7 @@ fn a_terminal_is_given_back_at_every_end() -> Result<(), Failed> {
         user.wait_for("on\r\n")?;
         Ok(user)
     };
-    for (signal, status) in [("-TERM", 143), ("-INT", 130), ("-HUP", 129)] {
+    for (signal, status) in [("-TERM", 143), ("-INT", 130), ("-HUP", 129), ("-QUIT", 131)] {
         let user = on(&guest)?;
         let killed = Command::new("kill").args([signal, &user.id.to_string()]).status()?;
         ensure(killed.success(), || format!("kill {signal}: {killed}"))?;
@@ -227,13 +230,78 @@ fn a_terminal_is_given_back_at_every_end() -> Result<(), Failed> {
     user.ended(1)
 }
 
+/// A shell with job control, whose own terminal modes nobody restores but those who have changed them. `line` starts a client whose
+/// command says `interrupted` and ends with 9 where Ctrl-c is the guest's.
+fn in_a_shell(home: &Home, line: &str) -> Result<(Guest, User), Failed> {
+    let guest = Guest::start(home)?;
+    let (master, slave, name) = open_pty()?;
+    stty(&name, &["sane"])?;
+    let client = home.0.join("client");
+    let command = "trap 'echo interrupted; exit 9' INT; echo on; while :; do sleep 0.1; done";
+    let exec = format!("exec {VELLUM} exec -t {} -- sh -c \"{command}\"\n", guest.control.display());
+    std::fs::write(&client, format!("echo $$ >{}\n{exec}", home.0.join("pid").display()))?;
+    let script = line.replace("CLIENT", &format!("sh {}", client.display()));
+    let user = User::on((master, slave, name), Command::new("setsid").args(["-c", "sh", "-mc", &script]))?;
+    Ok((guest, user))
+}
+
+/// The terminal is raw, or as it was.
+fn becomes(user: &User, raw: bool) -> Result<(), Failed> {
+    let mode = || stty(&user.name, &["-a"]);
+    let [part, what] =
+        if raw { [" -icanon ", "the terminal is raw"] } else { [" icanon ", "it is as it was"] };
+    eventually(LIMIT, what, || Ok(mode()?.contains(part).then_some(())))
+}
+
+fn interrupted(mut user: User) -> Result<(), Failed> {
+    user.master.write_all(b"\x03")?;
+    user.wait_for("interrupted\r\n")?;
+    user.ended(9)
+}
+
+#[trial(setsid())]
+fn a_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(), Failed> {
+    // Nobody can do anything at a SIGSTOP: shells do, then.
+    for (signal, shell) in [("-TSTP", ""), ("-STOP", "stty sane;")] {
+        let home = Home::new()?;
+        let line = format!("CLIENT; {shell} echo back; read line; echo \"<$line>\"; fg");
+        let (_guest, mut user) = in_a_shell(&home, &line)?;
+        user.wait_for("on\r\n")?;
+        becomes(&user, true)?;
+        let id = std::fs::read_to_string(home.0.join("pid"))?;
+        let sent = Command::new("kill").args([signal, id.trim()]).status()?;
+        ensure(sent.success(), || format!("kill {signal}: {sent}"))?;
+        user.wait_for("back\r\n")?;
+        becomes(&user, false)?;
+        user.master.write_all(b"typed\n")?;
+        user.wait_for("<typed>\r\n")?;
+        becomes(&user, true)?;
+        interrupted(user)?;
+    }
+    Ok(())
+}
+
+#[trial(setsid())]
+fn a_client_in_the_background_leaves_the_terminal_alone_until_it_is_in_front() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (_guest, mut user) = in_a_shell(&home, "CLIENT & read line; echo \"<$line>\"; read line; fg")?;
+    user.wait_for("on\r")?;
+    ensure(stty(&user.name, &["-a"])?.contains(" icanon "), || "it is raw in the background".into())?;
+    // What is typed is the shell's, and nobody is stopped by it.
+    user.master.write_all(b"typed\n")?;
+    user.wait_for("<typed>\r\n")?;
+    user.master.write_all(b"\n")?;
+    becomes(&user, true)?;
+    interrupted(user)
+}
+
 /// The same agent with streams apart: as the command of `vellum run -k KERNEL -- COMMAND` has them.
 #[trial]
 fn streams_come_apart_without_a_terminal() -> Result<(), Failed> {
     let home = Home::new()?;
     let _guest = Guest::start(&home)?;
     let mut stream = UnixStream::connect(home.0.join("vsock"))?;
-    let command = ["sh", "-c", "cat; echo no >&2; exit 7"].map(str::to_owned).to_vec();
+    let command = ["sh", "-c", "cat; echo no >&2; exit 7"].map(Word::from).to_vec();
     let request = Request::Launch(Launch { command, ..Launch::default() });
     stream.write_all(format!("CONNECT 1024\n{}\n", serde_json::to_string(&request)?).as_bytes())?;
     let data: Vec<u8> = (0..300_000u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();

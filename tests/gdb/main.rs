@@ -305,6 +305,36 @@ fn a_client_that_is_no_debugger_does_no_harm() -> Result<(), Failed> {
     ensure(machine.end()?.status.success(), || "its end".into())
 }
 
+/// A guest whose code a debugger has changed to an endless loop of two bytes never rings its doorbell.
+#[trial(kvm())]
+fn a_guest_that_never_stops_is_cut_off() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (machine, socket) = waiting(&home, "--passes 0")?;
+    let mut client = Client::connect(&socket)?;
+    let at = in_its_loop(&home, &mut client)?;
+    ensure(client.ask(&format!("M{at:x},2:ebfe"))? == "OK", || "writing its code".into())?;
+    detached(&home, &mut client)?;
+    let output = machine.end()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure(said.contains("has not stopped within"), || format!("{output:?}"))
+}
+
+/// What one packet asks for is bounded, and so is one without an end.
+#[trial(kvm())]
+fn packets_are_bounded() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (machine, socket) = waiting(&home, "--passes 0")?;
+    let mut client = Client::connect(&socket)?;
+    let all = client.memory(RAM_VA, 1 << 40)?;
+    ensure(all.len() == 2048, || format!("{} bytes", all.len()))?;
+    // One without an end ends the session.
+    client.0.write_all(&[&b"$m"[..], &[b'0'; 5000]].concat())?;
+    let left = client.0.read_to_end(&mut Vec::new());
+    ensure(left.is_ok_and(|count| count == 0), || "an endless packet".into())?;
+    home.ctl("g stop")?;
+    ensure(machine.end()?.status.success(), || "its end".into())
+}
+
 #[trial]
 fn bad_places_for_a_debugger_are_one_line() -> Result<(), Failed> {
     let home = Home::new()?;

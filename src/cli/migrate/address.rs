@@ -11,6 +11,7 @@ use std::str::FromStr;
 
 use crate::cli::Failure;
 use crate::migration::link::LIVENESS;
+use crate::report::output::allow_broken_pipe;
 use crate::sys::socket;
 use crate::vm::lifecycle::Exit;
 
@@ -146,18 +147,22 @@ pub fn relay(path: &Path) -> Result<Exit, Failure> {
     let there = std::thread::spawn(move || {
         carry(io::stdin().lock(), &stream, || drop(stream.shutdown(Shutdown::Write)))
     });
-    carry(&back, io::stdout().lock(), || ());
+    let carried = allow_broken_pipe(carry(&back, io::stdout().lock(), || ()));
     // Its peer is gone: what still comes in would go nowhere.
     drop(there);
+    carried.map_err(|error| Failure::host(format!("standard output: {error}")))?;
     Ok(Exit::PowerOff)
 }
 
-fn carry(mut from: impl Read, mut to: impl Write, end: impl FnOnce()) {
+/// Carries what comes until one of them ends; why the other one takes no more.
+fn carry(mut from: impl Read, mut to: impl Write, end: impl FnOnce()) -> io::Result<()> {
     let mut buffer = vec![0; 256 << 10];
-    while let Ok(count @ 1..) = from.read(&mut buffer) {
-        if to.write_all(&buffer[..count]).and_then(|()| to.flush()).is_err() {
-            break;
-        }
+    let mut carried = Ok(());
+    while carried.is_ok()
+        && let Ok(count @ 1..) = from.read(&mut buffer)
+    {
+        carried = to.write_all(&buffer[..count]).and_then(|()| to.flush());
     }
     end();
+    carried
 }
