@@ -136,6 +136,12 @@ enum What {
         /// Add their Signed-off-by, by which they certify the kernel's Developer's Certificate of Origin
         #[arg(long)]
         sign_off: bool,
+        /// Ask for comments: RFC PATCH in the subjects
+        #[arg(long)]
+        rfc: bool,
+        /// Which version of the series it is
+        #[arg(short = 'v', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+        reroll: u32,
         /// A clone of the kernel's repository with the tag that the base is of: the patches must apply there by `git am`
         #[arg(long, value_name = "DIR")]
         linux: Option<PathBuf>,
@@ -425,8 +431,8 @@ fn perform(what: What) -> Result<u8> {
             BEDS[0].ready()?;
             done(check::selftests_of(&Cache::open()?, Base::named(&base)?, Architecture::X86))
         }
-        What::Post { series, from, sign_off, linux, out } => {
-            let poster = Poster { from: &from, sign_off, linux: linux.as_deref() };
+        What::Post { series, from, sign_off, rfc, reroll, linux, out } => {
+            let poster = Poster { from: &from, sign_off, linux: linux.as_deref(), rfc, version: reroll };
             post::post(&Cache::open()?, &series::named(&series)?, &poster, &out).map(|()| 0)
         }
         What::KvmUnitTests { dir, only, irqchip, host } => unit_tests_of_kvm(&dir, &only, irqchip, host),

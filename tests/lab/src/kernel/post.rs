@@ -23,12 +23,32 @@ pub struct Poster<'a> {
     pub sign_off: bool,
     /// A clone of the kernel's repository that has the tag which the base was made from.
     pub linux: Option<&'a Path>,
+    /// Whether the mails ask for comments, not to be applied.
+    pub rfc: bool,
+    /// Which version of the series it is; 1 is not said.
+    pub version: u32,
+}
+
+impl Poster<'_> {
+    /// `PATCH`, `RFC PATCH` or `PATCH v2`.
+    fn prefix(&self) -> String {
+        let rfc = if self.rfc { "RFC " } else { "" };
+        let version = if self.version > 1 { format!(" v{}", self.version) } else { String::new() };
+        format!("{rfc}PATCH{version}")
+    }
 }
 
 /// Writes the mails of `series` into `out`, after the kernel's own scripts had their say.
 pub fn post(cache: &Cache, series: &Series, poster: &Poster, out: &Path) -> Result<()> {
     if !is_address(poster.from) {
         return Err(Error::Usage(format!("--from {}: the form is 'Name <address>'", poster.from)));
+    }
+    if let Some(commit) = &series.about.upstream {
+        return Err(Error::Usage(format!(
+            "{}/{} is mainline's {commit}: it is not posted. Ask stable@vger.kernel.org to take that commit, as \
+             Documentation/process/stable-kernel-rules.rst says (option 2)",
+            series.base.name, series.name
+        )));
     }
     let tree = Tree::open(cache, series.base)?;
     let tag = tag(&tree.package.version);
@@ -44,7 +64,17 @@ pub fn post(cache: &Cache, series: &Series, poster: &Poster, out: &Path) -> Resu
             out.display()
         )));
     }
-    let recipients = recipients(scripts, &series.patches)?;
+    let mut recipients = recipients(scripts, &series.patches)?;
+    let (authors, unknown) = authors_of_fixed(poster.linux, &series.patches)?;
+    let [to, cc] = &mut recipients;
+    cc.extend(authors.into_iter().filter(|who| !to.contains(who)));
+    cc.dedup();
+    for fixed in unknown {
+        println!("{}: Cc lacks the author of {fixed}: --linux names no clone that has it", series.name);
+    }
+    for tree in trees(scripts, &series.patches)? {
+        println!("{}: {tree} is a tree of its maintainers: base it there before it is sent", series.name);
+    }
     let mut mails = Vec::new();
     for patch in &series.patches {
         let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
@@ -81,7 +111,7 @@ pub fn post(cache: &Cache, series: &Series, poster: &Poster, out: &Path) -> Resu
         }
     };
     if mails.len() > 1 {
-        let cover = cover_letter(series, poster.from, &recipients, &stat, base.as_deref())?;
+        let cover = cover_letter(series, poster, &recipients, &stat, base.as_deref())?;
         mails.push(out.join("0000-cover-letter.patch"));
         write(&mails[mails.len() - 1], &cover)?;
     }
@@ -134,6 +164,40 @@ fn recipients(source: &Path, patches: &[PathBuf]) -> Result<[Vec<String>; 2]> {
     Ok([to, cc])
 }
 
+/// The trees in which the maintainers gather patches to these files, but for Linus Torvalds's.
+fn trees(source: &Path, patches: &[PathBuf]) -> Result<Vec<String>> {
+    let mut perl = Command::new("perl");
+    perl.arg("scripts/get_maintainer.pl").args(["--norolestats", "--nogit", "--nogit-fallback", "--scm"]);
+    // It wants people to be asked for as well.
+    perl.args(["--m", "--nor", "--nol"]).args(patches).current_dir(source);
+    let said = tool::text(&mut perl)?;
+    let urls = said.lines().filter_map(|line| line.trim().strip_prefix("git "));
+    Ok(urls.filter(|url| !url.contains("/torvalds/")).map(str::to_owned).collect())
+}
+
+/// Who wrote the commits that `Fixes:` names, each once, as far as `linux` has them; and the names of the others.
+fn authors_of_fixed(linux: Option<&Path>, patches: &[PathBuf]) -> Result<(Vec<String>, Vec<String>)> {
+    let mut fixed = BTreeSet::new();
+    for patch in patches {
+        let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
+        let message = text.split("\n---\n").next().unwrap_or_default();
+        fixed.extend(message.lines().filter_map(|line| line.strip_prefix("Fixes: ")).map(str::to_owned));
+    }
+    let (mut authors, mut unknown) = (Vec::new(), Vec::new());
+    for name in fixed {
+        let hash = name.split_whitespace().next().unwrap_or_default();
+        let author = linux.and_then(|linux| {
+            tool::text(git(linux).args(["log", "-1", "--format=%aN <%aE>", hash, "--"])).ok()
+        });
+        match author.map(|author| author.trim().to_owned()).filter(|author| is_address(author)) {
+            Some(author) if authors.contains(&author) => {}
+            Some(author) => authors.push(author),
+            None => unknown.push(name),
+        }
+    }
+    Ok((authors, unknown))
+}
+
 /// The headers that say from whom and to whom.
 fn headers(from: &str, [to, cc]: &[Vec<String>; 2]) -> String {
     let mut text = format!("From: {from}\n");
@@ -149,6 +213,7 @@ fn headers(from: &str, [to, cc]: &[Vec<String>; 2]) -> String {
 fn addressed(patch: &str, poster: &Poster, recipients: &[Vec<String>; 2]) -> Option<String> {
     let (first, rest) = patch.split_once('\n').filter(|(first, _)| first.starts_with("From "))?;
     let (message, change) = rest.split_once("\n---\n")?;
+    let message = &message.replacen("Subject: [PATCH", &format!("Subject: [{}", poster.prefix()), 1);
     let sign = if poster.sign_off { sign_off(message, poster.from) } else { String::new() };
     Some(format!("{first}\n{}{message}\n{sign}---\n{change}", headers(poster.from, recipients)))
 }
@@ -164,7 +229,7 @@ fn sign_off(message: &str, from: &str) -> String {
 
 fn cover_letter(
     series: &Series,
-    from: &str,
+    poster: &Poster,
     recipients: &[Vec<String>; 2],
     stat: &str,
     base: Option<&str>,
@@ -186,8 +251,9 @@ fn cover_letter(
     let base = base.map_or(String::new(), |base| format!("\nbase-commit: {base}\n"));
     let count = series.patches.len();
     Ok(format!(
-        "{first}\n{}Subject: [PATCH 0/{count}] {subject}\n\n{}\n\n{titles}\n{stat}{base}",
-        headers(from, recipients),
+        "{first}\n{}Subject: [{} 0/{count}] {subject}\n\n{}\n\n{titles}\n{stat}{base}",
+        headers(poster.from, recipients),
+        poster.prefix(),
         text.trim_end()
     ))
 }
@@ -273,7 +339,7 @@ mod tests {
                          Why.\n\nCc: stable@vger.kernel.org\n---\n f | 1 +\n\ndiff --git a/f b/f\n";
 
     fn poster(sign_off: bool) -> Poster<'static> {
-        Poster { from: "A Name <a@b.org>", sign_off, linux: None }
+        Poster { from: "A Name <a@b.org>", sign_off, linux: None, rfc: false, version: 1 }
     }
 
     #[test]
@@ -289,6 +355,47 @@ mod tests {
         assert!(!addressed(PATCH, &poster(false), &to).unwrap().contains("Signed-off-by"));
         assert_eq!(title(&mail), "KVM: A title that is folded");
         assert!(addressed("no mail", &poster(false), &to).is_none());
+    }
+
+    #[test]
+    fn a_mail_says_what_it_asks_for_and_which_version_it_is() {
+        let subject = |rfc, version| {
+            let mail =
+                addressed(PATCH, &Poster { rfc, version, ..poster(false) }, &Default::default()).unwrap();
+            mail.lines().find(|line| line.starts_with("Subject: ")).unwrap().to_owned()
+        };
+        assert_eq!(subject(false, 1), "Subject: [PATCH 2/3] KVM: A title that is");
+        assert_eq!(subject(true, 1), "Subject: [RFC PATCH 2/3] KVM: A title that is");
+        assert_eq!(subject(false, 2), "Subject: [PATCH v2 2/3] KVM: A title that is");
+        assert_eq!(subject(true, 3), "Subject: [RFC PATCH v3 2/3] KVM: A title that is");
+    }
+
+    #[test]
+    fn the_author_of_what_is_fixed_gets_a_copy_if_the_clone_has_it() {
+        let home = std::env::temp_dir().join(format!("vellum-fixes-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&home);
+        fs::create_dir_all(&home).unwrap();
+        let git = |args: &[&str]| {
+            let mut git = git(&home);
+            git.args(["-c", "user.name=An Author", "-c", "user.email=n@m.org"]).args(args);
+            tool::text(&mut git).unwrap()
+        };
+        git(&["init", "--quiet"]);
+        git(&["commit", "--quiet", "--allow-empty", "-m", "one"]);
+        let hash = git(&["rev-parse", "HEAD"])[..12].to_owned();
+        let patch = home.join("0001-x.patch");
+        let text = format!(
+            "From 0\nSubject: [PATCH] x\n\nWhy.\n\nFixes: {hash} (\"one\")\nFixes: 0123456789ab (\"two\")\n---\nFixes: no\n"
+        );
+        fs::write(&patch, text).unwrap();
+        let (authors, unknown) = authors_of_fixed(Some(&home), std::slice::from_ref(&patch)).unwrap();
+        assert_eq!(
+            (authors, unknown),
+            (vec!["An Author <n@m.org>".to_owned()], vec!["0123456789ab (\"two\")".to_owned()])
+        );
+        let (authors, unknown) = authors_of_fixed(None, &[patch]).unwrap();
+        assert_eq!((authors.len(), unknown.len()), (0, 2));
+        fs::remove_dir_all(&home).unwrap();
     }
 
     #[test]

@@ -48,6 +48,8 @@ pub struct About {
     /// A program in `kernel-patches/tools` and its arguments, split at blanks: it runs the patched code in user space, and
     /// must exit with 0. `{source}` is the tree that carries the series.
     pub tool: Option<String>,
+    /// The commit by which mainline has it already: what is left is to have stable kernels take that.
+    pub upstream: Option<String>,
     /// Commands that must exit with 0 on the patched kernel, beyond the boot and the oracle.
     #[serde(default)]
     pub test: Vec<Bench>,
