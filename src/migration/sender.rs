@@ -286,6 +286,7 @@ impl Sending {
             }
             Told::Recovered(socket, faults) => self.recovered(socket, faults),
             Told::Set { downtime, bandwidth } => {
+                self.options.bandwidth = bandwidth.or(self.options.bandwidth);
                 let cap = bandwidth.map(|all| all / u64::from(self.share.of()));
                 self.plan.set(downtime, cap);
                 if cap.is_some() {

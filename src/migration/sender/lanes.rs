@@ -170,10 +170,13 @@ impl Lanes {
             while let Some(news) = lane.heard() {
                 match news {
                     News::Done { whole } => {
-                        self.busy -= 1;
+                        self.busy = self.busy.saturating_sub(1);
                         self.short |= !whole;
                     }
-                    News::Broken(why) => return Err(format!("connection {number}: {why}")),
+                    News::Broken(why) => {
+                        self.busy = self.busy.saturating_sub(1);
+                        return Err(format!("connection {number}: {why}"));
+                    }
                 }
             }
         }
@@ -196,13 +199,20 @@ impl Lanes {
         Ok(())
     }
 
-    /// Cuts their connections: none of them waits for its peer any more.
+    /// Cuts their connections, and waits until each has left what it was at: nothing that is owed from then on is taken for sent by
+    /// them. None of them waits for its peer any more.
     pub fn cut(&mut self) {
         self.common.stop.store(true, Ordering::Relaxed);
-        for (_, socket) in self.lanes.drain(..) {
-            socket::shut(&socket, Shutdown::Both);
+        self.lanes.iter().for_each(|(_, socket)| socket::shut(socket, Shutdown::Both));
+        while self.busy > 0 {
+            let _ = self.are_done();
+            if self.busy > 0 {
+                let mut poll = Poll::default();
+                poll.readable(self.descriptor());
+                let _ = poll.wait(Some(Duration::from_millis(100)));
+            }
         }
-        self.busy = 0;
+        self.lanes.clear();
     }
 }
 

@@ -10,6 +10,7 @@ use super::passes::Pass;
 use super::words::{Said, Word};
 use crate::migration::bits::Bits;
 use crate::migration::link;
+use crate::migration::share::Share;
 use crate::migration::source::{Event, State};
 use crate::migration::wire::Run;
 
@@ -90,6 +91,9 @@ impl Sending {
             return None;
         }
         self.lacking.clear();
+        // The further connections were cut with the first, and no others follow: the new one carries all pages, by all of the bandwidth.
+        self.share = Share::new(0, 1);
+        self.plan.set(None, self.options.bandwidth);
         let serve = |sending: &mut Self| -> Result<(), link::Error> {
             let mut own = sending.linked(socket)?;
             own.admit();
