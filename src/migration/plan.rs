@@ -65,6 +65,10 @@ const OVERHEAD: Duration = Duration::from_millis(5);
 const PAYS: f64 = 0.8;
 /// A final pass of a limit below this is not given up earlier: what is measured in milliseconds varies by milliseconds.
 const LEAST_OVERRUN: Duration = Duration::from_secs(1);
+/// A pass that is over sooner, leaves as much as it had, and too much for the limit, is followed by the next one no sooner than this.
+const REST: Duration = Duration::from_millis(50);
+/// How long the sender waits at most before it looks up.
+const LOOK: Duration = Duration::from_millis(20);
 /// Passes over little that change nothing any more: after these the rest is sent even where each still pays a little.
 const MOST_SMALL_PASSES: u32 = 20;
 
@@ -93,6 +97,8 @@ pub struct Plan {
     estimate: Option<Estimate>,
     /// The cap on bandwidth.
     pace: Pace,
+    /// Since the beginning, until when the next pass waits.
+    rests_until: Duration,
 }
 
 impl Plan {
@@ -111,6 +117,7 @@ impl Plan {
             written: Vec::new(),
             estimate: None,
             pace: Pace::new(bandwidth),
+            rests_until: Duration::ZERO,
         }
     }
 
@@ -167,7 +174,11 @@ impl Plan {
         if last.dirty == 0 {
             return Some(OVERHEAD);
         }
-        let bytes = last.dirty.saturating_mul(PAGE_SIZE) as f64;
+        self.downtime_for(last.dirty)
+    }
+
+    fn downtime_for(&self, pages: u64) -> Option<Duration> {
+        let bytes = pages.saturating_mul(PAGE_SIZE) as f64;
         (self.link > 0.0).then(|| OVERHEAD + Duration::from_secs_f64((bytes / self.link).min(1e9)))
     }
 
@@ -183,7 +194,10 @@ impl Plan {
         if self.passes == 1 {
             self.estimate = self.foresee(measured, now);
         }
-        let fits = self.expected_downtime().is_some_and(|expected| expected <= self.downtime);
+        // Below what pausing and one frame take there is nothing that a pass could gain.
+        let least = self.downtime_for(u64::from(super::wire::MOST_PAGES)).unwrap_or(OVERHEAD);
+        let limit = self.downtime.max(least);
+        let fits = self.expected_downtime().is_some_and(|expected| expected <= limit);
         let pays = self.passes < MOST_SMALL_PASSES && (measured.dirty as f64) < measured.pages as f64 * PAYS;
         if fits && (!pays || measured.dirty <= u64::from(super::wire::MOST_PAGES)) {
             return Decision::Converged;
@@ -199,6 +213,7 @@ impl Plan {
         }
         if !pays && !fits {
             self.take_more(measured);
+            self.rests_until = now + REST.saturating_sub(measured.took);
         }
         Decision::Again
     }
@@ -290,9 +305,11 @@ impl Plan {
         self.pace.sent(bytes, now);
     }
 
-    /// How long the cap on bandwidth wants the next block to wait, if at all.
+    /// How long the next block is to wait, for the cap on bandwidth or because another pass at once would gain nothing.
     pub fn holds_back(&self, now: Duration) -> Option<Duration> {
-        self.pace.holds_back(now)
+        let rest = self.rests_until.saturating_sub(now);
+        let rest = (!rest.is_zero()).then(|| rest.min(LOOK));
+        self.pace.holds_back(now).max(rest)
     }
 }
 
@@ -490,6 +507,28 @@ mod tests {
         assert_eq!(decision, Decision::Converged);
         let estimate = plan.estimate().unwrap();
         assert!(estimate.total >= timeout && took >= timeout, "{estimate:?}, {took:?}");
+    }
+
+    #[test]
+    fn a_limit_that_no_guest_can_keep_makes_no_pass_of_nothing() {
+        let (limit, took) = (Duration::from_millis(1), Duration::from_micros(200));
+        let measured = |pages, dirty| Measured { pages, bytes: pages * PAGE_SIZE, took, dirty };
+        let mut plan = Plan::new(limit, None, None);
+        plan.pass_ended(measured(65_536, 10), took);
+        assert_eq!(plan.pass_ended(measured(10, 0), took), Decision::Converged);
+        // What is written in each pass is more than a frame, and too much for the limit.
+        let mut plan = Plan::new(limit, None, None);
+        let (mut now, mut passes) = (Duration::ZERO, 0);
+        while now < Duration::from_secs(2) {
+            if let Some(wait) = plan.holds_back(now) {
+                now += wait;
+                continue;
+            }
+            now += took;
+            passes += 1;
+            assert_eq!(plan.pass_ended(measured(200, 200), now), Decision::Again);
+        }
+        assert!(passes <= 41, "{passes} passes in {now:?}");
     }
 
     #[test]
