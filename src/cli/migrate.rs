@@ -52,11 +52,12 @@ pub struct MigrateArgs {
     #[arg(long, value_name = "WHEN", value_parser = args::MODE, default_value = "precopy", hide_possible_values = true)]
     mode: Mode,
 
-    /// Go on with a postcopy whose link was cut: connect again, and send what the target says that it lacks
+    /// Go on with a postcopy whose link was cut: connect again, and send what the target says that it lacks,
+    /// over one connection
     #[arg(long, requires = "to", conflicts_with = "attach")]
     recover: bool,
 
-    /// How long the guest may stand still: a limit
+    /// How long the guest may stand still: a limit. Below what pausing it takes, some 5 ms, it is taken for that
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "300ms")]
     downtime: Duration,
 
@@ -217,6 +218,13 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
         let sockets = connections.iter().map(|connection| connection.socket.as_fd());
         let sockets: Vec<_> = sockets.chain([fence.as_fd()]).collect();
         machine.ask_with(&asked, &sockets).map_err(failure)?;
+        if let Some(left) = has.limit_ms {
+            let (name, left) = (&args.machine, Duration::from_millis(left).as_secs());
+            say(&format!(
+                "{name} was to end in {left} s, by --duration or --timeout; that limit does not move with it: vellum ctl NAME stop ends \
+                 it there"
+            ));
+        }
         Some(machine.last_id())
     };
     follow(args, &mut machine, of, has.numbered, &mut connections)

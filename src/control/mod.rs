@@ -411,6 +411,9 @@ pub struct Status {
     /// What keeps it from being saved and from moving, if anything does.
     #[serde(default)]
     pub stays: Option<Stays>,
+    /// After how many milliseconds it ends by `--duration` or `--timeout`: a limit of this process, which does not move with it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit_ms: Option<u64>,
 }
 
 /// A device that keeps its machine where it is.

@@ -558,8 +558,7 @@ impl Session {
         lent.list.standard = standard.into_iter().collect::<Result<_, _>>().map_err(refused)?;
         lent.list.sandbox = self.config.sandbox.to_string();
         lent.list.user = self.config.user.map(|user| (user.uid, user.gid));
-        let left = self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        lent.list.limit_ms = left.map(|left| left.as_millis() as u64);
+        lent.list.limit_ms = self.left();
         lent.list.result = self.config.result.clone();
         if let (Some(control), Some(path)) = (&self.control, &self.config.control) {
             let socket = control.lock().expect("nobody panics with it").lend().map_err(refused)?;
@@ -656,7 +655,14 @@ impl Session {
             tracker: payload.tracker().map(str::to_owned),
             disks: outline.disks,
             stays: outline.stays,
+            limit_ms: self.left(),
         }
+    }
+
+    /// Milliseconds of the time that the run has, if that is limited.
+    fn left(&self) -> Option<u64> {
+        let left = self.deadline?.saturating_duration_since(Instant::now());
+        Some(left.as_millis() as u64)
     }
 
     /// What the guest has said may still wait for a slow reader. A guest that ended by itself gives it the time that the run

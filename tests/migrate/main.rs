@@ -521,6 +521,21 @@ fn what_does_not_fit_is_named_and_nothing_is_left() -> Result<(), Failed> {
     ends_with(here, 0).map(drop)
 }
 
+/// Whoever moves a machine whose time is limited hears that the limit stays behind.
+#[trial(kvm())]
+fn a_time_limit_that_does_not_move_is_told() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let here = home.run("here", "run --memory 8m --passes 0 --duration 1h")?;
+    let there = home.receive("there", "")?;
+    let output = home.migrate("here", "there", "--downtime 1m")?;
+    succeeds(&output)?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(said.contains("--duration") && said.contains("does not move with it"), || said.clone())?;
+    ends_with(here, 15)?;
+    succeeds(&home.vellum("ctl there stop")?)?;
+    ends_with(there, 0).map(drop)
+}
+
 /// A peer that speaks something else, whatever it says.
 #[trial(real())]
 fn strangers_are_sent_away_and_a_source_still_comes() -> Result<(), Failed> {
