@@ -1,6 +1,8 @@
 //! What is said of a command line that is wrong: clap's paragraphs as one line, with the reason and what would work where clap
 //! knows only the rule.
 
+use std::ffi::OsString;
+
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, CommandFactory};
@@ -56,6 +58,11 @@ pub(super) fn one_line(error: &clap::Error) -> String {
             return unknown(typed, Some(&first));
         }
     }
+    if error.kind() == ErrorKind::InvalidUtf8
+        && let Some(line) = not_text(&std::env::args_os().collect::<Vec<_>>())
+    {
+        return line;
+    }
     if let Some(line) = excluded(error).or_else(|| missing(error)) {
         return line;
     }
@@ -64,6 +71,29 @@ pub(super) fn one_line(error: &clap::Error) -> String {
         paragraphs.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more info"));
     let lines: Vec<_> = wanted.map(|line| line.strip_prefix("tip: ").unwrap_or(line)).collect();
     lines.join("; ").replace(":; ", ": ")
+}
+
+/// Which of `words` is refused because it is no text: clap says only that one is. Some may be none, as some paths are.
+fn not_text(words: &[OsString]) -> Option<String> {
+    let strange = |at: &usize| words[*at].to_str().is_none();
+    let refused = |at: &usize| {
+        let shown = |(other, word): (usize, &OsString)| match other == *at {
+            true => word.clone(),
+            false => word.to_string_lossy().into_owned().into(),
+        };
+        let error = super::read_from(words.iter().enumerate().map(shown)).err();
+        error.is_some_and(|error| error.kind() == ErrorKind::InvalidUtf8)
+    };
+    let all = || (1..words.len()).filter(strange);
+    let at = all().find(refused).or_else(|| all().next())?;
+    let (word, before) = (words[at].to_string_lossy(), words[at - 1].to_string_lossy());
+    let flag = match word.split_once('=') {
+        Some((flag, _)) if word.starts_with("--") => flag,
+        _ if word.starts_with('-') => word.get(..2).unwrap_or("-"),
+        _ if before.starts_with('-') => &before,
+        _ => "argument",
+    };
+    Some(format!("{flag}: {:?} is not UTF-8; give it a name that is, or a link with such a name", words[at]))
 }
 
 /// What to say of a subcommand that there is not, at the level where it was typed: after `first`, if that has any.
@@ -170,6 +200,28 @@ fn missing(error: &clap::Error) -> Option<String> {
 mod tests {
     use super::*;
     use crate::cli::read_from;
+
+    #[test]
+    fn an_argument_that_is_no_text_is_named() {
+        use std::os::unix::ffi::OsStringExt;
+
+        let cases: [(&[&[u8]], &str); 5] = [
+            (&[b"run", b"-d/d\xff", b"-k", b"k"], "-d: \"-d/d\\xFF\" is"),
+            (&[b"run", b"-k", b"k", b"--serial=file=\xff"], "--serial: \"--serial=file=\\xFF\" is"),
+            (&[b"run", b"--gdb", b"\xff"], "--gdb: \"\\xFF\" is"),
+            (&[b"migrate", b"m", b"--to", b"unix:\xff"], "--to: \"unix:\\xFF\" is"),
+            // The first may be what it likes.
+            (&[b"restore", b"/dir\xff", b"--serial", b"file=\xff"], "--serial: \"file=\\xFF\" is"),
+        ];
+        for (words, says) in cases {
+            let words = [b"vellum"].into_iter().map(|word| &word[..]).chain(words.iter().copied());
+            let words: Vec<_> = words.map(|word| OsString::from_vec(word.to_vec())).collect();
+            let error = read_from(words.iter()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidUtf8, "{words:?}: {error}");
+            let line = not_text(&words).unwrap();
+            assert!(line.starts_with(says), "{line}");
+        }
+    }
 
     #[test]
     fn errors_are_one_line() {

@@ -1,10 +1,12 @@
 //! What the two sides of a migration say to each other, beside pages and state.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 pub use crate::control::Waited;
+use crate::report::printable;
 
 /// The newest version of the wire that is spoken here.
 pub const VERSION: u32 = 3;
@@ -71,6 +73,19 @@ pub enum Standing {
     Ran,
     /// It never ran here and never will.
     Gone,
+}
+
+/// The longest text of a peer's that is shown, in characters.
+const MAX_SHOWN: usize = 1000;
+
+fn show(text: &mut String) {
+    if let Some((end, _)) = text.char_indices().nth(MAX_SHOWN) {
+        text.truncate(end);
+        text.push_str(" …");
+    }
+    if let Cow::Owned(shown) = printable(text) {
+        *text = shown;
+    }
 }
 
 /// A message. Those of the hand-over carry the attempt that they are about: a final pass that took too long is given up, and what
@@ -214,4 +229,47 @@ pub enum Message {
 impl Message {
     /// The last word, with nothing to pass on.
     pub const BYE: Self = Self::Bye { typed: Vec::new() };
+
+    /// As it came from a peer, whose reasons go into logs and onto terminals: each is one line of a length that can be read.
+    pub fn shown(mut self) -> Self {
+        match &mut self {
+            Self::Refused { why } | Self::Abort { why } => show(why),
+            Self::Misfit { misfits } => {
+                for Misfit { what, source, target, remedy } in misfits {
+                    [what, source, target, remedy].into_iter().for_each(show);
+                }
+            }
+            _ => {}
+        }
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reason_of_a_peer_is_one_line_that_moves_no_cursor() {
+        let why = format!("no\nvellum: all is well\u{1b}[2J\u{202e}{}", "x".repeat(1 << 20));
+        let misfit =
+            Misfit { what: why.clone(), source: why.clone(), target: why.clone(), remedy: why.clone() };
+        let [abort, refused] = [Message::Abort { why: why.clone() }, Message::Refused { why }];
+        let mut texts = Vec::new();
+        for message in [abort, refused, Message::Misfit { misfits: vec![misfit] }] {
+            match message.shown() {
+                Message::Abort { why } | Message::Refused { why } => texts.push(why),
+                Message::Misfit { misfits } => {
+                    let Misfit { what, source, target, remedy } = &misfits[0];
+                    texts.extend([what, source, target, remedy].map(String::clone));
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(texts.len(), 6);
+        for text in texts {
+            assert!(text.starts_with("no\\nvellum: all is well\\u{1b}[2J\\u{202e}x"), "{:?}", &text[..60]);
+            assert!(text.len() < 2 * MAX_SHOWN && text.ends_with('…'), "{} bytes", text.len());
+        }
+    }
 }

@@ -74,8 +74,9 @@ pub struct Sending {
     waited: Option<Waited>,
     /// The attempt whose memory is being compared, and what is left to send of that.
     comparing: Option<(u32, Sums)>,
-    /// How many pages both sides have found alike.
+    /// How many pages both sides have found alike, and how many they were to compare.
     compared: Option<u64>,
+    to_compare: u64,
     /// What is to be said of it in the end.
     left: Left,
     /// How long collections have taken since the last pass began.
@@ -161,6 +162,7 @@ impl Sending {
             waited: None,
             comparing: None,
             compared: None,
+            to_compare: 0,
             left: Left { began: micros(clock::monotonic()), ..Left::default() },
             harvest: Duration::ZERO,
             passes: 0,
@@ -314,7 +316,14 @@ impl Sending {
         Some(match heard {
             Ok(message) => {
                 self.waits = None;
-                if let Message::Compared { pages, wrong: 0, .. } = message {
+                if let Message::Compared { pages, wrong: 0, .. } = message
+                    && self.source.state == State::Comparing
+                {
+                    if pages != self.to_compare {
+                        return Some(Event::Cancel(format!(
+                            "the target says that it has compared {pages} pages, which is not what it was sent"
+                        )));
+                    }
                     self.compared = Some(pages);
                 }
                 if let Message::Complete { waited } = &message {

@@ -251,7 +251,11 @@ impl Source {
                     let super::message::Misfit { what, source, target, remedy } = misfit;
                     format!("{what}: {source} here, {target} there; {remedy}")
                 };
-                self.stay(misfits.iter().map(line).collect::<Vec<_>>().join("\n"), None)
+                let why = match &misfits[..] {
+                    [] => "the target says that it does not fit, and gives no reason".into(),
+                    misfits => misfits.iter().map(line).collect::<Vec<_>>().join("\n"),
+                };
+                self.stay(why, None)
             }
             (State::Copying, Event::Converged) => {
                 self.state = State::Finishing;

@@ -365,7 +365,7 @@ impl Decoder {
         let malformed = |what: String| Error::Malformed(header.kind, what);
         match header.kind {
             Kind::Message => serde_json::from_slice(payload)
-                .map(Frame::Message)
+                .map(|message: Message| Frame::Message(message.shown()))
                 .map_err(|error| malformed(error.to_string())),
             Kind::Section => section(payload).map(Frame::Section).map_err(malformed),
             Kind::Pages | Kind::Zeroes | Kind::Sums | Kind::Wanted => {

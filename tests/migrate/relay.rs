@@ -131,13 +131,32 @@ pub enum Part {
 
 /// Carries what comes back from `to` to whoever connects at `from`, and what goes there as `change` has it. Once.
 pub fn changed(from: &Path, to: PathBuf, change: impl Fn(&mut Part) + Send + 'static) -> Result<(), Failed> {
+    changed_one_way(from, to, false, change)
+}
+
+/// Carries what goes to `to` from whoever connects at `from`, and what comes back as `change` has it. Once.
+pub fn changed_back(
+    from: &Path,
+    to: PathBuf,
+    change: impl Fn(&mut Part) + Send + 'static,
+) -> Result<(), Failed> {
+    changed_one_way(from, to, true, change)
+}
+
+fn changed_one_way(
+    from: &Path,
+    to: PathBuf,
+    back: bool,
+    change: impl Fn(&mut Part) + Send + 'static,
+) -> Result<(), Failed> {
     let listener = UnixListener::bind(from)?;
     std::thread::spawn(move || -> std::io::Result<()> {
-        let (mut source, mut target) = (listener.accept()?.0, UnixStream::connect(&to)?);
-        let (mut back, mut answers) = (source.try_clone()?, target.try_clone()?);
+        let (here, there) = (listener.accept()?.0, UnixStream::connect(&to)?);
+        let (mut source, mut target) = if back { (there, here) } else { (here, there) };
+        let (mut into, mut of) = (source.try_clone()?, target.try_clone()?);
         std::thread::spawn(move || {
-            let _ = std::io::copy(&mut answers, &mut back);
-            back.shutdown(Shutdown::Both)
+            let _ = std::io::copy(&mut of, &mut into);
+            into.shutdown(Shutdown::Both)
         });
         let mut decoder = Decoder::new(None, PAGE_SIZE as u32);
         let mut encoder = Encoder::new(SessionId([0; 16]));

@@ -6,13 +6,14 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 
 use harness::{Failed, ensure, trial};
+use vellum::migration::message::Message;
 use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, RUN};
 use vellum::sys::mmap::PAGE_SIZE;
 
 use crate::bed::kvm;
 use crate::home::Home;
 use crate::images::Code;
-use crate::relay::next_frame;
+use crate::relay::{Part, changed_back, next_frame};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
 /// How many pages were compared, as the courier says it.
@@ -140,4 +141,53 @@ fn a_page_that_comes_wrong_is_named_and_the_guest_stays() -> Result<(), Failed> 
         every_page_is_right(&home.path("json"))?;
     }
     Ok(())
+}
+
+/// A target that has compared nothing, that names no misfit, or whose reason is text for a terminal: one line, and the guest stays.
+#[trial(kvm())]
+fn what_a_target_says_is_neither_believed_nor_shown_unread() -> Result<(), Failed> {
+    type Change = fn(&mut Part);
+    let answers: [(Change, &str); 3] = [
+        (
+            |part| {
+                if let Part::Message(Message::Compared { pages, .. }) = part {
+                    *pages = 0;
+                }
+            },
+            "has compared 0 pages",
+        ),
+        (
+            |part| {
+                if let Part::Message(message @ Message::Fit {}) = part {
+                    *message = Message::Misfit { misfits: Vec::new() };
+                }
+            },
+            "gives no reason",
+        ),
+        (
+            |part| {
+                if let Part::Message(message @ Message::Fit {}) = part {
+                    *message = Message::Abort { why: "no\nvellum: \u{202e}moved".into() };
+                }
+            },
+            "no\\nvellum: \\u{202e}moved",
+        ),
+    ];
+    let home = Home::new()?;
+    let json = home.path("json");
+    let here = home.run("here", &format!("run --memory 8m --passes 0 --json {}", json.display()))?;
+    home.has_written("here", 1000)?;
+    for (at, (change, says)) in answers.into_iter().enumerate() {
+        let there = home.receive(&format!("there{at}"), "")?;
+        let [relay, to] = ["relay", "in"].map(|end| home.path(&format!("there{at}.{end}")));
+        changed_back(&relay, to, change)?;
+        let line = format!("migrate here --liveness 5m --verify --downtime 1m --to unix:{}", relay.display());
+        let output = with(home.vellum(&line)?, 1)?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure(said.contains(says) && said.lines().count() == 1, || said.clone())?;
+        drop(there);
+    }
+    succeeds(&home.vellum("ctl here stop")?)?;
+    ends_with(here, 0)?;
+    every_page_is_right(&json)
 }

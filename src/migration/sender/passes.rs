@@ -306,6 +306,8 @@ impl Sending {
     /// Has the memory of both sides compared, which stand still.
     pub(super) fn compare(&mut self, attempt: u32) {
         let memory = verify::touched(&self.ram, self.pagemap.as_deref(), self.common.owed.slots());
+        // Until all sums have been sent no answer is the right one.
+        self.to_compare = u64::MAX;
         self.comparing = Some((attempt, Sums::new(memory)));
     }
 
@@ -320,7 +322,7 @@ impl Sending {
             }
             None => {
                 let (attempt, pages) = (*attempt, sums.pages);
-                self.comparing = None;
+                (self.comparing, self.to_compare) = (None, pages);
                 // The other side has compared what has come, and looks at the rest of its memory now. Its silence counts from when
                 // that must be done.
                 let gib = self.common.owed.slots().map(Slot::bytes).sum::<u64>().div_ceil(1 << 30);
