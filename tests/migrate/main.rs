@@ -22,6 +22,7 @@ mod pairs;
 mod planted;
 mod postcopy;
 mod relay;
+mod sequences;
 mod snapshot;
 mod snapshot_demand;
 mod snapshot_disks;
@@ -61,6 +62,7 @@ fn main() -> ExitCode {
     snapshot_map::add(&mut trials);
     snapshot_space::add(&mut trials);
     trips::add_long(&mut trials);
+    sequences::add_long(&mut trials);
     trials.run()
 }
 

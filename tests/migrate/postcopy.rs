@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -145,7 +145,7 @@ fn a_disk_finds_its_pages_behind_the_guest() -> Result<(), Failed> {
 }
 
 /// A relay that carries any number of connections, and cuts all of them at once after so many bytes to the target.
-struct Cutter {
+pub struct Cutter {
     left: AtomicI64,
     carried: AtomicU64,
     sockets: Mutex<Vec<UnixStream>>,
@@ -153,8 +153,12 @@ struct Cutter {
 
 impl Cutter {
     fn new(home: &Home) -> Result<Arc<Self>, Failed> {
-        let listener = UnixListener::bind(home.path("relay.in"))?;
-        let to = home.path("there.in");
+        Self::between(&home.path("relay.in"), home.path("there.in"))
+    }
+
+    /// Carries what comes at `from` to `to`.
+    pub fn between(from: &Path, to: PathBuf) -> Result<Arc<Self>, Failed> {
+        let listener = UnixListener::bind(from)?;
         let cutter = Arc::new(Self {
             left: AtomicI64::new(i64::MAX),
             carried: AtomicU64::new(0),
@@ -201,7 +205,7 @@ impl Cutter {
     }
 
     /// Cuts every connection that there is, once so many bytes more have gone to the target.
-    fn after(&self, bytes: u64) {
+    pub fn after(&self, bytes: u64) {
         self.left.store(bytes as i64, Ordering::SeqCst);
     }
 

@@ -11,6 +11,11 @@ impl Random {
         let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64);
         let seed = std::env::var("VELLUM_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(clock);
         eprintln!("VELLUM_SEED={seed}");
+        Self::of(seed)
+    }
+
+    /// From this seed.
+    pub fn of(seed: u64) -> Self {
         // Any state but zero.
         Self(seed | 1)
     }

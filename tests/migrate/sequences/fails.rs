@@ -1,0 +1,165 @@
+//! Operations that fail, are cancelled or are cut: the machine runs on where it was, or is recovered.
+
+use std::fs;
+use std::process::Command;
+
+use harness::{Failed, LIMIT, ensure, eventually};
+
+use super::machine::{MIB, Run, cannot_be_upgraded, ends, is_in_another, script, slowly};
+use crate::home::Process;
+use crate::postcopy::Cutter;
+use crate::relay::{Fault, relay};
+use crate::{ends_with, succeeds, with};
+
+/// An upgrade to `binary` fails, and nothing has changed.
+fn is_not_upgraded(run: &mut Run, binary: &str) -> Result<(), Failed> {
+    if !run.has_descriptor {
+        return cannot_be_upgraded(run);
+    }
+    let before = run.pid()?;
+    let output = run.does(&format!("ctl {} upgrade {binary}", run.name))?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let stays = said.contains("stays in the process that it is in");
+    ensure(output.status.code() == Some(1) && stays, || format!("{output:?}"))?;
+    run.goes_on()?;
+    let now = run.pid()?;
+    ensure(now == before, || format!("it was in process {before} and is in {now}"))
+}
+
+/// A successor that has too few descriptors to start.
+pub fn upgrade_cannot_start(run: &mut Run) -> Result<(), Failed> {
+    let limit = 10 + run.random.below(10);
+    let build = script(run, &format!("ulimit -n {limit}"))?;
+    is_not_upgraded(run, &build.display().to_string())
+}
+
+/// A successor that ends, or that closes the connection without a word.
+pub fn upgrade_refused(run: &mut Run) -> Result<(), Failed> {
+    let binary = run.choose(&["/bin/false", "/bin/true", "/bin/cat"]);
+    is_not_upgraded(run, binary)
+}
+
+/// Before the successor has started, or as it starts; by a client or by a signal.
+pub fn upgrade_cancelled(run: &mut Run) -> Result<(), Failed> {
+    if !run.has_descriptor {
+        return cannot_be_upgraded(run);
+    }
+    let before = run.pid()?;
+    let gate = run.home.path("gate");
+    let _ = fs::remove_file(&gate);
+    succeeds(&Command::new("mkfifo").arg(&gate).output()?)?;
+    let build = script(run, &format!("read -r go <{}", gate.display()))?;
+    let line = format!("ctl {} upgrade --downtime 1m {}", run.name, build.display());
+    let courier = run.home.courier(&line)?;
+    eventually(LIMIT, "the upgrade is under way", || {
+        Ok((run.home.standing(&run.name).as_deref() == Some("migrating")).then_some(()))
+    })?;
+    let early = run.random.below(2) == 0;
+    let (by_signal, opens) = (run.random.below(2) == 0, || fs::write(&gate, "go\n"));
+    if !early {
+        opens()?;
+    }
+    cancel(run, &courier, by_signal)?;
+    if early {
+        opens()?;
+    }
+    let output = ends(&line, courier)?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    match output.status.code() {
+        // It was too late.
+        Some(0) if !early => is_in_another(run, before),
+        Some(1) if said.contains("stays in the process that it is in") => {
+            run.goes_on()?;
+            ensure(run.pid()? == before, || "it is in another process".into())
+        }
+        _ => Err(format!("{output:?}").into()),
+    }
+}
+
+/// Cancels what is under way, if anything is by then.
+fn cancel(run: &Run, courier: &Process, by_signal: bool) -> Result<(), Failed> {
+    if by_signal {
+        succeeds(&Command::new("kill").args(["-INT", &courier.id().to_string()]).output()?)
+    } else {
+        run.does(&format!("ctl {} migrate-cancel", run.name)).map(drop)
+    }
+}
+
+/// The migration has failed, and says that the machine stays.
+fn stays(output: &std::process::Output) -> Result<(), Failed> {
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(output.status.code() == Some(1) && said.contains("stays where it is"), || format!("{output:?}"))
+}
+
+pub fn migrate_misfit(run: &mut Run) -> Result<(), Failed> {
+    let name = run.next();
+    let there = run.home.receive(&name, "--rng")?;
+    let to = run.home.path(&format!("{name}.in"));
+    stays(&run.does(&format!("migrate {} --to unix:{}", run.name, to.display()))?)?;
+    ends_with(there, 1).map(drop)
+}
+
+pub fn migrate_target_dies(run: &mut Run) -> Result<(), Failed> {
+    let name = run.next();
+    let there = run.receiver(&name)?;
+    let courier = slowly(run, &run.home.path(&format!("{name}.in")))?;
+    eventually(LIMIT, "it is under way", || {
+        Ok((run.home.standing(&name).as_deref() == Some("incoming")).then_some(()))
+    })?;
+    drop(there);
+    stays(&ends("the migration", courier)?)
+}
+
+/// Within its first pass, where no guest can have been handed over.
+pub fn migrate_cut(run: &mut Run) -> Result<(), Failed> {
+    let name = run.next();
+    let there = run.receiver(&name)?;
+    let [from, to] = ["relay", "in"].map(|end| run.home.path(&format!("{name}.{end}")));
+    let after = (256 << 10) + run.random.below((MIB / 2) << 20);
+    relay(from.clone(), to, Fault::Cut { back: false, after })?;
+    let line = format!("migrate {} --liveness 5m --to unix:{}", run.name, from.display());
+    stays(&run.does(&line)?)?;
+    ends_with(there, 1).map(drop)
+}
+
+pub fn migrate_cancelled(run: &mut Run) -> Result<(), Failed> {
+    let name = run.next();
+    let there = run.receiver(&name)?;
+    let courier = slowly(run, &run.home.path(&format!("{name}.in")))?;
+    eventually(LIMIT, "it is under way", || {
+        Ok((run.home.standing(&name).as_deref() == Some("incoming")).then_some(()))
+    })?;
+    let by_signal = run.random.below(2) == 0;
+    cancel(run, &courier, by_signal)?;
+    stays(&ends("the migration", courier)?)?;
+    ends_with(there, 1).map(drop)
+}
+
+/// Cut while the guest is on the target ahead of its memory, which comes by a new connection. With one connection the guest runs, and
+/// asks for pages; with several it is paused, so that nothing asks for what the new connection does not bring.
+pub fn postcopy_recovered(run: &mut Run, connections: u32) -> Result<(), Failed> {
+    let name = run.next();
+    let there = run.receiver(&name)?;
+    let [from, to] = ["relay", "in"].map(|end| run.home.path(&format!("{name}.{end}")));
+    let cutter = Cutter::between(&from, to)?;
+    let paused = connections > 1;
+    if paused {
+        succeeds(&run.does(&format!("ctl {} pause", run.name))?)?;
+    }
+    cutter.after((1 << 20) + run.random.below((MIB / 2) << 20));
+    let to = format!("--to unix:{}", from.display());
+    let more = format!("--mode postcopy --connections {connections} --liveness 5m");
+    let output = with(run.does(&format!("migrate {} {more} {to}", run.name))?, 1)?;
+    ensure(String::from_utf8_lossy(&output.stderr).contains("--recover"), || format!("{output:?}"))?;
+    eventually(LIMIT, "both sides know of the cut", || {
+        let standings = [&run.name, &name].map(|name| run.home.standing(name));
+        Ok(standings.iter().all(|state| state.as_deref() == Some("postcopy-paused")).then_some(()))
+    })?;
+    succeeds(&run.does(&format!("migrate {} --recover {to}", run.name))?)?;
+    run.has_descriptor = true;
+    run.is_at(name, there, 15)?;
+    if paused {
+        succeeds(&run.does(&format!("ctl {} resume", run.name))?)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,218 @@
+//! The machine under test, wherever it runs by now; and the operations that move it.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+use harness::{Failed, LIMIT, Random, ensure, eventually};
+use serde_json::Value;
+use vellum::control::Do;
+use vellum::control::client::Client;
+
+use crate::home::{Home, Machine, Process, VELLUM};
+use crate::{ends_with, every_page_is_right, succeeds, with};
+
+pub const MIB: u64 = 16;
+
+/// Within this a guest that writes throughout can be moved and saved on a host that is busy.
+pub const SOON: &str = "--downtime 1s --timeout 5s,then=force";
+
+/// A machine, and what is known of it.
+pub struct Run {
+    pub home: Home,
+    pub random: Random,
+    /// Its name; and the process that whoever started it waits for.
+    pub name: String,
+    pub machine: Option<Machine>,
+    /// How many names have been given out.
+    names: usize,
+    /// Whether its memory has a descriptor, which an upgrade needs.
+    pub has_descriptor: bool,
+    /// Snapshots whose newest point is to be restored in the end.
+    pub saved: Vec<PathBuf>,
+}
+
+impl Run {
+    /// One that writes, with a socket for a debugger where one is to attach.
+    pub fn new(seed: u64, has_gdb: bool) -> Result<Self, Failed> {
+        let home = Home::new()?;
+        let [json, gdb] = ["m0.json", "m0.gdb"].map(|name| home.path(name));
+        let gdb = if has_gdb { format!("--gdb {}", gdb.display()) } else { String::new() };
+        let workload = "--passes 0 --workload write,order=random,rate=5000,write=80,warm";
+        let machine = home.run(
+            "m0",
+            &format!(
+                "run --cpus 2 --memory {MIB}m,slots=2,backing=memfd {workload} --json {} {gdb}",
+                json.display()
+            ),
+        )?;
+        home.has_written("m0", MIB << 8)?;
+        Ok(Self {
+            home,
+            random: Random::of(seed),
+            name: "m0".into(),
+            machine: Some(machine),
+            names: 0,
+            has_descriptor: true,
+            saved: Vec::new(),
+        })
+    }
+
+    /// A name that nothing has yet.
+    pub fn next(&mut self) -> String {
+        self.names += 1;
+        format!("m{}", self.names)
+    }
+
+    pub fn json(&self, name: &str) -> PathBuf {
+        self.home.path(&format!("{name}.json"))
+    }
+
+    /// One of these.
+    pub fn choose<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.random.below(of.len() as u64) as usize]
+    }
+
+    /// The command line that `arguments` are, done to its end, which comes.
+    pub fn does(&self, arguments: &str) -> Result<Output, Failed> {
+        ends(arguments, self.home.courier(arguments)?)
+    }
+
+    pub fn status(&self) -> Result<Value, Failed> {
+        Ok(Client::connect(&self.home.socket(&self.name))?.ask(&Do::Status {})?)
+    }
+
+    pub fn pid(&self) -> Result<u64, Failed> {
+        Ok(self.status()?["pid"].as_u64().ok_or("no pid")?)
+    }
+
+    /// A receiver for it.
+    pub fn receiver(&self, name: &str) -> Result<Machine, Failed> {
+        self.home.receive(name, &format!("--memory memfd --json {}", self.json(name).display()))
+    }
+
+    /// It runs in `machine` now, which has the name `name`; the one before has ended with `status`.
+    pub fn is_at(&mut self, name: String, machine: Machine, status: i32) -> Result<(), Failed> {
+        if let Some(before) = self.machine.replace(machine) {
+            ends_with(before, status)?;
+        }
+        self.name = name;
+        Ok(())
+    }
+
+    /// It runs, and its guest writes on.
+    pub fn goes_on(&self) -> Result<(), Failed> {
+        let running = || -> Result<Option<()>, Failed> {
+            let state = self.home.standing(&self.name);
+            ensure(state.is_some(), || format!("{} does not answer", self.name))?;
+            Ok((state.as_deref() == Some("running")).then_some(()))
+        };
+        let runs = eventually(LIMIT, "it runs", running);
+        runs.map_err(|error| format!("{error:?}: {:?}", self.home.standing(&self.name)))?;
+        let mut events = Client::connect(&self.home.socket(&self.name))?;
+        events.ask(&Do::Events {})?;
+        let mut first = None;
+        let mut more = || {
+            let Some(done) = events.line()?["done"].as_u64() else { return Ok(None) };
+            Ok((done > *first.get_or_insert(done)).then_some(()))
+        };
+        Ok(eventually(LIMIT, "the guest writes on", &mut more)?)
+    }
+
+    /// Ends it, and looks at every page of its guest and of those that were saved on the way.
+    pub fn end(mut self) -> Result<(), Failed> {
+        succeeds(&self.does(&format!("ctl {} stop", self.name))?)?;
+        ends_with(self.machine.take().ok_or("it is gone")?, 0)?;
+        every_page_is_right(&self.json(&self.name))?;
+        for dir in std::mem::take(&mut self.saved) {
+            let name = self.next();
+            let json = self.json(&name);
+            let line = format!("restore {} --json {}", dir.display(), json.display());
+            let machine = self.home.run(&name, &line)?;
+            eventually(LIMIT, "it is restored", || {
+                Ok((self.home.standing(&name).as_deref() == Some("running")).then_some(()))
+            })?;
+            succeeds(&self.does(&format!("ctl {name} stop"))?)?;
+            ends_with(machine, 0)?;
+            every_page_is_right(&json)?;
+        }
+        Ok(())
+    }
+}
+
+/// How a command ended.
+pub fn ends(what: &str, mut process: Process) -> Result<Output, Failed> {
+    let ended = eventually(LIMIT, "the command ends", || Ok(process.try_wait()?.map(drop)));
+    ended.map_err(|error| format!("{what}: {error:?}"))?;
+    Ok(process.output()?)
+}
+
+/// A script that does `first` and then is the program under test.
+pub fn script(run: &Run, first: &str) -> Result<PathBuf, Failed> {
+    let path = run.home.path("build");
+    // Another name for each: one that runs cannot be written to.
+    let _ = fs::remove_file(&path);
+    fs::write(&path, format!("#!/bin/sh\n{first}\nexec {VELLUM} \"$@\"\n"))?;
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+    Ok(path)
+}
+
+/// Without a descriptor of its memory it cannot be upgraded, and says so.
+pub fn cannot_be_upgraded(run: &Run) -> Result<(), Failed> {
+    let refused = with(run.does(&format!("ctl {} upgrade {VELLUM}", run.name))?, 2)?;
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    ensure(said.contains("backing=memfd"), || said.clone())
+}
+
+pub fn upgrade(run: &mut Run) -> Result<(), Failed> {
+    if !run.has_descriptor {
+        return cannot_be_upgraded(run);
+    }
+    let before = run.pid()?;
+    let build = run.home.path("other-build");
+    if !build.exists() {
+        symlink(VELLUM, &build)?;
+    }
+    succeeds(&run.does(&format!("ctl {} upgrade --downtime 1m {}", run.name, build.display()))?)?;
+    is_in_another(run, before)
+}
+
+/// It answers in another process than `before`.
+pub fn is_in_another(run: &Run, before: u64) -> Result<(), Failed> {
+    eventually(LIMIT, "it answers in the new process", || {
+        Ok(run.pid().ok().filter(|now| *now != before).map(drop))
+    })
+    .map_err(|error| error.into())
+}
+
+pub fn migrate(run: &mut Run) -> Result<(), Failed> {
+    let ways = [
+        "",
+        "--connections 3",
+        "--verify",
+        "--compress zstd",
+        "--mode postcopy",
+        "--mode hybrid --connections 2",
+    ];
+    let mut way = run.choose(&ways).to_owned();
+    if run.has_descriptor && run.random.below(4) == 0 {
+        way = "--link memfd --downtime 1m".into();
+    } else {
+        way = format!("{way} {SOON}");
+    }
+    let name = run.next();
+    let there = run.receiver(&name)?;
+    let line =
+        format!("migrate {} --liveness 5m --to unix:{}.in {way}", run.name, run.home.path(&name).display());
+    let output = run.does(&line)?;
+    succeeds(&output).map_err(|error| format!("{way}: {error:?}"))?;
+    run.has_descriptor = true;
+    run.is_at(name, there, 15)
+}
+
+/// A courier that takes its time: the migration is under way.
+pub fn slowly(run: &Run, to: &Path) -> Result<Process, Failed> {
+    let line = format!("migrate {} --liveness 5m --bandwidth 1m --to unix:{}", run.name, to.display());
+    run.home.courier(&line)
+}

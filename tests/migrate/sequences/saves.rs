@@ -1,0 +1,163 @@
+//! Operations that save the machine, restore it, or look into it.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::Command;
+
+use harness::{Failed, LIMIT, ensure, eventually};
+use vellum::control::client::Client;
+use vellum::control::{Do, Snapshot};
+use vellum::sys::mmap::memfd;
+
+use super::machine::{MIB, Run, ends};
+use crate::home::VELLUM;
+use crate::{succeeds, with};
+
+const SOON: &str = "--downtime 1s --timeout 5s";
+
+/// Saves it once more in `dir`.
+fn save(run: &Run, dir: &PathBuf, more: &str) -> Result<(), Failed> {
+    succeeds(&run.does(&format!("snapshot {} {} {SOON} {more}", run.name, dir.display()))?)
+}
+
+fn fresh(run: &mut Run) -> PathBuf {
+    let name = run.next();
+    run.home.path(&format!("{name}.snap"))
+}
+
+pub fn full(run: &mut Run) -> Result<(), Failed> {
+    let dir = fresh(run);
+    save(run, &dir, "")?;
+    run.saved.push(dir);
+    Ok(())
+}
+
+/// Two points, of which the second has what has changed. The machine is followed from then on.
+pub fn incremental(run: &mut Run) -> Result<(), Failed> {
+    let dir = fresh(run);
+    save(run, &dir, "--follow")?;
+    run.goes_on()?;
+    save(run, &dir, "--follow")?;
+    succeeds(&run.does(&format!("snapshot verify {}", dir.display()))?)?;
+    run.saved.push(dir);
+    Ok(())
+}
+
+/// By a signal while it is written: there is a whole one or none.
+pub fn cancelled(run: &mut Run) -> Result<(), Failed> {
+    let dir = fresh(run);
+    let line = format!("snapshot {} {} {SOON}", run.name, dir.display());
+    let mut courier = run.home.courier(&line)?;
+    eventually(LIMIT, "it is saved, or about to be", || {
+        let saves = run.home.standing(&run.name).as_deref() == Some("snapshotting");
+        Ok((saves || courier.try_wait()?.is_some()).then_some(()))
+    })?;
+    // It may have ended by now.
+    let _ = Command::new("kill").args(["-INT", &courier.id().to_string()]).output()?;
+    if ends(&line, courier)?.status.success() {
+        run.saved.push(dir);
+    }
+    Ok(())
+}
+
+/// A client that is killed at any time, and one that goes when all is written and nothing is named.
+pub fn client_dies(run: &mut Run) -> Result<(), Failed> {
+    let dir = fresh(run);
+    let mut courier = run.home.courier(&format!("snapshot {} {} {SOON}", run.name, dir.display()))?;
+    eventually(LIMIT, "it is saved, or about to be", || {
+        let saves = run.home.standing(&run.name).as_deref() == Some("snapshotting");
+        Ok((saves || courier.try_wait()?.is_some()).then_some(()))
+    })?;
+    drop(courier);
+    run.goes_on()?;
+    let asked = Snapshot {
+        downtime_ms: 1000,
+        timeout_ms: 5000,
+        tracker: None,
+        loses: Default::default(),
+        stop: false,
+        chain: "00000000000000000000000000000000".into(),
+        number: 0,
+        follow: false,
+        clones: 0,
+    };
+    let [ram, map, state] = [(); 3].map(|()| memfd(c"nameless", 0, None));
+    let (ram, map, state) = (ram?, map?, state?);
+    let socket = run.home.socket(&run.name);
+    let mut events = Client::connect(&socket)?;
+    events.ask(&Do::Events {})?;
+    let mut client = Client::connect(&socket)?;
+    client.ask_with(&Do::Snapshot(asked), &[ram.as_fd(), map.as_fd(), state.as_fd()])?;
+    eventually(LIMIT, "it is written", || Ok((events.line()?["event"] == "snapshot").then_some(())))?;
+    drop(client);
+    let given_up = eventually(LIMIT, "it is given up", || {
+        let event = events.line()?;
+        Ok((event["event"] == "no-snapshot").then_some(event))
+    })?;
+    let waited = given_up["why"].as_str().is_none_or(|why| why.contains("within"));
+    ensure(!waited, || format!("nobody noticed that its client has gone: {given_up}"))
+}
+
+/// Saves it, ends it, and goes on with what is restored.
+pub fn restore(run: &mut Run, memory: &str) -> Result<(), Failed> {
+    let dir = fresh(run);
+    save(run, &dir, "--stop")?;
+    let name = run.next();
+    let json = run.json(&name);
+    // Its name is free once it has ended, and so is what it had.
+    if let Some(machine) = run.machine.take() {
+        with(machine.end()?, 0)?;
+    }
+    let line = format!("restore {} --memory {memory} --json {}", dir.display(), json.display());
+    let machine = run.home.run(&name, &line)?;
+    run.has_descriptor = memory.contains("memfd");
+    run.is_at(name, machine, 0)
+}
+
+pub fn dump(run: &mut Run) -> Result<(), Failed> {
+    let name = run.next();
+    let core = run.home.path(&format!("{name}.core"));
+    succeeds(&run.does(&format!("dump {} {}", run.name, core.display()))?)?;
+    let bytes = fs::metadata(&core)?.len();
+    fs::remove_file(&core)?;
+    ensure(bytes > MIB << 20, || format!("{bytes} bytes"))
+}
+
+/// Attaches and detaches.
+pub fn gdb(run: &mut Run) -> Result<(), Failed> {
+    let mut stream = UnixStream::connect(run.home.path("m0.gdb"))?;
+    stream.set_read_timeout(Some(LIMIT))?;
+    for (packet, due) in [("$?#3f", "$T05"), ("+$D#44", "$OK")] {
+        stream.write_all(packet.as_bytes())?;
+        let mut answer = Vec::new();
+        let mut byte = [0];
+        while !answer.ends_with(b"#") {
+            stream.read_exact(&mut byte)?;
+            answer.push(byte[0]);
+        }
+        stream.read_exact(&mut [0; 2])?;
+        let answer = String::from_utf8_lossy(&answer).into_owned();
+        ensure(answer.contains(due), || format!("{packet} is answered by {answer}"))?;
+    }
+    Ok(())
+}
+
+/// A machine that a debugger may attach to is not moved or saved, and says why: whatever `operation` is, nothing changes.
+pub fn refused(run: &mut Run, operation: &str) -> Result<(), Failed> {
+    let (name, before) = (run.name.clone(), run.pid()?);
+    let nowhere = fresh(run).display().to_string();
+    let line = match operation.split('-').next() {
+        Some("upgrade") => format!("ctl {name} upgrade {VELLUM}"),
+        Some("migrate" | "postcopy") => format!("migrate {name} --to unix:{nowhere}"),
+        _ => format!("snapshot {name} {nowhere}"),
+    };
+    let output = run.does(&line)?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(output.status.code().is_some_and(|code| code != 0) && said.contains("debugger"), || {
+        format!("{line}: {output:?}")
+    })?;
+    ensure(run.pid()? == before, || "it is in another process".into())
+}
