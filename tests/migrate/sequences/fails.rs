@@ -52,7 +52,7 @@ pub fn upgrade_cancelled(run: &mut Run) -> Result<(), Failed> {
     let line = format!("ctl {} upgrade --downtime 1m {}", run.name, build.display());
     let courier = run.home.courier(&line)?;
     eventually(LIMIT, "the upgrade is under way", || {
-        Ok((run.home.standing(&run.name).as_deref() == Some("migrating")).then_some(()))
+        Ok((run.home.standing(&run.name).as_deref() == Some("upgrading")).then_some(()))
     })?;
     let early = run.random.below(2) == 0;
     let (by_signal, opens) = (run.random.below(2) == 0, || fs::write(&gate, "go\n"));
