@@ -245,6 +245,7 @@ fn a_signal_ends_the_test_and_the_result_says_so_first() -> Result<(), Failed> {
             && said.contains("manual-protect"),
         || said.to_owned(),
     )?;
+    ensure(results[0].status().is_bad(), || format!("{:?}", results[0].cases))?;
     let listed = results[0].asked.get("tracker").is_some_and(|tracker| tracker != "bitmap");
     ensure(
         !listed && results[0].figures.iter().all(|figure| figure.label.index.as_deref() == Some("bitmap")),
@@ -286,6 +287,22 @@ fn a_signal_that_comes_twice_at_once_leaves_the_result() -> Result<(), Failed> {
         said = format!("{output:?}");
     }
     Err(said.into())
+}
+
+/// As the JSON does.
+#[trial(kvm())]
+fn a_test_that_a_signal_ended_is_not_ok_in_any_form() -> Result<(), Failed> {
+    for (form, words) in [
+        ("ktap", "\nnot ok 1 test_dirty-log # TIMEOUT ended by signal 2"),
+        ("junit", "message=\"ended by signal 2"),
+        ("kcidb --origin me", "\"comment\": \"ended by signal 2"),
+    ] {
+        let test = "test dirty-log -c 8 -b 32m --duration 1h --tracker bitmap --tracker manual-protect";
+        let output = interrupted(&format!("{test} --format {form}"), 8)?;
+        let text = String::from_utf8(output.stdout)?;
+        ensure(text.contains(words), || text.clone())?;
+    }
+    Ok(())
 }
 
 /// Ended once its vCPU is there: before the first chunk, or between two of the many.

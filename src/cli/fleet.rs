@@ -8,6 +8,7 @@ use super::{Cli, Failure, keyvalue, print, read_from};
 use crate::fleet::plan::{LARGEST, Plan, results};
 use crate::fleet::result::{SHARD, ended, place};
 use crate::fleet::{Error, merge, page, quote, slurm, task};
+use crate::report::Status;
 use crate::report::output::{Kind, Writer};
 use crate::sys::open;
 use crate::vm::lifecycle::{self, Exit};
@@ -71,7 +72,8 @@ enum What {
         /// The plan in the shared directory
         plan: PathBuf,
     },
-    /// Read all results: what was lost, what is missing, tables by kernel and CPU; exits with 1 unless all is there and well
+    /// Read all results: what was lost, what is missing, tables by kernel and CPU; exits with 1 if anything
+    /// is wrong, and with 4 if results are missing or nothing in them was tested
     Merge {
         /// The plan in the shared directory
         plan: PathBuf,
@@ -222,7 +224,7 @@ pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
                 Some(writer) => writer.write(page::html(&merged).as_bytes()).map_err(Failure::host)?,
                 None => drop(print(page::text(&merged))?),
             }
-            Ok(if merged.is_well() { Exit::PowerOff } else { Exit::Error })
+            Ok(exit(merged.status()))
         }
         What::Rerun { plan, seed, test, times, host, here } => {
             let (file, plan) = read(plan)?;
@@ -250,17 +252,23 @@ pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
                 again(&file, &plan, test, seed, node)
             });
             print(page::text(&merged))?;
-            Ok(if merged.is_well() { Exit::PowerOff } else { Exit::Error })
+            Ok(exit(merged.status()))
         }
         What::Task { plan, index } => {
             let (file, plan) = read(plan)?;
             let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
             let index = index.saturating_add(number("SLURM_ARRAY_TASK_ID").unwrap_or(0));
-            match one(&file, &plan, index, number("SLURM_RESTART_COUNT").unwrap_or(0))? {
-                true => Ok(Exit::PowerOff),
-                false => Ok(Exit::Error),
-            }
+            one(&file, &plan, index, number("SLURM_RESTART_COUNT").unwrap_or(0)).map(exit)
         }
+    }
+}
+
+/// How a command ends whose results ended so.
+fn exit(status: Status) -> Exit {
+    match status {
+        Status::Pass => Exit::PowerOff,
+        Status::Skip => Exit::NotRun,
+        Status::Fail | Status::Timeout | Status::Crash => Exit::Error,
     }
 }
 
@@ -357,7 +365,7 @@ fn submit(file: &Path, plan: &Plan, node: Option<&str>, option: &[String]) -> Re
     print(out + "\n").map(|_| Exit::PowerOff)
 }
 
-fn one(file: &Path, plan: &Plan, index: u64, attempt: u64) -> Result<bool, Failure> {
+fn one(file: &Path, plan: &Plan, index: u64, attempt: u64) -> Result<Status, Failure> {
     let Some(task) = plan.task(index) else {
         return Err(Failure::usage(format!("task {index}: the plan has tasks 0 to {}", plan.len() - 1)));
     };

@@ -28,8 +28,8 @@ pub struct JudgedArgs {
     #[arg(long, value_name = "NAME", value_parser = origin, required_if_eq("format", "kcidb"))]
     origin: Option<String>,
 
-    /// What the exit status says: vellum, the list below; kselftest, 0 passed, 4 skipped, 1 anything else, a wrong command line
-    /// included
+    /// What the exit status says: vellum, the list below; kselftest, 0 passed, 4 skipped because this host lacks something, 1
+    /// anything else, a test that was cut short and a wrong command line included
     // Looked for among the words themselves, by `exits_as`: a command line that is wrong ends by it, too.
     #[arg(
         long = "exit",
@@ -138,6 +138,9 @@ impl JudgedArgs {
                 Ok(besides)
             }
             Err(failure) => {
+                // What this host lacks is nobody's mistake.
+                let exit = if failure.lacking { Exit::NotRun } else { failure.exit };
+                let failure = Failure { exit, ..failure };
                 place.discard();
                 if let Some(form) = form.filter(|_| failure.lacking || failure.exit != Exit::Usage) {
                     let status = if failure.lacking { Status::Skip } else { Status::Crash };
@@ -165,6 +168,8 @@ mod tests {
             (failure(Exit::Usage, true), 4),
             (failure(Exit::Error, true), 4),
             (failure(Exit::Error, false), 1),
+            (failure(Exit::NotRun, true), 4),
+            (failure(Exit::NotRun, false), 1),
         ] {
             assert_eq!(Exits::Kselftest.status(&ended), kselftest, "{ended:?}");
         }

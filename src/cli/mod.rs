@@ -42,6 +42,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use crate::fault::{Fault, Field, Whose};
 use crate::keyvalue;
 use crate::plant::{self, Mistake, POSSIBLE, VARIABLE};
+use crate::report::{Case, Report, Status};
 use crate::sandbox;
 use crate::share::process;
 use crate::vm::lifecycle::Exit;
@@ -112,6 +113,19 @@ impl Failure {
     /// How a command ended that did not do what it was asked for.
     pub fn ended(exit: Exit, message: impl Into<String>) -> Self {
         Self { exit, lacking: false, message: message.into() }
+    }
+
+    /// A test that found nothing wrong and was not run, or not all of it: on account of the host, or cut short.
+    pub fn not_run(report: &Report) -> Self {
+        let said = |case: Case| format!("{}: {}", case.name, case.why());
+        let first = || report.all_cases().into_iter().find(|case| case.status != Status::Pass);
+        let lines = report.unfinished();
+        let why = if lines.is_empty() { first().map_or(String::new(), said) } else { lines.join("; ") };
+        Self {
+            exit: Exit::NotRun,
+            lacking: report.status() == Status::Skip,
+            message: format!("not all that was asked for was tested: {why}"),
+        }
     }
 
     /// The same, behind the flag that it is about.

@@ -320,10 +320,36 @@ mod tests {
         // Attempts all count where it is asked how often a host loses pages, and copies do not.
         let tried: Vec<_> = all.tried.iter().map(|(of, runs)| (of.node.as_str(), *runs)).collect();
         assert_eq!(tried, [("n1", [2, 1]), ("n2", [1, 0])]);
-        assert!(!all.is_well());
+        assert_eq!(all.status(), Status::Fail);
         assert_eq!(all, merged(&plan, &results), "twice the same");
         fs::remove_file(mark).unwrap();
         assert_eq!(merged(&plan, &results).missing, [(2, 2)]);
+        fs::remove_dir_all(results).unwrap();
+    }
+
+    /// Without a result nothing is known of lost pages; with some of them nothing of the rest; and a skip has tested nothing.
+    #[test]
+    fn what_has_no_result_is_not_said_to_have_lost_nothing() {
+        let (plan, results) = planned("absent");
+        let said = || {
+            let all = merged(&plan, &results);
+            let text = crate::fleet::page::text(&all);
+            (all.status(), text.lines().next().unwrap().split_once("; ").unwrap().1.to_owned())
+        };
+        assert_eq!(said(), (Status::Skip, "nothing was tested".into()));
+        for index in 0..3 {
+            let left = leave(&plan, &results, index, 0, "n", 0.0);
+            let text = fs::read_to_string(&left).unwrap();
+            fs::write(&left, text.replace("\"status\":\"pass\"", "\"status\":\"skip\"")).unwrap();
+        }
+        assert_eq!(said(), (Status::Skip, "nothing was tested".into()));
+        leave(&plan, &results, 0, 1, "n", 0.0);
+        assert_eq!(said(), (Status::Pass, "no page was lost".into()));
+        fs::remove_dir_all(&results).unwrap();
+        leave(&plan, &results, 0, 0, "n", 0.0);
+        let (status, said) = said();
+        assert_eq!(status, Status::Skip);
+        assert!(said.ends_with("the rest is not known"), "{said}");
         fs::remove_dir_all(results).unwrap();
     }
 

@@ -105,6 +105,9 @@ fn summary(merged: &Merged) -> String {
         grouped(merged.tasks.into()),
         if hosts == 1 { "" } else { "s" },
         match merged.all_losses {
+            0 if !merged.has_tested() => "nothing was tested".to_owned(),
+            0 if merged.ended < merged.tasks =>
+                "no page was lost in these, and the rest is not known".to_owned(),
             0 => "no page was lost".to_owned(),
             1 => "1 RUN LOST PAGES".to_owned(),
             n => format!("{n} RUNS LOST PAGES"),

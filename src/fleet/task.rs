@@ -11,6 +11,7 @@ use super::plan::{Plan, Task};
 use super::result::{self, Header, Run};
 use super::{Error, features, plan};
 use crate::host::Facts;
+use crate::report::case::together;
 use crate::report::{Case, Report, Status, json, printable};
 use crate::sys::signal;
 
@@ -35,7 +36,7 @@ const SAID: usize = 4096;
 ///
 /// # Errors
 /// Where the result cannot be placed: the task then has none.
-pub fn run(file: &Path, plan: &Plan, task: &Task, runner: &Runner) -> Result<bool, Error> {
+pub fn run(file: &Path, plan: &Plan, task: &Task, runner: &Runner) -> Result<Status, Error> {
     let stem = result::stem(&plan::results(file), task.index, runner.attempt);
     let began = now();
     // Whoever finds this without a result knows where to look for the reason.
@@ -58,7 +59,7 @@ pub fn run(file: &Path, plan: &Plan, task: &Task, runner: &Runner) -> Result<boo
         runs.push(Run { seed, exit });
         reports.push(report);
     }
-    let well = reports.iter().all(|report| !report.status().is_bad());
+    let status = together(reports.iter().map(Report::status));
     let header = Header {
         fleet: result::VERSION,
         plan: plan.digest.clone(),
@@ -86,7 +87,7 @@ pub fn run(file: &Path, plan: &Plan, task: &Task, runner: &Runner) -> Result<boo
     result::place(&place, &text)?;
     // The result says all of that and more.
     let _ = std::fs::remove_file(mark);
-    Ok(well)
+    Ok(status)
 }
 
 /// One run, and what became of it.

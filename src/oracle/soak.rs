@@ -64,6 +64,17 @@ pub struct LeftOut {
     pub backing: Option<Backing>,
     /// What is lacking, with the remedy.
     pub why: String,
+    /// Whether it was asked for by name.
+    pub asked: bool,
+}
+
+impl LeftOut {
+    /// What it is, and what is lacking.
+    fn said(&self) -> String {
+        let backing = self.backing.map(|backing| backing.to_string());
+        let what = self.method.map(|method| method.name().to_owned()).or(backing);
+        format!("{}: {}", what.unwrap_or_default(), self.why)
+    }
 }
 
 /// How large guest memory of a test may be: in one piece, so that offsets are addresses but for where RAM starts.
@@ -316,6 +327,11 @@ impl Held {
     fn cut_short(&self, config: &Config) -> Option<String> {
         let missing = |method: &Method| {
             let tally = self.tallies.iter().find(|tally| tally.method == *method);
+            // A test of the test is over when all that was injected was found, wherever that was.
+            if config.lose > 0 {
+                let taken = tally.map_or(0, |tally| tally.injected[0]);
+                return (taken < config.lose).then(|| method.name().to_owned());
+            }
             let reached = tally.map_or(&[][..], |tally| &tally.backings);
             let backings = config.backings.iter().filter(|backing| !reached.contains(backing));
             let backings: Vec<_> = backings.map(Backing::to_string).collect();
@@ -328,12 +344,14 @@ impl Held {
         let missing: Vec<_> = config.methods.iter().filter_map(missing).collect();
         let why = match self.interrupted {
             Some(signal) => format!("ended by signal {signal}"),
-            // A test of the test is over when all that was injected was found, wherever that was.
-            None if missing.is_empty() || config.lose > 0 => return None,
+            None if missing.is_empty() => return None,
             None => "the time was over".into(),
         };
         Some(match missing.is_empty() {
             true => format!("{why}; every tracker was tested with every backing until then"),
+            false if config.lose > 0 => {
+                format!("{why} before {} bits were taken out with {}", config.lose, missing.join("; "))
+            }
             false => format!("{why} before anything was tested with {}", missing.join("; ")),
         })
     }
@@ -360,12 +378,14 @@ fn cases(config: &Config, held: &Held) -> Vec<Case> {
                     "{} pages lost, {} bits unexplained or stamps misplaced in {} events",
                     part.lost, part.wrong, part.events
                 )),
-                None if held.interrupted.is_some() => Case::new(name, Status::Skip)
+                None if held.interrupted.is_some() => Case::new(name, Status::Timeout)
                     .because("the test was ended before it came to this")
                     .mended_by("let it run"),
-                None => Case::new(name, Status::Skip)
-                    .because("the test was over before it came to this")
-                    .mended_by("give it more time or events"),
+                None if config.lose > 0 => Case::new(name, Status::Skip)
+                    .because("all that was injected was found before it came to this"),
+                None => Case::new(name, Status::Timeout)
+                    .because("the time was over before it came to this")
+                    .mended_by("give it more time"),
             };
             cases.push(seeded(Case { seconds: part.map(|part| part.seconds), ..case }));
         }
@@ -389,6 +409,7 @@ pub fn report(config: &Config, held: &Held, facts: Facts) -> Report {
     let tested = || held.tallies.iter().filter(|tally| !tally.backings.is_empty());
     report.cut_short = held.cut_short(config);
     report.cases = cases(config, held);
+    report.not_run = config.left_out.iter().filter(|left_out| left_out.asked).map(LeftOut::said).collect();
     let names = |names: &mut dyn Iterator<Item = String>| names.collect::<Vec<_>>().join(",");
     // What was not reached is named above, and not as if it had been used.
     if tested().next().is_some() {

@@ -111,9 +111,41 @@ impl Report {
         }
     }
 
+    /// All of it as one case, after its cases. A result passes only where all that was asked for was run: one that was cut short or
+    /// left something out does not, even if none of its cases is bad.
+    pub fn whole(&self) -> Case {
+        let cases = together(self.all_cases().iter().map(|case| case.status));
+        let alone = self.as_case();
+        if cases.is_bad() || alone.status == Status::Pass && self.not_run.is_empty() {
+            return Case { status: cases, ..alone };
+        }
+        match alone.status {
+            Status::Pass => Case::new(&self.name, Status::Skip).because(self.not_run.join("; ")),
+            _ => alone,
+        }
+    }
+
+    /// Why the cases alone do not tell how it ended, a line each: that it was cut short, what was not run, what is invalid.
+    pub fn unfinished(&self) -> Vec<String> {
+        let cut = self.cut_short.iter().map(|rest| format!("CUT OFF: {rest}"));
+        let not_run = self.not_run.iter().map(|what| format!("NOT RUN: {what}"));
+        let invalid = self.invalid.iter().map(|failed| format!("INVALID: {failed}"));
+        cut.chain(not_run).chain(invalid).collect()
+    }
+
+    /// The cases, and the whole as the last of them where it says what none of them does. No case of a result with several is named
+    /// after it.
+    pub fn told_cases(&self) -> Vec<Case> {
+        let mut cases = self.all_cases();
+        if !self.is_one_case() && !self.unfinished().is_empty() {
+            cases.push(self.whole());
+        }
+        cases
+    }
+
     /// How all of it ended.
     pub fn status(&self) -> Status {
-        together(self.all_cases().iter().map(|case| case.status))
+        self.whole().status
     }
 }
 
@@ -133,5 +165,19 @@ mod tests {
         ] {
             assert_eq!(together(all.iter().copied()), whole, "{all:?}");
         }
+    }
+
+    #[test]
+    fn what_was_not_run_is_not_passed() {
+        use crate::host::Facts;
+        let mut report = Report::new("t", Facts::collect("off".into()));
+        report.cases = vec![Case::new("a", Status::Pass), Case::new("b", Status::Skip)];
+        assert_eq!(report.status(), Status::Pass);
+        report.not_run = vec!["b: no huge pages".into()];
+        assert_eq!((report.status(), report.whole().why().as_str()), (Status::Skip, "b: no huge pages"));
+        report.cut_short = Some("ended by signal 15".into());
+        assert_eq!((report.status(), report.whole().why().as_str()), (Status::Timeout, "ended by signal 15"));
+        report.cases.push(Case::new("c", Status::Fail));
+        assert_eq!((report.status(), report.whole().why().as_str()), (Status::Fail, "ended by signal 15"));
     }
 }

@@ -62,6 +62,9 @@ pub struct Report {
     /// What was asked for and not done, where the run was ended early.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cut_short: Option<String>,
+    /// What was asked for by name and was not run because this host lacks something, with what it lacks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub not_run: Vec<String>,
     /// Why the result must not be trusted: the premises that failed. Empty for a valid result.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub invalid: Vec<Failed>,
@@ -165,6 +168,7 @@ impl Report {
             host,
             at: now as f64 / 1e3,
             cut_short: None,
+            not_run: Vec::new(),
             invalid: Vec::new(),
             notes: Vec::new(),
             headline: None,

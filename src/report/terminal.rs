@@ -34,6 +34,9 @@ pub fn render(report: &Report, width: usize) -> String {
     if let Some(rest) = &report.cut_short {
         line(&mut out, "CUT OFF", rest);
     }
+    for what in &report.not_run {
+        line(&mut out, "NOT RUN", what);
+    }
     let asked: Vec<_> =
         report.asked.iter().map(|(k, v)| format!("{}={}", printable(k), asked_value(v))).collect();
     labelled(&mut out, "asked", &asked, "  ", width);

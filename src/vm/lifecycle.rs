@@ -9,6 +9,8 @@ pub enum Exit {
     Error,
     /// The command line or a file is wrong.
     Usage,
+    /// A test or a benchmark that was not run, or not all of it: this host lacks something, or the time was over. No failure was found.
+    NotRun,
     /// The guest asked for a reset.
     Reset,
     /// The guest reported a panic.
@@ -21,7 +23,7 @@ pub enum Exit {
     AgentCommand,
     /// The guest has moved to another process.
     Moved,
-    /// `--timeout` or `--duration` of a test ran out.
+    /// `--timeout` ran out.
     Timeout,
     /// A signal ended the run.
     Signal(i32),
@@ -36,6 +38,7 @@ impl Exit {
             Self::PowerOff => 0,
             Self::Error => 1,
             Self::Usage => 2,
+            Self::NotRun => 4,
             Self::Reset => 10,
             Self::Panic => 11,
             Self::TripleFault => 12,
@@ -55,7 +58,8 @@ Exit status:
   0 power-off, or the workload is done    12 triple fault
   1 VMM or host error                     13 KVM error
   2 usage or bad input                    14 the agent's command failed
-  10 reset                                15 the guest has moved elsewhere
-  11 guest panic                          124 timeout
-                                          128+N ended by signal N
+  4 test or bench: not run, or not        15 the guest has moved elsewhere
+    all of what was asked for             124 timeout
+  10 reset                                128+N ended by signal N
+  11 guest panic
 A multiboot guest that ends by port 0xf4 chooses its status: (code << 1) | 1.";

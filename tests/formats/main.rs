@@ -201,6 +201,62 @@ fn a_test_says_how_it_ended_in_every_form_and_by_its_status() -> Result<(), Fail
     ensure(submission["tests"][0]["path"] == "vellum.bench.dirty-log", || format!("{bench:?}"))
 }
 
+/// That a test which was not run, or not all of it, says so in every form and by its status.
+fn is_not_ok(words: &str, directive: &str, why: &str, kselftest: i32) -> Result<(), Failed> {
+    let run = |more: &str, status| {
+        let output = vellum(&format!("{words} {more}"))?;
+        let line = String::from_utf8_lossy(&output.stderr).lines().count() == 1;
+        ensure(output.status.code() == Some(status) && line, || format!("{words} {more}: {output:?}"))?;
+        Ok::<_, Failed>(String::from_utf8(output.stdout)?)
+    };
+    let text = run("--format ktap", 4)?;
+    let last = text.lines().last().unwrap_or_default();
+    let start = format!("not ok 1 test_dirty-log # {directive} ");
+    ensure(last.starts_with(&start) && last.contains(why), || text.clone())?;
+    let result: Report = serde_json::from_str(&run("--format json --exit kselftest", kselftest)?)?;
+    ensure(result.status() != Status::Pass, || format!("{result:?}"))?;
+    let junit = run("--format junit", 4)?;
+    ensure(junit.contains(r#"<testcase name="test dirty-log""#) && junit.contains(why), || junit.clone())?;
+    let kcidb: Value = serde_json::from_str(&run("--format kcidb --origin me", 4)?)?;
+    let tests = kcidb["tests"].as_array().ok_or("no tests")?;
+    let whole = tests.iter().find(|test| test["path"] == "vellum.test.dirty-log").ok_or("no whole")?;
+    let told = whole["status"] != "PASS" && whole["comment"].as_str().is_some_and(|said| said.contains(why));
+    ensure(told, || kcidb.to_string())
+}
+
+#[trial(kvm())]
+fn a_test_whose_time_was_over_first_is_not_ok() -> Result<(), Failed> {
+    let words = "test dirty-log --duration 1ms -b 8m -s anonymous --tracker bitmap --tracker manual-protect";
+    is_not_ok(words, "TIMEOUT", "the time was over before", 1)?;
+    // The test of the test has tested nothing where nothing was taken out.
+    let words = "test dirty-log --duration 1ms -b 8m -s anonymous --tracker bitmap --inject lose=1000000";
+    is_not_ok(words, "TIMEOUT", "before 1000000 bits were taken out with bitmap", 1)
+}
+
+fn no_huge_pages() -> Need {
+    match vellum::host::hugepages::check(1 << 30, 1 << 30) {
+        Ok(()) => Err("needs a host without a free huge page of 1 GiB".into()),
+        Err(_) => Ok(()),
+    }
+}
+
+/// And what this host has is tested all the same.
+#[trial(kvm(), no_huge_pages())]
+fn a_backing_that_is_missing_is_not_ok_and_skips_no_other() -> Result<(), Failed> {
+    let words = format!("test dirty-log {SHORT} -s hugetlb-1g");
+    is_not_ok(&words, "SKIP", "hugetlb-1g: ", 4)?;
+    let output = vellum(&format!("{words} --format json"))?;
+    let result: Report = serde_json::from_slice(&output.stdout)?;
+    let ended: Vec<_> = result.cases.iter().map(|case| (&case.name[..], case.status)).collect();
+    assert_eq!(ended, [("bitmap/anonymous", Status::Pass), ("bitmap/hugetlb-1g", Status::Skip)]);
+    // Alone it is a skip of everything.
+    let output = vellum("test dirty-log -s hugetlb-1g --format ktap")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    ensure(output.status.code() == Some(4) && text.contains("\nok 1 test_dirty-log # SKIP "), || {
+        format!("{output:?}")
+    })
+}
+
 /// A host without KVM: the node is hidden by a namespace.
 #[trial()]
 fn what_this_host_lacks_is_a_skip_and_bad_input_is_not() -> Result<harness::Completion, Failed> {
@@ -219,7 +275,7 @@ fn what_this_host_lacks_is_a_skip_and_bad_input_is_not() -> Result<harness::Comp
     ensure(output.status.code() == Some(4), || format!("{output:?}"))?;
     ensure(text.contains("ok 1 test_dirty-log # SKIP /dev/kvm does not exist"), || text.to_string())?;
     let output = hidden("bench dirty-log --format junit")?;
-    ensure(output.status.code() == Some(1), || format!("{output:?}"))?;
+    ensure(output.status.code() == Some(4), || format!("{output:?}"))?;
     ensure(String::from_utf8_lossy(&output.stdout).contains("<skipped message="), || format!("{output:?}"))?;
     for (words, status) in [
         ("test dirty-log --exit kselftest --memroy 1g", 1),

@@ -8,18 +8,21 @@ use indicatif::ProgressBar;
 use crate::cli::judged::JudgedArgs;
 use crate::cli::{Failure, Flags, args, keyvalue};
 use crate::dirty::Method;
-use crate::fault::Field;
-use crate::host::{Facts, hugepages};
+use crate::fault::{Fault, Field};
+use crate::host::Facts;
+use crate::host::hugepages::{self, Shortage};
+use crate::host::kvm::create_vm;
 use crate::memory::Backing;
 use crate::oracle::edges::{self, EdgeVerdict};
 use crate::oracle::judge::Mode;
 use crate::oracle::soak::{self, LeftOut};
-use crate::report::Report;
+use crate::report::{Report, Status};
 use crate::sandbox;
 use crate::session::progress::bar;
 use crate::sys::mmap::host_page;
 use crate::sys::signal;
-use crate::vm::lifecycle::{self, Exit};
+use crate::vm::lifecycle::Exit;
+use crate::vm::{self, lifecycle};
 
 /// Write at random, collect the dirty log while memslots come, go and move, and check every page of every collection
 #[derive(Debug, Args)]
@@ -181,7 +184,11 @@ fn soak(config: &soak::Config, progress: &ProgressBar) -> Result<(Report, Result
             );
             Err(Failure::ended(Exit::Error, message))
         }
-        None => Ok(held.interrupted.map_or(Exit::PowerOff, Exit::Signal)),
+        None => match held.interrupted {
+            Some(signal) => Ok(Exit::Signal(signal)),
+            None if report.status() == Status::Pass => Ok(Exit::PowerOff),
+            None => Err(Failure::not_run(&report)),
+        },
     };
     Ok((report, exit))
 }
@@ -195,15 +202,24 @@ fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
                 method: Some(method),
                 backing: None,
                 why: why.to_string(),
+                asked: false,
             }));
             methods
         }
-        some => some.iter().map(|tracker| tracker.method).collect(),
+        some => {
+            let asked = some.iter().map(|tracker| tracker.method);
+            let kvm = vm::open().map_err(|error| Failure::of(&error, FLAGS))?;
+            let probe = create_vm(&kvm).map_err(|error| Failure::of(&error, FLAGS))?;
+            present(asked, |method| method.check(&probe), &mut left_out, |method| (Some(method), None))?
+        }
     };
     let entries = args.tracker.iter().find_map(|tracker| tracker.entries);
     let backings = match args.backing.as_slice() {
         [] => backings(args.slot_base.unwrap_or(0), args.memory, &mut left_out),
-        some => some.to_vec(),
+        some => {
+            let check = |backing| check_backing(backing, args.slot_base.unwrap_or(0), args.memory);
+            present(some.iter().copied(), check, &mut left_out, |backing| (None, Some(backing)))?
+        }
     };
     if args.slot_base.unwrap_or(0) + args.memory > soak::MOST {
         let most = (soak::MOST - args.slot_base.unwrap_or(0)) >> 20;
@@ -232,17 +248,51 @@ fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
     })
 }
 
+/// What of `asked` this host has by `check`; the rest is left out, unless nothing else was asked for.
+fn present<T: Copy, E: Fault + 'static>(
+    asked: impl IntoIterator<Item = T>,
+    check: impl Fn(T) -> Result<(), E>,
+    left_out: &mut Vec<LeftOut>,
+    name: impl Fn(T) -> (Option<Method>, Option<Backing>),
+) -> Result<Vec<T>, Failure> {
+    let (mut present, mut absent) = (Vec::new(), None);
+    for one in asked {
+        let Err(why) = check(one) else {
+            present.push(one);
+            continue;
+        };
+        let (method, backing) = name(one);
+        left_out.push(LeftOut { method, backing, why: why.to_string(), asked: true });
+        absent = absent.or(Some(why));
+    }
+    match absent {
+        Some(why) if present.is_empty() => Err(Failure::of(&why, FLAGS)),
+        _ => Ok(present),
+    }
+}
+
+/// Whether this host can give `size` bytes of this backing, where the first memslot is at `base`.
+fn check_backing(backing: Backing, base: u64, size: u64) -> Result<(), Shortage> {
+    match backing {
+        Backing::Hugetlb(page) | Backing::SharedHugetlb(page) => {
+            hugepages::check(page, crate::oracle::ram(base, size, backing).1)
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Every backing that this host can give `size` bytes of, where the first memslot is at `base`; the others are left out.
 fn backings(base: u64, size: u64, left_out: &mut Vec<LeftOut>) -> Vec<Backing> {
     let mut backings = vec![Backing::Anonymous, Backing::Thp, Backing::Shmem, Backing::Memfd];
     for page in hugepages::sizes() {
         let both = [Backing::Hugetlb(page), Backing::SharedHugetlb(page)];
-        match hugepages::check(page, crate::oracle::ram(base, size, both[0]).1) {
+        match check_backing(both[0], base, size) {
             Ok(()) => backings.extend(both),
             Err(why) => left_out.extend(both.map(|backing| LeftOut {
                 method: None,
                 backing: Some(backing),
                 why: why.to_string(),
+                asked: false,
             })),
         }
     }

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::report::Status;
 use crate::report::compare::mean_interval;
 
 /// How many of a kind are named; the rest are counted.
@@ -183,12 +184,20 @@ pub struct Merged {
 }
 
 impl Merged {
-    /// Whether everything has come, and all of it was well.
-    pub fn is_well(&self) -> bool {
-        self.all_losses == 0
-            && self.failed.count + self.vanished.count + self.refused.count + self.all_missing == 0
-            && self.vellums.len() < 2
-            && !self.too_many
+    /// How it ended: passed where everything has come and all of it was well, failed where anything is wrong, and otherwise skipped:
+    /// results are missing, or nothing in them was tested.
+    pub fn status(&self) -> Status {
+        let wrong = self.all_losses + self.failed.count + self.vanished.count + self.refused.count;
+        match wrong > 0 || self.vellums.len() > 1 || self.too_many {
+            true => Status::Fail,
+            false if self.all_missing > 0 || !self.has_tested() => Status::Skip,
+            false => Status::Pass,
+        }
+    }
+
+    /// Whether any case of any result that counts was tested to its end. Without one nothing is known of lost pages.
+    pub fn has_tested(&self) -> bool {
+        self.hosts.values().any(|host| host.cases[0] > 0)
     }
 }
 

@@ -271,6 +271,7 @@ fn asked(name: &str, results: &[&Report], alone: Vec<String>) -> Asked {
         if let Some(rest) = &result.cut_short {
             warn("CUT OFF", rest);
         }
+        result.not_run.iter().for_each(|what| warn("NOT RUN", what));
         result.invalid.iter().for_each(|failed| warn("INVALID", &failed.to_string()));
     }
     Asked {

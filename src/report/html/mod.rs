@@ -79,6 +79,9 @@ fn badges(result: &Report) -> String {
     if result.cut_short.is_some() {
         out.push_str(" <span class=\"badge bad\">CUT OFF</span>");
     }
+    if !result.not_run.is_empty() {
+        out.push_str(" <span class=\"badge bad\">NOT RUN</span>");
+    }
     if !result.invalid.is_empty() {
         out.push_str(" <span class=\"badge bad\">INVALID</span>");
     }
@@ -94,6 +97,9 @@ fn article(out: &mut String, i: usize, result: &Report) {
         writeln!(out, "<pre class=\"command\">$ {}</pre>", escape(&terminal::command_line(&result.command)));
     if let Some(rest) = &result.cut_short {
         let _ = writeln!(out, "<p class=\"invalid\"><strong>CUT OFF:</strong> {}</p>", escape(rest));
+    }
+    for what in &result.not_run {
+        let _ = writeln!(out, "<p class=\"invalid\"><strong>NOT RUN:</strong> {}</p>", escape(what));
     }
     for failed in &result.invalid {
         let reason = escape(&failed.to_string());

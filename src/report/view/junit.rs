@@ -29,10 +29,13 @@ pub(super) fn render(results: &[Report]) -> Result<String, quick_junit::Serializ
             let value = format!("{} {}", figure.value(), figure.unit);
             (figure.label.to_string(), value.trim_end().to_owned())
         });
-        for (name, value) in about.into_iter().map(|(name, value)| (name.to_owned(), value)).chain(figures) {
+        let unfinished = result.unfinished().into_iter().map(|line| ("unfinished".to_owned(), line));
+        for (name, value) in
+            about.into_iter().map(|(name, value)| (name.to_owned(), value)).chain(figures).chain(unfinished)
+        {
             suite.add_property(Property::new(printable(&name).into_owned(), printable(&value).into_owned()));
         }
-        for case in result.all_cases() {
+        for case in result.told_cases() {
             let why = printable(&case.why()).into_owned();
             let bad = |kind, name: &str| {
                 let mut status = TestCaseStatus::non_success(kind);

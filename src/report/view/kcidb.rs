@@ -48,7 +48,7 @@ pub(super) fn render(results: &[Report], origin: &str) -> serde_json::Result<Str
             }
             tests.push(test);
         };
-        for case in result.all_cases() {
+        for case in result.told_cases() {
             let status = match case.status {
                 Status::Pass => "PASS",
                 Status::Fail => "FAIL",
@@ -56,7 +56,7 @@ pub(super) fn render(results: &[Report], origin: &str) -> serde_json::Result<Str
                 Status::Timeout | Status::Crash => "ERROR",
             };
             let path: Vec<String> =
-                if result.is_one_case() { vec![] } else { case.name.split('/').map(label).collect() };
+                if case.name == result.name { vec![] } else { case.name.split('/').map(label).collect() };
             let mut more = json!({"misc": {"vellum": result.vellum, "command": result.command,
                 "seed": case.seed, "status": case.status}});
             if let Some(seconds) = case.seconds {

@@ -17,19 +17,21 @@ pub(super) fn render(results: &[Report]) -> String {
             format!("host: {} {} {}", result.host.bed, result.host.kernel, result.host.cpu),
         ];
         about.iter().for_each(|text| diagnostic(&mut out, "", text));
+        result.unfinished().iter().for_each(|text| diagnostic(&mut out, "", text));
         for figure in &result.figures {
             let value = humanised(&figure.unit, figure.value());
             diagnostic(&mut out, "", &format!("{}: {value}", figure.label));
         }
         let cases = result.all_cases();
+        let whole = result.whole();
+        let ok = !whole.status.is_bad() && result.not_run.is_empty();
         if result.is_one_case() {
-            line(&mut out, "", number, &result.name, &cases[0]);
+            line(&mut out, "", number, &result.name, &cases[0], ok);
             continue;
         }
         let below: Vec<(&str, &Case)> = cases.iter().map(|case| (case.name.as_str(), case)).collect();
         level(&mut out, "  ", &result.name, &below);
-        let whole = Case::new(&result.name, together(cases.iter().map(|case| case.status)));
-        line(&mut out, "", number, &result.name, &whole);
+        line(&mut out, "", number, &result.name, &whole, ok);
     }
     out
 }
@@ -49,17 +51,17 @@ fn level(out: &mut String, indent: &str, name: &str, cases: &[(&str, &Case)]) {
     let _ = writeln!(out, "{indent}1..{}", groups.len());
     for (number, (name, members)) in (1..).zip(groups) {
         if let [("", case)] = members[..] {
-            line(out, indent, number, name, case);
+            line(out, indent, number, name, case, !case.status.is_bad());
             continue;
         }
         level(out, &format!("{indent}  "), name, &members);
         let whole = Case::new(name, together(members.iter().map(|(_, case)| case.status)));
-        line(out, indent, number, name, &whole);
+        line(out, indent, number, name, &whole, !whole.status.is_bad());
     }
 }
 
 /// The line of one test.
-fn line(out: &mut String, indent: &str, number: usize, name: &str, case: &Case) {
+fn line(out: &mut String, indent: &str, number: usize, name: &str, case: &Case, ok: bool) {
     if let Some(seed) = case.seed {
         diagnostic(out, indent, &format!("seed: {seed}"));
     }
@@ -70,7 +72,7 @@ fn line(out: &mut String, indent: &str, number: usize, name: &str, case: &Case) 
     if case.status == Status::Fail && !why.is_empty() {
         diagnostic(out, indent, &why);
     }
-    let ok = if case.status.is_bad() { "not ok" } else { "ok" };
+    let ok = if ok { "ok" } else { "not ok" };
     let directive = match case.status {
         Status::Pass | Status::Fail => None,
         Status::Skip => Some("SKIP"),
