@@ -37,15 +37,25 @@ pub struct Heartbeat {
 impl Heartbeat {
     /// A line `every` so often, with what `bar` says, be it shown or not.
     pub fn start(bar: ProgressBar, every: Duration) -> Self {
+        Self::start_on("vellum", bar, every, io::stderr())
+    }
+
+    /// The same by another program's name, and elsewhere.
+    pub fn start_on(
+        program: &'static str,
+        bar: ProgressBar,
+        every: Duration,
+        mut out: impl Write + Send + 'static,
+    ) -> Self {
         let (over, end) = mpsc::channel();
         let begun = Instant::now();
         let thread = thread::spawn(move || {
             // Signals are for the thread that waits for guests.
             let _blocked = signal::Blocked::all();
             while end.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
-                let line = format!("vellum: {:.0} s: {}", begun.elapsed().as_secs_f64(), bar.message());
+                let line = format!("{program}: {:.0} s: {}", begun.elapsed().as_secs_f64(), bar.message());
                 // Nobody listens any more, perhaps.
-                let _ = writeln!(io::stderr(), "{}", line.trim_end_matches([':', ' ']));
+                let _ = writeln!(out, "{}", line.trim_end_matches([':', ' ']));
             }
         });
         Self { over: Some(over), thread: Some(thread) }

@@ -12,6 +12,7 @@ pub mod boot;
 pub mod calls;
 pub mod locks;
 pub mod metal;
+pub mod own;
 
 use std::collections::HashMap;
 use std::fs;
@@ -144,7 +145,7 @@ pub fn list(cache: &Cache) -> Result<String> {
             list += &format!("  last measured here: {figure} x {ratio} ({bed}: {bench}; {after})\n");
         }
         if last.is_empty() {
-            list += &format!("  not measured here: cargo lab compare {name}\n");
+            list += &format!("  not measured here: cargo lab compare {base}/{name}\n");
         }
     }
     Ok(list)
@@ -214,18 +215,45 @@ pub fn compare(
         };
         Ok([build::build_for(cache, architecture, base, &[], variant)?, after?])
     };
+    let subject = Subject {
+        name: format!("{}/{}", series.base.name, series.name),
+        headline: &series.about.headline,
+        benches: &benches,
+        is_patched: other.is_none(),
+        kernels: &kernels,
+    };
+    measure(cache, &subject, processor, out)
+}
+
+/// What is compared.
+struct Subject<'a> {
+    /// What the table calls it.
+    name: String,
+    /// The figure that it is about.
+    headline: &'a str,
+    /// What is run on both kernels.
+    benches: &'a [&'a Bench],
+    /// Whether the second kernel is the first with a series, whose commands may ask for more of it.
+    is_patched: bool,
+    /// Both kernels, of a variant.
+    kernels: &'a dyn Fn(Option<&str>) -> Result<[Image; 2]>,
+}
+
+/// Boots both kernels in turn and weighs what they gave.
+fn measure(cache: &Cache, subject: &Subject<'_>, processor: Processor, out: &Path) -> Result<()> {
+    let Subject { name, headline, benches, is_patched, kernels } = subject;
     let [before, after] = kernels(None)?;
-    let guests = boot::guests(cache, &benches)?;
-    let programs = Programs::build_for(architecture)?;
+    let guests = boot::guests(cache, benches)?;
+    let programs = Programs::build_for(processor.bed.architecture())?;
     let hosts = Hosts { cache, programs, processor, kept: out.join("boots"), guests };
     let mut rows = Vec::new();
     let mut results = Vec::new();
-    for group in by_host(&benches) {
+    for group in by_host(benches) {
         let counting = if group[0].locks.is_empty() { None } else { Some(kernels(Some(locks::VARIANT))?) };
         let images = counting.as_ref().map_or([&before, &after], |[before, after]| [before, after]);
         let patched: Vec<Bench> = group.iter().map(|bench| bench.on_the_patched()).collect();
         // Of another base's kernel nothing is asked that it has not.
-        let sides = [group.clone(), if other.is_none() { patched.iter().collect() } else { group.clone() }];
+        let sides = [group.clone(), if *is_patched { patched.iter().collect() } else { group.clone() }];
         let mut boots: [Vec<Boot>; 2] = [Vec::new(), Vec::new()];
         for round in 1..=ROUNDS {
             for (side, image) in images.into_iter().enumerate() {
@@ -242,10 +270,10 @@ pub fn compare(
         }
     }
     let comparison = Comparison {
-        series: format!("{}/{}", series.base.name, series.name),
+        series: name.clone(),
         before: before.label,
         after: after.label,
-        rows: weighed(rows, &series.about.headline, Policy::EMULATED),
+        rows: weighed(rows, headline, Policy::EMULATED),
     };
     deliver(&comparison, &results, out)?;
     tree::remove(&hosts.kept)?;
@@ -350,6 +378,20 @@ mod tests {
         let side = |values: &[f64]| values.iter().map(|value| sample(&[("f", *value)])).collect();
         let rows = rows_of(&Bench::plain("b", true), "svm npt=1", &[side(before), side(after)]);
         weighed(rows, "f", policy)
+    }
+
+    /// Whatever is listed can be typed.
+    #[test]
+    fn the_command_that_is_listed_for_a_series_names_one() {
+        let dir = std::env::temp_dir().join(format!("vellum-lab-list-{}", std::process::id()));
+        let list = list(&Cache::at(dir.clone()).unwrap()).unwrap();
+        let commands: Vec<_> =
+            list.lines().filter_map(|line| line.split_once("cargo lab compare ")).collect();
+        assert_eq!(commands.len(), series::all().unwrap().len(), "nothing was measured there");
+        for (_, name) in commands {
+            series::named(name).unwrap();
+        }
+        fs::remove_dir_all(dir).unwrap();
     }
 
     #[test]

@@ -87,10 +87,19 @@ enum What {
     },
     /// List every series: its base, its patches, what it claims
     List,
-    /// Measure a series: the pristine and the patched kernel in turn, A B A B
+    /// Measure a series: the pristine and the patched kernel in turn, A B A B; or two kernels of your own
     Compare {
         /// The series, as `cargo lab list` calls it
-        series: String,
+        #[arg(required_unless_present = "kernel")]
+        series: Option<String>,
+        /// Instead of a series: a bzImage (for arm64 an Image), or a tree in which it was built; given twice, before and after. KVM
+        /// and the serial console are to be built in
+        #[arg(long, value_name = "IMAGE", conflicts_with_all = ["series", "on"])]
+        kernel: Vec<PathBuf>,
+        /// With --kernel: what is measured, as in 'vellum bench dirty-log -b 64M --json {json}'; may be repeated [default: a dirty
+        /// log, and faults on mapped memory]
+        #[arg(long, value_name = "COMMAND", requires = "kernel")]
+        run: Vec<String>,
         /// The hosts that it is measured on [default: svm, or arm64 for a series of arm64's]
         #[arg(long)]
         bed: Option<Hosts>,
@@ -419,10 +428,15 @@ fn perform(what: What) -> Result<u8> {
         }
         What::Kernel { command: KernelCommand::Source { base, with } } => done(make_source(&base, &with)),
         What::List => done(list()),
-        What::Compare { series, bed, pml, on, out, form } => {
+        What::Compare { series, kernel, run, bed, pml, on, out, form } => {
             let output = form.output()?;
-            let kept = compare(&series, bed, pml, on.as_deref(), out)?;
-            let name = format!("lab compare {series}");
+            let (kept, name) = match series {
+                Some(series) => {
+                    let kept = compare(&series, bed, pml, on.as_deref(), out)?;
+                    (kept, format!("lab compare {series}"))
+                }
+                None => (compare_own(kernel, &run, bed, pml, out)?, "lab compare".into()),
+            };
             done(output.map_or(Ok(()), |output| output.deliver(&compare::as_report(&kept, &name))))
         }
         What::Speed => done(speed::of_commands(&Cache::open()?, pass_on)),
@@ -558,6 +572,35 @@ fn compare(
             Ok(out)
         }
     }
+}
+
+/// Two kernels that were built elsewhere.
+fn compare_own(
+    kernels: Vec<PathBuf>,
+    commands: &[String],
+    hosts: Option<Hosts>,
+    pml: bool,
+    out: Option<PathBuf>,
+) -> Result<PathBuf> {
+    let kernels: [PathBuf; 2] = kernels.try_into().map_err(|kernels: Vec<_>| {
+        Error::Usage(format!("--kernel is given {} times; before and after make two", kernels.len()))
+    })?;
+    let (_, architecture) = compare::own::find(&kernels[0])?;
+    let bed = match hosts {
+        None => Emulated::of(architecture),
+        Some(Hosts::Emulated(bed)) => bed,
+        Some(Hosts::Metal) => {
+            return Err(Error::Usage(
+                "--kernel: metal boots packages of a series alone; leave --bed out".into(),
+            ));
+        }
+    };
+    has_pml(bed, pml)?;
+    bed.ready()?;
+    let (cache, processor) = (Cache::open()?, Processor { bed, pml });
+    let out = out.map_or_else(|| compare::own::kept(&cache, &kernels, processor), Ok)?;
+    compare::own::compare(&cache, &kernels, commands, processor, &out)?;
+    Ok(out)
 }
 
 fn check_series(names: &[String], only: &[Step], output: Option<Output>) -> Result<()> {

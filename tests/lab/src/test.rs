@@ -263,9 +263,9 @@ pub fn run(mut options: Options) -> Result<u8> {
         hosts::pair(options, &mut tally)?;
     }
     tally.close();
-    let failed = tally.failed() > 0;
+    let status = tally.status();
     if let (Some(form), Some(report)) = (form, tally.into_report()) {
         form.deliver(&report)?;
     }
-    Ok(u8::from(failed))
+    Ok(status)
 }

@@ -2,12 +2,13 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
+use vellum::session::progress::Heartbeat;
 
 use super::series::{self, Series};
 use super::tree::Tree;
@@ -77,7 +78,7 @@ impl Image {
 }
 
 /// What make is asked for, and what it makes below `arch/NAME/boot`.
-fn target(architecture: Architecture) -> &'static str {
+pub fn target(architecture: Architecture) -> &'static str {
     match architecture {
         Architecture::X86 => "bzImage",
         Architecture::Arm => "Image",
@@ -367,11 +368,24 @@ fn make(
     watched(make.arg(format!("-j{jobs}")).args(targets), label)
 }
 
-/// Runs `make`, and shows on a terminal that it lives.
+/// How often a build says that it lives where there is no terminal. Those who end what is silent wait for minutes.
+const BEAT: Duration = Duration::from_secs(30);
+
+/// Runs `make`, and shows that it lives: on a terminal as it goes, elsewhere by a line every [`BEAT`].
 pub fn watched(make: &mut Command, label: &str) -> Result<()> {
+    let stderr = std::io::stderr();
+    watched_by(make, label, stderr.is_terminal(), BEAT, stderr)
+}
+
+fn watched_by(
+    make: &mut Command,
+    label: &str,
+    is_terminal: bool,
+    every: Duration,
+    out: impl Write + Send + 'static,
+) -> Result<()> {
     // make's own word on how much there is to do would cost a pass of its own; the names that go by say that it lives.
-    let progress =
-        if std::io::stderr().is_terminal() { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
+    let progress = if is_terminal { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
     progress.set_style(
         ProgressStyle::with_template("{spinner} {prefix} {elapsed} {pos} steps: {msg}")
             .expect("a fixed template"),
@@ -379,10 +393,21 @@ pub fn watched(make: &mut Command, label: &str) -> Result<()> {
     progress.set_prefix(label.to_owned());
     progress.enable_steady_tick(Duration::from_millis(200));
     eprintln!("lab: building {label} (cold: some 10 minutes of CPU time; after a change: seconds)");
+    let beats = (!is_terminal).then(|| {
+        progress.set_message(label.to_owned());
+        Heartbeat::start_on("lab", progress.clone(), every, out)
+    });
+    let mut steps = 0;
     let built = tool::lines(make, |line| {
         progress.inc(1);
-        progress.set_message(line.trim().to_owned());
+        steps += 1;
+        let line = line.trim();
+        progress.set_message(match is_terminal {
+            true => line.to_owned(),
+            false => format!("building {label}, {steps} steps: {line}"),
+        });
     });
+    drop(beats);
     progress.finish_and_clear();
     built
 }
@@ -429,6 +454,39 @@ fn keep_tree(objects: &Path, to: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What is said, until a build has been named in it: then that may end.
+    struct Said {
+        text: String,
+        end: fs::File,
+    }
+
+    impl Write for Said {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.text.push_str(&String::from_utf8_lossy(bytes));
+            if self.text.contains("s: building k, 1 steps: CC a.o") {
+                self.end.write_all(b"\n")?;
+            }
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_build_without_a_terminal_says_that_it_lives() {
+        let fifo = std::env::temp_dir().join(format!("vellum-lab-build-{}", std::process::id()));
+        assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+        let end = fs::File::options().read(true).write(true).open(&fifo).unwrap();
+        let mut build = Command::new("sh");
+        build.args(["-c", "echo '  CC a.o'; exec timeout 300 head -n 1 \"$0\""]).arg(&fifo);
+        let said = Said { text: String::new(), end };
+        let built = watched_by(&mut build, "k", false, Duration::from_millis(10), said);
+        fs::remove_file(fifo).unwrap();
+        built.unwrap();
+    }
 
     #[test]
     fn what_is_not_set_is_looked_at_too() {

@@ -50,7 +50,11 @@ impl Tally {
 
     /// What has happened, as cases; none of them where they were not kept.
     pub fn into_report(self) -> Option<Report> {
-        self.report
+        let mut report = self.report?;
+        if report.cases.is_empty() {
+            form::add(&mut report, Case::new("nothing", Status::Skip).because("no test was run"));
+        }
+        Some(report)
     }
 
     /// A line for whoever looks on. Where the record is kept, standard output may be it.
@@ -164,6 +168,15 @@ impl Tally {
         }
     }
 
+    /// How the command ends: with 4 where nothing was tested, as where no test has the name that was asked for. Of a laboratory within
+    /// another one, that one counts.
+    pub fn status(&self) -> u8 {
+        match (self.failed(), self.passed) {
+            (0, 0) if !self.record.is_kept() => 4,
+            (failed, _) => u8::from(failed > 0),
+        }
+    }
+
     /// How many failed.
     pub fn failed(&self) -> usize {
         self.failures.len()
@@ -211,6 +224,20 @@ mod tests {
 
     fn test(name: &str, outcome: Outcome) -> Line {
         Line::Test { name: name.into(), outcome }
+    }
+
+    #[test]
+    fn no_test_at_all_has_not_passed() {
+        let mut nothing = Tally::kept(Record::new(None), "lab test");
+        nothing.program("local", "run", &lines(&[Line::End(0)]), true);
+        assert_eq!(nothing.status(), 4);
+        nothing.skip("local", "left", "needs KVM");
+        assert_eq!(nothing.status(), 4);
+        assert_eq!(Tally::kept(Record::new(None), "x").into_report().unwrap().status(), Status::Skip);
+        nothing.pass("local", "good");
+        assert_eq!(nothing.status(), 0);
+        nothing.fail("local", "bad");
+        assert_eq!(nothing.status(), 1);
     }
 
     fn sample() -> Vec<Line> {
