@@ -29,10 +29,16 @@ A plan, nightly.toml:
   name = \"nightly\"
   [[test]]
   name = \"oracle\"
-  run = \"test dirty-log\"            # or bench NAME; never a command
-  features = [\"ept\", \"kernel_6_12\"] # what a host needs, as vellum doctor --slurm-features calls it
-  seeds = 1000                       # from first_seed = 1 on, per_task = 1 of them in a task, all of them times = 1
-  minutes = 30                       # the longest that a task may take
+  # or bench NAME; never a command
+  run = \"test dirty-log\"
+  # what a host needs, as vellum doctor
+  # --slurm-features calls it
+  features = [\"ept\", \"kernel_6_12\"]
+  # from first_seed = 1 on, per_task = 1 of them
+  # in a task, all of them times = 1
+  seeds = 1000
+  # the longest that a task may take
+  minutes = 30
   [test.arguments]
   tracker = [\"manual-protect\", \"ring\"]
   duration = \"10s\"
@@ -81,7 +87,8 @@ enum What {
         #[arg(long, value_name = "OUT")]
         html: Option<PathBuf>,
     },
-    /// Run one seed many times, to see how often each host and kernel loses it; a plan of its own, beside the other one
+    /// Run one seed many times, to see how often each host and kernel loses pages with it: a seed repeats the choices and not the
+    /// timing. It is a plan of its own, beside the other one
     Rerun {
         /// The plan in the shared directory
         plan: PathBuf,
@@ -401,5 +408,24 @@ fn again(file: &Path, plan: &Plan, test: &str, seed: u64, node: &str) -> String 
             format!("{}\nssh {node} {}", quote::line(&words), quote::line_for_ssh(&plain))
         }
         Err(_) => quote::line(&plain),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// However narrow the terminal for which it is wrapped.
+    #[test]
+    fn the_plan_in_the_help_parses_when_it_is_copied() {
+        for width in [60, 80, 100] {
+            let mut cli = Cli::command().term_width(width);
+            let help = cli.find_subcommand_mut("fleet").unwrap().clone().term_width(width);
+            let help = help.clone().render_long_help().to_string();
+            let (_, text) = help.split_once("A plan, nightly.toml:\n").unwrap();
+            let (text, _) = text.split_once("Examples:\n").unwrap();
+            let plan = Plan::parse(text, &check).unwrap_or_else(|error| panic!("{width}: {error}\n{text}"));
+            assert_eq!((plan.name.as_str(), plan.len(), plan.tests[0].minutes), ("nightly", 1000, 30));
+        }
     }
 }

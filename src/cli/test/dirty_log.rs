@@ -55,7 +55,8 @@ pub(super) struct DirtyLogArgs {
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
     duration: Option<Duration>,
 
-    /// The seed of all that is random [default: drawn, and printed]
+    /// The seed of all that is random. It repeats the choices and not the timing: the same seed may lose other pages, or none
+    /// [default: drawn, and printed]
     #[arg(long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 0..=u64::MAX))]
     seed: Option<u64>,
 
@@ -175,7 +176,7 @@ fn soak(config: &soak::Config, progress: &ProgressBar) -> Result<(Report, Result
         Some(tally) => {
             let [injected, caught] = tally.injected;
             let message = format!(
-                "{}: {} pages lost ({caught} of {injected} that were injected), {} bits unexplained, {} stamps misplaced; seed {}",
+                "{}: {} pages lost ({caught} of {injected} that were injected), {} bits unexplained, {} stamps misplaced; seed {}, which repeats the choices and not the timing",
                 tally.method.name(),
                 tally.lost,
                 tally.unexplained,
