@@ -10,7 +10,7 @@ use std::str::FromStr;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A key that this argument does not have.
-    #[error("unknown key '{key}'{meant}: the keys are {known}")]
+    #[error("unknown key '{key}'{meant}: the keys are {known}{first}")]
     UnknownKey {
         /// As typed.
         key: String,
@@ -18,6 +18,8 @@ pub enum Error {
         meant: String,
         /// All of them.
         known: String,
+        /// How the value that needs no key is given where it looks like several.
+        first: String,
     },
     /// The same key twice.
     #[error("'{0}' is given twice")]
@@ -67,6 +69,7 @@ impl KeyValues {
                     key: key.into(),
                     meant: meant(key, known.iter().copied()),
                     known: known.join(", "),
+                    first: bracketed(first.filter(|_| index == 0 || key.contains(['/', '.', ' ']))),
                 });
             }
             if parts.iter().any(|(other, _)| other == key) {
@@ -114,6 +117,13 @@ impl KeyValues {
             _ => Err("on or off"),
         })
     }
+}
+
+/// How a path with commas is given, where the value that needs no key is one.
+fn bracketed(first: Option<&str>) -> String {
+    first.filter(|first| ["path", "socket"].contains(first)).map_or(String::new(), |first| {
+        format!("; a {first} with `,` or `=` in it goes into brackets: {first}=[…]")
+    })
 }
 
 /// Splits at commas outside of brackets.
@@ -282,6 +292,19 @@ mod tests {
         );
         let error = KeyValues::parse("4g,colour=red", Some("size"), KEYS).unwrap_err();
         assert!(error.to_string().starts_with("unknown key 'colour': the keys are size"), "{error}");
+    }
+
+    #[test]
+    fn a_path_with_commas_goes_into_brackets() {
+        let keys = &["path", "readonly"];
+        for text in ["/tmp/a=b.img", "/tmp/a,b.img", "a=b"] {
+            let said = KeyValues::parse(text, Some("path"), keys).unwrap_err().to_string();
+            assert!(said.ends_with("a path with `,` or `=` in it goes into brackets: path=[…]"), "{said}");
+        }
+        let kv = KeyValues::parse("path=[/tmp/a=b,c.img],readonly", Some("path"), keys).unwrap();
+        assert_eq!(kv.text("path"), Some("/tmp/a=b,c.img"));
+        let said = KeyValues::parse("a.img,colour=red", Some("path"), keys).unwrap_err().to_string();
+        assert!(said.ends_with("the keys are path, readonly"), "{said}");
     }
 
     #[test]

@@ -37,8 +37,32 @@ pub const GREETING: &[u8] = b"OK port\n";
 pub const LAUNCH: &str = "/vellum/launch";
 /// The directory of an initramfs with what modprobe is to find beside the modules themselves, which are then in `kernel` there.
 pub const MODULES: &str = "/vellum/modules";
-/// The longest request, in bytes: a line beyond it is refused.
-pub const MAX_REQUEST: usize = 64 << 10;
+/// The longest request, in bytes: a line beyond it is refused. JSON writes a byte of an argument as six at most.
+pub const MAX_REQUEST: usize = 6 * MAX_ARGUMENTS + (64 << 10);
+/// The longest argument of a command, in bytes with its NUL (Linux's MAX_ARG_STRLEN, of pages of 4 KiB).
+pub const MAX_ARGUMENT: usize = 128 << 10;
+/// The most that all of them may have, their pointers included: a quarter of a stack of 8 MiB (fs/exec.c, bprm_stack_limits), less what
+/// the environment takes.
+pub const MAX_ARGUMENTS: usize = (2 << 20) - (64 << 10);
+
+/// Whether a guest's Linux starts a command with these arguments.
+///
+/// # Errors
+/// Which of its limits they are beyond.
+pub fn check_arguments(command: &[String]) -> Result<(), String> {
+    let remedy = "a file in a directory that the guest has can hold them (--share)";
+    if let Some((nth, long)) = (0..).zip(command).find(|(_, argument)| argument.len() >= MAX_ARGUMENT) {
+        let (len, most) = (long.len(), MAX_ARGUMENT - 1);
+        return Err(format!("argument {nth} has {len} bytes, and Linux takes {most} at most; {remedy}"));
+    }
+    let all: usize = command.iter().map(|argument| argument.len() + 1 + size_of::<usize>()).sum();
+    match all > MAX_ARGUMENTS {
+        true => {
+            Err(format!("all arguments have {all} bytes, and Linux takes {MAX_ARGUMENTS} at most; {remedy}"))
+        }
+        false => Ok(()),
+    }
+}
 
 /// What the host asks for. An unknown field is refused rather than ignored.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -426,6 +450,20 @@ pub enum Event {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Control characters are the longest in JSON.
+    #[test]
+    fn what_linux_takes_fits_into_a_request_and_more_is_refused() {
+        let one = |len| "\u{1}".repeat(len);
+        let most = vec![one(MAX_ARGUMENT - 1); MAX_ARGUMENTS / (MAX_ARGUMENT + 8)];
+        assert_eq!(check_arguments(&most), Ok(()));
+        let request = Request::Launch(Launch { command: most.clone(), ..Launch::default() });
+        assert!(serde_json::to_string(&request).unwrap().len() < MAX_REQUEST);
+        let long = check_arguments(&["a".into(), one(MAX_ARGUMENT)]).unwrap_err();
+        assert!(long.starts_with("argument 1 has 131072 bytes, and Linux takes 131071"), "{long}");
+        let many = check_arguments(&[&most[..], &most[..1]].concat()).unwrap_err();
+        assert!(many.starts_with("all arguments have"), "{many}");
+    }
 
     #[test]
     fn requests_are_what_people_type() {

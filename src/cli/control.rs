@@ -221,7 +221,9 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
         count(&mut answer);
     }
     outputs.iter().for_each(Opened::hand_over);
-    if answer.as_object().is_some_and(|fields| !fields.is_empty()) {
+    if let (Do::Pause {}, Some(took)) = (&what, answer["us"].as_u64()) {
+        print(format_args!("paused after {took} µs\n"))?;
+    } else if answer.as_object().is_some_and(|fields| !fields.is_empty()) {
         print(format_args!("{answer}\n"))?;
     }
     client.wait_for_ever();
@@ -318,6 +320,8 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
 /// `vellum exec`
 pub fn exec(args: ExecArgs) -> Result<Exit, Failure> {
     let status = connect(&args.machine)?.ask(&Do::Status {}).map_err(failure)?;
+    guest_agent::check_arguments(&args.command)
+        .map_err(|why| Failure::usage(format!("-- COMMAND: {why}")))?;
     let path = status["vsock"].as_str();
     let path = path.ok_or_else(|| Failure::usage("this machine has no vsock: start it with --vsock PATH"))?;
     match args.request {

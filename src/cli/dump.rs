@@ -1,9 +1,8 @@
 //! `vellum dump`: the client of a dump. It makes the file, hands it to the machine, and names it when it is written and on the disk; the
 //! machine itself opens nothing. Killed, it leaves nothing behind, and the guest goes on: the dump ends with its connection.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::os::fd::AsFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -46,13 +45,7 @@ fn unnamed(path: &Path) -> Result<File, Failure> {
         return Err(refused("the name of a file is expected".into()));
     }
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE);
-    options.open(directory).map_err(|error| {
-        refused(format!(
-            "a file without a name (O_TMPFILE): {error}; name one in a directory that you may write to"
-        ))
-    })
+    file::unnamed(directory).map_err(|error| refused(error.to_string()))
 }
 
 /// A file for the dump of a guest that panics; and what its process's guard needs to name it.

@@ -117,10 +117,18 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
     if args.command.is_empty() && !has_root && is_image {
         return alone(args).map(|()| None);
     }
+    guest_agent::check_arguments(&args.command)
+        .map_err(|why| Failure::usage(format!("-- COMMAND: {why}")))?;
     let shares = all.devices.shares().map(mount).collect::<Result<_, _>>()?;
     let mut mounts = Mounts { shares, modules: None };
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let kernel = Kernel::find(named, release.trim()).map_err(failure)?;
+    if let Some(symbol) = kernel.config.as_deref().and_then(config::ignores_command_line) {
+        say(&format!(
+            "--kernel {}: CONFIG_{symbol}=y: this kernel ignores the command line that it is given, --cmdline too",
+            named.display()
+        ));
+    }
     let terminal = if args.command.is_empty() { Some(terminal(has_root, named)?) } else { None };
     let way = image::check(&kernel, board, &mounts, all.initrd.is_some()).map_err(failure)?;
     let modules = modules(&kernel);

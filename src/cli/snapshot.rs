@@ -270,26 +270,32 @@ fn over(machine: &mut Client, of: u64) {
     }
 }
 
+/// A moment in nanoseconds since 1970 as a date (UTC); as far as it is one.
+fn date(nanoseconds: i128) -> String {
+    let date = i64::try_from(nanoseconds / 1_000_000).ok().and_then(chrono::DateTime::from_timestamp_millis);
+    date.map_or("at no date".into(), |date| date.format("%Y-%m-%d %H:%M:%S.%3fZ").to_string())
+}
+
 fn list(dir: &Path, as_json: bool) -> Result<Exit, Failure> {
     let manifest = Source::open(dir).and_then(|source| source.manifest()).map_err(failure)?;
     if as_json {
         return print(format_args!("{}\n", json!(manifest))).map(|_| Exit::PowerOff);
     }
-    print("point  kind  taken (seconds since 1970)  memory  present  zero pages\n")?;
+    print("point  kind  taken                     memory  present  zero pages\n")?;
     for point in &manifest.points {
         let kind = if point.full { "full" } else { "part" };
         let (all, present) = (short_size(point.pages * PAGE_SIZE), short_size(point.present * PAGE_SIZE));
-        let taken = point.taken / 1_000_000_000;
+        let taken = date(point.taken.into());
         let line =
-            format!("{:>5}  {kind}  {taken:>26}  {all:>6}  {present:>7}  {:>10}\n", point.number, point.zero);
+            format!("{:>5}  {kind}  {taken:<24}  {all:>6}  {present:>7}  {:>10}\n", point.number, point.zero);
         print(line)?;
         for disk in &point.disks {
             // Of the list nobody knows who wrote it, and a terminal obeys some characters.
             let (name, path) = (disk.name.escape_debug(), disk.path.escape_debug());
             let cloned = if disk.clone_changed.is_some() { ", cloned" } else { "" };
-            let changed = disk.changed.map_or("at a time that it does not tell".into(), |at| {
-                format!("at {}.{:09}", at.div_euclid(1_000_000_000), at.rem_euclid(1_000_000_000))
-            });
+            let changed = disk
+                .changed
+                .map_or("at a time that it does not tell".into(), |at| format!("at {}", date(at.into())));
             let size = short_size(disk.bytes);
             print(format_args!("       {name}  {path}  {size}, last written to {changed}{cloned}\n"))?;
         }

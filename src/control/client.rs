@@ -1,6 +1,7 @@
 //! The client's side: one connection, one request after the other. Events that come meanwhile are kept for who asks for them.
 
 use std::collections::VecDeque;
+use std::ffi::OsStr;
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -20,7 +21,7 @@ use crate::sys::{random, socket};
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Nobody is there.
-    #[error("{path}: {source}; `vellum list` shows the machines that run")]
+    #[error("{}; `vellum list` shows the machines that run", unreached(path, source))]
     Connect {
         /// The socket.
         path: PathBuf,
@@ -73,6 +74,17 @@ impl Fault for Error {
             Self::Closed { .. } | Self::Silent { .. } | Self::Answer { .. } | Self::Refused(_) => Blame::HOST,
         }
     }
+}
+
+/// Why nobody is there, with the machine's name where that is what the socket was looked for by.
+fn unreached(path: &Path, source: &io::Error) -> String {
+    if !matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) {
+        return format!("{}: {source}", path.display());
+    }
+    let directory = path.parent().and_then(Path::file_name).and_then(OsStr::to_str).unwrap_or_default();
+    let name = path.file_stem().and_then(OsStr::to_str).filter(|_| directory.starts_with("vellum"));
+    let named = name.map_or(String::new(), |name| format!("named `{name}` "));
+    format!("no machine {named}listens at {}", path.display())
 }
 
 fn process(pid: Option<i32>) -> String {

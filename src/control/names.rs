@@ -13,7 +13,7 @@ use crate::sys::identity::effective;
 pub enum Error {
     /// It cannot be part of a path.
     #[error(
-        "`{0}` is no machine's name: 1 to 64 letters, digits, `-`, `_` and `.`, the first of them no `.`"
+        "`{0}` is no machine's name: 1 to 64 letters, digits, `-`, `_` and `.`, the first of them no `.` and no `-`"
     )]
     Name(String),
     /// The directory cannot be made.
@@ -91,7 +91,7 @@ pub fn make_directory() -> Result<PathBuf, Error> {
 
 fn check(name: &str) -> Result<(), Error> {
     let sound = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.bytes().all(sound) {
+    if name.is_empty() || name.len() > 64 || name.starts_with(['.', '-']) || !name.bytes().all(sound) {
         return Err(Error::Name(name.into()));
     }
     Ok(())

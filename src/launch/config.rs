@@ -123,6 +123,11 @@ pub fn lacks<'a>(config: &str, needed: impl IntoIterator<Item = &'a Symbol>) -> 
     needed.into_iter().filter_map(wanted).collect()
 }
 
+/// The symbol by which a kernel of this configuration takes its built-in command line instead of its boot loader's, if any.
+pub fn ignores_command_line(config: &str) -> Option<&'static str> {
+    ["CMDLINE_OVERRIDE", "CMDLINE_FORCE"].into_iter().find(|symbol| value(config, symbol) == Some("y"))
+}
+
 /// Whether a configuration has `symbol` at all, and if it has, as a module.
 pub fn is_module(config: &str, symbol: &str) -> Option<bool> {
     match value(config, symbol) {
@@ -168,6 +173,14 @@ pub fn fragment(board: Board) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_kernel_that_ignores_its_command_line_is_known() {
+        let of = ignores_command_line;
+        assert_eq!(of("CONFIG_CMDLINE_BOOL=y\nCONFIG_CMDLINE_OVERRIDE=y\n"), Some("CMDLINE_OVERRIDE"));
+        assert_eq!(of("CONFIG_CMDLINE_FORCE=y\n"), Some("CMDLINE_FORCE"));
+        assert_eq!(of("CONFIG_CMDLINE=\"a\"\n# CONFIG_CMDLINE_FORCE is not set\n"), None);
+    }
 
     #[test]
     fn a_configuration_is_found_in_an_image() {

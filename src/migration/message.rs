@@ -63,6 +63,22 @@ pub struct Misfit {
     pub remedy: String,
 }
 
+impl fmt::Display for Misfit {
+    /// As the source says it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { what, source, target, remedy } = self;
+        write!(f, "{what}: {source} here, {target} there; {remedy}")
+    }
+}
+
+impl Message {
+    /// What it is called on the wire.
+    pub fn name(&self) -> String {
+        let said = serde_json::to_value(self).ok();
+        said.as_ref().and_then(|said| said["say"].as_str()).unwrap_or("a message").to_uppercase()
+    }
+}
+
 /// What became of the guest on the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

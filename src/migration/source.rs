@@ -2,7 +2,7 @@
 //! else. Whoever drives it carries out the [`Action`]s in their order and brings [`Event`]s.
 
 use super::fence::Word;
-use super::message::{COMPRESSES, HANDS_OVER, Message, POSTCOPIES, Standing, ZSTD};
+use super::message::{COMPRESSES, HANDS_OVER, Message, Misfit, POSTCOPIES, Standing, ZSTD};
 use crate::plant::{self, Mistake};
 
 /// Where the source is.
@@ -247,13 +247,9 @@ impl Source {
                 vec![Action::Copy]
             }
             (State::Offering, Event::Said(M::Misfit { misfits })) => {
-                let line = |misfit: &super::message::Misfit| {
-                    let super::message::Misfit { what, source, target, remedy } = misfit;
-                    format!("{what}: {source} here, {target} there; {remedy}")
-                };
                 let why = match &misfits[..] {
                     [] => "the target says that it does not fit, and gives no reason".into(),
-                    misfits => misfits.iter().map(line).collect::<Vec<_>>().join("\n"),
+                    misfits => misfits.iter().map(Misfit::to_string).collect::<Vec<_>>().join("\n"),
                 };
                 self.stay(why, None)
             }
@@ -314,7 +310,7 @@ impl Source {
                 self.stay(why.clone(), Some(M::Abort { why }))
             }
             (_, Event::Said(message)) => {
-                let why = format!("the target said {message:?} out of turn");
+                let why = format!("the target said {} out of turn", message.name());
                 self.stay(why.clone(), Some(M::Abort { why }))
             }
         }

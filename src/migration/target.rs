@@ -184,7 +184,7 @@ impl Target {
                     target: ZSTD.into(),
                     remedy: "choose that, or none".into(),
                 }];
-                let why = format!("it does not fit here: {misfits:?}");
+                let why = does_not_fit(&misfits);
                 vec![Action::Send(M::Misfit { misfits }), Action::Free, Action::Report(why)]
             }
             (State::Welcomed, Event::Said(M::Config { config, connections, handed, postcopy, .. })) => {
@@ -197,7 +197,7 @@ impl Target {
             }
             (State::Judging, Event::Judged(misfits)) => {
                 self.state = State::Ended;
-                let why = format!("it does not fit here: {misfits:?}");
+                let why = does_not_fit(&misfits);
                 vec![Action::Send(M::Misfit { misfits }), Action::Free, Action::Report(why)]
             }
             (State::Receiving, Event::Said(M::PassEnd { .. } | M::Again { .. })) => Vec::new(),
@@ -238,7 +238,7 @@ impl Target {
             }
             (_, Event::Failed(why) | Event::NotStarted(why) | Event::Cancel(why)) => self.give_up(why),
             (_, Event::Force) => self.give_up("there is nothing to run yet".into()),
-            (_, Event::Said(message)) => self.give_up(format!("the source said {message:?} out of turn")),
+            (_, Event::Said(message)) => self.give_up(format!("the source said {} out of turn", message.name())),
             (
                 _,
                 Event::Judged(_) | Event::Restored | Event::Compared(_) | Event::Started | Event::Fenced(_),
@@ -359,4 +359,27 @@ impl Default for Target {
 
 fn status(standing: Standing) -> Vec<Action> {
     vec![Action::Send(Message::Status { standing })]
+}
+/// Why it is not taken, in one line.
+fn does_not_fit(misfits: &[Misfit]) -> String {
+    let each: Vec<_> = misfits.iter().map(|misfit| format!("{}: {}", misfit.what, misfit.remedy)).collect();
+    format!("the source's machine does not fit here: {}", each.join("; "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_said_in_words() {
+        let misfits = vec![Misfit {
+            what: "vsock".into(),
+            source: "present".into(),
+            target: "missing".into(),
+            remedy: "give it --vsock".into(),
+        }];
+        assert_eq!(does_not_fit(&misfits), "the source's machine does not fit here: vsock: give it --vsock");
+        assert_eq!(misfits[0].to_string(), "vsock: present here, missing there; give it --vsock");
+        assert_eq!(Message::Fit {}.name(), "FIT");
+    }
 }

@@ -440,6 +440,20 @@ pub enum Frame<'a> {
     Wanted(Run),
 }
 
+impl Frame<'_> {
+    /// What it is, for whoever did not expect it.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Message(message) => message.name(),
+            Self::Section(_) => "a part of the state".into(),
+            Self::Run(..) => "pages".into(),
+            Self::Sums(..) => "sums of pages".into(),
+            Self::Missing(..) => "pages that are missing".into(),
+            Self::Wanted(_) => "pages that it waits for".into(),
+        }
+    }
+}
+
 /// A part of the state: which, in which version, and its JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Section<'a> {

@@ -1,9 +1,9 @@
 //! The directory of a snapshot as those who write to it have it: points are added, or made of others, so that they are there whole or not
 //! at all.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use super::manifest::{self, Manifest, Point};
@@ -124,10 +124,8 @@ impl Store {
     }
 
     pub(super) fn nameless(&self) -> Result<File, Error> {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE);
-        let what = "making a file without a name (O_TMPFILE), which this file system must have";
-        options.open(&self.dir).map_err(Error::io(&self.dir.display().to_string(), what))
+        let what = "making a file of the snapshot";
+        file::unnamed(&self.dir).map_err(Error::io(&self.dir.display().to_string(), what))
     }
 
     /// Adds `point`, whose files are written and on the disk.

@@ -13,15 +13,16 @@
 //! 4         CRC32C of all that
 //! ```
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use vmm_sys_util::eventfd::EventFd;
 
 use super::Error;
 use super::layer::sum;
+use crate::sys::file;
 use crate::sys::guard::Naming;
 use crate::sys::host::table;
 
@@ -141,10 +142,8 @@ impl Unnamed {
     /// Where the file system has none, or this user may not write there.
     pub fn create(dir: &Path) -> Result<(Self, Naming), Error> {
         let place = dir.display().to_string();
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE);
-        let what = "making a file without a name (O_TMPFILE) for the working set";
-        let file = options.open(dir).map_err(Error::io(&place, what))?;
+        let what = "making the file of the working set";
+        let file = file::unnamed(dir).map_err(Error::io(&place, what))?;
         let written =
             EventFd::new(vmm_sys_util::eventfd::EFD_CLOEXEC).map_err(Error::io(&place, "eventfd"))?;
         let naming = Naming::new(&file, &written, &dir.join(format!(".{NAME}.new")), &dir.join(NAME));

@@ -3,11 +3,11 @@
 //! descriptor, and two opens in one process exclude each other too.
 
 use std::ffi::CString;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 /// Who may hold the lock at the same time.
@@ -193,6 +193,26 @@ pub fn lock_directory(directory: &File) -> io::Result<bool> {
     }
     let error = io::Error::last_os_error();
     if error.kind() == io::ErrorKind::WouldBlock { Ok(false) } else { Err(error) }
+}
+
+/// A file without a name (O_TMPFILE) on the file system of `directory`, which this user alone may read.
+///
+/// # Errors
+/// What the kernel says, and what would work where the file system has none.
+pub fn unnamed(directory: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE);
+    options.open(directory).map_err(|error| match error.raw_os_error() {
+        // EISDIR is what a kernel says that takes it for opening the directory.
+        Some(libc::EOPNOTSUPP | libc::EISDIR) => io::Error::new(
+            io::ErrorKind::Unsupported,
+            "this file system has no files without a name (O_TMPFILE); ext4, xfs, btrfs and tmpfs have them",
+        ),
+        Some(libc::EACCES | libc::EPERM | libc::EROFS) => {
+            io::Error::new(error.kind(), format!("{error}; choose a directory that you may write to"))
+        }
+        _ => error,
+    })
 }
 
 /// Names a file that was opened without a name (O_TMPFILE), on its own file system.

@@ -42,9 +42,10 @@ fn main() -> ExitCode {
 fn machines_that_are_not_there_are_one_line_and_status_2() -> Result<(), Failed> {
     let home = Home::new()?;
     for (arguments, says) in [
-        ("ctl nobody pause", "vellum list"),
-        ("ctl /nonexistent/x.sock pause", "/nonexistent/x.sock"),
-        ("ctl ../x pause", "../x: No such file"),
+        ("ctl nobody pause", "no machine named `nobody` listens at"),
+        ("ctl /nonexistent/x.sock pause", "no machine listens at /nonexistent/x.sock"),
+        ("ctl ../x pause", "no machine listens at ../x"),
+        ("ctl -- -x pause", "`-x` is no machine's name"),
         ("ctl .hidden pause", "no machine's name"),
         ("ctl nobody puase", "unknown command 'puase' of ctl (did you mean 'pause'?)"),
         ("ctl nobody", "pause"),
@@ -55,6 +56,7 @@ fn machines_that_are_not_there_are_one_line_and_status_2() -> Result<(), Failed>
         ("exec nobody", "COMMAND"),
         ("run --name a/b", "--name: `a/b` is no machine's name"),
         ("run --name .", "letters, digits"),
+        ("run --name=-x", "--name: `-x` is no machine's name"),
     ] {
         let output = home.vellum(arguments)?;
         let said = String::from_utf8_lossy(&output.stderr);

@@ -253,7 +253,7 @@ impl Lane {
         loop {
             match self.link.receive().map_err(say)? {
                 Some(Frame::Message(Message::Joined {})) => return Ok(()),
-                Some(frame) => return Err(format!("the target answered {frame:?}")),
+                Some(frame) => return Err(format!("the target answered {}", frame.name())),
                 None if since.elapsed() > self.liveness => {
                     return Err(format!("the target has been silent for {:?}", self.liveness));
                 }

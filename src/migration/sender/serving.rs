@@ -134,7 +134,7 @@ impl Server {
                     continue;
                 }
                 Some(Frame::Wanted(run)) if joined => run,
-                Some(frame) => return Err(format!("the target said {frame:?} on it")),
+                Some(frame) => return Err(format!("the target said {} on it", frame.name())),
                 None if !joined && since.elapsed() > self.liveness => {
                     return Err(format!("the target has been silent for {:?}", self.liveness));
                 }

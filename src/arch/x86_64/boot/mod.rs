@@ -26,6 +26,7 @@ mod pvh;
 use std::io::{self, SeekFrom};
 use std::ops::Range;
 
+use super::layout::GAP_START;
 use super::tables::Tables;
 use crate::arch::fixed::Uart;
 use crate::arch::images::{Image, Source};
@@ -162,6 +163,12 @@ pub enum Error {
         "the initrd's {size} bytes do not fit into guest memory below {limit:#x} beside the kernel; use more memory"
     )]
     InitrdTooLarge { size: u64, limit: u64 },
+    /// The initrd does not fit where this kernel could take it, however much memory there is.
+    #[error(
+        "the initrd has {size} bytes, and there is room for {most} below {limit:#x}, where this kernel takes it; use a smaller \
+         one: more memory would not help"
+    )]
+    InitrdBeyondReach { size: u64, most: u64, limit: u64 },
     /// The command line does not fit.
     #[error("{len} bytes are too long for this kernel, which takes {max}; shorten it")]
     CmdlineTooLong { len: usize, max: usize },
@@ -181,7 +188,8 @@ impl Fault for Error {
         Blame::user(match self {
             Self::Truncated { image: Image::Initrd, .. }
             | Self::Read { image: Image::Initrd, .. }
-            | Self::InitrdTooLarge { .. } => Field::Initrd,
+            | Self::InitrdTooLarge { .. }
+            | Self::InitrdBeyondReach { .. } => Field::Initrd,
             Self::CmdlineTooLong { .. } | Self::CmdlineNul => Field::Cmdline,
             Self::TooLittleMemory | Self::Memory(..) => Field::Memory,
             Self::Protocol { .. } => Field::Protocol,
@@ -358,6 +366,12 @@ impl<'a, M: GuestMemoryBackend> Placement<'a, M> {
         upwards_from: Option<u64>,
     ) -> Result<Option<Range<u64>>, Error> {
         let Some(mut initrd) = initrd else { return Ok(None) };
+        let reach = limit.min(GAP_START);
+        let below = self.taken.iter().map(|(taken, _)| taken.end).filter(|end| *end <= reach).max();
+        let most = reach - below.unwrap_or(HIGH).max(HIGH);
+        if initrd.len > most {
+            return Err(Error::InitrdBeyondReach { size: initrd.len, most, limit: reach });
+        }
         let limit = limit.min(self.low_end);
         let too_large = Error::InitrdTooLarge { size: initrd.len, limit };
         let start = match upwards_from {

@@ -268,6 +268,13 @@ fn what_does_not_fit_names_its_field() {
     let (name, text) = field(boot(&memory(4 << 20), &bzimage(0x1000), Some(&vec![0; 4 << 20])));
     assert_eq!(name, Field::Initrd);
     assert!(text.contains("4194304 bytes do not fit"), "{text}");
+    // More memory would not help one that the kernel cannot reach.
+    let mut vast = crate::sys::mmap::memfd(c"initrd", 3 << 30, None).map(std::fs::File::from).unwrap();
+    let request = BootRequest { name: "k", cmdline: "", protocol: None, tables: None };
+    let (name, text) =
+        field(load(&memory(4 << 20), &mut Cursor::new(&bzimage(0x1000)), Some(&mut vast), &request));
+    assert_eq!(name, Field::Initrd);
+    assert!(text.contains("3221225472 bytes") && text.contains("more memory would not help"), "{text}");
     let (name, _) = field(boot(&memory(4 << 20), &bzimage(0x1000), Some(&vec![0; 2 << 20])));
     assert_eq!(name, Field::Initrd, "the initrd would overlap the kernel's init_size");
     let long = "x".repeat(2048);
