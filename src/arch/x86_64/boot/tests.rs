@@ -269,7 +269,7 @@ fn what_does_not_fit_names_its_field() {
     assert_eq!(name, Field::Initrd);
     assert!(text.contains("4194304 bytes do not fit"), "{text}");
     // More memory would not help one that the kernel cannot reach.
-    let mut vast = crate::sys::mmap::memfd(c"initrd", 3 << 30, None).map(std::fs::File::from).unwrap();
+    let mut vast = crate::sys::mmap::memfd(c"initrd", 3 << 30, None).unwrap();
     let request = BootRequest { name: "k", cmdline: "", protocol: None, tables: None };
     let (name, text) =
         field(load(&memory(4 << 20), &mut Cursor::new(&bzimage(0x1000)), Some(&mut vast), &request));
