@@ -208,7 +208,7 @@ pub fn compare(
             series.name
         )));
     }
-    let kernels = |variant| -> Result<[Image; 2]> {
+    let kernels = |variant: Option<&str>| -> Result<[Image; 2]> {
         let after = match other {
             None => build::build_for(cache, architecture, base, std::slice::from_ref(series), variant),
             Some(other) => build::build_for(cache, architecture, other, &[], variant),
