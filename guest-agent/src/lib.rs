@@ -50,7 +50,7 @@ pub const MAX_ARGUMENTS: usize = (2 << 20) - (64 << 10);
 /// # Errors
 /// Which of its limits they are beyond.
 pub fn check_arguments(command: &[String]) -> Result<(), String> {
-    let remedy = "a file in a directory that the guest has can hold them (--share)";
+    let remedy = "a file in a directory that the guest has can hold them";
     if let Some((nth, long)) = (0..).zip(command).find(|(_, argument)| argument.len() >= MAX_ARGUMENT) {
         let (len, most) = (long.len(), MAX_ARGUMENT - 1);
         return Err(format!("argument {nth} has {len} bytes, and Linux takes {most} at most; {remedy}"));

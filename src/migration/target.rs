@@ -376,10 +376,10 @@ mod tests {
             what: "vsock".into(),
             source: "present".into(),
             target: "missing".into(),
-            remedy: "give it --vsock".into(),
+            remedy: "give it one".into(),
         }];
-        assert_eq!(does_not_fit(&misfits), "the source's machine does not fit here: vsock: give it --vsock");
-        assert_eq!(misfits[0].to_string(), "vsock: present here, missing there; give it --vsock");
+        assert_eq!(does_not_fit(&misfits), "the source's machine does not fit here: vsock: give it one");
+        assert_eq!(misfits[0].to_string(), "vsock: present here, missing there; give it one");
         assert_eq!(Message::Fit {}.name(), "FIT");
     }
 }
