@@ -45,7 +45,6 @@ fn machines_that_are_not_there_are_one_line_and_status_2() -> Result<(), Failed>
         ("ctl nobody pause", "no machine named `nobody` listens at"),
         ("ctl /nonexistent/x.sock pause", "no machine listens at /nonexistent/x.sock"),
         ("ctl ../x pause", "no machine listens at ../x"),
-        ("ctl -- -x pause", "`-x` is no machine's name"),
         ("ctl .hidden pause", "no machine's name"),
         ("ctl nobody puase", "unknown command 'puase' of ctl (did you mean 'pause'?)"),
         ("ctl nobody", "pause"),
