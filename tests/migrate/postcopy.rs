@@ -185,14 +185,16 @@ impl Cutter {
             std::thread::spawn(move || {
                 let mut buffer = vec![0; 16 << 10];
                 while let Ok(count @ 1..) = from.read(&mut buffer) {
-                    let mut pass = count;
+                    let (mut pass, mut cuts) = (count, false);
                     if there {
                         cutter.carried.fetch_add(count as u64, Ordering::Relaxed);
                         let left = cutter.left.fetch_sub(count as i64, Ordering::SeqCst);
                         pass = count.min(left.max(0) as usize);
+                        // Another one may have cut already, and what has come since is not to be cut.
+                        cuts = pass < count && left >= 0;
                     }
                     let sent = to.write_all(&buffer[..pass]);
-                    if pass < count {
+                    if cuts {
                         cutter.cut();
                     }
                     if sent.is_err() || pass < count {

@@ -66,8 +66,8 @@ pub fn upgrade_cancelled(run: &mut Run) -> Result<(), Failed> {
     let output = ends(&line, courier)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     match output.status.code() {
-        // It was too late.
-        Some(0) if !early => is_in_another(run, before),
+        // It was too late; a client that gets a signal takes a while to say so.
+        Some(0) if !early || by_signal => is_in_another(run, before),
         Some(1) if said.contains("stays in the process that it is in") => {
             run.goes_on()?;
             ensure(run.pid()? == before, || "it is in another process".into())
