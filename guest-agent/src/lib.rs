@@ -21,6 +21,8 @@ mod tie;
 mod word;
 mod work;
 
+use std::ffi::OsStr;
+
 use serde::{Deserialize, Serialize};
 
 pub use word::Word;
@@ -49,13 +51,15 @@ pub const MAX_ARGUMENTS: usize = (2 << 20) - (64 << 10);
 ///
 /// # Errors
 /// Which of its limits they are beyond.
-pub fn check_arguments(command: &[String]) -> Result<(), String> {
+pub fn check_arguments(command: &[impl AsRef<OsStr>]) -> Result<(), String> {
     let remedy = "a file in a directory that the guest has can hold them";
-    if let Some((nth, long)) = (0..).zip(command).find(|(_, argument)| argument.len() >= MAX_ARGUMENT) {
-        let (len, most) = (long.len(), MAX_ARGUMENT - 1);
+    if let Some((nth, long)) =
+        (0..).zip(command).find(|(_, argument)| argument.as_ref().len() >= MAX_ARGUMENT)
+    {
+        let (len, most) = (long.as_ref().len(), MAX_ARGUMENT - 1);
         return Err(format!("argument {nth} has {len} bytes, and Linux takes {most} at most; {remedy}"));
     }
-    let all: usize = command.iter().map(|argument| argument.len() + 1 + size_of::<usize>()).sum();
+    let all: usize = command.iter().map(|argument| argument.as_ref().len() + 1 + size_of::<usize>()).sum();
     match all > MAX_ARGUMENTS {
         true => {
             Err(format!("all arguments have {all} bytes, and Linux takes {MAX_ARGUMENTS} at most; {remedy}"))
@@ -457,7 +461,8 @@ mod tests {
         let one = |len| "\u{1}".repeat(len);
         let most = vec![one(MAX_ARGUMENT - 1); MAX_ARGUMENTS / (MAX_ARGUMENT + 8)];
         assert_eq!(check_arguments(&most), Ok(()));
-        let request = Request::Launch(Launch { command: most.clone(), ..Launch::default() });
+        let request =
+            Request::Launch(Launch { command: most.iter().map(Word::from).collect(), ..Launch::default() });
         assert!(serde_json::to_string(&request).unwrap().len() < MAX_REQUEST);
         let long = check_arguments(&["a".into(), one(MAX_ARGUMENT)]).unwrap_err();
         assert!(long.starts_with("argument 1 has 131072 bytes, and Linux takes 131071"), "{long}");
