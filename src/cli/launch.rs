@@ -29,6 +29,7 @@ use crate::launch::modules::{self, Named};
 use crate::launch::streams::own_terminal;
 use crate::launch::{Error, config, image};
 use crate::memory::MemoryConfig;
+use crate::sandbox::Sandbox;
 use crate::sandbox::user::User;
 use crate::sys::fork::{Forked, fork};
 use crate::sys::identity;
@@ -238,6 +239,7 @@ pub(super) fn run(
     let (console, output) = io::pipe().map_err(host)?;
     let (ready, word) = io::pipe().map_err(host)?;
     let (output, word) = (OwnedFd::from(output), OwnedFd::from(word));
+    let mode = process.sandbox;
     match fork(&output).map_err(|error| Failure::host(format!("fork: {error}")))? {
         Forked::Child => {
             drop((console, ready, output, port));
@@ -259,6 +261,7 @@ pub(super) fn run(
         }
         Forked::Parent(child) => {
             drop((output, word, end));
+            Sandbox::client(mode).map_err(|error| Failure::of(&error, FLAGS))?;
             let console = File::from(OwnedFd::from(console));
             let ready = File::from(OwnedFd::from(ready));
             let guest = Guest { child, console, ready, vsock: vsock.as_deref(), port };

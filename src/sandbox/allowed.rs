@@ -33,9 +33,41 @@ pub fn by(kind: ThreadKind) -> Vec<Rule> {
         rules.extend(stat_of_descriptors());
     }
     if matches!(kind, ThreadKind::Main | ThreadKind::Receiver) {
+        // A thread that was just started binds itself to CPUs, and no other one.
+        rules.push(one_of(SYS_sched_setaffinity, 0, &[0]));
         rules.extend(new_threads());
         rules.extend(sockets_left_behind());
     }
+    rules
+}
+
+/// What the guard of a machine's names may call (`sys/guard.rs`): it waits, sees whether anybody listens at a socket, and names and
+/// removes files.
+pub fn by_guard() -> Vec<Rule> {
+    let calls = [
+        SYS_ppoll,
+        SYS_newfstatat,
+        SYS_connect,
+        SYS_fcntl,
+        SYS_close,
+        SYS_linkat,
+        SYS_unlinkat,
+        SYS_renameat,
+        SYS_renameat2,
+        SYS_exit_group,
+        #[cfg(target_arch = "x86_64")]
+        SYS_poll,
+        #[cfg(target_arch = "x86_64")]
+        SYS_lstat,
+        #[cfg(target_arch = "x86_64")]
+        SYS_link,
+        #[cfg(target_arch = "x86_64")]
+        SYS_unlink,
+        #[cfg(target_arch = "x86_64")]
+        SYS_rename,
+    ];
+    let mut rules: Vec<Rule> = calls.into_iter().map(any).collect();
+    rules.push(one_of(SYS_socket, 0, &[AF_UNIX as u32]));
     rules
 }
 
@@ -108,8 +140,10 @@ fn base() -> Vec<Rule> {
     // abort(3) resets SIGABRT, and glibc takes the two real-time signals that are its own when the first thread starts.
     // SIGSYS keeps its handler.
     rules.push(one_of(SYS_rt_sigaction, 0, &[SIGABRT as u32, 32, 33]));
-    // Threads of this process only: vCPUs are kicked so, and abort raises so.
+    // Threads of this process only: vCPUs are kicked so, and abort raises so (`sys/abort.rs`). tkill and kill take any process.
     rules.push(one_of(SYS_tgkill, 0, &[std::process::id()]));
+    // The calling thread's CPUs only.
+    rules.push(one_of(SYS_sched_getaffinity, 0, &[0]));
     // Names of threads and of memory, and waits that end when they are due.
     rules.push(one_of(SYS_prctl, 0, &[PR_SET_NAME as u32, PR_SET_VMA as u32, PR_SET_TIMERSLACK as u32]));
     rules
@@ -137,13 +171,9 @@ const BASE: &[c_long] = &[
     SYS_nanosleep,
     SYS_gettimeofday,
     SYS_sched_yield,
-    SYS_sched_getaffinity,
     SYS_getcpu,
     SYS_getpid,
     SYS_gettid,
-    // musl's raise and pthread_kill.
-    #[cfg(target_env = "musl")]
-    SYS_tkill,
     SYS_getrandom,
     SYS_ppoll,
     #[cfg(target_arch = "x86_64")]
@@ -233,8 +263,8 @@ const EVENTS: &[c_long] = &[
     SYS_dup,
 ];
 
-/// Starting threads and putting them in their place.
-const MAIN: &[c_long] = &[SYS_seccomp, SYS_sched_setaffinity];
+/// What a thread does before it gets its own filter: it drops capabilities (which capset(2) gives to nobody but the caller).
+const MAIN: &[c_long] = &[SYS_seccomp, SYS_capget, SYS_capset];
 
 /// Mapping guest memory, for a machine that is made when the sandbox is in force already.
 const ASSEMBLY: &[c_long] = &[SYS_memfd_create, SYS_fstatfs, SYS_mlock2, SYS_mlock, SYS_sysinfo];
@@ -244,12 +274,14 @@ const MAIN_HERE: &[c_long] = &[SYS_epoll_wait];
 #[cfg(target_arch = "aarch64")]
 const MAIN_HERE: &[c_long] = &[];
 
-/// Threads may be started, processes not. The flags of clone3 are in memory, where no filter can read them: it is said
-/// not to exist, and the C libraries fall back on clone.
+/// Threads may be started, with the flags that glibc and musl (with `CLONE_DETACHED`) give them: neither processes nor namespaces. The
+/// flags of clone3 are in memory, where no filter can read them: it is said not to exist, and the C libraries fall back on clone.
 fn new_threads() -> [Rule; 2] {
+    let memory = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM;
+    let flags = (memory | CLONE_SETTLS | CLONE_PARENT_SETTID | CLONE_CHILD_CLEARTID) as u32;
     [
         Rule { number: SYS_clone3 as u32, allow: Allow::Fail(ENOSYS as u16) },
-        Rule { number: SYS_clone as u32, allow: Allow::With(0, CLONE_THREAD as u32) },
+        one_of(SYS_clone, 0, &[flags, flags | CLONE_DETACHED as u32]),
     ]
 }
 

@@ -1,15 +1,17 @@
 //! What a running VMM gives up, so that a guest that takes it over gains little.
 //!
-//! [`Sandbox`] is the way in. Before it starts any thread, main calls [`Sandbox::process`]: no new privileges, and a
+//! [`Sandbox`] is the way in. Before it starts any thread, main calls [`Sandbox::process`]: no new privileges, hardly a capability, and a
 //! Landlock domain in which no path can be opened and no TCP port reached. Then each thread calls
-//! [`Sandbox::enter`] as its last act before its loop, and gets the seccomp filter of its kind; main comes last. From
+//! [`Sandbox::enter`] as its last act before its loop, and gets the capabilities and the seccomp filter of its kind; main comes last. From
 //! then on files and sockets come through the control socket, already open.
 //!
-//! What each kind may call is in [`allowed`], the ioctl requests in [`ioctls`]; [`bpf`] turns both into filters;
+//! What each kind may call is in [`allowed`], the ioctl requests in [`ioctls`]; [`bpf`] turns both into filters; what root's threads keep
+//! is in [`capabilities`];
 //! [`violation`] says which thread called what, and ends the process.
 
 mod allowed;
 mod bpf;
+mod capabilities;
 mod ioctls;
 mod names;
 pub mod user;
@@ -22,13 +24,17 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use libc::sock_filter;
+
 use landlock::{
     ABI, Access, AccessFs, AccessNet, LandlockStatus, PathBeneath, Ruleset, RulesetAttr, RulesetCreatedAttr,
     RulesetError, Scope,
 };
 
+use rustix::thread::CapabilitySet;
+
 use crate::fault::{Blame, Fault, Field};
-use crate::sys::seccomp;
+use crate::sys::{identity, seccomp};
 
 pub use violation::EXIT_STATUS;
 
@@ -186,26 +192,47 @@ impl Sandbox {
         seccomp::no_new_privileges().map_err(|error| Error::Setup("prctl(PR_SET_NO_NEW_PRIVS)", error))?;
         seccomp::on_trap(violation::report).map_err(|error| Error::Setup("sigaction(SIGSYS)", error))?;
         if self.mode == Mode::On {
+            keep(capabilities::KEPT_BY_PROCESS)?;
             self.landlock = restrict_paths::<BorrowedFd<'_>>(None);
         }
         Ok(())
     }
 
     /// As [`Sandbox::process`], for a process that may reach what lies beneath `directory`: to read it, and where it is `writable` to
-    /// change it.
+    /// change it, with those of `kept` that are among its capabilities.
     ///
     /// # Errors
     /// As there.
-    pub fn process_beneath(&mut self, directory: &impl AsFd, writable: bool) -> Result<(), Error> {
+    pub fn process_beneath(
+        &mut self,
+        directory: &impl AsFd,
+        writable: bool,
+        kept: CapabilitySet,
+    ) -> Result<(), Error> {
         if self.mode == Mode::Off {
             return Ok(());
         }
         seccomp::no_new_privileges().map_err(|error| Error::Setup("prctl(PR_SET_NO_NEW_PRIVS)", error))?;
         seccomp::on_trap(violation::report).map_err(|error| Error::Setup("sigaction(SIGSYS)", error))?;
         let rights = if writable { AccessFs::from_all(NEWEST) } else { AccessFs::from_read(NEWEST) };
+        keep(kept)?;
         // To run nothing, and to talk to no device.
         let rights = rights & !(AccessFs::Execute | AccessFs::IoctlDev);
         self.landlock = restrict_paths(Some(PathBeneath::new(directory.as_fd(), rights)));
+        Ok(())
+    }
+
+    /// For the process of a command that stays with its user's standard streams, before it has threads: no new privileges and no
+    /// capabilities. It connects to the machine by a path.
+    ///
+    /// # Errors
+    /// Where the kernel refuses.
+    pub fn client(mode: Mode) -> Result<(), Error> {
+        if mode == Mode::On {
+            seccomp::no_new_privileges()
+                .map_err(|error| Error::Setup("prctl(PR_SET_NO_NEW_PRIVS)", error))?;
+            keep(CapabilitySet::empty())?;
+        }
         Ok(())
     }
 
@@ -218,6 +245,9 @@ impl Sandbox {
         };
         violation::introduce(kind, name);
         seccomp::unblock_traps();
+        if self.mode == Mode::On {
+            keep(capabilities::kept_by(kind))?;
+        }
         let filter = bpf::compile(allowed::by(kind), otherwise);
         IN_FORCE.store(self.mode == Mode::On, Ordering::Relaxed);
         seccomp::install(&filter).map_err(|source| Error::Filter { kind, name: name.to_owned(), source })
@@ -231,6 +261,35 @@ impl Sandbox {
             (mode, _) => mode.to_string(),
         }
     }
+}
+
+/// What the guard of a machine's names gives up ([`crate::sys::guard`]).
+#[derive(Debug)]
+pub struct OfGuard {
+    filter: Option<Vec<sock_filter>>,
+}
+
+impl OfGuard {
+    /// Made before the guard is: it may not allocate.
+    pub fn new(mode: Mode) -> Self {
+        let compile = || bpf::compile(allowed::by_guard(), libc::SECCOMP_RET_KILL_PROCESS);
+        Self { filter: (mode == Mode::On).then(compile) }
+    }
+
+    /// Restricts the guard, for good.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn enter(&self) -> io::Result<()> {
+        let Some(filter) = &self.filter else { return Ok(()) };
+        seccomp::no_new_privileges()?;
+        identity::keep_capabilities(capabilities::KEPT_BY_GUARD)?;
+        seccomp::install(filter)
+    }
+}
+
+fn keep(kept: CapabilitySet) -> Result<(), Error> {
+    identity::keep_capabilities(kept).map_err(|error| Error::Setup("capset", error))
 }
 
 static IN_FORCE: AtomicBool = AtomicBool::new(false);

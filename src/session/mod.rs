@@ -43,7 +43,7 @@ use crate::memory;
 use crate::migration::mobile;
 use crate::payload::{Payload, Serves, Subscriber, lent};
 use crate::sandbox::user::{self, User};
-use crate::sandbox::{self, Sandbox};
+use crate::sandbox::{self, OfGuard, Sandbox};
 use crate::snapshot;
 use crate::sys::guard::{self, Naming};
 use crate::sys::pagemap::Pagemap;
@@ -297,7 +297,9 @@ impl Session {
         // The guard first: it has no part in what is bound after it. It looks at the names when this process is gone.
         let door = config.gdb.as_ref().map(|gdb| gdb.socket.as_path());
         let names = config.control.as_deref().into_iter().chain(door).chain(sockets);
-        let guard = guard::start(names.filter_map(|path| Name::new(path).ok()).collect(), naming)
+        let confined = OfGuard::new(config.sandbox);
+        let names = names.filter_map(|path| Name::new(path).ok()).collect();
+        let guard = guard::start(names, naming, || confined.enter())
             .map_err(|error| Error::Host("the guard of its sockets", error))?;
         let control = config.control.as_deref().map(bind).transpose();
         let control = control.map_err(Error::Control)?;

@@ -16,6 +16,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use rustix::fs::{Mode, OFlags};
+use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
 
 use super::Config;
@@ -174,9 +175,27 @@ fn prepare(root: OwnedFd, task: &Task) -> Result<Server, String> {
     let server =
         Server::new(root.try_clone().map_err(|error| error.to_string())?, task.config, limit as usize);
     let server = server.map_err(|error| format!("its server cannot read it: {error}"))?;
-    sandbox.process_beneath(&root, task.config.writable).map_err(|error| error.to_string())?;
+    sandbox
+        .process_beneath(&root, task.config.writable, kept(task.config))
+        .map_err(|error| error.to_string())?;
     sandbox.enter(ThreadKind::FileServer, "share").map_err(|error| error.to_string())?;
     Ok(server)
+}
+
+/// What a server that acts as root keeps of root's capabilities: what its guest's root may do beneath the directory, and no more.
+fn kept(config: Config) -> CapabilitySet {
+    let mut kept = CapabilitySet::DAC_READ_SEARCH;
+    if config.writable {
+        kept |= CapabilitySet::CHOWN | CapabilitySet::DAC_OVERRIDE | CapabilitySet::FOWNER;
+        for (may, needs) in [
+            (config.setid, CapabilitySet::FSETID),
+            (config.devices, CapabilitySet::MKNOD),
+            (config.privileged_xattrs, CapabilitySet::SETFCAP | CapabilitySet::SYS_ADMIN),
+        ] {
+            kept.set(needs, may);
+        }
+    }
+    kept
 }
 
 /// Opens the directory `path`, which says nothing and allows nothing yet.

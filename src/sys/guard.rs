@@ -2,7 +2,8 @@
 //! one that is killed cannot. Nor may it name a file, which its guard does once it says so.
 //!
 //! It is forked before there are threads, guest memory or a sandbox. It closes every descriptor but those two of a file to be named, hears
-//! no signal but SIGKILL, belongs to no terminal, and reads nothing that the VMM could write: it only waits for its end, and for that word.
+//! no signal but SIGKILL, belongs to no terminal, and reads nothing that the VMM could write: it only waits for its end, and for that word,
+//! and may call no more than that takes.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -73,11 +74,16 @@ impl Drop for Started {
 }
 
 /// Starts the guard of `names`, and of a file to be named. It removes those names that are sockets on which nobody listens any more.
-/// Those that are bound only later it never has.
+/// Those that are bound only later it never has. `confine` is its last act before it waits, and allocates
+/// nothing.
 ///
 /// # Errors
 /// Where the host refuses a process or a pipe.
-pub fn start(names: Vec<Name>, naming: Option<Naming>) -> io::Result<Started> {
+pub fn start(
+    names: Vec<Name>,
+    naming: Option<Naming>,
+    confine: impl Fn() -> io::Result<()>,
+) -> io::Result<Started> {
     if names.is_empty() && naming.is_none() {
         return Ok(Started(None));
     }
@@ -90,7 +96,7 @@ pub fn start(names: Vec<Name>, naming: Option<Naming>) -> io::Result<Started> {
     }
     // SAFETY: the child calls nothing that allocates or locks, so it does not matter what other threads were doing.
     match unsafe { libc::fork() } {
-        0 => watch(this, &names, naming.as_ref()),
+        0 => watch(this, &names, naming.as_ref(), confine),
         child => {
             let open = File::from(OwnedFd::from(open));
             let result = if child < 0 { Err(io::Error::last_os_error()) } else { Ok(Started(Some(open))) };
@@ -102,7 +108,12 @@ pub fn start(names: Vec<Name>, naming: Option<Naming>) -> io::Result<Started> {
     }
 }
 
-fn watch(process: libc::c_int, names: &[Name], naming: Option<&Naming>) -> ! {
+fn watch(
+    process: libc::c_int,
+    names: &[Name],
+    naming: Option<&Naming>,
+    confine: impl Fn() -> io::Result<()>,
+) -> ! {
     // SAFETY: calls with numbers and with pointers to what lives until the end; no other thread is in this process. Every
     // descriptor but those that it keeps is closed for good, and nobody here owns one of them.
     unsafe {
@@ -121,6 +132,11 @@ fn watch(process: libc::c_int, names: &[Name], naming: Option<&Naming>) -> ! {
         libc::syscall(libc::SYS_close_range, kept + 1, u32::MAX, 0);
         // Last: until here it holds what was bound before it was started.
         libc::prctl(libc::PR_SET_NAME, c"vellum-guard".as_ptr());
+    }
+    if confine().is_err() {
+        // The VMM is confined by the same calls, and says why they fail.
+        // SAFETY: ends the process without running anything.
+        unsafe { libc::_exit(1) };
     }
     let wait_for = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     // The kernel passes over a negative one.

@@ -1,10 +1,14 @@
-//! Who this process acts as.
+//! Who this process acts as, and with which capabilities.
 
 use std::io;
+
+use rustix::thread::{self, CapabilitySet, CapabilitySets};
 
 /// Becomes `uid` and `gid` for good, in no other group. Before any thread is started: not every C library carries the
 /// change to threads that exist.
 pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
+    // While it still may. No program that it runs as root again gets any of them.
+    empty_bounding_set();
     let check = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
     // SAFETY: an empty list may be null.
     check(unsafe { libc::setgroups(0, std::ptr::null()) })?;
@@ -12,6 +16,41 @@ pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
     check(unsafe { libc::setresgid(gid, gid, gid) })?;
     // SAFETY: as above.
     check(unsafe { libc::setresuid(uid, uid, uid) })
+}
+
+/// Takes all capabilities from the calling thread, and from those that it starts, but for those of `kept` that it has; and all from its
+/// bounding set.
+///
+/// # Errors
+/// What the kernel says.
+pub fn keep_capabilities(kept: CapabilitySet) -> io::Result<()> {
+    let has = thread::capabilities(None)?;
+    if has.effective.contains(CapabilitySet::SETPCAP) {
+        empty_bounding_set();
+    }
+    let kept = has.permitted & kept;
+    let keeps = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
+    if keeps != has {
+        // With it the ambient set goes, which is no larger than the inheritable one.
+        thread::set_capabilities(None, keeps)?;
+    }
+    Ok(())
+}
+
+/// Where this thread may not, it has nothing to lose by it: `no_new_privs` says the same.
+fn empty_bounding_set() {
+    limit_bounding_set(CapabilitySet::empty());
+}
+
+/// Leaves `kept` in the bounding set, beyond which no program that is started from here gets any, as far as this thread may.
+pub fn limit_bounding_set(kept: CapabilitySet) {
+    // A kernel has them without a gap, and says so of the first that it has not.
+    for number in 0..u64::BITS {
+        let one = CapabilitySet::from_bits_retain(1 << number);
+        if !kept.contains(one) && thread::remove_capability_from_bounding_set(one).is_err() {
+            break;
+        }
+    }
 }
 
 /// The user and group that this process acts as.

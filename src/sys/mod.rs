@@ -2,6 +2,8 @@
 //!
 //! Each file wraps one family of calls in functions that cannot be misused. Policy does not live here.
 
+#[cfg(target_env = "musl")]
+mod abort;
 pub mod affinity;
 pub mod clock;
 pub mod cr3_cache;

@@ -6,6 +6,9 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::Duration;
 
+use rustix::thread::CapabilitySet;
+
+use super::identity;
 use super::mmap::host_page;
 
 /// Has the program of `command` inherit these descriptors by their numbers, and belong to no terminal: it may read and write one that it
@@ -24,6 +27,16 @@ pub fn detached_with(command: &mut Command, descriptors: Vec<RawFd>) {
         Ok(())
     };
     // SAFETY: it allocates nothing and takes no lock.
+    unsafe { command.pre_exec(prepare) };
+}
+
+/// Has the program of `command`, where root starts it, get no capabilities but `kept`.
+pub fn limited_to(command: &mut Command, kept: CapabilitySet) {
+    let prepare = move || {
+        identity::limit_bounding_set(kept);
+        Ok(())
+    };
+    // SAFETY: it makes system calls with numbers, allocates nothing and takes no lock.
     unsafe { command.pre_exec(prepare) };
 }
 

@@ -139,6 +139,11 @@ impl Drop for Process {
 }
 
 impl Machine {
+    /// The process of this name that it has started.
+    pub fn started(&self, name: &str) -> Option<u32> {
+        self.children.iter().find(|(_, is)| is == name).map(|(pid, _)| *pid)
+    }
+
     /// Waits for its end and for the end of its guard, of which there must be one and nothing else.
     pub fn end(self) -> Result<Output, Failed> {
         self.end_with(&["vellum-guard"])

@@ -18,6 +18,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use rustix::thread::CapabilitySet;
+
 use super::HEADER;
 use crate::devices::virtio::slices::Slices;
 use crate::sys::{program, socket};
@@ -317,6 +319,13 @@ fn discard(socket: &OwnedFd, count: usize) -> bool {
     true
 }
 
+/// What passt needs of root's capabilities: to become nobody, to leave the host's files and processes, and to forward low ports.
+const NEEDED: CapabilitySet = CapabilitySet::SETUID
+    .union(CapabilitySet::SETGID)
+    .union(CapabilitySet::SETPCAP)
+    .union(CapabilitySet::SYS_ADMIN)
+    .union(CapabilitySet::NET_BIND_SERVICE);
+
 /// Starts passt at the other end of the socket that is returned. It is there when this returns, and ends with the socket.
 fn start(user: &User) -> Result<UnixStream, Error> {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
@@ -328,6 +337,7 @@ fn start(user: &User) -> Result<UnixStream, Error> {
     command.arg("--fd").arg(theirs.as_raw_fd().to_string()).args(arguments(user));
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     program::detached_with(&mut command, vec![theirs.as_raw_fd()]);
+    program::limited_to(&mut command, NEEDED);
     // It goes to the background when it is ready, and this ends.
     let ended = command.output().map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => Error::Missing,

@@ -1,9 +1,17 @@
 //! The sandbox against real processes: each test starts this program again as a helper that enters the sandbox as one
 //! kind of thread and does one thing, and looks at how it ended and what it said.
 
+#[path = "../bed/mod.rs"]
+mod bed;
+#[path = "../home/mod.rs"]
+mod home;
+#[path = "../images/mod.rs"]
+mod images;
+mod privileges;
+
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::net::UdpSocket;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
@@ -22,12 +30,15 @@ const HELPER: &str = "--sandbox-helper";
 const OPEN: &str = if cfg!(all(target_env = "musl", target_arch = "x86_64")) { "open" } else { "openat" };
 
 /// What a helper does, and the system call that the sandbox should name, with whom it forbids it.
-const FORBIDDEN: [(&str, &str); 6] = [
+const FORBIDDEN: [(&str, &str); 9] = [
     ("open", OPEN),
     ("socket", "socket"),
     ("exec", "execve"),
     ("executable-memory", "mmap"),
     ("kill", "kill"),
+    ("tkill", "tkill"),
+    ("signal-another-process", "tgkill"),
+    ("bind-another-process", "sched_setaffinity"),
     ("type-into-terminal", "ioctl"),
 ];
 
@@ -106,7 +117,7 @@ fn panics(kind: ThreadKind) -> Result<(), Failed> {
         let first = stderr.lines().next().unwrap_or_default();
         // The helper's own main panics in its turn when it joins the thread, except where it is the thread.
         let good = first.starts_with("vellum: thread ") && first.contains("it went wrong; --sandbox off");
-        if !good || !first.contains("tests/sandbox.rs") || stderr.contains("which it may not") {
+        if !good || !first.contains(file!()) || stderr.contains("which it may not") {
             return Err(said(&output).into());
         }
         if output.status.code() != Some(101) {
@@ -124,6 +135,11 @@ fn main_may_start_no_process() -> Result<(), Failed> {
         return if output.status.signal() == Some(libc::SIGSYS) { Ok(()) } else { Err(said(&output).into()) };
     }
     killed(ThreadKind::Main, "fork", "clone")
+}
+
+#[trial]
+fn main_may_start_no_thread_in_namespaces_of_its_own() -> Result<(), Failed> {
+    killed(ThreadKind::Main, "enter-namespace", "clone")
 }
 
 #[trial]
@@ -206,7 +222,12 @@ fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
         | ThreadKind::Connection
         | ThreadKind::Fetching
         | ThreadKind::Share => {
-            sandbox.enter(ThreadKind::Main, "main").unwrap();
+            // Those that lock memory belong to a machine that comes.
+            let main = match kind {
+                ThreadKind::Migration | ThreadKind::Fetching => ThreadKind::Receiver,
+                _ => ThreadKind::Main,
+            };
+            sandbox.enter(main, "main").unwrap();
             std::thread::Builder::new().name(name).spawn(work).unwrap().join().unwrap();
         }
     }
@@ -220,6 +241,15 @@ fn act(kind: ThreadKind, action: &str, file: &File, status: Option<String>) {
         "abort" => std::process::abort(),
         "panic" => panic!("it went wrong"),
         "work" => work(kind, file),
+        // To the file that is standard input.
+        "write" => {
+            let file = File::from(io::stdin().as_fd().try_clone_to_owned().unwrap());
+            file.write_all_at(b"written", 0).unwrap();
+        }
+        "wait" => {
+            println!("ready");
+            io::stdin().read_to_end(&mut Vec::new()).unwrap();
+        }
         "drop-root" => {
             let status = status.unwrap();
             assert!(status.contains("Uid:\t65534\t65534\t65534\t65534\nGid:\t65533\t65533\t65533\t65533\n"));
@@ -267,6 +297,13 @@ fn raw(action: &str) {
                 libc::mmap(std::ptr::null_mut(), 4096, protection, flags, -1, 0);
             }
             "kill" => drop(libc::kill(libc::getpid(), 0)),
+            "tkill" => drop(libc::syscall(libc::SYS_tkill, libc::gettid(), 0)),
+            "signal-another-process" => drop(libc::syscall(libc::SYS_tgkill, 1, 1, 0)),
+            "bind-another-process" => drop(libc::syscall(libc::SYS_sched_setaffinity, 1, 0, 0)),
+            "enter-namespace" => {
+                let flags = libc::CLONE_VM | libc::CLONE_SIGHAND | libc::CLONE_THREAD | libc::CLONE_NEWNET;
+                libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0);
+            }
             "type-into-terminal" => drop(libc::ioctl(0, libc::TIOCSTI as _, c"x".as_ptr())),
             // KVM_RUN on nothing: EBADF where it is allowed.
             "run" => drop(libc::ioctl(-1, 0xae80, 0)),
