@@ -204,6 +204,7 @@ pub fn main() -> ExitCode {
         return guest_agent::init::main();
     }
     crate::sys::heap::keep_to_one();
+    crate::sys::signal::fail_beyond_limits();
     say_panics();
     if let Some(line) = habits::other_program() {
         say(&line);

@@ -48,7 +48,7 @@ use crate::snapshot;
 use crate::sys::guard::{self, Naming};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::program::{SETTLING, release_start_up_code};
-use crate::sys::signal::{ENDING, KILL, REPEATS, STOPPING, SignalFd};
+use crate::sys::signal::{ENDING, KILL, REPEATS, STOPPING, SignalFd, UNUSED};
 use crate::sys::socket::{self, Listener, MOST_DESCRIPTORS, Name, SocketError};
 use crate::sys::terminal;
 use crate::vm::lifecycle::Exit;
@@ -305,7 +305,7 @@ impl Session {
         let control = control.map_err(Error::Control)?;
         let gdb = config.gdb.as_ref().map(|gdb| Listener::bind(&gdb.socket)).transpose();
         let gdb = gdb.map_err(gdb::Error::Socket)?;
-        let descriptor = SignalFd::new(&[&ENDING[..], &STOPPING].concat())
+        let descriptor = SignalFd::new(&[&ENDING[..], &STOPPING, &UNUSED].concat())
             .map_err(|error| Error::Host("signalfd", error))?;
         let (caught, signals) = channel();
         let mut events = EventManager::<Subscriber>::new()?;

@@ -21,6 +21,39 @@ pub const STOPPING: [i32; 4] = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU, CON
 /// The one that lets a stopped process go on.
 pub const CONTINUE: i32 = libc::SIGCONT;
 
+/// The other signals that end a process unless it says otherwise: nothing in Vellum sends them. A machine ends in order by them too, so
+/// that its terminal and its files are left as by [`ENDING`]. The first real-time signals are the C library's and [`super::kick`]'s.
+/// SIGXFSZ is no such signal ([`fail_beyond_limits`]), nor are those of a program's own mistakes: SIGABRT, SIGBUS, SIGFPE, SIGILL,
+/// SIGSEGV, SIGSYS, SIGTRAP.
+pub const UNUSED: [i32; 38] = {
+    let mut all = [0; 38];
+    let standard = [
+        libc::SIGUSR1,
+        libc::SIGUSR2,
+        libc::SIGALRM,
+        libc::SIGVTALRM,
+        libc::SIGPROF,
+        libc::SIGXCPU,
+        libc::SIGIO,
+        libc::SIGPWR,
+        libc::SIGSTKFLT,
+    ];
+    let mut at = 0;
+    while at < all.len() {
+        all[at] = if at < standard.len() { standard[at] } else { 36 + (at - standard.len()) as i32 };
+        at += 1;
+    }
+    all
+};
+
+/// Has writes beyond the limit of a file's size (`ulimit -f`) fail with EFBIG, and not end this process (SIGXFSZ). A handler does so, and
+/// not SIG_IGN, which the programs that this one starts would inherit.
+pub fn fail_beyond_limits() {
+    extern "C" fn nothing(_: libc::c_int) {}
+    // SAFETY: the handler does nothing. The call fails for wrong arguments alone.
+    unsafe { libc::signal(libc::SIGXFSZ, nothing as *const () as libc::sighandler_t) };
+}
+
 /// The one by which a terminal says that its size has changed.
 pub const SIZE: i32 = libc::SIGWINCH;
 

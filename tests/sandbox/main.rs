@@ -7,7 +7,9 @@ mod bed;
 mod home;
 #[path = "../images/mod.rs"]
 mod images;
+mod limits;
 mod privileges;
+mod signals;
 
 use std::collections::HashMap;
 use std::fs::File;

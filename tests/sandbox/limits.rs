@@ -1,0 +1,69 @@
+//! A limit on the size of files (`ulimit -f`) is an error like a full disk, and no end of a machine.
+
+use std::fs;
+use std::process::{Command, Output, Stdio};
+
+use harness::{Failed, ensure, trial};
+
+use super::bed::kvm;
+use super::home::{Home, VELLUM};
+use super::images::Code;
+
+/// `vellum ARGUMENTS` where a file may have so many blocks (of 512 bytes or 1 KiB, as this shell counts).
+fn limited(home: &Home, blocks: u32, arguments: &str) -> Command {
+    let mut command = Command::new("sh");
+    // What is added to it comes behind the arguments.
+    command.args(["-c", &format!("ulimit -f {blocks} && exec {VELLUM} {arguments} \"$@\""), "sh"]);
+    command.env("XDG_RUNTIME_DIR", &home.0).stdin(Stdio::null());
+    command
+}
+
+/// One line that names the cause.
+fn is_refused(output: &Output) -> Result<(), Failed> {
+    let said = String::from_utf8_lossy(&output.stderr);
+    let good =
+        output.status.code().is_some_and(|code| code < 128 && code != 0) && said.contains("File too large");
+    ensure(good, || format!("{output:?}"))
+}
+
+#[trial(kvm())]
+fn memory_is_refused() -> Result<(), Failed> {
+    let home = Home::new()?;
+    is_refused(&limited(&home, 1000, "run --memory 16m,backing=memfd --passes 1").output()?)
+}
+
+#[trial(kvm())]
+fn a_result_is_refused() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let arguments = format!("run --memory 16m --passes 1 --json {}", home.0.join("result").display());
+    is_refused(&limited(&home, 0, &arguments).output()?)
+}
+
+#[trial(kvm())]
+fn a_snapshot_fails_and_the_machine_goes_on() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let machine =
+        home.start("limited", &mut limited(&home, 1000, "run --memory 64m --workload write --passes 0"))?;
+    let path = home.0.join("snapshot");
+    is_refused(&home.vellum(&format!("snapshot limited {}", path.display()))?)?;
+    home.ctl("limited status")?;
+    is_refused(&limited(&home, 1000, &format!("snapshot limited {}", path.display())).output()?)?;
+    home.ctl("limited status")?;
+    drop(machine);
+    Ok(())
+}
+
+/// A guest without an end, whose log is full after its first bytes.
+#[trial(kvm())]
+fn a_log_that_is_full_does_not_end_the_machine() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let kernel = home.0.join("kernel");
+    fs::write(&kernel, Code::default().print("V").spin().elf64())?;
+    let (log, kernel) = (home.0.join("log"), kernel.display());
+    let arguments = format!("run -m 16m -k {kernel} --serial file={}", log.display());
+    let mut limited = limited(&home, 0, &arguments);
+    let machine = home.start("full", &mut limited)?;
+    home.ctl("full status")?;
+    drop(machine);
+    Ok(())
+}
