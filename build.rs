@@ -1,7 +1,7 @@
 //! Which commit this is built from: `VELLUM_COMMIT`, as it follows the version, and nothing where there is no clone; and how the program
 //! is linked.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn main() {
@@ -12,7 +12,34 @@ fn main() {
     // are linked by rust-lld, which takes no such argument of a C compiler.
     if std::env::var("CARGO_CFG_TARGET_ARCH").as_deref() == Ok("x86_64") {
         println!("cargo::rustc-link-arg-bins=-Wl,-z,pack-relative-relocs");
+        if std::env::var("PROFILE").as_deref() == Ok("release") {
+            println!("cargo::rerun-if-changed={ORDER}");
+            if let Some(script) = order() {
+                println!("cargo::rustc-link-arg-bins=-Wl,-T,{}", script.display());
+            }
+        }
     }
+}
+
+/// The functions that run until a guest's first byte.
+const ORDER: &str = "resources/start-up.order";
+
+/// A script of GNU ld's that puts these together, before all others: where the compiler leaves them they lie in nearly every 64 KiB of the
+/// program, of which the kernel maps all for each that runs. Other linkers take no script, or another one.
+fn order() -> Option<PathBuf> {
+    let linker = std::env::var("RUSTC_LINKER").unwrap_or_else(|_| "cc".into());
+    let version = Command::new(linker).arg("-Wl,--version").output().ok()?;
+    if !String::from_utf8_lossy(&version.stdout).starts_with("GNU ld") {
+        return None;
+    }
+    let list = std::fs::read_to_string(ORDER).ok()?;
+    let names = list.lines().filter(|line| !line.starts_with('#'));
+    let sections: String = names.map(|name| format!("    *(.text.{name})\n")).collect();
+    let script =
+        format!("SECTIONS\n{{\n  .text.start_up :\n  {{\n{sections}  }}\n}}\nINSERT BEFORE .text;\n");
+    let path = Path::new(&std::env::var("OUT_DIR").ok()?).join("start-up.ld");
+    std::fs::write(&path, script).ok()?;
+    Some(path)
 }
 
 fn git(arguments: &[&str]) -> Option<String> {
