@@ -158,6 +158,31 @@ fn a_console_without_a_host_neither_spins_nor_stops_the_guest() {
     assert_eq!(driver.wait_used(1).1, 0);
 }
 
+/// A file in memory whose size is sealed stands in for one on a full disk.
+#[test]
+fn a_console_goes_on_when_its_disk_has_room_again() {
+    use std::io::{Seek, SeekFrom};
+
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+    let file = std::fs::File::from(memfd_create("full", MemfdFlags::ALLOW_SEALING).unwrap());
+    file.set_len(4).unwrap();
+    fcntl_add_seals(&file, SealFlags::GROW).unwrap();
+    let mut position = file.try_clone().unwrap();
+    position.seek(SeekFrom::End(0)).unwrap();
+    let mut driver = Driver::new(Console::new(None, file));
+    driver.start();
+    driver.put(BUFFERS, b"lostkept");
+    driver.submit(1, &[readable(BUFFERS, 4)]);
+    assert_eq!(driver.wait_used(1).1, 0, "what is lost does not wait");
+    position.rewind().unwrap();
+    driver.submit(1, &[readable(BUFFERS + 4, 4)]);
+    assert_eq!(driver.wait_used(1).1, 0);
+    position.rewind().unwrap();
+    let mut content = [0; 4];
+    position.read_exact(&mut content).unwrap();
+    assert_eq!(&content, b"kept");
+}
+
 #[test]
 fn a_regular_file_is_read_to_its_end() {
     let path = own_path("console");
