@@ -117,7 +117,7 @@ impl Run {
             let Some(done) = events.line()?["done"].as_u64() else { return Ok(None) };
             Ok((done > *first.get_or_insert(done)).then_some(()))
         };
-        Ok(eventually(LIMIT, "the guest writes on", &mut more)?)
+        eventually(LIMIT, "the guest writes on", &mut more)
     }
 
     /// Ends it, and looks at every page of its guest and of those that were saved on the way.
@@ -183,7 +183,6 @@ pub fn is_in_another(run: &Run, before: u64) -> Result<(), Failed> {
     eventually(LIMIT, "it answers in the new process", || {
         Ok(run.pid().ok().filter(|now| *now != before).map(drop))
     })
-    .map_err(|error| error.into())
 }
 
 pub fn migrate(run: &mut Run) -> Result<(), Failed> {

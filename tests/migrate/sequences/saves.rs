@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use harness::{Failed, LIMIT, ensure, eventually};
@@ -18,7 +18,7 @@ use crate::{succeeds, with};
 const SOON: &str = "--downtime 1s --timeout 5s";
 
 /// Saves it once more in `dir`.
-fn save(run: &Run, dir: &PathBuf, more: &str) -> Result<(), Failed> {
+fn save(run: &Run, dir: &Path, more: &str) -> Result<(), Failed> {
     succeeds(&run.does(&format!("snapshot {} {} {SOON} {more}", run.name, dir.display()))?)
 }
 
