@@ -253,40 +253,39 @@ fn a_signal_ends_the_test_and_the_result_says_so_first() -> Result<(), Failed> {
     )
 }
 
-/// timeout(1) signals its child and then the group, whose member that is too. The second signal is sent when the first one has arrived.
-/// Where a busy host lets a second go by in between it rightly ends the test: another attempt then.
+/// timeout(1) signals its child and then the group, whose member that is too. The second signal is sent when the first one has arrived. A
+/// host that lets a second go by in between rightly ends the test, so two of the attempts may fail.
 #[trial(kvm())]
 fn a_signal_that_comes_twice_at_once_leaves_the_result() -> Result<(), Failed> {
-    let mut said = String::new();
-    for _ in 0..5 {
+    let mut failed = Vec::new();
+    for _ in 0..8 {
         let mut vellum = Command::new(env!("CARGO_BIN_EXE_vellum"));
         vellum.args("test dirty-log -c 16 -b 32m --duration 1h --tracker bitmap --format ktap".split(' '));
         let mut child = vellum.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
         let proc = format!("/proc/{}", child.id());
-        let term = || Command::new("kill").args(["-TERM", &child.id().to_string()]).status();
+        // SAFETY: takes numbers; the child has not been waited for.
+        let term = || unsafe { libc::kill(child.id() as i32, libc::SIGTERM) };
         let started = eventually(LIMIT, "its vCPUs are there", || {
             let count = std::fs::read_dir(format!("{proc}/task")).map_or(0, Iterator::count);
             Ok((count > 16).then_some(()))
         });
-        let sent = started.and_then(|()| {
-            term()?;
-            eventually(LIMIT, "the first signal has arrived", || {
-                let status = std::fs::read_to_string(format!("{proc}/status"))?;
-                Ok(status.contains("ShdPnd:\t0000000000000000").then_some(()))
-            })?;
-            Ok(term()?)
-        });
-        if sent.is_err() {
+        term();
+        let arrived = || {
+            let status = std::fs::read_to_string(format!("{proc}/status"))?;
+            Ok::<_, Failed>(status.contains("ShdPnd:\t0000000000000000"))
+        };
+        while !arrived()? {}
+        term();
+        if started.is_err() {
             child.kill()?;
         }
         let output = child.wait_with_output()?;
-        sent?;
-        if output.status.code() == Some(143) && output.stdout.starts_with(b"KTAP version 1\n") {
-            return Ok(());
+        started?;
+        if output.status.code() != Some(143) || !output.stdout.starts_with(b"KTAP version 1\n") {
+            failed.push(output);
         }
-        said = format!("{output:?}");
     }
-    Err(said.into())
+    ensure(failed.len() <= 2, || format!("{} of 8: {:?}", failed.len(), failed[0]))
 }
 
 /// As the JSON does.

@@ -16,7 +16,9 @@ use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
 use serde_json::{Value, json};
 use vellum::sys::terminal::open_pty;
 
+use crate::bed::kvm;
 use crate::home::{Home, VELLUM};
+use crate::images::Code;
 
 /// By which word this program is such a guest.
 pub const WORD: &str = "agent-of-a-guest";
@@ -293,6 +295,33 @@ fn a_client_in_the_background_leaves_the_terminal_alone_until_it_is_in_front() -
     user.master.write_all(b"\n")?;
     becomes(&user, true)?;
     interrupted(user)
+}
+
+/// The serial port of a machine is on this terminal, too.
+#[trial(setsid(), kvm())]
+fn a_machines_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(), Failed> {
+    let home = Home::new()?;
+    let (image, pid) = (home.0.join("image"), home.0.join("pid"));
+    std::fs::write(&image, Code::default().print("V").echo().elf64())?;
+    let run = format!("exec {VELLUM} run -m 16m -k {}", image.display());
+    let script = format!("sh -c 'echo $$ >{}; {run}'; echo back; read line; fg", pid.display());
+    let terminal = open_pty()?;
+    stty(&terminal.2, &["sane"])?;
+    let mut user = User::on(terminal, Command::new("setsid").args(["-c", "sh", "-mc", &script]))?;
+    user.wait_for("V")?;
+    becomes(&user, true)?;
+    let id = std::fs::read_to_string(pid)?;
+    let sent = Command::new("kill").args(["-TSTP", id.trim()]).status()?;
+    ensure(sent.success(), || format!("kill: {sent}"))?;
+    user.wait_for("back\r\n")?;
+    becomes(&user, false)?;
+    user.master.write_all(b"\n")?;
+    becomes(&user, true)?;
+    // Ctrl-c is the guest's, and Ctrl-a x ends it.
+    user.master.write_all(b"\x03z")?;
+    user.wait_for("\x03z")?;
+    user.master.write_all(b"\x01x")?;
+    user.ended(0)
 }
 
 /// The same agent with streams apart: as the command of `vellum run -k KERNEL -- COMMAND` has them.
