@@ -275,7 +275,7 @@ impl<P: Payload> Mobile<P> {
 
     /// Whether it may begin to leave: not every machine can, and none does two things at a time.
     fn may_leave(&self) -> Result<(), String> {
-        if let Some(Stays { name, why, .. }) = self.outline().stays {
+        if let Some(Stays { name, why, .. }) = self.stays() {
             return Err(format!("{name}: {why}"));
         }
         self.is_idle()

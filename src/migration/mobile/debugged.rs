@@ -72,12 +72,13 @@ impl<P: Payload> Mobile<P> {
         Some(exit)
     }
 
-    /// What keeps it from being saved and from moving, for its debugger's sake.
-    pub(super) fn stays_for_debugger(&self) -> Option<Stays> {
-        self.debugger.as_ref().map(|_| Stays {
+    /// What keeps it from being saved and from moving: its debugger, or what its machine says.
+    pub(super) fn stays(&self) -> Option<Stays> {
+        let debugger = self.debugger.as_ref().map(|_| Stays {
             key: KEY.into(),
             name: "debugger".into(),
             why: "what a debugger plants in its memory is known to this process alone".into(),
-        })
+        });
+        debugger.or_else(|| self.machine.outline().stays)
     }
 }

@@ -108,8 +108,7 @@ where
     }
 
     fn outline(&self) -> Outline {
-        let outline = self.machine.outline();
-        Outline { stays: self.stays_for_debugger().or(outline.stays), ..outline }
+        Outline { stays: self.stays(), ..self.machine.outline() }
     }
 
     fn progress(&self) -> Option<Progress> {

@@ -13,6 +13,7 @@ use vellum::control::{Do, Snapshot};
 use vellum::sys::mmap::memfd;
 
 use super::machine::{MIB, Run, ends};
+use crate::home::VELLUM;
 use crate::{succeeds, with};
 
 const SOON: &str = "--downtime 1s --timeout 5s";
@@ -149,8 +150,8 @@ pub fn refused(run: &mut Run, operation: &str) -> Result<(), Failed> {
     let (name, before) = (run.name.clone(), run.pid()?);
     let nowhere = fresh(run).display().to_string();
     let line = match operation.split('-').next() {
-        // FIXME: an upgrade is not refused, and the debugger's socket is gone after it.
-        Some("upgrade" | "migrate" | "postcopy") => format!("migrate {name} --to unix:{nowhere}"),
+        Some("upgrade") => format!("ctl {name} upgrade {VELLUM}"),
+        Some("migrate" | "postcopy") => format!("migrate {name} --to unix:{nowhere}"),
         _ => format!("snapshot {name} {nowhere}"),
     };
     let output = run.does(&line)?;
