@@ -77,7 +77,7 @@ impl Kind {
         match self {
             Self::Snapshot => "snapshot-cancel, or the end of its client, ends it",
             Self::Dump => "the end of its client ends it",
-            Self::Migration => "--attach follows it, migrate-cancel ends it",
+            Self::Migration => "migrate-cancel ends it; another client can follow it",
             Self::Upgrade => "migrate-cancel, or the end of its client, ends it",
         }
     }

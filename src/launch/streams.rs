@@ -134,7 +134,7 @@ fn refused(input: &mut impl BufRead) -> io::Result<Option<Outcome>> {
         _ => said.trim().into(),
     };
     let reason = format!(
-        "the guest's agent is older than this vellum and does not know that: {why}; --request '{{\"do\":\"exec\",…}}' may do"
+        "the guest's agent is older than this vellum and does not know that: {why}; it may know the plain request {{\"do\":\"exec\",…}}"
     );
     Ok(Some(Outcome { ended: Some(Ended::NotStarted { reason }), unwritten: None }))
 }
