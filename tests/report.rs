@@ -1,6 +1,7 @@
 //! Result files: what is written is what the schema says, what is read is believed only where it can be, and whatever
 //! the bytes are, reading and showing them ends.
 
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -9,6 +10,7 @@ use vellum::report::output::{Kind, Writer};
 use vellum::report::{
     Case, Counter, Histogram, Label, Mark, Premise, Report, Sample, Series, Status, json, terminal,
 };
+use vellum::sys::mmap::memfd;
 
 #[path = "fuzz/targets/report.rs"]
 mod fuzz;
@@ -344,7 +346,10 @@ fn messages_name_the_file_the_fault_and_the_remedy() {
     let error = |path: &str| json::read(Path::new(path)).unwrap_err().to_string();
     assert!(error("/no/such/file.json").contains("No such file"));
     assert!(error("/proc").contains("a directory where a result file is needed"));
-    assert!(error("/dev/zero").contains("larger than 64 MiB"));
+    assert!(error("/dev/zero").contains("a character device"), "{}", error("/dev/zero"));
+    let large = memfd(c"large", (64 << 20) + 1, None).unwrap();
+    let message = error(&format!("/proc/self/fd/{}", large.as_raw_fd()));
+    assert!(message.contains("larger than 64 MiB"), "{message}");
     let error = Writer::open(Path::new("/no/such/directory/r.json"), Kind::Results).unwrap_err().to_string();
     assert!(error.starts_with("/no/such/directory/r.json: cannot be written"), "{error}");
 }
