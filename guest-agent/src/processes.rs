@@ -70,9 +70,10 @@ pub fn run(work: &Processes, tell: &mut dyn FnMut(Event) -> io::Result<()>) -> i
         let mut bytes = [0; 8 * Done::WORDS];
         results.read_exact(&mut bytes)?;
         let mut words = [0; Done::WORDS];
-        words.iter_mut().zip(bytes.chunks_exact(8)).for_each(|(word, bytes)| {
-            *word = u64::from_le_bytes(bytes.try_into().expect("8 bytes"));
-        });
+        words
+            .iter_mut()
+            .zip(bytes.as_chunks().0)
+            .for_each(|(word, bytes)| *word = u64::from_le_bytes(*bytes));
         all.add(words);
     }
     for child in children {

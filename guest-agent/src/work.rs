@@ -130,8 +130,8 @@ pub fn disk(work: &DiskWork, tell: Tell<'_>) -> io::Result<()> {
     let per_chunk = CHUNK as u64 / PAGE;
     let mut chunk = vec![0; CHUNK];
     let stamps = |chunk: &mut [u8], first: u64, pass: u64| {
-        for (at, block) in (first..).zip(chunk.chunks_exact_mut(PAGE as usize)) {
-            block.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&(at << 16 | pass).to_le_bytes()));
+        for (at, block) in (first..).zip(chunk.as_chunks_mut::<{ PAGE as usize }>().0) {
+            block.as_chunks_mut().0.iter_mut().for_each(|word| *word = (at << 16 | pass).to_le_bytes());
         }
     };
     for pass in 1..=work.passes {

@@ -83,7 +83,7 @@ fn occupied(words: &[u64], first: usize) -> u64 {
     };
     // Line by line, of a known length: two short chains of dependent instructions take half the time of a long one.
     let lines = |block: &[u64; BLOCK]| {
-        let lines = block.chunks_exact(LINE).enumerate();
+        let lines = block.as_chunks::<LINE>().0.iter().enumerate();
         lines.fold(0, |all, (index, line)| all | mask(line) << (index * LINE))
     };
     match words[first..].first_chunk::<BLOCK>() {

@@ -302,8 +302,8 @@ impl<'r> Request<'r> {
             1 => Self::Lookup { name: of.name()? },
             2 => Self::Forget { lookups: of.u64()? },
             3 => {
-                let flags = of.u64()? as u32;
-                Self::GetAttr { fh: Some(of.u64()?).filter(|_| flags & 1 != 0) }
+                let (flags, fh) = (of.u64()? as u32, of.u64()?);
+                Self::GetAttr { fh: (flags & 1 != 0).then_some(fh) }
             }
             4 => Self::SetAttr(of.change()?),
             5 => Self::ReadLink,

@@ -40,7 +40,7 @@ impl PageIdle {
             let count = (len / host_page() - page).min(ENTRIES as u64);
             let bytes = &mut buffer[..count as usize * 8];
             self.pagemap.read_exact_at(bytes, (first + page) * 8)?;
-            for entry in bytes.chunks_exact(8).map(word) {
+            for entry in bytes.as_chunks().0.iter().map(word) {
                 if entry & PRESENT != 0 {
                     match entry & FRAME {
                         0 => return Err(io::Error::from_raw_os_error(libc::EPERM)),
@@ -77,6 +77,6 @@ impl PageIdle {
     }
 }
 
-fn word(bytes: &[u8]) -> u64 {
-    bytes.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte))
+fn word(bytes: &[u8; 8]) -> u64 {
+    u64::from_le_bytes(*bytes)
 }

@@ -190,7 +190,7 @@ impl Uffd {
             result => result?,
         };
         let mut count = 0;
-        for message in buffer[..read].chunks_exact(MESSAGE) {
+        for message in buffer[..read].as_chunks::<MESSAGE>().0 {
             if message[0] == EVENT_PAGEFAULT {
                 let (mut word, mut thread) = ([0; 8], [0; 4]);
                 word.copy_from_slice(&message[16..24]);

@@ -234,8 +234,7 @@ impl Stats {
     fn data(&self) -> io::Result<Vec<u64>> {
         let mut bytes = vec![0; self.words * 8];
         self.file.read_exact_at(&mut bytes, self.start)?;
-        let word = |bytes: &[u8]| bytes.iter().rev().fold(0, |word, &byte| (word << 8) | u64::from(byte));
-        Ok(bytes.chunks_exact(8).map(word).collect())
+        Ok(bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect())
     }
 }
 

@@ -76,8 +76,7 @@ impl Client {
     fn registers(&mut self) -> Result<Vec<u64>, Failed> {
         let text = self.ask("g")?;
         let bytes = bytes(&text)?;
-        let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight"));
-        Ok(bytes.chunks_exact(8).take(17).map(word).collect())
+        Ok(bytes.as_chunks().0.iter().take(17).map(|word| u64::from_le_bytes(*word)).collect())
     }
 
     fn memory(&mut self, at: u64, len: usize) -> Result<Vec<u8>, Failed> {

@@ -177,9 +177,9 @@ impl Guest {
 
     fn control(&self) -> Result<Control, Failed> {
         let mut control = Control::default();
-        for (at, word) in (guest::CONTROL..).step_by(8).zip(control.as_mut_slice().chunks_exact_mut(8)) {
+        for (at, word) in (guest::CONTROL..).step_by(8).zip(control.as_mut_slice().as_chunks_mut().0) {
             let value: u64 = self.pc.machine.vm.memory.guest.load(GuestAddress(at), Ordering::Acquire)?;
-            word.copy_from_slice(&value.to_ne_bytes());
+            *word = value.to_ne_bytes();
         }
         let mut wrong = control.out_of_turn + control.unexpected + control.wrong_bytes;
         wrong += if self.timer == Timer::Deadline { control.early } else { 0 };

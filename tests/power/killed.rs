@@ -23,7 +23,7 @@ fn written(version: u64) -> impl Iterator<Item = u64> {
 
 fn sector(number: u64, version: u64) -> [u8; 512] {
     let mut bytes = [0; 512];
-    for words in bytes.chunks_exact_mut(16) {
+    for words in bytes.as_chunks_mut::<16>().0 {
         words[..8].copy_from_slice(&number.to_le_bytes());
         words[8..].copy_from_slice(&version.to_le_bytes());
     }

@@ -243,8 +243,8 @@ pub fn held(_vcpus: &[State]) -> Held {}
 fn get(vcpu: &VcpuFd, register: u64) -> Result<Vec<u64>, Error> {
     let mut bytes = [0; 8 * MOST_WORDS];
     let size = call("KVM_GET_ONE_REG", vcpu.get_one_reg(register, &mut bytes))?;
-    let words = bytes[..size.next_multiple_of(8)].chunks_exact(8);
-    Ok(words.map(|word| u64::from_le_bytes(word.try_into().expect("a chunk has eight bytes"))).collect())
+    let (words, _) = bytes[..size.next_multiple_of(8)].as_chunks();
+    Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
 }
 
 /// Sets a register. Many of what a processor is can be read but not set; that is no loss where the value is there already.

@@ -90,7 +90,7 @@ impl Receiving {
                 Ok(Some(Frame::Message(message))) => {
                     self.heard = Instant::now();
                     if let Message::PassEnd { pass, .. } = message {
-                        self.barrier = Some(pass).filter(|_| receiving);
+                        self.barrier = receiving.then_some(pass);
                     }
                     return Some(Event::Said(message));
                 }

@@ -33,7 +33,7 @@ pub fn pci(data: &[u8]) {
     let behind = functions.clone().map(|function| function as Arc<dyn Function>);
     let host = Arc::new(Host::new(behind, WINDOW));
     let (ports, ecam, window) = (Ports(host.clone()), Ecam(host.clone()), Window(host));
-    for operation in data.chunks_exact(12).take(256) {
+    for operation in data.as_chunks::<12>().0.iter().take(256) {
         let word = u32::from_le_bytes(operation[4..8].try_into().unwrap());
         let len = [1, 2, 4, 8][usize::from(operation[1] % 4)];
         let value = &operation[4..4 + len];

@@ -109,7 +109,7 @@ pub fn virtio(data: &[u8]) {
     let (mut driver, _wire) = self::device(device, codec);
     let queues = [1, 2, 2, 2, 3, 1, 6][device];
     driver.start();
-    for operation in operations.chunks_exact(12).take(64) {
+    for operation in operations.as_chunks::<12>().0.iter().take(64) {
         let queue = usize::from(operation[1]) % queues;
         let word = |at: usize| u32::from_le_bytes(operation[at..at + 4].try_into().unwrap());
         let index = u16::from(operation[2]);

@@ -41,8 +41,7 @@ impl Header {
     pub fn find(kernel: &mut Input<'_, impl Source>) -> Result<Option<Self>, Error> {
         let mut bytes = vec![0; kernel.len.min(SEARCH) as usize];
         kernel.read_at("its first 8 KiB", 0, &mut bytes)?;
-        let words: Vec<u32> =
-            bytes.chunks_exact(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]])).collect();
+        let words: Vec<u32> = bytes.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)).collect();
         let found = words
             .windows(3)
             .position(|w| w[0] == HEADER_MAGIC && w[0].wrapping_add(w[1]).wrapping_add(w[2]) == 0);

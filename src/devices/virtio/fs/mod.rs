@@ -319,7 +319,7 @@ fn whom(config: &FsConfig, uid: u32, gid: u32) -> Result<Option<User>, FsError> 
     match config.user {
         Some(user) if me != 0 && user.uid != me => Err(FsError::User(config.path.clone())),
         Some(User { uid: 0, .. }) if !config.as_root => Err(FsError::Root(config.path.clone())),
-        Some(user) => Ok(Some(user).filter(|_| me == 0)),
+        Some(user) => Ok((me == 0).then_some(user)),
         None if me != 0 || config.as_root => Ok(None),
         None if uid == 0 => Err(FsError::Root(config.path.clone())),
         None => Ok(Some(User { uid, gid })),
