@@ -36,7 +36,7 @@ fn what_a_command_reads_and_writes_are_bytes() -> Result<(), Failed> {
     let guest = Guest::start(&home)?;
     let mut random = Random::new();
     let data: Vec<u8> = (0..100_000).map(|_| random.below(256) as u8).collect();
-    let output = fed(exec(&guest, &[]).args(["sh", "-c", "tee /dev/stderr; exit 7"]), data.clone())?;
+    let output = fed(exec(&guest, &[]).args(["sh", "-c", "tee /proc/self/fd/2; exit 7"]), data.clone())?;
     ensure(output.status.code() == Some(7) && output.stdout == data && output.stderr == data, || {
         format!("{}: {} and {} bytes", output.status, output.stdout.len(), output.stderr.len())
     })?;
