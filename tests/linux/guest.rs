@@ -397,6 +397,10 @@ impl Guest {
     pub fn ctl(&self, words: &[&str]) -> Result<Value, Failed> {
         let output = self.vellum(&[&["ctl", &self.name], words].concat())?;
         ensure(output.status.success(), || format!("vellum ctl {words:?}: {output:?}"))?;
+        // A pause is answered in words.
+        if words == ["pause"] {
+            return Ok(Value::String(String::from_utf8(output.stdout)?));
+        }
         if output.stdout.is_empty() { Ok(Value::Null) } else { Ok(serde_json::from_slice(&output.stdout)?) }
     }
 
