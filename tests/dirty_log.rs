@@ -158,6 +158,19 @@ fn the_directed_test_of_a_ring_has_a_status_that_agrees() -> Result<(), Failed> 
     edges_agree(&["--tracker", "ring"])
 }
 
+/// Nor is a kernel that loses them where a signal ends a reset: `vellum doctor` says so, by the same loop.
+#[trial(kvm(), has(Method::Ring))]
+fn the_directed_test_of_interrupted_resets_agrees_with_the_doctor() -> Result<(), Failed> {
+    let (status, [lost, written]) = edges_as_typed(&["--tracker", "ring", "--interrupt"])?;
+    ensure(status.code() == Some(i32::from(lost > 0.0)) && written > 0.0 && lost <= 64.0, || {
+        format!("{status}, lost {lost} of {written}")
+    })?;
+    let doctor = Command::new(env!("CARGO_BIN_EXE_vellum")).arg("doctor").output()?;
+    let said = String::from_utf8(doctor.stdout)?;
+    let line = said.lines().find(|line| line.contains("dirty ring  ")).unwrap_or_default();
+    ensure(line.starts_with(if lost > 0.0 { "warn" } else { "ok" }), || format!("lost {lost}: {said}"))
+}
+
 /// Nor is a kernel that loses them where the mode changes while the log is switched on.
 #[trial(kvm(), has(Method::InitiallySet), two_cpus())]
 fn the_directed_test_of_a_race_has_a_status_that_agrees() -> Result<(), Failed> {
@@ -323,6 +336,8 @@ fn the_directed_test_refuses_what_it_cannot_clear() -> Result<(), Failed> {
         (&["--tracker", "ring,entries=4096"], "leave entries out"),
         (&["--tracker", "manual-protect", "--revoke"], "--revoke: only --tracker initially-set"),
         (&["--tracker", "ring", "--race"], "--race: only --tracker initially-set"),
+        (&["--interrupt"], "--tracker ring would work"),
+        (&["--tracker", "ring", "--interrupt", "-b", "64m"], "12m would work"),
         (&["--race", "--revoke"], "'--race' cannot be used with '--revoke'"),
     ] {
         let mut vellum = Command::new(env!("CARGO_BIN_EXE_vellum"));

@@ -50,6 +50,7 @@ pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
     if diagnosis.ok {
         diagnosis.checks.extend(level());
         diagnosis.checks.push(dirty_log());
+        diagnosis.checks.extend(dirty_ring());
     }
     let text = if args.json {
         let json = serde_json::to_string_pretty(&diagnosis).map_err(Failure::host)?;
@@ -85,7 +86,22 @@ fn level() -> Option<Check> {
     Some(Check::ok("CPU model", format_args!("{level}; vellum run --cpu")))
 }
 
-/// The one check that runs a guest.
+/// Whether a signal may end a reset of a dirty ring. Vellum blocks signals then; other programs need not.
+fn dirty_ring() -> Option<Check> {
+    let name = "dirty ring";
+    match edges::probe_reset() {
+        Ok(None) => None,
+        Ok(Some(0)) => Some(Check::ok(name, "a reset that a signal ends loses no page")),
+        Ok(Some(_)) => Some(Check::warn(
+            name,
+            "this kernel loses pages where a signal ends KVM_RESET_DIRTY_RINGS",
+            "Vellum blocks signals for the call, other VMMs may not; kernel-patches/7.3/dirty-ring-reset fixes the kernel",
+        )),
+        Err(error) => Some(Check::warn(name, format!("not tested: {error}"), "vellum run says more")),
+    }
+}
+
+/// A check that runs a guest.
 fn dirty_log() -> Check {
     let name = "dirty log";
     match edges::probe() {

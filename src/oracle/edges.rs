@@ -14,12 +14,16 @@
 //! A dirty ring has no bits that could be set at first, and KVM takes KVM_DIRTY_LOG_INITIALLY_SET beside it all the same: so
 //! that is asked for, and each page must be in the ring as if it were not. (Linux 6.12 and
 //! 6.18 then protect nothing when the log is switched on, and what was mapped never gets into a ring.)
+//!
+//! A reset of a ring that a signal ends must have protected each page whose entry it took. Linux 6.16 and later forget up to 64 of
+//! them: those stay writable, and are in no ring when the guest writes to all pages again.
 
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Instant;
 
 use kvm_bindings::{KVM_DIRTY_LOG_INITIALLY_SET, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE};
 
@@ -39,6 +43,7 @@ use crate::sys::signal;
 use crate::vm;
 use crate::vm::Vm;
 use crate::vm::counters::Counters;
+use crate::vm::ring::DirtyRing;
 
 /// Pages that the shortest clear covers.
 const CHUNK: u64 = 64;
@@ -51,7 +56,14 @@ const RING_ENTRIES: u32 = 4096;
 /// a single one that counts instructions 5.10 lost none, since the other thread was never run between the looks.
 const RACES: u64 = 200;
 
-/// What becomes of INITIALLY_SET meanwhile.
+/// Bytes of the memslot at most where resets are interrupted: all its pages have room in a ring, whose last 576 entries KVM keeps in reserve.
+pub const MAX_INTERRUPTED: u64 = (RING_ENTRIES as u64 - 1024) * PAGE_SIZE;
+
+/// Resets of a ring that a signal has to end, and resets that are tried for it at most. Linux before 6.16 ends none.
+const CUT_SHORT: u64 = 8;
+const RESETS: u64 = 64;
+
+/// What becomes of INITIALLY_SET meanwhile, or of a ring's reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mind {
     /// It stays.
@@ -60,6 +72,8 @@ pub enum Mind {
     Revoked,
     /// Another thread sets and revokes it while the log is switched on; all pages are written then.
     Raced,
+    /// It is left alone, and signals end resets of the ring.
+    Interrupted,
 }
 
 /// What to test.
@@ -136,6 +150,24 @@ pub fn probe() -> Result<EdgeVerdict, Error> {
     })
 }
 
+/// How many pages this host's KVM loses where a signal ends a reset of a dirty ring; `None` where it has no ring: some milliseconds.
+pub fn probe_reset() -> Result<Option<usize>, Error> {
+    let vm = crate::host::kvm::create_vm(&vm::open()?).map_err(vm::Error::from)?;
+    if vm::ring::check(&vm, RING_ENTRIES).is_err() || host_page() != PAGE_SIZE {
+        return Ok(None);
+    }
+    drop(vm);
+    let config = Config {
+        method: Method::Ring,
+        backing: Backing::Memfd,
+        size: 2 << 20,
+        base: PAGE_SIZE,
+        mind: Mind::Interrupted,
+        sandbox: Mode::Off,
+    };
+    Ok(Some(look(&config)?.lost.len()))
+}
+
 /// Tests; the pages that the log lost, from the start of the memslot, are in the result, and returned.
 pub fn run(config: &Config) -> Result<(Report, Vec<u64>), Error> {
     let seen = look(config)?;
@@ -154,6 +186,8 @@ struct Seen {
     lost: Vec<u64>,
     /// Races that lost a page.
     lossy: u64,
+    /// Resets of the ring that a signal ended.
+    cut_short: u64,
 }
 
 fn look(config: &Config) -> Result<Seen, Error> {
@@ -183,10 +217,11 @@ fn look(config: &Config) -> Result<Seen, Error> {
         let call = "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2";
         sys::set_manual_protect(&vm, flags).map_err(|source| dirty::Error::Ioctl { call, source })
     };
-    if ring {
+    if ring && config.mind != Mind::Interrupted {
         manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET)?;
     }
     let (vm, quiesced) = guest.quiesced()?;
+    let rings = vm.dirty_ring.clone();
     let mut tracker = dirty::tracker(config.method, vm, &quiesced, Some(CHUNK))?;
     tracker.track(tested.id())?;
 
@@ -204,9 +239,14 @@ fn look(config: &Config) -> Result<Seen, Error> {
     let now = Counters::open(&guest.vm.fd, &guest.vcpus).ok().and_then(|counters| counters.read().ok());
     // Linux 5.10 counts all large pages as one, and those of its TDP MMU not at all.
     let huge = now.and_then(|now| now.get("pages_2m").or(now.get("largepages").filter(|&&n| n > 0)).copied());
-    let mut lossy = 0;
+    let (mut lossy, mut cut_short) = (0, 0);
     let (written, lost) = match config.mind {
         Mind::Raced => races(tracker.as_mut(), pages, write, manual_protect, &mut lossy)?,
+        Mind::Interrupted => {
+            tracker.enable(true)?;
+            let rings = rings.expect("only a ring is reset");
+            interrupted(tracker.as_mut(), &rings, pages, write, &mut cut_short)?
+        }
         mind => {
             tracker.enable(true)?;
             if mind == Mind::Revoked {
@@ -215,7 +255,7 @@ fn look(config: &Config) -> Result<Seen, Error> {
             chunks(&guest.vm, tracker.as_mut(), tested.id(), pages, write)?
         }
     };
-    Ok(Seen { pages, written, huge, lost, lossy })
+    Ok(Seen { pages, written, huge, lost, lossy, cut_short })
 }
 
 /// Clears chunk by chunk, or resets the ring, and writes to both ends of each: pages written, and those that were lost.
@@ -297,13 +337,48 @@ fn races(
     Ok((races * pages, lost.into_iter().collect()))
 }
 
+/// Ends resets by signals, and writes to every page after each: pages written, and those that are in no ring. `cut_short` counts resets
+/// that a signal ended. What one forgot to protect is never logged again, so the first loss ends it.
+fn interrupted(
+    tracker: &mut dyn DirtyTracker,
+    rings: &DirtyRing,
+    pages: u64,
+    write: impl Fn(u64, u64) -> Result<(), Error>,
+    cut_short: &mut u64,
+) -> Result<(u64, Vec<u64>), Error> {
+    let call = "KVM_RESET_DIRTY_RINGS";
+    write(0, pages)?;
+    tracker.get()?;
+    let start = Instant::now();
+    tracker.clear()?;
+    let whole = start.elapsed();
+    let mut written = pages;
+    for reset in 0..RESETS {
+        write(0, pages)?;
+        written += pages;
+        tracker.get()?;
+        let lost: Vec<u64> = (0..pages).filter(|&page| !is_set(tracker, page)).collect();
+        if !lost.is_empty() || *cut_short == CUT_SHORT || signal::is_pending() {
+            return Ok((written, lost));
+        }
+        // Later each time, and then early again.
+        let delay = whole * (reset as u32 % 16 + 1) / 17;
+        let done = rings.reset_interrupted(delay).map_err(|source| dirty::Error::Ioctl { call, source })?;
+        *cut_short += u64::from(done > 0 && done < pages);
+        tracker.clear()?;
+    }
+    write(0, pages)?;
+    tracker.get()?;
+    Ok((written + pages, (0..pages).filter(|&page| !is_set(tracker, page)).collect()))
+}
+
 /// Whether the log that was last collected has `page`.
 fn is_set(tracker: &dyn DirtyTracker, page: u64) -> bool {
     tracker.logs()[0].words[(page / 64) as usize] >> (page % 64) & 1 != 0
 }
 
 fn report(config: &Config, seen: &Seen) -> Report {
-    let Seen { pages, written, huge, lost, lossy } = seen;
+    let Seen { pages, written, huge, lost, lossy, cut_short } = seen;
     let mut report = Report::new("test dirty-edges", Facts::collect(config.sandbox.of_vcpus()));
     report.ask("tracker", config.method.name());
     report.ask("backing", config.backing.to_string());
@@ -311,12 +386,14 @@ fn report(config: &Config, seen: &Seen) -> Report {
     report.ask("slot_base", format!("{:#x}", config.base));
     report.ask("revoke", config.mind == Mind::Revoked);
     report.ask("race", config.mind == Mind::Raced);
+    report.ask("interrupt", config.mind == Mind::Interrupted);
     report.figure("pages", "pages", *pages as f64);
     match config.mind {
         Mind::Raced => {
             report.figure("races", "", RACES as f64);
             report.figure("races_that_lost_a_page", "", *lossy as f64);
         }
+        Mind::Interrupted => report.figure("resets_ended_by_a_signal", "", *cut_short as f64),
         _ => report.figure("chunks", "", pages.div_ceil(CHUNK) as f64),
     }
     report.figure("written", "pages", *written as f64);
@@ -325,7 +402,11 @@ fn report(config: &Config, seen: &Seen) -> Report {
         report.figure("pages_2m_when_the_log_was_switched_on", "pages", *huge as f64);
     }
     if let Some(signal) = signal::last() {
-        let of = if config.mind == Mind::Raced { RACES * pages } else { 2 * pages.div_ceil(CHUNK) };
+        let of = match config.mind {
+            Mind::Raced => RACES * pages,
+            Mind::Interrupted => (RESETS + 2) * pages,
+            _ => 2 * pages.div_ceil(CHUNK),
+        };
         report.cut_short =
             Some(format!("ended by signal {signal}: {written} of {of} writes were made and looked for"));
     }

@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use kvm_bindings::{
     KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE, KVM_CAP_ARM_SUPPORTED_BLOCK_SIZES, KVM_CAP_DIRTY_LOG_RING,
@@ -16,6 +17,7 @@ use kvm_bindings::{
 use kvm_ioctls::{VcpuFd, VmFd};
 use vmm_sys_util::ioctl::{ioctl, ioctl_with_mut_ref, ioctl_with_ref};
 
+use super::kick::Alarm;
 use super::mmap::{PAGE_SIZE, host_page};
 use super::signal;
 use numbers::*;
@@ -153,13 +155,25 @@ fn clear_of_host(vm: &VmFd, id: u32, first: u64, pages: u32, words: &[u64]) -> i
 
 /// Protects the pages of all harvested ring entries again and frees the entries; returns how many those were.
 ///
-/// Signals wait meanwhile. Where one is pending, kvm_dirty_ring_reset() (virt/kvm/dirty_ring.c, Linux 6.16 to at least 7.2) returns
+/// Signals wait meanwhile. Where one is pending, kvm_dirty_ring_reset() (virt/kvm/dirty_ring.c, Linux 6.16 to at least 7.3) returns
 /// between two entries, and those that it has gathered by then are freed and not protected: the guest's next write to such a page
 /// is in no ring.
 pub fn reset_rings(vm: &VmFd) -> io::Result<u32> {
     let _blocked = signal::Blocked::all();
     // SAFETY: the call has no argument.
     result(unsafe { ioctl(vm, KVM_RESET_DIRTY_RINGS()) })
+}
+
+/// As [`reset_rings`], but a signal comes after `delay` and is not blocked: a test of what KVM does then. Returns 0 where it came before the
+/// first entry.
+pub fn reset_rings_interrupted(vm: &VmFd, delay: Duration) -> io::Result<u32> {
+    let alarm = Alarm::new()?;
+    alarm.set(delay)?;
+    // SAFETY: the call has no argument.
+    match result(unsafe { ioctl(vm, KVM_RESET_DIRTY_RINGS()) }) {
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
+        other => other,
+    }
 }
 
 /// The largest dirty ring in entries that this KVM offers; `None` for none.

@@ -4,11 +4,13 @@
 //! closes the race with a thread that is just about to enter.
 
 use std::io;
-use std::mem::offset_of;
+use std::marker::PhantomData;
+use std::mem::{MaybeUninit, offset_of};
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::time::Duration;
 
 use kvm_bindings::{kvm_run, kvm_run__bindgen_ty_1, kvm_run__bindgen_ty_1__bindgen_ty_4 as Io};
 use kvm_ioctls::VcpuFd;
@@ -40,6 +42,56 @@ pub fn install() -> io::Result<()> {
     }
     INSTALLED.store(true, Ordering::Release);
     Ok(())
+}
+
+/// A timer that sends the signal to the thread that made it: a test of calls that a signal interrupts.
+#[derive(Debug)]
+pub struct Alarm {
+    timer: libc::timer_t,
+    // The signal is for one thread.
+    _thread: PhantomData<*const ()>,
+}
+
+impl Alarm {
+    /// One that has not been set. [`install`] comes first.
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: an all-zero sigevent is valid.
+        let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
+        event.sigev_notify = libc::SIGEV_THREAD_ID;
+        event.sigev_signo = signal();
+        // SAFETY: the call takes no argument.
+        event.sigev_notify_thread_id = unsafe { libc::gettid() };
+        let mut timer = MaybeUninit::uninit();
+        // SAFETY: both pointers are to values that outlive the call.
+        let result = unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, timer.as_mut_ptr()) };
+        if result != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: timer_create has succeeded, and initialised it.
+        Ok(Self { timer: unsafe { timer.assume_init() }, _thread: PhantomData })
+    }
+
+    /// Sends the signal once, so long from now.
+    pub fn set(&self, after: Duration) -> io::Result<()> {
+        let none = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // Zero would mean never.
+        let after = after.max(Duration::from_nanos(1));
+        let at =
+            libc::timespec { tv_sec: after.as_secs() as _, tv_nsec: after.subsec_nanos() as libc::c_long };
+        let once = libc::itimerspec { it_interval: none, it_value: at };
+        // SAFETY: the timer is there as long as this is, and the call reads `once`.
+        match unsafe { libc::timer_settime(self.timer, 0, &once, std::ptr::null_mut()) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+}
+
+impl Drop for Alarm {
+    fn drop(&mut self) {
+        // SAFETY: the timer is this value's alone.
+        unsafe { libc::timer_delete(self.timer) };
+    }
 }
 
 /// A vCPU's `kvm_run`, mapped a second time.

@@ -4,6 +4,7 @@
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use kvm_ioctls::{VcpuFd, VmFd};
 
@@ -238,6 +239,18 @@ impl DirtyRing {
     /// Where KVM refuses, or has not all of them back.
     pub fn reset(&self) -> Result<(), Failed> {
         self.lock().reset(&self.vm)
+    }
+
+    /// As [`DirtyRing::reset`], until a signal ends it, `delay` from now: a test of what KVM does then. Returns how many entries went back;
+    /// the others are left to [`DirtyRing::reset`].
+    ///
+    /// # Errors
+    /// Where KVM refuses.
+    pub fn reset_interrupted(&self, delay: Duration) -> io::Result<u64> {
+        let mut inner = self.lock();
+        let reset = u64::from(sys::reset_rings_interrupted(&self.vm, delay)?);
+        inner.harvested = inner.harvested.saturating_sub(reset);
+        Ok(reset)
     }
 
     /// Empties all rings: what a vCPU does whose own is full, before it goes on.

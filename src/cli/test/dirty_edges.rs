@@ -46,6 +46,10 @@ pub(super) struct DirtyEdgesArgs {
     #[arg(long, conflicts_with = "revoke")]
     race: bool,
 
+    /// With --tracker ring: signals end resets of the ring, and each page whose entry was reset must be in the ring again
+    #[arg(long, conflicts_with_all = ["revoke", "race"])]
+    interrupt: bool,
+
     #[command(flatten)]
     result: JudgedArgs,
 
@@ -67,7 +71,9 @@ Examples:
   vellum test dirty-edges                    huge pages that a clear leaves writable (eager_page_split=N)
   vellum test dirty-edges --revoke           the same after a change of mind
   vellum test dirty-edges --race             a change of mind while the log is switched on
-  vellum test dirty-edges --tracker ring     a ring, which has no bits that could be set at first";
+  vellum test dirty-edges --tracker ring     a ring, which has no bits that could be set at first
+  vellum test dirty-edges --tracker ring --interrupt
+                                             resets of a ring that signals end";
 
 /// Does what was asked.
 pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
@@ -89,12 +95,24 @@ pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
             "--tracker ring,entries=: this test takes a ring of its own size; leave entries out",
         ));
     }
-    let mind = match (args.revoke, args.race) {
-        (true, _) => Mind::Revoked,
-        (_, true) => Mind::Raced,
+    let mind = match (args.revoke, args.race, args.interrupt) {
+        (true, ..) => Mind::Revoked,
+        (_, true, _) => Mind::Raced,
+        (.., true) => Mind::Interrupted,
         _ => Mind::Kept,
     };
-    if mind != Mind::Kept && method != Method::InitiallySet {
+    if mind == Mind::Interrupted {
+        if method != Method::Ring {
+            return Err(Failure::usage("--interrupt: only a ring is reset; --tracker ring would work"));
+        }
+        let (most, size) = (edges::MAX_INTERRUPTED, args.memory);
+        if size > most {
+            let [size, most] = [size, most].map(short_size);
+            return Err(Failure::usage(format!(
+                "--memory {size}: all its pages go into one ring with --interrupt; {most} would work"
+            )));
+        }
+    } else if mind != Mind::Kept && method != Method::InitiallySet {
         let flag = if args.revoke { "--revoke" } else { "--race" };
         return Err(Failure::usage(format!("{flag}: only --tracker initially-set has something to revoke")));
     }

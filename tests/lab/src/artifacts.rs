@@ -163,13 +163,24 @@ pub struct Kernel {
     /// The bzImage, or the Image.
     pub image: PathBuf,
     modules: PathBuf,
+    dir: PathBuf,
+    suites: &'static [&'static str],
 }
 
-/// Debian's cloud kernels by version: the metapackage but for the architecture, where its suites are.
-const CLOUD: [(&str, &str); 2] = [("6.1", "linux-image-cloud"), ("6.12", "linux-image-6.12-cloud")];
-/// The same with drivers for real machines, under a name of its own.
-const GENERIC: (&str, &str) = (Kernel::GENERIC, "linux-image");
+/// A kernel of Debian's: the version by which it is known here, its metapackage but for the architecture, and where that is.
+type Offered = (&'static str, &'static str, &'static [&'static str]);
+
 const BOOKWORM: &[&str] = &["bookworm", "bookworm-security"];
+/// The cloud kernels that tests run on.
+const CLOUD: [Offered; 2] =
+    [("6.1", "linux-image-cloud", BOOKWORM), ("6.12", "linux-image-6.12-cloud", BOOKWORM)];
+/// Newer cloud kernels, by the names of the bases that patches are for.
+const NEWER: [Offered; 2] =
+    [("7.2", "linux-image-cloud", &["sid"]), ("7.3", "linux-image-cloud", &["trixie-backports"])];
+/// The same with drivers for real machines, under a name of its own.
+const GENERIC: Offered = (Kernel::GENERIC, "linux-image", BOOKWORM);
+/// What a kernel's package is called, without its version.
+const IMAGE: &str = "linux-image-";
 
 /// The files of Debian's package `name` for `architecture`, fetched if need be.
 pub fn package(cache: &Cache, architecture: Architecture, name: &str) -> Result<PathBuf> {
@@ -194,9 +205,14 @@ impl Kernel {
     /// The version by which Debian's kernel for any machine is known here.
     pub const GENERIC: &str = "generic-6.1";
 
-    /// The versions there are.
+    /// The versions that tests run on.
     pub fn versions() -> impl Iterator<Item = &'static str> {
-        CLOUD.iter().map(|(version, _)| *version)
+        CLOUD.iter().map(|(version, ..)| *version)
+    }
+
+    /// All versions that a host can be asked for.
+    pub fn known() -> impl Iterator<Item = &'static str> {
+        CLOUD.iter().chain(&NEWER).map(|(version, ..)| *version)
     }
 
     /// Debian's cloud kernel of that version for x86-64, fetched if need be.
@@ -206,29 +222,38 @@ impl Kernel {
 
     /// The same for `architecture`.
     pub fn debian_for(cache: &Cache, architecture: Architecture, version: &str) -> Result<Self> {
-        let (_, meta) =
-            CLOUD.iter().chain([&GENERIC]).find(|(known, _)| *known == version).ok_or_else(|| {
-                Error::Usage(format!("Debian has no cloud kernel {version} here: 6.1 and 6.12 are known"))
-            })?;
+        let offered = CLOUD.iter().chain(&NEWER).chain([&GENERIC]).find(|(known, ..)| *known == version);
+        let &(_, meta, suites) = offered.ok_or_else(|| {
+            let known: Vec<&str> = Self::known().collect();
+            Error::Usage(format!("Debian has no cloud kernel {version} here: {} are known", known.join(", ")))
+        })?;
         let meta = format!("{meta}-{}", architecture.debian());
         let record = match architecture {
             Architecture::X86 => format!("linux-{version}"),
             Architecture::Arm => format!("linux-{version}-{}", architecture.debian()),
         };
         let package = debian::recorded(cache, &record, || {
-            Archive::open(cache, architecture, BOOKWORM)?.resolve_meta(&meta, "linux-image-")
+            Archive::open(cache, architecture, suites)?.resolve_meta(&meta, IMAGE)
         })?;
         let name = format!("debian/{}_{}", package.name, package.version);
         let tree = cache.entry(&name, |dir| {
             cache.need_mib(800)?;
-            let archive = Archive::open(cache, architecture, BOOKWORM)?;
-            let deb = archive.download(&package, dir)?;
-            debian::unpack(&deb, dir)?;
-            fs::remove_file(&deb).map_err(Error::file("remove", &deb))
+            let archive = Archive::open(cache, architecture, suites)?;
+            let fetch = |package: &Package| -> Result<()> {
+                let deb = archive.download(package, dir)?;
+                debian::unpack(&deb, dir)?;
+                fs::remove_file(&deb).map_err(Error::file("remove", &deb))
+            };
+            fetch(&package)?;
+            // Of newer versions that package is empty: two others have the kernel and its modules.
+            let parts: &[&str] =
+                if dir.join("boot").is_dir() { &[] } else { &["linux-binary-", "linux-modules-"] };
+            parts.iter().try_for_each(|part| {
+                fetch(&Package { name: package.name.replacen(IMAGE, part, 1), ..package.clone() })
+            })
         })?;
-        let only = |dir: &str, prefix: &str| {
-            let dir = tree.join(dir);
-            let entries = fs::read_dir(&dir).map_err(Error::file("read", &dir))?;
+        let only = |dir: &Path, prefix: &str| {
+            let entries = fs::read_dir(dir).map_err(Error::file("read", dir))?;
             let mut paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
             let found =
                 paths.find(|path| path.file_name().is_some_and(|f| f.to_string_lossy().starts_with(prefix)));
@@ -240,16 +265,20 @@ impl Kernel {
                 ))
             })
         };
-        Ok(Self {
-            package: format!("{} {}", package.name, package.version),
-            image: only("boot", "vmlinuz-")?,
-            modules: only("lib/modules", "")?,
-        })
+        let boot = tree.join("boot");
+        let (image, modules) = if boot.is_dir() {
+            (only(&boot, "vmlinuz-")?, only(&tree.join("lib/modules"), "")?)
+        } else {
+            let modules = only(&tree.join("usr/lib/modules"), "")?;
+            (only(&modules, "vmlinuz")?, modules)
+        };
+        let package = format!("{} {}", package.name, package.version);
+        Ok(Self { package, image, modules, dir: tree, suites })
     }
 
     /// What its package is unpacked in.
     pub fn package_dir(&self) -> &Path {
-        self.image.ancestors().nth(2).unwrap_or(Path::new("/"))
+        &self.dir
     }
 
     /// Its ELF image with symbols and what unwinds the stack, out of its package for debuggers, fetched if need be; without the rest of
@@ -260,7 +289,7 @@ impl Kernel {
         let package = Package { name: format!("{name}-dbg"), version: version.to_owned() };
         let entry = cache.entry(&format!("debian/{}_{}", package.name, package.version), |dir| {
             cache.need_mib(2048)?;
-            let deb = Archive::open(cache, Architecture::X86, BOOKWORM)?.download(&package, dir)?;
+            let deb = Archive::open(cache, Architecture::X86, self.suites)?.download(&package, dir)?;
             let image = debian::unpack_only(&deb, THERE, "vmlinux-", dir)?;
             let mut objcopy = Command::new(tool::need("objcopy")?);
             // A kernel's own relocations are for its KASLR, and would mislead a debugger.

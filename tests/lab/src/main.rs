@@ -286,7 +286,7 @@ enum KernelCommand {
 /// How an emulated host is made.
 #[derive(Args)]
 struct Host {
-    /// The host's kernel: 6.1 or 6.12 of Debian's, or the file of a bzImage (on Arm: an Image) with KVM built in, or with KVM's
+    /// The host's kernel: 6.1, 6.12, 7.2 or 7.3 of Debian's, or the file of a bzImage (on Arm: an Image) with KVM built in, or with KVM's
     /// modules in the directory `modules` beside it
     #[arg(long, default_value = "6.1")]
     kernel: String,
@@ -345,14 +345,16 @@ fn shipped(text: &str) -> std::result::Result<(PathBuf, String), String> {
 
 impl Host {
     fn request(self, cache: &Cache, bed: Emulated) -> Result<Request> {
-        let kernel = if Kernel::versions().any(|version| version == self.kernel) {
+        let kernel = if Kernel::known().any(|version| version == self.kernel) {
             HostKernel::Debian(Kernel::debian_for(cache, bed.architecture(), &self.kernel)?)
         } else {
             let path = PathBuf::from(&self.kernel);
             if !path.is_file() {
+                let known: Vec<&str> = Kernel::known().collect();
                 return Err(Error::Usage(format!(
-                    "--kernel {}: neither a file nor one of Debian's: 6.1, 6.12",
-                    self.kernel
+                    "--kernel {}: neither a file nor one of Debian's: {}",
+                    self.kernel,
+                    known.join(", ")
                 )));
             }
             HostKernel::Image(path)
