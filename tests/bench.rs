@@ -9,25 +9,26 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
-use vellum::bench::{Common, Region, access_tracking, demand_paging, memslot, page_table};
-use vellum::guests::guest::GuestConfig;
-use vellum::guests::program::Privilege;
-use vellum::guests::program::tables_code;
-use vellum::guests::tables::{self, Command as Do, perform};
-use vellum::guests::touch::{self, Plan};
-use vellum::guests::{Guest, WriteConfig};
-use vellum::memory::{Backing, Memory, MemoryConfig};
-use vellum::report::{self, Figure, Label, Premise, Report, Series, json};
-use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source, memfd};
-use vellum::sys::page_idle::PageIdle;
-use vellum::sys::seccomp;
-use vellum::sys::uffd::{BATCH, Mode, Uffd};
-use vellum::vm::counters::Counters;
-use vellum::{arch, guests};
+use vellum_bench::{Common, Region, access_tracking, demand_paging, memslot, page_table};
+use vellum_guests as guests;
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::program::Privilege;
+use vellum_guests::program::tables_code;
+use vellum_guests::tables::{self, Command as Do, perform};
+use vellum_guests::touch::{self, Plan};
+use vellum_guests::{Guest, WriteConfig};
+use vellum_kvm::arch;
+use vellum_kvm::memory::{Backing, Memory, MemoryConfig};
+use vellum_kvm::vm::counters::Counters;
+use vellum_report::{self as report, Figure, Label, Premise, Report, Series, json};
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source, memfd};
+use vellum_sys::page_idle::PageIdle;
+use vellum_sys::seccomp;
+use vellum_sys::uffd::{BATCH, Mode, Uffd};
 use vmm_sys_util::eventfd::EventFd;
 
 fn main() -> ExitCode {
-    vellum::sys::heap::keep_to_one();
+    vellum_sys::heap::keep_to_one();
     Trials::from_args().run()
 }
 
@@ -56,8 +57,8 @@ fn uffd(mode: Mode) -> Need {
 }
 
 fn shadow_paging() -> Need {
-    let paging = vellum::host::Facts::collect(String::new()).paging;
-    let shadows = paging == vellum::host::Paging::Shadow;
+    let paging = vellum_host::Facts::collect(String::new()).paging;
+    let shadows = paging == vellum_host::Paging::Shadow;
     if shadows {
         Ok(())
     } else {
@@ -169,10 +170,10 @@ fn demand_paging(mode: Mode, backing: Backing) -> Result<(), Failed> {
 /// Each vCPU writes what its plan names, and nothing else.
 #[trial(kvm())]
 fn blocks_are_touched_where_the_plan_says() -> Result<(), Failed> {
-    let kvm = vellum::vm::open()?;
+    let kvm = vellum_kvm::vm::open()?;
     let config = GuestConfig { code: guests::program::touch_code(), ..GuestConfig::new(2) };
     let guest =
-        Guest::build(&kvm, Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(2 << 20))?, config)?;
+        Guest::build(&kvm, Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(2 << 20))?, config)?;
     let runs = Plan { first: true, offset: 8192, run: 3, ..Plan::every(4096, 1 << 20, true) };
     Plan { block: 32 * 4096, blocks: 8, ..runs }.program(&guest, 0);
     Plan { start: 1 << 20, ..Plan::every(16 * 4096, 1 << 20, true) }.program(&guest, 1);
@@ -414,7 +415,7 @@ fn moved_and_measured(vcpus: usize) -> Result<Vec<(f64, f64)>, Failed> {
 /// What the guest waited for a page stands beside the barest answer, in each round; and before it moved nobody waited for anything.
 #[trial(kvm())]
 fn a_guest_whose_memory_follows_it_is_measured() -> Result<Completion, Failed> {
-    if vellum::sys::uffd::Uffd::new(vellum::sys::uffd::Mode::Missing).is_err() {
+    if vellum_sys::uffd::Uffd::new(vellum_sys::uffd::Mode::Missing).is_err() {
         return Ok(Completion::ignored_with("needs a userfaultfd that sees KVM's faults: vellum doctor"));
     }
     for mode in ["postcopy", "hybrid"] {
@@ -515,8 +516,8 @@ fn access_tracking_marks_and_unmarks() -> Result<(), Failed> {
 #[trial(kvm())]
 fn tables_lead_to_the_same_frames_and_are_cleared() -> Result<(), Failed> {
     let (count, pages) = (3u64, 5u64);
-    let kvm = vellum::vm::open()?;
-    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(tables::ram(count)))?;
+    let kvm = vellum_kvm::vm::open()?;
+    let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(tables::ram(count)))?;
     let config = GuestConfig { code: tables_code(), privilege: Privilege::Kernel, ..GuestConfig::new(1) };
     let guest = Guest::build(&kvm, memory, config)?;
     tables::program(&guest, count, pages);
@@ -548,10 +549,10 @@ fn tables_lead_to_the_same_frames_and_are_cleared() -> Result<(), Failed> {
 #[trial(kvm())]
 fn counters_tell_what_kvm_mapped() -> Result<(), Failed> {
     let pages = 2048;
-    let kvm = vellum::vm::open()?;
+    let kvm = vellum_kvm::vm::open()?;
     let guest = Guest::build(
         &kvm,
-        Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(pages << 12))?,
+        Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(pages << 12))?,
         GuestConfig::new(2),
     )?;
     let counters = Counters::open(&guest.vm.fd, &guest.vcpus)?;

@@ -15,16 +15,16 @@ use kvm_bindings::{Msrs, kvm_msr_entry};
 use kvm_ioctls::VcpuFd;
 use serde_json::{Value, json};
 use std::process::ExitCode;
-use vellum::arch::clocks::{Clock, Meanwhile};
-use vellum::arch::irqchip::Mode;
-use vellum::arch::state::{Context, State};
-use vellum::devices::console::Target;
-use vellum::machine::{self, BootConfig};
-use vellum::memory::MemoryConfig;
-use vellum::payload::Payload;
 use vellum::session;
 use vellum::session::kernel::{Outcome, Ready};
-use vellum::vm::lifecycle::Exit;
+use vellum_devices::console::Target;
+use vellum_kvm::arch::clocks::{Clock, Meanwhile};
+use vellum_kvm::arch::irqchip::Mode;
+use vellum_kvm::arch::state::{Context, State};
+use vellum_kvm::memory::MemoryConfig;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_linux::{self as machine, BootConfig};
+use vellum_machine::Payload;
 use vm_memory::{Bytes, GuestAddress};
 
 fn main() -> ExitCode {
@@ -197,7 +197,7 @@ const UNKNOWN_MSR: u32 = 0x1234_5678;
 #[trial(kvm())]
 fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
     let image = code_that_spins().elf64();
-    let kvm = vellum::vm::open()?;
+    let kvm = vellum_kvm::vm::open()?;
     let (source, said) = build(&image, PATIENCE, |_, _| ())?;
     let source = source.machine;
     std::fs::remove_file(said)?;

@@ -13,11 +13,11 @@ use std::thread::JoinHandle;
 use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
 use harness::{LIMIT, eventually};
 use serde_json::{Value, json};
-use vellum::control::client::{Client, Error};
-use vellum::control::operation::News;
-use vellum::control::server::{Control, Heard};
-use vellum::control::{Do, Event, MAX_LINE};
-use vellum::sys::socket::{self, MOST_DESCRIPTORS, SocketError};
+use vellum_control::client::{Client, Error};
+use vellum_control::operation::News;
+use vellum_control::server::{Control, Heard};
+use vellum_control::{Do, Event, MAX_LINE};
+use vellum_sys::socket::{self, MOST_DESCRIPTORS, SocketError};
 
 /// A machine that answers `status` with its path, refuses `resume`, tells of `pause`, at `nmi` of the end of an operation, writes into
 /// what comes with `serial`, and ends at `stop`.

@@ -10,37 +10,37 @@ use std::sync::atomic::Ordering;
 
 use bed::kvm;
 use harness::{Failed, Need, Trials, ensure, trial};
-use vellum::arch::clocks::Meanwhile;
-use vellum::arch::layout;
-use vellum::arch::state::Context;
-use vellum::bench::context_switch::{self, Cached, Config, Tables};
-use vellum::bench::{self, Common};
-use vellum::fault::{Blame, Fault, Field};
-use vellum::guests::Guest;
-use vellum::guests::guest::GuestConfig;
-use vellum::guests::program::Privilege;
-use vellum::guests::program::tables_code;
-use vellum::guests::tables::{self, Command as Do, LEAST_PAUSE, LONGEST_PAUSE, TRIAL, perform};
-use vellum::host::cr3_cache::entries;
-use vellum::memory::{Memory, MemoryConfig, Slot};
-use vellum::payload::state::{Error, Processors};
-use vellum::report::Report;
-use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source};
-use vellum::vm::counters::{self, Snapshot};
-use vellum::vm::cr3_cache::Choice;
+use vellum_bench::context_switch::{self, Cached, Config, Tables};
+use vellum_bench::{self as bench, Common};
+use vellum_guests::Guest;
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::program::Privilege;
+use vellum_guests::program::tables_code;
+use vellum_guests::tables::{self, Command as Do, LEAST_PAUSE, LONGEST_PAUSE, TRIAL, perform};
+use vellum_host::cr3_cache::entries;
+use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::layout;
+use vellum_kvm::arch::state::Context;
+use vellum_kvm::memory::{Memory, MemoryConfig, Slot};
+use vellum_kvm::vm::counters::{self, Snapshot};
+use vellum_kvm::vm::cr3_cache::Choice;
+use vellum_machine::state::{Error, Processors};
+use vellum_report::Report;
+use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 
 /// Page tables that a vCPU switches among, and how often.
 const TABLES: u64 = 2;
 const SWITCHES: u64 = 1000;
 
 fn main() -> ExitCode {
-    vellum::sys::heap::keep_to_one();
+    vellum_sys::heap::keep_to_one();
     Trials::from_args().run()
 }
 
 fn cache() -> Need {
     kvm()?;
-    match entries(&vellum::vm::open().map_err(|error| error.to_string())?) {
+    match entries(&vellum_kvm::vm::open().map_err(|error| error.to_string())?) {
         Ok(_) => Ok(()),
         Err(why) => Err(format!("needs a CR3 cache: {why}")),
     }
@@ -69,7 +69,7 @@ fn measure(cr3_cache: Cached, counts: &[u64]) -> Result<Report, bench::Error> {
 fn where_there_is_none_it_is_refused_with_the_reason() -> Result<(), Failed> {
     let Err(error) = measure(Cached::On, &[2]) else { return Err("it was measured".into()) };
     ensure(error.blame() == Blame::user(Field::Cr3Cache), || format!("{:?}", error.blame()))?;
-    let why = entries(&vellum::vm::open()?).expect_err("none").to_string();
+    let why = entries(&vellum_kvm::vm::open()?).expect_err("none").to_string();
     ensure(error.to_string() == why, || format!("{error}"))?;
     // Whether the file is a kernel is not looked at before.
     for (command, status) in [
@@ -84,7 +84,7 @@ fn where_there_is_none_it_is_refused_with_the_reason() -> Result<(), Failed> {
             format!("{command:?}: {said}")
         })?;
     }
-    ensure(Choice::Auto.decided(&vellum::vm::open()?)? == Choice::Off, || "auto is not off".into())
+    ensure(Choice::Auto.decided(&vellum_kvm::vm::open()?)? == Choice::Off, || "auto is not off".into())
 }
 
 /// The kernel series' own promise, as the VMM's guest sees it.
@@ -92,7 +92,7 @@ fn where_there_is_none_it_is_refused_with_the_reason() -> Result<(), Failed> {
 fn the_built_in_guest_switches_without_an_exit() -> Result<(), Failed> {
     let report = measure(Cached::Both, &[2, 4])?;
     let value = |name: &str, tables: u64| -> Result<f64, Failed> {
-        let of = |figure: &&vellum::report::Figure| {
+        let of = |figure: &&vellum_report::Figure| {
             figure.label.name == name && figure.label.index.as_deref() == Some(&*tables.to_string())
         };
         let figure = report.figures.iter().find(of).ok_or_else(|| format!("no {name}[{tables}]"))?;
@@ -194,7 +194,7 @@ impl Machine {
     }
 
     fn of(count: u64, cr3_cache: Choice) -> Result<Self, Failed> {
-        let kvm = vellum::vm::open()?;
+        let kvm = vellum_kvm::vm::open()?;
         let memory = Memory::map(layout::RAM, MemoryConfig::new(tables::ram(count)))?;
         let config = GuestConfig {
             code: tables_code(),

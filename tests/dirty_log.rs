@@ -9,18 +9,18 @@ use std::time::Duration;
 
 use bed::kvm;
 use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
-use vellum::bench::{Common, Region, dirty_log};
-use vellum::dirty::{self, Method};
-use vellum::fault::{Fault, Whose};
-use vellum::guests::guest::GuestConfig;
-use vellum::guests::{Guest, Order, WriteConfig};
-use vellum::memory::{Backing, Memory, MemoryConfig, Slot};
-use vellum::oracle::edges::{self, EdgeVerdict};
-use vellum::oracle::judge::Mode;
-use vellum::oracle::soak::{self, Config, Tally};
-use vellum::report::json;
-use vellum::vm::quiesced::Quiesced;
-use vellum::vm::{self, Vm};
+use vellum_bench::oracle::edges::{self, EdgeVerdict};
+use vellum_bench::oracle::judge::Mode;
+use vellum_bench::oracle::soak::{self, Config, Tally};
+use vellum_bench::{Common, Region, dirty_log};
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::{Guest, Order, WriteConfig};
+use vellum_kvm::dirty::{self, Method};
+use vellum_kvm::memory::{Backing, Memory, MemoryConfig, Slot};
+use vellum_kvm::vm::quiesced::Quiesced;
+use vellum_kvm::vm::{self, Vm};
+use vellum_report::json;
+use vellum_sys::fault::{Fault, Whose};
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
@@ -387,7 +387,7 @@ fn machine_in_chunks(
 ) -> Result<(Guest, Box<dyn dirty::DirtyTracker>), Failed> {
     let kvm = vm::open()?;
     let memory =
-        Memory::map(vellum::arch::layout::RAM, MemoryConfig { slots: 3, ..MemoryConfig::new(4 << 20) })?;
+        Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig { slots: 3, ..MemoryConfig::new(4 << 20) })?;
     let mut guest = Guest::build(&kvm, memory, GuestConfig::new(1))?;
     let (vm, quiesced) = guest.quiesced()?;
     let mut tracker = dirty::tracker(method, vm, &quiesced, chunk)?;
@@ -479,7 +479,7 @@ fn a_log_is_cleared_chunk_by_chunk() -> Result<(), Failed> {
 #[trial(kvm())]
 fn a_bitmap_is_as_long_as_what_kvm_writes() -> Result<(), Failed> {
     const UNTOUCHED: u64 = 0x5a5a_5a5a_5a5a_5a5a;
-    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
+    let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
     let vm = Vm::new(&vm::open()?, memory)?;
     for pages in [1, 63, 64, 65, 130, 1000] {
         let slot = Slot::new(9, 1 << 32, &vm.memory.mapping, 0..pages * 4096)?;
@@ -522,7 +522,7 @@ fn a_slot_made_anew_and_larger_is_followed() -> Result<(), Failed> {
 
 #[trial(kvm())]
 fn a_vcpu_keeps_the_memory_that_it_runs_on() -> Result<(), Failed> {
-    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
+    let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
     let mapping = Arc::downgrade(&memory.mapping);
     let vm = Vm::new(&vm::open()?, memory)?;
     let processor = vm.create_vcpu(0)?;
@@ -534,7 +534,7 @@ fn a_vcpu_keeps_the_memory_that_it_runs_on() -> Result<(), Failed> {
 
 #[trial(kvm())]
 fn a_tracker_wants_a_machine_that_stands_still() -> Result<(), Failed> {
-    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
+    let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
     let mut guest = Guest::build(&vm::open()?, memory, GuestConfig::new(2))?;
     guest.program(&WriteConfig { passes: 0, ..WriteConfig::default() })?;
     guest.resume();
@@ -565,14 +565,14 @@ fn a_ring_excludes_initially_set() -> Result<(), Failed> {
     let kvm = vm::open()?;
     let machine = Vm::with_dirty_ring(
         &kvm,
-        Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?,
+        Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(4 << 20))?,
         Some(4096),
     )?;
     let quiesced = Quiesced::new(&mut [], || ())?;
     let refused =
         dirty::tracker(Method::InitiallySet, &machine, &quiesced, None).err().map(|error| error.to_string());
     ensure(refused.as_ref().is_some_and(|why| why.contains("lost silently")), || format!("{refused:?}"))?;
-    let late = Vm::new(&kvm, Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?)?;
+    let late = Vm::new(&kvm, Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(4 << 20))?)?;
     ensure(dirty::tracker(Method::Ring, &late, &quiesced, None).is_err(), || {
         "a ring for a machine without one".into()
     })
@@ -584,7 +584,7 @@ fn rings_of_impossible_sizes_are_refused() -> Result<(), Failed> {
     for entries in [0, 1, 512, 3000, 1 << 30] {
         let refused = Vm::with_dirty_ring(
             &kvm,
-            Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?,
+            Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(4 << 20))?,
             Some(entries),
         );
         let why = refused.err().map(|error| error.to_string()).unwrap_or_default();
@@ -651,8 +651,8 @@ fn bench_shows_lazy_protection_in_one_table() -> Result<(), Failed> {
             ensure(found.is_some_and(|figure| figure.value() > 0.0), || format!("{name}: {found:?}"))?;
         }
     }
-    vellum::report::json::check(&report).map_err(Failed::from)?;
-    if vellum::sys::host::allowed_cpus()?.len() < 2 {
+    vellum_report::json::check(&report).map_err(Failed::from)?;
+    if vellum_sys::host::allowed_cpus()?.len() < 2 {
         return Ok(());
     }
     let continuous = Some(std::time::Duration::from_millis(100));
@@ -675,7 +675,7 @@ fn bench_continuous_shows_progress_over_time() -> Result<(), Failed> {
         };
         duration *= 2;
         let report = match dirty_log::run(&config) {
-            Err(error) if vellum::sys::host::allowed_cpus()?.len() < 2 => {
+            Err(error) if vellum_sys::host::allowed_cpus()?.len() < 2 => {
                 return ensure(error.whose() == Whose::User, || error.to_string()).map(Some);
             }
             result => result?,
@@ -684,7 +684,7 @@ fn bench_continuous_shows_progress_over_time() -> Result<(), Failed> {
         let collections = collections.ok_or("the number of collections is not told")?.value();
         let pictures = (report.marks.is_empty(), report.series.len());
         ensure(pictures == (collections == 0.0, 2), || format!("{collections} collections, {pictures:?}"))?;
-        let moved = |series: &vellum::report::Series| series.points.iter().any(|point| point.1 > 0.0);
+        let moved = |series: &vellum_report::Series| series.points.iter().any(|point| point.1 > 0.0);
         Ok((collections > 0.0 && report.series.iter().all(moved)).then_some(()))
     })
 }

@@ -6,8 +6,8 @@ use std::process::{Command, ExitCode, Output};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use harness::{Failed, Need, Trials, ensure, trial};
-use vellum::devices::virtio::blk::{Blk, BlkConfig, BlkError};
-use vellum::sys::host;
+use vellum_devices::virtio::blk::{Blk, BlkConfig, BlkError};
+use vellum_sys::host;
 
 fn main() -> ExitCode {
     Trials::from_args().run()

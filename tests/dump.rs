@@ -12,8 +12,8 @@ use bed::kvm;
 use harness::{Failed, LIMIT, Trials, ensure, eventually, tools, trial};
 use home::Home;
 use serde_json::Value;
-use vellum::control::Do;
-use vellum::control::client::Client;
+use vellum_control::Do;
+use vellum_control::client::Client;
 
 fn main() -> ExitCode {
     Trials::from_args().run()

@@ -6,14 +6,15 @@
 use std::path::PathBuf;
 
 use serde_json::Value;
-use vellum::fleet::result;
-use vellum::migration::message::{
+use vellum_fleet::result;
+use vellum_guests as guests;
+use vellum_linux as machine;
+use vellum_machine::Section;
+use vellum_migration::message::{
     COMPRESSES, HANDS_OVER, Message, Misfit, POSTCOPIES, SessionId, Standing, VERSION, Waited, ZSTD,
 };
-use vellum::migration::pack::Packer;
-use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, Run, SUM, Section as Part, Sum};
-use vellum::payload::Section;
-use vellum::{guests, machine};
+use vellum_migration::pack::Packer;
+use vellum_migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, Run, SUM, Section as Part, Sum};
 
 const SESSION: SessionId = SessionId(*b"0123456789abcdef");
 const PAGE: usize = 4096;

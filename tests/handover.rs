@@ -6,9 +6,9 @@ mod plants;
 
 use std::collections::{HashSet, VecDeque};
 
-use vellum::migration::fence::Word;
-use vellum::migration::message::{Message, Misfit, VERSION, Waited};
-use vellum::migration::{source, target};
+use vellum_migration::fence::Word;
+use vellum_migration::message::{Message, Misfit, VERSION, Waited};
+use vellum_migration::{source, target};
 
 /// How often each fault may still come.
 #[derive(Clone, Debug)]

@@ -8,13 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use harness::{Failed, Need, Trials, ensure, eventually, trial};
-use vellum::devices::virtio::PATIENCE;
-use vellum::devices::virtio::blk::BlkConfig;
-use vellum::devices::virtio::registers::Register;
-use vellum::devices::virtio::transport::Codec;
-use vellum::memory::{Memory, MemoryConfig};
-use vellum::sys::mmap::PAGE_SIZE;
-use vellum::sys::uffd::{BATCH, Mode, Uffd};
+use vellum_devices::virtio::PATIENCE;
+use vellum_devices::virtio::blk::BlkConfig;
+use vellum_devices::virtio::registers::Register;
+use vellum_devices::virtio::transport::Codec;
+use vellum_kvm::memory::{Memory, MemoryConfig};
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::uffd::{BATCH, Mode, Uffd};
 use virtio_bindings::virtio_blk::VIRTIO_BLK_T_IN;
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 use vmm_sys_util::eventfd::EventFd;
@@ -63,7 +63,7 @@ struct Hanging {
 
 impl Hanging {
     fn new(name: &str) -> Result<Self, Failed> {
-        let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(MEMORY_END))?;
+        let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(MEMORY_END))?;
         let uffd = Uffd::new(Mode::Missing)?;
         let offset = memory.offset_of(HELD).ok_or("the page is memory")?;
         uffd.register(&memory.mapping, offset, PAGE_SIZE, Mode::Missing)?;

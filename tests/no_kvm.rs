@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode, Output};
 
 use harness::{Failed, Need, Trials, trial};
 use libc::{BPF_ABS, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET, BPF_W, sock_filter};
-use vellum::sys::{host, seccomp};
+use vellum_sys::{host, seccomp};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
@@ -43,7 +43,7 @@ fn container() -> Need {
 }
 
 fn kvm() -> Need {
-    vellum::vm::open().map(drop).map_err(|error| format!("needs KVM: {error}"))
+    vellum_kvm::vm::open().map(drop).map_err(|error| format!("needs KVM: {error}"))
 }
 
 fn root() -> Need {

@@ -5,12 +5,12 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use vellum::host::Facts;
-use vellum::report::output::{Kind, Writer};
-use vellum::report::{
+use vellum_host::Facts;
+use vellum_report::output::{Kind, Writer};
+use vellum_report::{
     Case, Counter, Histogram, Label, Mark, Premise, Report, Sample, Series, Status, json, terminal,
 };
-use vellum::sys::mmap::memfd;
+use vellum_sys::mmap::memfd;
 
 #[path = "fuzz/targets/report.rs"]
 mod fuzz;
@@ -285,7 +285,7 @@ fn a_page_is_not_written_over_what_it_is_made_of() {
 fn what_does_not_fit_leaves_what_was_there() {
     let (file, page) = (Scratch::new("fits.json"), Scratch::new("page.html"));
     std::fs::write(&file.0, json::text(&[produced()]).unwrap()).unwrap();
-    let before = format!("{}<p>the page that was there", vellum::report::html::START);
+    let before = format!("{}<p>the page that was there", vellum_report::html::START);
     std::fs::write(&page.0, &before).unwrap();
     let output = std::process::Command::new("sh")
         .args([

@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use harness::{Failed, Trials, tools};
 use serde_json::Value;
-use vellum::report::{Label, Premise, compare, html, json};
+use vellum_report::{Label, Premise, compare, html, json};
 
 fn main() -> ExitCode {
     let views = [

@@ -12,7 +12,7 @@ use std::process::{Child, Command, ExitCode, Output, Stdio};
 
 use bed::kvm;
 use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
-use vellum::report::{Report, json};
+use vellum_report::{Report, json};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
@@ -156,7 +156,7 @@ fn a_user_other_than_root() -> Result<(), Failed> {
 }
 
 fn root() -> Need {
-    if vellum::sys::host::is_root() { Ok(()) } else { Err("needs root: sudo -E cargo test".into()) }
+    if vellum_sys::host::is_root() { Ok(()) } else { Err("needs root: sudo -E cargo test".into()) }
 }
 
 fn vellum(arguments: &str) -> Command {
@@ -365,7 +365,7 @@ fn a_pipe_that_closes_early_is_no_error() -> Result<(), Failed> {
 
 #[trial(kvm())]
 fn guest_memory_larger_than_the_host_s() -> Result<(), Failed> {
-    let host = vellum::sys::host::total_memory();
+    let host = vellum_sys::host::total_memory();
     let more = (host * 2).next_multiple_of(1 << 30) >> 30;
     succeed(&format!("--memory {more}g --passes 1 --workload write,stride=1g"))
 }

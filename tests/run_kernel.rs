@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use bed::kvm;
 use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, tools, trial};
 use images::Code;
-use vellum::sys::host::is_root;
-use vellum::sys::terminal::open_pty;
+use vellum_sys::host::is_root;
+use vellum_sys::terminal::open_pty;
 
 fn main() -> ExitCode {
     let mut trials = Trials::from_args();
@@ -444,7 +444,7 @@ fn a_broken_ring_is_told_and_not_too_often() -> Result<(), Failed> {
         [(STATUS, 0), (0x24, 1), (0x20, 1), (STATUS, 0xb), (0x30, 0), (0x38, 3), (0x44, 1), (STATUS, 0xf)];
     // mov eax, address; mov dword [rax], value
     let store = |code: Code, (register, value): (u32, u32)| {
-        let address = vellum::arch::layout::VIRTIO_BASE as u32 + register;
+        let address = vellum_kvm::arch::layout::VIRTIO_BASE as u32 + register;
         let code = code.bytes(&[0xb8]).bytes(&address.to_le_bytes());
         code.bytes(&[0xc7, 0x00]).bytes(&value.to_le_bytes())
     };

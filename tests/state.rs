@@ -17,24 +17,24 @@ use images::Code;
 use kvm_bindings::{KVM_IRQCHIP_IOAPIC, Msrs, kvm_irqchip, kvm_msr_entry};
 use kvm_ioctls::VcpuFd;
 use pc::{Pc, copy, hand_over, written};
-use vellum::arch::clocks::{Clock, Meanwhile, Tsc};
-use vellum::arch::irqchip::Mode;
-use vellum::arch::layout;
-use vellum::devices::bus::BusDevice;
-use vellum::devices::virtio::blk::BlkConfig;
-use vellum::dirty::Method;
-use vellum::guests::guest::GuestConfig;
-use vellum::guests::run::{Run, RunConfig};
-use vellum::guests::{self, Guest, Order, WriteConfig};
-use vellum::host::Facts;
-use vellum::machine::{self, BootConfig, Image, Origin};
-use vellum::memory::{Memory, MemoryConfig};
-use vellum::payload::state::cut_like;
-use vellum::payload::{Payload, Section};
-use vellum::sandbox::{self, Sandbox, ThreadKind};
-use vellum::sys::kvm_vcpu::{set_tsc_offset, tsc_offset};
-use vellum::vm::Vm;
-use vellum::vm::lifecycle::Exit;
+use vellum_devices::bus::BusDevice;
+use vellum_devices::virtio::blk::BlkConfig;
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::run::{Run, RunConfig};
+use vellum_guests::{self as guests, Guest, Order, WriteConfig};
+use vellum_host::Facts;
+use vellum_kvm::arch::clocks::{Clock, Meanwhile, Tsc};
+use vellum_kvm::arch::irqchip::Mode;
+use vellum_kvm::arch::layout;
+use vellum_kvm::dirty::Method;
+use vellum_kvm::memory::{Memory, MemoryConfig};
+use vellum_kvm::vm::Vm;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_linux::{self as machine, BootConfig, Image, Origin};
+use vellum_machine::state::cut_like;
+use vellum_machine::{Payload, Section};
+use vellum_sandbox::{self as sandbox, Sandbox, ThreadKind};
+use vellum_sys::kvm_vcpu::{set_tsc_offset, tsc_offset};
 use vm_memory::{Bytes, GuestAddress};
 
 fn main() -> ExitCode {
@@ -115,7 +115,7 @@ fn pc_goes_on(irqchip: Mode) -> Result<(), Failed> {
 }
 
 fn guest(config: &RunConfig, memory: Memory) -> Result<Guest, Failed> {
-    let kvm = vellum::vm::open()?;
+    let kvm = vellum_kvm::vm::open()?;
     let guest =
         GuestConfig { page: config.page, cpuid: config.cpuid.clone(), ..GuestConfig::new(config.vcpus) };
     Ok(Guest::start(&kvm, memory, guest)?)
@@ -129,7 +129,7 @@ fn in_the_middle(write: WriteConfig) -> Result<Run, Failed> {
         pins: None,
         memory,
         write,
-        page: vellum::guests::program::GuestPage::Large,
+        page: vellum_guests::program::GuestPage::Large,
         cpuid: Default::default(),
         dirty_ring: None,
         duration: None,
@@ -376,8 +376,8 @@ fn without_requests(mut sections: Vec<Section>) -> Result<Vec<Section>, Failed> 
 
 /// A KVM that has a TSC's offset as it was set. One that runs guests on the host's own TSC has none.
 fn tsc_offsets() -> Need {
-    let kept = || -> Result<bool, vellum::vm::Error> {
-        let kvm = vellum::vm::open()?;
+    let kept = || -> Result<bool, vellum_kvm::vm::Error> {
+        let kvm = vellum_kvm::vm::open()?;
         let memory = Memory::map(layout::RAM, MemoryConfig::new(1 << 20))?;
         let vcpu = Vm::new(&kvm, memory)?.create_vcpu(0)?;
         Ok(set_tsc_offset(&vcpu, 1 << 40).is_ok() && tsc_offset(&vcpu).is_ok_and(|offset| offset == 1 << 40))

@@ -10,17 +10,17 @@ use std::time::{Duration, Instant};
 use bed::kvm;
 use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
 use std::process::ExitCode;
-use vellum::control::Throttling;
-use vellum::dirty::{self, Method};
-use vellum::guests::control::{Control, phase};
-use vellum::guests::guest::GuestConfig;
-use vellum::guests::model::{self, Model};
-use vellum::guests::program::{Code, Privilege, write_code};
-use vellum::guests::{Guest, Hot, Order, WriteConfig};
-use vellum::memory::{Backing, Memory, MemoryConfig};
-use vellum::migration::plan::{Measured, Plan};
-use vellum::vm::counters::Counters;
-use vellum::vm::vcpu::{self, Throttle};
+use vellum_control::Throttling;
+use vellum_guests::control::{Control, phase};
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::model::{self, Model};
+use vellum_guests::program::{Code, Privilege, write_code};
+use vellum_guests::{Guest, Hot, Order, WriteConfig};
+use vellum_kvm::dirty::{self, Method};
+use vellum_kvm::memory::{Backing, Memory, MemoryConfig};
+use vellum_kvm::vm::counters::Counters;
+use vellum_kvm::vm::vcpu::{self, Throttle};
+use vellum_migration::plan::{Measured, Plan};
 
 fn main() -> ExitCode {
     plants::plant();
@@ -77,8 +77,8 @@ fn many_memslots() -> Result<(), Failed> {
 }
 
 fn build(memory: MemoryConfig, vcpus: usize) -> Result<Guest, Failed> {
-    let kvm = vellum::vm::open()?;
-    Ok(Guest::build(&kvm, Memory::map(vellum::arch::layout::RAM, memory)?, GuestConfig::new(vcpus))?)
+    let kvm = vellum_kvm::vm::open()?;
+    Ok(Guest::build(&kvm, Memory::map(vellum_kvm::arch::layout::RAM, memory)?, GuestConfig::new(vcpus))?)
 }
 
 fn check(guest: &Guest, models: Vec<Model>, stride: u64) -> model::StampVerdict {
@@ -316,9 +316,9 @@ fn the_privileged_variant() -> Result<(), Failed> {
 }
 
 fn with(guest: GuestConfig) -> Result<(), Failed> {
-    let kvm = vellum::vm::open()?;
+    let kvm = vellum_kvm::vm::open()?;
     let guest =
-        Guest::build(&kvm, Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?, guest)?;
+        Guest::build(&kvm, Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(4 << 20))?, guest)?;
     let config = WriteConfig { order: Order::Random, ..WriteConfig::default() };
     guest.program(&config)?;
     let models: Vec<_> = guest.controls().map(Model::new).collect();
@@ -331,14 +331,17 @@ fn with(guest: GuestConfig) -> Result<(), Failed> {
 /// A thread that is refused its sandbox must be heard of, whether it is waited for or let run at once.
 #[trial(kvm())]
 fn a_vcpu_that_cannot_start_is_an_error() -> Result<(), Failed> {
-    let kvm = vellum::vm::open()?;
+    let kvm = vellum_kvm::vm::open()?;
     let config =
         || GuestConfig { enter: Arc::new(|_| Err(std::io::Error::other("refused"))), ..GuestConfig::new(2) };
     let waited =
-        Guest::build(&kvm, Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?, config())
+        Guest::build(&kvm, Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(4 << 20))?, config())
             .err();
-    let guest =
-        Guest::start(&kvm, Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(4 << 20))?, config())?;
+    let guest = Guest::start(
+        &kvm,
+        Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(4 << 20))?,
+        config(),
+    )?;
     guest.program(&WriteConfig::default())?;
     guest.resume();
     let at_once = guest.wait_all_rung().err();
@@ -359,8 +362,8 @@ fn ring() -> Need {
 /// written, and then every page is there.
 #[trial(kvm(), ring())]
 fn a_full_ring_stops_nobody_and_loses_nothing() -> Result<(), Failed> {
-    let kvm = vellum::vm::open()?;
-    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(8 << 20))?;
+    let kvm = vellum_kvm::vm::open()?;
+    let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(8 << 20))?;
     let mut guest =
         Guest::build(&kvm, memory, GuestConfig { dirty_ring: Some(1024), ..GuestConfig::new(1) })?;
     // The second tracker finds the rings where the first one has left them.
@@ -401,8 +404,8 @@ fn undisturbed() -> Need {
 #[trial(kvm(), ring(), undisturbed())]
 fn a_vcpu_that_only_reads_keeps_its_time() -> Result<(), Failed> {
     const PERIOD: Duration = Duration::from_millis(10);
-    let kvm = vellum::vm::open()?;
-    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(8 << 20))?;
+    let kvm = vellum_kvm::vm::open()?;
+    let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(8 << 20))?;
     let mut guest =
         Guest::build(&kvm, memory, GuestConfig { dirty_ring: Some(4096), ..GuestConfig::new(2) })?;
     let write =

@@ -8,16 +8,16 @@ use std::thread;
 use std::time::Instant;
 
 use super::{Common, Counted, Error, Region, huge_premise, of_rounds};
-use crate::fault::Field;
-use crate::guests::Guest;
-use crate::guests::guest::GuestConfig;
-use crate::guests::program::touch_code;
-use crate::guests::touch::Plan;
-use crate::memory::{Backing, Memory, MemoryConfig};
-use crate::report::{Premise, Report};
-use crate::sys::mmap::PAGE_SIZE;
-use crate::sys::page_idle::PageIdle;
-use crate::vm;
+use vellum_guests::Guest;
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::program::touch_code;
+use vellum_guests::touch::Plan;
+use vellum_kvm::memory::{Backing, Memory, MemoryConfig};
+use vellum_kvm::vm;
+use vellum_report::{Premise, Report};
+use vellum_sys::fault::Field;
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::page_idle::PageIdle;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -89,7 +89,8 @@ fn one(report: &mut Report, config: &Config, idle: &PageIdle, first: bool) -> Re
     let kvm = vm::open()?;
     let Region { backing, vcpus, .. } = config.region;
     let bytes = config.region.total(config.overlap);
-    let memory = Memory::map(crate::arch::layout::RAM, MemoryConfig { backing, ..MemoryConfig::new(bytes) })?;
+    let memory =
+        Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig { backing, ..MemoryConfig::new(bytes) })?;
     let guest = Guest::build(
         &kvm,
         memory,

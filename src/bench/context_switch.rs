@@ -13,10 +13,10 @@ use std::io;
 use clap::ValueEnum;
 
 use super::{Common, Counted, Error, of_rounds};
-use crate::guests::program::GuestPage;
-use crate::guests::tables::{self, Command};
-use crate::report::{Label, Premise, Report};
-use crate::vm::{self, cr3_cache::Choice};
+use vellum_guests::program::GuestPage;
+use vellum_guests::tables::{self, Command};
+use vellum_kvm::vm::{self, cr3_cache::Choice};
+use vellum_report::{Label, Premise, Report};
 
 /// Whether the guest loads CR3 by way of the CR3 cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]

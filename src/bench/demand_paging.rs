@@ -12,16 +12,16 @@ use std::time::{Duration, Instant};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{Common, Counted, Error, Region, Round, huge_premise, of_rounds, pass_seconds};
-use crate::fault::Field;
-use crate::guests::control::{BUCKETS, bucket_of};
-use crate::guests::guest::GuestConfig;
-use crate::guests::model::{self, Model};
-use crate::guests::{Guest, WriteConfig, run};
-use crate::memory::{Backing, Memory, MemoryConfig, short_size};
-use crate::report::{Histogram, Label, Premise, Report, Sample};
-use crate::sys::mmap::{Mapping, PAGE_SIZE, Source};
-use crate::sys::uffd::{BATCH, Mode, Uffd};
-use crate::vm;
+use vellum_guests::control::{BUCKETS, bucket_of};
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::model::{self, Model};
+use vellum_guests::{Guest, WriteConfig, run};
+use vellum_kvm::memory::{Backing, Memory, MemoryConfig, short_size};
+use vellum_kvm::vm;
+use vellum_report::{Histogram, Label, Premise, Report, Sample};
+use vellum_sys::fault::Field;
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
+use vellum_sys::uffd::{BATCH, Mode, Uffd};
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -156,7 +156,7 @@ impl Answers {
 
 fn one(config: &Config, memory: MemoryConfig, round: Round, report: &mut Report) -> Result<Measured, Error> {
     let kvm = vm::open()?;
-    let memory = Memory::map(crate::arch::layout::RAM, memory)?;
+    let memory = Memory::map(vellum_kvm::arch::layout::RAM, memory)?;
     let alias = match (&memory.file, config.mode) {
         (Some(file), Mode::Minor) => {
             let map =

@@ -16,13 +16,13 @@ use std::time::Duration;
 
 use super::region::check_offset;
 use super::{Common, Error, Region};
-use crate::dirty::Method;
-use crate::fault::Field;
-use crate::guests::{Hot, Order};
-use crate::memory::{self, short_size};
-use crate::report::{Label, Report};
-use crate::sys::host::allowed_cpus;
-use crate::vm;
+use vellum_guests::{Hot, Order};
+use vellum_kvm::dirty::Method;
+use vellum_kvm::memory::{self, short_size};
+use vellum_kvm::vm;
+use vellum_report::{Label, Report};
+use vellum_sys::fault::Field;
+use vellum_sys::host::allowed_cpus;
 
 use machine::Run;
 pub(super) use measured::QUANTILES;
@@ -82,7 +82,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
 /// Measures every round; what was asked, the counters and what is to be said besides go into `report`.
 fn measure(report: &mut Report, config: &Config) -> Result<Vec<Round>, Error> {
     let kvm = vm::open()?;
-    let probe = crate::host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
+    let probe = vellum_host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
     let method = match config.method {
         Some(method) => method,
         // Those with the fewest side effects first, as dirty_log_perf_test chooses.

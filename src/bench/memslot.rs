@@ -13,16 +13,16 @@ use std::time::{Duration, Instant};
 
 use super::region::{check_memory, populated};
 use super::{Common, Counted, Error};
-use crate::fault::Field;
-use crate::guests::Guest;
-use crate::guests::guest::GuestConfig;
-use crate::guests::program::touch_code;
-use crate::guests::touch::{self, Plan};
-use crate::host::topology;
-use crate::memory::{Backing, MemoryConfig, Slot, short_size};
-use crate::report::{Label, Premise, Report, Sample};
-use crate::sys::mmap::PAGE_SIZE;
-use crate::vm;
+use vellum_guests::Guest;
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::program::touch_code;
+use vellum_guests::touch::{self, Plan};
+use vellum_host::topology;
+use vellum_kvm::memory::{Backing, MemoryConfig, Slot, short_size};
+use vellum_kvm::vm;
+use vellum_report::{Label, Premise, Report, Sample};
+use vellum_sys::fault::Field;
+use vellum_sys::mmap::PAGE_SIZE;
 
 /// What to measure.
 #[derive(Clone, Debug)]

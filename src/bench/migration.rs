@@ -3,7 +3,7 @@
 //! Two processes of this program's, started as a user starts them: `vellum run` with the built-in guest, and `vellum receive`; a third,
 //! `vellum migrate`, is the courier. The guest fills its memory as fast as it can, writes at the rate that was asked for, is left alone
 //! for a while, moves, is left alone again, and ends, upon which every page is checked. It keeps a journal
-//! ([`guests::journal`](crate::guests::journal)), which moves with it: how long it stood still is what it says itself, by its own
+//! ([`guests::journal`](vellum_guests::journal)), which moves with it: how long it stood still is what it says itself, by its own
 //! clock, from its last write here to its first there. What the two processes say of their parts stands beside it.
 //!
 //! Where its memory follows the guest ([`Mode::Postcopy`]), the stream of it has half of what a connection carries, unless another cap was
@@ -22,14 +22,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{Common, Error, Region};
-use crate::control::Mode;
-use crate::dirty::Method;
-use crate::guests::{Hot, Order};
-use crate::memory::short_size;
-use crate::report::{Label, Report};
-use crate::sys::affinity;
-use crate::sys::uffd::{self, Uffd};
-use crate::vm;
+use vellum_control::Mode;
+use vellum_guests::{Hot, Order};
+use vellum_kvm::dirty::Method;
+use vellum_kvm::memory::short_size;
+use vellum_kvm::vm;
+use vellum_report::{Label, Report};
+use vellum_sys::affinity;
+use vellum_sys::uffd::{self, Uffd};
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -101,7 +101,7 @@ impl fmt::Display for Rate {
 impl Config {
     /// Distinct pages that each vCPU writes in a second.
     pub fn pages(&self) -> Option<u64> {
-        let share = |bytes: u64| (bytes / crate::sys::mmap::PAGE_SIZE / self.region.vcpus as u64).max(1);
+        let share = |bytes: u64| (bytes / vellum_sys::mmap::PAGE_SIZE / self.region.vcpus as u64).max(1);
         self.dirty_rate.0.map(share)
     }
 
@@ -115,7 +115,7 @@ impl Config {
         self.region.check(self.region.backing.best_mapping())?;
         if let Some(method) = self.method {
             let kvm = vm::open()?;
-            let probe = crate::host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
+            let probe = vellum_host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
             method.check(&probe)?;
             if method == Method::Ring {
                 vm::ring::check(&probe, self.ring_entries).map_err(vm::Error::from)?;

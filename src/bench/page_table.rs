@@ -21,17 +21,17 @@ use vmm_sys_util::eventfd::EventFd;
 use super::demand_paging::reported;
 use super::region::{check_offset, place, populated};
 use super::{Common, Counted, Error, Region, huge_premise, of_rounds};
-use crate::fault::Field;
-use crate::guests::Guest;
-use crate::guests::guest::GuestConfig;
-use crate::guests::program::{COME_BACK, touch_code};
-use crate::guests::touch::{Access, Plan};
-use crate::host::hugepages;
-use crate::memory::{Backing, Memory, MemoryConfig, short_size};
-use crate::report::{Label, Premise, Report};
-use crate::sys::mmap::{Mapping, PAGE_SIZE, host_page};
-use crate::sys::uffd::{BATCH, Mode, Uffd};
-use crate::vm;
+use vellum_guests::Guest;
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::program::{COME_BACK, touch_code};
+use vellum_guests::touch::{Access, Plan};
+use vellum_host::hugepages;
+use vellum_kvm::memory::{Backing, Memory, MemoryConfig, short_size};
+use vellum_kvm::vm;
+use vellum_report::{Label, Premise, Report};
+use vellum_sys::fault::Field;
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, host_page};
+use vellum_sys::uffd::{BATCH, Mode, Uffd};
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -99,7 +99,7 @@ pub fn run_seed(config: &Config, most: Option<usize>) -> Result<Report, Error> {
     describe(&mut report, config);
     // The largest row in a quarter of the available memory, by a power of two; two vCPUs a CPU where the seed had 80.
     let most = most.unwrap_or(2 * report.host.cpus as usize);
-    let available = crate::host::topology::memory().available;
+    let available = vellum_host::topology::memory().available;
     let mut shrink = 1;
     while (20 << 30) / shrink > available / 4 {
         shrink *= 2;
@@ -200,7 +200,7 @@ fn one(report: &mut Report, config: &Config, index: Option<&str>, first: bool) -
     let memory = MemoryConfig { backing, ..MemoryConfig::new(bytes) };
     let mut memory = match config.first_touch {
         FirstTouch::Before => populated(memory)?,
-        FirstTouch::Guest | FirstTouch::Together => Memory::map(crate::arch::layout::RAM, memory)?,
+        FirstTouch::Guest | FirstTouch::Together => Memory::map(vellum_kvm::arch::layout::RAM, memory)?,
     };
     place(&mut memory, config.phys_offset)?;
     let together = config.first_touch == FirstTouch::Together;

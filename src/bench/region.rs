@@ -3,13 +3,13 @@
 use std::ops::Range;
 
 use super::Error;
-use crate::arch::layout;
-use crate::fault::Field;
-use crate::guests::guest;
-use crate::host::{hugepages, topology};
-use crate::memory::{self, Backing, Memory, MemoryConfig, short_size};
-use crate::sys::signal;
-use crate::vm;
+use vellum_guests::guest;
+use vellum_host::{hugepages, topology};
+use vellum_kvm::arch::layout;
+use vellum_kvm::memory::{self, Backing, Memory, MemoryConfig, short_size};
+use vellum_kvm::vm;
+use vellum_sys::fault::Field;
+use vellum_sys::signal;
 
 /// Memory, and how many vCPUs go over it.
 #[derive(Clone, Copy, Debug)]

@@ -16,11 +16,11 @@ use std::sync::atomic::Ordering;
 
 pub use super::shadow::Tables;
 use super::{Common, Counted, Error, Round, of_rounds};
-use crate::guests::Guest;
-use crate::guests::program::GuestPage;
-use crate::guests::tables::{self, Command, Visit};
-use crate::report::{Label, Premise, Report, Sample};
-use crate::vm::cr3_cache;
+use vellum_guests::Guest;
+use vellum_guests::program::GuestPage;
+use vellum_guests::tables::{self, Command, Visit};
+use vellum_kvm::vm::cr3_cache;
+use vellum_report::{Label, Premise, Report, Sample};
 
 /// What to measure.
 #[derive(Clone, Debug)]

@@ -5,16 +5,17 @@ use std::fmt::Display;
 
 use super::region::populated;
 use super::{Common, Counted, Error, Round};
-use crate::guests::Guest;
-use crate::guests::guest::GuestConfig;
-use crate::guests::program::{GuestPage, Privilege, tables_code};
-use crate::guests::tables;
-use crate::host::Paging;
-use crate::memory::MemoryConfig;
-use crate::report::{Premise, Report};
-use crate::vm::counters::Snapshot;
-use crate::vm::cr3_cache;
-use crate::{sys, vm};
+use vellum_guests::Guest;
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::program::{GuestPage, Privilege, tables_code};
+use vellum_guests::tables;
+use vellum_host::Paging;
+use vellum_kvm::memory::MemoryConfig;
+use vellum_kvm::vm;
+use vellum_kvm::vm::counters::Snapshot;
+use vellum_kvm::vm::cr3_cache;
+use vellum_report::{Premise, Report};
+use vellum_sys as sys;
 
 /// Page tables of a guest.
 #[derive(Clone, Debug)]

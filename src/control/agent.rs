@@ -5,10 +5,10 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::fault::{Blame, Fault};
 use guest_agent::{Event, PORT, Request};
+use vellum_sys::fault::{Blame, Fault};
 
-use crate::sys::socket;
+use vellum_sys::socket;
 
 /// The longest line that an agent sends: a command's output comes in pieces far smaller.
 const MAX_LINE: u64 = 1 << 20;

@@ -12,10 +12,10 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::Do;
-use crate::fault::{Blame, Fault};
-use crate::sys::identity::effective;
-use crate::sys::poll::Poll;
-use crate::sys::{random, socket};
+use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::identity::effective;
+use vellum_sys::poll::Poll;
+use vellum_sys::{random, socket};
 
 /// Why a machine does not do what it is told.
 #[derive(Debug, thiserror::Error)]

@@ -5,8 +5,8 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use crate::fault::{Blame, Fault, Field};
-use crate::sys::identity::effective;
+use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::identity::effective;
 
 /// Why a name leads nowhere.
 #[derive(Debug, thiserror::Error)]

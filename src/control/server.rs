@@ -18,9 +18,9 @@ use serde_json::{Value, json};
 
 use super::operation::{Asker, News};
 use super::{Do, Event, MAX_LINE, Request, parse};
-use crate::sys::identity;
-use crate::sys::poll::Poll;
-use crate::sys::socket::{self, Listener, MOST_DESCRIPTORS, SocketError, peer_pid, peer_uid};
+use vellum_sys::identity;
+use vellum_sys::poll::Poll;
+use vellum_sys::socket::{self, Listener, MOST_DESCRIPTORS, SocketError, peer_pid, peer_uid};
 
 /// Clients at a time.
 const MAX_CLIENTS: usize = 32;

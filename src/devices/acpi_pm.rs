@@ -1,7 +1,7 @@
 //! The sleep registers of hardware-reduced ACPI (ACPI 6.5, 4.8.3.7), as far as power-off needs them.
 
 use super::{Ending, bus::BusDevice};
-use crate::arch::fixed::SLEEP_S5;
+use vellum_kvm::arch::fixed::SLEEP_S5;
 
 /// SLP_EN; the type is in bits 4:2.
 const ENABLE: u8 = 1 << 5;

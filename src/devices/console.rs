@@ -21,10 +21,10 @@ use serde::{Deserialize, Serialize};
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
 use super::serial::Serial;
-use crate::sys::file::{LogLock, is_writable, lock_log, set_nonblocking};
-use crate::sys::open::{self, Kind};
-use crate::sys::poll::Poll;
-use crate::sys::terminal::{self, Keys};
+use vellum_sys::file::{LogLock, is_writable, lock_log, set_nonblocking};
+use vellum_sys::open::{self, Kind};
+use vellum_sys::poll::Poll;
+use vellum_sys::terminal::{self, Keys};
 
 /// How much of what is typed is held while the guest is handed over: what a terminal's line holds. More stays where it is.
 pub const MOST_HELD: usize = 4096;
@@ -597,7 +597,7 @@ mod tests {
         assert_eq!(std::fs::read(&path).unwrap(), b"three\n");
         drop((opened, beside));
         let disk = File::open(&path).unwrap();
-        assert!(crate::sys::file::lock(&disk, crate::sys::file::Lock::Shared).unwrap());
+        assert!(vellum_sys::file::lock(&disk, vellum_sys::file::Lock::Shared).unwrap());
         assert!(matches!(target.open(), Err(OpenError::Taken(_))));
         std::fs::remove_file(&path).unwrap();
     }
@@ -605,7 +605,7 @@ mod tests {
     /// A console over a pipe, and the pipe's other end.
     fn piped() -> (Arc<Serial>, Console, io::PipeWriter) {
         let (reader, writer) = io::pipe().unwrap();
-        let serial = Arc::new(Serial::new(crate::arch::fixed::Uart::default(), None).unwrap());
+        let serial = Arc::new(Serial::new(vellum_kvm::arch::fixed::Uart::default(), None).unwrap());
         let input = Some(File::from(std::os::fd::OwnedFd::from(reader)));
         let opened = Opened { output: None, input, pty: None, slave: None, file: None, raw: false };
         let quit = Arc::new(EventFd::new(0).unwrap());

@@ -3,7 +3,7 @@
 //! vm-superio has one too, which signals through an object of its own; here a write's answer says it.
 
 use super::{Ending, bus::BusDevice};
-use crate::arch::fixed::I8042_RESET;
+use vellum_kvm::arch::fixed::I8042_RESET;
 
 /// The controller: no keyboard, no mouse, its buffers always empty.
 pub struct I8042;

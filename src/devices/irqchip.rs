@@ -1,8 +1,8 @@
 //! The registers of the interrupt controller that KVM does not have, on the memory bus. What they do is the controller's
-//! ([`crate::arch::irqchip`]).
+//! ([`vellum_kvm::arch::irqchip`]).
 
 use super::{Ending, bus::BusDevice};
-use crate::arch::irqchip::Irqchip;
+use vellum_kvm::arch::irqchip::Irqchip;
 
 impl BusDevice for Irqchip {
     fn read(&self, offset: u64, data: &mut [u8]) {

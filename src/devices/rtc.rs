@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::{Ending, bus::BusDevice};
-use crate::arch::clocks::{self, Meanwhile};
+use vellum_kvm::arch::clocks::{self, Meanwhile};
 
 /// Register B: 24-hour clock, BCD.
 const B_24_HOUR: u8 = 1 << 1;

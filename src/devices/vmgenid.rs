@@ -2,7 +2,7 @@
 //! are replaced whenever the guest goes on from a state that others may go on from too. A guest that draws random numbers must draw
 //! others than they do: Linux mixes the bytes into its generator and reseeds it (drivers/virt/vmgenid.c).
 //!
-//! The tables say where the bytes are ([`crate::arch::acpi`]), and an interrupt, that of the generic event device, says that they are new.
+//! The tables say where the bytes are ([`vellum_kvm::arch::acpi`]), and an interrupt, that of the generic event device, says that they are new.
 //! There are no registers, and nothing to save: what is in guest memory moves with that, and a description says where it is.
 
 use std::io;
@@ -11,10 +11,10 @@ use std::sync::Arc;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use crate::fault::{Blame, Fault};
-use crate::memory::GuestMemory;
-use crate::plant::{self, Mistake};
-use crate::sys::random;
+use vellum_kvm::memory::GuestMemory;
+use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::plant::{self, Mistake};
+use vellum_sys::random;
 
 /// Bytes of an ID.
 pub const BYTES: usize = 16;
@@ -100,8 +100,8 @@ impl VmGenId {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arch::layout;
-    use crate::memory::{Memory, MemoryConfig};
+    use vellum_kvm::arch::layout;
+    use vellum_kvm::memory::{Memory, MemoryConfig};
 
     #[test]
     fn an_id_lies_in_ram_and_is_another_each_time() {

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use crate::host::{Facts, Paging, hugepages};
-use crate::keyvalue;
+use vellum_host::{Facts, Paging, hugepages};
+use vellum_sys::keyvalue;
 
 /// The names that are the same everywhere. Besides there are `kernel_…` and `cpu_…`.
 const KNOWN: [&str; 12] = [

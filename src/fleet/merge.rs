@@ -15,8 +15,8 @@ pub use merged::{Alike, Events, FEW, Host, Kind, Lines, Loss, Mean, Merged, Trie
 
 use super::plan::{Plan, Task};
 use super::result::{self, Header, SHARD};
-use crate::report::{Report, printable};
 use merged::NAMED;
+use vellum_report::{Report, printable};
 
 /// The most files of a thousand tasks that are looked at: each has been begun more often than any batch system would.
 const FILES: usize = 100 * SHARD as usize;
@@ -257,8 +257,8 @@ fn shown(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::Facts;
-    use crate::report::{Case, Label, Status};
+    use vellum_host::Facts;
+    use vellum_report::{Case, Label, Status};
 
     /// A plan of three tasks, in a directory of its own.
     fn planned(name: &str) -> (Plan, PathBuf) {
@@ -333,7 +333,7 @@ mod tests {
         let (plan, results) = planned("absent");
         let said = || {
             let all = merged(&plan, &results);
-            let text = crate::fleet::page::text(&all);
+            let text = crate::page::text(&all);
             (all.status(), text.lines().next().unwrap().split_once("; ").unwrap().1.to_owned())
         };
         assert_eq!(said(), (Status::Skip, "nothing was tested".into()));

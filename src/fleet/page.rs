@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use super::merge::{Events, Lines, Loss, Merged, interval, short};
-use crate::report::html::{escape, head_of_page};
-use crate::report::printable;
-use crate::report::units::{grouped, humanised};
+use vellum_report::html::{escape, head_of_page};
+use vellum_report::printable;
+use vellum_report::units::{grouped, humanised};
 
 /// A table: its title, its heads, its rows.
 struct Table {

@@ -25,9 +25,9 @@ use serde::Deserialize;
 use toml::{Table, Value};
 
 use super::{Error, features};
-use crate::keyvalue;
-use crate::report::printable;
-use crate::sys::open;
+use vellum_report::printable;
+use vellum_sys::keyvalue;
+use vellum_sys::open;
 
 /// The largest plan that is read, in bytes: a thousand tests are a tenth of it.
 pub const LARGEST: u64 = 1 << 20;

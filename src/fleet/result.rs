@@ -10,8 +10,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 
 use super::Error;
-use crate::report::{Report, json, printable};
-use crate::sys::open::{self, Kind};
+use vellum_report::{Report, json, printable};
+use vellum_sys::open::{self, Kind};
 
 /// The version of the header.
 pub const VERSION: u32 = 1;
@@ -191,7 +191,7 @@ pub fn parse(bytes: &[u8]) -> Result<(Header, Vec<Report>), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::Facts;
+    use vellum_host::Facts;
 
     pub(crate) fn header() -> Header {
         Header {

@@ -13,7 +13,7 @@ use std::process::Command;
 use super::Error;
 use super::plan::{Plan, results};
 use super::result::{self, SHARD};
-use crate::sys::open;
+use vellum_sys::open;
 
 /// What Slurm runs, in the plan's directory. It has neither a line of sbatch's nor anything of a plan. What a task says besides its result
 /// is of interest where it has none.
@@ -150,7 +150,7 @@ pub fn submit(file: &Path, plan: &Plan, node: Option<&str>, more: &[String]) -> 
     for test in &plan.tests {
         if let Some(feature) = test.features.iter().find(|feature| !there.contains(*feature)) {
             let known: Vec<&str> = there.iter().map(String::as_str).collect();
-            let meant = crate::keyvalue::meant(feature, known.iter().copied());
+            let meant = vellum_sys::keyvalue::meant(feature, known.iter().copied());
             return Err(Error::Asked(format!(
                 "test {}: no node of this cluster has the feature {feature}{meant}; nodes have {}",
                 test.name,

@@ -10,10 +10,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::plan::{Plan, Task};
 use super::result::{self, Header, Run};
 use super::{Error, features, plan};
-use crate::host::Facts;
-use crate::report::case::together;
-use crate::report::{Case, Report, Status, json, printable};
-use crate::sys::signal;
+use vellum_host::Facts;
+use vellum_report::case::together;
+use vellum_report::{Case, Report, Status, json, printable};
+use vellum_sys::signal;
 
 /// Who runs it.
 pub struct Runner<'a> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::sys::clock;
+use vellum_sys::clock;
 
 /// What vCPUs have rung since somebody last asked.
 pub(super) struct Rung {

@@ -7,7 +7,7 @@
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::sys::mmap::Mapping;
+use vellum_sys::mmap::Mapping;
 
 /// Sub-buckets of each power of two in the latency histogram, as a base-2 logarithm: 16, so within 6.25 %.
 pub const SUB_BITS: u32 = 4;

@@ -2,11 +2,11 @@
 
 use std::io;
 
-use crate::arch::{cpuid, irqchip};
-use crate::fault::{Blame, Fault, Field};
-use crate::memory;
-use crate::payload::state;
-use crate::vm::Error as VmError;
+use vellum_kvm::arch::{cpuid, irqchip};
+use vellum_kvm::memory;
+use vellum_kvm::vm::Error as VmError;
+use vellum_machine::state;
+use vellum_sys::fault::{Blame, Fault, Field};
 
 /// Why a workload cannot run.
 #[derive(Debug, thiserror::Error)]

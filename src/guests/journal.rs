@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::control::{BUCKETS, Control, SLICES, phase};
 use super::guest::Guest;
 use super::run::nanoseconds;
-use crate::report::{Label, Mark, Report, Sample, Series};
+use vellum_report::{Label, Mark, Report, Sample, Series};
 
 /// The phases as results name them.
 pub const PHASES: [&str; phase::COUNT] = ["before", "during", "after"];

@@ -10,23 +10,23 @@ use super::control::{Control, PASS_ENDS, SUB_BITS, bucket_bound, phase};
 use super::guest::{self, Guest};
 use super::model::{self, Model};
 use super::{Region, WriteConfig, journal};
-use crate::arch::clocks::Meanwhile;
-use crate::arch::cpuid::Choice;
-use crate::control::Do;
-use crate::control::operation::Asker;
-use crate::dirty::{self, DirtyTracker};
-use crate::guests::program::GuestPage;
-use crate::host::{Facts, Paging};
-use crate::memory::{Backing, Memory, MemoryConfig, Slot, short_size};
-use crate::payload::lent::Lent;
-use crate::payload::state::Processors;
-use crate::payload::{Outline, Payload, Progress, Section, Serves};
-use crate::plant::{self, Mistake};
-use crate::report::{Figure, Histogram, Label, Premise, Report, Sample};
-use crate::vm::counters::Snapshot;
-use crate::vm::exits::Exits;
-use crate::vm::lifecycle::Exit;
-use crate::vm::vcpu::{Reins, Throttle};
+use crate::program::GuestPage;
+use vellum_control::Do;
+use vellum_control::operation::Asker;
+use vellum_host::{Facts, Paging};
+use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::cpuid::Choice;
+use vellum_kvm::dirty::{self, DirtyTracker};
+use vellum_kvm::memory::{Backing, Memory, MemoryConfig, Slot, short_size};
+use vellum_kvm::vm::counters::Snapshot;
+use vellum_kvm::vm::exits::Exits;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_kvm::vm::vcpu::{Reins, Throttle};
+use vellum_machine::lent::Lent;
+use vellum_machine::state::Processors;
+use vellum_machine::{Outline, Payload, Progress, Section, Serves};
+use vellum_report::{Figure, Histogram, Label, Premise, Report, Sample};
+use vellum_sys::plant::{self, Mistake};
 
 /// What to run.
 #[derive(Clone, Debug)]
@@ -191,7 +191,7 @@ impl Payload for Run {
             vcpus: self.guest.vcpus.len(),
             memory: self.guest.vm.memory.config.size,
             backing: Some(self.guest.vm.memory.config.backing),
-            dirty_ring: self.guest.vm.dirty_ring.as_deref().map(Into::into),
+            dirty_ring: self.guest.vm.dirty_ring.as_deref().map(vellum_machine::dirty_rings),
             ..Outline::default()
         }
     }

@@ -1,6 +1,6 @@
 //! A built-in guest's whole state beside its memory, and what it is for those who make the like of it.
 //!
-//! The order in which parts are saved and restored is that of [`crate::payload::state`]; here is which parts there are.
+//! The order in which parts are saved and restored is that of [`vellum_machine::state`]; here is which parts there are.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -10,12 +10,12 @@ use super::guest::{Error, Guest};
 use super::model::Model;
 use super::run::{Run, RunConfig};
 use super::{WriteConfig, journal, program::GuestPage};
-use crate::arch::clocks::Meanwhile;
-use crate::arch::cpuid::Leaf;
-use crate::memory::MemoryConfig;
-use crate::payload::section::{self, Section, Sections};
-use crate::payload::state::{self, Place, Processors};
-use crate::vm::quiesced::Quiesced;
+use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::cpuid::Leaf;
+use vellum_kvm::memory::MemoryConfig;
+use vellum_kvm::vm::quiesced::Quiesced;
+use vellum_machine::section::{self, Section, Sections};
+use vellum_machine::state::{self, Place, Processors};
 
 /// The version of the section of its run.
 const RUN: u16 = 1;

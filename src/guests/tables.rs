@@ -8,9 +8,9 @@ use std::mem::offset_of;
 use std::sync::atomic::Ordering;
 
 use super::guest::{self, Guest};
-use crate::arch::layout;
-use crate::guests::program::RAM_VA;
-use crate::sys::mmap::PAGE_SIZE;
+use crate::program::RAM_VA;
+use vellum_kvm::arch::layout;
+use vellum_sys::mmap::PAGE_SIZE;
 
 /// What the guest does when it is resumed, and rings when it has done it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

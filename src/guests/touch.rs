@@ -7,7 +7,7 @@ use std::mem::offset_of;
 use std::sync::atomic::Ordering;
 
 use super::guest::Guest;
-use crate::guests::program::RAM_VA;
+use crate::program::RAM_VA;
 
 /// The control block as the code reads it, all words.
 #[repr(C)]
@@ -79,7 +79,7 @@ impl Plan {
     pub fn program(&self, guest: &Guest, vcpu: usize) {
         let block = guest.block(vcpu);
         let set = |offset: usize, value: u64| block[offset / 8].store(value, Ordering::Relaxed);
-        set(offset_of!(Touch, doorbell), crate::arch::layout::DOORBELL);
+        set(offset_of!(Touch, doorbell), vellum_kvm::arch::layout::DOORBELL);
         set(offset_of!(Touch, region), RAM_VA + self.start);
         set(offset_of!(Touch, blocks), self.blocks);
         set(offset_of!(Touch, block), self.block);

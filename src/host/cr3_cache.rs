@@ -3,7 +3,7 @@
 use kvm_ioctls::Kvm;
 
 use super::{Facts, Paging, sysfs};
-use crate::sys::cr3_cache::CAPABILITY;
+use vellum_sys::cr3_cache::CAPABILITY;
 
 /// Where the patches are.
 const SERIES: &str = "kernel-patches/6.12/cr3-cache or 5.10/cr3-cache";

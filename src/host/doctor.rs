@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::hugepages::{self, Size};
 use super::{Facts, Paging, cgroup, kvm, root_command, sysfs, topology};
-use crate::sys;
+use vellum_sys as sys;
 
 /// How a check came out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

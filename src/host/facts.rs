@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::cpu::{self, Cpu};
 use super::sysfs;
-use crate::sys;
+use vellum_sys as sys;
 
 /// How KVM maps guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -9,8 +9,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::{cgroup, root_command, sysfs, topology};
-use crate::fault::{Blame, Fault, Field};
-use crate::sys;
+use vellum_sys as sys;
+use vellum_sys::fault::{Blame, Fault, Field};
 
 /// Why huge pages will not suffice, and the command that changes it.
 #[derive(Debug, thiserror::Error)]

@@ -12,8 +12,8 @@ use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VmFd};
 
 use super::sysfs;
-use crate::fault::{Blame, Fault};
-use crate::sys;
+use vellum_sys as sys;
+use vellum_sys::fault::{Blame, Fault};
 
 /// The lab's way to the same result without KVM.
 #[cfg(target_arch = "x86_64")]

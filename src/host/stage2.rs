@@ -7,7 +7,7 @@ use kvm_bindings::{
 use kvm_ioctls::Kvm;
 
 use super::kvm;
-use crate::sys::kvm_device;
+use vellum_sys::kvm_device;
 
 /// What there is.
 pub struct Stage2 {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::hugepages::Size;
 use super::{cgroup, sysfs};
-use crate::sys;
+use vellum_sys as sys;
 
 /// The CPUs that this process may use.
 #[derive(Debug)]

@@ -16,9 +16,9 @@ use serde::Serialize;
 
 use super::streams::{Has, Outcome, Streams};
 use super::{Error, console};
-use crate::sys::fork::Child;
-use crate::sys::poll::Poll;
-use crate::sys::socket;
+use vellum_sys::fork::Child;
+use vellum_sys::poll::Poll;
+use vellum_sys::socket;
 
 /// How much of the console is kept: the last of it.
 const KEPT: usize = 64 << 10;

@@ -11,7 +11,7 @@ use super::initramfs::Initramfs;
 use super::kernel::Kernel;
 use super::modules::Named;
 use super::{Error, config};
-use crate::sys::open;
+use vellum_sys::open;
 
 /// The modules that Vellum's devices need. Their dependencies need not be named.
 const MODULES: &str = include_str!("../../resources/guest-image/modules");

@@ -6,7 +6,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use super::{Error, config};
-use crate::sys::open::{self, Kind};
+use vellum_sys::open::{self, Kind};
 
 /// The most that a module may become when it is unpacked.
 const MOST: u64 = 256 << 20;

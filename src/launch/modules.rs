@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 
 use super::kernel::{Kernel, read};
-use crate::sys::open;
+use vellum_sys::open;
 
 /// The most that the strings of a module may be.
 const MOST: u64 = 4 << 20;

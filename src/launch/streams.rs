@@ -16,9 +16,9 @@ use std::thread;
 use guest_agent::{Event, Terminal, frame};
 
 use super::client::Ended;
-use crate::sys::poll::Poll;
-use crate::sys::signal::{self, SignalFd};
-use crate::sys::terminal::{self, Keys, Output};
+use vellum_sys::poll::Poll;
+use vellum_sys::signal::{self, SignalFd};
+use vellum_sys::terminal::{self, Keys, Output};
 
 /// The status of a user who has left the terminal by Ctrl-a x, as of one that hung up: 128 and SIGHUP.
 const LEFT: i32 = 129;

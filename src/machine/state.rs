@@ -1,295 +1,243 @@
-//! The PC's whole state beside its memory, and what it is for those who make the like of it.
+//! The orders in which a machine of either kind is saved and restored, and what both kinds have: vCPUs and a clock.
 //!
-//! The order in which parts are saved and restored is that of [`crate::payload::state`]; here is which parts there are.
+//! Saved, while everything stands still: the vCPUs side by side, each on its own thread; then the clock, the interrupt controller and
+//! the devices. No vCPU is asked anything afterwards: asking makes KVM write to guest memory (stolen time).
+//!
+//! Restored: the vCPUs with their local APICs, then the interrupt controller, then the devices, which raise again what they have
+//! raised and nobody has acknowledged: a local APIC that is set later would forget it. The clock comes last, for KVM compares it with
+//! the TSCs of all vCPUs.
 
+use std::sync::Arc;
+
+use kvm_ioctls::VmFd;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
-use super::virtio::PciBus;
-use super::{Error, Machine};
-use crate::arch::clocks::Meanwhile;
-use crate::arch::cpuid::Leaf;
-use crate::arch::fixed::Uart;
-use crate::arch::irqchip::{self, Mode};
-use crate::devices::virtio::transport::{self, Codec};
-use crate::devices::virtio::{RestoreError, pci};
-use crate::devices::vmgenid::VmGenId;
-use crate::devices::{rtc, serial};
-use crate::payload::section::{self, Section, Sections};
-use crate::payload::state::{self, Place, Processors};
-use crate::vm::Vm;
-use crate::vm::quiesced::Quiesced;
-use crate::vm::vcpu::Vcpu;
+use super::section::{self, Section, Sections};
+use vellum_kvm::arch::clocks::{self, Clock, Meanwhile};
+use vellum_kvm::arch::cpuid::Leaf;
+use vellum_kvm::arch::irqchip::{self, Held, Irqchip};
+use vellum_kvm::arch::state::{self, Context};
+use vellum_kvm::memory::{self, Memory, Slot};
+use vellum_kvm::vm::quiesced::Quiesced;
+use vellum_kvm::vm::vcpu;
+use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::plant::{self, Mistake};
 
-/// The versions of the sections.
-const IRQCHIP: u16 = 1;
-const SERIAL: u16 = 1;
-/// The sections of either serial port.
-const NS16550: &str = "serial";
-const PL011: &str = "pl011";
-const RTC: u16 = 1;
-const VIRTIO: u16 = 1;
-const PCI: u16 = 1;
+/// The versions of the sections that every machine has.
+const VCPU: u16 = 1;
+const CLOCK: u16 = 1;
+const CPUID: u16 = 1;
 
-/// The section of the PCI bus, which is no name of a device.
-const BUS: &str = "pci";
+/// Why a machine cannot be saved or restored.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A vCPU's state.
+    #[error("vCPU {0}: {1}")]
+    State(usize, #[source] state::Error),
+    /// The clock's.
+    #[error(transparent)]
+    Clock(state::Error),
+    /// The interrupt controller's.
+    #[error(transparent)]
+    Irqchip(#[from] irqchip::Error),
+    /// A vCPU's thread.
+    #[error(transparent)]
+    Vcpu(#[from] vcpu::Error),
+    /// The sections are not this machine's.
+    #[error(transparent)]
+    Section(#[from] section::Error),
+    /// A device's state.
+    #[error("{0}: {1}")]
+    Device(String, #[source] Box<dyn std::error::Error + Send + Sync>),
+    /// A description that is not of a machine of this kind.
+    #[error("the description of the machine: {0}; it is damaged or from another version")]
+    Description(#[source] serde_json::Error),
+    /// Memory that cannot be cut as it is described.
+    #[error("the machine has memory that cannot be here: {0}")]
+    Memory(String),
+    /// Memory cannot be cut.
+    #[error(transparent)]
+    Slots(#[from] memory::Error),
+    /// Nothing has been restored.
+    #[error("there is nothing to commit: this machine was not restored")]
+    NotRestored,
+}
 
-/// The one kind of machine that is described here.
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Irqchip(error) => error.blame(),
+            Self::Slots(error) => error.blame(),
+            Self::Section(_) | Self::Device(..) | Self::Description(_) | Self::Memory(_) => Blame::USER,
+            Self::State(..) | Self::Clock(_) | Self::Vcpu(_) | Self::NotRestored => Blame::HOST,
+        }
+    }
+}
+
+/// A memslot as a description has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Kind {
-    /// A PC with a kernel.
-    Pc,
-}
-
-/// What a PC is. From it a process that has devices of the same kinds makes the like; where they lead is that process's own.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Description {
-    /// Of which kind of machine.
-    pub kind: Kind,
-    /// How many vCPUs.
-    pub cpus: usize,
-    /// Bytes of RAM.
-    pub memory: u64,
-    /// The memslots that it is cut into.
-    pub slots: Vec<Place>,
-    /// The interrupt controller.
-    pub irqchip: Mode,
-    /// The serial port.
-    #[serde(default, skip_serializing_if = "Uart::is_16550")]
-    pub uart: Uart,
-    /// What its first vCPU sees of CPUID.
-    pub cpuid: Vec<Leaf>,
-    /// The frequency of its TSCs in kHz, where KVM tells it.
-    pub tsc_khz: Option<u32>,
-    /// Whether it has the devices of kvm-unit-tests.
-    pub test_devices: bool,
-    /// The guest-physical address of its VM generation ID, if it has one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub vmgenid: Option<u64>,
-    /// How its guest reaches its virtio devices.
-    #[serde(default, skip_serializing_if = "Codec::is_mmio")]
-    pub transport: Codec,
-    /// Its virtio devices in the order of their places.
-    pub devices: Vec<Device>,
+pub struct Place {
+    /// Its guest-physical address.
+    pub gpa: u64,
+    /// Its size in bytes.
+    pub bytes: u64,
 }
 
-/// A virtio device as a description has it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Device {
-    /// `disk0`, `net0`, `vsock`, …
-    pub name: String,
-    /// What it is.
-    pub device: transport::Description,
-}
-
-impl Description {
-    /// Reads one.
-    ///
-    /// # Errors
-    /// Where it is not of a PC.
-    pub fn from_json(value: Value) -> Result<Self, state::Error> {
-        serde_json::from_value(value).map_err(state::Error::Description)
+impl From<&Slot> for Place {
+    fn from(slot: &Slot) -> Self {
+        Self { gpa: slot.gpa(), bytes: slot.bytes() }
     }
 }
 
-/// A PC's state, as far as it can be read without the machine that it is for.
+/// Cuts the slots of `memory`, which has been mapped for it, as they were elsewhere, whatever backs it here.
+///
+/// # Errors
+/// Where it cannot be cut so.
+pub fn cut_like(memory: &mut Memory, places: &[Place]) -> Result<(), Error> {
+    let mut cuts = Vec::with_capacity(places.len());
+    let mut end = 0u64;
+    for place in places {
+        end = end.saturating_add(place.bytes);
+        cuts.push(end);
+    }
+    memory.cut_at(&cuts)?;
+    let here: Vec<Place> = memory.slots().iter().map(Place::from).collect();
+    if here == places {
+        Ok(())
+    } else {
+        let (here, places) = (here.len(), places.len());
+        Err(Error::Memory(format!("its {places} slots do not make up RAM as it lies here, in {here}")))
+    }
+}
+
+/// What every machine has: vCPUs and a clock.
 #[derive(Clone, Debug)]
-pub struct State {
-    processors: Processors,
-    irqchip: irqchip::State,
-    serial: serial::State,
-    rtc: rtc::State,
-    /// Of the PCI bus, where there is one.
-    pci: Option<PciState>,
-    /// In the order of the devices.
-    virtio: Vec<transport::State>,
+pub struct Processors {
+    vcpus: Arc<Vec<state::State>>,
+    clock: Clock,
+    /// What the machine's description says of CPUID. A KVM may tell of a vCPU more than it was given.
+    pub cpuid: Vec<Leaf>,
 }
 
-/// The state of a PCI bus.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct PciState {
-    /// The address register of the configuration spaces.
-    address: u32,
-    /// In the order of the devices.
-    functions: Vec<pci::State>,
+/// `vcpu0` and so on.
+fn vcpu_name(index: usize) -> String {
+    format!("vcpu{index}")
 }
 
-impl State {
-    /// Reads the state of a PC with so many vCPUs and virtio devices of these names.
+/// The first error that a vCPU has met.
+fn first<T>(results: Vec<Result<T, state::Error>>) -> Result<Vec<T>, Error> {
+    let named = |(index, result): (usize, Result<T, _>)| result.map_err(|e| Error::State(index, e));
+    results.into_iter().enumerate().map(named).collect()
+}
+
+impl Processors {
+    /// Reads them from KVM: the vCPUs side by side, then the clock. `cpuid` is what the machine's description says.
     ///
     /// # Errors
-    /// Where a section is missing, unknown, there twice, of another version or damaged.
-    pub fn read<'a>(
-        sections: Vec<Section>,
-        cpus: usize,
-        devices: impl IntoIterator<Item = &'a str>,
-    ) -> Result<Self, section::Error> {
-        let mut sections = Sections::new(sections)?;
-        let state = Self {
-            processors: Processors::take(&mut sections, cpus)?,
-            irqchip: sections.take("irqchip", IRQCHIP)?,
-            serial: match sections.has(PL011) {
-                true => serial::State::Pl011(sections.take(PL011, SERIAL)?),
-                false => serial::State::Ns16550(sections.take(NS16550, SERIAL)?),
-            },
-            rtc: sections.take("rtc", RTC)?,
-            pci: sections.has(BUS).then(|| sections.take(BUS, PCI)).transpose()?,
-            virtio: devices.into_iter().map(|name| sections.take(name, VIRTIO)).collect::<Result<_, _>>()?,
-        };
-        sections.end()?;
-        Ok(state)
+    /// Where KVM refuses, or a guest has what cannot be saved.
+    pub fn save(
+        quiesced: &Quiesced<'_>,
+        vm: &VmFd,
+        context: &Context,
+        cpuid: Vec<Leaf>,
+    ) -> Result<Self, Error> {
+        let context = context.clone();
+        let vcpus = first(quiesced.each(move |fd| state::State::save(fd, &context))?)?;
+        Ok(Self { vcpus: Arc::new(vcpus), clock: Clock::save(vm).map_err(Error::Clock)?, cpuid })
     }
 
-    /// Its sections, for devices of these names: what [`Self::read`] reads.
-    pub fn sections<'a>(&self, devices: impl IntoIterator<Item = &'a str>) -> Vec<Section> {
-        let mut sections = self.processors.sections();
-        sections.push(Section::new("irqchip", IRQCHIP, &self.irqchip));
-        sections.push(match &self.serial {
-            serial::State::Ns16550(port) => Section::new(NS16550, SERIAL, port),
-            serial::State::Pl011(port) => Section::new(PL011, SERIAL, port),
-        });
-        sections.push(Section::new("rtc", RTC, &self.rtc));
-        sections.extend(self.pci.iter().map(|pci| Section::new(BUS, PCI, pci)));
-        let devices = devices.into_iter().zip(&self.virtio);
-        sections.extend(devices.map(|(name, device)| Section::new(name, VIRTIO, device)));
+    /// Their sections.
+    pub fn sections(&self) -> Vec<Section> {
+        let vcpus = self.vcpus.iter().enumerate();
+        let mut sections: Vec<_> = vcpus.map(|(at, vcpu)| Section::new(vcpu_name(at), VCPU, vcpu)).collect();
+        sections.push(Section::new("clock", CLOCK, &self.clock));
+        sections.push(Section::new("cpuid", CPUID, &self.cpuid));
         sections
     }
-}
 
-impl PciBus {
-    fn save(&self) -> PciState {
-        let functions = self.functions.iter().map(|function| function.save_function()).collect();
-        PciState { address: self.host.address(), functions }
-    }
-
-    fn restore(&self, state: &PciState) -> Result<(), state::Error> {
-        if state.functions.len() != self.functions.len() {
-            let what = "another number of functions than there are devices";
-            return Err(section::Error::Implausible { name: BUS.into(), what }.into());
-        }
-        self.host.set_address(state.address);
-        let damaged = |error: RestoreError| state::Error::Device(BUS.into(), error.into());
-        let mut functions = self.functions.iter().zip(&state.functions);
-        functions.try_for_each(|(function, state)| function.restore_function(state).map_err(damaged))
-    }
-}
-
-impl Machine {
-    /// Its VM, and proof that nothing writes to its memory; while it is paused.
+    /// Those of `cpus` vCPUs out of `sections`.
     ///
     /// # Errors
-    /// Where a vCPU is not paused, or a device hangs.
-    pub fn quiesced(&mut self) -> Result<(&Vm, Quiesced<'_>), Error> {
-        let mut stopped = Ok(());
-        let quiesced = Quiesced::new(&mut self.vcpus, || stopped = self.virtio.quiesce())?;
-        stopped?;
-        Ok((&self.vm, quiesced))
+    /// Where one is missing or damaged.
+    pub fn take(sections: &mut Sections, cpus: usize) -> Result<Self, section::Error> {
+        let vcpu = |index| sections.take(&vcpu_name(index), VCPU);
+        let vcpus = (0..cpus).map(vcpu).collect::<Result<_, _>>()?;
+        let (clock, cpuid) = (sections.take("clock", CLOCK)?, sections.take("cpuid", CPUID)?);
+        Ok(Self { vcpus: Arc::new(vcpus), clock, cpuid })
     }
 
-    /// Whether this host gives it a TSC of another frequency than its own.
-    pub fn scales_tsc(&self) -> bool {
-        self.context.scales_tsc
+    /// What they hold of interrupts.
+    pub fn held(&self) -> Held {
+        state::held(&self.vcpus)
     }
 
-    /// Lets a guest come whose TSC has a frequency that this host cannot give it.
-    pub fn allow_other_tsc(&mut self) {
-        self.context.allows_other_tsc = true;
-    }
-
-    /// What it is.
-    pub fn description(&self) -> Description {
-        let devices = self.virtio.devices.iter();
-        Description {
-            kind: Kind::Pc,
-            cpus: self.vcpus.len(),
-            memory: self.vm.memory.config.size,
-            slots: self.vm.memory.slots().iter().map(Place::from).collect(),
-            irqchip: self.features.irqchip,
-            uart: self.serial.kind(),
-            cpuid: self.features.cpuid.clone(),
-            tsc_khz: self.features.tsc_khz,
-            test_devices: self.features.test_devices,
-            vmgenid: self.vmgenid.as_ref().map(VmGenId::at),
-            transport: if self.virtio.pci.is_some() { Codec::Pci } else { Codec::Mmio },
-            devices: devices
-                .map(|wired| Device { name: wired.name.clone(), device: wired.device.describe() })
-                .collect(),
-        }
-    }
-
-    pub(super) fn save_state(&mut self) -> Result<Vec<Section>, Error> {
-        let (context, cpuid) = (self.context.clone(), self.features.cpuid.clone());
-        let (vm, quiesced) = self.quiesced()?;
-        let processors = Processors::save(&quiesced, &vm.fd, &context, cpuid)?;
-        let state = State {
-            irqchip: self.irqchip.save(&processors.held())?,
-            processors,
-            serial: self.serial.save(),
-            rtc: self.rtc.save(),
-            pci: self.virtio.pci.as_ref().map(PciBus::save),
-            virtio: self.virtio.devices.iter().map(|wired| wired.device.save()).collect(),
-        };
-        Ok(state.sections(self.virtio.devices.iter().map(|wired| wired.name.as_str())))
-    }
-
-    pub(super) fn restore_state(
-        &mut self,
-        sections: Vec<Section>,
+    /// Restores a machine in the order that the module's head gives. `devices` restores what this knows nothing of. Returns the
+    /// frequency in kHz that TSCs have from now on.
+    ///
+    /// # Errors
+    /// Where KVM refuses, or the state is not this machine's.
+    pub fn restore<E: From<Error>>(
+        &self,
+        quiesced: &Quiesced<'_>,
+        vm: &VmFd,
+        context: &Context,
         meanwhile: Meanwhile,
-    ) -> Result<(), Error> {
-        self.vcpus.iter().try_for_each(Vcpu::ready)?;
-        let names = self.virtio.devices.iter().map(|wired| wired.name.as_str());
-        let State { processors, irqchip, serial, rtc, pci, virtio } =
-            State::read(sections, self.vcpus.len(), names).map_err(state::Error::from)?;
-        let quiesced = Quiesced::new(&mut self.vcpus, || ())?;
-        let devices = || -> Result<(), Error> {
-            let damaged = |name: &str, error: Box<dyn std::error::Error + Send + Sync>| {
-                state::Error::Device(name.into(), error)
-            };
-            self.serial.restore(serial).map_err(|error| damaged("serial", error.into()))?;
-            self.rtc.restore(rtc, meanwhile).map_err(|error| damaged("rtc", error.into()))?;
-            // First: what devices signal goes to the vectors that their drivers have chosen.
-            match (&self.virtio.pci, pci) {
-                (None, None) => {}
-                (Some(bus), Some(state)) => bus.restore(&state)?,
-                (Some(_), None) => return Err(state::Error::from(section::Error::Missing(BUS.into())).into()),
-                (None, Some(_)) => return Err(state::Error::from(section::Error::Unknown(BUS.into())).into()),
-            }
-            for (wired, state) in self.virtio.devices.iter().zip(virtio) {
-                wired.device.restore(state).map_err(|error| damaged(&wired.name, error.into()))?;
-            }
-            Ok(())
-        };
-        let irqchip = Some((&*self.irqchip, irqchip));
-        let tsc = processors.restore(&quiesced, &self.vm.fd, &self.context, meanwhile, irqchip, devices)?;
-        self.features.cpuid.clone_from(&processors.cpuid);
-        self.features.tsc_khz = tsc;
-        self.arrived = Some(processors);
-        Ok(())
+        irqchip: Option<(&Irqchip, irqchip::State)>,
+        devices: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Option<u32>, E> {
+        let devices_first = plant::is(Mistake::DevicesBeforeLapics);
+        let vcpus = || self.restore_vcpus(quiesced, context, meanwhile);
+        let mut khz = None;
+        if !devices_first {
+            khz = vcpus()?;
+        }
+        if let Some((irqchip, state)) = irqchip {
+            irqchip.restore(state).map_err(Error::from)?;
+        }
+        devices()?;
+        if devices_first {
+            khz = vcpus()?;
+        }
+        if !plant::is(Mistake::NoClock) {
+            self.clock.restore(vm, meanwhile).map_err(Error::Clock)?;
+        }
+        Ok(khz)
     }
 
-    pub(super) fn commit_state(&mut self) -> Result<(), Error> {
-        let processors = self.arrived.clone().ok_or(state::Error::NotRestored)?;
-        self.virtio.retake()?;
-        let committed = Quiesced::new(&mut self.vcpus, || ())
-            .map_err(state::Error::from)
-            .and_then(|quiesced| processors.commit(&quiesced, &self.context))
-            .map_err(Error::from)
-            .and_then(|()| Ok(self.irqchip.commit()?));
-        match committed {
-            Ok(false) => {}
-            Ok(true) => self.virtio.devices.iter().for_each(|wired| wired.device.interrupt().raise_again()),
-            Err(error) => {
-                self.virtio.release();
-                return Err(error);
-            }
-        }
-        self.arrived = None;
-        self.virtio.devices.iter().for_each(|wired| wired.device.arrived());
-        Ok(())
+    fn restore_vcpus(
+        &self,
+        quiesced: &Quiesced<'_>,
+        context: &Context,
+        meanwhile: Meanwhile,
+    ) -> Result<Option<u32>, Error> {
+        let (states, asked) = (self.vcpus.clone(), context.clone());
+        // By the first one's TSC the others know how long it has been. Its thread does all that it has to do at once: to wake it, and to be
+        // woken by it, takes longer than that.
+        let first = quiesced.first(move |fd| {
+            let onward = states[0].onward(fd, &asked, meanwhile)?;
+            states[0].restore(fd, &asked, onward, meanwhile)?;
+            Ok((onward, clocks::khz(fd)))
+        })?;
+        let (onward, khz) = first.map_err(|error| Error::State(0, error))?;
+        let results = quiesced.others_their_own(|index| {
+            let (states, context) = (self.vcpus.clone(), context.clone());
+            move |fd: &_| states[index].restore(fd, &context, onward, meanwhile)
+        })?;
+        let named = |(index, result): (usize, Result<_, _>)| result.map_err(|e| Error::State(index, e));
+        (1..).zip(results).try_for_each(named)?;
+        Ok(khz)
+    }
+
+    /// Restores what makes KVM write to guest memory.
+    ///
+    /// # Errors
+    /// Where KVM refuses.
+    pub fn commit(&self, quiesced: &Quiesced<'_>, context: &Context) -> Result<(), Error> {
+        let results = quiesced.each_its_own(|index| {
+            let (states, context) = (self.vcpus.clone(), context.clone());
+            move |fd: &_| states[index].commit(fd, &context)
+        })?;
+        first(results).map(drop)
     }
 }

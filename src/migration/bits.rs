@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::dirty::scan;
+use vellum_kvm::dirty::scan;
 
 /// The bits.
 #[derive(Debug)]

@@ -17,7 +17,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::sys::mmap::{Mapping, PAGE_SIZE, Source, sealed_memfd, seals_hold};
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source, sealed_memfd, seals_hold};
 
 /// What has been decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn a_file_that_could_shrink_is_none() {
-        let plain = crate::sys::mmap::memfd(c"vellum-test", PAGE_SIZE, None).unwrap();
+        let plain = vellum_sys::mmap::memfd(c"vellum-test", PAGE_SIZE, None).unwrap();
         assert!(Fence::new(plain.into()).is_err());
         let long = sealed_memfd(c"vellum-test", 2 * PAGE_SIZE, None).unwrap();
         assert!(Fence::new(long.into()).is_err());

@@ -28,14 +28,14 @@ use self::files::Files;
 use super::landing::Landing;
 use super::message::Waited;
 use super::threads;
-use crate::control::Fetched;
-use crate::memory::Memory;
-use crate::sandbox::{Sandbox, ThreadKind};
 use crate::snapshot::layer::Layers;
 use crate::snapshot::working_set::{Unnamed, WorkingSet};
-use crate::sys::mmap::{Mapping, PAGE_SIZE};
-use crate::sys::uffd::{BATCH, Uffd};
-use crate::sys::{seccomp, terminal};
+use vellum_control::Fetched;
+use vellum_kvm::memory::Memory;
+use vellum_sandbox::{Sandbox, ThreadKind};
+use vellum_sys::mmap::{Mapping, PAGE_SIZE};
+use vellum_sys::uffd::{BATCH, Uffd};
+use vellum_sys::{seccomp, terminal};
 
 /// What it takes, opened before the sandbox.
 #[derive(Debug)]

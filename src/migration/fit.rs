@@ -2,10 +2,10 @@
 //! page is sent. Memory is not here: it has been mapped by then, or could not be.
 
 use super::message::Misfit;
-use crate::arch::cpuid::Leaf;
-use crate::arch::cpuid::model::Level;
-use crate::arch::{clocks, cpuid};
-use crate::machine::state::Device;
+use vellum_kvm::arch::cpuid::Leaf;
+use vellum_kvm::arch::cpuid::model::Level;
+use vellum_kvm::arch::{clocks, cpuid};
+use vellum_linux::state::Device;
 
 /// What of a machine is compared.
 #[derive(Clone, Copy, Debug)]
@@ -109,7 +109,7 @@ fn misfit(what: &str, source: &str, target: &str, remedy: &str) -> Misfit {
 #[cfg(all(test, target_arch = "x86_64"))]
 mod tests {
     use super::*;
-    use crate::devices::virtio::transport::Description;
+    use vellum_devices::virtio::transport::Description;
 
     fn device(name: &str, kind: u32, features: u64, queues: usize, config: &[u8]) -> Device {
         let device = Description { kind, features, queues: vec![256; queues], config: config.to_vec() };

@@ -26,21 +26,21 @@ use super::populating::Populating;
 use super::receiver::lanes::Lanes;
 use super::receiver::{Demand, Done, Offer, Place, Receiving, Said, Told};
 use super::threads;
-use crate::arch::begun::Begun;
-use crate::arch::clocks::Meanwhile;
-use crate::control::{self, Came, Event};
-use crate::devices::console;
-use crate::guests::run::Run;
-use crate::machine::{Machine, Opened};
-use crate::memory::{MemoryConfig, Room};
-use crate::payload::section::Sections;
-use crate::payload::{Payload, Section};
-use crate::plant::{self, Mistake};
-use crate::sandbox::{Sandbox, ThreadKind};
 use crate::snapshot::disk;
 use crate::snapshot::source::Source;
-use crate::sys::pagemap::Pagemap;
-use crate::sys::uffd::Uffd;
+use vellum_control::{self as control, Came, Event};
+use vellum_devices::console;
+use vellum_guests::run::Run;
+use vellum_kvm::arch::begun::Begun;
+use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::memory::{MemoryConfig, Room};
+use vellum_linux::{Machine, Opened};
+use vellum_machine::section::Sections;
+use vellum_machine::{Payload, Section};
+use vellum_sandbox::{Sandbox, ThreadKind};
+use vellum_sys::pagemap::Pagemap;
+use vellum_sys::plant::{self, Mistake};
+use vellum_sys::uffd::Uffd;
 
 /// What this process has for a machine that comes.
 pub struct Host {

@@ -15,9 +15,9 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::bits::Bits;
 use super::message::Waited;
-use crate::plant::{self, Mistake};
-use crate::sys::mmap::{Mapping, PAGE_SIZE, host_page};
-use crate::sys::uffd::{Mode, Uffd};
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, host_page};
+use vellum_sys::plant::{self, Mistake};
+use vellum_sys::uffd::{Mode, Uffd};
 
 /// Of so many waits it is remembered how long they took.
 const MOST_REMEMBERED: usize = 1 << 16;
@@ -293,8 +293,8 @@ impl Landing {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::migration::threads;
-    use crate::sys::mmap::Source;
+    use crate::threads;
+    use vellum_sys::mmap::Source;
 
     /// What is there is not written over by what comes late, and what a file held before is not found.
     #[test]

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use super::bits::Bits;
 use super::message::{Message, SessionId};
 use super::wire::{self, Decoder, Encoder, Frame, HEADER, Header, Kind, MOST_MAPPED, Run, Section};
-use crate::sys::poll::Poll;
-use crate::sys::socket;
+use vellum_sys::poll::Poll;
+use vellum_sys::socket;
 
 /// How long a peer may be silent where it is its turn, unless the user says otherwise.
 pub const LIVENESS: Duration = Duration::from_secs(10);

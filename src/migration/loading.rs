@@ -8,14 +8,14 @@ use super::fetching::{Fetching, Work};
 use super::pages::fresh;
 use super::receiver::{Demand, Done, Offer, Place, Said, Told};
 use super::threads::{Mine, Orphaned};
-use crate::memory::short_size;
 use crate::snapshot::layer::{AT_ONCE, Layers, Reader};
 use crate::snapshot::manifest::Point;
 use crate::snapshot::source::Source;
 use crate::snapshot::working_set::WorkingSet;
 use crate::snapshot::{Error, Files};
-use crate::sys::mmap::{PAGE_SIZE, host_page};
-use crate::sys::sigbus;
+use vellum_kvm::memory::short_size;
+use vellum_sys::mmap::{PAGE_SIZE, host_page};
+use vellum_sys::sigbus;
 
 /// How often somebody who does not want it any more is looked for, while memory is populated.
 const LOOK: Duration = Duration::from_millis(100);

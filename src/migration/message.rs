@@ -5,8 +5,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-pub use crate::control::Waited;
-use crate::report::printable;
+pub use vellum_control::Waited;
+use vellum_report::printable;
 
 /// The newest version of the wire that is spoken here.
 pub const VERSION: u32 = 3;
@@ -38,7 +38,7 @@ impl SessionId {
     /// Where the kernel has no randomness.
     pub fn random() -> std::io::Result<Self> {
         let mut bytes = [0; 16];
-        crate::sys::random::fill(&mut bytes)?;
+        vellum_sys::random::fill(&mut bytes)?;
         Ok(Self(bytes))
     }
 }

@@ -31,18 +31,18 @@ use super::message::SessionId;
 use super::saving::{self, Saving, Since};
 use super::sender::{Demand, Done, Moving, Options, Said, Sending, Told, Word};
 use super::threads;
-use crate::control::operation::{Asker, Kind, News};
-use crate::control::{self, Event, Left, Loses, Migrate, Snapshot, Stays};
-use crate::dirty::log::ends_on_a_huge_page;
-use crate::dirty::{self, DirtyTracker, Method};
-use crate::gdb::Debugger;
-use crate::memory::Backing;
-use crate::payload::{Payload, Section};
-use crate::sandbox::{Sandbox, ThreadKind};
 use crate::snapshot::Files;
-use crate::sys::clock;
-use crate::sys::mmap::PAGE_SIZE;
-use crate::sys::pagemap::Pagemap;
+use vellum_control::operation::{Asker, Kind, News};
+use vellum_control::{self as control, Event, Left, Loses, Migrate, Snapshot, Stays};
+use vellum_kvm::dirty::log::ends_on_a_huge_page;
+use vellum_kvm::dirty::{self, DirtyTracker, Method};
+use vellum_kvm::memory::Backing;
+use vellum_machine::gdb::Debugger;
+use vellum_machine::{Payload, Section};
+use vellum_sandbox::{Sandbox, ThreadKind};
+use vellum_sys::clock;
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::pagemap::Pagemap;
 
 /// Why a machine stands still.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -19,9 +19,9 @@ use super::bits::Bits;
 use super::landing::Landing;
 use super::pack::Packer;
 use super::wire::{Encoder, HEADER, Kind, MOST_PAGES, PACKED, RUN, Run, Sum};
-use crate::memory::Slot;
-use crate::plant::{self, Mistake};
-use crate::sys::mmap::PAGE_SIZE;
+use vellum_kvm::memory::Slot;
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::plant::{self, Mistake};
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// A frame that carries pages, without the pages.

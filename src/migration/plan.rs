@@ -8,9 +8,9 @@
 use std::time::Duration;
 
 use super::pace::Pace;
-use crate::control::{Then, Throttling};
-use crate::plant::{self, Mistake};
-use crate::sys::mmap::PAGE_SIZE;
+use vellum_control::{Then, Throttling};
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::plant::{self, Mistake};
 
 /// What one pass measured.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
-use crate::memory::Memory;
-use crate::sandbox::{Sandbox, ThreadKind};
+use vellum_kvm::memory::Memory;
+use vellum_sandbox::{Sandbox, ThreadKind};
 
 /// The thread, as those who wait for it see it. It stops where nobody does any more.
 #[derive(Debug)]

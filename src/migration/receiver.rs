@@ -27,12 +27,12 @@ use super::share::MOST_CONNECTIONS;
 use super::target::{Event, State, Target};
 use super::threads::{Mine, Orphaned};
 use super::verify::Comparison;
-use crate::control::{Disk, Fetched};
-use crate::memory::{Memory, Slot};
-use crate::payload::Section;
-use crate::sys::pagemap::Pagemap;
-use crate::sys::poll::Poll;
-use crate::vm::vcpu::Throttle;
+use vellum_control::{Disk, Fetched};
+use vellum_kvm::memory::{Memory, Slot};
+use vellum_kvm::vm::vcpu::Throttle;
+use vellum_machine::Section;
+use vellum_sys::pagemap::Pagemap;
+use vellum_sys::poll::Poll;
 
 /// What the event loop's thread is to do.
 #[derive(Debug)]

@@ -21,16 +21,16 @@ use super::sender::owed::{At, Owed};
 use super::sender::{Demand, Done, Moving, Progress, Said, Told, Word, Written};
 use super::share::Share;
 use super::threads::{Mine, Orphaned};
-use crate::arch::clocks;
-use crate::control::{Disk, Phase, Then};
-use crate::dirty::{self, Method};
-use crate::memory::{Memory, Slot};
-use crate::payload::{self, Section};
-use crate::plant::{self, Mistake};
 use crate::snapshot::layer::{self, Writer};
 use crate::snapshot::{Files, disk, state};
-use crate::sys::pagemap::Pagemap;
-use crate::sys::poll::Poll;
+use vellum_control::{Disk, Phase, Then};
+use vellum_kvm::arch::clocks;
+use vellum_kvm::dirty::{self, Method};
+use vellum_kvm::memory::{Memory, Slot};
+use vellum_machine::{self as payload, Section};
+use vellum_sys::pagemap::Pagemap;
+use vellum_sys::plant::{self, Mistake};
+use vellum_sys::poll::Poll;
 
 /// How long the client may take to name files that are on the disk.
 const NAMING: Duration = Duration::from_secs(60);

@@ -36,13 +36,13 @@ use super::source::{Event, Source, State};
 use super::threads::{Mine, Orphaned};
 use super::verify::Sums;
 use super::wire::Frame;
-use crate::control::{Left, Phase, Waited};
-use crate::memory::Memory;
-use crate::sys::clock::{self, micros};
-use crate::sys::mmap::PAGE_SIZE;
-use crate::sys::pagemap::Pagemap;
-use crate::sys::poll::Poll;
-use crate::vm::vcpu::Throttle;
+use vellum_control::{Left, Phase, Waited};
+use vellum_kvm::memory::Memory;
+use vellum_kvm::vm::vcpu::Throttle;
+use vellum_sys::clock::{self, micros};
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::pagemap::Pagemap;
+use vellum_sys::poll::Poll;
 
 /// The thread.
 pub struct Sending {

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::wire::Run;
-use crate::plant::{self, Mistake};
+use vellum_sys::plant::{self, Mistake};
 
 /// The most connections of one migration.
 pub const MOST_CONNECTIONS: u32 = 16;

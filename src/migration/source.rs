@@ -3,7 +3,7 @@
 
 use super::fence::Word;
 use super::message::{COMPRESSES, HANDS_OVER, Message, Misfit, POSTCOPIES, Standing, ZSTD};
-use crate::plant::{self, Mistake};
+use vellum_sys::plant::{self, Mistake};
 
 /// Where the source is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

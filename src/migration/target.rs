@@ -3,7 +3,7 @@
 
 use super::fence::Word;
 use super::message::{Message, Misfit, OLDEST, Standing, VERSION, ZSTD, common_version};
-use crate::plant::{self, Mistake};
+use vellum_sys::plant::{self, Mistake};
 
 /// Where the target is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

@@ -12,10 +12,10 @@ use crc_fast::checksum;
 
 use super::bits::Bits;
 use super::wire::{MOST_SUMS, Run, SUM};
-use crate::dirty::scan;
-use crate::memory::{Memory, Slot};
-use crate::sys::mmap::PAGE_SIZE;
-use crate::sys::pagemap::Pagemap;
+use vellum_kvm::dirty::scan;
+use vellum_kvm::memory::{Memory, Slot};
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::pagemap::Pagemap;
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Of so many pages that differ the addresses are told.
@@ -164,7 +164,7 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     use super::*;
-    use crate::sys::mmap::{Mapping, Source};
+    use vellum_sys::mmap::{Mapping, Source};
 
     const GPA: u64 = 1 << 20;
 

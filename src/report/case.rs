@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn what_was_not_run_is_not_passed() {
-        use crate::host::Facts;
+        use vellum_host::Facts;
         let mut report = Report::new("t", Facts::collect("off".into()));
         report.cases = vec![Case::new("a", Status::Pass), Case::new("b", Status::Skip)];
         assert_eq!(report.status(), Status::Pass);

@@ -11,7 +11,7 @@ use serde_json::Value;
 use serde_json::ser::Formatter;
 
 use super::{Label, OLDEST, Report, SCHEMA};
-use crate::sys::open;
+use vellum_sys::open;
 
 /// The largest file that is read. A result with a point each millisecond for an hour is a tenth of it.
 pub const LIMIT: u64 = 64 << 20;

@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::{html, json};
-use crate::sys::{self, open};
+use vellum_sys::{self as sys, open};
 
 /// Why a result could not be written. Each is one line, complete with what to do.
 #[derive(Debug, thiserror::Error)]

@@ -13,7 +13,7 @@ use super::figure::median;
 use super::table::{Group, ROWS, Table, cells, common_scale, groups};
 use super::units::{Scale, grouped, humanised};
 use super::{Counter, Figure, Histogram, Report, Series, printable};
-use crate::host::{Facts, Paging};
+use vellum_host::{Facts, Paging};
 
 /// What fits a mail and half a screen.
 pub const WIDTH: usize = 100;

@@ -5,7 +5,7 @@ use kvm_bindings::*;
 use vmm_sys_util::ioctl::{_IOC_NONE, _IOC_READ, _IOC_WRITE, ioctl_expr};
 
 #[cfg(target_arch = "x86_64")]
-use crate::sys::cr3_cache;
+use vellum_sys::cr3_cache;
 
 const fn io(number: u32) -> u32 {
     ioctl_expr(_IOC_NONE, KVMIO, number, 0) as u32
@@ -164,7 +164,7 @@ pub const ASSEMBLY_HERE: &[u32] = &[
 ];
 
 /// Memory whose pages come when somebody wants them.
-pub const FAULTS: &[u32] = crate::sys::uffd::REQUESTS;
+pub const FAULTS: &[u32] = vellum_sys::uffd::REQUESTS;
 
 /// Restoring the terminal, which a dying process does from any thread: tcsetattr(3) reads before it writes, and newer
 /// C libraries use the second form. What others have in the foreground is not restored.

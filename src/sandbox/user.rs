@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::fault::{Blame, Fault, Field};
-use crate::sys::identity;
+use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::identity;
 
 /// Whom to become.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

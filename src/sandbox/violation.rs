@@ -8,7 +8,7 @@ use std::fmt::{self, Write};
 
 use super::ThreadKind;
 use super::names;
-use crate::sys::{seccomp, terminal};
+use vellum_sys::{seccomp, terminal};
 
 /// The exit status: 128 + SIGSYS.
 pub const EXIT_STATUS: i32 = 128 + libc::SIGSYS;

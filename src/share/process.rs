@@ -22,10 +22,10 @@ use serde::{Deserialize, Serialize};
 use super::Config;
 use super::fuse::Answer;
 use super::server::{MOST_ANSWER, MOST_REQUEST, Server};
-use crate::sandbox::user::User;
-use crate::sandbox::{self, Sandbox, ThreadKind};
-use crate::sys::poll::Poll;
-use crate::sys::{identity, signal, socket};
+use vellum_sandbox::user::User;
+use vellum_sandbox::{self as sandbox, Sandbox, ThreadKind};
+use vellum_sys::poll::Poll;
+use vellum_sys::{identity, signal, socket};
 
 /// The word of the command line by which this program is the server.
 pub const WORD: &str = "serve-share";

@@ -120,7 +120,6 @@ impl RunPage {
     }
 
     /// One that no vCPU has, for tests without KVM.
-    #[cfg(test)]
     pub fn without_vcpu() -> io::Result<Self> {
         Self::of(-1, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS)
     }

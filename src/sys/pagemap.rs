@@ -193,7 +193,7 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     use super::*;
-    use crate::sys::mmap::{self, Source};
+    use crate::mmap::{self, Source};
 
     const PAGES: u64 = 2000;
 

@@ -267,7 +267,7 @@ fn resolve(len: u64, page: u64, mut once: impl FnMut(u64) -> (io::Result<()>, i6
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::mmap::{PAGE_SIZE, Source};
+    use crate::mmap::{PAGE_SIZE, Source};
 
     #[test]
     fn ranges_outside_are_refused() {

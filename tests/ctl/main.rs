@@ -21,8 +21,8 @@ use harness::{Failed, LIMIT, Trials, ensure, eventually, trial};
 use home::{Home, Machine, VELLUM, process};
 use images::Code;
 use serde_json::{Value, json};
-use vellum::control::client::{Client, Error};
-use vellum::control::{Do, Status};
+use vellum_control::client::{Client, Error};
+use vellum_control::{Do, Status};
 
 fn main() -> ExitCode {
     let mut words = std::env::args().skip(1);

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 use std::process::Command;
 
 use harness::{Failed, Need, ensure, trial};
-use vellum::sys::identity;
+use vellum_sys::identity;
 
 use crate::bed::kvm;
 use crate::home::{Home, VELLUM};

@@ -14,7 +14,7 @@ use guest_agent::serve::{Children, connected};
 use guest_agent::{Launch, Request, Word, frame};
 use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
 use serde_json::{Value, json};
-use vellum::sys::terminal::open_pty;
+use vellum_sys::terminal::open_pty;
 
 use crate::bed::kvm;
 use crate::home::{Home, VELLUM};

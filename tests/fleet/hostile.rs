@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use harness::{Failed, ensure, trial};
-use vellum::fleet::result;
+use vellum_fleet::result;
 
 use super::cluster::output;
 
@@ -120,7 +120,7 @@ fn directories_hosts_and_results_that_try_to_inject_do_nothing() -> Result<(), F
         // The test loses a page, which is what it is told.
         ensure(ran.status.code() == Some(1), || format!("{script}: {ran:?}"))?;
     }
-    let shard = result::shard(&vellum::fleet::plan::results(&plan), 0);
+    let shard = result::shard(&vellum_fleet::plan::results(&plan), 0);
     let results = fs::read_dir(&shard)?.count();
     ensure(results == 2, || format!("{results} results"))?;
     fs::write(shard.join("00000000-0-<script>.json"), "x")?;

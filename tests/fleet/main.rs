@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use harness::{Failed, Need, Trials, ensure, tools, trial};
-use vellum::sys::signal;
+use vellum_sys::signal;
 
 /// Which story is told, in the namespaces.
 const STORY: &str = "VELLUM_FLEET_STORY";
@@ -41,7 +41,7 @@ fn slurm() -> Need {
 }
 
 fn kvm() -> Need {
-    vellum::vm::open().map(drop).map_err(|error| format!("needs KVM: {error}"))
+    vellum_kvm::vm::open().map(drop).map_err(|error| format!("needs KVM: {error}"))
 }
 
 /// Slurm's daemons give each task another user's rights, be they the same.

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use harness::{Failed, ensure};
-use vellum::fleet::merge::{self, Merged};
-use vellum::fleet::plan::{self, Plan};
-use vellum::fleet::result;
-use vellum::report::Status;
+use vellum_fleet::merge::{self, Merged};
+use vellum_fleet::plan::{self, Plan};
+use vellum_fleet::result;
+use vellum_report::Status;
 
 use super::cluster::{Cluster, output, vellum};
 

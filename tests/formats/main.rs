@@ -8,9 +8,9 @@ use std::process::{Command, ExitCode, Output};
 
 use harness::{Failed, Need, Trials, ensure, tools, trial};
 use serde_json::{Value, json};
-use vellum::host::Facts;
-use vellum::report::view::View;
-use vellum::report::{Case, Label, Report, Status};
+use vellum_host::Facts;
+use vellum_report::view::View;
+use vellum_report::{Case, Label, Report, Status};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
@@ -33,7 +33,7 @@ fn readers() -> Need {
 }
 
 fn kvm() -> Need {
-    vellum::vm::open().map(drop).map_err(|error| format!("needs KVM: {error}"))
+    vellum_kvm::vm::open().map(drop).map_err(|error| format!("needs KVM: {error}"))
 }
 
 /// What the reader of `form` finds in `file`.
@@ -234,7 +234,7 @@ fn a_test_whose_time_was_over_first_is_not_ok() -> Result<(), Failed> {
 }
 
 fn no_huge_pages() -> Need {
-    match vellum::host::hugepages::check(1 << 30, 1 << 30) {
+    match vellum_host::hugepages::check(1 << 30, 1 << 30) {
         Ok(()) => Err("needs a host without a free huge page of 1 GiB".into()),
         Err(_) => Ok(()),
     }

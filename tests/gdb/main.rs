@@ -17,7 +17,7 @@ use bed::{breakpoints, kvm};
 use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, tools, trial};
 use home::{Home, Machine};
 use serde_json::Value;
-use vellum::guests::program::RAM_VA;
+use vellum_guests::program::RAM_VA;
 
 fn main() -> ExitCode {
     Trials::from_args().run()

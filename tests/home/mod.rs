@@ -9,8 +9,8 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use harness::{Failed, LIMIT, ensure, eventually};
-use vellum::control::Do;
-use vellum::control::client::Client;
+use vellum_control::Do;
+use vellum_control::client::Client;
 
 /// The program.
 pub const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
@@ -42,7 +42,7 @@ impl Home {
         let mut command = Command::new(VELLUM);
         command.args(arguments.split_whitespace()).env("XDG_RUNTIME_DIR", &self.0).stdin(Stdio::null());
         if let Some(mistake) = self.1 {
-            command.env(vellum::plant::VARIABLE, mistake);
+            command.env(vellum_sys::plant::VARIABLE, mistake);
         }
         command
     }

@@ -7,10 +7,10 @@
 
 use std::mem::offset_of;
 
-use vellum::arch::gsi::FREE;
-use vellum::arch::ports::{COM1, COM1_GSI};
-use vellum::arch::{ioapic, layout};
-use vellum::devices::test_device::LINES;
+use vellum_devices::test_device::LINES;
+use vellum_kvm::arch::gsi::FREE;
+use vellum_kvm::arch::ports::{COM1, COM1_GSI};
+use vellum_kvm::arch::{ioapic, layout};
 use virtio_bindings::virtio_mmio::{
     VIRTIO_MMIO_INTERRUPT_ACK, VIRTIO_MMIO_INTERRUPT_STATUS, VIRTIO_MMIO_QUEUE_NOTIFY,
 };

@@ -24,11 +24,11 @@ use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
 use guest::{Control, want};
 use harness::{Failed, LIMIT, Need, Random, Trials, ensure, eventually};
 use pc::{Pc, hand_over};
-use vellum::arch::irqchip::Mode;
-use vellum::devices::virtio::registers::{Half, Register};
-use vellum::devices::virtio::rng::RngConfig;
-use vellum::host::Facts;
-use vellum::payload::Payload;
+use vellum_devices::virtio::registers::{Half, Register};
+use vellum_devices::virtio::rng::RngConfig;
+use vellum_host::Facts;
+use vellum_kvm::arch::irqchip::Mode;
+use vellum_machine::Payload;
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_ring::VRING_DESC_F_WRITE;
 use vm_memory::{ByteValued, Bytes, GuestAddress};
@@ -218,7 +218,7 @@ impl Guest {
             self.pc.machine.resume();
             return Ok(());
         }
-        let config = |config: &mut vellum::machine::Config| config.virtio.0.push(Arc::new(RngConfig));
+        let config = |config: &mut vellum_linux::Config| config.virtio.0.push(Arc::new(RngConfig));
         let mut there = Pc::like(self.pc.machine.describe(), config)?;
         hand_over(&mut self.pc.machine, &mut there.machine, |sections| sections)?;
         self.events = events(&there)?;

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use harness::{Failed, Need, ensure, trial};
-use vellum::sys::terminal::open_pty;
+use vellum_sys::terminal::open_pty;
 
 use crate::all_on_a_root;
 use crate::guest::{Scratch, VELLUM, for_this_bed, host};

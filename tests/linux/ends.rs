@@ -4,7 +4,7 @@ use std::fs;
 
 use guest_agent::{Event, Request, Word};
 use harness::{Failed, Need, ensure, trial};
-use vellum::control::agent;
+use vellum_control::agent;
 
 use crate::guest::{Ended, Guest, Image};
 use crate::{bed, whole_matrix};

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use guest_agent::{Event, Request};
 use harness::{Failed, LIMIT, ensure, eventually};
 use serde_json::Value;
-use vellum::control::agent;
+use vellum_control::agent;
 
 /// Where the vellum is that is tested.
 pub const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");

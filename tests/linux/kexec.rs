@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use guest_agent::{Event, Kexec, Request, Word};
 use harness::{Failed, Need, ensure, trial};
-use vellum::control::agent;
+use vellum_control::agent;
 
 use crate::guest::{Guest, Image, Scratch, noise};
 use crate::whole::{entropy, is_read, vsock};

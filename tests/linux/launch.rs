@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
 use harness::{Failed, ensure, trial};
-use vellum::share::Cache;
+use vellum_share::Cache;
 
 use crate::guest::{Image, Scratch, VELLUM, for_this_bed, noise};
 use crate::{guests, posix, whole_matrix};
@@ -129,7 +129,7 @@ fn directories_of_the_host_are_mounted() -> Result<(), Failed> {
     let mut command = Command::new(VELLUM);
     command.args(["run", "--kernel", &image.kernel(), "--initrd", &image.initrd(), "--timeout", "900s"]);
     for name in ["ro", "rw", "overlay"] {
-        let as_root = if vellum::sys::host::is_root() { ",as-root" } else { "" };
+        let as_root = if vellum_sys::host::is_root() { ",as-root" } else { "" };
         command.args(["--share", &format!("{},{name}{as_root}", scratch.path(name).display())]);
     }
     // A share that the guest mounts a second time is as it was: the server keeps it, and not the guest's kernel.

@@ -9,14 +9,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use harness::{Failed, ensure};
-use vellum::sys::terminal::open_pty;
+use vellum_sys::terminal::open_pty;
 
 use crate::guest::{Image, Scratch, Source, VELLUM, for_this_bed, noise};
 use crate::typed::until;
 
 /// Whoever is root says that its files may be served by root.
 fn host() -> &'static str {
-    if vellum::sys::host::is_root() { "host,as-root" } else { "host,overlay" }
+    if vellum_sys::host::is_root() { "host,as-root" } else { "host,overlay" }
 }
 
 /// Runs `script` in a guest of `kernel` on this host's root, with `flags` and `input`.

@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 
 use guest_agent::{Event, Request, Word};
 use harness::{Failed, ensure, trial};
-use vellum::sys::terminal::open_pty;
+use vellum_sys::terminal::open_pty;
 
 use crate::guest::{CLOCKSOURCE, Guest, Image, Scratch, VELLUM, for_this_bed, taps};
 use crate::whole_matrix;

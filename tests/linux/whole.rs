@@ -10,9 +10,9 @@ use std::thread;
 use guest_agent::{DiskWork, Event, MemoryWork, Pattern, Request};
 use harness::{Failed, LIMIT, ensure, eventually};
 use serde_json::{Value, json};
-use vellum::control::Do;
-use vellum::control::client::Client;
-use vellum::control::names;
+use vellum_control::Do;
+use vellum_control::client::Client;
+use vellum_control::names;
 
 use crate::guest::{CLOCKSOURCE, Ended, Guest, Image, Scratch, host, noise};
 use crate::segments::Segments;

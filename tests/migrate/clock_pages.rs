@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
-use vellum::plant::{IMPOSSIBLE, POSSIBLE};
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::bed::{kvm, real};
 use crate::fence::cut_at_commit;
@@ -170,7 +170,7 @@ fn steal_time() -> Need {
     const KVM_CPUID_FEATURES: u32 = 0x4000_0001;
     const STEAL_TIME: u32 = 1 << 5;
     kvm()?;
-    let kvm = vellum::vm::open().map_err(|error| error.to_string())?;
+    let kvm = vellum_kvm::vm::open().map_err(|error| error.to_string())?;
     let all = kvm.get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES).map_err(|e| e.to_string())?;
     let offers = |entry: &kvm_bindings::kvm_cpuid_entry2| {
         entry.function == KVM_CPUID_FEATURES && entry.eax & STEAL_TIME != 0

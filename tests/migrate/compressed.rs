@@ -5,7 +5,7 @@ use std::fs;
 use std::net::TcpListener;
 
 use harness::{Failed, ensure, trial};
-use vellum::migration::message::{Message, VERSION};
+use vellum_migration::message::{Message, VERSION};
 
 use crate::bed::real;
 use crate::home::{Home, VELLUM};

@@ -6,10 +6,10 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
-use vellum::control::client::Client;
-use vellum::control::{Do, Loses, Migrate, Mode, Then, Throttling};
-use vellum::migration::message::{Message, SessionId};
-use vellum::migration::wire::Encoder;
+use vellum_control::client::Client;
+use vellum_control::{Do, Loses, Migrate, Mode, Then, Throttling};
+use vellum_migration::message::{Message, SessionId};
+use vellum_migration::wire::Encoder;
 
 use crate::bed::{kvm, real};
 use crate::home::{Home, Machine};

@@ -4,7 +4,7 @@ use std::fs;
 
 use harness::{Failed, ensure, trial};
 use serde_json::Value;
-use vellum::migration::message::Message;
+use vellum_migration::message::Message;
 
 use crate::bed::{kvm, real};
 use crate::home::Home;

@@ -8,9 +8,9 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
-use vellum::migration::message::Message;
-use vellum::migration::wire::{Decoder, Frame, HEADER};
-use vellum::sys::mmap::PAGE_SIZE;
+use vellum_migration::message::Message;
+use vellum_migration::wire::{Decoder, Frame, HEADER};
+use vellum_sys::mmap::PAGE_SIZE;
 
 use crate::bed::real;
 use crate::home::Home;

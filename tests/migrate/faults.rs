@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use harness::{Completion, Failed, LIMIT, Random, ensure, eventually, trial};
-use vellum::migration::wire::HEADER;
+use vellum_migration::wire::HEADER;
 
 use crate::bed::real;
 use crate::home::{Home, Machine, Process};

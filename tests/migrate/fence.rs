@@ -9,11 +9,11 @@ use std::process::Command;
 use std::time::Duration;
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
-use vellum::migration::message::Message;
-use vellum::migration::wire::{Decoder, Frame, HEADER};
-use vellum::sys::mmap::PAGE_SIZE;
-use vellum::sys::poll::Poll;
-use vellum::sys::socket;
+use vellum_migration::message::Message;
+use vellum_migration::wire::{Decoder, Frame, HEADER};
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::poll::Poll;
+use vellum_sys::socket;
 
 use crate::bed::real;
 use crate::home::Home;

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
 use serde_json::Value;
-use vellum::migration::message::Message;
+use vellum_migration::message::Message;
 
 use crate::bed::{huge_pages, real};
 use crate::home::Home;
@@ -26,7 +26,7 @@ fn planted(khz: &Value, percent: u64) -> Value {
 /// answers where the host does not scale TSCs, and taken where the target allows it.
 #[trial(real())]
 fn a_tsc_of_another_frequency_is_refused_unless_that_is_allowed() -> Result<(), Failed> {
-    let scales = vellum::vm::open()?.check_extension_raw(TSC_CONTROL) > 0;
+    let scales = vellum_kvm::vm::open()?.check_extension_raw(TSC_CONTROL) > 0;
     for percent in [110, 90] {
         let home = Home::new()?;
         let (relay, json) = (home.path("relay.in"), home.path("json"));
@@ -84,9 +84,9 @@ fn a_machine_with_a_shared_directory_stays() -> Result<(), Failed> {
     }
     // Nor can it be talked into it by somebody else's client.
     let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
-    let mut client = vellum::control::client::Client::connect(&home.socket("here"))?;
+    let mut client = vellum_control::client::Client::connect(&home.socket("here"))?;
     let asked = r#"{"downtime_ms":1,"timeout_ms":1,"chain":"x","number":0}"#;
-    let asked = vellum::control::Do::Snapshot(serde_json::from_str(asked)?);
+    let asked = vellum_control::Do::Snapshot(serde_json::from_str(asked)?);
     let descriptors = [&ours, &theirs, &ours].map(std::os::fd::AsFd::as_fd);
     let refused = client.ask_with(&asked, &descriptors).err().map(|error| error.to_string());
     ensure(refused.as_ref().is_some_and(|why| why.contains("share0: ")), || format!("{refused:?}"))?;

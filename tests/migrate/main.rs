@@ -47,9 +47,9 @@ use harness::{Failed, LIMIT, Trials, ensure, eventually, trial};
 use home::{Home, Machine, Process};
 use images::Code;
 use serde_json::Value;
-use vellum::control::Do;
-use vellum::control::client::Client;
-use vellum::sys::mmap::PAGE_SIZE;
+use vellum_control::Do;
+use vellum_control::client::Client;
+use vellum_sys::mmap::PAGE_SIZE;
 
 fn main() -> ExitCode {
     let mut trials = Trials::from_args();

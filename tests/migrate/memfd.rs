@@ -4,8 +4,8 @@ use std::fs;
 use std::path::PathBuf;
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
-use vellum::control::Do;
-use vellum::control::client::Client;
+use vellum_control::Do;
+use vellum_control::client::Client;
 
 use crate::bed::{huge_pages, kvm, real};
 use crate::fence::cut_at_commit;

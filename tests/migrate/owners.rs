@@ -5,10 +5,10 @@ use std::process::Command;
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
 use serde_json::Value;
-use vellum::control::Do;
-use vellum::control::client::{Client, Error};
-use vellum::control::operation::CLIENT_GONE;
-use vellum::sys::mmap::memfd;
+use vellum_control::Do;
+use vellum_control::client::{Client, Error};
+use vellum_control::operation::CLIENT_GONE;
+use vellum_sys::mmap::memfd;
 
 use crate::bed::real;
 use crate::home::{Home, Machine};
@@ -41,7 +41,7 @@ fn files() -> Result<Vec<OwnedFd>, Failed> {
 }
 
 fn snapshot() -> Do {
-    Do::Snapshot(vellum::control::Snapshot {
+    Do::Snapshot(vellum_control::Snapshot {
         downtime_ms: 60_000,
         timeout_ms: 60_000,
         tracker: None,
@@ -105,7 +105,7 @@ fn a_dump_ends_with_its_client() -> Result<(), Failed> {
     let (machine, mut events) = guest(&home, 320)?;
     let file = memfd(c"nameless", 0, None)?;
     let stream = std::os::unix::net::UnixStream::connect(home.socket("m"))?;
-    vellum::sys::socket::send(&stream, b"{\"id\":7,\"do\":\"dump\"}\n", &[file.as_fd()])?;
+    vellum_sys::socket::send(&stream, b"{\"id\":7,\"do\":\"dump\"}\n", &[file.as_fd()])?;
     drop(stream);
     let over = next(&mut events, "not-dumped")?;
     ensure(over["why"] == CLIENT_GONE && over["id"] == 7, || over.to_string())?;

@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use harness::Random;
 use harness::{Failed, LIMIT, Trials, ensure, eventually};
-use vellum::control::client::Client;
-use vellum::control::operation::Kind;
-use vellum::control::{Do, Status};
+use vellum_control::client::Client;
+use vellum_control::operation::Kind;
+use vellum_control::{Do, Status};
 
 use crate::bed::real;
 use crate::home::{Home, Machine, VELLUM};

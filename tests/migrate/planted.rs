@@ -1,10 +1,10 @@
-//! Mistakes that a migration could make, planted in both processes (`vellum::plant`): each is caught, and without it the same trial
+//! Mistakes that a migration could make, planted in both processes (`vellum_sys::plant`): each is caught, and without it the same trial
 //! passes.
 
 use std::fs;
 
 use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually};
-use vellum::plant::{IMPOSSIBLE, POSSIBLE};
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::bed::{kvm, real};
 use crate::home::{Home, Machine};

@@ -12,9 +12,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use harness::{Completion, Failed, LIMIT, Random, Trials, ensure, eventually, trial};
-use vellum::control::Do;
-use vellum::control::client::Client;
-use vellum::plant::{IMPOSSIBLE, POSSIBLE};
+use vellum_control::Do;
+use vellum_control::client::Client;
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::bed::{huge_pages, kvm, real};
 use crate::home::{Home, Machine, VELLUM};

@@ -10,9 +10,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use harness::{Failed, LIMIT, ensure, eventually};
 use serde_json::Value;
-use vellum::migration::message::{Message, SessionId};
-use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Header, Section};
-use vellum::sys::mmap::PAGE_SIZE;
+use vellum_migration::message::{Message, SessionId};
+use vellum_migration::wire::{Decoder, Encoder, Frame, HEADER, Header, Section};
+use vellum_sys::mmap::PAGE_SIZE;
 
 use crate::home::{Home, Process};
 

@@ -8,9 +8,9 @@ use std::process::{Command, Stdio};
 
 use harness::{Completion, Failed, LIMIT, ensure, eventually, trial};
 use serde_json::Value;
-use vellum::arch::layout;
-use vellum::control::Do;
-use vellum::control::client::Client;
+use vellum_control::Do;
+use vellum_control::client::Client;
+use vellum_kvm::arch::layout;
 
 use crate::bed::{kvm, real};
 use crate::home::{Home, Machine};
@@ -109,7 +109,7 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
             home.has_written("here", 500 + 500 * point)?;
             if point == 2 {
                 // All is written, and nobody names it.
-                let asked = vellum::control::Snapshot {
+                let asked = vellum_control::Snapshot {
                     downtime_ms: 1000,
                     timeout_ms: 3000,
                     tracker: None,
@@ -120,7 +120,7 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
                     follow: true,
                     clones: 0,
                 };
-                let files = [(); 3].map(|()| vellum::sys::mmap::memfd(c"nameless", 0, None));
+                let files = [(); 3].map(|()| vellum_sys::mmap::memfd(c"nameless", 0, None));
                 let [ram, map, state] = files;
                 let (ram, map, state) = (ram?, map?, state?);
                 let mut events = home.has_written("here", 0)?;

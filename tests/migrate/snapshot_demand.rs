@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually, trial};
-use vellum::plant::{IMPOSSIBLE, POSSIBLE};
-use vellum::snapshot::working_set::{self, WorkingSet};
-use vellum::sys::mmap::PAGE_SIZE;
+use vellum_migration::snapshot::working_set::{self, WorkingSet};
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::bed::{huge_pages, kvm, real};
 use crate::home::{Home, Machine, VELLUM};

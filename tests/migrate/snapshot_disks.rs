@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually, tools, trial};
-use vellum::plant::{IMPOSSIBLE, POSSIBLE};
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::bed::{kvm, real};
 use crate::home::{Home, Machine};

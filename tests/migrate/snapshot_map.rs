@@ -4,9 +4,9 @@ use std::fs;
 use std::path::Path;
 
 use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
-use vellum::control::Do;
-use vellum::control::client::Client;
-use vellum::plant::{IMPOSSIBLE, POSSIBLE};
+use vellum_control::Do;
+use vellum_control::client::Client;
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::bed::{kvm, real};
 use crate::home::Home;

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually, trial};
-use vellum::plant::{IMPOSSIBLE, POSSIBLE};
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::bed::{kvm, real};
 use crate::home::Home;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use harness::{Failed, LIMIT, Need, ensure, eventually, tools, trial};
-use vellum::migration::message::Message;
+use vellum_migration::message::Message;
 
 use crate::bed::real;
 use crate::home::{self, Home, Process};

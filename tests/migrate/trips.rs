@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 
 use harness::{Failed, Trials, ensure, trial};
 use serde_json::Value;
-use vellum::host::Facts;
+use vellum_host::Facts;
 
 use crate::bed::kvm;
 use crate::home::Home;

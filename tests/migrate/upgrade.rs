@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
-use vellum::control::Do;
-use vellum::control::client::Client;
+use vellum_control::Do;
+use vellum_control::client::Client;
 
 use crate::bed::{kvm, real};
 use crate::home::{Home, VELLUM, process};

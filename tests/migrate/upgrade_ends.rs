@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::process::{Command, Stdio};
 
 use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
-use vellum::sys::terminal::open_pty;
+use vellum_sys::terminal::open_pty;
 
 use crate::bed::{kvm, real};
 use crate::home::{Home, VELLUM};

@@ -6,9 +6,9 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 
 use harness::{Failed, ensure, trial};
-use vellum::migration::message::Message;
-use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, RUN};
-use vellum::sys::mmap::PAGE_SIZE;
+use vellum_migration::message::Message;
+use vellum_migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, RUN};
+use vellum_sys::mmap::PAGE_SIZE;
 
 use crate::bed::kvm;
 use crate::home::Home;

@@ -11,7 +11,7 @@ use smoltcp::wire::{
     DnsQueryType, EthernetAddress, EthernetFrame, EthernetProtocol, IpAddress, IpCidr, IpProtocol,
     Ipv4Address, Ipv4Packet, Ipv4Repr, TcpControl, TcpPacket, TcpRepr, TcpSeqNumber, UdpPacket, UdpRepr,
 };
-use vellum::devices::virtio::net::{self, Net};
+use vellum_devices::virtio::net::{self, Net};
 
 use super::driver::*;
 

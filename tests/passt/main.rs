@@ -12,8 +12,8 @@ use std::thread;
 
 use harness::{Failed, LIMIT, Need, Random, Trials, ensure, eventually, tools, trial};
 use smoltcp::socket::tcp::State;
-use vellum::devices::virtio::net::user::RESOLVER;
-use vellum::devices::virtio::transport::Codec;
+use vellum_devices::virtio::net::user::RESOLVER;
+use vellum_devices::virtio::transport::Codec;
 
 #[path = "../bed/mod.rs"]
 mod bed;

@@ -6,17 +6,17 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use harness::{Failed, LIMIT, ensure, eventually};
 use kvm_bindings::CpuId;
-use vellum::arch::boot::Entry;
-use vellum::arch::clocks::Meanwhile;
-use vellum::arch::{layout, regs};
-use vellum::devices::console::Target;
-use vellum::machine::state::Description;
-use vellum::machine::{self, Board, BootConfig, Image, Machine, Opened, Origin};
-use vellum::memory::{Memory, MemoryConfig, Slot};
-use vellum::payload::state::cut_like;
-use vellum::payload::{Payload, Section};
-use vellum::sandbox::{self, Sandbox};
-use vellum::vm::lifecycle::Exit;
+use vellum_devices::console::Target;
+use vellum_kvm::arch::boot::Entry;
+use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::{layout, regs};
+use vellum_kvm::memory::{Memory, MemoryConfig, Slot};
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_linux::state::Description;
+use vellum_linux::{self as machine, Board, BootConfig, Image, Machine, Opened, Origin};
+use vellum_machine::state::cut_like;
+use vellum_machine::{Payload, Section};
+use vellum_sandbox::{self as sandbox, Sandbox};
 
 /// Bytes of RAM: copying it is what most of a hand-over costs here.
 const RAM: u64 = 4 << 20;
@@ -65,7 +65,7 @@ impl Pc {
     pub fn board(change: impl FnOnce(&mut machine::Config)) -> Result<(Board, PathBuf), Failed> {
         let (config, serial) = Self::config(change);
         let memory = Memory::map(layout::RAM, MemoryConfig { slots: 3, ..MemoryConfig::new(RAM) })?;
-        Ok((Opened::open(config)?.assemble(&vellum::vm::open()?, None, || Ok(memory))?, serial))
+        Ok((Opened::open(config)?.assemble(&vellum_kvm::vm::open()?, None, || Ok(memory))?, serial))
     }
 
     /// One that waits at the entry of `image`.
@@ -118,7 +118,7 @@ impl Pc {
         cut_like(&mut memory, &description.slots)?;
         let opened = Opened::open(config)?.become_like(&description)?;
         let origin = Origin::State { test_devices: description.test_devices };
-        Ok((opened.assemble(&vellum::vm::open()?, None, || Ok(memory))?, serial, origin))
+        Ok((opened.assemble(&vellum_kvm::vm::open()?, None, || Ok(memory))?, serial, origin))
     }
 
     /// The like of what `described` says.

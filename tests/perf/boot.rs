@@ -42,7 +42,7 @@ fn start(program: &Path, args: &[&str]) -> (f64, Child) {
 fn settled(pid: u32) -> u64 {
     let mut last = overhead(pid);
     loop {
-        std::thread::sleep(4 * vellum::sys::program::SETTLING);
+        std::thread::sleep(4 * vellum_sys::program::SETTLING);
         let now = overhead(pid);
         if now == last {
             return now;
@@ -69,7 +69,7 @@ fn overhead(pid: u32) -> u64 {
 
 fn main() {
     // `cargo test --benches` asks every benchmark whether it works.
-    if let Err(error) = vellum::vm::open() {
+    if let Err(error) = vellum_kvm::vm::open() {
         println!("skipped: {error}");
         return;
     }

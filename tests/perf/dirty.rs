@@ -8,12 +8,12 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use vellum::dirty::{self, DirtyTracker, Method, SlotLog, scan};
-use vellum::guests::guest::GuestConfig;
-use vellum::guests::{Guest, WriteConfig};
-use vellum::memory::{Memory, MemoryConfig};
-use vellum::sys::dirty as sys;
-use vellum::vm;
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::{Guest, WriteConfig};
+use vellum_kvm::dirty::{self, DirtyTracker, Method, SlotLog, scan};
+use vellum_kvm::memory::{Memory, MemoryConfig};
+use vellum_kvm::vm;
+use vellum_sys::dirty as sys;
 
 const SIZE: u64 = 4 << 30;
 /// Few where a round takes seconds, many where it takes milliseconds.
@@ -83,7 +83,7 @@ fn main() {
         }
     };
     scan_speed();
-    let memory = match Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(SIZE)) {
+    let memory = match Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(SIZE)) {
         Ok(memory) => memory,
         Err(error) => {
             println!("skipped: {error}");

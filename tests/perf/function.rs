@@ -3,8 +3,8 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
-use vellum::guests::control::{Control, flags};
-use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source};
+use vellum_guests::control::{Control, flags};
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 
 /// Position-independent code in executable memory, and a page that it may ring as its doorbell.
 #[derive(Debug)]

@@ -14,12 +14,12 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use crc_fast::CrcAlgorithm::Crc32Iscsi;
-use vellum::memory::Slot;
-use vellum::migration::message::SessionId;
-use vellum::migration::pages::{Block, Incoming, Outgoing};
-use vellum::migration::share::Share;
-use vellum::migration::wire::{Decoder, Encoder, Frame, HEADER, Header, Kind, MOST_PAGES};
-use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source};
+use vellum_kvm::memory::Slot;
+use vellum_migration::message::SessionId;
+use vellum_migration::pages::{Block, Incoming, Outgoing};
+use vellum_migration::share::Share;
+use vellum_migration::wire::{Decoder, Encoder, Frame, HEADER, Header, Kind, MOST_PAGES};
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 
 const ROUNDS: usize = 15;
 const CHUNK: usize = MOST_PAGES as usize * PAGE_SIZE as usize;

@@ -16,9 +16,9 @@ use std::time::Instant;
 use harness::{Failed, LIMIT, ensure, eventually};
 use home::{Home, Machine};
 use serde_json::Value;
-use vellum::control::Do;
-use vellum::control::client::Client;
-use vellum::sys::mmap::PAGE_SIZE;
+use vellum_control::Do;
+use vellum_control::client::Client;
+use vellum_sys::mmap::PAGE_SIZE;
 
 const ROUNDS: usize = 15;
 /// What the guests have touched that are moved, and those that are handed over.
@@ -132,7 +132,7 @@ fn in_turn(measure: impl Fn(bool) -> Result<f64, Failed>) -> Result<[[f64; 3]; 3
 
 fn main() -> Result<(), Failed> {
     // `cargo test --benches` asks every benchmark whether it works.
-    if let Err(error) = vellum::vm::open() {
+    if let Err(error) = vellum_kvm::vm::open() {
         println!("skipped: {error}");
         return Ok(());
     }

@@ -8,12 +8,12 @@ mod function;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use vellum::guests::control::Control;
-use vellum::guests::guest::GuestConfig;
-use vellum::guests::program::write_code;
-use vellum::guests::{Guest, WriteConfig};
-use vellum::memory::{Memory, MemoryConfig};
-use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source};
+use vellum_guests::control::Control;
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::program::write_code;
+use vellum_guests::{Guest, WriteConfig};
+use vellum_kvm::memory::{Memory, MemoryConfig};
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 
 use function::Function;
 
@@ -21,23 +21,23 @@ const RAM: u64 = 256 << 20;
 const ROUNDS: usize = 41;
 
 fn main() {
-    let kvm = match vellum::vm::open() {
+    let kvm = match vellum_kvm::vm::open() {
         Ok(kvm) => kvm,
         Err(error) => {
             println!("skipped: {error}");
             return;
         }
     };
-    let cpus = vellum::sys::host::allowed_cpus().expect("a process has CPUs");
+    let cpus = vellum_sys::host::allowed_cpus().expect("a process has CPUs");
     let cpu = cpus[cpus.len() - 1];
-    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(RAM)).expect("memory");
+    let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(RAM)).expect("memory");
     memory.populate(|_| true).expect("memory");
     let ram = memory.mapping.clone();
     let config = GuestConfig { pins: Some(vec![cpu]), ..GuestConfig::new(1) };
     let guest = Guest::build(&kvm, memory, config).expect("a guest");
     let process = Process::new(ram, guest.tsc_hz);
     // The process runs where the vCPU does: they never run at the same time.
-    vellum::sys::affinity::pin(cpu).expect("a CPU of ours");
+    vellum_sys::affinity::pin(cpu).expect("a CPU of ours");
     let (mut inside, mut outside) = (Vec::new(), Vec::new());
     for round in 0..=ROUNDS {
         guest

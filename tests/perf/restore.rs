@@ -20,7 +20,7 @@ use std::time::Instant;
 use harness::{Failed, LIMIT, ensure, eventually};
 use home::Home;
 use images::Code;
-use vellum::snapshot::working_set;
+use vellum_migration::snapshot::working_set;
 
 const ROUNDS: usize = 15;
 const WAYS: [&str; 4] = ["eager", "map", "demand", "demand --prefetch"];
@@ -77,7 +77,7 @@ fn round(home: &Home, dir: &Path, how: &str) -> Result<f64, Failed> {
 
 fn main() -> Result<(), Failed> {
     // `cargo test --benches` asks every benchmark whether it works.
-    if let Err(error) = vellum::vm::open() {
+    if let Err(error) = vellum_kvm::vm::open() {
         println!("skipped: {error}");
         return Ok(());
     }

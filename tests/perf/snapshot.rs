@@ -25,9 +25,9 @@ use floor::installed;
 use harness::{Failed, LIMIT, ensure, eventually};
 use home::Home;
 use images::Code;
-use vellum::control::Do;
-use vellum::control::client::Client;
-use vellum::sys::mmap::PAGE_SIZE;
+use vellum_control::Do;
+use vellum_control::client::Client;
+use vellum_sys::mmap::PAGE_SIZE;
 
 /// Bytes that are written, how many at a time by who does it bare, and how often.
 const BYTES: u64 = 512 << 20;
@@ -192,7 +192,7 @@ fn starting(home: &Home) -> Result<(), Failed> {
 
 fn main() -> Result<(), Failed> {
     // `cargo test --benches` asks every benchmark whether it works.
-    if let Err(error) = vellum::vm::open() {
+    if let Err(error) = vellum_kvm::vm::open() {
         println!("skipped: {error}");
         return Ok(());
     }

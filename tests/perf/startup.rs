@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use floor::{compiled, installed, median, multiples};
-use vellum::sys::clock::monotonic;
+use vellum_sys::clock::monotonic;
 
 const ROUNDS: usize = 60;
 
@@ -25,7 +25,7 @@ fn once(program: &Path, args: &[&str]) -> f64 {
 
 fn main() {
     // `cargo test --benches` asks every benchmark whether it works.
-    if let Err(error) = vellum::vm::open() {
+    if let Err(error) = vellum_kvm::vm::open() {
         println!("skipped: {error}");
         return;
     }

@@ -1,11 +1,11 @@
-//! Whether a test finds a mistake (`vellum::plant`): it is run once more, by a process in which that is planted.
+//! Whether a test finds a mistake (`vellum_sys::plant`): it is run once more, by a process in which that is planted.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::process::Command;
 use std::time::Duration;
 
 use harness::{Completion, Failed, LIMIT, ensure};
-use vellum::plant::{IMPOSSIBLE, POSSIBLE, VARIABLE};
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE, VARIABLE};
 
 /// Plants what this process was asked to. Before any test of its program.
 pub fn plant() {

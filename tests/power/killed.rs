@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use harness::{Failed, Random, ensure, trial};
-use vellum::sys::signal;
+use vellum_sys::signal;
 
 use crate::disk::disk;
 use crate::{Scratch, ask, overlaid};

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use harness::{Failed, Need, Random, ensure, trial};
-use vellum::share::{Cache, Config};
+use vellum_share::{Cache, Config};
 
 use crate::disk::disk;
 use crate::mount::{Act, Mount, acts, fuse};

@@ -11,10 +11,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use harness::Trials;
-use vellum::devices::virtio::blk::BlkConfig;
-use vellum::devices::virtio::blk::overlay::Place;
-use vellum::devices::virtio::transport::Codec;
-use vellum::share::process;
+use vellum_devices::virtio::blk::BlkConfig;
+use vellum_devices::virtio::transport::Codec;
+use vellum_disk::overlay::Place;
+use vellum_share::process;
 
 #[path = "../virtio/disk.rs"]
 #[allow(dead_code, reason = "the test `virtio` uses more of it")]

@@ -22,9 +22,9 @@ use std::process::{Command, ExitCode, Output, Stdio};
 use std::sync::mpsc;
 
 use harness::{Failed, Need, Trials, trial};
-use vellum::sandbox::user::{User, drop_privileges};
-use vellum::sandbox::{EXIT_STATUS, Mode, Sandbox, ThreadKind};
-use vellum::sys::{host, terminal};
+use vellum_sandbox::user::{User, drop_privileges};
+use vellum_sandbox::{EXIT_STATUS, Mode, Sandbox, ThreadKind};
+use vellum_sys::{host, terminal};
 
 const HELPER: &str = "--sandbox-helper";
 

@@ -10,7 +10,7 @@ use std::process::Stdio;
 
 use harness::{Failed, Need, ensure, trial};
 use rustix::thread::CapabilitySet;
-use vellum::sandbox::{Mode, ThreadKind};
+use vellum_sandbox::{Mode, ThreadKind};
 
 use super::bed::kvm;
 use super::home::Home;

@@ -83,7 +83,7 @@ fn a_machine_does_with_each_signal_what_the_table_says() -> Result<(), Failed> {
         let good = match becomes {
             Ends => output.status.code() == Some(128 + signal),
             Goes => output.status.signal() == Some(libc::SIGKILL),
-            Traps => output.status.code() == Some(vellum::sandbox::EXIT_STATUS),
+            Traps => output.status.code() == Some(vellum_sandbox::EXIT_STATUS),
             Dies => output.status.signal() == Some(signal),
         };
         ensure(good, || format!("signal {signal}: {becomes:?} is expected: {output:?}"))?;

@@ -24,7 +24,7 @@ fn many_change_a_tree_at_once() -> Result<(), Failed> {
         let server = both.mount.server()?;
         let before = descriptors(server)?;
         // One changes it from the host's side, where that is seen at once.
-        let from_host = cache == vellum::share::Cache::None;
+        let from_host = cache == vellum_share::Cache::None;
         let own = from_host.then(|| both.here.0.clone());
         let roots = (0..THREADS).map(|_| both.mount.path.clone()).chain(own);
         let threads: Vec<_> = roots
@@ -58,7 +58,7 @@ fn many_change_a_tree_at_once() -> Result<(), Failed> {
     Ok(())
 }
 
-fn said(cache: vellum::share::Cache, error: &std::io::Error) -> Failed {
+fn said(cache: vellum_share::Cache, error: &std::io::Error) -> Failed {
     format!("{cache:?}: {error}").into()
 }
 

@@ -8,12 +8,12 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
 use harness::{Failed, Need, ensure, trial};
-use vellum::sandbox::Mode;
-use vellum::share::Config;
-use vellum::share::fuse::{CREATE, IN_HEADER, OPEN, OUT_HEADER, RELEASE, ROOT, opened};
-use vellum::share::process::{Client, open_root};
-use vellum::share::server::MOST_ANSWER;
-use vellum::sys::host;
+use vellum_sandbox::Mode;
+use vellum_share::Config;
+use vellum_share::fuse::{CREATE, IN_HEADER, OPEN, OUT_HEADER, RELEASE, ROOT, opened};
+use vellum_share::process::{Client, open_root};
+use vellum_share::server::MOST_ANSWER;
+use vellum_sys::host;
 
 const LOOKUP: u32 = 1;
 const FORGET: u32 = 2;

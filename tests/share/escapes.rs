@@ -158,7 +158,7 @@ fn opens_leave_no_descriptors() -> Result<(), Failed> {
     let before = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(4096), maximum: before.maximum })?;
     // The server has the limit that its parent has.
-    let both = Both::new(writable(vellum::share::Cache::Auto));
+    let both = Both::new(writable(vellum_share::Cache::Auto));
     setrlimit(Resource::Nofile, before)?;
     let both = both?;
     fs::metadata(both.path("."))?;

@@ -12,7 +12,7 @@ use std::path::Path;
 use harness::{Failed, Random, ensure, trial};
 use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
 
-use vellum::share::Cache;
+use vellum_share::Cache;
 
 use crate::Directory;
 use crate::mount::fuse;

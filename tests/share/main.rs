@@ -17,7 +17,7 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use harness::Trials;
-use vellum::share::process;
+use vellum_share::process;
 
 fn main() -> ExitCode {
     let ended = match std::env::args().nth(1).as_deref() {

@@ -16,12 +16,12 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use harness::{Failed, Need};
-use vellum::sandbox::Mode;
-use vellum::share::Config;
-use vellum::share::fuse::{Header, IN_HEADER, READ, RELEASE, TRANSFER, Transfer, WRITE, opened, out_header};
-use vellum::share::process::{Client, open_root};
-use vellum::share::server::{MOST_ANSWER, MOST_WRITE};
-use vellum::sys::{host, signal};
+use vellum_sandbox::Mode;
+use vellum_share::Config;
+use vellum_share::fuse::{Header, IN_HEADER, READ, RELEASE, TRANSFER, Transfer, WRITE, opened, out_header};
+use vellum_share::process::{Client, open_root};
+use vellum_share::server::{MOST_ANSWER, MOST_WRITE};
+use vellum_sys::{host, signal};
 
 /// The word of the command line by which this program is the carrier.
 pub const WORD: &str = "carry";

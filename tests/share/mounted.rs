@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, Permi
 use std::path::Path;
 
 use harness::{Failed, Random, ensure, trial};
-use vellum::share::{Cache, Config};
+use vellum_share::{Cache, Config};
 
 use crate::Directory;
 use crate::mount::{Mount, fuse};

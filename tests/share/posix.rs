@@ -14,7 +14,7 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, Result as Ended};
 use rustix::process::{Gid, Uid};
-use vellum::share::Cache;
+use vellum_share::Cache;
 
 use crate::checks::{Checks, KINDS, Kind, Who, acting};
 use crate::posix_changes::{chmods, chowns, contents, links, renames, times, truncates};

@@ -1,7 +1,7 @@
 //! Disks.
 
-use vellum::devices::virtio::VirtioDevice;
-use vellum::devices::virtio::blk::{Blk, BlkConfig, BlkError};
+use vellum_devices::virtio::VirtioDevice;
+use vellum_devices::virtio::blk::{Blk, BlkConfig, BlkError};
 use virtio_bindings::virtio_blk::*;
 
 use super::disk::*;

@@ -3,8 +3,8 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use vellum::devices::virtio::VirtioDevice;
-use vellum::devices::virtio::blk::{Blk, BlkConfig};
+use vellum_devices::virtio::VirtioDevice;
+use vellum_devices::virtio::blk::{Blk, BlkConfig};
 
 use super::driver::*;
 

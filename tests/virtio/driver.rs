@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use super::CODEC;
 use super::reach::Reach;
 use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
-use vellum::devices::bus::BusDevice;
-use vellum::devices::line::Line;
-use vellum::devices::virtio::transport::Codec;
-pub use vellum::devices::virtio::transport::Transport;
-use vellum::devices::virtio::{PATIENCE, VirtioDevice};
-use vellum::memory::{GuestMemory, MemoryConfig};
+use vellum_devices::bus::BusDevice;
+use vellum_devices::line::Line;
+use vellum_devices::virtio::transport::Codec;
+pub use vellum_devices::virtio::transport::Transport;
+use vellum_devices::virtio::{PATIENCE, VirtioDevice};
+use vellum_kvm::memory::{GuestMemory, MemoryConfig};
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::*;
@@ -79,8 +79,9 @@ struct Ring {
 }
 
 pub fn memory() -> Arc<GuestMemory> {
-    let memory = vellum::memory::Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(MEMORY_END))
-        .expect("2 MiB of memory");
+    let memory =
+        vellum_kvm::memory::Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(MEMORY_END))
+            .expect("2 MiB of memory");
     memory.guest.iter().for_each(|region| assert!(region.bitmap().log().start()));
     Arc::new(memory.guest)
 }

@@ -5,7 +5,7 @@
 /// By virtio-mmio.
 #[path = "."]
 mod on_mmio {
-    use vellum::devices::virtio::transport::Codec;
+    use vellum_devices::virtio::transport::Codec;
 
     const CODEC: Codec = Codec::Mmio;
 
@@ -28,7 +28,7 @@ mod on_mmio {
 /// On a PCI bus.
 #[path = "."]
 mod on_pci {
-    use vellum::devices::virtio::transport::Codec;
+    use vellum_devices::virtio::transport::Codec;
 
     const CODEC: Codec = Codec::Pci;
 

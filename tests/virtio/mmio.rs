@@ -1,6 +1,6 @@
 //! What virtio-mmio alone has: its registers say what they are.
 
-use vellum::devices::bus::BusDevice;
+use vellum_devices::bus::BusDevice;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_mmio::*;
 

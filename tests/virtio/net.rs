@@ -2,9 +2,9 @@
 
 use std::os::unix::net::UnixDatagram;
 
-use vellum::devices::virtio::VirtioDevice;
-use vellum::devices::virtio::net::{Net, NetConfig, NetError};
-use vellum::sys::tap::{Tap, TapError};
+use vellum_devices::virtio::VirtioDevice;
+use vellum_devices::virtio::net::{Net, NetConfig, NetError};
+use vellum_sys::tap::{Tap, TapError};
 use virtio_bindings::virtio_net::*;
 
 use super::driver::*;

@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use vellum::devices::bus::BusDevice;
-use vellum::devices::pci::Function;
-use vellum::devices::pci::host::{Ecam, Host, Ports, Window};
-use vellum::devices::virtio::pci::{Kvm, Pci, lines};
-use vellum::devices::virtio::rng::Rng;
+use vellum_devices::bus::BusDevice;
+use vellum_devices::pci::Function;
+use vellum_devices::pci::host::{Ecam, Host, Ports, Window};
+use vellum_devices::virtio::pci::{Kvm, Pci, lines};
+use vellum_devices::virtio::rng::Rng;
 use virtio_bindings::virtio_mmio::*;
 
 use super::driver::*;
@@ -173,7 +173,7 @@ fn the_window_in_the_configuration_space_reaches_the_bar() {
     assert_eq!(double(&bus.ecam, window + 16) & 0xffff, 1, "one queue");
     reach(0x14, 1);
     bus.ecam.write(window + 16, &[1]);
-    assert_eq!(bus.function.get(vellum::devices::virtio::registers::Register::Status), 1);
+    assert_eq!(bus.function.get(vellum_devices::virtio::registers::Register::Status), 1);
     reach(0x3000, 2);
     bus.ecam.write(window + 16, &[0, 0]);
     assert!(bus.function.doorbells()[0].read().is_ok());

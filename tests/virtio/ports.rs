@@ -3,7 +3,7 @@
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 
-use vellum::devices::virtio::console::Console;
+use vellum_devices::virtio::console::Console;
 
 use super::driver::*;
 

@@ -5,14 +5,14 @@ use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
 
-use vellum::devices::bus::BusDevice;
-use vellum::devices::pci::Function;
-use vellum::devices::pci::host::{Ecam, Host, Window};
-use vellum::devices::virtio::mmio::Mmio;
-use vellum::devices::virtio::pci::{self, Kvm, Pci};
-use vellum::devices::virtio::transport::{self, Codec};
-use vellum::devices::virtio::{RestoreError, VirtioDevice};
-use vellum::memory::GuestMemory;
+use vellum_devices::bus::BusDevice;
+use vellum_devices::pci::Function;
+use vellum_devices::pci::host::{Ecam, Host, Window};
+use vellum_devices::virtio::mmio::Mmio;
+use vellum_devices::virtio::pci::{self, Kvm, Pci};
+use vellum_devices::virtio::transport::{self, Codec};
+use vellum_devices::virtio::{RestoreError, VirtioDevice};
+use vellum_kvm::memory::GuestMemory;
 use virtio_bindings::virtio_mmio::*;
 
 use super::driver::Transport;

@@ -4,9 +4,9 @@ use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
-use vellum::devices::virtio::balloon::{Balloon, Stat};
-use vellum::devices::virtio::console::Console;
-use vellum::devices::virtio::rng::Rng;
+use vellum_devices::virtio::balloon::{Balloon, Stat};
+use vellum_devices::virtio::console::Console;
+use vellum_devices::virtio::rng::Rng;
 use virtio_bindings::virtio_mmio::*;
 
 use super::driver::*;

@@ -1,8 +1,8 @@
 //! The registers that both codecs have, reset, and saved state.
 
-use vellum::devices::virtio::blk::BlkConfig;
-use vellum::devices::virtio::transport::Codec;
-use vellum::devices::virtio::{PATIENCE, RestoreError};
+use vellum_devices::virtio::blk::BlkConfig;
+use vellum_devices::virtio::transport::Codec;
+use vellum_devices::virtio::{PATIENCE, RestoreError};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;

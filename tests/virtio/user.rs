@@ -3,8 +3,8 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
-use vellum::devices::virtio::net::Net;
-use vellum::devices::virtio::net::user::Stream;
+use vellum_devices::virtio::net::Net;
+use vellum_devices::virtio::net::user::Stream;
 use virtio_bindings::virtio_net::*;
 
 use super::driver::*;
@@ -164,9 +164,9 @@ fn an_interface_that_moves_keeps_its_address_and_announces_it() {
     driver.submit(RECEIVE, &[writable(BUFFERS, 1526)]);
     driver.run();
     let (mut other, mut far) = device();
-    vellum::devices::virtio::VirtioDevice::restore(&mut other, {
+    vellum_devices::virtio::VirtioDevice::restore(&mut other, {
         let (net, _) = device();
-        vellum::devices::virtio::VirtioDevice::save(&net)
+        vellum_devices::virtio::VirtioDevice::save(&net)
     })
     .unwrap();
     let mut driver = driver.move_to(other, |_| ());

@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 
-use vellum::devices::virtio::vsock::{Vsock, VsockConfig, VsockError};
+use vellum_devices::virtio::vsock::{Vsock, VsockConfig, VsockError};
 
 use super::driver::*;
 

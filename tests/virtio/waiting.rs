@@ -7,14 +7,14 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use vellum::devices::virtio::VirtioDevice;
-use vellum::devices::virtio::balloon::Balloon;
-use vellum::devices::virtio::blk::{Blk, BlkConfig};
-use vellum::devices::virtio::console::Console;
-use vellum::devices::virtio::net::Net;
-use vellum::devices::virtio::rng::Rng;
-use vellum::devices::virtio::vsock::{Vsock, VsockConfig};
-use vellum::sys::tap::Tap;
+use vellum_devices::virtio::VirtioDevice;
+use vellum_devices::virtio::balloon::Balloon;
+use vellum_devices::virtio::blk::{Blk, BlkConfig};
+use vellum_devices::virtio::console::Console;
+use vellum_devices::virtio::net::Net;
+use vellum_devices::virtio::rng::Rng;
+use vellum_devices::virtio::vsock::{Vsock, VsockConfig};
+use vellum_sys::tap::Tap;
 use virtio_bindings::virtio_blk::VIRTIO_BLK_T_OUT;
 
 use super::disk::Image;

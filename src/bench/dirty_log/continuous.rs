@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use super::machine::Run;
 use super::measured::{Continuous, Parts, Phase, Round, Schedule, When};
-use crate::bench::Error;
-use crate::guests::Guest;
-use crate::guests::control::Control;
-use crate::report::{Mark, Series};
-use crate::sys::signal;
+use crate::Error;
+use vellum_guests::Guest;
+use vellum_guests::control::Control;
+use vellum_report::{Mark, Series};
+use vellum_sys::signal;
 
 /// As many marks are made in the pictures at most; collections that follow closer share one.
 const MARKS: f64 = 1000.0;

@@ -9,13 +9,13 @@ use std::fmt;
 
 use super::Config;
 use super::measured::{Parts, Phase, QUANTILES, Round, When};
-use crate::bench::Error;
-use crate::bench::of_rounds;
-use crate::dirty::Method;
-use crate::guests::run::BUCKET_RESOLUTION;
-use crate::host::hugepages;
-use crate::memory::Backing;
-use crate::report::{Failed, Figure, Histogram, Label, Report, Series};
+use crate::Error;
+use crate::of_rounds;
+use vellum_guests::run::BUCKET_RESOLUTION;
+use vellum_host::hugepages;
+use vellum_kvm::dirty::Method;
+use vellum_kvm::memory::Backing;
+use vellum_report::{Failed, Figure, Histogram, Label, Report, Series};
 
 /// A column: memory and how it is logged.
 struct Column {

@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use super::machine::Run;
 use super::measured::{Lockstep, Pass, Phase, Round, Schedule, When};
-use crate::bench::Error;
-use crate::report::Mark;
+use crate::Error;
+use vellum_report::Mark;
 
 impl Run<'_> {
     /// dirty_log_perf_test's schedule.

@@ -6,16 +6,16 @@ use std::time::Instant;
 
 use super::Config;
 use super::measured::{Mapped, Parts, Phase, Pictures, Round, Schedule, When};
-use crate::bench::region::place;
-use crate::bench::{Counted, Error, huge_premise};
-use crate::dirty::{self, DirtyTracker, Method, SlotLog};
-use crate::guests::control::BUCKETS;
-use crate::guests::guest::GuestConfig;
-use crate::guests::run::nanoseconds;
-use crate::guests::{Guest, Order, WriteConfig};
-use crate::memory::{Memory, MemoryConfig};
-use crate::report::{Histogram, Label, Premise, Report};
-use crate::vm::counters::Snapshot;
+use crate::region::place;
+use crate::{Counted, Error, huge_premise};
+use vellum_guests::control::BUCKETS;
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::run::nanoseconds;
+use vellum_guests::{Guest, Order, WriteConfig};
+use vellum_kvm::dirty::{self, DirtyTracker, Method, SlotLog};
+use vellum_kvm::memory::{Memory, MemoryConfig};
+use vellum_kvm::vm::counters::Snapshot;
+use vellum_report::{Histogram, Label, Premise, Report};
 
 /// One round on a machine of its own.
 pub(super) struct Run<'a> {
@@ -51,7 +51,7 @@ impl<'a> Run<'a> {
             eager_split: config.eager_split,
             ..MemoryConfig::new(total)
         };
-        let mut memory = Memory::map(crate::arch::layout::RAM, memory)?;
+        let mut memory = Memory::map(vellum_kvm::arch::layout::RAM, memory)?;
         place(&mut memory, config.phys_offset)?;
         let dirty_ring = (method == Method::Ring).then_some(config.ring_entries);
         let page = config.common.page(&report.host);

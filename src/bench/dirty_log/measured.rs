@@ -1,9 +1,9 @@
 //! What one round of `dirty-log` measured, and the figures that rounds become.
 
-use crate::bench::of_rounds;
-use crate::guests::run::BUCKET_RESOLUTION;
-use crate::report::{Figure, Histogram, Label, Mark, Report, Series};
-use crate::vm::counters::Snapshot;
+use crate::of_rounds;
+use vellum_guests::run::BUCKET_RESOLUTION;
+use vellum_kvm::vm::counters::Snapshot;
+use vellum_report::{Figure, Histogram, Label, Mark, Report, Series};
 
 /// One round, on a machine of its own.
 pub(super) struct Round {
@@ -138,7 +138,7 @@ pub(super) struct Pictures {
 }
 
 /// The quantiles of latencies that are figures.
-pub(in crate::bench) const QUANTILES: [(&str, f64); 3] = [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)];
+pub(crate) const QUANTILES: [(&str, f64); 3] = [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)];
 
 impl Round {
     pub(super) fn lockstep(&self) -> Option<&Lockstep> {

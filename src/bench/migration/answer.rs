@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
-use crate::migration::pace::Pace;
-use crate::sys::clock;
-use crate::sys::mmap::{Mapping, Source, host_page};
-use crate::sys::poll::Poll;
-use crate::sys::uffd::{BATCH, Mode, Uffd};
+use vellum_migration::pace::Pace;
+use vellum_sys::clock;
+use vellum_sys::mmap::{Mapping, Source, host_page};
+use vellum_sys::poll::Poll;
+use vellum_sys::uffd::{BATCH, Mode, Uffd};
 
 /// Pages that are waited for.
 const FAULTS: u64 = 2000;
@@ -25,7 +25,7 @@ const ROOM: u64 = 64 << 20;
 /// How long the connection is measured.
 const MEASURED: Duration = Duration::from_millis(300);
 /// What asks for a page is as long as a header of the wire.
-const ASKING: usize = crate::migration::wire::HEADER;
+const ASKING: usize = vellum_migration::wire::HEADER;
 
 /// What was measured.
 #[derive(Default)]

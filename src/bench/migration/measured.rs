@@ -1,12 +1,12 @@
 //! What was measured, a value a round, and how it becomes figures and pictures.
 
 use super::answer::Answer;
-use crate::bench::dirty_log::QUANTILES;
-use crate::bench::of_rounds;
-use crate::control::{Left, Pass, Waited};
-use crate::guests::journal::PHASES;
-use crate::guests::run::BUCKET_RESOLUTION;
-use crate::report::{Figure, Histogram, Label, Mark, Premise, Report, Series};
+use crate::dirty_log::QUANTILES;
+use crate::of_rounds;
+use vellum_control::{Left, Pass, Waited};
+use vellum_guests::journal::PHASES;
+use vellum_guests::run::BUCKET_RESOLUTION;
+use vellum_report::{Figure, Histogram, Label, Mark, Premise, Report, Series};
 
 /// One move of a guest. Times are in seconds, progress in pages a second.
 pub(super) struct Round {

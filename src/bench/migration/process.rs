@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::bench::Error;
-use crate::sys::signal;
+use crate::Error;
+use vellum_sys::signal;
 
 /// Where the processes of one round have their sockets, results and last words; gone with it.
 pub(super) struct Directory(PathBuf);

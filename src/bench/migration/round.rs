@@ -6,16 +6,16 @@ use super::answer::{self, Answer};
 use super::measured::{Parts, Round};
 use super::process::{Directory, Process, printed};
 use super::{Config, Paths};
-use crate::bench::Error;
-use crate::control::client::{self, Client};
-use crate::control::{Came, Do, Event, Left, Pass, Waited};
-use crate::guests::guest;
-use crate::guests::journal::MOVED;
-use crate::report::{Mark, Premise, Report, Series, json};
-use crate::sys::clock;
-use crate::sys::mmap::PAGE_SIZE;
-use crate::sys::signal;
-use crate::vm::lifecycle::Exit;
+use crate::Error;
+use vellum_control::client::{self, Client};
+use vellum_control::{Came, Do, Event, Left, Pass, Waited};
+use vellum_guests::guest;
+use vellum_guests::journal::MOVED;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_report::{Mark, Premise, Report, Series, json};
+use vellum_sys::clock;
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::signal;
 
 /// How often is looked at whether something has come about.
 const LOOK: Duration = Duration::from_millis(5);
@@ -104,7 +104,7 @@ impl Pair {
         let directory = Directory::new()?;
         let (lines, paths) = (config.lines, Paths::of(&directory));
         let target = Process::start(&directory, "the target", "target", &(lines.target)(config, &paths))?;
-        let slice = (config.timeout + 2 * config.around + AMPLE) / crate::guests::control::SLICES as u32;
+        let slice = (config.timeout + 2 * config.around + AMPLE) / vellum_guests::control::SLICES as u32;
         let journal = slice.max(Duration::from_millis(10));
         let source = Process::start(&directory, "the source", "source", &(lines.source)(config, journal))?;
         Ok(Self { source, target, directory })

@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::config::{Config, Identity};
 use super::{DEVICES, Function};
-use crate::devices::Ending;
-use crate::devices::bus::BusDevice;
+use crate::Ending;
+use crate::bus::BusDevice;
 
 /// How many ports there are from CF8 on.
 pub const PORTS: u64 = 8;

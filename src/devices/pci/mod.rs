@@ -3,7 +3,7 @@
 //!
 //! Start reading at [`Function`], what a function is to its bus; then [`host`], the host bridge, by which a guest reaches configuration
 //! spaces (CF8/CFC, and ECAM) and BARs. [`config`] is a configuration space, [`msix`] the table of messages of a function. The functions
-//! with something behind them are virtio's ([`super::virtio::pci`]). What announces the bus is the board's ([`crate::arch`]), what
+//! with something behind them are virtio's ([`super::virtio::pci`]). What announces the bus is the board's ([`vellum_kvm::arch`]), what
 //! wires messages and doorbells to KVM the machine's.
 
 pub mod config;

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde::{Deserialize, Serialize};
 
-use crate::devices::line::Line;
-use crate::plant::{self, Mistake};
+use crate::line::Line;
+use vellum_sys::plant::{self, Mistake};
 
 /// The capability's id.
 pub const CAPABILITY: u8 = 0x11;

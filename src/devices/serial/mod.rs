@@ -17,10 +17,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{Ending, bus::BusDevice};
-use crate::arch::fixed::Uart;
 use ns16550::Ns16550;
 use output::Output;
 use pl011::Pl011;
+use vellum_kvm::arch::fixed::Uart;
 
 /// The most chunks that a vCPU writes in a row; the event loop has time for more.
 const TURN: usize = 16;
@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn output_to_a_terminal_that_is_full_waits_without_blocking() {
-        let (master, _slave, _) = crate::sys::terminal::open_pty().unwrap();
+        let (master, _slave, _) = vellum_sys::terminal::open_pty().unwrap();
         let serial = port(Some(master)).unwrap();
         // More than a pseudo-terminal holds.
         for _ in 0..20_000 {

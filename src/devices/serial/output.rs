@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::sys::file::is_nonblocking;
-use crate::sys::terminal::{self, writable};
+use vellum_sys::file::is_nonblocking;
+use vellum_sys::terminal::{self, writable};
 
 /// How much output waits for a reader before it is lost.
 const BACKLOG: usize = 1 << 20;

@@ -121,7 +121,7 @@ impl Balloon {
             for (first, count) in runs(&mut pages) {
                 let start = GuestAddress(u64::from(first) * PAGE);
                 for slice in memory.get_slices(start, count * PAGE as usize).flatten() {
-                    super::slices::discard(&slice);
+                    vellum_kvm::memory::slices::discard(&slice);
                 }
             }
             Served::Done(0)
@@ -131,7 +131,7 @@ impl Balloon {
     /// Drops the pages that the driver's buffers cover; it takes them back with their request.
     fn report(active: &mut Active, index: u16) {
         active.serve(index, |chain| {
-            chain.writable.for_each(usize::MAX, super::slices::discard);
+            chain.writable.for_each(usize::MAX, vellum_kvm::memory::slices::discard);
             Served::Done(0)
         });
     }

@@ -17,9 +17,9 @@ use serde_json::Value;
 use super::blk::Blk;
 use super::lent::{self, Unfit};
 use super::{DeviceConfig, Kind, OpenError, VirtioDevice};
-use crate::fault::{Blame, Fault, Field};
-use crate::keyvalue::{self, KeyValues, path};
-use crate::sys::{mmap, open};
+use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::keyvalue::{self, KeyValues, path};
+use vellum_sys::{mmap, open};
 
 /// What a seed is.
 pub static KIND: Kind = Kind {

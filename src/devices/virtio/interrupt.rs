@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
 
-use crate::devices::line::Line;
+use crate::line::Line;
 
 /// No line: what a driver writes for a source that is not to interrupt (VIRTIO_MSI_NO_VECTOR, virtio 1.2, section 4.1.5.1.2).
 pub const NO_VECTOR: u16 = 0xffff;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde_json::Value;
 
 use super::{DeviceConfig, KINDS, Kind, OpenError, VirtioDevice};
-use crate::fault::{Blame, Fault};
+use vellum_sys::fault::{Blame, Fault};
 
 /// What was lent is no such device.
 #[derive(Debug, thiserror::Error)]

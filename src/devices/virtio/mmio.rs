@@ -11,9 +11,9 @@ use super::VirtioDevice;
 use super::interrupt::Interrupt;
 use super::registers::{Half, Register};
 use super::transport::Transport;
-use crate::devices::Ending;
-use crate::devices::bus::BusDevice;
-use crate::memory::GuestMemory;
+use crate::Ending;
+use crate::bus::BusDevice;
+use vellum_kvm::memory::GuestMemory;
 
 /// Bytes of address space that one device takes.
 pub const REGION_SIZE: u64 = 0x1000;

@@ -4,7 +4,7 @@
 //! messages know it by that.
 //!
 //! Start reading at [`VirtioDevice`], then [`transport`], which drives one, and [`mmio`] and [`pci`], the thin codecs by which a guest
-//! reaches its registers. [`queue`] takes requests off a ring, [`slices`] is a request's bytes, [`interrupt`] the way back
+//! reaches its registers. [`queue`] takes requests off a ring, [`slices`](vellum_kvm::memory::slices) is a request's bytes, [`interrupt`] the way back
 //! to the driver. Then one file a device: [`rng`] is the shortest, [`blk`] and [`fs`] have a thread of their own ([`worker`]); the
 //! others run on the event loop. What announces the devices to a guest (ACPI, FDT) and wires their eventfds to KVM lives
 //! with the machine, not here.
@@ -26,7 +26,6 @@ pub mod pci;
 pub mod queue;
 pub mod registers;
 pub mod rng;
-pub mod slices;
 pub mod transport;
 pub mod vsock;
 pub mod worker;
@@ -42,10 +41,10 @@ use event_manager::{EventOps, Events};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::fault::Fault;
-use crate::memory::GuestMemory;
-use crate::sandbox::ThreadKind;
 use queue::{Chain, Served, VirtQueue};
+use vellum_kvm::memory::GuestMemory;
+use vellum_sandbox::ThreadKind;
+use vellum_sys::fault::Fault;
 
 /// Makes the list of all kinds of device, and the type of their saved states.
 macro_rules! kinds {

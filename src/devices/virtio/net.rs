@@ -21,13 +21,13 @@ use virtio_bindings::virtio_net::*;
 use self::user::{Forward, Moved, Stream, User};
 use super::lent::{self, Unfit};
 use super::queue::Served;
-use super::slices::Slices;
 use super::{
     Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
-use crate::fault::{Blame, Fault, Field};
-use crate::keyvalue::{self, KeyValues};
-use crate::sys::tap::{self, Tap};
+use vellum_kvm::memory::slices::Slices;
+use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::keyvalue::{self, KeyValues};
+use vellum_sys::tap::{self, Tap};
 
 const RECEIVE: u16 = 0;
 const TRANSMIT: u16 = 1;

@@ -21,12 +21,12 @@ use super::interrupt::Interrupt;
 use super::registers::{Half, Register};
 use super::transport::Transport;
 use super::{RestoreError, VirtioDevice};
-use crate::devices::Ending;
-use crate::devices::line::Line;
-use crate::devices::pci::Function;
-use crate::devices::pci::config::{self, Config, Identity, touches};
-use crate::devices::pci::msix::{self, Message, Msix};
-use crate::memory::GuestMemory;
+use crate::Ending;
+use crate::line::Line;
+use crate::pci::Function;
+use crate::pci::config::{self, Config, Identity, touches};
+use crate::pci::msix::{self, Message, Msix};
+use vellum_kvm::memory::GuestMemory;
 
 /// Bytes of BAR 0.
 pub const BAR_SIZE: u64 = 0x8000;

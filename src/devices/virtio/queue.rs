@@ -13,8 +13,8 @@ use vm_memory::{GuestAddress, GuestMemoryBackend};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::interrupt::Interrupt;
-use super::slices::Slices;
-use crate::memory::GuestMemory;
+use vellum_kvm::memory::GuestMemory;
+use vellum_kvm::memory::slices::Slices;
 
 /// How a driver broke the rules of the ring; all of them cost it the device until it resets it.
 #[derive(Debug, thiserror::Error)]

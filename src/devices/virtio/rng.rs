@@ -12,7 +12,7 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 
 use super::queue::Served;
 use super::{Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice};
-use crate::fault::{Blame, Fault, Field};
+use vellum_sys::fault::{Blame, Fault, Field};
 
 /// A request gets at most this many bytes, so that a driver that asks for gigabytes does not hold up the event loop.
 const MAX_BYTES: usize = 1 << 16;

@@ -26,8 +26,8 @@ use super::interrupt::{self, Interrupt};
 use super::queue::{VirtQueue, is_memory};
 use super::registers::{Register, Registers};
 use super::{Active, DeviceState, Hang, OpenError, PATIENCE, QUEUE_EVENTS, RestoreError, VirtioDevice};
-use crate::memory::GuestMemory;
-use crate::plant::{self, Mistake};
+use vellum_kvm::memory::GuestMemory;
+use vellum_sys::plant::{self, Mistake};
 
 /// What the transport offers for every device.
 const TRANSPORT_FEATURES: u64 =

@@ -16,7 +16,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::queue::Chain;
 use super::{Active, Hang, PATIENCE};
-use crate::sys::poll::Poll;
+use vellum_sys::poll::Poll;
 
 /// What the thread does.
 pub trait Work: Send + 'static {

@@ -1,8 +1,8 @@
 //! What the result of a task that counts adds to the sums.
 
 use super::merged::{Alike, HOSTS, KINDS, Kind, MEANS, Merged, NAMED, Tried, short};
-use crate::fleet::result::Header;
-use crate::report::{Report, Status, printable};
+use crate::result::Header;
+use vellum_report::{Report, Status, printable};
 
 /// How much of what a case says is shown, in characters.
 const SAID: usize = 400;

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::report::Status;
-use crate::report::compare::mean_interval;
+use vellum_report::Status;
+use vellum_report::compare::mean_interval;
 
 /// How many of a kind are named; the rest are counted.
 pub(super) const NAMED: usize = 200;

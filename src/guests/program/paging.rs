@@ -2,8 +2,8 @@
 //! entry is each one's own.
 
 use super::{DOORBELL, GuestPage, LARGE, LEAF, RAM_VA, TABLE};
-use crate::arch::layout::DOORBELL as DOORBELL_PAGE;
-use crate::sys::mmap::PAGE_SIZE;
+use vellum_kvm::arch::layout::DOORBELL as DOORBELL_PAGE;
+use vellum_sys::mmap::PAGE_SIZE;
 
 const _: () = assert!(DOORBELL_PAGE.is_multiple_of(LARGE_SIZE), "nothing else shares the doorbell's entry");
 

@@ -3,121 +3,121 @@
 
 use super::Code;
 
-/// The `write` workload, of [`Control`](crate::guests::control::Control).
+/// The `write` workload, of [`Control`](crate::control::Control).
 macro_rules! write_section {
     ($($line:literal),+; $($own:ident = const $value:expr),* $(,)?) => {
         std::arch::global_asm!(
             $($line),+,
-            seed = const ::std::mem::offset_of!($crate::guests::control::Control, seed),
-            written = const ::std::mem::offset_of!($crate::guests::control::Control, written),
-            shuffle = const ::std::mem::offset_of!($crate::guests::control::Control, shuffle),
-            started = const ::std::mem::offset_of!($crate::guests::control::Control, started),
-            ended = const ::std::mem::offset_of!($crate::guests::control::Control, ended),
-            pages = const ::std::mem::offset_of!($crate::guests::control::Control, pages),
-            done = const ::std::mem::offset_of!($crate::guests::control::Control, done),
-            pass_start = const ::std::mem::offset_of!($crate::guests::control::Control, pass_start),
-            stop = const ::std::mem::offset_of!($crate::guests::control::Control, stop),
-            flags = const ::std::mem::offset_of!($crate::guests::control::Control, flags),
-            hot_pages = const ::std::mem::offset_of!($crate::guests::control::Control, hot_pages),
-            hot_below = const ::std::mem::offset_of!($crate::guests::control::Control, hot_below),
-            order = const ::std::mem::offset_of!($crate::guests::control::Control, order),
-            shuffle_mul = const ::std::mem::offset_of!($crate::guests::control::Control, shuffle_mul),
-            shuffle_add = const ::std::mem::offset_of!($crate::guests::control::Control, shuffle_add),
-            shuffle_mask = const ::std::mem::offset_of!($crate::guests::control::Control, shuffle_mask),
-            stride = const ::std::mem::offset_of!($crate::guests::control::Control, stride),
-            region = const ::std::mem::offset_of!($crate::guests::control::Control, region),
-            first_page = const ::std::mem::offset_of!($crate::guests::control::Control, first_page),
-            write_below = const ::std::mem::offset_of!($crate::guests::control::Control, write_below),
-            writer = const ::std::mem::offset_of!($crate::guests::control::Control, writer),
-            distinct = const ::std::mem::offset_of!($crate::guests::control::Control, distinct),
-            interval = const ::std::mem::offset_of!($crate::guests::control::Control, interval),
-            burst = const ::std::mem::offset_of!($crate::guests::control::Control, burst),
-            epoch = const ::std::mem::offset_of!($crate::guests::control::Control, epoch),
-            slowest = const ::std::mem::offset_of!($crate::guests::control::Control, slowest),
-            latency = const ::std::mem::offset_of!($crate::guests::control::Control, latency),
-            phase = const ::std::mem::offset_of!($crate::guests::control::Control, phase),
-            slice_shift = const ::std::mem::offset_of!($crate::guests::control::Control, slice_shift),
-            warm = const ::std::mem::offset_of!($crate::guests::control::Control, warm),
-            origin = const ::std::mem::offset_of!($crate::guests::control::Control, origin),
-            last = const ::std::mem::offset_of!($crate::guests::control::Control, last),
-            gap_before = const ::std::mem::offset_of!($crate::guests::control::Control, gap_before),
-            gap = const ::std::mem::offset_of!($crate::guests::control::Control, gap),
-            gap_end = const ::std::mem::offset_of!($crate::guests::control::Control, gap_end),
-            writing = const ::std::mem::offset_of!($crate::guests::control::Control, writing),
-            seen = const ::std::mem::offset_of!($crate::guests::control::Control, seen),
-            entered_gap = const ::std::mem::offset_of!($crate::guests::control::Control, entered_gap),
-            entered = const ::std::mem::offset_of!($crate::guests::control::Control, entered),
-            slices = const ::std::mem::offset_of!($crate::guests::control::Control, slices),
-            pass = const ::std::mem::offset_of!($crate::guests::control::Control, pass),
-            pass_ends = const ::std::mem::offset_of!($crate::guests::control::Control, pass_ends),
-            passes = const ::std::mem::offset_of!($crate::guests::control::Control, passes),
-            doorbell = const ::std::mem::offset_of!($crate::guests::control::Control, doorbell),
-            s_writer = const ::std::mem::offset_of!($crate::guests::stamp::Stamp, writer),
-            s_epoch = const ::std::mem::offset_of!($crate::guests::stamp::Stamp, epoch),
-            s_page = const ::std::mem::offset_of!($crate::guests::stamp::Stamp, page),
-            DRAW = const $crate::guests::control::flags::DRAW,
-            TIMED = const $crate::guests::control::flags::LATENCY | $crate::guests::control::flags::JOURNAL,
-            JOURNAL = const $crate::guests::control::flags::JOURNAL,
-            LAST_SLICE = const $crate::guests::control::SLICES - 1,
-            BUCKETS = const $crate::guests::control::BUCKETS,
-            LOCKSTEP = const $crate::guests::control::flags::LOCKSTEP,
-            RETURN = const $crate::guests::control::flags::RETURN,
-            RANDOM = const $crate::guests::control::order::RANDOM,
-            DONE = const $crate::guests::control::doorbell::DONE,
-            PASS = const $crate::guests::control::doorbell::PASS,
-            STOPPED = const $crate::guests::control::doorbell::STOPPED,
-            SUB_BITS = const $crate::guests::control::SUB_BITS,
-            SUB = const 1u64 << $crate::guests::control::SUB_BITS,
-            PASS_MASK = const $crate::guests::control::PASS_ENDS - 1,
+            seed = const ::std::mem::offset_of!($crate::control::Control, seed),
+            written = const ::std::mem::offset_of!($crate::control::Control, written),
+            shuffle = const ::std::mem::offset_of!($crate::control::Control, shuffle),
+            started = const ::std::mem::offset_of!($crate::control::Control, started),
+            ended = const ::std::mem::offset_of!($crate::control::Control, ended),
+            pages = const ::std::mem::offset_of!($crate::control::Control, pages),
+            done = const ::std::mem::offset_of!($crate::control::Control, done),
+            pass_start = const ::std::mem::offset_of!($crate::control::Control, pass_start),
+            stop = const ::std::mem::offset_of!($crate::control::Control, stop),
+            flags = const ::std::mem::offset_of!($crate::control::Control, flags),
+            hot_pages = const ::std::mem::offset_of!($crate::control::Control, hot_pages),
+            hot_below = const ::std::mem::offset_of!($crate::control::Control, hot_below),
+            order = const ::std::mem::offset_of!($crate::control::Control, order),
+            shuffle_mul = const ::std::mem::offset_of!($crate::control::Control, shuffle_mul),
+            shuffle_add = const ::std::mem::offset_of!($crate::control::Control, shuffle_add),
+            shuffle_mask = const ::std::mem::offset_of!($crate::control::Control, shuffle_mask),
+            stride = const ::std::mem::offset_of!($crate::control::Control, stride),
+            region = const ::std::mem::offset_of!($crate::control::Control, region),
+            first_page = const ::std::mem::offset_of!($crate::control::Control, first_page),
+            write_below = const ::std::mem::offset_of!($crate::control::Control, write_below),
+            writer = const ::std::mem::offset_of!($crate::control::Control, writer),
+            distinct = const ::std::mem::offset_of!($crate::control::Control, distinct),
+            interval = const ::std::mem::offset_of!($crate::control::Control, interval),
+            burst = const ::std::mem::offset_of!($crate::control::Control, burst),
+            epoch = const ::std::mem::offset_of!($crate::control::Control, epoch),
+            slowest = const ::std::mem::offset_of!($crate::control::Control, slowest),
+            latency = const ::std::mem::offset_of!($crate::control::Control, latency),
+            phase = const ::std::mem::offset_of!($crate::control::Control, phase),
+            slice_shift = const ::std::mem::offset_of!($crate::control::Control, slice_shift),
+            warm = const ::std::mem::offset_of!($crate::control::Control, warm),
+            origin = const ::std::mem::offset_of!($crate::control::Control, origin),
+            last = const ::std::mem::offset_of!($crate::control::Control, last),
+            gap_before = const ::std::mem::offset_of!($crate::control::Control, gap_before),
+            gap = const ::std::mem::offset_of!($crate::control::Control, gap),
+            gap_end = const ::std::mem::offset_of!($crate::control::Control, gap_end),
+            writing = const ::std::mem::offset_of!($crate::control::Control, writing),
+            seen = const ::std::mem::offset_of!($crate::control::Control, seen),
+            entered_gap = const ::std::mem::offset_of!($crate::control::Control, entered_gap),
+            entered = const ::std::mem::offset_of!($crate::control::Control, entered),
+            slices = const ::std::mem::offset_of!($crate::control::Control, slices),
+            pass = const ::std::mem::offset_of!($crate::control::Control, pass),
+            pass_ends = const ::std::mem::offset_of!($crate::control::Control, pass_ends),
+            passes = const ::std::mem::offset_of!($crate::control::Control, passes),
+            doorbell = const ::std::mem::offset_of!($crate::control::Control, doorbell),
+            s_writer = const ::std::mem::offset_of!($crate::stamp::Stamp, writer),
+            s_epoch = const ::std::mem::offset_of!($crate::stamp::Stamp, epoch),
+            s_page = const ::std::mem::offset_of!($crate::stamp::Stamp, page),
+            DRAW = const $crate::control::flags::DRAW,
+            TIMED = const $crate::control::flags::LATENCY | $crate::control::flags::JOURNAL,
+            JOURNAL = const $crate::control::flags::JOURNAL,
+            LAST_SLICE = const $crate::control::SLICES - 1,
+            BUCKETS = const $crate::control::BUCKETS,
+            LOCKSTEP = const $crate::control::flags::LOCKSTEP,
+            RETURN = const $crate::control::flags::RETURN,
+            RANDOM = const $crate::control::order::RANDOM,
+            DONE = const $crate::control::doorbell::DONE,
+            PASS = const $crate::control::doorbell::PASS,
+            STOPPED = const $crate::control::doorbell::STOPPED,
+            SUB_BITS = const $crate::control::SUB_BITS,
+            SUB = const 1u64 << $crate::control::SUB_BITS,
+            PASS_MASK = const $crate::control::PASS_ENDS - 1,
             $($own = const $value,)*
         );
     };
 }
 
-/// That of [`Tables`](crate::guests::tables::Tables).
+/// That of [`Tables`](crate::tables::Tables).
 macro_rules! tables_section {
     ($($line:literal),+; $($own:ident = const $value:expr),* $(,)?) => {
         std::arch::global_asm!(
             $($line),+,
-            command = const ::std::mem::offset_of!($crate::guests::tables::Tables, command),
-            doorbell = const ::std::mem::offset_of!($crate::guests::tables::Tables, doorbell),
-            tables_va = const ::std::mem::offset_of!($crate::guests::tables::Tables, tables_va),
-            tables_gpa = const ::std::mem::offset_of!($crate::guests::tables::Tables, tables_gpa),
-            count = const ::std::mem::offset_of!($crate::guests::tables::Tables, count),
-            first = const ::std::mem::offset_of!($crate::guests::tables::Tables, first),
-            step = const ::std::mem::offset_of!($crate::guests::tables::Tables, step),
-            visits = const ::std::mem::offset_of!($crate::guests::tables::Tables, visits),
-            pages = const ::std::mem::offset_of!($crate::guests::tables::Tables, pages),
-            frames = const ::std::mem::offset_of!($crate::guests::tables::Tables, frames),
-            window = const ::std::mem::offset_of!($crate::guests::tables::Tables, window),
-            shared = const ::std::mem::offset_of!($crate::guests::tables::Tables, shared),
-            home = const ::std::mem::offset_of!($crate::guests::tables::Tables, home),
-            switches = const ::std::mem::offset_of!($crate::guests::tables::Tables, switches),
-            reads = const ::std::mem::offset_of!($crate::guests::tables::Tables, reads),
-            ticks = const ::std::mem::offset_of!($crate::guests::tables::Tables, ticks),
-            TOUCH = const $crate::guests::tables::Command::Touch as u64,
-            FREE = const $crate::guests::tables::Command::Free as u64,
-            TABLE_SHIFT = const $crate::guests::tables::TABLE_BYTES.trailing_zeros(),
+            command = const ::std::mem::offset_of!($crate::tables::Tables, command),
+            doorbell = const ::std::mem::offset_of!($crate::tables::Tables, doorbell),
+            tables_va = const ::std::mem::offset_of!($crate::tables::Tables, tables_va),
+            tables_gpa = const ::std::mem::offset_of!($crate::tables::Tables, tables_gpa),
+            count = const ::std::mem::offset_of!($crate::tables::Tables, count),
+            first = const ::std::mem::offset_of!($crate::tables::Tables, first),
+            step = const ::std::mem::offset_of!($crate::tables::Tables, step),
+            visits = const ::std::mem::offset_of!($crate::tables::Tables, visits),
+            pages = const ::std::mem::offset_of!($crate::tables::Tables, pages),
+            frames = const ::std::mem::offset_of!($crate::tables::Tables, frames),
+            window = const ::std::mem::offset_of!($crate::tables::Tables, window),
+            shared = const ::std::mem::offset_of!($crate::tables::Tables, shared),
+            home = const ::std::mem::offset_of!($crate::tables::Tables, home),
+            switches = const ::std::mem::offset_of!($crate::tables::Tables, switches),
+            reads = const ::std::mem::offset_of!($crate::tables::Tables, reads),
+            ticks = const ::std::mem::offset_of!($crate::tables::Tables, ticks),
+            TOUCH = const $crate::tables::Command::Touch as u64,
+            FREE = const $crate::tables::Command::Free as u64,
+            TABLE_SHIFT = const $crate::tables::TABLE_BYTES.trailing_zeros(),
             $($own = const $value,)*
         );
     };
 }
 
-/// That of [`Touch`](crate::guests::touch::Touch).
+/// That of [`Touch`](crate::touch::Touch).
 macro_rules! touch_section {
     ($($line:literal),+; $($own:ident = const $value:expr),* $(,)?) => {
         std::arch::global_asm!(
             $($line),+,
-            ticks = const ::std::mem::offset_of!($crate::guests::touch::Touch, ticks),
-            blocks = const ::std::mem::offset_of!($crate::guests::touch::Touch, blocks),
-            region = const ::std::mem::offset_of!($crate::guests::touch::Touch, region),
-            stride = const ::std::mem::offset_of!($crate::guests::touch::Touch, stride),
-            first = const ::std::mem::offset_of!($crate::guests::touch::Touch, first),
-            access = const ::std::mem::offset_of!($crate::guests::touch::Touch, access),
-            block = const ::std::mem::offset_of!($crate::guests::touch::Touch, block),
-            offset = const ::std::mem::offset_of!($crate::guests::touch::Touch, offset),
-            run = const ::std::mem::offset_of!($crate::guests::touch::Touch, run),
-            doorbell = const ::std::mem::offset_of!($crate::guests::touch::Touch, doorbell),
+            ticks = const ::std::mem::offset_of!($crate::touch::Touch, ticks),
+            blocks = const ::std::mem::offset_of!($crate::touch::Touch, blocks),
+            region = const ::std::mem::offset_of!($crate::touch::Touch, region),
+            stride = const ::std::mem::offset_of!($crate::touch::Touch, stride),
+            first = const ::std::mem::offset_of!($crate::touch::Touch, first),
+            access = const ::std::mem::offset_of!($crate::touch::Touch, access),
+            block = const ::std::mem::offset_of!($crate::touch::Touch, block),
+            offset = const ::std::mem::offset_of!($crate::touch::Touch, offset),
+            run = const ::std::mem::offset_of!($crate::touch::Touch, run),
+            doorbell = const ::std::mem::offset_of!($crate::touch::Touch, doorbell),
             $($own = const $value,)*
         );
     };
@@ -142,13 +142,13 @@ pub fn write_code() -> Code {
     )
 }
 
-/// The code of [`crate::guests::tables`], which needs [`Privilege::Kernel`](super::Privilege::Kernel).
+/// The code of [`crate::tables`], which needs [`Privilege::Kernel`](super::Privilege::Kernel).
 pub fn tables_code() -> Code {
     let start = &raw const vellum_workload_tables;
     between(start, start, &raw const vellum_workload_tables_end)
 }
 
-/// The code of [`crate::guests::touch`].
+/// The code of [`crate::touch`].
 pub fn touch_code() -> Code {
     let start = &raw const vellum_workload_touch;
     between(start, start, &raw const vellum_workload_touch_end)

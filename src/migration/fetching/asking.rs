@@ -13,14 +13,14 @@ use std::time::Duration;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{Following, Said, Told};
-use crate::memory::{Memory, Slot};
-use crate::migration::fence::{Fence, Word};
-use crate::migration::landing::Landing;
-pub use crate::migration::link::Link;
-use crate::migration::message::Waited;
-use crate::migration::wire::{Frame, Run};
-use crate::sys::mmap::PAGE_SIZE;
-use crate::sys::poll::Poll;
+use crate::fence::{Fence, Word};
+use crate::landing::Landing;
+pub use crate::link::Link;
+use crate::message::Waited;
+use crate::wire::{Frame, Run};
+use vellum_kvm::memory::{Memory, Slot};
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::poll::Poll;
 
 const LOOK: Duration = Duration::from_millis(100);
 

@@ -5,12 +5,12 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use super::{Recording, Told};
-use crate::migration::bits::Bits;
-use crate::migration::landing::Landing;
+use crate::bits::Bits;
+use crate::landing::Landing;
 use crate::snapshot::layer::Layers;
 use crate::snapshot::working_set::WorkingSet;
-use crate::sys::mmap::PAGE_SIZE;
-use crate::sys::poll::Poll;
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::poll::Poll;
 
 /// Bytes that are brought before faults are looked at again: a fault waits for no more than that.
 const STEP: u64 = 128 << 10;

@@ -7,17 +7,17 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::{Arrived, Host};
-use crate::arch::layout;
-use crate::guests::guest::{Guest, GuestConfig};
-use crate::guests::run::Run;
-use crate::guests::state as guest_state;
-use crate::machine::{self, Origin};
-use crate::memory::{Backing, Memory, MemoryConfig, Room, short_size};
-use crate::migration::fit::{self, Parts, Tsc};
-use crate::migration::message::Misfit;
-use crate::migration::mobile::Mobile;
-use crate::payload::state::{self, cut_like};
-use crate::sandbox::ThreadKind;
+use crate::fit::{self, Parts, Tsc};
+use crate::message::Misfit;
+use crate::mobile::Mobile;
+use vellum_guests::guest::{Guest, GuestConfig};
+use vellum_guests::run::Run;
+use vellum_guests::state as guest_state;
+use vellum_kvm::arch::layout;
+use vellum_kvm::memory::{Backing, Memory, MemoryConfig, Room, short_size};
+use vellum_linux::{self as machine, Origin};
+use vellum_machine::state::{self, cut_like};
+use vellum_sandbox::ThreadKind;
 
 /// Why a machine cannot come here.
 pub(super) enum Refused {

@@ -5,20 +5,20 @@ use std::os::fd::OwnedFd;
 use serde_json::{Value, json};
 
 use super::Incoming;
-use crate::arch::begun::Begun;
-use crate::arch::clocks::Meanwhile;
-use crate::control::Do;
-use crate::control::operation::{Asker, News, UnderWay};
-use crate::dirty::{self, DirtyTracker, Method};
-use crate::memory::{Memory, Slot};
-use crate::migration::fetching;
-use crate::migration::mobile::Error;
-use crate::migration::receiver::Told;
-use crate::payload::lent::Lent;
-use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves};
-use crate::sandbox::ThreadKind;
-use crate::vm::lifecycle::Exit;
-use crate::vm::vcpu::Throttle;
+use crate::fetching;
+use crate::mobile::Error;
+use crate::receiver::Told;
+use vellum_control::Do;
+use vellum_control::operation::{Asker, News, UnderWay};
+use vellum_kvm::arch::begun::Begun;
+use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::dirty::{self, DirtyTracker, Method};
+use vellum_kvm::memory::{Memory, Slot};
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_kvm::vm::vcpu::Throttle;
+use vellum_machine::lent::Lent;
+use vellum_machine::{Disk, Outline, Payload, Progress, Section, Serves};
+use vellum_sandbox::ThreadKind;
 
 impl Payload for Incoming {
     type Error = Error;

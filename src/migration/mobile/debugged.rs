@@ -2,10 +2,10 @@
 //! saved, for what the debugger planted in its memory would go along, and nobody there would know of it.
 
 use super::Mobile;
-use crate::control::Stays;
-use crate::gdb::{Debugger, Door, Wish};
-use crate::payload::Payload;
-use crate::vm::lifecycle::Exit;
+use vellum_control::Stays;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_machine::Payload;
+use vellum_machine::gdb::{Debugger, Door, Wish};
 
 /// The key of the command line's argument.
 pub(super) const KEY: &str = "gdb";

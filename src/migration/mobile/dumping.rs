@@ -8,12 +8,12 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::Mobile;
 use super::operation::{Operation, Work};
-use crate::arch::core::{Core, IMPOSSIBLE};
-use crate::control::Event;
-use crate::control::operation::{Asker, Kind};
-use crate::dump::{Dumped, Dumping};
-use crate::payload::Payload;
-use crate::vm::lifecycle::Exit;
+use vellum_control::Event;
+use vellum_control::operation::{Asker, Kind};
+use vellum_kvm::arch::core::{Core, IMPOSSIBLE};
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_machine::Payload;
+use vellum_machine::dump::{Dumped, Dumping};
 
 /// Where a guest that panics is dumped to.
 #[derive(Debug)]

@@ -2,9 +2,9 @@
 
 use std::io;
 
-use crate::fault::{Blame, Fault, Field};
-use crate::guests::guest;
-use crate::machine;
+use vellum_guests::guest;
+use vellum_linux as machine;
+use vellum_sys::fault::{Blame, Fault, Field};
 
 /// Why a machine that moves cannot go on.
 #[derive(Debug, thiserror::Error)]

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use super::Mobile;
 use super::dumping::Errand;
-use crate::control::Event;
-use crate::control::operation::{Asker, CLIENT_GONE, Kind, News, UnderWay};
-use crate::dirty::Method;
-use crate::migration::link::GiveUp;
-use crate::migration::sender::{Said, Told};
-use crate::migration::threads;
-use crate::payload::Payload;
+use crate::link::GiveUp;
+use crate::sender::{Said, Told};
+use crate::threads;
+use vellum_control::Event;
+use vellum_control::operation::{Asker, CLIENT_GONE, Kind, News, UnderWay};
+use vellum_kvm::dirty::Method;
+use vellum_machine::Payload;
 
 /// What is under way.
 pub(super) struct Operation {

@@ -7,18 +7,18 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::{Error, Mobile, not_handed_over};
-use crate::arch::clocks::Meanwhile;
-use crate::control::Do;
-use crate::control::operation::{Asker, Kind, News, UnderWay};
-use crate::dirty::{self, DirtyTracker, Method};
-use crate::memory::{Memory, Slot};
-use crate::migration::sender::Told;
-use crate::migration::share::MOST_CONNECTIONS;
-use crate::payload::lent::Lent;
-use crate::payload::{Disk, Outline, Payload, Progress, Section, Serves, Subscriber};
-use crate::sys::sigbus;
-use crate::vm::lifecycle::Exit;
-use crate::vm::vcpu::Throttle;
+use crate::sender::Told;
+use crate::share::MOST_CONNECTIONS;
+use vellum_control::Do;
+use vellum_control::operation::{Asker, Kind, News, UnderWay};
+use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::dirty::{self, DirtyTracker, Method};
+use vellum_kvm::memory::{Memory, Slot};
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_kvm::vm::vcpu::Throttle;
+use vellum_machine::lent::Lent;
+use vellum_machine::{Disk, Outline, Payload, Progress, Section, Serves, Subscriber};
+use vellum_sys::sigbus;
 
 impl<P: Payload> Payload for Mobile<P>
 where

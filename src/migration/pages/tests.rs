@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use proptest::prelude::*;
 
 use super::*;
-use crate::dirty::scan;
-use crate::migration::message::SessionId;
-use crate::migration::wire::{Decoder, Frame};
-use crate::sys::mmap::{Mapping, Source};
+use crate::message::SessionId;
+use crate::wire::{Decoder, Frame};
+use vellum_kvm::dirty::scan;
+use vellum_sys::mmap::{Mapping, Source};
 
 const SESSION: SessionId = SessionId(*b"pages of a guest");
 /// More than one frame's, and no multiple of a word of bits.

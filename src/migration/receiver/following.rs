@@ -4,15 +4,15 @@
 use std::sync::Arc;
 
 use super::{Receiving, Said};
-use crate::memory::Backing;
-use crate::migration::bits::Bits;
-use crate::migration::fetching::{self, Following, Gate};
-use crate::migration::landing::Landing;
-use crate::migration::link::{self, Link};
-use crate::migration::message::Message;
-use crate::migration::target::Event;
-use crate::migration::threads::Orphaned;
-use crate::sys::mmap::PAGE_SIZE;
+use crate::bits::Bits;
+use crate::fetching::{self, Following, Gate};
+use crate::landing::Landing;
+use crate::link::{self, Link};
+use crate::message::Message;
+use crate::target::Event;
+use crate::threads::Orphaned;
+use vellum_kvm::memory::Backing;
+use vellum_sys::mmap::PAGE_SIZE;
 
 impl Receiving {
     /// What the thread says that answers faults.

@@ -6,17 +6,17 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::{MOST_STRANGERS, Place, Receiving, Told};
-use crate::migration::bits::Bits;
-use crate::migration::fence::Fence;
-use crate::migration::fetching::Fetching;
-use crate::migration::link::Link;
-use crate::migration::message::Message;
-use crate::migration::target::{Event, State};
-use crate::migration::verify::{self, Comparison};
-use crate::migration::wire::Frame;
-use crate::payload::Section;
-use crate::sys::mmap::PAGE_SIZE;
-use crate::sys::socket;
+use crate::bits::Bits;
+use crate::fence::Fence;
+use crate::fetching::Fetching;
+use crate::link::Link;
+use crate::message::Message;
+use crate::target::{Event, State};
+use crate::verify::{self, Comparison};
+use crate::wire::Frame;
+use vellum_machine::Section;
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::socket;
 
 /// The most sections, and the most bytes in them: a PC of 255 vCPUs has some 300, of 40 KiB each.
 const MOST_SECTIONS: usize = 4096;

@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::migration::link::Link;
-use crate::migration::message::Message;
-use crate::migration::pages::Incoming;
-use crate::migration::share::{MOST_CONNECTIONS, Share};
-use crate::migration::threads::{self, Machine, Mine};
-use crate::migration::wire::Frame;
-use crate::sys::poll::Poll;
-use crate::sys::socket;
+use crate::link::Link;
+use crate::message::Message;
+use crate::pages::Incoming;
+use crate::share::{MOST_CONNECTIONS, Share};
+use crate::threads::{self, Machine, Mine};
+use crate::wire::Frame;
+use vellum_sys::poll::Poll;
+use vellum_sys::socket;
 
 /// How many passes a connection may be ahead of the first, which a source that is fast and has little to send can be.
 const MOST_AHEAD: usize = 1 << 16;

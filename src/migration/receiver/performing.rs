@@ -1,4 +1,4 @@
-//! What [`Target`](crate::migration::target::Target) wants done, done: by the event loop's thread, where it is about the machine.
+//! What [`Target`](crate::target::Target) wants done, done: by the event loop's thread, where it is about the machine.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -6,14 +6,14 @@ use std::time::Instant;
 use serde_json::Value;
 
 use super::{Demand, Done, LOOK, Offer, Receiving, Said, Told};
-use crate::memory::{self, Slot};
-use crate::migration::fence::Word;
-use crate::migration::message::{Message, Misfit};
-use crate::migration::pages::{Incoming, fresh};
-use crate::migration::target::{Action, Event};
-use crate::migration::threads::Orphaned;
-use crate::migration::verify::Comparison;
-use crate::sys::mmap::PAGE_SIZE;
+use crate::fence::Word;
+use crate::message::{Message, Misfit};
+use crate::pages::{Incoming, fresh};
+use crate::target::{Action, Event};
+use crate::threads::Orphaned;
+use crate::verify::Comparison;
+use vellum_kvm::memory::{self, Slot};
+use vellum_sys::mmap::PAGE_SIZE;
 
 impl Receiving {
     fn demand(&mut self, demand: Demand) -> Result<Done, Orphaned> {

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::Sending;
-use crate::migration::source::Event;
-use crate::migration::threads::Orphaned;
-use crate::sys::mmap::PAGE_SIZE;
+use crate::source::Event;
+use crate::threads::Orphaned;
+use vellum_sys::mmap::PAGE_SIZE;
 
 /// Bytes of memory that is still being fetched which are waited for before somebody is listened to.
 const STEP: usize = 2 << 20;

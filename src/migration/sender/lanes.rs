@@ -8,17 +8,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::owed::{At, Owed};
-use crate::migration::link::{self, Link};
-use crate::migration::message::{Message, SessionId};
-use crate::migration::pace::Pace;
-use crate::migration::pages::Block;
-use crate::migration::share::Share;
-use crate::migration::threads::{self, Machine, Mine, Orphaned};
-use crate::migration::wire::Frame;
-use crate::sys::clock;
-use crate::sys::mmap::PAGE_SIZE;
-use crate::sys::poll::Poll;
-use crate::sys::socket;
+use crate::link::{self, Link};
+use crate::message::{Message, SessionId};
+use crate::pace::Pace;
+use crate::pages::Block;
+use crate::share::Share;
+use crate::threads::{self, Machine, Mine, Orphaned};
+use crate::wire::Frame;
+use vellum_sys::clock;
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::poll::Poll;
+use vellum_sys::socket;
 
 /// What the threads of one migration have in common.
 pub(super) struct Common {

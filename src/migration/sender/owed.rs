@@ -14,14 +14,14 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::dirty::{self, DirtyTracker, Method, SlotLog};
-use crate::memory::{Memory, Slot};
-use crate::migration::bits::Bits;
-use crate::migration::pages::{Outgoing, fresh};
-use crate::migration::share::Share;
-use crate::migration::wire::MOST_PAGES;
-use crate::plant::{self, Mistake};
-use crate::sys::pagemap::Pagemap;
+use crate::bits::Bits;
+use crate::pages::{Outgoing, fresh};
+use crate::share::Share;
+use crate::wire::MOST_PAGES;
+use vellum_kvm::dirty::{self, DirtyTracker, Method, SlotLog};
+use vellum_kvm::memory::{Memory, Slot};
+use vellum_sys::pagemap::Pagemap;
+use vellum_sys::plant::{self, Mistake};
 
 /// One memslot of the machine, and which of its pages are owed.
 struct Region {
@@ -81,14 +81,14 @@ struct Log {
 }
 
 /// The memslots of a machine.
-pub(in crate::migration) struct Owed {
+pub(crate) struct Owed {
     regions: Vec<Region>,
     log: Mutex<Log>,
 }
 
 /// Where a pass is: memslot and page, and the page up to which that memslot's log has been cleared for it.
 #[derive(Default)]
-pub(in crate::migration) struct At {
+pub(crate) struct At {
     region: usize,
     page: u64,
     cleared: u64,

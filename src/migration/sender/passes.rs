@@ -1,25 +1,25 @@
 //! The passes of a migration: collect, send what is owed, see what has been written meanwhile, and in the end the state. Which of it
-//! comes next is the [`plan`](crate::migration::plan)'s to say.
+//! comes next is the [`plan`](crate::plan)'s to say.
 
 use std::time::{Duration, Instant};
 
 use super::owed::At;
 use super::words::{Demand, Done, Said, Word};
 use super::{PERIOD, Sending};
-use crate::control::{self, Mode};
-use crate::dirty;
-use crate::memory::Slot;
-use crate::migration::bits::Bits;
-use crate::migration::message::Message;
-use crate::migration::plan::{Decision, Measured};
-use crate::migration::source::{Event, State};
-use crate::migration::threads::Orphaned;
-use crate::migration::verify::{self, Sums};
-use crate::migration::wire;
-use crate::payload::Section;
-use crate::plant::{self, Mistake};
-use crate::sys::clock::{self, micros};
-use crate::sys::poll::Poll;
+use crate::bits::Bits;
+use crate::message::Message;
+use crate::plan::{Decision, Measured};
+use crate::source::{Event, State};
+use crate::threads::Orphaned;
+use crate::verify::{self, Sums};
+use crate::wire;
+use vellum_control::{self as control, Mode};
+use vellum_kvm::dirty;
+use vellum_kvm::memory::Slot;
+use vellum_machine::Section;
+use vellum_sys::clock::{self, micros};
+use vellum_sys::plant::{self, Mistake};
+use vellum_sys::poll::Poll;
 
 /// A pass under way.
 pub(super) struct Pass {

@@ -1,14 +1,14 @@
-//! What [`Source`](crate::migration::source::Source) wants done, done: by the event loop's thread, where it is about the machine.
+//! What [`Source`](crate::source::Source) wants done, done: by the event loop's thread, where it is about the machine.
 
 use std::time::{Duration, Instant};
 
 use super::{Demand, Done, PERIOD, Said, Sending, Serving, Told, Word};
-use crate::control::Left;
-use crate::migration::fence::Word as Decided;
-use crate::migration::link::Link;
-use crate::migration::message::{Message, ZSTD};
-use crate::migration::source::{Action, Event, State};
-use crate::migration::threads::Orphaned;
+use crate::fence::Word as Decided;
+use crate::link::Link;
+use crate::message::{Message, ZSTD};
+use crate::source::{Action, Event, State};
+use crate::threads::Orphaned;
+use vellum_control::Left;
 
 /// How long a source that takes its guest back waits for the locks of its disks.
 const RETAKING: Duration = Duration::from_secs(1);

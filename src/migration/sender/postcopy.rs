@@ -8,11 +8,11 @@ use super::Sending;
 use super::owed::At;
 use super::passes::Pass;
 use super::words::{Said, Word};
-use crate::migration::bits::Bits;
-use crate::migration::link;
-use crate::migration::share::Share;
-use crate::migration::source::{Event, State};
-use crate::migration::wire::Run;
+use crate::bits::Bits;
+use crate::link;
+use crate::share::Share;
+use crate::source::{Event, State};
+use crate::wire::Run;
 
 impl Sending {
     /// Has the connection for pages that the target wants join the migration.

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::lanes::Common;
-use crate::migration::link::{self, Link};
-use crate::migration::message::Message;
-use crate::migration::pages::Block;
-use crate::migration::threads::{self, Machine, Mine};
-use crate::migration::wire::{Frame, MOST_PAGES};
-use crate::sys::poll::Poll;
-use crate::sys::socket;
+use crate::link::{self, Link};
+use crate::message::Message;
+use crate::pages::Block;
+use crate::threads::{self, Machine, Mine};
+use crate::wire::{Frame, MOST_PAGES};
+use vellum_sys::poll::Poll;
+use vellum_sys::socket;
 
 /// Bytes that are read at once: some requests, which many vCPUs may make in a moment.
 const AT_ONCE: usize = 1 << 10;

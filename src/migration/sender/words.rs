@@ -6,15 +6,15 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::control::{Disk, Left, Mode, Pass, Phase, Then, Throttling, Waited};
-use crate::dirty::{DirtyTracker, Method};
-use crate::memory::{Memory, Slot};
-use crate::migration::plan::Measured;
-use crate::migration::saving::Since;
-use crate::payload::Section;
+use crate::plan::Measured;
+use crate::saving::Since;
 use crate::snapshot::layer;
-use crate::sys::pagemap::Pagemap;
-use crate::vm::vcpu::Throttle;
+use vellum_control::{Disk, Left, Mode, Pass, Phase, Then, Throttling, Waited};
+use vellum_kvm::dirty::{DirtyTracker, Method};
+use vellum_kvm::memory::{Memory, Slot};
+use vellum_kvm::vm::vcpu::Throttle;
+use vellum_machine::Section;
+use vellum_sys::pagemap::Pagemap;
 
 /// What is asked of a migration.
 #[derive(Clone, Debug)]

@@ -1,7 +1,7 @@
 //! What the wire promises, frame by frame.
 
 use super::*;
-use crate::migration::pack::Packer;
+use crate::pack::Packer;
 
 const SESSION: SessionId = SessionId(*b"0123456789abcdef");
 const PAGE: u32 = 4096;

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::results::boots;
 use super::{Compared, Replicate, Unit};
-use crate::report::Report;
-use crate::report::figure::{Figure, Label, median};
+use crate::Report;
+use crate::figure::{Figure, Label, median};
 
 /// What was repeated, and what of it was measured in turn.
 pub(super) struct Repeated<'a> {

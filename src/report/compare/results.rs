@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::repeated::Repeated;
 use super::{Compared, Policy, Unit, Weighed, text, weigh};
-use crate::report::{Report, printable, terminal};
+use crate::{Report, printable, terminal};
 
 /// Why two sets are not comparable. Each is one line.
 #[derive(Debug, thiserror::Error, PartialEq)]

@@ -4,13 +4,13 @@ use std::fmt::Write as _;
 
 use super::results::{Comparison, Question};
 use super::{FigureVerdict, Weighed};
-use crate::report::printable;
-use crate::report::table::Table;
-use crate::report::terminal::{command_line, labelled};
-use crate::report::units::{Scale, grouped};
+use crate::printable;
+use crate::table::Table;
+use crate::terminal::{command_line, labelled};
+use crate::units::{Scale, grouped};
 
 /// What the columns mean; once below all tables.
-pub(in crate::report) const METHOD: &str = "\
+pub(crate) const METHOD: &str = "\
 n counts pairs that were measured in turn, or A/B where there are none. B/A is the ratio of geometric means; noise: no \
 difference was shown. The interval is Student's on the logarithms (Welch's without pairs), widened by what a value's resolution \
 leaves open. The headline (*) is held to 95 % by itself and all other figures to 95 % together (Holm), each interval at the level \
@@ -74,12 +74,12 @@ pub fn table(out: &mut String, rows: &[Weighed], width: usize) {
 }
 
 /// The headline, and then the others as they were measured.
-pub(in crate::report) fn in_order(rows: &[Weighed]) -> impl Iterator<Item = &Weighed> {
+pub(crate) fn in_order(rows: &[Weighed]) -> impl Iterator<Item = &Weighed> {
     rows.iter().filter(|row| row.headline).chain(rows.iter().filter(|row| !row.headline))
 }
 
 /// One row of either face's table.
-pub(in crate::report) fn cells(row: &Weighed) -> Vec<String> {
+pub(crate) fn cells(row: &Weighed) -> Vec<String> {
     let (a, b) = row.middles();
     let scale = Scale::of(&row.of.unit, a.abs().max(b.abs()));
     let count = |n: usize| grouped(n as i128);

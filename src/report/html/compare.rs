@@ -3,9 +3,9 @@
 use std::fmt::Write as _;
 
 use super::{END, escape, figure, head, head_of_page, row};
-use crate::report::compare::text::{METHOD, cells, in_order};
-use crate::report::compare::{Comparison, Question};
-use crate::report::{plot, terminal};
+use crate::compare::text::{METHOD, cells, in_order};
+use crate::compare::{Comparison, Question};
+use crate::{plot, terminal};
 
 /// The comparison as a page.
 pub fn comparison(comparison: &Comparison) -> String {

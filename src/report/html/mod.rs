@@ -46,7 +46,8 @@ pub fn render(results: &[Report]) -> String {
     out
 }
 
-pub(crate) fn head_of_page(title: &str) -> String {
+/// The beginning of a page: its title, its policy and its style, up to the opened body.
+pub fn head_of_page(title: &str) -> String {
     format!(
         "{START}<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
@@ -59,7 +60,7 @@ pub(crate) fn head_of_page(title: &str) -> String {
 }
 
 /// Text from a result as HTML text or as an attribute's value.
-pub(crate) fn escape(text: &str) -> String {
+pub fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in printable(text).chars() {
         match c {

@@ -6,9 +6,9 @@ use plotters::style::text_anchor::{HPos, VPos};
 
 use super::{Area, Axis, CHARACTER, COLOURS, Failed, HEIGHT, MARGIN, Plot, Side, TEXT, WIDTH};
 use super::{chart, colour, in_common, name_at, placeable, quantity, svg, tick, titled};
-use crate::report::Figure;
-use crate::report::table::{Group, Kind, common_scale};
-use crate::report::units::Scale;
+use crate::Figure;
+use crate::table::{Group, Kind, common_scale};
+use crate::units::Scale;
 
 /// Bars that differ by more than this are drawn on a logarithmic scale.
 const LOGARITHMIC: f64 = 100.0;
@@ -18,7 +18,7 @@ const MOST: usize = 64;
 const NAME: usize = 18;
 
 /// One picture a unit, and another where the size is so different that the bars would not be seen.
-pub(in crate::report) fn bars(group: &Group) -> Vec<Plot> {
+pub(crate) fn bars(group: &Group) -> Vec<Plot> {
     if !(2..=MOST).contains(&group.indices.len()) {
         return Vec::new();
     }

@@ -6,14 +6,14 @@ use std::collections::HashMap;
 use plotters::prelude::*;
 
 use super::{Axis, COLOURS, HEIGHT, PICTURES, Plot, Side, chart, colour, placeable, svg, whole, words};
-use crate::report::Histogram;
-use crate::report::units::humanised;
+use crate::Histogram;
+use crate::units::humanised;
 
 /// Bars of one distribution.
 const BINS: usize = 64;
 
 /// A picture for each name and unit.
-pub(in crate::report) fn distributions(histograms: &[Histogram]) -> Vec<Plot> {
+pub(crate) fn distributions(histograms: &[Histogram]) -> Vec<Plot> {
     let mut kinds: Vec<Vec<&Histogram>> = Vec::new();
     let mut place = HashMap::new();
     for one in histograms.iter().filter(|h| h.count() > 0) {

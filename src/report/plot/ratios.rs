@@ -4,8 +4,8 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, VPos};
 
 use super::{Axis, CHARACTER, Plot, Side, TEXT, chart, colour, name_at, placeable, svg};
-use crate::report::compare::text::in_order;
-use crate::report::compare::{FigureVerdict, Weighed};
+use crate::compare::text::in_order;
+use crate::compare::{FigureVerdict, Weighed};
 
 /// Figures of one picture at most.
 const MOST: usize = 60;
@@ -13,7 +13,7 @@ const MOST: usize = 60;
 const NAME: usize = 26;
 
 /// The figures that have a ratio and are not the same on both sides, the headline first; `None` where there is none.
-pub(in crate::report) fn ratios(rows: &[Weighed]) -> Option<Plot> {
+pub(crate) fn ratios(rows: &[Weighed]) -> Option<Plot> {
     let span = |row: &Weighed| {
         let ratio = row.ratio.filter(|ratio| placeable(*ratio))?;
         let (low, high) = row.interval.unwrap_or((ratio, ratio));

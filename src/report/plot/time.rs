@@ -8,8 +8,8 @@ use super::{Axis, placeable};
 use super::{
     COLOURS, HEIGHT, PICTURES, Plot, Side, WIDTH, chart, colour, mark_colour, svg, tick, titled, whole, words,
 };
-use crate::report::units::Scale;
-use crate::report::{Mark, Series};
+use crate::units::Scale;
+use crate::{Mark, Series};
 
 /// More points than pixels show nothing more.
 const POINTS: usize = 1000;
@@ -19,7 +19,7 @@ const MARKS: usize = 2000;
 const KINDS: usize = 3;
 
 /// Series of the same name and unit in one picture each, with the marks as bands behind them.
-pub(in crate::report) fn over_time(series: &[Series], marks: &[Mark]) -> Vec<Plot> {
+pub(crate) fn over_time(series: &[Series], marks: &[Mark]) -> Vec<Plot> {
     let mut kinds: Vec<Vec<&Series>> = Vec::new();
     let mut place = HashMap::new();
     for one in series.iter().filter(|s| !s.points.is_empty()) {

@@ -5,8 +5,8 @@ use std::time::Duration;
 use quick_junit::{NonSuccessKind, Property, Report as Document, TestCase, TestCaseStatus, TestSuite};
 
 use super::date;
-use crate::report::case::Status;
-use crate::report::{Report, printable};
+use crate::case::Status;
+use crate::{Report, printable};
 
 /// All of it.
 pub(super) fn render(results: &[Report]) -> Result<String, quick_junit::SerializeError> {

@@ -4,8 +4,8 @@
 use serde_json::{Map, Value, json};
 
 use super::date;
-use crate::report::case::Status;
-use crate::report::{Report, printable};
+use crate::case::Status;
+use crate::{Report, printable};
 
 /// The version of the schema.
 const VERSION: (u32, u32) = (5, 3);

@@ -3,9 +3,9 @@
 
 use std::fmt::Write as _;
 
-use crate::report::case::{Case, Status, together};
-use crate::report::units::humanised;
-use crate::report::{Report, printable};
+use crate::case::{Case, Status, together};
+use crate::units::humanised;
+use crate::{Report, printable};
 
 /// All of it.
 pub(super) fn render(results: &[Report]) -> String {
@@ -106,7 +106,7 @@ fn one_line(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::Facts;
+    use vellum_host::Facts;
 
     #[test]
     fn cases_are_nested_by_their_names_and_say_why_they_did_not_pass() {

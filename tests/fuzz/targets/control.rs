@@ -1,9 +1,9 @@
 //! What peers send: the lines of the control socket, those of the guest agent, and the list of what a process hands over to another.
 
 use guest_agent::{Event, Request};
-use vellum::control::{Do, parse};
-use vellum::devices::virtio::lent::Lent;
-use vellum::payload::lent::List;
+use vellum_control::{Do, parse};
+use vellum_devices::virtio::lent::Lent;
+use vellum_machine::lent::List;
 
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn control(data: &[u8]) {

@@ -1,8 +1,8 @@
 //! A guest's memory, as whoever dumps it looks for its kernel's note there and walks its page tables. The input is memory: first the
 //! note's page, then tables, which the walks begin at any of.
 
-use vellum::arch::paging::Tables;
-use vellum::dump::vmcoreinfo::{self, Vmcoreinfo};
+use vellum_kvm::arch::paging::Tables;
+use vellum_machine::dump::vmcoreinfo::{self, Vmcoreinfo};
 
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn dump(data: &[u8]) {

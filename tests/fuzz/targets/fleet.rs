@@ -1,7 +1,7 @@
 //! Plans and results of fleets: what is taken has tasks with numbers and ranges that fit, can be tried again and written again.
 
-use vellum::fleet::plan::Plan;
-use vellum::fleet::{quote, result};
+use vellum_fleet::plan::Plan;
+use vellum_fleet::{quote, result};
 
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn fleet(data: &[u8]) {

@@ -5,10 +5,10 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
-use vellum::gdb::{Debugger, Door, Wish};
-use vellum::memory::{Memory, MemoryConfig};
-use vellum::sys::socket::Listener;
-use vellum::vm::vcpu::Reins;
+use vellum_kvm::memory::{Memory, MemoryConfig};
+use vellum_kvm::vm::vcpu::Reins;
+use vellum_machine::gdb::{Debugger, Door, Wish};
+use vellum_sys::socket::Listener;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
@@ -18,7 +18,7 @@ pub fn gdb(data: &[u8]) {
     let name = format!("vellum-fuzz-gdb-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     let path = std::env::temp_dir().join(name);
     let door = Door::without_kvm(Listener::bind(&path).expect("a socket"), true);
-    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(1 << 20)).expect("a MiB");
+    let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(1 << 20)).expect("a MiB");
     let wake = Arc::new(EventFd::new(EFD_NONBLOCK).expect("an eventfd"));
     let slots = memory.slots().to_vec();
     let mut debugger = Debugger::new(door, Reins::new(&[]), memory.guest.clone(), slots, wake);

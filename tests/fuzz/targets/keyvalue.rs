@@ -1,10 +1,10 @@
 //! The key=value arguments, and the file of a CPU model that is one: any text is a configuration or one line that says what is wrong.
 
-#[cfg(target_arch = "x86_64")]
-use vellum::arch::cpuid::model::Listed;
 use vellum::cli::args;
-use vellum::devices::virtio::KINDS;
-use vellum::keyvalue;
+use vellum_devices::virtio::KINDS;
+#[cfg(target_arch = "x86_64")]
+use vellum_kvm::arch::cpuid::model::Listed;
+use vellum_sys::keyvalue;
 
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn keyvalue(data: &[u8]) {

@@ -3,9 +3,9 @@
 
 use std::io::Cursor;
 
-use vellum::arch::boot::{BootRequest, Entry, Protocol, load};
-use vellum::arch::tables::Tables;
-use vellum::fault::Fault;
+use vellum_kvm::arch::boot::{BootRequest, Entry, Protocol, load};
+use vellum_kvm::arch::tables::Tables;
+use vellum_sys::fault::Fault;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 /// What is beside RAM.

@@ -2,11 +2,11 @@
 
 use std::sync::{Arc, OnceLock};
 
-use vellum::memory::Slot;
-use vellum::migration::message::Message;
-use vellum::migration::verify::{Comparison, MOST_TOLD};
-use vellum::migration::wire::{Decoder, Frame, HEADER, MOST_MAPPED, MOST_PAGES, SUM};
-use vellum::sys::mmap::{Mapping, PAGE_SIZE, Source};
+use vellum_kvm::memory::Slot;
+use vellum_migration::message::Message;
+use vellum_migration::verify::{Comparison, MOST_TOLD};
+use vellum_migration::wire::{Decoder, Frame, HEADER, MOST_MAPPED, MOST_PAGES, SUM};
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 
 const PAGE: u32 = 4096;
 /// Pages of each region of the machine.

@@ -5,12 +5,12 @@
 
 use std::sync::{Arc, Mutex};
 
-use vellum::devices::bus::BusDevice;
-use vellum::devices::pci::Function;
-use vellum::devices::pci::host::{ECAM_SIZE, Ecam, Host, Ports, Window};
-use vellum::devices::virtio::balloon::Balloon;
-use vellum::devices::virtio::pci::{DOORBELLS, Kvm, Pci, lines};
-use vellum::memory::{GuestMemory, Memory, MemoryConfig};
+use vellum_devices::bus::BusDevice;
+use vellum_devices::pci::Function;
+use vellum_devices::pci::host::{ECAM_SIZE, Ecam, Host, Ports, Window};
+use vellum_devices::virtio::balloon::Balloon;
+use vellum_devices::virtio::pci::{DOORBELLS, Kvm, Pci, lines};
+use vellum_kvm::memory::{GuestMemory, Memory, MemoryConfig};
 
 const WINDOW: std::ops::Range<u64> = 0xe800_0000..0xe810_0000;
 const ENABLE: u32 = 1 << 31;
@@ -26,7 +26,7 @@ pub fn function(memory: &Arc<GuestMemory>, at: Arc<Mutex<Option<u64>>>) -> Arc<P
 
 /// The target.
 pub fn pci(data: &[u8]) {
-    let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(2 << 20)).unwrap();
+    let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(2 << 20)).unwrap();
     let memory = Arc::new(memory.guest);
     let places: [Arc<Mutex<Option<u64>>>; 2] = Default::default();
     let functions = places.clone().map(|at| function(&memory, at));

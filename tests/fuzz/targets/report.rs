@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use vellum::report::view::View;
-use vellum::report::{compare, html, json, terminal};
+use vellum_report::view::View;
+use vellum_report::{compare, html, json, terminal};
 
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn report(data: &[u8]) {

@@ -7,10 +7,10 @@ use std::fs::{self, File};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use vellum::share::fuse::{Answer, IN_HEADER, OUT_HEADER};
-use vellum::share::process::open_root;
-use vellum::share::server::Server;
-use vellum::share::{Cache, Config};
+use vellum_share::fuse::{Answer, IN_HEADER, OUT_HEADER};
+use vellum_share::process::open_root;
+use vellum_share::server::Server;
+use vellum_share::{Cache, Config};
 
 /// A directory with something of each kind in it, beside a file that no request may change.
 struct Directory(PathBuf);

@@ -3,11 +3,11 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use vellum::snapshot::layer::{Layers, Reader, sum};
-use vellum::snapshot::manifest::{self, Manifest};
-use vellum::snapshot::state;
-use vellum::snapshot::working_set::WorkingSet;
-use vellum::sys::mmap::{PAGE_SIZE, memfd};
+use vellum_migration::snapshot::layer::{Layers, Reader, sum};
+use vellum_migration::snapshot::manifest::{self, Manifest};
+use vellum_migration::snapshot::state;
+use vellum_migration::snapshot::working_set::WorkingSet;
+use vellum_sys::mmap::{PAGE_SIZE, memfd};
 
 /// How many pages the machine has.
 const PAGES: u64 = 16;

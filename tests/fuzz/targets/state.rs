@@ -4,18 +4,18 @@
 use std::sync::Arc;
 
 use serde_json::Value;
-use vellum::arch::clocks::Meanwhile;
-use vellum::arch::fixed::Uart;
-use vellum::arch::ioapic::{self, Ioapic};
-use vellum::devices::bus::BusDevice;
-use vellum::devices::rtc::{self, Rtc};
-use vellum::devices::serial::{self, Serial, ns16550, pl011};
-use vellum::devices::virtio::transport::{self, Codec};
-use vellum::devices::virtio::{PATIENCE, pci as virtio_pci};
-use vellum::guests::{self, model};
-use vellum::machine;
-use vellum::memory::{Memory, MemoryConfig};
-use vellum::payload::Section;
+use vellum_devices::bus::BusDevice;
+use vellum_devices::rtc::{self, Rtc};
+use vellum_devices::serial::{self, Serial, ns16550, pl011};
+use vellum_devices::virtio::transport::{self, Codec};
+use vellum_devices::virtio::{PATIENCE, pci as virtio_pci};
+use vellum_guests::{self as guests, model};
+use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::fixed::Uart;
+use vellum_kvm::arch::ioapic::{self, Ioapic};
+use vellum_kvm::memory::{Memory, MemoryConfig};
+use vellum_linux as machine;
+use vellum_machine::Section;
 
 use super::{pci, virtio};
 
@@ -106,7 +106,8 @@ fn restored(name: &str, body: &Value) -> bool {
         }
         "pci" => {
             let functions = body.get("functions").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
-            let memory = Memory::map(vellum::arch::layout::RAM, MemoryConfig::new(2 << 20)).expect("2 MiB");
+            let memory =
+                Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(2 << 20)).expect("2 MiB");
             let memory = Arc::new(memory.guest);
             let read = |state: &Value| serde_json::from_value::<virtio_pci::State>(state.clone()).ok();
             let mut taken = false;

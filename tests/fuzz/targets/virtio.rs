@@ -8,15 +8,15 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use vellum::devices::virtio::VirtioDevice;
-use vellum::devices::virtio::balloon::Balloon;
-use vellum::devices::virtio::blk::{Blk, BlkConfig};
-use vellum::devices::virtio::console::Console;
-use vellum::devices::virtio::net::Net;
-use vellum::devices::virtio::rng::Rng;
-use vellum::devices::virtio::transport::Codec;
-use vellum::devices::virtio::vsock::{Vsock, VsockConfig};
-use vellum::sys::tap::Tap;
+use vellum_devices::virtio::VirtioDevice;
+use vellum_devices::virtio::balloon::Balloon;
+use vellum_devices::virtio::blk::{Blk, BlkConfig};
+use vellum_devices::virtio::console::Console;
+use vellum_devices::virtio::net::Net;
+use vellum_devices::virtio::rng::Rng;
+use vellum_devices::virtio::transport::Codec;
+use vellum_devices::virtio::vsock::{Vsock, VsockConfig};
+use vellum_sys::tap::Tap;
 use virtio_bindings::virtio_mmio::*;
 
 #[allow(dead_code, reason = "tests use more of it")]

@@ -1,6 +1,6 @@
 //! `cargo lab compare`: a series' benchmarks on the pristine and the patched kernel, in turn: A B A B.
 //!
-//! Boots that follow one another are pairs, and what may be said of them is for [`vellum::report::compare`] to say, which also
+//! Boots that follow one another are pairs, and what may be said of them is for [`vellum_report::compare`] to say, which also
 //! weighs Vellum's own results; how many boots that takes is the bed's [`Policy`]. Every command also yields
 //! a figure of the laboratory's own, the instructions that the whole host ran for it; a command that writes a result
 //! (`{json}`) adds its own figures. Time on an emulated host is instructions and is given as such, so idle time would be
@@ -19,8 +19,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use vellum::report::compare::{self as weighing, Compared, Policy, Replicate, Weighed, weigh};
-use vellum::report::{Case, Label, Report, Status, html, terminal};
+use vellum_report::compare::{self as weighing, Compared, Policy, Replicate, Weighed, weigh};
+use vellum_report::{Case, Label, Report, Status, html, terminal};
 
 use self::boot::{Boot, Hosts, Sample};
 use crate::architecture::Architecture;
@@ -364,8 +364,8 @@ pub fn table(comparison: &Comparison) -> String {
 
 #[cfg(test)]
 mod tests {
-    use vellum::report::Figure;
-    use vellum::report::compare::FigureVerdict;
+    use vellum_report::Figure;
+    use vellum_report::compare::FigureVerdict;
 
     use super::*;
 

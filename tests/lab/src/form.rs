@@ -4,9 +4,9 @@ use std::fs::File;
 use std::io::Write;
 use std::os::fd::FromRawFd;
 
-use vellum::host::Facts;
-use vellum::report::view::View;
-use vellum::report::{Case, Report};
+use vellum_host::Facts;
+use vellum_report::view::View;
+use vellum_report::{Case, Report};
 
 use crate::{Error, Result};
 
@@ -56,7 +56,7 @@ pub fn add(report: &mut Report, case: Case) {
 
 #[cfg(test)]
 mod tests {
-    use vellum::report::Status;
+    use vellum_report::Status;
 
     use super::*;
 

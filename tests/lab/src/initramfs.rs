@@ -3,7 +3,7 @@
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-pub use vellum::launch::initramfs::Initramfs;
+pub use vellum_launch::initramfs::Initramfs;
 
 use crate::{Error, Result};
 

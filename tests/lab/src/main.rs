@@ -72,7 +72,7 @@ enum What {
         #[arg(long = "bed", value_name = "BED")]
         hosts: Option<Emulated>,
         /// With `fuzz`: how long all targets take together, as in 90s, 10m or 1h [default: 10m]
-        #[arg(long, value_name = "TIME", value_parser = vellum::keyvalue::duration)]
+        #[arg(long, value_name = "TIME", value_parser = vellum_sys::keyvalue::duration)]
         time: Option<Duration>,
         #[command(flatten)]
         form: Formed,

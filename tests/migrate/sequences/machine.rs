@@ -7,8 +7,8 @@ use std::process::Output;
 
 use harness::{Failed, LIMIT, Random, ensure, eventually};
 use serde_json::Value;
-use vellum::control::Do;
-use vellum::control::client::Client;
+use vellum_control::Do;
+use vellum_control::client::Client;
 
 use crate::home::{Home, Machine, Process, VELLUM};
 use crate::{ends_with, every_page_is_right, succeeds, with};

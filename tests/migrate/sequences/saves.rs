@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use harness::{Failed, LIMIT, ensure, eventually};
-use vellum::control::client::Client;
-use vellum::control::{Do, Snapshot};
-use vellum::sys::mmap::memfd;
+use vellum_control::client::Client;
+use vellum_control::{Do, Snapshot};
+use vellum_sys::mmap::memfd;
 
 use super::machine::{MIB, Run, ends};
 use crate::home::VELLUM;

@@ -4,8 +4,6 @@
 //! preadv and pwritev straight between file and guest memory. That is what a reset waits for: one request. The image
 //! is locked while it is open (open file description locks, as QEMU does), so that two writers cannot share it.
 
-pub mod format;
-pub mod overlay;
 mod requests;
 
 use std::any::Any;
@@ -27,15 +25,16 @@ use super::worker::Worker;
 use super::{
     Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
-use crate::fault::{Blame, Fault, Field};
-use crate::host::block;
-use crate::keyvalue::{self, KeyValues, number, path};
-use crate::sandbox::ThreadKind;
-use crate::sys::file::{Lock, is_locked, lock, unlock};
-use crate::sys::open;
-use format::Format;
-use overlay::{Overlay, Place};
-use requests::{Disk, Id, Image};
+use requests::{Disk, Id};
+use vellum_disk::format::Format;
+use vellum_disk::overlay::{self, Overlay, Place};
+use vellum_disk::{DiskImage, Image};
+use vellum_host::block;
+use vellum_sandbox::ThreadKind;
+use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::file::{Lock, is_locked, lock, unlock};
+use vellum_sys::keyvalue::{self, KeyValues, number, path};
+use vellum_sys::open;
 
 /// The unit of a disk's capacity, whatever its block size.
 const SECTOR: u64 = 512;
@@ -232,17 +231,6 @@ pub struct Blk {
     overlaid: bool,
     /// It is no disk of the user's, who knows nothing of it.
     own: bool,
-}
-
-/// The file that a disk is, for whoever wants to know of it what the guest does not.
-#[derive(Debug)]
-pub struct DiskImage {
-    /// Open for what the guest may do.
-    pub file: File,
-    /// Its absolute path.
-    pub path: PathBuf,
-    /// The guest may not write.
-    pub readonly: bool,
 }
 
 /// What is saved of a disk: enough to refuse a different one, and its name.

@@ -6,51 +6,18 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
+use vellum_disk::Image;
 use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
-use super::overlay::Overlay;
 use super::{MAX_ZERO_SECTORS, MAX_ZERO_SEGMENTS, SECTOR};
-use crate::devices::virtio::Active;
-use crate::devices::virtio::queue::Chain;
-use crate::devices::virtio::slices::Slices;
-use crate::devices::virtio::worker::Work;
+use crate::virtio::Active;
+use crate::virtio::queue::Chain;
+use crate::virtio::worker::Work;
+use vellum_kvm::memory::slices::Slices;
 
 /// What a file system without FALLOC_FL_ZERO_RANGE gets written.
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
-
-/// What the guest's requests go to.
-pub enum Image {
-    /// An image or a block device.
-    Raw(File),
-    /// What is written goes beside it.
-    Over(Box<Overlay>),
-}
-
-impl Image {
-    /// Reads from `at` on into the next bytes of `data`: how many.
-    fn read(&self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
-        match self {
-            Self::Raw(file) => data.preadv(file, at, usize::MAX),
-            Self::Over(overlay) => overlay.read(data, at),
-        }
-    }
-
-    /// Writes the next bytes of `data` from `at` on: how many.
-    fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
-        match self {
-            Self::Raw(file) => data.pwritev(file, at, usize::MAX),
-            Self::Over(overlay) => overlay.write(data, at),
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        match self {
-            Self::Raw(file) => file.sync_data(),
-            Self::Over(overlay) => overlay.flush(),
-        }
-    }
-}
 
 /// The image, and what a request does to it.
 pub struct Disk {

@@ -27,9 +27,9 @@ use super::queue::Served;
 use super::{
     Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
-use crate::devices::console::{self as host, Target};
-use crate::fault::{Blame, Fault, Field};
+use crate::console::{self as host, Target};
 use port::{Numbers, Port};
+use vellum_sys::fault::{Blame, Fault, Field};
 
 /// The device has several ports, and a queue each way to tell of them.
 const F_MULTIPORT: u32 = 1;

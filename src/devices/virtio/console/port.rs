@@ -7,8 +7,8 @@ use event_manager::{EventOps, EventSet, Events};
 use serde::{Deserialize, Serialize};
 
 use super::F_MULTIPORT;
-use crate::devices::virtio::Active;
-use crate::devices::virtio::queue::Served;
+use crate::virtio::Active;
+use crate::virtio::queue::Served;
 
 /// The most that one request moves; what is left of it follows.
 const MAX_BYTES: usize = 1 << 16;

@@ -1,6 +1,6 @@
 //! A directory of the host's (virtio 1.2, section 5.11): its guest mounts it by its tag, with the file system `virtiofs`.
 //!
-//! What requests do is [`crate::share`]'s, in a process of its own. Here they are carried there and back by a worker thread, which reads
+//! What requests do is [`vellum_share`]'s, in a process of its own. Here they are carried there and back by a worker thread, which reads
 //! and writes the files that are open itself (`requests`). There is no DAX window.
 
 mod requests;
@@ -17,14 +17,14 @@ use super::worker::Worker;
 use super::{
     Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
-use crate::fault::{Blame, Fault, Field};
-use crate::keyvalue::{self, KeyValues, path};
-use crate::sandbox::user::User;
-use crate::sandbox::{self, ThreadKind};
-use crate::share::process::{Client, open_root};
-use crate::share::{Cache, Config};
-use crate::sys::identity;
 use requests::Requests;
+use vellum_sandbox::user::User;
+use vellum_sandbox::{self as sandbox, ThreadKind};
+use vellum_share::process::{Client, open_root};
+use vellum_share::{Cache, Config};
+use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::identity;
+use vellum_sys::keyvalue::{self, KeyValues, path};
 
 /// VIRTIO_ID_FS (virtio 1.2, section 5).
 const VIRTIO_ID_FS: u32 = 26;

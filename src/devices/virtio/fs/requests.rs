@@ -6,13 +6,13 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::devices::virtio::Active;
-use crate::devices::virtio::queue::Chain;
-use crate::devices::virtio::slices::Slices;
-use crate::devices::virtio::worker::Work;
-use crate::share::fuse::{self, Header, IN_HEADER, OUT_HEADER, TRANSFER, Transfer, out_header};
-use crate::share::process::Client;
-use crate::share::server::{MOST_ANSWER, MOST_REQUEST};
+use crate::virtio::Active;
+use crate::virtio::queue::Chain;
+use crate::virtio::worker::Work;
+use vellum_kvm::memory::slices::Slices;
+use vellum_share::fuse::{self, Header, IN_HEADER, OUT_HEADER, TRANSFER, Transfer, out_header};
+use vellum_share::process::Client;
+use vellum_share::server::{MOST_ANSWER, MOST_REQUEST};
 
 /// What the worker has.
 pub struct Requests {

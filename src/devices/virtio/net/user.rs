@@ -21,8 +21,8 @@ use serde::{Deserialize, Serialize};
 use rustix::thread::CapabilitySet;
 
 use super::HEADER;
-use crate::devices::virtio::slices::Slices;
-use crate::sys::{program, socket};
+use vellum_kvm::memory::slices::Slices;
+use vellum_sys::{program, socket};
 
 /// What stands before each frame.
 const LENGTH: usize = 4;

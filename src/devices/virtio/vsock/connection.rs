@@ -9,8 +9,8 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
 use super::packet::{HEADER, Header, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op};
-use crate::devices::virtio::queue::Chain;
-use crate::devices::virtio::slices::Slices;
+use crate::virtio::queue::Chain;
+use vellum_kvm::memory::slices::Slices;
 
 /// Bytes that a guest may send before the host has taken them (buf_alloc).
 pub const BUFFER: u32 = 128 << 10;

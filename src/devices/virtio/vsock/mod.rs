@@ -27,16 +27,16 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
 
 use super::lent::{self, Unfit};
 use super::queue::{Chain, Served};
-use super::slices::Slices;
 use super::{
     Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
-use crate::fault::{Blame, Fault, Field};
-use crate::keyvalue::{self, KeyValues, number, path};
-use crate::sys::random;
-use crate::sys::socket::{Listener, SocketError};
 use connection::{Connection, Fate, Ports};
 use packet::{HEADER, HOST_CID, Header, STREAM, op};
+use vellum_kvm::memory::slices::Slices;
+use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::keyvalue::{self, KeyValues, number, path};
+use vellum_sys::random;
+use vellum_sys::socket::{Listener, SocketError};
 
 const RECEIVE: u16 = 0;
 const TRANSMIT: u16 = 1;

@@ -12,12 +12,12 @@ pub use touch::COME_BACK;
 use kvm_bindings::KVM_ARM_VCPU_POWER_OFF;
 use kvm_ioctls::VcpuFd;
 
-use crate::arch::cpuid::Setup;
-use crate::arch::regs::{MAIR_EL1, PC, PSTATE, PSTATE_EL1H, SCTLR_EL1, TCR_EL1, TTBR0_EL1, set, x};
-use crate::guests::control::SUB_BITS;
-use crate::guests::program::Entry;
-use crate::sys::clock;
-use crate::vm::{Error, ioctl};
+use crate::control::SUB_BITS;
+use crate::program::Entry;
+use vellum_kvm::arch::cpuid::Setup;
+use vellum_kvm::arch::regs::{MAIR_EL1, PC, PSTATE, PSTATE_EL1H, SCTLR_EL1, TCR_EL1, TTBR0_EL1, set, x};
+use vellum_kvm::vm::{Error, ioctl};
+use vellum_sys::clock;
 
 // The `write` workload. A function of Arm's procedure call standard in everything but its return: x0 holds the control block, and with
 // flags::RETURN it returns to its caller after ringing the doorbell, so that a plain process can run it too.

@@ -1,8 +1,8 @@
-//! The code of [`crate::guests::tables`]: EL1, no stack. To load a table is to write TTBR0_EL1 and to forget all translations, as a
+//! The code of [`crate::tables`]: EL1, no stack. To load a table is to write TTBR0_EL1 and to forget all translations, as a
 //! processor without address space identifiers has to.
 
 use super::{LEAF, TABLE};
-use crate::guests::tables::{Command, TABLE_BYTES};
+use crate::tables::{Command, TABLE_BYTES};
 
 //   x0  control block            x5  visits left
 //   x1  counter at the start     x6  this table's number

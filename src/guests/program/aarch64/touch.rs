@@ -1,4 +1,4 @@
-//! The code of [`crate::guests::touch`]: no stack.
+//! The code of [`crate::touch`]: no stack.
 
 /// The instruction that comes back from where a run executes: `ret`.
 pub const COME_BACK: [u8; 4] = 0xd65f_03c0u32.to_le_bytes();

@@ -13,9 +13,9 @@ pub use touch::COME_BACK;
 use kvm_bindings::{kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
 
-use crate::arch::cpuid::Setup;
-use crate::guests::program::{Entry, Privilege};
-use crate::vm::{Error, ioctl};
+use crate::program::{Entry, Privilege};
+use vellum_kvm::arch::cpuid::Setup;
+use vellum_kvm::vm::{Error, ioctl};
 
 // The `write` workload. A function of the System V ABI in everything but its return: rdi holds the control block, and
 // with flags::RETURN it returns to its caller after ringing the doorbell, so that a plain process can run it too.

@@ -1,10 +1,10 @@
-//! The code of [`crate::guests::tables`]: CPL 0, no stack.
+//! The code of [`crate::tables`]: CPL 0, no stack.
 
 use std::mem::offset_of;
 
 use super::{LEAF, TABLE};
-use crate::guests::tables::{Command, LEAST_PAUSE, LONGEST_PAUSE, NUMBER, TRIAL, Tables};
-use crate::sys::cr3_cache;
+use crate::tables::{Command, LEAST_PAUSE, LONGEST_PAUSE, NUMBER, TRIAL, Tables};
+use vellum_sys::cr3_cache;
 
 //   rdi  control block            r8   this table, guest-virtual
 //   rsi  TSC at the start         r9   this table, guest-physical: its CR3

@@ -1,4 +1,4 @@
-//! The code of [`crate::guests::touch`]: CPL 3, no stack.
+//! The code of [`crate::touch`]: CPL 3, no stack.
 
 /// The instruction that comes back from where a run executes: `jmp rcx`.
 pub const COME_BACK: [u8; 2] = [0xff, 0xe1];

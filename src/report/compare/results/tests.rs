@@ -1,6 +1,6 @@
 use super::super::{FigureVerdict, Unit};
 use super::*;
-use crate::report::{Premise, Sample, json};
+use crate::{Premise, Sample, json};
 
 fn example() -> Report {
     let bytes = include_bytes!("../../../../tests/data/dirty-log.json");

@@ -192,7 +192,7 @@ fn load(path: &str, parameters: &[String]) -> io::Result<()> {
 #[expect(clippy::disallowed_methods, reason = "neither of them has memory")]
 fn hold_kvm() -> io::Result<()> {
     const APIC_ENABLED: u64 = 1 << 11;
-    let kvm = vellum::vm::open().map_err(io::Error::other)?;
+    let kvm = vellum_kvm::vm::open().map_err(io::Error::other)?;
     let with_apic = kvm.create_vm()?;
     with_apic.create_irq_chip()?;
     let vcpu = with_apic.create_vcpu(0)?;
@@ -312,7 +312,7 @@ fn forward(
 
 /// Idle time since boot, summed over CPUs.
 fn idle() -> io::Result<Duration> {
-    vellum::host::idle::since_boot()
+    vellum_host::idle::since_boot()
         .ok_or_else(|| io::Error::other("neither /proc/timer_list nor /proc/stat has idle times"))
 }
 

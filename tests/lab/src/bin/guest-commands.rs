@@ -11,7 +11,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use vellum::host::idle;
+use vellum_host::idle;
 
 const VELLUM: &str = "/bin/vellum";
 /// Without PV EOI an interrupt is less often delivered twice by an emulator that stops at any instruction (`bed::svm`), which does not save
@@ -233,7 +233,7 @@ fn median(samples: &mut [f64]) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use vellum::launch::initramfs::Initramfs;
+    use vellum_launch::initramfs::Initramfs;
 
     use super::*;
 

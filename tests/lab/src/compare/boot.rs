@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use vellum::report::{Figure, Report, json};
+use vellum_report::{Figure, Report, json};
 
 use super::calls::{self, Call};
 use super::{Processor, ROUNDS, locks};

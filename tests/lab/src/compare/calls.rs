@@ -1,7 +1,7 @@
 //! How often a benchmark made the host's kernel call a function, and what one of its arguments came to in all: by a kprobe with a
 //! histogram (Documentation/trace/kprobetrace.rst, histogram.rst). What is probed takes more instructions, so that nothing is timed.
 
-use vellum::report::Figure;
+use vellum_report::Figure;
 
 use crate::{Error, Result};
 

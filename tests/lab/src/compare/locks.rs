@@ -3,7 +3,7 @@
 //!
 //! The statistics are of the whole command, and so of a VM's beginning and end too.
 
-use vellum::report::{Figure, Report};
+use vellum_report::{Figure, Report};
 
 use crate::{Error, Result};
 

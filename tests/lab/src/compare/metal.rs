@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-use vellum::report::Figure;
-use vellum::report::compare::Policy;
+use vellum_report::Figure;
+use vellum_report::compare::Policy;
 
 use super::boot::{Sample, written};
 use super::{Comparison, deliver, rows_of, weighed};

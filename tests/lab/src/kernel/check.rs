@@ -18,7 +18,7 @@ use super::objects;
 use super::selftests::{self, Results};
 use super::series::{self, Series};
 use super::tree::Tree;
-use vellum::report::{Case, Report, Status};
+use vellum_report::{Case, Report, Status};
 
 use crate::architecture::Architecture;
 use crate::artifacts::Programs;

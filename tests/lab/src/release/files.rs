@@ -67,7 +67,7 @@ mod tests {
     #[test]
     fn the_changelog_names_this_version_and_this_schema() {
         let text = fs::read_to_string(artifacts::workspace().join("CHANGELOG.md")).unwrap();
-        let schema = format!("schema {}", vellum::report::SCHEMA);
+        let schema = format!("schema {}", vellum_report::SCHEMA);
         for wanted in [env!("CARGO_PKG_VERSION"), &schema, "exit status"] {
             assert!(text.contains(wanted), "CHANGELOG.md does not mention {wanted}");
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use harness::record::{self, Line, Outcome, Record};
 use harness::tools::SETUP;
-use vellum::report::{Case, Report, Status};
+use vellum_report::{Case, Report, Status};
 
 use crate::{Result, form};
 

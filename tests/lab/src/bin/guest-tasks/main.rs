@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use guest::Guest;
 use serde_json::Value;
-use vellum::host::{Facts, idle};
-use vellum::report::{Label, Premise, Report, Sample, json};
+use vellum_host::{Facts, idle};
+use vellum_report::{Label, Premise, Report, Sample, json};
 
 /// The share of what is timed that the host may idle, as of everything that the laboratory measures.
 const IDLE_LIMIT: f64 = 0.01;

@@ -1,0 +1,426 @@
+//! The directed half of the oracle: one chunk of the log is cleared, or a ring reset, the guest writes to that chunk's last
+//! page and to its first, and both must be in the log.
+//!
+//! Where a huge page is still mapped as one when a chunk is cleared, KVM must write-protect it, and both where the chunk
+//! reaches into the next one. In a memslot whose first gfn is one past a multiple of 64 there is a chunk that ends
+//! on the first page of each huge page: the one page that a test at random hardly ever writes at the right moment.
+//! `kvm_arch_mmu_enable_log_dirty_pt_masked` (arch/x86/kvm/mmu/mmu.c) of Linux 5.14 and later rounds both ends of the chunk
+//! up to 2 MiB to learn whether it crosses, and takes such a chunk for one that does not: the page is lost, unless
+//! `kvm.eager_page_split` has split the next huge page by then. A second mistake needs KVM_DIRTY_LOG_INITIALLY_SET to be
+//! revoked between switching the log on and clearing it: what was left writable in the belief that the first clear would
+//! see to it then stays so. A third needs it to be set by another thread while the log is being switched on, between KVM's
+//! two looks at it: no bit is set then, nothing is protected, and what is written is never logged.
+//!
+//! A dirty ring has no bits that could be set at first, and KVM takes KVM_DIRTY_LOG_INITIALLY_SET beside it all the same: so
+//! that is asked for, and each page must be in the ring as if it were not. (Linux 6.12 and
+//! 6.18 then protect nothing when the log is switched on, and what was mapped never gets into a ring.)
+//!
+//! A reset of a ring that a signal ends must have protected each page whose entry it took. Linux 6.16 and later forget up to 64 of
+//! them: those stay writable, and are in no ring when the guest writes to all pages again.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Instant;
+
+use kvm_bindings::{KVM_DIRTY_LOG_INITIALLY_SET, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE};
+
+use super::soak::Error;
+use vellum_guests::Guest;
+use vellum_guests::guest::GuestConfig;
+use vellum_guests::program::touch_code;
+use vellum_guests::touch::Plan;
+use vellum_host::Facts;
+use vellum_kvm::dirty::{self, DirtyTracker, Method};
+use vellum_kvm::memory::{Backing, Memory, MemoryConfig, short_size};
+use vellum_kvm::vm;
+use vellum_kvm::vm::Vm;
+use vellum_kvm::vm::counters::Counters;
+use vellum_kvm::vm::ring::DirtyRing;
+use vellum_report::{Premise, Report};
+use vellum_sandbox::{self as sandbox, Mode};
+use vellum_sys::dirty as sys;
+use vellum_sys::mmap::{PAGE_SIZE, host_page};
+use vellum_sys::signal;
+
+/// Pages that the shortest clear covers.
+const CHUNK: u64 = 64;
+
+/// Of a dirty ring: a few times what one chunk puts there.
+const RING_ENTRIES: u32 = 4096;
+
+/// Times that a log is switched on while another thread sets and revokes INITIALLY_SET: one in which the mode did not change
+/// between KVM's two looks proves nothing. On two emulated CPUs about one in four loses pages, of Linux 5.10's and of 6.12's; on
+/// a single one that counts instructions 5.10 lost none, since the other thread was never run between the looks.
+const RACES: u64 = 200;
+
+/// Bytes of the memslot at most where resets are interrupted: all its pages have room in a ring, whose last 576 entries KVM keeps in reserve.
+pub const MAX_INTERRUPTED: u64 = (RING_ENTRIES as u64 - 1024) * PAGE_SIZE;
+
+/// Resets of a ring that a signal has to end, and resets that are tried for it at most. Linux before 6.16 ends none.
+const CUT_SHORT: u64 = 8;
+const RESETS: u64 = 64;
+
+/// What becomes of INITIALLY_SET meanwhile, or of a ring's reset.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mind {
+    /// It stays.
+    Kept,
+    /// It is revoked when the log is on.
+    Revoked,
+    /// Another thread sets and revokes it while the log is switched on; all pages are written then.
+    Raced,
+    /// It is left alone, and signals end resets of the ring.
+    Interrupted,
+}
+
+/// What to test.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// With or without INITIALLY_SET, or a ring beside it.
+    pub method: Method,
+    /// What backs memory.
+    pub backing: Backing,
+    /// Bytes of the memslot.
+    pub size: u64,
+    /// Its guest-physical address; host addresses are congruent modulo 2 MiB.
+    pub base: u64,
+    /// What becomes of INITIALLY_SET.
+    pub mind: Mind,
+    /// Whether the vCPU thread is confined.
+    pub sandbox: Mode,
+}
+
+/// What this host's KVM does where a clear ends on the first page of a huge one, with initially-all-set.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EdgeVerdict {
+    /// The page is logged.
+    Kept,
+    /// It is not, and only such pages are not.
+    Lost,
+    /// Others are lost, by their gfns: another fault than this one.
+    Others(Vec<u64>),
+    /// Nothing can be said, and why.
+    Untested(&'static str),
+}
+
+impl fmt::Display for EdgeVerdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Kept => f.write_str("pages at the edges of huge ones are logged"),
+            Self::Lost => f.write_str(
+                "this kernel loses the first page of a huge one where a clear ends on it, with initially-all-set",
+            ),
+            Self::Others(gfns) => write!(f, "this kernel loses the pages {gfns:x?} with initially-all-set"),
+            Self::Untested(why) => write!(f, "not tested: {why}"),
+        }
+    }
+}
+
+/// Asks this host's KVM: some milliseconds, 6 MiB of transparent huge pages.
+pub fn probe() -> Result<EdgeVerdict, Error> {
+    let vm = vellum_host::kvm::create_vm(&vm::open()?).map_err(vm::Error::from)?;
+    if Method::InitiallySet.check(&vm).is_err() {
+        return Ok(EdgeVerdict::Untested("this KVM has no initially-all-set log"));
+    }
+    drop(vm);
+    if host_page() != PAGE_SIZE {
+        return Ok(EdgeVerdict::Untested("this host's pages are larger than 4 KiB"));
+    }
+    let (size, base) = (6 << 20, PAGE_SIZE);
+    let config = Config {
+        method: Method::InitiallySet,
+        backing: Backing::Thp,
+        size,
+        base,
+        mind: Mind::Kept,
+        // It asks about KVM, in the middle of commands that have a sandbox of their own.
+        sandbox: Mode::Off,
+    };
+    let seen = look(&config)?;
+    let gfns: Vec<u64> = seen.lost.iter().map(|page| base / PAGE_SIZE + page).collect();
+    Ok(match seen.huge {
+        _ if !gfns.is_empty() && gfns.iter().all(|gfn| gfn.is_multiple_of(512)) => EdgeVerdict::Lost,
+        _ if !gfns.is_empty() => EdgeVerdict::Others(gfns),
+        Some(1..) => EdgeVerdict::Kept,
+        Some(0) => EdgeVerdict::Untested("KVM mapped no huge page"),
+        None => EdgeVerdict::Untested("this KVM does not say whether it mapped huge pages"),
+    })
+}
+
+/// How many pages this host's KVM loses where a signal ends a reset of a dirty ring; `None` where it has no ring: some milliseconds.
+pub fn probe_reset() -> Result<Option<usize>, Error> {
+    let vm = vellum_host::kvm::create_vm(&vm::open()?).map_err(vm::Error::from)?;
+    if vm::ring::check(&vm, RING_ENTRIES).is_err() || host_page() != PAGE_SIZE {
+        return Ok(None);
+    }
+    drop(vm);
+    let config = Config {
+        method: Method::Ring,
+        backing: Backing::Memfd,
+        size: 2 << 20,
+        base: PAGE_SIZE,
+        mind: Mind::Interrupted,
+        sandbox: Mode::Off,
+    };
+    Ok(Some(look(&config)?.lost.len()))
+}
+
+/// Tests; the pages that the log lost, from the start of the memslot, are in the result, and returned.
+pub fn run(config: &Config) -> Result<(Report, Vec<u64>), Error> {
+    let seen = look(config)?;
+    Ok((report(config, &seen), seen.lost))
+}
+
+/// What one test has seen.
+struct Seen {
+    /// Pages of the memslot.
+    pages: u64,
+    /// Pages written while the log was on.
+    written: u64,
+    /// Huge pages that KVM had mapped when the log was switched on, where this kernel counts them.
+    huge: Option<u64>,
+    /// Pages that were written and are not in the log, from the start of the memslot.
+    lost: Vec<u64>,
+    /// Races that lost a page.
+    lossy: u64,
+    /// Resets of the ring that a signal ended.
+    cut_short: u64,
+}
+
+fn look(config: &Config) -> Result<Seen, Error> {
+    let kvm = vm::open()?;
+    let ring = config.method == Method::Ring;
+    if ring {
+        let probe = vellum_host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
+        vm::ring::check(&probe, RING_ENTRIES).map_err(vm::Error::from)?;
+    }
+    let (first, bytes) = super::ram(config.base, config.size, config.backing);
+    let mut memory = Memory::map(
+        vellum_kvm::arch::layout::RAM,
+        MemoryConfig { backing: config.backing, ..MemoryConfig::new(bytes) },
+    )?;
+    memory.start_at(first)?;
+    memory.cut_at(&[config.base - first])?;
+    let tested = memory.slots().last().expect("memory has a memslot").clone();
+    let enter = sandbox::each_vcpu(config.sandbox);
+    let dirty_ring = ring.then_some(RING_ENTRIES);
+    let mut guest = Guest::build(
+        &kvm,
+        memory,
+        GuestConfig { code: touch_code(), enter, dirty_ring, ..GuestConfig::new(1) },
+    )?;
+    let vm = guest.vm.fd.clone();
+    let manual_protect = |flags| {
+        let call = "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2";
+        sys::set_manual_protect(&vm, flags).map_err(|source| dirty::Error::Ioctl { call, source })
+    };
+    if ring && config.mind != Mind::Interrupted {
+        manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET)?;
+    }
+    let (vm, quiesced) = guest.quiesced()?;
+    let rings = vm.dirty_ring.clone();
+    let mut tracker = dirty::tracker(config.method, vm, &quiesced, Some(CHUNK))?;
+    tracker.track(tested.id())?;
+
+    let pages = tested.pages();
+    let write = |first: u64, count: u64| -> Result<(), Error> {
+        let plan = Plan {
+            start: tested.offset() + first * PAGE_SIZE,
+            ..Plan::every(PAGE_SIZE, count * PAGE_SIZE, true)
+        };
+        plan.program(&guest, 0);
+        guest.resume();
+        Ok(guest.wait_all_rung()?)
+    };
+    write(0, pages)?;
+    let now = Counters::open(&guest.vm.fd, &guest.vcpus).ok().and_then(|counters| counters.read().ok());
+    // Linux 5.10 counts all large pages as one, and those of its TDP MMU not at all.
+    let huge = now.and_then(|now| now.get("pages_2m").or(now.get("largepages").filter(|&&n| n > 0)).copied());
+    let (mut lossy, mut cut_short) = (0, 0);
+    let (written, lost) = match config.mind {
+        Mind::Raced => races(tracker.as_mut(), pages, write, manual_protect, &mut lossy)?,
+        Mind::Interrupted => {
+            tracker.enable(true)?;
+            let rings = rings.expect("only a ring is reset");
+            interrupted(tracker.as_mut(), &rings, pages, write, &mut cut_short)?
+        }
+        mind => {
+            tracker.enable(true)?;
+            if mind == Mind::Revoked {
+                manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE)?;
+            }
+            chunks(&guest.vm, tracker.as_mut(), tested.id(), pages, write)?
+        }
+    };
+    Ok(Seen { pages, written, huge, lost, lossy, cut_short })
+}
+
+/// Clears chunk by chunk, or resets the ring, and writes to both ends of each: pages written, and those that were lost.
+fn chunks(
+    vm: &Vm,
+    tracker: &mut dyn DirtyTracker,
+    slot: u32,
+    pages: u64,
+    write: impl Fn(u64, u64) -> Result<(), Error>,
+) -> Result<(u64, Vec<u64>), Error> {
+    let mut lost = Vec::new();
+    let mut written = 0;
+    for first in (0..pages).step_by(CHUNK as usize) {
+        if signal::is_pending() {
+            break;
+        }
+        let last = (first + CHUNK).min(pages) - 1;
+        let part = (last + 1 - first) as u32;
+        if tracker.method() == Method::Ring {
+            tracker.collect()?;
+        } else {
+            tracker.get()?;
+            let words = &tracker.logs()[0].words[(first / CHUNK) as usize..=(last / CHUNK) as usize];
+            let call = "KVM_CLEAR_DIRTY_LOG";
+            sys::clear_log(&vm.fd, slot, first, part, words).map_err(|source| dirty::Error::Slot {
+                call,
+                slot,
+                source,
+            })?;
+        }
+        for page in [last, first] {
+            write(page, 1)?;
+            written += 1;
+        }
+        tracker.get()?;
+        lost.extend([first, last].into_iter().filter(|&page| !is_set(tracker, page)));
+    }
+    lost.dedup();
+    Ok((written, lost))
+}
+
+/// Switches the log on while another thread changes the mode, and writes to every page: pages written, and those that were
+/// lost in any round; `lossy` counts such rounds.
+fn races(
+    tracker: &mut dyn DirtyTracker,
+    pages: u64,
+    write: impl Fn(u64, u64) -> Result<(), Error>,
+    manual_protect: impl Fn(u32) -> Result<(), dirty::Error> + Sync,
+    lossy: &mut u64,
+) -> Result<(u64, Vec<u64>), Error> {
+    let mut lost = BTreeSet::new();
+    let mut races = 0;
+    while races < RACES && !signal::is_pending() {
+        races += 1;
+        let (begun, over) = (Barrier::new(2), AtomicBool::new(false));
+        let change = || {
+            begun.wait();
+            while !over.load(Ordering::Relaxed) {
+                manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET)?;
+                manual_protect(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE)?;
+            }
+            Ok::<(), dirty::Error>(())
+        };
+        thread::scope(|scope| {
+            let changes = scope.spawn(change);
+            begun.wait();
+            let enabled = tracker.enable(true);
+            over.store(true, Ordering::Relaxed);
+            let changed = changes.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            enabled.and(changed)
+        })?;
+        write(0, pages)?;
+        tracker.get()?;
+        let now: Vec<u64> = (0..pages).filter(|&page| !is_set(tracker, page)).collect();
+        *lossy += u64::from(!now.is_empty());
+        lost.extend(now);
+        tracker.enable(false)?;
+    }
+    Ok((races * pages, lost.into_iter().collect()))
+}
+
+/// Ends resets by signals, and writes to every page after each: pages written, and those that are in no ring. `cut_short` counts resets
+/// that a signal ended. What one forgot to protect is never logged again, so the first loss ends it.
+fn interrupted(
+    tracker: &mut dyn DirtyTracker,
+    rings: &DirtyRing,
+    pages: u64,
+    write: impl Fn(u64, u64) -> Result<(), Error>,
+    cut_short: &mut u64,
+) -> Result<(u64, Vec<u64>), Error> {
+    let call = "KVM_RESET_DIRTY_RINGS";
+    write(0, pages)?;
+    tracker.get()?;
+    let start = Instant::now();
+    tracker.clear()?;
+    let whole = start.elapsed();
+    let mut written = pages;
+    for reset in 0..RESETS {
+        write(0, pages)?;
+        written += pages;
+        tracker.get()?;
+        let lost: Vec<u64> = (0..pages).filter(|&page| !is_set(tracker, page)).collect();
+        if !lost.is_empty() || *cut_short == CUT_SHORT || signal::is_pending() {
+            return Ok((written, lost));
+        }
+        // Later each time, and then early again.
+        let delay = whole * (reset as u32 % 16 + 1) / 17;
+        let done = rings.reset_interrupted(delay).map_err(|source| dirty::Error::Ioctl { call, source })?;
+        *cut_short += u64::from(done > 0 && done < pages);
+        tracker.clear()?;
+    }
+    write(0, pages)?;
+    tracker.get()?;
+    Ok((written + pages, (0..pages).filter(|&page| !is_set(tracker, page)).collect()))
+}
+
+/// Whether the log that was last collected has `page`.
+fn is_set(tracker: &dyn DirtyTracker, page: u64) -> bool {
+    tracker.logs()[0].words[(page / 64) as usize] >> (page % 64) & 1 != 0
+}
+
+fn report(config: &Config, seen: &Seen) -> Report {
+    let Seen { pages, written, huge, lost, lossy, cut_short } = seen;
+    let mut report = Report::new("test dirty-edges", Facts::collect(config.sandbox.of_vcpus()));
+    report.ask("tracker", config.method.name());
+    report.ask("backing", config.backing.to_string());
+    report.ask("memory", short_size(config.size));
+    report.ask("slot_base", format!("{:#x}", config.base));
+    report.ask("revoke", config.mind == Mind::Revoked);
+    report.ask("race", config.mind == Mind::Raced);
+    report.ask("interrupt", config.mind == Mind::Interrupted);
+    report.figure("pages", "pages", *pages as f64);
+    match config.mind {
+        Mind::Raced => {
+            report.figure("races", "", RACES as f64);
+            report.figure("races_that_lost_a_page", "", *lossy as f64);
+        }
+        Mind::Interrupted => report.figure("resets_ended_by_a_signal", "", *cut_short as f64),
+        _ => report.figure("chunks", "", pages.div_ceil(CHUNK) as f64),
+    }
+    report.figure("written", "pages", *written as f64);
+    report.figure("lost", "pages", lost.len() as f64);
+    if let Some(huge) = huge {
+        report.figure("pages_2m_when_the_log_was_switched_on", "pages", *huge as f64);
+    }
+    if let Some(signal) = signal::last() {
+        let of = match config.mind {
+            Mind::Raced => RACES * pages,
+            Mind::Interrupted => (RESETS + 2) * pages,
+            _ => 2 * pages.div_ceil(CHUNK),
+        };
+        report.cut_short =
+            Some(format!("ended by signal {signal}: {written} of {of} writes were made and looked for"));
+    }
+    if *huge == Some(0) && config.backing.best_mapping() >= 2 << 20 {
+        let backing = config.backing.to_string();
+        report.fail(None, Premise::NoHugePage { backing, small: None });
+    }
+    let alone = thread::available_parallelism().map_or(1, usize::from) < 2;
+    if config.mind == Mind::Raced && alone && lost.is_empty() {
+        report.fail(None, Premise::OneCpu);
+    }
+    let name = |page: &u64| {
+        format!("page {page} of the memslot, gfn {:#x}, was lost", config.base / PAGE_SIZE + page)
+    };
+    report.notes.extend(lost.iter().take(16).map(name));
+    report
+}

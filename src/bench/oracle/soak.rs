@@ -1,0 +1,544 @@
+//! `vellum test dirty-log`: guests write at random while their log is collected, toggled and cut, and the oracle looks on.
+//!
+//! The test runs in *legs*: a machine with one tracker, one backing, memslots cut at random (odd bases among them, with
+//! host addresses congruent modulo 2 MiB so that huge pages are mapped all the same), and writers whose order, hot
+//! set and overlap are drawn too. Within a leg (`leg.rs`), `Leg::step` draws what happens next. Everything that is drawn comes
+//! from one seed; what the guest has written by then does not.
+
+mod leg;
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use super::judge::Mode;
+use vellum_guests::{guest, mix};
+use vellum_host::{self as host, Facts};
+use vellum_kvm::dirty::{Error as DirtyError, Method};
+use vellum_kvm::memory::{self, Backing, short_size};
+use vellum_kvm::vm::{self, vcpu};
+use vellum_report::{Case, Label, Report, Status};
+use vellum_sandbox as sandbox;
+
+use leg::Leg;
+use vellum_sys::fault::{Blame, Fault};
+
+/// What to test, and for how long.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The trackers, each for an equal share of the time.
+    pub methods: Vec<Method>,
+    /// The backings, one after the other within each tracker.
+    pub backings: Vec<Backing>,
+    /// Bytes of memory that the guest writes to.
+    pub size: u64,
+    /// How many vCPUs write.
+    pub vcpus: usize,
+    /// The seed of all that is drawn.
+    pub seed: u64,
+    /// Events to check with each tracker at least.
+    pub events: u64,
+    /// How long to go on at most, over all trackers.
+    pub duration: Option<Duration>,
+    /// Collections of this kind only.
+    pub mode: Option<Mode>,
+    /// Entries of a dirty ring.
+    pub ring_entries: u32,
+    /// Where the one memslot of the test starts, instead of a drawn cut.
+    pub slot_base: Option<u64>,
+    /// Pages that one `KVM_CLEAR_DIRTY_LOG` clears; collections then clear a drawn part of the chunks and leave the rest.
+    pub clear_chunk: Option<u64>,
+    /// Bits to take out of each tracker's collections: the test of the test.
+    pub lose: u64,
+    /// What would have been tested too, had this host got it.
+    pub left_out: Vec<LeftOut>,
+    /// Whether vCPU threads are confined, each on its own.
+    pub sandbox: sandbox::Mode,
+}
+
+/// What this host does not have.
+#[derive(Clone, Debug)]
+pub struct LeftOut {
+    /// A tracker, or all of those that are tested.
+    pub method: Option<Method>,
+    /// A backing, or all of those that are tested.
+    pub backing: Option<Backing>,
+    /// What is lacking, with the remedy.
+    pub why: String,
+    /// Whether it was asked for by name.
+    pub asked: bool,
+}
+
+impl LeftOut {
+    /// What it is, and what is lacking.
+    fn said(&self) -> String {
+        let backing = self.backing.map(|backing| backing.to_string());
+        let what = self.method.map(|method| method.name().to_owned()).or(backing);
+        format!("{}: {}", what.unwrap_or_default(), self.why)
+    }
+}
+
+/// How large guest memory of a test may be: in one piece, so that offsets are addresses but for where RAM starts.
+pub const MOST: u64 = vellum_kvm::arch::layout::ONE_PIECE;
+
+/// Why the test could not be held.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A tracker.
+    #[error(transparent)]
+    Dirty(#[from] DirtyError),
+    /// The machine.
+    #[error(transparent)]
+    Run(#[from] guest::Error),
+    /// The guest stopped although nobody asked it to.
+    #[error("the guest's writers stopped by themselves")]
+    Stopped,
+}
+
+impl From<vm::Error> for Error {
+    fn from(error: vm::Error) -> Self {
+        Self::Run(error.into())
+    }
+}
+
+impl From<memory::Error> for Error {
+    fn from(error: memory::Error) -> Self {
+        vm::Error::from(error).into()
+    }
+}
+
+impl From<vcpu::Error> for Error {
+    fn from(error: vcpu::Error) -> Self {
+        vm::Error::from(error).into()
+    }
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Dirty(error) => error.blame(),
+            Self::Run(error) => error.blame(),
+            Self::Stopped => Blame::GUEST,
+        }
+    }
+}
+
+/// How many of what is named before the rest is only counted.
+pub const NAMED: usize = 32;
+
+/// What was seen with one tracker.
+#[derive(Clone, Debug)]
+pub struct Tally {
+    /// Which.
+    pub method: Method,
+    /// Distinct (page, collection) events checked: a write that the stamps prove, and its bit.
+    pub events: u64,
+    /// Collections while vCPUs ran, and with vCPUs out of the guest.
+    pub collections: [u64; 2],
+    /// Bits that came one collection late, as a running guest's may.
+    pub late: u64,
+    /// Bits without a fresh stamp that KVM's rules explain.
+    pub explained: u64,
+    /// Pages lost.
+    pub lost: u64,
+    /// Those of them that are the first of 2 MiB: see [`super::edges`].
+    pub lost_at_edges: u64,
+    /// Bits that nothing explains.
+    pub unexplained: u64,
+    /// Pages that hold another page's stamp.
+    pub misplaced: u64,
+    /// The first few of these, as lines.
+    pub names: Vec<String>,
+    /// Bits taken out on purpose whose pages were not written again, and those of them that the oracle named.
+    pub injected: [u64; 2],
+    /// The log switched off and on, memslots recreated, memslots moved.
+    pub upheavals: [u64; 3],
+    /// Machines that were built.
+    pub legs: u64,
+    /// The backings whose log was collected at least once.
+    pub backings: Vec<Backing>,
+    /// The most 2 MiB mappings that KVM had when a log was switched on.
+    pub pages_2m: Option<u64>,
+    /// What was seen on each backing, in the order in which they had their turn.
+    pub parts: Vec<Part>,
+}
+
+/// What was seen with one tracker on one backing.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Which.
+    pub backing: Backing,
+    /// Events checked.
+    pub events: u64,
+    /// Pages lost.
+    pub lost: u64,
+    /// Bits unexplained, stamps misplaced, and injected losses that went unnoticed.
+    pub wrong: u64,
+    /// How long its machines ran.
+    pub seconds: f64,
+}
+
+impl Tally {
+    fn new(method: Method) -> Self {
+        Self {
+            method,
+            events: 0,
+            collections: [0; 2],
+            late: 0,
+            explained: 0,
+            lost: 0,
+            lost_at_edges: 0,
+            unexplained: 0,
+            misplaced: 0,
+            names: Vec::new(),
+            injected: [0; 2],
+            upheavals: [0; 3],
+            legs: 0,
+            backings: Vec::new(),
+            pages_2m: None,
+            parts: Vec::new(),
+        }
+    }
+
+    /// Whether the log kept its word (bits taken out on purpose apart) and the oracle its own.
+    pub fn is_clean(&self) -> bool {
+        self.lost == 0 && self.unexplained == 0 && self.misplaced == 0 && self.injected[0] == self.injected[1]
+    }
+
+    /// Whether nothing is wrong but losses that [`super::edges`] may explain.
+    pub fn only_edges(&self) -> bool {
+        self.method == Method::InitiallySet
+            && self.lost > 0
+            && self.lost == self.lost_at_edges
+            && Self { lost: 0, ..self.clone() }.is_clean()
+    }
+
+    /// What is wrong besides losses.
+    fn wrong(&self) -> u64 {
+        self.unexplained + self.misplaced + (self.injected[0] - self.injected[1])
+    }
+
+    /// Adds what has come since `before`, when a machine with `backing` was begun.
+    fn add_part(&mut self, before: &Self, backing: Backing, seconds: f64) {
+        let at = self.parts.iter().position(|part| part.backing == backing).unwrap_or_else(|| {
+            self.parts.push(Part { backing, events: 0, lost: 0, wrong: 0, seconds: 0.0 });
+            self.parts.len() - 1
+        });
+        let (events, lost) = (self.events - before.events, self.lost - before.lost);
+        let wrong = self.wrong() - before.wrong();
+        let part = &mut self.parts[at];
+        part.events += events;
+        part.lost += lost;
+        part.wrong += wrong;
+        part.seconds += seconds;
+    }
+
+    fn name(&mut self, what: impl fmt::Display, leg: &str) {
+        if self.names.len() < NAMED {
+            self.names.push(format!("{what} [{}, {leg}]", self.method.name()));
+        }
+    }
+}
+
+/// Numbers from a seed.
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(1);
+        mix(mix(self.0))
+    }
+
+    /// A number below `n`, which is not 0.
+    fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    fn chance(&mut self, percent: u64) -> bool {
+        self.below(100) < percent
+    }
+}
+
+/// A test that was held.
+#[derive(Clone, Debug)]
+pub struct Held {
+    /// What was seen with each tracker that had its turn.
+    pub tallies: Vec<Tally>,
+    /// The signal with which the user ended it.
+    pub interrupted: Option<i32>,
+}
+
+/// Holds the test. `watch` hears of the state after every collection. A signal that is remembered
+/// ([`remember`](vellum_sys::signal::remember)) ends it with what was seen by then.
+pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Held, Error> {
+    let kvm = vm::open()?;
+    // A host that lacks one of the trackers says so before an hour has passed.
+    let probe = host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
+    for &method in &config.methods {
+        method.check(&probe)?;
+        if method == Method::Ring {
+            vm::ring::check(&probe, config.ring_entries).map_err(vm::Error::from)?;
+        }
+    }
+    drop(probe);
+    let start = Instant::now();
+    let share = config.duration.map(|duration| duration / config.methods.len().max(1) as u32);
+    let budget = budget(config.events, config.backings.len());
+    let mut held = Held { tallies: Vec::new(), interrupted: None };
+    for (&method, nth) in config.methods.iter().zip(1..) {
+        let until = share.map(|share| start + share * nth);
+        // Each backing has its turn, in a short test too.
+        let turn = share.map(|share| share / config.backings.len().max(1) as u32);
+        let mut tally = Tally::new(method);
+        for &backing in config.backings.iter().cycle() {
+            let over = until.is_some_and(|until| Instant::now() >= until);
+            let enough = match config.lose {
+                0 => tally.events >= config.events && tally.legs >= config.backings.len() as u64,
+                lose => tally.injected[0] >= lose,
+            };
+            if over || enough || held.interrupted.is_some() {
+                break;
+            }
+            tally.legs += 1;
+            let seed = mix(config.seed ^ mix(tally.legs ^ (nth as u64) << 32));
+            let until = until.zip(turn).map(|(until, turn)| until.min(Instant::now() + turn));
+            let (before, begun) = (tally.clone(), Instant::now());
+            let leg = Leg::build(&kvm, config, method, backing, Rng(seed), &mut tally);
+            let ended = leg.and_then(|leg| leg.run(budget, until, watch));
+            tally.add_part(&before, backing, begun.elapsed().as_secs_f64());
+            match ended {
+                Err(Error::Run(guest::Error::Interrupted(signal))) => held.interrupted = Some(signal),
+                ended => ended?,
+            }
+        }
+        if tally.legs > 0 {
+            held.tallies.push(tally);
+        }
+    }
+    Ok(held)
+}
+
+/// Events to check in one machine, where each of so many backings is to have two, and no more than were asked for.
+fn budget(events: u64, backings: usize) -> u64 {
+    (events / (backings.max(1) as u64 * 2)).clamp(20_000.min(events), 500_000)
+}
+
+impl Held {
+    /// What was asked for and not tested, if anything, and why.
+    fn cut_short(&self, config: &Config) -> Option<String> {
+        let missing = |method: &Method| {
+            let tally = self.tallies.iter().find(|tally| tally.method == *method);
+            // A test of the test is over when all that was injected was found, wherever that was.
+            if config.lose > 0 {
+                let taken = tally.map_or(0, |tally| tally.injected[0]);
+                return (taken < config.lose).then(|| method.name().to_owned());
+            }
+            let reached = tally.map_or(&[][..], |tally| &tally.backings);
+            let backings = config.backings.iter().filter(|backing| !reached.contains(backing));
+            let backings: Vec<_> = backings.map(Backing::to_string).collect();
+            match backings.len() {
+                0 => None,
+                _ if reached.is_empty() => Some(method.name().to_owned()),
+                _ => Some(format!("{} on {}", method.name(), backings.join(", "))),
+            }
+        };
+        let missing: Vec<_> = config.methods.iter().filter_map(missing).collect();
+        let why = match self.interrupted {
+            Some(signal) => format!("ended by signal {signal}"),
+            None if missing.is_empty() => return None,
+            None => "the time was over".into(),
+        };
+        Some(match missing.is_empty() {
+            true => format!("{why}; every tracker was tested with every backing until then"),
+            false if config.lose > 0 => {
+                format!("{why} before {} bits were taken out with {}", config.lose, missing.join("; "))
+            }
+            false => format!("{why} before anything was tested with {}", missing.join("; ")),
+        })
+    }
+
+    /// The backings that were reached with any tracker, in the order in which they were asked for.
+    fn backings<'a>(&'a self, config: &'a Config) -> impl Iterator<Item = &'a Backing> {
+        let reached = |backing: &&Backing| self.tallies.iter().any(|tally| tally.backings.contains(backing));
+        config.backings.iter().filter(reached)
+    }
+}
+
+/// A case for each tracker on each backing, those that were left out or not reached among them.
+fn cases(config: &Config, held: &Held) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let seeded = |case: Case| Case { seed: Some(config.seed), ..case };
+    for &method in &config.methods {
+        let tally = held.tallies.iter().find(|tally| tally.method == method);
+        for backing in &config.backings {
+            let name = format!("{}/{backing}", method.name());
+            let part = tally.and_then(|tally| tally.parts.iter().find(|part| part.backing == *backing));
+            let case = match part.filter(|part| part.events > 0 || part.lost + part.wrong > 0) {
+                Some(part) if part.lost + part.wrong == 0 => Case::new(name, Status::Pass),
+                Some(part) => Case::new(name, Status::Fail).because(format!(
+                    "{} pages lost, {} bits unexplained or stamps misplaced in {} events",
+                    part.lost, part.wrong, part.events
+                )),
+                None if held.interrupted.is_some() => Case::new(name, Status::Timeout)
+                    .because("the test was ended before it came to this")
+                    .mended_by("let it run"),
+                None if config.lose > 0 => Case::new(name, Status::Skip)
+                    .because("all that was injected was found before it came to this"),
+                None => Case::new(name, Status::Timeout)
+                    .because("the time was over before it came to this")
+                    .mended_by("give it more time"),
+            };
+            cases.push(seeded(Case { seconds: part.map(|part| part.seconds), ..case }));
+        }
+        for left_out in config.left_out.iter().filter(|left_out| left_out.method.is_none()) {
+            let backing = left_out.backing.map_or("all".to_owned(), |backing| backing.to_string());
+            cases
+                .push(Case::new(format!("{}/{backing}", method.name()), Status::Skip).because(&left_out.why));
+        }
+    }
+    for left_out in &config.left_out {
+        if let Some(method) = left_out.method {
+            cases.push(Case::new(method.name(), Status::Skip).because(&left_out.why));
+        }
+    }
+    cases
+}
+
+/// The result of a test that was held.
+pub fn report(config: &Config, held: &Held, facts: Facts) -> Report {
+    let mut report = Report::new("test dirty-log", facts);
+    let tested = || held.tallies.iter().filter(|tally| !tally.backings.is_empty());
+    report.cut_short = held.cut_short(config);
+    report.cases = cases(config, held);
+    report.not_run = config.left_out.iter().filter(|left_out| left_out.asked).map(LeftOut::said).collect();
+    let names = |names: &mut dyn Iterator<Item = String>| names.collect::<Vec<_>>().join(",");
+    // What was not reached is named above, and not as if it had been used.
+    if tested().next().is_some() {
+        report.ask("tracker", names(&mut tested().map(|tally| tally.method.name().to_owned())));
+        report.ask("backing", names(&mut held.backings(config).map(Backing::to_string)));
+    }
+    report.ask("memory", short_size(config.size));
+    report.ask("cpus", config.vcpus);
+    report.ask("seed", config.seed);
+    if config.events < u64::MAX {
+        report.ask("events", config.events);
+    }
+    if let Some(duration) = config.duration {
+        report.ask("duration_seconds", duration.as_secs_f64());
+    }
+    if let Some(mode) = config.mode {
+        report.ask("mode", if mode == Mode::Running { "running" } else { "quiesced" });
+    }
+    if config.methods.contains(&Method::Ring) {
+        report.ask("ring_entries", config.ring_entries);
+    }
+    if let Some(base) = config.slot_base {
+        report.ask("slot_base", format!("{base:#x}"));
+    }
+    if let Some(chunk) = config.clear_chunk {
+        report.ask("clear_chunk", chunk);
+    }
+    if config.lose > 0 {
+        report.ask("inject_lose", config.lose);
+    }
+    for tally in tested() {
+        let mut figure = |name: &str, unit: &str, value: u64| {
+            report.figure(Label::of(name, tally.method.name()), unit, value as f64);
+        };
+        figure("events_checked", "events", tally.events);
+        figure("collections_running", "", tally.collections[0]);
+        figure("collections_quiesced", "", tally.collections[1]);
+        figure("bits_one_collection_late", "pages", tally.late);
+        figure("bits_explained", "pages", tally.explained);
+        figure("bits_unexplained", "pages", tally.unexplained);
+        figure("stamps_misplaced", "pages", tally.misplaced);
+        figure("lost", "pages", tally.lost);
+        figure("lost_at_edges_of_2m", "pages", tally.lost_at_edges);
+        if config.lose > 0 {
+            figure("injected", "pages", tally.injected[0]);
+            figure("injected_and_caught", "pages", tally.injected[1]);
+        }
+        figure("log_toggled", "", tally.upheavals[0]);
+        figure("memslots_recreated", "", tally.upheavals[1]);
+        figure("memslots_moved", "", tally.upheavals[2]);
+        figure("machines", "", tally.legs);
+        if let Some(pages) = tally.pages_2m {
+            figure("most_pages_mapped_2m", "pages", pages);
+        }
+        for part in tally.parts.iter().filter(|part| part.events > 0) {
+            // As the case is called: whoever adds up events over many results finds them by it.
+            let index = format!("{}/{}", tally.method.name(), part.backing);
+            report.figure(Label::of("events", &index), "events", part.events as f64);
+            report.figure(Label::of("pages_lost", &index), "pages", part.lost as f64);
+        }
+        report.notes.extend(tally.names.iter().cloned());
+        let more =
+            (tally.lost + tally.unexplained + tally.misplaced).saturating_sub(tally.names.len() as u64);
+        if more > 0 {
+            report.notes.push(format!("{more} more of these with {}", tally.method.name()));
+        }
+    }
+    report
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(backings: Vec<Backing>) -> Config {
+        Config {
+            methods: vec![Method::Bitmap, Method::Ring],
+            backings,
+            size: 1 << 20,
+            vcpus: 1,
+            seed: 1,
+            events: u64::MAX,
+            duration: None,
+            mode: None,
+            ring_entries: 4096,
+            slot_base: None,
+            clear_chunk: None,
+            lose: 0,
+            left_out: Vec::new(),
+            sandbox: sandbox::Mode::Off,
+        }
+    }
+
+    fn held(reached: &[(Method, &[Backing])], interrupted: Option<i32>) -> Held {
+        let tally = |&(method, backings): &(Method, &[Backing])| Tally {
+            backings: backings.to_vec(),
+            ..Tally::new(method)
+        };
+        Held { tallies: reached.iter().map(tally).collect(), interrupted }
+    }
+
+    #[test]
+    fn a_machine_checks_no_more_events_than_were_asked_for() {
+        assert_eq!([1, 10, 20_000, 1_000_000].map(|events| budget(events, 4)), [1, 10, 20_000, 125_000]);
+        assert_eq!(budget(u64::MAX, 4), 500_000);
+    }
+
+    #[test]
+    fn what_was_not_reached_is_named_and_not_listed() {
+        use Backing::{Anonymous, Shmem, Thp};
+        let config = config(vec![Anonymous, Thp, Shmem]);
+        let some = held(&[(Method::Bitmap, &[Anonymous, Thp]), (Method::Ring, &[])], None);
+        let report = |held: &Held| report(&config, held, Facts::collect("off".into()));
+        let short = report(&some);
+        let said = "the time was over before anything was tested with bitmap on shmem; ring";
+        assert_eq!(short.cut_short.as_deref(), Some(said));
+        assert_eq!(
+            (&short.asked["tracker"], &short.asked["backing"]),
+            (&"bitmap".into(), &"anonymous,thp".into())
+        );
+        assert!(short.figures.iter().all(|figure| figure.label.index.as_deref() == Some("bitmap")));
+
+        let all: &[Backing] = &[Anonymous, Thp, Shmem];
+        let every = held(&[(Method::Bitmap, all), (Method::Ring, all)], None);
+        assert_eq!(report(&every).cut_short, None);
+        let ended = report(&Held { interrupted: Some(2), ..every });
+        assert!(ended.cut_short.is_some_and(|said| said.starts_with("ended by signal 2")));
+        let none = report(&held(&[], Some(15)));
+        let said = "ended by signal 15 before anything was tested with bitmap; ring";
+        assert_eq!((none.cut_short.as_deref(), none.figures.len()), (Some(said), 0));
+    }
+}

@@ -1,0 +1,607 @@
+//! What a guest has written to a disk, beside a base that nobody changes: a sparse file with a map of the blocks that it holds.
+//!
+//! ```text
+//! 0        header: "VLMOVER\n", u32 version, u32 bytes of a block, u64 bytes of the base, i64 when the base was last written to (ns since
+//!          1970), u32 CRC32C of these
+//! 4096     the map, a bit a block, 1 where the block is here
+//! then     from the next multiple of 4096 on, each block where it lies in the base
+//! ```
+//!
+//! A block is here as a whole: of one that is written to in part for the first time, the rest is copied from the base. The map of a file
+//! says of a block that it is here only when the block is on the medium: a flush first writes data, and then the map. So after a loss of
+//! power the disk has all that was flushed, and of what was not flushed any sectors or none, as any disk has.
+
+use std::collections::BTreeSet;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crc_fast::{CrcAlgorithm::Crc32Iscsi, checksum};
+use serde::{Deserialize, Serialize};
+use vmm_sys_util::fallocate::{FallocateMode, fallocate};
+
+use vellum_kvm::memory::slices::Slices;
+use vellum_sys::mmap;
+use vellum_sys::open::{self, Kind};
+
+/// Bytes of a block: what file systems write at least, and the host's page cache has.
+const BLOCK: u64 = 4096;
+const MAGIC: [u8; 8] = *b"VLMOVER\n";
+const VERSION: u32 = 1;
+const HEADER: usize = 36;
+/// Where the map begins, and how much of it is written at once.
+const MAP: u64 = 4096;
+const MAP_PAGE: u64 = 4096;
+
+/// The largest base: its map has 512 MiB, of which memory is taken where something is written alone.
+const MAX_BASE: u64 = 16 << 40;
+
+/// Where what is written goes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Place {
+    /// To a file, which is made where there is none.
+    File(PathBuf),
+    /// Nowhere that outlives the machine.
+    Discard,
+}
+
+/// Why there is no overlay.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The host.
+    #[error("{0}")]
+    Host(#[from] io::Error),
+    /// A file that is none.
+    #[error("it is no overlay: it does not begin like one; another name makes a new one")]
+    Other,
+    /// A later version's.
+    #[error("it is of version {0}, and this Vellum knows {VERSION}")]
+    Version(u32),
+    /// Of another disk.
+    #[error(
+        "it is of another base, or the base has changed since: it was of {bytes} bytes, last written to at {at}, and is of {now_bytes}, written to at {now_at}"
+    )]
+    Base {
+        /// The size of its base.
+        bytes: u64,
+        /// When that was last written to, in seconds since 1970.
+        at: i64,
+        /// The size of this base.
+        now_bytes: u64,
+        /// When this one was.
+        now_at: i64,
+    },
+    /// A base that is too large.
+    #[error("a disk of {} TiB is larger than an overlay's base may be, {} TiB", .0 >> 40, MAX_BASE >> 40)]
+    Large(u64),
+    /// Somebody has shortened it.
+    #[error("it is cut short: it has {has} bytes of {due}")]
+    Short {
+        /// How many there are.
+        has: u64,
+        /// How many there should be.
+        due: u64,
+    },
+}
+
+/// A base, and what has been written beside it.
+pub struct Overlay {
+    base: File,
+    over: File,
+    /// Whether somebody wants it after the machine's end.
+    lasts: bool,
+    /// Bytes of the disk.
+    bytes: u64,
+    /// Where block 0 lies in `over`.
+    data: u64,
+    /// The map: what is here, on the medium or not.
+    here: Vec<u64>,
+    /// Pages of the map that are not on the medium as they are in `here`.
+    owed: BTreeSet<u64>,
+    /// In tests, what was done to `over`, in its order.
+    #[cfg(test)]
+    trace: Vec<tests::Act>,
+}
+
+/// What tells a base from another.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Identity {
+    bytes: u64,
+    written: i64,
+}
+
+impl Identity {
+    fn of(base: &File, bytes: u64) -> io::Result<Self> {
+        let stat = base.metadata()?;
+        // A block device does not tell.
+        let written = stat.file_type().is_file().then(|| stat.mtime() * 1_000_000_000 + stat.mtime_nsec());
+        Ok(Self { bytes, written: written.unwrap_or(0) })
+    }
+
+    fn header(self) -> [u8; HEADER] {
+        let mut header = [0; HEADER];
+        header[..8].copy_from_slice(&MAGIC);
+        header[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        header[12..16].copy_from_slice(&(BLOCK as u32).to_le_bytes());
+        header[16..24].copy_from_slice(&self.bytes.to_le_bytes());
+        header[24..32].copy_from_slice(&self.written.to_le_bytes());
+        let sum = checksum(Crc32Iscsi, &header[..32]) as u32;
+        header[32..].copy_from_slice(&sum.to_le_bytes());
+        header
+    }
+
+    fn check(self, header: &[u8; HEADER]) -> Result<(), Error> {
+        let word = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("8 bytes"));
+        let half = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("4 bytes"));
+        if header[..8] != MAGIC {
+            return Err(Error::Other);
+        }
+        if half(8) != VERSION {
+            return Err(Error::Version(half(8)));
+        }
+        if half(32) != checksum(Crc32Iscsi, &header[..32]) as u32 || half(12) != BLOCK as u32 {
+            return Err(Error::Other);
+        }
+        let found = Self { bytes: word(16), written: word(24).cast_signed() };
+        if found != self {
+            let second = |ns: i64| ns.div_euclid(1_000_000_000);
+            return Err(Error::Base {
+                bytes: found.bytes,
+                at: second(found.written),
+                now_bytes: self.bytes,
+                now_at: second(self.written),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Opens the file at `path` for what is written beside a base, or makes it, without locking it, and has `work` done with it. A file that
+/// was made for work that fails is gone again.
+///
+/// # Errors
+/// What the kernel says, by `failed`, or of `work`.
+pub fn with_file<T, E>(
+    path: &Path,
+    failed: impl FnOnce(io::Error) -> E,
+    work: impl FnOnce(File) -> Result<T, E>,
+) -> Result<T, E> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(0o600);
+    let open = |options: &OpenOptions| open::open(path, options, Kind::Regular);
+    let (file, made) = match open(options.clone().create_new(true)) {
+        Ok(file) => (file, true),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            // A link that leads to nothing is there, too.
+            match open(options.create(true).truncate(false)) {
+                Ok(file) => (file, false),
+                Err(error) => return Err(failed(error)),
+            }
+        }
+        Err(error) => return Err(failed(error)),
+    };
+    work(file).inspect_err(|_| {
+        if made {
+            let _ = std::fs::remove_file(path);
+        }
+    })
+}
+
+/// A file that goes with who has it open: where temporary files are, or in memory.
+///
+/// # Errors
+/// What the kernel says of both.
+pub fn unnamed() -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(0o600);
+    options.open(std::env::temp_dir()).or_else(|_| mmap::memfd(c"vellum-overlay", 0, None))
+}
+
+impl Overlay {
+    /// `over` beside `base`, which has `bytes` bytes. An empty file becomes one.
+    ///
+    /// # Errors
+    /// Why it is none of this base's.
+    pub fn new(base: File, bytes: u64, over: File, lasts: bool) -> Result<Self, Error> {
+        if bytes > MAX_BASE {
+            return Err(Error::Large(bytes));
+        }
+        let blocks = bytes.div_ceil(BLOCK);
+        let map = blocks.div_ceil(8).next_multiple_of(MAP_PAGE);
+        let (data, identity) = (MAP + map, Identity::of(&base, bytes)?);
+        let due = data + blocks * BLOCK;
+        let mut here = vec![0; (map / 8) as usize];
+        match over.metadata()?.len() {
+            0 => {
+                // The length last: a file that has it has a header.
+                over.write_all_at(&identity.header(), 0)?;
+                over.set_len(due)?;
+                if lasts {
+                    over.sync_all()?;
+                }
+            }
+            has => {
+                let mut header = [0; HEADER];
+                match over.read_exact_at(&mut header, 0) {
+                    Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Err(Error::Other),
+                    read => read?,
+                }
+                identity.check(&header)?;
+                if has < due {
+                    return Err(Error::Short { has, due });
+                }
+                let mut page = [0; MAP_PAGE as usize];
+                for (at, words) in here.chunks_mut(page.len() / 8).enumerate() {
+                    over.read_exact_at(&mut page, MAP + at as u64 * MAP_PAGE)?;
+                    for (word, bytes) in words.iter_mut().zip(page.as_chunks::<8>().0) {
+                        *word = u64::from_le_bytes(*bytes);
+                    }
+                }
+            }
+        }
+        Ok(Self {
+            base,
+            over,
+            lasts,
+            bytes,
+            data,
+            here,
+            owed: BTreeSet::new(),
+            #[cfg(test)]
+            trace: Vec::new(),
+        })
+    }
+
+    fn is_here(&self, block: u64) -> bool {
+        self.here[(block / 64) as usize] >> (block % 64) & 1 != 0
+    }
+
+    /// From `at` on, of `len` bytes, those that lie in the same file: whether that is the overlay's, and where they end.
+    fn run(&self, at: u64, len: u64) -> (bool, u64) {
+        let here = self.is_here(at / BLOCK);
+        let end = at + len;
+        let mut next = (at / BLOCK + 1) * BLOCK;
+        while next < end && self.is_here(next / BLOCK) == here {
+            next += BLOCK;
+        }
+        (here, next.min(end))
+    }
+
+    /// Reads from `at` on into the next bytes of `data`: how many.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn read(&self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
+        let (here, end) = self.run(at, data.left() as u64);
+        let most = (end - at) as usize;
+        if here { data.preadv(&self.over, self.data + at, most) } else { data.preadv(&self.base, at, most) }
+    }
+
+    /// Writes the next bytes of `data` from `at` on: how many.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
+        let (here, end) = self.run(at, data.left() as u64);
+        let (first, last) = (at / BLOCK, (end - 1) / BLOCK);
+        if here {
+            return self.put(data, at, end);
+        }
+        if !at.is_multiple_of(BLOCK) || end < ((first + 1) * BLOCK).min(self.bytes) {
+            // The rest of this block comes from the base; then it is here.
+            self.fill(first)?;
+            self.mark(first, first + 1);
+            return self.put(data, at, end.min((first + 1) * BLOCK));
+        }
+        // Whole blocks; one that is cut at the end has its turn next.
+        let whole = if end == self.bytes { end } else { end / BLOCK * BLOCK };
+        let count = self.put(data, at, whole)?;
+        let done = at + count as u64;
+        self.mark(first, if done == self.bytes { last + 1 } else { done / BLOCK });
+        // The host's file system was full in the middle of a block, which is none of the disk then.
+        let whole = done == self.bytes || done.is_multiple_of(BLOCK);
+        if whole && count > 0 { Ok(count) } else { Err(io::ErrorKind::WriteZero.into()) }
+    }
+
+    fn put(&mut self, data: &mut Slices<'_>, at: u64, end: u64) -> io::Result<usize> {
+        let count = data.pwritev(&self.over, self.data + at, (end - at) as usize)?;
+        self.note(self.data + at, count as u64);
+        Ok(count)
+    }
+
+    /// Copies `block` from the base.
+    fn fill(&mut self, block: u64) -> io::Result<()> {
+        let (at, mut bytes) = (block * BLOCK, [0; BLOCK as usize]);
+        let part = &mut bytes[..(self.bytes - at).min(BLOCK) as usize];
+        self.base.read_exact_at(part, at)?;
+        self.over.write_all_at(part, self.data + at)?;
+        let len = part.len() as u64;
+        self.note(self.data + at, len);
+        Ok(())
+    }
+
+    /// Blocks `from` to `to`, without that, are here.
+    fn mark(&mut self, from: u64, to: u64) {
+        for block in from..to {
+            self.here[(block / 64) as usize] |= 1 << (block % 64);
+            self.owed.insert(block / 8 / MAP_PAGE);
+        }
+    }
+
+    /// Has `len` bytes from `at` on read as zeroes, and gives up their room.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn zero(&mut self, at: u64, len: u64) -> io::Result<()> {
+        let (mut at, end) = (at, at + len);
+        while at < end {
+            let block = at / BLOCK;
+            let whole = at.is_multiple_of(BLOCK) && (end >= (block + 1) * BLOCK || end == self.bytes);
+            let next = if whole && end != self.bytes {
+                end / BLOCK * BLOCK
+            } else if whole {
+                end
+            } else {
+                end.min((block + 1) * BLOCK)
+            };
+            if !whole && !self.is_here(block) {
+                self.fill(block)?;
+            }
+            fallocate(&self.over, FallocateMode::PunchHole, true, self.data + at, next - at)
+                .map_err(io::Error::from)?;
+            self.note(self.data + at, next - at);
+            self.mark(block, next.div_ceil(BLOCK));
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// What has been written until now outlives a loss of power, where somebody wants it.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn flush(&mut self) -> io::Result<()> {
+        if !self.lasts {
+            return Ok(());
+        }
+        self.sync()?;
+        if self.owed.is_empty() {
+            return Ok(());
+        }
+        let words = (MAP_PAGE / 8) as usize;
+        for &page in &self.owed {
+            let part = &self.here[page as usize * words..][..words];
+            let bytes: Vec<u8> = part.iter().flat_map(|word| word.to_le_bytes()).collect();
+            self.over.write_all_at(&bytes, MAP + page * MAP_PAGE)?;
+        }
+        #[cfg(test)]
+        for page in self.owed.clone() {
+            self.note(MAP + page * MAP_PAGE, MAP_PAGE);
+        }
+        self.sync()?;
+        self.owed.clear();
+        Ok(())
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        self.over.sync_data()?;
+        #[cfg(test)]
+        self.trace.push(tests::Act::Sync);
+        Ok(())
+    }
+
+    /// In tests: `len` bytes at `at` of the file are other ones now.
+    #[cfg_attr(not(test), allow(unused_variables, clippy::unused_self))]
+    fn note(&mut self, at: u64, len: u64) {
+        #[cfg(test)]
+        {
+            let mut bytes = vec![0; len as usize];
+            self.over.read_exact_at(&mut bytes, at).unwrap();
+            self.trace.push(tests::Act::Write(at, bytes));
+        }
+    }
+}
+
+impl Drop for Overlay {
+    fn drop(&mut self) {
+        // The guest was ended rather than switched off: what it had not flushed need not be lost for that.
+        if let Err(error) = self.flush() {
+            tracing::warn!("an overlay: what was written to it last is lost: {error}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vellum_kvm::arch::layout;
+    use vellum_kvm::memory::{Memory, MemoryConfig};
+    use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+
+    /// What was done to the file.
+    pub enum Act {
+        /// Bytes of it are these.
+        Write(u64, Vec<u8>),
+        /// All before is on the medium.
+        Sync,
+    }
+
+    const SECTOR: u64 = 512;
+
+    fn file(bytes: &[u8]) -> File {
+        let file = mmap::memfd(c"overlay", 0, None).unwrap();
+        file.write_all_at(bytes, 0).unwrap();
+        file
+    }
+
+    fn base(bytes: usize) -> Vec<u8> {
+        (0..bytes).map(|at| (at / 512) as u8 ^ 0x55).collect()
+    }
+
+    /// Guest memory to write from and read to.
+    struct Guest(Memory);
+
+    impl Guest {
+        fn new() -> Self {
+            Self(Memory::map(layout::RAM, MemoryConfig::new(2 << 20)).unwrap())
+        }
+
+        fn slices(&self, len: usize) -> Slices<'_> {
+            let mut slices = Slices::default();
+            for slice in self.0.guest.get_slices(GuestAddress(0), len) {
+                slices.push(slice.unwrap());
+            }
+            slices
+        }
+
+        fn write(&self, overlay: &mut Overlay, at: u64, bytes: &[u8]) {
+            self.0.guest.write_slice(bytes, GuestAddress(0)).unwrap();
+            let (mut data, mut at) = (self.slices(bytes.len()), at);
+            while data.left() > 0 {
+                at += overlay.write(&mut data, at).unwrap() as u64;
+            }
+        }
+
+        fn read(&self, overlay: &Overlay, at: u64, len: usize) -> Vec<u8> {
+            let (mut data, mut at) = (self.slices(len), at);
+            while data.left() > 0 {
+                at += overlay.read(&mut data, at).unwrap() as u64;
+            }
+            let mut bytes = vec![0; len];
+            self.0.guest.read_slice(&mut bytes, GuestAddress(0)).unwrap();
+            bytes
+        }
+    }
+
+    fn random(state: &mut u64, below: u64) -> u64 {
+        *state ^= *state << 13;
+        *state ^= *state >> 7;
+        *state ^= *state << 17;
+        *state % below
+    }
+
+    /// Random writes, zeroes and flushes; then a loss of power at 1,000 places, with any of the sectors lost that were not flushed. What
+    /// was flushed is there, each other sector is one that was written since, or as it was flushed, and the base is as it was.
+    #[test]
+    fn a_file_that_was_made_in_vain_is_gone_and_one_that_was_there_stays() {
+        let path = std::env::temp_dir().join(format!("vellum-overlay-{}", std::process::id()));
+        let vain = || with_file(&path, |error| error.to_string(), |_| Err::<(), _>("full".to_owned()));
+        assert_eq!(vain().unwrap_err(), "full");
+        assert!(!path.exists());
+        with_file(&path, |error| error, |file| file.write_all_at(b"x", 0)).unwrap();
+        assert_eq!(vain().unwrap_err(), "full");
+        assert_eq!(std::fs::read(&path).unwrap(), b"x");
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_base_that_is_too_large_for_a_map_is_refused() {
+        let refused = Overlay::new(file(b""), 1 << 50, file(b""), false);
+        assert!(matches!(refused, Err(Error::Large(bytes)) if bytes == 1 << 50));
+    }
+
+    #[test]
+    fn what_was_flushed_outlives_a_loss_of_power() {
+        let clock = || std::time::UNIX_EPOCH.elapsed().map_or(1, |elapsed| elapsed.as_nanos() as u64);
+        let seed =
+            std::env::var("VELLUM_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(clock) | 1;
+        println!("VELLUM_SEED={seed}");
+        let mut state = seed;
+        // Not a multiple of a block.
+        let original = base(97 * 512);
+        let bytes = original.len() as u64;
+        let (under, over, guest) = (file(&original), file(&[]), Guest::new());
+        let mut overlay = Overlay::new(under.try_clone().unwrap(), bytes, over, true).unwrap();
+        // What the guest wrote to each sector since it last flushed, the flushed content first; as of each act.
+        let sector = |at: u64, from: &[u8]| from[(at * SECTOR) as usize..][..SECTOR as usize].to_vec();
+        let mut allowed: Vec<Vec<Vec<u8>>> = (0..97).map(|at| vec![sector(at, &original)]).collect();
+        let mut history = vec![(0, allowed.clone())];
+        for step in 0..300u64 {
+            let first = random(&mut state, 97);
+            let count = 1 + random(&mut state, (97 - first).min(20));
+            let (at, len) = (first * SECTOR, (count * SECTOR) as usize);
+            let written = match random(&mut state, 10) {
+                0 | 1 => {
+                    overlay.flush().unwrap();
+                    allowed.iter_mut().for_each(|sector| drop(sector.drain(..sector.len() - 1)));
+                    None
+                }
+                2 => {
+                    overlay.zero(at, len as u64).unwrap();
+                    Some(vec![0; len])
+                }
+                _ => {
+                    let data: Vec<u8> = (0..len).map(|byte| (byte as u64 / SECTOR + step) as u8).collect();
+                    guest.write(&mut overlay, at, &data);
+                    Some(data)
+                }
+            };
+            if let Some(data) = written {
+                for part in 0..count {
+                    allowed[(first + part) as usize].push(sector(part, &data));
+                }
+            }
+            history.push((overlay.trace.len(), allowed.clone()));
+            let now: Vec<u8> = allowed.iter().flat_map(|sector| sector.last().unwrap().clone()).collect();
+            assert_eq!(guest.read(&overlay, 0, original.len()), now, "step {step}");
+        }
+        let trace = std::mem::take(&mut overlay.trace);
+        let header = Identity::of(&under, bytes).unwrap().header();
+        let length = overlay.over.metadata().unwrap().len();
+        for _ in 0..1000 {
+            let cut = random(&mut state, trace.len() as u64 + 1) as usize;
+            let synced = trace[..cut].iter().rposition(|act| matches!(act, Act::Sync)).map_or(0, |at| at + 1);
+            let after = file(&header);
+            after.set_len(length).unwrap();
+            for (at, act) in trace[..cut].iter().enumerate() {
+                let Act::Write(offset, data) = act else { continue };
+                for (part, sector) in data.chunks(SECTOR as usize).enumerate() {
+                    if at < synced || random(&mut state, 2) == 0 {
+                        after.write_all_at(sector, offset + part as u64 * SECTOR).unwrap();
+                    }
+                }
+            }
+            let again = Overlay::new(under.try_clone().unwrap(), bytes, after, true).unwrap();
+            let found = guest.read(&again, 0, original.len());
+            // What may be there: of the step in which power was lost, and of the one before it.
+            let at = history.partition_point(|(acts, _)| *acts < cut);
+            let steps = &history[at.saturating_sub(1)..(at + 1).min(history.len())];
+            for (number, is) in found.chunks(SECTOR as usize).enumerate() {
+                let may = steps.iter().any(|(_, allowed)| allowed[number].iter().any(|may| may == is));
+                assert!(may, "sector {number}, cut at {cut} of {}, seed {seed}", trace.len());
+            }
+        }
+        let mut left = vec![0; original.len()];
+        under.read_exact_at(&mut left, 0).unwrap();
+        assert_eq!(left, original);
+    }
+
+    #[test]
+    fn what_is_no_overlay_of_this_base_is_refused() {
+        let original = base(64 * 512);
+        let under = file(&original);
+        let bytes = original.len() as u64;
+        let new = |over: &File| {
+            Overlay::new(under.try_clone().unwrap(), bytes, over.try_clone().unwrap(), true).map(drop)
+        };
+        let over = file(&[]);
+        new(&over).unwrap();
+        new(&over).unwrap();
+        over.set_len(over.metadata().unwrap().len() - 1).unwrap();
+        assert!(matches!(new(&over), Err(Error::Short { .. })));
+        assert!(matches!(new(&file(&[7; 10_000])), Err(Error::Other)));
+        assert!(matches!(new(&file(&[7; 10])), Err(Error::Other)));
+        let mut header = [0; HEADER];
+        over.read_exact_at(&mut header, 0).unwrap();
+        header[8] = 2;
+        assert!(matches!(new(&file(&header)), Err(Error::Version(2))));
+        under.write_all_at(b"x", 0).unwrap();
+        let moved = file(&[]);
+        new(&moved).unwrap();
+        under.set_len(65 * 512).unwrap();
+        let grown = Overlay::new(under.try_clone().unwrap(), 65 * 512, moved, true);
+        assert!(matches!(grown.map(drop), Err(Error::Base { bytes: 32768, now_bytes: 33280, .. })));
+    }
+}

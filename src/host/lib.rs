@@ -1,0 +1,35 @@
+//! What this host offers.
+//!
+//! [`facts`] is the short answer that every result carries, [`doctor`] the long one that `vellum doctor` prints. The
+//! other files are what both ask.
+
+pub mod block;
+mod cgroup;
+mod cpu;
+pub mod cr3_cache;
+pub mod doctor;
+pub mod facts;
+pub mod hugepages;
+pub mod idle;
+pub mod kvm;
+#[cfg(target_arch = "aarch64")]
+mod stage2;
+mod sysfs;
+pub mod topology;
+
+use std::fmt::Display;
+use std::path::Path;
+
+use vellum_sys as sys;
+
+pub use facts::{Facts, Paging};
+
+/// The command that writes `value` into `file`, as this user has to type it.
+fn root_command(value: impl Display, file: &Path) -> String {
+    let file = file.display();
+    if sys::host::is_root() {
+        format!("echo {value} > {file}")
+    } else {
+        format!("echo {value} | sudo tee {file}")
+    }
+}

@@ -1,0 +1,240 @@
+//! The boot protocol of Arm's 64-bit Linux (Documentation/arch/arm64/booting.rst): how a kernel image gets into guest memory and how the
+//! first vCPU enters it. A flat binary, as kvm-unit-tests builds them, is entered in the same way.
+//!
+//! Start with [`load`]: it looks at the image, unpacks it where it is compressed (Image.gz, or a zboot image, which is an EFI program with
+//! a compressed Image in it), places kernel and initrd, writes the device tree, and returns the [`Entry`]. Everything here works on
+//! bytes in any guest memory and needs no KVM.
+//!
+//! Images are hostile: every offset, size and address in them is checked here before it is used, and what is unpacked ends where guest
+//! memory does.
+
+mod image;
+#[cfg(test)]
+mod tests;
+
+use std::io::{self, SeekFrom};
+use std::ops::Range;
+
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
+
+use self::image::ALIGNMENT;
+use super::fdt::{self, Told};
+use super::layout::{FDT, FDT_SIZE, KERNEL, RAM_START};
+use super::tables::Tables;
+use crate::arch::fixed::Uart;
+use crate::arch::images::{Image, Source};
+use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::random;
+
+/// `COMMAND_LINE_SIZE` (arch/arm64/include/uapi/asm/setup.h), without the NUL.
+const CMDLINE: usize = 2047;
+/// The initrd has to lie within 32 GiB, as counted from a multiple of 1 GiB, together with the kernel; which is at the start of RAM.
+const INITRD_REACH: u64 = RAM_START + (31 << 30);
+/// The largest page that a guest can have.
+const PAGE: u64 = 0x1_0000;
+/// Bytes of the seed for the kernel's random numbers.
+const SEED: usize = 64;
+
+/// What a Linux guest is told unless it is told nothing: its console, and to end rather than to hang.
+pub fn default_cmdline(uart: Uart) -> &'static str {
+    match uart {
+        Uart::Ns16550 => "console=ttyS0 panic=-1",
+        Uart::Pl011 => "console=ttyAMA0 panic=-1",
+    }
+}
+
+/// A way to enter a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Protocol {
+    /// An Image at its first instruction.
+    #[value(name = "image")]
+    Image,
+    /// A flat binary without a header at its first byte, which lies 512 KiB behind a multiple of 2 MiB; the device tree lies behind it
+    #[value(name = "flat")]
+    Flat,
+}
+
+impl std::fmt::Display for Protocol {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Image => "image",
+            Self::Flat => "flat",
+        })
+    }
+}
+
+/// How the first vCPU starts: at EL1, the MMU off, x0 holding the device tree's address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The first instruction.
+    pub pc: u64,
+    /// The device tree.
+    pub fdt: u64,
+}
+
+impl Entry {
+    /// Whether a kernel that is entered so is a test, with devices that no other guest may stumble on: none can be told from Linux.
+    pub fn is_of_test(&self) -> bool {
+        false
+    }
+}
+
+/// What is asked of the loader besides the images.
+#[derive(Clone, Copy, Debug)]
+pub struct BootRequest<'a> {
+    /// The kernel's name.
+    pub name: &'a str,
+    /// The command line, without its NUL.
+    pub cmdline: &'a str,
+    /// The protocol to use; an Image's where none is named.
+    pub protocol: Option<Protocol>,
+    /// What the machine is; without it the kernel is told of memory alone.
+    pub tables: Option<&'a Tables>,
+}
+
+/// Why an image cannot be booted.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each message says what its fields are")]
+pub enum Error {
+    /// Reading failed.
+    #[error("{image} cannot be read; use a regular file that this user can read")]
+    Read { image: Image, source: io::Error },
+    /// Nothing that can be entered.
+    #[error("not a kernel (it starts with {start:02x?}); use an arm64 Image, an Image.gz or a zboot image")]
+    NotAKernel { start: Vec<u8> },
+    /// A flat binary of no bytes.
+    #[error("it is empty; use a flat binary, as kvm-unit-tests builds them")]
+    Empty,
+    /// A kernel, but malformed or of another kind.
+    #[error("not a bootable kernel: {0}; use a complete arm64 Image or Image.gz")]
+    Malformed(String),
+    /// The image does not fit.
+    #[error(
+        "the kernel needs guest memory at {start:#x}..{end:#x}, and RAM ends at {ram:#x}; use more memory"
+    )]
+    Place { start: u64, end: u64, ram: u64 },
+    /// The initrd does not fit.
+    #[error(
+        "the initrd's {size} bytes do not fit into guest memory below {limit:#x} beside the kernel; use more memory"
+    )]
+    InitrdTooLarge { size: u64, limit: u64 },
+    /// The command line does not fit.
+    #[error("{len} bytes are too long for this kernel, which takes {max}; shorten it")]
+    CmdlineTooLong { len: usize, max: usize },
+    /// The command line holds a NUL byte.
+    #[error("it holds a NUL byte, which would end it early; remove it")]
+    CmdlineNul,
+    /// There is too little memory for any kernel.
+    #[error("guest memory must begin at {RAM_START:#x} and hold at least 4 MiB for a kernel; use more")]
+    TooLittleMemory,
+    /// The device tree is too large, or cannot be made.
+    #[error("the device tree of this machine cannot be made: {0}; use fewer devices or vCPUs")]
+    Tree(String),
+    /// Guest memory refused a write that had been checked.
+    #[error("guest memory at {0:#x} cannot be written")]
+    Memory(u64, #[source] vm_memory::GuestMemoryError),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        Blame::user(match self {
+            Self::Read { image: Image::Initrd, .. } | Self::InitrdTooLarge { .. } => Field::Initrd,
+            Self::CmdlineTooLong { .. } | Self::CmdlineNul => Field::Cmdline,
+            Self::TooLittleMemory | Self::Memory(..) | Self::Place { .. } | Self::Tree(_) => Field::Memory,
+            Self::Read { .. } | Self::NotAKernel { .. } | Self::Empty | Self::Malformed(_) => Field::Kernel,
+        })
+    }
+}
+
+/// Loads `kernel` (and `initrd`) into `memory` and says how to enter it.
+///
+/// # Errors
+/// [`Error`], which says which field is to blame. Guest memory may have been written by then.
+pub fn load<M: GuestMemoryBackend>(
+    memory: &M,
+    kernel: &mut impl Source,
+    initrd: Option<&mut impl Source>,
+    request: &BootRequest<'_>,
+) -> Result<Entry, Error> {
+    if request.cmdline.contains('\0') {
+        return Err(Error::CmdlineNul);
+    }
+    if request.cmdline.len() > CMDLINE {
+        return Err(Error::CmdlineTooLong { len: request.cmdline.len(), max: CMDLINE });
+    }
+    let ram = ram(memory);
+    let end = ram.first().filter(|ram| ram.start == RAM_START).map_or(0, |ram| ram.end);
+    if end < RAM_START + (4 << 20) {
+        return Err(Error::TooLittleMemory);
+    }
+    let flat = request.protocol == Some(Protocol::Flat);
+    let kernel = match flat {
+        true => image::load_flat(memory, kernel, KERNEL..end)?,
+        false => image::load(memory, kernel, KERNEL..end)?,
+    };
+    let initrd = initrd.map(|initrd| load_initrd(memory, initrd, kernel.end..end)).transpose()?;
+    let tree_at = match flat {
+        true => behind(&kernel, initrd.as_ref().map_or(end, |initrd| initrd.start))?,
+        false => FDT,
+    };
+    let mut seed = [0; SEED];
+    random::fill(&mut seed).map_err(|error| Error::Tree(error.to_string()))?;
+    let told = Told { ram: &ram, cmdline: request.cmdline, initrd: initrd.as_ref(), seed: &seed };
+    if let Some(tables) = request.tables {
+        let tree = fdt::build(&tables.parts, &told).map_err(|error| Error::Tree(error.to_string()))?;
+        if tree.len() as u64 > FDT_SIZE {
+            return Err(Error::Tree(format!(
+                "it has {} bytes, and there is room for {FDT_SIZE}",
+                tree.len()
+            )));
+        }
+        memory.write_slice(&tree, GuestAddress(tree_at)).map_err(|error| Error::Memory(tree_at, error))?;
+    }
+    Ok(Entry { pc: kernel.start, fdt: tree_at })
+}
+
+/// Where a flat binary's device tree goes: as far behind `kernel` as there is room below `end`, since how much memory the binary uses
+/// behind its own end is not in it. The tree lies in one piece of 2 MiB, and no further away than Linux's initrd may.
+fn behind(kernel: &Range<u64>, end: u64) -> Result<u64, Error> {
+    let start = (end.min(INITRD_REACH) - FDT_SIZE) & !(ALIGNMENT - 1);
+    match start >= kernel.end {
+        true => Ok(start),
+        false => Err(Error::Place { start: kernel.start, end: kernel.end + ALIGNMENT + FDT_SIZE, ram: end }),
+    }
+}
+
+/// RAM as ranges apart from each other, in order.
+fn ram<M: GuestMemoryBackend>(memory: &M) -> Vec<Range<u64>> {
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    for region in memory.iter() {
+        let (start, len) = (region.start_addr().0, region.len());
+        match ranges.last_mut() {
+            Some(last) if last.end == start => last.end += len,
+            _ => ranges.push(start..start + len),
+        }
+    }
+    ranges
+}
+
+/// Loads the initrd at the end of `free`.
+fn load_initrd<M: GuestMemoryBackend>(
+    memory: &M,
+    initrd: &mut impl Source,
+    free: Range<u64>,
+) -> Result<Range<u64>, Error> {
+    let read = |source| Error::Read { image: Image::Initrd, source };
+    let size = initrd.seek(SeekFrom::End(0)).map_err(read)?;
+    initrd.seek(SeekFrom::Start(0)).map_err(read)?;
+    let limit = free.end.min(INITRD_REACH);
+    let start = limit.checked_sub(size).map(|start| start & !(PAGE - 1));
+    let Some(start) = start.filter(|start| *start >= free.start) else {
+        return Err(Error::InitrdTooLarge { size, limit });
+    };
+    memory.read_exact_volatile_from(GuestAddress(start), initrd, size as usize).map_err(
+        |error| match error {
+            vm_memory::GuestMemoryError::IOError(source) => read(source),
+            other => Error::Memory(start, other),
+        },
+    )?;
+    Ok(start..start + size)
+}

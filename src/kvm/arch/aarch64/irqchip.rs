@@ -1,0 +1,274 @@
+//! The interrupt controller, which is KVM's, in one of two versions, and its saved state ([`super::gic`]). A GICv3 has a translation
+//! service beside it ([`super::its`]) where devices send messages.
+
+use std::sync::{Arc, Mutex, OnceLock};
+
+use kvm_bindings::{
+    KVM_ARM_IRQ_TYPE_SHIFT, KVM_ARM_IRQ_TYPE_SPI, KVM_DEV_ARM_VGIC_CTRL_INIT, KVM_DEV_ARM_VGIC_GRP_ADDR,
+    KVM_DEV_ARM_VGIC_GRP_CTRL, KVM_DEV_ARM_VGIC_GRP_NR_IRQS, KVM_DEV_ARM_VGIC_SAVE_PENDING_TABLES,
+    KVM_VGIC_V2_ADDR_TYPE_CPU, KVM_VGIC_V2_ADDR_TYPE_DIST, KVM_VGIC_V3_ADDR_TYPE_DIST,
+    KVM_VGIC_V3_ADDR_TYPE_REDIST, kvm_create_device, kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2,
+    kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3,
+};
+use kvm_ioctls::{DeviceFd, Kvm, VmFd};
+use serde::{Deserialize, Serialize};
+
+use super::gic;
+use super::gsi::{FIRST_SHARED, Gsis, SHARED};
+use super::its::{self, Its};
+use super::layout;
+use vellum_host as host;
+use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::kvm_device;
+
+/// Which version, as `--irqchip` names it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// GICv3: redistributors, the CPU interface in system registers.
+    #[default]
+    Gicv3,
+    /// GICv2: the CPU interface in memory, 8 vCPUs at most. Hosts with a GICv2, and those whose GICv3 can imitate one.
+    Gicv2,
+}
+
+impl Mode {
+    /// That of a machine for which none is named: the newer one of those that this host's KVM has. Where nobody can tell, making it
+    /// fails, and says why.
+    pub fn of_host() -> Self {
+        let vm = Kvm::new().ok().and_then(|kvm| host::kvm::create_vm(&kvm).ok());
+        let has = |type_| vm.as_ref().is_some_and(|vm| kvm_device::exists(vm, type_));
+        let older =
+            !has(kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3) && has(kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2);
+        if older { Self::Gicv2 } else { Self::Gicv3 }
+    }
+}
+
+/// What vCPUs hold of interrupts, which the controller's state depends on: nothing that it does not have.
+pub type Held = ();
+
+/// The interrupt controller of a machine. vCPUs are made after it, and then it is [completed](Irqchip::complete).
+pub struct Irqchip {
+    vm: Arc<VmFd>,
+    gsis: Arc<Gsis>,
+    mode: Mode,
+    device: DeviceFd,
+    cpus: OnceLock<u64>,
+    its: OnceLock<Its>,
+    /// What [`Irqchip::commit`] gives it.
+    arrived: Mutex<Option<its::State>>,
+}
+
+/// What of it outlives a migration.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    mode: Mode,
+    /// Group of attributes, attribute, value.
+    registers: Vec<(u32, u64, u64)>,
+    /// Of the translation service, where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    its: Option<its::State>,
+}
+
+/// Why KVM refuses an interrupt controller.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// An ioctl failed.
+    #[error("{0}: {1}; try the other kind")]
+    Ioctl(&'static str, #[source] kvm_ioctls::Error),
+    /// KVM does not give a register, or does not take one.
+    #[error(
+        "register {attr:#x} of group {group} of the interrupt controller: {error}; is this KVM older than the source's?"
+    )]
+    Register {
+        /// Its group.
+        group: u32,
+        /// The attribute.
+        attr: u64,
+        /// What KVM said.
+        error: kvm_ioctls::Error,
+    },
+    /// The tables of the translation service cannot be written to guest memory, or read there.
+    #[error(
+        "the tables of the interrupt translation service: {0}; has the guest named places for them that are not in its memory?"
+    )]
+    Tables(#[source] kvm_ioctls::Error),
+    /// The state is of the other version.
+    #[error("the saved machine has the other interrupt controller; use the same")]
+    OtherMode,
+    /// The state has a register that there is not.
+    #[error("the saved interrupt controller has {0}; the file is damaged or from another version")]
+    Implausible(&'static str),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Ioctl(..) => Blame::host(Field::Irqchip),
+            Self::Register { .. } | Self::Tables(_) => Blame::HOST,
+            Self::OtherMode | Self::Implausible(_) => Blame::user(Field::Irqchip),
+        }
+    }
+}
+
+impl Irqchip {
+    /// Makes it.
+    ///
+    /// # Errors
+    /// Where KVM refuses.
+    pub fn new(vm: &Arc<VmFd>, mode: Mode) -> Result<Self, Error> {
+        let type_ = match mode {
+            Mode::Gicv3 => kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3,
+            Mode::Gicv2 => kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2,
+        };
+        let mut request = kvm_create_device { type_, ..Default::default() };
+        let device =
+            vm.create_device(&mut request).map_err(|e| Error::Ioctl("KVM_CREATE_DEVICE of a GIC", e))?;
+        let places = match mode {
+            Mode::Gicv3 => [
+                (KVM_VGIC_V3_ADDR_TYPE_DIST, layout::GIC_DISTRIBUTOR),
+                (KVM_VGIC_V3_ADDR_TYPE_REDIST, layout::GIC_REDISTRIBUTORS),
+            ],
+            Mode::Gicv2 => [
+                (KVM_VGIC_V2_ADDR_TYPE_DIST, layout::GIC_DISTRIBUTOR),
+                (KVM_VGIC_V2_ADDR_TYPE_CPU, layout::GIC_CPU),
+            ],
+        };
+        for (what, address) in places {
+            kvm_device::set(&device, KVM_DEV_ARM_VGIC_GRP_ADDR, what.into(), address)
+                .map_err(|e| Error::Ioctl("the address of the GIC", e))?;
+        }
+        kvm_device::set(&device, KVM_DEV_ARM_VGIC_GRP_NR_IRQS, 0, (FIRST_SHARED + SHARED).into())
+            .map_err(|e| Error::Ioctl("the number of interrupts", e))?;
+        Ok(Self {
+            vm: vm.clone(),
+            gsis: Arc::new(Gsis::new(vm.clone(), mode == Mode::Gicv3)),
+            mode,
+            device,
+            cpus: OnceLock::new(),
+            its: OnceLock::new(),
+            arrived: Mutex::new(None),
+        })
+    }
+
+    /// All vCPUs, so many, have been made, and the numbers of all messages are known. From now on events can be
+    /// [connected](Gsis::connect).
+    ///
+    /// # Errors
+    /// Where KVM refuses: there are more than this version knows.
+    pub fn complete(&self, cpus: usize) -> Result<(), Error> {
+        kvm_device::tell(&self.device, KVM_DEV_ARM_VGIC_GRP_CTRL, KVM_DEV_ARM_VGIC_CTRL_INIT.into())
+            .map_err(|e| Error::Ioctl("KVM_DEV_ARM_VGIC_CTRL_INIT", e))?;
+        self.cpus.get_or_init(|| cpus as u64);
+        if self.gsis.has_messages() {
+            let its = Its::new(&self.vm)?;
+            self.its.get_or_init(|| its);
+        }
+        Ok(())
+    }
+
+    /// Where its registers are that KVM does not have: it has all of them.
+    pub fn registers(&self) -> Option<(u64, u64)> {
+        None
+    }
+
+    /// Nobody reads registers that there are not.
+    pub fn read(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    /// Nobody writes registers that there are not.
+    pub fn write(&self, _offset: u64, _data: &[u8]) {}
+
+    /// Who has which interrupt.
+    pub fn gsis(&self) -> &Arc<Gsis> {
+        &self.gsis
+    }
+
+    /// Drives the line of interrupt `gsi`, one that no event is [connected](Gsis::connect) to.
+    pub fn set_line(&self, gsi: u32, asserted: bool) {
+        if gsi < SHARED {
+            let line = KVM_ARM_IRQ_TYPE_SPI << KVM_ARM_IRQ_TYPE_SHIFT | (FIRST_SHARED + gsi);
+            // It fails for a line that there is not.
+            let _ = self.vm.set_irq_line(line, asserted);
+        }
+    }
+
+    /// Ends of interrupts are KVM's business.
+    pub fn eoi(&self, _vector: u8) {}
+
+    fn plan(&self) -> Vec<gic::Register> {
+        gic::registers(self.mode, self.cpus.get().copied().unwrap_or(0))
+    }
+
+    /// What [`Irqchip::restore`] needs, beside what it has KVM write to guest memory.
+    ///
+    /// # Errors
+    /// Where KVM refuses.
+    pub fn save(&self, _held: &Held) -> Result<State, Error> {
+        let its = self.its.get().map(Its::save).transpose()?;
+        if its.is_some() {
+            let pending = KVM_DEV_ARM_VGIC_SAVE_PENDING_TABLES.into();
+            kvm_device::tell(&self.device, KVM_DEV_ARM_VGIC_GRP_CTRL, pending).map_err(Error::Tables)?;
+        }
+        let mut registers = Vec::new();
+        for gic::Register { group, attr, width, optional, .. } in self.plan() {
+            match kvm_device::get(&self.device, group, attr, width) {
+                Ok(value) => registers.push((group, attr, value)),
+                Err(_) if optional => {}
+                Err(error) => return Err(Error::Register { group, attr, error }),
+            }
+        }
+        Ok(State { mode: self.mode, registers, its })
+    }
+
+    /// Takes over what [`Irqchip::save`] gave, but for what [`Irqchip::commit`] is for.
+    ///
+    /// # Errors
+    /// Where KVM refuses, or the state is of the other version or of a machine with other vCPUs.
+    pub fn restore(&self, state: State) -> Result<(), Error> {
+        if state.mode != self.mode {
+            return Err(Error::OtherMode);
+        }
+        let mut saved = state.registers.into_iter().peekable();
+        for gic::Register { group, attr, clear, optional, .. } in self.plan() {
+            let Some((.., value)) = saved.next_if(|(g, a, _)| (*g, *a) == (group, attr)) else {
+                if optional {
+                    continue;
+                }
+                return Err(Error::Implausible("registers missing, or in another order"));
+            };
+            let refused = |error| Error::Register { group, attr, error };
+            if let Some(clear) = clear {
+                kvm_device::set(&self.device, group, clear, u32::MAX.into()).map_err(refused)?;
+            }
+            kvm_device::set(&self.device, group, attr, value).map_err(refused)?;
+        }
+        if saved.next().is_some() {
+            return Err(Error::Implausible("registers that this machine has not"));
+        }
+        match (self.its.get(), state.its) {
+            (Some(_), Some(state)) => {
+                *self.arrived.lock().expect("nobody panics with it") = Some(state);
+                Ok(())
+            }
+            (None, None) => Ok(()),
+            (Some(_), None) => Err(Error::Implausible("no translation service, which this machine has")),
+            (None, Some(_)) => Err(Error::Implausible("a translation service, which this machine has not")),
+        }
+    }
+
+    /// Restores what makes KVM write to guest memory: it takes pending LPIs out of the tables there. Whether messages of devices that
+    /// were sent since [`Irqchip::restore`] are lost, since nobody knew them.
+    ///
+    /// # Errors
+    /// Where KVM refuses.
+    pub fn commit(&self) -> Result<bool, Error> {
+        let arrived = self.arrived.lock().expect("nobody panics with it").take();
+        match (self.its.get(), arrived) {
+            (Some(its), Some(state)) => its.restore(&state).map(|()| true),
+            _ => Ok(false),
+        }
+    }
+}

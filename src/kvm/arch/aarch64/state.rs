@@ -1,0 +1,283 @@
+//! A vCPU's state: what a new process needs to carry on, in the order in which KVM can take it.
+//!
+//! KVM lists the registers that a vCPU has (`KVM_GET_REG_LIST`): core and vector registers, system registers, timers, and what its
+//! firmware is (PSCI's version, mitigations). All are saved by their numbers. Saving and restoring must happen while every vCPU is
+//! out of `KVM_RUN`, after pending I/O has been completed.
+//!
+//! The counters come first, with [`State::onward`]: the machine's vCPUs share an offset from the host's, so that one sets it for all.
+
+use std::io;
+
+use kvm_bindings::{
+    KVM_CAP_VCPU_EVENTS, RegList, kvm_mp_state, kvm_vcpu_events, kvm_vcpu_events__bindgen_ty_1, kvm_vcpu_init,
+};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use serde::{Deserialize, Serialize};
+
+use super::clocks::{Counter, Meanwhile, now, tsc_fits};
+use super::cpuid::{setup, sysreg};
+use super::irqchip::Held;
+use vellum_sys::clock;
+use vellum_sys::fault::{Blame, Fault};
+
+/// More registers than any vCPU has; the list of KVM takes no more.
+pub(super) const MOST_REGISTERS: usize = 500;
+/// The widest register in words of 64 bits: a vector register.
+const MOST_WORDS: usize = 2;
+
+/// The counters as KVM numbers them: that of the virtual timer with the encoding of its compare value (api.rst, 4.68), that of the
+/// physical one.
+const VIRTUAL_COUNTER: u64 = sysreg(3, 3, 14, 3, 2);
+const PHYSICAL_COUNTER: u64 = sysreg(3, 3, 14, 0, 1);
+
+/// What of a vCPU outlives a migration.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    setup: kvm_vcpu_init,
+    mp_state: kvm_mp_state,
+    /// The virtual counter, and the physical one where this KVM has it as a register.
+    counter: Counter,
+    physical: Option<Counter>,
+    /// Number and value, in words of 64 bits of which the lowest is first.
+    registers: Vec<(u64, Vec<u64>)>,
+    events: Option<Events>,
+}
+
+/// A system error or an external abort that the guest has not taken yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Events {
+    serror_pending: u8,
+    serror_has_esr: u8,
+    external_abort_pending: u8,
+    serror_esr: u64,
+}
+
+/// Why a vCPU's state cannot be saved or restored.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// An ioctl failed.
+    #[error("{call} of the vCPU's state: {source}")]
+    Ioctl {
+        /// Its name.
+        call: &'static str,
+        /// What KVM said.
+        source: io::Error,
+    },
+    /// KVM refuses a register's value.
+    #[error(
+        "register {register:#x} cannot be set to {value:x?}: {error}; is the destination's CPU or KVM another than the source's?"
+    )]
+    Register {
+        /// Its number.
+        register: u64,
+        /// The saved value.
+        value: Vec<u64>,
+        /// What KVM said.
+        error: kvm_ioctls::Error,
+    },
+    /// The guest's counter would run at another speed.
+    #[error(
+        "the guest's counter has {saved} kHz and those of guests here have {here} kHz, which no host scales; use a host whose \
+         counter has the guest's frequency, or allow the difference"
+    )]
+    Frequency {
+        /// What the guest was promised.
+        saved: u32,
+        /// What it would have here.
+        here: u32,
+    },
+    /// A state that no vCPU can have had.
+    #[error("the saved vCPU has {0}; the file is damaged or from another version")]
+    Implausible(&'static str),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        Blame::HOST
+    }
+}
+
+fn call<T, E: Into<io::Error>>(call: &'static str, result: Result<T, E>) -> Result<T, Error> {
+    result.map_err(|source| Error::Ioctl { call, source: source.into() })
+}
+
+/// What of this host's KVM saving and restoring depends on; asked once per machine.
+#[derive(Clone, Debug)]
+pub struct Context {
+    setup: kvm_vcpu_init,
+    has_events: bool,
+    /// Whether the machine's vCPUs have CR3 caches: never.
+    pub has_cr3_cache: bool,
+    /// Whether a guest's counter can have another frequency than the host's: never.
+    pub scales_tsc: bool,
+    /// Whether a guest whose counter has another frequency is taken nonetheless.
+    pub allows_other_tsc: bool,
+}
+
+impl Context {
+    /// Asks KVM.
+    ///
+    /// # Errors
+    /// Where it does not say what its vCPUs are.
+    pub fn new(_kvm: &Kvm, vm: &VmFd, _has_irqchip: bool) -> Result<Self, Error> {
+        let setup = call("KVM_ARM_PREFERRED_TARGET", setup(vm))?;
+        let has_events = vm.check_extension_raw(KVM_CAP_VCPU_EVENTS.into()) > 0;
+        let (has_cr3_cache, scales_tsc, allows_other_tsc) = (false, false, false);
+        Ok(Self { setup, has_events, has_cr3_cache, scales_tsc, allows_other_tsc })
+    }
+}
+
+/// How the counters of all vCPUs of a machine go on: one has set them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Onward;
+
+impl State {
+    /// Reads it from KVM.
+    ///
+    /// # Errors
+    /// Where an ioctl fails.
+    pub fn save(vcpu: &VcpuFd, context: &Context) -> Result<Self, Error> {
+        let mp_state = call("KVM_GET_MP_STATE", vcpu.get_mp_state())?;
+        let mut list = RegList::new(MOST_REGISTERS).expect("the number is within the limit of the list");
+        call("KVM_GET_REG_LIST", vcpu.get_reg_list(&mut list))?;
+        let mut registers = Vec::with_capacity(list.as_slice().len());
+        let (mut counter, mut physical) = (None, None);
+        for &register in list.as_slice() {
+            let counters = match register {
+                VIRTUAL_COUNTER => Some(&mut counter),
+                PHYSICAL_COUNTER => Some(&mut physical),
+                _ => None,
+            };
+            let before = now();
+            let value = get(vcpu, register)?;
+            match counters {
+                None => registers.push((register, value)),
+                Some(place) => {
+                    let realtime = before + now().saturating_sub(before) / 2;
+                    *place = Some(Counter { value: value[0], hz: clock::counter_hz(), realtime });
+                }
+            }
+        }
+        let events = context.has_events.then(|| call("KVM_GET_VCPU_EVENTS", vcpu.get_vcpu_events()));
+        Ok(Self {
+            setup: context.setup,
+            mp_state,
+            counter: counter.ok_or(Error::Implausible("no counter"))?,
+            physical,
+            registers,
+            events: events.transpose()?.map(|events| events.into()),
+        })
+    }
+
+    /// How the counters of this vCPU and of the others go on, asked of the machine's first vCPU, which sets them.
+    ///
+    /// # Errors
+    /// Where an ioctl fails, or this host's counter has another frequency.
+    pub fn onward(&self, vcpu: &VcpuFd, context: &Context, meanwhile: Meanwhile) -> Result<Onward, Error> {
+        let [saved, here] =
+            [self.counter.hz, clock::counter_hz()].map(|hz| u32::try_from(hz / 1000).unwrap_or(u32::MAX));
+        if !context.allows_other_tsc {
+            tsc_fits(saved, here, context.scales_tsc)?;
+        }
+        self.set_up(vcpu)?;
+        let counters = [(VIRTUAL_COUNTER, Some(self.counter)), (PHYSICAL_COUNTER, self.physical)];
+        for (register, counter) in counters {
+            let Some(counter) = counter else { continue };
+            set(vcpu, register, &[counter.later(meanwhile, now())])?;
+        }
+        Ok(Onward)
+    }
+
+    fn set_up(&self, vcpu: &VcpuFd) -> Result<(), Error> {
+        call("KVM_ARM_VCPU_INIT", vcpu.vcpu_init(&self.setup))
+    }
+
+    /// Gives it to KVM, to a vCPU that has not run. `onward` is what the machine's first vCPU said.
+    ///
+    /// # Errors
+    /// Where an ioctl fails, or the state is not one that `save` can have given.
+    pub fn restore(
+        &self,
+        vcpu: &VcpuFd,
+        context: &Context,
+        _onward: Onward,
+        _meanwhile: Meanwhile,
+    ) -> Result<(), Error> {
+        if self.registers.len() > MOST_REGISTERS {
+            return Err(Error::Implausible("too many registers"));
+        }
+        let wide = |(register, value): &(u64, Vec<u64>)| {
+            value.len() > MOST_WORDS || value.len() * 8 < kvm_ioctls::reg_size(*register)
+        };
+        if self.registers.iter().any(wide) {
+            return Err(Error::Implausible("a register of another width"));
+        }
+        if self.registers.iter().any(|(register, _)| matches!(*register, VIRTUAL_COUNTER | PHYSICAL_COUNTER))
+        {
+            return Err(Error::Implausible("a second counter"));
+        }
+        self.set_up(vcpu)?;
+        for (register, value) in &self.registers {
+            set(vcpu, *register, value)?;
+        }
+        if let (Some(events), true) = (self.events, context.has_events) {
+            call("KVM_SET_VCPU_EVENTS", vcpu.set_vcpu_events(&events.into()))?;
+        }
+        call("KVM_SET_MP_STATE", vcpu.set_mp_state(self.mp_state))
+    }
+
+    /// Nothing was held back.
+    ///
+    /// # Errors
+    /// Never.
+    pub fn commit(&self, _vcpu: &VcpuFd, _context: &Context) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+/// What all of a machine's vCPUs hold of interrupts.
+pub fn held(_vcpus: &[State]) -> Held {}
+
+fn get(vcpu: &VcpuFd, register: u64) -> Result<Vec<u64>, Error> {
+    let mut bytes = [0; 8 * MOST_WORDS];
+    let size = call("KVM_GET_ONE_REG", vcpu.get_one_reg(register, &mut bytes))?;
+    let (words, _) = bytes[..size.next_multiple_of(8)].as_chunks();
+    Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
+}
+
+/// Sets a register. Many of what a processor is can be read but not set; that is no loss where the value is there already.
+fn set(vcpu: &VcpuFd, register: u64, value: &[u64]) -> Result<(), Error> {
+    let bytes: Vec<u8> = value.iter().flat_map(|word| word.to_le_bytes()).collect();
+    match vcpu.set_one_reg(register, &bytes) {
+        Ok(_) => Ok(()),
+        Err(_) if get(vcpu, register).is_ok_and(|there| there == value) => Ok(()),
+        Err(error) => Err(Error::Register { register, value: value.to_vec(), error }),
+    }
+}
+
+impl From<kvm_vcpu_events> for Events {
+    fn from(events: kvm_vcpu_events) -> Self {
+        let exception = events.exception;
+        Self {
+            serror_pending: exception.serror_pending,
+            serror_has_esr: exception.serror_has_esr,
+            external_abort_pending: exception.ext_dabt_pending,
+            serror_esr: exception.serror_esr,
+        }
+    }
+}
+
+impl From<Events> for kvm_vcpu_events {
+    fn from(events: Events) -> Self {
+        let exception = kvm_vcpu_events__bindgen_ty_1 {
+            serror_pending: events.serror_pending,
+            serror_has_esr: events.serror_has_esr,
+            ext_dabt_pending: events.external_abort_pending,
+            serror_esr: events.serror_esr,
+            ..Default::default()
+        };
+        Self { exception, ..Default::default() }
+    }
+}

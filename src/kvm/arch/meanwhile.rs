@@ -1,0 +1,29 @@
+//! What becomes of the time between saving a machine and restoring it: the part of its clocks that all architectures share.
+
+use std::time::Duration;
+
+use vellum_sys::clock;
+
+/// What becomes of the time between saving and restoring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Meanwhile {
+    /// It passes for the guest, too, by the hosts' real time: a migration.
+    Passes,
+    /// The guest goes on where it was: a snapshot.
+    Stands,
+}
+
+impl Meanwhile {
+    /// How long it has been for the guest from real time `then` to `now`, both in nanoseconds.
+    pub fn passed(self, then: u64, now: u64) -> Duration {
+        match self {
+            Self::Passes => Duration::from_nanos(now.saturating_sub(then)),
+            Self::Stands => Duration::ZERO,
+        }
+    }
+}
+
+/// The host's real time in nanoseconds.
+pub fn now() -> u64 {
+    clock::realtime().as_nanos() as u64
+}

@@ -1,0 +1,19 @@
+//! What differs from one architecture to the next, behind one interface: the rest of Vellum names `arch::…` and never
+//! an architecture.
+//!
+//! `x86_64` or `aarch64` is compiled, never both. What describes either is beside them.
+
+pub mod begun;
+pub mod fixed;
+pub mod images;
+pub mod meanwhile;
+pub mod watch;
+
+#[cfg(target_arch = "aarch64")]
+pub mod aarch64;
+#[cfg(target_arch = "x86_64")]
+pub mod x86_64;
+#[cfg(target_arch = "aarch64")]
+pub use aarch64::*;
+#[cfg(target_arch = "x86_64")]
+pub use x86_64::*;

@@ -1,0 +1,409 @@
+//! Boot protocols of x86-64: how a kernel image gets into guest memory and how the first vCPU enters it.
+//!
+//! Start with [`load`]: it looks at the image, chooses the protocol in the order in which [`Protocol`] lists them,
+//! places kernel, initrd, command line and what the protocol wants to be told, and returns the [`Entry`].
+//! Everything here works on bytes in any guest memory and needs no KVM. The registers that follow from an [`Entry`]
+//! are [`super::regs`]'s, the tables that describe the machine [`super::acpi`]'s.
+//!
+//! Images are hostile: every offset, size and address in them is checked here before it is used.
+//!
+//! ```text
+//! 0x00500  GDT                      0x06000  the protocol's lists
+//! 0x07000  zero page, or PVH start_info, or multiboot info
+//! 0x09000  identity page tables (PML4, PDPT, 4 PDs), for a 64-bit entry only
+//! 0x20000  command line (64 KiB)
+//! 0x9fc00  EBDA, VGA hole, ROM area: reserved; ACPI tables from 0xe0000
+//! ```
+//!
+//! What lies between is free for an image that wants to be low.
+
+mod elf;
+mod linux;
+mod memory_map;
+mod multiboot;
+mod pvh;
+
+use std::io::{self, SeekFrom};
+use std::ops::Range;
+
+use super::layout::GAP_START;
+use super::tables::Tables;
+use crate::arch::fixed::Uart;
+use crate::arch::images::{Image, Source};
+use vellum_sys::fault::{Blame, Fault, Field};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+
+pub use memory_map::{MapEntry, RangeKind, memory_map};
+use multiboot::LOADER_MAGIC as MULTIBOOT_MAGIC;
+
+/// Where the GDT that every protocol's segments refer to is written.
+pub const GDT: u64 = 0x500;
+/// The page that the protocol's main structure fills: `boot_params`, `hvm_start_info` or the multiboot information.
+pub const INFO: u64 = 0x7000;
+/// Lists that the main structure points to: memory map, modules.
+const LISTS: u64 = 0x6000;
+/// Page tables for a 64-bit entry: PML4, PDPT and four page directories.
+pub const PAGE_TABLES: u64 = 0x9000;
+/// The command line.
+const CMDLINE: u64 = 0x2_0000;
+/// The most that any protocol may use for it, with its NUL.
+const CMDLINE_AREA: usize = 0x1_0000;
+/// The first byte that an image may occupy.
+const LOWEST: u64 = INFO + PAGE;
+/// The extended BIOS data area: from here to 1 MiB nothing is RAM (the PC's map, which Linux also assumes).
+const EBDA: u64 = 0x9_fc00;
+/// The end of the ROM area.
+const HIGH: u64 = 0x10_0000;
+/// `COMMAND_LINE_SIZE` (arch/x86/include/asm/setup.h), for kernels that do not tell.
+const LINUX_CMDLINE: usize = 2048;
+const PAGE: u64 = 4096;
+
+/// What a Linux guest is told unless it is told nothing: its console, and to end rather than to hang.
+pub fn default_cmdline(_uart: Uart) -> &'static str {
+    "console=ttyS0 reboot=k panic=-1"
+}
+
+/// A way to enter a kernel. The first that an image offers is taken, in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Protocol {
+    /// bzImage, or an ELF vmlinux, at its 64-bit entry (Documentation/arch/x86/boot.rst). A bzImage offers nothing
+    /// else; an ELF file comes to it when it offers neither of the other two.
+    #[value(name = "linux64")]
+    Linux64,
+    /// Multiboot 1: a header within the first 8 KiB of the image.
+    Multiboot,
+    /// PVH: an ELF file with a XEN_ELFNOTE_PHYS32_ENTRY note.
+    Pvh,
+}
+
+impl std::fmt::Display for Protocol {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Linux64 => "linux64",
+            Self::Multiboot => "multiboot",
+            Self::Pvh => "pvh",
+        })
+    }
+}
+
+/// How the first vCPU starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Entry {
+    /// 64-bit mode, paging on by the tables at [`PAGE_TABLES`], RSI holding the zero page's address.
+    Long {
+        /// The first instruction.
+        rip: u64,
+        /// What RSI holds.
+        rsi: u64,
+    },
+    /// 32-bit protected mode, paging off, flat segments.
+    Protected {
+        /// The first instruction.
+        eip: u32,
+        /// What EAX holds.
+        eax: u32,
+        /// What EBX holds: the protocol's information.
+        ebx: u32,
+    },
+}
+
+impl Entry {
+    /// Whether a kernel that is entered so is a test (kvm-unit-tests are multiboot kernels), with devices that no other guest may stumble on.
+    pub fn is_of_test(&self) -> bool {
+        matches!(self, Self::Protected { eax: MULTIBOOT_MAGIC, .. })
+    }
+}
+
+/// What is asked of the loader besides the images.
+#[derive(Clone, Copy, Debug)]
+pub struct BootRequest<'a> {
+    /// The kernel's name, which multiboot puts in front of the command line.
+    pub name: &'a str,
+    /// The command line, without its NUL.
+    pub cmdline: &'a str,
+    /// The protocol to use; `None` for the first that the image offers.
+    pub protocol: Option<Protocol>,
+    /// The tables that describe the machine, where there are any.
+    pub tables: Option<&'a Tables>,
+}
+
+impl BootRequest<'_> {
+    /// What the memory map reserves beside RAM.
+    fn reserved(&self) -> &[Range<u64>] {
+        self.tables.map_or(&[], |tables| tables.ecam.as_slice())
+    }
+}
+
+/// Why an image cannot be booted.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each message says what its fields are")]
+pub enum Error {
+    /// The image cannot be read where it says that something is.
+    #[error("{image} is truncated: {what} should be at bytes {at:#x}..{:#x}; use a complete file", at + len)]
+    Truncated { image: Image, what: &'static str, at: u64, len: u64 },
+    /// Reading failed for another reason.
+    #[error("{image} cannot be read; use a regular file that this user can read")]
+    Read { image: Image, source: io::Error },
+    /// Nothing that a protocol here can enter.
+    #[error(
+        "not a kernel (it starts with {start:02x?}); use a bzImage, an ELF vmlinux, or a PVH or multiboot image"
+    )]
+    NotAKernel { start: Vec<u8> },
+    /// A kernel, but malformed or of another kind.
+    #[error("not a bootable kernel: {0}; use an x86-64 bzImage or ELF vmlinux")]
+    Malformed(String),
+    /// The protocol asked for is not one that the image offers.
+    #[error("the kernel cannot be entered by {asked}; it offers {offered}")]
+    Protocol { asked: Protocol, offered: Protocol },
+    /// Something does not fit where it must go.
+    #[error("{what} needs guest memory at {start:#x}..{end:#x}, which {why}")]
+    Place { what: &'static str, start: u64, end: u64, why: String },
+    /// The initrd does not fit.
+    #[error(
+        "the initrd's {size} bytes do not fit into guest memory below {limit:#x} beside the kernel; use more memory"
+    )]
+    InitrdTooLarge { size: u64, limit: u64 },
+    /// The initrd does not fit where this kernel could take it, however much memory there is.
+    #[error(
+        "the initrd has {size} bytes, and there is room for {most} below {limit:#x}, where this kernel takes it; use a smaller \
+         one: more memory would not help"
+    )]
+    InitrdBeyondReach { size: u64, most: u64, limit: u64 },
+    /// The command line does not fit.
+    #[error("{len} bytes are too long for this kernel, which takes {max}; shorten it")]
+    CmdlineTooLong { len: usize, max: usize },
+    /// The command line holds a NUL byte.
+    #[error("it holds a NUL byte, which would end it early; remove it")]
+    CmdlineNul,
+    /// There is too little memory for any kernel.
+    #[error("guest memory must begin at address 0 and hold at least 2 MiB for a kernel; use more")]
+    TooLittleMemory,
+    /// Guest memory refused a write that had been checked.
+    #[error("guest memory at {0:#x} cannot be written")]
+    Memory(u64, #[source] vm_memory::GuestMemoryError),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        Blame::user(match self {
+            Self::Truncated { image: Image::Initrd, .. }
+            | Self::Read { image: Image::Initrd, .. }
+            | Self::InitrdTooLarge { .. }
+            | Self::InitrdBeyondReach { .. } => Field::Initrd,
+            Self::CmdlineTooLong { .. } | Self::CmdlineNul => Field::Cmdline,
+            Self::TooLittleMemory | Self::Memory(..) => Field::Memory,
+            Self::Protocol { .. } => Field::Protocol,
+            Self::Truncated { .. }
+            | Self::Read { .. }
+            | Self::NotAKernel { .. }
+            | Self::Malformed(_)
+            | Self::Place { .. } => Field::Kernel,
+        })
+    }
+}
+
+/// Loads `kernel` (and `initrd`) into `memory` and says how to enter it.
+///
+/// # Errors
+/// [`Error`], which says which field is to blame. Guest memory may have been written by then.
+pub fn load<M: GuestMemoryBackend>(
+    memory: &M,
+    kernel: &mut impl Source,
+    initrd: Option<&mut impl Source>,
+    request: &BootRequest<'_>,
+) -> Result<Entry, Error> {
+    if request.cmdline.contains('\0') {
+        return Err(Error::CmdlineNul);
+    }
+    let mut placement = Placement::new(memory)?;
+    let kernel = &mut Input::new(Image::Kernel, kernel)?;
+    let initrd = initrd.map(|source| Input::new(Image::Initrd, source)).transpose()?;
+    let refuse = |offered| match request.protocol {
+        Some(asked) if asked != offered => Err(Error::Protocol { asked, offered }),
+        _ => Ok(()),
+    };
+
+    if let Some(header) = linux::setup_header(kernel)? {
+        refuse(Protocol::Linux64)?;
+        return linux::load_bzimage(&mut placement, kernel, header, initrd, request);
+    }
+    let elf = elf::Elf::parse(kernel)?;
+    let asked = |protocol| request.protocol.is_none_or(|asked| asked == protocol);
+    if asked(Protocol::Multiboot)
+        && let Some(header) = multiboot::Header::find(kernel)?
+    {
+        return multiboot::load(&mut placement, kernel, &header, elf.as_ref(), initrd, request);
+    }
+    let Some(elf) = elf else {
+        return match request.protocol {
+            Some(Protocol::Multiboot) => Err(Error::Malformed("it has no multiboot header".into())),
+            Some(asked) if multiboot::Header::find(kernel)?.is_some() => {
+                Err(Error::Protocol { asked, offered: Protocol::Multiboot })
+            }
+            _ => Err(Error::NotAKernel { start: kernel.start()? }),
+        };
+    };
+    if asked(Protocol::Pvh)
+        && let Some(entry) = elf.pvh_entry(kernel)?
+    {
+        return pvh::load(&mut placement, kernel, &elf, entry, initrd, request);
+    }
+    refuse(Protocol::Linux64)?;
+    linux::load_elf(&mut placement, kernel, &elf, initrd, request)
+}
+
+/// An image and its length.
+struct Input<'a, F> {
+    image: Image,
+    source: &'a mut F,
+    len: u64,
+}
+
+impl<'a, F: Source> Input<'a, F> {
+    fn new(image: Image, source: &'a mut F) -> Result<Self, Error> {
+        let len = source.seek(SeekFrom::End(0)).map_err(|source| Error::Read { image, source })?;
+        Ok(Self { image, source, len })
+    }
+
+    /// Whether `at..at + len` lies within the image.
+    fn check(&self, what: &'static str, at: u64, len: u64) -> Result<(), Error> {
+        match at.checked_add(len) {
+            Some(end) if end <= self.len => Ok(()),
+            // The length is only for the message there, which adds the two.
+            end => Err(Error::Truncated { image: self.image, what, at, len: end.map_or(0, |_| len) }),
+        }
+    }
+
+    fn read_at(&mut self, what: &'static str, at: u64, bytes: &mut [u8]) -> Result<(), Error> {
+        self.check(what, at, bytes.len() as u64)?;
+        self.source
+            .seek(SeekFrom::Start(at))
+            .and_then(|_| self.source.read_exact(bytes))
+            .map_err(|source| Error::Read { image: self.image, source })
+    }
+
+    /// The first bytes, for a message.
+    fn start(&mut self) -> Result<Vec<u8>, Error> {
+        let mut bytes = vec![0; self.len.min(8) as usize];
+        self.read_at("its start", 0, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Copies `at..at + len` to guest memory that [`Placement::claim`] has granted.
+    fn copy<M: GuestMemoryBackend>(
+        &mut self,
+        what: &'static str,
+        at: u64,
+        len: u64,
+        memory: &M,
+        to: u64,
+    ) -> Result<(), Error> {
+        self.check(what, at, len)?;
+        self.source.seek(SeekFrom::Start(at)).map_err(|source| Error::Read { image: self.image, source })?;
+        memory.read_exact_volatile_from(GuestAddress(to), self.source, len as usize).map_err(|error| {
+            match error {
+                vm_memory::GuestMemoryError::IOError(source) => Error::Read { image: self.image, source },
+                other => Error::Memory(to, other),
+            }
+        })
+    }
+}
+
+/// Which guest memory is taken, and by what.
+struct Placement<'a, M> {
+    memory: &'a M,
+    taken: Vec<(Range<u64>, &'static str)>,
+    /// The end of the RAM that starts at 0.
+    low_end: u64,
+}
+
+impl<'a, M: GuestMemoryBackend> Placement<'a, M> {
+    fn new(memory: &'a M) -> Result<Self, Error> {
+        let low_end = memory_map::ram(memory).first().filter(|ram| ram.start == 0).map_or(0, |ram| ram.end);
+        if low_end < 2 << 20 {
+            return Err(Error::TooLittleMemory);
+        }
+        let cmdline = CMDLINE..CMDLINE + CMDLINE_AREA as u64;
+        let taken = vec![
+            (0..LOWEST, "boot information"),
+            (cmdline, "the command line"),
+            (EBDA..HIGH, "the ROM area"),
+        ];
+        Ok(Self { memory, taken, low_end })
+    }
+
+    /// Takes `start..start + len` for `what`.
+    fn claim(&mut self, what: &'static str, start: u64, len: u64) -> Result<(), Error> {
+        let end = start.saturating_add(len);
+        let refuse = |why: String| Err(Error::Place { what, start, end, why });
+        if len == 0 {
+            return Ok(());
+        }
+        if start.checked_add(len).is_none() {
+            return refuse("wraps around; use an image linked elsewhere".into());
+        }
+        if let Some((_, by)) = self.taken.iter().find(|(taken, _)| taken.start < end && start < taken.end) {
+            let remedy = match what == *by {
+                true => "two parts of one image cannot: use a complete and unchanged one",
+                false => "use an image linked elsewhere",
+            };
+            return refuse(format!("overlaps {by}; {remedy}"));
+        }
+        if !self.memory.check_range(GuestAddress(start), len as usize) {
+            let remedy = "use more memory, or an image linked elsewhere";
+            let low_end = self.low_end;
+            return refuse(format!("is not all RAM (there is {low_end:#x} bytes of it from 0); {remedy}"));
+        }
+        self.taken.push((start..end, what));
+        Ok(())
+    }
+
+    /// Loads the initrd at the highest page below `limit`, or at the lowest from `floor` upwards, and returns where.
+    fn load_initrd(
+        &mut self,
+        initrd: Option<Input<'_, impl Source>>,
+        limit: u64,
+        upwards_from: Option<u64>,
+    ) -> Result<Option<Range<u64>>, Error> {
+        let Some(mut initrd) = initrd else { return Ok(None) };
+        let reach = limit.min(GAP_START);
+        let below = self.taken.iter().map(|(taken, _)| taken.end).filter(|end| *end <= reach).max();
+        let most = reach - below.unwrap_or(HIGH).max(HIGH);
+        if initrd.len > most {
+            return Err(Error::InitrdBeyondReach { size: initrd.len, most, limit: reach });
+        }
+        let limit = limit.min(self.low_end);
+        let too_large = Error::InitrdTooLarge { size: initrd.len, limit };
+        let start = match upwards_from {
+            Some(floor) => floor.checked_next_multiple_of(PAGE),
+            None => limit.checked_sub(initrd.len).map(|start| start & !(PAGE - 1)),
+        };
+        let Some(start) = start.filter(|start| start.saturating_add(initrd.len) <= limit && *start >= HIGH)
+        else {
+            return Err(too_large);
+        };
+        if self.claim("the initrd", start, initrd.len).is_err() {
+            return Err(too_large);
+        }
+        initrd.copy("its content", 0, initrd.len, self.memory, start)?;
+        Ok(Some(start..start + initrd.len))
+    }
+
+    /// Writes the command line with its NUL; `max` is what the kernel takes, without the NUL.
+    fn write_cmdline(&self, cmdline: &str, max: usize) -> Result<u64, Error> {
+        let max = max.min(CMDLINE_AREA - 1);
+        if cmdline.len() > max {
+            return Err(Error::CmdlineTooLong { len: cmdline.len(), max });
+        }
+        self.write(CMDLINE, cmdline.as_bytes())?;
+        self.write(CMDLINE + cmdline.len() as u64, &[0])?;
+        Ok(CMDLINE)
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Error> {
+        self.memory.write_slice(bytes, GuestAddress(at)).map_err(|error| Error::Memory(at, error))
+    }
+}
+
+#[cfg(test)]
+mod tests;

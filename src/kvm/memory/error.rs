@@ -1,0 +1,191 @@
+//! Why guest memory cannot be had, and whether this host has as much.
+
+use std::io;
+use std::path::PathBuf;
+
+use super::{Backing, MemoryConfig, short_size};
+use vellum_host::{hugepages, topology};
+use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::mmap::host_page;
+
+/// Why guest memory cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Not a multiple of the page size.
+    #[error("{size} bytes is no multiple of the {} pages of backing={backing}; the next size up is {}",
+        short_size(backing.page_size()), short_size(size.next_multiple_of(backing.page_size())))]
+    Unaligned {
+        /// What was asked.
+        size: u64,
+        /// With which backing.
+        backing: Backing,
+    },
+    /// Zero, or less than a guest can live in.
+    #[error("{} is too small: the least is {}", short_size(*size), short_size(*least))]
+    TooSmall {
+        /// What was asked.
+        size: u64,
+        /// What would work.
+        least: u64,
+    },
+    /// Beyond the guest-physical address space.
+    #[error("{} is more than a guest can address: the most is {}", short_size(*size), short_size(*most))]
+    TooLarge {
+        /// What was asked.
+        size: u64,
+        /// What would work.
+        most: u64,
+    },
+    /// More than is left, and all of it is to be there.
+    #[error("{} is more than the {} that {}; ask for less memory{}, or leave it off",
+        short_size(*size), short_size(available >> 20 << 20), whose(limited_by), raise(limited_by))]
+    Unavailable {
+        /// What was asked.
+        size: u64,
+        /// Bytes that this process can have.
+        available: u64,
+        /// The file of the control group's limit, where that is why.
+        limited_by: Option<PathBuf>,
+        /// What would take all of it: [`Field::Prealloc`] or [`Field::Lock`].
+        field: Field,
+    },
+    /// Memslots with more pages than KVM takes.
+    #[error("{0} is too few: KVM takes no memslot of 8t, so {1} would work here")]
+    LargeSlot(u32, u64),
+    /// More slots than pages, or than KVM has.
+    #[error("{0} is out of range: from 1 to {1} would work here")]
+    Slots(u32, u64),
+    /// What no memslot can be.
+    #[error("memslot {id}: {what}")]
+    Slot {
+        /// Its number.
+        id: u32,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// Not enough huge pages.
+    #[error("{0}: {1}")]
+    Shortage(Backing, #[source] hugepages::Shortage),
+    /// The host has no such huge pages at all, or no memory to map.
+    #[error("{} cannot be mapped with backing={backing}: {source}; {}", short_size(*size), remedy(*backing))]
+    Map {
+        /// What was asked.
+        size: u64,
+        /// With which backing.
+        backing: Backing,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// What another process has handed over is no memory of this machine.
+    #[error("the memory that was handed over {0}")]
+    Handed(String),
+    /// Preallocation hit the end of the host's memory.
+    #[error("{0}; ask for less, free memory on the host, or leave it off")]
+    Populate(#[source] io::Error),
+    /// The user has had enough.
+    #[error("interrupted by signal {0} while memory was populated")]
+    Interrupted(i32),
+    /// `mlock2` failed.
+    #[error("{0}; raise the limit (ulimit -l unlimited, or LimitMEMLOCK=), or leave it off")]
+    Lock(#[source] io::Error),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Unaligned { .. } | Self::TooSmall { .. } | Self::TooLarge { .. } | Self::Map { .. } => {
+                Blame::user(Field::Memory)
+            }
+            Self::Slots(..) | Self::LargeSlot(..) => Blame::user(Field::Slots),
+            Self::Unavailable { field, .. } => Blame::user(*field),
+            // Whoever asks for such a slot is this program.
+            Self::Slot { .. } | Self::Handed(_) => Blame::HOST,
+            // Nothing is wrong, and nothing is to be mended.
+            Self::Interrupted(_) => Blame::HOST,
+            Self::Shortage(_, shortage) => shortage.blame(),
+            Self::Populate(_) => Blame::host(Field::Prealloc),
+            Self::Lock(_) => Blame::user(Field::Lock),
+        }
+    }
+}
+
+fn whose(limited_by: &Option<PathBuf>) -> String {
+    match limited_by {
+        Some(file) => format!("the control group has left ({})", file.display()),
+        None => "this host has available".into(),
+    }
+}
+
+fn raise(limited_by: &Option<PathBuf>) -> &'static str {
+    if limited_by.is_some() { " or raise the group's limit" } else { "" }
+}
+
+/// Whether memory that is there in full from the start can be had: what is not is refused here, for later it would be the OOM
+/// killer's. Memory that is touched page by page may be larger than the host; a guest that touches all of it is then killed, of
+/// which a line warns. Huge pages are counted apart ([`hugepages::check`]).
+pub(super) fn afford(config: MemoryConfig, host: &topology::HostMemory) -> Result<(), Error> {
+    let (available, limited_by) = (host.available, host.limited_by.clone());
+    let size = config.size;
+    if available == 0 || size <= available || config.backing.page_size() > host_page() {
+        return Ok(());
+    }
+    let field = match config {
+        MemoryConfig { prealloc: true, .. } => Field::Prealloc,
+        MemoryConfig { lock: true, .. } => Field::Lock,
+        _ => {
+            tracing::warn!(
+                "{} of guest memory is more than the {} that {}: a guest that touches it all will be killed",
+                short_size(size),
+                short_size(available >> 20 << 20),
+                whose(&limited_by)
+            );
+            return Ok(());
+        }
+    };
+    Err(Error::Unavailable { size, available, limited_by, field })
+}
+
+fn remedy(backing: Backing) -> &'static str {
+    match backing {
+        Backing::Hugetlb(_) | Backing::SharedHugetlb(_) => {
+            "`vellum doctor` lists the huge page sizes that this host has"
+        }
+        _ => "ask for less, or raise the address space limit (ulimit -v)",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn memory_that_must_be_there_is_refused_beyond_what_is_left() {
+        let host = |limited_by: Option<&str>| topology::HostMemory {
+            total: 8 * GIB,
+            available: GIB + 5,
+            limited_by: limited_by.map(PathBuf::from),
+        };
+        let of = |size, prealloc, lock| MemoryConfig { prealloc, lock, ..MemoryConfig::new(size) };
+        let refused = |config, limited_by| afford(config, &host(limited_by)).unwrap_err();
+        let error = refused(of(2 * GIB, true, true), None);
+        assert_eq!(error.blame(), Blame::user(Field::Prealloc));
+        let said =
+            "2g is more than the 1g that this host has available; ask for less memory, or leave it off";
+        assert_eq!(error.to_string(), said);
+        let error = refused(of(2 * GIB, false, true), Some("/cg/memory.max"));
+        assert_eq!(error.blame(), Blame::user(Field::Lock));
+        assert!(
+            error.to_string().contains("has left (/cg/memory.max); ask for less memory or raise"),
+            "{error}"
+        );
+        // What fits, what is touched page by page, huge pages, and where the kernel gives no estimate.
+        let huge = MemoryConfig { backing: Backing::Hugetlb(2 << 20), ..of(2 * GIB, true, true) };
+        for config in [of(GIB, true, true), of(2 * GIB, false, false), huge] {
+            assert!(afford(config, &host(None)).is_ok(), "{config:?}");
+        }
+        let unknown = topology::HostMemory { available: 0, ..host(None) };
+        assert!(afford(of(2 * GIB, true, false), &unknown).is_ok());
+    }
+}

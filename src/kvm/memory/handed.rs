@@ -1,0 +1,107 @@
+//! Memory that another process of this host has made and hands over: a file in memory, which both map. Nothing is copied.
+//!
+//! Whoever maps what somebody else has made looks first: a file that could become shorter would end this process with SIGBUS.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use super::plan::Space;
+use super::{Backing, Error, Memory, MemoryConfig, Slot, advise};
+use vellum_sys::mmap::{Mapping, Source, huge_pages_of, seals_hold};
+
+impl Backing {
+    /// Whether memory of it has a file that another process can be handed.
+    pub fn can_be_handed_over(self) -> bool {
+        matches!(self, Self::Memfd | Self::SharedHugetlb(_))
+    }
+
+    /// What backs memory that was handed over as `file`.
+    ///
+    /// # Errors
+    /// Where it is no file in memory, or could become shorter.
+    pub fn of_handed(file: &File) -> Result<Self, Error> {
+        let unfit = |what: String| Error::Handed(what);
+        match seals_hold(file) {
+            Ok(true) => {}
+            Ok(false) => return Err(unfit("could become shorter: it is not sealed".into())),
+            Err(error) => return Err(unfit(format!("is no file in memory: {error}"))),
+        }
+        let huge = huge_pages_of(file).map_err(|error| unfit(error.to_string()))?;
+        Ok(huge.map_or(Self::Memfd, Self::SharedHugetlb))
+    }
+}
+
+impl Memory {
+    /// RAM at `space` that is `file`'s: what is in it stays. `config` is as for [`Memory::map`], and its backing as
+    /// [`Backing::of_handed`] says.
+    ///
+    /// # Errors
+    /// Where the file could become shorter or has another size, and as [`Memory::map`].
+    pub fn adopt(space: Space, config: MemoryConfig, file: File) -> Result<Self, Error> {
+        let MemoryConfig { size, lock, .. } = config;
+        let backing = Backing::of_handed(&file)?;
+        let len = file.metadata().map_err(|error| Error::Handed(error.to_string()))?.len();
+        if len != size {
+            return Err(Error::Handed(format!("has {len} bytes, and the machine {size}")));
+        }
+        let most = space.most();
+        if size > most {
+            return Err(Error::TooLarge { size, most });
+        }
+        if !size.is_multiple_of(backing.page_size()) {
+            return Err(Error::Unaligned { size, backing });
+        }
+        let mapping = Mapping::new(size, backing.alignment(), Source::Shared(&file))
+            .and_then(|mapping| advise(&mapping, backing).map(|()| mapping))
+            .map_err(|source| Error::Map { size, backing, source })?;
+        let memory = Self::lay(space, MemoryConfig { backing, ..config }, mapping, Some(file))?;
+        if lock {
+            memory.mapping.lock(true).map_err(Error::Lock)?;
+        }
+        Ok(memory)
+    }
+
+    /// Whether `slot` is a part of this RAM, and not of other memory of its machine.
+    pub fn holds(&self, slot: &Slot) -> bool {
+        Arc::ptr_eq(slot.mapping(), &self.mapping)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use vellum_sys::mmap::{PAGE_SIZE, memfd, sealed_memfd};
+
+    const SIZE: u64 = 4 << 20;
+    const SPACE: Space = Space(&[0..1 << 21, 1 << 30..1 << 40]);
+
+    #[test]
+    fn both_see_the_same_memory_and_neither_can_shorten_it() {
+        let config = MemoryConfig { backing: Backing::Memfd, ..MemoryConfig::new(SIZE) };
+        let made = Memory::map(SPACE, config).unwrap();
+        let file = made.file.as_ref().unwrap();
+        assert!(file.set_len(PAGE_SIZE).is_err() && file.set_len(2 * SIZE).is_err());
+        made.mapping.words()[700].store(5, Ordering::Relaxed);
+        // What backs it is the file's to say.
+        let handed = Memory::adopt(SPACE, MemoryConfig::new(SIZE), file.try_clone().unwrap()).unwrap();
+        assert_eq!((handed.config.backing, handed.slots().len()), (Backing::Memfd, made.slots().len()));
+        assert_eq!(handed.mapping.words()[700].load(Ordering::Relaxed), 5);
+        handed.mapping.words()[701].store(6, Ordering::Relaxed);
+        assert_eq!(made.mapping.words()[701].load(Ordering::Relaxed), 6);
+        assert!(handed.slots().iter().all(|slot| handed.holds(slot) && !made.holds(slot)));
+    }
+
+    #[test]
+    fn what_is_no_machine_s_memory_is_refused() {
+        let says = |file: File, size: u64| {
+            Memory::adopt(SPACE, MemoryConfig::new(size), file).expect_err("it is none").to_string()
+        };
+        assert!(says(memfd(c"vellum-test", SIZE, None).unwrap(), SIZE).contains("not sealed"));
+        let sealed = || sealed_memfd(c"vellum-test", SIZE, None).unwrap();
+        assert!(says(sealed(), 2 * SIZE).contains("has 4194304 bytes, and the machine 8388608"));
+        assert!(says(sealed(), SIZE / 2).contains("and the machine 2097152"));
+        assert!(says(File::open("/dev/null").unwrap(), SIZE).contains("no file in memory"));
+    }
+}

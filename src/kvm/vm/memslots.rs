@@ -1,0 +1,110 @@
+//! What KVM knows of a VM's memory.
+//!
+//! KVM holds host addresses, not mappings. [`Memslots`] holds the slots that KVM has, and with them their mappings, until KVM
+//! has let go of them: a slot is replaced or deleted, or the VM and its vCPUs are gone. For that, everything that can make KVM
+//! use a VM's memory holds its `Memslots`: the [`Vm`](super::Vm), each [`Processor`](super::Processor), each dirty tracker.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::VmFd;
+
+use super::{Error, ioctl};
+use crate::memory::Slot;
+use vellum_sys::dirty as sys;
+
+/// The memslots of one VM.
+#[derive(Debug)]
+pub struct Memslots {
+    // First, so that the mappings go last.
+    fd: Arc<VmFd>,
+    /// What KVM was last told of each slot, by its number.
+    table: Mutex<BTreeMap<u32, Slot>>,
+}
+
+impl Memslots {
+    pub(super) fn new(fd: Arc<VmFd>) -> Self {
+        Self { fd, table: Mutex::default() }
+    }
+
+    /// The lock is held over each call to KVM, so that the table says of a slot what KVM knows of it.
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Slot>> {
+        // Nothing panics between a call and its entry.
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds or moves a slot, or changes its flags.
+    ///
+    /// # Errors
+    /// Where KVM refuses; it then has what it had before.
+    pub fn set(&self, slot: &Slot, flags: u32) -> Result<(), Error> {
+        self.tell(&mut self.lock(), slot, flags)
+    }
+
+    /// Changes the flags of slot `id`.
+    ///
+    /// # Errors
+    /// Where there is no such slot, or KVM refuses.
+    pub fn set_flags(&self, id: u32, flags: u32) -> Result<(), Error> {
+        let mut table = self.lock();
+        let slot = table.get(&id).ok_or(Error::NoSlot(id))?.clone();
+        self.tell(&mut table, &slot, flags)
+    }
+
+    fn tell(&self, table: &mut BTreeMap<u32, Slot>, slot: &Slot, flags: u32) -> Result<(), Error> {
+        let region = kvm_userspace_memory_region {
+            slot: slot.id(),
+            flags,
+            guest_phys_addr: slot.gpa(),
+            memory_size: slot.bytes(),
+            userspace_addr: slot.hva(),
+        };
+        // SAFETY: the slot is a part of a mapping that it holds (`Slot::new`), and is itself held in the table until KVM has
+        // given it up. Guest memory is accessed as such: through atomics and vm-memory's volatile accesses.
+        ioctl("KVM_SET_USER_MEMORY_REGION", unsafe { self.fd.set_user_memory_region(region) })?;
+        table.insert(slot.id(), slot.clone());
+        Ok(())
+    }
+
+    /// Deletes slot `id`, and with it what its dirty log holds.
+    ///
+    /// # Errors
+    /// Where there is no such slot, or KVM refuses.
+    pub fn delete(&self, id: u32) -> Result<(), Error> {
+        let mut table = self.lock();
+        if !table.contains_key(&id) {
+            return Err(Error::NoSlot(id));
+        }
+        let region = kvm_userspace_memory_region { slot: id, ..Default::default() };
+        // SAFETY: without a size KVM takes no memory but gives it up.
+        ioctl("KVM_SET_USER_MEMORY_REGION", unsafe { self.fd.set_user_memory_region(region) })?;
+        table.remove(&id);
+        Ok(())
+    }
+
+    /// Slot `id` as KVM has it.
+    pub fn get(&self, id: u32) -> Option<Slot> {
+        self.lock().get(&id).cloned()
+    }
+
+    /// Copies the dirty bitmap of slot `id` into the words that `bitmap` has for the slot as it is now; clears it and protects its
+    /// pages at once unless protection is manual. There must be [`Slot::bitmap_words`] at least.
+    ///
+    /// # Errors
+    /// Where there is no such slot, the words are too few, or KVM refuses.
+    pub fn dirty_log<'a>(&self, id: u32, bitmap: impl FnOnce(&Slot) -> &'a mut [u64]) -> io::Result<()> {
+        let table = self.lock();
+        let slot = table.get(&id).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?;
+        let words = bitmap(slot);
+        if words.len() < slot.bitmap_words() {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "the bitmap is smaller than the memslot's",
+            ));
+        }
+        // SAFETY: `words` has a bit for each page of the slot, which is as KVM has it while the table is locked.
+        unsafe { sys::get_log(&self.fd, id, words) }
+    }
+}

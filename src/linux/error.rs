@@ -1,0 +1,106 @@
+//! Why a machine cannot be built or run, and whose fault that is.
+
+use std::io;
+use std::path::PathBuf;
+
+use super::{MOST_CPUS, virtio};
+use vellum_devices::vmgenid;
+use vellum_kvm::arch::{boot, gsi, irqchip, regs, tables};
+use vellum_kvm::vm::{self, vcpu};
+use vellum_machine::state::Error as StateError;
+use vellum_sys::fault::{Blame, Fault, Field};
+
+/// Why a machine cannot be built or run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file cannot be opened.
+    #[error("{}: {error}; use a file that exists and that this user can read", path.display())]
+    Open {
+        /// What names it.
+        field: Field,
+        /// The file.
+        path: PathBuf,
+        /// What the host said.
+        error: io::Error,
+    },
+    /// The kernel, the initrd or the command line is wrong.
+    #[error("{value}: {error}")]
+    Boot {
+        /// The value that is to blame.
+        value: String,
+        /// What is wrong and what would work.
+        error: boot::Error,
+    },
+    /// More vCPUs than APIC ids that a kernel without interrupt remapping reaches.
+    #[error("{0}: a Linux guest can have from 1 to {MOST_CPUS}")]
+    Cpus(usize),
+    /// The serial port.
+    #[error("a PC has a 16550 alone; leave it out")]
+    Uart,
+    /// KVM or memory.
+    #[error(transparent)]
+    Vm(#[from] vm::Error),
+    /// Memory.
+    #[error(transparent)]
+    Memory(#[from] vellum_kvm::memory::Error),
+    /// vCPU threads.
+    #[error(transparent)]
+    Vcpu(#[from] vcpu::Error),
+    /// CPU features.
+    #[error(transparent)]
+    Cpuid(#[from] vellum_kvm::arch::cpuid::Error),
+    /// The interrupt controller.
+    #[error(transparent)]
+    Irqchip(#[from] irqchip::Error),
+    /// The serial port's interrupt.
+    #[error(transparent)]
+    Gsi(#[from] gsi::Error),
+    /// A virtio device.
+    #[error(transparent)]
+    Virtio(#[from] virtio::Error),
+    /// The VM generation ID.
+    #[error(transparent)]
+    VmGenId(#[from] vmgenid::Error),
+    /// The serial port's target.
+    #[error("{0}")]
+    Serial(#[from] vellum_devices::console::OpenError),
+    /// The tables.
+    #[error(transparent)]
+    Tables(#[from] tables::Error),
+    /// The first registers.
+    #[error(transparent)]
+    Regs(#[from] regs::Error),
+    /// Two devices at one address.
+    #[error(transparent)]
+    Bus(#[from] vellum_devices::bus::Overlap),
+    /// Its state.
+    #[error(transparent)]
+    State(#[from] StateError),
+    /// The host refuses a descriptor, or the terminal its mode.
+    #[error("{0}: {1}")]
+    Host(&'static str, #[source] io::Error),
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Open { field, .. } => Blame::user(*field),
+            Self::Boot { error, .. } => error.blame(),
+            Self::Cpus(_) => Blame::user(Field::Cpus),
+            Self::Uart => Blame::user(Field::Uart),
+            Self::Vm(error) => error.blame(),
+            Self::Memory(error) => error.blame(),
+            Self::Vcpu(error) => error.blame(),
+            Self::Cpuid(error) => error.blame(),
+            Self::Irqchip(error) => error.blame(),
+            Self::Gsi(error) => error.blame(),
+            Self::Virtio(error) => error.blame(),
+            Self::VmGenId(error) => error.blame(),
+            Self::Serial(_) => Blame::user(Field::Serial),
+            Self::Tables(error) => error.blame(),
+            Self::Regs(error) => error.blame(),
+            Self::State(error) => error.blame(),
+            Self::Bus(_) | Self::Host(..) => Blame::HOST,
+        }
+    }
+}

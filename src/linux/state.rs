@@ -1,0 +1,295 @@
+//! The PC's whole state beside its memory, and what it is for those who make the like of it.
+//!
+//! The order in which parts are saved and restored is that of [`vellum_machine::state`]; here is which parts there are.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::virtio::PciBus;
+use super::{Error, Machine};
+use vellum_devices::virtio::transport::{self, Codec};
+use vellum_devices::virtio::{RestoreError, pci};
+use vellum_devices::vmgenid::VmGenId;
+use vellum_devices::{rtc, serial};
+use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::cpuid::Leaf;
+use vellum_kvm::arch::fixed::Uart;
+use vellum_kvm::arch::irqchip::{self, Mode};
+use vellum_kvm::vm::Vm;
+use vellum_kvm::vm::quiesced::Quiesced;
+use vellum_kvm::vm::vcpu::Vcpu;
+use vellum_machine::section::{self, Section, Sections};
+use vellum_machine::state::{self, Place, Processors};
+
+/// The versions of the sections.
+const IRQCHIP: u16 = 1;
+const SERIAL: u16 = 1;
+/// The sections of either serial port.
+const NS16550: &str = "serial";
+const PL011: &str = "pl011";
+const RTC: u16 = 1;
+const VIRTIO: u16 = 1;
+const PCI: u16 = 1;
+
+/// The section of the PCI bus, which is no name of a device.
+const BUS: &str = "pci";
+
+/// The one kind of machine that is described here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// A PC with a kernel.
+    Pc,
+}
+
+/// What a PC is. From it a process that has devices of the same kinds makes the like; where they lead is that process's own.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Description {
+    /// Of which kind of machine.
+    pub kind: Kind,
+    /// How many vCPUs.
+    pub cpus: usize,
+    /// Bytes of RAM.
+    pub memory: u64,
+    /// The memslots that it is cut into.
+    pub slots: Vec<Place>,
+    /// The interrupt controller.
+    pub irqchip: Mode,
+    /// The serial port.
+    #[serde(default, skip_serializing_if = "Uart::is_16550")]
+    pub uart: Uart,
+    /// What its first vCPU sees of CPUID.
+    pub cpuid: Vec<Leaf>,
+    /// The frequency of its TSCs in kHz, where KVM tells it.
+    pub tsc_khz: Option<u32>,
+    /// Whether it has the devices of kvm-unit-tests.
+    pub test_devices: bool,
+    /// The guest-physical address of its VM generation ID, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vmgenid: Option<u64>,
+    /// How its guest reaches its virtio devices.
+    #[serde(default, skip_serializing_if = "Codec::is_mmio")]
+    pub transport: Codec,
+    /// Its virtio devices in the order of their places.
+    pub devices: Vec<Device>,
+}
+
+/// A virtio device as a description has it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Device {
+    /// `disk0`, `net0`, `vsock`, …
+    pub name: String,
+    /// What it is.
+    pub device: transport::Description,
+}
+
+impl Description {
+    /// Reads one.
+    ///
+    /// # Errors
+    /// Where it is not of a PC.
+    pub fn from_json(value: Value) -> Result<Self, state::Error> {
+        serde_json::from_value(value).map_err(state::Error::Description)
+    }
+}
+
+/// A PC's state, as far as it can be read without the machine that it is for.
+#[derive(Clone, Debug)]
+pub struct State {
+    processors: Processors,
+    irqchip: irqchip::State,
+    serial: serial::State,
+    rtc: rtc::State,
+    /// Of the PCI bus, where there is one.
+    pci: Option<PciState>,
+    /// In the order of the devices.
+    virtio: Vec<transport::State>,
+}
+
+/// The state of a PCI bus.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PciState {
+    /// The address register of the configuration spaces.
+    address: u32,
+    /// In the order of the devices.
+    functions: Vec<pci::State>,
+}
+
+impl State {
+    /// Reads the state of a PC with so many vCPUs and virtio devices of these names.
+    ///
+    /// # Errors
+    /// Where a section is missing, unknown, there twice, of another version or damaged.
+    pub fn read<'a>(
+        sections: Vec<Section>,
+        cpus: usize,
+        devices: impl IntoIterator<Item = &'a str>,
+    ) -> Result<Self, section::Error> {
+        let mut sections = Sections::new(sections)?;
+        let state = Self {
+            processors: Processors::take(&mut sections, cpus)?,
+            irqchip: sections.take("irqchip", IRQCHIP)?,
+            serial: match sections.has(PL011) {
+                true => serial::State::Pl011(sections.take(PL011, SERIAL)?),
+                false => serial::State::Ns16550(sections.take(NS16550, SERIAL)?),
+            },
+            rtc: sections.take("rtc", RTC)?,
+            pci: sections.has(BUS).then(|| sections.take(BUS, PCI)).transpose()?,
+            virtio: devices.into_iter().map(|name| sections.take(name, VIRTIO)).collect::<Result<_, _>>()?,
+        };
+        sections.end()?;
+        Ok(state)
+    }
+
+    /// Its sections, for devices of these names: what [`Self::read`] reads.
+    pub fn sections<'a>(&self, devices: impl IntoIterator<Item = &'a str>) -> Vec<Section> {
+        let mut sections = self.processors.sections();
+        sections.push(Section::new("irqchip", IRQCHIP, &self.irqchip));
+        sections.push(match &self.serial {
+            serial::State::Ns16550(port) => Section::new(NS16550, SERIAL, port),
+            serial::State::Pl011(port) => Section::new(PL011, SERIAL, port),
+        });
+        sections.push(Section::new("rtc", RTC, &self.rtc));
+        sections.extend(self.pci.iter().map(|pci| Section::new(BUS, PCI, pci)));
+        let devices = devices.into_iter().zip(&self.virtio);
+        sections.extend(devices.map(|(name, device)| Section::new(name, VIRTIO, device)));
+        sections
+    }
+}
+
+impl PciBus {
+    fn save(&self) -> PciState {
+        let functions = self.functions.iter().map(|function| function.save_function()).collect();
+        PciState { address: self.host.address(), functions }
+    }
+
+    fn restore(&self, state: &PciState) -> Result<(), state::Error> {
+        if state.functions.len() != self.functions.len() {
+            let what = "another number of functions than there are devices";
+            return Err(section::Error::Implausible { name: BUS.into(), what }.into());
+        }
+        self.host.set_address(state.address);
+        let damaged = |error: RestoreError| state::Error::Device(BUS.into(), error.into());
+        let mut functions = self.functions.iter().zip(&state.functions);
+        functions.try_for_each(|(function, state)| function.restore_function(state).map_err(damaged))
+    }
+}
+
+impl Machine {
+    /// Its VM, and proof that nothing writes to its memory; while it is paused.
+    ///
+    /// # Errors
+    /// Where a vCPU is not paused, or a device hangs.
+    pub fn quiesced(&mut self) -> Result<(&Vm, Quiesced<'_>), Error> {
+        let mut stopped = Ok(());
+        let quiesced = Quiesced::new(&mut self.vcpus, || stopped = self.virtio.quiesce())?;
+        stopped?;
+        Ok((&self.vm, quiesced))
+    }
+
+    /// Whether this host gives it a TSC of another frequency than its own.
+    pub fn scales_tsc(&self) -> bool {
+        self.context.scales_tsc
+    }
+
+    /// Lets a guest come whose TSC has a frequency that this host cannot give it.
+    pub fn allow_other_tsc(&mut self) {
+        self.context.allows_other_tsc = true;
+    }
+
+    /// What it is.
+    pub fn description(&self) -> Description {
+        let devices = self.virtio.devices.iter();
+        Description {
+            kind: Kind::Pc,
+            cpus: self.vcpus.len(),
+            memory: self.vm.memory.config.size,
+            slots: self.vm.memory.slots().iter().map(Place::from).collect(),
+            irqchip: self.features.irqchip,
+            uart: self.serial.kind(),
+            cpuid: self.features.cpuid.clone(),
+            tsc_khz: self.features.tsc_khz,
+            test_devices: self.features.test_devices,
+            vmgenid: self.vmgenid.as_ref().map(VmGenId::at),
+            transport: if self.virtio.pci.is_some() { Codec::Pci } else { Codec::Mmio },
+            devices: devices
+                .map(|wired| Device { name: wired.name.clone(), device: wired.device.describe() })
+                .collect(),
+        }
+    }
+
+    pub(super) fn save_state(&mut self) -> Result<Vec<Section>, Error> {
+        let (context, cpuid) = (self.context.clone(), self.features.cpuid.clone());
+        let (vm, quiesced) = self.quiesced()?;
+        let processors = Processors::save(&quiesced, &vm.fd, &context, cpuid)?;
+        let state = State {
+            irqchip: self.irqchip.save(&processors.held())?,
+            processors,
+            serial: self.serial.save(),
+            rtc: self.rtc.save(),
+            pci: self.virtio.pci.as_ref().map(PciBus::save),
+            virtio: self.virtio.devices.iter().map(|wired| wired.device.save()).collect(),
+        };
+        Ok(state.sections(self.virtio.devices.iter().map(|wired| wired.name.as_str())))
+    }
+
+    pub(super) fn restore_state(
+        &mut self,
+        sections: Vec<Section>,
+        meanwhile: Meanwhile,
+    ) -> Result<(), Error> {
+        self.vcpus.iter().try_for_each(Vcpu::ready)?;
+        let names = self.virtio.devices.iter().map(|wired| wired.name.as_str());
+        let State { processors, irqchip, serial, rtc, pci, virtio } =
+            State::read(sections, self.vcpus.len(), names).map_err(state::Error::from)?;
+        let quiesced = Quiesced::new(&mut self.vcpus, || ())?;
+        let devices = || -> Result<(), Error> {
+            let damaged = |name: &str, error: Box<dyn std::error::Error + Send + Sync>| {
+                state::Error::Device(name.into(), error)
+            };
+            self.serial.restore(serial).map_err(|error| damaged("serial", error.into()))?;
+            self.rtc.restore(rtc, meanwhile).map_err(|error| damaged("rtc", error.into()))?;
+            // First: what devices signal goes to the vectors that their drivers have chosen.
+            match (&self.virtio.pci, pci) {
+                (None, None) => {}
+                (Some(bus), Some(state)) => bus.restore(&state)?,
+                (Some(_), None) => return Err(state::Error::from(section::Error::Missing(BUS.into())).into()),
+                (None, Some(_)) => return Err(state::Error::from(section::Error::Unknown(BUS.into())).into()),
+            }
+            for (wired, state) in self.virtio.devices.iter().zip(virtio) {
+                wired.device.restore(state).map_err(|error| damaged(&wired.name, error.into()))?;
+            }
+            Ok(())
+        };
+        let irqchip = Some((&*self.irqchip, irqchip));
+        let tsc = processors.restore(&quiesced, &self.vm.fd, &self.context, meanwhile, irqchip, devices)?;
+        self.features.cpuid.clone_from(&processors.cpuid);
+        self.features.tsc_khz = tsc;
+        self.arrived = Some(processors);
+        Ok(())
+    }
+
+    pub(super) fn commit_state(&mut self) -> Result<(), Error> {
+        let processors = self.arrived.clone().ok_or(state::Error::NotRestored)?;
+        self.virtio.retake()?;
+        let committed = Quiesced::new(&mut self.vcpus, || ())
+            .map_err(state::Error::from)
+            .and_then(|quiesced| processors.commit(&quiesced, &self.context))
+            .map_err(Error::from)
+            .and_then(|()| Ok(self.irqchip.commit()?));
+        match committed {
+            Ok(false) => {}
+            Ok(true) => self.virtio.devices.iter().for_each(|wired| wired.device.interrupt().raise_again()),
+            Err(error) => {
+                self.virtio.release();
+                return Err(error);
+            }
+        }
+        self.arrived = None;
+        self.virtio.devices.iter().for_each(|wired| wired.device.arrived());
+        Ok(())
+    }
+}

@@ -1,0 +1,163 @@
+//! The disks of a machine that is saved. They are no part of a point: it names them, with what tells whether they are as they were.
+//!
+//! Flushed while the machine stands still, so that a host that fails afterwards has what the guest believes to be there. On a file system
+//! whose files share blocks they can be cloned at that moment, which costs no copy.
+
+use std::fs::File;
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::MetadataExt;
+use std::thread;
+use std::time::Duration;
+
+use vellum_control::Disk;
+use vellum_machine as payload;
+use vellum_sys::clock;
+use vellum_sys::file::clone_into;
+
+/// The longest tick of a clock by which a file system stamps writes (CONFIG_HZ=100).
+const TICK: Duration = Duration::from_millis(10);
+
+/// What tells whether a disk is as it was: its size in bytes, and when it was last written to, in nanoseconds since 1970.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Mark {
+    bytes: u64,
+    changed: Option<i64>,
+}
+
+impl Mark {
+    fn of(mut file: &File) -> io::Result<Self> {
+        let data = file.metadata()?;
+        // Unlike its metadata this is right for block devices too. Nobody reads or writes where the file stands.
+        let bytes = file.seek(SeekFrom::End(0))?;
+        let time = || data.mtime().saturating_mul(1_000_000_000).saturating_add(data.mtime_nsec());
+        Ok(Self { bytes, changed: data.is_file().then(time) })
+    }
+
+    /// Waits until a write would have another time.
+    fn settle(self) {
+        let Some(changed) = self.changed.and_then(|changed| u64::try_from(changed).ok()) else { return };
+        let since = clock::realtime().checked_sub(Duration::from_nanos(changed));
+        // A time to come is another host's, as on a network's file system.
+        if let Some(left) = since.and_then(|since| TICK.checked_sub(since)) {
+            thread::sleep(left);
+        }
+    }
+}
+
+fn said<'a>(disk: &'a payload::Disk, what: &'static str) -> impl Fn(io::Error) -> String + 'a {
+    move |error| format!("{} ({}): {what}: {error}", disk.name, disk.image.path.display())
+}
+
+/// Brings what its guest has written to the medium.
+///
+/// # Errors
+/// Which disk cannot be flushed, and why.
+pub fn flush(disks: &[payload::Disk]) -> Result<(), String> {
+    let mut written = disks.iter().filter(|disk| !disk.image.readonly);
+    written.try_for_each(|disk| disk.image.file.sync_all().map_err(said(disk, "flushing it")))
+}
+
+/// Clones them into `clones`, which are one for each, or none.
+///
+/// # Errors
+/// Which disk cannot be cloned, and why.
+pub fn clone(disks: &[payload::Disk], clones: &[File]) -> Result<(), String> {
+    let what = "it cannot be cloned into the snapshot, which takes a file system that both are on and whose files share blocks, as those \
+                of Btrfs and XFS do";
+    disks
+        .iter()
+        .zip(clones)
+        .try_for_each(|(disk, to)| clone_into(&disk.image.file, to).map_err(said(disk, what)))
+}
+
+/// What they are, while their machine stands still: flushed, and cloned where there are clones.
+///
+/// # Errors
+/// Which disk fails, and how.
+pub fn saved(disks: &[payload::Disk], clones: &[File]) -> Result<Vec<Disk>, String> {
+    flush(disks)?;
+    clone(disks, clones)?;
+    let mut all = Vec::with_capacity(disks.len());
+    for (at, disk) in disks.iter().enumerate() {
+        let cloned = |file: &File| -> io::Result<Mark> {
+            file.sync_all()?;
+            Mark::of(file)
+        };
+        let mark = Mark::of(&disk.image.file).map_err(said(disk, "what it is"))?;
+        let clone = clones.get(at).map(cloned).transpose().map_err(said(disk, "its clone"))?;
+        mark.settle();
+        all.push(Disk {
+            name: disk.name.clone(),
+            path: disk.image.path.display().to_string(),
+            bytes: mark.bytes,
+            changed: mark.changed,
+            clone_changed: clone.and_then(|mark| mark.changed),
+        });
+    }
+    Ok(all)
+}
+
+/// In what `here`, the disks of a machine that is to go on, differ from what they were: a line for all of them, or nothing.
+///
+/// # Errors
+/// Which disk does not tell.
+pub fn differences(then: &[Disk], here: &[payload::Disk]) -> Result<Option<String>, String> {
+    let mut all = Vec::new();
+    for disk in here {
+        let Some(was) = then.iter().find(|was| was.name == disk.name) else { continue };
+        let is = Mark::of(&disk.image.file).map_err(said(disk, "what it is"))?;
+        let known = [was.changed, was.clone_changed];
+        // A block device does not tell when it was written to.
+        let unchanged = is.changed.is_none() || known.contains(&is.changed) || was.changed.is_none();
+        let what = match is.bytes == was.bytes {
+            true if unchanged => continue,
+            true => "has been written to since the snapshot, or is another".to_owned(),
+            false => format!("has {} bytes, and had {} when the snapshot was made", is.bytes, was.bytes),
+        };
+        all.push(format!("{} ({}) {what}", disk.name, disk.image.path.display()));
+    }
+    Ok((!all.is_empty()).then(|| all.join("; ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+    use std::path::PathBuf;
+    use std::sync::Arc;
+
+    use super::*;
+    use vellum_disk::DiskImage;
+
+    fn disk(name: &str) -> payload::Disk {
+        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target").join(name);
+        let mut options = File::options();
+        let file = options.read(true).write(true).create(true).truncate(true).open(&path).unwrap();
+        file.set_len(4096).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        payload::Disk { name: "disk0".into(), image: Arc::new(DiskImage { file, path, readonly: false }) }
+    }
+
+    #[test]
+    fn a_disk_that_is_written_to_or_longer_differs() {
+        let disks = [disk("differs.img")];
+        disks[0].image.file.write_all_at(&[1], 0).unwrap();
+        let then = saved(&disks, &[]).unwrap();
+        assert_eq!((then[0].bytes, then[0].changed.is_some()), (4096, true));
+        assert_eq!(differences(&then, &disks).unwrap(), None);
+        // At once: the same tick of the file system's clock would hide it.
+        disks[0].image.file.write_all_at(&[2], 0).unwrap();
+        let said = differences(&then, &disks).unwrap().unwrap();
+        assert!(said.starts_with("disk0 (/") && said.contains("written to since"), "{said}");
+        disks[0].image.file.set_len(8192).unwrap();
+        let said = differences(&then, &disks).unwrap().unwrap();
+        assert!(said.contains("has 8192 bytes, and had 4096"), "{said}");
+    }
+
+    #[test]
+    fn what_cannot_be_cloned_is_named() {
+        let disks = [disk("uncloned.img")];
+        let elsewhere = vellum_sys::mmap::memfd(c"clone", 0, None).unwrap();
+        let said = saved(&disks, &[elsewhere]).unwrap_err();
+        assert!(said.starts_with("disk0 (/") && said.contains("cannot be cloned"), "{said}");
+    }
+}

@@ -1,0 +1,227 @@
+//! The directory of a snapshot as those who read it have it: files that are open, and what is chosen of them.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::layer::sum;
+use super::manifest::{self, Manifest, Point};
+use super::{Error, Files, state, working_set};
+use vellum_machine::Section;
+use vellum_sys::file::{Lock, lock};
+use vellum_sys::open::{self, Kind};
+
+/// The most points of one directory: each has files open while it is restored.
+pub const MOST_POINTS: usize = 300;
+
+/// Opens a regular file of the directory for reading. No link is followed: whoever made the directory would choose by it which of the
+/// host's files the guest has as its memory.
+pub(super) fn open(dir: &Path, name: &str) -> Result<File, Error> {
+    let path = dir.join(name);
+    open::for_reading(&path, Kind::Unlinked).map_err(|error| match error.kind() {
+        io::ErrorKind::InvalidInput => {
+            Error::Unfit { file: path.display().to_string(), what: error.to_string() }
+        }
+        _ => Error::io(&path.display().to_string(), "opening it")(error),
+    })
+}
+
+pub(super) fn read_manifest(file: &File) -> Result<Manifest, Error> {
+    let mut bytes = Vec::new();
+    let read = file.take(manifest::MOST_BYTES + 1).read_to_end(&mut bytes);
+    read.map_err(Error::io(manifest::NAME, "reading it"))?;
+    if bytes.len() as u64 > manifest::MOST_BYTES {
+        let what = format!("it has more than {} bytes", manifest::MOST_BYTES);
+        return Err(Error::Unfit { file: manifest::NAME.into(), what });
+    }
+    Manifest::parse(&bytes, manifest::NAME)
+}
+
+/// A directory whose files are open, and of which nothing has been read: what is in them is read by a process that is confined. Nobody
+/// merges its points meanwhile.
+#[derive(Debug)]
+pub struct Source {
+    manifest: File,
+    /// By what their names end in.
+    points: HashMap<String, Files>,
+    /// Which pages a restore wanted first.
+    working_set: Option<File>,
+}
+
+/// A point that is to be restored.
+#[derive(Debug)]
+pub struct Chosen {
+    /// What the machine is.
+    pub machine: Value,
+    /// Its state.
+    pub sections: Vec<Section>,
+    /// Its layers, the full one first, with what the list says of each.
+    pub layers: Vec<(Point, Files)>,
+    /// Which pages a restore wanted first, where one was recorded.
+    pub working_set: Option<File>,
+}
+
+fn is_missing(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+}
+
+impl Source {
+    /// Opens the files in `dir`.
+    ///
+    /// # Errors
+    /// Where it holds no snapshot.
+    pub fn open(dir: &Path) -> Result<Self, Error> {
+        loop {
+            let list = match open(dir, manifest::NAME) {
+                Err(error) if is_missing(&error) => {
+                    let what = format!("it holds no snapshot: there is no {}", manifest::NAME);
+                    return Err(Error::Unfit { file: dir.display().to_string(), what });
+                }
+                list => list?,
+            };
+            let points = Self::open_points(dir)?;
+            // Where points were merged meanwhile, some of these may be those of before, and some be gone.
+            let same = open(dir, manifest::NAME).and_then(|again| is_same(&again, &list))?;
+            if same {
+                let working_set = match open(dir, working_set::NAME) {
+                    Err(error) if is_missing(&error) => None,
+                    file => Some(file?),
+                };
+                return Ok(Self { manifest: list, points, working_set });
+            }
+        }
+    }
+
+    fn open_points(dir: &Path) -> Result<HashMap<String, Files>, Error> {
+        let entries = fs::read_dir(dir).map_err(Error::io(&dir.display().to_string(), "reading it"))?;
+        let mut points = HashMap::new();
+        for name in entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()) {
+            let Some(label) = name.strip_prefix("ram-") else { continue };
+            let number = label.split('.').next().unwrap_or(label);
+            let open_all = || -> Result<Files, Error> {
+                let [ram, map] = [open(dir, &name)?, open(dir, &format!("map-{label}"))?];
+                let state = open(dir, &format!("state-{number}"))?;
+                Ok(Files { ram, map, state, clones: Vec::new() })
+            };
+            match open_all() {
+                Ok(files) => {
+                    // Says that somebody needs them. It can be read without.
+                    let _ = lock(&files.ram, Lock::Shared);
+                    points.insert(label.to_owned(), files);
+                }
+                // Left by a writer that died, or missing: then whoever chooses it is told.
+                Err(error) if is_missing(&error) => {}
+                Err(error) => return Err(error),
+            }
+            if points.len() > 2 * MOST_POINTS {
+                let what = format!("it has more points than {MOST_POINTS}, the most that are possible");
+                return Err(Error::Unfit { file: dir.display().to_string(), what });
+            }
+        }
+        Ok(points)
+    }
+
+    /// Whether a restore of it was recorded.
+    pub fn has_working_set(&self) -> bool {
+        self.working_set.is_some()
+    }
+
+    /// What the list says.
+    ///
+    /// # Errors
+    /// Where it is damaged.
+    pub fn manifest(&self) -> Result<Manifest, Error> {
+        read_manifest(&self.manifest)
+    }
+
+    /// Point `number`, or the newest, with what the machine is. Its pages are not read.
+    ///
+    /// # Errors
+    /// Where there is no such point, or a file of it is damaged.
+    pub fn choose(mut self, number: Option<u32>) -> Result<Chosen, Error> {
+        let manifest = self.manifest()?;
+        let mut layers = Vec::new();
+        for point in manifest.chain(number)? {
+            let files = self.points.remove(&point.label()).ok_or_else(|| Error::Unfit {
+                file: format!("ram-{}", point.label()),
+                what: format!(
+                    "there is no such file, or none of map-{} and state-{}, and the list has that point; it is damaged",
+                    point.label(),
+                    point.number
+                ),
+            })?;
+            layers.push((point.clone(), files));
+        }
+        let (point, files) = layers.last().expect("a chain has a point");
+        let name = format!("state-{}", point.number);
+        let len = files.state.metadata().map_err(Error::io(&name, "its length"))?.len();
+        if len != point.state_bytes || len > state::MOST_BYTES {
+            let what = format!("it has {len} bytes, and the list says {}", point.state_bytes);
+            return Err(Error::Damaged { file: name, offset: len, what });
+        }
+        let mut bytes = vec![0; len as usize];
+        files.state.read_exact_at(&mut bytes, 0).map_err(Error::io(&name, "reading it"))?;
+        let found = sum(&bytes);
+        if found != point.state_crc {
+            let what = format!("its sum is {found:#010x}, not {:#010x}", point.state_crc);
+            return Err(Error::Damaged { file: name, offset: 0, what });
+        }
+        let (machine, sections) = state::parse(&bytes, &name)?;
+        Ok(Chosen { machine, sections, layers, working_set: self.working_set })
+    }
+}
+
+fn is_same(one: &File, other: &File) -> Result<bool, Error> {
+    let of = |file: &File| file.metadata().map(|data| (data.dev(), data.ino()));
+    of(one).and_then(|one| Ok(one == of(other)?)).map_err(Error::io(manifest::NAME, "what it is"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+    use std::process::Command;
+
+    use super::*;
+
+    const NAMES: [&str; 5] = [manifest::NAME, "ram-0", "map-0", "state-0", working_set::NAME];
+
+    /// Whoever made the directory may have put anything there: no file but its own regular ones becomes a machine's memory.
+    #[test]
+    fn links_and_what_is_no_regular_file_are_refused() {
+        let root = std::env::temp_dir().join(format!("vellum-source-{}", std::process::id()));
+        let dir = root.join("snapshot");
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(root.join("secret"), "secret").unwrap();
+        let fill = || NAMES.iter().for_each(|name| fs::write(dir.join(name), "{}").unwrap());
+        fill();
+        Source::open(&dir).unwrap();
+        for name in NAMES {
+            let place = dir.join(name);
+            let makes: [(&str, &dyn Fn()); 5] = [
+                ("a symbolic link", &|| symlink(root.join("secret"), &place).unwrap()),
+                ("a symbolic link", &|| symlink("other", &place).unwrap()),
+                ("a symbolic link", &|| symlink("nothing", &place).unwrap()),
+                ("a directory", &|| fs::create_dir(&place).unwrap()),
+                ("a FIFO", &|| assert!(Command::new("mkfifo").arg(&place).status().unwrap().success())),
+            ];
+            fs::write(dir.join("other"), "{}").unwrap();
+            for (what, make) in makes {
+                fs::remove_file(&place).unwrap();
+                make();
+                let error = Source::open(&dir).unwrap_err().to_string();
+                assert!(error.contains(&format!("{name}: it is {what}")), "{name}: {error}");
+                let _ = fs::remove_file(&place);
+                let _ = fs::remove_dir(&place);
+                fill();
+            }
+        }
+        // The directory itself may be reached by a link: that is its user's.
+        symlink("snapshot", root.join("link")).unwrap();
+        Source::open(&root.join("link")).unwrap();
+        fs::remove_dir_all(&root).unwrap();
+    }
+}

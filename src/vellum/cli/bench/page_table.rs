@@ -1,0 +1,72 @@
+//! `vellum bench page-table`.
+
+use clap::{Args, ValueEnum};
+
+use super::{Output, REGION, RegionArgs};
+use crate::cli::{Failure, Flags, keyvalue};
+use vellum_bench::page_table::{self, Config, FirstTouch};
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_sys::fault::Field;
+
+/// Make, change and rebuild KVM's mappings of a region that all vCPUs share
+#[derive(Debug, Args)]
+#[command(allow_negative_numbers = true)]
+#[command(mut_arg("bytes", |arg| arg.help("Memory in all, which all vCPUs share; sizes take k, m, g, t")))]
+pub struct PageTableArgs {
+    /// Run rows that others have published, scaled to this host; the scale is part of the result. -v is then what the row with the
+    /// most vCPUs has [default: two for each CPU]
+    #[arg(long, conflicts_with_all = ["bytes", "backing", "pin", "together"])]
+    preset: Option<Preset>,
+
+    #[command(flatten)]
+    region: RegionArgs,
+
+    /// Do not populate memory beforehand: create_mappings is then also the host's first touch of it, as in
+    /// kvm_page_table_test
+    #[arg(long)]
+    unpopulated: bool,
+
+    /// Have all vCPUs create each mapping at the same time: a page is missing until every vCPU waits for it, which userfaultfd
+    /// tells. create_mappings then includes that
+    #[arg(long, conflicts_with_all = ["unpopulated", "execute"])]
+    together: bool,
+
+    /// Once memory is logged, first execute an instruction in each page of the backing's size: by it an Arm host, which maps what
+    /// is written without the right to execute it, splits its blocks
+    #[arg(long)]
+    execute: bool,
+
+    /// Where memory starts in the guest's physical address space, as in 0x100000000
+    #[arg(short = 'p', long, value_name = "ADDRESS", value_parser = keyvalue::address)]
+    phys_offset: Option<u64>,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Preset {
+    /// The six rows of the arm64 stage-2 page table series of 2021
+    Seed,
+}
+
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[REGION, &[(Field::GuestAddress, "-p")]];
+
+pub(super) fn run(args: PageTableArgs) -> Result<Exit, Failure> {
+    let config = Config {
+        common: args.region.common(&args.output)?,
+        region: args.region.region(),
+        first_touch: match (args.together, args.unpopulated) {
+            (true, _) => FirstTouch::Together,
+            (_, true) => FirstTouch::Guest,
+            _ => FirstTouch::Before,
+        },
+        execute: args.execute,
+        phys_offset: args.phys_offset,
+    };
+    args.output.deliver(FLAGS, || match args.preset {
+        Some(Preset::Seed) => page_table::run_seed(&config, args.region.vcpus),
+        None => page_table::run(&config),
+    })
+}

@@ -1,0 +1,243 @@
+//! The arguments that give a guest devices: a flag for each of [`KINDS`], and kvmtool's words for one of them.
+
+use std::any::Any;
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
+
+use super::keyvalue::{self, KeyValues};
+use vellum_devices::virtio::console::ConsoleConfig;
+use vellum_devices::virtio::fs::FsConfig;
+use vellum_devices::virtio::net::user::Forward;
+use vellum_devices::virtio::net::{self, NetConfig};
+use vellum_devices::virtio::{DeviceConfig, KINDS, Kind};
+use vellum_linux::virtio::Config;
+use vellum_sandbox::Mode;
+
+/// Devices of a guest. With `FOR_KERNEL` they need a kernel to be booted, which is the argument `kernel`.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceArgs<const FOR_KERNEL: bool>(Vec<Arc<dyn DeviceConfig>>);
+
+/// Flags that have a letter too.
+const SHORT: &[(&str, char)] = &[("disk", 'd')];
+
+impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
+    /// What a machine is to be built with.
+    pub fn config(self) -> Config {
+        Config(self.0)
+    }
+
+    /// Whether one of them is of this kind.
+    pub fn has(&self, kind: &Kind) -> bool {
+        self.0.iter().any(|config| config.kind().key == kind.key)
+    }
+
+    /// The directories among them.
+    pub fn shares(&self) -> impl Iterator<Item = &FsConfig> {
+        self.0.iter().filter_map(|config| (&**config as &dyn Any).downcast_ref())
+    }
+
+    /// Takes the console out, to which something else is added.
+    pub fn take_console(&mut self) -> Option<ConsoleConfig> {
+        let is_one = |config: &Arc<dyn DeviceConfig>| (&**config as &dyn Any).is::<ConsoleConfig>();
+        let at = self.0.iter().position(is_one)?;
+        (&*self.0.remove(at) as &dyn Any).downcast_ref().cloned()
+    }
+
+    /// Confines the servers of directories as `--sandbox` says.
+    pub fn confine(&mut self, sandbox: Mode) {
+        for config in &mut self.0 {
+            if let Some(share) = (&**config as &dyn Any).downcast_ref::<FsConfig>() {
+                *config = Arc::new(FsConfig { sandbox, ..share.clone() });
+            }
+        }
+    }
+}
+
+/// The flag of a kind of device, as messages begin with it.
+pub fn flag(key: &str) -> String {
+    format!("--{key}:")
+}
+
+impl<const FOR_KERNEL: bool> Args for DeviceArgs<FOR_KERNEL> {
+    fn augment_args(command: Command) -> Command {
+        let command = command.next_help_heading("Devices");
+        let bound = |arg: Arg| if FOR_KERNEL { arg.requires("kernel") } else { arg };
+        let command = KINDS.iter().fold(command, |command, kind| command.arg(bound(arg(kind))));
+        let forward =
+            Arg::new("forward").long("forward").value_name("[tcp:|udp:][ADDRESS:]HOSTPORT:GUESTPORT");
+        let forward = forward.value_parser(forward_of).action(ArgAction::Append);
+        let command = command.arg(bound(forward.requires("net").help(
+            "Lead a port of the host to one of the guest's, of TCP unless udp: is said, on 127.0.0.1 unless an address is given; with \
+             --net user; may be repeated",
+        )));
+        let about = "The network in kvmtool's words: `mode=none`, or \
+            `mode=tap[,tapif=NAME][,guest_mac=ADDRESS][,host_ip=ADDRESS]`";
+        let words = Arg::new("network").value_name("mode=none|tap").value_parser(network).help(about);
+        command.arg(bound(words.long("network").action(ArgAction::Append)))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+fn arg(kind: &'static Kind) -> Arg {
+    let arg = Arg::new(kind.key).long(kind.key);
+    let arg = match SHORT.iter().find(|(key, _)| *key == kind.key) {
+        Some((_, letter)) => arg.short(*letter),
+        None => arg,
+    };
+    let arg = match kind.value {
+        Some(value) => arg.value_name(value).value_parser(kind.parse),
+        None => arg.action(ArgAction::SetTrue),
+    };
+    match kind.repeats {
+        true => arg.action(ArgAction::Append).help(format!("{}; may be repeated", kind.about)),
+        false => arg.help(kind.about),
+    }
+}
+
+impl<const FOR_KERNEL: bool> FromArgMatches for DeviceArgs<FOR_KERNEL> {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut devices = Vec::new();
+        for kind in KINDS {
+            if kind.value.is_some() {
+                devices.extend(
+                    matches.get_many::<Arc<dyn DeviceConfig>>(kind.key).into_iter().flatten().cloned(),
+                );
+            } else if matches.get_flag(kind.key) {
+                devices.push(
+                    (kind.parse)("")
+                        .map_err(|error| clap::Error::raw(clap::error::ErrorKind::InvalidValue, error))?,
+                );
+            }
+        }
+        let forwards: Vec<Forward> = matches.get_many("forward").into_iter().flatten().cloned().collect();
+        if !forwards.is_empty() {
+            forward(&mut devices, matches, &forwards)?;
+        }
+        let networks = matches.get_many::<Network>("network").into_iter().flatten();
+        devices.extend(
+            networks.filter_map(|network| Some(Arc::new(network.0.clone()?) as Arc<dyn DeviceConfig>)),
+        );
+        Ok(Self(devices))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+fn forward_of(text: &str) -> Result<Forward, &'static str> {
+    text.parse()
+}
+
+/// Gives the one interface that passt serves its forwards.
+fn forward(
+    devices: &mut [Arc<dyn DeviceConfig>],
+    matches: &ArgMatches,
+    forwards: &[Forward],
+) -> Result<(), clap::Error> {
+    let refuse =
+        |text: &str| clap::Error::raw(clap::error::ErrorKind::InvalidValue, format!("--forward: {text}\n"));
+    let written = matches.get_raw("net").into_iter().flatten().filter_map(|text| text.to_str());
+    let mut served = written.enumerate().filter_map(|(at, text)| Some((at, net::parse(text).ok()?)));
+    let mut served = served.by_ref().filter(|(_, config)| config.user.is_some());
+    let Some((at, mut config)) = served.next() else { return Err(refuse("it needs --net user")) };
+    if served.next().is_some() {
+        return Err(refuse("with several of --net user give each its own, as in --net user,forward=8080:80"));
+    }
+    if let Some(user) = &mut config.user {
+        user.forwards.extend_from_slice(forwards);
+    }
+    let mut networks = devices.iter_mut().filter(|device| device.kind().key == net::KIND.key);
+    if let Some(device) = networks.nth(at) {
+        *device = Arc::new(config);
+    }
+    Ok(())
+}
+
+/// `--network`, which may ask for none.
+#[derive(Clone, Debug)]
+struct Network(Option<NetConfig>);
+
+/// kvmtool's `--network`. Without `tapif` the tap is made, with its host at 192.168.33.1.
+fn network(text: &str) -> Result<Network, String> {
+    let keys = &["mode", "tapif", "guest_mac", "host_ip"];
+    let read = || -> Result<Network, keyvalue::Error> {
+        let kv = KeyValues::parse(text, Some("mode"), keys)?;
+        let tap = kv.required("mode", |mode| match mode {
+            "none" => Ok(false),
+            "tap" => Ok(true),
+            _ => Err("none and tap are known"),
+        })?;
+        let tapif = kv.text("tapif");
+        let address = kv.with("host_ip", str::parse::<Ipv4Addr>)?.unwrap_or(Ipv4Addr::new(192, 168, 33, 1));
+        let config = NetConfig {
+            tap: tapif.unwrap_or("vellum0").into(),
+            create: tapif.is_none(),
+            host: tapif.is_none().then_some((address, 24)),
+            mac: kv.with("guest_mac", net::mac)?,
+            user: None,
+        };
+        Ok(Network(tap.then_some(config)))
+    };
+    read().map_err(|e| e.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(args: &[&str]) -> Result<Vec<String>, clap::Error> {
+        let command = DeviceArgs::<true>::augment_args(Command::new("run").no_binary_name(true))
+            .arg(Arg::new("kernel").long("kernel"));
+        let matches = command.try_get_matches_from([&["--kernel", "k"], args].concat())?;
+        Ok(DeviceArgs::<true>::from_arg_matches(&matches)?
+            .0
+            .iter()
+            .map(|config| format!("{config:?}"))
+            .collect())
+    }
+
+    #[test]
+    fn devices_as_people_type_them() {
+        let words = "-d [a,b.img],ro,serial=s1,queues=4 --net tap=tap0,host=10.0.0.1/24 --disk c --rng --balloon \
+            --network none --network mode=tap,guest_mac=02:00:00:00:00:0a --vsock v,cid=9 --console null";
+        let found = parse(&words.split_whitespace().collect::<Vec<_>>()).unwrap();
+        let expected = [
+            r#"BlkConfig { path: "a,b.img", readonly: true, overlay: None, serial: Some("s1"), queues: 4, force: false }"#,
+            r#"BlkConfig { path: "c", readonly: false, overlay: None, serial: None, queues: 1, force: false }"#,
+            r#"NetConfig { tap: "tap0", create: true, host: Some((10.0.0.1, 24)), mac: None, user: None }"#,
+            r#"VsockConfig { path: "v", cid: 9 }"#,
+            "ConsoleConfig(Null)",
+            "RngConfig",
+            "BalloonConfig",
+            r#"NetConfig { tap: "vellum0", create: true, host: Some((192.168.33.1, 24)), mac: Some([2, 0, 0, 0, 0, 10]), user: None }"#,
+        ];
+        assert_eq!(found, expected);
+        assert!(parse(&["--rng", "--rng"]).is_err() && parse(&["--vsock", "a", "--vsock", "b"]).is_err());
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_what_is_right() {
+        for (flag, value, remedy) in [
+            ("--disk", "path=", "a path is expected"),
+            ("--disk", "a,queues=17", "1 to 16"),
+            ("--disk", "a,raedonly", "did you mean 'readonly'"),
+            ("--net", "mac=02:00:00:00:00:01", "'tap=' is missing"),
+            ("--net", "tap=a,mac=01:00:00:00:00:01", "first byte even"),
+            ("--net", "tap=a,mac=02:0:0:0:0:1", "02:00:00:00:00:01"),
+            ("--net", "tap=a,host=10.0.0.1", "192.168.33.1/24"),
+            ("--net", "tap=a,host=10.0.0.1/33", "192.168.33.1/24"),
+            ("--vsock", "a,cid=2", "3 to"),
+            ("--console", "terminal", "file=PATH"),
+        ] {
+            let message = parse(&[flag, value]).expect_err("must be refused").to_string();
+            assert!(message.contains(remedy) && message.contains(flag), "{message}");
+        }
+    }
+}

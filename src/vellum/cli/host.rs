@@ -1,0 +1,132 @@
+//! The host's side of a machine that was made elsewhere: what `vellum receive` and `vellum restore` are told of it, and how both run it.
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use super::devices::DeviceArgs;
+use super::result::ResultArgs;
+use super::{Failure, Flags, args, kernel};
+use crate::session;
+use crate::session::incoming::{self, Lenience, Listen, Outcome};
+use vellum_control::names;
+use vellum_devices::console::Target;
+use vellum_kvm::memory::MemoryConfig;
+use vellum_kvm::vm::cr3_cache;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_linux as machine;
+use vellum_sandbox::Mode;
+use vellum_sandbox::user::User;
+use vellum_sys::fault::Field;
+
+/// `--tsc-mismatch`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum TscMismatch {
+    Refuse,
+    Allow,
+}
+
+/// Where it leads on this host, and what of this host it is given.
+#[derive(Debug, Args)]
+pub(super) struct HostArgs {
+    /// A name by which `vellum ctl`, `list` and `exec` find this machine
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+
+    /// Where the serial port leads: terminal (Ctrl-a x ends the guest), file=PATH, pty or null
+    #[arg(long, value_name = "WHERE", default_value = "terminal")]
+    serial: Target,
+
+    /// Confine this process by seccomp and Landlock, before the first byte of a source is read: on, log or off
+    #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
+    sandbox: Mode,
+
+    /// Give up root for this user and group once everything is open, as two numbers
+    #[arg(long, value_name = "UID:GID")]
+    user: Option<User>,
+
+    /// Give each vCPU a dirty ring of N entries, a power of two, for further migrations of the machine that comes: whether it had
+    /// one where it comes from does not matter
+    #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = args::RING_ENTRIES, value_parser = args::ring_entries)]
+    dirty_ring: Option<u32>,
+
+    /// Let a guest with a kernel, on shadow paging, load CR3 without an exit: on; auto, where this host can; off. It does so if it was
+    /// started with `vellum run --cr3-cache` and has registered with KVM, here or where it comes from; and sees where its shadow page
+    /// tables are in this host's memory
+    #[arg(long, value_name = "WHETHER", value_enum, default_value = "off", hide_possible_values = true)]
+    cr3_cache: cr3_cache::Choice,
+
+    /// What becomes of a guest whose TSC has a frequency that is not this host's and that it cannot scale to: refuse; allow, and
+    /// then a guest that tells time by its TSC is wrong from then on, and one with kvmclock is not
+    #[arg(long, value_name = "WHAT", value_enum, default_value = "refuse", hide_possible_values = true)]
+    tsc_mismatch: TscMismatch,
+
+    #[command(flatten)]
+    result: ResultArgs,
+
+    #[command(flatten)]
+    devices: DeviceArgs<false>,
+}
+
+/// Which flag each field comes from.
+pub(super) const FLAGS: &[(Field, &str)] = &[
+    (Field::Backing, "--memory backing="),
+    (Field::Cr3Cache, "--cr3-cache on:"),
+    (Field::Lock, "--memory lock:"),
+    (Field::Memory, "--memory:"),
+    (Field::Name, "--name:"),
+    (Field::Prealloc, "--memory prealloc:"),
+    (Field::RingEntries, "--dirty-ring="),
+    (Field::Sandbox, "--sandbox:"),
+    (Field::Serial, "--serial"),
+    (Field::Tracker, "--dirty-ring:"),
+    (Field::User, "--user"),
+];
+
+impl HostArgs {
+    /// Runs the machine that comes in this way.
+    /// `flags` are those of the command.
+    pub fn run(
+        self,
+        listen: Listen,
+        memory: MemoryConfig,
+        liveness: Duration,
+        flags: Flags,
+    ) -> Result<Exit, Failure> {
+        let failure = |error: session::Error| Failure::of(&error, flags);
+        let control = self.name.as_deref().map(names::own_socket).transpose();
+        let control = control.map_err(|error| Failure::of(&error, flags))?;
+        let process = session::Config {
+            control,
+            sandbox: self.sandbox,
+            user: self.user,
+            result: self.result.path(),
+            ..session::Config::default()
+        };
+        let config = machine::Config {
+            serial: self.serial.clone(),
+            dirty_ring: self.dirty_ring,
+            cr3_cache: self.cr3_cache,
+            virtio: self.devices.clone().config(),
+            ..machine::Config::default()
+        };
+        let lenience = Lenience { liveness, other_tsc: self.tsc_mismatch == TscMismatch::Allow };
+        let result = self.result.open()?;
+        match incoming::run(&process, listen, memory, config, lenience).map_err(failure) {
+            // It was delivered by another process, to the same place.
+            Ok(Outcome::Succeeded(exit)) => Ok(exit),
+            Ok(Outcome::BuiltIn(outcome)) if outcome.succeeded => Ok(outcome.exit),
+            Ok(Outcome::BuiltIn(outcome)) => result.deliver(&outcome.report, None).map(|()| outcome.exit),
+            // Only a built-in guest has a result.
+            Ok(Outcome::Kernel(outcome)) => {
+                result.discard();
+                kernel::tell(&outcome);
+                Ok(outcome.exit)
+            }
+            Err(failed) => {
+                result.discard();
+                Err(failed)
+            }
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! What tests and benchmarks have besides a result: forms that other programs read, an exit status that another harness understands, and
+//! signs of life.
+
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+use indicatif::ProgressBar;
+
+use super::result::ResultArgs;
+use super::{Failure, keyvalue, print};
+use crate::session::progress::Heartbeat;
+use vellum_host::Facts;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_report::view::View;
+use vellum_report::{Case, Report, Status};
+
+/// The arguments, for every command that judges something.
+#[derive(Debug, Args)]
+pub struct JudgedArgs {
+    #[command(flatten)]
+    result: ResultArgs,
+
+    /// Print the result in a form that other programs read, instead of tables
+    #[arg(long, value_name = "FORM", value_enum)]
+    format: Option<Form>,
+
+    /// Who submits to KCIDB, as agreed with its operators: a-z, 0-9 and _
+    #[arg(long, value_name = "NAME", value_parser = origin, required_if_eq("format", "kcidb"))]
+    origin: Option<String>,
+
+    /// What the exit status says: vellum, the list below; kselftest, 0 passed, 4 skipped because this host lacks something, 1
+    /// anything else, a test that was cut short and a wrong command line included
+    // Looked for among the words themselves, by `exits_as`: a command line that is wrong ends by it, too.
+    #[arg(
+        long = "exit",
+        value_name = "WHOSE",
+        value_enum,
+        default_value = "vellum",
+        hide_possible_values = true
+    )]
+    _exit: Exits,
+
+    /// Say on standard error every so often that this goes on, and how far it is, as in 30s
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
+    heartbeat: Option<Duration>,
+}
+
+/// The forms as typed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Form {
+    /// KTAP version 1, as the kernel's tests print it
+    Ktap,
+    /// JUnit's XML
+    Junit,
+    /// A submission to KCIDB; needs --origin
+    Kcidb,
+    /// What --json writes
+    Json,
+}
+
+impl Form {
+    /// The view, of this origin where it needs one.
+    pub fn view(self, origin: Option<&str>) -> View {
+        match self {
+            Self::Ktap => View::Ktap,
+            Self::Junit => View::Junit,
+            Self::Kcidb => View::Kcidb { origin: origin.unwrap_or_default().into() },
+            Self::Json => View::Json,
+        }
+    }
+}
+
+/// Whose exit statuses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Exits {
+    /// [`Exit`]'s.
+    Vellum,
+    /// The kernel's selftests' (tools/testing/selftests/kselftest.h): 2 and 3 would mean XFAIL and XPASS there.
+    Kselftest,
+}
+
+impl Exits {
+    /// The status of a command that ended so.
+    pub(super) fn status(self, ended: &Result<Exit, Failure>) -> u8 {
+        let exit = ended.as_ref().map_or_else(|failure| failure.exit, |exit| *exit);
+        let lacking = ended.as_ref().is_err_and(|failure| failure.lacking);
+        match self {
+            Self::Vellum => exit.code(),
+            Self::Kselftest if lacking => 4,
+            Self::Kselftest => u8::from(exit.code() != 0),
+        }
+    }
+}
+
+/// Whose exit statuses `words` ask for, the program's name first; whether the rest of them makes sense or not.
+pub(super) fn exits_as(words: &[String]) -> Exits {
+    let judged = words.get(1).is_some_and(|word| word == "test" || word == "bench");
+    let asked = words.iter().any(|word| word == "--exit=kselftest")
+        || words.windows(2).any(|two| two[0] == "--exit" && two[1] == "kselftest");
+    if judged && asked { Exits::Kselftest } else { Exits::Vellum }
+}
+
+/// The name of who submits.
+pub fn origin(text: &str) -> Result<String, String> {
+    let right = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+    match !text.is_empty() && text.chars().all(right) {
+        true => Ok(text.into()),
+        false => Err("a name of a-z, 0-9 and _, as in example_lab".into()),
+    }
+}
+
+impl JudgedArgs {
+    /// Opens what is to be written, does `work`, whose progress `bar` shows, and delivers its result; what `work` says besides is
+    /// returned. Where it fails no file is left behind, and a form that was asked for says so.
+    pub fn deliver<T>(
+        &self,
+        name: &str,
+        bar: &ProgressBar,
+        work: impl FnOnce() -> Result<(Report, T), Failure>,
+    ) -> Result<T, Failure> {
+        let form = self.format.map(|format| format.view(self.origin.as_deref()));
+        if form.is_some() && self.result.is_stdout() {
+            return Err(Failure::usage(
+                "--json - excludes --format: both would go to standard output; --format json does the same as --json -",
+            ));
+        }
+        let (place, begun) = (self.result.open()?, Instant::now());
+        let beats = self.heartbeat.map(|every| Heartbeat::start(bar.clone(), every));
+        let done = work();
+        drop(beats);
+        let seconds = begun.elapsed().as_secs_f64();
+        match done {
+            Ok((mut report, besides)) => {
+                if report.cases.is_empty() {
+                    report.cases.push(Case { seconds: Some(seconds), ..report.as_case() });
+                }
+                place.deliver(&report, form.as_ref())?;
+                Ok(besides)
+            }
+            Err(failure) => {
+                // What this host lacks is nobody's mistake.
+                let exit = if failure.lacking { Exit::NotRun } else { failure.exit };
+                let failure = Failure { exit, ..failure };
+                place.discard();
+                if let Some(form) = form.filter(|_| failure.lacking || failure.exit != Exit::Usage) {
+                    let status = if failure.lacking { Status::Skip } else { Status::Crash };
+                    let mut report = Report::new(name, Facts::collect("off".into()));
+                    report.cases.push(Case::new(name, status).explained(&failure.message));
+                    print(form.render(&[report]).map_err(Failure::host)?)?;
+                }
+                Err(failure)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_is_of_whom_it_is_asked_for() {
+        let failure = |exit, lacking| Err(Failure { exit, lacking, message: String::new() });
+        for (ended, kselftest) in [
+            (Ok(Exit::PowerOff), 0),
+            (Ok(Exit::Signal(2)), 1),
+            (failure(Exit::Usage, false), 1),
+            (failure(Exit::Usage, true), 4),
+            (failure(Exit::Error, true), 4),
+            (failure(Exit::Error, false), 1),
+            (failure(Exit::NotRun, true), 4),
+            (failure(Exit::NotRun, false), 1),
+        ] {
+            assert_eq!(Exits::Kselftest.status(&ended), kselftest, "{ended:?}");
+        }
+        assert_eq!(Exits::Vellum.status(&failure(Exit::Usage, true)), 2);
+        let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        for line in ["vellum test dirty-log --exit kselftest", "vellum bench --nonsense --exit=kselftest"] {
+            assert_eq!(exits_as(&words(line)), Exits::Kselftest, "{line}");
+        }
+        for line in ["vellum run --exit kselftest", "vellum test dirty-log", "vellum test x --exit vellum"] {
+            assert_eq!(exits_as(&words(line)), Exits::Vellum, "{line}");
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! `vellum run --kernel`: a guest with a kernel of its own. The short forms are kvmtool's, so that scripts written for
+//! `lkvm run` work.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+
+use super::devices::DeviceArgs;
+use super::launch::{self, LaunchArgs, Ready};
+use super::{Failure, dump, keyvalue, run::failure};
+use crate::session::{self, kernel::Outcome};
+use vellum_devices::console::{Opened, Target};
+use vellum_devices::virtio::transport::Codec;
+use vellum_kvm::arch::boot::{Protocol, default_cmdline};
+use vellum_kvm::arch::fixed::Uart;
+use vellum_kvm::arch::irqchip::Mode;
+use vellum_kvm::memory::MemoryConfig;
+use vellum_kvm::vm::cr3_cache;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_launch::config::Board;
+use vellum_linux::{self as machine, BootConfig};
+use vellum_machine::gdb;
+use vellum_migration::mobile::OnPanic;
+use vellum_sys::open::{self, Kind};
+
+/// A guest with a kernel.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "A guest with a kernel")]
+pub struct KernelArgs {
+    /// Boot this: a bzImage, an ELF vmlinux, a PVH or multiboot image; with a COMMAND also the kernel of a tree in which one was built
+    /// (O= too), of an unpacked linux-image package, or `host`, this host's own
+    #[arg(short, long, value_name = "FILE|DIR|host")]
+    #[arg(conflicts_with_all = ["workload", "passes", "duration", "json"])]
+    pub kernel: Option<PathBuf>,
+
+    /// The initial RAM disk, or a multiboot image's module
+    #[arg(short, long, value_name = "FILE", requires = "kernel")]
+    pub(super) initrd: Option<PathBuf>,
+
+    /// The kernel's command line, put after the defaults (console=ttyS0 reboot=k panic=-1)
+    #[arg(short = 'p', long = "cmdline", visible_alias = "params", value_name = "TEXT", requires = "kernel")]
+    #[arg(allow_hyphen_values = true)]
+    pub(super) cmdline: Vec<String>,
+
+    /// Leave out what is there by default: the beginning of the command line
+    #[arg(long, requires = "kernel")]
+    nodefaults: bool,
+
+    /// How the kernel is entered, where it offers several ways
+    #[arg(long, value_name = "HOW", requires = "kernel")]
+    protocol: Option<Protocol>,
+
+    /// The interrupt controller: split between KVM and Vellum, or all in KVM with an 8259 and a PIT [default: split; on Arm the newer
+    /// one of those that this host has]
+    #[arg(long, value_name = "WHERE", value_enum, requires = "kernel")]
+    irqchip: Option<Mode>,
+
+    /// How the guest reaches its virtio devices: mmio, a page of registers each, which the ACPI tables name; or pci, a bus that it
+    /// enumerates, with an interrupt for each queue (MSI-X)
+    #[arg(long, value_name = "HOW", default_value = "mmio", requires = "kernel")]
+    transport: Codec,
+
+    /// What the serial port is; a PL011 is on Arm alone
+    #[arg(long, value_name = "KIND", value_enum, default_value_t, requires = "kernel")]
+    uart: Uart,
+
+    /// Where the serial port leads: terminal (Ctrl-a x ends the guest), file=PATH, pty or null
+    #[arg(long, value_name = "WHERE", default_value = "terminal", requires = "kernel")]
+    pub(super) serial: Target,
+
+    /// Give it no VM generation ID, by which it notices that it was restored from a snapshot and draws other random numbers
+    #[arg(long, requires = "kernel")]
+    no_vmgenid: bool,
+
+    /// Let a guest on shadow paging load CR3 without an exit, as at context switches, if it knows how: on; auto, where this host can;
+    /// off. It sees where its shadow page tables are in the host's memory
+    #[arg(
+        long,
+        value_name = "WHETHER",
+        value_enum,
+        default_value = "off",
+        hide_possible_values = true,
+        requires = "kernel"
+    )]
+    cr3_cache: cr3_cache::Choice,
+
+    /// End the guest after a time, as in 30s, with status 124
+    #[arg(long, value_name = "TIME", requires = "kernel", value_parser = keyvalue::duration)]
+    timeout: Option<Duration>,
+
+    /// What to do when the guest panics, before it ends: dump[=FILE], write its memory into FILE, which is what `vellum dump` writes
+    /// [default: vellum-PID.core]. A kernel whose pvpanic is a module is heard to panic on its serial port
+    #[arg(long, value_name = "dump[=FILE]", value_parser = on_panic, requires = "kernel")]
+    on_panic: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(super) devices: DeviceArgs<true>,
+
+    #[command(flatten)]
+    pub(super) launch: LaunchArgs,
+}
+
+impl KernelArgs {
+    /// What a guest's kernel needs drivers for.
+    pub(super) fn board(&self) -> Board {
+        Board { pl011: self.uart == Uart::Pl011, pci: self.transport == Codec::Pci }
+    }
+}
+
+/// Boots `kernel` on a machine of `memory` and `config` with what else `args` say, and waits for its end.
+pub fn run(
+    args: KernelArgs,
+    kernel: PathBuf,
+    memory: MemoryConfig,
+    config: machine::Config,
+    process: session::Config,
+) -> Result<Exit, Failure> {
+    if let Some(plan) = launch::plan(&args, &kernel)? {
+        return launch::run(plan, args, memory, config, process);
+    }
+    boot(args, kernel, memory, config, process, Ready::none())
+}
+
+/// Boots it in this process; `ready` ends as soon as the machine has all that it needs of the host.
+pub(super) fn boot(
+    args: KernelArgs,
+    kernel: PathBuf,
+    memory: MemoryConfig,
+    config: machine::Config,
+    process: session::Config,
+    told: Ready,
+) -> Result<Exit, Failure> {
+    let KernelArgs {
+        initrd,
+        protocol,
+        irqchip,
+        transport,
+        uart,
+        serial,
+        cr3_cache,
+        timeout,
+        mut devices,
+        ..
+    } = args;
+    devices.confine(process.sandbox);
+    let defaults = (!args.nodefaults).then(|| default_cmdline(uart));
+    // Symbols are where the image has them, and not where a random number puts them.
+    let fixed = process.gdb.as_ref().map(|_| "nokaslr");
+    let parts: Vec<&str> =
+        defaults.into_iter().chain(fixed).chain(args.cmdline.iter().map(String::as_str)).collect();
+    let (cmdline, mut virtio) = (parts.join(" "), devices.config());
+    virtio.0.extend(told.devices);
+    let irqchip = irqchip.unwrap_or_else(Mode::of_host);
+    let vmgenid = if args.no_vmgenid { None } else { config.vmgenid };
+    let config = machine::Config { irqchip, transport, uart, serial, virtio, vmgenid, cr3_cache, ..config };
+    if let Some(gdb) = &process.gdb {
+        tracing::info!("{}", gdb::command(&gdb.socket, symbols(&kernel).as_deref()));
+    }
+    let boot = BootConfig { kernel, initrd, cmdline, protocol };
+    let process = session::Config { limit: timeout, ..process };
+    let on_panic = args.on_panic.as_deref().map(|path| {
+        let dump = dump::on_panic(path).map_err(|failure| failure.under("--on-panic dump="));
+        dump.map(|(file, written, naming)| {
+            (OnPanic { file, name: path.display().to_string(), written }, naming)
+        })
+    });
+    let ready =
+        session::kernel::ready(&process, memory, config, boot, on_panic.transpose()?).map_err(failure)?;
+    drop(told.word);
+    let machine = &ready.machine;
+    if let Some(pty) = &machine.pty {
+        tracing::info!("the serial port is {pty}");
+    }
+    if let Some(pty) = machine.virtio.find::<Opened>().and_then(|(console, _)| console.pty.as_ref()) {
+        tracing::info!("the virtio console is {pty}");
+    }
+    let outcome = ready.run().map_err(failure)?;
+    tell(&outcome);
+    Ok(outcome.exit)
+}
+
+/// `dump[=FILE]`.
+fn on_panic(text: &str) -> Result<PathBuf, &'static str> {
+    match text.split_once('=') {
+        None if text == "dump" => Ok(format!("vellum-{}.core", std::process::id()).into()),
+        Some(("dump", path)) if !path.is_empty() => Ok(path.into()),
+        _ => Err("dump or dump=FILE is expected"),
+    }
+}
+
+/// The file with the symbols of the kernel `image`: the vmlinux of the tree that it was built in, or itself.
+fn symbols(image: &Path) -> Option<PathBuf> {
+    let is_elf = |path: &Path| {
+        let mut magic = [0; 4];
+        open::for_reading(path, Kind::Regular).and_then(|mut file| file.read_exact(&mut magic)).is_ok()
+            && magic == *b"\x7fELF"
+    };
+    // arch/x86/boot/bzImage.
+    let beside = image.ancestors().skip(1).take(4).map(|directory| directory.join("vmlinux"));
+    std::iter::once(image.to_owned()).chain(beside).find(|path| is_elf(path))
+}
+
+/// Says how it ended, where that is not what everybody expects.
+pub(super) fn tell(outcome: &Outcome) {
+    if let Some((index, ended)) = &outcome.ended {
+        let what = match ended.exit {
+            Exit::Panic => Some("the guest has panicked".to_owned()),
+            Exit::TripleFault => Some(format!("triple fault on vCPU {index}")),
+            Exit::Kvm => Some(match ended.error {
+                Some(error) => format!("KVM_RUN of vCPU {index}: {error}"),
+                None => format!("KVM cannot go on with vCPU {index}; the last exit tells why"),
+            }),
+            _ => None,
+        };
+        if let (Some(what), Some(trace)) = (what, &ended.trace) {
+            tracing::error!("{what}\n{trace}");
+        }
+    }
+    if outcome.exit == Exit::Timeout {
+        tracing::warn!("the time of --timeout is over: the guest was ended");
+    }
+    if outcome.lost_output > 0 {
+        tracing::warn!("{} bytes of serial output were lost: nobody read them", outcome.lost_output);
+    }
+    if outcome.unwritten_output > 0 {
+        let lost = outcome.unwritten_output;
+        tracing::warn!("{lost} bytes of serial output were lost: its file could not be written");
+    }
+    for (name, value) in outcome.counters.iter().flatten().filter(|(_, value)| **value != 0) {
+        tracing::debug!("KVM's {name} {value}");
+    }
+    tracing::debug!("ended by {:?}, status {}", outcome.exit, outcome.exit.code());
+}

@@ -1,0 +1,305 @@
+//! `vellum run -k KERNEL -- COMMAND`: one command in a guest, with its standard streams and its exit status.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use clap::Args;
+use guest_agent::{Access, Launch, Mount, Mounts, Terminal, Word};
+
+use super::kernel::{self, KernelArgs};
+use super::run::FLAGS;
+use super::{Failure, print, say};
+use crate::session;
+use vellum_control::names;
+use vellum_devices::console::Target;
+use vellum_devices::virtio::DeviceConfig;
+use vellum_devices::virtio::console::PortConfig;
+use vellum_devices::virtio::fs::{self as share, FsConfig, Mode};
+use vellum_devices::virtio::rng::{self, RngConfig};
+use vellum_devices::virtio::vsock::VsockConfig;
+use vellum_kvm::memory::MemoryConfig;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_launch::client::{self, Ended, Guest};
+use vellum_launch::image::Way;
+use vellum_launch::kernel::Kernel;
+use vellum_launch::modules::{self, Named};
+use vellum_launch::streams::own_terminal;
+use vellum_launch::{Error, config, image};
+use vellum_linux as machine;
+use vellum_sandbox::Sandbox;
+use vellum_sandbox::user::User;
+use vellum_sys::fork::{Forked, fork};
+use vellum_sys::identity;
+use vellum_sys::mmap::memfd;
+use vellum_sys::open::{self, Kind};
+
+/// What the modules are mounted by. No directory of --share has a tag with a slash.
+const MODULES_TAG: &str = "/lib/modules";
+/// Whom Linux has for nobody in particular.
+const NOBODY: User = User { uid: 65534, gid: 65534 };
+
+/// Where the guest of a command has the directories of its host's.
+const PLACE: &str = "/mnt";
+
+/// A command for the guest.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "A command in a guest with a kernel")]
+pub struct LaunchArgs {
+    /// Where the command runs in the guest
+    #[arg(long, value_name = "DIR", requires = "kernel")]
+    guest_dir: Option<OsString>,
+
+    /// As whom: a number, or a name of the guest's /etc/passwd
+    #[arg(long, value_name = "USER", requires = "kernel")]
+    guest_user: Option<String>,
+
+    /// Write there how it ended, as JSON, which tells a command's status from Vellum's own: {"ended":"command","status":0}
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    status_file: Option<PathBuf>,
+
+    /// Print what a kernel's configuration must have for this, as a fragment for its merge_config.sh, and end
+    #[arg(long, requires = "kernel")]
+    kconfig: bool,
+
+    /// A command and its arguments, run in the guest with this process's standard streams; its exit status is vellum's. The guest's
+    /// root is that of --root, or the initramfs: --initrd's, or one with this host's static busybox. Directories of --share are below
+    /// /mnt, by their tags. Without a command a terminal has the user's shell, where --root is given or --kernel is no image
+    #[arg(last = true, value_name = "COMMAND", requires = "kernel")]
+    command: Vec<OsString>,
+}
+
+/// What has to be known before a machine is made.
+pub(super) struct Plan {
+    kernel: Kernel,
+    initrd: OwnedFd,
+    way: Way,
+    modules: Option<FsConfig>,
+    launch: Launch,
+    status_file: Option<PathBuf>,
+}
+
+/// What a machine has beside its arguments, and what tells that it is ready: its end, when this is dropped.
+pub(super) struct Ready {
+    pub word: Option<OwnedFd>,
+    pub devices: Vec<Arc<dyn DeviceConfig>>,
+}
+
+impl Ready {
+    /// Nothing more, and nobody to be told.
+    pub fn none() -> Self {
+        Self { word: None, devices: Vec::new() }
+    }
+}
+
+fn failure(error: Error) -> Failure {
+    let mut failure = Failure::of(&error, FLAGS);
+    if matches!(error, Error::Lacks { .. }) {
+        failure.message += "; --kconfig prints the fragment to merge into it";
+    }
+    failure
+}
+
+/// What is to be launched around `named`; `None` where an image is just to be booted.
+pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failure> {
+    let args = &all.launch;
+    let board = all.board();
+    if args.kconfig {
+        print(config::fragment(board))?;
+        std::process::exit(0);
+    }
+    // Whatever is neither a directory nor this host's own is an image, or said to be none.
+    let is_image = !named.is_dir() && (named != Path::new("host") || named.exists());
+    let has_root = all.devices.has(&share::ROOT);
+    if args.command.is_empty() && !has_root && is_image {
+        return alone(args).map(|()| None);
+    }
+    guest_agent::check_arguments(&args.command)
+        .map_err(|why| Failure::usage(format!("-- COMMAND: {why}")))?;
+    let shares = all.devices.shares().map(mount).collect::<Result<_, _>>()?;
+    let mut mounts = Mounts { shares, modules: None };
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let kernel = Kernel::find(named, release.trim()).map_err(failure)?;
+    if let Some(symbol) = kernel.config.as_deref().and_then(config::ignores_command_line) {
+        say(&format!(
+            "--kernel {}: CONFIG_{symbol}=y: this kernel ignores the command line that it is given, --cmdline too",
+            named.display()
+        ));
+    }
+    let terminal = if args.command.is_empty() { Some(terminal(has_root, named)?) } else { None };
+    let way = image::check(&kernel, board, &mounts, all.initrd.is_some()).map_err(failure)?;
+    let modules = modules(&kernel);
+    mounts.modules = modules.as_ref().map(|(share, _)| share.tag.clone());
+    let (modules, beside) = modules.unzip();
+    let program = args.command.first().and_then(|word| word.to_str());
+    let archive = image::pack(&kernel, all.initrd.as_deref(), &mounts, &beside.unwrap_or_default(), program)
+        .map_err(failure)?;
+    let initrd = memfd(c"vellum-initramfs", 0, None)
+        .and_then(|mut file| file.write_all(&archive).map(|()| OwnedFd::from(file)));
+    let initrd = initrd.map_err(|error| Failure::host(format!("a file in memory: {error}")))?;
+    let launch = Launch {
+        command: args.command.iter().map(Word::from).collect(),
+        directory: args.guest_dir.as_ref().map(Word::from),
+        user: args.guest_user.clone(),
+        terminal,
+        detached: false,
+    };
+    Ok(Some(Plan { kernel, initrd, way, modules, launch, status_file: args.status_file.clone() }))
+}
+
+/// The modules of `kernel` for the guest's modprobe, and what is to be beside them: none where its configuration has no driver for them, or
+/// their server could not read them.
+fn modules(kernel: &Kernel) -> Option<(FsConfig, Vec<Named>)> {
+    let lacks =
+        kernel.config.as_ref().is_some_and(|text| !config::lacks(text, &config::SHARED[..1]).is_empty());
+    if !kernel.has_modules() || lacks {
+        return None;
+    }
+    let found = modules::of(kernel)?;
+    let directory = fs::metadata(&found.directory).ok()?;
+    let is_roots = identity::effective().0 == 0 && directory.uid() == 0;
+    if is_roots && directory.mode() & 0o5 != 0o5 {
+        say(&format!(
+            "{}: nobody but root may read it: the guest's modprobe will find no modules",
+            found.directory.display()
+        ));
+        return None;
+    }
+    // Modules are no secret: what belongs to root is read as nobody.
+    let user = is_roots.then_some(NOBODY);
+    let share = FsConfig { tag: MODULES_TAG.into(), user, ..FsConfig::new(found.directory) };
+    Some((share, found.beside))
+}
+
+/// Refuses what an image that is just booted has no use for.
+fn alone(args: &LaunchArgs) -> Result<(), Failure> {
+    let given = [
+        ("--guest-dir", args.guest_dir.is_some()),
+        ("--guest-user", args.guest_user.is_some()),
+        ("--status-file", args.status_file.is_some()),
+    ];
+    match given.iter().find(|(_, is_given)| *is_given) {
+        Some((flag, _)) => Err(Failure::usage(format!("{flag} needs a command: -- COMMAND"))),
+        None => Ok(()),
+    }
+}
+
+/// The terminal for the shell of a guest without a command.
+fn terminal(has_root: bool, named: &Path) -> Result<Terminal, Failure> {
+    own_terminal().ok_or_else(|| {
+        let named = named.display();
+        let why = if has_root { "--root".into() } else { format!("--kernel {named}") };
+        Failure::usage(format!("{why}: without a command it is for a terminal, and this is none: -- COMMAND"))
+    })
+}
+
+/// Where the guest of a command mounts a directory. Its tag is the name of its place.
+fn mount(share: &FsConfig) -> Result<Mount, Failure> {
+    let FsConfig { tag, mode, root, .. } = share;
+    if *root {
+        return Ok(Mount { tag: tag.clone(), place: "/".into(), access: Access::Overlay });
+    }
+    if tag.contains('/') || [".", ".."].contains(&&tag[..]) {
+        return Err(Failure::usage(format!(
+            "--share: tag '{tag}' is no name for a directory, and {PLACE}/TAG is where the guest of a command has it: DIR:data"
+        )));
+    }
+    let access = match mode {
+        Mode::ReadOnly => Access::Ro,
+        Mode::ReadWrite => Access::Rw,
+        Mode::Overlay => Access::Overlay,
+    };
+    Ok(Mount { tag: tag.clone(), place: format!("{PLACE}/{tag}"), access })
+}
+
+/// Makes the machine in a process of its own, and runs the command.
+pub(super) fn run(
+    plan: Plan,
+    mut args: KernelArgs,
+    memory: MemoryConfig,
+    config: machine::Config,
+    process: session::Config,
+) -> Result<Exit, Failure> {
+    let host = |error: io::Error| Failure::host(format!("a pipe: {error}"));
+    // Opened before anything runs, so that a path that cannot be written costs nothing.
+    let status_file = plan.status_file.as_ref().map(|path| {
+        open::open(path, File::options().write(true).create(true).truncate(true), Kind::Output)
+            .map_err(|error| Failure::usage(format!("--status-file {}: {error}", path.display())))
+    });
+    let status_file = status_file.transpose()?;
+    let directory = names::make_directory().map_err(|error| Failure::of(&error, FLAGS))?;
+    let vsock =
+        (plan.way != Way::Port).then(|| directory.join(format!("launch-{}.vsock", std::process::id())));
+    let ends = if plan.way == Way::Vsock { None } else { Some(UnixStream::pair().map_err(host)?) };
+    let (port, end) = ends.unzip();
+    let (console, output) = io::pipe().map_err(host)?;
+    let (ready, word) = io::pipe().map_err(host)?;
+    let (output, word) = (OwnedFd::from(output), OwnedFd::from(word));
+    let mode = process.sandbox;
+    match fork(&output).map_err(|error| Failure::host(format!("fork: {error}")))? {
+        Forked::Child => {
+            drop((console, ready, output, port));
+            args.initrd = Some(format!("/proc/self/fd/{}", plan.initrd.as_raw_fd()).into());
+            args.serial = Target::Terminal;
+            let vsock = vsock.map(|path| Arc::new(VsockConfig { path, cid: 3 }) as Arc<dyn DeviceConfig>);
+            let mut devices: Vec<_> = vsock.into_iter().collect();
+            if let Some(end) = end {
+                let console = args.devices.take_console();
+                devices.push(Arc::new(PortConfig { name: guest_agent::STREAM_NAME.into(), end, console }));
+            }
+            if !args.devices.has(&rng::KIND) {
+                devices.push(Arc::new(RngConfig));
+            }
+            let modules = plan.modules.map(|share| FsConfig { sandbox: process.sandbox, ..share });
+            devices.extend(modules.map(|share| Arc::new(share) as Arc<dyn DeviceConfig>));
+            let told = Ready { word: Some(word), devices };
+            kernel::boot(args, plan.kernel.image, memory, config, process, told)
+        }
+        Forked::Parent(child) => {
+            drop((output, word, end));
+            Sandbox::client(mode).map_err(|error| Failure::of(&error, FLAGS))?;
+            let console = File::from(OwnedFd::from(console));
+            let ready = File::from(OwnedFd::from(ready));
+            let guest = Guest { child, console, ready, vsock: vsock.as_deref(), port };
+            let (ended, unwritten) = client::run(guest, &plan.launch).map_err(failure)?;
+            if let Some(mut file) = status_file {
+                let text = serde_json::to_string(&ended).map_err(Failure::host)?;
+                writeln!(file, "{text}").map_err(|error| Failure::host(format!("--status-file: {error}")))?;
+            }
+            Ok(tell(ended, unwritten))
+        }
+    }
+}
+
+/// Says what is not the command's own end; the status.
+fn tell(ended: Ended, unwritten: Option<String>) -> Exit {
+    let fails = unwritten.is_some();
+    unwritten.iter().for_each(|why| say(why));
+    match ended {
+        Ended::Command { .. } if fails => Exit::Error,
+        Ended::Command { status } => Exit::Guest(status),
+        Ended::NotStarted { reason } => {
+            say(&reason);
+            Exit::AgentCommand
+        }
+        // The machine's process has said it.
+        Ended::Machine { status: status @ (1 | 2), .. } => Exit::Guest(status),
+        Ended::Machine { status, reason, console } => {
+            console.lines().for_each(|line| say(&format!("console: {line}")));
+            let what = match status {
+                0 => "it was switched off",
+                10 => "it was reset",
+                11 => "it panicked",
+                124 => "the time of --timeout is over",
+                _ => "its machine ended",
+            };
+            say(&format!("the guest has not run its command to the end: {what}; {reason}"));
+            Exit::Guest(if status == 0 { 1 } else { status })
+        }
+    }
+}

@@ -1,0 +1,493 @@
+//! `vellum migrate`: the courier of a migration. It connects to the target, hands the connection to the machine, and says how far it
+//! is; the machine itself opens nothing. Ended before the hand-over it gives the migration up; killed, it stops nothing, and another one
+//! follows the migration with --attach.
+
+pub mod address;
+
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use serde_json::Value;
+
+use self::address::{Connection, Target, connect};
+use super::{Failure, Flags, args, devices, keyvalue, print, say};
+use vellum_bench::oracle::edges::{self, EdgeVerdict};
+use vellum_control::client::{Client, Error};
+use vellum_control::{
+    Compression, Do, Event, Link, Loses, Migrate, Mode, Status, Stays, Then, Throttling, names,
+};
+use vellum_kvm::dirty::Method;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_migration::fence::Fence;
+use vellum_migration::link::LIVENESS;
+use vellum_sys::fault::Fault;
+use vellum_sys::signal;
+
+/// Move a running machine to another process, on this host or another, where `vellum receive` waits
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct MigrateArgs {
+    /// The machine: its name (--name), or the path of its control socket
+    machine: String,
+
+    /// Where `vellum receive` listens: `unix:PATH`, `tcp:HOST:PORT`, `ssh:[USER@]HOST:NAME`, or `exec:COMMAND`, whose standard input and
+    /// output lead there
+    #[arg(long, value_name = "ADDRESS", required_unless_present = "attach")]
+    to: Option<Target>,
+
+    /// Follow a migration that another `vellum migrate` has begun; with --to, connect again after a cut
+    #[arg(long)]
+    attach: bool,
+
+    /// How memory gets there: stream, its pages are sent; memfd, to another process of this host, which is handed a descriptor by --to
+    /// unix:PATH, so that nothing is copied. It takes memory that has one: vellum run --memory SIZE,backing=memfd
+    #[arg(long, value_name = "HOW", value_parser = args::LINK, default_value = "stream", hide_possible_values = true)]
+    link: Link,
+
+    /// When memory goes: precopy, before the guest runs on the target; postcopy, after that, each page as it is wanted there and the rest
+    /// meanwhile; hybrid, a pass before and what was written during it after. Once a guest runs there ahead of its memory, it can go on
+    /// only while both processes live
+    #[arg(long, value_name = "WHEN", value_parser = args::MODE, default_value = "precopy", hide_possible_values = true)]
+    mode: Mode,
+
+    /// Go on with a postcopy whose link was cut: connect again, and send what the target says that it lacks,
+    /// over one connection
+    #[arg(long, requires = "to", conflicts_with = "attach")]
+    recover: bool,
+
+    /// How long the guest may stand still: a limit. Below what pausing it takes, some 5 ms, it is taken for that
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "300ms")]
+    downtime: Duration,
+
+    /// How long all of it may take, and what then: `TIME[,then=cancel|force|postcopy]`
+    #[arg(long, value_name = "TIME", value_parser = timeout)]
+    timeout: Option<(Duration, Then)>,
+
+    /// At most so much a second, as in 400m
+    #[arg(long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20))]
+    bandwidth: Option<u64>,
+
+    /// Send pages over so many connections at once, 1 to 16; for ssh: and exec: that is as many processes
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16), default_value_t = 1)]
+    connections: u32,
+
+    /// Slow a guest down that writes faster than the link takes: off; steps, a step for each pass that leaves too much; dirty-limit,
+    /// to half of what the link takes, and of a machine with dirty rings only the vCPUs that write more than their share
+    #[arg(long, value_name = "HOW", value_parser = args::THROTTLING, default_value = "off", hide_possible_values = true)]
+    throttle: Throttling,
+
+    /// Compress pages where that makes them shorter: zstd. For links that are slower than a CPU compresses
+    #[arg(long, value_name = "HOW", value_parser = args::COMPRESSION, hide_possible_values = true)]
+    compress: Option<Compression>,
+
+    /// How dirty pages are collected: manual-protect, initially-set, bitmap; ring with a machine that `vellum run --dirty-ring` has
+    /// made, and nothing else with that; initially-set, unless it is said or this kernel is known to lose pages of that
+    #[arg(long, value_name = "NAME", value_parser = args::TRACKER, hide_possible_values = true)]
+    tracker: Option<args::Tracker>,
+
+    /// How long the target may be silent before it counts as gone
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
+    liveness: Option<Duration>,
+
+    /// Pause the guest first, so that it moves in one pass; it arrives paused
+    #[arg(long)]
+    paused: bool,
+
+    /// Compare every page of memory before the guest is handed over; it stands still meanwhile, which --downtime does not count
+    #[arg(long)]
+    verify: bool,
+
+    /// Let guest memory go over a network in the clear, where anybody on the way may read and change it
+    #[arg(long)]
+    insecure_network: bool,
+
+    /// Print what happens as JSON, a line each
+    #[arg(long)]
+    json: bool,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  vellum receive --listen unix:/tmp/there.sock --name there &
+  vellum migrate web --to unix:/tmp/there.sock
+  vellum migrate web --to ssh:other.example:web --downtime 100ms --timeout 5m,then=force
+  vellum migrate web --to ssh:other.example:web --mode hybrid
+  vellum migrate web --to ssh:other.example:web --recover      after a link that was cut in a postcopy
+
+Exit status: 0 the guest has moved, 1 it stays where it was, 2 usage.";
+
+/// No flag of its own.
+const FLAGS: Flags = &[];
+
+fn timeout(text: &str) -> Result<(Duration, Then), String> {
+    let kv = keyvalue::KeyValues::parse(text, Some("time"), &["time", "then"]).map_err(|e| e.to_string())?;
+    let names = [("cancel", Then::Cancel), ("force", Then::Force), ("postcopy", Then::Postcopy)];
+    let read = || -> Result<_, keyvalue::Error> {
+        let then = kv.with("then", |text| keyvalue::one_of("then", text, &names))?;
+        Ok((kv.required("time", keyvalue::duration)?, then.unwrap_or_default()))
+    };
+    read().map_err(|e| e.to_string())
+}
+
+/// What would have avoided that a target lacks CPU features.
+const AVOIDS: &str =
+    "\nvellum run --cpu x86-64-v2, or --cpu FILE of vellum doctor --cpu-common, shows a guest what both have";
+
+/// How long one look at what the machine says takes.
+const LOOK: Duration = Duration::from_millis(200);
+/// How often a cut link is tried again, and for how long.
+const AGAIN: Duration = Duration::from_secs(1);
+const PERSEVERANCE: Duration = Duration::from_secs(60);
+
+/// Does what was asked.
+pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
+    let path = names::find(&args.machine).map_err(failure)?;
+    signal::remember(&signal::ENDING).map_err(Failure::host)?;
+    let mut machine = listen(&path)?;
+    let mut connections = Vec::new();
+    let has = status(&mut machine)?;
+    let under_way = has.operation.and_then(|operation| operation.id);
+    let of = if args.recover {
+        let state = &has.state;
+        if state != "postcopy-paused" {
+            return Err(Failure::usage(format!(
+                "--recover: {} is {state}: nothing to recover",
+                args.machine
+            )));
+        }
+        recover(args, &mut machine, &mut connections)?;
+        under_way
+    } else if args.attach {
+        match has.state.as_str() {
+            "migrating" | "postcopy" => {}
+            "handover-unconfirmed" => connections.push(again(args, &mut machine)?),
+            state => {
+                return Err(Failure::usage(format!("{} is {state}: nothing to attach to", args.machine)));
+            }
+        }
+        under_way
+    } else {
+        may_leave(&has)?;
+        if let Some(tracker) = args.tracker {
+            check(tracker.method, &has)?;
+        }
+        let chooses = args.tracker.is_none() && has.dirty_ring.is_none() && args.link == Link::Stream;
+        if args.link == Link::Memfd {
+            check_memfd(args, &has)?;
+        }
+        let target = args.to.as_ref().ok_or_else(|| Failure::usage("--to ADDRESS says where to"))?;
+        let follows = args.mode != Mode::Precopy || matches!(args.timeout, Some((_, Then::Postcopy)));
+        if follows && args.link == Link::Memfd {
+            return Err(Failure::usage(
+                "--link memfd: all memory is there at once, and none can follow by --mode postcopy or hybrid, or then=postcopy",
+            ));
+        }
+        if follows && args.verify {
+            return Err(Failure::usage(
+                "--verify: memory is compared before the guest is handed over, and by --mode postcopy or hybrid, or then=postcopy, it \
+                 comes after that",
+            ));
+        }
+        // One more for pages that somebody waits for.
+        for _ in 0..args.connections + u32::from(follows) {
+            connections.push(connect(target, args.insecure_network)?);
+        }
+        if args.paused {
+            machine.ask(&Do::Pause {}).map_err(failure)?;
+        }
+        let asked = Do::Migrate(Migrate {
+            downtime_ms: args.downtime.as_millis() as u64,
+            timeout_ms: args.timeout.map(|(time, _)| time.as_millis() as u64),
+            then: args.timeout.map(|(_, then)| then).unwrap_or_default(),
+            bandwidth: args.bandwidth,
+            throttle: args.throttle,
+            compress: args.compress,
+            tracker: args.tracker.map(|tracker| tracker.method.name().to_owned()),
+            loses: if chooses { loses() } else { Loses::Nothing },
+            liveness_ms: args.liveness.unwrap_or(LIVENESS).as_millis() as u64,
+            verify: args.verify,
+            connections: args.connections,
+            mode: args.mode,
+            fence: true,
+            link: args.link,
+            succeeded: false,
+        });
+        let fence = Fence::file().map_err(Failure::host)?;
+        let sockets = connections.iter().map(|connection| connection.socket.as_fd());
+        let sockets: Vec<_> = sockets.chain([fence.as_fd()]).collect();
+        machine.ask_with(&asked, &sockets).map_err(failure)?;
+        if let Some(left) = has.limit_ms {
+            let (name, left) = (&args.machine, Duration::from_millis(left).as_secs());
+            say(&format!(
+                "{name} was to end in {left} s, by --duration or --timeout; that limit does not move with it: vellum ctl NAME stop ends \
+                 it there"
+            ));
+        }
+        Some(machine.last_id())
+    };
+    follow(args, &mut machine, of, has.numbered, &mut connections)
+}
+
+/// A connection to the machine at `path` that hears what happens there: who listens before anything begins misses nothing.
+pub(super) fn listen(path: &Path) -> Result<Client, Failure> {
+    let mut machine = Client::connect(path).map_err(failure)?;
+    machine.ask(&Do::Events {}).map_err(failure)?;
+    // A look at what it says is short; its answer may take as long as any.
+    machine.wait_within(LOOK);
+    Ok(machine)
+}
+
+/// What the machine says of operation `of`, if it says something before `what` that is waited for.
+pub(super) fn heard(machine: &mut Client, of: Option<u64>, what: &str) -> Result<Option<Value>, Failure> {
+    match machine.event_of(of) {
+        Ok(line) => Ok(Some(line)),
+        Err(Error::Silent { .. }) => Ok(None),
+        Err(Error::Closed { .. }) => Err(Failure::host(format!("the machine has ended before {what}"))),
+        Err(error) => Err(failure(error)),
+    }
+}
+
+/// Whether the machine that is as `status` says can be handed over.
+fn check_memfd(args: &MigrateArgs, status: &Status) -> Result<(), Failure> {
+    let wrong = |why: String| Err(Failure::usage(format!("--link memfd: {why}")));
+    let others = [
+        (args.connections > 1, "--connections"),
+        (args.compress.is_some(), "--compress"),
+        (args.bandwidth.is_some(), "--bandwidth"),
+        (args.throttle != Throttling::Off, "--throttle"),
+        (args.tracker.is_some(), "--tracker"),
+    ];
+    if let Some((_, flag)) = others.into_iter().find(|(given, _)| *given) {
+        return wrong(format!("no page is sent, so {flag} says nothing; leave it out"));
+    }
+    if !matches!(args.to, Some(Target::Unix(_)) | None) {
+        return wrong("descriptors come only over --to unix:PATH".into());
+    }
+    has_a_descriptor(&args.machine, status).or_else(wrong)
+}
+
+/// Why a machine that is as `status` says has no memory that another process can be handed.
+pub(super) fn has_a_descriptor(name: &str, status: &Status) -> Result<(), String> {
+    let backing = status.backing.as_deref().unwrap_or("unknown");
+    let huge = match backing {
+        "memfd" => return Ok(()),
+        shared if shared.starts_with("shared-") => return Ok(()),
+        huge if huge.starts_with("hugetlb-") => format!("shared-{huge}"),
+        _ => "memfd".into(),
+    };
+    Err(format!(
+        "the memory of {name} is {backing}, of which no other process can be handed a descriptor; start it with --memory \
+         SIZE,backing={huge}"
+    ))
+}
+
+pub(super) fn failure(error: impl Fault + 'static) -> Failure {
+    Failure::of(&error, FLAGS)
+}
+
+/// What this host, which is the machine's, is known to lose: what `vellum doctor` says, by the same probe.
+pub(super) fn loses() -> Loses {
+    match edges::probe() {
+        Ok(EdgeVerdict::Lost) => Loses::Edges,
+        Ok(EdgeVerdict::Others(_)) => Loses::Pages,
+        Ok(EdgeVerdict::Kept | EdgeVerdict::Untested(_)) | Err(_) => Loses::Nothing,
+    }
+}
+
+pub(super) fn status(machine: &mut Client) -> Result<Status, Failure> {
+    serde_json::from_value(machine.ask(&Do::Status {}).map_err(failure)?).map_err(Failure::host)
+}
+
+/// Whether the machine that is as `status` says can be saved and moved.
+pub(super) fn may_leave(status: &Status) -> Result<(), Failure> {
+    match &status.stays {
+        None => Ok(()),
+        Some(Stays { key, name, why }) => Err(Failure::usage(format!(
+            "{} {name}: {why}; a machine with one can be neither saved nor moved",
+            devices::flag(key)
+        ))),
+    }
+}
+
+/// Whether pages of the machine that is as `status` says can be collected by `method`.
+pub(super) fn check(method: Method, status: &Status) -> Result<(), Failure> {
+    match (method, status.dirty_ring) {
+        (Method::Ring, None) => Err(Failure::usage(
+            "--tracker ring: this machine has no dirty ring, which it would have to be started with: vellum run --dirty-ring",
+        )),
+        (Method::Ring, Some(_)) | (_, None) => Ok(()),
+        (method, Some(_)) => Err(Failure::usage(format!(
+            "--tracker {}: this machine has a dirty ring (--dirty-ring), beside which KVM keeps no bitmap; ring would work",
+            method.name()
+        ))),
+    }
+}
+
+/// Says what happens until it is decided.
+fn follow(
+    args: &MigrateArgs,
+    machine: &mut Client,
+    of: Option<u64>,
+    numbered: bool,
+    connections: &mut Vec<Connection>,
+) -> Result<Exit, Failure> {
+    let bar = indicatif::ProgressBar::new(0);
+    let style = indicatif::ProgressStyle::with_template("{bar:30} {msg}");
+    bar.set_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()));
+    let mut ended: Option<Exit> = None;
+    loop {
+        if signal::take().is_some() {
+            // Before the hand-over it stays here; after it, the target is asked first. Either way the machine says what came of it.
+            let _ = machine.ask(&Do::MigrateCancel { of: of.filter(|_| numbered) });
+        }
+        let line = match heard(machine, of, "the migration was over") {
+            Ok(Some(line)) => line,
+            Ok(None) => continue,
+            // A machine that has moved ends, and its connection with it.
+            Err(failed) => {
+                bar.finish_and_clear();
+                return ended.ok_or(failed);
+            }
+        };
+        if args.json {
+            print(format_args!("{line}\n"))?;
+        }
+        let Ok(event) = serde_json::from_value::<Event>(line) else { continue };
+        match event {
+            Event::Migrating {
+                pass, sent, left, expected_downtime_ms, bandwidth, throttle_percent, ..
+            } => {
+                bar.set_length(sent + left);
+                bar.set_position(sent);
+                bar.set_message(describe(
+                    pass,
+                    sent,
+                    left,
+                    bandwidth,
+                    (expected_downtime_ms, throttle_percent),
+                ));
+            }
+            Event::Unconfirmed {} => {
+                bar.finish_and_clear();
+                say("the link was cut in the hand-over: the target is asked what became of it");
+                connections.clear();
+                connections.push(again(args, machine)?);
+            }
+            Event::Ahead { us } => {
+                bar.finish_and_clear();
+                let ms = us as f64 / 1000.0;
+                say(&format!("{} runs there after {ms:.1} ms; the rest of its memory follows", args.machine));
+            }
+            Event::Severed {} => {
+                bar.finish_and_clear();
+                return Err(Failure::host(format!(
+                    "the link was cut, and some of the guest's memory is here alone: it waits there for what it lacks; `vellum migrate {} \
+                     --recover --to ADDRESS` goes on",
+                    args.machine
+                )));
+            }
+            Event::Stayed { why } => {
+                bar.finish_and_clear();
+                let hint = if why.contains("CPU feature") { AVOIDS } else { "" };
+                return Err(Failure::host(format!("{} stays where it is: {why}{hint}", args.machine)));
+            }
+            Event::Moved { us, compared, tracker, tracker_why, waited, left, .. } => {
+                bar.finish_and_clear();
+                if let (Some(tracker), Some(why)) = (tracker, tracker_why) {
+                    say(&format!("dirty pages were collected by {tracker}: {why}"));
+                }
+                if !args.json {
+                    let ms = us as f64 / 1000.0;
+                    let pages = compared.map(|pages| format!("; {pages} pages were compared, all alike"));
+                    let saved = args.compress.map(|_| {
+                        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+                        let (saved, all) = (mib(left.spared), mib(left.bytes + left.spared));
+                        format!("; compression saved {saved:.1} of {all:.1} MiB")
+                    });
+                    let (name, pages) = (&args.machine, pages.unwrap_or_default());
+                    let saved = saved.unwrap_or_default();
+                    let waited = waited.map(|waited| {
+                        let most = waited.vcpus_us.iter().max().copied().unwrap_or(0) as f64 / 1000.0;
+                        format!(
+                            "; it waited {} times for pages there, no vCPU for more than {most:.1} ms",
+                            waited.faults
+                        )
+                    });
+                    let waited = waited.unwrap_or_default();
+                    print(format_args!(
+                        "{name} has moved; it stood still for {ms:.1} ms{waited}{saved}{pages}\n"
+                    ))?;
+                }
+                ended = Some(Exit::PowerOff);
+            }
+            Event::Ended { .. } if ended.is_some() => {
+                // `exec:` and `ssh:` have carried the last word by now.
+                return Ok(Exit::PowerOff);
+            }
+            _ => {}
+        }
+    }
+}
+
+fn describe(
+    pass: u32,
+    sent: u64,
+    left: u64,
+    bandwidth: Option<u64>,
+    (downtime, taken): (Option<u64>, u32),
+) -> String {
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let mut text = format!("pass {pass}, {:.0} MiB sent, {:.0} left", mib(sent), mib(left));
+    if let Some(bandwidth) = bandwidth {
+        text = format!("{text}, {:.0} MiB/s", mib(bandwidth));
+    }
+    if taken > 0 {
+        text = format!("{text}, {taken} % of the guest's time taken");
+    }
+    if let Some(downtime) = downtime {
+        text = format!("{text}, would stand still for {downtime} ms");
+    }
+    text
+}
+
+/// Brings two more connections to a target that lacks memory.
+fn recover(
+    args: &MigrateArgs,
+    machine: &mut Client,
+    connections: &mut Vec<Connection>,
+) -> Result<(), Failure> {
+    let Some(target) = &args.to else { return Err(Failure::usage("--to ADDRESS says where to")) };
+    for _ in 0..2 {
+        connections.push(connect(target, args.insecure_network)?);
+    }
+    let sockets: Vec<_> = connections.iter().map(|connection| connection.socket.as_fd()).collect();
+    machine.ask_with(&Do::MigrateRecover {}, &sockets).map_err(failure)?;
+    Ok(())
+}
+
+/// Brings another connection after a cut.
+fn again(args: &MigrateArgs, machine: &mut Client) -> Result<Connection, Failure> {
+    let since = Instant::now();
+    let Some(target) = &args.to else {
+        return Err(Failure::usage("the link was cut: --attach --to ADDRESS connects again"));
+    };
+    loop {
+        match connect(target, args.insecure_network) {
+            Ok(connection) => {
+                machine.ask_with(&Do::MigrateLink {}, &[connection.socket.as_fd()]).map_err(failure)?;
+                return Ok(connection);
+            }
+            Err(failed) if since.elapsed() > PERSEVERANCE || signal::last().is_some() => {
+                let message = format!(
+                    "{}; the guest may run there or nowhere: `vellum migrate {} --attach --to …` asks again, \
+                     `vellum ctl {} resume --force` takes it back",
+                    failed.message, args.machine, args.machine
+                );
+                return Err(Failure { message, ..failed });
+            }
+            Err(_) => std::thread::sleep(AGAIN),
+        }
+    }
+}

@@ -1,0 +1,396 @@
+//! The command line: one file a subcommand; arguments only, no work.
+//!
+//! [`main`] reads it and dispatches. Bad input ends in one line that names the flag, the value and what would work (`refusal.rs`),
+//! and in exit status 2; whatever else fails, in the chain of its reasons and status 1.
+
+pub mod args;
+pub mod bench;
+pub mod control;
+pub mod devices;
+pub mod doctor;
+pub mod dump;
+mod flags;
+pub mod fleet;
+mod habits;
+mod host;
+mod judged;
+pub mod kernel;
+mod launch;
+pub mod migrate;
+pub mod receive;
+mod refusal;
+pub mod report;
+pub mod restore;
+mod result;
+pub mod run;
+pub mod snapshot;
+mod take_over;
+mod test;
+mod upgrade;
+
+use std::error::Error as StdError;
+use std::ffi::OsString;
+use std::fmt::Display;
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+pub use flags::Flags;
+pub use judged::{Form, origin};
+
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_report::{Case, Report, Status};
+use vellum_sandbox as sandbox;
+use vellum_share::process;
+use vellum_sys::fault::{Fault, Field, Whose};
+use vellum_sys::keyvalue;
+use vellum_sys::plant::{self, Mistake, POSSIBLE, VARIABLE};
+
+/// The version, with the commit where this was built from a clone.
+pub const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), env!("VELLUM_COMMIT"));
+
+/// A lightweight VMM for KVM, for people who work on guest memory
+#[derive(Debug, Parser)]
+#[command(name = "vellum", version = VERSION, max_term_width = 100, arg_required_else_help = true)]
+#[command(after_help = "Start with `vellum doctor`, then `vellum run`: it needs no kernel image.")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Doctor(doctor::DoctorArgs),
+    Run(Box<run::RunArgs>),
+    Migrate(migrate::MigrateArgs),
+    Receive(Box<receive::ReceiveArgs>),
+    Snapshot(snapshot::SnapshotArgs),
+    Restore(Box<restore::RestoreArgs>),
+    Bench(Box<bench::BenchArgs>),
+    Fleet(fleet::FleetArgs),
+    Dump(dump::DumpArgs),
+    Ctl(control::CtlArgs),
+    /// The same as ctl NAME pause
+    Pause(control::MachineArgs),
+    /// The same as ctl NAME resume
+    Resume(control::MachineArgs),
+    /// The same as ctl NAME status
+    Status(control::MachineArgs),
+    /// The same as ctl NAME stop
+    Stop(control::MachineArgs),
+    List(control::ListArgs),
+    Exec(control::ExecArgs),
+    Report(report::ReportArgs),
+    Test(test::TestArgs),
+    /// What serves a shared directory: started by `vellum run --share`
+    #[command(name = process::WORD, hide = true)]
+    ServeShare,
+    /// Print a completion script, as in: vellum completions bash > ~/.local/share/bash-completion/completions/vellum
+    Completions {
+        /// For which shell
+        shell: clap_complete::Shell,
+    },
+}
+
+/// The whole command line, for those who write pages and completions of it.
+pub fn command() -> clap::Command {
+    Cli::command()
+}
+
+/// Why a command did not succeed.
+#[derive(Debug)]
+pub struct Failure {
+    /// The exit status.
+    pub exit: Exit,
+    /// Whether this host lacks what was asked for: a test is skipped for that.
+    pub lacking: bool,
+    /// The line to print.
+    pub message: String,
+}
+
+impl Failure {
+    /// How a command ended that did not do what it was asked for.
+    pub fn ended(exit: Exit, message: impl Into<String>) -> Self {
+        Self { exit, lacking: false, message: message.into() }
+    }
+
+    /// A test that found nothing wrong and was not run, or not all of it: on account of the host, or cut short.
+    pub fn not_run(report: &Report) -> Self {
+        let said = |case: Case| format!("{}: {}", case.name, case.why());
+        let first = || report.all_cases().into_iter().find(|case| case.status != Status::Pass);
+        let lines = report.unfinished();
+        let why = if lines.is_empty() { first().map_or(String::new(), said) } else { lines.join("; ") };
+        Self {
+            exit: Exit::NotRun,
+            lacking: report.status() == Status::Skip,
+            message: format!("not all that was asked for was tested: {why}"),
+        }
+    }
+
+    /// The same, behind the flag that it is about.
+    fn under(self, flag: &str) -> Self {
+        Self { message: format!("{flag}{}", self.message), ..self }
+    }
+
+    /// Bad input.
+    pub fn usage(error: impl Into<Box<dyn StdError>>) -> Self {
+        Self::ended(Exit::Usage, chain(error.into().as_ref()))
+    }
+
+    /// What `error` says, behind the flag of the field that it is about.
+    pub fn of(error: &(impl Fault + 'static), flags: Flags) -> Self {
+        let exit = match error.whose() {
+            Whose::User => Exit::Usage,
+            Whose::Host | Whose::Guest => Exit::Error,
+        };
+        let mut named = flags.iter().copied().flatten();
+        let flag = error.field().and_then(|field| match field {
+            Field::Device(key) => Some(devices::flag(key)),
+            field => named.find(|(of, _)| *of == field).map(|(_, flag)| (*flag).to_owned()),
+        });
+        let message = match flag {
+            Some(flag) if flag.ends_with('=') => format!("{flag}{}", chain(error)),
+            Some(flag) => format!("{flag} {}", chain(error)),
+            None => chain(error),
+        };
+        Self { exit, lacking: error.blame().lacking, message }
+    }
+
+    /// The VMM or the host failed.
+    pub fn host(error: impl Into<Box<dyn StdError>>) -> Self {
+        Self::ended(Exit::Error, chain(error.into().as_ref()))
+    }
+}
+
+/// The whole chain of reasons in one line; a reason that the line above it already spells out is not repeated.
+fn chain(error: &(dyn StdError + 'static)) -> String {
+    let mut line = error.to_string();
+    let mut next = error.source();
+    while let Some(source) = next {
+        let text = source.to_string();
+        if !line.contains(&text) {
+            line = format!("{line}: {text}");
+        }
+        next = source.source();
+    }
+    match out_of_descriptors(error) {
+        true => format!("{line}; raise the limit on open files (ulimit -n)"),
+        false => line,
+    }
+}
+
+/// Whether this process may open no more files, which can befall any part of it. KVM's own error says so itself.
+fn out_of_descriptors(error: &(dyn StdError + 'static)) -> bool {
+    let io = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+    let kvm = error.downcast_ref::<kvm_ioctls::Error>().map(|error| error.errno());
+    io.or(kvm) == Some(libc::EMFILE) || error.source().is_some_and(out_of_descriptors)
+}
+
+/// Prints `text`; false where whoever read standard output has seen enough, as `| head` has.
+fn print(text: impl Display) -> Result<bool, Failure> {
+    let mut out = io::stdout().lock();
+    match write!(out, "{text}").and_then(|()| out.flush()) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(Failure::host(format!("standard output: {error}"))),
+    }
+}
+
+/// The program.
+pub fn main() -> ExitCode {
+    // A guest that was started for a command has this program as its PID 1.
+    if guest_agent::init::is_agent() {
+        return guest_agent::init::main();
+    }
+    vellum_sys::heap::keep_to_one();
+    vellum_sys::signal::fail_beyond_limits();
+    say_panics();
+    if let Some(line) = habits::other_program() {
+        say(&line);
+        return ExitCode::from(Exit::Usage.code());
+    }
+    if let Err(failure) = plant() {
+        say(&failure.message);
+        return ExitCode::from(failure.exit.code());
+    }
+    let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+    let exits = judged::exits_as(&words);
+    let command = match quick().map_or_else(read, Ok) {
+        Ok(command) => command,
+        Err(error) => {
+            let refused = refusal::refuse(&error);
+            let status =
+                exits.status(&refused.map_or(Ok(Exit::PowerOff), |exit| Err(Failure::ended(exit, ""))));
+            return ExitCode::from(status);
+        }
+    };
+    let result = match command {
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Run(args) => run::run(*args),
+        Command::Migrate(args) => migrate::run(&args),
+        Command::Receive(args) => receive::run(*args),
+        Command::Snapshot(args) => snapshot::run(&args),
+        Command::Restore(args) => restore::run(*args),
+        Command::Bench(args) => bench::run(*args),
+        Command::Fleet(args) => fleet::run(&args),
+        Command::Dump(args) => dump::run(&args),
+        Command::Ctl(args) => control::ctl(args),
+        Command::Pause(args) => control::ctl(args.with(control::Ctl::Pause)),
+        Command::Resume(args) => control::ctl(args.with(control::Ctl::Resume { force: false })),
+        Command::Status(args) => control::ctl(args.with(control::Ctl::Status)),
+        Command::Stop(args) => control::ctl(args.with(control::Ctl::Stop)),
+        Command::List(args) => control::list(&args),
+        Command::Exec(args) => control::exec(args),
+        Command::Report(args) => report::run(&args),
+        Command::Test(args) => test::run(args),
+        Command::ServeShare => process::serve().map(|()| Exit::PowerOff).map_err(Failure::host),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "vellum", &mut script);
+            print(String::from_utf8_lossy(&script)).map(|_| Exit::PowerOff)
+        }
+    };
+    if let Err(failure) = &result {
+        say(&failure.message);
+    }
+    let status = exits.status(&result);
+    crate::session::tether::report(status);
+    ExitCode::from(status)
+}
+
+/// Plants the mistake that the environment names, where this program can make any: for the command, and for test programs.
+///
+/// # Errors
+/// Where no mistake has that name.
+pub fn plant() -> Result<(), Failure> {
+    let Some(name) = std::env::var_os(VARIABLE).filter(|_| POSSIBLE) else { return Ok(()) };
+    let name = name.to_string_lossy();
+    let mistake = keyvalue::one_of("mistake", &name, &Mistake::NAMES);
+    plant::plant(mistake.map_err(|error| Failure::usage(format!("{VARIABLE}: {error}")))?);
+    Ok(())
+}
+
+/// Lets a panic be seen wherever it happens.
+pub fn say_panics() {
+    let default = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        // A terminal in raw mode would outlive the process, and spoil the message.
+        vellum_sys::terminal::restore();
+        if !sandbox::is_in_force() {
+            return default(panic);
+        }
+        // The default hook opens files for a backtrace, which would end the process with a violation instead.
+        let thread = std::thread::current();
+        let (name, text) = (thread.name().unwrap_or("?"), panic.payload_as_str().unwrap_or("no message"));
+        let place = panic.location().map_or(String::new(), |place| format!(" at {place}"));
+        eprintln!("vellum: thread {name} panicked{place}: {text}; --sandbox off shows where it came from");
+    }));
+}
+
+/// The command, where it is one that must start fast and is well-formed: only its own arguments are built then. Whatever
+/// is left, help and errors included, takes the long way, which knows all commands.
+fn quick() -> Option<Command> {
+    let name = word(1)?;
+    let command = match name.as_str() {
+        "run" => run::RunArgs::augment_args(clap::Command::new("run")),
+        "restore" => restore::RestoreArgs::augment_args(clap::Command::new("restore")),
+        "test" => test::TestArgs::augment_args(clap::Command::new("test")),
+        _ => return None,
+    };
+    let matches = clap::Command::new("vellum").subcommand(command).try_get_matches().ok()?;
+    refusal::check(&matches).ok()?;
+    Command::from_arg_matches(&matches).ok()
+}
+
+/// The command, by way of all that there are.
+fn read() -> Result<Command, clap::Error> {
+    read_from(std::env::args_os())
+}
+
+fn read_from(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Command, clap::Error> {
+    let matches = Cli::command().try_get_matches_from(words)?;
+    refusal::check(&matches)?;
+    Ok(Cli::from_arg_matches(&matches)?.command)
+}
+
+/// One of the words that this program was started with, as far as it is text.
+fn word(nth: usize) -> Option<String> {
+    std::env::args_os().nth(nth).map(|word| word.to_string_lossy().into_owned())
+}
+
+/// Says `message` on standard error, in one line that a terminal can take.
+fn say(message: &str) {
+    // Where nobody reads it the exit status says as much.
+    let _ = writeln!(io::stderr(), "vellum: {}", fit(message));
+}
+
+/// What of a message fits: whoever typed 100,000 characters knows them, and its end says what would work. Control characters are
+/// shown and not sent.
+fn fit(message: &str) -> String {
+    const MOST: usize = 2000;
+    let shown = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    let count = message.chars().count();
+    if count <= MOST {
+        return message.chars().map(shown).collect();
+    }
+    let start: String = message.chars().take(MOST / 2).map(shown).collect();
+    let end: String = message.chars().skip(count - MOST / 2).map(shown).collect();
+    format!("{start} … ({} characters) … {end}", count - MOST / 2 * 2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_cut_in_its_middle_and_shows_control_characters() {
+        assert_eq!(fit("a\x1b[31mb — c"), "a\\u{1b}[31mb — c");
+        let long = fit(&format!("start {} end", "é".repeat(100_000)));
+        assert!(long.starts_with("start éé") && long.ends_with("éé end"), "{long}");
+        assert!(long.chars().count() < 2100 && long.contains("(98010 characters)"), "{long}");
+    }
+
+    /// What a shell completes, and that it is not a file's name.
+    #[test]
+    fn completions_offer_the_words_that_there_are() {
+        let mut script = Vec::new();
+        clap_complete::generate(clap_complete::Shell::Bash, &mut Cli::command(), "vellum", &mut script);
+        let script = String::from_utf8(script).unwrap();
+        for (flag, words) in
+            [("--sandbox", "on log off"), ("--tracker", "bitmap manual-protect initially-set ring")]
+        {
+            let cases: Vec<_> = script.split(&format!("                {flag})\n")).skip(1).collect();
+            assert!(!cases.is_empty(), "{flag}");
+            assert!(
+                cases.iter().all(|case| case
+                    .trim_start()
+                    .starts_with(&format!("COMPREPLY=($(compgen -W \"{words}\""))),
+                "{flag}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    /// So that `-v -1` is answered with what -v takes, and not with an unexpected argument '-1'.
+    #[test]
+    fn a_negative_number_is_a_value_wherever_numbers_are() {
+        for name in ["run", "bench", "test"] {
+            let cli = Cli::command();
+            let outer = cli.find_subcommand(name).expect("it is there");
+            let deaf = |command: &clap::Command| !command.is_allow_negative_numbers_set();
+            let mut leaves: Vec<_> =
+                outer.get_subcommands().filter(|inner| inner.get_name() != "help").collect();
+            if leaves.is_empty() {
+                leaves.push(outer);
+            }
+            let deaf: Vec<_> =
+                leaves.into_iter().filter(|leaf| deaf(leaf)).map(clap::Command::get_name).collect();
+            assert!(deaf.is_empty(), "{name}: {deaf:?}");
+        }
+    }
+}

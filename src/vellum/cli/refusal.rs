@@ -1,0 +1,313 @@
+//! What is said of a command line that is wrong: clap's paragraphs as one line, with the reason and what would work where clap
+//! knows only the rule.
+
+use std::ffi::OsString;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, CommandFactory};
+
+use super::kernel::KernelArgs;
+use super::{Cli, keyvalue};
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_report::output::allow_broken_pipe;
+
+/// Prints help as it is, and an error of the command line as one line; how that ends, `None` where it was asked for.
+pub(super) fn refuse(error: &clap::Error) -> Option<Exit> {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match allow_broken_pipe(error.print()) {
+            Ok(()) => None,
+            Err(why) => {
+                super::say(&format!("standard output: {why}"));
+                Some(Exit::Error)
+            }
+        },
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            let _ = error.print();
+            Some(Exit::Usage)
+        }
+        _ => {
+            super::say(&one_line(error));
+            Some(Exit::Usage)
+        }
+    }
+}
+
+/// Clap's paragraphs as one line, without the usage that `--help` shows better.
+pub(super) fn one_line(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(typed))) =
+        (error.kind(), error.get(ContextKind::InvalidSubcommand))
+    {
+        return unknown(typed, super::word(1).as_deref());
+    }
+    if let (ErrorKind::UnknownArgument, Some(ContextValue::String(typed))) =
+        (error.kind(), error.get(ContextKind::InvalidArg))
+    {
+        // A value with a unit, as in `-5s`, is taken for flags.
+        if typed.strip_prefix('-').is_some_and(|rest| rest.starts_with(|first: char| first.is_ascii_digit()))
+        {
+            return format!("unexpected argument '{typed}': no value here is negative");
+        }
+        // Behind an argument, as in `ctl NAME stpo`, clap does not take a word for a command.
+        if !typed.starts_with('-')
+            && let Some(first) = super::word(1)
+            && Cli::command().find_subcommand(&first).is_some_and(clap::Command::has_subcommands)
+        {
+            return unknown(typed, Some(&first));
+        }
+    }
+    if error.kind() == ErrorKind::InvalidUtf8
+        && let Some(line) = not_text(&std::env::args_os().collect::<Vec<_>>())
+    {
+        return line;
+    }
+    if let Some(line) = excluded(error).or_else(|| missing(error)) {
+        return line;
+    }
+    let paragraphs = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let wanted =
+        paragraphs.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more info"));
+    let lines: Vec<_> = wanted.map(|line| line.strip_prefix("tip: ").unwrap_or(line)).collect();
+    lines.join("; ").replace(":; ", ": ")
+}
+
+/// Which of `words` is refused because it is no text: clap says only that one is. Some may be none, as some paths are.
+fn not_text(words: &[OsString]) -> Option<String> {
+    let strange = |at: &usize| words[*at].to_str().is_none();
+    let refused = |at: &usize| {
+        let shown = |(other, word): (usize, &OsString)| match other == *at {
+            true => word.clone(),
+            false => word.to_string_lossy().into_owned().into(),
+        };
+        let error = super::read_from(words.iter().enumerate().map(shown)).err();
+        error.is_some_and(|error| error.kind() == ErrorKind::InvalidUtf8)
+    };
+    let all = || (1..words.len()).filter(strange);
+    let at = all().find(refused).or_else(|| all().next())?;
+    let (word, before) = (words[at].to_string_lossy(), words[at - 1].to_string_lossy());
+    let flag = match word.split_once('=') {
+        Some((flag, _)) if word.starts_with("--") => flag,
+        _ if word.starts_with('-') => word.get(..2).unwrap_or("-"),
+        _ if before.starts_with('-') => &before,
+        _ => "argument",
+    };
+    Some(format!("{flag}: {:?} is not UTF-8; give it a name that is, or a link with such a name", words[at]))
+}
+
+/// What to say of a subcommand that there is not, at the level where it was typed: after `first`, if that has any.
+fn unknown(typed: &str, first: Option<&str>) -> String {
+    let cli = Cli::command();
+    let outer = first.and_then(|first| cli.find_subcommand(first)).filter(|outer| outer.has_subcommands());
+    let level = outer.unwrap_or(&cli);
+    let shown = level.get_subcommands().filter(|command| !command.is_hide_set());
+    let known: Vec<&str> = shown.map(clap::Command::get_name).collect();
+    let meant = keyvalue::meant(typed, known.iter().copied());
+    let after = outer.map_or(String::new(), |outer| format!(" of {}", outer.get_name()));
+    format!("unknown command '{typed}'{after}{meant}: there are {}", known.join(", "))
+}
+
+/// Why two arguments exclude each other, by the one that says so, and what would work.
+const EXCLUSIONS: [(&str, &str); 6] = [
+    (
+        "--kernel",
+        "a kernel is a guest of its own, which no workload runs in: leave out one of the two; --timeout ends it",
+    ),
+    ("--no-manual-protect", "-g is short for --tracker bitmap: leave out one of the two"),
+    ("--preset", "a preset goes over all that there are, or scales it to the host: leave out one of the two"),
+    (
+        "--lengths",
+        "one table is timed for each length, so there are no others to make or drop: leave out one of the two",
+    ),
+    (
+        "--together",
+        "pages that are missing until every vCPU waits for them are only created, one backing at a time: leave out one of the two",
+    ),
+    ("--request", "a request takes the place of a command: leave out one of the two"),
+];
+
+fn excluded(error: &clap::Error) -> Option<String> {
+    let (ErrorKind::ArgumentConflict, Some(ContextValue::String(one))) =
+        (error.kind(), error.get(ContextKind::InvalidArg))
+    else {
+        return None;
+    };
+    let other = match error.get(ContextKind::PriorArg)? {
+        ContextValue::String(other) => other.clone(),
+        ContextValue::Strings(others) => others.join(" and "),
+        _ => return None,
+    };
+    // Either may be the one that was typed first.
+    let is = |text: &str, flag: &str| text.split_whitespace().any(|word| word == flag);
+    let (_, why) = EXCLUSIONS.iter().find(|(flag, _)| is(one, flag) || is(&other, flag))?;
+    Some(if one == &other {
+        format!("{one} is given twice")
+    } else {
+        format!("{one} excludes {other}: {why}")
+    })
+}
+
+const NO_KERNEL: &str = "--kernel FILE is missing: the built-in guest has no devices, console, initrd or command line; name a \
+    kernel, or leave out the flags that are for one (vellum run --help)";
+
+/// Flags of a guest with a kernel need one. Clap sees to that, except where a flag of the built-in guest is there too: it
+/// excludes `--kernel`, and clap does not ask for what is excluded.
+pub(super) fn check(matches: &ArgMatches) -> Result<(), clap::Error> {
+    const EXCLUDING: [&str; 4] = ["workload", "passes", "duration", "json"];
+    let run = match matches.subcommand() {
+        Some(("run", run)) => run,
+        Some(("test", test)) if test.subcommand_name() == Some("startup") => {
+            test.subcommand_matches("startup").expect("it is its name")
+        }
+        _ => return Ok(()),
+    };
+    let typed = |id: &str| run.value_source(id) == Some(ValueSource::CommandLine);
+    if typed("kernel") || !EXCLUDING.into_iter().any(typed) {
+        return Ok(());
+    }
+    let flags = KernelArgs::augment_args(clap::Command::new("run"));
+    let given = flags.get_arguments().find(|flag| typed(flag.get_id().as_str()));
+    match given {
+        None => Ok(()),
+        Some(flag) => {
+            let named = flag.get_long().map_or("-- COMMAND".into(), |flag| format!("--{flag}"));
+            let text = format!("{named}: {NO_KERNEL}");
+            Err(Cli::command().error(ErrorKind::MissingRequiredArgument, text))
+        }
+    }
+}
+
+/// What to say where something else is needed too.
+fn missing(error: &clap::Error) -> Option<String> {
+    let (ErrorKind::MissingRequiredArgument, Some(ContextValue::Strings(wanted))) =
+        (error.kind(), error.get(ContextKind::InvalidArg))
+    else {
+        return None;
+    };
+    match wanted.as_slice() {
+        // A command in a guest needs both.
+        [kernel, ..] if kernel.starts_with("--kernel") => Some(NO_KERNEL.into()),
+        [command] if command.contains("COMMAND") => Some(
+            "COMMAND is missing: give one behind --, as in `-- uname -a`, or to vellum exec --request JSON"
+                .into(),
+        ),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::read_from;
+
+    #[test]
+    fn an_argument_that_is_no_text_is_named() {
+        use std::os::unix::ffi::OsStringExt;
+
+        let cases: [(&[&[u8]], &str); 5] = [
+            (&[b"run", b"-d/d\xff", b"-k", b"k"], "-d: \"-d/d\\xFF\" is"),
+            (&[b"run", b"-k", b"k", b"--serial=file=\xff"], "--serial: \"--serial=file=\\xFF\" is"),
+            (&[b"run", b"--gdb", b"\xff"], "--gdb: \"\\xFF\" is"),
+            (&[b"migrate", b"m", b"--to", b"unix:\xff"], "--to: \"unix:\\xFF\" is"),
+            // The first may be what it likes.
+            (&[b"restore", b"/dir\xff", b"--serial", b"file=\xff"], "--serial: \"file=\\xFF\" is"),
+        ];
+        for (words, says) in cases {
+            let words = [b"vellum"].into_iter().map(|word| &word[..]).chain(words.iter().copied());
+            let words: Vec<_> = words.map(|word| OsString::from_vec(word.to_vec())).collect();
+            let error = read_from(words.iter()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidUtf8, "{words:?}: {error}");
+            let line = not_text(&words).unwrap();
+            assert!(line.starts_with(says), "{line}");
+        }
+    }
+
+    #[test]
+    fn errors_are_one_line() {
+        for (line, remedy) in [
+            (&["vellum", "run", "--memory", "lots"][..], "512m"),
+            (&["vellum", "run", "--memory", "1g,baking=thp"], "did you mean 'backing'"),
+            (&["vellum", "run", "--cpus", "0"], "from 1 to"),
+            (&["vellum", "run", "--workload", "wirte"], "did you mean 'write'"),
+            (&["vellum", "rnu"], "did you mean 'run'"),
+            (&["vellum", "run", "--memroy", "1g"], "--memory"),
+            (&["vellum", "run", "--timeout", "-5s"], "no value here is negative"),
+            (&["vellum", "bench", "demand-paging", "-d", "-1"], "from 0 to"),
+            (&["vellum", "run", "-k", "x", "--passes", "3"], "--timeout ends it"),
+            (&["vellum", "run", "-d", "x.img"], "name a kernel"),
+            (&["vellum", "exec", "x"], "behind --"),
+            (&["vellum", "sotp", "x"], "did you mean 'stop'"),
+            (&["vellum", "halt", "x"], "unknown command 'halt': there are doctor, run"),
+            (&["vellum", "run", "-m", "1g,hugepages=on"], "backing=hugetlb-2m"),
+            (&["vellum", "run", "-k", "x", "--vsock", "3"], "PATH,cid=3"),
+        ] {
+            let error = read_from(line).map(drop).expect_err("must be refused");
+            let message = one_line(&error);
+            assert!(!message.contains('\n') && message.contains(remedy), "{message}");
+        }
+    }
+
+    /// Whatever else is there: clap itself forgets, where a flag excludes the kernel.
+    #[test]
+    fn flags_of_a_guest_with_a_kernel_need_one() {
+        let kernel = KernelArgs::augment_args(clap::Command::new("run"));
+        let flags = kernel.get_arguments().filter(|flag| flag.get_id() != "kernel");
+        let mut count = 0;
+        for flag in flags {
+            let value = match flag.get_id().as_str() {
+                "protocol" => "pvh",
+                "irqchip" => "split",
+                "transport" => "pci",
+                "uart" => "16550",
+                "cr3_cache" => "on",
+                "serial" | "console" => "null",
+                "timeout" => "3s",
+                "net" => "tap=tap0",
+                "network" => "mode=none",
+                "cloud-init" => "user-data=x",
+                "on_panic" => "dump",
+                "forward" => "80:80",
+                _ => "x",
+            };
+            // A command in the guest stands behind all flags.
+            let mut words = vec![flag.get_long().map_or("--".to_owned(), |flag| format!("--{flag}"))];
+            words.extend(flag.get_action().takes_values().then(|| value.to_owned()));
+            let built_in =
+                [&["--passes", "1"][..], &["-w", "write"], &["--json", "o"], &["--duration", "1s"], &[]];
+            for more in built_in {
+                let words = words.iter().map(String::as_str);
+                let words = ["vellum", "run"].into_iter().chain(more.iter().copied()).chain(words);
+                let message = read_from(words).map(drop).map_err(|error| one_line(&error));
+                let message = message.expect_err(&format!("{:?} {more:?}", flag.get_long()));
+                assert!(message.contains("--kernel FILE is missing"), "{message}");
+            }
+            count += 1;
+        }
+        assert!(count > 10, "only {count} flags");
+    }
+
+    /// Every rule has its reason: a new one is not left to clap's words.
+    #[test]
+    fn arguments_that_exclude_each_other_are_told_why() {
+        for line in [
+            &["run", "-k", "x", "--json", "o"][..],
+            &["run", "-k", "x", "--duration", "3s"],
+            &["run", "-k", "x", "-w", "write"],
+            &["bench", "dirty-log", "-g", "--tracker", "ring"],
+            &["bench", "dirty-log", "--tracker", "ring", "-g"],
+            &["bench", "dirty-log", "--preset", "lazy", "-s", "thp"],
+            &["bench", "dirty-log", "-g", "--preset", "lazy"],
+            &["bench", "page-table", "--preset", "seed", "-b", "1g"],
+            &["bench", "page-table", "--pin", "1", "--preset", "seed"],
+            &["bench", "page-table", "--together", "--execute"],
+            &["bench", "rmap-fork", "--lengths", "3", "--drop", "newest"],
+            &["bench", "rmap-fork", "3", "--lengths", "3"],
+            &["exec", "a", "--request", r#"{"do":"facts"}"#, "--", "ls"],
+        ] {
+            let error = read_from([&["vellum"], line].concat()).map(drop).expect_err("must be refused");
+            let message = one_line(&error);
+            assert!(message.contains(" excludes ") && message.contains("leave out"), "{line:?}: {message}");
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! `vellum restore`: runs a machine out of a snapshot.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use super::host::{self, HostArgs};
+use super::migrate::failure;
+use super::{Failure, Flags, args};
+use crate::session::incoming::{Brings, Listen, Restore};
+use crate::session::log::{self, Beside};
+use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::vm::lifecycle::{self, Exit};
+use vellum_migration::link::LIVENESS;
+use vellum_migration::snapshot::source::Source;
+use vellum_sys::fault::Field;
+use vellum_sys::keyvalue;
+
+/// Run a machine out of a snapshot
+#[derive(Debug, Args)]
+#[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
+pub struct RestoreArgs {
+    /// The directory that `vellum snapshot` wrote
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+
+    /// Which point of it (`vellum snapshot list DIR`) [default: the newest]
+    #[arg(long, value_name = "N")]
+    at: Option<u32>,
+
+    /// What the guest's clocks do about the time since: stand-still, as if there had been none; advance, by the host's real time
+    #[arg(long, value_name = "HOW", default_value = "stand-still", hide_possible_values = true)]
+    clock: Clock,
+
+    /// Let it wait until `vellum resume NAME`, however it was saved
+    #[arg(long, requires = "name")]
+    paused: bool,
+
+    /// Take disks that have been written to since, are of another size or others: the guest finds on them what it does not expect
+    #[arg(long)]
+    disk_changed: bool,
+
+    /// How its memory comes and what backs it: `eager|map|demand[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock]`;
+    /// eager: all of it is read, and compared with its sums; map: it shows the files, on anonymous or thp, whose pages are read when
+    /// somebody wants them, are shared by all who do, and are not compared; demand: the guest runs at once, each page is read when
+    /// somebody wants it, on any backing, and compared, and the rest is read meanwhile. A migration or a snapshot that is asked for
+    /// before all is there begins at once, and reads what is missing in its first pass. A page that is found damaged ends the machine
+    #[arg(short, long, value_name = "HOW", value_parser = args::restored_memory, default_value = "eager")]
+    memory: args::RestoredMemory,
+
+    /// With --memory demand: write into DIR which pages are wanted in this time, and in which order; nothing else is read meanwhile
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, num_args = 0..=1, require_equals = true,
+          default_missing_value = "10s", conflicts_with = "prefetch")]
+    record: Option<Duration>,
+
+    /// With --memory demand: read first what the restore that was recorded has wanted
+    #[arg(long)]
+    prefetch: bool,
+
+    #[command(flatten)]
+    host: HostArgs,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Clock {
+    StandStill,
+    Advance,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  vellum restore web.snap --name web --disk web.img       the host's side of its devices is said here, as in vellum receive
+  vellum restore web.snap --at 0                          its first point
+  vellum restore web.snap --memory map                    at once, and many share the pages of one snapshot
+  vellum restore web.snap --memory demand --record        at once, each page compared when it is wanted; and which these are
+  vellum restore web.snap --memory demand --prefetch      the same, with those first";
+
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[
+    host::FLAGS,
+    &[(Field::DiskChanged, "--disk-changed accepts it:"), (Field::OnDemand, "--memory demand:")],
+];
+
+/// Does what was asked.
+pub fn run(args: RestoreArgs) -> Result<Exit, Failure> {
+    log::start(tracing::Level::INFO, Beside::Console);
+    let source = Source::open(&args.dir).map_err(failure)?;
+    let meanwhile = match args.clock {
+        Clock::StandStill => Meanwhile::Stands,
+        Clock::Advance => Meanwhile::Passes,
+    };
+    if args.prefetch && args.memory.way == args::Way::Demand && !source.has_working_set() {
+        let why =
+            format!("--prefetch: no restore of {} was recorded: --record does that", args.dir.display());
+        return Err(Failure::usage(why));
+    }
+    let memory = match args.memory.way {
+        args::Way::Demand => Brings::Demand {
+            prefetch: args.prefetch,
+            record: args.record.map(|lasts| (lasts, args.dir.clone())),
+        },
+        _ if args.prefetch || args.record.is_some() => {
+            let flag = if args.prefetch { "--prefetch" } else { "--record" };
+            return Err(Failure::usage(format!("{flag}: it goes with --memory demand alone")));
+        }
+        args::Way::Eager => Brings::Eager,
+        args::Way::Map => Brings::Map,
+    };
+    let restore = Restore {
+        source,
+        point: args.at,
+        meanwhile,
+        paused: args.paused,
+        disk_changed: args.disk_changed,
+        memory,
+    };
+    args.host.run(Listen::Snapshot(restore), args.memory.config, LIVENESS, FLAGS)
+}

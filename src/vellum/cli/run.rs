@@ -1,0 +1,255 @@
+//! `vellum run`: a guest from the command line.
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use super::args::Pin;
+use super::result::ResultArgs;
+use super::{Failure, Flags, args, kernel, keyvalue};
+use crate::session::log::{self, Beside};
+use crate::session::{self, Gdb, builtin};
+use vellum_control::names;
+use vellum_guests::run::RunConfig;
+use vellum_kvm::arch::cpuid::Choice;
+use vellum_kvm::arch::cpuid::model::Model;
+use vellum_kvm::memory::MemoryConfig;
+use vellum_kvm::vm::lifecycle::{self, Exit};
+use vellum_linux as machine;
+use vellum_sandbox::Mode;
+use vellum_sandbox::user::User;
+use vellum_sys::fault::Field;
+use vellum_sys::host::allowed_cpus;
+
+/// Run a guest: without a kernel, the built-in workload that writes to memory
+#[derive(Debug, Args)]
+#[command(allow_negative_numbers = true)]
+#[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
+pub struct RunArgs {
+    /// Virtual CPUs: `N[,pin=auto|off|LIST]`, as in `4,pin=[0,2-4]`; auto, which the built-in guest has unless told otherwise, is
+    /// a CPU each and one to spare
+    #[arg(short, long, value_name = "N", value_parser = args::cpus, default_value = "1")]
+    cpus: args::Cpus,
+
+    /// Guest memory: `SIZE[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock][,slots=N]`
+    /// `[,eager-split=SIZE]`; sizes take k, m, g, t, and a bare number is in MiB; eager-split has Arm's KVM split blocks of that size
+    /// as soon as they are logged
+    #[arg(short, long, value_name = "SIZE", value_parser = args::memory, default_value = "256m")]
+    #[arg(default_value_if("kernel", clap::builder::ArgPredicate::IsPresent, "512m"))]
+    memory: MemoryConfig,
+
+    /// The built-in guest:
+    /// `write[,order=sequential|random|shuffled][,hot=PCT[,share=PCT]][,write=PCT][,rate=PAGES/S]`
+    /// `[,seed=N][,region=each|shared][,stride=SIZE][,page=2m|4k][,latency=on|off]`
+    /// `[,warm][,fill][,journal=TIME]`; warm: the first pass regardless of the rate; fill: memory holds random numbers at first;
+    /// journal: what it gets done in slices of that time, and the longest time without a write
+    #[arg(short, long, value_name = "NAME", value_parser = args::workload, default_value = "write")]
+    workload: args::Workload,
+
+    /// How often the workload goes over its memory; 0 for no end
+    #[arg(
+        long,
+        value_name = "N",
+        value_parser = |text: &str| keyvalue::number(text, 0..=u64::MAX),
+        default_value = "3",
+        default_value_if("duration", clap::builder::ArgPredicate::IsPresent, "0")
+    )]
+    passes: u64,
+
+    /// Stop the workload after a time, as in 30s or 5m
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
+    duration: Option<Duration>,
+
+    #[command(flatten)]
+    result: ResultArgs,
+
+    /// Confine the running VMM by seccomp and Landlock: on; log (what seccomp would forbid goes to the kernel's log, and
+    /// Landlock, which can only deny, is left out); off
+    #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
+    sandbox: Mode,
+
+    /// Give up root for this user and group once everything is open, as two numbers
+    #[arg(long, value_name = "UID:GID")]
+    user: Option<User>,
+
+    /// A name by which `vellum ctl`, `list` and `exec` find this machine
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+
+    /// The CPU that the guest is shown: host, all that this host's KVM offers; x86-64-v2, x86-64-v3 or x86-64-v4, a level of the psABI, and no
+    /// feature beyond it, for a guest that is to migrate to other CPUs; or a FILE that `vellum doctor --cpu-common` has written
+    #[arg(long, value_name = "MODEL", default_value = "host", hide_default_value = true)]
+    cpu: Model,
+
+    /// CPU features, +NAME or -NAME, as in -pv-eoi,-steal-time; may be repeated
+    #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
+    cpuid: Vec<Choice>,
+
+    /// Give each vCPU a dirty ring of N entries, a power of two, for migrations of this machine: pages that it writes are listed
+    /// there, and KVM keeps no bitmap beside
+    #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = args::RING_ENTRIES, value_parser = args::ring_entries)]
+    dirty_ring: Option<u32>,
+
+    /// Let GDB connect at a unix socket: `SOCK[,wait]`; wait: the guest does not run before GDB lets it. A kernel is told nokaslr, so that
+    /// its symbols are where they are. GDB's command line is printed
+    #[arg(long, value_name = "SOCK", value_parser = gdb)]
+    gdb: Option<Gdb>,
+
+    /// How much Vellum itself says on standard error while the guest runs; debug adds KVM's counters of a guest with a kernel
+    #[arg(long, value_name = "LEVEL", default_value = "info")]
+    loglevel: LogLevel,
+
+    #[command(flatten)]
+    kernel: kernel::KernelArgs,
+}
+
+/// kvmtool's levels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum LogLevel {
+    Error,
+    Warning,
+    Info,
+    Debug,
+}
+
+impl From<LogLevel> for tracing::Level {
+    fn from(level: LogLevel) -> Self {
+        match level {
+            LogLevel::Error => Self::ERROR,
+            LogLevel::Warning => Self::WARN,
+            LogLevel::Info => Self::INFO,
+            LogLevel::Debug => Self::DEBUG,
+        }
+    }
+}
+
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[&[
+    (Field::Backing, "--memory backing="),
+    (Field::Cmdline, "--cmdline"),
+    (Field::CpuModel, "--cpu"),
+    (Field::Cpuid, "--cpuid"),
+    (Field::Cpus, "--cpus"),
+    (Field::Cr3Cache, "--cr3-cache on:"),
+    (Field::Gdb, "--gdb:"),
+    (Field::GuestPage, "--workload page="),
+    (Field::Initrd, "--initrd"),
+    (Field::Irqchip, "--irqchip:"),
+    (Field::Kernel, "--kernel"),
+    (Field::Lock, "--memory lock:"),
+    (Field::Memory, "--memory:"),
+    (Field::Name, "--name:"),
+    (Field::Pin, "--cpus pin:"),
+    (Field::Prealloc, "--memory prealloc:"),
+    (Field::Protocol, "--protocol"),
+    (Field::RingEntries, "--dirty-ring="),
+    (Field::Sandbox, "--sandbox:"),
+    (Field::Serial, "--serial"),
+    (Field::Uart, "--uart:"),
+    (Field::Slots, "--memory slots="),
+    (Field::EagerSplit, "--memory eager-split:"),
+    (Field::Tracker, "--dirty-ring:"),
+    (Field::User, "--user"),
+]];
+
+const EXAMPLES: &str = "\
+Examples:
+  vellum run                                            3 passes over 256 MiB
+  vellum run -c 4 -m 4g,backing=hugetlb-2m,prealloc     4 vCPUs, 2 MiB pages
+  vellum run -k vmlinuz -i initrd.gz -c 2 -m 1g         a Linux guest, its console on this terminal
+  vellum run --workload write,hot=10,rate=50000 --duration 30s --json result.json";
+
+/// Does what was asked.
+pub fn run(args: RunArgs) -> Result<Exit, Failure> {
+    if let Some(image) = args.kernel.kernel.clone() {
+        log::start(args.loglevel.into(), Beside::Console);
+        let process = process(&args)?;
+        // Guests share a host; those that measure it have it to themselves.
+        let pins = pins(&args.cpus, Pin::Off)?;
+        let config = machine::Config {
+            cpus: args.cpus.count,
+            pins,
+            cpuid: cpuid(&args),
+            counters: args.loglevel == LogLevel::Debug,
+            dirty_ring: args.dirty_ring,
+            ..machine::Config::default()
+        };
+        return kernel::run(args.kernel, image, args.memory, config, process);
+    }
+    let place = args.result.open()?;
+    match run_workload(&args) {
+        // It was delivered by the process that stood in for this one, to the same place.
+        Ok(outcome) if outcome.succeeded => Ok(outcome.exit),
+        Ok(outcome) => place.deliver(&outcome.report, None).map(|()| outcome.exit),
+        Err(failure) => {
+            place.discard();
+            Err(failure)
+        }
+    }
+}
+
+/// Runs the built-in guest.
+pub fn run_workload(args: &RunArgs) -> Result<builtin::Outcome, Failure> {
+    log::start(args.loglevel.into(), Beside::Progress);
+    let (pins, process) = (pins(&args.cpus, Pin::Auto)?, process(args)?);
+    if let Some(gdb) = &process.gdb {
+        tracing::info!("{}", vellum_machine::gdb::command(&gdb.socket, None));
+    }
+    let mut write = args.workload.write.clone();
+    write.passes = args.passes;
+    let config = RunConfig {
+        vcpus: args.cpus.count,
+        pins,
+        memory: args.memory,
+        write,
+        page: args.workload.page,
+        cpuid: cpuid(args),
+        dirty_ring: args.dirty_ring,
+        duration: args.duration,
+        fill: args.workload.fill,
+    };
+    builtin::run(&process, &config).map_err(failure)
+}
+
+/// What is said of a machine that cannot be run, or that was ended before it was.
+pub(super) fn failure(error: session::Error) -> Failure {
+    match error.interrupted() {
+        Some(signal) => Failure::ended(Exit::Signal(signal), error.to_string()),
+        None => Failure::of(&error, FLAGS),
+    }
+}
+
+/// What is asked of the process, whatever the machine.
+fn process(args: &RunArgs) -> Result<session::Config, Failure> {
+    let control = args.name.as_deref().map(names::own_socket).transpose();
+    let control = control.map_err(|error| Failure::of(&error, FLAGS))?;
+    Ok(session::Config {
+        control,
+        sandbox: args.sandbox,
+        user: args.user,
+        result: args.result.path(),
+        gdb: args.gdb.clone(),
+        ..session::Config::default()
+    })
+}
+
+/// `SOCK[,wait]`.
+fn gdb(text: &str) -> Result<Gdb, keyvalue::Error> {
+    let kv = keyvalue::KeyValues::parse(text, Some("socket"), &["socket", "wait"])?;
+    Ok(Gdb {
+        socket: kv.required("socket", |path| Ok::<_, String>(path.into()))?,
+        waits: kv.switch("wait")?.unwrap_or(false),
+    })
+}
+
+/// `--cpu`, and all of `--cpuid` in one.
+fn cpuid(args: &RunArgs) -> Choice {
+    let mut all = Choice::of(args.cpu.clone());
+    args.cpuid.iter().cloned().for_each(|later| all.append(later));
+    all
+}
+
+fn pins(cpus: &args::Cpus, otherwise: Pin) -> Result<Option<Vec<usize>>, Failure> {
+    let allowed = allowed_cpus().map_err(Failure::host)?;
+    cpus.pins(otherwise, &allowed).map_err(Failure::usage)
+}

@@ -1,0 +1,328 @@
+//! `vellum snapshot`: the client of a snapshot. It makes the files, hands them to the machine, and names them when they are written;
+//! the machine itself opens nothing. Killed, it leaves nothing behind, and the guest goes on: the snapshot ends with its connection.
+
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+use serde_json::json;
+
+use super::migrate::{check, failure, heard, listen, loses, may_leave, status};
+use super::{Failure, args, print};
+use vellum_control::client::{Client, Error};
+use vellum_control::{Do, Event, Loses, Snapshot, Status, names};
+use vellum_kvm::memory::short_size;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_migration::snapshot::layer::{self, Reader};
+use vellum_migration::snapshot::manifest::{self, Point};
+use vellum_migration::snapshot::merge::merge;
+use vellum_migration::snapshot::source::Source;
+use vellum_migration::snapshot::store::Store;
+use vellum_sys::keyvalue;
+use vellum_sys::mmap::PAGE_SIZE;
+use vellum_sys::signal;
+
+/// Write the memory and the state of a running machine into a directory, of which `vellum restore` makes a machine again
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub struct SnapshotArgs {
+    #[command(subcommand)]
+    what: Option<What>,
+
+    /// The machine: its name (--name), or the path of its control socket
+    #[arg(required = true)]
+    machine: Option<String>,
+
+    /// The directory: a new one, or one that has a snapshot, which gets a further point
+    #[arg(value_name = "DIR", required = true)]
+    dir: Option<PathBuf>,
+
+    /// How long the guest may stand still: a limit
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "300ms")]
+    downtime: Duration,
+
+    /// After which time it is paused for longer, where it writes faster than passes over its memory end
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "30s")]
+    timeout: Duration,
+
+    /// How dirty pages are collected while the guest runs: bitmap, manual-protect, initially-set or ring [default: as `vellum migrate`]
+    #[arg(long, value_name = "NAME", value_parser = args::TRACKER, hide_possible_values = true)]
+    tracker: Option<args::Tracker>,
+
+    /// Pause the guest first, and leave it paused
+    #[arg(long)]
+    paused: bool,
+
+    /// End the machine at the point where it was paused
+    #[arg(long)]
+    stop: bool,
+
+    /// Go on to follow who writes to memory, so that the next snapshot into DIR has only what has changed; the guest pays for that
+    /// with a fault for each page that it writes
+    #[arg(long)]
+    follow: bool,
+
+    /// Clone the machine's disks into DIR at the pause, as disk0-N of point N and so on: DIR must be on the disks' file system, and that one
+    /// whose files share blocks, as Btrfs and XFS
+    #[arg(long)]
+    reflink: bool,
+
+    /// Print what the machine says as JSON lines
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Print the points of a snapshot
+    List {
+        /// The directory
+        dir: PathBuf,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Follow no longer who writes to a machine's memory: the next snapshot of it is full
+    End {
+        /// The machine: its name (--name), or the path of its control socket
+        machine: String,
+    },
+    /// Join a point and those that it continues into one full point of the same number; the others are gone then
+    Merge {
+        /// The directory
+        dir: PathBuf,
+        /// Up to which point [default: the newest]
+        #[arg(long, value_name = "N")]
+        to: Option<u32>,
+    },
+    /// Read all of a snapshot, and compare it with its sums
+    Verify {
+        /// The directory
+        dir: PathBuf,
+    },
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  vellum snapshot web web.snap             while it runs: passes over memory, then a short pause
+  vellum snapshot web web.snap --stop      and end it there: vellum restore web.snap goes on
+  vellum snapshot web web.snap --follow    and then again: the further points have only what has changed
+  vellum snapshot list web.snap            its points
+  vellum snapshot merge web.snap           one full point of those that the newest needs
+Disks are flushed and named in it, and no part of it: one that has changed since is refused by vellum restore.
+  vellum snapshot web web.snap --reflink   with clones of its disks: vellum restore web.snap --disk web.snap/disk0-0";
+
+/// Does what was asked.
+pub fn run(args: &SnapshotArgs) -> Result<Exit, Failure> {
+    match (&args.what, &args.machine, &args.dir) {
+        (Some(What::List { dir, json }), ..) => list(dir, *json),
+        (Some(What::Merge { dir, to }), ..) => join(dir, *to),
+        (Some(What::Verify { dir }), ..) => verify(dir),
+        (Some(What::End { machine }), ..) => {
+            let path = names::find(machine).map_err(failure)?;
+            let mut machine = Client::connect(&path).map_err(failure)?;
+            machine.ask(&Do::SnapshotEnd {}).map(|_| Exit::PowerOff).map_err(failure)
+        }
+        (None, Some(machine), Some(dir)) => take(args, machine, dir),
+        (None, ..) => Err(Failure::usage("a machine and a directory are expected")),
+    }
+}
+
+fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
+    let path = names::find(name).map_err(failure)?;
+    signal::remember(&signal::ENDING).map_err(Failure::host)?;
+    let mut machine = listen(&path)?;
+    let has = status(&mut machine)?;
+    may_leave(&has)?;
+    if let Some(tracker) = args.tracker {
+        check(tracker.method, &has)?;
+    }
+    let chooses = args.tracker.is_none() && has.dirty_ring.is_none();
+    let store = Store::open(dir).map_err(failure)?;
+    store.check_room().map_err(failure)?;
+    let clones = if args.reflink { has.disks.len() } else { 0 };
+    let files = store.unnamed(clones).map_err(failure)?;
+    if args.paused {
+        machine.ask(&Do::Pause {}).map_err(failure)?;
+    }
+    let asked = Do::Snapshot(Snapshot {
+        downtime_ms: args.downtime.as_millis() as u64,
+        timeout_ms: args.timeout.as_millis() as u64,
+        tracker: args.tracker.map(|tracker| tracker.method.name().to_owned()),
+        loses: if chooses { loses() } else { Loses::Nothing },
+        stop: args.stop,
+        chain: store.chain().to_owned(),
+        number: store.next(),
+        follow: args.follow && !args.stop,
+        clones: clones as u32,
+    });
+    let descriptors = [&files.ram, &files.map, &files.state].into_iter().chain(&files.clones);
+    let descriptors: Vec<_> = descriptors.map(AsFd::as_fd).collect();
+    machine.ask_with(&asked, &descriptors).map_err(failure)?;
+    let of = machine.last_id();
+    let (point, us) = written(args, name, &mut machine, &has)?;
+    let (present, zero) = (point.present, point.zero);
+    let kind = kind(&point, store.newest());
+    let number = match store.add(&files, point) {
+        Ok(number) => number,
+        Err(error) => {
+            // It says itself what it does then.
+            let _ = machine.ask(&Do::SnapshotCancel { of: has.numbered.then_some(of) });
+            return Err(failure(error));
+        }
+    };
+    machine.ask(&Do::SnapshotNamed {}).map_err(failure)?;
+    over(&mut machine, of);
+    if !args.json {
+        let stood = match us {
+            Some(us) => format!("it stood still for {:.1} ms", us as f64 / 1000.0),
+            None => "it stands still".into(),
+        };
+        let size = short_size(present * PAGE_SIZE);
+        let dir = dir.display();
+        print(format_args!(
+            "point {number} of {dir}, {kind}: {present} pages ({size}), {zero} zero; {stood}\n"
+        ))?;
+    }
+    Ok(Exit::PowerOff)
+}
+
+/// What `point` has, in words, and what following the guest has cost it; `before` is when the point before was taken.
+fn kind(point: &Point, before: Option<u64>) -> String {
+    match before {
+        None => "whole".into(),
+        Some(_) if point.full => {
+            "whole, because nobody has followed who writes since the point before".into()
+        }
+        Some(before) => {
+            let seconds = point.taken.saturating_sub(before) as f64 / 1e9;
+            let faults = point.present + point.zero;
+            format!(
+                "what has changed in {seconds:.1} s, for {faults} or more faults of the guest's on pages that it wrote to"
+            )
+        }
+    }
+}
+
+/// Waits until it is written; what the list is to say of it, and how long the guest stood still.
+fn written(
+    args: &SnapshotArgs,
+    name: &str,
+    machine: &mut Client,
+    has: &Status,
+) -> Result<(Point, Option<u64>), Failure> {
+    let of = machine.last_id();
+    loop {
+        if signal::take().is_some() {
+            let _ = machine.ask(&Do::SnapshotCancel { of: has.numbered.then_some(of) });
+        }
+        let Some(line) = heard(machine, Some(of), "the snapshot was written")? else { continue };
+        if args.json {
+            print(format_args!("{line}\n"))?;
+        }
+        match serde_json::from_value::<Event>(line) {
+            Ok(Event::Snapshot {
+                full,
+                us,
+                taken,
+                pages,
+                present,
+                zero,
+                map_crc,
+                state_bytes,
+                state_crc,
+                disks,
+                ..
+            }) => {
+                let number = 0;
+                let point = Point {
+                    number,
+                    taken,
+                    full,
+                    pages,
+                    present,
+                    zero,
+                    map_crc,
+                    state_bytes,
+                    state_crc,
+                    merged: 0,
+                    disks,
+                };
+                return Ok((point, us));
+            }
+            Ok(Event::NoSnapshot { why }) => {
+                return Err(Failure::host(format!("no snapshot of {name}: {why}")));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Waits until the machine is ready for another one, or has ended.
+fn over(machine: &mut Client, of: u64) {
+    loop {
+        match machine.event_of(Some(of)) {
+            Ok(line) if line["event"] == "snapshot-over" || line["event"] == "no-snapshot" => return,
+            Ok(_) | Err(Error::Silent { .. }) => {}
+            Err(_) => return,
+        }
+    }
+}
+
+/// A moment in nanoseconds since 1970 as a date (UTC); as far as it is one.
+fn date(nanoseconds: i128) -> String {
+    let date = i64::try_from(nanoseconds / 1_000_000).ok().and_then(chrono::DateTime::from_timestamp_millis);
+    date.map_or("at no date".into(), |date| date.format("%Y-%m-%d %H:%M:%S.%3fZ").to_string())
+}
+
+fn list(dir: &Path, as_json: bool) -> Result<Exit, Failure> {
+    let manifest = Source::open(dir).and_then(|source| source.manifest()).map_err(failure)?;
+    if as_json {
+        return print(format_args!("{}\n", json!(manifest))).map(|_| Exit::PowerOff);
+    }
+    print("point  kind  taken                     memory  present  zero pages\n")?;
+    for point in &manifest.points {
+        let kind = if point.full { "full" } else { "part" };
+        let (all, present) = (short_size(point.pages * PAGE_SIZE), short_size(point.present * PAGE_SIZE));
+        let taken = date(point.taken.into());
+        let line =
+            format!("{:>5}  {kind}  {taken:<24}  {all:>6}  {present:>7}  {:>10}\n", point.number, point.zero);
+        print(line)?;
+        for disk in &point.disks {
+            // Of the list nobody knows who wrote it, and a terminal obeys some characters.
+            let (name, path) = (disk.name.escape_debug(), disk.path.escape_debug());
+            let cloned = if disk.clone_changed.is_some() { ", cloned" } else { "" };
+            let changed = disk
+                .changed
+                .map_or("at a time that it does not tell".into(), |at| format!("at {}", date(at.into())));
+            let size = short_size(disk.bytes);
+            print(format_args!("       {name}  {path}  {size}, last written to {changed}{cloned}\n"))?;
+        }
+    }
+    Ok(Exit::PowerOff)
+}
+
+fn join(dir: &Path, to: Option<u32>) -> Result<Exit, Failure> {
+    let (first, point) = merge(dir, to).map_err(failure)?;
+    let (size, number) = (short_size(point.present * PAGE_SIZE), point.number);
+    let (present, zero) = (point.present, point.zero);
+    print(format_args!(
+        "points {first} to {number} are point {number} now: {present} pages ({size}), {zero} zero\n"
+    ))?;
+    Ok(Exit::PowerOff)
+}
+
+fn verify(dir: &Path) -> Result<Exit, Failure> {
+    let manifest = Source::open(dir).and_then(|source| source.manifest()).map_err(failure)?;
+    for point in &manifest.points {
+        let chosen =
+            Source::open(dir).and_then(|source| source.choose(Some(point.number))).map_err(failure)?;
+        let Some((point, files)) = chosen.layers.into_iter().next_back() else { continue };
+        layer::check_room(manifest::NAME, point.pages).map_err(failure)?;
+        let reader = Reader::new(files.ram, &files.map, &point.label(), point.pages, point.map_crc);
+        let present = reader.and_then(|reader| reader.verify()).map_err(failure)?;
+        print(format_args!("point {}: {present} pages are as they were written\n", point.number))?;
+    }
+    Ok(Exit::PowerOff)
+}

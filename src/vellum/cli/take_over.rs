@@ -1,0 +1,126 @@
+//! `vellum receive --take-over`: the other side of `vellum ctl NAME upgrade`, which starts it. What the command line of a machine says
+//! otherwise is in a list here, with descriptors that this process has inherited.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{OwnedFd, RawFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::result::ResultArgs;
+use super::{Failure, kernel, receive};
+use crate::session::incoming::{self, Lenience, Listen, Outcome};
+use crate::session::log::{self, Beside};
+use crate::session::{self};
+use vellum_devices::console;
+use vellum_devices::virtio::DeviceConfig;
+use vellum_devices::virtio::lent::Lent;
+use vellum_kvm::memory::MemoryConfig;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_linux as machine;
+use vellum_linux::virtio;
+use vellum_machine::lent::{Device, List, Serial};
+use vellum_migration::link::LIVENESS;
+use vellum_sandbox::user::User;
+use vellum_sys::file::taken;
+use vellum_sys::identity;
+
+/// What the file behind `--take-over` says.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Inherited {
+    /// A [`List`].
+    pub list: Value,
+    /// Its descriptors, by their numbers in this process.
+    pub descriptors: Vec<RawFd>,
+    /// The connection that the machine comes by.
+    pub link: RawFd,
+    /// What ties this process to the one that it stands in for, where the list has none.
+    pub tether: RawFd,
+}
+
+/// The longest such file in bytes.
+const MOST: u64 = 2 << 20;
+
+/// The descriptors of a list, each taken once.
+struct Descriptors(Vec<Option<OwnedFd>>);
+
+impl Descriptors {
+    fn take(&mut self, at: usize) -> Result<OwnedFd, Failure> {
+        let taken = self.0.get_mut(at).and_then(Option::take);
+        taken.ok_or_else(|| Failure::usage(format!("--take-over: descriptor {at} of the list is not there")))
+    }
+
+    fn file(&mut self, at: Option<usize>) -> Result<Option<File>, Failure> {
+        at.map(|at| self.take(at).map(File::from)).transpose()
+    }
+}
+
+/// Runs the machine that comes from the process which this one is to stand in for.
+pub(super) fn run(file: RawFd) -> Result<Exit, Failure> {
+    log::start(tracing::Level::INFO, Beside::Console);
+    let wrong = |what: &dyn std::fmt::Display| Failure::usage(format!("--take-over {file}: {what}"));
+    let mut bytes = Vec::new();
+    let opened = taken(file).map(File::from).ok_or_else(|| wrong(&"no such descriptor is open"))?;
+    opened.take(MOST).read_to_end(&mut bytes).map_err(|error| wrong(&error))?;
+    let inherited: Inherited = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
+    let Inherited { list, descriptors, link, tether } = inherited;
+    let list = serde_json::to_vec(&list).map_err(Failure::host)?;
+    let list = List::parse(&list, descriptors.len()).map_err(|error| wrong(&error))?;
+    let numbers: BTreeSet<RawFd> = descriptors.iter().copied().chain([link, tether]).collect();
+    if numbers.len() != descriptors.len() + 2 {
+        return Err(wrong(&"a descriptor is named twice"));
+    }
+    let own = |fd: RawFd| taken(fd).ok_or_else(|| wrong(&format_args!("descriptor {fd} is not open")));
+    let mut lent =
+        Descriptors(descriptors.into_iter().map(|fd| own(fd).map(Some)).collect::<Result<_, _>>()?);
+    let (link, first) = (own(link)?, own(tether)?);
+    let tether = list.tether.map_or(Ok(first), |at| lent.take(at))?;
+    let control = list.control.as_ref().map(|control| lent.take(control.descriptor)).transpose()?;
+    let user = list.user.filter(|_| identity::effective().0 == 0).map(|(uid, gid)| User { uid, gid });
+    let process = session::Config {
+        control: list.control.map(|control| control.path),
+        sandbox: list.sandbox.parse().map_err(|error| wrong(&error))?,
+        user,
+        limit: list.limit_ms.map(Duration::from_millis),
+        result: list.result.clone(),
+        lent: Some(session::Lent { control: control.map(Arc::new), tether: Arc::new(tether) }),
+        gdb: None,
+    };
+    let serial = match list.serial {
+        Some(Serial { output, input, slave, raw }) => {
+            let [output, input, slave] = [lent.file(output)?, lent.file(input)?, lent.file(slave)?];
+            console::Opened::lent(output, input, slave).raw(raw)
+        }
+        None => console::Opened::lent(None, None, None),
+    };
+    let mut devices: Vec<Arc<dyn DeviceConfig>> = Vec::new();
+    for Device { kind, written, descriptors } in list.devices {
+        let descriptors = descriptors.into_iter().map(|at| lent.take(at)).collect::<Result<_, _>>()?;
+        devices.push(Arc::new(Lent::new(&kind, written, descriptors).map_err(|error| wrong(&error))?));
+    }
+    let config = machine::Config {
+        dirty_ring: list.dirty_ring,
+        virtio: virtio::Config(devices),
+        ..machine::Config::default()
+    };
+    // What backs memory comes with it.
+    let memory = MemoryConfig { lock: list.lock, ..MemoryConfig::new(0) };
+    // Standard descriptors, which this process has as its own.
+    drop(lent);
+    let lenience = Lenience { liveness: LIVENESS, other_tsc: true };
+    let result = ResultArgs::at(list.result).open()?;
+    let outcome = incoming::run(&process, Listen::Lent(link, serial), memory, config, lenience);
+    match outcome.map_err(|error| Failure::of(&error, receive::FLAGS))? {
+        Outcome::Succeeded(exit) => Ok(exit),
+        Outcome::BuiltIn(outcome) => result.deliver(&outcome.report, None).map(|()| outcome.exit),
+        Outcome::Kernel(outcome) => {
+            kernel::tell(&outcome);
+            Ok(outcome.exit)
+        }
+    }
+}

@@ -1,0 +1,45 @@
+//! `vellum test`: what proves or provokes something, and has no place under `run`.
+
+mod dirty_edges;
+mod dirty_log;
+
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+
+use super::{Failure, print, run};
+use vellum_kvm::vm::lifecycle::Exit;
+
+/// Which flag each field comes from, by the subcommand as typed.
+#[cfg(test)]
+pub(super) const TABLES: [(&str, super::Flags); 2] =
+    [("test dirty-edges", dirty_edges::FLAGS), ("test dirty-log", dirty_log::FLAGS)];
+
+/// Test this host's KVM, or Vellum itself
+#[derive(Debug, Args)]
+pub struct TestArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    DirtyLog(Box<dirty_log::DirtyLogArgs>),
+    DirtyEdges(dirty_edges::DirtyEdgesArgs),
+    /// Run the built-in guest as `vellum run` does, and print nothing but when its first doorbell rang: nanoseconds on
+    /// CLOCK_MONOTONIC, for whoever started this program and looked at the same clock
+    Startup(Box<run::RunArgs>),
+}
+
+/// Does what was asked.
+pub fn run(args: TestArgs) -> Result<Exit, Failure> {
+    match args.what {
+        What::DirtyLog(args) => dirty_log::run(&args),
+        What::DirtyEdges(args) => dirty_edges::run(&args),
+        What::Startup(args) => {
+            let outcome = run::run_workload(&args)?;
+            let rang = outcome.first_doorbell.as_ref().map_or(0, Duration::as_nanos);
+            print(format_args!("{rang}\n")).map(|_| outcome.exit)
+        }
+    }
+}

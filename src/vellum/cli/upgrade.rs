@@ -1,0 +1,166 @@
+//! `vellum ctl NAME upgrade`: the machine goes on in another build of Vellum, under its name, with all that it has open. This is the
+//! courier of that: it borrows descriptors from the process that has the machine, starts the other one with them, and has the machine
+//! handed over from the one to the other as `vellum migrate --link memfd` does.
+
+use std::fs;
+use std::fs::File;
+use std::io::{Seek, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use super::migrate::{failure, has_a_descriptor, heard, listen, status};
+use super::take_over::Inherited;
+use super::{Failure, print, say};
+use vellum_control::client::Client;
+use vellum_control::{Do, Event, Lending, Link, Loses, Migrate, Mode, Then, Throttling, names};
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_machine::lent::List;
+use vellum_migration::fence::Fence;
+use vellum_migration::link::LIVENESS;
+use vellum_sys::mmap::memfd;
+use vellum_sys::program::detached_with;
+use vellum_sys::signal;
+
+/// How long a process that has not got the machine may take to end.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Does what was asked.
+pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Exit, Failure> {
+    let path = names::find(machine).map_err(failure)?;
+    signal::remember(&signal::ENDING).map_err(Failure::host)?;
+    let mut client = listen(&path)?;
+    let has = status(&mut client)?;
+    has_a_descriptor(machine, &has).map_err(|why| Failure::usage(format!("upgrade: {why}")))?;
+    let (list, descriptors) = borrow(&path)?;
+    let [link, other_link] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
+    let [tether, other_tether] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
+    let mut child = start(binary, &list, &descriptors, [&other_link, &other_tether])?;
+    drop((other_link, other_tether));
+    join_group(has.pid, child.id());
+    let asked = Do::Migrate(Migrate {
+        downtime_ms: downtime.as_millis() as u64,
+        timeout_ms: None,
+        then: Then::Cancel,
+        bandwidth: None,
+        throttle: Throttling::Off,
+        tracker: None,
+        loses: Loses::Nothing,
+        liveness_ms: LIVENESS.max(downtime).as_millis() as u64,
+        connections: 1,
+        fence: true,
+        compress: None,
+        verify: false,
+        link: Link::Memfd,
+        succeeded: true,
+        mode: Mode::Precopy,
+    });
+    let fence = Fence::file().map_err(Failure::host)?;
+    let sockets = [link.as_fd(), fence.as_fd(), tether.as_fd()];
+    if let Err(error) = client.ask_with(&asked, &sockets) {
+        end(&mut child);
+        return Err(failure(error));
+    }
+    drop((link, tether));
+    let of = client.last_id();
+    loop {
+        if signal::take().is_some() {
+            let _ = client.ask(&Do::MigrateCancel { of: has.numbered.then_some(of) });
+        }
+        let Some(line) = heard(&mut client, Some(of), "it was upgraded")? else { continue };
+        match serde_json::from_value::<Event>(line) {
+            Ok(Event::Stayed { why }) => {
+                end(&mut child);
+                return Err(Failure::host(format!("{machine} stays in the process that it is in: {why}")));
+            }
+            Ok(Event::Moved { us, .. }) => {
+                let (ms, binary, pid) = (us as f64 / 1000.0, binary.display(), child.id());
+                print(format_args!(
+                    "{machine} goes on in {binary}, process {pid}; it stood still for {ms:.1} ms\n"
+                ))?;
+                return Ok(Exit::PowerOff);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// All that the machine has open.
+fn borrow(path: &Path) -> Result<(List, Vec<OwnedFd>), Failure> {
+    let mut all = Vec::new();
+    loop {
+        let (answer, mut part) = Client::borrow(path, &Do::Lend { from: all.len() }).map_err(failure)?;
+        let Lending { list, descriptors } = serde_json::from_value(answer).map_err(Failure::host)?;
+        let came = part.len();
+        all.append(&mut part);
+        if all.len() == descriptors {
+            let bytes = serde_json::to_vec(&list).map_err(Failure::host)?;
+            return Ok((List::parse(&bytes, descriptors).map_err(Failure::host)?, all));
+        }
+        if came == 0 || all.len() > descriptors {
+            return Err(Failure::host(format!("{} descriptors came, of {descriptors}", all.len())));
+        }
+    }
+}
+
+/// Starts the other build, which waits for the machine at the first of `sockets`.
+fn start(
+    binary: &Path,
+    list: &List,
+    descriptors: &[OwnedFd],
+    [link, tether]: [&UnixStream; 2],
+) -> Result<Child, Failure> {
+    let numbers: Vec<_> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
+    let inherited = Inherited {
+        list: serde_json::to_value(list).map_err(Failure::host)?,
+        descriptors: numbers.clone(),
+        link: link.as_raw_fd(),
+        tether: tether.as_raw_fd(),
+    };
+    let mut file = memfd(c"vellum-take-over", 0, None).map_err(Failure::host)?;
+    serde_json::to_writer(&mut file, &inherited).map_err(Failure::host)?;
+    file.flush().and_then(|()| file.rewind()).map_err(Failure::host)?;
+    let standard = |at: usize| -> Result<Stdio, Failure> {
+        match list.standard.get(at).and_then(|at| descriptors.get(*at)) {
+            Some(descriptor) => Ok(File::from(descriptor.try_clone().map_err(Failure::host)?).into()),
+            None => Ok(Stdio::null()),
+        }
+    };
+    let mut command = Command::new(binary);
+    command.args(["receive", "--take-over", &file.as_raw_fd().to_string()]);
+    command.stdin(standard(0)?).stdout(standard(1)?).stderr(standard(2)?);
+    let others = [file.as_raw_fd(), link.as_raw_fd(), tether.as_raw_fd()];
+    detached_with(&mut command, numbers.into_iter().chain(others).collect());
+    command.spawn().map_err(|error| {
+        Failure::usage(format!("upgrade {}: {error}; name a program that is a Vellum", binary.display()))
+    })
+}
+
+/// Puts process `child` into the control group of process `of`, for which it is to stand in: who ends the group's processes means it, too.
+fn join_group(of: u32, child: u32) {
+    let group = |pid: u32| {
+        let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+        groups.lines().find_map(|line| line.strip_prefix("0::")).map(str::to_owned)
+    };
+    let (Some(theirs), Some(own)) = (group(of), group(child)) else { return };
+    if theirs != own
+        && let Err(error) = fs::write(format!("/sys/fs/cgroup{theirs}/cgroup.procs"), child.to_string())
+    {
+        say(&format!(
+            "the new process stays in the control group {own}, and what ends {theirs} does not end it: {error}"
+        ));
+    }
+}
+
+/// The machine has not gone to it: it ends by itself, or is ended.
+fn end(child: &mut Child) {
+    let since = Instant::now();
+    while matches!(child.try_wait(), Ok(None)) {
+        if since.elapsed() > PATIENCE {
+            let _ = child.kill();
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}

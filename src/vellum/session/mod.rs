@@ -1,0 +1,714 @@
+//! The process around a machine: its signals, the guard of its sockets, privileges, sandbox, control socket, event loop,
+//! progress and logs. One session runs one [`Payload`], a machine of either kind; [`kernel`] and [`builtin`] put the two kinds
+//! together with theirs.
+//!
+//! The order of a start, each step once:
+//!
+//! 1. [`Session::open`]: signals are blocked, the guard is forked, the control socket is bound. There are no threads yet.
+//! 2. The machine's files are opened and its memory is mapped.
+//! 3. [`Session::confine`]: privileges are dropped, and no path can be opened any more.
+//! 4. The machine's threads are started; each enters the sandbox by itself.
+//! 5. [`Session::run`]: main enters the sandbox too, and only then does the first vCPU enter the guest.
+
+pub mod builtin;
+pub mod incoming;
+pub mod kernel;
+pub mod log;
+pub mod progress;
+pub mod tether;
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use event_manager::{
+    EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberId, SubscriberOps,
+};
+use kvm_ioctls::Kvm;
+use serde_json::{Value, json};
+use vmm_sys_util::eventfd::EventFd;
+
+use vellum_control::operation::News;
+use vellum_control::server::{Control, Heard, Listeners};
+use vellum_control::{Do, Event, Lending, Status};
+use vellum_guests::guest;
+use vellum_host::doctor;
+use vellum_kvm::memory;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_linux as machine;
+use vellum_machine::gdb;
+use vellum_machine::{Payload, Serves, Subscriber, lent};
+use vellum_migration::mobile;
+use vellum_migration::snapshot;
+use vellum_sandbox::user::{self, User};
+use vellum_sandbox::{self as sandbox, OfGuard, Sandbox};
+use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::guard::{self, Naming};
+use vellum_sys::pagemap::Pagemap;
+use vellum_sys::program::{SETTLING, release_start_up_code};
+use vellum_sys::signal::{ENDING, KILL, REPEATS, STOPPING, SignalFd, UNUSED};
+use vellum_sys::socket::{self, Listener, MOST_DESCRIPTORS, Name, SocketError};
+use vellum_sys::terminal;
+
+/// How long a guest that was asked to stop may take.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often those who listen hear of progress.
+const TELLING: Duration = Duration::from_secs(1);
+/// How often a terminal is redrawn.
+const REDRAWING: Duration = Duration::from_millis(100);
+
+/// What is asked of the process.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where the control socket is to be.
+    pub control: Option<PathBuf>,
+    /// What this process gives up before the guest runs.
+    pub sandbox: sandbox::Mode,
+    /// For whom it gives up root.
+    pub user: Option<User>,
+    /// How long the machine may run.
+    pub limit: Option<Duration>,
+    /// Where its result goes, for a process that takes it over.
+    pub result: Option<PathBuf>,
+    /// What was lent by the process that this one is to stand in for: its control socket, and the [tether].
+    pub lent: Option<Lent>,
+    /// Where a debugger may connect.
+    pub gdb: Option<Gdb>,
+}
+
+/// Where a debugger may connect.
+#[derive(Clone, Debug)]
+pub struct Gdb {
+    /// The unix socket.
+    pub socket: PathBuf,
+    /// Whether the machine waits for it before it runs.
+    pub waits: bool,
+}
+
+/// What a process has of the one that it is to stand in for.
+#[derive(Clone, Debug)]
+pub struct Lent {
+    /// The control socket, at which the other listens until its machine runs here.
+    pub control: Option<Arc<OwnedFd>>,
+    /// What ties the two together.
+    pub tether: Arc<OwnedFd>,
+}
+
+impl Default for Config {
+    /// No control socket, no sandbox, no limit.
+    fn default() -> Self {
+        Self {
+            control: None,
+            sandbox: sandbox::Mode::Off,
+            user: None,
+            limit: None,
+            result: None,
+            lent: None,
+            gdb: None,
+        }
+    }
+}
+
+/// Why a machine cannot be started or run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The PC.
+    #[error(transparent)]
+    Machine(#[from] machine::Error),
+    /// The built-in guest.
+    #[error(transparent)]
+    Guest(#[from] guest::Error),
+    /// Guest memory.
+    #[error(transparent)]
+    Memory(#[from] memory::Error),
+    /// A machine that moves.
+    #[error(transparent)]
+    Mobile(#[from] mobile::Error),
+    /// KVM.
+    #[error(transparent)]
+    Vm(#[from] vellum_kvm::vm::Error),
+    /// Its debugger.
+    #[error(transparent)]
+    Gdb(#[from] gdb::Error),
+    /// The control socket.
+    #[error("{0}")]
+    Control(#[source] SocketError),
+    /// Where a source connects.
+    #[error("{0}")]
+    Listen(#[source] SocketError),
+    /// The sandbox.
+    #[error(transparent)]
+    Sandbox(#[from] sandbox::Error),
+    /// Privileges.
+    #[error(transparent)]
+    User(#[from] user::Error),
+    /// A file of a snapshot.
+    #[error(transparent)]
+    Snapshot(#[from] snapshot::Error),
+    /// Memory cannot come as it is wanted.
+    #[error("no userfaultfd that sees KVM's faults ({0}): {remedy}", remedy = doctor::remedy_for_userfaultfd(.0))]
+    Userfaultfd(#[source] io::Error),
+    /// The event loop.
+    #[error("the event loop: {0}")]
+    EventLoop(#[from] event_manager::Error),
+    /// The host refuses a descriptor, or the terminal its mode.
+    #[error("{0}: {1}")]
+    Host(&'static str, #[source] io::Error),
+}
+
+impl Error {
+    /// The signal, where the user ended it before the machine ran.
+    pub fn interrupted(&self) -> Option<i32> {
+        match self {
+            Self::Memory(memory::Error::Interrupted(signal))
+            | Self::Machine(machine::Error::Memory(memory::Error::Interrupted(signal)))
+            | Self::Guest(guest::Error::Interrupted(signal)) => Some(*signal),
+            _ => None,
+        }
+    }
+}
+
+impl Fault for Error {
+    fn blame(&self) -> Blame {
+        match self {
+            Self::Machine(error) => error.blame(),
+            Self::Guest(error) => error.blame(),
+            Self::Memory(error) => error.blame(),
+            Self::Mobile(error) => error.blame(),
+            Self::Vm(error) => error.blame(),
+            Self::Gdb(error) => error.blame(),
+            Self::Control(_) => Blame::user(Field::Name),
+            Self::Listen(_) => Blame::user(Field::Listen),
+            Self::Sandbox(error) => error.blame(),
+            Self::User(error) => error.blame(),
+            Self::Snapshot(error) => error.blame(),
+            Self::Userfaultfd(_) => Blame::user(Field::OnDemand),
+            Self::EventLoop(_) | Self::Host(..) => Blame::HOST,
+        }
+    }
+}
+
+/// What brought a run to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// The guest itself.
+    Guest,
+    /// The limit on its time.
+    Limit,
+    /// A request of the control socket.
+    Stop,
+    /// A signal.
+    Signal(i32),
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct End {
+    /// The exit status of the process.
+    pub exit: Exit,
+    /// What brought it about.
+    pub cause: Cause,
+}
+
+/// The process around one machine.
+pub struct Session {
+    events: EventManager<Subscriber>,
+    signals: Receiver<i32>,
+    heard: Receiver<Heard>,
+    listeners: Listeners,
+    sandbox: Sandbox,
+    /// What was asked for.
+    config: Config,
+    /// When its time is over.
+    deadline: Option<Instant>,
+    /// The control socket.
+    control: Option<Arc<Mutex<Control>>>,
+    /// Signals that come over the tether go there. There until the machine runs here: before that the control socket and the tether are
+    /// those of the process that it comes from.
+    stands_in: Option<Sender<i32>>,
+    /// Where a debugger is to connect.
+    gdb: Option<Listener>,
+    /// What the event loop serves beside signals.
+    served: Vec<SubscriberId>,
+    /// The guard, until it is known to have none of this process's descriptors.
+    guard: Option<guard::Started>,
+}
+
+/// The event loop's part in signals.
+struct Signals {
+    descriptor: SignalFd,
+    caught: Sender<i32>,
+}
+
+impl MutEventSubscriber for Signals {
+    fn init(&mut self, ops: &mut EventOps<'_>) {
+        // A signalfd can always be watched.
+        let _ = ops.add(Events::new(&self.descriptor, EventSet::IN));
+    }
+
+    fn process(&mut self, _: Events, _: &mut EventOps<'_>) {
+        let Some(signal) = self.descriptor.read() else { return };
+        if STOPPING.contains(&signal) {
+            terminal::stop(signal);
+        } else {
+            // The receiver lives as long as the loop.
+            let _ = self.caught.send(signal);
+        }
+    }
+}
+
+/// The event loop's part in what a payload has to say: it ends a turn of the loop, after which the payload is asked.
+struct Wakes(Vec<Arc<EventFd>>);
+
+impl MutEventSubscriber for Wakes {
+    fn init(&mut self, ops: &mut EventOps<'_>) {
+        for event in &self.0 {
+            // An eventfd can always be watched.
+            let _ = ops.add(Events::new(&**event, EventSet::IN));
+        }
+    }
+
+    fn process(&mut self, _: Events, _: &mut EventOps<'_>) {}
+}
+
+impl Session {
+    /// Takes over the process: blocks signals, binds the control socket, and starts the guard, which removes it and `sockets`
+    /// when this process is gone, and names a file when that is written. Called before there are threads.
+    ///
+    /// # Errors
+    /// Where the host refuses, or the control socket's name is taken.
+    pub fn open<'a>(
+        config: &'a Config,
+        sockets: impl IntoIterator<Item = &'a Path>,
+        naming: Option<Naming>,
+    ) -> Result<Self, Error> {
+        let (ask, heard) = channel();
+        let lent = config.lent.as_ref().and_then(|lent| lent.control.clone());
+        let bind = |path: &Path| match &lent {
+            Some(socket) => socket
+                .try_clone()
+                .and_then(|socket| Control::lent(socket, path, ask))
+                .map_err(|source| SocketError::Io { path: path.into(), source }),
+            None => Control::bind(path, ask),
+        };
+        // The guard first: it has no part in what is bound after it. It looks at the names when this process is gone.
+        let door = config.gdb.as_ref().map(|gdb| gdb.socket.as_path());
+        let names = config.control.as_deref().into_iter().chain(door).chain(sockets);
+        let confined = OfGuard::new(config.sandbox);
+        let names = names.filter_map(|path| Name::new(path).ok()).collect();
+        let guard = guard::start(names, naming, || confined.enter())
+            .map_err(|error| Error::Host("the guard of its sockets", error))?;
+        let control = config.control.as_deref().map(bind).transpose();
+        let control = control.map_err(Error::Control)?;
+        let gdb = config.gdb.as_ref().map(|gdb| Listener::bind(&gdb.socket)).transpose();
+        let gdb = gdb.map_err(gdb::Error::Socket)?;
+        let descriptor = SignalFd::new(&[&ENDING[..], &STOPPING, &UNUSED].concat())
+            .map_err(|error| Error::Host("signalfd", error))?;
+        let (caught, signals) = channel();
+        let mut events = EventManager::<Subscriber>::new()?;
+        events.add_subscriber(Arc::new(Mutex::new(Signals { descriptor, caught: caught.clone() })));
+        let listeners = control.as_ref().map(Control::listeners).unwrap_or_default();
+        let mut session = Self {
+            events,
+            signals,
+            heard,
+            listeners,
+            sandbox: Sandbox::new(config.sandbox),
+            config: config.clone(),
+            deadline: None,
+            control: control.map(|control| Arc::new(Mutex::new(control))),
+            stands_in: config.lent.as_ref().map(|_| caught),
+            gdb,
+            served: Vec::new(),
+            guard: Some(guard),
+        };
+        if let Some(control) = session.control.clone().filter(|_| session.stands_in.is_none()) {
+            session.serve(control);
+        }
+        Ok(session)
+    }
+
+    /// Gives up privileges and paths, for the whole process. What is returned goes to each thread that is started from now on,
+    /// which enters it as the last act before its loop.
+    ///
+    /// # Errors
+    /// Where the kernel refuses.
+    pub fn confine(&mut self) -> Result<Sandbox, Error> {
+        self.guard = None;
+        if let Some(user) = self.config.user {
+            user::drop_privileges(user)?;
+        }
+        self.sandbox.process()?;
+        Ok(self.sandbox)
+    }
+
+    /// Where a debugger may connect, if this KVM can debug a guest.
+    fn door(&mut self, kvm: &Kvm) -> Result<Option<gdb::Door>, Error> {
+        let Some(gdb) = &self.config.gdb else { return Ok(None) };
+        Ok(self.gdb.take().map(|listener| gdb::Door::open(listener, gdb.waits, kvm)).transpose()?)
+    }
+
+    /// What tells which memory of this process was ever touched, for machines that can be told to move; before [`Session::confine`].
+    /// Without it all of a machine's memory is read once where it moves.
+    fn pagemap(process: &Config) -> Option<Arc<Pagemap>> {
+        process.control.as_ref().and_then(|_| Pagemap::open().ok()).map(Arc::new)
+    }
+
+    /// What of the sandbox is in force, as results record it.
+    pub fn sandbox_status(&self) -> String {
+        self.sandbox.status()
+    }
+
+    /// Has the event loop serve what is new of `payload`.
+    fn serve_for<P: Payload>(&mut self, payload: &mut P) {
+        let Serves { subscribers, wakes } = payload.serves();
+        subscribers.into_iter().for_each(|subscriber| self.serve(subscriber));
+        if !wakes.is_empty() {
+            self.serve(Arc::new(Mutex::new(Wakes(wakes))));
+        }
+    }
+
+    /// Has the event loop serve one more.
+    pub fn serve(&mut self, subscriber: Subscriber) {
+        self.served.push(self.events.add_subscriber(subscriber));
+    }
+
+    /// Runs `payload` until it ends, by itself or by the user, or until its time is over.
+    ///
+    /// # Errors
+    /// Where the payload cannot go on, or the event loop fails.
+    pub fn run<P: Payload>(&mut self, payload: &mut P) -> Result<End, Error>
+    where
+        Error: From<P::Error>,
+    {
+        self.serve_for(payload);
+        self.sandbox.enter(payload.confinement(), "main")?;
+        payload.start()?;
+        let deadline = self.config.limit.map(|limit| Instant::now() + limit);
+        self.deadline = deadline;
+        let end = self.turns(payload, deadline)?;
+        self.listeners.tell(&Event::Ended { status: end.exit.code() }.into());
+        payload.stop();
+        self.flush(payload, end.cause, deadline)?;
+        Ok(end)
+    }
+
+    /// Turns of the event loop until the payload has ended.
+    fn turns<P: Payload>(&mut self, payload: &mut P, deadline: Option<Instant>) -> Result<End, Error>
+    where
+        Error: From<P::Error>,
+    {
+        let bar = progress::of(payload.progress(), self.config.limit);
+        let mut told = Instant::now();
+        let mut settled = false;
+        let mut ending: Option<(Cause, Instant)> = None;
+        let mut asked: Option<(i32, Instant)> = None;
+        loop {
+            let polled = payload.poll();
+            payload.news().iter().for_each(|news| self.listeners.tell(news));
+            self.serve_for(payload);
+            let comes =
+                matches!(payload.standing(), Some("waiting" | "incoming" | "uncommitted" | "restoring"));
+            if !comes {
+                self.stand_in();
+            }
+            if let Some(exit) = polled? {
+                bar.finish_and_clear();
+                let cause = ending.map_or(Cause::Guest, |(cause, _)| cause);
+                let exit = match cause {
+                    Cause::Signal(signal) if exit == Exit::PowerOff => Exit::Signal(signal),
+                    _ => exit,
+                };
+                return Ok(End { exit, cause });
+            }
+            let left = deadline.filter(|_| ending.is_none());
+            if let Some((_, since)) = ending.as_mut().filter(|_| payload.standing().is_some()) {
+                // It moves, or another process has it: that comes to its own end.
+                *since = Instant::now();
+            }
+            let left = left.or(ending.map(|(_, since)| since + END_TIMEOUT));
+            let left = left.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            // Without a terminal and listeners, only events and the deadline matter.
+            let tells = payload.progress().is_some() && !self.listeners.is_empty();
+            let waits = [
+                left,
+                terminal::regain().then_some(terminal::LOOK),
+                (!bar.is_hidden()).then_some(REDRAWING),
+                tells.then(|| TELLING.saturating_sub(told.elapsed())),
+            ];
+            let wait = waits.into_iter().flatten().min();
+            let settling = wait.map_or(SETTLING, |wait| wait.min(SETTLING));
+            let first = if settled { wait } else { Some(settling) };
+            if self.events.run_with_timeout(milliseconds(first))? == 0 && !settled {
+                // Out of the guest's way while it starts, for unmapping makes its vCPUs fault too; and right before main sleeps on,
+                // for whatever it ran in between would be mapped again.
+                settled = true;
+                release_start_up_code();
+                let rest = wait.map(|wait| wait.saturating_sub(settling));
+                self.events.run_with_timeout(milliseconds(rest))?;
+            }
+            let mut cause = None;
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                cause = Some(Cause::Limit);
+            }
+            cause = self.obey(payload).or(cause);
+            let is_repeat = |signal| {
+                signal != KILL && asked.is_some_and(|(first, at)| first == signal && at.elapsed() < REPEATS)
+            };
+            if let Some(signal) = self.signals.try_recv().ok().filter(|signal| !is_repeat(*signal)) {
+                asked = Some((signal, Instant::now()));
+                if signal == KILL || matches!(ending, Some((Cause::Signal(_), _))) {
+                    // Asked twice: a guest that does not come to its end is not waited for.
+                    return Ok(End { exit: Exit::Signal(signal), cause: Cause::Signal(signal) });
+                }
+                cause = Some(Cause::Signal(signal));
+                ending = None;
+            }
+            if let (None, Some(cause)) = (ending, cause) {
+                // Only a guest that runs sees that it is to end.
+                self.resume(payload, None);
+                if !payload.request_end() {
+                    return Ok(End { exit: abrupt(cause), cause });
+                }
+                ending = Some((cause, Instant::now()));
+            }
+            if let Some((cause, since)) = ending {
+                if since.elapsed() >= END_TIMEOUT && payload.standing().is_none() {
+                    tracing::warn!(
+                        "the guest has not stopped within {} s: it is cut off",
+                        END_TIMEOUT.as_secs()
+                    );
+                    // Its memory is read for the result.
+                    payload.pause()?;
+                    return Ok(End { exit: abrupt(cause), cause });
+                }
+                // A guest that has been paused again meanwhile would never see that it is to end.
+                self.resume(payload, None);
+            }
+            if let Some(progress) = payload.progress() {
+                bar.set_position(progress.done);
+                if told.elapsed() >= TELLING {
+                    told = Instant::now();
+                    let told = Event::Progress { done: progress.done, of: progress.of };
+                    self.listeners.tell(&told.into());
+                }
+            }
+        }
+    }
+
+    /// The machine runs here, in place of the process that it comes from, if that lent its sockets: from now on clients and signals come
+    /// here, and this process's end is that one's.
+    fn stand_in(&mut self) {
+        let (Some(caught), Some(lent)) = (self.stands_in.take(), &self.config.lent) else { return };
+        tether::tie(lent.tether.clone());
+        let tether = tether::Ours(lent.tether.clone(), caught);
+        self.serve(Arc::new(Mutex::new(tether)));
+        if let Some(control) = self.control.clone() {
+            self.serve(control);
+        }
+    }
+
+    /// Does what the control socket asks for; says so if the machine is to end.
+    fn obey<P: Payload>(&mut self, payload: &mut P) -> Option<Cause> {
+        let mut cause = None;
+        while let Ok(heard) = self.heard.try_recv() {
+            let mut asked = match heard {
+                Heard::Asked(asked) => asked,
+                Heard::Gone(connection) => {
+                    payload.client_gone(connection);
+                    continue;
+                }
+            };
+            let by = asked.by;
+            let descriptors = std::mem::take(&mut asked.descriptors);
+            if let Do::Lend { from } = asked.what {
+                match self.lend(payload, from) {
+                    Ok((list, lent)) => asked.answer_with(Ok(list), &lent),
+                    Err(error) => asked.answer(Err(error)),
+                }
+                continue;
+            }
+            let answer = match &asked.what {
+                Do::Pause {} => self.pause(payload, by.id).map(|us| json!({ "us": us })),
+                Do::Resume { force: false } => {
+                    self.resume(payload, Some(by.id));
+                    Ok(json!({}))
+                }
+                Do::Status {} => Ok(serde_json::to_value(self.status(payload)).expect("plain data")),
+                Do::Stop {} => {
+                    cause = Some(Cause::Stop);
+                    Ok(json!({}))
+                }
+                // The server answers this one itself.
+                Do::Events {} => Ok(json!({})),
+                what => payload.ask(by, what, descriptors),
+            };
+            asked.answer(answer);
+        }
+        cause
+    }
+
+    /// What another process takes to stand in for this one: the list of it, and its descriptors from number `from` on.
+    fn lend<P: Payload>(&self, payload: &mut P, from: usize) -> Result<(Value, Vec<OwnedFd>), String> {
+        let refused = |error: io::Error| format!("the host refuses a descriptor: {error}");
+        let mut lent = lent::Lent::default();
+        lent.list.version = lent::VERSION;
+        let standard = [lent.add_copy(io::stdin()), lent.add_copy(io::stdout()), lent.add_copy(io::stderr())];
+        lent.list.standard = standard.into_iter().collect::<Result<_, _>>().map_err(refused)?;
+        lent.list.sandbox = self.config.sandbox.to_string();
+        lent.list.user = self.config.user.map(|user| (user.uid, user.gid));
+        lent.list.limit_ms = self.left();
+        lent.list.result = self.config.result.clone();
+        if let (Some(control), Some(path)) = (&self.control, &self.config.control) {
+            let socket = control.lock().expect("nobody panics with it").lend().map_err(refused)?;
+            lent.list.control = Some(lent::Socket { path: path.clone(), descriptor: lent.add(socket) });
+        }
+        if let Some(ours) = &self.config.lent {
+            lent.list.tether = Some(lent.add_copy(&*ours.tether).map_err(refused)?);
+        }
+        payload.lend(&mut lent)?;
+        let lending = Lending {
+            list: serde_json::to_value(&lent.list).map_err(|error| error.to_string())?,
+            descriptors: lent.descriptors.len(),
+        };
+        let part = lent.descriptors.into_iter().skip(from).take(MOST_DESCRIPTORS).collect();
+        Ok((serde_json::to_value(lending).expect("plain data"), part))
+    }
+
+    /// Waits for the process that stands in for this one, once nothing of the machine is left here: signals go on to it, and its exit
+    /// status is this one's. One that stands in for another itself needs not: the new one has its tether.
+    pub fn wait_for(&mut self, successor: OwnedFd) -> Exit {
+        self.control = None;
+        self.listeners.clear();
+        for served in std::mem::take(&mut self.served) {
+            let _ = self.events.remove_subscriber(served);
+        }
+        if self.config.lent.take().is_some() {
+            tether::untie();
+            return Exit::Moved;
+        }
+        let (tell, told) = channel();
+        let successor = Arc::new(successor);
+        self.serve(Arc::new(Mutex::new(tether::Theirs(successor.clone(), tell))));
+        loop {
+            if let Ok(said) = told.try_recv() {
+                return said.map_or_else(
+                    || {
+                        tracing::error!(
+                            "the process that has taken this one's machine over has ended without a word"
+                        );
+                        Exit::Error
+                    },
+                    Exit::Guest,
+                );
+            }
+            if let Err(error) = self.events.run_with_timeout(-1) {
+                tracing::error!("the event loop: {error}");
+                return Exit::Error;
+            }
+            while let Ok(signal) = self.signals.try_recv() {
+                // One that is gone is heard of next.
+                let _ = socket::send_some(&successor, &[signal as u8]);
+            }
+        }
+    }
+
+    /// Pauses the machine, if it is not paused; how long that took, in microseconds.
+    fn pause<P: Payload>(&mut self, payload: &mut P, id: u64) -> Result<u64, String> {
+        if payload.is_paused() {
+            return Ok(0);
+        }
+        let start = Instant::now();
+        payload.pause().map_err(|error| error.to_string())?;
+        let us = start.elapsed().as_micros() as u64;
+        self.listeners.tell(&News { id: Some(id), event: Event::Paused { us } });
+        Ok(us)
+    }
+
+    fn resume<P: Payload>(&mut self, payload: &mut P, id: Option<u64>) {
+        if payload.is_paused() {
+            payload.resume();
+            self.listeners.tell(&News { id, event: Event::Resumed {} });
+        }
+    }
+
+    fn status<P: Payload>(&self, payload: &P) -> Status {
+        let outline = payload.outline();
+        Status {
+            pid: std::process::id(),
+            state: match payload.standing() {
+                Some(standing) => standing,
+                None if payload.is_paused() => "paused",
+                None => "running",
+            }
+            .into(),
+            numbered: true,
+            operation: payload.under_way(),
+            vcpus: outline.vcpus,
+            memory: outline.memory,
+            backing: outline.backing.map(|backing| backing.to_string()),
+            balloon: outline.balloon,
+            vsock: outline.vsock.map(|path| path.display().to_string()),
+            dirty_ring: outline.dirty_ring,
+            cr3_cache: outline.cr3_cache,
+            tracker: payload.tracker().map(str::to_owned),
+            disks: outline.disks,
+            stays: outline.stays,
+            limit_ms: self.left(),
+        }
+    }
+
+    /// Milliseconds of the time that the run has, if that is limited.
+    fn left(&self) -> Option<u64> {
+        let left = self.deadline?.saturating_duration_since(Instant::now());
+        Some(left.as_millis() as u64)
+    }
+
+    /// What the guest has said may still wait for a slow reader. A guest that ended by itself gives it the time that the run
+    /// has left, unless the user has had enough.
+    fn flush<P: Payload>(
+        &mut self,
+        payload: &mut P,
+        cause: Cause,
+        deadline: Option<Instant>,
+    ) -> Result<(), Error>
+    where
+        Error: From<P::Error>,
+    {
+        while cause == Cause::Guest && !payload.flushed() {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                break;
+            }
+            self.events.run_with_timeout(milliseconds(left))?;
+            let had_enough = self.signals.try_recv().is_ok() || payload.poll()?.is_some();
+            if had_enough || self.obey(payload).is_some() {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        terminal::restore();
+    }
+}
+
+/// The exit of a machine that is ended without its guest's help.
+fn abrupt(cause: Cause) -> Exit {
+    match cause {
+        Cause::Guest | Cause::Stop => Exit::PowerOff,
+        Cause::Limit => Exit::Timeout,
+        Cause::Signal(signal) => Exit::Signal(signal),
+    }
+}
+
+/// For epoll: rounded up, so that the last millisecond is not spent spinning; -1 waits for ever.
+fn milliseconds(left: Option<Duration>) -> i32 {
+    left.map_or(-1, |left| i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX))
+}
