@@ -523,7 +523,7 @@ fn tables_lead_to_the_same_frames_and_are_cleared() -> Result<(), Failed> {
     tables::program(&guest, count, pages);
     let words = guest.vm.memory.mapping.words();
     let word = |gpa: u64| words[gpa as usize / 8].load(Ordering::Relaxed);
-    let last_level = |table: u64| tables::MOST_PAGES * 4096 + table * tables::TABLE_BYTES + 3 * 4096;
+    let last_level = |table: u64| tables::MAX_PAGES * 4096 + table * tables::TABLE_BYTES + 3 * 4096;
     for _ in 0..2 {
         perform(&guest, Do::Build)?;
         let entry = word(last_level(2) + 8 * (pages - 1));

@@ -18,13 +18,13 @@ use std::process::ExitCode;
 use vellum::session;
 use vellum::session::kernel::{Outcome, Ready};
 use vellum_devices::console::Target;
-use vellum_kvm::arch::clocks::{Clock, Meanwhile};
+use vellum_kvm::arch::clocks::{Clock, ClockPolicy};
 use vellum_kvm::arch::irqchip::Mode;
 use vellum_kvm::arch::state::{Context, State};
 use vellum_kvm::memory::MemoryConfig;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_linux::{self as machine, BootConfig};
-use vellum_machine::Payload;
+use vellum_machine::Machine;
 use vm_memory::{Bytes, GuestAddress};
 
 fn main() -> ExitCode {
@@ -98,7 +98,7 @@ fn the_command_line_reaches_a_pvh_guest() -> Result<(), Failed> {
 }
 
 /// Far beyond what any of these guests takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const BOOT_TIMEOUT: Duration = Duration::from_secs(60);
 
 fn build(
     image: &[u8],
@@ -124,7 +124,7 @@ fn boot(
     image: &[u8],
     change: impl FnOnce(&mut machine::Config, &mut BootConfig),
 ) -> Result<(Outcome, String), Failed> {
-    let (ready, serial) = build(image, PATIENCE, change)?;
+    let (ready, serial) = build(image, BOOT_TIMEOUT, change)?;
     let outcome = ready.run()?;
     let said = std::fs::read_to_string(&serial)?;
     std::fs::remove_file(serial)?;
@@ -142,15 +142,15 @@ fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> Result<(), Failed> {
 fn the_clock_goes_on_in_another_machine() -> Result<(), Failed> {
     const HOUR: u64 = 3600 * 1_000_000_000;
     let image = code_that_spins().elf64();
-    let (source, said) = build(&image, PATIENCE, |_, _| ())?;
+    let (source, said) = build(&image, BOOT_TIMEOUT, |_, _| ())?;
     std::fs::remove_file(said)?;
-    let (destination, said) = build(&image, PATIENCE, |_, _| ())?;
+    let (destination, said) = build(&image, BOOT_TIMEOUT, |_, _| ())?;
     std::fs::remove_file(said)?;
     let [source, destination] = [source, destination].map(|ready| ready.machine.vm.fd.clone());
     let start = Clock { nanoseconds: 1000 * HOUR, realtime: 0, host_tsc: None };
-    start.restore(&source, Meanwhile::Stands)?;
+    start.restore(&source, ClockPolicy::Stands)?;
     let saved = Clock::save(&source)?;
-    saved.restore(&destination, Meanwhile::Stands)?;
+    saved.restore(&destination, ClockPolicy::Stands)?;
     let arrived = Clock::save(&destination)?;
     let goes_on = saved.nanoseconds..saved.nanoseconds + HOUR;
     ensure(saved.nanoseconds >= start.nanoseconds && goes_on.contains(&arrived.nanoseconds), || {
@@ -158,14 +158,14 @@ fn the_clock_goes_on_in_another_machine() -> Result<(), Failed> {
     })?;
     // An hour on the way is an hour for the guest, or it is not.
     let earlier = Clock { realtime: saved.realtime - HOUR, ..saved };
-    for (meanwhile, passed) in [(Meanwhile::Passes, HOUR), (Meanwhile::Stands, 0)] {
+    for (meanwhile, passed) in [(ClockPolicy::Passes, HOUR), (ClockPolicy::Stands, 0)] {
         earlier.restore(&destination, meanwhile)?;
         let now = Clock::save(&destination)?.nanoseconds;
         let expected = saved.nanoseconds + passed;
         ensure((expected..expected + HOUR).contains(&now), || format!("{meanwhile:?}: {now} of {expected}"))?;
     }
     // Where this host's clock lies behind the other's, no time passes, and none is taken back.
-    Clock { realtime: saved.realtime + 9000 * HOUR, ..saved }.restore(&destination, Meanwhile::Passes)?;
+    Clock { realtime: saved.realtime + 9000 * HOUR, ..saved }.restore(&destination, ClockPolicy::Passes)?;
     let now = Clock::save(&destination)?.nanoseconds;
     ensure((saved.nanoseconds..saved.nanoseconds + HOUR).contains(&now), || format!("{saved:?}: {now}"))
 }
@@ -177,7 +177,7 @@ fn a_guest_with_kvmclock_is_told_that_it_stood_still() -> Result<(), Failed> {
     const FLAGS: u64 = PAGE + 29;
     const MSR_KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
     const GUEST_STOPPED: u8 = 1 << 1;
-    let (ready, said) = build(&code_that_spins().elf64(), PATIENCE, |_, _| ())?;
+    let (ready, said) = build(&code_that_spins().elf64(), BOOT_TIMEOUT, |_, _| ())?;
     std::fs::remove_file(said)?;
     let mut machine = ready.machine;
     machine.start()?;
@@ -198,7 +198,7 @@ const UNKNOWN_MSR: u32 = 0x1234_5678;
 fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
     let image = code_that_spins().elf64();
     let kvm = vellum_kvm::vm::open()?;
-    let (source, said) = build(&image, PATIENCE, |_, _| ())?;
+    let (source, said) = build(&image, BOOT_TIMEOUT, |_, _| ())?;
     let source = source.machine;
     std::fs::remove_file(said)?;
     let context = Context::new(&kvm, &source.vm.fd, true)?;
@@ -225,7 +225,7 @@ fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
         }
         Ok(State::save(fd, &context)?)
     })??;
-    let (destination, said) = build(&image, PATIENCE, |_, _| ())?;
+    let (destination, said) = build(&image, BOOT_TIMEOUT, |_, _| ())?;
     let destination = destination.machine;
     std::fs::remove_file(said)?;
     let context = Context::new(&kvm, &destination.vm.fd, true)?;
@@ -238,15 +238,15 @@ fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
         let other: State = serde_json::from_value(other)?;
         let context = Context::new(&kvm, &destination.vm.fd, true)?;
         let restored = destination.vcpus[0].with(move |fd| {
-            let onward = other.onward(fd, &context, Meanwhile::Passes)?;
-            other.restore(fd, &context, onward, Meanwhile::Passes)
+            let onward = other.onward(fd, &context, ClockPolicy::Passes)?;
+            other.restore(fd, &context, onward, ClockPolicy::Passes)
         })?;
         ensure(restored.is_ok() == fits, || format!("an unknown MSR of {value}: {restored:?}"))?;
     }
     let copy = saved.clone();
     let arrived = destination.vcpus[0].with(move |fd| {
-        let onward = copy.onward(fd, &context, Meanwhile::Passes)?;
-        copy.restore(fd, &context, onward, Meanwhile::Passes)?;
+        let onward = copy.onward(fd, &context, ClockPolicy::Passes)?;
+        copy.restore(fd, &context, onward, ClockPolicy::Passes)?;
         State::save(fd, &context)
     })??;
     let (saved, arrived) = (serde_json::to_value(saved)?, serde_json::to_value(arrived)?);

@@ -17,7 +17,7 @@ use vellum_control::client::{Client, Error};
 use vellum_control::operation::News;
 use vellum_control::server::{Control, Heard};
 use vellum_control::{Do, Event, MAX_LINE};
-use vellum_sys::socket::{self, MOST_DESCRIPTORS, SocketError};
+use vellum_sys::socket::{self, MAX_DESCRIPTORS, SocketError};
 
 /// A machine that answers `status` with its path, refuses `resume`, tells of `pause`, at `nmi` of the end of an operation, writes into
 /// what comes with `serial`, and ends at `stop`.
@@ -257,8 +257,8 @@ fn descriptors_come_with_the_request_that_takes_them() {
     assert!(third["id"] == 3 && third["ok"].is_object(), "{third}");
 
     // A line that never ends, whose descriptors pile up.
-    for _ in 0..MOST_DESCRIPTORS {
-        let _ = socket::send(&stream, b" ", &[file.as_fd(); MOST_DESCRIPTORS]);
+    for _ in 0..MAX_DESCRIPTORS {
+        let _ = socket::send(&stream, b" ", &[file.as_fd(); MAX_DESCRIPTORS]);
     }
     assert!(!matches!(lines.next(), Some(Ok(_))), "it must hang up");
     drop(client);
@@ -278,7 +278,7 @@ fn more_descriptors_than_a_message_may_have_cost_the_connection() {
     let (path, thread) = machine("many");
     let stream = UnixStream::connect(&path).unwrap();
     let file = File::open("/dev/null").unwrap();
-    socket::send(&stream, b"{\"id\":1,\"do\":\"serial\"}\n", &[file.as_fd(); MOST_DESCRIPTORS + 1]).unwrap();
+    socket::send(&stream, b"{\"id\":1,\"do\":\"serial\"}\n", &[file.as_fd(); MAX_DESCRIPTORS + 1]).unwrap();
     let mut rest = Vec::new();
     let _ = (&stream).read_to_end(&mut rest);
     assert!(rest.is_empty(), "hung up without a word: {rest:?}");

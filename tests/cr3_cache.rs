@@ -16,9 +16,9 @@ use vellum_guests::Guest;
 use vellum_guests::guest::GuestConfig;
 use vellum_guests::program::Privilege;
 use vellum_guests::program::tables_code;
-use vellum_guests::tables::{self, Command as Do, LEAST_PAUSE, LONGEST_PAUSE, TRIAL, perform};
+use vellum_guests::tables::{self, Command as Do, LONGEST_PAUSE, MIN_PAUSE, TRIAL, perform};
 use vellum_host::cr3_cache::entries;
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::arch::layout;
 use vellum_kvm::arch::state::Context;
 use vellum_kvm::memory::{Memory, MemoryConfig, Slot};
@@ -26,7 +26,7 @@ use vellum_kvm::vm::counters::{self, Snapshot};
 use vellum_kvm::vm::cr3_cache::Choice;
 use vellum_machine::state::{Error, Processors};
 use vellum_report::Report;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 
 /// Page tables that a vCPU switches among, and how often.
@@ -68,7 +68,7 @@ fn measure(cr3_cache: Cached, counts: &[u64]) -> Result<Report, bench::Error> {
 #[trial(no_cache())]
 fn where_there_is_none_it_is_refused_with_the_reason() -> Result<(), Failed> {
     let Err(error) = measure(Cached::On, &[2]) else { return Err("it was measured".into()) };
-    ensure(error.blame() == Blame::user(Field::Cr3Cache), || format!("{:?}", error.blame()))?;
+    ensure(error.origin() == ErrorOrigin::user(Field::Cr3Cache), || format!("{:?}", error.origin()))?;
     let why = entries(&vellum_kvm::vm::open()?).expect_err("none").to_string();
     ensure(error.to_string() == why, || format!("{error}"))?;
     // Whether the file is a kernel is not looked at before.
@@ -280,7 +280,7 @@ impl Machine {
         let context = self.context.clone();
         let (vm, quiesced) = self.guest.quiesced()?;
         let no_devices = || Ok::<_, Error>(());
-        state.restore(&quiesced, &vm.fd, &context, Meanwhile::Stands, None, no_devices)?;
+        state.restore(&quiesced, &vm.fd, &context, ClockPolicy::Stands, None, no_devices)?;
         Ok(state.commit(&quiesced, &context)?)
     }
 }
@@ -325,7 +325,7 @@ fn a_guest_that_hardly_hits_does_without_and_tries_again() -> Result<(), Failed>
         Ok(tables::looked_up(&machine.guest))
     };
     // Each pause is twice as long as the one before, up to the longest; the second of that length ends here.
-    let (mut switches, mut pause, mut trials) = (0, LEAST_PAUSE, 0);
+    let (mut switches, mut pause, mut trials) = (0, MIN_PAUSE, 0);
     while pause < LONGEST_PAUSE {
         (switches, pause, trials) = (switches + TRIAL + pause, 2 * pause, trials + 1);
     }
@@ -383,7 +383,7 @@ fn a_vcpu_that_moves_to_a_machine_without_one_loads_its_own_values() -> Result<(
     let mut back = Machine::new(Choice::On)?;
     back.take_over(&target, &state)?;
     ensure(back.published() == 0, || "its page has entries after the way back".into())?;
-    tables::set_switches(&back.guest, TRIAL + LEAST_PAUSE + SWITCHES, 1);
+    tables::set_switches(&back.guest, TRIAL + MIN_PAUSE + SWITCHES, 1);
     let hits = back.switch()?;
     ensure((SWITCHES - 10..=SWITCHES).contains(&hits), || {
         format!("{hits} hits after the way back, of {SWITCHES}")

@@ -20,7 +20,7 @@ use vellum_kvm::memory::{Backing, Memory, MemoryConfig, Slot};
 use vellum_kvm::vm::quiesced::Quiesced;
 use vellum_kvm::vm::{self, Vm};
 use vellum_report::json;
-use vellum_sys::fault::{Fault, Whose};
+use vellum_sys::diagnose::{Diagnose, Whose};
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 

@@ -6,7 +6,7 @@ mod plants;
 
 use std::collections::{HashSet, VecDeque};
 
-use vellum_migration::fence::Word;
+use vellum_migration::commit_flag::Ownership;
 use vellum_migration::message::{Message, Misfit, VERSION, Waited};
 use vellum_migration::{source, target};
 
@@ -49,7 +49,7 @@ struct World {
     /// Whether a page is wrong on the target, which only a comparison shows.
     differs: bool,
     /// The fence, where they have one.
-    word: Option<Word>,
+    word: Option<Ownership>,
     /// Whether the source takes its locks as soon as they are free.
     retaking: bool,
     /// Whether the target lacks some of the guest's memory, and whether the source sends that.
@@ -81,7 +81,7 @@ impl World {
             locked_here: true,
             locked_there: false,
             differs: faults.differs,
-            word: faults.fenced.then_some(Word::Open),
+            word: faults.fenced.then_some(Ownership::Open),
             retaking: false,
             lacks: false,
             streams: false,
@@ -125,12 +125,14 @@ impl World {
                     assert!(waits || !self.locked_there, "the target holds the locks: {self:#?}");
                     (self.locked_here, self.retaking) = (!waits, waits);
                 }
-                source::Action::Commit { attempt } => match self.step(Word::Open, Word::Committed) {
-                    Word::Committed => self.send_to_target(Message::Commit { attempt }),
-                    word => self.source(source::Event::Fenced(word)),
-                },
+                source::Action::Commit { attempt } => {
+                    match self.step(Ownership::Open, Ownership::Committed) {
+                        Ownership::Committed => self.send_to_target(Message::Commit { attempt }),
+                        word => self.source(source::Event::Fenced(word)),
+                    }
+                }
                 source::Action::Settle => {
-                    let word = self.step(Word::Committed, Word::Withdrawn);
+                    let word = self.step(Ownership::Committed, Ownership::Withdrawn);
                     self.source(source::Event::Fenced(word));
                 }
                 source::Action::End => {
@@ -184,7 +186,7 @@ impl World {
                     self.pending = Some(target::Event::Compared(answer));
                 }
                 // Too late: it does not even try to take the locks.
-                target::Action::Start if self.word.is_some_and(|word| word != Word::Committed) => {
+                target::Action::Start if self.word.is_some_and(|word| word != Ownership::Committed) => {
                     self.pending = Some(target::Event::NotStarted("the source has taken it back".into()));
                 }
                 target::Action::Start => {
@@ -199,19 +201,19 @@ impl World {
                     self.locked_here |= std::mem::take(&mut self.retaking);
                 }
                 target::Action::Settle => {
-                    let word = self.step(Word::Open, Word::Withdrawn);
+                    let word = self.step(Ownership::Open, Ownership::Withdrawn);
                     self.target(target::Event::Fenced(word));
                 }
                 target::Action::Withdraw if self.word.is_some() => {
-                    self.step(Word::Open, Word::Withdrawn);
-                    self.step(Word::Committed, Word::Withdrawn);
+                    self.step(Ownership::Open, Ownership::Withdrawn);
+                    self.step(Ownership::Committed, Ownership::Withdrawn);
                 }
                 target::Action::Withdraw | target::Action::Report(_) => {}
             }
         }
     }
 
-    fn step(&mut self, from: Word, to: Word) -> Word {
+    fn step(&mut self, from: Ownership, to: Ownership) -> Ownership {
         let word = self.word.as_mut().expect("only with a fence");
         if *word == from {
             *word = to;
@@ -240,7 +242,7 @@ impl World {
         let Some(mut event) = self.pending.take() else { return };
         if event == target::Event::Started
             && self.word.is_some()
-            && self.step(Word::Committed, Word::Ran) != Word::Ran
+            && self.step(Ownership::Committed, Ownership::Ran) != Ownership::Ran
         {
             event = target::Event::NotStarted("the source has taken it back".into());
         }
@@ -496,14 +498,14 @@ fn enumerate(faults: Faults) -> (usize, usize) {
                 );
                 assert!(end.runs_here || unknown, "{world:#?}\nleads to {end:#?}");
                 // The fence says whether it ever ran there.
-                let decided = end.runs_here != (end.word == Some(Word::Ran));
+                let decided = end.runs_here != (end.word == Some(Ownership::Ran));
                 assert!(end.word.is_none() || decided, "{world:#?}\nleads to {end:#?}");
             }
             // Without its source a target that was not committed never runs; by the fence it knows, and stays for nobody.
             [true, false] => {
                 let ended = end.target.as_ref().is_some_and(|target| target.state == target::State::Ended);
                 assert!(end.word.is_none() || end.runs_there != ended, "{world:#?}\nleads to {end:#?}");
-                let committed = matches!(end.word, Some(Word::Committed | Word::Ran));
+                let committed = matches!(end.word, Some(Ownership::Committed | Ownership::Ran));
                 assert!(end.word.is_none() || end.runs_there == committed, "{world:#?}\nleads to {end:#?}");
             }
             [true, true] => {}

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use harness::{Failed, Need, Trials, ensure, eventually, trial};
-use vellum_devices::virtio::PATIENCE;
+use vellum_devices::virtio::PAUSE_TIMEOUT;
 use vellum_devices::virtio::blk::BlkConfig;
 use vellum_devices::virtio::registers::Register;
 use vellum_devices::virtio::transport::Codec;
@@ -97,7 +97,7 @@ fn a_request_that_hangs_is_named_and_the_disk_goes_on() -> Result<(), Failed> {
     header(&disk.driver, VIRTIO_BLK_T_IN, 2);
     disk.driver.submit(0, &[readable(HEADER, 16), writable(HELD, 512), writable(STATUS, 1)]);
     ensure(disk.driver.wait_used(0).1 == 513, || "the disk does not go on".into())?;
-    disk.driver.device.quiesce(PATIENCE)?;
+    disk.driver.device.quiesce(PAUSE_TIMEOUT)?;
     Ok(())
 }
 
@@ -123,7 +123,7 @@ fn a_reset_that_waits_too_long_is_told_without_the_device() -> Result<(), Failed
     std::thread::scope(|scope| {
         let device = &disk.driver.device;
         scope.spawn(|| device.set(Register::Status, 0));
-        let hang = eventually(10 * PATIENCE, "the hang", || Ok(device.hang()));
+        let hang = eventually(10 * PAUSE_TIMEOUT, "the hang", || Ok(device.hang()));
         let released = disk.release();
         let said = hang?.what.starts_with("a read of 512 bytes at sector 1 of ");
         ensure(said, || "it names something else".into()).and(released)

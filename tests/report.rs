@@ -182,8 +182,8 @@ fn the_last_version_is_read() {
 
 #[test]
 fn schema_and_reader_agree_on_what_is_wrong() {
-    type Fault = (&'static str, fn(&mut Value));
-    let faults: &[Fault] = &[
+    type Diagnose = (&'static str, fn(&mut Value));
+    let faults: &[Diagnose] = &[
         ("lacks \"name\"", |v| drop(v.as_object_mut().unwrap().remove("name"))),
         ("has extra", |v| v["extra"] = 1.into()),
         (".schema", |v| v["schema"] = 1.into()),
@@ -356,8 +356,8 @@ fn messages_name_the_file_the_fault_and_the_remedy() {
 
 #[test]
 fn spreads_series_and_buckets_out_of_order_are_refused() {
-    type Fault = (&'static str, fn(&mut Value));
-    let faults: &[Fault] = &[
+    type Diagnose = (&'static str, fn(&mut Value));
+    let faults: &[Diagnose] = &[
         ("not those of its samples", |v| v["figures"][4]["median"] = 1e9.into()),
         ("not those of its samples", |v| v["figures"][4]["samples"][1]["value"] = 1e9.into()),
         ("resolution is no share", |v| v["figures"][4]["resolution"] = 2.into()),

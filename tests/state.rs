@@ -20,10 +20,10 @@ use pc::{Pc, copy, hand_over, written};
 use vellum_devices::bus::BusDevice;
 use vellum_devices::virtio::blk::BlkConfig;
 use vellum_guests::guest::GuestConfig;
-use vellum_guests::run::{Run, RunConfig};
+use vellum_guests::run::{BuiltinMachine, RunConfig};
 use vellum_guests::{self as guests, Guest, Order, WriteConfig};
 use vellum_host::Facts;
-use vellum_kvm::arch::clocks::{Clock, Meanwhile, Tsc};
+use vellum_kvm::arch::clocks::{Clock, ClockPolicy, Tsc};
 use vellum_kvm::arch::irqchip::Mode;
 use vellum_kvm::arch::layout;
 use vellum_kvm::dirty::Method;
@@ -32,7 +32,7 @@ use vellum_kvm::vm::Vm;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_linux::{self as machine, BootConfig, Image, Origin};
 use vellum_machine::state::cut_like;
-use vellum_machine::{Payload, Section};
+use vellum_machine::{Machine, Section};
 use vellum_sandbox::{self as sandbox, Sandbox, ThreadKind};
 use vellum_sys::kvm_vcpu::{set_tsc_offset, tsc_offset};
 use vm_memory::{Bytes, GuestAddress};
@@ -122,7 +122,7 @@ fn guest(config: &RunConfig, memory: Memory) -> Result<Guest, Failed> {
 }
 
 /// A built-in guest over 8 MiB in 3 slots, in the middle of its passes: paused.
-fn in_the_middle(write: WriteConfig) -> Result<Run, Failed> {
+fn in_the_middle(write: WriteConfig) -> Result<BuiltinMachine, Failed> {
     let memory = MemoryConfig { slots: 3, ..MemoryConfig::new(8 << 20) };
     let config = RunConfig {
         vcpus: 2,
@@ -135,21 +135,22 @@ fn in_the_middle(write: WriteConfig) -> Result<Run, Failed> {
         duration: None,
         fill: false,
     };
-    let mut run = Run::new(guest(&config, Memory::map(layout::RAM, memory)?)?, config)?;
+    let mut run = BuiltinMachine::new(guest(&config, Memory::map(layout::RAM, memory)?)?, config)?;
     run.start()?;
-    let halfway = |run: &Run| run.progress().is_some_and(|p| p.of.is_some_and(|of| p.done > of / 4));
+    let halfway =
+        |run: &BuiltinMachine| run.progress().is_some_and(|p| p.of.is_some_and(|of| p.done > of / 4));
     eventually(LIMIT, "the guest is halfway", || Ok(halfway(&run).then_some(())))?;
     run.pause()?;
     Ok(run)
 }
 
 /// The like of `run`, which has never run.
-fn like(run: &Run) -> Result<Run, Failed> {
+fn like(run: &BuiltinMachine) -> Result<BuiltinMachine, Failed> {
     let description = guests::state::Description::from_json(run.describe())?;
     let config = description.run(MemoryConfig::new(1 << 20))?;
     let mut memory = Memory::map(layout::RAM, config.memory)?;
     cut_like(&mut memory, description.ram())?;
-    let run = Run::new(guest(&config, memory)?, config)?;
+    let run = BuiltinMachine::new(guest(&config, memory)?, config)?;
     ensure(run.description() == description, || "it is another guest".into())?;
     Ok(run)
 }
@@ -183,8 +184,8 @@ fn a_vcpu_that_was_done_stays_done() -> Result<(), Failed> {
 /// Faults in what arrives, each a line that names its section; the machine is none the worse off than unused.
 #[trial(kvm())]
 fn sections_that_are_wrong_are_refused_by_name() -> Result<(), Failed> {
-    type Fault = (&'static str, fn(&mut Vec<Section>), &'static str);
-    let faults: [Fault; 7] = [
+    type Diagnose = (&'static str, fn(&mut Vec<Section>), &'static str);
+    let faults: [Diagnose; 7] = [
         ("missing", |all| all.retain(|s| s.name != "clock"), "no section clock"),
         ("twice", |all| all.push(all[0].clone()), "two sections \"vcpu0\""),
         ("unknown", |all| all.push(Section::new("fan", 1, &0)), "a section \"fan\""),
@@ -207,7 +208,7 @@ fn sections_that_are_wrong_are_refused_by_name() -> Result<(), Failed> {
         let mut sections = source.save()?;
         change(&mut sections);
         let mut target = like(&source)?;
-        let said = target.restore(sections, Meanwhile::Passes).err().map(|error| error.to_string());
+        let said = target.restore(sections, ClockPolicy::Passes).err().map(|error| error.to_string());
         let right = said.as_ref().is_some_and(|said| said.contains(expected) && !said.contains('\n'));
         ensure(right, || format!("{what}: it says {said:?}, not {expected:?}"))?;
         ensure(target.commit().is_err(), || format!("{what}: what was refused can be committed"))?;
@@ -239,7 +240,7 @@ fn restored(source: &mut Pc) -> Result<Pc, Failed> {
     let mut target = Pc::like(source.machine.describe(), |_| ())?;
     let sections = source.machine.save()?;
     copy(&source.machine.memory(), &target.machine.memory())?;
-    target.machine.restore(sections, Meanwhile::Passes)?;
+    target.machine.restore(sections, ClockPolicy::Passes)?;
     Ok(target)
 }
 
@@ -271,7 +272,7 @@ fn interrupts_stay(irqchip: Mode) -> Result<(), Failed> {
     // The first injection may still be on its way: it is not what this is about.
     let sections = source.machine.save()?;
     let mut target = Pc::like(source.machine.describe(), |_| ())?;
-    target.machine.restore(without_requests(sections)?, Meanwhile::Passes)?;
+    target.machine.restore(without_requests(sections)?, ClockPolicy::Passes)?;
     is_requested(&target, VECTOR, "the serial port's interrupt is requested")?;
     let vcpu = &target.machine.vcpus[0];
     let deadline = vcpu.with(|fd| get_msr(fd, TSC_DEADLINE))??;
@@ -323,7 +324,7 @@ fn a_restored_pc_has_another_generation_id_and_is_told() -> Result<(), Failed> {
         for renew in [false, true, true] {
             let mut target = Pc::like(source.machine.describe(), |_| ())?;
             copy(&source.machine.memory(), &target.machine.memory())?;
-            target.machine.restore(sections.clone(), Meanwhile::Passes)?;
+            target.machine.restore(sections.clone(), ClockPolicy::Passes)?;
             target.machine.commit()?;
             ensure(id(&target)? == seen[0], || "it has another ID without being restored".into())?;
             if renew {
@@ -405,7 +406,7 @@ fn clocks_go_on() -> Result<(), Failed> {
     const HOUR: u64 = 3600 * 1_000_000_000;
     let mut source = paused(|_| ())?;
     let thousand = Clock { nanoseconds: 1000 * HOUR, realtime: 0, host_tsc: None };
-    thousand.restore(&source.machine.vm.fd, Meanwhile::Stands)?;
+    thousand.restore(&source.machine.vm.fd, ClockPolicy::Stands)?;
     let was = tsc(&source, 0)?;
     let target = restored(&mut source)?;
     let is = tsc(&target, 0)?;
@@ -419,7 +420,7 @@ fn clocks_go_on() -> Result<(), Failed> {
 /// What each move takes from a clock, or adds, is not added up; and none goes back.
 #[trial(kvm())]
 fn a_clock_is_right_after_twenty_moves() -> Result<(), Failed> {
-    const MOST: u64 = 50_000_000;
+    const MAX_STEPS: u64 = 50_000_000;
     let read = |pc: &Pc| Ok::<_, Failed>(Clock::save(&pc.machine.vm.fd)?.nanoseconds);
     let mut pc = paused(|_| ())?;
     let (before, first) = (Instant::now(), read(&pc)?);
@@ -439,7 +440,7 @@ fn a_clock_is_right_after_twenty_moves() -> Result<(), Failed> {
     let (least, most) = ((after - within).as_nanos() as u64, before.elapsed().as_nanos() as u64);
     let passed = last - first;
     eprintln!("{passed} ns passed there, {least} to {most} here");
-    ensure((least.saturating_sub(MOST)..=most + MOST).contains(&passed), || {
+    ensure((least.saturating_sub(MAX_STEPS)..=most + MAX_STEPS).contains(&passed), || {
         format!("{passed} ns passed there, {least} to {most} here")
     })
 }

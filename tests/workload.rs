@@ -242,7 +242,7 @@ fn naps_take_the_time_that_is_asked() -> Result<(), Failed> {
     // By the TSC, so that a busy host can only make it longer.
     for milliseconds in [1, 10, 40, 160] {
         let since = tsc();
-        throttle.nap(Duration::from_millis(milliseconds));
+        throttle.throttle(Duration::from_millis(milliseconds));
         vcpu::flush_all(&guest.vcpus)?;
         goes_on(progress())?;
         let ticks = tsc() - since;
@@ -253,7 +253,7 @@ fn naps_take_the_time_that_is_asked() -> Result<(), Failed> {
         })?;
     }
     // Told to sleep for an hour, it does nothing for 50 ms, pauses all the same, and runs when it is resumed.
-    throttle.nap(Duration::from_secs(3600));
+    throttle.throttle(Duration::from_secs(3600));
     vcpu::flush_all(&guest.vcpus)?;
     let (since, asleep) = (tsc(), progress());
     while tsc() - since < guest.tsc_hz / 20 {

@@ -15,7 +15,8 @@ use std::thread;
 
 use crate::serve::Children;
 use crate::{
-    Event, LAUNCH, Mounts, PORT, Request, Word, mounts, port, processes, serve, stream, switching, sys, work,
+    Argument, Event, LAUNCH, Mounts, PORT, Request, mounts, port, processes, serve, stream, switching, sys,
+    work,
 };
 
 /// What the kernel calls the first process of a guest, and that calls those of its own program that it starts.
@@ -84,9 +85,9 @@ fn run() -> io::Result<()> {
         return launched(&failed_modules, children);
     }
     let mut console = OpenOptions::new().write(true).open("/dev/console")?;
-    let arguments: Vec<Word> = std::env::args_os().skip(1).map(Word).collect();
+    let arguments: Vec<Argument> = std::env::args_os().skip(1).map(Argument).collect();
     if let Some(request) = request(&arguments) {
-        serve::one(&mut request.as_bytes(), &mut console, &children)?;
+        serve::request(&mut request.as_bytes(), &mut console, &children)?;
         return Ok(());
     }
     listen(&children);
@@ -130,7 +131,7 @@ fn launched(failed_modules: &[String], children: Arc<Children>) -> io::Result<()
 
 /// The request that the command line holds, as a line. The kernel passes on whatever it does not know itself, so what
 /// comes before the request is not for us.
-fn request(arguments: &[Word]) -> Option<String> {
+fn request(arguments: &[Argument]) -> Option<String> {
     let is_request = |text: &str| text == "exec" || text.starts_with('{');
     let start = arguments.iter().position(|word| word.text().is_some_and(is_request))?;
     match &arguments[start..] {
@@ -138,7 +139,7 @@ fn request(arguments: &[Word]) -> Option<String> {
             let request = crate::Request::Exec { command: command.to_vec() };
             serde_json::to_string(&request).ok()
         }
-        json => Some(json.iter().map(Word::to_string).collect::<Vec<_>>().join(" ")),
+        json => Some(json.iter().map(Argument::to_string).collect::<Vec<_>>().join(" ")),
     }
 }
 
@@ -148,7 +149,7 @@ mod tests {
 
     #[test]
     fn the_request_is_found_behind_words_for_nobody() {
-        let request = |line: &str| super::request(&line.split(' ').map(Word::from).collect::<Vec<_>>());
+        let request = |line: &str| super::request(&line.split(' ').map(Argument::from).collect::<Vec<_>>());
         assert_eq!(request("noxsave exec ls /").unwrap(), r#"{"do":"exec","command":["ls","/"]}"#);
         assert_eq!(request(r#"x {"do":"facts"}"#).unwrap(), r#"{"do":"facts"}"#);
         assert_eq!(request("noxsave"), None);

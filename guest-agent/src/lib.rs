@@ -7,6 +7,7 @@
 //! [`Launch`] there, a line too; [`frame`]s follow in both directions. Where its kernel has no vsock the same goes by a port of a virtio
 //! console called [`STREAM_NAME`], after a [`GREETING`].
 
+mod argument;
 pub mod frame;
 pub mod init;
 mod mounts;
@@ -18,14 +19,13 @@ mod switching;
 mod sys;
 mod terminal;
 mod tie;
-mod word;
 mod work;
 
 use std::ffi::OsStr;
 
 use serde::{Deserialize, Serialize};
 
-pub use word::Word;
+pub use argument::Argument;
 
 /// The vsock port on which the agent listens.
 pub const PORT: u32 = 1024;
@@ -75,7 +75,7 @@ pub enum Request {
     /// Run a command with its arguments; the answer ends with [`Event::Exit`].
     Exec {
         /// The program, found by PATH, and its arguments.
-        command: Vec<Word>,
+        command: Vec<Argument>,
     },
     /// What the guest finds: CPUs, memory, clock source, kernel.
     Facts,
@@ -119,10 +119,10 @@ pub enum Request {
 #[serde(deny_unknown_fields)]
 pub struct Launch {
     /// The program, found by PATH, and its arguments. Without one, on a terminal, it is the user's shell.
-    pub command: Vec<Word>,
+    pub command: Vec<Argument>,
     /// Where it runs; `/` without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub directory: Option<Word>,
+    pub directory: Option<Argument>,
     /// As whom, a number or a name of the guest's /etc/passwd; as root without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
@@ -228,7 +228,7 @@ pub struct DiskWork {
     /// How much of it.
     pub mib: u64,
     /// How often.
-    #[serde(default = "one")]
+    #[serde(default = "default_one")]
     pub passes: u64,
 }
 
@@ -255,7 +255,7 @@ pub struct LatCtx {
 #[serde(deny_unknown_fields)]
 pub struct Hackbench {
     /// How many groups.
-    #[serde(default = "one")]
+    #[serde(default = "default_one")]
     pub groups: u64,
     /// Senders of a group, and as many receivers.
     #[serde(default = "twenty")]
@@ -288,7 +288,7 @@ pub struct Processes {
     #[serde(default = "yes")]
     pub start: bool,
     /// What is drawn from.
-    #[serde(default = "one")]
+    #[serde(default = "default_one")]
     pub seed: u64,
 }
 
@@ -296,7 +296,7 @@ fn yes() -> bool {
     true
 }
 
-fn one() -> u64 {
+fn default_one() -> u64 {
     1
 }
 
@@ -461,8 +461,10 @@ mod tests {
         let one = |len| "\u{1}".repeat(len);
         let most = vec![one(MAX_ARGUMENT - 1); MAX_ARGUMENTS / (MAX_ARGUMENT + 8)];
         assert_eq!(check_arguments(&most), Ok(()));
-        let request =
-            Request::Launch(Launch { command: most.iter().map(Word::from).collect(), ..Launch::default() });
+        let request = Request::Launch(Launch {
+            command: most.iter().map(Argument::from).collect(),
+            ..Launch::default()
+        });
         assert!(serde_json::to_string(&request).unwrap().len() < MAX_REQUEST);
         let long = check_arguments(&["a".into(), one(MAX_ARGUMENT)]).unwrap_err();
         assert!(long.starts_with("argument 1 has 131072 bytes, and Linux takes 131071"), "{long}");

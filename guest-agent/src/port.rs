@@ -15,7 +15,7 @@ const DEVICES: &str = "/sys/bus/virtio/devices";
 /// The type of a console.
 const CONSOLE: &str = "0x0003";
 /// How long the driver may take to hear from the device what ports there are.
-const PATIENCE: Duration = Duration::from_secs(30);
+const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The port, greeted: the host hears by that which way its guest has taken.
 pub fn open() -> io::Result<File> {
@@ -25,7 +25,7 @@ pub fn open() -> io::Result<File> {
             break path;
         }
         // One without a driver never has a port, but that is not to be told from here.
-        if !has_console(Path::new(DEVICES)) || begun.elapsed() > PATIENCE {
+        if !has_console(Path::new(DEVICES)) || begun.elapsed() > OPEN_TIMEOUT {
             return Err(io::Error::other("no such port"));
         }
         // The kernel has no other way to say it than uevents, which would have to be asked for before.

@@ -11,10 +11,10 @@ use crate::sys::{self, Pages};
 use crate::{Event, Processes, Request};
 
 /// The most processes, beside those that each of them starts.
-const MOST: u64 = 200;
+const MAX_PROCESSES: u64 = 200;
 /// The most areas that one has at a time, and the most pages of one.
 const AREAS: usize = 8;
-const MOST_PAGES: u64 = 32;
+const MAX_PAGES: u64 = 32;
 /// What a process that was forked or started for a moment does at most.
 const SHORT: u64 = 3;
 
@@ -50,8 +50,11 @@ impl Done {
 
 /// `work.processes` of them, to their end.
 pub fn run(work: &Processes, tell: &mut dyn FnMut(Event) -> io::Result<()>) -> io::Result<()> {
-    if !(1..=MOST).contains(&work.processes) {
-        return Err(io::Error::other(format!("processes {} is out of range: 1 to {MOST}", work.processes)));
+    if !(1..=MAX_PROCESSES).contains(&work.processes) {
+        return Err(io::Error::other(format!(
+            "processes {} is out of range: 1 to {MAX_PROCESSES}",
+            work.processes
+        )));
     }
     let (mut results, result) = io::pipe().map(|(from, to)| {
         (File::from(std::os::fd::OwnedFd::from(from)), File::from(std::os::fd::OwnedFd::from(to)))
@@ -59,7 +62,7 @@ pub fn run(work: &Processes, tell: &mut dyn FnMut(Event) -> io::Result<()>) -> i
     let mut children = Vec::new();
     for number in 0..work.processes {
         children.push(sys::fork(|| {
-            let words = one(work, number)?.words();
+            let words = process(work, number)?.words();
             // Less than PIPE_BUF, so that it comes in one piece.
             (&result).write_all(words.map(u64::to_le_bytes).as_flattened())
         })?);
@@ -111,7 +114,7 @@ impl Area {
 }
 
 /// One of the processes.
-fn one(work: &Processes, number: u64) -> io::Result<Done> {
+fn process(work: &Processes, number: u64) -> io::Result<Done> {
     let mut draws = (work.seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1;
     let mut draw = |below: u64| {
         draws ^= draws << 13;
@@ -126,7 +129,7 @@ fn one(work: &Processes, number: u64) -> io::Result<Done> {
         let place = draw(AREAS as u64) as usize;
         match (draw(10), &mut areas[place]) {
             (_, empty @ None) => {
-                *empty = Some(Area::new(1 + draw(MOST_PAGES), stamp)?);
+                *empty = Some(Area::new(1 + draw(MAX_PAGES), stamp)?);
                 done.mapped += 1;
             }
             (0..3, Some(area)) => {

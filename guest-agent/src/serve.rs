@@ -11,7 +11,7 @@ use std::thread;
 
 use crate::init::NAME;
 use crate::tie::{self, Tie};
-use crate::{Event, Kexec, MAX_REQUEST, Request, Word, stream, sys, work};
+use crate::{Argument, Event, Kexec, MAX_REQUEST, Request, stream, sys, work};
 
 /// Children and how they ended. PID 1 inherits every orphan, so one thread waits for all processes, and whoever started
 /// one asks here.
@@ -97,7 +97,7 @@ impl Children {
 }
 
 /// Reads one request and answers it.
-pub fn one(
+pub fn request(
     input: &mut impl BufRead,
     output: &mut (impl Write + Send),
     children: &Children,
@@ -209,7 +209,7 @@ fn load_kernel(kexec: &Kexec) -> io::Result<()> {
 }
 
 fn exec(
-    command: &[Word],
+    command: &[Argument],
     tell: &(impl Fn(Event) -> io::Result<()> + Sync),
     connection: Option<&File>,
     children: &Children,
@@ -298,7 +298,7 @@ fn pass_on(stream: &str, pipe: Option<impl Read>, tell: &impl Fn(Event) -> io::R
     }
 }
 
-/// Serves whoever connects, each in a thread of its own.
+/// EventSources whoever connects, each in a thread of its own.
 pub fn vsock(socket: std::os::fd::OwnedFd, children: Arc<Children>) {
     while let Ok(connection) = sys::accept(&socket) {
         let children = children.clone();
@@ -309,7 +309,7 @@ pub fn vsock(socket: std::os::fd::OwnedFd, children: Arc<Children>) {
     }
 }
 
-/// Serves one connection: a request, or a command with its streams.
+/// EventSources one connection: a request, or a command with its streams.
 ///
 /// # Errors
 /// Where the host has gone.

@@ -12,7 +12,7 @@ use std::thread;
 
 use crate::serve::{Children, line};
 use crate::tie::Tie;
-use crate::{Launch, Word, frame, sys, terminal};
+use crate::{Argument, Launch, frame, sys, terminal};
 
 /// Which of a command's outputs somebody at the other end still reads.
 #[derive(Default)]
@@ -116,7 +116,7 @@ fn start(launch: &Launch, children: &Children) -> io::Result<Running> {
         ([], Some(_)) => Some(shell(account.clone().or_else(|| self::account("0", &passwd)))),
         _ => None,
     };
-    let shell = shell.map(Word::from);
+    let shell = shell.map(Argument::from);
     let (program, arguments) = match &shell {
         Some(shell) => (shell, &[][..]),
         None => launch.command.split_first().ok_or_else(|| io::Error::other("an empty command"))?,

@@ -18,11 +18,11 @@ use crate::sys;
 type Tell<'a> = &'a mut dyn FnMut(Event) -> io::Result<()>;
 
 /// The most tasks of a ring, and of all groups: each has descriptors, of which a process has 1024 unless somebody has raised that.
-const MOST_TASKS: u64 = 400;
+const MAX_TASKS: u64 = 400;
 /// The most senders of a group, and as many receivers.
-const MOST_PAIRS: u64 = 100;
+const MAX_PAIRS: u64 = 100;
 /// The longest message.
-const MOST_BYTES: u64 = 4096;
+const MAX_BYTES: u64 = 4096;
 
 /// A stream in one direction.
 fn stream(sockets: bool) -> io::Result<(File, File)> {
@@ -47,7 +47,7 @@ fn within(what: &str, value: u64, least: u64, most: u64) -> io::Result<()> {
 /// that has it reads its working set. What a task costs that gives the token to itself is taken off: the pipe, and the working set
 /// while it is in the cache.
 pub fn lat_ctx(work: &LatCtx, tell: Tell<'_>) -> io::Result<()> {
-    within("tasks", work.tasks, 2, MOST_TASKS)?;
+    within("tasks", work.tasks, 2, MAX_TASKS)?;
     within("rounds", work.rounds, 1, u64::from(u32::MAX))?;
     within("repeat", work.repeat, 1, 1000)?;
     within("kib", work.kib, 0, 1 << 20)?;
@@ -144,10 +144,10 @@ impl Start {
 /// `work.groups` groups of `work.pairs` senders and as many receivers: each sender writes `work.messages` messages to each receiver of its
 /// group. Timed from when all may begin until the last one has ended.
 pub fn hackbench(work: &Hackbench, tell: Tell<'_>) -> io::Result<()> {
-    within("pairs", work.pairs, 1, MOST_PAIRS)?;
-    within("groups times pairs", work.groups.saturating_mul(work.pairs), 1, MOST_TASKS)?;
+    within("pairs", work.pairs, 1, MAX_PAIRS)?;
+    within("groups times pairs", work.groups.saturating_mul(work.pairs), 1, MAX_TASKS)?;
     within("messages", work.messages, 1, u64::from(u32::MAX))?;
-    within("bytes", work.bytes, 1, MOST_BYTES)?;
+    within("bytes", work.bytes, 1, MAX_BYTES)?;
     let (ready, says) = stream(false)?;
     let (go, mut lets) = stream(false)?;
     let start = Start { ready: says, go };
@@ -195,7 +195,7 @@ pub fn hackbench(work: &Hackbench, tell: Tell<'_>) -> io::Result<()> {
 }
 
 fn send(work: &Hackbench, start: &Start, sinks: &[File]) -> io::Result<()> {
-    let message = [0; MOST_BYTES as usize];
+    let message = [0; MAX_BYTES as usize];
     start.wait()?;
     for _ in 0..work.messages {
         for mut sink in sinks {
@@ -206,7 +206,7 @@ fn send(work: &Hackbench, start: &Start, sinks: &[File]) -> io::Result<()> {
 }
 
 fn receive(work: &Hackbench, start: &Start, mut source: &File) -> io::Result<()> {
-    let mut message = [0; MOST_BYTES as usize];
+    let mut message = [0; MAX_BYTES as usize];
     start.wait()?;
     for _ in 0..work.pairs * work.messages {
         source.read_exact(&mut message[..work.bytes as usize])?;

@@ -15,7 +15,7 @@ use vellum_guests::touch::Plan;
 use vellum_kvm::memory::{Backing, Memory, MemoryConfig};
 use vellum_kvm::vm;
 use vellum_report::{Premise, Report};
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::page_idle::PageIdle;
 
@@ -68,7 +68,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     config.common.ask(&mut report);
     let mut rounds = Vec::new();
     config.common.each(&mut report, &config.common.rounds(), |report, round| {
-        rounds.push(one(report, config, &idle, round.is_first())?);
+        rounds.push(run_round(report, config, &idle, round.is_first())?);
         Ok(())
     })?;
     let mut put = |name: &str, of: fn(&Stages) -> f64| {
@@ -85,7 +85,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     Ok(report)
 }
 
-fn one(report: &mut Report, config: &Config, idle: &PageIdle, first: bool) -> Result<Stages, Error> {
+fn run_round(report: &mut Report, config: &Config, idle: &PageIdle, first: bool) -> Result<Stages, Error> {
     let kvm = vm::open()?;
     let Region { backing, vcpus, .. } = config.region;
     let bytes = config.region.total(config.overlap);

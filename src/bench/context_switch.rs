@@ -108,7 +108,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     config.common.each(&mut report, &parts, |report, part| {
         for &cached in config.cr3_cache.each() {
             let kind = Kind { tables: part.tables, cached };
-            let measured = one(report, config, kind, part.round.is_first())?;
+            let measured = run_round(report, config, kind, part.round.is_first())?;
             if let Err(premise) = measured.premise() {
                 report.fail(Some(part.to_string()), premise);
             }
@@ -137,7 +137,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     Ok(report)
 }
 
-fn one(report: &mut Report, config: &Config, kind: Kind, first: bool) -> Result<Measured, Error> {
+fn run_round(report: &mut Report, config: &Config, kind: Kind, first: bool) -> Result<Measured, Error> {
     let Kind { tables: count, cached } = kind;
     let cr3_cache = if cached { Choice::On } else { Choice::Off };
     let guest = config.tables.guest(&config.common, count, GuestPage::Large, cr3_cache)?;

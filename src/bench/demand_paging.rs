@@ -19,7 +19,7 @@ use vellum_guests::{Guest, WriteConfig, run};
 use vellum_kvm::memory::{Backing, Memory, MemoryConfig, short_size};
 use vellum_kvm::vm;
 use vellum_report::{Histogram, Label, Premise, Report, Sample};
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 use vellum_sys::uffd::{BATCH, Mode, Uffd};
 
@@ -88,7 +88,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     let mut rounds = Vec::new();
     config.common.each(&mut report, &config.common.rounds(), |report, &round| {
         let memory = MemoryConfig { backing: mapped, ..MemoryConfig::new(size) };
-        rounds.push(one(config, memory, round, report)?);
+        rounds.push(run_round(config, memory, round, report)?);
         Ok(())
     })?;
     report.samples("execution_time", "s", of_rounds(&rounds, |r| Some(r.execution)));
@@ -154,7 +154,12 @@ impl Answers {
     }
 }
 
-fn one(config: &Config, memory: MemoryConfig, round: Round, report: &mut Report) -> Result<Measured, Error> {
+fn run_round(
+    config: &Config,
+    memory: MemoryConfig,
+    round: Round,
+    report: &mut Report,
+) -> Result<Measured, Error> {
     let kvm = vm::open()?;
     let memory = Memory::map(vellum_kvm::arch::layout::RAM, memory)?;
     let alias = match (&memory.file, config.mode) {

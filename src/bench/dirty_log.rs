@@ -21,7 +21,7 @@ use vellum_kvm::dirty::Method;
 use vellum_kvm::memory::{self, short_size};
 use vellum_kvm::vm;
 use vellum_report::{Label, Report};
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 use vellum_sys::host::allowed_cpus;
 
 use machine::Run;
@@ -121,7 +121,7 @@ fn check(config: &Config, method: Method) -> Result<u64, Error> {
     let total = config.region.total(false);
     let asked = |field, reason: String| Err(Error::Asked(field, reason));
     if !bytes.is_multiple_of(4096) || bytes < 8192 {
-        let next = short_size(bytes.max(memory::LEAST).next_multiple_of(4096));
+        let next = short_size(bytes.max(memory::MIN_SIZE).next_multiple_of(4096));
         return asked(
             Field::Memory,
             format!("{bytes} is no multiple of 4096 from 8192 on; {next} would work"),

@@ -37,7 +37,7 @@ use vellum_kvm::vm::counters::{Counters, Snapshot};
 use vellum_report::{Premise, Report, Sample};
 use vellum_sandbox::{self as sandbox, Mode};
 use vellum_sys::affinity;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 pub use region::Region;
 
@@ -79,14 +79,14 @@ impl From<memory::Error> for Error {
     }
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Asked(field, _) => Blame::user(*field),
-            Self::Lacking(_) => Blame::USER.lacking(),
-            Self::Machine(error) => error.blame(),
-            Self::Dirty(error) => error.blame(),
-            Self::Host(..) => Blame::HOST,
+            Self::Asked(field, _) => ErrorOrigin::user(*field),
+            Self::Lacking(_) => ErrorOrigin::USER.lacking(),
+            Self::Machine(error) => error.origin(),
+            Self::Dirty(error) => error.origin(),
+            Self::Host(..) => ErrorOrigin::HOST,
         }
     }
 }

@@ -21,7 +21,7 @@ use vellum_host::topology;
 use vellum_kvm::memory::{Backing, MemoryConfig, Slot, short_size};
 use vellum_kvm::vm;
 use vellum_report::{Label, Premise, Report, Sample};
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 use vellum_sys::mmap::PAGE_SIZE;
 
 /// What to measure.

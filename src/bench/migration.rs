@@ -1,7 +1,7 @@
 //! `migration`: what it costs to move a guest that writes, the guest and the host.
 //!
 //! Two processes of this program's, started as a user starts them: `vellum run` with the built-in guest, and `vellum receive`; a third,
-//! `vellum migrate`, is the courier. The guest fills its memory as fast as it can, writes at the rate that was asked for, is left alone
+//! `vellum migrate`, is the client. The guest fills its memory as fast as it can, writes at the rate that was asked for, is left alone
 //! for a while, moves, is left alone again, and ends, upon which every page is checked. It keeps a journal
 //! ([`guests::journal`](vellum_guests::journal)), which moves with it: how long it stood still is what it says itself, by its own
 //! clock, from its last write here to its first there. What the two processes say of their parts stands beside it.
@@ -73,7 +73,7 @@ pub struct Paths {
     pub result: PathBuf,
 }
 
-/// The command lines of a measurement's processes: machines called `source` and `target`, and the courier, who says as JSON lines what
+/// The command lines of a measurement's processes: machines called `source` and `target`, and the client, who says as JSON lines what
 /// happens. How they are written is known where command lines are read.
 #[derive(Clone, Copy, Debug)]
 pub struct Lines {
@@ -81,8 +81,8 @@ pub struct Lines {
     pub target: fn(&Config, &Paths) -> Vec<String>,
     /// The source's, whose guest keeps a journal in slices of this length.
     pub source: fn(&Config, Duration) -> Vec<String>,
-    /// The courier's.
-    pub courier: fn(&Config, &Paths) -> Vec<String>,
+    /// The client's.
+    pub client: fn(&Config, &Paths) -> Vec<String>,
 }
 
 /// Bytes of pages a second, or as many as the guest can.

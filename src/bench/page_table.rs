@@ -29,7 +29,7 @@ use vellum_host::hugepages;
 use vellum_kvm::memory::{Backing, Memory, MemoryConfig, short_size};
 use vellum_kvm::vm;
 use vellum_report::{Label, Premise, Report};
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, host_page};
 use vellum_sys::uffd::{BATCH, Mode, Uffd};
 
@@ -188,13 +188,18 @@ fn measure(report: &mut Report, config: &Config, index: Option<&str>) -> Result<
     config.region.affordable(true)?;
     let mut rounds = Vec::new();
     config.common.each(report, &config.common.rounds(), |report, round| {
-        rounds.push(one(report, config, index, round.is_first())?);
+        rounds.push(run_round(report, config, index, round.is_first())?);
         Ok(())
     })?;
     Ok(rounds)
 }
 
-fn one(report: &mut Report, config: &Config, index: Option<&str>, first: bool) -> Result<Stages, Error> {
+fn run_round(
+    report: &mut Report,
+    config: &Config,
+    index: Option<&str>,
+    first: bool,
+) -> Result<Stages, Error> {
     let kvm = vm::open()?;
     let Region { bytes, backing, vcpus } = config.region;
     let memory = MemoryConfig { backing, ..MemoryConfig::new(bytes) };

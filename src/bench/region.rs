@@ -8,7 +8,7 @@ use vellum_host::{hugepages, topology};
 use vellum_kvm::arch::layout;
 use vellum_kvm::memory::{self, Backing, Memory, MemoryConfig, short_size};
 use vellum_kvm::vm;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 use vellum_sys::signal;
 
 /// Memory, and how many vCPUs go over it.
@@ -92,8 +92,8 @@ pub(super) fn populated(config: MemoryConfig) -> Result<Memory, Error> {
 /// Refuses what a machine or this host cannot have, before anything is mapped.
 pub(super) fn check_memory(bytes: u64, backing: Backing) -> Result<(), Error> {
     let asked = |why: String| Err(Error::Asked(Field::Memory, why));
-    if bytes < memory::LEAST {
-        let [all, least] = [bytes, memory::LEAST].map(short_size);
+    if bytes < memory::MIN_SIZE {
+        let [all, least] = [bytes, memory::MIN_SIZE].map(short_size);
         return asked(format!("{all} in all, and a machine has {least} at least"));
     }
     if let Backing::Hugetlb(page) | Backing::SharedHugetlb(page) = backing {

@@ -22,13 +22,13 @@ use vellum_guests::tables::{self, Command, Visit};
 use vellum_kvm::vm::cr3_cache;
 use vellum_report::{Label, Premise, Report, Sample};
 
-/// What to measure.
+/// Step to measure.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What all benchmarks have.
+    /// Step all benchmarks have.
     pub common: Common,
-    /// What is asked for.
-    pub what: What,
+    /// Step is asked for.
+    pub what: Step,
     /// KVM's budget of shadow pages; `None` for enough.
     pub mmu_pages: Option<u64>,
     /// Frames that each table maps.
@@ -37,7 +37,7 @@ pub struct Config {
 
 /// The two forms of the benchmark.
 #[derive(Clone, Debug)]
-pub enum What {
+pub enum Step {
     /// Numbers of tables, and the orders in which they are dropped.
     Tables(Vec<u64>, Vec<DropOrder>),
     /// Lengths of chains, ascending.
@@ -77,7 +77,7 @@ impl DropOrder {
 pub fn run(config: &Config) -> Result<Report, Error> {
     let mut report = config.common.report("rmap-fork");
     match &config.what {
-        What::Tables(counts, drops) => {
+        Step::Tables(counts, drops) => {
             let tables = Tables { counts: counts.clone(), mmu_pages: config.mmu_pages };
             tables.ask(&mut report);
             report.ask("drop", drops.iter().map(|drop| drop.name()).collect::<Vec<_>>());
@@ -89,7 +89,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
                 report.set_headline(Label::of(format!("total_{}", drop.name()), count));
             }
         }
-        What::Lengths(lengths) => {
+        Step::Lengths(lengths) => {
             // Each table is used once.
             let timed = lengths.len() as u64 * 3;
             let tables = Tables {
@@ -181,7 +181,7 @@ fn whole(
     Ok(rounds)
 }
 
-/// The figures of one number of tables. What comes before the order in which they are dropped has a sample of every machine.
+/// The figures of one number of tables. Step comes before the order in which they are dropped has a sample of every machine.
 fn add_whole(
     report: &mut Report,
     config: &Config,
@@ -222,7 +222,7 @@ fn add_whole(
     }
 }
 
-/// What chains of one length cost, in nanoseconds an entry. An entry leaves the newest end first, which leaves no gap; then the
+/// Step chains of one length cost, in nanoseconds an entry. An entry leaves the newest end first, which leaves no gap; then the
 /// oldest, then the middle.
 struct Chain {
     add: f64,

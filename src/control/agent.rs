@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use guest_agent::{Event, PORT, Request};
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
 use vellum_sys::socket;
 
@@ -40,11 +40,11 @@ pub enum Error {
     Refused(String),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Socket { .. } => Blame::HOST,
-            Self::Silent | Self::Closed | Self::Line(_) | Self::Refused(_) => Blame::GUEST,
+            Self::Socket { .. } => ErrorOrigin::HOST,
+            Self::Silent | Self::Closed | Self::Line(_) | Self::Refused(_) => ErrorOrigin::GUEST,
         }
     }
 }
@@ -56,7 +56,7 @@ pub struct Answer {
 }
 
 /// How long a guest has to take a connection. One without the device's driver never refuses it.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Sends `request` to the agent behind `path`, the machine's vsock, which has `patience` to take the connection, and all time for
 /// what it is asked.
@@ -141,7 +141,7 @@ mod tests {
                 stream.write_all(lines.as_bytes()).unwrap();
             }
         });
-        let answer = ask(&path, &Request::Facts, PATIENCE).and_then(Iterator::collect);
+        let answer = ask(&path, &Request::Facts, ANSWER_TIMEOUT).and_then(Iterator::collect);
         guest.join().unwrap();
         std::fs::remove_file(path).unwrap();
         answer

@@ -12,7 +12,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::Do;
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 use vellum_sys::identity::effective;
 use vellum_sys::poll::Poll;
 use vellum_sys::{random, socket};
@@ -67,11 +67,13 @@ pub enum Error {
     Refused(String),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Connect { .. } | Self::Foreign { .. } => Blame::USER,
-            Self::Closed { .. } | Self::Silent { .. } | Self::Answer { .. } | Self::Refused(_) => Blame::HOST,
+            Self::Connect { .. } | Self::Foreign { .. } => ErrorOrigin::USER,
+            Self::Closed { .. } | Self::Silent { .. } | Self::Answer { .. } | Self::Refused(_) => {
+                ErrorOrigin::HOST
+            }
         }
     }
 }
@@ -92,9 +94,9 @@ fn process(pid: Option<i32>) -> String {
 }
 
 /// How long a machine has for an answer. A pause waits for what its devices have in flight, and is bounded itself.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest answer that comes with descriptors, in bytes.
-const MOST_LENT: usize = 1 << 20;
+const MAX_LENT: usize = 1 << 20;
 
 /// The longest line of a machine's, in bytes.
 const MAX_ANSWER: usize = 1 << 20;
@@ -117,12 +119,12 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the control socket at `path`, to wait [`PATIENCE`] for each answer.
+    /// Connects to the control socket at `path`, to wait [`ANSWER_TIMEOUT`] for each answer.
     ///
     /// # Errors
     /// Where nobody listens, or nobody takes the connection.
     pub fn connect(path: &Path) -> Result<Self, Error> {
-        Self::connect_within(path, PATIENCE)
+        Self::connect_within(path, ANSWER_TIMEOUT)
     }
 
     /// The same, with a patience of its own.
@@ -210,12 +212,12 @@ impl Client {
         let closed = || Error::Closed { path: path.into() };
         socket::send(stream, format!("{request}\n").as_bytes(), &[]).map_err(|_| closed())?;
         let (mut line, mut descriptors) = (Vec::new(), Vec::new());
-        while line.last() != Some(&b'\n') && line.len() <= MOST_LENT {
+        while line.last() != Some(&b'\n') && line.len() <= MAX_LENT {
             let mut poll = Poll::default();
             poll.readable(stream.as_raw_fd());
-            if !poll.wait(Some(PATIENCE)).map_err(|_| closed())? {
+            if !poll.wait(Some(ANSWER_TIMEOUT)).map_err(|_| closed())? {
                 let pid = socket::peer_pid(stream).ok();
-                return Err(Error::Silent { path: path.into(), patience: PATIENCE, pid });
+                return Err(Error::Silent { path: path.into(), patience: ANSWER_TIMEOUT, pid });
             }
             let mut part = vec![0; 64 << 10];
             match socket::receive(stream, &mut part, &mut descriptors) {

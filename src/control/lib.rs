@@ -20,7 +20,7 @@ pub mod server;
 use serde::{Deserialize, Serialize};
 
 use self::operation::UnderWay;
-use vellum_sys::socket::MOST_DESCRIPTORS;
+use vellum_sys::socket::MAX_DESCRIPTORS;
 
 /// The longest request in bytes, its newline included.
 pub const MAX_LINE: usize = 64 << 10;
@@ -123,9 +123,9 @@ impl Do {
             Self::Serial { .. } | Self::MigrateLink {} | Self::Dump {} => 1,
             // More than can come in one message are refused.
             Self::MigrateRecover {} => 2,
-            Self::Snapshot(asked) => 3 + asked.clones.min(MOST_DESCRIPTORS as u32) as usize,
+            Self::Snapshot(asked) => 3 + asked.clones.min(MAX_DESCRIPTORS as u32) as usize,
             Self::Migrate(asked) => {
-                let connections = asked.connections.clamp(1, MOST_DESCRIPTORS as u32) as usize;
+                let connections = asked.connections.clamp(1, MAX_DESCRIPTORS as u32) as usize;
                 connections
                     + usize::from(asked.fence)
                     + usize::from(asked.postcopies())
@@ -153,7 +153,7 @@ impl Do {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Lending {
-    /// A `payload::lent::List`.
+    /// A `payload::handoff::List`.
     pub list: serde_json::Value,
     /// How many descriptors it names.
     pub descriptors: usize,
@@ -187,7 +187,7 @@ pub struct Migrate {
     /// How long the target may be silent where it is its turn, in milliseconds.
     pub liveness_ms: u64,
     /// How many connections its pages go over; so many descriptors come with this.
-    #[serde(default = "one")]
+    #[serde(default = "default_one")]
     pub connections: u32,
     /// Whether a sealed file in memory follows them, by which two processes of one host decide who has the guest.
     #[serde(default)]
@@ -306,7 +306,7 @@ impl Loses {
     }
 }
 
-fn one() -> u32 {
+fn default_one() -> u32 {
     1
 }
 
@@ -410,7 +410,7 @@ pub struct Status {
     pub disks: Vec<String>,
     /// What keeps it from being saved and from moving, if anything does.
     #[serde(default)]
-    pub stays: Option<Stays>,
+    pub stays: Option<MigrationBlocker>,
     /// After how many milliseconds it ends by `--duration` or `--timeout`: a limit of this process, which does not move with it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit_ms: Option<u64>,
@@ -418,7 +418,7 @@ pub struct Status {
 
 /// A device that keeps its machine where it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stays {
+pub struct MigrationBlocker {
     /// Its kind, by the key that the command line has for it.
     pub key: String,
     /// Its name.

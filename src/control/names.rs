@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::identity::effective;
 
 /// Why a name leads nowhere.
@@ -37,9 +37,9 @@ pub enum Error {
     },
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
-        Blame::user(Field::Name)
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::user(Field::Name)
     }
 }
 

@@ -20,7 +20,7 @@ use super::operation::{Asker, News};
 use super::{Do, Event, MAX_LINE, Request, parse};
 use vellum_sys::identity;
 use vellum_sys::poll::Poll;
-use vellum_sys::socket::{self, Listener, MOST_DESCRIPTORS, SocketError, peer_pid, peer_uid};
+use vellum_sys::socket::{self, Listener, MAX_DESCRIPTORS, SocketError, peer_pid, peer_uid};
 
 /// Clients at a time.
 const MAX_CLIENTS: usize = 32;
@@ -181,8 +181,8 @@ impl Control {
     ///
     /// # Errors
     /// Where it is none.
-    pub fn lent(socket: OwnedFd, path: &Path, heard: Sender<Heard>) -> io::Result<Self> {
-        Ok(Self::at(Listener::lent(socket, path)?, heard))
+    pub fn handed_over(socket: OwnedFd, path: &Path, heard: Sender<Heard>) -> io::Result<Self> {
+        Ok(Self::at(Listener::handed_over(socket, path)?, heard))
     }
 
     /// Another descriptor of its socket, for a process that is to have it.
@@ -275,7 +275,7 @@ impl Control {
             client.descriptors.clear();
             return send(&client.stream, &json!({"id": 0, "error": error}));
         }
-        client.input.len() < MAX_LINE && client.descriptors.len() <= MOST_DESCRIPTORS
+        client.input.len() < MAX_LINE && client.descriptors.len() <= MAX_DESCRIPTORS
     }
 }
 

@@ -27,7 +27,7 @@ use vellum_sys::poll::Poll;
 use vellum_sys::terminal::{self, Keys};
 
 /// How much of what is typed is held while the guest is handed over: what a terminal's line holds. More stays where it is.
-pub const MOST_HELD: usize = 4096;
+pub const MAX_HELD: usize = 4096;
 
 /// Where a serial port leads, as `--serial` names it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -74,7 +74,7 @@ pub struct Opened {
 }
 
 /// What a serial port leads to, of a process that another one is to take it over from.
-pub struct Lent {
+pub struct HandedConsole {
     /// Where what the guest writes goes.
     pub output: Option<File>,
     /// Where what it reads comes from.
@@ -87,7 +87,7 @@ pub struct Lent {
 
 impl Opened {
     /// What another process has opened.
-    pub fn lent(output: Option<File>, input: Option<File>, slave: Option<File>) -> Self {
+    pub fn handed_over(output: Option<File>, input: Option<File>, slave: Option<File>) -> Self {
         Self { output, input, pty: None, slave, file: None, raw: false }
     }
 
@@ -343,10 +343,10 @@ impl Console {
     ///
     /// # Errors
     /// Where there is none left.
-    pub fn lend(&mut self) -> io::Result<Lent> {
+    pub fn lend(&mut self) -> io::Result<HandedConsole> {
         self.lent = true;
         let clone = |file: &Option<File>| file.as_ref().map(File::try_clone).transpose();
-        Ok(Lent {
+        Ok(HandedConsole {
             output: clone(if self.next.is_some() { &self.next } else { &self.output })?,
             input: clone(&self.input)?,
             slave: clone(&self.slave)?,
@@ -356,7 +356,7 @@ impl Console {
 
     /// From now on what is typed is held: the port's state has been saved, or is about to be.
     pub fn hold(&mut self) {
-        self.holds = Some(MOST_HELD);
+        self.holds = Some(MAX_HELD);
     }
 
     /// The guest goes on here, and is given what was held.
@@ -376,7 +376,7 @@ impl Console {
 
     /// Gives the guest what was typed where it was before.
     pub fn give(&mut self, typed: &[u8]) {
-        self.held.extend(typed.iter().take(MOST_HELD));
+        self.held.extend(typed.iter().take(MAX_HELD));
         // As above.
         let _ = self.serial.wake().write(1);
     }
@@ -650,9 +650,9 @@ mod tests {
         target.give_held();
         assert_eq!(given(&there), b"yes");
         console.hold();
-        let most = vec![0; 2 * MOST_HELD];
+        let most = vec![0; 2 * MAX_HELD];
         io::Write::write_all(&mut writer, &most).unwrap();
-        assert_eq!(console.take_held().len(), MOST_HELD);
+        assert_eq!(console.take_held().len(), MAX_HELD);
     }
 
     #[test]

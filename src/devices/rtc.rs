@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::{Ending, bus::BusDevice};
-use vellum_kvm::arch::clocks::{self, Meanwhile};
+use vellum_kvm::arch::clocks::{self, ClockPolicy};
 
 /// Register B: 24-hour clock, BCD.
 const B_24_HOUR: u8 = 1 << 1;
@@ -55,7 +55,7 @@ impl Rtc {
     ///
     /// # Errors
     /// Where the state is not one that `save` can have given.
-    pub fn restore(&self, state: State, meanwhile: Meanwhile) -> Result<(), RestoreError> {
+    pub fn restore(&self, state: State, meanwhile: ClockPolicy) -> Result<(), RestoreError> {
         if state.cells.len() != CELLS {
             return Err(RestoreError(state.cells.len()));
         }
@@ -183,7 +183,7 @@ mod tests {
             rtc.write(1, &[value]);
         }
         let copy = Rtc::default();
-        copy.restore(rtc.save(), Meanwhile::Passes).unwrap();
+        copy.restore(rtc.save(), ClockPolicy::Passes).unwrap();
         let read = |index: u8| {
             copy.write(0, &[index]);
             let mut data = [0];
@@ -191,7 +191,7 @@ mod tests {
             data[0]
         };
         assert_eq!((read(0x40), read(0xd)), (0x5a, D_VALID));
-        assert!(copy.restore(State { cells: vec![], ..State::default() }, Meanwhile::Stands).is_err());
+        assert!(copy.restore(State { cells: vec![], ..State::default() }, ClockPolicy::Stands).is_err());
     }
 
     #[test]
@@ -204,11 +204,11 @@ mod tests {
         let (now, hour) = (clocks::now(), 3600);
         let at = |realtime| State { realtime, ..State::default() };
         let (earlier, later) = (now - hour * 1_000_000_000, now + hour * 1_000_000_000);
-        assert_eq!(ahead(at(earlier), Meanwhile::Passes), 0);
-        assert!((-(hour as i64) - 60..=-(hour as i64)).contains(&ahead(at(earlier), Meanwhile::Stands)));
+        assert_eq!(ahead(at(earlier), ClockPolicy::Passes), 0);
+        assert!((-(hour as i64) - 60..=-(hour as i64)).contains(&ahead(at(earlier), ClockPolicy::Stands)));
         // Saved by a host whose clock is ahead of this one's.
-        assert!((hour as i64 - 60..=hour as i64).contains(&ahead(at(later), Meanwhile::Passes)));
+        assert!((hour as i64 - 60..=hour as i64).contains(&ahead(at(later), ClockPolicy::Passes)));
         let far = State { ahead: i64::MAX, ..at(u64::MAX) };
-        assert_eq!(ahead(far, Meanwhile::Passes), i64::MAX);
+        assert_eq!(ahead(far, ClockPolicy::Passes), i64::MAX);
     }
 }

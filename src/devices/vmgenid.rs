@@ -12,7 +12,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use vellum_kvm::memory::GuestMemory;
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 use vellum_sys::plant::{self, Mistake};
 use vellum_sys::random;
 
@@ -34,11 +34,11 @@ pub enum Error {
     Host(#[source] io::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Place(_) => Blame::USER,
-            Self::Host(_) => Blame::HOST,
+            Self::Place(_) => ErrorOrigin::USER,
+            Self::Host(_) => ErrorOrigin::HOST,
         }
     }
 }

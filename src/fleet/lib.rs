@@ -19,7 +19,7 @@ pub mod task;
 use std::io;
 use std::path::PathBuf;
 
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
 /// Why something could not be done with a fleet. Each is one line, complete with what to do.
 #[derive(Debug, thiserror::Error)]
@@ -53,11 +53,11 @@ pub enum Error {
     NoSlurm(String),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::File { .. } | Self::Slurm(_) | Self::NoSlurm(_) => Blame::HOST,
-            Self::Plan { .. } | Self::Asked(_) => Blame::USER,
+            Self::File { .. } | Self::Slurm(_) | Self::NoSlurm(_) => ErrorOrigin::HOST,
+            Self::Plan { .. } | Self::Asked(_) => ErrorOrigin::USER,
         }
     }
 }

@@ -42,7 +42,7 @@ pub fn merge(plan: &Plan, results: &Path, again: &dyn Fn(&str, u64, &str) -> Str
         for index in range.clone() {
             let of_task = names.remove(&index).unwrap_or_default();
             match plan.task(index) {
-                Some(task) => one(plan, &task, &dir, &of_task, &mut merged, again),
+                Some(task) => merge_task(plan, &task, &dir, &of_task, &mut merged, again),
                 None => merged.refused.add(|| format!("task {index} is none of the plan's")),
             }
         }
@@ -110,7 +110,7 @@ fn files(dir: &Path, merged: &mut Merged) -> BTreeMap<u64, Vec<Named>> {
 }
 
 /// One task, from its files: one of them is in memory at a time, and the last whole one so far.
-fn one(
+fn merge_task(
     plan: &Plan,
     task: &Task,
     dir: &Path,

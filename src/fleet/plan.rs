@@ -33,7 +33,7 @@ use vellum_sys::open;
 pub const LARGEST: u64 = 1 << 20;
 
 /// The most tasks of a plan.
-const MOST: u64 = 10_000_000;
+const MAX_TASKS: u64 = 10_000_000;
 
 /// The longest name of a plan or a test.
 const LONGEST: usize = 64;
@@ -108,19 +108,19 @@ struct WrittenTest {
     arguments: Table,
     #[serde(default)]
     features: Vec<String>,
-    #[serde(default = "one")]
+    #[serde(default = "default_one")]
     first_seed: u64,
-    #[serde(default = "one")]
+    #[serde(default = "default_one")]
     seeds: u64,
-    #[serde(default = "one")]
+    #[serde(default = "default_one")]
     per_task: u64,
-    #[serde(default = "one")]
+    #[serde(default = "default_one")]
     times: u64,
     #[serde(default = "hour")]
     minutes: u64,
 }
 
-fn one() -> u64 {
+fn default_one() -> u64 {
     1
 }
 
@@ -174,8 +174,8 @@ impl Plan {
         }
         let plan = Self { name, tests, digest: digest(text.as_bytes()) };
         match plan.tests.iter().try_fold(0u64, |sum, test| sum.checked_add(test.tasks()?)) {
-            Some(tasks) if tasks <= MOST => Ok(plan),
-            _ => Err(format!("more than {MOST} tasks: raise per_task, or make two plans")),
+            Some(tasks) if tasks <= MAX_TASKS => Ok(plan),
+            _ => Err(format!("more than {MAX_TASKS} tasks: raise per_task, or make two plans")),
         }
     }
 

@@ -48,7 +48,7 @@ pub fn run(file: &Path, plan: &Plan, task: &Task, runner: &Runner) -> Result<Sta
     for seed in task.first..task.first + task.count {
         let name = task.test.words[..2].join(" ");
         let (exit, report) = match lacks.is_empty() {
-            true => one(task, seed, &name, runner.as_json),
+            true => run_once(task, seed, &name, runner.as_json),
             false => {
                 let why = format!("this host lacks {}", lacks.join(", "));
                 let case =
@@ -91,7 +91,7 @@ pub fn run(file: &Path, plan: &Plan, task: &Task, runner: &Runner) -> Result<Sta
 }
 
 /// One run, and what became of it.
-fn one(task: &Task, seed: u64, name: &str, as_json: &str) -> (i32, Report) {
+fn run_once(task: &Task, seed: u64, name: &str, as_json: &str) -> (i32, Report) {
     let mut command = Command::new("/proc/self/exe");
     command.args(task.test.command(seed)).arg(as_json);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());

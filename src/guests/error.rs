@@ -6,7 +6,7 @@ use vellum_kvm::arch::{cpuid, irqchip};
 use vellum_kvm::memory;
 use vellum_kvm::vm::Error as VmError;
 use vellum_machine::state;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// Why a workload cannot run.
 #[derive(Debug, thiserror::Error)]
@@ -63,18 +63,18 @@ impl From<memory::Error> for Error {
     }
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Vm(error) => error.blame(),
-            Self::Irqchip(error) => error.blame(),
-            Self::State(error) => error.blame(),
-            Self::Cpuid(error) => error.blame(),
-            Self::TooFewPages { .. } | Self::TablesTooLarge { .. } => Blame::user(Field::Memory),
-            Self::Map(_) => Blame::HOST,
+            Self::Vm(error) => error.origin(),
+            Self::Irqchip(error) => error.origin(),
+            Self::State(error) => error.origin(),
+            Self::Cpuid(error) => error.origin(),
+            Self::TooFewPages { .. } | Self::TablesTooLarge { .. } => ErrorOrigin::user(Field::Memory),
+            Self::Map(_) => ErrorOrigin::HOST,
             // Nothing is wrong, and nothing is to be mended.
-            Self::Interrupted(_) => Blame::HOST,
-            Self::Ended { .. } => Blame::GUEST,
+            Self::Interrupted(_) => ErrorOrigin::HOST,
+            Self::Ended { .. } => ErrorOrigin::GUEST,
         }
     }
 }

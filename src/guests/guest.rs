@@ -25,7 +25,7 @@ use super::stamp::Stamp;
 use super::{Region, WriteConfig};
 use crate::program::{self as machine, Code, Entry, GuestPage, Privilege};
 use vellum_host::kvm::create_vm;
-use vellum_kvm::arch::begun::Begun;
+use vellum_kvm::arch::begun::PreparedVm;
 use vellum_kvm::arch::cpuid::{self, Choice, Cpuid, Leaf};
 use vellum_kvm::arch::irqchip::{self, Irqchip};
 use vellum_kvm::arch::state::Context;
@@ -69,7 +69,7 @@ pub struct GuestConfig {
     /// Whether it may load CR3 without an exit.
     pub cr3_cache: cr3_cache::Choice,
     /// What of it was made before, if anything.
-    pub begun: Option<Begun>,
+    pub begun: Option<PreparedVm>,
 }
 
 impl GuestConfig {
@@ -184,7 +184,7 @@ impl Guest {
         let own = Arc::new(own);
         let make = |vm| Vm::over(vm, memory, config.dirty_ring)?.with_cr3_cache(config.cr3_cache);
         let (supported, vm) = match config.begun {
-            Some(Begun { vm, supported }) => (supported, make(vm)),
+            Some(PreparedVm { vm, supported }) => (supported, make(vm)),
             None => cpuid::supported_beside(kvm, || make(create_vm(kvm)?)),
         };
         let vm = vm?;

@@ -14,17 +14,17 @@ use crate::program::GuestPage;
 use vellum_control::Do;
 use vellum_control::operation::Asker;
 use vellum_host::{Facts, Paging};
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::arch::cpuid::Choice;
 use vellum_kvm::dirty::{self, DirtyTracker};
 use vellum_kvm::memory::{Backing, Memory, MemoryConfig, Slot, short_size};
 use vellum_kvm::vm::counters::Snapshot;
 use vellum_kvm::vm::exits::Exits;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_kvm::vm::vcpu::{Reins, Throttle};
-use vellum_machine::lent::Lent;
+use vellum_kvm::vm::vcpu::{Throttle, VcpusDebugHandle};
+use vellum_machine::handoff::HandoffFds;
 use vellum_machine::state::Processors;
-use vellum_machine::{Outline, Payload, Progress, Section, Serves};
+use vellum_machine::{EventSources, Machine, MachineInfo, Progress, Section};
 use vellum_report::{Figure, Histogram, Label, Premise, Report, Sample};
 use vellum_sys::plant::{self, Mistake};
 
@@ -52,7 +52,7 @@ pub struct RunConfig {
 }
 
 /// A workload between its first and its last access.
-pub struct Run {
+pub struct BuiltinMachine {
     /// The guest.
     pub guest: Guest,
     pub(super) config: RunConfig,
@@ -64,18 +64,18 @@ pub struct Run {
     /// It began in another process.
     pub(super) goes_on: bool,
     /// What was seen when it had ended.
-    seen: Option<Seen>,
+    seen: Option<Examined>,
     /// Whether the event loop has been told what to serve.
     served: bool,
 }
 
 /// What is read when the vCPUs stand still for good.
-struct Seen {
+struct Examined {
     after: Snapshot,
     verdict: model::StampVerdict,
 }
 
-impl Run {
+impl BuiltinMachine {
     /// Programs the vCPUs of `guest`, which wait for their parameters.
     ///
     /// # Errors
@@ -102,20 +102,20 @@ impl Run {
     }
 
     /// Reads the counters, then checks every page.
-    fn look(&mut self) -> Seen {
+    fn look(&mut self) -> Examined {
         let after = self.counters();
         let verdict = check(&self.config, &self.guest, std::mem::take(&mut self.models));
-        Seen { after, verdict }
+        Examined { after, verdict }
     }
 
     /// Its guest has moved: where it ends is known whether every page is right.
     pub fn give_away(&mut self) {
-        self.seen = Some(Seen { after: self.counters(), verdict: model::StampVerdict::default() });
+        self.seen = Some(Examined { after: self.counters(), verdict: model::StampVerdict::default() });
     }
 
     /// What was measured, on the host of `facts`; and whether every page holds what the guest must have written.
     pub fn report(mut self, facts: Facts) -> (Report, bool) {
-        let Seen { after, verdict } = self.seen.take().unwrap_or_else(|| self.look());
+        let Examined { after, verdict } = self.seen.take().unwrap_or_else(|| self.look());
         let Self { guest, config, before, .. } = self;
         let mut report = describe(&config, facts);
         measure(&mut report, &config, &guest);
@@ -136,12 +136,12 @@ impl Run {
     }
 }
 
-impl Payload for Run {
+impl Machine for BuiltinMachine {
     type Error = guest::Error;
 
-    fn serves(&mut self) -> Serves {
+    fn event_sources(&mut self) -> EventSources {
         let wake = (!std::mem::replace(&mut self.served, true)).then(|| self.guest.bell.event.clone());
-        Serves { subscribers: Vec::new(), wakes: wake.into_iter().collect() }
+        EventSources { subscribers: Vec::new(), wakes: wake.into_iter().collect() }
     }
 
     fn start(&mut self) -> Result<(), guest::Error> {
@@ -186,13 +186,13 @@ impl Payload for Run {
         true
     }
 
-    fn outline(&self) -> Outline {
-        Outline {
+    fn info(&self) -> MachineInfo {
+        MachineInfo {
             vcpus: self.guest.vcpus.len(),
             memory: self.guest.vm.memory.config.size,
             backing: Some(self.guest.vm.memory.config.backing),
             dirty_ring: self.guest.vm.dirty_ring.as_deref().map(vellum_machine::dirty_rings),
-            ..Outline::default()
+            ..MachineInfo::default()
         }
     }
 
@@ -238,8 +238,8 @@ impl Payload for Run {
         Throttle::new(&self.guest.vcpus)
     }
 
-    fn reins(&self) -> Reins {
-        Reins::new(&self.guest.vcpus)
+    fn reins(&self) -> VcpusDebugHandle {
+        VcpusDebugHandle::new(&self.guest.vcpus)
     }
 
     fn track(&mut self, method: dirty::Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
@@ -260,7 +260,7 @@ impl Payload for Run {
         self.save_state()
     }
 
-    fn restore(&mut self, sections: Vec<Section>, meanwhile: Meanwhile) -> Result<(), Self::Error> {
+    fn restore(&mut self, sections: Vec<Section>, meanwhile: ClockPolicy) -> Result<(), Self::Error> {
         self.restore_state(sections, meanwhile)
     }
 
@@ -268,7 +268,7 @@ impl Payload for Run {
         self.commit_state()
     }
 
-    fn lend(&mut self, lent: &mut Lent) -> Result<(), String> {
+    fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String> {
         lent.list.lock = self.config.memory.lock;
         lent.list.dirty_ring = self.config.dirty_ring;
         Ok(())

@@ -8,9 +8,9 @@ use serde_json::Value;
 use super::control::phase;
 use super::guest::{Error, Guest};
 use super::model::Model;
-use super::run::{Run, RunConfig};
+use super::run::{BuiltinMachine, RunConfig};
 use super::{WriteConfig, journal, program::GuestPage};
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::arch::cpuid::Leaf;
 use vellum_kvm::memory::MemoryConfig;
 use vellum_kvm::vm::quiesced::Quiesced;
@@ -153,7 +153,7 @@ impl Guest {
     }
 }
 
-impl Run {
+impl BuiltinMachine {
     /// What it is.
     pub fn description(&self) -> Description {
         let (guest, config) = (&self.guest, &self.config);
@@ -180,7 +180,7 @@ impl Run {
     pub(super) fn restore_state(
         &mut self,
         sections: Vec<Section>,
-        meanwhile: Meanwhile,
+        meanwhile: ClockPolicy,
     ) -> Result<(), Error> {
         let guest = &mut self.guest;
         guest.ready()?;

@@ -96,11 +96,11 @@ pub struct Tables {
 }
 
 /// Of so many switches by way of the page of the CR3 cache three eighths have to find their table there. If fewer do, the guest does without
-/// the page, which it unregisters, for [`LEAST_PAUSE`] switches, and for twice as many each time that this happens again, up to
+/// the page, which it unregisters, for [`MIN_PAUSE`] switches, and for twice as many each time that this happens again, up to
 /// [`LONGEST_PAUSE`]; for half as many next time where it does not. The same numbers as in the guest's series in `kernel-patches/`.
 pub const TRIAL: u64 = 64;
 /// How many switches it does without the page at first.
-pub const LEAST_PAUSE: u64 = 4096;
+pub const MIN_PAUSE: u64 = 4096;
 /// How many it does without it at most.
 pub const LONGEST_PAUSE: u64 = 16384;
 
@@ -108,10 +108,10 @@ pub const LONGEST_PAUSE: u64 = 16384;
 pub const TABLE_BYTES: u64 = 4 * PAGE_SIZE;
 
 /// What one last-level table maps at most.
-pub const MOST_PAGES: u64 = 512;
+pub const MAX_PAGES: u64 = 512;
 
 /// Where the tables begin in RAM: behind the frames.
-const BEHIND_FRAMES: u64 = MOST_PAGES * PAGE_SIZE;
+const BEHIND_FRAMES: u64 = MAX_PAGES * PAGE_SIZE;
 
 /// The third entry of the root: nothing else is there.
 const WINDOW: u64 = 2 << 39;

@@ -64,7 +64,7 @@ impl Facts {
     pub fn collect(sandbox: String) -> Self {
         let module = module();
         let cpu = cpu::identify();
-        let (bed, emulated) = bed(std::env::var("VELLUM_BED").ok(), &cpu, module.as_deref());
+        let (bed, emulated) = test_host(std::env::var("VELLUM_BED").ok(), &cpu, module.as_deref());
         let mut buffer = [0; 64];
         Self {
             bed,
@@ -133,7 +133,7 @@ fn paging(module: Option<&str>) -> Paging {
 }
 
 /// The bed's name and whether its processor is emulated. A name given by the user decides both where it is known.
-fn bed(name: Option<String>, cpu: &Cpu, module: Option<&str>) -> (String, bool) {
+fn test_host(name: Option<String>, cpu: &Cpu, module: Option<&str>) -> (String, bool) {
     let detected = match cpu.hypervisor.as_deref() {
         // QEMU emulates AMD's virtualization only.
         Some("TCGTCGTCGTCG") => "svm",
@@ -184,16 +184,22 @@ mod tests {
 
     #[test]
     fn the_hypervisor_names_the_bed() {
-        assert_eq!(bed(None, &cpu(Some("KVMKVMKVM")), Some("kvm_pvm")), ("local".into(), false));
-        assert_eq!(bed(None, &cpu(Some("TCGTCGTCGTCG")), Some("kvm_amd")), ("svm".into(), true));
-        assert_eq!(bed(Some(String::new()), &cpu(Some("")), None), ("local".into(), false));
+        assert_eq!(test_host(None, &cpu(Some("KVMKVMKVM")), Some("kvm_pvm")), ("local".into(), false));
+        assert_eq!(test_host(None, &cpu(Some("TCGTCGTCGTCG")), Some("kvm_amd")), ("svm".into(), true));
+        assert_eq!(test_host(Some(String::new()), &cpu(Some("")), None), ("local".into(), false));
     }
 
     #[test]
     fn a_bed_named_by_the_user_wins() {
-        assert_eq!(bed(Some("vmx".into()), &cpu(Some("KVMKVMKVM")), None), ("vmx".into(), true));
-        assert_eq!(bed(Some("local".into()), &cpu(Some("TCGTCGTCGTCG")), None), ("local".into(), false));
-        assert_eq!(bed(Some("rack-7".into()), &cpu(Some("TCGTCGTCGTCG")), None), ("rack-7".into(), true));
+        assert_eq!(test_host(Some("vmx".into()), &cpu(Some("KVMKVMKVM")), None), ("vmx".into(), true));
+        assert_eq!(
+            test_host(Some("local".into()), &cpu(Some("TCGTCGTCGTCG")), None),
+            ("local".into(), false)
+        );
+        assert_eq!(
+            test_host(Some("rack-7".into()), &cpu(Some("TCGTCGTCGTCG")), None),
+            ("rack-7".into(), true)
+        );
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use super::{cgroup, root_command, sysfs, topology};
 use vellum_sys as sys;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// Why huge pages will not suffice, and the command that changes it.
 #[derive(Debug, thiserror::Error)]
@@ -67,9 +67,9 @@ pub enum Shortage {
     },
 }
 
-impl Fault for Shortage {
-    fn blame(&self) -> Blame {
-        Blame::user(Field::Backing).lacking()
+impl Diagnose for Shortage {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::user(Field::Backing).lacking()
     }
 }
 

@@ -13,7 +13,7 @@ use kvm_ioctls::{Kvm, VmFd};
 
 use super::sysfs;
 use vellum_sys as sys;
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
 /// The lab's way to the same result without KVM.
 #[cfg(target_arch = "x86_64")]
@@ -35,9 +35,9 @@ pub struct Unusable {
     pub remedy: String,
 }
 
-impl Fault for Unusable {
-    fn blame(&self) -> Blame {
-        Blame::HOST.lacking()
+impl Diagnose for Unusable {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::HOST.lacking()
     }
 }
 

@@ -23,7 +23,7 @@ use vellum_sys::socket;
 /// How much of the console is kept: the last of it.
 const KEPT: usize = 64 << 10;
 /// How long the machine's socket, on which it listens already, may take.
-const PATIENCE: Duration = Duration::from_secs(30);
+const BOOT_TIMEOUT: Duration = Duration::from_secs(30);
 /// What a machine's process ends with after a reset, and after a panic.
 const RESET: u8 = 10;
 const PANIC: u8 = 11;
@@ -133,7 +133,7 @@ fn connection(vsock: Option<&Path>, port: Option<UnixStream>) -> io::Result<Unix
 
 /// Waits for a guest's connection by vsock.
 fn listen(vsock: &Path) -> io::Result<UnixStream> {
-    let mut stream = socket::connect(vsock, PATIENCE)?;
+    let mut stream = socket::connect(vsock, BOOT_TIMEOUT)?;
     stream.set_read_timeout(None)?;
     stream.set_write_timeout(None)?;
     stream.write_all(format!("LISTEN {STREAM_PORT}\n").as_bytes())?;

@@ -3,23 +3,23 @@
 use std::io::Read;
 
 /// The most that a configuration may have: one with everything has 300 KiB.
-const MOST: u64 = 4 << 20;
+const MAX_FILE: u64 = 4 << 20;
 
 /// The configuration in `image`, a kernel with CONFIG_IKCONFIG (kernel/configs.c): gzip's between two marks. An image that unpacks itself
 /// has it in what it unpacks, which is looked into where that is gzip's, zstd's or plain xz's.
 pub fn within(image: &[u8]) -> Option<String> {
-    let kernel = payload(image).and_then(|packed| super::kernel::unpack(packed.to_vec()).ok());
+    let kernel = compressed_kernel(image).and_then(|packed| super::kernel::unpack(packed.to_vec()).ok());
     let image = kernel.as_deref().unwrap_or(image);
     let mark = b"IKCFG_ST\x1f\x8b";
     let at = image.windows(mark.len()).position(|window| window == mark)?;
     let mut text = String::new();
-    flate2::read::GzDecoder::new(&image[at + 8..]).take(MOST).read_to_string(&mut text).ok()?;
+    flate2::read::GzDecoder::new(&image[at + 8..]).take(MAX_FILE).read_to_string(&mut text).ok()?;
     text.contains("CONFIG_").then_some(text)
 }
 
 /// What a bzImage unpacks (Documentation/arch/x86/boot.rst: setup_sects, payload_offset, payload_length). But for gzip's it ends with its
 /// unpacked length, 4 bytes.
-fn payload(image: &[u8]) -> Option<&[u8]> {
+fn compressed_kernel(image: &[u8]) -> Option<&[u8]> {
     let word = |at: usize| Some(u32::from_le_bytes(image.get(at..at + 4)?.try_into().ok()?) as usize);
     if image.get(0x202..0x206)? != b"HdrS" {
         return None;
@@ -206,7 +206,7 @@ mod tests {
             assert_eq!(within(&image[..end]), None, "{end}");
         }
         image[0x248..0x250].fill(0xff);
-        assert_eq!(payload(&image), None);
+        assert_eq!(compressed_kernel(&image), None);
         assert_eq!(within(&kernel[..kernel.len() - 20]), None);
     }
 

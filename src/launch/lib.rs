@@ -18,7 +18,7 @@ pub mod streams;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::open;
 
 /// Why there is no guest for a command.
@@ -82,11 +82,11 @@ pub enum Error {
     Host(&'static str, #[source] io::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Host(..) | Self::NotStatic(_) => Blame::HOST,
-            _ => Blame::user(Field::Kernel),
+            Self::Host(..) | Self::NotStatic(_) => ErrorOrigin::HOST,
+            _ => ErrorOrigin::user(Field::Kernel),
         }
     }
 }

@@ -13,7 +13,7 @@ use super::kernel::{Kernel, read};
 use vellum_sys::open;
 
 /// The most that the strings of a module may be.
-const MOST: u64 = 4 << 20;
+const MAX_FILE: u64 = 4 << 20;
 /// Files that a build leaves, and that are as modprobe wants them.
 const KEPT: [&str; 3] = ["modules.builtin", "modules.builtin.modinfo", "modules.order"];
 
@@ -112,7 +112,7 @@ fn modinfo_of(path: &Path) -> Option<Vec<u8>> {
 
 /// The section .modinfo of a 64-bit ELF file of this byte order, of which `part` gives a part by its offset and size.
 fn modinfo(part: impl Fn(u64, u64) -> Option<Vec<u8>>) -> Option<Vec<u8>> {
-    let bounded = |offset, size| if size <= MOST { part(offset, size) } else { None };
+    let bounded = |offset, size| if size <= MAX_FILE { part(offset, size) } else { None };
     let head = part(0, 64)?;
     if !head.starts_with(b"\x7fELF\x02\x01") {
         return None;

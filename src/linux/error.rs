@@ -3,12 +3,12 @@
 use std::io;
 use std::path::PathBuf;
 
-use super::{MOST_CPUS, virtio};
+use super::{MAX_CPUS, virtio};
 use vellum_devices::vmgenid;
 use vellum_kvm::arch::{boot, gsi, irqchip, regs, tables};
 use vellum_kvm::vm::{self, vcpu};
 use vellum_machine::state::Error as StateError;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// Why a machine cannot be built or run.
 #[derive(Debug, thiserror::Error)]
@@ -32,7 +32,7 @@ pub enum Error {
         error: boot::Error,
     },
     /// More vCPUs than APIC ids that a kernel without interrupt remapping reaches.
-    #[error("{0}: a Linux guest can have from 1 to {MOST_CPUS}")]
+    #[error("{0}: a Linux guest can have from 1 to {MAX_CPUS}")]
     Cpus(usize),
     /// The serial port.
     #[error("a PC has a 16550 alone; leave it out")]
@@ -81,26 +81,26 @@ pub enum Error {
     Host(&'static str, #[source] io::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Open { field, .. } => Blame::user(*field),
-            Self::Boot { error, .. } => error.blame(),
-            Self::Cpus(_) => Blame::user(Field::Cpus),
-            Self::Uart => Blame::user(Field::Uart),
-            Self::Vm(error) => error.blame(),
-            Self::Memory(error) => error.blame(),
-            Self::Vcpu(error) => error.blame(),
-            Self::Cpuid(error) => error.blame(),
-            Self::Irqchip(error) => error.blame(),
-            Self::Gsi(error) => error.blame(),
-            Self::Virtio(error) => error.blame(),
-            Self::VmGenId(error) => error.blame(),
-            Self::Serial(_) => Blame::user(Field::Serial),
-            Self::Tables(error) => error.blame(),
-            Self::Regs(error) => error.blame(),
-            Self::State(error) => error.blame(),
-            Self::Bus(_) | Self::Host(..) => Blame::HOST,
+            Self::Open { field, .. } => ErrorOrigin::user(*field),
+            Self::Boot { error, .. } => error.origin(),
+            Self::Cpus(_) => ErrorOrigin::user(Field::Cpus),
+            Self::Uart => ErrorOrigin::user(Field::Uart),
+            Self::Vm(error) => error.origin(),
+            Self::Memory(error) => error.origin(),
+            Self::Vcpu(error) => error.origin(),
+            Self::Cpuid(error) => error.origin(),
+            Self::Irqchip(error) => error.origin(),
+            Self::Gsi(error) => error.origin(),
+            Self::Virtio(error) => error.origin(),
+            Self::VmGenId(error) => error.origin(),
+            Self::Serial(_) => ErrorOrigin::user(Field::Serial),
+            Self::Tables(error) => error.origin(),
+            Self::Regs(error) => error.origin(),
+            Self::State(error) => error.origin(),
+            Self::Bus(_) | Self::Host(..) => ErrorOrigin::HOST,
         }
     }
 }

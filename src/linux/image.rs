@@ -8,7 +8,7 @@ use super::Error;
 use vellum_kvm::arch::boot::{self, BootRequest, Entry, Protocol};
 use vellum_kvm::arch::tables::Tables;
 use vellum_kvm::memory::{GuestMemory, short_size};
-use vellum_sys::fault::{Fault, Field};
+use vellum_sys::diagnose::{Diagnose, Field};
 use vellum_sys::file::{Lock, lock};
 use vellum_sys::open::{self, Kind};
 

@@ -6,8 +6,8 @@
 //! 2. [`Opened::assemble`] makes KVM's VM, its interrupt controller and its memory's tables: a [`Board`].
 //! 3. [`Board::boot`] loads a kernel ([`image`]) and says how it is entered.
 //!    A board that another machine is to come to has none.
-//! 4. [`Board::start`] starts the threads, each of which enters the sandbox, and wires devices and vCPUs: a [`Machine`],
-//!    whose vCPUs wait at the kernel's entry, or for another machine's state ([`state`]). (A thread that never gets ready is told by [`Payload::poll`].)
+//! 4. [`Board::start`] starts the threads, each of which enters the sandbox, and wires devices and vCPUs: a [`LinuxMachine`],
+//!    whose vCPUs wait at the kernel's entry, or for another machine's state ([`state`]). (A thread that never gets ready is told by [`Machine::poll`].)
 //!
 //! The session runs it (`run.rs` has its side of that). Which device lies where is decided here and nowhere else; what a device does
 //! is its own file's.
@@ -38,7 +38,7 @@ use vellum_devices::virtio::transport::Codec;
 use vellum_devices::vmgenid::VmGenId;
 use vellum_devices::{acpi_pm, debug_exit, i8042, pl031, pvpanic, system_control, test_device};
 use vellum_host::kvm::{Unusable, create_vm};
-use vellum_kvm::arch::begun::Begun;
+use vellum_kvm::arch::begun::PreparedVm;
 use vellum_kvm::arch::boot::Entry;
 use vellum_kvm::arch::core::Core;
 use vellum_kvm::arch::cpuid::{self, Choice, Cpuid, Leaf};
@@ -52,7 +52,7 @@ use vellum_kvm::vm::cr3_cache;
 use vellum_kvm::vm::vcpu::{self, Ended, Thread, Vcpu};
 use vellum_kvm::vm::{self, Processor, Vm};
 #[cfg(doc)]
-use vellum_machine::Payload;
+use vellum_machine::Machine;
 use vellum_machine::state::{Error as StateError, Processors};
 use vellum_sandbox::{Sandbox, ThreadKind};
 
@@ -109,7 +109,7 @@ impl Default for Config {
 }
 
 /// APIC ids below the broadcast id, all that an MSI without remapping can name.
-const MOST_CPUS: usize = 255;
+const MAX_CPUS: usize = 255;
 
 /// A machine whose devices' files are open.
 pub struct Opened {
@@ -132,7 +132,7 @@ pub struct Board {
 pub enum Origin<'a> {
     /// A kernel's entry.
     Boot(&'a Entry),
-    /// The state of another machine, which [`Payload::restore`] brings.
+    /// The state of another machine, which [`Machine::restore`] brings.
     State {
         /// Whether it has the devices of kvm-unit-tests.
         test_devices: bool,
@@ -148,7 +148,7 @@ struct Features {
 }
 
 /// A machine with all of its threads.
-pub struct Machine {
+pub struct LinuxMachine {
     // Dropped first: vCPU threads use everything below.
     /// Its vCPUs.
     pub vcpus: Vec<Vcpu>,
@@ -187,7 +187,7 @@ impl Opened {
     /// # Errors
     /// Where one cannot be opened; nothing is left behind.
     pub fn open(config: Config) -> Result<Self, Error> {
-        if config.cpus == 0 || config.cpus > MOST_CPUS {
+        if config.cpus == 0 || config.cpus > MAX_CPUS {
             return Err(Error::Cpus(config.cpus));
         }
         if !layout::UARTS.contains(&config.uart) {
@@ -213,7 +213,7 @@ impl Opened {
     /// # Errors
     /// Where no machine has so many.
     pub fn become_like(mut self, description: &state::Description) -> Result<Self, Error> {
-        if description.cpus == 0 || description.cpus > MOST_CPUS {
+        if description.cpus == 0 || description.cpus > MAX_CPUS {
             return Err(Error::Cpus(description.cpus));
         }
         if !layout::UARTS.contains(&description.uart) {
@@ -230,14 +230,14 @@ impl Opened {
         self.virtio.sockets()
     }
 
-    /// Makes the VM over what `map` maps; of one that has [begun](Begun), if it has.
+    /// Makes the VM over what `map` maps; of one that has [begun](PreparedVm), if it has.
     ///
     /// # Errors
     /// Where there is no such memory, or KVM refuses.
     pub fn assemble(
         self,
         kvm: &Kvm,
-        begun: Option<Begun>,
+        begun: Option<PreparedVm>,
         map: impl FnOnce() -> Result<Memory, memory::Error>,
     ) -> Result<Board, Error> {
         let Self { config, virtio } = self;
@@ -248,7 +248,7 @@ impl Opened {
             Ok((vm, irqchip))
         };
         let (supported, made) = match begun {
-            Some(Begun { vm, supported }) => (supported, make(Ok(vm))),
+            Some(PreparedVm { vm, supported }) => (supported, make(Ok(vm))),
             None => cpuid::supported_beside(kvm, || make(create_vm(kvm))),
         };
         let (vm, irqchip) = made?;
@@ -290,7 +290,7 @@ impl Board {
         origin: Origin<'_>,
         opened: console::Opened,
         sandbox: Sandbox,
-    ) -> Result<Machine, Error> {
+    ) -> Result<LinuxMachine, Error> {
         let Self { config, vm, irqchip, virtio, cpuid, context } = self;
         let test_devices = origin.has_test_devices();
         let host = |call| move |error| Error::Host(call, error);
@@ -320,7 +320,7 @@ impl Board {
         let console =
             Console::new(serial.clone(), opened, wakes.quit.clone()).map_err(host("the terminal"))?;
         let console = Arc::new(Mutex::new(console));
-        Ok(Machine {
+        Ok(LinuxMachine {
             vcpus,
             vm,
             irqchip,
@@ -350,7 +350,7 @@ impl Board {
     }
 }
 
-impl Drop for Machine {
+impl Drop for LinuxMachine {
     fn drop(&mut self) {
         // The vCPUs' threads are joined next, and one may be waiting for a device.
         self.virtio.abandon();

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::virtio::Wired;
-use super::{Error, Machine};
+use super::{Error, LinuxMachine};
 use vellum_control::operation::Asker;
 use vellum_control::{Cr3Cache, Do};
 use vellum_devices::Ending;
@@ -22,7 +22,7 @@ use vellum_devices::virtio::balloon::BalloonHandle;
 use vellum_devices::virtio::vsock::SocketPath;
 use vellum_devices::vmgenid::VmGenId;
 use vellum_disk::DiskImage;
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::arch::core::Core;
 use vellum_kvm::arch::irqchip::Irqchip;
 use vellum_kvm::dirty::{self, DirtyTracker};
@@ -30,9 +30,9 @@ use vellum_kvm::memory::{Memory, Slot, short_size};
 use vellum_kvm::vm::counters;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::ring::DirtyRing;
-use vellum_kvm::vm::vcpu::{self, Flow, Reins, Throttle, Vcpu};
-use vellum_machine::lent::{self, Lent};
-use vellum_machine::{Disk, Outline, Payload, Progress, Section, Serves, Subscriber};
+use vellum_kvm::vm::vcpu::{self, Flow, Throttle, Vcpu, VcpusDebugHandle};
+use vellum_machine::handoff::{self, HandoffFds};
+use vellum_machine::{Disk, EventSources, Machine, MachineInfo, Progress, Section, Subscriber};
 
 /// What tells the session to ask the machine.
 pub(super) struct Wakes {
@@ -49,16 +49,16 @@ impl Wakes {
     }
 }
 
-impl Payload for Machine {
+impl Machine for LinuxMachine {
     type Error = Error;
 
-    fn serves(&mut self) -> Serves {
+    fn event_sources(&mut self) -> EventSources {
         if std::mem::replace(&mut self.served, true) {
-            return Serves::default();
+            return EventSources::default();
         }
         let devices = self.virtio.devices.iter().map(|wired| wired.device.subscriber());
         let subscribers = std::iter::once(self.console.clone() as Subscriber).chain(devices).collect();
-        Serves { subscribers, wakes: vec![self.wakes.ended.clone(), self.wakes.quit.clone()] }
+        EventSources { subscribers, wakes: vec![self.wakes.ended.clone(), self.wakes.quit.clone()] }
     }
 
     fn start(&mut self) -> Result<(), Error> {
@@ -104,8 +104,8 @@ impl Payload for Machine {
         false
     }
 
-    fn outline(&self) -> Outline {
-        Outline {
+    fn info(&self) -> MachineInfo {
+        MachineInfo {
             vcpus: self.vcpus.len(),
             memory: self.vm.memory.config.size,
             backing: Some(self.vm.memory.config.backing),
@@ -206,8 +206,8 @@ impl Payload for Machine {
         self.ended.as_ref().and_then(|(index, ended)| Some((*index, *ended.kept.as_ref()?.downcast_ref()?)))
     }
 
-    fn reins(&self) -> Reins {
-        Reins::new(&self.vcpus)
+    fn reins(&self) -> VcpusDebugHandle {
+        VcpusDebugHandle::new(&self.vcpus)
     }
 
     fn track(&mut self, method: dirty::Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
@@ -223,7 +223,7 @@ impl Payload for Machine {
         self.save_state()
     }
 
-    fn restore(&mut self, sections: Vec<Section>, meanwhile: Meanwhile) -> Result<(), Self::Error> {
+    fn restore(&mut self, sections: Vec<Section>, meanwhile: ClockPolicy) -> Result<(), Self::Error> {
         self.restore_state(sections, meanwhile)
     }
 
@@ -235,18 +235,18 @@ impl Payload for Machine {
         Ok(self.vmgenid.as_ref().map_or(Ok(()), VmGenId::renew)?)
     }
 
-    fn lend(&mut self, lent: &mut Lent) -> Result<(), String> {
+    fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String> {
         let refused = |error: io::Error| format!("the host refuses a descriptor: {error}");
         lent.list.lock = self.vm.memory.config.lock;
         lent.list.dirty_ring = self.vm.dirty_ring.as_deref().map(DirtyRing::entries);
-        let console::Lent { output, input, slave, raw } = self.console().lend().map_err(refused)?;
+        let console::HandedConsole { output, input, slave, raw } = self.console().lend().map_err(refused)?;
         let [output, input, slave] = [output, input, slave].map(|file| file.map(|file| lent.add(file)));
-        lent.list.serial = Some(lent::Serial { output, input, slave, raw });
+        lent.list.serial = Some(handoff::Serial { output, input, slave, raw });
         for Wired { name, device, asked, .. } in &self.virtio.devices {
             let written = asked.written.clone().ok_or_else(|| format!("{name}: its path is no text"))?;
             let descriptors = device.lend().map_err(refused)?;
             let descriptors = descriptors.into_iter().map(|descriptor| lent.add(descriptor)).collect();
-            lent.list.devices.push(lent::Device { kind: asked.kind.to_owned(), written, descriptors });
+            lent.list.devices.push(handoff::Device { kind: asked.kind.to_owned(), written, descriptors });
         }
         Ok(())
     }
@@ -260,7 +260,7 @@ impl Payload for Machine {
     }
 }
 
-impl Machine {
+impl LinuxMachine {
     fn console(&self) -> MutexGuard<'_, Console> {
         self.console.lock().expect("nobody panics with it")
     }

@@ -6,12 +6,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::virtio::PciBus;
-use super::{Error, Machine};
+use super::{Error, LinuxMachine};
 use vellum_devices::virtio::transport::{self, Codec};
 use vellum_devices::virtio::{RestoreError, pci};
 use vellum_devices::vmgenid::VmGenId;
 use vellum_devices::{rtc, serial};
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::arch::cpuid::Leaf;
 use vellum_kvm::arch::fixed::Uart;
 use vellum_kvm::arch::irqchip::{self, Mode};
@@ -178,7 +178,7 @@ impl PciBus {
     }
 }
 
-impl Machine {
+impl LinuxMachine {
     /// Its VM, and proof that nothing writes to its memory; while it is paused.
     ///
     /// # Errors
@@ -239,7 +239,7 @@ impl Machine {
     pub(super) fn restore_state(
         &mut self,
         sections: Vec<Section>,
-        meanwhile: Meanwhile,
+        meanwhile: ClockPolicy,
     ) -> Result<(), Error> {
         self.vcpus.iter().try_for_each(Vcpu::ready)?;
         let names = self.virtio.devices.iter().map(|wired| wired.name.as_str());

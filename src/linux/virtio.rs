@@ -16,7 +16,7 @@ use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
 use serde_json::Value;
 use vmm_sys_util::eventfd::EventFd;
 
-use vellum_control::Stays;
+use vellum_control::MigrationBlocker;
 use vellum_devices::bus::{Bus, Overlap};
 use vellum_devices::pci::host::{ECAM_SIZE, Ecam, Host, PORTS, Ports, Window};
 use vellum_devices::pci::msix::Message;
@@ -25,13 +25,13 @@ use vellum_devices::virtio::mmio::{self, Mmio};
 use vellum_devices::virtio::pci::{self, Pci};
 use vellum_devices::virtio::transport::{Codec, Transport};
 use vellum_devices::virtio::vsock::SocketPath;
-use vellum_devices::virtio::{DeviceConfig, Hang, KINDS, OpenError, PATIENCE, VirtioDevice};
+use vellum_devices::virtio::{DeviceConfig, Hang, KINDS, OpenError, PAUSE_TIMEOUT, VirtioDevice};
 use vellum_kvm::arch::fixed::{self, PciHost, VirtioMmio};
 use vellum_kvm::arch::gsi::{self, Gsi, Gsis};
 use vellum_kvm::arch::layout;
 use vellum_kvm::memory::GuestMemory;
 use vellum_sandbox::Sandbox;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// What is asked for, in the order in which devices of one kind are numbered.
 #[derive(Clone, Debug, Default)]
@@ -72,15 +72,15 @@ pub enum Error {
     Host(String, #[source] io::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Open(key, error) => Blame { field: Some(Field::Device(key)), ..error.blame() },
-            Self::Locked(_, error) => error.blame(),
-            Self::Second(key) | Self::Twice(key, _) => Blame::user(Field::Device(key)),
-            Self::TooMany(..) => Blame::USER,
-            Self::Gsi(error) => error.blame(),
-            Self::Kvm(..) | Self::Bus(_) | Self::Hangs(..) | Self::Host(..) => Blame::HOST,
+            Self::Open(key, error) => ErrorOrigin { field: Some(Field::Device(key)), ..error.origin() },
+            Self::Locked(_, error) => error.origin(),
+            Self::Second(key) | Self::Twice(key, _) => ErrorOrigin::user(Field::Device(key)),
+            Self::TooMany(..) => ErrorOrigin::USER,
+            Self::Gsi(error) => error.origin(),
+            Self::Kvm(..) | Self::Bus(_) | Self::Hangs(..) | Self::Host(..) => ErrorOrigin::HOST,
         }
     }
 }
@@ -372,7 +372,7 @@ impl Virtio {
     /// # Errors
     /// Which device hangs. All go on then.
     pub fn quiesce(&self) -> Result<(), Error> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + PAUSE_TIMEOUT;
         let hangs = self.devices.iter().find_map(|Wired { name, device, .. }| {
             let left = deadline.saturating_duration_since(Instant::now());
             device.quiesce(left).err().map(|hang| Error::Hangs(name.clone(), hang))
@@ -396,10 +396,10 @@ impl Virtio {
     }
 
     /// The first device that keeps the machine where it is, if there is one.
-    pub fn stays(&self) -> Option<Stays> {
+    pub fn stays(&self) -> Option<MigrationBlocker> {
         self.devices.iter().find_map(|Wired { name, device, .. }| {
             let (key, why) = device.stays()?;
-            Some(Stays { key: key.into(), name: name.clone(), why: why.into() })
+            Some(MigrationBlocker { key: key.into(), name: name.clone(), why: why.into() })
         })
     }
 
@@ -468,9 +468,9 @@ mod tests {
         }
 
         fn quiesce(&mut self, patience: Duration) -> Result<Option<Active>, Hang> {
-            assert!(patience <= PATIENCE);
+            assert!(patience <= PAUSE_TIMEOUT);
             match self.hangs {
-                true => Err(Hang { what: "a request".into(), since: PATIENCE }),
+                true => Err(Hang { what: "a request".into(), since: PAUSE_TIMEOUT }),
                 false => Ok(self.runs.lock().unwrap().take()),
             }
         }

@@ -1,11 +1,11 @@
 //! What a session runs: a machine of either kind, the PC with a kernel or a built-in guest, as the process around it sees it.
 //!
-//! A payload owns vCPUs, memory and devices, and knows nothing of signals, sockets, time limits or the terminal: those are the
-//! session's (`session/`), which asks one payload after every turn of its event loop.
+//! A machine owns vCPUs, memory and devices, and knows nothing of signals, sockets, time limits or the terminal: those are the
+//! session's (`session/`), which asks one machine after every turn of its event loop.
 
 pub mod dump;
 pub mod gdb;
-pub mod lent;
+pub mod handoff;
 pub mod section;
 pub mod state;
 
@@ -17,35 +17,35 @@ use event_manager::MutEventSubscriber;
 use serde_json::Value;
 use vmm_sys_util::eventfd::EventFd;
 
-use self::lent::Lent;
+use self::handoff::HandoffFds;
 pub use self::section::Section;
 use vellum_control::operation::{Asker, News, UnderWay};
-use vellum_control::{Cr3Cache, DirtyRings, Do, Stays};
+use vellum_control::{Cr3Cache, DirtyRings, Do, MigrationBlocker};
 use vellum_disk::DiskImage;
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::arch::core::Core;
 use vellum_kvm::dirty::{self, DirtyTracker};
 use vellum_kvm::memory::{Backing, Memory, Slot};
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::ring::DirtyRing;
-use vellum_kvm::vm::vcpu::{Reins, Throttle};
+use vellum_kvm::vm::vcpu::{Throttle, VcpusDebugHandle};
 use vellum_sandbox::ThreadKind;
 
 /// Something that the session's event loop serves.
 pub type Subscriber = Arc<Mutex<dyn MutEventSubscriber + Send>>;
 
-/// What a payload has for the event loop.
+/// What a machine has for the event loop.
 #[derive(Default)]
-pub struct Serves {
+pub struct EventSources {
     /// Devices and whatever else has descriptors of its own.
     pub subscribers: Vec<Subscriber>,
-    /// Descriptors that become readable when [`Payload::poll`] has something to say. `poll` reads them.
+    /// Descriptors that become readable when [`Machine::poll`] has something to say. `poll` reads them.
     pub wakes: Vec<Arc<EventFd>>,
 }
 
-/// What a payload is, in a few words.
+/// What a machine is, in a few words.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Outline {
+pub struct MachineInfo {
     /// How many vCPUs it has.
     pub vcpus: usize,
     /// Its RAM in bytes.
@@ -63,7 +63,7 @@ pub struct Outline {
     /// The names of its disks.
     pub disks: Vec<String>,
     /// What keeps it from being saved and from moving, if anything does.
-    pub stays: Option<Stays>,
+    pub stays: Option<MigrationBlocker>,
 }
 
 /// A disk of a machine.
@@ -80,7 +80,7 @@ pub fn dirty_rings(ring: &DirtyRing) -> DirtyRings {
     DirtyRings { entries: ring.entries(), full: ring.relieved() }
 }
 
-/// How far a payload has come that knows how far it has to go.
+/// How far a machine has come that knows how far it has to go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// Pages accessed so far.
@@ -90,19 +90,19 @@ pub struct Progress {
 }
 
 /// A machine that a session runs.
-pub trait Payload {
+pub trait Machine {
     /// Why it cannot go on.
     type Error: std::error::Error;
 
     /// What the session's event loop is to serve for it from now on: each once. Asked after every turn of the loop.
-    fn serves(&mut self) -> Serves;
+    fn event_sources(&mut self) -> EventSources;
 
-    /// What the thread of the event loop may call from before [`Payload::start`] on.
+    /// What the thread of the event loop may call from before [`Machine::start`] on.
     fn confinement(&self) -> ThreadKind {
         ThreadKind::Main
     }
 
-    /// Lets its vCPUs run for the first time: from the beginning, or from where it was [restored](Payload::restore).
+    /// Lets its vCPUs run for the first time: from the beginning, or from where it was [restored](Machine::restore).
     ///
     /// # Errors
     /// Where a vCPU's thread never came to be ready.
@@ -120,14 +120,14 @@ pub trait Payload {
     /// Where something does not stop in time. Everything that had stopped goes on then.
     fn pause(&mut self) -> Result<(), Self::Error>;
 
-    /// Lets devices, then vCPUs go on. After [`Payload::pause`] alone.
+    /// Lets devices, then vCPUs go on. After [`Machine::pause`] alone.
     fn resume(&mut self);
 
     /// Asks the guest to come to its own end. False where it has no way to: then it is over at once.
     fn request_end(&mut self) -> bool;
 
     /// What it is.
-    fn outline(&self) -> Outline;
+    fn info(&self) -> MachineInfo;
 
     /// How far it has come, where it has an idea of that.
     fn progress(&self) -> Option<Progress>;
@@ -176,7 +176,7 @@ pub trait Payload {
     /// All memory that moves with it, in the order of KVM's numbers.
     fn memory(&self) -> Vec<Slot>;
 
-    /// Its RAM, which the first of [`Payload::memory`] are cut from.
+    /// Its RAM, which the first of [`Machine::memory`] are cut from.
     fn ram(&self) -> Memory;
 
     /// Its disks, which do not move with it.
@@ -198,11 +198,11 @@ pub trait Payload {
     }
 
     /// Its vCPUs for its debugger; none of a machine that nobody debugs.
-    fn reins(&self) -> Reins {
-        Reins::new(&[])
+    fn reins(&self) -> VcpusDebugHandle {
+        VcpusDebugHandle::new(&[])
     }
 
-    /// Follows who writes to [`Payload::memory`], from now on what the VMM writes, and from [`DirtyTracker::enable`] on what the
+    /// Follows who writes to [`Machine::memory`], from now on what the VMM writes, and from [`DirtyTracker::enable`] on what the
     /// guest writes. While it is paused.
     ///
     /// # Errors
@@ -217,21 +217,21 @@ pub trait Payload {
     /// Where it is not paused, KVM refuses, or its guest has something that cannot be saved.
     fn save(&mut self) -> Result<Vec<Section>, Self::Error>;
 
-    /// Takes over what [`Payload::save`] gave, in a machine that was made for it and has never run. Neither KVM nor a device writes
-    /// to guest memory: what would is held back until [`Payload::commit`].
+    /// Takes over what [`Machine::save`] gave, in a machine that was made for it and has never run. Neither KVM nor a device writes
+    /// to guest memory: what would is held back until [`Machine::commit`].
     ///
     /// # Errors
     /// Where `sections` are not the state of the like of it, or KVM refuses. It cannot be used for anything then.
-    fn restore(&mut self, sections: Vec<Section>, meanwhile: Meanwhile) -> Result<(), Self::Error>;
+    fn restore(&mut self, sections: Vec<Section>, meanwhile: ClockPolicy) -> Result<(), Self::Error>;
 
-    /// After [`Payload::restore`], when its memory is complete and nobody else runs it: restores what was held back, takes the locks
-    /// of its disks, and tells its networks where it is now. [`Payload::start`] lets it run.
+    /// After [`Machine::restore`], when its memory is complete and nobody else runs it: restores what was held back, takes the locks
+    /// of its disks, and tells its networks where it is now. [`Machine::start`] lets it run.
     ///
     /// # Errors
     /// Where somebody else has one of its disks, or KVM refuses. It has not run then.
     fn commit(&mut self) -> Result<(), Self::Error>;
 
-    /// After [`Payload::commit`] of a state that other machines may go on from too: tells its guest, where that can be told, that it is not
+    /// After [`Machine::commit`] of a state that other machines may go on from too: tells its guest, where that can be told, that it is not
     /// the only one.
     ///
     /// # Errors
@@ -244,7 +244,7 @@ pub trait Payload {
     ///
     /// # Errors
     /// In words for whoever asked.
-    fn lend(&mut self, lent: &mut Lent) -> Result<(), String>;
+    fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String>;
 
     /// When it has moved to a process that stands in for this one: what ties the two together, once.
     fn successor(&mut self) -> Option<OwnedFd> {
@@ -260,12 +260,12 @@ pub trait Payload {
     /// Where somebody else has one.
     fn retake(&mut self) -> Result<(), Self::Error>;
 
-    /// After [`Payload::save`], when the guest runs elsewhere: what has been typed for it since, which it is given nothing of here.
+    /// After [`Machine::save`], when the guest runs elsewhere: what has been typed for it since, which it is given nothing of here.
     fn take_typed(&mut self) -> Vec<u8> {
         Vec::new()
     }
 
-    /// Gives its guest what [`Payload::take_typed`] gave elsewhere.
+    /// Gives its guest what [`Machine::take_typed`] gave elsewhere.
     fn give_typed(&mut self, _typed: &[u8]) {}
 
     /// Whether what its guest has said has all been read. Where it has not, the event loop goes on for the reader's sake.

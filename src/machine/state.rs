@@ -13,14 +13,14 @@ use kvm_ioctls::VmFd;
 use serde::{Deserialize, Serialize};
 
 use super::section::{self, Section, Sections};
-use vellum_kvm::arch::clocks::{self, Clock, Meanwhile};
+use vellum_kvm::arch::clocks::{self, Clock, ClockPolicy};
 use vellum_kvm::arch::cpuid::Leaf;
-use vellum_kvm::arch::irqchip::{self, Held, Irqchip};
+use vellum_kvm::arch::irqchip::{self, HeldVectors, Irqchip};
 use vellum_kvm::arch::state::{self, Context};
 use vellum_kvm::memory::{self, Memory, Slot};
 use vellum_kvm::vm::quiesced::Quiesced;
 use vellum_kvm::vm::vcpu;
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 use vellum_sys::plant::{self, Mistake};
 
 /// The versions of the sections that every machine has.
@@ -63,13 +63,13 @@ pub enum Error {
     NotRestored,
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Irqchip(error) => error.blame(),
-            Self::Slots(error) => error.blame(),
-            Self::Section(_) | Self::Device(..) | Self::Description(_) | Self::Memory(_) => Blame::USER,
-            Self::State(..) | Self::Clock(_) | Self::Vcpu(_) | Self::NotRestored => Blame::HOST,
+            Self::Irqchip(error) => error.origin(),
+            Self::Slots(error) => error.origin(),
+            Self::Section(_) | Self::Device(..) | Self::Description(_) | Self::Memory(_) => ErrorOrigin::USER,
+            Self::State(..) | Self::Clock(_) | Self::Vcpu(_) | Self::NotRestored => ErrorOrigin::HOST,
         }
     }
 }
@@ -168,7 +168,7 @@ impl Processors {
     }
 
     /// What they hold of interrupts.
-    pub fn held(&self) -> Held {
+    pub fn held(&self) -> HeldVectors {
         state::held(&self.vcpus)
     }
 
@@ -182,7 +182,7 @@ impl Processors {
         quiesced: &Quiesced<'_>,
         vm: &VmFd,
         context: &Context,
-        meanwhile: Meanwhile,
+        meanwhile: ClockPolicy,
         irqchip: Option<(&Irqchip, irqchip::State)>,
         devices: impl FnOnce() -> Result<(), E>,
     ) -> Result<Option<u32>, E> {
@@ -209,7 +209,7 @@ impl Processors {
         &self,
         quiesced: &Quiesced<'_>,
         context: &Context,
-        meanwhile: Meanwhile,
+        meanwhile: ClockPolicy,
     ) -> Result<Option<u32>, Error> {
         let (states, asked) = (self.vcpus.clone(), context.clone());
         // By the first one's TSC the others know how long it has been. Its thread does all that it has to do at once: to wake it, and to be

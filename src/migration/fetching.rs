@@ -25,8 +25,8 @@ use vmm_sys_util::eventfd::EventFd;
 use self::asking::Asking;
 pub use self::asking::{Gate, Link};
 use self::files::Files;
-use super::landing::Landing;
 use super::message::Waited;
+use super::postcopy_memory::PostcopyMemory;
 use super::threads;
 use crate::snapshot::layer::Layers;
 use crate::snapshot::working_set::{Unnamed, WorkingSet};
@@ -72,7 +72,7 @@ pub struct Work {
 #[derive(Debug)]
 pub struct Following {
     /// The memory, and which of it is missing.
-    pub landing: Arc<Landing>,
+    pub landing: Arc<PostcopyMemory>,
     /// All RAM, of which all is made to be there, or locked, once nothing is missing.
     pub ram: Memory,
     /// The connection on which pages are asked for.
@@ -83,7 +83,7 @@ pub struct Following {
     pub vcpus: Vec<u32>,
 }
 
-enum Told {
+enum FetchCommand {
     Begin(Box<(Work, Uffd)>),
     Follow(Box<Following>),
     /// Another connection to the source.
@@ -119,7 +119,7 @@ pub struct Whole {
 /// The thread, as those who wait for it see it.
 #[derive(Debug)]
 pub struct Fetching {
-    tell: Sender<Told>,
+    tell: Sender<FetchCommand>,
     /// Written where it is told something in the middle of its work.
     wake: Arc<EventFd>,
     said: Receiver<Said>,
@@ -148,8 +148,8 @@ impl Fetching {
                 return speaks(Said::Answers(Err(error.to_string())));
             }
             let mut thread = match told.recv() {
-                Ok(Told::Begin(work)) => Thread::of_files(*work, recording, told, wakes),
-                Ok(Told::Follow(following)) => Thread::of_a_source(*following, told, wakes),
+                Ok(FetchCommand::Begin(work)) => Thread::of_files(*work, recording, told, wakes),
+                Ok(FetchCommand::Follow(following)) => Thread::of_a_source(*following, told, wakes),
                 _ => return,
             };
             let registered = thread.landing.register();
@@ -183,7 +183,7 @@ impl Fetching {
         self.uffd.take()
     }
 
-    fn answered(&self, told: Told) -> Result<(), String> {
+    fn answered(&self, told: FetchCommand) -> Result<(), String> {
         let gone = "the thread that fetches memory has failed";
         self.tell.send(told).map_err(|_| gone)?;
         match self.said.recv() {
@@ -198,7 +198,7 @@ impl Fetching {
     /// Where the kernel refuses; nothing has changed then.
     pub fn begin(&mut self, work: Work) -> Result<(), String> {
         let uffd = self.take_uffd().ok_or("it has begun")?;
-        self.answered(Told::Begin(Box::new((work, uffd))))
+        self.answered(FetchCommand::Begin(Box::new((work, uffd))))
     }
 
     /// The same, where pages come from a source.
@@ -206,27 +206,27 @@ impl Fetching {
     /// # Errors
     /// As [`Self::begin`].
     pub fn follow(&self, following: Following) -> Result<(), String> {
-        self.answered(Told::Follow(Box::new(following)))
+        self.answered(FetchCommand::Follow(Box::new(following)))
     }
 
-    fn tell(&self, what: Told) {
+    fn tell(&self, what: FetchCommand) {
         // A thread that has ended has brought all.
         let _ = (self.tell.send(what), self.wake.write(1));
     }
 
     /// The machine runs.
     pub fn runs(&self) {
-        self.tell(Told::Runs);
+        self.tell(FetchCommand::Runs);
     }
 
     /// There is another connection to the source.
     pub fn link(&self, link: Link) {
-        self.tell(Told::Link(Box::new(link)));
+        self.tell(FetchCommand::Link(Box::new(link)));
     }
 
     /// The source is cut off.
     pub fn cut(&self) {
-        self.tell(Told::Cut);
+        self.tell(FetchCommand::Cut);
     }
 
     /// Readable when it has said something.
@@ -272,7 +272,7 @@ enum Origin {
 
 /// What the thread has.
 struct Thread {
-    landing: Arc<Landing>,
+    landing: Arc<PostcopyMemory>,
     origin: Origin,
     began: Instant,
     faults: u64,
@@ -282,17 +282,17 @@ impl Thread {
     fn of_files(
         (work, uffd): (Work, Uffd),
         recording: Option<Recording>,
-        told: Receiver<Told>,
+        told: Receiver<FetchCommand>,
         wake: Arc<EventFd>,
     ) -> Self {
         let Work { mapping, page, layers, first } = work;
         let missing = files::missing(&layers, page / PAGE_SIZE, mapping.len() / page);
-        let landing = Arc::new(Landing::new(uffd, mapping, page, missing, wake));
+        let landing = Arc::new(PostcopyMemory::new(uffd, mapping, page, missing, wake));
         let files = Files::new(&landing, layers, first, recording, told);
         Self { landing, origin: Origin::Files(files), began: Instant::now(), faults: 0 }
     }
 
-    fn of_a_source(following: Following, told: Receiver<Told>, wake: Arc<EventFd>) -> Self {
+    fn of_a_source(following: Following, told: Receiver<FetchCommand>, wake: Arc<EventFd>) -> Self {
         let landing = following.landing.clone();
         let asking = Asking::new(following, told, wake);
         Self { landing, origin: Origin::Source(Box::new(asking)), began: Instant::now(), faults: 0 }

@@ -1,12 +1,12 @@
-//! A machine that is to come: the payload of a session that waits for it, and then the machine itself. Here is the event loop's side
-//! of an arrival, which does what the [`receiver`](super::receiver)'s thread demands; [`assembly`] makes the machine, and [`payload`] is what the
+//! A machine that is to come: what a session runs while it waits for one, and then that machine. Here is the event loop's side
+//! of an arrival, which does what the [`receiver`](super::receiver)'s thread demands; [`assembly`] makes the machine, and [`machine`] is what the
 //! session sees.
 //!
 //! What the guest sees comes from the source: how many vCPUs, which interrupt controller, how much memory, which devices. What the
 //! host sees is this process's own: what backs memory, where disks, networks and the serial port lead.
 
 mod assembly;
-mod payload;
+mod machine;
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,26 +17,26 @@ use kvm_ioctls::Kvm;
 use vmm_sys_util::eventfd::EventFd;
 
 use self::assembly::{Refused, assemble};
-use super::fence::{Fence, Word};
+use super::commit_flag::{CommitFlag, Ownership};
 use super::fetching::{self, Fetching, Gate};
 use super::loading::{Loading, Way};
 use super::message::Misfit;
-use super::mobile::{Error, HELD, HELD_VERSION, HeldState, Mobile, now};
+use super::migratable::{Error, HELD, HELD_VERSION, HeldState, MigratableMachine, now};
 use super::populating::Populating;
 use super::receiver::lanes::Lanes;
-use super::receiver::{Demand, Done, Offer, Place, Receiving, Said, Told};
+use super::receiver::{Demand, Done, Offer, Place, ReceiverCommand, Receiving, Said};
 use super::threads;
 use crate::snapshot::disk;
 use crate::snapshot::source::Source;
 use vellum_control::{self as control, Came, Event};
 use vellum_devices::console;
-use vellum_guests::run::Run;
-use vellum_kvm::arch::begun::Begun;
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_guests::run::BuiltinMachine;
+use vellum_kvm::arch::begun::PreparedVm;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::memory::{MemoryConfig, Room};
-use vellum_linux::{Machine, Opened};
+use vellum_linux::{LinuxMachine, Opened};
 use vellum_machine::section::Sections;
-use vellum_machine::{Payload, Section};
+use vellum_machine::{Machine, Section};
 use vellum_sandbox::{Sandbox, ThreadKind};
 use vellum_sys::pagemap::Pagemap;
 use vellum_sys::plant::{self, Mistake};
@@ -47,7 +47,7 @@ pub struct Host {
     /// KVM, opened before the sandbox was entered.
     pub kvm: Kvm,
     /// What of a machine was made of it, while it was not known which one comes.
-    pub begun: Option<Begun>,
+    pub begun: Option<PreparedVm>,
     /// The host's side of its devices.
     pub devices: Opened,
     /// Where its serial port leads.
@@ -71,20 +71,20 @@ pub struct Host {
 /// A machine that has come, of either kind.
 pub enum Arrived {
     /// A PC with a kernel.
-    Pc(Box<Mobile<Machine>>),
+    Pc(Box<MigratableMachine<LinuxMachine>>),
     /// A built-in guest.
-    BuiltIn(Box<Mobile<Run>>),
+    BuiltIn(Box<MigratableMachine<BuiltinMachine>>),
 }
 
 impl Arrived {
-    fn payload(&mut self) -> &mut dyn Payload<Error = Error> {
+    fn machine(&mut self) -> &mut dyn Machine<Error = Error> {
         match self {
             Self::Pc(machine) => &mut **machine,
             Self::BuiltIn(run) => &mut **run,
         }
     }
 
-    fn view(&self) -> &dyn Payload<Error = Error> {
+    fn view(&self) -> &dyn Machine<Error = Error> {
         match self {
             Self::Pc(machine) => &**machine,
             Self::BuiltIn(run) => &**run,
@@ -104,7 +104,7 @@ pub struct Incoming {
     host: Option<Host>,
     sandbox: Sandbox,
     machine: Option<Arrived>,
-    thread: threads::Machine<Said, Told>,
+    thread: threads::MachineEnd<Said, ReceiverCommand>,
     wake: Arc<EventFd>,
     served: bool,
     standing: &'static str,
@@ -121,7 +121,7 @@ pub struct Incoming {
     /// What brings it, until that is started.
     bringer: Option<Bringer>,
     /// What becomes of the time since it was saved.
-    meanwhile: Meanwhile,
+    meanwhile: ClockPolicy,
     /// Whether it waits to be resumed, however it was saved.
     paused: bool,
     /// Whether other machines may come out of the same state.
@@ -142,7 +142,7 @@ pub enum Arrival {
         /// The point.
         point: Option<u32>,
         /// What becomes of the time since.
-        meanwhile: Meanwhile,
+        meanwhile: ClockPolicy,
         /// Whether it waits to be resumed.
         paused: bool,
         /// Whether its disks need not be as they were.
@@ -180,7 +180,7 @@ impl Incoming {
         let (bringer, standing, meanwhile, paused) = match arrival {
             Arrival::Process(liveness) => {
                 let receiving = Box::new(Receiving::new(mine, liveness));
-                (Bringer::Receiving(receiving), "waiting", Meanwhile::Passes, false)
+                (Bringer::Receiving(receiving), "waiting", ClockPolicy::Passes, false)
             }
             Arrival::Snapshot { source, point, meanwhile, paused, disk_changed, way } => {
                 accepted = disk_changed;
@@ -213,12 +213,12 @@ impl Incoming {
     /// Has the thread of the migration let in who connects to this socket: the event loop's may be the one that waits for what a source
     /// has which connects there anew.
     pub fn listen(&self, socket: OwnedFd) {
-        self.thread.tell(Told::Listen(socket));
+        self.thread.tell(ReceiverCommand::Listen(socket));
     }
 
     /// Somebody has connected already.
     pub fn connected(&self, socket: OwnedFd) {
-        self.thread.tell(Told::Connected(socket));
+        self.thread.tell(ReceiverCommand::Connected(socket));
     }
 
     /// The machine, if it has come and has run here.
@@ -231,10 +231,10 @@ impl Incoming {
             match said {
                 Said::Demand(demand) => {
                     let done = self.answer(demand);
-                    self.thread.tell(Told::Done(done));
+                    self.thread.tell(ReceiverCommand::Done(done));
                 }
                 Said::Typed(typed) => {
-                    self.payload().into_iter().for_each(|machine| machine.give_typed(&typed))
+                    self.machine().into_iter().for_each(|machine| machine.give_typed(&typed))
                 }
                 Said::Uncommitted(waits) => self.standing = if waits { "uncommitted" } else { "incoming" },
                 Said::Gone(why) => self.gone = Some(Error::Gone(format!("no machine has come: {why}"))),
@@ -318,7 +318,7 @@ impl Incoming {
     /// Looks at the disks once nobody else can write to them.
     fn claim(&mut self, then: &[control::Disk]) -> Result<(), Done> {
         let machine = self.machine.as_mut().ok_or(Done::Failed("nothing has been assembled".into()))?;
-        machine.payload().retake().map_err(|error| Done::Failed(error.to_string()))?;
+        machine.machine().retake().map_err(|error| Done::Failed(error.to_string()))?;
         match disk::differences(then, &machine.view().disks()) {
             Ok(Some(what)) if !self.disk_changed && !plant::is(Mistake::DisksUnchecked) => {
                 return Err(Done::DiskChanged(what));
@@ -339,20 +339,22 @@ impl Incoming {
         if held.user || self.paused {
             machine.arrive_paused();
         }
-        machine.payload().restore(state, self.meanwhile).map_err(|error| error.to_string())?;
+        machine.machine().restore(state, self.meanwhile).map_err(|error| error.to_string())?;
         self.came = Came { complete, restored: now(), runs: 0 };
         Ok(())
     }
 
-    fn begin(&mut self, fence: Option<&Fence>, gate: Option<&Gate>) -> Result<(), String> {
+    fn begin(&mut self, fence: Option<&CommitFlag>, gate: Option<&Gate>) -> Result<(), String> {
         let machine = self.machine.as_mut().ok_or("nothing has been assembled")?;
         let refused = || Err("the source has taken it back".to_owned());
-        if fence.is_some_and(|fence| fence.step(Word::Committed, Word::Committed) != Word::Committed) {
+        if fence.is_some_and(|fence| {
+            fence.step(Ownership::Committed, Ownership::Committed) != Ownership::Committed
+        }) {
             return refused();
         }
-        machine.payload().commit().map_err(|error| error.to_string())?;
+        machine.machine().commit().map_err(|error| error.to_string())?;
         if self.restored {
-            machine.payload().renew().map_err(|error| error.to_string())?;
+            machine.machine().renew().map_err(|error| error.to_string())?;
         }
         // What a process that only runs a machine does not need is given up before its guest runs.
         self.sandbox.enter(ThreadKind::Main, "main").map_err(|error| error.to_string())?;
@@ -360,11 +362,11 @@ impl Incoming {
             return Err("the link to the source was cut".into());
         }
         // From here on it is this side's, whatever becomes of the other.
-        if fence.is_some_and(|fence| fence.step(Word::Committed, Word::Ran) != Word::Ran) {
+        if fence.is_some_and(|fence| fence.step(Ownership::Committed, Ownership::Ran) != Ownership::Ran) {
             return refused();
         }
-        if let Err(error) = machine.payload().start() {
-            fence.map(|fence| fence.step(Word::Ran, Word::Withdrawn));
+        if let Err(error) = machine.machine().start() {
+            fence.map(|fence| fence.step(Ownership::Ran, Ownership::Withdrawn));
             return Err(error.to_string());
         }
         self.runs = true;
@@ -373,11 +375,11 @@ impl Incoming {
         Ok(())
     }
 
-    fn payload(&mut self) -> Option<&mut dyn Payload<Error = Error>> {
-        self.machine.as_mut().filter(|_| self.runs).map(Arrived::payload)
+    fn machine(&mut self) -> Option<&mut dyn Machine<Error = Error>> {
+        self.machine.as_mut().filter(|_| self.runs).map(Arrived::machine)
     }
 
-    fn view(&self) -> Option<&dyn Payload<Error = Error>> {
+    fn view(&self) -> Option<&dyn Machine<Error = Error>> {
         self.machine.as_ref().filter(|_| self.runs).map(Arrived::view)
     }
 }

@@ -13,17 +13,17 @@
 //! | [`bits`] | a bit a page, which the threads of several connections share |
 //! | [`share`] | which of several connections carries which pages |
 //! | [`pace`] | a cap on bandwidth |
-//! | [`fence`] | on one host, a word that both processes see, and that decides |
+//! | [`commit_flag`] | on one host, a word that both processes see, and that decides |
 //! | [`link`] | one connection: a stream socket that carries frames |
 //! | [`sender`], [`receiver`] | each side's thread, which drives its machine |
 //! | [`populating`] | memory of a target that is to be there in full |
 //! | [`fetching`] | memory that comes when somebody wants it, out of a snapshot or from a source that has handed over its guest |
-//! | [`landing`] | which of it is missing, and how what comes gets into it |
+//! | [`postcopy_memory`] | which of it is missing, and how what comes gets into it |
 //! | [`saving`], [`loading`] | the same between a machine and the files of a [`snapshot`] |
 //! | [`threads`] | what that thread and the event loop's say to each other |
-//! | [`mobile`], [`incoming`] | each side's payload, which does on the event loop's thread what the other thread demands |
+//! | [`migratable`], [`incoming`] | each side's machine, which does on the event loop's thread what the other thread demands |
 //!
-//! What a whole machine's state is, and in which order it is saved and restored, is [`vellum_machine::state`]'s. A courier
+//! What a whole machine's state is, and in which order it is saved and restored, is [`vellum_machine::state`]'s. A client
 //! (`cli/migrate.rs`) connects the two sides and hands over the connection; the machine itself opens nothing.
 //!
 //! # The hand-over
@@ -48,7 +48,7 @@
 //! by its session and its number (JOIN, JOINED), and every pass ends with a PASS_END on all of them, which both sides wait for. Until
 //! READY the cut of one is the cut of all. From then on only the first counts.
 //!
-//! Where both are on one host, RAM may be handed over as a descriptor that comes with HELLO, beside the fence, without which it is not
+//! Where both are on one host, RAM may be handed over as a descriptor that comes with HELLO, beside the commit_flag, without which it is not
 //! done: CONFIG says so, no passes follow, and the last pages are those of other memory. Both have the same RAM from FIT on. The target
 //! writes nothing there before COMMIT, and the source nothing after it.
 //!
@@ -72,24 +72,24 @@
 //!
 //! Two copies never run: the source runs until it has sent COMMIT, and afterwards only where the target has said that it never ran
 //! and never will, or where the operator insists. After a cut QUERY asks the target what became of it; every message from COMMIT
-//! on may be repeated and does nothing the second time. Between two processes of one host the [`fence`] decides at once, and nobody
+//! on may be repeated and does nothing the second time. Between two processes of one host the [`commit_flag`] decides at once, and nobody
 //! has to ask.
 
 pub mod bits;
-pub mod fence;
+pub mod commit_flag;
 pub mod fetching;
 pub mod fit;
 pub mod incoming;
-pub mod landing;
 pub mod link;
 pub mod loading;
 pub mod message;
-pub mod mobile;
+pub mod migratable;
 pub mod pace;
 pub mod pack;
 pub mod pages;
 pub mod plan;
 pub mod populating;
+pub mod postcopy_memory;
 pub mod receiver;
 pub mod saving;
 pub mod sender;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::bits::Bits;
 use super::message::{Message, SessionId};
-use super::wire::{self, Decoder, Encoder, Frame, HEADER, Header, Kind, MOST_MAPPED, Run, Section};
+use super::wire::{self, Decoder, Encoder, Frame, HEADER, Header, Kind, MAX_MAPPED, Run, Section};
 use vellum_sys::poll::Poll;
 use vellum_sys::socket;
 
@@ -17,7 +17,7 @@ use vellum_sys::socket;
 pub const LIVENESS: Duration = Duration::from_secs(10);
 
 /// What may come with the first message: a fence, and a machine's RAM.
-const MOST_DESCRIPTORS: usize = 2;
+const MAX_DESCRIPTORS: usize = 2;
 
 /// Why a connection is of no use any more.
 #[derive(Debug, thiserror::Error)]
@@ -223,11 +223,11 @@ impl Link {
     /// As [`Link::send`].
     pub fn send_map(&mut self, region: u32, bits: &Bits, pages: u64) -> Result<(), Error> {
         let words = bits.words();
-        for (at, words) in (0..).step_by(MOST_MAPPED as usize).zip(words.chunks(MOST_MAPPED as usize / 64)) {
+        for (at, words) in (0..).step_by(MAX_MAPPED as usize).zip(words.chunks(MAX_MAPPED as usize / 64)) {
             if words.iter().all(|word| *word == 0) {
                 continue;
             }
-            let run = Run { region, pass: 1, first: at, pages: (pages - at).min(MOST_MAPPED.into()) as u32 };
+            let run = Run { region, pass: 1, first: at, pages: (pages - at).min(MAX_MAPPED.into()) as u32 };
             let frame = self.encoder.missing(&run, words);
             self.send(&frame)?;
         }
@@ -350,7 +350,7 @@ impl Link {
                 false => socket::receive(&self.socket, buffer, &mut came),
             };
             // Others are closed.
-            came.truncate(MOST_DESCRIPTORS - self.descriptors.len());
+            came.truncate(MAX_DESCRIPTORS - self.descriptors.len());
             self.descriptors.append(&mut came);
             match received {
                 Ok(0) => return Err(Error::Closed),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::fetching::{Fetching, Work};
 use super::pages::fresh;
-use super::receiver::{Demand, Done, Offer, Place, Said, Told};
+use super::receiver::{Demand, Done, Offer, Place, ReceiverCommand, Said};
 use super::threads::{Mine, Orphaned};
 use crate::snapshot::layer::{AT_ONCE, Layers, Reader};
 use crate::snapshot::manifest::Point;
@@ -68,14 +68,14 @@ pub enum Way {
 /// The thread.
 pub struct Loading {
     way: Way,
-    machine: Mine<Said, Told>,
+    machine: Mine<Said, ReceiverCommand>,
     source: Option<Source>,
     point: Option<u32>,
 }
 
 impl Loading {
     /// Of `source` point `point`, or the newest.
-    pub fn new(machine: Mine<Said, Told>, source: Source, point: Option<u32>, way: Way) -> Self {
+    pub fn new(machine: Mine<Said, ReceiverCommand>, source: Source, point: Option<u32>, way: Way) -> Self {
         Self { way, machine, source: Some(source), point }
     }
 
@@ -192,10 +192,10 @@ impl Loading {
     fn answer(&self) -> Result<Done, End> {
         loop {
             match self.machine.wait()? {
-                Told::Done(Done::Failed(why)) => return Err(End::Refused(why)),
-                Told::Done(Done::DiskChanged(why)) => return Err(End::DiskChanged(why)),
-                Told::Cancel(why) => return Err(End::Gone(why)),
-                Told::Done(done) => return Ok(done),
+                ReceiverCommand::Done(Done::Failed(why)) => return Err(End::Refused(why)),
+                ReceiverCommand::Done(Done::DiskChanged(why)) => return Err(End::DiskChanged(why)),
+                ReceiverCommand::Cancel(why) => return Err(End::Gone(why)),
+                ReceiverCommand::Done(done) => return Ok(done),
                 _ => {}
             }
         }
@@ -204,7 +204,7 @@ impl Loading {
     /// Whether somebody does not want it any more.
     fn hear(&self) -> Result<(), End> {
         while let Some(told) = self.machine.heard()? {
-            if let Told::Cancel(why) = told {
+            if let ReceiverCommand::Cancel(why) = told {
                 return Err(End::Gone(why));
             }
         }

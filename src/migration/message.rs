@@ -118,7 +118,7 @@ pub enum Message {
     Welcome {
         /// The newest that both speak.
         version: u32,
-        /// Whether it shares the source's [fence](super::fence).
+        /// Whether it shares the source's [flag](super::commit_flag).
         #[serde(default)]
         fence: bool,
     },

@@ -25,11 +25,11 @@ const RAW: u32 = 0;
 const COMPRESSED: u32 = 2;
 
 /// The fewest bytes that are worth a sequence, which has some 30 bits: as many are compared at once and hashed.
-const LEAST: usize = 6;
+const MIN_MATCH: usize = 6;
 /// Bits of an index into the table of what was seen.
 const SEEN: u32 = 14;
 /// After so many misses the steps get longer: what does not repeat is passed over fast.
-const PATIENCE: u32 = 6;
+const MISSES_BEFORE_SKIPPING: u32 = 6;
 
 /// Compresses. Made once for a connection.
 #[derive(Debug)]
@@ -95,17 +95,17 @@ impl Packer {
         let (mut at, mut rest, mut misses) = (from, from, 0u32);
         while at + 8 <= to {
             let word = load(pages, at);
-            // Of its first six bytes (`LEAST`).
+            // Of its first six bytes (`MIN_MATCH`).
             let hash = ((word << 16).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SEEN)) as usize;
             let before = std::mem::replace(&mut self.seen[hash], at as u32 + 1) as usize;
             let matches = before > 0 && (load(pages, before - 1) ^ word) << 16 == 0;
             if !matches {
-                at += 1 + (misses >> PATIENCE) as usize;
+                at += 1 + (misses >> MISSES_BEFORE_SKIPPING) as usize;
                 misses += 1;
                 continue;
             }
             let offset = at + 1 - before;
-            let len = LEAST + alike(&pages[at + LEAST - offset..to], &pages[at + LEAST..to]);
+            let len = MIN_MATCH + alike(&pages[at + MIN_MATCH - offset..to], &pages[at + MIN_MATCH..to]);
             self.literals.extend_from_slice(&pages[rest..at]);
             self.sequences.push(Sequence {
                 literals: (at - rest) as u32,

@@ -16,9 +16,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use super::bits::Bits;
-use super::landing::Landing;
 use super::pack::Packer;
-use super::wire::{Encoder, HEADER, Kind, MOST_PAGES, PACKED, RUN, Run, Sum};
+use super::postcopy_memory::PostcopyMemory;
+use super::wire::{Encoder, HEADER, Kind, MAX_PAGES, PACKED, RUN, Run, Sum};
 use vellum_kvm::memory::Slot;
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::plant::{self, Mistake};
@@ -120,7 +120,7 @@ pub struct Block {
 
 impl Block {
     /// The most bytes of frames: where every other page of the most is zero, each of the others has a frame of its own.
-    const BYTES: usize = MOST_PAGES as usize * (HEAD + PAGE);
+    const BYTES: usize = MAX_PAGES as usize * (HEAD + PAGE);
 
     /// An empty block.
     pub fn new() -> Self {
@@ -254,7 +254,7 @@ pub struct Incoming {
     /// The pages that may be other than zero.
     written: Bits,
     /// Where they go from when the guest runs here and some of them are still to come.
-    landing: OnceLock<Arc<Landing>>,
+    landing: OnceLock<Arc<PostcopyMemory>>,
 }
 
 impl Incoming {
@@ -269,7 +269,7 @@ impl Incoming {
     }
 
     /// From now on what comes goes into this, and nothing that is there is written over.
-    pub fn land(&self, landing: &Arc<Landing>) {
+    pub fn land(&self, landing: &Arc<PostcopyMemory>) {
         // Nobody else sets it.
         let _ = self.landing.set(landing.clone());
     }

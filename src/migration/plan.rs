@@ -64,18 +64,18 @@ const OVERHEAD: Duration = Duration::from_millis(5);
 /// A pass pays where it leaves less than this share of what it had.
 const PAYS: f64 = 0.8;
 /// A final pass of a limit below this is not given up earlier: what is measured in milliseconds varies by milliseconds.
-const LEAST_OVERRUN: Duration = Duration::from_secs(1);
+const MIN_OVERRUN: Duration = Duration::from_secs(1);
 /// A pass that is over sooner, leaves as much as it had, and too much for the limit, is followed by the next one no sooner than this.
 const REST: Duration = Duration::from_millis(50);
 /// How long the sender waits at most before it looks up.
 const LOOK: Duration = Duration::from_millis(20);
 /// Passes over little that change nothing any more: after these the rest is sent even where each still pays a little.
-const MOST_SMALL_PASSES: u32 = 20;
+const MAX_SMALL_PASSES: u32 = 20;
 
 /// Percent of its time that is taken from a guest at first, and more of it at each step; it always keeps a little, so that it lives.
 const FIRST_STEP: u32 = 20;
 const STEP: u32 = 10;
-const MOST_TAKEN: u32 = 95;
+const MAX_TAKEN: u32 = 95;
 
 /// The plan of one migration.
 #[derive(Clone, Debug)]
@@ -165,7 +165,7 @@ impl Plan {
     /// move however long that takes.
     pub fn most_downtime(&self, now: Duration) -> Option<Duration> {
         let forced = matches!(self.timeout, Some((timeout, Then::Force)) if now >= timeout);
-        (!forced).then(|| self.downtime.max(LEAST_OVERRUN))
+        (!forced).then(|| self.downtime.max(MIN_OVERRUN))
     }
 
     /// How long the guest would stand still if the final pass began now, once a pass has measured the link.
@@ -195,11 +195,11 @@ impl Plan {
             self.estimate = self.foresee(measured, now);
         }
         // Below what pausing and one frame take there is nothing that a pass could gain.
-        let least = self.downtime_for(u64::from(super::wire::MOST_PAGES)).unwrap_or(OVERHEAD);
+        let least = self.downtime_for(u64::from(super::wire::MAX_PAGES)).unwrap_or(OVERHEAD);
         let limit = self.downtime.max(least);
         let fits = self.expected_downtime().is_some_and(|expected| expected <= limit);
-        let pays = self.passes < MOST_SMALL_PASSES && (measured.dirty as f64) < measured.pages as f64 * PAYS;
-        if fits && (!pays || measured.dirty <= u64::from(super::wire::MOST_PAGES)) {
+        let pays = self.passes < MAX_SMALL_PASSES && (measured.dirty as f64) < measured.pages as f64 * PAYS;
+        if fits && (!pays || measured.dirty <= u64::from(super::wire::MAX_PAGES)) {
             return Decision::Converged;
         }
         if let Some((timeout, then)) = self.timeout
@@ -224,14 +224,14 @@ impl Plan {
         match self.throttling {
             Throttling::Off => {}
             Throttling::Steps if self.taken == 0 => self.taken = FIRST_STEP,
-            Throttling::Steps => self.taken = (self.taken + STEP).min(MOST_TAKEN),
+            Throttling::Steps => self.taken = (self.taken + STEP).min(MAX_TAKEN),
             Throttling::DirtyLimit => {
                 let rate = measured.dirty_rate() * PAGE_SIZE as f64;
                 // What a vCPU writes with the time that it has left says what it would write with all of it.
                 let free = |rate: f64, taken: u32| rate * 100.0 / f64::from(100 - taken);
                 let limited = |free: f64, limit: f64, taken: u32| {
                     let keeps = (limit / free.max(1.0)).min(1.0);
-                    ((100.0 * (1.0 - keeps)).ceil() as u32).clamp(taken, MOST_TAKEN)
+                    ((100.0 * (1.0 - keeps)).ceil() as u32).clamp(taken, MAX_TAKEN)
                 };
                 let budget = self.link / 2.0;
                 if all == 0 {
@@ -262,7 +262,7 @@ impl Plan {
         }
         let ratio = measured.dirty_rate() * PAGE_SIZE as f64 / self.link;
         if ratio < PAYS {
-            let least = f64::from(super::wire::MOST_PAGES) * PAGE_SIZE as f64;
+            let least = f64::from(super::wire::MAX_PAGES) * PAGE_SIZE as f64;
             let downtime = OVERHEAD + seconds(bytes.min(least));
             return Some(Estimate { total: now + OVERHEAD + seconds(bytes / (1.0 - ratio)), downtime });
         }
@@ -400,10 +400,7 @@ mod tests {
         let (_, decision, left) = simulate(&mut plan, 65_536, rate, 65_536, LINK);
         assert_eq!((decision, left), (Decision::Converged, 65_536));
         // Given up again it would never move.
-        assert_eq!(
-            (plan.most_downtime(timeout), plan.most_downtime(timeout / 2)),
-            (None, Some(LEAST_OVERRUN))
-        );
+        assert_eq!((plan.most_downtime(timeout), plan.most_downtime(timeout / 2)), (None, Some(MIN_OVERRUN)));
         // Never before its time, and for ever without one.
         let mut plan = Plan::new(LIMIT, None, None);
         assert_eq!(simulate(&mut plan, 65_536, rate, 65_536, LINK).1, Decision::Again);
@@ -448,7 +445,7 @@ mod tests {
         assert_eq!((decision, taken), (Decision::Again, 0));
         // However fast it writes, it keeps some of its time.
         let (_, taken, _) = simulate_throttled(&mut plan(Throttling::Steps), 65_536, 1000.0 * twice);
-        assert_eq!(taken, MOST_TAKEN);
+        assert_eq!(taken, MAX_TAKEN);
     }
 
     #[test]

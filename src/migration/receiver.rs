@@ -16,14 +16,14 @@ use serde_json::Value;
 
 use self::lanes::Lanes;
 use super::bits::Bits;
-use super::fence::Fence;
+use super::commit_flag::CommitFlag;
 use super::fetching::{Fetching, Gate};
-use super::landing::Landing;
 use super::link::Link;
 use super::message::{Message, Misfit, SessionId, Waited};
 use super::pages::Incoming;
 use super::populating::Populating;
-use super::share::MOST_CONNECTIONS;
+use super::postcopy_memory::PostcopyMemory;
+use super::share::MAX_CONNECTIONS;
 use super::target::{Event, State, Target};
 use super::threads::{Mine, Orphaned};
 use super::verify::Comparison;
@@ -42,7 +42,7 @@ pub enum Demand {
     /// Restore the state.
     Restore(Vec<Section>),
     /// Take locks, write what was held back, and run, where neither the fence nor the gate says that it is too late.
-    Start(Option<Arc<Fence>>, Option<Arc<Gate>>),
+    Start(Option<Arc<CommitFlag>>, Option<Arc<Gate>>),
     /// Give everything back.
     Free,
 }
@@ -112,7 +112,7 @@ pub enum Done {
 
 /// What comes from the event loop's thread.
 #[derive(Debug)]
-pub enum Told {
+pub enum ReceiverCommand {
     /// The answer to the last demand.
     Done(Done),
     /// Somebody has connected.
@@ -154,16 +154,16 @@ pub enum Said {
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Connections that have not said yet what they are about.
-const MOST_STRANGERS: usize = 8 + MOST_CONNECTIONS as usize;
+const MAX_STRANGERS: usize = 8 + MAX_CONNECTIONS as usize;
 
 /// The thread.
 pub struct Receiving {
     target: Target,
-    machine: Mine<Said, Told>,
+    machine: Mine<Said, ReceiverCommand>,
     /// The connection that speaks for the source.
     link: Option<Link>,
     session: Option<SessionId>,
-    fence: Option<Arc<Fence>>,
+    fence: Option<Arc<CommitFlag>>,
     /// RAM, if it has come as a descriptor; and whether it is the machine's.
     ram: Option<File>,
     handed: bool,
@@ -182,7 +182,7 @@ pub struct Receiving {
     /// What the source has said of what follows: a bit a page, of each region.
     lacking: Vec<Bits>,
     /// Memory of which some follows.
-    landing: Option<Arc<Landing>>,
+    landing: Option<Arc<PostcopyMemory>>,
     gate: Option<Arc<Gate>>,
     waited: Waited,
     /// Pages of each region.
@@ -200,7 +200,7 @@ pub struct Receiving {
 
 impl Receiving {
     /// A target that waits for a source to connect.
-    pub fn new(machine: Mine<Said, Told>, liveness: Duration) -> Self {
+    pub fn new(machine: Mine<Said, ReceiverCommand>, liveness: Duration) -> Self {
         Self {
             target: Target::new(),
             machine,

@@ -17,8 +17,8 @@ use serde_json::Value;
 
 use super::bits::Bits;
 use super::plan::{Decision, Measured, Plan};
-use super::sender::owed::{At, Owed};
-use super::sender::{Demand, Done, Moving, Progress, Said, Told, Word, Written};
+use super::sender::pending::{At, PendingPages};
+use super::sender::{Demand, Done, Moving, Progress, Said, SenderCommand, SenderEvent, Written};
 use super::share::Share;
 use super::threads::{Mine, Orphaned};
 use crate::snapshot::layer::{self, Writer};
@@ -27,7 +27,7 @@ use vellum_control::{Disk, Phase, Then};
 use vellum_kvm::arch::clocks;
 use vellum_kvm::dirty::{self, Method};
 use vellum_kvm::memory::{Memory, Slot};
-use vellum_machine::{self as payload, Section};
+use vellum_machine::{self as machine, Section};
 use vellum_sys::pagemap::Pagemap;
 use vellum_sys::plant::{self, Mistake};
 use vellum_sys::poll::Poll;
@@ -55,7 +55,7 @@ pub struct Options {
 /// Who has written to memory since a point. The log of dirty pages is on for as long as this lives.
 pub struct Since {
     method: Method,
-    owed: Owed,
+    owed: PendingPages,
     /// Of which directory the point is.
     pub chain: String,
     /// Which it is.
@@ -90,7 +90,7 @@ pub struct Place {
     /// Which of its points it becomes.
     pub number: u32,
     /// The machine's disks, which stay where they are.
-    pub disks: Vec<payload::Disk>,
+    pub disks: Vec<machine::Disk>,
 }
 
 /// Why no snapshot comes of it.
@@ -120,7 +120,7 @@ fn failed(what: &'static str) -> impl Fn(std::io::Error) -> End {
 /// The thread.
 pub struct Saving {
     options: Options,
-    machine: Mine<Said, Told>,
+    machine: Mine<Said, SenderCommand>,
     describe: Value,
     ram: Memory,
     pagemap: Option<Arc<Pagemap>>,
@@ -149,7 +149,7 @@ impl Saving {
         place: Place,
         what: Moving,
         since: Option<Since>,
-        machine: Mine<Said, Told>,
+        machine: Mine<Said, SenderCommand>,
     ) -> std::io::Result<Self> {
         let now = Instant::now();
         let writer = Writer::new(place.files.ram.try_clone()?, &what.memory)?;
@@ -181,12 +181,12 @@ impl Saving {
             result
         });
         let word = match result {
-            Ok(()) => Word::Named,
-            Err(End::Failed(why)) => Word::Stayed(why),
+            Ok(()) => SenderEvent::Named,
+            Err(End::Failed(why)) => SenderEvent::Stayed(why),
             Err(End::Orphaned) => return,
         };
         // Nobody is left to hear it where this fails.
-        let _ = self.machine.say(Said::Word(word));
+        let _ = self.machine.say(Said::SenderEvent(word));
     }
 
     /// What is to be written, and who follows what is written meanwhile.
@@ -199,7 +199,7 @@ impl Saving {
             Done::Tracker(tracker) => tracker,
             _ => return Err(End::Failed("the machine cannot be followed".into())),
         };
-        let owed = Owed::new(std::mem::take(&mut self.memory));
+        let owed = PendingPages::new(std::mem::take(&mut self.memory));
         let since = Since { method: tracker.method(), owed, chain: String::new(), point: 0 };
         self.taken = since.owed.none();
         since.owed.follow(tracker, &self.ram, self.pagemap.as_deref())?;
@@ -244,7 +244,7 @@ impl Saving {
             self.demand(Demand::Resume)?;
         }
         let written = self.write_down(taken, &sections, disks)?;
-        self.machine.say(Said::Word(Word::Written(written)))?;
+        self.machine.say(Said::SenderEvent(SenderEvent::Written(written)))?;
         self.wait_until_named()
     }
 
@@ -309,8 +309,8 @@ impl Saving {
         let deadline = Instant::now() + NAMING;
         loop {
             match self.machine.heard()? {
-                Some(Told::Named) => return Ok(()),
-                Some(Told::Cancel(why)) => return Err(End::Failed(why)),
+                Some(SenderCommand::Named) => return Ok(()),
+                Some(SenderCommand::Cancel(why)) => return Err(End::Failed(why)),
                 Some(_) => {}
                 None => {
                     let left = deadline.saturating_duration_since(Instant::now());
@@ -331,8 +331,10 @@ impl Saving {
         self.machine.say(Said::Demand(what))?;
         loop {
             match self.machine.wait()? {
-                Told::Done(Done::Failed(why)) | Told::Cancel(why) => return Err(End::Failed(why)),
-                Told::Done(done) => return Ok(done),
+                SenderCommand::Done(Done::Failed(why)) | SenderCommand::Cancel(why) => {
+                    return Err(End::Failed(why));
+                }
+                SenderCommand::Done(done) => return Ok(done),
                 _ => {}
             }
         }
@@ -341,7 +343,7 @@ impl Saving {
     /// Whether somebody does not want it any more.
     fn hear(&mut self) -> Result<(), End> {
         while let Some(told) = self.machine.heard()? {
-            if let Told::Cancel(why) = told {
+            if let SenderCommand::Cancel(why) = told {
                 return Err(End::Failed(why));
             }
         }
@@ -364,6 +366,6 @@ impl Saving {
             total: self.plan.estimate().map(|estimate| estimate.total),
             taken: 0,
         };
-        self.machine.say(Said::Word(Word::Progress(progress)))
+        self.machine.say(Said::SenderEvent(SenderEvent::Progress(progress)))
     }
 }

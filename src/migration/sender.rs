@@ -1,16 +1,16 @@
 //! The source's thread: it drives [`Source`], follows who writes to memory, and sends. What it needs done with the machine, which
 //! belongs to the event loop's thread, it [demands](Demand) there.
 //!
-//! Here is what it hears; `performing` has what follows from that, [`passes`] the passes over memory, [`owed`] what is still to be sent.
+//! Here is what it hears; `performing` has what follows from that, [`passes`] the passes over memory, [`pending`] what is still to be sent.
 
+mod events;
 mod handing;
 mod lanes;
-pub(super) mod owed;
 mod passes;
+pub(super) mod pending;
 mod performing;
 mod postcopy;
 mod serving;
-mod words;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -18,15 +18,15 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+pub use self::events::{Demand, Done, Moving, Options, Progress, Said, SenderCommand, SenderEvent, Written};
 pub use self::lanes::Lane;
 use self::lanes::{Common, Lanes};
-use self::owed::Owed;
 use self::passes::Pass;
+use self::pending::PendingPages;
 pub use self::serving::Server;
 use self::serving::Serving;
-pub use self::words::{Demand, Done, Moving, Options, Progress, Said, Told, Word, Written};
 use super::bits::Bits;
-use super::fence::{Fence, Word as Decided};
+use super::commit_flag::{CommitFlag, Ownership as Decided};
 use super::link::{self, GiveUp, Link};
 use super::message::{Message, OLDEST, SessionId, VERSION};
 use super::pages::Block;
@@ -52,8 +52,8 @@ pub struct Sending {
     link: Option<Link>,
     session: SessionId,
     give_up: GiveUp,
-    fence: Option<Fence>,
-    machine: Mine<Said, Told>,
+    fence: Option<CommitFlag>,
+    machine: Mine<Said, SenderCommand>,
     common: Arc<Common>,
     /// The further connections, and which pages are those of the first.
     lanes: Lanes,
@@ -117,11 +117,11 @@ impl Sending {
     /// Where there is none.
     pub fn new(
         mut sockets: Vec<OwnedFd>,
-        fence: Option<Fence>,
+        fence: Option<CommitFlag>,
         session: SessionId,
         options: Options,
         what: Moving,
-        machine: Mine<Said, Told>,
+        machine: Mine<Said, SenderCommand>,
         give_up: GiveUp,
     ) -> Result<(Self, Vec<Lane>, Option<Server>), link::Error> {
         let faults = options.postcopies.then(|| sockets.pop()).flatten();
@@ -130,7 +130,7 @@ impl Sending {
         let socket = sockets.remove(0);
         let connections = further.len() as u32 + 1;
         let cap = options.bandwidth.map(|all| all / u64::from(connections));
-        let common = Arc::new(Common::new(Owed::new(memory), cap, options.compress));
+        let common = Arc::new(Common::new(PendingPages::new(memory), cap, options.compress));
         let (lanes, threads) = Lanes::new(further, session, common.clone(), options.liveness)?;
         let serving = faults.as_ref().map(|_| Serving::new(connections, common.clone(), options.liveness));
         let (serving, server) = serving.transpose()?.unzip();
@@ -229,7 +229,7 @@ impl Sending {
         if !self.pending.is_empty() {
             return Ok(Some(self.pending.remove(0)));
         }
-        if let Some(event) = self.told()? {
+        if let Some(event) = self.next_event()? {
             return Ok(Some(event));
         }
         if let Some(event) = self.heard() {
@@ -268,7 +268,7 @@ impl Sending {
     }
 
     /// What the event loop's thread says, answers aside.
-    fn told(&mut self) -> Result<Option<Event>, Orphaned> {
+    fn next_event(&mut self) -> Result<Option<Event>, Orphaned> {
         while let Some(told) = self.machine.heard()? {
             if let Some(event) = self.event(told) {
                 return Ok(Some(event));
@@ -277,17 +277,17 @@ impl Sending {
         Ok(None)
     }
 
-    fn event(&mut self, told: Told) -> Option<Event> {
+    fn event(&mut self, told: SenderCommand) -> Option<Event> {
         match told {
-            Told::Done(_) | Told::Named => None,
-            Told::Cancel(why) => Some(Event::Cancel(why)),
-            Told::Force => Some(Event::Force),
-            Told::Linked(socket) => {
+            SenderCommand::Done(_) | SenderCommand::Named => None,
+            SenderCommand::Cancel(why) => Some(Event::Cancel(why)),
+            SenderCommand::Force => Some(Event::Force),
+            SenderCommand::Linked(socket) => {
                 self.link = self.linked(socket).ok();
                 self.link.is_some().then_some(Event::Linked)
             }
-            Told::Recovered(socket, faults) => self.recovered(socket, faults),
-            Told::Set { downtime, bandwidth } => {
+            SenderCommand::Recovered(socket, faults) => self.recovered(socket, faults),
+            SenderCommand::Set { downtime, bandwidth } => {
                 self.options.bandwidth = bandwidth.or(self.options.bandwidth);
                 let cap = bandwidth.map(|all| all / u64::from(self.share.of()));
                 self.plan.set(downtime, cap);
@@ -389,7 +389,7 @@ impl Sending {
     }
 
     /// Changes the word of the fence, where there is one; what it says then.
-    fn fence(&self, from: Decided, to: Decided) -> Decided {
+    fn move_flag(&self, from: Decided, to: Decided) -> Decided {
         self.fence.as_ref().map_or(Decided::Open, |fence| fence.step(from, to))
     }
 
@@ -404,7 +404,7 @@ impl Sending {
         if let Some(link) = &self.link {
             poll.readable(link.descriptor());
         }
-        if let Some(serving) = self.serving.as_ref().filter(|_| self.serves()) {
+        if let Some(serving) = self.serving.as_ref().filter(|_| self.event_sources()) {
             poll.readable(serving.descriptor());
         }
         if matches!(self.source.state, State::Copying | State::Finishing | State::Serving) {
@@ -433,6 +433,6 @@ impl Sending {
             total: self.plan.estimate().map(|estimate| estimate.total),
             taken: self.plan.taken(),
         };
-        self.machine.say(Said::Word(Word::Progress(progress)))
+        self.machine.say(Said::SenderEvent(SenderEvent::Progress(progress)))
     }
 }

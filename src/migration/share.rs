@@ -7,7 +7,7 @@ use super::wire::Run;
 use vellum_sys::plant::{self, Mistake};
 
 /// The most connections of one migration.
-pub const MOST_CONNECTIONS: u32 = 16;
+pub const MAX_CONNECTIONS: u32 = 16;
 /// Pages of a chunk: a multiple of what one frame carries.
 const CHUNK: u64 = 512;
 

@@ -1,7 +1,7 @@
 //! The side that has the guest, as a pure machine: what it does next follows from where it is and what happens, and from nothing
 //! else. Whoever drives it carries out the [`Action`]s in their order and brings [`Event`]s.
 
-use super::fence::Word;
+use super::commit_flag::Ownership;
 use super::message::{COMPRESSES, HANDS_OVER, Message, Misfit, POSTCOPIES, Standing, ZSTD};
 use vellum_sys::plant::{self, Mistake};
 
@@ -55,7 +55,7 @@ pub enum Event {
     /// The operator says that the guest does not run on the target, and takes the blame.
     Force,
     /// What the fence says.
-    Fenced(Word),
+    Fenced(Ownership),
 }
 
 /// What to do.
@@ -337,8 +337,8 @@ impl Source {
                 self.state = State::Committing;
                 vec![Action::Send(M::Commit { attempt: self.attempt })]
             }
-            Event::Fenced(Word::Ran) => self.ran(),
-            Event::Fenced(Word::Withdrawn) => {
+            Event::Fenced(Ownership::Ran) => self.ran(),
+            Event::Fenced(Ownership::Withdrawn) => {
                 let why = "the target has not run it and never will".to_owned();
                 self.take_back(why, Some(M::BYE))
             }

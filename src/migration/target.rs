@@ -1,7 +1,7 @@
 //! The side that the guest moves to, as a pure machine. Whoever drives it carries out the [`Action`]s in their order and brings
 //! [`Event`]s.
 
-use super::fence::Word;
+use super::commit_flag::Ownership;
 use super::message::{Message, Misfit, OLDEST, Standing, VERSION, ZSTD, common_version};
 use vellum_sys::plant::{self, Mistake};
 
@@ -30,7 +30,7 @@ pub enum State {
     Starting,
     /// The guest runs here.
     Running,
-    /// The guest never ran here and never will; its memory is given back. Stays to say so until the source has understood.
+    /// The guest never ran here and never will; its memory is given back. MigrationBlocker to say so until the source has understood.
     Gone,
     /// Nobody needs this process any more.
     Ended,
@@ -64,7 +64,7 @@ pub enum Event {
     /// The operator does not want it.
     Cancel(String),
     /// What the fence says.
-    Fenced(Word),
+    Fenced(Ownership),
 }
 
 /// What to do.
@@ -281,11 +281,11 @@ impl Target {
             // Nobody has to be asked, nor may insist: who is first at the fence has the guest.
             (State::Ready { .. }, Event::Cut) if self.fenced => vec![Action::Settle],
             (State::Ready { .. }, Event::Force) if self.fenced => Vec::new(),
-            (State::Ready { .. }, Event::Fenced(Word::Committed)) => {
+            (State::Ready { .. }, Event::Fenced(Ownership::Committed)) => {
                 self.state = State::Starting;
                 vec![Action::Start]
             }
-            (State::Ready { .. }, Event::Fenced(Word::Withdrawn)) => {
+            (State::Ready { .. }, Event::Fenced(Ownership::Withdrawn)) => {
                 self.state = State::Ended;
                 vec![Action::Free, Action::Report("the link was cut before the hand-over".into())]
             }

@@ -20,10 +20,10 @@ pub fn event() -> io::Result<Arc<EventFd>> {
 ///
 /// # Errors
 /// Where there is no descriptor left.
-pub fn pair<S, T>(wake: Arc<EventFd>) -> io::Result<(Mine<S, T>, Machine<S, T>)> {
+pub fn pair<S, T>(wake: Arc<EventFd>) -> io::Result<(Mine<S, T>, MachineEnd<S, T>)> {
     let tells = event()?;
     let ((say, said), (tell, told)) = (channel(), channel());
-    Ok((Mine { say, wake, told, tells: tells.clone() }, Machine { said, teller: Teller { tell, tells } }))
+    Ok((Mine { say, wake, told, tells: tells.clone() }, MachineEnd { said, teller: Teller { tell, tells } }))
 }
 
 /// The other thread is gone.
@@ -75,12 +75,12 @@ impl<S, T> Mine<S, T> {
 
 /// The event loop's end.
 #[derive(Debug)]
-pub struct Machine<S, T> {
+pub struct MachineEnd<S, T> {
     said: Receiver<S>,
     teller: Teller<T>,
 }
 
-impl<S, T> Machine<S, T> {
+impl<S, T> MachineEnd<S, T> {
     /// What the migration's thread has said, if anything.
     pub fn heard(&self) -> Option<S> {
         self.said.try_recv().ok()

@@ -11,7 +11,7 @@ use crc_fast::CrcAlgorithm::Crc64Nvme;
 use crc_fast::checksum;
 
 use super::bits::Bits;
-use super::wire::{MOST_SUMS, Run, SUM};
+use super::wire::{MAX_SUMS, Run, SUM};
 use vellum_kvm::dirty::scan;
 use vellum_kvm::memory::{Memory, Slot};
 use vellum_sys::mmap::PAGE_SIZE;
@@ -19,7 +19,7 @@ use vellum_sys::pagemap::Pagemap;
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Of so many pages that differ the addresses are told.
-pub const MOST_TOLD: usize = 16;
+pub const MAX_TOLD: usize = 16;
 
 /// A memslot, and which of its pages may be other than zero, a bit a page.
 pub type Touched = (Slot, Vec<u64>);
@@ -66,7 +66,7 @@ pub struct Sums {
 impl Sums {
     /// Of `memory`, to which nobody writes meanwhile.
     pub fn new(memory: Vec<Touched>) -> Self {
-        let payload = Vec::with_capacity(MOST_SUMS as usize * SUM);
+        let payload = Vec::with_capacity(MAX_SUMS as usize * SUM);
         Self { memory, at: (0, 0), summer: Summer::new(), payload, pages: 0 }
     }
 
@@ -78,7 +78,7 @@ impl Sums {
                 self.at = (self.at.0 + 1, 0);
                 continue;
             };
-            let end = found.end.min(found.start + u64::from(MOST_SUMS));
+            let end = found.end.min(found.start + u64::from(MAX_SUMS));
             self.payload.clear();
             for page in found.start..end {
                 self.payload.extend_from_slice(&self.summer.sum(slot, page).to_le_bytes());
@@ -103,7 +103,7 @@ pub struct Comparison {
     pub pages: u64,
     /// How many differ.
     pub wrong: u64,
-    /// The guest addresses of the first that differ, at most [`MOST_TOLD`].
+    /// The guest addresses of the first that differ, at most [`MAX_TOLD`].
     pub first: Vec<u64>,
 }
 
@@ -152,7 +152,7 @@ impl Comparison {
 
     fn differs(&mut self, region: usize, page: u64) {
         self.wrong += 1;
-        if self.first.len() < MOST_TOLD {
+        if self.first.len() < MAX_TOLD {
             self.first.push(self.memory[region].0.gpa() + page * PAGE_SIZE);
         }
     }

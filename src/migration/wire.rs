@@ -36,16 +36,16 @@ pub const HEADER: usize = 48;
 /// Bytes of a run.
 pub const RUN: usize = 24;
 /// The most pages that one frame carries; as bytes of 4 KiB pages they stay in the cache between being copied, summed and sent.
-pub const MOST_PAGES: u32 = 64;
+pub const MAX_PAGES: u32 = 64;
 /// Bytes of the sum of one page, and the most sums that one frame carries.
 pub const SUM: usize = 8;
 /// As above.
-pub const MOST_SUMS: u32 = 512;
+pub const MAX_SUMS: u32 = 512;
 /// Bytes between a run and its packed pages: the sum of both as they are restored.
 pub const PACKED: usize = 8;
 
 /// The most pages of which one frame says whether they are missing.
-pub const MOST_MAPPED: u32 = 1 << 15;
+pub const MAX_MAPPED: u32 = 1 << 15;
 
 const MAGIC: [u8; 4] = *b"VLMG";
 
@@ -93,12 +93,12 @@ impl Kind {
             Self::Message => 1 << 20,
             // vCPUs take some 40 KiB each; the largest machine has hundreds.
             Self::Section => 64 << 20,
-            Self::Pages => RUN as u32 + MOST_PAGES * page,
+            Self::Pages => RUN as u32 + MAX_PAGES * page,
             Self::Zeroes | Self::Wanted => RUN as u32,
-            Self::Missing => RUN as u32 + MOST_MAPPED / 8,
-            Self::Sums => RUN as u32 + MOST_SUMS * SUM as u32,
+            Self::Missing => RUN as u32 + MAX_MAPPED / 8,
+            Self::Sums => RUN as u32 + MAX_SUMS * SUM as u32,
             // Those that do not get shorter go as they are.
-            Self::Packed => (RUN + PACKED) as u32 + MOST_PAGES * page,
+            Self::Packed => (RUN + PACKED) as u32 + MAX_PAGES * page,
         }
     }
 }
@@ -389,7 +389,7 @@ impl Decoder {
                 let (run, data) = run(payload).map_err(malformed)?;
                 let words = data.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
                 let bits: Vec<u64> = words.collect();
-                if run.pages > MOST_MAPPED || data.len() as u64 != u64::from(run.pages.div_ceil(64)) * 8 {
+                if run.pages > MAX_MAPPED || data.len() as u64 != u64::from(run.pages.div_ceil(64)) * 8 {
                     return Err(malformed(format!(
                         "{} bytes for a bit each of {} pages",
                         data.len(),
@@ -407,7 +407,7 @@ impl Decoder {
                 let Some((head, packed)) = data.split_first_chunk::<PACKED>() else {
                     return Err(malformed(format!("{} bytes behind a run", data.len())));
                 };
-                if run.pages > MOST_PAGES || head[4..] != [0; 4] {
+                if run.pages > MAX_PAGES || head[4..] != [0; 4] {
                     return Err(malformed(format!("{} pages, or a reserved field that is not 0", run.pages)));
                 }
                 let bytes = run.pages as usize * self.page as usize;

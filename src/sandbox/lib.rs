@@ -33,7 +33,7 @@ use landlock::{
 
 use rustix::thread::CapabilitySet;
 
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::{identity, seccomp};
 
 pub use violation::EXIT_STATUS;
@@ -153,9 +153,9 @@ pub enum Error {
     },
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
-        Blame::host(Field::Sandbox)
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::host(Field::Sandbox)
     }
 }
 

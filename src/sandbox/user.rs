@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::identity;
 
 /// Whom to become.
@@ -41,9 +41,9 @@ pub struct Error {
     pub source: io::Error,
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
-        Blame::user(Field::User)
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::user(Field::User)
     }
 }
 

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use super::Cache;
 use super::fuse::{Answer, Request, open};
 use super::nodes;
-use super::server::{Done, Handle, MOST_LIST, Server, errno, name_of};
+use super::server::{Done, Handle, MAX_LIST, Server, errno, name_of};
 
 impl Server {
     pub(super) fn files(&mut self, node: u64, request: Request<'_>, answer: &mut Answer) -> Done {
@@ -131,7 +131,7 @@ impl Server {
             }
             None => return Err(libc::EBADF),
         };
-        let listed = self.list_from(&directory, node, offset, (size as usize).min(MOST_LIST), plus, answer);
+        let listed = self.list_from(&directory, node, offset, (size as usize).min(MAX_LIST), plus, answer);
         self.handles.insert(fh, Handle::Directory(directory));
         listed
     }

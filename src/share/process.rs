@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Config;
 use super::fuse::Answer;
-use super::server::{MOST_ANSWER, MOST_REQUEST, Server};
+use super::server::{MAX_ANSWER, MAX_REQUEST, Server};
 use vellum_sandbox::user::User;
 use vellum_sandbox::{self as sandbox, Sandbox, ThreadKind};
 use vellum_sys::poll::Poll;
@@ -71,7 +71,7 @@ impl Client {
         let task = Task { config, user, confined: mode != sandbox::Mode::Off };
         let task = serde_json::to_vec(&task).map_err(io::Error::other)?;
         socket::send_with(&client.socket, &task, &[root.as_fd()])?;
-        let (mut answer, mut descriptors) = (vec![0; MOST_ANSWER], Vec::new());
+        let (mut answer, mut descriptors) = (vec![0; MAX_ANSWER], Vec::new());
         let len = receive(&client.socket, &mut answer, &mut descriptors)?;
         match &answer[..len] {
             b"ready" => Ok(client),
@@ -86,13 +86,13 @@ impl Client {
         }
     }
 
-    /// Has `request` answered: how many bytes of `answer`, which has room for [`MOST_ANSWER`], are the answer, and the descriptor that
+    /// Has `request` answered: how many bytes of `answer`, which has room for [`MAX_ANSWER`], are the answer, and the descriptor that
     /// came with it.
     ///
     /// # Errors
     /// Where the server has ended, or `request` is longer than any may be.
     pub fn ask(&self, request: &[u8], answer: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
-        if request.len() > MOST_REQUEST {
+        if request.len() > MAX_REQUEST {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
         let sent = socket::send_some(&self.socket, request)?;
@@ -133,7 +133,7 @@ pub fn serve() -> io::Result<()> {
     // Where processes are listed it is told from its VMM, whose program it is.
     rustix::thread::set_name(c"vellum-share")?;
     let socket = io::stdin().as_fd().try_clone_to_owned()?;
-    let (mut request, mut descriptors) = (vec![0; MOST_REQUEST], Vec::new());
+    let (mut request, mut descriptors) = (vec![0; MAX_REQUEST], Vec::new());
     let len = receive(&socket, &mut request, &mut descriptors)?;
     let task: Task = serde_json::from_slice(&request[..len]).map_err(io::Error::other)?;
     let root = descriptors.pop().ok_or_else(|| io::Error::other("no directory came along"))?;

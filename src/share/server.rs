@@ -17,13 +17,13 @@ use super::nodes::{self, Id, Kind, Nodes};
 use super::{Cache, Config};
 
 /// The most bytes that one write has: 256 pages.
-pub const MOST_WRITE: u32 = 1 << 20;
+pub const MAX_WRITE: u32 = 1 << 20;
 /// The most bytes of a request without the data of a write: an extended attribute is at most 64 KiB.
-pub const MOST_REQUEST: usize = 80 << 10;
+pub const MAX_REQUEST: usize = 80 << 10;
 /// The most bytes of an answer without the data of a read.
-pub const MOST_ANSWER: usize = 80 << 10;
+pub const MAX_ANSWER: usize = 80 << 10;
 /// The most bytes of a list of a directory's entries.
-pub(super) const MOST_LIST: usize = 64 << 10;
+pub(super) const MAX_LIST: usize = 64 << 10;
 
 /// What a guest has open.
 pub(super) enum Handle {
@@ -193,7 +193,7 @@ impl Server {
         let flags = wanted & offered;
         self.writeback = flags & init::WRITEBACK_CACHE != 0;
         self.submounts = flags & init::SUBMOUNTS != 0;
-        answer.init(minor, readahead, flags, MOST_WRITE);
+        answer.init(minor, readahead, flags, MAX_WRITE);
     }
 
     /// A directory of which nothing is shared: it is there, and empty.

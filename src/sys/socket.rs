@@ -61,7 +61,7 @@ impl Listener {
     ///
     /// # Errors
     /// Where it is no listening unix socket, or there is no descriptor left.
-    pub fn lent(socket: OwnedFd, path: &Path) -> io::Result<Self> {
+    pub fn handed_over(socket: OwnedFd, path: &Path) -> io::Result<Self> {
         let socket = UnixListener::from(socket);
         socket.local_addr()?;
         let spare = Mutex::new(Some(socket.try_clone()?.into()));
@@ -421,19 +421,19 @@ fn connect_to(address: &libc::sockaddr_un) -> io::Result<OwnedFd> {
 }
 
 /// The most descriptors that one message may bring; even, because the kernel pads what it writes to 8 bytes.
-pub const MOST_DESCRIPTORS: usize = 18;
+pub const MAX_DESCRIPTORS: usize = 18;
 
 /// Reads what has come, with the descriptors that came with it, all close-on-exec; 0 bytes at the end of the stream.
 ///
 /// # Errors
-/// Besides the kernel's, `InvalidData` where a message brings more than [`MOST_DESCRIPTORS`]; those beyond are closed.
+/// Besides the kernel's, `InvalidData` where a message brings more than [`MAX_DESCRIPTORS`]; those beyond are closed.
 pub fn receive(
     stream: &impl AsRawFd,
     buffer: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
 ) -> io::Result<usize> {
     // A header of 16 bytes, then four for each.
-    let mut ancillary = [0u64; 2 + MOST_DESCRIPTORS / 2];
+    let mut ancillary = [0u64; 2 + MAX_DESCRIPTORS / 2];
     let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
     // SAFETY: all zero is a valid msghdr without anything, whose pointers are set to what outlives the calls. The
     // kernel fills `ancillary` with whole messages and sets the length of what it wrote, within which the macros of
@@ -461,7 +461,7 @@ pub fn receive(
             header = libc::CMSG_NXTHDR(&message, header);
         }
         if message.msg_flags & libc::MSG_CTRUNC != 0 {
-            let error = format!("a message brings more than {MOST_DESCRIPTORS} descriptors");
+            let error = format!("a message brings more than {MAX_DESCRIPTORS} descriptors");
             return Err(io::Error::new(io::ErrorKind::InvalidData, error));
         }
         Ok(count as usize)

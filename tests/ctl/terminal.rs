@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use guest_agent::serve::{Children, connected};
-use guest_agent::{Launch, Request, Word, frame};
+use guest_agent::{Argument, Launch, Request, frame};
 use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
 use serde_json::{Value, json};
 use vellum_sys::terminal::open_pty;
@@ -23,7 +23,7 @@ use crate::images::Code;
 /// By which word this program is such a guest.
 pub const WORD: &str = "agent-of-a-guest";
 
-/// Serves `control`, as a machine with a vsock does, and `vsock`, as its guest.
+/// EventSources `control`, as a machine with a vsock does, and `vsock`, as its guest.
 pub fn agent(mut paths: impl Iterator<Item = String>) -> io::Result<()> {
     let [control, vsock] = [paths.next(), paths.next()].map(Option::unwrap_or_default);
     let (machine, guest) = (UnixListener::bind(control)?, UnixListener::bind(&vsock)?);
@@ -330,7 +330,7 @@ fn streams_come_apart_without_a_terminal() -> Result<(), Failed> {
     let home = Home::new()?;
     let _guest = Guest::start(&home)?;
     let mut stream = UnixStream::connect(home.0.join("vsock"))?;
-    let command = ["sh", "-c", "cat; echo no >&2; exit 7"].map(Word::from).to_vec();
+    let command = ["sh", "-c", "cat; echo no >&2; exit 7"].map(Argument::from).to_vec();
     let request = Request::Launch(Launch { command, ..Launch::default() });
     stream.write_all(format!("CONNECT 1024\n{}\n", serde_json::to_string(&request)?).as_bytes())?;
     let data: Vec<u8> = (0..300_000u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();

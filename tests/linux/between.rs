@@ -10,7 +10,7 @@ use crate::guest::{Guest, Image, Scratch, host};
 use crate::home::{Home, VELLUM};
 
 /// How long one host waits for the other, which may have to boot a guest first.
-const PATIENCE: Duration = Duration::from_secs(15 * 60);
+const MOVE_TIMEOUT: Duration = Duration::from_secs(15 * 60);
 
 /// What runs in the guest while it moves: a writer, and one who looks whether the clocks ever go back.
 const WORKERS: &str = "\
@@ -59,7 +59,7 @@ pub fn stays_where_its_cpu_is() -> Result<(), Failed> {
     let home = Home::new()?;
     let line = "run --memory 8m --passes 0 --workload write,rate=100";
     let guest = home.start("whole", &mut home.command(line))?;
-    let said = eventually(PATIENCE, "the other host answers", || {
+    let said = eventually(MOVE_TIMEOUT, "the other host answers", || {
         let output = home.vellum(&format!("migrate whole --insecure-network --liveness 5m --to {there}"))?;
         ensure(output.status.code() == Some(1), || format!("{output:?}"))?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -107,7 +107,7 @@ pub fn there_and_back(image: &Image, at: u8) -> Result<(), Failed> {
 
 /// The guest leaves for `address`, as soon as somebody waits there.
 fn goes(guest: &mut Guest, address: &str) -> Result<(), Failed> {
-    let moved = eventually(PATIENCE, "the other host takes it", || {
+    let moved = eventually(MOVE_TIMEOUT, "the other host takes it", || {
         let line = ["migrate", guest.name(), "--to", address, "--insecure-network", "--downtime", "5s"];
         let output = guest.vellum(&line)?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -123,7 +123,7 @@ fn goes(guest: &mut Guest, address: &str) -> Result<(), Failed> {
 fn comes(address: &str) -> Result<Guest, Failed> {
     let flags = ["--insecure-network", "--serial", "null", "--rng", "--liveness", "5m"];
     let guest = Guest::to_come_by(Scratch::new(), address, &flags)?;
-    eventually(PATIENCE, "a guest comes", || {
+    eventually(MOVE_TIMEOUT, "a guest comes", || {
         Ok((guest.ctl(&["status"])?["state"] == "running").then_some(()))
     })?;
     Ok(guest)
@@ -134,5 +134,5 @@ fn works(guest: &Guest) -> Result<(), Failed> {
     guest.shell("sha256sum -c /tmp/sum && ! cat /tmp/backwards 2>/dev/null")?;
     let rounds = || -> Result<u64, Failed> { Ok(guest.shell("cat /tmp/rounds")?.trim().parse()?) };
     let before = rounds()?;
-    eventually(PATIENCE, "its writer goes on", || Ok((rounds()? > before).then_some(())))
+    eventually(MOVE_TIMEOUT, "its writer goes on", || Ok((rounds()? > before).then_some(())))
 }

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use guest_agent::{Request, Word};
+use guest_agent::{Argument, Request};
 use harness::{Failed, LIMIT, ensure, eventually};
 
 use crate::guest::{Guest, Image, Scratch, noise};
@@ -95,7 +95,7 @@ fn are_on_the_bus(guest: &Guest) -> Result<(), Failed> {
 
 /// Every driver goes and comes back, that of the vsock too: which is asked for by the serial port, whose interrupt is none of the bus's.
 fn rebind(guest: &mut Guest) -> Result<(), Failed> {
-    let command = ["sh", "-c", REBIND].map(Word::from).to_vec();
+    let command = ["sh", "-c", REBIND].map(Argument::from).to_vec();
     guest.type_line(&serde_json::to_string(&Request::Exec { command })?)?;
     let mut said = String::new();
     guest.hears(&mut said, "\"event\":\"exit\"")?;

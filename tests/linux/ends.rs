@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use guest_agent::{Event, Request, Word};
+use guest_agent::{Argument, Event, Request};
 use harness::{Failed, Need, ensure, trial};
 use vellum_control::agent;
 
@@ -20,7 +20,7 @@ fn boot(image: &Image, cmdline: &str, flags: &[&str]) -> Result<Guest, Failed> {
 
 /// Runs `line` in the guest, which does not come back from it.
 fn last_words(guest: &mut Guest, line: &str) -> Result<Ended, Failed> {
-    let command = ["sh", "-c", line].map(Word::from).to_vec();
+    let command = ["sh", "-c", line].map(Argument::from).to_vec();
     for event in guest.ask(&Request::Exec { command })? {
         match event {
             Ok(Event::Output { .. }) => {}

@@ -363,7 +363,7 @@ impl Guest {
 
     /// Asks the agent, by vsock.
     pub fn ask(&self, request: &Request) -> Result<agent::Answer, Failed> {
-        Ok(agent::ask(&self.vsock, request, agent::PATIENCE)?)
+        Ok(agent::ask(&self.vsock, request, agent::ANSWER_TIMEOUT)?)
     }
 
     /// The one event that answers `request`.

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use guest_agent::{Event, Kexec, Request, Word};
+use guest_agent::{Argument, Event, Kexec, Request};
 use harness::{Failed, Need, ensure, trial};
 use vellum_control::agent;
 
@@ -94,7 +94,7 @@ fn a_kernel_that_panics_hands_over_to_one_that_has_its_memory_to_read() -> Resul
     let request = next(&guest, "nr_cpus=1 reset_devices", true)?;
     let events = guest.ask(&request)?.collect::<Result<Vec<_>, _>>()?;
     ensure(events.is_empty(), || format!("a kernel that waits for a panic: {events:?}"))?;
-    let command = ["sh", "-c", "echo c > /proc/sysrq-trigger"].map(Word::from).to_vec();
+    let command = ["sh", "-c", "echo c > /proc/sysrq-trigger"].map(Argument::from).to_vec();
     let answered = guest.ask(&Request::Exec { command })?.next();
     ensure(!matches!(answered, Some(Ok(Event::Exit { .. }))), || format!("nobody panicked: {answered:?}"))?;
     has_every_device(&mut guest, &known, 1)?;

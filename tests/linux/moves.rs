@@ -7,7 +7,7 @@ use guest_agent::{Event, MemoryWork, Pattern, Request};
 use harness::{Failed, LIMIT, ensure, eventually};
 
 use crate::guest::{CLOCKSOURCE, Ended, Guest, Image, Scratch, VELLUM};
-use crate::wires::{Outage, Told, Wires};
+use crate::wires::{Outage, Reported, Wires};
 use crate::work::{self, Clock, count};
 
 /// Data that the guest has the sum of.
@@ -84,7 +84,7 @@ pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Fail
     guest.ready()?;
     wires.up(&guest)?;
     work::begin(&guest, DATA_MIB)?;
-    let mut told = Told::begin(&guest)?;
+    let mut told = Reported::begin(&guest)?;
     let mut machines = 0;
     for (hop, way) in (1..).zip(ways) {
         step(&format!("hop {hop}, {way:?}"));

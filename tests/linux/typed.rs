@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Output, Stdio};
 
-use guest_agent::{Event, Request, Word};
+use guest_agent::{Argument, Event, Request};
 use harness::{Failed, ensure, trial};
 use vellum_sys::terminal::open_pty;
 
@@ -28,7 +28,7 @@ fn events(console: &[u8]) -> Vec<Event> {
 
 /// The agent's request on a kernel's command line, where an equals sign would be cut.
 fn after_dashes(line: &str) -> String {
-    let request = Request::Exec { command: ["sh", "-c", line].map(Word::from).to_vec() };
+    let request = Request::Exec { command: ["sh", "-c", line].map(Argument::from).to_vec() };
     format!("-- {}", serde_json::to_string(&request).expect("plain data"))
 }
 

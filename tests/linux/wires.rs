@@ -123,12 +123,12 @@ fn answers() -> bool {
 }
 
 /// A TCP connection that the guest tells its uptime on.
-pub struct Told {
+pub struct Reported {
     lines: BufReader<TcpStream>,
     last: f64,
 }
 
-impl Told {
+impl Reported {
     /// The guest connects, and tells ten times a second.
     pub fn begin(guest: &Guest) -> Result<Self, Failed> {
         let listener = TcpListener::bind((HOST, 0))?;

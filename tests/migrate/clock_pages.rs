@@ -11,7 +11,7 @@ use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::bed::{kvm, real};
-use crate::fence::cut_at_commit;
+use crate::commit_flag::cut_at_commit;
 use crate::home::{Home, Machine};
 use crate::images::Code;
 use crate::relay::{held_back, until_fit};

@@ -13,7 +13,7 @@ use vellum_migration::wire::Encoder;
 
 use crate::bed::{kvm, real};
 use crate::home::{Home, Machine};
-use crate::relay::{Fault, relay};
+use crate::relay::{RelayFault, relay};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
 /// Three times from process to process under load, over two connections and over four; then every page is looked at.
@@ -82,7 +82,7 @@ fn the_cut_of_any_connection_is_the_cut_of_all() -> Result<(), Failed> {
     for cut in [0, 1] {
         let home = Home::new()?;
         let (here, there) = both(&home)?;
-        relay(home.path("relay.in"), home.path("there.in"), Fault::Cut { back: false, after: 1 << 20 })?;
+        relay(home.path("relay.in"), home.path("there.in"), RelayFault::Cut { back: false, after: 1 << 20 })?;
         let through =
             |at: usize| UnixStream::connect(home.path(if at == cut { "relay.in" } else { "there.in" }));
         let mut events = Client::connect(&home.socket("here"))?;

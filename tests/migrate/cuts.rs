@@ -16,7 +16,7 @@ use crate::bed::real;
 use crate::home::Home;
 use crate::images::Code;
 use crate::relay::{
-    Fault, bytes, held_back, held_back_until_again, next_frame, relay, unconfirmed, until_fit,
+    RelayFault, bytes, held_back, held_back_until_again, next_frame, relay, unconfirmed, until_fit,
 };
 use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 
@@ -218,7 +218,7 @@ fn a_link_that_is_cut_leaves_exactly_one_guest() -> Result<(), Failed> {
             _ if round % 4 == 2 => Some((true, whole[1] - 1 - random(done - 1))),
             _ => Some((true, whole[1].saturating_sub(random(250)))),
         };
-        let fault = cut.map_or(Fault::None, |(back, after)| Fault::Cut { back, after });
+        let fault = cut.map_or(RelayFault::None, |(back, after)| RelayFault::Cut { back, after });
         let carried = relay(home.path("relay.in"), home.path("there.in"), fault)?;
         let output = home.migrate("here", "relay", "--liveness 5s --paused")?;
         if round == 0 {

@@ -3,13 +3,13 @@
 #[path = "../bed/mod.rs"]
 mod bed;
 mod clock_pages;
+mod commit_flag;
 mod compressed;
 mod connections;
 mod cpu;
 mod cuts;
 mod disk;
 mod faults;
-mod fence;
 mod fits;
 #[path = "../home/mod.rs"]
 mod home;

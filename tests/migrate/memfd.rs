@@ -8,9 +8,9 @@ use vellum_control::Do;
 use vellum_control::client::Client;
 
 use crate::bed::{huge_pages, kvm, real};
-use crate::fence::cut_at_commit;
+use crate::commit_flag::cut_at_commit;
 use crate::home::Home;
-use crate::relay::{Fault, relay};
+use crate::relay::{RelayFault, relay};
 use crate::{counting, ends_with, every_page_is_right, has_counted, moved, succeeds, with};
 
 const WORKLOAD: &str = "--passes 0 --workload write,order=random,rate=20000,write=80";
@@ -171,7 +171,7 @@ fn without_its_descriptors_a_guest_stays() -> Result<(), Failed> {
     let here =
         home.run("here", &format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display()))?;
     let there = home.receive("there", "")?;
-    relay(home.path("relay.in"), home.path("there.in"), Fault::None)?;
+    relay(home.path("relay.in"), home.path("there.in"), RelayFault::None)?;
     let output = with(home.migrate("here", "relay", PATIENT)?, 1)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(said.contains("has not got the descriptors") && said.lines().count() == 1, || said.clone())?;

@@ -17,7 +17,7 @@ use vellum_sys::mmap::PAGE_SIZE;
 use crate::home::{Home, Process};
 
 /// What a relay does to the first connection.
-pub enum Fault {
+pub enum RelayFault {
     None,
     /// Cuts it after so many bytes to the target, or so many back.
     Cut {
@@ -43,7 +43,7 @@ pub fn until_fit() -> u64 {
 }
 
 /// Carries bytes from one unix socket to another; how many each way.
-pub fn relay(from: PathBuf, to: PathBuf, fault: Fault) -> Result<Arc<[AtomicU64; 2]>, Failed> {
+pub fn relay(from: PathBuf, to: PathBuf, fault: RelayFault) -> Result<Arc<[AtomicU64; 2]>, Failed> {
     let listener = UnixListener::bind(from)?;
     let carried = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
     let counts = carried.clone();
@@ -51,10 +51,10 @@ pub fn relay(from: PathBuf, to: PathBuf, fault: Fault) -> Result<Arc<[AtomicU64;
         let mut fault = fault;
         while let Ok((source, _)) = listener.accept() {
             let Ok(target) = UnixStream::connect(&to) else { continue };
-            let (cut, mut hold) = match std::mem::replace(&mut fault, Fault::None) {
-                Fault::None => (None, None),
-                Fault::Cut { back, after } => (Some((back, after)), None),
-                Fault::Hold { after, until } => (None, Some((after, until))),
+            let (cut, mut hold) = match std::mem::replace(&mut fault, RelayFault::None) {
+                RelayFault::None => (None, None),
+                RelayFault::Cut { back, after } => (Some((back, after)), None),
+                RelayFault::Hold { after, until } => (None, Some((after, until))),
             };
             for (at, back) in [false, true].into_iter().enumerate() {
                 let (Ok(here), Ok(there)) = (source.try_clone(), target.try_clone()) else { continue };
@@ -94,7 +94,7 @@ pub fn relay(from: PathBuf, to: PathBuf, fault: Fault) -> Result<Arc<[AtomicU64;
 /// A courier between `here` and `there`, and what it was told by then to hold back until `release` is dropped.
 pub fn held_back(home: &Home, after: u64, more: &str) -> Result<(Process, Sender<()>), Failed> {
     let (release, until) = channel();
-    relay(home.path("relay.in"), home.path("there.in"), Fault::Hold { after, until })?;
+    relay(home.path("relay.in"), home.path("there.in"), RelayFault::Hold { after, until })?;
     let line = format!("migrate here --to unix:{} {}", home.path("relay.in").display(), crate::patient(more));
     Ok((home.courier(&line)?, release))
 }
@@ -190,7 +190,7 @@ fn changed_one_way(
 /// As [`held_back`]; and what hears that the source has given up a final pass.
 pub fn held_back_until_again(home: &Home, after: u64) -> Result<(Process, Sender<()>, Receiver<()>), Failed> {
     let ((release, until), (said, again)) = (channel(), channel());
-    relay(home.path("middle.in"), home.path("there.in"), Fault::Hold { after, until })?;
+    relay(home.path("middle.in"), home.path("there.in"), RelayFault::Hold { after, until })?;
     changed(&home.path("relay.in"), home.path("middle.in"), move |part| {
         if let Part::Message(Message::Again { .. }) = part {
             // Once is enough for whoever waits.

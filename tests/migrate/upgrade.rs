@@ -173,7 +173,7 @@ fn build(home: &Home, name: &str, script: &str) -> Result<PathBuf, Failed> {
     Ok(path)
 }
 
-/// A process that stands in for another has that one's tether, and so has each that is to stand in for it: one that gets no machine takes
+/// A process that stands in for another has that one's supervisor, and so has each that is to stand in for it: one that gets no machine takes
 /// none along. Each way in which an upgrade comes to nothing, before one that succeeds and after it.
 #[trial(real())]
 fn an_upgrade_that_fails_after_one_that_succeeded_leaves_the_guest_where_it_is() -> Result<(), Failed> {

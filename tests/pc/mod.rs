@@ -8,14 +8,14 @@ use harness::{Failed, LIMIT, ensure, eventually};
 use kvm_bindings::CpuId;
 use vellum_devices::console::Target;
 use vellum_kvm::arch::boot::Entry;
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::arch::{layout, regs};
 use vellum_kvm::memory::{Memory, MemoryConfig, Slot};
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_linux::state::Description;
-use vellum_linux::{self as machine, Board, BootConfig, Image, Machine, Opened, Origin};
+use vellum_linux::{self as machine, Board, BootConfig, Image, LinuxMachine, Opened, Origin};
 use vellum_machine::state::cut_like;
-use vellum_machine::{Payload, Section};
+use vellum_machine::{Machine, Section};
 use vellum_sandbox::{self as sandbox, Sandbox};
 
 /// Bytes of RAM: copying it is what most of a hand-over costs here.
@@ -42,7 +42,7 @@ pub fn written(bytes: &[u8]) -> Result<PathBuf, Failed> {
 
 /// A PC and the file that its serial port writes to.
 pub struct Pc {
-    pub machine: Machine,
+    pub machine: LinuxMachine,
     serial: PathBuf,
 }
 
@@ -161,13 +161,13 @@ pub fn copy(from: &[Slot], to: &[Slot]) -> Result<(), Failed> {
 
 /// Brings `source`, which is paused, to `target`, which has never run, and lets it run there.
 pub fn hand_over(
-    source: &mut impl Payload,
-    target: &mut impl Payload,
+    source: &mut impl Machine,
+    target: &mut impl Machine,
     change: impl FnOnce(Vec<Section>) -> Vec<Section>,
 ) -> Result<(), Failed> {
     let sections = source.save().map_err(|error| error.to_string())?;
     copy(&source.memory(), &target.memory())?;
-    target.restore(change(sections), Meanwhile::Passes).map_err(|error| error.to_string())?;
+    target.restore(change(sections), ClockPolicy::Passes).map_err(|error| error.to_string())?;
     source.release();
     target.commit().map_err(|error| error.to_string())?;
     target.start().map_err(|error| error.to_string())?;

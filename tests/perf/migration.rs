@@ -18,11 +18,11 @@ use vellum_kvm::memory::Slot;
 use vellum_migration::message::SessionId;
 use vellum_migration::pages::{Block, Incoming, Outgoing};
 use vellum_migration::share::Share;
-use vellum_migration::wire::{Decoder, Encoder, Frame, HEADER, Header, Kind, MOST_PAGES};
+use vellum_migration::wire::{Decoder, Encoder, Frame, HEADER, Header, Kind, MAX_PAGES};
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 
 const ROUNDS: usize = 15;
-const CHUNK: usize = MOST_PAGES as usize * PAGE_SIZE as usize;
+const CHUNK: usize = MAX_PAGES as usize * PAGE_SIZE as usize;
 const SESSION: SessionId = SessionId([7; 16]);
 
 fn memory(bytes: u64) -> Slot {
@@ -65,7 +65,7 @@ fn send_share(outgoing: &Outgoing, share: Share, mut link: UnixStream) {
     let (mut encoder, mut block) = (Encoder::new(SESSION), Block::new());
     let (mut at, pages) = (0, outgoing.slot().pages());
     while let Some(own) = share.next(0, at, pages) {
-        let run = own.start..own.end.min(own.start + u64::from(MOST_PAGES));
+        let run = own.start..own.end.min(own.start + u64::from(MAX_PAGES));
         at = run.end;
         block.fill(outgoing, run, 1, &mut encoder);
         link.write_all(block.bytes()).expect("the receiver lives");
@@ -209,9 +209,9 @@ fn main() {
     let (mut encoder, mut block) = (Encoder::new(SESSION), Block::new());
     let ours = || {
         let start = Instant::now();
-        let pages = u64::from(MOST_PAGES);
+        let pages = u64::from(MAX_PAGES);
         let skipped: u64 = (0..from.pages())
-            .step_by(MOST_PAGES as usize)
+            .step_by(MAX_PAGES as usize)
             .map(|first| {
                 block.fill(&outgoing, first..from.pages().min(first + pages), 1, &mut encoder).skipped
             })

@@ -87,7 +87,7 @@ mod ask {
     use crate::driver::{Buf, Driver, readable, writable};
 
     /// Bytes of a request.
-    pub const MOST: usize = 64 << 10;
+    pub const MAX_WRITE: usize = 64 << 10;
 
     fn request(driver: &mut Driver, kind: u32, at: u64, data: &[Buf]) {
         header(driver, kind, at / 512);
@@ -100,12 +100,12 @@ mod ask {
     }
 
     pub fn write(driver: &mut Driver, at: u64, data: &[u8]) {
-        for (number, part) in data.chunks(MOST).enumerate() {
+        for (number, part) in data.chunks(MAX_WRITE).enumerate() {
             driver.put(DATA, part);
             request(
                 driver,
                 VIRTIO_BLK_T_OUT,
-                at + (number * MOST) as u64,
+                at + (number * MAX_WRITE) as u64,
                 &[readable(DATA, part.len() as u32)],
             );
         }
@@ -114,7 +114,7 @@ mod ask {
     pub fn read(driver: &mut Driver, at: u64, len: usize) -> Vec<u8> {
         let mut all = Vec::with_capacity(len);
         while all.len() < len {
-            let part = MOST.min(len - all.len());
+            let part = MAX_WRITE.min(len - all.len());
             request(driver, VIRTIO_BLK_T_IN, at + all.len() as u64, &[writable(DATA, part as u32)]);
             all.extend(driver.fetch(DATA, part));
         }

@@ -12,7 +12,7 @@ use vellum_sandbox::Mode;
 use vellum_share::Config;
 use vellum_share::fuse::{CREATE, IN_HEADER, OPEN, OUT_HEADER, RELEASE, ROOT, opened};
 use vellum_share::process::{Client, open_root};
-use vellum_share::server::MOST_ANSWER;
+use vellum_share::server::MAX_ANSWER;
 use vellum_sys::host;
 
 const LOOKUP: u32 = 1;
@@ -39,7 +39,7 @@ struct Guest {
 impl Guest {
     fn new(path: &Path, config: Config) -> Result<Self, Failed> {
         let client = Client::start(&open_root(path)?, config, None, Mode::On)?;
-        let mut guest = Self { client, answer: vec![0; MOST_ANSWER] };
+        let mut guest = Self { client, answer: vec![0; MAX_ANSWER] };
         let words = [7u32, 39, 1 << 16, u32::MAX];
         guest
             .ask(INIT, 0, &words.map(u32::to_ne_bytes).concat())?

@@ -18,7 +18,7 @@ use crate::Directory;
 use crate::mount::fuse;
 use crate::mounted::{Both, CACHES, writable};
 
-const MOST: u64 = 512 << 10;
+const MAX_FILE: u64 = 512 << 10;
 const STEPS: u32 = 600;
 
 #[trial(fuse())]
@@ -45,9 +45,9 @@ fn exercise(path: &Path, there: &Path, maps: bool, random: &mut Random) -> Resul
     let (mut file, mut model, mut log) = (open()?, Vec::<u8>::new(), Vec::new());
     for step in 0..STEPS {
         let act = random.below(13);
-        let at = random.below(MOST);
-        let longest = [100, 5000, 70_000, MOST][random.below(4) as usize];
-        let len = (1 + random.below(longest)).min(MOST - at);
+        let at = random.below(MAX_FILE);
+        let longest = [100, 5000, 70_000, MAX_FILE][random.below(4) as usize];
+        let len = (1 + random.below(longest)).min(MAX_FILE - at);
         let range = at as usize..(at + len) as usize;
         log.push(format!("{step}: {act} {at:#x} {len:#x}"));
         let done = || -> Result<(), Failed> {
@@ -114,8 +114,8 @@ fn exercise(path: &Path, there: &Path, maps: bool, random: &mut Random) -> Resul
                 }
                 10 => {
                     // Elsewhere in the same file, where they do not overlap.
-                    let to = random.below(MOST);
-                    let len = len.min(at.abs_diff(to)).min(MOST - to);
+                    let to = random.below(MAX_FILE);
+                    let len = len.min(at.abs_diff(to)).min(MAX_FILE - to);
                     let copied = copy_file_range(
                         &file,
                         Some(&mut at.clone()),

@@ -20,7 +20,7 @@ use vellum_sandbox::Mode;
 use vellum_share::Config;
 use vellum_share::fuse::{Header, IN_HEADER, READ, RELEASE, TRANSFER, Transfer, WRITE, opened, out_header};
 use vellum_share::process::{Client, open_root};
-use vellum_share::server::{MOST_ANSWER, MOST_WRITE};
+use vellum_share::server::{MAX_ANSWER, MAX_WRITE};
 use vellum_sys::{host, signal};
 
 /// The word of the command line by which this program is the carrier.
@@ -28,7 +28,7 @@ pub const WORD: &str = "carry";
 /// After how many seconds a carrier ends that nobody has ended: no trial takes as long.
 const LONGEST: u32 = 900;
 /// What the carrier has for its end once the mount is gone.
-const PATIENCE: Duration = Duration::from_secs(20);
+const MOUNT_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// What mounting takes.
 pub fn fuse() -> Need {
@@ -111,7 +111,7 @@ impl Mount {
 impl Drop for Mount {
     fn drop(&mut self) {
         unmount(&self.path);
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + MOUNT_TIMEOUT;
         while Instant::now() < end && matches!(self.carrier.try_wait(), Ok(None)) {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -197,7 +197,7 @@ fn noted(opcode: u32, bytes: &[u8]) -> Option<Vec<u8>> {
 /// Carries requests until the mount is gone.
 fn serve(mut fuse: File, client: &Client, mut record: Option<File>) {
     let mut files: HashMap<u64, File> = HashMap::new();
-    let (mut request, mut answer) = (vec![0; MOST_WRITE as usize + (64 << 10)], vec![0; MOST_ANSWER]);
+    let (mut request, mut answer) = (vec![0; MAX_WRITE as usize + (64 << 10)], vec![0; MAX_ANSWER]);
     loop {
         let len = match fuse.read(&mut request) {
             Ok(len) => len,

@@ -157,7 +157,7 @@ fn what_the_host_changes_is_seen_at_the_next_open() -> Result<(), Failed> {
 /// Reads, writes, truncations, holes and reopenings at random, beside a model in memory.
 #[trial(fuse())]
 fn a_file_holds_what_was_written_to_it() -> Result<(), Failed> {
-    const MOST: u64 = 3 << 20;
+    const MAX_FILE: u64 = 3 << 20;
     let mut random = Random::new();
     for cache in CACHES {
         let both = Both::new(writable(cache))?;
@@ -165,7 +165,7 @@ fn a_file_holds_what_was_written_to_it() -> Result<(), Failed> {
         let open = || File::options().read(true).write(true).create(true).truncate(false).open(&path);
         let (mut file, mut model) = (open()?, Vec::<u8>::new());
         for step in 0..400u64 {
-            let at = random.below(MOST / 2);
+            let at = random.below(MAX_FILE / 2);
             let most = random_size(&mut random);
             let len = random.below(1 + most) as usize;
             match random.below(10) {

@@ -35,12 +35,12 @@ fn has_one_clock(cache: Option<Cache>, in_guest: bool) -> bool {
 }
 
 /// How many checks there are at least: a set that has lost some says nothing.
-const LEAST: u32 = 398;
+const MIN_CHECKS: u32 = 398;
 
 /// The checks in `root`, with this caching, and what was not as it should be and is no known difference.
 pub fn checked(root: &Path, cache: Option<Cache>, in_guest: bool) -> Result<(u32, Vec<String>), Failed> {
     let Checks { done, mut wrong, .. } = Checks::during(root, has_one_clock(cache, in_guest), all)?;
-    ensure(done >= LEAST, || format!("{done} checks"))?;
+    ensure(done >= MIN_CHECKS, || format!("{done} checks"))?;
     let known = |said: &String| {
         DIFFERENCES.iter().any(|(way, begins, _)| Some(*way) == cache && said.starts_with(begins))
     };

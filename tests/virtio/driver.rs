@@ -13,7 +13,7 @@ use vellum_devices::bus::BusDevice;
 use vellum_devices::line::Line;
 use vellum_devices::virtio::transport::Codec;
 pub use vellum_devices::virtio::transport::Transport;
-use vellum_devices::virtio::{PATIENCE, VirtioDevice};
+use vellum_devices::virtio::{PAUSE_TIMEOUT, VirtioDevice};
 use vellum_kvm::memory::{GuestMemory, MemoryConfig};
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
@@ -119,7 +119,7 @@ impl Driver {
     /// The device goes on in `device`, as in another process: quiesced, saved as the text that is sent, restored on the same
     /// memory. `meanwhile` is what the driver does between, to which nobody answers before the end.
     pub fn move_to(mut self, device: impl VirtioDevice + 'static, meanwhile: impl FnOnce(&mut Self)) -> Self {
-        self.device.quiesce(PATIENCE).expect("nothing hangs");
+        self.device.quiesce(PAUSE_TIMEOUT).expect("nothing hangs");
         meanwhile(&mut self);
         self.run();
         let state = serde_json::to_string(&self.reach.save()).expect("plain data");

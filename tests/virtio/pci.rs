@@ -16,20 +16,20 @@ use super::reach::{FUNCTION, WINDOW};
 const ENABLE: u32 = 1 << 31;
 
 /// What KVM has been told: messages by vector, and where doorbells are.
-type Told<T> = Arc<Mutex<Vec<T>>>;
+type Reported<T> = Arc<Mutex<Vec<T>>>;
 
 struct Bus {
     function: Arc<Pci>,
     ports: Ports,
     ecam: Ecam,
     window: Window,
-    routes: Told<(usize, u64, u32)>,
-    doorbells: Told<Option<u64>>,
+    routes: Reported<(usize, u64, u32)>,
+    doorbells: Reported<Option<u64>>,
 }
 
 /// A bus with an entropy device, nothing of which has been touched.
 fn bus() -> Bus {
-    let (routes, doorbells) = (Told::default(), Told::default());
+    let (routes, doorbells) = (Reported::default(), Reported::default());
     let (heard, moved) = (routes.clone(), doorbells.clone());
     let kvm = Kvm {
         route: Box::new(move |vector, message| {

@@ -47,7 +47,7 @@ fn tell(driver: &mut Driver, bytes: &[u8]) {
 }
 
 /// The next message.
-fn told(driver: &mut Driver) -> Option<Vec<u8>> {
+fn next_message(driver: &mut Driver) -> Option<Vec<u8>> {
     driver.submit(TOLD, &[writable(MESSAGES + 0x1000, 64)]);
     driver.run();
     let (_, len) = driver.used_now(TOLD)?;
@@ -58,10 +58,10 @@ fn told(driver: &mut Driver) -> Option<Vec<u8>> {
 fn open(driver: &mut Driver) {
     driver.start();
     tell(driver, &message(0, READY, 1));
-    assert_eq!(told(driver), Some(message(1, ADD, 1)));
+    assert_eq!(next_message(driver), Some(message(1, ADD, 1)));
     tell(driver, &message(1, PORT_READY, 1));
-    assert_eq!(told(driver), Some([message(1, NAME, 1), b"a.port".to_vec()].concat()));
-    assert_eq!(told(driver), Some(message(1, OPEN, 1)));
+    assert_eq!(next_message(driver), Some([message(1, NAME, 1), b"a.port".to_vec()].concat()));
+    assert_eq!(next_message(driver), Some(message(1, OPEN, 1)));
     tell(driver, &message(1, OPEN, 1));
 }
 
@@ -74,13 +74,16 @@ fn a_console_and_a_named_port_are_told_apart() {
     assert_eq!(driver.config(4, 4), 2u32.to_le_bytes());
     tell(&mut driver, &message(0, READY, 1));
     // In the order of the ports, each once; what comes while there is no buffer waits.
-    assert_eq!([told(&mut driver), told(&mut driver)], [0, 1].map(|id| Some(message(id, ADD, 1))));
+    assert_eq!(
+        [next_message(&mut driver), next_message(&mut driver)],
+        [0, 1].map(|id| Some(message(id, ADD, 1)))
+    );
     tell(&mut driver, &message(1, PORT_READY, 1));
     tell(&mut driver, &message(0, PORT_READY, 1));
-    let all: Vec<_> = (0..4).filter_map(|_| told(&mut driver)).collect();
+    let all: Vec<_> = (0..4).filter_map(|_| next_message(&mut driver)).collect();
     let named = [message(1, NAME, 1), b"a.port".to_vec()].concat();
     assert_eq!(all, [message(0, CONSOLE, 1), message(0, OPEN, 1), named, message(1, OPEN, 1)]);
-    assert_eq!(told(&mut driver), None);
+    assert_eq!(next_message(&mut driver), None);
 }
 
 #[test]
@@ -130,7 +133,7 @@ fn the_end_comes_behind_all_that_was_sent() {
     open(&mut driver);
     host.write_all(b"the last").unwrap();
     drop(host);
-    assert_eq!(told(&mut driver), None, "not before it has been read");
+    assert_eq!(next_message(&mut driver), None, "not before it has been read");
     driver.submit(RECEIVE, &[writable(BUFFERS, 64)]);
     assert_eq!(driver.wait_used(RECEIVE).1, 8);
     driver.submit(RECEIVE, &[writable(BUFFERS, 64)]);
@@ -149,8 +152,8 @@ fn a_reader_that_has_gone_is_the_end_too() {
     drop(host);
     driver.submit(TRANSMIT, &[readable(BUFFERS, 8)]);
     driver.wait_used(TRANSMIT);
-    assert_eq!(told(&mut driver), Some(message(1, OPEN, 0)));
-    assert_eq!(told(&mut driver), None, "once");
+    assert_eq!(next_message(&mut driver), Some(message(1, OPEN, 0)));
+    assert_eq!(next_message(&mut driver), None, "once");
 }
 
 #[test]
@@ -197,7 +200,7 @@ fn messages_that_mean_nothing_change_nothing() {
         message(0, READY, 1)[..7].to_vec(),
     ] {
         tell(&mut driver, &wrong);
-        assert_eq!(told(&mut driver), None, "{wrong:?}");
+        assert_eq!(next_message(&mut driver), None, "{wrong:?}");
         // The buffer is there for the next one.
         driver.start();
     }
@@ -207,7 +210,7 @@ fn messages_that_mean_nothing_change_nothing() {
         tell(&mut driver, &message(0, READY, 1));
         tell(&mut driver, &message(1, PORT_READY, 1));
     }
-    assert_eq!((0..5).filter_map(|_| told(&mut driver)).count(), 3);
+    assert_eq!((0..5).filter_map(|_| next_message(&mut driver)).count(), 3);
     assert!(!driver.needs_reset());
 }
 
@@ -228,12 +231,12 @@ fn a_port_goes_on_where_it_was_in_a_new_device() {
     let (mut driver, _host) = alone();
     driver.start();
     tell(&mut driver, &message(0, READY, 1));
-    assert_eq!(told(&mut driver), Some(message(1, ADD, 1)));
+    assert_eq!(next_message(&mut driver), Some(message(1, ADD, 1)));
     tell(&mut driver, &message(1, PORT_READY, 1));
     tell(&mut driver, &message(1, OPEN, 1));
     let (theirs, mut host) = UnixStream::pair().unwrap();
     let mut driver = driver.move_to(Console::with_port(None, "a.port", &theirs).unwrap(), |_| ());
-    let owed: Vec<_> = (0..3).filter_map(|_| told(&mut driver)).collect();
+    let owed: Vec<_> = (0..3).filter_map(|_| next_message(&mut driver)).collect();
     assert_eq!(owed, [[message(1, NAME, 1), b"a.port".to_vec()].concat(), message(1, OPEN, 1)]);
     host.write_all(b"on").unwrap();
     driver.submit(RECEIVE, &[writable(BUFFERS, 64)]);

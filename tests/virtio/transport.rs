@@ -2,7 +2,7 @@
 
 use vellum_devices::virtio::blk::BlkConfig;
 use vellum_devices::virtio::transport::Codec;
-use vellum_devices::virtio::{PATIENCE, RestoreError};
+use vellum_devices::virtio::{PAUSE_TIMEOUT, RestoreError};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
@@ -63,7 +63,7 @@ fn a_ready_queue_does_not_move() {
     driver.set(VIRTIO_MMIO_QUEUE_DESC_LOW, 0xdead_0000);
     assert_eq!(driver.get(VIRTIO_MMIO_QUEUE_READY), 1);
     // The registers are read again when the machine resumes.
-    driver.device.quiesce(PATIENCE).unwrap();
+    driver.device.quiesce(PAUSE_TIMEOUT).unwrap();
     driver.device.resume();
     header(&driver, VIRTIO_BLK_T_IN, 0);
     driver.submit(0, &[readable(HEADER, 16), writable(DATA, 512), writable(STATUS, 1)]);
@@ -114,7 +114,7 @@ fn a_disk_moves_to_a_new_process_in_the_middle_of_its_rings() {
         old.submit(0, &chain);
         old.wait_used(0);
     }
-    old.device.quiesce(PATIENCE).unwrap();
+    old.device.quiesce(PAUSE_TIMEOUT).unwrap();
     header(&old, VIRTIO_BLK_T_OUT, 6);
     old.put(DATA, &[0x55; 512]);
     old.submit(0, &chain);

@@ -58,8 +58,8 @@ pub(super) fn measure(report: &mut Report, config: &Config, part: &str) -> Resul
     let answer = config.follows().then(answer::measure).transpose();
     let answer = measured(answer.map(|answer| answer.unwrap_or_default()))?;
     let bandwidth = config.bandwidth.or(config.follows().then_some((answer.speed / 2.0) as u64));
-    let courier = Config { bandwidth, ..config.clone() };
-    let told = pair.move_guest(&courier)?;
+    let client = Config { bandwidth, ..config.clone() };
+    let told = pair.move_guest(&client)?;
     let whole = micros();
     let came = pair.until(|pair| {
         Ok(match pair.event(&mut target)? {
@@ -162,24 +162,24 @@ impl Pair {
         }
     }
 
-    /// Has a courier move the guest, and says what the source has said of it.
-    fn move_guest(&mut self, config: &Config) -> Result<Told, Error> {
-        let words = (config.lines.courier)(config, &Paths::of(&self.directory));
-        let mut courier = Process::start(&self.directory, "the migration", "courier", &words)?;
-        let status = self.until(|_| courier.ended())?;
+    /// Has a client move the guest, and says what the source has said of it.
+    fn move_guest(&mut self, config: &Config) -> Result<Notice, Error> {
+        let words = (config.lines.client)(config, &Paths::of(&self.directory));
+        let mut client = Process::start(&self.directory, "the migration", "client", &words)?;
+        let status = self.until(|_| client.ended())?;
         if !status.success() {
-            return Err(courier.failed());
+            return Err(client.failed());
         }
         let (mut passes, mut moved) = (Vec::new(), None);
-        for line in printed(&self.directory, "courier")?.lines() {
+        for line in printed(&self.directory, "client")?.lines() {
             match serde_json::from_str(line) {
                 Ok(Event::Pass(pass)) => passes.push(pass),
                 Ok(Event::Moved { left, tracker, waited, .. }) => moved = Some((left, tracker, waited)),
                 _ => {}
             }
         }
-        let (left, tracker, waited) = moved.ok_or_else(|| courier.failed())?;
-        Ok(Told { passes, left, tracker: tracker.unwrap_or_default(), waited: waited.unwrap_or_default() })
+        let (left, tracker, waited) = moved.ok_or_else(|| client.failed())?;
+        Ok(Notice { passes, left, tracker: tracker.unwrap_or_default(), waited: waited.unwrap_or_default() })
     }
 
     /// The result that the target leaves when its guest has ended.
@@ -204,8 +204,8 @@ impl Pair {
     }
 }
 
-/// What the courier has said.
-struct Told {
+/// What the client has said.
+struct Notice {
     passes: Vec<Pass>,
     left: Left,
     tracker: String,
@@ -216,9 +216,9 @@ struct Told {
 struct Moved {
     /// When the guest had filled its memory.
     alone: u64,
-    /// When the courier had ended: nothing of its memory was missing any more.
+    /// When the client had ended: nothing of its memory was missing any more.
     whole: u64,
-    told: Told,
+    told: Notice,
     came: Came,
     result: Report,
 }
@@ -228,7 +228,7 @@ impl Moved {
     /// the target let it go.
     fn round(self, follows: bool) -> Result<Round, Error> {
         let Self { alone, whole, told, came, mut result } = self;
-        let Told { passes, left, tracker, waited } = told;
+        let Notice { passes, left, tracker, waited } = told;
         let missing = |what: &str| {
             Error::Host("the result of the target", std::io::Error::other(format!("it has no {what}")))
         };

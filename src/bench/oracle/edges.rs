@@ -175,7 +175,7 @@ pub fn run(config: &Config) -> Result<(Report, Vec<u64>), Error> {
 }
 
 /// What one test has seen.
-struct Seen {
+struct Examined {
     /// Pages of the memslot.
     pages: u64,
     /// Pages written while the log was on.
@@ -190,7 +190,7 @@ struct Seen {
     cut_short: u64,
 }
 
-fn look(config: &Config) -> Result<Seen, Error> {
+fn look(config: &Config) -> Result<Examined, Error> {
     let kvm = vm::open()?;
     let ring = config.method == Method::Ring;
     if ring {
@@ -255,7 +255,7 @@ fn look(config: &Config) -> Result<Seen, Error> {
             chunks(&guest.vm, tracker.as_mut(), tested.id(), pages, write)?
         }
     };
-    Ok(Seen { pages, written, huge, lost, lossy, cut_short })
+    Ok(Examined { pages, written, huge, lost, lossy, cut_short })
 }
 
 /// Clears chunk by chunk, or resets the ring, and writes to both ends of each: pages written, and those that were lost.
@@ -377,8 +377,8 @@ fn is_set(tracker: &dyn DirtyTracker, page: u64) -> bool {
     tracker.logs()[0].words[(page / 64) as usize] >> (page % 64) & 1 != 0
 }
 
-fn report(config: &Config, seen: &Seen) -> Report {
-    let Seen { pages, written, huge, lost, lossy, cut_short } = seen;
+fn report(config: &Config, seen: &Examined) -> Report {
+    let Examined { pages, written, huge, lost, lossy, cut_short } = seen;
     let mut report = Report::new("test dirty-edges", Facts::collect(config.sandbox.of_vcpus()));
     report.ask("tracker", config.method.name());
     report.ask("backing", config.backing.to_string());

@@ -70,7 +70,7 @@ const MAY: u8 = 2;
 
 /// What the oracle knows of a page.
 #[derive(Clone, Copy, Debug, Default)]
-struct Seen {
+struct SeenPage {
     stamp: Stamp,
     flags: u8,
 }
@@ -140,7 +140,7 @@ pub struct LogVerdict {
 /// The judge of one guest's RAM.
 #[derive(Debug)]
 pub struct Oracle {
-    seen: Vec<Seen>,
+    seen: Vec<SeenPage>,
     collection: u64,
     vcpus: usize,
 }
@@ -148,7 +148,7 @@ pub struct Oracle {
 impl Oracle {
     /// For RAM of `pages`, nothing known of it yet: [`Oracle::baseline`] comes first.
     pub fn new(pages: u64, vcpus: usize) -> Self {
-        Self { seen: vec![Seen::default(); pages as usize], collection: 1, vcpus }
+        Self { seen: vec![SeenPage::default(); pages as usize], collection: 1, vcpus }
     }
 
     /// Looks at the `pages` of RAM just after their log was switched on, and expects nothing of before. With `all_set`
@@ -156,7 +156,7 @@ impl Oracle {
     pub fn baseline(&mut self, words: &[AtomicU64], pages: Range<u64>, mode: Mode, all_set: bool) {
         let flags = if all_set || mode == Mode::Running { MAY } else { 0 };
         for page in pages {
-            self.seen[page as usize] = Seen { stamp: stamp(words, page), flags };
+            self.seen[page as usize] = SeenPage { stamp: stamp(words, page), flags };
         }
     }
 
@@ -250,7 +250,7 @@ impl Oracle {
                     Mode::Quiesced => 0,
                     Mode::Running => (u8::from(owed) * MUST) | (u8::from(changed) * MAY),
                 };
-                *seen = Seen { stamp: now, flags };
+                *seen = SeenPage { stamp: now, flags };
             }
         }
         if unstamped.len() > self.vcpus {

@@ -2,10 +2,10 @@
 //!
 //! The test runs in *legs*: a machine with one tracker, one backing, memslots cut at random (odd bases among them, with
 //! host addresses congruent modulo 2 MiB so that huge pages are mapped all the same), and writers whose order, hot
-//! set and overlap are drawn too. Within a leg (`leg.rs`), `Leg::step` draws what happens next. Everything that is drawn comes
+//! set and overlap are drawn too. Within a machine (`machine.rs`), `SoakMachine::step` draws what happens next. Everything that is drawn comes
 //! from one seed; what the guest has written by then does not.
 
-mod leg;
+mod machine;
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -19,8 +19,8 @@ use vellum_kvm::vm::{self, vcpu};
 use vellum_report::{Case, Label, Report, Status};
 use vellum_sandbox as sandbox;
 
-use leg::Leg;
-use vellum_sys::fault::{Blame, Fault};
+use machine::SoakMachine;
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
 /// What to test, and for how long.
 #[derive(Clone, Debug)]
@@ -78,7 +78,7 @@ impl LeftOut {
 }
 
 /// How large guest memory of a test may be: in one piece, so that offsets are addresses but for where RAM starts.
-pub const MOST: u64 = vellum_kvm::arch::layout::ONE_PIECE;
+pub const MAX_MEMORY: u64 = vellum_kvm::arch::layout::ONE_PIECE;
 
 /// Why the test could not be held.
 #[derive(Debug, thiserror::Error)]
@@ -112,12 +112,12 @@ impl From<vcpu::Error> for Error {
     }
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Dirty(error) => error.blame(),
-            Self::Run(error) => error.blame(),
-            Self::Stopped => Blame::GUEST,
+            Self::Dirty(error) => error.origin(),
+            Self::Run(error) => error.origin(),
+            Self::Stopped => ErrorOrigin::GUEST,
         }
     }
 }
@@ -232,9 +232,9 @@ impl Tally {
         part.seconds += seconds;
     }
 
-    fn name(&mut self, what: impl fmt::Display, leg: &str) {
+    fn name(&mut self, what: impl fmt::Display, machine: &str) {
         if self.names.len() < NAMED {
-            self.names.push(format!("{what} [{}, {leg}]", self.method.name()));
+            self.names.push(format!("{what} [{}, {machine}]", self.method.name()));
         }
     }
 }
@@ -260,7 +260,7 @@ impl Rng {
 
 /// A test that was held.
 #[derive(Clone, Debug)]
-pub struct Held {
+pub struct Outcome {
     /// What was seen with each tracker that had its turn.
     pub tallies: Vec<Tally>,
     /// The signal with which the user ended it.
@@ -269,7 +269,7 @@ pub struct Held {
 
 /// Holds the test. `watch` hears of the state after every collection. A signal that is remembered
 /// ([`remember`](vellum_sys::signal::remember)) ends it with what was seen by then.
-pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Held, Error> {
+pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Outcome, Error> {
     let kvm = vm::open()?;
     // A host that lacks one of the trackers says so before an hour has passed.
     let probe = host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
@@ -283,7 +283,7 @@ pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Held, Error
     let start = Instant::now();
     let share = config.duration.map(|duration| duration / config.methods.len().max(1) as u32);
     let budget = budget(config.events, config.backings.len());
-    let mut held = Held { tallies: Vec::new(), interrupted: None };
+    let mut held = Outcome { tallies: Vec::new(), interrupted: None };
     for (&method, nth) in config.methods.iter().zip(1..) {
         let until = share.map(|share| start + share * nth);
         // Each backing has its turn, in a short test too.
@@ -302,8 +302,8 @@ pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Held, Error
             let seed = mix(config.seed ^ mix(tally.legs ^ (nth as u64) << 32));
             let until = until.zip(turn).map(|(until, turn)| until.min(Instant::now() + turn));
             let (before, begun) = (tally.clone(), Instant::now());
-            let leg = Leg::build(&kvm, config, method, backing, Rng(seed), &mut tally);
-            let ended = leg.and_then(|leg| leg.run(budget, until, watch));
+            let machine = SoakMachine::build(&kvm, config, method, backing, Rng(seed), &mut tally);
+            let ended = machine.and_then(|machine| machine.run(budget, until, watch));
             tally.add_part(&before, backing, begun.elapsed().as_secs_f64());
             match ended {
                 Err(Error::Run(guest::Error::Interrupted(signal))) => held.interrupted = Some(signal),
@@ -322,7 +322,7 @@ fn budget(events: u64, backings: usize) -> u64 {
     (events / (backings.max(1) as u64 * 2)).clamp(20_000.min(events), 500_000)
 }
 
-impl Held {
+impl Outcome {
     /// What was asked for and not tested, if anything, and why.
     fn cut_short(&self, config: &Config) -> Option<String> {
         let missing = |method: &Method| {
@@ -364,7 +364,7 @@ impl Held {
 }
 
 /// A case for each tracker on each backing, those that were left out or not reached among them.
-fn cases(config: &Config, held: &Held) -> Vec<Case> {
+fn cases(config: &Config, held: &Outcome) -> Vec<Case> {
     let mut cases = Vec::new();
     let seeded = |case: Case| Case { seed: Some(config.seed), ..case };
     for &method in &config.methods {
@@ -404,7 +404,7 @@ fn cases(config: &Config, held: &Held) -> Vec<Case> {
 }
 
 /// The result of a test that was held.
-pub fn report(config: &Config, held: &Held, facts: Facts) -> Report {
+pub fn report(config: &Config, held: &Outcome, facts: Facts) -> Report {
     let mut report = Report::new("test dirty-log", facts);
     let tested = || held.tallies.iter().filter(|tally| !tally.backings.is_empty());
     report.cut_short = held.cut_short(config);
@@ -503,12 +503,12 @@ mod tests {
         }
     }
 
-    fn held(reached: &[(Method, &[Backing])], interrupted: Option<i32>) -> Held {
+    fn held(reached: &[(Method, &[Backing])], interrupted: Option<i32>) -> Outcome {
         let tally = |&(method, backings): &(Method, &[Backing])| Tally {
             backings: backings.to_vec(),
             ..Tally::new(method)
         };
-        Held { tallies: reached.iter().map(tally).collect(), interrupted }
+        Outcome { tallies: reached.iter().map(tally).collect(), interrupted }
     }
 
     #[test]
@@ -522,7 +522,7 @@ mod tests {
         use Backing::{Anonymous, Shmem, Thp};
         let config = config(vec![Anonymous, Thp, Shmem]);
         let some = held(&[(Method::Bitmap, &[Anonymous, Thp]), (Method::Ring, &[])], None);
-        let report = |held: &Held| report(&config, held, Facts::collect("off".into()));
+        let report = |held: &Outcome| report(&config, held, Facts::collect("off".into()));
         let short = report(&some);
         let said = "the time was over before anything was tested with bitmap on shmem; ring";
         assert_eq!(short.cut_short.as_deref(), Some(said));
@@ -535,7 +535,7 @@ mod tests {
         let all: &[Backing] = &[Anonymous, Thp, Shmem];
         let every = held(&[(Method::Bitmap, all), (Method::Ring, all)], None);
         assert_eq!(report(&every).cut_short, None);
-        let ended = report(&Held { interrupted: Some(2), ..every });
+        let ended = report(&Outcome { interrupted: Some(2), ..every });
         assert!(ended.cut_short.is_some_and(|said| said.starts_with("ended by signal 2")));
         let none = report(&held(&[], Some(15)));
         let said = "ended by signal 15 before anything was tested with bitmap; ring";

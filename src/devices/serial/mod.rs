@@ -296,7 +296,7 @@ mod tests {
         let serial = port(Some(File::from(std::os::fd::OwnedFd::from(writer)))).unwrap();
         serial.lock().output().write_all(b"a").unwrap();
         let chunk = serial.lock().output().take_chunk().unwrap();
-        // Meanwhile the port is free, and what comes stays in order behind the chunk.
+        // ClockPolicy the port is free, and what comes stays in order behind the chunk.
         serial.write(0, b"b");
         assert_eq!((serial.flush(), serial.unread()), (true, 2));
         let result = chunk.write();

@@ -56,7 +56,7 @@ impl DeviceConfig for BalloonConfig {
     }
 
     fn written(&self) -> std::io::Result<Value> {
-        super::lent::write(self)
+        super::handoff::write(self)
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {

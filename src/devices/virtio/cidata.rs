@@ -15,9 +15,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::blk::Blk;
-use super::lent::{self, Unfit};
+use super::handoff::{self, Unfit};
 use super::{DeviceConfig, Kind, OpenError, VirtioDevice};
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::keyvalue::{self, KeyValues, path};
 use vellum_sys::{mmap, open};
 
@@ -38,7 +38,7 @@ pub static KIND: Kind = Kind {
 /// Bytes of a sector.
 const SECTOR: usize = 2048;
 /// Bytes of one file at most: what is typed by hand is far below it.
-const MOST: u64 = 16 << 20;
+const MAX_FILE: u64 = 16 << 20;
 /// Where the volume's descriptors begin, its path tables, its directory, and its files (in sectors).
 const DESCRIPTORS: usize = 16;
 const PATHS: [usize; 2] = [18, 19];
@@ -69,7 +69,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Larger than any that makes sense.
-    #[error("{}: it has more than {} MiB", .0.display(), MOST >> 20)]
+    #[error("{}: it has more than {} MiB", .0.display(), MAX_FILE >> 20)]
     Large(PathBuf),
     /// Nothing would come of it, without a word.
     #[error("{}: cloud-init ignores user data that {found}; {remedy}", .path.display())]
@@ -86,11 +86,11 @@ pub enum Error {
     Memory(io::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Memory(_) => Blame::host(Field::Device(KIND.key)),
-            _ => Blame::user(Field::Device(KIND.key)),
+            Self::Memory(_) => ErrorOrigin::host(Field::Device(KIND.key)),
+            _ => ErrorOrigin::user(Field::Device(KIND.key)),
         }
     }
 }
@@ -110,7 +110,7 @@ impl DeviceConfig for Seed {
     }
 
     fn written(&self) -> io::Result<Value> {
-        lent::write(self)
+        handoff::write(self)
     }
 
     /// The files may be others by now: the disk that was made of them goes along.
@@ -132,8 +132,8 @@ impl DeviceConfig for Seed {
 
 fn read(path: &Path) -> Result<Vec<u8>, Error> {
     let failed = |source| Error::Read { path: path.into(), source };
-    let bytes = open::read(path, MOST).map_err(failed)?;
-    if bytes.len() as u64 > MOST { Err(Error::Large(path.into())) } else { Ok(bytes) }
+    let bytes = open::read(path, MAX_FILE).map_err(failed)?;
+    if bytes.len() as u64 > MAX_FILE { Err(Error::Large(path.into())) } else { Ok(bytes) }
 }
 
 /// The disk, as a file in memory: how many bytes it has.

@@ -18,8 +18,8 @@ pub mod blk;
 pub mod cidata;
 pub mod console;
 pub mod fs;
+pub mod handoff;
 pub mod interrupt;
-pub mod lent;
 pub mod mmio;
 pub mod net;
 pub mod pci;
@@ -44,7 +44,7 @@ use serde_json::Value;
 use queue::{Chain, Served, VirtQueue};
 use vellum_kvm::memory::GuestMemory;
 use vellum_sandbox::ThreadKind;
-use vellum_sys::fault::Fault;
+use vellum_sys::diagnose::Diagnose;
 
 /// Makes the list of all kinds of device, and the type of their saved states.
 macro_rules! kinds {
@@ -144,14 +144,14 @@ pub trait DeviceConfig: Any + fmt::Debug + Send + Sync {
 }
 
 /// Why a device cannot be opened.
-pub type OpenError = Box<dyn Fault + Send + Sync>;
+pub type OpenError = Box<dyn Diagnose + Send + Sync>;
 
 /// The first act of a thread that a device starts: it gives up what a thread of its kind does not need.
 pub type Enter = Box<dyn FnOnce(ThreadKind) -> io::Result<()> + Send>;
 
 /// How long a device may take to finish what is in flight before it is said to hang: longer than any request to a disk
 /// that works, and short enough for whoever waits.
-pub const PATIENCE: Duration = Duration::from_secs(2);
+pub const PAUSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What keeps a device from standing still.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -301,7 +301,7 @@ pub struct Active {
 }
 
 impl Active {
-    /// Serves what the driver has made available in queue `index`, if it has made that ready: [`VirtQueue::serve`].
+    /// EventSources what the driver has made available in queue `index`, if it has made that ready: [`VirtQueue::serve`].
     pub fn serve<'m>(&'m mut self, index: u16, serve: impl FnMut(&mut Chain<'m>) -> Served) {
         if let Some(queue) = self.queues.iter_mut().find(|queue| queue.index() == index) {
             queue.serve(&self.memory, serve);

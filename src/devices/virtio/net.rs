@@ -19,13 +19,13 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 use virtio_bindings::virtio_net::*;
 
 use self::user::{Forward, Moved, Stream, User};
-use super::lent::{self, Unfit};
+use super::handoff::{self, Unfit};
 use super::queue::Served;
 use super::{
     Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
 use vellum_kvm::memory::slices::Slices;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::keyvalue::{self, KeyValues};
 use vellum_sys::tap::{self, Tap};
 
@@ -94,11 +94,11 @@ pub enum NetError {
     Random(io::Error),
 }
 
-impl Fault for NetError {
-    fn blame(&self) -> Blame {
+impl Diagnose for NetError {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            NetError::Tap(_) | NetError::User(_) => Blame::user(Field::Device(KIND.key)),
-            NetError::Random(_) => Blame::host(Field::Device(KIND.key)),
+            NetError::Tap(_) | NetError::User(_) => ErrorOrigin::user(Field::Device(KIND.key)),
+            NetError::Random(_) => ErrorOrigin::host(Field::Device(KIND.key)),
         }
     }
 }
@@ -109,7 +109,7 @@ impl DeviceConfig for NetConfig {
     }
 
     fn written(&self) -> io::Result<Value> {
-        lent::write(self)
+        handoff::write(self)
     }
 
     fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {

@@ -105,7 +105,7 @@ impl VirtQueue {
         (self.queue.next_avail(), self.queue.next_used())
     }
 
-    /// Serves what the driver has made available, one queue length at most; whatever is left then rings the
+    /// EventSources what the driver has made available, one queue length at most; whatever is left then rings the
     /// queue's own doorbell, so that a busy queue takes its turn with the others. One interrupt at the end if the
     /// driver wants it.
     pub fn serve<'m>(&mut self, mem: &'m GuestMemory, serve: impl FnMut(&mut Chain<'m>) -> Served) {
@@ -186,7 +186,7 @@ impl VirtQueue {
         if complete { Ok(true) } else { Err(QueueError::Chain { queue, head }) }
     }
 
-    /// Serves one request, with its interrupt; false if there is none, or the device waits for a reset.
+    /// EventSources one request, with its interrupt; false if there is none, or the device waits for a reset.
     pub fn serve_one<'m>(
         &mut self,
         mem: &'m GuestMemory,

@@ -12,7 +12,7 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 
 use super::queue::Served;
 use super::{Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice};
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// A request gets at most this many bytes, so that a driver that asks for gigabytes does not hold up the event loop.
 const MAX_BYTES: usize = 1 << 16;
@@ -36,9 +36,9 @@ pub struct RngConfig;
 #[error("/dev/urandom: {0}")]
 pub struct RngError(#[from] io::Error);
 
-impl Fault for RngError {
-    fn blame(&self) -> Blame {
-        Blame::host(Field::Device(KIND.key))
+impl Diagnose for RngError {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::host(Field::Device(KIND.key))
     }
 }
 
@@ -48,7 +48,7 @@ impl DeviceConfig for RngConfig {
     }
 
     fn written(&self) -> io::Result<Value> {
-        super::lent::write(self)
+        super::handoff::write(self)
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {

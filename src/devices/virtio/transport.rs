@@ -25,7 +25,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::interrupt::{self, Interrupt};
 use super::queue::{VirtQueue, is_memory};
 use super::registers::{Register, Registers};
-use super::{Active, DeviceState, Hang, OpenError, PATIENCE, QUEUE_EVENTS, RestoreError, VirtioDevice};
+use super::{Active, DeviceState, Hang, OpenError, PAUSE_TIMEOUT, QUEUE_EVENTS, RestoreError, VirtioDevice};
 use vellum_kvm::memory::GuestMemory;
 use vellum_sys::plant::{self, Mistake};
 
@@ -71,7 +71,7 @@ pub struct Transport {
 struct Waiting {
     /// The machine is over: nobody needs to wait for the device any more.
     abandoned: AtomicBool,
-    /// What it has been waiting for longer than [`PATIENCE`].
+    /// What it has been waiting for longer than [`PAUSE_TIMEOUT`].
     hang: Mutex<Option<Hang>>,
 }
 
@@ -182,7 +182,7 @@ impl Transport {
         self.waiting.abandoned.store(true, Ordering::Release);
     }
 
-    /// What a vCPU that resets the device has been waiting for longer than [`PATIENCE`]: such a vCPU cannot pause.
+    /// What a vCPU that resets the device has been waiting for longer than [`PAUSE_TIMEOUT`]: such a vCPU cannot pause.
     pub fn hang(&self) -> Option<Hang> {
         self.waiting.hang().clone()
     }
@@ -426,7 +426,7 @@ impl Inner {
             if self.waiting.abandoned.load(Ordering::Acquire) {
                 return;
             }
-            if hang.since >= PATIENCE {
+            if hang.since >= PAUSE_TIMEOUT {
                 let text = hang.to_string();
                 if self.waiting.hang().replace(hang).is_none() {
                     tracing::warn!("virtio: a vCPU that resets a device waits: {text}");

@@ -15,13 +15,13 @@ use std::time::{Duration, Instant};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::queue::Chain;
-use super::{Active, Hang, PATIENCE};
+use super::{Active, Hang, PAUSE_TIMEOUT};
 use vellum_sys::poll::Poll;
 
 /// What the thread does.
 pub trait Work: Send + 'static {
     /// What it is told with the queues.
-    type Told: Send;
+    type Notice: Send;
     /// A request, for whoever asks what the thread is at.
     type Request: fmt::Display + Send;
 
@@ -29,7 +29,7 @@ pub trait Work: Send + 'static {
     fn target(&self) -> String;
 
     /// It has `active`'s queues from now on.
-    fn begin(&mut self, active: &Active, told: Self::Told);
+    fn begin(&mut self, active: &Active, told: Self::Notice);
 
     /// Answers one request, which it says before it begins; the number of bytes written to the guest is the result.
     fn answer(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Self::Request)) -> u32;
@@ -54,7 +54,7 @@ enum Queues<T> {
 }
 
 struct Shared<W: Work> {
-    queues: Mutex<Queues<W::Told>>,
+    queues: Mutex<Queues<W::Notice>>,
     changed: Condvar,
     /// The worker is to return them: looked at between requests. Written under the lock of `queues`.
     stop: AtomicBool,
@@ -69,7 +69,7 @@ struct Shared<W: Work> {
 }
 
 impl<W: Work> Shared<W> {
-    fn lock(&self) -> MutexGuard<'_, Queues<W::Told>> {
+    fn lock(&self) -> MutexGuard<'_, Queues<W::Notice>> {
         self.queues.lock().expect("nobody panics with the queues")
     }
 
@@ -124,7 +124,7 @@ impl<W: Work> Worker<W> {
     }
 
     /// Gives it the queues.
-    pub fn give(&self, active: Active, told: W::Told) {
+    pub fn give(&self, active: Active, told: W::Notice) {
         *self.shared.lock() = Queues::Given(active, told);
         self.shared.changed.notify_all();
     }
@@ -140,7 +140,7 @@ impl<W: Work> Worker<W> {
         shared.stop.store(true, Ordering::Release);
         shared.changed.notify_all();
         let _ = shared.wake.write(1);
-        let at_work = |queues: &mut Queues<W::Told>| matches!(queues, Queues::Worker);
+        let at_work = |queues: &mut Queues<W::Notice>| matches!(queues, Queues::Worker);
         queues = shared
             .changed
             .wait_timeout_while(queues, patience, at_work)
@@ -162,7 +162,7 @@ impl<W: Work> Drop for Worker<W> {
     fn drop(&mut self) {
         self.shared.over.store(true, Ordering::Release);
         // Whoever has been told of a hang once need not wait for it again.
-        let patience = if self.hangs { Duration::ZERO } else { PATIENCE };
+        let patience = if self.hangs { Duration::ZERO } else { PAUSE_TIMEOUT };
         let taken = self.take(patience);
         self.shared.changed.notify_all();
         match (taken, self.thread.take()) {
@@ -197,8 +197,8 @@ fn run<W: Work>(shared: &Shared<W>, work: &mut W) {
     }
 }
 
-fn wait_for_queues<W: Work>(shared: &Shared<W>) -> Option<(Active, W::Told)> {
-    let nothing = |queues: &mut Queues<W::Told>| {
+fn wait_for_queues<W: Work>(shared: &Shared<W>) -> Option<(Active, W::Notice)> {
+    let nothing = |queues: &mut Queues<W::Notice>| {
         !matches!(queues, Queues::Given(..)) && !shared.over.load(Ordering::Acquire)
     };
     let mut queues =
@@ -212,7 +212,7 @@ fn wait_for_queues<W: Work>(shared: &Shared<W>) -> Option<(Active, W::Told)> {
     }
 }
 
-/// Serves all queues in turn until it is asked to stop.
+/// EventSources all queues in turn until it is asked to stop.
 fn serve<W: Work>(shared: &Shared<W>, work: &mut W, active: &mut Active) -> io::Result<()> {
     let Active { memory, queues, .. } = active;
     let mut doorbells = Poll::default();

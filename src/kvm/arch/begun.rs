@@ -8,14 +8,14 @@ use vellum_host as host;
 
 /// KVM's VM without memory, and what KVM can show a guest.
 #[derive(Debug)]
-pub struct Begun {
+pub struct PreparedVm {
     /// The VM.
     pub vm: VmFd,
     /// What it can be shown.
     pub supported: Supported,
 }
 
-impl Begun {
+impl PreparedVm {
     /// Makes the VM, and asks, on this thread; nothing where KVM refuses: it will be asked again, and then somebody hears why.
     pub fn new(kvm: &Kvm) -> Option<Self> {
         let vm = host::kvm::create_vm(kvm).ok()?;

@@ -6,14 +6,14 @@ use vellum_sys::clock;
 
 /// What becomes of the time between saving and restoring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Meanwhile {
+pub enum ClockPolicy {
     /// It passes for the guest, too, by the hosts' real time: a migration.
     Passes,
     /// The guest goes on where it was: a snapshot.
     Stands,
 }
 
-impl Meanwhile {
+impl ClockPolicy {
     /// How long it has been for the guest from real time `then` to `now`, both in nanoseconds.
     pub fn passed(self, then: u64, now: u64) -> Duration {
         match self {

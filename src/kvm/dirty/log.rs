@@ -13,7 +13,7 @@ use crate::vm::quiesced::Quiesced;
 use vellum_sys::mmap::PAGE_SIZE;
 
 /// Pages that one `KVM_CLEAR_DIRTY_LOG` can name: a 32-bit count.
-const MOST: u64 = u32::MAX as u64;
+const MAX_CLEAR: u64 = u32::MAX as u64;
 
 /// Whether a clear of `slot` with all bits set has a part that begins in one huge page and ends on the first page of the next. KVM
 /// clears 64 pages at a time, counted from the slot's start, and Linux 5.14 and later take such a part for one that touches one huge
@@ -57,7 +57,7 @@ impl LogTracker {
         }
         // KVM clears 64 of the host's pages at least.
         let least = 64 * sys::in_one();
-        let chunk = chunk.unwrap_or(MOST).clamp(least, MOST) / least * least;
+        let chunk = chunk.unwrap_or(MAX_CLEAR).clamp(least, MAX_CLEAR) / least * least;
         Ok(Self { method, chunk, vm: vm.fd.clone(), slots: Slots::new(vm, quiesced)? })
     }
 }
@@ -144,13 +144,14 @@ mod tests {
 
     #[test]
     fn slots_whose_clears_end_on_a_huge_page_are_known() {
-        const MOST: u64 = 1300;
-        let mapping = Arc::new(Mapping::new(MOST * PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap());
+        const MAX_CLEAR: u64 = 1300;
+        let mapping = Arc::new(Mapping::new(MAX_CLEAR * PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap());
         let mut found = 0;
         for first in (0..=130).chain(448..=578) {
-            for pages in
-                [1, 2, 63, 64, 65, 383, 384, 385, 448, 511, 512, 513, 514, 577, 1023, 1024, 1025, 1026, MOST]
-            {
+            for pages in [
+                1, 2, 63, 64, 65, 383, 384, 385, 448, 511, 512, 513, 514, 577, 1023, 1024, 1025, 1026,
+                MAX_CLEAR,
+            ] {
                 let slot = Slot::new(0, first * PAGE_SIZE, &mapping, 0..pages * PAGE_SIZE).unwrap();
                 assert_eq!(
                     ends_on_a_huge_page(&slot),
@@ -162,6 +163,6 @@ mod tests {
         }
         assert!(found > 10, "{found}");
         // RAM of the PC begins on huge pages, below and above 4 GiB.
-        assert!(!by_parts(0, MOST) && !by_parts(1 << 20, MOST) && by_parts(1, MOST));
+        assert!(!by_parts(0, MAX_CLEAR) && !by_parts(1 << 20, MAX_CLEAR) && by_parts(1, MAX_CLEAR));
     }
 }

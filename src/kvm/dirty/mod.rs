@@ -35,8 +35,8 @@ use crate::vm::memslots::Memslots;
 use crate::vm::quiesced::Quiesced;
 use crate::vm::vcpu;
 use crate::vm::{self, Vm};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::dirty as sys;
-use vellum_sys::fault::{Blame, Fault, Field};
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::plant::{self, Mistake};
 
@@ -141,7 +141,7 @@ pub enum Error {
     Taken,
     /// The machine does not stand still.
     #[error("pages cannot be tracked: {0}")]
-    NotStill(Box<dyn Fault + Send + Sync>),
+    NotStill(Box<dyn Diagnose + Send + Sync>),
     /// An ioctl failed.
     #[error("{call} of memslot {slot}: {source}")]
     Slot {
@@ -191,20 +191,20 @@ impl From<vcpu::Error> for Error {
     }
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Absent { .. } => Blame::user(Field::Tracker).lacking(),
-            Self::RingWithInitiallySet => Blame::user(Field::Tracker),
-            Self::Vm(error) => error.blame(),
-            Self::NotStill(error) => error.blame(),
+            Self::Absent { .. } => ErrorOrigin::user(Field::Tracker).lacking(),
+            Self::RingWithInitiallySet => ErrorOrigin::user(Field::Tracker),
+            Self::Vm(error) => error.origin(),
+            Self::NotStill(error) => error.origin(),
             Self::TooLate
             | Self::HasRing(_)
             | Self::Taken
             | Self::Slot { .. }
             | Self::Ioctl { .. }
             | Self::Entry { .. }
-            | Self::Reset { .. } => Blame::HOST,
+            | Self::Reset { .. } => ErrorOrigin::HOST,
         }
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use super::{Backing, MemoryConfig, short_size};
 use vellum_host::{hugepages, topology};
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::mmap::host_page;
 
 /// Why guest memory cannot be had.
@@ -90,21 +90,21 @@ pub enum Error {
     Lock(#[source] io::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
             Self::Unaligned { .. } | Self::TooSmall { .. } | Self::TooLarge { .. } | Self::Map { .. } => {
-                Blame::user(Field::Memory)
+                ErrorOrigin::user(Field::Memory)
             }
-            Self::Slots(..) | Self::LargeSlot(..) => Blame::user(Field::Slots),
-            Self::Unavailable { field, .. } => Blame::user(*field),
+            Self::Slots(..) | Self::LargeSlot(..) => ErrorOrigin::user(Field::Slots),
+            Self::Unavailable { field, .. } => ErrorOrigin::user(*field),
             // Whoever asks for such a slot is this program.
-            Self::Slot { .. } | Self::Handed(_) => Blame::HOST,
+            Self::Slot { .. } | Self::Handed(_) => ErrorOrigin::HOST,
             // Nothing is wrong, and nothing is to be mended.
-            Self::Interrupted(_) => Blame::HOST,
-            Self::Shortage(_, shortage) => shortage.blame(),
-            Self::Populate(_) => Blame::host(Field::Prealloc),
-            Self::Lock(_) => Blame::user(Field::Lock),
+            Self::Interrupted(_) => ErrorOrigin::HOST,
+            Self::Shortage(_, shortage) => shortage.origin(),
+            Self::Populate(_) => ErrorOrigin::host(Field::Prealloc),
+            Self::Lock(_) => ErrorOrigin::user(Field::Lock),
         }
     }
 }
@@ -170,12 +170,12 @@ mod tests {
         let of = |size, prealloc, lock| MemoryConfig { prealloc, lock, ..MemoryConfig::new(size) };
         let refused = |config, limited_by| afford(config, &host(limited_by)).unwrap_err();
         let error = refused(of(2 * GIB, true, true), None);
-        assert_eq!(error.blame(), Blame::user(Field::Prealloc));
+        assert_eq!(error.origin(), ErrorOrigin::user(Field::Prealloc));
         let said =
             "2g is more than the 1g that this host has available; ask for less memory, or leave it off";
         assert_eq!(error.to_string(), said);
         let error = refused(of(2 * GIB, false, true), Some("/cg/memory.max"));
-        assert_eq!(error.blame(), Blame::user(Field::Lock));
+        assert_eq!(error.origin(), ErrorOrigin::user(Field::Lock));
         assert!(
             error.to_string().contains("has left (/cg/memory.max); ask for less memory or raise"),
             "{error}"

@@ -117,7 +117,7 @@ impl MemoryConfig {
 }
 
 /// The least RAM of a guest, in bytes.
-pub const LEAST: u64 = 1 << 20;
+pub const MIN_SIZE: u64 = 1 << 20;
 
 /// Mapped guest RAM.
 #[derive(Clone, Debug)]
@@ -170,8 +170,8 @@ impl Memory {
     pub fn map_within(room: &Room, space: Space, config: MemoryConfig) -> Result<Self, Error> {
         let MemoryConfig { size, backing, .. } = config;
         let page = backing.page_size();
-        if size < LEAST.max(page) {
-            return Err(Error::TooSmall { size, least: LEAST.max(page) });
+        if size < MIN_SIZE.max(page) {
+            return Err(Error::TooSmall { size, least: MIN_SIZE.max(page) });
         }
         let most = space.most();
         if size > most {
@@ -481,11 +481,11 @@ mod tests {
     #[test]
     fn what_no_guest_can_have_is_refused() {
         assert!(matches!(memory(0, 1), Err(Error::TooSmall { .. })));
-        assert!(matches!(memory(LEAST + 1, 1), Err(Error::Unaligned { .. })));
+        assert!(matches!(memory(MIN_SIZE + 1, 1), Err(Error::Unaligned { .. })));
         assert!(matches!(memory(1 << 41, 1), Err(Error::TooLarge { .. })));
-        assert!(matches!(memory(LEAST, 0), Err(Error::Slots(0, 256))));
-        assert!(matches!(memory(LEAST, 257), Err(Error::Slots(257, 256))));
-        assert_eq!(memory(LEAST, 256).unwrap().slots().len(), 256);
+        assert!(matches!(memory(MIN_SIZE, 0), Err(Error::Slots(0, 256))));
+        assert!(matches!(memory(MIN_SIZE, 257), Err(Error::Slots(257, 256))));
+        assert_eq!(memory(MIN_SIZE, 256).unwrap().slots().len(), 256);
     }
 
     #[test]

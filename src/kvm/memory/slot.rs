@@ -26,7 +26,7 @@ pub struct Slot {
 }
 
 /// The largest number of a slot: KVM takes the bits above as the address space.
-const MOST_ID: u32 = 0xffff;
+const MAX_ID: u32 = 0xffff;
 
 impl Slot {
     /// The bytes `range` of `mapping` as memslot `id` at guest-physical `gpa`.
@@ -37,7 +37,7 @@ impl Slot {
     pub fn new(id: u32, gpa: u64, mapping: &Arc<Mapping>, range: Range<u64>) -> Result<Self, Error> {
         let refused = |what| Err(Error::Slot { id, what });
         let Range { start, end } = range;
-        if id > MOST_ID {
+        if id > MAX_ID {
             return refused("its number does not fit into 16 bits");
         }
         if start >= end || end > mapping.len() {

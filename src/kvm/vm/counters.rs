@@ -16,7 +16,7 @@ use kvm_ioctls::{VcpuFd, VmFd};
 
 use super::vcpu::{self, Vcpu};
 use vellum_sys as sys;
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
 /// All counters at one time, those of vCPUs summed. Names are KVM's.
 pub type Snapshot = BTreeMap<String, u64>;
@@ -82,11 +82,11 @@ pub enum Error {
     Vcpu(#[from] vcpu::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::None { .. } | Self::Read(_) => Blame::HOST,
-            Self::Vcpu(error) => error.blame(),
+            Self::None { .. } | Self::Read(_) => ErrorOrigin::HOST,
+            Self::Vcpu(error) => error.origin(),
         }
     }
 }

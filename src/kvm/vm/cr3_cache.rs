@@ -9,7 +9,7 @@ use kvm_ioctls::{Kvm, VmFd};
 
 use vellum_host::cr3_cache::{Unavailable, entries};
 use vellum_sys::cr3_cache::CAPABILITY;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// Whether a VM is to have one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -34,11 +34,11 @@ pub enum Error {
     Ioctl(#[source] kvm_ioctls::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Unavailable(_) => Blame::user(Field::Cr3Cache),
-            Self::Ioctl(_) => Blame::HOST,
+            Self::Unavailable(_) => ErrorOrigin::user(Field::Cr3Cache),
+            Self::Ioctl(_) => ErrorOrigin::HOST,
         }
     }
 }

@@ -6,8 +6,8 @@ use std::io;
 use kvm_ioctls::VmFd;
 
 use crate::memory::short_size;
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::dirty as sys;
-use vellum_sys::fault::{Blame, Fault, Field};
 
 /// Why blocks are not split at once.
 #[derive(Debug, thiserror::Error)]
@@ -31,12 +31,12 @@ pub enum Error {
     Ioctl(#[source] io::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Absent => Blame::user(Field::EagerSplit).lacking(),
-            Self::Size { .. } => Blame::user(Field::EagerSplit),
-            Self::Ioctl(_) => Blame::HOST,
+            Self::Absent => ErrorOrigin::user(Field::EagerSplit).lacking(),
+            Self::Size { .. } => ErrorOrigin::user(Field::EagerSplit),
+            Self::Ioctl(_) => ErrorOrigin::HOST,
         }
     }
 }

@@ -23,7 +23,7 @@ use crate::memory::{self, Memory};
 use memslots::Memslots;
 use ring::DirtyRing;
 use vellum_host as host;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::kick::RunPage;
 
 /// Why a machine cannot be had from KVM.
@@ -68,17 +68,17 @@ pub enum Error {
     },
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Kvm(error) => error.blame(),
-            Self::Ioctl { .. } | Self::NoSlot(_) => Blame::HOST,
-            Self::Memory(error) => error.blame(),
-            Self::Vcpu(error) => error.blame(),
-            Self::Ring(error) => error.blame(),
-            Self::Cr3Cache(error) => error.blame(),
-            Self::EagerSplit(error) => error.blame(),
-            Self::Cpus { .. } => Blame::user(Field::Cpus),
+            Self::Kvm(error) => error.origin(),
+            Self::Ioctl { .. } | Self::NoSlot(_) => ErrorOrigin::HOST,
+            Self::Memory(error) => error.origin(),
+            Self::Vcpu(error) => error.origin(),
+            Self::Ring(error) => error.origin(),
+            Self::Cr3Cache(error) => error.origin(),
+            Self::EagerSplit(error) => error.origin(),
+            Self::Cpus { .. } => ErrorOrigin::user(Field::Cpus),
         }
     }
 }

@@ -9,8 +9,8 @@ use std::time::Duration;
 use kvm_ioctls::{VcpuFd, VmFd};
 
 use super::memslots::Memslots;
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::dirty::{self as sys, Ring};
-use vellum_sys::fault::{Blame, Fault, Field};
 
 /// The size of a dirty ring in entries where none is asked for: the largest that KVM has ever allowed.
 pub const RING_ENTRIES: u32 = 65536;
@@ -18,7 +18,7 @@ pub const RING_ENTRIES: u32 = 65536;
 /// The dirty rings of a machine: made with its VM, one added with each vCPU, and there as long as it is. Where KVM writes next in a
 /// ring is known to nobody who was not there from the first entry on.
 ///
-/// A vCPU whose ring is full empties all of them itself ([`DirtyRing::relieve`]), whoever follows its pages and however busy that
+/// A vCPU whose ring is full empties all of them itself ([`DirtyRing::drain_rings`]), whoever follows its pages and however busy that
 /// one is. So what has been written is in two places, the rings and bitmaps in which relieved entries wait;
 /// [`DirtyRing::harvest`] and [`DirtyRing::take`] fetch both.
 #[derive(Debug)]
@@ -39,14 +39,14 @@ struct Inner {
     /// Entries harvested that have not been given back to KVM.
     harvested: u64,
     /// What was harvested, a bit a page, by memslot.
-    seen: Vec<Seen>,
+    seen: Vec<SlotPages>,
     /// An entry that fits no memslot in `seen`.
     stray: Option<Stray>,
 }
 
 /// The harvested pages of a memslot.
 #[derive(Debug)]
-struct Seen {
+struct SlotPages {
     slot: u32,
     pages: u64,
     words: Vec<u64>,
@@ -99,12 +99,12 @@ pub enum Error {
     Ioctl(#[source] io::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Absent => Blame::user(Field::Tracker).lacking(),
-            Self::Size { .. } => Blame::user(Field::RingEntries),
-            Self::Ioctl(_) => Blame::HOST,
+            Self::Absent => ErrorOrigin::user(Field::Tracker).lacking(),
+            Self::Size { .. } => ErrorOrigin::user(Field::RingEntries),
+            Self::Ioctl(_) => ErrorOrigin::HOST,
         }
     }
 }
@@ -182,7 +182,7 @@ impl DirtyRing {
         match seen.iter_mut().find(|seen| seen.slot == slot) {
             Some(seen) if seen.pages == pages => {}
             found => {
-                let new = Seen { slot, pages, words: vec![0; pages.div_ceil(64) as usize] };
+                let new = SlotPages { slot, pages, words: vec![0; pages.div_ceil(64) as usize] };
                 match found {
                     Some(seen) => *seen = new,
                     None => seen.push(new),
@@ -257,7 +257,7 @@ impl DirtyRing {
     ///
     /// # Errors
     /// As [`DirtyRing::reset`].
-    pub(super) fn relieve(&self) -> Result<(), Failed> {
+    pub(super) fn drain_rings(&self) -> Result<(), Failed> {
         self.relieved.fetch_add(1, Ordering::Relaxed);
         // Under one lock, so that what is in the bitmaps when somebody else looks has been protected again, or is so by that one's
         // own reset.

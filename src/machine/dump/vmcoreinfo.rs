@@ -16,7 +16,7 @@ const HEAD: usize = 12 + NAME.len();
 /// What every text begins with.
 const BEGINS: &[u8] = b"OSRELEASE=";
 /// The kernel keeps the text in one page (VMCOREINFO_BYTES).
-const MOST: u32 = PAGE_SIZE as u32;
+const MAX_NOTE: u32 = PAGE_SIZE as u32;
 
 /// How much of a page's beginning [`length`] looks at.
 pub const LOOK: usize = HEAD + BEGINS.len() + 6;
@@ -27,7 +27,7 @@ pub fn length(start: &[u8]) -> Option<usize> {
     let (name, text, kind) = (word(0)?, word(4)?, word(8)?);
     let is_one = name == NAME_LEN && kind == 0 && start.get(12..HEAD)? == NAME;
     let begins = start.get(HEAD..HEAD + BEGINS.len())? == BEGINS;
-    (is_one && begins && text <= MOST && text as usize >= BEGINS.len()).then_some(HEAD + text as usize)
+    (is_one && begins && text <= MAX_NOTE && text as usize >= BEGINS.len()).then_some(HEAD + text as usize)
 }
 
 /// A note, and what of it the page tables have confirmed.

@@ -28,8 +28,8 @@ use self::target::Target;
 use self::wire::{Out, Wire};
 use vellum_kvm::arch::debug;
 use vellum_kvm::memory::{GuestMemory, Slot};
-use vellum_kvm::vm::vcpu::{Reins, Traps};
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_kvm::vm::vcpu::{Traps, VcpusDebugHandle};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::socket::{Listener, SocketError};
 
 /// Why there is no debugger.
@@ -46,11 +46,11 @@ pub enum Error {
     Kvm,
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Socket(_) | Self::Impossible(_) => Blame::user(Field::Gdb),
-            Self::Kvm => Blame::host(Field::Gdb).lacking(),
+            Self::Socket(_) | Self::Impossible(_) => ErrorOrigin::user(Field::Gdb),
+            Self::Kvm => ErrorOrigin::host(Field::Gdb).lacking(),
         }
     }
 }
@@ -118,7 +118,13 @@ pub struct Debugger {
 
 impl Debugger {
     /// That of the machine of these vCPUs and this memory, `ram` among `slots`. A vCPU that stops signals `wake`.
-    pub fn new(door: Door, reins: Reins, ram: GuestMemory, slots: Vec<Slot>, wake: Arc<EventFd>) -> Self {
+    pub fn new(
+        door: Door,
+        reins: VcpusDebugHandle,
+        ram: GuestMemory,
+        slots: Vec<Slot>,
+        wake: Arc<EventFd>,
+    ) -> Self {
         let Door { listener, waits, blocks } = door;
         let traps = Arc::new(Traps::new(wake));
         reins.attach(&traps);
@@ -135,7 +141,7 @@ impl Debugger {
     }
 
     /// What the event loop is to serve, once.
-    pub fn serves(&mut self) -> Option<Arc<Mutex<Wire>>> {
+    pub fn event_sources(&mut self) -> Option<Arc<Mutex<Wire>>> {
         (!std::mem::replace(&mut self.served, true)).then(|| self.wire.clone())
     }
 

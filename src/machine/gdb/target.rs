@@ -23,7 +23,7 @@ use vm_memory::{Bytes, GuestAddress};
 use vellum_kvm::arch::debug::{self, BREAKPOINT, BYTES};
 use vellum_kvm::arch::watch::{Access, Watch};
 use vellum_kvm::memory::{GuestMemory, Slot};
-use vellum_kvm::vm::vcpu::{Reins, SLOTS, Trap, Traps};
+use vellum_kvm::vm::vcpu::{SLOTS, Trap, Traps, VcpusDebugHandle};
 use vellum_sys::mmap::PAGE_SIZE;
 
 /// This architecture, as GDB knows it.
@@ -146,7 +146,7 @@ impl Space {
 pub(super) struct Target {
     /// Whether the machine stands still for its debugger: only then is anything looked at.
     pub stands: bool,
-    reins: Reins,
+    reins: VcpusDebugHandle,
     traps: Arc<Traps>,
     space: Space,
     /// Whether a vCPU that steps is kept from interrupts.
@@ -161,7 +161,13 @@ pub(super) struct Target {
 }
 
 impl Target {
-    pub fn new(reins: Reins, traps: Arc<Traps>, ram: GuestMemory, slots: Vec<Slot>, blocks: bool) -> Self {
+    pub fn new(
+        reins: VcpusDebugHandle,
+        traps: Arc<Traps>,
+        ram: GuestMemory,
+        slots: Vec<Slot>,
+        blocks: bool,
+    ) -> Self {
         let actions = vec![Action::Continue; reins.count()];
         let space = Space { ram, slots };
         let (planted, watches) = (BTreeMap::new(), [None; SLOTS]);
@@ -499,7 +505,7 @@ mod tests {
     /// A machine without vCPUs.
     fn target(memory: &Memory) -> Target {
         let traps = Arc::new(Traps::new(Arc::new(EventFd::new(0).unwrap())));
-        Target::new(Reins::new(&[]), traps, memory.guest.clone(), memory.slots().to_vec(), false)
+        Target::new(VcpusDebugHandle::new(&[]), traps, memory.guest.clone(), memory.slots().to_vec(), false)
     }
 
     #[test]

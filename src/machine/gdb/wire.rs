@@ -10,7 +10,7 @@ use gdbstub::conn::Connection;
 use vellum_sys::socket::{self, Listener};
 
 /// What of a client's waits at most, in bytes: several of its packets.
-const MOST: usize = 64 << 10;
+const MAX_INBOX: usize = 64 << 10;
 
 /// The longest packet, in bytes, which GDB is told.
 pub(super) const MAX_PACKET: usize = 4096;
@@ -184,7 +184,7 @@ impl Wire {
     fn read(&mut self, ops: &mut EventOps<'_>) {
         let Some(client) = &self.client else { return };
         let mut buffer = [0; 4096];
-        while self.inbox.bytes.len() < MOST {
+        while self.inbox.bytes.len() < MAX_INBOX {
             match socket::receive_some(client, &mut buffer) {
                 Ok(0) => break,
                 Ok(count) => {
@@ -196,7 +196,7 @@ impl Wire {
                 Err(_) => break,
             }
         }
-        if self.inbox.bytes.len() < MOST {
+        if self.inbox.bytes.len() < MAX_INBOX {
             let _ = ops.remove(Events::empty(&Raw(client)));
             (self.client, self.gone) = (None, true);
         }

@@ -12,11 +12,11 @@ use std::time::Duration;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{Following, Said, Told};
-use crate::fence::{Fence, Word};
-use crate::landing::Landing;
+use super::{FetchCommand, Following, Said};
+use crate::commit_flag::{CommitFlag, Ownership};
 pub use crate::link::Link;
 use crate::message::Waited;
+use crate::postcopy_memory::PostcopyMemory;
 use crate::wire::{Frame, Run};
 use vellum_kvm::memory::{Memory, Slot};
 use vellum_sys::mmap::PAGE_SIZE;
@@ -30,7 +30,7 @@ const LOOK: Duration = Duration::from_millis(100);
 pub struct Gate {
     word: AtomicU8,
     /// The same between the two sides, where both are on one host.
-    pub fence: Option<Arc<Fence>>,
+    pub fence: Option<Arc<CommitFlag>>,
 }
 
 const OPEN: u8 = 0;
@@ -39,7 +39,7 @@ const SHUT: u8 = 2;
 
 impl Gate {
     /// One that is shared with the source as `fence`, where there is that.
-    pub fn new(fence: Option<Arc<Fence>>) -> Self {
+    pub fn new(fence: Option<Arc<CommitFlag>>) -> Self {
         Self { word: AtomicU8::new(OPEN), fence }
     }
 
@@ -56,8 +56,8 @@ impl Gate {
     fn shut(&self) -> bool {
         let shut = self.word.compare_exchange(OPEN, SHUT, Ordering::SeqCst, Ordering::SeqCst).is_ok();
         if shut && let Some(fence) = &self.fence {
-            fence.step(Word::Open, Word::Withdrawn);
-            fence.step(Word::Committed, Word::Withdrawn);
+            fence.step(Ownership::Open, Ownership::Withdrawn);
+            fence.step(Ownership::Committed, Ownership::Withdrawn);
         }
         shut
     }
@@ -79,12 +79,12 @@ pub(super) enum Next {
 
 /// The connection, and what is asked for on it.
 pub(super) struct Asking {
-    landing: Arc<Landing>,
+    landing: Arc<PostcopyMemory>,
     ram: Memory,
     link: Option<Link>,
     gate: Arc<Gate>,
     vcpus: Vec<u32>,
-    told: Receiver<Told>,
+    told: Receiver<FetchCommand>,
     wake: Arc<EventFd>,
     /// What is to be said of a link that broke while something was asked for.
     broken: Option<String>,
@@ -95,7 +95,7 @@ pub(super) struct Asking {
 }
 
 impl Asking {
-    pub fn new(following: Following, told: Receiver<Told>, wake: Arc<EventFd>) -> Self {
+    pub fn new(following: Following, told: Receiver<FetchCommand>, wake: Arc<EventFd>) -> Self {
         let Following { landing, ram, mut link, gate, vcpus } = following;
         link.read_ahead(AT_ONCE);
         let (link, broken, poll) = (Some(link), None, Poll::default());
@@ -143,12 +143,12 @@ impl Asking {
         }
         while self.woken {
             match self.told.try_recv() {
-                Ok(Told::Link(mut link)) => {
+                Ok(FetchCommand::Link(mut link)) => {
                     link.read_ahead(AT_ONCE);
                     (self.link, self.broken, self.speaks) = (Some(*link), None, true);
                     self.landing.awaited().into_iter().for_each(|unit| self.ask(unit));
                 }
-                Ok(Told::Cut) => self.link = None,
+                Ok(FetchCommand::Cut) => self.link = None,
                 Ok(_) => {}
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => return Ok(Next::Forsaken),

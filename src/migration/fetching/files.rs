@@ -4,9 +4,9 @@ use std::ops::Range;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-use super::{Recording, Told};
+use super::{FetchCommand, Recording};
 use crate::bits::Bits;
-use crate::landing::Landing;
+use crate::postcopy_memory::PostcopyMemory;
 use crate::snapshot::layer::Layers;
 use crate::snapshot::working_set::WorkingSet;
 use vellum_sys::mmap::PAGE_SIZE;
@@ -30,7 +30,7 @@ pub(super) struct Files {
     first: Vec<Vec<Range<u64>>>,
     window: Vec<Range<u64>>,
     buffer: Vec<u8>,
-    told: Receiver<Told>,
+    told: Receiver<FetchCommand>,
     /// Units in the order in which they were wanted, and which they are.
     order: Vec<u64>,
     wanted: Bits,
@@ -54,11 +54,11 @@ pub(super) fn missing(layers: &Layers, unit: u64, units: u64) -> Bits {
 impl Files {
     /// What `landing` is filled with, `first` of it first.
     pub fn new(
-        landing: &Landing,
+        landing: &PostcopyMemory,
         layers: Layers,
         first: Option<WorkingSet>,
         recording: Option<Recording>,
-        told: Receiver<Told>,
+        told: Receiver<FetchCommand>,
     ) -> Self {
         let (unit, units) = (landing.unit(), landing.units());
         let page = unit * PAGE_SIZE;
@@ -81,7 +81,7 @@ impl Files {
     }
 
     /// Somebody waits for a unit.
-    pub fn supply(&mut self, landing: &Landing, unit: u64) -> Result<(), String> {
+    pub fn supply(&mut self, landing: &PostcopyMemory, unit: u64) -> Result<(), String> {
         self.bring_or_zero(landing, unit..unit + 1)?;
         if self.recording.is_some() && self.wanted.first_run(unit..unit + 1).is_none() {
             self.wanted.set(unit..unit + 1);
@@ -91,7 +91,7 @@ impl Files {
     }
 
     /// What is to be in `run` is there then, or was before.
-    fn bring_or_zero(&mut self, landing: &Landing, run: Range<u64>) -> Result<(), String> {
+    fn bring_or_zero(&mut self, landing: &PostcopyMemory, run: Range<u64>) -> Result<(), String> {
         let mut at = run.start;
         while at < run.end {
             let next = landing.missing().first_run(at..run.end).unwrap_or(run.end..run.end);
@@ -107,7 +107,7 @@ impl Files {
     }
 
     /// Brings a part of the rest, or waits for faults while the order is recorded; false where all is there.
-    pub fn go_on(&mut self, landing: &Landing) -> Result<bool, String> {
+    pub fn go_on(&mut self, landing: &PostcopyMemory) -> Result<bool, String> {
         let step = self.buffer.len() as u64 / (landing.unit() * PAGE_SIZE);
         if self.recording.is_some() {
             self.record(landing)?;
@@ -132,7 +132,7 @@ impl Files {
     }
 
     /// Brings `run`, which is missing, one step at most.
-    fn bring(&mut self, landing: &Landing, run: Range<u64>) -> Result<(), String> {
+    fn bring(&mut self, landing: &PostcopyMemory, run: Range<u64>) -> Result<(), String> {
         let unit = landing.unit();
         let pages = run.start * unit..run.end * unit;
         let all = &mut self.buffer[..((pages.end - pages.start) * PAGE_SIZE) as usize];
@@ -151,7 +151,7 @@ impl Files {
     }
 
     /// Waits for faults, until the order has been recorded for long enough, and writes it down then.
-    fn record(&mut self, landing: &Landing) -> Result<(), String> {
+    fn record(&mut self, landing: &PostcopyMemory) -> Result<(), String> {
         let Some(lasts) = self.recording.as_ref().map(|recording| recording.lasts) else { return Ok(()) };
         if self.runs.is_none() && self.told.try_recv().is_ok() {
             self.runs = Some(Instant::now());

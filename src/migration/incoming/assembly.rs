@@ -9,9 +9,9 @@ use serde_json::Value;
 use super::{Arrived, Host};
 use crate::fit::{self, Parts, Tsc};
 use crate::message::Misfit;
-use crate::mobile::Mobile;
+use crate::migratable::MigratableMachine;
 use vellum_guests::guest::{Guest, GuestConfig};
-use vellum_guests::run::Run;
+use vellum_guests::run::BuiltinMachine;
 use vellum_guests::state as guest_state;
 use vellum_kvm::arch::layout;
 use vellum_kvm::memory::{Backing, Memory, MemoryConfig, Room, short_size};
@@ -101,7 +101,7 @@ pub(super) fn assemble(host: Host, config: Value, handed: Option<File>) -> Resul
             ..GuestConfig::new(config.vcpus)
         };
         let guest = Guest::start(&kvm, memory, guest).map_err(failed)?;
-        let mut run = Run::new(guest, config).map_err(failed)?;
+        let mut run = BuiltinMachine::new(guest, config).map_err(failed)?;
         let here = run.description();
         let [theirs, ours] = [&described, &here].map(|guest| Parts {
             cpuid: &guest.cpuid,
@@ -112,7 +112,9 @@ pub(super) fn assemble(host: Host, config: Value, handed: Option<File>) -> Resul
         if other_tsc {
             run.guest.allow_other_tsc();
         }
-        return Ok(Arrived::BuiltIn(Box::new(Mobile::new(run, sandbox, pagemap).map_err(failed)?)));
+        return Ok(Arrived::BuiltIn(Box::new(
+            MigratableMachine::new(run, sandbox, pagemap).map_err(failed)?,
+        )));
     }
     let described = machine::state::Description::from_json(config).map_err(failed)?;
     let memory = map(from, memory, described.memory, &described.slots)?;
@@ -130,5 +132,5 @@ pub(super) fn assemble(host: Host, config: Value, handed: Option<File>) -> Resul
     if other_tsc {
         machine.allow_other_tsc();
     }
-    Ok(Arrived::Pc(Box::new(Mobile::new(machine, sandbox, pagemap).map_err(failed)?)))
+    Ok(Arrived::Pc(Box::new(MigratableMachine::new(machine, sandbox, pagemap).map_err(failed)?)))
 }

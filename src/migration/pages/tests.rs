@@ -61,7 +61,7 @@ impl Pair {
         let (mut frames, mut taken) = (Vec::new(), Taken::default());
         for mut run in runs {
             while !run.is_empty() {
-                let end = run.end.min(run.start + u64::from(MOST_PAGES));
+                let end = run.end.min(run.start + u64::from(MAX_PAGES));
                 if self.block.room() < end - run.start {
                     self.receive(&mut frames);
                 }
@@ -159,14 +159,14 @@ fn a_block_holds_the_worst_that_its_room_promises() {
     let mut pair = Pair::new(false);
     // Every other page is zero, so that each is a frame.
     (0..PAGES).step_by(2).for_each(|at| page(pair.from.slot(), at)[0].store(1, Ordering::Relaxed));
-    assert_eq!(pair.block.room(), u64::from(MOST_PAGES));
-    pair.block.add(&pair.from, 0..u64::from(MOST_PAGES), 1, &mut pair.encoder);
+    assert_eq!(pair.block.room(), u64::from(MAX_PAGES));
+    pair.block.add(&pair.from, 0..u64::from(MAX_PAGES), 1, &mut pair.encoder);
     let mut frames = Vec::new();
     pair.receive(&mut frames);
-    assert_eq!(frames.len(), MOST_PAGES as usize);
+    assert_eq!(frames.len(), MAX_PAGES as usize);
     // Frames that are small leave room for more.
     pair.block.add(&pair.from, 1..2, 1, &mut pair.encoder);
-    assert_eq!(pair.block.room(), u64::from(MOST_PAGES) - 1);
+    assert_eq!(pair.block.room(), u64::from(MAX_PAGES) - 1);
     pair.send(2, once(0..PAGES));
     assert_eq!(words(pair.from.slot()), words(pair.target()));
 }

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use super::{Receiving, Said};
 use crate::bits::Bits;
 use crate::fetching::{self, Following, Gate};
-use crate::landing::Landing;
 use crate::link::{self, Link};
 use crate::message::Message;
+use crate::postcopy_memory::PostcopyMemory;
 use crate::target::Event;
 use crate::threads::Orphaned;
 use vellum_kvm::memory::Backing;
@@ -92,7 +92,8 @@ impl Receiving {
         // Whoever asks what of memory was ever touched, while some of it has not come yet, is told of that too.
         let _ = place.ram.shown.set(will_be);
         let uffd = fetching.take_uffd().ok_or("it has begun")?;
-        let landing = Arc::new(Landing::new(uffd, place.ram.mapping.clone(), page, missing, fetching.wake()));
+        let landing =
+            Arc::new(PostcopyMemory::new(uffd, place.ram.mapping.clone(), page, missing, fetching.wake()));
         let gate = Arc::new(Gate::new(self.fence.clone()));
         let vcpus = place.vcpus.threads();
         let (ram, own) = (place.ram.clone(), gate.clone());

@@ -5,9 +5,9 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{MOST_STRANGERS, Place, Receiving, Told};
+use super::{MAX_STRANGERS, Place, ReceiverCommand, Receiving};
 use crate::bits::Bits;
-use crate::fence::Fence;
+use crate::commit_flag::CommitFlag;
 use crate::fetching::Fetching;
 use crate::link::Link;
 use crate::message::Message;
@@ -19,22 +19,22 @@ use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::socket;
 
 /// The most sections, and the most bytes in them: a PC of 255 vCPUs has some 300, of 40 KiB each.
-const MOST_SECTIONS: usize = 4096;
-const MOST_STATE: usize = 256 << 20;
+const MAX_SECTIONS: usize = 4096;
+const MAX_STATE: usize = 256 << 20;
 
 impl Receiving {
-    pub(super) fn event(&mut self, told: Told) -> Option<Event> {
+    pub(super) fn event(&mut self, told: ReceiverCommand) -> Option<Event> {
         match told {
-            Told::Done(_) => None,
-            Told::Listen(listener) => {
+            ReceiverCommand::Done(_) => None,
+            ReceiverCommand::Listen(listener) => {
                 self.listener = Some(listener);
                 None
             }
-            Told::Force => Some(Event::Force),
-            Told::Cancel(why) => Some(Event::Cancel(why)),
-            Told::Connected(socket) => {
+            ReceiverCommand::Force => Some(Event::Force),
+            ReceiverCommand::Cancel(why) => Some(Event::Cancel(why)),
+            ReceiverCommand::Connected(socket) => {
                 self.connected = true;
-                if self.strangers.len() < MOST_STRANGERS
+                if self.strangers.len() < MAX_STRANGERS
                     && let Ok(link) = Link::new(socket, self.session, PAGE_SIZE as u32)
                 {
                     self.strangers.push((link, Instant::now()));
@@ -48,13 +48,13 @@ impl Receiving {
     pub(super) fn accept(&mut self) {
         let Some(listener) = &self.listener else { return };
         let mut came = Vec::new();
-        while self.strangers.len() + came.len() < MOST_STRANGERS
+        while self.strangers.len() + came.len() < MAX_STRANGERS
             && let Ok(socket) = socket::accept(listener)
         {
             came.push(socket);
         }
         for socket in came {
-            self.event(Told::Connected(socket));
+            self.event(ReceiverCommand::Connected(socket));
         }
     }
 
@@ -147,7 +147,7 @@ impl Receiving {
                     });
                     // More than any machine has: a peer that fills this process's memory.
                     let bytes: usize = self.sections.iter().map(|section| section.body.len()).sum();
-                    if self.sections.len() > MOST_SECTIONS || bytes > MOST_STATE {
+                    if self.sections.len() > MAX_SECTIONS || bytes > MAX_STATE {
                         Err("the source sends more state than any machine has".to_owned())
                     } else {
                         Ok(())
@@ -219,7 +219,7 @@ impl Receiving {
                 if first {
                     // What is none is not shared, and WELCOME says so.
                     let mut came = link.take_descriptors().into_iter();
-                    let fence = came.next().and_then(|file| Fence::new(file).ok());
+                    let fence = came.next().and_then(|file| CommitFlag::new(file).ok());
                     self.ram = came.next().map(File::from);
                     self.target.fenced = fence.is_some();
                     self.fence = fence.map(Arc::new);

@@ -12,14 +12,14 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::link::Link;
 use crate::message::Message;
 use crate::pages::Incoming;
-use crate::share::{MOST_CONNECTIONS, Share};
-use crate::threads::{self, Machine, Mine};
+use crate::share::{MAX_CONNECTIONS, Share};
+use crate::threads::{self, MachineEnd, Mine};
 use crate::wire::Frame;
 use vellum_sys::poll::Poll;
 use vellum_sys::socket;
 
 /// How many passes a connection may be ahead of the first, which a source that is fast and has little to send can be.
-const MOST_AHEAD: usize = 1 << 16;
+const MAX_AHEAD: usize = 1 << 16;
 
 /// A connection that has joined.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ pub struct Lane(Mine<News, Joined>);
 /// One connection, as the migration's thread has it.
 #[derive(Debug)]
 struct Seat {
-    thread: Machine<News, Joined>,
+    thread: MachineEnd<News, Joined>,
     /// The connection, once it has joined.
     socket: Option<OwnedFd>,
     /// The pass that has ended, and the pages that had come by then.
@@ -72,8 +72,8 @@ impl Lanes {
     /// # Errors
     /// Where there are more than a migration has, or the host has no descriptor left.
     pub fn new(connections: u32) -> Result<(Self, Vec<Lane>), String> {
-        if !(1..=MOST_CONNECTIONS).contains(&connections) {
-            return Err(format!("{connections} connections, where 1 to {MOST_CONNECTIONS} are possible"));
+        if !(1..=MAX_CONNECTIONS).contains(&connections) {
+            return Err(format!("{connections} connections, where 1 to {MAX_CONNECTIONS} are possible"));
         }
         let host = |error: std::io::Error| format!("the host refuses it: {error}");
         let wake = threads::event().map_err(host)?;
@@ -126,8 +126,8 @@ impl Lanes {
         for (number, seat) in (1..).zip(&mut self.seats) {
             while let Some(news) = seat.thread.heard() {
                 match news {
-                    News::PassEnded { .. } if seat.ahead.len() == MOST_AHEAD => {
-                        return Err(format!("connection {number}: {MOST_AHEAD} passes ahead of the first"));
+                    News::PassEnded { .. } if seat.ahead.len() == MAX_AHEAD => {
+                        return Err(format!("connection {number}: {MAX_AHEAD} passes ahead of the first"));
                     }
                     News::PassEnded { pass, pages } => seat.ahead.push_back((pass, pages)),
                     News::Broken(why) => return Err(format!("connection {number}: {why}")),

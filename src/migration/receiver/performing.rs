@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use super::{Demand, Done, LOOK, Offer, Receiving, Said, Told};
-use crate::fence::Word;
+use super::{Demand, Done, LOOK, Offer, ReceiverCommand, Receiving, Said};
+use crate::commit_flag::Ownership;
 use crate::message::{Message, Misfit};
 use crate::pages::{Incoming, fresh};
 use crate::target::{Action, Event};
@@ -20,7 +20,7 @@ impl Receiving {
         self.machine.say(Said::Demand(demand))?;
         loop {
             match self.machine.wait()? {
-                Told::Done(done) => return Ok(done),
+                ReceiverCommand::Done(done) => return Ok(done),
                 told => {
                     let event = self.event(told);
                     self.pending.extend(event);
@@ -174,13 +174,13 @@ impl Receiving {
                 self.machine.say(Said::Lacks(Some(true)))?;
             }
             Action::Settle => {
-                let word = self.fence.as_ref().map(|fence| fence.step(Word::Open, Word::Withdrawn));
+                let word = self.fence.as_ref().map(|fence| fence.step(Ownership::Open, Ownership::Withdrawn));
                 self.pending.extend(word.map(Event::Fenced));
             }
             Action::Withdraw => {
                 if let Some(fence) = &self.fence {
-                    fence.step(Word::Open, Word::Withdrawn);
-                    fence.step(Word::Committed, Word::Withdrawn);
+                    fence.step(Ownership::Open, Ownership::Withdrawn);
+                    fence.step(Ownership::Committed, Ownership::Withdrawn);
                 }
             }
             Action::Free => {

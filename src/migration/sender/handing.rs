@@ -38,7 +38,7 @@ impl Sending {
     fn all_is_there(&mut self, shown: &[Range<u64>]) -> Result<bool, Orphaned> {
         for range in shown {
             for at in (range.start..range.end).step_by(STEP) {
-                if let Some(event) = self.told()? {
+                if let Some(event) = self.next_event()? {
                     self.pending.push(event);
                     return Ok(false);
                 }

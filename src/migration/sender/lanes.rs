@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::owed::{At, Owed};
+use super::pending::{At, PendingPages};
 use crate::link::{self, Link};
 use crate::message::{Message, SessionId};
 use crate::pace::Pace;
 use crate::pages::Block;
 use crate::share::Share;
-use crate::threads::{self, Machine, Mine, Orphaned};
+use crate::threads::{self, MachineEnd, Mine, Orphaned};
 use crate::wire::Frame;
 use vellum_sys::clock;
 use vellum_sys::mmap::PAGE_SIZE;
@@ -23,7 +23,7 @@ use vellum_sys::socket;
 /// What the threads of one migration have in common.
 pub(super) struct Common {
     /// What the target has still to be sent.
-    pub owed: Owed,
+    pub owed: PendingPages,
     /// Bytes and pages that the further connections have sent.
     bytes: AtomicU64,
     pages: AtomicU64,
@@ -38,7 +38,7 @@ pub(super) struct Common {
 
 impl Common {
     /// Of a migration that owes this, over connections of which each may send so many bytes a second.
-    pub fn new(owed: Owed, cap: Option<u64>, compress: bool) -> Self {
+    pub fn new(owed: PendingPages, cap: Option<u64>, compress: bool) -> Self {
         let [bytes, pages, spared] = [const { AtomicU64::new(0) }; 3];
         let (cap, stop) = (AtomicU64::new(cap.unwrap_or(0)), AtomicBool::new(false));
         Self { owed, bytes, pages, spared, compress, cap, stop }
@@ -84,7 +84,7 @@ pub struct Lane {
 /// The further connections, as the migration's thread has them.
 pub(super) struct Lanes {
     common: Arc<Common>,
-    lanes: Vec<(Machine<News, Order>, OwnedFd)>,
+    lanes: Vec<(MachineEnd<News, Order>, OwnedFd)>,
     /// How many have not done what they were told last.
     busy: usize,
     /// Whether one of them was short of its part.

@@ -3,8 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::owed::At;
-use super::words::{Demand, Done, Said, Word};
+use super::events::{Demand, Done, Said, SenderEvent};
+use super::pending::At;
 use super::{PERIOD, Sending};
 use crate::bits::Bits;
 use crate::message::Message;
@@ -249,11 +249,11 @@ impl Sending {
         };
         if let Some(last) = pass.last {
             self.left.sent = told.ended;
-            self.machine.say(Said::Word(Word::Pass(told)))?;
+            self.machine.say(Said::SenderEvent(SenderEvent::Pass(told)))?;
             return Ok(self.end(&last));
         }
         if self.source.state == State::Serving {
-            self.machine.say(Said::Word(Word::Pass(told)))?;
+            self.machine.say(Said::SenderEvent(SenderEvent::Pass(told)))?;
             return Ok(None);
         }
         // What has been written meanwhile decides whether another pass pays.
@@ -270,7 +270,7 @@ impl Sending {
         told.dirty = measured.dirty;
         let written = self.common.owed.written();
         self.plan.wrote(written.iter().zip(&pass.written).map(|(now, before)| now - before).collect());
-        self.machine.say(Said::Word(Word::Pass(told)))?;
+        self.machine.say(Said::SenderEvent(SenderEvent::Pass(told)))?;
         let decision = self.plan.pass_ended(measured, self.began.elapsed());
         Ok(match decision {
             Decision::Again if self.options.mode == Mode::Hybrid => Some(Event::Ahead),

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Demand, Done, PERIOD, Said, Sending, Serving, Told, Word};
-use crate::fence::Word as Decided;
+use super::{Demand, Done, PERIOD, Said, SenderCommand, SenderEvent, Sending, Serving};
+use crate::commit_flag::Ownership as Decided;
 use crate::link::Link;
 use crate::message::{Message, ZSTD};
 use crate::source::{Action, Event, State};
@@ -46,7 +46,7 @@ impl Sending {
         self.machine.say(Said::Demand(demand))?;
         loop {
             match self.machine.wait()? {
-                Told::Done(done) => return Ok(done),
+                SenderCommand::Done(done) => return Ok(done),
                 told => {
                     let event = self.event(told);
                     self.pending.extend(event);
@@ -105,7 +105,7 @@ impl Sending {
                 }
             }
             Action::Commit { attempt } => {
-                let decided = self.fence(Decided::Open, Decided::Committed);
+                let decided = self.move_flag(Decided::Open, Decided::Committed);
                 if decided == Decided::Committed {
                     self.link.iter_mut().for_each(|link| link.set_until(None));
                     self.say(&Message::Commit { attempt });
@@ -115,7 +115,7 @@ impl Sending {
                 }
             }
             Action::Settle => {
-                let decided = self.fence(Decided::Committed, Decided::Withdrawn);
+                let decided = self.move_flag(Decided::Committed, Decided::Withdrawn);
                 self.pending.push(Event::Fenced(decided));
             }
             Action::Undo => {
@@ -131,7 +131,7 @@ impl Sending {
                 // Nobody writes here any more.
                 self.common.owed.unfollow();
                 self.throttle.wake();
-                self.machine.say(Said::Word(Word::Ahead))?;
+                self.machine.say(Said::SenderEvent(SenderEvent::Ahead))?;
             }
             Action::Stream => self.stream(),
             Action::Sever => {
@@ -140,18 +140,18 @@ impl Sending {
                 tracing::warn!(
                     "the link was cut ({why}), and the target lacks some of the guest's memory; another link goes on"
                 );
-                self.machine.say(Said::Word(Word::Severed(true)))?;
+                self.machine.say(Said::SenderEvent(SenderEvent::Severed(true)))?;
             }
             Action::Reconnect => {
                 if let Some(link) = self.link.take() {
                     self.sent_before += link.sent;
                 }
-                self.machine.say(Said::Word(Word::Unconfirmed))?;
+                self.machine.say(Said::SenderEvent(SenderEvent::Unconfirmed))?;
             }
             Action::End => {
                 let (bytes, spared) = (self.sent(), self.spared());
                 let left = Left { passes: self.passes, bytes, spared, ..self.left };
-                self.machine.say(Said::Word(Word::Moved {
+                self.machine.say(Said::SenderEvent(SenderEvent::Moved {
                     compared: self.compared,
                     waited: self.waited.take(),
                     left,
@@ -162,7 +162,7 @@ impl Sending {
                     Some(broken) => format!("{why}: {broken}"),
                     None => why,
                 };
-                self.machine.say(Said::Word(Word::Stayed(why)))?;
+                self.machine.say(Said::SenderEvent(SenderEvent::Stayed(why)))?;
             }
         }
         Ok(())

@@ -5,9 +5,9 @@ use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use super::Sending;
-use super::owed::At;
+use super::events::{Said, SenderEvent};
 use super::passes::Pass;
-use super::words::{Said, Word};
+use super::pending::At;
 use crate::bits::Bits;
 use crate::link;
 use crate::share::Share;
@@ -26,13 +26,13 @@ impl Sending {
     }
 
     /// Whether it matters now what whoever sends what the target wants says. Nobody reads it otherwise, so that nobody may wait for it.
-    pub(super) fn serves(&self) -> bool {
+    pub(super) fn event_sources(&self) -> bool {
         matches!(self.source.state, State::Copying | State::Finishing | State::Committing | State::Serving)
     }
 
     /// Whether whoever sends what the target wants is still there.
     pub(super) fn served(&mut self) -> Option<Event> {
-        if !self.serves() {
+        if !self.event_sources() {
             return None;
         }
         let why = self.serving.as_mut()?.has_joined().err()?;
@@ -106,7 +106,7 @@ impl Sending {
             self.link = None;
             return None;
         }
-        if self.machine.say(Said::Word(Word::Severed(false))).is_err() {
+        if self.machine.say(Said::SenderEvent(SenderEvent::Severed(false))).is_err() {
             return None;
         }
         Some(Event::Linked)

@@ -10,8 +10,8 @@ use super::lanes::Common;
 use crate::link::{self, Link};
 use crate::message::Message;
 use crate::pages::Block;
-use crate::threads::{self, Machine, Mine};
-use crate::wire::{Frame, MOST_PAGES};
+use crate::threads::{self, MachineEnd, Mine};
+use crate::wire::{Frame, MAX_PAGES};
 use vellum_sys::poll::Poll;
 use vellum_sys::socket;
 
@@ -36,7 +36,7 @@ pub struct Server {
 
 /// The thread, as that of the migration has it.
 pub(super) struct Serving {
-    thread: Machine<News, Link>,
+    thread: MachineEnd<News, Link>,
     wake: Arc<vmm_sys_util::eventfd::EventFd>,
     socket: Option<OwnedFd>,
     joined: bool,
@@ -144,7 +144,7 @@ impl Server {
             let outgoing = self.common.owed.outgoing(run.region as usize);
             let (mut at, end) = (run.first, run.first + u64::from(run.pages));
             while at < end {
-                let part = at..end.min(at + u64::from(MOST_PAGES));
+                let part = at..end.min(at + u64::from(MAX_PAGES));
                 at = part.end;
                 // The other connections need not send them any more.
                 self.common.owed.settle(outgoing, part.clone());

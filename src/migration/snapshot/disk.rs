@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use vellum_control::Disk;
-use vellum_machine as payload;
+use vellum_machine as machine;
 use vellum_sys::clock;
 use vellum_sys::file::clone_into;
 
@@ -44,7 +44,7 @@ impl Mark {
     }
 }
 
-fn said<'a>(disk: &'a payload::Disk, what: &'static str) -> impl Fn(io::Error) -> String + 'a {
+fn said<'a>(disk: &'a machine::Disk, what: &'static str) -> impl Fn(io::Error) -> String + 'a {
     move |error| format!("{} ({}): {what}: {error}", disk.name, disk.image.path.display())
 }
 
@@ -52,7 +52,7 @@ fn said<'a>(disk: &'a payload::Disk, what: &'static str) -> impl Fn(io::Error) -
 ///
 /// # Errors
 /// Which disk cannot be flushed, and why.
-pub fn flush(disks: &[payload::Disk]) -> Result<(), String> {
+pub fn flush(disks: &[machine::Disk]) -> Result<(), String> {
     let mut written = disks.iter().filter(|disk| !disk.image.readonly);
     written.try_for_each(|disk| disk.image.file.sync_all().map_err(said(disk, "flushing it")))
 }
@@ -61,7 +61,7 @@ pub fn flush(disks: &[payload::Disk]) -> Result<(), String> {
 ///
 /// # Errors
 /// Which disk cannot be cloned, and why.
-pub fn clone(disks: &[payload::Disk], clones: &[File]) -> Result<(), String> {
+pub fn clone(disks: &[machine::Disk], clones: &[File]) -> Result<(), String> {
     let what = "it cannot be cloned into the snapshot, which takes a file system that both are on and whose files share blocks, as those \
                 of Btrfs and XFS do";
     disks
@@ -74,7 +74,7 @@ pub fn clone(disks: &[payload::Disk], clones: &[File]) -> Result<(), String> {
 ///
 /// # Errors
 /// Which disk fails, and how.
-pub fn saved(disks: &[payload::Disk], clones: &[File]) -> Result<Vec<Disk>, String> {
+pub fn saved(disks: &[machine::Disk], clones: &[File]) -> Result<Vec<Disk>, String> {
     flush(disks)?;
     clone(disks, clones)?;
     let mut all = Vec::with_capacity(disks.len());
@@ -101,7 +101,7 @@ pub fn saved(disks: &[payload::Disk], clones: &[File]) -> Result<Vec<Disk>, Stri
 ///
 /// # Errors
 /// Which disk does not tell.
-pub fn differences(then: &[Disk], here: &[payload::Disk]) -> Result<Option<String>, String> {
+pub fn differences(then: &[Disk], here: &[machine::Disk]) -> Result<Option<String>, String> {
     let mut all = Vec::new();
     for disk in here {
         let Some(was) = then.iter().find(|was| was.name == disk.name) else { continue };
@@ -128,13 +128,13 @@ mod tests {
     use super::*;
     use vellum_disk::DiskImage;
 
-    fn disk(name: &str) -> payload::Disk {
+    fn disk(name: &str) -> machine::Disk {
         let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target").join(name);
         let mut options = File::options();
         let file = options.read(true).write(true).create(true).truncate(true).open(&path).unwrap();
         file.set_len(4096).unwrap();
         std::fs::remove_file(&path).unwrap();
-        payload::Disk { name: "disk0".into(), image: Arc::new(DiskImage { file, path, readonly: false }) }
+        machine::Disk { name: "disk0".into(), image: Arc::new(DiskImage { file, path, readonly: false }) }
     }
 
     #[test]

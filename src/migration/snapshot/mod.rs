@@ -41,7 +41,7 @@ pub mod working_set;
 use std::fs::File;
 use std::io;
 
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
 /// Why a snapshot cannot be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -84,11 +84,11 @@ pub enum Error {
     },
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Io { source, .. } if source.kind() != io::ErrorKind::NotFound => Blame::HOST,
-            _ => Blame::USER,
+            Self::Io { source, .. } if source.kind() != io::ErrorKind::NotFound => ErrorOrigin::HOST,
+            _ => ErrorOrigin::USER,
         }
     }
 }

@@ -16,7 +16,7 @@ use vellum_sys::file::{Lock, lock};
 use vellum_sys::open::{self, Kind};
 
 /// The most points of one directory: each has files open while it is restored.
-pub const MOST_POINTS: usize = 300;
+pub const MAX_POINTS: usize = 300;
 
 /// Opens a regular file of the directory for reading. No link is followed: whoever made the directory would choose by it which of the
 /// host's files the guest has as its memory.
@@ -32,10 +32,10 @@ pub(super) fn open(dir: &Path, name: &str) -> Result<File, Error> {
 
 pub(super) fn read_manifest(file: &File) -> Result<Manifest, Error> {
     let mut bytes = Vec::new();
-    let read = file.take(manifest::MOST_BYTES + 1).read_to_end(&mut bytes);
+    let read = file.take(manifest::MAX_BYTES + 1).read_to_end(&mut bytes);
     read.map_err(Error::io(manifest::NAME, "reading it"))?;
-    if bytes.len() as u64 > manifest::MOST_BYTES {
-        let what = format!("it has more than {} bytes", manifest::MOST_BYTES);
+    if bytes.len() as u64 > manifest::MAX_BYTES {
+        let what = format!("it has more than {} bytes", manifest::MAX_BYTES);
         return Err(Error::Unfit { file: manifest::NAME.into(), what });
     }
     Manifest::parse(&bytes, manifest::NAME)
@@ -117,8 +117,8 @@ impl Source {
                 Err(error) if is_missing(&error) => {}
                 Err(error) => return Err(error),
             }
-            if points.len() > 2 * MOST_POINTS {
-                let what = format!("it has more points than {MOST_POINTS}, the most that are possible");
+            if points.len() > 2 * MAX_POINTS {
+                let what = format!("it has more points than {MAX_POINTS}, the most that are possible");
                 return Err(Error::Unfit { file: dir.display().to_string(), what });
             }
         }
@@ -159,7 +159,7 @@ impl Source {
         let (point, files) = layers.last().expect("a chain has a point");
         let name = format!("state-{}", point.number);
         let len = files.state.metadata().map_err(Error::io(&name, "its length"))?.len();
-        if len != point.state_bytes || len > state::MOST_BYTES {
+        if len != point.state_bytes || len > state::MAX_BYTES {
             let what = format!("it has {len} bytes, and the list says {}", point.state_bytes);
             return Err(Error::Damaged { file: name, offset: len, what });
         }

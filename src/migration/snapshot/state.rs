@@ -7,7 +7,7 @@ use super::Error;
 use vellum_machine::Section;
 
 /// The most bytes of a `state` file.
-pub const MOST_BYTES: u64 = 64 << 20;
+pub const MAX_BYTES: u64 = 64 << 20;
 
 /// What a `state` file holds.
 #[derive(Debug, Serialize, Deserialize)]
@@ -25,7 +25,7 @@ struct Part {
     fields: Box<serde_json::value::RawValue>,
 }
 
-/// The bytes of a `state` file for what [`describes`](vellum_machine::Payload::describe) a machine, and its state.
+/// The bytes of a `state` file for what [`describes`](vellum_machine::Machine::describe) a machine, and its state.
 ///
 /// # Errors
 /// Where a section is no JSON.

@@ -7,7 +7,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use super::manifest::{self, Manifest, Point};
-use super::source::{self, MOST_POINTS};
+use super::source::{self, MAX_POINTS};
 use super::{Error, Files};
 use vellum_sys::open::{self, Kind};
 use vellum_sys::{file, random};
@@ -89,11 +89,11 @@ impl Store {
     /// # Errors
     /// Where there is none.
     pub fn check_room(&self) -> Result<(), Error> {
-        if self.manifest.points.len() < MOST_POINTS {
+        if self.manifest.points.len() < MAX_POINTS {
             return Ok(());
         }
         let what = format!(
-            "it has {MOST_POINTS} points, and no more are possible: merge some, or use another directory"
+            "it has {MAX_POINTS} points, and no more are possible: merge some, or use another directory"
         );
         Err(Error::Unfit { file: self.dir.display().to_string(), what })
     }

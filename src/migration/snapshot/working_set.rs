@@ -34,7 +34,7 @@ const HEAD: usize = 32;
 const ENTRY: usize = 8;
 const TAIL: usize = 4;
 /// The most pages that an entry stands for: those of 1 GiB.
-const MOST_UNIT: u32 = 1 << 18;
+const MAX_UNIT: u32 = 1 << 18;
 
 /// The pages that were wanted.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -87,7 +87,7 @@ impl WorkingSet {
             return damaged(content.len(), format!("its sum is {found:#010x}, not {told:#010x}"));
         }
         let unit = u32::from_le_bytes(word(bytes, 12));
-        if !unit.is_power_of_two() || unit > MOST_UNIT {
+        if !unit.is_power_of_two() || unit > MAX_UNIT {
             return damaged(12, format!("{unit} pages for each entry"));
         }
         let of = u64::from_le_bytes(word(bytes, 16));

@@ -60,7 +60,7 @@ fn packed_pages_come_as_they_were_or_not_at_all() {
     let other = packed(&mut encoder, &run, &Run { first: 8, ..run }, &data);
     assert_eq!(decode(&mut decoder, &other), Err(Error::PayloadSum(RUN + data.len())));
     // More or fewer than the run says, and more than a frame may have.
-    for pages in [1, 3, MOST_PAGES + 1, u32::MAX] {
+    for pages in [1, 3, MAX_PAGES + 1, u32::MAX] {
         let run = Run { pages, ..run };
         let error = decode(&mut decoder, &packed(&mut encoder, &run, &run, &data)).unwrap_err();
         assert!(matches!(error, Error::Malformed(Kind::Packed, _)), "{pages} pages: {error}");
@@ -94,8 +94,8 @@ fn frames_that_are_lost_repeated_or_of_another_session_are_seen() {
 #[test]
 fn lengths_and_places_are_bounded() {
     let mut encoder = Encoder::new(SESSION);
-    let long = vec![1; ((MOST_PAGES + 1) * PAGE) as usize];
-    let run = Run { region: 0, pass: 1, first: 0, pages: MOST_PAGES + 1 };
+    let long = vec![1; ((MAX_PAGES + 1) * PAGE) as usize];
+    let run = Run { region: 0, pass: 1, first: 0, pages: MAX_PAGES + 1 };
     let error = decode(&mut Decoder::new(None, PAGE), &pages(&mut encoder, &run, &long)).unwrap_err();
     assert!(matches!(error, Error::TooLong { .. }), "{error}");
     let short = Run { pages: 2, ..run };
@@ -122,8 +122,8 @@ fn a_map_has_a_bit_for_each_of_its_pages_and_no_other() {
         let error = decode(&mut Decoder::new(None, PAGE), &frame).unwrap_err();
         assert!(matches!(error, Error::Malformed(Kind::Missing, _)), "{run:?}: {error}");
     }
-    let whole = Run { pages: MOST_MAPPED, ..run };
-    let bits = vec![u64::MAX; (MOST_MAPPED / 64) as usize];
+    let whole = Run { pages: MAX_MAPPED, ..run };
+    let bits = vec![u64::MAX; (MAX_MAPPED / 64) as usize];
     let frame = Encoder::new(SESSION).missing(&whole, &bits);
     assert_eq!(decode(&mut Decoder::new(None, PAGE), &frame), Ok(Frame::Missing(whole, bits)));
 }

@@ -31,7 +31,7 @@ pub fn text(comparison: &Comparison, width: usize) -> String {
         if i > 0 {
             out.push('\n');
         }
-        one(&mut out, question, width);
+        write_question(&mut out, question, width);
     }
     for alone in &comparison.alone {
         let (name, command) = (printable(&alone.name), command_line(&alone.command));
@@ -40,7 +40,7 @@ pub fn text(comparison: &Comparison, width: usize) -> String {
     out + "\n" + &method(width)
 }
 
-fn one(out: &mut String, question: &Question, width: usize) {
+fn write_question(out: &mut String, question: &Question, width: usize) {
     let _ = writeln!(out, "{}, compared", printable(&question.name));
     for (label, side) in ["A", "B"].into_iter().zip(&question.sides) {
         let _ = writeln!(out, "{label}        {}: {}", printable(&side.name), side.counted());

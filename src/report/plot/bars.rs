@@ -13,13 +13,13 @@ use crate::units::Scale;
 /// Bars that differ by more than this are drawn on a logarithmic scale.
 const LOGARITHMIC: f64 = 100.0;
 /// Indices of one picture at most.
-const MOST: usize = 64;
+const MAX_BARS: usize = 64;
 /// The characters of an index that are shown.
 const NAME: usize = 18;
 
 /// One picture a unit, and another where the size is so different that the bars would not be seen.
 pub(crate) fn bars(group: &Group) -> Vec<Plot> {
-    if !(2..=MOST).contains(&group.indices.len()) {
+    if !(2..=MAX_BARS).contains(&group.indices.len()) {
         return Vec::new();
     }
     let mut units: Vec<(String, Vec<&Kind>)> = Vec::new();

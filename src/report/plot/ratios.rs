@@ -8,7 +8,7 @@ use crate::compare::text::in_order;
 use crate::compare::{FigureVerdict, Weighed};
 
 /// Figures of one picture at most.
-const MOST: usize = 60;
+const MAX_ROWS: usize = 60;
 /// The characters of a name that are shown.
 const NAME: usize = 26;
 
@@ -21,7 +21,7 @@ pub(crate) fn ratios(rows: &[Weighed]) -> Option<Plot> {
         Some((low.max(ratio / 4.0), ratio, high.min(ratio * 4.0)))
     };
     let moved = in_order(rows).filter(|row| row.verdict != FigureVerdict::Equal);
-    let shown: Vec<_> = moved.filter_map(|row| Some((row, span(row)?))).take(MOST).collect();
+    let shown: Vec<_> = moved.filter_map(|row| Some((row, span(row)?))).take(MAX_ROWS).collect();
     let ends = || shown.iter().flat_map(|(_, (low, _, high))| [*low, *high]);
     let (least, most) = (ends().fold(1.0, f64::min) / 1.02, ends().fold(1.0, f64::max) * 1.02);
     if shown.is_empty() || !placeable(least) || !placeable(most) {

@@ -9,7 +9,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use guest_agent::{Event, Launch, Request, Word};
+use guest_agent::{Argument, Event, Launch, Request};
 use serde_json::Value;
 
 use super::{Failure, keyvalue, print};
@@ -21,7 +21,7 @@ use vellum_kvm::vm::counters;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_launch::client::Ended;
 use vellum_launch::streams::{self, Has, Outcome, Streams};
-use vellum_sys::fault::Fault;
+use vellum_sys::diagnose::Diagnose;
 use vellum_sys::socket::Name;
 
 /// Tell a running machine what to do
@@ -184,7 +184,7 @@ fn connect(machine: &str) -> Result<Client, Failure> {
 }
 
 /// Without a flag: the machine is an argument.
-fn failure(error: impl Fault + 'static) -> Failure {
+fn failure(error: impl Diagnose + 'static) -> Failure {
     Failure::of(&error, &[])
 }
 
@@ -337,7 +337,7 @@ fn ask(vsock: &Path, request: &Request) -> Result<Exit, Failure> {
         other => failure(other),
     };
     let mut exit = Exit::PowerOff;
-    for event in agent::ask(vsock, request, agent::PATIENCE).map_err(failed)? {
+    for event in agent::ask(vsock, request, agent::ANSWER_TIMEOUT).map_err(failed)? {
         let event = event.map_err(failed)?;
         let line = serde_json::to_string(&event).map_err(Failure::host)?;
         let wanted = print(format_args!("{line}\n"))?;
@@ -364,12 +364,12 @@ fn launch(vsock: &Path, args: ExecArgs) -> Result<Exit, Failure> {
             "--terminal: standard input or output is none; without --terminal a COMMAND needs none",
         ));
     }
-    let command = args.command.into_iter().map(Word::from).collect();
+    let command = args.command.into_iter().map(Argument::from).collect();
     let request = Request::Launch(Launch { command, terminal, detached: args.detach, ..Launch::default() });
     let request = serde_json::to_string(&request).map_err(Failure::host)?;
     let host = |error: std::io::Error| Failure::host(format!("the guest's connection: {error}"));
     let streams = Streams::new(has).map_err(host)?;
-    let stream = agent::connect(vsock, agent::PATIENCE).map_err(failure)?;
+    let stream = agent::connect(vsock, agent::ANSWER_TIMEOUT).map_err(failure)?;
     let Outcome { ended, unwritten } = streams.converse(stream, &request).map_err(host)?;
     match (ended, unwritten) {
         (Some(Ended::Command { .. }), Some(why)) => Err(Failure::host(why)),

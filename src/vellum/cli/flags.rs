@@ -1,7 +1,7 @@
 //! Which flag a field of the configuration comes from. Each subcommand has a table of its own, beside its arguments; what an
-//! error is about is said by [`vellum_sys::fault`].
+//! error is about is said by [`vellum_sys::diagnose`].
 
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 
 /// The flags of a subcommand; in parts, since subcommands share groups of flags. What an error says follows: its value after a
 /// `=` or a blank, or after a colon where it does not begin with the value.

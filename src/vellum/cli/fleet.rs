@@ -21,7 +21,7 @@ use vellum_sys::open;
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub struct FleetArgs {
     #[command(subcommand)]
-    what: What,
+    what: FleetCommand,
 }
 
 const EXAMPLES: &str = "\
@@ -53,7 +53,7 @@ Without Slurm:
   vellum fleet plan nightly.toml --into /shared/nightly --commands ssh | while read -r task; do eval \"ssh node1 $task\" </dev/null; done";
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum FleetCommand {
     /// Check a plan, and put it where all hosts find it
     Plan {
         /// The plan, a TOML file
@@ -196,12 +196,12 @@ fn read(file: &Path) -> Result<(PathBuf, Plan), Failure> {
 /// Does what was asked.
 pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
     match &args.what {
-        What::Plan { file, into, commands } => plan(file, into.as_deref(), *commands),
-        What::Submit { plan, option } => {
+        FleetCommand::Plan { file, into, commands } => plan(file, into.as_deref(), *commands),
+        FleetCommand::Submit { plan, option } => {
             let (file, plan) = read(plan)?;
             submit(&file, &plan, None, option)
         }
-        What::Status { plan } => {
+        FleetCommand::Status { plan } => {
             let (file, plan) = read(plan)?;
             let standing = slurm::standing(&file, &plan).map_err(|error| of_slurm(error, &file))?;
             let queued: Vec<String> =
@@ -218,7 +218,7 @@ pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
             ))?;
             Ok(Exit::PowerOff)
         }
-        What::Merge { plan, html } => {
+        FleetCommand::Merge { plan, html } => {
             let (file, plan) = read(plan)?;
             let writer = html
                 .as_deref()
@@ -233,7 +233,7 @@ pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
             }
             Ok(exit(merged.status()))
         }
-        What::Rerun { plan, seed, test, times, host, here } => {
+        FleetCommand::Rerun { plan, seed, test, times, host, here } => {
             let (file, plan) = read(plan)?;
             let test = plan.with_seed(*seed, test.as_deref()).map_err(failure)?;
             let dir = file.with_file_name(format!(
@@ -252,7 +252,7 @@ pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
                 let tried = ended(&results(&file), number);
                 let range = number * SHARD..((number + 1) * SHARD).min(plan.len());
                 for index in range.filter(|index| !tried.contains(index)) {
-                    one(&file, &plan, index, 0)?;
+                    run_task(&file, &plan, index, 0)?;
                 }
             }
             let merged = merge::merge(&plan, &results(&file), &|test, seed, node| {
@@ -261,11 +261,11 @@ pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
             print(page::text(&merged))?;
             Ok(exit(merged.status()))
         }
-        What::Task { plan, index } => {
+        FleetCommand::Task { plan, index } => {
             let (file, plan) = read(plan)?;
             let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
             let index = index.saturating_add(number("SLURM_ARRAY_TASK_ID").unwrap_or(0));
-            one(&file, &plan, index, number("SLURM_RESTART_COUNT").unwrap_or(0)).map(exit)
+            run_task(&file, &plan, index, number("SLURM_RESTART_COUNT").unwrap_or(0)).map(exit)
         }
     }
 }
@@ -372,7 +372,7 @@ fn submit(file: &Path, plan: &Plan, node: Option<&str>, option: &[String]) -> Re
     print(out + "\n").map(|_| Exit::PowerOff)
 }
 
-fn one(file: &Path, plan: &Plan, index: u64, attempt: u64) -> Result<Status, Failure> {
+fn run_task(file: &Path, plan: &Plan, index: u64, attempt: u64) -> Result<Status, Failure> {
     let Some(task) = plan.task(index) else {
         return Err(Failure::usage(format!("task {index}: the plan has tasks 0 to {}", plan.len() - 1)));
     };
@@ -392,7 +392,7 @@ fn one(file: &Path, plan: &Plan, index: u64, attempt: u64) -> Result<Status, Fai
     task::run(file, plan, &task, &runner).map_err(failure)
 }
 
-/// What tries a seed again on the host where it happened. The host's name is a result's, and may be anything.
+/// FleetCommand tries a seed again on the host where it happened. The host's name is a result's, and may be anything.
 fn again(file: &Path, plan: &Plan, test: &str, seed: u64, node: &str) -> String {
     let mut words: Vec<String> = ["vellum", "fleet", "rerun"].map(String::from).into();
     words.push(file.to_string_lossy().into_owned());

@@ -17,7 +17,7 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_linux as machine;
 use vellum_sandbox::Mode;
 use vellum_sandbox::user::User;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 
 /// `--tsc-mismatch`
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

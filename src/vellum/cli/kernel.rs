@@ -22,7 +22,7 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_launch::config::Board;
 use vellum_linux::{self as machine, BootConfig};
 use vellum_machine::gdb;
-use vellum_migration::mobile::OnPanic;
+use vellum_migration::migratable::OnPanic;
 use vellum_sys::open::{self, Kind};
 
 /// A guest with a kernel.

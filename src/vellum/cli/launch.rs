@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Args;
-use guest_agent::{Access, Launch, Mount, Mounts, Terminal, Word};
+use guest_agent::{Access, Argument, Launch, Mount, Mounts, Terminal};
 
 use super::kernel::{self, KernelArgs};
 use super::run::FLAGS;
@@ -143,8 +143,8 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
         .and_then(|mut file| file.write_all(&archive).map(|()| OwnedFd::from(file)));
     let initrd = initrd.map_err(|error| Failure::host(format!("a file in memory: {error}")))?;
     let launch = Launch {
-        command: args.command.iter().map(Word::from).collect(),
-        directory: args.guest_dir.as_ref().map(Word::from),
+        command: args.command.iter().map(Argument::from).collect(),
+        directory: args.guest_dir.as_ref().map(Argument::from),
         user: args.guest_user.clone(),
         terminal,
         detached: false,

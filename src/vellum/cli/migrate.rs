@@ -1,4 +1,4 @@
-//! `vellum migrate`: the courier of a migration. It connects to the target, hands the connection to the machine, and says how far it
+//! `vellum migrate`: the client of a migration. It connects to the target, hands the connection to the machine, and says how far it
 //! is; the machine itself opens nothing. Ended before the hand-over it gives the migration up; killed, it stops nothing, and another one
 //! follows the migration with --attach.
 
@@ -16,13 +16,13 @@ use super::{Failure, Flags, args, devices, keyvalue, print, say};
 use vellum_bench::oracle::edges::{self, EdgeVerdict};
 use vellum_control::client::{Client, Error};
 use vellum_control::{
-    Compression, Do, Event, Link, Loses, Migrate, Mode, Status, Stays, Then, Throttling, names,
+    Compression, Do, Event, Link, Loses, Migrate, MigrationBlocker, Mode, Status, Then, Throttling, names,
 };
 use vellum_kvm::dirty::Method;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_migration::fence::Fence;
+use vellum_migration::commit_flag::CommitFlag;
 use vellum_migration::link::LIVENESS;
-use vellum_sys::fault::Fault;
+use vellum_sys::diagnose::Diagnose;
 use vellum_sys::signal;
 
 /// Move a running machine to another process, on this host or another, where `vellum receive` waits
@@ -214,7 +214,7 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
             link: args.link,
             succeeded: false,
         });
-        let fence = Fence::file().map_err(Failure::host)?;
+        let fence = CommitFlag::file().map_err(Failure::host)?;
         let sockets = connections.iter().map(|connection| connection.socket.as_fd());
         let sockets: Vec<_> = sockets.chain([fence.as_fd()]).collect();
         machine.ask_with(&asked, &sockets).map_err(failure)?;
@@ -283,7 +283,7 @@ pub(super) fn has_a_descriptor(name: &str, status: &Status) -> Result<(), String
     ))
 }
 
-pub(super) fn failure(error: impl Fault + 'static) -> Failure {
+pub(super) fn failure(error: impl Diagnose + 'static) -> Failure {
     Failure::of(&error, FLAGS)
 }
 
@@ -304,7 +304,7 @@ pub(super) fn status(machine: &mut Client) -> Result<Status, Failure> {
 pub(super) fn may_leave(status: &Status) -> Result<(), Failure> {
     match &status.stays {
         None => Ok(()),
-        Some(Stays { key, name, why }) => Err(Failure::usage(format!(
+        Some(MigrationBlocker { key, name, why }) => Err(Failure::usage(format!(
             "{} {name}: {why}; a machine with one can be neither saved nor moved",
             devices::flag(key)
         ))),

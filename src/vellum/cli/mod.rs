@@ -43,7 +43,7 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_report::{Case, Report, Status};
 use vellum_sandbox as sandbox;
 use vellum_share::process;
-use vellum_sys::fault::{Fault, Field, Whose};
+use vellum_sys::diagnose::{Diagnose, Field, Whose};
 use vellum_sys::keyvalue;
 use vellum_sys::plant::{self, Mistake, POSSIBLE, VARIABLE};
 
@@ -139,7 +139,7 @@ impl Failure {
     }
 
     /// What `error` says, behind the flag of the field that it is about.
-    pub fn of(error: &(impl Fault + 'static), flags: Flags) -> Self {
+    pub fn of(error: &(impl Diagnose + 'static), flags: Flags) -> Self {
         let exit = match error.whose() {
             Whose::User => Exit::Usage,
             Whose::Host | Whose::Guest => Exit::Error,
@@ -154,7 +154,7 @@ impl Failure {
             Some(flag) => format!("{flag} {}", chain(error)),
             None => chain(error),
         };
-        Self { exit, lacking: error.blame().lacking, message }
+        Self { exit, lacking: error.origin().lacking, message }
     }
 
     /// The VMM or the host failed.
@@ -255,7 +255,7 @@ pub fn main() -> ExitCode {
         say(&failure.message);
     }
     let status = exits.status(&result);
-    crate::session::tether::report(status);
+    crate::session::supervisor::report(status);
     ExitCode::from(status)
 }
 
@@ -328,15 +328,15 @@ fn say(message: &str) {
 /// What of a message fits: whoever typed 100,000 characters knows them, and its end says what would work. Control characters are
 /// shown and not sent.
 fn fit(message: &str) -> String {
-    const MOST: usize = 2000;
+    const MAX_LENGTH: usize = 2000;
     let shown = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
     let count = message.chars().count();
-    if count <= MOST {
+    if count <= MAX_LENGTH {
         return message.chars().map(shown).collect();
     }
-    let start: String = message.chars().take(MOST / 2).map(shown).collect();
-    let end: String = message.chars().skip(count - MOST / 2).map(shown).collect();
-    format!("{start} … ({} characters) … {end}", count - MOST / 2 * 2)
+    let start: String = message.chars().take(MAX_LENGTH / 2).map(shown).collect();
+    let end: String = message.chars().skip(count - MAX_LENGTH / 2).map(shown).collect();
+    format!("{start} … ({} characters) … {end}", count - MAX_LENGTH / 2 * 2)
 }
 
 #[cfg(test)]

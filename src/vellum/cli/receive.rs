@@ -18,7 +18,7 @@ use vellum_control::names;
 use vellum_kvm::memory::MemoryConfig;
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_migration::link::LIVENESS;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 use vellum_sys::file::inherited;
 use vellum_sys::keyvalue;
 

@@ -17,7 +17,7 @@ use vellum_report::{Report, compare, html, json, terminal};
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct ReportArgs {
     #[command(subcommand)]
-    what: Option<What>,
+    what: Option<ReportCommand>,
     /// Result files; `-` is standard input
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
@@ -26,12 +26,12 @@ pub struct ReportArgs {
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum ReportCommand {
     /// Weigh two results, or two sets of them: ratios with their confidence intervals
     Compare {
         /// A result file, or a directory of them
         a: PathBuf,
-        /// What to compare it with
+        /// ReportCommand to compare it with
         b: PathBuf,
         #[command(flatten)]
         page: PageArgs,
@@ -48,7 +48,7 @@ struct PageArgs {
 /// Does what was asked.
 pub fn run(args: &ReportArgs) -> Result<Exit, Failure> {
     match &args.what {
-        Some(What::Compare { a, b, page }) => {
+        Some(ReportCommand::Compare { a, b, page }) => {
             let (results_a, results_b) = (set(a)?, set(b)?);
             let (name_a, name_b) = (a.to_string_lossy(), b.to_string_lossy());
             let comparison = compare::compare(

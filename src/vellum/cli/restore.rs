@@ -10,11 +10,11 @@ use super::migrate::failure;
 use super::{Failure, Flags, args};
 use crate::session::incoming::{Brings, Listen, Restore};
 use crate::session::log::{self, Beside};
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_migration::link::LIVENESS;
 use vellum_migration::snapshot::source::Source;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 use vellum_sys::keyvalue;
 
 /// Run a machine out of a snapshot
@@ -87,8 +87,8 @@ pub fn run(args: RestoreArgs) -> Result<Exit, Failure> {
     log::start(tracing::Level::INFO, Beside::Console);
     let source = Source::open(&args.dir).map_err(failure)?;
     let meanwhile = match args.clock {
-        Clock::StandStill => Meanwhile::Stands,
-        Clock::Advance => Meanwhile::Passes,
+        Clock::StandStill => ClockPolicy::Stands,
+        Clock::Advance => ClockPolicy::Passes,
     };
     if args.prefetch && args.memory.way == args::Way::Demand && !source.has_working_set() {
         let why =

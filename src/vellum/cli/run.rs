@@ -18,7 +18,7 @@ use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_linux as machine;
 use vellum_sandbox::Mode;
 use vellum_sandbox::user::User;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 use vellum_sys::host::allowed_cpus;
 
 /// Run a guest: without a kernel, the built-in workload that writes to memory

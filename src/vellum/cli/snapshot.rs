@@ -28,7 +28,7 @@ use vellum_sys::signal;
 #[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct SnapshotArgs {
     #[command(subcommand)]
-    what: Option<What>,
+    what: Option<SnapshotCommand>,
 
     /// The machine: its name (--name), or the path of its control socket
     #[arg(required = true)]
@@ -74,7 +74,7 @@ pub struct SnapshotArgs {
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum SnapshotCommand {
     /// Print the points of a snapshot
     List {
         /// The directory
@@ -116,10 +116,10 @@ Disks are flushed and named in it, and no part of it: one that has changed since
 /// Does what was asked.
 pub fn run(args: &SnapshotArgs) -> Result<Exit, Failure> {
     match (&args.what, &args.machine, &args.dir) {
-        (Some(What::List { dir, json }), ..) => list(dir, *json),
-        (Some(What::Merge { dir, to }), ..) => join(dir, *to),
-        (Some(What::Verify { dir }), ..) => verify(dir),
-        (Some(What::End { machine }), ..) => {
+        (Some(SnapshotCommand::List { dir, json }), ..) => list(dir, *json),
+        (Some(SnapshotCommand::Merge { dir, to }), ..) => join(dir, *to),
+        (Some(SnapshotCommand::Verify { dir }), ..) => verify(dir),
+        (Some(SnapshotCommand::End { machine }), ..) => {
             let path = names::find(machine).map_err(failure)?;
             let mut machine = Client::connect(&path).map_err(failure)?;
             machine.ask(&Do::SnapshotEnd {}).map(|_| Exit::PowerOff).map_err(failure)
@@ -188,7 +188,7 @@ fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
     Ok(Exit::PowerOff)
 }
 
-/// What `point` has, in words, and what following the guest has cost it; `before` is when the point before was taken.
+/// SnapshotCommand `point` has, in words, and what following the guest has cost it; `before` is when the point before was taken.
 fn kind(point: &Point, before: Option<u64>) -> String {
     match before {
         None => "whole".into(),

@@ -18,12 +18,12 @@ use crate::session::log::{self, Beside};
 use crate::session::{self};
 use vellum_devices::console;
 use vellum_devices::virtio::DeviceConfig;
-use vellum_devices::virtio::lent::Lent;
+use vellum_devices::virtio::handoff::HandedDevice;
 use vellum_kvm::memory::MemoryConfig;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_linux as machine;
 use vellum_linux::virtio;
-use vellum_machine::lent::{Device, List, Serial};
+use vellum_machine::handoff::{Device, List, Serial};
 use vellum_migration::link::LIVENESS;
 use vellum_sandbox::user::User;
 use vellum_sys::file::taken;
@@ -40,11 +40,12 @@ pub(super) struct Inherited {
     /// The connection that the machine comes by.
     pub link: RawFd,
     /// What ties this process to the one that it stands in for, where the list has none.
-    pub tether: RawFd,
+    #[serde(rename = "tether")]
+    pub supervisor: RawFd,
 }
 
 /// The longest such file in bytes.
-const MOST: u64 = 2 << 20;
+const MAX_MESSAGE: u64 = 2 << 20;
 
 /// The descriptors of a list, each taken once.
 struct Descriptors(Vec<Option<OwnedFd>>);
@@ -66,20 +67,20 @@ pub(super) fn run(file: RawFd) -> Result<Exit, Failure> {
     let wrong = |what: &dyn std::fmt::Display| Failure::usage(format!("--take-over {file}: {what}"));
     let mut bytes = Vec::new();
     let opened = taken(file).map(File::from).ok_or_else(|| wrong(&"no such descriptor is open"))?;
-    opened.take(MOST).read_to_end(&mut bytes).map_err(|error| wrong(&error))?;
+    opened.take(MAX_MESSAGE).read_to_end(&mut bytes).map_err(|error| wrong(&error))?;
     let inherited: Inherited = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
-    let Inherited { list, descriptors, link, tether } = inherited;
+    let Inherited { list, descriptors, link, supervisor } = inherited;
     let list = serde_json::to_vec(&list).map_err(Failure::host)?;
     let list = List::parse(&list, descriptors.len()).map_err(|error| wrong(&error))?;
-    let numbers: BTreeSet<RawFd> = descriptors.iter().copied().chain([link, tether]).collect();
+    let numbers: BTreeSet<RawFd> = descriptors.iter().copied().chain([link, supervisor]).collect();
     if numbers.len() != descriptors.len() + 2 {
         return Err(wrong(&"a descriptor is named twice"));
     }
     let own = |fd: RawFd| taken(fd).ok_or_else(|| wrong(&format_args!("descriptor {fd} is not open")));
     let mut lent =
         Descriptors(descriptors.into_iter().map(|fd| own(fd).map(Some)).collect::<Result<_, _>>()?);
-    let (link, first) = (own(link)?, own(tether)?);
-    let tether = list.tether.map_or(Ok(first), |at| lent.take(at))?;
+    let (link, first) = (own(link)?, own(supervisor)?);
+    let supervisor = list.supervisor.map_or(Ok(first), |at| lent.take(at))?;
     let control = list.control.as_ref().map(|control| lent.take(control.descriptor)).transpose()?;
     let user = list.user.filter(|_| identity::effective().0 == 0).map(|(uid, gid)| User { uid, gid });
     let process = session::Config {
@@ -88,20 +89,21 @@ pub(super) fn run(file: RawFd) -> Result<Exit, Failure> {
         user,
         limit: list.limit_ms.map(Duration::from_millis),
         result: list.result.clone(),
-        lent: Some(session::Lent { control: control.map(Arc::new), tether: Arc::new(tether) }),
+        lent: Some(session::Supervised { control: control.map(Arc::new), supervisor: Arc::new(supervisor) }),
         gdb: None,
     };
     let serial = match list.serial {
         Some(Serial { output, input, slave, raw }) => {
             let [output, input, slave] = [lent.file(output)?, lent.file(input)?, lent.file(slave)?];
-            console::Opened::lent(output, input, slave).raw(raw)
+            console::Opened::handed_over(output, input, slave).raw(raw)
         }
-        None => console::Opened::lent(None, None, None),
+        None => console::Opened::handed_over(None, None, None),
     };
     let mut devices: Vec<Arc<dyn DeviceConfig>> = Vec::new();
     for Device { kind, written, descriptors } in list.devices {
         let descriptors = descriptors.into_iter().map(|at| lent.take(at)).collect::<Result<_, _>>()?;
-        devices.push(Arc::new(Lent::new(&kind, written, descriptors).map_err(|error| wrong(&error))?));
+        devices
+            .push(Arc::new(HandedDevice::new(&kind, written, descriptors).map_err(|error| wrong(&error))?));
     }
     let config = machine::Config {
         dirty_ring: list.dirty_ring,

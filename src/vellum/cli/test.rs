@@ -19,11 +19,11 @@ pub(super) const TABLES: [(&str, super::Flags); 2] =
 #[derive(Debug, Args)]
 pub struct TestArgs {
     #[command(subcommand)]
-    what: What,
+    what: TestCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum TestCommand {
     DirtyLog(Box<dirty_log::DirtyLogArgs>),
     DirtyEdges(dirty_edges::DirtyEdgesArgs),
     /// Run the built-in guest as `vellum run` does, and print nothing but when its first doorbell rang: nanoseconds on
@@ -34,9 +34,9 @@ enum What {
 /// Does what was asked.
 pub fn run(args: TestArgs) -> Result<Exit, Failure> {
     match args.what {
-        What::DirtyLog(args) => dirty_log::run(&args),
-        What::DirtyEdges(args) => dirty_edges::run(&args),
-        What::Startup(args) => {
+        TestCommand::DirtyLog(args) => dirty_log::run(&args),
+        TestCommand::DirtyEdges(args) => dirty_edges::run(&args),
+        TestCommand::Startup(args) => {
             let outcome = run::run_workload(&args)?;
             let rang = outcome.first_doorbell.as_ref().map_or(0, Duration::as_nanos);
             print(format_args!("{rang}\n")).map(|_| outcome.exit)

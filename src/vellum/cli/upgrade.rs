@@ -1,5 +1,5 @@
 //! `vellum ctl NAME upgrade`: the machine goes on in another build of Vellum, under its name, with all that it has open. This is the
-//! courier of that: it borrows descriptors from the process that has the machine, starts the other one with them, and has the machine
+//! client of that: it borrows descriptors from the process that has the machine, starts the other one with them, and has the machine
 //! handed over from the one to the other as `vellum migrate --link memfd` does.
 
 use std::fs;
@@ -17,15 +17,15 @@ use super::{Failure, print, say};
 use vellum_control::client::Client;
 use vellum_control::{Do, Event, Lending, Link, Loses, Migrate, Mode, Then, Throttling, names};
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_machine::lent::List;
-use vellum_migration::fence::Fence;
+use vellum_machine::handoff::List;
+use vellum_migration::commit_flag::CommitFlag;
 use vellum_migration::link::LIVENESS;
 use vellum_sys::mmap::memfd;
 use vellum_sys::program::detached_with;
 use vellum_sys::signal;
 
 /// How long a process that has not got the machine may take to end.
-const PATIENCE: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Does what was asked.
 pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Exit, Failure> {
@@ -36,9 +36,9 @@ pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Ex
     has_a_descriptor(machine, &has).map_err(|why| Failure::usage(format!("upgrade: {why}")))?;
     let (list, descriptors) = borrow(&path)?;
     let [link, other_link] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
-    let [tether, other_tether] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
-    let mut child = start(binary, &list, &descriptors, [&other_link, &other_tether])?;
-    drop((other_link, other_tether));
+    let [supervisor, other_supervisor] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
+    let mut child = start(binary, &list, &descriptors, [&other_link, &other_supervisor])?;
+    drop((other_link, other_supervisor));
     join_group(has.pid, child.id());
     let asked = Do::Migrate(Migrate {
         downtime_ms: downtime.as_millis() as u64,
@@ -57,13 +57,13 @@ pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Ex
         succeeded: true,
         mode: Mode::Precopy,
     });
-    let fence = Fence::file().map_err(Failure::host)?;
-    let sockets = [link.as_fd(), fence.as_fd(), tether.as_fd()];
+    let fence = CommitFlag::file().map_err(Failure::host)?;
+    let sockets = [link.as_fd(), fence.as_fd(), supervisor.as_fd()];
     if let Err(error) = client.ask_with(&asked, &sockets) {
         end(&mut child);
         return Err(failure(error));
     }
-    drop((link, tether));
+    drop((link, supervisor));
     let of = client.last_id();
     loop {
         if signal::take().is_some() {
@@ -110,14 +110,14 @@ fn start(
     binary: &Path,
     list: &List,
     descriptors: &[OwnedFd],
-    [link, tether]: [&UnixStream; 2],
+    [link, supervisor]: [&UnixStream; 2],
 ) -> Result<Child, Failure> {
     let numbers: Vec<_> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
     let inherited = Inherited {
         list: serde_json::to_value(list).map_err(Failure::host)?,
         descriptors: numbers.clone(),
         link: link.as_raw_fd(),
-        tether: tether.as_raw_fd(),
+        supervisor: supervisor.as_raw_fd(),
     };
     let mut file = memfd(c"vellum-take-over", 0, None).map_err(Failure::host)?;
     serde_json::to_writer(&mut file, &inherited).map_err(Failure::host)?;
@@ -131,7 +131,7 @@ fn start(
     let mut command = Command::new(binary);
     command.args(["receive", "--take-over", &file.as_raw_fd().to_string()]);
     command.stdin(standard(0)?).stdout(standard(1)?).stderr(standard(2)?);
-    let others = [file.as_raw_fd(), link.as_raw_fd(), tether.as_raw_fd()];
+    let others = [file.as_raw_fd(), link.as_raw_fd(), supervisor.as_raw_fd()];
     detached_with(&mut command, numbers.into_iter().chain(others).collect());
     command.spawn().map_err(|error| {
         Failure::usage(format!("upgrade {}: {error}; name a program that is a Vellum", binary.display()))
@@ -158,7 +158,7 @@ fn join_group(of: u32, child: u32) {
 fn end(child: &mut Child) {
     let since = Instant::now();
     while matches!(child.try_wait(), Ok(None)) {
-        if since.elapsed() > PATIENCE {
+        if since.elapsed() > ANSWER_TIMEOUT {
             let _ = child.kill();
         }
         std::thread::sleep(Duration::from_millis(10));

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use super::{Cause, Config, End, Error, Session, progress};
 use vellum_guests::guest::{Guest, GuestConfig};
-use vellum_guests::run::{Run, RunConfig};
+use vellum_guests::run::{BuiltinMachine, RunConfig};
 use vellum_host::Facts;
 use vellum_kvm::vm;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_machine::Payload;
-use vellum_migration::mobile::Mobile;
+use vellum_machine::Machine;
+use vellum_migration::migratable::MigratableMachine;
 use vellum_report::Report;
 use vellum_sandbox::ThreadKind;
 
@@ -55,8 +55,8 @@ pub fn run(process: &Config, config: &RunConfig) -> Result<Outcome, Error> {
         enter: Arc::new(enter),
         ..GuestConfig::new(config.vcpus)
     };
-    let run = Run::new(Guest::start(&kvm, memory, guest)?, config.clone())?;
-    let mut mobile = Mobile::new(run, sandbox, pagemap).map_err(|e| Error::Host("eventfd", e))?;
+    let run = BuiltinMachine::new(Guest::start(&kvm, memory, guest)?, config.clone())?;
+    let mut mobile = MigratableMachine::new(run, sandbox, pagemap).map_err(|e| Error::Host("eventfd", e))?;
     door.into_iter().for_each(|door| mobile.debug(door));
     let end = session.run(&mut mobile)?;
     let successor = mobile.successor();
@@ -69,7 +69,7 @@ pub fn run(process: &Config, config: &RunConfig) -> Result<Outcome, Error> {
 
 impl Outcome {
     /// Of a guest that has ended so, on the host of `facts`.
-    pub(super) fn of(mobile: Mobile<Run>, facts: Facts, end: End) -> Self {
+    pub(super) fn of(mobile: MigratableMachine<BuiltinMachine>, facts: Facts, end: End) -> Self {
         let (elsewhere, saved) = (mobile.is_elsewhere(), mobile.is_saved());
         let mut run = mobile.machine;
         let first_doorbell = run.guest.bell.first();

@@ -9,16 +9,16 @@ use std::time::Duration;
 use super::{Config, End, Error, Session, builtin, kernel};
 use vellum_devices::console;
 use vellum_host::Facts;
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::memory::{MemoryConfig, Room};
 use vellum_kvm::vm;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_linux::{self as machine, Opened};
-use vellum_machine::Payload;
+use vellum_machine::Machine;
 use vellum_migration::fetching::{self, Recording};
 use vellum_migration::incoming::{Arrival, Arrived, Host, Incoming};
 use vellum_migration::loading::Way;
-use vellum_migration::mobile;
+use vellum_migration::migratable;
 use vellum_migration::snapshot::source::Source;
 use vellum_migration::snapshot::working_set::Unnamed;
 use vellum_sys::guard::Naming;
@@ -50,7 +50,7 @@ pub struct Restore {
     /// Which point of it; the newest, where none is asked for.
     pub point: Option<u32>,
     /// What becomes of the time since.
-    pub meanwhile: Meanwhile,
+    pub meanwhile: ClockPolicy,
     /// Whether it waits to be resumed.
     pub paused: bool,
     /// Whether its disks need not be as they were.
@@ -200,7 +200,7 @@ pub fn run(
         Some(Arrived::BuiltIn(run)) => Outcome::BuiltIn(Box::new(builtin::Outcome::of(*run, facts, end))),
         // A signal says what it was; whoever else ended it is told that nothing has come.
         None if end.exit != Exit::PowerOff => Outcome::Kernel(kernel::Outcome::none(end)),
-        None => return Err(mobile::Error::Gone("it was stopped before a machine came".into()).into()),
+        None => return Err(migratable::Error::Gone("it was stopped before a machine came".into()).into()),
     })
 }
 

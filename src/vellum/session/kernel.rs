@@ -9,9 +9,9 @@ use vellum_kvm::vm::counters::Snapshot;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::vcpu::Ended;
 use vellum_linux as machine;
-use vellum_linux::{BootConfig, Image, Machine, Opened, Origin};
-use vellum_machine::Payload;
-use vellum_migration::mobile::{Mobile, OnPanic};
+use vellum_linux::{BootConfig, Image, LinuxMachine, Opened, Origin};
+use vellum_machine::Machine;
+use vellum_migration::migratable::{MigratableMachine, OnPanic};
 use vellum_sys::guard::Naming;
 use vellum_sys::pagemap::Pagemap;
 
@@ -19,7 +19,7 @@ use vellum_sys::pagemap::Pagemap;
 pub struct Ready {
     // Dropped first: its threads must be gone before the event loop is.
     /// The machine.
-    pub machine: Mobile<Machine>,
+    pub machine: MigratableMachine<LinuxMachine>,
     /// The session.
     pub session: Session,
     /// Kept open with its files' locks.
@@ -70,7 +70,7 @@ pub fn ready(
     let sandbox = session.confine()?;
     let machine = board.start(Origin::Boot(&entry), serial, sandbox)?;
     let mut machine =
-        Mobile::new(machine, sandbox, pagemap).map_err(|error| Error::Host("eventfd", error))?;
+        MigratableMachine::new(machine, sandbox, pagemap).map_err(|error| Error::Host("eventfd", error))?;
     door.into_iter().for_each(|door| machine.debug(door));
     on_panic.into_iter().for_each(|to| machine.dump_on_panic(to));
     Ok(Ready { machine, session, _image: image })
@@ -98,7 +98,7 @@ impl Outcome {
     }
 
     /// Of a machine that has ended so.
-    pub(super) fn of(machine: &mut Machine, end: End) -> Self {
+    pub(super) fn of(machine: &mut LinuxMachine, end: End) -> Self {
         let (lost_output, unwritten_output) = (machine.serial.unread(), machine.serial.unwritten());
         let counters = machine.last_counters.take();
         Self { exit: end.exit, ended: machine.ended.take(), lost_output, unwritten_output, counters }

@@ -5,8 +5,8 @@
 //!
 //! Three things could go wrong with a line. The guest's console may stand in the middle of one of its own, on the same terminal:
 //! that one is ended first. The guest may be the cause, again and again: warnings and errors of one place in the code are
-//! limited to [`MOST`] in [`WINDOW`], and the next that is written says how many were left out. And standard error may take
-//! nothing, as a stopped terminal does: after [`PATIENCE`] the line is given up, because devices and vCPUs wait for it.
+//! limited to [`MAX_LINES`] in [`WINDOW`], and the next that is written says how many were left out. And standard error may take
+//! nothing, as a stopped terminal does: after [`WRITE_TIMEOUT`] the line is given up, because devices and vCPUs wait for it.
 
 use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal, Write as _};
@@ -23,11 +23,11 @@ use tracing::{Event, Level, Metadata, Subscriber};
 use vellum_sys::terminal;
 
 /// So many warnings or errors of one place are written …
-pub const MOST: u32 = 10;
+pub const MAX_LINES: u32 = 10;
 /// … in such a time.
 pub const WINDOW: Duration = Duration::from_secs(10);
 /// How long a line waits for standard error to take it.
-const PATIENCE: Duration = Duration::from_millis(100);
+const WRITE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// What shares the terminal with the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +52,7 @@ fn to_stderr(text: &str, wipes: bool) {
         (false, false) => "",
     };
     let stderr = io::stderr();
-    if terminal::writable_within(stderr.as_fd(), PATIENCE) {
+    if terminal::writable_within(stderr.as_fd(), WRITE_TIMEOUT) {
         // In one call, so that nothing of the guest's comes between. Nobody can be told where it fails.
         let _ = stderr.lock().write_all(format!("{start}{text}").as_bytes());
     }
@@ -93,7 +93,7 @@ impl Burst {
         if now.saturating_duration_since(self.since) >= WINDOW {
             (self.since, self.written) = (now, 0);
         }
-        if self.written == MOST {
+        if self.written == MAX_LINES {
             self.left_out += 1;
             return None;
         }
@@ -198,22 +198,26 @@ mod tests {
     #[test]
     fn what_a_guest_causes_again_and_again_is_limited_and_what_it_cannot_cause_is_not() {
         let said = lines(Level::DEBUG, || {
-            for n in 0..3 * MOST {
+            for n in 0..3 * MAX_LINES {
                 tracing::warn!("broken {n}");
                 tracing::debug!("counter {n}");
             }
             tracing::warn!("another place");
         });
         let count = |word: &str| said.lines().filter(|line| line.contains(word)).count() as u32;
-        assert_eq!((count("broken"), count("counter"), count("another")), (MOST, 3 * MOST, 1), "{said}");
+        assert_eq!(
+            (count("broken"), count("counter"), count("another")),
+            (MAX_LINES, 3 * MAX_LINES, 1),
+            "{said}"
+        );
     }
 
     #[test]
     fn the_next_window_says_what_was_left_out() {
         let start = Instant::now();
         let mut burst = Burst { since: start, written: 0, left_out: 0 };
-        let admitted = (0..MOST + 7).filter(|_| burst.admits(start).is_some()).count() as u32;
-        assert_eq!(admitted, MOST);
+        let admitted = (0..MAX_LINES + 7).filter(|_| burst.admits(start).is_some()).count() as u32;
+        assert_eq!(admitted, MAX_LINES);
         assert_eq!(burst.admits(start + WINDOW), Some(7));
         assert_eq!(burst.admits(start + WINDOW), Some(0));
     }

@@ -1,5 +1,5 @@
 //! The process around a machine: its signals, the guard of its sockets, privileges, sandbox, control socket, event loop,
-//! progress and logs. One session runs one [`Payload`], a machine of either kind; [`kernel`] and [`builtin`] put the two kinds
+//! progress and logs. One session runs one [`Machine`], a machine of either kind; [`kernel`] and [`builtin`] put the two kinds
 //! together with theirs.
 //!
 //! The order of a start, each step once:
@@ -15,7 +15,7 @@ pub mod incoming;
 pub mod kernel;
 pub mod log;
 pub mod progress;
-pub mod tether;
+pub mod supervisor;
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -40,17 +40,17 @@ use vellum_kvm::memory;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_linux as machine;
 use vellum_machine::gdb;
-use vellum_machine::{Payload, Serves, Subscriber, lent};
-use vellum_migration::mobile;
+use vellum_machine::{EventSources, Machine, Subscriber, handoff};
+use vellum_migration::migratable;
 use vellum_migration::snapshot;
 use vellum_sandbox::user::{self, User};
 use vellum_sandbox::{self as sandbox, OfGuard, Sandbox};
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::guard::{self, Naming};
 use vellum_sys::pagemap::Pagemap;
 use vellum_sys::program::{SETTLING, release_start_up_code};
 use vellum_sys::signal::{ENDING, KILL, REPEATS, STOPPING, SignalFd, UNUSED};
-use vellum_sys::socket::{self, Listener, MOST_DESCRIPTORS, Name, SocketError};
+use vellum_sys::socket::{self, Listener, MAX_DESCRIPTORS, Name, SocketError};
 use vellum_sys::terminal;
 
 /// How long a guest that was asked to stop may take.
@@ -73,8 +73,8 @@ pub struct Config {
     pub limit: Option<Duration>,
     /// Where its result goes, for a process that takes it over.
     pub result: Option<PathBuf>,
-    /// What was lent by the process that this one is to stand in for: its control socket, and the [tether].
-    pub lent: Option<Lent>,
+    /// What was lent by the process that this one is to stand in for: its control socket, and the [supervisor].
+    pub lent: Option<Supervised>,
     /// Where a debugger may connect.
     pub gdb: Option<Gdb>,
 }
@@ -90,11 +90,11 @@ pub struct Gdb {
 
 /// What a process has of the one that it is to stand in for.
 #[derive(Clone, Debug)]
-pub struct Lent {
+pub struct Supervised {
     /// The control socket, at which the other listens until its machine runs here.
     pub control: Option<Arc<OwnedFd>>,
     /// What ties the two together.
-    pub tether: Arc<OwnedFd>,
+    pub supervisor: Arc<OwnedFd>,
 }
 
 impl Default for Config {
@@ -126,7 +126,7 @@ pub enum Error {
     Memory(#[from] memory::Error),
     /// A machine that moves.
     #[error(transparent)]
-    Mobile(#[from] mobile::Error),
+    MigratableMachine(#[from] migratable::Error),
     /// KVM.
     #[error(transparent)]
     Vm(#[from] vellum_kvm::vm::Error),
@@ -171,22 +171,22 @@ impl Error {
     }
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Machine(error) => error.blame(),
-            Self::Guest(error) => error.blame(),
-            Self::Memory(error) => error.blame(),
-            Self::Mobile(error) => error.blame(),
-            Self::Vm(error) => error.blame(),
-            Self::Gdb(error) => error.blame(),
-            Self::Control(_) => Blame::user(Field::Name),
-            Self::Listen(_) => Blame::user(Field::Listen),
-            Self::Sandbox(error) => error.blame(),
-            Self::User(error) => error.blame(),
-            Self::Snapshot(error) => error.blame(),
-            Self::Userfaultfd(_) => Blame::user(Field::OnDemand),
-            Self::EventLoop(_) | Self::Host(..) => Blame::HOST,
+            Self::Machine(error) => error.origin(),
+            Self::Guest(error) => error.origin(),
+            Self::Memory(error) => error.origin(),
+            Self::MigratableMachine(error) => error.origin(),
+            Self::Vm(error) => error.origin(),
+            Self::Gdb(error) => error.origin(),
+            Self::Control(_) => ErrorOrigin::user(Field::Name),
+            Self::Listen(_) => ErrorOrigin::user(Field::Listen),
+            Self::Sandbox(error) => error.origin(),
+            Self::User(error) => error.origin(),
+            Self::Snapshot(error) => error.origin(),
+            Self::Userfaultfd(_) => ErrorOrigin::user(Field::OnDemand),
+            Self::EventLoop(_) | Self::Host(..) => ErrorOrigin::HOST,
         }
     }
 }
@@ -226,7 +226,7 @@ pub struct Session {
     deadline: Option<Instant>,
     /// The control socket.
     control: Option<Arc<Mutex<Control>>>,
-    /// Signals that come over the tether go there. There until the machine runs here: before that the control socket and the tether are
+    /// Signals that come over the supervisor go there. There until the machine runs here: before that the control socket and the supervisor are
     /// those of the process that it comes from.
     stands_in: Option<Sender<i32>>,
     /// Where a debugger is to connect.
@@ -260,7 +260,7 @@ impl MutEventSubscriber for Signals {
     }
 }
 
-/// The event loop's part in what a payload has to say: it ends a turn of the loop, after which the payload is asked.
+/// The event loop's part in what a machine has to say: it ends a turn of the loop, after which the machine is asked.
 struct Wakes(Vec<Arc<EventFd>>);
 
 impl MutEventSubscriber for Wakes {
@@ -290,7 +290,7 @@ impl Session {
         let bind = |path: &Path| match &lent {
             Some(socket) => socket
                 .try_clone()
-                .and_then(|socket| Control::lent(socket, path, ask))
+                .and_then(|socket| Control::handed_over(socket, path, ask))
                 .map_err(|source| SocketError::Io { path: path.into(), source }),
             None => Control::bind(path, ask),
         };
@@ -362,9 +362,9 @@ impl Session {
         self.sandbox.status()
     }
 
-    /// Has the event loop serve what is new of `payload`.
-    fn serve_for<P: Payload>(&mut self, payload: &mut P) {
-        let Serves { subscribers, wakes } = payload.serves();
+    /// Has the event loop serve what is new of `machine`.
+    fn serve_for<P: Machine>(&mut self, machine: &mut P) {
+        let EventSources { subscribers, wakes } = machine.event_sources();
         subscribers.into_iter().for_each(|subscriber| self.serve(subscriber));
         if !wakes.is_empty() {
             self.serve(Arc::new(Mutex::new(Wakes(wakes))));
@@ -376,42 +376,42 @@ impl Session {
         self.served.push(self.events.add_subscriber(subscriber));
     }
 
-    /// Runs `payload` until it ends, by itself or by the user, or until its time is over.
+    /// Runs `machine` until it ends, by itself or by the user, or until its time is over.
     ///
     /// # Errors
-    /// Where the payload cannot go on, or the event loop fails.
-    pub fn run<P: Payload>(&mut self, payload: &mut P) -> Result<End, Error>
+    /// Where the machine cannot go on, or the event loop fails.
+    pub fn run<P: Machine>(&mut self, machine: &mut P) -> Result<End, Error>
     where
         Error: From<P::Error>,
     {
-        self.serve_for(payload);
-        self.sandbox.enter(payload.confinement(), "main")?;
-        payload.start()?;
+        self.serve_for(machine);
+        self.sandbox.enter(machine.confinement(), "main")?;
+        machine.start()?;
         let deadline = self.config.limit.map(|limit| Instant::now() + limit);
         self.deadline = deadline;
-        let end = self.turns(payload, deadline)?;
+        let end = self.turns(machine, deadline)?;
         self.listeners.tell(&Event::Ended { status: end.exit.code() }.into());
-        payload.stop();
-        self.flush(payload, end.cause, deadline)?;
+        machine.stop();
+        self.flush(machine, end.cause, deadline)?;
         Ok(end)
     }
 
-    /// Turns of the event loop until the payload has ended.
-    fn turns<P: Payload>(&mut self, payload: &mut P, deadline: Option<Instant>) -> Result<End, Error>
+    /// Turns of the event loop until the machine has ended.
+    fn turns<P: Machine>(&mut self, machine: &mut P, deadline: Option<Instant>) -> Result<End, Error>
     where
         Error: From<P::Error>,
     {
-        let bar = progress::of(payload.progress(), self.config.limit);
+        let bar = progress::of(machine.progress(), self.config.limit);
         let mut told = Instant::now();
         let mut settled = false;
         let mut ending: Option<(Cause, Instant)> = None;
         let mut asked: Option<(i32, Instant)> = None;
         loop {
-            let polled = payload.poll();
-            payload.news().iter().for_each(|news| self.listeners.tell(news));
-            self.serve_for(payload);
+            let polled = machine.poll();
+            machine.news().iter().for_each(|news| self.listeners.tell(news));
+            self.serve_for(machine);
             let comes =
-                matches!(payload.standing(), Some("waiting" | "incoming" | "uncommitted" | "restoring"));
+                matches!(machine.standing(), Some("waiting" | "incoming" | "uncommitted" | "restoring"));
             if !comes {
                 self.stand_in();
             }
@@ -425,14 +425,14 @@ impl Session {
                 return Ok(End { exit, cause });
             }
             let left = deadline.filter(|_| ending.is_none());
-            if let Some((_, since)) = ending.as_mut().filter(|_| payload.standing().is_some()) {
+            if let Some((_, since)) = ending.as_mut().filter(|_| machine.standing().is_some()) {
                 // It moves, or another process has it: that comes to its own end.
                 *since = Instant::now();
             }
             let left = left.or(ending.map(|(_, since)| since + END_TIMEOUT));
             let left = left.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             // Without a terminal and listeners, only events and the deadline matter.
-            let tells = payload.progress().is_some() && !self.listeners.is_empty();
+            let tells = machine.progress().is_some() && !self.listeners.is_empty();
             let waits = [
                 left,
                 terminal::regain().then_some(terminal::LOOK),
@@ -454,7 +454,7 @@ impl Session {
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 cause = Some(Cause::Limit);
             }
-            cause = self.obey(payload).or(cause);
+            cause = self.obey(machine).or(cause);
             let is_repeat = |signal| {
                 signal != KILL && asked.is_some_and(|(first, at)| first == signal && at.elapsed() < REPEATS)
             };
@@ -469,26 +469,26 @@ impl Session {
             }
             if let (None, Some(cause)) = (ending, cause) {
                 // Only a guest that runs sees that it is to end.
-                self.resume(payload, None);
-                if !payload.request_end() {
+                self.resume(machine, None);
+                if !machine.request_end() {
                     return Ok(End { exit: abrupt(cause), cause });
                 }
                 ending = Some((cause, Instant::now()));
             }
             if let Some((cause, since)) = ending {
-                if since.elapsed() >= END_TIMEOUT && payload.standing().is_none() {
+                if since.elapsed() >= END_TIMEOUT && machine.standing().is_none() {
                     tracing::warn!(
                         "the guest has not stopped within {} s: it is cut off",
                         END_TIMEOUT.as_secs()
                     );
                     // Its memory is read for the result.
-                    payload.pause()?;
+                    machine.pause()?;
                     return Ok(End { exit: abrupt(cause), cause });
                 }
                 // A guest that has been paused again meanwhile would never see that it is to end.
-                self.resume(payload, None);
+                self.resume(machine, None);
             }
-            if let Some(progress) = payload.progress() {
+            if let Some(progress) = machine.progress() {
                 bar.set_position(progress.done);
                 if told.elapsed() >= TELLING {
                     told = Instant::now();
@@ -503,48 +503,48 @@ impl Session {
     /// here, and this process's end is that one's.
     fn stand_in(&mut self) {
         let (Some(caught), Some(lent)) = (self.stands_in.take(), &self.config.lent) else { return };
-        tether::tie(lent.tether.clone());
-        let tether = tether::Ours(lent.tether.clone(), caught);
-        self.serve(Arc::new(Mutex::new(tether)));
+        supervisor::set(lent.supervisor.clone());
+        let supervisor = supervisor::SupervisorSocket(lent.supervisor.clone(), caught);
+        self.serve(Arc::new(Mutex::new(supervisor)));
         if let Some(control) = self.control.clone() {
             self.serve(control);
         }
     }
 
     /// Does what the control socket asks for; says so if the machine is to end.
-    fn obey<P: Payload>(&mut self, payload: &mut P) -> Option<Cause> {
+    fn obey<P: Machine>(&mut self, machine: &mut P) -> Option<Cause> {
         let mut cause = None;
         while let Ok(heard) = self.heard.try_recv() {
             let mut asked = match heard {
                 Heard::Asked(asked) => asked,
                 Heard::Gone(connection) => {
-                    payload.client_gone(connection);
+                    machine.client_gone(connection);
                     continue;
                 }
             };
             let by = asked.by;
             let descriptors = std::mem::take(&mut asked.descriptors);
             if let Do::Lend { from } = asked.what {
-                match self.lend(payload, from) {
+                match self.lend(machine, from) {
                     Ok((list, lent)) => asked.answer_with(Ok(list), &lent),
                     Err(error) => asked.answer(Err(error)),
                 }
                 continue;
             }
             let answer = match &asked.what {
-                Do::Pause {} => self.pause(payload, by.id).map(|us| json!({ "us": us })),
+                Do::Pause {} => self.pause(machine, by.id).map(|us| json!({ "us": us })),
                 Do::Resume { force: false } => {
-                    self.resume(payload, Some(by.id));
+                    self.resume(machine, Some(by.id));
                     Ok(json!({}))
                 }
-                Do::Status {} => Ok(serde_json::to_value(self.status(payload)).expect("plain data")),
+                Do::Status {} => Ok(serde_json::to_value(self.status(machine)).expect("plain data")),
                 Do::Stop {} => {
                     cause = Some(Cause::Stop);
                     Ok(json!({}))
                 }
                 // The server answers this one itself.
                 Do::Events {} => Ok(json!({})),
-                what => payload.ask(by, what, descriptors),
+                what => machine.ask(by, what, descriptors),
             };
             asked.answer(answer);
         }
@@ -552,10 +552,10 @@ impl Session {
     }
 
     /// What another process takes to stand in for this one: the list of it, and its descriptors from number `from` on.
-    fn lend<P: Payload>(&self, payload: &mut P, from: usize) -> Result<(Value, Vec<OwnedFd>), String> {
+    fn lend<P: Machine>(&self, machine: &mut P, from: usize) -> Result<(Value, Vec<OwnedFd>), String> {
         let refused = |error: io::Error| format!("the host refuses a descriptor: {error}");
-        let mut lent = lent::Lent::default();
-        lent.list.version = lent::VERSION;
+        let mut lent = handoff::HandoffFds::default();
+        lent.list.version = handoff::VERSION;
         let standard = [lent.add_copy(io::stdin()), lent.add_copy(io::stdout()), lent.add_copy(io::stderr())];
         lent.list.standard = standard.into_iter().collect::<Result<_, _>>().map_err(refused)?;
         lent.list.sandbox = self.config.sandbox.to_string();
@@ -564,22 +564,22 @@ impl Session {
         lent.list.result = self.config.result.clone();
         if let (Some(control), Some(path)) = (&self.control, &self.config.control) {
             let socket = control.lock().expect("nobody panics with it").lend().map_err(refused)?;
-            lent.list.control = Some(lent::Socket { path: path.clone(), descriptor: lent.add(socket) });
+            lent.list.control = Some(handoff::Socket { path: path.clone(), descriptor: lent.add(socket) });
         }
         if let Some(ours) = &self.config.lent {
-            lent.list.tether = Some(lent.add_copy(&*ours.tether).map_err(refused)?);
+            lent.list.supervisor = Some(lent.add_copy(&*ours.supervisor).map_err(refused)?);
         }
-        payload.lend(&mut lent)?;
+        machine.lend(&mut lent)?;
         let lending = Lending {
             list: serde_json::to_value(&lent.list).map_err(|error| error.to_string())?,
             descriptors: lent.descriptors.len(),
         };
-        let part = lent.descriptors.into_iter().skip(from).take(MOST_DESCRIPTORS).collect();
+        let part = lent.descriptors.into_iter().skip(from).take(MAX_DESCRIPTORS).collect();
         Ok((serde_json::to_value(lending).expect("plain data"), part))
     }
 
     /// Waits for the process that stands in for this one, once nothing of the machine is left here: signals go on to it, and its exit
-    /// status is this one's. One that stands in for another itself needs not: the new one has its tether.
+    /// status is this one's. One that stands in for another itself needs not: the new one has its supervisor.
     pub fn wait_for(&mut self, successor: OwnedFd) -> Exit {
         self.control = None;
         self.listeners.clear();
@@ -587,12 +587,12 @@ impl Session {
             let _ = self.events.remove_subscriber(served);
         }
         if self.config.lent.take().is_some() {
-            tether::untie();
+            supervisor::clear();
             return Exit::Moved;
         }
         let (tell, told) = channel();
         let successor = Arc::new(successor);
-        self.serve(Arc::new(Mutex::new(tether::Theirs(successor.clone(), tell))));
+        self.serve(Arc::new(Mutex::new(supervisor::SuccessorSocket(successor.clone(), tell))));
         loop {
             if let Ok(said) = told.try_recv() {
                 return said.map_or_else(
@@ -617,36 +617,36 @@ impl Session {
     }
 
     /// Pauses the machine, if it is not paused; how long that took, in microseconds.
-    fn pause<P: Payload>(&mut self, payload: &mut P, id: u64) -> Result<u64, String> {
-        if payload.is_paused() {
+    fn pause<P: Machine>(&mut self, machine: &mut P, id: u64) -> Result<u64, String> {
+        if machine.is_paused() {
             return Ok(0);
         }
         let start = Instant::now();
-        payload.pause().map_err(|error| error.to_string())?;
+        machine.pause().map_err(|error| error.to_string())?;
         let us = start.elapsed().as_micros() as u64;
         self.listeners.tell(&News { id: Some(id), event: Event::Paused { us } });
         Ok(us)
     }
 
-    fn resume<P: Payload>(&mut self, payload: &mut P, id: Option<u64>) {
-        if payload.is_paused() {
-            payload.resume();
+    fn resume<P: Machine>(&mut self, machine: &mut P, id: Option<u64>) {
+        if machine.is_paused() {
+            machine.resume();
             self.listeners.tell(&News { id, event: Event::Resumed {} });
         }
     }
 
-    fn status<P: Payload>(&self, payload: &P) -> Status {
-        let outline = payload.outline();
+    fn status<P: Machine>(&self, machine: &P) -> Status {
+        let outline = machine.info();
         Status {
             pid: std::process::id(),
-            state: match payload.standing() {
+            state: match machine.standing() {
                 Some(standing) => standing,
-                None if payload.is_paused() => "paused",
+                None if machine.is_paused() => "paused",
                 None => "running",
             }
             .into(),
             numbered: true,
-            operation: payload.under_way(),
+            operation: machine.under_way(),
             vcpus: outline.vcpus,
             memory: outline.memory,
             backing: outline.backing.map(|backing| backing.to_string()),
@@ -654,7 +654,7 @@ impl Session {
             vsock: outline.vsock.map(|path| path.display().to_string()),
             dirty_ring: outline.dirty_ring,
             cr3_cache: outline.cr3_cache,
-            tracker: payload.tracker().map(str::to_owned),
+            tracker: machine.tracker().map(str::to_owned),
             disks: outline.disks,
             stays: outline.stays,
             limit_ms: self.left(),
@@ -669,23 +669,23 @@ impl Session {
 
     /// What the guest has said may still wait for a slow reader. A guest that ended by itself gives it the time that the run
     /// has left, unless the user has had enough.
-    fn flush<P: Payload>(
+    fn flush<P: Machine>(
         &mut self,
-        payload: &mut P,
+        machine: &mut P,
         cause: Cause,
         deadline: Option<Instant>,
     ) -> Result<(), Error>
     where
         Error: From<P::Error>,
     {
-        while cause == Cause::Guest && !payload.flushed() {
+        while cause == Cause::Guest && !machine.flushed() {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             if left == Some(Duration::ZERO) {
                 break;
             }
             self.events.run_with_timeout(milliseconds(left))?;
-            let had_enough = self.signals.try_recv().is_ok() || payload.poll()?.is_some();
-            if had_enough || self.obey(payload).is_some() {
+            let had_enough = self.signals.try_recv().is_ok() || machine.poll()?.is_some();
+            if had_enough || self.obey(machine).is_some() {
                 break;
             }
         }

@@ -69,13 +69,13 @@ impl Drop for Heartbeat {
     }
 }
 
-/// The bar of a payload that tells how far it has come; hidden for one that does not.
+/// The bar of a machine that tells how far it has come; hidden for one that does not.
 pub(super) fn of(progress: Option<Progress>, limit: Option<Duration>) -> ProgressBar {
     let Some(Progress { of, .. }) = progress else { return ProgressBar::hidden() };
     bar(of.unwrap_or(0), &template(of.is_some(), limit))
 }
 
-/// What the line of a payload says: how much of it is done, or of its time, and how long the rest will take.
+/// What the line of a machine says: how much of it is done, or of its time, and how long the rest will take.
 fn template(has_end: bool, limit: Option<Duration>) -> String {
     let done = "{human_pos} pages  {rate}";
     match limit {

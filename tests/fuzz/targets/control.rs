@@ -2,8 +2,8 @@
 
 use guest_agent::{Event, Request};
 use vellum_control::{Do, parse};
-use vellum_devices::virtio::lent::Lent;
-use vellum_machine::lent::List;
+use vellum_devices::virtio::handoff::HandedDevice;
+use vellum_machine::handoff::List;
 
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn control(data: &[u8]) {
@@ -20,7 +20,7 @@ pub fn control(data: &[u8]) {
         assert_eq!(List::parse(&serde_json::to_vec(&list).unwrap(), 8).as_ref(), Ok(&list));
         for device in list.devices {
             assert!(
-                Lent::new(&device.kind, device.written, Vec::new())
+                HandedDevice::new(&device.kind, device.written, Vec::new())
                     .map_or_else(|error| !error.is_empty(), |_| true)
             );
         }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
 use vellum_kvm::memory::{Memory, MemoryConfig};
-use vellum_kvm::vm::vcpu::Reins;
+use vellum_kvm::vm::vcpu::VcpusDebugHandle;
 use vellum_machine::gdb::{Debugger, Door, Wish};
 use vellum_sys::socket::Listener;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -21,10 +21,10 @@ pub fn gdb(data: &[u8]) {
     let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(1 << 20)).expect("a MiB");
     let wake = Arc::new(EventFd::new(EFD_NONBLOCK).expect("an eventfd"));
     let slots = memory.slots().to_vec();
-    let mut debugger = Debugger::new(door, Reins::new(&[]), memory.guest.clone(), slots, wake);
+    let mut debugger = Debugger::new(door, VcpusDebugHandle::new(&[]), memory.guest.clone(), slots, wake);
     let mut events =
         EventManager::<Arc<std::sync::Mutex<dyn MutEventSubscriber + Send>>>::new().expect("epoll");
-    events.add_subscriber(debugger.serves().expect("once"));
+    events.add_subscriber(debugger.event_sources().expect("once"));
     let mut client = UnixStream::connect(&path).expect("it listens");
     client.set_nonblocking(true).expect("a socket");
     // The handshake, so that what follows is a packet.

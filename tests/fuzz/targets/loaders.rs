@@ -5,7 +5,7 @@ use std::io::Cursor;
 
 use vellum_kvm::arch::boot::{BootRequest, Entry, Protocol, load};
 use vellum_kvm::arch::tables::Tables;
-use vellum_sys::fault::Fault;
+use vellum_sys::diagnose::Diagnose;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 /// What is beside RAM.

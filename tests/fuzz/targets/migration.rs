@@ -4,8 +4,8 @@ use std::sync::{Arc, OnceLock};
 
 use vellum_kvm::memory::Slot;
 use vellum_migration::message::Message;
-use vellum_migration::verify::{Comparison, MOST_TOLD};
-use vellum_migration::wire::{Decoder, Frame, HEADER, MOST_MAPPED, MOST_PAGES, SUM};
+use vellum_migration::verify::{Comparison, MAX_TOLD};
+use vellum_migration::wire::{Decoder, Frame, HEADER, MAX_MAPPED, MAX_PAGES, SUM};
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 
 const PAGE: u32 = 4096;
@@ -45,7 +45,7 @@ fn read(mut data: &[u8]) {
             Ok(Frame::Run(run, content)) => {
                 assert!(
                     run.pages > 0
-                        && content.is_none_or(|content| content.len() <= (MOST_PAGES * PAGE) as usize)
+                        && content.is_none_or(|content| content.len() <= (MAX_PAGES * PAGE) as usize)
                 );
                 if run.check(&REGIONS).is_ok() {
                     let end = run.first + u64::from(run.pages);
@@ -59,14 +59,14 @@ fn read(mut data: &[u8]) {
                 }
             }
             Ok(Frame::Missing(run, bits)) => {
-                assert!(run.pages <= MOST_MAPPED && bits.len() == run.pages.div_ceil(64) as usize);
+                assert!(run.pages <= MAX_MAPPED && bits.len() == run.pages.div_ceil(64) as usize);
                 let set: u32 = bits.iter().map(|word| word.count_ones()).sum();
                 assert!(set <= run.pages, "a bit of no page");
             }
             Ok(Frame::Message(Message::Compare { .. })) => {
                 if let Some(mut all) = comparison.take() {
                     all.finish();
-                    assert!(all.wrong >= all.first.len() as u64 && all.first.len() <= MOST_TOLD);
+                    assert!(all.wrong >= all.first.len() as u64 && all.first.len() <= MAX_TOLD);
                 }
             }
             Ok(_) => {}

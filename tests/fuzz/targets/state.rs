@@ -8,9 +8,9 @@ use vellum_devices::bus::BusDevice;
 use vellum_devices::rtc::{self, Rtc};
 use vellum_devices::serial::{self, Serial, ns16550, pl011};
 use vellum_devices::virtio::transport::{self, Codec};
-use vellum_devices::virtio::{PATIENCE, pci as virtio_pci};
+use vellum_devices::virtio::{PAUSE_TIMEOUT, pci as virtio_pci};
 use vellum_guests::{self as guests, model};
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::arch::fixed::Uart;
 use vellum_kvm::arch::ioapic::{self, Ioapic};
 use vellum_kvm::memory::{Memory, MemoryConfig};
@@ -93,7 +93,7 @@ fn restored(name: &str, body: &Value) -> bool {
         }
         "rtc" => {
             let Ok(state) = serde_json::from_value::<rtc::State>(body.clone()) else { return false };
-            [Meanwhile::Passes, Meanwhile::Stands].into_iter().all(|meanwhile| {
+            [ClockPolicy::Passes, ClockPolicy::Stands].into_iter().all(|meanwhile| {
                 let rtc = Rtc::default();
                 let taken = rtc.restore(state.clone(), meanwhile).is_ok();
                 if taken {
@@ -136,7 +136,7 @@ fn restored(name: &str, body: &Value) -> bool {
                 (0..6).for_each(|queue| driver.device.ring(queue));
                 driver.run();
                 driver.device.describe();
-                driver.device.quiesce(PATIENCE).expect("nothing hangs");
+                driver.device.quiesce(PAUSE_TIMEOUT).expect("nothing hangs");
                 driver.device.save();
             }
             let (other, _wire) = virtio::device(usize::from(number == 0), Codec::Mmio);

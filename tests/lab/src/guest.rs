@@ -55,7 +55,7 @@ impl Guest {
     pub fn unpack_vmlinux(&self) -> Result<PathBuf> {
         let bzimage = fs::read(&self.kernel).map_err(Error::file("read", &self.kernel))?;
         let bad = |why: &str| Error::Package(format!("{}: {why}", self.kernel.display()));
-        let (format, packed, size) = payload(&bzimage).map_err(bad)?;
+        let (format, packed, size) = compressed_kernel(&bzimage).map_err(bad)?;
         let path = self.kernel.with_file_name("vmlinux");
         let part = path.with_extension(format!("packed-{}", std::process::id()));
         fs::write(&part, packed).map_err(Error::file("write", &part))?;
@@ -108,7 +108,7 @@ fn put(path: &Path, content: &[u8]) -> Result<()> {
 
 /// The compressed kernel in a bzImage: the program that unpacks it, its bytes, and how many they become, which the kernel
 /// puts behind them (Documentation/arch/x86/boot.rst, `payload_offset` and `payload_length`).
-fn payload(bzimage: &[u8]) -> std::result::Result<(&'static str, &[u8], usize), &'static str> {
+fn compressed_kernel(bzimage: &[u8]) -> std::result::Result<(&'static str, &[u8], usize), &'static str> {
     /// What each format begins with.
     const FORMATS: [(&[u8], &str); 4] = [
         (&[0x02, 0x21, 0x4c, 0x18], "lz4"),
@@ -153,16 +153,19 @@ mod tests {
     #[test]
     fn a_payload_is_found_with_its_size_and_its_program() {
         let image = bzimage(b"\x28\xb5\x2f\xfddata\x07\0\0\0");
-        assert_eq!(payload(&image), Ok(("zstd", &b"\x28\xb5\x2f\xfddata"[..], 7)));
-        assert_eq!(payload(&bzimage(b"\x1f\x8bdata\x07\0\0\0")).unwrap().1.len(), 10);
+        assert_eq!(compressed_kernel(&image), Ok(("zstd", &b"\x28\xb5\x2f\xfddata"[..], 7)));
+        assert_eq!(compressed_kernel(&bzimage(b"\x1f\x8bdata\x07\0\0\0")).unwrap().1.len(), 10);
     }
 
     #[test]
     fn what_holds_no_kernel_says_why() {
-        assert_eq!(payload(b"MZ"), Err("it is no bzImage"));
-        assert_eq!(payload(&bzimage(b"BZh9abcd")), Err("its payload is neither lz4, zstd, xz nor gzip"));
+        assert_eq!(compressed_kernel(b"MZ"), Err("it is no bzImage"));
+        assert_eq!(
+            compressed_kernel(&bzimage(b"BZh9abcd")),
+            Err("its payload is neither lz4, zstd, xz nor gzip")
+        );
         let image = bzimage(b"\x28\xb5\x2f\xfd\x07\0\0\0");
-        assert_eq!(payload(&image[..image.len() - 1]), Err("its payload lies beyond its end"));
-        assert_eq!(payload(&image[..0x24a]), Err("it is cut off"));
+        assert_eq!(compressed_kernel(&image[..image.len() - 1]), Err("its payload lies beyond its end"));
+        assert_eq!(compressed_kernel(&image[..0x24a]), Err("it is cut off"));
     }
 }

@@ -29,11 +29,11 @@ use vellum::cli::{Form, origin};
 #[command(name = "lab", bin_name = "cargo lab", version)]
 struct Cli {
     #[command(subcommand)]
-    command: What,
+    command: LabCommand,
 }
 
 #[derive(Subcommand)]
-enum What {
+enum LabCommand {
     /// Say which beds this machine has, and how to get the others
     Doctor,
     /// Run a command inside an emulated host; its exit code is passed on, and what it writes into its working directory
@@ -185,7 +185,7 @@ enum What {
         host: Host,
     },
     /// Make and try what is given away, of the commit that is checked out: two builds compared, licences, a list of what is in it, and
-    /// a Debian package that is installed into a fresh Debian and removed again. What needs a tool that is not there is skipped
+    /// a Debian package that is installed into a fresh Debian and removed again. LabCommand needs a tool that is not there is skipped
     Release {
         /// Consent to install Debian's packages (as root), and cargo-deb into the laboratory's cache
         #[arg(long)]
@@ -274,7 +274,7 @@ enum KernelCommand {
         /// A configuration on top: debug, lock-stat, modules, preempt, of Arm's pages-16k, pages-64k
         #[arg(long)]
         variant: Option<String>,
-        /// What it is for [default: x86, or arm64 where all its series change files of arm64 alone]
+        /// LabCommand it is for [default: x86, or arm64 where all its series change files of arm64 alone]
         #[arg(long, value_enum)]
         arch: Option<Architecture>,
         /// A mistake of planted/ on top of its only series
@@ -408,29 +408,33 @@ fn main() -> ExitCode {
     }
 }
 
-fn perform(what: What) -> Result<u8> {
+fn perform(what: LabCommand) -> Result<u8> {
     let done = |result: Result<()>| result.map(|()| 0);
     match what {
-        What::Doctor => Ok(doctor::print()),
-        What::Guest { kernel, arch, vmlinux, dir } => done(make_guest(&kernel, arch, vmlinux, &dir)),
-        What::Run { bed, host, out, command } => run(bed, host, &out, command),
-        What::Shell { bed, host } => done(shell(bed, host)),
-        What::Test { bed, setup, prebuilt, npt, hosts, time, form, arguments } => test::run(test::Options {
-            bed,
-            setup,
-            prebuilt,
-            npt,
-            hosts,
-            time,
-            arguments,
-            form: form.output()?,
-        }),
-        What::Kernel { command: KernelCommand::Build { base, with, variant, arch, planted } } => {
+        LabCommand::Doctor => Ok(doctor::print()),
+        LabCommand::Guest { kernel, arch, vmlinux, dir } => done(make_guest(&kernel, arch, vmlinux, &dir)),
+        LabCommand::Run { bed, host, out, command } => run(bed, host, &out, command),
+        LabCommand::Shell { bed, host } => done(shell(bed, host)),
+        LabCommand::Test { bed, setup, prebuilt, npt, hosts, time, form, arguments } => {
+            test::run(test::Options {
+                bed,
+                setup,
+                prebuilt,
+                npt,
+                hosts,
+                time,
+                arguments,
+                form: form.output()?,
+            })
+        }
+        LabCommand::Kernel { command: KernelCommand::Build { base, with, variant, arch, planted } } => {
             done(build_kernel(&base, &with, variant.as_deref(), arch, planted.as_deref()))
         }
-        What::Kernel { command: KernelCommand::Source { base, with } } => done(make_source(&base, &with)),
-        What::List => done(list()),
-        What::Compare { series, kernel, run, bed, pml, on, out, form } => {
+        LabCommand::Kernel { command: KernelCommand::Source { base, with } } => {
+            done(make_source(&base, &with))
+        }
+        LabCommand::List => done(list()),
+        LabCommand::Compare { series, kernel, run, bed, pml, on, out, form } => {
             let output = form.output()?;
             let (kept, name) = match series {
                 Some(series) => {
@@ -441,26 +445,28 @@ fn perform(what: What) -> Result<u8> {
             };
             done(output.map_or(Ok(()), |output| output.deliver(&compare::as_report(&kept, &name))))
         }
-        What::Speed => done(speed::of_commands(&Cache::open()?, pass_on)),
-        What::Check { series, only, form } => done(check_series(&series, &only, form.output()?)),
-        What::Selftests { base } => {
+        LabCommand::Speed => done(speed::of_commands(&Cache::open()?, pass_on)),
+        LabCommand::Check { series, only, form } => done(check_series(&series, &only, form.output()?)),
+        LabCommand::Selftests { base } => {
             BEDS[0].ready()?;
             done(check::selftests_of(&Cache::open()?, Base::named(&base)?, Architecture::X86))
         }
-        What::Post { series, from, sign_off, rfc, reroll, linux, out } => {
+        LabCommand::Post { series, from, sign_off, rfc, reroll, linux, out } => {
             let poster = Poster { from: &from, sign_off, linux: linux.as_deref(), rfc, version: reroll };
             post::post(&Cache::open()?, &series::named(&series)?, &poster, &out).map(|()| 0)
         }
-        What::KvmUnitTests { dir, only, irqchip, host } => unit_tests_of_kvm(&dir, &only, irqchip, host),
-        What::Release { setup, prebuilt, out } => {
+        LabCommand::KvmUnitTests { dir, only, irqchip, host } => {
+            unit_tests_of_kvm(&dir, &only, irqchip, host)
+        }
+        LabCommand::Release { setup, prebuilt, out } => {
             let out = out.unwrap_or_else(|| artifacts::workspace().join("target/package"));
             release::run(&release::Options { setup, prebuilt, out })
         }
-        What::Fresh { auto_install, until } => {
+        LabCommand::Fresh { auto_install, until } => {
             let auto_install = auto_install.map_or_else(|| vec![false, true], |value| vec![value]);
             fresh::run(&fresh::Options { auto_install, until })
         }
-        What::Update => done(debian::forget(&Cache::open()?)),
+        LabCommand::Update => done(debian::forget(&Cache::open()?)),
     }
 }
 
@@ -624,7 +630,7 @@ fn unit_tests_of_kvm(
     irqchip: kvm_unit_tests::Irqchip,
     host: Host,
 ) -> Result<u8> {
-    // What passes and what does not is known of this bed alone.
+    // LabCommand passes and what does not is known of this bed alone.
     let bed = svm::BED;
     let cache = Cache::open()?;
     bed.ready()?;

@@ -8,7 +8,7 @@ use harness::{Failed, LIMIT, ensure, eventually};
 use super::machine::{MIB, Run, cannot_be_upgraded, ends, is_in_another, script, slowly};
 use crate::home::Process;
 use crate::postcopy::Cutter;
-use crate::relay::{Fault, relay};
+use crate::relay::{RelayFault, relay};
 use crate::{ends_with, succeeds, with};
 
 /// An upgrade to `binary` fails, and nothing has changed.
@@ -116,7 +116,7 @@ pub fn migrate_cut(run: &mut Run) -> Result<(), Failed> {
     let there = run.receiver(&name)?;
     let [from, to] = ["relay", "in"].map(|end| run.home.path(&format!("{name}.{end}")));
     let after = (256 << 10) + run.random.below((MIB / 2) << 20);
-    relay(from.clone(), to, Fault::Cut { back: false, after })?;
+    relay(from.clone(), to, RelayFault::Cut { back: false, after })?;
     let line = format!("migrate {} --liveness 5m --to unix:{}", run.name, from.display());
     stays(&run.does(&line)?)?;
     ends_with(there, 1).map(drop)

@@ -20,7 +20,7 @@ use serde_json::Value;
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
-use super::lent::{self, Unfit};
+use super::handoff::{self, Unfit};
 use super::worker::Worker;
 use super::{
     Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
@@ -31,7 +31,7 @@ use vellum_disk::overlay::{self, Overlay, Place};
 use vellum_disk::{DiskImage, Image};
 use vellum_host::block;
 use vellum_sandbox::ThreadKind;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::file::{Lock, is_locked, lock, unlock};
 use vellum_sys::keyvalue::{self, KeyValues, number, path};
 use vellum_sys::open;
@@ -91,7 +91,7 @@ impl DeviceConfig for BlkConfig {
     }
 
     fn written(&self) -> io::Result<Value> {
-        lent::write(&Self { path: lent::absolute(&self.path)?, ..self.clone() })
+        handoff::write(&Self { path: handoff::absolute(&self.path)?, ..self.clone() })
     }
 
     fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
@@ -210,9 +210,9 @@ impl From<BlkError> for OpenError {
     }
 }
 
-impl Fault for BlkError {
-    fn blame(&self) -> Blame {
-        Blame::user(Field::Device(KIND.key))
+impl Diagnose for BlkError {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::user(Field::Device(KIND.key))
     }
 }
 

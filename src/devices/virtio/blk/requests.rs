@@ -77,7 +77,7 @@ impl From<io::Error> for Refusal {
 }
 
 impl Work for Disk {
-    type Told = Id;
+    type Notice = Id;
     type Request = Request;
 
     fn target(&self) -> String {

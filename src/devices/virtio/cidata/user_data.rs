@@ -5,7 +5,7 @@
 use std::io::Read;
 
 /// How many bytes of unpacked data are looked at.
-const MOST: u64 = 64 << 20;
+const MAX_FILE: u64 = 64 << 20;
 /// Within how many bytes a MIME message has its version.
 const MIME_WITHIN: usize = 4096;
 
@@ -45,7 +45,7 @@ pub fn check(data: &[u8]) -> Result<(), Ignored> {
     }
     let mut unpacked = Vec::new();
     let reader = flate2::read::MultiGzDecoder::new(data);
-    match reader.take(MOST).read_to_end(&mut unpacked) {
+    match reader.take(MAX_FILE).read_to_end(&mut unpacked) {
         Ok(_) => check_plain(&unpacked).map_err(|Ignored { found, remedy }| Ignored {
             found: format!("is gzip data that {found}"),
             remedy,

@@ -22,14 +22,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 
-use super::lent::{self, Unfit};
+use super::handoff::{self, Unfit};
 use super::queue::Served;
 use super::{
     Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
 use crate::console::{self as host, Target};
 use port::{Numbers, Port};
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// The device has several ports, and a queue each way to tell of them.
 const F_MULTIPORT: u32 = 1;
@@ -76,11 +76,11 @@ pub enum ConsoleError {
     Socket(#[source] io::Error),
 }
 
-impl Fault for ConsoleError {
-    fn blame(&self) -> Blame {
+impl Diagnose for ConsoleError {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            ConsoleError::Open(_) => Blame::user(Field::Device(KIND.key)),
-            ConsoleError::Null(_) | ConsoleError::Socket(_) => Blame::host(Field::Device(KIND.key)),
+            ConsoleError::Open(_) => ErrorOrigin::user(Field::Device(KIND.key)),
+            ConsoleError::Null(_) | ConsoleError::Socket(_) => ErrorOrigin::host(Field::Device(KIND.key)),
         }
     }
 }
@@ -91,8 +91,8 @@ impl DeviceConfig for ConsoleConfig {
     }
 
     fn written(&self) -> io::Result<Value> {
-        lent::write(&match &self.0 {
-            Target::File(path) => Self(Target::File(lent::absolute(path)?)),
+        handoff::write(&match &self.0 {
+            Target::File(path) => Self(Target::File(handoff::absolute(path)?)),
             target => Self(target.clone()),
         })
     }
@@ -101,7 +101,7 @@ impl DeviceConfig for ConsoleConfig {
         let mut lent = lent.into_iter().map(File::from);
         let output = lent.next().ok_or_else(|| Unfit::boxed(&KIND, "no descriptor"))?;
         let input = lent.next();
-        let opened = Arc::new(host::Opened::lent(None, None, lent.next()));
+        let opened = Arc::new(host::Opened::handed_over(None, None, lent.next()));
         Ok(Box::new(Console { opened: Some(opened), ..Console::new(input, output) }))
     }
 

@@ -22,7 +22,7 @@ use vellum_sandbox::user::User;
 use vellum_sandbox::{self as sandbox, ThreadKind};
 use vellum_share::process::{Client, open_root};
 use vellum_share::{Cache, Config};
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::identity;
 use vellum_sys::keyvalue::{self, KeyValues, path};
 
@@ -235,15 +235,15 @@ pub enum FsError {
     User(PathBuf),
 }
 
-impl Fault for FsError {
-    fn blame(&self) -> Blame {
+impl Diagnose for FsError {
+    fn origin(&self) -> ErrorOrigin {
         let field = Field::Device(KIND.key);
         match self {
             Self::Serve { source, .. } if source.kind() != io::ErrorKind::PermissionDenied => {
-                Blame::host(field)
+                ErrorOrigin::host(field)
             }
-            Self::Serve { .. } => Blame::user(field),
-            Self::Open { .. } | Self::Tag(_) | Self::Root(_) | Self::User(_) => Blame::user(field),
+            Self::Serve { .. } => ErrorOrigin::user(field),
+            Self::Open { .. } | Self::Tag(_) | Self::Root(_) | Self::User(_) => ErrorOrigin::user(field),
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::virtio::worker::Work;
 use vellum_kvm::memory::slices::Slices;
 use vellum_share::fuse::{self, Header, IN_HEADER, OUT_HEADER, TRANSFER, Transfer, out_header};
 use vellum_share::process::Client;
-use vellum_share::server::{MOST_ANSWER, MOST_REQUEST};
+use vellum_share::server::{MAX_ANSWER, MAX_REQUEST};
 
 /// What the worker has.
 pub struct Requests {
@@ -47,8 +47,8 @@ impl Requests {
             client,
             path: path.into(),
             files: HashMap::new(),
-            request: vec![0; MOST_REQUEST],
-            answer: vec![0; MOST_ANSWER],
+            request: vec![0; MAX_REQUEST],
+            answer: vec![0; MAX_ANSWER],
             over: false,
         }
     }
@@ -108,7 +108,7 @@ fn moved(most: usize, mut part: impl FnMut(usize) -> io::Result<usize>) -> Resul
 }
 
 impl Work for Requests {
-    type Told = ();
+    type Notice = ();
     type Request = Asked;
 
     fn target(&self) -> String {
@@ -147,7 +147,7 @@ impl Work for Requests {
                 Ok(count) => (head.write(&out_header(count, 0, header.unique)) + count) as u32,
             };
         }
-        if total > MOST_REQUEST {
+        if total > MAX_REQUEST {
             return fail(writable, libc::EINVAL);
         }
         self.request[..IN_HEADER].copy_from_slice(&bytes);

@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
 
-use super::lent::{self, Unfit};
+use super::handoff::{self, Unfit};
 use super::queue::{Chain, Served};
 use super::{
     Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
@@ -33,7 +33,7 @@ use super::{
 use connection::{Connection, Fate, Ports};
 use packet::{HEADER, HOST_CID, Header, STREAM, op};
 use vellum_kvm::memory::slices::Slices;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::keyvalue::{self, KeyValues, number, path};
 use vellum_sys::random;
 use vellum_sys::socket::{Listener, SocketError};
@@ -90,9 +90,9 @@ pub enum VsockError {
     Cid(u32),
 }
 
-impl Fault for VsockError {
-    fn blame(&self) -> Blame {
-        Blame::user(Field::Device(KIND.key))
+impl Diagnose for VsockError {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::user(Field::Device(KIND.key))
     }
 }
 
@@ -102,12 +102,13 @@ impl DeviceConfig for VsockConfig {
     }
 
     fn written(&self) -> io::Result<Value> {
-        lent::write(&Self { path: lent::absolute(&self.path)?, ..self.clone() })
+        handoff::write(&Self { path: handoff::absolute(&self.path)?, ..self.clone() })
     }
 
     fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
         let socket = lent.into_iter().next().ok_or_else(|| Unfit::boxed(&KIND, "no descriptor"))?;
-        let listener = Listener::lent(socket, &self.path).map_err(|error| Unfit::boxed(&KIND, error))?;
+        let listener =
+            Listener::handed_over(socket, &self.path).map_err(|error| Unfit::boxed(&KIND, error))?;
         Ok(Box::new(Vsock { waits: true, ..Vsock::on(self, listener) }))
     }
 
@@ -165,7 +166,7 @@ enum Moved {
     /// It must hear of it.
     Untold,
     /// The event is in its ring, where by then it had made so many buffers available.
-    Told(u16),
+    Notice(u16),
 }
 
 /// All connections.
@@ -264,12 +265,12 @@ impl Vsock {
             // VIRTIO_VSOCK_EVENT_TRANSPORT_RESET
             let event = |chain: &mut Chain<'_>| chain.writable.write(&0u32.to_le_bytes()) as u32;
             if queue.serve_one(memory, &mut chain, event) {
-                self.moved = offered.map_or(Moved::No, Moved::Told);
+                self.moved = offered.map_or(Moved::No, Moved::Notice);
             }
         }
         // Asked before it is looked at: the driver notifies of what comes later.
         match self.moved {
-            Moved::Told(then) if queue.listen_beyond(memory, then) => self.moved = Moved::No,
+            Moved::Notice(then) if queue.listen_beyond(memory, then) => self.moved = Moved::No,
             Moved::Untold => drop(queue.listen(memory)),
             _ => {}
         }

@@ -143,7 +143,7 @@ write_section!(
     // Bucket: below 16 itself, else ((log2 - 4) << 4) + (ticks >> (log2 - 4)).
     "82: orr x10, x8, {SUB}",
     "    clz x9, x10",
-    "    mov x11, {MOST_SHIFT}",
+    "    mov x11, {MAX_SHIFT}",
     "    sub x9, x11, x9",
     "    lsr x8, x8, x9",
     "    add x8, x8, x9, lsl {SUB_BITS}",
@@ -275,7 +275,7 @@ write_section!(
     "    mul x15, x15, x10",
     "    orr x10, x8, {SUB}",
     "    clz x9, x10",
-    "    mov x11, {MOST_SHIFT}",
+    "    mov x11, {MAX_SHIFT}",
     "    sub x9, x11, x9",
     "    lsr x8, x8, x9",
     "    add x8, x8, x9, lsl {SUB_BITS}",
@@ -289,7 +289,7 @@ write_section!(
     "    b 94b",
     "vellum_workload_write_end:",
     ".popsection";
-    MOST_SHIFT = const 63 - SUB_BITS,
+    MAX_SHIFT = const 63 - SUB_BITS,
 );
 
 // Descriptors of stage 1 (Arm DDI 0487, D8.3): memory that EL1 reads, writes and executes, write-back and shared by all vCPUs.

@@ -3,7 +3,7 @@
 use std::mem::offset_of;
 
 use super::{LEAF, TABLE};
-use crate::tables::{Command, LEAST_PAUSE, LONGEST_PAUSE, NUMBER, TRIAL, Tables};
+use crate::tables::{Command, LONGEST_PAUSE, MIN_PAUSE, NUMBER, TRIAL, Tables};
 use vellum_sys::cr3_cache;
 
 //   rdi  control block            r8   this table, guest-virtual
@@ -202,7 +202,7 @@ tables_section!(
     "    mov r14, r13",
     "    jae 87f",
     "    add rax, rax",
-    "    mov ecx, {LEAST_PAUSE}",
+    "    mov ecx, {MIN_PAUSE}",
     "    cmp rax, rcx",
     "    cmovb rax, rcx",
     "    mov ecx, {LONGEST_PAUSE}",
@@ -485,7 +485,7 @@ tables_section!(
     looked_up = const offset_of!(Tables, looked_up),
     pause = const offset_of!(Tables, pause),
     TRIAL = const TRIAL,
-    LEAST_PAUSE = const LEAST_PAUSE,
+    MIN_PAUSE = const MIN_PAUSE,
     LONGEST_PAUSE = const LONGEST_PAUSE,
     seed = const offset_of!(Tables, seed),
     wrong = const offset_of!(Tables, wrong),

@@ -1,6 +1,6 @@
 //! The clocks of a machine that moves: the generic timer's counter, which all vCPUs share (Arm DDI 0487, D12).
 //!
-//! It is saved with the host's real time beside it, and by that goes on elsewhere ([`Meanwhile`]): forward by the time that has
+//! It is saved with the host's real time beside it, and by that goes on elsewhere ([`ClockPolicy`]): forward by the time that has
 //! passed, and never backwards. KVM keeps each vCPU's counter as an offset from the host's, and what sets the counter of one vCPU
 //! sets the offset of all of them. Its frequency is the host's: nothing scales it.
 
@@ -8,7 +8,7 @@ use kvm_ioctls::{VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::state::Error;
-pub use crate::arch::meanwhile::{Meanwhile, now};
+pub use crate::arch::meanwhile::{ClockPolicy, now};
 use vellum_sys::clock;
 
 /// Whether a guest whose counter has `saved` kHz goes on with it on a host where it has `here` kHz. `scales`: no host does.
@@ -38,7 +38,7 @@ pub struct Counter {
 
 impl Counter {
     /// What it is `now`.
-    pub fn later(&self, meanwhile: Meanwhile, now: u64) -> u64 {
+    pub fn later(&self, meanwhile: ClockPolicy, now: u64) -> u64 {
         let passed = meanwhile.passed(self.realtime, now).as_nanos();
         let ticks = passed * u128::from(self.hz) / 1_000_000_000;
         self.value.wrapping_add(ticks as u64)
@@ -63,7 +63,7 @@ impl Clock {
     ///
     /// # Errors
     /// Never.
-    pub fn restore(&self, _vm: &VmFd, _meanwhile: Meanwhile) -> Result<(), Error> {
+    pub fn restore(&self, _vm: &VmFd, _meanwhile: ClockPolicy) -> Result<(), Error> {
         Ok(())
     }
 }
@@ -75,10 +75,13 @@ mod tests {
     #[test]
     fn time_passes_by_real_time_and_never_backwards() {
         let counter = Counter { value: 1000, hz: 62_500_000, realtime: 5_000_000_000 };
-        assert_eq!(counter.later(Meanwhile::Passes, 6_000_000_000), 62_501_000);
-        assert_eq!(counter.later(Meanwhile::Stands, 6_000_000_000), 1000);
-        assert_eq!(counter.later(Meanwhile::Passes, 4_000_000_000), 1000);
+        assert_eq!(counter.later(ClockPolicy::Passes, 6_000_000_000), 62_501_000);
+        assert_eq!(counter.later(ClockPolicy::Stands, 6_000_000_000), 1000);
+        assert_eq!(counter.later(ClockPolicy::Passes, 4_000_000_000), 1000);
         let year = 365 * 86_400_000_000_000;
-        assert_eq!(counter.later(Meanwhile::Passes, 5_000_000_000 + year), 1000 + 365 * 86_400 * 62_500_000);
+        assert_eq!(
+            counter.later(ClockPolicy::Passes, 5_000_000_000 + year),
+            1000 + 365 * 86_400 * 62_500_000
+        );
     }
 }

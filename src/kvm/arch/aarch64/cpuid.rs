@@ -15,9 +15,9 @@ use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use self::model::{Listed, Model};
-use super::state::{self, MOST_REGISTERS};
+use super::state::{self, MAX_REGISTERS};
 use vellum_host as host;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// `--cpu` and `--cpuid`: what guests are shown. There is nothing to switch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -43,11 +43,11 @@ pub enum Error {
     State(#[source] state::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Unknown(_) => Blame::user(Field::Cpuid),
-            Self::Host(_) | Self::Ioctl(..) | Self::State(_) => Blame::HOST,
+            Self::Unknown(_) => ErrorOrigin::user(Field::Cpuid),
+            Self::Host(_) | Self::Ioctl(..) | Self::State(_) => ErrorOrigin::HOST,
         }
     }
 }
@@ -130,7 +130,7 @@ pub(super) fn setup(vm: &VmFd) -> Result<Setup, kvm_ioctls::Error> {
 }
 
 fn list(vcpu: &VcpuFd) -> Result<Vec<u64>, Error> {
-    let mut registers = RegList::new(MOST_REGISTERS).expect("the number is within the limit of the list");
+    let mut registers = RegList::new(MAX_REGISTERS).expect("the number is within the limit of the list");
     vcpu.get_reg_list(&mut registers).map_err(|error| Error::Ioctl("KVM_GET_REG_LIST", error))?;
     Ok(registers.as_slice().to_vec())
 }

@@ -31,7 +31,7 @@ const TIMERS: [u32; 4] = [13, 14, 11, 10];
 const LARGEST_PAGE: u64 = 0x1_0000;
 
 /// What is told beside the machine itself.
-pub struct Told<'a> {
+pub struct Chosen<'a> {
     /// RAM, in order.
     pub ram: &'a [Range<u64>],
     /// The command line.
@@ -43,7 +43,7 @@ pub struct Told<'a> {
 }
 
 /// The tree of a machine of `parts`.
-pub fn build(parts: &Parts<Mode>, told: &Told<'_>) -> Result<Vec<u8>, Error> {
+pub fn build(parts: &Parts<Mode>, told: &Chosen<'_>) -> Result<Vec<u8>, Error> {
     let mut fdt = FdtWriter::new()?;
     let root = fdt.begin_node("")?;
     fdt.property_string("compatible", "linux,dummy-virt")?;
@@ -79,7 +79,7 @@ pub fn build(parts: &Parts<Mode>, told: &Told<'_>) -> Result<Vec<u8>, Error> {
     fdt.finish()
 }
 
-fn chosen(fdt: &mut FdtWriter, told: &Told<'_>) -> Result<(), Error> {
+fn chosen(fdt: &mut FdtWriter, told: &Chosen<'_>) -> Result<(), Error> {
     let node = fdt.begin_node("chosen")?;
     fdt.property_string("bootargs", told.cmdline)?;
     fdt.property_string("stdout-path", &format!("/serial@{SERIAL:x}"))?;

@@ -14,7 +14,7 @@ use kvm_ioctls::VmFd;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::layout::{GENERATION_GSI, SERIAL_GSI};
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// How many shared peripheral interrupts a machine has.
 pub const SHARED: u32 = 64;
@@ -45,7 +45,7 @@ pub enum Error {
     #[error("all {} interrupts for devices are taken", FREE.len())]
     None,
     /// More messages than KVM has routes for.
-    #[error("all {MOST} numbers of interrupts are taken")]
+    #[error("all {MAX_ROUTES} numbers of interrupts are taken")]
     NoMessage,
     /// A controller without a translation service.
     #[error(
@@ -57,12 +57,12 @@ pub enum Error {
     Irqfd(#[source] kvm_ioctls::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::None | Self::NoMessage => Blame::USER,
-            Self::NoMessages => Blame::user(Field::Irqchip),
-            Self::Taken(_) | Self::Irqfd(_) => Blame::HOST,
+            Self::None | Self::NoMessage => ErrorOrigin::USER,
+            Self::NoMessages => ErrorOrigin::user(Field::Irqchip),
+            Self::Taken(_) | Self::Irqfd(_) => ErrorOrigin::HOST,
         }
     }
 }
@@ -79,7 +79,7 @@ impl Gsi {
 }
 
 /// KVM_MAX_IRQ_ROUTES (include/linux/kvm_host.h), and as many numbers.
-const MOST: usize = 4096;
+const MAX_ROUTES: usize = 4096;
 
 /// All interrupts of a machine.
 pub struct Gsis {
@@ -133,7 +133,7 @@ impl Gsis {
         }
         let messages = &mut self.messages();
         let number = SHARED as usize + messages.len();
-        if number >= MOST {
+        if number >= MAX_ROUTES {
             return Err(Error::NoMessage);
         }
         messages.push(None);

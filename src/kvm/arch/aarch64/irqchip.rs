@@ -18,7 +18,7 @@ use super::gsi::{FIRST_SHARED, Gsis, SHARED};
 use super::its::{self, Its};
 use super::layout;
 use vellum_host as host;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::kvm_device;
 
 /// Which version, as `--irqchip` names it.
@@ -45,7 +45,7 @@ impl Mode {
 }
 
 /// What vCPUs hold of interrupts, which the controller's state depends on: nothing that it does not have.
-pub type Held = ();
+pub type HeldVectors = ();
 
 /// The interrupt controller of a machine. vCPUs are made after it, and then it is [completed](Irqchip::complete).
 pub struct Irqchip {
@@ -102,12 +102,12 @@ pub enum Error {
     Implausible(&'static str),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Ioctl(..) => Blame::host(Field::Irqchip),
-            Self::Register { .. } | Self::Tables(_) => Blame::HOST,
-            Self::OtherMode | Self::Implausible(_) => Blame::user(Field::Irqchip),
+            Self::Ioctl(..) => ErrorOrigin::host(Field::Irqchip),
+            Self::Register { .. } | Self::Tables(_) => ErrorOrigin::HOST,
+            Self::OtherMode | Self::Implausible(_) => ErrorOrigin::user(Field::Irqchip),
         }
     }
 }
@@ -206,7 +206,7 @@ impl Irqchip {
     ///
     /// # Errors
     /// Where KVM refuses.
-    pub fn save(&self, _held: &Held) -> Result<State, Error> {
+    pub fn save(&self, _held: &HeldVectors) -> Result<State, Error> {
         let its = self.its.get().map(Its::save).transpose()?;
         if its.is_some() {
             let pending = KVM_DEV_ARM_VGIC_SAVE_PENDING_TABLES.into();

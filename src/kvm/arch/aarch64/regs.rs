@@ -7,7 +7,7 @@ use vm_memory::GuestMemoryBackend;
 
 use super::boot::Entry;
 use super::cpuid::{Setup, sysreg};
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
 /// PSTATE: EL1 with its own stack pointer; debug exceptions, SErrors, interrupts and fast interrupts masked.
 pub const PSTATE_EL1H: u64 = 0x3c5;
@@ -20,9 +20,9 @@ pub enum Error {
     Ioctl(&'static str, #[source] kvm_ioctls::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
-        Blame::HOST
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::HOST
     }
 }
 

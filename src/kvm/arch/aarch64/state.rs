@@ -14,16 +14,16 @@ use kvm_bindings::{
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
-use super::clocks::{Counter, Meanwhile, now, tsc_fits};
+use super::clocks::{ClockPolicy, Counter, now, tsc_fits};
 use super::cpuid::{setup, sysreg};
-use super::irqchip::Held;
+use super::irqchip::HeldVectors;
 use vellum_sys::clock;
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
 /// More registers than any vCPU has; the list of KVM takes no more.
-pub(super) const MOST_REGISTERS: usize = 500;
+pub(super) const MAX_REGISTERS: usize = 500;
 /// The widest register in words of 64 bits: a vector register.
-const MOST_WORDS: usize = 2;
+const MAX_WORDS: usize = 2;
 
 /// The counters as KVM numbers them: that of the virtual timer with the encoding of its compare value (api.rst, 4.68), that of the
 /// physical one.
@@ -93,9 +93,9 @@ pub enum Error {
     Implausible(&'static str),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
-        Blame::HOST
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::HOST
     }
 }
 
@@ -140,7 +140,7 @@ impl State {
     /// Where an ioctl fails.
     pub fn save(vcpu: &VcpuFd, context: &Context) -> Result<Self, Error> {
         let mp_state = call("KVM_GET_MP_STATE", vcpu.get_mp_state())?;
-        let mut list = RegList::new(MOST_REGISTERS).expect("the number is within the limit of the list");
+        let mut list = RegList::new(MAX_REGISTERS).expect("the number is within the limit of the list");
         call("KVM_GET_REG_LIST", vcpu.get_reg_list(&mut list))?;
         let mut registers = Vec::with_capacity(list.as_slice().len());
         let (mut counter, mut physical) = (None, None);
@@ -175,7 +175,7 @@ impl State {
     ///
     /// # Errors
     /// Where an ioctl fails, or this host's counter has another frequency.
-    pub fn onward(&self, vcpu: &VcpuFd, context: &Context, meanwhile: Meanwhile) -> Result<Onward, Error> {
+    pub fn onward(&self, vcpu: &VcpuFd, context: &Context, meanwhile: ClockPolicy) -> Result<Onward, Error> {
         let [saved, here] =
             [self.counter.hz, clock::counter_hz()].map(|hz| u32::try_from(hz / 1000).unwrap_or(u32::MAX));
         if !context.allows_other_tsc {
@@ -203,13 +203,13 @@ impl State {
         vcpu: &VcpuFd,
         context: &Context,
         _onward: Onward,
-        _meanwhile: Meanwhile,
+        _meanwhile: ClockPolicy,
     ) -> Result<(), Error> {
-        if self.registers.len() > MOST_REGISTERS {
+        if self.registers.len() > MAX_REGISTERS {
             return Err(Error::Implausible("too many registers"));
         }
         let wide = |(register, value): &(u64, Vec<u64>)| {
-            value.len() > MOST_WORDS || value.len() * 8 < kvm_ioctls::reg_size(*register)
+            value.len() > MAX_WORDS || value.len() * 8 < kvm_ioctls::reg_size(*register)
         };
         if self.registers.iter().any(wide) {
             return Err(Error::Implausible("a register of another width"));
@@ -238,10 +238,10 @@ impl State {
 }
 
 /// What all of a machine's vCPUs hold of interrupts.
-pub fn held(_vcpus: &[State]) -> Held {}
+pub fn held(_vcpus: &[State]) -> HeldVectors {}
 
 fn get(vcpu: &VcpuFd, register: u64) -> Result<Vec<u64>, Error> {
-    let mut bytes = [0; 8 * MOST_WORDS];
+    let mut bytes = [0; 8 * MAX_WORDS];
     let size = call("KVM_GET_ONE_REG", vcpu.get_one_reg(register, &mut bytes))?;
     let (words, _) = bytes[..size.next_multiple_of(8)].as_chunks();
     Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())

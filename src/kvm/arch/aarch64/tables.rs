@@ -5,10 +5,10 @@ use vm_memory::GuestMemoryBackend;
 
 use super::irqchip::Mode;
 use crate::arch::fixed::Parts;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// GICv2 has a bit a CPU in a byte (Arm IHI 0048, 4.3.12).
-const MOST_CPUS_V2: u32 = 8;
+const MAX_CPUS_V2: u32 = 8;
 
 /// What a device tree is made from.
 #[derive(Clone, Debug)]
@@ -21,14 +21,14 @@ pub struct Tables {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// GICv2 has no room for them.
-    #[error("{0}: a machine with a GICv2 has {MOST_CPUS_V2} vCPUs at most; use a GICv3")]
+    #[error("{0}: a machine with a GICv2 has {MAX_CPUS_V2} vCPUs at most; use a GICv3")]
     Cpus(u32),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Cpus(_) => Blame::user(Field::Cpus),
+            Self::Cpus(_) => ErrorOrigin::user(Field::Cpus),
         }
     }
 }
@@ -39,7 +39,7 @@ impl Fault for Error {
 /// Where its interrupt controller does not know as many vCPUs.
 pub fn prepare<M: GuestMemoryBackend>(_memory: &M, parts: Parts<Mode>) -> Result<Tables, Error> {
     match parts.irqchip {
-        Mode::Gicv2 if parts.cpus > MOST_CPUS_V2 => Err(Error::Cpus(parts.cpus)),
+        Mode::Gicv2 if parts.cpus > MAX_CPUS_V2 => Err(Error::Cpus(parts.cpus)),
         _ => Ok(Tables { parts }),
     }
 }

@@ -22,7 +22,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
 
 use super::{ioapic, ports};
 use crate::arch::fixed::{PciHost, Virtio};
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// Where the RSDP is written: the start of the ROM area that old kernels search (ACPI 6.5, 5.2.5.1).
 pub const RSDP: u64 = 0xe_0000;
@@ -48,11 +48,11 @@ pub enum Error {
     Memory(#[from] GuestMemoryError),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::TooLarge(_) => Blame::USER,
-            Self::Memory(_) => Blame::user(Field::Memory),
+            Self::TooLarge(_) => ErrorOrigin::USER,
+            Self::Memory(_) => ErrorOrigin::user(Field::Memory),
         }
     }
 }

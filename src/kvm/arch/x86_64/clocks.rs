@@ -1,6 +1,6 @@
 //! The clocks of a machine that moves: each vCPU's TSC, and the clock that KVM keeps for all of them.
 //!
-//! Each is saved with the host's real time beside it, and by that goes on elsewhere ([`Meanwhile`]): forward by the time that has
+//! Each is saved with the host's real time beside it, and by that goes on elsewhere ([`ClockPolicy`]): forward by the time that has
 //! passed, and never backwards. A host whose clock lies behind the other's has no time pass.
 //!
 //! The TSCs of a machine's vCPUs stay as far from each other as they were, to the tick: KVM keeps each as an offset, and all of
@@ -14,7 +14,7 @@ use kvm_ioctls::{VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::state::{Error, call};
-pub use crate::arch::meanwhile::{Meanwhile, now};
+pub use crate::arch::meanwhile::{ClockPolicy, now};
 use vellum_sys::kvm_vcpu;
 
 /// IA32_TIME_STAMP_COUNTER.
@@ -75,7 +75,7 @@ impl Tsc {
     }
 
     /// What it is `now`, for a guest whose TSC has `khz`.
-    fn later(&self, khz: u32, meanwhile: Meanwhile, now: u64) -> u64 {
+    fn later(&self, khz: u32, meanwhile: ClockPolicy, now: u64) -> u64 {
         let ticks = meanwhile.passed(self.realtime, now).as_nanos() * u128::from(khz) / 1_000_000;
         self.value.wrapping_add(ticks as u64)
     }
@@ -84,7 +84,7 @@ impl Tsc {
     ///
     /// # Errors
     /// Where an ioctl fails.
-    pub fn onward(&self, vcpu: &VcpuFd, khz: u32, meanwhile: Meanwhile) -> Result<Onward, Error> {
+    pub fn onward(&self, vcpu: &VcpuFd, khz: u32, meanwhile: ClockPolicy) -> Result<Onward, Error> {
         let here = Self::save(vcpu)?;
         Ok(match (self.offset, here.offset) {
             (Some(saved), Some(offset)) => {
@@ -104,7 +104,7 @@ impl Tsc {
         vcpu: &VcpuFd,
         khz: u32,
         onward: Onward,
-        meanwhile: Meanwhile,
+        meanwhile: ClockPolicy,
     ) -> Result<(), Error> {
         match (onward, self.offset) {
             (Onward::Shift(by), Some(saved)) => {
@@ -167,11 +167,11 @@ impl Clock {
     ///
     /// # Errors
     /// Where the ioctl fails.
-    pub fn restore(&self, vm: &VmFd, meanwhile: Meanwhile) -> Result<(), Error> {
+    pub fn restore(&self, vm: &VmFd, meanwhile: ClockPolicy) -> Result<(), Error> {
         let known = vm.check_extension_raw(KVM_CAP_ADJUST_CLOCK.into()) as u32;
         let mut clock = kvm_clock_data { clock: self.nanoseconds, ..Default::default() };
-        if meanwhile == Meanwhile::Passes && known & KVM_CLOCK_REALTIME != 0 {
-            // KVM adds what has passed, as `Meanwhile::passed` does.
+        if meanwhile == ClockPolicy::Passes && known & KVM_CLOCK_REALTIME != 0 {
+            // KVM adds what has passed, as `ClockPolicy::passed` does.
             (clock.flags, clock.realtime) = (KVM_CLOCK_REALTIME, self.realtime);
         } else {
             let passed = meanwhile.passed(self.realtime, now()).as_nanos() as u64;
@@ -188,12 +188,12 @@ mod tests {
     #[test]
     fn time_passes_by_real_time_and_never_backwards() {
         let tsc = Tsc { value: 1000, realtime: 5_000_000, offset: None };
-        assert_eq!(tsc.later(2_000_000, Meanwhile::Passes, 5_000_500), 2000);
-        assert_eq!(tsc.later(2_000_000, Meanwhile::Stands, 5_000_500), 1000);
-        assert_eq!(tsc.later(2_000_000, Meanwhile::Passes, 4_000_000), 1000);
+        assert_eq!(tsc.later(2_000_000, ClockPolicy::Passes, 5_000_500), 2000);
+        assert_eq!(tsc.later(2_000_000, ClockPolicy::Stands, 5_000_500), 1000);
+        assert_eq!(tsc.later(2_000_000, ClockPolicy::Passes, 4_000_000), 1000);
         // A year at 5 GHz is less than 2^64 ticks, but not its product.
         let year = 365 * 86400 * 1_000_000_000;
-        assert_eq!(tsc.later(5_000_000, Meanwhile::Passes, 5_000_000 + year), 1000 + 5 * year);
+        assert_eq!(tsc.later(5_000_000, ClockPolicy::Passes, 5_000_000 + year), 1000 + 5 * year);
     }
 
     #[test]

@@ -20,7 +20,7 @@ pub use self::features::lacking;
 use self::features::{FEATURES, Feature, Register, nearest};
 use self::model::{Listed, Model};
 use vellum_sys::cr3_cache;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// What a guest is shown of a CPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -54,12 +54,12 @@ pub enum Error {
     TooMany,
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Sign(_) | Self::Unknown(..) | Self::NotOffered(_) => Blame::user(Field::Cpuid),
-            Self::Lacking(..) => Blame::user(Field::CpuModel),
-            Self::Supported(_) | Self::TooMany => Blame::HOST,
+            Self::Sign(_) | Self::Unknown(..) | Self::NotOffered(_) => ErrorOrigin::user(Field::Cpuid),
+            Self::Lacking(..) => ErrorOrigin::user(Field::CpuModel),
+            Self::Supported(_) | Self::TooMany => ErrorOrigin::HOST,
         }
     }
 }

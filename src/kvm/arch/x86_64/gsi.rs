@@ -15,7 +15,7 @@ use kvm_ioctls::VmFd;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::ioapic::{Msi, PINS, Routes};
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
 /// Pins that no device of a PC has: the upper ones first, then those that were ISA's.
 pub const FREE: [u32; 13] = [16, 17, 18, 19, 20, 21, 22, 23, 5, 6, 7, 10, 11];
@@ -30,18 +30,18 @@ pub enum Error {
     #[error("all {} interrupts for devices are taken", FREE.len())]
     None,
     /// More messages than KVM has routes for.
-    #[error("all {MOST} numbers of interrupts are taken")]
+    #[error("all {MAX_ROUTES} numbers of interrupts are taken")]
     NoMessage,
     /// KVM.
     #[error("KVM_IRQFD: {0}")]
     Irqfd(#[source] kvm_ioctls::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::None | Self::NoMessage => Blame::USER,
-            Self::Taken(_) | Self::Irqfd(_) => Blame::HOST,
+            Self::None | Self::NoMessage => ErrorOrigin::USER,
+            Self::Taken(_) | Self::Irqfd(_) => ErrorOrigin::HOST,
         }
     }
 }
@@ -58,7 +58,7 @@ impl Gsi {
 }
 
 /// KVM_MAX_IRQ_ROUTES (include/linux/kvm_host.h), and as many numbers.
-const MOST: usize = 4096;
+const MAX_ROUTES: usize = 4096;
 
 /// All interrupts of a machine.
 pub struct Gsis {
@@ -88,7 +88,7 @@ impl Gsis {
     /// Where there are too many.
     pub fn message(&self) -> Result<Gsi, Error> {
         let others = &mut self.routes().others;
-        if PINS + others.len() >= MOST {
+        if PINS + others.len() >= MAX_ROUTES {
             return Err(Error::NoMessage);
         }
         others.push(None);

@@ -250,13 +250,13 @@ mod tests {
     use super::*;
 
     #[derive(Default)]
-    struct Seen {
+    struct Recorder {
         routes: Mutex<Vec<Routes>>,
         signalled: Mutex<Vec<Msi>>,
     }
 
-    fn ioapic() -> (Ioapic, Arc<Seen>) {
-        let seen = Arc::new(Seen::default());
+    fn ioapic() -> (Ioapic, Arc<Recorder>) {
+        let seen = Arc::new(Recorder::default());
         let (a, b) = (seen.clone(), seen.clone());
         let kvm = Kvm {
             set_routes: Box::new(move |routes| a.routes.lock().unwrap().push(*routes)),

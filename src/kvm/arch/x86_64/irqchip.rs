@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::arch::gsi::Gsis;
 use crate::arch::ioapic::{self, Ioapic, PINS, Vectors};
 use crate::arch::layout;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// Which form, as `--irqchip` names it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
@@ -37,7 +37,7 @@ impl Mode {
 }
 
 /// What vCPUs hold of interrupts, which the controller's state depends on: the vectors that their local APICs have.
-pub type Held = Vectors;
+pub type HeldVectors = Vectors;
 
 /// The interrupt controller of a machine. vCPUs are made after it.
 pub struct Irqchip {
@@ -68,11 +68,11 @@ pub enum Error {
     OtherMode,
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Ioctl(..) => Blame::host(Field::Irqchip),
-            Self::OtherMode => Blame::user(Field::Irqchip),
+            Self::Ioctl(..) => ErrorOrigin::host(Field::Irqchip),
+            Self::OtherMode => ErrorOrigin::user(Field::Irqchip),
         }
     }
 }
@@ -169,7 +169,7 @@ impl Irqchip {
     ///
     /// # Errors
     /// Where KVM refuses.
-    pub fn save(&self, held: &Held) -> Result<State, Error> {
+    pub fn save(&self, held: &HeldVectors) -> Result<State, Error> {
         if let Some(ioapic) = &self.ioapic {
             return Ok(State::Split(ioapic.save(held)));
         }

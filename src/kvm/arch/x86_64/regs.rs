@@ -6,7 +6,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
 
 use super::boot::{Entry, GDT, PAGE_TABLES};
 use super::cpuid::Setup;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// CR0: protected mode, numeric errors by exception, extension type (always 1), paging.
 const CR0_PE: u64 = 1;
@@ -44,11 +44,11 @@ pub enum Error {
     Memory(#[from] GuestMemoryError),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Ioctl(..) => Blame::HOST,
-            Self::Memory(_) => Blame::user(Field::Memory),
+            Self::Ioctl(..) => ErrorOrigin::HOST,
+            Self::Memory(_) => ErrorOrigin::user(Field::Memory),
         }
     }
 }

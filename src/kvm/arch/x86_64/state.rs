@@ -25,11 +25,11 @@ use kvm_bindings::{
 use kvm_ioctls::{Kvm, KvmNestedStateBuffer, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
-use super::clocks::{MSR_TSC, Meanwhile, Onward, Tsc, tsc_fits};
+use super::clocks::{ClockPolicy, MSR_TSC, Onward, Tsc, tsc_fits};
 use super::ioapic::Vectors;
-use super::irqchip::Held;
+use super::irqchip::HeldVectors;
 use vellum_sys::cr3_cache::{self, Registration};
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 use vellum_sys::kvm_vcpu::{self, XSAVE_MAX, XsaveSize};
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::plant::{self, Mistake};
@@ -127,9 +127,9 @@ pub enum Error {
     Implausible(&'static str),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
-        Blame::HOST
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::HOST
     }
 }
 
@@ -238,7 +238,7 @@ impl State {
     ///
     /// # Errors
     /// Where an ioctl fails, or this host does not have that frequency.
-    pub fn onward(&self, vcpu: &VcpuFd, context: &Context, meanwhile: Meanwhile) -> Result<Onward, Error> {
+    pub fn onward(&self, vcpu: &VcpuFd, context: &Context, meanwhile: ClockPolicy) -> Result<Onward, Error> {
         let khz = self.set_tsc_khz(vcpu, context)?;
         self.tsc.onward(vcpu, khz, meanwhile)
     }
@@ -268,7 +268,7 @@ impl State {
         vcpu: &VcpuFd,
         context: &Context,
         onward: Onward,
-        meanwhile: Meanwhile,
+        meanwhile: ClockPolicy,
     ) -> Result<(), Error> {
         if self.xsave.len() > XSAVE_MAX / 4 {
             return Err(Error::Implausible("a huge XSAVE area"));
@@ -363,11 +363,11 @@ impl State {
 }
 
 /// What all of a machine's vCPUs hold of interrupts.
-pub fn held(vcpus: &[State]) -> Held {
+pub fn held(vcpus: &[State]) -> HeldVectors {
     vcpus
         .iter()
         .map(State::vectors)
-        .fold(Held::default(), |all, of| std::array::from_fn(|at| all[at] | of[at]))
+        .fold(HeldVectors::default(), |all, of| std::array::from_fn(|at| all[at] | of[at]))
 }
 
 /// Whether the guest uses virtualization, by its registers, the flags of its nested state and whether there is more than flags.

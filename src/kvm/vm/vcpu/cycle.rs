@@ -49,7 +49,7 @@ pub(super) enum Step {
     /// `KVM_RUN`.
     Enter,
     /// It sleeps, until its nap is over or it has been told something else.
-    Nap,
+    Throttle,
     /// `KVM_RUN` with immediate_exit.
     Complete,
     /// It says that it is paused, and waits for another command.
@@ -93,9 +93,9 @@ pub(super) struct Cycle {
 
 impl Cycle {
     /// The next step under `command`, for a vCPU that is to sleep or not.
-    pub fn next(&mut self, command: Command, drowsy: bool) -> Step {
+    pub fn next(&mut self, command: Command, throttled: bool) -> Step {
         let step = match command {
-            Command::Run if drowsy => Step::Nap,
+            Command::Run if throttled => Step::Throttle,
             Command::Run => Step::Enter,
             Command::Pause if self.unfinished => Step::Complete,
             Command::Pause => Step::Wait,
@@ -151,13 +151,13 @@ mod tests {
     #[test]
     fn a_nap_comes_before_the_guest_and_after_any_other_command() {
         let mut cycle = Cycle::default();
-        assert_eq!(cycle.next(Command::Run, true), Step::Nap);
+        assert_eq!(cycle.next(Command::Run, true), Step::Throttle);
         // It has not been in the guest: nothing is half done.
         assert_eq!(cycle.next(Command::Pause, true), Step::Wait);
         assert_eq!(cycle.next(Command::Run, false), Step::Enter);
         assert_eq!(cycle.returned(INTERRUPTED), After::Interrupted);
         // It has: an access is completed before it pauses, whether it has slept or not.
-        assert_eq!(cycle.next(Command::Run, true), Step::Nap);
+        assert_eq!(cycle.next(Command::Run, true), Step::Throttle);
         assert_eq!(cycle.next(Command::Pause, true), Step::Complete);
         assert_eq!(cycle.returned(INTERRUPTED), After::Next);
         assert_eq!(cycle.next(Command::Pause, true), Step::Wait);

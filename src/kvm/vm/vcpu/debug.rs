@@ -92,9 +92,9 @@ impl Traps {
 
 /// A handle on the vCPUs of a machine, for its debugger. It keeps no vCPU alive.
 #[derive(Clone)]
-pub struct Reins(Vec<Arc<Shared>>);
+pub struct VcpusDebugHandle(Vec<Arc<Shared>>);
 
-impl Reins {
+impl VcpusDebugHandle {
     /// One for `vcpus`.
     pub fn new(vcpus: &[Vcpu]) -> Self {
         Self(vcpus.iter().map(|vcpu| vcpu.shared.clone()).collect())
@@ -148,7 +148,7 @@ impl Reins {
     }
 }
 
-impl fmt::Debug for Reins {
+impl fmt::Debug for VcpusDebugHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Reins").field("vcpus", &self.0.len()).finish()
     }

@@ -36,12 +36,12 @@ use super::Processor;
 use super::exits::Exits;
 use super::lifecycle::Exit;
 use vellum_sys::affinity;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::kick::{self, Kick, RunPage};
 
 use cycle::Command;
 pub use cycle::Flow;
-pub use debug::{Reins, SLOTS, Trap, Traps};
+pub use debug::{SLOTS, Trap, Traps, VcpusDebugHandle};
 pub use throttle::Throttle;
 
 /// Where a vCPU is.
@@ -56,7 +56,7 @@ pub enum RunState {
 }
 
 /// How long a vCPU may take to acknowledge a command before that is reported: far beyond any scheduling delay.
-const PATIENCE: Duration = Duration::from_secs(30);
+const READY_TIMEOUT: Duration = Duration::from_secs(30);
 /// How often whoever waits for one asks whether there is still hope.
 const ASKING: Duration = Duration::from_millis(100);
 
@@ -86,16 +86,16 @@ pub enum Error {
     Gone(usize),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Pin(..) => Blame::host(Field::Pin),
-            Self::Sandbox(..) => Blame::host(Field::Sandbox),
+            Self::Pin(..) => ErrorOrigin::host(Field::Pin),
+            Self::Sandbox(..) => ErrorOrigin::host(Field::Sandbox),
             Self::Spawn(..)
             | Self::Prepare(..)
             | Self::Unresponsive(..)
             | Self::NotPaused(_)
-            | Self::Gone(_) => Blame::HOST,
+            | Self::Gone(_) => ErrorOrigin::HOST,
         }
     }
 }
@@ -157,7 +157,7 @@ struct Shared {
     /// How often [`Vcpu::request_flush`] was called.
     flushes: AtomicU64,
     /// Whether it may have to sleep.
-    drowsy: AtomicBool,
+    throttled: AtomicBool,
     /// Its debugger, if it has one.
     traps: OnceLock<Arc<Traps>>,
     /// Whether its debugger keeps it from running.
@@ -220,12 +220,12 @@ impl Shared {
         until: impl Fn(&Inner) -> bool,
         hopeful: impl Fn() -> Result<(), E>,
     ) -> Result<MutexGuard<'_, Inner>, E> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + READY_TIMEOUT;
         let mut inner = self.lock();
         while !until(&inner) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(Error::Unresponsive(self.index, PATIENCE).into());
+                return Err(Error::Unresponsive(self.index, READY_TIMEOUT).into());
             }
             hopeful()?;
             let changed = self.changed.wait_timeout(inner, left.min(ASKING));
@@ -283,7 +283,7 @@ impl Vcpu {
             index,
             command: AtomicU8::new(Command::Pause as u8),
             flushes: AtomicU64::new(0),
-            drowsy: AtomicBool::new(false),
+            throttled: AtomicBool::new(false),
             traps: OnceLock::new(),
             parked: AtomicBool::new(false),
             describe,

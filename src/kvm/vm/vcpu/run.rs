@@ -30,7 +30,7 @@ pub(super) trait Run {
     fn stood_still(&self) {}
 
     /// Empties the dirty rings, one of which is full. False where that fails.
-    fn relieve(&self) -> bool {
+    fn drain_rings(&self) -> bool {
         false
     }
 }
@@ -57,9 +57,9 @@ impl Run for Processor {
         }
     }
 
-    fn relieve(&self) -> bool {
+    fn drain_rings(&self) -> bool {
         let Some(ring) = &self.ring else { return false };
-        let relieved = ring.relieve();
+        let relieved = ring.drain_rings();
         if let Err(failed) = &relieved {
             tracing::error!("the dirty rings cannot be emptied: {failed:?}");
         }
@@ -78,7 +78,7 @@ pub(super) fn run(
     let mut recent = Recent::default();
     let mut flushed = 0;
     let (exit, error) = loop {
-        match cycle.next(shared.command(), shared.drowsy.load(Ordering::SeqCst)) {
+        match cycle.next(shared.command(), shared.throttled.load(Ordering::SeqCst)) {
             Step::Enter => {
                 // Here and not after KVM_RUN: a request whose kick was cleared with an earlier one is seen all the same.
                 let flushes = shared.flushes.load(Ordering::SeqCst);
@@ -88,7 +88,7 @@ pub(super) fn run(
                     shared.changed.notify_all();
                 }
             }
-            Step::Nap => {
+            Step::Throttle => {
                 shared.sleep();
                 continue;
             }
@@ -124,7 +124,7 @@ pub(super) fn run(
         }
         let returned = match result {
             Ok(Some(flow)) => Returned::Exit(flow),
-            Ok(None) if vcpu.relieve() => Returned::Exit(Flow::Continue),
+            Ok(None) if vcpu.drain_rings() => Returned::Exit(Flow::Continue),
             Ok(None) => Returned::Exit(Flow::Stop(Exit::Kvm)),
             Err(error) => Returned::Error(error.errno()),
         };

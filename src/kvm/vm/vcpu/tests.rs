@@ -73,11 +73,11 @@ impl Driven {
 
     /// Waits until the guest has been entered once more; whether with immediate_exit.
     fn entered(&self) -> bool {
-        self.entered.recv_timeout(PATIENCE).unwrap()
+        self.entered.recv_timeout(READY_TIMEOUT).unwrap()
     }
 
     fn ended(&self) -> Ended {
-        self.ended.recv_timeout(PATIENCE).unwrap();
+        self.ended.recv_timeout(READY_TIMEOUT).unwrap();
         self.vcpu.take_ended().unwrap()
     }
 }
@@ -177,7 +177,7 @@ fn a_flush_takes_it_out_once() {
     let driven = Driven::new([], go_on);
     let vcpus = [driven.vcpu];
     resume_all(&vcpus);
-    driven.entered.recv_timeout(PATIENCE).unwrap();
+    driven.entered.recv_timeout(READY_TIMEOUT).unwrap();
     for _ in 0..100 {
         flush_all(&vcpus).unwrap();
     }
@@ -190,18 +190,18 @@ fn a_flush_takes_it_out_once() {
 }
 
 /// Longer than a test waits for a vCPU.
-const LONG: Duration = PATIENCE.saturating_mul(4);
+const LONG: Duration = READY_TIMEOUT.saturating_mul(4);
 
 #[test]
 fn a_nap_keeps_it_out_of_the_guest_until_it_is_told_otherwise() {
     let driven = Driven::new([], go_on);
     let vcpus = [driven.vcpu];
     let throttle = Throttle::new(&vcpus);
-    let entered = || driven.entered.recv_timeout(PATIENCE).unwrap();
+    let entered = || driven.entered.recv_timeout(READY_TIMEOUT).unwrap();
     resume_all(&vcpus);
     assert!(!entered());
     for _ in 0..100 {
-        throttle.nap(LONG);
+        throttle.throttle(LONG);
         // It is out of the guest when this returns, and one that does not nap would be back in it.
         flush_all(&vcpus).unwrap();
         assert_eq!(vcpus[0].state(), RunState::Running);
@@ -213,15 +213,15 @@ fn a_nap_keeps_it_out_of_the_guest_until_it_is_told_otherwise() {
     }
     // A kick that found it asleep lets it enter once with immediate_exit before it goes on.
     let goes_on = || while entered() {};
-    throttle.nap(LONG);
+    throttle.throttle(LONG);
     flush_all(&vcpus).unwrap();
     throttle.wake();
     goes_on();
     // A nap that is over at once, and another one in the middle of the first.
-    throttle.nap(Duration::ZERO);
+    throttle.throttle(Duration::ZERO);
     goes_on();
-    throttle.nap(LONG);
-    throttle.nap(Duration::ZERO);
+    throttle.throttle(LONG);
+    throttle.throttle(Duration::ZERO);
     goes_on();
 }
 
@@ -231,11 +231,11 @@ fn one_that_naps_can_be_stopped_and_one_that_is_gone_told_to() {
     let vcpus = [driven.vcpu];
     let throttle = Throttle::new(&vcpus);
     // One that is paused sleeps when it is to run.
-    throttle.nap(LONG);
+    throttle.throttle(LONG);
     resume_all(&vcpus);
     vcpus[0].request_stop();
-    driven.ended.recv_timeout(PATIENCE).unwrap();
-    throttle.nap(LONG);
+    driven.ended.recv_timeout(READY_TIMEOUT).unwrap();
+    throttle.throttle(LONG);
     throttle.wake();
     assert_eq!(vcpus[0].state(), RunState::Exited);
 }
@@ -254,7 +254,7 @@ fn calls_do_not_wait_for_a_vcpu_that_is_gone() {
 fn a_thread_that_never_gets_ready_says_why() {
     let (end, ended) = channel();
     let vcpu = spawn(Box::new(|| Err(io::Error::other("no sandbox"))), end);
-    ended.recv_timeout(PATIENCE).unwrap();
+    ended.recv_timeout(READY_TIMEOUT).unwrap();
     assert!(matches!(vcpu.ready(), Err(Error::Sandbox(0, _))));
     assert_eq!(vcpu.state(), RunState::Exited);
 }
@@ -292,7 +292,7 @@ fn what_cannot_be_prepared_never_runs_and_says_why() {
     let script = Script { page: page.clone(), acts: VecDeque::new(), data: [0; 8], entered: channel().0 };
     vcpu.run_on(page, script, |_| Err("no such leaf".into()), go_on);
     vcpu.resume();
-    ended.recv_timeout(PATIENCE).unwrap();
+    ended.recv_timeout(READY_TIMEOUT).unwrap();
     assert_eq!(vcpu.ready().unwrap_err().to_string(), "vCPU 0: no such leaf");
     assert_eq!(vcpu.state(), RunState::Exited);
 }

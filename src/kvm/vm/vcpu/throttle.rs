@@ -1,6 +1,6 @@
 //! Taking time from vCPUs: each leaves the guest and sleeps in its own loop for as long as it is told.
 //!
-//! A share of the time is taken by whoever calls [`Throttle::nap`] once a period. A vCPU that naps counts as running: what it is told
+//! A share of the time is taken by whoever calls [`Throttle::throttle`] once a period. A throttled vCPU counts as running: what it is told
 //! meanwhile, to pause above all, it does at once.
 
 use std::fmt;
@@ -23,7 +23,7 @@ impl Throttle {
 
     /// Has each vCPU that runs leave the guest for `time` from now, whatever it was told to sleep before; returns at once. What is
     /// left of it when a vCPU pauses is forgotten.
-    pub fn nap(&self, time: Duration) {
+    pub fn throttle(&self, time: Duration) {
         self.nap_each(|_| Some(time));
     }
 
@@ -39,7 +39,7 @@ impl Throttle {
             let Some(time) = time(shared.index) else { continue };
             let mut inner = shared.lock();
             inner.nap = Some(now + time);
-            shared.drowsy.store(true, Ordering::SeqCst);
+            shared.throttled.store(true, Ordering::SeqCst);
             inner.interrupt();
             drop(inner);
             shared.changed.notify_all();
@@ -78,6 +78,6 @@ impl Shared {
             inner = self.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         inner.nap = None;
-        self.drowsy.store(false, Ordering::SeqCst);
+        self.throttled.store(false, Ordering::SeqCst);
     }
 }

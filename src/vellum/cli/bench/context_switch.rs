@@ -5,9 +5,9 @@ use clap::Args;
 use super::{Output, SHADOW, ShadowArgs};
 use crate::cli::{Failure, Flags, keyvalue};
 use vellum_bench::context_switch::{self, Cached, Config, Tables};
-use vellum_guests::tables::MOST_PAGES;
+use vellum_guests::tables::MAX_PAGES;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 
 /// CR3 loaded from among K page tables in turn: time and exits per switch
 #[derive(Debug, Args)]
@@ -25,7 +25,7 @@ pub struct ContextSwitchArgs {
 
     /// Pages read after each switch
     #[arg(long, value_name = "N", default_value_t = 0,
-        value_parser = |text: &str| keyvalue::number(text, 0..=MOST_PAGES))]
+        value_parser = |text: &str| keyvalue::number(text, 0..=MAX_PAGES))]
     reads: u64,
 
     /// Whether the guest loads CR3 by way of the CR3 cache, which takes a kernel with the patches for it: off, on, or both, of which

@@ -8,7 +8,7 @@ use super::{Output, REGION, RegionArgs};
 use crate::cli::{Failure, Flags, keyvalue};
 use vellum_bench::demand_paging::{self, Config};
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 use vellum_sys::uffd::Mode;
 
 /// A guest touches memory that is not there, and userfaultfd handlers bring it

@@ -11,7 +11,7 @@ use vellum_guests::{Hot, Order};
 use vellum_kvm::dirty::Method;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::ring::RING_ENTRIES;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 
 /// The cost of dirty logging to host and guest; options as in the kernel's dirty_log_perf_test, and more
 #[derive(Debug, Args)]

@@ -10,7 +10,7 @@ use vellum_bench::Common;
 use vellum_bench::memslot::{self, Config, Test};
 use vellum_kvm::memory::Backing;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 
 /// Map, unmap and move memory of a guest
 #[derive(Debug, Args)]

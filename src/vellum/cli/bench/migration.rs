@@ -14,7 +14,7 @@ use vellum_kvm::dirty::Method;
 use vellum_kvm::memory::Backing;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::ring::RING_ENTRIES;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 
 /// Move a guest that writes from one process to another: how long it stands still, what it loses, and what that takes
 #[derive(Debug, Args)]
@@ -173,7 +173,7 @@ pub(super) fn run(args: MigrationArgs) -> Result<Exit, Failure> {
         downtime: args.downtime,
         timeout: args.timeout,
         around: args.around,
-        lines: Lines { target, source, courier },
+        lines: Lines { target, source, client },
     };
     args.output.deliver(FLAGS, || match args.preset {
         Some(Preset::Sweep) => migration::sweep(&config),
@@ -216,7 +216,7 @@ fn source(config: &Config, journal: Duration) -> Vec<String> {
 }
 
 /// `vellum migrate`, from the one to the other.
-fn courier(config: &Config, paths: &Paths) -> Vec<String> {
+fn client(config: &Config, paths: &Paths) -> Vec<String> {
     let ms = |time: Duration| format!("{}ms", time.as_secs_f64() * 1e3);
     let (connections, downtime, timeout) = (config.connections, ms(config.downtime), ms(config.timeout));
     let listen = paths.listen.display();

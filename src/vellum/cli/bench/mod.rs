@@ -24,7 +24,7 @@ use vellum_kvm::memory::Backing;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_report::Report;
 use vellum_sandbox::Mode;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 use vellum_sys::{host::allowed_cpus, signal};
 
 /// Which flag each field comes from, by the subcommand as typed.
@@ -44,11 +44,11 @@ pub(super) const TABLES: [(&str, Flags); 8] = [
 #[derive(Debug, Args)]
 pub struct BenchArgs {
     #[command(subcommand)]
-    what: What,
+    what: BenchCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum BenchCommand {
     DirtyLog(Box<dirty_log::DirtyLogArgs>),
     RmapFork(rmap_fork::RmapForkArgs),
     ContextSwitch(context_switch::ContextSwitchArgs),
@@ -69,7 +69,7 @@ struct Output {
     #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
     sandbox: Mode,
 
-    /// What a terminal shows while it is measured.
+    /// BenchCommand a terminal shows while it is measured.
     #[arg(skip = bar(0, "{elapsed_precise}  {msg}  (Ctrl-C ends it)"))]
     progress: ProgressBar,
 }
@@ -77,14 +77,14 @@ struct Output {
 /// Does what was asked.
 pub fn run(args: BenchArgs) -> Result<Exit, Failure> {
     match args.what {
-        What::DirtyLog(args) => dirty_log::run(*args),
-        What::RmapFork(args) => rmap_fork::run(args),
-        What::ContextSwitch(args) => context_switch::run(args),
-        What::DemandPaging(args) => demand_paging::run(args),
-        What::PageTable(args) => page_table::run(args),
-        What::Memslot(args) => memslot::run(args),
-        What::AccessTracking(args) => access_tracking::run(args),
-        What::Migration(args) => migration::run(*args),
+        BenchCommand::DirtyLog(args) => dirty_log::run(*args),
+        BenchCommand::RmapFork(args) => rmap_fork::run(args),
+        BenchCommand::ContextSwitch(args) => context_switch::run(args),
+        BenchCommand::DemandPaging(args) => demand_paging::run(args),
+        BenchCommand::PageTable(args) => page_table::run(args),
+        BenchCommand::Memslot(args) => memslot::run(args),
+        BenchCommand::AccessTracking(args) => access_tracking::run(args),
+        BenchCommand::Migration(args) => migration::run(*args),
     }
 }
 
@@ -154,7 +154,7 @@ impl RegionArgs {
     }
 }
 
-/// What the benchmarks of shadow paging take besides their numbers of page tables.
+/// BenchCommand the benchmarks of shadow paging take besides their numbers of page tables.
 #[derive(Debug, Args)]
 #[command(after_help = "Meaningful where KVM shadows guest page tables: kvm_amd npt=0, kvm_intel ept=0.")]
 struct ShadowArgs {

@@ -6,7 +6,7 @@ use super::{Output, REGION, RegionArgs};
 use crate::cli::{Failure, Flags, keyvalue};
 use vellum_bench::page_table::{self, Config, FirstTouch};
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 
 /// Make, change and rebuild KVM's mappings of a region that all vCPUs share
 #[derive(Debug, Args)]

@@ -4,8 +4,8 @@ use clap::Args;
 
 use super::{Output, SHADOW, ShadowArgs};
 use crate::cli::{Failure, Flags, keyvalue};
-use vellum_bench::rmap_fork::{self, Config, DropOrder, What};
-use vellum_guests::tables::MOST_PAGES;
+use vellum_bench::rmap_fork::{self, Config, DropOrder, Step};
+use vellum_guests::tables::MAX_PAGES;
 use vellum_kvm::vm::lifecycle::Exit;
 
 /// N page tables over the same frames, as N forked children have: build, touch through each, drop
@@ -31,7 +31,7 @@ pub struct RmapForkArgs {
 
     /// Frames that each table maps
     #[arg(long, value_name = "N", default_value_t = 256,
-        value_parser = |text: &str| keyvalue::number(text, 1..=MOST_PAGES))]
+        value_parser = |text: &str| keyvalue::number(text, 1..=MAX_PAGES))]
     pages: u64,
 
     #[command(flatten)]
@@ -48,7 +48,7 @@ pub(super) fn run(args: RmapForkArgs) -> Result<Exit, Failure> {
     let RmapForkArgs { tables, drop, mut lengths, pages, shadow, output } = args;
     lengths.sort_unstable();
     lengths.dedup();
-    let what = if lengths.is_empty() { What::Tables(tables, drop) } else { What::Lengths(lengths) };
+    let what = if lengths.is_empty() { Step::Tables(tables, drop) } else { Step::Lengths(lengths) };
     let mmu_pages = shadow.mmu_pages;
     output
         .deliver(FLAGS, || rmap_fork::run(&Config { common: shadow.common(&output), what, mmu_pages, pages }))

@@ -13,7 +13,7 @@ use vellum_kvm::dirty::Method;
 use vellum_kvm::memory::{Backing, short_size};
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_sandbox::Mode;
-use vellum_sys::fault::Field;
+use vellum_sys::diagnose::Field;
 use vellum_sys::mmap::{PAGE_SIZE, host_page};
 use vellum_sys::signal;
 
@@ -116,8 +116,8 @@ pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
         let flag = if args.revoke { "--revoke" } else { "--race" };
         return Err(Failure::usage(format!("{flag}: only --tracker initially-set has something to revoke")));
     }
-    if slot_base + args.memory > soak::MOST {
-        let most = (soak::MOST - slot_base) >> 20;
+    if slot_base + args.memory > soak::MAX_MEMORY {
+        let most = (soak::MAX_MEMORY - slot_base) >> 20;
         return Err(Failure::usage(format!("--memory: at most {most}m fits below the gap at 3g here")));
     }
     let config = edges::Config {
@@ -142,14 +142,14 @@ pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
             (0, Some(signal)) => Ok(Exit::Signal(signal)),
             (0, None) if report.invalid.is_empty() => Ok(Exit::PowerOff),
             (0, None) => Ok(Exit::Error),
-            (lost, _) => Err(Failure::ended(Exit::Error, blame(lost))),
+            (lost, _) => Err(Failure::ended(Exit::Error, failure(lost))),
         };
         Ok((report, exit))
     })?
 }
 
 /// How a test ends that found something.
-fn blame(lost: usize) -> String {
+fn failure(lost: usize) -> String {
     let pages = if lost == 1 { "page that the guest wrote is" } else { "pages that the guest wrote are" };
     format!(
         "{lost} {pages} not in the dirty log: this kernel's KVM lost them (kernel-patches/README.md has the known cases)"

@@ -20,7 +20,7 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::{self, lifecycle};
 use vellum_report::{Report, Status};
 use vellum_sandbox as sandbox;
-use vellum_sys::fault::{Fault, Field};
+use vellum_sys::diagnose::{Diagnose, Field};
 use vellum_sys::mmap::host_page;
 use vellum_sys::signal;
 
@@ -126,12 +126,12 @@ fn lose(text: &str) -> Result<u64, String> {
 pub(super) fn address(text: &str) -> Result<u64, String> {
     keyvalue::address(text)
         .ok()
-        .filter(|address| address.is_multiple_of(host_page()) && *address < soak::MOST)
+        .filter(|address| address.is_multiple_of(host_page()) && *address < soak::MAX_MEMORY)
         .ok_or_else(|| {
             format!(
                 "no multiple of {0} below {1:#x}, as in {2:#x}",
                 host_page(),
-                soak::MOST,
+                soak::MAX_MEMORY,
                 (1 << 30) + host_page()
             )
         })
@@ -222,8 +222,8 @@ fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
             present(some.iter().copied(), check, &mut left_out, |backing| (None, Some(backing)))?
         }
     };
-    if args.slot_base.unwrap_or(0) + args.memory > soak::MOST {
-        let most = (soak::MOST - args.slot_base.unwrap_or(0)) >> 20;
+    if args.slot_base.unwrap_or(0) + args.memory > soak::MAX_MEMORY {
+        let most = (soak::MAX_MEMORY - args.slot_base.unwrap_or(0)) >> 20;
         return Err(Failure::usage(format!("--memory: at most {most}m fits below the gap at 3g here")));
     }
     let seed = args.seed.unwrap_or_else(|| {
@@ -250,7 +250,7 @@ fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
 }
 
 /// What of `asked` this host has by `check`; the rest is left out, unless nothing else was asked for.
-fn present<T: Copy, E: Fault + 'static>(
+fn present<T: Copy, E: Diagnose + 'static>(
     asked: impl IntoIterator<Item = T>,
     check: impl Fn(T) -> Result<(), E>,
     left_out: &mut Vec<LeftOut>,

@@ -36,7 +36,7 @@ const ABSENT: &str = ".absent";
 
 /// What an object directory saw of a file when it was last built: its content, and the time that it had then.
 #[derive(Serialize, Deserialize)]
-struct Seen {
+struct TreeState {
     content: String,
     time: SystemTime,
 }
@@ -94,7 +94,7 @@ impl Tree {
     /// Dates the files that patches change for a build in `objects`: what that saw last as it was then, anything else now.
     pub fn date_for(&self, objects: &Path) -> Result<()> {
         let record = objects.join(".seen");
-        let before: Option<BTreeMap<PathBuf, Seen>> =
+        let before: Option<BTreeMap<PathBuf, TreeState>> =
             fs::read(&record).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
         let mut known = BTreeSet::new();
         files_below(&self.home.join("pristine"), Path::new(""), &mut known)?;
@@ -103,7 +103,7 @@ impl Tree {
             let file = self.source.join(&path);
             // A file that the base does not have, and no patch adds now, has no time; should one add it again, it is new.
             let Ok(bytes) = fs::read(&file) else {
-                now.insert(path, Seen { content: ABSENT.into(), time: SystemTime::UNIX_EPOCH });
+                now.insert(path, TreeState { content: ABSENT.into(), time: SystemTime::UNIX_EPOCH });
                 continue;
             };
             let content = digest([bytes.as_slice()]);
@@ -115,7 +115,7 @@ impl Tree {
             };
             let opened = fs::File::options().write(true).open(&file).map_err(Error::file("open", &file))?;
             opened.set_modified(time).map_err(Error::file("date", &file))?;
-            now.insert(path, Seen { content, time });
+            now.insert(path, TreeState { content, time });
         }
         // Before the build: one that is stopped half-way has to build the other half, by these times.
         let json = serde_json::to_vec(&now).expect("times and digests are plain data");

@@ -18,12 +18,12 @@ use std::ops::Range;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use self::image::ALIGNMENT;
-use super::fdt::{self, Told};
+use super::fdt::{self, Chosen};
 use super::layout::{FDT, FDT_SIZE, KERNEL, RAM_START};
 use super::tables::Tables;
 use crate::arch::fixed::Uart;
 use crate::arch::images::{Image, Source};
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::random;
 
 /// `COMMAND_LINE_SIZE` (arch/arm64/include/uapi/asm/setup.h), without the NUL.
@@ -135,9 +135,9 @@ pub enum Error {
     Memory(u64, #[source] vm_memory::GuestMemoryError),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
-        Blame::user(match self {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::user(match self {
             Self::Read { image: Image::Initrd, .. } | Self::InitrdTooLarge { .. } => Field::Initrd,
             Self::CmdlineTooLong { .. } | Self::CmdlineNul => Field::Cmdline,
             Self::TooLittleMemory | Self::Memory(..) | Self::Place { .. } | Self::Tree(_) => Field::Memory,
@@ -179,7 +179,7 @@ pub fn load<M: GuestMemoryBackend>(
     };
     let mut seed = [0; SEED];
     random::fill(&mut seed).map_err(|error| Error::Tree(error.to_string()))?;
-    let told = Told { ram: &ram, cmdline: request.cmdline, initrd: initrd.as_ref(), seed: &seed };
+    let told = Chosen { ram: &ram, cmdline: request.cmdline, initrd: initrd.as_ref(), seed: &seed };
     if let Some(tables) = request.tables {
         let tree = fdt::build(&tables.parts, &told).map_err(|error| Error::Tree(error.to_string()))?;
         if tree.len() as u64 > FDT_SIZE {

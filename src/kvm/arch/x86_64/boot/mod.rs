@@ -30,7 +30,7 @@ use super::layout::GAP_START;
 use super::tables::Tables;
 use crate::arch::fixed::Uart;
 use crate::arch::images::{Image, Source};
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 pub use memory_map::{MapEntry, RangeKind, memory_map};
@@ -183,9 +183,9 @@ pub enum Error {
     Memory(u64, #[source] vm_memory::GuestMemoryError),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
-        Blame::user(match self {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::user(match self {
             Self::Truncated { image: Image::Initrd, .. }
             | Self::Read { image: Image::Initrd, .. }
             | Self::InitrdTooLarge { .. }

@@ -102,7 +102,7 @@ pub struct Listed {
 const FORMAT: &str = "vellum-cpu";
 const VERSION: u32 = 1;
 /// A file is no longer than this in bytes: all names are some 2 KiB.
-const MOST: u64 = 64 << 10;
+const MAX_FILE: u64 = 64 << 10;
 
 impl Listed {
     /// What a CPU has that is described so.
@@ -135,7 +135,7 @@ impl Listed {
     /// In words: what is wrong with the file, and what would work.
     pub fn read(path: &Path) -> Result<Self, String> {
         let wrong = |what: &dyn fmt::Display| format!("{}: {what}", path.display());
-        let text = open::read_text(path, MOST).map_err(|error| {
+        let text = open::read_text(path, MAX_FILE).map_err(|error| {
             wrong(&format_args!(
                 "{error}; use host, x86-64-v2, x86-64-v3, x86-64-v4, or a file with a CPU model"
             ))
@@ -148,8 +148,8 @@ impl Listed {
     /// # Errors
     /// As [`Listed::read`].
     pub fn parse(text: &str) -> Result<Self, String> {
-        if text.len() as u64 > MOST {
-            return Err(format!("no CPU model has more than {MOST} bytes"));
+        if text.len() as u64 > MAX_FILE {
+            return Err(format!("no CPU model has more than {MAX_FILE} bytes"));
         }
         let listed: Self = serde_json::from_str(text).map_err(|error| format!("no CPU model: {error}"))?;
         if listed.format != FORMAT || listed.version != VERSION {
@@ -544,7 +544,7 @@ mod tests {
             (with("").replace(":1", ":2"), "of version 2"),
             (with("").replace("vellum", "other"), "\"other-cpu\""),
             (with("").replace("features", "feature"), "feature"),
-            (" ".repeat(MOST as usize + 1), "bytes"),
+            (" ".repeat(MAX_FILE as usize + 1), "bytes"),
         ] {
             let error = Listed::parse(&text).unwrap_err();
             assert!(error.contains(says), "{error}");

@@ -12,7 +12,7 @@ use crate::trace_point::TracePoint;
 use crate::{COUNTED, Cli, said};
 
 /// How often a guest that boots is asked whether it is there, five times a second.
-const PATIENCE: usize = 3000;
+const MAX_TRIES: usize = 3000;
 /// `vellum`'s own name for its guest here.
 const NAME: &str = "tasks";
 /// What the guest's disk holds; one that starts another kernel has that there and its initramfs, in whole blocks.
@@ -61,7 +61,7 @@ impl Guest {
 
     /// Waits until its agent answers `request` as wanted.
     pub fn answers(&mut self, request: &str, wanted: impl Fn(&[Value]) -> bool) -> io::Result<()> {
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_TRIES {
             if self.asked(request).is_ok_and(|events| wanted(&events)) {
                 return Ok(());
             }

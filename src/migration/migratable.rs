@@ -1,4 +1,4 @@
-//! A machine that can leave: any payload, and beside it the migration that takes it to another process. Here is the event loop's
+//! A machine that can leave: a machine, and beside it the migration that takes it to another process. Here is the event loop's
 //! side of a migration, which does what the [`sender`](super::sender)'s thread demands.
 //!
 //! Why a machine stands still is a set: the user has paused it, a migration is in its final pass, the target may run it, its debugger
@@ -8,8 +8,8 @@
 mod debugged;
 mod dumping;
 mod error;
+mod machine;
 mod operation;
-mod payload;
 
 use std::fs::File;
 use std::io;
@@ -24,21 +24,21 @@ use vmm_sys_util::eventfd::EventFd;
 
 pub use self::dumping::OnPanic;
 pub use self::error::Error;
-use self::operation::{AtMostOne, Leaving, Operation, Work};
-use super::fence::Fence;
+use self::operation::{AtMostOne, Operation, SaveOperation, Work};
+use super::commit_flag::CommitFlag;
 use super::link::GiveUp;
 use super::message::SessionId;
 use super::saving::{self, Saving, Since};
-use super::sender::{Demand, Done, Moving, Options, Said, Sending, Told, Word};
+use super::sender::{Demand, Done, Moving, Options, Said, SenderCommand, SenderEvent, Sending};
 use super::threads;
 use crate::snapshot::Files;
 use vellum_control::operation::{Asker, Kind, News};
-use vellum_control::{self as control, Event, Left, Loses, Migrate, Snapshot, Stays};
+use vellum_control::{self as control, Event, Left, Loses, Migrate, MigrationBlocker, Snapshot};
 use vellum_kvm::dirty::log::ends_on_a_huge_page;
 use vellum_kvm::dirty::{self, DirtyTracker, Method};
 use vellum_kvm::memory::Backing;
 use vellum_machine::gdb::Debugger;
-use vellum_machine::{Payload, Section};
+use vellum_machine::{Machine, Section};
 use vellum_sandbox::{Sandbox, ThreadKind};
 use vellum_sys::clock;
 use vellum_sys::mmap::PAGE_SIZE;
@@ -46,7 +46,7 @@ use vellum_sys::pagemap::Pagemap;
 
 /// Why a machine stands still.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Held {
+struct PauseReasons {
     user: bool,
     migration: bool,
     unconfirmed: bool,
@@ -54,7 +54,7 @@ struct Held {
     dump: bool,
 }
 
-impl Held {
+impl PauseReasons {
     fn any(self) -> bool {
         self.user || self.migration || self.unconfirmed || self.debugger || self.dump
     }
@@ -65,7 +65,7 @@ pub(super) const HELD: &str = "held";
 /// Its version.
 pub(super) const HELD_VERSION: u16 = 1;
 
-/// What of [`Held`] moves with the machine.
+/// What of [`PauseReasons`] moves with the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct HeldState {
@@ -73,12 +73,12 @@ pub(super) struct HeldState {
 }
 
 /// A machine that can leave.
-pub struct Mobile<P> {
+pub struct MigratableMachine<P> {
     // Dropped first: its thread uses the machine's memory.
     operation: AtMostOne,
     /// The machine.
     pub machine: P,
-    held: Held,
+    held: PauseReasons,
     /// Whether its vCPUs have been let go for the first time.
     begun: bool,
     wake: Arc<EventFd>,
@@ -108,7 +108,7 @@ pub(super) fn now() -> u64 {
     clock::micros(clock::monotonic())
 }
 
-impl<P> Deref for Mobile<P> {
+impl<P> Deref for MigratableMachine<P> {
     type Target = P;
 
     fn deref(&self) -> &P {
@@ -116,20 +116,20 @@ impl<P> Deref for Mobile<P> {
     }
 }
 
-impl<P> DerefMut for Mobile<P> {
+impl<P> DerefMut for MigratableMachine<P> {
     fn deref_mut(&mut self) -> &mut P {
         &mut self.machine
     }
 }
 
-impl<P: Payload> Mobile<P> {
+impl<P: Machine> MigratableMachine<P> {
     /// A machine whose threads enter `sandbox`, which forbids to open a `pagemap`.
     ///
     /// # Errors
     /// Where the host refuses a descriptor.
     pub fn new(machine: P, sandbox: Sandbox, pagemap: Option<Arc<Pagemap>>) -> io::Result<Self> {
         let wake = threads::event()?;
-        let (operation, held, news) = (AtMostOne::default(), Held::default(), Vec::new());
+        let (operation, held, news) = (AtMostOne::default(), PauseReasons::default(), Vec::new());
         let (begun, served, moved, stopped) = (false, false, false, false);
         let since = None;
         Ok(Self {
@@ -200,9 +200,11 @@ impl<P: Payload> Mobile<P> {
             false => None,
         };
         let fence = match asked.fence {
-            true => {
-                sockets.pop().map(Fence::new).transpose().map_err(|error| format!("the fence: {error}"))?
-            }
+            true => sockets
+                .pop()
+                .map(CommitFlag::new)
+                .transpose()
+                .map_err(|error| format!("the fence: {error}"))?,
             false => None,
         };
         let sending = Sending::new(sockets, fence, session, options, self.moving(), mine, give_up.clone());
@@ -225,7 +227,7 @@ impl<P: Payload> Mobile<P> {
             std::thread::Builder::new().name(name).spawn(body).map_err(refused)?;
         }
         let kind = if asked.succeeded { Kind::Upgrade } else { Kind::Migration };
-        let mut leaving = Leaving::new(thread_end, distrust);
+        let mut leaving = SaveOperation::new(thread_end, distrust);
         (leaving.successor, leaving.give_up) = (successor, give_up);
         self.begin(kind, by, leaving, || sending.run())?;
         Ok(json!({ "session": format!("{session:?}") }))
@@ -255,7 +257,7 @@ impl<P: Payload> Mobile<P> {
         let since = self.since.take().filter(|since| continues(since)).map(|since| *since);
         let place = saving::Place { files, chain: asked.chain.clone(), number: asked.number, disks };
         let saving = Saving::new(options, place, self.moving(), since, mine).map_err(refused)?;
-        let mut leaving = Leaving::new(thread_end, distrust);
+        let mut leaving = SaveOperation::new(thread_end, distrust);
         leaving.stop = asked.stop;
         self.begin(Kind::Snapshot, by, leaving, || saving.run())?;
         Ok(json!({}))
@@ -275,7 +277,7 @@ impl<P: Payload> Mobile<P> {
 
     /// Whether it may begin to leave: not every machine can, and none does two things at a time.
     fn may_leave(&self) -> Result<(), String> {
-        if let Some(Stays { name, why, .. }) = self.stays() {
+        if let Some(MigrationBlocker { name, why, .. }) = self.stays() {
             return Err(format!("{name}: {why}"));
         }
         self.is_idle()
@@ -296,7 +298,7 @@ impl<P: Payload> Mobile<P> {
         &mut self,
         kind: Kind,
         by: Asker,
-        mut leaving: Leaving,
+        mut leaving: SaveOperation,
         run: impl FnOnce() + Send + 'static,
     ) -> Result<(), String> {
         let sandbox = self.sandbox;
@@ -306,7 +308,7 @@ impl<P: Payload> Mobile<P> {
         };
         leaving.thread =
             Some(std::thread::Builder::new().name("migration".into()).spawn(body).map_err(refused)?);
-        self.operation.begin(Operation::new(kind, Some(by), Work::Leaving(Box::new(leaving))));
+        self.operation.begin(Operation::new(kind, Some(by), Work::SaveOperation(Box::new(leaving))));
         Ok(())
     }
 
@@ -315,7 +317,7 @@ impl<P: Payload> Mobile<P> {
         while let Some(leaving) = self.operation.leaving() {
             // Asked first: what a thread said before it ended is there then.
             let ended = leaving.has_ended();
-            let Some(said) = leaving.thread_end.as_ref().and_then(threads::Machine::heard) else {
+            let Some(said) = leaving.thread_end.as_ref().and_then(threads::MachineEnd::heard) else {
                 // A thread that is gone without a word could not enter its sandbox, or has panicked. After COMMIT only the
                 // operator knows what that means.
                 if ended && !self.held.unconfirmed {
@@ -327,10 +329,10 @@ impl<P: Payload> Mobile<P> {
                 Said::Demand(demand) => {
                     let done = self.answer(demand);
                     if let Some(leaving) = self.operation.leaving() {
-                        leaving.tell(Told::Done(done));
+                        leaving.tell(SenderCommand::Done(done));
                     }
                 }
-                Said::Word(word) => self.hear(word),
+                Said::SenderEvent(word) => self.hear(word),
                 Said::Kept(since) => self.since = Some(since),
             }
         }
@@ -429,7 +431,7 @@ impl<P: Payload> Mobile<P> {
     /// Why a log that is all set at first is not to be used for this machine, if its host `loses` pages of such and nothing else is asked
     /// for.
     fn distrust(&self, asked: Option<Method>, loses: Loses) -> Option<&'static str> {
-        if asked.is_some() || self.machine.outline().dirty_ring.is_some() {
+        if asked.is_some() || self.machine.info().dirty_ring.is_some() {
             return None;
         }
         match loses {
@@ -455,7 +457,7 @@ impl<P: Payload> Mobile<P> {
         if let Some(method) = method {
             return self.machine.track(method);
         }
-        if self.machine.outline().dirty_ring.is_some() {
+        if self.machine.info().dirty_ring.is_some() {
             return self.machine.track(Method::Ring);
         }
         let best = if distrusted { Method::ManualProtect } else { Method::InitiallySet };
@@ -469,9 +471,9 @@ impl<P: Payload> Mobile<P> {
         tracker
     }
 
-    fn hear(&mut self, word: Word) {
+    fn hear(&mut self, word: SenderEvent) {
         match word {
-            Word::Progress(progress) => {
+            SenderEvent::Progress(progress) => {
                 let pages = |pages: u64| pages.saturating_mul(PAGE_SIZE);
                 self.tell(Event::Migrating {
                     phase: progress.phase,
@@ -486,7 +488,7 @@ impl<P: Payload> Mobile<P> {
                     throttle_percent: progress.taken,
                 });
             }
-            Word::Written(written) => {
+            SenderEvent::Written(written) => {
                 let stood = self.operation.leaving().and_then(|leaving| leaving.stood);
                 let tracker = self.operation.leaving().and_then(|leaving| leaving.tracker);
                 self.tell(Event::Snapshot {
@@ -504,21 +506,21 @@ impl<P: Payload> Mobile<P> {
                     tracker: tracker.map(|method| method.name().to_owned()),
                 });
             }
-            Word::Named => {
+            SenderEvent::Named => {
                 self.stopped = self.operation.leaving().is_some_and(|leaving| leaving.stop);
                 self.tell(Event::SnapshotOver {});
                 self.operation.end();
             }
-            Word::Pass(pass) => self.tell(Event::Pass(pass)),
-            Word::Unconfirmed => self.tell(Event::Unconfirmed {}),
-            Word::Ahead => {
+            SenderEvent::Pass(pass) => self.tell(Event::Pass(pass)),
+            SenderEvent::Unconfirmed => self.tell(Event::Unconfirmed {}),
+            SenderEvent::Ahead => {
                 if let Some(leaving) = self.operation.leaving_mut() {
                     let us = leaving.paused.map_or(0, |since| since.elapsed().as_micros() as u64);
                     leaving.ahead = Some(us);
                     self.tell(Event::Ahead { us });
                 }
             }
-            Word::Severed(severed) => {
+            SenderEvent::Severed(severed) => {
                 if let Some(leaving) = self.operation.leaving_mut() {
                     leaving.severed = severed;
                 }
@@ -526,8 +528,8 @@ impl<P: Payload> Mobile<P> {
                     self.tell(Event::Severed {});
                 }
             }
-            Word::Stayed(why) => self.stay(why),
-            Word::Moved { compared, waited, left } => {
+            SenderEvent::Stayed(why) => self.stay(why),
+            SenderEvent::Moved { compared, waited, left } => {
                 let paused = self.operation.leaving().and_then(|leaving| leaving.paused);
                 let us = paused.map_or(0, |since| since.elapsed().as_micros() as u64);
                 let us = self.operation.leaving().and_then(|leaving| leaving.ahead).unwrap_or(us);
@@ -535,7 +537,7 @@ impl<P: Payload> Mobile<P> {
                 let tracker = tracker.map(|method| method.name().to_owned());
                 let tracker_why =
                     self.operation.leaving().and_then(|leaving| leaving.distrust).map(str::to_owned);
-                let dirty_ring = self.machine.outline().dirty_ring;
+                let dirty_ring = self.machine.info().dirty_ring;
                 let [pausing, paused, saved] =
                     self.operation.leaving().map_or([0; 3], |leaving| leaving.steps);
                 let left = Left { pausing, paused, saved, ..left };

@@ -1,6 +1,6 @@
 //! What ties a process to the one whose machine it has taken over, and for which it stands in: a stream socket between the two. Whoever
-//! started the first one waits for that and sends signals to it; so these go on over the tether, a byte each, and back comes the exit
-//! status. A tether that ends is as SIGKILL.
+//! started the first one waits for that and sends signals to it; so these go on over the supervisor, a byte each, and back comes the exit
+//! status. A supervisor that ends is as SIGKILL.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -20,27 +20,27 @@ fn ours() -> std::sync::MutexGuard<'static, Option<Arc<OwnedFd>>> {
 }
 
 /// From now on this process stands in for the one at the other end.
-pub fn tie(tether: Arc<OwnedFd>) {
-    *ours() = Some(tether);
+pub fn set(supervisor: Arc<OwnedFd>) {
+    *ours() = Some(supervisor);
 }
 
-/// Another one does, by the same tether.
-pub fn untie() {
+/// Another one does, by the same supervisor.
+pub fn clear() {
     *ours() = None;
 }
 
 /// This process ends with `status`: its last act.
 pub fn report(status: u8) {
-    if let Some(tether) = ours().take() {
+    if let Some(supervisor) = ours().take() {
         // Where nobody waits any more nobody is told.
-        let _ = socket::send_some(&tether, &[status]);
+        let _ = socket::send_some(&supervisor, &[status]);
     }
 }
 
 /// What has come: some bytes, nothing yet, or the end.
-fn read(tether: &OwnedFd) -> Option<Vec<u8>> {
+fn read(supervisor: &OwnedFd) -> Option<Vec<u8>> {
     let mut bytes = [0; 16];
-    match socket::receive_some(tether, &mut bytes) {
+    match socket::receive_some(supervisor, &mut bytes) {
         Ok(0) => None,
         Ok(count) => Some(bytes[..count].to_vec()),
         Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
@@ -50,10 +50,10 @@ fn read(tether: &OwnedFd) -> Option<Vec<u8>> {
     }
 }
 
-/// The event loop's part in the tether of a process that stands in for another: signals.
-pub struct Ours(pub Arc<OwnedFd>, pub Sender<i32>);
+/// The event loop's part in the supervisor of a process that stands in for another: signals.
+pub struct SupervisorSocket(pub Arc<OwnedFd>, pub Sender<i32>);
 
-impl MutEventSubscriber for Ours {
+impl MutEventSubscriber for SupervisorSocket {
     fn init(&mut self, ops: &mut EventOps<'_>) {
         // A socket can always be watched.
         let _ = ops.add(Events::new(&self.0.as_raw_fd(), EventSet::IN));
@@ -72,9 +72,9 @@ impl MutEventSubscriber for Ours {
 }
 
 /// The same in a process that waits for the one which stands in for it: the exit status, or none where that ended without a word.
-pub struct Theirs(pub Arc<OwnedFd>, pub Sender<Option<u8>>);
+pub struct SuccessorSocket(pub Arc<OwnedFd>, pub Sender<Option<u8>>);
 
-impl MutEventSubscriber for Theirs {
+impl MutEventSubscriber for SuccessorSocket {
     fn init(&mut self, ops: &mut EventOps<'_>) {
         // As above.
         let _ = ops.add(Events::new(&self.0.as_raw_fd(), EventSet::IN));

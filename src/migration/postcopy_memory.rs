@@ -20,7 +20,7 @@ use vellum_sys::plant::{self, Mistake};
 use vellum_sys::uffd::{Mode, Uffd};
 
 /// Of so many waits it is remembered how long they took.
-const MOST_REMEMBERED: usize = 1 << 16;
+const MAX_REMEMBERED: usize = 1 << 16;
 
 /// A unit of which some pages have come.
 struct Gathered {
@@ -41,7 +41,7 @@ struct Waiting {
 }
 
 /// The memory.
-pub struct Landing {
+pub struct PostcopyMemory {
     uffd: Uffd,
     mapping: Arc<Mapping>,
     page: u64,
@@ -56,7 +56,7 @@ pub struct Landing {
     whole: Arc<EventFd>,
 }
 
-impl std::fmt::Debug for Landing {
+impl std::fmt::Debug for PostcopyMemory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Landing({} units missing)", self.left())
     }
@@ -66,7 +66,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Landing {
+impl PostcopyMemory {
     /// All of `mapping`, backed by pages of `page` bytes, of which those units are missing whose bits are set.
     /// `whole` is written to once none is.
     pub fn new(uffd: Uffd, mapping: Arc<Mapping>, page: u64, missing: Bits, whole: Arc<EventFd>) -> Self {
@@ -244,7 +244,7 @@ impl Landing {
             if !waits {
                 let took = since.elapsed();
                 *total.entry(*thread).or_default() += took;
-                if each.len() < MOST_REMEMBERED {
+                if each.len() < MAX_REMEMBERED {
                     each.push(took.as_micros() as u64);
                 }
             }
@@ -309,7 +309,8 @@ mod tests {
             (0..8).for_each(|page| word(page).store(1, Ordering::Relaxed));
             let missing = Bits::new(8);
             missing.set(2..5);
-            let landing = Landing::new(uffd, mapping.clone(), PAGE_SIZE, missing, threads::event().unwrap());
+            let landing =
+                PostcopyMemory::new(uffd, mapping.clone(), PAGE_SIZE, missing, threads::event().unwrap());
             landing.register().unwrap();
             landing.empty(shared).unwrap();
             landing.take(1..5, Some(&[2; 4 * PAGE_SIZE as usize])).unwrap();

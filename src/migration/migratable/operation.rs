@@ -1,19 +1,19 @@
 //! The operation that a machine has under way, as its event loop's thread sees it: at most one, and whose it is. One by which memory and
-//! state leave it has a thread of its own; [`Leaving`] is the end that speaks to that, and what has been measured and decided so far.
+//! state leave it has a thread of its own; [`SaveOperation`] is the end that speaks to that, and what has been measured and decided so far.
 
 use std::os::fd::OwnedFd;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::Mobile;
-use super::dumping::Errand;
+use super::MigratableMachine;
+use super::dumping::DumpJob;
 use crate::link::GiveUp;
-use crate::sender::{Said, Told};
+use crate::sender::{Said, SenderCommand};
 use crate::threads;
 use vellum_control::Event;
 use vellum_control::operation::{Asker, CLIENT_GONE, Kind, News, UnderWay};
 use vellum_kvm::dirty::Method;
-use vellum_machine::Payload;
+use vellum_machine::Machine;
 
 /// What is under way.
 pub(super) struct Operation {
@@ -28,9 +28,9 @@ pub(super) struct Operation {
 /// How it is done.
 pub(super) enum Work {
     /// By a thread.
-    Leaving(Box<Leaving>),
+    SaveOperation(Box<SaveOperation>),
     /// By turns of the event loop.
-    Dumping(Box<Errand>),
+    Dumping(Box<DumpJob>),
 }
 
 impl Operation {
@@ -76,24 +76,24 @@ impl AtMostOne {
         Some(UnderWay { kind: *kind, id: *id, client: owner.and_then(|owner| owner.pid) })
     }
 
-    pub(super) fn leaving(&self) -> Option<&Leaving> {
+    pub(super) fn leaving(&self) -> Option<&SaveOperation> {
         match &self.0.as_ref()?.work {
-            Work::Leaving(leaving) => Some(leaving),
+            Work::SaveOperation(leaving) => Some(leaving),
             Work::Dumping(_) => None,
         }
     }
 
-    pub(super) fn leaving_mut(&mut self) -> Option<&mut Leaving> {
+    pub(super) fn leaving_mut(&mut self) -> Option<&mut SaveOperation> {
         match &mut self.0.as_mut()?.work {
-            Work::Leaving(leaving) => Some(leaving),
+            Work::SaveOperation(leaving) => Some(leaving),
             Work::Dumping(_) => None,
         }
     }
 
-    pub(super) fn dumping(&mut self) -> Option<&mut Errand> {
+    pub(super) fn dumping(&mut self) -> Option<&mut DumpJob> {
         match &mut self.0.as_mut()?.work {
             Work::Dumping(errand) => Some(errand),
-            Work::Leaving(_) => None,
+            Work::SaveOperation(_) => None,
         }
     }
 
@@ -103,7 +103,7 @@ impl AtMostOne {
     }
 
     /// Takes a dump that is over, or is to be.
-    pub(super) fn take_dump(&mut self) -> Option<Errand> {
+    pub(super) fn take_dump(&mut self) -> Option<DumpJob> {
         match self.0.take() {
             Some(Operation { work: Work::Dumping(errand), .. }) => Some(*errand),
             other => {
@@ -121,7 +121,7 @@ impl AtMostOne {
     }
 }
 
-impl<P: Payload> Mobile<P> {
+impl<P: Machine> MigratableMachine<P> {
     /// Tells who listens what happens in the operation that is under way.
     pub(super) fn tell(&mut self, event: Event) {
         self.news.push(News { id: self.operation.id(), event });
@@ -153,18 +153,18 @@ impl<P: Payload> Mobile<P> {
         if !self.held.unconfirmed {
             leaving.give_up.now();
         }
-        leaving.tell(Told::Cancel(why.into()));
+        leaving.tell(SenderCommand::Cancel(why.into()));
     }
 }
 
 /// A migration, an upgrade or a snapshot.
-pub(super) struct Leaving {
+pub(super) struct SaveOperation {
     /// Whether the machine ends once it is saved.
     pub(super) stop: bool,
     /// What ties this process to the one that it moves to, where that stands in for this one.
     pub(super) successor: Option<OwnedFd>,
     /// None once it is to find nobody there.
-    pub(super) thread_end: Option<threads::Machine<Said, Told>>,
+    pub(super) thread_end: Option<threads::MachineEnd<Said, SenderCommand>>,
     pub(super) give_up: GiveUp,
     pub(super) thread: Option<JoinHandle<()>>,
     /// When the machine was paused for the final pass.
@@ -183,9 +183,12 @@ pub(super) struct Leaving {
     pub(super) severed: bool,
 }
 
-impl Leaving {
+impl SaveOperation {
     /// One whose thread is to be started, and is spoken to by `thread_end`.
-    pub(super) fn new(thread_end: threads::Machine<Said, Told>, distrust: Option<&'static str>) -> Self {
+    pub(super) fn new(
+        thread_end: threads::MachineEnd<Said, SenderCommand>,
+        distrust: Option<&'static str>,
+    ) -> Self {
         Self {
             stop: false,
             successor: None,
@@ -206,17 +209,17 @@ impl Leaving {
         self.thread.as_ref().is_some_and(JoinHandle::is_finished)
     }
 
-    pub(super) fn tell(&self, told: Told) {
+    pub(super) fn tell(&self, told: SenderCommand) {
         if let Some(thread) = &self.thread_end {
             thread.tell(told);
         }
     }
 }
 
-impl Drop for Leaving {
+impl Drop for SaveOperation {
     fn drop(&mut self) {
         self.give_up.now();
-        self.tell(Told::Cancel("its machine is being ended".into()));
+        self.tell(SenderCommand::Cancel("its machine is being ended".into()));
         // Then it finds nobody there, whatever it is at.
         self.thread_end = None;
         if let Some(thread) = self.thread.take() {

@@ -6,32 +6,32 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::{Error, Mobile, not_handed_over};
-use crate::sender::Told;
-use crate::share::MOST_CONNECTIONS;
+use super::{Error, MigratableMachine, not_handed_over};
+use crate::sender::SenderCommand;
+use crate::share::MAX_CONNECTIONS;
 use vellum_control::Do;
 use vellum_control::operation::{Asker, Kind, News, UnderWay};
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::dirty::{self, DirtyTracker, Method};
 use vellum_kvm::memory::{Memory, Slot};
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::vcpu::Throttle;
-use vellum_machine::lent::Lent;
-use vellum_machine::{Disk, Outline, Payload, Progress, Section, Serves, Subscriber};
+use vellum_machine::handoff::HandoffFds;
+use vellum_machine::{Disk, EventSources, Machine, MachineInfo, Progress, Section, Subscriber};
 use vellum_sys::sigbus;
 
-impl<P: Payload> Payload for Mobile<P>
+impl<P: Machine> Machine for MigratableMachine<P>
 where
     Error: From<P::Error>,
 {
     type Error = Error;
 
-    fn serves(&mut self) -> Serves {
-        let mut serves = self.machine.serves();
+    fn event_sources(&mut self) -> EventSources {
+        let mut serves = self.machine.event_sources();
         if !std::mem::replace(&mut self.served, true) {
             serves.wakes.push(self.wake.clone());
         }
-        let wire = self.debugger.as_mut().and_then(|debugger| debugger.serves());
+        let wire = self.debugger.as_mut().and_then(|debugger| debugger.event_sources());
         serves.subscribers.extend(wire.map(|wire| wire as Subscriber));
         serves
     }
@@ -107,8 +107,8 @@ where
         self.machine.request_end()
     }
 
-    fn outline(&self) -> Outline {
-        Outline { stays: self.stays(), ..self.machine.outline() }
+    fn info(&self) -> MachineInfo {
+        MachineInfo { stays: self.stays(), ..self.machine.info() }
     }
 
     fn progress(&self) -> Option<Progress> {
@@ -165,7 +165,7 @@ where
                 return Err("the snapshot that is under way is another client's".into());
             }
             Do::SnapshotNamed {} => {
-                self.operation.leaving().ok_or(under_way)?.tell(Told::Named);
+                self.operation.leaving().ok_or(under_way)?.tell(SenderCommand::Named);
             }
             Do::MigrateLink {}
             | Do::MigrateRecover {}
@@ -183,14 +183,14 @@ where
             }
             Do::SnapshotCancel { .. } => self.cancel("it was cancelled"),
             Do::Migrate(asked) => {
-                if !(1..=MOST_CONNECTIONS).contains(&asked.connections) {
-                    return Err(format!("connections: 1 to {MOST_CONNECTIONS} are possible"));
+                if !(1..=MAX_CONNECTIONS).contains(&asked.connections) {
+                    return Err(format!("connections: 1 to {MAX_CONNECTIONS} are possible"));
                 }
                 return self.leave(by, asked, descriptors);
             }
             Do::MigrateLink {} => {
                 let socket = descriptors.pop().ok_or("it takes a descriptor")?;
-                self.operation.leaving().ok_or(under_way)?.tell(Told::Linked(socket));
+                self.operation.leaving().ok_or(under_way)?.tell(SenderCommand::Linked(socket));
             }
             Do::MigrateRecover {} => {
                 let (Some(faults), Some(socket)) = (descriptors.pop(), descriptors.pop()) else {
@@ -200,7 +200,7 @@ where
                 if !leaving.severed {
                     return Err("the link to its target is not cut: there is nothing to recover".into());
                 }
-                leaving.tell(Told::Recovered(socket, faults));
+                leaving.tell(SenderCommand::Recovered(socket, faults));
             }
             Do::MigrateCancel { .. } | Do::Resume { force: true }
                 if self
@@ -214,8 +214,10 @@ where
             }
             Do::MigrateCancel { .. } => self.cancel("it was cancelled"),
             Do::MigrateSet { downtime_ms, bandwidth } => {
-                let told =
-                    Told::Set { downtime: downtime_ms.map(Duration::from_millis), bandwidth: *bandwidth };
+                let told = SenderCommand::Set {
+                    downtime: downtime_ms.map(Duration::from_millis),
+                    bandwidth: *bandwidth,
+                };
                 self.operation.leaving().ok_or(under_way)?.tell(told);
             }
             Do::Resume { force: true } => {
@@ -224,7 +226,7 @@ where
                     self.machine.retake().map_err(|error| error.to_string())?;
                     self.stay("the operator took it back".into());
                 } else {
-                    leaving.tell(Told::Force);
+                    leaving.tell(SenderCommand::Force);
                 }
             }
             Do::Dump {} => {
@@ -281,7 +283,7 @@ where
         Ok(self.machine.save()?)
     }
 
-    fn restore(&mut self, sections: Vec<Section>, meanwhile: Meanwhile) -> Result<(), Error> {
+    fn restore(&mut self, sections: Vec<Section>, meanwhile: ClockPolicy) -> Result<(), Error> {
         Ok(self.machine.restore(sections, meanwhile)?)
     }
 
@@ -293,7 +295,7 @@ where
         Ok(self.machine.renew()?)
     }
 
-    fn lend(&mut self, lent: &mut Lent) -> Result<(), String> {
+    fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String> {
         self.may_leave()?;
         let backing = self.machine.ram().config.backing;
         if !backing.can_be_handed_over() {

@@ -8,7 +8,7 @@
 //! | ran | the target, before a vCPU enters the guest: it is the target's for good |
 //! | withdrawn | either, where the target has not run it: it never will |
 //!
-//! The word lies in a file in memory that is sealed against shrinking (memfd_create(2)): neither can make the other fault. The courier
+//! The word lies in a file in memory that is sealed against shrinking (memfd_create(2)): neither can make the other fault. The client
 //! makes it, for the machine opens nothing, and the source hands it to the target with HELLO. Through a relay or a network it does not
 //! come; the target says in WELCOME whether it has it.
 
@@ -21,7 +21,7 @@ use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source, sealed_memfd, seals_hold};
 
 /// What has been decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Word {
+pub enum Ownership {
     /// Nothing yet: the source has the guest.
     Open,
     /// The target may run it.
@@ -32,19 +32,19 @@ pub enum Word {
     Withdrawn,
 }
 
-impl Word {
+impl Ownership {
     const ALL: [Self; 4] = [Self::Open, Self::Committed, Self::Ran, Self::Withdrawn];
 }
 
 /// The word, as one of both sides has it.
 #[derive(Debug)]
-pub struct Fence {
+pub struct CommitFlag {
     file: File,
     mapping: Mapping,
 }
 
-impl Fence {
-    /// A new one's file, for [`Fence::new`].
+impl CommitFlag {
+    /// A new one's file, for [`CommitFlag::new`].
     ///
     /// # Errors
     /// Where the kernel has no such files.
@@ -75,12 +75,14 @@ impl Fence {
     }
 
     /// Stores `to` where the word is `from`; what it is then.
-    pub fn step(&self, from: Word, to: Word) -> Word {
+    pub fn step(&self, from: Ownership, to: Ownership) -> Ownership {
         let stored = self.word().compare_exchange(from as u64, to as u64, Ordering::SeqCst, Ordering::SeqCst);
         match stored {
             Ok(_) => to,
             // What is none of the words was not written by a Vellum: nobody runs anything on account of it.
-            Err(word) => Word::ALL.into_iter().find(|known| *known as u64 == word).unwrap_or(Word::Open),
+            Err(word) => {
+                Ownership::ALL.into_iter().find(|known| *known as u64 == word).unwrap_or(Ownership::Open)
+            }
         }
     }
 }
@@ -91,26 +93,26 @@ mod tests {
 
     #[test]
     fn the_first_decides_and_both_see_it() {
-        let file = Fence::file().unwrap();
-        let [here, there] = [(); 2].map(|()| Fence::new(file.try_clone().unwrap().into()).unwrap());
-        assert_eq!(there.step(Word::Committed, Word::Ran), Word::Open);
-        assert_eq!(here.step(Word::Open, Word::Committed), Word::Committed);
-        assert_eq!(there.step(Word::Open, Word::Withdrawn), Word::Committed);
+        let file = CommitFlag::file().unwrap();
+        let [here, there] = [(); 2].map(|()| CommitFlag::new(file.try_clone().unwrap().into()).unwrap());
+        assert_eq!(there.step(Ownership::Committed, Ownership::Ran), Ownership::Open);
+        assert_eq!(here.step(Ownership::Open, Ownership::Committed), Ownership::Committed);
+        assert_eq!(there.step(Ownership::Open, Ownership::Withdrawn), Ownership::Committed);
         let first = std::thread::scope(|scope| {
-            let ran = scope.spawn(|| there.step(Word::Committed, Word::Ran));
-            let withdrawn = here.step(Word::Committed, Word::Withdrawn);
+            let ran = scope.spawn(|| there.step(Ownership::Committed, Ownership::Ran));
+            let withdrawn = here.step(Ownership::Committed, Ownership::Withdrawn);
             [ran.join().unwrap(), withdrawn]
         });
-        assert!(first[0] == first[1] && first[0] != Word::Committed, "{first:?}");
+        assert!(first[0] == first[1] && first[0] != Ownership::Committed, "{first:?}");
     }
 
     #[test]
     fn a_file_that_could_shrink_is_none() {
         let plain = vellum_sys::mmap::memfd(c"vellum-test", PAGE_SIZE, None).unwrap();
-        assert!(Fence::new(plain.into()).is_err());
+        assert!(CommitFlag::new(plain.into()).is_err());
         let long = sealed_memfd(c"vellum-test", 2 * PAGE_SIZE, None).unwrap();
-        assert!(Fence::new(long.into()).is_err());
-        assert!(Fence::new(File::open("/dev/null").unwrap().into()).is_err());
-        assert!(Fence::file().unwrap().set_len(0).is_err());
+        assert!(CommitFlag::new(long.into()).is_err());
+        assert!(CommitFlag::new(File::open("/dev/null").unwrap().into()).is_err());
+        assert!(CommitFlag::file().unwrap().set_len(0).is_err());
     }
 }

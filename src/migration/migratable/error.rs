@@ -4,7 +4,7 @@ use std::io;
 
 use vellum_guests::guest;
 use vellum_linux as machine;
-use vellum_sys::fault::{Blame, Fault, Field};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// Why a machine that moves cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -43,19 +43,19 @@ pub enum Error {
     Host(&'static str, #[source] io::Error),
 }
 
-impl Fault for Error {
-    fn blame(&self) -> Blame {
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Machine(error) => error.blame(),
-            Self::Guest(error) => error.blame(),
-            Self::Refused(_) => Blame::USER,
-            Self::DiskChanged(_) => Blame::user(Field::DiskChanged),
+            Self::Machine(error) => error.origin(),
+            Self::Guest(error) => error.origin(),
+            Self::Refused(_) => ErrorOrigin::USER,
+            Self::DiskChanged(_) => ErrorOrigin::user(Field::DiskChanged),
             Self::Gone(_)
             | Self::Shortened(_)
             | Self::HandedOver
             | Self::Severed
             | Self::Absent
-            | Self::Host(..) => Blame::HOST,
+            | Self::Host(..) => ErrorOrigin::HOST,
         }
     }
 }

@@ -8,16 +8,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde_json::Value;
 
 use super::{DeviceConfig, KINDS, Kind, OpenError, VirtioDevice};
-use vellum_sys::fault::{Blame, Fault};
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
 /// What was lent is no such device.
 #[derive(Debug, thiserror::Error)]
 #[error("what was handed over is no {0}: {1}")]
 pub struct Unfit(pub &'static str, pub String);
 
-impl Fault for Unfit {
-    fn blame(&self) -> Blame {
-        Blame::HOST
+impl Diagnose for Unfit {
+    fn origin(&self) -> ErrorOrigin {
+        ErrorOrigin::HOST
     }
 }
 
@@ -30,12 +30,12 @@ impl Unfit {
 
 /// A device that is taken over where it is opened: once.
 #[derive(Debug)]
-pub struct Lent {
+pub struct HandedDevice {
     config: Arc<dyn DeviceConfig>,
     descriptors: Mutex<Vec<OwnedFd>>,
 }
 
-impl Lent {
+impl HandedDevice {
     /// A device of the kind `key` that was written so, with its descriptors.
     ///
     /// # Errors
@@ -48,7 +48,7 @@ impl Lent {
     }
 }
 
-impl DeviceConfig for Lent {
+impl DeviceConfig for HandedDevice {
     fn kind(&self) -> &'static Kind {
         self.config.kind()
     }

@@ -6,13 +6,13 @@ use std::io;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::Mobile;
+use super::MigratableMachine;
 use super::operation::{Operation, Work};
 use vellum_control::Event;
 use vellum_control::operation::{Asker, Kind};
 use vellum_kvm::arch::core::{Core, IMPOSSIBLE};
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_machine::Payload;
+use vellum_machine::Machine;
 use vellum_machine::dump::{Dumped, Dumping};
 
 /// Where a guest that panics is dumped to.
@@ -27,13 +27,13 @@ pub struct OnPanic {
 }
 
 /// A dump that is under way.
-pub(super) struct Errand {
+pub(super) struct DumpJob {
     dumping: Dumping,
     /// How the guest has ended, where that is why.
     ended: Option<(Exit, OnPanic)>,
 }
 
-impl<P: Payload> Mobile<P> {
+impl<P: Machine> MigratableMachine<P> {
     /// Has a guest that panics be dumped.
     pub fn dump_on_panic(&mut self, to: OnPanic) {
         self.on_panic = Some(to);
@@ -67,7 +67,7 @@ impl<P: Payload> Mobile<P> {
         let cores = (0..reins.count()).map(core).collect();
         let ram = self.machine.ram();
         let slots = ram.slots().to_vec();
-        let errand = Errand { dumping: Dumping::new(file, cores, ram, slots, self.pagemap.clone()), ended };
+        let errand = DumpJob { dumping: Dumping::new(file, cores, ram, slots, self.pagemap.clone()), ended };
         self.operation.begin(Operation::new(Kind::Dump, by, Work::Dumping(Box::new(errand))));
         self.come_again();
     }
@@ -112,7 +112,7 @@ impl<P: Payload> Mobile<P> {
             self.end_dump(done);
             return None;
         }
-        let Errand { dumping, ended } = self.operation.take_dump()?;
+        let DumpJob { dumping, ended } = self.operation.take_dump()?;
         let (exit, to) = ended?;
         match done.and_then(|dumped| dumping.sync().map(|()| dumped)) {
             Ok(dumped) => {
@@ -138,7 +138,7 @@ impl<P: Payload> Mobile<P> {
 
     /// The same for a guest that has ended.
     pub(super) fn over_with_dump(&mut self, done: io::Result<Dumped>) {
-        self.tell(told(done));
+        self.tell(event_of(done));
         self.operation.end();
         self.held.dump = false;
     }
@@ -149,7 +149,7 @@ impl<P: Payload> Mobile<P> {
     }
 }
 
-fn told(done: io::Result<Dumped>) -> Event {
+fn event_of(done: io::Result<Dumped>) -> Event {
     match done {
         Ok(Dumped { bytes, content, vmcoreinfo }) => Event::Dumped {
             bytes,

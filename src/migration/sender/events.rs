@@ -76,12 +76,12 @@ pub enum Done {
 
 /// What the thread says without expecting an answer.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Word {
+pub enum SenderEvent {
     /// How far it is.
     Progress(Progress),
     /// A pass has ended.
     Pass(Pass),
-    /// The link was cut after COMMIT: the courier is to bring another one.
+    /// The link was cut after COMMIT: the client is to bring another one.
     Unconfirmed,
     /// The guest runs on the target, which lacks some of its memory.
     Ahead,
@@ -161,7 +161,7 @@ pub struct Moving {
 }
 
 /// What comes from the event loop's thread.
-pub enum Told {
+pub enum SenderCommand {
     /// The answer to the last demand.
     Done(Done),
     /// The operator does not want it, or the guest has ended.
@@ -189,7 +189,7 @@ pub enum Said {
     /// To be answered.
     Demand(Demand),
     /// Not to be answered.
-    Word(Word),
+    SenderEvent(SenderEvent),
     /// Who has written to memory since a snapshot, for the next one.
     Kept(Box<Since>),
 }

@@ -2,7 +2,7 @@
 //!
 //! An error says what is wrong and what would work. It does not name the flag that a value came from, because one field has
 //! other flags in other subcommands: a machine's memory is `--memory` of one and `-b` of the next. Instead it implements
-//! [`Fault`], and `cli/` puts the flag in front, from a table that each subcommand has.
+//! [`Diagnose`], and `cli/` puts the flag in front, from a table that each subcommand has.
 
 use std::error::Error;
 
@@ -90,7 +90,7 @@ pub enum Field {
 
 /// What an error is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Blame {
+pub struct ErrorOrigin {
     /// Who can mend it.
     pub whose: Whose,
     /// The field that it is about, where it is about one.
@@ -99,7 +99,7 @@ pub struct Blame {
     pub lacking: bool,
 }
 
-impl Blame {
+impl ErrorOrigin {
     /// The host's, and about no field.
     pub const HOST: Self = Self { whose: Whose::Host, field: None, lacking: false };
     /// The user's, and about no field or about several.
@@ -124,17 +124,17 @@ impl Blame {
 }
 
 /// An error of any crate.
-pub trait Fault: Error {
+pub trait Diagnose: Error {
     /// What it is about; an error that passes another one on says what that one says, unless it knows better.
-    fn blame(&self) -> Blame;
+    fn origin(&self) -> ErrorOrigin;
 
     /// Who can mend it.
     fn whose(&self) -> Whose {
-        self.blame().whose
+        self.origin().whose
     }
 
     /// The field that it is about.
     fn field(&self) -> Option<Field> {
-        self.blame().field
+        self.origin().field
     }
 }

@@ -6,25 +6,25 @@ use serde_json::{Value, json};
 
 use super::Incoming;
 use crate::fetching;
-use crate::mobile::Error;
-use crate::receiver::Told;
+use crate::migratable::Error;
+use crate::receiver::ReceiverCommand;
 use vellum_control::Do;
 use vellum_control::operation::{Asker, News, UnderWay};
-use vellum_kvm::arch::begun::Begun;
-use vellum_kvm::arch::clocks::Meanwhile;
+use vellum_kvm::arch::begun::PreparedVm;
+use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::dirty::{self, DirtyTracker, Method};
 use vellum_kvm::memory::{Memory, Slot};
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::vcpu::Throttle;
-use vellum_machine::lent::Lent;
-use vellum_machine::{Disk, Outline, Payload, Progress, Section, Serves};
+use vellum_machine::handoff::HandoffFds;
+use vellum_machine::{Disk, EventSources, Machine, MachineInfo, Progress, Section};
 use vellum_sandbox::ThreadKind;
 
-impl Payload for Incoming {
+impl Machine for Incoming {
     type Error = Error;
 
-    fn serves(&mut self) -> Serves {
-        let mut serves = self.payload().map(Payload::serves).unwrap_or_default();
+    fn event_sources(&mut self) -> EventSources {
+        let mut serves = self.machine().map(|machine| machine.event_sources()).unwrap_or_default();
         if !std::mem::replace(&mut self.served, true) {
             serves.wakes.push(self.wake.clone());
         }
@@ -47,7 +47,7 @@ impl Payload for Incoming {
         started.map_err(|error| Error::Host("the thread of the migration", error))?;
         // What comes is being read, or waited for.
         if let Some(host) = &mut self.host {
-            host.begun = Begun::new(&host.kvm);
+            host.begun = PreparedVm::new(&host.kvm);
         }
         Ok(())
     }
@@ -56,8 +56,8 @@ impl Payload for Incoming {
         let _ = self.wake.read();
         self.serve();
         let over = self.over;
-        if let Some(payload) = self.payload() {
-            return payload.poll();
+        if let Some(machine) = self.machine() {
+            return machine.poll();
         }
         if over {
             let gone = || Error::Gone("no machine has come: the source has gone".into());
@@ -71,12 +71,12 @@ impl Payload for Incoming {
             // A vCPU that waits for a page cannot be had out of the guest by every kernel.
             return Err(Error::Severed);
         }
-        self.payload().map_or(Err(Error::Absent), Payload::pause)
+        self.machine().map_or(Err(Error::Absent), Machine::pause)
     }
 
     fn resume(&mut self) {
-        if let Some(payload) = self.payload() {
-            payload.resume();
+        if let Some(machine) = self.machine() {
+            machine.resume();
         }
     }
 
@@ -85,62 +85,62 @@ impl Payload for Incoming {
             // What waits for pages would wait for ever, and so would whoever waits for that.
             fetching::end("the machine was ended while the link to the source was cut");
         }
-        match self.payload() {
-            Some(payload) => payload.request_end(),
+        match self.machine() {
+            Some(machine) => machine.request_end(),
             None => false,
         }
     }
 
-    fn outline(&self) -> Outline {
-        self.view().map(Payload::outline).unwrap_or_default()
+    fn info(&self) -> MachineInfo {
+        self.view().map(Machine::info).unwrap_or_default()
     }
 
     fn progress(&self) -> Option<Progress> {
-        self.view().and_then(Payload::progress)
+        self.view().and_then(Machine::progress)
     }
 
     fn is_paused(&self) -> bool {
-        self.view().is_some_and(Payload::is_paused)
+        self.view().is_some_and(Machine::is_paused)
     }
 
     fn tracker(&self) -> Option<&'static str> {
-        self.view().and_then(Payload::tracker)
+        self.view().and_then(Machine::tracker)
     }
 
     fn standing(&self) -> Option<&'static str> {
         match self.view() {
             Some(_) if self.lacks == Some(true) => Some("postcopy-paused"),
-            Some(payload) => payload.standing().or(self.lacks.map(|_| "postcopy")),
+            Some(machine) => machine.standing().or(self.lacks.map(|_| "postcopy")),
             None => Some(self.standing),
         }
     }
 
     fn news(&mut self) -> Vec<News> {
         let mut news: Vec<News> = self.news.drain(..).map(News::from).collect();
-        if let Some(payload) = self.payload() {
-            news.append(&mut payload.news());
+        if let Some(machine) = self.machine() {
+            news.append(&mut machine.news());
         }
         news
     }
 
     fn client_gone(&mut self, connection: u64) {
-        if let Some(payload) = self.payload() {
-            payload.client_gone(connection);
+        if let Some(machine) = self.machine() {
+            machine.client_gone(connection);
         }
     }
 
     fn under_way(&self) -> Option<UnderWay> {
-        self.view().and_then(Payload::under_way)
+        self.view().and_then(Machine::under_way)
     }
 
     fn ask(&mut self, by: Asker, what: &Do, descriptors: Vec<OwnedFd>) -> Result<Value, String> {
-        if let Some(payload) = self.payload() {
-            return payload.ask(by, what, descriptors);
+        if let Some(machine) = self.machine() {
+            return machine.ask(by, what, descriptors);
         }
         match what {
-            Do::Resume { force: true } => self.thread.tell(Told::Force),
+            Do::Resume { force: true } => self.thread.tell(ReceiverCommand::Force),
             Do::MigrateCancel { of: None } => {
-                self.thread.tell(Told::Cancel("it was cancelled on the target".into()))
+                self.thread.tell(ReceiverCommand::Cancel("it was cancelled on the target".into()))
             }
             _ => return Err(Error::Absent.to_string()),
         }
@@ -148,79 +148,79 @@ impl Payload for Incoming {
     }
 
     fn stop(&mut self) {
-        if let Some(payload) = self.payload() {
-            payload.stop();
+        if let Some(machine) = self.machine() {
+            machine.stop();
         }
     }
 
     fn describe(&self) -> Value {
-        self.view().map_or(Value::Null, Payload::describe)
+        self.view().map_or(Value::Null, Machine::describe)
     }
 
     fn memory(&self) -> Vec<Slot> {
-        self.view().map(Payload::memory).unwrap_or_default()
+        self.view().map(Machine::memory).unwrap_or_default()
     }
 
     fn ram(&self) -> Memory {
-        self.view().map(Payload::ram).expect("nobody asks for the memory of a machine that has not come")
+        self.view().map(Machine::ram).expect("nobody asks for the memory of a machine that has not come")
     }
 
     fn disks(&self) -> Vec<Disk> {
-        self.view().map(Payload::disks).unwrap_or_default()
+        self.view().map(Machine::disks).unwrap_or_default()
     }
 
     fn throttle(&self) -> Throttle {
         // Of no vCPU, while there is none.
-        self.view().map_or_else(|| Throttle::new(&[]), Payload::throttle)
+        self.view().map_or_else(|| Throttle::new(&[]), Machine::throttle)
     }
 
     fn track(&mut self, method: Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
-        self.payload().map_or(Err(dirty::Error::TooLate), |payload| payload.track(method))
+        self.machine().map_or(Err(dirty::Error::TooLate), |machine| machine.track(method))
     }
 
     fn save(&mut self) -> Result<Vec<Section>, Error> {
-        self.payload().map_or(Err(Error::Absent), Payload::save)
+        self.machine().map_or(Err(Error::Absent), Machine::save)
     }
 
-    fn restore(&mut self, sections: Vec<Section>, meanwhile: Meanwhile) -> Result<(), Error> {
-        self.payload().map_or(Err(Error::Absent), |payload| payload.restore(sections, meanwhile))
+    fn restore(&mut self, sections: Vec<Section>, meanwhile: ClockPolicy) -> Result<(), Error> {
+        self.machine().map_or(Err(Error::Absent), |machine| machine.restore(sections, meanwhile))
     }
 
     fn commit(&mut self) -> Result<(), Error> {
-        self.payload().map_or(Err(Error::Absent), Payload::commit)
+        self.machine().map_or(Err(Error::Absent), Machine::commit)
     }
 
     fn renew(&mut self) -> Result<(), Error> {
-        self.payload().map_or(Err(Error::Absent), Payload::renew)
+        self.machine().map_or(Err(Error::Absent), Machine::renew)
     }
 
-    fn lend(&mut self, lent: &mut Lent) -> Result<(), String> {
-        self.payload().map_or(Err(Error::Absent.to_string()), |payload| payload.lend(lent))
+    fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String> {
+        self.machine().map_or(Err(Error::Absent.to_string()), |machine| machine.lend(lent))
     }
 
     fn successor(&mut self) -> Option<OwnedFd> {
-        self.payload().and_then(Payload::successor)
+        self.machine().and_then(Machine::successor)
     }
 
     fn release(&mut self) {
-        if let Some(payload) = self.payload() {
-            payload.release();
+        if let Some(machine) = self.machine() {
+            machine.release();
         }
     }
 
     fn retake(&mut self) -> Result<(), Error> {
-        self.payload().map_or(Err(Error::Absent), Payload::retake)
+        self.machine().map_or(Err(Error::Absent), Machine::retake)
     }
 
     fn take_typed(&mut self) -> Vec<u8> {
-        self.payload().map(Payload::take_typed).unwrap_or_default()
+        self.machine().map(Machine::take_typed).unwrap_or_default()
     }
 
     fn give_typed(&mut self, typed: &[u8]) {
-        self.payload().into_iter().for_each(|payload| payload.give_typed(typed));
+        self.machine().into_iter().for_each(|machine| machine.give_typed(typed));
     }
 
     fn flushed(&mut self) -> bool {
-        self.payload().is_none_or(Payload::flushed)
+        self.machine().is_none_or(Machine::flushed)
     }
 }

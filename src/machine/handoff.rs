@@ -24,7 +24,8 @@ pub struct List {
     /// The control socket.
     pub control: Option<Socket>,
     /// What ties this process to the one that was started first, where it is not that itself.
-    pub tether: Option<usize>,
+    #[serde(rename = "tether")]
+    pub supervisor: Option<usize>,
     /// The sandbox, as its flag says it.
     pub sandbox: String,
     /// For whom root is given up.
@@ -81,14 +82,14 @@ pub struct Device {
 
 /// The list as it grows, and its descriptors.
 #[derive(Debug, Default)]
-pub struct Lent {
+pub struct HandoffFds {
     /// The list.
     pub list: List,
     /// The descriptors.
     pub descriptors: Vec<OwnedFd>,
 }
 
-impl Lent {
+impl HandoffFds {
     /// Adds a descriptor; its number.
     pub fn add(&mut self, descriptor: impl Into<OwnedFd>) -> usize {
         self.descriptors.push(descriptor.into());
@@ -105,7 +106,7 @@ impl Lent {
 }
 
 /// The longest list that is read, in bytes.
-const MOST: usize = 1 << 20;
+const MAX_LIST: usize = 1 << 20;
 
 impl List {
     /// Reads one that comes with so many descriptors.
@@ -113,8 +114,8 @@ impl List {
     /// # Errors
     /// In words: where it is none, of another version, or names a descriptor that there is not.
     pub fn parse(bytes: &[u8], descriptors: usize) -> Result<Self, String> {
-        if bytes.len() > MOST {
-            return Err(format!("the list of what is handed over has more than {MOST} bytes"));
+        if bytes.len() > MAX_LIST {
+            return Err(format!("the list of what is handed over has more than {MAX_LIST} bytes"));
         }
         let version: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
         if version["version"] != VERSION {
@@ -128,7 +129,7 @@ impl List {
         let devices = list.devices.iter().flat_map(|device| device.descriptors.iter().copied());
         let mut all: Vec<usize> =
             serial.flatten().chain(devices).chain(list.standard.iter().copied()).collect();
-        all.extend(list.tether);
+        all.extend(list.supervisor);
         all.extend(list.control.iter().map(|control| control.descriptor));
         let count = all.len();
         all.sort_unstable();
@@ -153,7 +154,7 @@ mod tests {
         let list = List {
             version: VERSION,
             standard: vec![0, 1, 2],
-            tether: Some(3),
+            supervisor: Some(3),
             devices: vec![Device { kind: "disk".into(), written: Value::Null, descriptors: vec![4] }],
             ..List::default()
         };
@@ -161,12 +162,12 @@ mod tests {
         assert_eq!(List::parse(&bytes(&list), 5).as_ref(), Ok(&list));
         let says = |list: &List, count| List::parse(&bytes(list), count).unwrap_err();
         assert!(says(&list, 4).contains("descriptor 4 is named, and 4 came"));
-        assert!(says(&List { tether: Some(4), ..list.clone() }, 5).contains("twice"));
+        assert!(says(&List { supervisor: Some(4), ..list.clone() }, 5).contains("twice"));
         assert!(
             says(&List { version: 2, ..list.clone() }, 5).contains("in version 2, and this program reads 1")
         );
         assert!(says(&List { standard: vec![0, 1, 2, 5], ..list }, 9).contains("three"));
         assert!(List::parse(b"{}", 0).is_err() && List::parse(b"\xff", 0).is_err());
-        assert!(List::parse(&vec![b' '; MOST + 1], 0).unwrap_err().contains("bytes"));
+        assert!(List::parse(&vec![b' '; MAX_LIST + 1], 0).unwrap_err().contains("bytes"));
     }
 }

@@ -1,4 +1,4 @@
-//! A word of a command, which need not be text: a string in JSON where it is, and else an array of its bytes.
+//! One argument of a command. It need not be text: JSON has a string where it is text, and otherwise an array of its bytes.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
@@ -7,36 +7,36 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use serde::de::{Error, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A word of a command.
+/// One argument of a command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Word(pub OsString);
+pub struct Argument(pub OsString);
 
-impl Word {
+impl Argument {
     /// Its text, where it is text.
     pub fn text(&self) -> Option<&str> {
         self.0.to_str()
     }
 }
 
-impl fmt::Display for Word {
+impl fmt::Display for Argument {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.display().fmt(f)
     }
 }
 
-impl AsRef<OsStr> for Word {
+impl AsRef<OsStr> for Argument {
     fn as_ref(&self) -> &OsStr {
         &self.0
     }
 }
 
-impl<T: Into<OsString>> From<T> for Word {
+impl<T: Into<OsString>> From<T> for Argument {
     fn from(word: T) -> Self {
         Self(word.into())
     }
 }
 
-impl Serialize for Word {
+impl Serialize for Argument {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self.text() {
             Some(text) => serializer.serialize_str(text),
@@ -45,26 +45,26 @@ impl Serialize for Word {
     }
 }
 
-impl<'de> Deserialize<'de> for Word {
+impl<'de> Deserialize<'de> for Argument {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Either;
         impl<'de> Visitor<'de> for Either {
-            type Value = Word;
+            type Value = Argument;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a string, or an array of bytes")
             }
 
-            fn visit_str<E: Error>(self, text: &str) -> Result<Word, E> {
+            fn visit_str<E: Error>(self, text: &str) -> Result<Argument, E> {
                 Ok(text.into())
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<Word, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<Argument, A::Error> {
                 let mut bytes = Vec::new();
                 while let Some(byte) = sequence.next_element()? {
                     bytes.push(byte);
                 }
-                Ok(Word(OsString::from_vec(bytes)))
+                Ok(Argument(OsString::from_vec(bytes)))
             }
         }
         deserializer.deserialize_any(Either)
@@ -77,15 +77,15 @@ mod tests {
 
     #[test]
     fn a_word_is_a_string_where_it_is_text_and_its_bytes_else() {
-        let words: Vec<Word> = vec!["é\n".into(), OsString::from_vec(b"a\xff".to_vec()).into()];
+        let words: Vec<Argument> = vec!["é\n".into(), OsString::from_vec(b"a\xff".to_vec()).into()];
         let line = serde_json::to_string(&words).unwrap();
         assert_eq!(line, r#"["é\n",[97,255]]"#);
-        assert_eq!(serde_json::from_str::<Vec<Word>>(&line).unwrap(), words);
+        assert_eq!(serde_json::from_str::<Vec<Argument>>(&line).unwrap(), words);
         // Agents of before know strings alone.
         let refused = serde_json::from_str::<Vec<String>>(&line).unwrap_err().to_string();
         assert!(refused.contains("expected a string"), "{refused}");
         for wrong in ["7", "[256]", "{}"] {
-            assert!(serde_json::from_str::<Word>(wrong).is_err(), "{wrong}");
+            assert!(serde_json::from_str::<Argument>(wrong).is_err(), "{wrong}");
         }
     }
 }

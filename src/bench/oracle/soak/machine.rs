@@ -30,7 +30,7 @@ enum Pick {
 }
 
 /// One machine of the test.
-pub(super) struct Leg<'a> {
+pub(super) struct SoakMachine<'a> {
     config: &'a Config,
     tally: &'a mut Tally,
     rng: Rng,
@@ -54,7 +54,7 @@ pub(super) struct Leg<'a> {
     name: String,
 }
 
-impl<'a> Leg<'a> {
+impl<'a> SoakMachine<'a> {
     pub(super) fn build(
         kvm: &kvm_ioctls::Kvm,
         config: &'a Config,

@@ -1,16 +1,16 @@
 //! A machine with a debugger: it stands still while that looks at it, beside whatever else holds it. Such a machine neither moves nor is
 //! saved, for what the debugger planted in its memory would go along, and nobody there would know of it.
 
-use super::Mobile;
-use vellum_control::Stays;
+use super::MigratableMachine;
+use vellum_control::MigrationBlocker;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_machine::Payload;
+use vellum_machine::Machine;
 use vellum_machine::gdb::{Debugger, Door, Wish};
 
 /// The key of the command line's argument.
 pub(super) const KEY: &str = "gdb";
 
-impl<P: Payload> Mobile<P> {
+impl<P: Machine> MigratableMachine<P> {
     /// Lets a debugger come in by `door`. Before it runs.
     pub fn debug(&mut self, door: Door) {
         let (reins, ram, slots) = (self.machine.reins(), self.machine.ram().guest, self.machine.memory());
@@ -73,12 +73,12 @@ impl<P: Payload> Mobile<P> {
     }
 
     /// What keeps it from being saved and from moving: its debugger, or what its machine says.
-    pub(super) fn stays(&self) -> Option<Stays> {
-        let debugger = self.debugger.as_ref().map(|_| Stays {
+    pub(super) fn stays(&self) -> Option<MigrationBlocker> {
+        let debugger = self.debugger.as_ref().map(|_| MigrationBlocker {
             key: KEY.into(),
             name: "debugger".into(),
             why: "what a debugger plants in its memory is known to this process alone".into(),
         });
-        debugger.or_else(|| self.machine.outline().stays)
+        debugger.or_else(|| self.machine.info().stays)
     }
 }

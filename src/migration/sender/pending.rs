@@ -3,12 +3,12 @@
 //! A page is *owed* from the moment that a collection names it until it has been sent. A pass that is given up in its middle leaves the
 //! rest owed, so that nothing is lost with it.
 //!
-//! What KVM's log has of a page is cleared between the two, chunk by chunk, by whoever comes to the chunk first: [`Owed::next`] hands out
+//! What KVM's log has of a page is cleared between the two, chunk by chunk, by whoever comes to the chunk first: [`PendingPages::next`] hands out
 //! no page of which that has not been done. What is named and neither cleared nor sent when a pass ends is named again by the next
 //! collection.
 //!
 //! A log in which all is set at first says nothing of a chunk until that is cleared for the first time, and a chunk that nobody has
-//! touched is never cleared. Of such memory [`Silence`] tells what is news.
+//! touched is never cleared. Of such memory [`UnclearedPages`] tells what is news.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use crate::bits::Bits;
 use crate::pages::{Outgoing, fresh};
 use crate::share::Share;
-use crate::wire::MOST_PAGES;
+use crate::wire::MAX_PAGES;
 use vellum_kvm::dirty::{self, DirtyTracker, Method, SlotLog};
 use vellum_kvm::memory::{Memory, Slot};
 use vellum_sys::pagemap::Pagemap;
@@ -31,7 +31,7 @@ struct Region {
 
 /// Of one memslot, what its log does not say. What is touched there is news: in a chunk that was never cleared, every page has been
 /// owed since it was first touched, or is zero as the target's is.
-struct Silence {
+struct UnclearedPages {
     /// The pages of which the log says nothing yet.
     unsaid: Bits,
     /// Those that were so when it was last asked what has been touched: what was touched between that and the clear of their chunk
@@ -41,7 +41,7 @@ struct Silence {
     untouched: Bits,
 }
 
-impl Silence {
+impl UnclearedPages {
     /// Nothing is known of `slot`.
     fn new(slot: &Slot) -> Self {
         let all = || {
@@ -75,13 +75,13 @@ impl Silence {
 struct Log {
     tracker: Option<Box<dyn DirtyTracker>>,
     /// Memslot by memslot, as long as there is something that the log does not say.
-    silence: Option<Vec<Silence>>,
+    silence: Option<Vec<UnclearedPages>>,
     /// How long the longest clear took.
     longest: Duration,
 }
 
 /// The memslots of a machine.
-pub(crate) struct Owed {
+pub(crate) struct PendingPages {
     regions: Vec<Region>,
     log: Mutex<Log>,
 }
@@ -94,7 +94,7 @@ pub(crate) struct At {
     cleared: u64,
 }
 
-impl Owed {
+impl PendingPages {
     /// Nothing of `memory` is owed, and nobody follows who writes to it.
     pub fn new(memory: Vec<Slot>) -> Self {
         let fresh = fresh(&memory);
@@ -140,7 +140,7 @@ impl Owed {
             tracker.get()?;
         }
         // Asked after the log is on: what is touched from now on is in that.
-        let silence: Vec<_> = self.slots().map(Silence::new).collect();
+        let silence: Vec<_> = self.slots().map(UnclearedPages::new).collect();
         self.ask(&silence, ram, pagemap);
         if !all_set {
             tracker.collect_deferred()?;
@@ -151,7 +151,7 @@ impl Owed {
     }
 
     /// Owes what was touched of memory of which the log says nothing; whether the log says everything from now on.
-    fn ask(&self, silence: &[Silence], ram: &Memory, pagemap: Option<&Pagemap>) -> bool {
+    fn ask(&self, silence: &[UnclearedPages], ram: &Memory, pagemap: Option<&Pagemap>) -> bool {
         let asked = self
             .regions
             .iter()
@@ -273,7 +273,7 @@ impl Owed {
                 continue;
             };
             at.page = own.end;
-            if let Some(run) = region.pages.first_run_of(own, MOST_PAGES.into()) {
+            if let Some(run) = region.pages.first_run_of(own, MAX_PAGES.into()) {
                 at.page = run.end;
                 if at.cleared < run.end {
                     at.cleared = self.clear(at.region, run.clone())?;
