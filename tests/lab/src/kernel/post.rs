@@ -171,7 +171,8 @@ fn trees(source: &Path, patches: &[PathBuf]) -> Result<Vec<String>> {
     // It wants people to be asked for as well.
     perl.args(["--m", "--nor", "--nol"]).args(patches).current_dir(source);
     let said = tool::text(&mut perl)?;
-    let urls = said.lines().filter_map(|line| line.trim().strip_prefix("git "));
+    // A tree that MAINTAINERS gives for a word in the patch has that word behind it.
+    let urls = said.lines().filter_map(|line| line.trim().strip_prefix("git ")?.split(":Keyword:").next());
     Ok(urls.filter(|url| !url.contains("/torvalds/")).map(str::to_owned).collect())
 }
 
