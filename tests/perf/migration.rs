@@ -1,7 +1,7 @@
 //! `cargo bench --bench migration`: what Vellum's way of sending memory costs beside the barest that could be written.
 //!
 //! Memory of 1 GiB, all touched, goes over a socket pair into memory that nobody has touched: by blocks and frames
-//! (`migration/pages.rs`), against a sender that sums and writes memory where it lies and a receiver that reads it to where it
+//! (`migration/pages/`), against a sender that sums and writes memory where it lies and a receiver that reads it to where it
 //! belongs and sums it there, with the sums and without. That one is right only while nobody writes to memory. Touched memory
 //! that is all zero is compared with a scan for a word that is not zero, and two connections, a thread each on both sides, with one. The rivals take turns, and so does who begins; printed
 //! are their medians and the median of the ratios of one round's two, with quartiles. `-- 256` measures with 256 MiB.

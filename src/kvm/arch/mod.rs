@@ -3,10 +3,10 @@
 //!
 //! `x86_64` or `aarch64` is compiled, never both. What describes either is beside them.
 
-pub mod begun;
+pub mod clock_policy;
 pub mod fixed;
 pub mod images;
-pub mod meanwhile;
+pub mod prepared_vm;
 pub mod watch;
 
 #[cfg(target_arch = "aarch64")]

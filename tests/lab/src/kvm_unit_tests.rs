@@ -59,7 +59,7 @@ const PASSED: i32 = 1;
 const SECONDS: u64 = 90;
 const SLOWNESS: u64 = 10;
 
-/// How Vellum refuses a CPU feature that the host has not (`arch/x86_64/cpuid.rs`).
+/// How Vellum refuses a CPU feature that the host has not (`arch/x86_64/cpuid/`).
 const NOT_OFFERED: &str = "this host's KVM does not offer it";
 
 /// The one thing in a test's arguments that its authors leave to a shell: the host's time at the start.

@@ -8,7 +8,7 @@ use kvm_ioctls::{VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::state::Error;
-pub use crate::arch::meanwhile::{ClockPolicy, now};
+pub use crate::arch::clock_policy::{ClockPolicy, now};
 use vellum_sys::clock;
 
 /// Whether a guest whose counter has `saved` kHz goes on with it on a host where it has `here` kHz. `scales`: no host does.

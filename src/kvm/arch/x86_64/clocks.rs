@@ -14,7 +14,7 @@ use kvm_ioctls::{VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::state::{Error, call};
-pub use crate::arch::meanwhile::{ClockPolicy, now};
+pub use crate::arch::clock_policy::{ClockPolicy, now};
 use vellum_sys::kvm_vcpu;
 
 /// IA32_TIME_STAMP_COUNTER.
