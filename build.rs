@@ -12,13 +12,20 @@ fn main() {
     // are linked by rust-lld, which takes no such argument of a C compiler.
     if std::env::var("CARGO_CFG_TARGET_ARCH").as_deref() == Ok("x86_64") {
         println!("cargo::rustc-link-arg-bins=-Wl,-z,pack-relative-relocs");
-        if std::env::var("PROFILE").as_deref() == Ok("release") {
+        if is_dist() {
             println!("cargo::rerun-if-changed={ORDER}");
             if let Some(script) = order() {
                 println!("cargo::rustc-link-arg-bins=-Wl,-T,{}", script.display());
             }
         }
     }
+}
+
+/// Whether this is a build for packages or benchmarks. Cargo names no custom profile to build scripts: PROFILE is `release` for each that
+/// inherits from it. Of those only `dist` and `bench` have line tables.
+fn is_dist() -> bool {
+    let is = |name, value| std::env::var(name).as_deref() == Ok(value);
+    is("PROFILE", "release") && is("DEBUG", "true")
 }
 
 /// The functions that run until a guest's first byte.

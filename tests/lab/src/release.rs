@@ -26,6 +26,9 @@ const BED: &str = "release";
 /// The target of what is given away.
 const TARGET: &str = "x86_64-unknown-linux-musl";
 
+/// Its profile.
+const PROFILE: &str = "dist";
+
 /// cargo-deb's version: the newest that was seen to work.
 const CARGO_DEB: &str = "3.8.0";
 
@@ -62,7 +65,8 @@ impl Checkout {
         cargo.env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"));
         cargo.args([
             "build",
-            "--release",
+            "--profile",
+            PROFILE,
             "--locked",
             "--package",
             "vellum",
@@ -83,7 +87,7 @@ impl Checkout {
     }
 
     fn program(&self) -> PathBuf {
-        self.dir.join("target").join(TARGET).join("release/vellum")
+        self.dir.join("target").join(TARGET).join(PROFILE).join("vellum")
     }
 }
 

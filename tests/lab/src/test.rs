@@ -5,6 +5,7 @@
 //! shipped in, where `lab test metal` runs them as it would on any machine. What came of it is counted from records
 //! ([`tally`]), never from what is printed. A bed that is missing is an entry of the skip list, never a silent pass.
 
+pub(crate) mod clock;
 mod debuggers;
 mod fuzz;
 mod here;
@@ -194,6 +195,7 @@ pub fn run(mut options: Options) -> Result<u8> {
     }
     if options.setup {
         setup::tools(|tool| needs(options.bed, tool), &mut tally);
+        tally.lap("setup", "what the tests of this machine call");
     }
     let on_host = wants(Bed::Local) || options.bed == Some(Bed::Metal);
     if on_host {

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::{BED, CARGO_DEB, Checkout, TARGET, find, held, stage, write_files};
+use super::{BED, CARGO_DEB, Checkout, PROFILE, TARGET, find, held, stage, write_files};
 use crate::cache::Cache;
 use crate::chroot;
 use crate::test::setup;
@@ -52,6 +52,8 @@ pub fn make(cache: &Cache, setup: bool, clone: &Checkout, tally: &mut Tally) -> 
             "--locked",
             "--target",
             TARGET,
+            "--profile",
+            PROFILE,
             "--package",
             "vellum",
         ]))?;

@@ -25,6 +25,7 @@ pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
     if options.setup {
         readers::prepare(tally);
         slurm::prepare(tally);
+        tally.lap(LOCAL, "fetching other projects' programs");
     }
     eprintln!("lab: {LOCAL}: every test program of the workspace");
     let programs = match programs::built_here() {
@@ -37,13 +38,17 @@ pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
         }
         Err(error) => return Err(error),
     };
+    tally.lap(LOCAL, "building");
     for (program, place) in programs {
         match place {
             Some(_) => recorded(&program, options, LOCAL, tally)?,
             None => by_libtest(&program, options, tally)?,
         }
+        tally.lap(LOCAL, &format!("{} {}", program.kind, program.name));
     }
-    documentation(options, tally)
+    documentation(options, tally)?;
+    tally.lap(LOCAL, "examples in the documentation");
+    Ok(())
 }
 
 /// The programs that need a KVM, on this machine's.
@@ -83,6 +88,7 @@ pub fn migration(options: &Options, tally: &mut Tally) -> Result<()> {
         let mut command = command(&program);
         command.args(&options.arguments).env("VELLUM_MIGRATION", "all");
         keep_record(&mut command, bed, &program.name, tally)?;
+        tally.lap(bed, &program.name);
     }
     Ok(())
 }
@@ -97,16 +103,20 @@ pub fn fleet(options: &Options, tally: &mut Tally) -> Result<()> {
         let mut command = command(&program);
         command.args(&options.arguments).env("VELLUM_FLEET", "all");
         keep_record(&mut command, "fleet", &program.name, tally)?;
+        tally.lap("fleet", &program.name);
     }
     Ok(())
 }
 
 /// What the laboratory promises of `bed`'s hosts.
 pub fn promises(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
-    for program in programs::promises()? {
+    let programs = programs::promises()?;
+    tally.lap(bed.name(), "building the laboratory's promises");
+    for program in programs {
         let mut command = command(&program);
         command.args(&options.arguments).env("VELLUM_LAB_BOOTS", bed.name());
         keep_record(&mut command, bed.name(), &program.name, tally)?;
+        tally.lap(bed.name(), &program.name);
     }
     Ok(())
 }

@@ -4,9 +4,9 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use harness::record;
+use harness::record::{self, Line};
 
 use super::programs::{self, Place};
 use super::tally::Tally;
@@ -32,6 +32,7 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
         Architecture::X86 => brought(bed.name(), debuggers::programs(&cache), tally),
         Architecture::Arm => Vec::new(),
     };
+    tally.lap(bed.name(), "fetching kernels and debuggers");
     let host = |npt| {
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
         request.files.extend(debuggers.iter().cloned());
@@ -44,6 +45,7 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
     };
     let hosts = modes(options).into_iter().map(host).collect();
     let tests = programs::built_on(architecture)?;
+    tally.lap(bed.name(), "building the test programs");
     run(&cache, (bed.name(), hosts), &tests, &[], &options.arguments, tally)?;
     // Those of x86 have a bed of their own.
     match architecture {
@@ -168,7 +170,10 @@ fn in_turn(
     eprintln!("lab: {name}: {} commands on {}", commands.len(), request.kernel.image().display());
     request.commands =
         commands.iter().map(|(_, line)| line.split_whitespace().map(str::to_owned).collect()).collect();
-    let ended = bed::run(cache, &Programs::build_for(request.bed.architecture())?, &request, |_| ());
+    let programs = Programs::build_for(request.bed.architecture())?;
+    tally.lap(name, "building");
+    let ended = bed::run(cache, &programs, &request, |_| ());
+    tally.lap(name, "the host");
     let outcome = match ended {
         Ok(outcome) => outcome,
         // The host is itself under test.
@@ -241,6 +246,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
         }
     }
     let guests = guests(&cache, Architecture::X86, whole)?;
+    tally.lap("linux", "making guests and disks");
     run(&cache, ("linux", hosts), &programs::built_for(Place::Linux)?, &guests, &options.arguments, tally)
 }
 
@@ -402,9 +408,10 @@ fn run(
 ) -> Result<()> {
     let architecture = hosts.first().map_or(Architecture::X86, |(_, request)| request.bed.architecture());
     let programs = Programs::build_for(architecture)?;
+    tally.lap(bed, "building for its hosts");
     let tally = Mutex::new(tally);
     // One host keeps one CPU busy.
-    side_by_side(&hosts, |(name, request)| {
+    let done = side_by_side(&hosts, |(name, request)| {
         let bed = format!("{bed} {name}");
         if let HostKernel::Debian(kernel) = &request.kernel {
             eprintln!("lab: {bed}: {} test programs on {}", tests.len(), kernel.package);
@@ -434,14 +441,22 @@ fn run(
         // In there, standard output is the record, and what is said besides is for people.
         request.env.push((record::VARIABLE.into(), "/proc/self/fd/1".into()));
         let (mut rows, mut lines, mut complaints) = (Rows::default(), Vec::new(), Vec::new());
+        let (mut records, mut spans) = (Rows::default(), Spans::start());
         let outcome = bed::run(cache, &programs, &request, |frame| match frame {
-            Frame::Stdout(bytes) => lines.extend_from_slice(bytes),
+            Frame::Stdout(bytes) => {
+                lines.extend_from_slice(bytes);
+                records.push(bytes, |row| spans.line(row));
+            }
             // The other host speaks between its lines.
             Frame::Stderr(bytes) => rows.push(bytes, |row| locked(&tally).show(&format!("{bed}: {row}"))),
-            Frame::Boot(boot) => complaints.clone_from(&boot.complaints),
+            Frame::Boot(boot) => {
+                spans.ended("boot");
+                complaints.clone_from(&boot.complaints);
+            }
             _ => (),
         });
         let (lines, mut tally) = (String::from_utf8_lossy(&lines), locked(&tally));
+        spans.0.into_iter().for_each(|(what, passed)| tally.took(&bed, &what, passed));
         if !outcome.as_ref().is_ok_and(|outcome| outcome.code() == 0) {
             // What failed may have failed for want of that; and a host does without much of it.
             complaints.iter().for_each(|lacks| tally.show(&format!("{bed}: the host itself: {lacks}")));
@@ -457,8 +472,42 @@ fn run(
             }
         }
         Ok(())
-    })
-    .map(drop)
+    });
+    locked(&tally).lap(bed, "the hosts");
+    done.map(drop)
+}
+
+/// What a host spent its time on, as it is seen from here: its own clock may count instructions.
+struct Spans(Vec<(String, Duration)>, Instant);
+
+impl Spans {
+    fn start() -> Self {
+        Self(Vec::new(), Instant::now())
+    }
+
+    /// What has ended took the time since what ended before it; a program's tests are one.
+    fn ended(&mut self, what: &str) {
+        let passed = self.1.elapsed();
+        self.1 += passed;
+        match self.0.last_mut() {
+            Some((last, sum)) if last == what => *sum += passed,
+            _ => self.0.push((what.to_owned(), passed)),
+        }
+    }
+
+    /// A line of the host's record.
+    fn line(&mut self, row: &str) {
+        if let (lines, Ok(())) = record::parse(row) {
+            for line in lines {
+                match line {
+                    Line::Test { name, .. } => {
+                        self.ended(name.split_once("::").map_or(&name, |(program, _)| program))
+                    }
+                    Line::End(_) => (),
+                }
+            }
+        }
+    }
 }
 
 /// A count that a lane which panicked has not left half done: it is made of whole lines.

@@ -20,6 +20,7 @@ pub fn run(tally: &mut Tally) -> Result<()> {
     for series in &all {
         let name = format!("{}/{}", series.base.name, series.name);
         tally.stage(BED, &format!("{name} applies and compiles"), applies_and_compiles(&cache, series));
+        tally.lap(BED, &format!("{name} applies and compiles"));
     }
     // The other bases move, so their kernels are built when somebody asks for them.
     for base in BASES.iter().filter(|base| base.frozen.is_some()) {
@@ -30,6 +31,7 @@ pub fn run(tally: &mut Tally) -> Result<()> {
                 &format!("{} with all of its series boots", base.name),
                 stack_boots(&cache, &stack),
             );
+            tally.lap(BED, &format!("{} with all of its series: building and boots", base.name));
         }
     }
     Ok(())

@@ -1,11 +1,13 @@
 //! The count over all beds, from what test programs record of themselves.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use harness::record::{self, Line, Outcome, Record};
 use harness::tools::SETUP;
 use vellum_report::{Case, Report, Status};
 
+use super::clock::Clock;
 use crate::{Result, form};
 
 /// This machine, where it is a bed.
@@ -23,6 +25,8 @@ pub struct Tally {
     report: Option<Report>,
     /// Whether a skip that `--setup` could have prevented is a failure.
     held_to_setup: bool,
+    /// Where the time goes.
+    clock: Clock,
 }
 
 impl Tally {
@@ -35,6 +39,7 @@ impl Tally {
             skipped: BTreeMap::new(),
             report: None,
             held_to_setup: false,
+            clock: Clock::start(),
         }
     }
 
@@ -46,6 +51,21 @@ impl Tally {
     /// From now on what `--setup` could have installed must be there.
     pub fn hold_to_setup(&mut self) {
         self.held_to_setup = true;
+    }
+
+    /// A part of the run has ended, which took the time since the last.
+    pub fn lap(&mut self, bed: &str, what: &str) {
+        self.clock.lap(&format!("{bed}: {what}"));
+    }
+
+    /// Something that ran beside others took so long, which belongs to the part that ends next.
+    pub fn took(&mut self, bed: &str, what: &str, passed: Duration) {
+        self.clock.within(format!("{bed}: {what}"), passed);
+    }
+
+    /// Where the time went.
+    pub fn times(&self) -> String {
+        self.clock.table()
     }
 
     /// What has happened, as cases; none of them where they were not kept.
@@ -202,7 +222,7 @@ impl Tally {
             println!("\nFailed:");
             self.failures.iter().for_each(|failure| println!("  {failure}"));
         }
-        println!("\n{}", self.closing_line());
+        println!("\n{}\n{}", self.times(), self.closing_line());
     }
 
     fn closing_line(&self) -> String {

@@ -1,0 +1,128 @@
+//! Where the time of a run goes: each part by the time that passed and what its processes used of the CPUs.
+//!
+//! A part ends where the next begins, so that the parts add up to the whole. Within a part, hosts run side by side: their own rows
+//! stand below it and are not added.
+
+use std::fmt::Write;
+use std::time::{Duration, Instant};
+
+/// Parts that take less are shown together.
+const SHORT: Duration = Duration::from_secs(1);
+
+/// A part of a run.
+#[derive(Clone, Debug, PartialEq)]
+struct Part {
+    what: String,
+    passed: Duration,
+    used: Duration,
+    /// What ran side by side in it.
+    within: Vec<(String, Duration)>,
+}
+
+/// The parts so far.
+#[derive(Debug)]
+pub struct Clock {
+    mark: (Instant, Duration),
+    parts: Vec<Part>,
+    within: Vec<(String, Duration)>,
+}
+
+impl Clock {
+    /// The first part begins.
+    pub fn start() -> Self {
+        Self { mark: (Instant::now(), used()), parts: Vec::new(), within: Vec::new() }
+    }
+
+    /// Something of the part that runs took so long, beside others.
+    pub fn within(&mut self, what: String, passed: Duration) {
+        self.within.push((what, passed));
+    }
+
+    /// The part that runs ends, and the next begins.
+    pub fn lap(&mut self, what: &str) {
+        let mark = (Instant::now(), used());
+        let passed = mark.0 - self.mark.0;
+        let used = mark.1.saturating_sub(self.mark.1);
+        self.mark = mark;
+        let within = std::mem::take(&mut self.within);
+        self.parts.push(Part { what: what.to_owned(), passed, used, within });
+    }
+
+    /// The table.
+    pub fn table(&self) -> String {
+        let mut text = format!("{:60} {:>8} {:>8}\n", "Time", "passed", "of CPUs");
+        let mut row = |what: &str, passed: Duration, used: Option<Duration>| {
+            let used = used.map(|used| format!("{:>6} s", used.as_secs())).unwrap_or_default();
+            let _ = writeln!(text, "  {what:58} {:>6} s {used}", passed.as_secs());
+        };
+        let (short, long): (Vec<_>, Vec<_>) = self.parts.iter().partition(|part| part.passed < SHORT);
+        for part in long {
+            row(&part.what, part.passed, Some(part.used));
+            part.within.iter().for_each(|(what, passed)| row(&format!("  {what}"), *passed, None));
+        }
+        let sum = |parts: &[&Part]| {
+            let each = parts.iter().map(|part| (part.passed, part.used));
+            each.fold((Duration::ZERO, Duration::ZERO), |a, b| (a.0 + b.0, a.1 + b.1))
+        };
+        if !short.is_empty() {
+            let (passed, used) = sum(&short);
+            row(&format!("{} parts of less than a second each", short.len()), passed, Some(used));
+        }
+        let (passed, used) = sum(&self.parts.iter().collect::<Vec<_>>());
+        row("the whole", passed, Some(used));
+        text
+    }
+}
+
+/// What processes that were waited for have used of the CPUs.
+fn used() -> Duration {
+    // SAFETY: rusage is plain data, for which all zeroes is a value.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: `usage` is writable and outlives the call, which cannot fail then.
+    unsafe { libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage) };
+    let time = |of: libc::timeval| {
+        Duration::from_secs(of.tv_sec.cast_unsigned()) + Duration::from_micros(of.tv_usec.cast_unsigned())
+    };
+    time(usage.ru_utime) + time(usage.ru_stime)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(what: &str, passed: u64, used: u64, within: Vec<(String, Duration)>) -> Part {
+        let (passed, used) = (Duration::from_millis(passed), Duration::from_millis(used));
+        Part { what: what.into(), passed, used, within }
+    }
+
+    #[test]
+    fn parts_add_up_and_what_runs_within_one_is_not_added() {
+        let mut clock = Clock::start();
+        clock.parts = vec![
+            part("local: building", 70_000, 130_000, Vec::new()),
+            part("local: unit", 400, 300, Vec::new()),
+            part("local: other", 700, 600, Vec::new()),
+            part("svm: hosts", 100_000, 190_000, vec![("npt=1: boot".into(), Duration::from_secs(30))]),
+        ];
+        let table = clock.table();
+        let rows: Vec<Vec<&str>> = table.lines().map(|line| line.split_whitespace().collect()).collect();
+        let ends = |row: &[&str], end: &[&str]| assert!(row.ends_with(end), "{row:?}");
+        ends(&rows[1], &["building", "70", "s", "130", "s"]);
+        ends(&rows[2], &["hosts", "100", "s", "190", "s"]);
+        ends(&rows[3], &["npt=1:", "boot", "30", "s"]);
+        ends(&rows[4], &["each", "1", "s", "0", "s"]);
+        ends(&rows[5], &["whole", "171", "s", "320", "s"]);
+        assert_eq!(rows.len(), 6);
+    }
+
+    #[test]
+    fn a_part_has_what_its_processes_used() {
+        let mut clock = Clock::start();
+        let mut busy = std::process::Command::new("sh");
+        busy.args(["-c", "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done"]);
+        assert!(busy.status().unwrap().success());
+        clock.lap("busy");
+        assert!(clock.parts[0].used > Duration::ZERO);
+        assert!(clock.parts[0].passed > Duration::ZERO);
+    }
+}
