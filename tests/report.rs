@@ -249,7 +249,7 @@ fn what_is_no_result_is_not_written_over() {
     let file = Scratch::new("disk.img");
     let image = vec![7u8; 4096];
     std::fs::write(&file.0, &image).unwrap();
-    for (kind, what) in [(Kind::Results, "results of Vellum's"), (Kind::Page, "a page of Vellum's")] {
+    for (kind, what) in [(Kind::Results, "Vellum results"), (Kind::Page, "a Vellum page")] {
         let error = Writer::open(&file.0, kind).unwrap_err().to_string();
         assert!(error.contains(what) && error.contains("disk.img"), "{error}");
     }
@@ -301,7 +301,7 @@ fn what_does_not_fit_leaves_what_was_there() {
         .unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("the result could not be written"), "{said}");
+    assert!(said.contains("cannot write the result"), "{said}");
     assert_eq!(std::fs::read_to_string(&page.0).unwrap(), before);
 }
 
@@ -327,7 +327,7 @@ fn messages_name_the_file_the_fault_and_the_remedy() {
         value.to_string()
     };
     for (content, expected) in [
-        ("", "it is empty; the run that was to fill it did not end"),
+        ("", "it is empty; the run that writes it did not finish"),
         ("  \n", "it is empty"),
         ("vellum: no such workload", "no JSON object begins at byte 0"),
         ("[1, \"0.1\"]", "no JSON object begins"),
@@ -360,12 +360,12 @@ fn spreads_series_and_buckets_out_of_order_are_refused() {
     let faults: &[Diagnose] = &[
         ("not those of its samples", |v| v["figures"][4]["median"] = 1e9.into()),
         ("not those of its samples", |v| v["figures"][4]["samples"][1]["value"] = 1e9.into()),
-        ("resolution is no share", |v| v["figures"][4]["resolution"] = 2.into()),
-        ("is none of its figures", |v| v["headline"] = serde_json::json!({"name": "nothing"})),
+        ("resolution is not in", |v| v["figures"][4]["resolution"] = 2.into()),
+        ("is not one of its figures", |v| v["headline"] = serde_json::json!({"name": "nothing"})),
         ("has an index in its name", |v| v["figures"][0]["name"] = "a[0]".into()),
         ("not in order", |v| v["series"][0]["points"][0][0] = 1e9.into()),
         ("ends before it starts", |v| v["marks"][0]["end"] = (-1).into()),
-        ("do not rise", |v| v["histograms"][0]["buckets"][1][0] = 0.into()),
+        ("bounds are not in order", |v| v["histograms"][0]["buckets"][1][0] = 0.into()),
         ("more than 2^64", |v| {
             v["histograms"][0]["buckets"] = serde_json::json!([[1, u64::MAX], [2, 1]]);
         }),
@@ -390,7 +390,7 @@ fn the_text_stands_alone() {
         "backing=thp",
         "seed=1",
         "bed local",
-        "EMULATED (times count instructions and are not seconds)",
+        "EMULATED (times count instructions, not seconds)",
         "Linux 6.12.0-test",
         "kvm_pvm",
         "INVALID  memory is backed by thp, but KVM mapped no huge page, only 512 of 4 KiB",

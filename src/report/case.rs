@@ -1,4 +1,5 @@
-//! Cases: what a test or a benchmark consists of, each with how it ended. Every format that other programs read is a view of this one list.
+//! Cases: the parts of a test or a benchmark and how each ended. The formats for other programs
+//! (KTAP, JUnit, KCIDB) are views of this list.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,20 +9,20 @@ use super::Report;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
-    /// It held.
+    /// It passed.
     Pass,
-    /// It could not be tried here.
+    /// This host cannot run it.
     Skip,
-    /// What it tests does not hold.
+    /// It failed.
     Fail,
-    /// It was not over in its time.
+    /// It did not finish in time.
     Timeout,
-    /// It broke off, and says nothing of what it tests.
+    /// It broke off without a verdict.
     Crash,
 }
 
 impl Status {
-    /// Whether the one who reads it has something to do.
+    /// Whether someone has to act on it.
     pub fn is_bad(self) -> bool {
         matches!(self, Self::Fail | Self::Timeout | Self::Crash)
     }
@@ -31,41 +32,41 @@ impl Status {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Case {
-    /// Its name, with `/` between the levels of a hierarchy: `ring/thp`. Unique within a result.
+    /// The name, with `/` between the levels: `ring/thp`. Unique within a result.
     pub name: String,
     /// How it ended.
     pub status: Status,
-    /// Why, where it did not pass.
+    /// The reason, if it did not pass.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// What would change that.
+    /// What would fix it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
-    /// How long it took, by the clock on the wall.
+    /// Duration in wall-clock seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seconds: Option<f64>,
-    /// The seed of what was random in it.
+    /// The seed of its random numbers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
 }
 
 impl Case {
-    /// One that ended so, of which nothing else is known.
+    /// A case with only a name and a status.
     pub fn new(name: impl Into<String>, status: Status) -> Self {
         Self { name: name.into(), status, reason: None, remedy: None, seconds: None, seed: None }
     }
 
-    /// The same, with a reason.
+    /// Sets the reason.
     pub fn because(self, reason: impl Into<String>) -> Self {
         Self { reason: Some(reason.into()), ..self }
     }
 
-    /// The same, with a remedy.
+    /// Sets the remedy.
     pub fn mended_by(self, remedy: impl Into<String>) -> Self {
         Self { remedy: Some(remedy.into()), ..self }
     }
 
-    /// The same, with what a message says is wrong as the reason, and what it says would work as the remedy.
+    /// Splits an error message into reason and remedy.
     pub fn explained(self, message: &str) -> Self {
         match message.split_once(": ").or_else(|| message.rsplit_once("; ")) {
             Some((reason, remedy)) => self.because(reason).mended_by(remedy),
@@ -73,13 +74,13 @@ impl Case {
         }
     }
 
-    /// Reason and remedy as one line; empty where there is neither.
+    /// Reason and remedy as one line, or an empty string.
     pub fn why(&self) -> String {
         [&self.reason, &self.remedy].into_iter().flatten().map(String::as_str).collect::<Vec<_>>().join(": ")
     }
 }
 
-/// How several cases ended together: as the worst of them, and as skipped where all are.
+/// The combined status: the worst one. Skipped only if all are skipped.
 pub fn together(statuses: impl IntoIterator<Item = Status>) -> Status {
     let (mut worst, mut passed, mut any) = (Status::Skip, false, false);
     for status in statuses {
@@ -91,17 +92,17 @@ pub fn together(statuses: impl IntoIterator<Item = Status>) -> Status {
 }
 
 impl Report {
-    /// The cases of this result: a result without any, as a benchmark's, is one of its own.
+    /// The cases of this result. A result without cases, as of a benchmark, is one case itself.
     pub fn all_cases(&self) -> Vec<Case> {
         if self.cases.is_empty() { vec![self.as_case()] } else { self.cases.clone() }
     }
 
-    /// Whether the result is one case, by its own name.
+    /// Whether the result has only one case, with the result's own name.
     pub fn is_one_case(&self) -> bool {
         matches!(&self.cases[..], [] | [_]) && self.cases.iter().all(|case| case.name == self.name)
     }
 
-    /// The result as one case, named after what ran: it failed where a premise did.
+    /// The result as one case, named after the command. It fails if a premise failed.
     pub fn as_case(&self) -> Case {
         let why: Vec<String> = self.invalid.iter().map(ToString::to_string).collect();
         match (why.is_empty(), &self.cut_short) {
@@ -111,8 +112,8 @@ impl Report {
         }
     }
 
-    /// All of it as one case, after its cases. A result passes only where all that was asked for was run: one that was cut short or
-    /// left something out does not, even if none of its cases is bad.
+    /// The result with all its cases, as one case. It does not pass if the run was cut short or
+    /// left something out, even if no case is bad.
     pub fn whole(&self) -> Case {
         let cases = together(self.all_cases().iter().map(|case| case.status));
         let alone = self.as_case();
@@ -125,7 +126,7 @@ impl Report {
         }
     }
 
-    /// Why the cases alone do not tell how it ended, a line each: that it was cut short, what was not run, what is invalid.
+    /// What the cases do not show, one line each: cut short, not run, invalid.
     pub fn unfinished(&self) -> Vec<String> {
         let cut = self.cut_short.iter().map(|rest| format!("CUT OFF: {rest}"));
         let not_run = self.not_run.iter().map(|what| format!("NOT RUN: {what}"));
@@ -133,8 +134,8 @@ impl Report {
         cut.chain(not_run).chain(invalid).collect()
     }
 
-    /// The cases, and the whole as the last of them where it says what none of them does. No case of a result with several is named
-    /// after it.
+    /// The cases. The whole result follows as the last case if it was cut short, left something out
+    /// or is invalid. No case of a result with several cases has the result's name.
     pub fn told_cases(&self) -> Vec<Case> {
         let mut cases = self.all_cases();
         if !self.is_one_case() && !self.unfinished().is_empty() {
@@ -143,7 +144,7 @@ impl Report {
         cases
     }
 
-    /// How all of it ended.
+    /// The result's status.
     pub fn status(&self) -> Status {
         self.whole().status
     }

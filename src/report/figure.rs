@@ -1,26 +1,26 @@
-//! A figure and the samples that it is made of.
+//! Figures and their samples.
 //!
-//! A sample knows the machine, the round and the vCPU that it comes from, and its result knows the boot; so whether two samples
-//! are independent, and whether they were measured as a pair, is read from the data by [`super::compare`].
+//! A sample records its VM, round and vCPU, and its result records the boot. [`super::compare`]
+//! reads from these whether samples are independent and whether they form pairs.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What a figure, a counter, a series or a histogram is called. Those with one name and different indices belong together:
-/// one for each vCPU, pass or phase.
+/// The name of a figure, counter, series or histogram. Labels with one name and different indices
+/// belong together: one for each vCPU, pass or phase.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Label {
     /// Lower-case words joined by `_`.
     pub name: String,
-    /// `vcpu0`, `before`, `3`.
+    /// For example `vcpu0`, `before` or `3`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub index: Option<String>,
 }
 
 impl Label {
-    /// One of several that share `name`.
+    /// A label with an index.
     pub fn of(name: impl Into<String>, index: impl fmt::Display) -> Self {
         Self { name: name.into(), index: Some(index.to_string()) }
     }
@@ -47,19 +47,19 @@ impl fmt::Display for Label {
     }
 }
 
-/// One value, and where it was measured.
+/// One value and where it was measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Sample {
-    /// In the unit of its figure.
+    /// The value in the figure's unit.
     pub value: f64,
-    /// Which machine it was, of those that the figure has samples of.
+    /// The number of the VM.
     #[serde(default)]
     pub machine: u32,
-    /// The round, from 0. Where each round has a machine of its own, the two go together.
+    /// The round, from 0. If each round has a VM of its own, `machine` equals it.
     #[serde(default)]
     pub round: u32,
-    /// The vCPU, where the sample is of one alone.
+    /// The vCPU, if the sample covers only one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vcpu: Option<u32>,
 }
@@ -71,39 +71,39 @@ impl Sample {
     }
 }
 
-/// One figure: at least one sample.
+/// A figure. It has at least one sample.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Written", into = "Written")]
 pub struct Figure {
-    /// What it is called.
+    /// The figure's label.
     pub label: Label,
     /// The unit as printed: `s`, `ns`, `pages/s`, `pages`, `bytes`, `exits`, `instructions`.
     pub unit: String,
-    /// How much too large a value may be, as a share of it: the bound of a histogram's bucket stands for all values in
-    /// the bucket. 0 for what was measured or counted itself.
+    /// How much too large a value may be, as a share of the value. A histogram bucket's bound
+    /// stands for all values in the bucket. 0 if the value is exact.
     pub resolution: f64,
-    /// In the order of measurement.
+    /// The samples in the order of measurement.
     pub samples: Vec<Sample>,
 }
 
 impl Figure {
-    /// A figure measured once, or a count.
+    /// A count, or a figure with one sample.
     pub fn once(label: impl Into<Label>, unit: &str, value: f64) -> Self {
         Self::sampled(label, unit, vec![Sample { value, ..Sample::default() }])
     }
 
-    /// A figure of `samples`, of which there is one at least.
+    /// A figure with at least one sample.
     pub fn sampled(label: impl Into<Label>, unit: &str, samples: Vec<Sample>) -> Self {
         Self { label: label.into(), unit: unit.into(), resolution: 0.0, samples }
     }
 
-    /// The same, of which a value may be too large by that share.
+    /// Sets by what share a value may be too large.
     #[must_use]
     pub fn resolved_to(self, resolution: f64) -> Self {
         Self { resolution, ..self }
     }
 
-    /// The values alone.
+    /// The samples' values.
     pub fn values(&self) -> impl Iterator<Item = f64> {
         self.samples.iter().map(|sample| sample.value)
     }
@@ -123,14 +123,14 @@ impl Figure {
         self.values().fold(f64::NEG_INFINITY, f64::max)
     }
 
-    /// How far apart the samples lie: the largest less the smallest, by the median. `None` where that says nothing.
+    /// (largest - smallest) / median. `None` for a single sample or a median of 0.
     pub fn spread(&self) -> Option<f64> {
         let median = self.value();
         (self.samples.len() > 1 && median != 0.0).then(|| (self.max() - self.min()) / median.abs())
     }
 }
 
-/// The middle value, or the mean of the middle two; `None` where there is none.
+/// The middle value, or the mean of the middle two. `None` if there are no values.
 pub fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     let mut sorted: Vec<f64> = values.collect();
     sorted.sort_by(f64::total_cmp);
@@ -139,8 +139,8 @@ pub fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     Some(if sorted.len() % 2 == 1 { upper } else { (sorted[middle - 1] + upper) / 2.0 })
 }
 
-/// A figure as it stands in a file: a value alone where there is no more to say, else the spread beside the samples, for
-/// readers that compute nothing.
+/// The JSON form of a figure: a single value, or the samples with median, minimum and maximum for
+/// readers that do no arithmetic.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Written {
@@ -201,7 +201,7 @@ impl TryFrom<Written> for Figure {
                 ));
             }
         };
-        // A reader of decimal digits may be off by the last bit of each.
+        // Parsing a decimal may change the last bit of each value.
         let near = |written: Option<f64>, found: f64| {
             written.is_none_or(|written| (written - found).abs() <= 1e-9 * written.abs().max(found.abs()))
         };

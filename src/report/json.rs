@@ -1,7 +1,7 @@
-//! The JSON face: results written so that people can diff them, and read without trusting what others may have written.
+//! The JSON form of results. It is laid out for diff and grep. Reading trusts nothing in a file.
 //!
-//! Start reading at [`parse`] for what is believed of a file: nothing until [`check`] has passed. The schema that other tools
-//! read is `resources/report.schema.json`; the files themselves are [`super::output`]'s.
+//! Start at [`parse`]: it accepts a result only after [`check`]. `resources/report.schema.json` is
+//! the schema for other tools. [`super::output`] opens and writes the files.
 
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -13,66 +13,67 @@ use serde_json::ser::Formatter;
 use super::{Label, OLDEST, Report, SCHEMA};
 use vellum_sys::open;
 
-/// The largest file that is read. A result with a point each millisecond for an hour is a tenth of it.
+/// The largest file to read. A result with one point per millisecond for an hour has a tenth of
+/// this size.
 pub const LIMIT: u64 = 64 << 20;
 
-/// Why a result could not be read. Each is one line, complete with what to do.
+/// Why a result cannot be read. Each message is one line and says what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The file to be read is not there, is no file, or is another user's.
-    #[error("{}: cannot be read: {source}; name a result that Vellum wrote as JSON", path.display())]
+    /// The file is missing, is not a file, or belongs to another user.
+    #[error("{}: cannot read: {source}; name a JSON result written by Vellum", path.display())]
     Open {
-        /// What was asked for.
+        /// The path as given.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// A directory, where a file is needed or where no result lies in it.
+    /// The path is a directory: a file is needed, or the directory has no results.
     #[error("{}: a directory {what}", path.display())]
     Directory {
-        /// What was asked for.
+        /// The path as given.
         path: PathBuf,
-        /// What is wrong with that, and the remedy.
+        /// The problem and the remedy.
         what: &'static str,
     },
-    /// Refused before it could fill the memory.
-    #[error("{}: larger than {} MiB, which no result is; name a result that Vellum wrote as JSON", path.display(), LIMIT >> 20)]
+    /// The file is too large. It is rejected before it fills the memory.
+    #[error("{}: larger than {} MiB, the limit for results; name a JSON result written by Vellum", path.display(), LIMIT >> 20)]
     TooLarge {
-        /// Which file.
+        /// The file.
         path: PathBuf,
     },
-    /// The content is something else.
-    #[error("{}: no Vellum result: {why}; name a result that Vellum wrote as JSON", path.display())]
+    /// The content is not a result.
+    #[error("{}: not a Vellum result: {why}; name a JSON result written by Vellum", path.display())]
     NoResult {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// What it has or lacks.
+        /// What is wrong with it.
         why: String,
     },
-    /// A result of another time.
-    #[error("{}: schema version {found}, written by Vellum {by}; this is Vellum {}, which reads versions {OLDEST} to {SCHEMA}: read it with the Vellum that wrote it, or measure again", path.display(), env!("CARGO_PKG_VERSION"))]
+    /// The result has an unsupported schema version.
+    #[error("{}: schema version {found}, written by Vellum {by}; this is Vellum {}, which reads versions {OLDEST} to {SCHEMA}: use the Vellum that wrote it, or measure again", path.display(), env!("CARGO_PKG_VERSION"))]
     OtherSchema {
-        /// Which file.
+        /// The file.
         path: PathBuf,
         /// Its version.
         found: String,
-        /// Who says that they wrote it.
+        /// The version of Vellum named in it.
         by: String,
     },
 }
 
-/// `results` as text, one after another.
+/// Serializes `results`, one after another.
 pub fn text(results: &[Report]) -> serde_json::Result<Vec<u8>> {
     let mut text = Vec::new();
     for result in results {
-        debug_assert_eq!(check(result), Ok(()), "a result that no reader would accept");
+        debug_assert_eq!(check(result), Ok(()), "an invalid result");
         result.serialize(&mut serde_json::Serializer::with_formatter(&mut text, Lines::default()))?;
         text.push(b'\n');
     }
     Ok(text)
 }
 
-/// Reads the results in `path`, or on standard input for `-`; one at least.
+/// Reads the results in `path`, at least one; `-` is standard input.
 pub fn read(path: &Path) -> Result<Vec<Report>, Error> {
     let failed = |source| Error::Open { path: path.into(), source };
     let mut bytes = Vec::new();
@@ -82,7 +83,7 @@ pub fn read(path: &Path) -> Result<Vec<Report>, Error> {
         if path.is_dir() {
             return Err(Error::Directory {
                 path: path.into(),
-                what: "where a result file is needed; name the files in it",
+                what: "but a result file is needed; name the files in it",
             });
         }
         bytes = open::read(path, LIMIT).map_err(failed)?;
@@ -93,8 +94,8 @@ pub fn read(path: &Path) -> Result<Vec<Report>, Error> {
     parse(&bytes, path)
 }
 
-/// Reads a set of results: a file with one or several, or a directory whose `*.json` files are read in the order of
-/// their names.
+/// Reads a set of results. `path` is a file with one or more results, or a directory whose `*.json`
+/// files are read in name order.
 pub fn read_set(path: &Path) -> Result<Vec<Report>, Error> {
     if !path.is_dir() {
         return read(path);
@@ -108,7 +109,7 @@ pub fn read_set(path: &Path) -> Result<Vec<Report>, Error> {
         }
     }
     if files.is_empty() {
-        let what = "without a single .json file; name one that results were written into as JSON";
+        let what = "without .json files; name a directory with JSON results";
         return Err(Error::Directory { path: path.into(), what });
     }
     files.sort();
@@ -119,17 +120,17 @@ pub fn read_set(path: &Path) -> Result<Vec<Report>, Error> {
     Ok(results)
 }
 
-/// What is looked at before anything else is believed.
+/// The fields that are read before all others.
 #[derive(Deserialize)]
 struct Header {
     schema: Option<Value>,
     vellum: Option<Value>,
 }
 
-/// The results in `bytes`, one after another with or without white space between; `path` is for the messages.
+/// Parses the results in `bytes`, with or without white space between them. `path` is for messages.
 ///
-/// Whatever the bytes are, this ends in time and memory linear in their length (serde_json stops at 128 levels). What is a result is gone
-/// over once; only what is none is looked at again, for the reason.
+/// Time and memory are linear in the length of any input (serde_json limits nesting to 128 levels).
+/// A valid result is parsed once. An invalid one is parsed again for the reason.
 pub fn parse(bytes: &[u8], path: &Path) -> Result<Vec<Report>, Error> {
     let no_result = |why: String| Error::NoResult { path: path.into(), why };
     let mut results: Vec<Report> = Vec::new();
@@ -139,7 +140,7 @@ pub fn parse(bytes: &[u8], path: &Path) -> Result<Vec<Report>, Error> {
         start += bytes[start..].iter().take_while(|b| b.is_ascii_whitespace()).count();
         match bytes.get(start) {
             None if results.is_empty() => {
-                return Err(no_result("it is empty; the run that was to fill it did not end".into()));
+                return Err(no_result("it is empty; the run that writes it did not finish".into()));
             }
             None => return Ok(results),
             Some(b'{') => {}
@@ -150,7 +151,7 @@ pub fn parse(bytes: &[u8], path: &Path) -> Result<Vec<Report>, Error> {
             Some(Ok(result)) if (OLDEST..=SCHEMA).contains(&result.schema) => result,
             _ => return Err(why_none(bytes, which, path)),
         };
-        // Version 2 had no cases, and nothing else has changed: what is read is as if it had been written today.
+        // Version 3 only added cases to version 2, so the result is read as version 3.
         result.schema = SCHEMA;
         check(&result).map_err(|e| no_result(format!("result {which} in it: {}", super::printable(&e))))?;
         results.push(result);
@@ -158,7 +159,8 @@ pub fn parse(bytes: &[u8], path: &Path) -> Result<Vec<Report>, Error> {
     }
 }
 
-/// Why the object of that number, from 1 on, is no result: by its header first, because one of another version may have any fields.
+/// Why object number `which` (from 1) is not a result. The header is checked first, because another
+/// version may have any fields.
 fn why_none(bytes: &[u8], which: usize, path: &Path) -> Error {
     let no_result = |why: String| Error::NoResult { path: path.into(), why };
     let of_it = |error: &serde_json::Error| {
@@ -175,9 +177,7 @@ fn why_none(bytes: &[u8], which: usize, path: &Path) -> Error {
             {
                 match serde_json::from_slice::<Report>(&bytes[start..stream.byte_offset()]) {
                     Err(error) => of_it(&error),
-                    Ok(_) => {
-                        no_result(format!("{before} results in it can be read, and what follows cannot"))
-                    }
+                    Ok(_) => no_result(format!("{before} results in it can be read, the rest cannot")),
                 }
             }
             Some(Value::Number(n)) => {
@@ -187,13 +187,13 @@ fn why_none(bytes: &[u8], which: usize, path: &Path) -> Error {
             }
             Some(_) => no_result("its `schema` is not a number".into()),
         },
-        Some(Err(error)) => no_result(format!("not JSON as it should be: {error}")),
-        None => no_result("it ends where a result was to begin".into()),
+        Some(Err(error)) => no_result(format!("not valid JSON: {error}")),
+        None => no_result("it ends where a result should begin".into()),
     }
 }
 
-/// What serde cannot say of a result but every face of it relies on: names that tell figures apart, spreads and
-/// buckets in order, sums that fit.
+/// Checks what serde cannot: unique labels, finite values, ordered points and buckets, sums that do
+/// not overflow.
 pub fn check(result: &Report) -> Result<(), String> {
     let mut labels = std::collections::HashSet::new();
     for figure in &result.figures {
@@ -204,7 +204,7 @@ pub fn check(result: &Report) -> Result<(), String> {
         }
         finite(&label.to_string(), figure.values())?;
         if !(0.0..1.0).contains(&figure.resolution) {
-            return Err(format!("figure `{label}`: its resolution is no share"));
+            return Err(format!("figure `{label}`: its resolution is not in [0, 1)"));
         }
     }
     finite("at", [result.at])?;
@@ -214,11 +214,11 @@ pub fn check(result: &Report) -> Result<(), String> {
             return Err(format!("two cases are called `{}`", case.name));
         }
         if case.seconds.is_some_and(|seconds| !(0.0..=f64::MAX).contains(&seconds)) {
-            return Err(format!("case `{}`: its seconds are none", case.name));
+            return Err(format!("case `{}`: its seconds are invalid", case.name));
         }
     }
     if let Some(headline) = result.headline.as_ref().filter(|headline| !labels.contains(headline)) {
-        return Err(format!("its headline `{headline}` is none of its figures"));
+        return Err(format!("its headline `{headline}` is not one of its figures"));
     }
     for series in &result.series {
         if series.points.iter().any(|(t, v)| !t.is_finite() || !v.is_finite()) {
@@ -240,7 +240,7 @@ pub fn check(result: &Report) -> Result<(), String> {
             return Err(format!("histogram `{name}`: a bound is not finite"));
         }
         if !histogram.buckets.is_sorted_by(|a, b| a.0 < b.0) {
-            return Err(format!("histogram `{name}`: its bounds do not rise"));
+            return Err(format!("histogram `{name}`: its bounds are not in order"));
         }
         finite(name, histogram.max)?;
         let total = histogram.buckets.iter().try_fold(0u64, |sum, &(_, n)| sum.checked_add(n));
@@ -258,22 +258,22 @@ fn finite(name: &str, values: impl IntoIterator<Item = f64>) -> Result<(), Strin
     }
 }
 
-/// A name with an index in it would be another figure's, and nothing could tell them apart.
+/// An index in the name would make two different labels print the same.
 fn named(label: &Label) -> Result<(), String> {
     match label.name.contains(['[', ']']) {
-        true => Err(format!("`{}` has an index in its name, which is a field of its own", label.name)),
+        true => Err(format!("`{}` has an index in its name; use the field `index`", label.name)),
         false => Ok(()),
     }
 }
 
-/// One figure, one counter, one series a line: what people grep and diff.
+/// Writes one figure, counter or series a line, for grep and diff.
 #[derive(Default)]
 struct Lines {
     depth: usize,
     filled: bool,
 }
 
-/// Levels that are spread over lines: the result, and the lists and tables in it.
+/// The nesting levels that are spread over lines: the result, and the lists and tables in it.
 const OPEN_LEVELS: usize = 2;
 
 impl Lines {

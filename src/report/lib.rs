@@ -1,11 +1,15 @@
-//! Results: the one type that every run, benchmark and test ends in.
+//! The result type. Every run, benchmark and test produces a [`Report`].
 //!
-//! A [`Report`] says what was asked, what the host was, and what was measured; `terminal`, JSON (serde) and `html`
-//! print the same value, so a pasted result stands alone. What does *not* live here: how a figure is measured
-//! (`bench/`, the built-in guests), and how the host is examined ([`vellum_host`]).
+//! A [`Report`] records the parameters, the host and the measurements. The terminal, JSON (serde)
+//! and HTML forms print the same value, so a pasted result is complete. This crate does not measure
+//! (`bench/`, the built-in guests) and does not examine the host ([`vellum_host`]).
 //!
-//! Start reading here for the type; [`figure`] has its samples and [`premise`] what must have held, [`json`] writes and reads
-//! it, [`view`] has the forms in which other programs want its [`case`]s, [`units`] says how a number looks, [`terminal`] and [`html`] print it, and [`compare`] weighs two sets of them.
+//! Start here for the type.
+//! - [`figure`] has the samples of a figure, [`premise`] the conditions of a valid result.
+//! - [`json`] writes and reads results.
+//! - [`view`] turns [`case`]s into the formats of other programs.
+//! - [`units`] formats numbers, [`terminal`] and [`html`] print them.
+//! - [`compare`] compares two sets of results.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -33,12 +37,13 @@ pub use case::{Case, Status};
 pub use figure::{Figure, Label, Sample};
 pub use premise::{Failed, Premise};
 
-/// The version of the JSON form. Raised whenever a reader of the previous version would misread the new one.
+/// The version of the JSON form. It is raised when a reader of the previous version would misread
+/// the new one.
 ///
-/// 3: results have cases.
+/// Version 3 added cases.
 pub const SCHEMA: u32 = 3;
 
-/// The oldest version that is read.
+/// The oldest version that this version reads.
 pub const OLDEST: u32 = 2;
 
 /// One result.
@@ -49,62 +54,63 @@ pub struct Report {
     pub schema: u32,
     /// The version of Vellum that wrote it.
     pub vellum: String,
-    /// What ran: `run write`, `bench dirty-log`, `test dirty-log`.
+    /// The command that ran: `run write`, `bench dirty-log`, `test dirty-log`.
     pub name: String,
     /// The command line as typed.
     pub command: Vec<String>,
-    /// Every parameter with the value that was used, defaults included.
+    /// Every parameter with its value, defaults included.
     pub asked: BTreeMap<String, Value>,
-    /// What the host was.
+    /// Facts about the host.
     pub host: Facts,
-    /// A moment of the measurement: seconds since 1970 by the host's clock. What was measured in turn is known by it.
+    /// When the measurement ran, in seconds since 1970 by the host's clock. Comparisons use it to
+    /// find results that were measured in turn.
     pub at: f64,
-    /// What was asked for and not done, where the run was ended early.
+    /// What was not done because the run ended early.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cut_short: Option<String>,
-    /// What was asked for by name and was not run because this host lacks something, with what it lacks.
+    /// What was requested by name but not run, and what this host lacks for it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub not_run: Vec<String>,
-    /// Why the result must not be trusted: the premises that failed. Empty for a valid result.
+    /// The premises that failed. A valid result has none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub invalid: Vec<Failed>,
-    /// What a reader should know but which does not invalidate anything.
+    /// Remarks that do not invalidate the result.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
-    /// The one figure that the measurement was made for: a comparison judges it by itself.
+    /// The main figure of the measurement. A comparison tests it on its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub headline: Option<Label>,
-    /// What it consists of, each part with how it ended; empty where the whole is one.
+    /// The parts of the result and how each ended. Empty if the result has no parts.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cases: Vec<Case>,
-    /// The figures, in the order in which they should be read.
+    /// The figures in reading order.
     pub figures: Vec<Figure>,
-    /// KVM's own counters before and after.
+    /// KVM's counters before and after.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub counters: Vec<Counter>,
-    /// Figures over time, all on one clock that starts with the measurement.
+    /// Figures over time. Time 0 is the start of the measurement.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub series: Vec<Series>,
-    /// Spans on the same clock, for instance each collection of a dirty log.
+    /// Spans on the same clock, for example each collection of a dirty log.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub marks: Vec<Mark>,
-    /// Distributions.
+    /// Distributions of samples.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub histograms: Vec<Histogram>,
 }
 
-/// One of KVM's counters, summed over vCPUs where it is theirs.
+/// One of KVM's counters. Per-vCPU counters are summed over the vCPUs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Counter {
-    /// KVM's name for it (`Documentation/virt/kvm/api.rst`, `KVM_GET_STATS_FD`).
+    /// KVM's name (`Documentation/virt/kvm/api.rst`, `KVM_GET_STATS_FD`).
     pub name: String,
-    /// Which machine, where the result is of several.
+    /// The VM, if the result covers several.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub index: Option<String>,
-    /// When the measurement began.
+    /// The value at the start of the measurement.
     pub before: u64,
-    /// When it ended.
+    /// The value at the end.
     pub after: u64,
 }
 
@@ -112,57 +118,57 @@ pub struct Counter {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Series {
-    /// What is plotted.
+    /// What the series measures.
     pub name: String,
-    /// Which of several of that name, which share a picture.
+    /// Tells series of the same name apart. They share a plot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub index: Option<String>,
-    /// Its unit.
+    /// The unit of the values.
     pub unit: String,
-    /// (seconds since the measurement began, value), in order.
+    /// (seconds since the start of the measurement, value), in order.
     pub points: Vec<(f64, f64)>,
 }
 
-/// A span of time worth seeing in a plot.
+/// A span of time to show in a plot.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Mark {
-    /// What happened.
+    /// What happened in it.
     pub name: String,
-    /// Seconds since the measurement began.
+    /// Start, in seconds since the measurement began.
     pub start: f64,
-    /// Seconds since the measurement began.
+    /// End, in seconds since the measurement began.
     pub end: f64,
 }
 
-/// A distribution as (inclusive upper bound, count) pairs, bounds rising.
+/// A distribution as (inclusive upper bound, count) pairs with rising bounds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Histogram {
-    /// What was measured.
+    /// What the samples measure.
     pub name: String,
-    /// Which of several of that name, which share a picture.
+    /// Tells distributions of the same name apart. They share a plot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub index: Option<String>,
     /// The unit of the bounds.
     pub unit: String,
-    /// Only the buckets that hold something.
+    /// The buckets that are not empty.
     pub buckets: Vec<(f64, u64)>,
-    /// The largest sample itself, where it is known: the last bucket's bound may lie above it.
+    /// The largest sample, if known. The last bucket's bound may exceed it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max: Option<f64>,
 }
 
 impl Report {
-    /// An empty result for `name` on this host.
+    /// Creates an empty result for `name` on this host.
     pub fn new(name: impl Into<String>, host: Facts) -> Self {
-        // In milliseconds, which every reader of decimal digits reads as they were.
+        // JSON readers keep milliseconds exactly.
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
         Self {
             schema: SCHEMA,
             vellum: env!("CARGO_PKG_VERSION").into(),
             name: name.into(),
-            // Bytes that are not UTF-8 are shown as such, since JSON could not hold them.
+            // JSON cannot hold bytes that are not UTF-8, so they are replaced.
             command: std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect(),
             asked: BTreeMap::new(),
             host,
@@ -181,12 +187,12 @@ impl Report {
         }
     }
 
-    /// Records a parameter with the value that was used.
+    /// Records a parameter with its value.
     pub fn ask(&mut self, name: &str, value: impl Into<Value>) {
         self.asked.insert(name.into(), value.into());
     }
 
-    /// Says that a premise failed, once for each part of the measurement.
+    /// Records a failed premise, once for each part of the measurement.
     pub fn fail(&mut self, part: Option<String>, premise: Premise) {
         let failed = Failed { part, premise };
         if !self.invalid.contains(&failed) {
@@ -194,25 +200,26 @@ impl Report {
         }
     }
 
-    /// Says what a reader should know, once.
+    /// Adds a note, once.
     pub fn note(&mut self, note: String) {
         if !self.notes.contains(&note) {
             self.notes.push(note);
         }
     }
 
-    /// Adds a figure measured once, or a count.
+    /// Adds a count, or a figure with one sample.
     pub fn figure(&mut self, label: impl Into<Label>, unit: &str, value: f64) {
         self.push(Figure::once(label, unit, value));
     }
 
-    /// Adds a figure with its samples; nothing is added where there is none.
+    /// Adds a figure with its samples. Does nothing if there are none.
     pub fn samples(&mut self, label: impl Into<Label>, unit: &str, samples: Vec<Sample>) {
         self.push(Figure::sampled(label, unit, samples));
     }
 
-    /// Adds `figure`, unless it has no sample. One that is not a number (nothing happened in no time) makes the result
-    /// invalid: JSON could not hold it, and a reader would miss it without knowing.
+    /// Adds `figure`, unless it has no samples. A value that is not finite (a division by zero
+    /// time, for example) makes the result invalid: JSON cannot hold it, and a reader would not
+    /// notice that it is missing.
     pub fn push(&mut self, figure: Figure) {
         if figure.values().any(|value| !value.is_finite()) {
             self.fail(None, Premise::NothingToMeasureBy { figure: figure.label.to_string() });
@@ -221,19 +228,19 @@ impl Report {
         }
     }
 
-    /// Declares the figure that the measurement was made for, if it was measured.
+    /// Declares the headline, if that figure was measured.
     pub fn set_headline(&mut self, label: impl Into<Label>) {
         self.headline = Some(label.into()).filter(|label| self.figures.iter().any(|f| f.label == *label));
     }
 
-    /// The figure of that label.
+    /// Finds the figure with that label.
     pub fn find(&self, label: impl Into<Label>) -> Option<&Figure> {
         let label = label.into();
         self.figures.iter().find(|figure| figure.label == label)
     }
 
-    /// Adds KVM's counters as they were before and after, and one that only one of the two has as 0 in the other; `index`
-    /// is the machine, where the result is of several.
+    /// Adds KVM's counters from before and after. A counter missing on one side counts as 0 there.
+    /// `index` names the VM if the result covers several.
     pub fn counters(
         &mut self,
         index: Option<&str>,
@@ -252,42 +259,42 @@ impl Report {
 }
 
 impl Counter {
-    /// What it is called.
+    /// The counter's label.
     pub fn label(&self) -> Label {
         Label { name: self.name.clone(), index: self.index.clone() }
     }
 
-    /// By how much it has grown.
+    /// The change from before to after.
     pub fn grown(&self) -> i128 {
         i128::from(self.after) - i128::from(self.before)
     }
 }
 
 impl Series {
-    /// What it is called.
+    /// The series' label.
     pub fn label(&self) -> Label {
         Label { name: self.name.clone(), index: self.index.clone() }
     }
 }
 
 impl Histogram {
-    /// What it is called.
+    /// The distribution's label.
     pub fn label(&self) -> Label {
         Label { name: self.name.clone(), index: self.index.clone() }
     }
 
-    /// How many samples it holds.
+    /// The number of samples.
     pub fn count(&self) -> u64 {
         self.buckets.iter().map(|&(_, n)| n).sum()
     }
 
-    /// The largest sample, or the bound of the bucket that holds it; `None` where there is none.
+    /// The largest sample, or the bound of the last bucket. `None` if there are no samples.
     pub fn max(&self) -> Option<f64> {
         self.max.or(self.buckets.last().map(|&(bound, _)| bound))
     }
 
-    /// The upper bound of the bucket that holds the `q`-quantile (0 < q <= 1), or the largest sample where that is less;
-    /// `None` where it is empty.
+    /// The upper bound of the bucket that holds the `q`-quantile (0 < q <= 1), or the largest
+    /// sample if that is lower. `None` if there are no samples.
     pub fn quantile(&self, q: f64) -> Option<f64> {
         let target = ((self.count() as f64 * q).ceil() as u64).max(1);
         let mut seen = 0;
@@ -299,8 +306,8 @@ impl Histogram {
     }
 }
 
-/// Text from a file as it may be shown: what could move the cursor, colour the terminal or turn the reading direction
-/// is escaped.
+/// Makes text from a file safe to print. Escapes characters that move the cursor, colour the
+/// terminal or change the reading direction.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let bad = |c: char| {
         c.is_control()

@@ -1,9 +1,9 @@
-//! Where results are written: opened before the run, so that a path that cannot be written is found before an hour is spent and
-//! the sandbox never has to open one.
+//! Output files for results.
 //!
-//! What was in the file stays until there is something to put in its place, and room for it: a confined process may rename
-//! nothing, so the room is allocated before the first byte is overwritten. A file that holds something else than a
-//! result, a disk image for instance, is not overwritten at all.
+//! A file is opened before the run: a bad path fails at once, and the sandbox never opens a file.
+//! Its old content stays until there is new content and room for it. The sandbox forbids renames,
+//! so `write` allocates the space before it overwrites the first byte. A file that holds something
+//! else, such as a disk image, is never overwritten.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -13,55 +13,55 @@ use std::path::{Path, PathBuf};
 use super::{html, json};
 use vellum_sys::{self as sys, open};
 
-/// Why a result could not be written. Each is one line, complete with what to do.
+/// Why a result cannot be written. Each message is one line and says what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It cannot be opened.
-    #[error("{}: cannot be written: {source}; name a file in a directory that you may write to, or `-` for standard output", path.display())]
+    /// The file cannot be opened.
+    #[error("{}: cannot write: {source}; name a file in a directory that you can write to, or `-` for standard output", path.display())]
     Create {
-        /// What was asked for.
+        /// The path as given.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// Something else than a result would be lost.
-    #[error("{}: holds something else than {kind}, and is left as it is: name another file, or remove this one", path.display())]
+    /// The file holds something else than a result.
+    #[error("{}: does not hold {kind}, so it was not overwritten: name another file or remove this one", path.display())]
     Foreign {
-        /// What was asked for.
+        /// The path as given.
         path: PathBuf,
         /// What would have been written there.
         kind: Kind,
     },
-    /// The file was opened, but the result does not fit into it.
-    #[error("{}: the result could not be written: {source}; free space there, or write to another file system", path.display())]
+    /// The file is open, but writing failed.
+    #[error("{}: cannot write the result: {source}; free space there or use another file system", path.display())]
     Write {
-        /// Where to.
+        /// The path as given.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// What is written, and so what may be overwritten.
+/// What is written. Only content of the same kind is overwritten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Results as JSON.
     Results,
-    /// A page.
+    /// An HTML page.
     Page,
 }
 
 impl std::fmt::Display for Kind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
-            Self::Results => "results of Vellum's",
-            Self::Page => "a page of Vellum's",
+            Self::Results => "Vellum results",
+            Self::Page => "a Vellum page",
         })
     }
 }
 
 impl Kind {
-    /// Whether what begins with `start` and is at `path` is of this kind, of whatever version.
+    /// Whether the file at `path`, which begins with `start`, is of this kind, in any version.
     fn is(self, path: &Path, start: &[u8]) -> bool {
         match self {
             Self::Page => start.starts_with(html::START.as_bytes()),
@@ -70,14 +70,14 @@ impl Kind {
     }
 }
 
-/// Where a result goes, open from before the run until its end.
+/// An output that stays open from before the run until its end.
 #[derive(Debug)]
 pub struct Writer {
     path: PathBuf,
-    /// `None`: standard output.
+    /// `None` for standard output.
     file: Option<File>,
     created: bool,
-    /// How long the file was; a pipe or a device has no length and needs no room.
+    /// The length of the old content. `None` for a pipe or a device, which need no allocation.
     length: Option<u64>,
 }
 
@@ -95,7 +95,8 @@ impl Writer {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => (open(false).map_err(failed)?, false),
             Err(e) => return Err(failed(e)),
         };
-        // Who reads a FIFO may be slower than this process writes, as with standard output.
+        // A FIFO's reader may be slower than this process, so writes must block as on standard
+        // output.
         open::wait(&file).map_err(failed)?;
         let about = file.metadata().map_err(failed)?;
         if about.is_file() && about.len() > 0 {
@@ -114,12 +115,12 @@ impl Writer {
         })
     }
 
-    /// Whether the terminal's tables would end up in the same place.
+    /// Whether the result goes to standard output, where the tables would go too.
     pub fn is_stdout(&self) -> bool {
         self.file.is_none()
     }
 
-    /// Puts `content` in the place of what was there. Makes no system call but `write`, `fallocate` and `ftruncate`.
+    /// Replaces the old content. Makes no system calls but `write`, `fallocate` and `ftruncate`.
     pub fn write(self, content: &[u8]) -> Result<(), Error> {
         let written = match (self.file, self.length) {
             (None, _) => {
@@ -132,18 +133,17 @@ impl Writer {
         written.map_err(|source| Error::Write { path: self.path, source })
     }
 
-    /// Leaves nothing behind where the run never started: removes the file if [`open`](Self::open) made it. To be
-    /// called before the sandbox closes the file system.
+    /// Removes the file if [`open`](Self::open) created it, for a run that never started. Call it
+    /// before the sandbox closes the file system.
     pub fn discard(self) {
         if self.created {
-            // The file is empty and nobody waits for it: a failure to remove it is not worth hiding the reason why
-            // the run did not start.
+            // The file is empty. An error here must not hide the reason why the run did not start.
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-/// Overwrites a regular file of `length` bytes, or fails before its first byte has changed.
+/// Overwrites a regular file of `length` bytes, or fails before its first byte changes.
 fn replace(file: &File, length: u64, content: &[u8]) -> io::Result<()> {
     if let Err(error) = sys::file::reserve(file, content.len() as u64) {
         file.set_len(length)?;
@@ -153,7 +153,7 @@ fn replace(file: &File, length: u64, content: &[u8]) -> io::Result<()> {
     file.set_len(content.len() as u64)
 }
 
-/// A reader that has seen enough (`| head`) is no error.
+/// Ignores a closed pipe: the reader (`| head`) has seen enough.
 pub fn allow_broken_pipe(result: io::Result<()>) -> io::Result<()> {
     result.or_else(|e| if e.kind() == io::ErrorKind::BrokenPipe { Ok(()) } else { Err(e) })
 }

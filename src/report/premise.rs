@@ -1,7 +1,7 @@
-//! Premises: what must have held for a result to mean what it says.
+//! Premises: the conditions of a valid result.
 //!
-//! Each kind is a variant with its own figures, so that a program can tell them apart; the sentence is made when it is shown. No
-//! flag is named here, because a premise does not know the command line.
+//! Each kind is a variant with its own figures, so that programs can tell them apart. `Display`
+//! builds the sentence. No message names a flag, because a premise does not know the command line.
 
 use std::fmt;
 
@@ -10,14 +10,14 @@ use serde::{Deserialize, Serialize};
 use super::printable;
 use super::units::humanised;
 
-/// A premise that did not hold, and where.
+/// A premise that failed, and where.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Failed {
-    /// The part of the measurement, where it was not all of it: `round 2`, `500 tables`.
+    /// The part of the measurement, if not all of it: `round 2`, `500 tables`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub part: Option<String>,
-    /// What did not hold.
+    /// The premise.
     pub premise: Premise,
 }
 
@@ -30,93 +30,94 @@ impl fmt::Display for Failed {
     }
 }
 
-/// What did not hold.
+/// The conditions that can fail.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "snake_case")]
 pub enum Premise {
-    /// The clock of an emulated host counts instructions, and idle time as if it were some.
+    /// An emulated host idled. Its clock counts instructions, and idle time as if it were
+    /// instructions.
     HostIdled {
-        /// The share of the time, from 0 to 1.
+        /// The idle share of the time, from 0 to 1.
         share: f64,
-        /// How much is tolerated.
+        /// The largest share that is tolerated.
         limit: f64,
     },
-    /// A figure would have been no number.
+    /// A figure is not a finite number.
     NothingToMeasureBy {
-        /// Which.
+        /// The figure's label.
         figure: String,
     },
-    /// Memory does not hold what was written.
+    /// Memory does not hold what the guest wrote.
     WrongContents {
-        /// Pages.
+        /// The number of wrong pages.
         wrong: u64,
-        /// Pages looked at.
+        /// The number of pages checked.
         of: u64,
-        /// One of them, in words.
+        /// One wrong page, in words.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         example: Option<String>,
     },
-    /// Huge pages were asked for, and KVM mapped none.
+    /// The backing has huge pages, but KVM mapped none.
     NoHugePage {
-        /// The backing that promised them.
+        /// The backing.
         backing: String,
-        /// The mappings of 4 KiB, where this kernel counts them.
+        /// The number of 4 KiB mappings, if this kernel counts them.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         small: Option<u64>,
     },
-    /// Guest page tables are not shadowed, and their shadowing was to be measured.
+    /// The benchmark measures shadow paging, but KVM does not shadow the guest's page tables.
     NotShadowed {
-        /// What the kernel has instead.
+        /// What KVM uses instead.
         paging: String,
     },
-    /// The guest's code was interpreted by KVM instead of run.
+    /// KVM interpreted the guest's code instead of running it.
     Interpreted {
         /// Faults that installed a mapping.
         faults: u64,
-        /// How many had to.
+        /// The expected minimum.
         least: u64,
     },
-    /// A counter without which a premise cannot be shown.
+    /// The kernel lacks a counter that proves a premise.
     NoCounter {
-        /// KVM's name for it.
+        /// KVM's name for the counter.
         counter: String,
-        /// What it would have shown.
+        /// What the counter would show.
         shows: String,
     },
-    /// KVM ran out of shadow pages and rebuilt some of them while it was measured.
+    /// KVM ran out of shadow pages and rebuilt some during the measurement.
     Recycled {
-        /// How many.
+        /// The number of recycled pages.
         pages: u64,
     },
-    /// Memory that should have been missing was there.
+    /// Memory that should have been missing was present.
     NotMissing {
-        /// Faults that were answered.
+        /// The number of faults handled.
         faults: u64,
-        /// How many there had to be.
+        /// The expected minimum.
         least: u64,
     },
-    /// Accessed bits are not as marking or accessing should have left them.
+    /// Accessed bits do not have their expected state.
     IdlePages {
-        /// The share of pages that are idle, from 0 to 1.
+        /// The share of idle pages, from 0 to 1.
         share: f64,
-        /// After what.
+        /// The step after which they were read.
         after: String,
     },
-    /// The empty loop took as long as the one with the work in it.
+    /// The empty loop took as long as the loop with the work.
     NotResolved {
         /// Seconds with the work.
         with: f64,
-        /// Seconds without.
+        /// Seconds without the work.
         without: f64,
     },
-    /// A guest that was left alone did not write at the rate that was asked for.
+    /// An undisturbed guest did not reach the requested write rate.
     RateMissed {
-        /// Bytes of pages a second.
+        /// The requested rate in bytes of pages per second.
         asked: f64,
-        /// What it wrote.
+        /// The rate reached.
         got: f64,
     },
-    /// A race between two threads, on one CPU.
+    /// The test races two threads, but the host has one CPU.
     OneCpu,
 }
 
@@ -125,58 +126,58 @@ impl fmt::Display for Premise {
         match self {
             Self::HostIdled { share, limit } => write!(
                 f,
-                "the emulated host was idle for {:.1} % of the time, which its clock counts as work; above {:.0} % that is no \
-                 measurement: measure more memory or more rounds",
+                "the emulated host was idle for {:.1} % of the time (limit {:.0} %), and its clock counts idle time as work: \
+                 measure more memory or more rounds",
                 share * 100.0,
                 limit * 100.0
             ),
             Self::NothingToMeasureBy { figure } => {
-                write!(f, "{} could not be computed: there was nothing to measure it by", printable(figure))
+                write!(f, "{} has no value: it was divided by zero", printable(figure))
             }
             Self::WrongContents { wrong, of, example } => {
-                write!(f, "{wrong} of {of} pages do not hold what was written to them")?;
+                write!(f, "{wrong} of {of} pages have wrong contents")?;
                 example.iter().try_for_each(|example| write!(f, "; {}", printable(example)))
             }
             Self::NoHugePage { backing, small } => {
-                write!(f, "memory is backed by {}, but KVM mapped no huge page", printable(backing))?;
-                small.iter().try_for_each(|small| write!(f, ", only {small} of 4 KiB"))
+                write!(f, "memory is backed by {}, but KVM mapped no huge pages", printable(backing))?;
+                small.iter().try_for_each(|small| write!(f, ", only {small} pages of 4 KiB"))
             }
             Self::NotShadowed { paging } => write!(
                 f,
-                "this KVM maps guests by {}, so their page tables are not shadowed: load kvm_intel with ept=0 or kvm_amd with npt=0",
+                "this KVM uses {}, not shadow paging: load kvm_intel with ept=0 or kvm_amd with npt=0",
                 printable(paging)
             ),
             Self::Interpreted { faults, least } => write!(
                 f,
-                "{faults} faults installed a mapping where at least {least} had to: this KVM emulates code at CPL 0 in software"
+                "{faults} faults installed a mapping, at least {least} were expected: this KVM emulates code at CPL 0 in software"
             ),
             Self::NoCounter { counter, shows } => {
-                write!(f, "without the counter {} nothing shows that {}", printable(counter), printable(shows))
+                write!(f, "this kernel lacks the counter {}, which would show that {}", printable(counter), printable(shows))
             }
             Self::Recycled { pages } => write!(
                 f,
-                "KVM recycled {pages} shadow pages, so that what was timed is their rebuilding too: give KVM a larger budget of them"
+                "KVM recycled {pages} shadow pages, so the time includes rebuilding them: raise KVM's limit on shadow pages"
             ),
             Self::NotMissing { faults, least } => {
-                write!(f, "{faults} faults where at least {least} had to be: memory was not missing")
+                write!(f, "{faults} faults, at least {least} were expected: some memory was not missing")
             }
             Self::IdlePages { share, after } => {
                 write!(f, "{:.1} % of the pages are idle after {}", share * 100.0, printable(after))
             }
             Self::NotResolved { with, without } => write!(
                 f,
-                "{:.1} µs with the work and {:.1} µs without: the host was disturbed, or there is too little work in a round",
+                "{:.1} µs with the work, {:.1} µs without: the host was disturbed, or a round has too little work",
                 with * 1e6,
                 without * 1e6
             ),
             Self::RateMissed { asked, got } => write!(
                 f,
-                "the guest, left alone, wrote {} where {} was asked for: this host is too busy or too slow for that",
+                "the undisturbed guest wrote {} of the requested {}: this host is too busy or too slow",
                 humanised("bytes/s", *got),
                 humanised("bytes/s", *asked)
             ),
             Self::OneCpu => f.write_str(
-                "on one CPU the other thread need not run between KVM's two looks: that no page was lost says nothing",
+                "the host has one CPU, so the two threads may never have raced: losing no page proves nothing",
             ),
         }
     }

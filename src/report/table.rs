@@ -1,5 +1,5 @@
-//! Tables of the terminal's face, and the order that figures have in a table of any face: those of one name and several
-//! indices are a column, and names with the same indices share a table.
+//! Tables of the terminal form, and the order of figures in all forms: figures of one name with
+//! several indices form a column, and names with the same indices share a table.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -7,29 +7,29 @@ use std::fmt::Write as _;
 use super::units::{FAR, Scale};
 use super::{Figure, Label, printable};
 
-/// Rows of one table before its middle is left out.
+/// Longer tables leave out rows in the middle.
 pub(super) const ROWS: usize = 40;
 
-/// The longest cell; of a longer one the middle is left out.
+/// Longer cells are cut in the middle.
 const CELL: usize = 56;
 
-/// A table whose first column is flush left and whose others are flush right.
+/// A table. The first column is aligned left, the others right.
 #[derive(Default)]
 pub(super) struct Table {
     rows: Vec<Vec<String>>,
-    /// Whether all rows are shown, however many.
+    /// Whether to show all rows, no matter how many.
     whole: bool,
 }
 
 impl Table {
-    /// A table that begins with its head.
+    /// Creates a table with a header.
     pub(super) fn with_head(head: &[&str]) -> Self {
         let mut table = Self::default();
         table.row(head.iter().map(|h| (*h).to_owned()).collect());
         table
     }
 
-    /// The same, of which no row is left out.
+    /// Shows all rows.
     pub(super) fn whole(self) -> Self {
         Self { whole: true, ..self }
     }
@@ -38,7 +38,8 @@ impl Table {
         self.rows.push(cells.iter().map(|cell| elided(&printable(cell))).collect());
     }
 
-    /// Prints it at most `width` columns wide: what does not fit beside the rest follows below it, behind the first column.
+    /// Prints the table, at most `width` columns wide. Columns that do not fit follow below, after
+    /// the first column again.
     pub(super) fn print(&self, out: &mut String, width: usize) {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let wide = |column: usize| {
@@ -62,7 +63,7 @@ impl Table {
         }
     }
 
-    /// The first column and those `shown`.
+    /// Prints the first column and the columns `shown`.
     fn part(&self, out: &mut String, widths: &[usize], shown: std::ops::Range<usize>) {
         for (i, row) in self.rows.iter().enumerate() {
             if !self.whole && self.rows.len() > ROWS + 1 && i > ROWS / 2 && i < self.rows.len() - ROWS / 2 {
@@ -85,7 +86,7 @@ impl Table {
     }
 }
 
-/// `text`, without its middle where it is too long for a cell.
+/// Cuts the middle out of `text` if it is too long for a cell.
 fn elided(text: &str) -> String {
     let length = text.chars().count();
     if length <= CELL {
@@ -95,11 +96,11 @@ fn elided(text: &str) -> String {
     text.chars().take(kept).chain(['…']).chain(text.chars().skip(length - kept)).collect()
 }
 
-/// Figures of the same names for the same indices, as one table: a row an index, a column a name.
+/// Figures whose names have the same indices, as one table: a row per index, a column per name.
 pub(super) struct Group<'a> {
-    /// The indices in order; a single `None` for figures without.
+    /// The indices in order. Figures without an index have a single `None`.
     pub(super) indices: Vec<Option<&'a str>>,
-    /// Name by name, a figure for each index.
+    /// For each name, a figure for each index.
     pub(super) kinds: Vec<Kind<'a>>,
 }
 
@@ -125,7 +126,7 @@ pub(super) fn groups(figures: &[Figure]) -> Vec<Group<'_>> {
     let mut place = HashMap::new();
     for kind in kinds {
         let indices: Vec<_> = kind.figures.iter().map(|f| f.label.index.as_deref()).collect();
-        // Figures without an index all belong into one table, whatever their number.
+        // All figures without an index share one table.
         let indices = if indices[0].is_none() { vec![None] } else { indices };
         let i = *place.entry(indices.clone()).or_insert_with(|| {
             groups.push(Group { indices, kinds: Vec::new() });
@@ -136,9 +137,9 @@ pub(super) fn groups(figures: &[Figure]) -> Vec<Group<'_>> {
     groups
 }
 
-/// The scale of a column or a picture: of its largest value, unless its smallest would then have no digits before the
-/// point; of the middle of the two where they lie far apart, as latencies do. Sizes are shown exactly only where every
-/// one of them can be.
+/// The scale of a column or a plot. It suits the largest value, or the smallest if that would have
+/// no digits before the point. If the two are far apart, as latencies are, it suits their geometric
+/// mean. Sizes in bytes use the smallest unit, so that all are exact.
 pub(super) fn common_scale(figures: &[&Figure]) -> Scale {
     let sizes = || figures.iter().map(|f| f.value().abs()).filter(|size| *size > 0.0);
     let (smallest, largest) = (sizes().fold(f64::INFINITY, f64::min), sizes().fold(0.0, f64::max));
@@ -154,7 +155,7 @@ pub(super) fn common_scale(figures: &[&Figure]) -> Scale {
     if smallest >= scale.divisor { scale } else { Scale::of(unit, smallest) }
 }
 
-/// A figure's value on `scale`, with half of its spread where it has one: what a table's cell holds.
+/// The cells of a column: each figure's value on `scale`, with half its spread if there is one.
 pub(super) fn cells(scale: &Scale, figures: &[&Figure]) -> Vec<String> {
     let values: Vec<f64> = figures.iter().map(|f| f.value()).collect();
     let columns = scale.column(&values).into_iter().zip(figures);

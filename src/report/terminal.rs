@@ -1,8 +1,8 @@
-//! The terminal face: plain text that stands alone when it is pasted into a mail.
+//! The terminal form: plain text that is complete when pasted into a mail.
 //!
-//! What was asked and what the host was come first, then what is wrong with the result if anything is, then the
-//! figures. No colours and no terminal codes, so that a pipe, a file and a screen get the same; as wide as the terminal, and
-//! [`WIDTH`] columns where there is none. What does not fit beside the rest follows below it.
+//! Parameters and host come first, then anything wrong with the result, then the figures. It has no
+//! colours or escape codes, so a pipe, a file and a screen get the same. It is as wide as the
+//! terminal, or [`WIDTH`] columns without one. Columns that do not fit follow below.
 
 use std::collections::HashSet;
 use std::fmt::Write as _;
@@ -15,13 +15,13 @@ use super::units::{Scale, grouped, humanised};
 use super::{Counter, Figure, Histogram, Report, Series, printable};
 use vellum_host::{Facts, Paging};
 
-/// What fits a mail and half a screen.
+/// Fits a mail and half a screen.
 pub const WIDTH: usize = 100;
 
-/// Terminals are taken for as wide as these at least and at most.
+/// The narrowest and widest terminal that is used.
 const WIDTHS: (usize, usize) = (72, 220);
 
-/// The whole result as text of `width` columns.
+/// The result as text of `width` columns.
 pub fn render(report: &Report, width: usize) -> String {
     let width = width.clamp(WIDTHS.0, WIDTHS.1);
     let mut out = String::new();
@@ -53,16 +53,12 @@ pub fn render(report: &Report, width: usize) -> String {
     counters(&mut out, &report.counters, width);
     if !report.invalid.is_empty() {
         out.push('\n');
-        line(
-            &mut out,
-            "INVALID",
-            "these figures must not be trusted or quoted; the reasons stand above them",
-        );
+        line(&mut out, "INVALID", "do not trust or quote these figures; see the reasons above");
     }
     out
 }
 
-/// The command as it could be typed again.
+/// The command, quoted for a shell.
 pub fn command_line(command: &[String]) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_=+,.:/@%[]".contains(c);
     let quoted = |argument: &String| match !argument.is_empty() && argument.chars().all(plain) {
@@ -72,7 +68,7 @@ pub fn command_line(command: &[String]) -> String {
     command.iter().map(quoted).collect::<Vec<_>>().join(" ")
 }
 
-/// A parameter's value; a number that is a whole number of MiB is probably a size, and says so beside its digits.
+/// A parameter's value. A multiple of 1 MiB is probably a size and is also shown as one.
 pub fn asked_value(value: &Value) -> String {
     match value {
         Value::String(s) => printable(s).into_owned(),
@@ -86,7 +82,7 @@ pub fn asked_value(value: &Value) -> String {
     }
 }
 
-/// The host's facts, most telling first.
+/// The host's facts, the most important first.
 pub fn host(facts: &Facts) -> Vec<String> {
     let paging = match facts.paging {
         Paging::Ept => "ept",
@@ -97,7 +93,7 @@ pub fn host(facts: &Facts) -> Vec<String> {
     };
     let switch = |on: Option<bool>| on.map_or("-", |on| if on { "Y" } else { "N" });
     let time = match facts.emulated {
-        true => "EMULATED (times count instructions and are not seconds)",
+        true => "EMULATED (times count instructions, not seconds)",
         false => "real time",
     };
     vec![
@@ -121,7 +117,7 @@ fn words(text: &str) -> Vec<String> {
     text.split_whitespace().map(|w| printable(w).into_owned()).collect()
 }
 
-/// A label at the margin and `items` beside it, wrapped.
+/// Prints a label at the margin and `items` beside it, wrapped.
 pub(super) fn labelled(out: &mut String, label: &str, items: &[String], separator: &str, width: usize) {
     const MARGIN: usize = 9;
     let _ = write!(out, "{label:<MARGIN$}");
@@ -177,7 +173,7 @@ fn plain_figures(out: &mut String, group: &Group, width: usize) {
     table.print(out, width);
 }
 
-/// How far apart the samples lie, in words.
+/// The spread as a percentage, or an empty string.
 pub(super) fn spread_of(figure: &Figure) -> String {
     figure.spread().map_or(String::new(), |spread| format!("{:.1}%", 100.0 * spread))
 }
@@ -218,7 +214,7 @@ fn histograms(out: &mut String, histograms: &[Histogram], width: usize) {
     table.print(out, width);
 }
 
-/// Half, nine tenths, and so on to the largest, as the tables of both faces have them.
+/// The median, 90 %, 99 %, 99.9 % and the maximum, for the tables of both forms.
 pub(super) fn percentiles(histogram: &Histogram) -> impl Iterator<Item = String> {
     let quantiles = [0.5, 0.9, 0.99, 0.999].map(|q| histogram.quantile(q)).into_iter();
     let unit = &histogram.unit;
@@ -230,7 +226,7 @@ fn series(out: &mut String, report: &Report, width: usize) {
         out.push('\n');
         let mut table =
             Table::with_head(&["over time", "points", "min", "median", "max", "from start to end"]);
-        // What the other columns leave.
+        // The width that the other columns leave.
         let bars = width.saturating_sub(68).clamp(8, 64);
         for series in &report.series {
             let values = || series.points.iter().map(|p| p.1);
@@ -266,14 +262,15 @@ fn series(out: &mut String, report: &Report, width: usize) {
     table.print(out, width);
 }
 
-/// The series as one line of bars, each the mean of its share of the time; a blank where there is no point.
+/// The series as one line of bars. Each bar is the mean of its slot, or a blank if the slot has no
+/// points.
 fn sparkline(series: &Series, min: f64, max: f64, bars: usize) -> String {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let (Some(first), Some(last)) = (series.points.first(), series.points.last()) else {
         return String::new();
     };
     let span = last.0 - first.0;
-    // From zero where zero is near, so that a dip looks as deep as it is.
+    // Bars start at zero, so that a dip has its true depth.
     let floor = if min >= 0.0 { 0.0 } else { min };
     let mut columns = vec![(0.0, 0u32); bars];
     for &(t, v) in &series.points {
@@ -308,6 +305,6 @@ fn counters(out: &mut String, counters: &[Counter], width: usize) {
     table.print(out, width);
     let still = counters.len() - moved.len();
     if still > 0 {
-        let _ = writeln!(out, "  and {still} that did not move");
+        let _ = writeln!(out, "  and {still} unchanged");
     }
 }

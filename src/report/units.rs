@@ -1,19 +1,19 @@
-//! How a number looks: the one place where figures get their prefixes, digits and separators.
+//! Number formatting: prefixes, digits and separators.
 //!
-//! Counts and whole sizes are printed exactly; what was measured on a clock gets four significant digits, since no run
-//! repeats the fifth. The JSON form keeps every digit.
+//! Counts and whole sizes are printed exactly. Times and rates get four significant digits, because
+//! no run repeats the fifth. JSON keeps every digit.
 
-/// A unit scaled to the size of what is shown, so that the numbers of one row or axis share it.
+/// A unit scaled to the values, so that the numbers of one row or axis share it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Scale {
-    /// What a value in the figure's own unit is divided by.
+    /// The divisor for values in the figure's own unit.
     pub divisor: f64,
-    /// The unit as it is printed: `ms` for a figure in `s`.
+    /// The printed unit: `ms` for a figure in `s`.
     pub unit: String,
     exact: bool,
 }
 
-/// Values further apart than this share a scale in which each has digits of its own.
+/// If the largest and smallest value differ by more than this factor, each keeps its own decimals.
 pub const FAR: f64 = 1e4;
 
 const DECIMAL: [(f64, &str); 4] = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")];
@@ -26,7 +26,7 @@ const BINARY: [(f64, &str); 4] = [
 const TIME: [(f64, &str); 4] = [(1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")];
 
 impl Scale {
-    /// The scale for values of about the size of `reference`, in `unit`.
+    /// The scale for values in `unit` of about the size of `reference`.
     pub fn of(unit: &str, reference: f64) -> Self {
         let size = reference.abs();
         let plain = |unit: &str| Self { divisor: 1.0, unit: unit.into(), exact: true };
@@ -50,7 +50,8 @@ impl Scale {
             None => (unit, String::new()),
         };
         if base == "bytes" {
-            // A size that is no multiple is printed in bytes: "1.0 GiB" would hide the page that makes the difference.
+            // A size that is not a multiple is printed in bytes: "1.0 GiB" would hide the extra
+            // page.
             let whole = |step: f64| !per.is_empty() || size % step == 0.0;
             return match BINARY.iter().find(|(step, _)| size >= *step && whole(*step)) {
                 Some(&(step, name)) => {
@@ -68,7 +69,7 @@ impl Scale {
         }
     }
 
-    /// `value` on this scale, without the unit.
+    /// Formats `value` without the unit.
     pub fn number(&self, value: f64) -> String {
         let scaled = value / self.divisor;
         if self.exact && scaled.fract() == 0.0 && scaled.abs() < 1e15 {
@@ -77,8 +78,8 @@ impl Scale {
         four_digits(scaled)
     }
 
-    /// `values` as one column: the same number of decimals, so that the eye can compare them, and enough of them that
-    /// the smallest still shows four digits.
+    /// Formats `values` as one column. All have the same number of decimals, chosen so that the
+    /// smallest has four digits.
     pub fn column(&self, values: &[f64]) -> Vec<String> {
         let scaled = |v: &f64| v / self.divisor;
         if self.exact && values.iter().all(|v| scaled(v).fract() == 0.0 && scaled(v).abs() < 1e15) {
@@ -94,7 +95,7 @@ impl Scale {
         values.iter().map(|v| fixed(scaled(v), decimals)).collect()
     }
 
-    /// `value` on this scale with the unit.
+    /// Formats `value` with the unit.
     pub fn with_unit(&self, value: f64) -> String {
         let number = self.number(value);
         match self.unit.as_str() {
@@ -105,12 +106,12 @@ impl Scale {
     }
 }
 
-/// `value` with the unit that suits its size.
+/// Formats `value` with a unit that suits its size.
 pub fn humanised(unit: &str, value: f64) -> String {
     Scale::of(unit, value).with_unit(value)
 }
 
-/// A whole number with its thousands set apart.
+/// A whole number with thousands separators.
 pub fn grouped(value: i128) -> String {
     let digits = value.unsigned_abs().to_string();
     let mut out = String::from(if value < 0 { "-" } else { "" });
@@ -123,7 +124,7 @@ pub fn grouped(value: i128) -> String {
     out
 }
 
-/// So many decimals, and the thousands set apart.
+/// `value` with that many decimals and thousands separators.
 fn fixed(value: f64, decimals: usize) -> String {
     let text = format!("{value:.decimals$}");
     match text.split_once('.') {
@@ -135,7 +136,8 @@ fn fixed(value: f64, decimals: usize) -> String {
     }
 }
 
-/// Four significant digits, and never fewer than the whole part has; powers of ten only where nothing else is legible.
+/// Four significant digits, or all digits of the whole part. Very large and very small values use
+/// powers of ten.
 fn four_digits(value: f64) -> String {
     let size = value.abs();
     if size == 0.0 {

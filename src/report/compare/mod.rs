@@ -1,16 +1,17 @@
-//! Two sides of a measurement weighed against each other, for `vellum report compare` and for the laboratory alike: by what factor
-//! each figure moved, and whether that is more than noise.
+//! Compares two sides of a measurement, for `vellum report compare` and for the lab: by what factor
+//! each figure changed, and whether that is more than noise.
 //!
-//! *Noise* has one meaning: that no difference was shown. What may be shown depends on what was repeated. A [`Replicate`]
-//! is one value of a side that is independent of its others as far as the change goes that is looked for; passes and vCPUs
-//! of one machine are not, and come as one. Replicates are compared in pairs only where they were measured as pairs. How many
-//! there must be, and how well a bed repeats at best, is its [`Policy`].
+//! *Noise* means that no difference was shown. What can be shown depends on what was repeated. A
+//! [`Replicate`] is one value of a side, independent of the side's other values with respect to the
+//! change in question. Passes and vCPUs of one VM are not independent and count as one. Replicates
+//! are compared in pairs only if they were measured as pairs. [`Policy`] sets the minimum number of
+//! replicates and how well a bed can repeat.
 //!
-//! One figure, the headline, was declared before: it is held to 95 %. All others are held to it together (Holm), because of forty
-//! figures two differ so by chance.
+//! The headline is one figure, declared in advance and tested at 95 %. All other figures are tested
+//! at 95 % together (Holm), because two of forty figures differ at that level by chance.
 //!
-//! Start reading at [`weigh`]. [`results`] makes replicates of two sets of results, `stats` has the arithmetic, `text` and
-//! [`super::html`] the faces.
+//! Start at [`weigh`]. [`results`] makes replicates from two sets of results, `stats` has the
+//! arithmetic, `text` and [`super::html`] the output.
 
 mod repeated;
 pub mod results;
@@ -26,45 +27,47 @@ use super::figure::{Label, median};
 pub use results::{Comparison, Error, Question, Side, compare};
 pub use text::{method, table};
 
-/// How often a difference may be claimed where there is none.
+/// The probability of claiming a difference that does not exist.
 const ALPHA: f64 = 0.05;
 
-/// What comparisons rest on, bed by bed.
+/// The rules of a comparison for a kind of bed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Policy {
-    /// Boots of each side below which nothing is claimed of what differs between boots.
+    /// The minimum number of boots per side to claim a difference between boots.
     pub boots: usize,
-    /// The same of processes and machines of one boot.
+    /// The minimum number of processes or VMs per side within a boot.
     pub runs: usize,
-    /// The least relative standard deviation that a replicate is believed to have.
+    /// The smallest relative standard deviation assumed for a replicate.
     pub repeatability: f64,
 }
 
 impl Policy {
-    /// Where time is counted in instructions: what runs twice differs by a thousandth at most where nothing is scheduled
-    /// otherwise. Two boots of each side would do for the headline, which then has to move by 1.3 %; but of twenty figures
-    /// that are held to 95 % together the first would have to move by a quarter. With three it is 1.6 %.
+    /// For emulated hosts, whose clock counts instructions. Two runs differ by a thousandth at most
+    /// if scheduling is the same. Two boots per side would do for the headline, which then has to
+    /// move by 1.3 %. But with twenty figures tested at 95 % together, the first would have to move
+    /// by a quarter. With three boots it is 1.6 %.
     pub const EMULATED: Self = Self { boots: 3, runs: 3, repeatability: 0.001 };
 
-    /// Where time is real. Physical pages, huge ones and caches fall otherwise with every boot: with two boots of each side
-    /// Student's interval is 12.7 standard errors wide on either side, with five 2.8.
+    /// For real time. Page placement, huge pages and caches vary with each boot. With two boots per
+    /// side Student's interval is 12.7 standard errors to each side, with five it is 2.8.
     pub const REAL: Self = Self { boots: 5, runs: 3, repeatability: 0.0 };
 
-    /// That of a bed.
+    /// The policy for a kind of bed.
     pub fn of(emulated: bool) -> Self {
         if emulated { Self::EMULATED } else { Self::REAL }
     }
 }
 
-/// What was repeated.
+/// The unit of repetition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Unit {
-    /// Boots of the host: the sides have none in common, so that whatever differs between boots may be the difference.
+    /// Boots of the host. The sides have none in common, so anything that varies between boots may
+    /// be the difference.
     Boot,
-    /// Processes, which is results.
+    /// Processes: one result each.
     Process,
-    /// Machines of one process.
+    /// VMs of one process.
     Machine,
 }
 
@@ -78,72 +81,73 @@ impl std::fmt::Display for Unit {
     }
 }
 
-/// One value of a side.
+/// One independent value of a side.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Replicate {
-    /// In the unit of its figure.
+    /// The value in the figure's unit.
     pub value: f64,
-    /// That of the other side with the same number was measured with it, as a pair.
+    /// The pair's number. The replicate of the other side with the same number was measured with
+    /// this one.
     pub pair: Option<u32>,
 }
 
 /// One figure on both sides.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Compared {
-    /// Its name.
+    /// The figure's label.
     pub label: Label,
-    /// Its unit.
+    /// The figure's unit.
     pub unit: String,
-    /// By what share of itself a value may be too large.
+    /// The share by which a value may be too large.
     pub resolution: f64,
-    /// Before.
+    /// The replicates of side A (before).
     pub a: Vec<Replicate>,
-    /// After.
+    /// The replicates of side B (after).
     pub b: Vec<Replicate>,
 }
 
-/// What came of it.
+/// A compared figure.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Weighed {
-    /// What was compared.
+    /// The figure with the replicates of both sides.
     #[serde(flatten)]
     pub of: Compared,
-    /// B/A: the geometric mean of the pairs' ratios, or the ratio of the sides' geometric means. `None` where a value is not
-    /// above zero.
+    /// B/A: the geometric mean of the pairs' ratios, or the ratio of the geometric means. `None` if
+    /// a value is not positive.
     pub ratio: Option<f64>,
-    /// Where the ratio lies, at the level that this figure is held to.
+    /// The interval of the ratio, at this figure's level.
     pub interval: Option<(f64, f64)>,
-    /// What may be said.
+    /// The verdict.
     pub verdict: FigureVerdict,
-    /// Whether it is the figure that the comparison was made for.
+    /// Whether this is the headline.
     pub headline: bool,
 }
 
-/// What may be said of a figure.
+/// The verdict on a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FigureVerdict {
-    /// Every value of both sides is the same.
+    /// All values of both sides are the same.
     Equal,
     /// No difference was shown.
     Noise,
     /// The difference is more than noise.
     Differs,
-    /// There are too few replicates to say.
+    /// There are too few replicates to tell.
     TooFew,
-    /// A value that is not above zero has no ratio.
+    /// A value is not positive, so there is no ratio.
     NoRatio,
 }
 
 impl Compared {
-    /// The replicates as pairs, where every one of both sides is in one.
+    /// The replicates as pairs, if every replicate of both sides is in one.
     fn pairs(&self) -> Option<Vec<(f64, f64)>> {
         let partner = |a: &Replicate| self.b.iter().find(|b| a.pair.is_some() && b.pair == a.pair);
         let pairs: Option<Vec<_>> = self.a.iter().map(|a| Some((a.value, partner(a)?.value))).collect();
         pairs.filter(|pairs| pairs.len() == self.b.len())
     }
 
-    /// How many replicates the smaller side has.
+    /// The number of replicates of the smaller side.
     fn least(&self) -> usize {
         self.a.len().min(self.b.len())
     }
@@ -159,7 +163,7 @@ impl Compared {
         }
     }
 
-    /// Whether there is but one value.
+    /// Whether all values are the same.
     fn is_equal(&self) -> bool {
         let mut values = self.a.iter().chain(&self.b).map(|r| r.value);
         let first = values.next();
@@ -168,12 +172,12 @@ impl Compared {
 }
 
 impl Weighed {
-    /// Whether it was weighed in pairs.
+    /// Whether the figure was compared in pairs.
     pub fn is_paired(&self) -> bool {
         self.of.pairs().is_some()
     }
 
-    /// The middle of each side: geometric means, whose ratio is the ratio; medians where there is none.
+    /// The middle of each side: geometric means if there is a ratio, otherwise medians.
     pub fn middles(&self) -> (f64, f64) {
         let middle = |side: &[Replicate]| match self.ratio {
             Some(_) => (side.iter().map(|r| r.value.ln()).sum::<f64>() / side.len() as f64).exp(),
@@ -183,10 +187,10 @@ impl Weighed {
     }
 }
 
-/// Weighs `figures`, one of which may be the headline, of which there are `least` replicates at least where a
-/// difference is claimed.
+/// Compares `figures`. `headline` is tested on its own. A difference needs at least `least`
+/// replicates per side.
 pub fn weigh(figures: Vec<Compared>, headline: Option<&Label>, least: usize, policy: Policy) -> Vec<Weighed> {
-    // The first of that name, where several benchmarks have one.
+    // The first with that label, if several benchmarks have one.
     let headline = headline.and_then(|label| figures.iter().position(|figure| figure.label == *label));
     let estimates: Vec<Option<Estimate>> = figures.iter().map(|figure| figure.estimate(policy)).collect();
     let tested = |i: &usize| figures[*i].least() >= least && !figures[*i].is_equal();

@@ -1,5 +1,5 @@
-//! What was repeated in two sets of results that were asked alike: boots, processes or machines, and which of them were measured in
-//! turn and so are pairs.
+//! What two sets of results repeat (boots, processes or VMs), and which repetitions were measured
+//! in turn and form pairs.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -8,11 +8,11 @@ use super::{Compared, Replicate, Unit};
 use crate::Report;
 use crate::figure::{Figure, Label, median};
 
-/// What was repeated, and what of it was measured in turn.
+/// The unit of repetition and the pairs.
 pub(super) struct Repeated<'a> {
     /// What counts as one repetition.
     pub(super) unit: Unit,
-    /// By side: the pair of each boot or process, where they were measured in turn.
+    /// For each side, the pair number of each boot or process, if they were measured in turn.
     pairs: [HashMap<Run<'a>, u32>; 2],
 }
 
@@ -24,7 +24,7 @@ enum Run<'a> {
 }
 
 impl<'a> Repeated<'a> {
-    /// Of the results of both sides.
+    /// Finds the unit and the pairs of both sides' results.
     pub(super) fn of(a: &[&'a Report], b: &[&'a Report]) -> Self {
         let unit = match (boots(a).is_disjoint(&boots(b)), a.len() > 1 || b.len() > 1) {
             (true, _) => Unit::Boot,
@@ -42,7 +42,7 @@ impl<'a> Repeated<'a> {
         if self.unit == Unit::Boot { Run::Boot(&result.host.boot) } else { Run::Process(index) }
     }
 
-    /// The boots or processes of a side, and when each of them began and ended to measure.
+    /// A side's boots or processes, with the first and last time of measurement.
     fn runs(&self, side: &[&'a Report]) -> Vec<(Run<'a>, f64, f64)> {
         let mut runs: Vec<(Run, f64, f64)> = Vec::new();
         for (i, result) in side.iter().enumerate() {
@@ -55,11 +55,11 @@ impl<'a> Repeated<'a> {
         runs
     }
 
-    /// A side's figures, their replicates in [`Compared::a`].
+    /// A side's figures, with its replicates in [`Compared::a`].
     pub(super) fn replicates(&self, side: &[&'a Report], which: usize) -> Vec<Compared> {
         let mut figures: Vec<Compared> = Vec::new();
         let mut place: HashMap<(&Label, &str), usize> = HashMap::new();
-        // By the number of the boot, process or machine: boots by their name would be in no order.
+        // By number, in order of appearance: boot IDs have no order.
         let mut values: Vec<BTreeMap<usize, Repetition>> = Vec::new();
         for (i, result) in side.iter().enumerate() {
             let run = self.run(i, result);
@@ -99,13 +99,13 @@ impl<'a> Repeated<'a> {
     }
 }
 
-/// What one boot, process or machine says of a figure.
+/// The values of a figure in one boot, process or VM.
 struct Repetition {
     pair: Option<u32>,
     values: Vec<f64>,
 }
 
-/// A value for each machine: the median of what was measured on it.
+/// One value per VM: the median of its samples.
 fn of_machines(figure: &Figure) -> BTreeMap<u32, f64> {
     let mut machines: BTreeMap<u32, Vec<f64>> = BTreeMap::new();
     for sample in &figure.samples {
@@ -114,7 +114,8 @@ fn of_machines(figure: &Figure) -> BTreeMap<u32, f64> {
     machines.into_iter().filter_map(|(m, values)| Some((m, median(values.into_iter())?))).collect()
 }
 
-/// The pairs of two sides that took turns: one of each, and none began before the one before it had ended.
+/// Pairs two sides that took turns: each pair has one run of each side, and no run began before the
+/// previous one ended.
 fn in_turn<'a>(sides: [Vec<(Run<'a>, f64, f64)>; 2]) -> Option<[HashMap<Run<'a>, u32>; 2]> {
     let mut all: Vec<(usize, Run, f64, f64)> = Vec::new();
     for (which, runs) in sides.into_iter().enumerate() {

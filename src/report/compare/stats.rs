@@ -1,23 +1,25 @@
-//! The statistics of a comparison: mean log-ratios, their intervals, and what is left of them when many are looked at.
+//! The statistics of a comparison: mean log-ratios, their intervals, and the correction for many
+//! figures.
 //!
-//! Ratios of times are skewed and multiply; their logarithms are nearly symmetric and add up, so Student's distribution is
-//! taken on the logarithms and carried back by exp. It is exact for log-normal samples and sound for a few of them, where a
-//! bootstrap of three samples would only repeat them.
+//! Ratios of times are skewed and multiply. Their logarithms are nearly symmetric and add. So
+//! Student's distribution is applied to the logarithms, and the result is mapped back by exp. This
+//! is exact for log-normal samples and sound for a few of them, where a bootstrap of three samples
+//! would only repeat them.
 //!
-//! Two things that Student's distribution does not know are added. *Repeatability*: no sample is believed to repeat better
-//! than its bed is known to, so that two equal ones are no certainty. *Resolution*: a value that may be too large by a share
-//! of itself moves the ends of the interval by that share.
+//! Two corrections are added. *Repeatability*: no sample is assumed to repeat better than its bed
+//! is known to, so two equal samples are not certainty. *Resolution*: if a value may be too large
+//! by a share of itself, the ends of the interval move by that share.
 
 use std::f64::consts::FRAC_PI_2;
 
-/// How the mean of log-ratios is distributed.
+/// The distribution of the mean log-ratio.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Estimate {
     /// ln(B/A).
     mean: f64,
-    /// What it varies by; `None` where the samples do not vary, and nothing says how much others would.
+    /// The variation of the mean. `None` if too few samples tell how much others would vary.
     variation: Option<Variation>,
-    /// By how much the true value may lie below and above the mean, whatever the samples say.
+    /// How far the true value may lie below and above the mean, whatever the samples.
     slack: Slack,
 }
 
@@ -25,7 +27,8 @@ pub(super) struct Estimate {
 enum Variation {
     /// Student's distribution.
     Student { error: f64, freedom: f64 },
-    /// Every arrangement of the samples between the sides is as likely; this is the share of those that lie as far apart.
+    /// The samples do not vary. Every assignment of the samples to the sides is equally likely, and
+    /// this is the share of assignments that lie as far apart.
     Arrangements(f64),
 }
 
@@ -35,24 +38,26 @@ struct Slack {
     above: f64,
 }
 
-/// What is known of samples before they are looked at.
+/// What is known about samples in advance.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Known {
-    /// The least relative standard deviation of a sample.
+    /// The smallest relative standard deviation of a sample.
     pub(super) repeatability: f64,
-    /// The share of itself by which a value may be too large.
+    /// The share by which a value may be too large.
     pub(super) resolution: f64,
 }
 
 impl Known {
-    /// A and B may each be too large by that share: the true ratio lies between the two extremes.
+    /// A and B may each be too large by that share, so the true ratio lies between the two
+    /// extremes.
     fn slack(self) -> Slack {
         let share = -(1.0 - self.resolution).ln();
         Slack { below: share, above: share }
     }
 }
 
-/// Pair by pair. `None` where a sample is not above zero or there is no pair: then there is no ratio.
+/// The estimate for pairs. `None` if there are no pairs, or if a sample is not positive and has no
+/// ratio.
 pub(super) fn paired(pairs: &[(f64, f64)], known: Known) -> Option<Estimate> {
     if pairs.is_empty() || pairs.iter().any(|(a, b)| *a <= 0.0 || *b <= 0.0) {
         return None;
@@ -69,7 +74,7 @@ pub(super) fn paired(pairs: &[(f64, f64)], known: Known) -> Option<Estimate> {
     Some(Estimate { mean, variation, slack: known.slack() })
 }
 
-/// Welch's estimate for samples that belong to no pairs.
+/// Welch's estimate for unpaired samples.
 pub(super) fn unpaired(a: &[f64], b: &[f64], known: Known) -> Option<Estimate> {
     if a.is_empty() || b.is_empty() || a.iter().chain(b).any(|v| *v <= 0.0) {
         return None;
@@ -91,7 +96,7 @@ pub(super) fn unpaired(a: &[f64], b: &[f64], known: Known) -> Option<Estimate> {
     Some(Estimate { mean, variation, slack: known.slack() })
 }
 
-/// A variance that is nothing but the rounding of logarithms.
+/// Whether the variance is only the rounding of the logarithms.
 fn negligible(variance: f64, mean: f64) -> bool {
     variance.sqrt() <= 1e-12 * mean.abs().max(1.0)
 }
@@ -102,7 +107,8 @@ impl Estimate {
         self.mean.exp()
     }
 
-    /// How likely a difference as large as this is where there is none; `None` where the samples do not say.
+    /// The probability of a difference this large without a real one. `None` if the samples cannot
+    /// tell.
     pub(super) fn p(&self) -> Option<f64> {
         let slack = if self.mean < 0.0 { self.slack.above } else { self.slack.below };
         let distance = self.mean.abs() - slack;
@@ -113,7 +119,8 @@ impl Estimate {
         }
     }
 
-    /// The interval that holds the true ratio but for `alpha` of the cases; `None` where the samples do not vary.
+    /// The interval that misses the true ratio with probability `alpha`. `None` if the samples do
+    /// not vary.
     pub(super) fn interval(&self, alpha: f64) -> Option<(f64, f64)> {
         let Some(Variation::Student { error, freedom }) = self.variation else { return None };
         let half = error * quantile(alpha, freedom);
@@ -121,9 +128,9 @@ impl Estimate {
     }
 }
 
-/// Holm's procedure: for each of `ps` the level at which it is tested so that all that are rejected are right together but for
-/// `alpha` of the cases. The smallest is held to `alpha` by their number, the next to one less, until one is not rejected;
-/// all after that are held to its level.
+/// Holm's procedure: the level for each of `ps`, so that the probability of any wrong rejection is
+/// at most `alpha`. The smallest p is tested at `alpha` divided by their number, the next at
+/// `alpha` divided by one less, until one is not rejected. All later ones get its level.
 pub(super) fn holm(ps: &[f64], alpha: f64) -> Vec<f64> {
     let mut order: Vec<usize> = (0..ps.len()).collect();
     order.sort_by(|a, b| ps[*a].total_cmp(&ps[*b]));
@@ -147,20 +154,21 @@ fn moments(values: &[f64]) -> (f64, f64) {
     (mean, if n > 1.0 { squares / (n - 1.0) } else { 0.0 })
 }
 
-/// In how many ways `k` of `n` can be chosen.
+/// The number of ways to choose `k` of `n`.
 fn choose(n: f64, k: f64) -> f64 {
     (1..=k as u64).map(|i| (n - k + i as f64) / i as f64).product()
 }
 
-/// The share of Student's distribution that lies further than `t` from zero, on either side.
+/// The two-sided tail of Student's distribution beyond `t`.
 ///
-/// With t = sqrt(freedom) tan x its density is proportional to cos(x)^(freedom - 1), from 0 to a right angle; both integrals are
-/// taken by Simpson's rule.
+/// With t = sqrt(freedom) tan x the density is proportional to cos(x)^(freedom - 1), for x from 0
+/// to pi/2. Simpson's rule computes both integrals.
 fn student(t: f64, freedom: f64) -> f64 {
-    // Beyond this it is the normal distribution to more digits than are ever printed, and a thin spike to integrate.
+    // Above this it equals the normal distribution to more digits than are printed, and the spike
+    // is too thin to integrate.
     let freedom = freedom.min(10_000.0);
     let power = |x: f64| x.cos().max(0.0).powf(freedom - 1.0);
-    // Nothing is left of the density where its logarithm is below -60.
+    // Beyond `end` the logarithm of the density is below -60.
     let end = if freedom <= 1.0 { FRAC_PI_2 } else { (-60.0 / (freedom - 1.0)).exp().acos().max(0.05) };
     let from = (t.abs() / freedom.sqrt()).atan();
     let tail = if from < end { simpson(power, from, end) } else { simpson(power, from, FRAC_PI_2) };
@@ -181,7 +189,8 @@ fn simpson(f: impl Fn(f64) -> f64, from: f64, to: f64) -> f64 {
     (0..=STEPS).map(weighted).sum::<f64>() * step / 3.0
 }
 
-/// The mean of `values`, two at least, and how far to both sides its interval of confidence 1 - `alpha` reaches: Student's.
+/// The mean of `values` (at least two) and the half width of Student's interval at confidence 1 -
+/// `alpha`.
 pub fn mean_interval(values: &[f64], alpha: f64) -> (f64, f64) {
     let n = values.len() as f64;
     let mean = values.iter().sum::<f64>() / n;
@@ -189,7 +198,7 @@ pub fn mean_interval(values: &[f64], alpha: f64) -> (f64, f64) {
     (mean, (variance / n).sqrt() * quantile(alpha, n - 1.0))
 }
 
-/// The distance from zero beyond which `alpha` of Student's distribution lies.
+/// The distance from zero beyond which the two-sided tail is `alpha`.
 fn quantile(alpha: f64, freedom: f64) -> f64 {
     let (mut low, mut high) = (0.0, 1.0);
     while student(high, freedom) > alpha && high < 1e12 {
@@ -287,12 +296,12 @@ mod tests {
     fn two_equal_pairs_are_no_certainty() {
         let two = paired(&[(1.0, 0.9), (1.0, 0.9)], NOTHING).unwrap();
         assert_eq!((two.interval(0.05), two.p()), (None, Some(0.5)));
-        // Six that all agree would by chance agree so in one of 32 cases.
+        // By chance, six samples agree like this in one of 32 cases.
         let six = paired(&[(1.0, 0.9); 6], NOTHING).unwrap();
         assert_eq!(six.p(), Some(1.0 / 32.0));
         let four = unpaired(&[1.0; 4], &[0.9; 4], NOTHING).unwrap();
         assert_eq!(four.p(), Some(2.0 / 70.0));
-        // Where a bed is known to repeat to a thousandth, they are that much worth.
+        // A bed that repeats to a thousandth gives them that much weight.
         let bed = Known { repeatability: 0.001, ..NOTHING };
         let (low, high) = paired(&[(1.0, 0.9), (1.0, 0.9)], bed).unwrap().interval(0.05).unwrap();
         assert!(low < 0.9 * 0.992 && high > 0.9 * 1.008 && high < 0.9 * 1.02, "{low} {high}");
@@ -312,7 +321,8 @@ mod tests {
         let lone = holm(&[0.03], 0.05);
         assert_eq!(lone, [0.05]);
         let levels = holm(&[0.03, 0.001, 0.2, 0.02], 0.05);
-        // 0.001 is held to 0.05 / 4 and rejected; 0.02 to 0.05 / 3 and not, nor is any after it.
+        // 0.001 is tested at 0.05 / 4 and rejected. 0.02 is tested at 0.05 / 3 and not rejected,
+        // nor is any after it.
         assert_eq!(levels[1], 0.05 / 4.0);
         assert!([0, 2, 3].iter().all(|&i| levels[i] == 0.05 / 3.0), "{levels:?}");
     }

@@ -1,4 +1,4 @@
-//! The terminal face of a comparison.
+//! The terminal form of a comparison.
 
 use std::fmt::Write as _;
 
@@ -9,14 +9,14 @@ use crate::table::Table;
 use crate::terminal::{command_line, labelled};
 use crate::units::{Scale, grouped};
 
-/// What the columns mean; once below all tables.
+/// Explains the columns, once below all tables.
 pub(crate) const METHOD: &str = "\
-n counts pairs that were measured in turn, or A/B where there are none. B/A is the ratio of geometric means; noise: no \
-difference was shown. The interval is Student's on the logarithms (Welch's without pairs), widened by what a value's resolution \
-leaves open. The headline (*) is held to 95 % by itself and all other figures to 95 % together (Holm), each interval at the level \
-that its figure is held to.";
+n counts pairs that were measured in turn, or A/B without pairs. B/A is the ratio of geometric means. Noise means that no \
+difference was shown. The interval is Student's on the logarithms (Welch's without pairs), widened by the resolution of the \
+values. The headline (*) is tested at 95 % on its own. All other figures share one 95 % level (Holm); each interval uses its \
+figure's level.";
 
-/// What the columns mean, in lines of `width` columns.
+/// [`METHOD`] in lines of `width` columns.
 pub fn method(width: usize) -> String {
     let words: Vec<String> = METHOD.split(' ').map(str::to_owned).collect();
     let mut out = String::new();
@@ -65,7 +65,7 @@ fn write_question(out: &mut String, question: &Question, width: usize) {
     }
 }
 
-/// The rows as a table of `width` columns.
+/// Appends the rows as a table of `width` columns.
 pub fn table(out: &mut String, rows: &[Weighed], width: usize) {
     let head = ["figure", "A", "B", "unit", "B/A", "interval", "n", "verdict"];
     let mut table = Table::with_head(&head).whole();
@@ -73,12 +73,12 @@ pub fn table(out: &mut String, rows: &[Weighed], width: usize) {
     table.print(out, width);
 }
 
-/// The headline, and then the others as they were measured.
+/// The headline first, then the other figures in order of measurement.
 pub(crate) fn in_order(rows: &[Weighed]) -> impl Iterator<Item = &Weighed> {
     rows.iter().filter(|row| row.headline).chain(rows.iter().filter(|row| !row.headline))
 }
 
-/// One row of either face's table.
+/// One row of the table in either form.
 pub(crate) fn cells(row: &Weighed) -> Vec<String> {
     let (a, b) = row.middles();
     let scale = Scale::of(&row.of.unit, a.abs().max(b.abs()));
@@ -96,7 +96,7 @@ pub(crate) fn cells(row: &Weighed) -> Vec<String> {
     ]
 }
 
-/// Three decimals for the usual ratio; a factor of a hundred needs none.
+/// Three decimals for ratios below 100, none above.
 fn digits(ratio: f64) -> String {
     match ratio {
         0.001..100.0 => format!("{ratio:.3}"),
@@ -113,7 +113,8 @@ fn verdict(row: &Weighed) -> String {
         (FigureVerdict::NoRatio, _) | (FigureVerdict::Differs, None) => return "no ratio (zero)".into(),
         (FigureVerdict::Differs, Some(ratio)) => ratio,
     };
-    // A percentage of a time is not one of a speed, so it is called by what it is.
+    // The word tells whether time or speed changed: a percentage of one is not a percentage of the
+    // other.
     let word = match (row.of.unit.as_str(), ratio < 1.0) {
         ("s" | "ms" | "us" | "µs" | "ns", true) => "less time",
         ("s" | "ms" | "us" | "µs" | "ns", false) => "more time",

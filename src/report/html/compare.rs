@@ -1,4 +1,5 @@
-//! The page of a comparison: for each question the picture of its ratios, their table, and in what the sides differ.
+//! The page of a comparison: for each question a plot of the ratios, their table, and the
+//! differences between the sides.
 
 use std::fmt::Write as _;
 
@@ -62,7 +63,7 @@ fn article(out: &mut String, question: &Question) {
         }
         out.push_str(END);
     }
-    out.push_str("<section class=\"facts\">\n<div><h2>Alike on both sides</h2><dl>\n");
+    out.push_str("<section class=\"facts\">\n<div><h2>Same on both sides</h2><dl>\n");
     for (key, value) in &question.both {
         let _ = writeln!(out, "<dt>{}</dt><dd>{}</dd>", escape(key), escape(value));
     }

@@ -1,8 +1,8 @@
-//! The HTML face: one page that needs nothing but itself, for the screen at the desk and the one in the pocket.
+//! The HTML form: one self-contained page for desktop and phone.
 //!
-//! No script, no font, no request: a content security policy in the page forbids them, so that a result from elsewhere
-//! can be opened without a thought. A result begins with what is wrong with it and with its pictures, which come from
-//! [`super::plot`], and ends with what was asked and what the host was. [`comparison`] is the page of a comparison.
+//! It has no scripts, fonts or requests, and its content security policy forbids them. A result
+//! from someone else is therefore safe to open. A result begins with anything wrong and its plots
+//! ([`super::plot`]) and ends with parameters and host. [`comparison`] is the page of a comparison.
 
 mod compare;
 
@@ -16,10 +16,10 @@ use super::{Counter, Histogram, Report, printable};
 
 pub use compare::comparison;
 
-/// How every page begins: what may be overwritten by another is known by it.
+/// The start of every page. Only a file that begins like this is overwritten by another page.
 pub const START: &str = "<!doctype html>\n<!-- Written by Vellum. -->\n";
 
-/// A page with `results` one below the other.
+/// A page with `results` below each other.
 pub fn render(results: &[Report]) -> String {
     let title = match results {
         [only] => only.name.clone(),
@@ -46,7 +46,7 @@ pub fn render(results: &[Report]) -> String {
     out
 }
 
-/// The beginning of a page: its title, its policy and its style, up to the opened body.
+/// The start of a page: title, policy and style, up to `<body>`.
 pub fn head_of_page(title: &str) -> String {
     format!(
         "{START}<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
@@ -59,7 +59,7 @@ pub fn head_of_page(title: &str) -> String {
     )
 }
 
-/// Text from a result as HTML text or as an attribute's value.
+/// Escapes text from a result for HTML text or an attribute value.
 pub fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in printable(text).chars() {
@@ -141,7 +141,8 @@ fn article(out: &mut String, i: usize, result: &Report) {
 
 fn figure(out: &mut String, picture: &Plot) {
     let title = escape(&picture.title);
-    // plotters sizes the element in pixels; the style sheet lets it shrink, and a reader without eyes gets its title.
+    // plotters sets the size in pixels, and the style sheet lets it shrink. Screen readers get the
+    // title.
     let svg = picture.svg.replacen("<svg ", &format!("<svg role=\"img\" aria-label=\"{title}\" "), 1);
     let _ = writeln!(out, "<figure>\n<figcaption>{title}</figcaption>\n{svg}");
     if picture.legend.len() > 1 {
@@ -225,7 +226,8 @@ fn counters(out: &mut String, counters: &[Counter]) {
         return;
     }
     let moved = counters.iter().filter(|c| c.before != c.after).count();
-    let _ = writeln!(out, "<details><summary>KVM's counters: {moved} of {} moved</summary>", counters.len());
+    let _ =
+        writeln!(out, "<details><summary>KVM's counters: {moved} of {} changed</summary>", counters.len());
     head(out, &["counter", "before", "after", "difference"]);
     for counter in counters {
         let numbers = [counter.before.into(), counter.after.into(), counter.grown()].map(grouped);

@@ -1,5 +1,5 @@
-//! Figures that come once an iteration, a pass or a vCPU, as bars beside each other: upright where the indices fit below them,
-//! else lying, with the indices at the left.
+//! Bar charts of figures per iteration, pass or vCPU. The bars are vertical if the indices fit
+//! below them, otherwise horizontal with the indices at the left.
 
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, VPos};
@@ -10,14 +10,15 @@ use crate::Figure;
 use crate::table::{Group, Kind, common_scale};
 use crate::units::Scale;
 
-/// Bars that differ by more than this are drawn on a logarithmic scale.
+/// If the values differ by more than this factor, the scale is logarithmic.
 const LOGARITHMIC: f64 = 100.0;
-/// Indices of one picture at most.
+/// The most indices in one plot.
 const MAX_BARS: usize = 64;
-/// The characters of an index that are shown.
+/// The most characters shown of an index.
 const NAME: usize = 18;
 
-/// One picture a unit, and another where the size is so different that the bars would not be seen.
+/// One plot per unit. Values of very different size get another, because the bars would not be
+/// visible.
 pub(crate) fn bars(group: &Group) -> Vec<Plot> {
     if !(2..=MAX_BARS).contains(&group.indices.len()) {
         return Vec::new();
@@ -36,7 +37,7 @@ pub(crate) fn bars(group: &Group) -> Vec<Plot> {
     units.iter().filter_map(|(_, kinds)| Bars::new(group, kinds)?.plot()).collect()
 }
 
-/// One picture's bars.
+/// The bars of one plot.
 struct Bars<'a> {
     kinds: &'a [&'a Kind<'a>],
     names: Vec<String>,
@@ -54,7 +55,7 @@ impl<'a> Bars<'a> {
         if ![low, high, least].into_iter().all(placeable) || all.iter().all(|f| f.value() == 0.0) {
             return None;
         }
-        // Where the least could not be seen beside the most, a bar's length is its order of magnitude.
+        // If the smallest bar would be invisible beside the largest, the scale is logarithmic.
         let values = match low >= 0.0 && high > least * LOGARITHMIC {
             true => Axis::new(10f64.powf((least * 0.9).log10().floor()), high * 1.5, true),
             false => Axis::new(low, high + (high - low) * 0.05, false),
@@ -63,7 +64,7 @@ impl<'a> Bars<'a> {
         let names: Vec<String> = group.indices.iter().map(name).collect();
         let widest = names.iter().map(|name| name.chars().count()).max().unwrap_or(0) as u32;
         let lying = names.len() as u32 * (widest + 1) * CHARACTER > WIDTH - 2 * MARGIN - 40;
-        // Numbers count: where one is left out, its neighbours tell which it is.
+        // Numbers may be left out, because their neighbours imply them.
         let counted = names.iter().all(|name| name.parse::<u64>().is_ok());
         Some(Self { kinds, names, scale: common_scale(&all), values, lying: lying && !counted })
     }
@@ -94,7 +95,7 @@ impl<'a> Bars<'a> {
                     let corners = [self.point(from, self.foot()), self.point(to, figure.value())];
                     Rectangle::new(corners, colour(i).filled())
                 }))?;
-                // The whisker is the whole spread, least to most.
+                // The whisker goes from the smallest to the largest sample.
                 chart.draw_series(
                     kind.figures.iter().enumerate().filter(|(_, f)| f.samples.len() > 1).map(
                         |(at, figure)| {
@@ -117,15 +118,15 @@ impl<'a> Bars<'a> {
         Some(Plot { title, svg, legend: legend.collect() })
     }
 
-    /// Where bars begin.
+    /// The value at which bars begin.
     fn foot(&self) -> f64 {
         if self.values.log { self.values.from } else { 0.0 }
     }
 
-    /// From where to where the bar of one kind goes across the slot of index `at`.
+    /// The extent of a bar across the slot of index `at`.
     fn place(&self, at: usize, kind: usize) -> (f64, f64) {
         let width = 0.8 / self.kinds.len() as f64;
-        // Lying bars are read from above, so the first is the topmost.
+        // Horizontal bars are read from the top, so the first is the topmost.
         let (at, kind) = match self.lying {
             true => (self.names.len() - 1 - at, self.kinds.len() - 1 - kind),
             false => (at, kind),
@@ -139,7 +140,7 @@ impl<'a> Bars<'a> {
         if self.lying { (value, slot) } else { (slot, value) }
     }
 
-    /// Writes the indices beside their bars, as many as there is room for.
+    /// Writes the indices beside their bars, as many as fit.
     fn name(&self, area: &Area, at: impl Fn(f64) -> (i32, i32)) -> Result<(), Failed> {
         let widest = self.names.iter().map(|name| name.chars().count() as u32 + 1).max().unwrap_or(1);
         let fit = (WIDTH - 2 * MARGIN - 40) / (widest * CHARACTER);

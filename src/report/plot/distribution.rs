@@ -1,5 +1,5 @@
-//! Distributions of the same name and unit over each other: the share of samples, both axes logarithmic, since the tail is what
-//! people look for.
+//! Plots of distributions with the same name and unit, on top of each other, as shares of the
+//! samples. Both axes are logarithmic, because the tail matters most.
 
 use std::collections::HashMap;
 
@@ -9,10 +9,10 @@ use super::{Axis, COLOURS, HEIGHT, PICTURES, Plot, Side, chart, colour, placeabl
 use crate::Histogram;
 use crate::units::humanised;
 
-/// Bars of one distribution.
+/// The number of bars of a distribution.
 const BINS: usize = 64;
 
-/// A picture for each name and unit.
+/// One plot per name and unit.
 pub(crate) fn distributions(histograms: &[Histogram]) -> Vec<Plot> {
     let mut kinds: Vec<Vec<&Histogram>> = Vec::new();
     let mut place = HashMap::new();
@@ -63,7 +63,7 @@ fn picture(histograms: &[&Histogram]) -> Option<Plot> {
     Some(Plot { title: format!("{}: share of the samples", words(&histograms[0].name)), svg, legend })
 }
 
-/// Percent of the samples in each bin of `axis`.
+/// The percentage of the samples in each bin of `axis`.
 fn shares(histogram: &Histogram, axis: &Axis) -> [f64; BINS] {
     let total = histogram.count() as f64;
     let mut bins = [0.0; BINS];
@@ -74,7 +74,7 @@ fn shares(histogram: &Histogram, axis: &Axis) -> [f64; BINS] {
     bins
 }
 
-/// A power of ten as a percentage, with as many digits as it takes.
+/// Formats a power of ten as a percentage.
 fn percent(value: f64) -> String {
     let decimals = (-value.log10().round()).max(0.0) as usize;
     format!("{value:.decimals$}%")
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn a_distribution_of_any_length_is_gone_through_once() {
-        // Each of a million buckets times all of them would take the better part of an hour.
+        // With quadratic time, a million buckets would take most of an hour.
         let buckets = (1..=1_000_000).map(|i| (f64::from(i), 1)).collect();
         let long = Histogram { name: "l".into(), index: None, unit: "ns".into(), buckets, max: None };
         assert_eq!(distributions(&[long]).len(), 1);

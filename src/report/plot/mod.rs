@@ -1,8 +1,8 @@
-//! The pictures of the HTML face: inline SVG, drawn by plotters in placeholder colours.
+//! The plots of the HTML form: inline SVG, drawn by plotters in placeholder colours.
 //!
-//! Every colour here is a name and not a colour: `style.css` gives each one its light and its dark form by selecting
-//! on the attribute that plotters writes. Text from a result enters a picture only as an axis label, which plotters escapes.
-//! Here are the axes and what all pictures share; each kind of picture has its file.
+//! Each colour here is a placeholder. `style.css` selects on the attribute that plotters writes and
+//! sets the light and dark colours. Text from a result enters a plot only as an axis label, which
+//! plotters escapes. This file has the axes and shared code. Each kind of plot has its own file.
 
 mod bars;
 mod distribution;
@@ -22,29 +22,29 @@ pub(super) use distribution::distributions;
 pub(super) use ratios::ratios;
 pub(super) use time::over_time;
 
-/// A picture and what its colours stand for.
+/// A plot and its legend.
 pub(super) struct Plot {
     /// What is plotted.
     pub(super) title: String,
     /// A whole `<svg>` element.
     pub(super) svg: String,
-    /// (CSS class, text), in the order of drawing.
+    /// (CSS class, text), in drawing order.
     pub(super) legend: Vec<(String, String)>,
 }
 
-/// Wide enough for a column on a desk, and still legible when a phone shrinks it.
+/// Fits a column on a desktop and stays legible when a phone shrinks it.
 const WIDTH: u32 = 520;
 const HEIGHT: u32 = 300;
-/// Of axis labels, in pixels; and about what a character of one takes.
+/// The size of axis labels in pixels, and the approximate width of a character.
 const TEXT_SIZE: u32 = 15;
 const CHARACTER: u32 = 8;
-/// Right of the picture, where half of the last tick's label stands.
+/// The right margin, for half of the last tick's label.
 const MARGIN: u32 = 28;
 const TEXT: RGBColor = RGBColor(0, 0, 1);
 const GRID: RGBColor = RGBColor(0, 0, 2);
-/// Lines and bars of one picture; more would not be told apart.
+/// The most lines or bars in one plot. More cannot be told apart.
 const COLOURS: usize = 8;
-/// Pictures of one kind on a page; a result with more of them is read by programs.
+/// The most plots of one kind on a page. Larger results are for programs.
 const PICTURES: usize = 32;
 
 fn colour(i: usize) -> RGBColor {
@@ -63,26 +63,26 @@ fn svg(height: u32, draw: impl FnOnce(&Area) -> Result<(), Failed>) -> Option<St
     let mut out = String::new();
     {
         let area = SVGBackend::with_string(&mut out, (WIDTH, height)).into_drawing_area();
-        // Drawing into a string fails only where a coordinate is beyond what plotters can place: no picture then, and
-        // the tables still hold the figures.
+        // Drawing into a string fails only if a coordinate is out of plotters' range. The plot is
+        // left out then. The tables still have the figures.
         draw(&area).and_then(|()| area.present()).ok()?;
     }
     Some(out)
 }
 
-/// What lies beyond cannot be placed, whatever the scale.
+/// Larger values cannot be drawn at any scale.
 fn placeable(value: f64) -> bool {
     value == 0.0 || (1e-100..1e100).contains(&value.abs())
 }
 
-/// What is plotted, in words.
+/// A name in words.
 fn words(name: &str) -> String {
     let text = name.replace('_', " ");
     let mut letters = text.chars();
     letters.next().map_or(String::new(), |first| first.to_uppercase().chain(letters).collect())
 }
 
-/// What a unit measures.
+/// The quantity that a unit measures.
 fn quantity(unit: &str) -> String {
     match unit {
         "s" | "ms" | "us" | "µs" | "ns" | "instructions" => "Time".into(),
@@ -96,7 +96,7 @@ fn quantity(unit: &str) -> String {
     }
 }
 
-/// What figures of these names have in common: the words that they begin with, or else end with.
+/// The words with which all names begin, or else end.
 fn in_common(names: &[&str]) -> Option<String> {
     let split: Vec<Vec<&str>> = names.iter().map(|name| name.split('_').collect()).collect();
     let first = split.first()?;
@@ -111,7 +111,7 @@ fn in_common(names: &[&str]) -> Option<String> {
     [begin, end].into_iter().find(|words| !words.is_empty()).map(|common| words(&common.join("_")))
 }
 
-/// A title with the unit behind it, where that says more.
+/// A title with the unit, if there is one to show.
 fn titled(what: &str, scale: &Scale) -> String {
     match scale.unit.is_empty() || scale.unit.eq_ignore_ascii_case(what) {
         true => what.into(),
@@ -119,10 +119,10 @@ fn titled(what: &str, scale: &Scale) -> String {
     }
 }
 
-/// Ticks of an axis at most.
+/// The most ticks on an axis.
 const TICKS: usize = 6;
 
-/// An axis with ticks at round numbers, linear or logarithmic, that no range of finite numbers can hang.
+/// A linear or logarithmic axis with ticks at round numbers. It terminates for any finite range.
 #[derive(Clone)]
 struct Axis {
     from: f64,
@@ -131,13 +131,13 @@ struct Axis {
 }
 
 impl Axis {
-    /// From `from` to `to`; a range that is empty is widened.
+    /// An axis from `from` to `to`. An empty range is widened.
     fn new(from: f64, to: f64, log: bool) -> Self {
         let to = if to > from { to } else { from + from.abs().max(1.0) };
         Self { from, to, log }
     }
 
-    /// Powers of ten that hold both ends.
+    /// An axis over whole powers of ten that covers both ends.
     fn decades(least: f64, most: f64) -> Self {
         Self::new(
             10f64.powf((least * 0.999).log10().floor()),
@@ -190,7 +190,7 @@ impl Ranged for Axis {
 
 impl plotters::coord::ranged1d::ValueFormatter<f64> for Axis {}
 
-/// An axis, how its ticks are called, and whether lines are drawn across the picture at them.
+/// An axis, its tick labels, and whether it has grid lines.
 struct Side<'a> {
     axis: Axis,
     label: &'a dyn Fn(&f64) -> String,
@@ -198,14 +198,14 @@ struct Side<'a> {
 }
 
 impl Side<'_> {
-    /// The pixels that the longest of its labels takes.
+    /// The width of the longest label in pixels.
     fn room(&self) -> u32 {
         let longest = self.axis.ticks().iter().map(|v| (self.label)(v).chars().count()).max().unwrap_or(0);
         longest as u32 * CHARACTER + 14
     }
 }
 
-/// The two axes with grid and labels; `room` is what is left of the picture for the labels of the vertical axis.
+/// Draws both axes with grid and labels. `room` is the space for the labels of the vertical axis.
 fn chart<'a, 'b>(area: &'b Area<'a>, x: Side, y: Side, room: u32) -> Result<Chart<'a, 'b>, Failed> {
     let mut chart = ChartBuilder::on(area)
         .margin_top(8)
@@ -232,13 +232,13 @@ fn chart<'a, 'b>(area: &'b Area<'a>, x: Side, y: Side, room: u32) -> Result<Char
     Ok(chart)
 }
 
-/// Text of a result beside or below the picture, at a pixel.
+/// Draws a result's text at a pixel position.
 fn name_at(area: &Area, text: &str, at: (i32, i32), horizontal: HPos, vertical: VPos) -> Result<(), Failed> {
     let style = ("sans-serif", TEXT_SIZE, &TEXT).into_text_style(area).pos(Pos::new(horizontal, vertical));
     area.draw_text(&printable(text), &style, at)
 }
 
-/// A tick is a number alone; its unit stands in the title.
+/// A tick shows only the number. The title has the unit.
 fn tick(scale: &Scale, value: f64) -> String {
     let number = value / scale.divisor;
     if number.abs() >= 1000.0 {
@@ -248,7 +248,7 @@ fn tick(scale: &Scale, value: f64) -> String {
     }
 }
 
-/// "10.00 µs" without the zeroes that a tick does not need.
+/// "10.00 µs" without the trailing zeroes.
 fn whole(text: &str) -> String {
     match text.split_once(' ') {
         Some((number, unit)) if number.contains('.') && !number.contains('e') => {

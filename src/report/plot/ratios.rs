@@ -1,4 +1,4 @@
-//! A comparison as a picture: each figure's ratio and its interval, one below the other.
+//! The plot of a comparison: each figure's ratio and interval, below each other.
 
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, VPos};
@@ -7,17 +7,18 @@ use super::{Axis, CHARACTER, Plot, Side, TEXT, chart, colour, name_at, placeable
 use crate::compare::text::in_order;
 use crate::compare::{FigureVerdict, Weighed};
 
-/// Figures of one picture at most.
+/// The most figures in one plot.
 const MAX_ROWS: usize = 60;
-/// The characters of a name that are shown.
+/// The most characters shown of a name.
 const NAME: usize = 26;
 
-/// The figures that have a ratio and are not the same on both sides, the headline first; `None` where there is none.
+/// Plots the figures that have a ratio and are not equal on both sides, the headline first. `None`
+/// if there are none.
 pub(crate) fn ratios(rows: &[Weighed]) -> Option<Plot> {
     let span = |row: &Weighed| {
         let ratio = row.ratio.filter(|ratio| placeable(*ratio))?;
         let (low, high) = row.interval.unwrap_or((ratio, ratio));
-        // An interval that reaches for orders of magnitude would leave nothing to be seen of the others.
+        // Intervals are cut, because one of several orders of magnitude would squeeze all others.
         Some((low.max(ratio / 4.0), ratio, high.min(ratio * 4.0)))
     };
     let moved = in_order(rows).filter(|row| row.verdict != FigureVerdict::Equal);

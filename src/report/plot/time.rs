@@ -1,4 +1,4 @@
-//! Series over time, with what happened meanwhile as bands behind them.
+//! Plots over time, with spans as bands behind the lines.
 
 use std::collections::HashMap;
 
@@ -11,14 +11,14 @@ use super::{
 use crate::units::Scale;
 use crate::{Mark, Series};
 
-/// More points than pixels show nothing more.
+/// More points than pixels show no more.
 const POINTS: usize = 1000;
-/// More spans than this merge into one band on the screen as well.
+/// More spans merge into one band.
 const MARKS: usize = 2000;
-/// Kinds of spans that have a colour.
+/// The number of span names that get a colour.
 const KINDS: usize = 3;
 
-/// Series of the same name and unit in one picture each, with the marks as bands behind them.
+/// One plot per name and unit, with the marks as bands behind the lines.
 pub(crate) fn over_time(series: &[Series], marks: &[Mark]) -> Vec<Plot> {
     let mut kinds: Vec<Vec<&Series>> = Vec::new();
     let mut place = HashMap::new();
@@ -60,7 +60,7 @@ fn picture(lines: &[&Series], marks: &[Mark]) -> Option<Plot> {
         let mut chart = chart(area, across, up, room)?;
         chart.draw_series(marks.iter().take(MARKS).filter_map(|mark| {
             let kind = kinds.iter().position(|k| *k == mark.name)?;
-            // A span shorter than a pixel is still there.
+            // A span shorter than a pixel is drawn one pixel wide.
             let end = mark.end.max(mark.start + pixel).min(x.to);
             (mark.start < end).then(|| {
                 Rectangle::new(
@@ -80,7 +80,8 @@ fn picture(lines: &[&Series], marks: &[Mark]) -> Option<Plot> {
     Some(Plot { title, svg, legend: series.chain(spans).collect() })
 }
 
-/// At most [`POINTS`] points, keeping the lowest and the highest of every share so that no dip is lost.
+/// Reduces the points to about [`POINTS`]. Keeps the lowest and highest of each chunk, so that no
+/// dip is lost.
 fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     if points.len() <= POINTS {
         return points.to_vec();

@@ -1,4 +1,5 @@
-//! JUnit's XML, as far as its readers agree on it: a suite for each result, a test case for each case, the figures as the suite's properties.
+//! JUnit XML, limited to what its readers agree on: a suite per result, a test case per case, the
+//! figures as properties of the suite.
 
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use super::date;
 use crate::case::Status;
 use crate::{Report, printable};
 
-/// All of it.
+/// The document for all results.
 pub(super) fn render(results: &[Report]) -> Result<String, quick_junit::SerializeError> {
     let mut document = Document::new("vellum");
     for result in results {

@@ -1,5 +1,6 @@
-//! A submission to KCIDB (schema 5.3 of kcidb-io): a test for each case, and one with its number for each figure. Of the kernel that was tested Vellum knows
-//! its release and architecture, and so much stands in the checkout and the build; who built it can give both more fields by the same ids.
+//! A KCIDB submission (schema 5.3 of kcidb-io): a test per case, and a test with a number per
+//! figure. Vellum knows only the release and architecture of the tested kernel, so the checkout and
+//! build hold no more. The builder of the kernel can add fields under the same ids.
 
 use serde_json::{Map, Value, json};
 
@@ -7,10 +8,10 @@ use super::date;
 use crate::case::Status;
 use crate::{Report, printable};
 
-/// The version of the schema.
+/// The schema's version.
 const VERSION: (u32, u32) = (5, 3);
 
-/// All of it.
+/// The submission for all results.
 pub(super) fn render(results: &[Report], origin: &str) -> serde_json::Result<String> {
     let (mut checkouts, mut builds, mut tests) = (Map::new(), Map::new(), Vec::new());
     let architecture = std::env::consts::ARCH;
@@ -91,7 +92,7 @@ fn text(text: &str) -> String {
     printable(text).into_owned()
 }
 
-/// A part of a path: `[a-zA-Z0-9_-]+`.
+/// Turns a name into a path component: `[a-zA-Z0-9_-]+`.
 fn label(part: &str) -> String {
     let safe = |c: char| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' };
     if part.is_empty() { "_".into() } else { part.chars().map(safe).collect() }

@@ -1,5 +1,6 @@
-//! KTAP version 1, as Documentation/dev-tools/ktap.rst of Linux has it: a test for each result, its cases nested below it, level by level of their names.
-//! What a case has besides its end stands in diagnostic lines before it.
+//! KTAP version 1 (Documentation/dev-tools/ktap.rst in Linux): a test per result, with its cases
+//! nested by the levels of their names. Diagnostic lines before a test hold its seed, duration and
+//! reason.
 
 use std::fmt::Write as _;
 
@@ -7,7 +8,7 @@ use crate::case::{Case, Status, together};
 use crate::units::humanised;
 use crate::{Report, printable};
 
-/// All of it.
+/// The document for all results.
 pub(super) fn render(results: &[Report]) -> String {
     let mut out = String::from("KTAP version 1\n");
     let _ = writeln!(out, "1..{}", results.len());
@@ -36,7 +37,7 @@ pub(super) fn render(results: &[Report]) -> String {
     out
 }
 
-/// The cases that are below `name`, each with what is left of its name.
+/// Writes the cases below `name`, each with the rest of its name.
 fn level(out: &mut String, indent: &str, name: &str, cases: &[(&str, &Case)]) {
     let mut groups: Vec<(&str, Vec<(&str, &Case)>)> = Vec::new();
     for &(rest, case) in cases {
@@ -60,7 +61,7 @@ fn level(out: &mut String, indent: &str, name: &str, cases: &[(&str, &Case)]) {
     }
 }
 
-/// The line of one test.
+/// Writes the line of one test.
 fn line(out: &mut String, indent: &str, number: usize, name: &str, case: &Case, ok: bool) {
     if let Some(seed) = case.seed {
         diagnostic(out, indent, &format!("seed: {seed}"));
@@ -88,11 +89,11 @@ fn line(out: &mut String, indent: &str, number: usize, name: &str, case: &Case, 
 }
 
 fn diagnostic(out: &mut String, indent: &str, text: &str) {
-    // A line that begins with a word of KTAP's own would be taken for it.
+    // The prefix keeps text from looking like a KTAP keyword.
     let _ = writeln!(out, "{indent}# {}", one_line(text));
 }
 
-/// A name as one word, without the sign that begins a directive.
+/// A name as one word, without `#`, which begins a directive.
 fn word(name: &str) -> String {
     let word: String =
         printable(name).chars().map(|c| if c.is_whitespace() || c == '#' { '_' } else { c }).collect();

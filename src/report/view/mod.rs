@@ -1,8 +1,8 @@
-//! Results as other programs read them: KTAP, JUnit, KCIDB. All are views of the cases of a [`Report`]; JSON, which has everything, is
-//! [`super::json`]'s.
+//! Output formats for other programs: KTAP, JUnit and KCIDB. They are views of the cases of a
+//! [`Report`]. [`super::json`] writes the JSON form, which has everything.
 //!
-//! Whoever reads one of these never meets a name as it is in a result: line ends, control characters and what the format itself uses are
-//! replaced or escaped, because results may come from elsewhere.
+//! Names may come from someone else's result. Line ends, control characters and the format's own
+//! syntax are therefore replaced or escaped.
 
 mod junit;
 mod kcidb;
@@ -10,16 +10,16 @@ mod ktap;
 
 use super::{Report, json};
 
-/// In which form.
+/// The format.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum View {
     /// KTAP version 1 (Documentation/dev-tools/ktap.rst), nested.
     Ktap,
-    /// JUnit's XML.
+    /// JUnit XML.
     Junit,
-    /// A submission to KCIDB, of this origin.
+    /// A KCIDB submission.
     Kcidb {
-        /// Who submits, as agreed with the operators of the database.
+        /// The submitter, as agreed with the operators of the database.
         origin: String,
     },
     /// Vellum's own JSON.
@@ -27,10 +27,10 @@ pub enum View {
 }
 
 impl View {
-    /// `results` in this form.
+    /// Renders `results` in this format.
     ///
     /// # Errors
-    /// Where a serializer refuses a value, which is a mistake of Vellum's.
+    /// Fails if a serializer refuses a value, which is a bug in Vellum.
     pub fn render(&self, results: &[Report]) -> Result<String, String> {
         match self {
             Self::Ktap => Ok(ktap::render(results)),
@@ -44,7 +44,7 @@ impl View {
     }
 }
 
-/// `seconds` since 1970 as a date, in the proleptic Gregorian calendar and UTC.
+/// Converts `seconds` since 1970 to a date in UTC.
 fn date(seconds: f64) -> Option<chrono::DateTime<chrono::Utc>> {
     chrono::DateTime::from_timestamp_millis((seconds * 1e3) as i64)
 }

@@ -1,5 +1,6 @@
-//! Two sets of results as figures to be weighed: which of them were asked alike, what was repeated, and what was measured in
-//! pairs. What cannot be compared is refused: a figure in emulated time says nothing about one in real time.
+//! Turns two sets of results into figures to compare: matches results by their parameters and finds
+//! replicates and pairs. Results that cannot be compared are refused: emulated time and real time
+//! have no ratio.
 
 use std::collections::{HashMap, HashSet};
 
@@ -7,25 +8,23 @@ use super::repeated::Repeated;
 use super::{Compared, Policy, Unit, Weighed, text, weigh};
 use crate::{Report, printable, terminal};
 
-/// Why two sets are not comparable. Each is one line.
+/// Why two sets cannot be compared. Each message is one line.
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum Error {
     /// Instructions against seconds.
     #[error(
-        "{emulated} was measured on an emulated host ({bed}) and {real} on a real one: instructions and seconds have no ratio; compare results of one kind"
+        "{emulated} was measured on an emulated host ({bed}), {real} on a real one: instructions and seconds have no ratio; compare results of one kind"
     )]
     EmulatedWithReal {
-        /// The side, and where it matters the number of the result in it.
+        /// The side, with the number of the result if it has several.
         emulated: String,
         /// Its bed.
         bed: String,
-        /// The other.
+        /// The other side.
         real: String,
     },
-    /// A benchmark against another.
-    #[error(
-        "{a} holds {what_a} and {b} holds {what_b}: nothing in them was asked alike; compare results of one command"
-    )]
+    /// The sides have no command and parameters in common.
+    #[error("{a} holds {what_a}, {b} holds {what_b}: no results match; compare results of one command")]
     NothingInCommon {
         /// The first side.
         a: String,
@@ -38,58 +37,58 @@ pub enum Error {
     },
 }
 
-/// One side: what it is called, and its results.
+/// One side: its name and its results.
 #[derive(Clone, Copy)]
 pub struct Side<'a> {
-    /// As the user named it.
+    /// The name as the user gave it.
     pub name: &'a str,
-    /// One or several.
+    /// At least one result.
     pub results: &'a [Report],
 }
 
-/// Two sets of results, weighed question by question.
+/// Two sets of results, compared question by question.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Comparison {
-    /// What both sides were asked.
+    /// Commands with parameters that both sides ran.
     pub questions: Vec<Question>,
-    /// What one side alone was asked.
+    /// Commands with parameters that only one side ran.
     pub alone: Vec<Alone>,
 }
 
 impl Comparison {
-    /// The terminal's face of `width` columns.
+    /// The terminal form, `width` columns wide.
     pub fn text(&self, width: usize) -> String {
         text::text(self, width)
     }
 }
 
-/// What one side alone was asked.
+/// A command with parameters that only one side ran.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Alone {
-    /// Which side.
+    /// The side.
     pub side: String,
-    /// What ran.
+    /// The result's name.
     pub name: String,
-    /// The command.
+    /// The command line.
     pub command: Vec<String>,
 }
 
-/// Results that were asked alike, both sides of them.
+/// The results of both sides for the same command and parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Question {
-    /// What ran.
+    /// The results' name.
     pub name: String,
     /// A and B.
     pub sides: [Asked; 2],
-    /// What was asked and what the host was, where the sides agree.
+    /// Parameters and host facts that are equal on both sides.
     pub both: Vec<(String, String)>,
-    /// Where they do not.
+    /// Parameters and host facts that differ.
     pub differs: Vec<Differs>,
-    /// What was repeated.
+    /// The unit of repetition.
     pub unit: Unit,
-    /// How many of these there must be of each side.
+    /// The minimum number of replicates on each side.
     pub least: usize,
-    /// The figures.
+    /// The compared figures.
     pub rows: Vec<Weighed>,
 }
 
@@ -97,69 +96,68 @@ impl Question {
     /// What the verdicts rest on, in words.
     pub fn repeated(&self) -> String {
         let why = match self.unit {
-            Unit::Boot => "boots, since the sides have none in common",
+            Unit::Boot => "boots (the sides have none in common)",
             Unit::Process => "processes",
-            Unit::Machine => {
-                "machines of one process on each side: what differs between processes is in no interval"
-            }
+            Unit::Machine => "machines of one process on each side (run-to-run variation was not measured)",
         };
-        format!("{why}; below {} of each side no difference is claimed", self.least)
+        format!("{why}; at least {} per side are needed to claim a difference", self.least)
     }
 }
 
 /// One side of a question.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Asked {
-    /// As the user named it.
+    /// The name as the user gave it.
     pub name: String,
     /// The first result's command.
     pub command: Vec<String>,
-    /// How many results.
+    /// The number of results.
     pub results: usize,
-    /// In how many boots.
+    /// The number of boots.
     pub boots: usize,
-    /// What a reader must know before the figures.
+    /// Warnings to read before the figures.
     pub warnings: Vec<Warning>,
-    /// Figures that the other side does not have.
+    /// Figures that the other side lacks.
     pub alone: Vec<String>,
 }
 
 impl Asked {
-    /// How many results, in how many boots.
+    /// The number of results and boots, in words.
     pub fn counted(&self) -> String {
         let of = |n: usize, one: &str, more: &str| format!("{n} {}", if n == 1 { one } else { more });
         format!("{} of {}", of(self.results, "result", "results"), of(self.boots, "boot", "boots"))
     }
 }
 
-/// Why a result says less than it seems.
+/// A reason to distrust a result.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Warning {
-    /// `INVALID` or `CUT OFF`.
+    /// `INVALID`, `CUT OFF` or `NOT RUN`.
     pub kind: &'static str,
-    /// Which result, and why.
+    /// The result's number and the reason.
     pub text: String,
 }
 
-/// What is not alike.
+/// A parameter or host fact that differs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Differs {
     /// A parameter, or a fact about the host.
     pub key: String,
-    /// Of the first side.
+    /// The value on the first side.
     pub a: String,
-    /// Of the second.
+    /// The value on the second side.
     pub b: String,
 }
 
-/// Weighs two sets of results.
+/// Compares two sets of results.
 pub fn compare(a: Side, b: Side) -> Result<Comparison, Error> {
     same_time(a, b)?;
     let (by_a, by_b) = (by_question(a.results), by_question(b.results));
     let mut comparison = Comparison { questions: Vec::new(), alone: Vec::new() };
     let names = [a.name, b.name];
     match (&by_a[..], &by_b[..]) {
-        // One thing on each side: what was asked may differ, that is often the point.
+        // One question on each side: the parameters may differ, which is often the point of the
+        // comparison.
         ([(_, ra)], [(_, rb)]) if ra[0].name == rb[0].name => {
             comparison.questions.push(question(names, [ra, rb]));
         }
@@ -215,7 +213,7 @@ fn same_time(a: Side, b: Side) -> Result<(), Error> {
     }
 }
 
-/// Results that were asked alike, in the order of their first appearance. A seed does not make a question another one.
+/// Groups results by command and parameters, in order of first appearance. The seed is ignored.
 fn by_question(results: &[Report]) -> Vec<(String, Vec<&Report>)> {
     let mut questions: Vec<(String, Vec<&Report>)> = Vec::new();
     let mut place = HashMap::new();
@@ -288,7 +286,7 @@ pub(super) fn boots<'a>(results: &[&'a Report]) -> HashSet<&'a str> {
     results.iter().map(|result| result.host.boot.as_str()).collect()
 }
 
-/// What was asked and what the host was, as pairs that can be told apart. Boots are counted, not named.
+/// Parameters and host facts as key-value pairs. The boot ID is left out.
 fn facts(result: &Report) -> Vec<(String, String)> {
     let mut facts: Vec<_> =
         result.asked.iter().map(|(k, v)| (printable(k).into_owned(), terminal::asked_value(v))).collect();
@@ -300,7 +298,8 @@ fn facts(result: &Report) -> Vec<(String, String)> {
     facts
 }
 
-/// What is alike in both, and what is not, in the order of the first and then of the second.
+/// Splits the facts into equal and different ones, in the order of the first side and then of the
+/// second.
 fn apart(a: &[(String, String)], b: &[(String, String)]) -> (Vec<(String, String)>, Vec<Differs>) {
     let of = |facts: &[(String, String)]| -> HashMap<String, String> { facts.iter().cloned().collect() };
     let (map_a, map_b) = (of(a), of(b));

@@ -7,7 +7,7 @@ fn example() -> Report {
     json::parse(bytes, std::path::Path::new("dirty-log.json")).unwrap().remove(0)
 }
 
-/// A result of rounds that have a machine each.
+/// A result of rounds with a VM each.
 fn rounds(values: &[f64]) -> Report {
     let samples = (0..).zip(values).map(|(round, &value)| Sample::of_round(round, value)).collect();
     with("t", samples)
@@ -19,7 +19,7 @@ fn with(name: &str, samples: Vec<Sample>) -> Report {
     report
 }
 
-/// Results of one value each, measured at these times in these boots.
+/// Results with one value each, measured at these times in these boots.
 fn at(of: &[(f64, f64, &str)]) -> Vec<Report> {
     let one = |&(value, at, boot): &(f64, f64, &str)| {
         let mut report = Report { at, ..rounds(&[value]) };
@@ -49,7 +49,7 @@ fn emulated_against_real_is_refused_and_named() {
         let error = error(a, b);
         assert!(error.contains("emulated host (svm)") && error.contains("b.json"), "{error}");
     }
-    // A set that is mixed in itself is no better.
+    // A set that mixes both is refused too.
     let error = error(&[example(), emulated], &[example()]);
     assert!(error.contains("result 2 of a.json"), "{error}");
 }
@@ -101,7 +101,7 @@ fn boots_that_took_turns_are_pairs() {
     let turns = weighed(&a, &b);
     assert!(turns.rows[0].is_paired());
     assert_eq!((turns.unit, turns.rows[0].verdict), (Unit::Boot, FigureVerdict::Differs));
-    // The same values, first all of one side and then all of the other.
+    // The same values, but all of one side before all of the other.
     let mut later = b;
     later.iter_mut().for_each(|report| report.at += 1000.0);
     let apart = weighed(&a, &later);
