@@ -1,4 +1,4 @@
-//! The guest agent's other end: through the machine's vsock, one connection a request.
+//! Talks to the guest agent through the machine's vsock, one connection per request.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,32 +10,30 @@ use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
 use vellum_sys::socket;
 
-/// The longest line that an agent sends: a command's output comes in pieces far smaller.
+/// The longest line from an agent. Command output comes in much smaller pieces.
 const MAX_LINE: u64 = 1 << 20;
 
-/// Why the agent does not do what it is told.
+/// Why a request to the agent failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The machine's socket.
+    /// The machine's vsock socket failed.
     #[error("{path}: {source}")]
     Socket {
-        /// The unix socket that leads to the guest's sockets.
+        /// The unix socket that leads to the guest's vsock.
         path: PathBuf,
-        /// What the kernel says.
+        /// The system's error.
         source: io::Error,
     },
     /// Nothing listens in the guest.
-    #[error(
-        "the guest has no agent that listens: is it still booting, and has it virtio-vsock and the guest agent?"
-    )]
+    #[error("no guest agent answers: the guest may still be booting, or lack virtio-vsock or the agent")]
     Silent,
-    /// The guest went away in the middle.
-    #[error("the guest has closed the connection before it was done")]
+    /// The guest disconnected too early.
+    #[error("the guest closed the connection before it was done")]
     Closed,
-    /// It says something that is no event.
-    #[error("not an agent's line: {0}")]
+    /// The line is not an event.
+    #[error("not a guest agent's line: {0}")]
     Line(String),
-    /// It says no.
+    /// The agent refused the request.
     #[error("{0}")]
     Refused(String),
 }
@@ -49,20 +47,21 @@ impl Diagnose for Error {
     }
 }
 
-/// What the agent answers to one request, event by event, until it is done.
+/// The agent's answer to one request: an iterator over events.
 pub struct Answer {
     path: PathBuf,
     stream: Option<BufReader<UnixStream>>,
 }
 
-/// How long a guest has to take a connection. One without the device's driver never refuses it.
+/// How long a guest may take to accept a connection. A guest without the vsock driver never refuses
+/// one.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Sends `request` to the agent behind `path`, the machine's vsock, which has `patience` to take the connection, and all time for
-/// what it is asked.
+/// Sends `request` to the agent behind `path`, the machine's vsock. The connection must be accepted
+/// within `patience`. The request itself has no time limit.
 ///
 /// # Errors
-/// Where nobody listens.
+/// Fails if no one listens.
 pub fn ask(path: &Path, request: &Request, patience: Duration) -> Result<Answer, Error> {
     let mut stream = connect(path, patience)?;
     let request = serde_json::to_string(request).expect("plain data");
@@ -77,7 +76,7 @@ fn failed(path: &Path) -> impl Fn(io::Error) -> Error + Copy {
     }
 }
 
-/// A connection to the agent behind `path`, which waits for a request.
+/// Connects to the agent behind `path`. The agent then waits for a request.
 ///
 /// # Errors
 /// As [`ask`].
@@ -86,7 +85,7 @@ pub fn connect(path: &Path, patience: Duration) -> Result<UnixStream, Error> {
     let mut stream = socket::connect(path, patience).map_err(failed)?;
     stream.write_all(format!("CONNECT {PORT}\n").as_bytes()).map_err(failed)?;
     let mut greeting = String::new();
-    // An agent says nothing of itself: all that comes now is the greeting.
+    // The agent sends nothing before a request, so this reads only the greeting.
     BufReader::new(&stream).take(64).read_line(&mut greeting).map_err(failed)?;
     if !greeting.starts_with("OK ") {
         return Err(Error::Silent);
@@ -127,7 +126,7 @@ mod tests {
 
     use super::*;
 
-    /// What comes of a guest that greets with `greeting` and answers with `lines`.
+    /// The result with a guest that greets with `greeting` and answers with `lines`.
     fn answer(name: &str, greeting: &'static str, lines: &'static str) -> Result<Vec<Event>, Error> {
         let path = std::env::temp_dir().join(format!("vellum-agent-{}-{name}", std::process::id()));
         let listener = UnixListener::bind(&path).unwrap();
@@ -147,7 +146,7 @@ mod tests {
         answer
     }
 
-    /// As of a guest whose kernel has no driver for the socket device.
+    /// A guest whose kernel has no vsock driver.
     #[test]
     fn a_guest_that_never_answers_is_given_up() {
         let path = std::env::temp_dir().join(format!("vellum-agent-{}-never", std::process::id()));

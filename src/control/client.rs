@@ -1,4 +1,5 @@
-//! The client's side: one connection, one request after the other. Events that come meanwhile are kept for who asks for them.
+//! The client's side: one connection, one request at a time. Events that arrive before an answer
+//! are kept.
 
 use std::collections::VecDeque;
 use std::ffi::OsStr;
@@ -17,52 +18,52 @@ use vellum_sys::identity::effective;
 use vellum_sys::poll::Poll;
 use vellum_sys::{random, socket};
 
-/// Why a machine does not do what it is told.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Nobody is there.
-    #[error("{}; `vellum list` shows the machines that run", unreached(path, source))]
+    /// No one listens.
+    #[error("{}; `vellum list` shows the running machines", unreached(path, source))]
     Connect {
         /// The socket.
         path: PathBuf,
-        /// What the kernel says.
+        /// The system's error.
         source: io::Error,
     },
-    /// Another user's process is there.
+    /// Another user's process listens.
     #[error(
-        "{path}: a process of user {uid} listens there, who could pass for your machine; that user's `vellum` reaches it"
+        "{path}: a process of user {uid} listens there and could impersonate your machine; run vellum as that user"
     )]
     Foreign {
         /// The socket.
         path: PathBuf,
-        /// Whose process it is.
+        /// The process's user.
         uid: u32,
     },
-    /// It went away in the middle.
-    #[error("{path}: the machine has closed the connection")]
+    /// The machine disconnected.
+    #[error("{path}: the machine closed the connection")]
     Closed {
         /// The socket.
         path: PathBuf,
     },
-    /// It is there, and says nothing.
+    /// The machine does not answer.
     #[error("{path}: no answer within {patience:?}{}; a stopped process (kill -STOP) answers after kill -CONT", process(*pid))]
     Silent {
         /// The socket.
         path: PathBuf,
-        /// How long it was waited for.
+        /// How long the client waited.
         patience: Duration,
-        /// The machine's process, where it is known.
+        /// The machine's process, if known.
         pid: Option<i32>,
     },
-    /// It says something that is no answer.
-    #[error("{path}: not an answer of Vellum's: {line}")]
+    /// The line is not an answer.
+    #[error("{path}: not a Vellum answer: {line}")]
     Answer {
         /// The socket.
         path: PathBuf,
-        /// What it said.
+        /// The line.
         line: String,
     },
-    /// It refuses.
+    /// The machine refused the request.
     #[error("{0}")]
     Refused(String),
 }
@@ -78,7 +79,7 @@ impl Diagnose for Error {
     }
 }
 
-/// Why nobody is there, with the machine's name where that is what the socket was looked for by.
+/// The error if no one listens, with the machine's name if the path came from a name.
 fn unreached(path: &Path, source: &io::Error) -> String {
     if !matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) {
         return format!("{}: {source}", path.display());
@@ -93,25 +94,26 @@ fn process(pid: Option<i32>) -> String {
     pid.map_or(String::new(), |pid| format!(" from process {pid}"))
 }
 
-/// How long a machine has for an answer. A pause waits for what its devices have in flight, and is bounded itself.
+/// The time limit for an answer. A pause waits for requests in flight and has its own limit.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest answer that comes with descriptors, in bytes.
+/// The longest answer with descriptors, in bytes.
 const MAX_LENT: usize = 1 << 20;
 
-/// The longest line of a machine's, in bytes.
+/// The longest line from a machine, in bytes.
 const MAX_ANSWER: usize = 1 << 20;
-/// The bits of a client's first number: JSON readers that have only doubles still read those that follow.
+/// The bits of a client's first number. JSON readers that use doubles can still represent the
+/// following numbers.
 const NUMBERS: u64 = (1 << 48) - 1;
 
 /// A connection to a machine.
 pub struct Client {
     path: PathBuf,
-    /// How long it waits for an answer.
+    /// The time limit for answers.
     patience: Duration,
-    /// How long it waits for what comes without a request.
+    /// The time limit for lines that are not answers. `None` waits forever.
     look: Option<Duration>,
     stream: BufReader<UnixStream>,
-    /// What has come of a line that is not whole yet.
+    /// An incomplete line.
     part: Vec<u8>,
     /// Events that came before an answer.
     events: VecDeque<Value>,
@@ -119,15 +121,15 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the control socket at `path`, to wait [`ANSWER_TIMEOUT`] for each answer.
+    /// Connects to the control socket at `path`, with [`ANSWER_TIMEOUT`] for each answer.
     ///
     /// # Errors
-    /// Where nobody listens, or nobody takes the connection.
+    /// Fails if no one listens, or if the connection is not accepted.
     pub fn connect(path: &Path) -> Result<Self, Error> {
         Self::connect_within(path, ANSWER_TIMEOUT)
     }
 
-    /// The same, with a patience of its own.
+    /// Connects with another time limit.
     ///
     /// # Errors
     /// As [`Client::connect`].
@@ -149,17 +151,17 @@ impl Client {
         })
     }
 
-    /// From now on it waits for so long for each line that is no answer.
+    /// Sets the time limit for lines that are not answers.
     pub fn wait_within(&mut self, patience: Duration) {
         self.look = Some(patience);
     }
 
-    /// From now on a line that is no answer may take as long as it takes, as events do.
+    /// Waits forever for lines that are not answers, such as events.
     pub fn wait_for_ever(&mut self) {
         self.look = None;
     }
 
-    /// The number of the last request, which its answer and its events carry.
+    /// The number of the last request. Its answer and events carry it.
     pub fn last_id(&self) -> u64 {
         self.last_id
     }
@@ -169,14 +171,14 @@ impl Client {
         self.ask_with(what, &[])
     }
 
-    /// Sends a request with the descriptors that it takes, and waits for its answer.
+    /// Sends a request with its descriptors and waits for the answer.
     pub fn ask_with(&mut self, what: &Do, descriptors: &[BorrowedFd<'_>]) -> Result<Value, Error> {
         self.last_id += 1;
         let mut request = serde_json::to_value(what).expect("plain data");
         request["id"] = self.last_id.into();
         let line = format!("{request}\n");
         socket::send(self.stream.get_ref(), line.as_bytes(), descriptors).map_err(|_| self.unheard())?;
-        // To nobody's request: why it hangs up, if it does.
+        // An error with id 0 says why the machine hangs up, if it does.
         let mut said = None;
         loop {
             let mut answer = match self.next(Some(self.patience)) {
@@ -200,7 +202,7 @@ impl Client {
         }
     }
 
-    /// Asks for what comes with descriptors: once, on a connection of its own.
+    /// Sends one request on its own connection and returns the answer with its descriptors.
     ///
     /// # Errors
     /// As [`Client::ask`].
@@ -236,7 +238,7 @@ impl Client {
         }
     }
 
-    /// The next line that is no answer.
+    /// The next line that is not an answer.
     pub fn line(&mut self) -> Result<Value, Error> {
         match self.events.pop_front() {
             Some(event) => Ok(event),
@@ -244,7 +246,8 @@ impl Client {
         }
     }
 
-    /// The next event of the request with this number, or of none. Builds before numbered events send them all without a number.
+    /// The next event of the request `id`, or of any if `None`. Events from older builds have no
+    /// number and match any request.
     ///
     /// # Errors
     /// As [`Client::line`].
@@ -257,14 +260,14 @@ impl Client {
         }
     }
 
-    /// The next line, whatever it is.
+    /// The next line of any kind.
     fn next(&mut self, patience: Option<Duration>) -> Result<Value, Error> {
-        // It fails only for a time of 0.
+        // Fails only for a timeout of 0.
         let _ = self.stream.get_ref().set_read_timeout(patience);
         let left = MAX_ANSWER.saturating_sub(self.part.len()) as u64;
         let read = (&mut self.stream).take(left).read_until(b'\n', &mut self.part);
         match read {
-            // What has come of a line stays for the next look.
+            // The part of a line that has arrived is kept for the next call.
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock) => {
                 let pid = socket::peer_pid(self.stream.get_ref()).ok();
                 let patience = patience.unwrap_or_default();
@@ -281,7 +284,7 @@ impl Client {
         }
     }
 
-    /// Why a request was not taken: what the machine has said before it hung up, to nobody's request, or that it hung up.
+    /// Why a request could not be sent: the machine's last error (id 0), or that it hung up.
     fn unheard(&mut self) -> Error {
         match self.next(Some(self.patience)) {
             Ok(mut line) if line["id"] == 0 => match line["error"].take() {
@@ -293,11 +296,12 @@ impl Client {
     }
 }
 
-/// Whether who listens at `path` may be believed, and given descriptors: this user, root, and by root another user's machine in that
-/// user's own directory.
+/// Checks that the listener at `path` can be trusted with descriptors. It must be this user or
+/// root. Root also trusts another user's machine in that user's own directory.
 fn may_be_trusted(path: &Path, stream: &UnixStream) -> Result<(), Error> {
     let (own, _) = effective();
-    // Of who listened, as of when it did: a machine that has given up root since is root's.
+    // The credentials are those at listen(2). A machine that has dropped root since still counts as
+    // root's.
     let uid = socket::peer_uid(stream).map_err(|source| Error::Connect { path: path.into(), source })?;
     let theirs = || {
         let directory =
@@ -310,10 +314,10 @@ fn may_be_trusted(path: &Path, stream: &UnixStream) -> Result<(), Error> {
     }
 }
 
-/// Numbers that no other client of the machine is likely to choose.
+/// A first number that other clients are unlikely to choose.
 fn first_id() -> u64 {
     let mut bytes = [0; 8];
-    // Without randomness there is little else yet that could be a client.
+    // Without randomness (early in boot) other clients are unlikely.
     let _ = random::fill(&mut bytes);
     u64::from_le_bytes(bytes) & NUMBERS
 }

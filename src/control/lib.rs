@@ -1,15 +1,19 @@
-//! The control socket of a running machine: JSON lines, `{"id","do",…}` answered by `{"id","ok"}` or `{"id","error"}`.
+//! The control socket of a running machine. Requests are JSON lines `{"id","do",…}`, answered by
+//! `{"id","ok"}` or `{"id","error"}`.
 //!
-//! The client chooses a request's number. What comes of a request carries it: the answer, and each [`Event`] on every connection
-//! that listens. Clients that share a machine choose different numbers: [`client`] begins with a random one. Builds before numbered
-//! events send them without, and take no part of that; [`Status::numbered`] tells them apart.
+//! The client chooses a request's number. The answer carries it, and so does each [`Event`] of the
+//! request, on every connection that listens. Clients of one machine must choose different numbers:
+//! [`client`] starts at a random one. Older builds send events without numbers; see
+//! [`Status::numbered`].
 //!
-//! A running machine opens no path. What a request needs of files and sockets the client opens, and sends the descriptors
-//! with the request's first byte (SCM_RIGHTS, unix(7)), as many as [`Do::descriptors`] says.
+//! A running machine opens no paths. The client opens the files and sockets that a request needs,
+//! and sends their descriptors with the request's first byte (SCM_RIGHTS, unix(7)).
+//! [`Do::descriptors`] says how many.
 //!
-//! Here are the words of both sides. Which operations exclude each other is a table of [`operation`]. [`server`] is the machine's side, on its event loop; [`client`] is what `vellum ctl`
-//! and `list` use; [`names`] says where the socket of a named machine is; [`agent`] speaks to the agent in its guest. What
-//! a request does to the machine is decided where the machine runs (`machine/`).
+//! This file has the requests, answers and events. [`operation`] says which operations exclude each
+//! other. [`server`] is the machine's side, on its event loop. [`client`] is the side of `vellum
+//! ctl` and `list`. [`names`] finds the socket of a named machine, and [`agent`] talks to the guest
+//! agent. The machine itself carries out the requests (`machine/`).
 
 pub mod agent;
 pub mod client;
@@ -22,106 +26,108 @@ use serde::{Deserialize, Serialize};
 use self::operation::UnderWay;
 use vellum_sys::socket::MAX_DESCRIPTORS;
 
-/// The longest request in bytes, its newline included.
+/// The longest request in bytes, including its newline.
 pub const MAX_LINE: usize = 64 << 10;
 
-/// A request with the number that its answer carries.
+/// A request and its number.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
-    /// Chosen by the client.
+    /// The number, chosen by the client. The answer carries it.
     pub id: u64,
-    /// What to do.
+    /// The request.
     pub what: Do,
 }
 
-/// What can be asked. An unknown field is refused rather than ignored.
+/// The requests. An unknown field is an error.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Do {
-    /// Stop all vCPUs and devices. The answer comes when they stand still.
+    /// Stop all vCPUs and devices. The answer comes once they have stopped.
     Pause {},
-    /// Let them go on.
+    /// Resume the guest.
     Resume {
-        /// Whether also a guest goes on that may run elsewhere: whoever says this knows that it does not.
+        /// Resume even a guest that may run elsewhere. The caller asserts that the target is not
+        /// running.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         force: bool,
     },
-    /// The answer is a [`Status`].
+    /// Get a [`Status`].
     Status {},
-    /// End the machine as if it had switched itself off.
+    /// End the machine as if the guest had powered off.
     Stop {},
-    /// Ask the guest to lend this much of its memory.
+    /// Set how much memory the guest's balloon takes.
     Balloon {
-        /// In bytes.
+        /// The size in bytes.
         bytes: u64,
     },
     /// Send [`Event`]s on this connection from now on.
     Events {},
-    /// Move to the process at the other end of the descriptors that come with this, connected stream sockets.
+    /// Migrate to the process at the other end of the descriptors, which are connected stream
+    /// sockets.
     Migrate(Migrate),
-    /// The descriptor that comes with this is another connection to the target of a migration whose link was cut.
+    /// Resume a migration whose link dropped. The descriptor is a new connection to the target.
     MigrateLink {},
-    /// The two descriptors that come with this are new connections to the target of a migration whose link was cut while the target
-    /// lacked memory: one for the migration, and one for pages that somebody waits for.
+    /// Resume a postcopy whose link dropped. The two descriptors are new connections to the target:
+    /// one for the migration and one for faulting pages.
     MigrateRecover {},
-    /// Give a migration up.
+    /// Cancel a migration.
     MigrateCancel {
-        /// The number of the request that began it; the one that is under way, where none is named.
+        /// The number of the request that started it. Without a number, the current one.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         of: Option<u64>,
     },
-    /// Change the limits of a migration that is under way.
+    /// Change the limits of the current migration.
     MigrateSet {
-        /// How long the guest may stand still, in milliseconds.
+        /// The longest pause of the guest in milliseconds.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         downtime_ms: Option<u64>,
-        /// Bytes a second at most.
+        /// The bandwidth limit in bytes per second.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         bandwidth: Option<u64>,
     },
-    /// Write memory and state into the three files whose descriptors come with this: pages, map, state. Those of the clones of its
-    /// disks follow.
+    /// Write memory and state to the three files whose descriptors come with this: pages, map,
+    /// state. The descriptors of the disk clones follow.
     Snapshot(Snapshot),
-    /// They have been written, are on the disk, and have their names now.
+    /// The snapshot's files are on disk and renamed to their final names.
     SnapshotNamed {},
-    /// Give a snapshot up.
+    /// Cancel a snapshot.
     SnapshotCancel {
         /// As in [`Do::MigrateCancel`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
         of: Option<u64>,
     },
-    /// Follow no longer who writes to memory.
+    /// Stop dirty tracking.
     SnapshotEnd {},
-    /// Lend descriptors of all that the machine has open, for a process that is to take it over. The answer is a [`Lending`], and those
-    /// from this number on come with it, as many as one message takes.
+    /// Lend descriptors of all open files to a process that takes the machine over. The answer is a
+    /// [`Lending`] with the descriptors from this number on, as many as fit into a message.
     Lend {
-        /// From which one on.
+        /// The first descriptor to send.
         from: usize,
     },
-    /// Write its memory into the empty file whose descriptor comes with this, as a core dump.
+    /// Write a core dump to the empty file whose descriptor comes with this.
     Dump {},
-    /// Give its guest a non-maskable interrupt.
+    /// Inject an NMI into the guest.
     Nmi {},
-    /// Have its kernel obey a key of its magic ones: a break of the serial line, and that key.
+    /// Send a magic SysRq key to the guest's kernel: a break on the serial line and the key.
     Sysrq {
-        /// Which, a character of ASCII.
+        /// The key, an ASCII character.
         key: char,
     },
-    /// Let what the guest writes to its serial port go to the file, pipe, socket or terminal whose descriptor comes with
-    /// this. What has not been read yet goes there too.
+    /// Send the output of the guest's serial port to the file, pipe, socket or terminal whose
+    /// descriptor comes with this. Unread output goes there too.
     Serial {
-        /// Whether a file loses first what it holds.
+        /// Whether to truncate a file first.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         truncate: bool,
     },
 }
 
 impl Do {
-    /// How many descriptors come with it.
+    /// The number of descriptors that come with the request.
     pub fn descriptors(&self) -> usize {
         match self {
             Self::Serial { .. } | Self::MigrateLink {} | Self::Dump {} => 1,
-            // More than can come in one message are refused.
+            // Larger numbers than fit into one message are rejected.
             Self::MigrateRecover {} => 2,
             Self::Snapshot(asked) => 3 + asked.clones.min(MAX_DESCRIPTORS as u32) as usize,
             Self::Migrate(asked) => {
@@ -149,89 +155,90 @@ impl Do {
     }
 }
 
-/// What is lent.
+/// The answer to [`Do::Lend`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Lending {
     /// A `payload::handoff::List`.
     pub list: serde_json::Value,
-    /// How many descriptors it names.
+    /// The number of descriptors that the list names.
     pub descriptors: usize,
 }
 
-/// What is asked of a migration.
+/// The parameters of a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Migrate {
-    /// How long the guest may stand still, in milliseconds.
+    /// The longest pause of the guest in milliseconds.
     pub downtime_ms: u64,
-    /// How long all of it may take, in milliseconds; without it, as long as it takes.
+    /// The time limit of the migration in milliseconds. `None` means no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
-    /// What then.
+    /// What to do when the time limit expires.
     #[serde(default)]
     pub then: Then,
-    /// Bytes a second at most.
+    /// The bandwidth limit in bytes per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<u64>,
-    /// Whether the guest is slowed down where it writes faster than the link takes.
+    /// How to slow down a guest that writes faster than the link.
     #[serde(default)]
     pub throttle: Throttling,
-    /// How dirty pages are collected: a name of `dirty::Method`; the best that the machine has, where there is none.
+    /// How to collect dirty pages: a name of `dirty::Method`. `None` picks the machine's best.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tracker: Option<String>,
-    /// What its host is known to lose of a dirty log that is all set at first: where nothing else is asked for, how pages are collected
-    /// depends on it.
+    /// Which pages the host loses with an initially-set dirty log. The default tracker depends on
+    /// it.
     #[serde(default, skip_serializing_if = "Loses::is_nothing")]
     pub loses: Loses,
-    /// How long the target may be silent where it is its turn, in milliseconds.
+    /// How long the target may be silent when it has to answer, in milliseconds.
     pub liveness_ms: u64,
-    /// How many connections its pages go over; so many descriptors come with this.
+    /// The number of connections for pages. As many descriptors come with the request.
     #[serde(default = "default_one")]
     pub connections: u32,
-    /// Whether a sealed file in memory follows them, by which two processes of one host decide who has the guest.
+    /// Whether a sealed memfd follows the connections. Two processes on one host use it to decide
+    /// which of them owns the guest.
     #[serde(default)]
     pub fence: bool,
-    /// How pages are compressed, where that pays.
+    /// How to compress pages that get smaller.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compress: Option<Compression>,
-    /// Whether every page is compared before it is handed over, while it stands still on both sides.
+    /// Whether to compare every page on both sides before the hand-over, while the guest is paused.
     #[serde(default)]
     pub verify: bool,
-    /// How its memory gets there.
+    /// How to transfer memory.
     #[serde(default)]
     pub link: Link,
-    /// Whether the target stands in for this process: the last descriptor ties the two together.
+    /// Whether the target replaces this process (upgrade). The last descriptor connects the two.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub succeeded: bool,
-    /// When its memory goes.
+    /// When to transfer memory.
     #[serde(default)]
     pub mode: Mode,
 }
 
 impl Migrate {
-    /// Whether the guest may have to run on the target before all of its memory is there: one more connection then comes with this,
-    /// behind the others.
+    /// Whether the guest may run on the target before all of its memory is there. One more
+    /// connection then follows the others.
     pub fn postcopies(&self) -> bool {
         self.mode != Mode::Precopy || self.timeout_ms.is_some() && self.then == Then::Postcopy
     }
 }
 
-/// When memory goes.
+/// When memory is transferred.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
-    /// All of it before the guest runs on the target.
+    /// Before the guest runs on the target.
     #[default]
     Precopy,
-    /// After that.
+    /// After the guest runs on the target.
     Postcopy,
-    /// A pass before that, and what was written meanwhile after it.
+    /// One pass before, and the pages written meanwhile after.
     Hybrid,
 }
 
 impl Mode {
-    /// Its name.
+    /// The mode's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Precopy => "precopy",
@@ -241,60 +248,62 @@ impl Mode {
     }
 }
 
-/// What is asked of a snapshot.
+/// The parameters of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Snapshot {
-    /// How long the guest may stand still, in milliseconds.
+    /// The longest pause of the guest in milliseconds.
     pub downtime_ms: u64,
-    /// After how many milliseconds it is paused for longer, where it writes faster than passes end.
+    /// After this many milliseconds the guest may be paused for longer, if it writes faster than
+    /// the passes copy.
     pub timeout_ms: u64,
-    /// How dirty pages are collected, as in [`Migrate`].
+    /// How to collect dirty pages, as in [`Migrate`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tracker: Option<String>,
     /// As in [`Migrate`].
     #[serde(default, skip_serializing_if = "Loses::is_nothing")]
     pub loses: Loses,
-    /// Whether the machine ends where it was paused, once its files have their names.
+    /// Whether the machine ends at the pause, once the files have their final names.
     #[serde(default)]
     pub stop: bool,
-    /// Which directory it goes to.
+    /// The ID of the snapshot directory.
     pub chain: String,
-    /// Which of its points this becomes.
+    /// The number of this point in the chain.
     pub number: u32,
-    /// Whether it is followed from then on who writes to memory, so that the next point has only what has changed.
+    /// Whether to keep tracking writes, so that the next point holds only the changes.
     #[serde(default)]
     pub follow: bool,
-    /// How many files follow that its disks are to be cloned into: none, or one for each in their order.
+    /// The number of files for disk clones: none, or one for each disk in order.
     #[serde(default)]
     pub clones: u32,
 }
 
-/// A disk as it was when its machine was paused for a snapshot.
+/// A disk at the time of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Disk {
-    /// `disk0`, …
+    /// The disk's name: `disk0`, …
     pub name: String,
-    /// Its absolute path then.
+    /// Its absolute path.
     pub path: String,
     /// Its size in bytes.
     pub bytes: u64,
-    /// When it was last written to, in nanoseconds since 1970. A block device does not tell.
+    /// Its modification time in nanoseconds since 1970. Block devices have none.
     pub changed: Option<i64>,
-    /// The same of its clone, where it was cloned.
+    /// The modification time of its clone, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clone_changed: Option<i64>,
 }
 
-/// What a kernel is known to lose of a dirty log that is all set at first.
+/// Which pages a kernel loses with an initially-set dirty log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Loses {
-    /// Nothing is known.
+    /// No loss is known.
     #[default]
     Nothing,
-    /// The first page of a huge one where a clear ends on it, which depends on where a memslot begins.
+    /// The first page of a huge page, if a clear ends on it. Whether one does depends on the
+    /// memslot's start.
     Edges,
     /// Other pages.
     Pages,
@@ -318,380 +327,390 @@ fn is_nothing(count: &u64) -> bool {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Link {
-    /// Its pages are sent.
+    /// The source sends the pages.
     #[default]
     Stream,
-    /// The target is another process of this host, and is handed a descriptor.
+    /// The target is on the same host and gets a descriptor of the memory.
     Memfd,
 }
 
-/// What becomes of a migration whose time is over.
+/// What to do when a migration's time limit expires.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Then {
-    /// The guest stays.
+    /// Cancel it. The guest stays.
     #[default]
     Cancel,
-    /// It moves, however long it has to stand still.
+    /// Move the guest, no matter how long it pauses.
     Force,
-    /// It moves, and what is left of its memory follows.
+    /// Move the guest and send the rest of its memory afterwards.
     Postcopy,
 }
 
-/// Whether a guest that writes faster than its link takes is slowed down.
+/// How to slow down a guest that writes faster than the link.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Throttling {
-    /// It is not.
+    /// Do not slow it down.
     #[default]
     Off,
-    /// More and more of its time is taken, a step for each pass that did not pay.
+    /// Take more of its time with each pass that did not reduce the dirty pages enough.
     Steps,
-    /// As much is taken as leaves it half of what the link takes to write, from the first pass on that did not pay: where dirty rings tell
-    /// who writes, from those vCPUs alone that write more than their share.
+    /// After the first such pass, limit the guest to writing at half the link's rate. With dirty
+    /// rings, only vCPUs that write more than their share are slowed down.
     DirtyLimit,
 }
 
-/// How pages are compressed on their way.
+/// How to compress pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Compression {
-    /// As Zstandard, RFC 8878.
+    /// Zstandard (RFC 8878).
     Zstd,
 }
 
-/// What a migration is at.
+/// The phase of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {
-    /// Passes over memory while the guest runs.
+    /// Copying memory while the guest runs.
     Copying,
-    /// The last pages and the state, while it stands still.
+    /// Sending the last pages and the state while the guest is paused.
     Final,
-    /// What the target lacks, while it runs there.
+    /// Sending the rest of the memory while the guest runs on the target.
     Postcopy,
 }
 
-/// A machine in a few words.
+/// The status of a machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Status {
-    /// Its process.
+    /// The process ID.
     pub pid: u32,
-    /// `running`, `paused`, `debugged`, `dumping`, `migrating`, `upgrading`, `snapshotting`, `handover-unconfirmed`, `postcopy`, `postcopy-paused`; of a machine that is to come, `waiting`, `incoming` or `uncommitted`.
+    /// The state: `running`, `paused`, `debugged`, `dumping`, `migrating`, `upgrading`,
+    /// `snapshotting`, `handover-unconfirmed`, `postcopy` or `postcopy-paused`. A machine that is
+    /// still arriving is `waiting`, `incoming` or `uncommitted`.
     pub state: String,
-    /// Whether its events carry the numbers of the requests that they come of.
+    /// Whether events carry their requests' numbers.
     #[serde(default)]
     pub numbered: bool,
-    /// What it has under way.
+    /// The current operation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub operation: Option<UnderWay>,
-    /// How many vCPUs it has.
+    /// The number of vCPUs.
     pub vcpus: usize,
-    /// Its RAM in bytes.
+    /// The size of RAM in bytes.
     pub memory: u64,
-    /// What backs that: `anonymous`, `memfd`, …
+    /// The memory backing: `anonymous`, `memfd`, …
     #[serde(default)]
     pub backing: Option<String>,
-    /// What the guest has lent of it, if there is a balloon.
+    /// The size of the balloon, if there is one.
     pub balloon: Option<u64>,
-    /// The unix socket that leads to the guest's sockets.
+    /// The unix socket that leads to the guest's vsock.
     pub vsock: Option<String>,
-    /// The dirty rings of its vCPUs, if it has any.
+    /// The dirty rings of the vCPUs, if there are any.
     #[serde(default)]
     pub dirty_ring: Option<DirtyRings>,
-    /// Its CR3 cache, if it has one.
+    /// The CR3 cache, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cr3_cache: Option<Cr3Cache>,
-    /// How its dirty pages are collected, while a migration is under way.
+    /// How dirty pages are collected, during a migration.
     #[serde(default)]
     pub tracker: Option<String>,
-    /// The names of its disks.
+    /// The names of the disks.
     #[serde(default)]
     pub disks: Vec<String>,
-    /// What keeps it from being saved and from moving, if anything does.
+    /// The device that blocks snapshots and migration, if any.
     #[serde(default)]
     pub stays: Option<MigrationBlocker>,
-    /// After how many milliseconds it ends by `--duration` or `--timeout`: a limit of this process, which does not move with it.
+    /// The process ends after this many milliseconds (`--duration`, `--timeout`). The limit does
+    /// not migrate.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit_ms: Option<u64>,
 }
 
-/// A device that keeps its machine where it is.
+/// A device that cannot be migrated.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrationBlocker {
-    /// Its kind, by the key that the command line has for it.
+    /// Its key on the command line.
     pub key: String,
     /// Its name.
     pub name: String,
-    /// Why.
+    /// The reason.
     pub why: String,
 }
 
 /// The dirty rings of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DirtyRings {
-    /// Entries of each vCPU's.
+    /// The entries of each vCPU's ring.
     pub entries: u32,
-    /// How often one was full.
+    /// How often a ring was full.
     pub full: u64,
 }
 
 /// The CR3 cache of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cr3Cache {
-    /// How many address spaces each vCPU can switch among without an exit.
+    /// The number of address spaces that a vCPU can switch between without an exit.
     pub entries: u32,
-    /// What debugfs calls the VM, whose counters it has. A confined machine cannot open them: `vellum ctl` adds them.
+    /// The VM's directory in debugfs, which has the cache's counters. A confined machine cannot
+    /// open them, so `vellum ctl` adds them.
     pub debugfs: String,
 }
 
-/// A pass over memory that has ended. Times are microseconds of the host's CLOCK_MONOTONIC, which all its processes share.
+/// A completed pass over memory. Times are microseconds of the host's CLOCK_MONOTONIC, which all
+/// its processes share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pass {
-    /// Its number, from 1.
+    /// The pass's number, from 1.
     pub pass: u32,
-    /// Whether the guest stands still meanwhile.
+    /// Whether the guest was paused during the pass.
     pub last: bool,
-    /// When it began: who has written what was collected before.
+    /// The start of the pass, after the dirty pages were collected.
     pub began: u64,
-    /// When the last of its pages was handed to the kernel.
+    /// When the kernel had accepted the last page.
     pub ended: u64,
-    /// Pages that it had to send.
+    /// The number of pages to send.
     pub pages: u64,
-    /// Bytes that it sent.
+    /// The bytes sent.
     pub bytes: u64,
-    /// Pages that were written meanwhile.
+    /// The number of pages written meanwhile.
     pub dirty: u64,
-    /// How long it took to collect what it had to send, in microseconds.
+    /// How long collecting the dirty pages took, in microseconds.
     pub harvest: u64,
-    /// How long the longest clear of its log took, in microseconds: a chunk's, where the tracker clears chunk by chunk.
+    /// How long the longest clear of the log took, in microseconds. A chunk's clear if the tracker
+    /// clears in chunks.
     #[serde(default)]
     pub clear: u64,
 }
 
-/// What the source knows of a migration that is over. Times are as those of [`Pass`].
+/// What the source reports of a finished migration. Times are as in [`Pass`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Left {
-    /// When it began.
+    /// The start of the migration.
     pub began: u64,
-    /// When the guest was to stand still.
+    /// When the guest was told to pause.
     pub pausing: u64,
-    /// When it did.
+    /// When the guest had paused.
     pub paused: u64,
-    /// When its state had been saved.
+    /// When the state was saved.
     pub saved: u64,
-    /// When the last page had been handed to the kernel.
+    /// When the kernel had accepted the last page.
     pub sent: u64,
-    /// Passes, the last one included.
+    /// The number of passes, including the last.
     pub passes: u32,
     /// Bytes sent.
     pub bytes: u64,
-    /// Bytes that compression has spared the link.
+    /// Bytes saved by compression.
     #[serde(default, skip_serializing_if = "is_nothing")]
     pub spared: u64,
-    /// Whether passes left so little that the guest could be moved within its limit: otherwise its time was over.
+    /// Whether the guest could be moved within its downtime limit. Otherwise the time limit
+    /// expired.
     pub converged: bool,
-    /// For how long the guest was expected to stand still when the last pass began, in microseconds.
+    /// The expected downtime at the start of the last pass, in microseconds.
     pub expected_downtime: Option<u64>,
-    /// The same as it was estimated after the first pass; nothing where there was no end in sight.
+    /// The downtime estimated after the first pass. `None` if no end was in sight.
     pub estimated_downtime: Option<u64>,
-    /// How long all of it would take, by the same estimate.
+    /// The total duration estimated after the first pass.
     pub estimated_total: Option<u64>,
 }
 
-/// What the target knows of a machine that has come. Times are as those of [`Pass`].
+/// What the target reports of a machine that has arrived. Times are as in [`Pass`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Came {
-    /// When everything was there.
+    /// When all data had arrived.
     pub complete: u64,
-    /// When the state had been restored.
+    /// When the state was restored.
     pub restored: u64,
-    /// When the vCPUs were let go.
+    /// When the vCPUs started.
     pub runs: u64,
 }
 
-/// Memory that came as somebody wanted it, and is all there.
+/// Memory that was loaded on demand and is now complete.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fetched {
-    /// How often somebody waited for it.
+    /// The number of faults.
     pub faults: u64,
-    /// Pages that were brought, of the usual size.
+    /// The number of 4 KiB pages loaded.
     pub pages: u64,
-    /// How long all of it took, in microseconds.
+    /// The total time in microseconds.
     pub us: u64,
 }
 
-/// How long a guest has waited for pages that came only when somebody wanted them.
+/// How long a guest waited for pages that are loaded on demand.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Waited {
-    /// Each vCPU in all, in microseconds.
+    /// The total wait of each vCPU in microseconds.
     pub vcpus_us: Vec<u64>,
-    /// How often somebody waited, devices and Vellum itself included.
+    /// The number of faults, including those of devices and Vellum.
     pub faults: u64,
-    /// For how long half of these waited at most, in microseconds.
+    /// The median wait in microseconds.
     pub median_us: u64,
-    /// For how long the one that waited longest did, in microseconds.
+    /// The longest wait in microseconds.
     pub longest_us: u64,
 }
 
-/// What a machine tells those who listen.
+/// What a machine reports to listeners.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Event {
-    /// It stands still.
+    /// The guest is paused.
     Paused {
-        /// How long that took, in microseconds.
+        /// How long pausing took, in microseconds.
         us: u64,
     },
-    /// It goes on.
+    /// The guest resumed.
     Resumed {},
-    /// How far its workload has come; once a second, from guests without an OS.
+    /// The progress of the workload, once a second. Only for guests without an OS.
     Progress {
         /// Pages accessed so far.
         done: u64,
-        /// Pages to access, where there is an end.
+        /// Pages to access, if the workload ends.
         of: Option<u64>,
     },
-    /// It is on its way to another process, and how far.
+    /// The progress of a migration.
     Migrating {
-        /// What is under way.
+        /// The current phase.
         phase: Phase,
-        /// Which pass over memory, from 1.
+        /// The pass over memory, from 1.
         pass: u32,
         /// Bytes sent so far.
         sent: u64,
-        /// Bytes that compression has spared the link so far.
+        /// Bytes saved by compression so far.
         #[serde(default, skip_serializing_if = "is_nothing")]
         spared: u64,
-        /// Bytes of memory that are still to be sent.
+        /// Bytes of memory still to send.
         left: u64,
-        /// Bytes of memory that the guest wrote anew in a second of the last pass.
+        /// Bytes per second that the guest dirtied during the last pass.
         dirty_rate: Option<u64>,
-        /// Bytes a second that the link took in the last pass.
+        /// Bytes per second that the link carried during the last pass.
         bandwidth: Option<u64>,
-        /// How long the guest would stand still if it were moved now, in milliseconds.
+        /// The downtime if the guest moved now, in milliseconds.
         expected_downtime_ms: Option<u64>,
-        /// How long all of it was expected to take when the first pass had ended, in milliseconds; none before, and where there was
-        /// no end in sight.
+        /// The expected total duration after the first pass, in milliseconds. `None` before that,
+        /// or if no end was in sight.
         expected_total_ms: Option<u64>,
-        /// Percent of its time that is taken from the guest, from the vCPU that loses most.
+        /// The percentage of its time taken from the vCPU that is slowed down most.
         throttle_percent: u32,
     },
-    /// It is on its way, and a pass over memory has ended.
+    /// A pass over memory completed during a migration.
     Pass(Pass),
-    /// The link was cut after the target was told to run it: nobody here knows whether it does. Another connection resolves it.
+    /// The link dropped after the target was told to run the guest, so the source does not know
+    /// whether it runs there. A new connection resolves it.
     Unconfirmed {},
-    /// It runs on the target, and what that lacks of its memory is sent.
+    /// The guest runs on the target. The source sends the rest of its memory.
     Ahead {
-        /// How long it stood still here until that was known, in microseconds.
+        /// The guest's downtime as seen by the source, in microseconds.
         us: u64,
     },
-    /// The link was cut while the target lacked some of its memory: whoever wants that waits. Another link goes on.
+    /// The link dropped during postcopy. Faulting vCPUs wait until a new connection continues it.
     Severed {},
-    /// For how long its guest has waited for pages that followed it here.
+    /// How long the guest waited for pages after postcopy.
     Waited(Waited),
-    /// A migration is over, and it runs here as before.
+    /// A migration ended and the guest continues here.
     Stayed {
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// A migration is over, and it runs elsewhere.
+    /// A migration ended and the guest runs elsewhere.
     Moved {
-        /// How long it stood still here until that was known, in microseconds.
+        /// The guest's downtime as seen by the source, in microseconds.
         us: u64,
-        /// How many pages were compared before and found alike, where that was asked for.
+        /// The number of pages compared and found equal, if verification was requested.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         compared: Option<u64>,
-        /// How its dirty pages were collected.
+        /// How dirty pages were collected.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         tracker: Option<String>,
-        /// Why not in the way that costs the guest least, where this kernel is known to lose pages of that.
+        /// Why the cheapest tracker was not used: this kernel loses pages with it.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         tracker_why: Option<String>,
-        /// Its dirty rings, if it has any.
+        /// The dirty rings, if there are any.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         dirty_ring: Option<DirtyRings>,
-        /// For how long it has waited on the target for pages that followed it, where such were.
+        /// How long the guest waited on the target for pages after postcopy.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         waited: Option<Waited>,
-        /// When what of it was done.
+        /// The timing of the migration.
         left: Left,
     },
-    /// A snapshot of it is written: its files are on the disk, and want to be named.
+    /// A snapshot's files are on disk. The client must now give them their final names.
     Snapshot {
-        /// How long it stood still, in microseconds; none where it does still.
+        /// The downtime in microseconds. `None` if the guest is still paused.
         us: Option<u64>,
-        /// Whether it has all of memory, and not only what has changed since the point before.
+        /// Whether the snapshot has all of memory, not only the changes since the previous point.
         full: bool,
-        /// When it was paused, in nanoseconds since 1970.
+        /// When the guest was paused, in nanoseconds since 1970.
         taken: u64,
-        /// How many passes over its memory there were.
+        /// The number of passes over memory.
         passes: u32,
-        /// All pages of it.
+        /// The number of pages in total.
         pages: u64,
-        /// Those whose content is in the files.
+        /// The number of pages with content in the files.
         present: u64,
-        /// Those that are zero.
+        /// The number of zero pages.
         zero: u64,
-        /// CRC32C of the map.
+        /// The CRC32C of the map.
         map_crc: u32,
-        /// Bytes of the state.
+        /// The size of the state in bytes.
         state_bytes: u64,
-        /// CRC32C of the state.
+        /// The CRC32C of the state.
         state_crc: u32,
-        /// How its dirty pages were collected.
+        /// How dirty pages were collected.
         tracker: Option<String>,
-        /// Its disks.
+        /// The disks.
         #[serde(default)]
         disks: Vec<Disk>,
     },
-    /// All of its memory is there, which came as somebody wanted it.
+    /// Memory that was loaded on demand is complete.
     Fetched(Fetched),
-    /// A snapshot of it is over: it knows that its files have their names.
+    /// A snapshot is finished: its files have their final names.
     SnapshotOver {},
-    /// No snapshot comes of it, and it goes on as before.
+    /// A snapshot failed. The guest continues.
     NoSnapshot {
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// A dump of it is written.
+    /// A dump is complete.
     Dumped {
-        /// How long the file is.
+        /// The length of the file.
         bytes: u64,
-        /// How much of it is no hole.
+        /// The bytes of the file that are not holes.
         content: u64,
-        /// Which kernel its guest has, where that says so in its memory.
+        /// The release of the guest's kernel, if found in its memory.
         release: Option<String>,
-        /// By how much that kernel's addresses were moved at random.
+        /// The kernel's KASLR offset.
         kaslr: Option<u64>,
-        /// By how much its image lies elsewhere than it was linked to.
+        /// The distance of the kernel's image from its link address.
         phys_base: Option<i64>,
     },
-    /// No dump comes of it, and it goes on as before.
+    /// A dump failed. The guest continues.
     NotDumped {
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// It has come from another process or out of a snapshot, and runs here.
+    /// The machine arrived from another process or a snapshot, and runs here.
     Arrived {
-        /// When what of it was done.
+        /// The timing of the arrival.
         came: Came,
     },
-    /// It has ended.
+    /// The machine ended.
     Ended {
-        /// The exit status of its process.
+        /// The exit status of the process.
         status: u8,
     },
-    /// This client did not read, and was not told of so many events: progress, and what other clients did. How an operation ended is told.
+    /// This client did not read and missed events: progress, and those of other clients. The end of
+    /// an operation is always reported.
     Missed {
-        /// How many.
+        /// The number of missed events.
         events: u64,
     },
 }
 
 impl Event {
-    /// Whether a client that does not read may miss it: the next one of its kind says as much, or nothing waits for it.
+    /// Whether a client that does not read may miss the event: the next one of its kind repeats it,
+    /// or no one waits for it.
     pub fn may_be_missed(&self) -> bool {
         matches!(
             self,
@@ -705,10 +724,10 @@ impl Event {
     }
 }
 
-/// Reads a request; the error has the number to answer with, 0 if the line has none.
+/// Parses a request. The error has the number to answer with, or 0 if the line has none.
 pub fn parse(line: &[u8]) -> Result<Request, (u64, String)> {
     let mut fields: serde_json::Map<String, serde_json::Value> =
-        serde_json::from_slice(line).map_err(|error| (0, format!("no JSON object: {error}")))?;
+        serde_json::from_slice(line).map_err(|error| (0, format!("not a JSON object: {error}")))?;
     let id = fields.remove("id").and_then(|id| id.as_u64());
     let id = id.ok_or((0, "`id` must be a number".to_owned()))?;
     let what = serde_json::from_value(fields.into()).map_err(|error| (id, error.to_string()))?;

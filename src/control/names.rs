@@ -1,4 +1,4 @@
-//! Where the control socket of a machine with a name is: in the user's runtime directory.
+//! The control sockets of named machines, in the user's runtime directory.
 
 use std::fs::DirBuilder;
 use std::io;
@@ -8,27 +8,27 @@ use std::path::{Path, PathBuf};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::identity::effective;
 
-/// Why a name leads nowhere.
+/// Why a name has no socket.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It cannot be part of a path.
+    /// It is not a valid name.
     #[error(
-        "`{0}` is no machine's name: 1 to 64 letters, digits, `-`, `_` and `.`, the first of them no `.` and no `-`"
+        "`{0}` is not a valid machine name: use 1 to 64 letters, digits, `-`, `_` and `.`; the first must not be `.` or `-`"
     )]
     Name(String),
-    /// The directory cannot be made.
-    #[error("{path}: {source}; set XDG_RUNTIME_DIR to a directory of this user's")]
+    /// The directory cannot be created.
+    #[error("{path}: {source}; set XDG_RUNTIME_DIR to a directory that you own")]
     Directory {
         /// The directory.
         path: PathBuf,
-        /// What the kernel says.
+        /// The system's error.
         source: io::Error,
     },
-    /// It is somebody else's.
-    #[error("{0} belongs to another user, who could pass for your machines; set XDG_RUNTIME_DIR")]
+    /// The directory belongs to another user.
+    #[error("{0} belongs to another user, who could impersonate your machines; set XDG_RUNTIME_DIR")]
     Foreign(PathBuf),
-    /// Others may write to it.
-    #[error("{path} has mode {mode:04o}: others could pass for your machines there; chmod 700 {path}")]
+    /// Other users can write to the directory.
+    #[error("{path} has mode {mode:04o}: other users could impersonate your machines; chmod 700 {path}")]
     Open {
         /// The directory.
         path: PathBuf,
@@ -43,10 +43,11 @@ impl Diagnose for Error {
     }
 }
 
-/// Where the directory is. Nothing is made, and nothing is said of whether it is there.
+/// The directory's path. It may not exist.
 ///
-/// XDG_RUNTIME_DIR counts where it is this user's, or is not there yet: root with another user's environment (sudo) would lock that user
-/// out with what it makes there, and could be shown machines that are none of root's.
+/// XDG_RUNTIME_DIR is used only if this user owns it or it does not exist yet. With sudo, root may
+/// have another user's environment: root would create files there that lock that user out, and
+/// could see that user's machines as its own.
 fn place() -> PathBuf {
     let (own, _) = effective();
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute());
@@ -58,9 +59,9 @@ fn place() -> PathBuf {
     }
 }
 
-/// Whether nobody else can put a socket into the directory `path`; false where it is not there.
+/// Whether only this user can create sockets in the directory. False if it does not exist.
 fn is_private(path: &Path) -> Result<bool, Error> {
-    // Anybody can make a directory in /tmp beforehand.
+    // Any user can create a directory in /tmp in advance.
     let metadata = match std::fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
@@ -75,10 +76,10 @@ fn is_private(path: &Path) -> Result<bool, Error> {
     }
 }
 
-/// The directory, of mode 0700, made if it is not there: for those who put a socket there.
+/// Returns the directory for a new socket. Creates it with mode 0700 if it does not exist.
 ///
 /// # Errors
-/// Where it cannot be made, or others could put sockets there.
+/// Fails if it cannot be created, or if other users could create sockets in it.
 pub fn make_directory() -> Result<PathBuf, Error> {
     let path = place();
     if !is_private(&path)? {
@@ -97,19 +98,19 @@ fn check(name: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// The socket that the machine `name` is to have; its directory is made.
+/// The socket of the new machine `name`. Creates its directory.
 ///
 /// # Errors
-/// As [`make_directory`], and where it is no name.
+/// As [`make_directory`], or if the name is not valid.
 pub fn own_socket(name: &str) -> Result<PathBuf, Error> {
     check(name)?;
     Ok(make_directory()?.join(format!("{name}.sock")))
 }
 
-/// The socket of the machine `name`, whether there is one or not.
+/// The socket of the machine `name`, which may not exist.
 ///
 /// # Errors
-/// Where others could have put it there, and where it is no name.
+/// Fails if another user could have created it, or if the name is not valid.
 pub fn socket(name: &str) -> Result<PathBuf, Error> {
     check(name)?;
     let path = place();
@@ -117,7 +118,7 @@ pub fn socket(name: &str) -> Result<PathBuf, Error> {
     Ok(path.join(format!("{name}.sock")))
 }
 
-/// What the user typed: a path if it has a slash, else a name.
+/// The socket for what the user typed: a path if it has a slash, otherwise a name.
 pub fn find(target: &str) -> Result<PathBuf, Error> {
     if target.contains('/') { Ok(target.into()) } else { socket(target) }
 }

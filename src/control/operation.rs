@@ -1,32 +1,36 @@
-//! What a machine does beside running its guest: one operation at a time, of one client.
+//! Operations: what a machine does besides running its guest, one at a time.
 //!
-//! An operation has the number of the request that asked for it. Its answer and its events carry that number (`"id"`), on whichever
-//! connection they are heard, so that a client takes no other client's events for its own. It has an owner, the connection that asked.
+//! An operation has the number of its request. The answer and the events carry that number
+//! (`"id"`) on every connection, so clients do not mistake each other's events for their own. The
+//! connection that sent the request owns the operation.
 //!
-//! | operation | while it lasts, another one | a client that goes away | who may end it |
-//! |---|---|---|---|
-//! | snapshot | is refused | ends it: `no-snapshot`, the guest goes on | any client: `snapshot-cancel`. Its owner alone names its files |
-//! | dump | is refused | ends it: `not-dumped`, the guest goes on | its owner, by going away |
-//! | upgrade | is refused | ends it until the guest is handed over: `stayed` | any client: `migrate-cancel` |
-//! | migration | is refused; `vellum migrate --attach` follows it | leaves it under way | any client: `migrate-cancel` |
+//! A second operation is refused with one line that names the current one and its client.
+//! `vellum migrate --attach` follows a migration that is under way.
 //!
-//! None waits for another: a client that is refused is told in one line what is under way, and for which process. What is over by then
-//! is refused too: a cancel that names an operation ([`Do::MigrateCancel`](super::Do::MigrateCancel)) ends no other one. A guest that
-//! ends, and a machine that is stopped, end whatever is under way. A machine with a debugger can be dumped and nothing else.
+//! | operation | if its client disconnects | how to end it |
+//! |---|---|---|
+//! | snapshot | `no-snapshot`, the guest continues | any client: `snapshot-cancel` |
+//! | dump | `not-dumped`, the guest continues | its owner: disconnect |
+//! | upgrade | `stayed`, unless the guest is handed over already | any client: `migrate-cancel` |
+//! | migration | it continues | any client: `migrate-cancel` |
+//!
+//! Only the owner of a snapshot can name its files. A cancel that names a finished operation
+//! ([`Do::MigrateCancel`](super::Do::MigrateCancel)) is refused and ends no other. The end of the
+//! guest or the machine ends any operation. A machine with a debugger can only be dumped.
 
 use serde::{Deserialize, Serialize};
 
 use super::Event;
 
-/// Why an operation is over whose client has gone.
-pub const CLIENT_GONE: &str = "the client that asked for it has gone";
+/// Why an operation ended when its client disconnected.
+pub const CLIENT_GONE: &str = "its client disconnected";
 
-/// Who has asked for something.
+/// The client and its request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Asker {
-    /// The connection, by a number that the server gives it.
+    /// The connection's number, given by the server.
     pub connection: u64,
-    /// The request, by the number that the client gave it.
+    /// The request's number, given by the client.
     pub id: u64,
     /// The client's process.
     pub pid: Option<i32>,
@@ -36,18 +40,18 @@ pub struct Asker {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// Memory and state are written into files.
+    /// Writes memory and state to files.
     Snapshot,
-    /// Memory is written into a core dump.
+    /// Writes memory to a core dump.
     Dump,
-    /// The machine moves to another process.
+    /// Moves the machine to another process.
     Migration,
-    /// It moves to a process that stands in for its own.
+    /// Moves the machine to a process that replaces this one.
     Upgrade,
 }
 
 impl Kind {
-    /// Its name.
+    /// The kind's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Snapshot => "snapshot",
@@ -57,7 +61,7 @@ impl Kind {
         }
     }
 
-    /// How a machine stands that has it under way.
+    /// The machine's state during the operation.
     pub fn standing(self) -> &'static str {
         match self {
             Self::Snapshot => "snapshotting",
@@ -67,30 +71,30 @@ impl Kind {
         }
     }
 
-    /// Whether it goes on when its client has gone.
+    /// Whether the operation continues when its client disconnects.
     pub fn outlives_client(self) -> bool {
         self == Self::Migration
     }
 
-    /// How somebody else ends it.
+    /// How another client can end it.
     pub fn remedy(self) -> &'static str {
         match self {
-            Self::Snapshot => "snapshot-cancel, or the end of its client, ends it",
-            Self::Dump => "the end of its client ends it",
-            Self::Migration => "migrate-cancel ends it; another client can follow it",
-            Self::Upgrade => "migrate-cancel, or the end of its client, ends it",
+            Self::Snapshot => "to end it, use snapshot-cancel or stop its client",
+            Self::Dump => "to end it, stop its client",
+            Self::Migration => "to end it, use migrate-cancel; another client can follow it",
+            Self::Upgrade => "to end it, use migrate-cancel or stop its client",
         }
     }
 }
 
-/// The operation that a machine has under way.
+/// The current operation of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UnderWay {
-    /// What it is.
+    /// The operation's kind.
     pub kind: Kind,
-    /// The number of the request. A dump of a guest that has panicked has none.
+    /// The request's number. The dump of a panicked guest has none.
     pub id: Option<u64>,
-    /// The process that asked for it, while that is connected.
+    /// The process that requested it, while it is connected.
     pub client: Option<i32>,
 }
 
@@ -99,19 +103,19 @@ impl std::fmt::Display for UnderWay {
         f.write_str(self.kind.name())?;
         match (self.client, self.id) {
             (Some(pid), _) => write!(f, " for process {pid}"),
-            (None, Some(_)) => f.write_str(" whose client has gone"),
-            (None, None) => f.write_str(" of a guest that has panicked"),
+            (None, Some(_)) => f.write_str(" whose client disconnected"),
+            (None, None) => f.write_str(" of a guest that panicked"),
         }
     }
 }
 
-/// An event, and the request that it comes of, if it comes of one.
+/// An event and its request, if it has one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct News {
-    /// The number of the request.
+    /// The request's number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<u64>,
-    /// What has happened.
+    /// The event.
     #[serde(flatten)]
     pub event: Event,
 }

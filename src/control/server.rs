@@ -1,9 +1,10 @@
 //! The machine's side: clients on the event loop, requests into a channel.
 //!
-//! A client may be slow, stopped, silent or hostile: lines have an end, clients and their descriptors a number. What a client has not
-//! read waits in its socket, whose size the kernel bounds. Where a quarter of that is taken, events that may be missed are left out and
-//! counted, so that there is room for how its operation ends; what does not fit is never waited for. A client that does not read the
-//! answers to its own requests loses its connection.
+//! A client may be slow, stopped, silent or hostile. The length of lines and the number of clients
+//! and descriptors are limited. Unread data waits in the client's socket, whose size the kernel
+//! limits. When a quarter of the socket is full, events that may be missed are dropped and counted,
+//! so that there is room for the end of an operation. The server never waits for a full socket. A
+//! client that does not read the answers to its own requests is disconnected.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -22,37 +23,37 @@ use vellum_sys::identity;
 use vellum_sys::poll::Poll;
 use vellum_sys::socket::{self, Listener, MAX_DESCRIPTORS, SocketError, peer_pid, peer_uid};
 
-/// Clients at a time.
+/// The most clients at a time.
 const MAX_CLIENTS: usize = 32;
 const LISTENER: u32 = 0;
 const CLIENT: u32 = 1;
 
-/// What the machine hears of its clients.
+/// What the machine receives from its clients.
 pub enum Heard {
-    /// One asks for something.
+    /// A request.
     Asked(Asked),
-    /// The one with this number has gone: nothing comes from it after this.
+    /// The client with this number disconnected. Nothing follows from it.
     Gone(u64),
 }
 
-/// A request on its way to the machine.
+/// A request for the machine.
 pub struct Asked {
-    /// What to do.
+    /// The request.
     pub what: Do,
-    /// As many as it takes; of what kind is still to be checked.
+    /// As many descriptors as it needs. The receiver checks their types.
     pub descriptors: Vec<OwnedFd>,
-    /// Who asks.
+    /// The client and its request number.
     pub by: Asker,
     reply: UnixStream,
 }
 
 impl Asked {
-    /// Answers: with what `ok` holds, or with an error in words.
+    /// Sends the answer: a value or an error message.
     pub fn answer(self, result: Result<Value, String>) {
         self.answer_with(result, &[]);
     }
 
-    /// The same, with descriptors.
+    /// Sends the answer with descriptors.
     pub fn answer_with(self, result: Result<Value, String>, descriptors: &[OwnedFd]) {
         let line = match result {
             Ok(ok) => json!({"id": self.by.id, "ok": ok}),
@@ -66,21 +67,21 @@ impl Asked {
         let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
         let sent = socket::send_with(&self.reply, line.as_bytes(), &descriptors);
         if !matches!(sent, Ok(count) if count == line.len()) {
-            // As in `send`.
+            // A partial line would garble all that follow, as in `send`.
             let _ = self.reply.shutdown(std::net::Shutdown::Both);
         }
     }
 }
 
-/// One who listens for events.
+/// A connection that listens for events.
 struct Listening {
     stream: UnixStream,
-    /// How many it was not told of since it was last told something.
+    /// The number of events dropped since the last one that was sent.
     missed: u64,
 }
 
 impl Listening {
-    /// Tells it, if it reads; false if it is gone.
+    /// Sends the event if the client reads. Returns false if the client disconnected.
     fn tell(&mut self, news: &News) -> bool {
         if news.event.may_be_missed() && !has_room(&self.stream) {
             self.missed += 1;
@@ -111,35 +112,36 @@ fn line(what: &impl serde::Serialize) -> Vec<u8> {
     line
 }
 
-/// Whether its client has read so much that three quarters of the socket are free: what makes a unix socket writable (unix(7)).
+/// Whether at least three quarters of the client's socket are free. This is when a unix socket
+/// polls as writable (unix(7)).
 fn has_room(stream: &UnixStream) -> bool {
     let mut poll = Poll::default();
     poll.writable(stream.as_raw_fd());
     poll.wait(Some(std::time::Duration::ZERO)).unwrap_or(true)
 }
 
-/// Those who listen for events, by their clients' descriptors. Clones share them.
+/// The connections that listen for events, by descriptor. Clones share them.
 #[derive(Clone, Default)]
 pub struct Listeners(Arc<Mutex<HashMap<RawFd, Listening>>>);
 
 impl Listeners {
-    /// Tells them all.
+    /// Sends the event to all.
     pub fn tell(&self, news: &News) {
         self.lock().retain(|_, listening| listening.tell(news));
     }
 
-    /// Nobody listens any more.
+    /// Removes all.
     pub fn clear(&self) {
         self.lock().clear();
     }
 
-    /// Whether nobody listens.
+    /// Whether no one listens.
     pub fn is_empty(&self) -> bool {
         self.lock().is_empty()
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<RawFd, Listening>> {
-        self.0.lock().expect("nobody panics with it")
+        self.0.lock().expect("no panic under this lock")
     }
 }
 
@@ -149,24 +151,25 @@ pub struct Control {
     clients: HashMap<RawFd, Client>,
     listeners: Listeners,
     heard: Sender<Heard>,
-    /// Whose machine it is.
+    /// The machine's user.
     owner: u32,
-    /// How many clients there have been.
+    /// The number of clients so far.
     came: u64,
 }
 
 struct Client {
     stream: UnixStream,
-    /// Which it is.
+    /// The client's number.
     number: u64,
     pid: Option<i32>,
     input: Vec<u8>,
-    /// Those that have come and that no request has taken yet.
+    /// Descriptors that no request has taken yet.
     descriptors: Vec<OwnedFd>,
 }
 
 impl Control {
-    /// Binds the socket at `path`; requests go into `heard`, which is looked at after every turn of the event loop.
+    /// Binds the socket at `path`. Requests go to `heard`, which the event loop drains after every
+    /// turn.
     pub fn bind(path: &Path, heard: Sender<Heard>) -> Result<Self, SocketError> {
         Ok(Self::at(Listener::bind(path)?, heard))
     }
@@ -177,23 +180,23 @@ impl Control {
         Control { listener, clients, listeners, heard, owner, came: 0 }
     }
 
-    /// The same on a socket that another process listens at yet.
+    /// Takes over a socket on which another process still listens.
     ///
     /// # Errors
-    /// Where it is none.
+    /// Fails if it is not such a socket.
     pub fn handed_over(socket: OwnedFd, path: &Path, heard: Sender<Heard>) -> io::Result<Self> {
         Ok(Self::at(Listener::handed_over(socket, path)?, heard))
     }
 
-    /// Another descriptor of its socket, for a process that is to have it.
+    /// Another descriptor of the socket, for a process that takes over.
     ///
     /// # Errors
-    /// Where there is none left.
+    /// Fails if the process is out of descriptors.
     pub fn lend(&self) -> io::Result<OwnedFd> {
         self.listener.lend()
     }
 
-    /// Those who listen for events.
+    /// The connections that listen for events.
     pub fn listeners(&self) -> Listeners {
         self.listeners.clone()
     }
@@ -204,7 +207,7 @@ impl Control {
             if !allowed || self.clients.len() >= MAX_CLIENTS {
                 send(
                     &stream,
-                    &json!({"id": 0, "error": if allowed { "too many clients" } else { "not your machine" }}),
+                    &json!({"id": 0, "error": if allowed { "too many clients" } else { "this machine belongs to another user" }}),
                 );
                 continue;
             }
@@ -233,12 +236,12 @@ impl Control {
         if !alive && let Some(client) = self.clients.remove(&fd) {
             self.listeners.lock().remove(&fd);
             let _ = ops.remove(Events::empty(&client.stream));
-            // The receiver lives as long as the loop.
+            // The receiver lives as long as the event loop.
             let _ = self.heard.send(Heard::Gone(client.number));
         }
     }
 
-    /// Takes what lines there are; false if the client is not worth keeping.
+    /// Handles all complete lines. Returns false if the client must be disconnected.
     fn lines(&mut self, fd: RawFd) -> bool {
         let Some(client) = self.clients.get_mut(&fd) else { return false };
         while let Some(end) = client.input.iter().position(|&byte| byte == b'\n') {
@@ -251,7 +254,7 @@ impl Control {
                 Err((id, error)) => send(&reply, &json!({"id": id, "error": error})),
                 Ok(Request { id, what }) if what.descriptors() > client.descriptors.len() => {
                     let (takes, came) = (what.descriptors(), client.descriptors.len());
-                    let error = format!("it takes {takes} descriptors (SCM_RIGHTS), and {came} came with it");
+                    let error = format!("the request needs {takes} descriptors (SCM_RIGHTS), got {came}");
                     send(&reply, &json!({"id": id, "error": error}))
                 }
                 Ok(Request { id, what: Do::Events {} }) => {
@@ -269,9 +272,9 @@ impl Control {
                 return false;
             }
         }
-        // A message's descriptors are there before its last byte, so those of a line that is not whole yet may stay.
+        // Descriptors arrive before a message's last byte, so those of an incomplete line may stay.
         if client.input.is_empty() && !client.descriptors.is_empty() {
-            let error = format!("{} descriptors came that no request takes", client.descriptors.len());
+            let error = format!("{} descriptors belong to no request", client.descriptors.len());
             client.descriptors.clear();
             return send(&client.stream, &json!({"id": 0, "error": error}));
         }
@@ -281,7 +284,7 @@ impl Control {
 
 impl MutEventSubscriber for Control {
     fn init(&mut self, ops: &mut EventOps<'_>) {
-        ops.add(Events::with_data(&self.listener, LISTENER, EventSet::IN)).expect("a socket can be polled");
+        ops.add(Events::with_data(&self.listener, LISTENER, EventSet::IN)).expect("sockets support epoll");
     }
 
     fn process(&mut self, events: Events, ops: &mut EventOps<'_>) {
@@ -292,7 +295,7 @@ impl MutEventSubscriber for Control {
     }
 }
 
-/// Sends a line whole or hangs up: half a line would garble all that follow.
+/// Sends a whole line or hangs up. A partial line would garble all that follow.
 fn send(mut stream: &UnixStream, line: &Value) -> bool {
     let line = format!("{line}\n");
     let sent = matches!(stream.write(line.as_bytes()), Ok(count) if count == line.len());

@@ -45,7 +45,7 @@ fn machines_that_are_not_there_are_one_line_and_status_2() -> Result<(), Failed>
         ("ctl nobody pause", "no machine named `nobody` listens at"),
         ("ctl /nonexistent/x.sock pause", "no machine listens at /nonexistent/x.sock"),
         ("ctl ../x pause", "no machine listens at ../x"),
-        ("ctl .hidden pause", "no machine's name"),
+        ("ctl .hidden pause", "not a valid machine name"),
         ("ctl nobody puase", "unknown command 'puase' of ctl (did you mean 'pause'?)"),
         ("ctl nobody", "pause"),
         ("ctl nobody balloon lots", "512m"),
@@ -53,9 +53,9 @@ fn machines_that_are_not_there_are_one_line_and_status_2() -> Result<(), Failed>
         ("ctl nobody serial", "<TO>"),
         ("exec nobody -- true", "vellum list"),
         ("exec nobody", "COMMAND"),
-        ("run --name a/b", "--name: `a/b` is no machine's name"),
+        ("run --name a/b", "--name: `a/b` is not a valid machine name"),
         ("run --name .", "letters, digits"),
-        ("run --name=-x", "--name: `-x` is no machine's name"),
+        ("run --name=-x", "--name: `-x` is not a valid machine name"),
     ] {
         let output = home.vellum(arguments)?;
         let said = String::from_utf8_lossy(&output.stderr);
