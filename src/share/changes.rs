@@ -1,4 +1,4 @@
-//! What changes the directory: made, renamed, removed, and given other attributes.
+//! Requests that change the directory: create, rename, remove, set attributes.
 
 use std::ffi::CStr;
 use std::os::fd::OwnedFd;
@@ -12,10 +12,10 @@ use super::fuse::{Answer, Change, Header, Request, change};
 use super::nodes::{self, Id};
 use super::server::{Done, Handle, Server, errno, name_of, path_of};
 
-/// Bits of a mode that give whoever runs a file the rights of somebody else.
+/// Mode bits that run a file with the rights of its owner or group.
 const SETID: u32 = libc::S_ISUID | libc::S_ISGID;
 
-/// The names of attributes that the host's kernel believes.
+/// Prefixes of attributes that the host's kernel trusts.
 const PRIVILEGED: [&[u8]; 2] = [b"security.", b"trusted."];
 
 impl Server {
@@ -43,7 +43,7 @@ impl Server {
                     return Err(libc::EPERM);
                 }
                 let mode = self.mode(mode)?;
-                // As the guest's kernel gives numbers of devices (new_encode_dev).
+                // Device numbers in the kernel's encoding (new_encode_dev).
                 let (major, minor) = ((rdev >> 8) & 0xfff, (rdev & 0xff) | ((rdev >> 12) & !0xff));
                 let device = fs::makedev(major, minor);
                 self.make(header, name, kind, answer, |directory| {
@@ -84,7 +84,7 @@ impl Server {
         if privileged && !self.config.privileged_xattrs { Err(libc::EPERM) } else { Ok(()) }
     }
 
-    /// The permissions of `mode`, where the guest may give them.
+    /// The permissions in `mode`, if the guest may set them.
     fn mode(&self, mode: u32) -> Result<Mode, i32> {
         if mode & SETID != 0 && !self.config.setid {
             return Err(libc::EPERM);
@@ -92,7 +92,8 @@ impl Server {
         Ok(Mode::from_bits_truncate(mode & 0o7777))
     }
 
-    /// Makes `name` in the directory of the header, gives it to whoever asks, and tells the guest of it.
+    /// Creates `name` in the header's directory, changes its owner to the guest's caller, and adds
+    /// the entry to the answer.
     fn make(
         &mut self,
         header: Header,
@@ -107,8 +108,9 @@ impl Server {
         self.made(&directory, header.node, name, kind, answer).map(drop)
     }
 
-    /// Tells the guest of what was made, a file of the type `kind`. The host may have put another one in its place meanwhile: to a guest's
-    /// kernel an answer of another type is an error of its disk (EIO); told that it is stale, it looks again.
+    /// Adds the entry of a new file of type `kind` to the answer. The host may have replaced the
+    /// file meanwhile. The guest's kernel treats another type as a disk error (EIO). After ESTALE
+    /// it looks up the name again.
     fn made(
         &mut self,
         directory: &OwnedFd,
@@ -122,18 +124,18 @@ impl Server {
         Ok(found)
     }
 
-    /// Whether `node` is of the type `kind`.
+    /// Checks that `node` has the type `kind`.
     fn is(&self, node: u64, kind: FileType) -> Result<(), i32> {
         let is = self.nodes.id(node).map_err(errno)?.file_type == kind.as_raw_mode();
         if is { Ok(()) } else { Err(libc::ESTALE) }
     }
 
-    /// Where the server may: what was made belongs to whoever made it in the guest.
+    /// Makes the guest's caller the owner of a new file, if the server may.
     fn give(&self, header: Header, directory: &OwnedFd, name: &CStr) -> Result<(), i32> {
         if !self.gives_away {
             return Ok(());
         }
-        // A directory with its set-group-ID bit hands its own group on, which what was made has already.
+        // In a directory with the set-group-ID bit, the new file already has the directory's group.
         let hands_on = u32::from(nodes::look(directory).map_err(errno)?.stx_mode) & libc::S_ISGID != 0;
         let (uid, gid) = (Uid::from_raw(header.uid), (!hands_on).then(|| Gid::from_raw(header.gid)));
         fs::chownat(directory, name, Some(uid), gid, AtFlags::SYMLINK_NOFOLLOW).map_err(errno)
@@ -149,7 +151,7 @@ impl Server {
                 self.made(&directory, node, name, FileType::RegularFile, answer)?;
                 file
             }
-            // The host has made it meanwhile. What it is decides whether it may be opened.
+            // The host created the file meanwhile. Its type decides whether it may be opened.
             Err(rustix::io::Errno::EXIST) if flags.cast_signed() & libc::O_EXCL == 0 => {
                 let found = self.enter(&directory, node, name, answer)?;
                 let opened = self.open_node(found, flags);
@@ -164,7 +166,8 @@ impl Server {
         Ok(Some(file))
     }
 
-    /// What the guest knows of what `directory` has by `name` keeps its descriptor, for it loses its name.
+    /// Pins the node of `name` in `directory`, if the guest knows it: it keeps its descriptor when
+    /// it loses its name.
     fn lose(&mut self, directory: &OwnedFd, name: &CStr) -> Result<(), i32> {
         let Ok(stat) = nodes::look_at(directory, name) else { return Ok(()) };
         match self.nodes.known(Id::from(&stat)) {

@@ -1,4 +1,4 @@
-//! Opening, listing and keeping files: what does not change the directory that they lie in.
+//! Requests that do not change the directory: open, list, sync, seek, copy.
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
@@ -29,7 +29,7 @@ impl Server {
                 answer.opened(fh, if cached { open::KEEP_CACHE | open::CACHE_DIR } else { 0 });
             }
             Request::ReadDir { fh, offset, size, plus } => self.list(node, fh, offset, size, plus, answer)?,
-            // Nothing is kept here that would have to be written.
+            // The server buffers nothing.
             Request::Flush { .. } => {}
             Request::FSync { fh, data } => sync(&*self.file(fh)?, data)?,
             Request::FSyncDir { fh, data } => match self.handles.get(&fh) {
@@ -40,8 +40,9 @@ impl Server {
                 let mode = FallocateFlags::from_bits(mode).ok_or(libc::EOPNOTSUPP)?;
                 fs::fallocate(&*self.file(fh)?, mode, offset, len).map_err(errno)?;
             }
-            // Of what the guest has collected and not written yet the host would say that it is a hole, and whoever copies what is none would lose
-            // it. Without this call the guest takes all of a file for data.
+            // With write-back the guest may hold data that is not written yet. The host would
+            // report a hole there, and a copy would lose the data. Without this call the guest
+            // treats the whole file as data.
             Request::Seek { .. } if self.writeback => return Err(libc::ENOSYS),
             Request::Seek { fh, offset, whence } => {
                 let to = match whence as i32 {
@@ -54,7 +55,7 @@ impl Server {
             Request::Copy { from, from_at, to, to_at, len } => {
                 let (from, to) = (self.file(from)?, self.file(to)?);
                 let (mut from_at, mut to_at) = (from_at, to_at);
-                // A large one would keep others waiting: the guest goes on where this one ends.
+                // A large copy would delay other requests. The guest continues where this one ends.
                 let len = len.min(64 << 20) as usize;
                 let copied = fs::copy_file_range(&*from, Some(&mut from_at), &*to, Some(&mut to_at), len);
                 answer.u32s([copied.map_err(errno)? as u32, 0]);
@@ -64,7 +65,7 @@ impl Server {
         Ok(None)
     }
 
-    /// What the guest may keep of a file that it opens.
+    /// What the guest may cache of a file that it opens.
     pub(super) fn open_flags(&self) -> u32 {
         match self.config.cache {
             Cache::Auto => 0,
@@ -73,7 +74,7 @@ impl Server {
         }
     }
 
-    /// Opens `node` for what it holds, which only a regular file is.
+    /// Opens the content of `node`, which must be a regular file.
     pub(super) fn open_node(&mut self, node: u64, flags: u32) -> Result<OwnedFd, i32> {
         let flags = self.allowed(flags)?;
         let descriptor = self.nodes.get(node).map_err(errno)?;
@@ -82,18 +83,19 @@ impl Server {
             FileType::RegularFile => {}
             FileType::Directory => return Err(libc::EISDIR),
             FileType::Symlink => return Err(libc::ELOOP),
-            // To open one would have an effect on the host. The guest has its own.
+            // Opening a special file would act on the host. The guest's kernel handles its own.
             _ => return Err(libc::EACCES),
         }
         fs::openat(&self.proc, name_of(&descriptor), flags, Mode::empty()).map_err(errno)
     }
 
-    /// What of `flags` a file is opened with.
+    /// The flags for opening a file on the host.
     pub(super) fn allowed(&self, flags: u32) -> Result<OFlags, i32> {
         let asked = flags.cast_signed();
         let mut taken = asked & (libc::O_ACCMODE | libc::O_TRUNC | libc::O_DSYNC | libc::O_SYNC);
         if self.writeback {
-            // The guest's cache reads the rest of a page of which a part is written, and knows where the end is.
+            // The guest's cache reads the rest of a partly written page, and tracks the end of the
+            // file.
             if taken & libc::O_ACCMODE == libc::O_WRONLY {
                 taken = taken & !libc::O_ACCMODE | libc::O_RDWR;
             }
@@ -145,7 +147,7 @@ impl Server {
         plus: bool,
         answer: &mut Answer,
     ) -> Result<(), i32> {
-        // Offsets are those of the host's file system, and as good as it takes them.
+        // Offsets are those of the host's file system and as stable as it makes them.
         fs::seek(directory, SeekFrom::Start(offset)).map_err(errno)?;
         let device = self.nodes.id(node).map_err(errno)?.device;
         let mut buffer = Vec::with_capacity(most.clamp(4 << 10, 32 << 10));
@@ -161,13 +163,13 @@ impl Server {
             let mut found = None;
             if plus {
                 let itself = matches!(name.to_bytes(), b"." | b"..");
-                // One that is gone by now, or that may not be looked at, is an entry without a node.
+                // An entry that is gone by now or cannot be examined has no node.
                 match itself.then_some(0).map_or_else(|| self.enter(directory, node, name, answer), Err) {
                     Ok(node) => found = Some(node),
                     Err(_) => answer.entry(0, &Default::default(), self.valid()),
                 }
             }
-            // The type of a file is in its entry as in its mode (IFTODT).
+            // The type in a directory entry is the type in the mode, shifted (IFTODT).
             let kind = entry.file_type().as_raw_mode() >> 12;
             let ino = self.ino(device, entry.ino());
             answer.dirent(ino, next, kind, name.to_bytes());

@@ -1,130 +1,131 @@
-//! The FUSE protocol (include/uapi/linux/fuse.h, major version 7): requests out of bytes, and answers as bytes. No I/O.
+//! The FUSE protocol (include/uapi/linux/fuse.h, major version 7): parses requests and writes
+//! answers. No I/O.
 //!
-//! A request is a header and arguments, whose form its opcode decides; an answer is a header with an error number, and what was asked
-//! for behind it where that is 0. All numbers are in the byte order of the machine, which guest and host share. What a guest sends is
-//! hostile: every length and every name is checked here.
+//! A request is a header and arguments, whose layout depends on the opcode. An answer is a header
+//! with an error number and, if that is 0, the data. Numbers have the machine's byte order, which
+//! host and guest share. The guest is hostile: this file checks every length and name.
 
 use std::ffi::CStr;
 
-/// Bytes of a request's header.
+/// The size of a request's header.
 pub const IN_HEADER: usize = 40;
-/// Bytes of an answer's header.
+/// The size of an answer's header.
 pub const OUT_HEADER: usize = 16;
-/// Bytes of the arguments of a read and of a write.
+/// The size of the arguments of a read or a write.
 pub const TRANSFER: usize = 40;
-/// Bytes of a name at most, as Linux has it.
+/// The longest name, as in Linux.
 pub const NAME_MAX: usize = 255;
-/// The node of the directory that is shared.
+/// The node of the shared directory.
 pub const ROOT: u64 = 1;
 
 const MAJOR: u32 = 7;
-/// The newest minor version whose forms are known here: Linux 6.6.
+/// The newest minor version known here: Linux 6.6.
 const MINOR: u32 = 39;
-/// The oldest: Linux 5.4 (which has virtio-fs) speaks 31.
+/// The oldest minor version: Linux 5.4, the first with virtio-fs.
 const OLDEST: u32 = 31;
 
-/// What the two sides may agree on (FUSE_INIT).
+/// Features that both sides may negotiate (FUSE_INIT).
 pub mod init {
-    /// Reads of one file need not wait for each other.
+    /// Reads of one file may run in parallel.
     pub const ASYNC_READ: u32 = 1 << 0;
-    /// Opening truncates, where that is asked for.
+    /// Open handles O_TRUNC.
     pub const ATOMIC_O_TRUNC: u32 = 1 << 3;
-    /// Writes of more than a page.
+    /// Writes may be larger than a page.
     pub const BIG_WRITES: u32 = 1 << 5;
-    /// Cached data of a file goes where its size or time has changed.
+    /// Cached data is invalid when the file's size or time changes.
     pub const AUTO_INVAL_DATA: u32 = 1 << 12;
-    /// Entries of directories come with attributes.
+    /// Directory entries come with attributes.
     pub const DO_READDIRPLUS: u32 = 1 << 13;
-    /// Where the guest wants these.
+    /// Attributes come only if the guest wants them.
     pub const READDIRPLUS_AUTO: u32 = 1 << 14;
-    /// Data is written when the guest's cache wants to.
+    /// The guest's page cache writes back later.
     pub const WRITEBACK_CACHE: u32 = 1 << 16;
-    /// Lookups in one directory need not wait for each other.
+    /// Lookups in one directory may run in parallel.
     pub const PARALLEL_DIROPS: u32 = 1 << 18;
-    /// The answer says how many pages a request may have.
+    /// The answer has the most pages of a request.
     pub const MAX_PAGES: u32 = 1 << 22;
-    /// Where symbolic links lead may be kept.
+    /// Targets of symbolic links may be cached.
     pub const CACHE_SYMLINKS: u32 = 1 << 23;
-    /// Attributes say where another file system begins.
+    /// Attributes mark mount points.
     pub const SUBMOUNTS: u32 = 1 << 27;
 }
 
-/// How a file is opened (`FOPEN_*`).
+/// Flags of an open file (`FOPEN_*`).
 pub mod open {
-    /// Nothing of it is cached.
+    /// Do not cache the content.
     pub const DIRECT_IO: u32 = 1 << 0;
-    /// What is cached of it stays.
+    /// Keep the cached content.
     pub const KEEP_CACHE: u32 = 1 << 1;
-    /// What is listed of it may be kept.
+    /// Cache the listing.
     pub const CACHE_DIR: u32 = 1 << 3;
 }
 
-/// What of a file changes (`FATTR_*`).
+/// Attributes to change (`FATTR_*`).
 pub mod change {
-    /// Its mode.
+    /// The mode.
     pub const MODE: u32 = 1 << 0;
-    /// Its owner.
+    /// The owner.
     pub const UID: u32 = 1 << 1;
-    /// Its group.
+    /// The group.
     pub const GID: u32 = 1 << 2;
-    /// Its size.
+    /// The size.
     pub const SIZE: u32 = 1 << 3;
-    /// When it was read.
+    /// The access time.
     pub const ATIME: u32 = 1 << 4;
-    /// When it was written to.
+    /// The modification time.
     pub const MTIME: u32 = 1 << 5;
-    /// It is open.
+    /// The file is open.
     pub const FH: u32 = 1 << 6;
-    /// It was read now.
+    /// Set the access time to now.
     pub const ATIME_NOW: u32 = 1 << 7;
-    /// It was written to now.
+    /// Set the modification time to now.
     pub const MTIME_NOW: u32 = 1 << 8;
 }
 
-/// Why bytes are no request: the error number that answers them, where they have a header.
+/// The bytes are not a valid request. Holds the error number for the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bad(pub i32);
 
-/// What precedes the arguments of a request.
+/// The header of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What is asked.
+    /// The opcode.
     pub opcode: u32,
-    /// Which request it is: its answer has the same number.
+    /// The request's number. The answer repeats it.
     pub unique: u64,
-    /// What it is about.
+    /// The node.
     pub node: u64,
-    /// Whose process asks.
+    /// The user of the calling process.
     pub uid: u32,
-    /// Its group.
+    /// The group of the calling process.
     pub gid: u32,
 }
 
 impl Header {
-    /// Out of the first bytes of a request of `total` bytes; `None` where they are no header of such a one.
+    /// Parses the header of a request of `total` bytes. `None` if the length does not match.
     pub fn parse(bytes: &[u8; IN_HEADER], total: usize) -> Option<Self> {
         let mut fields = Fields(bytes);
         let (len, opcode) = (fields.u32().ok()?, fields.u32().ok()?);
         let (unique, node) = (fields.u64().ok()?, fields.u64().ok()?);
         let (uid, gid) = (fields.u32().ok()?, fields.u32().ok()?);
-        // Extensions at the end (total_extlen) are for who asked for them.
+        // Extensions at the end (total_extlen) are ignored.
         (len as usize == total).then_some(Self { opcode, unique, node, uid, gid })
     }
 }
 
-/// A read or a write: of which open file, where, and how much.
+/// The arguments of a read or a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfer {
     /// The open file.
     pub fh: u64,
-    /// Where it begins.
+    /// The offset in the file.
     pub offset: u64,
-    /// How many bytes.
+    /// The number of bytes.
     pub size: u32,
 }
 
 impl Transfer {
-    /// Out of the arguments of a read or a write.
+    /// Parses the arguments.
     pub fn parse(bytes: &[u8; TRANSFER]) -> Self {
         let word = |at: usize| u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
         let size = u32::from_ne_bytes(bytes[16..20].try_into().expect("4 bytes"));
@@ -132,18 +133,18 @@ impl Transfer {
     }
 }
 
-/// What becomes of a file's attributes; each where [`change`] says so.
+/// New attributes of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Change {
-    /// Which of them.
+    /// The valid fields, as bits of [`change`].
     pub valid: u32,
     /// The open file.
     pub fh: u64,
     /// The size in bytes.
     pub size: u64,
-    /// When it was read: seconds and nanoseconds since 1970.
+    /// The access time in seconds and nanoseconds since 1970.
     pub atime: (u64, u32),
-    /// When it was written to.
+    /// The modification time.
     pub mtime: (u64, u32),
     /// Permissions.
     pub mode: u32,
@@ -153,7 +154,7 @@ pub struct Change {
     pub gid: u32,
 }
 
-/// What a request asks of the node in its header.
+/// A request's opcode and arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "fuse.h says what they are")]
 pub enum Request<'r> {
@@ -214,7 +215,7 @@ pub enum Request<'r> {
         mode: u32,
         name: &'r CStr,
     },
-    /// A read or write of a file that is open, which the VMM does itself.
+    /// A read or a write of an open file. The VMM handles it.
     Transfer,
     StatFs,
     Release {
@@ -273,17 +274,17 @@ pub enum Request<'r> {
     },
 }
 
-/// The opcode with which a guest that mounts a directory begins, having nothing open.
+/// The opcode of INIT. A guest sends it at mount, when nothing is open.
 pub const INIT: u32 = 26;
-/// The opcode of a read.
+/// The opcode of READ.
 pub const READ: u32 = 15;
-/// The opcode of a write.
+/// The opcode of WRITE.
 pub const WRITE: u32 = 16;
-/// The opcode of opening a file.
+/// The opcode of OPEN.
 pub const OPEN: u32 = 14;
-/// The opcode of making and opening one.
+/// The opcode of CREATE.
 pub const CREATE: u32 = 35;
-/// The opcode of closing one.
+/// The opcode of RELEASE.
 pub const RELEASE: u32 = 18;
 
 impl<'r> Request<'r> {
@@ -292,10 +293,11 @@ impl<'r> Request<'r> {
         !matches!(self, Self::Forget { .. } | Self::BatchForget { .. })
     }
 
-    /// Out of what follows the header.
+    /// Parses the arguments after the header.
     ///
     /// # Errors
-    /// The error number that answers it: ENOSYS where nothing here does that, so that a guest does not ask again.
+    /// The error number for the answer. ENOSYS for an unsupported opcode, so that the guest does
+    /// not ask again.
     pub fn parse(opcode: u32, arguments: &'r [u8]) -> Result<Self, Bad> {
         let mut of = Fields(arguments);
         Ok(match opcode {
@@ -383,13 +385,13 @@ impl<'r> Request<'r> {
     }
 }
 
-/// The nodes of a [`Request::BatchForget`], with how many lookups of each are forgotten.
+/// The nodes of a [`Request::BatchForget`] with the number of lookups to forget.
 pub fn forgotten(nodes: &[u8]) -> impl Iterator<Item = (u64, u64)> {
     let word = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().expect("8 bytes"));
     nodes.as_chunks::<16>().0.iter().map(move |entry| (word(&entry[..8]), word(&entry[8..])))
 }
 
-/// Arguments that are taken from the front.
+/// Takes arguments from the front.
 struct Fields<'r>(&'r [u8]);
 
 impl<'r> Fields<'r> {
@@ -414,7 +416,7 @@ impl<'r> Fields<'r> {
         Ok(text)
     }
 
-    /// The name of an entry of a directory: no path, and neither the directory itself nor the one above it.
+    /// The name of a directory entry: not a path, `.` or `..`.
     fn name(&mut self) -> Result<&'r CStr, Bad> {
         let name = self.text()?;
         match name.to_bytes() {
@@ -436,7 +438,7 @@ impl<'r> Fields<'r> {
     }
 }
 
-/// Attributes of a file, as answers have them.
+/// Attributes of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs, reason = "stat(2) says what they are")]
 pub struct Attributes {
@@ -452,20 +454,20 @@ pub struct Attributes {
     pub gid: u32,
     pub rdev: u32,
     pub blksize: u32,
-    /// Another file system begins here.
+    /// The file is a mount point.
     pub submount: bool,
 }
 
-/// For how many seconds a guest may believe what it was told.
+/// How long the guest may cache an answer, in seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Valid {
-    /// That there is such an entry.
+    /// The entry.
     pub entry: u64,
-    /// Its attributes.
+    /// The attributes.
     pub attributes: u64,
 }
 
-/// An answer that is being written, its header first.
+/// An answer, beginning with its header.
 #[derive(Debug, Default)]
 pub struct Answer {
     bytes: Vec<u8>,
@@ -473,29 +475,29 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// The bytes, once it is finished.
+    /// The finished answer.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Whether the guest waits for it.
+    /// Whether the guest waits for the answer.
     pub fn is_expected(&self) -> bool {
         self.expected
     }
 
-    /// Bytes behind the header.
+    /// The number of bytes after the header.
     pub fn size(&self) -> usize {
         self.bytes.len() - OUT_HEADER
     }
 
-    /// Begins anew.
+    /// Starts a new answer.
     pub fn begin(&mut self) {
         self.bytes.clear();
         self.bytes.resize(OUT_HEADER, 0);
         self.expected = false;
     }
 
-    /// Ends it: as the answer to `unique`, or without its data as `error`, where that is not 0.
+    /// Finishes the answer to `unique`. An `error` other than 0 removes the data.
     pub fn finish(&mut self, unique: u64, error: i32) {
         if error != 0 {
             self.bytes.truncate(OUT_HEADER);
@@ -505,22 +507,22 @@ impl Answer {
         self.expected = true;
     }
 
-    /// Takes back what was added behind `len` bytes.
+    /// Removes all data after the first `len` bytes.
     pub fn truncate(&mut self, len: usize) {
         self.bytes.truncate(OUT_HEADER + len);
     }
 
-    /// Adds bytes as they are.
+    /// Appends bytes.
     pub fn raw(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// Adds numbers.
+    /// Appends numbers.
     pub fn u32s<const N: usize>(&mut self, words: [u32; N]) {
         words.iter().for_each(|word| self.raw(&word.to_ne_bytes()));
     }
 
-    /// Adds numbers.
+    /// Appends numbers.
     pub fn u64s<const N: usize>(&mut self, words: [u64; N]) {
         words.iter().for_each(|word| self.raw(&word.to_ne_bytes()));
     }
@@ -533,39 +535,41 @@ impl Answer {
         self.u32s([of.submount.into()]);
     }
 
-    /// Adds what a lookup has found, as `node`; node 0 is none.
+    /// Appends the result of a lookup. Node 0 means that there is no node.
     pub fn entry(&mut self, node: u64, of: &Attributes, valid: Valid) {
         self.u64s([node, 0, valid.entry, valid.attributes]);
         self.u32s([0, 0]);
         self.attributes(of);
     }
 
-    /// Adds attributes alone.
+    /// Appends attributes.
     pub fn attr(&mut self, of: &Attributes, valid: Valid) {
         self.u64s([valid.attributes]);
         self.u32s([0, 0]);
         self.attributes(of);
     }
 
-    /// Adds that a file is open.
+    /// Appends the number of an open file.
     pub fn opened(&mut self, fh: u64, flags: u32) {
         self.u64s([fh]);
         self.u32s([flags, 0]);
     }
 
-    /// Adds what both sides have agreed on: a guest of `minor`, with `flags`, sends `most` bytes at most in one write.
+    /// Appends the result of the negotiation with a guest of version `minor`. `most` is the largest
+    /// write.
     pub fn init(&mut self, minor: u32, readahead: u32, flags: u32, most: u32) {
         self.u32s([MAJOR, minor.min(MINOR), readahead, flags]);
-        // So many requests may be under way, and so many before a guest thinks the share busy.
+        // The most background requests, and the number at which the guest considers the share
+        // congested.
         self.raw(&64u16.to_ne_bytes());
         self.raw(&48u16.to_ne_bytes());
-        // Times are in nanoseconds.
+        // The granularity of times is 1 ns.
         self.u32s([most, 1]);
         self.raw(&((most / 4096) as u16).to_ne_bytes());
         self.raw(&[0; 34]);
     }
 
-    /// Adds an entry of a directory, padded to 8 bytes.
+    /// Appends a directory entry, padded to 8 bytes.
     pub fn dirent(&mut self, ino: u64, next: u64, kind: u32, name: &[u8]) {
         self.u64s([ino, next]);
         self.u32s([name.len() as u32, kind]);
@@ -574,7 +578,7 @@ impl Answer {
     }
 }
 
-/// The header of an answer with `len` bytes behind it.
+/// The header of an answer with `len` bytes of data.
 pub fn out_header(len: usize, error: i32, unique: u64) -> [u8; OUT_HEADER] {
     let mut header = [0; OUT_HEADER];
     header[..4].copy_from_slice(&((OUT_HEADER + len) as u32).to_ne_bytes());
@@ -583,9 +587,9 @@ pub fn out_header(len: usize, error: i32, unique: u64) -> [u8; OUT_HEADER] {
     header
 }
 
-/// Of the answer to opening or making a file: its number, by which reads and writes name it.
+/// The number of the open file in an answer to OPEN or CREATE.
 pub fn opened(opcode: u32, answer: &[u8]) -> Option<u64> {
-    // Making one answers with its entry first.
+    // An answer to CREATE begins with the entry.
     let at = OUT_HEADER + if opcode == CREATE { 128 } else { 0 };
     let error = i32::from_ne_bytes(answer.get(4..8)?.try_into().ok()?);
     let fh = u64::from_ne_bytes(answer.get(at..at + 8)?.try_into().ok()?);

@@ -1,19 +1,21 @@
-//! A directory of the host's as a file system of a guest's.
+//! Shares a host directory with a guest as a file system.
 //!
-//! | file | what it is |
+//! | file | contents |
 //! |---|---|
-//! | [`fuse`] | requests and answers of the FUSE protocol: pure |
-//! | [`nodes`] | the files that the guest knows of, and their descriptors |
-//! | [`server`] | what a request does: one answer each. Opening and listing are in `files`, what changes the directory in `changes` |
-//! | [`mounts`] | which file systems beneath the directory are shared with it |
-//! | [`process`] | the process that it runs in, what that gives up first, and how requests come to it |
+//! | [`fuse`] | requests and answers of the FUSE protocol, without I/O |
+//! | [`nodes`] | the files that the guest knows, and their descriptors |
+//! | [`server`] | executes requests: `files` opens and lists, `changes` modifies |
+//! | [`mounts`] | which file systems below the directory are shared |
+//! | [`process`] | the server's process, its sandbox, and the channel for requests |
 //!
-//! The device that carries requests is `vellum_devices::virtio::fs`. It reads and writes files itself, by descriptors that the
-//! server has opened and passed: the server never sees guest memory, and the VMM opens nothing.
+//! `vellum_devices::virtio::fs` is the device that carries requests. It reads and writes files
+//! itself, with descriptors that the server has opened. The server never sees guest memory, and the
+//! VMM opens nothing.
 //!
-//! The guest is hostile. It names single entries of directories that it was told of, never paths, so that it comes to nothing that does not
-//! lie beneath the directory; Landlock says the same to the whole process. Only regular files and directories are opened. What may not
-//! be written to is refused here, whatever the guest has mounted how.
+//! The guest is hostile. It names single entries of directories that it knows, never paths, so it
+//! cannot reach anything outside the directory. Landlock enforces the same for the whole process.
+//! Only regular files and directories are opened. The server enforces read-only shares, whatever
+//! the guest's mount options.
 
 mod changes;
 mod files;
@@ -25,34 +27,35 @@ pub mod server;
 
 use serde::{Deserialize, Serialize};
 
-/// What a guest may keep of what it has read.
+/// What the guest may cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cache {
-    /// Data until a file is opened the next time: what the host has changed is seen then.
+    /// Data until the next open of the file. An open sees the host's changes.
     #[default]
     Auto,
-    /// Everything, and writes go out when the guest wants to: for directories that nobody else changes.
+    /// Everything, with write-back. For directories that only this guest changes.
     Always,
     /// Nothing.
     None,
 }
 
-/// What the server is to do.
+/// The configuration of a server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
     /// Whether the guest may change the directory.
     pub writable: bool,
-    /// Whether the guest is not told where other file systems are mounted beneath it: all of them are one to it. An overlay needs that:
-    /// the lower layer of overlayfs may have no automounts, as which a guest's kernel sees them (EREMOTE).
+    /// Whether to hide from the guest where other file systems are mounted below the directory, so
+    /// that it sees one file system. An overlay needs this: the guest's kernel treats such mounts
+    /// as automounts, and overlayfs rejects them in a lower layer (EREMOTE).
     pub joined: bool,
-    /// What it may keep.
+    /// What the guest may cache.
     pub cache: Cache,
-    /// Whether it may set setuid and setgid bits.
+    /// Whether the guest may set setuid and setgid bits.
     pub setid: bool,
-    /// Whether it may make device nodes.
+    /// Whether the guest may create device nodes.
     pub devices: bool,
-    /// Whether it may set attributes in `security.` and `trusted.`.
+    /// Whether the guest may set attributes in `security.` and `trusted.`.
     pub privileged_xattrs: bool,
 }

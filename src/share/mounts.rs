@@ -1,12 +1,12 @@
-//! Which of the file systems that are mounted beneath a shared directory are shared with it: those that hold files. What proc, sysfs and
-//! the like show is the host's kernel, and not the guest's.
+//! Decides which file systems mounted below a shared directory are shared: those that hold files.
+//! proc, sysfs and the like show the host's kernel, not the guest's.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// File systems that are never shared, by the names that the kernel has for them (/proc/filesystems).
+/// Types of file systems that are never shared, as in /proc/filesystems.
 const HIDDEN: [&str; 25] = [
     "autofs",
     "binder",
@@ -34,10 +34,10 @@ const HIDDEN: [&str; 25] = [
     "selinuxfs",
     "sysfs",
 ];
-/// As above, the one whose name is a prefix of others: `fuse.sshfs` and the like; and tracefs.
+/// Prefixes of further such types: `fuse.sshfs` and the like, and tracefs.
 const OTHERS: [&str; 2] = ["fuse.", "tracefs"];
 
-/// The mounts of this process, as far as somebody has asked for them.
+/// The mounts of this process, with a cache of those that are shared.
 #[derive(Debug)]
 pub struct Mounts {
     table: File,
@@ -45,21 +45,22 @@ pub struct Mounts {
 }
 
 impl Mounts {
-    /// Opens the table, which can be read again later.
+    /// Opens the mount table for repeated reading.
     ///
     /// # Errors
-    /// Where there is no /proc.
+    /// Fails without /proc.
     pub fn open() -> io::Result<Self> {
         Ok(Self { table: File::open("/proc/self/mountinfo")?, shared: HashMap::new() })
     }
 
-    /// Whether the file system of mount `id` is shared. One that is not in the table is not.
+    /// Whether the file system of mount `id` is shared. Unknown mounts are not.
     pub fn is_shared(&mut self, id: u64) -> bool {
         if let Some(shared) = self.shared.get(&id) {
             return *shared;
         }
         let shared = self.read().is_ok_and(|text| kind(&text, id).is_some_and(is_shared));
-        // A number can be another mount's later; to ask again for those that are hidden costs little.
+        // Only shared mounts are cached: a mount ID can be reused, and asking again for hidden ones
+        // is cheap.
         if shared {
             self.shared.insert(id, true);
         }
@@ -81,7 +82,8 @@ fn is_shared(kind: &str) -> bool {
     !HIDDEN.contains(&kind) && !OTHERS.iter().any(|other| kind.starts_with(other))
 }
 
-/// The type of mount `id` in the text of mountinfo (proc_pid_mountinfo(5)): the word behind the lone hyphen.
+/// The type of mount `id` in the text of mountinfo (proc_pid_mountinfo(5)): the word after the lone
+/// hyphen.
 fn kind(text: &str, id: u64) -> Option<&str> {
     let line =
         text.lines().find(|line| line.split(' ').next().and_then(|word| word.parse().ok()) == Some(id))?;

@@ -1,9 +1,11 @@
-//! The files and directories that a guest knows of, and their descriptors.
+//! The files and directories that a guest knows, and their descriptors.
 //!
-//! A node is known by device, inode number and type. It is reached by a descriptor that was opened with O_PATH, which says and allows nothing
-//! but which file it is. A guest may know more files than a process may have descriptors: those of the nodes that were not used for
-//! longest are closed, and opened again beneath the directory that they were found in. A file that is another one by then is stale
-//! (ESTALE), and the guest looks for it anew. A file whose name the guest has taken away keeps its descriptor.
+//! A node is identified by device, inode number and type. Its descriptor is opened with O_PATH,
+//! which identifies a file but gives no access to its content. A guest may know more files than a
+//! process may have descriptors. The least recently used descriptors are therefore closed and
+//! reopened through the directory in which the node was last found. If another file is there by
+//! then, the node is stale (ESTALE) and the guest looks it up again. A file that the guest has
+//! unlinked keeps its descriptor.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{CStr, CString};
@@ -15,14 +17,14 @@ use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags, Statx, StatxFlags, openat2
 
 use super::fuse::ROOT;
 
-/// Which file it is.
+/// The identity of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Id {
-    /// The device that it lies on.
+    /// Its device.
     pub device: (u32, u32),
-    /// Its number there.
+    /// Its inode number.
     pub ino: u64,
-    /// Its type, as S_IFMT has it: a number that one file had goes to the next one that is made, be that a directory.
+    /// Its S_IFMT type. The file system may reuse an inode number for a file of another type.
     pub file_type: u32,
 }
 
@@ -33,10 +35,10 @@ impl From<&Statx> for Id {
     }
 }
 
-/// What a node is, as far as it matters here.
+/// The kind of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Whatever can be reached.
+    /// A file that is shared.
     File,
     /// The root of a file system that is not shared (proc, sysfs, …): an empty directory.
     Hidden,
@@ -45,45 +47,45 @@ pub enum Kind {
 struct Node {
     id: Id,
     kind: Kind,
-    /// How often the guest was told of it and has not forgotten it.
+    /// How often the guest looked it up and did not forget it.
     lookups: u64,
-    /// How many nodes are found by it.
+    /// The number of nodes whose `place` is in this one.
     children: u64,
-    /// The directory that it was last found in, and by which name.
+    /// The directory and name under which it was last found.
     place: Option<(u64, CString)>,
     descriptor: Option<Rc<OwnedFd>>,
-    /// It cannot be opened again.
+    /// It cannot be reopened, so its descriptor stays open.
     pinned: bool,
-    /// It was used since its descriptor was last thought of closing.
+    /// It was used since `make_room` last passed over it.
     used: bool,
 }
 
-/// All of them.
+/// All nodes of a share.
 pub struct Nodes {
     nodes: HashMap<u64, Node>,
     numbers: HashMap<Id, u64>,
     next: u64,
-    /// Those with a descriptor, the one that was opened first at the front.
+    /// Nodes with an open descriptor, in the order of opening.
     open: VecDeque<u64>,
-    /// How many may have one.
+    /// The most descriptors that may be open.
     most: usize,
 }
 
-/// What statx(2) is asked for.
+/// The fields requested from statx(2).
 const ASKED: StatxFlags = StatxFlags::BASIC_STATS.union(StatxFlags::MNT_ID);
 
-/// What `descriptor` is.
+/// The status of `descriptor`.
 ///
 /// # Errors
-/// What the kernel says.
+/// The error of statx(2).
 pub fn look(descriptor: &OwnedFd) -> io::Result<Statx> {
     Ok(statx(descriptor, c"", AtFlags::EMPTY_PATH | AtFlags::SYMLINK_NOFOLLOW, ASKED)?)
 }
 
-/// What is called `name` in `directory`. Nothing is mounted for that.
+/// The status of `name` in `directory`. Triggers no automount.
 ///
 /// # Errors
-/// What the kernel says.
+/// The error of statx(2).
 pub fn look_at(directory: &OwnedFd, name: &CStr) -> io::Result<Statx> {
     let how = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     Ok(statx(directory, name, how, ASKED)?)
@@ -94,10 +96,10 @@ fn gone(errno: i32) -> io::Error {
 }
 
 impl Nodes {
-    /// Of the directory behind `root`; `most` of all nodes may have a descriptor.
+    /// Creates the nodes of the directory `root`, with at most `most` open descriptors.
     ///
     /// # Errors
-    /// What the kernel says of `root`.
+    /// The error of statx(2) for `root`.
     pub fn new(root: OwnedFd, most: usize) -> io::Result<Self> {
         let id = Id::from(&look(&root)?);
         let node = Node {
@@ -119,12 +121,12 @@ impl Nodes {
         })
     }
 
-    /// How many there are.
+    /// The number of nodes.
     pub fn count(&self) -> usize {
         self.nodes.len()
     }
 
-    /// How many of them have a descriptor that may be closed.
+    /// The number of descriptors that may be closed.
     pub fn open(&self) -> usize {
         self.open.len()
     }
@@ -133,28 +135,28 @@ impl Nodes {
         self.nodes.get(&number).ok_or_else(|| gone(libc::ESTALE))
     }
 
-    /// What node `number` is.
+    /// The kind of node `number`.
     ///
     /// # Errors
-    /// ESTALE where there is none.
+    /// ESTALE if there is no such node.
     pub fn kind(&self, number: u64) -> io::Result<Kind> {
         Ok(self.node(number)?.kind)
     }
 
-    /// Which file node `number` is.
+    /// The identity of node `number`.
     ///
     /// # Errors
-    /// ESTALE where there is none.
+    /// ESTALE if there is no such node.
     pub fn id(&self, number: u64) -> io::Result<Id> {
         Ok(self.node(number)?.id)
     }
 
-    /// The node of `id`, if the guest knows it.
+    /// The number of the node `id`, if the guest knows it.
     pub fn known(&self, id: Id) -> Option<u64> {
         self.numbers.get(&id).copied()
     }
 
-    /// The guest is told once more of the file `id`, which `parent` has by `name`: its number.
+    /// Counts a lookup of the file `id`, found as `name` in `parent`. Returns its node number.
     pub fn found(&mut self, id: Id, kind: Kind, parent: u64, name: &CStr) -> u64 {
         let number = match self.numbers.get(&id) {
             Some(&number) => number,
@@ -176,9 +178,9 @@ impl Nodes {
         number
     }
 
-    /// Node `number` is called `name` in `parent` from now on.
+    /// Records that node `number` is now `name` in `parent`.
     pub fn put(&mut self, number: u64, parent: u64, name: &CStr) {
-        // The root is where it is; and nothing lies in itself.
+        // The root does not move, and nothing is inside itself.
         if number == ROOT || number == parent {
             return;
         }
@@ -195,7 +197,7 @@ impl Nodes {
         }
     }
 
-    /// One node less is found by `parent`.
+    /// Removes one child from `parent`.
     fn leave(&mut self, parent: u64) {
         if let Some(node) = self.nodes.get_mut(&parent) {
             node.children -= 1;
@@ -203,18 +205,18 @@ impl Nodes {
         }
     }
 
-    /// The guest forgets that it was told of node `number` so many times.
+    /// The guest forgets `lookups` lookups of node `number`.
     pub fn forget(&mut self, number: u64, lookups: u64) {
         if number != ROOT
             && let Some(node) = self.nodes.get_mut(&number)
         {
-            // More than it was told is a lie that harms nobody else.
+            // A guest that forgets too much harms only itself.
             node.lookups = node.lookups.saturating_sub(lookups);
             self.drop_unknown(number);
         }
     }
 
-    /// The guest forgets all.
+    /// Forgets all nodes but the root.
     pub fn forget_all(&mut self) {
         self.nodes.retain(|number, _| *number == ROOT);
         self.numbers.retain(|_, number| *number == ROOT);
@@ -224,7 +226,8 @@ impl Nodes {
         }
     }
 
-    /// Drops node `number`, and those above it that nobody else needs, where neither the guest knows it nor another is found by it.
+    /// Drops node `number` if the guest does not know it and it has no children, then its parents
+    /// likewise.
     fn drop_unknown(&mut self, mut number: u64) {
         while number != ROOT
             && let Some(node) = self.nodes.get(&number)
@@ -233,7 +236,7 @@ impl Nodes {
         {
             let Some(node) = self.nodes.remove(&number) else { return };
             self.numbers.remove(&node.id);
-            // Those that were dropped stand in `open` until somebody comes by.
+            // Its number stays in `open` until `make_room` finds it.
             let Some((parent, _)) = node.place else { return };
             let Some(above) = self.nodes.get_mut(&parent) else { return };
             above.children -= 1;
@@ -244,11 +247,11 @@ impl Nodes {
     /// The descriptor of node `number`.
     ///
     /// # Errors
-    /// ESTALE where there is no such node, or another file is where it was.
+    /// ESTALE if there is no such node, or if another file has taken its place.
     pub fn get(&mut self, number: u64) -> io::Result<Rc<OwnedFd>> {
         let mut below = Vec::new();
         let mut at = number;
-        // Up to a directory that is open, and down again.
+        // Walks up to a directory that is open, then down again.
         let mut descriptor = loop {
             let node = self.nodes.get_mut(&at).ok_or_else(|| gone(libc::ESTALE))?;
             node.used = true;
@@ -256,7 +259,7 @@ impl Nodes {
                 break descriptor.clone();
             }
             below.push(at);
-            // Renames can make a circle of places that were right one after the other.
+            // Renames can create a cycle of places that were each correct at some time.
             let (parent, _) =
                 node.place.as_ref().filter(|_| below.len() < 4096).ok_or_else(|| gone(libc::ESTALE))?;
             at = *parent;
@@ -284,9 +287,9 @@ impl Nodes {
         Ok(descriptor)
     }
 
-    /// Closes the descriptor that was not used for longest, where there are as many as there may be.
+    /// Closes the least recently used descriptor if the limit is reached.
     fn make_room(&mut self) -> io::Result<()> {
-        // Each is passed over once for having been used.
+        // Each node may be passed over once because it was used.
         for _ in 0..2 * self.open.len() {
             if self.open.len() < self.most {
                 return Ok(());
@@ -304,7 +307,7 @@ impl Nodes {
         if self.open.len() < self.most { Ok(()) } else { Err(gone(libc::ENFILE)) }
     }
 
-    /// Node `number` is about to lose the name by which it was found: it keeps its descriptor.
+    /// Keeps the descriptor of node `number`, which is about to lose its name.
     ///
     /// # Errors
     /// As [`Nodes::get`].
@@ -317,7 +320,7 @@ impl Nodes {
     }
 }
 
-/// What is called `name` in `directory`, without opening what it holds. A symbolic link is opened itself.
+/// Opens `name` in `directory` with O_PATH. A symbolic link is not followed.
 fn open_beneath(directory: &OwnedFd, name: &CStr) -> io::Result<OwnedFd> {
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -341,7 +344,7 @@ mod tests {
         path
     }
 
-    /// As a lookup does it.
+    /// Looks up a name.
     fn find(nodes: &mut Nodes, parent: u64, name: &CStr) -> io::Result<u64> {
         let directory = nodes.get(parent)?;
         let id = Id::from(&look_at(&directory, name)?);
@@ -367,7 +370,7 @@ mod tests {
                 assert!(nodes.open() <= 8);
             }
         }
-        // Directories that the guest has forgotten stay for as long as a file is found by them.
+        // Forgotten directories remain while a known file is in them.
         nodes.forget(b, 1);
         nodes.forget(a, 1);
         assert!(nodes.get(files[0]).is_ok());
@@ -403,7 +406,7 @@ mod tests {
         fs::remove_file(path.join("kept")).unwrap();
         assert!(nodes.get(kept).is_ok());
         assert_eq!(nodes.get(replaced).unwrap_err().raw_os_error(), Some(libc::ESTALE));
-        // It is found anew, as another node.
+        // A lookup finds it as another node.
         assert_ne!(find(&mut nodes, ROOT, c"replaced").unwrap(), replaced);
         fs::remove_dir_all(&path).unwrap();
     }

@@ -1,12 +1,14 @@
-//! The process that serves a directory, and how the VMM speaks to it.
+//! The process that serves a directory, and the VMM's connection to it.
 //!
-//! It is this program once more, started while the VMM may still start one: so that it has nothing of the guest's memory, and nothing of
-//! the VMM's descriptors but its end of a socket. By that it is told what to serve. It becomes the user that it is to be, gives up all
-//! files that do not lie beneath the directory (Landlock), and every system call that it does not need (seccomp), before it reads the
-//! first request. It ends with the VMM.
+//! The process is a new instance of this program. The VMM starts it before it confines itself. So
+//! the process has no guest memory, and of the VMM's descriptors only its end of a socket. The
+//! first packet on the socket is its task. Before the first request it switches to its user,
+//! restricts itself to the directory (Landlock) and to the system calls that it needs (seccomp). It
+//! ends with the VMM.
 //!
-//! A packet is a request, and a packet its answer, with the descriptor of a file that was opened. For a request that
-//! has no answer (FORGET) a single zero byte comes back, so that both sides take turns.
+//! Each request is one packet, and so is each answer, which carries the descriptor of an opened
+//! file. A request without an answer (FORGET) gets a single zero byte, so that both sides
+//! alternate.
 
 use std::fs::File;
 use std::io;
@@ -27,15 +29,15 @@ use vellum_sandbox::{self as sandbox, Sandbox, ThreadKind};
 use vellum_sys::poll::Poll;
 use vellum_sys::{identity, signal, socket};
 
-/// The word of the command line by which this program is the server.
+/// The command-line word that makes this program the server.
 pub const WORD: &str = "serve-share";
 
-/// What stands for an answer where none is expected.
+/// Stands for the answer to a request that has none.
 const NONE: [u8; 1] = [0];
-/// What stands before the reason where the directory may not be read, which is nobody's fault but of who shares it.
+/// Precedes the error if the directory is not readable, which the user can fix.
 const UNREADABLE: &[u8] = b"unreadable: ";
 
-/// What the server is told first, with the descriptor of the directory.
+/// The server's task. The directory's descriptor comes with it.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Task {
@@ -44,28 +46,29 @@ struct Task {
     confined: bool,
 }
 
-/// The VMM's end.
+/// The VMM's end of the connection.
 #[derive(Debug)]
 pub struct Client {
     socket: OwnedFd,
 }
 
 impl Client {
-    /// Starts a server of the directory behind `root`, which acts as `user` or as whoever this process is. It is there when this
-    /// returns.
+    /// Starts a server of the directory `root`, as `user` or as this process's user. It is ready
+    /// when this returns.
     ///
     /// # Errors
-    /// Where the host refuses a process, or the server says why it cannot: [`io::ErrorKind::PermissionDenied`] where that is because it
-    /// may not read the directory.
+    /// Fails if the host refuses a process or the server cannot start.
+    /// [`io::ErrorKind::PermissionDenied`] means that the server cannot read the directory.
     pub fn start(root: &File, config: Config, user: Option<User>, mode: sandbox::Mode) -> io::Result<Self> {
         let (socket, far) = socket::packets()?;
         let mut command = Command::new("/proc/self/exe");
         command.arg0("vellum").arg(WORD).stdin(Stdio::from(far)).stdout(Stdio::null());
-        // Whoever ends the VMM from a terminal does not mean the server, which the guest may need until its own end.
+        // A terminal's Ctrl-C must not reach the server: the guest may need it until it ends.
         command.process_group(0).current_dir("/");
         signal::end_with_parent(&mut command);
         command.spawn()?;
-        // The command's own copy of the server's end goes with it: what is left is the server's.
+        // `command` holds a copy of the server's end. Dropped here, so that the server has the only
+        // one.
         drop(command);
         let client = Self { socket };
         let task = Task { config, user, confined: mode != sandbox::Mode::Off };
@@ -75,7 +78,7 @@ impl Client {
         let len = receive(&client.socket, &mut answer, &mut descriptors)?;
         match &answer[..len] {
             b"ready" => Ok(client),
-            b"" => Err(io::Error::other("its server has ended")),
+            b"" => Err(io::Error::other("its server ended")),
             why => {
                 let text = |why| String::from_utf8_lossy(why).into_owned();
                 Err(match why.strip_prefix(UNREADABLE) {
@@ -86,11 +89,11 @@ impl Client {
         }
     }
 
-    /// Has `request` answered: how many bytes of `answer`, which has room for [`MAX_ANSWER`], are the answer, and the descriptor that
-    /// came with it.
+    /// Sends `request` and waits for the answer. Returns the length of the answer in `answer`,
+    /// which must have room for [`MAX_ANSWER`], and the descriptor that came with it.
     ///
     /// # Errors
-    /// Where the server has ended, or `request` is longer than any may be.
+    /// Fails if the server ended or `request` is too long.
     pub fn ask(&self, request: &[u8], answer: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
         if request.len() > MAX_REQUEST {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
@@ -99,7 +102,7 @@ impl Client {
         let mut descriptors = Vec::new();
         let len = receive(&self.socket, answer, &mut descriptors)?;
         if len == 0 || sent != request.len() {
-            return Err(io::Error::other("the server of the share has ended"));
+            return Err(io::Error::other("the share's server ended"));
         }
         Ok((if answer[..len] == NONE { 0 } else { len }, descriptors.pop()))
     }
@@ -107,7 +110,8 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // It ends with that. A confined process may wait for no other: what is left of it goes with the VMM.
+        // This ends the server. A confined process cannot wait for another, so the zombie remains
+        // until the VMM ends.
         socket::shut(&self.socket, std::net::Shutdown::Both);
     }
 }
@@ -125,18 +129,18 @@ fn receive(socket: &OwnedFd, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) 
     }
 }
 
-/// What the process does: serves the directory that it is told of by its standard input, until that ends.
+/// The server's main function: gets its task from standard input and serves until that closes.
 ///
 /// # Errors
-/// Where it was not started by [`Client::start`].
+/// Fails if the process was not started by [`Client::start`].
 pub fn serve() -> io::Result<()> {
-    // Where processes are listed it is told from its VMM, whose program it is.
+    // Tells it apart from its VMM in process lists. Both run the same program.
     rustix::thread::set_name(c"vellum-share")?;
     let socket = io::stdin().as_fd().try_clone_to_owned()?;
     let (mut request, mut descriptors) = (vec![0; MAX_REQUEST], Vec::new());
     let len = receive(&socket, &mut request, &mut descriptors)?;
     let task: Task = serde_json::from_slice(&request[..len]).map_err(io::Error::other)?;
-    let root = descriptors.pop().ok_or_else(|| io::Error::other("no directory came along"))?;
+    let root = descriptors.pop().ok_or_else(|| io::Error::other("the task has no directory"))?;
     let mut server = match prepare(root, &task) {
         Ok(server) => server,
         Err(why) => return socket::send_some(&socket, why.as_bytes()).map(drop),
@@ -157,7 +161,7 @@ pub fn serve() -> io::Result<()> {
     }
 }
 
-/// Becomes what it is to be, for good.
+/// Switches to the user and enters the sandbox.
 fn prepare(root: OwnedFd, task: &Task) -> Result<Server, String> {
     if let Some(User { uid, gid }) = task.user {
         identity::become_user(uid, gid)
@@ -166,7 +170,7 @@ fn prepare(root: OwnedFd, task: &Task) -> Result<Server, String> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1 << 20);
     let mode = if task.confined { sandbox::Mode::On } else { sandbox::Mode::Off };
     let mut sandbox = Sandbox::new(mode);
-    // What it cannot list it cannot serve: said now, and not to the guest.
+    // The directory must be listable. This reports it now instead of to the guest.
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     rustix::fs::openat(&root, c".", flags, Mode::empty()).map_err(|error| {
         let mark = String::from_utf8_lossy(UNREADABLE);
@@ -182,7 +186,8 @@ fn prepare(root: OwnedFd, task: &Task) -> Result<Server, String> {
     Ok(server)
 }
 
-/// What a server that acts as root keeps of root's capabilities: what its guest's root may do beneath the directory, and no more.
+/// The capabilities of a server that runs as root: only what the guest's root may do below the
+/// directory.
 fn kept(config: Config) -> CapabilitySet {
     let mut kept = CapabilitySet::DAC_READ_SEARCH;
     if config.writable {
@@ -198,10 +203,10 @@ fn kept(config: Config) -> CapabilitySet {
     kept
 }
 
-/// Opens the directory `path`, which says nothing and allows nothing yet.
+/// Opens the directory `path` with O_PATH, which gives no access to its content.
 ///
 /// # Errors
-/// What the kernel says.
+/// The error of open(2).
 pub fn open_root(path: &Path) -> io::Result<File> {
     use std::os::unix::fs::OpenOptionsExt;
     let flags = libc::O_PATH | libc::O_DIRECTORY;

@@ -1,7 +1,7 @@
-//! One request, one answer.
+//! Executes requests.
 //!
-//! A request never blocks on the guest, and none is kept: whoever calls [`Server::answer`] has the answer when it returns, and with it the
-//! descriptor of a file that it opened.
+//! No request is deferred: [`Server::answer`] returns the complete answer, with the descriptor of a
+//! file that the request opened.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
@@ -16,22 +16,22 @@ use super::mounts::Mounts;
 use super::nodes::{self, Id, Kind, Nodes};
 use super::{Cache, Config};
 
-/// The most bytes that one write has: 256 pages.
+/// The largest write: 256 pages.
 pub const MAX_WRITE: u32 = 1 << 20;
-/// The most bytes of a request without the data of a write: an extended attribute is at most 64 KiB.
+/// The largest request without a write's data. An extended attribute has at most 64 KiB.
 pub const MAX_REQUEST: usize = 80 << 10;
-/// The most bytes of an answer without the data of a read.
+/// The largest answer without a read's data.
 pub const MAX_ANSWER: usize = 80 << 10;
-/// The most bytes of a list of a directory's entries.
+/// The largest directory listing.
 pub(super) const MAX_LIST: usize = 64 << 10;
 
-/// What a guest has open.
+/// What an open handle refers to.
 pub(super) enum Handle {
-    /// A regular file, and its name in [`Server::proc`].
+    /// A regular file.
     File(Rc<OwnedFd>),
     /// A directory.
     Directory(OwnedFd),
-    /// A directory that is hidden: it is empty.
+    /// A hidden directory, which is empty.
     Nothing,
 }
 
@@ -43,36 +43,37 @@ pub struct Server {
     next_handle: u64,
     most_handles: usize,
     mounts: Mounts,
-    /// /proc/self/fd, by which a node that is open with O_PATH is opened for what it holds.
+    /// /proc/self/fd, to reopen the content of O_PATH descriptors.
     pub(super) proc: OwnedFd,
-    /// Whether new files are given to whoever makes them in the guest.
+    /// Whether new files get the guest's user as owner.
     pub(super) gives_away: bool,
-    /// The guest collects writes.
+    /// Whether the guest's cache writes back later.
     pub(super) writeback: bool,
     submounts: bool,
-    /// Where the guest sees one file system: the devices of those that it is made of, the directory's own first.
+    /// The devices that the guest sees as one file system, the directory's own first.
     devices: Vec<(u32, u32)>,
 }
 
-/// What a request comes to: an error number where it fails.
+/// The result of a request: a descriptor or an error number.
 pub(super) type Done = Result<Option<Rc<OwnedFd>>, i32>;
 
-/// The error number of what the kernel says.
+/// The error number of an I/O error.
 pub(super) fn errno(error: impl Into<io::Error>) -> i32 {
     error.into().raw_os_error().unwrap_or(libc::EIO)
 }
 
 impl Server {
-    /// Of the directory behind `root`, in a process that may have `descriptors` of them.
+    /// Creates the server of the directory `root`, in a process that may have `descriptors` open
+    /// files.
     ///
     /// # Errors
-    /// Where there is no /proc, or the kernel refuses something of `root`.
+    /// Fails without /proc, or if the kernel rejects an operation on `root`.
     pub fn new(root: OwnedFd, config: Config, descriptors: usize) -> io::Result<Self> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let proc = fs::open(c"/proc/self/fd", flags, Mode::empty())?;
-        // Modes come with the guest's umask taken off.
+        // The guest has already applied its umask to modes.
         rustix::process::umask(Mode::empty());
-        // A part each for what is known and what is open; a request needs some beside them.
+        // Half of the descriptors for nodes and some for open files. The rest is for requests.
         let nodes = Nodes::new(root, descriptors / 2)?;
         Ok(Self {
             config,
@@ -89,11 +90,12 @@ impl Server {
         })
     }
 
-    /// Answers `request` in `answer`, unless none is expected; with the descriptor of a file that was opened.
+    /// Writes the answer to `request`, if it has one. Returns the descriptor of a file that it
+    /// opened.
     pub fn answer(&mut self, request: &[u8], answer: &mut Answer) -> Option<Rc<OwnedFd>> {
         answer.begin();
         let header = request.first_chunk::<IN_HEADER>().and_then(|bytes| Header::parse(bytes, request.len()));
-        // Who sends no header waits for no answer.
+        // A guest that sends no header gets no answer.
         let header = header?;
         let (done, answered) = match Request::parse(header.opcode, &request[IN_HEADER..]) {
             Ok(request) => (self.perform(header, request, answer), request.is_answered()),
@@ -157,7 +159,7 @@ impl Server {
             }
             Request::GetXattr { name, size } => self.get_xattr(node, Some(name), size, answer)?,
             Request::ListXattr { size } => self.get_xattr(node, None, size, answer)?,
-            // Whoever reads or writes has the descriptor itself.
+            // The VMM has the descriptor and reads and writes itself.
             Request::Transfer => return Err(libc::EBADF),
             Request::Open { .. }
             | Request::Flush { .. }
@@ -196,7 +198,7 @@ impl Server {
         answer.init(minor, readahead, flags, MAX_WRITE);
     }
 
-    /// A directory of which nothing is shared: it is there, and empty.
+    /// Handles requests on a hidden directory: it exists and is empty.
     fn hidden(&mut self, node: u64, request: Request<'_>, answer: &mut Answer) -> Done {
         match request {
             Request::GetAttr { .. } => {
@@ -214,7 +216,7 @@ impl Server {
         Ok(None)
     }
 
-    /// Tells the guest of what `directory`, node `parent`, has by `name`.
+    /// Looks up `name` in `directory` (node `parent`) and appends the entry.
     pub(super) fn enter(
         &mut self,
         directory: &OwnedFd,
@@ -231,9 +233,10 @@ impl Server {
         Ok(node)
     }
 
-    /// The number that the guest sees of the file `ino` of `device`. Where several file systems are one to it, those of all but the directory's own
-    /// have the number of their device in the upper 16 bits, so that no two files have one number. Only a number of more than 48 bits, as
-    /// overlayfs and some others make them, may be another file's by chance.
+    /// The inode number that the guest sees for the file `ino` on `device`. If the guest sees
+    /// several file systems as one, those other than the directory's own get their device's number
+    /// in the upper 16 bits, so that no two files share a number. Collisions remain possible only
+    /// for numbers of more than 48 bits, as overlayfs and some others have.
     pub(super) fn ino(&mut self, device: (u32, u32), ino: u64) -> u64 {
         if self.submounts {
             return ino;
@@ -246,7 +249,7 @@ impl Server {
         ino ^ ((nth as u64) << 48)
     }
 
-    /// What is reached from `parent`, and whether another file system begins there.
+    /// The kind of a file found in `parent`, and whether it is a mount point.
     fn reached(&mut self, stat: &Statx, parent: u64) -> Result<(Kind, bool), i32> {
         let crosses = Id::from(stat).device != self.nodes.id(parent).map_err(errno)?.device;
         if !crosses {
@@ -256,7 +259,7 @@ impl Server {
         match self.mounts.is_shared(stat.stx_mnt_id) {
             true => Ok((Kind::File, directory && self.submounts)),
             false if directory => Ok((Kind::Hidden, false)),
-            // A file of such a file system that is mounted on another file.
+            // A file mounted on another file, from a file system that is hidden.
             false => Err(libc::EACCES),
         }
     }
@@ -273,24 +276,24 @@ impl Server {
         Ok(attributes(&stat, ino, kind, false))
     }
 
-    /// Adds the attributes of `node` as they are now.
+    /// Appends the current attributes of `node`.
     pub(super) fn attr(&mut self, node: u64, fh: Option<u64>, answer: &mut Answer) -> Result<(), i32> {
         let attributes = self.attributes(node, fh)?;
         answer.attr(&attributes, self.valid());
         Ok(())
     }
 
-    /// For how long the guest may believe what it is told.
+    /// How long the guest may cache answers.
     pub(super) fn valid(&self) -> Valid {
         match self.config.cache {
-            // Whoever opens a file looks for it first, and is told its attributes.
+            // An open begins with a lookup, which brings fresh attributes.
             Cache::Auto => Valid { entry: 0, attributes: 1 },
             Cache::Always => Valid { entry: 3600, attributes: 3600 },
             Cache::None => Valid { entry: 0, attributes: 0 },
         }
     }
 
-    /// Keeps what the guest has opened: by which number.
+    /// Stores an open handle and returns its number.
     pub(super) fn keep(&mut self, handle: Handle) -> Result<u64, i32> {
         if self.handles.len() >= self.most_handles {
             return Err(libc::ENFILE);
@@ -301,7 +304,7 @@ impl Server {
         Ok(number)
     }
 
-    /// The file that is open as `fh`.
+    /// The open file `fh`.
     pub(super) fn file(&self, fh: u64) -> Result<Rc<OwnedFd>, i32> {
         match self.handles.get(&fh) {
             Some(Handle::File(file)) => Ok(file.clone()),
@@ -319,7 +322,8 @@ impl Server {
         let descriptor = self.nodes.get(node).map_err(errno)?;
         let path = path_of(&descriptor);
         if size == 0 {
-            // The guest asks for the length alone. rustix answers an empty buffer with 0 and asks the kernel by calls of their own.
+            // The guest only asks for the length. rustix answers an empty buffer itself
+            // and has separate calls for the length.
             let len = match name {
                 Some(name) => fs::getxattr_query(&path, name),
                 None => fs::listxattr_query(&path),
@@ -337,13 +341,13 @@ impl Server {
     }
 }
 
-/// A path that leads to what `descriptor` is, where the kernel takes no descriptor that was opened with O_PATH. It does not follow a
-/// symbolic link.
+/// A path to the file behind `descriptor`, for calls that do not take O_PATH descriptors. It does
+/// not follow a symbolic link.
 pub(super) fn path_of(descriptor: &OwnedFd) -> CString {
     CString::new(format!("/proc/self/fd/{}", descriptor.as_raw_fd())).expect("no zero byte in it")
 }
 
-/// As [`path_of`], in [`Server::proc`].
+/// As [`path_of`], but relative to [`Server::proc`].
 pub(super) fn name_of(descriptor: &OwnedFd) -> CString {
     CString::new(descriptor.as_raw_fd().to_string()).expect("no zero byte in it")
 }
@@ -361,7 +365,7 @@ fn attributes(stat: &Statx, ino: u64, kind: Kind, submount: bool) -> Attributes 
         nlink: stat.stx_nlink,
         uid: stat.stx_uid,
         gid: stat.stx_gid,
-        // As the guest's kernel takes numbers of devices (new_decode_dev).
+        // Device numbers in the kernel's encoding (new_decode_dev).
         rdev: (stat.stx_rdev_minor & 0xff)
             | (stat.stx_rdev_major << 8)
             | ((stat.stx_rdev_minor & !0xff) << 12),
