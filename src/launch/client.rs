@@ -1,6 +1,8 @@
-//! The user's end of a guest that is there for one command: how the command and its machine ended ([`super::streams`] has what is between).
+//! Runs one command in a guest and reports how the command and the machine ended.
+//! [`super::streams`] carries the streams.
 //!
-//! This is the process that the user started; the machine is a child of it, whose serial port's output comes through a pipe.
+//! This is the process that the user started. The machine is its child, whose serial output comes
+//! through a pipe.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -20,75 +22,76 @@ use vellum_sys::fork::Child;
 use vellum_sys::poll::Poll;
 use vellum_sys::socket;
 
-/// How much of the console is kept: the last of it.
+/// How much of the console's end is kept.
 const KEPT: usize = 64 << 10;
-/// How long the machine's socket, on which it listens already, may take.
+/// The time limit for connecting to the machine's socket, which exists already.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(30);
-/// What a machine's process ends with after a reset, and after a panic.
+/// Exit statuses of the machine's process after a reset and after a panic.
 const RESET: u8 = 10;
 const PANIC: u8 = 11;
 
-/// How it ended.
+/// How the command or its machine ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "ended", rename_all = "kebab-case")]
 pub enum Ended {
-    /// The command, with this status, or with 128 and its signal.
+    /// The command ended, with its status or with 128 plus its signal.
     Command {
         /// The status.
         status: u8,
     },
     /// The command could not be started.
     NotStarted {
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// The machine, before the command.
+    /// The machine ended before the command.
     Machine {
         /// The status of the machine's process.
         status: u8,
-        /// What is likely to have brought it about.
+        /// The likely reason.
         reason: String,
         /// The last lines of its console.
         console: String,
     },
 }
 
-/// The machine's side: its process, its console, the word that it is ready, and its vsock.
+/// The machine's process and its connections.
 pub struct Guest<'a> {
     /// Its process.
     pub child: Child,
-    /// Its serial port's output.
+    /// The output of the serial port.
     pub console: File,
-    /// At its end when the machine is ready, or gone.
+    /// Reaches its end when the machine is ready or gone.
     pub ready: File,
-    /// The unix socket that leads to its vsock, if it has one.
+    /// The unix socket that leads to the guest's vsock, if it has one.
     pub vsock: Option<&'a Path>,
-    /// The other end of its console's port, if it has one.
+    /// The other end of the console's port, if it has one.
     pub port: Option<UnixStream>,
 }
 
-/// Has `guest` run what `launch` says, with this process's standard streams: how it ended, and why not all that it wrote is there.
+/// Runs `launch` in `guest` with this process's standard streams. Returns how it ended, and why
+/// output was lost, if any was.
 ///
 /// # Errors
-/// Where the host fails.
+/// Fails if the host fails.
 pub fn run(guest: Guest<'_>, launch: &Launch) -> Result<(Ended, Option<String>), Error> {
     let host = |what| move |error| Error::Host(what, error);
     let Guest { child, mut console, mut ready, vsock, port } = guest;
-    // Before there is a thread that would take its signals.
+    // Must come before any thread that would receive its signals.
     let streams = Streams::new(if launch.terminal.is_some() { Has::Terminal } else { Has::Streams })
         .map_err(host("signals"))?;
     let heard = Arc::new(Mutex::new(Vec::new()));
     let said = heard.clone();
     let listener = thread::spawn(move || keep(&mut console, &said));
     ready.read_to_end(&mut Vec::new()).map_err(host("a pipe"))?;
-    // A machine that is not there any more has no socket either.
+    // If the machine ended, its socket is gone too.
     let outcome = connection(vsock, port).ok().and_then(|stream| {
         let line = serde_json::to_string(launch).ok()?;
         streams.converse(stream, &line).ok()
     });
     let Outcome { ended, unwritten } = outcome.unwrap_or_default();
     let status = child.wait().map_err(host("waitpid"))?;
-    // Its end has closed the pipe.
+    // The pipe closed when the machine ended.
     let _ = listener.join();
     if let Some(ended) = ended {
         return Ok((ended, unwritten));
@@ -99,7 +102,7 @@ pub fn run(guest: Guest<'_>, launch: &Launch) -> Result<(Ended, Option<String>),
     Ok((ended, unwritten))
 }
 
-/// Keeps the last of what comes from `console`.
+/// Keeps the end of the output of `console`.
 fn keep(console: &mut impl Read, kept: &Mutex<Vec<u8>>) {
     let mut buffer = [0; 4096];
     while let Ok(count @ 1..) = console.read(&mut buffer) {
@@ -110,7 +113,7 @@ fn keep(console: &mut impl Read, kept: &Mutex<Vec<u8>>) {
     }
 }
 
-/// The connection that the guest makes when it is up, by whichever way it takes first.
+/// Waits for the guest to connect by vsock or port, whichever is first.
 fn connection(vsock: Option<&Path>, port: Option<UnixStream>) -> io::Result<UnixStream> {
     let mut ways: Vec<UnixStream> = vsock.map(listen).transpose()?.into_iter().chain(port).collect();
     loop {
@@ -124,7 +127,7 @@ fn connection(vsock: Option<&Path>, port: Option<UnixStream>) -> io::Result<Unix
                 other if ways.is_empty() => {
                     return Err(other.err().unwrap_or(io::ErrorKind::InvalidData.into()));
                 }
-                // One that ends does so with its machine, or before its guest has taken the other.
+                // This way ends with its machine, or closed because the guest chose the other way.
                 _ => {}
             }
         }
@@ -140,7 +143,8 @@ fn listen(vsock: &Path) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-/// Whether the first line that comes is a greeting. It is read byte by byte: what follows the line is the guest's.
+/// Whether the first line is a greeting. Reads byte by byte, because the guest's data follows the
+/// line.
 fn is_greeted(mut stream: &UnixStream) -> io::Result<bool> {
     let mut greeting = Vec::new();
     while greeting.last() != Some(&b'\n') && greeting.len() < 64 {
@@ -165,10 +169,10 @@ mod tests {
         let mut more = [0; 4];
         found.read_exact(&mut more).unwrap();
         assert_eq!(&more, b"more");
-        assert!(connection(None, Some(other)).is_err(), "its machine has gone");
+        assert!(connection(None, Some(other)).is_err(), "the machine is gone");
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.write_all(&[b'O'; 100]).unwrap();
-        assert!(connection(None, Some(ours)).is_err(), "a guest that says something else");
+        assert!(connection(None, Some(ours)).is_err(), "not a greeting");
     }
 
     #[test]

@@ -1,12 +1,13 @@
-//! What a guest's kernel must have been configured with, and what a configuration lacks of it.
+//! The kernel configuration that a guest needs, and what a given one lacks.
 
 use std::io::Read;
 
-/// The most that a configuration may have: one with everything has 300 KiB.
+/// The largest configuration. One with everything enabled has 300 KiB.
 const MAX_FILE: u64 = 4 << 20;
 
-/// The configuration in `image`, a kernel with CONFIG_IKCONFIG (kernel/configs.c): gzip's between two marks. An image that unpacks itself
-/// has it in what it unpacks, which is looked into where that is gzip's, zstd's or plain xz's.
+/// The configuration in `image`, a kernel with CONFIG_IKCONFIG (kernel/configs.c): gzip data
+/// between two marks. For a self-extracting image it searches the payload, if that is gzip, zstd or
+/// plain xz.
 pub fn within(image: &[u8]) -> Option<String> {
     let kernel = compressed_kernel(image).and_then(|packed| super::kernel::unpack(packed.to_vec()).ok());
     let image = kernel.as_deref().unwrap_or(image);
@@ -17,24 +18,24 @@ pub fn within(image: &[u8]) -> Option<String> {
     text.contains("CONFIG_").then_some(text)
 }
 
-/// What a bzImage unpacks (Documentation/arch/x86/boot.rst: setup_sects, payload_offset, payload_length). But for gzip's it ends with its
-/// unpacked length, 4 bytes.
+/// The payload of a bzImage (Documentation/arch/x86/boot.rst: setup_sects, payload_offset,
+/// payload_length). Except for gzip it ends with the 4-byte length of the unpacked data.
 fn compressed_kernel(image: &[u8]) -> Option<&[u8]> {
     let word = |at: usize| Some(u32::from_le_bytes(image.get(at..at + 4)?.try_into().ok()?) as usize);
     if image.get(0x202..0x206)? != b"HdrS" {
         return None;
     }
-    // The setup code is 4 sectors where it says 0; the boot sector comes before.
+    // A value of 0 means 4 sectors of setup code. The boot sector precedes them.
     let sectors = usize::from(if image[0x1f1] == 0 { 4 } else { image[0x1f1] }) + 1;
     let start = word(0x248)?.checked_add(sectors * 512)?;
     let packed = image.get(start..start.checked_add(word(0x24c)?)?)?;
     if packed.starts_with(&[0x1f, 0x8b]) { Some(packed) } else { packed.get(..packed.len().checked_sub(4)?) }
 }
 
-/// A symbol, whether it may be a module, and what for.
+/// A symbol, whether it may be a module, and its purpose.
 pub type Symbol = (&'static str, bool, &'static str);
 
-/// What every such guest needs.
+/// Needed by all guests.
 const NEEDED: [Symbol; 7] = [
     ("BLK_DEV_INITRD", false, "the initramfs"),
     ("BINFMT_ELF", false, "programs"),
@@ -45,20 +46,21 @@ const NEEDED: [Symbol; 7] = [
     ("TMPFS", false, "/tmp and /run"),
 ];
 
-/// What a PC tells by its ACPI tables, a board of Arm's tells by a device tree, which its kernels cannot do without.
+/// A PC finds devices through ACPI tables. An Arm board uses a device tree, which its kernels
+/// always support.
 const TOLD: &[Symbol] =
-    if cfg!(target_arch = "aarch64") { &[] } else { &[("ACPI", false, "the devices' places")] };
+    if cfg!(target_arch = "aarch64") { &[] } else { &[("ACPI", false, "finding the devices")] };
 
-/// A 16550 that a device tree names has one more driver, which says so.
+/// A 16550 from a device tree needs one more driver.
 const NS16550: &[Symbol] = if cfg!(target_arch = "aarch64") {
-    &[("SERIAL_8250_CONSOLE", false, "the console"), ("SERIAL_OF_PLATFORM", false, "the console's place")]
+    &[("SERIAL_8250_CONSOLE", false, "the console"), ("SERIAL_OF_PLATFORM", false, "finding the console")]
 } else {
     &[("SERIAL_8250_CONSOLE", false, "the console")]
 };
 const PL011: &[Symbol] = &[("SERIAL_AMBA_PL011_CONSOLE", false, "the console")];
 
 const MMIO: &[Symbol] = &[("VIRTIO_MMIO", true, "the devices' transport")];
-/// A PC's bus needs no driver of its own.
+/// A PC's bus needs no driver.
 const PCI: &[Symbol] = if cfg!(target_arch = "aarch64") {
     &[
         ("PCI_HOST_GENERIC", false, "the devices' bus"),
@@ -69,23 +71,23 @@ const PCI: &[Symbol] = if cfg!(target_arch = "aarch64") {
     &[("PCI_MSI", false, "the devices' interrupts"), ("VIRTIO_PCI", true, "the devices' transport")]
 };
 
-/// What of a guest's machine is as its user chose, and has one driver or another.
+/// The devices of the machine that depend on the user's choices.
 #[derive(Clone, Copy, Debug)]
 pub struct Board {
-    /// The serial port, on which the console is, is a PL011, and no 16550.
+    /// The serial port with the console is a PL011 instead of a 16550.
     pub pl011: bool,
-    /// The devices are on a PCI bus, and have no page of registers each.
+    /// The devices are on a PCI bus instead of virtio-mmio.
     pub pci: bool,
 }
 
 impl Board {
-    /// What every guest on such a machine needs.
+    /// The symbols that all guests on this board need.
     pub fn needed(self) -> impl Iterator<Item = &'static Symbol> {
         let (uart, transport) = (if self.pl011 { PL011 } else { NS16550 }, if self.pci { PCI } else { MMIO });
         NEEDED.iter().chain(TOLD).chain(uart).chain(transport)
     }
 
-    /// What those depend on, beside what every kernel has.
+    /// Dependencies of these symbols that not every kernel has.
     fn depends(self) -> impl Iterator<Item = &'static str> {
         let uart = if self.pl011 { "SERIAL_AMBA_PL011" } else { "SERIAL_8250" };
         let bus = self.pci.then_some("PCI");
@@ -93,24 +95,23 @@ impl Board {
     }
 }
 
-/// One of these every such guest needs, and the first rather: guests with the other have none but their command's streams.
+/// Every guest needs one of these, preferably the first. With the second, it only has the command's
+/// streams.
 pub const STREAMS: [Symbol; 2] = [
     ("VIRTIO_VSOCKETS", true, "the command's standard streams"),
-    ("VIRTIO_CONSOLE", true, "the command's standard streams, where there is no vsock"),
+    ("VIRTIO_CONSOLE", true, "the command's standard streams, without a vsock"),
 ];
 
-/// What a guest needs beside that which mounts directories of the host's, and the last of it for overlays.
-pub const SHARED: [Symbol; 2] = [
-    ("VIRTIO_FS", true, "directories of the host's"),
-    ("OVERLAY_FS", true, "changes to these that stay in the guest's memory"),
-];
+/// Needed to mount host directories. The last one is for overlays.
+pub const SHARED: [Symbol; 2] =
+    [("VIRTIO_FS", true, "host directories"), ("OVERLAY_FS", true, "changes to them in the guest's memory")];
 
-/// How a configuration has a symbol: `y`, `m`, or not.
+/// The value of a symbol: `y`, `m`, or `None`.
 fn value<'a>(config: &'a str, symbol: &str) -> Option<&'a str> {
     config.lines().find_map(|line| line.strip_prefix("CONFIG_")?.strip_prefix(symbol)?.strip_prefix('='))
 }
 
-/// Which of `needed` the text of a .config lacks.
+/// The symbols of `needed` that the text of a .config lacks.
 pub fn lacks<'a>(config: &str, needed: impl IntoIterator<Item = &'a Symbol>) -> Vec<&'static str> {
     let wanted = |(symbol, module, _): &Symbol| {
         let sound = match value(config, symbol) {
@@ -123,12 +124,12 @@ pub fn lacks<'a>(config: &str, needed: impl IntoIterator<Item = &'a Symbol>) -> 
     needed.into_iter().filter_map(wanted).collect()
 }
 
-/// The symbol by which a kernel of this configuration takes its built-in command line instead of its boot loader's, if any.
+/// The symbol that makes the kernel ignore the boot loader's command line, if any.
 pub fn ignores_command_line(config: &str) -> Option<&'static str> {
     ["CMDLINE_OVERRIDE", "CMDLINE_FORCE"].into_iter().find(|symbol| value(config, symbol) == Some("y"))
 }
 
-/// Whether a configuration has `symbol` at all, and if it has, as a module.
+/// Whether `symbol` is a module. `None` if the configuration lacks it.
 pub fn is_module(config: &str, symbol: &str) -> Option<bool> {
     match value(config, symbol) {
         Some("y") => Some(false),
@@ -137,7 +138,7 @@ pub fn is_module(config: &str, symbol: &str) -> Option<bool> {
     }
 }
 
-/// Which of `needed` a configuration has as modules.
+/// The symbols of `needed` that are modules.
 pub fn modules<'a>(
     config: &str,
     needed: impl IntoIterator<Item = &'a Symbol>,
@@ -145,8 +146,8 @@ pub fn modules<'a>(
     needed.into_iter().map(|(symbol, ..)| *symbol).filter(move |symbol| value(config, symbol) == Some("m"))
 }
 
-/// The fragment that makes a configuration complete for `board`, for scripts/kconfig/merge_config.sh of the kernel; the drivers that the
-/// other devices have are in it too.
+/// A configuration fragment for `board`, to use with the kernel's scripts/kconfig/merge_config.sh.
+/// It also has the drivers of the other devices.
 pub fn fragment(board: Board) -> String {
     let needed = board
         .needed()
@@ -164,8 +165,7 @@ pub fn fragment(board: Board) -> String {
         "TMPFS_XATTR",
     ];
     let more = more.map(|symbol| format!("CONFIG_{symbol}=y\n"));
-    let heads =
-        ["# what these depend on\n".to_owned(), "# other devices, and what commands expect\n".to_owned()];
+    let heads = ["# dependencies of these\n".to_owned(), "# other devices and common programs\n".to_owned()];
     let [first, second] = heads;
     needed.chain([first]).chain(depends).chain([second]).chain(more).collect()
 }

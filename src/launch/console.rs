@@ -1,39 +1,42 @@
-//! What a console's last lines say of a guest that did not get as far as it should.
+//! Finds the cause of a failed boot in the console's output.
 
-/// Lines that a report of such a guest shows.
+/// The number of last lines to show.
 const SHOWN: usize = 20;
 
-/// Whether the kernel has said that it panicked.
+/// Whether the kernel has reported a panic.
 pub fn has_panicked(console: &str) -> bool {
     console.contains("Kernel panic - not syncing")
 }
 
-/// The last lines.
+/// The last lines that are not blank.
 pub fn tail(console: &str) -> String {
     let lines: Vec<&str> = console.lines().filter(|line| !line.trim().is_empty()).collect();
     lines[lines.len().saturating_sub(SHOWN)..].join("\n")
 }
 
-/// What most likely kept the guest from running its command.
+/// The most likely reason why the guest did not run its command.
 pub fn cause(console: &str) -> String {
     const CAUSES: [(&str, &str); 8] = [
         (
             "agent: no connection to the host by vsock",
-            "the kernel has neither a virtio-vsock driver nor one for a virtio console: CONFIG_VIRTIO_VSOCKETS, CONFIG_VIRTIO_CONSOLE",
+            "the kernel has no driver for virtio-vsock or a virtio console: CONFIG_VIRTIO_VSOCKETS, CONFIG_VIRTIO_CONSOLE",
         ),
         (
             "agent: share ",
-            "the guest could not mount a directory: has its kernel CONFIG_VIRTIO_FS and CONFIG_OVERLAY_FS, and may its server read it?",
+            "the guest could not mount a directory: check CONFIG_VIRTIO_FS and CONFIG_OVERLAY_FS, and that the share's server can read it",
         ),
         (
             "Failed to execute /init (error -8)",
-            "the kernel runs no 64-bit ELF programs: CONFIG_BINFMT_ELF, CONFIG_64BIT",
+            "the kernel cannot run 64-bit ELF programs: CONFIG_BINFMT_ELF, CONFIG_64BIT",
         ),
-        ("Initramfs unpacking failed", "the initramfs was not unpacked: has the guest memory enough?"),
-        ("Unable to mount root fs", "the kernel has no initramfs: CONFIG_BLK_DEV_INITRD"),
-        ("Out of memory", "the guest's memory is used up"),
-        ("System is deadlocked on memory", "the guest's memory is used up"),
-        ("agent: ", "the guest agent could not go on"),
+        (
+            "Initramfs unpacking failed",
+            "the initramfs could not be unpacked: the guest may have too little memory",
+        ),
+        ("Unable to mount root fs", "the kernel does not support an initramfs: CONFIG_BLK_DEV_INITRD"),
+        ("Out of memory", "the guest ran out of memory"),
+        ("System is deadlocked on memory", "the guest ran out of memory"),
+        ("agent: ", "the guest agent failed"),
     ];
     if let Some((_, cause)) = CAUSES.iter().find(|(sign, _)| console.contains(sign)) {
         return (*cause).into();
@@ -42,9 +45,9 @@ pub fn cause(console: &str) -> String {
         return console[at..].lines().next().unwrap_or_default().trim().into();
     }
     match console.lines().rfind(|line| !line.trim().is_empty()) {
-        Some(line) => format!("the last that it said was: {}", line.trim()),
+        Some(line) => format!("its last line was: {}", line.trim()),
         None => {
-            "it has said nothing on its serial port: CONFIG_SERIAL_8250_CONSOLE and console=ttyS0 (of a PL011 CONFIG_SERIAL_AMBA_PL011_CONSOLE and console=ttyAMA0)".into()
+            "no output on its serial port: check CONFIG_SERIAL_8250_CONSOLE and console=ttyS0 (for a PL011 CONFIG_SERIAL_AMBA_PL011_CONSOLE and console=ttyAMA0)".into()
         }
     }
 }
@@ -62,7 +65,7 @@ mod tests {
             "[    1.2] Kernel panic - not syncing: VFS: Unable to mount root fs on unknown-block(0,0)\n";
         assert!(cause(root).contains("CONFIG_BLK_DEV_INITRD"), "{}", cause(root));
         assert!(cause("").contains("CONFIG_SERIAL_8250_CONSOLE"));
-        assert_eq!(cause("Booting\n\n"), "the last that it said was: Booting");
+        assert_eq!(cause("Booting\n\n"), "its last line was: Booting");
         assert!(!has_panicked("Booting\n"));
         assert_eq!(tail(&"a\n\n".repeat(30)).lines().count(), SHOWN);
     }

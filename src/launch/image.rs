@@ -1,5 +1,5 @@
-//! The initramfs of a guest that runs one command: this very program as PID 1, the modules of its kernel that Vellum's devices need, and
-//! what a static program of this host's or an initrd of the user's has to add.
+//! The initramfs of a guest that runs one command: this program as PID 1, the kernel modules for
+//! Vellum's devices, and optionally a static program of the host or the user's initrd.
 
 use std::fs;
 use std::path::Path;
@@ -13,9 +13,9 @@ use super::modules::Named;
 use super::{Error, config};
 use vellum_sys::open;
 
-/// The modules that Vellum's devices need. Their dependencies need not be named.
+/// The modules for Vellum's devices, without their dependencies.
 const MODULES: &str = include_str!("../../resources/guest-image/modules");
-/// Symbols of a configuration and the modules that they become.
+/// Symbols that can be modules, and the modules' names.
 const MODULE_OF: [(&str, &str); 6] = [
     ("VIRTIO_MMIO", "virtio_mmio"),
     ("VIRTIO_PCI", "virtio_pci"),
@@ -25,32 +25,33 @@ const MODULE_OF: [(&str, &str); 6] = [
     ("OVERLAY_FS", "overlay"),
 ];
 
-/// The module that a symbol becomes.
+/// The module of a symbol.
 fn module_of(symbol: &str) -> Option<&'static str> {
     MODULE_OF.iter().find(|(of, _)| *of == symbol).map(|(_, module)| *module)
 }
 
-/// What a kernel needs to mount `mounts`.
+/// The symbols needed to mount `mounts`.
 fn shared(mounts: &Mounts) -> &'static [Symbol] {
     let overlays = mounts.shares.iter().any(|share| share.access == Access::Overlay);
     &SHARED[..if mounts.shares.is_empty() { 0 } else { 1 + usize::from(overlays) }]
 }
 
-/// By which device a command's standard streams go.
+/// The device that carries a command's standard streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// A vsock, which the guest has other uses for, too.
+    /// A vsock. The guest can also use it otherwise.
     Vsock,
-    /// A port of a console: there is no vsock.
+    /// A console port, because there is no vsock.
     Port,
-    /// Nobody can tell: the guest takes a vsock rather.
+    /// Unknown. The guest prefers a vsock.
     Either,
 }
 
-/// The way that `kernel` has, where its configuration tells. With an initrd of the user's, that may have its modules.
+/// The way that `kernel` supports, as far as its configuration tells. The user's initrd may have
+/// its modules.
 ///
 /// # Errors
-/// What it lacks.
+/// The symbols that it lacks.
 fn way(kernel: &Kernel, text: &str, initrd: bool) -> Result<Way, Error> {
     let [vsock, port] = STREAMS.map(|(symbol, ..)| {
         let is_module = config::is_module(text, symbol)?;
@@ -81,11 +82,12 @@ fn no_modules(kernel: &Kernel, symbol: &str) -> Error {
     Error::NoModules { image: kernel.image.clone(), symbol, place: kernel.place.clone() }
 }
 
-/// Refuses a kernel that could not mount `mounts` on `board` and run a command, where its configuration tells. With an initrd of the user's, that may
-/// have the modules of an image that is alone. By which way the command's streams go.
+/// Checks that a kernel can mount `mounts` on `board` and run a command, as far as its
+/// configuration tells. Returns the way for the command's streams. With the user's initrd, a bare
+/// image's modules may be in the initrd.
 ///
 /// # Errors
-/// What it lacks.
+/// The symbols that it lacks.
 pub fn check(kernel: &Kernel, board: Board, mounts: &Mounts, initrd: bool) -> Result<Way, Error> {
     let Some(text) = &kernel.config else { return Ok(Way::Either) };
     let needed = || board.needed().chain(shared(mounts));
@@ -106,11 +108,12 @@ pub fn check(kernel: &Kernel, board: Board, mounts: &Mounts, initrd: bool) -> Re
     Ok(way)
 }
 
-/// The archive for `kernel`, what its guest is to mount, and the program `command`, which is taken from this host where it is the path of
-/// a static one and the root is the archive's. `modules` is what modprobe is to find beside them. `initrd` is the user's own archive; what both have is as here.
+/// Packs the initramfs for `kernel`. If `command` is the path of a static program on this host and
+/// the root is the initramfs, it is included. `modules` are the files for modprobe. `initrd` is the
+/// user's own archive. If both have a file, this one's is used.
 ///
 /// # Errors
-/// Where a file cannot be had.
+/// Fails if a file cannot be read.
 pub fn pack(
     kernel: &Kernel,
     initrd: Option<&Path>,
@@ -124,7 +127,7 @@ pub fn pack(
         }
         None => Vec::new(),
     };
-    // An archive behind another one begins at a multiple of 4 bytes.
+    // A following archive must start at a multiple of 4 bytes.
     archive.resize(archive.len().next_multiple_of(4), 0);
     let mut image = Initramfs::new();
     image.file("/init", 0o755, &this_program()?);
@@ -140,11 +143,11 @@ pub fn pack(
         image.file(&format!("/modules/{}.ko", module.name), 0o644, &module.content);
         order += &format!("{}\n", module.name);
     }
-    // Without modules of our own, the user's archive may have some.
+    // Without our own modules the user's archive may have a list.
     if !order.is_empty() {
         image.file("/modules/order", 0o644, order.as_bytes());
     }
-    // Whether the archive is the guest's root.
+    // Whether the initramfs is the guest's root.
     let is_root = !mounts.shares.iter().any(|share| share.place == "/");
     if initrd.is_none() && is_root {
         for path in ["/bin/busybox", "/usr/bin/busybox"] {
@@ -163,13 +166,13 @@ pub fn pack(
     Ok(archive)
 }
 
-/// A file of this host's, where it is a program that needs no other.
+/// A file of this host, if it is a static program.
 fn static_program(path: &Path) -> Option<Vec<u8>> {
     let content = super::read(path).ok()?;
     stripped(&content).filter(|_| !is_dynamic(&content)).map(|_| content)
 }
 
-/// This program, without what only debuggers read of it.
+/// This program without its debugging data.
 fn this_program() -> Result<Vec<u8>, Error> {
     let content = fs::read("/proc/self/exe").map_err(|error| Error::Host("/proc/self/exe", error))?;
     let name = std::env::current_exe().unwrap_or_default();
@@ -179,7 +182,8 @@ fn this_program() -> Result<Vec<u8>, Error> {
     }
 }
 
-/// The program headers of a 64-bit ELF file, little-endian as both of Vellum's architectures are: type, offset, size in the file.
+/// The program headers (type, offset, file size) of a 64-bit ELF file. Both architectures of Vellum
+/// are little-endian.
 fn segments(elf: &[u8]) -> Option<Vec<(u32, u64, u64)>> {
     let half = |at: usize| Some(u16::from_le_bytes(elf.get(at..at.checked_add(2)?)?.try_into().ok()?));
     let word = |at: usize| Some(u32::from_le_bytes(elf.get(at..at.checked_add(4)?)?.try_into().ok()?));
@@ -197,12 +201,12 @@ fn segments(elf: &[u8]) -> Option<Vec<(u32, u64, u64)>> {
         .collect()
 }
 
-/// Whether a program asks for an interpreter (PT_INTERP), which loads its libraries.
+/// Whether a program has an interpreter (PT_INTERP) that loads libraries.
 fn is_dynamic(elf: &[u8]) -> bool {
     segments(elf).is_none_or(|segments| segments.iter().any(|(kind, ..)| *kind == 3))
 }
 
-/// A program up to the end of what is loaded, without its section headers.
+/// A program up to the end of its loaded data, without section headers.
 fn stripped(elf: &[u8]) -> Option<Vec<u8>> {
     let ends = segments(elf)?.into_iter().map(|(_, offset, size)| offset.checked_add(size));
     let end = usize::try_from(ends.collect::<Option<Vec<_>>>()?.into_iter().max()?).ok()?;
@@ -231,11 +235,7 @@ mod tests {
             |text: &str, initrd| way(&Kernel::default(), text, initrd).map_err(|error| error.to_string());
         let (vsock, console) = ("CONFIG_VIRTIO_VSOCKETS=", "CONFIG_VIRTIO_CONSOLE=");
         assert_eq!(found(&format!("{vsock}y\n{console}y\n"), false), Ok(Way::Vsock));
-        assert_eq!(
-            found(&format!("{vsock}m\n{console}y\n"), false),
-            Ok(Way::Port),
-            "its module is not there"
-        );
+        assert_eq!(found(&format!("{vsock}m\n{console}y\n"), false), Ok(Way::Port), "its module is missing");
         assert_eq!(found(&format!("{vsock}m\n"), true), Ok(Way::Either), "the archive may have its module");
         assert_eq!(found(&format!("{console}y\n"), false), Ok(Way::Port));
         assert!(found("", false).unwrap_err().contains("lacks CONFIG_VIRTIO_VSOCKETS"));

@@ -1,11 +1,12 @@
-//! An initramfs, packed here so that no cpio, no root and no device nodes on this machine are needed.
+//! Packs an initramfs without cpio, root or device nodes on this host.
 //!
-//! The format is cpio's `newc` (the kernel's Documentation/driver-api/early-userspace/buffer-format.rst), uncompressed:
-//! an emulated CPU would spend longer on unpacking than the loader on reading.
+//! The format is cpio's `newc` (the kernel's
+//! Documentation/driver-api/early-userspace/buffer-format.rst), uncompressed. An emulated CPU takes
+//! longer to decompress it than the loader to read it.
 
 use std::collections::BTreeSet;
 
-/// An archive in the making.
+/// An archive under construction.
 #[derive(Debug, Default)]
 pub struct Initramfs {
     bytes: Vec<u8>,
@@ -14,7 +15,7 @@ pub struct Initramfs {
 }
 
 impl Initramfs {
-    /// A root file system with nothing but a console.
+    /// A root file system with only a console.
     pub fn new() -> Self {
         let mut this = Self::default();
         this.directory("/dev");
@@ -23,7 +24,7 @@ impl Initramfs {
         this
     }
 
-    /// A directory and those above it.
+    /// Adds a directory and its parents.
     pub fn directory(&mut self, path: &str) {
         let path = relative(path);
         for (end, _) in path.match_indices('/').chain(std::iter::once((path.len(), ""))) {
@@ -34,13 +35,13 @@ impl Initramfs {
         }
     }
 
-    /// A file with its permission bits; of less than 4 GiB.
+    /// Adds a file with its permissions. It must be smaller than 4 GiB.
     pub fn file(&mut self, path: &str, mode: u32, content: &[u8]) {
         self.parent(path);
         self.record(relative(path), 0o100_000 | mode, (0, 0), content);
     }
 
-    /// A symbolic link.
+    /// Adds a symbolic link.
     pub fn link(&mut self, path: &str, target: &str) {
         self.parent(path);
         self.record(relative(path), 0o120_777, (0, 0), target.as_bytes());
@@ -105,7 +106,7 @@ mod tests {
             match Command::new("cpio").arg("-itv").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn() {
                 Ok(cpio) => cpio,
                 Err(error) => {
-                    eprintln!("skipped: cpio: {error}; the boot of any bed proves the same");
+                    eprintln!("skipped: cpio: {error}; booting any bed tests the same");
                     return;
                 }
             };

@@ -1,4 +1,5 @@
-//! Where a kernel and its modules lie: a file, a built tree, an unpacked linux-image package, or this host's own.
+//! Finds a kernel and its modules: a file, a built tree, an unpacked linux-image package, or the
+//! host's own kernel.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,32 +9,32 @@ use std::path::{Path, PathBuf};
 use super::{Error, config};
 use vellum_sys::open::{self, Kind};
 
-/// The most that a module may become when it is unpacked.
+/// The largest unpacked size.
 const MAX_IMAGE: u64 = 256 << 20;
 
-/// A kernel that has been found.
+/// A kernel and the files around it.
 #[derive(Clone, Debug, Default)]
 pub struct Kernel {
     /// Its image.
     pub image: PathBuf,
-    /// Its configuration, as text, where that is beside it or in it.
+    /// The text of its configuration, from beside the image or from within it.
     pub config: Option<String>,
-    /// Where its modules are, and what is known of them: the tree, or /lib/modules/RELEASE.
+    /// The directory with its modules and their lists: the tree, or /lib/modules/RELEASE.
     pub place: PathBuf,
-    /// The directory that is `kernel` in /lib/modules/RELEASE.
+    /// The directory that becomes `kernel` in /lib/modules/RELEASE.
     pub objects: PathBuf,
-    /// Its modules' files by their names, with `_` for `-`.
+    /// The module files by name, with `_` for `-`.
     modules: BTreeMap<String, PathBuf>,
 }
 
-/// A module and its content, unpacked.
+/// An unpacked module.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Module {
     /// Its name.
     pub name: String,
     /// The ELF file.
     pub content: Vec<u8>,
-    /// The modules that it needs.
+    /// The modules it depends on.
     pub needs: Vec<String>,
 }
 
@@ -42,14 +43,14 @@ fn file(path: &Path) -> impl Fn(std::io::Error) -> Error {
 }
 
 impl Kernel {
-    /// Finds what `--kernel` names; `release` is this host's kernel's.
+    /// Finds the kernel that `--kernel` names. `release` is that of the host's kernel.
     ///
     /// # Errors
-    /// Where there is none.
+    /// Fails if there is none.
     pub fn find(named: &Path, release: &str) -> Result<Self, Error> {
         let mut kernel = Self::named(named, release)?;
         if kernel.config.is_none() {
-            // An image that cannot be read is somebody else's to refuse.
+            // Another check reports an unreadable image.
             kernel.config = super::read(&kernel.image).ok().and_then(|image| config::within(&image));
         }
         Ok(kernel)
@@ -60,7 +61,7 @@ impl Kernel {
         !self.modules.is_empty()
     }
 
-    /// The names of its modules, and their files.
+    /// The names and files of its modules.
     pub fn files(&self) -> impl Iterator<Item = (&str, &Path)> {
         self.modules.iter().map(|(name, path)| (name.as_str(), path.as_path()))
     }
@@ -91,7 +92,7 @@ impl Kernel {
         }
     }
 
-    /// An image with what lies around it, where it is in a tree or a package.
+    /// A kernel image, with the tree or package that it is in.
     fn of_image(image: &Path) -> Result<Self, Error> {
         let name = image.file_name().unwrap_or_default().to_string_lossy();
         let parent = image.parent().unwrap_or(Path::new(""));
@@ -106,10 +107,10 @@ impl Kernel {
         }
     }
 
-    /// A kernel below `root` as distributions install it.
+    /// A kernel below `root`, installed as distributions do.
     fn installed(root: &Path, image: PathBuf, release: &str) -> Result<Self, Error> {
         let config = super::read_text(&root.join(format!("boot/config-{release}"))).ok();
-        // Where /lib is not a link to it, packages have one of the two.
+        // If /lib is not a symbolic link, a package has one of the two.
         let places = ["lib/modules", "usr/lib/modules"].map(|place| root.join(place).join(release));
         let place = places.iter().find(|place| place.is_dir()).unwrap_or(&places[0]).clone();
         let mut modules = BTreeMap::new();
@@ -118,12 +119,12 @@ impl Kernel {
         Ok(Self { image, config, place, objects, modules })
     }
 
-    /// A tree in which a kernel was built, its objects in place or by O=.
+    /// A tree with a built kernel. The objects may be elsewhere (O=).
     fn built(tree: &Path) -> Result<Self, Error> {
         let config = super::read_text(&tree.join(".config")).ok();
         let order = super::read_text(&tree.join("modules.order")).unwrap_or_default();
         let mut modules = BTreeMap::new();
-        // Since 6.3 the objects are named, not the modules that they become; and before 5.x they had `kernel/` in front.
+        // Since 6.3 the file lists objects, not modules. Before 5.x the paths began with `kernel/`.
         for line in order.lines() {
             let path = line.strip_prefix("kernel/").unwrap_or(line);
             let path = tree.join(path).with_extension("ko");
@@ -135,16 +136,16 @@ impl Kernel {
         Ok(Self { image: tree.join("arch/x86/boot/bzImage"), config, place, objects, modules })
     }
 
-    /// Whether it has a module of that name.
+    /// Whether it has a module of this name.
     pub fn has(&self, name: &str) -> bool {
         self.modules.contains_key(&name.replace('-', "_"))
     }
 
-    /// The modules called `names` and all that they need, in the order in which they load. A name that is none of its modules is
-    /// passed over: it is built in, or the configuration tells.
+    /// Loads the modules `names` and their dependencies, in loading order. A name without a module
+    /// is skipped: it is built in, or [`config`] reports it.
     ///
     /// # Errors
-    /// Where one cannot be read.
+    /// Fails if a module cannot be read.
     pub fn load(&self, names: &[&str]) -> Result<Vec<Module>, Error> {
         let mut loaded = Vec::new();
         for name in names {
@@ -156,7 +157,7 @@ impl Kernel {
     fn load_one(&self, name: &str, within: &mut Vec<String>, loaded: &mut Vec<Module>) -> Result<(), Error> {
         let name = name.replace('-', "_");
         let Some(path) = self.modules.get(&name) else { return Ok(()) };
-        // Files may claim to need each other.
+        // Hostile files may depend on each other.
         if within.contains(&name) || loaded.iter().any(|module| module.name == name) {
             return Ok(());
         }
@@ -172,7 +173,7 @@ impl Kernel {
     }
 }
 
-/// A module's name by its file's.
+/// The name of a module file.
 fn name(path: &Path) -> Option<String> {
     match path.file_name()?.to_str()?.split_once('.')? {
         (name, "ko" | "ko.gz" | "ko.xz" | "ko.zst") => Some(name.replace('-', "_")),
@@ -180,11 +181,11 @@ fn name(path: &Path) -> Option<String> {
     }
 }
 
-/// Every module below `dir`.
+/// Adds all modules below `dir`.
 fn index(dir: &Path, modules: &mut BTreeMap<String, PathBuf>) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let path = entry.path();
-        // No links: they could lead in circles.
+        // Skips links, which could form cycles.
         match entry.file_type() {
             Ok(kind) if kind.is_dir() => index(&path, modules),
             Ok(_) => drop(name(&path).map(|name| modules.insert(name, path))),
@@ -199,7 +200,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<u8>, Error> {
     unpack(packed).map_err(|why| Error::Module { path: path.into(), why })
 }
 
-/// What is packed by gzip, xz or zstd, or not at all: an ELF file.
+/// Unpacks gzip, xz or zstd. The result must be an ELF file.
 pub(super) fn unpack(packed: Vec<u8>) -> Result<Vec<u8>, String> {
     let mut content = Vec::new();
     if packed.starts_with(&[0x1f, 0x8b]) {
@@ -215,16 +216,16 @@ pub(super) fn unpack(packed: Vec<u8>) -> Result<Vec<u8>, String> {
         content = packed;
     }
     if content.len() as u64 > MAX_IMAGE {
-        return Err(format!("it becomes more than {} MiB", MAX_IMAGE >> 20));
+        return Err(format!("unpacked it has more than {} MiB", MAX_IMAGE >> 20));
     }
     if !content.starts_with(b"\x7fELF") {
-        return Err("no ELF file, nor one packed by gzip, xz or zstd".into());
+        return Err("not an ELF file, also not one packed by gzip, xz or zstd".into());
     }
     Ok(content)
 }
 
-/// What a module says it needs: `depends=` in its .modinfo section, which modpost writes. Neither a built tree nor an unpacked
-/// package has a modules.dep.
+/// A module's dependencies: `depends=` in its .modinfo section, written by modpost. Built trees and
+/// unpacked packages have no modules.dep.
 fn needs(content: &[u8]) -> Vec<String> {
     let mark = b"\0depends=";
     let Some(at) = content.windows(mark.len()).position(|window| window == mark) else { return Vec::new() };
@@ -262,7 +263,7 @@ mod tests {
         put(&tree.join(".config"), b"CONFIG_ACPI=y\n");
         put(&tree.join("modules.order"), b"drivers/a-one.o\nkernel/net/two.ko\nnot/built.o\n");
         put(&tree.join("drivers/a-one.ko"), &module("two"));
-        // A circle, as no kernel has it.
+        // A cycle, which no real kernel has.
         put(&tree.join("net/two.ko"), &module("a-one"));
         for named in [tree.clone(), tree.join("arch/x86/boot/bzImage")] {
             let kernel = Kernel::find(&named, "").unwrap();

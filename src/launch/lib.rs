@@ -1,10 +1,12 @@
-//! A kernel and what it needs around it so that a command runs in it: the kernel and its modules where they were built or unpacked
-//! ([`kernel`]) and as modprobe wants them ([`modules`]), what its configuration lacks ([`config`]), the initramfs with this very
-//! program as PID 1 ([`image`]), and the command's standard streams or terminal ([`streams`], [`client`]).
+//! Prepares a kernel to run one command: finds the kernel and its modules ([`kernel`]), lists the
+//! modules for modprobe ([`modules`]), checks the configuration ([`config`]), packs the initramfs
+//! with this program as PID 1 ([`image`]), and connects the command's standard streams or terminal
+//! ([`streams`], [`client`]).
 //!
-//! The machine is an ordinary one, in a process of its own, with a vsock. Its guest connects to the host once it is up, and is told
-//! what to run ([`guest_agent::Launch`]). Before that it mounts directories of the host's, one of which may be its
-//! root, by the tags that are in the file [`guest_agent::LAUNCH`] of the initramfs ([`image::pack`] writes it).
+//! The machine runs in its own process and has a vsock. After boot the guest connects to the host
+//! and gets the command ([`guest_agent::Launch`]). Before that it mounts host directories, one of
+//! which may be its root. The file [`guest_agent::LAUNCH`] in the initramfs names their tags
+//! ([`image::pack`] writes it).
 
 pub mod client;
 pub mod config;
@@ -21,42 +23,42 @@ use std::path::{Path, PathBuf};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::open;
 
-/// Why there is no guest for a command.
+/// Why a guest could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file or directory.
+    /// A file or directory is not accessible.
     #[error("{path}: {source}")]
     File {
-        /// Which.
+        /// Its path.
         path: PathBuf,
-        /// What the kernel says.
+        /// The system's error.
         source: io::Error,
     },
-    /// Nothing to boot there.
+    /// The directory has no kernel.
     #[error(
-        "{0}: neither a built kernel tree (arch/x86/boot/bzImage) nor an unpacked linux-image package (boot/vmlinuz-*)"
+        "{0}: not a built kernel tree (arch/x86/boot/bzImage) or an unpacked linux-image package (boot/vmlinuz-*)"
     )]
     NoTree(PathBuf),
-    /// More than one kernel in a package's directory.
-    #[error("{0}: several kernels, {1}: name one of them")]
+    /// The package's directory has more than one kernel.
+    #[error("{0}: several kernels ({1}): name one of them")]
     Several(PathBuf, String),
-    /// This host's kernel is not where distributions have it.
-    #[error("host: {0} cannot be read: name a kernel's file or directory")]
+    /// The host's kernel is not where distributions install it.
+    #[error("host: cannot read {0}: name a kernel's file or directory")]
     NoHostKernel(PathBuf),
-    /// The modules of a kernel whose configuration says that it has some.
+    /// The kernel's configuration has modules, but their files are missing.
     #[error(
-        "{image}: its configuration has {symbol} as a module, and there is none in {place}: build them (make modules), or unpack the \
+        "{image}: its configuration has {symbol} as a module, but {place} does not: build the modules (make modules) or unpack the \
          whole package"
     )]
     NoModules {
         /// The kernel.
         image: PathBuf,
-        /// What is a module.
+        /// The symbol that is a module.
         symbol: String,
-        /// Where they were looked for.
+        /// The directory that was searched.
         place: PathBuf,
     },
-    /// What a kernel lacks.
+    /// The configuration lacks symbols.
     #[error("{image}: its configuration lacks {lacks}")]
     Lacks {
         /// The kernel.
@@ -64,20 +66,20 @@ pub enum Error {
         /// The symbols.
         lacks: String,
     },
-    /// A module that cannot be unpacked.
+    /// A module cannot be unpacked.
     #[error("module {path}: {why}")]
     Module {
-        /// Which.
+        /// Its path.
         path: PathBuf,
-        /// Why not.
+        /// The reason.
         why: String,
     },
-    /// This program is not one that runs in an initramfs by itself.
+    /// This program cannot run alone in an initramfs.
     #[error(
-        "{0}: this vellum is no static program, which it must be to be a guest's PID 1: build it for a -musl target"
+        "{0}: this vellum is not a static program, so it cannot be a guest's PID 1: build it for a -musl target"
     )]
     NotStatic(PathBuf),
-    /// The host refuses.
+    /// The host failed an operation.
     #[error("{0}: {1}")]
     Host(&'static str, #[source] io::Error),
 }
@@ -91,7 +93,7 @@ impl Diagnose for Error {
     }
 }
 
-/// The content of a regular file, however long.
+/// The content of a regular file of any length.
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open::for_reading(path, open::Kind::Regular)?.read_to_end(&mut bytes)?;

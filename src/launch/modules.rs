@@ -1,8 +1,8 @@
-//! What modprobe wants to know of a kernel's modules, where nobody has run depmod: made of what the modules say of themselves.
+//! Builds the module lists for modprobe without depmod.
 //!
-//! modpost has written into each module which others it needs, so that no symbols have to be looked up. Of the files in
-//! /lib/modules/RELEASE (modules.dep(5)) busybox reads the text, and kmod the tries whose names end in `.bin`; the latter's form is in
-//! kmod's libkmod/libkmod-index.c.
+//! modpost writes each module's dependencies into the module, so no symbols have to be resolved. In
+//! /lib/modules/RELEASE (modules.dep(5)), busybox reads the text files and kmod reads the tries
+//! `*.bin`. kmod's libkmod/libkmod-index.c defines their format.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
@@ -12,24 +12,26 @@ use std::thread;
 use super::kernel::{Kernel, read};
 use vellum_sys::open;
 
-/// The most that the strings of a module may be.
+/// The largest .modinfo section.
 const MAX_FILE: u64 = 4 << 20;
-/// Files that a build leaves, and that are as modprobe wants them.
+/// Files from the build that modprobe can use unchanged.
 const KEPT: [&str; 3] = ["modules.builtin", "modules.builtin.modinfo", "modules.order"];
 
-/// A file for /lib/modules/RELEASE of the guest.
+/// A file name in the guest's /lib/modules/RELEASE, and the content.
 pub type Named = (String, Vec<u8>);
 
-/// The modules of a kernel for the modprobe in its guest.
+/// A kernel's modules for modprobe in the guest.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Modules {
-    /// The directory of this host's that has their files.
+    /// The host directory with the module files.
     pub directory: PathBuf,
-    /// What has to be beside it, when it is `kernel` there. None where the directory has been seen by depmod, and is all there is.
+    /// The files beside that directory, which becomes `kernel`. Empty if depmod has already run:
+    /// then the directory is complete.
     pub beside: Vec<Named>,
 }
 
-/// The modules of `kernel`; `None` where it has none. One that cannot be read is left out: who wants it is told.
+/// The modules of `kernel`. `None` if it has none. An unreadable module is left out, and loading it
+/// fails in the guest.
 pub fn of(kernel: &Kernel) -> Option<Modules> {
     if !kernel.has_modules() {
         return None;
@@ -75,13 +77,13 @@ pub fn of(kernel: &Kernel) -> Option<Modules> {
         ("modules.builtin.bin".into(), trie(builtin.collect())),
         ("modules.dep.bin".into(), trie(dep)),
         ("modules.alias.bin".into(), trie(alias)),
-        // Asked for by nobody: what the modules need is known by their names.
+        // modprobe opens it, but never needs it: dependencies are known by name.
         ("modules.symbols.bin".into(), trie(Vec::new())),
     ]);
     Some(Modules { directory: kernel.objects.clone(), beside })
 }
 
-/// The .modinfo of each of `files`, on all CPUs: those of distributions are packed.
+/// The .modinfo sections of `files`, read on all CPUs because distributions compress modules.
 fn strings<'a>(files: &[(&'a str, &Path)]) -> BTreeMap<&'a str, Vec<u8>> {
     let count = thread::available_parallelism().map_or(1, usize::from);
     let part = files.len().div_ceil(count).max(1);
@@ -110,7 +112,8 @@ fn modinfo_of(path: &Path) -> Option<Vec<u8>> {
     })
 }
 
-/// The section .modinfo of a 64-bit ELF file of this byte order, of which `part` gives a part by its offset and size.
+/// The section .modinfo of a 64-bit little-endian ELF file. `part` reads an offset and size of the
+/// file.
 fn modinfo(part: impl Fn(u64, u64) -> Option<Vec<u8>>) -> Option<Vec<u8>> {
     let bounded = |offset, size| if size <= MAX_FILE { part(offset, size) } else { None };
     let head = part(0, 64)?;
@@ -136,7 +139,7 @@ fn modinfo(part: impl Fn(u64, u64) -> Option<Vec<u8>>) -> Option<Vec<u8>> {
     content((0..usize::from(count)).filter_map(section).find(called)?)
 }
 
-/// What a .modinfo says of `key`.
+/// The values of `key` in a .modinfo.
 fn values<'a>(info: &'a [u8], key: &'a str) -> impl Iterator<Item = &'a str> {
     let lines = info.split(|byte| *byte == 0).filter_map(|line| std::str::from_utf8(line).ok());
     lines
@@ -148,7 +151,7 @@ fn list(names: &str) -> impl Iterator<Item = String> {
     names.split(',').filter(|name| !name.is_empty()).map(|name| name.replace('-', "_"))
 }
 
-/// All that `name` needs, in the order in which depmod has it: what needs others before these.
+/// All dependencies of `name` in depmod's order: a module before those it depends on.
 fn all_needed(name: &str, needs: &BTreeMap<&str, Vec<String>>) -> Vec<String> {
     fn visit(
         name: &str,
@@ -156,7 +159,7 @@ fn all_needed(name: &str, needs: &BTreeMap<&str, Vec<String>>) -> Vec<String> {
         above: &mut Vec<String>,
         done: &mut Vec<String>,
     ) {
-        // Files may claim to need each other.
+        // Hostile files may depend on each other.
         for needed in needs
             .get(name)
             .into_iter()
@@ -179,7 +182,7 @@ fn all_needed(name: &str, needs: &BTreeMap<&str, Vec<String>>) -> Vec<String> {
     done
 }
 
-/// An alias as it is looked for: with `_` for `-`, but in a range of characters.
+/// An alias in the form for lookups: `_` for `-`, except in character ranges.
 fn underscored(alias: &str) -> String {
     let mut within = false;
     let one = |c| {
@@ -189,7 +192,8 @@ fn underscored(alias: &str) -> String {
     alias.chars().map(one).collect()
 }
 
-/// Keys and their values as libkmod-index.c finds them. A key that is no ASCII is left out: it has no place for that.
+/// A trie of keys and values in the format of libkmod-index.c. The format has no place for keys
+/// that are not ASCII, so they are left out.
 fn trie(mut entries: Vec<(String, String)>) -> Vec<u8> {
     const MAGIC: u32 = 0xb007_f457;
     const VERSION: u32 = 0x0002_0001;
@@ -204,14 +208,15 @@ fn trie(mut entries: Vec<(String, String)>) -> Vec<u8> {
     bytes
 }
 
-/// Writes the node of `entries`, those below it first: where it is, with what it has in the highest bits. The root has no prefix.
+/// Writes the node of `entries`, its children first. Returns its offset, with flags in the highest
+/// bits. The root has no prefix.
 fn node(entries: &[(&[u8], &str)], has_prefix: bool, bytes: &mut Vec<u8>) -> u32 {
     const PREFIX: u32 = 0x8000_0000;
     const VALUES: u32 = 0x4000_0000;
     const CHILDREN: u32 = 0x2000_0000;
     let first = entries.first().map_or(&[][..], |(key, _)| key);
     let last = entries.last().map_or(&[][..], |(key, _)| key);
-    // They are sorted: what the outermost have in common all have.
+    // The entries are sorted: a prefix of the first and the last is a prefix of all.
     let common = first.iter().zip(last).take_while(|(a, b)| a == b).count();
     let common = if has_prefix { common } else { 0 };
     let own = entries.iter().take_while(|(key, _)| key.len() == common).count();
@@ -256,7 +261,7 @@ mod tests {
 
     use super::*;
 
-    /// An ELF file with nothing but a .modinfo of these strings.
+    /// An ELF file with only a .modinfo of these strings.
     fn module(strings: &[&str]) -> Vec<u8> {
         let info: Vec<u8> = strings.iter().flat_map(|string| [string.as_bytes(), b"\0"].concat()).collect();
         let names = b"\0.modinfo\0.shstrtab\0";
@@ -302,7 +307,7 @@ mod tests {
         assert_eq!(all_needed("c", &needs), [""; 0]);
     }
 
-    /// The real modprobe reads the tries, where this machine has one.
+    /// Checks the tries with the real modprobe, if this host has one.
     #[test]
     fn modprobe_finds_modules_by_name_and_alias() {
         let dir = std::env::temp_dir().join(format!("vellum-modules-{}", std::process::id()));
@@ -343,7 +348,7 @@ mod tests {
             let mut modprobe = Command::new("modprobe");
             modprobe.args(["--set-version=9.9", "--show-depends", asked, "--dirname"]).arg(&dir);
             let Ok(output) = modprobe.output() else {
-                eprintln!("skipped: modprobe: the trials with a guest prove the same");
+                eprintln!("skipped: modprobe: the tests with a guest cover the same");
                 break;
             };
             let said = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -1,8 +1,8 @@
-//! A command's standard streams at their user's end, or the user's terminal: a connection to a guest on one side, and what this process
-//! was started with on the other.
+//! Connects a command's standard streams, or the user's terminal, with the guest.
 //!
-//! A terminal is raw for as long as the command has it: every key is the guest's, but for Ctrl-a x, by which the user leaves. It is given
-//! back at every end that this process lives to see. Its size goes along, and again whenever it changes.
+//! A terminal is in raw mode while the command has it. All keys go to the guest, except Ctrl-a x,
+//! which leaves. This process restores the terminal whenever it ends in an orderly way. The guest
+//! gets the terminal's size at the start and on each change.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, IsTerminal, Read, Stdin, Write};
@@ -20,20 +20,20 @@ use vellum_sys::poll::Poll;
 use vellum_sys::signal::{self, SignalFd};
 use vellum_sys::terminal::{self, Keys, Output};
 
-/// The status of a user who has left the terminal by Ctrl-a x, as of one that hung up: 128 and SIGHUP.
+/// The status after Ctrl-a x: 128 + SIGHUP, as for a hang-up.
 const LEFT: i32 = 129;
 
-/// The guest, once it is connected.
+/// The guest, once connected.
 type Guest = Arc<OnceLock<Arc<Mutex<UnixStream>>>>;
 
-/// What of this process's standard streams a command has.
+/// What a command gets of this process's standard streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Has {
-    /// All three.
+    /// All three streams.
     Streams,
-    /// The terminal that they are.
+    /// The terminal.
     Terminal,
-    /// None: only whether it has started is heard.
+    /// Nothing. Only the start of the command is reported.
     Nothing,
 }
 
@@ -44,16 +44,17 @@ pub struct Streams {
     guest: Guest,
 }
 
-/// What has come of a command.
+/// The result of a command.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// How it ended; `None` where the guest is gone before.
+    /// How it ended. `None` if the guest was gone before.
     pub ended: Option<Ended>,
-    /// What it wrote is not all there: why.
+    /// Why some of its output was lost, if any was.
     pub unwritten: Option<String>,
 }
 
-/// The terminal that this process was started on; `None` where its standard input or output is none.
+/// The terminal that this process was started on. `None` if standard input or output is not a
+/// terminal.
 pub fn own_terminal() -> Option<Terminal> {
     let (input, output) = (io::stdin(), io::stdout());
     if !input.is_terminal() || !output.is_terminal() {
@@ -65,14 +66,15 @@ pub fn own_terminal() -> Option<Terminal> {
 }
 
 impl Streams {
-    /// Where a command has a terminal, this process is to have no other thread yet that would take its signals.
+    /// With a terminal, this process must have no other thread yet that could receive its signals.
     ///
     /// # Errors
-    /// Where the host refuses.
+    /// Fails if the host refuses.
     pub fn new(has: Has) -> io::Result<Self> {
         let guest = Guest::default();
         if has == Has::Terminal {
-            // Both before a thread: one that does not block a signal would take it.
+            // Both must come before any thread: a thread that does not block a signal would receive
+            // it.
             let (ends, sizes) = (SignalFd::new(&signal::ENDING)?, SignalFd::new(&[signal::SIZE])?);
             let stops = SignalFd::new(&signal::STOPPING)?;
             let resized = guest.clone();
@@ -81,28 +83,29 @@ impl Streams {
         Ok(Self { has, guest })
     }
 
-    /// Sends `asked`, a line, and standard input, and writes what comes, until the command has ended.
+    /// Sends the line `asked` and standard input, and writes the output, until the command has
+    /// ended.
     ///
     /// # Errors
-    /// Where the guest does not speak as it should.
+    /// Fails if the guest violates the protocol.
     pub fn converse(self, stream: UnixStream, asked: &str) -> io::Result<Outcome> {
         (&stream).write_all(format!("{asked}\n").as_bytes())?;
         let to_guest = Arc::new(Mutex::new(stream.try_clone()?));
         let mut input = BufReader::new(&stream);
         let is_terminal = self.has == Has::Terminal;
-        // A guest tells at once that it has a terminal, too.
+        // The guest announces a terminal at once.
         if is_terminal && let Some(refused) = refused(&mut input)? {
             return Ok(refused);
         }
         let _raw = if is_terminal { Some(Raw::new()?) } else { None };
-        // Its size may have changed meanwhile.
+        // The size may have changed meanwhile.
         self.guest.get_or_init(|| to_guest.clone());
         if is_terminal {
             tell_size(&self.guest)?;
         }
         if self.has != Has::Nothing {
             let sends = to_guest.clone();
-            // Ends with the process where nobody closes standard input.
+            // Ends with the process if standard input is never closed.
             thread::spawn(move || {
                 let mut keys = Keys { escape: is_terminal, pending: false };
                 let mut input = BufReader::with_capacity(frame::MAX, Foreground(io::stdin()));
@@ -116,13 +119,13 @@ impl Streams {
         }
         let outputs = [own(io::stdout().as_fd())?, own(io::stderr().as_fd())?];
         let outcome = receive(&mut input, outputs, &to_guest)?;
-        // By which the guest knows that its end was heard.
+        // Tells the guest that its end was received.
         let _ = stream.shutdown(Shutdown::Both);
         Ok(outcome)
     }
 }
 
-/// An agent of before it knew such requests, or such words in them, answers in its own words.
+/// The result if the agent is too old for the request and answered with an error in its own format.
 fn refused(input: &mut impl BufRead) -> io::Result<Option<Outcome>> {
     if input.fill_buf()?.first() != Some(&b'{') {
         return Ok(None);
@@ -134,12 +137,12 @@ fn refused(input: &mut impl BufRead) -> io::Result<Option<Outcome>> {
         _ => said.trim().into(),
     };
     let reason = format!(
-        "the guest's agent is older than this vellum and does not know that: {why}; it may know the plain request {{\"do\":\"exec\",…}}"
+        "the guest's agent is older than this vellum and does not know the request: {why}; it may know the plain request {{\"do\":\"exec\",…}}"
     );
     Ok(Some(Outcome { ended: Some(Ended::NotStarted { reason }), unwritten: None }))
 }
 
-/// Attends to signals while a command has the terminal.
+/// Handles signals while a command has the terminal.
 fn attend(mut ends: SignalFd, mut sizes: SignalFd, mut stops: SignalFd, guest: &Guest) {
     loop {
         let mut ready = Poll::default();
@@ -159,12 +162,12 @@ fn attend(mut ends: SignalFd, mut sizes: SignalFd, mut stops: SignalFd, guest: &
     }
 }
 
-/// An output of this process's, without a buffer.
+/// An unbuffered copy of an output of this process.
 fn own(fd: BorrowedFd<'_>) -> io::Result<Patient> {
     Ok(Patient(File::from(fd.try_clone_to_owned()?)))
 }
 
-/// A file that is waited for where it does not block.
+/// A file that polls when it would block.
 struct Patient(File);
 
 impl Write for Patient {
@@ -186,7 +189,7 @@ impl Write for Patient {
     }
 }
 
-/// Standard input, of which nothing is read where it is a terminal that somebody else has in the foreground.
+/// Standard input. Reads nothing while another process group is in the terminal's foreground.
 struct Foreground(Stdin);
 
 impl Read for Foreground {
@@ -195,7 +198,7 @@ impl Read for Foreground {
     }
 }
 
-/// While it lives the terminal is raw, whenever this process may change it.
+/// Keeps the terminal in raw mode while this process may change it.
 struct Raw;
 
 impl Raw {
@@ -214,13 +217,13 @@ impl Drop for Raw {
     }
 }
 
-/// Ends this process, and with it the guest's terminal, or the machine that was made for it.
+/// Ends this process, and with it the guest's terminal or the machine that was started for it.
 fn leave(status: i32) -> ! {
     terminal::restore();
     process::exit(status)
 }
 
-/// Tells a guest that is there of the size of this process's terminal.
+/// Sends the size of this process's terminal to the guest.
 fn tell_size(guest: &Guest) -> io::Result<()> {
     let Some(guest) = guest.get() else { return Ok(()) };
     let (rows, columns) = terminal::size(io::stdout().as_fd());
@@ -228,7 +231,7 @@ fn tell_size(guest: &Guest) -> io::Result<()> {
     frame::write(&mut *guest.lock().expect("nobody panics with it"), frame::RESIZED, &size)
 }
 
-/// Sends what is typed or read, to its end; whether the user has left.
+/// Sends all input. Returns whether the user has left.
 fn send_input(input: &mut impl BufRead, to: &Mutex<impl Write>, keys: &mut Keys) -> bool {
     let send = |piece: &[u8]| {
         frame::write(&mut *to.lock().expect("nobody panics with it"), frame::INPUT, piece).is_ok()
@@ -237,7 +240,7 @@ fn send_input(input: &mut impl BufRead, to: &Mutex<impl Write>, keys: &mut Keys)
         let mut piece = match input.fill_buf() {
             Ok(data) => data[..data.len().min(frame::MAX)].to_vec(),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            // As a command that reads a closed standard input sees it.
+            // A command sees a closed standard input as its end.
             Err(_) => Vec::new(),
         };
         let count = piece.len();
@@ -246,7 +249,7 @@ fn send_input(input: &mut impl BufRead, to: &Mutex<impl Write>, keys: &mut Keys)
             send(&[]);
             return false;
         }
-        // A piece of which the guest gets nothing would be the end.
+        // An empty piece would mean the end of the input.
         if keys.press(&mut piece, count, |piece| sent = piece.is_empty() || send(piece)) {
             return true;
         }
@@ -257,7 +260,7 @@ fn send_input(input: &mut impl BufRead, to: &Mutex<impl Write>, keys: &mut Keys)
     }
 }
 
-/// Writes what comes from the guest to `outputs`, standard output and error.
+/// Writes the guest's output to `outputs`, standard output and standard error.
 fn receive(
     from: &mut impl Read,
     outputs: [impl Write; 2],
@@ -279,13 +282,14 @@ fn receive(
                 let reason = String::from_utf8_lossy(why).into_owned();
                 return Ok(Outcome { ended: Some(Ended::NotStarted { reason }), unwritten });
             }
-            _ => return Err(io::Error::other("a guest that speaks otherwise")),
+            _ => return Err(io::Error::other("the guest violated the protocol")),
         };
         if closed.contains(&kind) {
             continue;
         }
         if let Err(error) = to.write_all(&data).and_then(|()| to.flush()) {
-            // The command is to see the same as where nobody reads it any more, as behind `| head`. That alone is no failure.
+            // The command sees a closed output, as with `| head`. A broken pipe alone is not an
+            // error.
             if error.kind() != io::ErrorKind::BrokenPipe {
                 unwritten.get_or_insert(format!("{name}: {error}"));
             }
@@ -300,7 +304,7 @@ fn receive(
 mod tests {
     use super::*;
 
-    /// An output to which every write fails.
+    /// An output on which every write fails.
     struct Broken(io::ErrorKind);
 
     impl Write for Broken {
@@ -351,7 +355,7 @@ mod tests {
         let mut said = &b"{\"event\":\"error\",\"message\":\"unknown field `detached`\"}\n"[..];
         let Some(Outcome { ended: Some(Ended::NotStarted { reason }), .. }) = refused(&mut said).unwrap()
         else {
-            panic!("it is no refusal")
+            panic!("not a refusal")
         };
         assert!(reason.contains("older") && reason.contains("unknown field `detached`"), "{reason}");
         assert_eq!(refused(&mut &pieces(&[(frame::OUTPUT, b"{")])[..]).unwrap(), None);
@@ -370,7 +374,7 @@ mod tests {
     fn a_terminals_user_leaves_by_the_escape_key() {
         let sent = Mutex::new(Vec::new());
         let mut keys = Keys { escape: true, pending: false };
-        // A lone escape key is no end of the input.
+        // A lone escape key is not the end of the input.
         assert!(!send_input(&mut (&b"\x01"[..]).chain(&b"\x01a"[..]), &sent, &mut keys));
         assert!(send_input(&mut &b"b\x01xc"[..], &sent, &mut keys));
         let pieces = pieces(&[(frame::INPUT, b"\x01a"), (frame::INPUT, b""), (frame::INPUT, b"b")]);
