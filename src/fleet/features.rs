@@ -1,11 +1,12 @@
-//! What hosts are chosen by: the facts of `vellum doctor` as names of [A-Za-z0-9_], which Slurm takes as features of a node.
+//! Features for choosing hosts: the facts of `vellum doctor` as names of [A-Za-z0-9_]. Slurm
+//! accepts such names as node features.
 
 use std::collections::BTreeSet;
 
 use vellum_host::{Facts, Paging, hugepages};
 use vellum_sys::keyvalue;
 
-/// The names that are the same everywhere. Besides there are `kernel_…` and `cpu_…`.
+/// Features that exist on any host. Hosts also have `kernel_…` and `cpu_…`.
 const KNOWN: [&str; 12] = [
     "eager_page_split",
     "emulated",
@@ -21,7 +22,7 @@ const KNOWN: [&str; 12] = [
     "thp",
 ];
 
-/// Those of this host.
+/// The features of this host.
 pub fn here(facts: &Facts) -> BTreeSet<String> {
     let mut all = BTreeSet::new();
     let mut add = |name: &str, there: bool| {
@@ -42,7 +43,7 @@ pub fn here(facts: &Facts) -> BTreeSet<String> {
     add("pml", pml.is_ok_and(|pml| pml.trim() == "Y"));
     add("hugetlb_2m", hugepages::free(2 << 20) > 0 && hugepages::sizes().contains(&(2 << 20)));
     add("hugetlb_1g", hugepages::free(1 << 30) > 0 && hugepages::sizes().contains(&(1 << 30)));
-    // Both the release, which is one kernel, and its version, which is all of its builds.
+    // The release names one kernel. The version covers all its builds.
     let numbers: Vec<&str> = facts.kernel.split(['.', '-']).take(2).collect();
     add(&name("kernel", &numbers.join(".")), true);
     add(&name("kernel", &facts.kernel), true);
@@ -59,13 +60,13 @@ fn name(prefix: &str, text: &str) -> String {
     name
 }
 
-/// Whether a host can have a feature of that name.
+/// Checks that a host can have a feature of that name.
 ///
 /// # Errors
-/// With the nearest name that there is.
+/// The error suggests the nearest known name.
 pub fn check(feature: &str) -> Result<(), String> {
     if feature.is_empty() || !feature.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
-        return Err(format!("feature {feature:?}: letters, digits and _ are what a feature has"));
+        return Err(format!("feature {feature:?}: a feature has only letters, digits and _"));
     }
     let families = ["kernel_", "cpu_"];
     if KNOWN.contains(&feature)
@@ -74,7 +75,7 @@ pub fn check(feature: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "unknown feature '{feature}'{}: there are {}, kernel_VERSION and cpu_MODEL, as `vellum doctor` prints them for Slurm",
+        "unknown feature '{feature}'{}: features are {}, kernel_VERSION and cpu_MODEL; `vellum doctor` prints those of a host",
         keyvalue::meant(feature, KNOWN.into_iter()),
         KNOWN.join(", ")
     ))

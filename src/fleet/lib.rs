@@ -1,11 +1,13 @@
-//! Fleets: one plan, run on many hosts by an engine that exists (Slurm, or a loop over ssh), and one result of it.
+//! Fleets: one plan, run on many hosts by an existing engine (Slurm, or a loop over ssh), with one
+//! merged result.
 //!
-//! A [`plan`] names tests and benchmarks with typed arguments, never commands; its tasks are numbered. One shared directory holds a copy
-//! of the plan and the results: [`task`] runs one task on a host and puts its [`result`] there, whole or not at all; [`merge`] reads
-//! them, trusting none, and [`page`] shows what came of it. [`slurm`] is all that knows Slurm, [`features`] is what hosts are chosen by,
-//! and [`quote`] writes commands for shells.
+//! A [`plan`] names tests and benchmarks with typed arguments, never commands. Its tasks are
+//! numbered. A shared directory holds a copy of the plan and the results. [`task`] runs one task on
+//! a host and writes its [`result`] there atomically. [`merge`] reads all results and trusts none,
+//! and [`page`] prints the merged result. Only [`slurm`] knows Slurm. [`features`] selects hosts,
+//! and [`quote`] writes shell commands.
 //!
-//! The command line knows what an argument means. It passes a check in.
+//! The command line knows the meaning of arguments and passes in a function that checks them.
 
 pub mod features;
 pub mod merge;
@@ -21,34 +23,34 @@ use std::path::PathBuf;
 
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
-/// Why something could not be done with a fleet. Each is one line, complete with what to do.
+/// Why a fleet command failed. Each message is one line and says what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file or directory.
+    /// A file or directory is not accessible.
     #[error("{}: cannot be {doing}: {source}", path.display())]
     File {
         /// `read`, `written`.
         doing: &'static str,
-        /// Which.
+        /// Its path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The plan.
+    /// The plan is not valid.
     #[error("{}: {why}", path.display())]
     Plan {
-        /// Its file.
+        /// The plan's file.
         path: PathBuf,
-        /// What is wrong, and what would work.
+        /// The problem and the remedy.
         why: String,
     },
-    /// What was asked for does not go with the plan.
+    /// The request does not fit the plan.
     #[error("{0}")]
     Asked(String),
-    /// Slurm.
+    /// Slurm reported an error.
     #[error("{0}")]
     Slurm(String),
-    /// There is none here.
+    /// This host has no Slurm.
     #[error("{0} is missing: apt-get install slurm-client")]
     NoSlurm(String),
 }
@@ -63,7 +65,7 @@ impl Diagnose for Error {
 }
 
 impl Error {
-    /// For `map_err` on what is done with a file.
+    /// Makes an error for `map_err` on a file operation.
     pub fn file(doing: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |source| Self::File { doing, path, source }

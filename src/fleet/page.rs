@@ -1,4 +1,5 @@
-//! What a merge shows: on a terminal, and as a page. Names come from results, and so from anywhere: each is escaped where it is shown.
+//! Prints a merged result as text or as a page. Names come from untrusted results, so each is
+//! escaped.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -8,14 +9,14 @@ use vellum_report::html::{escape, head_of_page};
 use vellum_report::printable;
 use vellum_report::units::{grouped, humanised};
 
-/// A table: its title, its heads, its rows.
+/// A table: title, heads and rows.
 struct Table {
     title: String,
     heads: Vec<&'static str>,
     rows: Vec<Vec<String>>,
 }
 
-/// The page.
+/// The merged result as an HTML page.
 pub fn html(merged: &Merged) -> String {
     let mut out = head_of_page(&format!("fleet {}", merged.plan));
     let _ = writeln!(
@@ -58,7 +59,7 @@ pub fn html(merged: &Merged) -> String {
     out
 }
 
-/// The same for a terminal.
+/// The merged result as text for a terminal.
 pub fn text(merged: &Merged) -> String {
     let mut out = format!("fleet {}: {}\n", printable(&merged.plan), summary(merged));
     for loss in &merged.losses {
@@ -70,7 +71,7 @@ pub fn text(merged: &Merged) -> String {
     }
     for table in tables(merged) {
         let _ = writeln!(out, "\n{}", printable(&table.title));
-        // What the last column says is a sentence, and nothing stands behind it.
+        // The last column is a sentence, so it may be longer.
         let most = |at: usize| if at + 1 == table.heads.len() { 120 } else { 48 };
         let cells = |row: &Vec<String>| {
             row.iter().enumerate().map(|(at, cell)| short(&printable(cell), most(at))).collect()
@@ -89,7 +90,8 @@ pub fn text(merged: &Merged) -> String {
     out
 }
 
-/// Where a page was lost, how, and what tries it again, with each name made harmless; a line of the last stands `between` its lines.
+/// The host of a lost page, how it was lost, and the command to try it again. `harmless` escapes
+/// each name, and `between` joins the lines of the command.
 fn shown(loss: &Loss, harmless: &dyn Fn(&str) -> String, between: &str) -> [String; 3] {
     let Loss { node, kernel, test, seed, attempt, what, again } = loss;
     let [kernel, test, what] = [kernel, test, what].map(|text| harmless(text));
@@ -106,16 +108,15 @@ fn summary(merged: &Merged) -> String {
         if hosts == 1 { "" } else { "s" },
         match merged.all_losses {
             0 if !merged.has_tested() => "nothing was tested".to_owned(),
-            0 if merged.ended < merged.tasks =>
-                "no page was lost in these, and the rest is not known".to_owned(),
-            0 => "no page was lost".to_owned(),
+            0 if merged.ended < merged.tasks => "no pages were lost in these, the rest is unknown".to_owned(),
+            0 => "no pages were lost".to_owned(),
             1 => "1 RUN LOST PAGES".to_owned(),
             n => format!("{n} RUNS LOST PAGES"),
         }
     )
 }
 
-/// What somebody has to look at.
+/// Lines that need attention.
 fn wrong(merged: &Merged) -> Vec<String> {
     let mut lines = Vec::new();
     if merged.all_losses > merged.losses.len() as u64 {
@@ -137,15 +138,18 @@ fn wrong(merged: &Merged) -> Vec<String> {
     add(&mut lines, "REFUSED", &merged.refused);
     if merged.vellums.len() > 1 {
         let each = merged.vellums.iter().map(|(vellum, results)| format!("{results} by {vellum}"));
-        lines.push(format!("MIXED    results of several Vellums: {}", each.collect::<Vec<_>>().join(", ")));
+        lines.push(format!(
+            "MIXED    results of several Vellum versions: {}",
+            each.collect::<Vec<_>>().join(", ")
+        ));
     }
     if merged.too_many {
-        lines.push("REFUSED  more hosts or kinds of figures than are kept".into());
+        lines.push("REFUSED  too many hosts or kinds of figures; the rest is left out".into());
     }
     lines
 }
 
-/// What is as it may be.
+/// Lines for information.
 fn noted(merged: &Merged) -> Vec<String> {
     let mut lines = Vec::new();
     add(&mut lines, "requeued", &merged.requeued);
@@ -175,7 +179,7 @@ fn tables(merged: &Merged) -> Vec<Table> {
         heads: vec!["host", "kernel", "CPU", "tasks", "passed", "failed", "skipped", "pages lost", "events"],
         rows: hosts.collect(),
     });
-    // Of the tests that lost pages somewhere: how often each host did, and each kernel that it had.
+    // For tests that lost pages somewhere: how often, for each host and kernel.
     let lossy: BTreeSet<&str> =
         merged.tried.iter().filter(|(_, [_, lost])| *lost > 0).map(|(of, _)| of.test.as_str()).collect();
     if !lossy.is_empty() {
@@ -186,7 +190,7 @@ fn tables(merged: &Merged) -> Vec<Table> {
             });
         tables.push(Table {
             title: "How often pages were lost".into(),
-            heads: vec!["test", "host", "kernel", "runs that lost pages", "of runs"],
+            heads: vec!["test", "host", "kernel", "runs that lost pages", "runs"],
             rows: rows.collect(),
         });
     }
@@ -198,8 +202,8 @@ fn tables(merged: &Merged) -> Vec<Table> {
             vec![kernel, cpu, tracker, backing, grouped(events.events as i128), said]
         });
         tables.push(Table {
-            title: "The oracle's events, summed over what is alike".into(),
-            heads: vec!["kernel", "CPU", "tracker", "backing", "events", "what that says of these hosts"],
+            title: "The oracle's events, summed over equal configurations".into(),
+            heads: vec!["kernel", "CPU", "tracker", "backing", "events", "conclusion for these hosts"],
             rows: rows.collect(),
         });
     }
@@ -223,7 +227,7 @@ fn tables(merged: &Merged) -> Vec<Table> {
     }
     if !figures.is_empty() {
         tables.push(Table {
-            title: "Figures: a host each where there are few, else over hosts".into(),
+            title: "Figures: per host if there are few, otherwise over all hosts".into(),
             heads: vec!["test", "figure", "kernel", "CPU", "host", "value"],
             rows: figures,
         });
@@ -234,7 +238,7 @@ fn tables(merged: &Merged) -> Vec<Table> {
 fn bound(events: &Events) -> String {
     match events.bound() {
         Some(rate) => format!(
-            "no page lost in {} events: below {rate:.1e} per event at 95 %",
+            "no pages lost in {} events: below {rate:.1e} per event at 95 %",
             grouped(events.events as i128)
         ),
         None if events.lost > 0.0 => format!("{} pages LOST", grouped(events.lost as i128)),

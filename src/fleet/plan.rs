@@ -1,4 +1,5 @@
-//! The plan: which tests, with which arguments, seeds and how often, on hosts with which features. It is a TOML file that people write.
+//! The plan: tests with arguments, seeds, repetitions and required host features. It is a TOML
+//! file.
 //!
 //! ```toml
 //! name = "nightly"
@@ -15,8 +16,8 @@
 //! duration = "10s"
 //! ```
 //!
-//! Its tasks are numbered in the order of the file: test by test, each time over its ranges of seeds. A task's number is all that
-//! is ever handed to a batch system.
+//! Tasks are numbered in the order of the file: test by test, and for each test round by round over
+//! its ranges of seeds. A batch system only gets the task's number.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -29,52 +30,53 @@ use vellum_report::printable;
 use vellum_sys::keyvalue;
 use vellum_sys::open;
 
-/// The largest plan that is read, in bytes: a thousand tests are a tenth of it.
+/// The largest plan in bytes. A thousand tests take a tenth of it.
 pub const LARGEST: u64 = 1 << 20;
 
-/// The most tasks of a plan.
+/// The most tasks in a plan.
 const MAX_TASKS: u64 = 10_000_000;
 
 /// The longest name of a plan or a test.
 const LONGEST: usize = 64;
 
-/// Arguments that the fleet gives itself.
+/// Arguments that the fleet sets itself.
 const OWN: [&str; 6] = ["json", "format", "origin", "exit", "heartbeat", "seed"];
 
-/// What checks the arguments of a command, and names the one that takes a seed, where one does: the command line.
+/// Checks a command's arguments and returns the name of its seed argument, if it has one. The
+/// command line provides it.
 pub type Check<'a> = &'a dyn Fn(&[String]) -> Result<Option<String>, String>;
 
-/// A plan that has been checked.
+/// A valid plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// What it is called.
+    /// The plan's name.
     pub name: String,
-    /// What is run.
+    /// The tests to run.
     pub tests: Vec<Test>,
-    /// The SHA-256 of its text, in hexadecimal: results say by it which plan they are of.
+    /// The SHA-256 of its text in hexadecimal. Results name their plan by it.
     pub digest: String,
 }
 
-/// One test or benchmark of a plan.
+/// A test or benchmark in a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Test {
-    /// What it is called, unique in the plan.
+    /// Its name, unique in the plan.
     pub name: String,
-    /// `test dirty-log` with its arguments, a word each.
+    /// The command (`test dirty-log`) with its arguments.
     pub words: Vec<String>,
-    /// The argument that takes a seed; without one, a seed is the number of a run and nothing else.
+    /// The argument for a seed. Without one, a seed only numbers the run.
     pub seeded: Option<String>,
-    /// What a host needs.
+    /// The features that a host needs.
     pub features: BTreeSet<String>,
     /// The first seed.
     pub first_seed: u64,
-    /// How many seeds.
+    /// The number of seeds.
     pub seeds: u64,
-    /// How many of them in a task.
+    /// The number of seeds per task.
     pub per_task: u64,
-    /// How often all of them.
+    /// How often to run all seeds.
     pub times: u64,
-    /// How long a task may take.
+    /// The time limit of a task in minutes.
     pub minutes: u64,
 }
 
@@ -83,13 +85,13 @@ pub struct Test {
 pub struct Task<'a> {
     /// Its number.
     pub index: u64,
-    /// Of what.
+    /// Its test.
     pub test: &'a Test,
-    /// The how manieth time, from 0.
+    /// The repetition, from 0.
     pub round: u64,
     /// The first seed.
     pub first: u64,
-    /// How many.
+    /// The number of seeds.
     pub count: u64,
 }
 
@@ -132,27 +134,27 @@ impl Plan {
     /// Reads and checks a plan.
     ///
     /// # Errors
-    /// Where it cannot be read, or something in it would not work.
+    /// Fails if the file cannot be read or the plan is not valid.
     pub fn read(path: &Path, check: Check) -> Result<Self, Error> {
         let wrong = |why| Error::Plan { path: path.into(), why };
         let text = open::read_text(path, LARGEST)
-            .map_err(|error| wrong(format!("cannot be read: {error}; name a plan, which is a TOML file")))?;
+            .map_err(|error| wrong(format!("cannot read: {error}; name a plan (a TOML file)")))?;
         Self::parse(&text, check).map_err(wrong)
     }
 
-    /// The plan that `text` is.
+    /// Parses a plan.
     ///
     /// # Errors
-    /// What is wrong in it, and what would work.
+    /// The problem and the remedy.
     pub fn parse(text: &str, check: Check) -> Result<Self, String> {
         if text.len() as u64 > LARGEST {
-            return Err(format!("longer than {} KiB, which no plan is", LARGEST >> 10));
+            return Err(format!("longer than {} KiB, the limit for plans", LARGEST >> 10));
         }
         let table: Table = text.parse().map_err(|error: toml::de::Error| one_line(&error, text))?;
         known(&table, &["name", "test"], "a plan")?;
         let keys =
             ["name", "run", "arguments", "features", "first_seed", "seeds", "per_task", "times", "minutes"];
-        let begins = "test: [[test]] begins each, in two pairs of brackets";
+        let begins = "test: begin each test with [[test]], in two pairs of brackets";
         let tests = table.get("test").map(|tests| tests.as_array().ok_or(begins)).transpose()?;
         for test in tests.into_iter().flatten() {
             known(test.as_table().ok_or(begins)?, &keys, "a test")?;
@@ -170,26 +172,26 @@ impl Plan {
             tests.push(of(written, check).map_err(|why| format!("test {name}: {why}"))?);
         }
         if tests.is_empty() {
-            return Err("it has no [[test]]".into());
+            return Err("the plan has no [[test]]".into());
         }
         let plan = Self { name, tests, digest: digest(text.as_bytes()) };
         match plan.tests.iter().try_fold(0u64, |sum, test| sum.checked_add(test.tasks()?)) {
             Some(tasks) if tasks <= MAX_TASKS => Ok(plan),
-            _ => Err(format!("more than {MAX_TASKS} tasks: raise per_task, or make two plans")),
+            _ => Err(format!("more than {MAX_TASKS} tasks: raise per_task or split the plan")),
         }
     }
 
-    /// How many tasks.
+    /// The number of tasks.
     pub fn len(&self) -> u64 {
         self.tests.iter().filter_map(Test::tasks).sum()
     }
 
-    /// Never so: a plan has a test.
+    /// Always false: a plan has at least one test.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The task of that number.
+    /// The task with that number.
     pub fn task(&self, index: u64) -> Option<Task<'_>> {
         let mut rest = index;
         for test in &self.tests {
@@ -207,15 +209,15 @@ impl Plan {
         None
     }
 
-    /// All of them.
+    /// All tasks.
     pub fn tasks(&self) -> impl Iterator<Item = Task<'_>> {
         (0..self.len()).filter_map(|index| self.task(index))
     }
 
-    /// Those that have this seed of the test of this name, or of the only one that has it.
+    /// The test with this name and seed, or the only test with the seed.
     ///
     /// # Errors
-    /// Where there is none, or several tests have it.
+    /// Fails if no test or more than one has it.
     pub fn with_seed(&self, seed: u64, name: Option<&str>) -> Result<&Test, Error> {
         let has = |test: &&Test| (test.first_seed..test.first_seed + test.seeds).contains(&seed);
         let of: Vec<&Test> =
@@ -223,12 +225,15 @@ impl Plan {
         let names = || self.tests.iter().map(|test| test.name.as_str()).collect::<Vec<_>>().join(", ");
         if of.is_empty() {
             let typed = name.unwrap_or_default();
-            return Err(Error::Asked(format!("{typed}: no test of this plan; there are {}", names())));
+            return Err(Error::Asked(format!("{typed}: not a test of this plan; tests are {}", names())));
         }
         match of.iter().copied().filter(has).collect::<Vec<_>>()[..] {
             [test] => Ok(test),
-            [] => Err(Error::Asked(format!("seed {seed}: no test of this plan has it"))),
-            _ => Err(Error::Asked(format!("seed {seed}: several tests have it; name one of {}", names()))),
+            [] => Err(Error::Asked(format!("seed {seed}: no test of this plan has this seed"))),
+            _ => Err(Error::Asked(format!(
+                "seed {seed}: several tests have this seed; name one of {}",
+                names()
+            ))),
         }
     }
 }
@@ -238,14 +243,14 @@ impl Test {
         self.seeds.div_ceil(self.per_task).checked_mul(self.times)
     }
 
-    /// The command of one run, the program aside.
+    /// The arguments of one run, without the program.
     pub fn command(&self, seed: u64) -> Vec<String> {
         let mut words = self.words.clone();
         words.extend(self.seeded.as_ref().map(|flag| format!("{flag}={seed}")));
         words
     }
 
-    /// A plan of this one seed of it, to be run so many times, as a file.
+    /// The text of a plan that runs one seed of this test `times` times.
     pub fn again(&self, plan: &str, seed: u64, times: u64) -> String {
         let mut test = Table::new();
         let text = |text: &str| Value::String(text.into());
@@ -273,7 +278,7 @@ impl Test {
         test.insert("arguments".into(), Value::Table(arguments));
         let mut whole = Table::new();
         let mut name = format!("{plan}-{}-{seed}", self.name);
-        // Of letters, digits, - and _ alone, as both names are.
+        // A name has only letters, digits, - and _, so this cuts between characters.
         name.truncate(LONGEST);
         whole.insert("name".into(), text(&name));
         whole.insert("test".into(), Value::Array(vec![Value::Table(test)]));
@@ -285,7 +290,7 @@ fn of(written: WrittenTest, check: Check) -> Result<Test, String> {
     let mut words: Vec<String> = written.run.split(' ').map(str::to_owned).collect();
     if words.len() != 2 || !["test", "bench"].contains(&words[0].as_str()) || words[1].starts_with('-') {
         return Err(format!(
-            "run = {:?}: `test NAME` or `bench NAME`, as in \"test dirty-log\"",
+            "run = {:?}: use `test NAME` or `bench NAME`, as in \"test dirty-log\"",
             written.run
         ));
     }
@@ -294,11 +299,11 @@ fn of(written: WrittenTest, check: Check) -> Result<Test, String> {
             || key.starts_with('-')
             || !key.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
         {
-            return Err(format!("arguments: {key:?} is no name of an argument"));
+            return Err(format!("arguments: {key:?} is not the name of an argument"));
         }
         if OWN.contains(&key.as_str()) {
             return Err(format!(
-                "arguments: {key} is what a task gives itself; leave it out (seeds has its own keys)"
+                "arguments: {key} is set by the fleet; leave it out (for seeds use the keys of the test)"
             ));
         }
         argument(key, value, &mut words)?;
@@ -317,22 +322,22 @@ fn of(written: WrittenTest, check: Check) -> Result<Test, String> {
         ("minutes", minutes, 525_600),
     ] {
         if !(1..=most).contains(&value) {
-            return Err(format!("{key} = {value}: from 1 to {most}"));
+            return Err(format!("{key} = {value}: use 1 to {most}"));
         }
     }
     if first_seed > 1 << 62 {
-        return Err(format!("first_seed = {first_seed}: at most {}", 1u64 << 62));
+        return Err(format!("first_seed = {first_seed}: use at most {}", 1u64 << 62));
     }
     Ok(Test { name, words, seeded, features: all, first_seed, seeds, per_task, times, minutes })
 }
 
-/// One argument as words. With `=` in it a value is never taken for another flag.
+/// Appends one argument as words. The `=` keeps a value from being taken for a flag.
 fn argument(key: &str, value: &Value, words: &mut Vec<String>) -> Result<(), String> {
     match value {
         Value::Boolean(true) => words.push(format!("--{key}")),
         Value::Boolean(false) => {}
         Value::String(text) if text.contains('\0') => {
-            return Err(format!("arguments: {key} has a zero byte in it"));
+            return Err(format!("arguments: {key} has a zero byte"));
         }
         Value::String(text) => words.push(format!("--{key}={text}")),
         Value::Integer(number) => words.push(format!("--{key}={number}")),
@@ -340,12 +345,12 @@ fn argument(key: &str, value: &Value, words: &mut Vec<String>) -> Result<(), Str
         Value::Array(values) if values.iter().all(|value| !value.is_array() && !value.is_bool()) => {
             values.iter().try_for_each(|value| argument(key, value, words))?;
         }
-        _ => return Err(format!("arguments: {key} is text, a number, true, or a list of these")),
+        _ => return Err(format!("arguments: {key} must be text, a number, true or a list of these")),
     }
     Ok(())
 }
 
-/// Answers a key that is not there with the nearest that is.
+/// Reports an unknown key, with the nearest known one.
 fn known(table: &Table, keys: &[&str], what: &str) -> Result<(), String> {
     match table.keys().find(|key| !keys.contains(&key.as_str())) {
         None => Ok(()),
@@ -358,16 +363,16 @@ fn known(table: &Table, keys: &[&str], what: &str) -> Result<(), String> {
     }
 }
 
-/// A name that is the same in a file's name, a table and a shell.
+/// Checks that a name is safe in file names, tables and shells.
 fn label(name: &str) -> Result<(), String> {
     let right = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
     match (1..=LONGEST).contains(&name.len()) && name.chars().all(right) && !name.starts_with('-') {
         true => Ok(()),
-        false => Err(format!("name = {name:?}: up to {LONGEST} letters, digits, - and _")),
+        false => Err(format!("name = {name:?}: use up to {LONGEST} letters, digits, - and _")),
     }
 }
 
-/// What is wrong and where, without the lines of the file itself.
+/// The error and its position, without the lines of the file.
 fn one_line(error: &toml::de::Error, text: &str) -> String {
     let before = error.span().and_then(|span| text.get(..span.start));
     let place = before.map_or(String::new(), |before| {
@@ -385,7 +390,7 @@ fn digest(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Where the results of the plan in this file lie.
+/// The directory with the results of a plan.
 pub fn results(plan: &Path) -> PathBuf {
     plan.parent().unwrap_or(Path::new(".")).join("results")
 }
@@ -443,14 +448,14 @@ mod tests {
             ("name = \"n\"", "nmae = \"n\"", "did you mean 'name'"),
             ("run = \"test dirty-log\"", "run = \"test dirty-log; id\"", "as in \"test dirty-log\""),
             ("run = \"test dirty-log\"", "run = \"run x\"", "as in \"test dirty-log\""),
-            ("memory = ", "json = ", "a task gives itself"),
-            ("memory = ", "\"a b\" = ", "no name of an argument"),
-            ("per_task = 10", "per_task = 0", "from 1 to"),
+            ("memory = ", "json = ", "set by the fleet"),
+            ("memory = ", "\"a b\" = ", "not the name of an argument"),
+            ("per_task = 10", "per_task = 0", "use 1 to"),
             ("per_task = 10", "features = [\"$(id)\"]", "letters, digits and _"),
             ("per_task = 10", "features = [\"etp\"]", "did you mean 'ept'"),
             ("name = \"b\"", "name = \"a\"", "two tests are called a"),
             ("name = \"b\"", "name = \"../b\"", "letters, digits"),
-            ("times = 2", "times = 900000\nminutes = 1", "from 1"),
+            ("times = 2", "times = 900000\nminutes = 1", "use 1"),
             ("name = \"n\"", "name = ", "line 1, column 8: "),
             ("seeds =", "\"a\\u001b\\n\" =", "unknown key 'a\\u{1b}\\n'"),
         ] {
@@ -460,7 +465,7 @@ mod tests {
                 Err(error) => {
                     assert!(error.contains(why) && !error.contains(['\n', '\u{1b}']), "{to}: {error}")
                 }
-                Ok(plan) => assert!(why == "from 1" && plan.len() > 1_000_000, "{to} is taken"),
+                Ok(plan) => assert!(why == "use 1" && plan.len() > 1_000_000, "{to} is taken"),
             }
         }
     }

@@ -1,6 +1,6 @@
-//! Commands for shells.
+//! Quotes commands for shells.
 
-/// One word as a POSIX shell reads it back.
+/// Quotes one word for a POSIX shell.
 pub fn word(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "_-./=,:+@%".contains(c);
     match !text.is_empty() && text.chars().all(plain) {
@@ -9,12 +9,13 @@ pub fn word(text: &str) -> String {
     }
 }
 
-/// A command for a shell.
+/// Quotes a command for a shell.
 pub fn line(words: &[String]) -> String {
     words.iter().map(|text| word(text)).collect::<Vec<_>>().join(" ")
 }
 
-/// The same for the far side of ssh, as one word of a command here: ssh joins its words, and a second shell reads the outcome.
+/// Quotes a command twice, as one word of an ssh command: ssh joins its words, and a second shell
+/// on the host reads them.
 pub fn line_for_ssh(words: &[String]) -> String {
     format!("'{}'", line(words).replace('\'', r"'\''"))
 }
@@ -26,7 +27,7 @@ mod tests {
 
     use super::*;
 
-    /// What a shell makes of a script.
+    /// The output of a shell script.
     fn shell(script: &str) -> String {
         let mut child =
             Command::new("sh").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a shell");
@@ -34,7 +35,7 @@ mod tests {
         String::from_utf8_lossy(&child.wait_with_output().unwrap().stdout).into_owned()
     }
 
-    /// By the shell itself, once, and twice as behind ssh.
+    /// Runs the quoted words through a shell once, and twice as with ssh.
     #[test]
     fn a_shell_reads_back_what_was_meant() {
         let words: Vec<String> =

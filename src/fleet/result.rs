@@ -1,5 +1,6 @@
-//! What a task leaves in the shared directory, and reading it again without trusting it: a header of one line, and the results of its runs
-//! behind it. The file appears whole or not at all; its name says which task it is of, and no two tasks have one name.
+//! The files that tasks leave in the shared directory, and reading them without trusting them. A
+//! file has a one-line header, followed by the results of its runs. It appears atomically. Its name
+//! identifies the task and is unique.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
@@ -16,13 +17,13 @@ use vellum_sys::open::{self, Kind};
 /// The version of the header.
 pub const VERSION: u32 = 1;
 
-/// The largest file that is read, in bytes.
+/// The largest file to read, in bytes.
 pub const LARGEST: u64 = 16 << 20;
 
-/// Tasks in one directory: so many names are in memory at once, however many tasks there are.
+/// The tasks per directory. It bounds the number of file names in memory.
 pub const SHARD: u64 = 1000;
 
-/// The first line.
+/// The header line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Header {
@@ -30,27 +31,27 @@ pub struct Header {
     pub fleet: u32,
     /// The plan's digest.
     pub plan: String,
-    /// Vellum's version, with its commit where it knows it.
+    /// Vellum's version, with its commit if known.
     pub vellum: String,
     /// The task's number.
     pub index: u64,
     /// The test's name.
     pub test: String,
-    /// The how manieth time, from 0.
+    /// The repetition, from 0.
     pub round: u64,
     /// The first seed.
     pub first: u64,
-    /// How often the batch system had begun the task before.
+    /// How often the batch system had started the task before.
     pub attempt: u64,
-    /// The batch system's name for it.
+    /// The batch system's job.
     pub job: Option<String>,
-    /// The host, as the batch system or else itself calls it.
+    /// The host's name, from the batch system or from the host.
     pub node: String,
-    /// Seconds since 1970 when it began.
+    /// The start in seconds since 1970.
     pub began: f64,
-    /// And when it ended.
+    /// The end in seconds since 1970.
     pub ended: f64,
-    /// Its runs, in the order of their seeds; each has a result below.
+    /// The runs in the order of their seeds. Each has a result after the header.
     pub runs: Vec<Run>,
 }
 
@@ -64,19 +65,20 @@ pub struct Run {
     pub exit: i32,
 }
 
-/// Where a task's files begin: `00012/00012345-0-1a2b3c`.
+/// The path of a task's files without extension: `00012/00012345-0-1a2b3c`.
 pub fn stem(results: &Path, index: u64, attempt: u64) -> PathBuf {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
     let unique = format!("{now:x}{:x}", std::process::id());
     shard(results, index / SHARD).join(format!("{index:08}-{attempt}-{unique}"))
 }
 
-/// The directory of the tasks from `number` times [`SHARD`] on.
+/// The directory of tasks from `number` * [`SHARD`] on.
 pub fn shard(results: &Path, number: u64) -> PathBuf {
     results.join(format!("{number:05}"))
 }
 
-/// What the name of a task's file says: the task, the attempt, and whether it is a result or the mark of one that began.
+/// Parses a file name: the task, the attempt, and whether it is a result or the mark of a started
+/// attempt.
 pub fn named(name: &str) -> Option<(u64, u64, bool)> {
     let (stem, kind) = name.split_once('.')?;
     let ended = match kind {
@@ -95,7 +97,7 @@ pub fn named(name: &str) -> Option<(u64, u64, bool)> {
     right.then_some((number(index)?, number(attempt)?, ended))
 }
 
-/// The tasks that have a result, of those in the directory of this number; by the names of files alone.
+/// The tasks of a directory that have a result, judged by file names only.
 pub fn ended(results: &Path, number: u64) -> BTreeSet<u64> {
     let names = fs::read_dir(shard(results, number)).into_iter().flatten().flatten();
     let of = |entry: fs::DirEntry| match named(&entry.file_name().to_string_lossy())? {
@@ -105,7 +107,7 @@ pub fn ended(results: &Path, number: u64) -> BTreeSet<u64> {
     names.filter_map(of).collect()
 }
 
-/// Puts a file of this content there, whole or not at all, and on disk when this returns.
+/// Creates a file atomically. It is on disk when this returns.
 pub fn place(path: &Path, content: &[u8]) -> Result<(), Error> {
     let parent = path.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(parent).map_err(Error::file("made", parent))?;
@@ -119,13 +121,13 @@ pub fn place(path: &Path, content: &[u8]) -> Result<(), Error> {
         File::open(parent)?.sync_all()
     };
     write().map_err(|source| {
-        // Of no use to anybody, and on a full disk in the way.
+        // Useless, and takes space on a full disk.
         let _ = fs::remove_file(&temporary);
         Error::file("written", path)(source)
     })
 }
 
-/// The bytes of a result.
+/// The content of a result file.
 pub fn text(header: &Header, reports: &[Report]) -> serde_json::Result<Vec<u8>> {
     let mut text = serde_json::to_vec(header)?;
     text.push(b'\n');
@@ -136,44 +138,44 @@ pub fn text(header: &Header, reports: &[Report]) -> serde_json::Result<Vec<u8>> 
     Ok(text)
 }
 
-/// Reads a file that lies where anybody may have put it: no link is followed, nothing but a file is opened, and no more is read than a
-/// result may have.
+/// Reads a file that anyone may have created. Follows no links, opens only regular files, and reads
+/// no more than a result may have.
 pub fn read_file(path: &Path) -> Result<Vec<u8>, String> {
     let file = open::for_reading(path, Kind::Unlinked).map_err(|error| error.to_string())?;
     let about = file.metadata().map_err(|error| error.to_string())?;
     if about.len() > LARGEST {
-        return Err(format!("larger than {} MiB, which no result is", LARGEST >> 20));
+        return Err(format!("larger than {} MiB, the limit for results", LARGEST >> 20));
     }
     let mut bytes = Vec::with_capacity(about.len() as usize + 1);
     file.take(LARGEST + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
     if bytes.len() as u64 > LARGEST {
-        return Err(format!("larger than {} MiB, which no result is", LARGEST >> 20));
+        return Err(format!("larger than {} MiB, the limit for results", LARGEST >> 20));
     }
     Ok(bytes)
 }
 
-/// The result that `bytes` are.
+/// Parses a result file.
 ///
 /// # Errors
-/// What is wrong with them, without the file's name.
+/// The problem, without the file's name.
 pub fn parse(bytes: &[u8]) -> Result<(Header, Vec<Report>), String> {
-    let end = bytes.iter().position(|&b| b == b'\n').ok_or("cut short: it has no whole header")?;
+    let end = bytes.iter().position(|&b| b == b'\n').ok_or("cut short: the header is incomplete")?;
     let shown =
-        |error: serde_json::Error| format!("no header of a result: {}", printable(&error.to_string()));
+        |error: serde_json::Error| format!("not a result's header: {}", printable(&error.to_string()));
     #[derive(Deserialize)]
     struct Version {
         fleet: u32,
     }
     let version: Version = serde_json::from_slice(&bytes[..end]).map_err(shown)?;
     if version.fleet != VERSION {
-        return Err(format!("version {} of a task's result; this Vellum reads {VERSION}", version.fleet));
+        return Err(format!("task result version {}; this Vellum reads {VERSION}", version.fleet));
     }
     let header: Header = serde_json::from_slice(&bytes[..end]).map_err(shown)?;
     if !(header.began.is_finite() && header.ended.is_finite()) {
-        return Err("no header of a result: a time is not finite".into());
+        return Err("not a result's header: a time is not finite".into());
     }
     if bytes.last() != Some(&b'\n') {
-        return Err("cut short: its last line has no end".into());
+        return Err("cut short: the last line is incomplete".into());
     }
     let reports = match header.runs.is_empty() {
         true => Vec::new(),
@@ -256,7 +258,7 @@ mod tests {
         assert!(read("link").unwrap_err().contains("symbolic link"));
         assert!(read("large").unwrap_err().contains("larger"));
         assert!(read_file(&dir).unwrap_err().contains("a directory"));
-        assert_eq!(fs::read_dir(&dir).unwrap().count(), 3, "something temporary is left");
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 3, "a temporary file is left");
         fs::remove_dir_all(dir).unwrap();
     }
 }

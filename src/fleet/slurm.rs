@@ -1,8 +1,10 @@
-//! All that knows Slurm. Nothing of a plan reaches a shell or a line that sbatch reads: the batch script is a constant, which gets the
-//! program, the plan's file and a number as arguments, and options go to sbatch as arguments of its own.
+//! The Slurm commands. Nothing from a plan reaches a shell or a line that sbatch parses. The batch
+//! script is constant and gets the program, the plan's file and a number as arguments. Options go
+//! to sbatch as separate arguments.
 //!
-//! A task's number is the array's base, which is an argument, and the index that Slurm gives (SLURM_ARRAY_TASK_ID). A task that is
-//! requeued waits in the state BeginTime first, for as long as AuthInfo=cred_expire says: 120 s by default, 5 s at least.
+//! A task's number is the array's base (an argument) plus Slurm's index (SLURM_ARRAY_TASK_ID). A
+//! requeued task first waits in the state BeginTime for AuthInfo=cred_expire: 120 s by default, at
+//! least 5 s.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -15,54 +17,54 @@ use super::plan::{Plan, results};
 use super::result::{self, SHARD};
 use vellum_sys::open;
 
-/// What Slurm runs, in the plan's directory. It has neither a line of sbatch's nor anything of a plan. What a task says besides its result
-/// is of interest where it has none.
+/// The batch script, which Slurm runs in the plan's directory. It contains no sbatch lines and
+/// nothing from a plan. A task's other output only matters if its result is missing.
 const SCRIPT: &str = "#!/bin/sh\nexec \"$1\" fleet task \"$2\" \"$3\" >>said 2>&1\n";
 
-/// The longest list of an array's indices that is handed over at once, in characters.
+/// The longest list of array indices per submission, in characters.
 const LIST: usize = 8000;
 
-/// What the controller allows.
+/// The limits of the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Indices of an array are below this (MaxArraySize).
+    /// The limit on array indices (MaxArraySize).
     pub array: u64,
-    /// Jobs that it keeps at once, each task of an array one (MaxJobCount).
+    /// The most jobs that the controller keeps (MaxJobCount). Each task of an array is one.
     pub jobs: u64,
 }
 
-/// What has become of a submission.
+/// The outcome of a submission.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Submitted {
-    /// Arrays.
+    /// The number of arrays.
     pub arrays: u64,
-    /// Tasks in them.
+    /// The tasks in them.
     pub tasks: u64,
-    /// Tasks that had a result.
+    /// Tasks that already have a result.
     pub ended: u64,
-    /// Tasks that Slurm had already.
+    /// Tasks that are already in the queue.
     pub there: u64,
-    /// Tasks for which Slurm had no room.
+    /// Tasks for which the queue has no room.
     pub left: u64,
 }
 
-/// Where tasks are.
+/// Where the tasks of a plan are.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Standing {
-    /// With a result.
+    /// Tasks with a result.
     pub ended: u64,
-    /// In Slurm's queue, by Slurm's word for their state.
+    /// Tasks in Slurm's queue, by Slurm's name for their state.
     pub queued: BTreeMap<String, u64>,
-    /// Neither.
+    /// Tasks in neither.
     pub nowhere: u64,
 }
 
-/// What one of Slurm's programs says; its name is the first word.
+/// Runs a Slurm program, the first word, and returns its output.
 fn call(line: &[String]) -> Result<String, Error> {
     let program = &line[0];
     let output = Command::new(program)
         .args(&line[1..])
-        // What is asked of squeue and sinfo, whatever the user likes to see.
+        // Fixes the output formats, which users can change.
         .envs([("SQUEUE_FORMAT", "%F %K %T"), ("SINFO_FORMAT", "%f")])
         .output()
         .map_err(|error| match error.kind() {
@@ -84,7 +86,7 @@ fn words(line: &str) -> Vec<String> {
 /// The controller's limits.
 ///
 /// # Errors
-/// Where there is no Slurm, or it does not answer.
+/// Fails if Slurm is missing or does not answer.
 pub fn limits() -> Result<Limits, Error> {
     limits_in(&call(&words("scontrol show config"))?).map_err(Error::Slurm)
 }
@@ -95,23 +97,23 @@ fn limits_in(text: &str) -> Result<Limits, String> {
         let value = line
             .and_then(|line| line.split_once('='))
             .and_then(|(_, value)| value.trim().parse::<u64>().ok());
-        value.filter(|&value| value > 0).ok_or_else(|| format!("scontrol show config says no {name}"))
+        value.filter(|&value| value > 0).ok_or_else(|| format!("scontrol show config has no {name}"))
     };
     Ok(Limits { array: value("MaxArraySize")?, jobs: value("MaxJobCount")? })
 }
 
-/// The features that some node has.
+/// All features of the cluster's nodes.
 fn features() -> Result<BTreeSet<String>, Error> {
     let text = call(&words("sinfo --noheader"))?;
     Ok(text.split([',', '\n']).map(str::trim).map(str::to_owned).collect())
 }
 
-/// Where arrays are written down: the number of each, and its base.
+/// The file with the number and base of each submitted array.
 fn record(plan: &Path) -> PathBuf {
     plan.with_file_name("jobs")
 }
 
-/// It lies where results do, and is trusted no more than these: what is none of its lines is nothing.
+/// Reads that file, which is trusted no more than results. Invalid lines are ignored.
 fn recorded(plan: &Path) -> BTreeMap<u64, u64> {
     let bytes = result::read_file(&record(plan)).unwrap_or_default();
     let pair = |line: &str| {
@@ -121,7 +123,7 @@ fn recorded(plan: &Path) -> BTreeMap<u64, u64> {
     String::from_utf8_lossy(&bytes).lines().filter_map(pair).collect()
 }
 
-/// The tasks of this plan that Slurm has, with its words for their states, and how many jobs it has at all.
+/// The tasks of this plan in the queue with their states, and the total number of jobs.
 fn queue(plan: &Path) -> Result<(BTreeMap<u64, String>, u64), Error> {
     let (jobs, mut tasks, mut all) = (recorded(plan), BTreeMap::new(), 0);
     let text = call(&words("squeue --noheader --array"))?;
@@ -140,10 +142,11 @@ fn queue(plan: &Path) -> Result<(BTreeMap<u64, String>, u64), Error> {
     Ok((tasks, all))
 }
 
-/// Hands over what has no result and is not in the queue, as far as there is room; `node` is the only host that may run it.
+/// Submits tasks that have no result and are not in the queue, as far as there is room. `node`
+/// limits them to one host.
 ///
 /// # Errors
-/// Where Slurm is not there, refuses, or no node has what a test needs.
+/// Fails if Slurm is missing or refuses, or if no node has a required feature.
 pub fn submit(file: &Path, plan: &Plan, node: Option<&str>, more: &[String]) -> Result<Submitted, Error> {
     let limits = limits()?;
     let there = features()?;
@@ -152,7 +155,7 @@ pub fn submit(file: &Path, plan: &Plan, node: Option<&str>, more: &[String]) -> 
             let known: Vec<&str> = there.iter().map(String::as_str).collect();
             let meant = vellum_sys::keyvalue::meant(feature, known.iter().copied());
             return Err(Error::Asked(format!(
-                "test {}: no node of this cluster has the feature {feature}{meant}; nodes have {}",
+                "test {}: no node has the feature {feature}{meant}; nodes have {}",
                 test.name,
                 known.join(", ")
             )));
@@ -165,8 +168,8 @@ pub fn submit(file: &Path, plan: &Plan, node: Option<&str>, more: &[String]) -> 
     fs::create_dir_all(&results).map_err(Error::file("made", &results))?;
     let script = file.with_file_name("task.sh");
     result::place(&script, SCRIPT.as_bytes())?;
-    // What goes into one array: tasks for hosts with the same features, of the same limit of time, from one base on. There are never more
-    // tasks in here than the controller has room for.
+    // One array has the tasks with the same features, time limit and base. It never has more tasks
+    // than the controller has room for.
     let mut groups: BTreeMap<(&BTreeSet<String>, u64, u64), Vec<u64>> = BTreeMap::new();
     let (mut done, mut shard) = (BTreeSet::new(), None);
     for index in 0..plan.len() {
@@ -186,7 +189,7 @@ pub fn submit(file: &Path, plan: &Plan, node: Option<&str>, more: &[String]) -> 
             room -= 1;
         }
     }
-    // What the plan has first is handed over first.
+    // Submits in the order of the plan.
     let mut groups: Vec<_> = groups.into_iter().collect();
     groups.sort_by_key(|(_, tasks)| tasks[0]);
     for ((features, minutes, base), tasks) in groups {
@@ -206,7 +209,8 @@ pub fn submit(file: &Path, plan: &Plan, node: Option<&str>, more: &[String]) -> 
     Ok(submitted)
 }
 
-/// Indices from a base on, as sbatch takes them: `3,7-9`, in lists of at most [`LIST`] characters.
+/// Indices relative to a base as sbatch takes them: `3,7-9`, in lists of at most [`LIST`]
+/// characters.
 fn lists(indices: &[u64], base: u64) -> Vec<String> {
     let mut lists = vec![String::new()];
     let mut at = 0;
@@ -231,10 +235,10 @@ fn lists(indices: &[u64], base: u64) -> Vec<String> {
     lists
 }
 
-/// What sbatch is told of every array.
+/// The sbatch options that all arrays share.
 fn of_all(file: &Path, plan: &Plan, minutes: u64) -> Vec<String> {
-    // The script itself says where its output goes: for sbatch that would be a pattern, the directory included, in which `%j` is the
-    // job's number.
+    // The script redirects its own output. An output path for sbatch would be a pattern, in which
+    // `%j` in a directory name means the job's number.
     let line = format!("sbatch --parsable --exclusive --requeue --time={minutes} --output=/dev/null");
     let mut options = words(&line);
     options.push(format!("--job-name=vellum-{}", plan.name));
@@ -242,7 +246,7 @@ fn of_all(file: &Path, plan: &Plan, minutes: u64) -> Vec<String> {
     options
 }
 
-/// Hands over an array, and writes down its number and its base.
+/// Submits an array and records its number and base.
 fn array(file: &Path, script: &Path, options: &[String], base: u64, list: &str) -> Result<(), Error> {
     let program = std::env::current_exe().map_err(Error::file("found", "this program"))?;
     let mut line = options.to_vec();
@@ -251,17 +255,18 @@ fn array(file: &Path, script: &Path, options: &[String], base: u64, list: &str) 
     line.push(base.to_string());
     let said = call(&line)?;
     let job = said.trim().split(';').next().unwrap_or_default();
-    let job: u64 = job.parse().map_err(|_| Error::Slurm(format!("sbatch says no job but {said:?}")))?;
+    let job: u64 =
+        job.parse().map_err(|_| Error::Slurm(format!("sbatch printed no job number but {said:?}")))?;
     let path = record(file);
     let mut file = open::open(&path, File::options().create(true).append(true), open::Kind::Regular)
         .map_err(Error::file("written", &path))?;
     writeln!(file, "{job} {base}").and_then(|()| file.sync_all()).map_err(Error::file("written", &path))
 }
 
-/// Where the tasks of the plan are; without Slurm, by their results alone.
+/// Where the tasks of the plan are. Without Slurm only results count.
 ///
 /// # Errors
-/// Where Slurm is there and does not answer.
+/// Fails if Slurm does not answer.
 pub fn standing(file: &Path, plan: &Plan) -> Result<Standing, Error> {
     let queued = if record(file).exists() { queue(file)?.0 } else { BTreeMap::new() };
     let (mut standing, results) = (Standing::default(), results(file));

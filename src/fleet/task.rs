@@ -1,4 +1,5 @@
-//! One task on this host: each of its seeds is run by this program again, and the result is placed in the shared directory.
+//! Runs one task on this host. Each seed is a new run of this program. The result goes to the
+//! shared directory.
 
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
@@ -15,31 +16,31 @@ use vellum_report::case::together;
 use vellum_report::{Case, Report, Status, json, printable};
 use vellum_sys::signal;
 
-/// Who runs it.
+/// The context of a task.
 pub struct Runner<'a> {
-    /// How often it was begun before.
+    /// How often it was started before.
     pub attempt: u64,
-    /// The batch system's name for it.
+    /// The batch system's job.
     pub job: Option<String>,
-    /// What this host is called.
+    /// This host's name.
     pub node: String,
     /// This Vellum's version.
     pub vellum: &'a str,
-    /// The argument that has a command print its result alone.
+    /// The argument that makes a command print its result as JSON.
     pub as_json: &'a str,
 }
 
-/// How much of what a run says on standard error is kept, in bytes.
+/// How much of a run's standard error is kept, in bytes.
 const SAID: usize = 4096;
 
-/// Runs it; whether all of it was well.
+/// Runs the task and returns its status.
 ///
 /// # Errors
-/// Where the result cannot be placed: the task then has none.
+/// Fails if the result cannot be written. The task then has none.
 pub fn run(file: &Path, plan: &Plan, task: &Task, runner: &Runner) -> Result<Status, Error> {
     let stem = result::stem(&plan::results(file), task.index, runner.attempt);
     let began = now();
-    // Whoever finds this without a result knows where to look for the reason.
+    // If the result never appears, this names the host where the reason is.
     let mark = stem.with_extension("begun");
     result::place(&mark, runner.node.as_bytes())?;
     let (mut runs, mut reports) = (Vec::new(), Vec::new());
@@ -51,8 +52,9 @@ pub fn run(file: &Path, plan: &Plan, task: &Task, runner: &Runner) -> Result<Sta
             true => run_once(task, seed, &name, runner.as_json),
             false => {
                 let why = format!("this host lacks {}", lacks.join(", "));
-                let case =
-                    Case::new(&name, Status::Skip).because(why).mended_by("run the task on one that has it");
+                let case = Case::new(&name, Status::Skip)
+                    .because(why)
+                    .mended_by("run the task on a host that has it");
                 (0, alone(&name, facts.clone(), case))
             }
         };
@@ -90,7 +92,7 @@ pub fn run(file: &Path, plan: &Plan, task: &Task, runner: &Runner) -> Result<Sta
     Ok(status)
 }
 
-/// One run, and what became of it.
+/// Runs one seed. Returns the exit status and the result.
 fn run_once(task: &Task, seed: u64, name: &str, as_json: &str) -> (i32, Report) {
     let mut command = Command::new("/proc/self/exe");
     command.args(task.test.command(seed)).arg(as_json);
@@ -98,7 +100,7 @@ fn run_once(task: &Task, seed: u64, name: &str, as_json: &str) -> (i32, Report) 
     signal::end_with_parent(&mut command);
     let mut child = match command.spawn() {
         Ok(child) => child,
-        Err(error) => return (1, crashed(name, seed, format!("it could not be started: {error}"))),
+        Err(error) => return (1, crashed(name, seed, format!("it failed to start: {error}"))),
     };
     let said = child.stderr.take().map(|stderr| thread::spawn(move || last_of(stderr)));
     let mut bytes = Vec::new();
@@ -111,12 +113,13 @@ fn run_once(task: &Task, seed: u64, name: &str, as_json: &str) -> (i32, Report) 
     let result = match read {
         Some(Ok(_)) => json::parse(&bytes, Path::new("its result")).map_err(|error| error.to_string()),
         Some(Err(error)) => Err(error.to_string()),
-        None => Err("it has no standard output".into()),
+        None => Err("it had no standard output".into()),
     };
     judged(name, seed, status, result.map(|mut results| results.remove(0)), said)
 }
 
-/// What a run comes to: its result, if it ended as that says; with the status that a shell would have of it.
+/// Combines a run's exit status, as a shell would report it, with its result. A status that
+/// contradicts the result is a crash.
 fn judged(
     name: &str,
     seed: u64,
@@ -130,10 +133,10 @@ fn judged(
         None => format!("ended with status {exit}"),
     };
     match result {
-        // What can be tried nowhere here ends with a status of its own, and is no crash.
+        // A test that this host cannot run has its own status and is not a crash.
         Ok(report) if exit == 0 || report.status() != Status::Pass => (exit, report),
         Ok(mut report) => {
-            let why = format!("{} although its result is that of one that passed; {said}", ended());
+            let why = format!("{}, although its result passed; {said}", ended());
             report.cases.push(of_run(seed, Case::new(format!("vellum {name}"), Status::Crash).because(why)));
             (exit, report)
         }
@@ -153,14 +156,14 @@ fn crashed(name: &str, seed: u64, why: String) -> Report {
     alone(name, Facts::collect("off".into()), case)
 }
 
-/// A result of this one case.
+/// A result with one case.
 fn alone(name: &str, facts: Facts, case: Case) -> Report {
     let mut report = Report::new(name, facts);
     report.cases.push(case);
     report
 }
 
-/// The last line that is said, as far as it is kept.
+/// The last line of standard error, as far as it was kept.
 fn last_of(mut stderr: ChildStderr) -> String {
     let (mut kept, mut part) = (Vec::new(), [0; 4096]);
     while let Ok(n @ 1..) = stderr.read(&mut part) {
@@ -181,7 +184,7 @@ fn now() -> f64 {
 mod tests {
     use super::*;
 
-    /// Whatever a result says, a run that ended otherwise is named; one that could not be tried is not.
+    /// A run whose exit status contradicts its result is reported. A skipped one is not.
     #[test]
     fn a_run_is_well_where_it_ended_as_its_result_says() {
         let of = |status| alone("test x", Facts::collect("off".into()), Case::new("a", status));

@@ -39,7 +39,7 @@ fn a_plan_that_would_not_work_is_one_line() -> Result<(), Failed> {
         ("dirty-log", "dirty-logs", &["dirty-logs", "did you mean 'dirty-log'"]),
         ("run = ", "features = [\"tdp_mm\"]\nrun = ", &["tdp_mm", "did you mean 'tdp_mmu'"]),
         ("memory = \"4m\"", "memory = \"$(touch pwned)\"", &["--memory"]),
-        ("memory = \"4m\"", "json = \"/etc/passwd\"", &["a task gives itself"]),
+        ("memory = \"4m\"", "json = \"/etc/passwd\"", &["set by the fleet"]),
         ("dirty-log", "dirty-log; touch pwned", &["as in \"test dirty-log\""]),
         ("name = \"a\"", "name = \"../a\"", &["letters, digits"]),
         ("name = \"a\"", "name = \"a\\n#SBATCH --wrap=id\"", &["letters, digits"]),
@@ -132,7 +132,7 @@ fn directories_hosts_and_results_that_try_to_inject_do_nothing() -> Result<(), F
         let said = String::from_utf8_lossy(&shown.stdout);
         ensure(shown.status.code() == Some(1) && said.contains("LOST"), || format!("{shown:?}"))?;
         ensure(!said.contains('\u{1b}') && !said.contains("root:"), || said.to_string())?;
-        for refused in ["symbolic link", "cut short", "no name of a result"] {
+        for refused in ["symbolic link", "cut short", "not the name of a result"] {
             ensure(said.contains(refused), || format!("{refused}: {said}"))?;
         }
     }

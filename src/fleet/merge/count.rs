@@ -1,16 +1,16 @@
-//! What the result of a task that counts adds to the sums.
+//! Adds a task's result to the sums.
 
 use super::merged::{Alike, HOSTS, KINDS, Kind, MEANS, Merged, NAMED, Tried, short};
 use crate::result::Header;
 use vellum_report::{Report, Status, printable};
 
-/// How much of what a case says is shown, in characters.
+/// The longest reason of a case that is shown, in characters.
 const SAID: usize = 400;
 
-/// Kernels of one host that are named: it was booted anew in between.
+/// The most kernels of one host to list. A host may be rebooted between tasks.
 const KERNELS: usize = 16;
 
-/// The pages that a test's result says were lost.
+/// The number of lost pages in a test's result.
 pub(super) fn lost(report: &Report) -> f64 {
     let figures = |name: &str| {
         report.figures.iter().filter(|figure| figure.label.name == name).map(|figure| figure.value()).sum()
@@ -22,7 +22,7 @@ pub(super) fn lost(report: &Report) -> f64 {
     }
 }
 
-/// Adds a run of any attempt to how often its test lost pages on this host with this kernel.
+/// Counts a run of any attempt: how often its test lost pages on this host and kernel.
 pub(super) fn tried(header: &Header, report: &Report, lost: f64, merged: &mut Merged) {
     let of =
         Tried { test: header.test.clone(), node: header.node.clone(), kernel: report.host.kernel.clone() };
@@ -35,7 +35,7 @@ pub(super) fn tried(header: &Header, report: &Report, lost: f64, merged: &mut Me
     *lossy += u64::from(lost > 0.0);
 }
 
-/// Adds the result that counts.
+/// Adds the result of the attempt that counts.
 pub(super) fn count(header: &Header, reports: &[Report], merged: &mut Merged) {
     merged.ended += 1;
     let full = |known: bool, so_many: usize| !known && so_many >= HOSTS;
@@ -61,7 +61,7 @@ pub(super) fn count(header: &Header, reports: &[Report], merged: &mut Merged) {
     }
 }
 
-/// How the cases of a run ended.
+/// Adds the cases of a run.
 fn cases(header: &Header, seed: u64, report: &Report, merged: &mut Merged) {
     let lossy = lost(report);
     let host = merged.hosts.entry(header.node.clone()).or_default();
@@ -82,7 +82,7 @@ fn cases(header: &Header, seed: u64, report: &Report, merged: &mut Merged) {
             }
             Status::Fail | Status::Timeout | Status::Crash => {
                 host.cases[1] += 1;
-                // What lost a page is named as that.
+                // A case with lost pages is reported as that.
                 if lossy == 0.0 {
                     merged.failed.add(|| {
                         let [why, name] = [case.why(), case.name].map(|text| short(&text, SAID));
@@ -95,7 +95,7 @@ fn cases(header: &Header, seed: u64, report: &Report, merged: &mut Merged) {
     }
 }
 
-/// What the oracle has seen, by tracker and backing.
+/// Adds the oracle's events, by tracker and backing.
 fn events(header: &Header, report: &Report, cpu: &str, merged: &mut Merged) {
     for figure in &report.figures {
         let Some((tracker, backing)) = figure.label.index.as_deref().and_then(|index| index.split_once('/'))
@@ -120,7 +120,7 @@ fn events(header: &Header, report: &Report, cpu: &str, merged: &mut Merged) {
     }
 }
 
-/// What a benchmark has measured.
+/// Adds the figures of a benchmark.
 fn figures(header: &Header, report: &Report, cpu: &str, merged: &mut Merged) {
     for figure in &report.figures {
         let kind = Kind {

@@ -1,31 +1,32 @@
-//! What a merge comes to: sums, and as many names as people read. All of it stays the same size however many results there are.
+//! The merged result: sums, and lists of limited length. Its size does not depend on the number of
+//! results.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use vellum_report::Status;
 use vellum_report::compare::mean_interval;
 
-/// How many of a kind are named; the rest are counted.
+/// The most entries of a list. The rest is only counted.
 pub(super) const NAMED: usize = 200;
 
-/// The most kinds of figures that are kept: results that are no results could name any number.
+/// The most kinds of figures. Forged results could name any number.
 pub(super) const KINDS: usize = 20_000;
 
-/// The most means of a figure on a host.
+/// The most means of figures over all hosts.
 pub(super) const MEANS: usize = 1_000_000;
 
-/// The most hosts, and Vellums, that are told apart.
+/// The most hosts, and the most versions of Vellum.
 pub(super) const HOSTS: usize = 20_000;
 
-/// Hosts below which a figure has no interval: the host is what is drawn, and few say little of others.
+/// The fewest hosts for an interval. The host is the unit of replication.
 pub const FEW: usize = 5;
 
-/// Lines, as many as are named, and how many there were.
+/// Lines of a limited list, and the total number.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Lines {
-    /// The first of them.
+    /// The first lines.
     pub first: Vec<String>,
-    /// All.
+    /// The total number.
     pub count: u64,
 }
 
@@ -38,7 +39,7 @@ impl Lines {
     }
 }
 
-/// A page that a log lost.
+/// A lost page.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Loss {
     /// The host.
@@ -47,17 +48,17 @@ pub struct Loss {
     pub kernel: String,
     /// The test.
     pub test: String,
-    /// The seed with which it happened.
+    /// The seed.
     pub seed: u64,
-    /// Which attempt of the task.
+    /// The attempt of the task.
     pub attempt: u64,
-    /// What the result says.
+    /// The result's description.
     pub what: String,
-    /// The command that tries that seed there again.
+    /// The command that runs that seed there again.
     pub again: String,
 }
 
-/// What was tried where.
+/// A test on a host and kernel.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Tried {
     /// The test.
@@ -68,62 +69,64 @@ pub struct Tried {
     pub kernel: String,
 }
 
-/// What events of the oracle's are summed over: nothing else is alike.
+/// The configuration over which the oracle's events are summed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Alike {
     /// The host's kernel.
     pub kernel: String,
     /// The tracker.
     pub tracker: String,
-    /// What backs guest memory.
+    /// The backing of guest memory.
     pub backing: String,
-    /// The processor; marked where it is emulated.
+    /// The processor, marked if it is emulated.
     pub cpu: String,
 }
 
-/// Events, and what came of them.
+/// The oracle's events.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Events {
-    /// Checked.
+    /// The events checked.
     pub events: f64,
-    /// Pages lost.
+    /// The pages lost.
     pub lost: f64,
 }
 
 impl Events {
-    /// Below which rate per event losses lie with 95 % confidence, where none was seen (1 - 0.05^(1/n)).
+    /// If no page was lost: the upper bound of the loss rate per event at 95 % confidence (1 -
+    /// 0.05^(1/n)).
     pub fn bound(&self) -> Option<f64> {
         (self.lost == 0.0 && self.events > 0.0).then(|| -(0.05f64.ln() / self.events).exp_m1())
     }
 }
 
-/// A host's share.
+/// The sums of a host.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Host {
-    /// Its kernels: more than one where it was booted anew meanwhile.
+    /// Its kernels. More than one if it was rebooted.
     pub kernels: BTreeSet<String>,
     /// Its processor.
     pub cpu: String,
     /// Tasks whose result counts.
     pub tasks: u64,
-    /// Cases that passed, failed, crashed or were late, and were skipped.
+    /// The number of cases that passed, that failed (or crashed or timed out), and that were
+    /// skipped.
     pub cases: [u64; 3],
-    /// Pages lost.
+    /// The pages lost.
     pub lost: f64,
-    /// Events checked.
+    /// The events checked.
     pub events: f64,
 }
 
 /// The mean of a figure on a host.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Mean {
-    /// Of so many results.
+    /// The number of results.
     pub count: u64,
-    /// Their sum.
+    /// The sum of their values.
     pub sum: f64,
 }
 
-/// Which figure.
+/// A figure on a kernel and processor.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Kind {
     /// The test.
@@ -138,54 +141,55 @@ pub struct Kind {
     pub cpu: String,
 }
 
-/// All of it.
+/// The merged result.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Merged {
     /// The plan's name.
     pub plan: String,
-    /// Its tasks.
+    /// The number of tasks.
     pub tasks: u64,
-    /// Those with a result.
+    /// The number of tasks with a result.
     pub ended: u64,
-    /// Pages lost, of any attempt.
+    /// Lost pages of any attempt.
     pub losses: Vec<Loss>,
-    /// How many there were.
+    /// Their total number.
     pub all_losses: u64,
-    /// How many runs of a test there were on a host with a kernel, whole attempts all of them, and how many of them lost pages.
+    /// For each test, host and kernel: the number of runs in complete attempts, and of those that
+    /// lost pages.
     pub tried: BTreeMap<Tried, [u64; 2]>,
-    /// Cases that failed, crashed or were late, besides these.
+    /// Other cases that failed, crashed or timed out.
     pub failed: Lines,
-    /// Reasons for which something was skipped, and how often.
+    /// Reasons of skipped cases, and how often.
     pub skipped: BTreeMap<String, u64>,
-    /// Tasks without any trace, as ranges.
+    /// Tasks without any file, as ranges.
     pub missing: Vec<(u64, u64)>,
-    /// How many.
+    /// Their number.
     pub all_missing: u64,
-    /// Tasks that began and have no result.
+    /// Tasks that started but have no result.
     pub vanished: Lines,
-    /// Tasks that a batch system began more than once.
+    /// Tasks that the batch system started more than once.
     pub requeued: Lines,
     /// Tasks with more than one result, of which one counts.
     pub doubled: Lines,
-    /// Files that are none of this plan's results, and why.
+    /// Files that are not results of this plan, and the reasons.
     pub refused: Lines,
-    /// How many results are of which Vellum.
+    /// The number of results by version of Vellum.
     pub vellums: BTreeMap<String, u64>,
     /// The oracle's events.
     pub events: BTreeMap<Alike, Events>,
     /// Hosts by name.
     pub hosts: BTreeMap<String, Host>,
-    /// Figures of benchmarks, a mean a host.
+    /// Means of benchmark figures by host.
     pub figures: BTreeMap<Kind, BTreeMap<String, Mean>>,
-    /// How many means there are in `figures`.
+    /// The number of means in `figures`.
     pub means: usize,
-    /// Whether there were more hosts or kinds of figures than are kept.
+    /// Whether hosts or kinds of figures were left out.
     pub too_many: bool,
 }
 
 impl Merged {
-    /// How it ended: passed where everything has come and all of it was well, failed where anything is wrong, and otherwise skipped:
-    /// results are missing, or nothing in them was tested.
+    /// Passed if all results exist and all passed, failed if anything failed. Otherwise skipped:
+    /// results are missing, or they tested nothing.
     pub fn status(&self) -> Status {
         let wrong = self.all_losses + self.failed.count + self.vanished.count + self.refused.count;
         match wrong > 0 || self.vellums.len() > 1 || self.too_many {
@@ -195,19 +199,21 @@ impl Merged {
         }
     }
 
-    /// Whether any case of any result that counts was tested to its end. Without one nothing is known of lost pages.
+    /// Whether any case of a counted result ran to its end. Otherwise nothing is known about lost
+    /// pages.
     pub fn has_tested(&self) -> bool {
         self.hosts.values().any(|host| host.cases[0] > 0)
     }
 }
 
-/// The interval of a figure over hosts, with the host as the unit of replication: mean and half of the width at 95 %; `None` for few.
+/// The mean of a figure over hosts and half the width of its 95 % interval, with the host as the
+/// unit of replication. `None` with fewer than [`FEW`] hosts.
 pub fn interval(hosts: &BTreeMap<String, Mean>) -> Option<(f64, f64)> {
     let means: Vec<f64> = hosts.values().map(|mean| mean.sum / mean.count as f64).collect();
     (means.len() >= FEW).then(|| mean_interval(&means, 0.05))
 }
 
-/// At most `most` characters of a text.
+/// The first `most` characters of a text.
 pub fn short(text: &str, most: usize) -> String {
     match text.chars().count() > most {
         false => text.into(),

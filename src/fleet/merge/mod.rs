@@ -1,8 +1,10 @@
-//! Many results as one: what was lost comes first, what is missing is named, and figures are summed only over what is alike.
+//! Merges many results into one. Lost pages come first, missing results are listed, and figures are
+//! summed only over comparable hosts.
 //!
-//! The same whenever it is done: for each task the last whole attempt counts, once, and a lost page of any attempt stands. It goes over the
-//! tasks in the order of their numbers, a directory at a time, and keeps sums: memory grows with hosts and kinds of figures, and not
-//! with tasks. Files are read as [`result`] reads them, which trusts none.
+//! Merging the same files again gives the same result. For each task the last complete attempt
+//! counts, once. A lost page of any attempt is reported. Tasks are merged in order, a directory at
+//! a time, into sums. So memory grows with the number of hosts and figures, not of tasks.
+//! [`result`] reads the files and trusts none.
 
 mod count;
 mod merged;
@@ -18,19 +20,21 @@ use super::result::{self, Header, SHARD};
 use merged::NAMED;
 use vellum_report::{Report, printable};
 
-/// The most files of a thousand tasks that are looked at: each has been begun more often than any batch system would.
+/// The most files to read for a thousand tasks. No batch system restarts tasks as often as this
+/// allows.
 const FILES: usize = 100 * SHARD as usize;
 
-/// The most files of one task that are looked at.
+/// The most files to read for one task.
 const ATTEMPTS: usize = 100;
 
-/// Results of one task that are named where there are several.
+/// The most results of one task to list.
 const SHOWN: usize = 8;
 
-/// The longest name of anything that is kept, in bytes: of a host, a kernel, a figure.
+/// The longest name to keep, of a host, kernel or figure, in bytes.
 const LONGEST: usize = 300;
 
-/// Merges what lies in `results`. `again` writes the command that tries a seed of a test on a host again.
+/// Merges the files in `results`. `again` writes the command that runs a seed of a test on a host
+/// again.
 pub fn merge(plan: &Plan, results: &Path, again: &dyn Fn(&str, u64, &str) -> String) -> Merged {
     let mut merged = Merged { plan: plan.name.clone(), tasks: plan.len(), ..Merged::default() };
     let shards = plan.len().div_ceil(SHARD);
@@ -43,7 +47,7 @@ pub fn merge(plan: &Plan, results: &Path, again: &dyn Fn(&str, u64, &str) -> Str
             let of_task = names.remove(&index).unwrap_or_default();
             match plan.task(index) {
                 Some(task) => merge_task(plan, &task, &dir, &of_task, &mut merged, again),
-                None => merged.refused.add(|| format!("task {index} is none of the plan's")),
+                None => merged.refused.add(|| format!("the plan has no task {index}")),
             }
         }
         for (index, of_task) in names {
@@ -61,7 +65,7 @@ pub fn merge(plan: &Plan, results: &Path, again: &dyn Fn(&str, u64, &str) -> Str
     merged
 }
 
-/// What lies beside the directories of tasks.
+/// Reports entries that are not directories of tasks.
 fn strangers(results: &Path, shards: u64, merged: &mut Merged) {
     if is_link(results) {
         merged.refused.add(|| format!("{}: a symbolic link, which is not followed", shown(results)));
@@ -71,7 +75,7 @@ fn strangers(results: &Path, shards: u64, merged: &mut Merged) {
         let name = entry.file_name().to_string_lossy().into_owned();
         let known = name.len() >= 5 && name.parse::<u64>().is_ok_and(|number| number < shards);
         if !known {
-            merged.refused.add(|| format!("{}: no directory of this plan's tasks", shown(&entry.path())));
+            merged.refused.add(|| format!("{}: not a directory of this plan's tasks", shown(&entry.path())));
         }
     }
 }
@@ -83,7 +87,7 @@ fn is_link(path: &Path) -> bool {
 /// A file of a task: the attempt, its name, and whether it is a result.
 type Named = (u64, String, bool);
 
-/// The files of a directory by task; what has another name is refused.
+/// The files of a directory by task. Other names are refused.
 fn files(dir: &Path, merged: &mut Merged) -> BTreeMap<u64, Vec<Named>> {
     let mut names: BTreeMap<u64, Vec<Named>> = BTreeMap::new();
     if is_link(dir) || dir.parent().is_some_and(is_link) {
@@ -92,24 +96,23 @@ fn files(dir: &Path, merged: &mut Merged) -> BTreeMap<u64, Vec<Named>> {
     }
     for (number, entry) in fs::read_dir(dir).into_iter().flatten().flatten().enumerate() {
         if number >= FILES {
-            merged
-                .refused
-                .add(|| format!("{}: more than {FILES} files; the rest is not looked at", shown(dir)));
+            merged.refused.add(|| format!("{}: more than {FILES} files; the rest was not read", shown(dir)));
             break;
         }
         let name = entry.file_name().to_string_lossy().into_owned();
         match result::named(&name) {
             Some((index, attempt, ended)) => names.entry(index).or_default().push((attempt, name, ended)),
-            // One that is being written.
+            // A file that is being written.
             None if name.starts_with('.') => {}
-            None => merged.refused.add(|| format!("{}: no name of a result", shown(&entry.path()))),
+            None => merged.refused.add(|| format!("{}: not the name of a result", shown(&entry.path()))),
         }
     }
     names.values_mut().for_each(|of_task| of_task.sort());
     names
 }
 
-/// One task, from its files: one of them is in memory at a time, and the last whole one so far.
+/// Merges one task from its files. Only the current file and the last complete attempt are in
+/// memory.
 fn merge_task(
     plan: &Plan,
     task: &Task,
@@ -121,7 +124,7 @@ fn merge_task(
     let index = task.index;
     let over = names.len().saturating_sub(ATTEMPTS);
     if over > 0 {
-        merged.refused.add(|| format!("task {index}: {over} of {} files are not looked at", names.len()));
+        merged.refused.add(|| format!("task {index}: {over} of {} files were not read", names.len()));
     }
     let mut last: Option<(Header, Vec<Report>)> = None;
     let mut begun: Option<(u64, String)> = None;
@@ -142,7 +145,7 @@ fn merge_task(
         match read {
             Ok((header, reports)) => {
                 whole.push(format!("attempt {attempt} on {}", printable(&header.node)));
-                // A copy of a result tells of nothing that has not been told.
+                // A copy of a result adds nothing.
                 let which = (*attempt, header.node.clone(), header.job.clone(), header.began.to_bits());
                 if !known.contains(&which) {
                     known.push(which);
@@ -159,7 +162,7 @@ fn merge_task(
         }
     }
     if let Some(attempts) = names.iter().map(|(attempt, ..)| *attempt).max().filter(|&most| most > 0) {
-        merged.requeued.add(|| format!("task {index}: begun {} times", attempts + 1));
+        merged.requeued.add(|| format!("task {index}: started {} times", attempts + 1));
     }
     if whole.len() > 1 {
         merged.doubled.add(|| {
@@ -171,13 +174,13 @@ fn merge_task(
     match (last, begun) {
         (Some((header, reports)), _) => count::count(&header, &reports, merged),
         (None, Some((attempt, node))) => merged.vanished.add(|| {
-            format!("task {index}: begun on {} (attempt {attempt}), and no result", printable(&node))
+            format!("task {index}: started on {} (attempt {attempt}), but no result", printable(&node))
         }),
         (None, None) => missing(index, merged),
     }
 }
 
-/// A lost page stands, whatever came of the attempt otherwise.
+/// Records lost pages, no matter how the attempt ended.
 fn losses(
     header: &Header,
     reports: &[Report],
@@ -206,7 +209,7 @@ fn losses(
     }
 }
 
-/// Nothing is known of this task.
+/// Records that a task has no files.
 fn missing(index: u64, merged: &mut Merged) {
     merged.all_missing += 1;
     let room = merged.missing.len() < NAMED;
@@ -217,7 +220,7 @@ fn missing(index: u64, merged: &mut Merged) {
     }
 }
 
-/// Whether a result is of this task of this plan.
+/// Checks that a result belongs to this task of this plan.
 fn fits(
     plan: &Plan,
     task: &Task,
@@ -236,20 +239,20 @@ fn fits(
             .chain([&report.host.kernel, &report.host.cpu])
     });
     if names.chain([&header.node, &header.vellum]).chain(&header.job).any(|name| name.len() > LONGEST) {
-        return Err(format!("it has a name of more than {LONGEST} bytes"));
+        return Err(format!("it has a name longer than {LONGEST} bytes"));
     }
     let same = (header.index, header.attempt, header.round, header.first)
         == (task.index, attempt, task.round, task.first);
     match same && seeds && header.test == task.test.name {
         true => Ok(()),
         false => Err(format!(
-            "it says that it is of task {}, attempt {}, or of other seeds",
+            "it is a result of task {}, attempt {}, or of other seeds",
             header.index, header.attempt
         )),
     }
 }
 
-/// A path as it may be shown.
+/// A path, safe to print.
 fn shown(path: &Path) -> String {
     printable(&PathBuf::from(path).to_string_lossy()).into_owned()
 }
@@ -260,7 +263,7 @@ mod tests {
     use vellum_host::Facts;
     use vellum_report::{Case, Label, Status};
 
-    /// A plan of three tasks, in a directory of its own.
+    /// A plan of three tasks in its own directory.
     fn planned(name: &str) -> (Plan, PathBuf) {
         let text = "name = \"n\"\n[[test]]\nname = \"a\"\nrun = \"test dirty-log\"\nseeds = 3\n";
         let results = std::env::temp_dir().join(format!("vellum-fleet-merge-{name}-{}", std::process::id()));
@@ -317,7 +320,7 @@ mod tests {
             (1, 2, 1, 0)
         );
         assert!(all.vanished.first[0].contains("n3\\u{1b}"), "{:?}", all.vanished);
-        // Attempts all count where it is asked how often a host loses pages, and copies do not.
+        // All attempts count towards how often a host loses pages. Copies do not.
         let tried: Vec<_> = all.tried.iter().map(|(of, runs)| (of.node.as_str(), *runs)).collect();
         assert_eq!(tried, [("n1", [2, 1]), ("n2", [1, 0])]);
         assert_eq!(all.status(), Status::Fail);
@@ -327,7 +330,8 @@ mod tests {
         fs::remove_dir_all(results).unwrap();
     }
 
-    /// Without a result nothing is known of lost pages; with some of them nothing of the rest; and a skip has tested nothing.
+    /// Without a result, nothing is known about lost pages. With some results, nothing is known
+    /// about the rest. A skip tests nothing.
     #[test]
     fn what_has_no_result_is_not_said_to_have_lost_nothing() {
         let (plan, results) = planned("absent");
@@ -344,16 +348,16 @@ mod tests {
         }
         assert_eq!(said(), (Status::Skip, "nothing was tested".into()));
         leave(&plan, &results, 0, 1, "n", 0.0);
-        assert_eq!(said(), (Status::Pass, "no page was lost".into()));
+        assert_eq!(said(), (Status::Pass, "no pages were lost".into()));
         fs::remove_dir_all(&results).unwrap();
         leave(&plan, &results, 0, 0, "n", 0.0);
         let (status, said) = said();
         assert_eq!(status, Status::Skip);
-        assert!(said.ends_with("the rest is not known"), "{said}");
+        assert!(said.ends_with("the rest is unknown"), "{said}");
         fs::remove_dir_all(results).unwrap();
     }
 
-    /// However many files somebody leaves for one task, a few are read, and not more than one of them is kept.
+    /// A task may have any number of files. Few are read, and at most one is kept in memory.
     #[test]
     fn a_task_with_any_number_of_results_is_bounded_and_said() {
         let (plan, results) = planned("many");
@@ -394,11 +398,11 @@ mod tests {
             "cut short",
             "another plan",
             "schema version 9",
-            "no name of a result",
+            "not the name of a result",
             "not one of 0 to 2",
             "symbolic link",
-            "no directory",
-            "a name of more than",
+            "not a directory",
+            "a name longer than",
         ] {
             assert!(all.refused.first.iter().any(|line| line.contains(why)), "{why}: {:?}", all.refused);
         }
@@ -413,7 +417,7 @@ mod tests {
         let hosts =
             |n: u32| (0..n).map(|i| (i.to_string(), Mean { count: 2, sum: f64::from(2 * i) })).collect();
         assert_eq!(interval(&hosts(4)), None);
-        // Of 0, 1, 2, 3, 4: 2.776 standard errors of 0.7071.
+        // For 0, 1, 2, 3, 4: 2.776 standard errors of 0.7071.
         let (mean, half) = interval(&hosts(5)).unwrap();
         assert!((mean - 2.0).abs() < 1e-9 && (half - 1.963).abs() < 1e-3, "{mean} {half}");
     }
