@@ -471,7 +471,7 @@ fn what_excludes_each_other_is_one_line() -> Result<(), Failed> {
         ("demand-paging -b 1m -u MINOR", "-u MINOR", "shmem or"),
         ("migration -b 3k", "-b: 3k", "4k would work"),
         ("migration -b 2m -v 60000", "-v 60000", "at most"),
-        ("migration -b 4t", "-b: this needs 8", "ask for fewer"),
+        ("migration -b 4t", "-b: this needs 8", "use fewer"),
         ("migration -b 2m --dirty-rate 5k", "--dirty-rate", "1m or more"),
         ("migration -b 2m --pattern hot=10", "--pattern", "order"),
         ("migration -b 2m --pattern random,hot=100", "--pattern", "below 100"),

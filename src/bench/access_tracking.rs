@@ -1,8 +1,9 @@
-//! `access-tracking`: what a guest pays when the host clears the accessed bits of its memory to find idle pages.
+//! `access-tracking`: the guest's cost when the host clears accessed bits to find idle pages.
 //!
-//! The stages of the KVM selftest access_tracking_perf_test: memory is populated by the guest, written and read again,
-//! marked idle (idle page tracking, a thread for each vCPU's region), written, marked again, and read. The marking goes
-//! through KVM's MMU notifier; the accesses that follow set the bits again, by hardware or by a fault each.
+//! The stages of the KVM selftest access_tracking_perf_test. The guest populates memory, writes and
+//! reads it. Idle page tracking marks it idle, with a thread for each vCPU's region. The guest
+//! writes it, it is marked again, and the guest reads it. Marking goes through KVM's MMU notifier.
+//! The next accesses set the bits again, in hardware or with a fault each.
 
 use std::thread;
 use std::time::Instant;
@@ -19,18 +20,18 @@ use vellum_sys::diagnose::Field;
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::page_idle::PageIdle;
 
-/// What to measure.
+/// The parameters.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What all benchmarks have.
+    /// The common parameters.
     pub common: Common,
-    /// Memory of each vCPU.
+    /// The memory of each vCPU.
     pub region: Region,
-    /// All vCPUs go over one and the same region.
+    /// Whether all vCPUs access the same region.
     pub overlap: bool,
 }
 
-/// The seconds of one round's stages, in their order.
+/// The duration of each stage of one round in seconds, in order.
 struct Stages {
     populate: f64,
     write_populated: f64,
@@ -41,16 +42,16 @@ struct Stages {
     read_idle: f64,
 }
 
-/// Pages on their way to the LRU lists cannot be marked; more than this share of others is no such remainder.
+/// The smallest share of pages that must be marked. Pages that are not yet on an LRU list cannot be
+/// marked.
 const MARKED: f64 = 0.9;
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(config: &Config) -> Result<Report, Error> {
     let Region { bytes, backing, vcpus } = config.region;
     config.region.check(backing.best_mapping())?;
     if let Backing::Hugetlb(_) | Backing::SharedHugetlb(_) = backing {
-        let why =
-            "idle page tracking sees no pages of the huge page pool; anonymous, thp or shmem would work";
+        let why = "idle page tracking does not cover hugetlb pages; anonymous, thp or shmem would work";
         return Err(Error::Asked(Field::Backing, format!("{backing}: {why}")));
     }
     let idle = PageIdle::open().map_err(|e| {
@@ -116,7 +117,7 @@ fn run_round(report: &mut Report, config: &Config, idle: &PageIdle, first: bool)
         let frames = idle.frames(&guest.vm.memory.mapping, 0, bytes).map_err(failed)?;
         let share = idle.count(&frames).map_err(failed)? as f64 / frames.len().max(1) as f64;
         let fine = if expected { share >= MARKED } else { share <= 1.0 - MARKED };
-        // A huge page has one bit for all of it, at its first frame.
+        // A huge page has a single bit, at its first frame.
         if !fine && backing != Backing::Thp {
             report.fail(None, Premise::IdlePages { share, after: what.into() });
         }
@@ -126,15 +127,16 @@ fn run_round(report: &mut Report, config: &Config, idle: &PageIdle, first: bool)
     let write_populated = access(true)?;
     let read_populated = access(false)?;
     let mark_idle = mark(config, idle, &guest)?;
-    remains("they were all marked", true)?;
-    // Looking has cleared accessed bits too, but nothing has been accessed since: the guest pays as after the marking.
+    remains("marking all", true)?;
+    // Reading also cleared accessed bits. Nothing has been accessed since, so the guest pays as
+    // after marking.
     let write_idle = access(true)?;
-    remains("they were all written", false)?;
+    remains("writing all", false)?;
     let mark_idle_again = mark(config, idle, &guest)?;
     let read_idle = access(false)?;
     let now = counted.now();
     huge_premise(report, backing, config.common.page(&report.host), &now);
-    // One round's counters stand for all.
+    // The first round's counters represent all.
     if first {
         counted.finish(report, &now, None);
     }
@@ -149,7 +151,7 @@ fn run_round(report: &mut Report, config: &Config, idle: &PageIdle, first: bool)
     })
 }
 
-/// Marks each vCPU's region on a thread of its own.
+/// Marks each vCPU's region in a thread of its own.
 fn mark(config: &Config, idle: &PageIdle, guest: &Guest) -> Result<f64, Error> {
     let Region { bytes, vcpus, .. } = config.region;
     let regions = if config.overlap { 1 } else { vcpus as u64 };
@@ -167,7 +169,7 @@ fn mark(config: &Config, idle: &PageIdle, guest: &Guest) -> Result<f64, Error> {
     })
     .map_err(|e| match e.raw_os_error() {
         Some(libc::EPERM) => {
-            Error::Lacking("/proc/self/pagemap shows no page frames: CAP_SYS_ADMIN is needed".into())
+            Error::Lacking("/proc/self/pagemap shows no page frames: this needs CAP_SYS_ADMIN".into())
         }
         _ => Error::Host("page_idle", e),
     })?;

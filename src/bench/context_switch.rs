@@ -1,11 +1,11 @@
-//! `context-switch`: CR3 loaded from among K page tables in turn, as a scheduler does it.
+//! `context-switch`: a guest loads CR3 from K page tables in turn, as a scheduler does.
 //!
-//! Where KVM shadows guest tables, each load leaves the guest or, with the CR3-target list, does not. The loop that
-//! does everything but the load is timed too, before the switches and after them, and its mean is taken off: what disturbs
-//! the host for longer than a round is then in both. The exits are KVM's own count. Each round has a machine of its own.
+//! If KVM shadows guest page tables, each load exits unless the CR3-target list prevents it. A loop
+//! without the load is timed before and after, and its mean is subtracted. A disturbance longer
+//! than a round is then in both. Exits are KVM's own count. Each round has its own machine.
 //!
-//! With the CR3 cache the guest registers a page with KVM, looks there for each table, and loads what it finds; the search is part of the
-//! switch.
+//! With the CR3 cache the guest registers a page with KVM, searches it for each table, and loads
+//! the host CR3 that it finds. The search is part of the switch.
 
 pub use super::shadow::Tables;
 use std::io;
@@ -18,20 +18,20 @@ use vellum_guests::tables::{self, Command};
 use vellum_kvm::vm::{self, cr3_cache::Choice};
 use vellum_report::{Label, Premise, Report};
 
-/// Whether the guest loads CR3 by way of the CR3 cache.
+/// Whether the guest loads CR3 through the CR3 cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Cached {
-    /// It does not.
+    /// Without the cache.
     #[default]
     Off,
-    /// It does.
+    /// With the cache.
     On,
-    /// The one and the other, a round each in turn.
+    /// Alternate rounds without and with the cache.
     Both,
 }
 
 impl Cached {
-    /// What a round of each kind has.
+    /// Whether the rounds of each kind use the cache.
     fn each(self) -> &'static [bool] {
         match self {
             Self::Off => &[false],
@@ -41,45 +41,45 @@ impl Cached {
     }
 }
 
-/// What to measure.
+/// The parameters.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What all benchmarks have.
+    /// The common parameters.
     pub common: Common,
-    /// The tables to switch among.
+    /// The page tables to switch between.
     pub tables: Tables,
-    /// Loads in a round.
+    /// The number of loads in a round.
     pub switches: u64,
-    /// Pages read after each load: the working set that a switch has to find again.
+    /// The pages to read after each load: the working set that a switch has to map again.
     pub reads: u64,
-    /// Whether the loads go by way of the CR3 cache.
+    /// Whether the loads use the CR3 cache.
     pub cr3_cache: Cached,
 }
 
-/// What a round is of.
+/// The kind of a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Kind {
     tables: u64,
     cached: bool,
 }
 
-/// What one round measured.
+/// The results of one round.
 #[derive(Clone, Copy, Debug)]
 struct Measured {
-    /// Seconds of the loop with the loads in it.
+    /// The duration of the loop with the loads, in seconds.
     switches: f64,
-    /// Seconds of the one without, the mean of before and after.
+    /// The duration of the empty loop, the mean of before and after.
     empty: f64,
-    /// How often the guest left while it switched, where this kernel counts that.
+    /// The exits during the loop, if this kernel counts them.
     exits: Option<u64>,
-    /// The same of page faults.
+    /// The page faults during the loop.
     faults: Option<u64>,
-    /// How many loads found their table in the page of the CR3 cache, with one.
+    /// With the CR3 cache: the number of loads that found their table in it.
     hits: Option<u64>,
 }
 
 impl Measured {
-    /// That the loads can be told from the loop around them.
+    /// Checks that the loads can be distinguished from the loop.
     fn premise(&self) -> Result<(), Premise> {
         match self.switches > self.empty {
             true => Ok(()),
@@ -88,10 +88,10 @@ impl Measured {
     }
 }
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(config: &Config) -> Result<Report, Error> {
     if config.cr3_cache != Cached::Off {
-        // Before anything is measured without it.
+        // Checked before the rounds without the cache.
         Choice::On.decided(&vm::open()?).map_err(vm::Error::from)?;
     }
     let mut report = config.common.report("context-switch");
@@ -122,7 +122,8 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     for (Kind { tables: count, cached }, rounds) in &rounds {
         let each = |seconds: f64| seconds * 1e9 / config.switches as f64;
         let per_switch = |count: Option<u64>| Some(count? as f64 / config.switches as f64);
-        // One kind alone has the same names as the other, so that two results can be compared.
+        // A single kind has the same names with and without the cache, so that results can be
+        // compared.
         let prefix = if *cached && config.cr3_cache == Cached::Both { "cached_" } else { "" };
         let label = |name| Label::of(format!("{prefix}{name}"), count);
         report.samples(label("switch"), "ns", of_rounds(rounds, |r| Some(each(r.switches - r.empty))));
@@ -150,7 +151,7 @@ fn run_round(report: &mut Report, config: &Config, kind: Kind, first: bool) -> R
     }
     if cached && let refused @ ..=0 = tables::register(&guest)? {
         let error = io::Error::from_raw_os_error(i32::try_from(-refused).unwrap_or(libc::EINVAL));
-        return Err(Error::Host("the guest's registration of its page of the CR3 cache", error));
+        return Err(Error::Host("registering the guest's CR3 cache page", error));
     }
     let before = tables::perform(&guest, Command::Loop)?;
     let warm = counted.now();
@@ -184,6 +185,6 @@ mod tests {
         let of = |switches, empty| Measured { switches, empty, exits: None, faults: None, hits: None };
         assert_eq!(of(2e-3, 1e-3).premise(), Ok(()));
         let premise = of(1e-3, 1.14e-3).premise().unwrap_err();
-        assert!(premise.to_string().contains("1000.0 µs with the work and 1140.0 µs without"), "{premise}");
+        assert!(premise.to_string().contains("1000.0 µs with the work, 1140.0 µs without"), "{premise}");
     }
 }

@@ -1,9 +1,9 @@
-//! `demand-paging`: a guest touches memory that is not there, and userfaultfd handlers bring it.
+//! `demand-paging`: a guest touches missing memory and userfaultfd handlers provide it.
 //!
-//! As the KVM selftest demand_paging_test: each vCPU goes over its region once, page by page; each region has a
-//! descriptor and handlers of its own, or all share one. Faults are *missing* (the handler copies a page in) or *minor*
-//! (the page is in the file, the handler maps it). The guest times each of its writes, so that the latency is what a
-//! guest sees: fault, handler and KVM's mapping of the page together.
+//! As in the KVM selftest demand_paging_test, each vCPU accesses each page of its region once. Each
+//! region has its own descriptor and handlers, or all share one. Faults are *missing* (the handler
+//! copies a page in) or *minor* (the page is in the file and the handler maps it). The guest times
+//! each write, so the latency includes the fault, the handler and KVM's mapping of the page.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -23,52 +23,52 @@ use vellum_sys::diagnose::Field;
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 use vellum_sys::uffd::{BATCH, Mode, Uffd};
 
-/// What to measure.
+/// The parameters.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What all benchmarks have.
+    /// The common parameters.
     pub common: Common,
-    /// Missing pages or minor faults.
+    /// Missing or minor faults.
     pub mode: Mode,
-    /// One descriptor for all memory instead of one for each vCPU's region.
+    /// One descriptor for all memory instead of one per vCPU.
     pub single: bool,
-    /// What a handler waits before it answers a fault.
+    /// How long a handler waits before it resolves a fault.
     pub delay: Duration,
-    /// Handlers of each descriptor.
+    /// The number of handlers per descriptor.
     pub readers: usize,
-    /// Pages, of the backing's size, that a handler brings for each fault.
+    /// The number of pages, of the backing's size, that a handler provides per fault.
     pub batch: u64,
-    /// Memory of each vCPU.
+    /// The memory of each vCPU.
     pub region: Region,
-    /// All vCPUs go over one and the same region.
+    /// Whether all vCPUs access the same region.
     pub overlap: bool,
 }
 
-/// What one round measured.
+/// The results of one round.
 struct Measured {
-    /// Seconds until the last vCPU was done.
+    /// The time until the last vCPU was done, in seconds.
     execution: f64,
-    /// Pages that all vCPUs together brought in, each second.
+    /// Pages per second of all vCPUs together.
     overall: f64,
-    /// The same of each vCPU, by its own clock.
+    /// Pages per second of each vCPU, by its own clock.
     per_vcpu: Vec<f64>,
-    /// Faults that handlers answered.
+    /// The faults handled.
     faults: u64,
-    /// How long their answers took, in nanoseconds: buckets, and the longest.
+    /// The durations of the handlers' answers in nanoseconds, as buckets, and the longest.
     answers: Vec<u64>,
     slowest: u64,
-    /// How long the guest's writes took.
+    /// The latencies of the guest's writes.
     writes: Histogram,
 }
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(config: &Config) -> Result<Report, Error> {
     let Region { bytes, backing, vcpus } = config.region;
     let mapped = match (config.mode, backing) {
-        // Minor faults are those of a file that this process can map twice.
+        // Minor faults need a file that this process can map twice.
         (Mode::Minor, Backing::Shmem) => Backing::Memfd,
         (Mode::Minor, other @ (Backing::Anonymous | Backing::Thp | Backing::Hugetlb(_))) => {
-            let why = "minor faults are those of shared memory; shmem or shared_hugetlb would work";
+            let why = "minor faults need shared memory; shmem or shared_hugetlb would work";
             return Err(Error::Asked(Field::PageFaults, format!("MINOR with {other}: {why}")));
         }
         (_, other) => other,
@@ -76,13 +76,13 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     config.region.check(mapped.page_size())?;
     let size = config.region.affordable(config.overlap)?;
     if bytes < 2 * PAGE_SIZE {
-        let why = format!("{}: each vCPU needs 2 pages at least; 8k would work", short_size(bytes));
+        let why = format!("{}: each vCPU needs at least 2 pages; 8k would work", short_size(bytes));
         return Err(Error::Asked(Field::Memory, why));
     }
     let mut report = describe(config);
     if mapped != backing {
         report.note(format!(
-            "{backing} is a {mapped} here, so that the handlers can have its pages before the guest"
+            "{backing} is a {mapped} here, so that the handlers can populate pages before the guest"
         ));
     }
     let mut rounds = Vec::new();
@@ -103,9 +103,9 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     let mut answers = vec![0; BUCKETS];
     rounds.iter().for_each(|r| answers.iter_mut().zip(&r.answers).for_each(|(sum, n)| *sum += n));
     let slowest = rounds.iter().map(|r| r.slowest).max().unwrap_or(0);
-    // One round's write latencies stand for all, as its counters do.
+    // The first round's write latencies represent all, like its counters.
     report.histograms.extend(rounds.into_iter().next().map(|r| r.writes));
-    // Their unit is a nanosecond already.
+    // Already in nanoseconds.
     report.histograms.push(run::nanoseconds("answer_time".into(), &answers, slowest, 1_000_000_000));
     Ok(report)
 }
@@ -126,14 +126,14 @@ fn describe(config: &Config) -> Report {
     report
 }
 
-/// One descriptor and the part of memory whose faults arrive on it.
+/// A descriptor and the memory whose faults it reports.
 struct Part {
     uffd: Uffd,
     offset: u64,
     len: u64,
 }
 
-/// What its handlers did.
+/// The work of its handlers.
 struct Answers {
     faults: AtomicU64,
     times: Vec<AtomicU64>,
@@ -167,7 +167,7 @@ fn run_round(
             let map =
                 Mapping::new(memory.config.size, memory.config.backing.page_size(), Source::Shared(file));
             let alias = map.map_err(|e| Error::Host("mmap", e))?;
-            // The file has its pages before the guest asks for them.
+            // Populates the file before the guest accesses it.
             alias.populate(0, alias.len()).map_err(|e| Error::Host("MADV_POPULATE_WRITE", e))?;
             Some(alias)
         }
@@ -190,7 +190,7 @@ fn run_round(
     let counted = Counted::start(&guest, report);
     let quit = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(|e| Error::Host("eventfd", e))?;
     let page = guest.vm.memory.config.backing.page_size();
-    // Not zero: what has never been written would fault, page by page, while the first fault is answered.
+    // Not zero: untouched pages would fault one by one while the first fault is handled.
     let source = vec![0xa5u8; (page * config.batch) as usize];
     let answers = Answers::none();
     let mapping = guest.vm.memory.mapping.clone();
@@ -199,7 +199,7 @@ fn run_round(
             for _ in 0..config.readers {
                 let (mapping, source, quit, answers) = (&mapping, &source, &quit, &answers);
                 scope.spawn(move || {
-                    // A handler that fails leaves vCPUs waiting for ever: nothing sensible is left to be done.
+                    // If a handler fails, vCPUs wait forever, so the process exits.
                     if let Err(error) = serve(config, part, mapping, source, page, quit, answers) {
                         eprintln!("vellum: userfaultfd handler: {error}");
                         std::process::exit(1);
@@ -212,19 +212,21 @@ fn run_round(
         let rung = guest.wait_all_rung();
         let elapsed = start.elapsed().as_secs_f64();
         if rung.is_err() {
-            // While handlers still answer: a vCPU that waits for its page cannot leave KVM_RUN everywhere.
+            // Handlers still run here: a vCPU that waits for its page may be unable to leave
+            // KVM_RUN.
             let _ = guest.pause();
             quit.write(1).map_err(|e| Error::Host("eventfd", e))?;
             rung?;
         }
-        // The stamps are read while handlers still answer: a page that the guest never reached would be missed by all.
+        // Handlers still run here: reading the stamp of a page that the guest never reached is a
+        // fault.
         let done = guest.controls().map(|control| control.done.load(Ordering::Relaxed));
         let pages = guest.vm.memory.config.size / PAGE_SIZE;
         let verdict =
             model::verify(models.into_iter().zip(done).collect(), pages, |page| guest.stamp(page, PAGE_SIZE));
         if verdict.wrong > 0 || verdict.checked < pages {
             let wrong = verdict.wrong.max(pages - verdict.checked.min(pages));
-            let example = Some("pages were lost on their way into the guest".to_owned());
+            let example = Some("the handlers lost pages".to_owned());
             report.fail(Some(round.to_string()), Premise::WrongContents { wrong, of: pages, example });
         }
         quit.write(1).map_err(|e| Error::Host("eventfd", e))?;
@@ -249,7 +251,7 @@ fn run_round(
     };
     let now = counted.now();
     if round.is_first() {
-        // A missing page of THP memory is brought in as a small one.
+        // Missing THP memory arrives as small pages.
         if guest.vm.memory.config.backing != Backing::Thp {
             let page = config.common.page(&report.host);
             huge_premise(report, guest.vm.memory.config.backing, page, &now);
@@ -263,20 +265,20 @@ fn part(mode: Mode, mapping: &Mapping, offset: u64, len: u64) -> Result<Part, Er
     Ok(Part { uffd: reported(mode, mapping, offset, len)?, offset, len })
 }
 
-/// A descriptor on which faults in `[offset, offset + len)` of `mapping` arrive.
+/// Registers `[offset, offset + len)` of `mapping` with a new userfaultfd.
 pub(super) fn reported(mode: Mode, mapping: &Mapping, offset: u64, len: u64) -> Result<Uffd, Error> {
     let uffd = Uffd::new(mode).map_err(|e| match e.raw_os_error() {
         Some(libc::EPERM) => Error::Lacking(
-            "userfaultfd: not permitted for KVM's faults: sudo sysctl vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd, or CAP_SYS_PTRACE".into(),
+            "userfaultfd: no permission to handle KVM's faults: use sudo sysctl vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd, or CAP_SYS_PTRACE".into(),
         ),
-        Some(libc::EINVAL) => Error::Lacking("userfaultfd: this kernel lacks what was asked for: minor faults of shmem need Linux 5.14".into()),
+        Some(libc::EINVAL) => Error::Lacking("userfaultfd: this kernel lacks a requested feature: minor faults of shmem need Linux 5.14".into()),
         _ => Error::Host("userfaultfd", e),
     })?;
     uffd.register(mapping, offset, len, mode).map_err(|e| Error::Host("UFFDIO_REGISTER", e))?;
     Ok(uffd)
 }
 
-/// A handler: answers faults until it is told to quit.
+/// A handler: resolves faults until `quit`.
 fn serve(
     config: &Config,
     part: &Part,

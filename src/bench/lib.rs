@@ -1,8 +1,8 @@
-//! Benchmarks: one file each, and each is a workload, a schedule and its figures.
+//! Benchmarks, one file each. Each is a workload, a schedule and its figures.
 //!
-//! What a benchmark measures is said at the head of its file; what it measured is a type of its own, a value a round, and becomes
-//! figures when all rounds are over. Here is what they share: how they fail, rounds, and the premises without which a figure means
-//! nothing; the memory is in `region`. The command line is `cli/bench/`.
+//! The head of a benchmark's file says what it measures. Each has a type for the results of one
+//! round, which become figures after all rounds. This file has what they share: errors, rounds and
+//! premises. `region` has the memory. The command line is in `cli/bench/`.
 
 pub mod access_tracking;
 pub mod context_switch;
@@ -44,19 +44,19 @@ pub use region::Region;
 /// Why a benchmark did not run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A field's value does not go with the others, or this host lacks it.
+    /// A field does not fit the others, or this host lacks it.
     #[error("{1}")]
     Asked(Field, String),
-    /// This host lacks what the benchmark needs.
+    /// This host lacks something that the benchmark needs.
     #[error("{0}")]
     Lacking(String),
-    /// The machine.
+    /// The machine failed.
     #[error(transparent)]
     Machine(#[from] guest::Error),
-    /// The dirty log.
+    /// The dirty log failed.
     #[error(transparent)]
     Dirty(#[from] dirty::Error),
-    /// The host.
+    /// The host failed an operation.
     #[error("{0}: {1}")]
     Host(&'static str, #[source] io::Error),
 }
@@ -92,7 +92,7 @@ impl Diagnose for Error {
 }
 
 impl Error {
-    /// The signal with which the user ended it.
+    /// The signal that interrupted the benchmark, if one did.
     pub fn interrupted(&self) -> Option<i32> {
         match self {
             Self::Machine(guest::Error::Interrupted(signal)) => Some(*signal),
@@ -101,25 +101,26 @@ impl Error {
     }
 }
 
-/// What all benchmarks have.
+/// The parameters of all benchmarks.
 #[derive(Clone, Debug)]
 pub struct Common {
-    /// Whether vCPU threads are confined. Each is on its own, since the main thread goes on to build machines.
+    /// Whether to confine vCPU threads. Each thread is confined separately, because the main thread
+    /// still builds machines.
     pub sandbox: Mode,
-    /// The CPU of each vCPU; where there is one more, it is the main thread's.
+    /// The CPU of each vCPU. One more CPU is for the main thread.
     pub pins: Option<Vec<usize>>,
-    /// Rounds: more than one give a median and a spread.
+    /// The number of rounds. More than one give a median and a spread.
     pub repeat: u32,
-    /// The page size of the guest's own tables; `None` for 4 KiB, or 2 MiB where the host shadows them.
+    /// The guest's page size. `None` means 4 KiB, or 2 MiB if the host shadows guest page tables.
     pub page: Option<GuestPage>,
-    /// Interrupt controllers in KVM, with which every exit costs more.
+    /// The interrupt controllers in KVM. They make every exit more expensive.
     pub irqchip: Option<irqchip::Mode>,
-    /// Where it says what it is at.
+    /// Shows the progress.
     pub progress: ProgressBar,
 }
 
 impl Default for Common {
-    /// One round, sandboxed, unpinned, without interrupt controllers, silent.
+    /// One round, sandboxed, not pinned, without interrupt controllers and progress.
     fn default() -> Self {
         Self {
             sandbox: Mode::default(),
@@ -138,7 +139,7 @@ impl Common {
         Report::new(format!("bench {name}"), Facts::collect(self.sandbox.of_vcpus()))
     }
 
-    /// The part of what was asked for that every result says, last.
+    /// Records the common parameters, after all others.
     fn ask(&self, report: &mut Report) {
         report.ask("pin", self.pins.as_ref().map_or("off".into(), |pins| serde_json::json!(pins)));
         report.ask("repeat", self.repeat);
@@ -146,19 +147,19 @@ impl Common {
         report.ask("irqchip", irqchip.map_or("none".into(), |value| value.get_name().to_owned()));
     }
 
-    /// The page size of the guest's own tables on `host`.
+    /// The guest's page size on `host`.
     fn page(&self, host: &Facts) -> GuestPage {
         let large = host.paging == Paging::Shadow;
         self.page.unwrap_or(if large { GuestPage::Large } else { GuestPage::Small })
     }
 
-    /// The same for benchmarks to which it matters.
+    /// Records the guest's page size, for benchmarks that depend on it.
     fn ask_page(&self, report: &mut Report) {
         let small = self.page(&report.host) == GuestPage::Small;
         report.ask("guest_page", if small { "4k" } else { "2m" });
     }
 
-    /// How a machine of `vcpus` is built, unless the benchmark says otherwise.
+    /// The default configuration of a machine with `vcpus` vCPUs.
     fn guest(&self, vcpus: usize) -> GuestConfig {
         GuestConfig {
             pins: self.pins.clone(),
@@ -168,8 +169,9 @@ impl Common {
         }
     }
 
-    /// Does `one` for each of `parts`, and says which it is at and how long the rest will take. Where a signal interrupts it,
-    /// what was measured before stands, and the result says so; where nothing was, that is an error.
+    /// Runs `one` for each of `parts`. Shows the current part and the time left. If a signal
+    /// interrupts it, the parts measured before remain and the result says so. Without any it is an
+    /// error.
     fn each<T: Display>(
         &self,
         report: &mut Report,
@@ -179,7 +181,7 @@ impl Common {
         let idling = Idling::watch(&report.host);
         let begun = Instant::now();
         for (done, part) in parts.iter().enumerate() {
-            // A part that has parts of its own says which of these it is at.
+            // If a part has parts itself, it reports those.
             if parts.len() > 1 {
                 let left = left(begun.elapsed(), done, parts.len());
                 self.progress.set_message(format!("{part}, {}/{}{left}", done + 1, parts.len()));
@@ -188,7 +190,7 @@ impl Common {
                 Err(error) if done > 0 && error.interrupted().is_some() => {
                     let of = parts.len();
                     report.cut_short = Some(format!(
-                        "interrupted in {part}: the figures are of the {done} parts of {of} that were measured before"
+                        "interrupted in {part}: the figures cover the {done} of {of} parts measured before"
                     ));
                     break;
                 }
@@ -206,7 +208,7 @@ impl Common {
         (0..self.repeat).map(Round).collect()
     }
 
-    /// Pins this thread, where there is a CPU for it after those of `vcpus`.
+    /// Pins this thread if there is a CPU for it after those of the vCPUs.
     fn pin_main(&self, vcpus: usize) -> Result<(), Error> {
         match self.pins.as_ref().and_then(|pins| pins.get(vcpus)) {
             Some(&cpu) => affinity::pin(cpu).map_err(|e| Error::Host("sched_setaffinity", e)),
@@ -215,7 +217,7 @@ impl Common {
     }
 }
 
-/// How long what is left will take, if it goes on so.
+/// The estimated time left.
 fn left(elapsed: Duration, done: usize, of: usize) -> String {
     if done == 0 {
         return String::new();
@@ -229,22 +231,24 @@ fn left(elapsed: Duration, done: usize, of: usize) -> String {
     format!(", about {time} left")
 }
 
-/// The samples of a figure that each round has one of at most, in a machine of its own.
+/// The samples of a figure with at most one value per round, each in its own machine.
 fn of_rounds<R>(rounds: &[R], value: impl Fn(&R) -> Option<f64>) -> Vec<Sample> {
     (0..).zip(rounds).filter_map(|(i, round)| Some(Sample::of_round(i, value(round)?))).collect()
 }
 
-/// The share of a measurement that an emulated host may be idle.
+/// The largest share of a measurement that an emulated host may be idle.
 const IDLE_LIMIT: f64 = 0.01;
 
-/// The premise of emulated time: its clock counts instructions, and idle time as if it were some.
+/// Premise for emulated time: the clock counts instructions, and idle time as if it were
+/// instructions.
 struct Idling {
     since: Instant,
     before: Duration,
 }
 
 impl Idling {
-    /// From now on, where time is instructions. Two emulated CPUs run in real time.
+    /// Starts to watch, if the clock counts instructions. With two CPUs an emulated host runs in
+    /// real time.
     fn watch(host: &Facts) -> Option<Self> {
         let before = (host.emulated && host.cpus == 1).then(idle::since_boot)??;
         Some(Self { since: Instant::now(), before })
@@ -254,7 +258,7 @@ impl Idling {
         let elapsed = self.since.elapsed();
         let idled = idle::since_boot().map_or(Duration::ZERO, |now| now.saturating_sub(self.before));
         let said = report.invalid.iter().any(|failed| matches!(failed.premise, Premise::HostIdled { .. }));
-        // Where one of the parts has said so already, there is no more to say of the whole.
+        // If a part has failed this premise, the whole does not repeat it.
         if let Some(premise) = idled_too_long(idled, elapsed).filter(|_| !said) {
             report.fail(None, premise);
         }
@@ -266,12 +270,12 @@ fn idled_too_long(idled: Duration, elapsed: Duration) -> Option<Premise> {
     (share > IDLE_LIMIT).then_some(Premise::HostIdled { share, limit: IDLE_LIMIT })
 }
 
-/// One round of several, from 0.
+/// The number of a round, from 0.
 #[derive(Clone, Copy, Debug)]
 struct Round(u32);
 
 impl Round {
-    /// Whether it is the one whose counters and pictures stand for all.
+    /// Whether it is the round whose counters and plots represent all.
     fn is_first(self) -> bool {
         self.0 == 0
     }
@@ -283,7 +287,8 @@ impl Display for Round {
     }
 }
 
-/// The seconds that a vCPU's pass took, by the guest's TSC; `of` counts from the start of its current run.
+/// The duration of a vCPU's pass in seconds, by the guest's TSC. `of` counts from the start of its
+/// current run.
 fn pass_seconds(control: &Control, hz: u64) -> f64 {
     let pass =
         control.pass.load(Ordering::Relaxed).saturating_sub(1) as usize % vellum_guests::control::PASS_ENDS;
@@ -293,14 +298,14 @@ fn pass_seconds(control: &Control, hz: u64) -> f64 {
     ticks as f64 / hz as f64
 }
 
-/// KVM's counters around a measurement; where there are none, a note says why.
+/// KVM's counters around a measurement. If they are missing, a note says why.
 struct Counted {
     counters: Option<Counters>,
     before: Snapshot,
 }
 
 impl Counted {
-    /// Opens and reads the counters of `guest`, whose vCPUs are paused.
+    /// Reads the counters of `guest`, whose vCPUs are paused.
     fn start(guest: &Guest, report: &mut Report) -> Self {
         let counters = match Counters::open(&guest.vm.fd, &guest.vcpus) {
             Ok(counters) => Some(counters),
@@ -313,17 +318,17 @@ impl Counted {
         Self { counters, before }
     }
 
-    /// The counters now.
+    /// Reads the counters now.
     fn now(&self) -> Snapshot {
         self.counters.as_ref().and_then(|c| c.read().ok()).unwrap_or_default()
     }
 
-    /// Puts both readings into the result; of one machine of several, under its own index.
+    /// Adds both readings to the result. `index` names the machine if there are several.
     fn finish(self, report: &mut Report, now: &Snapshot, index: Option<&str>) {
         report.counters(index, &self.before, now);
     }
 
-    /// By how much a counter has grown; `None` where this kernel does not have it.
+    /// The increase of a counter. `None` if this kernel lacks it.
     fn grown(&self, now: &Snapshot, name: &str) -> Option<u64> {
         Some(now.get(name)?.saturating_sub(*self.before.get(name)?))
     }
@@ -372,7 +377,7 @@ mod tests {
         let of = |idled| idled_too_long(Duration::from_millis(idled), Duration::from_secs(1));
         assert_eq!((of(0), of(9)), (None, None));
         assert!(of(31).is_some_and(|why| why.to_string().contains("idle for 3.1 %")));
-        // A real host's idle time is in nobody's figures.
+        // On a real host idle time affects no figure.
         let host = Facts { emulated: false, ..Facts::collect(String::new()) };
         assert!(Idling::watch(&host).is_none());
     }
@@ -386,7 +391,7 @@ mod tests {
             .each(&mut report, &parts, |_, round| if round.0 < 9 { Ok(()) } else { Err(interrupted()) });
         measured.unwrap();
         let said = report.cut_short.unwrap();
-        assert!(said.contains("in round 10") && said.contains("the 9 parts of 500"), "{said}");
+        assert!(said.contains("in round 10") && said.contains("the 9 of 500 parts"), "{said}");
         let mut report = Common::default().report("t");
         assert!(Common::default().each(&mut report, &parts, |_, _| Err(interrupted())).is_err());
     }

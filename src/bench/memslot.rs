@@ -1,12 +1,19 @@
-//! `memslot`: what it costs to map, unmap and move memory of a guest, as memory hotplug and devices do it.
+//! `memslot`: the cost of mapping, unmapping and moving guest memory, as in memory hotplug and
+//! devices.
 //!
-//! The tests of the KVM selftest memslot_perf_test, each in rounds for a time, on as many memslots as asked for: *map*
-//! (the guest writes to memory that the host has dropped), *unmap* (the host drops one half, which the guest has
-//! touched, while the guest writes to the other), *unmap_chunked* (the same in pieces of 2 MiB), *move_active* (a slot
-//! goes to and fro while the guest writes to it: what hits it while it is away leaves the guest as MMIO and is
-//! completed), *move_inactive* (while the guest writes to another slot), and *rw* (the guest writes and reads
-//! everything, and nothing moves). One more than these, *create*: a slot as large as all memory is made and deleted, and the
-//! kernel's memory is looked at in between.
+//! The tests of the KVM selftest memslot_perf_test. Each repeats its rounds for a given time, on a
+//! given number of memslots:
+//! - *map*: the guest writes to memory that the host has dropped.
+//! - *unmap*: the host drops one half, which the guest has touched, while the guest writes to the
+//!   other half.
+//! - *unmap_chunked*: as *unmap*, in pieces of 2 MiB.
+//! - *move_active*: a slot moves back and forth while the guest writes to it. Writes to the missing
+//!   slot exit as MMIO and are completed.
+//! - *move_inactive*: as *move_active*, while the guest writes to another slot.
+//! - *rw*: the guest writes and reads all memory, and nothing moves.
+//!
+//! An additional test, *create*, creates and deletes a slot as large as all memory, and measures
+//! the kernel's memory in between.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -24,44 +31,44 @@ use vellum_report::{Label, Premise, Report, Sample};
 use vellum_sys::diagnose::Field;
 use vellum_sys::mmap::PAGE_SIZE;
 
-/// What to measure.
+/// The parameters.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What all benchmarks have.
+    /// The common parameters.
     pub common: Common,
-    /// Which tests.
+    /// The tests to run.
     pub tests: Vec<Test>,
-    /// Into how many memslots memory is cut.
+    /// The number of memslots.
     pub slots: u32,
-    /// Bytes of memory.
+    /// The size of memory in bytes.
     pub bytes: u64,
-    /// What backs memory.
+    /// The backing of memory.
     pub backing: Backing,
-    /// How long each test goes on.
+    /// The duration of each test.
     pub time: Duration,
 }
 
-/// One test.
+/// A test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Test {
     /// The guest writes to dropped memory.
     Map,
-    /// The host drops half of it.
+    /// The host drops half of the memory.
     Unmap,
-    /// The same in pieces of 2 MiB.
+    /// The host drops half of the memory in pieces of 2 MiB.
     UnmapChunked,
-    /// A slot is moved under the guest.
+    /// A slot moves while the guest writes to it.
     MoveActive,
-    /// A slot is moved beside the guest.
+    /// A slot moves while the guest writes to another.
     MoveInactive,
-    /// Nothing but the guest.
+    /// The guest writes and reads. Nothing moves.
     Rw,
-    /// A slot comes and goes.
+    /// A slot is created and deleted.
     Create,
 }
 
 impl Test {
-    /// The names as typed.
+    /// The names on the command line.
     pub const NAMES: [(&str, Self); 7] = [
         ("map", Self::Map),
         ("unmap", Self::Unmap),
@@ -83,10 +90,10 @@ impl std::fmt::Display for Test {
     }
 }
 
-/// Pieces of the chunked test.
+/// The size of a piece in *unmap_chunked*.
 const CHUNK: u64 = 2 << 20;
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(config: &Config) -> Result<Report, Error> {
     let unit = 2 * CHUNK;
     let asked = |field, why: String| Err(Error::Asked(field, why));
@@ -96,18 +103,19 @@ pub fn run(config: &Config) -> Result<Report, Error> {
         let [bytes, unit, next] =
             [config.bytes, unit, config.bytes.max(1).next_multiple_of(unit)].map(short_size);
         let why =
-            format!("{bytes} is no multiple of {unit}, which halves of 2 MiB pieces need; {next} would work");
+            format!("{bytes} is not a multiple of {unit} (two halves of 2 MiB pieces); {next} would work");
         return asked(Field::Memory, why);
     }
     if config.slots < 2 && config.tests.contains(&Test::MoveInactive) {
-        let why = "1: move_inactive needs a slot to move and another for the guest: 2 or more would work";
+        let why = "1: move_inactive needs one slot to move and one for the guest: 2 or more would work";
         return asked(Field::Slots, why.into());
     }
     if u64::from(config.slots) > most {
         let [bytes, page] = [config.bytes, page].map(short_size);
         let slots = config.slots;
-        let why =
-            format!("{slots}: {bytes} have {most} pages of {page} for as many memslots; {most} would work");
+        let why = format!(
+            "{slots}: {bytes} have {most} pages of {page}, one for each memslot at most; {most} would work"
+        );
         return asked(Field::Slots, why);
     }
     check_memory(config.bytes, config.backing)?;
@@ -125,16 +133,16 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     Ok(report)
 }
 
-/// What one run of a test measured: many rounds, on the machine of all its runs.
+/// The results of one run of a test: many rounds, on the machine of all its runs.
 #[derive(Default)]
 struct Measured {
-    /// Seconds of the guest's part of a round, by its own clock, where it has one.
+    /// The duration of the guest's part of a round in seconds, by its own clock, if it has a part.
     guest: Option<f64>,
-    /// Seconds of each of the host's calls, where there are any.
+    /// The duration of the host's calls in seconds, if it makes any.
     call: Option<f64>,
-    /// Rounds in a second.
+    /// Rounds per second.
     rounds: f64,
-    /// Bytes that the kernel took for each GiB of a slot.
+    /// The kernel memory per GiB of a slot, in bytes.
     kernel: Option<f64>,
 }
 
@@ -145,10 +153,10 @@ fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error
         slots: config.slots,
         ..MemoryConfig::new(config.bytes)
     })?;
-    // The guest has a slot of its own for its code.
+    // The guest's code has its own slot.
     let most = kvm.get_nr_memslots().saturating_sub(2);
     if test == Test::Create && config.slots as usize > most {
-        let why = format!("{}: create needs one more, so {most} at most", config.slots);
+        let why = format!("{}: create needs one more slot, so use at most {most}", config.slots);
         return Err(Error::Asked(Field::Slots, why));
     }
     let guest = Guest::build(&kvm, memory, GuestConfig { code: touch_code(), ..config.common.guest(1) })?;
@@ -158,7 +166,7 @@ fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error
         runs.push(once(report, config, test, &guest)?);
     }
     let mut put = |name: &str, unit: &str, of: fn(&Measured) -> Option<f64>| {
-        // Runs of one machine: they say how it repeats, and are no replicates.
+        // Runs share a machine, so they show repeatability but are not replicates.
         let sample =
             |(round, run): (u32, &Measured)| Some(Sample { value: of(run)?, round, ..Sample::default() });
         report.samples(Label::of(name, test), unit, (0..).zip(&runs).filter_map(sample).collect());
@@ -172,7 +180,7 @@ fn measure(report: &mut Report, config: &Config, test: Test) -> Result<(), Error
     Ok(())
 }
 
-/// As many rounds as there is time for, and one at least.
+/// Repeats rounds for the given time, at least one.
 fn once(report: &mut Report, config: &Config, test: Test, guest: &Guest) -> Result<Measured, Error> {
     let (mut rounds, mut sum) = (0u64, Round::default());
     let start = Instant::now();
@@ -197,14 +205,14 @@ fn once(report: &mut Report, config: &Config, test: Test, guest: &Guest) -> Resu
     })
 }
 
-/// What one round took.
+/// The results of one round.
 #[derive(Default)]
 struct Round {
     guest: f64,
     host: Duration,
     calls: u64,
     lost: u64,
-    /// Bytes.
+    /// Growth of the kernel's memory in bytes.
     kernel: i64,
 }
 
@@ -274,12 +282,12 @@ impl Test {
     }
 }
 
-/// An address beyond all RAM, as far aligned as `gpa`.
+/// An address above all RAM with the alignment of `gpa`.
 fn beyond(gpa: u64, bytes: u64) -> u64 {
     gpa + (bytes.next_power_of_two() << 1).max(8 << 30)
 }
 
-/// Pages of `slot` that do not hold what the guest wrote last: how many pages were left.
+/// The number of pages of `slot` that do not hold the guest's last write.
 fn lost(slot: &Slot) -> u64 {
     let words = &slot.mapping().words()[(slot.offset() / 8) as usize..];
     let pages = slot.pages();
@@ -302,7 +310,7 @@ fn alone(guest: &Guest, plan: Plan) -> Result<f64, Error> {
     finish(guest)
 }
 
-/// Gives memory back to the host, which takes KVM's mappings with it.
+/// Returns memory to the host, which also removes KVM's mappings.
 fn drop_range(guest: &Guest, offset: u64, len: u64) -> Result<(), Error> {
     let memory = &guest.vm.memory;
     let advice = match memory.config.backing {

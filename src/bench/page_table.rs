@@ -1,15 +1,19 @@
-//! `page-table`: what it costs KVM to make, to change and to rebuild the mappings of a region that all vCPUs share.
+//! `page-table`: the cost for KVM of creating, changing and rebuilding the mappings of a region
+//! that all vCPUs share.
 //!
-//! The stages of the KVM selftest kvm_page_table_test. The host has populated memory before, so that KVM's work is
-//! measured and not the host's first touch, unless the guest is to do that too, as in the selftest:
-//! *create* (one access to each page of the backing's size; even vCPUs write, odd ones read), *update* (with dirty
-//! logging on: small pages are written again; of each huge page the first 4 KiB are written, then its second half is
-//! read, so that a block becomes a table), and *adjust*, which was once called rebuild (logging off: every 4 KiB page is
-//! read, so that tables may become blocks again). *execute*, where it is asked for, comes before *update*: an instruction
-//! in each page is executed, which an Arm host has mapped to be written and not to be executed.
+//! The stages of the KVM selftest kvm_page_table_test. Memory is populated in advance, so that
+//! KVM's work is measured and not the host's first touch. Optionally the guest does the first
+//! touch, as in the selftest.
+//! - *create*: one access to each page of the backing's size. Even vCPUs write, odd ones read.
+//! - *execute* (optional): executes an instruction in each page. An Arm host has mapped it writable
+//!   and not executable.
+//! - *update*, with dirty logging: small pages are written again. The first 4 KiB of each huge page
+//!   are written and its second half is read, so a block becomes a table.
+//! - *adjust* (formerly rebuild), after logging: every 4 KiB page is read, so tables can become
+//!   blocks again.
 //!
-//! vCPUs that create the same mapping at once may each do work of which one's is enough. How often they meet is chance,
-//! unless their first touches are held until all of them wait for the same page: [`FirstTouch::Together`].
+//! vCPUs that create the same mapping at the same time may duplicate work. By default this is up to
+//! chance. [`FirstTouch::Together`] holds first touches until all vCPUs wait for the same page.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
@@ -33,37 +37,37 @@ use vellum_sys::diagnose::Field;
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, host_page};
 use vellum_sys::uffd::{BATCH, Mode, Uffd};
 
-/// What to measure.
+/// The parameters.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What all benchmarks have.
+    /// The common parameters.
     pub common: Common,
     /// The memory that all vCPUs share.
     pub region: Region,
-    /// When the host's memory is there.
+    /// When host memory is populated.
     pub first_touch: FirstTouch,
-    /// Once memory is logged, has an instruction in each page of the backing's size executed.
+    /// Whether to run the stage *execute* before *update*.
     pub execute: bool,
-    /// Where memory starts in the guest's physical address space.
+    /// The start of memory in the guest's physical address space.
     pub phys_offset: Option<u64>,
 }
 
-/// When the host's memory is there.
+/// When host memory is populated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FirstTouch {
     /// Before the guest runs.
     Before,
-    /// Once the guest touches it, in *create*.
+    /// When the guest touches it, in *create*.
     Guest,
-    /// In *create*, page by page, as soon as every vCPU waits for the page: userfaultfd tells who does.
+    /// In *create*, page by page, once every vCPU waits for the page, as reported by userfaultfd.
     Together,
 }
 
-/// Where in a page the instruction is that is executed: behind what is written.
+/// The offset of the instruction in a page, after the data that is written.
 const INSTRUCTION: u64 = 16;
 
-/// A row of the tables with which the arm64 stage-2 series was posted (v2, March 2021, Kunpeng 920): backing, bytes,
-/// vCPUs.
+/// The rows of the tables posted with the arm64 stage-2 series (v2, March 2021, Kunpeng 920):
+/// backing, bytes, vCPUs.
 const SEED: [(&str, Backing, u64, usize); 6] = [
     ("anonymous-1g-80", Backing::Anonymous, 1 << 30, 80),
     ("thp-20g-40", Backing::Thp, 20 << 30, 40),
@@ -73,12 +77,12 @@ const SEED: [(&str, Backing, u64, usize); 6] = [
     ("hugetlb-1g-20g-20", Backing::Hugetlb(1 << 30), 20 << 30, 20),
 ];
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(config: &Config) -> Result<Report, Error> {
     let Region { bytes, backing, vcpus } = config.region;
     config.region.check(backing.best_mapping())?;
     if config.first_touch == FirstTouch::Together && backing == Backing::Thp {
-        let why = "thp: its missing pages come as small ones; anonymous or hugetlb-2m would work";
+        let why = "thp: missing pages arrive as small ones; anonymous or hugetlb-2m would work";
         return Err(Error::Asked(Field::Backing, why.into()));
     }
     let mut report = config.common.report("page-table");
@@ -92,12 +96,14 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     Ok(report)
 }
 
-/// Measures every row of the seed's tables, scaled to this host, its 80 vCPUs to `most`; `config` gives what they do not.
+/// Measures every row of `SEED`, scaled to this host, with at most `most` vCPUs. `config` has the
+/// other parameters.
 pub fn run_seed(config: &Config, most: Option<usize>) -> Result<Report, Error> {
     let mut report = config.common.report("page-table");
     report.ask("preset", "seed");
     describe(&mut report, config);
-    // The largest row in a quarter of the available memory, by a power of two; two vCPUs a CPU where the seed had 80.
+    // Halves the sizes until the largest row fits into a quarter of the available memory. The rows
+    // with 80 vCPUs get two per CPU.
     let most = most.unwrap_or(2 * report.host.cpus as usize);
     let available = vellum_host::topology::memory().available;
     let mut shrink = 1;
@@ -120,10 +126,10 @@ pub fn run_seed(config: &Config, most: Option<usize>) -> Result<Report, Error> {
         let region = Region { bytes, backing, vcpus };
         let measured = measure(&mut report, &Config { region, ..config.clone() }, Some(label));
         match measured {
-            // What was measured before it stands.
+            // The rows measured before remain.
             Err(error) if error.interrupted().is_some() && !report.figures.is_empty() => {
                 report.cut_short =
-                    Some(format!("interrupted in {label}, which was not measured, nor what comes after it"));
+                    Some(format!("interrupted in {label}, which was not measured, nor were later rows"));
                 break;
             }
             measured => add(&mut report, Some(label), &measured?),
@@ -150,7 +156,8 @@ fn describe(report: &mut Report, config: &Config) {
     config.common.ask(report);
 }
 
-/// One round: the seconds of its stages, in their order, and the faults of vCPUs that were held to fault together.
+/// The results of one round: the duration of each stage in seconds, and the faults for which all
+/// vCPUs waited.
 struct Stages {
     create: f64,
     faults_together: Option<u64>,
@@ -162,7 +169,7 @@ struct Stages {
     adjust_exits: Option<u64>,
 }
 
-/// The figures of `rounds`, under `index` where they are a row of several.
+/// Adds the figures of `rounds`, with `index` for a row of several.
 fn add(report: &mut Report, index: Option<&str>, rounds: &[Stages]) {
     let mut put = |name: &str, unit: &str, of: fn(&Stages) -> Option<f64>| {
         let label = Label { name: name.into(), index: index.map(str::to_owned) };
@@ -224,7 +231,7 @@ fn run_round(
         let slots = guest.vm.memory.slots().iter();
         let mut pages = slots.flat_map(|slot| (slot.gpa()..slot.gpa() + slot.bytes()).step_by(page as usize));
         let write = |at| guest.vm.memory.guest.write_slice(&COME_BACK, GuestAddress(at + INSTRUCTION));
-        pages.try_for_each(write).expect("its own slots");
+        pages.try_for_each(write).expect("valid slots");
     }
     let counted = Counted::start(&guest, report);
     let creates = || stage(&guest, |vcpu| Plan::every(page, bytes, vcpu % 2 == 0));
@@ -256,13 +263,13 @@ fn run_round(
         },
     })?;
     let disable = logging(&guest, 0)?;
-    // More than one a page of the backing's size, where vCPUs meet mappings that others are about to rebuild; and what the host
-    // interrupts is an exit too.
+    // More exits than one per page of the backing's size mean that vCPUs met mappings under
+    // rebuild. Host interrupts also count as exits.
     let exits = || counted.now().get("exits").copied();
     let before = exits();
     let adjust = stage(&guest, |_| Plan::every(PAGE_SIZE, bytes, false))?;
     let adjust_exits = before.and_then(|before| Some(exits()?.saturating_sub(before)));
-    // One round's counters stand for all.
+    // The first round's counters represent all.
     if first {
         let now = counted.now();
         counted.finish(report, &now, index);
@@ -270,7 +277,7 @@ fn run_round(
     Ok(Stages { create, faults_together, enable, execute, update, disable, adjust, adjust_exits })
 }
 
-/// Has every vCPU follow its plan, and returns how long that took until the last was done.
+/// Runs every vCPU through its plan. Returns the time until the last was done.
 fn stage(guest: &Guest, plan: impl Fn(usize) -> Plan) -> Result<f64, Error> {
     (0..guest.vcpus.len()).for_each(|vcpu| plan(vcpu).program(guest, vcpu));
     let start = Instant::now();
@@ -279,8 +286,8 @@ fn stage(guest: &Guest, plan: impl Fn(usize) -> Plan) -> Result<f64, Error> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// Has `creates` done while each page that is missing comes once every vCPU waits for it. Returns what it returned, and the
-/// faults that were answered.
+/// Runs `creates` while each missing page arrives only when every vCPU waits for it. Returns its
+/// result and the number of faults handled.
 fn held_until_all_wait(
     uffd: &Uffd,
     guest: &Guest,
@@ -291,7 +298,7 @@ fn held_until_all_wait(
     thread::scope(|scope| {
         let answers = scope.spawn(|| {
             let answered = answer_all(uffd, &guest.vm.memory.mapping, page, guest.vcpus.len(), &quit);
-            // A handler that fails leaves vCPUs waiting for ever: nothing sensible is left to be done.
+            // If the handler fails, vCPUs wait forever, so the process exits.
             answered.unwrap_or_else(|error| {
                 eprintln!("vellum: userfaultfd handler: {error}");
                 std::process::exit(1);
@@ -299,16 +306,17 @@ fn held_until_all_wait(
         });
         let created = creates();
         if created.is_err() {
-            // A vCPU that waits for others which have stopped would not leave KVM_RUN.
+            // A vCPU that waits for others that have stopped would not leave KVM_RUN.
             let _ = uffd.unregister(&guest.vm.memory.mapping, 0, guest.vm.memory.mapping.len());
         }
         quit.write(1).map_err(|e| Error::Host("eventfd", e))?;
-        let faults = answers.join().expect("the answering thread does not panic");
+        let faults = answers.join().expect("the handler does not panic");
         Ok((created?, faults))
     })
 }
 
-/// Fills each page of `mapping` once `vcpus` threads wait for it, until `quit`; returns how many waits ended by that.
+/// Fills each page of `mapping` once `vcpus` threads wait for it, until `quit`. Returns the number
+/// of faults resolved.
 fn answer_all(uffd: &Uffd, mapping: &Mapping, page: u64, vcpus: usize, quit: &EventFd) -> io::Result<u64> {
     let zeroes = vec![0; page as usize];
     let base = mapping.as_ptr() as u64;
@@ -331,7 +339,7 @@ fn answer_all(uffd: &Uffd, mapping: &Mapping, page: u64, vcpus: usize, quit: &Ev
     Ok(answered)
 }
 
-/// Switches dirty logging of RAM's memslots, and returns how long that took.
+/// Sets the logging flags of RAM's memslots. Returns how long that took.
 fn logging(guest: &Guest, flags: u32) -> Result<f64, Error> {
     let start = Instant::now();
     guest.vm.memory.slots().iter().try_for_each(|slot| guest.vm.memslots().set(slot, flags))?;

@@ -1,4 +1,4 @@
-//! The memory of a benchmark: whether this host has as much, where it starts, and how it is had.
+//! The memory of a benchmark: checks against the host, and allocation.
 
 use std::ops::Range;
 
@@ -11,19 +11,19 @@ use vellum_kvm::vm;
 use vellum_sys::diagnose::Field;
 use vellum_sys::signal;
 
-/// Memory, and how many vCPUs go over it.
+/// Memory and the vCPUs that access it.
 #[derive(Clone, Copy, Debug)]
 pub struct Region {
-    /// Bytes: of each vCPU's part, unless the benchmark says otherwise.
+    /// Its size in bytes, per vCPU unless the benchmark says otherwise.
     pub bytes: u64,
-    /// What backs them.
+    /// Its backing.
     pub backing: Backing,
-    /// vCPUs.
+    /// The number of vCPUs.
     pub vcpus: usize,
 }
 
 impl Region {
-    /// Refuses bytes that are no multiple of `page`.
+    /// Checks that the size is a multiple of `page`.
     pub(super) fn check(&self, page: u64) -> Result<(), Error> {
         if self.bytes > 0 && self.bytes.is_multiple_of(page) {
             return Ok(());
@@ -31,16 +31,16 @@ impl Region {
         let [bytes, page, next] =
             [self.bytes, page, self.bytes.max(1).next_multiple_of(page)].map(short_size);
         let why =
-            format!("{bytes} is no multiple of the {page} pages of {}; {next} would work", self.backing);
+            format!("{bytes} is not a multiple of the {page} pages of {}; {next} would work", self.backing);
         Err(Error::Asked(Field::Memory, why))
     }
 
-    /// Bytes in all, where each vCPU has a part of its own, or all share one.
+    /// The total size: one part per vCPU, or one part that all share.
     pub fn total(&self, shared: bool) -> u64 {
         self.bytes.saturating_mul(if shared { 1 } else { self.vcpus as u64 })
     }
 
-    /// The same, if this host has as much, and as many vCPUs.
+    /// The total size, if this host has that much memory and supports that many vCPUs.
     pub(super) fn affordable(&self, shared: bool) -> Result<u64, Error> {
         let most = vm::open()?.get_max_vcpus();
         if self.vcpus > most {
@@ -53,7 +53,7 @@ impl Region {
     }
 }
 
-/// Refuses an address at which RAM cannot start.
+/// Checks that RAM can start at an address.
 pub(super) fn check_offset(offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> {
     let align = backing.best_mapping().max(2 << 20);
     let end = offset.saturating_add(bytes);
@@ -73,12 +73,12 @@ pub(super) fn check_offset(offset: u64, bytes: u64, backing: Backing) -> Result<
     Err(Error::Asked(Field::GuestAddress, why))
 }
 
-/// Has RAM start at `offset` in the guest's physical address space, where that was asked for.
+/// Moves the start of RAM to `offset` in the guest's physical address space, if given.
 pub(super) fn place(memory: &mut Memory, offset: Option<u64>) -> Result<(), Error> {
     Ok(offset.map_or(Ok(()), |offset| memory.start_at(offset))?)
 }
 
-/// Memory that the host has populated already, so that no first touch of its own is among the figures.
+/// Memory that is already populated, so that no figure includes the host's first touch.
 pub(super) fn populated(config: MemoryConfig) -> Result<Memory, Error> {
     let memory = Memory::map(layout::RAM, MemoryConfig { prealloc: true, ..config })?;
     if !memory.populate(|_| !signal::is_pending())?
@@ -89,24 +89,24 @@ pub(super) fn populated(config: MemoryConfig) -> Result<Memory, Error> {
     Ok(memory)
 }
 
-/// Refuses what a machine or this host cannot have, before anything is mapped.
+/// Checks the size against the limits of machines and of this host before anything is mapped.
 pub(super) fn check_memory(bytes: u64, backing: Backing) -> Result<(), Error> {
     let asked = |why: String| Err(Error::Asked(Field::Memory, why));
     if bytes < memory::MIN_SIZE {
         let [all, least] = [bytes, memory::MIN_SIZE].map(short_size);
-        return asked(format!("{all} in all, and a machine has {least} at least"));
+        return asked(format!("{all} in all; a machine needs at least {least}"));
     }
     if let Backing::Hugetlb(page) | Backing::SharedHugetlb(page) = backing {
         return hugepages::check(page, bytes)
             .map_err(|shortage| Error::Asked(Field::Backing, format!("{backing}: {shortage}")));
     }
     let available = topology::memory().available;
-    // Page tables, KVM's and ours, are some hundredths of it.
+    // Page tables of KVM and the host take a few hundredths.
     let bytes = bytes.saturating_add(bytes / 64);
     if available > 0 && bytes > available {
         let [needed, available] = [bytes.next_multiple_of(1 << 20), available >> 20 << 20].map(short_size);
         return asked(format!(
-            "this needs {needed} of memory and {available} is available: ask for fewer vCPUs or less for each"
+            "this needs {needed} of memory, but {available} is available: use fewer vCPUs or less memory per vCPU"
         ));
     }
     Ok(())

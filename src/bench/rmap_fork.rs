@@ -1,14 +1,18 @@
-//! `rmap-fork`: N page tables over the same frames, as N children of `fork` have them.
+//! `rmap-fork`: N page tables that map the same frames, like those of N children of `fork`.
 //!
-//! Where KVM shadows guest tables, each frame's reverse map then holds N entries, and adding to, walking and removing
-//! from such chains is what the figures are made of. A round has four phases, timed by the guest itself: *build* (the
-//! guest writes its tables), *touch* (it loads each table and writes to every frame through it: N x pages entries are
-//! added), *clear* (it empties each table's last level and flushes: as many are removed; the order decides where in
-//! their chains they are found) and *free* (the tables' pages are zeroed). Each round has a machine of its own: tables
-//! on pages that were tables before cost KVM more.
+//! If KVM shadows guest page tables, each frame's reverse map has N entries. The figures measure
+//! adding to, walking and removing from such chains. A round has four phases, timed by the guest:
+//! - *build*: the guest writes its tables.
+//! - *touch*: it loads each table and writes to every frame through it. This adds N x pages
+//!   entries.
+//! - *clear*: it clears each table's last level and flushes. This removes as many entries. The
+//!   order decides where in their chains they are.
+//! - *free*: it zeroes the pages of the tables.
 //!
-//! Asked for chain lengths instead, it lets the chains of one machine grow to each length in turn, and times one
-//! table only: the one whose entries are the last of such chains, and one whose entries leave them.
+//! Each round has its own machine, because pages that were tables before cost KVM more.
+//!
+//! With chain lengths instead, the chains of one machine grow to each length in turn. Only one
+//! table is timed: one whose entries are added to such chains, and one whose entries are removed.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -22,41 +26,42 @@ use vellum_guests::tables::{self, Command, Visit};
 use vellum_kvm::vm::cr3_cache;
 use vellum_report::{Label, Premise, Report, Sample};
 
-/// Step to measure.
+/// The parameters.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Step all benchmarks have.
+    /// The common parameters.
     pub common: Common,
-    /// Step is asked for.
+    /// The form of the benchmark.
     pub what: Step,
-    /// KVM's budget of shadow pages; `None` for enough.
+    /// KVM's limit on shadow pages. `None` means enough.
     pub mmu_pages: Option<u64>,
-    /// Frames that each table maps.
+    /// The number of frames that each table maps.
     pub pages: u64,
 }
 
 /// The two forms of the benchmark.
 #[derive(Clone, Debug)]
 pub enum Step {
-    /// Numbers of tables, and the orders in which they are dropped.
+    /// Numbers of tables, and the orders of removal.
     Tables(Vec<u64>, Vec<DropOrder>),
-    /// Lengths of chains, ascending.
+    /// Chain lengths, ascending.
     Lengths(Vec<u64>),
 }
 
-/// The order in which tables are dropped, by when they were touched; of one table, its place in that order.
+/// The order in which tables are removed, relative to when they were touched. For one table: its
+/// place in that order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DropOrder {
-    /// As they were touched.
+    /// Oldest first.
     Oldest,
-    /// The other way round.
+    /// Newest first.
     Newest,
     /// From all over.
     Any,
 }
 
 impl DropOrder {
-    /// The names as typed.
+    /// The names on the command line.
     pub const NAMES: [(&str, Self); 3] =
         [("oldest", Self::Oldest), ("newest", Self::Newest), ("any", Self::Any)];
 
@@ -73,7 +78,7 @@ impl DropOrder {
     }
 }
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(config: &Config) -> Result<Report, Error> {
     let mut report = config.common.report("rmap-fork");
     match &config.what {
@@ -117,7 +122,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     Ok(report)
 }
 
-/// One machine of the first form: a number of tables, dropped in one order.
+/// One machine of the first form: a number of tables and an order of removal.
 #[derive(Clone, Copy)]
 struct Part {
     tables: u64,
@@ -131,7 +136,7 @@ impl Display for Part {
     }
 }
 
-/// The seconds of its phases.
+/// The durations of the phases in seconds.
 struct Phases {
     build: f64,
     touch: f64,
@@ -145,7 +150,7 @@ impl Phases {
     }
 }
 
-/// Each number of tables: built, touched, dropped in each order.
+/// For each number of tables and each order: build, touch, clear, free.
 fn whole(
     report: &mut Report,
     config: &Config,
@@ -170,7 +175,7 @@ fn whole(
         tables::visit(&guest, part.drop.visit(count));
         let clear = tables::perform(&guest, Command::Clear)?;
         let free = tables::perform(&guest, Command::Free)?;
-        // A fault may map the seven neighbours too (PTE_PREFETCH_NUM, arch/x86/kvm/mmu/mmu.c).
+        // A fault may also map the seven neighbours (PTE_PREFETCH_NUM, arch/x86/kvm/mmu/mmu.c).
         let mapped = count * config.pages.div_ceil(8);
         let first = part.drop == drops[0] && part.round.is_first();
         let now = counted.now();
@@ -181,7 +186,8 @@ fn whole(
     Ok(rounds)
 }
 
-/// The figures of one number of tables. Step comes before the order in which they are dropped has a sample of every machine.
+/// Adds the figures for one number of tables. Phases before the removal have a sample of every
+/// machine, whatever its order.
 fn add_whole(
     report: &mut Report,
     config: &Config,
@@ -222,8 +228,8 @@ fn add_whole(
     }
 }
 
-/// Step chains of one length cost, in nanoseconds an entry. An entry leaves the newest end first, which leaves no gap; then the
-/// oldest, then the middle.
+/// The cost per entry of chains of one length, in nanoseconds. The newest entry is removed first,
+/// because that leaves no gap, then the oldest, then the middle.
 struct Chain {
     add: f64,
     remove_newest: f64,
@@ -231,7 +237,7 @@ struct Chain {
     remove_middle: f64,
 }
 
-/// Chains that grow from length to length, a round each.
+/// Measures chains that grow from length to length, in one round.
 fn chains(
     report: &mut Report,
     config: &Config,
@@ -249,7 +255,7 @@ fn chains(
             tables::perform(&guest, command).map(|seconds| seconds * 1e9 / config.pages as f64)
         };
         on(Visit::all(count), Command::Build)?;
-        // The tables whose entries the chains hold, oldest first; those from `fresh` on were never touched.
+        // The tables in the chains, oldest first. Those from `fresh` on were never touched.
         let mut chain = VecDeque::new();
         let mut fresh = 0;
         let mut measured = Vec::new();
@@ -260,7 +266,7 @@ fn chains(
                 chain.extend(fresh..fresh + grow);
                 fresh += grow;
             }
-            // Adds one entry, and takes away the one at `place` of the chain that then has it.
+            // Adds one entry and removes the one at `place` of the chain.
             let mut both = |place: fn(usize) -> usize| -> Result<(f64, f64), Error> {
                 let added = on(Visit::some(fresh, 1), Command::Touch)?;
                 chain.push_back(fresh);
@@ -268,7 +274,7 @@ fn chains(
                 let leaves = chain.remove(place(chain.len())).unwrap_or_default();
                 Ok((added, on(Visit::some(leaves, 1), Command::Clear)?))
             };
-            // The later ones may fill a gap that a removal left, so that the first alone says what adding costs.
+            // Later additions may fill a gap left by a removal, so only the first measures adding.
             let (add, remove_newest) = both(|length| length - 1)?;
             let (_, remove_oldest) = both(|_| 0)?;
             let (_, remove_middle) = both(|length| length / 2)?;
@@ -283,13 +289,14 @@ fn chains(
     Ok(rounds)
 }
 
-/// Every frame must hold what the last table wrote to it: then all tables led to the same frames.
+/// Checks that every frame holds what the last table wrote to it, so all tables map the same
+/// frames.
 fn check(report: &mut Report, guest: &Guest, pages: u64, part: &Part) {
     let words = guest.vm.memory.mapping.words();
     let wrong =
         (0..pages as usize).filter(|page| words[page * 512].load(Ordering::Relaxed) != 1).count() as u64;
     if wrong > 0 {
-        let example = Some("the last table leads elsewhere than the others".to_owned());
+        let example = Some("the last table maps other frames".to_owned());
         report.fail(Some(part.to_string()), Premise::WrongContents { wrong, of: pages, example });
     }
 }

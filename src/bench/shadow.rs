@@ -1,5 +1,5 @@
-//! What the benchmarks of shadow paging share: N guest page tables at CPL 0, KVM's budget of shadow pages for them, and
-//! the premises without which their figures mean nothing.
+//! Shared by the benchmarks of shadow paging: N guest page tables at CPL 0, KVM's limit on shadow
+//! pages, and the premises of their figures.
 
 use std::fmt::Display;
 
@@ -17,16 +17,16 @@ use vellum_kvm::vm::cr3_cache;
 use vellum_report::{Premise, Report};
 use vellum_sys as sys;
 
-/// Page tables of a guest.
+/// The page tables of a guest.
 #[derive(Clone, Debug)]
 pub struct Tables {
-    /// How many, a machine each.
+    /// The numbers of tables, with a machine for each.
     pub counts: Vec<u64>,
-    /// KVM's budget of shadow pages; `None` for enough.
+    /// KVM's limit on shadow pages. `None` means enough.
     pub mmu_pages: Option<u64>,
 }
 
-/// One round with so many tables: a part of the measurement.
+/// One round with a number of tables: a part of the measurement.
 #[derive(Clone, Copy)]
 pub(super) struct Part {
     pub(super) tables: u64,
@@ -40,14 +40,14 @@ impl Display for Part {
 }
 
 impl Tables {
-    /// Every round of each number, one number after the other, for [`Common::each`].
+    /// All rounds of each number in turn, for [`Common::each`].
     pub(super) fn parts(&self, common: &Common) -> Vec<Part> {
         let rounds = common.rounds();
         let of = |&tables: &u64| rounds.iter().map(move |&round| Part { tables, round }).collect::<Vec<_>>();
         self.counts.iter().flat_map(of).collect()
     }
 
-    /// The part of what was asked for that concerns them.
+    /// Records their parameters.
     pub(super) fn ask(&self, report: &mut Report) {
         report.ask("tables", self.counts.clone());
         report.ask("mmu_pages", self.counts.iter().map(|&count| self.budget(count)).collect::<Vec<_>>());
@@ -57,8 +57,8 @@ impl Tables {
         self.mmu_pages.unwrap_or_else(|| tables::shadow_pages(count))
     }
 
-    /// A machine of one vCPU with room for `count` tables; `page` is the page size of those that it starts with, and `cr3_cache` whether
-    /// it may load CR3 without an exit.
+    /// A machine with one vCPU and room for `count` tables. `page` is the page size of its initial
+    /// tables. `cr3_cache` lets it load CR3 without an exit.
     pub(super) fn guest(
         &self,
         common: &Common,
@@ -77,8 +77,8 @@ impl Tables {
         Ok(guest)
     }
 
-    /// Holds a finished round to its premises; the counters of the `first` one of a kind go into the result. `of` is how many tables it
-    /// had, and what else tells it from rounds of another kind.
+    /// Checks the premises of a finished round. Adds the counters of the `first` round of a kind to
+    /// the result. `of` describes the kind: the number of tables and anything else.
     pub(super) fn finish(
         &self,
         report: &mut Report,
@@ -105,14 +105,14 @@ impl Tables {
 
 fn not_shadowed(paging: Paging) -> Premise {
     let paging = match paging {
-        Paging::Unknown => "means that are not known".to_owned(),
+        Paging::Unknown => "an unknown kind of paging".to_owned(),
         other => format!("{other:?}").to_uppercase(),
     };
     Premise::NotShadowed { paging }
 }
 
-/// What else did not hold of what measures shadow paging: the guest's code is not emulated in software (`mapped`: at least so
-/// many faults installed a mapping), and no shadow page was recycled meanwhile.
+/// The other premises of shadow paging: the guest's code is not emulated in software (at least
+/// `mapped` faults installed a mapping), and no shadow page was recycled.
 fn premises(counted: &Counted, now: &Snapshot, mapped: u64) -> Vec<Premise> {
     let no_counter =
         |counter: &str, shows: &str| Premise::NoCounter { counter: counter.into(), shows: shows.into() };

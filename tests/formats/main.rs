@@ -227,10 +227,10 @@ fn is_not_ok(words: &str, directive: &str, why: &str, kselftest: i32) -> Result<
 #[trial(kvm())]
 fn a_test_whose_time_was_over_first_is_not_ok() -> Result<(), Failed> {
     let words = "test dirty-log --duration 1ms -b 8m -s anonymous --tracker bitmap --tracker manual-protect";
-    is_not_ok(words, "TIMEOUT", "the time was over before", 1)?;
+    is_not_ok(words, "TIMEOUT", "the time limit expired before", 1)?;
     // The test of the test has tested nothing where nothing was taken out.
     let words = "test dirty-log --duration 1ms -b 8m -s anonymous --tracker bitmap --inject lose=1000000";
-    is_not_ok(words, "TIMEOUT", "before 1000000 bits were taken out with bitmap", 1)
+    is_not_ok(words, "TIMEOUT", "before 1000000 bits were removed with bitmap", 1)
 }
 
 fn no_huge_pages() -> Need {

@@ -1,5 +1,5 @@
-//! Collecting without regard to the guest, which runs through: what it gets done meanwhile is sampled, and shown over time
-//! with the collections marked.
+//! The continuous schedule: the guest runs while the log is collected. Its progress is sampled and
+//! plotted over time with the collections.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -12,14 +12,14 @@ use vellum_guests::control::Control;
 use vellum_report::{Mark, Series};
 use vellum_sys::signal;
 
-/// As many marks are made in the pictures at most; collections that follow closer share one.
+/// The most marks in a plot. Collections that are closer share a mark.
 const MARKS: f64 = 1000.0;
 
-/// How often the guest's progress is sampled.
+/// The sampling interval of the guest's progress.
 const SAMPLING: Duration = Duration::from_millis(20);
 
 impl Run<'_> {
-    /// The guest runs through; the collections come as fast as they can.
+    /// Collects as fast as possible while the guest runs.
     pub(super) fn continuous(&mut self, duration: Duration) -> Result<Round, Error> {
         self.write.lockstep = false;
         self.guest.program(&self.write)?;
@@ -48,7 +48,7 @@ impl Run<'_> {
         Ok(self.measured(logged.enable, Some(logged.disable), Schedule::Continuous(logged.measured)))
     }
 
-    /// Before, while and after the log is on: what the guest gets done, and what each of its writes takes.
+    /// Measures the guest's progress and write latencies before, during and after logging.
     fn phases(&mut self, duration: Duration, around: Duration) -> Result<Logged, Error> {
         let leave_alone = |_: &mut Self| {
             let start = Instant::now();
@@ -63,13 +63,13 @@ impl Run<'_> {
         if signal::take().is_some() {
             let end = self.clock.elapsed().as_secs_f64();
             self.report.cut_short =
-                Some(format!("interrupted after {end:.1} s: phases are shorter than asked for"));
+                Some(format!("interrupted after {end:.1} s: phases are shorter than requested"));
         }
         logged.measured = Continuous { before, during, after, ..logged.measured };
         Ok(logged)
     }
 
-    /// What `act` returns, and the pages that the guest got done in a second meanwhile.
+    /// Runs `act`. Returns its result and the guest's pages per second meanwhile.
     fn phase<T>(
         &mut self,
         phase: Phase,
@@ -83,7 +83,7 @@ impl Run<'_> {
         Ok((result, rate))
     }
 
-    /// Logs for as long as asked, one collection after the other.
+    /// Collects again and again for `duration`.
     fn collections(&mut self, duration: Duration) -> Result<Logged, Error> {
         let start = Instant::now();
         self.tracker.enable(true)?;
@@ -114,14 +114,14 @@ impl Run<'_> {
     }
 }
 
-/// The time in which the log was on.
+/// The results while logging.
 struct Logged {
     enable: f64,
     disable: f64,
     measured: Continuous,
 }
 
-/// What each vCPU got done, over time, until `stop`.
+/// Samples each vCPU's progress over time until `stop`.
 fn sample(controls: &[&Control], clock: Instant, stop: &AtomicBool) -> Vec<Series> {
     let done = || controls.iter().map(|control| control.done.load(Ordering::Relaxed));
     let mut series: Vec<Series> = (0..controls.len())

@@ -1,9 +1,9 @@
-//! The question under which KVM came to write-protect huge pages lazily, as one table: where the cost of a dirty log goes on
-//! 4 KiB, transparent huge and reserved huge pages, when everything is protected at once (manual protection) and when
-//! all pages are dirty at first (initially-all-set).
+//! Compares in one table where the cost of a dirty log goes, on 4 KiB, transparent huge and
+//! reserved huge pages: if everything is write-protected at once (manual protection), and if all
+//! pages start dirty (initially-all-set). This question led KVM to write-protect huge pages lazily.
 //!
-//! Each column is a machine of its own, measured as [`super`] does. Rows follow the log's life: what the guest pays is in
-//! the passes and their latencies, what the host pays is in between.
+//! Each column is its own machine, measured as [`super`] does. Rows follow the life of the log.
+//! Passes and their latencies are the guest's cost, the rows between are the host's.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ use vellum_kvm::dirty::Method;
 use vellum_kvm::memory::Backing;
 use vellum_report::{Failed, Figure, Histogram, Label, Report, Series};
 
-/// A column: memory and how it is logged.
+/// A column: the memory and the method.
 struct Column {
     name: &'static str,
     backing: Backing,
@@ -45,7 +45,7 @@ const COLUMNS: [Column; 6] = {
     ]
 };
 
-/// Measures every column; `config` gives what they do not.
+/// Measures all columns. `config` has the other parameters.
 pub fn run(config: &Config) -> Result<Report, Error> {
     let mut report = config.common.report("dirty-log");
     report.ask("preset", "lazy");
@@ -76,7 +76,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     Ok(report)
 }
 
-/// Adds what was measured of one column, with the samples of its rounds.
+/// Adds the results of one column with the samples of its rounds.
 fn add(report: &mut Report, column: &'static str, measured: Report, rounds: &[Round]) {
     figures(report, column, rounds);
     let of_column =
@@ -131,7 +131,7 @@ fn figures(report: &mut Report, column: &str, rounds: &[Round]) {
     put("progress during", "pages/s", &|r| Some(r.continuous()?.during));
     put("progress after", "pages/s", &|r| Some(r.continuous()?.after));
     put("collections", "", &|r| Some(r.continuous()?.collections as f64));
-    // The guest's speed in each pass, against that without a log.
+    // The guest's speed in each pass, relative to a pass without logging.
     for pass in 0..passes {
         put(&format!("speed {}", pass + 1), "%", &|r| {
             Some(100.0 * r.lockstep()?.before / r.pass(pass)?.write)

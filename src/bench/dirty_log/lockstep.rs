@@ -1,4 +1,5 @@
-//! The schedule of dirty_log_perf_test: the guest goes over its memory once, stops, the log is collected, and so on.
+//! The schedule of dirty_log_perf_test: the guest accesses its memory once and stops, the log is
+//! collected, and so on.
 
 use std::time::Instant;
 
@@ -8,7 +9,7 @@ use crate::Error;
 use vellum_report::Mark;
 
 impl Run<'_> {
-    /// dirty_log_perf_test's schedule.
+    /// Runs the schedule of dirty_log_perf_test.
     pub(super) fn lockstep(&mut self) -> Result<Round, Error> {
         let before = self.pass()?;
         self.end_phase(Some(Phase::Before));
@@ -18,10 +19,10 @@ impl Run<'_> {
         let mut passes = Vec::new();
         for iteration in 0..self.config.iterations {
             match self.iteration() {
-                // The guest is left in the middle of its pass; what it did before stands.
+                // The guest stops in the middle of its pass. Earlier passes remain.
                 Err(error) if iteration > 0 && error.interrupted().is_some() => {
                     self.report.cut_short = Some(format!(
-                        "interrupted in pass {iteration}: the figures are of those before, and nothing was measured after logging"
+                        "interrupted in pass {iteration}: the figures cover earlier passes, and nothing was measured after logging"
                     ));
                     break;
                 }
@@ -56,7 +57,7 @@ impl Run<'_> {
         Ok(self.measured(enable, Some(disable), schedule))
     }
 
-    /// A pass while the log is on, and its collection.
+    /// One pass while logging, and its collection.
     fn iteration(&mut self) -> Result<Pass, Error> {
         let began = self.clock.elapsed().as_secs_f64();
         let write = self.pass()?;

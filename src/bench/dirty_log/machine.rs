@@ -1,5 +1,5 @@
-//! A round's machine: built, populated, and what both schedules do with it: a pass, a collection, a phase of latencies, the
-//! mappings that KVM has.
+//! A round's machine, and the steps of both schedules: a pass, a collection, a latency phase,
+//! counting KVM's mappings.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -17,20 +17,20 @@ use vellum_kvm::memory::{Memory, MemoryConfig};
 use vellum_kvm::vm::counters::Snapshot;
 use vellum_report::{Histogram, Label, Premise, Report};
 
-/// One round on a machine of its own.
+/// One round on its own machine.
 pub(super) struct Run<'a> {
     pub(super) config: &'a Config,
     pub(super) report: &'a mut Report,
-    // Before the guest, to whose vCPUs its rings belong.
+    // Must drop before the guest, whose vCPUs own its rings.
     pub(super) tracker: Box<dyn DirtyTracker>,
     pub(super) guest: Guest,
     pub(super) counted: Counted,
     pub(super) end: Snapshot,
     pub(super) clock: Instant,
     pub(super) write: WriteConfig,
-    /// The latency histograms' sum when the current phase began.
+    /// The sum of the latency histograms at the start of the current phase.
     pub(super) buckets: Vec<u64>,
-    /// Seconds of the first pass.
+    /// The duration of the first pass in seconds.
     pub(super) populate: f64,
     pub(super) mapped: [(When, Option<Mapped>); 3],
     pub(super) latencies: Vec<(Phase, Histogram)>,
@@ -91,7 +91,7 @@ impl<'a> Run<'a> {
         Ok(run)
     }
 
-    /// The first pass writes every page in turn, whatever is asked for later.
+    /// The first pass writes every page in order, whatever the parameters.
     fn populate(&mut self) -> Result<(), Error> {
         let all =
             WriteConfig { order: Order::Sequential, hot: None, write_percent: 100.0, ..self.write.clone() };
@@ -107,7 +107,7 @@ impl<'a> Run<'a> {
         let mapped = Mapped::read(&now).map(of_size);
         if let Some(mapped) = mapped.filter(|&mapped| huge > 4096 && mapped > 0 && mapped < possible) {
             self.report.note(format!(
-                "KVM mapped {mapped} of {possible} huge pages that memory could have had: where the others should be, the host found no free ones"
+                "KVM mapped {mapped} of {possible} possible huge pages: the host had no free ones for the others"
             ));
         }
         self.guest.program(&self.write)?;
@@ -115,13 +115,13 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// KVM's mappings by size, where this kernel counts them.
+    /// Counts KVM's mappings by size, if this kernel does.
     pub(super) fn count_mapped(&mut self, when: When, now: &Snapshot) {
         let place = self.mapped.iter_mut().find(|(of, _)| *of == when);
         place.into_iter().for_each(|(_, mapped)| *mapped = Mapped::read(now));
     }
 
-    /// One pass of all vCPUs, in seconds.
+    /// Runs one pass of all vCPUs. Returns the seconds.
     pub(super) fn pass(&mut self) -> Result<f64, Error> {
         let start = Instant::now();
         self.guest.resume();
@@ -129,7 +129,7 @@ impl<'a> Run<'a> {
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// Closes a phase of the guest's write latencies under its name, or forgets it.
+    /// Ends a latency phase. Stores its histogram under `phase`, or drops it.
     pub(super) fn end_phase(&mut self, phase: Option<Phase>) {
         let mut now = vec![0; BUCKETS];
         let mut slowest = 0;
@@ -147,7 +147,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// One collection: the seconds of its parts, and the pages found.
+    /// Collects the log once. Returns the durations and the pages found.
     pub(super) fn collect(&mut self) -> Result<(Parts, u64), Error> {
         let mut last = Instant::now();
         let mut lap = || {
@@ -162,12 +162,12 @@ impl<'a> Run<'a> {
         Ok((Parts { get, clear, scan: lap() }, pages))
     }
 
-    /// Waits for the end of a pass that was begun elsewhere.
+    /// Waits for the end of a pass that is already running.
     pub(super) fn finish_pass(&mut self) -> Result<(), Error> {
         Ok(self.guest.wait_all_rung()?)
     }
 
-    /// The mappings that are left; the counters' readings go into the result when the machine is gone.
+    /// Counts the remaining mappings. The counters go into the result after the machine is gone.
     pub(super) fn finish(&mut self) {
         let now = self.counted.now();
         self.count_mapped(When::After, &now);
@@ -177,7 +177,7 @@ impl<'a> Run<'a> {
         self.end = now;
     }
 
-    /// What was measured, with what the schedule measured.
+    /// The results of the round, with those of the schedule.
     pub(super) fn measured(&mut self, enable: f64, disable: Option<f64>, schedule: Schedule) -> Round {
         Round {
             populate: self.populate,
@@ -191,7 +191,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Counts what a collection found, run by run.
+/// The number of dirty pages in a collection.
 fn dirty_pages(logs: &[SlotLog]) -> u64 {
     logs.iter().flat_map(SlotLog::runs).map(|run| run.end - run.start).sum()
 }

@@ -1,62 +1,62 @@
-//! What one round of `dirty-log` measured, and the figures that rounds become.
+//! The results of one round of `dirty-log`, and the figures of all rounds.
 
 use crate::of_rounds;
 use vellum_guests::run::BUCKET_RESOLUTION;
 use vellum_kvm::vm::counters::Snapshot;
 use vellum_report::{Figure, Histogram, Label, Mark, Report, Series};
 
-/// One round, on a machine of its own.
+/// One round on its own machine.
 pub(super) struct Round {
-    /// Seconds of the first pass, which writes every page.
+    /// The duration of the first pass, which writes every page, in seconds.
     pub(super) populate: f64,
-    /// Seconds in which the log was switched on, and off, where it came to that.
+    /// How long enabling logging took, and disabling it if that was reached, in seconds.
     pub(super) enable: f64,
     pub(super) disable: Option<f64>,
     pub(super) schedule: Schedule,
-    /// KVM's mappings once memory is populated, before the log is switched off, and at the end.
+    /// KVM's mappings after populating, before disabling logging, and at the end.
     pub(super) mapped: [(When, Option<Mapped>); 3],
-    /// What each of the guest's writes took, phase by phase, where that was measured.
+    /// The guest's write latencies by phase, if measured.
     pub(super) latencies: Vec<(Phase, Histogram)>,
     pub(super) pictures: Pictures,
 }
 
-/// How it went on between.
+/// The results of the schedule.
 pub(super) enum Schedule {
     Lockstep(Lockstep),
     Continuous(Continuous),
 }
 
-/// The guest goes over memory, stops, and the log is collected.
+/// The guest accesses its memory and stops, then the log is collected.
 pub(super) struct Lockstep {
-    /// Seconds of a pass without a log.
+    /// The duration of a pass without logging, in seconds.
     pub(super) before: f64,
     pub(super) passes: Vec<Pass>,
-    /// Seconds of a pass when the log is off again, where it came to that.
+    /// The duration of a pass after logging, in seconds, if that was reached.
     pub(super) after: Option<f64>,
 }
 
-/// A pass while the log is on, and the collection that follows it.
+/// A pass while logging, and its collection.
 pub(super) struct Pass {
     pub(super) write: f64,
     pub(super) collected: Parts,
     pub(super) pages: u64,
 }
 
-/// The guest runs through.
+/// The guest runs while the log is collected.
 pub(super) struct Continuous {
-    /// Pages that all vCPUs get done in a second.
+    /// Pages per second of all vCPUs.
     pub(super) before: f64,
     pub(super) during: f64,
     pub(super) after: f64,
     pub(super) collections: u64,
-    /// Of all collections.
+    /// The sum of all collections.
     pub(super) total: Parts,
-    /// The longest of each.
+    /// The longest of each part.
     pub(super) longest: Parts,
     pub(super) pages: u64,
 }
 
-/// Seconds of a collection's parts; the scan is Vellum's own.
+/// The durations of a collection's parts in seconds. The scan is Vellum's own.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Parts {
     pub(super) get: f64,
@@ -101,14 +101,14 @@ pub(super) struct Mapped {
 }
 
 impl Mapped {
-    /// `None` where this kernel does not count them.
+    /// `None` if this kernel does not count them.
     pub(super) fn read(now: &Snapshot) -> Option<Self> {
         let count = |name| now.get(name).copied();
         Some(Self { small: count("pages_4k")?, large: count("pages_2m")?, huge: count("pages_1g")? })
     }
 }
 
-/// Parts of the log's life, as the guest sees it.
+/// Phases of the log's life, as seen by the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     Before,
@@ -130,14 +130,14 @@ impl Phase {
     }
 }
 
-/// What a page shows; that of the first round stands for all.
+/// The data for plots. The first round represents all.
 #[derive(Default)]
 pub(super) struct Pictures {
     pub(super) series: Vec<Series>,
     pub(super) marks: Vec<Mark>,
 }
 
-/// The quantiles of latencies that are figures.
+/// The quantiles of latencies that become figures.
 pub(crate) const QUANTILES: [(&str, f64); 3] = [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)];
 
 impl Round {
@@ -168,7 +168,7 @@ impl Round {
     }
 }
 
-/// Adds the figures of `rounds`, and the pictures of the first.
+/// Adds the figures of `rounds` and the plots of the first.
 pub(super) fn add(report: &mut Report, mut rounds: Vec<Round>) {
     figures(report, &rounds);
     if let Some(first) = rounds.first_mut() {
@@ -179,7 +179,8 @@ pub(super) fn add(report: &mut Report, mut rounds: Vec<Round>) {
     }
 }
 
-/// Of all passes or collections of a round: seconds in all, how many there were, and the longest where that is a figure.
+/// Over all passes or collections of a round: the total seconds, their number, and the longest if
+/// that is a figure.
 struct OverAll {
     total: f64,
     times: f64,

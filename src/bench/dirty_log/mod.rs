@@ -1,10 +1,10 @@
-//! `dirty-log`: what it costs to log a guest's writes, the host and the guest.
+//! `dirty-log`: the cost of dirty logging for the host and the guest.
 //!
-//! Two schedules. *Lockstep* is that of the kernel's dirty_log_perf_test, figure for figure: the guest goes over its
-//! memory once, stops, the log is collected, and so on. It times each step well and hides what matters to a
-//! guest. *Continuous* leaves the guest alone and collects as fast as it can; what the guest got done meanwhile is
-//! sampled, and shown over time with the collections marked. Both measure the write latency that the guest saw before,
-//! during and after logging.
+//! There are two schedules. *Lockstep* is that of the kernel's dirty_log_perf_test, with the same
+//! figures: the guest accesses its memory once and stops, the log is collected, and so on. It times
+//! each step well, but hides what matters to a running guest. *Continuous* lets the guest run and
+//! collects as fast as possible. It samples the guest's progress and plots it over time with the
+//! collections. Both measure the guest's write latency before, during and after logging.
 
 mod continuous;
 pub mod lazy;
@@ -28,46 +28,46 @@ use machine::Run;
 pub(super) use measured::QUANTILES;
 use measured::Round;
 
-/// What to measure.
+/// The parameters.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Passes over memory while the log is on (lockstep).
+    /// Passes over memory while logging (lockstep).
     pub iterations: u32,
-    /// Memory of each vCPU.
+    /// The memory of each vCPU.
     pub region: Region,
-    /// Percent of the accesses that write.
+    /// The percentage of accesses that write.
     pub write_percent: f64,
-    /// The order of the accesses, populating apart.
+    /// The order of accesses, except for populating.
     pub order: Order,
     /// The hot set of each vCPU.
     pub hot: Option<Hot>,
-    /// Whether all vCPUs work on all memory.
+    /// Whether all vCPUs access all memory.
     pub overlap: bool,
-    /// Into how many memslots memory is cut.
+    /// The number of memslots.
     pub slots: u32,
-    /// How the log is collected; `None` for the best that this host has, as the selftest does.
+    /// How to collect the log. `None` picks the host's best method, as the selftest does.
     pub method: Option<Method>,
-    /// Entries of a dirty ring.
+    /// The entries of a dirty ring.
     pub ring_entries: u32,
-    /// Pages that one clear covers; `None` for whole memslots.
+    /// The number of pages per clear. `None` means whole memslots.
     pub chunk: Option<u64>,
-    /// How many bytes of blocks KVM splits at a time as soon as they are logged; `None` for what it does by itself.
+    /// How many bytes of blocks KVM splits at a time when logging starts. `None` is KVM's default.
     pub eager_split: Option<u64>,
-    /// Whether vCPUs run while the log is switched off.
+    /// Whether vCPUs run while logging is disabled.
     pub run_while_disabling: bool,
     /// The seed of random orders.
     pub seed: u64,
-    /// Where memory starts in the guest's physical address space.
+    /// The start of memory in the guest's physical address space.
     pub phys_offset: Option<u64>,
-    /// How long to collect without regard to the guest; `None` for lockstep.
+    /// How long to collect continuously. `None` means lockstep.
     pub continuous: Option<Duration>,
-    /// Whether the time of each write is measured.
+    /// Whether to time each write.
     pub latency: bool,
-    /// What all benchmarks have.
+    /// The common parameters.
     pub common: Common,
 }
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(config: &Config) -> Result<Report, Error> {
     let mut report = config.common.report("dirty-log");
     let rounds = measure(&mut report, config)?;
@@ -79,13 +79,13 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     Ok(report)
 }
 
-/// Measures every round; what was asked, the counters and what is to be said besides go into `report`.
+/// Measures every round. Adds parameters, counters and notes to `report`.
 fn measure(report: &mut Report, config: &Config) -> Result<Vec<Round>, Error> {
     let kvm = vm::open()?;
     let probe = vellum_host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
     let method = match config.method {
         Some(method) => method,
-        // Those with the fewest side effects first, as dirty_log_perf_test chooses.
+        // In dirty_log_perf_test's order of preference: fewest side effects first.
         None => [Method::InitiallySet, Method::ManualProtect]
             .into_iter()
             .find(|method| method.check(&probe).is_ok())
@@ -104,7 +104,7 @@ fn measure(report: &mut Report, config: &Config) -> Result<Vec<Round>, Error> {
             Some(duration) => run.continuous(duration)?,
         };
         let Run { counted, end, .. } = run;
-        // One round's counters stand for all.
+        // The first round's counters represent all.
         if round.is_first() {
             counted.finish(report, &end, None);
         }
@@ -114,7 +114,7 @@ fn measure(report: &mut Report, config: &Config) -> Result<Vec<Round>, Error> {
     Ok(rounds)
 }
 
-/// Refuses what contradicts itself; returns the bytes of memory needed.
+/// Checks for contradictions. Returns the bytes of memory needed.
 fn check(config: &Config, method: Method) -> Result<u64, Error> {
     let Region { bytes, backing, vcpus } = config.region;
     let page = backing.page_size();
@@ -124,31 +124,31 @@ fn check(config: &Config, method: Method) -> Result<u64, Error> {
         let next = short_size(bytes.max(memory::MIN_SIZE).next_multiple_of(4096));
         return asked(
             Field::Memory,
-            format!("{bytes} is no multiple of 4096 from 8192 on; {next} would work"),
+            format!("{bytes} is not a multiple of 4096, at least 8192; {next} would work"),
         );
     }
     let mapping = backing.best_mapping();
     let [each, together, of_page, of_mapping] = [bytes, total, page, mapping].map(short_size);
     if !total.is_multiple_of(page) {
         let next = short_size(bytes.next_multiple_of(page));
-        let why = format!("no multiple of the {of_page} pages of {backing}; {next} would work");
-        return asked(Field::Memory, format!("{each}: {vcpus} vCPUs need {together} together, {why}"));
+        let why = format!("not a multiple of the {of_page} pages of {backing}; {next} would work");
+        return asked(Field::Memory, format!("{each}: {vcpus} vCPUs need {together} in all, {why}"));
     }
     let pages = total / mapping;
     if pages == 0 {
-        let why = format!("less than one of the {of_mapping} pages of {backing}; {of_mapping} would work");
+        let why = format!("less than one {of_mapping} page of {backing}; {of_mapping} would work");
         return asked(Field::Memory, format!("{each} is {why}"));
     }
     let slots = config.slots;
     if u64::from(slots) > pages || !pages.is_multiple_of(slots.into()) {
         let fits = (1..=u64::from(slots).min(pages)).rev().find(|slots| pages.is_multiple_of(*slots));
-        let why = format!("{together} in pages of {of_mapping} do not divide into so many memslots");
+        let why = format!("{together} in pages of {of_mapping} cannot be split into that many memslots");
         return asked(Field::Slots, format!("{slots}: {why}; {} would work", fits.unwrap_or(1)));
     }
     if let Some(chunk) = config.chunk.filter(|_| !method.is_manual()) {
         let why = match method {
             Method::Ring => "the ring is reset as a whole",
-            _ => "KVM_GET_DIRTY_LOG alone clears what it reads",
+            _ => "KVM_GET_DIRTY_LOG clears what it reads",
         };
         let instead = "so there is nothing to clear in chunks; the tracker manual-protect would work";
         return asked(Field::ClearChunk, format!("{chunk}: {why}, {instead}"));
@@ -158,8 +158,8 @@ fn check(config: &Config, method: Method) -> Result<u64, Error> {
     }
     let cpus = allowed_cpus().map_err(|e| Error::Host("sched_getaffinity", e))?;
     if config.continuous.is_some() && cpus.len() < 2 {
-        let why = "the guest and the collection would take turns on this process's only CPU, and nothing would be decoupled; \
-                   lockstep works, or allow a second CPU (taskset)";
+        let why = "the guest and the collection would alternate on this process's only CPU; \
+                   use lockstep, or allow a second CPU (taskset)";
         return asked(Field::Collect, format!("continuous: {why}"));
     }
     config.region.affordable(false)

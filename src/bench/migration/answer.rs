@@ -1,8 +1,9 @@
-//! What a fault on memory that follows its guest costs at least: a userfaultfd, a connection on which the page is asked for, and somebody at
-//! its other end who has it. Nothing else is asked, checked or remembered. Beside it a stream of pages comes in by another connection, as
-//! memory does that nobody waits for, at half of what that connection can carry.
+//! The minimal cost of a postcopy fault: a userfaultfd, a connection for the request, and a peer
+//! that has the page. Nothing else is requested, checked or stored. Meanwhile a stream of pages
+//! arrives on another connection, at half of that connection's bandwidth, like memory that nothing
+//! waits for.
 //!
-//! All of it is in this process, and its memory is as small as can be.
+//! All of it runs in this process with very little memory.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -17,26 +18,26 @@ use vellum_sys::mmap::{Mapping, Source, host_page};
 use vellum_sys::poll::Poll;
 use vellum_sys::uffd::{BATCH, Mode, Uffd};
 
-/// Pages that are waited for.
+/// The number of faults.
 const FAULTS: u64 = 2000;
-/// What comes in at once, and into how much memory, over and over again.
+/// The size of a block in the stream, and of the memory that it fills again and again.
 const BLOCK: usize = 128 << 10;
 const ROOM: u64 = 64 << 20;
 /// How long the connection is measured.
 const MEASURED: Duration = Duration::from_millis(300);
-/// What asks for a page is as long as a header of the wire.
+/// The length of a request: a header of the wire protocol.
 const ASKING: usize = vellum_migration::wire::HEADER;
 
-/// What was measured.
+/// The results.
 #[derive(Default)]
 pub(super) struct Answer {
-    /// Bytes a second that the connection carries, and that are put into memory.
+    /// Bytes per second that the connection carries into memory.
     pub speed: f64,
-    /// From when a fault is read until its page is there, in seconds, each.
+    /// The time from reading a fault until its page is in place, in seconds, for each fault.
     pub each: Vec<f64>,
 }
 
-/// A connection whose other end sends pages, no faster than a cap, until nobody wants them any more.
+/// A connection whose peer sends pages, at most at a given rate, until `over`.
 fn stream<'scope>(
     scope: &'scope Scope<'scope, '_>,
     cap: Option<u64>,
@@ -56,7 +57,8 @@ fn stream<'scope>(
     Ok(to)
 }
 
-/// Puts what comes into memory that has nothing there, until the other end is closed or `lasts` is over; how many bytes these were.
+/// Fills empty memory with incoming data until the peer closes the connection or `lasts` expires.
+/// Returns the number of bytes.
 fn take(mut from: UnixStream, lasts: Option<Duration>) -> io::Result<u64> {
     let (uffd, room) = (Uffd::new(Mode::Missing)?, Mapping::new(ROOM, host_page(), Source::Anonymous)?);
     uffd.register(&room, 0, ROOM, Mode::Missing)?;
@@ -75,7 +77,7 @@ fn take(mut from: UnixStream, lasts: Option<Duration>) -> io::Result<u64> {
     Ok(bytes)
 }
 
-/// What a connection carries when nothing else goes on.
+/// The bandwidth of an idle connection.
 fn speed() -> io::Result<f64> {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -87,7 +89,7 @@ fn speed() -> io::Result<f64> {
     })
 }
 
-/// Answers each fault on `memory` by asking at `link`; how long each took.
+/// Resolves each fault on `memory` with a request on `link`. Returns the durations.
 fn answers(uffd: &Uffd, memory: &Mapping, mut link: UnixStream) -> io::Result<Vec<f64>> {
     let (mut each, mut faults) = (Vec::with_capacity(FAULTS as usize), [(0, 0); BATCH]);
     let mut page = vec![0; host_page() as usize];
@@ -108,7 +110,7 @@ fn answers(uffd: &Uffd, memory: &Mapping, mut link: UnixStream) -> io::Result<Ve
     Ok(each)
 }
 
-/// Measures.
+/// Runs the measurement.
 pub(super) fn measure() -> io::Result<Answer> {
     let speed = speed()?;
     let over = AtomicBool::new(false);
@@ -129,7 +131,7 @@ pub(super) fn measure() -> io::Result<Answer> {
             touched.words().iter().step_by(words).for_each(|word| word.store(1, Ordering::Relaxed));
         });
         let each = answers(&uffd, &memory, link);
-        // Whoever still waits, where that has failed, goes on.
+        // If that failed, a thread may still wait for a page. This releases it.
         let freed = uffd.unregister(&memory, 0, memory.len());
         over.store(true, Ordering::Relaxed);
         freed.and(each)

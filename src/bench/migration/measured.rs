@@ -1,4 +1,4 @@
-//! What was measured, a value a round, and how it becomes figures and pictures.
+//! The results of a round, and how they become figures and plots.
 
 use super::answer::Answer;
 use crate::dirty_log::QUANTILES;
@@ -8,46 +8,47 @@ use vellum_guests::journal::PHASES;
 use vellum_guests::run::BUCKET_RESOLUTION;
 use vellum_report::{Figure, Histogram, Label, Mark, Premise, Report, Series};
 
-/// One move of a guest. Times are in seconds, progress in pages a second.
+/// One move of a guest. Times are in seconds, progress in pages per second.
 pub(super) struct Round {
-    /// From the guest's last write on the source to its first on the target, by its own clock; of several vCPUs, the longest.
+    /// From the guest's last write on the source to its first on the target, by its own clock. With
+    /// several vCPUs, the longest.
     pub(super) downtime: f64,
-    /// What the two machines say of it.
+    /// The downtime as reported by the two machines.
     pub(super) parts: Parts,
-    /// From the first word of the source until the guest runs on the target.
+    /// From the start on the source until the guest runs on the target.
     pub(super) total: f64,
     pub(super) passes: Vec<Pass>,
     pub(super) left: Left,
-    /// What the guest got done.
+    /// The guest's progress.
     pub(super) before: f64,
     pub(super) during: f64,
     pub(super) after: f64,
-    /// For how long the guest waited for its memory, where that followed it.
+    /// How long the guest waited for pages after postcopy.
     pub(super) waited: Option<Waited>,
-    /// What such a wait costs at least.
+    /// The minimal cost of such a wait.
     pub(super) bare: Answer,
     /// How dirty pages were collected.
     pub(super) tracker: String,
-    /// Pages that do not hold what the guest wrote, if there are any.
+    /// Pages that do not hold what the guest wrote, if any.
     pub(super) wrong: Option<Premise>,
     pub(super) latencies: Vec<Histogram>,
     pub(super) series: Vec<Series>,
     pub(super) marks: Vec<Mark>,
 }
 
-/// Downtime as the machines see it, step by step.
+/// The downtime as reported by the machines, step by step.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Parts {
-    /// Until all vCPUs stand still.
+    /// Until all vCPUs are paused.
     pub(super) pause: f64,
-    /// Their state and that of the devices.
+    /// Saving the state of vCPUs and devices.
     pub(super) save: f64,
-    /// The last pages: who has written what, and handing it to the kernel.
+    /// The last pages: collecting them and handing them to the kernel.
     pub(super) last_pass: f64,
-    /// The state, and until the target has taken all of it.
+    /// The state, until the target has received all of it.
     pub(super) transfer: f64,
     pub(super) restore: f64,
-    /// READY, COMMIT, and until the vCPUs have been let go.
+    /// READY, COMMIT, and starting the vCPUs.
     pub(super) resume: f64,
 }
 
@@ -73,24 +74,24 @@ impl Round {
         self.latencies.iter().find(|histogram| histogram.index.as_deref() == Some(phase))
     }
 
-    /// The median of what the barest answer took.
+    /// The median duration of the minimal answer.
     fn bare_fault(&self) -> Option<f64> {
         let mut each = self.bare.each.clone();
         each.sort_by(f64::total_cmp);
         each.get(each.len() / 2).copied()
     }
 
-    /// Bytes a second while pages were sent.
+    /// Bytes per second while pages were sent.
     fn bandwidth(&self) -> f64 {
         let time: u64 = self.passes.iter().map(|pass| pass.ended.saturating_sub(pass.began)).sum();
         self.left.bytes as f64 * 1e6 / time.max(1) as f64
     }
 }
 
-/// So many passes have figures of their own.
+/// The number of passes with figures of their own.
 const PASSES: usize = 12;
 
-/// Adds the figures of `rounds`, and the pictures of the first.
+/// Adds the figures of `rounds` and the plots of the first.
 pub(super) fn add(report: &mut Report, mut rounds: Vec<Round>) {
     figures(report, None, &rounds);
     let passes = rounds.iter().map(|round| round.passes.len()).max().unwrap_or(0).min(PASSES);
@@ -113,7 +114,7 @@ pub(super) fn add(report: &mut Report, mut rounds: Vec<Round>) {
     }
 }
 
-/// Adds those of one part of several, as a column of its own.
+/// Adds the figures of one part as a column.
 pub(super) fn add_column(report: &mut Report, column: &str, rounds: &[Round]) {
     figures(report, Some(column), rounds);
     let Some(first) = rounds.first() else { return };

@@ -1,16 +1,19 @@
-//! `migration`: what it costs to move a guest that writes, the guest and the host.
+//! `migration`: the cost of moving a guest that writes, for the guest and the host.
 //!
-//! Two processes of this program's, started as a user starts them: `vellum run` with the built-in guest, and `vellum receive`; a third,
-//! `vellum migrate`, is the client. The guest fills its memory as fast as it can, writes at the rate that was asked for, is left alone
-//! for a while, moves, is left alone again, and ends, upon which every page is checked. It keeps a journal
-//! ([`guests::journal`](vellum_guests::journal)), which moves with it: how long it stood still is what it says itself, by its own
-//! clock, from its last write here to its first there. What the two processes say of their parts stands beside it.
+//! It starts three processes of this program as a user would: `vellum run` with the built-in guest,
+//! `vellum receive`, and `vellum migrate` as the client. The guest fills its memory as fast as it
+//! can, then writes at the requested rate. It runs undisturbed for a while, moves, runs undisturbed
+//! again, and ends. Then every page is checked. The guest keeps a journal
+//! ([`guests::journal`](vellum_guests::journal)) that moves with it. The downtime comes from this
+//! journal: from its last write on the source to its first on the target, by its own clock. The
+//! figures of the two processes are listed with it.
 //!
-//! Where its memory follows the guest ([`Mode::Postcopy`]), the stream of it has half of what a connection carries, unless another cap was
-//! asked for; and what the guest waited for a page stands beside the barest answer to such a fault, beside such a stream, which is
-//! measured right before the guest moves.
+//! With postcopy ([`Mode::Postcopy`]) the page stream gets half of a connection's bandwidth, unless
+//! another cap is given. Right before the guest moves, the benchmark also measures the minimal
+//! answer to a fault beside such a stream, to compare with the guest's waits.
 //!
-//! `process` has the processes, `round` one move of a guest, `answer` that barest answer, `measured` what was measured and its figures.
+//! `process` has the processes, `round` moves a guest once, `answer` measures the minimal answer,
+//! `measured` has the results and figures.
 
 mod answer;
 mod measured;
@@ -31,61 +34,61 @@ use vellum_report::{Label, Report};
 use vellum_sys::affinity;
 use vellum_sys::uffd::{self, Uffd};
 
-/// What to measure.
+/// The parameters.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What all benchmarks have. Its CPUs are those that all processes may use.
+    /// The common parameters. All processes share its CPUs.
     pub common: Common,
-    /// Memory of each vCPU.
+    /// The memory of each vCPU.
     pub region: Region,
-    /// How dirty pages are collected; `None` for what a migration takes by itself.
+    /// How to collect dirty pages. `None` uses the migration's default.
     pub method: Option<Method>,
-    /// Entries of a dirty ring.
+    /// The entries of a dirty ring.
     pub ring_entries: u32,
-    /// Bytes of pages that all vCPUs together write in a second.
+    /// The rate at which all vCPUs together write pages.
     pub dirty_rate: Rate,
     /// The order of the writes.
     pub order: Order,
     /// The hot set of each vCPU.
     pub hot: Option<Hot>,
-    /// When memory goes.
+    /// When to transfer memory.
     pub mode: Mode,
-    /// Over how many connections pages go.
+    /// The number of connections for pages.
     pub connections: u32,
-    /// Bytes a second at most.
+    /// The bandwidth limit in bytes per second.
     pub bandwidth: Option<u64>,
-    /// How long the guest may stand still.
+    /// The longest pause of the guest.
     pub downtime: Duration,
-    /// After which time it moves however long it has to stand still.
+    /// After this time the guest moves, no matter how long it pauses.
     pub timeout: Duration,
-    /// How long the guest is left alone before it moves, and afterwards.
+    /// How long the guest runs undisturbed before and after the move.
     pub around: Duration,
-    /// What its processes are started with.
+    /// The command lines of the processes.
     pub lines: Lines,
 }
 
-/// Where the processes of a measurement find each other.
+/// The paths that the processes of a measurement share.
 #[derive(Clone, Debug)]
 pub struct Paths {
-    /// The socket at which the target waits.
+    /// The target's socket for the migration.
     pub listen: PathBuf,
     /// The file for the target's result.
     pub result: PathBuf,
 }
 
-/// The command lines of a measurement's processes: machines called `source` and `target`, and the client, who says as JSON lines what
-/// happens. How they are written is known where command lines are read.
+/// Build the command lines of the processes: machines named `source` and `target`, and the client,
+/// which prints events as JSON lines. The command line's own crate provides them.
 #[derive(Clone, Copy, Debug)]
 pub struct Lines {
-    /// The target's.
+    /// The target's command line.
     pub target: fn(&Config, &Paths) -> Vec<String>,
-    /// The source's, whose guest keeps a journal in slices of this length.
+    /// The source's. Its guest keeps a journal with slices of this length.
     pub source: fn(&Config, Duration) -> Vec<String>,
     /// The client's.
     pub client: fn(&Config, &Paths) -> Vec<String>,
 }
 
-/// Bytes of pages a second, or as many as the guest can.
+/// Bytes of pages per second. `None` is as fast as possible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rate(pub Option<u64>);
 
@@ -99,18 +102,18 @@ impl fmt::Display for Rate {
 }
 
 impl Config {
-    /// Distinct pages that each vCPU writes in a second.
+    /// Distinct pages per second that each vCPU writes.
     pub fn pages(&self) -> Option<u64> {
         let share = |bytes: u64| (bytes / vellum_sys::mmap::PAGE_SIZE / self.region.vcpus as u64).max(1);
         self.dirty_rate.0.map(share)
     }
 
-    /// Whether memory comes when the guest runs on the target.
+    /// Whether memory arrives after the guest runs on the target.
     pub fn follows(&self) -> bool {
         self.mode != Mode::Precopy
     }
 
-    /// Refuses what contradicts itself or this host.
+    /// Checks for contradictions and against this host.
     fn check(&self) -> Result<(), Error> {
         self.region.check(self.region.backing.best_mapping())?;
         if let Some(method) = self.method {
@@ -123,12 +126,10 @@ impl Config {
         }
         if self.follows() {
             Uffd::new(uffd::Mode::Missing).map_err(|error| {
-                Error::Lacking(format!(
-                    "memory that follows takes a userfaultfd, see `vellum doctor`: {error}"
-                ))
+                Error::Lacking(format!("postcopy needs a userfaultfd, see `vellum doctor`: {error}"))
             })?;
         }
-        // Both processes have all of it.
+        // Both processes have all of the memory.
         let both = Region { bytes: self.region.bytes.saturating_mul(2), ..self.region };
         both.affordable(false)?;
         if let Some(cpus) = &self.common.pins {
@@ -151,7 +152,7 @@ impl Config {
         }
         report.ask("mode", self.mode.name());
         report.ask("connections", self.connections);
-        let cap = if self.follows() { "half of what a connection carries" } else { "off" };
+        let cap = if self.follows() { "half of a connection's bandwidth" } else { "off" };
         report.ask("bandwidth", self.bandwidth.map_or(cap.into(), |bytes| serde_json::json!(bytes)));
         report.ask("downtime_limit_seconds", self.downtime.as_secs_f64());
         report.ask("timeout_seconds", self.timeout.as_secs_f64());
@@ -160,7 +161,7 @@ impl Config {
     }
 }
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(config: &Config) -> Result<Report, Error> {
     config.check()?;
     let mut report = config.common.report("migration");
@@ -178,10 +179,10 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     Ok(report)
 }
 
-/// The dirty rates of [`sweep`] in MiB/s, before the last, which is as fast as the guest can.
+/// The dirty rates of [`sweep`] in MiB/s. One more is as fast as possible.
 const RATES: [u64; 4] = [16, 64, 256, 1024];
 
-/// One round of one of them.
+/// One round at one dirty rate.
 struct Part {
     rate: Rate,
     round: super::Round,
@@ -193,7 +194,8 @@ impl fmt::Display for Part {
     }
 }
 
-/// Measures with one dirty rate after the other, up to as fast as the guest can, as one table: where moving a guest gets hard.
+/// Measures with rising dirty rates, up to as fast as possible. Builds one table that shows where
+/// moving a guest gets hard.
 pub fn sweep(config: &Config) -> Result<Report, Error> {
     config.check()?;
     let mut report = config.common.report("migration");

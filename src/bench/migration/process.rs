@@ -1,4 +1,4 @@
-//! Processes of this program's, which a measurement starts as a user does, and which do not outlive it.
+//! Processes of this program, started as a user would. They end with the measurement.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read};
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::Error;
 use vellum_sys::signal;
 
-/// Where the processes of one round have their sockets, results and last words; gone with it.
+/// The directory for the sockets, results and output of one round. Removed on drop.
 pub(super) struct Directory(PathBuf);
 
 impl Directory {
@@ -18,11 +18,12 @@ impl Directory {
         Self::below(&std::env::temp_dir())
     }
 
-    /// `temp` may be relative. A runtime directory is absolute, or the processes take that of the user.
+    /// `temp` may be relative. The runtime directory must be absolute, or the processes would use
+    /// the user's.
     fn below(temp: &Path) -> Result<Self, Error> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let failed = |e| Error::Host("a directory for the sockets of the measurement", e);
+        let failed = |e| Error::Host("creating the measurement's directory", e);
         let path = temp.join(format!("vellum-bench-{}-{number}", std::process::id()));
         let path = std::path::absolute(path).map_err(failed)?;
         DirBuilder::new().mode(0o700).create(&path).map_err(failed)?;
@@ -33,7 +34,7 @@ impl Directory {
         self.0.join(name)
     }
 
-    /// The control socket of the machine of this name.
+    /// The control socket of the machine `name`.
     pub(super) fn socket(&self, name: &str) -> PathBuf {
         self.0.join(format!("vellum/{name}.sock"))
     }
@@ -45,7 +46,7 @@ impl Drop for Directory {
     }
 }
 
-/// One of them.
+/// A process of the measurement.
 pub(super) struct Process {
     what: &'static str,
     child: Child,
@@ -53,7 +54,8 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Starts `vellum` with `arguments`, and its sockets in `directory`. What it prints goes to `NAME.out` there.
+    /// Starts `vellum` with `arguments`, with its sockets in `directory`. Its output goes to
+    /// `NAME.out` there.
     pub(super) fn start(
         directory: &Directory,
         what: &'static str,
@@ -75,36 +77,36 @@ impl Process {
         Ok(Self { what, child: command.spawn().map_err(failed)?, said })
     }
 
-    /// How it has ended, if it has.
+    /// The exit status, if the process has ended.
     pub(super) fn ended(&mut self) -> Result<Option<ExitStatus>, Error> {
         self.child.try_wait().map_err(|e| Error::Host(self.what, e))
     }
 
-    /// What it has said, as why it has ended, or has not done what it should.
+    /// The process's last message, as the error why it ended or did not do its work.
     pub(super) fn failed(&self) -> Error {
         let mut said = String::new();
-        // What it has said by now is little, and what is no text says nothing.
+        // The output is short so far. Output that is not text is ignored.
         let _ = File::open(&self.said).and_then(|file| file.take(64 << 10).read_to_string(&mut said));
-        let line = said.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("it has ended");
+        let line = said.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("the process ended");
         Error::Host(self.what, io::Error::other(line.trim_start_matches("vellum: ").to_owned()))
     }
 }
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // One that has ended already cannot be killed.
+        // Has no effect if it has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Reads what `name` has printed.
+/// Reads the output of `name`.
 pub(super) fn printed(directory: &Directory, name: &str) -> Result<String, Error> {
     read(&directory.path(&format!("{name}.out")))
 }
 
 fn read(path: &Path) -> Result<String, Error> {
-    fs::read_to_string(path).map_err(|e| Error::Host("what a process of the measurement has printed", e))
+    fs::read_to_string(path).map_err(|e| Error::Host("the output of a process of the measurement", e))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! One move of a guest from process to process, and what all three have to say of it.
+//! Moves a guest once from process to process, and combines what all three processes report.
 
 use std::time::{Duration, Instant};
 
@@ -17,16 +17,16 @@ use vellum_sys::clock;
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::signal;
 
-/// How often is looked at whether something has come about.
+/// The polling interval.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// How long a machine that says what happens is listened to at a time.
+/// How long to listen to one machine at a time.
 const LISTEN: Duration = Duration::from_millis(100);
 
-/// How much of its rate a guest may miss where nothing disturbs it.
+/// The share of its rate by which an undisturbed guest may fall short.
 const TOLERANCE: f64 = 0.1;
 
-/// How long the guest's journal is to reach beside what is known: until it has filled its memory, and moved.
+/// The reserve of the guest's journal for the phases of unknown length: filling memory and moving.
 const AMPLE: Duration = Duration::from_secs(20);
 
 /// The two machines.
@@ -36,7 +36,7 @@ struct Pair {
     directory: Directory,
 }
 
-/// Moves a guest, and says in `report` what did not hold of `part`.
+/// Moves a guest, and adds premises that `part` failed to `report`.
 pub(super) fn measure(report: &mut Report, config: &Config, part: &str) -> Result<Round, Error> {
     let mut pair = Pair::start(config)?;
     let mut source = pair.events("source")?;
@@ -51,7 +51,8 @@ pub(super) fn measure(report: &mut Report, config: &Config, part: &str) -> Resul
     })?;
     let alone = micros();
     pair.leave_alone(config.around)?;
-    // What a connection carries here, of which the stream is to have half, and what the barest answer takes beside such a stream.
+    // The bandwidth of a connection, of which the stream gets half, and the minimal answer beside
+    // such a stream.
     let measured = |result: std::io::Result<Answer>| {
         result.map_err(|error| Error::Host("a userfaultfd and two connections", error))
     };
@@ -110,13 +111,13 @@ impl Pair {
         Ok(Self { source, target, directory })
     }
 
-    /// Waits for what comes about, unless one of the machines ends or the user has had enough.
+    /// Polls `ready`, unless a machine ends or the user interrupts.
     fn until<T>(&mut self, mut ready: impl FnMut(&mut Self) -> Result<Option<T>, Error>) -> Result<T, Error> {
         loop {
             if let Some(signal) = signal::take() {
                 return Err(guest::Error::Interrupted(signal).into());
             }
-            // Asked before: what it has said by its end is there then.
+            // Checked first, so that output written before the end is available to `ready`.
             let ended = self.target.ended()?.is_some();
             if let Some(done) = ready(self)? {
                 return Ok(done);
@@ -138,13 +139,13 @@ impl Pair {
         self.until(|_| Ok((since.elapsed() >= time).then_some(())))
     }
 
-    /// A connection to the machine `name`, once it answers.
+    /// Connects to the machine `name` once it answers.
     fn client(&mut self, name: &str) -> Result<Client, Error> {
         let socket = self.directory.socket(name);
         self.until(|_| Ok(Client::connect(&socket).ok()))
     }
 
-    /// The same, which hears what the machine says.
+    /// Connects and listens for events.
     fn events(&mut self, name: &str) -> Result<Client, Error> {
         let socket = self.directory.socket(name);
         self.until(|_| {
@@ -153,7 +154,7 @@ impl Pair {
         })
     }
 
-    /// The next thing that a machine says, if it says something.
+    /// The machine's next event, if there is one.
     fn event(&mut self, from: &mut Client) -> Result<Option<Event>, Error> {
         match from.line() {
             Ok(line) => Ok(serde_json::from_value(line).ok()),
@@ -162,7 +163,7 @@ impl Pair {
         }
     }
 
-    /// Has a client move the guest, and says what the source has said of it.
+    /// Lets a client move the guest, and returns the source's report.
     fn move_guest(&mut self, config: &Config) -> Result<Notice, Error> {
         let words = (config.lines.client)(config, &Paths::of(&self.directory));
         let mut client = Process::start(&self.directory, "the migration", "client", &words)?;
@@ -182,7 +183,7 @@ impl Pair {
         Ok(Notice { passes, left, tracker: tracker.unwrap_or_default(), waited: waited.unwrap_or_default() })
     }
 
-    /// The result that the target leaves when its guest has ended.
+    /// The result that the target writes when its guest has ended.
     fn result(mut self) -> Result<Report, Error> {
         let status = loop {
             if let Some(signal) = signal::take() {
@@ -204,7 +205,7 @@ impl Pair {
     }
 }
 
-/// What the client has said.
+/// The client's report.
 struct Notice {
     passes: Vec<Pass>,
     left: Left,
@@ -212,11 +213,11 @@ struct Notice {
     waited: Waited,
 }
 
-/// What the three have said.
+/// The reports of all three.
 struct Moved {
     /// When the guest had filled its memory.
     alone: u64,
-    /// When the client had ended: nothing of its memory was missing any more.
+    /// When the client ended, which is when no memory was missing any more.
     whole: u64,
     told: Notice,
     came: Came,
@@ -224,13 +225,13 @@ struct Moved {
 }
 
 impl Moved {
-    /// All of it on one clock, which begins when the guest is left alone. The guest's is known by the moment at which it went on, when
-    /// the target let it go.
+    /// Puts all times on one clock, which starts when the guest runs undisturbed. The guest's clock
+    /// is aligned at the moment when the target resumed it.
     fn round(self, follows: bool) -> Result<Round, Error> {
         let Self { alone, whole, told, came, mut result } = self;
         let Notice { passes, left, tracker, waited } = told;
         let missing = |what: &str| {
-            Error::Host("the result of the target", std::io::Error::other(format!("it has no {what}")))
+            Error::Host("the result of the target", std::io::Error::other(format!("it lacks {what}")))
         };
         let stood = result.marks.iter().find(|mark| mark.name == MOVED).ok_or_else(|| missing("move"))?;
         let seconds = |at: u64| (at as f64 - alone as f64) / 1e6;
@@ -249,7 +250,7 @@ impl Moved {
         let end = series.iter().flat_map(|series| series.points.last()).map(|point| point.0);
         let end = end.fold(f64::INFINITY, f64::min);
         let before = rate(0.0, seconds(left.began));
-        // Where memory follows, it is on its way for as long as the guest waits for it.
+        // With postcopy the move lasts as long as the guest may wait for pages.
         let over = seconds(if follows { whole } else { left.pausing });
         let during = rate(seconds(left.began), over);
         let after = rate(seconds(came.runs).max(if follows { over } else { f64::MIN }), end);
@@ -294,7 +295,7 @@ impl Moved {
     }
 }
 
-/// What a series is on average from one moment to another; each of its points holds until the next.
+/// The average of a series between two times. Each point holds until the next.
 fn average(series: &Series, from: f64, to: f64) -> f64 {
     let (mut sum, mut time) = (0.0, 0.0);
     for pair in series.points.windows(2) {

@@ -1,22 +1,29 @@
-//! The directed half of the oracle: one chunk of the log is cleared, or a ring reset, the guest writes to that chunk's last
-//! page and to its first, and both must be in the log.
+//! The directed part of the oracle. One chunk of the log is cleared, or a ring is reset. The guest
+//! then writes to the first and the last page of that chunk, and both must be in the log.
 //!
-//! Where a huge page is still mapped as one when a chunk is cleared, KVM must write-protect it, and both where the chunk
-//! reaches into the next one. In a memslot whose first gfn is one past a multiple of 64 there is a chunk that ends
-//! on the first page of each huge page: the one page that a test at random hardly ever writes at the right moment.
-//! `kvm_arch_mmu_enable_log_dirty_pt_masked` (arch/x86/kvm/mmu/mmu.c) of Linux 5.14 and later rounds both ends of the chunk
-//! up to 2 MiB to learn whether it crosses, and takes such a chunk for one that does not: the page is lost, unless
-//! `kvm.eager_page_split` has split the next huge page by then. A second mistake needs KVM_DIRTY_LOG_INITIALLY_SET to be
-//! revoked between switching the log on and clearing it: what was left writable in the belief that the first clear would
-//! see to it then stays so. A third needs it to be set by another thread while the log is being switched on, between KVM's
-//! two looks at it: no bit is set then, nothing is protected, and what is written is never logged.
+//! If a huge page is still mapped as one when a chunk is cleared, KVM must write-protect it. If the
+//! chunk reaches into the next huge page, KVM must protect both. In a memslot whose first gfn is
+//! one past a multiple of 64, one chunk ends on the first page of each huge page. A random test
+//! hardly ever writes that page at the right moment.
 //!
-//! A dirty ring has no bits that could be set at first, and KVM takes KVM_DIRTY_LOG_INITIALLY_SET beside it all the same: so
-//! that is asked for, and each page must be in the ring as if it were not. (Linux 6.12 and
-//! 6.18 then protect nothing when the log is switched on, and what was mapped never gets into a ring.)
+//! Three faults are known with KVM_DIRTY_LOG_INITIALLY_SET:
 //!
-//! A reset of a ring that a signal ends must have protected each page whose entry it took. Linux 6.16 and later forget up to 64 of
-//! them: those stay writable, and are in no ring when the guest writes to all pages again.
+//! - `kvm_arch_mmu_enable_log_dirty_pt_masked` (arch/x86/kvm/mmu/mmu.c) of Linux 5.14 and later
+//!   rounds both ends of the chunk up to 2 MiB to check whether it crosses a boundary. It misses
+//!   such a chunk. The page is lost, unless `kvm.eager_page_split` has already split the next huge
+//!   page.
+//! - The flag may be revoked between enabling the log and clearing it. KVM left pages writable
+//!   because the first clear would protect them. They then stay writable.
+//! - Another thread may set the flag while the log is being enabled, between KVM's two checks of
+//!   it. Then no bits are set and nothing is protected, so no write is logged.
+//!
+//! A dirty ring has no bits that could start set, but KVM accepts KVM_DIRTY_LOG_INITIALLY_SET with
+//! it. The test sets it and expects each page in the ring. (Linux 6.12 and 6.18 then protect
+//! nothing when the log is enabled, so pages that were mapped never get into a ring.)
+//!
+//! A ring reset that a signal interrupts must have protected each page whose entry it consumed.
+//! Linux 6.16 and later forget up to 64 of them. These stay writable, and when the guest writes to
+//! all pages again they are in no ring.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -45,73 +52,78 @@ use vellum_sys::dirty as sys;
 use vellum_sys::mmap::{PAGE_SIZE, host_page};
 use vellum_sys::signal;
 
-/// Pages that the shortest clear covers.
+/// The pages of the shortest clear.
 const CHUNK: u64 = 64;
 
-/// Of a dirty ring: a few times what one chunk puts there.
+/// The entries of a dirty ring: a few times what one chunk adds.
 const RING_ENTRIES: u32 = 4096;
 
-/// Times that a log is switched on while another thread sets and revokes INITIALLY_SET: one in which the mode did not change
-/// between KVM's two looks proves nothing. On two emulated CPUs about one in four loses pages, of Linux 5.10's and of 6.12's; on
-/// a single one that counts instructions 5.10 lost none, since the other thread was never run between the looks.
+/// How often a log is enabled while another thread sets and revokes INITIALLY_SET. A round proves
+/// nothing if the mode did not change between KVM's two checks. On two emulated CPUs, one in four
+/// rounds loses pages with Linux 5.10 and 6.12. On a single one that counts instructions, 5.10 lost
+/// none, because the other thread never ran between the checks.
 const RACES: u64 = 200;
 
-/// Bytes of the memslot at most where resets are interrupted: all its pages have room in a ring, whose last 576 entries KVM keeps in reserve.
+/// The largest memslot when resets are interrupted. All its pages fit into a ring, whose last 576
+/// entries KVM reserves.
 pub const MAX_INTERRUPTED: u64 = (RING_ENTRIES as u64 - 1024) * PAGE_SIZE;
 
-/// Resets of a ring that a signal has to end, and resets that are tried for it at most. Linux before 6.16 ends none.
+/// The resets that a signal must interrupt, and the most attempts. Linux before 6.16 never
+/// interrupts one.
 const CUT_SHORT: u64 = 8;
 const RESETS: u64 = 64;
 
-/// What becomes of INITIALLY_SET meanwhile, or of a ring's reset.
+/// What happens to INITIALLY_SET or to a ring's reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mind {
-    /// It stays.
+    /// INITIALLY_SET stays.
     Kept,
-    /// It is revoked when the log is on.
+    /// INITIALLY_SET is revoked after the log is enabled.
     Revoked,
-    /// Another thread sets and revokes it while the log is switched on; all pages are written then.
+    /// Another thread sets and revokes INITIALLY_SET while the log is being enabled. Then all pages
+    /// are written.
     Raced,
-    /// It is left alone, and signals end resets of the ring.
+    /// INITIALLY_SET stays, and signals interrupt resets of the ring.
     Interrupted,
 }
 
-/// What to test.
+/// The parameters.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// With or without INITIALLY_SET, or a ring beside it.
+    /// Manual protection with or without INITIALLY_SET, or a ring with it.
     pub method: Method,
-    /// What backs memory.
+    /// The backing of memory.
     pub backing: Backing,
-    /// Bytes of the memslot.
+    /// The size of the memslot.
     pub size: u64,
-    /// Its guest-physical address; host addresses are congruent modulo 2 MiB.
+    /// Its guest-physical address. Host addresses are congruent modulo 2 MiB.
     pub base: u64,
-    /// What becomes of INITIALLY_SET.
+    /// What happens to INITIALLY_SET.
     pub mind: Mind,
-    /// Whether the vCPU thread is confined.
+    /// Whether to confine the vCPU thread.
     pub sandbox: Mode,
 }
 
-/// What this host's KVM does where a clear ends on the first page of a huge one, with initially-all-set.
+/// The behaviour of this host's KVM with initially-all-set if a clear ends on the first page of a
+/// huge page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EdgeVerdict {
-    /// The page is logged.
+    /// KVM logs the page.
     Kept,
-    /// It is not, and only such pages are not.
+    /// KVM loses the page, and only such pages.
     Lost,
-    /// Others are lost, by their gfns: another fault than this one.
+    /// KVM loses other pages, with these gfns: another fault.
     Others(Vec<u64>),
-    /// Nothing can be said, and why.
+    /// No verdict, and why.
     Untested(&'static str),
 }
 
 impl fmt::Display for EdgeVerdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Kept => f.write_str("pages at the edges of huge ones are logged"),
+            Self::Kept => f.write_str("pages at the edges of huge pages are logged"),
             Self::Lost => f.write_str(
-                "this kernel loses the first page of a huge one where a clear ends on it, with initially-all-set",
+                "this kernel loses the first page of a huge page if a clear ends on it, with initially-all-set",
             ),
             Self::Others(gfns) => write!(f, "this kernel loses the pages {gfns:x?} with initially-all-set"),
             Self::Untested(why) => write!(f, "not tested: {why}"),
@@ -119,7 +131,7 @@ impl fmt::Display for EdgeVerdict {
     }
 }
 
-/// Asks this host's KVM: some milliseconds, 6 MiB of transparent huge pages.
+/// Tests this host's KVM. Takes some milliseconds and 6 MiB of transparent huge pages.
 pub fn probe() -> Result<EdgeVerdict, Error> {
     let vm = vellum_host::kvm::create_vm(&vm::open()?).map_err(vm::Error::from)?;
     if Method::InitiallySet.check(&vm).is_err() {
@@ -136,7 +148,7 @@ pub fn probe() -> Result<EdgeVerdict, Error> {
         size,
         base,
         mind: Mind::Kept,
-        // It asks about KVM, in the middle of commands that have a sandbox of their own.
+        // Called by commands that have a sandbox of their own.
         sandbox: Mode::Off,
     };
     let seen = look(&config)?;
@@ -145,12 +157,13 @@ pub fn probe() -> Result<EdgeVerdict, Error> {
         _ if !gfns.is_empty() && gfns.iter().all(|gfn| gfn.is_multiple_of(512)) => EdgeVerdict::Lost,
         _ if !gfns.is_empty() => EdgeVerdict::Others(gfns),
         Some(1..) => EdgeVerdict::Kept,
-        Some(0) => EdgeVerdict::Untested("KVM mapped no huge page"),
-        None => EdgeVerdict::Untested("this KVM does not say whether it mapped huge pages"),
+        Some(0) => EdgeVerdict::Untested("KVM mapped no huge pages"),
+        None => EdgeVerdict::Untested("this KVM does not count mapped huge pages"),
     })
 }
 
-/// How many pages this host's KVM loses where a signal ends a reset of a dirty ring; `None` where it has no ring: some milliseconds.
+/// The number of pages that this host's KVM loses if a signal interrupts a reset of a dirty ring.
+/// `None` if it has no ring. Takes some milliseconds.
 pub fn probe_reset() -> Result<Option<usize>, Error> {
     let vm = vellum_host::kvm::create_vm(&vm::open()?).map_err(vm::Error::from)?;
     if vm::ring::check(&vm, RING_ENTRIES).is_err() || host_page() != PAGE_SIZE {
@@ -168,25 +181,26 @@ pub fn probe_reset() -> Result<Option<usize>, Error> {
     Ok(Some(look(&config)?.lost.len()))
 }
 
-/// Tests; the pages that the log lost, from the start of the memslot, are in the result, and returned.
+/// Runs the test. The result has the number of lost pages. Also returns them, relative to the start
+/// of the memslot.
 pub fn run(config: &Config) -> Result<(Report, Vec<u64>), Error> {
     let seen = look(config)?;
     Ok((report(config, &seen), seen.lost))
 }
 
-/// What one test has seen.
+/// The results of one test.
 struct Examined {
-    /// Pages of the memslot.
+    /// The pages of the memslot.
     pages: u64,
-    /// Pages written while the log was on.
+    /// Pages written while logging.
     written: u64,
-    /// Huge pages that KVM had mapped when the log was switched on, where this kernel counts them.
+    /// Huge pages mapped by KVM when the log was enabled, if this kernel counts them.
     huge: Option<u64>,
-    /// Pages that were written and are not in the log, from the start of the memslot.
+    /// Pages that were written but are not in the log, relative to the start of the memslot.
     lost: Vec<u64>,
     /// Races that lost a page.
     lossy: u64,
-    /// Resets of the ring that a signal ended.
+    /// Resets that a signal interrupted.
     cut_short: u64,
 }
 
@@ -237,14 +251,14 @@ fn look(config: &Config) -> Result<Examined, Error> {
     };
     write(0, pages)?;
     let now = Counters::open(&guest.vm.fd, &guest.vcpus).ok().and_then(|counters| counters.read().ok());
-    // Linux 5.10 counts all large pages as one, and those of its TDP MMU not at all.
+    // Linux 5.10 counts large pages of all sizes together, and those of its TDP MMU not at all.
     let huge = now.and_then(|now| now.get("pages_2m").or(now.get("largepages").filter(|&&n| n > 0)).copied());
     let (mut lossy, mut cut_short) = (0, 0);
     let (written, lost) = match config.mind {
         Mind::Raced => races(tracker.as_mut(), pages, write, manual_protect, &mut lossy)?,
         Mind::Interrupted => {
             tracker.enable(true)?;
-            let rings = rings.expect("only a ring is reset");
+            let rings = rings.expect("only rings are reset");
             interrupted(tracker.as_mut(), &rings, pages, write, &mut cut_short)?
         }
         mind => {
@@ -258,7 +272,8 @@ fn look(config: &Config) -> Result<Examined, Error> {
     Ok(Examined { pages, written, huge, lost, lossy, cut_short })
 }
 
-/// Clears chunk by chunk, or resets the ring, and writes to both ends of each: pages written, and those that were lost.
+/// Clears chunk by chunk, or resets the ring, and writes to both ends of each chunk. Returns the
+/// pages written and those lost.
 fn chunks(
     vm: &Vm,
     tracker: &mut dyn DirtyTracker,
@@ -297,8 +312,8 @@ fn chunks(
     Ok((written, lost))
 }
 
-/// Switches the log on while another thread changes the mode, and writes to every page: pages written, and those that were
-/// lost in any round; `lossy` counts such rounds.
+/// Enables the log while another thread changes the mode, and writes to every page. Returns the
+/// pages written and those lost in any round. `lossy` counts the rounds with losses.
 fn races(
     tracker: &mut dyn DirtyTracker,
     pages: u64,
@@ -337,8 +352,9 @@ fn races(
     Ok((races * pages, lost.into_iter().collect()))
 }
 
-/// Ends resets by signals, and writes to every page after each: pages written, and those that are in no ring. `cut_short` counts resets
-/// that a signal ended. What one forgot to protect is never logged again, so the first loss ends it.
+/// Interrupts resets with signals, and writes to every page after each. Returns the pages written
+/// and those in no ring. `cut_short` counts the interrupted resets. It stops at the first loss,
+/// because an unprotected page is never logged again.
 fn interrupted(
     tracker: &mut dyn DirtyTracker,
     rings: &DirtyRing,
@@ -361,7 +377,7 @@ fn interrupted(
         if !lost.is_empty() || *cut_short == CUT_SHORT || signal::is_pending() {
             return Ok((written, lost));
         }
-        // Later each time, and then early again.
+        // The delay grows with each reset, then starts over.
         let delay = whole * (reset as u32 % 16 + 1) / 17;
         let done = rings.reset_interrupted(delay).map_err(|source| dirty::Error::Ioctl { call, source })?;
         *cut_short += u64::from(done > 0 && done < pages);
@@ -372,7 +388,7 @@ fn interrupted(
     Ok((written + pages, (0..pages).filter(|&page| !is_set(tracker, page)).collect()))
 }
 
-/// Whether the log that was last collected has `page`.
+/// Whether the last collection has `page`.
 fn is_set(tracker: &dyn DirtyTracker, page: u64) -> bool {
     tracker.logs()[0].words[(page / 64) as usize] >> (page % 64) & 1 != 0
 }
@@ -408,7 +424,7 @@ fn report(config: &Config, seen: &Examined) -> Report {
             _ => 2 * pages.div_ceil(CHUNK),
         };
         report.cut_short =
-            Some(format!("ended by signal {signal}: {written} of {of} writes were made and looked for"));
+            Some(format!("ended by signal {signal}: {written} of {of} writes were made and checked"));
     }
     if *huge == Some(0) && config.backing.best_mapping() >= 2 << 20 {
         let backing = config.backing.to_string();

@@ -1,49 +1,61 @@
-//! The oracle: whether a collection of dirty pages is right, judged by the stamps that the guest leaves.
+//! The oracle: checks a collection of dirty pages against the stamps that the guest leaves.
 //!
-//! A workload stamps every page that it writes with the writer, the number of its write, and the epoch ([`Stamp`]). After each collection the oracle reads the stamps again and compares them with those it saw before.
-//! A page that changed was written; a page that was written must have a bit. What follows is why its verdicts hold while
-//! guest, processor and KVM race.
+//! A workload stamps every page that it writes with the writer, the number of its write, and the
+//! epoch ([`Stamp`]). After each collection the oracle reads the stamps and compares them with the
+//! previous ones. If a page changed, it was written, and if it was written, it must have a bit. The
+//! rest of this comment shows why the verdicts hold while guest, processor and KVM race.
 //!
 //! # When a bit is due
 //!
-//! Of collection N, call G(N) the time at which a page's bit is read, C(N) the return from the call that cleared and
-//! protected (with the TLBs flushed), R(N) the time at which the oracle reads the page's stamp. The caller keeps them in
-//! that order, and sets the guest's epoch to N + 1 between C(N) and R(N).
+//! For collection N, G(N) is the time at which a page's bit is read. C(N) is the return from the
+//! call that clears and protects (with the TLBs flushed). R(N) is the time at which the oracle
+//! reads the page's stamp. The caller keeps them in that order, and sets the guest's epoch to N + 1
+//! between C(N) and R(N).
 //!
-//! * *A stamp that differs between R(N-1) and R(N)*: there was a write after R(N-1), so after C(N-1). Before G(N) its
-//!   bit is in N. Between G(N) and R(N) it is in N too if the page was dirty in N already (cleared only at C(N), and
-//!   read later), else it faults or stays marked, and is in N + 1. So: N or N + 1. With the vCPUs out of `KVM_RUN` from
-//!   before G(N) until after R(N) there is no second case: N. That is the *quiesced* mode; the other is *running*.
-//! * *A stamp of epoch N + 1 seen at R(N)*: the guest loaded the epoch after C(N), so it wrote after C(N), and the bit
-//!   is due in N + 1 whether or not N has one. This is what catches a second write to a page that N has: without the
-//!   epoch it would look like the first one.
+//! * *The stamp differs between R(N-1) and R(N)*: there was a write after R(N-1), so after C(N-1).
+//!   If it came before G(N), its bit is in N. If it came between G(N) and R(N), and the page was
+//!   already dirty in N (cleared only at C(N), and read later), its bit is in N too. Otherwise it
+//!   faults or stays marked, and its bit is in N + 1. So the bit is in N or N + 1. If the vCPUs are
+//!   out of `KVM_RUN` from before G(N) until after R(N), only N remains. That mode is called
+//!   *quiesced*, the other *running*.
+//! * *A stamp of epoch N + 1 is seen at R(N)*: the guest loaded the epoch after C(N), so it wrote
+//!   after C(N). The bit is due in N + 1, whether or not N has one. This detects a second write to
+//!   a page that is in N. Without the epoch it would look like the first one.
 //!
 //! # What may delay a bit
 //!
-//! * A stamp is three stores, and the page may be protected between any two. The oracle compares all of them, so each
-//!   store that shows counts as a write by itself, with the bit that its own fault sets.
-//! * KVM's `fast_page_fault` makes a page writable first and marks it dirty afterwards. Another vCPU can write in
-//!   between; if the first is preempted there, the mark can come any time later. With PML the processor itself
-//!   keeps up to 512 addresses until the next exit. Therefore every running collection is preceded by
-//!   [`flush_all`](vellum_kvm::vm::vcpu::flush_all): each vCPU has been out of `KVM_RUN` after R(N-1) and before G(N), so
-//!   what was under way at R(N-1) is marked by G(N), and one collection's grace is exact, however slow the host is.
-//! * Two vCPUs that write the same page may leave words of both. Writer and number share one word, which no two writes
-//!   have in common, so any mixture differs from what was there before; a loss is named after the writer in it.
+//! * A stamp is three stores, and the page may be protected between any two. The oracle compares
+//!   all of them, so each visible store counts as a separate write, with the bit that its own fault
+//!   sets.
+//! * KVM's `fast_page_fault` first makes a page writable and then marks it dirty. Another vCPU can
+//!   write in between. If the first vCPU is preempted there, the mark can come at any later time.
+//!   With PML the processor itself keeps up to 512 addresses until the next exit. Therefore
+//!   [`flush_all`](vellum_kvm::vm::vcpu::flush_all) precedes every running collection. Each vCPU
+//!   has then been out of `KVM_RUN` after R(N-1) and before G(N), so everything in progress at
+//!   R(N-1) is marked by G(N). A grace of one collection is therefore exact, however slow the host
+//!   is.
+//! * Two vCPUs that write the same page may leave words of both. Writer and number share one word,
+//!   and no two writes share its value. Any mixture therefore differs from the previous content. A
+//!   loss is attributed to the writer in it.
 //!
 //! # Bits without a stamp
 //!
-//! A bit is also a claim, and one that nothing explains is a fault of the log (or of this reasoning). Explained are:
+//! A bit is also a claim. A bit without an explanation is a fault of the log (or of this
+//! reasoning). The explanations are:
 //!
-//! * a page that changed at R(N-1) in running mode: its write may have come after C(N-1), with the bit in N;
-//! * at most one page for each vCPU and collection: a fault marks the page, and the store that it was for comes after
-//!   R(N). A vCPU has one store under way, so more such pages than vCPUs are not explained. The ring's duplicate
-//!   around `KVM_EXIT_DIRTY_RING_FULL` is this case;
-//! * after the log was switched on: pages written between that and the first reading; with initially-set, all.
+//! * A page that changed at R(N-1) in running mode: its write may have come after C(N-1), with the
+//!   bit in N.
+//! * At most one page per vCPU and collection: a fault marks the page, and the faulting store comes
+//!   after R(N). A vCPU has one store in flight, so more such pages than vCPUs are unexplained. The
+//!   ring's duplicate around `KVM_EXIT_DIRTY_RING_FULL` is such a case.
+//! * After the log was enabled: pages written before the first reading. With initially-set: all
+//!   pages.
 //!
-//! Where the host's pages are larger, KVM has a bit for each of those, and what explains the bit of one of its pages explains all of
-//! them.
+//! If the host's pages are larger, KVM has one bit for each of them. An explanation for one guest
+//! page in it then explains its bit.
 //!
-//! Reads that map a page may mark it too (KVM maps writable what it may), so guests judged here write wherever they go.
+//! A read that maps a page may mark it too, because KVM maps pages writable if it can. So guests
+//! for this oracle write wherever they go.
 
 use std::fmt;
 use std::ops::Range;
@@ -57,25 +69,25 @@ use vellum_sys::mmap::PAGE_SIZE;
 /// Whether vCPUs were in the guest during a collection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// They were, flushed just before it.
+    /// They were, and were flushed just before it.
     Running,
-    /// They were out of `KVM_RUN` from before it until after it was judged.
+    /// They were out of `KVM_RUN` from before the collection until after its check.
     Quiesced,
 }
 
 /// The page's bit must be in the next collection.
 const MUST: u8 = 1;
-/// It may be, although no stamp will show it.
+/// The page's bit may be in it without a new stamp.
 const MAY: u8 = 2;
 
-/// What the oracle knows of a page.
+/// The oracle's knowledge of a page.
 #[derive(Clone, Copy, Debug, Default)]
 struct SeenPage {
     stamp: Stamp,
     flags: u8,
 }
 
-/// A page in the host's and the guest's terms.
+/// A page in host and guest terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// The page's index in guest RAM.
@@ -94,12 +106,12 @@ impl fmt::Display for Place {
     }
 }
 
-/// A page that was written and is in no collection that could have told so.
+/// A page that was written but is in no collection that had to contain it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lost {
-    /// Which.
+    /// The page.
     pub place: Place,
-    /// What was found on it.
+    /// The stamp found on it.
     pub stamp: Stamp,
     /// The writer's pass when it was found.
     pub pass: u64,
@@ -112,32 +124,32 @@ impl fmt::Display for Lost {
         let Self { place, stamp, pass, collection } = self;
         match stamp.vcpu() {
             Some(vcpu) => write!(f, "LOST {place}: written by vCPU {vcpu} in pass {pass} ")?,
-            None => write!(f, "LOST {place}: written by nobody known ")?,
+            None => write!(f, "LOST {place}: written by an unknown vCPU ")?,
         }
         write!(f, "(its write {} in epoch {}), absent from collection {collection}", stamp.seq(), stamp.epoch)
     }
 }
 
-/// What a collection was found to be.
+/// The result of checking a collection.
 #[derive(Clone, Debug, Default)]
 pub struct LogVerdict {
     /// Pages with a bit.
     pub dirty: u64,
-    /// Pages whose write the stamps prove and whose bit is there: the events that were checked.
+    /// Pages whose write the stamps prove and whose bit is set: the events checked.
     pub checked: u64,
     /// Pages whose bit is due in the next collection.
     pub late: u64,
-    /// Bits without a fresh stamp that the rules above explain.
+    /// Bits without a new stamp that the rules above explain.
     pub explained: u64,
-    /// Pages that were lost.
+    /// Lost pages.
     pub lost: Vec<Lost>,
-    /// Bits that nothing explains.
+    /// Bits without an explanation.
     pub unexplained: Vec<Place>,
     /// Pages that hold another page's stamp.
     pub misplaced: Vec<(Place, Stamp)>,
 }
 
-/// The judge of one guest's RAM.
+/// The oracle for one guest's RAM.
 #[derive(Debug)]
 pub struct Oracle {
     seen: Vec<SeenPage>,
@@ -146,13 +158,13 @@ pub struct Oracle {
 }
 
 impl Oracle {
-    /// For RAM of `pages`, nothing known of it yet: [`Oracle::baseline`] comes first.
+    /// Creates an oracle for `pages` of RAM. Call [`Oracle::baseline`] first.
     pub fn new(pages: u64, vcpus: usize) -> Self {
         Self { seen: vec![SeenPage::default(); pages as usize], collection: 1, vcpus }
     }
 
-    /// Looks at the `pages` of RAM just after their log was switched on, and expects nothing of before. With `all_set`
-    /// the log began with all bits set.
+    /// Reads the `pages` of RAM just after logging was enabled, and expects nothing from before.
+    /// With `all_set` the log began with all bits set.
     pub fn baseline(&mut self, words: &[AtomicU64], pages: Range<u64>, mode: Mode, all_set: bool) {
         let flags = if all_set || mode == Mode::Running { MAY } else { 0 };
         for page in pages {
@@ -160,25 +172,26 @@ impl Oracle {
         }
     }
 
-    /// Expects any of `pages` in the next collection: their log began anew with all bits set.
+    /// Allows any of `pages` in the next collection, because their log restarted with all bits set.
     pub fn allow(&mut self, pages: Range<u64>) {
         self.seen[pages.start as usize..pages.end as usize].iter_mut().for_each(|seen| seen.flags |= MAY);
     }
 
-    /// Whether `page` was stamped in the epoch of the collection in hand: then its bit must be in that collection.
+    /// Whether `page` was stamped in the epoch of the current collection. Then its bit must be in
+    /// that collection.
     pub fn is_due(&self, words: &[AtomicU64], page: u64) -> bool {
         stamp(words, page).epoch == self.collection
     }
 
-    /// Ends the epoch: called after the collection is cleared and before it is judged. Returns the next one, for the
-    /// guest.
+    /// Ends the epoch. Call it after the collection is cleared and before it is checked. Returns
+    /// the next epoch for the guest.
     pub fn next_epoch(&self) -> u64 {
         self.collection + 1
     }
 
-    /// Judges the collection in `logs`, of slots whose `offset` says which part of RAM they show, by the stamps in
-    /// `words` (all of RAM). Word `w` of log `l`, 64 pages, is left out unless `examined(l, w)`: KVM still holds its bits.
-    /// `pass` tells in which pass a vCPU is.
+    /// Checks the collection in `logs` against the stamps in `words` (all of RAM). A slot's
+    /// `offset` is its place in RAM. Word `w` of log `l` (64 pages) is skipped unless `examined(l,
+    /// w)`, because KVM still holds its bits. `pass` returns a vCPU's current pass.
     pub fn judge(
         &mut self,
         logs: &[SlotLog],
@@ -190,7 +203,7 @@ impl Oracle {
         self.judge_by(dirty::in_one(), logs, words, mode, examined, pass)
     }
 
-    /// The same, with a bit of KVM's for `in_one` pages.
+    /// As [`Oracle::judge`], with one KVM bit for `in_one` pages.
     fn judge_by(
         &mut self,
         in_one: u64,
@@ -206,7 +219,8 @@ impl Oracle {
         for (index, log) in logs.iter().enumerate() {
             let (first, gfn, slot) =
                 (log.slot().offset() / PAGE_SIZE, log.slot().gpa() / PAGE_SIZE, log.slot().id());
-            // Of the host's page in hand: a page without a stamp, how many have none, and whether anything explains its bit.
+            // For the current host page: a page without a new stamp, the number of such pages, and
+            // whether anything explains its bit.
             let (mut silent, mut silents, mut explained) = (None, 0, false);
             for in_slot in 0..log.pages() {
                 let word = (in_slot / 64) as usize;
@@ -267,7 +281,7 @@ fn stamp(words: &[AtomicU64], page: u64) -> Stamp {
     Stamp::read(words, (page * (PAGE_SIZE / 8)) as usize)
 }
 
-/// All dirty pages of `logs`, by their place.
+/// The places of all dirty pages in `logs`.
 pub fn places(logs: &[SlotLog]) -> impl Iterator<Item = Place> + '_ {
     logs.iter().flat_map(|log| {
         let (first, gfn, slot) =
@@ -288,7 +302,7 @@ mod tests {
     use vellum_sys::mmap::{Mapping, Source};
 
     const PAGES: u64 = 8;
-    /// The slot shows RAM from here on.
+    /// The slot's first page in RAM.
     const FIRST: u64 = 2;
 
     /// RAM of eight pages, a slot over the last six, and an oracle that knows them as clean.
@@ -309,7 +323,7 @@ mod tests {
             Self { ram, log, oracle, seq: 0 }
         }
 
-        /// vCPU 3 writes to a page of the slot, in epoch `epoch`.
+        /// vCPU 3 writes to a page of the slot in epoch `epoch`.
         fn write(&mut self, page: u64, epoch: u64) {
             self.seq += 1;
             let stamp = [writer(3) + self.seq, epoch, FIRST + page];
@@ -356,22 +370,18 @@ mod tests {
         let verdict = bench.judge(0b10, Mode::Running);
         assert_eq!(verdict.checked, 1);
         assert_eq!(verdict.lost.iter().map(|lost| lost.place.in_slot).collect::<Vec<_>>(), [2]);
-        assert!(bench.judge(0, Mode::Running).lost.is_empty(), "named once");
+        assert!(bench.judge(0, Mode::Running).lost.is_empty(), "reported once");
     }
 
     #[test]
     fn a_second_write_after_the_clear_is_told_by_its_epoch() {
         let mut bench = Bench::new();
         bench.write(1, 1);
-        // Written again before the oracle looks, by a guest that has seen the next epoch.
+        // Written again before the oracle reads, by a guest that has seen the next epoch.
         bench.write(1, 2);
         let verdict = bench.judge(0b10, Mode::Running);
         assert_eq!((verdict.checked, verdict.lost.len()), (1, 0));
-        assert_eq!(
-            bench.judge(0, Mode::Running).lost.len(),
-            1,
-            "nothing shows the second write but its epoch"
-        );
+        assert_eq!(bench.judge(0, Mode::Running).lost.len(), 1, "only the epoch shows the second write");
     }
 
     #[test]
@@ -384,12 +394,12 @@ mod tests {
     #[test]
     fn bits_without_a_stamp_need_a_reason() {
         let mut bench = Bench::new();
-        // One vCPU: one store may be under way.
+        // With one vCPU, one store may be in flight.
         let verdict = bench.judge(0b1, Mode::Quiesced);
         assert_eq!((verdict.explained, verdict.unexplained.len()), (1, 0));
         let verdict = bench.judge(0b101, Mode::Quiesced);
         assert_eq!(verdict.unexplained.len(), 2);
-        // Written between clear and reading: the bit comes again.
+        // Written between clear and reading, so the bit appears again.
         bench.write(0, 3);
         bench.write(1, 3);
         bench.judge(0b11, Mode::Running);
@@ -410,7 +420,7 @@ mod tests {
         bench.write(1, 1);
         let verdict = judge(&mut bench, 0b1111);
         assert_eq!((verdict.checked, verdict.explained, verdict.unexplained.len()), (1, 3, 0));
-        // One vCPU has one store under way: one of the host's pages, and no two.
+        // One vCPU has one store in flight, so one host page is explained, not two.
         assert!(judge(&mut bench, 0b11_0000).unexplained.is_empty());
         let verdict = judge(&mut bench, 0b11_1111);
         assert_eq!(verdict.unexplained.iter().map(|place| place.in_slot).collect::<Vec<_>>(), [0, 4]);

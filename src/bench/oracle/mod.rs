@@ -1,8 +1,8 @@
-//! Whether a dirty log loses pages: what judges a tracker, and the tests that ask it.
+//! Tests whether a dirty log loses pages.
 //!
-//! [`judge`] judges any collection by the stamps that a built-in guest leaves; [`soak`] is the test that asks it for seconds or
-//! hours, over every tracker and backing; [`edges`] looks directly for the pages that a kernel forgets at the ends of a clear.
-//! How dirty pages are collected is [`vellum_kvm::dirty`]'s.
+//! [`judge`] checks a collection against the stamps of a built-in guest. [`soak`] does so for
+//! seconds or hours, with every tracker and backing. [`edges`] checks directly for pages that a
+//! kernel forgets at the ends of a clear. [`vellum_kvm::dirty`] collects dirty pages.
 
 pub mod edges;
 pub mod judge;
@@ -10,8 +10,9 @@ pub mod soak;
 
 use vellum_kvm::memory::Backing;
 
-/// Where RAM begins, guest-physically, of a machine whose memslots to test are the `size` bytes from `base` on, and how many bytes
-/// it has: from the edge of the huge page that the first of them is in, so that nothing is mapped that nobody needs.
+/// The guest-physical start and the size of RAM for a machine that tests `size` bytes of memslots
+/// from `base`. RAM starts at the edge of the huge page that contains `base`, so nothing unneeded
+/// is mapped.
 pub fn ram(base: u64, size: u64, backing: Backing) -> (u64, u64) {
     let huge = backing.best_mapping().max(2 << 20);
     let first = base / huge * huge;

@@ -16,7 +16,7 @@ difference was shown. The interval is Student's on the logarithms (Welch's witho
 values. The headline (*) is tested at 95 % on its own. All other figures share one 95 % level (Holm); each interval uses its \
 figure's level.";
 
-/// [`METHOD`] in lines of `width` columns.
+/// `METHOD` in lines of `width` columns.
 pub fn method(width: usize) -> String {
     let words: Vec<String> = METHOD.split(' ').map(str::to_owned).collect();
     let mut out = String::new();

@@ -18,14 +18,14 @@ use vellum_sandbox as sandbox;
 use vellum_sys::dirty::in_one;
 use vellum_sys::mmap::PAGE_SIZE;
 
-/// Which chunks of the log a collection clears.
+/// The chunks of the log that a collection clears.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pick {
     /// All.
     All,
-    /// A part of them, drawn, where the tracker can.
+    /// A random part of them, if the tracker supports it.
     Drawn,
-    /// Those that end on the first page of a huge one, where the tracker can.
+    /// Those that end on the first page of a huge page, if the tracker supports it.
     Edges,
 }
 
@@ -34,21 +34,21 @@ pub(super) struct SoakMachine<'a> {
     config: &'a Config,
     tally: &'a mut Tally,
     rng: Rng,
-    // Before the guest, whose vCPUs the rings belong to.
+    // Must drop before the guest, whose vCPUs own the rings.
     tracker: Box<dyn DirtyTracker>,
     guest: Guest,
     oracle: Oracle,
     /// The pages of RAM that the guest writes to.
     tested: Range<u64>,
-    /// Index of a log over the same memory at another address, through which nobody writes.
+    /// The index of a log of the same memory at another address, through which nothing writes.
     alias: usize,
-    /// Which words of each log the collection in hand shows.
+    /// The words of each log that are in the current collection.
     picked: Vec<Vec<bool>>,
-    /// The VMM's own writes in words that were not picked.
+    /// The VMM's own writes in words that are not in the collection.
     kept: Vec<Vec<u64>>,
-    /// Collections since the log was switched on.
+    /// The number of collections since logging was enabled.
     age: u64,
-    /// Pages whose bits were taken out, with the collections since.
+    /// Pages whose bits were removed, and the number of collections since.
     victims: Vec<(Place, u64)>,
     backing: Backing,
     name: String,
@@ -139,7 +139,7 @@ impl<'a> SoakMachine<'a> {
         })
     }
 
-    /// Runs until `budget` events are checked or the time is over.
+    /// Runs until `budget` events are checked or the time limit expires.
     pub(super) fn run(
         mut self,
         budget: u64,
@@ -148,7 +148,7 @@ impl<'a> SoakMachine<'a> {
     ) -> Result<(), Error> {
         let counters = Counters::open(&self.guest.vm.fd, &self.guest.vcpus);
         self.guest.resume();
-        // Memory first, so that the log finds what a guest of some age has: huge pages where there are any.
+        // Writes all memory first, so that logging starts with huge pages if there are any.
         self.let_run(self.tested.end - self.tested.start)?;
         if let Some(large) = counters.ok().and_then(|c| c.read().ok()?.get("pages_2m").copied()) {
             self.tally.pages_2m = self.tally.pages_2m.max(Some(large));
@@ -165,12 +165,12 @@ impl<'a> SoakMachine<'a> {
             self.step()?;
             watch(self.tally);
         }
-        // Nothing may be owed at the end.
+        // The last collection must leave nothing due.
         self.pick(Pick::All);
         self.collect(Mode::Quiesced)
     }
 
-    /// What happens next.
+    /// Performs a random action.
     fn step(&mut self) -> Result<(), Error> {
         let pages = self.tested.end - self.tested.start;
         let accesses = self.rng.below(pages) / if self.config.lose > 0 { 8 } else { 1 };
@@ -193,7 +193,7 @@ impl<'a> SoakMachine<'a> {
         }
     }
 
-    /// Lets the guest make so many accesses, fewer where the host is slow.
+    /// Lets the guest make `accesses` accesses, or fewer on a slow host.
     fn let_run(&mut self, accesses: u64) -> Result<(), Error> {
         let done = || self.guest.controls().map(|control| control.done.load(Ordering::Relaxed)).sum::<u64>();
         let (start, patience) = (done(), Instant::now() + Duration::from_secs(2));
@@ -206,8 +206,9 @@ impl<'a> SoakMachine<'a> {
         Ok(())
     }
 
-    /// Clears first, and alone, the chunks that reach into a huge page by its first page, while huge pages are whole; all of
-    /// memory is written before everything is cleared. Chance would split most huge pages before it comes to this.
+    /// First clears only the chunks that end on the first page of a huge page, while huge pages are
+    /// whole. Then all memory is written and everything is cleared. Random actions would split most
+    /// huge pages before this happens.
     fn edges(&mut self) -> Result<(), Error> {
         self.pick(Pick::Edges);
         self.collect(Mode::Quiesced)?;
@@ -216,7 +217,7 @@ impl<'a> SoakMachine<'a> {
         self.collect(Mode::Quiesced)
     }
 
-    /// Decides which chunks the next collection clears.
+    /// Selects the chunks that the next collection clears.
     fn pick(&mut self, pick: Pick) {
         let chunk = self.config.clear_chunk.unwrap_or(64);
         let style = match pick {
@@ -232,8 +233,9 @@ impl<'a> SoakMachine<'a> {
                     0 => true,
                     1 => self.rng.chance(50),
                     2 => self.rng.chance(6),
-                    // Those that reach into the next 2 MiB by one page: what is huge there must be protected too. Not all
-                    // of them, for each also protects the block that it begins in.
+                    // Chunks that reach into the next 2 MiB by one page: KVM must protect a huge
+                    // page there too. Not all of them, because each also protects the block in
+                    // which it begins.
                     3 => last.is_multiple_of(512) && self.rng.chance(50) || self.rng.chance(1),
                     _ => last.is_multiple_of(1024),
                 });
@@ -241,7 +243,7 @@ impl<'a> SoakMachine<'a> {
         }
     }
 
-    /// One collection, judged.
+    /// Collects and checks the log once.
     fn collect(&mut self, mode: Mode) -> Result<(), Error> {
         match mode {
             Mode::Running => vcpu::flush_all(&self.guest.vcpus)?,
@@ -292,7 +294,8 @@ impl<'a> SoakMachine<'a> {
         for (place, stamp) in &verdict.misplaced {
             tally.name(format_args!("MISPLACED {place} holds {stamp:?}"), &self.name);
         }
-        // Nobody writes through the alias; with initially-set its first collection is all ones.
+        // Nothing writes through the alias. With initially-set its first collection has all bits
+        // set.
         let all_set = self.age == 0 && self.tracker.method() == Method::InitiallySet;
         let alias = &self.tracker.logs()[self.alias];
         if let Some(run) = alias.runs().next().filter(|_| !all_set && self.config.clear_chunk.is_none()) {
@@ -307,14 +310,14 @@ impl<'a> SoakMachine<'a> {
         Ok(())
     }
 
-    /// Takes what was not picked out of the hands of `clear`, so that KVM keeps it.
+    /// Hides the unselected words from `clear`, so that KVM keeps their bits.
     fn leave_unpicked(&mut self) {
         for (log, picked) in self.tracker.logs_mut().iter_mut().zip(&self.picked) {
             log.words.iter_mut().zip(picked).filter(|(_, picked)| !**picked).for_each(|(word, _)| *word = 0);
         }
     }
 
-    /// Keeps the VMM's own writes, which `clear` has merged in, until their words are picked.
+    /// Keeps the VMM's own writes, which `clear` merged in, until their words are selected.
     fn keep_unpicked(&mut self) {
         for ((log, picked), kept) in self.tracker.logs_mut().iter_mut().zip(&self.picked).zip(&mut self.kept)
         {
@@ -328,7 +331,7 @@ impl<'a> SoakMachine<'a> {
         }
     }
 
-    /// Drops bits of pages that were certainly written since the last collection, if that was asked for.
+    /// Removes bits of pages that were certainly written since the last collection, if requested.
     fn take_out(&mut self) {
         let wanted = self.config.lose.saturating_sub(self.tally.injected[0] + self.victims.len() as u64);
         if wanted == 0 || self.age == 0 {
@@ -354,7 +357,7 @@ impl<'a> SoakMachine<'a> {
         }
     }
 
-    /// Settles what became of the bits that were taken out.
+    /// Determines what became of the removed bits.
     fn account(&mut self, lost: &[Lost]) {
         let (picked, logs, tally) = (&self.picked, self.tracker.logs(), &mut *self.tally);
         self.victims.retain_mut(|(place, age)| {
@@ -369,10 +372,10 @@ impl<'a> SoakMachine<'a> {
                 *age += 1;
                 return true;
             }
-            // Written again before this collection, so no longer lost; otherwise the oracle should have named it.
+            // Not written again before this collection: the oracle must have reported it.
             if logs[index].words[word] >> (place.in_slot % 64) & 1 == 0 {
                 tally.injected[0] += 1;
-                tally.name(format_args!("MISSED: the bit of {place} was taken out unnoticed"), &self.name);
+                tally.name(format_args!("MISSED: the removed bit of {place} was not noticed"), &self.name);
             }
             false
         });
@@ -394,7 +397,7 @@ impl<'a> SoakMachine<'a> {
         Ok(())
     }
 
-    /// Switches the log off and on again, with writes in between that nobody logs.
+    /// Disables and enables the log, with writes in between that are not logged.
     fn toggle(&mut self) -> Result<(), Error> {
         self.tally.upheavals[0] += 1;
         self.pick(Pick::All);
@@ -402,17 +405,18 @@ impl<'a> SoakMachine<'a> {
         self.tracker.enable(false)?;
         self.let_run(1000)?;
         if self.tracker.method() == Method::Ring {
-            // What was logged while the log was being switched off is still in the rings.
+            // Writes logged while the log was being disabled are still in the rings.
             vcpu::flush_all(&self.guest.vcpus)?;
             self.tracker.collect()?;
         }
         self.switch_on()
     }
 
-    /// Deletes a memslot and makes it again; in half of the cases the guest runs meanwhile, and the VMM writes for it.
+    /// Deletes and recreates a memslot. In half of the cases the guest runs meanwhile and the VMM
+    /// emulates its writes.
     fn recreate(&mut self) -> Result<(), Error> {
         self.tally.upheavals[1] += 1;
-        // What its log holds goes with it.
+        // Deleting it discards its log.
         self.pick(Pick::All);
         self.guest.pause()?;
         self.judge(Mode::Quiesced)?;
@@ -434,7 +438,7 @@ impl<'a> SoakMachine<'a> {
         Ok(())
     }
 
-    /// Moves a memslot away and back, while the guest runs or between its runs; its log moves with it.
+    /// Moves a memslot away and back, while the guest runs or is paused. Its log moves with it.
     fn shift(&mut self) -> Result<(), Error> {
         self.tally.upheavals[2] += 1;
         let slot = self.draw_slot();
@@ -460,14 +464,15 @@ impl<'a> SoakMachine<'a> {
     fn draw_slot(&mut self) -> Slot {
         let index = self.rng.below(self.alias as u64) as usize;
         let id = self.tracker.logs()[index].slot().id();
-        self.guest.vm.memslots().get(id).expect("every tracked memslot is there between the test's steps")
+        self.guest.vm.memslots().get(id).expect("every tracked memslot exists between steps")
     }
 }
 
-/// Where memslots move to: above all RAM of a test.
+/// The address to which memslots move, above all RAM of a test.
 const ELSEWHERE: u64 = 8 << 30;
 
-/// Where memslots begin: most often at odd pages, of which the first after a multiple of 64 is the meanest.
+/// The starts of memslots, mostly at odd pages. The first page after a multiple of 64 is the
+/// hardest case.
 fn draw_cuts(rng: &mut Rng, pages: u64) -> Vec<u64> {
     let mut cuts = vec![0];
     for _ in 0..rng.below(4) {
@@ -479,7 +484,7 @@ fn draw_cuts(rng: &mut Rng, pages: u64) -> Vec<u64> {
             _ => rng.below(pages),
         });
     }
-    // Memslots begin on a page of the host.
+    // Memslots begin on a host page.
     cuts.iter_mut().for_each(|cut| *cut = *cut / in_one() * in_one());
     cuts.retain(|&cut| cut < pages);
     cuts.sort_unstable();

@@ -1,9 +1,11 @@
-//! `vellum test dirty-log`: guests write at random while their log is collected, toggled and cut, and the oracle looks on.
+//! `vellum test dirty-log`: guests write at random while their log is collected, toggled and cut,
+//! and the oracle checks it.
 //!
-//! The test runs in *legs*: a machine with one tracker, one backing, memslots cut at random (odd bases among them, with
-//! host addresses congruent modulo 2 MiB so that huge pages are mapped all the same), and writers whose order, hot
-//! set and overlap are drawn too. Within a machine (`machine.rs`), `SoakMachine::step` draws what happens next. Everything that is drawn comes
-//! from one seed; what the guest has written by then does not.
+//! The test runs in *legs*. A leg is a machine with one tracker, one backing and random memslots.
+//! Some have odd bases, with host addresses congruent modulo 2 MiB, so that huge pages are still
+//! mapped. The writers' order, hot set and overlap are random too. `SoakMachine::step`
+//! (`machine.rs`) draws the next action within a machine. One seed determines everything drawn, but
+//! not how far the guest has written by then.
 
 mod machine;
 
@@ -22,54 +24,55 @@ use vellum_sandbox as sandbox;
 use machine::SoakMachine;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
-/// What to test, and for how long.
+/// The parameters.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// The trackers, each for an equal share of the time.
+    /// The trackers. Each gets an equal share of the time.
     pub methods: Vec<Method>,
-    /// The backings, one after the other within each tracker.
+    /// The backings, tested in turn for each tracker.
     pub backings: Vec<Backing>,
-    /// Bytes of memory that the guest writes to.
+    /// The memory that the guest writes to, in bytes.
     pub size: u64,
-    /// How many vCPUs write.
+    /// The number of writing vCPUs.
     pub vcpus: usize,
-    /// The seed of all that is drawn.
+    /// The seed of everything random.
     pub seed: u64,
-    /// Events to check with each tracker at least.
+    /// The fewest events to check with each tracker.
     pub events: u64,
-    /// How long to go on at most, over all trackers.
+    /// The time limit over all trackers.
     pub duration: Option<Duration>,
-    /// Collections of this kind only.
+    /// Use only collections of this kind.
     pub mode: Option<Mode>,
-    /// Entries of a dirty ring.
+    /// The entries of a dirty ring.
     pub ring_entries: u32,
-    /// Where the one memslot of the test starts, instead of a drawn cut.
+    /// The start of a single memslot, instead of random ones.
     pub slot_base: Option<u64>,
-    /// Pages that one `KVM_CLEAR_DIRTY_LOG` clears; collections then clear a drawn part of the chunks and leave the rest.
+    /// The pages per `KVM_CLEAR_DIRTY_LOG`. Collections then clear a random part of the chunks and
+    /// leave the rest.
     pub clear_chunk: Option<u64>,
-    /// Bits to take out of each tracker's collections: the test of the test.
+    /// The number of bits to remove from each tracker's collections, to test the oracle.
     pub lose: u64,
-    /// What would have been tested too, had this host got it.
+    /// What this host cannot test.
     pub left_out: Vec<LeftOut>,
-    /// Whether vCPU threads are confined, each on its own.
+    /// Whether to confine vCPU threads. Each is confined separately.
     pub sandbox: sandbox::Mode,
 }
 
-/// What this host does not have.
+/// A combination that this host cannot test.
 #[derive(Clone, Debug)]
 pub struct LeftOut {
-    /// A tracker, or all of those that are tested.
+    /// The tracker, or `None` for all.
     pub method: Option<Method>,
-    /// A backing, or all of those that are tested.
+    /// The backing, or `None` for all.
     pub backing: Option<Backing>,
-    /// What is lacking, with the remedy.
+    /// What the host lacks, and the remedy.
     pub why: String,
-    /// Whether it was asked for by name.
+    /// Whether the user named it.
     pub asked: bool,
 }
 
 impl LeftOut {
-    /// What it is, and what is lacking.
+    /// Describes the combination and what is lacking.
     fn said(&self) -> String {
         let backing = self.backing.map(|backing| backing.to_string());
         let what = self.method.map(|method| method.name().to_owned()).or(backing);
@@ -77,20 +80,21 @@ impl LeftOut {
     }
 }
 
-/// How large guest memory of a test may be: in one piece, so that offsets are addresses but for where RAM starts.
+/// The largest guest memory of a test. It must be contiguous, so that offsets are addresses
+/// relative to the start of RAM.
 pub const MAX_MEMORY: u64 = vellum_kvm::arch::layout::ONE_PIECE;
 
-/// Why the test could not be held.
+/// Why the test could not run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A tracker.
+    /// A tracker failed.
     #[error(transparent)]
     Dirty(#[from] DirtyError),
-    /// The machine.
+    /// The machine failed.
     #[error(transparent)]
     Run(#[from] guest::Error),
-    /// The guest stopped although nobody asked it to.
-    #[error("the guest's writers stopped by themselves")]
+    /// The guest stopped unexpectedly.
+    #[error("the guest's writers stopped unexpectedly")]
     Stopped,
 }
 
@@ -122,58 +126,58 @@ impl Diagnose for Error {
     }
 }
 
-/// How many of what is named before the rest is only counted.
+/// The most findings to list. The rest is only counted.
 pub const NAMED: usize = 32;
 
-/// What was seen with one tracker.
+/// The results of one tracker.
 #[derive(Clone, Debug)]
 pub struct Tally {
-    /// Which.
+    /// The tracker.
     pub method: Method,
-    /// Distinct (page, collection) events checked: a write that the stamps prove, and its bit.
+    /// Distinct (page, collection) events checked: a write proved by the stamps, and its bit.
     pub events: u64,
-    /// Collections while vCPUs ran, and with vCPUs out of the guest.
+    /// Collections with running vCPUs, and with vCPUs out of the guest.
     pub collections: [u64; 2],
-    /// Bits that came one collection late, as a running guest's may.
+    /// Bits that were one collection late, as allowed with a running guest.
     pub late: u64,
-    /// Bits without a fresh stamp that KVM's rules explain.
+    /// Bits without a new stamp that KVM's rules explain.
     pub explained: u64,
-    /// Pages lost.
+    /// Lost pages.
     pub lost: u64,
-    /// Those of them that are the first of 2 MiB: see [`super::edges`].
+    /// Lost pages that are the first of 2 MiB: see [`super::edges`].
     pub lost_at_edges: u64,
-    /// Bits that nothing explains.
+    /// Bits without an explanation.
     pub unexplained: u64,
     /// Pages that hold another page's stamp.
     pub misplaced: u64,
-    /// The first few of these, as lines.
+    /// The first findings, as lines.
     pub names: Vec<String>,
-    /// Bits taken out on purpose whose pages were not written again, and those of them that the oracle named.
+    /// Removed bits whose pages were not written again, and those that the oracle reported.
     pub injected: [u64; 2],
-    /// The log switched off and on, memslots recreated, memslots moved.
+    /// How often the log was toggled, memslots were recreated, and memslots were moved.
     pub upheavals: [u64; 3],
-    /// Machines that were built.
+    /// The number of machines.
     pub legs: u64,
-    /// The backings whose log was collected at least once.
+    /// The backings with at least one collection.
     pub backings: Vec<Backing>,
-    /// The most 2 MiB mappings that KVM had when a log was switched on.
+    /// The most 2 MiB mappings that KVM had when a log was enabled.
     pub pages_2m: Option<u64>,
-    /// What was seen on each backing, in the order in which they had their turn.
+    /// The results on each backing, in order of testing.
     pub parts: Vec<Part>,
 }
 
-/// What was seen with one tracker on one backing.
+/// The results of one tracker on one backing.
 #[derive(Clone, Debug)]
 pub struct Part {
-    /// Which.
+    /// The backing.
     pub backing: Backing,
     /// Events checked.
     pub events: u64,
-    /// Pages lost.
+    /// Lost pages.
     pub lost: u64,
-    /// Bits unexplained, stamps misplaced, and injected losses that went unnoticed.
+    /// Unexplained bits, misplaced stamps, and removed bits that the oracle missed.
     pub wrong: u64,
-    /// How long its machines ran.
+    /// The running time of its machines in seconds.
     pub seconds: f64,
 }
 
@@ -199,12 +203,12 @@ impl Tally {
         }
     }
 
-    /// Whether the log kept its word (bits taken out on purpose apart) and the oracle its own.
+    /// Whether the log lost nothing (except removed bits) and the oracle missed nothing.
     pub fn is_clean(&self) -> bool {
         self.lost == 0 && self.unexplained == 0 && self.misplaced == 0 && self.injected[0] == self.injected[1]
     }
 
-    /// Whether nothing is wrong but losses that [`super::edges`] may explain.
+    /// Whether the only findings are losses that [`super::edges`] may explain.
     pub fn only_edges(&self) -> bool {
         self.method == Method::InitiallySet
             && self.lost > 0
@@ -212,12 +216,12 @@ impl Tally {
             && Self { lost: 0, ..self.clone() }.is_clean()
     }
 
-    /// What is wrong besides losses.
+    /// The number of findings other than losses.
     fn wrong(&self) -> u64 {
         self.unexplained + self.misplaced + (self.injected[0] - self.injected[1])
     }
 
-    /// Adds what has come since `before`, when a machine with `backing` was begun.
+    /// Adds the results since `before`, when a machine with `backing` started.
     fn add_part(&mut self, before: &Self, backing: Backing, seconds: f64) {
         let at = self.parts.iter().position(|part| part.backing == backing).unwrap_or_else(|| {
             self.parts.push(Part { backing, events: 0, lost: 0, wrong: 0, seconds: 0.0 });
@@ -239,7 +243,7 @@ impl Tally {
     }
 }
 
-/// Numbers from a seed.
+/// Random numbers from a seed.
 struct Rng(u64);
 
 impl Rng {
@@ -248,7 +252,7 @@ impl Rng {
         mix(mix(self.0))
     }
 
-    /// A number below `n`, which is not 0.
+    /// A number below `n`, which must not be 0.
     fn below(&mut self, n: u64) -> u64 {
         self.next() % n
     }
@@ -258,20 +262,20 @@ impl Rng {
     }
 }
 
-/// A test that was held.
+/// The results of a test.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// What was seen with each tracker that had its turn.
+    /// The results of each tracker that was reached.
     pub tallies: Vec<Tally>,
-    /// The signal with which the user ended it.
+    /// The signal that interrupted the test, if one did.
     pub interrupted: Option<i32>,
 }
 
-/// Holds the test. `watch` hears of the state after every collection. A signal that is remembered
-/// ([`remember`](vellum_sys::signal::remember)) ends it with what was seen by then.
+/// Runs the test. Calls `watch` after every collection. A remembered signal
+/// ([`remember`](vellum_sys::signal::remember)) ends it with the results so far.
 pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Outcome, Error> {
     let kvm = vm::open()?;
-    // A host that lacks one of the trackers says so before an hour has passed.
+    // Reports a missing tracker now, not after an hour.
     let probe = host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
     for &method in &config.methods {
         method.check(&probe)?;
@@ -286,7 +290,7 @@ pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Outcome, Er
     let mut held = Outcome { tallies: Vec::new(), interrupted: None };
     for (&method, nth) in config.methods.iter().zip(1..) {
         let until = share.map(|share| start + share * nth);
-        // Each backing has its turn, in a short test too.
+        // Each backing gets a turn even in a short test.
         let turn = share.map(|share| share / config.backings.len().max(1) as u32);
         let mut tally = Tally::new(method);
         for &backing in config.backings.iter().cycle() {
@@ -317,17 +321,18 @@ pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Outcome, Er
     Ok(held)
 }
 
-/// Events to check in one machine, where each of so many backings is to have two, and no more than were asked for.
+/// The number of events to check in one machine: each backing gets two machines, without exceeding
+/// the requested total.
 fn budget(events: u64, backings: usize) -> u64 {
     (events / (backings.max(1) as u64 * 2)).clamp(20_000.min(events), 500_000)
 }
 
 impl Outcome {
-    /// What was asked for and not tested, if anything, and why.
+    /// What was requested but not tested, and why.
     fn cut_short(&self, config: &Config) -> Option<String> {
         let missing = |method: &Method| {
             let tally = self.tallies.iter().find(|tally| tally.method == *method);
-            // A test of the test is over when all that was injected was found, wherever that was.
+            // With removed bits, the test ends when enough were found, on any backing.
             if config.lose > 0 {
                 let taken = tally.map_or(0, |tally| tally.injected[0]);
                 return (taken < config.lose).then(|| method.name().to_owned());
@@ -345,25 +350,25 @@ impl Outcome {
         let why = match self.interrupted {
             Some(signal) => format!("ended by signal {signal}"),
             None if missing.is_empty() => return None,
-            None => "the time was over".into(),
+            None => "the time limit expired".into(),
         };
         Some(match missing.is_empty() {
-            true => format!("{why}; every tracker was tested with every backing until then"),
+            true => format!("{why}; every tracker was tested with every backing"),
             false if config.lose > 0 => {
-                format!("{why} before {} bits were taken out with {}", config.lose, missing.join("; "))
+                format!("{why} before {} bits were removed with {}", config.lose, missing.join("; "))
             }
             false => format!("{why} before anything was tested with {}", missing.join("; ")),
         })
     }
 
-    /// The backings that were reached with any tracker, in the order in which they were asked for.
+    /// The backings that any tracker reached, in the requested order.
     fn backings<'a>(&'a self, config: &'a Config) -> impl Iterator<Item = &'a Backing> {
         let reached = |backing: &&Backing| self.tallies.iter().any(|tally| tally.backings.contains(backing));
         config.backings.iter().filter(reached)
     }
 }
 
-/// A case for each tracker on each backing, those that were left out or not reached among them.
+/// A case for each tracker and backing, including those left out or not reached.
 fn cases(config: &Config, held: &Outcome) -> Vec<Case> {
     let mut cases = Vec::new();
     let seeded = |case: Case| Case { seed: Some(config.seed), ..case };
@@ -375,16 +380,17 @@ fn cases(config: &Config, held: &Outcome) -> Vec<Case> {
             let case = match part.filter(|part| part.events > 0 || part.lost + part.wrong > 0) {
                 Some(part) if part.lost + part.wrong == 0 => Case::new(name, Status::Pass),
                 Some(part) => Case::new(name, Status::Fail).because(format!(
-                    "{} pages lost, {} bits unexplained or stamps misplaced in {} events",
+                    "{} pages lost, {} unexplained bits or misplaced stamps in {} events",
                     part.lost, part.wrong, part.events
                 )),
                 None if held.interrupted.is_some() => Case::new(name, Status::Timeout)
-                    .because("the test was ended before it came to this")
+                    .because("the test was interrupted before this")
                     .mended_by("let it run"),
-                None if config.lose > 0 => Case::new(name, Status::Skip)
-                    .because("all that was injected was found before it came to this"),
+                None if config.lose > 0 => {
+                    Case::new(name, Status::Skip).because("all removed bits were found before this")
+                }
                 None => Case::new(name, Status::Timeout)
-                    .because("the time was over before it came to this")
+                    .because("the time limit expired before this")
                     .mended_by("give it more time"),
             };
             cases.push(seeded(Case { seconds: part.map(|part| part.seconds), ..case }));
@@ -403,7 +409,7 @@ fn cases(config: &Config, held: &Outcome) -> Vec<Case> {
     cases
 }
 
-/// The result of a test that was held.
+/// The report of a test.
 pub fn report(config: &Config, held: &Outcome, facts: Facts) -> Report {
     let mut report = Report::new("test dirty-log", facts);
     let tested = || held.tallies.iter().filter(|tally| !tally.backings.is_empty());
@@ -411,7 +417,7 @@ pub fn report(config: &Config, held: &Outcome, facts: Facts) -> Report {
     report.cases = cases(config, held);
     report.not_run = config.left_out.iter().filter(|left_out| left_out.asked).map(LeftOut::said).collect();
     let names = |names: &mut dyn Iterator<Item = String>| names.collect::<Vec<_>>().join(",");
-    // What was not reached is named above, and not as if it had been used.
+    // Combinations that were not reached are in the cases, and must not look tested here.
     if tested().next().is_some() {
         report.ask("tracker", names(&mut tested().map(|tally| tally.method.name().to_owned())));
         report.ask("backing", names(&mut held.backings(config).map(Backing::to_string)));
@@ -465,7 +471,7 @@ pub fn report(config: &Config, held: &Outcome, facts: Facts) -> Report {
             figure("most_pages_mapped_2m", "pages", pages);
         }
         for part in tally.parts.iter().filter(|part| part.events > 0) {
-            // As the case is called: whoever adds up events over many results finds them by it.
+            // The same name as the case's, so that merging many results can find them.
             let index = format!("{}/{}", tally.method.name(), part.backing);
             report.figure(Label::of("events", &index), "events", part.events as f64);
             report.figure(Label::of("pages_lost", &index), "pages", part.lost as f64);
@@ -524,7 +530,7 @@ mod tests {
         let some = held(&[(Method::Bitmap, &[Anonymous, Thp]), (Method::Ring, &[])], None);
         let report = |held: &Outcome| report(&config, held, Facts::collect("off".into()));
         let short = report(&some);
-        let said = "the time was over before anything was tested with bitmap on shmem; ring";
+        let said = "the time limit expired before anything was tested with bitmap on shmem; ring";
         assert_eq!(short.cut_short.as_deref(), Some(said));
         assert_eq!(
             (&short.asked["tracker"], &short.asked["backing"]),
