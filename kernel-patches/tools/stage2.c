@@ -846,9 +846,12 @@ static void rebuild(u32 level)
 		fail("a block of %#lx bytes is rebuilt, and %#lx are cleaned", size_at(level), clean_bytes - bytes);
 }
 
-/* The page table of a VM, empty. */
-static void begin(void)
+static void run(int count)
 {
+	static const char *const caches[] = { "PIPT", "VPIPT", "aliasing VIPT" };
+
+	snprintf(setting, sizeof(setting), "%luK pages%s%s, %s, %s", PAGE_SIZE / 1024, fwb ? ", FWB" : "", dic ? ", DIC" : "",
+		 caches[icache], vhe ? "VHE" : "nVHE");
 	memset(want, 0, PAGES * sizeof(*want));
 	if (kvm_pgtable_stage2_init(&pgt, &kvm))
 		fail("no page table");
@@ -860,38 +863,6 @@ static void begin(void)
 		page->level = START_LEVEL;
 		page->ipa = i * size_at(START_LEVEL - 1);
 	}
-}
-
-/*
- * A vCPU takes a write fault on a page that is logged, and goes on only when the log went off,
- * another vCPU's fault has made a block of it, and the log is on again.  Returns how many pages
- * of the block can be written to then; one of them is logged.
- */
-static u64 late_fault(void)
-{
-	u64 count = size_at(2) / PAGE_SIZE, writable = 0;
-	struct fault late;
-	u32 level;
-
-	fwb = vhe = dic = true;
-	begin();
-	map(0, 3, 0, KVM_PGTABLE_PROT_R | KVM_PGTABLE_PROT_X, true);
-	late = take_fault(0, KVM_PGTABLE_PROT_W);
-	handle(1, take_fault(1, KVM_PGTABLE_PROT_W), 2, false);
-	protect(0, count);
-	handle(0, late, 2, true);
-	for (u64 page = 0; page < count; page++)
-		writable += !!(walk(IPA + page * PAGE_SIZE, &level) & BIT(7));
-	return writable;
-}
-
-static void run(int count)
-{
-	static const char *const caches[] = { "PIPT", "VPIPT", "aliasing VIPT" };
-
-	snprintf(setting, sizeof(setting), "%luK pages%s%s, %s, %s", PAGE_SIZE / 1024, fwb ? ", FWB" : "", dic ? ", DIC" : "",
-		 caches[icache], vhe ? "VHE" : "nVHE");
-	begin();
 	at_random(count);
 	together(8, count / 4);
 	rebuild(2);
@@ -918,11 +889,6 @@ int main(int argc, char **argv)
 	arena = mmap(NULL, TABLES * PAGE_SIZE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	shadow = mmap(NULL, TABLES * PAGE_SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	want = calloc(PAGES, sizeof(*want));
-	if (!strcmp(argv[1], "late-fault")) {
-		printf("%2luK pages: %lu of %lu pages are writable, and one is logged\n", PAGE_SIZE / 1024, late_fault(),
-		       size_at(2) / PAGE_SIZE);
-		return 0;
-	}
 	for (int way = 0; way < 24; way++) {
 		fwb = way & 1;
 		dic = way & 2;
