@@ -21,6 +21,8 @@ mod inside;
 mod kexec;
 mod launch;
 mod moves;
+#[path = "../tutorials/page.rs"]
+mod page;
 mod passt;
 #[path = "../share/posix.rs"]
 mod posix;
@@ -29,6 +31,7 @@ mod posix_changes;
 mod root;
 mod saves;
 mod segments;
+mod tutorial;
 mod typed;
 mod vmlinux;
 mod whole;

@@ -113,7 +113,7 @@ write_section!(
     "    b 70f",
     // Stamp. The first access to the page is a store: a load would first fault in a page of zeroes to read, and a second fault would have to
     // break it. x16: when it began; x14: who wrote the page before. Who writes it is stored last, with all that was before it: whoever
-    // sees that sees the rest. Neither reading of the counter is fenced: docs/benchmarks.md says what is timed then.
+    // sees that sees the rest. Neither reading of the counter is fenced: docs/src/explanation/benchmarks.md says what is timed then.
     "8:  add x1, x1, #1",
     "    ldr x9, [x0, {epoch}]",
     "    ldr x15, [x0, {first_page}]",

@@ -117,7 +117,7 @@ write_section!(
     "    jmp 70f",
     // Stamp. The first access to the page is a store: a load would first fault in a page of zeroes to read, and a second
     // fault would have to break it. r15: when it began, or 0; rax: who wrote the page before.
-    // Neither rdtsc is fenced: docs/benchmarks.md says what is timed then.
+    // Neither rdtsc is fenced: docs/src/explanation/benchmarks.md says what is timed then.
     "8:  inc rsi",
     "    mov rcx, [rdi + {epoch}]",
     "    mov r14, r13",

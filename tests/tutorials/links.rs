@@ -1,0 +1,69 @@
+//! Links within README and the book lead to files and headings, and the summary names every page.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use harness::{Failed, ensure};
+
+/// The Markdown files of `dir` and below.
+fn pages(dir: &Path, into: &mut Vec<PathBuf>) -> Result<(), Failed> {
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            pages(&path, into)?;
+        } else if path.extension().is_some_and(|kind| kind == "md") {
+            into.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// Where the links of a page lead.
+fn links(text: &str) -> impl Iterator<Item = &str> {
+    let ends = text.split("](").skip(1);
+    ends.filter_map(|rest| rest.split_once(')')).map(|(link, _)| link).filter(|link| !link.contains("://"))
+}
+
+/// The names by which the headings of a page are linked.
+fn anchors(text: &str) -> BTreeSet<String> {
+    let headings = text.lines().filter(|line| line.starts_with('#'));
+    let kept = |c: &char| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_');
+    let name = |line: &str| line.trim_start_matches('#').trim().to_lowercase().chars().filter(kept).collect();
+    headings
+        .map(|line| {
+            let name: String = name(line);
+            name.replace(' ', "-")
+        })
+        .collect()
+}
+
+/// Checks all of them.
+pub fn check() -> Result<(), Failed> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let book = root.join("docs/src");
+    let mut files = vec![root.join("README.md")];
+    pages(&book, &mut files)?;
+    ensure(files.len() > 10, || format!("{files:?}"))?;
+    let summary = fs::read_to_string(book.join("SUMMARY.md"))?;
+    for file in &files {
+        let text = fs::read_to_string(file)?;
+        for link in links(&text) {
+            let (path, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let dir = file.parent().unwrap_or(root);
+            let target = if path.is_empty() { file.clone() } else { dir.join(path) };
+            let wrong = || format!("{}: {link} leads nowhere", file.display());
+            ensure(target.exists(), wrong)?;
+            if !anchor.is_empty() {
+                ensure(anchors(&fs::read_to_string(&target)?).contains(anchor), wrong)?;
+            }
+        }
+        if let Ok(page) = file.strip_prefix(&book) {
+            let named = summary.contains(&format!("({})", page.display()));
+            ensure(named || page == Path::new("SUMMARY.md"), || {
+                format!("{} is in no summary", page.display())
+            })?;
+        }
+    }
+    Ok(())
+}
