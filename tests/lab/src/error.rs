@@ -57,7 +57,7 @@ pub enum Error {
     Package(String),
     /// An emulated host did not do its job.
     #[error("{what}; the end of its serial log ({}):\n{tail}", .log.display())]
-    Bed {
+    Host {
         /// What happened.
         what: String,
         /// The whole log.
@@ -83,7 +83,7 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Usage(_) => 2,
-            Error::Bed { timed_out: true, .. } => 124,
+            Error::Host { timed_out: true, .. } => 124,
             Error::Interrupted(signal) => u8::try_from(128 + signal).unwrap_or(1),
             _ => 1,
         }

@@ -10,18 +10,21 @@ use clap::builder::PossibleValue;
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use lab::architecture::Architecture;
 use lab::artifacts::{Kernel, Programs};
-use lab::bed::{self, BEDS, Emulated, HostKernel, Pace, Request, svm};
 use lab::cache::Cache;
 use lab::compare::Processor;
+use lab::compare::speed;
 use lab::form::{self, Output};
-use lab::fresh::{self, Until};
-use lab::guest::Guest;
+use lab::hosts::doctor;
+use lab::hosts::guest::Guest;
+use lab::hosts::wire::Frame;
+use lab::hosts::{self, Emulated, HOSTS, HostKernel, Pace, Request, svm};
 use lab::kernel::check::Step;
 use lab::kernel::post::{self, Poster};
 use lab::kernel::tree::Tree;
 use lab::kernel::{Base, build, check, series};
-use lab::wire::Frame;
-use lab::{Error, Result, artifacts, compare, debian, doctor, kvm_unit_tests, release, speed, test};
+use lab::test::fresh::{self, Until};
+use lab::test::kvm_unit_tests;
+use lab::{Error, Result, artifacts, compare, debian, release, test};
 use vellum::cli::{Form, origin};
 
 /// Vellum's laboratory: emulated hosts, kernels and their patches, and every test that this machine can run.
@@ -58,10 +61,16 @@ enum LabCommand {
     /// Run every test that this machine can run, and say in one list what was skipped, why, and what to do about it
     Test {
         /// One bed instead of all
-        bed: Option<test::Bed>,
+        bed: Option<test::TestHost>,
         /// Consent to install Debian's packages (as root) and to reserve huge pages while the tests run
         #[arg(long)]
         setup: bool,
+        /// Without a bed: also what takes long, the series of kernel-patches and each test with nested paging and without
+        #[arg(long)]
+        full: bool,
+        /// Each program of this machine so many times, beside four processes that spin and a build
+        #[arg(long, value_name = "TIMES", value_parser = clap::value_parser!(u32).range(1..))]
+        loaded: Option<u32>,
         /// With `metal`: a directory of test programs that were built elsewhere
         #[arg(long, value_name = "DIR")]
         prebuilt: Option<PathBuf>,
@@ -85,7 +94,7 @@ enum LabCommand {
         #[command(subcommand)]
         command: KernelCommand,
     },
-    /// List every series: its base, its patches, what it claims
+    /// List every series: its base, its patches, what it claims; and when `cargo lab test --full` last passed here
     List,
     /// Measure a series: the pristine and the patched kernel in turn, A B A B; or two kernels of your own
     Compare {
@@ -239,7 +248,7 @@ enum Hosts {
 impl ValueEnum for Hosts {
     fn value_variants<'a>() -> &'a [Self] {
         static ALL: LazyLock<Vec<Hosts>> =
-            LazyLock::new(|| BEDS.into_iter().map(Hosts::Emulated).chain([Hosts::Metal]).collect());
+            LazyLock::new(|| HOSTS.into_iter().map(Hosts::Emulated).chain([Hosts::Metal]).collect());
         &ALL
     }
 
@@ -377,7 +386,7 @@ impl Host {
             return Err(Error::Usage("--cpu: Bochs' model goes by --pml; svm and arm64 take one".into()));
         }
         Ok(Request {
-            bed,
+            host: bed,
             cpu: self.cpu,
             pml: self.pml,
             gicv2: self.gicv2,
@@ -415,10 +424,12 @@ fn perform(what: LabCommand) -> Result<u8> {
         LabCommand::Guest { kernel, arch, vmlinux, dir } => done(make_guest(&kernel, arch, vmlinux, &dir)),
         LabCommand::Run { bed, host, out, command } => run(bed, host, &out, command),
         LabCommand::Shell { bed, host } => done(shell(bed, host)),
-        LabCommand::Test { bed, setup, prebuilt, npt, hosts, time, form, arguments } => {
+        LabCommand::Test { bed, setup, full, loaded, prebuilt, npt, hosts, time, form, arguments } => {
             test::run(test::Options {
                 bed,
                 setup,
+                full,
+                loaded,
                 prebuilt,
                 npt,
                 hosts,
@@ -448,7 +459,7 @@ fn perform(what: LabCommand) -> Result<u8> {
         LabCommand::Speed => done(speed::of_commands(&Cache::open()?, pass_on)),
         LabCommand::Check { series, only, form } => done(check_series(&series, &only, form.output()?)),
         LabCommand::Selftests { base } => {
-            BEDS[0].ready()?;
+            HOSTS[0].ready()?;
             done(check::selftests_of(&Cache::open()?, Base::named(&base)?, Architecture::X86))
         }
         LabCommand::Post { series, from, sign_off, rfc, reroll, linux, out } => {
@@ -489,7 +500,7 @@ fn run(bed: Emulated, host: Host, out: &Path, command: Vec<String>) -> Result<u8
     let mut request = host.request(&cache, bed)?;
     request.commands.push(command);
     let outcome =
-        bed::run(&cache, &Programs::build_for(bed.architecture())?, &request, pass_on).map_err(named)?;
+        hosts::run(&cache, &Programs::build_for(bed.architecture())?, &request, pass_on).map_err(named)?;
     outcome.write_files(out)?;
     Ok(u8::try_from(outcome.code()).unwrap_or(1))
 }
@@ -498,7 +509,7 @@ fn shell(bed: Emulated, host: Host) -> Result<()> {
     bed.ready()?;
     let cache = Cache::open()?;
     let request = host.request(&cache, bed)?;
-    bed::shell(&cache, &Programs::build_for(bed.architecture())?, &request)
+    hosts::shell(&cache, &Programs::build_for(bed.architecture())?, &request)
 }
 
 fn build_kernel(
@@ -532,7 +543,8 @@ fn make_source(base: &str, with: &[String]) -> Result<()> {
 }
 
 fn list() -> Result<()> {
-    let list = compare::list(&Cache::open()?)?;
+    let cache = Cache::open()?;
+    let list = compare::list(&cache)? + &test::last_full(&cache);
     // A reader that went away has read what it wanted.
     let _ = std::io::stdout().write_all(list.as_bytes());
     Ok(())
@@ -631,7 +643,7 @@ fn unit_tests_of_kvm(
     host: Host,
 ) -> Result<u8> {
     // LabCommand passes and what does not is known of this bed alone.
-    let bed = svm::BED;
+    let bed = svm::HOST;
     let cache = Cache::open()?;
     bed.ready()?;
     let host = kvm_unit_tests::host(host.request(&cache, bed)?);
@@ -641,8 +653,8 @@ fn unit_tests_of_kvm(
 /// A time limit that is over, with the flag that set it.
 fn named(error: Error) -> Error {
     match error {
-        Error::Bed { what, log, tail, timed_out: true } => {
-            Error::Bed { what: format!("{what} (--time-limit)"), log, tail, timed_out: true }
+        Error::Host { what, log, tail, timed_out: true } => {
+            Error::Host { what: format!("{what} (--time-limit)"), log, tail, timed_out: true }
         }
         error => error,
     }

@@ -8,20 +8,18 @@ use std::time::Duration;
 use harness::{Failed, Need, Trials, ensure, trial};
 use lab::Error;
 use lab::artifacts::{Kernel, Programs};
-use lab::bed::{self, BEDS, Emulated, HostKernel, Outcome, Request};
 use lab::cache::Cache;
+use lab::hosts::{self, Emulated, HOSTS, HostKernel, Outcome, Request};
 
 fn main() -> ExitCode {
-    let mut trials = Trials::from_args();
-    // An emulator takes a CPU for itself.
-    trials.one_at_a_time();
-    trials.run()
+    // One host keeps one CPU busy, and there are as many at once as there are CPUs.
+    Trials::from_args().run()
 }
 
 /// The bed that the laboratory runs these for.
 fn asked() -> Result<Emulated, String> {
     let asked = std::env::var("VELLUM_LAB_BOOTS").unwrap_or_default();
-    let bed = BEDS.into_iter().find(|bed| bed.name() == asked);
+    let bed = HOSTS.into_iter().find(|bed| bed.name() == asked);
     bed.ok_or_else(|| "boots an emulated host: cargo lab test svm".into())
 }
 
@@ -41,14 +39,15 @@ fn boot(change: impl FnOnce(&mut Request), script: &str) -> Result<Outcome, Erro
     let cache = Cache::open()?;
     let bed = asked().map_err(Error::Usage)?;
     let kernel = HostKernel::Debian(Kernel::debian_for(&cache, bed.architecture(), "6.1")?);
-    let mut request = Request { bed, ..Request::new(kernel) };
+    let mut request = Request { host: bed, ..Request::new(kernel) };
     request.commands.push(["sh", "-c", script].map(str::to_owned).to_vec());
     change(&mut request);
-    bed::run(&cache, &Programs::build_for(bed.architecture())?, &request, |_| ())
+    hosts::run(&cache, &Programs::build_for(bed.architecture())?, &request, |_| ())
 }
 
 /// Bytes that a console would have changed, and a kernel that talks on the console meanwhile. What was sent along is there, and
-/// what was sent to /tmp does not make that smaller.
+/// what was sent to /tmp does not make that smaller. Commands that follow say how long the host was idle, and which host it is: a
+/// parameter that it has anyway is taken.
 #[trial(bed())]
 fn results_come_back_whole() -> Result<(), Failed> {
     let script = r"cmp /tmp/deep/er/sent /sent && : > /tmp/new && : > /tmp/deep/er/new || exit 1
@@ -56,11 +55,16 @@ fn results_come_back_whole() -> Result<(), Failed> {
         cat sub/bytes; echo complaint >&2; : > empty; seq 40000 > long
         # What is left behind holds the output open; it must not hold the host.
         sleep 1000000 & exit 42";
+    let bed = asked()?;
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml");
-    let send = |request: &mut Request| {
+    let more = |request: &mut Request| {
         request.files.extend(["/sent", "/tmp/deep/er/sent"].map(|to| (manifest.clone(), to.to_owned())));
+        request.parameters.extend(bed.parameters(true).first().map(|same| same.replace('_', "-")));
+        for script in ["sleep 2", "sha256sum /bin/busybox /bin/vellum", &says_its_mode(bed, true)] {
+            request.commands.push(["sh", "-c", script].map(str::to_owned).to_vec());
+        }
     };
-    let outcome = boot(send, script)?;
+    let outcome = boot(more, script)?;
     let wanted = b"\r\n\0\xff\x1b[31m".repeat(300);
     let ran = &outcome.ran[0];
     ensure(ran.stdout == wanted, || format!("{} of {} bytes of output", ran.stdout.len(), wanted.len()))?;
@@ -74,21 +78,38 @@ fn results_come_back_whole() -> Result<(), Failed> {
             format!("{name}: {:?} of {} bytes", got.map(Vec::len), content.len())
         })?;
     }
-    Ok(())
+    for (command, idle) in [(1, true), (2, false)] {
+        let exit = outcome.ran[command].exit.clone().ok_or("no exit came back")?;
+        let right = if idle { exit.idle > 0.9 && exit.seconds > 1.9 } else { exit.idle < 0.05 };
+        ensure(right, || format!("command {command}: {exit:?}"))?;
+    }
+    is_its_mode(bed, true, &outcome.ran[3].stdout)
+}
+
+/// A script that says what KVM makes of the second stage, and the bed.
+fn says_its_mode(bed: Emulated, second_stage: bool) -> String {
+    let mode = bed.mode(second_stage);
+    let parameter = mode.split_once('=').map(|(parameter, _)| parameter);
+    let module = bed.modules().first().zip(parameter);
+    let shown = module.map(|(module, name)| format!("cat /sys/module/{module}/parameters/{name}; "));
+    shown.unwrap_or_default() + "echo $VELLUM_BED"
+}
+
+fn is_its_mode(bed: Emulated, second_stage: bool, said: &[u8]) -> Result<(), Failed> {
+    let switch = match (bed.parameters(true).is_empty(), second_stage) {
+        (true, _) => "",
+        (false, true) => "Y\n",
+        (false, false) => "N\n",
+    };
+    let said = String::from_utf8_lossy(said);
+    ensure(said == format!("{switch}{}\n", bed.name()), || format!("{}: {said:?}", bed.mode(second_stage)))
 }
 
 #[trial(bed(), switch())]
-fn nested_paging_is_what_was_asked_for() -> Result<(), Failed> {
+fn a_host_without_nested_paging_has_none() -> Result<(), Failed> {
     let bed = asked()?;
-    for (second_stage, wanted) in [(true, "Y"), (false, "N")] {
-        let mode = bed.mode(second_stage);
-        let (parameter, _) = mode.split_once('=').ok_or("no switch")?;
-        let script = format!("cat /sys/module/{}/parameters/{parameter}; echo $VELLUM_BED", bed.modules()[0]);
-        let outcome = boot(|request| request.second_stage = second_stage, &script)?;
-        let said = String::from_utf8_lossy(&outcome.ran[0].stdout).into_owned();
-        ensure(said == format!("{wanted}\n{}\n", bed.name()), || format!("{mode}: {said:?}"))?;
-    }
-    Ok(())
+    let outcome = boot(|request| request.second_stage = false, &says_its_mode(bed, false))?;
+    is_its_mode(bed, false, &outcome.ran[0].stdout)
 }
 
 #[trial(bed(), switch())]
@@ -96,35 +117,22 @@ fn a_parameter_that_is_not_in_force_is_refused() -> Result<(), Failed> {
     let bed = asked()?;
     // The kernel takes the later of two, so that what the request itself wants is not in force.
     let contrary = bed.parameters(false).remove(0);
-    for (parameter, why) in
-        [("kvm.no_such_thing=1", "has no such parameter"), (&contrary, "it is N"), ("kvm=1", "the form is")]
-    {
-        match boot(|request| request.parameters.push(parameter.to_owned()), "true") {
-            Err(error) if error.to_string().contains(why) => (),
-            other => return Err(format!("{parameter}: {other:?}").into()),
+    let refused = ["kvm.no_such_thing=1", &contrary, "kvm=1"].map(str::to_owned);
+    match boot(|request| request.parameters.extend(refused), "true") {
+        Err(error) => {
+            let said = error.to_string();
+            let all = ["has no such parameter", "it is N", "the form is"];
+            ensure(all.iter().all(|why| said.contains(why)), || said)
         }
+        other => Err(format!("it is taken: {other:?}").into()),
     }
-    let same = bed.parameters(true).remove(0).replace('_', "-");
-    boot(|request| request.parameters.push(same), "true")?;
-    Ok(())
-}
-
-#[trial(bed())]
-fn busy_and_idle_time_are_told_apart() -> Result<(), Failed> {
-    for (script, idle) in [("sleep 2", true), ("sha256sum /bin/busybox /bin/vellum", false)] {
-        let outcome = boot(|_| (), script)?;
-        let exit = outcome.ran[0].exit.clone().ok_or("no exit came back")?;
-        let right = if idle { exit.idle > 0.9 && exit.seconds > 1.9 } else { exit.idle < 0.05 };
-        ensure(right, || format!("`{script}`: {exit:?}"))?;
-    }
-    Ok(())
 }
 
 #[trial(bed())]
 fn a_host_that_hangs_is_ended() -> Result<(), Failed> {
-    let limit = |request: &mut Request| request.time_limit = Duration::from_secs(45);
+    let limit = |request: &mut Request| request.time_limit = Duration::from_secs(30);
     match boot(limit, "while :; do :; done") {
-        Err(error @ Error::Bed { timed_out: true, .. }) => {
+        Err(error @ Error::Host { timed_out: true, .. }) => {
             ensure(error.exit_code() == 124, || error.to_string())
         }
         other => Err(format!("it was not ended by its limit: {other:?}").into()),
@@ -134,7 +142,7 @@ fn a_host_that_hangs_is_ended() -> Result<(), Failed> {
 #[trial(bed())]
 fn a_host_that_panics_leaves_its_tail() -> Result<(), Failed> {
     match boot(|_| (), "echo c > /proc/sysrq-trigger") {
-        Err(Error::Bed { tail, timed_out: false, .. }) => {
+        Err(Error::Host { tail, timed_out: false, .. }) => {
             ensure(tail.contains("sysrq triggered crash"), || format!("the tail says nothing of it: {tail}"))
         }
         other => Err(format!("the host lived: {other:?}").into()),

@@ -1,5 +1,5 @@
 //! The first process of an emulated host: mounts, loads KVM, runs the job, and says on the results line what
-//! came of it. It is static, so the host needs no C library; what it says and hears is defined in `lab::wire`.
+//! came of it. It is static, so the host needs no C library; what it says and hears is defined in `lab::hosts::wire`.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -12,8 +12,8 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use lab::parameter;
-use lab::wire::{Boot, Exit, Frame, JOB_PATH, Job, OUT_DIR};
+use lab::hosts::parameter;
+use lab::hosts::wire::{Boot, Exit, Frame, JOB_PATH, Job, OUT_DIR};
 
 fn main() {
     // SAFETY: getpid has no preconditions.
@@ -186,7 +186,7 @@ fn load(path: &str, parameters: &[String]) -> io::Result<()> {
 }
 
 /// Machines that stay, so that the kernel patches its own code once, now, and not whenever a first machine comes or a last
-/// one goes, under running CPUs: QEMU may go on with code that is there no more (`lab::bed::svm`). The keys are
+/// one goes, under running CPUs: QEMU may go on with code that is there no more (`lab::hosts::svm`). The keys are
 /// preempt_notifier_key in the scheduler, and KVM's apic_hw_disabled, apic_sw_disabled and kvm_has_noapic_vcpu.
 #[cfg(target_arch = "x86_64")]
 #[expect(clippy::disallowed_methods, reason = "neither of them has memory")]

@@ -14,7 +14,7 @@ use clap::Parser;
 use vellum_host::idle;
 
 const VELLUM: &str = "/bin/vellum";
-/// Without PV EOI an interrupt is less often delivered twice by an emulator that stops at any instruction (`bed::svm`), which does not save
+/// Without PV EOI an interrupt is less often delivered twice by an emulator that stops at any instruction (`lab::hosts::svm`), which does not save
 /// XSAVE's state either.
 const FLAGS: [&str; 3] = ["--cpuid=-pv-eoi", "--params", "noxsave"];
 /// How often each boot is timed.

@@ -10,12 +10,13 @@ use vellum_report::{Figure, Report, json};
 use super::calls::{self, Call};
 use super::{Processor, ROUNDS, locks};
 use crate::artifacts::{self, Programs};
-use crate::bed::{self, Outcome};
 use crate::cache::{Cache, digest};
+use crate::hosts::guest;
+use crate::hosts::{self, Outcome};
 use crate::kernel::bench::{self, Bench};
 use crate::kernel::build::{self, Image};
 use crate::kernel::series::{self, Series};
-use crate::{Error, Result, guest};
+use crate::{Error, Result};
 
 /// The share of a run that the host may idle.
 const IDLE_LIMIT: f64 = 0.01;
@@ -127,7 +128,7 @@ impl Hosts<'_> {
     /// Boots `image` and runs `group` on it; an error where a command failed or its host idled.
     fn measure(&self, image: &Image, group: &[&Bench]) -> Result<Outcome> {
         let mut request = image.host();
-        (request.bed, request.pml) = (self.processor.bed, self.processor.pml);
+        (request.host, request.pml) = (self.processor.bed, self.processor.pml);
         request.files.push((self.programs.guest_tasks.clone(), GUEST_TASKS.into()));
         let guests = guests_of(group).into_iter().filter_map(|name| self.guests.get(&name));
         request.files.extend(guests.flat_map(|guest| guest.files.iter().cloned()));
@@ -146,7 +147,7 @@ impl Hosts<'_> {
             }
         };
         request.commands = group.iter().enumerate().map(command).collect();
-        let outcome = bed::run(self.cache, &self.programs, &request, |_| ())?;
+        let outcome = hosts::run(self.cache, &self.programs, &request, |_| ())?;
         for (bench, ran) in group.iter().zip(&outcome.ran) {
             let Some(exit) = &ran.exit else { continue };
             if exit.code != 0 {

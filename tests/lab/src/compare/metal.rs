@@ -16,11 +16,13 @@ use super::boot::{Sample, written};
 use super::{Comparison, deliver, rows_of, weighed};
 use crate::artifacts::Programs;
 use crate::cache::{Cache, digest};
+use crate::hosts::doctor;
+use crate::hosts::parameter;
 use crate::kernel::bench::Bench;
 use crate::kernel::series::Series;
 use crate::kernel::tree::{self, Tree};
 use crate::kernel::{build, deb};
-use crate::{Error, Result, doctor, parameter};
+use crate::{Error, Result};
 
 /// Boots of each kernel.
 const ROUNDS: usize = Policy::REAL.boots;

@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::build::Image;
 use super::series::directory;
-use crate::bed::{BEDS, Emulated, HUGEPAGE, Pace, Request};
+use crate::hosts::{Emulated, HOSTS, HUGEPAGE, Pace, Request};
 use crate::{Error, Result};
 
 /// A command inside an emulated host.
@@ -202,8 +202,8 @@ impl Bench {
         request.hugepages = self.hugepages;
         request.hugepage_size.clone_from(&self.hugepage_size);
         request.pace = self.pace();
-        if let Some(bed) = BEDS.iter().find(|bed| self.bed.as_deref() == Some(bed.name())) {
-            request.bed = *bed;
+        if let Some(bed) = HOSTS.iter().find(|bed| self.bed.as_deref() == Some(bed.name())) {
+            request.host = *bed;
         }
     }
 }

@@ -13,11 +13,11 @@ use super::complaints::complaints;
 use super::series::{self, Series};
 use super::tree::Tree;
 use crate::artifacts::{self, Programs};
-use crate::bed::{self, Ran};
 use crate::cache::{Cache, digest};
+use crate::hosts::wire::Frame;
+use crate::hosts::{self, Ran};
 use crate::lanes::side_by_side;
 use crate::test::programs;
-use crate::wire::Frame;
 use crate::{Error, Result, compare, tool};
 
 /// What every patched host has to survive besides its series' own tests.
@@ -42,7 +42,7 @@ pub fn once_each(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]
     let ran = digest(ran.iter().map(Vec::as_slice));
     let name = &image.name;
     let entry = |bench: &Bench| -> Result<String> {
-        let emulator = bench.host(image).bed.version()?;
+        let emulator = bench.host(image).host.version()?;
         let mut parts = vec![format!("{bench:?}").into_bytes(), ran.clone().into(), emulator.into()];
         for (path, _) in brought(cache, &programs, stack, &[bench])? {
             parts.push(fs::read(&path).map_err(Error::file("read", &path))?);
@@ -156,7 +156,7 @@ fn ran(
     request.commands.push(["dmesg".to_owned()].to_vec());
     let mut done = 0;
     let mut said = Vec::new();
-    let outcome = bed::run(cache, programs, &request, |frame| match frame {
+    let outcome = hosts::run(cache, programs, &request, |frame| match frame {
         // Beside another host, only what is told at once is told as one.
         Frame::Stderr(bytes) => said.extend(bytes),
         Frame::Exit(exit) => {

@@ -14,9 +14,10 @@ use super::series::{self, Series};
 use super::tree::Tree;
 use super::{Base, CROSS_PROGRAMS, PROGRAMS};
 use crate::architecture::Architecture;
-use crate::bed::{Emulated, HostKernel, Request};
 use crate::cache::{Cache, digest};
-use crate::{Error, Result, artifacts, doctor, tool};
+use crate::hosts::doctor;
+use crate::hosts::{Emulated, HostKernel, Request};
+use crate::{Error, Result, artifacts, tool};
 
 /// Two versions of gcc would be two experiments.
 pub const COMPILER: &str = "gcc-12";
@@ -73,7 +74,7 @@ impl Image {
 
     /// A host that boots it, of the bed that emulates its architecture.
     pub fn host(&self) -> Request {
-        Request { bed: Emulated::of(self.architecture), ..Request::new(HostKernel::Image(self.file())) }
+        Request { host: Emulated::of(self.architecture), ..Request::new(HostKernel::Image(self.file())) }
     }
 }
 

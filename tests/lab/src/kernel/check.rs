@@ -22,9 +22,9 @@ use vellum_report::{Case, Report, Status};
 
 use crate::architecture::Architecture;
 use crate::artifacts::Programs;
-use crate::bed::{Emulated, HostKernel, Request};
 use crate::cache::Cache;
 use crate::form;
+use crate::hosts::{Emulated, HostKernel, Request};
 use crate::lanes::side_by_side;
 use crate::{Error, Result, tool};
 

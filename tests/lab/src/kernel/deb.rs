@@ -12,7 +12,8 @@ use super::build;
 use super::series::{self, Series};
 use super::tree::Tree;
 use crate::cache::{Cache, digest};
-use crate::{Error, Result, artifacts, doctor, tool};
+use crate::hosts::doctor;
+use crate::{Error, Result, artifacts, tool};
 
 /// The configuration of the running kernel.
 pub fn running_config() -> Result<Vec<u8>> {

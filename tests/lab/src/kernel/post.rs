@@ -3,6 +3,11 @@
 //! The patches in `kernel-patches/` have no author: whoever posts them answers for them, and says who that is. What else a
 //! mail needs is added here: whom the kernel's MAINTAINERS names, the commit that the series is against, and a cover letter
 //! before more than one patch, from the file `COVER` beside them (its subject, a blank line, its text).
+//!
+//! `b4 prep` and `b4 send` do this for commits on a branch of a clone of the kernel, which have an author. They cannot start from
+//! what is here: files without an author, on top of a source package of Debian's, in a series that names the ones before it. b4
+//! runs checkpatch and get_maintainer, and leaves to its user what this command requires: that checkpatch finds nothing, and that
+//! `git am` takes the mails at the tag of the base.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -17,9 +17,9 @@ use super::build::{self, Image};
 use super::tree::Tree;
 use crate::architecture::Architecture;
 use crate::artifacts::Programs;
-use crate::bed::{self, Request};
 use crate::cache::{Cache, digest};
-use crate::wire::Frame;
+use crate::hosts::wire::Frame;
+use crate::hosts::{self, Request};
 use crate::{Error, Result, tool};
 
 /// Seconds of the host's clock that a test may take: on `svm` fifteen thousand million instructions. dirty_log_test takes 15 to
@@ -264,7 +264,7 @@ fn entry(image: &Image, tests: &[(String, PathBuf)], request: &Request) -> Resul
     let mut key = vec![request.parameters.join(" "), format!("{:?} {LIMIT}", request.second_stage)];
     // Where a program is built depends on the patches that are in it.
     key.extend(tests.iter().map(|(name, built)| format!("{} {}", built.display(), command(name).join(" "))));
-    key.push(request.bed.version()?);
+    key.push(request.host.version()?);
     Ok(format!("selftests/{}-{}", image.name, digest(key.iter().map(String::as_bytes))))
 }
 
@@ -304,7 +304,7 @@ fn boot(
     request.commands = names.iter().map(|name| command(name)).collect();
     request.commands.push(vec!["dmesg".to_owned()]);
     let mut done = 0;
-    let outcome = bed::run(cache, programs, &request, |frame| {
+    let outcome = hosts::run(cache, programs, &request, |frame| {
         if let Frame::Exit(exit) = frame
             && let Some(name) = names.get(done)
         {

@@ -13,8 +13,8 @@ use super::build::VARIANTS;
 use super::tree::{outside, paths_in};
 use super::{BASES, Base};
 use crate::architecture::Architecture;
-use crate::bed::BEDS;
 use crate::compare::calls::Call;
+use crate::hosts::HOSTS;
 use crate::{Error, Result, artifacts};
 
 /// One series.
@@ -239,7 +239,7 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
                 "after and timed are for [[bench]]: a test has no figures"
             }
             test if !test.beds.is_empty() => "beds are for [[bench]]: a test has one `bed`",
-            test if test.bed.as_ref().is_some_and(|name| !BEDS.iter().any(|bed| bed.name() == name)) => {
+            test if test.bed.as_ref().is_some_and(|name| !HOSTS.iter().any(|bed| bed.name() == name)) => {
                 "`bed` is one of the emulated hosts svm, vmx and arm64"
             }
             test if test.sees_a_mistake() != test.says.is_some() => {

@@ -10,12 +10,14 @@ use std::time::Duration;
 
 use harness::record;
 
+use super::load::Load;
 use super::programs::{self, Place};
 use super::tally::{LOCAL, Tally};
 use super::{Options, readers, setup, slurm};
 use crate::artifacts::{self, Executable};
-use crate::bed::Emulated;
-use crate::{Error, Result, doctor, tool};
+use crate::hosts::Emulated;
+use crate::hosts::doctor;
+use crate::{Error, Result, tool};
 
 /// For one test of libtest's: the slowest take seconds. Programs that keep a record watch over their trials themselves.
 const LIMIT: Duration = Duration::from_secs(600);
@@ -42,12 +44,34 @@ pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
     for (program, place) in programs {
         match place {
             Some(_) => recorded(&program, options, LOCAL, tally)?,
-            None => by_libtest(&program, options, tally)?,
+            None => by_libtest(&program, options, LOCAL, tally)?,
         }
         tally.lap(LOCAL, &format!("{} {}", program.kind, program.name));
     }
     documentation(options, tally)?;
     tally.lap(LOCAL, "examples in the documentation");
+    Ok(())
+}
+
+/// Every test program of the workspace `times` times, beside a load.
+pub fn loaded(options: &Options, times: u32, tally: &mut Tally) -> Result<()> {
+    if options.setup {
+        readers::prepare(tally);
+        slurm::prepare(tally);
+    }
+    let programs = programs::built_here()?;
+    tally.lap(LOCAL, "building");
+    let _load = Load::put_on()?;
+    for time in 1..=times {
+        let bed = format!("{LOCAL}, time {time} of {times}");
+        for (program, place) in &programs {
+            match place {
+                Some(_) => recorded(program, options, &bed, tally)?,
+                None => by_libtest(program, options, &bed, tally)?,
+            }
+            tally.lap(&bed, &format!("{} {}", program.kind, program.name));
+        }
+    }
     Ok(())
 }
 
@@ -161,25 +185,25 @@ fn keep_record(command: &mut Command, bed: &str, name: &str, tally: &mut Tally) 
 
 /// Runs each test of a program of libtest's in a process of its own, whose exit status says how it ended: what libtest prints
 /// of many is for people.
-fn by_libtest(program: &Executable, options: &Options, tally: &mut Tally) -> Result<()> {
+fn by_libtest(program: &Executable, options: &Options, bed: &str, tally: &mut Tally) -> Result<()> {
     let tests = list(command(program).args(&options.arguments))?;
     let ignored = list(command(program).args(&options.arguments).arg("--ignored"))?;
     let of = |test: &str| format!("{} {}::{test}", program.kind, program.name);
-    eprintln!("lab: {LOCAL}: {}: {} tests", program.path.display(), tests.len());
+    eprintln!("lab: {bed}: {}: {} tests", program.path.display(), tests.len());
     if tests.is_empty() && options.arguments.is_empty() && program.kind == "test" {
-        tally.fail(LOCAL, &format!("{}, a test program without a test", program.name));
+        tally.fail(bed, &format!("{}, a test program without a test", program.name));
     }
     for test in tests {
         if ignored.contains(&test) {
-            tally.skip(LOCAL, &of(&test), "#[ignore] stands above it");
+            tally.skip(bed, &of(&test), "#[ignore] stands above it");
             continue;
         }
         let mut said = Vec::new();
         if limited(command(program).args(["--exact", &test]), LIMIT, |row| said.push(row.to_owned()))? {
-            tally.pass(LOCAL, &of(&test));
+            tally.pass(bed, &of(&test));
         } else {
             said.iter().for_each(|row| tally.show(row));
-            tally.fail(LOCAL, &of(&test));
+            tally.fail(bed, &of(&test));
         }
     }
     Ok(())

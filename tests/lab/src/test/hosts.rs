@@ -1,28 +1,30 @@
-//! Tests on emulated hosts: the same programs as here, run by the same laboratory, as if that host were metal.
+//! Which emulated hosts a run has, and what each does. The test programs are the same as here, run by the same laboratory, as if that
+//! host were metal; [`super::pool`] boots the hosts.
+//!
+//! A run without a bed has each Linux guest, and each program that needs a KVM, on one emulated host; without nested paging, where KVM
+//! shadows page tables as it does on a machine without either, it has the programs about memory alone. `--full` has all on both.
 
-use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use harness::record::{self, Line};
-
+use super::pool::{self, Job, Made, Work};
 use super::programs::{self, Place};
 use super::tally::Tally;
-use super::{Bed, HUGEPAGES, Options, debuggers, here, setup};
+use super::{HUGEPAGES, Options, TestHost, debuggers, here, setup};
 use crate::architecture::Architecture;
-use crate::artifacts::{self, Executable, Kernel, Programs, files_below};
-use crate::bed::{self, Emulated, HostKernel, Pace, Request, Wire, disk, svm};
+use crate::artifacts::{self, Kernel, files_below};
 use crate::cache::Cache;
-use crate::guest::{self, Guest};
+use crate::hosts::guest::{self, Guest};
+use crate::hosts::{Emulated, HostKernel, Pace, Request, Wire, disk, svm};
 use crate::kernel::{self, build};
-use crate::lanes::side_by_side;
-use crate::wire::Frame;
 use crate::{Error, Result};
 
-/// The bed tests on emulated hosts: the same executables, run by the same laboratory, as if that host were metal.
-pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
+/// The programs that a run without a bed has on hosts without nested paging, too.
+const OF_MEMORY: [&str; 3] = ["cr3_cache", "dirty_log", "workload"];
+
+/// The bed tests on emulated hosts.
+pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
     // The laboratory's own promises come first: what follows relies on them.
     here::promises(bed, options, tally)?;
     let cache = Cache::open()?;
@@ -36,53 +38,61 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<(
     let host = |npt| {
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
         request.files.extend(debuggers.iter().cloned());
-        (request.bed, request.second_stage) = (bed, npt);
+        (request.host, request.second_stage) = (bed, npt);
         // Time that counts instructions makes the tests' own time limits independent of how busy this machine is.
         request.memory_mib = 4096;
         request.hugepages = HUGEPAGES;
         request.time_limit = Duration::from_secs(30 * 60);
-        (bed.mode(npt), request)
+        request
     };
-    let hosts = modes(options).into_iter().map(host).collect();
     let tests = programs::built_on(architecture)?;
     tally.lap(bed.name(), "building the test programs");
-    run(&cache, (bed.name(), hosts), &tests, &[], &options.arguments, tally)?;
+    let mut jobs = Vec::new();
+    for npt in modes(options) {
+        let mut programs = tests.clone();
+        if options.is_short() && !npt {
+            let (kept, left): (Vec<_>, Vec<_>) =
+                programs.into_iter().partition(|test| OF_MEMORY.contains(&test.name.as_str()));
+            left.iter().for_each(|test| {
+                tally.skip(&format!("{} {}", bed.name(), bed.mode(npt)), &test.name, LEFT_TO_FULL);
+            });
+            programs = kept;
+        }
+        let (name, arguments) = (format!("{} {}", bed.name(), bed.mode(npt)), options.arguments.clone());
+        jobs.push(Job {
+            name,
+            request: host(npt),
+            work: Work::Tests { programs, guests: Vec::new(), arguments },
+        });
+    }
     // Those of x86 have a bed of their own.
-    match architecture {
-        Architecture::X86 => Ok(()),
-        Architecture::Arm => {
-            linux_on_arm(&cache, bed, &kernel, options, tally)?;
-            // Arguments name trials.
-            let needs = [kernel::PROGRAMS, kernel::CROSS_PROGRAMS].concat();
-            if options.arguments.is_empty() && setup::packages(&needs, options.setup, bed.name(), tally)? {
-                larger_pages(&cache, bed, options, tally)?;
-            }
-            Ok(())
+    if architecture == Architecture::Arm {
+        jobs.extend(linux_on_arm(&cache, bed, &kernel, options)?);
+        // Arguments name trials.
+        let needs = [kernel::PROGRAMS, kernel::CROSS_PROGRAMS].concat();
+        if options.arguments.is_empty() && setup::packages(&needs, options.setup, bed.name(), tally)? {
+            jobs.extend(larger_pages(&cache, bed, options, tally));
         }
     }
+    Ok(jobs)
 }
 
 /// Linux guests on hosts with either interrupt controller, which their guests have too.
-fn linux_on_arm(
-    cache: &Cache,
-    bed: Emulated,
-    kernel: &Kernel,
-    options: &Options,
-    tally: &mut Tally,
-) -> Result<()> {
+fn linux_on_arm(cache: &Cache, bed: Emulated, kernel: &Kernel, options: &Options) -> Result<Vec<Job>> {
+    let tests = programs::linux_on(bed.architecture())?;
+    let guests = guests(cache, bed.architecture(), false)?;
     let host = |(npt, gicv2): (bool, bool)| {
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
-        (request.bed, request.second_stage, request.gicv2) = (bed, npt, gicv2);
+        (request.host, request.second_stage, request.gicv2) = (bed, npt, gicv2);
         // Guests that work for a time would have to count its instructions.
         (request.pace, request.memory_mib) = (Pace::Real, 4096);
         request.time_limit = Duration::from_secs(60 * 60);
         request.env.push(("VELLUM_LINUX".into(), "all".into()));
-        (format!("{} GICv{}", bed.mode(npt), if gicv2 { 2 } else { 3 }), request)
+        let name = format!("{} {} GICv{}", bed.name(), bed.mode(npt), if gicv2 { 2 } else { 3 });
+        let (programs, guests) = (tests.clone(), guests.clone());
+        Job { name, request, work: Work::Tests { programs, guests, arguments: options.arguments.clone() } }
     };
-    let hosts = modes(options).into_iter().flat_map(|npt| [(npt, false), (npt, true)]).map(host).collect();
-    let tests = programs::linux_on(bed.architecture())?;
-    let guests = guests(cache, bed.architecture(), false)?;
-    run(cache, (bed.name(), hosts), &tests, &guests, &options.arguments, tally)
+    Ok(modes(options).into_iter().flat_map(|npt| [(npt, false), (npt, true)]).map(host).collect())
 }
 
 /// What a run without a bed has of Arm's: the built-in guest, the oracle in short, and one migration.
@@ -96,11 +106,13 @@ const SHORT: [(&str, &str); 3] = [
 ];
 
 /// [`SHORT`] on one host of `bed`.
-pub fn short(bed: Emulated, tally: &mut Tally) -> Result<()> {
+pub fn short(host: Emulated) -> Result<Job> {
     let cache = Cache::open()?;
-    let kernel = Kernel::debian_for(&cache, bed.architecture(), "6.1")?;
-    let request = Request { bed, memory_mib: 1024, ..Request::new(HostKernel::Debian(kernel)) };
-    in_turn(&cache, &format!("{} {}", bed.name(), bed.mode(true)), request, &SHORT, tally)
+    let kernel = Kernel::debian_for(&cache, host.architecture(), "6.1")?;
+    let request = Request { host, memory_mib: 1024, ..Request::new(HostKernel::Debian(kernel)) };
+    let commands = SHORT.map(|(what, line)| (what.to_owned(), line.to_owned()));
+    let name = format!("{} {}", host.name(), host.mode(true));
+    Ok(Job { name, request, work: Work::Commands(commands.into()) })
 }
 
 /// Hosts whose pages are not of 4 KiB: the variant of their kernel, the processor (a Cortex-A72 has none of 16 KiB), a block, how many of
@@ -131,80 +143,52 @@ const IN_BLOCKS: [(&str, &str); 3] = [
 ];
 
 /// [`SHORT`] and [`IN_BLOCKS`] on hosts of `bed` with [`LARGER`] pages.
-fn larger_pages(cache: &Cache, bed: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
-    let base = kernel::Base::named(LARGER_BASE)?;
+fn larger_pages(cache: &Cache, bed: Emulated, options: &Options, tally: &mut Tally) -> Vec<Job> {
+    let mut jobs = Vec::new();
     for (variant, second_stage, block, reserved, memory_mib) in LARGER {
         if !modes(options).contains(&second_stage) {
             continue;
         }
         let name = format!("{} {} {variant}", bed.name(), bed.mode(second_stage));
-        let image = match build::build_for(cache, bed.architecture(), base, &[], Some(variant)) {
+        let made = kernel::Base::named(LARGER_BASE)
+            .and_then(|base| build::build_for(cache, bed.architecture(), base, &[], Some(variant)));
+        let image = match made {
             Ok(image) => image,
             Err(error) => {
                 tally.stage(&name, "its kernel", Err(error));
                 continue;
             }
         };
-        let mut request = Request { bed, second_stage, memory_mib, ..image.host() };
+        let mut request = Request { host: bed, second_stage, memory_mib, ..image.host() };
         (request.hugepages, request.hugepage_size) = (reserved, block.to_owned());
         request.time_limit = Duration::from_secs(60 * 60);
         let size = block.to_lowercase();
         let blocks = if block == "512M" { "512m" } else { "128m" };
-        let own =
-            IN_BLOCKS.map(|(what, line)| (what, line.replace("BLOCKS", blocks).replace("BLOCK", &size)));
-        let commands: Vec<_> =
-            SHORT.into_iter().chain(own.iter().map(|(what, line)| (*what, line.as_str()))).collect();
-        in_turn(cache, &name, request, &commands, tally)?;
+        let fill = |line: &str| line.replace("BLOCKS", blocks).replace("BLOCK", &size);
+        let commands = SHORT.iter().chain(&IN_BLOCKS);
+        let commands = commands.map(|(what, line)| ((*what).to_owned(), fill(line))).collect();
+        jobs.push(Job { name, request, work: Work::Commands(commands) });
     }
-    Ok(())
+    jobs
 }
 
-/// Runs `commands`, each with what it shows, on the host `request`, which `name` names.
-fn in_turn(
-    cache: &Cache,
-    name: &str,
-    mut request: Request,
-    commands: &[(&str, &str)],
-    tally: &mut Tally,
-) -> Result<()> {
-    eprintln!("lab: {name}: {} commands on {}", commands.len(), request.kernel.image().display());
-    request.commands =
-        commands.iter().map(|(_, line)| line.split_whitespace().map(str::to_owned).collect()).collect();
-    let programs = Programs::build_for(request.bed.architecture())?;
-    tally.lap(name, "building");
-    let ended = bed::run(cache, &programs, &request, |_| ());
-    tally.lap(name, "the host");
-    let outcome = match ended {
-        Ok(outcome) => outcome,
-        // The host is itself under test.
-        Err(error) => {
-            eprintln!("lab: {name}: {error}");
-            tally.fail(name, "the emulated host did not finish");
-            return Ok(());
-        }
-    };
-    for ((what, line), ran) in commands.iter().zip(&outcome.ran) {
-        let said = || String::from_utf8_lossy(&[ran.stdout.as_slice(), &ran.stderr].concat()).into_owned();
-        let ended = match ran.exit.as_ref().map(|exit| exit.code) {
-            Some(0) => Ok(()),
-            code => Err(Error::Refused(format!("`{line}` ended with {}:\n{}", code.unwrap_or(-1), said()))),
-        };
-        tally.stage(name, what, ended);
-    }
-    Ok(())
-}
+/// What is said of what a run without a bed leaves out.
+pub const LEFT_TO_FULL: &str = "is left to cargo lab test --full";
+
+/// The test that a host with nested paging has of a run without a bed; the other host has all but this one.
+const MOVES: &str = "moves_under_load";
 
 /// Every test of a Linux guest, with both of Debian's kernels and their ELF images; where the bed was not asked for by name,
-/// the older kernel with every device, one that moves, and one on the root of a host with a disk.
-pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
+/// the older kernel: one that moves, one with every device, and one on the root of a host with a disk.
+pub fn linux(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
     let cache = Cache::open()?;
-    let bed = options.hosts.unwrap_or(svm::BED);
-    let whole = options.bed == Some(Bed::Linux);
+    let bed = options.hosts.unwrap_or(svm::HOST);
+    let whole = options.bed == Some(TestHost::Linux);
     let kernel = Kernel::debian(&cache, "6.1")?;
     // A slice does without.
     let debuggers = if whole { brought("linux", debuggers::with_symbols(&cache), tally) } else { Vec::new() };
     // One test takes minutes; all of them, an hour, and on Bochs, where one with every device takes three minutes, perhaps two.
-    let all = if bed == svm::BED { 120 } else { 240 };
+    let all = if bed == svm::HOST { 120 } else { 240 };
     let limit = Duration::from_secs(if whole { all } else { 25 } * 60);
     let host = |npt| {
         let mut request = for_linux(bed, Request::new(HostKernel::Debian(kernel.clone())), npt);
@@ -213,12 +197,17 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
         if whole {
             request.env.push(("VELLUM_LINUX".into(), "all".into()));
         }
-        let name = if bed == svm::BED { bed.mode(npt) } else { bed.label(npt, false) };
-        (name, request)
+        let name = if bed == svm::HOST { bed.mode(npt) } else { bed.label(npt, false) };
+        let arguments = match (options.is_short(), npt) {
+            (true, true) => vec![MOVES.to_owned()],
+            (true, false) => vec!["--skip".to_owned(), MOVES.to_owned()],
+            (false, _) => options.arguments.clone(),
+        };
+        (name, request, arguments)
     };
     let mut hosts: Vec<_> = modes(options).into_iter().map(host).collect();
     // A root on a disk is for hosts that have one.
-    if bed == svm::BED && setup::packages(&disk::PROGRAMS, options.setup, "linux", tally)? {
+    if bed == svm::HOST && setup::packages(&disk::PROGRAMS, options.setup, "linux", tally)? {
         match disk::debian(&cache) {
             Ok(root) if whole => {
                 let mut host = on_a_disk(&kernel, root, limit);
@@ -235,32 +224,46 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<()> {
                     }
                     Err(error) => tally.lack("linux", "a cloud image", &error.to_string()),
                 }
-                hosts.extend(modes(options).into_iter().map(|npt| with_name(&host, npt)));
+                hosts.extend(modes(options).into_iter().map(|npt| with_name(&host, npt, &options.arguments)));
             }
             Ok(root) => {
                 let mut host = on_a_disk(&kernel, root, limit);
                 host.env.push(("VELLUM_LINUX".into(), "root".into()));
-                hosts.push(with_name(&host, true));
+                hosts.push(with_name(&host, true, &options.arguments));
             }
             Err(error) => tally.lack("linux", "hosts whose root is on a disk", &error.to_string()),
         }
     }
     let guests = guests(&cache, Architecture::X86, whole)?;
     tally.lap("linux", "making guests and disks");
-    run(&cache, ("linux", hosts), &programs::built_for(Place::Linux)?, &guests, &options.arguments, tally)
+    let programs = programs::built_for(Place::Linux)?;
+    tally.lap("linux", "building the test programs");
+    if options.is_short() {
+        for npt in modes(options) {
+            let left = if npt { "each test but of a guest that moves" } else { MOVES };
+            tally.skip(&format!("linux {}", svm::HOST.mode(npt)), left, LEFT_TO_FULL);
+        }
+    }
+    let job = |(name, request, arguments)| {
+        let (programs, guests) = (programs.clone(), guests.clone());
+        let work = Work::Tests { programs, guests, arguments };
+        Job { name: format!("linux {name}"), request, work }
+    };
+    Ok(hosts.into_iter().map(job).collect())
 }
 
 /// A host with a root of its own, for those tests alone which need that.
 fn on_a_disk(kernel: &Kernel, root: PathBuf, limit: Duration) -> Request {
-    let mut request = for_linux(svm::BED, Request::new(HostKernel::Debian(kernel.clone())), true);
+    let mut request = for_linux(svm::HOST, Request::new(HostKernel::Debian(kernel.clone())), true);
     request.root = Some(root);
     request.time_limit = limit;
     request
 }
 
 /// That host with nested paging or without, and its name.
-fn with_name(host: &Request, npt: bool) -> (String, Request) {
-    (format!("{} on a disk", svm::BED.mode(npt)), Request { second_stage: npt, ..host.clone() })
+fn with_name(host: &Request, npt: bool, arguments: &[String]) -> (String, Request, Vec<String>) {
+    let name = format!("{} on a disk", svm::HOST.mode(npt));
+    (name, Request { second_stage: npt, ..host.clone() }, arguments.to_vec())
 }
 
 /// The modules of Debian's kernels that their guests use here: of the rest there are hundreds of megabytes.
@@ -334,28 +337,26 @@ pub fn pair(options: &Options, tally: &mut Tally) -> Result<()> {
         let dir = std::env::temp_dir().join(format!("vellum-wire-{}-{}", std::process::id(), u8::from(npt)));
         fs::create_dir_all(&dir).map_err(Error::file("create", &dir))?;
         let ends = ["0", "1"].map(|end| dir.join(end));
-        let mut hosts = Vec::new();
+        let mut jobs = Vec::new();
         for (end, version) in Kernel::versions().enumerate() {
             let kernel = Kernel::debian(&cache, version)?;
-            let name = format!("{} with {version}", svm::BED.mode(npt));
-            let mut request = for_linux(svm::BED, Request::new(HostKernel::Debian(kernel)), npt);
+            let name = format!("{} with {version}", svm::HOST.mode(npt));
+            let mut request = for_linux(svm::HOST, Request::new(HostKernel::Debian(kernel)), npt);
             request.time_limit = Duration::from_secs(60 * 60);
             request.cpu = Some(MODELS[end].to_owned());
             request.wire = Some(Wire { ends: ends.clone(), end });
             request.env.push(("VELLUM_WIRE".into(), end.to_string()));
-            hosts.push((name, request));
+            let (programs, guests) = (tests.clone(), guests.clone());
+            let work = Work::Tests { programs, guests, arguments: vec!["between_hosts".to_owned()] };
+            jobs.push(Job { name: format!("pair {name}"), request, work });
         }
-        let arguments = ["between_hosts".to_owned()];
-        let outcome = run(&cache, ("pair", hosts), &tests, &guests, &arguments, tally);
+        let outcome = pool::run(&cache, &jobs, tally);
         // What is left of it is two sockets.
         let _ = fs::remove_dir_all(&dir);
         outcome?;
     }
     Ok(())
 }
-
-/// A guest for tests: its kernel's version, itself, and the ELF image that is in a bzImage.
-type Made = (&'static str, Guest, Option<PathBuf>);
 
 /// Those of every version, or of the oldest alone.
 fn guests(cache: &Cache, architecture: Architecture, every: bool) -> Result<Vec<Made>> {
@@ -379,10 +380,10 @@ fn guests_dir() -> PathBuf {
 
 /// A host on which Linux guests run.
 fn for_linux(bed: Emulated, request: Request, npt: bool) -> Request {
-    // What Linux guests do wrong on QEMU's other hosts is the emulator's doing (`bed::svm`); Bochs has no others.
+    // What Linux guests do wrong on QEMU's other hosts is the emulator's doing (`hosts::svm`); Bochs has no others.
     let pace = if bed.has_pace(Pace::Real).is_ok() { Pace::Real } else { Pace::Counted };
     Request {
-        bed,
+        host: bed,
         second_stage: npt,
         pace,
         memory_mib: 6144,
@@ -395,141 +396,4 @@ fn for_linux(bed: Emulated, request: Request, npt: bool) -> Request {
 /// With nested paging and without, or what is wanted of it.
 fn modes(options: &Options) -> Vec<bool> {
     [true, false].into_iter().filter(|&npt| options.npt.is_none_or(|wanted| wanted == npt)).collect()
-}
-
-/// Runs `tests` on `hosts` beside each other, each by its name, all of them hosts of the bed `bed`.
-fn run(
-    cache: &Cache,
-    (bed, hosts): (&str, Vec<(String, Request)>),
-    tests: &[Executable],
-    guests: &[Made],
-    arguments: &[String],
-    tally: &mut Tally,
-) -> Result<()> {
-    let architecture = hosts.first().map_or(Architecture::X86, |(_, request)| request.bed.architecture());
-    let programs = Programs::build_for(architecture)?;
-    tally.lap(bed, "building for its hosts");
-    let tally = Mutex::new(tally);
-    // One host keeps one CPU busy.
-    let done = side_by_side(&hosts, |(name, request)| {
-        let bed = format!("{bed} {name}");
-        if let HostKernel::Debian(kernel) = &request.kernel {
-            eprintln!("lab: {bed}: {} test programs on {}", tests.len(), kernel.package);
-        }
-        let mut request = request.clone();
-        request.files.push((programs.lab.clone(), "/bin/lab".into()));
-        // The tests know vellum by the path at which cargo built it.
-        request.files.push((programs.vellum.clone(), absolute(&programs.vellum)));
-        for test in tests {
-            // CARGO_TARGET_TMPDIR, as cargo told the tests when it built them: target/TRIPLE/tmp beside
-            // target/TRIPLE/PROFILE/deps/TEST.
-            let target = test.path.ancestors().nth(3).unwrap_or(Path::new("/"));
-            request.directories.push(target.join("tmp").to_string_lossy().into_owned());
-            request.files.push((test.path.clone(), format!("/tests/{}", test.name)));
-        }
-        if !guests.is_empty() {
-            request.env.push(("VELLUM_GUESTS".into(), "/guests".into()));
-        }
-        for (version, guest, vmlinux) in guests {
-            for file in [&guest.kernel, &guest.initrd].into_iter().chain(vmlinux) {
-                let name = file.file_name().unwrap_or_default().to_string_lossy();
-                request.files.push((file.clone(), format!("/guests/{version}/{name}")));
-            }
-        }
-        let line = ["lab", "test", "metal", "--prebuilt", "/tests", "--"].map(str::to_owned);
-        request.commands.push([&line[..], arguments].concat());
-        // In there, standard output is the record, and what is said besides is for people.
-        request.env.push((record::VARIABLE.into(), "/proc/self/fd/1".into()));
-        let (mut rows, mut lines, mut complaints) = (Rows::default(), Vec::new(), Vec::new());
-        let (mut records, mut spans) = (Rows::default(), Spans::start());
-        let outcome = bed::run(cache, &programs, &request, |frame| match frame {
-            Frame::Stdout(bytes) => {
-                lines.extend_from_slice(bytes);
-                records.push(bytes, |row| spans.line(row));
-            }
-            // The other host speaks between its lines.
-            Frame::Stderr(bytes) => rows.push(bytes, |row| locked(&tally).show(&format!("{bed}: {row}"))),
-            Frame::Boot(boot) => {
-                spans.ended("boot");
-                complaints.clone_from(&boot.complaints);
-            }
-            _ => (),
-        });
-        let (lines, mut tally) = (String::from_utf8_lossy(&lines), locked(&tally));
-        spans.0.into_iter().for_each(|(what, passed)| tally.took(&bed, &what, passed));
-        if !outcome.as_ref().is_ok_and(|outcome| outcome.code() == 0) {
-            // What failed may have failed for want of that; and a host does without much of it.
-            complaints.iter().for_each(|lacks| tally.show(&format!("{bed}: the host itself: {lacks}")));
-        }
-        match outcome {
-            Ok(outcome) => tally.program(&bed, "", &lines, outcome.code() == 0),
-            // The host is itself under test: one that dies is a failure, and the other one still has something to say.
-            Err(error) => {
-                eprintln!("lab: {bed}: {error}");
-                // Cut off, as is to be expected.
-                let _ = tally.lines(&bed, "", &lines);
-                tally.fail(&bed, "the emulated host did not finish");
-            }
-        }
-        Ok(())
-    });
-    locked(&tally).lap(bed, "the hosts");
-    done.map(drop)
-}
-
-/// What a host spent its time on, as it is seen from here: its own clock may count instructions.
-struct Spans(Vec<(String, Duration)>, Instant);
-
-impl Spans {
-    fn start() -> Self {
-        Self(Vec::new(), Instant::now())
-    }
-
-    /// What has ended took the time since what ended before it; a program's tests are one.
-    fn ended(&mut self, what: &str) {
-        let passed = self.1.elapsed();
-        self.1 += passed;
-        match self.0.last_mut() {
-            Some((last, sum)) if last == what => *sum += passed,
-            _ => self.0.push((what.to_owned(), passed)),
-        }
-    }
-
-    /// A line of the host's record.
-    fn line(&mut self, row: &str) {
-        if let (lines, Ok(())) = record::parse(row) {
-            for line in lines {
-                match line {
-                    Line::Test { name, .. } => {
-                        self.ended(name.split_once("::").map_or(&name, |(program, _)| program))
-                    }
-                    Line::End(_) => (),
-                }
-            }
-        }
-    }
-}
-
-/// A count that a lane which panicked has not left half done: it is made of whole lines.
-fn locked<'a, T>(tally: &'a Mutex<T>) -> MutexGuard<'a, T> {
-    tally.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn absolute(path: &Path) -> String {
-    let path: OsString = path.canonicalize().unwrap_or_else(|_| path.to_owned()).into();
-    path.to_string_lossy().into_owned()
-}
-
-/// Bytes as they come, cut into lines.
-#[derive(Default)]
-struct Rows(Vec<u8>);
-
-impl Rows {
-    fn push(&mut self, bytes: &[u8], mut each: impl FnMut(&str)) {
-        self.0.extend_from_slice(bytes);
-        while let Some(end) = self.0.iter().position(|&byte| byte == b'\n') {
-            let row: Vec<u8> = self.0.drain(..=end).collect();
-            each(String::from_utf8_lossy(&row).trim_end());
-        }
-    }
 }

@@ -42,14 +42,14 @@ struct Package {
 
 #[derive(Default, Deserialize)]
 struct Metadata {
-    #[serde(default)]
-    beds: Beds,
+    #[serde(default, rename = "beds")]
+    hosts: Hosts,
 }
 
 /// Programs by where they run.
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-struct Beds {
+struct Hosts {
     local: Vec<String>,
     kvm: Vec<String>,
     linux: Vec<String>,
@@ -75,7 +75,7 @@ pub fn places(manifest: &Path) -> Result<BTreeMap<String, Place>> {
 
 fn places_in(manifest: &str) -> std::result::Result<BTreeMap<String, Place>, String> {
     let Manifest { package, test } = toml::from_str(manifest).map_err(|error| error.to_string())?;
-    let Beds { local, kvm, linux, emulated } = package.metadata.beds;
+    let Hosts { local, kvm, linux, emulated } = package.metadata.hosts;
     let lists =
         [(local, Place::Local), (kvm, Place::Kvm), (linux, Place::Linux), (emulated, Place::Emulated)];
     let mut places = BTreeMap::new();

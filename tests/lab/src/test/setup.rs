@@ -9,7 +9,8 @@ use harness::tools::{self, TOOLS};
 
 use super::tally::Tally;
 use crate::cache::Cache;
-use crate::{Error, Result, doctor, tool};
+use crate::hosts::doctor;
+use crate::{Error, Result, tool};
 
 const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
 

@@ -63,6 +63,11 @@ impl Tally {
         self.clock.within(format!("{bed}: {what}"), passed);
     }
 
+    /// Whether this counts for a laboratory outside.
+    pub fn is_inner(&self) -> bool {
+        self.record.is_kept()
+    }
+
     /// Where the time went.
     pub fn times(&self) -> String {
         self.clock.table()

@@ -5,12 +5,13 @@
 use std::path::PathBuf;
 use std::process::Command;
 
+use super::qemu::{self, Idle};
 use super::{Emulated, Emulator, Pace, Ports, Results, Start, image};
 use crate::architecture::Architecture;
 use crate::{Error, Result, tool};
 
 /// The bed.
-pub const BED: Emulated = Emulated(&Arm64);
+pub const HOST: Emulated = Emulated(&Arm64);
 
 struct Arm64;
 
@@ -54,7 +55,7 @@ impl Emulator for Arm64 {
     }
 
     fn nanoseconds_per_instruction(&self) -> f64 {
-        f64::from(1 << ICOUNT_SHIFT)
+        qemu::nanoseconds_per_instruction()
     }
 
     fn has_pml(&self) -> std::result::Result<(), &'static str> {
@@ -70,12 +71,11 @@ impl Emulator for Arm64 {
     }
 
     fn version(&self) -> Result<String> {
-        let said = tool::text(Command::new(tool::need(QEMU)?).arg("--version"))?;
-        Ok(said.lines().next().unwrap_or_default().to_owned())
+        qemu::version(QEMU)
     }
 
     fn command(&self, start: &Start) -> Result<(Command, Results)> {
-        let mut command = qemu(start, "off")?;
+        let mut command = command(start, Idle::Skipped)?;
         command.args(["-serial", &format!("file:{}", start.console().display())]);
         command.args(["-chardev", "stdio,id=results,signal=off"]);
         command.args(["-device", "pci-serial,chardev=results"]);
@@ -83,7 +83,7 @@ impl Emulator for Arm64 {
     }
 
     fn shell(&self, start: &Start) -> Result<Command> {
-        let mut command = qemu(start, "on")?;
+        let mut command = command(start, Idle::Waited)?;
         command.args(["-serial", "mon:stdio"]);
         Ok(command)
     }
@@ -91,40 +91,19 @@ impl Emulator for Arm64 {
 
 const QEMU: &str = "qemu-system-aarch64";
 
-/// An instruction takes two to the power of this in nanoseconds.
-const ICOUNT_SHIFT: u32 = 1;
-
 fn emulator() -> Result<PathBuf> {
     tool::need(QEMU)
 }
 
-/// The command line but for the serial ports; `sleep` is whether a counting clock waits while its host idles.
-fn qemu(start: &Start, sleep: &str) -> Result<Command> {
-    let Start { request, initrd, .. } = start;
-    let mut command = Command::new(emulator()?);
-    let in_real_time = ["-accel", "tcg,tb-size=512,thread=multi"];
-    match request.pace {
-        Pace::Races => command.args(in_real_time).args(["-smp", "2"]),
-        Pace::Real => command.args(in_real_time).args(["-smp", "1"]),
-        Pace::Counted => command.args(["-accel", "tcg,tb-size=512"]).args([
-            "-smp",
-            "1",
-            "-icount",
-            &format!("shift={ICOUNT_SHIFT},sleep={sleep}"),
-        ]),
-    };
+/// The command line but for the serial ports.
+fn command(start: &Start, idle: Idle) -> Result<Command> {
+    let request = start.request;
+    let mut command = qemu::command(&emulator()?, start, idle);
     let gic = if request.gicv2 { 2 } else { 3 };
     let own = if request.second_stage { "cortex-a76" } else { "cortex-a72" };
     let processor = request.cpu.as_deref().unwrap_or(own);
-    command
-        .args(["-M", &format!("virt,virtualization=on,gic-version={gic}"), "-cpu", processor])
-        .args(["-nodefaults", "-no-reboot", "-display", "none"])
-        .args(["-m", &format!("{}M", request.memory_mib)])
-        .arg("-kernel")
-        .arg(request.kernel.image())
-        .arg("-initrd")
-        .arg(initrd)
-        .args(["-append", &request.command_line()]);
+    let board = format!("virt,virtualization=on,gic-version={gic}");
+    command.args(["-M", &board, "-cpu", processor]);
     if request.wire.is_some() {
         return Err(Error::Usage("networks of two hosts are for svm".into()));
     }
@@ -138,7 +117,7 @@ mod tests {
     #[test]
     fn modes_are_named_by_where_the_host_kernel_is() {
         assert_eq!(
-            (BED.label(true, false), BED.label(false, false)),
+            (HOST.label(true, false), HOST.label(false, false)),
             ("arm64 vhe".into(), "arm64 nvhe".into())
         );
     }

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use super::{Pace, Request, Results, Start, image};
 use crate::artifacts::Programs;
 use crate::cache::Cache;
+use crate::hosts::wire::{Boot, Exit, Frame};
 use crate::tool::{self, Tail};
-use crate::wire::{Boot, Exit, Frame};
 use crate::{Error, Result};
 
 /// What one command did.
@@ -104,7 +104,7 @@ pub fn run(
             watch(frame);
         });
         match ended {
-            Err(Error::Bed { what, timed_out: false, .. })
+            Err(Error::Host { what, timed_out: false, .. })
                 if request.pace == Pace::Races && !up && start < STARTS =>
             {
                 eprintln!("lab: {}: {what}; starting it again ({start} of {STARTS})", request.label());
@@ -128,7 +128,7 @@ fn once(cache: &Cache, programs: &Programs, request: &Request, watch: impl FnMut
 pub fn shell(cache: &Cache, programs: &Programs, request: &Request) -> Result<()> {
     let scratch = Scratch::new(cache)?;
     let initrd = image::pack(cache, &scratch.0, programs, request, true)?;
-    let mut command = request.bed.shell(&Start { cache, request, initrd: &initrd, dir: &scratch.0 })?;
+    let mut command = request.host.shell(&Start { cache, request, initrd: &initrd, dir: &scratch.0 })?;
     eprintln!("lab: Ctrl-A X ends the host at once; `exit` does it properly");
     let status = spawn(&mut command)?.wait().map_err(Error::file("wait for", command.get_program()))?;
     if status.success() {
@@ -170,7 +170,7 @@ struct Host<'a> {
 
 impl<'a> Host<'a> {
     fn start(start: &Start<'a>) -> Result<Self> {
-        let (mut command, results) = start.request.bed.command(start)?;
+        let (mut command, results) = start.request.host.command(start)?;
         let errors = errors(start);
         let stderr = File::create(&errors).map_err(Error::file("create", &errors))?;
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr);
@@ -298,17 +298,17 @@ fn errors(start: &Start) -> PathBuf {
 
 /// The error of a run that ended early: with the end of the console, whose whole is kept.
 fn last_words(start: &Start, end: End) -> Error {
-    let bed = start.request.bed;
-    let log = start.cache.path(&format!("{}-console.log", bed.name()));
+    let host = start.request.host;
+    let log = start.cache.path(&format!("{}-console.log", host.name()));
     // The log outlives the run only where somebody will want to read it.
     let _ = fs::copy(start.console(), &log);
     let mut tail = Tail::of_file(&start.console());
     let said = Tail::of_file(&errors(start));
-    said.lines().filter(|line| !bed.is_noise(line)).for_each(|line| tail.push_str(&format!("\n{line}")));
+    said.lines().filter(|line| !host.is_noise(line)).for_each(|line| tail.push_str(&format!("\n{line}")));
     if tail.trim().is_empty() {
         tail = "(empty: a kernel that is told to be quiet says nothing until something is wrong)".into();
     }
-    Error::Bed { what: end.what, log, tail, timed_out: end.timed_out }
+    Error::Host { what: end.what, log, tail, timed_out: end.timed_out }
 }
 
 fn spawn(command: &mut Command) -> Result<Child> {

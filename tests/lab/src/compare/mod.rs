@@ -13,6 +13,7 @@ pub mod calls;
 pub mod locks;
 pub mod metal;
 pub mod own;
+pub mod speed;
 
 use std::collections::HashMap;
 use std::fs;
@@ -25,9 +26,9 @@ use vellum_report::{Case, Label, Report, Status, html, terminal};
 use self::boot::{Boot, Hosts, Sample};
 use crate::architecture::Architecture;
 use crate::artifacts::Programs;
-use crate::bed::{self, BEDS, Emulated};
 use crate::cache::Cache;
 use crate::form;
+use crate::hosts::{self, Emulated, HOSTS};
 use crate::kernel::bench::{Bench, by_host};
 use crate::kernel::build::{self, Image};
 use crate::kernel::series::{self, Series};
@@ -88,7 +89,7 @@ pub struct Processor {
 impl Processor {
     /// Every one there is.
     pub fn all() -> impl Iterator<Item = Self> {
-        let processors = BEDS.iter().flat_map(|&bed| [false, true].map(|pml| Self { bed, pml }));
+        let processors = HOSTS.iter().flat_map(|&bed| [false, true].map(|pml| Self { bed, pml }));
         processors.filter(|processor| !processor.pml || processor.bed.has_pml().is_ok())
     }
 
@@ -295,7 +296,7 @@ fn label(processor: Processor, bench: &Bench) -> String {
     let mut words = vec![processor.label(bench.npt)];
     words.extend(bench.cpu.as_ref().map(|cpu| format!("-cpu {cpu}")));
     words.extend(bench.parameters.iter().cloned());
-    words.extend(bench.multi.then(|| bed::AT_ONCE.to_owned()));
+    words.extend(bench.multi.then(|| hosts::AT_ONCE.to_owned()));
     words.extend((!bench.locks.is_empty()).then(|| locks::VARIANT.to_owned()));
     words.extend(bench.after.as_ref().map(|after| format!("B with {after}")));
     words.join(" ")
@@ -398,7 +399,7 @@ mod tests {
     fn what_would_idle_on_another_base_is_left_out_there_alone() {
         let series = series::named("tdp-mmu-parallel-faults").unwrap();
         let counts = |other| {
-            let (benches, left_out) = chosen(&series, other, BEDS[0]);
+            let (benches, left_out) = chosen(&series, other, HOSTS[0]);
             (benches.len(), left_out.len())
         };
         let (all, own) =

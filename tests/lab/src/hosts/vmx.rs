@@ -15,10 +15,11 @@ use super::{Emulated, Emulator, Pace, Ports, Request, Results, Start, image};
 use crate::architecture::Architecture;
 use crate::cache::Cache;
 use crate::debian::{self, Archive};
-use crate::{Error, Result, doctor, tool};
+use crate::hosts::doctor;
+use crate::{Error, Result, tool};
 
 /// The bed.
-pub const BED: Emulated = Emulated(&Vmx);
+pub const HOST: Emulated = Emulated(&Vmx);
 
 struct Vmx;
 

@@ -18,11 +18,12 @@
 use std::path::PathBuf;
 use std::process::Command;
 
+use super::qemu::{self, Idle};
 use super::{Emulated, Emulator, Pace, Ports, Results, Start, image};
 use crate::{Error, Result, tool};
 
 /// The bed.
-pub const BED: Emulated = Emulated(&Svm);
+pub const HOST: Emulated = Emulated(&Svm);
 
 struct Svm;
 
@@ -60,7 +61,7 @@ impl Emulator for Svm {
     }
 
     fn nanoseconds_per_instruction(&self) -> f64 {
-        f64::from(1 << ICOUNT_SHIFT)
+        qemu::nanoseconds_per_instruction()
     }
 
     fn has_pml(&self) -> std::result::Result<(), &'static str> {
@@ -75,22 +76,18 @@ impl Emulator for Svm {
         emulator().and_then(|_| image::busybox()).map(drop)
     }
 
-    /// `QEMU emulator version 7.2.22 (…)`.
     fn version(&self) -> Result<String> {
-        let said = tool::text(Command::new(tool::need(QEMU)?).arg("--version"))?;
-        Ok(said.lines().next().unwrap_or_default().to_owned())
+        qemu::version(QEMU)
     }
 
     fn command(&self, start: &Start) -> Result<(Command, Results)> {
-        // Idle time is skipped.
-        let mut command = qemu(start, "off")?;
+        let mut command = command(start, Idle::Skipped)?;
         command.args(["-serial", &format!("file:{}", start.console().display()), "-serial", "stdio"]);
         Ok((command, Results::Stdout))
     }
 
     fn shell(&self, start: &Start) -> Result<Command> {
-        // A person would see the clock run away.
-        let mut command = qemu(start, "on")?;
+        let mut command = command(start, Idle::Waited)?;
         command.args(["-serial", "mon:stdio"]);
         Ok(command)
     }
@@ -104,9 +101,6 @@ const QEMU: &str = "qemu-system-x86_64";
 
 /// The oldest QEMU that this bed was seen to work with.
 const OLDEST: (u32, u32) = (7, 2);
-
-/// An instruction takes two to the power of this in nanoseconds.
-const ICOUNT_SHIFT: u32 = 1;
 
 /// QEMU, or how to get it.
 fn emulator() -> Result<PathBuf> {
@@ -128,38 +122,12 @@ fn number(said: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
-/// The command line but for the serial ports; `sleep` is whether a counting clock waits while its host idles.
-fn qemu(start: &Start, sleep: &str) -> Result<Command> {
-    let Start { request, initrd, .. } = start;
-    let mut command = Command::new(emulator()?);
-    // 512 MiB of translated code: the default is flushed again and again by a kernel that runs a kernel.
-    let accelerator = ["-accel", "tcg,tb-size=512"];
-    let in_real_time = ["-accel", "tcg,tb-size=512,thread=multi"];
-    match request.pace {
-        Pace::Races => command.args(in_real_time).args(["-smp", "2"]),
-        Pace::Real => command.args(in_real_time).args(["-smp", "1"]),
-        Pace::Counted => command.args(accelerator).args([
-            "-smp",
-            "1",
-            "-icount",
-            &format!("shift={ICOUNT_SHIFT},sleep={sleep}"),
-        ]),
-    };
-    command
-        .args([
-            "-cpu",
-            &format!("{},+svm,+npt", request.cpu.as_deref().unwrap_or("EPYC")),
-            "-nodefaults",
-            "-no-reboot",
-            "-display",
-            "none",
-        ])
-        .args(["-m", &format!("{}M", request.memory_mib)])
-        .arg("-kernel")
-        .arg(request.kernel.image())
-        .arg("-initrd")
-        .arg(initrd)
-        .args(["-append", &request.command_line()]);
+/// The command line but for the serial ports.
+fn command(start: &Start, idle: Idle) -> Result<Command> {
+    let request = start.request;
+    let mut command = qemu::command(&emulator()?, start, idle);
+    let processor = format!("{},+svm,+npt", request.cpu.as_deref().unwrap_or("EPYC"));
+    command.args(["-cpu", &processor]);
     for (number, disk) in request.root.iter().chain(&request.disks).enumerate() {
         let drive = format!("file={},format=raw,if=none,id=disk{number},snapshot=on", disk.display());
         command.args(["-drive", &drive, "-device", &format!("virtio-blk-pci,drive=disk{number}")]);

@@ -4,10 +4,10 @@
 use std::time::Duration;
 
 use crate::artifacts::{Kernel, Programs, files_below};
-use crate::bed::{self, HostKernel, Request, svm};
 use crate::cache::Cache;
+use crate::hosts::wire::Frame;
+use crate::hosts::{self, HostKernel, Request, svm};
 use crate::kernel::{Base, build};
-use crate::wire::Frame;
 use crate::{Error, Result};
 
 /// The base whose kernel the guests are of.
@@ -17,22 +17,22 @@ const TREE: &str = "/tree";
 
 /// Has a host measure it, whose words `frames` are given.
 pub fn of_commands(cache: &Cache, frames: impl FnMut(&Frame)) -> Result<()> {
-    svm::BED.ready()?;
+    svm::HOST.ready()?;
     build::require_tools()?;
     let tree = build::build(cache, Base::named(BASE)?, &[], Some(build::GUEST))?.tree();
     let programs = Programs::build()?;
     let mut request = Request::new(HostKernel::Debian(Kernel::debian(cache, "6.1")?));
-    (request.bed, request.second_stage, request.memory_mib) = (svm::BED, true, 4096);
+    (request.host, request.second_stage, request.memory_mib) = (svm::HOST, true, 4096);
     request.time_limit = Duration::from_secs(60 * 60);
     request.files.push((programs.guest_commands.clone(), "/bin/guest-commands".into()));
     for file in files_below(std::slice::from_ref(&tree), |_| true)? {
         let within = file.strip_prefix(&tree).unwrap_or(&file).display().to_string();
         request.files.push((file, format!("{TREE}/{within}")));
     }
-    let nanoseconds = svm::BED.nanoseconds_per_instruction().to_string();
+    let nanoseconds = svm::HOST.nanoseconds_per_instruction().to_string();
     let line = ["guest-commands", "--tree", TREE, "--nanoseconds", &nanoseconds];
     request.commands.push(line.map(str::to_owned).to_vec());
-    match bed::run(cache, &programs, &request, frames)?.code() {
+    match hosts::run(cache, &programs, &request, frames)?.code() {
         0 => Ok(()),
         code => Err(Error::Refused(format!("guest-commands ended with {code}; it says above why"))),
     }

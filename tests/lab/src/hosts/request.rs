@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::{BEDS, Emulated};
+use super::{Emulated, HOSTS};
 use crate::artifacts::Kernel;
 
 /// The kernel of an emulated host.
@@ -64,7 +64,7 @@ pub const HUGEPAGE: &str = "2M";
 #[derive(Clone, Debug)]
 pub struct Request {
     /// The processor that is emulated.
-    pub bed: Emulated,
+    pub host: Emulated,
     /// Its model, by the emulator's name; the bed's own, where none is given.
     pub cpu: Option<String>,
     /// A processor with page-modification logging.
@@ -108,7 +108,7 @@ impl Request {
     /// A host with nothing to do yet.
     pub fn new(kernel: HostKernel) -> Self {
         Self {
-            bed: BEDS[0],
+            host: HOSTS[0],
             cpu: None,
             pml: false,
             gicv2: false,
@@ -132,17 +132,17 @@ impl Request {
 
     /// The host, as messages name it.
     pub fn label(&self) -> String {
-        let mut words = vec![self.bed.label(self.second_stage, self.pml)];
+        let mut words = vec![self.host.label(self.second_stage, self.pml)];
         words.extend(self.cpu.as_ref().map(|cpu| format!("-cpu {cpu}")));
         words.extend(self.parameters.iter().cloned());
-        let races = if self.bed.takes_turns() { IN_TURN } else { AT_ONCE };
+        let races = if self.host.takes_turns() { IN_TURN } else { AT_ONCE };
         words.extend((self.pace == Pace::Races).then(|| races.to_owned()));
         words.join(" ")
     }
 
     /// Every module parameter, the bed's own first.
     pub fn all_parameters(&self) -> Vec<String> {
-        let mut all = self.bed.parameters(self.second_stage);
+        let mut all = self.host.parameters(self.second_stage);
         all.extend(self.parameters.iter().cloned());
         all
     }
@@ -150,7 +150,7 @@ impl Request {
     /// The kernel's command line.
     pub fn command_line(&self) -> String {
         // nokaslr and mitigations=off make two runs the same run.
-        let console = self.bed.ports().console;
+        let console = self.host.ports().console;
         let mut line = format!("console={console},115200 panic=-1 quiet nokaslr mitigations=off");
         if self.pace != Pace::Counted {
             // Real time on a busy machine: a check that wants timer ticks within a moment would panic.

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use crate::bed::BEDS;
+use crate::hosts::HOSTS;
 use crate::{kernel, tool};
 
 /// The packages that `programs` lack on this machine.
@@ -38,7 +38,7 @@ pub fn print() -> u8 {
         Ok(()) => println!("metal    yes  this machine's own KVM"),
         Err(why) => println!("metal    no   {why}"),
     }
-    let beds = BEDS.iter().map(|bed| (bed.name(), bed.purpose(), bed.programs()));
+    let beds = HOSTS.iter().map(|bed| (bed.name(), bed.purpose(), bed.programs()));
     let kernels = ("kernels", "building host kernels, pristine and patched", kernel::PROGRAMS);
     for (name, purpose, programs) in beds.chain([kernels]) {
         let missing = missing(programs);

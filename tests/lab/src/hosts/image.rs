@@ -9,8 +9,8 @@ use super::{HostKernel, Pace, Request};
 use crate::architecture::Architecture;
 use crate::artifacts::{self, Programs};
 use crate::cache::Cache;
-use crate::initramfs::{Initramfs, copy};
-use crate::wire::{JOB_PATH, Job};
+use crate::hosts::initramfs::{Initramfs, copy};
+use crate::hosts::wire::{JOB_PATH, Job};
 use crate::{Error, Result, tool};
 
 /// Modules that a host has beside KVM's own.
@@ -45,7 +45,7 @@ pub fn pack(
     copy(&mut image, &programs.init, "/init")?;
     copy(&mut image, &programs.vellum, "/bin/vellum")?;
     let busybox = busybox()?;
-    match request.bed.architecture() {
+    match request.host.architecture() {
         Architecture::X86 => copy(&mut image, &busybox, "/bin/busybox")?,
         other => copy(&mut image, &artifacts::busybox(cache, other)?, "/bin/busybox")?,
     }
@@ -66,7 +66,7 @@ pub fn pack(
     }
     let mut job = job(request, shell);
     let on_disk: &[&str] = if request.root.is_some() { &ON_DISK } else { &[] };
-    let names = [request.bed.modules(), &MODULES, on_disk].concat();
+    let names = [request.host.modules(), &MODULES, on_disk].concat();
     let modules = match &request.kernel {
         HostKernel::Debian(kernel) => kernel.modules(&names)?,
         HostKernel::Image(bzimage) => match bzimage.with_file_name(BESIDE) {
@@ -89,9 +89,9 @@ pub fn pack(
 
 fn job(request: &Request, shell: bool) -> Job {
     Job {
-        bed: request.bed.name().into(),
-        console: request.bed.ports().console.into(),
-        results: request.bed.ports().results.into(),
+        bed: request.host.name().into(),
+        console: request.host.ports().console.into(),
+        results: request.host.ports().results.into(),
         modules: Vec::new(),
         parameters: request.all_parameters(),
         commands: request.commands.clone(),

@@ -25,9 +25,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::artifacts::Programs;
-use crate::bed::{self, Pace, Request};
 use crate::cache::Cache;
-use crate::wire::Frame;
+use crate::hosts::wire::Frame;
+use crate::hosts::{self, Pace, Request};
 use crate::{Error, Result};
 
 /// One section of `unittests.cfg`.
@@ -139,7 +139,7 @@ fn boot(
     let mut done = 0;
     let mut said = Vec::new();
     let mut up = false;
-    let outcome = bed::run(cache, programs, &request, |frame| match frame {
+    let outcome = hosts::run(cache, programs, &request, |frame| match frame {
         Frame::Boot(_) => up = true,
         Frame::Stdout(bytes) | Frame::Stderr(bytes) => said.extend_from_slice(bytes),
         Frame::Exit(exit) => {
@@ -156,7 +156,7 @@ fn boot(
         // All has been heard that was to be.
         Err(_) if done == waiting.len() => Ok(done),
         // The host's time was over, not this test's: it has another host to itself.
-        Err(Error::Bed { timed_out: true, .. }) if done > 0 => Ok(done),
+        Err(Error::Host { timed_out: true, .. }) if done > 0 => Ok(done),
         Err(error) => {
             let why = error.to_string();
             report(

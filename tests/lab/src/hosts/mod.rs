@@ -1,15 +1,21 @@
 //! Emulated hosts: a [`Request`] goes in, the host boots, runs its commands, and an [`Outcome`] comes back.
 //!
-//! An [`Emulator`] is all that differs between beds: each is a file of its own and a line in [`BEDS`]. What they share
+//! An [`Emulator`] is all that differs between beds: each is a file of its own and a line in [`HOSTS`]. What they share
 //! is [`Request`], [`image`] (the initramfs), and [`run`](self::run()) with the results line and the time limit.
 
 pub mod arm64;
 pub mod disk;
+pub mod doctor;
+pub mod guest;
 pub mod image;
+pub mod initramfs;
+pub mod parameter;
+mod qemu;
 mod request;
 mod run;
 pub mod svm;
 pub mod vmx;
+pub mod wire;
 
 use std::fmt;
 use std::ops::Deref;
@@ -26,7 +32,7 @@ pub use request::{AT_ONCE, HUGEPAGE, HostKernel, Pace, Request, Wire};
 pub use run::{Outcome, Ran, run, shell};
 
 /// Every emulated host. The first is the one that is meant where none is named.
-pub static BEDS: [Emulated; 3] = [svm::BED, vmx::BED, arm64::BED];
+pub static HOSTS: [Emulated; 3] = [svm::HOST, vmx::HOST, arm64::HOST];
 
 /// A program that emulates a host with a KVM in it.
 pub trait Emulator: Sync {
@@ -129,14 +135,14 @@ pub enum Results {
     Fifo(PathBuf),
 }
 
-/// One of [`BEDS`].
+/// One of [`HOSTS`].
 #[derive(Clone, Copy)]
 pub struct Emulated(&'static dyn Emulator);
 
 impl Emulated {
     /// The first bed whose hosts are of `architecture`.
     pub fn of(architecture: Architecture) -> Self {
-        let bed = BEDS.into_iter().find(|bed| bed.architecture() == architecture);
+        let bed = HOSTS.into_iter().find(|bed| bed.architecture() == architecture);
         bed.expect("each architecture is that of a bed")
     }
 
@@ -169,7 +175,7 @@ impl fmt::Debug for Emulated {
 
 impl ValueEnum for Emulated {
     fn value_variants<'a>() -> &'a [Self] {
-        &BEDS
+        &HOSTS
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
@@ -183,15 +189,15 @@ mod tests {
 
     #[test]
     fn names_tell_beds_apart() {
-        let mut names: Vec<_> = BEDS.iter().map(|bed| bed.name()).collect();
+        let mut names: Vec<_> = HOSTS.iter().map(|bed| bed.name()).collect();
         names.sort_unstable();
         names.dedup();
-        assert_eq!(names.len(), BEDS.len());
+        assert_eq!(names.len(), HOSTS.len());
     }
 
     #[test]
     fn every_bed_counts_instructions_and_its_parameters_have_the_form_that_is_checked() {
-        for bed in BEDS {
+        for bed in HOSTS {
             assert_eq!(bed.has_pace(Pace::Counted), Ok(()), "{bed:?}");
             for parameter in [true, false].into_iter().flat_map(|second_stage| bed.parameters(second_stage)) {
                 let (module, _) = parameter.split_once('.').expect("MODULE.NAME=VALUE");
@@ -202,7 +208,7 @@ mod tests {
 
     #[test]
     fn hosts_are_named_by_bed_second_stage_and_pml() {
-        assert_eq!(svm::BED.label(false, false), "svm npt=0");
-        assert_eq!(vmx::BED.label(true, true), "vmx ept=1 pml");
+        assert_eq!(svm::HOST.label(false, false), "svm npt=0");
+        assert_eq!(vmx::HOST.label(true, true), "vmx ept=1 pml");
     }
 }

@@ -2,15 +2,23 @@
 //!
 //! [`programs`] finds the test programs and says where each can run. On this machine all of them do ([`here`]), each test
 //! of libtest's in a process of its own. On an emulated host ([`hosts`]) those run that need a KVM, built static and
-//! shipped in, where `lab test metal` runs them as it would on any machine. What came of it is counted from records
-//! ([`tally`]), never from what is printed. A bed that is missing is an entry of the skip list, never a silent pass.
+//! shipped in, where `lab test metal` runs them as it would on any machine; the hosts of a run boot side by side ([`pool`]). What came
+//! of it is counted from records ([`tally`]), never from what is printed, with where the time went ([`clock`]). A bed that is missing
+//! is an entry of the skip list, never a silent pass. What takes long is left to `--full`, and [`green`] knows when that last passed.
+//!
+//! Here are also [`fresh`], which runs the README's commands on a machine that has nothing, and [`kvm_unit_tests`].
 
 pub(crate) mod clock;
 mod debuggers;
+pub mod fresh;
 mod fuzz;
+mod green;
 mod here;
 mod hosts;
 mod kernels;
+pub mod kvm_unit_tests;
+mod load;
+mod pool;
 pub(crate) mod programs;
 mod readers;
 pub(crate) mod setup;
@@ -26,14 +34,16 @@ use clap::builder::PossibleValue;
 use harness::record::{self, Record};
 
 use crate::architecture::Architecture;
-use crate::bed::{BEDS, Emulated, arm64, svm};
+use crate::cache::Cache;
 use crate::form::Output;
+use crate::hosts::{Emulated, HOSTS, arm64, svm};
 use crate::{Error, Result, kernel};
+pub use green::last_full;
 use tally::Tally;
 
 /// Where the tests can run.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Bed {
+pub enum TestHost {
     /// This machine: `cargo test`.
     Local,
     /// This machine's KVM: the bed tests only, optimized.
@@ -54,14 +64,21 @@ pub enum Bed {
     Fleet,
 }
 
-impl ValueEnum for Bed {
+impl ValueEnum for TestHost {
     fn value_variants<'a>() -> &'a [Self] {
-        static ALL: LazyLock<Vec<Bed>> = LazyLock::new(|| {
-            let emulated = BEDS.into_iter().map(Bed::Emulated);
-            [Bed::Local, Bed::Metal]
+        static ALL: LazyLock<Vec<TestHost>> = LazyLock::new(|| {
+            let emulated = HOSTS.into_iter().map(TestHost::Emulated);
+            [TestHost::Local, TestHost::Metal]
                 .into_iter()
                 .chain(emulated)
-                .chain([Bed::Linux, Bed::Pair, Bed::Kernels, Bed::Fuzz, Bed::Migration, Bed::Fleet])
+                .chain([
+                    TestHost::Linux,
+                    TestHost::Pair,
+                    TestHost::Kernels,
+                    TestHost::Fuzz,
+                    TestHost::Migration,
+                    TestHost::Fleet,
+                ])
                 .collect()
         });
         &ALL
@@ -69,36 +86,36 @@ impl ValueEnum for Bed {
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
         let (name, help) = match self {
-            Bed::Local => ("local", "This machine: `cargo test`".into()),
-            Bed::Metal => ("metal", "This machine's KVM: the bed tests only, optimized".into()),
-            Bed::Emulated(bed) => (
+            TestHost::Local => ("local", "This machine: `cargo test`".into()),
+            TestHost::Metal => ("metal", "This machine's KVM: the bed tests only, optimized".into()),
+            TestHost::Emulated(bed) => (
                 bed.name(),
                 format!("The bed tests on {}, with the second stage of paging and without", bed.about()),
             ),
-            Bed::Linux => (
+            TestHost::Linux => (
                 "linux",
                 "Linux guests of every kind on emulated AMD hosts; takes long, and a run without a bed has one of them"
                     .into(),
             ),
-            Bed::Pair => (
+            TestHost::Pair => (
                 "pair",
                 "Linux guests that move from an emulated AMD host with one kernel to one with another, and back; only when asked for"
                     .into(),
             ),
-            Bed::Kernels => (
+            TestHost::Kernels => (
                 "kernels",
                 "Every series in kernel-patches/: applies, compiles, and boots under the oracle".into(),
             ),
-            Bed::Fuzz => (
+            TestHost::Fuzz => (
                 "fuzz",
                 "The parsers' fuzz targets, guided by coverage, for --time together; only when asked for".into(),
             ),
-            Bed::Migration => (
+            TestHost::Migration => (
                 "migration",
                 "Live migration with all that it has: hours on this machine, then Linux guests on emulated AMD hosts; only when asked for"
                     .into(),
             ),
-            Bed::Fleet => (
+            TestHost::Fleet => (
                 "fleet",
                 "Plans on a Slurm cluster in namespaces of its own, daemons that are killed included; a run without a bed has a short one"
                     .into(),
@@ -111,15 +128,19 @@ impl ValueEnum for Bed {
 /// What is asked of [`run`].
 pub struct Options {
     /// One bed, or all.
-    pub bed: Option<Bed>,
+    pub bed: Option<TestHost>,
     /// The consent to install Debian's packages and to reserve huge pages for the duration.
     pub setup: bool,
-    /// Test executables that were built elsewhere, for [`Bed::Metal`].
+    /// Test executables that were built elsewhere, for [`TestHost::Metal`].
     pub prebuilt: Option<PathBuf>,
     /// The one kind of emulated host that is wanted, or both.
     pub npt: Option<bool>,
-    /// The emulated hosts of [`Bed::Linux`], where not those of svm.
+    /// The emulated hosts of [`TestHost::Linux`], where not those of svm.
     pub hosts: Option<Emulated>,
+    /// All that a run without a bed leaves out for its length.
+    pub full: bool,
+    /// How often each local program runs beside a load, where that is wanted.
+    pub loaded: Option<u32>,
     /// How long all fuzz targets together take.
     pub time: Option<Duration>,
     /// What the test programs are told: which tests, above all.
@@ -132,21 +153,37 @@ pub struct Options {
 const HUGEPAGES: u32 = 96;
 
 impl Options {
+    /// Whether this is a run that leaves out what takes long.
+    fn is_short(&self) -> bool {
+        self.bed.is_none() && !self.full
+    }
+
     /// Whether what is asked for goes together.
     fn check(&self) -> Result<()> {
-        if self.prebuilt.is_some() && self.bed != Some(Bed::Metal) {
+        if self.prebuilt.is_some() && self.bed != Some(TestHost::Metal) {
             return Err(Error::Usage(
                 "--prebuilt names the tests for one bed: cargo lab test metal --prebuilt DIR".into(),
             ));
         }
+        if self.full && self.bed.is_some() {
+            return Err(Error::Usage("--full is a run of all beds: cargo lab test --full".into()));
+        }
+        if self.loaded.is_some() && (self.full || !matches!(self.bed, None | Some(TestHost::Local))) {
+            return Err(Error::Usage(
+                "--loaded runs the programs of this machine: cargo lab test local --loaded 20".into(),
+            ));
+        }
         if self.npt.is_some()
-            && !matches!(self.bed, Some(Bed::Emulated(_) | Bed::Linux | Bed::Pair | Bed::Migration))
+            && !matches!(
+                self.bed,
+                Some(TestHost::Emulated(_) | TestHost::Linux | TestHost::Pair | TestHost::Migration)
+            )
         {
             return Err(Error::Usage(
                 "--npt chooses among emulated hosts: cargo lab test svm, linux, pair or migration".into(),
             ));
         }
-        if self.hosts.is_some() && self.bed != Some(Bed::Linux) {
+        if self.hosts.is_some() && self.bed != Some(TestHost::Linux) {
             return Err(Error::Usage(
                 "--bed names the hosts of Linux guests: cargo lab test linux --bed vmx".into(),
             ));
@@ -154,12 +191,15 @@ impl Options {
         if self.hosts.is_some_and(|bed| bed.architecture() != Architecture::X86) {
             return Err(Error::Usage("--bed: the Linux guests here are of x86-64; use svm or vmx".into()));
         }
-        if self.time.is_some() && self.bed != Some(Bed::Fuzz) {
+        if self.time.is_some() && self.bed != Some(TestHost::Fuzz) {
             return Err(Error::Usage(
                 "--time is how long targets are fuzzed: cargo lab test fuzz --time 10m".into(),
             ));
         }
-        if !self.arguments.is_empty() && matches!(self.bed, None | Some(Bed::Kernels | Bed::Pair)) {
+        if !self.arguments.is_empty()
+            && self.loaded.is_none()
+            && matches!(self.bed, None | Some(TestHost::Kernels | TestHost::Pair))
+        {
             return Err(Error::Usage(format!(
                 "-- {}: arguments are for the test programs of one bed: local, metal, svm, linux, fuzz, fleet or migration",
                 self.arguments.join(" ")
@@ -170,12 +210,12 @@ impl Options {
 }
 
 /// Whether the tests on `bed`, or those of a run without one, call `tool`.
-fn needs(bed: Option<Bed>, tool: &str) -> bool {
+fn needs(bed: Option<TestHost>, tool: &str) -> bool {
     match bed {
-        None | Some(Bed::Local | Bed::Metal | Bed::Migration) => true,
-        Some(Bed::Emulated(_) | Bed::Linux | Bed::Pair) => debuggers::TOOLS.contains(&tool),
-        Some(Bed::Fleet) => slurm::TOOLS.contains(&tool),
-        Some(Bed::Kernels | Bed::Fuzz) => false,
+        None | Some(TestHost::Local | TestHost::Metal | TestHost::Migration) => true,
+        Some(TestHost::Emulated(_) | TestHost::Linux | TestHost::Pair) => debuggers::TOOLS.contains(&tool),
+        Some(TestHost::Fleet) => slurm::TOOLS.contains(&tool),
+        Some(TestHost::Kernels | TestHost::Fuzz) => false,
     }
 }
 
@@ -197,75 +237,102 @@ pub fn run(mut options: Options) -> Result<u8> {
         setup::tools(|tool| needs(options.bed, tool), &mut tally);
         tally.lap("setup", "what the tests of this machine call");
     }
-    let on_host = wants(Bed::Local) || options.bed == Some(Bed::Metal);
+    if let Some(times) = options.loaded {
+        let _signals = setup::Signals::catch();
+        let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
+        here::loaded(options, times, &mut tally)?;
+        return ended(options, form, tally);
+    }
+    let on_host = wants(TestHost::Local) || options.bed == Some(TestHost::Metal);
     if on_host {
         let _signals = setup::Signals::catch();
         let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
         match options.bed {
-            Some(Bed::Metal) => here::metal(options, &mut tally)?,
+            Some(TestHost::Metal) => here::metal(options, &mut tally)?,
             // This runs metal's tests too, on the same KVM.
             _ => here::local(options, &mut tally)?,
         }
     }
+    let mut jobs = Vec::new();
     // One kind of host is enough for a run without a bed: each takes long.
-    if let Bed::Emulated(bed) = options.bed.unwrap_or(Bed::Emulated(BEDS[0]))
-        && setup::packages(bed.programs(), options.setup, bed.name(), &mut tally)?
+    if let TestHost::Emulated(host) = options.bed.unwrap_or(TestHost::Emulated(HOSTS[0]))
+        && setup::packages(host.programs(), options.setup, host.name(), &mut tally)?
     {
-        hosts::emulated(bed, options, &mut tally)?;
+        jobs.extend(hosts::emulated(host, options, &mut tally)?);
     }
-    // That of another architecture is built and tried in short there.
-    if options.bed.is_none() && setup::packages(arm64::BED.programs(), options.setup, "arm64", &mut tally)? {
-        hosts::short(arm64::BED, &mut tally)?;
-    }
-    if wants(Bed::Linux) {
-        let needs = [options.hosts.unwrap_or(svm::BED).programs(), &["lz4", "zstd"]].concat();
+    if wants(TestHost::Linux) {
+        let needs = [options.hosts.unwrap_or(svm::HOST).programs(), &["lz4", "zstd"]].concat();
         if setup::packages(&needs, options.setup, "linux", &mut tally)? {
-            hosts::linux(options, &mut tally)?;
+            jobs.extend(hosts::linux(options, &mut tally)?);
         }
     }
-    if wants(Bed::Kernels) {
-        let needs = [BEDS[0].programs(), kernel::PROGRAMS].concat();
+    // That of another architecture is built and tried in short there.
+    if options.bed.is_none() && setup::packages(arm64::HOST.programs(), options.setup, "arm64", &mut tally)? {
+        jobs.push(hosts::short(arm64::HOST)?);
+    }
+    if !jobs.is_empty() {
+        pool::run(&Cache::open()?, &jobs, &mut tally)?;
+    }
+    if options.is_short() {
+        tally.skip("kernels", "each series of kernel-patches", hosts::LEFT_TO_FULL);
+    } else if wants(TestHost::Kernels) {
+        let needs = [HOSTS[0].programs(), kernel::PROGRAMS].concat();
         if setup::packages(&needs, options.setup, "kernels", &mut tally)? {
             kernels::run(&mut tally)?;
         }
     }
-    if options.bed == Some(Bed::Fuzz) && setup::packages(&fuzz::PROGRAMS, options.setup, "fuzz", &mut tally)?
+    if options.bed == Some(TestHost::Fuzz)
+        && setup::packages(&fuzz::PROGRAMS, options.setup, "fuzz", &mut tally)?
     {
         let _signals = setup::Signals::catch();
         fuzz::run(options, &mut tally)?;
     }
-    if options.bed == Some(Bed::Migration) {
+    if options.bed == Some(TestHost::Migration) {
         let _signals = setup::Signals::catch();
         let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
         here::migration(options, &mut tally)?;
     }
-    if options.bed == Some(Bed::Fleet) {
+    if options.bed == Some(TestHost::Fleet) {
         let _signals = setup::Signals::catch();
         let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
         here::fleet(options, &mut tally)?;
     }
     // Arguments name trials of this machine's part.
-    let moves =
-        options.bed == Some(Bed::Pair) || options.bed == Some(Bed::Migration) && options.arguments.is_empty();
-    let needs = [svm::BED.programs(), &["lz4", "zstd"]].concat();
+    let moves = options.bed == Some(TestHost::Pair)
+        || options.bed == Some(TestHost::Migration) && options.arguments.is_empty();
+    let needs = [svm::HOST.programs(), &["lz4", "zstd"]].concat();
     if moves && setup::packages(&needs, options.setup, "migration", &mut tally)? {
-        if options.bed == Some(Bed::Migration) {
+        if options.bed == Some(TestHost::Migration) {
             let under_load = Options {
-                bed: Some(Bed::Linux),
+                bed: Some(TestHost::Linux),
                 setup: options.setup,
                 prebuilt: None,
                 npt: options.npt,
                 hosts: None,
+                full: false,
+                loaded: None,
                 time: None,
                 arguments: vec!["moves_under_load".into()],
                 form: None,
             };
-            hosts::linux(&under_load, &mut tally)?;
+            let jobs = hosts::linux(&under_load, &mut tally)?;
+            pool::run(&Cache::open()?, &jobs, &mut tally)?;
         }
         hosts::pair(options, &mut tally)?;
     }
+    ended(options, form, tally)
+}
+
+/// Prints what came of it, and keeps what the next run wants to know.
+fn ended(options: &Options, form: Option<Output>, tally: Tally) -> Result<u8> {
     tally.close();
     let status = tally.status();
+    if !tally.is_inner() {
+        // What the tests came to is known all the same.
+        if let Err(error) = green::keep(options, status, &tally.times()) {
+            eprintln!("lab: {error}");
+        }
+    }
     if let (Some(form), Some(report)) = (form, tally.into_report()) {
         form.deliver(&report)?;
     }

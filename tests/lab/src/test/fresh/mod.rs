@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 use clap::ValueEnum;
 
 use crate::cache::Cache;
+use crate::hosts::doctor;
 use crate::test::setup;
-use crate::{Error, Result, artifacts, chroot, doctor, tool};
+use crate::{Error, Result, artifacts, chroot, tool};
 
 /// What the README says that one needs, git for the clone, and rustup's own need.
 const PACKAGES: [&str; 4] = ["ca-certificates", "gcc", "git", "libc6-dev"];

@@ -8,13 +8,13 @@ use std::process::Command;
 use crate::architecture::Architecture;
 use crate::artifacts::{self, Kernel, build_for};
 use crate::cache::Cache;
-use crate::initramfs::{Initramfs, copy};
+use crate::hosts::initramfs::{Initramfs, copy};
 use crate::{Error, Result, tool};
 
 /// The modules that a guest needs beside those to mount directories of its host's.
 const SHARES: [&str; 2] = ["virtiofs", "overlay"];
 /// The modules that a guest needs.
-pub const MODULES: &str = include_str!("../../../resources/guest-image/modules");
+pub const MODULES: &str = include_str!("../../../../resources/guest-image/modules");
 
 /// A guest, ready to be given to `vellum run`.
 #[derive(Clone, Debug)]

@@ -1,0 +1,91 @@
+//! A load beside tests: four processes that spin and a build that begins again and again. A test that fails beside it has taken slowness
+//! for a fault.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use crate::{Error, Result, artifacts, tool};
+
+/// How many processes spin.
+const SPINNING: usize = 4;
+
+/// The load, which ends when this is dropped.
+pub struct Load {
+    spinning: Vec<Child>,
+    over: Arc<AtomicBool>,
+    building: Option<JoinHandle<()>>,
+}
+
+impl Load {
+    /// Puts the load on this machine.
+    pub fn put_on() -> Result<Self> {
+        let over = Arc::new(AtomicBool::new(false));
+        let mut load = Self { spinning: Vec::new(), over: over.clone(), building: None };
+        for _ in 0..SPINNING {
+            let mut command = Command::new("sh");
+            command.args(["-c", "while :; do :; done"]);
+            load.spinning.push(started(&mut command)?);
+        }
+        load.building = Some(thread::spawn(move || build(&over)));
+        Ok(load)
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::SeqCst);
+        self.spinning.iter_mut().for_each(end);
+        if let Some(building) = self.building.take() {
+            let _ = building.join();
+        }
+    }
+}
+
+/// Builds the workspace from nothing until it is over, in a directory of its own: cargo locks the one that tests are built in.
+fn build(over: &AtomicBool) {
+    let dir = artifacts::workspace().join("target/load");
+    while !over.load(Ordering::SeqCst) {
+        let _ = fs::remove_dir_all(&dir);
+        let mut cargo = Command::new(artifacts::cargo());
+        cargo.args(["build", "--quiet", "--target-dir"]).arg(&dir).current_dir(artifacts::workspace());
+        let Ok(mut child) = started(&mut cargo) else { break };
+        while !over.load(Ordering::SeqCst) && matches!(child.try_wait(), Ok(None)) {
+            thread::sleep(Duration::from_millis(200));
+        }
+        end(&mut child);
+    }
+    let _ = fs::remove_dir_all(&dir);
+}
+
+/// A process that leads a group, and ends with the laboratory.
+fn started(command: &mut Command) -> Result<Child> {
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
+    tool::bound(command, libc::SIGKILL).spawn().map_err(Error::file("start", command.get_program()))
+}
+
+/// Ends a process with its group: cargo's compilers go on without it.
+fn end(child: &mut Child) {
+    if matches!(child.try_wait(), Ok(None)) {
+        // SAFETY: a signal to the group that the process leads, which was not waited for yet.
+        unsafe { libc::kill(-child.id().cast_signed(), libc::SIGKILL) };
+    }
+    let _ = child.wait();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_put_on_ends() {
+        let mut busy = started(Command::new("sh").args(["-c", "while :; do :; done"])).unwrap();
+        assert!(matches!(busy.try_wait(), Ok(None)));
+        end(&mut busy);
+        assert!(matches!(busy.try_wait(), Ok(Some(_))));
+    }
+}

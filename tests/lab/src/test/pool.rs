@@ -1,0 +1,267 @@
+//! The emulated hosts of a run, side by side: each boots once, does its work, and is counted.
+//!
+//! What they do is decided in [`super::hosts`]. All that they need is built before the first one boots.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use harness::record::{self, Line};
+
+use super::tally::Tally;
+use crate::architecture::Architecture;
+use crate::artifacts::{Executable, Programs};
+use crate::cache::Cache;
+use crate::hosts::guest::Guest;
+use crate::hosts::wire::Frame;
+use crate::hosts::{self, HostKernel, Request};
+use crate::lanes::side_by_side;
+use crate::{Error, Result};
+
+/// A guest for tests: its kernel's version, itself, and the ELF image that is in a bzImage.
+pub type Made = (&'static str, Guest, Option<PathBuf>);
+
+/// A host and what it does.
+pub struct Job {
+    /// By what it is counted: `svm npt=1`.
+    pub name: String,
+    /// The host.
+    pub request: Request,
+    /// What it does.
+    pub work: Work,
+}
+
+/// What a host does.
+pub enum Work {
+    /// Test programs, each with these arguments, and the guests that they have.
+    Tests { programs: Vec<Executable>, guests: Vec<Made>, arguments: Vec<String> },
+    /// Commands, each with what it shows.
+    Commands(Vec<(String, String)>),
+}
+
+/// Runs `jobs`, as many at once as there are CPUs.
+pub fn run(cache: &Cache, jobs: &[Job], tally: &mut Tally) -> Result<()> {
+    if jobs.is_empty() {
+        return Ok(());
+    }
+    let built = |architecture| {
+        let wanted = jobs.iter().any(|job| job.request.host.architecture() == architecture);
+        wanted.then(|| Programs::build_for(architecture)).transpose()
+    };
+    let (x86, arm) = (built(Architecture::X86)?, built(Architecture::Arm)?);
+    tally.lap("hosts", "building what each has");
+    let tally = Mutex::new(tally);
+    // One host keeps one CPU busy.
+    let done = side_by_side(jobs, |job| {
+        let programs = match job.request.host.architecture() {
+            Architecture::X86 => x86.as_ref(),
+            Architecture::Arm => arm.as_ref(),
+        };
+        let programs = programs.expect("built above");
+        match &job.work {
+            Work::Tests { programs: tests, guests, arguments } => {
+                by_record(cache, programs, job, (tests, guests, arguments), &tally);
+            }
+            Work::Commands(commands) => in_turn(cache, programs, job, commands, &tally),
+        }
+        Ok(())
+    });
+    locked(&tally).lap("hosts", "side by side");
+    done.map(drop)
+}
+
+/// The commands of a host, one after the other.
+fn in_turn(
+    cache: &Cache,
+    programs: &Programs,
+    job: &Job,
+    commands: &[(String, String)],
+    tally: &Mutex<&mut Tally>,
+) {
+    let Job { name, request, .. } = job;
+    eprintln!("lab: {name}: {} commands on {}", commands.len(), request.kernel.image().display());
+    let mut request = request.clone();
+    request.commands =
+        commands.iter().map(|(_, line)| line.split_whitespace().map(str::to_owned).collect()).collect();
+    let (mut spans, mut names) = (Spans::start(), commands.iter().map(|(what, _)| what));
+    let ended = hosts::run(cache, programs, &request, |frame| match frame {
+        Frame::Boot(_) => spans.ended("boot"),
+        Frame::Exit(_) => spans.ended(names.next().map_or("", String::as_str)),
+        _ => (),
+    });
+    let mut tally = locked(tally);
+    spans.tell(name, &mut tally);
+    let outcome = match ended {
+        Ok(outcome) => outcome,
+        // The host is itself under test.
+        Err(error) => {
+            eprintln!("lab: {name}: {error}");
+            return tally.fail(name, "the emulated host did not finish");
+        }
+    };
+    for ((what, line), ran) in commands.iter().zip(&outcome.ran) {
+        let said = || String::from_utf8_lossy(&[ran.stdout.as_slice(), &ran.stderr].concat()).into_owned();
+        let ended = match ran.exit.as_ref().map(|exit| exit.code) {
+            Some(0) => Ok(()),
+            code => Err(Error::Refused(format!("`{line}` ended with {}:\n{}", code.unwrap_or(-1), said()))),
+        };
+        tally.stage(name, what, ended);
+    }
+}
+
+/// The test programs of a host, by the laboratory in there.
+fn by_record(
+    cache: &Cache,
+    programs: &Programs,
+    job: &Job,
+    (tests, guests, arguments): (&[Executable], &[Made], &[String]),
+    tally: &Mutex<&mut Tally>,
+) {
+    let name = &job.name;
+    if let HostKernel::Debian(kernel) = &job.request.kernel {
+        eprintln!("lab: {name}: {} test programs on {}", tests.len(), kernel.package);
+    }
+    let request = with_tests(job.request.clone(), programs, tests, guests, arguments);
+    let (mut rows, mut lines, mut complaints) = (Rows::default(), Vec::new(), Vec::new());
+    let (mut records, mut spans) = (Rows::default(), Spans::start());
+    let outcome = hosts::run(cache, programs, &request, |frame| match frame {
+        Frame::Stdout(bytes) => {
+            lines.extend_from_slice(bytes);
+            records.push(bytes, |row| spans.line(row));
+        }
+        // The other host speaks between its lines.
+        Frame::Stderr(bytes) => rows.push(bytes, |row| locked(tally).show(&format!("{name}: {row}"))),
+        Frame::Boot(boot) => {
+            spans.ended("boot");
+            complaints.clone_from(&boot.complaints);
+        }
+        _ => (),
+    });
+    let (lines, mut tally) = (String::from_utf8_lossy(&lines), locked(tally));
+    spans.tell(name, &mut tally);
+    if !outcome.as_ref().is_ok_and(|outcome| outcome.code() == 0) {
+        // What failed may have failed for want of that; and a host does without much of it.
+        complaints.iter().for_each(|lacks| tally.show(&format!("{name}: the host itself: {lacks}")));
+    }
+    match outcome {
+        Ok(outcome) => tally.program(name, "", &lines, outcome.code() == 0),
+        // The host is itself under test: one that dies is a failure, and the other one still has something to say.
+        Err(error) => {
+            eprintln!("lab: {name}: {error}");
+            // Cut off, as is to be expected.
+            let _ = tally.lines(name, "", &lines);
+            tally.fail(name, "the emulated host did not finish");
+        }
+    }
+}
+
+/// A host that has `tests` and `guests`, and runs them.
+fn with_tests(
+    mut request: Request,
+    programs: &Programs,
+    tests: &[Executable],
+    guests: &[Made],
+    arguments: &[String],
+) -> Request {
+    request.files.push((programs.lab.clone(), "/bin/lab".into()));
+    // The tests know vellum by the path at which cargo built it.
+    request.files.push((programs.vellum.clone(), absolute(&programs.vellum)));
+    for test in tests {
+        // CARGO_TARGET_TMPDIR, as cargo told the tests when it built them: target/TRIPLE/tmp beside
+        // target/TRIPLE/PROFILE/deps/TEST.
+        let target = test.path.ancestors().nth(3).unwrap_or(Path::new("/"));
+        request.directories.push(target.join("tmp").to_string_lossy().into_owned());
+        request.files.push((test.path.clone(), format!("/tests/{}", test.name)));
+    }
+    if !guests.is_empty() {
+        request.env.push(("VELLUM_GUESTS".into(), "/guests".into()));
+    }
+    for (version, guest, vmlinux) in guests {
+        for file in [&guest.kernel, &guest.initrd].into_iter().chain(vmlinux) {
+            let name = file.file_name().unwrap_or_default().to_string_lossy();
+            request.files.push((file.clone(), format!("/guests/{version}/{name}")));
+        }
+    }
+    let line = ["lab", "test", "metal", "--prebuilt", "/tests", "--"].map(str::to_owned);
+    request.commands.push([&line[..], arguments].concat());
+    // In there, standard output is the record, and what is said besides is for people.
+    request.env.push((record::VARIABLE.into(), "/proc/self/fd/1".into()));
+    request
+}
+
+/// A count that a lane which panicked has not left half done: it is made of whole lines.
+fn locked<'a, T>(tally: &'a Mutex<T>) -> MutexGuard<'a, T> {
+    tally.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn absolute(path: &Path) -> String {
+    let path: OsString = path.canonicalize().unwrap_or_else(|_| path.to_owned()).into();
+    path.to_string_lossy().into_owned()
+}
+
+/// What a host spent its time on, as it is seen from here: its own clock may count instructions.
+struct Spans(Vec<(String, Duration)>, Instant);
+
+impl Spans {
+    fn start() -> Self {
+        Self(Vec::new(), Instant::now())
+    }
+
+    /// What has ended took the time since what ended before it; a program's tests are one.
+    fn ended(&mut self, what: &str) {
+        let passed = self.1.elapsed();
+        self.1 += passed;
+        match self.0.last_mut() {
+            Some((last, sum)) if last == what => *sum += passed,
+            _ => self.0.push((what.to_owned(), passed)),
+        }
+    }
+
+    /// A line of the host's record.
+    fn line(&mut self, row: &str) {
+        for line in record::parse(row).0 {
+            if let Line::Test { name, .. } = line {
+                self.ended(name.split_once("::").map_or(&*name, |(program, _)| program));
+            }
+        }
+    }
+
+    fn tell(self, name: &str, tally: &mut Tally) {
+        self.0.into_iter().for_each(|(what, passed)| tally.took(name, &what, passed));
+    }
+}
+
+/// Bytes as they come, cut into lines.
+#[derive(Default)]
+struct Rows(Vec<u8>);
+
+impl Rows {
+    fn push(&mut self, bytes: &[u8], mut each: impl FnMut(&str)) {
+        self.0.extend_from_slice(bytes);
+        while let Some(end) = self.0.iter().position(|&byte| byte == b'\n') {
+            let row: Vec<u8> = self.0.drain(..=end).collect();
+            each(String::from_utf8_lossy(&row).trim_end());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tests_of_a_program_are_one_span_and_the_boot_is_another() {
+        let mut spans = Spans::start();
+        spans.ended("boot");
+        let mut rows = Rows::default();
+        for bytes in [
+            "{\"test\":{\"name\":\"run::a\",\"outcome\":\"passed\"}}\n{\"test\":{\"name\"",
+            ":\"run::b\",\"outcome\":\"passed\"}}\n{\"test\":{\"name\":\"state::c\",\"outcome\":\"passed\"}}\n{\"end\":3}\n",
+        ] {
+            rows.push(bytes.as_bytes(), |row| spans.line(row));
+        }
+        let names: Vec<&str> = spans.0.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["boot", "run", "state"]);
+    }
+}
