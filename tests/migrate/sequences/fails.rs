@@ -81,7 +81,10 @@ fn cancel(run: &Run, courier: &Process, by_signal: bool) -> Result<(), Failed> {
     if by_signal {
         succeeds(&Command::new("kill").args(["-INT", &courier.id().to_string()]).output()?)
     } else {
-        run.does(&format!("ctl {} migrate-cancel", run.name)).map(drop)
+        let output = run.does(&format!("ctl {} migrate-cancel", run.name))?;
+        // An upgrade may have ended in between.
+        let late = String::from_utf8_lossy(&output.stderr).contains("no migration");
+        ensure(output.status.success() || late, || format!("{output:?}"))
     }
 }
 
@@ -126,8 +129,10 @@ pub fn migrate_cancelled(run: &mut Run) -> Result<(), Failed> {
     let name = run.next();
     let there = run.receiver(&name)?;
     let courier = slowly(run, &run.home.path(&format!("{name}.in")))?;
-    eventually(LIMIT, "it is under way", || {
-        Ok((run.home.standing(&name).as_deref() == Some("incoming")).then_some(()))
+    // The client connects to the target before it asks the source.
+    eventually(LIMIT, "both sides have begun", || {
+        let stands = |name: &str, as_what| run.home.standing(name).as_deref() == Some(as_what);
+        Ok((stands(&name, "incoming") && stands(&run.name, "migrating")).then_some(()))
     })?;
     let by_signal = run.random.below(2) == 0;
     cancel(run, &courier, by_signal)?;
