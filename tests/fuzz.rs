@@ -24,6 +24,8 @@ mod migration;
 #[cfg(target_arch = "x86_64")]
 #[path = "fuzz/targets/pci.rs"]
 mod pci;
+#[path = "fuzz/targets/qcow2.rs"]
+mod qcow2;
 #[path = "fuzz/targets/share.rs"]
 mod share;
 #[path = "fuzz/targets/snapshot.rs"]
@@ -52,6 +54,7 @@ const TARGETS: &[(&str, Target)] = &[
     #[cfg(target_arch = "x86_64")]
     ("keyvalue", keyvalue::keyvalue),
     ("migration", migration::migration),
+    ("qcow2", qcow2::qcow2),
     ("share", share::share),
     #[cfg(target_arch = "x86_64")]
     ("pci", pci::pci),

@@ -1,18 +1,23 @@
-//! Disk images: what a file's format is ([`format`](mod@format)), and what a guest writes beside an image that stays as it is
-//! ([`overlay`]).
+//! Disk images: what a file's format is ([`format`](mod@format)), qcow2 ([`qcow2`]), and what a guest writes beside an image that
+//! stays as it is ([`overlay`]).
 //!
 //! The device that a guest sees is `vellum_devices::virtio::blk`. It opens and locks the files.
 
 pub mod format;
 pub mod overlay;
+pub mod qcow2;
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+
+use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use vellum_kvm::memory::slices::Slices;
 
 use overlay::Overlay;
+use qcow2::Qcow2;
 
 /// The file that a disk is, for whoever wants to know of it what the guest does not.
 #[derive(Debug)]
@@ -27,8 +32,10 @@ pub struct DiskImage {
 
 /// What the guest's requests go to.
 pub enum Image {
-    /// An image or a block device.
+    /// A raw image or a block device.
     Raw(File),
+    /// A qcow2 image.
+    Qcow2(Box<Qcow2>),
     /// What is written goes beside it.
     Over(Box<Overlay>),
 }
@@ -41,6 +48,7 @@ impl Image {
     pub fn read(&self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
         match self {
             Self::Raw(file) => data.preadv(file, at, usize::MAX),
+            Self::Qcow2(image) => image.read(data, at, usize::MAX),
             Self::Over(overlay) => overlay.read(data, at),
         }
     }
@@ -52,6 +60,7 @@ impl Image {
     pub fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
         match self {
             Self::Raw(file) => data.pwritev(file, at, usize::MAX),
+            Self::Qcow2(image) => image.write(data, at),
             Self::Over(overlay) => overlay.write(data, at),
         }
     }
@@ -63,7 +72,57 @@ impl Image {
     pub fn flush(&mut self) -> io::Result<()> {
         match self {
             Self::Raw(file) => file.sync_data(),
+            Self::Qcow2(image) => image.flush(),
             Self::Over(overlay) => overlay.flush(),
         }
     }
+
+    /// Has `len` bytes from `at` on read as zeroes, and gives up their space if `unmap`.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn zero(&mut self, at: u64, len: u64, unmap: bool) -> io::Result<()> {
+        match self {
+            Self::Raw(file) => write_zeros(file, at, len, unmap),
+            Self::Qcow2(image) => image.zero(at, len, unmap),
+            Self::Over(overlay) => overlay.zero(at, len),
+        }
+    }
+
+    /// Gives up the space of `len` bytes from `at` on: whether the file system can. They read as zeroes afterwards.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn discard(&mut self, at: u64, len: u64) -> io::Result<bool> {
+        match self {
+            Self::Raw(file) => allocate(file, FallocateMode::PunchHole, at, len),
+            Self::Qcow2(image) => image.zero(at, len, true).map(|()| true),
+            Self::Over(overlay) => overlay.zero(at, len).map(|()| true),
+        }
+    }
+}
+
+/// fallocate(2): false if the file system does not know `mode`.
+fn allocate(file: &File, mode: FallocateMode, at: u64, len: u64) -> io::Result<bool> {
+    match fallocate(file, mode, true, at, len) {
+        Ok(()) => Ok(true),
+        Err(error) if error.errno() == libc::EOPNOTSUPP => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Has `len` bytes of `file` from `at` on read as zeroes, and gives up their space if `unmap`.
+fn write_zeros(file: &File, at: u64, len: u64, unmap: bool) -> io::Result<()> {
+    static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+    let mode = if unmap { FallocateMode::PunchHole } else { FallocateMode::ZeroRange };
+    if allocate(file, mode, at, len)? {
+        return Ok(());
+    }
+    let (mut at, end) = (at, at + len);
+    while at < end {
+        let part = (end - at).min(ZEROS.len() as u64) as usize;
+        file.write_all_at(&ZEROS[..part], at)?;
+        at += part as u64;
+    }
+    Ok(())
 }

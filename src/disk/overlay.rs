@@ -21,6 +21,7 @@ use crc_fast::{CrcAlgorithm::Crc32Iscsi, checksum};
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
+use crate::qcow2::Qcow2;
 use vellum_kvm::memory::slices::Slices;
 use vellum_sys::mmap;
 use vellum_sys::open::{self, Kind};
@@ -88,7 +89,7 @@ pub enum Error {
 
 /// A base, and what has been written beside it.
 pub struct Overlay {
-    base: File,
+    base: Base,
     over: File,
     /// Whether somebody wants it after the machine's end.
     lasts: bool,
@@ -103,6 +104,36 @@ pub struct Overlay {
     /// In tests, what was done to `over`, in its order.
     #[cfg(test)]
     trace: Vec<tests::Act>,
+}
+
+/// An image that nobody writes to.
+pub enum Base {
+    /// A raw image or a block device.
+    Raw(File),
+    /// A qcow2 image, and its file.
+    Qcow2(Box<Qcow2>, File),
+}
+
+impl Base {
+    fn file(&self) -> &File {
+        match self {
+            Self::Raw(file) | Self::Qcow2(_, file) => file,
+        }
+    }
+
+    fn read(&self, data: &mut Slices<'_>, at: u64, max: usize) -> io::Result<usize> {
+        match self {
+            Self::Raw(file) => data.preadv(file, at, max),
+            Self::Qcow2(image, _) => image.read(data, at, max),
+        }
+    }
+
+    fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
+        match self {
+            Self::Raw(file) => file.read_exact_at(bytes, at),
+            Self::Qcow2(image, _) => image.read_exact_at(bytes, at),
+        }
+    }
 }
 
 /// What tells a base from another.
@@ -204,13 +235,13 @@ impl Overlay {
     ///
     /// # Errors
     /// Why it is none of this base's.
-    pub fn new(base: File, bytes: u64, over: File, lasts: bool) -> Result<Self, Error> {
+    pub fn new(base: Base, bytes: u64, over: File, lasts: bool) -> Result<Self, Error> {
         if bytes > MAX_BASE {
             return Err(Error::Large(bytes));
         }
         let blocks = bytes.div_ceil(BLOCK);
         let map = blocks.div_ceil(8).next_multiple_of(MAP_PAGE);
-        let (data, identity) = (MAP + map, Identity::of(&base, bytes)?);
+        let (data, identity) = (MAP + map, Identity::of(base.file(), bytes)?);
         let due = data + blocks * BLOCK;
         let mut here = vec![0; (map / 8) as usize];
         match over.metadata()?.len() {
@@ -276,7 +307,7 @@ impl Overlay {
     pub fn read(&self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
         let (here, end) = self.run(at, data.left() as u64);
         let most = (end - at) as usize;
-        if here { data.preadv(&self.over, self.data + at, most) } else { data.preadv(&self.base, at, most) }
+        if here { data.preadv(&self.over, self.data + at, most) } else { self.base.read(data, at, most) }
     }
 
     /// Writes the next bytes of `data` from `at` on: how many.
@@ -498,7 +529,7 @@ mod tests {
 
     #[test]
     fn a_base_that_is_too_large_for_a_map_is_refused() {
-        let refused = Overlay::new(file(b""), 1 << 50, file(b""), false);
+        let refused = Overlay::new(Base::Raw(file(b"")), 1 << 50, file(b""), false);
         assert!(matches!(refused, Err(Error::Large(bytes)) if bytes == 1 << 50));
     }
 
@@ -513,7 +544,7 @@ mod tests {
         let original = base(97 * 512);
         let bytes = original.len() as u64;
         let (under, over, guest) = (file(&original), file(&[]), Guest::new());
-        let mut overlay = Overlay::new(under.try_clone().unwrap(), bytes, over, true).unwrap();
+        let mut overlay = Overlay::new(Base::Raw(under.try_clone().unwrap()), bytes, over, true).unwrap();
         // What the guest wrote to each sector since it last flushed, the flushed content first; as of each act.
         let sector = |at: u64, from: &[u8]| from[(at * SECTOR) as usize..][..SECTOR as usize].to_vec();
         let mut allowed: Vec<Vec<Vec<u8>>> = (0..97).map(|at| vec![sector(at, &original)]).collect();
@@ -563,7 +594,7 @@ mod tests {
                     }
                 }
             }
-            let again = Overlay::new(under.try_clone().unwrap(), bytes, after, true).unwrap();
+            let again = Overlay::new(Base::Raw(under.try_clone().unwrap()), bytes, after, true).unwrap();
             let found = guest.read(&again, 0, original.len());
             // What may be there: of the step in which power was lost, and of the one before it.
             let at = history.partition_point(|(acts, _)| *acts < cut);
@@ -584,7 +615,8 @@ mod tests {
         let under = file(&original);
         let bytes = original.len() as u64;
         let new = |over: &File| {
-            Overlay::new(under.try_clone().unwrap(), bytes, over.try_clone().unwrap(), true).map(drop)
+            Overlay::new(Base::Raw(under.try_clone().unwrap()), bytes, over.try_clone().unwrap(), true)
+                .map(drop)
         };
         let over = file(&[]);
         new(&over).unwrap();
@@ -601,7 +633,7 @@ mod tests {
         let moved = file(&[]);
         new(&moved).unwrap();
         under.set_len(65 * 512).unwrap();
-        let grown = Overlay::new(under.try_clone().unwrap(), 65 * 512, moved, true);
+        let grown = Overlay::new(Base::Raw(under.try_clone().unwrap()), 65 * 512, moved, true);
         assert!(matches!(grown.map(drop), Err(Error::Base { bytes: 32768, now_bytes: 33280, .. })));
     }
 }

@@ -72,6 +72,20 @@ impl<'m> Slices<'m> {
         })
     }
 
+    /// Writes up to `count` zeroes; how many is the result.
+    pub fn zero(&mut self, count: usize) -> usize {
+        static ZEROS: [u8; 4096] = [0; 4096];
+        self.each(count, |slice, _| {
+            let mut at = 0;
+            while at < slice.len() {
+                let part = slice.offset(at).expect("inside the slice");
+                part.copy_from(&ZEROS[..part.len().min(ZEROS.len())]);
+                at += ZEROS.len();
+            }
+            slice.len()
+        })
+    }
+
     /// Copies `bytes` in at `offset` from here, as far as there is room, and consumes nothing.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) {
         let (mut at, end) = (0, offset + bytes.len());

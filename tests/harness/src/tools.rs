@@ -27,6 +27,7 @@ pub const TOOLS: &[(&str, &str)] = &[
     ("mount", "mount"),
     ("passt", "passt"),
     ("python3", "python3"),
+    ("qemu-img", "qemu-utils"),
     ("readelf", "binutils"),
     ("rsync", "rsync"),
     ("setpriv", "util-linux"),

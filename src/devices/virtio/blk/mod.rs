@@ -27,7 +27,8 @@ use super::{
 };
 use requests::{Disk, Id};
 use vellum_disk::format::Format;
-use vellum_disk::overlay::{self, Overlay, Place};
+use vellum_disk::overlay::{self, Base, Overlay, Place};
+use vellum_disk::qcow2::{self, Named, Qcow2};
 use vellum_disk::{DiskImage, Image};
 use vellum_host::block;
 use vellum_sandbox::ThreadKind;
@@ -46,10 +47,25 @@ const MAX_ZERO_SECTORS: u32 = 1 << 16;
 /// Segments of one discard or write-zeroes request.
 const MAX_ZERO_SEGMENTS: u32 = 16;
 
+/// Why a disk with an overlay cannot move to another process.
+const OVERLAY_STAYS: &str = "of what its guest has written beside the image this process alone has the map";
+/// Why a disk on a qcow2 image cannot.
+const QCOW2_STAYS: &str = "this process alone has the newest tables of its qcow2 image; a raw image can move";
+
+/// How an image has its disk's bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ImageFormat {
+    /// One after the other.
+    Raw,
+    /// As QEMU's qcow2 has them.
+    Qcow2,
+}
+
 /// What a disk is.
 pub static KIND: Kind = Kind {
     key: "disk",
-    about: "A disk, raw: `PATH[,readonly][,overlay=FILE|discard][,serial=TEXT][,queues=N][,force]`",
+    about: "A disk, raw or qcow2: `PATH[,readonly][,overlay=FILE|discard][,format=raw|qcow2][,backing=FILE][,data-file=FILE][,serial=TEXT][,queues=N][,force]`",
     value: Some("PATH"),
     repeats: true,
     parse: |text| match parse(text) {
@@ -73,6 +89,15 @@ pub struct BlkConfig {
     pub serial: Option<String>,
     /// Request queues, 1 to 16.
     pub queues: u16,
+    /// The image's format, if it is not told by how it begins.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<ImageFormat>,
+    /// The backing file of a qcow2 image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backing: Option<PathBuf>,
+    /// The external data file of a qcow2 image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_file: Option<PathBuf>,
     /// It is taken whoever else has it, and as raw however it begins.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub force: bool,
@@ -81,7 +106,17 @@ pub struct BlkConfig {
 impl BlkConfig {
     /// A writable disk with one queue.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        BlkConfig { path: path.into(), readonly: false, overlay: None, serial: None, queues: 1, force: false }
+        BlkConfig {
+            path: path.into(),
+            readonly: false,
+            overlay: None,
+            serial: None,
+            queues: 1,
+            format: None,
+            backing: None,
+            data_file: None,
+            force: false,
+        }
     }
 }
 
@@ -96,7 +131,7 @@ impl DeviceConfig for BlkConfig {
 
     fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
         let file = lent.into_iter().next().ok_or_else(|| Unfit::boxed(&KIND, "no descriptor"))?;
-        Ok(Box::new(Blk::on(self, file.into())?))
+        Ok(Box::new(Blk::on(self, file.into(), ImageFormat::Raw)?))
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
@@ -108,9 +143,10 @@ impl DeviceConfig for BlkConfig {
     }
 }
 
-/// `PATH[,readonly][,overlay=FILE|discard][,serial=TEXT][,queues=N][,force]`; `ro` is kvmtool's word.
+/// What [`KIND`] says; `ro` is kvmtool's word.
 fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
-    let keys = ["path", "readonly", "ro", "overlay", "serial", "queues", "force"];
+    let keys =
+        ["path", "readonly", "ro", "overlay", "serial", "queues", "format", "backing", "data-file", "force"];
     let kv = KeyValues::parse(text, Some("path"), &keys)?;
     let mut config = BlkConfig::new(kv.required("path", path)?);
     config.readonly = kv.switch("readonly")?.or(kv.switch("ro")?).unwrap_or(false);
@@ -123,6 +159,15 @@ fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
     config.serial = kv.text("serial").map(str::to_owned);
     config.queues = kv.with("queues", |text| number(text, 1..=MAX_QUEUES))?.unwrap_or(1);
     config.force = kv.switch("force")?.unwrap_or(false);
+    config.format = kv.with("format", |text| match text {
+        "raw" => Ok(ImageFormat::Raw),
+        "qcow2" => Ok(ImageFormat::Qcow2),
+        _ => Err("it is raw or qcow2"),
+    })?;
+    let raw = config.format == Some(ImageFormat::Raw) || config.force && config.format.is_none();
+    let named = |text: &str| if raw { Err("a raw image has no other files") } else { path(text) };
+    config.backing = kv.with("backing", named)?;
+    config.data_file = kv.with("data-file", named)?;
     Ok(config)
 }
 
@@ -167,9 +212,17 @@ pub enum BlkError {
         /// Who has it, in words.
         user: String,
     },
-    /// It is not raw.
+    /// It is a qcow2 image, and cannot be used.
+    #[error("disk {path}: {source}")]
+    Qcow2 {
+        /// Which disk.
+        path: PathBuf,
+        /// Why.
+        source: qcow2::Error,
+    },
+    /// It is neither raw nor qcow2.
     #[error(
-        "disk {path} is a {} image, and a disk here is raw: `{}` makes it one; `force` takes it as it is",
+        "disk {path} is a {} image, and a disk here is raw or qcow2: `{}` makes it one; `force` takes it as it is",
         format.name(),
         format.conversion(path)
     )]
@@ -227,8 +280,8 @@ pub struct Blk {
     /// The same open file, whose lock this device has.
     image: Arc<DiskImage>,
     worker: Option<Worker<Disk>>,
-    /// What its guest has written is beside its image.
-    overlaid: bool,
+    /// Why another process cannot go on with it, if that is so.
+    stays: Option<&'static str>,
     /// It is no disk of the user's, who knows nothing of it.
     own: bool,
 }
@@ -248,7 +301,8 @@ impl Blk {
     /// # Errors
     /// Why it is no disk.
     pub fn open(config: &BlkConfig) -> Result<Self, BlkError> {
-        let disk = Self::on(config, open_image(config, true)?)?;
+        let (file, format) = open_image(config, true)?;
+        let disk = Self::on(config, file, format)?;
         disk.lock()?;
         Ok(disk)
     }
@@ -288,11 +342,12 @@ impl Blk {
     /// # Errors
     /// Why it is no disk.
     pub fn open_unlocked(config: &BlkConfig) -> Result<Self, BlkError> {
-        Self::on(config, open_image(config, false)?)
+        let (file, format) = open_image(config, false)?;
+        Self::on(config, file, format)
     }
 
     /// A disk on an image that is open.
-    fn on(config: &BlkConfig, mut file: File) -> Result<Self, BlkError> {
+    fn on(config: &BlkConfig, mut file: File, format: ImageFormat) -> Result<Self, BlkError> {
         let (queues, readonly) = (config.queues, config.readonly);
         if queues == 0 || queues > MAX_QUEUES {
             return Err(BlkError::Queues(queues));
@@ -300,25 +355,44 @@ impl Blk {
         let serial = config.serial.clone().unwrap_or_default();
         let id = id(&serial).ok_or_else(|| BlkError::Serial(serial.clone()))?;
         let open_error = |source| BlkError::Open { path: config.path.clone(), readonly, source };
-        // Unlike its metadata this is right for block devices too.
-        let size = file.seek(SeekFrom::End(0)).map_err(open_error)?;
+        let qcow2 = match format {
+            ImageFormat::Raw => None,
+            ImageFormat::Qcow2 => Some(open_qcow2(config, &file)?),
+        };
+        let size = match &qcow2 {
+            Some(image) => image.size(),
+            // Unlike its metadata this is right for block devices too.
+            None => file.seek(SeekFrom::End(0)).map_err(open_error)?,
+        };
         if size == 0 || !size.is_multiple_of(SECTOR) {
             return Err(BlkError::Size { path: config.path.clone(), size });
         }
         // Where this process is cannot be asked once it is confined, nor in whose snapshots the path stands.
         let path = std::path::absolute(&config.path).map_err(open_error)?;
         let sectors = size / SECTOR;
+        let stays = match (&config.overlay, &qcow2) {
+            (Some(_), _) => Some(OVERLAY_STAYS),
+            (None, Some(_)) => Some(QCOW2_STAYS),
+            (None, None) => None,
+        };
         let (disk, image) = match &config.overlay {
             None => {
                 let image = DiskImage { file: file.try_clone().map_err(open_error)?, path, readonly };
-                (Image::Raw(file), image)
+                (qcow2.map_or(Image::Raw(file), |image| Image::Qcow2(Box::new(image))), image)
             }
-            Some(place) => over(config, file, size, place)?,
+            Some(place) => {
+                let lock = file.try_clone().map_err(open_error)?;
+                let base = match qcow2 {
+                    Some(image) => Base::Qcow2(Box::new(image), file),
+                    None => Base::Raw(file),
+                };
+                over(config, base, &lock, size, place)?
+            }
         };
         let disk =
             Disk { image: disk, path: config.path.clone(), sectors, readonly, write_through: false, id };
         let state = State { sectors, readonly, serial };
-        Ok(Self { overlaid: config.overlay.is_some(), ..Self::new(disk, image, state, queues) })
+        Ok(Self { stays, ..Self::new(disk, image, state, queues) })
     }
 
     fn new(disk: Disk, image: DiskImage, state: State, queues: u16) -> Self {
@@ -337,7 +411,7 @@ impl Blk {
             disk: Some(disk),
             image: Arc::new(image),
             worker: None,
-            overlaid: false,
+            stays: None,
             own: false,
         }
     }
@@ -402,8 +476,7 @@ impl VirtioDevice for Blk {
     }
 
     fn stays(&self) -> Option<(&'static str, &'static str)> {
-        let why = "of what its guest has written beside the image this process alone has the map";
-        self.overlaid.then_some((KIND.key, why))
+        self.stays.map(|why| (KIND.key, why))
     }
 
     fn lend(&mut self) -> io::Result<Vec<OwnedFd>> {
@@ -448,7 +521,13 @@ fn config_space(sectors: u64, queues: u16) -> [u8; 60] {
 }
 
 /// The image of a disk whose guest writes beside `base`, which nobody may write to meanwhile.
-fn over(config: &BlkConfig, base: File, size: u64, place: &Place) -> Result<(Image, DiskImage), BlkError> {
+fn over(
+    config: &BlkConfig,
+    base: Base,
+    base_file: &File,
+    size: u64,
+    place: &Place,
+) -> Result<(Image, DiskImage), BlkError> {
     let disk = config.path.clone();
     let (over, lasts) = match place {
         Place::File(path) => (path.clone(), true),
@@ -456,7 +535,7 @@ fn over(config: &BlkConfig, base: File, size: u64, place: &Place) -> Result<(Ima
     };
     let failed = |source| BlkError::Overlay { path: disk.clone(), over: over.clone(), source };
     let io = |source: io::Error| failed(source.into());
-    if !lock(&base, Lock::Shared).map_err(io)? {
+    if !lock(base_file, Lock::Shared).map_err(io)? {
         return Err(BlkError::Locked { path: disk.clone(), readonly: true });
     }
     let work = |file: File| {
@@ -474,7 +553,7 @@ fn over(config: &BlkConfig, base: File, size: u64, place: &Place) -> Result<(Ima
 
 /// Opens the image of a disk. A block device that the guest writes to is this process's alone where `exclusive`: file systems cannot be
 /// mounted from it meanwhile. Not where another Vellum has it still, of which the machine is to come here.
-fn open_image(config: &BlkConfig, exclusive: bool) -> Result<File, BlkError> {
+fn open_image(config: &BlkConfig, exclusive: bool) -> Result<(File, ImageFormat), BlkError> {
     let (path, readonly) = (config.path.clone(), config.readonly || config.overlay.is_some());
     let open_error = |source| BlkError::Open { path: path.clone(), readonly, source };
     let used = |user| BlkError::Used { path: path.clone(), user };
@@ -504,12 +583,37 @@ fn open_image(config: &BlkConfig, exclusive: bool) -> Result<File, BlkError> {
     {
         return Err(used(user));
     }
-    if !config.force
-        && let Some(format) = Format::of(&file).map_err(open_error)?
-    {
-        return Err(BlkError::Format { path, format });
-    }
-    Ok(file)
+    let format = match config.format {
+        Some(format) => format,
+        None if config.force => ImageFormat::Raw,
+        None => match Format::of(&file).map_err(open_error)? {
+            None => ImageFormat::Raw,
+            Some(Format::Qcow2) => ImageFormat::Qcow2,
+            Some(format) => return Err(BlkError::Format { path, format }),
+        },
+    };
+    Ok((file, format))
+}
+
+/// The qcow2 image in `file`, with the files beside it that the user has named.
+fn open_qcow2(config: &BlkConfig, file: &File) -> Result<Qcow2, BlkError> {
+    let writable = !config.readonly && config.overlay.is_none();
+    let beside = |path: &Option<PathBuf>, write: bool| {
+        let Some(path) = path else { return Ok(None) };
+        let failed = |source| BlkError::Open { readonly: !write, path: path.clone(), source };
+        let file =
+            open::open(path, File::options().read(true).write(write), open::Kind::Disk).map_err(failed)?;
+        let kind = if write { Lock::Exclusive } else { Lock::Shared };
+        match lock(&file, kind).map_err(failed)? {
+            true => Ok(Some(file)),
+            false => Err(BlkError::Locked { path: path.clone(), readonly: !write }),
+        }
+    };
+    let named =
+        Named { backing: beside(&config.backing, false)?, data: beside(&config.data_file, writable)? };
+    let failed = |source| BlkError::Qcow2 { path: config.path.clone(), source };
+    let file = file.try_clone().map_err(|error| failed(error.into()))?;
+    Qcow2::open(file, writable, named).map_err(failed)
 }
 
 /// Whether a machine has this block device, by its lock.

@@ -1,23 +1,17 @@
 //! What a request does to a disk's file (virtio 1.2, section 5.2.6).
 
 use std::fmt;
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use vellum_disk::Image;
 use virtio_bindings::virtio_blk::*;
-use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use super::{MAX_ZERO_SECTORS, MAX_ZERO_SEGMENTS, SECTOR};
 use crate::virtio::Active;
 use crate::virtio::queue::Chain;
 use crate::virtio::worker::Work;
 use vellum_kvm::memory::slices::Slices;
-
-/// What a file system without FALLOC_FL_ZERO_RANGE gets written.
-static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
 /// The image, and what a request does to it.
 pub struct Disk {
@@ -186,41 +180,19 @@ impl Disk {
             }
             let len = u64::from(sectors) * SECTOR;
             let at = self.extent(sector, len)?;
-            match (&mut self.image, len, discard) {
-                (_, 0, _) => {}
-                // What is discarded may read as anything, and so as zeroes.
-                (Image::Over(overlay), ..) => overlay.zero(at, len)?,
-                (Image::Raw(file), _, true) if allocate(file, FallocateMode::PunchHole, at, len)? => {}
-                (_, _, true) => return Err(Refusal::Unsupported),
-                (Image::Raw(file), _, false) => {
-                    let mode = if unmap { FallocateMode::PunchHole } else { FallocateMode::ZeroRange };
-                    if !allocate(file, mode, at, len)? {
-                        write_zeros(file, at, len)?;
-                    }
+            if len == 0 {
+                continue;
+            }
+            if discard {
+                if !self.image.discard(at, len)? {
+                    return Err(Refusal::Unsupported);
                 }
+            } else {
+                self.image.zero(at, len, unmap)?;
             }
         }
         Ok(self.settle()?)
     }
-}
-
-/// fallocate(2); false where this file system does not know `mode`.
-fn allocate(file: &File, mode: FallocateMode, at: u64, len: u64) -> io::Result<bool> {
-    match fallocate(file, mode, true, at, len) {
-        Ok(()) => Ok(true),
-        Err(error) if error.errno() == libc::EOPNOTSUPP => Ok(false),
-        Err(error) => Err(error.into()),
-    }
-}
-
-fn write_zeros(file: &File, at: u64, len: u64) -> io::Result<()> {
-    let (mut at, end) = (at, at + len);
-    while at < end {
-        let part = (end - at).min(ZEROS.len() as u64) as usize;
-        file.write_all_at(&ZEROS[..part], at)?;
-        at += part as u64;
-    }
-    Ok(())
 }
 
 /// A transfer that makes no progress is one past the end of a file that somebody has truncated.

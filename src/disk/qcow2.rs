@@ -1,0 +1,465 @@
+//! qcow2 images (QEMU, docs/interop/qcow2.txt), by the crate imago.
+//!
+//! imago reads and writes the tables. Data of a guest goes straight between guest memory and the file wherever the tables map a
+//! range to it; compressed clusters are unpacked first.
+//!
+//! Images come from strangers. [`Header::read`] refuses what imago would have to trust: tables that are larger than the file or
+//! than any disk needs, and encryption. A backing file or an external data file is opened only if the user names it, because an
+//! image could name any file of the host.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, ErrorKind, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use imago::format::PreallocateMode;
+use imago::io_buffers::{IoVector, IoVectorMut};
+use imago::storage::{self, drivers::CommonStorageHelper};
+use imago::{DenyImplicitOpenGate, FormatAccess, FormatCreateBuilder, FormatDriverBuilder, Mapping, Storage};
+use vmm_sys_util::fallocate::{FallocateMode, fallocate};
+
+use vellum_kvm::memory::slices::Slices;
+
+/// The first four bytes.
+const MAGIC: [u8; 4] = *b"QFI\xfb";
+/// Bytes of a header of version 3 without its extensions.
+const HEADER: usize = 104;
+/// The largest disk: 16 TiB.
+const MAX_DISK: u64 = 16 << 40;
+/// The largest L1 table, as QEMU limits it.
+const MAX_L1_BYTES: u64 = 32 << 20;
+/// The largest refcount table, as QEMU limits it.
+const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
+/// Bits of `incompatible_features`.
+const DIRTY: u64 = 1 << 0;
+const CORRUPT: u64 = 1 << 1;
+const DATA_FILE: u64 = 1 << 2;
+const COMPRESSION: u64 = 1 << 3;
+const EXTENDED_L2: u64 = 1 << 4;
+
+/// Why an image cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The host.
+    #[error("{0}")]
+    Host(#[from] io::Error),
+    /// A field of the header has no possible value.
+    #[error("its header is damaged: {field} is {value}, {limit}")]
+    Header {
+        /// Which field, by its name in QEMU's documentation.
+        field: &'static str,
+        /// What it says.
+        value: u64,
+        /// What is possible.
+        limit: String,
+    },
+    /// It is encrypted.
+    #[error("it is encrypted; `qemu-img convert` writes it without")]
+    Encrypted,
+    /// A program ended while it wrote to it.
+    #[error("it was not closed in order; `qemu-img check -r all` repairs it")]
+    Dirty,
+    /// QEMU has found it damaged.
+    #[error("it is marked as corrupt; `qemu-img check -r all` may repair it")]
+    Corrupt,
+    /// It has a feature that is not supported.
+    #[error("it has {0}, which is not supported; `qemu-img convert -O qcow2` writes it without")]
+    Feature(&'static str),
+    /// It has a backing file, and the user has named none.
+    #[error(
+        "it has the backing file {0:?}; an image could name any file of this host, so say which: `backing=FILE`"
+    )]
+    Backing(String),
+    /// The user has named a backing file, and it has none.
+    #[error("it has no backing file")]
+    NoBacking,
+    /// Its data is in another file, and the user has named none.
+    #[error("its data is in another file; say which: `data-file=FILE`")]
+    DataFile,
+    /// The user has named a data file, and it has none.
+    #[error("it has no external data file")]
+    NoDataFile,
+}
+
+/// What the header says, checked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// 2 or 3.
+    pub version: u32,
+    /// Bytes of the disk.
+    pub size: u64,
+    /// Bytes of a cluster.
+    pub cluster: u64,
+    /// Snapshots inside the image.
+    pub snapshots: u32,
+    /// The name of its backing file, as the image has it.
+    pub backing: Option<String>,
+    /// Whether its data is in another file.
+    pub data_file: bool,
+}
+
+impl Header {
+    /// Reads the header of `file`.
+    ///
+    /// # Errors
+    /// If it is no qcow2 image, or one that cannot be used.
+    pub fn read(file: &File) -> Result<Self, Error> {
+        let length = file_size(file)?;
+        let mut bytes = [0; HEADER];
+        read_or_zero(file, &mut bytes, 0)?;
+        let header = Self::parse(&bytes, length)?;
+        let (at, len) = (be64(&bytes, 8), be32(&bytes, 16));
+        let mut name = vec![0; len as usize];
+        if at != 0 {
+            file.read_exact_at(&mut name, at)?;
+        }
+        let backing = (at != 0).then(|| String::from_utf8_lossy(&name).into_owned());
+        Ok(Self { backing, ..header })
+    }
+
+    /// The same of `bytes`, of a file that is `length` bytes long; without the name of a backing file.
+    ///
+    /// # Errors
+    /// If it is no qcow2 image, or one that cannot be used.
+    pub fn parse(bytes: &[u8; HEADER], length: u64) -> Result<Self, Error> {
+        let within = |field, value, limit: std::ops::RangeInclusive<u64>| {
+            if limit.contains(&value) {
+                return Ok(value);
+            }
+            Err(Error::Header {
+                field,
+                value,
+                limit: format!("and {} to {} are possible", limit.start(), limit.end()),
+            })
+        };
+        if bytes[..4] != MAGIC {
+            return Err(Error::Header {
+                field: "magic",
+                value: be32(bytes, 0).into(),
+                limit: "not QFI\\xfb".into(),
+            });
+        }
+        let version = within("version", be32(bytes, 4).into(), 2..=3)? as u32;
+        let bits = within("cluster_bits", be32(bytes, 20).into(), 9..=21)?;
+        let size = within("size", be64(bytes, 24), 0..=MAX_DISK)?;
+        match be32(bytes, 32) {
+            0 => {}
+            _ => return Err(Error::Encrypted),
+        }
+        let cluster = 1 << bits;
+        // An L1 entry covers a table of cluster / 8 clusters.
+        let entries = size.div_ceil(cluster * (cluster / 8));
+        let l1 = within("l1_size", be32(bytes, 36).into(), entries..=MAX_L1_BYTES / 8)?;
+        let table = |field, at: u64, len: u64| {
+            let fits = at.is_multiple_of(cluster) && at.checked_add(len).is_some_and(|end| end <= length);
+            if fits || len == 0 {
+                return Ok(());
+            }
+            Err(Error::Header {
+                field,
+                value: at,
+                limit: format!("and {len} bytes do not lie there in a file of {length}"),
+            })
+        };
+        table("l1_table_offset", be64(bytes, 40), l1 * 8)?;
+        let clusters = within(
+            "refcount_table_clusters",
+            be32(bytes, 56).into(),
+            0..=MAX_REFCOUNT_TABLE_BYTES >> bits.min(23),
+        )?;
+        table("refcount_table_offset", be64(bytes, 48), clusters * cluster)?;
+        let snapshots = within("nb_snapshots", be32(bytes, 60).into(), 0..=65536)? as u32;
+        let (backing, name) = (be64(bytes, 8), be32(bytes, 16));
+        if backing != 0 {
+            within("backing_file_size", name.into(), 1..=1023)?;
+            within("backing_file_offset", backing, 72..=cluster - 1)?;
+        }
+        let features = if version == 2 { 0 } else { be64(bytes, 72) };
+        match features {
+            _ if features & CORRUPT != 0 => return Err(Error::Corrupt),
+            _ if features & DIRTY != 0 => return Err(Error::Dirty),
+            _ if features & EXTENDED_L2 != 0 => return Err(Error::Feature("extended L2 entries")),
+            _ if features & COMPRESSION != 0 => return Err(Error::Feature("clusters compressed by zstd")),
+            _ if features & !DATA_FILE != 0 => return Err(Error::Feature("a feature of a later version")),
+            _ => {}
+        }
+        Ok(Self { version, size, cluster, snapshots, backing: None, data_file: features & DATA_FILE != 0 })
+    }
+}
+
+fn be32(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes(bytes[at..at + 4].try_into().expect("4 bytes"))
+}
+
+fn be64(bytes: &[u8], at: usize) -> u64 {
+    u64::from_be_bytes(bytes[at..at + 8].try_into().expect("8 bytes"))
+}
+
+/// The size of a file or of a block device.
+fn file_size(file: &File) -> io::Result<u64> {
+    (&*file).seek(SeekFrom::End(0))
+}
+
+/// Reads from `at` on. Bytes past the end of the file are zero.
+fn read_or_zero(file: &File, mut bytes: &mut [u8], mut at: u64) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match file.read_at(bytes, at) {
+            Ok(0) => {
+                bytes.fill(0);
+                return Ok(());
+            }
+            Ok(count) => {
+                bytes = &mut bytes[count..];
+                at += count as u64;
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// A file of an image, for imago. It opens no others.
+struct ImageFile {
+    file: File,
+    helper: CommonStorageHelper,
+}
+
+impl ImageFile {
+    fn new(file: File) -> Self {
+        Self { file, helper: CommonStorageHelper::default() }
+    }
+}
+
+impl fmt::Debug for ImageFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.file.fmt(f)
+    }
+}
+
+impl fmt::Display for ImageFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the image")
+    }
+}
+
+// The trait's functions are unsafe because they do not order concurrent requests. Each image has one thread.
+impl Storage for ImageFile {
+    fn size(&self) -> io::Result<u64> {
+        file_size(&self.file)
+    }
+
+    unsafe fn pure_readv(&self, bufv: IoVectorMut<'_>, mut offset: u64) -> io::Result<()> {
+        for mut part in bufv.into_inner() {
+            read_or_zero(&self.file, &mut part, offset)?;
+            offset += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    unsafe fn pure_writev(&self, bufv: IoVector<'_>, mut offset: u64) -> io::Result<()> {
+        for part in bufv.into_inner() {
+            self.file.write_all_at(&part, offset)?;
+            offset += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    unsafe fn pure_write_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
+        crate::write_zeros(&self.file, offset, length, false)
+    }
+
+    unsafe fn pure_discard(&self, offset: u64, length: u64) -> io::Result<()> {
+        match fallocate(&self.file, FallocateMode::PunchHole, true, offset, length) {
+            Err(error) if error.errno() != libc::EOPNOTSUPP => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    unsafe fn invalidate_cache(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn get_storage_helper(&self) -> &CommonStorageHelper {
+        &self.helper
+    }
+
+    fn resize(&self, new_size: u64, _: storage::PreallocateMode) -> io::Result<()> {
+        self.file.set_len(new_size)
+    }
+}
+
+type Access = Arc<FormatAccess<ImageFile>>;
+type Driver = imago::qcow2::Qcow2<ImageFile, Access>;
+
+/// The files beside an image that the user has named.
+#[derive(Default)]
+pub struct Named {
+    /// Its backing file: raw or qcow2, without a backing file of its own.
+    pub backing: Option<File>,
+    /// The file with its data.
+    pub data: Option<File>,
+}
+
+/// An open image.
+pub struct Qcow2 {
+    access: FormatAccess<ImageFile>,
+    version: u32,
+}
+
+impl Qcow2 {
+    /// The image in `file`, and the files beside it that the user has named.
+    ///
+    /// # Errors
+    /// Why it cannot be used.
+    pub fn open(file: File, writable: bool, named: Named) -> Result<Self, Error> {
+        let header = Header::read(&file)?;
+        let mut builder = Driver::builder(ImageFile::new(file)).write(writable);
+        builder = match (header.backing, named.backing) {
+            (None, None) => builder.backing(None),
+            (Some(_), Some(backing)) => builder.backing(Some(Arc::new(Self::open_backing(backing)?))),
+            (Some(name), None) => return Err(Error::Backing(name)),
+            (None, Some(_)) => return Err(Error::NoBacking),
+        };
+        builder = match (header.data_file, named.data) {
+            (false, None) => builder.data_file(None),
+            (true, Some(data)) => builder.data_file(Some(ImageFile::new(data))),
+            (true, None) => return Err(Error::DataFile),
+            (false, Some(_)) => return Err(Error::NoDataFile),
+        };
+        let access = FormatAccess::new(builder.open(DenyImplicitOpenGate::default())?);
+        Ok(Self { access, version: header.version })
+    }
+
+    fn open_backing(file: File) -> Result<FormatAccess<ImageFile>, Error> {
+        let mut magic = [0; 4];
+        read_or_zero(&file, &mut magic, 0)?;
+        if magic == MAGIC {
+            return Ok(Self::open(file, false, Named::default())?.access);
+        }
+        let raw = imago::raw::Raw::builder(ImageFile::new(file)).open(DenyImplicitOpenGate::default())?;
+        Ok(FormatAccess::new(raw))
+    }
+
+    /// Makes an image of a disk of `size` bytes in the empty `file`.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn create(file: File, size: u64) -> io::Result<()> {
+        Driver::create_builder(ImageFile::new(file)).size(size).preallocate(PreallocateMode::None).create()
+    }
+
+    /// Bytes of the disk.
+    pub fn size(&self) -> u64 {
+        self.access.size()
+    }
+
+    /// Reads from `at` on into the next bytes of `data`: how many.
+    ///
+    /// # Errors
+    /// What the kernel says, or that the image is damaged there.
+    pub fn read(&self, data: &mut Slices<'_>, at: u64, max: usize) -> io::Result<usize> {
+        let (mapping, len) = self.access.get_mapping(at, data.left().min(max) as u64)?;
+        let len = len as usize;
+        match mapping {
+            Mapping::Raw { storage, offset, .. } => match data.preadv(&storage.file, offset, len)? {
+                // The file ends before the cluster does.
+                0 => Ok(data.zero(len)),
+                count => Ok(count),
+            },
+            Mapping::Zero { .. } => Ok(data.zero(len)),
+            Mapping::Eof { .. } => Ok(0),
+            _ => {
+                let mut bytes = vec![0; len];
+                self.access.read(&mut bytes, at)?;
+                Ok(data.write(&bytes))
+            }
+        }
+    }
+
+    /// Reads exactly `bytes` from `at` on.
+    ///
+    /// # Errors
+    /// What the kernel says, or that the image is damaged there.
+    pub fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
+        self.access.read(bytes, at)
+    }
+
+    /// Whether the `len` bytes from `at` on read as zeroes without a look at them, and for how many of them that is so.
+    ///
+    /// # Errors
+    /// What the kernel says, or that the image is damaged there.
+    pub fn is_hole(&self, at: u64, len: u64) -> io::Result<(bool, u64)> {
+        let (mapping, len) = self.access.get_mapping(at, len)?;
+        Ok((matches!(mapping, Mapping::Zero { .. }), len))
+    }
+
+    /// Writes the next bytes of `data` from `at` on: how many.
+    ///
+    /// # Errors
+    /// What the kernel says, or that the image is damaged there.
+    pub fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
+        let mapping = self.access.prepare_data_mapping(at, data.left() as u64, true)?;
+        let (file, offset, len) = (&mapping.storage().file, mapping.offset(), mapping.length() as usize);
+        let mut done = 0;
+        while done < len {
+            match data.pwritev(file, offset + done as u64, len - done) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(count) => done += count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        self.access.commit_data_mapping(mapping)?;
+        Ok(len)
+    }
+
+    /// Writes all of `bytes` from `at` on.
+    ///
+    /// # Errors
+    /// What the kernel says, or that the image is damaged there.
+    pub fn write_all_at(&mut self, bytes: &[u8], at: u64) -> io::Result<()> {
+        self.access.write(bytes, at)
+    }
+
+    /// Has `len` bytes from `at` on read as zeroes; gives up their space if `discard`.
+    ///
+    /// # Errors
+    /// What the kernel says, or that the image is damaged there.
+    pub fn zero(&mut self, at: u64, len: u64, discard: bool) -> io::Result<()> {
+        if self.version > 2 {
+            return if discard {
+                self.access.discard_to_zero(at, len)
+            } else {
+                self.access.write_zeroes(at, len)
+            };
+        }
+        // Version 2 has no clusters that are zero.
+        static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+        let (mut at, end) = (at, at + len);
+        while at < end {
+            let part = (end - at).min(ZEROS.len() as u64);
+            self.access.write(&ZEROS[..part as usize], at)?;
+            at += part;
+        }
+        Ok(())
+    }
+
+    /// Puts what was written, and the tables that map it, on the medium.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.access.flush()?;
+        self.access.sync()
+    }
+}

@@ -1,0 +1,378 @@
+//! qcow2 images: QEMU's own tools make them, write to them and check them; Vellum reads and writes the same disks.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Output};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use harness::{Failed, Random, Trials, ensure, tools, trial};
+use vellum_disk::Image;
+use vellum_disk::overlay::{Base, Overlay, unnamed};
+use vellum_disk::qcow2::{Error, Named, Qcow2};
+use vellum_kvm::arch::layout;
+use vellum_kvm::memory::slices::Slices;
+use vellum_kvm::memory::{Memory, MemoryConfig};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+
+fn main() -> ExitCode {
+    Trials::from_args().run()
+}
+
+/// Bytes of each disk: no whole number of the larger clusters.
+const SIZE: usize = (9 << 20) + 512;
+/// The longest request.
+const MAX_REQUEST: usize = 300 << 10;
+
+/// A directory that goes with the test.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new() -> Result<Self, Failed> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("vellum-qcow2-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir(&path)?;
+        Ok(Self(path))
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.0.join(name).display().to_string()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn run(program: &str, arguments: &[&str]) -> Result<Output, Failed> {
+    let output =
+        Command::new(program).args(arguments).output().map_err(|error| format!("{program}: {error}"))?;
+    ensure(output.status.success(), || format!("{program} {arguments:?}: {output:?}"))?;
+    Ok(output)
+}
+
+fn open(path: &str, write: bool) -> Result<File, Failed> {
+    Ok(File::options().read(true).write(write).open(path)?)
+}
+
+/// Guest memory, from which requests are written and to which they are read.
+struct Guest(Memory);
+
+impl Guest {
+    fn new() -> Result<Self, Failed> {
+        Ok(Self(Memory::map(layout::RAM, MemoryConfig::new(2 << 20))?))
+    }
+
+    /// `len` bytes of memory, in pieces of odd sizes, as a driver may give them.
+    fn slices(&self, len: usize) -> Slices<'_> {
+        let (mut slices, mut at) = (Slices::default(), 0);
+        while at < len {
+            let part = (len - at).min(40_000);
+            for slice in self.0.guest.get_slices(GuestAddress(at as u64), part) {
+                slices.push(slice.expect("it is memory"));
+            }
+            at += part;
+        }
+        slices
+    }
+
+    fn read(&self, image: &Image, at: u64, len: usize) -> Result<Vec<u8>, Failed> {
+        self.0.guest.write_slice(&vec![0xa5; len], GuestAddress(0))?;
+        let (mut data, mut from) = (self.slices(len), at);
+        while data.left() > 0 {
+            let count = image.read(&mut data, from)?;
+            ensure(count > 0, || format!("{at}: a read of {len} bytes ends at {from}"))?;
+            from += count as u64;
+        }
+        let mut bytes = vec![0; len];
+        self.0.guest.read_slice(&mut bytes, GuestAddress(0))?;
+        Ok(bytes)
+    }
+
+    fn write(&self, image: &mut Image, at: u64, bytes: &[u8]) -> Result<(), Failed> {
+        self.0.guest.write_slice(bytes, GuestAddress(0))?;
+        let (mut data, mut to) = (self.slices(bytes.len()), at);
+        while data.left() > 0 {
+            to += image.write(&mut data, to)? as u64;
+        }
+        Ok(())
+    }
+
+    /// Fails unless `image` has exactly `model`.
+    fn compare(&self, image: &Image, model: &[u8]) -> Result<(), Failed> {
+        for (number, due) in model.chunks(MAX_REQUEST).enumerate() {
+            let at = number * MAX_REQUEST;
+            let found = self.read(image, at as u64, due.len())?;
+            let differs = found.iter().zip(due).position(|(found, due)| found != due);
+            ensure(differs.is_none(), || format!("byte {} is wrong", at + differs.unwrap_or(0)))?;
+        }
+        Ok(())
+    }
+
+    /// Random requests to `image` and to `model` alike.
+    fn exercise(
+        &self,
+        image: &mut Image,
+        model: &mut [u8],
+        random: &mut Random,
+        steps: u32,
+    ) -> Result<(), Failed> {
+        let sectors = model.len() as u64 / 512;
+        for _ in 0..steps {
+            let first = random.below(sectors);
+            let most = (sectors - first).min(MAX_REQUEST as u64 / 512);
+            let (at, len) = ((first * 512) as usize, ((1 + random.below(most)) * 512) as usize);
+            let part = &mut model[at..at + len];
+            match random.below(8) {
+                0 => {
+                    image.zero(at as u64, len as u64, random.below(2) == 0)?;
+                    part.fill(0);
+                }
+                1 => {
+                    // It reads as zeroes, or nothing has changed.
+                    if image.discard(at as u64, len as u64)? {
+                        part.fill(0);
+                    }
+                }
+                2 => image.flush()?,
+                3 | 4 => ensure(self.read(image, at as u64, len)? == part, || {
+                    format!("{len} bytes at {at} are wrong")
+                })?,
+                _ => {
+                    part.iter_mut().for_each(|byte| *byte = random.below(256) as u8);
+                    self.write(image, at as u64, part)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A disk with some data, some zeroes and some holes.
+fn contents(random: &mut Random) -> Vec<u8> {
+    let mut bytes = vec![0; SIZE];
+    for part in bytes.chunks_mut(48 << 10) {
+        match random.below(3) {
+            0 => part.iter_mut().for_each(|byte| *byte = random.below(256) as u8),
+            1 => part.fill(random.below(256) as u8),
+            _ => {}
+        }
+    }
+    bytes
+}
+
+/// The options with which QEMU makes an image, and those of the conversion.
+const KINDS: [(&str, &[&str]); 30] = [
+    ("compat=0.10", &[]),
+    ("compat=0.10,cluster_size=512", &[]),
+    ("compat=0.10,cluster_size=4k", &["-c"]),
+    ("compat=0.10,cluster_size=2M", &[]),
+    ("compat=0.10", &["-c"]),
+    ("compat=1.1", &[]),
+    ("compat=1.1", &["-c"]),
+    ("cluster_size=512", &[]),
+    ("cluster_size=512", &["-c"]),
+    ("cluster_size=4k", &[]),
+    ("cluster_size=4k", &["-c"]),
+    ("cluster_size=8k,refcount_bits=8", &[]),
+    ("cluster_size=16k", &["-S", "0"]),
+    ("cluster_size=32k", &["-c"]),
+    ("cluster_size=128k", &[]),
+    ("cluster_size=256k", &["-c"]),
+    ("cluster_size=512k", &[]),
+    ("cluster_size=1M", &["-c"]),
+    ("cluster_size=2M", &[]),
+    ("cluster_size=2M", &["-c"]),
+    ("refcount_bits=1", &[]),
+    ("refcount_bits=2", &["-c"]),
+    ("refcount_bits=4", &[]),
+    ("refcount_bits=8", &[]),
+    ("refcount_bits=32", &["-c"]),
+    ("refcount_bits=64", &[]),
+    ("lazy_refcounts=on", &[]),
+    ("preallocation=metadata", &[]),
+    ("preallocation=falloc", &[]),
+    ("preallocation=full", &[]),
+];
+
+fn writable(path: &str) -> Result<Image, Failed> {
+    Ok(Image::Qcow2(Box::new(Qcow2::open(open(path, true)?, true, Named::default())?)))
+}
+
+/// What QEMU says of the image: it is sound, and has exactly `model`.
+fn is_sound(scratch: &Scratch, path: &str, model: &[u8]) -> Result<(), Failed> {
+    run("qemu-img", &["check", "-q", path])?;
+    let due = scratch.path("due.raw");
+    fs::write(&due, model)?;
+    run("qemu-img", &["compare", "-q", "-f", "qcow2", "-F", "raw", path, &due]).map(drop)
+}
+
+#[trial(tools::program("qemu-img"))]
+fn images_of_thirty_kinds_are_read_and_written() -> Result<(), Failed> {
+    let (mut random, guest) = (Random::new(), Guest::new()?);
+    for (options, more) in KINDS {
+        let scratch = Scratch::new()?;
+        let (raw, path) = (scratch.path("a.raw"), scratch.path("a.qcow2"));
+        let mut model = contents(&mut random);
+        fs::write(&raw, &model)?;
+        let line = [&["convert", "-f", "raw", "-O", "qcow2", "-o", options], more, &[&raw, &path]].concat();
+        run("qemu-img", &line)?;
+        let about =
+            |error: Failed| Failed::from(format!("{options} {more:?}: {}", error.message().unwrap_or("")));
+        let work = |model: &mut Vec<u8>, random: &mut Random| {
+            let readonly = Qcow2::open(open(&path, false)?, false, Named::default())?;
+            ensure(readonly.size() == SIZE as u64, || format!("{} bytes", readonly.size()))?;
+            guest.compare(&Image::Qcow2(Box::new(readonly)), model)?;
+            let mut image = writable(&path)?;
+            guest.exercise(&mut image, model, random, 60)?;
+            guest.compare(&image, model)?;
+            drop(image);
+            is_sound(&scratch, &path, model)
+        };
+        work(&mut model, &mut random).map_err(about)?;
+    }
+    Ok(())
+}
+
+#[trial(tools::program("qemu-img"))]
+fn snapshots_inside_an_image_keep_what_they_had() -> Result<(), Failed> {
+    let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
+    let (raw, path, then) = (scratch.path("a.raw"), scratch.path("a.qcow2"), scratch.path("then.raw"));
+    let mut model = contents(&mut random);
+    fs::write(&raw, &model)?;
+    run("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", &raw, &path])?;
+    run("qemu-img", &["snapshot", "-c", "then", &path])?;
+    let before = model.clone();
+    let mut image = writable(&path)?;
+    guest.exercise(&mut image, &mut model, &mut random, 100)?;
+    drop(image);
+    is_sound(&scratch, &path, &model)?;
+    run("qemu-img", &["convert", "-l", "then", "-O", "raw", &path, &then])?;
+    ensure(fs::read(&then)? == before, || "the snapshot has changed".into())
+}
+
+#[trial(tools::program("qemu-img"))]
+fn files_beside_an_image_are_opened_only_if_they_are_named() -> Result<(), Failed> {
+    let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
+    let (raw, base, top) = (scratch.path("a.raw"), scratch.path("base.qcow2"), scratch.path("top.qcow2"));
+    let mut model = contents(&mut random);
+    fs::write(&raw, &model)?;
+    run("qemu-img", &["convert", "-O", "qcow2", "-c", &raw, &base])?;
+    for (format, backing) in [("raw", &raw), ("qcow2", &base)] {
+        let _ = fs::remove_file(&top);
+        run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", backing, "-F", format, &top])?;
+        match Qcow2::open(open(&top, true)?, true, Named::default()) {
+            Err(Error::Backing(name)) if name == *backing => {}
+            other => return Err(format!("{:?}", other.map(drop)).into()),
+        }
+        let named = Named { backing: Some(open(backing, false)?), ..Named::default() };
+        let (before, mut image) =
+            (model.clone(), Image::Qcow2(Box::new(Qcow2::open(open(&top, true)?, true, named)?)));
+        guest.compare(&image, &model)?;
+        guest.exercise(&mut image, &mut model, &mut random, 60)?;
+        drop(image);
+        is_sound(&scratch, &top, &model)?;
+        let unchanged = scratch.path("unchanged.raw");
+        run("qemu-img", &["convert", "-O", "raw", backing, &unchanged])?;
+        ensure(fs::read(&unchanged)? == before, || format!("the {format} backing file has changed"))?;
+        model = before;
+    }
+    let (data, out) = (scratch.path("data"), scratch.path("out.qcow2"));
+    run(
+        "qemu-img",
+        &["create", "-q", "-f", "qcow2", "-o", &format!("data_file={data}"), &out, &SIZE.to_string()],
+    )?;
+    let refused = Qcow2::open(open(&out, true)?, true, Named::default());
+    ensure(matches!(refused, Err(Error::DataFile)), || "a data file was not asked for".into())?;
+    let named = Named { data: Some(open(&data, true)?), ..Named::default() };
+    let mut image = Image::Qcow2(Box::new(Qcow2::open(open(&out, true)?, true, named)?));
+    let mut model = vec![0; SIZE];
+    guest.exercise(&mut image, &mut model, &mut random, 60)?;
+    drop(image);
+    is_sound(&scratch, &out, &model)
+}
+
+#[trial(tools::program("qemu-img"))]
+fn what_cannot_be_read_is_refused_by_name() -> Result<(), Failed> {
+    let scratch = Scratch::new()?;
+    let path = scratch.path("a.qcow2");
+    for (options, due) in [
+        ("extended_l2=on,cluster_size=128k", "extended L2"),
+        ("compression_type=zstd", "zstd"),
+        ("encrypt.format=luks,encrypt.key-secret=s", "encrypted"),
+    ] {
+        let _ = fs::remove_file(&path);
+        let secret =
+            if options.starts_with("encrypt") { &["--object", "secret,id=s,data=x"][..] } else { &[] };
+        let size = SIZE.to_string();
+        run(
+            "qemu-img",
+            &[&["create", "-q"], secret, &["-f", "qcow2", "-o", options, &path, &size]].concat(),
+        )?;
+        match Qcow2::open(open(&path, true)?, true, Named::default()) {
+            Err(error) if error.to_string().contains(due) => {}
+            other => return Err(format!("{options}: {:?}", other.map(drop)).into()),
+        }
+    }
+    Ok(())
+}
+
+/// An overlay on a qcow2 image has what the guest writes; the image stays as it is.
+#[trial(tools::program("qemu-img"))]
+fn an_overlay_leaves_its_image_alone() -> Result<(), Failed> {
+    let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
+    let (raw, path) = (scratch.path("a.raw"), scratch.path("a.qcow2"));
+    let mut model = contents(&mut random);
+    fs::write(&raw, &model)?;
+    run("qemu-img", &["convert", "-O", "qcow2", "-c", &raw, &path])?;
+    let before = fs::read(&path)?;
+    let file = open(&path, false)?;
+    let base = Base::Qcow2(Box::new(Qcow2::open(file.try_clone()?, false, Named::default())?), file);
+    let mut image = Image::Over(Box::new(Overlay::new(base, SIZE as u64, unnamed()?, false)?));
+    guest.exercise(&mut image, &mut model, &mut random, 200)?;
+    guest.compare(&image, &model)?;
+    drop(image);
+    ensure(fs::read(&path)? == before, || "the image has changed".into())
+}
+
+/// Damaged tables end in an error or in other contents, never in a panic, an endless loop or more memory than the image has.
+#[trial(tools::program("qemu-img"))]
+fn damaged_images_end_in_errors() -> Result<(), Failed> {
+    let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
+    let (raw, path) = (scratch.path("a.raw"), scratch.path("a.qcow2"));
+    let model = contents(&mut random);
+    fs::write(&raw, &model)?;
+    run("qemu-img", &["convert", "-O", "qcow2", "-o", "cluster_size=4k", &raw, &path])?;
+    let sound = fs::read(&path)?;
+    let damaged = Path::new(&path).with_extension("damaged");
+    for _ in 0..200 {
+        fs::write(&damaged, &sound)?;
+        let file = open(&damaged.display().to_string(), true)?;
+        match random.below(4) {
+            // The header, the tables behind it, anything; or the end is missing.
+            0 => file.write_all_at(&random.below(u64::MAX).to_be_bytes(), random.below(104))?,
+            1 => file.write_all_at(
+                &random.below(u64::MAX).to_be_bytes(),
+                random.below(16) * 4096 + random.below(512) * 8,
+            )?,
+            2 => file.write_all_at(
+                &(random.below(64) * 4096 | (1 << 63)).to_be_bytes(),
+                random.below(64) * 4096 + random.below(512) * 8,
+            )?,
+            _ => file.set_len(random.below(sound.len() as u64))?,
+        }
+        let Ok(image) = Qcow2::open(file, true, Named::default()) else { continue };
+        let mut image = Image::Qcow2(Box::new(image));
+        for _ in 0..20 {
+            let at = random.below(SIZE as u64 / 512) * 512;
+            let len = 4096.min(SIZE - at as usize);
+            let _ = guest.read(&image, at, len);
+            let _ = guest.write(&mut image, at, &vec![7; len]);
+        }
+        let _ = image.flush();
+    }
+    Ok(())
+}
