@@ -359,7 +359,7 @@ fn damaged_images_end_in_errors() -> Result<(), Failed> {
                 random.below(16) * 4096 + random.below(512) * 8,
             )?,
             2 => file.write_all_at(
-                &(random.below(64) * 4096 | (1 << 63)).to_be_bytes(),
+                &((random.below(64) * 4096) | (1 << 63)).to_be_bytes(),
                 random.below(64) * 4096 + random.below(512) * 8,
             )?,
             _ => file.set_len(random.below(sound.len() as u64))?,

@@ -58,10 +58,10 @@ pub enum Error {
     #[error("it is encrypted; `qemu-img convert` writes it without")]
     Encrypted,
     /// A program ended while it wrote to it.
-    #[error("it was not closed in order; `qemu-img check -r all` repairs it")]
+    #[error("it was not closed in order; `qemu-img check --repair=all` repairs it")]
     Dirty,
     /// QEMU has found it damaged.
-    #[error("it is marked as corrupt; `qemu-img check -r all` may repair it")]
+    #[error("it is marked as corrupt; `qemu-img check --repair=all` may repair it")]
     Corrupt,
     /// It has a feature that is not supported.
     #[error("it has {0}, which is not supported; `qemu-img convert -O qcow2` writes it without")]
